@@ -1,0 +1,63 @@
+"""The command line: ``cupyflash <command>``. Each command is a module of its own, loaded when it is run.
+
+In this folder import the library by its full name (``from cupyflash import device``): a checker that looks at a
+checkout sees this package as ``cli``, not as ``cupyflash.cli``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+from cupyflash import __version__, errors
+
+from .output import Exit, explain
+
+COMMANDS = {
+    "verify": "Check the kernels of this machine against a float64 reference.",
+    "doctor": "Look at GPUs, driver, packages and cache, and say how to mend what is wrong.",
+    "bench": "Time attention, alone or against other implementations.",
+    "compile": "Compile kernels ahead of time, GPU or not.",
+    "cache": "Show or empty the folder of compiled kernels.",
+}
+
+
+class Commands(click.Group):
+    """The commands above, each imported only when it is run: `--help` and `--version` answer at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"{__name__}.{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command; what cupyflash raises on purpose becomes a message and an exit code, not a traceback."""
+        try:
+            return super().invoke(ctx)
+        except errors.CupyflashError as e:
+            explain(e)
+            ctx.exit(Exit.of(e))
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(Exit.INTERRUPTED)
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes of all commands: 0 success, 2 wrong usage, 4 not supported, 130 interrupted; others are listed "
+    "in the help of the command.",
+)
+@click.version_option(__version__, prog_name="cupyflash")
+def main() -> None:
+    """Exact attention kernels that compile on your machine."""

@@ -1,0 +1,147 @@
+"""``cupyflash compile``: kernels ahead of time, for images and machines without a network, a compiler or a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from cupyflash import cache, jit, nvrtc
+from cupyflash.device import ARCHS, Device
+from cupyflash.errors import CompileError
+from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
+from cupyflash.variant import Variant, backward_variants, forward_variant, shipped
+
+from .output import Exit, emit, exit_codes, explain, gib, human, json_option, list_option, progress, quiet
+
+GPU_DTYPES = ("bf16", "fp16")
+PRESETS: dict[str, tuple[tuple[Window, ...], tuple[bool, ...], tuple[int, ...]]] = {
+    # windows, deterministic, head_dims unless --head-dim names others
+    "common": (((None, None), (None, 0)), (False,), (64, 128)),
+    "all": (((None, None), (None, 0), (64, 64)), (False, True), (64, 96, 128, 256)),
+}
+
+
+def head_dim(text: str) -> int:
+    """A head_dim the kernels know."""
+    value = int(text)
+    if value % 8 or not 0 < value <= MAX_HEAD_DIM:
+        raise click.BadParameter(f"{value} is not a multiple of 8 up to {MAX_HEAD_DIM}")
+    return value
+
+
+def variants_of(preset: str, device: Device, dtypes: tuple[str, ...], head_dims: tuple[int, ...]) -> list[Variant]:
+    """What a preset holds for one architecture, forward and backward, without repetition."""
+    windows, determinism, default_head_dims = PRESETS[preset]
+    dtypes = dtypes or GPU_DTYPES
+    found: dict[Variant, None] = {}
+    for problem in _problems(dtypes, head_dims or default_head_dims, windows, determinism):
+        found[forward_variant(problem, device)] = None
+        found.update(dict.fromkeys(backward_variants(problem, device)))
+    if preset == "all":
+        rest = (v for v in shipped(device) if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))
+        found.update(dict.fromkeys(rest))
+    return list(found)
+
+
+def _problems(
+    dtypes: tuple[str, ...], head_dims: tuple[int, ...], windows: tuple[Window, ...], determinism: tuple[bool, ...]
+) -> Iterator[Problem]:
+    """Problems of any size: no length is compiled in."""
+    for dtype in dtypes:
+        for d in head_dims:
+            for window in windows:
+                for deterministic in determinism:
+                    yield Problem(dtype, 1, 1, 1, 1, 1, d, d**-0.5, window, deterministic)
+
+
+@click.command(epilog=exit_codes("0 all compiled, 4 no usable NVRTC, 5 a kernel did not compile"))
+@list_option("--arch", choices=ARCHS, required=True, example="sm_80,sm_90", help=f"Any of {', '.join(ARCHS)}.")
+@list_option("--dtype", choices=GPU_DTYPES, example="bf16,fp16", help="Both unless given.")
+@list_option("--head-dim", item=head_dim, example="64,128", help="Instead of those of the preset.")
+@click.option("--preset", type=click.Choice(tuple(PRESETS)), default="common", show_default=True,
+              help="common: head_dim 64 and 128, dense and causal. all: also 96 and 256, windows, deterministic, and "
+              "every variant that the tests cover.")  # fmt: skip
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
+              help="Cache folder whose precompiled/ layer receives the kernels.  [default: the user's cache]")  # fmt: skip
+@click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
+@json_option
+def command(
+    arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, out: Path | None,
+    jobs: int | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
+
+    The kernels go to OUT/precompiled/<arch>/. A process whose CUPYFLASH_CACHE_DIR is OUT loads them from there, without
+    NVRTC, and never writes to that layer.
+    """
+    nvrtc.find()  # without it, say so before anything else
+    quiet()
+    folder = out or cache.default().path
+    work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), dtype, head_dim)]
+    console = human(as_json)
+    rows, failures = _compile(work, folder, jobs or os.cpu_count() or 1, console)
+    if as_json:
+        emit({"command": "compile", "out": str(folder), "compiled": rows, "failed": [f.symbol for f in failures]})
+    else:
+        console.print(_table(rows))
+        total = sum(row["bytes"] for row in rows)
+        console.print(f"{len(rows)} kernels, {gib(total)}, in {folder / 'precompiled'}", soft_wrap=True)
+    for failure in failures:
+        explain(failure)
+    if failures:
+        click.echo(f"{len(failures)} of {len(work)} kernels did not compile", err=True)
+        raise SystemExit(Exit.COMPILE)
+
+
+def _compile(
+    work: list[tuple[Variant, str]], folder: Path, jobs: int, console: Any
+) -> tuple[list[dict[str, Any]], list[CompileError]]:
+    """Compile side by side (NVRTC releases the GIL); rows in the order of `work`, and what failed."""
+    rows: dict[int, dict[str, Any]] = {}
+    failures = []
+    with progress(console) as bar, ThreadPoolExecutor(jobs) as pool:
+        task = bar.add_task("compiling", total=len(work))
+        futures = {pool.submit(jit.precompile, v, a, folder): i for i, (v, a) in enumerate(work)}
+        try:
+            for future in as_completed(futures):
+                try:
+                    rows[futures[future]] = facts(future.result())
+                except CompileError as e:
+                    failures.append(e)
+                bar.advance(task)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [rows[i] for i in sorted(rows)], failures
+
+
+def facts(cubin: cache.Cubin) -> dict[str, Any]:
+    """A compiled kernel in tables and JSON."""
+    return {
+        "symbol": cubin.symbol,
+        "arch": cubin.arch,
+        "registers": cubin.registers,
+        "spill_bytes": cubin.spill_bytes,
+        "bytes": len(cubin.data),
+        "seconds": round(cubin.seconds, 3),
+        "nvrtc": cubin.nvrtc,
+        "from_cache": cubin.from_cache,
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("kernel", overflow="fold")
+    for name in ("arch", "registers", "spills", "size", "seconds"):
+        table.add_column(name, justify="left" if name == "arch" else "right", no_wrap=True)
+    for row in rows:
+        style = "yellow" if row["spill_bytes"] else None
+        numbers = str(row["registers"]), str(row["spill_bytes"]), gib(row["bytes"]), f"{row['seconds']:.2f}"
+        table.add_row(row["symbol"], row["arch"], *numbers, style=style)
+    return table

@@ -1,0 +1,236 @@
+"""The arrays of each framework as `verify` needs them: made from NumPy with the same strides, poisoned, on streams.
+
+A framework is an object with the methods of `Framework`; what one cannot do (streams without a GPU, say) is in `can`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+ALIGNMENT = 16  # bytes; what a kernel can tell of an address
+
+
+class Flat(NamedTuple):
+    """A strided array as a piece of memory: `elements` from an aligned address on, and where in it the array lies."""
+
+    elements: Array
+    offset: int
+    strides: tuple[int, ...]  # in elements
+
+
+def flatten(x: Array) -> Flat:
+    """The memory under `x`, its gaps included and its alignment kept; strides must not be negative."""
+    itemsize = x.itemsize
+    strides = tuple(stride // itemsize for stride in x.strides)
+    if x.size == 0:
+        return Flat(np.zeros(0, x.dtype), 0, strides)
+    offset = x.ctypes.data % ALIGNMENT // itemsize
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True))
+    elements = np.full(offset + span, np.nan, x.dtype)
+    elements[offset:] = as_strided(x, (span,), (itemsize,))
+    return Flat(elements, offset, strides)
+
+
+class Framework:
+    """NumPy, and the interface of the others."""
+
+    name = "numpy"
+    on_gpu = False
+
+    @property
+    def can(self) -> frozenset[str]:
+        """Which of "stream", "graph", "poison", "autograd" there are."""
+        return frozenset()
+
+    def from_numpy(self, x: Array) -> Any:
+        """An array with the values and, where the framework has them, the strides of `x`."""
+        return x
+
+    def to_numpy(self, x: Any) -> Array:
+        """A copy in host memory, any dtype."""
+        return np.array(x)
+
+    def write(self, target: Any, source: Any) -> None:
+        """Overwrite an array on the current stream."""
+        target[...] = source
+
+    def synchronize(self) -> None:
+        """Wait for the GPU; raises what went wrong there."""
+
+    @contextlib.contextmanager
+    def poisoned(self) -> Iterator[None]:
+        """New memory is full of NaN inside, as far as the framework allows it."""
+        yield
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        """A stream of its own is current inside; the work before has been waited for, and so has that inside."""
+        yield
+
+    def graph(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """Capture `work` into a CUDA graph; return its replay and what `work` returned."""
+        raise NotImplementedError
+
+
+class CupyFramework(Framework):
+    """CuPy arrays on the current GPU."""
+
+    name = "cupy"
+    on_gpu = True
+
+    def __init__(self) -> None:
+        import cupy
+
+        self.cupy = cupy
+
+    @property
+    def can(self) -> frozenset[str]:
+        return frozenset({"stream", "graph", "poison"})
+
+    def from_numpy(self, x: Array) -> Any:
+        flat = flatten(x)
+        memory = self.cupy.asarray(flat.elements)
+        strides = tuple(s * x.itemsize for s in flat.strides)
+        view = memory[flat.offset :]
+        return self.cupy.ndarray(x.shape, x.dtype, memptr=view.data, strides=strides)
+
+    def to_numpy(self, x: Any) -> Array:
+        return np.array(self.cupy.asnumpy(x))
+
+    def write(self, target: Any, source: Any) -> None:
+        target.data.copy_from_device_async(source.data, source.nbytes)
+
+    def synchronize(self) -> None:
+        self.cupy.cuda.runtime.deviceSynchronize()
+
+    @contextlib.contextmanager
+    def poisoned(self) -> Iterator[None]:
+        cuda = self.cupy.cuda
+        pool = cuda.get_allocator()
+
+        def allocate(size: int) -> Any:
+            memory = pool(size)
+            if size:
+                memory.memset_async(0xFF, size)  # all bits set is a NaN in every dtype
+            return memory
+
+        with cuda.using_allocator(allocate):
+            yield
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        self.synchronize()
+        with self.cupy.cuda.Stream(non_blocking=True) as stream:
+            yield
+            stream.synchronize()
+
+    def graph(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        stream = self.cupy.cuda.get_current_stream()
+        stream.begin_capture(self.cupy.cuda.runtime.streamCaptureModeRelaxed)
+        try:
+            results = work()
+        finally:
+            captured = stream.end_capture()
+        return lambda: captured.launch(stream), results
+
+
+class TorchFramework(Framework):
+    """Torch tensors on the current GPU, or on the CPU."""
+
+    name = "torch"
+
+    def __init__(self, on_gpu: bool) -> None:
+        import torch
+
+        self.torch, self.on_gpu = torch, on_gpu
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @property
+    def can(self) -> frozenset[str]:
+        return frozenset({"stream", "graph", "poison", "autograd"} if self.on_gpu else {"poison", "autograd"})
+
+    def from_numpy(self, x: Array) -> Any:
+        flat = flatten(x)
+        elements = flat.elements
+        if elements.dtype.name == "bfloat16":  # torch does not read NumPy's extension dtypes
+            memory = self.torch.from_numpy(elements.view(np.int16)).view(self.torch.bfloat16)
+        else:
+            memory = self.torch.from_numpy(elements)
+        return self.torch.as_strided(memory.to(self.device), x.shape, flat.strides, flat.offset)
+
+    def to_numpy(self, x: Any) -> Array:
+        x = x.detach().cpu()
+        if x.dtype == self.torch.bfloat16:
+            import ml_dtypes
+
+            return np.array(x.contiguous().view(self.torch.int16).numpy()).view(ml_dtypes.bfloat16)
+        return np.array(x.numpy())
+
+    def write(self, target: Any, source: Any) -> None:
+        target.copy_(source)
+
+    def synchronize(self) -> None:
+        if self.on_gpu:
+            self.torch.cuda.synchronize()
+
+    @contextlib.contextmanager
+    def poisoned(self) -> Iterator[None]:
+        """Torch fills empty tensors with NaN while deterministic algorithms are asked for."""
+        before = self.torch.are_deterministic_algorithms_enabled()
+        self.torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            self.torch.use_deterministic_algorithms(before)
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        self.synchronize()
+        stream = self.torch.cuda.Stream()
+        with self.torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+    def graph(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, stream=self.torch.cuda.current_stream()):
+            results = work()
+        return graph.replay, results
+
+
+class JaxFramework(Framework):
+    """JAX arrays on the default device; they are always contiguous."""
+
+    name = "jax"
+
+    def __init__(self, on_gpu: bool) -> None:
+        import jax
+
+        jax.config.update("jax_enable_x64", True)  # else fp64 cases would be fp32 ones
+        self.jax = jax
+        self.device = jax.devices("gpu" if on_gpu else "cpu")[0]
+        self.on_gpu = on_gpu
+
+    def from_numpy(self, x: Array) -> Any:
+        return self.jax.device_put(np.ascontiguousarray(x), self.device)
+
+    def synchronize(self) -> None:
+        self.jax.effects_barrier()
+
+
+def make(name: str, on_gpu: bool) -> Framework:
+    """The framework of that name; ImportError if it is not installed."""
+    if name == "cupy":
+        return CupyFramework()
+    if name == "torch":
+        return TorchFramework(on_gpu)
+    if name == "jax":
+        return JaxFramework(on_gpu)
+    return Framework()

@@ -1,0 +1,150 @@
+"""What all commands share: exit codes, where text goes, JSON documents, progress bars, and options that are lists."""
+
+from __future__ import annotations
+
+import enum
+import json as json_module
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cupyflash import errors
+
+PIPE_WIDTH = 100  # columns of a table that goes into a file
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Exit(enum.IntEnum):
+    """Exit codes; each command's help says which it uses."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NO_GPU = 3
+    UNSUPPORTED = 4
+    COMPILE = 5
+    ENVIRONMENT = 7
+    INTERRUPTED = 130
+
+    @classmethod
+    def of(cls, error: errors.CupyflashError) -> Exit:
+        """The code for an error that ends a command."""
+        kinds = {
+            errors.ArgumentError: cls.USAGE,
+            errors.DeviceError: cls.NO_GPU,
+            errors.CompileError: cls.COMPILE,
+        }
+        return next((code for kind, code in kinds.items() if isinstance(error, kind)), cls.UNSUPPORTED)
+
+
+def explain(error: errors.CupyflashError) -> None:
+    """Print an error for a person, on stderr; of a compile error the whole log."""
+    if isinstance(error, errors.CompileError):
+        click.echo(error.log, err=True)
+    click.echo(f"error: {error}", err=True)
+
+
+def human(json: bool = False) -> Console:
+    """Where text for people goes: stdout, or stderr while a JSON document has stdout to itself."""
+    console = Console(stderr=json, highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def emit(document: dict[str, Any]) -> None:
+    """Print the one JSON document of a command on stdout."""
+    click.echo(json_module.dumps(jsonable(document), indent=2, allow_nan=False))
+
+
+def jsonable(value: Any) -> Any:
+    """`value` in terms of JSON; NaN and infinities, which JSON lacks, become "nan", "inf" and "-inf"."""
+    if isinstance(value, dict):
+        return {str(key): jsonable(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def quiet() -> None:
+    """No notices of single compilations: a command that compiles on purpose shows its own progress."""
+    logging.getLogger("cupyflash").setLevel(logging.ERROR)
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Progress]:
+    """A progress bar below the lines of `console` while they appear; nothing where no terminal is looking."""
+    bar_console = console if console.is_terminal else Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shared = bar_console is console
+    with Progress(
+        *columns, console=bar_console, transient=True, disable=not bar_console.is_terminal, redirect_stdout=shared
+    ) as bar:
+        yield bar
+
+
+class CommaList(click.ParamType):
+    """Values separated by commas, such as ``64,128``; becomes a tuple."""
+
+    name = "list"
+
+    def __init__(self, item: Callable[[str], Any], choices: Sequence[Any] | None) -> None:
+        self.item, self.choices = item, choices
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            items = tuple(self.item(part.strip()) for part in str(value).split(",") if part.strip())
+        except ValueError:
+            self.fail(f"{value!r} is not a list of numbers separated by commas", param, ctx)
+        for item in items:
+            if self.choices is not None and item not in self.choices:
+                self.fail(f"{item!r} is not one of {', '.join(map(str, self.choices))}", param, ctx)
+        return items
+
+
+def list_option(
+    *names: str, help: str, item: Callable[[str], Any] = str, choices: Sequence[Any] | None = None, example: str,
+    default: str | None = None, required: bool = False,
+) -> Callable[[Function], Function]:  # fmt: skip
+    """An option that takes a comma-separated list, may be given several times, and becomes one tuple."""
+
+    def flatten(ctx: click.Context, param: click.Parameter, value: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(x for part in value for x in part))
+
+    return click.option(
+        *names,
+        type=CommaList(item, choices),
+        multiple=True,
+        callback=flatten,
+        default=None if default is None else [default],
+        required=required,
+        metavar=example,
+        help=help + (f"  [default: {default}]" if default else ""),
+    )
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+
+
+def exit_codes(text: str) -> str:
+    """The epilog of a command's help."""
+    return f"Exit codes: {text}; 2 wrong usage, 130 interrupted."
+
+
+def gib(n: float) -> str:
+    """Bytes for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" or n >= 100 else f"{n:.1f} {unit}"
+        n /= 1024
+    raise AssertionError

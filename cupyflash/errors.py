@@ -1,0 +1,50 @@
+"""What cupyflash raises.
+
+    CupyflashError
+    +-- ArgumentError       an argument is wrong                          (also a ValueError)
+    +-- UnsupportedError    a valid wish that this version, GPU or driver cannot fulfil (also a NotImplementedError)
+    +-- DeviceError         a GPU was asked for and none is usable        (also a RuntimeError)
+    +-- CompileError        the compiler refused a kernel                 (also a RuntimeError)
+
+Each message names the argument, what was expected, what came, and the way out. All checks run before anything reaches
+CUDA: after an error nothing was launched and nothing is lost.
+"""
+
+from __future__ import annotations
+
+
+class CupyflashError(Exception):
+    """Base of all errors that cupyflash raises on purpose."""
+
+
+class ArgumentError(CupyflashError, ValueError):
+    """An argument has the wrong type, shape, dtype, device or value."""
+
+
+class UnsupportedError(CupyflashError, NotImplementedError):
+    """The request is meaningful, but this version, GPU, driver or installation cannot serve it."""
+
+
+class DeviceError(CupyflashError, RuntimeError):
+    """A GPU was asked for and none is usable."""
+
+
+class CompileError(CupyflashError, RuntimeError):
+    """NVRTC refused a kernel.
+
+    Attributes:
+        symbol: name of the kernel.
+        arch: architecture it was compiled for, such as ``sm_90``.
+        log: the whole compiler log.
+    """
+
+    def __init__(self, symbol: str, arch: str, log: str) -> None:
+        first_error = next((line for line in log.splitlines() if "error" in line), log.strip()[:200])
+        super().__init__(
+            f"kernel {symbol}: NVRTC could not compile it for {arch}: {first_error}\n"
+            "Please report this together with the output of `cupyflash doctor --json`."
+        )
+        self.symbol, self.arch, self.log = symbol, arch, log
+
+    def __reduce__(self) -> tuple[type[CompileError], tuple[str, str, str]]:
+        return type(self), (self.symbol, self.arch, self.log)

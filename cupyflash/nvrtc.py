@@ -1,0 +1,185 @@
+"""NVRTC, NVIDIA's run-time compiler, called directly: CUDA C++ text to a cubin for one architecture.
+
+Why not through CuPy's binding: CuPy loads whichever NVRTC it finds first, and beside other packages that can be one of
+a newer CUDA major than the driver, whose cubins the driver refuses. This module looks at all of them and picks the
+newest that the driver can load. It needs neither GPU nor driver nor CUDA headers; the calls release the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import UnsupportedError
+
+_INSTALL = "install one with: pip install 'cupyflash[cu12]' (or [cu13], for a driver of CUDA 13)"
+_NAMES = re.compile(r"libnvrtc\.so\.(\d+)$|nvrtc64_(\d+)0_0\.dll$")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One NVRTC library on this machine."""
+
+    path: str
+    major: int
+    usable: bool  # the driver, if there is one, loads what it makes
+
+
+class NvrtcError(RuntimeError):
+    """A program that NVRTC refused; `log` says why."""
+
+    def __init__(self, log: str) -> None:
+        super().__init__(log)
+        self.log = log
+
+
+class Nvrtc:
+    """One loaded NVRTC library."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lib = ctypes.CDLL(path)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = major.value, minor.value
+        self.archs = self._supported_archs()
+
+    def _call(self, name: str, *args: object) -> None:
+        status = getattr(self._lib, name)(*args)
+        if status:
+            self._lib.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise NvrtcError(f"{name}: {self._lib.nvrtcGetErrorString(status).decode()}")
+
+    def _supported_archs(self) -> tuple[str, ...]:
+        n = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(n))
+        numbers = (ctypes.c_int * n.value)()
+        self._call("nvrtcGetSupportedArchs", numbers)
+        return tuple(f"sm_{number}" for number in numbers)
+
+    def compile(self, source: str, name: str, headers: Mapping[str, str], options: Sequence[str]) -> tuple[bytes, str]:
+        """Compile `source` (called `name` in messages) with in-memory `headers`; return the cubin and the log.
+
+        Raises:
+            NvrtcError: with the whole log, if the program has an error.
+        """
+        program = ctypes.c_void_p()
+        texts = (ctypes.c_char_p * len(headers))(*[text.encode() for text in headers.values()])
+        names = (ctypes.c_char_p * len(headers))(*[header.encode() for header in headers])
+        flags = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        self._call(
+            "nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
+        )
+        try:
+            status = self._lib.nvrtcCompileProgram(program, len(options), flags)
+            log = self._fetch(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
+            if status:
+                raise NvrtcError(log)
+            return self._fetch(program, "CUBIN"), log
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+    def _fetch(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"nvrtcGet{what}Size", program, ctypes.byref(size))
+        data = ctypes.create_string_buffer(size.value)
+        self._call(f"nvrtcGet{what}", program, data)
+        return data.raw
+
+
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA version that the installed driver supports, such as (12, 8); None without a driver."""
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            version = ctypes.c_int()
+            if ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value:
+                return version.value // 1000, version.value % 1000 // 10
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def _libraries() -> Iterator[tuple[str, int]]:
+    """Path and CUDA major of the NVRTC libraries of pip packages, then of the system."""
+    for entry in sys.path:
+        for path in sorted(Path(entry or ".", "nvidia").glob("*/*/*nvrtc*")):
+            match = _NAMES.search(path.name)
+            if match:
+                yield str(path), int(match[1] or match[2])
+    for major in (13, 12):
+        name = f"nvrtc64_{major}0_0.dll" if sys.platform == "win32" else f"libnvrtc.so.{major}"
+        if (found := _system_library(name)) is not None:
+            yield found, major
+
+
+def _system_library(name: str) -> str | None:
+    """Where a CUDA toolkit or a system package has put `name`."""
+    folders = [Path(p) for p in ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")]
+    if (cuda_path := _cuda_path()) is not None:
+        folders.insert(0, cuda_path)
+    return next((str(folder / name) for folder in folders if (folder / name).exists()), None)
+
+
+def _cuda_path() -> Path | None:
+    """The library folder of the CUDA toolkit that CuPy would use, if any."""
+    if importlib.util.find_spec("cupy") is None:
+        return None
+    try:
+        from cupy import _environment
+
+        root = _environment.get_cuda_path()
+    except Exception:  # a private function of a package that may be broken: its answer is only a hint
+        return None
+    return Path(root, "bin" if sys.platform == "win32" else "lib64") if root else None
+
+
+@functools.cache
+def candidates() -> tuple[Candidate, ...]:
+    """All NVRTC libraries found, the preferred one first."""
+    driver = driver_version()
+    found = dict(_libraries())
+    ranked = [Candidate(path, major, driver is None or major <= driver[0]) for path, major in found.items()]
+    return tuple(sorted(ranked, key=lambda c: (not c.usable, -c.major)))
+
+
+def pick() -> Candidate:
+    """The library to use: the newest whose major is not above the driver's.
+
+    Raises:
+        UnsupportedError: if there is none, with the way out.
+    """
+    found = candidates()
+    if found and found[0].usable:
+        return found[0]
+    if found:
+        driver = driver_version()
+        assert driver is not None
+        raise UnsupportedError(
+            f"NVRTC: the driver supports CUDA {driver[0]}.{driver[1]}, but the only NVRTC found is of CUDA "
+            f"{found[0].major} ({found[0].path}), whose kernels it cannot load; update the driver, or "
+            f"pip install 'nvidia-cuda-nvrtc-cu{driver[0]}'"
+        )
+    raise UnsupportedError(f"NVRTC: no libnvrtc was found, and a kernel must be compiled; {_INSTALL}")
+
+
+@functools.cache
+def identity() -> str:
+    """Tells one build of NVRTC from another without loading it (90 MB): file name and size of the picked library."""
+    path = Path(pick().path)
+    return f"{path.name}:{path.stat().st_size}"
+
+
+@functools.cache
+def find() -> Nvrtc:
+    """The picked library, loaded. Raises UnsupportedError as `pick` does, or if it cannot be loaded."""
+    path = pick().path
+    try:
+        return Nvrtc(path)
+    except OSError as e:
+        raise UnsupportedError(f"NVRTC: {path} cannot be loaded ({e}); {_INSTALL}") from e

@@ -1,0 +1,97 @@
+"""Problem + device -> plan: which kernels run, on which grid, with which workspace. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .device import Device
+from .errors import UnsupportedError
+from .problem import ITEMSIZE, Problem
+from .tiles import round_up
+from .variant import Variant, backward_variants, forward_variant
+
+MAX_GRID = 2**31 - 1
+GPU_DTYPES = ("fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch; a grid of 0 blocks is left out."""
+
+    variant: Variant
+    grid: int
+
+
+Workspace = dict[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one call, in order, and the workspace arrays they share: name -> (shape, dtype)."""
+
+    launches: tuple[Launch, ...]
+    workspace: Workspace
+    section: int  # heads scheduled together (schedule.cuh)
+
+
+def blocks(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def check_supported(problem: Problem, device: Device) -> None:
+    """Refuse what no kernel of this device can do."""
+    if device.capability < (8, 0):
+        raise UnsupportedError(
+            f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]}; the GPU kernels need "
+            "8.0 (Ampere) or newer. Set CUPYFLASH_BACKEND=cpu and pass NumPy arrays to run on the CPU"
+        )
+    if problem.dtype not in GPU_DTYPES:
+        raise UnsupportedError(
+            f"q: {problem.dtype} has no GPU kernel yet, expected fp16 or bf16; cast q, k and v, "
+            "or pass arrays that live on the CPU"
+        )
+
+
+def _section(problem: Problem, device: Device, bytes_per_head: int, sequences: int) -> int:
+    """How many heads' streamed operands fit half of the L2 cache."""
+    return max(1, min(sequences, device.l2_bytes // 2 // max(1, bytes_per_head)))
+
+
+def _checked_grid(name: str, grid: int) -> int:
+    if grid > MAX_GRID:
+        raise UnsupportedError(f"{name}: expected at most {MAX_GRID} tiles of work, got {grid}; split the batch")
+    return grid
+
+
+def forward_plan(problem: Problem, device: Device, *, aligned: bool = True) -> Plan:
+    """The forward: one launch, no workspace. K and V are streamed, so a group's query heads go together."""
+    check_supported(problem, device)
+    variant = forward_variant(problem, device, aligned=aligned)
+    group = problem.heads_q // problem.heads_k
+    head_bytes = 2 * problem.seqlen_k * problem.head_dim * ITEMSIZE[problem.dtype]
+    section = _section(problem, device, head_bytes, problem.batch * problem.heads_k) * group
+    grid = _checked_grid("q", blocks(problem.seqlen_q, variant.block_m) * problem.heads_q * problem.batch)
+    return Plan((Launch(variant, grid),), {}, section)
+
+
+def backward_plan(problem: Problem, device: Device, *, aligned: bool = True) -> Plan:
+    """The backward: delta, main, conversion of dQ. Q, dO and the fp32 sum of dQ are streamed."""
+    check_supported(problem, device)
+    delta, main, convert = backward_variants(problem, device, aligned=aligned)
+    b, sq, hq, hk = problem.batch, problem.seqlen_q, problem.heads_q, problem.heads_k
+    m_blocks = blocks(sq, main.block_m)
+    columns = round_up(problem.head_dim, 16 * main.split_d)
+    query_grid = _checked_grid("q", m_blocks * hq * b)
+    key_grid = _checked_grid("k", blocks(problem.seqlen_k, main.block_n) * hk * b)
+    head_bytes = sq * problem.head_dim * (2 * ITEMSIZE[problem.dtype] + 4) * (hq // hk)
+    workspace: Workspace = {
+        "row_stats": ((b, hq, sq, 2), "fp32"),
+        "dq_accum": ((b, hq, m_blocks, main.block_m * columns), "fp32"),
+    }
+    if problem.deterministic:
+        workspace["dq_turn"] = ((b, hq, m_blocks), "int32")
+    return Plan(
+        (Launch(delta, query_grid), Launch(main, key_grid), Launch(convert, query_grid)),
+        workspace,
+        _section(problem, device, head_bytes, b * hk),
+    )

@@ -1,0 +1,179 @@
+"""One attention call, checked: what the user asked for, without framework and without GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import ArgumentError, UnsupportedError
+
+DTYPES = ("fp16", "bf16", "fp32", "fp64")
+ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+LAYOUTS = ("bshd", "bhsd")
+MAX_HEAD_DIM = 256
+MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
+
+Window = tuple["int | None", "int | None"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Shapes and options of one call, as every backend sees them.
+
+    ``out = softmax(scale * q k^T, over the visible keys) v``; query i sees keys
+    ``[i + seqlen_k - seqlen_q - left, i + seqlen_k - seqlen_q + right]`` with ``window = (left, right)``. ``causal`` is
+    already folded in: it is ``right = min(right, 0)``.
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    scale: float
+    window: Window = (None, None)
+    deterministic: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether the mask is exactly the causal one."""
+        return self.window == (None, 0)
+
+    @property
+    def masked(self) -> bool:
+        """Whether any query may see fewer than all keys."""
+        return self.window != (None, None)
+
+    def visible(self, query: int) -> tuple[int, int]:
+        """The half-open range of keys that query number `query` sees; empty when it sees none."""
+        left, right = self.window
+        diagonal = query + self.seqlen_k - self.seqlen_q
+        first = 0 if left is None else max(0, diagonal - left)
+        end = self.seqlen_k if right is None else min(self.seqlen_k, diagonal + right + 1)
+        return (first, end) if first < end else (0, 0)
+
+
+def make_problem(
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[str],
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    layout: str = "bshd",
+    deterministic: bool = False,
+) -> Problem:
+    """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
+
+    Raises:
+        ArgumentError: for everything that is wrong in itself.
+        UnsupportedError: for what is meaningful but beyond this version's limits.
+    """
+    if layout not in LAYOUTS:
+        raise ArgumentError(f'layout: expected "bshd" or "bhsd", got {layout!r}')
+    batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], layout)
+    _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], layout)
+    for name, shape in (("k", shapes[1]), ("v", shapes[2])):
+        b, _, _, d = _bshd(name, shape, layout)
+        if b != batch:
+            raise ArgumentError(f"{name}: expected the batch size of q, {batch}, got {b} (shape {tuple(shape)})")
+        if d != head_dim:
+            kind = UnsupportedError if name == "v" else ArgumentError
+            raise kind(
+                f"{name}: expected the head_dim of q, {head_dim}, got {d} (shape {tuple(shape)})"
+                + ("; a head_dim of v that differs from that of q and k is not supported yet" if name == "v" else "")
+            )
+    if tuple(shapes[2]) != tuple(shapes[1]):
+        raise ArgumentError(f"v: expected the shape of k, {tuple(shapes[1])}, got {tuple(shapes[2])}")
+    _check_dtypes(dtypes)
+    _check_heads(heads_q, heads_k, head_dim)
+    for name, length in (("q", seqlen_q), ("k", seqlen_k)):
+        if length > MAX_SEQLEN:
+            raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
+    return Problem(
+        dtype=dtypes[0],
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads_q=heads_q,
+        heads_k=heads_k,
+        head_dim=head_dim,
+        scale=_scale(scale, head_dim),
+        window=_window(window, causal),
+        deterministic=bool(deterministic),
+    )
+
+
+def _bshd(name: str, shape: Sequence[int], layout: str) -> tuple[int, int, int, int]:
+    """The four sizes in the order batch, seqlen, heads, head_dim."""
+    if len(shape) != 4:
+        meaning = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
+        raise ArgumentError(f"{name}: expected 4 dimensions {meaning}, got shape {tuple(shape)}")
+    batch, a, b, head_dim = (int(n) for n in shape)
+    return (batch, a, b, head_dim) if layout == "bshd" else (batch, b, a, head_dim)
+
+
+def _check_dtypes(dtypes: Sequence[str]) -> None:
+    for name, dtype in zip("qkv", dtypes, strict=True):
+        if dtype not in DTYPES:
+            raise ArgumentError(f"{name}: expected a floating-point dtype ({', '.join(DTYPES)}), got {dtype}")
+    for name, dtype in zip("kv", dtypes[1:], strict=True):
+        if dtype != dtypes[0]:
+            raise ArgumentError(f"{name}: expected the dtype of q, {dtypes[0]}, got {dtype}; cast one of them")
+
+
+def _check_heads(heads_q: int, heads_k: int, head_dim: int) -> None:
+    if heads_k == 0 or heads_q % heads_k:
+        raise ArgumentError(f"k: expected heads_k to divide heads_q = {heads_q}, got heads_k = {heads_k}")
+    if head_dim == 0:
+        raise ArgumentError("q: expected a head_dim of at least 8, got 0")
+    if head_dim > MAX_HEAD_DIM or head_dim % 8:
+        raise UnsupportedError(
+            f"q: expected a head_dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, got {head_dim}"
+            + ("" if head_dim > MAX_HEAD_DIM else "; pad q, k and v with zeros and give scale explicitly")
+        )
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return float(head_dim**-0.5)
+    try:
+        value = float(scale)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"scale: expected a number or None, got {scale!r}") from None
+    if not math.isfinite(value):
+        raise ArgumentError(f"scale: expected a finite number, got {scale!r}")
+    return value
+
+
+def _window(window: Window | None, causal: bool) -> Window:
+    left, right = (None, None) if window is None else _window_pair(window)
+    if left is not None and right is not None and left + right < 0:
+        raise ArgumentError(
+            f"window: expected left + right >= 0, got ({left}, {right}), which hides every key; "
+            "write None, not -1, for an unbounded side"
+        )
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def _window_pair(window: Window) -> Window:
+    try:
+        left, right = window
+    except (TypeError, ValueError):
+        raise ArgumentError(f"window: expected a pair (left, right) or None, got {window!r}") from None
+    for name, bound in (("left", left), ("right", right)):
+        if bound is not None and (isinstance(bound, bool) or not hasattr(bound, "__index__")):
+            raise ArgumentError(f"window: expected {name} to be an integer or None, got {bound!r}")
+    return _bound(left), _bound(right)
+
+
+def _bound(bound: int | None) -> int | None:
+    """A bound no sequence can reach is no bound."""
+    if bound is None or int(bound) > MAX_SEQLEN:
+        return None
+    return max(int(bound), -MAX_SEQLEN)

@@ -1,0 +1,86 @@
+"""Tile tables of the kernel families: what shape of work a block takes, for each head_dim and size of shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """A block computes `block_m` queries against key blocks of `block_n`, through a ring of `stages` K and V tiles."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    blocks_per_sm: int  # launch bound: caps the registers
+    q_in_regs: bool = False
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """A block keeps `block_n` keys and visits query tiles of `block_m`.
+
+    `split_d` warps share the same keys (needed for head_dim > 128); `dq_warps_m` of the warps lie along the rows of dQ.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    split_d: int = 1
+    dq_warps_m: int = 2
+
+
+def row_bytes(columns: int) -> int:
+    """Bytes of one row of a shared-memory tile of 16-bit elements: an odd number of 16-byte chunks (tile.cuh)."""
+    return 16 * (columns // 8 | 1)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def forward_smem_bytes(tile: ForwardTile, head_dim: int) -> int:
+    """Dynamic shared memory of fwd_sm80: Q and the ring."""
+    return (tile.block_m + tile.stages * tile.block_n) * row_bytes(round_up(head_dim, 16))
+
+
+def backward_smem_bytes(tile: BackwardTile, head_dim: int) -> int:
+    """Dynamic shared memory of bwd_sm80: K, V, the query stages with their row_stats, dS and, if exchanged, P."""
+    row = row_bytes(round_up(head_dim, 16 * tile.split_d))
+    exchanged = (2 if tile.split_d > 1 else 1) * tile.block_n * row_bytes(tile.block_m)
+    return 2 * tile.block_n * row + tile.stages * (2 * tile.block_m * row + 8 * tile.block_m) + exchanged
+
+
+# (largest head_dim, tile), first match that fits the shared memory.
+_FORWARD: tuple[tuple[int, ForwardTile], ...] = (
+    (64, ForwardTile(128, 64, 4, 3, 2, q_in_regs=True)),
+    (96, ForwardTile(128, 64, 4, 3, 2)),
+    (128, ForwardTile(128, 64, 4, 3, 2)),
+    (128, ForwardTile(128, 32, 4, 3, 1)),
+    (256, ForwardTile(128, 64, 8, 2, 1)),
+    (256, ForwardTile(64, 64, 4, 2, 1)),
+)
+
+_BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
+    (64, BackwardTile(64, 128, 8, 2, 1)),
+    (128, BackwardTile(64, 128, 8, 2, 1)),
+    (128, BackwardTile(64, 128, 8, 1, 1)),
+    (128, BackwardTile(64, 64, 4, 1, 1)),
+    (256, BackwardTile(64, 64, 8, 1, 1, split_d=2)),
+    (256, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
+)
+
+
+def forward_tile(head_dim: int, smem_bytes: int) -> ForwardTile:
+    """The tile of the sm80 family's forward."""
+    return next(t for limit, t in _FORWARD if head_dim <= limit and forward_smem_bytes(t, head_dim) <= smem_bytes)
+
+
+def backward_tile(head_dim: int, smem_bytes: int) -> BackwardTile:
+    """The tile of the sm80 family's backward."""
+    return next(t for limit, t in _BACKWARD if head_dim <= limit and backward_smem_bytes(t, head_dim) <= smem_bytes)

@@ -1,0 +1,1 @@
+"""The CUDA sources, as package data: NVRTC compiles them from this folder."""

@@ -1,0 +1,238 @@
+// Backward attention with mma.sync and cp.async (sm_80 and every later architecture), by recomputation:
+//     P = exp(scale * Q K^T - lse),  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),
+//     dK = scale * dS^T Q,  dQ = scale * dS K,   FlashAttention-2 (Dao 2023), algorithm 2.
+//
+// One block owns kBlockN keys of one (batch, head_k), keeps K, V, dK and dV, and visits every query tile that sees them,
+// of all query heads of the group. S and dP are computed transposed: a warp owns kBlockN / (kWarps / kSplitD) keys, so
+// P^T and dS^T are the A operands of dV and dK straight from the accumulators. For head_dim > 128, kSplitD = 2 warps
+// share the same keys: each computes half of the queries of S^T and dP^T and half of the columns of dK and dV, and they
+// exchange P^T and dS^T through shared memory. dQ always needs dS from all warps (through shared memory) and leaves by
+// additions to global memory (dq_accum.cuh).
+// Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T if kSplitD > 1.
+#ifndef CUPYFLASH_BWD_SM80_CUH
+#define CUPYFLASH_BWD_SM80_CUH
+#include "dq_accum.cuh"
+#include "epilogue.cuh"
+#include "mask.cuh"
+#include "nonfinite.cuh"
+#include "score.cuh"
+
+// One query tile in shared memory.
+template <class T, int M, int D>
+struct QueryStage {
+    using Tile = SmemTile<T, M, D>;
+    static constexpr int kBytes = 2 * Tile::kBytes + 8 * M;
+    Tile sQ, sdO;
+    ptx::u32 stats;  // [M][2] floats: lse in powers of two, delta
+
+    __device__ explicit QueryStage(ptx::u32 base) : sQ{base}, sdO{base + Tile::kBytes}, stats{base + 2 * Tile::kBytes} {}
+};
+
+// K or V of the block's keys.
+template <class V, class Tile>
+__device__ __forceinline__ void load_keys(
+    const Tile &dst, const void *src, const Strides &stride, const Problem &problem, const TileIndex &tile) {
+    using T = typename V::Element;
+    dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
+        static_cast<const T *>(src) + head_offset(stride, tile.batch, tile.head), stride.row, tile.block * V::kBlockN,
+        problem.seqlen_k);
+}
+
+// dQ where a query sees a non-finite element of K: NaN, be it from dS = NaN or, for a score of -inf, from 0 * inf.
+template <class V, class Sees>
+__device__ __forceinline__ void add_non_finite_keys(
+    const BwdParams &p, const TileIndex &tile, int sequence, int q0, Sees sees) {
+    using T = typename V::Element;
+    const int k0 = tile.block * V::kBlockN;
+    const T *k = static_cast<const T *>(p.k) + head_offset(p.k_stride, tile.batch, tile.head) + k0 * p.k_stride.row;
+    float *accum = DqTile<V>::accum(p, sequence, q0 / V::kBlockM);
+    #pragma unroll 1
+    for (int e = ptx::thread_index(); e < V::kBlockM * V::kHeadDim; e += 32 * V::kWarps) {
+        const int query = e / V::kHeadDim, col = e % V::kHeadDim;
+        const float sum = sum_non_finite<T>(
+            k, p.k_stride.row, min(V::kBlockN, p.problem.seqlen_k - k0), col, [&](int key) { return sees(key, query); });
+        if (sum != 0.f) ptx::red_add_f32(accum + DqTile<V>::index(query, col), ptx::nan());
+    }
+}
+
+template <class V>
+__device__ __forceinline__ void bwd(const BwdParams &p) {
+    using T = typename V::Element;
+    using Dq = DqTile<V>;
+    constexpr int M = V::kBlockM, N = V::kBlockN, D = Dq::kDim, kStages = V::kStages, kThreads = 32 * V::kWarps;
+    constexpr int kRows = N / (V::kWarps / V::kSplitD), kQueries = M / V::kSplitD, kCols = D / V::kSplitD;
+    static_assert(kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0 && kStages <= 2);
+
+    // Which keys. With a mask, the first key blocks are the longest.
+    const Problem &problem = p.problem;
+    const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_k, N), problem.heads_k);
+    const int group = problem.heads_q / problem.heads_k, k0 = tile.block * N;
+    const int key0 = warp() % (N / kRows) * kRows;                   // this warp's keys
+    const int part = warp() / (N / kRows);                           // and its share of them, if kSplitD > 1
+    const int query0 = part * kQueries, col0 = part * kCols;
+
+    using TileKV = SmemTile<T, N, D>;
+    using TileP = SmemTile<T, N, M>;
+    using Stage = QueryStage<T, M, D>;
+    const TileKV sK{ptx::dynamic_smem()}, sV{sK.base + TileKV::kBytes};
+    const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
+    const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
+
+    const Mask<V> mask(problem);
+    const Score<V> score(problem);
+    const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
+
+    // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
+    struct Visit {
+        int head, m_block;
+    };
+    const auto after = [&](Visit v) {
+        return v.m_block > first ? Visit{v.head, v.m_block - 1} : Visit{v.head + 1, first + blocks - 1};
+    };
+    const auto request = [&](int i, Visit visit) {
+        if (visit.head < (tile.head + 1) * group) {
+            const int head = visit.head, q0 = visit.m_block * M;
+            const Stage s = stage(i);
+            s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
+                static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, head), p.q_stride.row, q0, problem.seqlen_q);
+            s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
+                static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, head), p.dout_stride.row, q0,
+                problem.seqlen_q);
+            const long long row = static_cast<long long>(tile.batch * problem.heads_q + head) * problem.seqlen_q + q0;
+            for (int r = ptx::thread_index(); r < M; r += kThreads) {
+                const bool valid = q0 + r < problem.seqlen_q;
+                ptx::cp_async_8(s.stats + 8 * r, p.row_stats + 2 * (valid ? row + r : 0), valid);
+            }
+        }
+        ptx::cp_async_commit_group();
+    };
+
+    // Whether every query of a tile sees every key, so that no element needs a test.
+    const auto whole = [&](int q0) { return mask.full(q0, k0) && q0 + M <= problem.seqlen_q; };
+
+    AccTile<kRows, kCols> dK, dV;
+    dK.zero(), dV.zero();
+    bool was_careful = false;  // whether some step was
+
+    // One query tile. Masked is False for whole ones: the element test is then compiled out.
+    const auto step = [&](int i, Visit now, auto masked) {
+        constexpr bool kMasked = decltype(masked)::value;
+        const int q0 = now.m_block * M;
+        const Stage s = stage(i);
+        const auto sees = [&](int key, int query) {
+            return q0 + query < problem.seqlen_q && mask.sees(q0 + query, k0 + key);
+        };
+
+        ptx::cp_async_wait_group<0>();
+        bool careful = false;  // whether this partly hidden tile has NaN or inf in an operand (nonfinite.cuh)
+        if constexpr (kMasked && Mask<V>::kHides) {
+            ptx::bar_sync();
+            careful = ptx::bar_red_or(has_non_finite<T, kThreads>(s.sQ) || has_non_finite<T, kThreads>(s.sdO) ||
+                                      has_non_finite<T, kThreads>(sK));
+        } else {
+            ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before
+        }
+        if constexpr (kStages == 2) request(i + 1, after(now));
+
+        AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
+        P.zero(), dS.zero();
+        gemm_nt<T>(P, SmemA<TileKV, kRows>{sK, key0}, s.sQ.rows(query0));    // S^T = K Q^T
+        gemm_nt<T>(dS, SmemA<TileKV, kRows>{sV, key0}, s.sdO.rows(query0));  // dP^T = V dO^T
+        #pragma unroll
+        for (int j = 0; j < P.kColTiles; ++j) {
+            float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
+            ptx::ld_shared_v4_f32(stats, s.stats + 8 * (query0 + P.col(j, 0)));
+            #pragma unroll
+            for (int a = 0; a < P.kRowTiles; ++a)
+                #pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float &x = P.x[a][j][e], &y = dS.x[a][j][e];
+                    const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
+                    const bool seen = !kMasked || sees(key0 + P.row(a, e), query0 + P.col(j, e));
+                    x = seen ? ptx::ex2(fmaf(score(x), score.log2_factor, -lse)) : 0.f;
+                    y = seen ? score.grad(x * (y - delta)) : 0.f;
+                }
+        }
+        FragA<T, kRows, kQueries> rP, rdS;
+        rP.from(P), rdS.from(dS);
+        rdS.store(sdS, key0, query0);
+        if constexpr (V::kSplitD > 1) rP.store(sP, key0, query0);
+
+        if constexpr (kMasked && Mask<V>::kHides) {
+            if (careful) {
+                ptx::bar_sync();  // all warps have used what is cleared now
+                clear_non_finite<T, kThreads>(s.sdO);
+                clear_non_finite<T, kThreads>(s.sQ);  // dS is NaN for all keys that such a query sees
+                clear_non_finite<T, kThreads>(sK);
+                ptx::bar_sync();
+            }
+        }
+        if constexpr (V::kSplitD == 1) {
+            gemm_nn<T>(dV, rP, s.sdO, col0);  // dV += P^T dO
+            gemm_nn<T>(dK, rdS, s.sQ, col0);  // dK += dS^T Q
+            ptx::bar_sync();                  // dS is complete, and every warp is done with Q and dO
+        } else {
+            ptx::bar_sync();  // P and dS are complete
+            gemm_nn<T>(dV, SmemA<TileP, kRows>{sP, key0}, s.sdO, col0);
+            gemm_nn<T>(dK, SmemA<TileP, kRows>{sdS, key0}, s.sQ, col0);
+            if constexpr (kStages == 1) ptx::bar_sync();  // every warp is done with Q and dO
+        }
+        if constexpr (kStages == 1) request(i + 1, after(now));
+
+        typename Dq::Acc dQ;
+        dQ.zero();
+        gemm_nn<T>(dQ, SmemATransposed<TileP, Dq::kRows>{sdS, Dq::row0()}, sK, Dq::col0());  // dQ = dS K
+        const int sequence = tile.batch * problem.heads_q + now.head;
+        const DqTurn<V> turn = DqTurn<V>::of(p, sequence);
+        const int rank = tile.block - mask.first_key_block(q0);
+        turn.wait(now.m_block, rank);
+        Dq::for_each_group(dQ, Dq::accum(p, sequence, now.m_block),
+                           [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });
+        turn.pass(now.m_block, rank);
+        if constexpr (kMasked && Mask<V>::kHides) {
+            if (careful) {
+                add_non_finite_keys<V>(p, tile, sequence, q0, sees);
+                ptx::bar_sync();
+                load_keys<V>(sK, p.k, p.k_stride, problem, tile);  // K as it was, for the next S
+                ptx::cp_async_commit_group();
+                was_careful = true;
+            }
+        }
+    };
+
+    load_keys<V>(sK, p.k, p.k_stride, problem, tile);
+    load_keys<V>(sV, p.v, p.v_stride, problem, tile);
+    ptx::cp_async_commit_group();
+    Visit now{tile.head * group, first + blocks - 1};
+    if (blocks > 0) request(0, now);
+    #pragma unroll 1
+    for (int i = 0; i < group * blocks; ++i, now = after(now)) {
+        if (whole(now.m_block * M)) step(i, now, False{});
+        else step(i, now, True{});
+    }
+
+    ptx::cp_async_wait_group<0>();
+    ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
+    dK.scale(score.scale);
+    const auto store = [&](const TileKV &staging, AccTile<kRows, kCols> &acc, void *dst, const Strides &stride) {
+        store_tile<T, V::kHeadDim>(staging, key0, acc, static_cast<T *>(dst) + head_offset(stride, tile.batch, tile.head),
+                                   stride.row, k0 + key0, problem.seqlen_k, col0);
+    };
+    store(sK, dK, p.dk, p.dk_stride);
+    store(sV, dV, p.dv, p.dv_stride);
+    if (was_careful) {
+        ptx::bar_sync();  // dV is written
+        T *dv = static_cast<T *>(p.dv) + head_offset(p.dv_stride, tile.batch, tile.head) + k0 * p.dv_stride.row;
+        for (now = {tile.head * group, first + blocks - 1}; now.head < (tile.head + 1) * group; now = after(now)) {
+            const int q0 = now.m_block * M;
+            if (whole(q0)) continue;
+            add_non_finite<T, kThreads, V::kHeadDim>(
+                dv, p.dv_stride.row, min(N, problem.seqlen_k - k0),
+                static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, now.head) + q0 * p.dout_stride.row,
+                p.dout_stride.row, min(M, problem.seqlen_q - q0),
+                [&](int key, int query) { return mask.sees(q0 + query, k0 + key); });
+        }
+    }
+}
+
+#endif  // CUPYFLASH_BWD_SM80_CUH

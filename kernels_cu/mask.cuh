@@ -1,0 +1,44 @@
+// Which keys a query sees. Causal, sliding window and the ragged ends are one rule, aligned at the bottom right:
+//     query i sees key j  <=>  i + lower <= j <= i + upper  and  0 <= j < seqlen_k,
+//     lower = seqlen_k - seqlen_q - window_left, upper = seqlen_k - seqlen_q + window_right.
+#ifndef CUPYFLASH_MASK_CUH
+#define CUPYFLASH_MASK_CUH
+#include "schedule.cuh"
+
+struct True { static constexpr bool value = true; };
+struct False { static constexpr bool value = false; };
+
+template <class V>
+struct Mask {
+    static constexpr bool kHides = V::kCausal || V::kWindow;  // whether a query may see fewer than all keys
+    static constexpr int M = V::kBlockM, N = V::kBlockN;
+    int seqlen_q, seqlen_k, lower, upper;
+
+    __device__ explicit Mask(const Problem &p)
+        : seqlen_q(p.seqlen_q),
+          seqlen_k(p.seqlen_k),
+          lower(p.seqlen_k - p.seqlen_q - p.window_left),
+          upper(p.seqlen_k - p.seqlen_q + (V::kCausal ? 0 : p.window_right)) {}
+
+    // The keys that query qi sees: [first_key(qi), end_key(qi)), both non-decreasing in qi; nothing if first >= end.
+    __device__ int first_key(int qi) const { return V::kWindow ? max(0, qi + lower) : 0; }
+    __device__ int end_key(int qi) const { return kHides ? min(seqlen_k, qi + upper + 1) : seqlen_k; }
+    __device__ bool sees(int qi, int ki) const { return ki < end_key(qi) && (!V::kWindow || ki >= first_key(qi)); }
+    __device__ bool sees_nothing(int qi) const { return first_key(qi) >= end_key(qi); }
+
+    // Whether all queries of [q0, q0 + M) see all keys of [k0, k0 + N), so that no element needs a test.
+    __device__ bool full(int q0, int k0) const { return k0 >= first_key(q0 + M - 1) && k0 + N <= end_key(q0); }
+
+    // Forward: the half-open range of key blocks that some query of [q0, q0 + M) sees. May be empty.
+    __device__ int first_key_block(int q0) const { return first_key(q0) / N; }
+    __device__ int end_key_block(int q0) const { return ceil_div(max(0, end_key(min(q0 + M, seqlen_q) - 1)), N); }
+
+    // Backward: the half-open range of query blocks that see some key of [k0, k0 + N). May be empty.
+    __device__ int first_query_block(int k0) const { return kHides ? max(0, k0 - upper) / M : 0; }
+    __device__ int end_query_block(int k0) const {
+        const int end = V::kWindow ? min(seqlen_q, min(k0 + N, seqlen_k) - lower) : seqlen_q;
+        return ceil_div(max(0, end), M);
+    }
+};
+
+#endif  // CUPYFLASH_MASK_CUH

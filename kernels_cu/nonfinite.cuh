@@ -1,0 +1,79 @@
+// NaN and inf in rows that only some rows of a tile see. A hidden element has P = 0, but 0 * NaN is NaN, so the ordinary
+// product P V would leak it. When an operand of a partly hidden block holds a non-finite element, the block is done as
+//     acc += P * (V with its non-finite elements replaced by 0),
+// and at the end every non-finite V element is added to those rows of the result that see it (P > 0 there, so inf stays
+// inf of its sign). That second part is rare and works on global memory, element by element.
+#ifndef CUPYFLASH_NONFINITE_CUH
+#define CUPYFLASH_NONFINITE_CUH
+#include "tile.cuh"
+
+template <class T>
+__device__ __forceinline__ bool is_non_finite(ptx::u16 raw) {
+    return (raw & T::kExponent) == T::kExponent;
+}
+
+// f(x) for every 16-byte chunk of the tile, all threads of the block together; writes back what f changed.
+template <int kThreads, class Tile, class F>
+__device__ __forceinline__ void for_each_chunk(const Tile &tile, F f) {
+    #pragma unroll 1
+    for (int i = ptx::thread_index(); i < Tile::kRows * Tile::kChunks; i += kThreads) {
+        const ptx::u32 addr = tile.at(i / Tile::kChunks, i % Tile::kChunks * 8);
+        ptx::U128 x = ptx::ld_shared_v4_b32(addr);
+        if (f(x)) ptx::st_shared_v4_b32(addr, x);
+    }
+}
+
+// Whether this thread's share of the tile holds a non-finite element.
+template <class T, int kThreads, class Tile>
+__device__ __forceinline__ bool has_non_finite(const Tile &tile) {
+    ptx::u32 found = 0;  // adding one to an exponent of all ones carries into the place of the sign
+    constexpr ptx::u32 kExponents = T::kExponent * 0x10001u, kOnes = (T::kMantissa + 1) * 0x10001u;
+    for_each_chunk<kThreads>(tile, [&](ptx::U128 &x) {
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) found |= (x.x[i] & kExponents) + kOnes;
+        return false;
+    });
+    return (found & 0x80008000u) != 0;
+}
+
+// Replaces the non-finite elements of the tile by 0.
+template <class T, int kThreads, class Tile>
+__device__ __forceinline__ void clear_non_finite(const Tile &tile) {
+    for_each_chunk<kThreads>(tile, [](ptx::U128 &x) {
+        bool changed = false;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (is_non_finite<T>(static_cast<ptx::u16>(x.x[i]))) x.x[i] &= 0xffff0000u, changed = true;
+            if (is_non_finite<T>(static_cast<ptx::u16>(x.x[i] >> 16))) x.x[i] &= 0x0000ffffu, changed = true;
+        }
+        return changed;
+    });
+}
+
+// The sum of the non-finite elements of column `col` of src, [n_rows, ...], whose row is visible; 0 if there is none.
+template <class T, class Visible>
+__device__ __forceinline__ float sum_non_finite(const T *src, long long stride, int n_rows, int col, Visible visible) {
+    float sum = 0.f;
+    #pragma unroll 1
+    for (int row = 0; row < n_rows; ++row) {
+        const ptx::u16 raw = src[row * stride + col].raw;
+        if (is_non_finite<T>(raw) && visible(row)) sum += T::lo(raw);
+    }
+    return sum;
+}
+
+// dst[i][col] += the non-finite src[j][col] that i sees, for all i < n_dst and j < n_src. All threads of the block together;
+// what they stored to dst before must be visible to the block.
+template <class T, int kThreads, int kCols, class Sees>
+__device__ __forceinline__ void add_non_finite(
+    T *dst, long long dst_stride, int n_dst, const T *src, long long src_stride, int n_src, Sees sees) {
+    #pragma unroll 1
+    for (int e = ptx::thread_index(); e < n_dst * kCols; e += kThreads) {
+        const int row = e / kCols, col = e % kCols;
+        const float sum = sum_non_finite<T>(src, src_stride, n_src, col, [&](int j) { return sees(row, j); });
+        ptx::u16 &x = dst[row * dst_stride + col].raw;
+        if (sum != 0.f) x = static_cast<ptx::u16>(T::pack(T::lo(x) + sum, 0.f));
+    }
+}
+
+#endif  // CUPYFLASH_NONFINITE_CUH

@@ -1,0 +1,32 @@
+// Which tile a block computes. The hardware starts blocks in the order of their index, so the order decides what shares
+// the L2 cache and how even the tail is: heads are taken in sections whose streamed operands fit the L2, and within a
+// section every head's longest tiles come first (longest processing time first).
+#ifndef CUPYFLASH_SCHEDULE_CUH
+#define CUPYFLASH_SCHEDULE_CUH
+#include "params.cuh"
+#include "ptx.cuh"
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+
+struct TileIndex {
+    int block;        // along the sequence
+    int head, batch;  // batch * heads + head runs over all sequences
+
+    // The grid is blocks * heads * batch, in one dimension. kDescending: the last block of a sequence comes first.
+    template <bool kDescending>
+    __device__ static TileIndex of(const Problem &p, int blocks, int heads) {
+        const int total = p.batch * heads, index = ptx::block_index();
+        const int section_start = index / (p.section * blocks) * p.section;
+        const int section = min(p.section, total - section_start), in_section = index - section_start * blocks;
+        const int sequence = section_start + in_section % section, turn = in_section / section;
+        return {kDescending ? blocks - 1 - turn : turn, sequence % heads, sequence / heads};
+    }
+};
+
+// Element offset of row 0 of one head.
+__device__ __forceinline__ long long head_offset(const Strides &s, int batch, int head) {
+    return batch * s.batch + head * s.head;
+}
+
+#endif  // CUPYFLASH_SCHEDULE_CUH

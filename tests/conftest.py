@@ -1,0 +1,135 @@
+"""What all tests share: threads, the folder of compiled kernels, seeds, and which tests may be skipped.
+
+``@pytest.mark.gpu`` marks a test that launches kernels, ``@pytest.mark.needs("torch", "g++")`` one that needs a module
+or program; where it is missing the test is skipped. ``CUPYFLASH_REQUIRE=torch,jax,g++`` says what must be there: the
+session stops when one of them (or "gpu") is missing, and any skip but that of a gpu test counts as a failure.
+"""
+# ruff: noqa: E402
+
+from __future__ import annotations
+
+import os
+
+# Before NumPy loads: one thread a process, since pytest-xdist already runs one process a core.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several JAX processes share one GPU
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import functools
+import importlib.util
+import random
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Generator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REQUIRED = tuple(filter(None, os.environ.get("CUPYFLASH_REQUIRE", "").split(",")))
+MAX_WORKERS = 8  # each holds a CUDA context of about half a GiB
+
+if importlib.util.find_spec("hypothesis"):
+    import hypothesis
+
+    # Kernels compile inside examples, so time limits mean nothing; CI draws the same examples each time.
+    hypothesis.settings.register_profile("local", deadline=None, print_blob=True)
+    hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
+    hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@functools.cache
+def missing(name: str) -> str | None:
+    """Why the thing that a test needs is not there, or None when it is."""
+    if name == "gpu":
+        return _missing_gpu()
+    found = shutil.which(name) if name == "g++" else importlib.util.find_spec(name)
+    return None if found else f"{name} is not installed"
+
+
+def _missing_gpu() -> str | None:
+    if os.environ.get("CUPYFLASH_BACKEND") == "cpu":
+        return "CUPYFLASH_BACKEND=cpu"
+    from cupyflash import device
+
+    if not device.count():
+        return device.why_none()
+    gpu = device.Device.of(0)
+    return None if gpu.capability >= device.MIN_CAPABILITY else f"{gpu.name} has compute capability {gpu.capability}"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist inherits the environment of its controller
+        return
+    for name in REQUIRED:
+        if reason := missing(name):
+            raise pytest.UsageError(f"CUPYFLASH_REQUIRE={','.join(REQUIRED)}: {reason}")
+    os.environ["CUPYFLASH_CACHE_DIR"] = str(_cache_folder(config))
+
+
+def _cache_folder(config: pytest.Config) -> Path:
+    """A folder for compiled kernels: never the user's own, kept from run to run (`--cache-clear` empties it)."""
+    try:
+        folder = config.cache.mkdir("cupyflash")
+        folder.chmod(0o700)
+    except (AttributeError, OSError):  # -p no:cacheprovider, or a checkout that cannot be written
+        folder = Path(tempfile.mkdtemp(prefix="cupyflash-tests-"))
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    return folder
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """`-n auto`: one process a core that this process may use, within what the memory of a GPU bears."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_WORKERS)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    names = [name for marker in item.iter_markers("needs") for name in marker.args]
+    if item.get_closest_marker("gpu"):
+        names.append("gpu")
+    for name in names:
+        if reason := missing(name):
+            pytest.skip(f"needs {'a usable GPU' if name == 'gpu' else name}: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if not item.get_closest_marker("gpu") and not hasattr(report, "wasxfail"):
+        _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(report)
+    return report
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Where everything is said to be there, a test that was not run has not passed."""
+    if REQUIRED and report.skipped:
+        reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"{reason}: no test may be skipped under CUPYFLASH_REQUIRE={','.join(REQUIRED)}"
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that depend on the name of the test and on nothing else."""
+    return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _seeds() -> None:
+    """Global generators start each test in the same state."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 for libraries that draw from it
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

@@ -1,0 +1,77 @@
+#include "clocks.h"
+
+#include "threads.h"
+
+namespace emu {
+
+void Clocks::reset(int thread_count, int warps) {
+    threads = thread_count;
+    size = threads + kMaxMbarriers + 2 * warps;
+    data.assign(static_cast<size_t>(threads) * size, 0);
+    proxy.assign(static_cast<size_t>(threads) * size, 0);
+    cause.assign(static_cast<size_t>(threads) * threads, 0);
+    for (int t = 0; t < threads; ++t) data_of(t)[t] = 1;
+}
+
+std::string Clocks::name(int component) const {
+    char out[64];
+    const int warps = threads / 32;
+    if (component < threads) snprintf(out, sizeof out, "thread %d (warp %d lane %d)", component, component / 32, component % 32);
+    else if (component < threads + kMaxMbarriers)
+        snprintf(out, sizeof out, "copy of mbarrier #%d", component - threads);
+    else if (component < threads + kMaxMbarriers + warps)
+        snprintf(out, sizeof out, "wgmma of warp %d", component - threads - kMaxMbarriers);
+    else snprintf(out, sizeof out, "bulk copy of warp %d", component - threads - kMaxMbarriers - warps);
+    return out;
+}
+
+static void maximum(u32 *to, const u32 *from, int n) {
+    for (int i = 0; i < n; ++i) to[i] = std::max(to[i], from[i]);
+}
+
+void join(Clock &to, const u32 *from, int n) {
+    if (to.empty()) to.assign(from, from + n);
+    else maximum(to.data(), from, n);
+}
+
+void join(Knowledge &to, const Knowledge &from) {
+    if (!from || to == from) return;
+    if (!to) {
+        to = from;
+        return;
+    }
+    auto both = std::make_shared<std::map<int, Clock>>(*to);
+    for (const auto &[serial, clock] : *from) join((*both)[serial], clock.data(), static_cast<int>(clock.size()));
+    to = both;
+}
+
+void release(Fiber &f, Released &to) {
+    if (!config.race) return;
+    Clocks &c = f.cluster->clocks;
+    c.cause_of(f.index)[f.index] = c.now(f.index);
+    join(to.data, c.data_of(f.index), c.size);
+    join(to.proxy, c.proxy_of(f.index), c.size);
+    join(to.cause, c.cause_of(f.index), c.threads);
+    join(to.blocks, f.known_blocks);
+    ++c.data_of(f.index)[f.index];
+}
+
+void acquire(Fiber &f, const Released &from) {
+    if (!config.race) return;
+    Clocks &c = f.cluster->clocks;
+    if (!from.data.empty()) maximum(c.data_of(f.index), from.data.data(), c.size);
+    if (!from.proxy.empty()) maximum(c.proxy_of(f.index), from.proxy.data(), c.size);
+    if (!from.cause.empty()) maximum(c.cause_of(f.index), from.cause.data(), c.threads);
+    join(f.known_blocks, from.blocks);
+}
+
+}  // namespace emu
+
+extern "C" void emu_fence_proxy_async() {
+    using namespace emu;
+    if (!config.race) return;
+    Clocks &c = current->cluster->clocks;
+    const u32 *data = c.data_of(current->index);
+    u32 *proxy = c.proxy_of(current->index);
+    for (int i = 0; i < c.size; ++i) proxy[i] = std::max(proxy[i], data[i]);
+}

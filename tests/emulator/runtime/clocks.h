@@ -1,0 +1,55 @@
+// Vector clocks: which access happens before which.
+//
+// A cluster's clocks have one component for each thread, each mbarrier (the copies that complete on it) and two for each
+// warp (its asynchronous reads: wgmma, and bulk copies out of shared memory). Every thread has
+//   data   what happens before its next access;
+//   proxy  what happens before its next asynchronous access: follows `data` only at fence.proxy.async;
+//   cause  like data, but also along asynchronous work (a copy cannot arrive before it was issued); orders no memory.
+// Blocks of other clusters are known only through acquire and release in global memory: `Knowledge`.
+#ifndef EMULATOR_CLOCKS_H
+#define EMULATOR_CLOCKS_H
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "common.h"
+
+namespace emu {
+
+using Clock = std::vector<u32>;
+// Serial number of a cluster -> what of its threads is known to have happened.
+using Knowledge = std::shared_ptr<const std::map<int, Clock>>;
+
+// What a release hands to an acquire.
+struct Released {
+    Clock data, proxy, cause;
+    Knowledge blocks;
+    void clear() { data.clear(), proxy.clear(), cause.clear(), blocks.reset(); }
+};
+
+struct Fiber;
+
+// The clocks of one cluster.
+struct Clocks {
+    int threads = 0, size = 0;
+    std::vector<u32> data, proxy, cause;  // [threads][size], [threads][size], [threads][threads]
+
+    void reset(int threads, int warps);
+    u32 *data_of(int thread) { return &data[static_cast<size_t>(thread) * size]; }
+    u32 *proxy_of(int thread) { return &proxy[static_cast<size_t>(thread) * size]; }
+    u32 *cause_of(int thread) { return &cause[static_cast<size_t>(thread) * threads]; }
+    u32 now(int thread) { return data_of(thread)[thread]; }
+    int mbarrier_component(int i) const { return threads + i; }
+    int wgmma_component(int warp) const { return threads + kMaxMbarriers + warp; }
+    int bulk_component(int warp) const { return threads + kMaxMbarriers + threads / 32 + warp; }
+    std::string name(int component) const;
+};
+
+// All do nothing unless the race detector is on.
+void release(Fiber &fiber, Released &to);
+void acquire(Fiber &fiber, const Released &from);
+void join(Clock &to, const u32 *from, int n);
+void join(Knowledge &to, const Knowledge &from);
+
+}  // namespace emu
+#endif

@@ -1,0 +1,255 @@
+"""The house rules that can be read off the sources: who imports whom, where hardware is named, how long files get.
+
+Adding a module is one line in a table below. A rule that stands in the way is changed here, in the same commit, with
+its reason in the commit message.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# ---- Tables ----
+
+# A module imports only from layers further down. `cli` and `compat` are whole folders.
+PYTHON_LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("__init__",),
+    ("transformers", "distributed", "compat"),
+    ("api",),
+    ("torch", "jax"),
+    ("run",),
+    ("arrays", "cpu", "jit", "plan"),
+    ("cache", "nvrtc"),
+    ("accuracy", "case_inputs", "cases", "params", "problem", "reference", "tiles", "variant"),
+    ("device", "errors"),
+)
+# What a module may import from its own layer.
+PYTHON_SIDEWAYS = {
+    "accuracy": {"cases", "problem", "reference"},
+    "case_inputs": {"problem"},
+    "cases": {"case_inputs", "problem"},
+    "device": {"errors"},
+    "reference": {"problem"},
+    "tiles": {"problem"},
+    "variant": {"params", "problem", "tiles"},
+}
+# Modules that one module keeps to itself.
+PYTHON_PRIVATE = {"cache": {"cli", "jit"}, "nvrtc": {"cli", "jit"}}
+# Who may import what is not in the standard library. NumPy and ml_dtypes are everybody's.
+OUTSIDE = {
+    "click": {"cli"},
+    "cuda": {"cli", "device", "nvrtc"},  # cuda-pathfinder, which comes with CuPy
+    "cupy": {"arrays", "cli", "device", "jit", "run"},
+    "filelock": {"cache"},
+    "jax": {"arrays", "cli", "jax"},
+    "matplotlib": {"cli"},
+    "ml_dtypes": None,
+    "numpy": None,
+    "platformdirs": {"cache"},
+    "rich": {"cli"},
+    "torch": {"arrays", "cli", "compat", "distributed", "torch", "transformers"},
+    "transformers": {"transformers"},
+}
+
+# The same for headers: patterns of file names without suffix.
+CUDA_LAYERS = (
+    ("fwd_*", "bwd_*", "combine"),
+    ("dq_accum", "dropout", "epilogue", "mask", "nonfinite", "score", "softmax"),
+    ("element", "gemm", "pages", "schedule", "seqlen", "tile*"),
+    ("ptx*", "params"),
+)
+CUDA_SIDEWAYS = {
+    "gemm": {"element", "tile"},
+    "ptx_sm75": {"ptx"},
+    "ptx_sm90": {"ptx"},
+    "schedule": {"seqlen"},
+    "softmax": {"score"},
+    "tile": {"element", "schedule"},
+    "tile_sm90": {"element", "tile"},
+}
+# What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
+HARDWARE = re.compile(
+    r"\b(asm|threadIdx|blockIdx|blockDim|gridDim|warpSize|__shared__|__constant__|__sync\w+|__shfl\w+|__ballot\w+"
+    r"|__(?:any|all|activemask|reduce_\w+)_sync|__cvta\w+|__ldg\w*|__ldcg|__uint_as_float|__float_as_uint|atomic[A-Z]\w+)\b"
+)
+
+# Lines at which to stop and think (in headers without comments and empty lines); the first pattern that fits counts.
+LINES = (
+    ("kernels_cu/*_sm90.cuh", 350),
+    ("kernels_cu/fwd_*.cuh", 200),
+    ("kernels_cu/bwd_*.cuh", 200),
+    ("kernels_cu/*.cuh", 150),
+    ("cupyflash/*.py", 250),
+    ("cli/*.py", 250),
+)
+FUNCTION_LINES = 40  # without signature and docstring
+# Stopped, thought, and left long: path (or path::function) -> lines it may have. The reason stands beside it.
+LONG = {
+    "kernels_cu/tile.cuh": 180,  # the tile types and the three GEMM shapes over them, which read best together
+}
+
+ENVIRONMENT = {"CUPYFLASH_BACKEND", "CUPYFLASH_CACHE_DIR", "CUPYFLASH_DEBUG", "CUPYFLASH_FAMILY"}
+
+# ---- Python ----
+
+PYTHON_FILES = sorted([*ROOT.glob("cupyflash/**/*.py"), *ROOT.glob("cli/**/*.py")])
+CUDA_FILES = sorted(ROOT.glob("kernels_cu/*.cuh"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def unit_of(path: Path) -> str:
+    """The row entry that a Python file belongs to."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return "cli" if parts[0] == "cli" else parts[1]
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Line and dotted name of all that a file imports, at its top, in functions and for type checkers alike."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    package = ["cupyflash", *parts[:-1]] if parts[0] == "cli" else list(parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                yield node.lineno, [*base, alias.name]
+
+
+def layer_of(unit: str, layers: tuple[tuple[str, ...], ...]) -> int:
+    for index, names in enumerate(layers):
+        if any(fnmatch(unit, pattern) for pattern in names):
+            return index
+    raise AssertionError(f"{unit} is in no layer: add it to the table in tests/test_layers.py")
+
+
+def may_use(user: str, used: str, layers: tuple[tuple[str, ...], ...], sideways: dict[str, set[str]]) -> bool:
+    above, below = layer_of(user, layers), layer_of(used, layers)
+    return user == used or above < below or (above == below and used in sideways.get(user, ()))
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+def test_python_layers(path: Path) -> None:
+    user = unit_of(path)
+    layer_of(user, PYTHON_LAYERS)
+    units = {unit_of(file) for file in PYTHON_FILES}
+    wrong = []
+    for line, (top, *rest) in imports_of(path):
+        if top == "cupyflash":
+            used = rest[0] if rest and rest[0] in units else "__init__"
+            allowed = may_use(user, used, PYTHON_LAYERS, PYTHON_SIDEWAYS) and (
+                used == user or user in PYTHON_PRIVATE.get(used, {user})
+            )
+        else:
+            used = top
+            users = OUTSIDE.get(top, ())
+            allowed = top in sys.stdlib_module_names or users is None or user in users
+        if not allowed:
+            wrong.append(f"{name_of(path)}:{line}: {user} may not import {used}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_import_is_light() -> None:
+    """No array library, and nothing of the command line, is loaded before the user asks for it."""
+    integrations = {"torch", "jax", "transformers", "distributed", "compat", "cli", "__main__"}
+    modules = sorted({unit_of(file) for file in PYTHON_FILES} - integrations)
+    code = (
+        "import sys, importlib\n"
+        f"for name in {modules}: importlib.import_module('cupyflash' if name == '__init__' else 'cupyflash.' + name)\n"
+        "print(*sorted({'cupy', 'torch', 'jax', 'matplotlib', 'scipy', 'click', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip(), f"loaded at import: {done.stdout}"
+
+
+def test_environment_variables() -> None:
+    """Every variable is one of those that the documentation names."""
+    read = {name for file in PYTHON_FILES for name in re.findall(r"\bCUPYFLASH_[A-Z_]+\b", file.read_text())}
+    assert read <= ENVIRONMENT
+
+
+# ---- CUDA ----
+
+
+def code_of(path: Path) -> str:
+    """A header without comments and without the text of its strings; lines keep their numbers."""
+    text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), path.read_text(), flags=re.DOTALL)
+    text = re.sub(r'(#include )"([^"\n]*)"', r"\1<<\2>>", text)
+    return re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', "", text)
+
+
+@pytest.mark.parametrize("path", CUDA_FILES, ids=name_of)
+def test_cuda_layers(path: Path) -> None:
+    layer_of(path.stem, CUDA_LAYERS)
+    includes = re.findall(r"^\s*#\s*include\s*(.*?)\s*$", code_of(path), flags=re.MULTILINE)
+    wrong = []
+    for include in includes:
+        header = re.fullmatch(r"<<(\w+)\.cuh>>", include)
+        if not header:
+            wrong.append(f"{include}: only headers of this folder, in quotes, are included")
+        elif not may_use(path.stem, header[1], CUDA_LAYERS, CUDA_SIDEWAYS):
+            wrong.append(f"{path.stem} may not include {header[1]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", [file for file in CUDA_FILES if not file.stem.startswith("ptx")], ids=name_of)
+def test_hardware_is_named_in_ptx_only(path: Path) -> None:
+    guard = f"CUPYFLASH_{path.stem.upper()}_CUH"
+    wrong = []
+    for number, line in enumerate(code_of(path).splitlines(), 1):
+        if found := HARDWARE.search(line):
+            wrong.append(f"{name_of(path)}:{number}: {found[0]}")
+        directive = re.match(r"\s*#\s*(?!include|pragma unroll)(.*)", line)
+        if directive and directive[1].split() not in (["ifndef", guard], ["define", guard], ["endif"]):
+            wrong.append(f"{name_of(path)}:{number}: #{directive[1]}")
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- Sizes ----
+
+
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *CUDA_FILES], ids=name_of)
+def test_file_length(path: Path) -> None:
+    name = name_of(path)
+    limit = LONG.get(name) or next(limit for pattern, limit in LINES if fnmatch(name, pattern))
+    lines = len(path.read_text().splitlines())
+    if path.suffix == ".cuh":
+        lines = sum(bool(line.strip()) for line in code_of(path).splitlines())
+    assert lines <= limit, f"{name} has {lines} lines, the limit is {limit}: split it, or add it to LONG with a reason"
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+def test_function_length(path: Path) -> None:
+    long = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            if lines > LONG.get(f"{name_of(path)}::{node.name}", FUNCTION_LINES):
+                long.append(f"{name_of(path)}:{node.lineno}: {node.name} has {lines} lines")
+    assert not long, "\n".join(long)
+
+
+def test_long_list_is_current() -> None:
+    """An exception that is no longer needed goes."""
+    for name in LONG:
+        path, _, function = name.partition("::")
+        assert (ROOT / path).is_file(), f"{path} is listed in LONG and gone"
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), f"{name} is listed in LONG and gone"
