@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -58,8 +59,9 @@ def attention(
     Returns:
         out, of q's shape, dtype, library and device, contiguous; with `return_lse` also lse,
         ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf.
-        GPU work is queued on the library's current stream; only results in NumPy are waited for. On PyTorch tensors
-        that require grad, out and lse are differentiable.
+        GPU work is queued on the library's current stream, and nothing waits for it, except for NumPy arrays and for
+        libraries that are reached through DLPack (JAX). On PyTorch tensors that require grad, out and lse are
+        differentiable.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to mend it.
@@ -80,13 +82,18 @@ def attention(
 def _forward(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
     library = arrays.common_library(q=q, k=k, v=v)
     if library is arrays.TORCH:
-        from . import torch
-
-        return torch.attention(q, k, v, options)
+        return _torch_attention()(q, k, v, options)
     if isinstance(library, arrays.Foreign):
         out, lse = _forward(library.adopt("q", q), library.adopt("k", k), library.adopt("v", v), options)
         return library.give_back(out), library.give_back(lse)
     return run.forward(library, q, k, v, options)
+
+
+@functools.cache
+def _torch_attention() -> Any:
+    from . import torch
+
+    return torch.attention
 
 
 def attention_backward(

@@ -201,7 +201,13 @@ class Foreign:
         return cupy.from_dlpack(x)
 
     def give_back(self, x: Any) -> Any:
-        """A result, for the caller: NumPy and CuPy arrays stay what they are."""
+        """A result, for the caller: NumPy and CuPy arrays stay what they are.
+
+        Work on GPU arrays is waited for: the views of the inputs end with the call, and then their library may reuse
+        the memory on a stream that knows nothing of the kernels still running.
+        """
+        if not isinstance(x, np.ndarray):
+            sys.modules["cupy"].cuda.get_current_stream().synchronize()
         return x
 
 
@@ -226,7 +232,7 @@ class Jax(Foreign):
         return super().adopt(name, x)
 
     def give_back(self, x: Any) -> Any:
-        jax = sys.modules["jax"]
+        jax, x = sys.modules["jax"], super().give_back(x)
         return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else jax.dlpack.from_dlpack(x)
 
 
@@ -261,10 +267,11 @@ def common_library(**arrays: Any) -> Native | Foreign:
     Raises:
         ArgumentError: if they are not all of one library.
     """
-    names = iter(arrays)
-    first = next(names)
+    first, *names = arrays
     library = library_of(first, arrays[first])
     for name in names:
+        if type(arrays[name]) is type(arrays[first]):
+            continue
         other = library_of(name, arrays[name])
         if other is not library:
             raise ArgumentError(f"{name}: expected an array of {library.name} like {first}, got one of {other.name}")

@@ -53,8 +53,14 @@ def check_supported(problem: Problem, device: Device) -> None:
 
 
 def _section(problem: Problem, device: Device, bytes_per_head: int, sequences: int) -> int:
-    """How many heads' streamed operands fit half of the L2 cache."""
-    return max(1, min(sequences, device.l2_bytes // 2 // max(1, bytes_per_head)))
+    """How many heads are scheduled together.
+
+    With a mask, tiles differ in length, and mixing the heads whose streamed operands fit half of the L2 evens out the
+    tail; without one, a single head at a time is best (measured:
+    docs/performance.md).
+    """
+    fitting = device.l2_bytes // 2 // max(1, bytes_per_head) if problem.masked else 1
+    return max(1, min(sequences, fitting))
 
 
 def _checked_grid(name: str, grid: int) -> int:

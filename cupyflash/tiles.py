@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MIB = 1 << 20
 
@@ -58,20 +58,18 @@ def backward_smem_bytes(tile: BackwardTile, head_dim: int) -> int:
 
 # (largest head_dim, tile), first match that fits the shared memory.
 _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
-    (64, ForwardTile(128, 64, 4, 3, 2, q_in_regs=True)),
-    (96, ForwardTile(128, 64, 4, 3, 2)),
-    (128, ForwardTile(128, 64, 4, 3, 2)),
-    (128, ForwardTile(128, 32, 4, 3, 1)),
+    (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
+    (128, ForwardTile(128, 64, 4, 2, 2)),
     (256, ForwardTile(128, 64, 8, 2, 1)),
     (256, ForwardTile(64, 64, 4, 2, 1)),
 )
 
 _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
-    (64, BackwardTile(64, 128, 8, 2, 1)),
-    (128, BackwardTile(64, 128, 8, 2, 1)),
-    (128, BackwardTile(64, 128, 8, 1, 1)),
+    (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1)),
+    (128, BackwardTile(64, 128, 8, 2, 1, split_d=2)),
+    (128, BackwardTile(64, 128, 8, 1, 1, split_d=2)),
     (128, BackwardTile(64, 64, 4, 1, 1)),
-    (256, BackwardTile(64, 64, 8, 1, 1, split_d=2)),
+    (256, BackwardTile(64, 64, 8, 1, 1, split_d=4)),
     (256, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
 )
 
@@ -83,4 +81,8 @@ def forward_tile(head_dim: int, smem_bytes: int) -> ForwardTile:
 
 def backward_tile(head_dim: int, smem_bytes: int) -> BackwardTile:
     """The tile of the sm80 family's backward."""
-    return next(t for limit, t in _BACKWARD if head_dim <= limit and backward_smem_bytes(t, head_dim) <= smem_bytes)
+    tile = next(t for limit, t in _BACKWARD if head_dim <= limit and backward_smem_bytes(t, head_dim) <= smem_bytes)
+    columns = round_up(head_dim, 16 * tile.split_d)
+    if columns % (8 * tile.warps // tile.dq_warps_m):  # each warp's share of dQ has whole tiles of 8 columns
+        tile = replace(tile, dq_warps_m=tile.block_m // 16)
+    return tile

@@ -61,6 +61,12 @@ def _missing_gpu() -> str | None:
     return None if gpu.capability >= device.MIN_CAPABILITY else f"{gpu.name} has compute capability {gpu.capability}"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--emulator-seeds", type=int, default=1, metavar="N", help="run each kernel on the CPU in N random orders"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist inherits the environment of its controller
         return

@@ -1,0 +1,38 @@
+"""NumPy arrays as GPU arrays of a library, with the same strides and the same alignment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+def on_gpu(x: np.ndarray, library: str) -> Any:
+    """`x` on the current GPU as a "cupy" or "torch" array: equal values, strides, and address modulo 16 bytes."""
+    item = x.itemsize
+    offset = x.ctypes.data % 16 // item if x.size else 0
+    strides = tuple(s // item for s in x.strides)
+    length = offset + 1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) if x.size else 1
+    flat = np.zeros(length, x.dtype)
+    np.lib.stride_tricks.as_strided(flat[offset:], x.shape, x.strides)[...] = x
+    if library == "cupy":
+        import cupy
+
+        return cupy.lib.stride_tricks.as_strided(cupy.asarray(flat)[offset:], x.shape, x.strides)
+    import torch
+
+    is_bf16 = x.dtype == ml_dtypes.bfloat16
+    tensor = torch.from_numpy(flat.view(np.int16) if is_bf16 else flat).cuda()
+    return torch.as_strided(tensor.view(torch.bfloat16) if is_bf16 else tensor, x.shape, strides, offset)
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """A CuPy, torch or NumPy array as NumPy."""
+    if isinstance(x, np.ndarray):
+        return x
+    if hasattr(x, "get"):
+        return x.get()
+    from cupyflash.arrays import TORCH
+
+    return TORCH.to_numpy(x.cpu())

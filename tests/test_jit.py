@@ -1,0 +1,240 @@
+"""Compiling and keeping kernels, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cupyflash
+from cupyflash import cache, jit, nvrtc
+from cupyflash.device import ARCHS, Device
+from cupyflash.problem import Problem
+from cupyflash.variant import Convert, backward_variants, forward_variant, kernel_sources, shipped
+
+try:
+    nvrtc.pick()
+except cupyflash.UnsupportedError as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+SMALL = Convert("bf16", 64, 64, 8, 1, 1, 2)  # the variant that compiles fastest
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of this test alone."""
+    path = tmp_path / "cache"
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(path))
+    return path
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The symbols that NVRTC really compiles."""
+    done: list[str] = []
+    real = nvrtc.Nvrtc.compile
+
+    def counting(self: nvrtc.Nvrtc, source: str, name: str, *rest: Any) -> Any:
+        done.append(name)
+        return real(self, source, name, *rest)
+
+    monkeypatch.setattr(nvrtc.Nvrtc, "compile", counting)
+    return done
+
+
+def test_a_kernel_is_compiled_once_and_read_back_whole(folder: Path, compilations: list[str]) -> None:
+    first, second = (jit.compile_kernel(SMALL, "sm_80") for _ in range(2))
+    assert len(compilations) == 1
+    assert (first.from_cache, second.from_cache) == (False, True)
+    assert first.data == second.data
+    assert first.data[:4] == b"\x7fELF"
+    assert first.registers > 0
+    assert first.symbol.encode() in first.data
+
+
+def test_another_architecture_or_source_is_another_kernel(
+    folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jit.compile_kernel(SMALL, "sm_80")
+    jit.compile_kernel(SMALL, "sm_90")
+    edited = kernel_sources() | {"params.cuh": kernel_sources()["params.cuh"] + "\n"}
+    for module in ("cupyflash.variant.kernel_sources", "cupyflash.jit.kernel_sources"):
+        monkeypatch.setattr(module, lambda: edited)
+    cupyflash.variant.digest.cache_clear()
+    try:
+        jit.compile_kernel(SMALL, "sm_80")
+    finally:
+        monkeypatch.undo()
+        cupyflash.variant.digest.cache_clear()
+    assert len(compilations) == 3
+
+
+@pytest.mark.parametrize("suffix", ["cubin", "json"])
+def test_a_damaged_kernel_is_compiled_again(folder: Path, compilations: list[str], suffix: str) -> None:
+    good = jit.compile_kernel(SMALL, "sm_80").data
+    path = next(folder.glob(f"*.{suffix}"))
+    path.write_bytes(path.read_bytes()[:-7])
+    assert jit.compile_kernel(SMALL, "sm_80").data == good
+    assert len(compilations) == 2
+    assert jit.compile_kernel(SMALL, "sm_80").from_cache
+
+
+def test_an_interrupted_write_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            jit.compile_kernel(SMALL, "sm_80")
+    assert [p.name for p in folder.iterdir()] == ["locks"]
+    assert not jit.compile_kernel(SMALL, "sm_80").from_cache
+
+
+def test_the_folder_is_private_and_others_folders_are_refused(folder: Path, compilations: list[str]) -> None:
+    jit.compile_kernel(SMALL, "sm_80")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.chmod(0o777)
+    cache._cache_at.cache_clear()
+    assert "can be written by others" in str(cache.default().problem)
+    assert jit.compile_kernel(SMALL, "sm_80").path is None
+    assert len(compilations) == 2
+
+
+def test_without_a_folder_kernels_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert "cannot be used" in str(cache.default().problem)
+    cubin = jit.compile_kernel(SMALL, "sm_80")
+    assert cubin.path is None
+    assert cubin.data
+
+
+def test_the_precompiled_layer_needs_no_nvrtc(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = jit.precompile(SMALL, "sm_80", folder).data
+
+    def none() -> nvrtc.Candidate:
+        raise cupyflash.UnsupportedError("no NVRTC here")
+
+    monkeypatch.setattr(nvrtc, "pick", none)
+    nvrtc.identity.cache_clear()
+    nvrtc.find.cache_clear()
+    for path in folder.glob("*.*"):
+        path.unlink()
+    found = jit.compile_kernel(SMALL, "sm_80")
+    assert found.data == expected
+    assert found.from_cache
+    with pytest.raises(cupyflash.UnsupportedError, match="no NVRTC here"):
+        jit.compile_kernel(SMALL, "sm_90")
+
+
+def test_the_cache_is_bounded_by_dropping_what_was_used_longest_ago(folder: Path) -> None:
+    store = cache.default()
+    for i, arch in enumerate(("sm_80", "sm_86", "sm_89")):
+        jit.compile_kernel(SMALL, arch)
+        newest = max(folder.glob("*.json"), key=lambda p: p.stat().st_mtime_ns)
+        os.utime(newest, (i, i))
+    jit.compile_kernel(SMALL, "sm_80")  # used again
+    sizes = {e.arch: e.bytes for e in store.entries()}
+    store.prune(max_bytes=sizes["sm_80"] + sizes["sm_89"])
+    assert {e.arch for e in store.entries()} == {"sm_80", "sm_89"}
+    assert store.clear() == 2
+    assert store.entries() == []
+
+
+def test_processes_compile_a_kernel_once(folder: Path) -> None:
+    program = (
+        "from cupyflash import jit, variant; v = variant.Convert('bf16', 64, 64, 8, 1, 1, 2);"
+        "print(jit.compile_kernel(v, 'sm_80').from_cache)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(3)
+    ]
+    assert sorted(p.communicate()[0].strip() for p in running) == ["False", "True", "True"]
+
+
+def test_a_kernel_that_does_not_compile_names_symbol_and_arch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Convert, "source", lambda self: "this is not C++")
+    with pytest.raises(cupyflash.CompileError, match=f"kernel {SMALL.symbol}.*sm_80.*error") as caught:
+        jit.compile_kernel(SMALL, "sm_80")
+    assert caught.value.symbol == SMALL.symbol
+    assert "this is not C++" in caught.value.log
+
+
+def test_a_long_compilation_is_announced_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "cupyflash"):
+        jit.compile_kernel(SMALL, "sm_86")
+        monkeypatch.setattr(jit, "NOTICE_SECONDS", 0.0)
+        jit.compile_kernel(SMALL, "sm_89")
+    assert len(caplog.messages) <= 1
+    assert all(m == f"cupyflash: compiling {SMALL.symbol} for sm_89 ..." for m in caplog.messages)
+    assert threading.active_count() < 20
+
+
+def test_an_unknown_architecture_falls_back_within_its_major() -> None:
+    known = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_120")
+    assert jit.target_arch("sm_90", known) == "sm_90"
+    assert jit.target_arch("sm_89", known) == "sm_86"
+    assert jit.target_arch("sm_121", known) == "sm_120"
+    with pytest.raises(cupyflash.UnsupportedError, match=r"sm_100.*it knows sm_75"):
+        jit.target_arch("sm_100", known)
+
+
+def test_an_nvrtc_newer_than_the_driver_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_libraries", lambda: iter([("/a/libnvrtc.so.13", 13), ("/b/libnvrtc.so.12", 12)]))
+    for driver, picked in ((None, 13), ((13, 0), 13), ((12, 8), 12)):
+        monkeypatch.setattr(nvrtc, "driver_version", lambda driver=driver: driver)
+        nvrtc.candidates.cache_clear()
+        assert nvrtc.pick().major == picked
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (11, 8))
+    nvrtc.candidates.cache_clear()
+    with pytest.raises(cupyflash.UnsupportedError, match=r"driver supports CUDA 11\.8.*update the driver"):
+        nvrtc.pick()
+    monkeypatch.setattr(nvrtc, "_libraries", lambda: iter(()))
+    nvrtc.candidates.cache_clear()
+    with pytest.raises(cupyflash.UnsupportedError, match=r"pip install 'cupyflash\[cu12\]'"):
+        nvrtc.pick()
+
+
+@pytest.fixture(autouse=True)
+def fresh_lookups() -> Any:
+    """What a test pretends of this machine ends with it."""
+    yield
+    for lookup in (nvrtc.candidates, nvrtc.identity, nvrtc.find, cache._cache_at):
+        lookup.cache_clear()
+
+
+def test_the_shipped_variants_are_few_and_distinct() -> None:
+    for arch in ARCHS:
+        device = Device.synthetic(arch)
+        variants = shipped(device)
+        assert len({v.symbol for v in variants}) == len(variants) <= 60
+        assert max(v.smem_bytes for v in variants) <= device.smem_bytes
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_every_head_dim_has_tiles_that_fit(arch: str) -> None:
+    device = Device.synthetic(arch)
+    for head_dim in range(8, 257, 8):
+        problem = Problem("bf16", 1, 1, 1, 1, 1, head_dim, 1.0)
+        for v in (forward_variant(problem, device), *backward_variants(problem, device)):
+            assert v.smem_bytes <= device.smem_bytes, v.symbol
+
+
+def test_the_facts_beside_a_kernel_are_plain_json(folder: Path) -> None:
+    jit.compile_kernel(SMALL, "sm_80")
+    facts = json.loads(next(folder.glob("*.json")).read_text())
+    assert facts["symbol"] == SMALL.symbol
+    assert set(facts) == {"symbol", "arch", "registers", "spill_bytes", "seconds", "nvrtc", "sha256"}
