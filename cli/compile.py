@@ -68,7 +68,7 @@ def _problems(
               help="common: head_dim 64 and 128, dense and causal. all: also 96 and 256, windows, deterministic, and "
               "every variant that the tests cover.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
-              help="Cache folder whose precompiled/ layer receives the kernels.  [default: the user's cache]")  # fmt: skip
+              help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
 @json_option
 def command(

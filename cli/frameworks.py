@@ -6,48 +6,27 @@ A framework is an object with the methods of `Framework`; what one cannot do (st
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-ALIGNMENT = 16  # bytes; what a kernel can tell of an address
-
-
-class Flat(NamedTuple):
-    """A strided array as a piece of memory: `elements` from an aligned address on, and where in it the array lies."""
-
-    elements: Array
-    offset: int
-    strides: tuple[int, ...]  # in elements
-
-
-def flatten(x: Array) -> Flat:
-    """The memory under `x`, its gaps included and its alignment kept; strides must not be negative."""
-    itemsize = x.itemsize
-    strides = tuple(stride // itemsize for stride in x.strides)
-    if x.size == 0:
-        return Flat(np.zeros(0, x.dtype), 0, strides)
-    offset = x.ctypes.data % ALIGNMENT // itemsize
-    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True))
-    elements = np.full(offset + span, np.nan, x.dtype)
-    elements[offset:] = as_strided(x, (span,), (itemsize,))
-    return Flat(elements, offset, strides)
+from .memory import Array, cupy_poisoned, flatten, freed_full_of_nan
 
 
 class Framework:
     """NumPy, and the interface of the others."""
 
     name = "numpy"
-    on_gpu = False
+
+    def __init__(self, on_gpu: bool = False) -> None:
+        self.on_gpu = on_gpu
 
     @property
     def can(self) -> frozenset[str]:
         """Which of "stream", "graph", "poison", "autograd" there are."""
-        return frozenset()
+        return frozenset({"poison"})
 
     def from_numpy(self, x: Array) -> Any:
         """An array with the values and, where the framework has them, the strides of `x`."""
@@ -67,11 +46,16 @@ class Framework:
     @contextlib.contextmanager
     def poisoned(self) -> Iterator[None]:
         """New memory is full of NaN inside, as far as the framework allows it."""
-        yield
+        if self.on_gpu:
+            with cupy_poisoned():
+                yield
+        else:
+            freed_full_of_nan()
+            yield
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
-        """A stream of its own is current inside; the work before has been waited for, and so has that inside."""
+    def own_stream(self) -> Iterator[None]:
+        """A new stream is current inside; all work before and all work inside is waited for. Without a GPU: nothing."""
         yield
 
     def graph(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
@@ -83,11 +67,11 @@ class CupyFramework(Framework):
     """CuPy arrays on the current GPU."""
 
     name = "cupy"
-    on_gpu = True
 
     def __init__(self) -> None:
         import cupy
 
+        super().__init__(on_gpu=True)
         self.cupy = cupy
 
     @property
@@ -111,21 +95,7 @@ class CupyFramework(Framework):
         self.cupy.cuda.runtime.deviceSynchronize()
 
     @contextlib.contextmanager
-    def poisoned(self) -> Iterator[None]:
-        cuda = self.cupy.cuda
-        pool = cuda.get_allocator()
-
-        def allocate(size: int) -> Any:
-            memory = pool(size)
-            if size:
-                memory.memset_async(0xFF, size)  # all bits set is a NaN in every dtype
-            return memory
-
-        with cuda.using_allocator(allocate):
-            yield
-
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
+    def own_stream(self) -> Iterator[None]:
         self.synchronize()
         with self.cupy.cuda.Stream(non_blocking=True) as stream:
             yield
@@ -149,7 +119,8 @@ class TorchFramework(Framework):
     def __init__(self, on_gpu: bool) -> None:
         import torch
 
-        self.torch, self.on_gpu = torch, on_gpu
+        super().__init__(on_gpu)
+        self.torch = torch
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @property
@@ -191,7 +162,10 @@ class TorchFramework(Framework):
             self.torch.use_deterministic_algorithms(before)
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
+    def own_stream(self) -> Iterator[None]:
+        if not self.on_gpu:
+            yield
+            return
         self.synchronize()
         stream = self.torch.cuda.Stream()
         with self.torch.cuda.stream(stream):
@@ -211,12 +185,13 @@ class JaxFramework(Framework):
     name = "jax"
 
     def __init__(self, on_gpu: bool) -> None:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy needs some of the GPU's memory
         import jax
 
+        super().__init__(on_gpu)
         jax.config.update("jax_enable_x64", True)  # else fp64 cases would be fp32 ones
         self.jax = jax
         self.device = jax.devices("gpu" if on_gpu else "cpu")[0]
-        self.on_gpu = on_gpu
 
     def from_numpy(self, x: Array) -> Any:
         return self.jax.device_put(np.ascontiguousarray(x), self.device)
@@ -233,4 +208,4 @@ def make(name: str, on_gpu: bool) -> Framework:
         return TorchFramework(on_gpu)
     if name == "jax":
         return JaxFramework(on_gpu)
-    return Framework()
+    return Framework(on_gpu)

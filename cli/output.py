@@ -52,7 +52,7 @@ def explain(error: errors.CupyflashError) -> None:
 
 def human(json: bool = False) -> Console:
     """Where text for people goes: stdout, or stderr while a JSON document has stdout to itself."""
-    console = Console(stderr=json, highlight=False)
+    console = Console(stderr=json, highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
@@ -82,7 +82,7 @@ def quiet() -> None:
 @contextmanager
 def progress(console: Console) -> Iterator[Progress]:
     """A progress bar below the lines of `console` while they appear; nothing where no terminal is looking."""
-    bar_console = console if console.is_terminal else Console(stderr=True)
+    bar_console = console if console.is_terminal else Console(stderr=True, markup=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shared = bar_console is console
     with Progress(
@@ -91,7 +91,7 @@ def progress(console: Console) -> Iterator[Progress]:
         yield bar
 
 
-class CommaList(click.ParamType):
+class CommaList(click.ParamType):  # type: ignore[type-arg]
     """Values separated by commas, such as ``64,128``; becomes a tuple."""
 
     name = "list"

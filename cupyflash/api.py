@@ -6,9 +6,11 @@ import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from . import arrays, device, jit, run
+from . import device, jit, run
+from .arrays import TORCH
 from .device import Device
 from .errors import DeviceError
+from .libraries import Foreign, common_library
 from .plan import backward_plan, forward_plan
 from .problem import Window, make_problem
 from .run import Options
@@ -80,10 +82,10 @@ def attention(
 
 
 def _forward(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
-    library = arrays.common_library(q=q, k=k, v=v)
-    if library is arrays.TORCH:
+    library = common_library(q=q, k=k, v=v)
+    if library is TORCH:
         return _torch_attention()(q, k, v, options)
-    if isinstance(library, arrays.Foreign):
+    if isinstance(library, Foreign):
         out, lse = _forward(library.adopt("q", q), library.adopt("k", k), library.adopt("v", v), options)
         return library.give_back(out), library.give_back(lse)
     return run.forward(library, q, k, v, options)
@@ -143,8 +145,8 @@ def attention_backward(
     named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     if dlse is not None:
         named["dlse"] = dlse
-    library = arrays.common_library(**named)
-    if not isinstance(library, arrays.Foreign):
+    library = common_library(**named)
+    if not isinstance(library, Foreign):
         return Gradients(*run.backward(library, dout, q, k, v, out, lse, dlse, options))
     native = {name: library.adopt(name, x) for name, x in named.items()}
     grads = attention_backward(**native, **options._asdict())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,22 +120,7 @@ def _libraries() -> Iterator[tuple[str, int]]:
 def _system_library(name: str) -> str | None:
     """Where a CUDA toolkit or a system package has put `name`."""
     folders = [Path(p) for p in ("/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")]
-    if (cuda_path := _cuda_path()) is not None:
-        folders.insert(0, cuda_path)
     return next((str(folder / name) for folder in folders if (folder / name).exists()), None)
-
-
-def _cuda_path() -> Path | None:
-    """The library folder of the CUDA toolkit that CuPy would use, if any."""
-    if importlib.util.find_spec("cupy") is None:
-        return None
-    try:
-        from cupy import _environment
-
-        root = _environment.get_cuda_path()
-    except Exception:  # a private function of a package that may be broken: its answer is only a hint
-        return None
-    return Path(root, "bin" if sys.platform == "win32" else "lib64") if root else None
 
 
 @functools.cache

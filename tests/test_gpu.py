@@ -6,6 +6,8 @@ import functools
 import threading
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
@@ -72,6 +74,25 @@ def test_case_torch(name: str) -> None:
 def qkv(rng: np.random.Generator) -> tuple[Any, Any, Any]:
     q, k, v = rng.standard_normal((3, 2, 333, 4, 64)).astype(np.float16)
     return on_gpu(q, "cupy"), on_gpu(k, "cupy"), on_gpu(v, "cupy")
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(data=st.data())
+def test_random_shapes(data: st.DataObject) -> None:
+    group, heads_k = data.draw(st.sampled_from([(1, 3), (2, 2), (5, 1)]), "group, heads_k")
+    bound = st.one_of(st.none(), st.integers(-40, 120))
+    window = data.draw(st.tuples(bound, bound).filter(lambda w: None in w or sum(w) >= 0), "window")
+    case = cases.Case(
+        "random", "full", data.draw(st.integers(1, 300), "seqlen_q"), data.draw(st.integers(1, 300), "seqlen_k"),
+        head_dim=data.draw(st.sampled_from([8, 64, 96, 128, 160, 256]), "head_dim"),
+        batch=data.draw(st.integers(1, 2), "batch"), heads_q=group * heads_k, heads_k=heads_k,
+        causal=data.draw(st.booleans(), "causal"), window=window,
+        deterministic=data.draw(st.booleans(), "deterministic"),
+        dlse=data.draw(st.booleans(), "dlse"),
+    )  # fmt: skip
+    dtype = data.draw(st.sampled_from(DTYPES), "dtype")
+    inputs = case.inputs(dtype, data.draw(st.integers(0, 10**6), "seed"))
+    check(case, Oracle(case.problem(dtype), *inputs), inputs, "cupy")
 
 
 def test_forward_and_deterministic_backward_repeat_bitwise(qkv: tuple[Any, Any, Any]) -> None:

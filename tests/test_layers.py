@@ -27,8 +27,9 @@ PYTHON_LAYERS = (
     ("__init__",),
     ("transformers", "distributed", "compat"),
     ("api",),
-    ("torch", "jax"),
+    ("torch", "jax", "libraries"),
     ("run",),
+    ("launch",),
     ("arrays", "cpu", "jit", "plan"),
     ("cache", "nvrtc"),
     ("accuracy", "case_inputs", "cases", "params", "problem", "reference", "tiles", "variant"),
@@ -50,7 +51,7 @@ PYTHON_PRIVATE = {"cache": {"cli", "jit"}, "nvrtc": {"cli", "jit"}}
 OUTSIDE = {
     "click": {"cli"},
     "cuda": {"cli", "device", "nvrtc"},  # cuda-pathfinder, which comes with CuPy
-    "cupy": {"arrays", "cli", "device", "jit", "run"},
+    "cupy": {"arrays", "cli", "device", "jit", "launch", "libraries", "run"},
     "filelock": {"cache"},
     "jax": {"arrays", "cli", "jax"},
     "matplotlib": {"cli"},

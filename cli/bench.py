@@ -1,0 +1,216 @@
+"""``cupyflash bench``: how fast, how much memory, and against whom."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from cupyflash import __version__, device, nvrtc, run
+from cupyflash.errors import DeviceError
+from cupyflash.problem import DTYPES, MAX_HEAD_DIM
+
+from . import bench_plot, bench_startup
+from .bench_report import Row, print_ratios, print_rows, ratios, write_csv
+from .bench_timing import QUICK, SUSTAINED, Effort, host_us, sustained_ms
+from .bench_work import DIRECTIONS, FLOP_FORMULA, OURS, PEERS, Bench, Cell, make
+from .output import emit, exit_codes, human, json_option, list_option, progress, quiet
+
+# lengths, tokens, hidden: on a GPU those of the FlashAttention papers; on the CPU path what ends in seconds
+SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 256, 512), 1024, 256)}
+
+
+@click.command(
+    epilog=exit_codes("0 measured, 3 there is no usable GPU, 4 not supported, 5 a kernel did not compile")
+)  # fmt: skip
+@list_option("--against", choices=PEERS, example="flash2,cudnn", help=f"Peers, through torch: {', '.join(PEERS)}.")
+@list_option("--pass", "directions", choices=DIRECTIONS, default="fwd,bwd", example="fwd,bwd,both",
+             help="What to time; both is a forward and a backward as one.")  # fmt: skip
+@list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128", example="64,128",
+             help="Sizes of a head.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
+@click.option("--causal/--no-causal", default=None, help="One mask alone.  [default: both]")
+@list_option("--seqlens", item=int, example="1024,4096", help="Lengths.  [default: 1024 to 16384; CPU: 128 to 512]")
+@click.option("--tokens", type=click.IntRange(1), default=None, help="batch * seqlen.  [default: 16384; CPU: 1024]")
+@click.option("--hidden", type=click.IntRange(8), default=None, help="heads * head_dim.  [default: 2048; CPU: 256]")
+@click.option("--framework", type=click.Choice(["torch", "cupy", "numpy"]), default=None,
+              help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
+@click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--quick", is_flag=True, help="Time each for a tenth of a second, once: faster and less certain.")
+@click.option("--memory-only", is_flag=True, help="Measure memory, not time.")
+@click.option("--host", is_flag=True, help="Also the host's cost of a warm call.")
+@click.option("--startup", is_flag=True, help="Also the time to compile a new kernel, and to load it from the cache.")
+@click.option("--csv", type=click.Path(dir_okay=False, path_type=Path), default=None, help="Write the rows there.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), default=None,
+              help="Draw speed and memory to a .png or .svg; needs pip install 'cupyflash[plot]'.")  # fmt: skip
+@json_option
+def command(**options: Any) -> None:
+    """Time attention by sequence length, alone or against others, in one run.
+
+    Sustained and interleaved: all implementations of a configuration take turns, each runs until the clock is steady
+    and is then timed with events for a quarter of a second; medians, on random data. FLOPs are 4 * head_dim for each
+    visible query-key pair and head in the forward, and 2.5 times that in the backward.
+    """
+    quiet()
+    check_plot(options["plot"])
+    bench = make_bench(options["framework"], options["backend"])
+    console = human(options["as_json"])
+    cells = make_cells(options)
+    effort = QUICK if options["quick"] else SUSTAINED
+    document = describe(options, bench, effort)
+    console.print(", ".join(f"{k} {document[k]}" for k in ("version", "device", "framework", "dtype", "date")))
+    console.print(f"FLOPs: {FLOP_FORMULA}", soft_wrap=True)
+    if document["matmul_tflops"]:
+        console.print(f"matrix product: {document['matmul_tflops']:.3g} TFLOP/s")
+    rows = measure(bench, cells, options, effort, console)
+    document |= {"rows": [r.document() for r in rows], "ratios": ratios(rows)}
+    if options["host"]:
+        document["host_us"] = measure_host(bench, options)
+    if options["startup"]:
+        arch = device.Device.of(0).arch if options["backend"] == "cuda" else "sm_90"
+        document["startup"] = bench_startup.measure(gpu_dtype(options["dtype"]), options["head_dim"][-1], arch)
+    show(document, rows, console)
+    if options["csv"]:
+        write_csv(rows, options["csv"])
+    if options["plot"]:
+        bench_plot.draw(rows, options["plot"], f"cupyflash {__version__}, {document['device']}, {options['dtype']}")
+    if options["as_json"]:
+        emit(document)
+
+
+def check_plot(path: Path | None) -> None:
+    """Before minutes of timing: can the picture be drawn?"""
+    if path is None:
+        return
+    if path.suffix not in (".png", ".svg"):
+        raise click.BadParameter(f"{path} ends neither in .png nor in .svg", param_hint="--plot")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise click.BadParameter("matplotlib is missing: pip install 'cupyflash[plot]'", param_hint="--plot") from None
+
+
+def make_bench(framework: str | None, backend: str) -> Bench:
+    """Where to run; DeviceError (exit code 3) without a GPU, unless the CPU path was asked for."""
+    if backend == "cuda" and not device.count():
+        raise DeviceError(f"{device.why_none()}; `--backend cpu` times the CPU path")
+    if (framework == "numpy") != (backend == "cpu") and framework in ("numpy", "cupy"):
+        raise click.BadParameter(f"{framework} arrays are not timed on backend {backend}", param_hint="--framework")
+    os.environ["CUPYFLASH_BACKEND"] = backend
+    try:
+        return make(framework, backend == "cuda")
+    except ImportError as e:
+        raise click.BadParameter(f"{framework} is not installed ({e})", param_hint="--framework") from None
+
+
+def make_cells(options: dict[str, Any]) -> list[Cell]:
+    """Every configuration, lengths innermost."""
+    seqlens, tokens, hidden = SIZES[options["backend"]]
+    seqlens, tokens = options["seqlens"] or seqlens, options["tokens"] or tokens
+    hidden = options["hidden"] or hidden
+    masks = (False, True) if options["causal"] is None else (options["causal"],)
+    return [
+        Cell(options["dtype"], d, causal, n, max(1, tokens // n), max(1, hidden // d))
+        for d in options["head_dim"]
+        for causal in masks
+        for n in seqlens
+    ]
+
+
+def describe(options: dict[str, Any], bench: Bench, effort: Effort) -> dict[str, Any]:
+    """What a reader must know of the run."""
+    on_gpu = options["backend"] == "cuda"
+    document: dict[str, Any] = {
+        "command": "bench",
+        "version": __version__,
+        "date": datetime.date.today().isoformat(),
+        "backend": run.backend(),
+        "device": device.Device.of(0).name if on_gpu else "CPU path",
+        "cuda_driver": nvrtc.driver_version() if on_gpu else None,
+        "framework": bench.name,
+        "framework_version": bench.version(),
+        "dtype": options["dtype"],
+        "flop_formula": FLOP_FORMULA,
+        "rounds": effort.rounds,
+        "seconds_each": effort.run_s,
+        "matmul_tflops": None,
+    }
+    product = None if options["memory_only"] else bench.matmul()
+    if product is not None:
+        work, flops = product
+        document["matmul_tflops"] = flops / sustained_ms([work], bench.clock, effort)[0] / 1e9
+    return document
+
+
+def measure(bench: Bench, cells: list[Cell], options: dict[str, Any], effort: Effort, console: Console) -> list[Row]:
+    """All rows, cell by cell."""
+    names = [OURS, *options["against"]]
+    rows: list[Row] = []
+    with progress(console) as bar:
+        task = bar.add_task("timing", total=len(cells))
+        for cell in cells:
+            rows += measure_cell(bench, cell, names, options, effort)
+            gc.collect()
+            bar.advance(task)
+    return [r for d in options["directions"] for r in rows if r.direction == d]
+
+
+def measure_cell(bench: Bench, cell: Cell, names: list[str], options: dict[str, Any], effort: Effort) -> list[Row]:
+    """All implementations and directions of one configuration; a peer that fails has a reason instead of numbers."""
+    directions, works, reasons = options["directions"], {}, {}
+    peaks: dict[tuple[str, str], int | None] = {}
+    for name in names:
+        try:
+            if name != OURS and (reason := bench.absent(name)):
+                raise NotImplementedError(reason)
+            works[name] = bench.works(name, cell)
+            for d in directions:
+                works[name][d]()
+                whole = works[name]["fwd" if d == "fwd" else "both"]
+                peaks[name, d] = bench.clock.peak_bytes(whole) if bench.counts_memory(name) else None
+        except Exception as e:
+            if name == OURS:
+                raise
+            works.pop(name, None)
+            reasons[name] = str(e).strip().splitlines()[0].split(". ")[0] if str(e).strip() else type(e).__name__
+    rows = []
+    for d in directions:
+        times: list[float | None] = [None] * len(works)
+        if not options["memory_only"]:
+            times = list(sustained_ms([w[d] for w in works.values()], bench.clock, effort))
+        rows += [Row(cell, d, name, ms, peaks[name, d]) for name, ms in zip(works, times, strict=True)]
+        rows += [Row(cell, d, name, None, None, reason) for name, reason in reasons.items()]
+    return rows
+
+
+def measure_host(bench: Bench, options: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Microseconds of host time for a warm call on a small problem: forward without gradients, and both passes."""
+    cell = Cell(options["dtype"], 64, False, 64, 1, 4)
+    found = {}
+    for name in [OURS, *options["against"]]:
+        if name == OURS or not bench.absent(name):
+            works = bench.works(name, cell)
+            found[name] = {d: host_us(works[d], bench.clock) for d in ("fwd", "both")}
+    return found
+
+
+def gpu_dtype(dtype: str) -> str:
+    """A dtype that has kernels."""
+    return dtype if dtype in ("bf16", "fp16") else "bf16"
+
+
+def show(document: dict[str, Any], rows: list[Row], console: Console) -> None:
+    """Tables and sentences for people."""
+    print_rows(rows, console)
+    console.print()
+    print_ratios(document["ratios"], console)
+    for name, costs in document.get("host_us", {}).items():
+        console.print(f"host, {name}: forward {costs['fwd']:.1f} us, forward + backward {costs['both']:.1f} us a call")
+    for kind, label in (("cold", "compiled cold"), ("disk_cache", "from the disk cache")):
+        for kernel in document.get("startup", {}).get(kind, {}).get("kernels", []):
+            console.print(f"{label}: {kernel['symbol']} {1e3 * kernel['seconds']:.1f} ms", soft_wrap=True)

@@ -1,0 +1,228 @@
+"""What `bench` times: cupyflash and its peers as functions of no arguments, on random arrays of one cell."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from cupyflash import api
+from cupyflash.cases import NUMPY_DTYPE
+from cupyflash.problem import ITEMSIZE
+
+from .bench_timing import Clock, CupyClock, TorchClock, Work
+
+OURS = "cupyflash"
+PEERS = ("flash2", "cudnn", "math", "fa4")
+DIRECTIONS = ("fwd", "bwd", "both")
+FLOP_FORMULA = "4 * head_dim for each visible query-key pair and head in the forward, 2.5 times that in the backward"
+_FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
+_BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration; seqlen_q and seqlen_k are the same."""
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    seqlen: int
+    batch: int
+    heads: int
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return (self.batch, self.seqlen, self.heads, self.head_dim)
+
+    def flops(self, direction: str) -> float:
+        """`FLOP_FORMULA`, counted."""
+        pairs = self.seqlen * (self.seqlen + 1) / 2 if self.causal else self.seqlen**2
+        return _FLOPS[direction] * 4 * self.head_dim * pairs * self.heads * self.batch
+
+    def ideal_bytes(self, direction: str) -> int:
+        """What must be allocated: out and lse; with a backward also dq, dk, dv, delta and one fp32 sum of dq."""
+        rows = self.batch * self.heads * self.seqlen
+        tensor = rows * self.head_dim
+        forward = tensor * ITEMSIZE[self.dtype] + 4 * rows
+        return forward if direction == "fwd" else forward + 3 * tensor * ITEMSIZE[self.dtype] + 4 * rows + 4 * tensor
+
+
+class Bench:
+    """Functions on NumPy arrays, ours alone, and the interface of the others."""
+
+    name = "numpy"
+    clock: Clock
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.rng = np.random.default_rng(0)
+
+    def absent(self, peer: str) -> str | None:
+        """Why a peer cannot be timed here, or None."""
+        return "needs torch"
+
+    def counts_memory(self, name: str) -> bool:
+        """Whether the clock sees what an implementation allocates."""
+        return True
+
+    def random(self, cell: Cell) -> Any:
+        return self.rng.standard_normal(cell.shape, np.float32).astype(NUMPY_DTYPE[cell.dtype])
+
+    def works(self, name: str, cell: Cell) -> dict[str, Work]:
+        """The three directions of one implementation."""
+        q, k, v, dout = (self.random(cell) for _ in range(4))
+
+        def forward() -> Any:
+            return api.attention(q, k, v, causal=cell.causal, return_lse=True)
+
+        out, lse = forward()
+
+        def backward() -> Any:
+            return api.attention_backward(dout, q, k, v, out, lse, causal=cell.causal)
+
+        def both() -> Any:
+            o, s = forward()
+            return o, s, api.attention_backward(dout, q, k, v, o, s, causal=cell.causal)
+
+        return {"fwd": forward, "bwd": backward, "both": both}
+
+    def version(self) -> str:
+        """Of the framework."""
+        return metadata.version(self.name)
+
+    def matmul(self) -> tuple[Work, float] | None:
+        """A large matrix product in fp32 (bf16 on a GPU) and its FLOPs; None where there is none to time."""
+        a = self.rng.standard_normal((1024, 1024), np.float32)
+        return lambda: a @ a, 2.0 * 1024**3
+
+
+class CupyBench(Bench):
+    """CuPy arrays; random numbers come from NumPy, since a lean CuPy has no cuRAND."""
+
+    name = "cupy"
+
+    def __init__(self) -> None:
+        import cupy
+
+        super().__init__()
+        self.cupy, self.clock = cupy, CupyClock()
+        self.pool: dict[str, Any] = {}
+
+    def random(self, cell: Cell) -> Any:
+        size = int(np.prod(cell.shape))
+        if cell.dtype not in self.pool or self.pool[cell.dtype].size < 4 * size:
+            values = self.rng.standard_normal(4 * size, np.float32).astype(NUMPY_DTYPE[cell.dtype])
+            self.pool[cell.dtype] = self.cupy.asarray(values)
+        start = int(self.rng.integers(0, 3 * size)) // 8 * 8  # rows stay aligned
+        return self.pool[cell.dtype][start : start + size].copy().reshape(cell.shape)
+
+    def version(self) -> str:
+        return str(self.cupy.__version__)
+
+    def matmul(self) -> None:
+        """A lean CuPy has no cuBLAS."""
+
+
+class TorchBench(Bench):
+    """Torch tensors, on a GPU or the CPU; gradients through autograd, for ours as for the peers."""
+
+    name = "torch"
+
+    def __init__(self, on_gpu: bool) -> None:
+        import torch
+
+        super().__init__()
+        self.torch, self.on_gpu = torch, on_gpu
+        self.device = "cuda" if on_gpu else "cpu"
+        self.clock = TorchClock() if on_gpu else Clock()
+        torch.manual_seed(0)
+
+    def absent(self, peer: str) -> str | None:
+        if not self.on_gpu and peer != "math":
+            return "needs a GPU"
+        if peer == "fa4" and importlib.util.find_spec("flash_attn") is None:
+            return "flash-attn-4 is not installed"
+        return None
+
+    def counts_memory(self, name: str) -> bool:
+        return self.on_gpu or name == OURS  # on the CPU ours allocates through NumPy, which is traced
+
+    def dtype(self, name: str) -> Any:
+        return getattr(self.torch, np.dtype(NUMPY_DTYPE[name]).name)
+
+    def random(self, cell: Cell) -> Any:
+        return self.torch.randn(cell.shape, device=self.device, dtype=self.dtype(cell.dtype))
+
+    def attention(self, name: str, causal: bool) -> Callable[[Any, Any, Any], Any]:
+        """(q, k, v) -> out in bshd."""
+        if name == OURS:
+            return lambda q, k, v: api.attention(q, k, v, causal=causal)
+        if name == "fa4":
+            flash_attn = importlib.import_module("flash_attn.cute")
+
+            def fa4(q: Any, k: Any, v: Any) -> Any:
+                out = flash_attn.flash_attn_func(q, k, v, causal=causal)
+                return out[0] if isinstance(out, tuple) else out
+
+            return fa4
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = getattr(SDPBackend, _BACKENDS[name])
+        sdpa = self.torch.nn.functional.scaled_dot_product_attention
+
+        def peer(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel(backend):
+                out = sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal)
+            return out.transpose(1, 2)
+
+        return peer
+
+    def works(self, name: str, cell: Cell) -> dict[str, Work]:
+        attention, grad, no_grad = self.attention(name, cell.causal), self.torch.autograd.grad, self.torch.no_grad
+        q, k, v, dout = (self.random(cell) for _ in range(4))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+
+        def forward() -> Any:
+            with no_grad():
+                return attention(q, k, v)
+
+        recorded: list[Any] = []  # the graph that `backward` runs, made by its first call
+
+        def backward() -> Any:
+            if not recorded:
+                recorded.append(attention(q, k, v))
+            return grad(recorded[0], leaves, dout, retain_graph=True)
+
+        def both() -> Any:
+            out = attention(q, k, v)
+            return out, grad(out, leaves, dout)
+
+        return {"fwd": forward, "bwd": backward, "both": both}
+
+    def matmul(self) -> tuple[Work, float]:
+        n, dtype = (8192, self.torch.bfloat16) if self.on_gpu else (1024, self.torch.float32)
+        a = self.torch.randn(n, n, device=self.device, dtype=dtype)
+        return lambda: a @ a, 2.0 * n**3
+
+
+def make(framework: str | None, on_gpu: bool) -> Bench:
+    """The framework asked for; unless one is, torch where it sees the device, else CuPy or NumPy."""
+    if framework is None:
+        framework = "torch" if _torch_sees(on_gpu) else "cupy" if on_gpu else "numpy"
+    if framework == "torch":
+        return TorchBench(on_gpu)
+    return CupyBench() if framework == "cupy" else Bench()
+
+
+def _torch_sees(on_gpu: bool) -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return not on_gpu or bool(torch.cuda.is_available())

@@ -1,0 +1,404 @@
+"""The command line without a GPU: what it prints, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import cupyflash
+from cupyflash import api, cases, cli, device, jit, nvrtc, run
+from cupyflash.cli import bench_report, doctor_checks, frameworks, verify_checks, verify_report
+from cupyflash.cli.bench_work import Cell
+from cupyflash.errors import CompileError, UnsupportedError
+
+ROOT = Path(__file__).resolve().parent.parent
+LEAVES = [("verify",), ("doctor",), ("bench",), ("compile",), ("cache", "path"), ("cache", "info"), ("cache", "clear")]
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Every command sees a machine without a GPU, and leaves nothing behind."""
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
+    monkeypatch.setattr(run, "backend", lambda: "cpu")
+    monkeypatch.setattr(device, "_probe", lambda: (0, "there is no GPU in this test"))
+    logger = logging.getLogger("cupyflash")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    """Run a command; nothing but SystemExit may escape it."""
+
+    def run_command(*arguments: str, code: int = 0, **options: Any) -> Result:
+        result = CliRunner().invoke(cli.main, list(arguments), **options)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+        assert result.exit_code == code, result.output
+        return result
+
+    return run_command
+
+
+def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cupyflash", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def needs_nvrtc() -> None:
+    try:
+        nvrtc.pick()
+    except UnsupportedError as e:
+        pytest.skip(str(e))
+
+
+# ---- all commands ----
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=" ".join)
+def test_help_and_documentation(path: tuple[str, ...], invoke: Invoke) -> None:
+    """Help says the exit codes; docs/cli.md names every command and option."""
+    docs = (ROOT / "docs" / "cli.md").read_text()
+    assert f"cupyflash {' '.join(path)}" in docs
+    text = invoke(path[0], "--help").output
+    assert re.search(r"Exit codes:.*\b0 ", text, flags=re.DOTALL)
+    command: click.Command = cli.main
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None
+        command = found
+    for parameter in command.params:
+        for option in parameter.opts:
+            if option.startswith("--") and option != "--help":
+                assert f"`{option}" in docs, f"{' '.join(path)} {option} is not in docs/cli.md"
+
+
+def test_help_is_light() -> None:
+    """Neither help nor version loads an array library, NumPy included."""
+    code = "import sys\ntry: import cupyflash.cli as c; c.main(['--help'])\nfinally: print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not {"numpy", "cupy", "torch", "jax", "matplotlib"} & set(done.stdout.split())
+
+
+def test_errors_are_sentences(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    from cupyflash.cli import cache as command
+
+    def fail() -> None:
+        raise UnsupportedError("no [folder] today")
+
+    monkeypatch.setattr(command.cache, "default", fail)
+    assert "error: no [folder] today" in invoke("cache", "path", code=4).output
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.cache, "default", interrupt)
+    invoke("cache", "path", code=130)
+
+
+# ---- verify ----
+
+
+def test_verify_cpu(invoke: Invoke) -> None:
+    result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--json")
+    document = json.loads(result.stdout)
+    assert document["verdict"].startswith("VERIFIED")
+    assert document["verdict"].endswith("nothing ran on a GPU")
+    assert {c["case"] for c in document["cases"]} == {c.name for c in cases.select("smoke")}
+    assert all(set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} for c in document["cases"])
+    assert {c["check"] for c in document["checks"]} == set(verify_checks.available(frameworks.Framework()))
+    assert document["reproduce"] is None
+    assert document["kernels"] == []
+    assert "causal-d64" in result.stderr
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_verify_frameworks(framework: str, invoke: Invoke) -> None:
+    pytest.importorskip(framework)
+    invoke("verify", "--level", "smoke", "--backend", "cpu", "--framework", framework, "--dtype", "bf16,fp32")
+
+
+def test_verify_compiles_where_nothing_runs(invoke: Invoke) -> None:
+    needs_nvrtc()
+    result = invoke("verify", "--level", "smoke", "--dtype", "bf16", "--head-dim", "64")
+    assert "4 kernels compiled for 1 architecture; nothing ran on a GPU" in result.stdout
+    assert "there is no GPU in this test" in result.stdout
+
+
+def test_verify_finds_a_mistake_and_reproduces_it(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    right = api.attention_backward
+
+    def wrong(*arrays: Any, **options: Any) -> Any:
+        dq, dk, dv = right(*arrays, **options)
+        return api.Gradients(dq, dk * (1.05 if options["causal"] else 1), dv)
+
+    monkeypatch.setattr(api, "attention_backward", wrong)
+    result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--dtype", "fp32", "--seed", "3", code=1)
+    assert re.search(r"^dense-d64 .*PASS$", result.stdout, flags=re.MULTILINE)
+    assert re.search(r"^causal-d64 .*dk .*FAIL$", result.stdout, flags=re.MULTILINE)
+    assert "FAILED: max and rms error above the bound" in result.stdout
+    command = re.search(r"^reproduce: cupyflash (.*)$", result.stdout, flags=re.MULTILINE)
+    assert command is not None
+    assert "--seed 3" in command[1]
+    again = invoke(*command[1].split(), "--json", code=1)
+    assert [c["passed"] for c in json.loads(again.stdout)["cases"]] == [False]
+
+
+def test_verify_survives_an_exception(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def broken(*arrays: Any, **options: Any) -> Any:
+        raise RuntimeError("[red]no[/red]")
+
+    monkeypatch.setattr(api, "attention", broken)
+    result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--dtype", "fp32", code=1)
+    assert "RuntimeError: [red]no[/red]" in result.stdout
+    assert "reproduce: cupyflash verify --case dense-d64 --dtype fp32" in result.stdout
+
+
+def test_verify_without_compiler(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def nothing() -> None:
+        raise UnsupportedError("NVRTC: no libnvrtc was found; install one with: pip install 'cupyflash[cu12]'")
+
+    monkeypatch.setattr(nvrtc, "find", nothing)
+    monkeypatch.setattr(sys, "platform", "linux")
+    result = invoke("verify", "--level", "smoke", "--dtype", "fp32", "--head-dim", "128", code=5)
+    assert "NOT VERIFIED" in result.stdout
+    assert "pip install 'cupyflash[cu12]'" in result.stdout
+
+
+def refuse(variant: Any, arch: str, *rest: Any) -> None:
+    raise CompileError(variant.symbol, arch, "line 7: error: no such thing")
+
+
+def test_verify_reports_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    needs_nvrtc()
+    monkeypatch.setattr(jit, "compile_kernel", refuse)
+    result = invoke("verify", "--level", "smoke", "--dtype", "fp32", "--head-dim", "128", code=5)
+    assert "line 7: error: no such thing" in result.stdout
+    assert "reproduce: cupyflash compile --preset all --arch sm_90" in result.stdout
+
+
+def test_verify_usage(invoke: Invoke) -> None:
+    assert "primes" in invoke("verify", "--case", "prime", code=2).output
+    assert "bf17" in invoke("verify", "--dtype", "bf16,bf17", code=2).output
+    invoke("verify", "--head-dim", "65", code=2)
+    invoke("verify", "--framework", "cupy", code=2)
+    invoke("verify", "--case", "cuda-graph", code=2)
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_asking_for_a_gpu_that_is_not_there(command: str) -> None:
+    done = shell(command, "--backend", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_one_check_alone(invoke: Invoke) -> None:
+    result = invoke("verify", "--case", "two-threads", "--backend", "cpu")
+    assert "0 cases and 1 check on" in result.stdout
+
+
+def test_checks_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks fail when results differ from call to call, or when an input is written."""
+    right, count = api.attention, 0
+
+    def restless(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        out, lse = right(q, k, v, **options)
+        out[0, 0, 0, 0] += count
+        q[0, 0, 0, 0] = count
+        return out, lse
+
+    monkeypatch.setattr(api, "attention", restless)
+    context = verify_checks.Context(frameworks.Framework(), "fp32", 0)
+    for name in ("repeated-forward", "repeated-deterministic-backward", "two-threads", "poisoned-outputs"):
+        assert "out" in verify_checks.run_check(name, context).detail, name
+    assert verify_checks.run_check("unchanged-inputs", context).detail == "q changed"
+
+
+def test_lines_fit_a_terminal(invoke: Invoke) -> None:
+    result = invoke("verify", "--level", "full", "--backend", "cpu", "--dtype", "fp16")
+    assert max(map(len, result.stdout.splitlines()[2:])) <= 100
+    assert len(verify_report.CASE_HEADER.strip()) <= 100
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("memory", sorted(cases.MEMORY))
+def test_arrays_keep_values_strides_and_alignment(library: str, memory: str) -> None:
+    pytest.importorskip(library)
+    framework = frameworks.make(library, on_gpu=False)
+    case = next(c for c in cases.CASES if c.memory == memory)
+    for x in case.inputs("bf16")[:4]:
+        y = framework.from_numpy(x)
+        strides = y.strides if library == "numpy" else tuple(s * x.itemsize for s in y.stride())
+        address = y.ctypes.data if library == "numpy" else y.data_ptr()
+        assert strides == x.strides
+        assert address % 16 == x.ctypes.data % 16
+        assert framework.to_numpy(y).tobytes() == x.tobytes()
+
+
+# ---- doctor ----
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: None)
+    document = json.loads(invoke("doctor", "--json").stdout)
+    assert document["exit_code"] == 0
+    names = [f["name"] for f in document["findings"]]
+    assert {"cupyflash", "driver", "cupy", "GPU", "NVRTC", "cache", "backend"} <= set(names)
+    for finding in document["findings"]:
+        assert finding["status"] in ("OK", "WARN", "FAIL")
+
+
+def test_doctor_on_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def nothing() -> None:
+        raise UnsupportedError("NVRTC: no libnvrtc was found; install one with: pip install 'cupyflash[cu12]'")
+
+    monkeypatch.setattr(doctor_checks, "installed", dict)
+    monkeypatch.setattr(doctor_checks, "import_cupy", lambda: (None, "ImportError: no cupy"))
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: None)
+    monkeypatch.setattr(nvrtc, "find", nothing)
+    lines = invoke("doctor").stdout.splitlines()
+    warned = {line.split()[1] for line in lines if line.startswith("WARN")}
+    assert warned == {"driver", "cupy", "GPU", "NVRTC"}
+    assert any("-> pip install 'cupyflash[cu12]'" in line for line in lines)
+
+
+def test_doctor_finds_two_cupys(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    both = {"cupy-cuda12x": "14.0.0", "cupy-cuda13x": "14.0.0", "numpy": np.__version__}
+    monkeypatch.setattr(doctor_checks, "installed", lambda: both)
+    text = invoke("doctor", code=7).stdout
+    assert "FAIL cupy" in text
+    assert "pip uninstall -y cupy-cuda12x cupy-cuda13x" in text
+
+
+def test_doctor_finds_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    monkeypatch.setattr(doctor_checks, "installed", lambda: {"cupy-cuda13x": "14.0.0"})
+    monkeypatch.setattr(doctor_checks, "import_cupy", lambda: (object(), ""))
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (12, 4))
+    text = invoke("doctor", code=7).stdout
+    assert "needs a driver of CUDA 13" in text
+    assert "FAIL GPU" in text
+
+
+def test_doctor_reaches_its_end(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def broken() -> None:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(doctor_checks.cache, "default", broken)
+    text = invoke("doctor", code=7).stdout
+    assert "OSError: disk on fire" in text
+    assert "backend" in text
+
+
+# ---- bench ----
+
+TINY = ("--backend", "cpu", "--quick", "--head-dim", "16", "--seqlens", "16,32", "--tokens", "32", "--hidden", "16")
+
+
+def test_bench_cpu(tmp_path: Path, invoke: Invoke) -> None:
+    table = tmp_path / "rows.csv"
+    result = invoke("bench", *TINY, "--framework", "numpy", "--causal", "--csv", str(table), "--host", "--json")
+    document = json.loads(result.stdout)
+    rows = document["rows"]
+    assert [(r["seqlen"], r["direction"]) for r in rows] == [(16, "fwd"), (32, "fwd"), (16, "bwd"), (32, "bwd")]
+    assert all(r["causal"] and r["tflops"] > 0 and r["peak_bytes"] > 0 for r in rows)
+    assert document["host_us"]["cupyflash"]["fwd"] > 0
+    with table.open() as f:
+        assert [int(r["seqlen"]) for r in csv.DictReader(f)] == [16, 32, 16, 32]
+
+
+def test_bench_against_a_peer(tmp_path: Path, invoke: Invoke) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    pictures = [tmp_path / "speed.png", tmp_path / "speed.svg"]
+    options = ("--against", "math,flash2", "--no-causal", "--pass", "fwd", "--framework", "torch")
+    result = invoke("bench", *TINY, *options, "--plot", str(pictures[0]))
+    assert "cupyflash / math, forward: geometric mean" in result.stdout
+    assert "flash2: needs a GPU" in result.stdout
+    invoke("bench", *TINY, "--framework", "numpy", "--memory-only", "--plot", str(pictures[1]))
+    assert [p.read_bytes()[:4] for p in pictures] == [b"\x89PNG", b"<?xm"]
+
+
+def test_bench_usage(invoke: Invoke) -> None:
+    assert ".png" in invoke("bench", *TINY, "--plot", "speed.pdf", code=2).output
+    invoke("bench", *TINY, "--against", "flash9", code=2)
+    invoke("bench", *TINY, "--framework", "cupy", code=2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_are_those_of_visible_pairs(causal: bool) -> None:
+    case = cases.Case("", "smoke", 37, 37, 24, batch=2, heads_q=3, heads_k=3, causal=causal)
+    problem = case.problem("bf16")
+    pairs = sum(end - first for first, end in map(problem.visible, range(37)))
+    cell = Cell("bf16", 24, causal, 37, 2, 3)
+    assert cell.flops("fwd") == 4 * 24 * pairs * 2 * 3
+    assert cell.flops("both") == cell.flops("fwd") + cell.flops("bwd") == 3.5 * cell.flops("fwd")
+
+
+def test_ratios() -> None:
+    cells = [Cell("bf16", 64, False, n, 1, 1) for n in (1024, 2048)]
+    times = {"cupyflash": (1.0, 2.0), "flash2": (2.0, 1.0), "cudnn": (None, 8.0)}
+    rows = [bench_report.Row(c, "fwd", n, ms, None) for n, pair in times.items()
+            for c, ms in zip(cells, pair, strict=True)]  # fmt: skip
+    summary = bench_report.ratios(rows)
+    assert summary["flash2"]["fwd"]["geomean"] == pytest.approx(1.0)
+    assert summary["flash2"]["fwd"]["worst"] == pytest.approx(0.5)
+    assert summary["flash2"]["fwd"]["worst_cell"]["seqlen"] == 2048
+    assert (summary["cudnn"]["fwd"]["geomean"], summary["cudnn"]["fwd"]["cells"]) == (pytest.approx(4.0), 1)
+
+
+# ---- compile and cache ----
+
+
+def test_compile_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    needs_nvrtc()
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    done = invoke("compile", "--arch", "sm_90", "--dtype", "fp16", "--head-dim", "32", "--out", str(out), "--json")
+    rows = json.loads(done.stdout)["compiled"]
+    assert len(rows) == 6
+    assert all(r["arch"] == "sm_90" and r["registers"] > 0 and r["symbol"].split("_")[2] == "fp16" for r in rows)
+    assert len(list((out / "precompiled" / "sm_90").glob("*.cubin"))) == 6
+
+    assert invoke("cache", "path").stdout.strip() == str(tmp_path / "cache")
+    assert len(json.loads(invoke("cache", "info", "--json").stdout)["entries"]) == 6
+    assert re.search(r"sm_90 .* 6 ", invoke("cache", "info").stdout)
+    invoke("cache", "clear", code=1, input="n\n")
+    assert "6 kernels removed" in invoke("cache", "clear", "--yes").stdout
+    assert json.loads(invoke("cache", "info", "--json").stdout)["entries"] == []
+
+
+def test_compile_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    needs_nvrtc()
+    monkeypatch.setattr(jit, "precompile", refuse)
+    result = invoke("compile", "--arch", "sm_80", "--head-dim", "64", "--out", str(tmp_path), code=5)
+    assert "line 7: error: no such thing" in result.stderr
+    assert "12 of 12 kernels did not compile" in result.stderr
+
+
+def test_compile_usage(invoke: Invoke) -> None:
+    invoke("compile", code=2)
+    assert "sm_120" in invoke("compile", "--arch", "sm_75", code=2).output
+    invoke("compile", "--arch", "sm_80", "--head-dim", "12", code=2)
+    invoke("compile", "--arch", "sm_80", "--dtype", "fp32", code=2)
+
+
+def test_version(invoke: Invoke) -> None:
+    assert cupyflash.__version__ in invoke("--version").stdout

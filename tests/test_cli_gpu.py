@@ -1,0 +1,67 @@
+"""The commands on a GPU, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def document(*arguments: str) -> dict[str, Any]:
+    """The JSON document that a command prints; it must succeed."""
+    command = [sys.executable, "-m", "cupyflash", *arguments, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("framework", ["cupy", "numpy", "torch", "jax"])
+def test_verify(framework: str) -> None:
+    if framework in ("torch", "jax"):
+        pytest.importorskip(framework)
+    if framework == "torch" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    if framework == "jax" and not _jax_has_gpu():
+        pytest.skip("JAX has no CUDA")
+    found = document("verify", "--level", "smoke", "--framework", framework)
+    assert found["gpu"] is not None
+    assert found["verdict"].startswith("VERIFIED")
+    checks = {c["check"] for c in found["checks"]}
+    if framework in ("cupy", "torch"):
+        assert {"non-default-stream", "cuda-graph", "two-threads", "poisoned-outputs"} <= checks
+
+
+def _jax_has_gpu() -> bool:
+    """Asked in another process: JAX would keep most of the GPU's memory to this one."""
+    code = "import jax; jax.devices('gpu')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_doctor() -> None:
+    found = document("doctor")
+    assert any(f["name"] == "GPU" and f["status"] == "OK" for f in found["findings"])
+
+
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_bench(framework: str) -> None:
+    peers: tuple[str, ...] = ()
+    if framework == "torch":
+        if not pytest.importorskip("torch").cuda.is_available():
+            pytest.skip("torch has no CUDA")
+        peers = ("--against", "flash2")
+    size = ("--head-dim", "64", "--seqlens", "512,1024", "--tokens", "2048", "--hidden", "256")
+    found = document("bench", "--quick", "--host", "--startup", "--framework", framework, *size, *peers)
+    for row in found["rows"]:
+        assert row["tflops"] > 0, row
+        assert row["peak_bytes"] > 0
+    ours = [r for r in found["rows"] if r["implementation"] == "cupyflash"]
+    assert all(r["peak_bytes"] <= 1.1 * r["ideal_bytes"] + (1 << 20) for r in ours)
+    assert found["startup"]["disk_cache"]["loaded_on_gpu"]
