@@ -124,20 +124,16 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         };
 
         ptx::cp_async_wait_group<0>();
-        bool careful = false;  // whether this partly hidden tile has NaN or inf in an operand (nonfinite.cuh)
-        if constexpr (kMasked && Mask<V>::kHides) {
-            ptx::bar_sync();
-            careful = ptx::bar_red_or(has_non_finite<T, kThreads>(s.sQ) || has_non_finite<T, kThreads>(s.sdO) ||
-                                      has_non_finite<T, kThreads>(sK));
-        } else {
-            ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before
-        }
+        ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before
         if constexpr (kStages == 2) request(i + 1, after(now));
 
         AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
         P.zero(), dS.zero();
         gemm_nt<T>(P, SmemA<TileKV, kRows>{sK, key0}, s.sQ.rows(query0));    // S^T = K Q^T
         gemm_nt<T>(dS, SmemA<TileKV, kRows>{sV, key0}, s.sdO.rows(query0));  // dP^T = V dO^T
+        // Whether NaN or inf in an operand of this partly hidden tile calls for care (nonfinite.cuh): it shows in a product.
+        bool careful = false;
+        if constexpr (kMasked && Mask<V>::kHides) careful = ptx::bar_red_or(!P.finite() || !dS.finite());
         #pragma unroll
         for (int j = 0; j < P.kColTiles; ++j) {
             float stats[4];  // of two neighbouring queries: lse, delta, lse, delta

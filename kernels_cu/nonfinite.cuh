@@ -23,19 +23,6 @@ __device__ __forceinline__ void for_each_chunk(const Tile &tile, F f) {
     }
 }
 
-// Whether this thread's share of the tile holds a non-finite element.
-template <class T, int kThreads, class Tile>
-__device__ __forceinline__ bool has_non_finite(const Tile &tile) {
-    ptx::u32 found = 0;  // adding one to an exponent of all ones carries into the place of the sign
-    constexpr ptx::u32 kExponents = T::kExponent * 0x10001u, kOnes = (T::kMantissa + 1) * 0x10001u;
-    for_each_chunk<kThreads>(tile, [&](ptx::U128 &x) {
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) found |= (x.x[i] & kExponents) + kOnes;
-        return false;
-    });
-    return (found & 0x80008000u) != 0;
-}
-
 // Replaces the non-finite elements of the tile by 0.
 template <class T, int kThreads, class Tile>
 __device__ __forceinline__ void clear_non_finite(const Tile &tile) {

@@ -7,12 +7,8 @@
 template <int kRows>
 struct OnlineSoftmax {
     static constexpr int kRowsPerLane = kRows / 8;
-    // The maximum may lag behind by this many powers of two before O is rescaled to it (FlashAttention-4). The result
-    // stays exact: P is at most 2^8, far inside fp16, and the final division removes the common factor.
-    static constexpr float kLag = 8.f;
-
     float factor;           // scores times this are powers of two
-    float m[kRowsPerLane];  // (lagging) maximum of each row's scores
+    float m[kRowsPerLane];  // maximum of each row's scores so far
     float l[kRowsPerLane];  // this lane's part of the row sum of P
 
     __device__ explicit OnlineSoftmax(float log2_factor) : factor(log2_factor) {
@@ -20,7 +16,8 @@ struct OnlineSoftmax {
         for (int r = 0; r < kRowsPerLane; ++r) m[r] = -ptx::infinity(), l[r] = 0.f;
     }
 
-    // Scores S become P = 2^(factor (S - m)); O and l follow when m grows.
+    // Scores S become P = 2^(factor (S - m)); O and l follow when m grows. m never lags behind: the largest P of a row is
+    // exactly 1, which 16 bits hold without rounding, and that matters where one key outweighs all others.
     template <int kN, int kD>
     __device__ void step(AccTile<kRows, kN> &S, AccTile<kRows, kD> &O) {
         float m_new[kRowsPerLane];
@@ -32,9 +29,9 @@ struct OnlineSoftmax {
             for (int j = 0; j < S.kColTiles; ++j)
                 m_new[r] = fmaxf(m_new[r], fmaxf(S.x[r / 2][j][2 * (r % 2)], S.x[r / 2][j][2 * (r % 2) + 1]));
             m_new[r] = quad_reduce(m_new[r], [](float a, float b) { return fmaxf(a, b); });
-            grows = grows || (m_new[r] - m[r]) * factor > kLag;
+            grows = grows || m_new[r] > m[r];
         }
-        if (ptx::vote_any(grows)) {
+        if (ptx::vote_any(grows)) {  // after the first blocks, mostly not
             #pragma unroll
             for (int r = 0; r < kRowsPerLane; ++r) {
                 const float rescale = ptx::ex2((m[r] - finite_or_zero(m_new[r])) * factor);
