@@ -85,7 +85,9 @@ def _compile(variant: Variant, arch: str) -> Cubin:
     notice.start()
     start = time.perf_counter()
     try:
-        data, text = compiler.compile(variant.source(), f"{variant.symbol}.cu", kernel_sources(), _options(target))
+        # NVRTC's own cache (since 12.9) would answer without a log, so without registers and spills.
+        options = (*_options(target), *(("--no-cache",) if compiler.version >= (12, 9) else ()))
+        data, text = compiler.compile(variant.source(), f"{variant.symbol}.cu", kernel_sources(), options)
     except nvrtc.NvrtcError as e:
         raise CompileError(variant.symbol, target, e.log) from e
     finally:

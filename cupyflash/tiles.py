@@ -59,6 +59,7 @@ def backward_smem_bytes(tile: BackwardTile, head_dim: int) -> int:
 # (largest head_dim, tile), first match that fits the shared memory.
 _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
     (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
+    (120, ForwardTile(128, 32, 4, 4, 2)),
     (128, ForwardTile(128, 64, 4, 2, 2)),
     (256, ForwardTile(128, 64, 8, 2, 1)),
     (256, ForwardTile(64, 64, 4, 2, 1)),
@@ -74,9 +75,10 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
 )
 
 
-def forward_tile(head_dim: int, smem_bytes: int) -> ForwardTile:
-    """The tile of the sm80 family's forward."""
-    return next(t for limit, t in _FORWARD if head_dim <= limit and forward_smem_bytes(t, head_dim) <= smem_bytes)
+def forward_tile(head_dim: int, smem_bytes: int, *, aligned: bool = True) -> ForwardTile:
+    """The tile of the sm80 family's forward. Loads of unaligned rows take registers that a wide block does not leave."""
+    tile = next(t for limit, t in _FORWARD if head_dim <= limit and forward_smem_bytes(t, head_dim) <= smem_bytes)
+    return tile if aligned or not 64 < head_dim <= 128 else replace(tile, block_n=32)
 
 
 def backward_tile(head_dim: int, smem_bytes: int) -> BackwardTile:

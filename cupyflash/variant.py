@@ -188,7 +188,7 @@ def mask_flags(problem: Problem) -> dict[str, bool]:
 
 def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -> Forward:
     """The forward kernel for a problem; `aligned`: whether every row of q, k and v starts at a multiple of 16 bytes."""
-    t = tiles.forward_tile(problem.head_dim, device.smem_bytes)
+    t = tiles.forward_tile(problem.head_dim, device.smem_bytes, aligned=aligned)
     return Forward(
         problem.dtype,
         problem.head_dim,

@@ -61,7 +61,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     using Dq = DqTile<V>;
     constexpr int M = V::kBlockM, N = V::kBlockN, D = Dq::kDim, kStages = V::kStages, kThreads = 32 * V::kWarps;
     constexpr int kRows = N / (V::kWarps / V::kSplitD), kQueries = M / V::kSplitD, kCols = D / V::kSplitD;
-    static_assert(kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0 && kStages <= 2);
+    static_assert(M <= kThreads && kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0 && kStages <= 2);
 
     // Which keys. With a mask, the first key blocks are the longest.
     const Problem &problem = p.problem;
@@ -99,10 +99,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
                 static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, head), p.dout_stride.row, q0,
                 problem.seqlen_q);
             const long long row = static_cast<long long>(tile.batch * problem.heads_q + head) * problem.seqlen_q + q0;
-            for (int r = ptx::thread_index(); r < M; r += kThreads) {
-                const bool valid = q0 + r < problem.seqlen_q;
-                ptx::cp_async_8(s.stats + 8 * r, p.row_stats + 2 * (valid ? row + r : 0), valid);
-            }
+            const int r = fresh_thread();
+            if (r < M) ptx::cp_async_8(s.stats + 8 * r, p.row_stats + 2 * (row + r), q0 + r < problem.seqlen_q);
         }
         ptx::cp_async_commit_group();
     };
@@ -114,10 +112,10 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     dK.zero(), dV.zero();
     bool was_careful = false;  // whether some step was
 
-    // One query tile. Masked is False for whole ones: the element test is then compiled out.
-    const auto step = [&](int i, Visit now, auto masked) {
-        constexpr bool kMasked = decltype(masked)::value;
+    // One query tile.
+    const auto step = [&](int i, Visit now) {
         const int q0 = now.m_block * M;
+        const bool masked = !whole(q0);
         const Stage s = stage(i);
         const auto sees = [&](int key, int query) {
             return q0 + query < problem.seqlen_q && mask.sees(q0 + query, k0 + key);
@@ -129,32 +127,40 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
         AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
         P.zero(), dS.zero();
-        gemm_nt<T>(P, SmemA<TileKV, kRows>{sK, key0}, s.sQ.rows(query0));    // S^T = K Q^T
-        gemm_nt<T>(dS, SmemA<TileKV, kRows>{sV, key0}, s.sdO.rows(query0));  // dP^T = V dO^T
+        gemm_nt<T>(P, SmemA<TileKV, kRows>(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
+        gemm_nt<T>(dS, SmemA<TileKV, kRows>(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
         // Whether NaN or inf in an operand of this partly hidden tile calls for care (nonfinite.cuh): it shows in a product.
         bool careful = false;
-        if constexpr (kMasked && Mask<V>::kHides) careful = ptx::bar_red_or(!P.finite() || !dS.finite());
+        if constexpr (Mask<V>::kHides) careful = masked && ptx::vote_any(ptx::bar_red_or(!P.finite() || !dS.finite()));
+        const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
         #pragma unroll
         for (int j = 0; j < P.kColTiles; ++j) {
             float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
-            ptx::ld_shared_v4_f32(stats, s.stats + 8 * (query0 + P.col(j, 0)));
+            ptx::ld_shared_v4_f32(stats, s.stats + 8 * (first_query + 8 * j));
             #pragma unroll
             for (int a = 0; a < P.kRowTiles; ++a)
                 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     float &x = P.x[a][j][e], &y = dS.x[a][j][e];
                     const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
-                    const bool seen = !kMasked || sees(key0 + P.row(a, e), query0 + P.col(j, e));
-                    x = seen ? ptx::ex2(fmaf(score(x), score.log2_factor, -lse)) : 0.f;
-                    y = seen ? score.grad(x * (y - delta)) : 0.f;
+                    x = ptx::ex2(fmaf(score(x), score.log2_factor, -lse));
+                    y = score.grad(x * (y - delta));
                 }
+        }
+        if (masked) {
+            const Mask<V> from_here = mask.from(q0 + first_query, k0 + key0 + lane / 4);
+            const auto hide = [&](int key, int query, float &x) {
+                if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;
+            };
+            P.for_each(hide);
+            dS.for_each(hide);
         }
         FragA<T, kRows, kQueries> rP, rdS;
         rP.from(P), rdS.from(dS);
         rdS.store(sdS, key0, query0);
         if constexpr (V::kSplitD > 1) rP.store(sP, key0, query0);
 
-        if constexpr (kMasked && Mask<V>::kHides) {
+        if constexpr (Mask<V>::kHides) {
             if (careful) {
                 ptx::bar_sync();  // all warps have used what is cleared now
                 clear_non_finite<T, kThreads>(s.sdO);
@@ -169,15 +175,15 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             ptx::bar_sync();                  // dS is complete, and every warp is done with Q and dO
         } else {
             ptx::bar_sync();  // P and dS are complete
-            gemm_nn<T>(dV, SmemA<TileP, kRows>{sP, key0}, s.sdO, col0);
-            gemm_nn<T>(dK, SmemA<TileP, kRows>{sdS, key0}, s.sQ, col0);
+            gemm_nn<T>(dV, SmemA<TileP, kRows>(sP, key0), s.sdO, col0);
+            gemm_nn<T>(dK, SmemA<TileP, kRows>(sdS, key0), s.sQ, col0);
             if constexpr (kStages == 1) ptx::bar_sync();  // every warp is done with Q and dO
         }
         if constexpr (kStages == 1) request(i + 1, after(now));
 
         typename Dq::Acc dQ;
         dQ.zero();
-        gemm_nn<T>(dQ, SmemATransposed<TileP, Dq::kRows>{sdS, Dq::row0()}, sK, Dq::col0());  // dQ = dS K
+        gemm_nn<T>(dQ, SmemATransposed<TileP, Dq::kRows>(sdS, Dq::row0()), sK, Dq::col0());  // dQ = dS K
         const int sequence = tile.batch * problem.heads_q + now.head;
         const DqTurn<V> turn = DqTurn<V>::of(p, sequence);
         const int rank = tile.block - mask.first_key_block(q0);
@@ -185,7 +191,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         Dq::for_each_group(dQ, Dq::accum(p, sequence, now.m_block),
                            [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });
         turn.pass(now.m_block, rank);
-        if constexpr (kMasked && Mask<V>::kHides) {
+        if constexpr (Mask<V>::kHides) {
             if (careful) {
                 add_non_finite_keys<V>(p, tile, sequence, q0, sees);
                 ptx::bar_sync();
@@ -202,10 +208,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     Visit now{tile.head * group, first + blocks - 1};
     if (blocks > 0) request(0, now);
     #pragma unroll 1
-    for (int i = 0; i < group * blocks; ++i, now = after(now)) {
-        if (whole(now.m_block * M)) step(i, now, False{});
-        else step(i, now, True{});
-    }
+    for (int i = 0; i < group * blocks; ++i, now = after(now)) step(i, now);
 
     ptx::cp_async_wait_group<0>();
     ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results

@@ -13,6 +13,8 @@
 
 template <int kValue>
 struct Int { static constexpr int value = kValue; };
+template <bool kValue>
+struct Bool { static constexpr bool value = kValue; };
 
 // request(0, Int<kFrom>), ..., request(0, Int<kEnd - 1>).
 template <int kFrom, int kEnd, class Request>
@@ -67,11 +69,10 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     FragA<T, kRows, V::kQInRegs ? D : 16> rQ;
     bool careful = false;  // a second pass, for tiles whose partly hidden blocks hold NaN or inf (nonfinite.cuh)
 
-    // One key block. Masked is False for blocks that every row sees in full: the element test is then compiled out.
+    // One key block. kMasked is false for blocks that every row sees in full: the element test is then compiled out.
     const auto step = [&](int i, auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
         const int k0 = (first + i) * N;
-        const auto sees = [&](int row, int col) { return mask.sees(q0 + row0 + row, k0 + col); };
 
         next_tile_landed();  // K_j is here, and every warp is done with V_{j-1}
         request(i, Int<kStages - 1>{});
@@ -80,10 +81,12 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         if constexpr (V::kQInRegs)
             gemm_nt<T>(S, rQ, slot(2 * i));
         else
-            gemm_nt<T>(S, SmemA<TileQ, kRows>{sQ, row0}, slot(2 * i));
+            gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, row0), slot(2 * i));
+        const int lane = fresh_lane();
+        const Mask<V> from_here = mask.from(q0 + row0 + lane / 4, k0 + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) {
             s = score(s);
-            if constexpr (kMasked) s = sees(row, col) ? s : -ptx::infinity();
+            if constexpr (kMasked) s = from_here.sees(row, col) ? s : -ptx::infinity();
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m
         FragA<T, kRows, N> P;
@@ -110,13 +113,13 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         if constexpr (V::kQInRegs) {
             next_tile_landed();
             #pragma unroll
-            for (int d = 0; d < D / 16; ++d) SmemA<TileQ, kRows>{sQ, row0}.get(d, rQ.x[d]);
+            for (int d = 0; d < D / 16; ++d) SmemA<TileQ, kRows>(sQ, row0).get(d, rQ.x[d]);
         }
         #pragma unroll 1
         for (int i = 0; i < blocks; ++i)
-            if (mask.full(q0, (first + i) * N)) step(i, False{});
-            else step(i, True{});
-        if (!Mask<V>::kHides || careful || !ptx::bar_red_or(!O.finite())) break;
+            if (mask.full(q0, (first + i) * N)) step(i, Bool<false>{});
+            else step(i, Bool<true>{});
+        if (!Mask<V>::kHides || careful || !ptx::vote_any(ptx::bar_red_or(!O.finite()))) break;
         careful = true;
     }
 
@@ -127,6 +130,10 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     for (int r = 0; r < OnlineSoftmax<kRows>::kRowsPerLane; ++r) {
         const int qi = q0 + row0 + O.row(r / 2, 2 * (r % 2));
         if (lane() % 4 == 0 && qi < problem.seqlen_q) p.lse[lse_row + qi] = lse[r];
+    }
+    if (blocks == 0) {
+        ptx::cp_async_wait_group<0>();
+        ptx::bar_sync();  // Q has arrived, though no key block waited for it: its tile stages the result
     }
     T *o = static_cast<T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head);
     store_tile<T, V::kHeadDim>(sQ, row0, O, o, p.o_stride.row, q0 + row0, problem.seqlen_q);

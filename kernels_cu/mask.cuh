@@ -5,9 +5,6 @@
 #define CUPYFLASH_MASK_CUH
 #include "schedule.cuh"
 
-struct True { static constexpr bool value = true; };
-struct False { static constexpr bool value = false; };
-
 template <class V>
 struct Mask {
     static constexpr bool kHides = V::kCausal || V::kWindow;  // whether a query may see fewer than all keys
@@ -23,8 +20,18 @@ struct Mask {
     // The keys that query qi sees: [first_key(qi), end_key(qi)), both non-decreasing in qi; nothing if first >= end.
     __device__ int first_key(int qi) const { return V::kWindow ? max(0, qi + lower) : 0; }
     __device__ int end_key(int qi) const { return kHides ? min(seqlen_k, qi + upper + 1) : seqlen_k; }
-    __device__ bool sees(int qi, int ki) const { return ki < end_key(qi) && (!V::kWindow || ki >= first_key(qi)); }
+    __device__ bool sees(int qi, int ki) const {
+        return ki < seqlen_k && (!kHides || ki - qi <= upper) && (!V::kWindow || ki - qi >= lower);
+    }
     __device__ bool sees_nothing(int qi) const { return first_key(qi) >= end_key(qi); }
+
+    // The same mask counted from query q and key k on. A lane that counts from its own first element compares compile-time
+    // offsets with these four numbers.
+    __device__ Mask from(int q, int k) const {
+        Mask m = *this;
+        m.seqlen_q -= q, m.seqlen_k -= k, m.lower += q - k, m.upper += q - k;
+        return m;
+    }
 
     // Whether all queries of [q0, q0 + M) see all keys of [k0, k0 + N), so that no element needs a test.
     __device__ bool full(int q0, int k0) const { return k0 >= first_key(q0 + M - 1) && k0 + N <= end_key(q0); }

@@ -7,6 +7,10 @@
 
 __device__ __forceinline__ int lane() { return ptx::thread_index() % 32; }
 __device__ __forceinline__ int warp() { return ptx::thread_index() / 32; }
+// The thread's index and lane computed anew where they stand. The kernels fill the register file with accumulators, so what a loop derives
+// from the thread's index, addresses above all, must not be hoisted out of it and kept: that would spill.
+__device__ __forceinline__ ptx::u32 fresh_thread() { return ptx::opaque(ptx::thread_index()); }
+__device__ __forceinline__ int fresh_lane() { return fresh_thread() % 32; }
 
 __device__ constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 
@@ -29,7 +33,7 @@ struct SmemTile {
     template <int kThreads, int kValidCols, bool kUnaligned>
     __device__ void load_async(const T *src, long long stride, int row0, int n_rows) const {
         constexpr int kLanesPerRow = next_power_of_two(kChunks), kRowsPerPass = kThreads / kLanesPerRow;
-        const int thread = ptx::opaque(ptx::thread_index());  // addresses are made anew each time: registers are scarce
+        const ptx::u32 thread = fresh_thread();
         const int chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
         if (kLanesPerRow != kChunks && chunk >= kChunks) return;
         const T *from = src + (row0 + first) * stride + 8 * chunk;
@@ -46,7 +50,7 @@ struct SmemTile {
                 }
                 ptx::st_shared_v4_b32(at(row, 8 * chunk), x);
             } else {
-                ptx::cp_async_16(at(row, 8 * chunk), valid ? from : src, valid);
+                ptx::cp_async_16(at(row, 8 * chunk), from, valid);
             }
         }
     }
@@ -62,7 +66,7 @@ struct AccTile {
 
     __device__ static int row(int a, int i) { return 16 * a + lane() / 4 + 8 * (i / 2); }
     __device__ static int col(int j, int i) { return 8 * j + 2 * (lane() % 4) + i % 2; }
-    // f(row, col, element) for every element this lane holds.
+    // f(row, col, element) for every element this lane holds, row and col counted from the lane's first one.
     template <class F>
     __device__ void for_each(F f) {
         #pragma unroll
@@ -70,7 +74,7 @@ struct AccTile {
             #pragma unroll
             for (int j = 0; j < kColTiles; ++j)
                 #pragma unroll
-                for (int i = 0; i < 4; ++i) f(row(a, i), col(j, i), x[a][j][i]);
+                for (int i = 0; i < 4; ++i) f(16 * a + 8 * (i / 2), 8 * j + i % 2, x[a][j][i]);
     }
     __device__ void zero() {
         for_each([](int, int, float &e) { e = 0.f; });
@@ -92,12 +96,12 @@ __device__ __forceinline__ float quad_reduce(float v, Op op) {
     return op(v, ptx::shfl_xor(v, 2));
 }
 
-// ---- A operands: [kRows, kDepth] as fragments of 16 x 16; get(k) gives the fragments of depth step k ----
+// ---- A operands: [kRows, kDepth] as fragments of 16 x 16; get(k) gives the fragments of depth step k. kUnroll: see gemm ----
 
 // In registers.
 template <class T, int kRows, int kDepth>
 struct FragA {
-    static constexpr int kRowTiles = kRows / 16, kSteps = kDepth / 16;
+    static constexpr int kRowTiles = kRows / 16, kSteps = kDepth / 16, kUnroll = kSteps;
     ptx::u32 x[kSteps][kRowTiles][4];
 
     __device__ void get(int k, ptx::u32 (&a)[kRowTiles][4]) const {
@@ -121,89 +125,102 @@ struct FragA {
     // Writes the operand to rows [row0, ...), columns [col0, ...) of a shared-memory tile.
     template <class Tile>
     __device__ void store(const Tile &tile, int row0, int col0) const {
+        const int lane = fresh_lane();
+        const Tile to{tile.at(row0 + lane / 4, col0 + 2 * (lane % 4))};
         #pragma unroll
         for (int k = 0; k < kSteps; ++k)
             #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
                 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    ptx::st_shared_b32(tile.at(row0 + 16 * r + lane() / 4 + 8 * (i % 2),
-                                               col0 + 16 * k + 8 * (i / 2) + 2 * (lane() % 4)), x[k][r][i]);
+                for (int i = 0; i < 4; ++i) ptx::st_shared_b32(to.at(16 * r + 8 * (i % 2), 16 * k + 8 * (i / 2)), x[k][r][i]);
     }
 };
 
 // Rows [row0, row0 + kRows_) of a shared-memory tile.
 template <class Tile, int kRows_>
 struct SmemA {
-    static constexpr int kRowTiles = kRows_ / 16, kSteps = Tile::kCols / 16;
-    Tile tile;
-    int row0;
+    static constexpr int kRowTiles = kRows_ / 16, kSteps = Tile::kCols / 16, kUnroll = kSteps;
+    Tile from;  // where this lane reads in depth step 0
 
+    __device__ SmemA(const Tile &tile, int row0) {
+        const int lane = fresh_lane();
+        from.base = tile.at(row0 + lane % 16, lane / 16 * 8);
+    }
     __device__ void get(int k, ptx::u32 (&a)[kRowTiles][4]) const {
         #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r)
-            ptx::ldmatrix_x4(a[r], tile.at(row0 + 16 * r + lane() % 16, 16 * k + lane() / 16 * 8));
+        for (int r = 0; r < kRowTiles; ++r) ptx::ldmatrix_x4(a[r], from.at(16 * r, 16 * k));
     }
 };
 
 // Columns [col0, col0 + kRows_) of a shared-memory tile, transposed.
 template <class Tile, int kRows_>
 struct SmemATransposed {
-    static constexpr int kRowTiles = kRows_ / 16, kSteps = Tile::kRows / 16;
-    Tile tile;
-    int col0;
+    static constexpr int kRowTiles = kRows_ / 16, kSteps = Tile::kRows / 16, kUnroll = kSteps % 4 == 0 ? 4 : kSteps;
+    Tile from;  // where this lane reads in depth step 0
 
+    __device__ SmemATransposed(const Tile &tile, int col0) {
+        const int lane = fresh_lane();
+        from.base = tile.at(lane / 16 * 8 + lane % 8, col0 + lane / 8 % 2 * 8);
+    }
     __device__ void get(int k, ptx::u32 (&a)[kRowTiles][4]) const {
         #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r)
-            ptx::ldmatrix_x4_trans(
-                a[r], tile.at(16 * k + lane() / 16 * 8 + lane() % 8, col0 + 16 * r + lane() / 8 % 2 * 8));
+        for (int r = 0; r < kRowTiles; ++r) ptx::ldmatrix_x4_trans(a[r], from.at(16 * k, 16 * r));
     }
 };
 
-// ---- GEMMs of one warp. The fragments of depth step k + 1 are on their way while step k multiplies. ----
+// ---- GEMMs of one warp. The fragments of depth step k + 1 are on their way while step k multiplies. Every A::kUnroll steps
+// the loop branches, which the compiler moves no load across: it otherwise fetches as far ahead as registers last. ----
 
 // acc += A * B; load_b(k, j, r) fetches the B fragments of depth step k for columns [16 j, 16 j + 16).
 template <class T, class A, int kRows, int kCols, class LoadB>
 __device__ __forceinline__ void gemm(AccTile<kRows, kCols> &acc, const A &a_operand, LoadB load_b) {
     constexpr int kPairs = ceil_div(kCols, 16);
-    ptx::u32 a[2][A::kRowTiles][4], b[2][kPairs][4];
-    const auto load = [&](int k) {
-        a_operand.get(k, a[k % 2]);
-        #pragma unroll
-        for (int j = 0; j < kPairs; ++j) load_b(k, j, b[k % 2][j]);
-    };
-    load(0);
-    #pragma unroll
-    for (int k = 0; k < A::kSteps; ++k) {
-        if (k + 1 < A::kSteps) load(k + 1);
-        #pragma unroll
-        for (int j = 0; j < kPairs; ++j) {
-            const ptx::u32(&r)[4] = b[k % 2][j];
+    static_assert(A::kSteps % A::kUnroll == 0);
+    const auto multiply = [&](int k0) {  // depth steps [k0, k0 + kUnroll)
+        ptx::u32 a[2][A::kRowTiles][4], b[2][kPairs][4];
+        const auto load = [&](int k) {
+            a_operand.get(k0 + k, a[k % 2]);
             #pragma unroll
-            for (int i = 0; i < A::kRowTiles; ++i) {
-                T::mma(acc.x[i][2 * j], a[k % 2][i], r[0], r[1]);
-                if (2 * j + 1 < kCols / 8) T::mma(acc.x[i][2 * j + 1], a[k % 2][i], r[2], r[3]);
+            for (int j = 0; j < kPairs; ++j) load_b(k0 + k, j, b[k % 2][j]);
+        };
+        load(0);
+        #pragma unroll
+        for (int k = 0; k < A::kUnroll; ++k) {
+            if (k + 1 < A::kUnroll) load(k + 1);
+            #pragma unroll
+            for (int j = 0; j < kPairs; ++j) {
+                const ptx::u32(&r)[4] = b[k % 2][j];
+                #pragma unroll
+                for (int i = 0; i < A::kRowTiles; ++i) {
+                    T::mma(acc.x[i][2 * j], a[k % 2][i], r[0], r[1]);
+                    if (2 * j + 1 < kCols / 8) T::mma(acc.x[i][2 * j + 1], a[k % 2][i], r[2], r[3]);
+                }
             }
         }
+    };
+    if constexpr (A::kUnroll == A::kSteps) {
+        multiply(0);
+    } else {
+        #pragma unroll 1
+        for (int k0 = 0; k0 < A::kSteps; k0 += A::kUnroll) multiply(k0);
     }
 }
 
 // acc += A * B^T with B a [kCols, depth] tile: S = Q K^T.
 template <class T, class A, int kRows, int kCols, class Tile>
 __device__ __forceinline__ void gemm_nt(AccTile<kRows, kCols> &acc, const A &a, const Tile &b) {
-    gemm<T>(acc, a, [&](int k, int j, ptx::u32 (&r)[4]) {
-        ptx::ldmatrix_x4(r, b.at(16 * j + lane() / 16 * 8 + lane() % 8, 16 * k + lane() / 8 % 2 * 8));
-    });
+    const int lane = fresh_lane();
+    const Tile from{b.at(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8)};
+    gemm<T>(acc, a, [&](int k, int j, ptx::u32 (&r)[4]) { ptx::ldmatrix_x4(r, from.at(16 * j, 16 * k)); });
 }
 
 // acc += A * B with B columns [col0, col0 + kCols) of a [depth, ...] tile: O += P V. With an odd number of column tiles the
 // last load takes 8 columns more, which no mma uses.
 template <class T, class A, int kRows, int kCols, class Tile>
 __device__ __forceinline__ void gemm_nn(AccTile<kRows, kCols> &acc, const A &a, const Tile &b, int col0 = 0) {
-    gemm<T>(acc, a, [&](int k, int j, ptx::u32 (&r)[4]) {
-        ptx::ldmatrix_x4_trans(r, b.at(16 * k + lane() % 16, col0 + 16 * j + lane() / 16 * 8));
-    });
+    const int lane = fresh_lane();
+    const Tile from{b.at(lane % 16, col0 + lane / 16 * 8)};
+    gemm<T>(acc, a, [&](int k, int j, ptx::u32 (&r)[4]) { ptx::ldmatrix_x4_trans(r, from.at(16 * k, 16 * j)); });
 }
 
 #endif  // CUPYFLASH_TILE_CUH
