@@ -31,7 +31,8 @@ template <class V>
 __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     using T = typename V::Element;
     constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
-    constexpr int kChunks = V::kHeadDim / 8, kLanesPerRow = next_power_of_two(kChunks), kRowsPerPass = kThreads / kLanesPerRow;
+    constexpr int kChunks = V::kHeadDim / 8, kLanesPerRow = next_power_of_two(kChunks),
+                  kRowsPerPass = kThreads / kLanesPerRow;
     const Problem &problem = p.problem;
     const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
     const int sequence = tile.batch * problem.heads_q + tile.head;
@@ -39,14 +40,16 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     const T *dout = static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, tile.head);
 
     // Exactly the factor that the main kernel applies to the scores, over `scale`: large scores then cancel large lse.
-    const double log2_per_unit = problem.scale > 0.f ? static_cast<double>(problem.scale * kLog2e) / problem.scale : kLog2e;
+    const double log2_per_unit =
+        problem.scale > 0.f ? static_cast<double>(problem.scale * kLog2e) / problem.scale : kLog2e;
     const int chunk = ptx::thread_index() % kLanesPerRow;
     for (int row = ptx::thread_index() / kLanesPerRow; row < M; row += kRowsPerPass) {
         const int qi = tile.block * M + row;
         const bool valid = qi < problem.seqlen_q;
         float sum = 0.f;
         if (valid && chunk < kChunks)
-            sum = dot8<T, V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk, dout + qi * p.dout_stride.row + 8 * chunk);
+            sum =
+                dot8<T, V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk, dout + qi * p.dout_stride.row + 8 * chunk);
         #pragma unroll
         for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
         if (valid && chunk == 0) {

@@ -25,13 +25,14 @@ struct QueryStage {
     Tile sQ, sdO;
     ptx::u32 stats;  // [M][2] floats: lse in powers of two, delta
 
-    __device__ explicit QueryStage(ptx::u32 base) : sQ{base}, sdO{base + Tile::kBytes}, stats{base + 2 * Tile::kBytes} {}
+    __device__ explicit QueryStage(ptx::u32 base)
+        : sQ{base}, sdO{base + Tile::kBytes}, stats{base + 2 * Tile::kBytes} {}
 };
 
 // K or V of the block's keys.
 template <class V, class Tile>
-__device__ __forceinline__ void load_keys(
-    const Tile &dst, const void *src, const Strides &stride, const Problem &problem, const TileIndex &tile) {
+__device__ __forceinline__ void load_keys(const Tile &dst, const void *src, const Strides &stride,
+                                          const Problem &problem, const TileIndex &tile) {
     using T = typename V::Element;
     dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
         static_cast<const T *>(src) + head_offset(stride, tile.batch, tile.head), stride.row, tile.block * V::kBlockN,
@@ -40,8 +41,8 @@ __device__ __forceinline__ void load_keys(
 
 // dQ where a query sees a non-finite element of K: NaN, be it from dS = NaN or, for a score of -inf, from 0 * inf.
 template <class V, class Sees>
-__device__ __forceinline__ void add_non_finite_keys(
-    const BwdParams &p, const TileIndex &tile, int sequence, int q0, Sees sees) {
+__device__ __forceinline__ void add_non_finite_keys(const BwdParams &p, const TileIndex &tile, int sequence, int q0,
+                                                    Sees sees) {
     using T = typename V::Element;
     const int k0 = tile.block * V::kBlockN;
     const T *k = static_cast<const T *>(p.k) + head_offset(p.k_stride, tile.batch, tile.head) + k0 * p.k_stride.row;
@@ -49,8 +50,8 @@ __device__ __forceinline__ void add_non_finite_keys(
     #pragma unroll 1
     for (int e = ptx::thread_index(); e < V::kBlockM * V::kHeadDim; e += 32 * V::kWarps) {
         const int query = e / V::kHeadDim, col = e % V::kHeadDim;
-        const float sum = sum_non_finite<T>(
-            k, p.k_stride.row, min(V::kBlockN, p.problem.seqlen_k - k0), col, [&](int key) { return sees(key, query); });
+        const float sum = sum_non_finite<T>(k, p.k_stride.row, min(V::kBlockN, p.problem.seqlen_k - k0), col,
+                                            [&](int key) { return sees(key, query); });
         if (sum != 0.f) ptx::red_add_f32(accum + DqTile<V>::index(query, col), ptx::nan());
     }
 }
@@ -67,8 +68,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const Problem &problem = p.problem;
     const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_k, N), problem.heads_k);
     const int group = problem.heads_q / problem.heads_k, k0 = tile.block * N;
-    const int key0 = warp() % (N / kRows) * kRows;                   // this warp's keys
-    const int part = warp() / (N / kRows);                           // and its share of them, if kSplitD > 1
+    const int key0 = warp() % (N / kRows) * kRows;  // this warp's keys
+    const int part = warp() / (N / kRows);          // and its share of them, if kSplitD > 1
     const int query0 = part * kQueries, col0 = part * kCols;
 
     using TileKV = SmemTile<T, N, D>;
@@ -83,9 +84,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
 
     // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
-    struct Visit {
-        int head, m_block;
-    };
+    struct Visit { int head, m_block; };
     const auto after = [&](Visit v) {
         return v.m_block > first ? Visit{v.head, v.m_block - 1} : Visit{v.head + 1, first + blocks - 1};
     };
@@ -94,7 +93,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             const int head = visit.head, q0 = visit.m_block * M;
             const Stage s = stage(i);
             s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
-                static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, head), p.q_stride.row, q0, problem.seqlen_q);
+                static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, head), p.q_stride.row, q0,
+                problem.seqlen_q);
             s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
                 static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, head), p.dout_stride.row, q0,
                 problem.seqlen_q);
@@ -214,8 +214,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
     dK.scale(score.scale);
     const auto store = [&](const TileKV &staging, AccTile<kRows, kCols> &acc, void *dst, const Strides &stride) {
-        store_tile<T, V::kHeadDim>(staging, key0, acc, static_cast<T *>(dst) + head_offset(stride, tile.batch, tile.head),
-                                   stride.row, k0 + key0, problem.seqlen_k, col0);
+        store_tile<T, V::kHeadDim>(staging, key0, acc,
+                                   static_cast<T *>(dst) + head_offset(stride, tile.batch, tile.head), stride.row,
+                                   k0 + key0, problem.seqlen_k, col0);
     };
     store(sK, dK, p.dk, p.dk_stride);
     store(sV, dV, p.dv, p.dv_stride);
@@ -227,7 +228,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             if (whole(q0)) continue;
             add_non_finite<T, kThreads, V::kHeadDim>(
                 dv, p.dv_stride.row, min(N, problem.seqlen_k - k0),
-                static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, now.head) + q0 * p.dout_stride.row,
+                static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, now.head) +
+                    q0 * p.dout_stride.row,
                 p.dout_stride.row, min(M, problem.seqlen_q - q0),
                 [&](int key, int query) { return mask.sees(q0 + query, k0 + key); });
         }

@@ -39,7 +39,7 @@ struct DqTile {
             for (int j = 0; j < Acc::kColTiles; ++j)
                 #pragma unroll
                 for (int i = 0; i < 4; i += ptx::kRedWidth)
-                    f(reinterpret_cast<float(&)[ptx::kRedWidth]>(acc.x[a][j][i]),
+                    f(reinterpret_cast<float (&)[ptx::kRedWidth]>(acc.x[a][j][i]),
                       mine + ((a * Acc::kColTiles + j) * 4 + i) * 32);
     }
 };
@@ -50,8 +50,9 @@ struct DqTurn {
     int *turn;  // of this sequence's query tiles
 
     __device__ static DqTurn of(const BwdParams &p, int sequence) {
-        return {V::kDeterministic ? p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM)
-                                  : nullptr};
+        return {V::kDeterministic
+                    ? p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM)
+                    : nullptr};
     }
     // Blocks until `rank` key blocks have added to m_block. Blocks of lower rank have a lower index, so they are running.
     __device__ void wait(int m_block, int rank) const {

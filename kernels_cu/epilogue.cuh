@@ -6,8 +6,8 @@
 // Writes one warp's accumulator to rows [row0, ...) of dst, [n_rows, kValidCols], columns [col0, ...). The warp's own
 // kRows rows of the stage, from stage_row on, must be free: nobody else may read or write them.
 template <class T, int kValidCols, int kRows, int kCols, class Tile>
-__device__ __forceinline__ void store_tile(
-    const Tile &stage, int stage_row, AccTile<kRows, kCols> &acc, T *dst, long long stride, int row0, int n_rows, int col0 = 0) {
+__device__ __forceinline__ void store_tile(const Tile &stage, int stage_row, AccTile<kRows, kCols> &acc, T *dst,
+                                           long long stride, int row0, int n_rows, int col0 = 0) {
     ptx::bar_warp_sync();
     #pragma unroll
     for (int a = 0; a < acc.kRowTiles; ++a)

@@ -12,9 +12,13 @@
 #include "softmax.cuh"
 
 template <int kValue>
-struct Int { static constexpr int value = kValue; };
+struct Int {
+    static constexpr int value = kValue;
+};
 template <bool kValue>
-struct Bool { static constexpr bool value = kValue; };
+struct Bool {
+    static constexpr bool value = kValue;
+};
 
 // request(0, Int<kFrom>), ..., request(0, Int<kEnd - 1>).
 template <int kFrom, int kEnd, class Request>
@@ -34,8 +38,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     // Which tile.
     const Problem &problem = p.problem;
-    const TileIndex tile =
-        TileIndex::of<Mask<V>::kHides>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
+    const TileIndex tile = TileIndex::of<Mask<V>::kHides>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
     const int q0 = tile.block * M, row0 = warp() * kRows, head_k = tile.head / (problem.heads_q / problem.heads_k);
     const T *q = static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, tile.head);
     const T *k = static_cast<const T *>(p.k) + head_offset(p.k_stride, tile.batch, head_k);
@@ -55,8 +58,10 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         constexpr int kAhead = decltype(ahead)::value;
         const int block = i + kAhead / 2;
         if (block < blocks)
-            slot(2 * i + kAhead).template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
-                kAhead % 2 ? v : k, kAhead % 2 ? p.v_stride.row : p.k_stride.row, (first + block) * N, problem.seqlen_k);
+            slot(2 * i + kAhead)
+                .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k,
+                                                                           kAhead % 2 ? p.v_stride.row : p.k_stride.row,
+                                                                           (first + block) * N, problem.seqlen_k);
         ptx::cp_async_commit_group();
     };
     const auto next_tile_landed = [] {
@@ -78,10 +83,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         request(i, Int<kStages - 1>{});
         AccTile<kRows, N> S;  // S = Q K^T
         S.zero();
-        if constexpr (V::kQInRegs)
-            gemm_nt<T>(S, rQ, slot(2 * i));
-        else
-            gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, row0), slot(2 * i));
+        if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, slot(2 * i));
+        else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, row0), slot(2 * i));
         const int lane = fresh_lane();
         const Mask<V> from_here = mask.from(q0 + row0 + lane / 4, k0 + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) {
@@ -108,7 +111,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     for (;;) {
         O.zero();
         softmax = OnlineSoftmax<kRows>(score.log2_factor);
-        if (!careful) sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, problem.seqlen_q);
+        if (!careful)
+            sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, problem.seqlen_q);
         request_first<0, kStages - 1>(request);
         if constexpr (V::kQInRegs) {
             next_tile_landed();
@@ -142,9 +146,10 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         for (int i = 0; i < blocks; ++i) {
             const int k0 = (first + i) * N;
             if (mask.full(q0, k0)) continue;
-            add_non_finite<T, kThreads, V::kHeadDim>(
-                o + q0 * p.o_stride.row, p.o_stride.row, min(M, problem.seqlen_q - q0), v + k0 * p.v_stride.row,
-                p.v_stride.row, min(N, problem.seqlen_k - k0), [&](int row, int key) { return mask.sees(q0 + row, k0 + key); });
+            add_non_finite<T, kThreads, V::kHeadDim>(o + q0 * p.o_stride.row, p.o_stride.row,
+                                                     min(M, problem.seqlen_q - q0), v + k0 * p.v_stride.row,
+                                                     p.v_stride.row, min(N, problem.seqlen_k - k0),
+                                                     [&](int row, int key) { return mask.sees(q0 + row, k0 + key); });
         }
     }
 }

@@ -52,8 +52,8 @@ __device__ __forceinline__ float sum_non_finite(const T *src, long long stride, 
 // dst[i][col] += the non-finite src[j][col] that i sees, for all i < n_dst and j < n_src. All threads of the block together;
 // what they stored to dst before must be visible to the block.
 template <class T, int kThreads, int kCols, class Sees>
-__device__ __forceinline__ void add_non_finite(
-    T *dst, long long dst_stride, int n_dst, const T *src, long long src_stride, int n_src, Sees sees) {
+__device__ __forceinline__ void add_non_finite(T *dst, long long dst_stride, int n_dst, const T *src,
+                                               long long src_stride, int n_src, Sees sees) {
     #pragma unroll 1
     for (int e = ptx::thread_index(); e < n_dst * kCols; e += kThreads) {
         const int row = e / kCols, col = e % kCols;

@@ -9,7 +9,7 @@ struct Strides { long long batch, row, head; };  // in elements; the stride alon
 struct Problem {
     int batch, seqlen_q, seqlen_k;
     int heads_q, heads_k;           // heads_q is a multiple of heads_k (GQA, MQA)
-    int window_left, window_right;  // query i sees keys [i + seqlen_k - seqlen_q - left, ... + right]; kUnbounded = no bound
+    int window_left, window_right;  // query i sees keys [i + seqlen_k - seqlen_q - left, ... + right]; or kUnbounded
     int section;                    // heads scheduled together, so that their K and V stay in L2 (schedule.cuh)
     float scale;                    // of the scores, before the softmax
 };
@@ -33,7 +33,7 @@ struct BwdParams {
     const float *dlse;          // like lse; null: zero
     void *dq, *dk, *dv;         // like q, k, v
     float *row_stats;           // [batch, heads_q, seqlen_q, 2]: LSE * log2(e), and delta = rowsum(dO * O) - dLSE
-    float *dq_accum;            // [batch, heads_q, m_blocks, block_m * head_dim_padded], in fragment order (dq_accum.cuh)
+    float *dq_accum;            // [batch, heads_q, m_blocks, block_m * head_dim_padded], fragment order (dq_accum.cuh)
     int *dq_turn;               // [batch, heads_q, m_blocks]: which key block may add next; null unless deterministic
     Strides q_stride, k_stride, v_stride, o_stride, dout_stride, dq_stride, dk_stride, dv_stride;
     Problem problem;

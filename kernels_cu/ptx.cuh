@@ -28,20 +28,26 @@ __device__ __forceinline__ u32 dynamic_smem() {
 // ld.shared, st.shared (9.7.9.8, 9.7.9.11)
 __device__ __forceinline__ void ld_shared_v4_f32(float (&x)[4], u32 addr) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(addr) : "memory");
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(addr)
+                 : "memory");
 }
 __device__ __forceinline__ U128 ld_shared_v4_b32(u32 addr) {
     U128 v;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3]) : "r"(addr) : "memory");
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+                 : "r"(addr)
+                 : "memory");
     return v;
 }
 __device__ __forceinline__ void st_shared_b32(u32 addr, u32 x) {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(addr), "r"(x) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" : : "r"(addr), "r"(x) : "memory");
 }
 __device__ __forceinline__ void st_shared_v4_b32(u32 addr, const U128 &v) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
-                 ::"r"(addr), "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3]) : "memory");
+                 :
+                 : "r"(addr), "r"(v.x[0]), "r"(v.x[1]), "r"(v.x[2]), "r"(v.x[3])
+                 : "memory");
 }
 
 // ---- Barriers and warp collectives (9.7.13) ----
@@ -55,11 +61,13 @@ __device__ __forceinline__ float shfl_xor(float x, int mask) { return __shfl_xor
 // cp.async of 16 bytes; writes 16 zero bytes, reading nothing, when !valid. Both addresses are 16-byte aligned.
 __device__ __forceinline__ void cp_async_16(u32 dst, const void *src, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-                 ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+                 :
+                 : "r"(dst), "l"(src), "r"(valid ? 16 : 0)
+                 : "memory");
 }
 // cp.async of 8 bytes; otherwise as above.
 __device__ __forceinline__ void cp_async_8(u32 dst, const void *src, bool valid) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(valid ? 8 : 0) : "memory");
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" : : "r"(dst), "l"(src), "r"(valid ? 8 : 0) : "memory");
 }
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kPending of this thread's newest groups are still under way.
@@ -72,11 +80,15 @@ __device__ __forceinline__ void cp_async_wait_group() {
 // ldmatrix: four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 addr) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(addr)
+                 : "memory");
 }
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 addr) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(addr) : "memory");
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(addr)
+                 : "memory");
 }
 // mma.m16n8k16: d (16x8, fp32) += a (16x16, row) * b (16x8, column). Operands are bf16 or fp16.
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -135,13 +147,15 @@ constexpr int kRedWidth = 1;
 __device__ __forceinline__ void red_add(float *p, const float (&x)[kRedWidth]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+                 :
+                 : "l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
 #else
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x[0]) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(p), "f"(x[0]) : "memory");
 #endif
 }
 __device__ __forceinline__ void red_add_f32(float *p, float x) {
-    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(p), "f"(x) : "memory");
 }
 __device__ __forceinline__ int ld_acquire(const int *p) {
     int x;
@@ -149,7 +163,7 @@ __device__ __forceinline__ int ld_acquire(const int *p) {
     return x;
 }
 __device__ __forceinline__ void st_release(int *p, int x) {
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(p), "r"(x) : "memory");
 }
 __device__ __forceinline__ void nanosleep() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }

@@ -46,7 +46,8 @@ struct SmemTile {
                 ptx::U128 x{};
                 if (valid) {
                     #pragma unroll
-                    for (int i = 0; i < 4; ++i) x.x[i] = from[2 * i].raw | static_cast<ptx::u32>(from[2 * i + 1].raw) << 16;
+                    for (int i = 0; i < 4; ++i)
+                        x.x[i] = from[2 * i].raw | static_cast<ptx::u32>(from[2 * i + 1].raw) << 16;
                 }
                 ptx::st_shared_v4_b32(at(row, 8 * chunk), x);
             } else {
@@ -132,7 +133,8 @@ struct FragA {
             #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
                 #pragma unroll
-                for (int i = 0; i < 4; ++i) ptx::st_shared_b32(to.at(16 * r + 8 * (i % 2), 16 * k + 8 * (i / 2)), x[k][r][i]);
+                for (int i = 0; i < 4; ++i)
+                    ptx::st_shared_b32(to.at(16 * r + 8 * (i % 2), 16 * k + 8 * (i / 2)), x[k][r][i]);
     }
 };
 
@@ -211,7 +213,7 @@ template <class T, class A, int kRows, int kCols, class Tile>
 __device__ __forceinline__ void gemm_nt(AccTile<kRows, kCols> &acc, const A &a, const Tile &b) {
     const int lane = fresh_lane();
     const Tile from{b.at(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8)};
-    gemm<T>(acc, a, [&](int k, int j, ptx::u32 (&r)[4]) { ptx::ldmatrix_x4(r, from.at(16 * j, 16 * k)); });
+    gemm<T>(acc, a, [&](int k, int j, ptx::u32(&r)[4]) { ptx::ldmatrix_x4(r, from.at(16 * j, 16 * k)); });
 }
 
 // acc += A * B with B columns [col0, col0 + kCols) of a [depth, ...] tile: O += P V. With an odd number of column tiles the
@@ -220,7 +222,7 @@ template <class T, class A, int kRows, int kCols, class Tile>
 __device__ __forceinline__ void gemm_nn(AccTile<kRows, kCols> &acc, const A &a, const Tile &b, int col0 = 0) {
     const int lane = fresh_lane();
     const Tile from{b.at(lane % 16, col0 + lane / 16 * 8)};
-    gemm<T>(acc, a, [&](int k, int j, ptx::u32 (&r)[4]) { ptx::ldmatrix_x4_trans(r, from.at(16 * k, 16 * j)); });
+    gemm<T>(acc, a, [&](int k, int j, ptx::u32(&r)[4]) { ptx::ldmatrix_x4_trans(r, from.at(16 * k, 16 * j)); });
 }
 
 #endif  // CUPYFLASH_TILE_CUH
