@@ -23,7 +23,8 @@ class ForwardTile:
 class BackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m`.
 
-    `split_d` warps share the same keys (needed for head_dim > 128); `dq_warps_m` of the warps lie along the rows of dQ.
+    `split_d` warps share the same keys (needed for head_dim > 128); `dq_warps_m` of the warps lie along the rows of dQ,
+    whose depth steps are unrolled `dq_unroll` at a time (0: all), to save registers.
     """
 
     block_m: int
@@ -33,6 +34,7 @@ class BackwardTile:
     blocks_per_sm: int
     split_d: int = 1
     dq_warps_m: int = 2
+    dq_unroll: int = 0
 
 
 def row_bytes(columns: int) -> int:
@@ -56,7 +58,8 @@ def backward_smem_bytes(tile: BackwardTile, head_dim: int) -> int:
     return 2 * tile.block_n * row + tile.stages * (2 * tile.block_m * row + 8 * tile.block_m) + exchanged
 
 
-# (largest head_dim, tile), first match that fits the shared memory.
+# (largest head_dim, tile), first match that fits the shared memory. Chosen by time among those that compile without
+# spills (NVRTC 12.9 and 13.0), on an H200, 2026-11-20: docs/performance.md. Other architectures are not measured.
 _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
     (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
     (120, ForwardTile(128, 32, 4, 4, 2)),
@@ -66,7 +69,7 @@ _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
 )
 
 _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
-    (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1)),
+    (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1, dq_unroll=4)),
     (128, BackwardTile(64, 128, 8, 2, 1, split_d=2)),
     (128, BackwardTile(64, 128, 8, 1, 1, split_d=2)),
     (128, BackwardTile(64, 64, 4, 1, 1)),
@@ -81,10 +84,12 @@ def forward_tile(head_dim: int, smem_bytes: int, *, aligned: bool = True) -> For
     return tile if aligned or not 64 < head_dim <= 128 else replace(tile, block_n=32)
 
 
-def backward_tile(head_dim: int, smem_bytes: int) -> BackwardTile:
+def backward_tile(head_dim: int, smem_bytes: int, *, causal: bool = False) -> BackwardTile:
     """The tile of the sm80 family's backward."""
     tile = next(t for limit, t in _BACKWARD if head_dim <= limit and backward_smem_bytes(t, head_dim) <= smem_bytes)
     columns = round_up(head_dim, 16 * tile.split_d)
     if columns % (8 * tile.warps // tile.dq_warps_m):  # each warp's share of dQ has whole tiles of 8 columns
         tile = replace(tile, dq_warps_m=tile.block_m // 16)
+    if causal and tile.split_d == 2 and tile.block_n == 128:  # 5 % slower without a mask, but spills with this one
+        tile = replace(tile, dq_unroll=4)
     return tile

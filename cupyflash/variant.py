@@ -134,6 +134,7 @@ class Backward(Variant):
     stages: int
     split_d: int
     dq_warps_m: int
+    dq_unroll: int
     causal: bool = False
     window: bool = False
     scale_first: bool = False
@@ -200,7 +201,7 @@ def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -
 
 def backward_variants(problem: Problem, device: Device, *, aligned: bool = True) -> tuple[Delta, Backward, Convert]:
     """The three backward kernels, in launch order."""
-    t = tiles.backward_tile(problem.head_dim, device.smem_bytes)
+    t = tiles.backward_tile(problem.head_dim, device.smem_bytes, causal=problem.causal)
     main = Backward(
         problem.dtype,
         problem.head_dim,

@@ -2,12 +2,12 @@
 //     P = exp(scale * Q K^T - lse),  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),
 //     dK = scale * dS^T Q,  dQ = scale * dS K,   FlashAttention-2 (Dao 2023), algorithm 2.
 //
-// One block owns kBlockN keys of one (batch, head_k), keeps K, V, dK and dV, and visits every query tile that sees them,
-// of all query heads of the group. S and dP are computed transposed: a warp owns kBlockN / (kWarps / kSplitD) keys, so
-// P^T and dS^T are the A operands of dV and dK straight from the accumulators. For head_dim > 128, kSplitD = 2 warps
-// share the same keys: each computes half of the queries of S^T and dP^T and half of the columns of dK and dV, and they
-// exchange P^T and dS^T through shared memory. dQ always needs dS from all warps (through shared memory) and leaves by
-// additions to global memory (dq_accum.cuh).
+// One block owns kBlockN keys of one (batch, head_k), keeps K, V, dK and dV, and visits every query tile that sees
+// them, of all query heads of the group. S and dP are computed transposed: a warp owns kBlockN / (kWarps / kSplitD)
+// keys, so P^T and dS^T are the A operands of dV and dK straight from the accumulators. With kSplitD > 1, that many
+// warps share the same keys: each computes its part of the queries of S^T and dP^T and of the columns of dK and dV,
+// and they exchange P^T and dS^T through shared memory. dQ always needs dS from all warps (through shared memory) and
+// leaves by additions to global memory (dq_accum.cuh).
 // Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T if kSplitD > 1.
 #ifndef CUPYFLASH_BWD_SM80_CUH
 #define CUPYFLASH_BWD_SM80_CUH
@@ -129,7 +129,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         P.zero(), dS.zero();
         gemm_nt<T>(P, SmemA<TileKV, kRows>(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
         gemm_nt<T>(dS, SmemA<TileKV, kRows>(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
-        // Whether NaN or inf in an operand of this partly hidden tile calls for care (nonfinite.cuh): it shows in a product.
+        // Whether NaN or inf in an operand of this partly hidden tile calls for care (nonfinite.cuh): products show it.
         bool careful = false;
         if constexpr (Mask<V>::kHides) careful = masked && ptx::vote_any(ptx::bar_red_or(!P.finite() || !dS.finite()));
         const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
@@ -183,7 +183,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
         typename Dq::Acc dQ;
         dQ.zero();
-        gemm_nn<T>(dQ, SmemATransposed<TileP, Dq::kRows>(sdS, Dq::row0()), sK, Dq::col0());  // dQ = dS K
+        const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
+        gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
         const int sequence = tile.batch * problem.heads_q + now.head;
         const DqTurn<V> turn = DqTurn<V>::of(p, sequence);
         const int rank = tile.block - mask.first_key_block(q0);

@@ -1,5 +1,6 @@
-// How dQ leaves the backward's main loop: every key block adds its share to an fp32 accumulator in global memory. A query
-// tile lies there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the same order.
+// How dQ leaves the backward's main loop: every key block adds its share to an fp32 accumulator in global memory. A
+// query tile lies there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the
+// same order.
 #ifndef CUPYFLASH_DQ_ACCUM_CUH
 #define CUPYFLASH_DQ_ACCUM_CUH
 #include "tile.cuh"
@@ -54,7 +55,8 @@ struct DqTurn {
                     ? p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM)
                     : nullptr};
     }
-    // Blocks until `rank` key blocks have added to m_block. Blocks of lower rank have a lower index, so they are running.
+    // Blocks until `rank` key blocks have added to m_block. Blocks of lower rank have a lower index, so they are
+    // running.
     __device__ void wait(int m_block, int rank) const {
         if constexpr (V::kDeterministic) {
             if (ptx::thread_index() == 0)

@@ -1,9 +1,10 @@
 // Forward attention with mma.sync and cp.async (sm_80 and every later architecture):
 //     O = softmax(scale * Q K^T) V,   lse = ln sum exp(scale * Q K^T),   FlashAttention-2 (Dao 2023), algorithm 1.
 //
-// One block computes kBlockM rows of O for one (batch, head); each warp owns kBlockM / kWarps of them from Q to O, so the
-// softmax never crosses warps. Shared memory: Q | a ring of kStages tiles. K_j and V_j alternate through the ring: when
-// tile t is about to be used, tile t + kStages - 1 is requested into the slot of tile t - 1, which all warps have left.
+// One block computes kBlockM rows of O for one (batch, head); each warp owns kBlockM / kWarps of them from Q to O, so
+// the softmax never crosses warps. Shared memory: Q | a ring of kStages tiles. K_j and V_j alternate through the ring:
+// when tile t is about to be used, tile t + kStages - 1 is requested into the slot of tile t - 1, which all warps have
+// left.
 #ifndef CUPYFLASH_FWD_SM80_CUH
 #define CUPYFLASH_FWD_SM80_CUH
 #include "epilogue.cuh"
@@ -53,7 +54,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const Score<V> score(problem);
     const int first = mask.first_key_block(q0), blocks = max(0, mask.end_key_block(q0) - first);
 
-    // Tile t = 2 i + kAhead of the sequence K_first, V_first, K_first+1, ...: one group of copies each, empty at the end.
+    // Tile t = 2 i + kAhead of the sequence K_first, V_first, K_first+1, ...: one group of copies each, empty at the
+    // end.
     const auto request = [&](int i, auto ahead) {
         constexpr int kAhead = decltype(ahead)::value;
         const int block = i + kAhead / 2;

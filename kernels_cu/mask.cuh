@@ -25,8 +25,8 @@ struct Mask {
     }
     __device__ bool sees_nothing(int qi) const { return first_key(qi) >= end_key(qi); }
 
-    // The same mask counted from query q and key k on. A lane that counts from its own first element compares compile-time
-    // offsets with these four numbers.
+    // The same mask counted from query q and key k on. A lane that counts from its own first element compares
+    // compile-time offsets with these four numbers.
     __device__ Mask from(int q, int k) const {
         Mask m = *this;
         m.seqlen_q -= q, m.seqlen_k -= k, m.lower += q - k, m.upper += q - k;

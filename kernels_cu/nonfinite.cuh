@@ -1,5 +1,5 @@
-// NaN and inf in rows that only some rows of a tile see. A hidden element has P = 0, but 0 * NaN is NaN, so the ordinary
-// product P V would leak it. When an operand of a partly hidden block holds a non-finite element, the block is done as
+// NaN and inf in rows that only some rows of a tile see. A hidden element has P = 0, but 0 * NaN is NaN, so the
+// ordinary product P V would leak it. When an operand of a partly hidden block holds a non-finite element:
 //     acc += P * (V with its non-finite elements replaced by 0),
 // and at the end every non-finite V element is added to those rows of the result that see it (P > 0 there, so inf stays
 // inf of its sign). That second part is rare and works on global memory, element by element.
@@ -49,8 +49,8 @@ __device__ __forceinline__ float sum_non_finite(const T *src, long long stride, 
     return sum;
 }
 
-// dst[i][col] += the non-finite src[j][col] that i sees, for all i < n_dst and j < n_src. All threads of the block together;
-// what they stored to dst before must be visible to the block.
+// dst[i][col] += the non-finite src[j][col] that i sees, for all i < n_dst and j < n_src. All threads of the block
+// together; what they stored to dst before must be visible to the block.
 template <class T, int kThreads, int kCols, class Sees>
 __device__ __forceinline__ void add_non_finite(T *dst, long long dst_stride, int n_dst, const T *src,
                                                long long src_stride, int n_src, Sees sees) {

@@ -16,8 +16,8 @@ struct OnlineSoftmax {
         for (int r = 0; r < kRowsPerLane; ++r) m[r] = -ptx::infinity(), l[r] = 0.f;
     }
 
-    // Scores S become P = 2^(factor (S - m)); O and l follow when m grows. m never lags behind: the largest P of a row is
-    // exactly 1, which 16 bits hold without rounding, and that matters where one key outweighs all others.
+    // Scores S become P = 2^(factor (S - m)); O and l follow when m grows. m never lags behind: the largest P of a row
+    // is exactly 1, which 16 bits hold without rounding, and that matters where one key outweighs all others.
     template <int kN, int kD>
     __device__ void step(AccTile<kRows, kN> &S, AccTile<kRows, kD> &O) {
         float m_new[kRowsPerLane];
@@ -56,7 +56,8 @@ struct OnlineSoftmax {
         }
     }
 
-    // O /= l; lse[r] = ln sum exp of row r, with `unit` times S the scores. sees_nothing(row) marks rows without any key: O = 0, lse = -inf there.
+    // O /= l; lse[r] = ln sum exp of row r, with `unit` times S the scores. sees_nothing(row) marks rows without any
+    // key: O = 0, lse = -inf there.
     template <int kD, class SeesNothing>
     __device__ void finish(AccTile<kRows, kD> &O, float unit, float (&lse)[kRowsPerLane], SeesNothing sees_nothing) {
         #pragma unroll

@@ -7,8 +7,9 @@
 
 __device__ __forceinline__ int lane() { return ptx::thread_index() % 32; }
 __device__ __forceinline__ int warp() { return ptx::thread_index() / 32; }
-// The thread's index and lane computed anew where they stand. The kernels fill the register file with accumulators, so what a loop derives
-// from the thread's index, addresses above all, must not be hoisted out of it and kept: that would spill.
+// The thread's index and lane computed anew where they stand. The kernels fill the register file with accumulators, so
+// what a loop derives from the thread's index, addresses above all, must not be hoisted out of it and kept: that would
+// spill.
 __device__ __forceinline__ ptx::u32 fresh_thread() { return ptx::opaque(ptx::thread_index()); }
 __device__ __forceinline__ int fresh_lane() { return fresh_thread() % 32; }
 
@@ -57,9 +58,9 @@ struct SmemTile {
     }
 };
 
-// One warp's [kRows, kCols] fp32 accumulator. Element i of tile (a, j) of a lane sits at row 16 a + g + 8 (i / 2), column
-// 8 j + 2 t + i % 2: the D fragment of mma.m16n8k16, and of each warp of wgmma.m64nN, so that what is written against
-// for_each serves both families.
+// One warp's [kRows, kCols] fp32 accumulator. Element i of tile (a, j) of a lane sits at row 16 a + g + 8 (i / 2),
+// column 8 j + 2 t + i % 2: the D fragment of mma.m16n8k16, and of each warp of wgmma.m64nN, so that what is written
+// against for_each serves both families.
 template <int kRows, int kCols>
 struct AccTile {
     static constexpr int kRowTiles = kRows / 16, kColTiles = kCols / 8;
@@ -97,7 +98,7 @@ __device__ __forceinline__ float quad_reduce(float v, Op op) {
     return op(v, ptx::shfl_xor(v, 2));
 }
 
-// ---- A operands: [kRows, kDepth] as fragments of 16 x 16; get(k) gives the fragments of depth step k. kUnroll: see gemm ----
+// ---- A operands: [kRows, kDepth] as fragments of 16 x 16; get(k) gives those of depth step k. kUnroll: see gemm ----
 
 // In registers.
 template <class T, int kRows, int kDepth>
@@ -155,9 +156,9 @@ struct SmemA {
 };
 
 // Columns [col0, col0 + kRows_) of a shared-memory tile, transposed.
-template <class Tile, int kRows_>
+template <class Tile, int kRows_, int kUnroll_>
 struct SmemATransposed {
-    static constexpr int kRowTiles = kRows_ / 16, kSteps = Tile::kRows / 16, kUnroll = kSteps % 4 == 0 ? 4 : kSteps;
+    static constexpr int kRowTiles = kRows_ / 16, kSteps = Tile::kRows / 16, kUnroll = kUnroll_ ? kUnroll_ : kSteps;
     Tile from;  // where this lane reads in depth step 0
 
     __device__ SmemATransposed(const Tile &tile, int col0) {
@@ -170,8 +171,9 @@ struct SmemATransposed {
     }
 };
 
-// ---- GEMMs of one warp. The fragments of depth step k + 1 are on their way while step k multiplies. Every A::kUnroll steps
-// the loop branches, which the compiler moves no load across: it otherwise fetches as far ahead as registers last. ----
+// ---- GEMMs of one warp ----
+// The fragments of depth step k + 1 are on their way while step k multiplies. Every A::kUnroll steps the loop branches,
+// which the compiler moves no load across: it otherwise fetches as far ahead as registers last.
 
 // acc += A * B; load_b(k, j, r) fetches the B fragments of depth step k for columns [16 j, 16 j + 16).
 template <class T, class A, int kRows, int kCols, class LoadB>
@@ -216,8 +218,8 @@ __device__ __forceinline__ void gemm_nt(AccTile<kRows, kCols> &acc, const A &a, 
     gemm<T>(acc, a, [&](int k, int j, ptx::u32(&r)[4]) { ptx::ldmatrix_x4(r, from.at(16 * j, 16 * k)); });
 }
 
-// acc += A * B with B columns [col0, col0 + kCols) of a [depth, ...] tile: O += P V. With an odd number of column tiles the
-// last load takes 8 columns more, which no mma uses.
+// acc += A * B with B columns [col0, col0 + kCols) of a [depth, ...] tile: O += P V. With an odd number of column tiles
+// the last load takes 8 columns more, which no mma uses.
 template <class T, class A, int kRows, int kCols, class Tile>
 __device__ __forceinline__ void gemm_nn(AccTile<kRows, kCols> &acc, const A &a, const Tile &b, int col0 = 0) {
     const int lane = fresh_lane();
