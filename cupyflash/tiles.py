@@ -71,15 +71,15 @@ _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
 _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1, dq_unroll=4)),
     (128, BackwardTile(64, 128, 8, 2, 1, split_d=2)),
-    (128, BackwardTile(64, 128, 8, 1, 1, split_d=2)),
-    (128, BackwardTile(64, 64, 4, 1, 1)),
-    (256, BackwardTile(64, 64, 8, 1, 1, split_d=4)),
+    (128, BackwardTile(64, 128, 8, 1, 1, split_d=2, dq_warps_m=4)),
+    (128, BackwardTile(64, 64, 8, 1, 1, split_d=2)),
+    (256, BackwardTile(64, 64, 8, 1, 1, split_d=4, dq_warps_m=1)),
     (256, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
 )
 
 
 def forward_tile(head_dim: int, smem_bytes: int, *, aligned: bool = True) -> ForwardTile:
-    """The tile of the sm80 family's forward. Loads of unaligned rows take registers that a wide block does not leave."""
+    """The tile of the sm80 family's forward. Loads of unaligned rows take registers that wide blocks do not leave."""
     tile = next(t for limit, t in _FORWARD if head_dim <= limit and forward_smem_bytes(t, head_dim) <= smem_bytes)
     return tile if aligned or not 64 < head_dim <= 128 else replace(tile, block_n=32)
 

@@ -13,6 +13,7 @@
 #define CUPYFLASH_BWD_SM80_CUH
 #include "dq_accum.cuh"
 #include "epilogue.cuh"
+#include "gemm.cuh"
 #include "mask.cuh"
 #include "nonfinite.cuh"
 #include "score.cuh"
@@ -82,6 +83,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const Mask<V> mask(problem);
     const Score<V> score(problem);
     const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
+    const int visits = group * blocks;
 
     // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
     struct Visit { int head, m_block; };
@@ -89,7 +91,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         return v.m_block > first ? Visit{v.head, v.m_block - 1} : Visit{v.head + 1, first + blocks - 1};
     };
     const auto request = [&](int i, Visit visit) {
-        if (visit.head < (tile.head + 1) * group) {
+        if (i < visits) {
             const int head = visit.head, q0 = visit.m_block * M;
             const Stage s = stage(i);
             s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
@@ -130,6 +132,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         gemm_nt<T>(P, SmemA<TileKV, kRows>(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
         gemm_nt<T>(dS, SmemA<TileKV, kRows>(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
         // Whether NaN or inf in an operand of this partly hidden tile calls for care (nonfinite.cuh): products show it.
+        // The barrier also says that all warps have used Q, dO and K so far.
         bool careful = false;
         if constexpr (Mask<V>::kHides) careful = masked && ptx::vote_any(ptx::bar_red_or(!P.finite() || !dS.finite()));
         const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
@@ -160,14 +163,11 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         rdS.store(sdS, key0, query0);
         if constexpr (V::kSplitD > 1) rP.store(sP, key0, query0);
 
-        if constexpr (Mask<V>::kHides) {
-            if (careful) {
-                ptx::bar_sync();  // all warps have used what is cleared now
-                clear_non_finite<T, kThreads>(s.sdO);
-                clear_non_finite<T, kThreads>(s.sQ);  // dS is NaN for all keys that such a query sees
-                clear_non_finite<T, kThreads>(sK);
-                ptx::bar_sync();
-            }
+        if (careful) {
+            clear_non_finite<T, kThreads>(s.sdO);
+            clear_non_finite<T, kThreads>(s.sQ);  // dS is NaN for all keys that such a query sees
+            clear_non_finite<T, kThreads>(sK);
+            ptx::bar_sync();
         }
         if constexpr (V::kSplitD == 1) {
             gemm_nn<T>(dV, rP, s.sdO, col0);  // dV += P^T dO
@@ -186,20 +186,18 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
         gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
         const int sequence = tile.batch * problem.heads_q + now.head;
-        const DqTurn<V> turn = DqTurn<V>::of(p, sequence);
+        const DqTurn<V> turn{p, sequence};
         const int rank = tile.block - mask.first_key_block(q0);
         turn.wait(now.m_block, rank);
         Dq::for_each_group(dQ, Dq::accum(p, sequence, now.m_block),
                            [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });
         turn.pass(now.m_block, rank);
-        if constexpr (Mask<V>::kHides) {
-            if (careful) {
-                add_non_finite_keys<V>(p, tile, sequence, q0, sees);
-                ptx::bar_sync();
-                load_keys<V>(sK, p.k, p.k_stride, problem, tile);  // K as it was, for the next S
-                ptx::cp_async_commit_group();
-                was_careful = true;
-            }
+        if (careful) {
+            add_non_finite_keys<V>(p, tile, sequence, q0, sees);
+            ptx::bar_sync();
+            load_keys<V>(sK, p.k, p.k_stride, problem, tile);  // K as it was, for the next S
+            ptx::cp_async_commit_group();
+            was_careful = true;
         }
     };
 
@@ -207,9 +205,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     load_keys<V>(sV, p.v, p.v_stride, problem, tile);
     ptx::cp_async_commit_group();
     Visit now{tile.head * group, first + blocks - 1};
-    if (blocks > 0) request(0, now);
+    request(0, now);
     #pragma unroll 1
-    for (int i = 0; i < group * blocks; ++i, now = after(now)) step(i, now);
+    for (int i = 0; i < visits; ++i, now = after(now)) step(i, now);
 
     ptx::cp_async_wait_group<0>();
     ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
@@ -224,7 +222,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     if (was_careful) {
         ptx::bar_sync();  // dV is written
         T *dv = static_cast<T *>(p.dv) + head_offset(p.dv_stride, tile.batch, tile.head) + k0 * p.dv_stride.row;
-        for (now = {tile.head * group, first + blocks - 1}; now.head < (tile.head + 1) * group; now = after(now)) {
+        now = {tile.head * group, first + blocks - 1};
+        for (int i = 0; i < visits; ++i, now = after(now)) {
             const int q0 = now.m_block * M;
             if (whole(q0)) continue;
             add_non_finite<T, kThreads, V::kHeadDim>(

@@ -33,7 +33,8 @@ struct DqTile {
     // f(accumulator elements, where they lie) for each group of elements that one instruction adds.
     template <class F>
     __device__ static void for_each_group(Acc &acc, float *accum, F f) {
-        float *mine = accum + warp() * (kRows * kCols) + lane() * ptx::kRedWidth;
+        const int thread = fresh_thread();
+        float *mine = accum + thread / 32 * (kRows * kCols) + thread % 32 * ptx::kRedWidth;
         #pragma unroll
         for (int a = 0; a < Acc::kRowTiles; ++a)
             #pragma unroll
@@ -48,19 +49,18 @@ struct DqTile {
 // Deterministic mode: the key blocks of one query tile add in the order of their index. turn[m_block] counts them.
 template <class V>
 struct DqTurn {
-    int *turn;  // of this sequence's query tiles
+    const BwdParams &p;
+    int sequence;
 
-    __device__ static DqTurn of(const BwdParams &p, int sequence) {
-        return {V::kDeterministic
-                    ? p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM)
-                    : nullptr};
+    __device__ int *turn(int m_block) const {
+        return p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM) + m_block;
     }
     // Blocks until `rank` key blocks have added to m_block. Blocks of lower rank have a lower index, so they are
     // running.
     __device__ void wait(int m_block, int rank) const {
         if constexpr (V::kDeterministic) {
-            if (ptx::thread_index() == 0)
-                while (ptx::ld_acquire(turn + m_block) != rank) ptx::nanosleep();
+            if (fresh_thread() == 0)
+                while (ptx::ld_acquire(turn(m_block)) != rank) ptx::nanosleep();
             ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn
         }
     }
@@ -68,7 +68,7 @@ struct DqTurn {
         if constexpr (V::kDeterministic) {
             ptx::fence_gpu();  // this thread's additions come before the turn that thread 0 passes on ...
             ptx::bar_sync();   // ... once all threads are here
-            if (ptx::thread_index() == 0) ptx::st_release(turn + m_block, rank + 1);
+            if (fresh_thread() == 0) ptx::st_release(turn(m_block), rank + 1);
         }
     }
 };

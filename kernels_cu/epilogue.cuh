@@ -8,7 +8,6 @@
 template <class T, int kValidCols, int kRows, int kCols, class Tile>
 __device__ __forceinline__ void store_tile(const Tile &stage, int stage_row, AccTile<kRows, kCols> &acc, T *dst,
                                            long long stride, int row0, int n_rows, int col0 = 0) {
-    ptx::bar_warp_sync();
     #pragma unroll
     for (int a = 0; a < acc.kRowTiles; ++a)
         #pragma unroll

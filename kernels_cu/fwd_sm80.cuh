@@ -8,6 +8,7 @@
 #ifndef CUPYFLASH_FWD_SM80_CUH
 #define CUPYFLASH_FWD_SM80_CUH
 #include "epilogue.cuh"
+#include "gemm.cuh"
 #include "mask.cuh"
 #include "nonfinite.cuh"
 #include "softmax.cuh"
