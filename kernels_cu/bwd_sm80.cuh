@@ -203,7 +203,6 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     load_keys<V>(sK, p.k, p.k_stride, problem, tile);
     load_keys<V>(sV, p.v, p.v_stride, problem, tile);
-    ptx::cp_async_commit_group();
     Visit now{tile.head * group, first + blocks - 1};
     request(0, now);
     #pragma unroll 1

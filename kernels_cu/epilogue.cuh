@@ -4,7 +4,8 @@
 #include "tile.cuh"
 
 // Writes one warp's accumulator to rows [row0, ...) of dst, [n_rows, kValidCols], columns [col0, ...). The warp's own
-// kRows rows of the stage, from stage_row on, must be free: nobody else may read or write them.
+// kRows rows of the stage, from stage_row on, must be free: no other lane may still
+// read or write them.
 template <class T, int kValidCols, int kRows, int kCols, class Tile>
 __device__ __forceinline__ void store_tile(const Tile &stage, int stage_row, AccTile<kRows, kCols> &acc, T *dst,
                                            long long stride, int row0, int n_rows, int col0 = 0) {

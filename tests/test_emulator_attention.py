@@ -10,7 +10,7 @@ import functools
 import numpy as np
 import pytest
 from emulator import MODES
-from emulator.attention import Session, inputs_of
+from emulator.attention import NONFINITE_QUERIES, Session, inputs_of
 from emulator.require import require_compiler
 
 from cupyflash import variant
@@ -18,12 +18,13 @@ from cupyflash.accuracy import Comparison, Oracle
 from cupyflash.cases import Case, select
 from cupyflash.device import Device
 from cupyflash.plan import backward_plan, forward_plan
+from cupyflash.problem import Problem
 
 require_compiler()
 
 ARCHS = ("sm_80", "sm_86", "sm_90")  # much shared memory, little, and 16-byte reductions
 TESTED_MODES = ("race", "late")
-CASES = {case.name: case for case in select(tag="emulator")}
+CASES = {case.name: case for case in select(tag="emulator")} | NONFINITE_QUERIES
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -31,12 +32,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(metafunc.config.getoption("--emulator-seeds")))
 
 
-def shipped_case(problem: variant.Problem, aligned: bool) -> Case:
+def shipped_case(problem: Problem, aligned: bool) -> Case:
     """Small shapes for one shipped problem: partial tiles, at least five tiles of keys and, for d < 200, of queries."""
     window = None if problem.window == (None, None) else problem.window
     name = f"shipped-{problem.dtype}-d{problem.head_dim}-{problem.window[0]}-{problem.window[1]}".replace("None", "all")
     return Case(
-        name, "full", 323 if problem.head_dim < 200 else 131, 331, problem.head_dim, heads_q=2, heads_k=1, window=window,
+        name, "full", 323 if problem.head_dim < 200 else 131, 331, problem.head_dim,
+        heads_q=2, heads_k=1, window=window,
         scale=problem.scale if problem.scale != 1 else None, deterministic=problem.deterministic,
         memory="contiguous" if aligned else "misaligned", dlse=True, dtypes=(problem.dtype,),
     )  # fmt: skip

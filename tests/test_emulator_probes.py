@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
 import pytest
-from emulator import MODES, probe_cpu, probes
+from emulator import MODES, EmulatorError, probe_cpu, probes
 from emulator.require import require_compiler
 
 from cupyflash import nvrtc
@@ -18,6 +19,8 @@ NAMES = tuple(probes.all_probes())
 
 @functools.cache
 def golden() -> dict[str, probes.Words]:
+    if not probes.GOLDEN.exists():
+        pytest.fail(f"{probes.GOLDEN} is missing: run tests/emulator/probe_gpu.py on an H200", pytrace=False)
     with np.load(probes.GOLDEN) as file:
         return {name: file[name] for name in file.files}
 
@@ -37,6 +40,24 @@ def test_emulator_agrees_with_h200(unit: str, mode: str) -> None:
         if probe.name not in golden() or not np.array_equal(_canonical(got), _canonical(golden()[probe.name])):
             different.append(probe.name)
     assert not different
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("tma_load_2d_b128", (4, 5)),
+        ("tma_store_2d_b128", (-8, 3)),
+        ("tma_store_2d_b128", (8, -3)),
+        ("tma_store_3d", (16, 5, -1)),
+        ("tma_reduce_2d", (-4, 9)),
+        ("tma_reduce_2d", (4, -5)),
+    ],
+)
+def test_emulator_refuses_what_h200_refuses(name: str, at: tuple[int, ...]) -> None:
+    """Coordinates on which an H200 stops with an illegal instruction."""
+    probe = probes.all_probes()[name]
+    with pytest.raises(EmulatorError, match="coordinate"):
+        probe_cpu.run(dataclasses.replace(probe, args=(probe.args[0], *at)), MODES["race"])
 
 
 def _canonical(words: probes.Words) -> probes.Words:

@@ -11,9 +11,7 @@ struct EmuSite {
 };
 
 // What a CUDA thread can ask about itself. Clusters lie along x; kernels use one dimension.
-struct EmuThread {
-    int thread, block, threads, blocks, cluster_rank;
-};
+struct EmuThread { int thread, block, threads, blocks, cluster_rank; };
 
 extern "C" {
 extern EmuThread *emu_self;  // the thread that is running
@@ -59,8 +57,8 @@ void emu_fence_proxy_async();
 enum { kEmuLoad = 0, kEmuStore = 1, kEmuReduce = 2, kEmuLoad1d = 3, kEmuStore1d = 4, kEmuReduce1d = 5, kEmuToPeer = 6 };
 int emu_tensor_map_encode(void *out, int dims, int element_bytes, void *base, const uint64_t *sizes,
                           const uint64_t *strides_bytes, const uint32_t *box, int swizzle);
-void emu_tma(int kind, uint32_t smem, const void *map, uint32_t bar, const int *coordinates, int dims, uint32_t multicast,
-             EmuSite site);
+void emu_tma(int kind, uint32_t smem, const void *map, uint32_t bar, const int *coordinates, int dims,
+             uint32_t multicast, EmuSite site);
 void emu_bulk(int kind, uint32_t smem, void *global, uint32_t bytes, uint32_t peer, uint32_t bar, EmuSite site);
 void emu_bulk_commit();
 void emu_bulk_wait(int pending, bool read_only);
@@ -72,6 +70,10 @@ void emu_wgmma_fence(EmuSite site);
 void emu_wgmma_commit(EmuSite site);
 void emu_wgmma_wait(int pending, EmuSite site);
 void emu_setmaxnreg(int registers, EmuSite site);
+
+// Numbers.
+float emu_f16_to_f32(uint16_t x);
+uint16_t emu_f32_to_f16(float x);
 
 // Clusters.
 uint32_t emu_mapa(uint32_t addr, uint32_t rank, EmuSite site);

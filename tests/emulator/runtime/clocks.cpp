@@ -16,7 +16,8 @@ void Clocks::reset(int thread_count, int warps) {
 std::string Clocks::name(int component) const {
     char out[64];
     const int warps = threads / 32;
-    if (component < threads) snprintf(out, sizeof out, "thread %d (warp %d lane %d)", component, component / 32, component % 32);
+    if (component < threads)
+        snprintf(out, sizeof out, "thread %d (warp %d lane %d)", component, component / 32, component % 32);
     else if (component < threads + kMaxMbarriers)
         snprintf(out, sizeof out, "copy of mbarrier #%d", component - threads);
     else if (component < threads + kMaxMbarriers + warps)

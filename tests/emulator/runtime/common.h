@@ -19,12 +19,12 @@ using u32 = uint32_t;
 using u64 = uint64_t;
 using Site = EmuSite;
 
-constexpr int kMaxFibers = 4096;            // threads of all resident blocks
-constexpr int kStackBytes = 128 * 1024;     // of one CUDA thread
-constexpr u32 kSmemBytes = 232448;          // largest dynamic shared memory of any GPU, 227 KiB
+constexpr int kMaxFibers = 4096;                           // threads of all resident blocks
+constexpr int kStackBytes = 128 * 1024;                    // of one CUDA thread
+constexpr u32 kSmemBytes = 232448;                         // largest dynamic shared memory of any GPU, 227 KiB
 constexpr u32 kCtaShift = 18, kCtaSpan = 1u << kCtaShift;  // shared address space of one block in its cluster
 constexpr int kMaxCluster = 2;
-constexpr int kMaxMbarriers = 64;           // of one cluster
+constexpr int kMaxMbarriers = 64;  // of one cluster
 
 enum Scheduler { kInOrder = 0, kRandom = 1, kPriority = 2, kStarve = 3 };
 enum Completion { kEarly = 0, kLate = 1, kAnyTime = 2 };
@@ -43,9 +43,7 @@ struct Config {
     int ordered_red;  // additions to one address by different blocks must be ordered (deterministic kernels)
 };
 
-struct Stats {
-    u64 switches, collectives, matrix_ops, async_ops, accesses, races, ldmatrix, ldmatrix_wavefronts;
-};
+struct Stats { u64 switches, collectives, matrix_ops, async_ops, accesses, races, ldmatrix, ldmatrix_wavefronts; };
 
 extern Config config;
 extern Stats stats;

@@ -39,8 +39,6 @@ struct Fiber : EmuThread {
     std::vector<std::vector<CpAsync>> copy_groups;  // committed, oldest first
     std::vector<int> bulk;                          // bulk copies, open group: indices into Cluster::bulk
     std::vector<std::vector<int>> bulk_groups;
-
-    Released *released = nullptr;  // scratch of acquire-release operations
 };
 
 // A rendezvous of the 32 lanes of a warp; the last one computes for all.
@@ -61,16 +59,17 @@ struct WgmmaState {
 struct Warp {
     Cluster *cluster;
     Cta *cta;
-    Fiber *lanes;   // 32 of them
-    int index;      // in the cluster
-    int in_cta;     // in its block
-    u32 runnable;   // lanes
-    u32 parked;     // lanes that have reached a wait, while others of the warp may still come
+    Fiber *lanes;  // 32 of them
+    int index;     // in the cluster
+    int in_cta;    // in its block
+    u32 runnable;  // lanes
+    u32 parked;    // lanes that have reached a wait, while others of the warp may still come
     int priority;
     Collective collective;
     WgmmaState wgmma;
     u32 wgmma_clock = 0, bulk_clock = 0;  // of its asynchronous reads
     int max_registers;
+    int cluster_phase;  // in which it has arrived at the cluster's barrier
 };
 
 // Hardware barrier 0..15 of a block, or the barrier of a cluster.
@@ -80,6 +79,8 @@ struct Barrier {
     Site site{};
     std::vector<Warp *> waiting;
     Released released;
+    int phase = 0;  // of a cluster barrier, whose arrivals and waits are separate
+    Released done;  // what the arrivals of the phase before have released
 };
 
 struct Cta {
@@ -118,7 +119,7 @@ extern Fiber *current;  // null outside of fibers
 extern std::vector<std::unique_ptr<Cluster>> clusters;
 
 // ---- Scheduling (scheduler.cpp) ----
-void reset_scheduler(int warps);
+void reset_scheduler();
 void add_warps(Cluster &cluster);
 // Runs fibers until all threads of some cluster have exited (returns it) or nothing can run any more (null).
 Cluster *run_until_exit();

@@ -1,0 +1,158 @@
+"""Compiles the runtime and kernel units with g++; shared libraries are cached by the content of all that went in."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from filelock import FileLock
+
+HERE = Path(__file__).resolve().parent
+RUNTIME, TWIN = HERE / "runtime", HERE / "twin"
+# Frame pointers: messages carry the call stack of the CUDA thread.
+_COMMON = ["-std=c++17", "-fPIC", "-fno-omit-frame-pointer", "-fno-strict-aliasing", "-Wall", "-Wextra"]
+_X86 = ["-mavx2", "-mfma", "-mf16c"]
+_KERNEL = [
+    "-O1",
+    "-g1",  # lines and inlining; for variables in gdb: -O0 -g
+    "-fsanitize=thread",  # plain loads and stores call runtime/hooks.cpp; libtsan is not linked
+    "--param=tsan-instrument-func-entry-exit=0",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",  # else statics of two kernels with the same name are one
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-parameter",
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Wno-unused-but-set-variable",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
+_STALE_SECONDS = 14 * 24 * 3600
+_TWINS = ("ptx.h", "ptx_sm90.h", "ptx_more.h")
+
+
+class BuildError(RuntimeError):
+    """g++ refused a source; the message is its output."""
+
+
+def missing_compiler() -> str | None:
+    """Why the emulator cannot run here, with the way out, or None."""
+    if shutil.which("g++") is None:
+        return "the emulator needs g++ with C++17: apt-get install g++"
+    if platform.system() != "Linux":
+        return "the emulator runs on Linux only"
+    if platform.machine() in ("x86_64", "AMD64") and "avx2" not in Path("/proc/cpuinfo").read_text():
+        return "the emulator needs a CPU with AVX2, FMA and F16C"
+    return None
+
+
+@functools.cache
+def _compiler() -> str:
+    done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[0]
+
+
+def _machine_flags() -> list[str]:
+    return _X86 if platform.machine() in ("x86_64", "AMD64") else []
+
+
+@functools.cache
+def build_folder() -> Path:
+    """Where shared libraries are kept: beside the sources, or in a temporary folder if that cannot be written."""
+    folder = HERE / ".build"
+    try:
+        folder.mkdir(exist_ok=True)
+        (folder / ".gitignore").write_text("*\n")
+    except OSError:
+        folder = Path(tempfile.mkdtemp(prefix="cupyflash-emulator-"))
+    return folder
+
+
+def digest(*parts: object) -> str:
+    return hashlib.sha256(repr((_compiler(), *parts)).encode()).hexdigest()[:16]
+
+
+def _publish(path: Path, text: str) -> None:
+    """Write a file so that another process never sees half of it."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _compile(command: Sequence[str], out: Path, cwd: Path | None = None) -> None:
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.{threading.get_ident()}")
+    done = subprocess.run(["g++", *command, "-o", str(temporary)], cwd=cwd, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(done.stderr[:8000])
+    os.replace(temporary, out)
+
+
+@functools.cache
+def twin_texts() -> dict[str, str]:
+    files = [*sorted(TWIN.glob("*.h")), RUNTIME / "api.h"]
+    return {f.name: f.read_text() for f in files}
+
+
+def _remove_stale() -> None:
+    """Libraries that no recent source asks for; each edit of a kernel leaves some behind."""
+    for path in build_folder().glob("*.so"):
+        if time.time() - path.stat().st_atime > _STALE_SECONDS:
+            path.unlink(missing_ok=True)
+
+
+def build_runtime() -> Path:
+    """The emulator itself: one shared library, compiled once."""
+    sources = sorted(RUNTIME.glob("*.cpp"))
+    flags = [*_COMMON, *_machine_flags(), "-O2", "-g"]
+    texts = [f.read_text() for f in sorted(RUNTIME.glob("*.*"))]
+    out = build_folder() / f"runtime-{digest(texts, flags)}.so"
+    with FileLock(f"{out}.lock"):  # one process of the test run builds, with both cores
+        if out.exists():
+            return out
+        _remove_stale()
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+            objects = [Path(folder) / f"{f.stem}.o" for f in sources]
+            each = zip(sources, objects, strict=True)
+            for job in [pool.submit(_compile, [*flags, "-c", str(source)], to) for source, to in each]:
+                job.result()
+            _compile(["-shared", *map(str, objects), "-ldl"], out)
+    return out
+
+
+def build_kernel(source: str, headers: Mapping[str, str], symbols: Sequence[str], arch: int = 800) -> Path:
+    """The shared library of one entry unit, as handed to NVRTC.
+
+    Args:
+        source: the unit; it includes some of `headers` and defines the kernels `symbols`.
+        headers: text by file name; messages call them ``kernels_cu/<name>``.
+        arch: what ``__CUDA_ARCH__`` would be, for the twins.
+    """
+    flags = [*_COMMON, *_KERNEL, *_machine_flags(), f"-DEMULATED_ARCH={arch}"]
+    key = digest(source, sorted(headers.items()), twin_texts(), flags, symbols)
+    out = build_folder() / f"{symbols[0]}-{key}.so"
+    if out.exists():
+        return out
+    folder = build_folder() / f"headers-{digest(sorted(headers.items()))}"
+    for name, text in headers.items():
+        _publish(folder / "kernels_cu" / name, text)
+    unit = folder / f"{symbols[0]}-{key}.cpp"
+    _publish(unit, source + "".join(f"\nEMU_ENTRY({symbol})" for symbol in symbols) + "\n")
+    includes = [*(f"-include{TWIN / name}" for name in _TWINS), "-Ikernels_cu"]
+    with tempfile.TemporaryDirectory() as scratch:  # in two steps: linking with -fsanitize=thread would pull in libtsan
+        unit_object = Path(scratch) / "unit.o"
+        _compile([*flags, *includes, "-c", unit.name], unit_object, cwd=folder)
+        _compile(["-shared", str(unit_object), "-Wl,-Bsymbolic"], out)
+    return out

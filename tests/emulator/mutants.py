@@ -1,0 +1,92 @@
+# ruff: noqa: E501 (source texts to be replaced)
+"""Bugs planted in kernel sources: edits of header texts, for the tests that show that the emulator can fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cupyflash.variant import kernel_sources
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One edit, and how it must show.
+
+    Attributes:
+        file, old, new: `old` stands once in kernels_cu/`file`.
+        case: name in the case table.
+        finds: what the message of the race detector matches; "" if the numbers are wrong.
+        arch: which device is planned for.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    case: str
+    finds: str
+    arch: str = "sm_80"
+
+    def headers(self) -> dict[str, str]:
+        text = kernel_sources()[self.file]
+        assert text.count(self.old) == 1, (
+            f"{self.name}: {self.old!r} stands {text.count(self.old)} times in {self.file}"
+        )
+        return {self.file: text.replace(self.old, self.new)}
+
+
+FORWARD = (
+    Bug("no barrier after the copies", "fwd_sm80.cuh", "ptx::cp_async_wait_group<kStages - 2>();\n        ptx::bar_sync();",
+        "ptx::cp_async_wait_group<kStages - 2>();", "dense-d64", r"RACE, .*(tile|gemm)\.cuh:\d+"),
+    Bug("wait one group too lax", "fwd_sm80.cuh", "cp_async_wait_group<kStages - 2>", "cp_async_wait_group<kStages - 1>",
+        "causal-d128", r"RACE, access to the destination of cp\.async before its wait_group.*(tile|gemm)\.cuh:\d+"),
+    Bug("stage requested one too early", "fwd_sm80.cuh", "request(i, Int<kStages - 1>{});", "request(i, Int<kStages>{});",
+        "dense-d128", r"RACE, .*(tile|gemm)\.cuh:\d+"),
+    Bug("copies of another tile's group", "fwd_sm80.cuh", "        ptx::cp_async_commit_group();\n", "", "dense-d64", r"RACE, "),
+    Bug("mask off by one", "mask.cuh", "ki - qi <= upper", "ki - qi <= upper + 1", "causal-d64", ""),
+    Bug("no bound of the keys", "mask.cuh", "bool full(int q0, int k0) const { return k0 >=",
+        "bool full(int q0, int k0) const { return !kHides || k0 >=", "dense-d64", ""),
+    Bug("copy out of bounds", "tile.cuh", "ptx::cp_async_16(at(row, 8 * chunk), from, valid);",
+        "ptx::cp_async_16(at(row, 8 * chunk), from, true);", "dense-d64", r"cp\.async at kernels_cu/tile\.cuh:\d+: bytes .* of buffer '[qk]'"),
+    Bug("store out of bounds", "epilogue.cuh", "if (row0 + row < n_rows && col < kValidCols)", "if (col < kValidCols)",
+        "dense-d64", r"store at kernels_cu/epilogue\.cuh:\d+.*(out of bounds|writes to the input|in no buffer)"),
+    Bug("epilogue reads another lane's rows", "epilogue.cuh", "    ptx::bar_warp_sync();\n    constexpr int kChunks",
+        "    constexpr int kChunks", "dense-d64", r"RACE, read after write: .*epilogue\.cuh:\d+"),
+    Bug("divergent shuffle", "softmax.cuh", "            l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });",
+        "            if (lane() != 5) l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });", "dense-d64",
+        r"warp divergence|DEADLOCK"),
+    Bug("divergent barrier", "fwd_sm80.cuh", "ptx::bar_sync();\n    };\n\n    AccTile", "if (lane() != 3) ptx::bar_sync();\n    };\n\n    AccTile",
+        "dense-d64", r"warp divergence|DEADLOCK"),
+    Bug("wrong row of a swizzled tile", "tile.cuh", "static constexpr int kRowBytes = 16 * (kChunks | 1)",
+        "static constexpr int kRowBytes = 16 * (kChunks - 1)", "dense-d64", r"RACE|outside"),
+)  # fmt: skip
+
+BACKWARD = (
+    Bug("no barrier before dQ", "bwd_sm80.cuh", "            ptx::bar_sync();                  // dS is complete, and every warp is done with Q and dO\n",
+        "", "dense-d64", r"RACE, read after write: .*(tile|gemm)\.cuh:\d+"),
+    Bug("no barrier before Q and dO", "bwd_sm80.cuh", "        ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before\n",
+        "", "dense-d64", r"RACE, .*(tile|gemm)\.cuh:\d+"),
+    Bug("no wait for Q and dO", "bwd_sm80.cuh", "        ptx::cp_async_wait_group<0>();\n        ptx::bar_sync();  // Q", "        ptx::bar_sync();  // Q",
+        "dense-d64", r"RACE, access to the destination of cp\.async"),
+    Bug("P and dS exchanged without a barrier", "bwd_sm80.cuh", "            ptx::bar_sync();  // P and dS are complete\n", "",
+        "dense-d256", r"RACE, read after write: .*(tile|gemm)\.cuh:\d+"),
+    Bug("dQ stored, not added", "bwd_sm80.cuh", "[](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });",
+        "[](float (&x)[ptx::kRedWidth], float *accum) { for (int i = 0; i < ptx::kRedWidth; ++i) accum[i] += x[i]; });",
+        "dense-d64", r"RACE, .*buffer 'dq_accum'"),
+    Bug("turn not waited for", "dq_accum.cuh", "while (ptx::ld_acquire(turn(m_block)) != rank) ptx::nanosleep();", ";",
+        "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'.*dq_accum\.cuh|bwd_sm80\.cuh"),
+    Bug("turn waited for by one thread only", "dq_accum.cuh", "            ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn\n",
+        "", "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'"),
+    Bug("turn passed on too early", "dq_accum.cuh", "            ptx::bar_sync();   // ... once all threads are here\n", "",
+        "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'"),
+    Bug("turn never passed on", "dq_accum.cuh", "ptx::st_release(turn(m_block), rank + 1);", ";", "deterministic",
+        r"DEADLOCK(.|\n)*nanosleep at kernels_cu/dq_accum\.cuh:\d+"),
+    Bug("staging before all warps are done", "bwd_sm80.cuh", "    ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results\n",
+        "", "dense-d64", r"RACE, write after read: .*epilogue\.cuh:\d+"),
+    Bug("ring slot of the wrong step", "bwd_sm80.cuh", "sV.base + TileKV::kBytes + i % kStages * Stage::kBytes", "sV.base + TileKV::kBytes",
+        "dense-d64", r"RACE, "),
+    Bug("query mask off by one", "bwd_sm80.cuh", "mask.from(q0 + first_query, k0 + key0 + lane / 4)",
+        "mask.from(q0 + first_query + 1, k0 + key0 + lane / 4)", "causal-d64", ""),
+    Bug("statistics out of bounds", "bwd_sm80.cuh", "p.row_stats + 2 * (row + r), q0 + r < problem.seqlen_q)", "p.row_stats + 2 * (row + r), true)",
+        "dense-d64", r"cp\.async at kernels_cu/bwd_sm80\.cuh:\d+: bytes .* of buffer 'row_stats'"),
+)  # fmt: skip

@@ -1,0 +1,51 @@
+"""Runs layout probes on the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import numpy as np
+
+from . import probes
+from .launch import EmulatedKernel, EmulatorError, Memory, Mode, runtime
+from .probes import Map, Probe, Words
+
+
+@functools.cache
+def _headers() -> dict[str, str]:
+    return probes.headers()
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(name: str) -> EmulatedKernel:
+    probe = probes.all_probes()[name]
+    unit = probes.units()[probe.unit]
+    return EmulatedKernel(probes.unit_source(unit), _headers(), probe.symbol, 900, [p.symbol for p in unit])
+
+
+def encode(m: Map, address: int) -> np.ndarray:
+    """The tensor map as the emulator's kernels get it: 128 bytes."""
+    out = np.zeros(16, np.uint64)
+    n = len(m.sizes)
+    failed = runtime().emu_tensor_map_encode(
+        ctypes.c_void_p(out.ctypes.data), n, m.element_bytes, ctypes.c_void_p(address), (ctypes.c_uint64 * n)(*m.sizes),
+        (ctypes.c_uint64 * max(1, n - 1))(*m.strides_bytes), (ctypes.c_uint32 * n)(*m.box), m.swizzle,
+    )  # fmt: skip
+    if failed:
+        raise EmulatorError(f"tensor map refused, rule {failed}: {m}")
+    return out
+
+
+def run(probe: Probe, mode: Mode, seed: int = 0) -> Words:
+    """What the probe writes."""
+    with Memory() as memory:
+        source = memory.input("in", probe.words_in)
+        address, out = memory.output("out", probe.out.shape, np.uint32)
+        out[...] = probe.out
+        tensor = (
+            encode(probe.map, source if probe.map.on == "in" else address) if probe.map else np.zeros(16, np.uint64)
+        )
+        args = [tensor, np.uint64(source), np.uint64(address), probe.structured_args]
+        _kernel(probe.name)(probe.blocks, probe.threads, probe.smem_bytes, args, mode, seed, probe.cluster)
+        return out.copy()

@@ -1,0 +1,39 @@
+// Global memory: buffers between guard pages.
+#ifndef EMULATOR_GLOBAL_H
+#define EMULATOR_GLOBAL_H
+#include "race.h"
+
+namespace emu {
+
+// An access to global memory by thread or asynchronous component `component` of cluster number `cluster`.
+struct GlobalAccess {
+    int cluster = -1, component = 0;
+    u32 clock = 0, site = 0;
+    bool atomic = false;
+};
+
+struct GlobalCell {
+    GlobalAccess write, read;
+    int more = 0;  // further reads and all atomic additions since the last write: index into Buffer::more
+};
+
+constexpr u32 kGlobalGranule = 2;  // bytes with one record: the smallest element
+
+struct Buffer {
+    char name[32];
+    char *lo;
+    size_t bytes;
+    char *map;
+    size_t map_bytes;
+    bool writable;
+    std::vector<GlobalCell> cells;  // made at the first write
+    std::vector<std::vector<GlobalAccess>> more;
+};
+
+extern std::vector<Buffer> buffers;
+Buffer *find_buffer(const void *p);
+void put_fault(const void *address);  // describes an access that hit a guard page
+void reset_global();
+
+}  // namespace emu
+#endif

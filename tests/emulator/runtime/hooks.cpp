@@ -1,0 +1,43 @@
+// g++ -fsanitize=thread announces every plain load and store of the kernel by a call. These are our own definitions;
+// libtsan is never linked. Kernels reach shared memory through ptx:: only, so what arrives here is global memory or the
+// thread's own stack.
+#include "global.h"
+
+namespace emu {
+
+static inline void plain_access(const void *p, u32 bytes, bool write, const void *pc) {
+    if (!current) return;
+    const char *c = static_cast<const char *>(p);
+    if (c >= current->stack && c < current->stack + kStackBytes) return;
+    const Site site{static_cast<const char *>(pc), -1};
+    if (!find_buffer(p)) {
+        if (!write) return;  // the kernel's arguments and constants; a wild pointer faults by itself
+        fail("store at %s: address %p is in no buffer", text(site).c_str(), p);
+    }
+    global_access(p, bytes, write ? kGlobalWrite : kGlobalRead, write ? "store" : "load", site);
+}
+
+}  // namespace emu
+
+using emu::plain_access;
+
+#define ACCESS(size)                                                                                         \
+    void __tsan_read##size(void *p) { plain_access(p, size, false, __builtin_return_address(0)); }           \
+    void __tsan_write##size(void *p) { plain_access(p, size, true, __builtin_return_address(0)); }           \
+    void __tsan_unaligned_read##size(void *p) { plain_access(p, size, false, __builtin_return_address(0)); } \
+    void __tsan_unaligned_write##size(void *p) { plain_access(p, size, true, __builtin_return_address(0)); }
+
+extern "C" {
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+void __tsan_read_range(void *p, size_t n) { plain_access(p, n, false, __builtin_return_address(0)); }
+void __tsan_write_range(void *p, size_t n) { plain_access(p, n, true, __builtin_return_address(0)); }
+void __tsan_func_entry(void *) {}
+void __tsan_func_exit() {}
+void __tsan_init() {}
+void __tsan_vptr_update(void *, void *) {}
+void __tsan_vptr_read(void *) {}
+}

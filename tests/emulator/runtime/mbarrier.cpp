@@ -1,0 +1,134 @@
+#include "mbarrier.h"
+
+#include "race.h"
+
+namespace emu {
+
+// What the eight bytes of an initialised barrier hold, so that overwriting one is noticed.
+static u64 cookie(u32 bar) { return 0x6d62617272696572ull ^ bar; }
+
+MBarrier &find_mbarrier(u32 bar, const char *op, Site site) {
+    const u8 *p = checked_smem(bar, 8, 8, op, site);
+    MBarrier &m = current->cluster->mbarriers[bar];
+    u64 stored;
+    memcpy(&stored, p, 8);
+    if (!m.ready) fail("%s at %s: shared memory + %u is not an initialised mbarrier", op, text(site).c_str(), bar);
+    if (stored != cookie(bar))
+        fail("%s at %s: the mbarrier at shared memory + %u was overwritten", op, text(site).c_str(), bar);
+    if (config.race) {  // its initialisation must come before
+        const SharedCell &cell = current->cluster->shadow->cell(bar);
+        const Clocks &clocks = current->cluster->clocks;
+        if (cell.write.component >= 0 && cell.write.component != current->index &&
+            cell.write.clock > current->cluster->clocks.data_of(current->index)[cell.write.component])
+            report_race("mbarrier used before its initialisation is visible", "shared memory + " + std::to_string(bar),
+                        clocks.name(current->index), clocks.name(cell.write.component), site, cell.write.site);
+    }
+    return m;
+}
+
+// A wait names its phase by parity only. So phase k + 1 must not complete before every warp that waits for phase k has
+// returned from that wait: else it takes the phase after for the one before and waits for ever. Checked by cause, so it
+// does not depend on the schedule. One lane is enough: the others of its warp pass the wait with it.
+static void check_overrun(u32 bar, MBarrier &m) {
+    if (!config.race) return;
+    struct Waiter {
+        int warp;
+        Site site;
+        bool returned;
+    };
+    std::vector<Waiter> waiters;
+    for (const MBarrier::Seen &s : m.seen) {
+        if (s.phase + 1 != m.phase) continue;
+        auto w = std::find_if(waiters.begin(), waiters.end(), [&](const Waiter &x) {
+            return x.warp == s.thread / 32 && x.site.line == s.site.line && x.site.file == s.site.file;
+        });
+        if (w == waiters.end()) w = waiters.insert(w, {s.thread / 32, s.site, false});
+        w->returned |= !m.collecting.cause.empty() && m.collecting.cause[s.thread] >= s.clock;
+    }
+    m.seen.clear();
+    for (const Waiter &w : waiters) {
+        if (w.returned) continue;
+        if (!report_once(0x9000000000000000ull ^ reinterpret_cast<u64>(w.site.file) ^
+                         static_cast<u64>(w.site.line) << 40))
+            continue;
+        put("%sPHASE OVERRUN: the mbarrier at shared memory + %u can complete phase %u before warp %d has seen phase %u, for "
+            "which it waits at %s: that wait may never return",
+            message_is_empty() ? "" : "\n", bar & (kCtaSpan - 1), m.phase, w.warp, m.phase - 1, text(w.site).c_str());
+    }
+}
+
+static void complete_phase_if_due(u32 bar, MBarrier &m) {
+    if (m.pending != 0 || m.tx != 0) return;
+    check_overrun(bar, m);
+    ++m.phase;
+    m.pending = m.count;
+    m.done = m.collecting;  // clocks only grow: the next phase keeps what this one has released
+    for (Fiber *f : m.waiting) wake(*f);
+    m.waiting.clear();
+}
+
+void complete_tx(Cluster &cluster, BulkOp &op, u32 bytes) {
+    MBarrier &m = cluster.mbarriers[op.bar];
+    m.tx -= bytes;
+    if (config.race) {
+        Clocks &c = cluster.clocks;
+        if (m.collecting.data.empty()) m.collecting.data.assign(c.size, 0);
+        u32 &copies = m.collecting.data[op.component];
+        copies = std::max(copies, op.clock);
+        join(m.collecting.cause, op.cause.data(), c.threads);
+    }
+    complete_phase_if_due(op.bar, m);
+}
+
+}  // namespace emu
+
+using namespace emu;
+
+void emu_mbarrier_init(u32 bar, u32 count, Site site) {
+    u8 *p = checked_smem(bar, 8, 8, "mbarrier.init", site);
+    if (!count) fail("mbarrier.init at %s: a count of 0", text(site).c_str());
+    shared_access(bar, 8, true, site);
+    auto &all = current->cluster->mbarriers;
+    const bool again = all.count(bar) && all[bar].ready;
+    const int number = again ? all[bar].number : static_cast<int>(all.size());
+    if (number >= kMaxMbarriers) fail("mbarrier.init at %s: more than %d mbarriers", text(site).c_str(), kMaxMbarriers);
+    MBarrier &m = all[bar];
+    m = MBarrier();
+    m.ready = true;
+    m.count = m.pending = count;
+    m.number = number;
+    m.site = site;
+    const u64 c = cookie(bar);
+    memcpy(p, &c, 8);
+}
+
+void emu_mbarrier_arrive(u32 bar, int64_t tx, Site site) {
+    preempt();
+    checked_smem(bar, 8, 8, "mbarrier.arrive", site);
+    if (!current->cluster->ctas[bar >> kCtaShift].live)
+        fail("mbarrier.arrive at %s: on a block of the cluster that has exited", text(site).c_str());
+    MBarrier &m = find_mbarrier(bar, "mbarrier.arrive", site);
+    if (!m.pending) fail("mbarrier.arrive at %s: more arrivals than the count of %u", text(site).c_str(), m.count);
+    release(*current, m.collecting);
+    if (tx > 0) m.tx += tx;
+    --m.pending;
+    complete_phase_if_due(bar, m);
+    preempt();
+}
+
+void emu_mbarrier_wait(u32 bar, u32 parity, Site site) {
+    gather();
+    if (config.lanes_alone) preempt();
+    find_mbarrier(bar, "mbarrier.try_wait", site);
+    for (;;) {
+        MBarrier &m = current->cluster->mbarriers[bar];
+        if ((m.phase & 1) != (parity & 1)) {
+            acquire(*current, m.done);
+            if (config.race)
+                m.seen.push_back({m.phase - 1, current->index, current->cluster->clocks.now(current->index), site});
+            return;
+        }
+        m.waiting.push_back(current);
+        block_current("mbarrier.try_wait", site, bar);
+    }
+}

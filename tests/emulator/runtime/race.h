@@ -1,0 +1,54 @@
+// The race detector: every access is compared with those before it by happens-before, so that a race is found on any
+// schedule in which both accesses occur.
+#ifndef EMULATOR_RACE_H
+#define EMULATOR_RACE_H
+#include "threads.h"
+
+namespace emu {
+
+constexpr u32 kGranule = 4;  // bytes of shared memory with one record; no wrapper accesses fewer
+
+// An access by component `component` of the cluster's clocks at its time `clock`. component < 0: none.
+struct Access {
+    int component = -1;
+    u32 clock = 0, site = 0;
+};
+
+struct SharedCell {
+    Access write, reads[2];
+    int more = 0;               // further reads: index into SharedShadow::more, 0 for none
+    bool async_write = false;   // the write was asynchronous (TMA)
+    bool copy_pending = false;  // cp.async is under way
+};
+
+struct SharedShadow {
+    std::vector<SharedCell> cells;  // of all blocks of the cluster, one after the other
+    std::vector<std::vector<Access>> more;
+    std::vector<int> free_more;
+    u32 cta_cells;
+
+    void reset(int ctas, u32 smem_bytes);
+    SharedCell &cell(u32 addr) { return cells[(addr >> kCtaShift) * cta_cells + (addr & (kCtaSpan - 1)) / kGranule]; }
+};
+
+// An ordinary access of the running thread.
+void shared_access(u32 addr, u32 bytes, bool write, Site site);
+// An asynchronous access on behalf of thread `issuer`.
+void shared_access_async(Fiber &issuer, u32 addr, u32 bytes, bool write, int component, u32 clock, Site site);
+void shared_copy_pending(u32 addr, u32 bytes, bool pending, Site site);  // cp.async issued, or waited for
+
+void report_race(const char *kind, const std::string &where, const std::string &now, const std::string &before,
+                 Site site, u32 before_site);
+u32 intern(Site site);
+Site site_of(u32 interned);
+bool report_once(u64 key);  // counts a race; whether to describe it
+
+// ---- Global memory ----
+enum { kGlobalRead, kGlobalWrite, kGlobalAtomic };
+// Checks bounds; in race mode also orders the access among those of all blocks.
+void global_access(const void *p, u32 bytes, int kind, const char *op, Site site);
+void global_access_async(Fiber &issuer, const void *p, u32 bytes, int kind, int component, u32 clock, const char *op,
+                         Site site);
+
+}  // namespace emu
+#endif

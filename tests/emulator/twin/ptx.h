@@ -1,0 +1,108 @@
+// Twin of kernels_cu/ptx.cuh: the same names, on the emulator. Defining the guard keeps the real one out.
+#ifndef CUPYFLASH_PTX_CUH
+#define CUPYFLASH_PTX_CUH
+#include "cuda_language.h"
+
+namespace ptx {
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct alignas(16) U128 { u32 x[4]; };
+
+// ---- Special registers ----
+inline int thread_index() { return emu_self->thread; }
+inline int block_index() { return emu_self->block; }
+
+// ---- Shared memory ----
+inline u32 dynamic_smem() { return emu_smem_base(); }
+inline void ld_shared_v4_f32(float (&x)[4], u32 addr, EMU_HERE) { emu_ld_shared(addr, 16, x, EMU_SITE); }
+inline U128 ld_shared_v4_b32(u32 addr, EMU_HERE) {
+    U128 v;
+    emu_ld_shared(addr, 16, &v, EMU_SITE);
+    return v;
+}
+inline void st_shared_b32(u32 addr, u32 x, EMU_HERE) { emu_st_shared(addr, 4, &x, EMU_SITE); }
+inline void st_shared_v4_b32(u32 addr, const U128 &v, EMU_HERE) { emu_st_shared(addr, 16, &v, EMU_SITE); }
+
+// ---- Barriers and warp collectives ----
+inline void bar_sync(EMU_HERE) { emu_bar(0, -1, kEmuBarSync, false, EMU_SITE); }
+inline bool bar_red_or(bool p, EMU_HERE) { return emu_bar(0, -1, kEmuBarRedOr, p, EMU_SITE); }
+inline void bar_warp_sync(EMU_HERE) { emu_bar_warp_sync(EMU_SITE); }
+inline bool vote_any(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) != 0; }
+inline float shfl_xor(float x, int mask, EMU_HERE) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    bits = emu_shfl(bits, (emu_self->thread & 31) ^ mask, EMU_SITE);
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// ---- Asynchronous copies ----
+inline void cp_async_16(u32 dst, const void *src, bool valid, EMU_HERE) { emu_cp_async(dst, src, 16, valid, EMU_SITE); }
+inline void cp_async_8(u32 dst, const void *src, bool valid, EMU_HERE) { emu_cp_async(dst, src, 8, valid, EMU_SITE); }
+inline void cp_async_commit_group() { emu_cp_async_commit(); }
+template <int kPending>
+inline void cp_async_wait_group() {
+    emu_cp_async_wait(kPending);
+}
+
+// ---- Matrix fragments ----
+inline void ldmatrix_x4(u32 (&r)[4], u32 addr, EMU_HERE) { emu_ldmatrix(r, 4, addr, false, EMU_SITE); }
+inline void ldmatrix_x4_trans(u32 (&r)[4], u32 addr, EMU_HERE) { emu_ldmatrix(r, 4, addr, true, EMU_SITE); }
+inline void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE) {
+    const u32 b[2] = {b0, b1};
+    emu_mma(d, a, b, 16, kEmuBf16, EMU_SITE);
+}
+inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE) {
+    const u32 b[2] = {b0, b1};
+    emu_mma(d, a, b, 16, kEmuF16, EMU_SITE);
+}
+
+// ---- Numbers ----
+inline float uint_as_float(u32 x) {
+    float y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+inline u32 float_as_uint(float x) {
+    u32 y;
+    memcpy(&y, &x, 4);
+    return y;
+}
+inline u32 cvt_rn_bf16(float x) {
+    const u32 bits = float_as_uint(x);
+    return x != x ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+}
+inline u32 cvt_rn_bf16x2(float lo, float hi) { return cvt_rn_bf16(lo) | cvt_rn_bf16(hi) << 16; }
+inline u32 cvt_rn_f16(float x) { return x != x ? 0x7fffu : emu_f32_to_f16(x); }
+inline u32 cvt_rn_f16x2(float lo, float hi) { return cvt_rn_f16(lo) | cvt_rn_f16(hi) << 16; }
+inline float cvt_f32_f16(u16 x) { return emu_f16_to_f32(x); }
+inline float infinity() { return uint_as_float(0x7f800000); }
+inline float nan() { return uint_as_float(0x7fffffff); }
+// .ftz: subnormal arguments and results are zero.
+inline float flush(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }
+inline float ex2(float x) { return flush(exp2f(flush(x))); }
+inline float lg2(float x) { return log2f(flush(x)); }
+
+// ---- Global memory shared between blocks ----
+#if EMULATED_ARCH >= 900
+constexpr int kRedWidth = 4;
+#else
+constexpr int kRedWidth = 1;
+#endif
+inline void red_add(float *p, const float (&x)[kRedWidth], EMU_HERE) { emu_red_add_f32(p, x, kRedWidth, EMU_SITE); }
+inline void red_add_f32(float *p, float x, EMU_HERE) { emu_red_add_f32(p, &x, 1, EMU_SITE); }
+inline int ld_acquire(const int *p, EMU_HERE) { return emu_ld_acquire(p, EMU_SITE); }
+inline void st_release(int *p, int x, EMU_HERE) { emu_st_release(p, x, EMU_SITE); }
+inline void nanosleep(EMU_HERE) { emu_nanosleep(EMU_SITE); }
+inline void fence_gpu() {}  // the emulator's memory is sequentially consistent: release and acquire carry the order
+
+inline i64 opaque(i64 x) { return x; }
+inline int opaque(int x) { return x; }
+
+}  // namespace ptx
+
+#endif
