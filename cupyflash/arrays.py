@@ -149,6 +149,8 @@ class Torch:
 
     def empty_like(self, x: Any) -> Any:
         torch = sys.modules["torch"]
+        if x.is_contiguous():  # asking costs less than naming the format
+            return torch.empty_like(x)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:

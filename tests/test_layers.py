@@ -96,8 +96,7 @@ LINES = (
 )
 FUNCTION_LINES = 40  # without signature and docstring
 # Stopped, thought, and left long: path (or path::function) -> lines it may have. The reason stands beside it.
-LONG = {
-}
+LONG = {}
 
 ENVIRONMENT = {"CUPYFLASH_BACKEND", "CUPYFLASH_CACHE_DIR", "CUPYFLASH_DEBUG", "CUPYFLASH_FAMILY"}
 
