@@ -23,7 +23,6 @@ except cupyflash.UnsupportedError as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
-SYSTEM_BYTES = 1024  # of shared memory, that CUDA keeps for each resident block
 REGISTERS_PER_SM = 65536
 
 
