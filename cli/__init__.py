@@ -13,12 +13,14 @@ import click
 
 from cupyflash import __version__, errors
 
-from .output import Exit, explain
+from .output import Exit
+from .output import explain as explain_error  # `cupyflash explain` is the module of that name
 
 COMMANDS = {
     "verify": "Check the kernels of this machine against a float64 reference.",
     "doctor": "Look at GPUs, driver, packages and cache, and say how to mend what is wrong.",
     "bench": "Time attention, alone or against other implementations.",
+    "explain": "Say what a call would do and why: kernels, launches, registers, least time.",
     "compile": "Compile kernels ahead of time, GPU or not.",
     "cache": "Show or empty the folder of compiled kernels.",
 }
@@ -45,7 +47,7 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except errors.CupyflashError as e:
-            explain(e)
+            explain_error(e)
             ctx.exit(Exit.of(e))
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

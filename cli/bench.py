@@ -15,8 +15,8 @@ from cupyflash import __version__, device, nvrtc, run
 from cupyflash.errors import DeviceError
 from cupyflash.problem import DTYPES, MAX_HEAD_DIM
 
-from . import bench_plot, bench_startup
-from .bench_report import Row, print_ratios, print_rows, ratios, write_csv
+from . import bench_cycles, bench_plot, bench_startup
+from .bench_report import Row, documents, print_ratios, print_rows, ratios, write_csv
 from .bench_timing import QUICK, SUSTAINED, Effort, host_us, sustained_ms
 from .bench_work import DIRECTIONS, FLOP_FORMULA, OURS, PEERS, Bench, Cell, make
 from .output import emit, exit_codes, human, json_option, list_option, progress, quiet
@@ -38,6 +38,9 @@ SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 2
 @list_option("--seqlens", item=int, example="1024,4096", help="Lengths.  [default: 1024 to 16384; CPU: 128 to 512]")
 @click.option("--tokens", type=click.IntRange(1), default=None, help="batch * seqlen.  [default: 16384; CPU: 1024]")
 @click.option("--hidden", type=click.IntRange(8), default=None, help="heads * head_dim.  [default: 2048; CPU: 256]")
+@click.option("--heads-k", type=click.IntRange(1), default=None, help="Heads of k and v.  [default: as many as q has]")
+@click.option("--batch", type=click.IntRange(1), default=None, help="For every length, instead of --tokens.")
+@click.option("--window", type=click.IntRange(0), default=None, help="Keys that a query sees to its left.")
 @click.option("--framework", type=click.Choice(["torch", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -68,7 +71,7 @@ def command(**options: Any) -> None:
     if document["matmul_tflops"]:
         console.print(f"matrix product: {document['matmul_tflops']:.3g} TFLOP/s")
     rows = measure(bench, cells, options, effort, console)
-    document |= {"rows": [r.document() for r in rows], "ratios": ratios(rows)}
+    document |= {"rows": documents(rows), "ratios": ratios(rows)}
     if options["host"]:
         document["host_us"] = measure_host(bench, options)
     if options["startup"]:
@@ -113,13 +116,21 @@ def make_cells(options: dict[str, Any]) -> list[Cell]:
     seqlens, tokens, hidden = SIZES[options["backend"]]
     seqlens, tokens = options["seqlens"] or seqlens, options["tokens"] or tokens
     hidden = options["hidden"] or hidden
+    if options["batch"] and options["tokens"]:
+        raise click.BadParameter("either this or --tokens", param_hint="--batch")
     masks = (False, True) if options["causal"] is None else (options["causal"],)
+    heads = {d: max(1, hidden // d) for d in options["head_dim"]}
+    heads_k = {d: options["heads_k"] or heads[d] for d in heads}
+    for d in heads:
+        if heads[d] % heads_k[d]:
+            raise click.BadParameter(f"{heads_k[d]} does not divide the {heads[d]} heads of q", param_hint="--heads-k")
     return [
-        Cell(options["dtype"], d, causal, n, max(1, tokens // n), max(1, hidden // d))
-        for d in options["head_dim"]
+        Cell(options["dtype"], d, causal, n, options["batch"] or max(1, tokens // n), heads[d], heads_k[d],
+             options["window"])
+        for d in heads
         for causal in masks
         for n in seqlens
-    ]
+    ]  # fmt: skip
 
 
 def describe(options: dict[str, Any], bench: Bench, effort: Effort) -> dict[str, Any]:
@@ -183,14 +194,17 @@ def measure_cell(bench: Bench, cell: Cell, names: list[str], options: dict[str, 
         times: list[float | None] = [None] * len(works)
         if not options["memory_only"]:
             times = list(sustained_ms([w[d] for w in works.values()], bench.clock, effort))
-        rows += [Row(cell, d, name, ms, peaks[name, d]) for name, ms in zip(works, times, strict=True)]
+        timed = d == "fwd" and not options["memory_only"]
+        counts = {OURS: bench_cycles.profile(bench, cell, works[OURS][d]) if timed else None}
+        rows += [Row(cell, d, name, ms, peaks[name, d], "", *(counts.get(name) or ()))
+                 for name, ms in zip(works, times, strict=True)]  # fmt: skip
         rows += [Row(cell, d, name, None, None, reason) for name, reason in reasons.items()]
     return rows
 
 
 def measure_host(bench: Bench, options: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Microseconds of host time for a warm call on a small problem: forward without gradients, and both passes."""
-    cell = Cell(options["dtype"], 64, False, 64, 1, 4)
+    cell = Cell(options["dtype"], 64, False, 64, 1, 4, 4)
     found = {}
     for name in [OURS, *options["against"]]:
         if name == OURS or not bench.absent(name):

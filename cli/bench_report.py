@@ -15,6 +15,9 @@ from rich.table import Table
 from .bench_work import OURS, Cell
 
 TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}
+BEST = "best"  # of the peers, cell by cell
+PAR = 0.97  # ours / theirs from which on a difference is noise
+Ratios = dict[str, dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Row:
     ms: float | None
     peak_bytes: int | None
     reason: str = ""
+    tensor_core_percent: float | None = None
+    clock_ghz: float | None = None
 
     @property
     def tflops(self) -> float | None:
@@ -42,28 +47,53 @@ class Row:
             "tflops": self.tflops,
             "peak_bytes": self.peak_bytes,
             "ideal_bytes": self.cell.ideal_bytes(self.direction),
+            "tensor_core_percent": self.tensor_core_percent,
+            "clock_ghz": self.clock_ghz,
             "reason": self.reason,
         }
 
 
-def ratios(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, Any]]]:
-    """peer -> direction -> geometric mean, worst cell and number of cells of ours / theirs in speed."""
-    speed = {(r.cell, r.direction, r.implementation): r.tflops for r in rows}
+def best_ratio(rows: Iterable[Row]) -> float | None:
+    """Ours / the fastest of the peers, of the rows of one cell and direction."""
+    speed = {r.implementation: r.tflops for r in rows if r.tflops is not None}
+    ours = speed.pop(OURS, None)
+    return ours / max(speed.values()) if ours and speed else None
+
+
+def by_cell(rows: Iterable[Row]) -> dict[tuple[Cell, str], dict[str, Row]]:
+    """(cell, direction) -> implementation -> row."""
+    grouped: dict[tuple[Cell, str], dict[str, Row]] = {}
+    for row in rows:
+        grouped.setdefault((row.cell, row.direction), {})[row.implementation] = row
+    return grouped
+
+
+def documents(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """A record for each row; those of ours also say how they compare with the fastest peer."""
+    best = {key: best_ratio(found.values()) for key, found in by_cell(rows).items()}
+    return [r.document() | {BEST: best[r.cell, r.direction] if r.implementation == OURS else None} for r in rows]
+
+
+def ratios(rows: Iterable[Row]) -> Ratios:
+    """peer, or BEST -> direction -> `_summary` of ours / theirs in speed."""
     found: dict[str, dict[str, list[tuple[float, Cell]]]] = {}
-    for (cell, direction, name), theirs in speed.items():
-        ours = speed.get((cell, direction, OURS))
-        if name != OURS and theirs and ours:
-            found.setdefault(name, {}).setdefault(direction, []).append((ours / theirs, cell))
+    for (cell, direction), by_name in by_cell(rows).items():
+        pairs = {name: best_ratio([by_name[OURS], row]) for name, row in by_name.items() if OURS in by_name}
+        for name, ratio in (pairs | {BEST: best_ratio(by_name.values())}).items():
+            if ratio is not None:
+                found.setdefault(name, {}).setdefault(direction, []).append((ratio, cell))
     return {
-        name: {direction: _summary(values) for direction, values in by_direction.items()}
-        for name, by_direction in found.items()
+        name: {direction: _summary(values) for direction, values in found[name].items()}
+        for name in sorted(found, key=lambda n: n == BEST)
     }
 
 
 def _summary(values: list[tuple[float, Cell]]) -> dict[str, Any]:
+    """Geometric mean, worst cell, how many cells there are and how many of them lie below PAR."""
     worst, cell = min(values, key=lambda pair: pair[0])
     mean = math.exp(sum(math.log(ratio) for ratio, _ in values) / len(values))
-    return {"geomean": mean, "worst": worst, "worst_cell": asdict(cell), "cells": len(values)}
+    below = sum(ratio < PAR for ratio, _ in values)
+    return {"geomean": mean, "worst": worst, "worst_cell": asdict(cell), "cells": len(values), "below_par": below}
 
 
 def print_rows(rows: list[Row], console: Console) -> None:
@@ -73,15 +103,23 @@ def print_rows(rows: list[Row], console: Console) -> None:
         chosen = [r for r in rows if r.direction == direction]
         if any(r.ms is not None for r in chosen):
             console.print(f"\n{TITLES[direction]}, TFLOP/s (ours / theirs)", style="bold")
-            console.print(_speed_table(chosen, names))
+            _print_table(_speed_table(chosen, names), console)
     chosen = [r for r in rows if r.peak_bytes is not None]
     if chosen:
         last = chosen[-1].direction
         what = TITLES["fwd" if last == "fwd" else "both"]
         console.print(f"\npeak extra memory of {what}, MiB", style="bold")
-        console.print(_memory_table([r for r in chosen if r.direction == last], names))
+        _print_table(_memory_table([r for r in chosen if r.direction == last], names), console)
     for reason in dict.fromkeys(f"{r.implementation}: {r.reason}" for r in rows if r.reason):
         console.print(reason, style="yellow", soft_wrap=True)
+
+
+def _print_table(table: Table, console: Console) -> None:
+    """No column is cut short, however narrow the terminal or the pipe."""
+    width = console.width
+    console.width = max(width, console.measure(table, options=console.options.update(width=1000)).maximum)
+    console.print(table)
+    console.width = width
 
 
 def _new_table(names: list[str]) -> Table:
@@ -91,43 +129,51 @@ def _new_table(names: list[str]) -> Table:
     return table
 
 
-def _by_cell(rows: list[Row]) -> dict[Cell, dict[str, Row]]:
-    grouped: dict[Cell, dict[str, Row]] = {}
-    for row in rows:
-        grouped.setdefault(row.cell, {})[row.implementation] = row
-    return grouped
+def mask_name(cell: Cell) -> str:
+    """dense or causal, and the window."""
+    return ("causal" if cell.causal else "dense") + ("" if cell.window is None else f", window {cell.window}")
 
 
 def _labels(cell: Cell) -> tuple[str, str, str]:
-    return str(cell.head_dim), "causal" if cell.causal else "dense", str(cell.seqlen)
+    return str(cell.head_dim), mask_name(cell), str(cell.seqlen)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _speed_table(rows: list[Row], names: list[str]) -> Table:
-    table = _new_table([OURS, "ms", *(n for n in names if n != OURS)])
-    for cell, found in _by_cell(rows).items():
+    peers = [n for n in names if n != OURS]
+    best = [BEST] if len(peers) > 1 else []
+    counted = any(r.tensor_core_percent is not None for r in rows)
+    table = _new_table([OURS, "ms", *peers, *best, *(("MMA %", "GHz") if counted else ())])
+    for (cell, _), found in by_cell(rows).items():
         ours = found[OURS]
-        texts = ["-", "-"] if ours.ms is None else [f"{ours.tflops:.3g}", f"{ours.ms:.3f}"]
-        for name in names:
-            if name == OURS:
-                continue
-            theirs = found[name].tflops if name in found else None
-            ratio = f" ({ours.tflops / theirs:.2f})" if theirs and ours.tflops else ""
-            texts.append(f"{theirs:.3g}{ratio}" if theirs else "-")
+        texts = [_number(ours.tflops, ".3g"), _number(ours.ms, ".3f")]
+        for name in peers:
+            ratio = best_ratio([ours, found[name]]) if name in found else None
+            texts.append("-" if ratio is None else f"{found[name].tflops:.3g} ({ratio:.2f})")
+        texts += [_number(best_ratio(found.values()), ".2f") for _ in best]
+        if counted:
+            texts += [_number(ours.tensor_core_percent, ".1f"), _number(ours.clock_ghz, ".2f")]
         table.add_row(*_labels(cell), *texts)
     return table
 
 
 def _memory_table(rows: list[Row], names: list[str]) -> Table:
     table = _new_table(["needed", *names])
-    for cell, found in _by_cell(rows).items():
+    for (cell, _), found in by_cell(rows).items():
         peaks = [found[n].peak_bytes if n in found else None for n in names]
         texts = ["-" if peak is None else f"{peak / 2**20:.1f}" for peak in peaks]
         table.add_row(*_labels(cell), f"{cell.ideal_bytes(rows[0].direction) / 2**20:.1f}", *texts)
     return table
 
 
-def print_ratios(summary: dict[str, dict[str, dict[str, Any]]], console: Console) -> None:
+def print_ratios(summary: Ratios, console: Console) -> None:
+    """A sentence for each peer and direction; where there are several peers, also for the best of each cell."""
     for name, by_direction in summary.items():
+        if name == BEST and len(summary) == 2:
+            continue
         for direction, s in by_direction.items():
             worst = s["worst_cell"]
             where = (
@@ -135,15 +181,15 @@ def print_ratios(summary: dict[str, dict[str, dict[str, Any]]], console: Console
             )
             console.print(
                 f"{OURS} / {name}, {TITLES[direction]}: geometric mean {s['geomean']:.3f} of {s['cells']} cells, "
-                f"worst {s['worst']:.3f} ({where})",
+                f"worst {s['worst']:.3f} ({where}), {s['below_par']} below {PAR}",
                 soft_wrap=True,
             )
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
     """One line a row."""
-    documents = [r.document() for r in rows]
+    records = documents(rows)
     with path.open("w", newline="") as f:
-        writer = csv.DictWriter(f, fieldnames=list(documents[0]))
+        writer = csv.DictWriter(f, fieldnames=list(records[0]))
         writer.writeheader()
-        writer.writerows(documents)
+        writer.writerows(records)

@@ -34,8 +34,8 @@ def child(dtype: str, head_dim: int, arch: str) -> dict[str, Any]:
     """Import, find GPU and compiler, then each kernel by itself."""
     start = time.perf_counter()
     from cupyflash import device, jit, nvrtc
+    from cupyflash.kernels import backward_variants, forward_variant
     from cupyflash.problem import Problem
-    from cupyflash.variant import backward_variants, forward_variant
 
     imported = time.perf_counter()
     on_gpu = device.count() > 0

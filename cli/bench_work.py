@@ -27,7 +27,7 @@ _BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "M
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration; seqlen_q and seqlen_k are the same."""
+    """One configuration; seqlen_q and seqlen_k are the same, `window` is the left bound."""
 
     dtype: str
     head_dim: int
@@ -35,22 +35,33 @@ class Cell:
     seqlen: int
     batch: int
     heads: int
+    heads_k: int
+    window: int | None = None
 
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        return (self.batch, self.seqlen, self.heads, self.head_dim)
+    def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Of q, k, v and dout."""
+        q, k = ((self.batch, self.seqlen, heads, self.head_dim) for heads in (self.heads, self.heads_k))
+        return q, k, k, q
 
     def flops(self, direction: str) -> float:
         """`FLOP_FORMULA`, counted."""
         pairs = self.seqlen * (self.seqlen + 1) / 2 if self.causal else self.seqlen**2
+        beyond = 0 if self.window is None else max(0, self.seqlen - 1 - self.window)  # queries with keys left of it
+        pairs -= beyond * (beyond + 1) / 2
         return _FLOPS[direction] * 4 * self.head_dim * pairs * self.heads * self.batch
 
     def ideal_bytes(self, direction: str) -> int:
         """What must be allocated: out and lse; with a backward also dq, dk, dv, delta and one fp32 sum of dq."""
-        rows = self.batch * self.heads * self.seqlen
+        item, rows = ITEMSIZE[self.dtype], self.batch * self.heads * self.seqlen
         tensor = rows * self.head_dim
-        forward = tensor * ITEMSIZE[self.dtype] + 4 * rows
-        return forward if direction == "fwd" else forward + 3 * tensor * ITEMSIZE[self.dtype] + 4 * rows + 4 * tensor
+        forward = tensor * item + 4 * rows
+        gradients = tensor * (self.heads + 2 * self.heads_k) // self.heads * item
+        return forward if direction == "fwd" else forward + gradients + 4 * rows + 4 * tensor
+
+    @property
+    def mask(self) -> dict[str, Any]:
+        """The options of `attention` that say which keys are visible."""
+        return {"causal": self.causal, "window": None if self.window is None else (self.window, None)}
 
 
 class Bench:
@@ -71,24 +82,29 @@ class Bench:
         """Whether the clock sees what an implementation allocates."""
         return True
 
-    def random(self, cell: Cell) -> Any:
-        return self.rng.standard_normal(cell.shape, np.float32).astype(NUMPY_DTYPE[cell.dtype])
+    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        return self.rng.standard_normal(shape, np.float32).astype(NUMPY_DTYPE[dtype])
+
+    def inputs(self, cell: Cell) -> list[Any]:
+        """q, k, v and dout."""
+        return [self.random(cell.dtype, shape) for shape in cell.shapes()]
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
         """The three directions of one implementation."""
-        q, k, v, dout = (self.random(cell) for _ in range(4))
+        q, k, v, dout = self.inputs(cell)
+        mask = cell.mask
 
         def forward() -> Any:
-            return api.attention(q, k, v, causal=cell.causal, return_lse=True)
+            return api.attention(q, k, v, **mask, return_lse=True)
 
         out, lse = forward()
 
         def backward() -> Any:
-            return api.attention_backward(dout, q, k, v, out, lse, causal=cell.causal)
+            return api.attention_backward(dout, q, k, v, out, lse, **mask)
 
         def both() -> Any:
             o, s = forward()
-            return o, s, api.attention_backward(dout, q, k, v, o, s, causal=cell.causal)
+            return o, s, api.attention_backward(dout, q, k, v, o, s, **mask)
 
         return {"fwd": forward, "bwd": backward, "both": both}
 
@@ -114,13 +130,13 @@ class CupyBench(Bench):
         self.cupy, self.clock = cupy, CupyClock()
         self.pool: dict[str, Any] = {}
 
-    def random(self, cell: Cell) -> Any:
-        size = int(np.prod(cell.shape))
-        if cell.dtype not in self.pool or self.pool[cell.dtype].size < 4 * size:
-            values = self.rng.standard_normal(4 * size, np.float32).astype(NUMPY_DTYPE[cell.dtype])
-            self.pool[cell.dtype] = self.cupy.asarray(values)
+    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        size = int(np.prod(shape))
+        if dtype not in self.pool or self.pool[dtype].size < 4 * size:
+            values = self.rng.standard_normal(4 * size, np.float32).astype(NUMPY_DTYPE[dtype])
+            self.pool[dtype] = self.cupy.asarray(values)
         start = int(self.rng.integers(0, 3 * size)) // 8 * 8  # rows stay aligned
-        return self.pool[cell.dtype][start : start + size].copy().reshape(cell.shape)
+        return self.pool[dtype][start : start + size].copy().reshape(shape)
 
     def version(self) -> str:
         return str(self.cupy.__version__)
@@ -146,8 +162,11 @@ class TorchBench(Bench):
     def absent(self, peer: str) -> str | None:
         if not self.on_gpu and peer != "math":
             return "needs a GPU"
-        if peer == "fa4" and importlib.util.find_spec("flash_attn") is None:
-            return "flash-attn-4 is not installed"
+        if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
+            try:
+                metadata.version("flash-attn-4")
+            except metadata.PackageNotFoundError:
+                return "flash-attn-4 is not installed"
         return None
 
     def counts_memory(self, name: str) -> bool:
@@ -156,36 +175,36 @@ class TorchBench(Bench):
     def dtype(self, name: str) -> Any:
         return getattr(self.torch, np.dtype(NUMPY_DTYPE[name]).name)
 
-    def random(self, cell: Cell) -> Any:
-        return self.torch.randn(cell.shape, device=self.device, dtype=self.dtype(cell.dtype))
+    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        return self.torch.randn(shape, device=self.device, dtype=self.dtype(dtype))
 
-    def attention(self, name: str, causal: bool) -> Callable[[Any, Any, Any], Any]:
+    def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
         """(q, k, v) -> out in bshd."""
         if name == OURS:
-            return lambda q, k, v: api.attention(q, k, v, causal=causal)
+            mask = cell.mask
+            return lambda q, k, v: api.attention(q, k, v, **mask)
         if name == "fa4":
-            flash_attn = importlib.import_module("flash_attn.cute")
-
-            def fa4(q: Any, k: Any, v: Any) -> Any:
-                out = flash_attn.flash_attn_func(q, k, v, causal=causal)
-                return out[0] if isinstance(out, tuple) else out
-
-            return fa4
+            flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
+            options = {"causal": cell.causal, "window_size": (cell.window, None)}  # causal makes the right bound 0
+            return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
+        if cell.window is not None:
+            raise NotImplementedError("torch's attention has no sliding window, but for an explicit mask")
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, _BACKENDS[name])
         sdpa = self.torch.nn.functional.scaled_dot_product_attention
+        options = {"is_causal": cell.causal, "enable_gqa": cell.heads_k != cell.heads}
 
         def peer(q: Any, k: Any, v: Any) -> Any:
             with sdpa_kernel(backend):
-                out = sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal)
+                out = sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
             return out.transpose(1, 2)
 
         return peer
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
-        attention, grad = self.attention(name, cell.causal), self.torch.autograd.grad
-        q, k, v, dout = (self.random(cell) for _ in range(4))
+        attention, grad = self.attention(name, cell), self.torch.autograd.grad
+        q, k, v, dout = self.inputs(cell)
         plain = [x.detach() for x in (q, k, v)]  # nothing to record, and no context to enter, which costs host time
         leaves = [x.requires_grad_() for x in (q, k, v)]
 

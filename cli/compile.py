@@ -14,8 +14,10 @@ from rich.table import Table
 from cupyflash import cache, jit, nvrtc
 from cupyflash.device import ARCHS, Device
 from cupyflash.errors import CompileError
+from cupyflash.kernels import backward_variants, forward_variant
 from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
-from cupyflash.variant import Variant, backward_variants, forward_variant, shipped
+from cupyflash.shipped import shipped
+from cupyflash.variant import Variant
 
 from .output import Exit, emit, exit_codes, explain, gib, human, json_option, list_option, progress, quiet
 

@@ -12,7 +12,8 @@ from cupyflash import jit
 from cupyflash.cache import Cubin
 from cupyflash.device import Device
 from cupyflash.errors import CompileError
-from cupyflash.variant import Variant, shipped
+from cupyflash.shipped import shipped
+from cupyflash.variant import Variant
 
 SUPPORTED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 SMOKE_ARCH = "sm_90"

@@ -12,8 +12,8 @@ from .device import Device
 from .errors import DeviceError
 from .libraries import Foreign, common_library
 from .plan import backward_plan, forward_plan
+from .prepare import Options
 from .problem import Window, make_problem
-from .run import Options
 from .variant import Variant
 
 
@@ -77,18 +77,19 @@ def attention(
         (1, 128, 8, 64)
     """
     options = Options(causal, scale, window, layout, deterministic)
-    out, lse = _forward(q, k, v, options)
+    out, lse = _forward(q, k, v, options, return_lse)
     return (out, lse) if return_lse else out
 
 
-def _forward(q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
+def _forward(q: Any, k: Any, v: Any, options: Options, want_lse: bool) -> tuple[Any, Any]:
     library = common_library(q=q, k=k, v=v)
     if library is TORCH:
-        return _torch_attention()(q, k, v, options)
+        return _torch_attention()(q, k, v, options, want_lse)
     if isinstance(library, Foreign):
-        out, lse = _forward(library.adopt("q", q), library.adopt("k", k), library.adopt("v", v), options)
-        return library.give_back(out), library.give_back(lse)
-    return run.forward(library, q, k, v, options)
+        adopted = (library.adopt("q", q), library.adopt("k", k), library.adopt("v", v))
+        out, lse = _forward(*adopted, options, want_lse)
+        return library.give_back(out), library.give_back(lse) if want_lse else None
+    return run.forward(library, q, k, v, options, want_lse)
 
 
 @functools.cache

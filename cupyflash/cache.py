@@ -38,6 +38,7 @@ class Cubin:
     spill_bytes: int
     seconds: float  # that its compilation took
     nvrtc: str
+    advice: str = ""  # what ptxas says of lost performance: "(C7510) Potential Performance Loss: ..."
     from_cache: bool = False
     path: str | None = None  # where it lies on disk, if it does
 

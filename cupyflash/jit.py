@@ -45,7 +45,7 @@ def target_arch(arch: str, known: Iterable[str]) -> str:
     Raises:
         UnsupportedError: if NVRTC knows none of that major.
     """
-    if arch in (known := tuple(known)):
+    if arch.removesuffix("a") in (known := tuple(known)):
         return arch
     same_major = [a for a in known if a[:-1] == arch[:-1] and a < arch]
     if not same_major:
@@ -57,13 +57,13 @@ def target_arch(arch: str, known: Iterable[str]) -> str:
 
 
 def compile_kernel(variant: Variant, arch: str) -> Cubin:
-    """The variant's cubin for `arch`, from the precompiled layer, the cache, or NVRTC.
+    """The variant's cubin for the GPUs of `arch`, from the precompiled layer, the cache, or NVRTC.
 
     Raises:
         CompileError: if NVRTC refuses the source.
         UnsupportedError: if there is no NVRTC, or none that knows `arch`.
     """
-    source, store = variant.source(), cache.default()
+    source, store, arch = variant.source(), cache.default(), arch + variant.arch_suffix
     found = store.precompiled(_digest(source, arch), arch)
     if found is not None:
         return found
@@ -96,17 +96,24 @@ def _compile(variant: Variant, arch: str) -> Cubin:
     log.info("compiled %s for %s in %.2f s\n%s", variant.symbol, target, seconds, text)
     registers = re.search(r"Used (\d+) registers", text)
     spills = re.findall(r"(\d+) bytes spill", text)
-    version = "{}.{}".format(*compiler.version)
     return Cubin(
-        data, variant.symbol, arch, int(registers[1]) if registers else 0, sum(map(int, spills)), seconds, version
+        data,
+        variant.symbol,
+        arch,
+        int(registers[1]) if registers else 0,
+        sum(map(int, spills)),
+        seconds,
+        "{}.{}".format(*compiler.version),
+        "\n".join(re.findall(r"\(C75\d\d\).*", text)),
     )
 
 
 def precompile(variant: Variant, arch: str, folder: Path) -> Cubin:
     """Compile a variant into the precompiled layer of the cache folder `folder`."""
-    layer = folder / "precompiled" / arch
+    cubin = compile_kernel(variant, arch)
+    layer = folder / "precompiled" / cubin.arch
     layer.mkdir(mode=0o755, parents=True, exist_ok=True)
-    return cache.write(layer, _digest(variant.source(), arch), dataclasses.replace(compile_kernel(variant, arch)))
+    return cache.write(layer, _digest(variant.source(), cubin.arch), dataclasses.replace(cubin))
 
 
 @dataclass(frozen=True)

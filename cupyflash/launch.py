@@ -8,20 +8,34 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import jit
+from . import counters, jit, tensormap
 from .device import Device
-from .params import UNBOUNDED
+from .params import FWD_SM90_PARAMS, UNBOUNDED
 from .plan import Plan
 from .problem import Problem
 
 _MAX_PREPARED = 4096  # calls kept; lengths that change at every call would otherwise fill the memory
 _thread = threading.local()
+
+
+class Filled(NamedTuple):
+    """A params struct that lacks addresses only.
+
+    Attributes:
+        writes: (word of 64 bits in the struct, which of a call's addresses goes there).
+        counter: the word of the tile counter's address, if there is one.
+    """
+
+    params: np.ndarray
+    writes: tuple[tuple[int, int], ...]
+    counter: int | None = None
 
 
 class _Arguments:
@@ -30,14 +44,15 @@ class _Arguments:
     def __init__(self, template: bytes) -> None:
         self._bytes = ctypes.create_string_buffer(template, len(template))
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
-        self.slots = memoryview(self._bytes).cast("B").cast("Q")  # the struct begins with its pointers
+        self.slots = memoryview(self._bytes).cast("B").cast("Q")
         self.address = ctypes.addressof(self._pointers)
 
 
 class Prepared:
     """The launches of one call on one device, ready but for the addresses of the arrays."""
 
-    def __init__(self, problem: Problem, plan: Plan, device: Device, params: np.ndarray, stream: int) -> None:
+    def __init__(self, problem: Problem, plan: Plan, device: Device, filled: Filled, stream: int) -> None:
+        import cupy
         from cupy.cuda import runtime
 
         kernels = [jit.load(launch.variant, device, stream) for launch in plan.launches]
@@ -47,27 +62,35 @@ class Prepared:
             if launch.grid > 0
         ]
         self.problem = problem
+        self.persistent = any(launch.variant.persistent for launch in plan.launches)
         self.workspace = plan.workspace
         self.device = device.ordinal
-        self._template = params.tobytes()
+        self._template, self._writes = filled.params.tobytes(), filled.writes
+        self._counter_slot = filled.counter
+        if filled.counter is not None:
+            self._counters = counters.of(device.ordinal)
+            with cupy.cuda.Device(device.ordinal):
+                self._counters.reserve(stream)
         self._free: list[_Arguments] = []  # a block is taken while its launch is written: threads never share one
         self._launch = jit.launcher()
         self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch on `stream`; `addresses` in the order of the struct's pointers."""
+        """Launch on `stream`; `addresses` as `Filled.writes` counts them."""
         try:
             arguments = self._free.pop()
         except IndexError:
             arguments = _Arguments(self._template)
         slots = arguments.slots
-        for i, address in enumerate(addresses):
-            slots[i] = address
+        for slot, i in self._writes:
+            slots[slot] = addresses[i]
         current = self._get_device()
         if current != self.device or not hasattr(_thread, "has_context"):
             self._set_device(self.device)  # also gives a new thread its CUDA context
             _thread.has_context = True
         try:
+            if self._counter_slot is not None:
+                slots[self._counter_slot] = self._counters.address(stream)
             for launch in self._launches:
                 self._launch(*launch, stream, arguments.address, 0)
         finally:
@@ -111,6 +134,34 @@ def fill_strides(params: np.ndarray, name: str, strides: Sequence[int], layout: 
     """The strides of one array, given in the caller's layout."""
     row, head = (1, 2) if layout == "bshd" else (2, 1)
     params[f"{name}_stride"] = strides[0], strides[row], strides[head]
+
+
+def pointers_first(params: np.ndarray) -> Filled:
+    """For a struct that begins with its pointers, in the order of a call's addresses."""
+    names = params.dtype.names or ()
+    return Filled(params, tuple((i, i) for i, _ in enumerate(itertools.takewhile(_is_pointer, names))))
+
+
+def _is_pointer(name: str) -> bool:
+    return not name.endswith("_stride")
+
+
+def with_tensor_maps(plain: np.ndarray, maps: Sequence[tensormap.TensorMap]) -> Filled | None:
+    """The params of the sm90 forward around those of the plain one; `maps` are q's, k's, v's and o's.
+
+    A call's addresses: q, k, v, o, lse, clocks. None if this driver's maps are not understood.
+    """
+    params = np.zeros((), FWD_SM90_PARAMS)
+    params["plain"] = plain
+    offsets = {name: field[1] // 8 for name, field in (FWD_SM90_PARAMS.fields or {}).items()}
+    writes = [(offsets["plain"] + i, i) for i in range(5)] + [(offsets["clocks"], 5)]
+    for i, (name, tensor) in enumerate(zip("qkvo", maps, strict=True)):
+        slot, words = tensormap.address_slot(tensor), tensormap.encode(tensor, 1 << 32)
+        if slot is None or words is None:
+            return None
+        params[f"map_{name}"] = words
+        writes.append((offsets[f"map_{name}"] + slot, i))
+    return Filled(params, tuple(writes), offsets["counter"])
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int, int]:

@@ -1,4 +1,4 @@
-"""The kernels' launch parameters: NumPy dtypes that mirror `kernels_cu/params.cuh` field by field.
+"""The kernels' launch parameters: NumPy dtypes that mirror `kernels_cu/params*.cuh` field by field.
 
 The generated entry units assert the sizes when they compile; `tests/test_params.py` compares names, order and offsets.
 """
@@ -32,5 +32,15 @@ def _params(pointers: str, strided: str) -> np.dtype[np.void]:
     return np.dtype([*addresses, *strides, ("problem", PROBLEM)], align=True)
 
 
+TENSOR_MAP = np.dtype(("u8", 16))  # the driver's CUtensorMap: 128 bytes
 FWD_PARAMS = _params("q k v o lse", "q k v o")
+FWD_SM90_PARAMS = np.dtype(
+    [
+        *((f"map_{name}", TENSOR_MAP) for name in "qkvo"),
+        ("plain", FWD_PARAMS),
+        ("counter", "u8"),
+        ("clocks", "u8"),
+    ],
+    align=True,
+)
 BWD_PARAMS = _params("q k v o dout lse dlse dq dk dv row_stats dq_accum dq_turn", "q k v o dout dq dk dv")

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from .device import Device
 from .errors import UnsupportedError
+from .kernels import backward_variants, forward_sm90_variant, forward_variant
 from .problem import ITEMSIZE, Problem
 from .tiles import round_up
-from .variant import Variant, backward_variants, forward_variant
+from .variant import Variant
 
 MAX_GRID = 2**31 - 1
 GPU_DTYPES = ("fp16", "bf16")
+FAMILIES = ("sm80", "sm90")
+_SM90_SECTION_BYTES = 16 << 20  # K and V that share the L2: docs/performance.md
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,19 @@ def check_supported(problem: Problem, device: Device) -> None:
         )
 
 
+def why_not_sm90(problem: Problem, device: Device, *, tma: bool = True) -> str | None:
+    """Why the sm90 family's forward cannot take a problem; None if it can. `tma`: whether TMA can read q, k and v."""
+    if device.capability != (9, 0):
+        return (
+            f"it needs compute capability 9.0 exactly, {device.name} has {device.capability[0]}.{device.capability[1]}"
+        )
+    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
+        return "nothing is to be computed"
+    if not tma:
+        return "TMA reads rows at multiples of 16 bytes, and no dimension with a stride of 0"
+    return None
+
+
 def _section(problem: Problem, device: Device, bytes_per_head: int, sequences: int) -> int:
     """How many heads are scheduled together.
 
@@ -69,15 +85,42 @@ def _checked_grid(name: str, grid: int) -> int:
     return grid
 
 
-def forward_plan(problem: Problem, device: Device, *, aligned: bool = True) -> Plan:
-    """The forward: one launch, no workspace. K and V are streamed, so a group's query heads go together."""
+def forward_plan(
+    problem: Problem,
+    device: Device,
+    *,
+    aligned: bool = True,
+    tma: bool | None = None,
+    family: str | None = None,
+    clocks: bool = False,
+) -> Plan:
+    """The forward: one launch, no workspace. K and V are streamed, so a group's query heads go together.
+
+    Args:
+        aligned: whether every row of q, k and v starts at a multiple of 16 bytes.
+        tma: whether TMA can read them; as `aligned` unless given.
+        family: one of `FAMILIES` to insist on.
+        clocks: the sm90 family's form that records how long each block took.
+
+    Raises:
+        UnsupportedError: if the device, the dtype or the family asked for cannot do it.
+    """
     check_supported(problem, device)
-    variant = forward_variant(problem, device, aligned=aligned)
+    reason = why_not_sm90(problem, device, tma=aligned if tma is None else tma)
+    if family == "sm90" and reason:
+        raise UnsupportedError(f"CUPYFLASH_FAMILY=sm90: {reason}; unset it to let the library choose")
     group = problem.heads_q // problem.heads_k
     head_bytes = 2 * problem.seqlen_k * problem.head_dim * ITEMSIZE[problem.dtype]
-    section = _section(problem, device, head_bytes, problem.batch * problem.heads_k) * group
-    grid = _checked_grid("q", blocks(problem.seqlen_q, variant.block_m) * problem.heads_q * problem.batch)
-    return Plan((Launch(variant, grid),), {}, section)
+    heads_k = problem.batch * problem.heads_k
+    variant: Variant
+    if family == "sm80" or reason:
+        variant = forward_variant(problem, device, aligned=aligned)
+        section = _section(problem, device, head_bytes, heads_k) * group
+    else:
+        variant = forward_sm90_variant(problem, clocks=clocks)
+        section = max(1, min(heads_k, _SM90_SECTION_BYTES // head_bytes)) * group
+    tiles = _checked_grid("q", blocks(problem.seqlen_q, variant.block_m) * problem.heads_q * problem.batch)
+    return Plan((Launch(variant, min(tiles, device.sm_count) if variant.persistent else tiles),), {}, section)
 
 
 def backward_plan(problem: Problem, device: Device, *, aligned: bool = True) -> Plan:

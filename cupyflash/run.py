@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -12,21 +12,11 @@ from . import cpu, device, launch
 from .arrays import CPU, CUPY, NUMPY, Native, Signature
 from .device import Device
 from .errors import ArgumentError, DeviceError
-from .launch import Prepared, contiguous_strides, fill_problem, fill_strides
-from .plan import GPU_DTYPES, backward_plan, check_supported, forward_plan
-from .problem import Problem, make_problem
+from .plan import GPU_DTYPES, check_supported
+from .prepare import BACKWARD_NAMES, Options, check, place, prepare_backward, prepare_forward
+from .problem import Problem
 
 BACKENDS = ("auto", "cuda", "cpu")
-
-
-class Options(NamedTuple):
-    """The options of a call, as given."""
-
-    causal: bool = False
-    scale: float | None = None
-    window: Any = None
-    layout: str = "bshd"
-    deterministic: bool = False
 
 
 def backend() -> str:
@@ -47,38 +37,11 @@ def backend() -> str:
     return wish
 
 
-def _is_aligned(signatures: Sequence[Signature]) -> bool:
-    """Whether every row starts at a multiple of 16 bytes if the array does: 8 elements of 16 bits."""
-    return all(s % 8 == 0 for sig in signatures for s, n in zip(sig.strides[:3], sig.shape[:3], strict=True) if n > 1)
+def forward(library: Native, q: Any, k: Any, v: Any, options: Options, want_lse: bool = True) -> tuple[Any, Any | None]:
+    """(out, lse) of arrays of one native library; out is contiguous, in the caller's layout.
 
-
-def check(names: Sequence[str], library: Native, signatures: Sequence[Signature], options: Options) -> Problem:
-    """All checks of q, k, v and what goes with them (in this order: q, k, v, then arrays shaped like q)."""
-    dtypes = [library.dtype_name(s.dtype) for s in signatures]
-    problem = make_problem([s.shape for s in signatures[:3]], dtypes[:3], **options._asdict())
-    q = signatures[0]
-    for name, sig, dtype in zip(names, signatures, dtypes, strict=True):
-        if sig.device != q.device:
-            raise ArgumentError(f"{name}: expected the device of q, {_place(q)}, got {_place(sig)}")
-        if sig.strides[3] != 1 and sig.shape[3] > 1 and 0 not in sig.shape:
-            raise ArgumentError(
-                f"{name}: expected a stride of 1 along head_dim, got {sig.strides[3]} elements; "
-                "make a contiguous copy first"
-            )
-        if name in ("out", "dout") and (tuple(sig.shape), dtype) != (tuple(q.shape), dtypes[0]):
-            raise ArgumentError(
-                f"{name}: expected shape {tuple(q.shape)} and dtype {dtypes[0]} of q, "
-                f"got {tuple(sig.shape)} and {dtype}"
-            )
-    return problem
-
-
-def _place(signature: Signature) -> str:
-    return "the CPU" if signature.device == CPU else f"GPU {signature.device}"
-
-
-def forward(library: Native, q: Any, k: Any, v: Any, options: Options) -> tuple[Any, Any]:
-    """(out, lse) of arrays of one native library; out is contiguous, in the caller's layout."""
+    Where nobody wants lse it may be None: allocating it costs the host as much as allocating out.
+    """
     sq, sk, sv = library.signature(q), library.signature(k), library.signature(v)
     device = sq[3]
     if device == CPU:
@@ -87,30 +50,40 @@ def forward(library: Native, q: Any, k: Any, v: Any, options: Options) -> tuple[
     aligned = (pq | pk | pv) & 15 == 0
     stream = library.stream(device)
     key = sq, sk, sv, options, aligned
-    call = launch.find(key) or launch.keep(key, _prepare_forward(library, (sq, sk, sv), options, aligned, stream))
+    call = launch.find(key) or launch.keep(key, prepare_forward(library, (sq, sk, sv), options, aligned, stream))
     problem = call.problem
-    out = library.empty_like(q)
-    lse = library.empty((problem.batch, problem.heads_q, problem.seqlen_q), "fp32", q)
-    call((pq, pk, pv, library.pointer(out), library.pointer(lse)), stream)
+    out, lse, lse_pointer = library.empty_like(q), None, 0
+    if want_lse:
+        lse = library.empty((problem.batch, problem.heads_q, problem.seqlen_q), "fp32", q)
+        lse_pointer = library.pointer(lse)
+    call((pq, pk, pv, library.pointer(out), lse_pointer, 0), stream)
     return out, lse
 
 
-def _prepare_forward(
-    library: Native, keys: Sequence[tuple[Any, ...]], options: Options, aligned: bool, stream: int
-) -> Prepared:
-    signatures = [Signature(*key) for key in keys]
-    problem = check("qkv", library, signatures, options)
-    dev = Device.of(signatures[0].device)
-    plan = forward_plan(problem, dev, aligned=aligned and _is_aligned(signatures))
-    params = np.zeros((), plan.launches[0].variant.params)
-    for name, sig in zip("qkv", signatures, strict=True):
-        fill_strides(params, name, sig.strides, options.layout)
-    fill_strides(params, "o", contiguous_strides(signatures[0].shape), options.layout)
-    fill_problem(params, problem, plan.section)
-    return Prepared(problem, plan, dev, params, stream)
+def forward_clocks(library: Native, q: Any, k: Any, v: Any, options: Options) -> np.ndarray | None:
+    """How long each block of the sm90 family's forward lived: (blocks, 2) of cycles and nanoseconds, int64.
 
+    Runs the profiling form of the kernel, whose results are those of `forward`, and waits for it. None if the call goes
+    to another family.
+    """
+    signatures = [library.signature(x) for x in (q, k, v)]
+    pointers = [library.pointer(x) for x in (q, k, v)]
+    stream = library.stream(signatures[0][3])
+    aligned = all(p % 16 == 0 for p in pointers)
+    call = prepare_forward(library, signatures, options, aligned, stream, clocks=True)
+    if not call.persistent:
+        return None
+    import cupy
 
-_BACKWARD_NAMES = ("q", "k", "v", "out", "dout")
+    out = library.empty_like(q)
+    lse = library.empty((call.problem.batch, call.problem.heads_q, call.problem.seqlen_q), "fp32", q)
+    with cupy.cuda.Device(signatures[0][3]):
+        clocks = cupy.zeros((Device.of(signatures[0][3]).sm_count, 2), np.int64)
+        cupy.cuda.runtime.deviceSynchronize()
+        call((*pointers, library.pointer(out), library.pointer(lse), clocks.data.ptr), stream)
+        cupy.cuda.runtime.deviceSynchronize()
+        found = clocks.get()
+    return found[found[:, 0] > 0]
 
 
 def backward(
@@ -126,7 +99,7 @@ def backward(
     aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4]) & 15 == 0
     stream = library.stream(device)
     key = *signatures, options, aligned
-    call = launch.find(key) or launch.keep(key, _prepare_backward(library, signatures, options, aligned, stream))
+    call = launch.find(key) or launch.keep(key, prepare_backward(library, signatures, options, aligned, stream))
     lse = _row_vector("lse", library, lse, call.problem, device)
     dlse = None if dlse is None else _row_vector("dlse", library, dlse, call.problem, device)
     grads = library.empty_like(q), library.empty_like(k), library.empty_like(v)
@@ -142,29 +115,12 @@ def _row_vector(name: str, library: Native, x: Any, problem: Problem, ordinal: i
     shape = (problem.batch, problem.heads_q, problem.seqlen_q)
     dtype = "fp64" if problem.dtype == "fp64" else "fp32"
     if tuple(sig.shape) != shape or library.dtype_name(sig.dtype) != dtype or sig.device != ordinal:
-        place = "the CPU" if ordinal == CPU else f"GPU {ordinal}"
         raise ArgumentError(
-            f"{name}: expected shape (batch, heads_q, seqlen_q) = {shape}, dtype {dtype}, on {place}; got "
-            f"{tuple(sig.shape)}, {library.dtype_name(sig.dtype)}, on {_place(sig)}"
+            f"{name}: expected shape (batch, heads_q, seqlen_q) = {shape}, dtype {dtype}, on {place(ordinal)}; got "
+            f"{tuple(sig.shape)}, {library.dtype_name(sig.dtype)}, on {place(sig.device)}"
         )
     _, heads, length = shape
     return x if sig.strides == (heads * length, length, 1) or ordinal == CPU else library.contiguous(x)
-
-
-def _prepare_backward(
-    library: Native, keys: Sequence[tuple[Any, ...]], options: Options, aligned: bool, stream: int
-) -> Prepared:
-    signatures = [Signature(*key) for key in keys]
-    problem = check(_BACKWARD_NAMES, library, signatures, options)
-    dev = Device.of(signatures[0].device)
-    plan = backward_plan(problem, dev, aligned=aligned and _is_aligned(signatures))
-    params = np.zeros((), plan.launches[0].variant.params)
-    for name, sig in zip(("q", "k", "v", "o", "dout"), signatures, strict=True):
-        fill_strides(params, name, sig.strides, options.layout)
-    for name, sig in zip(("dq", "dk", "dv"), signatures, strict=False):
-        fill_strides(params, name, contiguous_strides(sig.shape), options.layout)
-    fill_problem(params, problem, plan.section)
-    return Prepared(problem, plan, dev, params, stream)
 
 
 def _bshd(x: np.ndarray, options: Options) -> np.ndarray:
@@ -189,6 +145,7 @@ def _forward_host(
 
         q, k, v = (cupy.asarray(x) for x in tensors)
         out, lse = forward(CUPY, q, k, v, options)
+        assert lse is not None
         return out.get(), lse.get()
     q, k, v = (_bshd(library.to_numpy(x), options) for x in tensors)
     out, lse = cpu.forward(q, k, v, problem)
@@ -203,7 +160,7 @@ def _backward_host(
     dlse: Any | None,
     options: Options,
 ) -> tuple[Any, Any, Any]:
-    problem = check(_BACKWARD_NAMES, library, [Signature(*s) for s in signatures], options)
+    problem = check(BACKWARD_NAMES, library, [Signature(*s) for s in signatures], options)
     lse = _row_vector("lse", library, lse, problem, CPU)
     dlse = None if dlse is None else _row_vector("dlse", library, dlse, problem, CPU)
     if _on_gpu(library, problem):

@@ -20,6 +20,22 @@ class ForwardTile:
 
 
 @dataclass(frozen=True)
+class HopperForwardTile:
+    """Each of `groups` consumer warpgroups computes 64 queries against key blocks of `block_n`.
+
+    K and V have rings of `stages` tiles each, Q one of `q_stages`. A thread of a consumer may use `consumer_registers`,
+    one of the producer `producer_registers`: together they fill the register file.
+    """
+
+    groups: int
+    block_n: int
+    stages: int
+    q_stages: int
+    consumer_registers: int
+    producer_registers: int
+
+
+@dataclass(frozen=True)
 class BackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m`.
 
@@ -51,6 +67,14 @@ def forward_smem_bytes(tile: ForwardTile, head_dim: int) -> int:
     return (tile.block_m + tile.stages * tile.block_n) * row_bytes(round_up(head_dim, 16))
 
 
+def hopper_forward_smem_bytes(tile: HopperForwardTile, head_dim: int) -> int:
+    """Dynamic shared memory of fwd_sm90: Q, K and V in chunks of 64 columns, mbarriers, the queue of work."""
+    row = 128 * -(-head_dim // 64)
+    slots = tile.groups * tile.q_stages
+    barriers = 2 * slots + 4 * tile.stages + 4
+    return (64 * slots + 2 * tile.stages * tile.block_n) * row + 8 * barriers + 32
+
+
 def backward_smem_bytes(tile: BackwardTile, head_dim: int) -> int:
     """Dynamic shared memory of bwd_sm80: K, V, the query stages with their row_stats, dS and, if exchanged, P."""
     row = row_bytes(round_up(head_dim, 16 * tile.split_d))
@@ -77,6 +101,19 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (256, BackwardTile(64, 64, 8, 1, 1, split_d=4, dq_warps_m=1)),
     (256, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
 )
+
+# The sm90 family's forward, by largest head_dim; needs the 227 KiB of Hopper. Chosen by tensor-core cycles on an H200
+# (docs/performance.md).
+_HOPPER_FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
+    (64, HopperForwardTile(4, 64, 4, 2, 112, 24)),
+    (128, HopperForwardTile(3, 64, 4, 2, 160, 32)),
+    (256, HopperForwardTile(2, 64, 2, 1, 232, 40)),
+)
+
+
+def hopper_forward_tile(head_dim: int) -> HopperForwardTile:
+    """The tile of the sm90 family's forward."""
+    return next(tile for limit, tile in _HOPPER_FORWARD if head_dim <= limit)
 
 
 def forward_tile(head_dim: int, smem_bytes: int, *, aligned: bool = True) -> ForwardTile:

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from . import run
 from .arrays import TORCH
-from .run import Options
+from .prepare import Options
 
 
 class _Attention(torch.autograd.Function):
@@ -38,8 +38,11 @@ class _Attention(torch.autograd.Function):
         return *run.backward(TORCH, dout, q, k, v, out, lse, dlse, ctx.options), None
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, want_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse); recorded by autograd if any input asks for it."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, options)
-    return run.forward(TORCH, q, k, v, options)
+        out, lse = _Attention.apply(q, k, v, options)
+        return out, lse
+    return run.forward(TORCH, q, k, v, options, want_lse)

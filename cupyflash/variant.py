@@ -9,18 +9,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from typing import ClassVar
 
 import numpy as np
-
-from . import tiles
-from .device import Device
-from .params import BWD_PARAMS, FWD_PARAMS
-from .problem import Problem
-from .tiles import BackwardTile, ForwardTile
 
 _ELEMENTS = {"bf16": "Bf16", "fp16": "Fp16"}
 
@@ -49,6 +42,8 @@ class Variant:
     function: ClassVar[str]  # the template it defines
     params_name: ClassVar[str]
     params: ClassVar[np.dtype[np.void]]
+    arch_suffix: ClassVar[str] = ""  # "a": uses instructions of one architecture alone
+    persistent: ClassVar[bool] = False  # a block computes tile after tile
 
     dtype: str
     head_dim: int
@@ -98,143 +93,3 @@ def _camel(name: str) -> str:
 
 def _cuda_type(value: object) -> str:
     return "bool" if isinstance(value, bool) else "int"
-
-
-@dataclass(frozen=True)
-class Forward(Variant):
-    """fwd_sm80.cuh."""
-
-    header, function, params_name, params = "fwd_sm80", "fwd", "FwdParams", FWD_PARAMS
-
-    block_n: int
-    stages: int
-    q_in_regs: bool = False
-    causal: bool = False
-    window: bool = False
-    scale_first: bool = False
-    unaligned: bool = False
-
-    @property
-    def tile_name(self) -> str:
-        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
-
-    @property
-    def smem_bytes(self) -> int:
-        tile = ForwardTile(self.block_m, self.block_n, self.warps, self.stages, self.blocks_per_sm)
-        return tiles.forward_smem_bytes(tile, self.head_dim)
-
-
-@dataclass(frozen=True)
-class Backward(Variant):
-    """bwd_sm80.cuh: dK, dV, and the sum of dQ."""
-
-    header, function, params_name, params = "bwd_sm80", "bwd", "BwdParams", BWD_PARAMS
-
-    block_n: int
-    stages: int
-    split_d: int
-    dq_warps_m: int
-    dq_unroll: int
-    causal: bool = False
-    window: bool = False
-    scale_first: bool = False
-    unaligned: bool = False
-    deterministic: bool = False
-
-    @property
-    def tile_name(self) -> str:
-        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
-
-    @property
-    def smem_bytes(self) -> int:
-        tile = BackwardTile(self.block_m, self.block_n, self.warps, self.stages, self.blocks_per_sm, self.split_d)
-        return tiles.backward_smem_bytes(tile, self.head_dim)
-
-
-@dataclass(frozen=True)
-class Delta(Variant):
-    """bwd_delta.cuh: row_stats, and dQ's accumulator cleared."""
-
-    header, function, params_name, params = "bwd_delta", "bwd_delta", "BwdParams", BWD_PARAMS
-
-    split_d: int
-    dq_warps_m: int
-    unaligned: bool = False
-    deterministic: bool = False
-
-    @property
-    def smem_bytes(self) -> int:
-        return 0
-
-
-@dataclass(frozen=True)
-class Convert(Variant):
-    """bwd_convert.cuh: dQ from its accumulator."""
-
-    header, function, params_name, params = "bwd_convert", "bwd_convert", "BwdParams", BWD_PARAMS
-
-    split_d: int
-    dq_warps_m: int
-
-    @property
-    def smem_bytes(self) -> int:
-        return self.block_m * tiles.row_bytes(tiles.round_up(self.head_dim, 16 * self.split_d))
-
-
-def mask_flags(problem: Problem) -> dict[str, bool]:
-    """Which of the mask and score hooks a problem needs."""
-    causal = problem.causal
-    return {"causal": causal, "window": problem.masked and not causal, "scale_first": problem.scale <= 0}
-
-
-def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -> Forward:
-    """The forward kernel for a problem; `aligned`: whether every row of q, k and v starts at a multiple of 16 bytes."""
-    t = tiles.forward_tile(problem.head_dim, device.smem_bytes, aligned=aligned)
-    return Forward(
-        problem.dtype,
-        problem.head_dim,
-        **asdict(t),
-        **mask_flags(problem),
-        unaligned=not aligned,
-    )
-
-
-def backward_variants(problem: Problem, device: Device, *, aligned: bool = True) -> tuple[Delta, Backward, Convert]:
-    """The three backward kernels, in launch order."""
-    t = tiles.backward_tile(problem.head_dim, device.smem_bytes, causal=problem.causal)
-    main = Backward(
-        problem.dtype,
-        problem.head_dim,
-        **asdict(t),
-        **mask_flags(problem),
-        unaligned=not aligned,
-        deterministic=problem.deterministic,
-    )
-    shared = (problem.dtype, problem.head_dim, t.block_m, t.warps, 1, t.split_d, t.dq_warps_m)
-    return Delta(*shared, unaligned=main.unaligned, deterministic=main.deterministic), main, Convert(*shared)
-
-
-def _shipped_problems() -> Iterator[tuple[Problem, bool]]:
-    """(problem, aligned) of what is compiled for every architecture in tests and by ``cupyflash compile``."""
-
-    def problem(dtype: str, head_dim: int, **options: object) -> Problem:
-        return Problem(dtype, 1, 1, 1, 1, 1, head_dim, **{"scale": 1.0, **options})  # type: ignore[arg-type]
-
-    for dtype in ("bf16", "fp16"):
-        for head_dim in (64, 128, 256):
-            for window in ((None, None), (None, 0)):
-                yield problem(dtype, head_dim, window=window), True
-    for head_dim in (8, 72, 96, 200):  # sizes that the padding, the ring and the split treat differently
-        yield problem("bf16", head_dim, window=(None, 0)), True
-    yield problem("bf16", 128, window=(64, 0), deterministic=True), True
-    yield problem("fp16", 64, window=(64, 64), scale=-1.0), False
-
-
-@functools.cache
-def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 60."""
-    variants: dict[Variant, None] = {}
-    for problem, aligned in _shipped_problems():
-        variants[forward_variant(problem, device, aligned=aligned)] = None
-        variants.update(dict.fromkeys(backward_variants(problem, device, aligned=aligned)))
-    return tuple(variants)

@@ -13,15 +13,6 @@
 #include "nonfinite.cuh"
 #include "softmax.cuh"
 
-template <int kValue>
-struct Int {
-    static constexpr int value = kValue;
-};
-template <bool kValue>
-struct Bool {
-    static constexpr bool value = kValue;
-};
-
 // request(0, Int<kFrom>), ..., request(0, Int<kEnd - 1>).
 template <int kFrom, int kEnd, class Request>
 __device__ __forceinline__ void request_first(Request request) {
@@ -130,13 +121,14 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         careful = true;
     }
 
-    float lse[OnlineSoftmax<kRows>::kRowsPerLane];
-    softmax.finish(O, score.unit, lse, [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
+    typename OnlineSoftmax<kRows>::Rows lse, inverse;
+    softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
+    softmax.multiply_rows(O, inverse);
     const long long lse_row = static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
     #pragma unroll
     for (int r = 0; r < OnlineSoftmax<kRows>::kRowsPerLane; ++r) {
         const int qi = q0 + row0 + O.row(r / 2, 2 * (r % 2));
-        if (lane() % 4 == 0 && qi < problem.seqlen_q) p.lse[lse_row + qi] = lse[r];
+        if (p.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.lse[lse_row + qi] = lse[r];
     }
     if (blocks == 0) {
         ptx::cp_async_wait_group<0>();

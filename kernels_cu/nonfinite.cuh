@@ -63,4 +63,49 @@ __device__ __forceinline__ void add_non_finite(T *dst, long long dst_stride, int
     }
 }
 
+// Row `row` of a result tile anew, by one warp and straight from global memory:
+//     sum over keys [first, end) of weight(k . q) v,   times `inverse`;
+// a non-finite element of v counts as itself however small its weight. For kernels that cannot run a tile twice. A lane
+// takes one key of 32 at a time for the weights, then two columns of 64 for the sum. Rows are 16-byte aligned.
+template <class T, int kCols, class Tile, class Weight>
+__device__ __forceinline__ void recompute_row(const Tile &tile, int row, const T *q, const T *k, long long k_stride,
+                                              const T *v, long long v_stride, int first, int end, float inverse,
+                                              Weight weight) {
+    constexpr int kPairs = ceil_div(kCols, 64);
+    float sum[kPairs][2] = {};
+    #pragma unroll 1
+    for (int block = first; block < end; block += 32) {
+        const int key = block + lane();
+        float s = 0.f;
+        if (key < end) {
+            #pragma unroll 2
+            for (int col = 0; col < kCols; col += 8) {
+                const ptx::U128 a = *reinterpret_cast<const ptx::U128 *>(q + col);
+                const ptx::U128 b = *reinterpret_cast<const ptx::U128 *>(k + key * k_stride + col);
+                #pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    s = fmaf(T::lo(a.x[i]), T::lo(b.x[i]), s), s = fmaf(T::hi(a.x[i]), T::hi(b.x[i]), s);
+            }
+        }
+        const float p = key < end ? weight(s) : 0.f;
+        #pragma unroll 1
+        for (int j = 0; j < min(32, end - block); ++j) {
+            const float p_j = ptx::shfl_index(p, j);
+            #pragma unroll
+            for (int i = 0; i < kPairs; ++i) {
+                const int col = 64 * i + 2 * lane();
+                if (kCols % 64 != 0 && col >= kCols) continue;
+                const ptx::u32 x = *reinterpret_cast<const ptx::u32 *>(v + (block + j) * v_stride + col);
+                sum[i][0] += is_non_finite<T>(static_cast<ptx::u16>(x)) ? T::lo(x) : p_j * T::lo(x);
+                sum[i][1] += is_non_finite<T>(static_cast<ptx::u16>(x >> 16)) ? T::hi(x) : p_j * T::hi(x);
+            }
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+        const int col = 64 * i + 2 * lane();
+        if (col < kCols) ptx::st_shared_b32(tile.at(row, col), T::pack(sum[i][0] * inverse, sum[i][1] * inverse));
+    }
+}
+
 #endif  // CUPYFLASH_NONFINITE_CUH

@@ -21,7 +21,7 @@ struct FwdParams {
     const void *k;  // [batch, seqlen_k, heads_k, head_dim]
     const void *v;  // like k
     void *o;        // like q
-    float *lse;     // [batch, heads_q, seqlen_q], contiguous; natural log
+    float *lse;     // [batch, heads_q, seqlen_q], contiguous; natural log; null: not wanted
     Strides q_stride, k_stride, v_stride, o_stride;
     Problem problem;
 };

@@ -18,6 +18,14 @@ struct alignas(16) U128 { u32 x[4]; };  // 16 bytes: the widest load and store
 // ---- Special registers (10) ----
 __device__ __forceinline__ int thread_index() { return threadIdx.x; }
 __device__ __forceinline__ int block_index() { return blockIdx.x; }
+__device__ __forceinline__ int grid_size() { return gridDim.x; }
+// Cycles of this multiprocessor, and nanoseconds of the GPU's common clock.
+__device__ __forceinline__ i64 clock64() { return ::clock64(); }
+__device__ __forceinline__ i64 globaltimer() {
+    i64 t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t));
+    return t;
+}
 
 // ---- Shared memory: addresses are 32-bit offsets into the block's window ----
 // The block's dynamic shared memory, aligned to 128 bytes.
@@ -40,6 +48,11 @@ __device__ __forceinline__ U128 ld_shared_v4_b32(u32 addr) {
                  : "memory");
     return v;
 }
+__device__ __forceinline__ u32 ld_shared_b32(u32 addr) {
+    u32 x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
+    return x;
+}
 __device__ __forceinline__ void st_shared_b32(u32 addr, u32 x) {
     asm volatile("st.shared.b32 [%0], %1;" : : "r"(addr), "r"(x) : "memory");
 }
@@ -55,6 +68,9 @@ __device__ __forceinline__ void bar_sync() { __syncthreads(); }                 
 __device__ __forceinline__ bool bar_red_or(bool p) { return __syncthreads_or(p) != 0; }  // bar.red.or.pred
 __device__ __forceinline__ void bar_warp_sync() { __syncwarp(); }
 __device__ __forceinline__ bool vote_any(bool p) { return __any_sync(0xffffffffu, p); }
+__device__ __forceinline__ bool vote_all(bool p) { return __all_sync(0xffffffffu, p); }
+__device__ __forceinline__ int shfl_index(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+__device__ __forceinline__ float shfl_index(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 __device__ __forceinline__ float shfl_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 
 // ---- Asynchronous copies, global to shared (9.7.9.25) ----
@@ -156,6 +172,17 @@ __device__ __forceinline__ void red_add(float *p, const float (&x)[kRedWidth]) {
 }
 __device__ __forceinline__ void red_add_f32(float *p, float x) {
     asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" : : "l"(p), "f"(x) : "memory");
+}
+// atom.add: the value before. The second form also orders this thread's other accesses around it.
+__device__ __forceinline__ int atomic_add(int *p, int x) {
+    int before;
+    asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
+    return before;
+}
+__device__ __forceinline__ int atomic_add_acq_rel(int *p, int x) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(x) : "memory");
+    return before;
 }
 __device__ __forceinline__ int ld_acquire(const int *p) {
     int x;

@@ -7,6 +7,12 @@
 
 namespace ptx {
 
+// The block's dynamic shared memory, aligned as tiles with the 128-byte swizzle need it.
+__device__ __forceinline__ u32 dynamic_smem_1024() {
+    extern __shared__ __align__(1024) unsigned char cupyflash_smem_1024[];
+    return static_cast<u32>(__cvta_generic_to_shared(cupyflash_smem_1024));
+}
+
 // ---- Warps and registers ----
 // elect.sync (9.7.13.14): true in one lane of the warp, always the same one.
 __device__ __forceinline__ bool elect_sync() {

@@ -1,6 +1,6 @@
-// Which tile a block computes. The hardware starts blocks in the order of their index, so the order decides what shares
-// the L2 cache and how even the tail is: heads are taken in sections whose streamed operands fit the L2, and within a
-// section every head's longest tiles come first (longest processing time first).
+// In which order the tiles of work are computed: by the hardware, which starts blocks in the order of their index, or by
+// persistent blocks, which draw numbers. The order decides what shares the L2 cache and how even the tail is: heads are
+// taken in sections (plan.py chooses how many), and within a section every head's longest tiles come first.
 #ifndef CUPYFLASH_SCHEDULE_CUH
 #define CUPYFLASH_SCHEDULE_CUH
 #include "params.cuh"
@@ -13,14 +13,19 @@ struct TileIndex {
     int block;        // along the sequence
     int head, batch;  // batch * heads + head runs over all sequences
 
-    // The grid is blocks * heads * batch, in one dimension. kDescending: the last block of a sequence comes first.
+    // Tile number `index` of blocks * heads * batch. kDescending: the last block of a sequence comes first.
     template <bool kDescending>
-    __device__ static TileIndex of(const Problem &p, int blocks, int heads) {
-        const int total = p.batch * heads, index = ptx::block_index();
+    __device__ static TileIndex at(int index, const Problem &p, int blocks, int heads) {
+        const int total = p.batch * heads;
         const int section_start = index / (p.section * blocks) * p.section;
         const int section = min(p.section, total - section_start), in_section = index - section_start * blocks;
         const int sequence = section_start + in_section % section, turn = in_section / section;
         return {kDescending ? blocks - 1 - turn : turn, sequence % heads, sequence / heads};
+    }
+    // The tile of this block, where each block computes one.
+    template <bool kDescending>
+    __device__ static TileIndex of(const Problem &p, int blocks, int heads) {
+        return at<kDescending>(ptx::block_index(), p, blocks, heads);
     }
 };
 

@@ -7,9 +7,10 @@
 template <int kRows>
 struct OnlineSoftmax {
     static constexpr int kRowsPerLane = kRows / 8;
-    float factor;           // scores times this are powers of two
-    float m[kRowsPerLane];  // maximum of each row's scores so far
-    float l[kRowsPerLane];  // this lane's part of the row sum of P
+    using Rows = float[kRowsPerLane];
+    float factor;  // scores times this are powers of two
+    Rows m;        // maximum of each row's scores so far, or a score not far below it
+    Rows l;        // this lane's part of the row sum of P
 
     __device__ explicit OnlineSoftmax(float log2_factor) : factor(log2_factor) {
         #pragma unroll
@@ -20,28 +21,40 @@ struct OnlineSoftmax {
     // is exactly 1, which 16 bits hold without rounding, and that matters where one key outweighs all others.
     template <int kN, int kD>
     __device__ void step(AccTile<kRows, kN> &S, AccTile<kRows, kD> &O) {
-        float m_new[kRowsPerLane];
+        Rows rescale;
+        if (raise_maximum(S, rescale)) multiply_rows(O, rescale);
+        exponentiate(S);
+    }
+
+    // m follows the maxima of S, and l follows m. True if one of the warp's grew: O has to follow too, times `rescale`.
+    template <int kN>
+    __device__ bool raise_maximum(const AccTile<kRows, kN> &S, Rows &rescale) {
+        Rows top;
         bool grows = false;
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            m_new[r] = m[r];
+            top[r] = m[r];
             #pragma unroll
             for (int j = 0; j < S.kColTiles; ++j)
-                m_new[r] = fmaxf(m_new[r], fmaxf(S.x[r / 2][j][2 * (r % 2)], S.x[r / 2][j][2 * (r % 2) + 1]));
-            m_new[r] = quad_reduce(m_new[r], [](float a, float b) { return fmaxf(a, b); });
-            grows = grows || m_new[r] > m[r];
+                top[r] = fmaxf(top[r], fmaxf(S.x[r / 2][j][2 * (r % 2)], S.x[r / 2][j][2 * (r % 2) + 1]));
+            top[r] = quad_reduce(top[r], [](float a, float b) { return fmaxf(a, b); });
+            grows = grows || top[r] > m[r];
         }
-        if (ptx::vote_any(grows)) {  // after the first blocks, mostly not
+        grows = ptx::vote_any(grows);
+        if (grows) {  // after the first blocks, mostly not
             #pragma unroll
             for (int r = 0; r < kRowsPerLane; ++r) {
-                const float rescale = ptx::ex2((m[r] - finite_or_zero(m_new[r])) * factor);
-                m[r] = m_new[r];
-                l[r] *= rescale;
-                #pragma unroll
-                for (int j = 0; j < O.kColTiles; ++j)
-                    O.x[r / 2][j][2 * (r % 2)] *= rescale, O.x[r / 2][j][2 * (r % 2) + 1] *= rescale;
+                rescale[r] = ptx::ex2((m[r] - finite_or_zero(top[r])) * factor);
+                m[r] = top[r];
+                l[r] *= rescale[r];
             }
         }
+        return grows;
+    }
+
+    // Scores S become P, and are added to l.
+    template <int kN>
+    __device__ void exponentiate(AccTile<kRows, kN> &S) {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
             const float base = finite_or_zero(m[r]) * factor;
@@ -56,20 +69,57 @@ struct OnlineSoftmax {
         }
     }
 
-    // O /= l; lse[r] = ln sum exp of row r, with `unit` times S the scores. sees_nothing(row) marks rows without any
-    // key: O = 0, lse = -inf there.
-    template <int kD, class SeesNothing>
-    __device__ void finish(AccTile<kRows, kD> &O, float unit, float (&lse)[kRowsPerLane], SeesNothing sees_nothing) {
+    // The same in the hope that m, whatever it is, will do: it cancels out of O / l, and P may exceed 1. False, with l as
+    // it was, if some lane's part of a row sums up to kMaxP or more, has no m yet or holds a NaN; S must then be formed
+    // again. kMaxP bounds how far one key can outweigh all others while its P is not exactly 1: see docs/performance.md.
+    static constexpr float kMaxP = 64.f;
+    template <int kN>
+    __device__ bool exponentiate_optimistically(AccTile<kRows, kN> &S) {
+        Rows sum;
+        float largest = 0.f, all = 0.f;
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) {
+            const float base = m[r] * factor;
+            float part[2] = {0.f, 0.f};
+            #pragma unroll
+            for (int j = 0; j < S.kColTiles; ++j)
+                #pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float &s = S.x[r / 2][j][2 * (r % 2) + c];
+                    s = ptx::ex2(fmaf(s, factor, -base));
+                    part[c] += s;
+                }
+            sum[r] = part[0] + part[1];
+            largest = fmaxf(largest, sum[r]), all += sum[r];
+        }
+        const bool good = ptx::vote_all(largest < kMaxP && all < ptx::infinity());  // NaN passes only the first test
+        if (good) {
+            #pragma unroll
+            for (int r = 0; r < kRowsPerLane; ++r) l[r] += sum[r];
+        }
+        return good;
+    }
+
+    // The end: lse[r] = ln sum exp of row r, with `unit` times S the scores, and inverse[r], by which O is multiplied.
+    // sees_nothing(row) marks rows without any key: O = 0, lse = -inf there.
+    template <class SeesNothing>
+    __device__ void finish(float unit, Rows &lse, Rows &inverse, SeesNothing sees_nothing) {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
             l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });
-            const bool nothing = sees_nothing(O.row(r / 2, 2 * (r % 2)));
-            const float inverse = nothing ? 0.f : 1.f / l[r];
+            const bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)));
+            inverse[r] = nothing ? 0.f : 1.f / l[r];
             lse[r] = nothing ? -ptx::infinity() : fmaf(m[r], unit, ptx::lg2(l[r]) * kLn2);
+        }
+    }
+
+    template <int kD>
+    __device__ static void multiply_rows(AccTile<kRows, kD> &O, const Rows &by) {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r)
             #pragma unroll
             for (int j = 0; j < O.kColTiles; ++j)
-                O.x[r / 2][j][2 * (r % 2)] *= inverse, O.x[r / 2][j][2 * (r % 2) + 1] *= inverse;
-        }
+                O.x[r / 2][j][2 * (r % 2)] *= by[r], O.x[r / 2][j][2 * (r % 2) + 1] *= by[r];
     }
 
   private:

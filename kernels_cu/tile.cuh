@@ -14,6 +14,16 @@ __device__ __forceinline__ int fresh_lane() { return fresh_thread() % 32; }
 
 __device__ constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 
+// Compile-time values as arguments.
+template <int kValue>
+struct Int {
+    static constexpr int value = kValue;
+};
+template <bool kValue>
+struct Bool {
+    static constexpr bool value = kValue;
+};
+
 // A row-major [kRows, kCols] tile of 16-bit elements in shared memory. A row is padded to an odd number of 16-byte
 // chunks: the eight rows that one ldmatrix phase reads then lie in eight different groups of banks.
 template <class T, int kRows_, int kCols_>

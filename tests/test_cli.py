@@ -19,8 +19,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cupyflash
-from cupyflash import api, cases, cli, device, jit, nvrtc, run
-from cupyflash.cli import bench_report, doctor_checks, frameworks, verify_checks, verify_report
+from cupyflash import api, arrays, cases, cli, device, jit, nvrtc, run
+from cupyflash.cli import bench_cycles, bench_report, doctor_checks, frameworks, verify_checks, verify_report
+from cupyflash.cli.bench_timing import Clock
 from cupyflash.cli.bench_work import Cell
 from cupyflash.errors import CompileError, UnsupportedError
 
@@ -340,20 +341,39 @@ def test_bench_usage(invoke: Invoke) -> None:
     assert ".png" in invoke("bench", *TINY, "--plot", "speed.pdf", code=2).output
     invoke("bench", *TINY, "--against", "flash9", code=2)
     invoke("bench", *TINY, "--framework", "cupy", code=2)
+    assert "--batch" in invoke("bench", *TINY, "--batch", "2", code=2).output
+    assert "does not divide the 1 heads" in invoke("bench", *TINY, "--heads-k", "2", code=2).output
+
+
+def test_bench_key_heads_batch_and_window(invoke: Invoke) -> None:
+    """What the options say is what runs; torch's own attention is left out of windows, with a reason."""
+    pytest.importorskip("torch")
+    size = ("--head-dim", "16", "--hidden", "64", "--heads-k", "2", "--batch", "3", "--seqlens", "24", "--window", "7")
+    options = ("--backend", "cpu", "--quick", "--against", "math", "--causal", "--pass", "fwd", *size)
+    found = json.loads(invoke("bench", *options, "--json").stdout)
+    ours, math = found["rows"]
+    shape = {"batch": 3, "heads": 4, "heads_k": 2, "window": 7, "seqlen": 24}
+    assert {k: ours[k] for k in shape} == shape
+    assert ours["tflops"] > 0
+    assert ours["ideal_bytes"] == Cell("bf16", 16, True, 24, 3, 4, 2).ideal_bytes("fwd")
+    assert (math["ms"], "sliding window" in math["reason"]) == (None, True)
+    assert found["ratios"] == {}
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_flops_are_those_of_visible_pairs(causal: bool) -> None:
-    case = cases.Case("", "smoke", 37, 37, 24, batch=2, heads_q=3, heads_k=3, causal=causal)
+@pytest.mark.parametrize("window", [None, 0, 7, 36, 99])
+def test_flops_are_those_of_visible_pairs(causal: bool, window: int | None) -> None:
+    bounds = None if window is None else (window, None)
+    case = cases.Case("", "smoke", 37, 37, 24, batch=2, heads_q=3, heads_k=3, causal=causal, window=bounds)
     problem = case.problem("bf16")
     pairs = sum(end - first for first, end in map(problem.visible, range(37)))
-    cell = Cell("bf16", 24, causal, 37, 2, 3)
+    cell = Cell("bf16", 24, causal, 37, 2, 3, 3, window)
     assert cell.flops("fwd") == 4 * 24 * pairs * 2 * 3
     assert cell.flops("both") == cell.flops("fwd") + cell.flops("bwd") == 3.5 * cell.flops("fwd")
 
 
 def test_ratios() -> None:
-    cells = [Cell("bf16", 64, False, n, 1, 1) for n in (1024, 2048)]
+    cells = [Cell("bf16", 64, False, n, 1, 1, 1) for n in (1024, 2048)]
     times = {"cupyflash": (1.0, 2.0), "flash2": (2.0, 1.0), "cudnn": (None, 8.0)}
     rows = [bench_report.Row(c, "fwd", n, ms, None) for n, pair in times.items()
             for c, ms in zip(cells, pair, strict=True)]  # fmt: skip
@@ -362,6 +382,26 @@ def test_ratios() -> None:
     assert summary["flash2"]["fwd"]["worst"] == pytest.approx(0.5)
     assert summary["flash2"]["fwd"]["worst_cell"]["seqlen"] == 2048
     assert (summary["cudnn"]["fwd"]["geomean"], summary["cudnn"]["fwd"]["cells"]) == (pytest.approx(4.0), 1)
+    assert list(summary) == ["flash2", "cudnn", "best"]
+    assert summary["best"]["fwd"]["geomean"] == pytest.approx(1.0)
+    assert (summary["best"]["fwd"]["below_par"], summary["cudnn"]["fwd"]["below_par"]) == (1, 0)
+    best = [d["best"] for d in bench_report.documents(rows)]
+    assert best == [pytest.approx(2.0), pytest.approx(0.5), None, None, None, None]
+
+
+def test_tensor_core_cycles(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    """Two blocks that lived 1000 cycles in 500 ns each, and half of what the tensor cores could do meanwhile."""
+    counts = np.array([[1000, 500], [1000, 500]])
+    assert bench_cycles.utilisation(4096 * 1000, counts[:, 0], counts[:, 1]) == (50.0, 2.0)
+    options = (*TINY, "--framework", "numpy", "--causal")
+    assert "MMA %" not in invoke("bench", *options).stdout
+
+    monkeypatch.setattr(bench_cycles, "LIBRARIES", {Clock: arrays.NUMPY})
+    monkeypatch.setattr(run, "forward_clocks", lambda *arguments: counts, raising=False)
+    rows = json.loads(invoke("bench", *options, "--json").stdout)["rows"]
+    assert {(r["direction"], r["clock_ghz"]) for r in rows} == {("fwd", 2.0), ("bwd", None)}
+    assert rows[0]["tensor_core_percent"] == pytest.approx(100 * 4 * 16 * 136 * 2 / (4096 * 2000))
+    assert re.search(r"MMA % +GHz", invoke("bench", *options).stdout)
 
 
 # ---- compile and cache ----

@@ -65,3 +65,17 @@ def test_bench(framework: str) -> None:
     ours = [r for r in found["rows"] if r["implementation"] == "cupyflash"]
     assert all(r["peak_bytes"] <= 1.1 * r["ideal_bytes"] + (1 << 20) for r in ours)
     assert found["startup"]["disk_cache"]["loaded_on_gpu"]
+
+
+@pytest.mark.parametrize("peer", ["cudnn", "fa4"])
+def test_bench_peers(peer: str) -> None:
+    """Each peer runs with fewer key heads; torch's have no window."""
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    if peer == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    size = ("--head-dim", "128", "--hidden", "512", "--heads-k", "2", "--batch", "2", "--seqlens", "1024")
+    options = ("--quick", "--causal", "--pass", "fwd", "--against", peer, *size)
+    assert all(r["tflops"] > 0 for r in document("bench", *options)["rows"])
+    windowed = document("bench", *options, "--window", "255")["rows"][1]
+    assert (windowed["tflops"] is None) == (peer == "cudnn")

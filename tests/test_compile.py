@@ -15,7 +15,8 @@ import cupyflash
 from cupyflash import jit, nvrtc
 from cupyflash.cache import Cubin
 from cupyflash.device import Device
-from cupyflash.variant import Variant, shipped
+from cupyflash.shipped import shipped
+from cupyflash.variant import Variant
 
 try:
     nvrtc.pick()

@@ -13,7 +13,7 @@ from emulator import MODES
 from emulator.attention import NONFINITE_QUERIES, Session, inputs_of
 from emulator.require import require_compiler
 
-from cupyflash import variant
+from cupyflash import shipped, variant
 from cupyflash.accuracy import Comparison, Oracle
 from cupyflash.cases import Case, select
 from cupyflash.device import Device
@@ -44,7 +44,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     )  # fmt: skip
 
 
-SHIPPED = {case.name: case for case in (shipped_case(*each) for each in variant._shipped_problems())}
+SHIPPED = {case.name: case for case in (shipped_case(*each) for each in shipped.shipped_problems())}
 
 
 @functools.lru_cache(maxsize=4)
@@ -94,7 +94,7 @@ def test_every_shipped_variant_is_run() -> None:
             problem, aligned = case.problem(case.dtypes[0]), case.memory == "contiguous"
             plans = forward_plan(problem, device, aligned=aligned), backward_plan(problem, device, aligned=aligned)
             symbols |= {launch.variant.symbol for plan in plans for launch in plan.launches}
-        assert symbols == {v.symbol for v in variant.shipped(device)}
+        assert symbols == {v.symbol for v in shipped.shipped(device)}
 
 
 @pytest.mark.parametrize("mode", ["any", "priority", "starve", "lanes", "race lanes"])

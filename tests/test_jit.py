@@ -17,8 +17,10 @@ import pytest
 import cupyflash
 from cupyflash import cache, jit, nvrtc
 from cupyflash.device import ARCHS, Device
+from cupyflash.kernels import Convert, backward_variants, forward_variant
 from cupyflash.problem import Problem
-from cupyflash.variant import Convert, backward_variants, forward_variant, kernel_sources, shipped
+from cupyflash.shipped import shipped
+from cupyflash.variant import kernel_sources
 
 try:
     nvrtc.pick()
@@ -152,7 +154,7 @@ def test_the_cache_is_bounded_by_dropping_what_was_used_longest_ago(folder: Path
 
 def test_processes_compile_a_kernel_once(folder: Path) -> None:
     program = (
-        "from cupyflash import jit, variant; v = variant.Convert('bf16', 64, 64, 8, 1, 1, 2);"
+        "from cupyflash import jit, kernels; v = kernels.Convert('bf16', 64, 64, 8, 1, 1, 2);"
         "print(jit.compile_kernel(v, 'sm_80').from_cache)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

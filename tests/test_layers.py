@@ -29,10 +29,12 @@ PYTHON_LAYERS = (
     ("api",),
     ("torch", "jax", "libraries"),
     ("run",),
+    ("prepare",),
     ("launch",),
-    ("arrays", "cpu", "jit", "plan"),
-    ("cache", "nvrtc"),
-    ("accuracy", "case_inputs", "cases", "params", "problem", "reference", "tiles", "variant"),
+    ("arrays", "counters", "cpu", "jit", "shipped"),
+    ("plan",),
+    ("cache", "nvrtc", "tensormap"),
+    ("accuracy", "case_inputs", "cases", "kernels", "params", "problem", "reference", "tiles", "variant"),
     ("device", "errors"),
 )
 # What a module may import from its own layer.
@@ -43,7 +45,7 @@ PYTHON_SIDEWAYS = {
     "device": {"errors"},
     "reference": {"problem"},
     "tiles": {"problem"},
-    "variant": {"params", "problem", "tiles"},
+    "kernels": {"params", "problem", "tiles", "variant"},
 }
 # Modules that one module keeps to itself.
 PYTHON_PRIVATE = {"cache": {"cli", "jit"}, "nvrtc": {"cli", "jit"}}
@@ -51,7 +53,7 @@ PYTHON_PRIVATE = {"cache": {"cli", "jit"}, "nvrtc": {"cli", "jit"}}
 OUTSIDE = {
     "click": {"cli"},
     "cuda": {"cli", "device", "nvrtc"},  # cuda-pathfinder, which comes with CuPy
-    "cupy": {"arrays", "cli", "device", "jit", "launch", "libraries", "run"},
+    "cupy": {"arrays", "cli", "counters", "device", "jit", "launch", "libraries", "run"},
     "filelock": {"cache"},
     "jax": {"arrays", "cli", "jax"},
     "matplotlib": {"cli"},
@@ -67,17 +69,19 @@ OUTSIDE = {
 CUDA_LAYERS = (
     ("fwd_*", "bwd_*", "combine"),
     ("dq_accum", "dropout", "epilogue", "mask", "nonfinite", "score", "softmax"),
-    ("element", "gemm", "pages", "schedule", "seqlen", "tile*"),
-    ("ptx*", "params"),
+    ("element", "gemm", "pages", "pipeline*", "schedule", "seqlen", "tile*"),
+    ("ptx*", "params*"),
 )
 CUDA_SIDEWAYS = {
     "gemm": {"element", "tile"},
+    "params_sm90": {"params", "ptx_sm90"},
+    "pipeline_sm90": {"tile"},
     "ptx_sm75": {"ptx"},
     "ptx_sm90": {"ptx"},
     "schedule": {"seqlen"},
     "softmax": {"score"},
     "tile": {"element", "schedule"},
-    "tile_sm90": {"element", "tile"},
+    "tile_sm90": {"element", "gemm", "tile"},
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
 HARDWARE = re.compile(
@@ -87,6 +91,7 @@ HARDWARE = re.compile(
 
 # Lines at which to stop and think (in headers without comments and empty lines); the first pattern that fits counts.
 LINES = (
+    ("kernels_cu/ptx*.cuh", 350),  # one wrapper an instruction
     ("kernels_cu/*_sm90.cuh", 350),
     ("kernels_cu/fwd_*.cuh", 200),
     ("kernels_cu/bwd_*.cuh", 200),

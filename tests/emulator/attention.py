@@ -10,17 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyflash import tensormap
 from cupyflash.cases import Case, Inputs
 from cupyflash.device import Device
-from cupyflash.launch import fill_problem
+from cupyflash.kernels import ForwardSm90
+from cupyflash.launch import contiguous_strides, fill_problem, fill_strides
 from cupyflash.plan import Plan, backward_plan, forward_plan
 from cupyflash.problem import Problem
+from cupyflash.tensormap import TensorMap
 from cupyflash.variant import Variant, kernel_sources
 
-from .launch import EmulatedKernel, Memory, Mode
+from .launch import EmulatedKernel, EmulatorError, Memory, Mode, tensor_map
 
 Array = NDArray[Any]
 _DTYPES = {"fp32": np.float32, "int32": np.int32}
+_SWIZZLE_128B = 3
 
 
 @functools.lru_cache(maxsize=256)
@@ -35,83 +39,134 @@ def kernel_of(variant: Variant, device: Device, headers: Mapping[str, str] | Non
     return _kernel(variant.source(), variant.symbol, 100 * major + 10 * minor, tuple(sorted(texts.items())))
 
 
+def small_device(arch: str, sm_count: int = 3) -> Device:
+    """A stand-in for a GPU with so few multiprocessors that persistent blocks compute several tiles each."""
+    return dataclasses.replace(Device.synthetic(arch), sm_count=sm_count)
+
+
+class Buffers:
+    """The arrays of one call in emulated memory: their addresses, and what params structs say of them."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.address: dict[str, int] = {}
+        self.shape: dict[str, tuple[int, ...]] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}  # in elements
+
+    def add(self, name: str, x: Array) -> None:
+        """An input."""
+        self.address[name], self.shape[name] = self.memory.input(name, x), x.shape
+        self.strides[name] = tuple(s // x.itemsize for s in x.strides)
+
+    def make(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A contiguous output."""
+        self.address[name], out = self.memory.output(name, shape, dtype)
+        self.shape[name] = shape
+        if len(shape) == 4:
+            self.strides[name] = contiguous_strides(shape)
+        return out
+
+    def aligned(self) -> bool:
+        """Whether every row of all inputs starts at a multiple of 16 bytes."""
+        return all(
+            self.address[name] % 16 == 0
+            and all(s % 8 == 0 for s, n in zip(strides[:3], self.shape[name][:3], strict=True) if n > 1)
+            for name, strides in self.strides.items()
+        )
+
+    def readable(self) -> bool:
+        """Whether TMA can read them."""
+        return all(
+            self.address[name] % 16 == 0 and tensormap.readable(self.shape[name], strides)
+            for name, strides in self.strides.items()
+        )
+
+    def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:
+        """The array's tensor map."""
+        m = TensorMap.of(dtype, self.shape[name], self.strides[name], "bshd", rows)
+        box = tensormap.BOX_COLUMNS, rows, 1, 1
+        return tensor_map(self.address[name], m.sizes, m.strides_bytes, box, _SWIZZLE_128B)
+
+    def fill(self, struct: np.ndarray) -> None:
+        """Addresses and strides of all the arrays that the struct names."""
+        names = struct.dtype.names or ()
+        for name, address in self.address.items():
+            if name in names:
+                struct[name] = address
+        for name, strides in self.strides.items():
+            if f"{name}_stride" in names:
+                fill_strides(struct, name, strides, "bshd")
+
+
 @dataclasses.dataclass
 class Session:
     """One run of one problem.
 
     Attributes:
         headers: patched kernel sources by file name; the others are as shipped.
+        family: of the forward, one of `plan.FAMILIES`; None: as planned.
+        counter: whether persistent blocks draw their tiles from a counter; else in a fixed stride.
     """
 
     device: Device
     mode: Mode
     seed: int = 0
     headers: Mapping[str, str] | None = None
+    family: str | None = None
+    counter: bool = True
 
     def forward(self, inputs: Inputs, problem: Problem) -> tuple[Array, Array]:
         """out, lse."""
         with Memory() as memory:
-            params, aligned = _params_of(memory, {"q": inputs.q, "k": inputs.k, "v": inputs.v})
-            plan = forward_plan(problem, self.device, aligned=aligned)
-            params["o"], strides = memory.output("o", inputs.q.shape, inputs.q.dtype), _strides(inputs.q.shape)
-            params["lse"] = memory.output("lse", (problem.batch, problem.heads_q, problem.seqlen_q), np.float32)
-            self._launch(plan, problem, params, {"o": strides})
-            return params["o"][1].copy(), params["lse"][1].copy()
+            buffers = Buffers(memory)
+            for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+                buffers.add(name, x)
+            aligned, tma = buffers.aligned(), buffers.readable()
+            plan = forward_plan(problem, self.device, aligned=aligned, tma=tma, family=self.family)
+            out = buffers.make("o", inputs.q.shape, inputs.q.dtype)
+            lse = buffers.make("lse", (problem.batch, problem.heads_q, problem.seqlen_q), np.float32)
+            self._launch(plan, problem, buffers)
+            return out.copy(), lse.copy()
 
     def backward(self, inputs: Inputs, out: Array, lse: Array, problem: Problem) -> tuple[Array, Array, Array]:
         """dq, dk, dv."""
         with Memory() as memory:
+            buffers = Buffers(memory)
             arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "dout": inputs.dout}
-            params, aligned = _params_of(memory, arrays)
-            params["lse"] = memory.input("lse", np.ascontiguousarray(lse, np.float32)), None
-            if inputs.dlse is not None:
-                params["dlse"] = memory.input("dlse", np.ascontiguousarray(inputs.dlse, np.float32)), None
-            plan = backward_plan(problem, self.device, aligned=aligned)
-            strides = {}
-            for name, like in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
-                params[name] = memory.output(name, like.shape, like.dtype)
-                strides[name] = _strides(like.shape)
+            for name, x in arrays.items():
+                buffers.add(name, x)
+            plan = backward_plan(problem, self.device, aligned=buffers.aligned())
+            for name, vector in (("lse", lse), ("dlse", inputs.dlse)):
+                if vector is not None:
+                    buffers.address[name] = memory.input(name, np.ascontiguousarray(vector, np.float32))
+            like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
+            gradients = [buffers.make(name, x.shape, x.dtype) for name, x in like.items()]
             for name, (shape, dtype) in plan.workspace.items():
-                params[name] = memory.output(name, shape, _DTYPES[dtype])
-            self._launch(plan, problem, params, strides)
-            return params["dq"][1].copy(), params["dk"][1].copy(), params["dv"][1].copy()
+                buffers.address[name], _ = memory.output(name, shape, _DTYPES[dtype])
+            self._launch(plan, problem, buffers)
+            dq, dk, dv = (x.copy() for x in gradients)
+            return dq, dk, dv
 
-    def _launch(
-        self, plan: Plan, problem: Problem, params: dict[str, Any], strides: dict[str, tuple[int, ...]]
-    ) -> None:
+    def _launch(self, plan: Plan, problem: Problem, buffers: Buffers) -> None:
         mode = dataclasses.replace(self.mode, ordered_red=problem.deterministic and self.mode.race)
         for launch in plan.launches:
             if launch.grid == 0:
                 continue
-            struct = np.zeros((), launch.variant.params)
-            names = struct.dtype.names or ()
-            for name, value in params.items():
-                if name in names:
-                    struct[name] = value if name.endswith("_stride") else value[0]
-            for name, value in strides.items():
-                struct[f"{name}_stride"] = value
-            fill_problem(struct, problem, plan.section)
-            kernel = kernel_of(launch.variant, self.device, self.headers)
-            kernel(launch.grid, launch.variant.threads, launch.variant.smem_bytes, [struct], mode, self.seed)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """(batch, row, head) of a contiguous bshd array, in elements."""
-    _, seqlen, heads, head_dim = shape
-    return seqlen * heads * head_dim, heads * head_dim, head_dim
-
-
-def _params_of(memory: Memory, arrays: dict[str, Array]) -> tuple[dict[str, Any], bool]:
-    """Addresses and strides of the inputs; whether every row starts at a multiple of 16 bytes."""
-    params: dict[str, Any] = {}
-    aligned = True
-    for name, x in arrays.items():
-        address = memory.input(name, x)
-        strides = [s // x.itemsize for s in x.strides]
-        aligned &= address % 16 == 0 and all(s % 8 == 0 for s, n in zip(strides[:3], x.shape[:3], strict=True) if n > 1)
-        params[name] = address, None
-        params[f"{name}_stride"] = tuple(strides[:3])
-    return params, aligned
+            struct, variant = np.zeros((), launch.variant.params), launch.variant
+            plain = struct["plain"] if isinstance(variant, ForwardSm90) else struct
+            buffers.fill(plain)
+            fill_problem(plain, problem, plan.section)
+            counter = np.zeros(2, np.int32)
+            if isinstance(variant, ForwardSm90):
+                for name, rows in (("q", 64), ("k", variant.block_n), ("v", variant.block_n), ("o", 64)):
+                    struct[f"map_{name}"] = buffers.map(name, problem.dtype, rows)
+                if self.counter:
+                    struct["counter"], counter = buffers.memory.output("counter", (2,), np.int32)
+                    counter[:] = 0
+            kernel = kernel_of(variant, self.device, self.headers)
+            kernel(launch.grid, variant.threads, variant.smem_bytes, [struct], mode, self.seed)
+            if counter.any():
+                raise EmulatorError(f"{variant.symbol}, seed {self.seed}: the counter is left as {counter}")
 
 
 # What the case table lacks and some barriers of the kernels are for: NaN and inf in q and dout, in part of a tile.

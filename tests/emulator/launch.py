@@ -102,6 +102,26 @@ def runtime() -> ctypes.CDLL:
     return library
 
 
+def tensor_map(
+    address: int,
+    sizes: Sequence[int],
+    strides_bytes: Sequence[int],
+    box: Sequence[int],
+    swizzle: int,
+    element_bytes: int = 2,
+) -> NDArray[np.uint64]:
+    """A tensor map as the emulator's kernels get it: 128 bytes. Sizes, box and strides (of dimension 1 and up)
+    innermost first."""
+    out, n = np.zeros(16, np.uint64), len(sizes)
+    failed = runtime().emu_tensor_map_encode(
+        ctypes.c_void_p(out.ctypes.data), n, element_bytes, ctypes.c_void_p(address), (ctypes.c_uint64 * n)(*sizes),
+        (ctypes.c_uint64 * max(1, n - 1))(*strides_bytes), (ctypes.c_uint32 * n)(*box), swizzle,
+    )  # fmt: skip
+    if failed:
+        raise EmulatorError(f"tensor map refused, rule {failed}: {sizes} {strides_bytes} {box} at {address:#x}")
+    return out
+
+
 class Memory:
     """Global memory of one test: named buffers between guard pages. A context manager that frees them."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 
 import numpy as np
 
 from . import probes
-from .launch import EmulatedKernel, EmulatorError, Memory, Mode, runtime
+from .launch import EmulatedKernel, Memory, Mode, tensor_map
 from .probes import Map, Probe, Words
 
 
@@ -25,16 +24,8 @@ def _kernel(name: str) -> EmulatedKernel:
 
 
 def encode(m: Map, address: int) -> np.ndarray:
-    """The tensor map as the emulator's kernels get it: 128 bytes."""
-    out = np.zeros(16, np.uint64)
-    n = len(m.sizes)
-    failed = runtime().emu_tensor_map_encode(
-        ctypes.c_void_p(out.ctypes.data), n, m.element_bytes, ctypes.c_void_p(address), (ctypes.c_uint64 * n)(*m.sizes),
-        (ctypes.c_uint64 * max(1, n - 1))(*m.strides_bytes), (ctypes.c_uint32 * n)(*m.box), m.swizzle,
-    )  # fmt: skip
-    if failed:
-        raise EmulatorError(f"tensor map refused, rule {failed}: {m}")
-    return out
+    """The probe's tensor map on a buffer at `address`."""
+    return tensor_map(address, m.sizes, m.strides_bytes, m.box, m.swizzle, m.element_bytes)
 
 
 def run(probe: Probe, mode: Mode, seed: int = 0) -> Words:

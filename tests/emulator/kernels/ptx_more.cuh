@@ -31,14 +31,7 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ u32 ld_shared_b32(u32 addr) {
-    u32 x;
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
-    return x;
-}
 __device__ __forceinline__ u32 vote_ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
-__device__ __forceinline__ int shfl_index(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
-__device__ __forceinline__ int atomic_add(int *p, int x) { return atomicAdd(p, x); }
 
 }  // namespace ptx
 

@@ -15,6 +15,9 @@ struct alignas(16) U128 { u32 x[4]; };
 // ---- Special registers ----
 inline int thread_index() { return emu_self->thread; }
 inline int block_index() { return emu_self->block; }
+inline int grid_size() { return emu_self->blocks; }
+inline i64 clock64() { return 0; }
+inline i64 globaltimer() { return 0; }
 
 // ---- Shared memory ----
 inline u32 dynamic_smem() { return emu_smem_base(); }
@@ -24,6 +27,11 @@ inline U128 ld_shared_v4_b32(u32 addr, EMU_HERE) {
     emu_ld_shared(addr, 16, &v, EMU_SITE);
     return v;
 }
+inline u32 ld_shared_b32(u32 addr, EMU_HERE) {
+    u32 x;
+    emu_ld_shared(addr, 4, &x, EMU_SITE);
+    return x;
+}
 inline void st_shared_b32(u32 addr, u32 x, EMU_HERE) { emu_st_shared(addr, 4, &x, EMU_SITE); }
 inline void st_shared_v4_b32(u32 addr, const U128 &v, EMU_HERE) { emu_st_shared(addr, 16, &v, EMU_SITE); }
 
@@ -32,6 +40,17 @@ inline void bar_sync(EMU_HERE) { emu_bar(0, -1, kEmuBarSync, false, EMU_SITE); }
 inline bool bar_red_or(bool p, EMU_HERE) { return emu_bar(0, -1, kEmuBarRedOr, p, EMU_SITE); }
 inline void bar_warp_sync(EMU_HERE) { emu_bar_warp_sync(EMU_SITE); }
 inline bool vote_any(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) != 0; }
+inline bool vote_all(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) == 0xffffffffu; }
+inline int shfl_index(int x, int lane, EMU_HERE) {
+    return static_cast<int>(emu_shfl(static_cast<u32>(x), lane, EMU_SITE));
+}
+inline float shfl_index(float x, int lane, EMU_HERE) {
+    u32 bits;
+    memcpy(&bits, &x, 4);
+    bits = emu_shfl(bits, lane, EMU_SITE);
+    memcpy(&x, &bits, 4);
+    return x;
+}
 inline float shfl_xor(float x, int mask, EMU_HERE) {
     u32 bits;
     memcpy(&bits, &x, 4);
@@ -95,6 +114,8 @@ constexpr int kRedWidth = 1;
 #endif
 inline void red_add(float *p, const float (&x)[kRedWidth], EMU_HERE) { emu_red_add_f32(p, x, kRedWidth, EMU_SITE); }
 inline void red_add_f32(float *p, float x, EMU_HERE) { emu_red_add_f32(p, &x, 1, EMU_SITE); }
+inline int atomic_add(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, EMU_SITE); }
+inline int atomic_add_acq_rel(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, EMU_SITE); }
 inline int ld_acquire(const int *p, EMU_HERE) { return emu_ld_acquire(p, EMU_SITE); }
 inline void st_release(int *p, int x, EMU_HERE) { emu_st_release(p, x, EMU_SITE); }
 inline void nanosleep(EMU_HERE) { emu_nanosleep(EMU_SITE); }

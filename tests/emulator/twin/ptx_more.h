@@ -19,16 +19,7 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, E
     const u32 b[2] = {b0, b1};
     emu_mma(d, a, b, 8, kEmuTf32, EMU_SITE);
 }
-inline u32 ld_shared_b32(u32 addr, EMU_HERE) {
-    u32 x;
-    emu_ld_shared(addr, 4, &x, EMU_SITE);
-    return x;
-}
 inline u32 vote_ballot(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE); }
-inline int shfl_index(int x, int lane, EMU_HERE) {
-    return static_cast<int>(emu_shfl(static_cast<u32>(x), lane, EMU_SITE));
-}
-inline int atomic_add(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, EMU_SITE); }
 
 }  // namespace ptx
 

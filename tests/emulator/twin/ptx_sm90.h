@@ -5,6 +5,8 @@
 
 namespace ptx {
 
+inline u32 dynamic_smem_1024() { return emu_smem_base(); }
+
 // ---- Warps and registers ----
 inline bool elect_sync(EMU_HERE) { return emu_elect(EMU_SITE); }
 template <int kRegisters>

@@ -1,0 +1,173 @@
+"""The kernels: the compile-time facts that each has, and which of them a problem takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from . import tiles
+from .device import Device
+from .params import BWD_PARAMS, FWD_PARAMS, FWD_SM90_PARAMS
+from .problem import Problem
+from .tiles import BackwardTile, ForwardTile, HopperForwardTile
+from .variant import Variant
+
+
+@dataclass(frozen=True)
+class Forward(Variant):
+    """fwd_sm80.cuh."""
+
+    header, function, params_name, params = "fwd_sm80", "fwd", "FwdParams", FWD_PARAMS
+
+    block_n: int
+    stages: int
+    q_in_regs: bool = False
+    causal: bool = False
+    window: bool = False
+    scale_first: bool = False
+    unaligned: bool = False
+
+    @property
+    def tile_name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
+
+    @property
+    def smem_bytes(self) -> int:
+        tile = ForwardTile(self.block_m, self.block_n, self.warps, self.stages, self.blocks_per_sm)
+        return tiles.forward_smem_bytes(tile, self.head_dim)
+
+
+@dataclass(frozen=True)
+class ForwardSm90(Variant):
+    """fwd_sm90.cuh. `block_m` is 64 a consumer warpgroup, `warps` counts the producer's four too."""
+
+    header, function, params_name, params = "fwd_sm90", "fwd", "FwdSm90Params", FWD_SM90_PARAMS
+    arch_suffix, persistent = "a", True
+
+    block_n: int
+    stages: int
+    q_stages: int
+    consumer_registers: int
+    producer_registers: int
+    causal: bool = False
+    window: bool = False
+    scale_first: bool = False
+    clocks: bool = False
+
+    @property
+    def tile_name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_stages}"
+
+    @property
+    def smem_bytes(self) -> int:
+        groups, registers = self.block_m // 64, (self.consumer_registers, self.producer_registers)
+        tile = HopperForwardTile(groups, self.block_n, self.stages, self.q_stages, *registers)
+        return tiles.hopper_forward_smem_bytes(tile, self.head_dim)
+
+
+@dataclass(frozen=True)
+class Backward(Variant):
+    """bwd_sm80.cuh: dK, dV, and the sum of dQ."""
+
+    header, function, params_name, params = "bwd_sm80", "bwd", "BwdParams", BWD_PARAMS
+
+    block_n: int
+    stages: int
+    split_d: int
+    dq_warps_m: int
+    dq_unroll: int
+    causal: bool = False
+    window: bool = False
+    scale_first: bool = False
+    unaligned: bool = False
+    deterministic: bool = False
+
+    @property
+    def tile_name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
+
+    @property
+    def smem_bytes(self) -> int:
+        tile = BackwardTile(self.block_m, self.block_n, self.warps, self.stages, self.blocks_per_sm, self.split_d)
+        return tiles.backward_smem_bytes(tile, self.head_dim)
+
+
+@dataclass(frozen=True)
+class Delta(Variant):
+    """bwd_delta.cuh: row_stats, and dQ's accumulator cleared."""
+
+    header, function, params_name, params = "bwd_delta", "bwd_delta", "BwdParams", BWD_PARAMS
+
+    split_d: int
+    dq_warps_m: int
+    unaligned: bool = False
+    deterministic: bool = False
+
+    @property
+    def smem_bytes(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Convert(Variant):
+    """bwd_convert.cuh: dQ from its accumulator."""
+
+    header, function, params_name, params = "bwd_convert", "bwd_convert", "BwdParams", BWD_PARAMS
+
+    split_d: int
+    dq_warps_m: int
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.block_m * tiles.row_bytes(tiles.round_up(self.head_dim, 16 * self.split_d))
+
+
+def mask_flags(problem: Problem) -> dict[str, bool]:
+    """Which of the mask and score hooks a problem needs."""
+    causal = problem.causal
+    return {"causal": causal, "window": problem.masked and not causal, "scale_first": problem.scale <= 0}
+
+
+def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -> Forward:
+    """The forward kernel for a problem; `aligned`: whether every row of q, k and v starts at a multiple of 16 bytes."""
+    t = tiles.forward_tile(problem.head_dim, device.smem_bytes, aligned=aligned)
+    return Forward(
+        problem.dtype,
+        problem.head_dim,
+        **asdict(t),
+        **mask_flags(problem),
+        unaligned=not aligned,
+    )
+
+
+def forward_sm90_variant(problem: Problem, *, clocks: bool = False) -> ForwardSm90:
+    """The sm90 family's forward kernel; `clocks`: the form that records how long each block took."""
+    t = tiles.hopper_forward_tile(problem.head_dim)
+    return ForwardSm90(
+        problem.dtype,
+        problem.head_dim,
+        64 * t.groups,
+        4 * (t.groups + 1),
+        1,
+        t.block_n,
+        t.stages,
+        t.q_stages,
+        t.consumer_registers,
+        t.producer_registers,
+        **mask_flags(problem),
+        clocks=clocks,
+    )
+
+
+def backward_variants(problem: Problem, device: Device, *, aligned: bool = True) -> tuple[Delta, Backward, Convert]:
+    """The three backward kernels, in launch order."""
+    t = tiles.backward_tile(problem.head_dim, device.smem_bytes, causal=problem.causal)
+    main = Backward(
+        problem.dtype,
+        problem.head_dim,
+        **asdict(t),
+        **mask_flags(problem),
+        unaligned=not aligned,
+        deterministic=problem.deterministic,
+    )
+    shared = (problem.dtype, problem.head_dim, t.block_m, t.warps, 1, t.split_d, t.dq_warps_m)
+    return Delta(*shared, unaligned=main.unaligned, deterministic=main.deterministic), main, Convert(*shared)

@@ -1,0 +1,144 @@
+"""Prepare a call on the GPU: from signatures and options to launches that lack only addresses.
+
+Here every fact about the arrays meets the plan: which kernel family their strides allow, and the params struct.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import launch, tensormap
+from .arrays import CPU, Native, Signature
+from .device import Device
+from .errors import ArgumentError
+from .kernels import ForwardSm90
+from .launch import Filled, Prepared, contiguous_strides, fill_problem, fill_strides, pointers_first
+from .params import FWD_PARAMS
+from .plan import FAMILIES, Plan, backward_plan, forward_plan
+from .problem import Problem, make_problem
+
+BACKWARD_NAMES = ("q", "k", "v", "out", "dout")
+
+
+class Options(NamedTuple):
+    """The options of a call, as given."""
+
+    causal: bool = False
+    scale: float | None = None
+    window: Any = None
+    layout: str = "bshd"
+    deterministic: bool = False
+
+
+def family() -> str | None:
+    """The kernel family that CUPYFLASH_FAMILY insists on, for tests.
+
+    Raises:
+        ArgumentError: if the variable has another value.
+    """
+    wish = os.environ.get("CUPYFLASH_FAMILY") or None
+    if wish is not None and wish not in FAMILIES:
+        raise ArgumentError(f"CUPYFLASH_FAMILY: expected one of {', '.join(FAMILIES)}, got {wish!r}")
+    return wish
+
+
+def _is_aligned(signatures: Sequence[Signature]) -> bool:
+    """Whether every row starts at a multiple of 16 bytes if the array does: 8 elements of 16 bits."""
+    return all(s % 8 == 0 for sig in signatures for s, n in zip(sig.strides[:3], sig.shape[:3], strict=True) if n > 1)
+
+
+def access(signatures: Sequence[Signature], aligned: bool) -> tuple[bool, bool]:
+    """(aligned, tma): whether every row of the arrays starts at a multiple of 16 bytes, and whether TMA can read them.
+
+    Args:
+        aligned: whether their addresses are multiples of 16.
+    """
+    aligned = aligned and _is_aligned(signatures)
+    return aligned, aligned and all(tensormap.readable(s.shape, s.strides) for s in signatures)
+
+
+def check(names: Sequence[str], library: Native, signatures: Sequence[Signature], options: Options) -> Problem:
+    """All checks of q, k, v and what goes with them (in this order: q, k, v, then arrays shaped like q)."""
+    dtypes = [library.dtype_name(s.dtype) for s in signatures]
+    problem = make_problem([s.shape for s in signatures[:3]], dtypes[:3], **options._asdict())
+    q = signatures[0]
+    for name, sig, dtype in zip(names, signatures, dtypes, strict=True):
+        if sig.device != q.device:
+            raise ArgumentError(f"{name}: expected the device of q, {place(q.device)}, got {place(sig.device)}")
+        if sig.strides[3] != 1 and sig.shape[3] > 1 and 0 not in sig.shape:
+            raise ArgumentError(
+                f"{name}: expected a stride of 1 along head_dim, got {sig.strides[3]} elements; "
+                "make a contiguous copy first"
+            )
+        if name in ("out", "dout") and (tuple(sig.shape), dtype) != (tuple(q.shape), dtypes[0]):
+            raise ArgumentError(
+                f"{name}: expected shape {tuple(q.shape)} and dtype {dtypes[0]} of q, "
+                f"got {tuple(sig.shape)} and {dtype}"
+            )
+    return problem
+
+
+def place(device: int) -> str:
+    """A device in words."""
+    return "the CPU" if device == CPU else f"GPU {device}"
+
+
+def prepare_forward(
+    library: Native,
+    keys: Sequence[tuple[Any, ...]],
+    options: Options,
+    aligned: bool,
+    stream: int,
+    *,
+    clocks: bool = False,
+) -> Prepared:
+    """A forward of arrays q, k and v; `aligned`: whether their addresses are multiples of 16."""
+    signatures = [Signature(*key) for key in keys]
+    problem = check("qkv", library, signatures, options)
+    device = Device.of(signatures[0].device)
+    aligned, tma = access(signatures, aligned)
+    plan = forward_plan(problem, device, aligned=aligned, tma=tma, family=family(), clocks=clocks)
+    filled = fill_forward(plan, problem, signatures, options.layout)
+    if filled is None:
+        plan = forward_plan(problem, device, aligned=aligned, tma=False, family=family())
+        filled = fill_forward(plan, problem, signatures, options.layout)
+        assert filled is not None
+    return Prepared(problem, plan, device, filled, stream)
+
+
+def fill_forward(plan: Plan, problem: Problem, signatures: Sequence[Signature], layout: str) -> Filled | None:
+    """The params of a plan's launch; None if it needs tensor maps and the driver's are not understood."""
+    arrays = [*signatures, signatures[0]._replace(strides=contiguous_strides(signatures[0].shape))]
+    params = np.zeros((), FWD_PARAMS)
+    for name, array in zip("qkvo", arrays, strict=True):
+        fill_strides(params, name, array.strides, layout)
+    fill_problem(params, problem, plan.section)
+    variant = plan.launches[0].variant
+    if not isinstance(variant, ForwardSm90):
+        return pointers_first(params)
+    rows = (64, variant.block_n, variant.block_n, 64)
+    maps = [
+        tensormap.TensorMap.of(problem.dtype, array.shape, array.strides, layout, n)
+        for array, n in zip(arrays, rows, strict=True)
+    ]
+    return launch.with_tensor_maps(params, maps)
+
+
+def prepare_backward(
+    library: Native, keys: Sequence[tuple[Any, ...]], options: Options, aligned: bool, stream: int
+) -> Prepared:
+    signatures = [Signature(*key) for key in keys]
+    problem = check(BACKWARD_NAMES, library, signatures, options)
+    dev = Device.of(signatures[0].device)
+    plan = backward_plan(problem, dev, aligned=aligned and _is_aligned(signatures))
+    params = np.zeros((), plan.launches[0].variant.params)
+    for name, sig in zip(("q", "k", "v", "o", "dout"), signatures, strict=True):
+        fill_strides(params, name, sig.strides, options.layout)
+    for name, sig in zip(("dq", "dk", "dv"), signatures, strict=False):
+        fill_strides(params, name, contiguous_strides(sig.shape), options.layout)
+    fill_problem(params, problem, plan.section)
+    return Prepared(problem, plan, dev, pointers_first(params), stream)

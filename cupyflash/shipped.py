@@ -1,0 +1,39 @@
+"""The finite list of kernels that tests and precompiled layers cover."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from .device import Device
+from .plan import backward_plan, forward_plan
+from .problem import Problem
+from .variant import Variant
+
+
+def shipped_problems() -> Iterator[tuple[Problem, bool]]:
+    """(problem, aligned) of what is compiled for every architecture in tests and by ``cupyflash compile``."""
+
+    def problem(dtype: str, head_dim: int, **options: object) -> Problem:
+        return Problem(dtype, 1, 1, 1, 1, 1, head_dim, **{"scale": 1.0, **options})  # type: ignore[arg-type]
+
+    for dtype in ("bf16", "fp16"):
+        for head_dim in (64, 128, 256):
+            for window in ((None, None), (None, 0)):
+                yield problem(dtype, head_dim, window=window), True
+    for head_dim in (8, 72, 96, 200):  # sizes that the padding, the ring and the split treat differently
+        yield problem("bf16", head_dim, window=(None, 0)), True
+    yield problem("bf16", 128, window=(64, 0), deterministic=True), True
+    yield problem("fp16", 64, window=(64, 64), scale=-1.0), False
+
+
+@functools.cache
+def shipped(device: Device) -> tuple[Variant, ...]:
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 60."""
+    variants: dict[Variant, None] = {}
+    for problem, aligned in shipped_problems():
+        plans = [forward_plan(problem, device, aligned=aligned), backward_plan(problem, device, aligned=aligned)]
+        if problem.dtype == "bf16" and problem.head_dim == 64:  # what Hopper falls back on where TMA cannot read
+            plans.append(forward_plan(problem, device, tma=False))
+        variants.update(dict.fromkeys(launch.variant for plan in plans for launch in plan.launches))
+    return tuple(variants)

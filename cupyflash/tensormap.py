@@ -1,0 +1,107 @@
+"""Tensor maps: how TMA, Hopper's copy engine, sees an array. `TensorMap` is what one says; `encode` asks the driver.
+
+A map is 128 opaque bytes. Encoding one costs the host about 2 us, a tenth of a whole call, so a prepared call keeps its
+maps and writes new addresses into them: where the address lies is not documented, but `address_slot` finds it by
+encoding maps that differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+BOX_COLUMNS = 64  # of 16 bits: 128 bytes, the span of the swizzle
+_ROW_BYTES = 16  # TMA's unit
+_MAX_STRIDE_BYTES = 1 << 40
+_FLOAT16, _BFLOAT16 = 6, 9  # CUtensorMapDataType
+_SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """An array of 16-bit elements, innermost dimension first, and the box that one copy moves.
+
+    Attributes:
+        sizes: (head_dim, seqlen, heads, batch).
+        strides_bytes: of all dimensions but the innermost.
+        rows: of a box, which has `BOX_COLUMNS` columns.
+    """
+
+    dtype: str
+    sizes: tuple[int, int, int, int]
+    strides_bytes: tuple[int, int, int]
+    rows: int
+
+    @classmethod
+    def of(cls, dtype: str, shape: Sequence[int], strides: Sequence[int], layout: str, rows: int) -> TensorMap:
+        """The map of an array in the caller's layout; strides in elements."""
+        batch, a, b, head_dim = shape
+        lengths, steps = (a, b, batch), (strides[1], strides[2], strides[0])
+        if layout == "bhsd":
+            lengths, steps = (b, a, batch), (strides[2], strides[1], strides[0])
+        # The stride of a dimension of size 1 says nothing, but the driver checks it.
+        used = [2 * step if n > 1 else _ROW_BYTES for n, step in zip(lengths, steps, strict=True)]
+        return cls(dtype, (head_dim, *lengths), (used[0], used[1], used[2]), rows)
+
+
+def readable(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether TMA can read an array of 16-bit elements whose address is a multiple of 16; strides in elements."""
+    steps = [2 * step for step, n in zip(strides[:3], shape[:3], strict=True) if n > 1]
+    return all(0 < step < _MAX_STRIDE_BYTES and step % _ROW_BYTES == 0 for step in steps)
+
+
+@functools.cache
+def _encoder() -> Callable[..., int] | None:
+    """cuTensorMapEncodeTiled; None without a driver that has it (CUDA 12)."""
+    for name in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            function: Callable[..., int] = ctypes.CDLL(name).cuTensorMapEncodeTiled
+            return function
+        except (OSError, AttributeError):
+            continue
+    return None
+
+
+def encode(tensor: TensorMap, address: int) -> NDArray[np.uint64] | None:
+    """The driver's map of the array at `address`, as 16 words of 64 bits; None if the driver refuses."""
+    function = _encoder()
+    if function is None:
+        return None
+    storage = np.zeros(16 + 8, np.uint64)  # the driver wants 64-byte alignment
+    skip = -storage.ctypes.data % 64 // 8
+    words = storage[skip : skip + 16]
+    status = function(
+        ctypes.c_void_p(words.ctypes.data),
+        ctypes.c_int({"fp16": _FLOAT16, "bf16": _BFLOAT16}[tensor.dtype]),
+        ctypes.c_uint32(4),
+        ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 4)(*tensor.sizes),
+        (ctypes.c_uint64 * 3)(*tensor.strides_bytes),
+        (ctypes.c_uint32 * 4)(BOX_COLUMNS, tensor.rows, 1, 1),
+        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
+        ctypes.c_int(0),  # not interleaved
+        ctypes.c_int(_SWIZZLE_128B),
+        ctypes.c_int(_L2_PROMOTION_256B),
+        ctypes.c_int(0),  # zeros outside of the tensor
+    )
+    return None if status else words.copy()
+
+
+_PROBES = (1 << 32, 0x7F1234567890, 0x7FFFFFFFFFF0)  # addresses a multiple of 16 apart; nothing is read
+
+
+def address_slot(tensor: TensorMap) -> int | None:
+    """Which of a map's 16 words is the array's address, and nothing but; None if none is, or the driver refuses."""
+    maps = [encode(tensor, address) for address in _PROBES]
+    if any(m is None for m in maps):
+        return None
+    words = np.array(maps)
+    varies = np.flatnonzero((words != words[0]).any(axis=0))
+    if len(varies) != 1 or list(words[:, varies[0]]) != list(_PROBES):
+        return None
+    return int(varies[0])

@@ -1,0 +1,1 @@
+"""Programs for those who work on cupyflash; not part of the package."""

@@ -1,0 +1,157 @@
+"""Tiles that `tools.tune` may measure: which fit, and which of those compile to something worth running."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, field
+from typing import NamedTuple
+
+from cupyflash import jit, tiles
+from cupyflash.cache import Cubin
+from cupyflash.device import KIB, Device
+from cupyflash.errors import CompileError
+from cupyflash.plan import forward_plan
+from cupyflash.problem import MAX_HEAD_DIM, Problem
+from cupyflash.tiles import ForwardTile, HopperForwardTile, round_up
+from cupyflash.variant import Variant
+
+Tile = ForwardTile | HopperForwardTile
+TILES: dict[str, type[Tile]] = {"sm90": HopperForwardTile, "sm80": ForwardTile}
+TABLES = {HopperForwardTile: "_HOPPER_FORWARD", ForwardTile: "_FORWARD"}
+MAX_REGISTERS, REGISTERS_PER_SM = 255, 65536
+SPARE_REGISTERS = 16  # what a thread needs at least besides S, P and O
+# Of a consumer's and of the producer's threads, by the number of consumer warpgroups.
+REGISTERS = {1: ((240, 24),), 2: ((240, 24), (232, 40)), 3: ((160, 32),), 4: ((112, 24),)}
+
+
+class Speed(NamedTuple):
+    """What was measured in one cell; `percent` is the share of the tensor cores' cycles, where they are counted."""
+
+    causal: bool
+    seqlen: int
+    tflops: float
+    percent: float | None
+
+
+@dataclass
+class Candidate:
+    """A tile for one head_dim: why it is left out ("" if it is not), and how fast it is."""
+
+    head_dim: int
+    tile: Tile
+    reason: str = ""
+    registers: int = 0
+    speeds: list[Speed] = field(default_factory=list)
+
+    def line(self) -> str:
+        """As in cupyflash/tiles.py."""
+        return f"    ({self.head_dim}, {type(self.tile).__name__}{astuple(self.tile)}),"
+
+
+def hopper_tiles(head_dim: int, smem_bytes: int) -> Iterator[HopperForwardTile]:
+    """Those whose accumulators fit a thread's registers and whose tiles fit the shared memory."""
+    sizes = itertools.product(REGISTERS, range(32, 257, 16), (2, 3, 4), (1, 2))
+    for groups, block_n, stages, q_stages in sizes:
+        for registers in REGISTERS[groups]:
+            tile = HopperForwardTile(groups, block_n, stages, q_stages, *registers)
+            needed = (round_up(head_dim, 16) + block_n) // 2 + block_n // 4 + SPARE_REGISTERS
+            if needed <= registers[0] and fits_pool(tile, registers_at_launch(groups)):
+                if tiles.hopper_forward_smem_bytes(tile, head_dim) <= smem_bytes:
+                    yield tile
+
+
+def registers_at_launch(groups: int) -> int:
+    """A thread's, before the warpgroups trade: all of an SM's, in units of 8."""
+    return min(MAX_REGISTERS, REGISTERS_PER_SM // (128 * (groups + 1))) // 8 * 8
+
+
+def fits_pool(tile: HopperForwardTile, at_launch: int) -> bool:
+    """Whether what the consumers ask for (setmaxnreg) comes free: a block has what it was launched with, and no more."""
+    asked = tile.groups * tile.consumer_registers + tile.producer_registers
+    return asked <= (tile.groups + 1) * round_up(at_launch, 8)
+
+
+def ampere_tiles(head_dim: int, smem_bytes: int) -> Iterator[ForwardTile]:
+    """Those whose accumulators fit a thread's registers and whose tiles fit the shared memory, for each of the blocks
+    that an SM is to hold."""
+    sizes = itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4), (1, 2), (False, True))
+    for block_m, block_n, warps, stages, blocks, q_in_regs in sizes:
+        tile = ForwardTile(block_m, block_n, warps, stages, blocks, q_in_regs)
+        rows, depth = block_m // warps, round_up(head_dim, 16)
+        needed = rows * (depth + block_n) // 32 + rows * block_n // 64 + SPARE_REGISTERS
+        needed += rows * depth // 64 if q_in_regs else 0
+        registers = min(MAX_REGISTERS, REGISTERS_PER_SM // (32 * warps * blocks))
+        smem = tiles.forward_smem_bytes(tile, head_dim)
+        if rows in (16, 32) and needed <= registers and blocks * (smem + KIB) <= smem_bytes + KIB:
+            yield tile
+
+
+@contextlib.contextmanager
+def in_use(tile: Tile) -> Iterator[None]:
+    """The library plans with this tile, whatever its table says. For the whole process: one thread at a time."""
+    name = TABLES[type(tile)]
+    table = getattr(tiles, name)
+    setattr(tiles, name, ((MAX_HEAD_DIM, tile),))
+    try:
+        yield
+    finally:
+        setattr(tiles, name, table)
+
+
+def candidates(family: str, head_dim: int, smem_bytes: int, only: dict[str, tuple[int, ...]]) -> list[Candidate]:
+    """The tile in use now, then all others with the values asked for."""
+    if family == "sm90":
+        now, found = tiles.hopper_forward_tile(head_dim), hopper_tiles(head_dim, smem_bytes)
+    else:
+        now, found = tiles.forward_tile(head_dim, smem_bytes), ampere_tiles(head_dim, smem_bytes)
+    chosen = (t for t in found if all(getattr(t, name) in values for name, values in only.items()))
+    return [Candidate(head_dim, tile) for tile in dict.fromkeys((now, *chosen))]
+
+
+def variants(c: Candidate, family: str, gpu: Device, dtype: str, masks: Sequence[bool]) -> list[Variant]:
+    """A candidate's kernels: one for each mask, on sm90 also the form that counts cycles."""
+    problems = [Problem(dtype, 1, 1, 1, 1, 1, c.head_dim, 1.0, (None, 0 if causal else None)) for causal in masks]
+    forms = (False, True) if family == "sm90" else (False,)
+    with in_use(c.tile):
+        plans = [forward_plan(p, gpu, family=family, clocks=clocks) for p in problems for clocks in forms]
+    return [plan.launches[0].variant for plan in plans]
+
+
+def judge(c: Candidate, cubins: Sequence[Cubin]) -> str:
+    """Why compiled kernels are not worth running; "" if they are."""
+    spills = sum(cubin.spill_bytes for cubin in cubins)
+    advice = [cubin.advice for cubin in cubins if cubin.advice]
+    if spills:
+        return f"spills {spills} bytes"
+    if advice:
+        return advice[0].splitlines()[0]
+    if isinstance(c.tile, HopperForwardTile) and not all(fits_pool(c.tile, x.registers) for x in cubins):
+        return f"{c.registers} registers at launch do not suffice for the trade"
+    return ""
+
+
+def compile_all(
+    found: list[Candidate], gpu: Device, family: str, dtype: str, masks: Sequence[bool], jobs: int | None = None,
+    done: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """Side by side; gives each candidate its registers and, if it is not to run, the reason. `done`: after each."""
+    work = [variants(c, family, gpu, dtype, masks) for c in found]
+
+    def one(chosen: list[Variant]) -> list[Cubin] | CompileError:
+        try:
+            return [jit.compile_kernel(v, gpu.arch) for v in chosen]
+        except CompileError as e:
+            return e
+
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        for c, result in zip(found, pool.map(one, work), strict=True):
+            if isinstance(result, CompileError):
+                c.reason = str(result).splitlines()[0]
+            else:
+                c.registers = max(cubin.registers for cubin in result)
+                c.reason = judge(c, result)
+            done()

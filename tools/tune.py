@@ -1,0 +1,224 @@
+"""Measures tiles of a forward kernel on this GPU, and prints what to paste into the tables of cupyflash/tiles.py.
+
+    python -m tools.tune --head-dim 128 --only block_n=64,80 --only stages=2,3
+    python -m tools.tune --no-run                       # which tiles compile: needs NVRTC, no GPU
+
+Every tile that fits is compiled. Those that spill, that ptxas says loses performance, or whose registers would never
+come free are left out; the others are checked against float64 by the 2x rule and then timed in turns.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, fields
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from cupyflash import device, nvrtc, run
+from cupyflash.accuracy import Oracle
+from cupyflash.arrays import CUPY
+from cupyflash.cases import Case
+from cupyflash.cli import bench_cycles
+from cupyflash.cli.bench_timing import QUICK, SUSTAINED, Effort, Work, sustained_ms
+from cupyflash.cli.bench_work import Bench, Cell, CupyBench
+from cupyflash.cli.output import Exit, emit, exit_codes, explain, human, json_option, list_option, progress, quiet
+from cupyflash.device import Device
+from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError
+from cupyflash.prepare import Options, prepare_forward
+from cupyflash.problem import MAX_HEAD_DIM
+from tools.candidates import TILES, Candidate, Speed, candidates, compile_all, in_use
+
+SHAPE = {"heads_q": 4, "seqlen_q": 1013, "seqlen_k": 1031}  # grouped heads, lengths that no tile divides
+WRONG = "wrong"
+
+
+def launcher(c: Candidate, q: Any, k: Any, v: Any, causal: bool) -> tuple[Work, Any, Any]:
+    """A function that launches the candidate, and the out and lse that it writes."""
+    with in_use(c.tile):
+        keys = [CUPY.signature(x) for x in (q, k, v)]
+        call = prepare_forward(CUPY, keys, Options(causal=causal), True, CUPY.stream(keys[0][3]))
+    p = call.problem
+    out, lse = CUPY.empty_like(q), CUPY.empty((p.batch, p.heads_q, p.seqlen_q), "fp32", q)
+    addresses = [CUPY.pointer(x) for x in (q, k, v, out, lse)]
+    return lambda: call((*addresses, 0), CUPY.stream(keys[0][3])), out, lse
+
+
+def check(found: Sequence[Candidate], dtype: str, masks: Sequence[bool]) -> None:
+    """The 2x rule for candidates of one head_dim; one that breaks it gets the reason."""
+    import cupy
+
+    for causal in masks:
+        case = Case("tune", "full", **SHAPE, head_dim=found[0].head_dim, causal=causal)
+        inputs = case.inputs(dtype)[:3]
+        arrays, oracle = [cupy.asarray(x) for x in inputs], Oracle(case.problem(dtype), *inputs)
+        for c in found:
+            work, out, lse = launcher(c, *arrays, causal)
+            out.fill(math.nan)
+            lse.fill(math.nan)
+            work()
+            wrong = [str(verdict) for verdict in oracle.judge_forward(out.get(), lse.get()) if not verdict.passed]
+            c.reason = c.reason or (f"{WRONG}: {wrong[0]}" if wrong else "")
+
+
+def measure(found: Sequence[Candidate], cell: Cell, bench: Bench, effort: Effort) -> None:
+    """One cell: time all candidates in turns, then count the cycles of each while the chip is warm."""
+    q, k, v, _ = bench.inputs(cell)
+    works, flops = [launcher(c, q, k, v, cell.causal)[0] for c in found], cell.flops("fwd")
+    times = sustained_ms(works, bench.clock, effort)
+    for c, work, ms in zip(found, works, times, strict=True):
+        sustained_ms([work], bench.clock, QUICK)
+        with in_use(c.tile):
+            counts = run.forward_clocks(CUPY, q, k, v, Options(causal=cell.causal))
+        percent = None if counts is None else bench_cycles.utilisation(flops, counts[:, 0], counts[:, 1])[0]
+        c.speeds.append(Speed(cell.causal, cell.seqlen, flops / ms / 1e9, percent))
+
+
+def measure_all(found: list[Candidate], options: dict[str, Any], console: Console) -> None:
+    """Check, then every cell, head_dim by head_dim."""
+    bench, effort = CupyBench(), QUICK if options["quick"] else SUSTAINED
+    sizes = [(causal, n) for causal in options["masks"] for n in options["seqlens"]]
+    with progress(console) as bar:
+        task = bar.add_task("measuring", total=len(options["head_dim"]) * len(sizes))
+        for d in options["head_dim"]:
+            live = [c for c in found if c.head_dim == d and not c.reason]
+            if live:
+                check(live, options["dtype"], options["masks"])
+            for causal, n in sizes:
+                heads = max(1, options["hidden"] // d)
+                cell = Cell(options["dtype"], d, causal, n, max(1, options["tokens"] // n), heads, heads)
+                measure([c for c in live if not c.reason], cell, bench, effort)
+                bar.advance(task)
+
+
+def scores(found: Sequence[Candidate]) -> list[tuple[float, Candidate]]:
+    """Measured candidates, best first, by the geometric mean over the cells of speed / that of the cell's fastest."""
+    measured = [c for c in found if c.speeds]
+    best = [max(x.tflops for x in cell) for cell in zip(*(c.speeds for c in measured), strict=True)]
+    logs = [sum(math.log(x.tflops / most) for x, most in zip(c.speeds, best, strict=True)) for c in measured]
+    ranked = [(math.exp(total / len(best)), c) for total, c in zip(logs, measured, strict=True)]
+    return sorted(ranked, key=lambda pair: -pair[0])
+
+
+def report(found: list[Candidate], gpu: Device, console: Console) -> None:
+    """A table for each head_dim; what was left out, by reason; the lines of the best."""
+    lines = []
+    for d in dict.fromkeys(c.head_dim for c in found):
+        mine = [c for c in found if c.head_dim == d]
+        ranked = scores(mine) or [(math.nan, c) for c in mine if not c.reason]
+        console.print(f"\nhead_dim {d}: {len(mine)} tiles, {len(ranked)} worth running", style="bold")
+        console.print(_table(ranked, mine[0]), soft_wrap=True)
+        for reason, count in Counter(re.sub(r"\d+", "N", c.reason) for c in mine if c.reason).items():
+            console.print(f"left out, {count}: {reason}", soft_wrap=True)
+        for c in mine:
+            if c.reason.startswith(WRONG):
+                console.print(f"{c.line().strip()} {c.reason}", style="bold red", soft_wrap=True)
+        if ranked and ranked[0][1].speeds:
+            lines.append(f"{ranked[0][1].line()}  # {gpu.name}, {datetime.date.today()}")
+    if lines:
+        console.print("\nfor cupyflash/tiles.py:", style="bold")
+        console.print("\n".join(lines), soft_wrap=True)
+
+
+def _table(ranked: list[tuple[float, Candidate]], now: Candidate) -> Table:
+    """TFLOP/s by cell, and the percentage of the tensor cores' cycles."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    cells = [f"{'causal' if x.causal else 'dense'} {x.seqlen}" for x in ranked[0][1].speeds] if ranked else []
+    for name in ("tile", "registers", *cells, *(("score",) if cells else ())):
+        table.add_column(name, justify="left" if name == "tile" else "right", no_wrap=True)
+    for value, c in ranked:
+        speeds = [f"{x.tflops:.0f}" + ("" if x.percent is None else f" ({x.percent:.0f}%)") for x in c.speeds]
+        mark = " (in use)" if c is now else ""
+        table.add_row(f"{astuple(c.tile)}{mark}", str(c.registers), *speeds, *([f"{value:.3f}"] if cells else []))
+    return table
+
+
+def constraints(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
+    """FIELD=N,N of a tile, each: the values that candidates may have."""
+    names = {f.name for f in fields(TILES[ctx.params["family"]])}
+    found = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if name not in names:
+            raise click.BadParameter(f"a tile has no {name!r}, but {', '.join(sorted(names))}")
+        try:
+            found[name] = tuple(int(value) for value in values.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not FIELD=N,N") from None
+    return found
+
+
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=exit_codes(
+        "0 measured, 1 a tile gave wrong results, 3 no usable GPU, 4 not supported, 5 no tile to measure"
+    ),
+)
+@click.option("--family", type=click.Choice(tuple(TILES)), default="sm90", show_default=True, is_eager=True)
+@list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128,256", example="64,128",
+             help="The largest that each line is for.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["bf16", "fp16"]), default="bf16", show_default=True)
+@click.option("--causal/--no-causal", default=None, help="One mask alone.  [default: both]")
+@list_option("--seqlens", item=int, default="1024,4096,16384", example="1024,4096", help="Lengths.")
+@click.option("--tokens", type=click.IntRange(1), default=16384, show_default=True, help="batch * seqlen.")
+@click.option("--hidden", type=click.IntRange(8), default=2048, show_default=True, help="heads * head_dim.")
+@click.option("--only", multiple=True, callback=constraints, metavar="FIELD=N,N",
+              help="Tiles with these values alone, such as block_n=64,80; several must all hold.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
+@click.option("--quick", is_flag=True, help="Time each for a tenth of a second, once.")
+@click.option("--no-run", is_flag=True, help="Compile alone, for a typical GPU; needs none.")
+@json_option
+def main(**options: Any) -> None:
+    """Measure tiles of the forward, and print lines for cupyflash/tiles.py. The tile in use now takes part."""
+    quiet()
+    try:
+        code = tune(options)
+    except CupyflashError as e:
+        explain(e)
+        code = Exit.of(e)
+    raise SystemExit(code)
+
+
+def usable_gpu(options: dict[str, Any]) -> Device:
+    """What to run on, or compile for; made sure that it has the family, and that the library will take it."""
+    if options["no_run"]:
+        return Device.synthetic({"sm90": "sm_90", "sm80": "sm_80"}[options["family"]])
+    if not device.count():
+        raise DeviceError(f"{device.why_none()}; `--no-run` compiles alone")
+    gpu = Device.of(0)
+    if options["family"] == "sm90" and gpu.capability != (9, 0):
+        raise UnsupportedError(f"{gpu.name} has no sm90 family; `--family sm80` measures what it has")
+    os.environ["CUPYFLASH_FAMILY"] = options["family"]
+    return gpu
+
+
+def tune(options: dict[str, Any]) -> Exit:
+    """All steps; the exit code."""
+    options["masks"] = (False, True) if options["causal"] is None else (options["causal"],)
+    gpu, console, family = usable_gpu(options), human(options["as_json"]), options["family"]
+    nvrtc.find()
+    found = [c for d in options["head_dim"] for c in candidates(family, d, gpu.smem_bytes, options["only"])]
+    with progress(console) as bar:
+        task = bar.add_task("compiling", total=len(found))
+        work = found, gpu, family, options["dtype"], options["masks"], options["jobs"]
+        compile_all(*work, done=lambda: bar.advance(task))
+    some = any(not c.reason for c in found)
+    if some and not options["no_run"]:
+        measure_all(found, options, console)
+    report(found, gpu, console)
+    if options["as_json"]:
+        rows = [asdict(c) | {"line": c.line().strip(), "speeds": [x._asdict() for x in c.speeds]} for c in found]
+        emit({"command": "tune", "device": gpu.name, "date": str(datetime.date.today()), "tiles": rows})
+    wrong = any(c.reason.startswith(WRONG) for c in found)
+    return Exit.FAILED if wrong else Exit.OK if some else Exit.COMPILE
+
+
+if __name__ == "__main__":
+    main()
