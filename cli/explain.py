@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from cupyflash import __version__, device, jit, prepare
+from cupyflash import __version__, device, jit, prepare, tensormap
 from cupyflash.arrays import Signature
 from cupyflash.cache import Cubin
 from cupyflash.device import ARCHS, Device
@@ -18,6 +18,7 @@ from cupyflash.errors import UnsupportedError
 from cupyflash.launch import contiguous_strides
 from cupyflash.plan import Launch, Plan, backward_plan, blocks, forward_plan, why_not_sm90
 from cupyflash.problem import DTYPES, LAYOUTS, Problem, Window, make_problem
+from cupyflash.tensormap import TensorMap
 from cupyflash.variant import Variant
 
 from . import explain_report, explain_work
@@ -129,40 +130,49 @@ def _signatures(options: dict[str, Any], names: str) -> list[Signature]:
     return found
 
 
+def _reading(problem: Problem, gpu: Device, options: dict[str, Any], names: str) -> tuple[bool, bool, str | None]:
+    """(aligned, tma, why the sm90 family takes no part) for arrays shaped as `names` says."""
+    signatures = _signatures(options, names)
+    aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
+    reason = why_not_sm90(problem, gpu)
+    if reason is None and not tma:
+        reason = f"{why_not_sm90(problem, gpu, tma=False)}; {UNREADABLE[options['memory']]}"
+    elif reason is None and gpu.ordinal >= 0:
+        maps = [TensorMap.of(problem.dtype, s.shape, s.strides, options["layout"], 64) for s in signatures]
+        with gpu.current():
+            tma = all(tensormap.address_slot(m) is not None for m in maps)
+        reason = None if tma else "this driver's tensor maps are not understood"
+    if reason is None and prepare.family() == "sm80":
+        reason = "CUPYFLASH_FAMILY=sm80"
+    return aligned, tma, reason
+
+
 def forward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
     """The way of `prepare.prepare_forward`, arrays and kernels apart."""
-    signatures, wish = _signatures(options, "qkk"), prepare.family()
-    aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
-    plan = forward_plan(problem, gpu, aligned=aligned, tma=tma, family=wish)
-    reason = why_not_sm90(problem, gpu, tma=tma)
-    if reason and not tma and gpu.capability == (9, 0):
-        reason += f"; {UNREADABLE[options['memory']]}"
-    if reason is None and wish == "sm80":
-        reason = "CUPYFLASH_FAMILY=sm80"
-    elif gpu.ordinal >= 0 and prepare.fill_forward(plan, problem, signatures, options["layout"]) is None:
-        reason = "this driver's tensor maps are not understood"
-        plan = forward_plan(problem, gpu, aligned=aligned, tma=False, family=wish)
-    not_taken = [] if reason is None else [{"path": "sm90 family", "reason": reason}]
+    aligned, tma, reason = _reading(problem, gpu, options, "qkk")
+    plan = forward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
     tiles = blocks(problem.seqlen_q, plan.launches[0].variant.block_m) * problem.heads_q * problem.batch
-    work = explain_work.forward_work(problem, signatures)
-    return Pass("forward", plan, work, [tiles], not_taken + _copies(aligned))
+    work = explain_work.forward_work(problem, _signatures(options, "qkk"))
+    return Pass("forward", plan, work, [tiles], _not_taken(reason, aligned))
 
 
 def backward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
     """The way of `prepare.prepare_backward`, arrays and kernels apart."""
-    signatures = _signatures(options, "qkkqq")
-    aligned, _ = prepare.access(signatures, options["memory"] != "unaligned")
-    plan = backward_plan(problem, gpu, aligned=aligned)
-    not_taken = _copies(aligned)
-    if gpu.capability == (9, 0) and not any(family_of(x.variant) == "sm90" for x in plan.launches):
-        not_taken.insert(0, {"path": "sm90 family", "reason": "it has no backward yet"})
-    work = explain_work.backward_work(problem, signatures, plan.workspace)
-    return Pass("backward", plan, work, [launch.grid for launch in plan.launches], not_taken)
+    aligned, tma, reason = _reading(problem, gpu, options, "qkkqq")
+    plan = backward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
+    if reason is None and not any(family_of(launch.variant) == "sm90" for launch in plan.launches):
+        reason = f"its backward has no head_dim of {problem.head_dim}"
+    work = explain_work.backward_work(problem, _signatures(options, "qkkqq"), plan.workspace)
+    return Pass("backward", plan, work, [launch.grid for launch in plan.launches], _not_taken(reason, aligned))
 
 
-def _copies(aligned: bool) -> list[dict[str, str]]:
-    reason = "not every row of the arrays starts at a multiple of 16 bytes; elements are loaded one by one"
-    return [] if aligned else [{"path": "copies of 16 bytes", "reason": reason}]
+def _not_taken(reason: str | None, aligned: bool) -> list[dict[str, str]]:
+    """Faster paths, and why they are not taken; `reason`: for the sm90 family."""
+    found = [] if reason is None else [{"path": "sm90 family", "reason": reason}]
+    if not aligned:
+        reason = "not every row of the arrays starts at a multiple of 16 bytes; elements are loaded one by one"
+        found.append({"path": "copies of 16 bytes", "reason": reason})
+    return found
 
 
 def family_of(variant: Variant) -> str:

@@ -55,7 +55,7 @@ def _launch(x: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield (
         "threads",
         f"{x['threads']}, {tile['warps']} warps"
-        + (f": {tile['block_m'] // 64} warpgroups compute, one loads" if "producer_registers" in tile else ""),
+        + (f": {tile['warps'] // 4 - 1} warpgroups compute, one loads" if "producer_registers" in tile else ""),
     )
     yield "registers", _registers(x)
     for line in x["advice"] or ():
@@ -69,15 +69,14 @@ def _launch(x: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _registers(x: dict[str, Any]) -> str:
-    tile = x["tile"]
-    shares = ""
+    tile, parts = x["tile"], []
+    if x["registers"] is not None:
+        parts.append(f"{x['registers']} a thread")
     if "producer_registers" in tile:
-        shares = f"then {tile['consumer_registers']} where it computes, {tile['producer_registers']} where it loads"
-    if x["registers"] is None:
-        return shares.removeprefix("then ") or "not compiled"
-    at_launch = " at launch" if shares else ""
-    spills = f"{x['spill_bytes']} bytes spilled" if x["spill_bytes"] else "none spilled"
-    return ", ".join(filter(None, (f"{x['registers']} a thread{at_launch}", shares, spills)))
+        parts.append(f"{tile['consumer_registers']} while it computes, {tile['producer_registers']} while it loads")
+    if x["spill_bytes"] is not None:
+        parts.append(f"{x['spill_bytes']} bytes spilled" if x["spill_bytes"] else "none spilled")
+    return ", ".join(parts) or "not compiled"
 
 
 def _grid(x: dict[str, Any]) -> str:

@@ -52,6 +52,18 @@ def growing_maxima(rng: Rng, p: Problem) -> Tensors:
     return q, k, v, dout
 
 
+def falling_maxima(rng: Rng, p: Problem) -> Tensors:
+    """The same from the last key to the first: for kernels that go through the keys backwards."""
+    q, k, v, dout = growing_maxima(rng, p)
+    return q, k[:, ::-1].copy(), v, dout
+
+
+def large_scores(rng: Rng, p: Problem) -> Tensors:
+    """Scores in the hundreds: their standard deviation is 100, and one key decides most rows."""
+    q, k, v, dout = normal(rng, p)
+    return 100 / (p.head_dim**0.5 * abs(p.scale)) * q, k, v, dout
+
+
 def nan_in_hidden_key(rng: Rng, p: Problem) -> Tensors:
     """Keys that no query sees hold NaN and inf in k and v; every result is finite."""
     q, k, v, dout = normal(rng, p)
@@ -176,6 +188,8 @@ _VALUES = (
     outliers,
     overflow,
     growing_maxima,
+    falling_maxima,
+    large_scores,
     nan_in_hidden_key,
     nan_in_visible_key,
     inf_in_visible_key,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .errors import DeviceError
@@ -84,6 +86,19 @@ class Device:
             smem_per_sm_bytes=p["sharedMemPerMultiprocessor"],
             l2_bytes=p["l2CacheSize"],
         )
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """The calling thread's current GPU inside, with its context, which a new thread lacks."""
+        from cupy.cuda import runtime
+
+        before = runtime.getDevice()
+        runtime.setDevice(self.ordinal)
+        try:
+            yield
+        finally:
+            if before != self.ordinal:
+                runtime.setDevice(before)
 
 
 @functools.cache

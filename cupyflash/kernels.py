@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 from . import tiles
 from .device import Device
-from .params import BWD_PARAMS, FWD_PARAMS, FWD_SM90_PARAMS
+from .params import BWD_PARAMS, BWD_SM90_PARAMS, FWD_PARAMS, FWD_SM90_PARAMS
 from .problem import Problem
-from .tiles import BackwardTile, ForwardTile, HopperForwardTile
+from .tiles import BackwardTile, ForwardTile, HopperBackwardTile, HopperForwardTile
 from .variant import Variant
 
 
@@ -92,6 +92,33 @@ class Backward(Variant):
 
 
 @dataclass(frozen=True)
+class BackwardSm90(Variant):
+    """bwd_sm90.cuh: dK, dV, and the sum of dQ. `warps` counts the producer's four too."""
+
+    header, function, params_name, params = "bwd_sm90", "bwd", "BwdSm90Params", BWD_SM90_PARAMS
+    arch_suffix = "a"
+
+    block_n: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    packed_p: bool = False
+    causal: bool = False
+    window: bool = False
+    scale_first: bool = False
+    deterministic: bool = False
+
+    @property
+    def tile_name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}"
+
+    @property
+    def smem_bytes(self) -> int:
+        tile = HopperBackwardTile(self.block_m, self.stages, self.consumer_registers, self.producer_registers)
+        return tiles.hopper_backward_smem_bytes(tile, self.head_dim)
+
+
+@dataclass(frozen=True)
 class Delta(Variant):
     """bwd_delta.cuh: row_stats, and dQ's accumulator cleared."""
 
@@ -171,3 +198,27 @@ def backward_variants(problem: Problem, device: Device, *, aligned: bool = True)
     )
     shared = (problem.dtype, problem.head_dim, t.block_m, t.warps, 1, t.split_d, t.dq_warps_m)
     return Delta(*shared, unaligned=main.unaligned, deterministic=main.deterministic), main, Convert(*shared)
+
+
+def backward_sm90_variants(problem: Problem, *, aligned_out: bool = True) -> tuple[Delta, BackwardSm90, Convert] | None:
+    """The same of the sm90 family; None beyond its head_dims. `aligned_out`: as `aligned`, for out alone."""
+    t = tiles.hopper_backward_tile(problem.head_dim)
+    if t is None:
+        return None
+    main = BackwardSm90(
+        problem.dtype,
+        problem.head_dim,
+        t.block_m,
+        12,
+        1,
+        128,
+        t.stages,
+        t.consumer_registers,
+        t.producer_registers,
+        t.packed_p,
+        **mask_flags(problem),
+        deterministic=problem.deterministic,
+    )
+    # dQ lies as eight warps of 16 rows by 64 columns leave it.
+    shared = (problem.dtype, problem.head_dim, t.block_m, 8, 1, 4, t.block_m // 16)
+    return Delta(*shared, unaligned=not aligned_out, deterministic=main.deterministic), main, Convert(*shared)

@@ -10,14 +10,14 @@ import contextlib
 import ctypes
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import counters, jit, tensormap
 from .device import Device
-from .params import FWD_SM90_PARAMS, UNBOUNDED
+from .params import UNBOUNDED
 from .plan import Plan
 from .problem import Problem
 
@@ -31,21 +31,25 @@ class Filled(NamedTuple):
     Attributes:
         writes: (word of 64 bits in the struct, which of a call's addresses goes there).
         counter: the word of the tile counter's address, if there is one.
+        plain_bytes: where the struct without tensor maps begins, which some launches of a call take.
     """
 
     params: np.ndarray
     writes: tuple[tuple[int, int], ...]
     counter: int | None = None
+    plain_bytes: int = 0
 
 
 class _Arguments:
-    """One kernel argument, the params struct: its bytes, and the pointer array that the driver reads."""
+    """One kernel argument, the params struct: its bytes, and the pointer arrays that the driver reads."""
 
-    def __init__(self, template: bytes) -> None:
+    def __init__(self, template: bytes, plain_bytes: int) -> None:
         self._bytes = ctypes.create_string_buffer(template, len(template))
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
+        start = ctypes.addressof(self._bytes)
+        self._pointers = (ctypes.c_void_p * 2)(start, start + plain_bytes)
         self.slots = memoryview(self._bytes).cast("B").cast("Q")
-        self.address = ctypes.addressof(self._pointers)
+        self.whole = ctypes.addressof(self._pointers)
+        self.plain = self.whole + ctypes.sizeof(ctypes.c_void_p)
 
 
 class Prepared:
@@ -57,7 +61,10 @@ class Prepared:
 
         kernels = [jit.load(launch.variant, device, stream) for launch in plan.launches]
         self._launches = [
-            (kernel.function, launch.grid, 1, 1, launch.variant.threads, 1, 1, launch.variant.smem_bytes)
+            (
+                (kernel.function, launch.grid, 1, 1, launch.variant.threads, 1, 1, launch.variant.smem_bytes),
+                launch.variant.params == filled.params.dtype,
+            )
             for kernel, launch in zip(kernels, plan.launches, strict=True)
             if launch.grid > 0
         ]
@@ -65,7 +72,8 @@ class Prepared:
         self.persistent = any(launch.variant.persistent for launch in plan.launches)
         self.workspace = plan.workspace
         self.device = device.ordinal
-        self._template, self._writes = filled.params.tobytes(), filled.writes
+        self._template, self._plain_bytes = filled.params.tobytes(), filled.plain_bytes
+        self._writes = filled.writes
         self._counter_slot = filled.counter
         if filled.counter is not None:
             self._counters = counters.of(device.ordinal)
@@ -80,7 +88,7 @@ class Prepared:
         try:
             arguments = self._free.pop()
         except IndexError:
-            arguments = _Arguments(self._template)
+            arguments = _Arguments(self._template, self._plain_bytes)
         slots = arguments.slots
         for slot, i in self._writes:
             slots[slot] = addresses[i]
@@ -91,8 +99,8 @@ class Prepared:
         try:
             if self._counter_slot is not None:
                 slots[self._counter_slot] = self._counters.address(stream)
-            for launch in self._launches:
-                self._launch(*launch, stream, arguments.address, 0)
+            for launch, takes_whole in self._launches:
+                self._launch(*launch, stream, arguments.whole if takes_whole else arguments.plain, 0)
         finally:
             if current != self.device:
                 self._set_device(current)
@@ -146,22 +154,32 @@ def _is_pointer(name: str) -> bool:
     return not name.endswith("_stride")
 
 
-def with_tensor_maps(plain: np.ndarray, maps: Sequence[tensormap.TensorMap]) -> Filled | None:
-    """The params of the sm90 forward around those of the plain one; `maps` are q's, k's, v's and o's.
+def with_tensor_maps(
+    dtype: np.dtype[np.void], plain: np.ndarray, maps: Mapping[str, tuple[tensormap.TensorMap, int]]
+) -> Filled | None:
+    """The params of an sm90 kernel around the plain ones.
 
-    A call's addresses: q, k, v, o, lse, clocks. None if this driver's maps are not understood.
+    Args:
+        dtype: of the struct: tensor maps, `plain`, then single words.
+        maps: name -> the map, and which of a call's addresses is its array's. The addresses are those of the plain
+            struct's pointers and, if the struct has them, of the clocks.
+
+    None if this driver's maps are not understood.
     """
-    params = np.zeros((), FWD_SM90_PARAMS)
+    params = np.zeros((), dtype)
     params["plain"] = plain
-    offsets = {name: field[1] // 8 for name, field in (FWD_SM90_PARAMS.fields or {}).items()}
-    writes = [(offsets["plain"] + i, i) for i in range(5)] + [(offsets["clocks"], 5)]
-    for i, (name, tensor) in enumerate(zip("qkvo", maps, strict=True)):
+    offsets = {name: field[1] // 8 for name, field in (dtype.fields or {}).items()}
+    pointers = pointers_first(plain).writes
+    writes = [(offsets["plain"] + word, i) for word, i in pointers]
+    if "clocks" in offsets:
+        writes.append((offsets["clocks"], len(pointers)))
+    for name, (tensor, i) in maps.items():
         slot, words = tensormap.address_slot(tensor), tensormap.encode(tensor, 1 << 32)
         if slot is None or words is None:
             return None
         params[f"map_{name}"] = words
         writes.append((offsets[f"map_{name}"] + slot, i))
-    return Filled(params, tuple(writes), offsets["counter"])
+    return Filled(params, tuple(writes), offsets.get("counter"), 8 * offsets["plain"])
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int, int]:

@@ -34,13 +34,18 @@ def _params(pointers: str, strided: str) -> np.dtype[np.void]:
 
 TENSOR_MAP = np.dtype(("u8", 16))  # the driver's CUtensorMap: 128 bytes
 FWD_PARAMS = _params("q k v o lse", "q k v o")
-FWD_SM90_PARAMS = np.dtype(
-    [
-        *((f"map_{name}", TENSOR_MAP) for name in "qkvo"),
-        ("plain", FWD_PARAMS),
-        ("counter", "u8"),
-        ("clocks", "u8"),
-    ],
-    align=True,
-)
 BWD_PARAMS = _params("q k v o dout lse dlse dq dk dv row_stats dq_accum dq_turn", "q k v o dout dq dk dv")
+
+
+def _with_maps(names: str, plain: np.dtype[np.void], *more: str) -> np.dtype[np.void]:
+    """A struct that begins with tensor maps, which are aligned to 64 bytes, and so is its size."""
+    maps = [(f"map_{name}", TENSOR_MAP) for name in names.split()]
+    fields = np.dtype([*maps, ("plain", plain), *((name, np.dtype("u8")) for name in more)], align=True)
+    offsets = [fields.fields[name][1] for name in fields.names or ()] if fields.fields else []
+    formats = [fields[name] for name in fields.names or ()]
+    size = -(-fields.itemsize // 64) * 64
+    return np.dtype({"names": list(fields.names or ()), "formats": formats, "offsets": offsets, "itemsize": size})
+
+
+FWD_SM90_PARAMS = _with_maps("q k v o", FWD_PARAMS, "counter", "clocks")
+BWD_SM90_PARAMS = _with_maps("q k v dout dk dv", BWD_PARAMS)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .device import Device
 from .errors import UnsupportedError
-from .kernels import backward_variants, forward_sm90_variant, forward_variant
+from .kernels import backward_sm90_variants, backward_variants, forward_sm90_variant, forward_variant
 from .problem import ITEMSIZE, Problem
 from .tiles import round_up
 from .variant import Variant
@@ -123,18 +123,39 @@ def forward_plan(
     return Plan((Launch(variant, min(tiles, device.sm_count) if variant.persistent else tiles),), {}, section)
 
 
-def backward_plan(problem: Problem, device: Device, *, aligned: bool = True) -> Plan:
-    """The backward: delta, main, conversion of dQ. Q, dO and the fp32 sum of dQ are streamed."""
+def backward_plan(
+    problem: Problem,
+    device: Device,
+    *,
+    aligned: bool = True,
+    tma: bool | None = None,
+    family: str | None = None,
+) -> Plan:
+    """The backward: delta, main, conversion of dQ. Q, dO and the fp32 sum of dQ are streamed.
+
+    Args:
+        aligned: whether every row of q, k, v, out and dout starts at a multiple of 16 bytes.
+        tma: whether TMA can read q, k, v and dout; as `aligned` unless given.
+        family: one of `FAMILIES` to insist on.
+
+    Raises:
+        UnsupportedError: if the device, the dtype or the family asked for cannot do it.
+    """
     check_supported(problem, device)
-    delta, main, convert = backward_variants(problem, device, aligned=aligned)
+    reason = why_not_sm90(problem, device, tma=aligned if tma is None else tma)
+    found = None if reason or family == "sm80" else backward_sm90_variants(problem)
+    if family == "sm90" and found is None:
+        reason = reason or f"its backward has no head_dim of {problem.head_dim}"
+        raise UnsupportedError(f"CUPYFLASH_FAMILY=sm90: {reason}; unset it to let the library choose")
+    delta, main, convert = found or backward_variants(problem, device, aligned=aligned)
     b, sq, hq, hk = problem.batch, problem.seqlen_q, problem.heads_q, problem.heads_k
     m_blocks = blocks(sq, main.block_m)
-    columns = round_up(problem.head_dim, 16 * main.split_d)
+    columns = round_up(problem.head_dim, 16 * convert.split_d)
     query_grid = _checked_grid("q", m_blocks * hq * b)
     key_grid = _checked_grid("k", blocks(problem.seqlen_k, main.block_n) * hk * b)
     head_bytes = sq * problem.head_dim * (2 * ITEMSIZE[problem.dtype] + 4) * (hq // hk)
     workspace: Workspace = {
-        "row_stats": ((b, hq, sq, 2), "fp32"),
+        "row_stats": ((b, hq, m_blocks * main.block_m, 2), "fp32"),
         "dq_accum": ((b, hq, m_blocks, main.block_m * columns), "fp32"),
     }
     if problem.deterministic:

@@ -15,9 +15,9 @@ from . import launch, tensormap
 from .arrays import CPU, Native, Signature
 from .device import Device
 from .errors import ArgumentError
-from .kernels import ForwardSm90
+from .kernels import BackwardSm90, ForwardSm90
 from .launch import Filled, Prepared, contiguous_strides, fill_problem, fill_strides, pointers_first
-from .params import FWD_PARAMS
+from .params import BWD_PARAMS, FWD_PARAMS
 from .plan import FAMILIES, Plan, backward_plan, forward_plan
 from .problem import Problem, make_problem
 
@@ -102,7 +102,8 @@ def prepare_forward(
     device = Device.of(signatures[0].device)
     aligned, tma = access(signatures, aligned)
     plan = forward_plan(problem, device, aligned=aligned, tma=tma, family=family(), clocks=clocks)
-    filled = fill_forward(plan, problem, signatures, options.layout)
+    with device.current():  # drivers encode tensor maps for a thread with a context alone
+        filled = fill_forward(plan, problem, signatures, options.layout)
     if filled is None:
         plan = forward_plan(problem, device, aligned=aligned, tma=False, family=family())
         filled = fill_forward(plan, problem, signatures, options.layout)
@@ -121,24 +122,51 @@ def fill_forward(plan: Plan, problem: Problem, signatures: Sequence[Signature], 
     if not isinstance(variant, ForwardSm90):
         return pointers_first(params)
     rows = (64, variant.block_n, variant.block_n, 64)
-    maps = [
-        tensormap.TensorMap.of(problem.dtype, array.shape, array.strides, layout, n)
-        for array, n in zip(arrays, rows, strict=True)
-    ]
-    return launch.with_tensor_maps(params, maps)
+    maps = {
+        name: (tensormap.TensorMap.of(problem.dtype, array.shape, array.strides, layout, n), i)
+        for i, (name, array, n) in enumerate(zip("qkvo", arrays, rows, strict=True))
+    }
+    return launch.with_tensor_maps(variant.params, params, maps)
 
 
 def prepare_backward(
     library: Native, keys: Sequence[tuple[Any, ...]], options: Options, aligned: bool, stream: int
 ) -> Prepared:
+    """A backward of arrays q, k, v, out and dout; `aligned`: whether their addresses are multiples of 16."""
     signatures = [Signature(*key) for key in keys]
     problem = check(BACKWARD_NAMES, library, signatures, options)
-    dev = Device.of(signatures[0].device)
-    plan = backward_plan(problem, dev, aligned=aligned and _is_aligned(signatures))
-    params = np.zeros((), plan.launches[0].variant.params)
-    for name, sig in zip(("q", "k", "v", "o", "dout"), signatures, strict=True):
-        fill_strides(params, name, sig.strides, options.layout)
-    for name, sig in zip(("dq", "dk", "dv"), signatures, strict=False):
-        fill_strides(params, name, contiguous_strides(sig.shape), options.layout)
+    device = Device.of(signatures[0].device)
+    aligned = aligned and _is_aligned(signatures)
+    q, k, v, _, dout = signatures
+    tma = aligned and all(tensormap.readable(s.shape, s.strides) for s in (q, k, v, dout))
+    plan = backward_plan(problem, device, aligned=aligned, tma=tma, family=family())
+    with device.current():  # drivers encode tensor maps for a thread with a context alone
+        filled = _fill_backward(plan, problem, signatures, options.layout)
+    if filled is None:
+        plan = backward_plan(problem, device, aligned=aligned, tma=False, family=family())
+        filled = _fill_backward(plan, problem, signatures, options.layout)
+        assert filled is not None
+    return Prepared(problem, plan, device, filled, stream)
+
+
+def _fill_backward(plan: Plan, problem: Problem, signatures: Sequence[Signature], layout: str) -> Filled | None:
+    """The params of a plan's launches; None if one needs tensor maps and the driver's are not understood."""
+    gradients = [s._replace(strides=contiguous_strides(s.shape)) for s in signatures[:3]]
+    arrays = dict(zip(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), [*signatures, *gradients], strict=True))
+    params = np.zeros((), BWD_PARAMS)
+    for name, array in arrays.items():
+        fill_strides(params, name, array.strides, layout)
     fill_problem(params, problem, plan.section)
-    return Prepared(problem, plan, dev, pointers_first(params), stream)
+    main = plan.launches[1].variant
+    if not isinstance(main, BackwardSm90):
+        return pointers_first(params)
+    rows = {"q": main.block_m, "dout": main.block_m, "k": main.block_n, "v": main.block_n, "dk": 64, "dv": 64}
+    names = params.dtype.names or ()
+    maps = {
+        name: (
+            tensormap.TensorMap.of(problem.dtype, arrays[name].shape, arrays[name].strides, layout, n),
+            names.index(name),
+        )
+        for name, n in rows.items()
+    }
+    return launch.with_tensor_maps(main.params, params, maps)

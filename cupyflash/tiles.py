@@ -36,6 +36,20 @@ class HopperForwardTile:
 
 
 @dataclass(frozen=True)
+class HopperBackwardTile:
+    """A block keeps 128 keys, 64 a consumer warpgroup, and visits query tiles of `block_m` through `stages`.
+
+    `packed_p`: dS takes P as it was rounded for dV, where fp32 P does not fit the registers.
+    """
+
+    block_m: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    packed_p: bool = False
+
+
+@dataclass(frozen=True)
 class BackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m`.
 
@@ -75,6 +89,13 @@ def hopper_forward_smem_bytes(tile: HopperForwardTile, head_dim: int) -> int:
     return (64 * slots + 2 * tile.stages * tile.block_n) * row + 8 * barriers + 32
 
 
+def hopper_backward_smem_bytes(tile: HopperBackwardTile, head_dim: int) -> int:
+    """Dynamic shared memory of bwd_sm90: K, V, the stages of Q, dO and row_stats, two dS, dQ, mbarriers."""
+    m, row = tile.block_m, 128 * -(-head_dim // 64)
+    queries = tile.stages * (2 * m * row + 8 * m)
+    return 2 * 128 * row + queries + 2 * m * 256 + 2 * m * row + 8 * (2 + 4 * tile.stages)
+
+
 def backward_smem_bytes(tile: BackwardTile, head_dim: int) -> int:
     """Dynamic shared memory of bwd_sm80: K, V, the query stages with their row_stats, dS and, if exchanged, P."""
     row = row_bytes(round_up(head_dim, 16 * tile.split_d))
@@ -107,8 +128,20 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
 _HOPPER_FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
     (64, HopperForwardTile(4, 64, 4, 2, 112, 24)),
     (128, HopperForwardTile(3, 64, 4, 2, 160, 32)),
+    (192, HopperForwardTile(2, 64, 2, 2, 232, 40)),
     (256, HopperForwardTile(2, 64, 2, 1, 232, 40)),
 )
+
+
+_HOPPER_BACKWARD: tuple[tuple[int, HopperBackwardTile], ...] = (
+    (64, HopperBackwardTile(128, 2, 232, 40, packed_p=True)),
+    (128, HopperBackwardTile(64, 2, 232, 40)),
+)
+
+
+def hopper_backward_tile(head_dim: int) -> HopperBackwardTile | None:
+    """The tile of the sm90 family's backward; None beyond the head_dims that it has."""
+    return next((tile for limit, tile in _HOPPER_BACKWARD if head_dim <= limit), None)
 
 
 def hopper_forward_tile(head_dim: int) -> HopperForwardTile:

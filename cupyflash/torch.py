@@ -26,16 +26,25 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        if dout is None:
-            if dlse is None:
-                return None, None, None, None
-            dout = torch.zeros_like(out)
-        elif dout.stride(-1) != 1:  # an expanded gradient, as of out.sum()
-            dout = dout.contiguous()
-        return *run.backward(TORCH, dout, q, k, v, out, lse, dlse, ctx.options), None
+        return _once(ctx, dout, dlse) if torch.is_grad_enabled() else _gradients(ctx, dout, dlse)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    q, k, v, out, lse = ctx.saved_tensors
+    if dout is None:
+        if dlse is None:
+            return None, None, None, None
+        dout = torch.zeros_like(out)
+    elif dout.stride(-1) != 1:  # an expanded gradient, as of out.sum()
+        dout = dout.contiguous()
+    return *run.backward(TORCH, dout, q, k, v, out, lse, dlse, ctx.options), None
+
+
+# Under create_graph=True, which alone needs it: a second derivative is an error, not wrong. It costs 7 us.
+_once = once_differentiable(_gradients)
+# Function.apply without its Python half, which serves the transforms of torch.func and torch.compile.
+_apply = super(torch.autograd.Function, _Attention).apply
 
 
 def attention(
@@ -43,6 +52,7 @@ def attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse); recorded by autograd if any input asks for it."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _Attention.apply(q, k, v, options)
+        whole = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+        out, lse = (_Attention.apply if whole else _apply)(q, k, v, options)
         return out, lse
     return run.forward(TORCH, q, k, v, options, want_lse)

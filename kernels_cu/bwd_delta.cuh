@@ -52,10 +52,11 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
                 dot8<T, V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk, dout + qi * p.dout_stride.row + 8 * chunk);
         #pragma unroll
         for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
-        if (valid && chunk == 0) {
+        if (chunk == 0) {
             const long long i = static_cast<long long>(sequence) * problem.seqlen_q + qi;
-            p.row_stats[2 * i] = static_cast<float>(p.lse[i] * log2_per_unit);
-            p.row_stats[2 * i + 1] = sum - (p.dlse ? p.dlse[i] : 0.f);
+            float *stats = p.row_stats + 2 * (static_cast<long long>(sequence) * round_up(problem.seqlen_q, M) + qi);
+            stats[0] = valid ? static_cast<float>(p.lse[i] * log2_per_unit) : ptx::infinity();
+            stats[1] = valid ? sum - (p.dlse ? p.dlse[i] : 0.f) : 0.f;
         }
     }
 

@@ -16,8 +16,8 @@ __device__ __forceinline__ bool is_non_finite(ptx::u16 raw) {
 template <int kThreads, class Tile, class F>
 __device__ __forceinline__ void for_each_chunk(const Tile &tile, F f) {
     #pragma unroll 1
-    for (int i = ptx::thread_index(); i < Tile::kRows * Tile::kChunks; i += kThreads) {
-        const ptx::u32 addr = tile.at(i / Tile::kChunks, i % Tile::kChunks * 8);
+    for (int i = ptx::thread_index(); i < Tile::kRows * Tile::kCols / 8; i += kThreads) {
+        const ptx::u32 addr = tile.at(i / (Tile::kCols / 8), i % (Tile::kCols / 8) * 8);
         ptx::U128 x = ptx::ld_shared_v4_b32(addr);
         if (f(x)) ptx::st_shared_v4_b32(addr, x);
     }

@@ -13,4 +13,10 @@ struct FwdSm90Params {
     long long *clocks;  // [blocks, 2]: cycles and nanoseconds that each block took; kClocks only
 };
 
+struct BwdSm90Params {
+    // As above: boxes of 64 columns by kBlockM (q, dout), kBlockN (k, v) or 64 (dk, dv) rows.
+    ptx::TensorMap map_q, map_k, map_v, map_dout, map_dk, map_dv;
+    BwdParams plain;  // the same arrays, and those that TMA does not see
+};
+
 #endif  // CUPYFLASH_PARAMS_SM90_CUH

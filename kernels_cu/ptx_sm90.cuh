@@ -43,6 +43,15 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ bool bar_red_or(int id, int threads, bool p) {
+    u32 any;
+    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q;}"
+                 : "=r"(any)
+                 : "r"(id), "r"(threads), "r"(static_cast<u32>(p))
+                 : "memory");
+    return any != 0;
+}
+
 // ---- mbarrier (9.7.13.15): 8 bytes of shared memory ----
 __device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(bar), "r"(count) : "memory");
@@ -76,6 +85,10 @@ __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
 }
 // Orders this thread's ordinary accesses to shared memory before asynchronous ones: TMA, wgmma (9.7.13.4).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
+// The same for global memory, in both directions.
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" : : : "memory");
+}
 
 // ---- Clusters ----
 __device__ __forceinline__ u32 cluster_ctarank() {

@@ -17,9 +17,15 @@ struct SwizzledTile {
     __device__ ptx::u32 at(int row, int col) const {
         return base + col / 64 * kChunkBytes + row * 128 + ((col / 8 % 8 ^ row % 8) * 16) + col % 8 * 2;
     }
+    // The tile from row `row` (a multiple of 8) on, and from column 64 c on.
+    __device__ SwizzledTile from_row(int row) const { return {base + 128 * row}; }
+    __device__ SwizzledTile from_chunk(int c) const { return {base + c * kChunkBytes}; }
+
     // Rows [row, row + kRows) of one head, by one thread; what lies outside of the tensor arrives as zeros.
-    __device__ void load(const ptx::TensorMap &map, ptx::u32 full, int row, int head, int batch, ptx::u64 policy) const {
-        ptx::mbarrier_arrive_expect_tx(full, kBytes);
+    // more_bytes: of other copies that complete the same barrier.
+    __device__ void load(const ptx::TensorMap &map, ptx::u32 full, int row, int head, int batch, ptx::u64 policy,
+                         int more_bytes = 0) const {
+        ptx::mbarrier_arrive_expect_tx(full, kBytes + more_bytes);
         #pragma unroll
         for (int c = 0; c < kChunks; ++c)
             ptx::tma_load_4d(base + c * kChunkBytes, map, full, 64 * c, row, head, batch, policy);
@@ -75,14 +81,24 @@ __device__ __forceinline__ void arrived(AccTile<16, kCols> &acc) {
     ptx::wgmma_pin(registers_of(acc));
 }
 
-// Issue acc = A B^T (S = Q K^T) and acc += A B (O += P V): each one group, to be waited for. kDepth: of A and B.
-template <class T, int kDepth, int kCols, class TileA, class TileB>
+// Issue products, each one group, to be waited for. A and B are tiles; kDepth is their common dimension.
+// acc (+)= A B^T, as in S = Q K^T.
+template <class T, int kDepth, bool kAdd = false, int kCols, class TileA, class TileB>
 __device__ __forceinline__ void issue_nt(AccTile<16, kCols> &acc, const TileA &a, const TileB &b) {
     ptx::wgmma_fence();
     #pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) wgmma<0>(T{}, registers_of(acc), a.columns(k), b.columns(k), k != 0);
+    for (int k = 0; k < kDepth / 16; ++k) wgmma<0>(T{}, registers_of(acc), a.columns(k), b.columns(k), kAdd || k != 0);
     ptx::wgmma_commit_group();
 }
+// acc = A B, as in dQ = dS K.
+template <class T, int kDepth, int kCols, class TileA, class TileB>
+__device__ __forceinline__ void issue_nn(AccTile<16, kCols> &acc, const TileA &a, const TileB &b) {
+    ptx::wgmma_fence();
+    #pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k) wgmma<1>(T{}, registers_of(acc), a.columns(k), b.rows(k), k != 0);
+    ptx::wgmma_commit_group();
+}
+// acc += A B with A in registers, as in O += P V.
 template <class T, int kDepth, int kCols, class TileB>
 __device__ __forceinline__ void issue_nn(AccTile<16, kCols> &acc, const FragA<T, 16, kDepth> &a, const TileB &b) {
     ptx::wgmma_fence();
@@ -125,6 +141,17 @@ __device__ __forceinline__ void stage(const Tile &tile, int row0, const AccTile<
         } else {
             ptx::stmatrix_x2(to, pair(j, 0), pair(j, 1));
         }
+    }
+}
+
+// Writes an A operand of one warp, [16, kRows], transposed into columns [col0, col0 + 16) of a tile.
+template <class T, int kRows, class Tile>
+__device__ __forceinline__ void stage_transposed(const Tile &tile, int col0, const FragA<T, 16, kRows> &a) {
+    const int lane = fresh_lane();
+    #pragma unroll
+    for (int k = 0; k < kRows / 16; ++k) {
+        const ptx::u32 r[4] = {a.x[k][0][0], a.x[k][0][2], a.x[k][0][1], a.x[k][0][3]};
+        ptx::stmatrix_x4_trans(tile.at(16 * k + lane % 16, col0 + lane / 16 * 8), r);
     }
 }
 

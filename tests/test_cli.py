@@ -26,7 +26,8 @@ from cupyflash.cli.bench_work import Cell
 from cupyflash.errors import CompileError, UnsupportedError
 
 ROOT = Path(__file__).resolve().parent.parent
-LEAVES = [("verify",), ("doctor",), ("bench",), ("compile",), ("cache", "path"), ("cache", "info"), ("cache", "clear")]
+LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("compile",), ("cache", "path"), ("cache", "info"),
+          ("cache", "clear")]  # fmt: skip
 Invoke = Callable[..., Result]
 
 

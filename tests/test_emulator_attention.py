@@ -1,4 +1,4 @@
-"""The shipped kernels on the CPU: the case table and one problem a shipped variant, against float64.
+"""The sm80 family on the CPU: the case table and one problem a shipped variant, against float64.
 
 Two modes each: the race detector; and asynchronous copies as late as allowed with warps in random order.
 """
@@ -10,21 +10,20 @@ import functools
 import numpy as np
 import pytest
 from emulator import MODES
-from emulator.attention import NONFINITE_QUERIES, Session, inputs_of
+from emulator.attention import Session, inputs_of, small_device
+from emulator.cases import SHIPPED, TABLE
 from emulator.require import require_compiler
 
 from cupyflash import shipped, variant
 from cupyflash.accuracy import Comparison, Oracle
-from cupyflash.cases import Case, select
+from cupyflash.cases import Case
 from cupyflash.device import Device
 from cupyflash.plan import backward_plan, forward_plan
-from cupyflash.problem import Problem
 
 require_compiler()
 
 ARCHS = ("sm_80", "sm_86", "sm_90")  # much shared memory, little, and 16-byte reductions
 TESTED_MODES = ("race", "late")
-CASES = {case.name: case for case in select(tag="emulator")} | NONFINITE_QUERIES
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -32,24 +31,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("seed", range(metafunc.config.getoption("--emulator-seeds")))
 
 
-def shipped_case(problem: Problem, aligned: bool) -> Case:
-    """Small shapes for one shipped problem: partial tiles, at least five tiles of keys and, for d < 200, of queries."""
-    window = None if problem.window == (None, None) else problem.window
-    name = f"shipped-{problem.dtype}-d{problem.head_dim}-{problem.window[0]}-{problem.window[1]}".replace("None", "all")
-    return Case(
-        name, "full", 323 if problem.head_dim < 200 else 131, 331, problem.head_dim,
-        heads_q=2, heads_k=1, window=window,
-        scale=problem.scale if problem.scale != 1 else None, deterministic=problem.deterministic,
-        memory="contiguous" if aligned else "misaligned", dlse=True, dtypes=(problem.dtype,),
-    )  # fmt: skip
-
-
-SHIPPED = {case.name: case for case in (shipped_case(*each) for each in shipped.shipped_problems())}
-
-
 @functools.lru_cache(maxsize=4)
 def oracle(name: str, dtype: str) -> Oracle:
-    inputs, problem = inputs_of((SHIPPED | CASES)[name], dtype)
+    inputs, problem = inputs_of((SHIPPED | TABLE)[name], dtype)
     return Oracle(problem, *inputs)
 
 
@@ -61,7 +45,7 @@ def check(results: list[Comparison]) -> None:
 def run(case: Case, dtype: str, arch: str, mode: str, seed: int) -> None:
     exact = oracle(case.name, dtype)
     inputs, problem = inputs_of(case, dtype)
-    session = Session(Device.synthetic(arch), MODES[mode], seed)
+    session = Session(Device.synthetic(arch), MODES[mode], seed, family="sm80", backward_family="sm80")
     out, lse = session.forward(inputs, problem)
     check(exact.judge_forward(out, lse))
     if case.backward:
@@ -77,34 +61,37 @@ def test_shipped_variant(name: str, mode: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", TESTED_MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TABLE)
 def test_case(name: str, mode: str, seed: int) -> None:
-    index = list(CASES).index(name)
+    index = list(TABLE).index(name)
     dtype = ("bf16", "fp16")[index % 2]
-    if dtype not in CASES[name].dtypes:
+    if dtype not in TABLE[name].dtypes:
         dtype = "bf16"
-    run(CASES[name], dtype, ARCHS[index % 3], mode, seed)
+    run(TABLE[name], dtype, ARCHS[index % 3], mode, seed)
 
 
 def test_every_shipped_variant_is_run() -> None:
-    """What `shipped_case` makes leads to the variants that are shipped."""
+    """The cases of `SHIPPED`, in both families, lead to the variants that are shipped."""
     for arch in ARCHS:
         device, symbols = Device.synthetic(arch), set()
         for case in SHIPPED.values():
             problem, aligned = case.problem(case.dtypes[0]), case.memory == "contiguous"
-            plans = forward_plan(problem, device, aligned=aligned), backward_plan(problem, device, aligned=aligned)
-            symbols |= {launch.variant.symbol for plan in plans for launch in plan.launches}
-        assert symbols == {v.symbol for v in shipped.shipped(device)}
+            for family in ("sm80", None):
+                plans = [
+                    plan(problem, device, aligned=aligned, family=family) for plan in (forward_plan, backward_plan)
+                ]
+                symbols |= {launch.variant.symbol for plan in plans for launch in plan.launches}
+        assert symbols >= {v.symbol for v in shipped.shipped(device)}
 
 
 @pytest.mark.parametrize("mode", ["any", "priority", "starve", "lanes", "race lanes"])
 def test_results_do_not_depend_on_the_schedule(mode: str) -> None:
     """Forward, and the backward that promises it, give the same bits in every order."""
-    case = CASES["deterministic"]
+    case = TABLE["deterministic"]
     inputs, problem = inputs_of(case, "bf16")
     results = []
     for how, seed in (("early", 0), (mode, 1), (mode, 2)):
-        session = Session(Device.synthetic("sm_90"), MODES[how], seed)
+        session = Session(small_device("sm_90"), MODES[how], seed)
         out, lse = session.forward(inputs, problem)
         results.append((out, lse, *session.backward(inputs, out, lse, problem)))
     for other in results[1:]:

@@ -6,41 +6,40 @@ import functools
 
 import pytest
 from emulator import MODES, EmulatorError
-from emulator.attention import Session, inputs_of
+from emulator.attention import Session, find_case, inputs_of, small_device
 from emulator.mutants import BACKWARD, FORWARD, Bug
+from emulator.mutants_sm90 import FORWARD_SM90
 from emulator.require import require_compiler
 
 from cupyflash.accuracy import Comparison, Oracle
-from cupyflash.cases import case
-from cupyflash.device import Device
 
 require_compiler()
 
 
 @functools.lru_cache(maxsize=8)
 def oracle(name: str) -> Oracle:
-    inputs, problem = inputs_of(case(name), "bf16")
+    inputs, problem = inputs_of(find_case(name), "bf16")
     return Oracle(problem, *inputs)
 
 
 def forward(bug: Bug) -> list[Comparison]:
     exact = oracle(bug.case)
-    inputs, problem = inputs_of(case(bug.case), "bf16")
-    session = Session(Device.synthetic(bug.arch), MODES["race"], headers=bug.headers())
+    inputs, problem = inputs_of(find_case(bug.case), "bf16")
+    session = Session(small_device(bug.arch, 2), MODES["race"], headers=bug.headers())
     return exact.judge_forward(*session.forward(inputs, problem))
 
 
 def backward(bug: Bug) -> list[Comparison]:
     exact = oracle(bug.case)
-    inputs, problem = inputs_of(case(bug.case), "bf16")
+    inputs, problem = inputs_of(find_case(bug.case), "bf16")
     out, lse = exact.plain_forward
-    session = Session(Device.synthetic(bug.arch), MODES["race"], headers=bug.headers())
+    session = Session(small_device(bug.arch), MODES["race"], headers=bug.headers())
     return exact.judge_backward(*session.backward(inputs, out, lse, problem))
 
 
-@pytest.mark.parametrize("bug", [*FORWARD, *BACKWARD], ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize("bug", [*FORWARD, *BACKWARD, *FORWARD_SM90], ids=lambda bug: bug.name.replace(" ", "-"))
 def test_planted_bug_is_reported(bug: Bug) -> None:
-    run = forward if bug in FORWARD else backward
+    run = backward if bug in BACKWARD else forward
     if bug.finds:
         with pytest.raises(EmulatorError, match=bug.finds):
             run(bug)

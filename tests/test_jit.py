@@ -239,4 +239,4 @@ def test_the_facts_beside_a_kernel_are_plain_json(folder: Path) -> None:
     jit.compile_kernel(SMALL, "sm_80")
     facts = json.loads(next(folder.glob("*.json")).read_text())
     assert facts["symbol"] == SMALL.symbol
-    assert set(facts) == {"symbol", "arch", "registers", "spill_bytes", "seconds", "nvrtc", "sha256"}
+    assert set(facts) == {"symbol", "arch", "registers", "spill_bytes", "seconds", "nvrtc", "advice", "sha256"}

@@ -98,6 +98,7 @@ LINES = (
     ("kernels_cu/*.cuh", 150),
     ("cupyflash/*.py", 250),
     ("cli/*.py", 250),
+    ("tools/*.py", 250),
 )
 FUNCTION_LINES = 40  # without signature and docstring
 # Stopped, thought, and left long: path (or path::function) -> lines it may have. The reason stands beside it.
@@ -108,6 +109,7 @@ ENVIRONMENT = {"CUPYFLASH_BACKEND", "CUPYFLASH_CACHE_DIR", "CUPYFLASH_DEBUG", "C
 # ---- Python ----
 
 PYTHON_FILES = sorted([*ROOT.glob("cupyflash/**/*.py"), *ROOT.glob("cli/**/*.py")])
+TOOL_FILES = sorted(ROOT.glob("tools/*.py"))
 CUDA_FILES = sorted(ROOT.glob("kernels_cu/*.cuh"))
 
 
@@ -229,7 +231,7 @@ def test_hardware_is_named_in_ptx_only(path: Path) -> None:
 # ---- Sizes ----
 
 
-@pytest.mark.parametrize("path", [*PYTHON_FILES, *CUDA_FILES], ids=name_of)
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *TOOL_FILES, *CUDA_FILES], ids=name_of)
 def test_file_length(path: Path) -> None:
     name = name_of(path)
     limit = LONG.get(name) or next(limit for pattern, limit in LINES if fnmatch(name, pattern))
@@ -239,7 +241,7 @@ def test_file_length(path: Path) -> None:
     assert lines <= limit, f"{name} has {lines} lines, the limit is {limit}: split it, or add it to LONG with a reason"
 
 
-@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *TOOL_FILES], ids=name_of)
 def test_function_length(path: Path) -> None:
     long = []
     for node in ast.walk(ast.parse(path.read_text())):

@@ -59,9 +59,9 @@ def hopper_tiles(head_dim: int, smem_bytes: int) -> Iterator[HopperForwardTile]:
         for registers in REGISTERS[groups]:
             tile = HopperForwardTile(groups, block_n, stages, q_stages, *registers)
             needed = (round_up(head_dim, 16) + block_n) // 2 + block_n // 4 + SPARE_REGISTERS
-            if needed <= registers[0] and fits_pool(tile, registers_at_launch(groups)):
-                if tiles.hopper_forward_smem_bytes(tile, head_dim) <= smem_bytes:
-                    yield tile
+            fits = tiles.hopper_forward_smem_bytes(tile, head_dim) <= smem_bytes
+            if fits and needed <= registers[0] and fits_pool(tile, registers_at_launch(groups)):
+                yield tile
 
 
 def registers_at_launch(groups: int) -> int:
@@ -70,7 +70,7 @@ def registers_at_launch(groups: int) -> int:
 
 
 def fits_pool(tile: HopperForwardTile, at_launch: int) -> bool:
-    """Whether what the consumers ask for (setmaxnreg) comes free: a block has what it was launched with, and no more."""
+    """Whether what the warpgroups ask for (setmaxnreg) comes free: a block has what it was launched with, no more."""
     asked = tile.groups * tile.consumer_registers + tile.producer_registers
     return asked <= (tile.groups + 1) * round_up(at_launch, 8)
 
@@ -104,6 +104,8 @@ def in_use(tile: Tile) -> Iterator[None]:
 
 def candidates(family: str, head_dim: int, smem_bytes: int, only: dict[str, tuple[int, ...]]) -> list[Candidate]:
     """The tile in use now, then all others with the values asked for."""
+    now: Tile
+    found: Iterator[Tile]
     if family == "sm90":
         now, found = tiles.hopper_forward_tile(head_dim), hopper_tiles(head_dim, smem_bytes)
     else:
@@ -123,14 +125,13 @@ def variants(c: Candidate, family: str, gpu: Device, dtype: str, masks: Sequence
 
 def judge(c: Candidate, cubins: Sequence[Cubin]) -> str:
     """Why compiled kernels are not worth running; "" if they are."""
-    spills = sum(cubin.spill_bytes for cubin in cubins)
-    advice = [cubin.advice for cubin in cubins if cubin.advice]
-    if spills:
-        return f"spills {spills} bytes"
-    if advice:
-        return advice[0].splitlines()[0]
-    if isinstance(c.tile, HopperForwardTile) and not all(fits_pool(c.tile, x.registers) for x in cubins):
-        return f"{c.registers} registers at launch do not suffice for the trade"
+    if any(cubin.spill_bytes for cubin in cubins):
+        return "registers spill"
+    for cubin in cubins:
+        if cubin.advice:
+            return f"ptxas: {cubin.advice.splitlines()[0]}"
+    if isinstance(c.tile, HopperForwardTile) and not all(fits_pool(c.tile, cubin.registers) for cubin in cubins):
+        return "too few registers at launch for the trade"
     return ""
 
 
@@ -148,10 +149,11 @@ def compile_all(
             return e
 
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
-        for c, result in zip(found, pool.map(one, work), strict=True):
+        for c, chosen, result in zip(found, work, pool.map(one, work), strict=True):
             if isinstance(result, CompileError):
                 c.reason = str(result).splitlines()[0]
             else:
                 c.registers = max(cubin.registers for cubin in result)
-                c.reason = judge(c, result)
+                # The form that counts cycles may spill where the one that is used does not.
+                c.reason = judge(c, [x for v, x in zip(chosen, result, strict=True) if not getattr(v, "clocks", False)])
             done()

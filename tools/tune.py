@@ -36,18 +36,17 @@ from cupyflash.prepare import Options, prepare_forward
 from cupyflash.problem import MAX_HEAD_DIM
 from tools.candidates import TILES, Candidate, Speed, candidates, compile_all, in_use
 
-SHAPE = {"heads_q": 4, "seqlen_q": 1013, "seqlen_k": 1031}  # grouped heads, lengths that no tile divides
 WRONG = "wrong"
 
 
-def launcher(c: Candidate, q: Any, k: Any, v: Any, causal: bool) -> tuple[Work, Any, Any]:
-    """A function that launches the candidate, and the out and lse that it writes."""
+def launcher(c: Candidate, arrays: Sequence[Any], causal: bool) -> tuple[Work, Any, Any]:
+    """A function that launches the candidate on q, k and v, and the out and lse that it writes."""
     with in_use(c.tile):
-        keys = [CUPY.signature(x) for x in (q, k, v)]
+        keys = [CUPY.signature(x) for x in arrays]
         call = prepare_forward(CUPY, keys, Options(causal=causal), True, CUPY.stream(keys[0][3]))
     p = call.problem
-    out, lse = CUPY.empty_like(q), CUPY.empty((p.batch, p.heads_q, p.seqlen_q), "fp32", q)
-    addresses = [CUPY.pointer(x) for x in (q, k, v, out, lse)]
+    out, lse = CUPY.empty_like(arrays[0]), CUPY.empty((p.batch, p.heads_q, p.seqlen_q), "fp32", arrays[0])
+    addresses = [CUPY.pointer(x) for x in (*arrays, out, lse)]
     return lambda: call((*addresses, 0), CUPY.stream(keys[0][3])), out, lse
 
 
@@ -56,11 +55,12 @@ def check(found: Sequence[Candidate], dtype: str, masks: Sequence[bool]) -> None
     import cupy
 
     for causal in masks:
-        case = Case("tune", "full", **SHAPE, head_dim=found[0].head_dim, causal=causal)
-        inputs = case.inputs(dtype)[:3]
-        arrays, oracle = [cupy.asarray(x) for x in inputs], Oracle(case.problem(dtype), *inputs)
+        case = Case("tune", "full", 1013, 1031, found[0].head_dim, heads_q=4, causal=causal)  # no tile divides these
+        q, k, v, _, _ = case.inputs(dtype)
+        oracle = Oracle(case.problem(dtype), q, k, v)
+        on_gpu = [cupy.asarray(x) for x in (q, k, v)]
         for c in found:
-            work, out, lse = launcher(c, *arrays, causal)
+            work, out, lse = launcher(c, on_gpu, causal)
             out.fill(math.nan)
             lse.fill(math.nan)
             work()
@@ -71,7 +71,7 @@ def check(found: Sequence[Candidate], dtype: str, masks: Sequence[bool]) -> None
 def measure(found: Sequence[Candidate], cell: Cell, bench: Bench, effort: Effort) -> None:
     """One cell: time all candidates in turns, then count the cycles of each while the chip is warm."""
     q, k, v, _ = bench.inputs(cell)
-    works, flops = [launcher(c, q, k, v, cell.causal)[0] for c in found], cell.flops("fwd")
+    works, flops = [launcher(c, (q, k, v), cell.causal)[0] for c in found], cell.flops("fwd")
     times = sustained_ms(works, bench.clock, effort)
     for c, work, ms in zip(found, works, times, strict=True):
         sustained_ms([work], bench.clock, QUICK)
@@ -81,20 +81,37 @@ def measure(found: Sequence[Candidate], cell: Cell, bench: Bench, effort: Effort
         c.speeds.append(Speed(cell.causal, cell.seqlen, flops / ms / 1e9, percent))
 
 
+def narrow(found: list[Candidate], cells: Sequence[Cell], bench: Bench, keep: int) -> list[Candidate]:
+    """The fastest `keep` in a quick round over a cell of each mask, and the tile in use, which comes first."""
+    if len(found) <= keep:
+        return found
+    total = [0.0] * len(found)
+    for cell in {c.causal: c for c in cells}.values():
+        arrays = bench.inputs(cell)[:3]
+        times = sustained_ms([launcher(c, arrays, cell.causal)[0] for c in found], bench.clock, QUICK)
+        total = [so_far + math.log(ms) for so_far, ms in zip(total, times, strict=True)]
+    fastest = sorted(range(1, len(found)), key=lambda i: total[i])[:keep]
+    for i in set(range(1, len(found))) - set(fastest):
+        found[i].reason = "slower in the first round"
+    return [found[0], *(found[i] for i in fastest)]
+
+
 def measure_all(found: list[Candidate], options: dict[str, Any], console: Console) -> None:
-    """Check, then every cell, head_dim by head_dim."""
+    """Check, narrow down and measure, head_dim by head_dim."""
     bench, effort = CupyBench(), QUICK if options["quick"] else SUSTAINED
     sizes = [(causal, n) for causal in options["masks"] for n in options["seqlens"]]
     with progress(console) as bar:
         task = bar.add_task("measuring", total=len(options["head_dim"]) * len(sizes))
         for d in options["head_dim"]:
+            heads = max(1, options["hidden"] // d)
+            cells = [Cell(options["dtype"], d, causal, n, max(1, options["tokens"] // n), heads, heads)
+                     for causal, n in sizes]  # fmt: skip
             live = [c for c in found if c.head_dim == d and not c.reason]
             if live:
                 check(live, options["dtype"], options["masks"])
-            for causal, n in sizes:
-                heads = max(1, options["hidden"] // d)
-                cell = Cell(options["dtype"], d, causal, n, max(1, options["tokens"] // n), heads, heads)
-                measure([c for c in live if not c.reason], cell, bench, effort)
+            live = narrow([c for c in live if not c.reason], cells, bench, options["keep"])
+            for cell in cells:
+                measure(live, cell, bench, effort)
                 bar.advance(task)
 
 
@@ -115,7 +132,7 @@ def report(found: list[Candidate], gpu: Device, console: Console) -> None:
         ranked = scores(mine) or [(math.nan, c) for c in mine if not c.reason]
         console.print(f"\nhead_dim {d}: {len(mine)} tiles, {len(ranked)} worth running", style="bold")
         console.print(_table(ranked, mine[0]), soft_wrap=True)
-        for reason, count in Counter(re.sub(r"\d+", "N", c.reason) for c in mine if c.reason).items():
+        for reason, count in Counter(re.sub(r"fwd_\w+", "...", c.reason) for c in mine if c.reason).items():
             console.print(f"left out, {count}: {reason}", soft_wrap=True)
         for c in mine:
             if c.reason.startswith(WRONG):
@@ -172,6 +189,8 @@ def constraints(ctx: click.Context, param: click.Parameter, texts: tuple[str, ..
 @click.option("--only", multiple=True, callback=constraints, metavar="FIELD=N,N",
               help="Tiles with these values alone, such as block_n=64,80; several must all hold.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
+@click.option("--keep", type=click.IntRange(1), default=12, show_default=True,
+              help="How many a quick first round leaves for the full measurement.")  # fmt: skip
 @click.option("--quick", is_flag=True, help="Time each for a tenth of a second, once.")
 @click.option("--no-run", is_flag=True, help="Compile alone, for a typical GPU; needs none.")
 @json_option

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyflash import tensormap
-from cupyflash.cases import Case, Inputs
+from cupyflash.cases import Case, Inputs, case
 from cupyflash.device import Device
-from cupyflash.kernels import ForwardSm90
+from cupyflash.kernels import BackwardSm90, ForwardSm90
 from cupyflash.launch import contiguous_strides, fill_problem, fill_strides
 from cupyflash.plan import Plan, backward_plan, forward_plan
 from cupyflash.problem import Problem
@@ -74,12 +74,9 @@ class Buffers:
             for name, strides in self.strides.items()
         )
 
-    def readable(self) -> bool:
-        """Whether TMA can read them."""
-        return all(
-            self.address[name] % 16 == 0 and tensormap.readable(self.shape[name], strides)
-            for name, strides in self.strides.items()
-        )
+    def readable(self, name: str) -> bool:
+        """Whether TMA can read an array."""
+        return self.address[name] % 16 == 0 and tensormap.readable(self.shape[name], self.strides[name])
 
     def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:
         """The array's tensor map."""
@@ -104,7 +101,7 @@ class Session:
 
     Attributes:
         headers: patched kernel sources by file name; the others are as shipped.
-        family: of the forward, one of `plan.FAMILIES`; None: as planned.
+        family, backward_family: of the forward and the backward, of `plan.FAMILIES`; None: as planned.
         counter: whether persistent blocks draw their tiles from a counter; else in a fixed stride.
     """
 
@@ -113,6 +110,7 @@ class Session:
     seed: int = 0
     headers: Mapping[str, str] | None = None
     family: str | None = None
+    backward_family: str | None = None
     counter: bool = True
 
     def forward(self, inputs: Inputs, problem: Problem) -> tuple[Array, Array]:
@@ -121,7 +119,7 @@ class Session:
             buffers = Buffers(memory)
             for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
                 buffers.add(name, x)
-            aligned, tma = buffers.aligned(), buffers.readable()
+            aligned, tma = buffers.aligned(), all(buffers.readable(name) for name in "qkv")
             plan = forward_plan(problem, self.device, aligned=aligned, tma=tma, family=self.family)
             out = buffers.make("o", inputs.q.shape, inputs.q.dtype)
             lse = buffers.make("lse", (problem.batch, problem.heads_q, problem.seqlen_q), np.float32)
@@ -135,7 +133,10 @@ class Session:
             arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "dout": inputs.dout}
             for name, x in arrays.items():
                 buffers.add(name, x)
-            plan = backward_plan(problem, self.device, aligned=buffers.aligned())
+            readable = all(buffers.readable(name) for name in ("q", "k", "v", "dout"))
+            plan = backward_plan(
+                problem, self.device, aligned=buffers.aligned(), tma=readable, family=self.backward_family
+            )
             for name, vector in (("lse", lse), ("dlse", inputs.dlse)):
                 if vector is not None:
                     buffers.address[name] = memory.input(name, np.ascontiguousarray(vector, np.float32))
@@ -153,7 +154,7 @@ class Session:
             if launch.grid == 0:
                 continue
             struct, variant = np.zeros((), launch.variant.params), launch.variant
-            plain = struct["plain"] if isinstance(variant, ForwardSm90) else struct
+            plain = struct["plain"] if isinstance(variant, ForwardSm90 | BackwardSm90) else struct
             buffers.fill(plain)
             fill_problem(plain, problem, plan.section)
             counter = np.zeros(2, np.int32)
@@ -163,24 +164,44 @@ class Session:
                 if self.counter:
                     struct["counter"], counter = buffers.memory.output("counter", (2,), np.int32)
                     counter[:] = 0
+            if isinstance(variant, BackwardSm90):
+                for name in ("q", "k", "v", "dout", "dk", "dv"):
+                    rows = {"q": variant.block_m, "dout": variant.block_m, "dk": 64, "dv": 64}.get(
+                        name, variant.block_n
+                    )
+                    struct[f"map_{name}"] = buffers.map(name, problem.dtype, rows)
             kernel = kernel_of(variant, self.device, self.headers)
             kernel(launch.grid, variant.threads, variant.smem_bytes, [struct], mode, self.seed)
             if counter.any():
                 raise EmulatorError(f"{variant.symbol}, seed {self.seed}: the counter is left as {counter}")
 
 
-# What the case table lacks and some barriers of the kernels are for: NaN and inf in q and dout, in part of a tile.
+# What the case table lacks and some barriers of the kernels are for: NaN and inf in q and dout, in part of a tile; many
+# short tiles a block; maxima that grow inside a window, between its careful blocks.
 NONFINITE_QUERIES = {
     name: Case(name, "full", 201, 203, head_dim, causal=True, heads_q=2, heads_k=1)
     for name, head_dim in (("nan-in-queries-d64", 64), ("nan-in-queries-d128", 128), ("nan-in-queries-d256", 256))
 }
+EXTRA = NONFINITE_QUERIES | {
+    c.name: c
+    for c in (
+        Case("falling-maxima-wide-window", "full", 203, 323, 256, values="falling_maxima", window=(200, 10)),
+        Case("many-tiles", "full", 261, 65, 64, batch=3, heads_q=4, heads_k=2),
+        Case("many-tiles-d256", "full", 293, 131, 256, heads_q=4, heads_k=4, causal=True),
+    )
+}
 
 
-def inputs_of(case: Case, dtype: str, seed: int = 0) -> tuple[Inputs, Problem]:
-    """The case's arrays; those of NONFINITE_QUERIES with NaN and inf planted."""
-    inputs = case.inputs(dtype, seed)
-    if case.name in NONFINITE_QUERIES:
+def find_case(name: str) -> Case:
+    """The case of that name, of the table or of `EXTRA`."""
+    return EXTRA.get(name) or case(name)
+
+
+def inputs_of(c: Case, dtype: str, seed: int = 0) -> tuple[Inputs, Problem]:
+    """The case's arrays; those of `EXTRA` with what their names say."""
+    inputs = c.inputs(dtype, seed)
+    if c.name in NONFINITE_QUERIES:
         inputs.q[:, 70, 0, 3] = np.nan
         inputs.dout[:, 90, 0, 5] = np.nan
         inputs.dout[:, 20, 1, 9] = np.inf
-    return inputs, case.problem(dtype)
+    return inputs, c.problem(dtype)

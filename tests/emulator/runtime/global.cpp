@@ -9,9 +9,12 @@ std::vector<Buffer> buffers;
 
 // What st.release and atomics have published, by address.
 static std::map<const void *, Knowledge> flags;
+// Who has added to an integer since the last store to it.
+static std::map<const void *, std::vector<GlobalAccess>> additions;
 
 void reset_global() {
     flags.clear();
+    additions.clear();
     for (Buffer &b : buffers) {
         b.cells.clear();
         b.more.clear();
@@ -165,17 +168,38 @@ int emu_ld_acquire(const int *p, Site site) {
     return *p;
 }
 
+// A store that is not ordered after every addition may come before one of them on the device.
+static void check_store_over_additions(const void *p, Site site) {
+    if (!config.race) return;
+    const Fiber &f = *current;
+    const GlobalAccess now{f.cluster->serial, f.index, f.cluster->clocks.now(f.index), 0, false};
+    for (const GlobalAccess &a : additions[p])
+        if (!happened_before(f, a))
+            report_race("store not ordered after an addition", "buffer '" + std::string(find_buffer(p)->name) + "'",
+                        name(now, f), name(a, f), site, a.site);
+    additions.erase(p);
+}
+
 void emu_st_release(int *p, int x, Site site) {
     strong_access(p, "st.release", site);
+    check_store_over_additions(p, site);
     publish_at(p, true);
     *p = x;
     preempt();
 }
 
-int emu_atomic_add_s32(int *p, int x, Site site) {
+int emu_atomic_add_s32(int *p, int x, bool acquire_release, Site site) {
     strong_access(p, "atom.add", site);
-    learn_from(p);
-    publish_at(p, false);
+    if (config.race) {
+        Fiber &f = *current;
+        additions[p].push_back({f.cluster->serial, f.index, f.cluster->clocks.now(f.index), intern(site), true});
+    }
+    if (acquire_release) {
+        learn_from(p);
+        publish_at(p, false);
+    } else {
+        publish();
+    }
     const int before = *p;
     *p += x;
     preempt();

@@ -197,8 +197,10 @@ static void run_grid() {
 
 static sigjmp_buf fault_return;
 static void *fault_address;
-static void on_fault(int, siginfo_t *info, void *) {
+static bool fault_is_arithmetic;
+static void on_fault(int signal, siginfo_t *info, void *) {
     fault_address = info->si_addr;
+    fault_is_arithmetic = signal == SIGFPE;
     siglongjmp(fault_return, 1);
 }
 
@@ -208,7 +210,8 @@ static void describe_fault() {
     bool stack = false;
     for (const Fiber &f : fibers)
         stack |= fault_address >= f.stack - 4096 && fault_address < static_cast<void *>(f.stack);
-    if (stack) put("stack overflow of a thread (%d bytes)", kStackBytes);
+    if (fault_is_arithmetic) put("integer division by zero");
+    else if (stack) put("stack overflow of a thread (%d bytes)", kStackBytes);
     else put_fault(fault_address);
     if (current) put(" [block %d, warp %d, lane %d]", current->cta->block, current->warp->in_cta, current->lane);
 }
@@ -244,11 +247,12 @@ extern "C" int emu_launch(void (*entry)(void **), void **args, const Config *how
     alternative.ss_sp = signal_stack;
     alternative.ss_size = 1 << 16;
     sigaltstack(&alternative, &old_stack);
-    struct sigaction action{}, old_segv, old_bus;
+    struct sigaction action{}, old_segv, old_bus, old_fpe;
     action.sa_sigaction = on_fault_with_pc;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     sigaction(SIGSEGV, &action, &old_segv);
     sigaction(SIGBUS, &action, &old_bus);
+    sigaction(SIGFPE, &action, &old_fpe);
     const bool fits = config.threads % 32 == 0 && config.threads > 0 && config.threads <= 1024 && config.cluster >= 1 &&
                       config.cluster <= kMaxCluster && config.blocks % config.cluster == 0 &&
                       config.smem_bytes <= kSmemBytes;
@@ -268,6 +272,7 @@ extern "C" int emu_launch(void (*entry)(void **), void **args, const Config *how
     current = nullptr;
     sigaction(SIGSEGV, &old_segv, nullptr);
     sigaction(SIGBUS, &old_bus, nullptr);
+    sigaction(SIGFPE, &old_fpe, nullptr);
     sigaltstack(&old_stack, nullptr);
     clusters.clear();
     if (stats.races > static_cast<u64>(config.max_reports))

@@ -28,21 +28,22 @@ MBarrier &find_mbarrier(u32 bar, const char *op, Site site) {
 
 // A wait names its phase by parity only. So phase k + 1 must not complete before every warp that waits for phase k has
 // returned from that wait: else it takes the phase after for the one before and waits for ever. Checked by cause, so it
-// does not depend on the schedule. One lane is enough: the others of its warp pass the wait with it.
+// does not depend on the schedule. One lane is enough, unless lanes are alone: the others pass the wait with it.
 static void check_overrun(u32 bar, MBarrier &m) {
     if (!config.race) return;
     struct Waiter {
-        int warp;
+        int id;  // warp, or thread if lanes are alone
         Site site;
         bool returned;
     };
+    const int lanes = config.lanes_alone ? 1 : 32;
     std::vector<Waiter> waiters;
     for (const MBarrier::Seen &s : m.seen) {
         if (s.phase + 1 != m.phase) continue;
         auto w = std::find_if(waiters.begin(), waiters.end(), [&](const Waiter &x) {
-            return x.warp == s.thread / 32 && x.site.line == s.site.line && x.site.file == s.site.file;
+            return x.id == s.thread / lanes && x.site.line == s.site.line && x.site.file == s.site.file;
         });
-        if (w == waiters.end()) w = waiters.insert(w, {s.thread / 32, s.site, false});
+        if (w == waiters.end()) w = waiters.insert(w, {s.thread / lanes, s.site, false});
         w->returned |= !m.collecting.cause.empty() && m.collecting.cause[s.thread] >= s.clock;
     }
     m.seen.clear();
@@ -51,9 +52,10 @@ static void check_overrun(u32 bar, MBarrier &m) {
         if (!report_once(0x9000000000000000ull ^ reinterpret_cast<u64>(w.site.file) ^
                          static_cast<u64>(w.site.line) << 40))
             continue;
-        put("%sPHASE OVERRUN: the mbarrier at shared memory + %u can complete phase %u before warp %d has seen phase %u, for "
+        put("%sPHASE OVERRUN: the mbarrier at shared memory + %u can complete phase %u before %s %d has seen phase %d, for "
             "which it waits at %s: that wait may never return",
-            message_is_empty() ? "" : "\n", bar & (kCtaSpan - 1), m.phase, w.warp, m.phase - 1, text(w.site).c_str());
+            message_is_empty() ? "" : "\n", bar & (kCtaSpan - 1), m.phase, lanes == 1 ? "thread" : "warp", w.id,
+            static_cast<int>(m.phase - 1), text(w.site).c_str());
     }
 }
 

@@ -133,6 +133,11 @@ static void issue(BulkOp op, u32 target, Site site) {
         op.component = clocks.mbarrier_component(m.number);
         op.clock = ++m.copies;
         if (config.race) {
+            const Access &init = cluster.shadow->cell(op.bar).write;
+            if (init.component >= 0 && init.clock > clocks.proxy_of(f.index)[init.component])
+                report_race("fence.mbarrier_init is missing between an mbarrier's initialisation and a copy",
+                            "shared memory + " + std::to_string(op.bar & (kCtaSpan - 1)), clocks.name(f.index),
+                            clocks.name(init.component), site, init.site);
             clocks.cause_of(f.index)[f.index] = clocks.now(f.index);
             op.cause.assign(clocks.cause_of(f.index), clocks.cause_of(f.index) + clocks.threads);
         }

@@ -114,8 +114,8 @@ constexpr int kRedWidth = 1;
 #endif
 inline void red_add(float *p, const float (&x)[kRedWidth], EMU_HERE) { emu_red_add_f32(p, x, kRedWidth, EMU_SITE); }
 inline void red_add_f32(float *p, float x, EMU_HERE) { emu_red_add_f32(p, &x, 1, EMU_SITE); }
-inline int atomic_add(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, EMU_SITE); }
-inline int atomic_add_acq_rel(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, EMU_SITE); }
+inline int atomic_add(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, false, EMU_SITE); }
+inline int atomic_add_acq_rel(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, true, EMU_SITE); }
 inline int ld_acquire(const int *p, EMU_HERE) { return emu_ld_acquire(p, EMU_SITE); }
 inline void st_release(int *p, int x, EMU_HERE) { emu_st_release(p, x, EMU_SITE); }
 inline void nanosleep(EMU_HERE) { emu_nanosleep(EMU_SITE); }

@@ -24,6 +24,9 @@ inline void griddepcontrol_launch_dependents() {}
 
 // ---- Named barriers ----
 inline void bar_sync(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarSync, false, EMU_SITE); }
+inline bool bar_red_or(int id, int threads, bool p, EMU_HERE) {
+    return emu_bar(id, threads, kEmuBarRedOr, p, EMU_SITE);
+}
 inline void bar_arrive(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarArrive, false, EMU_SITE); }
 
 // ---- mbarrier ----
@@ -34,6 +37,7 @@ inline void mbarrier_arrive_expect_tx(u32 bar, u32 bytes, EMU_HERE) { emu_mbarri
 inline void mbarrier_arrive_cluster(u32 bar, EMU_HERE) { emu_mbarrier_arrive(bar, -1, EMU_SITE); }
 inline void mbarrier_wait(u32 bar, u32 parity, EMU_HERE) { emu_mbarrier_wait(bar, parity, EMU_SITE); }
 inline void fence_proxy_async() { emu_fence_proxy_async(); }
+inline void fence_proxy_async_global() { emu_fence_proxy_async(); }
 
 // ---- Clusters ----
 inline u32 cluster_ctarank() { return static_cast<u32>(emu_self->cluster_rank); }

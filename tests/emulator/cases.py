@@ -1,0 +1,68 @@
+"""What the emulator runs: the case table, the shipped variants, and shapes that one family's kernels need besides."""
+
+from __future__ import annotations
+
+from cupyflash import shipped
+from cupyflash.cases import Case, select
+from cupyflash.problem import Problem, Window
+
+from .attention import EXTRA
+
+
+def shipped_case(problem: Problem, aligned: bool) -> Case:
+    """Small shapes for one shipped problem: partial tiles, at least five tiles of keys and, for d < 200, of queries."""
+    window = None if problem.window == (None, None) else problem.window
+    name = f"shipped-{problem.dtype}-d{problem.head_dim}-{problem.window[0]}-{problem.window[1]}".replace("None", "all")
+    return Case(
+        name, "full", 323 if problem.head_dim < 200 else 131, 331, problem.head_dim,
+        heads_q=2, heads_k=1, window=window,
+        scale=problem.scale if problem.scale != 1 else None, deterministic=problem.deterministic,
+        memory="contiguous" if aligned else "misaligned", dlse=True, dtypes=(problem.dtype,),
+    )  # fmt: skip
+
+
+SHIPPED = {case.name: case for case in (shipped_case(*each) for each in shipped.shipped_problems())}
+TABLE = {case.name: case for case in select(tag="emulator")} | EXTRA
+
+# ---- For fwd_sm90.cuh ----
+
+_HEAD_DIMS = (8, 16, 40, 72, 80, 96, 112, 160, 192, 200, 248, 256)
+# Lengths so that warpgroups have no rows, or rows that see nothing, in one tile or in several.
+_LENGTHS = ((301, 301), (330, 111), (111, 330))
+_WINDOWS: tuple[Window, ...] = (
+    (0, 0), (100, -37), (-37, 100), (5, -5), (None, 90), (64, None), (None, -200), (1000, 1000), (-20, 30), (0, 64),
+    (63, 1), (130, -100), (200, 20), (170, None),
+)  # fmt: skip
+
+
+def _options(i: int) -> dict[str, object]:
+    masks: tuple[dict[str, object], ...] = ({}, {"causal": True}, {"window": (150, 20)})
+    return {**masks[i % 3], "heads_q": 4, "heads_k": (1, 2, 4)[i // 3 % 3]}
+
+
+HOPPER_SHAPES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        *(Case(f"hopper-d{d}", "full", 301, 333, d, **_options(i)) for i, d in enumerate(_HEAD_DIMS)),  # type: ignore[arg-type]
+        *(
+            Case(f"hopper-window{i}-{sq}x{sk}", "full", sq, sk, (64, 128, 256)[i % 3], window=window)
+            for i, window in enumerate(_WINDOWS)
+            for sq, sk in _LENGTHS
+        ),
+        *(
+            Case(f"hopper-scale{scale}-d{d}", "full", 207, 303, d, scale=scale, values="overflow", causal=d == 128)
+            for d in (64, 128, 256)
+            for scale in (0.0, -0.01, 0.0003)
+        ),
+        Case("hopper-decode", "full", 5, 1500, 128, batch=2, heads_q=8, heads_k=2),
+        Case("hopper-padded-rows", "full", 203, 199, 72, batch=2, memory="padded_rows", causal=True),
+        Case("hopper-every-second-row", "full", 203, 199, 128, batch=2, memory="every_second_row"),
+        Case("hopper-nonfinite-window", "full", 307, 303, 128, window=(150, -30), values="nan_in_visible_key"),
+        Case("hopper-inf-window", "full", 307, 303, 256, window=(150, -30), values="inf_in_visible_key"),
+    )
+}
+
+
+def can_use_tma(case: Case) -> bool:
+    """Whether the sm90 family's forward takes the case."""
+    return "empty" not in case.tags and case.memory not in ("misaligned", "broadcast_batch", "broadcast_heads")

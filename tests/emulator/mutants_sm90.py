@@ -1,0 +1,95 @@
+# ruff: noqa: E501 (source texts to be replaced)
+"""Bugs planted in the sm90 family's forward: edits of header texts, as in mutants.py."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .mutants import Bug
+
+_bug = partial(Bug, arch="sm_90")
+
+# ---- Barriers, rings and copies ----
+SYNCHRONISATION = (
+    _bug("no wait for K", "fwd_sm90.cuh", "ring.next();\n            AccTile<16, N> S;\n            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);",
+         "ring.next();\n            AccTile<16, N> S;", "dense-d64", r"RACE, read after write: .*tile_sm90\.cuh:\d+(.|\n)*fwd_sm90\.cuh:\d+"),
+    _bug("no wait for V", "fwd_sm90.cuh", "            ptx::mbarrier_wait(smem.v_full(before.stage), before.phase);\n", "",
+         "dense-d64", r"RACE, read after write: .*tile_sm90\.cuh:\d+(.|\n)*fwd_sm90\.cuh:\d+"),
+    _bug("no wait for Q", "fwd_sm90.cuh", "        pass(tile.end - end);\n        ptx::mbarrier_wait(smem.q_full(slot), q_phase);\n", "        pass(tile.end - end);\n",
+         "dense-d64", r"RACE, read after write: .*tile_sm90\.cuh:\d+(.|\n)*fwd_sm90\.cuh:\d+"),
+    _bug("wrong initial parity", "fwd_sm90.cuh", "ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);", "ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase);",
+         "dense-d64", r"DEADLOCK(.|\n)*mbarrier\.try_wait at kernels_cu/fwd_sm90\.cuh:\d+"),
+    _bug("K brought too early", "fwd_sm90.cuh", "            ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);\n", "",
+         "dense-d64", r"more arrivals than the count(.|\n)*fwd_sm90\.cuh:\d+|RACE|PHASE OVERRUN"),
+    _bug("Q brought too early", "fwd_sm90.cuh", "            ptx::mbarrier_wait(smem.q_empty(slot), ring.phase ^ 1);\n", "",
+         "many-tiles", r"RACE, write after (read|write): .*(tile|fwd)_sm90\.cuh:\d+|PHASE OVERRUN|more arrivals"),
+    _bug("V released before its wgmma is complete", "fwd_sm90.cuh", "            ptx::wgmma_wait_group<0>();\n            arrived(O);\n            arrive_warp(smem.v_empty(before.stage));",
+         "            arrive_warp(smem.v_empty(before.stage));\n            ptx::wgmma_wait_group<0>();\n            arrived(O);",
+         "dense-d64", r"RACE, write after read: .*(tile|fwd)_sm90\.cuh:\d+"),
+    _bug("K released before the fallback has read it", "fwd_sm90.cuh", "            P.from(S);\n            if (!good) {\n", "            P.from(S);\n            arrive_warp(smem.k_empty(ring.stage));\n            if (!good) {\n",
+         "falling-maxima", r"more arrivals|RACE, (write after read|read after write): .*tile_sm90\.cuh:\d+"),
+    _bug("V of the wrong stage", "fwd_sm90.cuh", "issue_nn<T, N>(O, P, smem.v(before.stage));", "issue_nn<T, N>(O, P, smem.v(ring.stage));",
+         "dense-d64", r"RACE, read after write: .*tile_sm90\.cuh:\d+(.|\n)*fwd_sm90\.cuh:\d+"),
+    _bug("stage released by too few warps", "fwd_sm90.cuh", "ptx::mbarrier_init(k_empty(i), 4 * kGroups);", "ptx::mbarrier_init(k_empty(i), 4 * kGroups - 1);",
+         "dense-d64", r"RACE, write after read|PHASE OVERRUN|more arrivals"),
+    _bug("passed blocks released before they are full", "fwd_sm90.cuh", "            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);\n            arrive_warp(smem.k_empty(ring.stage));\n            ptx::mbarrier_wait(smem.v_full",
+         "            arrive_warp(smem.k_empty(ring.stage));\n            ptx::mbarrier_wait(smem.v_full", "causal-d64", r"PHASE OVERRUN|more arrivals|RACE"),
+    _bug("blocks behind the window not passed", "fwd_sm90.cuh", "        if constexpr (V::kWindow) pass(first - tile.first);\n", "",
+         "window-left-causal", ""),
+    _bug("Q of rows that do not exist released by one warp's word", "fwd_sm90.cuh", "            sync();  // all warps have seen this phase of q_full before it can end\n", "",
+         "many-tiles-d256", r"PHASE OVERRUN: .*fwd_sm90\.cuh:\d+"),
+    _bug("wrong number of bytes expected", "tile_sm90.cuh", "ptx::mbarrier_arrive_expect_tx(full, kBytes + more_bytes);", "ptx::mbarrier_arrive_expect_tx(full, kBytes + more_bytes + 16);",
+         "dense-d64", r"DEADLOCK"),
+    _bug("no wgmma.fence", "tile_sm90.cuh", "    ptx::wgmma_fence();\n    #pragma unroll\n    for (int k = 0; k < kDepth / 16; ++k) wgmma<0>", "    #pragma unroll\n    for (int k = 0; k < kDepth / 16; ++k) wgmma<0>",
+         "dense-d64", r"no wgmma\.fence"),
+    _bug("scores read before they are complete", "fwd_sm90.cuh", "            ptx::wgmma_wait_group<1>();\n", "", "causal-d128", ""),
+    _bug("P changed while wgmma reads it", "fwd_sm90.cuh", "            ptx::wgmma_wait_group<0>();\n            arrived(O);\n            arrive_warp(smem.v_empty(before.stage));",
+         "            arrive_warp(smem.v_empty(before.stage));", "dense-d64", r"the A registers of lane \d+ changed"),
+)  # fmt: skip
+
+# ---- The way of O, and the queue of tiles ----
+TILES = (
+    _bug("no proxy fence before the store", "fwd_sm90.cuh", "        ptx::fence_proxy_async();\n", "", "dense-d64",
+         r"RACE, fence\.proxy\.async is missing.*(tile|fwd)_sm90\.cuh:\d+"),
+    _bug("no barrier before the store", "fwd_sm90.cuh", "        sync();\n        if (leads()) sQ.store", "        if (leads()) sQ.store", "dense-d64",
+         r"RACE, read after write: .*(tile|fwd)_sm90\.cuh:\d+"),
+    _bug("O's tile released before it has left", "fwd_sm90.cuh", "            ptx::cp_async_bulk_wait_group_read<0>();\n", "", "many-tiles",
+         r"RACE, write after read: .*(tile|fwd)_sm90\.cuh:\d+|without waiting for the bulk copy"),
+    _bug("O's tile never released", "fwd_sm90.cuh", "            ptx::mbarrier_arrive(smem.q_empty(leaving));\n", "", "many-tiles",
+         r"DEADLOCK(.|\n)*mbarrier\.try_wait at kernels_cu/fwd_sm90\.cuh:\d+"),
+    _bug("shared memory left to itself", "fwd_sm90.cuh", "        consumer.release_leaving();  // shared memory must outlive the store\n", "", "dense-d64",
+         r"without waiting for the bulk copy that it issued at kernels_cu/tile_sm90\.cuh:\d+"),
+    _bug("counter not cleared", "pipeline_sm90.cuh", "            ptx::st_release(counter, 0);\n", "", "many-tiles", r"the counter is left as"),
+    _bug("last block not recognised", "pipeline_sm90.cuh", "== ptx::grid_size() - 1)", "== ptx::grid_size())", "many-tiles", r"the counter is left as"),
+    _bug("counter cleared before all blocks have drawn", "pipeline_sm90.cuh", "ptx::atomic_add_acq_rel(counter + 1, 1)", "ptx::atomic_add(counter + 1, 1)", "many-tiles",
+         r"RACE, store not ordered after an addition: buffer 'counter'.*pipeline_sm90\.cuh:\d+"),
+    _bug("a tile drawn twice", "pipeline_sm90.cuh", "ptx::grid_size() + ptx::atomic_add(counter, 1)", "ptx::grid_size() - 1 + ptx::atomic_add(counter, 1)", "many-tiles", r"RACE, write after write: buffer '(o|lse)'"),
+    _bug("number overwritten before all have read it", "pipeline_sm90.cuh", "        ptx::mbarrier_wait(empty(), at.phase ^ 1);\n", "", "many-tiles",
+         r"RACE, write after read: .*pipeline_sm90\.cuh:\d+|PHASE OVERRUN"),
+    _bug("number read before it is there", "pipeline_sm90.cuh", "        ptx::mbarrier_wait(full(), at.phase);\n", "", "many-tiles",
+         r"RACE, read after write: .*pipeline_sm90\.cuh:\d+"),
+    _bug("one follower of the queue forgotten", "fwd_sm90.cuh", "4 * kGroups + 1);", "4 * kGroups);", "many-tiles", r"DEADLOCK|RACE, write after read: .*pipeline_sm90\.cuh|PHASE OVERRUN|more arrivals"),
+)  # fmt: skip
+
+# ---- Numbers ----
+NUMBERS = (
+    _bug("O staged without the swizzle", "tile_sm90.cuh", "(col / 8 % 8 ^ row % 8) * 16", "(col / 8 % 8) * 16", "dense-d64", ""),
+    _bug("wrong leading byte offset", "tile_sm90.cuh", "descriptor(kChunkBytes)", "descriptor(16)", "dense-d128", ""),
+    _bug("wrong stride byte offset", "tile_sm90.cuh", "static_cast<ptx::u64>(1024 >> 4) << 32", "static_cast<ptx::u64>(512 >> 4) << 32", "dense-d64", r"RACE, .*tile_sm90\.cuh:\d+"),
+    _bug("depth steps beyond the first 64 columns", "tile_sm90.cuh", "(k / 4 * kChunkBytes + k % 4 * 32) >> 4", "(k * 32) >> 4", "dense-d128", r"RACE, .*tile_sm90\.cuh:\d+"),
+    _bug("mask of the sm90 forward off by one", "fwd_sm90.cuh", "j * N + 2 * (lane % 4));", "j * N + 2 * (lane % 4) - 1);", "causal-d64", ""),
+    _bug("blocks that hide keys taken for whole ones", "fwd_sm90.cuh", "mask.end_key(q0) - 1) / N - 1;", "mask.end_key(q0) - 1) / N + 1;", "causal-d128", ""),
+    _bug("window's left side ignored", "fwd_sm90.cuh", "ceil_div(mask.first_key(q0 + 63), N)", "ceil_div(mask.first_key(q0), N)", "falling-maxima-wide-window", ""),
+    _bug("first block of the range left out", "fwd_sm90.cuh", "for (; j >= max(first, whole); --j)", "for (; j > max(first, whole); --j)", "dense-d64", r"is in flight when its block exits|DEADLOCK"),
+    _bug("rows that a NaN leaked into not repaired", "fwd_sm90.cuh", "if (ptx::vote_any(!O.finite())) repair(tile, q0, sQ, O, softmax, inverse);", ";",
+         "nan-in-visible-key-causal", ""),
+    _bug("repair begins before all lanes have staged", "fwd_sm90.cuh", "        ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows\n", "",
+         "nan-in-visible-key-causal", r"RACE, write after write: .*(tile|fwd)_sm90\.cuh|nonfinite\.cuh:\d+"),
+    _bug("optimism never disappointed", "fwd_sm90.cuh", "good = softmax.exponentiate_optimistically(S);", "softmax.exponentiate_optimistically(S);", "falling-maxima", ""),
+    _bug("scores not formed again", "fwd_sm90.cuh", "                multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));\n", "", "falling-maxima", ""),
+    _bug("sum taken twice", "softmax.cuh", "        if (good) {\n", "        {\n", "falling-maxima", ""),
+    _bug("O does not follow the maximum", "fwd_sm90.cuh", "if (grows) softmax.multiply_rows(O, rescale);", ";", "falling-maxima", ""),
+    _bug("wrong head of K", "fwd_sm90.cuh", "return head / (p.heads_q / p.heads_k);", "return head % p.heads_k;", "gqa", ""),
+)  # fmt: skip
+
+FORWARD_SM90 = (*SYNCHRONISATION, *TILES, *NUMBERS)

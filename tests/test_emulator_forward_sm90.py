@@ -1,0 +1,102 @@
+"""The sm90 family's forward on the CPU, against float64: the case table, the shipped variants, and shapes of its own.
+
+Devices have two or three multiprocessors, so that a block computes several tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from emulator import MODES
+from emulator.attention import Session, inputs_of, small_device
+from emulator.cases import HOPPER_SHAPES, SHIPPED, TABLE, can_use_tma
+from emulator.require import require_compiler
+
+from cupyflash.accuracy import Comparison, Oracle
+from cupyflash.cases import Case
+
+require_compiler()
+
+DTYPES = ("bf16", "fp16")
+CASES = {name: case for name, case in (TABLE | SHIPPED).items() if can_use_tma(case)}
+SATURATED = tuple(
+    name
+    for name, case in CASES.items()
+    if case.values in ("outliers", "growing_maxima", "falling_maxima", "large_scores", "overflow")
+)
+EVERY_MODE = ("causal-d128", "window", "many-tiles", "many-tiles-d256", "falling-maxima", "nan-in-visible-key-causal")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--emulator-seeds")))
+
+
+@functools.lru_cache(maxsize=4)
+def oracle(name: str, dtype: str) -> Oracle:
+    inputs, problem = inputs_of((CASES | HOPPER_SHAPES)[name], dtype)
+    return Oracle(problem, *inputs)
+
+
+def check(results: list[Comparison]) -> None:
+    wrong = [str(r) for r in results if not r.passed]
+    assert not wrong, "\n".join(wrong)
+
+
+def run(case: Case, dtype: str, mode: str, seed: int, *, backward: bool = False, counter: bool = True) -> None:
+    exact = oracle(case.name, dtype)
+    inputs, problem = inputs_of(case, dtype)
+    device = small_device("sm_90", 2 + seed % 2)
+    session = Session(device, MODES[mode], seed, family="sm90", backward_family="sm80", counter=counter)
+    out, lse = session.forward(inputs, problem)
+    check(exact.judge_forward(out, lse))
+    if backward:
+        check(exact.judge_backward(*session.backward(inputs, out, lse, problem)))
+
+
+@pytest.mark.parametrize("mode", ["race", "late"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, dtype: str, mode: str, seed: int) -> None:
+    if dtype in CASES[name].dtypes:
+        run(CASES[name], dtype, mode, seed)
+
+
+@pytest.mark.parametrize("name", HOPPER_SHAPES)
+def test_shape(name: str, seed: int) -> None:
+    """One mode and one dtype each, in turn."""
+    index = list(HOPPER_SHAPES).index(name)
+    run(HOPPER_SHAPES[name], DTYPES[index % 2], ("race", "late")[index // 2 % 2], seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SATURATED)
+def test_gradients_of_its_results(name: str, dtype: str) -> None:
+    """One key outweighs all others, or maxima grow: the backward recomputes P from lse, and delta from out."""
+    run(CASES[name], dtype, "late", 0, backward=CASES[name].backward)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("race", "late")])
+@pytest.mark.parametrize("name", EVERY_MODE)
+def test_every_mode(name: str, mode: str, seed: int) -> None:
+    run(CASES[name], DTYPES[EVERY_MODE.index(name) % 2], mode, 1 + seed)
+
+
+@pytest.mark.parametrize("mode", ["race", "late"])
+def test_tiles_in_a_fixed_stride(mode: str) -> None:
+    """Without a counter."""
+    run(CASES["many-tiles"], "bf16", mode, 0, counter=False)
+
+
+def test_results_do_not_depend_on_who_computes_a_tile() -> None:
+    """The same bits from any number of blocks, in any order of tiles, warps and copies."""
+    case = CASES["falling-maxima-causal"]
+    inputs, problem = inputs_of(case, "bf16")
+    results = []
+    for seed, (mode, blocks) in enumerate((("early", 1), ("late", 2), ("any", 3), ("starve", 132))):
+        session = Session(small_device("sm_90", blocks), MODES[mode], seed, family="sm90", counter=seed != 2)
+        results.append(np.concatenate([x.view(np.uint8).ravel() for x in session.forward(inputs, problem)]))
+    for other in results[1:]:
+        assert np.array_equal(results[0], other)
