@@ -7,6 +7,8 @@ A spill shows as slow code only, so nothing else would report it. Which tile spi
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +17,8 @@ import cupyflash
 from cupyflash import jit, nvrtc
 from cupyflash.cache import Cubin
 from cupyflash.device import Device
+from cupyflash.kernels import backward_sm90_variants, forward_sm90_variant
+from cupyflash.problem import Problem
 from cupyflash.shipped import shipped
 from cupyflash.variant import Variant
 
@@ -25,6 +29,8 @@ except cupyflash.UnsupportedError as reason:
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 REGISTERS_PER_SM = 65536
+# What ptxas says where it waits for each wgmma, because it cannot tell that the next one's registers are free.
+SERIALISED = re.compile(r"C75(?:08|1[0-6])\b")
 
 
 def test_at_most_sixty_variants_are_shipped() -> None:
@@ -40,18 +46,35 @@ def test_shipped_variants_fit_the_shared_memory(arch: str) -> None:
         assert v.smem_bytes <= device.smem_bytes, v.symbol
 
 
+def compiled(variants: Sequence[Variant], arch: str) -> list[Cubin]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda v: jit.compile_kernel(v, arch), variants))
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_shipped_variants_compile_without_spills(arch: str) -> None:
     if arch not in nvrtc.find().archs:
         pytest.skip(f"NVRTC {nvrtc.find().version} does not know {arch}; pip install -U 'cupyflash[cu13]'")
     variants = shipped(Device.synthetic(arch))
-
-    def compiled(v: Variant) -> Cubin:
-        return jit.compile_kernel(v, arch)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        cubins = list(pool.map(compiled, variants))
+    cubins = compiled(variants, arch)
     spilled = {c.symbol: c.spill_bytes for c in cubins if c.spill_bytes}
     assert not spilled, f"register spills in bytes, {arch}, NVRTC {cubins[0].nvrtc}: {spilled}"
     for v, cubin in zip(variants, cubins, strict=True):
         assert 0 < cubin.registers * v.threads * v.blocks_per_sm <= REGISTERS_PER_SM, v.symbol
+
+
+def test_the_products_of_hopper_kernels_overlap() -> None:
+    """All masks and both dtypes, and head_dims that are no multiple of 64."""
+    windows = ((None, None), (None, 0), (64, 64))
+    asked = [(dtype, d, w) for dtype in ("bf16", "fp16") for d in (64, 128, 256) for w in windows]
+    asked += [("bf16", d, (None, 0)) for d in (8, 40, 80, 112, 160, 192)]
+    variants: list[Variant] = []
+    for dtype, head_dim, window in asked:
+        problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, 1.0, window)
+        variants.append(forward_sm90_variant(problem))
+        variants += [v for v in backward_sm90_variants(problem) or () if v.arch_suffix]
+    cubins = compiled(variants, "sm_90")
+    serialised = {c.symbol: c.advice for c in cubins if SERIALISED.search(c.advice)}
+    assert not serialised, f"ptxas serialises wgmma, NVRTC {cubins[0].nvrtc}: {serialised}"
+    spilled = {c.symbol: c.spill_bytes for c in cubins if c.spill_bytes and "window" not in c.symbol}
+    assert not spilled, f"register spills in bytes, NVRTC {cubins[0].nvrtc}: {spilled}"

@@ -16,6 +16,7 @@ from emulator.require import require_compiler
 
 from cupyflash.accuracy import Comparison, Oracle
 from cupyflash.cases import Case
+from cupyflash.plan import FAMILIES
 
 require_compiler()
 
@@ -100,3 +101,14 @@ def test_results_do_not_depend_on_who_computes_a_tile() -> None:
         results.append(np.concatenate([x.view(np.uint8).ravel() for x in session.forward(inputs, problem)]))
     for other in results[1:]:
         assert np.array_equal(results[0], other)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lse_is_not_written_where_it_is_not_wanted(family: str) -> None:
+    inputs, problem = inputs_of(CASES["causal-d64"], "bf16")
+    session = Session(small_device("sm_90"), MODES["race"], family=family)
+    out, _ = session.forward(inputs, problem)
+    session.wants_lse = False
+    again, lse = session.forward(inputs, problem)
+    assert np.array_equal(out.view(np.uint16), again.view(np.uint16))
+    assert np.isnan(lse).all()

@@ -103,6 +103,7 @@ class Session:
         headers: patched kernel sources by file name; the others are as shipped.
         family, backward_family: of the forward and the backward, of `plan.FAMILIES`; None: as planned.
         counter: whether persistent blocks draw their tiles from a counter; else in a fixed stride.
+        wants_lse: else the forward gets no address for lse, and returns NaN.
     """
 
     device: Device
@@ -112,6 +113,7 @@ class Session:
     family: str | None = None
     backward_family: str | None = None
     counter: bool = True
+    wants_lse: bool = True
 
     def forward(self, inputs: Inputs, problem: Problem) -> tuple[Array, Array]:
         """out, lse."""
@@ -123,6 +125,8 @@ class Session:
             plan = forward_plan(problem, self.device, aligned=aligned, tma=tma, family=self.family)
             out = buffers.make("o", inputs.q.shape, inputs.q.dtype)
             lse = buffers.make("lse", (problem.batch, problem.heads_q, problem.seqlen_q), np.float32)
+            if not self.wants_lse:
+                del buffers.address["lse"]
             self._launch(plan, problem, buffers)
             return out.copy(), lse.copy()
 
@@ -177,7 +181,7 @@ class Session:
 
 
 # What the case table lacks and some barriers of the kernels are for: NaN and inf in q and dout, in part of a tile; many
-# short tiles a block; maxima that grow inside a window, between its careful blocks.
+# short tiles a block.
 NONFINITE_QUERIES = {
     name: Case(name, "full", 201, 203, head_dim, causal=True, heads_q=2, heads_k=1)
     for name, head_dim in (("nan-in-queries-d64", 64), ("nan-in-queries-d128", 128), ("nan-in-queries-d256", 256))
@@ -185,7 +189,6 @@ NONFINITE_QUERIES = {
 EXTRA = NONFINITE_QUERIES | {
     c.name: c
     for c in (
-        Case("falling-maxima-wide-window", "full", 203, 323, 256, values="falling_maxima", window=(200, 10)),
         Case("many-tiles", "full", 261, 65, 64, batch=3, heads_q=4, heads_k=2),
         Case("many-tiles-d256", "full", 293, 131, 256, heads_q=4, heads_k=4, causal=True),
     )

@@ -79,7 +79,7 @@ NUMBERS = (
     _bug("depth steps beyond the first 64 columns", "tile_sm90.cuh", "(k / 4 * kChunkBytes + k % 4 * 32) >> 4", "(k * 32) >> 4", "dense-d128", r"RACE, .*tile_sm90\.cuh:\d+"),
     _bug("mask of the sm90 forward off by one", "fwd_sm90.cuh", "j * N + 2 * (lane % 4));", "j * N + 2 * (lane % 4) - 1);", "causal-d64", ""),
     _bug("blocks that hide keys taken for whole ones", "fwd_sm90.cuh", "mask.end_key(q0) - 1) / N - 1;", "mask.end_key(q0) - 1) / N + 1;", "causal-d128", ""),
-    _bug("window's left side ignored", "fwd_sm90.cuh", "ceil_div(mask.first_key(q0 + 63), N)", "ceil_div(mask.first_key(q0), N)", "falling-maxima-wide-window", ""),
+    _bug("window's left side ignored", "fwd_sm90.cuh", "ceil_div(mask.first_key(q0 + 63), N)", "ceil_div(mask.first_key(q0), N)", "falling-maxima-window", ""),
     _bug("first block of the range left out", "fwd_sm90.cuh", "for (; j >= max(first, whole); --j)", "for (; j > max(first, whole); --j)", "dense-d64", r"is in flight when its block exits|DEADLOCK"),
     _bug("rows that a NaN leaked into not repaired", "fwd_sm90.cuh", "if (ptx::vote_any(!O.finite())) repair(tile, q0, sQ, O, softmax, inverse);", ";",
          "nan-in-visible-key-causal", ""),
