@@ -45,7 +45,7 @@ class ForwardSm90(Variant):
 
     block_n: int
     stages: int
-    q_stages: int
+    q_slots: int
     consumer_registers: int
     producer_registers: int
     causal: bool = False
@@ -55,12 +55,12 @@ class ForwardSm90(Variant):
 
     @property
     def tile_name(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_stages}"
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_slots}"
 
     @property
     def smem_bytes(self) -> int:
         groups, registers = self.block_m // 64, (self.consumer_registers, self.producer_registers)
-        tile = HopperForwardTile(groups, self.block_n, self.stages, self.q_stages, *registers)
+        tile = HopperForwardTile(groups, self.block_n, self.stages, self.q_slots, *registers)
         return tiles.hopper_forward_smem_bytes(tile, self.head_dim)
 
 
@@ -177,7 +177,7 @@ def forward_sm90_variant(problem: Problem, *, clocks: bool = False) -> ForwardSm
         1,
         t.block_n,
         t.stages,
-        t.q_stages,
+        t.q_slots,
         t.consumer_registers,
         t.producer_registers,
         **mask_flags(problem),

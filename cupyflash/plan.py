@@ -14,7 +14,9 @@ from .variant import Variant
 MAX_GRID = 2**31 - 1
 GPU_DTYPES = ("fp16", "bf16")
 FAMILIES = ("sm80", "sm90")
-_SM90_SECTION_BYTES = 16 << 20  # K and V that share the L2: docs/performance.md
+# K and V that share the L2, without a mask and with one, where mixing more heads evens out the tail:
+# docs/performance.md
+_SM90_SECTION_BYTES = 4 << 20, 16 << 20
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def forward_plan(
         section = _section(problem, device, head_bytes, heads_k) * group
     else:
         variant = forward_sm90_variant(problem, clocks=clocks)
-        section = max(1, min(heads_k, _SM90_SECTION_BYTES // head_bytes)) * group
+        section = max(1, min(heads_k, _SM90_SECTION_BYTES[problem.masked] // head_bytes)) * group
     tiles = _checked_grid("q", blocks(problem.seqlen_q, variant.block_m) * problem.heads_q * problem.batch)
     return Plan((Launch(variant, min(tiles, device.sm_count) if variant.persistent else tiles),), {}, section)
 

@@ -23,14 +23,14 @@ class ForwardTile:
 class HopperForwardTile:
     """Each of `groups` consumer warpgroups computes 64 queries against key blocks of `block_n`.
 
-    K and V have rings of `stages` tiles each, Q one of `q_stages`. A thread of a consumer may use `consumer_registers`,
-    one of the producer `producer_registers`: together they fill the register file.
+    K and V have rings of `stages` tiles each, Q one of `q_slots` tiles of 64 rows. A thread of a consumer may use
+    `consumer_registers`, one of the producer `producer_registers`: together they fill the register file.
     """
 
     groups: int
     block_n: int
     stages: int
-    q_stages: int
+    q_slots: int
     consumer_registers: int
     producer_registers: int
 
@@ -84,9 +84,8 @@ def forward_smem_bytes(tile: ForwardTile, head_dim: int) -> int:
 def hopper_forward_smem_bytes(tile: HopperForwardTile, head_dim: int) -> int:
     """Dynamic shared memory of fwd_sm90: Q, K and V in chunks of 64 columns, mbarriers, the queue of work."""
     row = 128 * -(-head_dim // 64)
-    slots = tile.groups * tile.q_stages
-    barriers = 2 * slots + 4 * tile.stages + 4
-    return (64 * slots + 2 * tile.stages * tile.block_n) * row + 8 * barriers + 32
+    barriers = 2 * tile.q_slots + 4 * tile.stages + 4
+    return (64 * tile.q_slots + 2 * tile.stages * tile.block_n) * row + 8 * barriers + 32
 
 
 def hopper_backward_smem_bytes(tile: HopperBackwardTile, head_dim: int) -> int:
@@ -126,10 +125,10 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
 # The sm90 family's forward, by largest head_dim; needs the 227 KiB of Hopper. Chosen by tensor-core cycles on an H200
 # (docs/performance.md).
 _HOPPER_FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
-    (64, HopperForwardTile(4, 64, 4, 2, 112, 24)),
-    (128, HopperForwardTile(3, 64, 4, 2, 160, 32)),
-    (192, HopperForwardTile(2, 64, 2, 2, 232, 40)),
-    (256, HopperForwardTile(2, 64, 2, 1, 232, 40)),
+    (64, HopperForwardTile(4, 64, 8, 8, 112, 24)),
+    (128, HopperForwardTile(3, 64, 4, 6, 160, 32)),
+    (192, HopperForwardTile(2, 64, 2, 4, 232, 40)),
+    (256, HopperForwardTile(2, 64, 2, 3, 232, 40)),
 )
 
 

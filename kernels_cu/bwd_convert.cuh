@@ -15,8 +15,13 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
 
     typename Dq::Acc dQ;
     Dq::for_each_group(dQ, accum, [](float (&x)[ptx::kRedWidth], const float *from) {
-        #pragma unroll
-        for (int i = 0; i < ptx::kRedWidth; ++i) x[i] = from[i];
+        if constexpr (ptx::kRedWidth == 4) {
+            const ptx::U128 four = *reinterpret_cast<const ptx::U128 *>(from);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = ptx::uint_as_float(four.x[i]);
+        } else {
+            x[0] = from[0];
+        }
     });
     dQ.scale(problem.scale);
 

@@ -7,19 +7,21 @@
 #include "dq_accum.cuh"
 #include "score.cuh"
 
-// sum(a * b) over 8 neighbouring elements.
-template <class T, bool kUnaligned>
-__device__ __forceinline__ float dot8(const T *a, const T *b) {
-    ptx::U128 x, y;
+// 8 neighbouring elements.
+template <bool kUnaligned, class T>
+__device__ __forceinline__ ptx::U128 load8(const T *from) {
     if constexpr (kUnaligned) {
+        ptx::U128 x;
         #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            x.x[i] = a[2 * i].raw | static_cast<ptx::u32>(a[2 * i + 1].raw) << 16;
-            y.x[i] = b[2 * i].raw | static_cast<ptx::u32>(b[2 * i + 1].raw) << 16;
-        }
+        for (int i = 0; i < 4; ++i) x.x[i] = from[2 * i].raw | static_cast<ptx::u32>(from[2 * i + 1].raw) << 16;
+        return x;
     } else {
-        x = *reinterpret_cast<const ptx::U128 *>(a), y = *reinterpret_cast<const ptx::U128 *>(b);
+        return *reinterpret_cast<const ptx::U128 *>(from);
     }
+}
+
+template <class T>
+__device__ __forceinline__ float dot8(const ptx::U128 &x, const ptx::U128 &y) {
     float sum = 0.f;
     #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -33,35 +35,56 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
     constexpr int kChunks = V::kHeadDim / 8, kLanesPerRow = next_power_of_two(kChunks),
                   kRowsPerPass = kThreads / kLanesPerRow;
+    constexpr int kPasses = ceil_div(M, kRowsPerPass), kBatch = kPasses < 4 ? kPasses : 4;  // loaded together
     const Problem &problem = p.problem;
     const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
     const int sequence = tile.batch * problem.heads_q + tile.head;
     const T *o = static_cast<const T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head);
     const T *dout = static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, tile.head);
 
-    // Exactly the factor that the main kernel applies to the scores, over `scale`: large scores then cancel large lse.
-    const double log2_per_unit =
-        problem.scale > 0.f ? static_cast<double>(problem.scale * kLog2e) / problem.scale : kLog2e;
+    auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.block));
+    #pragma unroll
+    for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};
+
     const int chunk = ptx::thread_index() % kLanesPerRow;
-    for (int row = ptx::thread_index() / kLanesPerRow; row < M; row += kRowsPerPass) {
-        const int qi = tile.block * M + row;
-        const bool valid = qi < problem.seqlen_q;
-        float sum = 0.f;
-        if (valid && chunk < kChunks)
-            sum =
-                dot8<T, V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk, dout + qi * p.dout_stride.row + 8 * chunk);
+    #pragma unroll 1
+    for (int pass = 0; pass < kPasses; pass += kBatch) {
+        const int row0 = pass * kRowsPerPass + ptx::thread_index() / kLanesPerRow;
+        ptx::U128 x[kBatch], y[kBatch];
+        float lse[kBatch], dlse[kBatch];
         #pragma unroll
-        for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
-        if (chunk == 0) {
-            const long long i = static_cast<long long>(sequence) * problem.seqlen_q + qi;
-            float *stats = p.row_stats + 2 * (static_cast<long long>(sequence) * round_up(problem.seqlen_q, M) + qi);
-            stats[0] = valid ? static_cast<float>(p.lse[i] * log2_per_unit) : ptx::infinity();
-            stats[1] = valid ? sum - (p.dlse ? p.dlse[i] : 0.f) : 0.f;
+        for (int i = 0; i < kBatch; ++i) {
+            const int qi = tile.block * M + row0 + i * kRowsPerPass;
+            const bool valid = qi < problem.seqlen_q;
+            x[i] = y[i] = ptx::U128{}, lse[i] = ptx::infinity(), dlse[i] = 0.f;
+            if (valid && chunk < kChunks) {
+                x[i] = load8<V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk);
+                y[i] = load8<V::kUnaligned>(dout + qi * p.dout_stride.row + 8 * chunk);
+            }
+            if (valid && chunk == 0) {
+                const long long at = static_cast<long long>(sequence) * problem.seqlen_q + qi;
+                lse[i] = p.lse[at];
+                if (p.dlse) dlse[i] = p.dlse[at];
+            }
+        }
+        // Exactly the factor that the main kernel applies to the scores, over `scale`: large scores then cancel large
+        // lse.
+        const double log2_per_unit =
+            problem.scale > 0.f ? static_cast<double>(problem.scale * kLog2e) / problem.scale : kLog2e;
+        #pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = row0 + i * kRowsPerPass;
+            float sum = dot8<T>(x[i], y[i]);
+            #pragma unroll
+            for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
+            if (chunk == 0 && row < M) {
+                float *stats = p.row_stats + 2 * (static_cast<long long>(sequence) * round_up(problem.seqlen_q, M) +
+                                                  tile.block * M + row);
+                stats[0] = static_cast<float>(lse[i] * log2_per_unit);
+                stats[1] = sum - dlse[i];
+            }
         }
     }
-
-    auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.block));
-    for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};
     if (V::kDeterministic && ptx::thread_index() == 0)
         p.dq_turn[static_cast<long long>(sequence) * ceil_div(problem.seqlen_q, M) + tile.block] = 0;
 }

@@ -71,9 +71,11 @@ struct BwdSm90Smem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
-// The keys of a block, and the query tiles that it visits: head by head of the group, each in descending order.
+// The keys of a block, and the query tiles that it visits: head by head of the group, in ascending or descending order.
 template <class V>
 struct BwdVisits {
+    // With a mask, ascending lets neighbouring key blocks begin with different query tiles.
+    static constexpr bool kAscending = !V::kDeterministic;
     const Problem &problem;
     TileIndex tile;
     int k0, first, blocks, count;  // first key; query tiles [first, first + blocks) of each head; visits in all
@@ -85,10 +87,14 @@ struct BwdVisits {
         const Mask<V> mask(p);
         const int group = p.heads_q / p.heads_k;
         first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
-        count = group * blocks, head = tile.head * group, m_block = first + blocks - 1;
+        count = group * blocks, head = tile.head * group, m_block = kAscending ? first : first + blocks - 1;
     }
     __device__ void next() {
-        if (--m_block < first) ++head, m_block = first + blocks - 1;
+        if constexpr (kAscending) {
+            if (++m_block == first + blocks) ++head, m_block = first;
+        } else {
+            if (--m_block < first) ++head, m_block = first + blocks - 1;
+        }
     }
     __device__ int q0() const { return m_block * V::kBlockM; }
     __device__ int sequence() const { return tile.batch * problem.heads_q + head; }
@@ -178,8 +184,15 @@ struct BwdGroup {
         dK.zero(), dV.zero();
     }
 
-    // One query tile.
+    // One query tile. Most need no test of the mask, and have code of their own.
     __device__ void step(int i, const BwdVisits<V> &visit) {
+        const int q0 = visit.q0();
+        if (mask.full(q0, visit.k0) && q0 + M <= problem.seqlen_q) step<false>(i, visit);
+        else step<true>(i, visit);
+    }
+    template <bool kMasked>
+    __device__ __forceinline__ void step(int i, const BwdVisits<V> &visit) {
+        constexpr bool kHides = kMasked && Mask<V>::kHides;
         const int q0 = visit.q0(), stage = ring.stage;
         const auto sQ = smem.q(stage), sdO = smem.dout(stage);
         const auto sK = smem.k(), sV = smem.v();
@@ -205,11 +218,8 @@ struct BwdGroup {
         ptx::wgmma_wait_group<1>();
         arrived(P);
         // With a mask that hides something here, NaN or inf in an operand calls for care (nonfinite.cuh).
-        const bool masked = !mask.full(q0, visit.k0) || q0 + M > problem.seqlen_q;
         bool finite = true;
-        if constexpr (Mask<V>::kHides) {
-            if (masked) finite = P.finite();
-        }
+        if constexpr (kHides) finite = P.finite();
         #pragma unroll
         for (int j = 0; j < M / 8; ++j) {
             if constexpr (!kStatsEarly) load_stats(j);
@@ -221,8 +231,8 @@ struct BwdGroup {
         ptx::wgmma_wait_group<0>();
         arrived(dS);
         bool careful = false;
-        if (masked) {
-            if constexpr (Mask<V>::kHides)
+        if constexpr (kMasked) {
+            if constexpr (kHides)
                 careful = ptx::vote_any(ptx::bar_red_or(kBarVote, kBwdConsumers, !finite || !dS.finite()));
             hide(P, q0, visit.k0);
             if constexpr (kStatsEarly) hide(dS, q0, visit.k0);
@@ -240,7 +250,7 @@ struct BwdGroup {
                 dS.x[0][j][e] = score.grad(p_ * (dS.x[0][j][e] - delta));  // dS = P * (dP - delta)
             }
         }
-        if (!kStatsEarly && masked) hide(dS, q0, visit.k0);
+        if (!kStatsEarly && kMasked) hide(dS, q0, visit.k0);
         rdS.from(dS);
         stage_transposed(sdS, key0, rdS);
         if (careful) {
@@ -281,8 +291,8 @@ struct BwdGroup {
     }
 
     __device__ void hide(AccTile<16, M> &x, int q0, int k0) const {
-        const int lane = fresh_lane();
-        const auto from_here = mask.from(q0 + 2 * (lane % 4), k0 + key0 + lane / 4);
+        const int thread = fresh_thread(), lane = thread % 32;
+        const auto from_here = mask.from(q0 + 2 * (lane % 4), k0 + thread / 32 * 16 + lane / 4);
         x.for_each([&](int key, int query, float &e) { e = from_here.sees(query, key) ? e : 0.f; });
         const int queries = problem.seqlen_q - q0 - 2 * (lane % 4);
         if (queries < M) x.for_each([&](int, int query, float &e) { e = query < queries ? e : 0.f; });

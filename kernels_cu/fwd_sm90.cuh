@@ -6,130 +6,22 @@
 // brings K_j and V_j into two rings of stages and draws tile numbers, a warp brings Q into a ring of its own, so that the
 // next tile's operands arrive while this one is computed. Every other warpgroup consumes: it owns 64 rows, with S, P and
 // O in registers, and for each key block, from the last to the first, issues S_j = Q K_j^T and O += P_{j+1} V_{j+1}
-// together, then turns S_j into P_j while the products of the other warpgroups keep the tensor cores busy. A warpgroup
-// visits only the key blocks that its own rows see, and merely releases the others.
+// together, then turns S_j into P_j while the products of the other warpgroups keep the tensor cores busy. The last
+// O += P V of a tile goes together with the first S of the next. A warpgroup visits only the key blocks that its own rows
+// see, and merely releases the others.
 //
-// Shared memory: Q tiles (stage, group) | K ring | V ring | mbarriers | queue of work. O leaves through its Q tile.
+// Shared memory: Q ring | K ring | V ring | mbarriers | queue of work. O leaves through its Q tile.
 #ifndef CUPYFLASH_FWD_SM90_CUH
 #define CUPYFLASH_FWD_SM90_CUH
-#include "mask.cuh"
+#include "fwd_load_sm90.cuh"
 #include "nonfinite.cuh"
-#include "params_sm90.cuh"
-#include "pipeline_sm90.cuh"
 #include "softmax.cuh"
-#include "tile_sm90.cuh"
-
-template <class V>
-struct FwdSm90Smem {
-    using T = typename V::Element;
-    using TileQ = SwizzledTile<T, 64, round_up(V::kHeadDim, 16)>;
-    using TileKV = SwizzledTile<T, V::kBlockN, round_up(V::kHeadDim, 16)>;
-    static constexpr int kGroups = V::kBlockM / 64, kSlots = kGroups * V::kQStages, kStages = V::kStages;
-    static constexpr int kK = kSlots * TileQ::kBytes, kV = kK + kStages * TileKV::kBytes;
-    static constexpr int kBars = kV + kStages * TileKV::kBytes;
-    static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + WorkQueue::kBarriers);
-    ptx::u32 base;
-
-    __device__ TileQ q(int slot) const { return {base + slot * TileQ::kBytes}; }
-    __device__ TileKV k(int stage) const { return {base + kK + stage * TileKV::kBytes}; }
-    __device__ TileKV v(int stage) const { return {base + kV + stage * TileKV::kBytes}; }
-    __device__ ptx::u32 q_full(int slot) const { return bar(slot); }
-    __device__ ptx::u32 q_empty(int slot) const { return bar(kSlots + slot); }
-    __device__ ptx::u32 k_full(int stage) const { return bar(2 * kSlots + stage); }
-    __device__ ptx::u32 k_empty(int stage) const { return bar(2 * kSlots + kStages + stage); }
-    __device__ ptx::u32 v_full(int stage) const { return bar(2 * kSlots + 2 * kStages + stage); }
-    __device__ ptx::u32 v_empty(int stage) const { return bar(2 * kSlots + 3 * kStages + stage); }
-    __device__ WorkQueue queue() const { return {bar(2 * kSlots + 4 * kStages), base + kQueue}; }
-
-    __device__ void init() const {  // by one thread
-        #pragma unroll 1
-        for (int i = 0; i < 2 * kSlots; ++i) ptx::mbarrier_init(bar(i), 1);
-        #pragma unroll 1
-        for (int i = 0; i < kStages; ++i) {
-            ptx::mbarrier_init(k_full(i), 1), ptx::mbarrier_init(k_empty(i), 4 * kGroups);
-            ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), 4 * kGroups);
-        }
-        WorkQueue::init(bar(2 * kSlots + 4 * kStages), 4 * kGroups + 1);
-        ptx::fence_mbarrier_init();
-    }
-
-  private:
-    __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
-};
 
 // The 64 rows of one warpgroup, for the mask.
 template <class V>
 struct OneGroup : V {
     static constexpr int kBlockM = 64;
 };
-
-// A tile of work, as the roles hand it on, and which key blocks [first, end) its rows see. An empty range is widened to
-// one block, in which the mask then hides everything.
-template <class V>
-struct FwdTile {
-    int block, head, batch;  // block: along the sequence; -1: there are no more tiles
-    int q0, first, end;
-
-    __device__ static int count(const Problem &p) { return ceil_div(p.seqlen_q, V::kBlockM) * p.heads_q * p.batch; }
-    __device__ static ptx::U128 pack(int number, const Problem &p) {
-        if (number >= count(p)) return {~0u};
-        const auto index = TileIndex::at<Mask<V>::kHides>(number, p, ceil_div(p.seqlen_q, V::kBlockM), p.heads_q);
-        return {static_cast<ptx::u32>(index.block), static_cast<ptx::u32>(index.head),
-                static_cast<ptx::u32>(index.batch)};
-    }
-    __device__ FwdTile(const ptx::U128 &packed, const Problem &p)
-        : block(packed.x[0]), head(packed.x[1]), batch(packed.x[2]), q0(block * V::kBlockM) {
-        const Mask<V> mask(p);
-        first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
-    }
-    __device__ bool exists() const { return block >= 0; }
-    __device__ int head_k(const Problem &p) const { return head / (p.heads_q / p.heads_k); }
-};
-
-// K and V, by one thread, which also decides what is computed.
-template <class V>
-__device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
-    const Problem &problem = p.plain.problem;
-    WorkQueue queue = smem.queue();
-    RingPosition<V::kStages> ring;
-    for (TileNumbers numbers(p.counter);; numbers.draw()) {
-        const ptx::U128 work = FwdTile<V>::pack(numbers.number, problem);
-        queue.publish(work);
-        const FwdTile<V> tile(work, problem);
-        if (!tile.exists()) {
-            numbers.finish();
-            break;
-        }
-        const int head = tile.head_k(problem);
-        #pragma unroll 1
-        for (int j = tile.end - 1; j >= tile.first; --j, ring.next()) {
-            ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);
-            smem.k(ring.stage).load(p.map_k, smem.k_full(ring.stage), j * V::kBlockN, head, tile.batch,
-                                    ptx::kEvictLast);
-            ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
-            smem.v(ring.stage).load(p.map_v, smem.v_full(ring.stage), j * V::kBlockN, head, tile.batch,
-                                    ptx::kEvictLast);
-        }
-    }
-}
-
-// Q, by one warp.
-template <class V>
-__device__ __forceinline__ void fwd_load_q(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
-    WorkQueue queue = smem.queue();
-    for (RingPosition<V::kQStages> ring;; ring.next()) {
-        const FwdTile<V> tile(queue.next(), p.plain.problem);
-        if (!tile.exists()) break;
-        #pragma unroll 1
-        for (int i = 0; i < smem.kGroups; ++i) {
-            const int slot = ring.stage * smem.kGroups + i;
-            ptx::mbarrier_wait(smem.q_empty(slot), ring.phase ^ 1);
-            ptx::bar_warp_sync();
-            if (lane() == 0)
-                smem.q(slot).load(p.map_q, smem.q_full(slot), tile.q0 + 64 * i, tile.head, tile.batch, ptx::kEvictFirst);
-        }
-    }
-}
 
 // One consumer warpgroup.
 template <class V>
@@ -144,16 +36,27 @@ struct FwdGroup {
     const Mask<OneGroup<V>> mask;
     const Score<V> score;
     const int group, warp_row;  // of the block; this warp's first row of the 64
-    RingPosition<V::kStages> ring;
+    WorkQueue queue;
+    RingPosition<V::kStages> ring;    // of K and V
+    RingPosition<V::kQSlots> q_ring;  // every kGroups-th slot is this group's
     int leaving = -1;  // the Q tile through which the O of the tile before is leaving
 
     __device__ FwdGroup(const FwdSm90Params &p, const FwdSm90Smem<V> &smem, int group)
         : p(p), problem(p.plain.problem), smem(smem), mask(problem), score(problem), group(group),
-          warp_row(warp() % 4 * 16) {}
+          warp_row(fresh_thread() / 32 % 4 * 16), queue(smem.queue()), q_ring(group) {}
 
     __device__ bool leads() const { return ptx::thread_index() % 128 == 0; }
     // All four warps of the group.
     __device__ void sync() const { ptx::bar_sync(1 + group, 128); }
+
+    // Of K and V at a position of the ring. (K is waited for in any case.)
+    __device__ void wait_v(const RingPosition<V::kStages> &at) const {
+        if (!smem.kJoint) ptx::mbarrier_wait(smem.v_full(at.stage), at.phase);
+    }
+    __device__ void release_k(const RingPosition<V::kStages> &at) const {
+        if (!smem.kJoint) arrive_warp(smem.k_empty(at.stage));
+    }
+    __device__ void release_v(const RingPosition<V::kStages> &at) const { arrive_warp(smem.v_empty(at.stage)); }
 
     // Key blocks that the tile has and these rows do not need. To be released only once they are full: an earlier
     // arrival would count for the phase before.
@@ -161,9 +64,9 @@ struct FwdGroup {
         #pragma unroll 1
         for (int i = 0; i < blocks; ++i, ring.next()) {
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
-            arrive_warp(smem.k_empty(ring.stage));
-            ptx::mbarrier_wait(smem.v_full(ring.stage), ring.phase);
-            arrive_warp(smem.v_empty(ring.stage));
+            release_k(ring);
+            wait_v(ring);
+            release_v(ring);
         }
     }
     // Hands the Q tile that O leaves through back to the producer, once the copy has read it.
@@ -184,57 +87,95 @@ struct FwdGroup {
         S.for_each([&](int, int, float &s) { s = score(s); });
     }
 
-    __device__ void compute(const FwdTile<V> &tile, int slot, ptx::u32 q_phase) {
-        const int q0 = tile.q0 + 64 * group;
-        const auto sQ = smem.q(slot);
-        if (q0 >= problem.seqlen_q) {
-            pass(tile.end - tile.first);
-            ptx::mbarrier_wait(smem.q_full(slot), q_phase);
-            release_leaving();
-            sync();  // all warps have seen this phase of q_full before it can end
-            if (leads()) ptx::mbarrier_arrive(smem.q_empty(slot));
-            return;
+    __device__ FwdTile<V> next_tile() { return {queue.next(), problem}; }
+    // This group's rows of a tile, if there are any, and its blocks [first, end).
+    __device__ int rows_of(const FwdTile<V> &tile) const { return tile.q0 + 64 * group; }
+    __device__ bool has_rows(const FwdTile<V> &tile) const {
+        return tile.exists() && rows_of(tile) < problem.seqlen_q;
+    }
+    __device__ int end_of(const FwdTile<V> &tile) const {
+        return min(max(mask.end_key_block(rows_of(tile)), tile.first + 1), tile.end);
+    }
+    __device__ int first_of(const FwdTile<V> &tile) const {
+        return V::kWindow ? min(max(mask.first_key_block(rows_of(tile)), tile.first), end_of(tile) - 1) : 0;
+    }
+
+    // A parity tells a phase of q_full only from the next one. Where two groups take turns with a slot, the other has to
+    // be done with it first.
+    __device__ void wait_q() const {
+        if (smem.kSlots % smem.kGroups) ptx::mbarrier_wait(smem.q_empty(q_ring.stage), q_ring.phase ^ 1);
+        ptx::mbarrier_wait(smem.q_full(q_ring.stage), q_ring.phase);
+    }
+    // A tile without rows of this group.
+    __device__ void skip(const FwdTile<V> &tile) {
+        pass(tile.end - tile.first);
+        wait_q();
+        release_leaving();
+        sync();  // all warps have seen this phase of q_full before it can end
+        if (leads()) ptx::mbarrier_arrive(smem.q_empty(q_ring.stage));
+        q_ring.next(smem.kGroups);
+    }
+    // Issues S = Q K^T of a tile's first block.
+    __device__ void begin(const FwdTile<V> &tile, AccTile<16, N> &S) {
+        pass(tile.end - end_of(tile));
+        wait_q();
+        ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
+        issue_nt<T, kDepth>(S, smem.q(q_ring.stage), smem.k(ring.stage));
+    }
+
+    __device__ void run() {
+        AccTile<16, N> S;
+        for (FwdTile<V> tile = next_tile(); tile.exists();) {
+            if (has_rows(tile)) {
+                begin(tile, S);
+                ptx::wgmma_wait_group<0>();
+                arrived(S);
+                while (compute(tile, S)) {}
+            } else {
+                skip(tile);
+                tile = next_tile();
+            }
         }
-        // [first, end): this group's blocks. From `cut` on, a block may hide keys, or is the first or the second that a
-        // row sees: its maximum counts. Below `whole`, the window's left side may hide some.
-        const int end = min(max(mask.end_key_block(q0), tile.first + 1), tile.end);
-        const int first = V::kWindow ? min(max(mask.first_key_block(q0), tile.first), end - 1) : 0;
+        release_leaving();  // shared memory must outlive the store
+    }
+
+    // A tile, whose first S is there. Afterwards `tile` is the next one; true if its first S is there too.
+    __device__ bool compute(FwdTile<V> &tile, AccTile<16, N> &S) {
+        ring.stage = uniform(ring.stage), ring.phase = uniform(ring.phase);
+        q_ring.stage = uniform(q_ring.stage), tile.q0 = uniform(tile.q0);
+        // From `cut` on, a block may hide keys, or is the first or the second that a row sees: its maximum counts. Below
+        // `whole`, the window's left side may hide some.
+        const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
         const int cut = max(0, mask.end_key(q0) - 1) / N - 1;
         const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;
-
-        pass(tile.end - end);
-        ptx::mbarrier_wait(smem.q_full(slot), q_phase);
+        const int slot = q_ring.stage;
+        const auto sQ = smem.q(slot);
 
         AccTile<16, D> O;
         FragA<T, 16, N> P;
         Softmax softmax(score.log2_factor);
         typename Softmax::Rows rescale;
-        {
-            AccTile<16, N> S;
-            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
-            issue_nt<T, kDepth>(S, sQ, smem.k(ring.stage));  // S = Q K^T
-            ptx::wgmma_wait_group<0>();
-            arrived(S);
-            arrive_warp(smem.k_empty(ring.stage));
-            apply_score(S);
-            apply_mask(S, q0, end - 1);
-            softmax.raise_maximum(S, rescale);
-            softmax.exponentiate(S);
-            P.from(S);
-            release_leaving();
-        }
-        O.zero();
+        release_k(ring);
+        apply_score(S);
+        if (Mask<V>::kHides || end * N > problem.seqlen_k) apply_mask(S, q0, end - 1);
+        softmax.raise_maximum(S, rescale);
+        softmax.exponentiate(S);
+        P.from(S);
+        release_leaving();
+        // Without a mask the first product overwrites O. (With one, that spills.)
+        bool started = Mask<V>::kHides;
+        if (started) O.zero();
 
         // One key block. kCareful: it may hide keys, and its maximum counts.
         const auto step = [&](int j, auto careful) {
             constexpr bool kCareful = decltype(careful)::value;
             const RingPosition<V::kStages> before = ring;
             ring.next();
-            AccTile<16, N> S;
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
             issue_nt<T, kDepth>(S, sQ, smem.k(ring.stage));  // S = Q K^T
-            ptx::mbarrier_wait(smem.v_full(before.stage), before.phase);
-            issue_nn<T, N>(O, P, smem.v(before.stage));  // O += P V, of the block before
+            wait_v(before);
+            issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
+            started = true;
             ptx::wgmma_wait_group<1>();
             arrived(S);
             bool grows = false, good = true;
@@ -246,7 +187,7 @@ struct FwdGroup {
             }
             ptx::wgmma_wait_group<0>();
             arrived(O);
-            arrive_warp(smem.v_empty(before.stage));
+            release_v(before);
             if constexpr (!kCareful) {
                 apply_score(S);
                 good = softmax.exponentiate_optimistically(S);
@@ -259,7 +200,7 @@ struct FwdGroup {
                 softmax.exponentiate(S);
                 P.from(S);
             }
-            arrive_warp(smem.k_empty(ring.stage));
+            release_k(ring);
             if (grows) softmax.multiply_rows(O, rescale);  // O follows m
         };
         // Careful blocks, ordinary ones, and with a window careful ones again.
@@ -274,33 +215,57 @@ struct FwdGroup {
             if (!V::kWindow || j < first) break;
         }
 
-        ptx::mbarrier_wait(smem.v_full(ring.stage), ring.phase);
-        issue_nn<T, N>(O, P, smem.v(ring.stage));
-        typename Softmax::Rows lse, inverse;
-        softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
-        const long long lse_row = static_cast<long long>(tile.batch * problem.heads_q + tile.head) *
-                                  problem.seqlen_q;
-        #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const int qi = q0 + warp_row + O.row(0, 2 * r);
-            if (p.plain.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.plain.lse[lse_row + qi] = lse[r];
-        }
-        ptx::wgmma_wait_group<0>();
-        arrived(O);
-        arrive_warp(smem.v_empty(ring.stage));
+        const FwdTile<V> next = next_tile();
+        q_ring.next(smem.kGroups);
+        wait_v(ring);
+        issue_nn<T, N>(O, P, smem.v(ring.stage), started);
+        const RingPosition<V::kStages> last = ring;
         ring.next();
         if constexpr (V::kWindow) pass(first - tile.first);
 
-        softmax.multiply_rows(O, inverse);
-        stage<T>(sQ, warp_row, O);
-        if constexpr (Mask<V>::kHides) {
-            if (ptx::vote_any(!O.finite())) repair(tile, q0, sQ, O, softmax, inverse);
+        // While that runs, and the next tile's S.
+        typename Softmax::Rows inverse;
+        const auto store_lse = [&] {
+            typename Softmax::Rows lse;
+            softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
+            const long long lse_row = static_cast<long long>(tile.batch * problem.heads_q + tile.head) *
+                                      problem.seqlen_q;
+            #pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int qi = q0 + warp_row + O.row(0, 2 * r);
+                if (p.plain.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.plain.lse[lse_row + qi] = lse[r];
+            }
+        };
+        // Once it is done.
+        const auto store_o = [&] {
+            arrived(O);
+            release_v(last);
+            softmax.multiply_rows(O, inverse);
+            stage<T>(sQ, warp_row, O);
+            if constexpr (Mask<V>::kHides) {
+                if (ptx::vote_any(!O.finite())) repair(tile, q0, sQ, O, softmax, inverse);
+            }
+            ptx::fence_proxy_async();
+            sync();
+            if (leads()) sQ.store(p.map_o, q0, tile.head, tile.batch);
+            leaving = slot;
+        };
+        const bool begun = smem.kPipelined && has_rows(next);
+        if (begun) {
+            begin(next, S);
+            store_lse();
+            ptx::wgmma_wait_group<1>();
+            store_o();
+            ptx::wgmma_wait_group<0>();
+            arrived(S);
+        } else {
+            store_lse();
+            ptx::wgmma_wait_group<0>();
+            store_o();
+            if (smem.kSlots == smem.kGroups) release_leaving();  // the next tile's Q is waiting for it
         }
-        ptx::fence_proxy_async();
-        sync();
-        if (leads()) sQ.store(p.map_o, q0, tile.head, tile.batch);
-        leaving = slot;
-        if (V::kQStages == 1) release_leaving();  // the next tile's Q is waiting for it
+        tile = next;
+        return begun;
     }
 
     // Rows of O that are not finite, perhaps only because 0 * NaN of a hidden key leaked into them, are computed anew.
@@ -337,22 +302,15 @@ __device__ __forceinline__ void fwd(const FwdSm90Params &p) {
     ptx::bar_sync();
     const ptx::i64 cycles = V::kClocks ? ptx::clock64() : 0, nanoseconds = V::kClocks ? ptx::globaltimer() : 0;
 
-    const int role = ptx::shfl_index(ptx::thread_index() / 128, 0);  // uniform across the warp, and known to be
+    const int role = uniform(ptx::thread_index() / 128);
     if (role == smem.kGroups) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
-        const int warp_in_group = ptx::shfl_index(warp() % 4, 0);
+        const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && lane() == 0) fwd_load_kv<V>(p, smem);
         if (warp_in_group == 1) fwd_load_q<V>(p, smem);
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
-        FwdGroup<V> consumer(p, smem, role);
-        WorkQueue queue = smem.queue();
-        for (RingPosition<V::kQStages> q_ring;; q_ring.next()) {
-            const FwdTile<V> tile(queue.next(), p.plain.problem);
-            if (!tile.exists()) break;
-            consumer.compute(tile, q_ring.stage * smem.kGroups + role, q_ring.phase);
-        }
-        consumer.release_leaving();  // shared memory must outlive the store
+        FwdGroup<V>(p, smem, role).run();
         if (V::kClocks && ptx::thread_index() == 0) {
             p.clocks[2 * ptx::block_index()] = ptx::clock64() - cycles;
             p.clocks[2 * ptx::block_index() + 1] = ptx::globaltimer() - nanoseconds;

@@ -5,14 +5,19 @@
 #include "ptx_sm90.cuh"
 #include "tile.cuh"
 
+// The same number in all lanes, and known to be to the compiler, which then keeps it and what follows from it, above all
+// the matrix descriptors, in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return ptx::shfl_index(x, 0); }
+
 // A position in a ring of kCount stages. Who fills a stage waits for "empty" with the parity phase ^ 1, which lets the
 // first round pass; who reads it waits for "full" with phase.
 template <int kCount>
 struct RingPosition {
-    int stage = 0;
+    int stage;
     ptx::u32 phase = 0;
-    __device__ void next() {
-        if (++stage == kCount) stage = 0, phase ^= 1;
+    __device__ explicit RingPosition(int stage = 0) : stage(stage) {}
+    __device__ void next(int steps = 1) {  // at most kCount
+        if ((stage += steps) >= kCount) stage -= kCount, phase ^= 1;
     }
 };
 

@@ -98,12 +98,13 @@ __device__ __forceinline__ void issue_nn(AccTile<16, kCols> &acc, const TileA &a
     for (int k = 0; k < kDepth / 16; ++k) wgmma<1>(T{}, registers_of(acc), a.columns(k), b.rows(k), k != 0);
     ptx::wgmma_commit_group();
 }
-// acc += A B with A in registers, as in O += P V.
+// acc += A B with A in registers, as in O += P V; without `add`, acc = A B.
 template <class T, int kDepth, int kCols, class TileB>
-__device__ __forceinline__ void issue_nn(AccTile<16, kCols> &acc, const FragA<T, 16, kDepth> &a, const TileB &b) {
+__device__ __forceinline__ void issue_nn(AccTile<16, kCols> &acc, const FragA<T, 16, kDepth> &a, const TileB &b,
+                                         bool add = true) {
     ptx::wgmma_fence();
     #pragma unroll
-    for (int k = 0; k < kDepth / 16; ++k) wgmma<1>(T{}, registers_of(acc), a.x[k][0], b.rows(k), true);
+    for (int k = 0; k < kDepth / 16; ++k) wgmma<1>(T{}, registers_of(acc), a.x[k][0], b.rows(k), add || k != 0);
     ptx::wgmma_commit_group();
 }
 

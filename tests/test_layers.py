@@ -73,6 +73,7 @@ CUDA_LAYERS = (
     ("ptx*", "params*"),
 )
 CUDA_SIDEWAYS = {
+    "fwd_sm90": {"fwd_load_sm90"},
     "gemm": {"element", "tile"},
     "params_sm90": {"params", "ptx_sm90"},
     "pipeline_sm90": {"tile"},

@@ -39,13 +39,11 @@ def opcodes(cubin: bytes, folder: Path) -> list[str]:
 
 
 def main_loop(found: list[str], head_dim: int) -> list[str]:
-    """From S = Q K^T of an ordinary block to the vote on its softmax.
-
-    The first block of a tile has products of its own; those of the loop follow, Q K^T and P V together.
-    """
+    """From S = Q K^T of an ordinary block to the vote on its softmax: there alone both products stand together."""
     products = [i for i, op in enumerate(found) if op.startswith("HGMMA")]
-    first = products[head_dim // 16]
-    end = next(i for i in range(first, len(found)) if found[i].startswith("VOTE"))
+    count = head_dim // 16 + 64 // 16
+    first = next(i for i, j in zip(products, products[count - 1 :], strict=False) if j - i < 150)
+    end = next(i for i in range(first, len(found)) if found[i] == "VOTE.ALL")
     return found[first : end + 1]
 
 

@@ -54,10 +54,13 @@ class Candidate:
 
 def hopper_tiles(head_dim: int, smem_bytes: int) -> Iterator[HopperForwardTile]:
     """Those whose accumulators fit a thread's registers and whose tiles fit the shared memory."""
-    sizes = itertools.product(REGISTERS, range(32, 257, 16), (2, 3, 4), (1, 2))
-    for groups, block_n, stages, q_stages in sizes:
+    sizes = itertools.product(REGISTERS, range(32, 257, 16), (2, 3, 4, 6, 8), (2, 3, 4))
+    for groups, block_n, stages, halves in sizes:
+        q_slots = groups * halves // 2  # each group's own, half of the groups' next, or all of them
+        if (q_slots % groups and groups != 2) or q_slots >= 2 * groups > 2 * stages:
+            continue
         for registers in REGISTERS[groups]:
-            tile = HopperForwardTile(groups, block_n, stages, q_stages, *registers)
+            tile = HopperForwardTile(groups, block_n, stages, q_slots, *registers)
             needed = (round_up(head_dim, 16) + block_n) // 2 + block_n // 4 + SPARE_REGISTERS
             fits = tiles.hopper_forward_smem_bytes(tile, head_dim) <= smem_bytes
             if fits and needed <= registers[0] and fits_pool(tile, registers_at_launch(groups)):

@@ -64,5 +64,5 @@ HOPPER_SHAPES: dict[str, Case] = {
 
 
 def can_use_tma(case: Case) -> bool:
-    """Whether the sm90 family's forward takes the case."""
-    return "empty" not in case.tags and case.memory not in ("misaligned", "broadcast_batch", "broadcast_heads")
+    """Whether TMA can read all arrays, and there is something to compute: what the sm90 family needs."""
+    return "empty" not in case.tags and case.memory != "misaligned" and not case.memory.startswith("broadcast")

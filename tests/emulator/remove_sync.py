@@ -55,7 +55,16 @@ FORWARD_SM90 = ("dense-d64", "causal-d128", "many-tiles", "many-tiles-d256", "fa
                 "nan-in-visible-key-causal", "falling-maxima-window", "more-queries-causal")  # fmt: skip
 BACKWARD_SM90 = tuple(name for name in BACKWARD if "d256" not in name)
 # Kept for reasons that the emulator cannot see; README.md says them. File and a part of the line.
-EXPLAINED = (("dq_accum.cuh", "fence_gpu"), ("pipeline_sm90.cuh", "st_release"), ("tile_sm90.cuh", "wgmma_fence"))
+EXPLAINED = (
+    ("dq_accum.cuh", "fence_gpu"),
+    ("pipeline_sm90.cuh", "st_release"),
+    ("tile_sm90.cuh", "wgmma_fence"),
+    ("bwd_sm90.cuh", "bar_warp_sync"),
+    ("bwd_sm90.cuh", "fence_proxy_async_global"),
+    ("bwd_sm90.cuh", "dout_empty"),
+    ("bwd_sm90.cuh", "wgmma_wait_group<2>"),
+    ("bwd_sm90.cuh", "must outlive the copies"),
+)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ inline void mbarrier_arrive_expect_tx(u32 bar, u32 bytes, EMU_HERE) { emu_mbarri
 inline void mbarrier_arrive_cluster(u32 bar, EMU_HERE) { emu_mbarrier_arrive(bar, -1, EMU_SITE); }
 inline void mbarrier_wait(u32 bar, u32 parity, EMU_HERE) { emu_mbarrier_wait(bar, parity, EMU_SITE); }
 inline void fence_proxy_async() { emu_fence_proxy_async(); }
-inline void fence_proxy_async_global() { emu_fence_proxy_async(); }
+inline void fence_proxy_async_global() {}  // no second clock for global memory
 
 // ---- Clusters ----
 inline u32 cluster_ctarank() { return static_cast<u32>(emu_self->cluster_rank); }

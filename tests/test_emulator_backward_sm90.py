@@ -1,0 +1,50 @@
+"""The sm90 family's backward on the CPU, against float64: the case table and the shipped variants that it takes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from emulator import MODES
+from emulator.attention import Session, inputs_of, small_device
+from emulator.cases import SHIPPED, TABLE, can_use_tma
+from emulator.require import require_compiler
+
+from cupyflash.accuracy import Oracle
+from cupyflash.kernels import backward_sm90_variants
+
+require_compiler()
+
+TESTED_MODES = ("race", "late")
+CASES = {
+    name: case
+    for name, case in (TABLE | SHIPPED).items()
+    if case.backward and can_use_tma(case) and backward_sm90_variants(case.problem("bf16")) is not None
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--emulator-seeds")))
+
+
+@functools.lru_cache(maxsize=4)
+def oracle(name: str, dtype: str) -> Oracle:
+    inputs, problem = inputs_of(CASES[name], dtype)
+    return Oracle(problem, *inputs)
+
+
+@pytest.mark.parametrize("mode", TESTED_MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, mode: str, seed: int) -> None:
+    """One dtype each, in turn."""
+    index = list(CASES).index(name) + TESTED_MODES.index(mode)
+    dtype = ("bf16", "fp16")[index % 2]
+    if dtype not in CASES[name].dtypes:
+        dtype = CASES[name].dtypes[0]
+    exact = oracle(name, dtype)
+    inputs, problem = inputs_of(CASES[name], dtype)
+    session = Session(small_device("sm_90"), MODES[mode], seed, backward_family="sm90")
+    results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+    wrong = [str(r) for r in results if not r.passed]
+    assert not wrong, "\n".join(wrong)
