@@ -16,7 +16,7 @@ from cupyflash.cache import Cubin
 from cupyflash.device import ARCHS, Device
 from cupyflash.errors import UnsupportedError
 from cupyflash.launch import contiguous_strides
-from cupyflash.plan import Launch, Plan, backward_plan, blocks, forward_plan, why_not_sm90
+from cupyflash.plan import Launch, Plan, backward_plan, forward_plan, why_not_sm90
 from cupyflash.problem import DTYPES, LAYOUTS, Problem, Window, make_problem
 from cupyflash.tensormap import TensorMap
 from cupyflash.variant import Variant
@@ -95,12 +95,11 @@ def command(**options: Any) -> None:
 
 
 class Pass(NamedTuple):
-    """A forward or a backward: its plan, what each launch has to do and on how many tiles, and what it does without."""
+    """A forward or a backward: its plan, what each launch has to do, and what it does without."""
 
     direction: str
     plan: Plan
     work: list[Work]
-    tiles: list[int]
     not_taken: list[dict[str, str]]
 
 
@@ -151,19 +150,16 @@ def forward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
     """The way of `prepare.prepare_forward`, arrays and kernels apart."""
     aligned, tma, reason = _reading(problem, gpu, options, "qkk")
     plan = forward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
-    tiles = blocks(problem.seqlen_q, plan.launches[0].variant.block_m) * problem.heads_q * problem.batch
     work = explain_work.forward_work(problem, _signatures(options, "qkk"))
-    return Pass("forward", plan, work, [tiles], _not_taken(reason, aligned))
+    return Pass("forward", plan, work, _not_taken(reason, aligned))
 
 
 def backward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
     """The way of `prepare.prepare_backward`, arrays and kernels apart."""
     aligned, tma, reason = _reading(problem, gpu, options, "qkkqq")
     plan = backward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
-    if reason is None and not any(family_of(launch.variant) == "sm90" for launch in plan.launches):
-        reason = f"its backward has no head_dim of {problem.head_dim}"
     work = explain_work.backward_work(problem, _signatures(options, "qkkqq"), plan.workspace)
-    return Pass("backward", plan, work, [launch.grid for launch in plan.launches], _not_taken(reason, aligned))
+    return Pass("backward", plan, work, _not_taken(reason, aligned))
 
 
 def _not_taken(reason: str | None, aligned: bool) -> list[dict[str, str]]:
@@ -194,8 +190,8 @@ def _document(p: Pass, gpu: Device, cubins: dict[Variant, Cubin]) -> dict[str, A
     work_left = [w if launch.grid else Work(0.0, 0) for w, launch in zip(p.work, p.plan.launches, strict=True)]
     times, reason = explain_work.least_times(work_left, gpu)
     launches = [
-        _launch(launch, tiles, work, gpu, cubins.get(launch.variant))
-        for launch, tiles, work in zip(p.plan.launches, p.tiles, work_left, strict=True)
+        _launch(launch, work, gpu, cubins.get(launch.variant))
+        for launch, work in zip(p.plan.launches, work_left, strict=True)
     ]
     return {
         "direction": p.direction,
@@ -211,7 +207,7 @@ def _document(p: Pass, gpu: Device, cubins: dict[Variant, Cubin]) -> dict[str, A
     }
 
 
-def _launch(launch: Launch, tiles: int, work: Work, gpu: Device, cubin: Cubin | None) -> dict[str, Any]:
+def _launch(launch: Launch, work: Work, gpu: Device, cubin: Cubin | None) -> dict[str, Any]:
     """A launch; what the compiler decides is null without a cubin."""
     v = launch.variant
     values = {f.name: getattr(v, f.name) for f in fields(v)}
@@ -230,9 +226,9 @@ def _launch(launch: Launch, tiles: int, work: Work, gpu: Device, cubin: Cubin | 
         "advice": cubin.advice.splitlines() if cubin else None,
         "grid": launch.grid,
         "persistent": v.persistent,
-        "tiles": tiles,
+        "tiles": launch.tiles,
         "resident_blocks": resident,
         "blocks_per_sm": per_sm,
-        "waves": tiles / (per_sm * gpu.sm_count) if per_sm else None,
+        "waves": launch.tiles / (per_sm * gpu.sm_count) if per_sm else None,
         **work._asdict(),
     }

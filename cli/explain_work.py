@@ -88,15 +88,19 @@ def forward_work(problem: Problem, signatures: Sequence[Signature]) -> list[Work
 
 
 def backward_work(problem: Problem, signatures: Sequence[Signature], workspace: Workspace) -> list[Work]:
-    """Of delta, main and convert; `signatures`: of q, k, v, out and dout."""
+    """Of delta, main and convert, or of delta, dK and dV, dQ; `signatures`: of q, k, v, out and dout."""
     item, size = ITEMSIZE[problem.dtype], workspace_bytes(workspace)
     q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     dq, dkv = rows * problem.head_dim * item, 2 * item * math.prod(signatures[1].shape)
-    lse, stats, accum = 4 * rows, size["row_stats"], size["dq_accum"]
+    lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem)
+    read = q + k + v + dout + stats
+    if "dq_accum" not in workspace:  # both recompute the scores and dP: four products, then three
+        return [Work(0.0, out + dout + lse + stats), Work(2 * flops, read + dkv), Work(1.5 * flops, read + dq)]
+    accum = size["dq_accum"]
     return [
         Work(0.0, out + dout + lse + stats + accum),
-        Work(2.5 * _forward_flops(problem), q + k + v + dout + stats + dkv + 2 * accum),
+        Work(2.5 * flops, read + dkv + 2 * accum),
         Work(0.0, accum + dq),
     ]
 

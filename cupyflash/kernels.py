@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
 
 from . import tiles
 from .device import Device
@@ -96,7 +97,7 @@ class BackwardSm90(Variant):
     """bwd_sm90.cuh: dK, dV, and the sum of dQ. `warps` counts the producer's four too."""
 
     header, function, params_name, params = "bwd_sm90", "bwd", "BwdSm90Params", BWD_SM90_PARAMS
-    arch_suffix = "a"
+    arch_suffix, tile_bytes = "a", staticmethod(tiles.hopper_backward_smem_bytes)
 
     block_n: int
     stages: int
@@ -115,12 +116,41 @@ class BackwardSm90(Variant):
     @property
     def smem_bytes(self) -> int:
         tile = HopperBackwardTile(self.block_m, self.stages, self.consumer_registers, self.producer_registers)
-        return tiles.hopper_backward_smem_bytes(tile, self.head_dim)
+        return self.tile_bytes(tile, self.head_dim)
+
+    @property
+    def box_rows(self) -> dict[str, int]:
+        """Of the tensor maps."""
+        m, n = self.block_m, self.block_n
+        return {"q": m, "k": n, "v": n, "dout": m, "dq": 64, "dk": 64, "dv": 64}
+
+
+@dataclass(frozen=True)
+class BackwardDkvSm90(BackwardSm90):
+    """bwd_dkv_sm90.cuh: dK and dV."""
+
+    header, function = "bwd_dkv_sm90", "bwd_dkv"
+    tile_bytes, persistent = staticmethod(tiles.hopper_dkv_smem_bytes), True
+
+
+@dataclass(frozen=True)
+class BackwardDqSm90(BackwardSm90):
+    """bwd_dq_sm90.cuh: dQ."""
+
+    header, function = "bwd_dq_sm90", "bwd_dq"
+    tile_bytes, persistent = staticmethod(tiles.hopper_dq_smem_bytes), True
+
+    @property
+    def box_rows(self) -> dict[str, int]:
+        return super().box_rows | {"q": 64, "dout": 64}  # a warpgroup's
+
+
+_Hopper = TypeVar("_Hopper", bound=BackwardSm90)
 
 
 @dataclass(frozen=True)
 class Delta(Variant):
-    """bwd_delta.cuh: row_stats, and dQ's accumulator cleared."""
+    """bwd_delta.cuh: row_stats, and dQ's accumulator cleared if there is one."""
 
     header, function, params_name, params = "bwd_delta", "bwd_delta", "BwdParams", BWD_PARAMS
 
@@ -148,7 +178,7 @@ class Convert(Variant):
         return self.block_m * tiles.row_bytes(tiles.round_up(self.head_dim, 16 * self.split_d))
 
 
-def mask_flags(problem: Problem) -> dict[str, bool]:
+def mask_flags(problem: Problem) -> dict[str, Any]:
     """Which of the mask and score hooks a problem needs."""
     causal = problem.causal
     return {"causal": causal, "window": problem.masked and not causal, "scale_first": problem.scale <= 0}
@@ -169,20 +199,9 @@ def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -
 def forward_sm90_variant(problem: Problem, *, clocks: bool = False) -> ForwardSm90:
     """The sm90 family's forward kernel; `clocks`: the form that records how long each block took."""
     t = tiles.hopper_forward_tile(problem.head_dim)
-    return ForwardSm90(
-        problem.dtype,
-        problem.head_dim,
-        64 * t.groups,
-        4 * (t.groups + 1),
-        1,
-        t.block_n,
-        t.stages,
-        t.q_slots,
-        t.consumer_registers,
-        t.producer_registers,
-        **mask_flags(problem),
-        clocks=clocks,
-    )
+    shape = (problem.dtype, problem.head_dim, 64 * t.groups, 4 * (t.groups + 1), 1, t.block_n, t.stages, t.q_slots)
+    variant = ForwardSm90(*shape, t.consumer_registers, t.producer_registers, clocks=clocks)
+    return replace(variant, **mask_flags(problem))
 
 
 def backward_variants(problem: Problem, device: Device, *, aligned: bool = True) -> tuple[Delta, Backward, Convert]:
@@ -200,25 +219,25 @@ def backward_variants(problem: Problem, device: Device, *, aligned: bool = True)
     return Delta(*shared, unaligned=main.unaligned, deterministic=main.deterministic), main, Convert(*shared)
 
 
-def backward_sm90_variants(problem: Problem, *, aligned_out: bool = True) -> tuple[Delta, BackwardSm90, Convert] | None:
-    """The same of the sm90 family; None beyond its head_dims. `aligned_out`: as `aligned`, for out alone."""
-    t = tiles.hopper_backward_tile(problem.head_dim)
-    if t is None:
-        return None
-    main = BackwardSm90(
-        problem.dtype,
-        problem.head_dim,
-        t.block_m,
-        12,
-        1,
-        128,
-        t.stages,
-        t.consumer_registers,
-        t.producer_registers,
-        t.packed_p,
-        **mask_flags(problem),
-        deterministic=problem.deterministic,
-    )
+def _hopper_backward(kind: type[_Hopper], t: HopperBackwardTile, block_n: int, problem: Problem) -> _Hopper:
+    shape = (problem.dtype, problem.head_dim, t.block_m, 12, 1, block_n, t.stages)
+    variant = kind(*shape, t.consumer_registers, t.producer_registers, t.packed_p)
+    deterministic = problem.deterministic and kind is BackwardSm90  # the others are by nature
+    return replace(variant, **mask_flags(problem), deterministic=deterministic)
+
+
+def backward_sm90_variants(
+    problem: Problem, *, aligned_out: bool = True
+) -> tuple[Delta, BackwardSm90, Convert | BackwardDqSm90]:
+    """The same of the sm90 family; for wide heads dQ has a kernel of its own. `aligned_out`: as `aligned`, for out."""
+    tile = tiles.hopper_backward_tile(problem.head_dim)
+    block_m = tile.block_m if tile else 64
     # dQ lies as eight warps of 16 rows by 64 columns leave it.
-    shared = (problem.dtype, problem.head_dim, t.block_m, 8, 1, 4, t.block_m // 16)
-    return Delta(*shared, unaligned=not aligned_out, deterministic=main.deterministic), main, Convert(*shared)
+    shared = (problem.dtype, problem.head_dim, block_m, 8, 1, 4, block_m // 16)
+    if tile:
+        main = _hopper_backward(BackwardSm90, tile, 128, problem)
+        delta = Delta(*shared, unaligned=not aligned_out, deterministic=main.deterministic)
+        return delta, main, Convert(*shared)
+    dkv, dq = tiles.hopper_wide_backward_tiles(problem.head_dim)
+    main, last = _hopper_backward(BackwardDkvSm90, dkv, 64, problem), _hopper_backward(BackwardDqSm90, dq, 64, problem)
+    return Delta(*shared, unaligned=not aligned_out), main, last

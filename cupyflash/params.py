@@ -48,4 +48,4 @@ def _with_maps(names: str, plain: np.dtype[np.void], *more: str) -> np.dtype[np.
 
 
 FWD_SM90_PARAMS = _with_maps("q k v o", FWD_PARAMS, "counter", "clocks")
-BWD_SM90_PARAMS = _with_maps("q k v dout dk dv", BWD_PARAMS)
+BWD_SM90_PARAMS = _with_maps("q k v dout dq dk dv", BWD_PARAMS, "counter")

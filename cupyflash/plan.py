@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .device import Device
 from .errors import UnsupportedError
-from .kernels import backward_sm90_variants, backward_variants, forward_sm90_variant, forward_variant
+from .kernels import Convert, backward_sm90_variants, backward_variants, forward_sm90_variant, forward_variant
 from .problem import ITEMSIZE, Problem
 from .tiles import round_up
 from .variant import Variant
@@ -21,10 +21,11 @@ _SM90_SECTION_BYTES = 4 << 20, 16 << 20
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch; a grid of 0 blocks is left out."""
+    """One kernel launch; a grid of 0 blocks is left out. `tiles`: of work, which persistent blocks share."""
 
     variant: Variant
     grid: int
+    tiles: int
 
 
 Workspace = dict[str, tuple[tuple[int, ...], str]]
@@ -87,6 +88,10 @@ def _checked_grid(name: str, grid: int) -> int:
     return grid
 
 
+def _launch(variant: Variant, tiles: int, device: Device) -> Launch:
+    return Launch(variant, min(tiles, device.sm_count) if variant.persistent else tiles, tiles)
+
+
 def forward_plan(
     problem: Problem,
     device: Device,
@@ -122,7 +127,7 @@ def forward_plan(
         variant = forward_sm90_variant(problem, clocks=clocks)
         section = max(1, min(heads_k, _SM90_SECTION_BYTES[problem.masked] // head_bytes)) * group
     tiles = _checked_grid("q", blocks(problem.seqlen_q, variant.block_m) * problem.heads_q * problem.batch)
-    return Plan((Launch(variant, min(tiles, device.sm_count) if variant.persistent else tiles),), {}, section)
+    return Plan((_launch(variant, tiles, device),), {}, section)
 
 
 def backward_plan(
@@ -133,7 +138,7 @@ def backward_plan(
     tma: bool | None = None,
     family: str | None = None,
 ) -> Plan:
-    """The backward: delta, main, conversion of dQ. Q, dO and the fp32 sum of dQ are streamed.
+    """The backward: delta, main, conversion of dQ; or delta, dK and dV, dQ. Q, dO and a fp32 sum of dQ are streamed.
 
     Args:
         aligned: whether every row of q, k, v, out and dout starts at a multiple of 16 bytes.
@@ -145,25 +150,25 @@ def backward_plan(
     """
     check_supported(problem, device)
     reason = why_not_sm90(problem, device, tma=aligned if tma is None else tma)
-    found = None if reason or family == "sm80" else backward_sm90_variants(problem)
-    if family == "sm90" and found is None:
-        reason = reason or f"its backward has no head_dim of {problem.head_dim}"
+    if family == "sm90" and reason:
         raise UnsupportedError(f"CUPYFLASH_FAMILY=sm90: {reason}; unset it to let the library choose")
-    delta, main, convert = found or backward_variants(problem, device, aligned=aligned)
+    use_sm80 = reason or family == "sm80"
+    found = backward_variants(problem, device, aligned=aligned) if use_sm80 else backward_sm90_variants(problem)
+    delta, main, last = found
     b, sq, hq, hk = problem.batch, problem.seqlen_q, problem.heads_q, problem.heads_k
     m_blocks = blocks(sq, main.block_m)
-    columns = round_up(problem.head_dim, 16 * convert.split_d)
     query_grid = _checked_grid("q", m_blocks * hq * b)
     key_grid = _checked_grid("k", blocks(problem.seqlen_k, main.block_n) * hk * b)
+    last_grid = blocks(sq, last.block_m) * hq * b
     head_bytes = sq * problem.head_dim * (2 * ITEMSIZE[problem.dtype] + 4) * (hq // hk)
-    workspace: Workspace = {
-        "row_stats": ((b, hq, m_blocks * main.block_m, 2), "fp32"),
-        "dq_accum": ((b, hq, m_blocks, main.block_m * columns), "fp32"),
-    }
-    if problem.deterministic:
-        workspace["dq_turn"] = ((b, hq, m_blocks), "int32")
+    workspace: Workspace = {"row_stats": ((b, hq, m_blocks * main.block_m, 2), "fp32")}
+    if isinstance(last, Convert):
+        columns = round_up(problem.head_dim, 16 * last.split_d)
+        workspace["dq_accum"] = ((b, hq, m_blocks, main.block_m * columns), "fp32")
+        if problem.deterministic:
+            workspace["dq_turn"] = ((b, hq, m_blocks), "int32")
     return Plan(
-        (Launch(delta, query_grid), Launch(main, key_grid), Launch(convert, query_grid)),
+        tuple(_launch(v, n, device) for v, n in ((delta, query_grid), (main, key_grid), (last, last_grid))),
         workspace,
         _section(problem, device, head_bytes, b * hk),
     )

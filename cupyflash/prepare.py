@@ -160,13 +160,13 @@ def _fill_backward(plan: Plan, problem: Problem, signatures: Sequence[Signature]
     main = plan.launches[1].variant
     if not isinstance(main, BackwardSm90):
         return pointers_first(params)
-    rows = {"q": main.block_m, "dout": main.block_m, "k": main.block_n, "v": main.block_n, "dk": 64, "dv": 64}
     names = params.dtype.names or ()
     maps = {
         name: (
             tensormap.TensorMap.of(problem.dtype, arrays[name].shape, arrays[name].strides, layout, n),
             names.index(name),
         )
-        for name, n in rows.items()
+        for name, n in main.box_rows.items()
     }
-    return launch.with_tensor_maps(main.params, params, maps)
+    filled = launch.with_tensor_maps(main.params, params, maps)
+    return filled if main.persistent or filled is None else filled._replace(counter=None)

@@ -105,7 +105,7 @@ def backward(
     grads = library.empty_like(q), library.empty_like(k), library.empty_like(v)
     work = [library.empty(shape, dtype, q) for shape, dtype in call.workspace.values()]
     results = [library.pointer(x) for x in (*grads, *work)]
-    results.append(0)  # the last pointer, dq_turn, unless the workspace has it
+    results += (0, 0)  # the last pointers, dq_accum and dq_turn, unless the workspace has them
     call((*pointers, library.pointer(lse), 0 if dlse is None else library.pointer(dlse), *results), stream)
     return grads
 

@@ -29,7 +29,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 60."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 64."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
         plans = [forward_plan(problem, device, aligned=aligned), backward_plan(problem, device, aligned=aligned)]

@@ -95,6 +95,18 @@ def hopper_backward_smem_bytes(tile: HopperBackwardTile, head_dim: int) -> int:
     return 2 * 128 * row + queries + 2 * m * 256 + 2 * m * row + 8 * (2 + 4 * tile.stages)
 
 
+def hopper_dkv_smem_bytes(tile: HopperBackwardTile, head_dim: int) -> int:
+    """Dynamic shared memory of bwd_dkv_sm90: K, V, the stages of Q, dO and row_stats, two P, mbarriers, the queue."""
+    m, row = tile.block_m, 128 * -(-head_dim // 64)
+    return 2 * 64 * row + tile.stages * (2 * m * row + 8 * m) + 2 * m * 128 + 8 * (12 + 4 * tile.stages) + 32
+
+
+def hopper_dq_smem_bytes(tile: HopperBackwardTile, head_dim: int) -> int:
+    """Dynamic shared memory of bwd_dq_sm90: Q, dO, the ring of V and K, mbarriers, the queue."""
+    row = 128 * -(-head_dim // 64)
+    return 2 * tile.block_m * row + tile.stages * 64 * row + 8 * (2 * tile.stages + tile.block_m // 16 + 4) + 32
+
+
 def backward_smem_bytes(tile: BackwardTile, head_dim: int) -> int:
     """Dynamic shared memory of bwd_sm80: K, V, the query stages with their row_stats, dS and, if exchanged, P."""
     row = row_bytes(round_up(head_dim, 16 * tile.split_d))
@@ -136,11 +148,22 @@ _HOPPER_BACKWARD: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(128, 2, 232, 40, packed_p=True)),
     (128, HopperBackwardTile(64, 2, 232, 40)),
 )
+# Where two kernels share the work: one for dK and dV, and one for dQ, which keeps `block_m` queries and visits 64 keys
+# at a time, in stages that hold either K or V.
+_HOPPER_WIDE_BACKWARD: tuple[tuple[int, HopperBackwardTile, HopperBackwardTile], ...] = (
+    (192, HopperBackwardTile(64, 3, 232, 40), HopperBackwardTile(128, 5, 232, 40)),
+    (256, HopperBackwardTile(64, 2, 232, 40), HopperBackwardTile(128, 3, 232, 40)),
+)
 
 
 def hopper_backward_tile(head_dim: int) -> HopperBackwardTile | None:
-    """The tile of the sm90 family's backward; None beyond the head_dims that it has."""
+    """The tile of the sm90 family's backward; None beyond the head_dims of bwd_sm90."""
     return next((tile for limit, tile in _HOPPER_BACKWARD if head_dim <= limit), None)
+
+
+def hopper_wide_backward_tiles(head_dim: int) -> tuple[HopperBackwardTile, HopperBackwardTile]:
+    """Those of bwd_dkv_sm90 and bwd_dq_sm90."""
+    return next((dkv, dq) for limit, dkv, dq in _HOPPER_WIDE_BACKWARD if head_dim <= limit)
 
 
 def hopper_forward_tile(head_dim: int) -> HopperForwardTile:

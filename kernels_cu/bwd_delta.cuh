@@ -42,9 +42,11 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     const T *o = static_cast<const T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head);
     const T *dout = static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, tile.head);
 
-    auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.block));
-    #pragma unroll
-    for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};
+    if (p.dq_accum) {
+        auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.block));
+        #pragma unroll
+        for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};
+    }
 
     const int chunk = ptx::thread_index() % kLanesPerRow;
     #pragma unroll 1

@@ -13,12 +13,12 @@
 #ifndef CUPYFLASH_BWD_SM90_CUH
 #define CUPYFLASH_BWD_SM90_CUH
 #include "dq_accum.cuh"
-#include "mask.cuh"
 #include "nonfinite.cuh"
 #include "params_sm90.cuh"
 #include "pipeline_sm90.cuh"
 #include "score.cuh"
 #include "tile_sm90.cuh"
+#include "visits.cuh"
 
 constexpr int kBwdConsumers = 256;  // threads of the two consumer warpgroups, which are the first two
 // Named barriers; 0 is everybody's. The pairs and triples have one for each consumer warpgroup.
@@ -71,35 +71,6 @@ struct BwdSm90Smem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
-// The keys of a block, and the query tiles that it visits: head by head of the group, in ascending or descending order.
-template <class V>
-struct BwdVisits {
-    // With a mask, ascending lets neighbouring key blocks begin with different query tiles.
-    static constexpr bool kAscending = !V::kDeterministic;
-    const Problem &problem;
-    TileIndex tile;
-    int k0, first, blocks, count;  // first key; query tiles [first, first + blocks) of each head; visits in all
-    int head, m_block;             // the current visit
-
-    __device__ explicit BwdVisits(const Problem &p) : problem(p) {
-        tile = TileIndex::of<false>(p, ceil_div(p.seqlen_k, V::kBlockN), p.heads_k);
-        k0 = tile.block * V::kBlockN;
-        const Mask<V> mask(p);
-        const int group = p.heads_q / p.heads_k;
-        first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
-        count = group * blocks, head = tile.head * group, m_block = kAscending ? first : first + blocks - 1;
-    }
-    __device__ void next() {
-        if constexpr (kAscending) {
-            if (++m_block == first + blocks) ++head, m_block = first;
-        } else {
-            if (--m_block < first) ++head, m_block = first + blocks - 1;
-        }
-    }
-    __device__ int q0() const { return m_block * V::kBlockM; }
-    __device__ int sequence() const { return tile.batch * problem.heads_q + head; }
-};
-
 // K and V once, then Q, dO and row_stats of every visit; by one thread.
 template <class V>
 __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem) {
@@ -113,8 +84,8 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
         const ptx::u32 q_full = smem.q_full(ring.stage), dout_full = smem.dout_full(ring.stage);
         ptx::mbarrier_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
         smem.q(ring.stage).load(p.map_q, q_full, visit.q0(), head, batch, ptx::kEvictNormal, 8 * M);
-        ptx::cp_async_bulk_load(smem.stats(ring.stage), p.plain.row_stats + 2 * (visit.sequence() * padded + visit.q0()),
-                                8 * M, q_full);
+        ptx::cp_async_bulk_load(smem.stats(ring.stage),
+                                p.plain.row_stats + 2 * (visit.sequence() * padded + visit.q0()), 8 * M, q_full);
         if (i == 0) smem.k().load(p.map_k, smem.k_full(), visit.k0, visit.tile.head, batch, ptx::kEvictNormal);
         ptx::mbarrier_wait(smem.dout_empty(ring.stage), ring.phase ^ 1);
         smem.dout(ring.stage).load(p.map_dout, dout_full, visit.q0(), head, batch, ptx::kEvictNormal);
@@ -135,8 +106,10 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
         ptx::bar_sync(kBarDqReady + half, 160);
         if (lane() == 0) {
             // Deterministic: both halves of all key blocks before this one have been added.
-            int *const turn = p.plain.dq_turn + static_cast<long long>(visit.sequence()) *
-                                                    ceil_div(p.plain.problem.seqlen_q, V::kBlockM) + visit.m_block;
+            int *const turn =
+                p.plain.dq_turn +
+                static_cast<long long>(visit.sequence()) * ceil_div(p.plain.problem.seqlen_q, V::kBlockM) +
+                visit.m_block;
             if constexpr (V::kDeterministic) {
                 const int rank = visit.tile.block - mask.first_key_block(visit.q0());
                 while (ptx::ld_acquire(turn) < 2 * rank) ptx::nanosleep();
@@ -179,20 +152,18 @@ struct BwdGroup {
     bool was_careful = false;  // whether some step was
 
     __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, int group)
-        : p(p), problem(p.plain.problem), smem(smem), mask(problem), score(problem), group(group),
+        : p(p),
+          problem(p.plain.problem),
+          smem(smem),
+          mask(problem),
+          score(problem),
+          group(group),
           key0(64 * group + warp() % 4 * 16) {
         dK.zero(), dV.zero();
     }
 
-    // One query tile. Most need no test of the mask, and have code of their own.
+    // One query tile.
     __device__ void step(int i, const BwdVisits<V> &visit) {
-        const int q0 = visit.q0();
-        if (mask.full(q0, visit.k0) && q0 + M <= problem.seqlen_q) step<false>(i, visit);
-        else step<true>(i, visit);
-    }
-    template <bool kMasked>
-    __device__ __forceinline__ void step(int i, const BwdVisits<V> &visit) {
-        constexpr bool kHides = kMasked && Mask<V>::kHides;
         const int q0 = visit.q0(), stage = ring.stage;
         const auto sQ = smem.q(stage), sdO = smem.dout(stage);
         const auto sK = smem.k(), sV = smem.v();
@@ -218,8 +189,11 @@ struct BwdGroup {
         ptx::wgmma_wait_group<1>();
         arrived(P);
         // With a mask that hides something here, NaN or inf in an operand calls for care (nonfinite.cuh).
+        const bool masked = !mask.full(q0, visit.k0) || q0 + M > problem.seqlen_q;
         bool finite = true;
-        if constexpr (kHides) finite = P.finite();
+        if constexpr (Mask<V>::kHides) {
+            if (masked) finite = P.finite();
+        }
         #pragma unroll
         for (int j = 0; j < M / 8; ++j) {
             if constexpr (!kStatsEarly) load_stats(j);
@@ -231,8 +205,8 @@ struct BwdGroup {
         ptx::wgmma_wait_group<0>();
         arrived(dS);
         bool careful = false;
-        if constexpr (kMasked) {
-            if constexpr (kHides)
+        if (masked) {
+            if constexpr (Mask<V>::kHides)
                 careful = ptx::vote_any(ptx::bar_red_or(kBarVote, kBwdConsumers, !finite || !dS.finite()));
             hide(P, q0, visit.k0);
             if constexpr (kStatsEarly) hide(dS, q0, visit.k0);
@@ -250,7 +224,7 @@ struct BwdGroup {
                 dS.x[0][j][e] = score.grad(p_ * (dS.x[0][j][e] - delta));  // dS = P * (dP - delta)
             }
         }
-        if (!kStatsEarly && kMasked) hide(dS, q0, visit.k0);
+        if (!kStatsEarly && masked) hide(dS, q0, visit.k0);
         rdS.from(dS);
         stage_transposed(sdS, key0, rdS);
         if (careful) {
@@ -260,7 +234,7 @@ struct BwdGroup {
         }
         ptx::fence_proxy_async();
         if (careful) ptx::bar_sync(kBarConsumers, kBwdConsumers);
-        issue_nn<T, M>(dV, rP, sdO);  // dV += P^T dO
+        issue_nn<T, M>(dV, rP, sdO);                  // dV += P^T dO
         ptx::bar_sync(kBarConsumers, kBwdConsumers);  // dS is complete
         AccTile<16, 64> dQ;
         // dQ = dS K, this group's half of it

@@ -94,11 +94,11 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
         for (int j = tile.end - 1; j >= tile.first; --j, ring.next()) {
             if (j == tile.first) numbers.draw();  // the answer takes as long as a load
             ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);
-            smem.k(ring.stage).load(p.map_k, smem.k_full(ring.stage), j * V::kBlockN, head, tile.batch,
-                                    ptx::kEvictLast);
+            smem.k(ring.stage)
+                .load(p.map_k, smem.k_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);
             if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
-            smem.v(ring.stage).load(p.map_v, smem.v_full(ring.stage), j * V::kBlockN, head, tile.batch,
-                                    ptx::kEvictLast);
+            smem.v(ring.stage)
+                .load(p.map_v, smem.v_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);
         }
     }
 }
@@ -115,8 +115,8 @@ __device__ __forceinline__ void fwd_load_q(const FwdSm90Params &p, const FwdSm90
             ptx::mbarrier_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
             ptx::bar_warp_sync();
             if (lane() == 0)
-                smem.q(ring.stage).load(p.map_q, smem.q_full(ring.stage), tile.q0 + 64 * i, tile.head, tile.batch,
-                                        ptx::kEvictFirst);
+                smem.q(ring.stage)
+                    .load(p.map_q, smem.q_full(ring.stage), tile.q0 + 64 * i, tile.head, tile.batch, ptx::kEvictFirst);
         }
     }
 }

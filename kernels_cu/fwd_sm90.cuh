@@ -39,11 +39,18 @@ struct FwdGroup {
     WorkQueue queue;
     RingPosition<V::kStages> ring;    // of K and V
     RingPosition<V::kQSlots> q_ring;  // every kGroups-th slot is this group's
-    int leaving = -1;  // the Q tile through which the O of the tile before is leaving
+    int leaving = -1;                 // the Q tile through which the O of the tile before is leaving
 
     __device__ FwdGroup(const FwdSm90Params &p, const FwdSm90Smem<V> &smem, int group)
-        : p(p), problem(p.plain.problem), smem(smem), mask(problem), score(problem), group(group),
-          warp_row(fresh_thread() / 32 % 4 * 16), queue(smem.queue()), q_ring(group) {}
+        : p(p),
+          problem(p.plain.problem),
+          smem(smem),
+          mask(problem),
+          score(problem),
+          group(group),
+          warp_row(fresh_thread() / 32 % 4 * 16),
+          queue(smem.queue()),
+          q_ring(group) {}
 
     __device__ bool leads() const { return ptx::thread_index() % 128 == 0; }
     // All four warps of the group.
@@ -90,9 +97,7 @@ struct FwdGroup {
     __device__ FwdTile<V> next_tile() { return {queue.next(), problem}; }
     // This group's rows of a tile, if there are any, and its blocks [first, end).
     __device__ int rows_of(const FwdTile<V> &tile) const { return tile.q0 + 64 * group; }
-    __device__ bool has_rows(const FwdTile<V> &tile) const {
-        return tile.exists() && rows_of(tile) < problem.seqlen_q;
-    }
+    __device__ bool has_rows(const FwdTile<V> &tile) const { return tile.exists() && rows_of(tile) < problem.seqlen_q; }
     __device__ int end_of(const FwdTile<V> &tile) const {
         return min(max(mask.end_key_block(rows_of(tile)), tile.first + 1), tile.end);
     }
@@ -228,8 +233,8 @@ struct FwdGroup {
         const auto store_lse = [&] {
             typename Softmax::Rows lse;
             softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
-            const long long lse_row = static_cast<long long>(tile.batch * problem.heads_q + tile.head) *
-                                      problem.seqlen_q;
+            const long long lse_row =
+                static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
             #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int qi = q0 + warp_row + O.row(0, 2 * r);

@@ -23,6 +23,9 @@ struct Mask {
     __device__ bool sees(int qi, int ki) const {
         return ki < seqlen_k && (!kHides || ki - qi <= upper) && (!V::kWindow || ki - qi >= lower);
     }
+    // The queries that see key ki: [first_query(ki), end_query(ki)), both non-decreasing in ki.
+    __device__ int first_query(int ki) const { return kHides ? max(0, ki - upper) : 0; }
+    __device__ int end_query(int ki) const { return V::kWindow ? min(seqlen_q, ki - lower + 1) : seqlen_q; }
     __device__ bool sees_nothing(int qi) const { return first_key(qi) >= end_key(qi); }
 
     // The same mask counted from query q and key k on. A lane that counts from its own first element compares
@@ -41,11 +44,8 @@ struct Mask {
     __device__ int end_key_block(int q0) const { return ceil_div(max(0, end_key(min(q0 + M, seqlen_q) - 1)), N); }
 
     // Backward: the half-open range of query blocks that see some key of [k0, k0 + N). May be empty.
-    __device__ int first_query_block(int k0) const { return kHides ? max(0, k0 - upper) / M : 0; }
-    __device__ int end_query_block(int k0) const {
-        const int end = V::kWindow ? min(seqlen_q, min(k0 + N, seqlen_k) - lower) : seqlen_q;
-        return ceil_div(max(0, end), M);
-    }
+    __device__ int first_query_block(int k0) const { return first_query(k0) / M; }
+    __device__ int end_query_block(int k0) const { return ceil_div(max(0, end_query(min(k0 + N, seqlen_k) - 1)), M); }
 };
 
 #endif  // CUPYFLASH_MASK_CUH

@@ -63,48 +63,90 @@ __device__ __forceinline__ void add_non_finite(T *dst, long long dst_stride, int
     }
 }
 
-// Row `row` of a result tile anew, by one warp and straight from global memory:
-//     sum over keys [first, end) of weight(k . q) v,   times `inverse`;
-// a non-finite element of v counts as itself however small its weight. For kernels that cannot run a tile twice. A lane
-// takes one key of 32 at a time for the weights, then two columns of 64 for the sum. Rows are 16-byte aligned.
+// The dot product of two rows, which are 16-byte aligned.
+template <class T, int kCols>
+__device__ __forceinline__ float dot_rows(const T *x, const T *y) {
+    float sum = 0.f;
+    #pragma unroll 2
+    for (int col = 0; col < kCols; col += 8) {
+        const ptx::U128 a = *reinterpret_cast<const ptx::U128 *>(x + col);
+        const ptx::U128 b = *reinterpret_cast<const ptx::U128 *>(y + col);
+        #pragma unroll
+        for (int i = 0; i < 4; ++i)
+            sum = fmaf(T::lo(a.x[i]), T::lo(b.x[i]), sum), sum = fmaf(T::hi(a.x[i]), T::hi(b.x[i]), sum);
+    }
+    return sum;
+}
+
+// One row of a result anew, by one warp and straight from global memory: a weighted sum of rows, of which a lane holds
+// two columns of 64. For kernels that cannot run a tile twice.
+template <class T, int kCols>
+struct RowSum {
+    static constexpr int kPairs = ceil_div(kCols, 64);
+    float sum[kPairs][2] = {};
+
+    // += weight(j) * src[j] for j in [first, end); a lane takes one weight of 32. kAsItself: a non-finite element counts
+    // as itself however small its weight.
+    template <bool kAsItself, class Weight>
+    __device__ void add(const T *src, long long stride, int first, int end, Weight weight) {
+        #pragma unroll 1
+        for (int block = first; block < end; block += 32) {
+            const int mine = block + lane();
+            const float w = mine < end ? weight(mine) : 0.f;
+            #pragma unroll 1
+            for (int j = 0; j < min(32, end - block); ++j) {
+                const float w_j = ptx::shfl_index(w, j);
+                #pragma unroll
+                for (int i = 0; i < kPairs; ++i) {
+                    const int col = 64 * i + 2 * lane();
+                    if (kCols % 64 != 0 && col >= kCols) continue;
+                    const ptx::u32 x = *reinterpret_cast<const ptx::u32 *>(src + (block + j) * stride + col);
+                    sum[i][0] += term<kAsItself>(static_cast<ptx::u16>(x), w_j);
+                    sum[i][1] += term<kAsItself>(static_cast<ptx::u16>(x >> 16), w_j);
+                }
+            }
+        }
+    }
+    // factor times the sum, rounded into row `row` of a tile.
+    template <class Tile>
+    __device__ void store(const Tile &tile, int row, float factor) const {
+        #pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            const int col = 64 * i + 2 * lane();
+            if (col < kCols) ptx::st_shared_b32(tile.at(row, col), T::pack(sum[i][0] * factor, sum[i][1] * factor));
+        }
+    }
+
+  private:
+    template <bool kAsItself>
+    __device__ static float term(ptx::u16 raw, float weight) {
+        return kAsItself && is_non_finite<T>(raw) ? T::lo(raw) : weight * T::lo(raw);
+    }
+};
+
+// Row `row` of a result tile anew: the sum over keys [first, end) of weight(k . q) v, times `inverse`; a non-finite
+// element of v counts as itself.
 template <class T, int kCols, class Tile, class Weight>
 __device__ __forceinline__ void recompute_row(const Tile &tile, int row, const T *q, const T *k, long long k_stride,
                                               const T *v, long long v_stride, int first, int end, float inverse,
                                               Weight weight) {
-    constexpr int kPairs = ceil_div(kCols, 64);
-    float sum[kPairs][2] = {};
-    #pragma unroll 1
-    for (int block = first; block < end; block += 32) {
-        const int key = block + lane();
-        float s = 0.f;
-        if (key < end) {
-            #pragma unroll 2
-            for (int col = 0; col < kCols; col += 8) {
-                const ptx::U128 a = *reinterpret_cast<const ptx::U128 *>(q + col);
-                const ptx::U128 b = *reinterpret_cast<const ptx::U128 *>(k + key * k_stride + col);
-                #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    s = fmaf(T::lo(a.x[i]), T::lo(b.x[i]), s), s = fmaf(T::hi(a.x[i]), T::hi(b.x[i]), s);
-            }
-        }
-        const float p = key < end ? weight(s) : 0.f;
-        #pragma unroll 1
-        for (int j = 0; j < min(32, end - block); ++j) {
-            const float p_j = ptx::shfl_index(p, j);
-            #pragma unroll
-            for (int i = 0; i < kPairs; ++i) {
-                const int col = 64 * i + 2 * lane();
-                if (kCols % 64 != 0 && col >= kCols) continue;
-                const ptx::u32 x = *reinterpret_cast<const ptx::u32 *>(v + (block + j) * v_stride + col);
-                sum[i][0] += is_non_finite<T>(static_cast<ptx::u16>(x)) ? T::lo(x) : p_j * T::lo(x);
-                sum[i][1] += is_non_finite<T>(static_cast<ptx::u16>(x >> 16)) ? T::hi(x) : p_j * T::hi(x);
-            }
-        }
-    }
+    RowSum<T, kCols> sum;
+    sum.template add<true>(v, v_stride, first, end,
+                           [&](int key) { return weight(dot_rows<T, kCols>(q, k + key * k_stride)); });
+    sum.store(tile, row, inverse);
+}
+
+// f(row) for those of the warp's 16 accumulator rows that hold a non-finite element; f is called by the whole warp.
+template <int kCols, class F>
+__device__ __forceinline__ void for_each_non_finite_row(const AccTile<16, kCols> &acc, F f) {
+    float sum[2] = {};  // 0 if all elements are finite, else NaN
     #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-        const int col = 64 * i + 2 * lane();
-        if (col < kCols) ptx::st_shared_b32(tile.at(row, col), T::pack(sum[i][0] * inverse, sum[i][1] * inverse));
+    for (int i = 0; i < kCols / 2; ++i) sum[i / 2 % 2] = fmaf(acc.x[0][i / 4][i % 4], 0.f, sum[i / 2 % 2]);
+    if (!ptx::vote_any(sum[0] + sum[1] != 0.f)) return;
+    #pragma unroll 1
+    for (int row = 0; row < 16; ++row) {
+        const float row_sum = quad_reduce(row < 8 ? sum[0] : sum[1], [](float a, float b) { return a + b; });
+        if (ptx::shfl_index(row_sum, row % 8 * 4) != 0.f) f(row);
     }
 }
 

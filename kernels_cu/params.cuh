@@ -32,10 +32,11 @@ struct BwdParams {
     const float *lse;           // [batch, heads_q, seqlen_q], contiguous
     const float *dlse;          // like lse; null: zero
     void *dq, *dk, *dv;         // like q, k, v
-    float *row_stats;           // [batch, heads_q, m_blocks * block_m, 2]: LSE * log2(e), delta = rowsum(dO * O) - dLSE;
-                                // beyond seqlen_q inf and 0, which make P and dS zero
-    float *dq_accum;            // [batch, heads_q, m_blocks, block_m * head_dim_padded], fragment order (dq_accum.cuh)
-    int *dq_turn;               // [batch, heads_q, m_blocks]: which key block may add next; null unless deterministic
+    float *row_stats;  // [batch, heads_q, m_blocks * block_m, 2]: LSE * log2(e), delta = rowsum(dO * O) - dLSE;
+                       // beyond seqlen_q inf and 0, which make P and dS zero
+    float *dq_accum;   // [batch, heads_q, m_blocks, block_m * head_dim_padded], fragment order (dq_accum.cuh);
+                       // null: bwd_dq computes dQ as a whole
+    int *dq_turn;      // [batch, heads_q, m_blocks]: which key block may add next; null unless deterministic
     Strides q_stride, k_stride, v_stride, o_stride, dout_stride, dq_stride, dk_stride, dv_stride;
     Problem problem;
 };

@@ -14,9 +14,11 @@ struct FwdSm90Params {
 };
 
 struct BwdSm90Params {
-    // As above: boxes of 64 columns by kBlockM (q, dout), kBlockN (k, v) or 64 (dk, dv) rows.
-    ptx::TensorMap map_q, map_k, map_v, map_dout, map_dk, map_dv;
+    // As above: boxes of 64 columns by kBlockM (q, dout), kBlockN (k, v) or 64 (dq, dk, dv) rows; of bwd_dkv and bwd_dq,
+    // which share one struct, all by 64 rows.
+    ptx::TensorMap map_q, map_k, map_v, map_dout, map_dq, map_dk, map_dv;
     BwdParams plain;  // the same arrays, and those that TMA does not see
+    int *counter;     // as above; of bwd_dkv and bwd_dq
 };
 
 #endif  // CUPYFLASH_PARAMS_SM90_CUH

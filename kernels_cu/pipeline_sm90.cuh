@@ -60,6 +60,17 @@ struct WorkQueue {
     __device__ ptx::u32 empty() const { return bars + 16 + 8 * at.stage; }
 };
 
+// Tile `number` of blocks * heads * batch as an item of the queue, and back: block is -1 where there is no such tile.
+template <bool kDescending>
+__device__ __forceinline__ ptx::U128 pack_tile(int number, const Problem &p, int blocks, int heads) {
+    if (number >= blocks * heads * p.batch) return {~0u};
+    const auto index = TileIndex::at<kDescending>(number, p, blocks, heads);
+    return {static_cast<ptx::u32>(index.block), static_cast<ptx::u32>(index.head), static_cast<ptx::u32>(index.batch)};
+}
+__device__ __forceinline__ TileIndex unpack_tile(const ptx::U128 &item) {
+    return {static_cast<int>(item.x[0]), static_cast<int>(item.x[1]), static_cast<int>(item.x[2])};
+}
+
 // The numbers of the tiles that a block computes: its own index, then what it draws from a counter that all blocks share.
 // The last block to finish clears the counter for the next launch. Without a counter the numbers come in a fixed stride.
 struct TileNumbers {

@@ -33,16 +33,13 @@ struct SwizzledTile {
     // The way back, as one bulk group; what lies outside of the tensor is not written.
     __device__ void store(const ptx::TensorMap &map, int row, int head, int batch) const {
         #pragma unroll
-        for (int c = 0; c < kChunks; ++c)
-            ptx::tma_store_4d(map, base + c * kChunkBytes, 64 * c, row, head, batch);
+        for (int c = 0; c < kChunks; ++c) ptx::tma_store_4d(map, base + c * kChunkBytes, 64 * c, row, head, batch);
         ptx::cp_async_bulk_commit_group();
     }
 
     // Matrix descriptors of 16 columns (K-major) or 16 rows (MN-major), the k-th such slice: wgmma's operand of depth
     // step k. Fields: address, leading and stride byte offset, each / 16; 128-byte swizzle (PTX ISA 9.7.15.5.1.2).
-    __device__ ptx::u64 columns(int k) const {
-        return descriptor(16) + ((k / 4 * kChunkBytes + k % 4 * 32) >> 4);
-    }
+    __device__ ptx::u64 columns(int k) const { return descriptor(16) + ((k / 4 * kChunkBytes + k % 4 * 32) >> 4); }
     __device__ ptx::u64 rows(int k) const { return descriptor(kChunkBytes) + (k * 16 * 128 >> 4); }
 
   private:
@@ -72,9 +69,8 @@ __device__ __forceinline__ void wgmma(Fp16, float (&d)[kHalf], const ptx::u32 (&
 
 // An accumulator as wgmma's list of registers.
 template <int kCols>
-__device__ __forceinline__ float (&registers_of(AccTile<16, kCols> &acc))[kCols / 2] {
-    return reinterpret_cast<float(&)[kCols / 2]>(acc.x);
-}
+__device__ __forceinline__ float (&registers_of(AccTile<16, kCols> &acc))
+    [kCols / 2] { return reinterpret_cast<float (&)[kCols / 2]>(acc.x); }
 // After the wait: the compiler must not move uses of the accumulator before this point.
 template <int kCols>
 __device__ __forceinline__ void arrived(AccTile<16, kCols> &acc) {

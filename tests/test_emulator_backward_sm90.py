@@ -11,16 +11,11 @@ from emulator.cases import SHIPPED, TABLE, can_use_tma
 from emulator.require import require_compiler
 
 from cupyflash.accuracy import Oracle
-from cupyflash.kernels import backward_sm90_variants
 
 require_compiler()
 
 TESTED_MODES = ("race", "late")
-CASES = {
-    name: case
-    for name, case in (TABLE | SHIPPED).items()
-    if case.backward and can_use_tma(case) and backward_sm90_variants(case.problem("bf16")) is not None
-}
+CASES = {name: case for name, case in (TABLE | SHIPPED).items() if case.backward and can_use_tma(case)}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

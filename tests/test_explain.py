@@ -178,6 +178,9 @@ def test_work_is_counted_once(document: Document) -> None:
     assert (delta["flops"], main["flops"], convert["flops"]) == (0, 2.5 * found["flops"], 0)
     assert convert["bytes"] == backward["workspace"]["dq_accum"] + 2 * rows * 64
     assert backward["bytes"] == sum(x["bytes"] for x in backward["launches"])
+    wide, backward = document("--seqlen", "1000", "--head-dim", "256", "--backward")["passes"]
+    assert [x["flops"] / wide["flops"] for x in backward["launches"]] == [0, 2, 1.5]
+    assert list(backward["workspace"]) == ["row_stats"]
 
 
 def test_least_times(document: Document) -> None:

@@ -68,7 +68,7 @@ OUTSIDE = {
 # The same for headers: patterns of file names without suffix.
 CUDA_LAYERS = (
     ("fwd_*", "bwd_*", "combine"),
-    ("dq_accum", "dropout", "epilogue", "mask", "nonfinite", "score", "softmax"),
+    ("dq_accum", "dropout", "epilogue", "mask", "nonfinite", "score", "softmax", "visits"),
     ("element", "gemm", "pages", "pipeline*", "schedule", "seqlen", "tile*"),
     ("ptx*", "params*"),
 )
@@ -83,6 +83,7 @@ CUDA_SIDEWAYS = {
     "softmax": {"score"},
     "tile": {"element", "schedule"},
     "tile_sm90": {"element", "gemm", "tile"},
+    "visits": {"mask"},
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
 HARDWARE = re.compile(

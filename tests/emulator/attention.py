@@ -165,14 +165,11 @@ class Session:
             if isinstance(variant, ForwardSm90):
                 for name, rows in (("q", 64), ("k", variant.block_n), ("v", variant.block_n), ("o", 64)):
                     struct[f"map_{name}"] = buffers.map(name, problem.dtype, rows)
-                if self.counter:
-                    struct["counter"], counter = buffers.memory.output("counter", (2,), np.int32)
-                    counter[:] = 0
+            if variant.persistent and self.counter:
+                struct["counter"], counter = buffers.memory.output("counter", (2,), np.int32)
+                counter[:] = 0
             if isinstance(variant, BackwardSm90):
-                for name in ("q", "k", "v", "dout", "dk", "dv"):
-                    rows = {"q": variant.block_m, "dout": variant.block_m, "dk": 64, "dv": 64}.get(
-                        name, variant.block_n
-                    )
+                for name, rows in variant.box_rows.items():
                     struct[f"map_{name}"] = buffers.map(name, problem.dtype, rows)
             kernel = kernel_of(variant, self.device, self.headers)
             kernel(launch.grid, variant.threads, variant.smem_bytes, [struct], mode, self.seed)
@@ -190,6 +187,7 @@ EXTRA = NONFINITE_QUERIES | {
     c.name: c
     for c in (
         Case("many-tiles", "full", 261, 65, 64, batch=3, heads_q=4, heads_k=2),
+        Case("many-tiles-d192", "full", 293, 131, 192, heads_q=4, heads_k=2),
         Case("many-tiles-d256", "full", 293, 131, 256, heads_q=4, heads_k=4, causal=True),
     )
 }
