@@ -8,6 +8,7 @@ import pytest
 from emulator import MODES, EmulatorError
 from emulator.attention import Session, find_case, inputs_of, small_device
 from emulator.mutants import BACKWARD, FORWARD, Bug
+from emulator.mutants_bwd_sm90 import BACKWARD_SM90
 from emulator.mutants_sm90 import FORWARD_SM90
 from emulator.require import require_compiler
 
@@ -37,9 +38,9 @@ def backward(bug: Bug) -> list[Comparison]:
     return exact.judge_backward(*session.backward(inputs, out, lse, problem))
 
 
-@pytest.mark.parametrize("bug", [*FORWARD, *BACKWARD, *FORWARD_SM90], ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize("bug", [*FORWARD, *BACKWARD, *FORWARD_SM90, *BACKWARD_SM90], ids=lambda bug: bug.name.replace(" ", "-"))
 def test_planted_bug_is_reported(bug: Bug) -> None:
-    run = backward if bug in BACKWARD else forward
+    run = backward if bug in BACKWARD + BACKWARD_SM90 else forward
     if bug.finds:
         with pytest.raises(EmulatorError, match=bug.finds):
             run(bug)
