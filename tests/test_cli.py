@@ -20,7 +20,15 @@ from click.testing import CliRunner, Result
 
 import cupyflash
 from cupyflash import api, arrays, cases, cli, device, jit, nvrtc, run
-from cupyflash.cli import bench_cycles, bench_report, doctor_checks, frameworks, verify_checks, verify_kernels, verify_report
+from cupyflash.cli import (
+    bench_cycles,
+    bench_report,
+    doctor_checks,
+    frameworks,
+    verify_checks,
+    verify_kernels,
+    verify_report,
+)
 from cupyflash.cli.bench_timing import Clock
 from cupyflash.cli.bench_work import Cell
 from cupyflash.errors import CompileError, UnsupportedError

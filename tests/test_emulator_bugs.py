@@ -38,7 +38,9 @@ def backward(bug: Bug) -> list[Comparison]:
     return exact.judge_backward(*session.backward(inputs, out, lse, problem))
 
 
-@pytest.mark.parametrize("bug", [*FORWARD, *BACKWARD, *FORWARD_SM90, *BACKWARD_SM90], ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "bug", [*FORWARD, *BACKWARD, *FORWARD_SM90, *BACKWARD_SM90], ids=lambda bug: bug.name.replace(" ", "-")
+)
 def test_planted_bug_is_reported(bug: Bug) -> None:
     run = backward if bug in BACKWARD + BACKWARD_SM90 else forward
     if bug.finds:

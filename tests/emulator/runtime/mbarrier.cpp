@@ -59,11 +59,29 @@ static void check_overrun(u32 bar, MBarrier &m) {
     }
 }
 
+// The other way round: whoever waits for phase k must know by then that phase k - 1 is complete, or the wait may return
+// at once, taking phase k - 2 for it.
+static void check_underrun(u32 bar, const MBarrier &m, Site site) {
+    if (!config.race || m.phase < 2) return;
+    const u32 *known = current->cluster->clocks.data_of(current->index);
+    bool ordered = true;
+    for (size_t i = 0; i < m.earlier.data.size(); ++i) ordered &= m.earlier.data[i] <= known[i];
+    if (ordered || !report_once(0xa000000000000000ull ^ reinterpret_cast<u64>(site.file) ^
+                                static_cast<u64>(site.line) << 40))
+        return;
+    put("%sPHASE UNDERRUN: the mbarrier at shared memory + %u: thread %d may wait for phase %u at %s before phase %u is "
+        "complete: that wait returns at once",
+        message_is_empty() ? "" : "\n", bar & (kCtaSpan - 1), current->index, m.phase - 1, text(site).c_str(),
+        m.phase - 2);
+    put_call_stack();
+}
+
 static void complete_phase_if_due(u32 bar, MBarrier &m) {
     if (m.pending != 0 || m.tx != 0) return;
     check_overrun(bar, m);
     ++m.phase;
     m.pending = m.count;
+    std::swap(m.earlier, m.done);
     m.done = m.collecting;  // clocks only grow: the next phase keeps what this one has released
     for (Fiber *f : m.waiting) wake(*f);
     m.waiting.clear();
@@ -125,6 +143,7 @@ void emu_mbarrier_wait(u32 bar, u32 parity, Site site) {
     for (;;) {
         MBarrier &m = current->cluster->mbarriers[bar];
         if ((m.phase & 1) != (parity & 1)) {
+            check_underrun(bar, m, site);
             acquire(*current, m.done);
             if (config.race)
                 m.seen.push_back({m.phase - 1, current->index, current->cluster->clocks.now(current->index), site});

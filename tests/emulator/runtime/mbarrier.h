@@ -15,6 +15,7 @@ struct MBarrier {
     std::vector<Fiber *> waiting;
     Released collecting;  // by the arrivals of this phase
     Released done;        // by those of the phase before
+    Released earlier;     // by those of the phase before that
     // Who has returned from a wait for which phase, and when.
     struct Seen {
         u32 phase;
