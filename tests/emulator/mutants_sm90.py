@@ -23,6 +23,8 @@ SYNCHRONISATION = (
          "dense-d64", r"more arrivals than the count(.|\n)*fwd_load_sm90\.cuh:\d+|RACE|PHASE OVERRUN"),
     _bug("Q brought too early", "fwd_load_sm90.cuh", "            ptx::mbarrier_wait(smem.q_empty(ring.stage), ring.phase ^ 1);\n", "",
          "many-tiles", r"RACE, write after (read|write): .*(tile|fwd)_sm90\.cuh:\d+|PHASE OVERRUN|more arrivals"),
+    _bug("slot of Q taken over from the other group unseen", "fwd_sm90.cuh", "        if (smem.kSlots % smem.kGroups) ptx::mbarrier_wait(smem.q_empty(q_ring.stage), q_ring.phase ^ 1);\n", "",
+         "short-tiles-d256", r"PHASE UNDERRUN: .*fwd_sm90\.cuh:\d+"),
     _bug("V released before its wgmma is complete", "fwd_sm90.cuh", "            ptx::wgmma_wait_group<0>();\n            arrived(O);\n            release_v(before);",
          "            release_v(before);\n            ptx::wgmma_wait_group<0>();\n            arrived(O);",
          "dense-d64", r"RACE, write after read: .*(tile|fwd)_sm90\.cuh:\d+"),

@@ -66,8 +66,8 @@ static void check_underrun(u32 bar, const MBarrier &m, Site site) {
     const u32 *known = current->cluster->clocks.data_of(current->index);
     bool ordered = true;
     for (size_t i = 0; i < m.earlier.data.size(); ++i) ordered &= m.earlier.data[i] <= known[i];
-    if (ordered || !report_once(0xa000000000000000ull ^ reinterpret_cast<u64>(site.file) ^
-                                static_cast<u64>(site.line) << 40))
+    if (ordered ||
+        !report_once(0xa000000000000000ull ^ reinterpret_cast<u64>(site.file) ^ static_cast<u64>(site.line) << 40))
         return;
     put("%sPHASE UNDERRUN: the mbarrier at shared memory + %u: thread %d may wait for phase %u at %s before phase %u is "
         "complete: that wait returns at once",
