@@ -115,8 +115,8 @@ def backward_smem_bytes(tile: BackwardTile, head_dim: int) -> int:
 
 
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200, 2026-11-20
-# (docs/performance.md), among those that compile without spills: with NVRTC 12.9 for all architectures, with 13.0 up to
-# sm_90; there the forward at head_dim 128 spills 16 to 52 bytes on sm_100, 103 and 120. Those are not measured.
+# (docs/performance.md), among those that compile without spills with NVRTC 12.9, for all architectures. With 13.0 the
+# forward at head_dim 128 spills 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. Those are not measured.
 _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
     (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
     (120, ForwardTile(128, 32, 4, 4, 2)),
