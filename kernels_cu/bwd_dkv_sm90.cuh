@@ -5,11 +5,12 @@
 // P and dS twice.
 //
 // A persistent block draws tiles of kBlockN = 64 keys of one (batch, head_k), keeps their K and V in shared memory, and
-// visits every query tile that sees them, of all query heads of the group. Two warpgroups consume, with S and dP transposed, so that P^T and dS^T
-// are A operands straight from the accumulators: the first computes S^T = K Q^T, P and dV += P^T dO, and hands P on, as
-// rounded, through shared memory; the second computes dP^T = V dO^T, dS and dK += dS^T Q. In the third warpgroup one
-// thread draws the tiles and produces Q, dO and row_stats through rings of stages, ahead of the consumers. dV leaves
-// through the shared memory of K, and dK through that of V: each has one reader.
+// visits every query tile that sees them, of all query heads of the group. Two warpgroups consume, with S and dP
+// transposed, so that P^T and dS^T are A operands straight from the accumulators: the first computes S^T = K Q^T, P and
+// dV += P^T dO, and hands P on, as rounded, through shared memory; the second computes dP^T = V dO^T, dS and
+// dK += dS^T Q. In the third warpgroup one thread draws the tiles and produces Q, dO and row_stats through rings of
+// stages, ahead of the consumers. dV leaves through the shared memory of K, and dK through that of V: each has one
+// reader.
 //
 // Shared memory: K | V | kStages x Q | kStages x dO | two P | kStages x row_stats | mbarriers | queue of work.
 #ifndef CUPYFLASH_BWD_DKV_SM90_CUH
@@ -24,7 +25,6 @@
 // The two consumer warpgroups, and what is theirs: K, Q and S; V, dO and dP.
 enum DkvRole { kRoleP = 0, kRoleDS = 1 };
 
-// Descending: all blocks of a head then read the same query tiles at about the same time.
 template <class V>
 struct BwdDkvSmem {
     using T = typename V::Element;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
     if (ptx::thread_index() == 0) smem.init();
     ptx::bar_sync();
 
-    const int role = ptx::shfl_index(ptx::thread_index() / 128, 0);  // uniform across the warp, and known to be
+    const int role = uniform(ptx::thread_index() / 128);
     if (role == 2) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         if (ptx::thread_index() % 128 == 0) bwd_dkv_load<V>(p, smem);

@@ -2,11 +2,11 @@
 //     P = exp(scale * Q K^T - lse),  dS = P * (dO V^T - delta),  dQ = scale * dS K.
 //
 // A persistent block draws tiles of kBlockM = 128 rows of one (batch, head), keeps their Q and dO in shared memory, and
-// visits the key blocks that they see, from the last to the first. Two warpgroups consume: each owns 64 rows, with S, dP and dQ in registers,
-// and for each key block issues dQ += dS_{j+1} K_{j+1}, dP_j = dO V_j^T and S_j = Q K_j^T in a row, then turns S_j and
-// dP_j into dS_j while the products of the other warpgroup keep the tensor cores busy. In the third warpgroup one thread
-// draws the tiles and produces V and K by turns, through one ring: of three stages V_j takes that of K_{j+2}, and K_j
-// that of V_{j+1}; a warp for each consumer brings its Q and dO.
+// visits the key blocks that they see, from the last to the first. Two warpgroups consume: each owns 64 rows, with S, dP
+// and dQ in registers, and for each key block issues dQ += dS_{j+1} K_{j+1}, dP_j = dO V_j^T and S_j = Q K_j^T in a row,
+// then turns S_j and dP_j into dS_j while the products of the other warpgroup keep the tensor cores busy. In the third
+// warpgroup one thread draws the tiles and produces V and K by turns, through one ring: of three stages V_j takes that of
+// K_{j+2}, and K_j that of V_{j+1}; a warp for each consumer brings its Q and dO.
 //
 // Shared memory: two Q | two dO | ring of V and K | mbarriers | queue of work. dQ leaves through its Q tile.
 #ifndef CUPYFLASH_BWD_DQ_SM90_CUH
@@ -54,12 +54,6 @@ struct BwdDqSmem {
 
   private:
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
-};
-
-// The 64 rows of one warpgroup, for the mask.
-template <class V>
-struct DqGroupRows : V {
-    static constexpr int kBlockM = 64;
 };
 
 // A tile of rows, and the key blocks [first, end) that some of them see. An empty range is widened to one block, in
@@ -131,7 +125,7 @@ struct BwdDqGroup {
     const BwdSm90Params &p;
     const Problem &problem;
     const BwdDqSmem<V> &smem;
-    const Mask<DqGroupRows<V>> mask;
+    const Mask<OneGroup<V>> mask;
     const Score<V> score;
     const int group, warp_row;  // of the block; this warp's first row of the 64
     RingPosition<V::kStages> ring;
@@ -313,10 +307,10 @@ __device__ __forceinline__ void bwd_dq(const BwdSm90Params &p) {
     if (ptx::thread_index() == 0) smem.init();
     ptx::bar_sync();
 
-    const int role = ptx::shfl_index(ptx::thread_index() / 128, 0);  // uniform across the warp, and known to be
+    const int role = uniform(ptx::thread_index() / 128);
     if (role == smem.kGroups) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
-        const int warp_in_group = ptx::shfl_index(warp() % 4, 0);
+        const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && lane() == 0) bwd_dq_load_kv<V>(p, smem);
         if (warp_in_group > 0 && warp_in_group <= smem.kGroups) bwd_dq_load_rows<V>(p, smem, warp_in_group - 1);
     } else {

@@ -23,6 +23,7 @@
 constexpr int kBwdConsumers = 256;  // threads of the two consumer warpgroups, which are the first two
 // Named barriers; 0 is everybody's. The pairs and triples have one for each consumer warpgroup.
 enum BwdBarrier { kBarConsumers = 1, kBarVote = 2, kBarDqFree = 3, kBarDqReady = 5, kBarGroup = 7 };
+constexpr int kDqThreads = 128 + 32;  // of kBarDqFree and kBarDqReady: a warpgroup and the warp that writes its dQ
 
 // As dq_accum.cuh sees the consumers: eight warps, each with 16 rows by 64 columns of a dQ tile.
 template <class V>
@@ -102,8 +103,8 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
     BwdVisits<V> visit(p.plain.problem);
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
-        ptx::bar_arrive(kBarDqFree + half, 160);  // dQ of the visit before has been read
-        ptx::bar_sync(kBarDqReady + half, 160);
+        ptx::bar_arrive(kBarDqFree + half, kDqThreads);  // dQ of the visit before has been read
+        ptx::bar_sync(kBarDqReady + half, kDqThreads);
         if (lane() == 0) {
             // Deterministic: both halves of all key blocks before this one have been added.
             int *const turn =
@@ -246,13 +247,13 @@ struct BwdGroup {
         arrive_warp(smem.dout_empty(stage));
         ptx::wgmma_wait_group<1>();
         arrived(dQ);
-        ptx::bar_sync(kBarDqFree + group, 160);  // the writer has read the dQ before
+        ptx::bar_sync(kBarDqFree + group, kDqThreads);  // the writer has read the dQ before
         const int thread = fresh_thread();
         #pragma unroll
         for (int j = 0; j < 8; ++j)
             ptx::st_shared_v4_b32(smem.dq(0) + (thread / 32 * 256 + j * 32 + thread % 32) * 16, bits_of(dQ.x[0][j]));
         ptx::fence_proxy_async();
-        ptx::bar_arrive(kBarDqReady + group, 160);
+        ptx::bar_arrive(kBarDqReady + group, kDqThreads);
         ptx::wgmma_wait_group<0>();
         arrived(dK);
         if (careful) after_care(visit);
@@ -349,10 +350,10 @@ __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
     if (ptx::thread_index() == 0) smem.init();
     ptx::bar_sync();
 
-    const int role = ptx::shfl_index(ptx::thread_index() / 128, 0);  // uniform across the warp, and known to be
+    const int role = uniform(ptx::thread_index() / 128);
     if (role == kBwdConsumers / 128) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
-        const int warp_in_group = ptx::shfl_index(warp() % 4, 0);
+        const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && lane() == 0) bwd_load<V>(p, smem);
         if (warp_in_group == 1 || warp_in_group == 2) bwd_add_dq<V>(p, smem, warp_in_group - 1);
     } else {

@@ -59,12 +59,8 @@ struct FwdTile {
     int block, head, batch;  // block: along the sequence; -1: there are no more tiles
     int q0, first, end;
 
-    __device__ static int count(const Problem &p) { return ceil_div(p.seqlen_q, V::kBlockM) * p.heads_q * p.batch; }
     __device__ static ptx::U128 pack(int number, const Problem &p) {
-        if (number >= count(p)) return {~0u};
-        const auto index = TileIndex::at<Mask<V>::kHides>(number, p, ceil_div(p.seqlen_q, V::kBlockM), p.heads_q);
-        return {static_cast<ptx::u32>(index.block), static_cast<ptx::u32>(index.head),
-                static_cast<ptx::u32>(index.batch)};
+        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.seqlen_q, V::kBlockM), p.heads_q);
     }
     __device__ FwdTile(const ptx::U128 &packed, const Problem &p)
         : block(packed.x[0]), head(packed.x[1]), batch(packed.x[2]), q0(block * V::kBlockM) {

@@ -17,12 +17,6 @@
 #include "nonfinite.cuh"
 #include "softmax.cuh"
 
-// The 64 rows of one warpgroup, for the mask.
-template <class V>
-struct OneGroup : V {
-    static constexpr int kBlockM = 64;
-};
-
 // One consumer warpgroup.
 template <class V>
 struct FwdGroup {

@@ -48,4 +48,10 @@ struct Mask {
     __device__ int end_query_block(int k0) const { return ceil_div(max(0, end_query(min(k0 + N, seqlen_k) - 1)), M); }
 };
 
+// The 64 rows of one warpgroup of a tile, for Mask.
+template <class V>
+struct OneGroup : V {
+    static constexpr int kBlockM = 64;
+};
+
 #endif  // CUPYFLASH_MASK_CUH
