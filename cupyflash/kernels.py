@@ -226,18 +226,16 @@ def _hopper_backward(kind: type[_Hopper], t: HopperBackwardTile, block_n: int, p
     return replace(variant, **mask_flags(problem), deterministic=deterministic)
 
 
-def backward_sm90_variants(
-    problem: Problem, *, aligned_out: bool = True
-) -> tuple[Delta, BackwardSm90, Convert | BackwardDqSm90]:
-    """The same of the sm90 family; for wide heads dQ has a kernel of its own. `aligned_out`: as `aligned`, for out."""
+def backward_sm90_variants(problem: Problem) -> tuple[Delta, BackwardSm90, Convert | BackwardDqSm90]:
+    """The same of the sm90 family, whose arrays are aligned; for wide heads dQ has a kernel of its own."""
     tile = tiles.hopper_backward_tile(problem.head_dim)
     block_m = tile.block_m if tile else 64
     # dQ lies as eight warps of 16 rows by 64 columns leave it.
     shared = (problem.dtype, problem.head_dim, block_m, 8, 1, 4, block_m // 16)
     if tile:
         main = _hopper_backward(BackwardSm90, tile, 128, problem)
-        delta = Delta(*shared, unaligned=not aligned_out, deterministic=main.deterministic)
+        delta = Delta(*shared, deterministic=main.deterministic)
         return delta, main, Convert(*shared)
     dkv, dq = tiles.hopper_wide_backward_tiles(problem.head_dim)
     main, last = _hopper_backward(BackwardDkvSm90, dkv, 64, problem), _hopper_backward(BackwardDqSm90, dq, 64, problem)
-    return Delta(*shared, unaligned=not aligned_out), main, last
+    return Delta(*shared), main, last

@@ -56,7 +56,6 @@ class Prepared:
     """The launches of one call on one device, ready but for the addresses of the arrays."""
 
     def __init__(self, problem: Problem, plan: Plan, device: Device, filled: Filled, stream: int) -> None:
-        import cupy
         from cupy.cuda import runtime
 
         kernels = [jit.load(launch.variant, device, stream) for launch in plan.launches]
@@ -74,10 +73,10 @@ class Prepared:
         self.device = device.ordinal
         self._template, self._plain_bytes = filled.params.tobytes(), filled.plain_bytes
         self._writes = filled.writes
-        self._counter_slot = filled.counter
-        if filled.counter is not None:
+        self._counter_slot = filled.counter if self.persistent else None
+        if self._counter_slot is not None:
             self._counters = counters.of(device.ordinal)
-            with cupy.cuda.Device(device.ordinal):
+            with device.current():
                 self._counters.reserve(stream)
         self._free: list[_Arguments] = []  # a block is taken while its launch is written: threads never share one
         self._launch = jit.launcher()

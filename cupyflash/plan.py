@@ -59,7 +59,7 @@ def check_supported(problem: Problem, device: Device) -> None:
 
 
 def why_not_sm90(problem: Problem, device: Device, *, tma: bool = True) -> str | None:
-    """Why the sm90 family's forward cannot take a problem; None if it can. `tma`: whether TMA can read q, k and v."""
+    """Why the sm90 family cannot take a problem; None if it can. `tma`: whether TMA can read its arrays."""
     if device.capability != (9, 0):
         return (
             f"it needs compute capability 9.0 exactly, {device.name} has {device.capability[0]}.{device.capability[1]}"
@@ -69,6 +69,14 @@ def why_not_sm90(problem: Problem, device: Device, *, tma: bool = True) -> str |
     if not tma:
         return "TMA reads rows at multiples of 16 bytes, and no dimension with a stride of 0"
     return None
+
+
+def _uses_sm90(problem: Problem, device: Device, tma: bool, family: str | None) -> bool:
+    """Which family computes a problem; UnsupportedError if it is not the one asked for."""
+    reason = why_not_sm90(problem, device, tma=tma)
+    if family == "sm90" and reason:
+        raise UnsupportedError(f"CUPYFLASH_FAMILY=sm90: {reason}; unset it to let the library choose")
+    return reason is None and family != "sm80"
 
 
 def _section(problem: Problem, device: Device, bytes_per_head: int, sequences: int) -> int:
@@ -113,19 +121,17 @@ def forward_plan(
         UnsupportedError: if the device, the dtype or the family asked for cannot do it.
     """
     check_supported(problem, device)
-    reason = why_not_sm90(problem, device, tma=aligned if tma is None else tma)
-    if family == "sm90" and reason:
-        raise UnsupportedError(f"CUPYFLASH_FAMILY=sm90: {reason}; unset it to let the library choose")
+    use_sm90 = _uses_sm90(problem, device, aligned if tma is None else tma, family)
     group = problem.heads_q // problem.heads_k
     head_bytes = 2 * problem.seqlen_k * problem.head_dim * ITEMSIZE[problem.dtype]
     heads_k = problem.batch * problem.heads_k
     variant: Variant
-    if family == "sm80" or reason:
-        variant = forward_variant(problem, device, aligned=aligned)
-        section = _section(problem, device, head_bytes, heads_k) * group
-    else:
+    if use_sm90:
         variant = forward_sm90_variant(problem, clocks=clocks)
         section = max(1, min(heads_k, _SM90_SECTION_BYTES[problem.masked] // head_bytes)) * group
+    else:
+        variant = forward_variant(problem, device, aligned=aligned)
+        section = _section(problem, device, head_bytes, heads_k) * group
     tiles = _checked_grid("q", blocks(problem.seqlen_q, variant.block_m) * problem.heads_q * problem.batch)
     return Plan((_launch(variant, tiles, device),), {}, section)
 
@@ -149,11 +155,8 @@ def backward_plan(
         UnsupportedError: if the device, the dtype or the family asked for cannot do it.
     """
     check_supported(problem, device)
-    reason = why_not_sm90(problem, device, tma=aligned if tma is None else tma)
-    if family == "sm90" and reason:
-        raise UnsupportedError(f"CUPYFLASH_FAMILY=sm90: {reason}; unset it to let the library choose")
-    use_sm80 = reason or family == "sm80"
-    found = backward_variants(problem, device, aligned=aligned) if use_sm80 else backward_sm90_variants(problem)
+    use_sm90 = _uses_sm90(problem, device, aligned if tma is None else tma, family)
+    found = backward_sm90_variants(problem) if use_sm90 else backward_variants(problem, device, aligned=aligned)
     delta, main, last = found
     b, sq, hq, hk = problem.batch, problem.seqlen_q, problem.heads_q, problem.heads_k
     m_blocks = blocks(sq, main.block_m)

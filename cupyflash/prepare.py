@@ -6,7 +6,7 @@ Here every fact about the arrays meets the plan: which kernel family their strid
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,13 +51,14 @@ def _is_aligned(signatures: Sequence[Signature]) -> bool:
     return all(s % 8 == 0 for sig in signatures for s, n in zip(sig.strides[:3], sig.shape[:3], strict=True) if n > 1)
 
 
-def access(signatures: Sequence[Signature], aligned: bool) -> tuple[bool, bool]:
+def access(signatures: Sequence[Signature], aligned: bool, others: Sequence[Signature] = ()) -> tuple[bool, bool]:
     """(aligned, tma): whether every row of the arrays starts at a multiple of 16 bytes, and whether TMA can read them.
 
     Args:
         aligned: whether their addresses are multiples of 16.
+        others: arrays that no kernel reads by TMA.
     """
-    aligned = aligned and _is_aligned(signatures)
+    aligned = aligned and _is_aligned([*signatures, *others])
     return aligned, aligned and all(tensormap.readable(s.shape, s.strides) for s in signatures)
 
 
@@ -101,13 +102,23 @@ def prepare_forward(
     problem = check("qkv", library, signatures, options)
     device = Device.of(signatures[0].device)
     aligned, tma = access(signatures, aligned)
-    plan = forward_plan(problem, device, aligned=aligned, tma=tma, family=family(), clocks=clocks)
+
+    def ready(tma: bool) -> tuple[Plan, Filled | None]:
+        plan = forward_plan(problem, device, aligned=aligned, tma=tma, family=family(), clocks=clocks and tma)
+        return plan, fill_forward(plan, problem, signatures, options.layout)
+
+    return _prepared(problem, device, ready, tma, stream)
+
+
+def _prepared(
+    problem: Problem, device: Device, ready: Callable[[bool], tuple[Plan, Filled | None]], tma: bool, stream: int
+) -> Prepared:
+    """What `ready` plans and fills in: with TMA if it can read the arrays and the driver makes tensor maps of them."""
     with device.current():  # drivers encode tensor maps for a thread with a context alone
-        filled = fill_forward(plan, problem, signatures, options.layout)
-    if filled is None:
-        plan = forward_plan(problem, device, aligned=aligned, tma=False, family=family())
-        filled = fill_forward(plan, problem, signatures, options.layout)
-        assert filled is not None
+        plan, filled = ready(tma)
+        if filled is None:
+            plan, filled = ready(False)
+    assert filled is not None
     return Prepared(problem, plan, device, filled, stream)
 
 
@@ -136,17 +147,14 @@ def prepare_backward(
     signatures = [Signature(*key) for key in keys]
     problem = check(BACKWARD_NAMES, library, signatures, options)
     device = Device.of(signatures[0].device)
-    aligned = aligned and _is_aligned(signatures)
-    q, k, v, _, dout = signatures
-    tma = aligned and all(tensormap.readable(s.shape, s.strides) for s in (q, k, v, dout))
-    plan = backward_plan(problem, device, aligned=aligned, tma=tma, family=family())
-    with device.current():  # drivers encode tensor maps for a thread with a context alone
-        filled = _fill_backward(plan, problem, signatures, options.layout)
-    if filled is None:
-        plan = backward_plan(problem, device, aligned=aligned, tma=False, family=family())
-        filled = _fill_backward(plan, problem, signatures, options.layout)
-        assert filled is not None
-    return Prepared(problem, plan, device, filled, stream)
+    q, k, v, out, dout = signatures
+    aligned, tma = access([q, k, v, dout], aligned, [out])
+
+    def ready(tma: bool) -> tuple[Plan, Filled | None]:
+        plan = backward_plan(problem, device, aligned=aligned, tma=tma, family=family())
+        return plan, _fill_backward(plan, problem, signatures, options.layout)
+
+    return _prepared(problem, device, ready, tma, stream)
 
 
 def _fill_backward(plan: Plan, problem: Problem, signatures: Sequence[Signature], layout: str) -> Filled | None:
@@ -168,5 +176,4 @@ def _fill_backward(plan: Plan, problem: Problem, signatures: Sequence[Signature]
         )
         for name, n in main.box_rows.items()
     }
-    filled = launch.with_tensor_maps(main.params, params, maps)
-    return filled if main.persistent or filled is None else filled._replace(counter=None)
+    return launch.with_tensor_maps(main.params, params, maps)
