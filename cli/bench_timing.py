@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Work = Callable[[], Any]
-BATCH_MS = 2.0  # calls between two events take at least this long: what a single launch costs the host vanishes
+BATCH_MS = 10.0  # calls between two events take at least this long: what the first one costs the host vanishes
 MIN_BATCH, MAX_BATCH = 4, 1000
 
 

@@ -197,7 +197,7 @@ def _document(p: Pass, gpu: Device, cubins: dict[Variant, Cubin]) -> dict[str, A
         "direction": p.direction,
         "family": max(family_of(launch.variant) for launch in p.plan.launches),
         "not_taken": p.not_taken,
-        "section": p.plan.section,
+        "sections": p.plan.sections,
         "workspace": explain_work.workspace_bytes(p.plan.workspace),
         "flops": sum(w.flops for w in work_left),
         "bytes": sum(w.bytes for w in work_left),

@@ -93,7 +93,7 @@ def _flops(flops: float) -> str:
 def _sum(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     sizes = found["workspace"]
     arrays = ", ".join(f"{name} {gib(n)}" for name, n in sizes.items())
-    yield "heads together", str(found["section"])
+    yield "heads together", f"{found['sections'][0]}, at last {found['sections'][1]}"
     yield "workspace", f"{gib(sum(sizes.values()))}: {arrays}" if sizes else "none"
     if len(found["launches"]) > 1:
         yield "work in all", f"{_flops(found['flops'])}, {gib(found['bytes'])}"

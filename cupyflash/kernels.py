@@ -103,7 +103,6 @@ class BackwardSm90(Variant):
     stages: int
     consumer_registers: int
     producer_registers: int
-    packed_p: bool = False
     causal: bool = False
     window: bool = False
     scale_first: bool = False
@@ -115,7 +114,9 @@ class BackwardSm90(Variant):
 
     @property
     def smem_bytes(self) -> int:
-        tile = HopperBackwardTile(self.block_m, self.stages, self.consumer_registers, self.producer_registers)
+        tile = HopperBackwardTile(
+            self.block_m, self.block_n, self.stages, self.consumer_registers, self.producer_registers
+        )
         return self.tile_bytes(tile, self.head_dim)
 
     @property
@@ -150,14 +151,13 @@ _Hopper = TypeVar("_Hopper", bound=BackwardSm90)
 
 @dataclass(frozen=True)
 class Delta(Variant):
-    """bwd_delta.cuh: row_stats, and dQ's accumulator cleared if there is one."""
+    """bwd_delta.cuh: row_stats, and dQ's accumulator and its counts cleared where there are any."""
 
     header, function, params_name, params = "bwd_delta", "bwd_delta", "BwdParams", BWD_PARAMS
 
     split_d: int
     dq_warps_m: int
     unaligned: bool = False
-    deterministic: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -166,12 +166,13 @@ class Delta(Variant):
 
 @dataclass(frozen=True)
 class Convert(Variant):
-    """bwd_convert.cuh: dQ from its accumulator."""
+    """bwd_convert.cuh: dQ from its accumulator. `repairs`: NaN of hidden keys may be in it."""
 
     header, function, params_name, params = "bwd_convert", "bwd_convert", "BwdParams", BWD_PARAMS
 
     split_d: int
     dq_warps_m: int
+    repairs: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -216,12 +217,12 @@ def backward_variants(problem: Problem, device: Device, *, aligned: bool = True)
         deterministic=problem.deterministic,
     )
     shared = (problem.dtype, problem.head_dim, t.block_m, t.warps, 1, t.split_d, t.dq_warps_m)
-    return Delta(*shared, unaligned=main.unaligned, deterministic=main.deterministic), main, Convert(*shared)
+    return Delta(*shared, unaligned=main.unaligned), main, Convert(*shared)
 
 
-def _hopper_backward(kind: type[_Hopper], t: HopperBackwardTile, block_n: int, problem: Problem) -> _Hopper:
-    shape = (problem.dtype, problem.head_dim, t.block_m, 12, 1, block_n, t.stages)
-    variant = kind(*shape, t.consumer_registers, t.producer_registers, t.packed_p)
+def _hopper_backward(kind: type[_Hopper], t: HopperBackwardTile, warps: int, problem: Problem) -> _Hopper:
+    shape = (problem.dtype, problem.head_dim, t.block_m, warps, 1, t.block_n, t.stages)
+    variant = kind(*shape, t.consumer_registers, t.producer_registers)
     deterministic = problem.deterministic and kind is BackwardSm90  # the others are by nature
     return replace(variant, **mask_flags(problem), deterministic=deterministic)
 
@@ -229,13 +230,11 @@ def _hopper_backward(kind: type[_Hopper], t: HopperBackwardTile, block_n: int, p
 def backward_sm90_variants(problem: Problem) -> tuple[Delta, BackwardSm90, Convert | BackwardDqSm90]:
     """The same of the sm90 family, whose arrays are aligned; for wide heads dQ has a kernel of its own."""
     tile = tiles.hopper_backward_tile(problem.head_dim)
-    block_m = tile.block_m if tile else 64
-    # dQ lies as eight warps of 16 rows by 64 columns leave it.
-    shared = (problem.dtype, problem.head_dim, block_m, 8, 1, 4, block_m // 16)
+    # dQ lies as a warpgroup leaves it, 64 columns at a time.
+    shared = (problem.dtype, problem.head_dim, 64, 4 * -(-problem.head_dim // 64), 1, 4, 4)
     if tile:
-        main = _hopper_backward(BackwardSm90, tile, 128, problem)
-        delta = Delta(*shared, deterministic=main.deterministic)
-        return delta, main, Convert(*shared)
+        main = _hopper_backward(BackwardSm90, tile, tile.block_n // 16 + 4, problem)
+        return Delta(*shared), main, Convert(*shared, repairs=True)
     dkv, dq = tiles.hopper_wide_backward_tiles(problem.head_dim)
-    main, last = _hopper_backward(BackwardDkvSm90, dkv, 64, problem), _hopper_backward(BackwardDqSm90, dq, 64, problem)
+    main, last = _hopper_backward(BackwardDkvSm90, dkv, 12, problem), _hopper_backward(BackwardDqSm90, dq, 12, problem)
     return Delta(*shared), main, last

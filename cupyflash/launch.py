@@ -126,7 +126,7 @@ def keep(key: tuple[Any, ...], call: Prepared) -> Prepared:
     return call
 
 
-def fill_problem(params: np.ndarray, problem: Problem, section: int) -> None:
+def fill_problem(params: np.ndarray, problem: Problem, plan: Plan) -> None:
     """The run-time facts of `params.cuh`'s Problem."""
     p = params["problem"]
     for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "scale"):
@@ -134,7 +134,8 @@ def fill_problem(params: np.ndarray, problem: Problem, section: int) -> None:
     left, right = problem.window
     p["window_left"] = UNBOUNDED if left is None else left
     p["window_right"] = UNBOUNDED if right is None else right
-    p["section"] = section
+    p["section"], p["last_section"] = plan.sections
+    p["first_stores"] = plan.first_stores
 
 
 def fill_strides(params: np.ndarray, name: str, strides: Sequence[int], layout: str) -> None:

@@ -20,6 +20,8 @@ PROBLEM = np.dtype(
         ("window_left", "i4"),
         ("window_right", "i4"),
         ("section", "i4"),
+        ("last_section", "i4"),
+        ("first_stores", "i4"),
         ("scale", "f4"),
     ],
     align=True,

@@ -17,6 +17,8 @@ FAMILIES = ("sm80", "sm90")
 # K and V that share the L2, without a mask and with one, where mixing more heads evens out the tail:
 # docs/performance.md
 _SM90_SECTION_BYTES = 4 << 20, 16 << 20
+# Up to so many keys, with a mask, it pays that dQ's accumulator need not be cleared (docs/performance.md).
+_FIRST_STORES_LIMIT = 4096
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Plan:
 
     launches: tuple[Launch, ...]
     workspace: Workspace
-    section: int  # heads scheduled together (schedule.cuh)
+    sections: tuple[int, int]  # heads scheduled together, and the last of them (schedule.cuh)
+    first_stores: bool = False  # the first share of each tile of dQ is stored, the others are added (dq_accum.cuh)
 
 
 def blocks(n: int, size: int) -> int:
@@ -79,15 +82,20 @@ def _uses_sm90(problem: Problem, device: Device, tma: bool, family: str | None) 
     return reason is None and family != "sm80"
 
 
-def _section(problem: Problem, device: Device, bytes_per_head: int, sequences: int) -> int:
-    """How many heads are scheduled together.
+def _fitting(problem: Problem, device: Device, bytes_per_head: int) -> int:
+    """How many heads are worth mixing: those whose streamed operands fit half of the L2; without a mask just one."""
+    return device.l2_bytes // 2 // max(1, bytes_per_head) if problem.masked else 1
 
-    With a mask, tiles differ in length, and mixing the heads whose streamed operands fit half of the L2 evens out the
-    tail; without one, a single head at a time is best (measured:
-    docs/performance.md).
+
+def _sections(problem: Problem, device: Device, fitting: int, heads: int, tiles_per_head: int) -> tuple[int, int]:
+    """How many heads are scheduled together: `fitting` of them, and in the last section enough to even out the tail.
+
+    With a mask, tiles differ in length. A section starts with its longest tiles, so that the last one ends evenly if it
+    has a few for every multiprocessor.
     """
-    fitting = device.l2_bytes // 2 // max(1, bytes_per_head) if problem.masked else 1
-    return max(1, min(sequences, fitting))
+    enough = blocks(2 * device.sm_count, max(1, tiles_per_head)) if problem.masked else 0
+    section = max(1, min(heads, fitting))
+    return section, min(heads, max(section, enough))
 
 
 def _checked_grid(name: str, grid: int) -> int:
@@ -128,12 +136,13 @@ def forward_plan(
     variant: Variant
     if use_sm90:
         variant = forward_sm90_variant(problem, clocks=clocks)
-        section = max(1, min(heads_k, _SM90_SECTION_BYTES[problem.masked] // head_bytes)) * group
+        fitting = _SM90_SECTION_BYTES[problem.masked] // head_bytes
     else:
         variant = forward_variant(problem, device, aligned=aligned)
-        section = _section(problem, device, head_bytes, heads_k) * group
+        fitting = _fitting(problem, device, head_bytes)
     tiles = _checked_grid("q", blocks(problem.seqlen_q, variant.block_m) * problem.heads_q * problem.batch)
-    return Plan((_launch(variant, tiles, device),), {}, section)
+    section, last = _sections(problem, device, fitting, heads_k, blocks(problem.seqlen_q, variant.block_m) * group)
+    return Plan((_launch(variant, tiles, device),), {}, (section * group, last * group))
 
 
 def backward_plan(
@@ -164,14 +173,18 @@ def backward_plan(
     key_grid = _checked_grid("k", blocks(problem.seqlen_k, main.block_n) * hk * b)
     last_grid = blocks(sq, last.block_m) * hq * b
     head_bytes = sq * problem.head_dim * (2 * ITEMSIZE[problem.dtype] + 4) * (hq // hk)
+    first_stores = use_sm90 and isinstance(last, Convert) and problem.masked and problem.seqlen_k <= _FIRST_STORES_LIMIT
     workspace: Workspace = {"row_stats": ((b, hq, m_blocks * main.block_m, 2), "fp32")}
     if isinstance(last, Convert):
         columns = round_up(problem.head_dim, 16 * last.split_d)
         workspace["dq_accum"] = ((b, hq, m_blocks, main.block_m * columns), "fp32")
-        if problem.deterministic:
+        if problem.deterministic or first_stores:
             workspace["dq_turn"] = ((b, hq, m_blocks), "int32")
     return Plan(
         tuple(_launch(v, n, device) for v, n in ((delta, query_grid), (main, key_grid), (last, last_grid))),
         workspace,
-        _section(problem, device, head_bytes, b * hk),
+        _sections(
+            problem, device, _fitting(problem, device, head_bytes), b * hk, blocks(problem.seqlen_k, main.block_n)
+        ),
+        first_stores,
     )

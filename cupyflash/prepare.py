@@ -128,7 +128,7 @@ def fill_forward(plan: Plan, problem: Problem, signatures: Sequence[Signature], 
     params = np.zeros((), FWD_PARAMS)
     for name, array in zip("qkvo", arrays, strict=True):
         fill_strides(params, name, array.strides, layout)
-    fill_problem(params, problem, plan.section)
+    fill_problem(params, problem, plan)
     variant = plan.launches[0].variant
     if not isinstance(variant, ForwardSm90):
         return pointers_first(params)
@@ -164,7 +164,7 @@ def _fill_backward(plan: Plan, problem: Problem, signatures: Sequence[Signature]
     params = np.zeros((), BWD_PARAMS)
     for name, array in arrays.items():
         fill_strides(params, name, array.strides, layout)
-    fill_problem(params, problem, plan.section)
+    fill_problem(params, problem, plan)
     main = plan.launches[1].variant
     if not isinstance(main, BackwardSm90):
         return pointers_first(params)

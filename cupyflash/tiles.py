@@ -37,16 +37,16 @@ class HopperForwardTile:
 
 @dataclass(frozen=True)
 class HopperBackwardTile:
-    """A block keeps 128 keys, 64 a consumer warpgroup, and visits query tiles of `block_m` through `stages`.
+    """A block keeps `block_n` keys and visits query tiles of `block_m` through `stages`.
 
-    `packed_p`: dS takes P as it was rounded for dV, where fp32 P does not fit the registers.
+    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`.
     """
 
     block_m: int
+    block_n: int
     stages: int
     consumer_registers: int
     producer_registers: int
-    packed_p: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def hopper_forward_smem_bytes(tile: HopperForwardTile, head_dim: int) -> int:
 
 
 def hopper_backward_smem_bytes(tile: HopperBackwardTile, head_dim: int) -> int:
-    """Dynamic shared memory of bwd_sm90: K, V, the stages of Q, dO and row_stats, two dS, dQ, mbarriers."""
-    m, row = tile.block_m, 128 * -(-head_dim // 64)
+    """Dynamic shared memory of bwd_sm90: K, V, the stages of Q, dO and row_stats, two dS, two dQ, mbarriers."""
+    m, n, row = tile.block_m, tile.block_n, 128 * -(-head_dim // 64)
     queries = tile.stages * (2 * m * row + 8 * m)
-    return 2 * 128 * row + queries + 2 * m * 256 + 2 * m * row + 8 * (2 + 4 * tile.stages)
+    return 2 * n * row + queries + 2 * m * n * 2 + 4 * m * row + 8 * (10 + 3 * tile.stages)
 
 
 def hopper_dkv_smem_bytes(tile: HopperBackwardTile, head_dim: int) -> int:
@@ -145,14 +145,14 @@ _HOPPER_FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
 
 
 _HOPPER_BACKWARD: tuple[tuple[int, HopperBackwardTile], ...] = (
-    (64, HopperBackwardTile(128, 2, 232, 40, packed_p=True)),
-    (128, HopperBackwardTile(64, 2, 232, 40)),
+    (64, HopperBackwardTile(64, 192, 4, 160, 32)),
+    (128, HopperBackwardTile(64, 128, 2, 240, 24)),
 )
 # Where two kernels share the work: one for dK and dV, and one for dQ, which keeps `block_m` queries and visits 64 keys
 # at a time, in stages that hold either K or V.
 _HOPPER_WIDE_BACKWARD: tuple[tuple[int, HopperBackwardTile, HopperBackwardTile], ...] = (
-    (192, HopperBackwardTile(64, 3, 232, 40), HopperBackwardTile(128, 5, 232, 40)),
-    (256, HopperBackwardTile(64, 2, 232, 40), HopperBackwardTile(128, 3, 232, 40)),
+    (192, HopperBackwardTile(64, 64, 3, 232, 40), HopperBackwardTile(128, 64, 5, 232, 40)),
+    (256, HopperBackwardTile(64, 64, 2, 232, 40), HopperBackwardTile(128, 64, 3, 232, 40)),
 )
 
 

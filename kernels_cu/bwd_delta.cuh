@@ -1,7 +1,8 @@
 // What the backward needs of each query row, before its main kernel:
 //     delta = rowsum(dO * O) - dLSE,   row_stats = (lse * log2(e), delta),
 // since dS = P * (dP - rowsum(dP * P)) + P * dLSE and rowsum(dP * P) = rowsum(dO * O). One block takes the rows of one
-// query tile of the main kernel, a few lanes a row, and clears that tile's accumulator of dQ.
+// query tile of the main kernel, a few lanes a row, and clears that tile's accumulator of dQ, unless it is to be stored
+// first, and the count of what is in it (dq_accum.cuh).
 #ifndef CUPYFLASH_BWD_DELTA_CUH
 #define CUPYFLASH_BWD_DELTA_CUH
 #include "dq_accum.cuh"
@@ -42,7 +43,7 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     const T *o = static_cast<const T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head);
     const T *dout = static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, tile.head);
 
-    if (p.dq_accum) {
+    if (p.dq_accum && !problem.first_stores) {
         auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.block));
         #pragma unroll
         for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};
@@ -87,7 +88,7 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
             }
         }
     }
-    if (V::kDeterministic && ptx::thread_index() == 0)
+    if (p.dq_turn && ptx::thread_index() == 0)
         p.dq_turn[static_cast<long long>(sequence) * ceil_div(problem.seqlen_q, M) + tile.block] = 0;
 }
 

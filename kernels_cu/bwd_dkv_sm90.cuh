@@ -15,9 +15,9 @@
 // Shared memory: K | V | kStages x Q | kStages x dO | two P | kStages x row_stats | mbarriers | queue of work.
 #ifndef CUPYFLASH_BWD_DKV_SM90_CUH
 #define CUPYFLASH_BWD_DKV_SM90_CUH
-#include "nonfinite.cuh"
 #include "params_sm90.cuh"
 #include "pipeline_sm90.cuh"
+#include "recompute.cuh"
 #include "score.cuh"
 #include "tile_sm90.cuh"
 #include "visits.cuh"
@@ -232,9 +232,15 @@ struct BwdDkvGroup {
         const auto tile = smem.resident(kRole);
         if constexpr (kRole == kRoleDS) dKV.scale(score.scale);
         stage<T>(tile, key0, dKV);
-        if constexpr (Mask<V>::kHides) {
-            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-            for_each_non_finite_row(dKV, [&](int row) { recompute(visit, key0 + row); });
+        if constexpr (Mask<V>::kHides) {  // perhaps only because 0 * NaN of a hidden query leaked into it
+            ptx::bar_warp_sync();         // the other lanes' stage() wrote parts of these rows
+            for_each_non_finite_row(dKV, [&](int row) {
+                const Recompute<V> again(p.plain, visit.tile.batch);
+                const int key = visit.k0 + key0 + row;
+                if (key >= problem.seqlen_k) return;
+                if (kRole == kRoleP) again.dv(visit.tile.head, key).store(tile, key0 + row);
+                else again.dk(visit.tile.head, key).store(tile, key0 + row);
+            });
         }
         ptx::fence_proxy_async();
         ptx::bar_sync(1 + kRole, 128);
@@ -243,36 +249,6 @@ struct BwdDkvGroup {
             ptx::cp_async_bulk_wait_group_read<0>();
             ptx::mbarrier_arrive(smem.resident_empty(kRole));
         }
-    }
-
-    // A row that is not finite, perhaps only because 0 * NaN of a hidden query leaked into it, anew; by one warp.
-    __device__ void recompute(const BwdVisits<V> &visit, int row) const {
-        const BwdParams &plain = p.plain;
-        const int key = visit.k0 + row, batch = visit.tile.batch, group = problem.heads_q / problem.heads_k;
-        if (key >= problem.seqlen_k) return;
-        const auto row_of = [&](const void *x, const Strides &s, int head, int i) {
-            return static_cast<const T *>(x) + head_offset(s, batch, head) + i * s.row;
-        };
-        const T *k = row_of(plain.k, plain.k_stride, visit.tile.head, key);
-        const T *v = row_of(plain.v, plain.v_stride, visit.tile.head, key);
-        RowSum<T, D> sum;
-        #pragma unroll 1
-        for (int head = visit.tile.head * group; head < (visit.tile.head + 1) * group; ++head) {
-            const T *q = row_of(plain.q, plain.q_stride, head, 0);
-            const T *dout = row_of(plain.dout, plain.dout_stride, head, 0);
-            const float *stats =
-                plain.row_stats + 2ll * (batch * problem.heads_q + head) * round_up(problem.seqlen_q, M);
-            const auto weight = [&](int i) {
-                const float s = dot_rows<T, D>(q + i * plain.q_stride.row, k);
-                const float P = ptx::ex2(fmaf(score(s), score.log2_factor, -stats[2 * i]));
-                if (kRole == kRoleP) return P;
-                return score.grad(P * (dot_rows<T, D>(dout + i * plain.dout_stride.row, v) - stats[2 * i + 1]));
-            };
-            const int first = mask.first_query(key), end = mask.end_query(key);
-            if (kRole == kRoleP) sum.template add<true>(dout, plain.dout_stride.row, first, end, weight);
-            else sum.template add<false>(q, plain.q_stride.row, first, end, weight);
-        }
-        sum.store(smem.resident(kRole), row, kRole == kRoleP ? 1.f : score.scale);
     }
 };
 

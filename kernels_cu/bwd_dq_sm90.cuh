@@ -12,9 +12,9 @@
 #ifndef CUPYFLASH_BWD_DQ_SM90_CUH
 #define CUPYFLASH_BWD_DQ_SM90_CUH
 #include "mask.cuh"
-#include "nonfinite.cuh"
 #include "params_sm90.cuh"
 #include "pipeline_sm90.cuh"
+#include "recompute.cuh"
 #include "score.cuh"
 #include "tile_sm90.cuh"
 
@@ -267,7 +267,11 @@ struct BwdDqGroup {
         stage<T>(sQ, warp_row, dQ);
         if constexpr (Mask<V>::kHides) {
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-            for_each_non_finite_row(dQ, [&](int row) { recompute(tile, q0, warp_row + row); });
+            const Recompute<V> again(p.plain, tile.index.batch);
+            for_each_non_finite_row(dQ, [&](int row) {
+                const int query = q0 + warp_row + row;
+                if (query < problem.seqlen_q) again.dq(tile.index.head, query).store(sQ, warp_row + row);
+            });
         }
         ptx::fence_proxy_async();
         sync();
@@ -276,28 +280,6 @@ struct BwdDqGroup {
             ptx::cp_async_bulk_wait_group_read<0>();
             ptx::mbarrier_arrive(smem.q_empty(group));
         }
-    }
-
-    // A row that is not finite, perhaps only because 0 * NaN of a hidden key leaked into it, anew; by one warp.
-    __device__ void recompute(const BwdDqTile<V> &tile, int q0, int row) const {
-        const BwdParams &plain = p.plain;
-        const int qi = q0 + row;
-        const float *const stats_of = row_stats(tile) + 2 * qi;
-        if (qi >= problem.seqlen_q || stats_of[0] != stats_of[0]) return;
-        const auto row_of = [&](const void *x, const Strides &s, int head, int i) {
-            return static_cast<const T *>(x) + head_offset(s, tile.index.batch, head) + i * s.row;
-        };
-        const T *q = row_of(plain.q, plain.q_stride, tile.index.head, qi);
-        const T *dout = row_of(plain.dout, plain.dout_stride, tile.index.head, qi);
-        const T *k = row_of(plain.k, plain.k_stride, tile.head_k, 0);
-        const T *v = row_of(plain.v, plain.v_stride, tile.head_k, 0);
-        RowSum<T, D> sum;
-        sum.template add<false>(k, plain.k_stride.row, mask.first_key(qi), mask.end_key(qi), [&](int key) {
-            const float s = dot_rows<T, D>(q, k + key * plain.k_stride.row);
-            const float P = ptx::ex2(fmaf(score(s), score.log2_factor, -stats_of[0]));
-            return score.grad(P * (dot_rows<T, D>(dout, v + key * plain.v_stride.row) - stats_of[1]));
-        });
-        sum.store(smem.q(group), row, score.scale);
     }
 };
 

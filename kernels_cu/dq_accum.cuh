@@ -1,5 +1,6 @@
-// How dQ leaves the backward's main loop: every key block adds its share to an fp32 accumulator in global memory. A
-// query tile lies there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the
+// How dQ leaves the backward's main loop: every key block adds its share to an fp32 accumulator in global memory. It starts
+// at zero; or with first_stores the first key block of a query tile stores its share, and the others add once that is
+// done. A query tile lies there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the
 // same order.
 #ifndef CUPYFLASH_DQ_ACCUM_CUH
 #define CUPYFLASH_DQ_ACCUM_CUH
@@ -46,21 +47,24 @@ struct DqTile {
     }
 };
 
-// Deterministic mode: the key blocks of one query tile add in the order of their index. turn[m_block] counts them.
+// How many shares of query tile m_block of a sequence are there, where somebody waits for them.
+template <class V>
+__device__ __forceinline__ int *dq_turn(const BwdParams &p, int sequence, int m_block) {
+    return p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM) + m_block;
+}
+
+// Deterministic mode: the key blocks of one query tile add in the order of their index, and dq_turn counts them.
 template <class V>
 struct DqTurn {
     const BwdParams &p;
     int sequence;
 
-    __device__ int *turn(int m_block) const {
-        return p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM) + m_block;
-    }
     // Blocks until `rank` key blocks have added to m_block. Blocks of lower rank have a lower index, so they are
     // running.
     __device__ void wait(int m_block, int rank) const {
         if constexpr (V::kDeterministic) {
             if (fresh_thread() == 0)
-                while (ptx::ld_acquire(turn(m_block)) != rank) ptx::nanosleep();
+                while (ptx::ld_acquire(dq_turn<V>(p, sequence, m_block)) != rank) ptx::nanosleep();
             ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn
         }
     }
@@ -68,7 +72,7 @@ struct DqTurn {
         if constexpr (V::kDeterministic) {
             ptx::fence_gpu();  // this thread's additions come before the turn that thread 0 passes on ...
             ptx::bar_sync();   // ... once all threads are here
-            if (fresh_thread() == 0) ptx::st_release(turn(m_block), rank + 1);
+            if (fresh_thread() == 0) ptx::st_release(dq_turn<V>(p, sequence, m_block), rank + 1);
         }
     }
 };

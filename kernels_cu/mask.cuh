@@ -54,4 +54,10 @@ struct OneGroup : V {
     static constexpr int kBlockM = 64;
 };
 
+// The 64 keys of one warpgroup, likewise.
+template <class V>
+struct GroupKeys : V {
+    static constexpr int kBlockN = 64;
+};
+
 #endif  // CUPYFLASH_MASK_CUH

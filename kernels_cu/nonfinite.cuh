@@ -117,6 +117,15 @@ struct RowSum {
         }
     }
 
+    // The same into global memory.
+    __device__ void write(T *to, float factor) const {
+        #pragma unroll
+        for (int i = 0; i < kPairs; ++i) {
+            const int col = 64 * i + 2 * lane();
+            if (col < kCols) *reinterpret_cast<ptx::u32 *>(to + col) = T::pack(sum[i][0] * factor, sum[i][1] * factor);
+        }
+    }
+
   private:
     template <bool kAsItself>
     __device__ static float term(ptx::u16 raw, float weight) {

@@ -1,6 +1,7 @@
 // In which order the tiles of work are computed: by the hardware, which starts blocks in the order of their index, or by
 // persistent blocks, which draw numbers. The order decides what shares the L2 cache and how even the tail is: heads are
-// taken in sections (plan.py chooses how many), and within a section every head's longest tiles come first.
+// taken in sections (plan.py chooses how many), and within a section every head's longest tiles come first. The last
+// section may be larger than the others.
 #ifndef CUPYFLASH_SCHEDULE_CUH
 #define CUPYFLASH_SCHEDULE_CUH
 #include "params.cuh"
@@ -16,9 +17,11 @@ struct TileIndex {
     // Tile number `index` of blocks * heads * batch. kDescending: the last block of a sequence comes first.
     template <bool kDescending>
     __device__ static TileIndex at(int index, const Problem &p, int blocks, int heads) {
-        const int total = p.batch * heads;
-        const int section_start = index / (p.section * blocks) * p.section;
-        const int section = min(p.section, total - section_start), in_section = index - section_start * blocks;
+        const int last_start = p.batch * heads - p.last_section;
+        const bool is_last = index >= last_start * blocks;
+        const int section_start = is_last ? last_start : index / (p.section * blocks) * p.section;
+        const int section = is_last ? p.last_section : min(p.section, last_start - section_start);
+        const int in_section = index - section_start * blocks;
         const int sequence = section_start + in_section % section, turn = in_section / section;
         return {kDescending ? blocks - 1 - turn : turn, sequence % heads, sequence / heads};
     }

@@ -34,7 +34,7 @@ def backward(bug: Bug) -> list[Comparison]:
     exact = oracle(bug.case)
     inputs, problem = inputs_of(find_case(bug.case), "bf16")
     out, lse = exact.plain_forward
-    session = Session(small_device(bug.arch), MODES["race"], headers=bug.headers())
+    session = Session(small_device(bug.arch), MODES["race"], headers=bug.headers(), left_over=3.0)
     return exact.judge_backward(*session.backward(inputs, out, lse, problem))
 
 

@@ -68,7 +68,7 @@ OUTSIDE = {
 # The same for headers: patterns of file names without suffix.
 CUDA_LAYERS = (
     ("fwd_*", "bwd_*", "combine"),
-    ("dq_accum", "dropout", "epilogue", "mask", "nonfinite", "score", "softmax", "visits"),
+    ("dq_accum", "dropout", "epilogue", "mask", "nonfinite", "recompute", "score", "softmax", "visits"),
     ("element", "gemm", "pages", "pipeline*", "schedule", "seqlen", "tile*"),
     ("ptx*", "params*"),
 )
@@ -79,6 +79,7 @@ CUDA_SIDEWAYS = {
     "pipeline_sm90": {"tile"},
     "ptx_sm75": {"ptx"},
     "ptx_sm90": {"ptx"},
+    "recompute": {"mask", "nonfinite", "score"},
     "schedule": {"seqlen"},
     "softmax": {"score"},
     "tile": {"element", "schedule"},

@@ -104,6 +104,7 @@ class Session:
         family, backward_family: of the forward and the backward, of `plan.FAMILIES`; None: as planned.
         counter: whether persistent blocks draw their tiles from a counter; else in a fixed stride.
         wants_lse: else the forward gets no address for lse, and returns NaN.
+        left_over: what the backward's floating-point workspace holds before; None: NaN.
     """
 
     device: Device
@@ -114,6 +115,7 @@ class Session:
     backward_family: str | None = None
     counter: bool = True
     wants_lse: bool = True
+    left_over: float | None = None
 
     def forward(self, inputs: Inputs, problem: Problem) -> tuple[Array, Array]:
         """out, lse."""
@@ -147,7 +149,9 @@ class Session:
             like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
             gradients = [buffers.make(name, x.shape, x.dtype) for name, x in like.items()]
             for name, (shape, dtype) in plan.workspace.items():
-                buffers.address[name], _ = memory.output(name, shape, _DTYPES[dtype])
+                buffers.address[name], workspace = memory.output(name, shape, _DTYPES[dtype])
+                if self.left_over is not None and dtype == "fp32":
+                    workspace[:] = self.left_over
             self._launch(plan, problem, buffers)
             dq, dk, dv = (x.copy() for x in gradients)
             return dq, dk, dv
@@ -160,7 +164,7 @@ class Session:
             struct, variant = np.zeros((), launch.variant.params), launch.variant
             plain = struct["plain"] if isinstance(variant, ForwardSm90 | BackwardSm90) else struct
             buffers.fill(plain)
-            fill_problem(plain, problem, plan.section)
+            fill_problem(plain, problem, plan)
             counter = np.zeros(2, np.int32)
             if isinstance(variant, ForwardSm90):
                 for name, rows in (("q", 64), ("k", variant.block_n), ("v", variant.block_n), ("o", 64)):

@@ -1,0 +1,78 @@
+// Rows of the gradients anew, each by one warp and straight from global memory: for those that are not finite, perhaps only
+// because 0 * NaN of a hidden query or key leaked into them (nonfinite.cuh).
+#ifndef CUPYFLASH_RECOMPUTE_CUH
+#define CUPYFLASH_RECOMPUTE_CUH
+#include "mask.cuh"
+#include "nonfinite.cuh"
+#include "score.cuh"
+
+template <class V>
+struct Recompute {
+    using T = typename V::Element;
+    static constexpr int M = V::kBlockM, D = V::kHeadDim;
+    const BwdParams &p;
+    const Problem &problem;
+    const Mask<V> mask;
+    const Score<V> score;
+    const int batch;
+
+    // A gradient's row but for its factor.
+    struct Row {
+        RowSum<T, D> sum;
+        float factor;
+        template <class Tile>
+        __device__ void store(const Tile &tile, int row) const {
+            sum.store(tile, row, factor);
+        }
+        __device__ void write(T *to) const { sum.write(to, factor); }
+    };
+
+    __device__ Recompute(const BwdParams &p, int batch)
+        : p(p), problem(p.problem), mask(problem), score(problem), batch(batch) {}
+
+    __device__ Row dq(int head, int query) const {
+        Row row{{}, score.scale};
+        const int head_k = head / (problem.heads_q / problem.heads_k);
+        row.sum.template add<false>(at(p.k, p.k_stride, head_k, 0), p.k_stride.row, mask.first_key(query),
+                                    mask.end_key(query), [&](int key) { return dS(head, query, head_k, key); });
+        return row;
+    }
+    __device__ Row dk(int head_k, int key) const {
+        return over_queries<false>(p.q, p.q_stride, head_k, key, score.scale,
+                                   [&](int head, int query) { return dS(head, query, head_k, key); });
+    }
+    __device__ Row dv(int head_k, int key) const {
+        return over_queries<true>(p.dout, p.dout_stride, head_k, key, 1.f,
+                                  [&](int head, int query) { return P(head, query, head_k, key); });
+    }
+    __device__ const float *stats(int head, int query) const {
+        const long long sequence = batch * problem.heads_q + head;
+        return p.row_stats + 2 * (sequence * round_up(problem.seqlen_q, M) + query);
+    }
+
+  private:
+    __device__ const T *at(const void *x, const Strides &s, int head, int i) const {
+        return static_cast<const T *>(x) + head_offset(s, batch, head) + i * s.row;
+    }
+    __device__ float P(int head, int query, int head_k, int key) const {
+        const float s = dot_rows<T, D>(at(p.q, p.q_stride, head, query), at(p.k, p.k_stride, head_k, key));
+        return ptx::ex2(fmaf(score(s), score.log2_factor, -stats(head, query)[0]));
+    }
+    __device__ float dS(int head, int query, int head_k, int key) const {
+        const float dP = dot_rows<T, D>(at(p.dout, p.dout_stride, head, query), at(p.v, p.v_stride, head_k, key));
+        return score.grad(P(head, query, head_k, key) * (dP - stats(head, query)[1]));
+    }
+    template <bool kAsItself, class Weight>
+    __device__ Row over_queries(const void *x, const Strides &stride, int head_k, int key, float factor,
+                                Weight weight) const {
+        Row row{{}, factor};
+        const int group = problem.heads_q / problem.heads_k;
+        #pragma unroll 1
+        for (int head = head_k * group; head < (head_k + 1) * group; ++head)
+            row.sum.template add<kAsItself>(at(x, stride, head, 0), stride.row, mask.first_query(key),
+                                            mask.end_query(key), [&](int query) { return weight(head, query); });
+        return row;
+    }
+};
+
+#endif  // CUPYFLASH_RECOMPUTE_CUH
