@@ -158,7 +158,7 @@ def backward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
     """The way of `prepare.prepare_backward`, arrays and kernels apart."""
     aligned, tma, reason = _reading(problem, gpu, options, "qkkqq")
     plan = backward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
-    work = explain_work.backward_work(problem, _signatures(options, "qkkqq"), plan.workspace)
+    work = explain_work.backward_work(problem, _signatures(options, "qkkqq"), plan)
     return Pass("backward", plan, work, _not_taken(reason, aligned))
 
 

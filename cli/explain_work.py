@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cupyflash.arrays import Signature
 from cupyflash.device import KIB, Device
-from cupyflash.plan import Workspace
+from cupyflash.plan import Plan, Workspace
 from cupyflash.problem import ITEMSIZE, Problem
 from cupyflash.tiles import round_up
 from cupyflash.variant import Variant
@@ -87,20 +87,21 @@ def forward_work(problem: Problem, signatures: Sequence[Signature]) -> list[Work
     return [Work(_forward_flops(problem), moved)]
 
 
-def backward_work(problem: Problem, signatures: Sequence[Signature], workspace: Workspace) -> list[Work]:
+def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan) -> list[Work]:
     """Of delta, main and convert, or of delta, dK and dV, dQ; `signatures`: of q, k, v, out and dout."""
-    item, size = ITEMSIZE[problem.dtype], workspace_bytes(workspace)
+    item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
     q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
     rows = problem.batch * problem.heads_q * problem.seqlen_q
     dq, dkv = rows * problem.head_dim * item, 2 * item * math.prod(signatures[1].shape)
     lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem)
     read = q + k + v + dout + stats
-    if "dq_accum" not in workspace:  # both recompute the scores and dP: four products, then three
+    if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
         return [Work(0.0, out + dout + lse + stats), Work(2 * flops, read + dkv), Work(1.5 * flops, read + dq)]
     accum = size["dq_accum"]
+    cleared = 0 if plan.first_stores else accum  # written by the first, read by the second
     return [
-        Work(0.0, out + dout + lse + stats + accum),
-        Work(2.5 * flops, read + dkv + 2 * accum),
+        Work(0.0, out + dout + lse + stats + cleared),
+        Work(2.5 * flops, read + dkv + cleared + accum),
         Work(0.0, accum + dq),
     ]
 

@@ -52,7 +52,7 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
             T *const to = dq + query * p.dq_stride.row;
             bool finite = true;
             for (int col = lane(); col < V::kHeadDim; col += 32) finite &= !is_non_finite<T>(to[col].raw);
-            if (!ptx::vote_any(!finite)) continue;
+            if (!ptx::vote_any(!finite) || again.dq_is_nan(tile.head, query)) continue;
             ptx::bar_warp_sync();  // all lanes have read the row
             again.dq(tile.head, query).write(to);
         }

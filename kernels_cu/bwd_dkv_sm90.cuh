@@ -237,9 +237,7 @@ struct BwdDkvGroup {
             for_each_non_finite_row(dKV, [&](int row) {
                 const Recompute<V> again(p.plain, visit.tile.batch);
                 const int key = visit.k0 + key0 + row;
-                if (key >= problem.seqlen_k) return;
-                if (kRole == kRoleP) again.dv(visit.tile.head, key).store(tile, key0 + row);
-                else again.dk(visit.tile.head, key).store(tile, key0 + row);
+                again.template store_key<kRole == kRoleDS>(visit.tile.head, key, tile, key0 + row);
             });
         }
         ptx::fence_proxy_async();

@@ -270,7 +270,8 @@ struct BwdDqGroup {
             const Recompute<V> again(p.plain, tile.index.batch);
             for_each_non_finite_row(dQ, [&](int row) {
                 const int query = q0 + warp_row + row;
-                if (query < problem.seqlen_q) again.dq(tile.index.head, query).store(sQ, warp_row + row);
+                if (query >= problem.seqlen_q || again.dq_is_nan(tile.index.head, query)) return;
+                again.dq(tile.index.head, query).store(sQ, warp_row + row);
             });
         }
         ptx::fence_proxy_async();

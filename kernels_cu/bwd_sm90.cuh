@@ -280,16 +280,15 @@ struct BwdGroup {
         __device__ bool operator()(int j, int e) const { return word[e / 2] & 1u << (2 * j + e % 2); }
     };
 
-    // Rows that are not finite, perhaps only because 0 * NaN of a hidden query leaked into them, anew.
-    template <class Tile, class Row>
-    __device__ void repair(const Tile &tile, int row0, const AccTile<16, D> &acc, const BwdVisits<V> &visits,
-                           Row row_of) const {
+    // Rows of dK (kOfDK) or dV that are not finite, perhaps only because 0 * NaN of a hidden query leaked into them, anew.
+    template <bool kOfDK, class Tile>
+    __device__ void repair(const Tile &tile, int row0, const AccTile<16, D> &acc, const BwdVisits<V> &visits) const {
         if constexpr (Mask<V>::kHides) {
             const Recompute<GroupKeys<V>> again(p.plain, visits.tile.batch);
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
             for_each_non_finite_row(acc, [&](int row) {
                 const int key = visits.k0 + 64 * group + row0 + row;
-                if (key < problem.seqlen_k) row_of(again, visits.tile.head, key).store(tile, row0 + row);
+                again.template store_key<kOfDK>(visits.tile.head, key, tile, row0 + row);
             });
         }
     }
@@ -302,14 +301,14 @@ struct BwdGroup {
         const int row0 = fresh_thread() / 32 % 4 * 16;
         dK.scale(score.scale);
         stage<T>(sdV, row0, dV);
-        repair(sdV, row0, dV, visits, [](const auto &again, int head, int key) { return again.dv(head, key); });
+        repair<false>(sdV, row0, dV, visits);
         #pragma unroll
         for (int before = 1; before <= 2; ++before) {  // K has been read for the last two dQ
             const auto at = RingPosition<2>::of(i - before);
             if (i >= before) ptx::mbarrier_wait(smem.ds_empty(at.stage), at.phase);
         }
         stage<T>(sdK, row0, dK);
-        repair(sdK, row0, dK, visits, [](const auto &again, int head, int key) { return again.dk(head, key); });
+        repair<true>(sdK, row0, dK, visits);
         ptx::fence_proxy_async();
         ptx::bar_sync(1 + group, 128);
         if (ptx::thread_index() % 128 == 0 && key0 < problem.seqlen_k) {

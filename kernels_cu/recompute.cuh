@@ -1,5 +1,6 @@
 // Rows of the gradients anew, each by one warp and straight from global memory: for those that are not finite, perhaps only
-// because 0 * NaN of a hidden query or key leaked into them (nonfinite.cuh).
+// because 0 * NaN of a hidden query or key leaked into them (nonfinite.cuh). Rows that are NaN by right are told cheaply: a
+// model that diverged must not take hours to say so.
 #ifndef CUPYFLASH_RECOMPUTE_CUH
 #define CUPYFLASH_RECOMPUTE_CUH
 #include "mask.cuh"
@@ -45,12 +46,39 @@ struct Recompute {
         return over_queries<true>(p.dout, p.dout_stride, head_k, key, 1.f,
                                   [&](int head, int query) { return P(head, query, head_k, key); });
     }
+    // dK (kOfDK) or dV of a key, into a row of a tile; nothing if there is no such key or it is NaN as a whole.
+    template <bool kOfDK, class Tile>
+    __device__ void store_key(int head_k, int key, const Tile &tile, int row) const {
+        if (key >= problem.seqlen_k || sees_nan<kOfDK>(head_k, key)) return;
+        if constexpr (kOfDK) dk(head_k, key).store(tile, row);
+        else dv(head_k, key).store(tile, row);
+    }
+    // Whether a row of dQ is NaN as a whole, since its lse or delta is.
+    __device__ bool dq_is_nan(int head, int query) const {
+        return !mask.sees_nothing(query) && is_nan<true>(stats(head, query));
+    }
     __device__ const float *stats(int head, int query) const {
         const long long sequence = batch * problem.heads_q + head;
         return p.row_stats + 2 * (sequence * round_up(problem.seqlen_q, M) + query);
     }
 
   private:
+    template <bool kDelta>
+    __device__ static bool is_nan(const float *stats) {
+        return stats[0] != stats[0] || (kDelta && stats[1] != stats[1]);
+    }
+    // Whether some query that sees the key has an lse or, if asked, a delta of NaN.
+    template <bool kDelta>
+    __device__ bool sees_nan(int head_k, int key) const {
+        const int group = problem.heads_q / problem.heads_k;
+        bool found = false;
+        #pragma unroll 1
+        for (int head = head_k * group; head < (head_k + 1) * group; ++head)
+            #pragma unroll 1
+            for (int query = mask.first_query(key) + lane(); query < mask.end_query(key); query += 32)
+                found |= is_nan<kDelta>(stats(head, query));
+        return ptx::vote_any(found);
+    }
     __device__ const T *at(const void *x, const Strides &s, int head, int i) const {
         return static_cast<const T *>(x) + head_offset(s, batch, head) + i * s.row;
     }

@@ -183,6 +183,16 @@ def test_work_is_counted_once(document: Document) -> None:
     assert list(backward["workspace"]) == ["row_stats"]
 
 
+@pytest.mark.parametrize("mask", ["dense", "causal"])
+def test_what_is_stored_first_need_not_be_cleared(mask: str, document: Document) -> None:
+    size = ("--arch", "sm_90", "--batch", "3", "--seqlen", "1000", "--heads", "8", "--head-dim", "64", "--backward")
+    backward = document(*size, *(["--causal"] if mask == "causal" else []))["passes"][1]
+    rows, workspace = 3 * 1000 * 8, backward["workspace"]
+    cleared = 0 if mask == "causal" else workspace["dq_accum"]
+    assert ("dq_turn" in workspace) == (mask == "causal")
+    assert backward["launches"][0]["bytes"] == 2 * 2 * rows * 64 + 4 * rows + workspace["row_stats"] + cleared
+
+
 def test_least_times(document: Document) -> None:
     """The data sheets of the architecture; long sequences are bound by the tensor cores, one query by the memory."""
     (long,), (short,) = (document("--seqlen-q", n)["passes"] for n in ("16384", "1"))
