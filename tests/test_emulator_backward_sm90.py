@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import pytest
 from emulator import MODES
 from emulator.attention import Session, inputs_of, small_device
@@ -43,3 +44,18 @@ def test_case(name: str, mode: str, seed: int) -> None:
     results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
     wrong = [str(r) for r in results if not r.passed]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ["causal-d64", "causal-d128", "window"])
+def test_what_is_nan_by_right_is_not_recomputed(name: str) -> None:
+    """Row by row, by one warp each, that would take a diverged model very long."""
+    inputs, problem = inputs_of(CASES[name], "bf16")
+    out, lse = oracle(name, "bf16").plain_forward
+
+    def shuffles(lse: np.ndarray) -> int:
+        session = Session(small_device("sm_90"), MODES["race"], backward_family="sm90")
+        gradients = session.backward(inputs, out, lse, problem)
+        assert np.isnan(gradients[0].astype(np.float32)).all() == np.isnan(lse).all()  # dq
+        return session.collectives
+
+    assert shuffles(np.full_like(lse, np.nan)) < 3 * shuffles(lse)

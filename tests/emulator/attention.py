@@ -105,6 +105,7 @@ class Session:
         counter: whether persistent blocks draw their tiles from a counter; else in a fixed stride.
         wants_lse: else the forward gets no address for lse, and returns NaN.
         left_over: what the backward's floating-point workspace holds before; None: NaN.
+        collectives: shuffles, votes and the like of all launches so far.
     """
 
     device: Device
@@ -116,6 +117,7 @@ class Session:
     counter: bool = True
     wants_lse: bool = True
     left_over: float | None = None
+    collectives: int = 0
 
     def forward(self, inputs: Inputs, problem: Problem) -> tuple[Array, Array]:
         """out, lse."""
@@ -177,6 +179,7 @@ class Session:
                     struct[f"map_{name}"] = buffers.map(name, problem.dtype, rows)
             kernel = kernel_of(variant, self.device, self.headers)
             kernel(launch.grid, variant.threads, variant.smem_bytes, [struct], mode, self.seed)
+            self.collectives += kernel.stats.collectives
             if counter.any():
                 raise EmulatorError(f"{variant.symbol}, seed {self.seed}: the counter is left as {counter}")
 
