@@ -49,13 +49,14 @@ struct Recompute {
     // dK (kOfDK) or dV of a key, into a row of a tile; nothing if there is no such key or it is NaN as a whole.
     template <bool kOfDK, class Tile>
     __device__ void store_key(int head_k, int key, const Tile &tile, int row) const {
-        if (key >= problem.seqlen_k || sees_nan<kOfDK>(head_k, key)) return;
+        if (key >= problem.seqlen_k || is_nan<kOfDK>(head_k, key)) return;
         if constexpr (kOfDK) dk(head_k, key).store(tile, row);
         else dv(head_k, key).store(tile, row);
     }
     // Whether a row of dQ is NaN as a whole, since its lse or delta is.
     __device__ bool dq_is_nan(int head, int query) const {
-        return !mask.sees_nothing(query) && is_nan<true>(stats(head, query));
+        const float *const x = stats(head, query);
+        return !mask.sees_nothing(query) && (x[0] != x[0] || x[1] != x[1]);
     }
     __device__ const float *stats(int head, int query) const {
         const long long sequence = batch * problem.heads_q + head;
@@ -63,21 +64,25 @@ struct Recompute {
     }
 
   private:
-    template <bool kDelta>
-    __device__ static bool is_nan(const float *stats) {
-        return stats[0] != stats[0] || (kDelta && stats[1] != stats[1]);
-    }
-    // Whether some query that sees the key has an lse or, if asked, a delta of NaN.
-    template <bool kDelta>
-    __device__ bool sees_nan(int head_k, int key) const {
-        const int group = problem.heads_q / problem.heads_k;
+    // dK (kOfDK) or dV of a key is NaN if a query that sees it has an lse of NaN, and dK with its delta. A delta of NaN may
+    // come from one NaN in dO; dV is NaN if all of that row is, for which the first query stands.
+    template <bool kOfDK>
+    __device__ bool is_nan(int head_k, int key) const {
+        const int group = problem.heads_q / problem.heads_k, first = mask.first_query(key), end = mask.end_query(key);
         bool found = false;
         #pragma unroll 1
         for (int head = head_k * group; head < (head_k + 1) * group; ++head)
             #pragma unroll 1
-            for (int query = mask.first_query(key) + lane(); query < mask.end_query(key); query += 32)
-                found |= is_nan<kDelta>(stats(head, query));
-        return ptx::vote_any(found);
+            for (int query = first + lane(); query < end; query += 32) {
+                const float *const x = stats(head, query);
+                found |= x[0] != x[0] || (kOfDK && x[1] != x[1]);
+            }
+        if (ptx::vote_any(found)) return true;
+        if (kOfDK || first >= end) return false;
+        const T *dout = at(p.dout, p.dout_stride, head_k * group, first);
+        #pragma unroll 1
+        for (int col = lane(); col < D; col += 32) found |= T::lo(dout[col].raw) == T::lo(dout[col].raw);
+        return !ptx::vote_any(found);
     }
     __device__ const T *at(const void *x, const Strides &s, int head, int i) const {
         return static_cast<const T *>(x) + head_offset(s, batch, head) + i * s.row;
