@@ -267,7 +267,7 @@ struct BwdDqGroup {
         stage<T>(sQ, warp_row, dQ);
         if constexpr (Mask<V>::kHides) {
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-            const Recompute<V> again(p.plain, tile.index.batch);
+            const Recompute<OneGroup<V>> again(p.plain, tile.index.batch);
             for_each_non_finite_row(dQ, [&](int row) {
                 const int query = q0 + warp_row + row;
                 if (query >= problem.seqlen_q || again.dq_is_nan(tile.index.head, query)) return;

@@ -10,7 +10,8 @@
 template <class V>
 struct Recompute {
     using T = typename V::Element;
-    static constexpr int M = V::kBlockM, D = V::kHeadDim;
+    static constexpr int D = V::kHeadDim;
+    static_assert(V::kBlockM == 64, "row_stats are padded to tiles of 64 queries, whatever a kernel keeps");
     const BwdParams &p;
     const Problem &problem;
     const Mask<V> mask;
@@ -60,7 +61,7 @@ struct Recompute {
     }
     __device__ const float *stats(int head, int query) const {
         const long long sequence = batch * problem.heads_q + head;
-        return p.row_stats + 2 * (sequence * round_up(problem.seqlen_q, M) + query);
+        return p.row_stats + 2 * (sequence * round_up(problem.seqlen_q, V::kBlockM) + query);
     }
 
   private:
