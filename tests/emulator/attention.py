@@ -188,7 +188,12 @@ class Session:
 # with rows that tiles of 64 and of 128 pad differently; many short tiles a block.
 NONFINITE_QUERIES = {
     name: Case(name, "full", 149, 203, head_dim, causal=True, heads_q=2, heads_k=1)
-    for name, head_dim in (("nan-in-queries-d64", 64), ("nan-in-queries-d128", 128), ("nan-in-queries-d256", 256))
+    for name, head_dim in (
+        ("nan-in-queries-d64", 64),
+        ("nan-in-queries-d128", 128),
+        ("nan-in-queries-d256", 256),
+        ("nan-in-late-key-d256", 256),
+    )
 }
 EXTRA = NONFINITE_QUERIES | {
     c.name: c
@@ -210,8 +215,10 @@ def inputs_of(c: Case, dtype: str, seed: int = 0) -> tuple[Inputs, Problem]:
     """The case's arrays; those of `EXTRA` with what their names say."""
     inputs = c.inputs(dtype, seed)
     if c.name in NONFINITE_QUERIES:
+        if "late-key" in c.name:
+            inputs.k[:, 190, 0, 7] = np.nan
+            return inputs, c.problem(dtype)
         inputs.q[:, 70, 0, 3] = np.nan
-        inputs.k[:, 190, 0, 7] = np.nan
         inputs.dout[:, 90, 0, 5] = np.nan
         inputs.dout[:, 20, 1, 9] = np.inf
     return inputs, c.problem(dtype)
