@@ -251,6 +251,7 @@ struct BwdGroup {
         const int thread = fresh_thread() % 128;
         #pragma unroll
         for (int j = 0; j < dQ.kColTiles; ++j) {
+            // In 16 bytes, as dq_accum.cuh counts: 64 columns, a warp's 16 rows of them, 8 columns, a lane.
             const int place = j / 8 * 1024 + thread / 32 * 256 + j % 8 * 32 + thread % 32;
             ptx::st_shared_v4_b32(smem.dq(at.stage) + 16 * place, bits_of(dQ.x[0][j]));
         }
