@@ -189,6 +189,7 @@ CASES: tuple[Case, ...] = (
     Case("growing-maxima-causal", "full", 329, 329, 128, values="growing_maxima", causal=True),
     Case("falling-maxima", "quick", 75, 329, 64, values="falling_maxima"),
     Case("falling-maxima-causal", "full", 329, 329, 128, values="falling_maxima", causal=True),
+    Case("growing-maxima-window", "full", 203, 329, 256, values="growing_maxima", window=(200, 10)),
     Case("falling-maxima-window", "full", 203, 329, 256, values="falling_maxima", window=(200, 10)),
     Case("scores-in-the-hundreds", "quick", 131, 323, 128, values="large_scores"),
     Case("scores-in-the-hundreds-causal", "full", 323, 323, 64, values="large_scores", causal=True),

@@ -87,8 +87,8 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
         }
         const int head = tile.head_k(problem);
         #pragma unroll 1
-        for (int j = tile.end - 1; j >= tile.first; --j, ring.next()) {
-            if (j == tile.first) numbers.draw();  // the answer takes as long as a load
+        for (int j = tile.first; j < tile.end; ++j, ring.next()) {
+            if (j == tile.end - 1) numbers.draw();  // the answer takes as long as a load
             ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);
             smem.k(ring.stage)
                 .load(p.map_k, smem.k_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);

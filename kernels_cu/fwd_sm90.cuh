@@ -5,10 +5,12 @@
 // A persistent block draws tiles of kBlockM = 64 * kGroups rows of one (batch, head). One warpgroup produces: a thread
 // brings K_j and V_j into two rings of stages and draws tile numbers, a warp brings Q into a ring of its own, so that the
 // next tile's operands arrive while this one is computed. Every other warpgroup consumes: it owns 64 rows, with S, P and
-// O in registers, and for each key block, from the last to the first, issues S_j = Q K_j^T and O += P_{j+1} V_{j+1}
-// together, then turns S_j into P_j while the products of the other warpgroups keep the tensor cores busy. The last
-// O += P V of a tile goes together with the first S of the next. A warpgroup visits only the key blocks that its own rows
-// see, and merely releases the others.
+// O in registers, and for each key block issues S_j = Q K_j^T and O += P_{j-1} V_{j-1} together, then turns S_j into P_j
+// while the products of the other warpgroups keep the tensor cores busy. The last O += P V of a tile goes together with
+// the first S of the next. A warpgroup visits only the key blocks that its own rows see, and merely releases the others.
+//
+// Key blocks are visited from the first to the last: the first one is whole, so that its maxima are worth having, the
+// diagonal comes last, and of a causal tile the warpgroups end one after the other, not all at once.
 //
 // Shared memory: Q ring | K ring | V ring | mbarriers | queue of work. O leaves through its Q tile.
 #ifndef CUPYFLASH_FWD_SM90_CUH
@@ -116,7 +118,7 @@ struct FwdGroup {
     }
     // Issues S = Q K^T of a tile's first block.
     __device__ void begin(const FwdTile<V> &tile, AccTile<16, N> &S) {
-        pass(tile.end - end_of(tile));
+        if constexpr (V::kWindow) pass(first_of(tile) - tile.first);
         wait_q();
         ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
         issue_nt<T, kDepth>(S, smem.q(q_ring.stage), smem.k(ring.stage));
@@ -142,11 +144,10 @@ struct FwdGroup {
     __device__ bool compute(FwdTile<V> &tile, AccTile<16, N> &S) {
         ring.stage = uniform(ring.stage), ring.phase = uniform(ring.phase);
         q_ring.stage = uniform(q_ring.stage), tile.q0 = uniform(tile.q0);
-        // From `cut` on, a block may hide keys, or is the first or the second that a row sees: its maximum counts. Below
-        // `whole`, the window's left side may hide some.
+        // Blocks before `whole` or from `cut` on hide keys from some of the rows.
         const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
-        const int cut = max(0, mask.end_key(q0) - 1) / N - 1;
         const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;
+        const int cut = max(0, mask.end_key(q0)) / N;
         const int slot = q_ring.stage;
         const auto sQ = smem.q(slot);
 
@@ -156,8 +157,8 @@ struct FwdGroup {
         typename Softmax::Rows rescale;
         release_k(ring);
         apply_score(S);
-        if (Mask<V>::kHides || end * N > problem.seqlen_k) apply_mask(S, q0, end - 1);
-        softmax.raise_maximum(S, rescale);
+        if (first < whole || first >= cut) apply_mask(S, q0, first);
+        softmax.first_maximum(S);
         softmax.exponentiate(S);
         P.from(S);
         release_leaving();
@@ -165,9 +166,9 @@ struct FwdGroup {
         bool started = Mask<V>::kHides;
         if (started) O.zero();
 
-        // One key block. kCareful: it may hide keys, and its maximum counts.
-        const auto step = [&](int j, auto careful) {
-            constexpr bool kCareful = decltype(careful)::value;
+        // One key block. kMasked: it may hide keys. kMaxima: rows may have seen few keys so far, so its maximum counts.
+        const auto step = [&](int j, auto masked, auto maxima) {
+            constexpr bool kMasked = decltype(masked)::value, kMaxima = decltype(maxima)::value;
             const RingPosition<V::kStages> before = ring;
             ring.next();
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
@@ -177,42 +178,41 @@ struct FwdGroup {
             started = true;
             ptx::wgmma_wait_group<1>();
             arrived(S);
-            bool grows = false, good = true;
-            if constexpr (kCareful) {
+            const auto to_scores = [&] {
                 apply_score(S);
-                apply_mask(S, q0, j);
+                if (kMasked) apply_mask(S, q0, j);
+            };
+            to_scores();
+            bool grows = false, good = true;
+            if constexpr (kMaxima) {
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
             ptx::wgmma_wait_group<0>();
             arrived(O);
             release_v(before);
-            if constexpr (!kCareful) {
-                apply_score(S);
-                good = softmax.exponentiate_optimistically(S);
-            }
+            if constexpr (!kMaxima) good = softmax.exponentiate_optimistically(S);
             P.from(S);
             if (!good) {
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));
-                apply_score(S);
-                grows = softmax.raise_maximum(S, rescale);
-                softmax.exponentiate(S);
+                to_scores();
+                softmax.step(S, O);
                 P.from(S);
             }
             release_k(ring);
             if (grows) softmax.multiply_rows(O, rescale);  // O follows m
         };
-        // Careful blocks, ordinary ones, and with a window careful ones again.
-        int j = end - 2;
-        for (int until = max(first, cut);; until = first) {
-            if constexpr (Mask<V>::kHides) {
-                #pragma unroll 1
-                for (; j >= until; --j) step(j, Bool<true>{});
-            }
+        int j = first + 1;
+        if constexpr (V::kWindow) {
             #pragma unroll 1
-            for (; j >= max(first, whole); --j) step(j, Bool<false>{});
-            if (!V::kWindow || j < first) break;
+            for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{}, Bool<true>{});
         }
+        #pragma unroll 1
+        for (; j < min(end, cut); ++j) step(j, Bool<false>{}, Bool<false>{});
+        // Optimism would do here, too. With a window, and beyond 128 columns, it costs more than it saves.
+        constexpr bool kExactEnd = V::kWindow || D > 128;
+        #pragma unroll 1
+        for (; j < end; ++j) step(j, Bool<true>{}, Bool<kExactEnd>{});
 
         const FwdTile<V> next = next_tile();
         q_ring.next(smem.kGroups);
@@ -220,7 +220,6 @@ struct FwdGroup {
         issue_nn<T, N>(O, P, smem.v(ring.stage), started);
         const RingPosition<V::kStages> last = ring;
         ring.next();
-        if constexpr (V::kWindow) pass(first - tile.first);
 
         // While that runs, and the next tile's S.
         typename Softmax::Rows inverse;
@@ -249,8 +248,10 @@ struct FwdGroup {
             if (leads()) sQ.store(p.map_o, q0, tile.head, tile.batch);
             leaving = slot;
         };
+        const int rest = Mask<V>::kHides ? tile.end - end : 0;
         const bool begun = smem.kPipelined && has_rows(next);
         if (begun) {
+            pass(rest);
             begin(next, S);
             store_lse();
             ptx::wgmma_wait_group<1>();
@@ -261,6 +262,7 @@ struct FwdGroup {
             store_lse();
             ptx::wgmma_wait_group<0>();
             store_o();
+            pass(rest);
             if (smem.kSlots == smem.kGroups) release_leaving();  // the next tile's Q is waiting for it
         }
         tile = next;
