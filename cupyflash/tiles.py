@@ -138,9 +138,9 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
 # (docs/performance.md).
 _HOPPER_FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
     (64, HopperForwardTile(4, 64, 8, 8, 112, 24)),
+    (112, HopperForwardTile(3, 80, 3, 6, 160, 32)),
     (128, HopperForwardTile(3, 64, 4, 6, 160, 32)),
-    (152, HopperForwardTile(3, 64, 2, 3, 160, 32)),
-    (160, HopperForwardTile(2, 80, 2, 4, 232, 40)),
+    (160, HopperForwardTile(3, 64, 3, 3, 160, 32)),
     (192, HopperForwardTile(2, 64, 2, 4, 232, 40)),
     (256, HopperForwardTile(2, 64, 2, 3, 232, 40)),
 )

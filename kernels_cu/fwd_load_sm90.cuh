@@ -21,8 +21,10 @@ struct FwdSm90Smem {
     static constexpr int kK = kSlots * TileQ::kBytes, kV = kK + kStages * TileKV::kBytes;
     static constexpr int kBars = kV + kStages * TileKV::kBytes;
     static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + WorkQueue::kBarriers);
-    // A group may hold one V while it passes those that the other groups need of the next tile.
-    static_assert(kStages >= kGroups || !kPipelined);
+    // A group holds V of its last block while it passes blocks that others need: of this tile and, with a window, of the
+    // next. Copies of all of them must find a stage, or the number of the next tile would never come.
+    static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);
+    static_assert(!Mask<V>::kHides || kStages > kPassed);
     ptx::u32 base;
 
     __device__ TileQ q(int slot) const { return {base + slot * TileQ::kBytes}; }

@@ -6,6 +6,7 @@ Devices have two or three multiprocessors, so that a block computes several tile
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import HOPPER_SHAPES, SHIPPED, TABLE, can_use_tma
 from emulator.require import require_compiler
 
+from cupyflash import tiles
 from cupyflash.accuracy import Comparison, Oracle
 from cupyflash.cases import Case
 from cupyflash.plan import FAMILIES
@@ -36,8 +38,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def oracle(name: str, dtype: str) -> Oracle:
-    inputs, problem = inputs_of((CASES | HOPPER_SHAPES)[name], dtype)
+def oracle(case: Case, dtype: str) -> Oracle:
+    inputs, problem = inputs_of(case, dtype)
     return Oracle(problem, *inputs)
 
 
@@ -47,7 +49,7 @@ def check(results: list[Comparison]) -> None:
 
 
 def run(case: Case, dtype: str, mode: str, seed: int, *, backward: bool = False, counter: bool = True) -> None:
-    exact = oracle(case.name, dtype)
+    exact = oracle(case, dtype)
     inputs, problem = inputs_of(case, dtype)
     device = small_device("sm_90", 2 + seed % 2)
     session = Session(device, MODES[mode], seed, family="sm90", backward_family="sm80", counter=counter)
@@ -83,6 +85,14 @@ def test_gradients_of_its_results(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", EVERY_MODE)
 def test_every_mode(name: str, mode: str, seed: int) -> None:
     run(CASES[name], DTYPES[EVERY_MODE.index(name) % 2], mode, 1 + seed)
+
+
+@pytest.mark.parametrize("mode", ["race", "late", "starve"])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (100, 40)}], ids=["causal", "window"])
+@pytest.mark.parametrize("head_dim", [head_dim for head_dim, _ in tiles._HOPPER_FORWARD])
+def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str) -> None:
+    """Whatever the tile: warpgroups that end at different key blocks, one tile after the other."""
+    run(Case("many", "full", 197, 261, head_dim, batch=2, heads_q=3, heads_k=3, **mask), "bf16", mode, 0)
 
 
 @pytest.mark.parametrize("mode", ["race", "late"])

@@ -44,7 +44,7 @@ def invoke(*arguments: str, code: int) -> Result:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_hopper_tiles_fit_an_sm(head_dim: int) -> None:
     found = [c.tile for c in candidates("sm90", head_dim, HOPPER.smem_bytes, {})]
-    assert len(set(found)) == len(found) > 30
+    assert len(set(found)) == len(found) > 25
     assert found[0] == tiles.hopper_forward_tile(head_dim)
     for tile in found:
         assert isinstance(tile, HopperForwardTile)
@@ -140,7 +140,7 @@ def needs_nvrtc() -> None:
 def test_compile_all() -> None:
     """A tile too large for the registers of four warpgroups spills, and ptxas serialises its wgmma."""
     needs_nvrtc()
-    small, large = (Candidate(128, HopperForwardTile(4, n, 4, 4, 112, 24)) for n in (32, 48))
+    small, large = (Candidate(128, HopperForwardTile(4, n, 8, 4, 112, 24)) for n in (32, 48))
     good = candidates("sm90", 64, HOPPER.smem_bytes, {"groups": (5,)})
     done: list[None] = []
     tools_candidates.compile_all([*good, small, large], HOPPER, "sm90", "bf16", (True,), 2, lambda: done.append(None))

@@ -57,7 +57,8 @@ def hopper_tiles(head_dim: int, smem_bytes: int) -> Iterator[HopperForwardTile]:
     sizes = itertools.product(REGISTERS, range(32, 257, 16), (2, 3, 4, 6, 8), (2, 3, 4))
     for groups, block_n, stages, halves in sizes:
         q_slots = groups * halves // 2  # each group's own, half of the groups' next, or all of them
-        if (q_slots % groups and groups != 2) or q_slots >= 2 * groups > 2 * stages:
+        passed = -(-64 * (groups - 1) // block_n) + (block_n < 64)  # fwd_load_sm90.cuh: kPassed
+        if (q_slots % groups and groups != 2) or stages <= passed:
             continue
         for registers in REGISTERS[groups]:
             tile = HopperForwardTile(groups, block_n, stages, q_slots, *registers)
