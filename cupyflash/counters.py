@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .driver import driver_function
+
 _COUNTER_BYTES = 8  # two 32-bit words: tiles drawn, blocks that are done (pipeline_sm90.cuh)
 _CHUNK = 8192  # counters allocated at a time: 64 KiB
 _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2  # handles: of the default stream (so is 0), of one that every thread has
@@ -21,14 +23,8 @@ _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2  # handles: of the default stream (so 
 
 @functools.cache
 def _get_id() -> Callable[..., int]:
-    """cuStreamGetId, of CUDA 12, as are tensor maps. It is quick: other threads need not run meanwhile."""
-    for name in ("libcuda.so.1", "nvcuda.dll"):
-        try:
-            function: Callable[..., int] = ctypes.PyDLL(name).cuStreamGetId
-            return function
-        except (OSError, AttributeError):
-            continue
-    return lambda stream, to: 1
+    """cuStreamGetId, of CUDA 12, as are tensor maps."""
+    return driver_function("cuStreamGetId", is_quick=True) or (lambda stream, to: 1)
 
 
 def _stream_id(stream: int) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .driver import driver_function
 from .errors import UnsupportedError
 
 _INSTALL = "install one with: pip install 'cupyflash[cu12]' (or [cu13], for a driver of CUDA 13)"
@@ -94,13 +95,9 @@ class Nvrtc:
 
 def driver_version() -> tuple[int, int] | None:
     """The CUDA version that the installed driver supports, such as (12, 8); None without a driver."""
-    for name in ("libcuda.so.1", "nvcuda.dll"):
-        try:
-            version = ctypes.c_int()
-            if ctypes.CDLL(name).cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value:
-                return version.value // 1000, version.value % 1000 // 10
-        except (OSError, AttributeError):
-            continue
+    version, ask = ctypes.c_int(), driver_function("cuDriverGetVersion")
+    if ask and ask(ctypes.byref(version)) == 0 and version.value:
+        return version.value // 1000, version.value % 1000 // 10
     return None
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .driver import driver_function
+
 BOX_COLUMNS = 64  # of 16 bits: 128 bytes, the span of the swizzle
 _ROW_BYTES = 16  # TMA's unit
 _MAX_STRIDE_BYTES = 1 << 40
@@ -58,13 +60,7 @@ def readable(shape: Sequence[int], strides: Sequence[int]) -> bool:
 @functools.cache
 def _encoder() -> Callable[..., int] | None:
     """cuTensorMapEncodeTiled; None without a driver that has it (CUDA 12)."""
-    for name in ("libcuda.so.1", "nvcuda.dll"):
-        try:
-            function: Callable[..., int] = ctypes.CDLL(name).cuTensorMapEncodeTiled
-            return function
-        except (OSError, AttributeError):
-            continue
-    return None
+    return driver_function("cuTensorMapEncodeTiled")
 
 
 def encode(tensor: TensorMap, address: int) -> NDArray[np.uint64] | None:

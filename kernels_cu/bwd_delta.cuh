@@ -81,8 +81,7 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
             #pragma unroll
             for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
             if (chunk == 0 && row < M) {
-                float *stats = p.row_stats + 2 * (static_cast<long long>(sequence) * round_up(problem.seqlen_q, M) +
-                                                  tile.block * M + row);
+                float *const stats = row_stats_at<M>(p, sequence, tile.block * M + row);
                 stats[0] = static_cast<float>(lse[i] * log2_per_unit);
                 stats[1] = sum - dlse[i];
             }

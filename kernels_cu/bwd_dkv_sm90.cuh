@@ -73,7 +73,6 @@ template <class V>
 __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDkvSmem<V> &smem) {
     constexpr int M = V::kBlockM;
     const Problem &problem = p.plain.problem;
-    const long long padded = round_up(problem.seqlen_q, M);
     WorkQueue queue = smem.queue();
     RingPosition<V::kStages> ring;
     RingPosition<1> tiles;
@@ -99,9 +98,8 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
         #pragma unroll 1
         for (int i = 0; i < visit.count; ++i, ring.next(), visit.next()) {
             load(kRoleP, p.map_q, 8 * M);
-            ptx::cp_async_bulk_load(smem.stats(ring.stage),
-                                    p.plain.row_stats + 2 * (visit.sequence() * padded + visit.q0()), 8 * M,
-                                    smem.full(kRoleP, ring.stage));
+            ptx::cp_async_bulk_load(smem.stats(ring.stage), row_stats_at<M>(p.plain, visit.sequence(), visit.q0()),
+                                    8 * M, smem.full(kRoleP, ring.stage));
             if (i == 0) load_resident(kRoleP, p.map_k);
             load(kRoleDS, p.map_dout, 0);
             if (i == 0) load_resident(kRoleDS, p.map_v);

@@ -153,11 +153,6 @@ struct BwdDqGroup {
             arrive_warp(smem.empty(ring.stage));
         }
     }
-    // [batch, heads_q, padded seqlen_q, 2]
-    __device__ const float *row_stats(const BwdDqTile<V> &tile) const {
-        const long long sequence = tile.index.batch * problem.heads_q + tile.index.head;
-        return p.plain.row_stats + 2 * sequence * round_up(problem.seqlen_q, 64);
-    }
 
     __device__ void run() {
         WorkQueue queue = smem.queue();
@@ -181,7 +176,8 @@ struct BwdDqGroup {
         // [first, end): this group's blocks.
         const int end = min(max(mask.end_key_block(q0), tile.first + 1), tile.end);
         const int first = V::kWindow ? min(max(mask.first_key_block(q0), tile.first), end - 1) : 0;
-        const float *const stats_at = row_stats(tile) + 2 * (q0 + warp_row + lane() / 4);
+        const float *const stats_at =
+            row_stats_at<64>(p.plain, tile.index.batch * problem.heads_q + tile.index.head, q0 + warp_row + lane() / 4);
         #pragma unroll
         for (int r = 0; r < 2; ++r) stats[r][0] = stats_at[16 * r], stats[r][1] = stats_at[16 * r + 1];
         pass(tile.end - end);

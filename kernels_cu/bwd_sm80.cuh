@@ -100,10 +100,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
                 static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, head), p.dout_stride.row, q0,
                 problem.seqlen_q);
-            const int sequence = tile.batch * problem.heads_q + head;
-            const long long row = static_cast<long long>(sequence) * round_up(problem.seqlen_q, M) + q0;
-            const int r = fresh_thread();
-            if (r < M) ptx::cp_async_8(s.stats + 8 * r, p.row_stats + 2 * (row + r), q0 + r < problem.seqlen_q);
+            const int r = fresh_thread(), sequence = tile.batch * problem.heads_q + head;
+            if (r < M)
+                ptx::cp_async_8(s.stats + 8 * r, row_stats_at<M>(p, sequence, q0 + r), q0 + r < problem.seqlen_q);
         }
         ptx::cp_async_commit_group();
     };

@@ -88,10 +88,10 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
     for (int i = 0; i < visit.count; ++i, visit.next()) {
         const auto ring = RingPosition<V::kStages>::of(i);
         const int stage = ring.stage, q0 = visit.q0();
-        const long long row = static_cast<long long>(visit.sequence()) * round_up(problem.seqlen_q, M) + q0;
         ptx::mbarrier_wait(smem.empty(stage), ring.phase ^ 1);
         smem.q(stage).load(p.map_q, smem.q_full(stage), q0, visit.head, batch, ptx::kEvictNormal, 8 * M);
-        ptx::cp_async_bulk_load(smem.stats(stage), p.plain.row_stats + 2 * row, 8 * M, smem.q_full(stage));
+        ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, visit.sequence(), q0), 8 * M,
+                                smem.q_full(stage));
         if (i == 0) smem.k().load(p.map_k, smem.k_full(), visit.k0, visit.tile.head, batch, ptx::kEvictNormal);
         smem.dout(stage).load(p.map_dout, smem.dout_full(stage), q0, visit.head, batch, ptx::kEvictNormal);
         if (i == 0) smem.v().load(p.map_v, smem.v_full(), visit.k0, visit.tile.head, batch, ptx::kEvictNormal);

@@ -240,9 +240,7 @@ struct FwdGroup {
             release_v(last);
             softmax.multiply_rows(O, inverse);
             stage<T>(sQ, warp_row, O);
-            if constexpr (Mask<V>::kHides) {
-                if (ptx::vote_any(!O.finite())) repair(tile, q0, sQ, O, softmax, inverse);
-            }
+            if constexpr (Mask<V>::kHides) repair(tile, q0, sQ, O, softmax, inverse);
             ptx::fence_proxy_async();
             sync();
             if (leads()) sQ.store(p.map_o, q0, tile.head, tile.batch);
@@ -277,22 +275,16 @@ struct FwdGroup {
         const T *q = static_cast<const T *>(plain.q) + head_offset(plain.q_stride, tile.batch, tile.head);
         const T *k = static_cast<const T *>(plain.k) + head_offset(plain.k_stride, tile.batch, tile.head_k(problem));
         const T *v = static_cast<const T *>(plain.v) + head_offset(plain.v_stride, tile.batch, tile.head_k(problem));
-        float sum[2] = {};  // 0 if all elements are finite, else NaN
-        #pragma unroll
-        for (int i = 0; i < D / 2; ++i) sum[i / 2 % 2] = fmaf(O.x[0][i / 4][i % 4], 0.f, sum[i / 2 % 2]);
-        ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-        #pragma unroll 1
-        for (int row = 0; row < 16; ++row) {
+        for_each_non_finite_row(O, [&](int row) {
             const int qi = q0 + warp_row + row, owner = row % 8 * 4;
-            const bool lower = row < 8;
-            const float row_sum = quad_reduce(lower ? sum[0] : sum[1], [](float a, float b) { return a + b; });
-            const float m = ptx::shfl_index(lower ? softmax.m[0] : softmax.m[1], owner);
-            const float by = ptx::shfl_index(lower ? inverse[0] : inverse[1], owner);
-            if (ptx::shfl_index(row_sum, owner) == 0.f || by != by || qi >= problem.seqlen_q) continue;
+            const float m = ptx::shfl_index(row < 8 ? softmax.m[0] : softmax.m[1], owner);
+            const float by = ptx::shfl_index(row < 8 ? inverse[0] : inverse[1], owner);
+            if (by != by || qi >= problem.seqlen_q) return;
+            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of this row
             recompute_row<T, D>(sQ, warp_row + row, q + qi * plain.q_stride.row, k, plain.k_stride.row, v,
                                 plain.v_stride.row, mask.first_key(qi), mask.end_key(qi), by,
                                 [&](float s) { return ptx::ex2((score(s) - m) * softmax.factor); });
-        }
+        });
     }
 };
 

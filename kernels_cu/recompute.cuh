@@ -60,8 +60,7 @@ struct Recompute {
         return !mask.sees_nothing(query) && (x[0] != x[0] || x[1] != x[1]);
     }
     __device__ const float *stats(int head, int query) const {
-        const long long sequence = batch * problem.heads_q + head;
-        return p.row_stats + 2 * (sequence * round_up(problem.seqlen_q, V::kBlockM) + query);
+        return row_stats_at<V::kBlockM>(p, batch * problem.heads_q + head, query);
     }
 
   private:

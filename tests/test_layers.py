@@ -35,7 +35,7 @@ PYTHON_LAYERS = (
     ("plan",),
     ("cache", "nvrtc", "tensormap"),
     ("accuracy", "case_inputs", "cases", "kernels", "params", "problem", "reference", "tiles", "variant"),
-    ("device", "errors"),
+    ("device", "driver", "errors"),
 )
 # What a module may import from its own layer.
 PYTHON_SIDEWAYS = {

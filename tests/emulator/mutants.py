@@ -87,6 +87,6 @@ BACKWARD = (
         "dense-d64", r"RACE, "),
     Bug("query mask off by one", "bwd_sm80.cuh", "mask.from(q0 + first_query, k0 + key0 + lane / 4)",
         "mask.from(q0 + first_query + 1, k0 + key0 + lane / 4)", "causal-d64", ""),
-    Bug("statistics of another head", "bwd_sm80.cuh", "static_cast<long long>(sequence) * round_up(problem.seqlen_q, M) + q0;", "static_cast<long long>(sequence) * problem.seqlen_q + q0;",
+    Bug("statistics of another head", "bwd_sm80.cuh", "row_stats_at<M>(p, sequence, q0 + r)", "row_stats_at<1>(p, sequence, q0 + r)",
         "dense-d64", ""),
 )  # fmt: skip
