@@ -166,9 +166,9 @@ struct FwdGroup {
         bool started = Mask<V>::kHides;
         if (started) O.zero();
 
-        // One key block. kMasked: it may hide keys. kMaxima: rows may have seen few keys so far, so its maximum counts.
-        const auto step = [&](int j, auto masked, auto maxima) {
-            constexpr bool kMasked = decltype(masked)::value, kMaxima = decltype(maxima)::value;
+        // One key block. kCareful: it may hide keys or follow one that did, so that a row has seen few; its maximum counts.
+        const auto step = [&](int j, auto careful) {
+            constexpr bool kCareful = decltype(careful)::value;
             const RingPosition<V::kStages> before = ring;
             ring.next();
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
@@ -178,24 +178,21 @@ struct FwdGroup {
             started = true;
             ptx::wgmma_wait_group<1>();
             arrived(S);
-            const auto to_scores = [&] {
-                apply_score(S);
-                if (kMasked) apply_mask(S, q0, j);
-            };
-            to_scores();
+            apply_score(S);
             bool grows = false, good = true;
-            if constexpr (kMaxima) {
+            if constexpr (kCareful) {
+                apply_mask(S, q0, j);
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
             ptx::wgmma_wait_group<0>();
             arrived(O);
             release_v(before);
-            if constexpr (!kMaxima) good = softmax.exponentiate_optimistically(S);
+            if constexpr (!kCareful) good = softmax.exponentiate_optimistically(S);
             P.from(S);
             if (!good) {
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));
-                to_scores();
+                apply_score(S);
                 softmax.step(S, O);
                 P.from(S);
             }
@@ -205,14 +202,12 @@ struct FwdGroup {
         int j = first + 1;
         if constexpr (V::kWindow) {
             #pragma unroll 1
-            for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{}, Bool<true>{});
+            for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{});
         }
         #pragma unroll 1
-        for (; j < min(end, cut); ++j) step(j, Bool<false>{}, Bool<false>{});
-        // Optimism would do here, too. With a window, and beyond 128 columns, it costs more than it saves.
-        constexpr bool kExactEnd = V::kWindow || D > 128;
+        for (; j < min(end, cut); ++j) step(j, Bool<false>{});
         #pragma unroll 1
-        for (; j < end; ++j) step(j, Bool<true>{}, Bool<kExactEnd>{});
+        for (; j < end; ++j) step(j, Bool<true>{});
 
         const FwdTile<V> next = next_tile();
         q_ring.next(smem.kGroups);
@@ -271,19 +266,21 @@ struct FwdGroup {
     template <class Tile>
     __device__ void repair(const FwdTile<V> &tile, int q0, const Tile &sQ, const AccTile<16, D> &O,
                            const Softmax &softmax, const float (&inverse)[2]) const {
-        const FwdParams &plain = p.plain;
-        const T *q = static_cast<const T *>(plain.q) + head_offset(plain.q_stride, tile.batch, tile.head);
-        const T *k = static_cast<const T *>(plain.k) + head_offset(plain.k_stride, tile.batch, tile.head_k(problem));
-        const T *v = static_cast<const T *>(plain.v) + head_offset(plain.v_stride, tile.batch, tile.head_k(problem));
         for_each_non_finite_row(O, [&](int row) {
-            const int qi = q0 + warp_row + row, owner = row % 8 * 4;
+            const int qi = q0 + warp_row + row, owner = row % 8 * 4, head_k = tile.head_k(problem);
             const float m = ptx::shfl_index(row < 8 ? softmax.m[0] : softmax.m[1], owner);
             const float by = ptx::shfl_index(row < 8 ? inverse[0] : inverse[1], owner);
             if (by != by || qi >= problem.seqlen_q) return;
+            const FwdParams &plain = p.plain;
+            const auto head_of = [&](const void *x, const Strides &stride, int head) {
+                return static_cast<const T *>(x) + head_offset(stride, tile.batch, head);
+            };
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of this row
-            recompute_row<T, D>(sQ, warp_row + row, q + qi * plain.q_stride.row, k, plain.k_stride.row, v,
-                                plain.v_stride.row, mask.first_key(qi), mask.end_key(qi), by,
-                                [&](float s) { return ptx::ex2((score(s) - m) * softmax.factor); });
+            recompute_row<T, D>(
+                sQ, warp_row + row, head_of(plain.q, plain.q_stride, tile.head) + qi * plain.q_stride.row,
+                head_of(plain.k, plain.k_stride, head_k), plain.k_stride.row, head_of(plain.v, plain.v_stride, head_k),
+                plain.v_stride.row, mask.first_key(qi), mask.end_key(qi), by,
+                [&](float s) { return ptx::ex2((score(s) - m) * softmax.factor); });
         });
     }
 };

@@ -81,6 +81,16 @@ def test_gradients_of_its_results(name: str, dtype: str) -> None:
     run(CASES[name], dtype, "late", 0, backward=CASES[name].backward)
 
 
+def test_an_outlier_on_the_diagonal() -> None:
+    """A row that has seen few keys needs its true maximum: else one key's rounded P decides dk."""
+    case = Case("outl", "full", 207, 303, 128, heads_q=1, heads_k=1, causal=True, values="outliers")
+    inputs, problem = case.inputs("bf16", seed=4), case.problem("bf16")
+    session = Session(small_device("sm_90"), MODES["late"], family="sm90", backward_family="sm80")
+    out, lse = session.forward(inputs, problem)
+    exact = Oracle(problem, *inputs)
+    check(exact.judge_forward(out, lse) + exact.judge_backward(*session.backward(inputs, out, lse, problem)))
+
+
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("race", "late")])
 @pytest.mark.parametrize("name", EVERY_MODE)
 def test_every_mode(name: str, mode: str, seed: int) -> None:
