@@ -199,7 +199,7 @@ def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -
 
 def forward_sm90_variant(problem: Problem, *, clocks: bool = False) -> ForwardSm90:
     """The sm90 family's forward kernel; `clocks`: the form that records how long each block took."""
-    t = tiles.hopper_forward_tile(problem.head_dim)
+    t = tiles.hopper_forward_tile(problem.head_dim, masked=problem.masked)
     shape = (problem.dtype, problem.head_dim, 64 * t.groups, 4 * (t.groups + 1), 1, t.block_n, t.stages, t.q_slots)
     variant = ForwardSm90(*shape, t.consumer_registers, t.producer_registers, clocks=clocks)
     return replace(variant, **mask_flags(problem))

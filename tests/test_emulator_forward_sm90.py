@@ -99,7 +99,7 @@ def test_every_mode(name: str, mode: str, seed: int) -> None:
 
 @pytest.mark.parametrize("mode", ["race", "late", "starve"])
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": (100, 40)}], ids=["causal", "window"])
-@pytest.mark.parametrize("head_dim", [head_dim for head_dim, _ in tiles._HOPPER_FORWARD])
+@pytest.mark.parametrize("head_dim", [head_dim for head_dim, _ in tiles._HOPPER_FORWARD_MASKED])
 def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str) -> None:
     """Whatever the tile: warpgroups that end at different key blocks, one tile after the other."""
     run(Case("many", "full", 197, 261, head_dim, batch=2, heads_q=3, heads_k=3, **mask), "bf16", mode, 0)

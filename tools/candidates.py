@@ -21,7 +21,7 @@ from cupyflash.variant import Variant
 
 Tile = ForwardTile | HopperForwardTile
 TILES: dict[str, type[Tile]] = {"sm90": HopperForwardTile, "sm80": ForwardTile}
-TABLES = {HopperForwardTile: "_HOPPER_FORWARD", ForwardTile: "_FORWARD"}
+TABLES = {HopperForwardTile: ("_HOPPER_FORWARD", "_HOPPER_FORWARD_MASKED"), ForwardTile: ("_FORWARD",)}
 MAX_REGISTERS, REGISTERS_PER_SM = 255, 65536
 SPARE_REGISTERS = 16  # what a thread needs at least besides S, P and O
 # Of a consumer's and of the producer's threads, by the number of consumer warpgroups.
@@ -97,13 +97,14 @@ def ampere_tiles(head_dim: int, smem_bytes: int) -> Iterator[ForwardTile]:
 @contextlib.contextmanager
 def in_use(tile: Tile) -> Iterator[None]:
     """The library plans with this tile, whatever its table says. For the whole process: one thread at a time."""
-    name = TABLES[type(tile)]
-    table = getattr(tiles, name)
-    setattr(tiles, name, ((MAX_HEAD_DIM, tile),))
+    before = {name: getattr(tiles, name) for name in TABLES[type(tile)]}
+    for name in before:
+        setattr(tiles, name, ((MAX_HEAD_DIM, tile),))
     try:
         yield
     finally:
-        setattr(tiles, name, table)
+        for name, table in before.items():
+            setattr(tiles, name, table)
 
 
 def candidates(family: str, head_dim: int, smem_bytes: int, only: dict[str, tuple[int, ...]]) -> list[Candidate]:
