@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from emulator.cases import SHIPPED, TABLE, can_use_tma
 from emulator.require import require_compiler
 
 from cupyflash.accuracy import Oracle
+from cupyflash.cases import Case
 
 require_compiler()
 
@@ -44,6 +46,19 @@ def test_case(name: str, mode: str, seed: int) -> None:
     results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
     wrong = [str(r) for r in results if not r.passed]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("mode", ["race", "starve"])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (100, 40)}], ids=["causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
+def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str) -> None:
+    """Warpgroups that visit different tiles of a masked problem, in blocks that compute several."""
+    case = Case("many", "full", 197, 261, head_dim, heads_q=4, heads_k=2, **mask)
+    inputs, problem = inputs_of(case, "bf16")
+    exact = Oracle(problem, *inputs)
+    session = Session(small_device("sm_90"), MODES[mode], backward_family="sm90")
+    results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+    assert all(r.passed for r in results), "\n".join(map(str, results))
 
 
 @pytest.mark.parametrize("what", ["lse", "dout"])
