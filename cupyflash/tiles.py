@@ -134,8 +134,8 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (256, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
 )
 
-# The sm90 family's forward, by largest head_dim; needs the 227 KiB of Hopper. Chosen by tensor-core cycles on an H200
-# (docs/performance.md).
+# The sm90 family's forward, by largest head_dim; needs the 227 KiB of Hopper. Chosen on an H200 by tensor-core cycles,
+# at 80 with a mask by time (docs/performance.md).
 _HOPPER_FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
     (64, HopperForwardTile(4, 64, 8, 8, 112, 24)),
     (80, HopperForwardTile(3, 80, 3, 6, 160, 32)),

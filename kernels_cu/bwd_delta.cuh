@@ -87,8 +87,7 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
             }
         }
     }
-    if (p.dq_turn && ptx::thread_index() == 0)
-        p.dq_turn[static_cast<long long>(sequence) * ceil_div(problem.seqlen_q, M) + tile.block] = 0;
+    if (p.dq_turn && ptx::thread_index() == 0) *dq_turn<V>(p, sequence, tile.block) = 0;
 }
 
 #endif  // CUPYFLASH_BWD_DELTA_CUH

@@ -54,7 +54,7 @@ class Candidate:
 
 def hopper_tiles(head_dim: int, smem_bytes: int) -> Iterator[HopperForwardTile]:
     """Those whose accumulators fit a thread's registers and whose tiles fit the shared memory."""
-    sizes = itertools.product(REGISTERS, range(32, 257, 16), (2, 3, 4, 6, 8), (2, 3, 4))
+    sizes = itertools.product(REGISTERS, range(32, 257, 16), (2, 3, 4, 5, 6, 8), (2, 3, 4))
     for groups, block_n, stages, halves in sizes:
         q_slots = groups * halves // 2  # each group's own, half of the groups' next, or all of them
         passed = -(-64 * (groups - 1) // block_n) + (block_n < 64)  # fwd_load_sm90.cuh: kPassed

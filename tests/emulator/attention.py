@@ -200,6 +200,7 @@ EXTRA = NONFINITE_QUERIES | {
     for c in (
         Case("many-tiles", "full", 261, 65, 64, batch=3, heads_q=4, heads_k=2),
         Case("many-tiles-causal", "full", 197, 197, 128, batch=2, heads_q=3, heads_k=3, causal=True),
+        Case("many-tiles-d160", "full", 197, 197, 160, batch=2, heads_q=3, heads_k=3, causal=True),
         Case("many-tiles-d192", "full", 293, 131, 192, heads_q=4, heads_k=2),
         Case("many-tiles-d256", "full", 293, 131, 256, heads_q=4, heads_k=4, causal=True),
         Case("short-tiles-d256", "full", 70, 40, 256, batch=3, heads_q=4, heads_k=2),

@@ -63,6 +63,8 @@ TILES = (
          r"DEADLOCK(.|\n)*mbarrier\.try_wait at kernels_cu/fwd_sm90\.cuh:\d+"),
     _bug("shared memory left to itself", "fwd_sm90.cuh", "        release_leaving();  // shared memory must outlive the store\n", "", "dense-d64",
          r"without waiting for the bulk copy that it issued at kernels_cu/tile_sm90\.cuh:\d+"),
+    _bug("O's tile kept while the next Q waits for it", "fwd_sm90.cuh", "            if (smem.kSlots == smem.kGroups) release_leaving();  // the next tile's Q is waiting for it\n", "", "many-tiles-d160",
+         r"DEADLOCK(.|\n)*mbarrier\.try_wait at kernels_cu/fwd_sm90\.cuh:\d+"),
     _bug("counter not cleared", "pipeline_sm90.cuh", "            ptx::st_release(counter, 0);\n", "", "many-tiles", r"the counter is left as"),
     _bug("last block not recognised", "pipeline_sm90.cuh", "== ptx::grid_size() - 1)", "== ptx::grid_size())", "many-tiles", r"the counter is left as"),
     _bug("counter cleared before all blocks have drawn", "pipeline_sm90.cuh", "ptx::atomic_add_acq_rel(counter + 1, 1)", "ptx::atomic_add(counter + 1, 1)", "many-tiles",

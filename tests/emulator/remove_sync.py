@@ -51,14 +51,13 @@ FORWARD = ("dense-d64", "causal-d128", "nan-in-visible-key-causal", "more-querie
            "inf-in-visible-key-causal", "nan-in-visible-key-window")  # fmt: skip
 BACKWARD = ("deterministic", "dense-d64", "causal-d128", "nan-in-visible-key-causal", "dense-d256", "gqa",
             "nan-in-visible-key-window", "window-sees-nothing", *NONFINITE_QUERIES)  # fmt: skip
-FORWARD_SM90 = ("dense-d64", "causal-d128", "many-tiles", "many-tiles-d256", "short-tiles-d256", "growing-maxima",
-                "window-left-causal", "nan-in-visible-key-causal", "growing-maxima-window",
+FORWARD_SM90 = ("dense-d64", "causal-d128", "many-tiles", "many-tiles-d160", "many-tiles-d256", "short-tiles-d256",
+                "growing-maxima", "window-left-causal", "nan-in-visible-key-causal", "growing-maxima-window",
                 "more-queries-causal")  # fmt: skip
 BACKWARD_SM90 = ("many-tiles-d192", "many-tiles-d256", *BACKWARD)  # head_dims with kernels of their own
 # Kept for reasons that the emulator cannot see; README.md says them. File and a part of the line.
 EXPLAINED = (
     ("dq_accum.cuh", "fence_gpu"),
-    ("fwd_sm90.cuh", "smem.kSlots == smem.kGroups"),
     ("pipeline_sm90.cuh", "st_release"),
     ("tile_sm90.cuh", "wgmma_fence"),
     ("bwd_sm90.cuh", "fence_proxy_async_global"),
