@@ -16,6 +16,7 @@ from cupyflash.errors import DeviceError
 from cupyflash.problem import DTYPES, MAX_HEAD_DIM
 
 from . import bench_cycles, bench_plot, bench_startup
+from .bench_arguments import check_lengths, check_plot, check_writable
 from .bench_report import Row, documents, print_ratios, print_rows, ratios, write_csv
 from .bench_timing import QUICK, SUSTAINED, Effort, host_us, sustained_ms
 from .bench_work import DIRECTIONS, FLOP_FORMULA, OURS, PEERS, Bench, Cell, make
@@ -60,7 +61,10 @@ def command(**options: Any) -> None:
     visible query-key pair and head in the forward, and 2.5 times that in the backward.
     """
     quiet()
+    check_lengths(options["seqlens"])
     check_plot(options["plot"])
+    check_writable("--csv", options["csv"])
+    check_writable("--plot", options["plot"])
     bench = make_bench(options["framework"], options["backend"])
     console = human(options["as_json"])
     cells = make_cells(options)
@@ -84,18 +88,6 @@ def command(**options: Any) -> None:
         bench_plot.draw(rows, options["plot"], f"cupyflash {__version__}, {document['device']}, {options['dtype']}")
     if options["as_json"]:
         emit(document)
-
-
-def check_plot(path: Path | None) -> None:
-    """Before minutes of timing: can the picture be drawn?"""
-    if path is None:
-        return
-    if path.suffix not in (".png", ".svg"):
-        raise click.BadParameter(f"{path} ends neither in .png nor in .svg", param_hint="--plot")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise click.BadParameter("matplotlib is missing: pip install 'cupyflash[plot]'", param_hint="--plot") from None
 
 
 def make_bench(framework: str | None, backend: str) -> Bench:

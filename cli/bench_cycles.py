@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupyflash import arrays, run
-from cupyflash.prepare import Options
+from cupyflash.options import Options
 
 from .bench_timing import QUICK, Clock, CupyClock, TorchClock, Work, sustained_ms
 from .bench_work import Bench, Cell

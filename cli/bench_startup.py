@@ -31,11 +31,11 @@ def measure(dtype: str, head_dim: int, arch: str) -> dict[str, Any]:
 
 
 def child(dtype: str, head_dim: int, arch: str) -> dict[str, Any]:
-    """Import, find GPU and compiler, then each kernel by itself."""
+    """Import, find GPU and compiler, then each kernel that a call takes, by itself."""
     start = time.perf_counter()
     from cupyflash import device, jit, nvrtc
-    from cupyflash.kernels import backward_variants, forward_variant
     from cupyflash.problem import Problem
+    from cupyflash.shipped import variants_of_calls
 
     imported = time.perf_counter()
     on_gpu = device.count() > 0
@@ -47,10 +47,10 @@ def child(dtype: str, head_dim: int, arch: str) -> dict[str, Any]:
     else:
         target = device.Device.synthetic(arch)
     ready = time.perf_counter()
-    nvrtc.pick()
+    nvrtc.usable()
     problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim**-0.5, (None, 0))
     kernels = []
-    for variant in (forward_variant(problem, target), *backward_variants(problem, target)):
+    for variant in variants_of_calls(problem, target):
         begin = time.perf_counter()
         if on_gpu:
             jit.load(variant, target)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from dataclasses import asdict
+from typing import Any
 
 import click
 from rich.table import Table
 
-from cupyflash import cache
+from cupyflash import cache, upkeep
+from cupyflash.errors import UnsupportedError
 
-from .output import emit, exit_codes, gib, human, json_option
+from .output import Exit, emit, exit_codes, gib, human, json_option
+
+precompiled_option = click.option("--precompiled", is_flag=True, help="The precompiled layer, too.")
 
 
-@click.group(epilog=exit_codes("0 done"))
+@click.group(epilog=exit_codes("0 done, 4 there is no such folder or something in it cannot be removed"))
 def command() -> None:
     """Show or empty the folder of compiled kernels.
 
@@ -26,39 +30,57 @@ def command() -> None:
 @command.command()
 def path() -> None:
     """Print the folder."""
-    click.echo(cache.default().path)
+    store = cache.default()
+    if store.path is None:
+        raise UnsupportedError(store.missing)
+    click.echo(store.path)
 
 
 @command.command()
+@precompiled_option
 @json_option
-def info(as_json: bool) -> None:
+def info(precompiled: bool, as_json: bool) -> None:
     """Print the folder, its size, and what lies in it by architecture."""
     store = cache.default()
     entries, problem = store.entries(), store.problem
+    layers = store.layers() if precompiled else {}
     if as_json:
-        emit(
-            {
-                "command": "cache info",
-                "path": str(store.path),
-                "problem": problem,
-                "bytes": store.size_bytes(),
-                "limit_bytes": cache.MAX_BYTES,
-                "entries": [asdict(e) for e in entries],
-            }
-        )
+        document: dict[str, Any] = {
+            "command": "cache info",
+            "path": None if store.path is None else str(store.path),
+            "problem": problem,
+            "bytes": _size(entries),
+            "limit_bytes": upkeep.MAX_BYTES,
+            "entries": [asdict(e) for e in entries],
+        }
+        if precompiled:
+            document["precompiled"] = [asdict(e) for found in layers.values() for e in found]
+            document["precompiled_problems"] = store.layer_problems(None)
+        emit(document)
         return
     console = human()
-    console.print(f"{store.path}", soft_wrap=True)
-    console.print(f"{len(entries)} kernels, {gib(store.size_bytes())} of at most {gib(cache.MAX_BYTES)}")
+    console.print(f"{store.path or 'none'}", soft_wrap=True)
+    console.print(f"{len(entries)} kernels, {gib(_size(entries))} of at most {gib(upkeep.MAX_BYTES)}")
     if problem:
         console.print(f"not used: {problem}", style="yellow", soft_wrap=True)
     if entries:
         console.print(_by_arch(entries))
+    if precompiled:
+        found = [e for each in layers.values() for e in each]
+        console.print(f"precompiled: {len(found)} kernels, {gib(_size(found))}")
+        for reason in store.layer_problems(None):
+            console.print(f"not used: {reason}", style="yellow", soft_wrap=True)
+        if found:
+            console.print(_by_arch(found))
 
 
-def _by_arch(entries: list[cache.Entry]) -> Table:
+def _size(entries: list[upkeep.Entry]) -> int:
+    return sum(e.bytes for e in entries)
+
+
+def _by_arch(entries: list[upkeep.Entry]) -> Table:
     """One row for each architecture and NVRTC version."""
-    groups: dict[tuple[str, str], list[cache.Entry]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[upkeep.Entry]] = defaultdict(list)
     for entry in entries:
         groups[entry.arch, entry.nvrtc].append(entry)
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -67,16 +89,25 @@ def _by_arch(entries: list[cache.Entry]) -> Table:
     for (arch, nvrtc), group in sorted(groups.items()):
         used = time.strftime("%Y-%m-%d", time.localtime(max(e.modified for e in group)))
         seconds = f"{sum(e.seconds for e in group):.1f} s"
-        table.add_row(arch, nvrtc, str(len(group)), gib(sum(e.bytes for e in group)), seconds, used)
+        table.add_row(arch, nvrtc, str(len(group)), gib(_size(group)), seconds, used)
     return table
 
 
 @command.command()
+@precompiled_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def clear(yes: bool) -> None:
-    """Remove all compiled kernels; the read-only precompiled layer stays."""
+def clear(precompiled: bool, yes: bool) -> None:
+    """Remove all compiled kernels, and nothing else that may lie in the folder."""
     store = cache.default()
-    count, size = len(store.entries()), store.size_bytes()
-    if count and not yes:
-        click.confirm(f"Remove {count} kernels ({gib(size)}) from {store.path}?", abort=True, err=True)
-    click.echo(f"{store.clear()} kernels removed from {store.path}")
+    if store.path is None:
+        raise UnsupportedError(store.missing)
+    entries = store.entries()
+    if precompiled:
+        entries += [e for found in store.layers().values() for e in found]
+    if entries and not yes:
+        click.confirm(f"Remove {len(entries)} kernels ({gib(_size(entries))}) from {store.path}?", abort=True, err=True)
+    removed, errors = store.clear(precompiled=precompiled)
+    click.echo(f"{removed} kernels removed from {store.path}")
+    if errors:
+        click.echo(f"error: {len(errors)} files could not be removed: {errors[0]}", err=True)
+        raise SystemExit(Exit.UNSUPPORTED)

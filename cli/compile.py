@@ -11,12 +11,11 @@ from typing import Any
 import click
 from rich.table import Table
 
-from cupyflash import cache, jit, nvrtc
+from cupyflash import cache, jit, layer, nvrtc, upkeep
 from cupyflash.device import ARCHS, Device
-from cupyflash.errors import CompileError
-from cupyflash.kernels import backward_variants, forward_variant
+from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
-from cupyflash.shipped import shipped
+from cupyflash.shipped import shipped, variants_of_calls
 from cupyflash.variant import Variant
 
 from .output import Exit, emit, exit_codes, explain, gib, human, json_option, list_option, progress, quiet
@@ -27,6 +26,9 @@ PRESETS: dict[str, tuple[tuple[Window, ...], tuple[bool, ...], tuple[int, ...]]]
     "common": (((None, None), (None, 0)), (False,), (64, 128)),
     "all": (((None, None), (None, 0), (64, 64)), (False, True), (64, 96, 128, 256)),
 }
+# How arrays lie, as `plan` is told: most; with a dimension of stride 0, which TMA does not read; with rows that do not
+# start at multiples of 16 bytes.
+MEMORY = ({"aligned": True, "tma": True}, {"aligned": True, "tma": False}, {"aligned": False, "tma": False})
 
 
 def head_dim(text: str) -> int:
@@ -38,13 +40,18 @@ def head_dim(text: str) -> int:
 
 
 def variants_of(preset: str, device: Device, dtypes: tuple[str, ...], head_dims: tuple[int, ...]) -> list[Variant]:
-    """What a preset holds for one architecture, forward and backward, without repetition."""
+    """What calls take on one architecture, forward and backward, without repetition.
+
+    Those of the common preset with arrays in any memory, the others with the arrays that are usual.
+    """
     windows, determinism, default_head_dims = PRESETS[preset]
+    common = PRESETS["common"][0]
     dtypes = dtypes or GPU_DTYPES
     found: dict[Variant, None] = {}
     for problem in _problems(dtypes, head_dims or default_head_dims, windows, determinism):
-        found[forward_variant(problem, device)] = None
-        found.update(dict.fromkeys(backward_variants(problem, device)))
+        is_common = problem.window in common and not problem.deterministic
+        for memory in MEMORY if is_common else MEMORY[:1]:
+            found.update(dict.fromkeys(variants_of_calls(problem, device, **memory)))
     if preset == "all":
         rest = (v for v in shipped(device) if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))
         found.update(dict.fromkeys(rest))
@@ -62,13 +69,15 @@ def _problems(
                     yield Problem(dtype, 1, 1, 1, 1, 1, d, d**-0.5, window, deterministic)
 
 
-@click.command(epilog=exit_codes("0 all compiled, 4 no usable NVRTC, 5 a kernel did not compile"))
+@click.command(
+    epilog=exit_codes("0 all compiled, 4 no usable NVRTC or no room in the folder, 5 a kernel did not compile")
+)
 @list_option("--arch", choices=ARCHS, required=True, example="sm_80,sm_90", help=f"Any of {', '.join(ARCHS)}.")
 @list_option("--dtype", choices=GPU_DTYPES, example="bf16,fp16", help="Both unless given.")
 @list_option("--head-dim", item=head_dim, example="64,128", help="Instead of those of the preset.")
 @click.option("--preset", type=click.Choice(tuple(PRESETS)), default="common", show_default=True,
-              help="common: head_dim 64 and 128, dense and causal. all: also 96 and 256, windows, deterministic, and "
-              "every variant that the tests cover.")  # fmt: skip
+              help="common: head_dim 64 and 128, dense and causal, arrays of any strides and alignment. all: also "
+              "96 and 256, windows, deterministic, and every variant that the tests cover.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
@@ -79,13 +88,16 @@ def command(
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
 
-    The kernels go to OUT/precompiled/<arch>/. A process whose CUPYFLASH_CACHE_DIR is OUT loads them from there, without
-    NVRTC, and never writes to that layer.
+    The kernels go to OUT/precompiled/<arch>/, readable for everybody. A process whose CUPYFLASH_CACHE_DIR is OUT loads
+    them from there, without NVRTC, and never writes to that layer.
     """
-    nvrtc.find()  # without it, say so before anything else
+    compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    folder = out or cache.default().path
     work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), dtype, head_dim)]
+    archs = sorted({a + v.arch_suffix for v, a in work})
+    for name in archs:
+        jit.target_arch(name, compiler)
+    folder = _folder(out, archs)
     console = human(as_json)
     rows, failures = _compile(work, folder, jobs or os.cpu_count() or 1, console)
     if as_json:
@@ -93,12 +105,32 @@ def command(
     else:
         console.print(_table(rows))
         total = sum(row["bytes"] for row in rows)
-        console.print(f"{len(rows)} kernels, {gib(total)}, in {folder / 'precompiled'}", soft_wrap=True)
+        console.print(f"{len(rows)} kernels, {gib(total)}, in {folder / layer.FOLDER}", soft_wrap=True)
+    if rows and (out or cache.default().is_chosen) and (closed := layer.closed_to_others(folder)):
+        click.echo(f"other users cannot read them: chmod a+x {closed} would let them", err=True)
     for failure in failures:
         explain(failure)
     if failures:
         click.echo(f"{len(failures)} of {len(work)} kernels did not compile", err=True)
         raise SystemExit(Exit.COMPILE)
+
+
+def _folder(out: Path | None, archs: list[str]) -> Path:
+    """The cache folder, with a layer that can be written; a usage error otherwise, before anything is compiled."""
+    store = cache.default()
+    try:
+        folder = out.expanduser() if out else store.path
+    except RuntimeError as e:
+        raise click.UsageError(f"--out: {out} cannot be found ({e})") from e
+    problem = None if out or store.is_chosen else store.problem  # this makes the user's own folder, private
+    if folder is None or problem:
+        raise click.UsageError(f"--out must be given: {problem or store.missing}")
+    for arch in archs:
+        try:
+            upkeep.prune(layer.make(folder, arch), float("inf"))
+        except OSError as e:
+            raise click.UsageError(f"--out: {folder} cannot be written ({e})") from e
+    return folder
 
 
 def _compile(
@@ -116,6 +148,8 @@ def _compile(
                     rows[futures[future]] = facts(future.result())
                 except CompileError as e:
                     failures.append(e)
+                except OSError as e:
+                    raise UnsupportedError(f"--out: {folder} can no longer be written ({e}); make room") from e
                 bar.advance(task)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

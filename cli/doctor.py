@@ -1,4 +1,4 @@
-"""``cupyflash doctor``: what this machine has, what is wrong with it, and how to mend that."""
+"""``cupyflash doctor``: what this machine has, what is wrong with it, and how to fix that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def command(as_json: bool) -> None:
     """Look at GPUs, driver, packages and cache.
 
     Each line is OK, WARN (something is missing that cupyflash can do without) or FAIL (something is broken), the
-    latter two with the way to mend it. Works on a machine that has nothing but Python.
+    latter two with the way to fix it. Works on a machine that has nothing but Python.
     """
     console = human(as_json)
     findings = []

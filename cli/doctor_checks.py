@@ -18,6 +18,7 @@ from .output import gib
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 MIN_CUPY = 14
+FOLDER_ERRORS = ("PermissionError", "FileNotFoundError", "FileExistsError", "NotADirectoryError", "OSError")
 VARIABLES = ("CUPYFLASH_BACKEND", "CUPYFLASH_CACHE_DIR", "CUPYFLASH_DEBUG", "CUPYFLASH_FAMILY")
 OPTIONAL = ("torch", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "transformers", "flash-attn",
             "flash-attn-4", "flash-attn-3")  # fmt: skip
@@ -25,7 +26,7 @@ OPTIONAL = ("torch", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, OK, WARN or FAIL, what was found, and how to mend it."""
+    """One line: what was looked at, OK, WARN or FAIL, what was found, and how to fix it."""
 
     name: str
     status: str
@@ -91,7 +92,10 @@ def cupy() -> Iterator[Finding]:
         return
     (name, version), (module, reason) = next(iter(packages.items())), import_cupy()
     if module is None:
-        yield Finding("cupy", FAIL, f"{text} cannot be imported ({reason})", f"pip install --force-reinstall {name}")
+        # CuPy makes its own cache folder when it is imported.
+        no_folder = reason.split(":")[0] in FOLDER_ERRORS
+        fix = "set CUPY_CACHE_DIR to a folder of your own" if no_folder else f"pip install --force-reinstall {name}"
+        yield Finding("cupy", FAIL, f"{text} cannot be imported ({reason})", fix)
     elif int(version.split(".")[0]) < MIN_CUPY:
         yield Finding("cupy", WARN, f"{text}; {MIN_CUPY} or newer is tested", f"pip install -U '{name}>={MIN_CUPY}'")
     else:
@@ -129,7 +133,7 @@ def _cupy_major(name: str) -> Iterator[Finding]:
 def gpus() -> Iterator[Finding]:
     count = device.count()
     if not count:
-        # Without driver or CuPy there is nothing to mend here: those lines said so.
+        # Without driver or CuPy there is nothing to fix here: those lines said so.
         has_driver, hidden = nvrtc.driver_version() is not None, os.environ.get("CUDA_VISIBLE_DEVICES") == ""
         broken = has_driver and import_cupy()[0] is not None and not hidden
         text = device.why_none().split(";")[0] if has_driver else "none"
@@ -148,39 +152,51 @@ def gpus() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
+    """NVRTC: the one that is used, which has compiled three lines by then, and why each of the others is not."""
     try:
         picked = nvrtc.find()
     except UnsupportedError as e:
-        reason, _, fix = str(e).rpartition("; ")
-        yield Finding("NVRTC", FAIL if device.count() else WARN, reason, fix)
+        (reason, fix), layers = _parts(str(e)), cache.default().layers()
+        reason += f"; precompiled kernels run without it, for {', '.join(layers)}" if layers else ""
+        yield Finding("NVRTC", FAIL if device.count() and not layers else WARN, reason, fix)
         return
-    version = "{}.{}".format(*picked.version)
-    yield Finding("NVRTC", OK, f"{version}, {picked.path}")
+    yield Finding("NVRTC", OK, f"{picked.name} compiles, {picked.path}")
     yield Finding("NVRTC", OK, f"knows {', '.join(picked.archs)}")
     for other in nvrtc.candidates():
-        if other.path != picked.path:
+        if why := nvrtc.rejected().get(other.path, ""):
+            yield Finding("NVRTC", WARN, f"not used, it cannot compile ({why}): {other.path}",
+                          "reinstall or remove the package that it belongs to")  # fmt: skip
+        elif other.path != picked.path:
             why = "older, or found later" if other.usable else "newer than the driver"
-            yield Finding("NVRTC", OK, f"not picked ({why}): {other.path}")
+            yield Finding("NVRTC", OK, f"not used ({why}): {other.path}")
     for ordinal in range(device.count()):
         arch = device.Device.of(ordinal).arch
         if arch not in picked.archs:
-            yield Finding("NVRTC", WARN, f"does not know {arch}, the architecture of GPU {ordinal}",
-                          "pip install -U 'cupyflash[cu13]'")  # fmt: skip
+            yield Finding("NVRTC", WARN, f"does not know {arch}, the architecture of GPU {ordinal}", nvrtc.update())
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """A reason and the way out that follows it."""
+    reason, separator, fix = text.rpartition("; ")
+    return (reason, fix) if separator else (text, "")
 
 
 def kernels() -> Iterator[Finding]:
     store = cache.default()
-    entries = store.entries()
-    text = f"{store.path}, {len(entries)} kernels, {gib(store.size_bytes())}"
-    layers = sorted(p.name for p in (store.path / "precompiled").glob("sm_*"))
-    text += f", precompiled for {', '.join(layers)}" if layers else ""
-    problem = store.problem
+    entries, problem = store.entries(), store.problem
     if problem is None:
-        yield Finding("cache", OK, text)
+        size = gib(sum(e.bytes for e in entries))
+        yield Finding("cache", OK, f"{store.path}, {len(entries)} kernels, {size}")
     else:
-        reason, _, fix = problem.partition("; ")
-        yield Finding("cache", WARN, f"not used, every process compiles anew: {reason}",
-                      fix or "set CUPYFLASH_CACHE_DIR to a folder of your own")  # fmt: skip
+        reason, fix = _parts(problem)
+        yield Finding("cache", WARN, f"new kernels are not kept, each process compiles its own: {reason}", fix)
+    problems = store.layer_problems(nvrtc.driver_version())
+    for text in problems:
+        reason, fix = _parts(text)
+        yield Finding("precompiled", WARN, f"kernels are not used: {reason}", fix)
+    layers = [f"{len(found)} for {arch}" for arch, found in store.layers().items()]
+    if layers and not problems:
+        yield Finding("precompiled", OK, f"kernels: {', '.join(layers)}")
 
 
 def packages() -> Iterator[Finding]:

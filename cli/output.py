@@ -106,6 +106,8 @@ class CommaList(click.ParamType):  # type: ignore[type-arg]
             items = tuple(self.item(part.strip()) for part in str(value).split(",") if part.strip())
         except ValueError:
             self.fail(f"{value!r} is not a list of numbers separated by commas", param, ctx)
+        if not items:
+            self.fail(f"{value!r} holds no value", param, ctx)
         for item in items:
             if self.choices is not None and item not in self.choices:
                 self.fail(f"{item!r} is not one of {', '.join(map(str, self.choices))}", param, ctx)

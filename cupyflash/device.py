@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from .driver import driver_version
 from .errors import DeviceError
 
 KIB = 1024
@@ -70,10 +72,9 @@ class Device:
             DeviceError: if there is no such GPU, driver or CuPy.
         """
         found = count()
-        if ordinal >= found:
-            raise DeviceError(
-                f"device: expected the ordinal of one of the {found} usable GPUs, got {ordinal}; {why_none()}"
-            )
+        if not 0 <= ordinal < found:
+            numbers = f"0 to {found - 1} (see CUDA_VISIBLE_DEVICES)" if found else f"there is none: {why_none()}"
+            raise DeviceError(f"device: expected the ordinal of a usable GPU, {numbers}; got {ordinal}")
         from cupy.cuda import runtime
 
         p = runtime.getDeviceProperties(ordinal)
@@ -101,17 +102,40 @@ class Device:
                 runtime.setDevice(before)
 
 
-@functools.cache
+_found: tuple[int, str] | None = None
+
+
 def _probe() -> tuple[int, str]:
     """How many GPUs are usable, and the reason when there are none."""
+    global _found
+    if _found is None:
+        found, is_final = _ask()
+        if not is_final:
+            return found
+        _found = found
+    return _found
+
+
+def _ask() -> tuple[tuple[int, str], bool]:
+    """What `_probe` tells, and whether that will stay so."""
     try:
+        import cupy  # noqa: F401 first, since this waits for another thread that imports it
         from cupy.cuda import runtime
     except Exception as e:  # a broken CuPy raises anything from ImportError to RuntimeError
-        return 0, f"CuPy cannot be imported ({e}); install it with: pip install 'cupyflash[cu12]'"
+        # A CuPy that cannot be imported leaves no trace. One that is there is half imported, by another thread or the
+        # one that asks, or was put there by a test.
+        is_final = "cupy" not in sys.modules
+        is_absent = isinstance(e, ModuleNotFoundError) and e.name == "cupy" and is_final
+        way_out = "install it with: pip install 'cupyflash[cu12]'" if is_absent else "see: cupyflash doctor"
+        return (0, f"CuPy cannot be imported ({e}); {way_out}"), is_final
     try:
-        return runtime.getDeviceCount(), "no GPU is visible (see CUDA_VISIBLE_DEVICES)"
+        return (runtime.getDeviceCount(), "no GPU is visible (see CUDA_VISIBLE_DEVICES)"), True
     except runtime.CUDARuntimeError as e:
-        return 0, f"the NVIDIA driver reports no usable GPU ({e}); see: cupyflash doctor"
+        if driver_version() is None:
+            reason = "there is no NVIDIA driver; install one from https://www.nvidia.com/drivers"
+        else:
+            reason = f"the NVIDIA driver reports no usable GPU ({e}); see: cupyflash doctor"
+        return (0, reason), True
 
 
 def count() -> int:

@@ -22,3 +22,11 @@ def driver_function(name: str, *, is_quick: bool = False) -> Callable[..., int] 
         except (OSError, AttributeError):
             continue
     return None
+
+
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA version that the installed driver supports, such as (12, 8); None without a driver."""
+    version, ask = ctypes.c_int(), driver_function("cuDriverGetVersion")
+    if ask and ask(ctypes.byref(version)) == 0 and version.value:
+        return version.value // 1000, version.value % 1000 // 10
+    return None

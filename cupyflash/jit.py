@@ -5,7 +5,6 @@ Lookup order: this process, the precompiled layer, the user's cache, NVRTC. Ever
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import logging
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache, nvrtc
+from . import cache, layer, nvrtc
 from .cache import Cubin
 from .device import Device
 from .errors import CompileError, UnsupportedError
@@ -39,21 +38,22 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
 
-def target_arch(arch: str, known: Iterable[str]) -> str:
+def target_arch(arch: str, compiler: nvrtc.Nvrtc) -> str:
     """What to compile for: `arch`, or the newest plain one of the same major that NVRTC knows (its cubins run too).
 
     Raises:
         UnsupportedError: if NVRTC knows none of that major.
     """
-    if arch.removesuffix("a") in (known := tuple(known)):
+    if arch.removesuffix("a") in compiler.archs:
         return arch
-    same_major = [a for a in known if a[:-1] == arch[:-1] and a < arch]
-    if not same_major:
-        raise UnsupportedError(
-            f"NVRTC {nvrtc.find().version} knows no architecture for this GPU ({arch}); it knows {', '.join(known)}. "
-            "Update it: pip install -U 'cupyflash[cu13]'"
-        )
-    return max(same_major)
+    number = int(re.sub(r"\D", "", arch))
+    older = [n for n in (int(a.removeprefix("sm_")) for a in compiler.archs) if n // 10 == number // 10 and n < number]
+    if older and not arch.endswith("a"):  # kernels for exactly one architecture run on no other
+        return f"sm_{max(older)}"
+    raise UnsupportedError(
+        f"NVRTC {compiler.name} knows no architecture for this GPU ({arch}); it knows {', '.join(compiler.archs)}. "
+        f"A newer one may; {nvrtc.update()}"
+    )
 
 
 def compile_kernel(variant: Variant, arch: str) -> Cubin:
@@ -63,31 +63,40 @@ def compile_kernel(variant: Variant, arch: str) -> Cubin:
         CompileError: if NVRTC refuses the source.
         UnsupportedError: if there is no NVRTC, or none that knows `arch`.
     """
-    source, store, arch = variant.source(), cache.default(), arch + variant.arch_suffix
-    found = store.precompiled(_digest(source, arch), arch)
+    source, store, symbol, arch = variant.source(), cache.default(), variant.symbol, arch + variant.arch_suffix
+    found = store.precompiled(_layer_key(source, arch), symbol, arch, nvrtc.driver_version())
     if found is not None:
         return found
-    key = _digest(source, *_options(arch), nvrtc.identity())
-    found = store.read(key)
-    if found is not None:
-        return found
-    with store.lock(key):
-        found = store.read(key)  # another process may have been first
-        return found if found is not None else store.write(key, _compile(variant, arch))
-
-
-def _compile(variant: Variant, arch: str) -> Cubin:
-    """Run NVRTC."""
+    for candidate in nvrtc.usable():  # any of them may have compiled it; to know which works, one must be loaded
+        found = store.read(_key(source, arch, candidate), symbol, arch)
+        if found is not None:
+            return found
     compiler = nvrtc.find()
-    target = target_arch(arch, compiler.archs)
+    key = _key(source, arch, nvrtc.pick())
+    with store.lock(key, symbol):
+        found = store.read(key, symbol, arch)  # another process may have been first
+        return found if found is not None else store.write(key, _compile(variant, arch, compiler))
+
+
+def _key(source: str, arch: str, candidate: nvrtc.Candidate) -> str:
+    """Of a kernel in the user's cache."""
+    return _digest(source, *_options(arch), candidate.identity)
+
+
+def _layer_key(source: str, arch: str) -> str:
+    """Of a kernel in the precompiled layer, which knows no compiler."""
+    return _digest(source, arch)
+
+
+def _compile(variant: Variant, arch: str, compiler: nvrtc.Nvrtc) -> Cubin:
+    """Run NVRTC."""
+    target = target_arch(arch, compiler)
     notice = threading.Timer(NOTICE_SECONDS, log.warning, ("cupyflash: compiling %s for %s ...", variant.symbol, arch))
     notice.daemon = True
     notice.start()
     start = time.perf_counter()
     try:
-        # NVRTC's own cache (since 12.9) would answer without a log, so without registers and spills.
-        options = (*_options(target), *(("--no-cache",) if compiler.version >= (12, 9) else ()))
-        data, text = compiler.compile(variant.source(), f"{variant.symbol}.cu", kernel_sources(), options)
+        data, text = compiler.compile(variant.source(), f"{variant.symbol}.cu", kernel_sources(), _options(target))
     except nvrtc.NvrtcError as e:
         raise CompileError(variant.symbol, target, e.log) from e
     finally:
@@ -103,17 +112,21 @@ def _compile(variant: Variant, arch: str) -> Cubin:
         int(registers[1]) if registers else 0,
         sum(map(int, spills)),
         seconds,
-        "{}.{}".format(*compiler.version),
+        compiler.name,
         "\n".join(re.findall(r"\(C75\d\d\).*", text)),
     )
 
 
 def precompile(variant: Variant, arch: str, folder: Path) -> Cubin:
-    """Compile a variant into the precompiled layer of the cache folder `folder`."""
-    cubin = compile_kernel(variant, arch)
-    layer = folder / "precompiled" / cubin.arch
-    layer.mkdir(mode=0o755, parents=True, exist_ok=True)
-    return cache.write(layer, _digest(variant.source(), cubin.arch), dataclasses.replace(cubin))
+    """Compile a variant into the precompiled layer of the cache folder `folder`.
+
+    Raises:
+        CompileError, UnsupportedError: as `compile_kernel`.
+        OSError: if the folder cannot be written.
+    """
+    kernel = compile_kernel(variant, arch)
+    layer.make(folder, kernel.arch)
+    return layer.write(folder, _layer_key(variant.source(), kernel.arch), kernel)
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ class Kernel:
 
     variant: Variant
     function: int  # CUfunction
-    owner: Any  # keeps the module loaded
+    owner: Any  # CuPy's function, which keeps the module loaded
 
 
 def _load(variant: Variant, device: Device) -> Kernel:
@@ -130,17 +143,12 @@ def _load(variant: Variant, device: Device) -> Kernel:
     import cupy
     from cupy.cuda import driver
 
-    cubin = compile_kernel(variant, device.arch)
-    if cubin.path is not None:
-        owner = cupy.RawModule(path=cubin.path).get_function(cubin.symbol)
-        function = owner.kernel.ptr
-    else:  # no folder is writable
-        owner = cupy.cuda.Module()
-        owner.load(cubin.data)
-        function = owner.get_function(cubin.symbol).ptr
+    module = cupy.cuda.Module()
+    module.load(compile_kernel(variant, device.arch).data)  # the bytes that were checked, not the file again
+    function = module.get_function(variant.symbol)
     if variant.smem_bytes > 0:
-        driver.funcSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.smem_bytes)
-    return Kernel(variant, function, owner)
+        driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.smem_bytes)
+    return Kernel(variant, function.ptr, function)
 
 
 _kernels: dict[tuple[Variant, int], Kernel] = {}

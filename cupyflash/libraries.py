@@ -7,13 +7,20 @@ without a copy, and results go back the same way.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from .arrays import CUPY, NUMPY, TORCH, Native
-from .errors import ArgumentError, UnsupportedError
+from .errors import ArgumentError, CupyflashError, UnsupportedError
+from .imported import is_instance
+from .vetting import vet_type
+
+_OWN_RULES = {"numpy": ("__array_ufunc__", "__array_function__"), "torch": ("__torch_dispatch__",)}
+_OWN_RULES["cupy"] = _OWN_RULES["numpy"]
 
 
 class Foreign:
@@ -22,32 +29,55 @@ class Foreign:
     name = "dlpack"
 
     def owns(self, x: Any) -> bool:
-        return hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+        """Asks the class: an object that answers to every attribute is no array."""
+        return hasattr(type(x), "__dlpack__") and hasattr(type(x), "__dlpack_device__")
 
-    def adopt(self, name: str, x: Any) -> Any:
-        """x as a NumPy array (host memory) or CuPy array (GPU)."""
-        kind = int(x.__dlpack_device__()[0])
-        if kind in (1, 3):  # kDLCPU, kDLCUDAHost
-            return np.from_dlpack(x)
-        if kind not in (2, 13):  # kDLCUDA, kDLCUDAManaged
-            raise ArgumentError(f"{name}: expected an array on the CPU or an NVIDIA GPU, got DLPack device type {kind}")
-        try:
-            import cupy
-        except ImportError as e:
-            raise UnsupportedError(
-                f"{name}: GPU arrays of {type(x).__module__} need CuPy; pip install 'cupyflash[cu12]'"
-            ) from e
-        return cupy.from_dlpack(x)
+    def adopt(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The named arrays as those of a native library: the same memory.
 
-    def give_back(self, x: Any) -> Any:
-        """A result, for the caller: NumPy and CuPy arrays stay what they are.
+        Raises:
+            ArgumentError: one is not in memory that can be read, or not on the device of the first.
+            UnsupportedError: it needs a library that is not there, or is not supported yet.
+        """
+        return {name: self._adopt(name, x) for name, x in arrays.items()}
+
+    def give_back(self, x: Any, like: Any) -> Any:
+        """A result, for the caller, on the device of `like`: NumPy and CuPy arrays stay what they are.
 
         Work on GPU arrays is waited for: the views of the inputs end with the call, and then their library may reuse
         the memory on a stream that knows nothing of the kernels still running.
         """
         if not isinstance(x, np.ndarray):
-            sys.modules["cupy"].cuda.get_current_stream().synchronize()
+            with x.device:
+                sys.modules["cupy"].cuda.get_current_stream().synchronize()
         return x
+
+    def _adopt(self, name: str, x: Any) -> Any:
+        """x as a NumPy array (host memory) or CuPy array (GPU)."""
+        try:
+            kind = int(x.__dlpack_device__()[0])
+            if kind in (1, 3):  # kDLCPU, kDLCUDAHost
+                return np.from_dlpack(x)
+            if kind in (2, 13):  # kDLCUDA, kDLCUDAManaged
+                return _cupy(name, x).from_dlpack(x)
+        except CupyflashError:
+            raise
+        except Exception as e:
+            raise ArgumentError(
+                f"{name}: this {type(x).__module__}.{type(x).__qualname__} cannot be read through DLPack ({e}); "
+                "give an array of NumPy (where bf16 is ml_dtypes.bfloat16), CuPy, PyTorch or JAX"
+            ) from e
+        raise ArgumentError(f"{name}: expected an array on the CPU or an NVIDIA GPU, got DLPack device type {kind}")
+
+
+def _cupy(name: str, x: Any) -> Any:
+    try:
+        import cupy
+    except ImportError as e:
+        raise UnsupportedError(
+            f"{name}: GPU arrays of {type(x).__module__} need CuPy; pip install 'cupyflash[cu12]'"
+        ) from e
+    return cupy
 
 
 class Jax(Foreign):
@@ -56,27 +86,68 @@ class Jax(Foreign):
     name = "jax"
 
     def owns(self, x: Any) -> bool:
-        return isinstance(x, sys.modules["jax"].Array)
+        return is_instance(x, "jax", "Array")
 
-    def adopt(self, name: str, x: Any) -> Any:
-        if isinstance(x, sys.modules["jax"].core.Tracer):
+    def adopt(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        devices = {name: self._device(name, x) for name, x in arrays.items()}
+        first = next(iter(devices))
+        for name, device in devices.items():
+            if device != devices[first]:
+                raise ArgumentError(f"{name}: expected the device of {first}, {devices[first]}, got {device}")
+        return super().adopt(arrays)
+
+    def give_back(self, x: Any, like: Any) -> Any:
+        jax, x = sys.modules["jax"], super().give_back(x, like)
+        if not isinstance(x, np.ndarray):
+            return jax.dlpack.from_dlpack(x)
+        wide = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+        (device,) = like.devices()
+        with wide(True) if x.dtype == np.float64 else contextlib.nullcontext():
+            if getattr(like, "committed", True):
+                return jax.device_put(x, device)
+            with jax.default_device(device):
+                return jax.device_put(x)
+
+    def _device(self, name: str, x: Any) -> Any:
+        """The one device of a concrete array."""
+        jax = sys.modules["jax"]
+        if isinstance(x, jax.core.Tracer):
             raise UnsupportedError(
                 f"{name}: traced JAX arrays (inside jit, grad, vmap) are not supported yet; call cupyflash outside "
                 "jit, and attention_backward for gradients"
             )
-        if len(x.devices()) != 1:
-            raise UnsupportedError(f"{name}: expected an array on one device, got one sharded over {len(x.devices())}")
-        if next(iter(x.devices())).platform == "cpu":
+        if x.is_deleted():
+            raise ArgumentError(f"{name}: this JAX array was deleted, or donated to a jitted function; give a live one")
+        devices = x.devices()
+        if len(devices) != 1:
+            raise UnsupportedError(f"{name}: expected an array on one device, got one sharded over {len(devices)}")
+        return next(iter(devices))
+
+    def _adopt(self, name: str, x: Any) -> Any:
+        if next(iter(x.devices())).platform != "cpu":
+            return super()._adopt(name, x)
+        try:
             return np.asarray(x)
-        return super().adopt(name, x)
-
-    def give_back(self, x: Any) -> Any:
-        jax, x = sys.modules["jax"], super().give_back(x)
-        return jax.numpy.asarray(x) if isinstance(x, np.ndarray) else jax.dlpack.from_dlpack(x)
+        except Exception as e:
+            raise ArgumentError(f"{name}: expected a floating-point dtype, got {x.dtype} ({e})") from e
 
 
-JAX, FOREIGN = Jax(), Foreign()
-_LIBRARIES: tuple[Native | Foreign, ...] = (TORCH, CUPY, NUMPY, JAX, FOREIGN)
+class TorchSubclass(Foreign):
+    """Tensors of a subclass without rules of its own: taken, and answered, as plain tensors."""
+
+    name = "torch"
+
+    def adopt(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        torch = sys.modules["torch"]
+        with torch._C.DisableTorchFunctionSubclass():
+            return {name: x.as_subclass(torch.Tensor) for name, x in arrays.items()}
+
+    def give_back(self, x: Any, like: Any) -> Any:
+        return x
+
+
+JAX, FOREIGN, TORCH_SUBCLASS = Jax(), Foreign(), TorchSubclass()
+_LIBRARIES: tuple[Native | Foreign, ...] = (NUMPY, TORCH, CUPY, JAX, FOREIGN)
 _by_type: dict[type, Native | Foreign] = {}
 
 
@@ -85,17 +156,28 @@ def library_of(name: str, x: Any) -> Native | Foreign:
 
     Raises:
         ArgumentError: if it is no array that any library owns.
+        UnsupportedError: if it is one by rules of its own.
     """
     library = _by_type.get(type(x))
     if library is None:
-        for library in _LIBRARIES:
-            if (library.name in sys.modules or library is FOREIGN) and library.owns(x):
-                _by_type[type(x)] = library
-                return library
+        library = _by_type[type(x)] = _find(name, x)
+    return library
+
+
+def _find(name: str, x: Any) -> Native | Foreign:
+    kind = type(x)
+    library = next((library for library in _LIBRARIES if library.owns(x)), None)
+    if library is None:
         raise ArgumentError(
             f"{name}: expected an array of CuPy, NumPy, PyTorch or JAX, or another with __dlpack__, "
-            f"got {type(x).__module__}.{type(x).__qualname__}"
+            f"got {kind.__module__}.{kind.__qualname__}"
         )
+    if library in (NUMPY, CUPY, TORCH):
+        module = sys.modules[library.name]
+        base = module.Tensor if library is TORCH else module.ndarray
+        vet_type(name, kind, base, _OWN_RULES[library.name])
+        if library is TORCH and kind not in (module.Tensor, module.nn.Parameter):
+            return TORCH_SUBCLASS
     return library
 
 
@@ -105,12 +187,19 @@ def common_library(**arrays: Any) -> Native | Foreign:
     Raises:
         ArgumentError: if they are not all of one library.
     """
-    first, *names = arrays
-    library = library_of(first, arrays[first])
-    for name in names:
-        if type(arrays[name]) is type(arrays[first]):
-            continue
-        other = library_of(name, arrays[name])
-        if other is not library:
+    libraries = {name: library_of(name, x) for name, x in arrays.items()}
+    first, library = next(iter(libraries.items()))
+    for name, other in libraries.items():
+        if other.name != library.name:
             raise ArgumentError(f"{name}: expected an array of {library.name} like {first}, got one of {other.name}")
-    return library
+    return TORCH_SUBCLASS if TORCH_SUBCLASS in libraries.values() else library
+
+
+def common_library_of_three(q: Any, k: Any, v: Any) -> Native | Foreign:
+    """`common_library`, at once where all are of one type that is known."""
+    kind = type(q)
+    if type(k) is kind and type(v) is kind:
+        library = _by_type.get(kind)
+        if library is not None:
+            return library
+    return common_library(q=q, k=k, v=v)

@@ -27,13 +27,22 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
     yield problem("fp16", 64, window=(64, 64), scale=-1.0), False
 
 
+def variants_of_calls(
+    problem: Problem, device: Device, *, aligned: bool = True, tma: bool | None = None
+) -> tuple[Variant, ...]:
+    """The kernels that a forward and then a backward of `problem` take; what is known of the arrays as in `plan`."""
+    plans = [make(problem, device, aligned=aligned, tma=tma) for make in (forward_plan, backward_plan)]
+    return tuple(launch.variant for plan in plans for launch in plan.launches)
+
+
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
     """The finite list of variants that tests and precompiled layers cover on one architecture; at most 64."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
-        plans = [forward_plan(problem, device, aligned=aligned), backward_plan(problem, device, aligned=aligned)]
+        variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned)))
         if (problem.dtype, problem.head_dim, problem.causal) == ("bf16", 64, True):  # where TMA cannot read on Hopper
-            plans.append(forward_plan(problem, device, tma=False))
-        variants.update(dict.fromkeys(launch.variant for plan in plans for launch in plan.launches))
+            variants.update(
+                dict.fromkeys(launch.variant for launch in forward_plan(problem, device, tma=False).launches)
+            )
     return tuple(variants)

@@ -17,6 +17,7 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from kernel_files import pretend_to_compile
 
 import cupyflash
 from cupyflash import api, arrays, cases, cli, device, jit, nvrtc, run
@@ -308,6 +309,22 @@ def test_doctor_finds_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, 
     assert "FAIL GPU" in text
 
 
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [("PermissionError: [Errno 13] Permission denied: '~'", "set CUPY_CACHE_DIR to a folder of your own"),
+     ("ImportError: libcudart.so.12", "pip install --force-reinstall cupy-cuda12x")],
+)  # fmt: skip
+def test_doctor_says_how_cupy_can_be_imported(
+    reason: str, fix: str, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    """Without a home folder CuPy cannot make its cache, and is not damaged."""
+    monkeypatch.setattr(doctor_checks, "installed", lambda: {"cupy-cuda12x": "14.0.0"})
+    monkeypatch.setattr(doctor_checks, "import_cupy", lambda: (None, reason))
+    text = invoke("doctor", code=7).stdout
+    assert f"cannot be imported ({reason})\n" in text
+    assert f"-> {fix}\n" in text
+
+
 def test_doctor_reaches_its_end(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
     def broken() -> None:
         raise OSError("disk on fire")
@@ -353,6 +370,36 @@ def test_bench_usage(invoke: Invoke) -> None:
     invoke("bench", *TINY, "--framework", "cupy", code=2)
     assert "--batch" in invoke("bench", *TINY, "--batch", "2", code=2).output
     assert "does not divide the 1 heads" in invoke("bench", *TINY, "--heads-k", "2", code=2).output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seqlens", "0", "expected lengths from 1 to"),
+        ("--seqlens", "64,-5", "got -5"),
+        ("--seqlens", "1000000000000", "got 1000000000000"),
+        ("--seqlens", ",", "holds no value"),
+        ("--head-dim", "", "holds no value"),
+        ("--pass", " , ", "holds no value"),
+        ("--csv", "missing/rows.csv", "cannot be written: No such file or directory"),
+        ("--plot", "missing/rows.png", "cannot be written: No such file or directory"),
+        ("--csv", "file/rows.csv", "cannot be written: Not a directory"),
+        ("--csv", ".", "is a directory"),
+    ],
+)
+def test_bench_knows_wrong_arguments_before_it_runs(
+    option: str, value: str, message: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_anyway(*_: Any) -> None:
+        raise AssertionError("measured in vain")
+
+    monkeypatch.setattr("cupyflash.cli.bench.measure", run_anyway)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    output = invoke("bench", "--backend", "cpu", "--quick", option, value, code=2).output
+    assert message in " ".join(output.split())
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_bench_key_heads_batch_and_window(invoke: Invoke) -> None:
@@ -419,20 +466,34 @@ def test_tensor_core_cycles(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> 
 
 def test_compile_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
     needs_nvrtc()
+    pretend_to_compile(monkeypatch)
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
     out = tmp_path / "out"
     done = invoke("compile", "--arch", "sm_90", "--dtype", "fp16", "--head-dim", "32", "--out", str(out), "--json")
     rows = json.loads(done.stdout)["compiled"]
-    assert len(rows) == 6
-    assert all(r["arch"] == "sm_90" and r["registers"] > 0 and r["symbol"].split("_")[2] == "fp16" for r in rows)
-    assert len(list((out / "precompiled" / "sm_90").glob("*.cubin"))) == 6
+    assert len(rows) == 17
+    assert {r["arch"] for r in rows} == {"sm_90", "sm_90a"}
+    assert all(r["registers"] > 0 and "_fp16_" in r["symbol"] for r in rows)
+    layer = [path.parent.name for path in (out / "precompiled").glob("*/*.cubin")]
+    assert (layer.count("sm_90"), layer.count("sm_90a")) == (13, 4)
 
     assert invoke("cache", "path").stdout.strip() == str(tmp_path / "cache")
-    assert len(json.loads(invoke("cache", "info", "--json").stdout)["entries"]) == 6
-    assert re.search(r"sm_90 .* 6 ", invoke("cache", "info").stdout)
+    assert len(json.loads(invoke("cache", "info", "--json").stdout)["entries"]) == 17
+    assert re.search(r"sm_90 .* 13 ", invoke("cache", "info").stdout)
     invoke("cache", "clear", code=1, input="n\n")
-    assert "6 kernels removed" in invoke("cache", "clear", "--yes").stdout
+    assert "17 kernels removed" in invoke("cache", "clear", "--yes").stdout
     assert json.loads(invoke("cache", "info", "--json").stdout)["entries"] == []
+
+
+def test_cache_without_a_folder(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "~nobody-is-called-so/kernels")
+    for command in ("path", "clear"):
+        assert "set CUPYFLASH_CACHE_DIR to one of your own" in invoke("cache", command, code=4).output
+    assert json.loads(invoke("cache", "info", "--json").stdout)["path"] is None
+    assert "set CUPYFLASH_CACHE_DIR to one of your own" in invoke("cache", "info").output
+    assert "new kernels are not kept" in invoke("doctor").output
+    needs_nvrtc()
+    assert "--out must be given" in invoke("compile", "--arch", "sm_80", code=2).output
 
 
 def test_compile_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
@@ -440,7 +501,19 @@ def test_compile_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invok
     monkeypatch.setattr(jit, "precompile", refuse)
     result = invoke("compile", "--arch", "sm_80", "--head-dim", "64", "--out", str(tmp_path), code=5)
     assert "line 7: error: no such thing" in result.stderr
-    assert "12 of 12 kernels did not compile" in result.stderr
+    assert "22 of 22 kernels did not compile" in result.stderr
+
+
+def test_compile_for_an_architecture_that_nvrtc_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    """Known before anything is compiled."""
+    needs_nvrtc()
+    compiled = pretend_to_compile(monkeypatch)
+    monkeypatch.setattr(nvrtc.find(), "archs", ("sm_80", "sm_90"))
+    result = invoke("compile", "--arch", "sm_90,sm_110", "--out", str(tmp_path), code=4)
+    assert "knows no architecture for this GPU (sm_110); it knows sm_80, sm_90" in result.stderr
+    assert compiled == []
 
 
 def test_compile_usage(invoke: Invoke) -> None:

@@ -33,22 +33,34 @@ PYTHON_LAYERS = (
     ("launch",),
     ("arrays", "counters", "cpu", "jit", "shipped"),
     ("plan",),
-    ("cache", "nvrtc", "tensormap"),
-    ("accuracy", "case_inputs", "cases", "kernels", "params", "problem", "reference", "tiles", "variant"),
-    ("device", "driver", "errors"),
+    ("cache", "cubin", "layer", "nvrtc", "tensormap", "upkeep"),
+    ("accuracy", "case_inputs", "cases", "cpu_tiles", "kernels", "params", "problem", "reference", "tiles", "variant"),
+    ("device", "driver", "errors", "imported", "options", "vetting"),
 )
 # What a module may import from its own layer.
 PYTHON_SIDEWAYS = {
     "accuracy": {"cases", "problem", "reference"},
+    "cache": {"cubin", "layer", "upkeep"},
     "case_inputs": {"problem"},
     "cases": {"case_inputs", "problem"},
-    "device": {"errors"},
+    "cpu_tiles": {"problem"},
+    "device": {"driver", "errors"},
+    "layer": {"cubin"},
+    "upkeep": {"cubin"},
+    "options": {"errors", "imported"},
+    "vetting": {"errors"},
     "reference": {"problem"},
     "tiles": {"problem"},
     "kernels": {"params", "problem", "tiles", "variant"},
 }
 # Modules that one module keeps to itself.
-PYTHON_PRIVATE = {"cache": {"cli", "jit"}, "nvrtc": {"cli", "jit"}}
+PYTHON_PRIVATE = {
+    "cache": {"cli", "jit"},
+    "cubin": {"cache", "layer", "upkeep"},
+    "layer": {"cache", "cli", "jit"},
+    "nvrtc": {"cli", "jit"},
+    "upkeep": {"cache", "cli"},
+}
 # Who may import what is not in the standard library. NumPy and ml_dtypes are everybody's.
 OUTSIDE = {
     "click": {"cli"},
@@ -68,8 +80,8 @@ OUTSIDE = {
 # The same for headers: patterns of file names without suffix.
 CUDA_LAYERS = (
     ("fwd_*", "bwd_*", "combine"),
-    ("dq_accum", "dropout", "epilogue", "mask", "nonfinite", "recompute", "score", "softmax", "visits"),
-    ("element", "gemm", "pages", "pipeline*", "schedule", "seqlen", "tile*"),
+    ("dq_accum", "dropout", "epilogue", "mask", "repair*", "score", "softmax", "visits"),
+    ("element", "gemm", "pages", "pipeline*", "row_sums", "schedule", "seqlen", "tile*"),
     ("ptx*", "params*"),
 )
 CUDA_SIDEWAYS = {
@@ -79,7 +91,9 @@ CUDA_SIDEWAYS = {
     "pipeline_sm90": {"tile"},
     "ptx_sm75": {"ptx"},
     "ptx_sm90": {"ptx"},
-    "recompute": {"mask", "nonfinite", "score"},
+    "repair_gradients": {"mask", "repair", "score"},
+    "repair_output": {"mask", "repair", "score"},
+    "row_sums": {"gemm"},
     "schedule": {"seqlen"},
     "softmax": {"score"},
     "tile": {"element", "schedule"},

@@ -135,3 +135,10 @@ def test_bare_checkout(checkout: Path) -> None:
 
 def test_changelog_knows_this_version() -> None:
     assert f"## [{cupyflash.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_completion_offers_the_public_names() -> None:
+    """Those that are loaded at their first use included, and none that is not public."""
+    code = "import cupyflash; print(*(n for n in dir(cupyflash) if not n.startswith('__')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == set(cupyflash.__all__) - {"__version__"}

@@ -32,7 +32,8 @@ from cupyflash.cli.bench_work import Bench, Cell, CupyBench
 from cupyflash.cli.output import Exit, emit, exit_codes, explain, human, json_option, list_option, progress, quiet
 from cupyflash.device import Device
 from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError
-from cupyflash.prepare import Options, prepare_forward
+from cupyflash.options import Options
+from cupyflash.prepare import prepare_forward
 from cupyflash.problem import MAX_HEAD_DIM
 from tools.candidates import TILES, Candidate, Speed, candidates, compile_all, in_use
 

@@ -1,0 +1,24 @@
+"""Array libraries that somebody else has imported: whoever has an array of one has done so; none is imported here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+
+def imported(name: str) -> Any | None:
+    """The module if somebody has imported it; while another thread is at it, this waits."""
+    module = sys.modules.get(name)
+    if module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False):
+        try:
+            return importlib.import_module(name)
+        except Exception:  # the import failed there; what it raised is that thread's
+            return None
+    return module
+
+
+def is_instance(x: Any, module: str, name: str) -> bool:
+    """Whether x is an instance of a class of a module that may be absent, or no more than a stand-in for it."""
+    kind = getattr(imported(module), name, None)
+    return isinstance(kind, type) and isinstance(x, kind)
