@@ -39,3 +39,8 @@ def __getattr__(name: str) -> Any:
 
     globals()[name] = value = getattr(api, name)
     return value
+
+
+def __dir__() -> list[str]:
+    """The public names, those included that are not loaded yet: what completion offers."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

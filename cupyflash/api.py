@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from . import device, jit, run
+from . import device, jit, options, run
 from .arrays import TORCH
 from .device import Device
-from .errors import DeviceError
-from .libraries import Foreign, common_library
-from .plan import backward_plan, forward_plan
-from .prepare import Options
-from .problem import Window, make_problem
+from .errors import ArgumentError, DeviceError
+from .libraries import Foreign, common_library, common_library_of_three
+from .options import Options, Window, make_options
+from .plan import GPU_DTYPES, backward_plan, forward_plan
+from .problem import check_head_dim, make_problem
 from .variant import Variant
 
 
@@ -47,27 +46,33 @@ def attention(
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``: a CuPy, NumPy, PyTorch or JAX array, or any other with
             ``__dlpack__``. fp16 or bf16 on the GPU; also fp32 and fp64 on the CPU. head_dim is a multiple of 8 up to
-            256. Any strides are fine as long as the last is 1.
+            256. Any strides are fine as long as the last is 1. A subclass counts as the plain array it is (parameters,
+            memory maps); one with rules of its own (masks, units, DTensor) is refused.
         k, v: ``(batch, seqlen_k, heads_k, head_dim)``, of q's library, dtype and device. heads_q is a multiple of
             heads_k: query head h uses key head ``h // (heads_q // heads_k)``.
         causal: query i sees keys up to ``i + seqlen_k - seqlen_q`` (aligned at the bottom right).
-        scale: factor of the scores; ``head_dim ** -0.5`` by default.
-        window: ``(left, right)``: query i sees keys from ``i + seqlen_k - seqlen_q - left`` to
-            ``i + seqlen_k - seqlen_q + right``; None is unbounded, negative bounds shift the window.
+        scale: factor of the scores, a finite number; ``head_dim ** -0.5`` by default.
+        window: ``(left, right)``, integers or None: query i sees keys from ``i + seqlen_k - seqlen_q - left`` to
+            ``i + seqlen_k - seqlen_q + right``; None is unbounded, negative bounds shift the window. A bound of -1
+            warns once, since to flash-attn it means unbounded.
         layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(batch, heads, seqlen, head_dim)``; results have the same.
         deterministic: make the gradients bitwise reproducible, at some cost; the forward always is.
         return_lse: return ``(out, lse)`` instead of out.
 
+    Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
+    as the number or bool in it.
+
     Returns:
-        out, of q's shape, dtype, library and device, contiguous; with `return_lse` also lse,
+        out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
         ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf.
         GPU work is queued on the library's current stream, and nothing waits for it, except for NumPy arrays and for
         libraries that are reached through DLPack (JAX). On PyTorch tensors that require grad, out and lse are
-        differentiable.
+        differentiable, once.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to mend it.
-        UnsupportedError: no kernel, GPU or compiler for it.
+        UnsupportedError: no kernel, GPU or compiler for it; or a tracer, a transform or a derivative (second, forward
+            mode, of scale) that would get a wrong answer.
         CompileError: NVRTC refused a kernel.
 
     Example:
@@ -76,27 +81,35 @@ def attention(
         >>> attention(q, k, v, causal=True).shape
         (1, 128, 8, 64)
     """
-    options = Options(causal, scale, window, layout, deterministic)
-    out, lse = _forward(q, k, v, options, return_lse)
-    return (out, lse) if return_lse else out
+    call = make_options(causal, scale, window, layout, deterministic)
+    bounds = call.window
+    if bounds is not None and -1 in bounds:
+        options.warn_of_minus_one(bounds)
+    want_lse = return_lse if type(return_lse) is bool else options.flag("return_lse", return_lse)
+    out, lse = _forward(q, k, v, call, want_lse)
+    return (out, lse) if want_lse else out
 
 
-def _forward(q: Any, k: Any, v: Any, options: Options, want_lse: bool) -> tuple[Any, Any]:
-    library = common_library(q=q, k=k, v=v)
+def _forward(q: Any, k: Any, v: Any, call: Options, want_lse: bool) -> tuple[Any, Any]:
+    library = common_library_of_three(q, k, v)
     if library is TORCH:
-        return _torch_attention()(q, k, v, options, want_lse)
+        return (_torch or _import_torch()).attention(q, k, v, call, want_lse)
     if isinstance(library, Foreign):
-        adopted = (library.adopt("q", q), library.adopt("k", k), library.adopt("v", v))
-        out, lse = _forward(*adopted, options, want_lse)
-        return library.give_back(out), library.give_back(lse) if want_lse else None
-    return run.forward(library, q, k, v, options, want_lse)
+        adopted = library.adopt({"q": q, "k": k, "v": v})
+        out, lse = _forward(**adopted, call=call, want_lse=want_lse)
+        return library.give_back(out, q), library.give_back(lse, q) if want_lse else None
+    return run.forward(library, q, k, v, call, want_lse)
 
 
-@functools.cache
-def _torch_attention() -> Any:
+_torch: Any = None  # our module of that name
+
+
+def _import_torch() -> Any:
+    global _torch
     from . import torch
 
-    return torch.attention
+    _torch = torch
+    return torch
 
 
 def attention_backward(
@@ -126,7 +139,7 @@ def attention_backward(
         q, k, v: the inputs of the forward.
         out, lse: its results, as `attention(..., return_lse=True)` gave them.
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
-        causal, scale, window, layout: as in the forward.
+        causal, scale, window, layout: as in the forward, and converted as there.
         deterministic: bitwise reproducible gradients.
 
     Returns:
@@ -142,38 +155,45 @@ def attention_backward(
         >>> attention_backward(dout, q, k, v, out, lse).dq.shape
         (1, 128, 8, 64)
     """
-    options = Options(causal, scale, window, layout, deterministic)
-    named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
-    if dlse is not None:
-        named["dlse"] = dlse
-    library = common_library(**named)
-    if not isinstance(library, Foreign):
-        return Gradients(*run.backward(library, dout, q, k, v, out, lse, dlse, options))
-    native = {name: library.adopt(name, x) for name, x in named.items()}
-    grads = attention_backward(**native, **options._asdict())
-    return Gradients(*(library.give_back(g) for g in grads))
+    call = make_options(causal, scale, window, layout, deterministic)
+    bounds = call.window
+    if bounds is not None and -1 in bounds:
+        options.warn_of_minus_one(bounds)
+    return Gradients(*_backward({"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}, call))
+
+
+def _backward(named: dict[str, Any], call: Options) -> tuple[Any, Any, Any]:
+    given = {name: x for name, x in named.items() if x is not None or name != "dlse"}
+    library = common_library(**given)
+    if library is TORCH:
+        return (_torch or _import_torch()).backward(**named, options=call)
+    if isinstance(library, Foreign):
+        dq, dk, dv = _backward({"dlse": None} | library.adopt(given), call)
+        q = named["q"]
+        return library.give_back(dq, q), library.give_back(dk, q), library.give_back(dv, q)
+    return run.backward(library, **named, options=call)
 
 
 def warmup(
     *,
-    dtypes: Iterable[str] = ("bf16", "fp16"),
-    head_dims: Iterable[int] = (64, 128),
-    causal: Iterable[bool] = (False, True),
+    dtypes: str | Iterable[str] = ("bf16", "fp16"),
+    head_dims: int | Iterable[int] = (64, 128),
+    causal: bool | Iterable[bool] = (False, True),
     window: bool = False,
     backward: bool = True,
     deterministic: bool = False,
-    devices: Iterable[int] | None = None,
+    devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
 
     Args:
-        dtypes: ``"bf16"`` and ``"fp16"``.
-        head_dims: sizes to prepare.
+        dtypes: ``"bf16"``, ``"fp16"``, or both.
+        head_dims: sizes to prepare, one or several.
         causal: prepare calls with causal=False, True, or both.
         window: also prepare calls with a window.
         backward: also prepare `attention_backward`.
         deterministic: prepare the deterministic backward instead of the fast one.
-        devices: CUDA ordinals; all usable GPUs by default.
+        devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
         The symbols of the kernels that are ready now, in all devices' order.
@@ -186,24 +206,37 @@ def warmup(
         >>> warmup(head_dims=[128], dtypes=["bf16"], causal=[True])    # doctest: +SKIP
         ['fwd_sm80_bf16_d128_...', ...]
     """
-    ordinals = list(range(device.count())) if devices is None else list(devices)
-    if not ordinals:
-        raise DeviceError(f"devices: expected a usable GPU to prepare kernels for; {device.why_none()}")
-    windows: list[tuple[bool, Window | None]] = [(c, None) for c in causal]
-    if window:
-        windows.append((False, (1, 1)))
+    names = options.several("dtypes", dtypes, lambda name, x: options.choice(name, x, GPU_DTYPES))
+    sizes = options.several("head_dims", head_dims, options.whole)
+    for size in sizes:
+        check_head_dim("head_dims", size)
+    masks: list[tuple[bool, Window | None]] = [(c, None) for c in options.several("causal", causal, options.flag)]
+    if options.flag("window", window):
+        masks.append((False, (1, 1)))
+    both, fixed = options.flag("backward", backward), options.flag("deterministic", deterministic)
     ready = []
-    for ordinal in ordinals:
+    for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
         variants: dict[Variant, None] = {}
-        for dtype in dtypes:
-            for head_dim in head_dims:
-                for is_causal, bounds in windows:
+        for dtype in names:
+            for size in sizes:
+                for is_causal, bounds in masks:
                     problem = make_problem(
-                        [(1, 1, 1, head_dim)] * 3, [dtype] * 3,
-                        causal=is_causal, window=bounds, deterministic=deterministic,
-                    )  # fmt: skip
-                    plans = [forward_plan(problem, dev)] + ([backward_plan(problem, dev)] if backward else [])
+                        [(1, 1, 1, size)] * 3, [dtype] * 3, causal=is_causal, window=bounds, deterministic=fixed
+                    )
+                    plans = [forward_plan(problem, dev)] + ([backward_plan(problem, dev)] if both else [])
                     variants.update({launch.variant: None for plan in plans for launch in plan.launches})
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
     return ready
+
+
+def _ordinals(devices: Any) -> tuple[int, ...]:
+    """The GPUs to prepare kernels for."""
+    wanted = None if devices is None else options.several("devices", devices, options.whole)
+    found = device.count()
+    if not found:
+        raise DeviceError(f"devices: expected a usable GPU to prepare kernels for; {device.why_none()}")
+    for ordinal in wanted or ():
+        if not 0 <= ordinal < found:
+            raise ArgumentError(f"devices: expected ordinals from 0 to {found - 1}, got {ordinal}")
+    return wanted or tuple(range(found))

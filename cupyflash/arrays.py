@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from .errors import ArgumentError
+from .imported import is_instance
 
 CPU = -1  # the device of arrays in host memory
 
@@ -27,10 +28,10 @@ _NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if name != 
 
 
 class Signature(NamedTuple):
-    """What a library's `signature` tells, by name: all that a launch depends on but the address.
+    """All that a launch depends on but the address: a library's `signature`, spelled out by its `describe`.
 
-    The hot path compares signatures as the plain tuples that the libraries return, and names them only when a call is
-    new.
+    The hot path compares signatures as the plain tuples that the libraries return, and describes them only when a call
+    is new.
     """
 
     shape: tuple[int, ...]
@@ -48,8 +49,23 @@ class Numpy:
         return isinstance(x, np.ndarray)
 
     def signature(self, x: Any) -> tuple[Any, ...]:
-        """The fields of `Signature`."""
-        return x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype, CPU
+        """The facts of `Signature`, as fast as they come."""
+        return x.shape, x.strides, x.dtype, CPU
+
+    def describe(self, name: str, signature: tuple[Any, ...]) -> Signature:
+        """The `Signature` of the argument called `name`.
+
+        Raises:
+            ArgumentError: its elements do not lie a whole number of elements apart, and it is read where it lies.
+        """
+        shape, strides, dtype, device = signature
+        size = dtype.itemsize or 1
+        if device != CPU and any(s % size for s, n in zip(strides, shape, strict=True) if n > 1):
+            raise ArgumentError(
+                f"{name}: expected strides that are multiples of the {size} bytes of an element, got {strides} bytes; "
+                "make a contiguous copy first"
+            )
+        return Signature(shape, tuple(s // size for s in strides), dtype, device)
 
     def dtype_name(self, dtype: Any) -> str:
         return _NUMPY_NAMES.get(dtype, str(dtype))
@@ -75,7 +91,7 @@ class Numpy:
 
     def to_numpy(self, x: Any) -> np.ndarray:
         """The same data as a NumPy array; no copy for arrays in host memory."""
-        return x
+        return np.asarray(x)
 
     def from_numpy(self, x: np.ndarray) -> Any:
         """A NumPy array as an array of this library."""
@@ -88,10 +104,10 @@ class Cupy(Numpy):
     name = "cupy"
 
     def owns(self, x: Any) -> bool:
-        return isinstance(x, sys.modules["cupy"].ndarray)
+        return is_instance(x, "cupy", "ndarray")
 
     def signature(self, x: Any) -> tuple[Any, ...]:
-        return x.shape, tuple(s // x.itemsize for s in x.strides), x.dtype, x.device.id
+        return x.shape, x.strides, x.dtype, x.device.id
 
     def pointer(self, x: Any) -> int:
         return int(x.data.ptr)
@@ -136,10 +152,13 @@ class Torch:
         return sys.modules["torch"]._C._cuda_getCurrentRawStream
 
     def owns(self, x: Any) -> bool:
-        return isinstance(x, sys.modules["torch"].Tensor)
+        return is_instance(x, "torch", "Tensor")
 
     def signature(self, x: Any) -> tuple[Any, ...]:
         return x.shape, x.stride(), x.dtype, x.get_device() if x.is_cuda else CPU
+
+    def describe(self, name: str, signature: tuple[Any, ...]) -> Signature:
+        return Signature(*signature)
 
     def dtype_name(self, dtype: Any) -> str:
         return self._names.get(dtype, str(dtype).removeprefix("torch."))
@@ -164,8 +183,6 @@ class Torch:
 
     def to_numpy(self, x: Any) -> np.ndarray:
         torch = sys.modules["torch"]
-        if x.device.type != "cpu":
-            raise ArgumentError(f"q, k, v: expected tensors on the CPU or an NVIDIA GPU, got device {x.device}")
         x = x.detach()
         if x.dtype == torch.bfloat16:
             return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,21 +17,12 @@ from .device import Device
 from .errors import ArgumentError
 from .kernels import BackwardSm90, ForwardSm90
 from .launch import Filled, Prepared, contiguous_strides, fill_problem, fill_strides, pointers_first
+from .options import Options
 from .params import BWD_PARAMS, FWD_PARAMS
 from .plan import FAMILIES, Plan, backward_plan, forward_plan
 from .problem import Problem, make_problem
 
 BACKWARD_NAMES = ("q", "k", "v", "out", "dout")
-
-
-class Options(NamedTuple):
-    """The options of a call, as given."""
-
-    causal: bool = False
-    scale: float | None = None
-    window: Any = None
-    layout: str = "bshd"
-    deterministic: bool = False
 
 
 def family() -> str | None:
@@ -62,12 +53,22 @@ def access(signatures: Sequence[Signature], aligned: bool, others: Sequence[Sign
     return aligned, aligned and all(tensormap.readable(s.shape, s.strides) for s in signatures)
 
 
-def check(names: Sequence[str], library: Native, signatures: Sequence[Signature], options: Options) -> Problem:
-    """All checks of q, k, v and what goes with them (in this order: q, k, v, then arrays shaped like q)."""
-    dtypes = [library.dtype_name(s.dtype) for s in signatures]
-    problem = make_problem([s.shape for s in signatures[:3]], dtypes[:3], **options._asdict())
+def check(
+    names: Sequence[str], library: Native, keys: Sequence[tuple[Any, ...]], options: Options
+) -> tuple[Problem, list[Signature]]:
+    """All checks of q, k, v and what goes with them, by their library's signatures (in this order: q, k, v, then arrays
+    shaped like q); returns the problem and the signatures spelled out."""
+    dtypes = [library.dtype_name(key[2]) for key in keys]
+    problem = make_problem([key[0] for key in keys[:3]], dtypes[:3], **options._asdict())
+    shape = tuple(keys[0][0])
+    for name, key, dtype in zip(names[3:], keys[3:], dtypes[3:], strict=True):
+        if (tuple(key[0]), dtype) != (shape, dtypes[0]):
+            raise ArgumentError(
+                f"{name}: expected shape {shape} and dtype {dtypes[0]} of q, got {tuple(key[0])} and {dtype}"
+            )
+    signatures = [library.describe(name, key) for name, key in zip(names, keys, strict=True)]
     q = signatures[0]
-    for name, sig, dtype in zip(names, signatures, dtypes, strict=True):
+    for name, sig in zip(names, signatures, strict=True):
         if sig.device != q.device:
             raise ArgumentError(f"{name}: expected the device of q, {place(q.device)}, got {place(sig.device)}")
         if sig.strides[3] != 1 and sig.shape[3] > 1 and 0 not in sig.shape:
@@ -75,12 +76,7 @@ def check(names: Sequence[str], library: Native, signatures: Sequence[Signature]
                 f"{name}: expected a stride of 1 along head_dim, got {sig.strides[3]} elements; "
                 "make a contiguous copy first"
             )
-        if name in ("out", "dout") and (tuple(sig.shape), dtype) != (tuple(q.shape), dtypes[0]):
-            raise ArgumentError(
-                f"{name}: expected shape {tuple(q.shape)} and dtype {dtypes[0]} of q, "
-                f"got {tuple(sig.shape)} and {dtype}"
-            )
-    return problem
+    return problem, signatures
 
 
 def place(device: int) -> str:
@@ -97,9 +93,13 @@ def prepare_forward(
     *,
     clocks: bool = False,
 ) -> Prepared:
-    """A forward of arrays q, k and v; `aligned`: whether their addresses are multiples of 16."""
-    signatures = [Signature(*key) for key in keys]
-    problem = check("qkv", library, signatures, options)
+    """A forward of arrays q, k and v.
+
+    Args:
+        keys: what the library's `signature` says of them.
+        aligned: whether their addresses are multiples of 16.
+    """
+    problem, signatures = check("qkv", library, keys, options)
     device = Device.of(signatures[0].device)
     aligned, tma = access(signatures, aligned)
 
@@ -144,8 +144,7 @@ def prepare_backward(
     library: Native, keys: Sequence[tuple[Any, ...]], options: Options, aligned: bool, stream: int
 ) -> Prepared:
     """A backward of arrays q, k, v, out and dout; `aligned`: whether their addresses are multiples of 16."""
-    signatures = [Signature(*key) for key in keys]
-    problem = check(BACKWARD_NAMES, library, signatures, options)
+    problem, signatures = check(BACKWARD_NAMES, library, keys, options)
     device = Device.of(signatures[0].device)
     q, k, v, out, dout = signatures
     aligned, tma = access([q, k, v, dout], aligned, [out])

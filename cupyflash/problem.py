@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .errors import ArgumentError, UnsupportedError
+from .options import LAYOUTS as LAYOUTS
+from .options import Window as Window
+from .options import make_options
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
-LAYOUTS = ("bshd", "bhsd")
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
-
-Window = tuple["int | None", "int | None"]
+MAX_SCALE = 1e38  # times log2(e), a number of fp32, in which all but fp64 is computed
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,8 @@ def make_problem(
         ArgumentError: for everything that is wrong in itself.
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
-    if layout not in LAYOUTS:
-        raise ArgumentError(f'layout: expected "bshd" or "bhsd", got {layout!r}')
+    options = make_options(causal, scale, window, layout, deterministic)
+    layout = options.layout
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], layout)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], layout)
     for name, shape in (("k", shapes[1]), ("v", shapes[2])):
@@ -89,7 +90,8 @@ def make_problem(
     if tuple(shapes[2]) != tuple(shapes[1]):
         raise ArgumentError(f"v: expected the shape of k, {tuple(shapes[1])}, got {tuple(shapes[2])}")
     _check_dtypes(dtypes)
-    _check_heads(heads_q, heads_k, head_dim)
+    _check_heads(heads_q, heads_k)
+    check_head_dim("q", head_dim)
     for name, length in (("q", seqlen_q), ("k", seqlen_k)):
         if length > MAX_SEQLEN:
             raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
@@ -101,9 +103,9 @@ def make_problem(
         heads_q=heads_q,
         heads_k=heads_k,
         head_dim=head_dim,
-        scale=_scale(scale, head_dim),
-        window=_window(window, causal),
-        deterministic=bool(deterministic),
+        scale=_scale(options.scale, head_dim, dtypes[0]),
+        window=_window(options.window, options.causal),
+        deterministic=options.deterministic,
     )
 
 
@@ -119,38 +121,41 @@ def _bshd(name: str, shape: Sequence[int], layout: str) -> tuple[int, int, int, 
 def _check_dtypes(dtypes: Sequence[str]) -> None:
     for name, dtype in zip("qkv", dtypes, strict=True):
         if dtype not in DTYPES:
-            raise ArgumentError(f"{name}: expected a floating-point dtype ({', '.join(DTYPES)}), got {dtype}")
+            hint = "; its bytes are in another order than this machine's" if dtype.startswith((">", "<")) else ""
+            raise ArgumentError(f"{name}: expected a floating-point dtype ({', '.join(DTYPES)}), got {dtype}{hint}")
     for name, dtype in zip("kv", dtypes[1:], strict=True):
         if dtype != dtypes[0]:
             raise ArgumentError(f"{name}: expected the dtype of q, {dtypes[0]}, got {dtype}; cast one of them")
 
 
-def _check_heads(heads_q: int, heads_k: int, head_dim: int) -> None:
+def _check_heads(heads_q: int, heads_k: int) -> None:
     if heads_k == 0 or heads_q % heads_k:
         raise ArgumentError(f"k: expected heads_k to divide heads_q = {heads_q}, got heads_k = {heads_k}")
-    if head_dim == 0:
-        raise ArgumentError("q: expected a head_dim of at least 8, got 0")
+
+
+def check_head_dim(name: str, head_dim: int) -> None:
+    """Raise unless kernels and the CPU path take this size; `name`: the argument that asks for it."""
+    if head_dim <= 0:
+        raise ArgumentError(f"{name}: expected a head_dim of at least 8, got {head_dim}")
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         raise UnsupportedError(
-            f"q: expected a head_dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, got {head_dim}"
+            f"{name}: expected a head_dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, got {head_dim}"
             + ("" if head_dim > MAX_HEAD_DIM else "; pad q, k and v with zeros and give scale explicitly")
         )
 
 
-def _scale(scale: float | None, head_dim: int) -> float:
+def _scale(scale: float | None, head_dim: int, dtype: str) -> float:
     if scale is None:
         return float(head_dim**-0.5)
-    try:
-        value = float(scale)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"scale: expected a number or None, got {scale!r}") from None
-    if not math.isfinite(value):
-        raise ArgumentError(f"scale: expected a finite number, got {scale!r}")
-    return value
+    if not math.isfinite(scale):
+        raise ArgumentError(f"scale: expected a finite number, got {scale}")
+    if dtype != "fp64" and abs(scale) > MAX_SCALE:
+        raise ArgumentError(f"scale: expected a number of at most {MAX_SCALE:g} for {dtype}, got {scale}")
+    return scale
 
 
 def _window(window: Window | None, causal: bool) -> Window:
-    left, right = (None, None) if window is None else _window_pair(window)
+    left, right = window or (None, None)
     if left is not None and right is not None and left + right < 0:
         raise ArgumentError(
             f"window: expected left + right >= 0, got ({left}, {right}), which hides every key; "
@@ -158,22 +163,9 @@ def _window(window: Window | None, causal: bool) -> Window:
         )
     if causal:
         right = 0 if right is None else min(right, 0)
-    return left, right
-
-
-def _window_pair(window: Window) -> Window:
-    try:
-        left, right = window
-    except (TypeError, ValueError):
-        raise ArgumentError(f"window: expected a pair (left, right) or None, got {window!r}") from None
-    for name, bound in (("left", left), ("right", right)):
-        if bound is not None and (isinstance(bound, bool) or not hasattr(bound, "__index__")):
-            raise ArgumentError(f"window: expected {name} to be an integer or None, got {bound!r}")
     return _bound(left), _bound(right)
 
 
 def _bound(bound: int | None) -> int | None:
     """A bound no sequence can reach is no bound."""
-    if bound is None or int(bound) > MAX_SEQLEN:
-        return None
-    return max(int(bound), -MAX_SEQLEN)
+    return None if bound is None or bound > MAX_SEQLEN else max(bound, -MAX_SEQLEN)

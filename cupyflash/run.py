@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 
 from . import cpu, device, launch
-from .arrays import CPU, CUPY, NUMPY, Native, Signature
+from .arrays import CPU, CUPY, NUMPY, TORCH, Native
 from .device import Device
-from .errors import ArgumentError, DeviceError
+from .errors import ArgumentError, CupyflashError, DeviceError
+from .options import Options
 from .plan import GPU_DTYPES, check_supported
-from .prepare import BACKWARD_NAMES, Options, check, place, prepare_backward, prepare_forward
+from .prepare import BACKWARD_NAMES, check, place, prepare_backward, prepare_forward
 from .problem import Problem
+from .vetting import vet_tensor
 
 BACKENDS = ("auto", "cuda", "cpu")
 
@@ -42,15 +44,24 @@ def forward(library: Native, q: Any, k: Any, v: Any, options: Options, want_lse:
 
     Where nobody wants lse it may be None: allocating it costs the host as much as allocating out.
     """
-    sq, sk, sv = library.signature(q), library.signature(k), library.signature(v)
+    try:
+        sq, sk, sv = library.signature(q), library.signature(k), library.signature(v)
+        pq, pk, pv = library.pointer(q), library.pointer(k), library.pointer(v)
+    except Exception as e:
+        raise _unreadable(library, e, q=q, k=k, v=v) from e
     device = sq[3]
     if device == CPU:
         return _forward_host(library, (q, k, v), (sq, sk, sv), options)
-    pq, pk, pv = library.pointer(q), library.pointer(k), library.pointer(v)
-    aligned = (pq | pk | pv) & 15 == 0
+    bits = pq | pk | pv
+    if bits & 1 or not (pq and pk and pv):
+        _check_addresses(library, (pq, pk, pv), q=q, k=k, v=v)
+    aligned = bits & 15 == 0
     stream = library.stream(device)
     key = sq, sk, sv, options, aligned
-    call = launch.find(key) or launch.keep(key, prepare_forward(library, (sq, sk, sv), options, aligned, stream))
+    call = launch.find(key)
+    if call is None:
+        _vet(library, q=q, k=k, v=v)
+        call = launch.keep(key, prepare_forward(library, (sq, sk, sv), options, aligned, stream))
     problem = call.problem
     out, lse, lse_pointer = library.empty_like(q), None, 0
     if want_lse:
@@ -90,38 +101,72 @@ def backward(
     library: Native, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any | None, options: Options
 ) -> tuple[Any, Any, Any]:
     """(dq, dk, dv) of arrays of one native library; contiguous, in the caller's layout."""
-    tensors = (q, k, v, out, dout)
-    signatures = tuple(library.signature(x) for x in tensors)
+    arrays = (q, k, v, out, dout, lse) if dlse is None else (q, k, v, out, dout, lse, dlse)
+    try:
+        signatures = tuple(map(library.signature, arrays))
+        pointers = tuple(map(library.pointer, arrays))
+    except Exception as e:
+        raise _unreadable(library, e, **_named(arrays)) from e
     device = signatures[0][3]
     if device == CPU:
-        return _backward_host(library, tensors, signatures, lse, dlse, options)
-    pointers = [library.pointer(x) for x in tensors]
-    aligned = (pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4]) & 15 == 0
+        return _backward_host(library, arrays, signatures, options)
+    bits = pointers[0] | pointers[1] | pointers[2] | pointers[3] | pointers[4]
+    if bits & 1 or (pointers[5] | pointers[-1]) & 3 or 0 in pointers:
+        _check_addresses(library, pointers, **_named(arrays))
+    aligned = bits & 15 == 0
     stream = library.stream(device)
-    key = *signatures, options, aligned
-    call = launch.find(key) or launch.keep(key, prepare_backward(library, signatures, options, aligned, stream))
-    lse = _row_vector("lse", library, lse, call.problem, device)
-    dlse = None if dlse is None else _row_vector("dlse", library, dlse, call.problem, device)
+    key = *signatures[:5], options, aligned
+    call = launch.find(key)
+    if call is None:
+        _vet(library, **_named(arrays))
+        call = launch.keep(key, prepare_backward(library, signatures[:5], options, aligned, stream))
+    lse = _row_vector("lse", lse, signatures[5], library, call.problem, device)
+    dlse = None if dlse is None else _row_vector("dlse", dlse, signatures[6], library, call.problem, device)
     grads = library.empty_like(q), library.empty_like(k), library.empty_like(v)
     work = [library.empty(shape, dtype, q) for shape, dtype in call.workspace.values()]
     results = [library.pointer(x) for x in (*grads, *work)]
     results += (0, 0)  # the last pointers, dq_accum and dq_turn, unless the workspace has them
-    call((*pointers, library.pointer(lse), 0 if dlse is None else library.pointer(dlse), *results), stream)
+    row_pointers = library.pointer(lse), 0 if dlse is None else library.pointer(dlse)
+    call((*pointers[:5], *row_pointers, *results), stream)
     return grads
 
 
-def _row_vector(name: str, library: Native, x: Any, problem: Problem, ordinal: int) -> Any:
-    """lse or dlse: checked, and contiguous."""
-    sig = Signature(*library.signature(x))
+def _row_vector(name: str, x: Any, key: tuple[Any, ...], library: Native, problem: Problem, ordinal: int) -> Any:
+    """lse or dlse, whose signature is `key`: checked, and on a GPU contiguous."""
     shape = (problem.batch, problem.heads_q, problem.seqlen_q)
     dtype = "fp64" if problem.dtype == "fp64" else "fp32"
-    if tuple(sig.shape) != shape or library.dtype_name(sig.dtype) != dtype or sig.device != ordinal:
+    if key[0] != shape or library.dtype_name(key[2]) != dtype or key[3] != ordinal:
         raise ArgumentError(
             f"{name}: expected shape (batch, heads_q, seqlen_q) = {shape}, dtype {dtype}, on {place(ordinal)}; got "
-            f"{tuple(sig.shape)}, {library.dtype_name(sig.dtype)}, on {place(sig.device)}"
+            f"{tuple(key[0])}, {library.dtype_name(key[2])}, on {place(key[3])}"
         )
-    _, heads, length = shape
-    return x if sig.strides == (heads * length, length, 1) or ordinal == CPU else library.contiguous(x)
+    return x if ordinal == CPU else library.contiguous(x)
+
+
+def _named(arrays: Sequence[Any]) -> dict[str, Any]:
+    """The arrays of a backward by their arguments' names."""
+    return dict(zip((*BACKWARD_NAMES, "lse", "dlse"), arrays, strict=False))
+
+
+def _unreadable(library: Native, error: Exception, **arrays: Any) -> CupyflashError:
+    """The error to raise where a library did not tell an array's shape or address; `vet` may know better why."""
+    _vet(library, **arrays)
+    return ArgumentError(f"{', '.join(arrays)}: {library.name} does not tell shape and address of one of them: {error}")
+
+
+def _vet(library: Native, **arrays: Any) -> None:
+    if library is TORCH:
+        for name, x in arrays.items():
+            vet_tensor(name, x)
+
+
+def _check_addresses(library: Native, pointers: Sequence[int], **arrays: Any) -> None:
+    """Refuse arrays without memory and elements that straddle their own size; empty arrays may lie anywhere."""
+    _vet(library, **arrays)
+    for (name, x), pointer in zip(arrays.items(), pointers, strict=True):
+        size = 4 if name in ("lse", "dlse") else 2
+        if 0 not in x.shape and (pointer == 0 or pointer % size):
+            raise ArgumentError(f"{name}: expected an address that is a multiple of {size}, got {pointer:#x}; copy it")
 
 
 def _bshd(x: np.ndarray, options: Options) -> np.ndarray:
@@ -138,9 +183,10 @@ def _on_gpu(library: Native, problem: Problem) -> bool:
 
 
 def _forward_host(
-    library: Native, tensors: tuple[Any, Any, Any], signatures: Sequence[tuple[Any, ...]], options: Options
+    library: Native, tensors: tuple[Any, Any, Any], keys: Sequence[tuple[Any, ...]], options: Options
 ) -> tuple[Any, Any]:
-    problem = check("qkv", library, [Signature(*s) for s in signatures], options)
+    _vet(library, **dict(zip("qkv", tensors, strict=True)))
+    problem, _ = check("qkv", library, keys, options)
     if _on_gpu(library, problem):
         import cupy
 
@@ -154,25 +200,20 @@ def _forward_host(
 
 
 def _backward_host(
-    library: Native,
-    tensors: tuple[Any, ...],
-    signatures: Sequence[tuple[Any, ...]],
-    lse: Any,
-    dlse: Any | None,
-    options: Options,
+    library: Native, arrays: Sequence[Any], keys: Sequence[tuple[Any, ...]], options: Options
 ) -> tuple[Any, Any, Any]:
-    problem = check(BACKWARD_NAMES, library, [Signature(*s) for s in signatures], options)
-    lse = _row_vector("lse", library, lse, problem, CPU)
-    dlse = None if dlse is None else _row_vector("dlse", library, dlse, problem, CPU)
+    _vet(library, **_named(arrays))
+    problem, _ = check(BACKWARD_NAMES, library, keys[:5], options)
+    for name, x, key in zip(("lse", "dlse"), arrays[5:], keys[5:], strict=False):
+        _row_vector(name, x, key, library, problem, CPU)
     if _on_gpu(library, problem):
         import cupy
 
-        q, k, v, out, dout, lse = (cupy.asarray(x) for x in (*tensors, lse))
-        dlse = None if dlse is None else cupy.asarray(dlse)
-        dq, dk, dv = (g.get() for g in backward(CUPY, dout, q, k, v, out, lse, dlse, options))
+        q, k, v, out, dout, lse, *more = (cupy.asarray(x) for x in arrays)
+        dq, dk, dv = (g.get() for g in backward(CUPY, dout, q, k, v, out, lse, more[0] if more else None, options))
         return dq, dk, dv
-    q, k, v, out, dout = (_bshd(library.to_numpy(x), options) for x in tensors)
-    lse, dlse = library.to_numpy(lse), None if dlse is None else library.to_numpy(dlse)
-    grads = cpu.backward(dout, q, k, v, out, lse, dlse, problem)
+    q, k, v, out, dout = (_bshd(library.to_numpy(x), options) for x in arrays[:5])
+    lse, *more = (library.to_numpy(x) for x in arrays[5:])
+    grads = cpu.backward(dout, q, k, v, out, lse, more[0] if more else None, problem)
     dq, dk, dv = (library.from_numpy(np.ascontiguousarray(_bshd(g, options))) for g in grads)
     return dq, dk, dv
