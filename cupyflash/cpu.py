@@ -14,32 +14,27 @@ sum l, so that no more than a tile of scores ever exists. Backward recomputes th
     dP = dO V^T                             dS  = P * (dP - delta)           delta = rowsum(dO * O) - dLSE
     dQ += scale * dS K                      dK += scale * dS^T Q
 
-Memory is linear in the sequence lengths. All arithmetic is fp32 (fp64 for fp64); each result is rounded once. The first
-axis of a tile runs over pairs of batch and head of k; the heads of q that share such a head are rows of one tile, so K
-and V are never repeated and dK and dV sum over the group by themselves. Tiles that no query sees are skipped.
+Memory is linear in the sequence lengths. All arithmetic is fp32 (fp64 for fp64); each result is rounded once. Where one
+is not finite, its heads are computed again in fp64: a weight that fp32 rounds to 0 would turn an inf into NaN, and what
+overflows fp32 may fit fp64. How the work is cut into tiles: `cpu_tiles`.
 """
 
 # ruff: noqa: E741 (O and l are the paper's names)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .cpu_tiles import chunks, group_heads, group_lse, key_tiles, load, load_rows, query_tiles, sees_a_key
 from .problem import Problem
 
 Array = NDArray[Any]
 
-# On one core of an AMD EPYC (2026-11-20, fp32, causal, forward + backward): tiles of 128 to 512 rows and keys
-# differ by less than 10 %; short sequences take 20 % longer with 2^20 scores at a time than with 2^18.
-TILE_ROWS = 256  # queries of a tile, times heads of q that share a head of k
-BLOCK_M_MIN = 16  # queries of a tile at least, however large the group
-BLOCK_N = 256  # keys of a tile
-CHUNK_SCORES = 2**18  # scores that exist at a time: tiles of as many heads as fit share one NumPy call
-CHUNK_KEYS = 2**24  # elements of K converted to the accumulator's dtype at a time: 64 MiB in fp32
+_FP32, _FP64 = np.dtype(np.float32), np.dtype(np.float64)
+_DTYPES = {_FP32: (_FP32, _FP64), _FP64: (_FP64,)}  # accumulator -> what to compute in, one after the other
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
@@ -57,16 +52,21 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Arra
     p, accumulate = problem, _accumulator(q)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), accumulate)
-    q_heads, out_heads, lse_heads = _group_heads(q, p), _group_heads(out, p), _group_lse(lse, p)
-    for chunk in _chunks(p):
-        K, V = (_load(x.swapaxes(1, 2)[chunk], accumulate) for x in (k, v))
-        for rows in _query_tiles(p):
-            target = out_heads[chunk][..., rows, :]
-            Q = _load_rows(q_heads[chunk][..., rows, :], accumulate)
-            with np.errstate(all="ignore"):
-                O, LSE = _forward_tile(Q, K, V, rows, p)
-                target[...] = O.reshape(target.shape)
-                lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
+    q_heads, out_heads, lse_heads = group_heads(q, p), group_heads(out, p), group_lse(lse, p)
+    for chunk in chunks(p):
+        for dtype in _DTYPES[accumulate]:
+            K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
+            finite = True
+            for rows in query_tiles(p):
+                target = out_heads[chunk][..., rows, :]
+                Q = load_rows(q_heads[chunk][..., rows, :], dtype)
+                with np.errstate(all="ignore"):
+                    O, LSE = _forward_tile(Q, K, V, rows, p)
+                    finite = finite and bool(np.isfinite(O).all())
+                    target[...] = O.reshape(target.shape)
+                    lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
+            if finite:
+                break
     return out, lse
 
 
@@ -88,25 +88,39 @@ def backward(
     p, accumulate = problem, _accumulator(q)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), q.dtype) for _ in range(2))
-    by_row = [_group_heads(x, p) for x in (q, dout, out)]
-    dq_heads, lse_heads = _group_heads(dq, p), _group_lse(lse, p)
-    dlse_heads = None if dlse is None else _group_lse(dlse, p)
-    for chunk in _chunks(p):
-        K, V = (_load(x.swapaxes(1, 2)[chunk], accumulate) for x in (k, v))
-        dK, dV = np.zeros_like(K), np.zeros_like(V)
-        for rows in _query_tiles(p):
-            Q, dO, O = (_load_rows(x[chunk][..., rows, :], accumulate) for x in by_row)
-            LSE = lse_heads[chunk][..., rows].astype(accumulate).reshape(*Q.shape[:2], 1)
+    by_row = [group_heads(x, p) for x in (q, dout, out)]
+    lse_heads, dlse_heads = group_lse(lse, p), None if dlse is None else group_lse(dlse, p)
+    targets = group_heads(dq, p), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+    for chunk in chunks(p):
+        dlse_chunk = None if dlse_heads is None else dlse_heads[chunk]
+        for dtype in _DTYPES[accumulate]:
+            K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
+            gradients = _backward_chunk([x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p)
+            if all(np.isfinite(x).all() for x in gradients):
+                break
+        for target, gradient in zip(targets, gradients, strict=True):
             with np.errstate(all="ignore"):
-                delta = (dO * O).sum(axis=-1, keepdims=True)
-                if dlse_heads is not None:
-                    delta -= dlse_heads[chunk][..., rows].astype(accumulate).reshape(delta.shape)
-                target = dq_heads[chunk][..., rows, :]
-                target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p).reshape(target.shape)
-        with np.errstate(all="ignore"):
-            for total, target in ((p.scale * dK, dk.swapaxes(1, 2)[chunk]), (dV, dv.swapaxes(1, 2)[chunk])):
-                target[...] = total.reshape(target.shape)
+                target[chunk] = gradient.reshape(target[chunk].shape)
     return dq, dk, dv
+
+
+def _backward_chunk(
+    by_row: list[Array], K: Array, V: Array, lse: Array, dlse: Array | None, p: Problem
+) -> tuple[Array, Array, Array]:
+    """dQ, dK and dV of some heads in the dtype of K; `by_row`: their q, dout and out."""
+    dtype = K.dtype
+    dQ, dK, dV = np.zeros(by_row[0].shape, dtype), np.zeros_like(K), np.zeros_like(V)
+    for rows in query_tiles(p):
+        Q, dO, O = (load_rows(x[..., rows, :], dtype) for x in by_row)
+        LSE = lse[..., rows].astype(dtype).reshape(*Q.shape[:2], 1)
+        with np.errstate(all="ignore"):
+            delta = (dO * O).sum(axis=-1, keepdims=True)
+            if dlse is not None:
+                delta -= dlse[..., rows].astype(dtype).reshape(delta.shape)
+            target = dQ[..., rows, :]
+            target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p).reshape(target.shape)
+    with np.errstate(all="ignore"):
+        return dQ, p.scale * dK, dV
 
 
 def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem) -> tuple[Array, Array]:
@@ -114,7 +128,7 @@ def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem) -> tupl
     O = np.zeros_like(Q)
     m = np.full((*Q.shape[:2], 1), -np.inf, Q.dtype)
     l = np.zeros_like(m)
-    for keys, visible in _key_tiles(rows, p):
+    for keys, visible in key_tiles(rows, p):
         S = _scores(Q, K[:, keys], p.scale)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
@@ -125,7 +139,7 @@ def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem) -> tupl
         l = rescale * l + P.sum(axis=-1, keepdims=True)
         O = rescale * O + _product(P, V[:, keys], visible)
         m = m_new
-    sees = _sees_a_key(rows, p)[:, None]
+    sees = sees_a_key(rows, p)[:, None]
     return np.where(sees, O / l, 0), m + np.log(l)  # every visible score is -inf: out is 0 / 0, as IEEE has it
 
 
@@ -134,7 +148,7 @@ def _backward_tile(
 ) -> Array:
     """dQ of one tile of queries; adds what the tile contributes to dV and, still without scale, to dK."""
     dQ = np.zeros_like(Q)
-    for keys, visible in _key_tiles(rows, p):
+    for keys, visible in key_tiles(rows, p):
         S = _scores(Q, K[:, keys], p.scale)
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
         dP = dO @ V[:, keys].swapaxes(1, 2)
@@ -169,79 +183,5 @@ def _product(A: Array, B: Array, visible: Array | None) -> Array:
     return C
 
 
-def _query_tiles(p: Problem) -> Iterator[slice]:
-    block_m = max(BLOCK_M_MIN, TILE_ROWS * p.heads_k // p.heads_q) if p.heads_q else TILE_ROWS
-    for first in range(0, p.seqlen_q, block_m):
-        yield slice(first, min(first + block_m, p.seqlen_q))
-
-
-def _key_tiles(rows: slice, p: Problem) -> Iterator[tuple[slice, Array | None]]:
-    """The tiles of keys that a tile of queries sees at least in part, and which of them each row sees (None: all).
-
-    The rows of the mask repeat for each head of the group.
-    """
-    first_key, end_key = _bounds(np.arange(rows.start, rows.stop)[:, None], p)
-    for start in range(max(0, int(first_key[0, 0])), min(p.seqlen_k, int(end_key[-1, 0])), BLOCK_N):
-        stop = min(start + BLOCK_N, p.seqlen_k, int(end_key[-1, 0]))
-        visible = None
-        if start < first_key[-1, 0] or end_key[0, 0] < stop:
-            key = np.arange(start, stop)
-            visible = np.tile((first_key <= key) & (key < end_key), (p.heads_q // p.heads_k, 1))
-        yield slice(start, stop), visible
-
-
-def _sees_a_key(rows: slice, p: Problem) -> Array:
-    """Which rows of a tile of queries see any key."""
-    first_key, end_key = _bounds(np.arange(rows.start, rows.stop), p)
-    sees = np.maximum(first_key, 0) < np.minimum(end_key, p.seqlen_k)
-    return np.tile(sees, p.heads_q // p.heads_k)
-
-
-def _bounds(query: Array, p: Problem) -> tuple[Array, Array]:
-    """First visible key and the one behind the last, as `Problem.visible` but not clipped to the keys there are.
-
-    Both grow with the query: the first and the last row of a tile bound what it sees.
-    """
-    left, right = p.window
-    diagonal = query + (p.seqlen_k - p.seqlen_q)
-    first = np.zeros_like(diagonal) if left is None else diagonal - left
-    end = np.full_like(diagonal, p.seqlen_k) if right is None else diagonal + right + 1
-    return first, end
-
-
-def _chunks(p: Problem) -> Iterator[tuple[slice, slice]]:
-    """Ranges of batch and of heads of k whose tiles are computed together."""
-    if not (p.batch and p.heads_q):
-        return
-    rows = next((t.stop - t.start for t in _query_tiles(p)), 1) * (p.heads_q // p.heads_k)
-    scores = CHUNK_SCORES // (rows * max(1, min(p.seqlen_k, BLOCK_N)))
-    heads = max(1, min(scores, CHUNK_KEYS // max(1, p.seqlen_k * p.head_dim)))
-    batch_step, head_step = max(1, heads // p.heads_k), min(heads, p.heads_k)
-    for b in range(0, p.batch, batch_step):
-        for h in range(0, p.heads_k, head_step):
-            yield slice(b, b + batch_step), slice(h, h + head_step)
-
-
 def _accumulator(x: Array) -> np.dtype[Any]:
-    return np.dtype(np.float64 if x.dtype.itemsize == 8 else np.float32)
-
-
-def _group_heads(x: Array, p: Problem) -> Array:
-    """View of a bshd array of queries as (batch, heads_k, group, seqlen_q, head_dim)."""
-    return x.reshape(p.batch, p.seqlen_q, p.heads_k, p.heads_q // p.heads_k, p.head_dim).transpose(0, 2, 3, 1, 4)
-
-
-def _group_lse(x: Array, p: Problem) -> Array:
-    """View of (batch, heads_q, seqlen_q) as (batch, heads_k, group, seqlen_q)."""
-    return x.reshape(p.batch, p.heads_k, p.heads_q // p.heads_k, p.seqlen_q)
-
-
-def _load(x: Array, dtype: np.dtype[Any]) -> Array:
-    """Keys (batch, heads_k, seqlen_k, head_dim) as contiguous (batch * heads_k, seqlen_k, head_dim)."""
-    return np.ascontiguousarray(x, dtype).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
-def _load_rows(x: Array, dtype: np.dtype[Any]) -> Array:
-    """A tile (batch, heads_k, group, block_m, head_dim) as (batch * heads_k, group * block_m, head_dim)."""
-    b, heads_k, group, block_m, head_dim = x.shape
-    return np.ascontiguousarray(x, dtype).reshape(b * heads_k, group * block_m, head_dim)
+    return _FP64 if x.dtype.itemsize == 8 else _FP32

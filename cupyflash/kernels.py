@@ -166,13 +166,13 @@ class Delta(Variant):
 
 @dataclass(frozen=True)
 class Convert(Variant):
-    """bwd_convert.cuh: dQ from its accumulator. `repairs`: NaN of hidden keys may be in it."""
+    """bwd_convert.cuh: dQ from its accumulator."""
 
     header, function, params_name, params = "bwd_convert", "bwd_convert", "BwdParams", BWD_PARAMS
 
     split_d: int
     dq_warps_m: int
-    repairs: bool = False
+    unaligned: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -217,7 +217,7 @@ def backward_variants(problem: Problem, device: Device, *, aligned: bool = True)
         deterministic=problem.deterministic,
     )
     shared = (problem.dtype, problem.head_dim, t.block_m, t.warps, 1, t.split_d, t.dq_warps_m)
-    return Delta(*shared, unaligned=main.unaligned), main, Convert(*shared)
+    return Delta(*shared, unaligned=main.unaligned), main, Convert(*shared, unaligned=main.unaligned)
 
 
 def _hopper_backward(kind: type[_Hopper], t: HopperBackwardTile, warps: int, problem: Problem) -> _Hopper:
@@ -234,7 +234,7 @@ def backward_sm90_variants(problem: Problem) -> tuple[Delta, BackwardSm90, Conve
     shared = (problem.dtype, problem.head_dim, 64, 4 * -(-problem.head_dim // 64), 1, 4, 4)
     if tile:
         main = _hopper_backward(BackwardSm90, tile, tile.block_n // 16 + 4, problem)
-        return Delta(*shared), main, Convert(*shared, repairs=True)
+        return Delta(*shared), main, Convert(*shared)
     dkv, dq = tiles.hopper_wide_backward_tiles(problem.head_dim)
     main, last = _hopper_backward(BackwardDkvSm90, dkv, 12, problem), _hopper_backward(BackwardDqSm90, dq, 12, problem)
     return Delta(*shared), main, last

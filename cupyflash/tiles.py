@@ -77,8 +77,9 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def forward_smem_bytes(tile: ForwardTile, head_dim: int) -> int:
-    """Dynamic shared memory of fwd_sm80: Q and the ring."""
-    return (tile.block_m + tile.stages * tile.block_n) * row_bytes(round_up(head_dim, 16))
+    """Dynamic shared memory of fwd_sm80: Q and the ring, and where a warp has 32 rows its sums."""
+    sums = 32 * 32 * tile.warps if tile.block_m == 32 * tile.warps else 0
+    return (tile.block_m + tile.stages * tile.block_n) * row_bytes(round_up(head_dim, 16)) + sums
 
 
 def hopper_forward_smem_bytes(tile: HopperForwardTile, head_dim: int) -> int:

@@ -4,9 +4,9 @@
 #define CUPYFLASH_BWD_CONVERT_CUH
 #include "dq_accum.cuh"
 #include "epilogue.cuh"
-#include "recompute.cuh"
+#include "repair_gradients.cuh"
 
-// For Recompute: whatever the mask; one that is not there has no bounds.
+// For GradientRepair: whatever the mask; one that is not there has no bounds.
 template <class V>
 struct AnyMask : V {
     static constexpr bool kCausal = false, kWindow = true, kScaleFirst = false;
@@ -35,28 +35,18 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
     if (problem.first_stores && *dq_turn<V>(p, sequence, tile.block) == 0) dQ.zero();  // no query of it sees a key
     dQ.scale(problem.scale);
 
-    const SmemTile<T, V::kBlockM, Dq::kDim> stage{ptx::dynamic_smem()};
-    T *dq = static_cast<T *>(p.dq) + head_offset(p.dq_stride, tile.batch, tile.head);
-    store_tile<T, V::kHeadDim>(stage, Dq::row0(), dQ, dq, p.dq_stride.row, tile.block * V::kBlockM + Dq::row0(),
-                               problem.seqlen_q, Dq::col0());
-
-    // Rows that are not finite, perhaps only because 0 * NaN of a hidden key leaked into them, anew; a warp each.
-    if constexpr (V::kRepairs) {
-        const bool masked = problem.window_left != kUnbounded || problem.window_right != kUnbounded;
-        if (!masked || !ptx::bar_red_or(!dQ.finite())) return;
-        const Recompute<AnyMask<V>> again(p, tile.batch);
+    const SmemTile<T, V::kBlockM, Dq::kDim> sdQ{ptx::dynamic_smem()};
+    const int row0 = Dq::row0(), col0 = Dq::col0(), q0 = tile.block * V::kBlockM;
+    if (!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0))) {
+        const GradientRepair<AnyMask<V>, V::kBlockM, V::kUnaligned> again(p, tile.batch);
         #pragma unroll 1
-        for (int row = warp(); row < V::kBlockM; row += V::kWarps) {
-            const int query = tile.block * V::kBlockM + row;
-            if (query >= problem.seqlen_q) break;
-            T *const to = dq + query * p.dq_stride.row;
-            bool finite = true;
-            for (int col = lane(); col < V::kHeadDim; col += 32) finite &= !is_non_finite<T>(to[col].raw);
-            if (!ptx::vote_any(!finite) || again.dq_is_nan(tile.head, query)) continue;
-            ptx::bar_warp_sync();  // all lanes have read the row
-            again.dq(tile.head, query).write(to);
-        }
+        for (int row = row0; row < row0 + Dq::kRows; ++row)
+            again.template dq<Dq::kCols>(tile.head, q0 + row, sdQ, row, col0);
+        ptx::bar_warp_sync();
     }
+    write_rows<Dq::kRows, Dq::kCols, V::kHeadDim>(
+        sdQ, row0, static_cast<T *>(p.dq) + head_offset(p.dq_stride, tile.batch, tile.head), p.dq_stride.row, q0 + row0,
+        problem.seqlen_q, col0);
 }
 
 #endif  // CUPYFLASH_BWD_CONVERT_CUH

@@ -8,28 +8,6 @@
 #include "dq_accum.cuh"
 #include "score.cuh"
 
-// 8 neighbouring elements.
-template <bool kUnaligned, class T>
-__device__ __forceinline__ ptx::U128 load8(const T *from) {
-    if constexpr (kUnaligned) {
-        ptx::U128 x;
-        #pragma unroll
-        for (int i = 0; i < 4; ++i) x.x[i] = from[2 * i].raw | static_cast<ptx::u32>(from[2 * i + 1].raw) << 16;
-        return x;
-    } else {
-        return *reinterpret_cast<const ptx::U128 *>(from);
-    }
-}
-
-template <class T>
-__device__ __forceinline__ float dot8(const ptx::U128 &x, const ptx::U128 &y) {
-    float sum = 0.f;
-    #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        sum = fmaf(T::lo(x.x[i]), T::lo(y.x[i]), sum), sum = fmaf(T::hi(x.x[i]), T::hi(y.x[i]), sum);
-    return sum;
-}
-
 template <class V>
 __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     using T = typename V::Element;

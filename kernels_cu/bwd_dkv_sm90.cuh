@@ -17,7 +17,7 @@
 #define CUPYFLASH_BWD_DKV_SM90_CUH
 #include "params_sm90.cuh"
 #include "pipeline_sm90.cuh"
-#include "recompute.cuh"
+#include "repair_gradients.cuh"
 #include "score.cuh"
 #include "tile_sm90.cuh"
 #include "visits.cuh"
@@ -229,14 +229,13 @@ struct BwdDkvGroup {
     __device__ void finish(const BwdVisits<V> &visit, AccTile<16, D> &dKV) const {
         const auto tile = smem.resident(kRole);
         if constexpr (kRole == kRoleDS) dKV.scale(score.scale);
-        stage<T>(tile, key0, dKV);
-        if constexpr (Mask<V>::kHides) {  // perhaps only because 0 * NaN of a hidden query leaked into it
-            ptx::bar_warp_sync();         // the other lanes' stage() wrote parts of these rows
-            for_each_non_finite_row(dKV, [&](int row) {
-                const Recompute<V> again(p.plain, visit.tile.batch);
-                const int key = visit.k0 + key0 + row;
-                again.template store_key<kRole == kRoleDS>(visit.tile.head, key, tile, key0 + row);
-            });
+        if (!ptx::vote_all(stage<T>(tile, key0, dKV))) {
+            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+            const GradientRepair<V, M, false> again(p.plain, visit.tile.batch);
+            #pragma unroll 1
+            for (int row = key0; row < key0 + 16; ++row)
+                if constexpr (kRole == kRoleDS) again.dk(visit.tile.head, visit.k0 + row, tile, row);
+                else again.dv(visit.tile.head, visit.k0 + row, tile, row);
         }
         ptx::fence_proxy_async();
         ptx::bar_sync(1 + kRole, 128);

@@ -14,7 +14,7 @@
 #include "mask.cuh"
 #include "params_sm90.cuh"
 #include "pipeline_sm90.cuh"
-#include "recompute.cuh"
+#include "repair_gradients.cuh"
 #include "score.cuh"
 #include "tile_sm90.cuh"
 
@@ -260,15 +260,11 @@ struct BwdDqGroup {
     __device__ void finish(const BwdDqTile<V> &tile, int q0, AccTile<16, D> &dQ) const {
         const auto sQ = smem.q(group);
         dQ.scale(score.scale);
-        stage<T>(sQ, warp_row, dQ);
-        if constexpr (Mask<V>::kHides) {
+        if (!ptx::vote_all(stage<T>(sQ, warp_row, dQ))) {
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-            const Recompute<OneGroup<V>> again(p.plain, tile.index.batch);
-            for_each_non_finite_row(dQ, [&](int row) {
-                const int query = q0 + warp_row + row;
-                if (query >= problem.seqlen_q || again.dq_is_nan(tile.index.head, query)) return;
-                again.dq(tile.index.head, query).store(sQ, warp_row + row);
-            });
+            const GradientRepair<OneGroup<V>, 64, false> again(p.plain, tile.index.batch);
+            #pragma unroll 1
+            for (int row = warp_row; row < warp_row + 16; ++row) again.dq(tile.index.head, q0 + row, sQ, row);
         }
         ptx::fence_proxy_async();
         sync();

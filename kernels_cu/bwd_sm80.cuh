@@ -15,8 +15,7 @@
 #include "epilogue.cuh"
 #include "gemm.cuh"
 #include "mask.cuh"
-#include "nonfinite.cuh"
-#include "score.cuh"
+#include "repair_gradients.cuh"
 
 // One query tile in shared memory.
 template <class T, int M, int D>
@@ -38,23 +37,6 @@ __device__ __forceinline__ void load_keys(const Tile &dst, const void *src, cons
     dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
         static_cast<const T *>(src) + head_offset(stride, tile.batch, tile.head), stride.row, tile.block * V::kBlockN,
         problem.seqlen_k);
-}
-
-// dQ where a query sees a non-finite element of K: NaN, be it from dS = NaN or, for a score of -inf, from 0 * inf.
-template <class V, class Sees>
-__device__ __forceinline__ void add_non_finite_keys(const BwdParams &p, const TileIndex &tile, int sequence, int q0,
-                                                    Sees sees) {
-    using T = typename V::Element;
-    const int k0 = tile.block * V::kBlockN;
-    const T *k = static_cast<const T *>(p.k) + head_offset(p.k_stride, tile.batch, tile.head) + k0 * p.k_stride.row;
-    float *accum = DqTile<V>::accum(p, sequence, q0 / V::kBlockM);
-    #pragma unroll 1
-    for (int e = ptx::thread_index(); e < V::kBlockM * V::kHeadDim; e += 32 * V::kWarps) {
-        const int query = e / V::kHeadDim, col = e % V::kHeadDim;
-        const float sum = sum_non_finite<T>(k, p.k_stride.row, min(V::kBlockN, p.problem.seqlen_k - k0), col,
-                                            [&](int key) { return sees(key, query); });
-        if (sum != 0.f) ptx::red_add_f32(accum + DqTile<V>::index(query, col), ptx::nan());
-    }
 }
 
 template <class V>
@@ -112,16 +94,12 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     AccTile<kRows, kCols> dK, dV;
     dK.zero(), dV.zero();
-    bool was_careful = false;  // whether some step was
 
     // One query tile.
     const auto step = [&](int i, Visit now) {
         const int q0 = now.m_block * M;
         const bool masked = !whole(q0);
         const Stage s = stage(i);
-        const auto sees = [&](int key, int query) {
-            return q0 + query < problem.seqlen_q && mask.sees(q0 + query, k0 + key);
-        };
 
         ptx::cp_async_wait_group<0>();
         ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before
@@ -131,10 +109,6 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         P.zero(), dS.zero();
         gemm_nt<T>(P, SmemA<TileKV, kRows>(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
         gemm_nt<T>(dS, SmemA<TileKV, kRows>(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
-        // Whether NaN or inf in an operand of this partly hidden tile calls for care (nonfinite.cuh): products show it.
-        // The barrier also says that all warps have used Q, dO and K so far.
-        bool careful = false;
-        if constexpr (Mask<V>::kHides) careful = masked && ptx::vote_any(ptx::bar_red_or(!P.finite() || !dS.finite()));
         const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
         #pragma unroll
         for (int j = 0; j < P.kColTiles; ++j) {
@@ -163,12 +137,6 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         rdS.store(sdS, key0, query0);
         if constexpr (V::kSplitD > 1) rP.store(sP, key0, query0);
 
-        if (careful) {
-            clear_non_finite<T, kThreads>(s.sdO);
-            clear_non_finite<T, kThreads>(s.sQ);  // dS is NaN for all keys that such a query sees
-            clear_non_finite<T, kThreads>(sK);
-            ptx::bar_sync();
-        }
         if constexpr (V::kSplitD == 1) {
             gemm_nn<T>(dV, rP, s.sdO, col0);  // dV += P^T dO
             gemm_nn<T>(dK, rdS, s.sQ, col0);  // dK += dS^T Q
@@ -192,13 +160,6 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         Dq::for_each_group(dQ, Dq::accum(p, sequence, now.m_block),
                            [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });
         turn.pass(now.m_block, rank);
-        if (careful) {
-            add_non_finite_keys<V>(p, tile, sequence, q0, sees);
-            ptx::bar_sync();
-            load_keys<V>(sK, p.k, p.k_stride, problem, tile);  // K as it was, for the next S
-            ptx::cp_async_commit_group();
-            was_careful = true;
-        }
     };
 
     load_keys<V>(sK, p.k, p.k_stride, problem, tile);
@@ -211,28 +172,30 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     ptx::cp_async_wait_group<0>();
     ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
     dK.scale(score.scale);
-    const auto store = [&](const TileKV &staging, AccTile<kRows, kCols> &acc, void *dst, const Strides &stride) {
-        store_tile<T, V::kHeadDim>(staging, key0, acc,
-                                   static_cast<T *>(dst) + head_offset(stride, tile.batch, tile.head), stride.row,
-                                   k0 + key0, problem.seqlen_k, col0);
-    };
-    store(sK, dK, p.dk, p.dk_stride);
-    store(sV, dV, p.dv, p.dv_stride);
-    if (was_careful) {
-        ptx::bar_sync();  // dV is written
-        T *dv = static_cast<T *>(p.dv) + head_offset(p.dv_stride, tile.batch, tile.head) + k0 * p.dv_stride.row;
-        now = {tile.head * group, first + blocks - 1};
-        for (int i = 0; i < visits; ++i, now = after(now)) {
-            const int q0 = now.m_block * M;
-            if (whole(q0)) continue;
-            add_non_finite<T, kThreads, V::kHeadDim>(
-                dv, p.dv_stride.row, min(N, problem.seqlen_k - k0),
-                static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, now.head) +
-                    q0 * p.dout_stride.row,
-                p.dout_stride.row, min(M, problem.seqlen_q - q0),
-                [&](int key, int query) { return mask.sees(q0 + query, k0 + key); });
+    // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
+    // block is, is worked out anew: the main loop has no registers left to keep it.
+    const TileIndex here =
+        TileIndex::at<false>(ptx::opaque(ptx::block_index()), problem, ceil_div(problem.seqlen_k, N), problem.heads_k);
+    const int thread_warp = fresh_thread() / 32, row0 = thread_warp % (N / kRows) * kRows;
+    const int first_col = thread_warp / (N / kRows) * kCols, first_key = here.block * N;
+    const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,
+                           auto repair) {
+        if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, first_col))) {
+            const GradientRepair<V, M, V::kUnaligned> again(p, here.batch);
+            #pragma unroll 1
+            for (int row = row0; row < row0 + kRows; ++row) repair(again, row);
+            ptx::bar_warp_sync();
         }
-    }
+        write_rows<kRows, kCols, V::kHeadDim>(staging, row0,
+                                              static_cast<T *>(dst) + head_offset(stride, here.batch, here.head),
+                                              stride.row, first_key + row0, problem.seqlen_k, first_col);
+    };
+    leave(sK, dK, p.dk, p.dk_stride, [&](const auto &again, int row) {
+        again.template dk<kCols>(here.head, first_key + row, sK, row, first_col);
+    });
+    leave(sV, dV, p.dv, p.dv_stride, [&](const auto &again, int row) {
+        again.template dv<kCols>(here.head, first_key + row, sV, row, first_col);
+    });
 }
 
 #endif  // CUPYFLASH_BWD_SM80_CUH

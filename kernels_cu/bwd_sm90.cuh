@@ -16,7 +16,7 @@
 #include "dq_accum.cuh"
 #include "params_sm90.cuh"
 #include "pipeline_sm90.cuh"
-#include "recompute.cuh"
+#include "repair_gradients.cuh"
 #include "score.cuh"
 #include "tile_sm90.cuh"
 #include "visits.cuh"
@@ -281,19 +281,6 @@ struct BwdGroup {
         __device__ bool operator()(int j, int e) const { return word[e / 2] & 1u << (2 * j + e % 2); }
     };
 
-    // Rows of dK (kOfDK) or dV that are not finite, perhaps only because 0 * NaN of a hidden query leaked into them, anew.
-    template <bool kOfDK, class Tile>
-    __device__ void repair(const Tile &tile, int row0, const AccTile<16, D> &acc, const BwdVisits<V> &visits) const {
-        if constexpr (Mask<V>::kHides) {
-            const Recompute<GroupKeys<V>> again(p.plain, visits.tile.batch);
-            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-            for_each_non_finite_row(acc, [&](int row) {
-                const int key = visits.k0 + 64 * group + row0 + row;
-                again.template store_key<kOfDK>(visits.tile.head, key, tile, row0 + row);
-            });
-        }
-    }
-
     // dK and dV leave through the shared memory of K and V.
     __device__ void finish() {
         const BwdVisits<V> visits(problem, ptx::opaque(ptx::block_index()));
@@ -301,15 +288,21 @@ struct BwdGroup {
         const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
         const int row0 = fresh_thread() / 32 % 4 * 16;
         dK.scale(score.scale);
-        stage<T>(sdV, row0, dV);
-        repair<false>(sdV, row0, dV, visits);
+        const GradientRepair<GroupKeys<V>, M, false> again(p.plain, visits.tile.batch);
+        // Stages a result; repair(row) computes one of its rows again where that is not finite.
+        const auto leave = [&](const auto &tile, const AccTile<16, D> &acc, auto repair) {
+            if (ptx::vote_all(stage<T>(tile, row0, acc))) return;
+            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+            #pragma unroll 1
+            for (int row = row0; row < row0 + 16; ++row) repair(row);
+        };
+        leave(sdV, dV, [&](int row) { again.dv(visits.tile.head, key0 + row, sdV, row); });
         #pragma unroll
         for (int before = 1; before <= 2; ++before) {  // K has been read for the last two dQ
             const auto at = RingPosition<2>::of(i - before);
             if (i >= before) ptx::mbarrier_wait(smem.ds_empty(at.stage), at.phase);
         }
-        stage<T>(sdK, row0, dK);
-        repair<true>(sdK, row0, dK, visits);
+        leave(sdK, dK, [&](int row) { again.dk(visits.tile.head, key0 + row, sdK, row); });
         ptx::fence_proxy_async();
         ptx::bar_sync(1 + group, 128);
         if (ptx::thread_index() % 128 == 0 && key0 < problem.seqlen_k) {

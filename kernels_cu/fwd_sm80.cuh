@@ -4,13 +4,13 @@
 // One block computes kBlockM rows of O for one (batch, head); each warp owns kBlockM / kWarps of them from Q to O, so
 // the softmax never crosses warps. Shared memory: Q | a ring of kStages tiles. K_j and V_j alternate through the ring:
 // when tile t is about to be used, tile t + kStages - 1 is requested into the slot of tile t - 1, which all warps have
-// left.
+// left. At the end 32 bytes a thread, if a warp has 32 rows: its part of the row sums.
 #ifndef CUPYFLASH_FWD_SM80_CUH
 #define CUPYFLASH_FWD_SM80_CUH
 #include "epilogue.cuh"
 #include "gemm.cuh"
 #include "mask.cuh"
-#include "nonfinite.cuh"
+#include "repair_output.cuh"
 #include "softmax.cuh"
 
 // request(0, Int<kFrom>), ..., request(0, Int<kEnd - 1>).
@@ -20,6 +20,13 @@ __device__ __forceinline__ void request_first(Request request) {
         request(0, Int<kFrom>{});
         request_first<kFrom + 1, kEnd>(request);
     }
+}
+
+// Where a warp has 32 rows, there are no registers left for their sums.
+template <int kRows>
+__device__ __forceinline__ auto sums_at(ptx::u32 base) {
+    if constexpr (kRows == 32) return SumsInSharedMemory{base};
+    else return SumsInRegisters<kRows>{};
 }
 
 template <class V>
@@ -34,8 +41,6 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const TileIndex tile = TileIndex::of<Mask<V>::kHides>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
     const int q0 = tile.block * M, row0 = warp() * kRows, head_k = tile.head / (problem.heads_q / problem.heads_k);
     const T *q = static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, tile.head);
-    const T *k = static_cast<const T *>(p.k) + head_offset(p.k_stride, tile.batch, head_k);
-    const T *v = static_cast<const T *>(p.v) + head_offset(p.v_stride, tile.batch, head_k);
 
     using TileQ = SmemTile<T, M, D>;
     using TileKV = SmemTile<T, N, D>;
@@ -51,11 +56,15 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const auto request = [&](int i, auto ahead) {
         constexpr int kAhead = decltype(ahead)::value;
         const int block = i + kAhead / 2;
-        if (block < blocks)
+        if (block < blocks) {
+            // The head's address again each time: the loop has no registers left to keep it.
+            const Strides &stride = kAhead % 2 ? p.v_stride : p.k_stride;
+            const T *const src =
+                static_cast<const T *>(kAhead % 2 ? p.v : p.k) + head_offset(stride, ptx::opaque(tile.batch), head_k);
             slot(2 * i + kAhead)
-                .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k,
-                                                                           kAhead % 2 ? p.v_stride.row : p.k_stride.row,
-                                                                           (first + block) * N, problem.seqlen_k);
+                .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(src, stride.row, (first + block) * N,
+                                                                           problem.seqlen_k);
+        }
         ptx::cp_async_commit_group();
     };
     const auto next_tile_landed = [] {
@@ -64,9 +73,10 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     };
 
     AccTile<kRows, D> O;
-    OnlineSoftmax<kRows> softmax(score.log2_factor);
+    const ptx::u32 sums = sQ.base + TileQ::kBytes + kStages * TileKV::kBytes;
+    using Sums = decltype(sums_at<kRows>(sums));
+    OnlineSoftmax<kRows, Sums> softmax(score.log2_factor, sums_at<kRows>(sums), sums_at<kRows>(sums + 16 * kThreads));
     FragA<T, kRows, V::kQInRegs ? D : 16> rQ;
-    bool careful = false;  // a second pass, for tiles whose partly hidden blocks hold NaN or inf (nonfinite.cuh)
 
     // One key block. kMasked is false for blocks that every row sees in full: the element test is then compiled out.
     const auto step = [&](int i, auto masked) {
@@ -80,7 +90,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, slot(2 * i));
         else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, row0), slot(2 * i));
         const int lane = fresh_lane();
-        const Mask<V> from_here = mask.from(q0 + row0 + lane / 4, k0 + 2 * (lane % 4));
+        const Mask<V> from_here = mask.from(ptx::opaque(tile.block) * M + row0 + lane / 4, k0 + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) {
             s = score(s);
             if constexpr (kMasked) s = from_here.sees(row, col) ? s : -ptx::infinity();
@@ -91,42 +101,29 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
         next_tile_landed();  // V_j is here, and every warp is done with K_j
         request(i, Int<kStages>{});
-        const TileKV sV = slot(2 * i + 1);
-        if constexpr (kMasked && Mask<V>::kHides) {
-            if (careful) {
-                clear_non_finite<T, kThreads>(sV);
-                ptx::bar_sync();  // no warp uses V before it is clear
-            }
-        }
-        gemm_nn<T>(O, P, sV);  // O += P V
+        gemm_nn<T>(O, P, slot(2 * i + 1));  // O += P V
+        softmax.add_rounded(P);
     };
 
-    #pragma unroll 1
-    for (;;) {
-        O.zero();
-        softmax = OnlineSoftmax<kRows>(score.log2_factor);
-        if (!careful)
-            sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, problem.seqlen_q);
-        request_first<0, kStages - 1>(request);
-        if constexpr (V::kQInRegs) {
-            next_tile_landed();
-            #pragma unroll
-            for (int d = 0; d < D / 16; ++d) SmemA<TileQ, kRows>(sQ, row0).get(d, rQ.x[d]);
-        }
-        #pragma unroll 1
-        for (int i = 0; i < blocks; ++i)
-            if (mask.full(q0, (first + i) * N)) step(i, Bool<false>{});
-            else step(i, Bool<true>{});
-        if (!Mask<V>::kHides || careful || !ptx::vote_any(ptx::bar_red_or(!O.finite()))) break;
-        careful = true;
+    sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, problem.seqlen_q);
+    request_first<0, kStages - 1>(request);
+    if constexpr (V::kQInRegs) {
+        next_tile_landed();
+        #pragma unroll
+        for (int d = 0; d < D / 16; ++d) SmemA<TileQ, kRows>(sQ, row0).get(d, rQ.x[d]);
     }
+    O.zero();
+    #pragma unroll 1
+    for (int i = 0; i < blocks; ++i)
+        if (mask.full(q0, (first + i) * N)) step(i, Bool<false>{});
+        else step(i, Bool<true>{});
 
-    typename OnlineSoftmax<kRows>::Rows lse, inverse;
+    typename decltype(softmax)::Rows lse, inverse;
     softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
     softmax.multiply_rows(O, inverse);
     const long long lse_row = static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
     #pragma unroll
-    for (int r = 0; r < OnlineSoftmax<kRows>::kRowsPerLane; ++r) {
+    for (int r = 0; r < softmax.kRowsPerLane; ++r) {
         const int qi = q0 + row0 + O.row(r / 2, 2 * (r % 2));
         if (p.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.lse[lse_row + qi] = lse[r];
     }
@@ -134,19 +131,13 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         ptx::cp_async_wait_group<0>();
         ptx::bar_sync();  // Q has arrived, though no key block waited for it: its tile stages the result
     }
-    T *o = static_cast<T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head);
-    store_tile<T, V::kHeadDim>(sQ, row0, O, o, p.o_stride.row, q0 + row0, problem.seqlen_q);
-    if (careful) {
-        ptx::bar_sync();  // O is written
-        for (int i = 0; i < blocks; ++i) {
-            const int k0 = (first + i) * N;
-            if (mask.full(q0, k0)) continue;
-            add_non_finite<T, kThreads, V::kHeadDim>(o + q0 * p.o_stride.row, p.o_stride.row,
-                                                     min(M, problem.seqlen_q - q0), v + k0 * p.v_stride.row,
-                                                     p.v_stride.row, min(N, problem.seqlen_k - k0),
-                                                     [&](int row, int key) { return mask.sees(q0 + row, k0 + key); });
-        }
+    if (!ptx::vote_all(stage_rows<T>(sQ, row0, O))) {
+        repair_output<V, V::kUnaligned>(p, tile.batch, tile.head, q0 + row0, sQ, row0, softmax.factor, softmax.m,
+                                        inverse);
+        ptx::bar_warp_sync();
     }
+    write_rows<kRows, D, V::kHeadDim>(sQ, row0, static_cast<T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head),
+                                      p.o_stride.row, q0 + row0, problem.seqlen_q);
 }
 
 #endif  // CUPYFLASH_FWD_SM80_CUH

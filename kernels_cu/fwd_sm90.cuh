@@ -16,7 +16,7 @@
 #ifndef CUPYFLASH_FWD_SM90_CUH
 #define CUPYFLASH_FWD_SM90_CUH
 #include "fwd_load_sm90.cuh"
-#include "nonfinite.cuh"
+#include "repair_output.cuh"
 #include "softmax.cuh"
 
 // One consumer warpgroup.
@@ -31,7 +31,7 @@ struct FwdGroup {
     const FwdSm90Smem<V> &smem;
     const Mask<OneGroup<V>> mask;
     const Score<V> score;
-    const int group, warp_row;  // of the block; this warp's first row of the 64
+    const int group;  // of the block
     WorkQueue queue;
     RingPosition<V::kStages> ring;    // of K and V
     RingPosition<V::kQSlots> q_ring;  // every kGroups-th slot is this group's
@@ -44,10 +44,12 @@ struct FwdGroup {
           mask(problem),
           score(problem),
           group(group),
-          warp_row(fresh_thread() / 32 % 4 * 16),
+
           queue(smem.queue()),
           q_ring(group) {}
 
+    // This warp's first row of the 64.
+    __device__ static int warp_row() { return fresh_thread() / 32 % 4 * 16; }
     __device__ bool leads() const { return ptx::thread_index() % 128 == 0; }
     // All four warps of the group.
     __device__ void sync() const { ptx::bar_sync(1 + group, 128); }
@@ -83,7 +85,7 @@ struct FwdGroup {
 
     __device__ void apply_mask(AccTile<16, N> &S, int q0, int j) const {
         const int lane = fresh_lane();
-        const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
+        const auto from_here = mask.from(q0 + warp_row() + lane / 4, j * N + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) { s = from_here.sees(row, col) ? s : -ptx::infinity(); });
     }
     __device__ void apply_score(AccTile<16, N> &S) const {
@@ -95,10 +97,10 @@ struct FwdGroup {
     __device__ int rows_of(const FwdTile<V> &tile) const { return tile.q0 + 64 * group; }
     __device__ bool has_rows(const FwdTile<V> &tile) const { return tile.exists() && rows_of(tile) < problem.seqlen_q; }
     __device__ int end_of(const FwdTile<V> &tile) const {
-        return min(max(mask.end_key_block(rows_of(tile)), tile.first + 1), tile.end);
+        return min(max(mask.end_key_block(rows_of(tile)), tile.first(problem) + 1), tile.end(problem));
     }
     __device__ int first_of(const FwdTile<V> &tile) const {
-        return V::kWindow ? min(max(mask.first_key_block(rows_of(tile)), tile.first), end_of(tile) - 1) : 0;
+        return V::kWindow ? min(max(mask.first_key_block(rows_of(tile)), tile.first(problem)), end_of(tile) - 1) : 0;
     }
 
     // A parity tells a phase of q_full only from the next one. Where two groups take turns with a slot, the other has to
@@ -109,7 +111,7 @@ struct FwdGroup {
     }
     // A tile without rows of this group.
     __device__ void skip(const FwdTile<V> &tile) {
-        pass(tile.end - tile.first);
+        pass(tile.end(problem) - tile.first(problem));
         wait_q();
         release_leaving();
         sync();  // all warps have seen this phase of q_full before it can end
@@ -118,7 +120,7 @@ struct FwdGroup {
     }
     // Issues S = Q K^T of a tile's first block.
     __device__ void begin(const FwdTile<V> &tile, AccTile<16, N> &S) {
-        if constexpr (V::kWindow) pass(first_of(tile) - tile.first);
+        if constexpr (V::kWindow) pass(first_of(tile) - tile.first(problem));
         wait_q();
         ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
         issue_nt<T, kDepth>(S, smem.q(q_ring.stage), smem.k(ring.stage));
@@ -145,9 +147,9 @@ struct FwdGroup {
         ring.stage = uniform(ring.stage), ring.phase = uniform(ring.phase);
         q_ring.stage = uniform(q_ring.stage), tile.q0 = uniform(tile.q0);
         // Blocks before `whole` or from `cut` on hide keys from some of the rows.
-        const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
+        const int q0 = uniform(rows_of(tile)), end = end_of(tile), first = first_of(tile);
         const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;
-        const int cut = max(0, mask.end_key(q0)) / N;
+        const int cut = uniform(min(end, max(0, mask.end_key(q0)) / N));
         const int slot = q_ring.stage;
         const auto sQ = smem.q(slot);
 
@@ -161,10 +163,11 @@ struct FwdGroup {
         softmax.first_maximum(S);
         softmax.exponentiate(S);
         P.from(S);
+        softmax.add_rounded(P);
         release_leaving();
         // Without a mask the first product overwrites O. (With one, that spills.)
-        bool started = Mask<V>::kHides;
-        if (started) O.zero();
+        const auto adds = [](int j) { return Mask<V>::kHides || j > 1; };  // whether that of block j - 1 adds to O
+        if (adds(0)) O.zero();
 
         // One key block. kCareful: it may hide keys or follow one that did, so that a row has seen few; its maximum counts.
         const auto step = [&](int j, auto careful) {
@@ -174,8 +177,7 @@ struct FwdGroup {
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
             issue_nt<T, kDepth>(S, sQ, smem.k(ring.stage));  // S = Q K^T
             wait_v(before);
-            issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
-            started = true;
+            issue_nn<T, N>(O, P, smem.v(before.stage), adds(j));  // O += P V, of the block before
             ptx::wgmma_wait_group<1>();
             arrived(S);
             apply_score(S);
@@ -188,14 +190,15 @@ struct FwdGroup {
             ptx::wgmma_wait_group<0>();
             arrived(O);
             release_v(before);
-            if constexpr (!kCareful) good = softmax.exponentiate_optimistically(S);
+            if constexpr (!kCareful) good = softmax.template exponentiate_optimistically<T>(S);
             P.from(S);
             if (!good) {
-                multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));
+                multiply_nt<T, kDepth>(S, sQ, warp_row(), smem.k(ring.stage));
                 apply_score(S);
                 softmax.step(S, O);
                 P.from(S);
             }
+            softmax.add_rounded(P);
             release_k(ring);
             if (grows) softmax.multiply_rows(O, rescale);  // O follows m
         };
@@ -205,83 +208,71 @@ struct FwdGroup {
             for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{});
         }
         #pragma unroll 1
-        for (; j < min(end, cut); ++j) step(j, Bool<false>{});
+        for (; j < cut; ++j) step(j, Bool<false>{});
         #pragma unroll 1
         for (; j < end; ++j) step(j, Bool<true>{});
 
         const FwdTile<V> next = next_tile();
         q_ring.next(smem.kGroups);
         wait_v(ring);
-        issue_nn<T, N>(O, P, smem.v(ring.stage), started);
+        issue_nn<T, N>(O, P, smem.v(ring.stage), adds(end));
         const RingPosition<V::kStages> last = ring;
         ring.next();
 
+        const int row0 = ptx::opaque(rows_of(tile));  // q0 again, which the loops need not keep
         // While that runs, and the next tile's S.
         typename Softmax::Rows inverse;
         const auto store_lse = [&] {
             typename Softmax::Rows lse;
-            softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
-            const long long lse_row =
-                static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
+            softmax.finish(score.unit, lse, inverse,
+                           [&](int row) { return mask.sees_nothing(row0 + warp_row() + row); });
+            const long long lse_row = static_cast<long long>(tile.sequence) * problem.seqlen_q;
             #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int qi = q0 + warp_row + O.row(0, 2 * r);
+                const int qi = row0 + warp_row() + O.row(0, 2 * r);
                 if (p.plain.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.plain.lse[lse_row + qi] = lse[r];
             }
         };
-        // Once it is done.
-        const auto store_o = [&] {
+        // Once it is done. kBegun: the next tile's S is under way.
+        const auto store_o = [&](auto begun) {
+            constexpr bool kBegun = decltype(begun)::value;
             arrived(O);
             release_v(last);
             softmax.multiply_rows(O, inverse);
-            stage<T>(sQ, warp_row, O);
-            if constexpr (Mask<V>::kHides) repair(tile, q0, sQ, O, softmax, inverse);
+            if (!ptx::vote_all(stage<T>(sQ, warp_row(), O))) {
+                if constexpr (kBegun) {  // its registers are needed: S is formed again afterwards
+                    ptx::wgmma_wait_group<0>();
+                    arrived(S);
+                }
+                ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+                repair_output<OneGroup<V>, false>(p.plain, tile.batch(problem), tile.head(problem), row0 + warp_row(),
+                                                  sQ, warp_row(), softmax.factor, softmax.m, inverse);
+                if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row(), smem.k(ring.stage));
+            }
             ptx::fence_proxy_async();
             sync();
-            if (leads()) sQ.store(p.map_o, q0, tile.head, tile.batch);
+            if (leads()) sQ.store(p.map_o, row0, tile.head(problem), tile.batch(problem));
             leaving = slot;
         };
-        const int rest = Mask<V>::kHides ? tile.end - end : 0;
+        const int rest = Mask<V>::kHides ? tile.end(problem) - end : 0;
         const bool begun = smem.kPipelined && has_rows(next);
         if (begun) {
             pass(rest);
             begin(next, S);
             store_lse();
             ptx::wgmma_wait_group<1>();
-            store_o();
+            store_o(Bool<true>{});
             ptx::wgmma_wait_group<0>();
             arrived(S);
         } else {
             store_lse();
             ptx::wgmma_wait_group<0>();
-            store_o();
+            store_o(Bool<false>{});
             pass(rest);
             if (smem.kSlots == smem.kGroups) release_leaving();  // the next tile's Q is waiting for it
         }
         tile = next;
         return begun;
-    }
-
-    // Rows of O that are not finite, perhaps only because 0 * NaN of a hidden key leaked into them, are computed anew.
-    template <class Tile>
-    __device__ void repair(const FwdTile<V> &tile, int q0, const Tile &sQ, const AccTile<16, D> &O,
-                           const Softmax &softmax, const float (&inverse)[2]) const {
-        for_each_non_finite_row(O, [&](int row) {
-            const int qi = q0 + warp_row + row, owner = row % 8 * 4, head_k = tile.head_k(problem);
-            const float m = ptx::shfl_index(row < 8 ? softmax.m[0] : softmax.m[1], owner);
-            const float by = ptx::shfl_index(row < 8 ? inverse[0] : inverse[1], owner);
-            if (by != by || qi >= problem.seqlen_q) return;
-            const FwdParams &plain = p.plain;
-            const auto head_of = [&](const void *x, const Strides &stride, int head) {
-                return static_cast<const T *>(x) + head_offset(stride, tile.batch, head);
-            };
-            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of this row
-            recompute_row<T, D>(
-                sQ, warp_row + row, head_of(plain.q, plain.q_stride, tile.head) + qi * plain.q_stride.row,
-                head_of(plain.k, plain.k_stride, head_k), plain.k_stride.row, head_of(plain.v, plain.v_stride, head_k),
-                plain.v_stride.row, mask.first_key(qi), mask.end_key(qi), by,
-                [&](float s) { return ptx::ex2((score(s) - m) * softmax.factor); });
-        });
     }
 };
 

@@ -122,15 +122,19 @@ __device__ __forceinline__ void multiply_nt(AccTile<16, kCols> &acc, const TileA
     }
 }
 
-// Rounds one warp's accumulator into its rows [row0, row0 + 16) of a tile, from which TMA stores it.
+// Rounds one warp's accumulator into its rows [row0, row0 + 16) of a tile, from which TMA stores it. True if all of this
+// lane's elements are finite.
 template <class T, int kCols, class Tile>
-__device__ __forceinline__ void stage(const Tile &tile, int row0, const AccTile<16, kCols> &acc) {
+__device__ __forceinline__ bool stage(const Tile &tile, int row0, const AccTile<16, kCols> &acc) {
     const int lane = fresh_lane();
+    ptx::u32 trace = 0;
     #pragma unroll
     for (int j = 0; j < kCols / 8; j += 2) {
         const ptx::u32 to = tile.at(row0 + lane % 16, 8 * j + lane / 16 * 8);
         const auto pair = [&](int column, int half) {
-            return T::pack(acc.x[0][column][2 * half], acc.x[0][column][2 * half + 1]);
+            const ptx::u32 x = T::pack(acc.x[0][column][2 * half], acc.x[0][column][2 * half + 1]);
+            trace = T::trace(x, trace);
+            return x;
         };
         if (j + 1 < kCols / 8) {
             const ptx::u32 r[4] = {pair(j, 0), pair(j, 1), pair(j + 1, 0), pair(j + 1, 1)};
@@ -139,6 +143,7 @@ __device__ __forceinline__ void stage(const Tile &tile, int row0, const AccTile<
             ptx::stmatrix_x2(to, pair(j, 0), pair(j, 1));
         }
     }
+    return is_clean(trace);
 }
 
 // Writes an A operand of one warp, [16, kRows], transposed into columns [col0, col0 + 16) of a tile.

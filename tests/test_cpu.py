@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash import cpu
+from cupyflash import cpu, cpu_tiles
 from cupyflash.accuracy import Oracle
 from cupyflash.cases import CASES, NUMPY_DTYPE, Case, Inputs, case
 from cupyflash.problem import DTYPES, Problem
@@ -131,7 +131,7 @@ def test_memory_is_linear_in_seqlen() -> None:
     one_row = (peaks[2] - peaks[1]) / 8192
     assert one_row == pytest.approx((peaks[1] - peaks[0]) / 4096, rel=0.02)
     assert one_row < 64 * (4 * 2 + 4 * 4) * 1.5 + 64  # out, dq, dk, dv in fp16; K, V, dK, dV in fp32
-    assert peaks[0] - 4096 * one_row < 16 * cpu.CHUNK_SCORES  # tiles
+    assert peaks[0] - 4096 * one_row < 16 * cpu_tiles.CHUNK_SCORES  # tiles
 
 
 def test_memory_is_bounded_for_many_heads() -> None:

@@ -37,7 +37,6 @@ inline void st_shared_v4_b32(u32 addr, const U128 &v, EMU_HERE) { emu_st_shared(
 
 // ---- Barriers and warp collectives ----
 inline void bar_sync(EMU_HERE) { emu_bar(0, -1, kEmuBarSync, false, EMU_SITE); }
-inline bool bar_red_or(bool p, EMU_HERE) { return emu_bar(0, -1, kEmuBarRedOr, p, EMU_SITE); }
 inline void bar_warp_sync(EMU_HERE) { emu_bar_warp_sync(EMU_SITE); }
 inline bool vote_any(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) != 0; }
 inline bool vote_all(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) == 0xffffffffu; }
@@ -99,6 +98,14 @@ inline u32 cvt_rn_bf16x2(float lo, float hi) { return cvt_rn_bf16(lo) | cvt_rn_b
 inline u32 cvt_rn_f16(float x) { return x != x ? 0x7fffu : emu_f32_to_f16(x); }
 inline u32 cvt_rn_f16x2(float lo, float hi) { return cvt_rn_f16(lo) | cvt_rn_f16(hi) << 16; }
 inline float cvt_f32_f16(u16 x) { return emu_f16_to_f32(x); }
+inline u32 fma_rn_bf16x2(u32 a, u32 b, u32 c) {
+    const auto half = [](u32 x, int i) { return uint_as_float((x >> 16 * i) << 16); };
+    return cvt_rn_bf16x2(fmaf(half(a, 0), half(b, 0), half(c, 0)), fmaf(half(a, 1), half(b, 1), half(c, 1)));
+}
+inline u32 fma_rn_f16x2(u32 a, u32 b, u32 c) {
+    const auto half = [](u32 x, int i) { return cvt_f32_f16(static_cast<u16>(x >> 16 * i)); };
+    return cvt_rn_f16x2(fmaf(half(a, 0), half(b, 0), half(c, 0)), fmaf(half(a, 1), half(b, 1), half(c, 1)));
+}
 inline float infinity() { return uint_as_float(0x7f800000); }
 inline float nan() { return uint_as_float(0x7fffffff); }
 // .ftz: subnormal arguments and results are zero.
@@ -113,7 +120,6 @@ constexpr int kRedWidth = 4;
 constexpr int kRedWidth = 1;
 #endif
 inline void red_add(float *p, const float (&x)[kRedWidth], EMU_HERE) { emu_red_add_f32(p, x, kRedWidth, EMU_SITE); }
-inline void red_add_f32(float *p, float x, EMU_HERE) { emu_red_add_f32(p, &x, 1, EMU_SITE); }
 inline int atomic_add(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, false, EMU_SITE); }
 inline int atomic_add_acq_rel(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, true, EMU_SITE); }
 inline int ld_acquire(const int *p, EMU_HERE) { return emu_ld_acquire(p, EMU_SITE); }
