@@ -77,9 +77,8 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def forward_smem_bytes(tile: ForwardTile, head_dim: int) -> int:
-    """Dynamic shared memory of fwd_sm80: Q and the ring, and where a warp has 32 rows its sums."""
-    sums = 32 * 32 * tile.warps if tile.block_m == 32 * tile.warps else 0
-    return (tile.block_m + tile.stages * tile.block_n) * row_bytes(round_up(head_dim, 16)) + sums
+    """Dynamic shared memory of fwd_sm80: Q and the ring."""
+    return (tile.block_m + tile.stages * tile.block_n) * row_bytes(round_up(head_dim, 16))
 
 
 def hopper_forward_smem_bytes(tile: HopperForwardTile, head_dim: int) -> int:
@@ -183,7 +182,7 @@ def hopper_forward_tile(head_dim: int, *, masked: bool = False) -> HopperForward
 def forward_tile(head_dim: int, smem_bytes: int, *, aligned: bool = True) -> ForwardTile:
     """The tile of the sm80 family's forward. Loads of unaligned rows take registers that wide blocks do not leave."""
     tile = next(t for limit, t in _FORWARD if head_dim <= limit and forward_smem_bytes(t, head_dim) <= smem_bytes)
-    return tile if aligned or not 64 < head_dim <= 128 else replace(tile, block_n=32)
+    return tile if aligned or head_dim <= 64 or tile.warps == 8 else replace(tile, block_n=32)
 
 
 def backward_tile(head_dim: int, smem_bytes: int, *, causal: bool = False) -> BackwardTile:

@@ -181,7 +181,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,
                            auto repair) {
         if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, first_col))) {
-            const GradientRepair<V, M, V::kUnaligned> again(p, here.batch);
+            const GradientRepair<V, M, V::kUnaligned> again(aside(p), here.batch);
             #pragma unroll 1
             for (int row = row0; row < row0 + kRows; ++row) repair(again, row);
             ptx::bar_warp_sync();

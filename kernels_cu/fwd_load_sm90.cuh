@@ -54,23 +54,23 @@ struct FwdSm90Smem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
-// A tile of work, as the roles hand it on.
+// A tile of work, as the roles hand it on, and which key blocks [first, end) its rows see. An empty range is widened to
+// one block, in which the mask then hides everything.
 template <class V>
 struct FwdTile {
-    int q0, sequence;  // first row, negative: there are no more tiles; batch * heads_q + head
+    int block, head, batch;  // block: along the sequence; -1: there are no more tiles
+    int q0, first, end;
 
     __device__ static ptx::U128 pack(int number, const Problem &p) {
         return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.seqlen_q, V::kBlockM), p.heads_q);
     }
     __device__ FwdTile(const ptx::U128 &packed, const Problem &p)
-        : q0(packed.x[0] * V::kBlockM), sequence(packed.x[2] * p.heads_q + packed.x[1]) {}
-    __device__ bool exists() const { return q0 >= 0; }
-    // The key blocks [first, end) that its rows see; an empty range is widened to one block, in which the mask then hides
-    // everything. Computed where they are needed, since the consumers have no registers left to keep them.
-    __device__ int first(const Problem &p) const { return Mask<V>(p).first_key_block(q0); }
-    __device__ int end(const Problem &p) const { return max(first(p) + 1, Mask<V>(p).end_key_block(q0)); }
-    __device__ int head(const Problem &p) const { return sequence % p.heads_q; }
-    __device__ int batch(const Problem &p) const { return sequence / p.heads_q; }
+        : block(packed.x[0]), head(packed.x[1]), batch(packed.x[2]), q0(block * V::kBlockM) {
+        const Mask<V> mask(p);
+        first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
+    }
+    __device__ bool exists() const { return block >= 0; }
+    __device__ int head_k(const Problem &p) const { return head / (p.heads_q / p.heads_k); }
 };
 
 // K and V, by one thread, which also decides what is computed.
@@ -87,14 +87,16 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
             numbers.finish();
             break;
         }
-        const int head = tile.head(problem) / (problem.heads_q / problem.heads_k), batch = tile.batch(problem);
+        const int head = tile.head_k(problem);
         #pragma unroll 1
-        for (int j = tile.first(problem), end = tile.end(problem); j < end; ++j, ring.next()) {
-            if (j == end - 1) numbers.draw();  // the answer takes as long as a load
+        for (int j = tile.first; j < tile.end; ++j, ring.next()) {
+            if (j == tile.end - 1) numbers.draw();  // the answer takes as long as a load
             ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);
-            smem.k(ring.stage).load(p.map_k, smem.k_full(ring.stage), j * V::kBlockN, head, batch, ptx::kEvictLast);
+            smem.k(ring.stage)
+                .load(p.map_k, smem.k_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);
             if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
-            smem.v(ring.stage).load(p.map_v, smem.v_full(ring.stage), j * V::kBlockN, head, batch, ptx::kEvictLast);
+            smem.v(ring.stage)
+                .load(p.map_v, smem.v_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);
         }
     }
 }
@@ -106,14 +108,13 @@ __device__ __forceinline__ void fwd_load_q(const FwdSm90Params &p, const FwdSm90
     for (RingPosition<V::kQSlots> ring;;) {
         const FwdTile<V> tile(queue.next(), p.plain.problem);
         if (!tile.exists()) break;
-        const int head = tile.head(p.plain.problem), batch = tile.batch(p.plain.problem);
         #pragma unroll 1
         for (int i = 0; i < smem.kGroups; ++i, ring.next()) {
             ptx::mbarrier_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
             ptx::bar_warp_sync();
             if (lane() == 0)
                 smem.q(ring.stage)
-                    .load(p.map_q, smem.q_full(ring.stage), tile.q0 + 64 * i, head, batch, ptx::kEvictFirst);
+                    .load(p.map_q, smem.q_full(ring.stage), tile.q0 + 64 * i, tile.head, tile.batch, ptx::kEvictFirst);
         }
     }
 }

@@ -4,7 +4,7 @@
 // One block computes kBlockM rows of O for one (batch, head); each warp owns kBlockM / kWarps of them from Q to O, so
 // the softmax never crosses warps. Shared memory: Q | a ring of kStages tiles. K_j and V_j alternate through the ring:
 // when tile t is about to be used, tile t + kStages - 1 is requested into the slot of tile t - 1, which all warps have
-// left. At the end 32 bytes a thread, if a warp has 32 rows: its part of the row sums.
+// left.
 #ifndef CUPYFLASH_FWD_SM80_CUH
 #define CUPYFLASH_FWD_SM80_CUH
 #include "epilogue.cuh"
@@ -22,13 +22,6 @@ __device__ __forceinline__ void request_first(Request request) {
     }
 }
 
-// Where a warp has 32 rows, there are no registers left for their sums.
-template <int kRows>
-__device__ __forceinline__ auto sums_at(ptx::u32 base) {
-    if constexpr (kRows == 32) return SumsInSharedMemory{base};
-    else return SumsInRegisters<kRows>{};
-}
-
 template <class V>
 __device__ __forceinline__ void fwd(const FwdParams &p) {
     using T = typename V::Element;
@@ -41,6 +34,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const TileIndex tile = TileIndex::of<Mask<V>::kHides>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
     const int q0 = tile.block * M, row0 = warp() * kRows, head_k = tile.head / (problem.heads_q / problem.heads_k);
     const T *q = static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, tile.head);
+    const T *k = static_cast<const T *>(p.k) + head_offset(p.k_stride, tile.batch, head_k);
+    const T *v = static_cast<const T *>(p.v) + head_offset(p.v_stride, tile.batch, head_k);
 
     using TileQ = SmemTile<T, M, D>;
     using TileKV = SmemTile<T, N, D>;
@@ -56,15 +51,11 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const auto request = [&](int i, auto ahead) {
         constexpr int kAhead = decltype(ahead)::value;
         const int block = i + kAhead / 2;
-        if (block < blocks) {
-            // The head's address again each time: the loop has no registers left to keep it.
-            const Strides &stride = kAhead % 2 ? p.v_stride : p.k_stride;
-            const T *const src =
-                static_cast<const T *>(kAhead % 2 ? p.v : p.k) + head_offset(stride, ptx::opaque(tile.batch), head_k);
+        if (block < blocks)
             slot(2 * i + kAhead)
-                .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(src, stride.row, (first + block) * N,
-                                                                           problem.seqlen_k);
-        }
+                .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k,
+                                                                           kAhead % 2 ? p.v_stride.row : p.k_stride.row,
+                                                                           (first + block) * N, problem.seqlen_k);
         ptx::cp_async_commit_group();
     };
     const auto next_tile_landed = [] {
@@ -73,9 +64,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     };
 
     AccTile<kRows, D> O;
-    const ptx::u32 sums = sQ.base + TileQ::kBytes + kStages * TileKV::kBytes;
-    using Sums = decltype(sums_at<kRows>(sums));
-    OnlineSoftmax<kRows, Sums> softmax(score.log2_factor, sums_at<kRows>(sums), sums_at<kRows>(sums + 16 * kThreads));
+    OnlineSoftmax<kRows> softmax(score.log2_factor);
     FragA<T, kRows, V::kQInRegs ? D : 16> rQ;
 
     // One key block. kMasked is false for blocks that every row sees in full: the element test is then compiled out.
@@ -102,7 +91,6 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         next_tile_landed();  // V_j is here, and every warp is done with K_j
         request(i, Int<kStages>{});
         gemm_nn<T>(O, P, slot(2 * i + 1));  // O += P V
-        softmax.add_rounded(P);
     };
 
     sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, problem.seqlen_q);
@@ -118,12 +106,12 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         if (mask.full(q0, (first + i) * N)) step(i, Bool<false>{});
         else step(i, Bool<true>{});
 
-    typename decltype(softmax)::Rows lse, inverse;
+    typename OnlineSoftmax<kRows>::Rows lse, inverse;
     softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
     softmax.multiply_rows(O, inverse);
     const long long lse_row = static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
     #pragma unroll
-    for (int r = 0; r < softmax.kRowsPerLane; ++r) {
+    for (int r = 0; r < OnlineSoftmax<kRows>::kRowsPerLane; ++r) {
         const int qi = q0 + row0 + O.row(r / 2, 2 * (r % 2));
         if (p.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.lse[lse_row + qi] = lse[r];
     }
@@ -132,8 +120,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         ptx::bar_sync();  // Q has arrived, though no key block waited for it: its tile stages the result
     }
     if (!ptx::vote_all(stage_rows<T>(sQ, row0, O))) {
-        repair_output<V, V::kUnaligned>(p, tile.batch, tile.head, q0 + row0, sQ, row0, softmax.factor, softmax.m,
-                                        inverse);
+        repair_output<V, V::kUnaligned, kRows>(aside(p), tile.batch, tile.head, q0 + row0, sQ, row0);
         ptx::bar_warp_sync();
     }
     write_rows<kRows, D, V::kHeadDim>(sQ, row0, static_cast<T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head),

@@ -31,7 +31,7 @@ struct FwdGroup {
     const FwdSm90Smem<V> &smem;
     const Mask<OneGroup<V>> mask;
     const Score<V> score;
-    const int group;  // of the block
+    const int group, warp_row;  // of the block; this warp's first row of the 64
     WorkQueue queue;
     RingPosition<V::kStages> ring;    // of K and V
     RingPosition<V::kQSlots> q_ring;  // every kGroups-th slot is this group's
@@ -44,12 +44,10 @@ struct FwdGroup {
           mask(problem),
           score(problem),
           group(group),
-
+          warp_row(fresh_thread() / 32 % 4 * 16),
           queue(smem.queue()),
           q_ring(group) {}
 
-    // This warp's first row of the 64.
-    __device__ static int warp_row() { return fresh_thread() / 32 % 4 * 16; }
     __device__ bool leads() const { return ptx::thread_index() % 128 == 0; }
     // All four warps of the group.
     __device__ void sync() const { ptx::bar_sync(1 + group, 128); }
@@ -85,7 +83,7 @@ struct FwdGroup {
 
     __device__ void apply_mask(AccTile<16, N> &S, int q0, int j) const {
         const int lane = fresh_lane();
-        const auto from_here = mask.from(q0 + warp_row() + lane / 4, j * N + 2 * (lane % 4));
+        const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) { s = from_here.sees(row, col) ? s : -ptx::infinity(); });
     }
     __device__ void apply_score(AccTile<16, N> &S) const {
@@ -97,10 +95,10 @@ struct FwdGroup {
     __device__ int rows_of(const FwdTile<V> &tile) const { return tile.q0 + 64 * group; }
     __device__ bool has_rows(const FwdTile<V> &tile) const { return tile.exists() && rows_of(tile) < problem.seqlen_q; }
     __device__ int end_of(const FwdTile<V> &tile) const {
-        return min(max(mask.end_key_block(rows_of(tile)), tile.first(problem) + 1), tile.end(problem));
+        return min(max(mask.end_key_block(rows_of(tile)), tile.first + 1), tile.end);
     }
     __device__ int first_of(const FwdTile<V> &tile) const {
-        return V::kWindow ? min(max(mask.first_key_block(rows_of(tile)), tile.first(problem)), end_of(tile) - 1) : 0;
+        return V::kWindow ? min(max(mask.first_key_block(rows_of(tile)), tile.first), end_of(tile) - 1) : 0;
     }
 
     // A parity tells a phase of q_full only from the next one. Where two groups take turns with a slot, the other has to
@@ -111,7 +109,7 @@ struct FwdGroup {
     }
     // A tile without rows of this group.
     __device__ void skip(const FwdTile<V> &tile) {
-        pass(tile.end(problem) - tile.first(problem));
+        pass(tile.end - tile.first);
         wait_q();
         release_leaving();
         sync();  // all warps have seen this phase of q_full before it can end
@@ -120,7 +118,7 @@ struct FwdGroup {
     }
     // Issues S = Q K^T of a tile's first block.
     __device__ void begin(const FwdTile<V> &tile, AccTile<16, N> &S) {
-        if constexpr (V::kWindow) pass(first_of(tile) - tile.first(problem));
+        if constexpr (V::kWindow) pass(first_of(tile) - tile.first);
         wait_q();
         ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
         issue_nt<T, kDepth>(S, smem.q(q_ring.stage), smem.k(ring.stage));
@@ -147,9 +145,9 @@ struct FwdGroup {
         ring.stage = uniform(ring.stage), ring.phase = uniform(ring.phase);
         q_ring.stage = uniform(q_ring.stage), tile.q0 = uniform(tile.q0);
         // Blocks before `whole` or from `cut` on hide keys from some of the rows.
-        const int q0 = uniform(rows_of(tile)), end = end_of(tile), first = first_of(tile);
+        const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
         const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;
-        const int cut = uniform(min(end, max(0, mask.end_key(q0)) / N));
+        const int cut = max(0, mask.end_key(q0)) / N;
         const int slot = q_ring.stage;
         const auto sQ = smem.q(slot);
 
@@ -163,11 +161,10 @@ struct FwdGroup {
         softmax.first_maximum(S);
         softmax.exponentiate(S);
         P.from(S);
-        softmax.add_rounded(P);
         release_leaving();
         // Without a mask the first product overwrites O. (With one, that spills.)
-        const auto adds = [](int j) { return Mask<V>::kHides || j > 1; };  // whether that of block j - 1 adds to O
-        if (adds(0)) O.zero();
+        bool started = Mask<V>::kHides;
+        if (started) O.zero();
 
         // One key block. kCareful: it may hide keys or follow one that did, so that a row has seen few; its maximum counts.
         const auto step = [&](int j, auto careful) {
@@ -177,7 +174,8 @@ struct FwdGroup {
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
             issue_nt<T, kDepth>(S, sQ, smem.k(ring.stage));  // S = Q K^T
             wait_v(before);
-            issue_nn<T, N>(O, P, smem.v(before.stage), adds(j));  // O += P V, of the block before
+            issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
+            started = true;
             ptx::wgmma_wait_group<1>();
             arrived(S);
             apply_score(S);
@@ -190,15 +188,14 @@ struct FwdGroup {
             ptx::wgmma_wait_group<0>();
             arrived(O);
             release_v(before);
-            if constexpr (!kCareful) good = softmax.template exponentiate_optimistically<T>(S);
+            if constexpr (!kCareful) good = softmax.exponentiate_optimistically(S);
             P.from(S);
             if (!good) {
-                multiply_nt<T, kDepth>(S, sQ, warp_row(), smem.k(ring.stage));
+                multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));
                 apply_score(S);
                 softmax.step(S, O);
                 P.from(S);
             }
-            softmax.add_rounded(P);
             release_k(ring);
             if (grows) softmax.multiply_rows(O, rescale);  // O follows m
         };
@@ -208,28 +205,27 @@ struct FwdGroup {
             for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{});
         }
         #pragma unroll 1
-        for (; j < cut; ++j) step(j, Bool<false>{});
+        for (; j < min(end, cut); ++j) step(j, Bool<false>{});
         #pragma unroll 1
         for (; j < end; ++j) step(j, Bool<true>{});
 
         const FwdTile<V> next = next_tile();
         q_ring.next(smem.kGroups);
         wait_v(ring);
-        issue_nn<T, N>(O, P, smem.v(ring.stage), adds(end));
+        issue_nn<T, N>(O, P, smem.v(ring.stage), started);
         const RingPosition<V::kStages> last = ring;
         ring.next();
 
-        const int row0 = ptx::opaque(rows_of(tile));  // q0 again, which the loops need not keep
         // While that runs, and the next tile's S.
         typename Softmax::Rows inverse;
         const auto store_lse = [&] {
             typename Softmax::Rows lse;
-            softmax.finish(score.unit, lse, inverse,
-                           [&](int row) { return mask.sees_nothing(row0 + warp_row() + row); });
-            const long long lse_row = static_cast<long long>(tile.sequence) * problem.seqlen_q;
+            softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
+            const long long lse_row =
+                static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
             #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int qi = row0 + warp_row() + O.row(0, 2 * r);
+                const int qi = q0 + warp_row + O.row(0, 2 * r);
                 if (p.plain.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.plain.lse[lse_row + qi] = lse[r];
             }
         };
@@ -239,22 +235,21 @@ struct FwdGroup {
             arrived(O);
             release_v(last);
             softmax.multiply_rows(O, inverse);
-            if (!ptx::vote_all(stage<T>(sQ, warp_row(), O))) {
+            if (!ptx::vote_all(stage<T>(sQ, warp_row, O))) {
                 if constexpr (kBegun) {  // its registers are needed: S is formed again afterwards
                     ptx::wgmma_wait_group<0>();
                     arrived(S);
                 }
                 ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-                repair_output<OneGroup<V>, false>(p.plain, tile.batch(problem), tile.head(problem), row0 + warp_row(),
-                                                  sQ, warp_row(), softmax.factor, softmax.m, inverse);
-                if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row(), smem.k(ring.stage));
+                repair_output<OneGroup<V>, false, 16>(p.plain, tile.batch, tile.head, q0 + warp_row, sQ, warp_row);
+                if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row, smem.k(ring.stage));
             }
             ptx::fence_proxy_async();
             sync();
-            if (leads()) sQ.store(p.map_o, row0, tile.head(problem), tile.batch(problem));
+            if (leads()) sQ.store(p.map_o, q0, tile.head, tile.batch);
             leaving = slot;
         };
-        const int rest = Mask<V>::kHides ? tile.end(problem) - end : 0;
+        const int rest = Mask<V>::kHides ? tile.end - end : 0;
         const bool begun = smem.kPipelined && has_rows(next);
         if (begun) {
             pass(rest);

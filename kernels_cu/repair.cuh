@@ -57,9 +57,9 @@ struct RowSum {
         }
         return ptx::vote_any(wanted != 0);
     }
-    __device__ void zero() {
+    __device__ void fill(float x) {
         #pragma unroll
-        for (int i = 0; i < kPairs; ++i) sum[i][0] = sum[i][1] = 0.f;
+        for (int i = 0; i < kPairs; ++i) sum[i][0] = sum[i][1] = x;
     }
     // += the terms of [first, end) that are chosen; a lane answers for one of 32. NaN is looked for first, since it needs no
     // weight.
@@ -137,7 +137,7 @@ __device__ __forceinline__ void repair_row(const Tile &tile, int row, int col0, 
     if (!sum.want(tile, row, col0, end_col)) return;
     #pragma unroll 1
     for (int round = 0; round < 2; ++round) {
-        sum.zero();
+        sum.fill(0.f);
         add(sum, round == 0);
         if (sum.all_are([](float x) { return !(fabsf(x) < ptx::infinity()); })) break;
     }
