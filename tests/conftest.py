@@ -19,6 +19,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import functools
 import importlib.util
 import random
+import re
 import shutil
 import sys
 import tempfile
@@ -92,6 +93,13 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """`-n auto`: one process a core that this process may use, within what the memory of a GPU bears."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ids are the same in every process: pytest-xdist compares them, `rng` draws by them, a person repeats by them."""
+    for item in items:
+        if re.search(r"\b0x[0-9a-f]{4}|\bid='\d", item.nodeid):
+            raise pytest.UsageError(f"{item.nodeid}: this id holds an address; give the parameters ids")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
