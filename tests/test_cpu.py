@@ -98,9 +98,9 @@ def test_queries_with_nan_reach_only_what_they_see(dtype: str) -> None:
 def test_chunks_and_tiles_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     c = case(name)
     for scores, rows, block_n in ((1, 64, 32), (2**14, 128, 64), (2**30, 512, 1024)):
-        monkeypatch.setattr(cpu, "CHUNK_SCORES", scores)
-        monkeypatch.setattr(cpu, "TILE_ROWS", rows)
-        monkeypatch.setattr(cpu, "BLOCK_N", block_n)
+        monkeypatch.setattr(cpu_tiles, "CHUNK_SCORES", scores)
+        monkeypatch.setattr(cpu_tiles, "TILE_ROWS", rows)
+        monkeypatch.setattr(cpu_tiles, "BLOCK_N", block_n)
         check(c.problem("fp32"), c.inputs("fp32"))
 
 
