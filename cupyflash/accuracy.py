@@ -1,16 +1,21 @@
 """The 2x rule: which error is rounding, and which is a mistake.
 
-    max|got - exact| <= 2 * max|plain - exact| + eps          and the same for the root mean square
+    max|got - exact| <= 2 * max|plain - exact| + u * max|exact|
+    rms(got - exact) <= 2 * rms(plain - exact) + u * rms(exact)
 
 `exact` is float64 attention, `plain` is attention written with plain matrix products in the same dtype
-(`reference.plain_forward`, `reference.plain_backward`). `eps` is one rounding of the largest exact value in that dtype:
-u * max|exact| with the unit roundoff u = 2^-11 (fp16), 2^-8 (bf16), 2^-24 (fp32), 2^-53 (fp64), at least the smallest
-subnormal. `Oracle` adds what fp32 arithmetic costs any tiled algorithm (`forward_noise`, `gradient_noise`): next to
-nothing in fp16 and bf16, unless softmax is saturated or scores are huge.
+(`reference.plain_forward`, `reference.plain_backward`). The last term is one rounding in that dtype, with the unit
+roundoff u = 2^-11 (fp16), 2^-8 (bf16), 2^-24 (fp32), 2^-53 (fp64); it is at least the smallest subnormal.
+
+What fp32 arithmetic costs any tiled algorithm does not count: `Oracle` takes from the error of each element of got what
+`noise` says of it, and what is left must obey the rule. That is next to nothing in fp16 and bf16, unless softmax is
+saturated or scores are huge.
+
+Errors of lse are divided by max(1, |exact|), each by its own, and `LSE_ROUNDINGS` roundings of fp32 are its last term.
 
 NaN and inf come first: they must stand exactly where `exact` has them. A finite exact value that the dtype cannot hold
-may become inf. Where plain is not finite although exact is, float64 alone decides: the bound is then
-`LONE_ROUNDINGS` roundings of the largest exact value.
+may become inf. Where plain is not finite although exact is, float64 alone decides: in such a row (the last dimension)
+the errors may be `LONE_ROUNDINGS` roundings of the largest exact value, and no other row is judged differently.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from . import reference
+from . import noise, reference
 from .cases import NUMPY_DTYPE
 from .problem import Problem
 
@@ -42,8 +47,9 @@ class Comparison:
     Attributes:
         name: out, lse, dq, dk or dv.
         passed: whether the rule holds.
-        max_error, rms_error: of the result; where exact is finite and the dtype can hold it.
-        plain_max_error, plain_rms_error: of plain attention, at the same places.
+        max_error, rms_error: of the result; where exact is finite and the dtype can hold it. Less the noise; of
+            lse, in units of max(1, |exact|).
+        plain_max_error, plain_rms_error: of plain attention, at the same places, noise included.
         max_bound, rms_bound: what the errors may be at most.
         index: where the result is worst, None if it is empty. A misplaced NaN or inf is worse than any error.
         got, exact: both values there.
@@ -85,7 +91,7 @@ class Comparison:
         return text if self.passed else f"{text}; FAILED: {self.reason}"
 
 
-def compare(name: str, got: Array, exact: Array, plain: Array, dtype: str, noise: float = 0.0) -> Comparison:
+def compare(name: str, got: Array, exact: Array, plain: Array, dtype: str, noise: float | Array = 0.0) -> Comparison:
     """Judge `got` by the 2x rule.
 
     Args:
@@ -94,61 +100,59 @@ def compare(name: str, got: Array, exact: Array, plain: Array, dtype: str, noise
         exact: float64, same shape.
         plain: plain attention in the same dtype, same shape.
         dtype: "fp16", "bf16", "fp32" or "fp64": what `got` was rounded to.
-        noise: unavoidable absolute error, added to both bounds.
+        noise: unavoidable absolute error, of each element if it is an array: so much of its error does not count.
     """
     got, exact, plain = (np.asarray(x).astype(np.float64) for x in (got, exact, plain))
     if got.shape != exact.shape:
-        nan = float("nan")
-        reason = f"shape {got.shape}, expected {exact.shape}"
-        return Comparison(name, False, nan, nan, nan, nan, nan, nan, None, nan, nan, reason)
+        return _wrong_shape(name, got, exact)
+    comparable = _places(got, exact, dtype)[1]
+    largest, rms = _max_rms(np.abs(np.where(comparable, exact, 0)))
+    u, least = UNIT_ROUNDOFF[dtype], float(LIMITS[dtype].smallest_subnormal)
+    eps = max(u * largest, least), max(u * rms, least)
+    alone = (comparable & ~np.isfinite(plain)).any(axis=-1, keepdims=True)
+    noise = noise + np.where(alone, (LONE_ROUNDINGS - 1) * eps[0], 0)
+    return _judge(name, got, exact, plain, dtype, eps, noise)
+
+
+def compare_lse(got: Array, exact: Array, plain: Array, dtype: str) -> Comparison:
+    """The 2x rule for lse, fp32 (fp64 for fp64): errors are divided by max(1, |exact|) of their element.
+
+    One rounding is too little for logarithms and powers in fp32: `eps` is `LSE_ROUNDINGS` of them.
+    """
+    got, exact, plain = (np.asarray(x).astype(np.float64) for x in (got, exact, plain))
+    if got.shape != exact.shape:
+        return _wrong_shape("lse", got, exact)
+    precision = _lse_dtype(dtype)
+    eps = LSE_ROUNDINGS * UNIT_ROUNDOFF[precision]
+    return _judge("lse", got, exact, plain, precision, (eps, eps), unit=np.fmax(1, np.abs(exact)))
+
+
+def _judge(
+    name: str,
+    got: Array,
+    exact: Array,
+    plain: Array,
+    dtype: str,
+    eps: tuple[float, float],
+    noise: float | Array = 0.0,
+    unit: float | Array = 1.0,
+) -> Comparison:
+    """The rule with `eps` for max and for rms, in units of `unit`."""
     misplaced, comparable = _places(got, exact, dtype)
-    alone = comparable & ~np.isfinite(plain)
-    error = _distance(got, exact, comparable & ~misplaced)
-    plain_error = _distance(plain, exact, comparable & ~alone)
-    largest = float(np.abs(exact).max(initial=0.0, where=comparable))
-    eps = max(UNIT_ROUNDOFF[dtype] * largest, float(LIMITS[dtype].smallest_subnormal))
-    slack = noise + (LONE_ROUNDINGS * eps if alone.any() else eps)
+    error = np.maximum(_distance(got, exact, comparable & ~misplaced) - noise, 0) / unit
+    plain_error = _distance(plain, exact, comparable & np.isfinite(plain)) / unit
     ours, theirs = (_max_rms(e) for e in (error, plain_error))
-    bounds = 2 * theirs[0] + slack, 2 * theirs[1] + slack
+    bounds = 2 * theirs[0] + eps[0], 2 * theirs[1] + eps[1]
     reason = _reason(misplaced, ours, bounds)
     index = _worst(misplaced, error)
     values = (float("nan"), float("nan")) if index is None else (float(got[index]), float(exact[index]))
     return Comparison(name, not reason, *ours, *theirs, *bounds, index, *values, reason)
 
 
-def compare_lse(got: Array, exact: Array, plain: Array, dtype: str) -> Comparison:
-    """The 2x rule for lse, fp32 (fp64 for fp64), with `LSE_ROUNDINGS` roundings of its magnitude, at least 1."""
-    precision = _lse_dtype(dtype)
-    noise = LSE_ROUNDINGS * UNIT_ROUNDOFF[precision] * max(1.0, _largest(exact))
-    return compare("lse", got, exact, plain, precision, noise)
-
-
-def forward_noise(oracle: Oracle) -> float:
-    """Error of out from fp32 arithmetic (fp64 for fp64) in another order, whatever the storage dtype.
-
-    With u its unit roundoff: 2 u max|V| from the sum of P V, or u / 2 max|lse| max|V| from the scores where they are
-    large, since their absolute errors are relative errors of P. Next to fp16 and bf16 the first is nothing.
-    """
-    u = UNIT_ROUNDOFF[_lse_dtype(oracle.problem.dtype)]
-    return max(2.0, _largest(oracle.forward[1]) / 2) * u * _largest(oracle.v)
-
-
-def gradient_noise(oracle: Oracle) -> tuple[float, float, float]:
-    """Error of dq, dk and dv from recomputation in fp32 (fp64 for fp64), whatever the storage dtype.
-
-    With u the unit roundoff of fp32, and s = 4 where tensor cores sum, which truncate, else 1:
-
-    - ``dP - delta`` is a difference of dot products. Where P is 0 or 1 it should be 0 and is s u |dO| |V| instead,
-      multiplied by K and Q on its way to dq and dk. Invisible unless softmax is saturated.
-    - ``P = exp(S - lse)`` cannot be better than its argument: relative error 2 s u |lse|. Invisible unless scores are
-      huge.
-    """
-    o, p = oracle, oracle.problem
-    u, s = UNIT_ROUNDOFF[_lse_dtype(p.dtype)], 4 if p.dtype in ("fp16", "bf16") else 1
-    difference = s * u * abs(p.scale) * _largest_row(o.dout) * _largest_row(o.v)
-    rows = (p.seqlen_q * p.heads_q / p.heads_k) ** 0.5  # independent errors add up in each row of dk
-    dq, dk, dv = (2 * s * u * _largest(o.forward[1]) * _largest(x) for x in o.backward)
-    return dq + difference * _largest(o.k), dk + difference * rows * _largest(o.q), dv
+def _wrong_shape(name: str, got: Array, exact: Array) -> Comparison:
+    nan = float("nan")
+    reason = f"shape {got.shape}, expected {exact.shape}"
+    return Comparison(name, False, nan, nan, nan, nan, nan, nan, None, nan, nan, reason)
 
 
 class Oracle:
@@ -180,19 +184,24 @@ class Oracle:
         """Plain dq, dk, dv."""
         return reference.plain_backward(self.dout, self.q, self.k, self.v, self.problem, self.dlse)
 
+    @cached_property
+    def noise(self) -> tuple[Array, tuple[Array, Array, Array]]:
+        """What does not count of the errors of out, and of dq, dk and dv."""
+        return noise.noise(self.dout, self.q, self.k, self.v, self.problem, self.dlse)
+
     def judge_forward(self, out: Array, lse: Array) -> list[Comparison]:
         """Compare out (bshd) and lse."""
         dtype, exact, plain = self.problem.dtype, self.forward, self.plain_forward
         return [
-            compare("out", out, exact[0], plain[0], dtype, forward_noise(self)),
+            compare("out", out, exact[0], plain[0], dtype, self.noise[0]),
             compare_lse(lse, exact[1], plain[1], dtype),
         ]
 
     def judge_backward(self, dq: Array, dk: Array, dv: Array) -> list[Comparison]:
         """Compare dq, dk and dv (bshd)."""
-        names, noise = ("dq", "dk", "dv"), gradient_noise(self)
-        results = zip(names, (dq, dk, dv), self.backward, self.plain_backward, noise, strict=True)
-        return [compare(n, got, exact, plain, self.problem.dtype, e) for n, got, exact, plain, e in results]
+        names, dtype = ("dq", "dk", "dv"), self.problem.dtype
+        results = zip(names, (dq, dk, dv), self.backward, self.plain_backward, self.noise[1], strict=True)
+        return [compare(n, got, exact, plain, dtype, e) for n, got, exact, plain, e in results]
 
 
 def _lse_dtype(dtype: str) -> str:
@@ -233,15 +242,3 @@ def _worst(misplaced: Array, error: Array) -> tuple[int, ...] | None:
         return None
     flat = misplaced.argmax() if misplaced.any() else error.argmax()
     return tuple(int(i) for i in np.unravel_index(flat, error.shape))
-
-
-def _largest(x: Array) -> float:
-    """Largest finite magnitude."""
-    x = np.abs(x.astype(np.float64))
-    return float(x.max(initial=0.0, where=np.isfinite(x)))
-
-
-def _largest_row(x: Array) -> float:
-    """Largest finite Euclidean norm along the last dimension."""
-    x = x.astype(np.float64)
-    return _largest(np.sqrt((x * x).sum(axis=-1)))

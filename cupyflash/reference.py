@@ -128,13 +128,13 @@ def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic) -> tuple[Array, Array]:
-    p, visible = problem, _visible(problem)
+    p, visible = problem, visible_pairs(problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate)
-    for b, h, h_k in _heads(p):
+    for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         with np.errstate(all="ignore"):
-            P, lse[b, h] = _softmax(Q, K, visible, p.scale, a)
+            P, lse[b, h] = softmax(Q, K, visible, p.scale, a)
             out[b, :, h] = a.product(a.rounded(P), V, visible)
     return out, lse
 
@@ -142,11 +142,11 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic) -> t
 def _backward(
     dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, a: Arithmetic
 ) -> tuple[Array, Array, Array]:
-    p, visible = problem, _visible(problem)
+    p, visible = problem, visible_pairs(problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))
     dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate) if dlse is None else a.load(dlse)
-    for b, h, h_k in _heads(p):
+    for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
         with np.errstate(all="ignore"):
             dQ, dK, dV = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p.scale, a)
@@ -156,7 +156,7 @@ def _backward(
     return dq, dk, dv
 
 
-def _softmax(Q: Array, K: Array, visible: Array, scale: float, a: Arithmetic) -> tuple[Array, Array]:
+def softmax(Q: Array, K: Array, visible: Array, scale: float, a: Arithmetic) -> tuple[Array, Array]:
     """P and lse of one head; hidden entries of P are 0."""
     S = np.where(visible, scale * a.product(Q, K.T), -np.inf)
     m = S.max(axis=1, keepdims=True, initial=-np.inf)
@@ -170,7 +170,7 @@ def _gradients(
     Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, visible: Array, scale: float, a: Arithmetic
 ) -> tuple[Array, Array, Array]:
     """dQ of one head of q, and what this head adds to dK and dV."""
-    P, _ = _softmax(Q, K, visible, scale, a)
+    P, _ = softmax(Q, K, visible, scale, a)
     O = a.rounded(a.product(a.rounded(P), V, visible))
     delta = (dO * O).sum(axis=1, keepdims=True) - dLSE
     dP = a.product(dO, V.T)
@@ -181,14 +181,14 @@ def _gradients(
     return dQ, dK, dV
 
 
-def _heads(p: Problem) -> Iterator[tuple[int, int, int]]:
+def heads(p: Problem) -> Iterator[tuple[int, int, int]]:
     """(batch, head of q, head of k) of every head of q."""
     for b in range(p.batch):
         for h in range(p.heads_q):
             yield b, h, h * p.heads_k // p.heads_q
 
 
-def _visible(p: Problem) -> Array:
+def visible_pairs(p: Problem) -> Array:
     """Which query (row) sees which key (column)."""
     visible = np.zeros((p.seqlen_q, p.seqlen_k), bool)
     for query in range(p.seqlen_q):

@@ -58,11 +58,37 @@ def test_values_beyond_the_dtype_may_be_inf() -> None:
         assert compare("dk", ours, truth, EXACT, "fp16").passed == passes
 
 
-def test_float64_alone_decides_where_plain_overflows() -> None:
-    plain = EXACT.copy()
+@pytest.mark.parametrize(("dtype", "error"), [("bf16", 0.0075), ("fp16", 0.00094)])
+def test_a_factor_is_found_by_rms(dtype: str, error: float, rng: np.random.Generator) -> None:
+    """The largest value is four times the rms value, and may be rounded: a small relative error of all hides there."""
+    exact = rng.standard_normal((100, 64))
+    plain = exact.astype(NUMPY_DTYPE[dtype])
+    assert compare("dv", plain, exact, plain, dtype).passed
+    assert compare("dv", exact * (1 + error), exact, plain, dtype).reason == "rms error above the bound"
+
+
+def test_float64_alone_decides_in_rows_where_plain_overflows() -> None:
+    """And in no other row."""
+    plain, one_row, other_row = EXACT.copy(), EXACT.copy(), EXACT.copy()
     plain[0, 0] = np.nan
-    assert compare("dk", EXACT + 16 * 2.0**-11, EXACT, plain, "fp16").passed
-    assert not compare("dk", EXACT + 48 * 2.0**-11, EXACT, plain, "fp16").passed
+    one_row[0] += 16 * 2.0**-11
+    other_row[1] += 3 * 2.0**-11
+    assert compare("dk", one_row, EXACT, plain, "fp16").passed
+    assert compare("dk", other_row, EXACT, plain, "fp16").reason == "max and rms error above the bound"
+    one_row[0] += 32 * 2.0**-11
+    assert not compare("dk", one_row, EXACT, plain, "fp16").passed
+
+
+def test_noise_excuses_its_elements_only() -> None:
+    noise, got = np.zeros_like(EXACT), EXACT.copy()
+    noise[2], got[2] = 0.5, EXACT[2] + 0.5
+    result = compare("dq", got, EXACT, EXACT, "fp16", noise)
+    assert result.passed
+    assert result.max_error == pytest.approx(0)
+    got[1, 1] += 0.01
+    result = compare("dq", got, EXACT, EXACT, "fp16", noise)
+    assert not result.passed
+    assert (result.index, result.max_error) == ((1, 1), pytest.approx(0.01))
 
 
 def test_empty_results_pass_and_wrong_shapes_fail() -> None:
@@ -75,10 +101,44 @@ def test_empty_results_pass_and_wrong_shapes_fail() -> None:
 
 
 def test_lse_is_judged_by_its_magnitude() -> None:
+    """Each by its own."""
     exact = np.array([[[1e6, -np.inf, 3.0]]])
-    assert compare_lse(exact + 0.5, exact, exact, "fp16").passed
-    assert not compare_lse(exact + 2.0, exact, exact, "fp16").passed
+    assert compare_lse(exact + np.array([0.5, 0, 1e-6]), exact, exact, "fp16").passed
+    assert not compare_lse(exact + np.array([2.0, 0, 0]), exact, exact, "fp16").passed
+    assert not compare_lse(exact + np.array([0, 0, 1e-5]), exact, exact, "fp16").passed
     assert not compare_lse(np.array([[[1e6, 0, 3.0]]]), exact, exact, "fp16").passed
+    assert "shape" in compare_lse(exact[0], exact, exact, "fp16").reason
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", ["overflow", "overflow-causal"])
+def test_huge_scores_excuse_little(name: str, dtype: str) -> None:
+    """lse is 2e5 to 4e5 there, rounded by some 0.01 thrice: no gradient may be off by 12 %."""
+    c = case(name)
+    x = c.inputs(dtype)
+    oracle = Oracle(c.problem(dtype), *x)
+    plain = oracle.plain_backward
+    assert all(r.passed for r in oracle.judge_backward(*plain))
+    for i, gradient in enumerate(plain):
+        wrong = list(plain)
+        wrong[i] = (gradient * 1.12).astype(gradient.dtype)
+        assert [r.name for r in oracle.judge_backward(*wrong) if not r.passed] == [("dq", "dk", "dv")[i]]
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("fp16", 0.01), ("bf16", 0.025), ("fp32", 0.002)])
+def test_rows_with_huge_scores_excuse_no_other_row(dtype: str, error: float) -> None:
+    c = case("dense-d64")
+    x, p = c.inputs(dtype), c.problem(dtype)
+    x.q[:, 0] *= 12000
+    oracle = Oracle(p, *x)
+    (out, lse), gradients = oracle.plain_forward, oracle.plain_backward
+    assert all(r.passed for r in (*oracle.judge_forward(out, lse), *oracle.judge_backward(*gradients)))
+    dq, lse = gradients[0].copy(), lse.copy()
+    largest = np.abs(oracle.backward[0]).max()
+    dq[0, 5] += dq.dtype.type(error * largest)
+    lse[0, 1, 7] += 1e-4
+    assert [r.name for r in oracle.judge_forward(out, lse) if not r.passed] == ["lse"]
+    assert [r.name for r in oracle.judge_backward(dq, *gradients[1:]) if not r.passed] == ["dq"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
