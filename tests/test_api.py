@@ -11,6 +11,7 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError, DeviceError, UnsupportedError, cases
 from cupyflash.accuracy import Oracle
+from cupyflash.arrays import TORCH
 from cupyflash.device import Device
 from cupyflash.plan import backward_plan, forward_plan
 from cupyflash.problem import Problem
@@ -50,18 +51,18 @@ def test_numpy(name: str, dtype: str) -> None:
 def test_torch(dtype: str) -> None:
     import torch
 
-    torch.manual_seed(0)
-    kind = getattr(torch, dtype)
-    q, k, v, dout = (torch.randn(2, 4, 33, 16).to(kind).requires_grad_() for _ in range(4))
+    case, kind = cases.Case("torch", "full", 33, 33, 16, 2, 4, 4, causal=True), getattr(torch, dtype)
+    name = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[dtype]
+    inputs = case.inputs(name)
+    q, k, v, dout = (TORCH.from_numpy(x.swapaxes(1, 2)).requires_grad_() for x in inputs[:4])
     out, lse = cupyflash.attention(q, k, v, causal=True, layout="bhsd", return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), dout.detach(), retain_graph=True)
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    expected = torch.nn.functional.scaled_dot_product_attention(*exact, is_causal=True)
-    expected_grads = torch.autograd.grad(expected, exact, dout.detach().double())
-    tolerance = {"float16": 4e-3, "bfloat16": 4e-2, "float32": 2e-6, "float64": 1e-13}[dtype]
-    for got, want in zip((out, *grads), (expected, *expected_grads), strict=True):
-        assert got.dtype == kind
-        torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+    assert {x.dtype for x in (out, *grads)} == {kind}
+    out_np, lse_np, *grads_np = (TORCH.to_numpy(x.detach()) for x in (out, lse, *grads))
+    oracle = Oracle(case.problem(name), *inputs)
+    verdicts = oracle.judge_forward(out_np.swapaxes(1, 2), lse_np)
+    verdicts += oracle.judge_backward(*(x.swapaxes(1, 2) for x in grads_np))
+    assert all(v.passed for v in verdicts), "\n".join(map(str, verdicts))
     assert lse.dtype == (torch.float64 if dtype == "float64" else torch.float32)
     assert torch.autograd.grad(lse.sum(), q, retain_graph=True)[0].shape == q.shape
     with pytest.raises(UnsupportedError, match="second derivatives are not supported"):
@@ -100,8 +101,11 @@ def test_jax(qkv: Any) -> None:
     grads = cupyflash.attention_backward(out, q, k, v, out, lse, causal=True)
     assert all(isinstance(x, jax.Array) for x in (out, lse, *grads))
     assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
-    want = cupyflash.attention(*(np.asarray(x) for x in (q, k, v)), causal=True)
-    np.testing.assert_array_equal(np.asarray(out), want)
+    a, b, c = (np.asarray(x) for x in (q, k, v))
+    want, want_lse = cupyflash.attention(a, b, c, causal=True, return_lse=True)
+    want_grads = cupyflash.attention_backward(want, a, b, c, want, want_lse, causal=True)
+    for x, same in zip((out, lse, *grads), (want, want_lse, *want_grads), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), same)
     with pytest.raises(UnsupportedError, match=r"q: traced JAX arrays.*outside jit"):
         jax.jit(cupyflash.attention)(q, k, v)
 
