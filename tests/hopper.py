@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import cases, counters, launch
-from cupyflash.accuracy import Oracle
+from cupyflash import cases, counters, launch, reference
+from cupyflash.accuracy import Oracle, compare
 from cupyflash.device import Device
 from tests.gpu_arrays import on_gpu, to_numpy
 
@@ -56,23 +56,38 @@ def all_counters() -> list[np.ndarray]:
     return found
 
 
+def case_of(number: int) -> tuple[cases.Case, str]:
+    """One of `SHAPES`, and its dtype."""
+    (batch, seqlen_q, seqlen_k, heads_q, heads_k, d), dtype, options = SHAPES[number]
+    return cases.Case(f"hopper-{number}", "full", seqlen_q, seqlen_k, d, batch, heads_q, heads_k, **options), dtype
+
+
 def make(number: int, library: str = "cupy") -> Callable[[], Any]:
     """A call on fresh arrays of one of `SHAPES`."""
-    (batch, seqlen_q, seqlen_k, heads_q, heads_k, d), dtype, options = SHAPES[number]
-    case = cases.Case(f"hopper-{number}", "full", seqlen_q, seqlen_k, d, batch, heads_q, heads_k, **options)
+    case, dtype = case_of(number)
     q, k, v = (on_gpu(x, library) for x in case.inputs(dtype)[:3])
     synchronize()
-    return lambda: cupyflash.attention(q, k, v, **options)
+    return lambda: cupyflash.attention(q, k, v, **SHAPES[number][2])
 
 
 @functools.cache
 def quiet(number: int) -> bytes:
-    """The bits of one of `SHAPES`, computed while nothing else runs."""
+    """The bits of one of `SHAPES`, computed while nothing else runs, and right by the 2x rule."""
     synchronize()
     call = make(number)
     out = call()
     synchronize()
+    judge_out(number, out)
     return bits(out)
+
+
+def judge_out(number: int, out: Any) -> None:
+    """A result of one of `SHAPES`; the 2x rule must hold."""
+    case, dtype = case_of(number)
+    (q, k, v), problem = case.inputs(dtype)[:3], case.problem(dtype)
+    exact, plain = (f(q, k, v, problem)[0] for f in (reference.forward, reference.plain_forward))
+    verdict = compare("out", to_numpy(out), exact, plain, dtype)
+    assert verdict.passed, verdict
 
 
 def bits(x: Any) -> bytes:

@@ -80,7 +80,7 @@ def qkv(rng: np.random.Generator) -> tuple[Any, Any, Any]:
 @hypothesis.given(data=st.data())
 def test_random_shapes(data: st.DataObject) -> None:
     group, heads_k = data.draw(st.sampled_from([(1, 3), (2, 2), (5, 1)]), "group, heads_k")
-    bound = st.one_of(st.none(), st.integers(-40, 120))
+    bound = st.one_of(st.none(), st.integers(-40, 120).filter(lambda b: b != -1))  # -1 warns
     window = data.draw(st.tuples(bound, bound).filter(lambda w: None in w or sum(w) >= 0), "window")
     case = cases.Case(
         "random", "full", data.draw(st.integers(1, 300), "seqlen_q"), data.draw(st.integers(1, 300), "seqlen_k"),
@@ -107,15 +107,26 @@ def test_forward_and_deterministic_backward_repeat_bitwise(qkv: tuple[Any, Any, 
 
 
 def test_results_are_queued_on_the_current_stream(qkv: tuple[Any, Any, Any]) -> None:
+    """A chain behind slow work: whoever runs on another stream reads NaN, here or in the step before."""
     import cupy
 
-    expected = to_numpy(cupyflash.attention(*qkv, causal=True))
+    def chain(q: Any, k: Any, v: Any) -> Any:
+        for _ in range(20):
+            v = cupyflash.attention(q, k, v, causal=True)
+        return v
+
+    expected = to_numpy(chain(*qkv))
+    assert np.isfinite(expected).all()
+    slow, inputs = cupy.ones(1 << 28, np.float32), [cupy.full_like(x, np.nan) for x in qkv]
+    cupy.cuda.runtime.deviceSynchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        q, k, v = (x.copy() for x in qkv)
-        for _ in range(20):
-            v = v + cupyflash.attention(q, k, v, causal=True) * 0  # a chain: each step must see the one before
-        out = cupyflash.attention(q, k, v, causal=True)
+        for _ in range(50):  # 2 GiB of traffic each
+            slow *= 1
+        for x, value in zip(inputs, qkv, strict=True):
+            x[...] = value
+        out = chain(*inputs)
+    assert not stream.done
     stream.synchronize()
     np.testing.assert_array_equal(to_numpy(out), expected)
 
@@ -193,17 +204,25 @@ def test_more_than_2_31_elements() -> None:
     q = torch.randn(batch, seqlen, heads, d, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(batch, 100, 1, d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    rows = slice(seqlen - 5, seqlen)
-    s = torch.einsum("shd,td->hst", q[1, rows].double(), k[1, :, 0].double()) * d**-0.5
-    expected = torch.einsum("hst,td->shd", s.softmax(-1), v[1, :, 0].double())
-    torch.testing.assert_close(out[1, rows].double(), expected, rtol=0.02, atol=0.01)
-    torch.testing.assert_close(lse[1, :, rows].double(), s.logsumexp(-1), rtol=1e-5, atol=1e-5)
     dq = cupyflash.attention_backward(out, q, k, v, out, lse).dq
-    small = cupyflash.attention_backward(
-        *(x[1:, rows].contiguous() for x in (out, q)), k[1:], v[1:], out[1:, rows].contiguous(),
-        lse[1:, :, rows].contiguous(),
-    ).dq  # fmt: skip
-    torch.testing.assert_close(dq[1:, rows], small, rtol=0.02, atol=1e-4)
+    rows = slice(seqlen - 5, seqlen)
+    judge_rows(1, rows, out, lse, dq, q, k, v)
+    judge_rows(0, slice(0, 5), out, lse, dq, q, k, v)
+
+
+def judge_rows(batch: int, rows: slice, out: Any, lse: Any, dq: Any, q: Any, k: Any, v: Any) -> None:
+    """Some queries of one batch, without a mask; dout is out. Their dk and dv are not those of all queries."""
+    queries, dout, found, lse, dq = (
+        to_numpy(x.contiguous())
+        for x in (q[batch, None, rows], out[batch, None, rows], out[batch, None, rows], lse[batch, None, :, rows],
+                  dq[batch, None, rows])
+    )  # fmt: skip
+    keys, values = (to_numpy(x[batch, None]) for x in (k, v))
+    case = cases.Case("rows", "full", rows.stop - rows.start, k.shape[1], q.shape[3], 1, q.shape[2], k.shape[2])
+    oracle = Oracle(case.problem("bf16"), queries, keys, values, dout)
+    verdicts = oracle.judge_forward(found, lse) + oracle.judge_backward(dq, *oracle.plain_backward[1:])
+    failed = [str(verdict) for verdict in verdicts if not verdict.passed]
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.needs("torch")
@@ -253,22 +272,25 @@ def test_jax_arrays_on_the_gpu() -> None:
 
     if jax.default_backend() != "gpu":
         pytest.skip("JAX sees no GPU")
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 64), dtype=jnp.bfloat16)
-    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+    case, inputs, oracle = judged("gqa", "bf16")
+    q, k, v, dout = (jnp.asarray(x) for x in inputs[:4])
+    out, lse = cupyflash.attention(q, k, v, **case.options(), return_lse=True)
     assert isinstance(out, jax.Array)
     assert (out.dtype, out.devices()) == (jnp.bfloat16, q.devices())
-    with jax.default_matmul_precision("highest"):
-        expected = jax.nn.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), is_causal=True)
-    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(expected), atol=0.02, rtol=0.02)
-    assert all(isinstance(g, jax.Array) for g in cupyflash.attention_backward(out, q, k, v, out, lse, causal=True))
+    grads = cupyflash.attention_backward(dout, q, k, v, out, lse, **case.options())
+    assert all(isinstance(g, jax.Array) for g in grads)
+    verdicts = oracle.judge_forward(np.asarray(out), np.asarray(lse)) + oracle.judge_backward(*map(np.asarray, grads))
+    assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))
 
 
-def test_numpy_arrays_travel_to_the_gpu_and_back(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = rng.standard_normal((3, 1, 77, 2, 64)).astype(np.float16)
-    out = cupyflash.attention(q, k, v)
-    assert isinstance(out, np.ndarray)
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
-    np.testing.assert_allclose(out.astype(float), cupyflash.attention(q, k, v).astype(float), atol=2e-3)
+def test_numpy_arrays_travel_to_the_gpu_and_back() -> None:
+    case, inputs, oracle = judged("causal-d64", "fp16")
+    q, k, v, dout = inputs[:4]
+    out, lse = cupyflash.attention(q, k, v, **case.options(), return_lse=True)
+    grads = cupyflash.attention_backward(dout, q, k, v, out, lse, **case.options())
+    assert {type(x) for x in (out, lse, *grads)} == {np.ndarray}
+    verdicts = oracle.judge_forward(out, lse) + oracle.judge_backward(*grads)
+    assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))
 
 
 def test_fp32_on_the_gpu_is_refused(qkv: tuple[Any, Any, Any]) -> None:
@@ -284,14 +306,15 @@ def test_several_gpus() -> None:
         pytest.skip("one GPU only")
     torch.cuda.set_device(0)
     q, k, v = (torch.randn(1, 200, 4, 64, device="cuda:1", dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    out = cupyflash.attention(q, k, v)  # the device is the arrays' own, not the current one
+    out = cupyflash.attention(q, k, v, deterministic=True)  # the device is the arrays' own, not the current one
     out.backward(torch.ones_like(out))
     assert out.device == q.grad.device == torch.device("cuda:1")
     assert torch.cuda.current_device() == 0
     x, y, z = (t.detach().to("cuda:0").requires_grad_() for t in (q, k, v))
-    same = cupyflash.attention(x, y, z)
+    same = cupyflash.attention(x, y, z, deterministic=True)
     same.backward(torch.ones_like(same))
     torch.testing.assert_close(out.cpu(), same.cpu(), rtol=0, atol=0)
-    torch.testing.assert_close(q.grad.cpu(), x.grad.cpu(), rtol=0.02, atol=1e-3)
+    for a, b in ((q, x), (k, y), (v, z)):
+        torch.testing.assert_close(a.grad.cpu(), b.grad.cpu(), rtol=0, atol=0)
     with pytest.raises(cupyflash.ArgumentError, match="k: expected the device of q, GPU 1, got GPU 0"):
         cupyflash.attention(q, y, v)
