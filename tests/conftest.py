@@ -68,6 +68,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(trylast=True)  # ids end with the seed's number
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seed" in metafunc.fixturenames and metafunc.module.__name__.rpartition(".")[2].startswith("test_emulator"):
+        metafunc.parametrize("seed", range(metafunc.config.getoption("--emulator-seeds")), indirect=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of pytest-xdist inherits the environment of its controller
         return
@@ -147,3 +153,9 @@ def _seeds() -> None:
     np.random.seed(0)  # noqa: NPY002 for libraries that draw from it
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """The order of warps and copies on the CPU: the same at every run of a test, another in each test."""
+    return zlib.crc32(request.node.nodeid.encode()) % 2**16

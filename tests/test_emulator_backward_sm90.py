@@ -21,11 +21,6 @@ TESTED_MODES = ("race", "late")
 CASES = {name: case for name, case in (TABLE | SHIPPED).items() if case.backward and can_use_tma(case)}
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(metafunc.config.getoption("--emulator-seeds")))
-
-
 @functools.lru_cache(maxsize=4)
 def oracle(name: str, dtype: str) -> Oracle:
     inputs, problem = inputs_of(CASES[name], dtype)
@@ -51,12 +46,12 @@ def test_case(name: str, mode: str, seed: int) -> None:
 @pytest.mark.parametrize("mode", ["race", "starve"])
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": (100, 40)}], ids=["causal", "window"])
 @pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
-def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str) -> None:
+def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str, seed: int) -> None:
     """Warpgroups that visit different tiles of a masked problem, in blocks that compute several."""
     case = Case("many", "full", 197, 261, head_dim, heads_q=4, heads_k=2, **mask)
     inputs, problem = inputs_of(case, "bf16")
     exact = Oracle(problem, *inputs)
-    session = Session(small_device("sm_90"), MODES[mode], backward_family="sm90")
+    session = Session(small_device("sm_90"), MODES[mode], seed, backward_family="sm90")
     results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
     assert all(r.passed for r in results), "\n".join(map(str, results))
 
