@@ -25,7 +25,8 @@ def arrays(rng: np.random.Generator) -> Named:
     """All arrays of a backward, in NumPy."""
     q, k, v, dout = rng.standard_normal((4, *SHAPE)).astype(np.float16)
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    return {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": 0 * lse}
+    dlse = rng.standard_normal(lse.shape).astype(np.float32)
+    return {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ def named(rng: np.random.Generator) -> Named:
     """All arrays of a backward."""
     q, k, v, dout = rng.standard_normal((4, 2, 7, 2, 8)).astype(np.float32)
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    return {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": 0 * lse}
+    dlse = rng.standard_normal(lse.shape).astype(np.float32)
+    return {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}
 
 
 def forward(named: Named) -> Any:

@@ -19,8 +19,10 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError, DeviceError, UnsupportedError, api, device, options
+from cupyflash.accuracy import Oracle
 from cupyflash.device import Device
 from cupyflash.options import Options, make_options
+from cupyflash.problem import Problem
 
 
 class Everything:
@@ -280,9 +282,12 @@ def test_windows_that_hide_every_key(window: Any, qkv: Any) -> None:
         cupyflash.attention(*qkv, window=window)
 
 
-def test_other_negative_bounds_are_bounds(qkv: Any) -> None:
-    cupyflash.attention(*qkv, window=(-2, 5))
-    cupyflash.attention(*qkv, window=(5, -2))
+@pytest.mark.parametrize("window", [(-2, 5), (5, -2), (-1, 5), (3, -1)], ids=repr)
+def test_negative_bounds_are_bounds(window: Any, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "_minus_one_is_known", -1 in window)  # all but -1 are taken without a word
+    out, lse = cupyflash.attention(*qkv, window=window, return_lse=True)
+    oracle = Oracle(Problem("fp32", 1, 9, 9, 2, 2, 8, 8**-0.5, window), *qkv)
+    assert all(verdict.passed for verdict in oracle.judge_forward(out, lse))
 
 
 # ---- warmup ----
