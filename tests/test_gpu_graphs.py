@@ -111,17 +111,19 @@ def test_a_capture_while_another_thread_launches() -> None:
     for call in calls:
         call()
     synchronize()
-    done, eager = threading.Event(), []
+    started, done, eager = threading.Event(), threading.Event(), []
 
     def work() -> None:
         with new_stream() as stream:
             while not done.is_set() and len(eager) < 500:
                 eager.append(calls[1]())
+                started.set()
             stream.synchronize()
 
     thread = threading.Thread(target=work)
     thread.start()
     try:
+        assert started.wait(timeout=60)
         stream = new_stream()
         captured = [capture(calls, stream) for _ in range(5)]
         for graph, _ in captured:

@@ -153,12 +153,25 @@ def test_a_kernel_that_does_not_compile_names_symbol_and_arch(folder: Path, monk
 def test_a_long_compilation_is_announced_in_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    real, announced = nvrtc.Nvrtc.compile, threading.Event()
+
+    def slow(self: nvrtc.Nvrtc, *arguments: Any) -> Any:
+        announced.wait(timeout=60)
+        return real(self, *arguments)
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            announced.set()
+
     with caplog.at_level(logging.WARNING, "cupyflash"):
+        monkeypatch.setattr(jit, "NOTICE_SECONDS", 3600.0)
         jit.compile_kernel(SMALL, "sm_86")
+        assert caplog.messages == []
         monkeypatch.setattr(jit, "NOTICE_SECONDS", 0.0)
+        monkeypatch.setattr(nvrtc.Nvrtc, "compile", slow)
+        monkeypatch.setattr(jit.log, "handlers", [*jit.log.handlers, Listener()])
         jit.compile_kernel(SMALL, "sm_89")
-    assert len(caplog.messages) <= 1
-    assert all(m == f"cupyflash: compiling {SMALL.symbol} for sm_89 ..." for m in caplog.messages)
+    assert caplog.messages == [f"cupyflash: compiling {SMALL.symbol} for sm_89 ..."]
     assert threading.active_count() < 20
 
 
