@@ -118,10 +118,12 @@ def test_results_are_queued_on_the_current_stream(qkv: tuple[Any, Any, Any]) -> 
     expected = to_numpy(chain(*qkv))
     assert np.isfinite(expected).all()
     slow, inputs = cupy.ones(1 << 28, np.float32), [cupy.full_like(x, np.nan) for x in qkv]
-    cupy.cuda.runtime.deviceSynchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.runtime.deviceSynchronize()
     with stream:
-        for _ in range(50):  # 2 GiB of traffic each
+        chain(*inputs)  # allocates what the next chain takes, and leaves NaN there
+        stream.synchronize()
+        for _ in range(100):  # 2 GiB of traffic each
             slow *= 1
         for x, value in zip(inputs, qkv, strict=True):
             x[...] = value
