@@ -25,10 +25,10 @@ __all__ = [
     "warmup",
 ]
 
-# In a checkout kernels_cu/ and cli/ lie beside this package; once installed, inside it.
+# In a checkout kernels_cu/ and cli/ lie beside this package and emulator/ in tests/; once installed, all inside it.
 _root = Path(__file__).resolve().parent.parent
 if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
-    __path__.append(str(_root))
+    __path__ += [str(_root), str(_root / "tests")]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 <path>/<key>.*                          a kernel; key = digest of source, options, architecture and NVRTC build
 <path>/locks/<key>.lock                 held while one of N processes compiles
 <path>/precompiled/<arch>/<key>.*       the read-only layer for everybody (layer.py)
+<path>/emulator/                        what g++ compiled for the emulator of an installed cupyflash
 """
 
 from __future__ import annotations
@@ -93,6 +94,18 @@ class Cache:
                 with contextlib.suppress(OSError):
                     held.release()
 
+    def emulator(self) -> Path | None:
+        """Where the emulator keeps what g++ compiled; None where nothing is kept.
+
+        Raises:
+            OSError: if there can be no such folder.
+        """
+        if self.path is None or self.problem:
+            return None
+        folder = self.path / upkeep.EMULATOR
+        folder.mkdir(mode=0o700, exist_ok=True)
+        return None if cubin.distrust(folder) else folder
+
     def entries(self) -> list[upkeep.Entry]:
         """The kernels kept here (the read-only layer apart), the most recently used first."""
         return upkeep.entries(self.path) if self.path else []
@@ -116,6 +129,7 @@ class Cache:
         if self.path is None:
             return 0, []
         removed, errors = upkeep.clear(self.path)
+        errors += upkeep.clear_emulator(self.path)
         for folder in layer.folders(self.path) if precompiled else ():
             count, why = upkeep.clear(folder)
             removed, errors = removed + count, errors + why

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ from pathlib import Path
 from . import cubin
 
 MAX_BYTES = 256 << 20
-LOCKS = "locks"
+LOCKS, EMULATOR = "locks", "emulator"
 _ORPHAN_SECONDS = 3600.0
+_EMULATOR_NAME = re.compile(r"\w+-[0-9a-f]{16}\.so(\.lock)?|headers-[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,25 @@ def clear(folder: Path) -> tuple[int, list[OSError]]:
         except OSError as e:
             errors.append(e)
     return removed, errors
+
+
+def clear_emulator(folder: Path) -> list[OSError]:
+    """Remove what the emulator keeps in the cache `folder`; why the rest did not go."""
+    errors: list[OSError] = []
+    if (folder / EMULATOR).is_symlink() or not (folder / EMULATOR).is_dir():
+        return errors
+    for entry in os.scandir(folder / EMULATOR):
+        if _EMULATOR_NAME.fullmatch(entry.name):
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+            except OSError as e:
+                errors.append(e)
+    with contextlib.suppress(OSError):  # it is not empty
+        (folder / EMULATOR).rmdir()
+    return errors
 
 
 def prune(folder: Path, max_bytes: float = MAX_BYTES) -> None:

@@ -403,6 +403,30 @@ def test_clear_follows_no_links(folder: Path, tmp_path: Path, compiled: list[str
     assert len(all_files(elsewhere)) == 2
 
 
+def test_clear_removes_what_the_emulator_keeps(folder: Path, tmp_path: Path, compiled: list[str]) -> None:
+    kept = cache.default().emulator()
+    assert kept == folder / "emulator"
+    assert kept.stat().st_mode & 0o077 == 0
+    digest = OTHER_KEY[:16]
+    for name in (f"runtime-{digest}.so", f"runtime-{digest}.so.lock", f"fwd_sm80_bf16_d64-{digest}.so", "mine.so"):
+        (kept / name).touch()
+    (kept / f"headers-{digest}" / "kernels_cu").mkdir(parents=True)
+    (kept / f"headers-{digest[::-1]}").symlink_to(tmp_path)
+    assert cache.default().clear() == (0, [])
+    assert [path.name for path in kept.iterdir()] == ["mine.so"]
+    assert tmp_path.is_dir()
+    (kept / "mine.so").unlink()
+    cache.default().clear()
+    assert not kept.exists()
+
+
+def test_the_emulator_loads_nothing_that_others_can_write(folder: Path) -> None:
+    kept = cache.default().emulator()
+    assert kept is not None
+    kept.chmod(0o777)
+    assert cache.default().emulator() is None
+
+
 def test_orphans_go_when_they_are_old(folder: Path, compiled: list[str]) -> None:
     kernel()
     left = orphans(folder)

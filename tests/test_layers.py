@@ -20,10 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # ---- Tables ----
 
-# A module imports only from layers further down. `cli` and `compat` are whole folders.
+# A module imports only from layers further down. `cli`, `emulator` and `compat` are whole folders.
 PYTHON_LAYERS = (
     ("__main__",),
     ("cli",),
+    ("emulator",),
     ("__init__",),
     ("transformers", "distributed", "compat"),
     ("api",),
@@ -68,7 +69,7 @@ PYTHON_SIDEWAYS = {
 }
 # Modules that one module keeps to itself.
 PYTHON_PRIVATE = {
-    "cache": {"cli", "jit"},
+    "cache": {"cli", "emulator", "jit"},
     "cubin": {"cache", "layer", "upkeep"},
     "layer": {"cache", "cli", "jit"},
     "nvrtc": {"cli", "jit"},
@@ -79,12 +80,13 @@ OUTSIDE = {
     "click": {"cli"},
     "cuda": {"cli", "device", "nvrtc"},  # cuda-pathfinder, which comes with CuPy
     "cupy": {"arrays", "cli", "counters", "device", "jit", "launch", "libraries", "run"},
-    "filelock": {"cache"},
+    "filelock": {"cache", "emulator"},
     "jax": {"arrays", "cli", "jax"},
     "matplotlib": {"cli"},
     "ml_dtypes": None,
     "numpy": None,
     "platformdirs": {"cache"},
+    "pytest": {"emulator"},
     "rich": {"cli"},
     "torch": {"arrays", "cli", "compat", "distributed", "torch", "transformers"},
     "transformers": {"transformers"},
@@ -129,6 +131,7 @@ LINES = (
     ("cupyflash/*.py", 250),
     ("cli/*.py", 250),
     ("tools/*.py", 250),
+    ("tests/emulator/*.py", 250),
 )
 FUNCTION_LINES = 40  # without signature and docstring
 # Stopped, thought, and left long: path (or path::function) -> lines it may have. The reason stands beside it.
@@ -138,7 +141,9 @@ ENVIRONMENT = {"CUPYFLASH_BACKEND", "CUPYFLASH_CACHE_DIR", "CUPYFLASH_DEBUG", "C
 
 # ---- Python ----
 
-PYTHON_FILES = sorted([*ROOT.glob("cupyflash/**/*.py"), *ROOT.glob("cli/**/*.py")])
+FOLDERS = {"cupyflash": "cupyflash", "cli": "cupyflash.cli", "tests/emulator": "cupyflash.emulator"}  # as installed
+SCRIPTS = {ROOT / "tests" / "emulator" / name for name in ("probe_gpu.py", "remove_sync.py")}  # run by path
+PYTHON_FILES = sorted({path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")} - SCRIPTS)
 TOOL_FILES = sorted(ROOT.glob("tools/*.py"))
 CUDA_FILES = sorted(ROOT.glob("kernels_cu/*.cuh"))
 
@@ -147,16 +152,21 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def module_of(path: Path) -> list[str]:
+    """The parts of a file's dotted name once installed."""
+    name = path.relative_to(ROOT).with_suffix("").as_posix()
+    folder = next(folder for folder in FOLDERS if name.startswith(f"{folder}/"))
+    return [*FOLDERS[folder].split("."), *name[len(folder) + 1 :].split("/")]
+
+
 def unit_of(path: Path) -> str:
     """The row entry that a Python file belongs to."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return "cli" if parts[0] == "cli" else parts[1]
+    return module_of(path)[1]
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Line and dotted name of all that a file imports, at its top, in functions and for type checkers alike."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    package = ["cupyflash", *parts[:-1]] if parts[0] == "cli" else list(parts[:-1])
+    package = module_of(path)[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -203,7 +213,7 @@ def test_python_layers(path: Path) -> None:
 
 def test_import_is_light() -> None:
     """No array library, and nothing of the command line, is loaded before the user asks for it."""
-    integrations = {"torch", "jax", "transformers", "distributed", "compat", "cli", "__main__"}
+    integrations = {"torch", "jax", "transformers", "distributed", "compat", "cli", "emulator", "__main__"}
     modules = sorted({unit_of(file) for file in PYTHON_FILES} - integrations)
     code = (
         "import sys, importlib\n"

@@ -21,16 +21,25 @@ ROOT = Path(__file__).resolve().parent.parent
 HARD_DEPENDENCIES = {"click", "filelock", "ml_dtypes", "numpy", "platformdirs", "rich"}
 EXTRAS = {"cu12", "cu13", "dev", "jax", "lint", "plot", "test", "torch"}
 # Where a folder of the checkout lies in the installed package.
-FOLDERS = {"cupyflash": "cupyflash", "cli": "cupyflash/cli", "kernels_cu": "cupyflash/kernels_cu"}
+FOLDERS = {
+    "cupyflash": "cupyflash",
+    "cli": "cupyflash/cli",
+    "kernels_cu": "cupyflash/kernels_cu",
+    "tests/emulator": "cupyflash/emulator",
+}
+TESTS_ONLY = ROOT / "tests" / "emulator" / "kernels"  # not in the wheel
+MAX_WHEEL_BYTES = 400_000
 # Run in each kind of installation, with the folder in which all must lie as argument.
 PROBE = """
 import sys
 from importlib.resources import files
 from pathlib import Path
 import cupyflash, cupyflash.cli
+from cupyflash.emulator import build
 kernels = files("cupyflash.kernels_cu")
 assert isinstance(kernels, Path) and (kernels / "ptx.cuh").is_file(), kernels
-for path in (cupyflash.__file__, cupyflash.cli.__file__, kernels):
+assert (build.RUNTIME / "launch.cpp").is_file() and (build.TWIN / "ptx.h").is_file(), build.HERE
+for path in (cupyflash.__file__, cupyflash.cli.__file__, kernels, build.HERE):
     assert Path(path).resolve().is_relative_to(Path(sys.argv[1]).resolve()), path
 print(cupyflash.__version__)
 """
@@ -38,8 +47,16 @@ print(cupyflash.__version__)
 
 def sources() -> set[str]:
     """Every file of the package, by its path in the checkout."""
-    found = {path for folder in FOLDERS for suffix in ("py", "cuh") for path in (ROOT / folder).rglob(f"*.{suffix}")}
+    suffixes = ("py", "cuh", "cpp", "h")
+    found = {path for folder in FOLDERS for suffix in suffixes for path in (ROOT / folder).rglob(f"*.{suffix}")}
+    found = {path for path in found if TESTS_ONLY not in path.parents and ".build" not in path.parts}
     return {path.relative_to(ROOT).as_posix() for path in found} | {"cupyflash/py.typed"}
+
+
+def installed(name: str) -> str:
+    """Where a file of the checkout lies once installed."""
+    folder = next(folder for folder in FOLDERS if name.startswith(f"{folder}/"))
+    return FOLDERS[folder] + name[len(folder) :]
 
 
 @pytest.fixture
@@ -86,8 +103,8 @@ def test_wheel(checkout: Path, tmp_path: Path) -> None:
     site = unpack(wheel, tmp_path / "site")
 
     files = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
-    expected = {f"{FOLDERS[folder]}/{rest}" for folder, _, rest in (name.partition("/") for name in sources())}
-    assert {name for name in files if ".dist-info/" not in name} == expected
+    assert {name for name in files if ".dist-info/" not in name} == {installed(name) for name in sources()}
+    assert wheel.stat().st_size < MAX_WHEEL_BYTES
 
     (info,) = site.glob("*.dist-info")
     check_metadata(email.message_from_string((info / "METADATA").read_text()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import hashlib
 import os
@@ -16,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from filelock import FileLock
+
+from cupyflash import cache
 
 HERE = Path(__file__).resolve().parent
 RUNTIME, TWIN = HERE / "runtime", HERE / "twin"
@@ -47,10 +51,10 @@ class BuildError(RuntimeError):
 
 def missing_compiler() -> str | None:
     """Why the emulator cannot run here, with the way out, or None."""
-    if shutil.which("g++") is None:
-        return "the emulator needs g++ with C++17: apt-get install g++"
     if platform.system() != "Linux":
         return "the emulator runs on Linux only"
+    if shutil.which("g++") is None:
+        return "the emulator needs g++ with C++17: apt-get install g++"
     if platform.machine() in ("x86_64", "AMD64") and "avx2" not in Path("/proc/cpuinfo").read_text():
         return "the emulator needs a CPU with AVX2, FMA and F16C"
     return None
@@ -68,13 +72,21 @@ def _machine_flags() -> list[str]:
 
 @functools.cache
 def build_folder() -> Path:
-    """Where shared libraries are kept: beside the sources, or in a temporary folder if that cannot be written."""
-    folder = HERE / ".build"
-    try:
-        folder.mkdir(exist_ok=True)
-        (folder / ".gitignore").write_text("*\n")
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="cupyflash-emulator-"))
+    """Where shared libraries are kept: in a checkout beside the sources, once installed in the user's cache.
+
+    They are loaded into the process, so a folder that others can write is not used. Where nothing can be written: a
+    temporary folder, which goes with the process.
+    """
+    with contextlib.suppress(OSError):
+        if (HERE.parent.parent / "pyproject.toml").is_file():
+            folder = HERE / ".build"
+            folder.mkdir(exist_ok=True)
+            (folder / ".gitignore").write_text("*\n")
+            return folder
+        if (kept := cache.default().emulator()) is not None:
+            return kept
+    folder = Path(tempfile.mkdtemp(prefix="cupyflash-emulator-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
