@@ -29,6 +29,7 @@ class Exit(enum.IntEnum):
     NO_GPU = 3
     UNSUPPORTED = 4
     COMPILE = 5
+    TIMEOUT = 6
     ENVIRONMENT = 7
     INTERRUPTED = 130
 

@@ -38,15 +38,21 @@ class Context:
 
 @dataclass
 class CheckResult:
-    """The verdict of one check; `detail` says what differed or was raised."""
+    """The verdict of one check; `detail` says what differed or was raised, or why nothing could be `shown`."""
 
     name: str
     passed: bool
     detail: str
     seconds: float
+    shown: bool = True
 
     def document(self) -> dict[str, Any]:
-        return {"check": self.name, "passed": self.passed, "detail": self.detail, "seconds": round(self.seconds, 4)}
+        facts = {"check": self.name, "passed": self.passed, "shown": self.shown}
+        return {**facts, "detail": self.detail, "seconds": round(self.seconds, 4)}
+
+
+class NotShownError(Exception):
+    """A check could not have failed here, so that it passed means nothing; the message says why."""
 
 
 def differs(a: Results, b: Results) -> str:
@@ -195,6 +201,8 @@ def run_check(name: str, context: Context) -> CheckResult:
     start = time.perf_counter()
     try:
         detail = check(context)
+    except NotShownError as e:
+        return CheckResult(name, False, str(e), time.perf_counter() - start, shown=False)
     except Exception as e:
         detail = f"{type(e).__name__}: {e}"
     return CheckResult(name, not detail, detail, time.perf_counter() - start)

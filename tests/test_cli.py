@@ -57,10 +57,11 @@ def _cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def invoke() -> Invoke:
-    """Run a command; nothing but SystemExit may escape it."""
+    """Run a command, `verify` in this process alone; nothing but SystemExit may escape it."""
 
     def run_command(*arguments: str, code: int = 0, **options: Any) -> Result:
-        result = CliRunner().invoke(cli.main, list(arguments), **options)
+        alone = ["--timeout", "0"] if arguments[0] == "verify" else []
+        result = CliRunner().invoke(cli.main, [*arguments, *alone], **options)
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
         assert result.exit_code == code, result.output
         return result
@@ -131,8 +132,9 @@ def test_errors_are_sentences(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -
 def test_verify_cpu(invoke: Invoke) -> None:
     result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--json")
     document = json.loads(result.stdout)
-    assert document["verdict"].startswith("VERIFIED")
-    assert document["verdict"].endswith("nothing ran on a GPU")
+    assert document["verdict"].startswith("CPU PATH VERIFIED: ")
+    assert document["verdict"].endswith("no kernel ran (--backend cpu)")
+    assert document["ran"] == ["cpu"]
     assert {c["case"] for c in document["cases"]} == {c.name for c in cases.select("smoke")}
     assert all(set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} for c in document["cases"])
     assert {c["check"] for c in document["checks"]} == set(verify_checks.available(frameworks.Framework()))
@@ -149,9 +151,10 @@ def test_verify_frameworks(framework: str, invoke: Invoke) -> None:
 
 def test_verify_compiles_where_nothing_runs(invoke: Invoke) -> None:
     needs_nvrtc()
-    result = invoke("verify", "--level", "smoke", "--dtype", "bf16", "--head-dim", "64")
+    result = invoke("verify", "--level", "smoke", "--dtype", "fp32", "--head-dim", "64")
     count = len(verify_kernels.selection("smoke"))
-    assert f"{count} kernels compiled for 1 architecture; nothing ran on a GPU" in result.stdout
+    assert "\nCPU PATH VERIFIED: " in result.stdout
+    assert f"{count} kernels compiled for 1 architecture" in result.stdout
     assert "there is no GPU in this test" in result.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import json
 import os
 import re
 import shutil
@@ -115,6 +116,24 @@ def test_wheel(checkout: Path, tmp_path: Path) -> None:
     elsewhere.mkdir()
     assert run("-c", PROBE, site, cwd=elsewhere, path=site) == cupyflash.__version__
     assert cupyflash.__version__ in run("-m", "cupyflash", "--version", cwd=elsewhere, path=site)
+
+
+@pytest.mark.needs("g++")
+def test_an_installed_cupyflash_runs_the_kernels(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU; what g++ compiles goes to the cache folder, and nothing where the package lies."""
+    site = unpack(build("wheel", checkout, tmp_path / "out"), tmp_path / "site")
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    before = sorted(site.rglob("*"))
+    command = ("-m", "cupyflash", "verify", "--case", "gqa", "--dtype", "bf16", "--framework", "numpy", "--json")
+    document = json.loads(run(*command, cwd=tmp_path, path=site))
+    assert document["ran"] == ["emulator", "cpu"]
+    assert {r["family"]: r["passed"] for r in document["emulator"]} == {"sm80": True, "sm90": True}
+    assert sorted(site.rglob("*")) == before
+    assert len(list((tmp_path / "cache" / "emulator").glob("fwd_sm*.so"))) == 2
 
 
 def check_metadata(metadata: email.message.Message) -> None:
