@@ -58,6 +58,14 @@ class Framework:
         """A new stream is current inside; all work before and all work inside is waited for. Without a GPU: nothing."""
         yield
 
+    def stream(self) -> contextlib.AbstractContextManager[Any]:
+        """A new stream, current inside; nothing is waited for. For those that can "stream"."""
+        raise NotImplementedError
+
+    def mark(self) -> Callable[[], bool]:
+        """Whether all that is queued on the current stream until now is done, asked when it is called."""
+        raise NotImplementedError
+
     def graph(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Capture `work` into a CUDA graph; return its replay and what `work` returned."""
         raise NotImplementedError
@@ -97,9 +105,18 @@ class CupyFramework(Framework):
     @contextlib.contextmanager
     def own_stream(self) -> Iterator[None]:
         self.synchronize()
-        with self.cupy.cuda.Stream(non_blocking=True) as stream:
+        with self.stream() as stream:
             yield
             stream.synchronize()
+
+    def stream(self) -> contextlib.AbstractContextManager[Any]:
+        stream: contextlib.AbstractContextManager[Any] = self.cupy.cuda.Stream(non_blocking=True)
+        return stream
+
+    def mark(self) -> Callable[[], bool]:
+        event = self.cupy.cuda.Event(disable_timing=True)
+        event.record()
+        return lambda: bool(event.done)
 
     def graph(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         stream = self.cupy.cuda.get_current_stream()
@@ -167,10 +184,18 @@ class TorchFramework(Framework):
             yield
             return
         self.synchronize()
-        stream = self.torch.cuda.Stream()
-        with self.torch.cuda.stream(stream):
+        with self.stream():
             yield
-            stream.synchronize()
+            self.torch.cuda.current_stream().synchronize()
+
+    def stream(self) -> contextlib.AbstractContextManager[Any]:
+        stream: contextlib.AbstractContextManager[Any] = self.torch.cuda.stream(self.torch.cuda.Stream())
+        return stream
+
+    def mark(self) -> Callable[[], bool]:
+        event = self.torch.cuda.Event()
+        event.record()
+        return lambda: bool(event.query())
 
     def graph(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         graph = self.torch.cuda.CUDAGraph()

@@ -78,6 +78,8 @@ class Report:
             return f"NOT VERIFIED: {self.done}, {len(self.failed)} failed; no kernel was compiled: {self.no_compiler}"
         if self.failed:
             return f"FAILED: {len(self.failed)} failed of {self.done}"
+        if not self.cases and not self.emulator and not any(c.shown for c in self.checks):
+            return f"NOT SHOWN: {self.done}"
         return f"{'VERIFIED' if self.gpu or self.emulator else 'CPU PATH VERIFIED'}: {self.done}"
 
     @property

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 
+from cupyflash import api
+from cupyflash.cli import frameworks, verify_checks
+
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,6 +40,32 @@ def test_verify(framework: str) -> None:
     checks = {c["check"] for c in found["checks"]}
     if framework in ("cupy", "torch"):
         assert {"non-default-stream", "cuda-graph", "two-threads", "poisoned-outputs"} <= checks
+    assert all(c["shown"] for c in found["checks"])
+    assert found["ran"] == ["gpu"]
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_the_stream_check_finds_a_call_that_does_not_wait(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library == "torch" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    framework, right, own_streams = frameworks.make(library, on_gpu=True), api.attention, 0
+    context = verify_checks.Context(framework, "bf16", 0)
+    result = verify_checks.run_check("non-default-stream", context)
+    assert result.passed, result.detail
+
+    def stray(*arrays: Any, **options: Any) -> Any:
+        """On a stream of its own, whatever the caller's is."""
+        nonlocal own_streams
+        own_streams += 1
+        with framework.stream():
+            return right(*arrays, **options)
+
+    monkeypatch.setattr(api, "attention", stray)
+    wrong = verify_checks.run_check("non-default-stream", context)
+    assert own_streams > 3
+    assert not wrong.passed
+    assert wrong.shown
+    assert "out" in wrong.detail
 
 
 def _jax_has_gpu() -> bool:
