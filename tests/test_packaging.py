@@ -149,11 +149,15 @@ def check_metadata(metadata: email.message.Message) -> None:
 
 
 def test_sdist(checkout: Path, tmp_path: Path) -> None:
+    left_behind = checkout / "tests" / "emulator" / ".build"
+    left_behind.mkdir()
+    (left_behind / "runtime-0123456789abcdef.so").touch()
     with tarfile.open(build("sdist", checkout, tmp_path / "out")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
     rest = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"}
     assert not (sources() | tests | rest) - names
+    assert not [name for name in names if ".build" in name]
 
 
 def test_editable(checkout: Path, tmp_path: Path) -> None:
