@@ -32,6 +32,7 @@ from cupyflash.cli import (
 )
 from cupyflash.cli.bench_timing import Clock
 from cupyflash.cli.bench_work import Cell
+from cupyflash.cli.output import Exit
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.problem import Problem
 from cupyflash.shipped import variants_of_calls
@@ -101,6 +102,17 @@ def test_help_and_documentation(path: tuple[str, ...], invoke: Invoke) -> None:
         for option in parameter.opts:
             if option.startswith("--") and option != "--help":
                 assert f"`{option}" in docs, f"{' '.join(path)} {option} is not in docs/cli.md"
+
+
+def test_exit_codes_are_documented(invoke: Invoke) -> None:
+    """docs/cli.md lists them all, and help of `verify` those that it has."""
+    table = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "cli.md").read_text(), flags=re.MULTILINE)
+    assert [int(code) for code, _ in table] == sorted(Exit)
+    text = " ".join(invoke("verify", "--help").output.split())
+    said = re.search(r"Exit codes: (.*)$", text)
+    assert said is not None
+    wanted = {int(code) for code, meaning in table if "`verify`" in meaning} | {0, 2, 3, 4, 130}
+    assert {int(n) for n in re.findall(r"(?:^|[,;] )(\d+) ", said[1])} == wanted
 
 
 def test_help_is_light() -> None:
