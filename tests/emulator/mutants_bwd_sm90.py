@@ -34,8 +34,8 @@ ONE_KERNEL = (
     _bug("dS transposed into the wrong columns", "bwd_sm90.cuh", "fresh_thread() / 32 % 4 * 16, dS);", "fresh_thread() / 32 % 4 * 16 ^ 16, dS);", "dense-d64", ""),
     _bug("keys of the mask off by one", "bwd_sm90.cuh", "thread / 32 * 16 + lane / 4 + 8 * r;", "thread / 32 * 16 + lane / 4 + 8 * r + 1;", "causal-d64", ""),
     _bug("queries of the mask off by one", "bwd_sm90.cuh", "min(max(0, query) % 8, 2)", "min(max(0, query) % 8, 1)", "causal-d64", ""),
-    _bug("NaN of hidden queries let through", "bwd_sm90.cuh", "again.template store_key<kOfDK>(", "if (false) again.template store_key<kOfDK>(", "nan-in-queries-d64", ""),
-    _bug("NaN of hidden keys let through", "bwd_convert.cuh", "if (!ptx::vote_any(!finite) || again.dq_is_nan(tile.head, query)) continue;", "continue;", "nan-in-hidden-key", ""),
+    _bug("NaN of hidden queries let through", "bwd_sm90.cuh", "if (ptx::vote_all(stage<T>(tile, row0, acc))) return;", "if (stage<T>(tile, row0, acc) || true) return;", "nan-in-queries-d64", ""),
+    _bug("NaN of hidden keys let through", "bwd_convert.cuh", "if (!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0)))", "if (stage_rows<T>(sdQ, row0, dQ, col0); false)", "nan-in-hidden-key", ""),
     _bug("dQ of queries that see no key not zero", "bwd_convert.cuh", "if (problem.first_stores && *dq_turn<V>(p, sequence, tile.block) == 0) dQ.zero();", ";", "more-queries-causal", ""),
 )  # fmt: skip
 
