@@ -70,10 +70,10 @@ struct RowSum {
             const int mine = block + fresh_lane();
             const int takes = mine < end ? chosen(mine) : kNone;
             if (!ptx::vote_any(takes != kNone)) continue;
-            const auto for_each_taken = [&](auto f) {  // f(j, row of src)
+            const auto for_each_taken = [&](auto f) {  // f(j, row of src), until it says stop
                 #pragma unroll 1
                 for (int j = 0; j < 32; ++j)
-                    if (ptx::shfl_index(takes, j) != kNone) f(j, src + (block + j) * stride);
+                    if (ptx::shfl_index(takes, j) != kNone && f(j, src + (block + j) * stride)) break;
             };
             const bool whole = ptx::vote_any(takes == kNaN);
             for_each_element([&](int, int, float &x) { x = whole ? ptx::nan() : x; });
@@ -83,12 +83,14 @@ struct RowSum {
                         const float y = T::lo(row[col + e].raw);
                         x = y != y ? y : x;
                     });
+                    return settled();
                 });
             if (settled()) return;
             const float w = takes != kNone ? weight(mine) : 0.f;
             for_each_taken([&](int j, const T *row) {
                 const float w_j = ptx::shfl_index(w, j);
                 for_each_element([&](int col, int e, float &x) { x = fmaf(w_j, T::lo(row[col + e].raw), x); });
+                return false;
             });
         }
     }

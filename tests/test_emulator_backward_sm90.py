@@ -72,4 +72,4 @@ def test_what_is_nan_by_right_is_not_recomputed(name: str, what: str) -> None:
     spoiled = {"lse": lse, "dout": inputs.dout}
     finite = shuffles(**spoiled)
     spoiled[what] = np.full_like(spoiled[what], np.nan)
-    assert shuffles(**spoiled) < 6 * finite  # of these small tiles; else 10 to 40
+    assert shuffles(**spoiled) < 4 * finite  # of these small tiles (seen: 1.8 to 2.6); else 10 to 40

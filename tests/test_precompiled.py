@@ -221,7 +221,7 @@ def test_tilde_is_expanded(folder: Path, compiled: list[str], monkeypatch: pytes
     """A shell leaves ``--out=~/kernels`` as it is."""
     monkeypatch.setenv("HOME", str(folder))
     run_compile("--arch", "sm_80", "--head-dim", "64", "--dtype", "fp16", "--out=~/kernels")
-    assert len(list(folder.glob("kernels/precompiled/sm_80/*.cubin"))) == 11
+    assert len(list(folder.glob("kernels/precompiled/sm_80/*.cubin"))) == len(compiled) > 0
     assert "cannot be found" in run_compile("--arch", "sm_80", "--out", "~nobody-is-called-so/kernels", code=2)
 
 

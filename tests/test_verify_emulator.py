@@ -62,7 +62,7 @@ def test_the_kernels_run(verify: Verify) -> None:
 
 def test_a_kernel_that_is_wrong_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     """O times 42, in both families."""
-    plant(monkeypatch, "softmax.cuh", "1.f / divisor[r]", "42.f / divisor[r]")
+    plant(monkeypatch, "softmax.cuh", "1.f / l[r]", "42.f / l[r]")
     document = verify(*ONE_CASE, code=1)
     assert document["verdict"].startswith("FAILED: 2 failed of ")
     assert document["reproduce"] == "cupyflash verify --case gqa --dtype bf16 --framework numpy --backend auto"
@@ -78,7 +78,7 @@ def test_a_race_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_kernel_that_does_not_compile_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "softmax.cuh", "1.f / divisor[r]", "no_such_name / divisor[r]")
+    plant(monkeypatch, "softmax.cuh", "1.f / l[r]", "no_such_name / l[r]")
     document = verify(*ONE_CASE, code=5)
     assert all("no_such_name" in r["error"] for r in document["emulator"])
 
