@@ -1,0 +1,203 @@
+"""What the arrays of a `Spec` hold (`VALUES`) and how each of them lies in memory (`MEMORY`)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from .spec import Spec
+
+Array = NDArray[Any]
+Tensors = tuple[Array, Array, Array, Array]
+Rng = np.random.Generator
+
+
+class Inputs(NamedTuple):
+    """The arrays of one problem, indexed as bshd; dlse as (batch, heads, seqlen)."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array | None
+
+
+# ---- What they hold: contiguous float64 ----
+
+
+def normal(rng: Rng, s: Spec) -> Tensors:
+    """N(0, 1)."""
+    q, k = s.shapes
+    return rng.standard_normal(q), rng.standard_normal(k), rng.standard_normal(k), rng.standard_normal(q)
+
+
+def outliers(rng: Rng, s: Spec) -> Tensors:
+    """A few values are ten times as large."""
+    q, k, v, dout = (x * np.where(rng.random(x.shape) < 0.005, 10, 1) for x in normal(rng, s))
+    return q, k, v, dout
+
+
+def constant(rng: Rng, s: Spec) -> Tensors:
+    """Each array repeats one row: P is uniform, and dP - delta is 0."""
+    q, k, v, dout = (np.broadcast_to(rng.standard_normal(s.d), x.shape).copy() for x in normal(rng, s))
+    return q, k, v, dout
+
+
+def large(rng: Rng, s: Spec) -> Tensors:
+    """Scores of tens: few keys decide a row."""
+    q, k, v, dout = normal(rng, s)
+    return q * min(100.0, 40 / (s.d**0.5 * (abs(s.factor) or 1))), k, v, dout
+
+
+def _along_keys(rng: Rng, s: Spec, score: Array) -> Tensors:
+    """`score` (seqlen_k) is added to the scores of every row, as far as 16 bits can express it."""
+    q, k, v, dout = normal(rng, s)
+    size = 4 * abs(s.factor) if abs(s.factor) > 1e-3 else 4.0
+    q[..., 0] = 4
+    k[..., 0] = np.sign(s.factor) * score[None, :, None] / size
+    return q, k, v, dout
+
+
+def growing(rng: Rng, s: Spec) -> Tensors:
+    """The maximum grows with every block of keys, by 0.5 to 8."""
+    return _along_keys(rng, s, np.arange(s.sk) // 32 * rng.uniform(0.5, 8))
+
+
+def falling(rng: Rng, s: Spec) -> Tensors:
+    """And falls."""
+    return _along_keys(rng, s, -(np.arange(s.sk) // 32) * rng.uniform(0.5, 8))
+
+
+def few(rng: Rng, s: Spec) -> Tensors:
+    """A few keys stand out together, by up to 9; V and dO are constant or not."""
+    score = np.zeros(s.sk)
+    score[rng.integers(s.sk, size=rng.integers(1, 9))] = rng.uniform(0, 9)
+    q, k, v, dout = _along_keys(rng, s, score)
+    if rng.random() < 0.5:
+        v, dout = np.ones_like(v), np.ones_like(dout)
+    return q, k, v, dout
+
+
+def hidden(rng: Rng, s: Spec) -> Tensors:
+    """NaN and inf in keys that no query sees, and in queries that see no key."""
+    q, k, v, dout = normal(rng, s)
+    seen, blind = np.zeros(s.sk, bool), np.zeros(s.sq, bool)
+    for i in range(s.sq):
+        first, end = s.visible(i)
+        seen[first:end], blind[i] = True, first == end
+    for x, rows in ((k, ~seen), (v, ~seen), (q, blind), (dout, blind)):
+        x[:, rows] = rng.choice([np.nan, np.inf, -np.inf], x[:, rows].shape)
+    return q, k, v, dout
+
+
+def nonfinite(rng: Rng, s: Spec) -> Tensors:
+    """NaN and inf in one to three places."""
+    tensors = normal(rng, s)
+    for _ in range(rng.integers(1, 4)):
+        x = tensors[rng.integers(4)]
+        x[tuple(rng.integers(x.shape))] = rng.choice([np.nan, np.inf, -np.inf])
+    return tensors
+
+
+def infinite_scores(rng: Rng, s: Spec) -> Tensors:
+    """Scores of -inf (of +inf for a negative scale): of half the keys of the first head, of all of the last one's."""
+    q, k, v, dout = normal(rng, s)
+    q[..., 0] = 0.5 + np.abs(q[..., 0])
+    k[:, : s.sk // 2, 0, 0] = -np.inf
+    if s.heads > 1:
+        k[:, :, -1, 0] = -np.inf
+    return q, k, v, dout
+
+
+# ---- How they lie in memory; gaps hold NaN ----
+
+
+def _filled(shape: tuple[int, ...], x: Array) -> Array:
+    return np.full(shape, np.nan, x.dtype)
+
+
+def contiguous(x: Array) -> Array:
+    return x
+
+
+def bhsd(x: Array) -> Array:
+    """Heads outside of rows."""
+    return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+
+
+def rows_first(x: Array) -> Array:
+    """Rows outside of batches."""
+    return np.ascontiguousarray(x.swapaxes(0, 1)).swapaxes(0, 1)
+
+
+def _with_gaps(x: Array, gap: int, offset: int) -> Array:
+    shape = (*x.shape[:-1], x.shape[-1] + gap)
+    buffer = _filled((offset + int(np.prod(shape)),), x)
+    view = buffer[offset:].reshape(shape)[..., : x.shape[-1]]
+    view[...] = x
+    return view
+
+
+def padded(x: Array) -> Array:
+    """Rows head_dim + 8 elements apart: aligned."""
+    return _with_gaps(x, 8, 0)
+
+
+def misaligned(x: Array) -> Array:
+    """Rows head_dim + 3 elements apart, from the second element of an allocation on."""
+    return _with_gaps(x, 3, 1)
+
+
+def shifted(x: Array) -> Array:
+    """Contiguous from the second element of an allocation on."""
+    return _with_gaps(x, 0, 1)
+
+
+def every_second(x: Array) -> Array:
+    """Every second row."""
+    buffer = _filled((x.shape[0], 2 * x.shape[1], *x.shape[2:]), x)
+    buffer[:, ::2] = x
+    return buffer[:, ::2]
+
+
+def backwards(x: Array) -> Array:
+    """The last row first: a negative stride."""
+    return np.ascontiguousarray(x[:, ::-1])[:, ::-1]
+
+
+def _repeated(axis: int) -> Callable[[Array], Array]:
+    def repeat(x: Array) -> Array:
+        strides = tuple(0 if i == axis else stride for i, stride in enumerate(x.strides))
+        return as_strided(x, x.shape, strides)
+
+    return repeat
+
+
+_VALUES = (normal, outliers, constant, large, growing, falling, few, hidden, nonfinite, infinite_scores)
+_MEMORY = (contiguous, bhsd, rows_first, padded, misaligned, shifted, every_second, backwards)
+VALUES: dict[str, Callable[[Rng, Spec], Tensors]] = {f.__name__: f for f in _VALUES}
+MEMORY: dict[str, Callable[[Array], Array]] = {f.__name__: f for f in _MEMORY}
+MEMORY |= {"one_batch": _repeated(0), "one_row": _repeated(1), "one_head": _repeated(2)}
+UNALIGNED = ("misaligned", "shifted")
+NOT_FOR_TMA = (*UNALIGNED, "backwards", "one_batch", "one_row", "one_head")
+FOR_RESULTS = ("contiguous", "bhsd", "rows_first", "padded", "every_second")  # aligned, every element once
+
+
+def draw(s: Spec) -> Inputs:
+    """Fresh arrays; the same spec gives the same numbers on every machine."""
+    shape = f"{s.dtype} {s.shapes} {s.values}"
+    rng = np.random.default_rng([zlib.crc32(shape.encode()), s.seed])
+    tensors = (np.zeros(s.shapes[0]), *(np.zeros(s.shapes[1]) for _ in range(2)), np.zeros(s.shapes[0]))
+    if 0 not in (*s.shapes[0], *s.shapes[1]):
+        tensors = VALUES[s.values](rng, s)
+    with np.errstate(all="ignore"):
+        q, k, v, dout = (
+            MEMORY[how](x.astype(s.numpy_dtype)) for how, x in zip((s.q, s.k, s.v, s.dout), tensors, strict=True)
+        )
+    dlse = rng.standard_normal((s.batch, s.heads * s.group, s.sq)) if s.dlse else None
+    return Inputs(q, k, v, dout, None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32))

@@ -1,0 +1,132 @@
+"""Random specs. What the emulator compiles (`kind`) is drawn once for several problems, everything else anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+from typing import Any
+
+from .arrays import FOR_RESULTS, MEMORY, UNALIGNED, VALUES
+from .spec import Spec
+
+HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 136, 160, 192, 200, 248, 256)
+GROUPS = (1, 1, 1, 2, 2, 3, 4, 5, 8)
+BORDERS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 80, 127, 128, 129, 191, 192, 193, 255, 256, 257)
+EMULATOR_PAIRS = 3e5  # of queries, keys and heads in one problem: a few seconds
+CPU_PAIRS = 4e5
+GPU_PAIRS = 4e6  # the oracle is the slow part
+BOUNDED = ("hidden", "nonfinite", "infinite_scores")  # scores must stay where exp does not underflow in float64
+
+
+def _scale(rng: Random, d: int, negative: bool, *, moderate: bool) -> float | None:
+    """Any size and sign; `negative`: or zero. Large ones are left out where scores must stay moderate."""
+    if not negative and rng.random() < 0.5:
+        return None
+    size = 10 ** rng.uniform(-4, 0 if moderate else 1) * d**-0.5
+    if rng.random() < 0.1:
+        size = 1e-30
+    return float(f"{0.0 if negative and rng.random() < 0.2 else -size if negative else size:.4g}")
+
+
+def _length(rng: Random, most: int) -> int:
+    """0 now and then, 1, next to the border of a tile, or any."""
+    if rng.random() < 0.6:
+        fitting = [n for n in BORDERS if n <= most and (n > 0 or rng.random() < 0.3)]
+        return rng.choice(fitting)
+    return rng.randint(1, most)
+
+
+def _bound(rng: Random, most: int) -> int:
+    """Of a window; -1 has a warning of its own."""
+    bound = rng.choice([0, rng.randint(0, 70), rng.randint(0, most + 5), rng.randint(-most - 5, 5)])
+    return -2 if bound == -1 else bound
+
+
+def _window(rng: Random, most: int, mask: str) -> dict[str, Any]:
+    """The options of a mask: full, causal or window."""
+    if mask != "window":
+        return {"causal": mask == "causal"}
+    while True:
+        sides = rng.choice(["left", "right", "both", "both"])
+        left = None if sides == "right" else _bound(rng, most)
+        right = None if sides == "left" else _bound(rng, most)
+        if left is None or right is None or left + right >= 0:
+            return {"left": left, "right": right, "causal": rng.random() < 0.2}
+
+
+def _lengths(rng: Random, heads: int, pairs: float) -> tuple[int, int]:
+    """seqlen_q and seqlen_k of `heads` heads in all."""
+    most = max(2, int(min(600, (2 * pairs / heads) ** 0.5)))
+    while True:
+        sq, sk = _length(rng, most), _length(rng, most)
+        if rng.random() < 0.05:
+            sk = 5 * most
+        if sq * sk * heads <= pairs:
+            return sq, sk
+
+
+def _few_modes(rng: Random) -> str:
+    return rng.choice(["race"] * 4 + ["late", "any", "early", "priority", "starve", "lanes", "race lanes"])
+
+
+def kind(rng: Random, where: str) -> dict[str, Any]:
+    """What kernels are compiled for. `unaligned` and `negative` (a scale that is) are no fields of a spec."""
+    dtypes = ("bf16", "fp16") if where != "cpu" else ("bf16", "fp16", "fp32", "fp64")
+    arch = rng.choice(["sm_80", "sm_86", "sm_90", "sm_90", "sm_90", "sm_100", "sm_120"])
+    return {
+        "dtype": rng.choice(dtypes), "d": rng.choice(HEAD_DIMS), "arch": arch,
+        "family": "sm80" if arch == "sm_90" and rng.random() < 0.1 else "",
+        "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
+        "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2,
+    }  # fmt: skip
+
+
+def _memory(rng: Random, unaligned: bool, where: str) -> dict[str, str]:
+    """Strides of each array on its own; half of the problems have plain ones."""
+    plain = rng.random() < 0.4
+    inputs = [name for name in MEMORY if name not in UNALIGNED and (where != "gpu" or name != "backwards")]
+    found = {
+        name: "contiguous" if plain or rng.random() < 0.3 else rng.choice(inputs) for name in ("q", "k", "v", "dout")
+    }
+    if unaligned:
+        for name in rng.sample(sorted(found), rng.randint(1, 4)):
+            found[name] = rng.choice(UNALIGNED)
+    if where == "emulator":
+        found |= {name: rng.choice(FOR_RESULTS) for name in ("o", "dq", "dk", "dv") if not plain}
+    return found
+
+
+def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
+    """A problem of a kind."""
+    values = rng.choice([*VALUES, "normal", "normal", "hidden", "nonfinite"])
+    group, heads, batch = rng.choice(GROUPS), rng.randint(1, 3), rng.choice([0] + [1] * 10 + [2] * 6 + [3] * 3)
+    if rng.random() < 0.1:
+        heads = rng.randint(4, 12)
+    pairs = {"cpu": CPU_PAIRS, "emulator": EMULATOR_PAIRS * min(1, 96 / of["d"]), "gpu": GPU_PAIRS}[where]
+    sq, sk = _lengths(rng, max(1, batch) * heads * group, pairs)
+    spec = Spec(
+        dtype=of["dtype"], d=of["d"], batch=batch, sq=sq, sk=sk, heads=heads, group=group,
+        scale=_scale(rng, of["d"], of["negative"], moderate=values in BOUNDED), deterministic=of["deterministic"],
+        layout=rng.choice(["bshd", "bhsd"]), dlse=rng.random() < 0.5, values=values, seed=rng.randrange(10**6),
+        family=of["family"], **_window(rng, max(sq, sk), of["mask"]), **_memory(rng, of["unaligned"], where),
+    )  # fmt: skip
+    if where == "emulator":
+        spec = dataclasses.replace(
+            spec, layout="bshd", arch=of["arch"], sms=rng.randint(1, 4), section=rng.choice([0, 0, 1, 2, 3]),
+            mode=_few_modes(rng), order=rng.randrange(1000),
+        )  # fmt: skip
+    return spec
+
+
+def simpler(spec: Spec) -> list[Spec]:
+    """Specs that differ from `spec` in one place and are simpler there."""
+    default, found = Spec(), []
+    for field in dataclasses.fields(Spec):
+        name, value = field.name, getattr(spec, field.name)
+        tries = [getattr(default, name)] if name not in ("d", "dtype", "sq", "sk", "seed") else []
+        if name in ("sq", "sk", "heads", "group", "batch") and value > 1:
+            tries += [1, value // 2, value - 1]
+        if name in ("left", "right") and value is not None and value > 0:
+            tries += [0, value // 2]
+        found += [dataclasses.replace(spec, **{name: x}) for x in tries if x != value]
+    return found

@@ -1,0 +1,196 @@
+"""The exact results of a `Spec`, row by row in float64, and for each element how far rounding may take it.
+
+Apart from `cupyflash.reference` on purpose: a mistake would have to be made twice. For the row of query i of one head,
+over the keys j that it sees (`Spec.visible`):
+
+    s_j = scale q . k_j     p_j = exp(s_j - lse)     lse = ln sum exp s_j       o = sum p_j v_j
+    delta = do . o - dlse   ds_j = p_j (do . v_j - delta)
+    dq = scale sum_j ds_j k_j,   dk_j = scale sum_i ds_ij q_i,   dv_j = sum_i p_ij do_i
+
+Bounds are of first order in two unit roundoffs: u of the dtype, to which P, dS, o and the results are rounded once
+each, and e of the fp32 (fp64 for fp64) in which everything else is computed:
+
+    rho_j   = (error of s_j and of its exponent, relative error of p_j)
+            = e ((16 + d/4) |scale| sum |q||k_j| + 4 |s_j| + 4 |lse| + 16), and as much, weighted with p, from the sum
+    |d o|   = u (sum p|v| + 2|o|) + sum (rho_j + e (16 + n/4)) p_j |v_j|
+    |d delta| = sum_c |do_c| |d o_c| + e (16 + d/4) sum_c |do_c o_c|
+    |d ds_j|  = p_j (|d delta| + e (16 + d/4) sum_c |do_c v_jc|) + |ds_j| (rho_j + 2 u)
+    |d dq|  = |scale| sum_j |d ds_j| |k_j| + e (16 + n/4) |scale| sum_j |ds_j k_j| + u |dq|,  dk and dv likewise
+
+A sum of n terms in fp32 gets e (16 + n/4): tensor cores truncate after every 16 terms. P and dS in fp16 lose up to
+2^-25 besides, where they are subnormal; in fp32, what is below 2^-126 may become 0. `MARGIN` stands for what first
+order leaves out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyflash.accuracy import LIMITS, UNIT_ROUNDOFF
+
+from .arrays import Inputs
+from .spec import Spec
+
+Array = NDArray[Any]
+MARGIN = 1.25
+
+
+@dataclass
+class Bounded:
+    """Exact values and how far from them a result may be."""
+
+    exact: Array
+    bound: Array
+
+
+class Rounding:
+    """The constants of a dtype."""
+
+    def __init__(self, dtype: str) -> None:
+        half = dtype in ("fp16", "bf16")
+        self.u = MARGIN * UNIT_ROUNDOFF[dtype]  # of a result
+        self.inner = self.u if half else 0.0  # of P and dS
+        self.e = MARGIN * UNIT_ROUNDOFF["fp64" if dtype == "fp64" else "fp32"]
+        flushed = 0.0 if dtype == "fp64" else 2.0**-126  # fp32 below this may count as 0
+        self.tiny = max(float(LIMITS[dtype].smallest_subnormal), flushed)
+        self.lost = 2.0**-25 if dtype == "fp16" else flushed  # of P and dS
+
+    def sum(self, n: int) -> float:
+        return self.e * (16 + n / 4)
+
+
+class Head:
+    """P, O and lse of one head of q, with their bounds: (seqlen_q, seqlen_k), (seqlen_q, d), (seqlen_q,)."""
+
+    def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array) -> None:
+        self.seen = np.zeros((s.sq, s.sk), bool)
+        self.P, self.rho = np.zeros((s.sq, s.sk)), np.zeros((s.sq, s.sk))
+        self.O, self.dO = np.zeros((s.sq, s.d)), np.zeros((s.sq, s.d))
+        self.lse, self.dlse = np.full(s.sq, -np.inf), np.zeros(s.sq)
+        for i in range(s.sq):
+            first, end = s.visible(i)
+            if first < end:
+                self._row(i, slice(first, end), s, r, Q[i], K[first:end], V[first:end])
+
+    def _row(self, i: int, keys: slice, s: Spec, r: Rounding, q: Array, k: Array, v: Array) -> None:
+        score = s.factor * (k @ q)
+        top = score.max()
+        weight = np.exp(score - top)
+        total = weight.sum()
+        p = weight / total
+        self.seen[i, keys], self.P[i, keys] = True, p
+        self.lse[i] = lse = top if top == -np.inf else top + np.log(total)
+        size = abs(s.factor) * (np.abs(k) @ np.abs(q))
+        rho = r.sum(s.d) * size + r.e * (4 * np.abs(score) + 4 * np.abs(lse) + 16)
+        rho = np.where(np.isfinite(score), np.minimum(rho, 100), 0)
+        common = np.log((p * np.exp(rho)).sum()) if np.isfinite(lse) else 0.0
+        self.dlse[i] = common + r.e * (4 * np.abs(lse) + 32)
+        self.rho[i, keys] = np.expm1(rho + self.dlse[i])
+        self.O[i] = _sum(p, v)
+        size_o = _sum(p, np.abs(v))
+        self.dO[i] = r.inner * (size_o + np.abs(self.O[i])) + r.u * np.abs(self.O[i]) + r.tiny
+        self.dO[i] += _sum(p * (self.rho[i, keys] + r.sum(len(p))) + r.lost, np.abs(v))
+
+
+def _sum(weights: Array, rows: Array) -> Array:
+    """weights @ rows; term by term where one is not finite, so that no library takes a short cut."""
+    if np.isfinite(rows).all() and np.isfinite(weights).all():
+        return weights @ rows
+    return (weights[:, None] * rows).sum(axis=0)
+
+
+def _product(W: Array, X: Array, seen: Array) -> Array:
+    """W X over the pairs that are seen."""
+    if np.isfinite(X).all() and np.isfinite(W).all():
+        return W @ X
+    return np.stack([_sum(w[s], X[s]) for w, s in zip(W, seen, strict=True)])
+
+
+def forward(s: Spec, x: Inputs) -> tuple[Bounded, Bounded]:
+    """out (bshd) and lse."""
+    r = Rounding(s.dtype)
+    out, d_out = np.zeros(s.shapes[0]), np.zeros(s.shapes[0])
+    lse, d_lse = (np.zeros((s.batch, s.heads * s.group, s.sq)) for _ in range(2))
+    with np.errstate(all="ignore"):
+        for b in range(s.batch):
+            for h in range(s.heads * s.group):
+                Q, K, V = (
+                    x.astype(np.float64) for x in (x.q[b, :, h], x.k[b, :, h // s.group], x.v[b, :, h // s.group])
+                )
+                head = Head(s, r, Q, K, V)
+                out[b, :, h], d_out[b, :, h] = head.O, head.dO
+                lse[b, h], d_lse[b, h] = head.lse, head.dlse
+    return Bounded(out, d_out), Bounded(lse, d_lse)
+
+
+def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, Bounded, Bounded]:
+    """dq, dk, dv. `stored`: the out that the backward was given; delta follows from it where it is not finite."""
+    r = Rounding(s.dtype)
+    dq, dk, dv = (Bounded(np.zeros(shape), np.zeros(shape)) for shape in (s.shapes[0], s.shapes[1], s.shapes[1]))
+    with np.errstate(all="ignore"):
+        for b in range(s.batch):
+            for h in range(s.heads * s.group):
+                at_k = b, slice(None), h // s.group
+                arrays = (x.q[b, :, h], x.k[at_k], x.v[at_k], x.dout[b, :, h], stored[b, :, h])
+                Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
+                dlse = np.zeros(s.sq) if x.dlse is None else x.dlse[b, h].astype(np.float64)
+                found = _gradients(s, r, Q, K, V, G, O, dlse)
+                for target, at, one in zip((dq, dk, dv), ((b, slice(None), h), at_k, at_k), found, strict=True):
+                    target.exact[at] += one.exact
+                    target.bound[at] += one.bound
+        for target in (dq, dk, dv):
+            target.bound += r.u * np.abs(target.exact) + r.tiny
+    return dq, dk, dv
+
+
+def _gradients(
+    s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array
+) -> tuple[Bounded, Bounded, Bounded]:
+    """What one head of q gives to dq, dk and dv, less the rounding of the results."""
+    head = Head(s, r, Q, K, V)
+    P, seen, rho = head.P, head.seen, head.rho
+    delta = (G * head.O).sum(axis=1) - dlse
+    delta = np.where(np.isfinite(delta), delta, (G * stored).sum(axis=1) - dlse)[:, None]
+    d_delta = (np.abs(G) * (head.dO + r.sum(s.d) * np.abs(head.O))).sum(axis=1) + 4 * r.e * np.abs(dlse)
+    difference = G @ V.T - delta
+    dS = np.where(seen, P * difference, 0)
+    E = P * (d_delta[:, None] + r.sum(s.d) * (np.abs(G) @ np.abs(V).T)) + np.abs(dS) * (rho + 2 * r.inner)
+    E += r.lost * (1 + np.abs(difference))
+    E = np.where(seen, E, 0)
+    n_keys, n_queries = r.sum(s.sk), r.sum(s.sq * s.group)
+    d_P = np.where(seen, P * (rho + r.inner + n_queries) + r.lost, 0)
+    c = s.factor
+    return (
+        Bounded(c * _product(dS, K, seen), abs(c) * _product(E + n_keys * np.abs(dS), np.abs(K), seen)),
+        Bounded(
+            c * _product(dS.T, Q, seen.T), abs(c) * _product((E + n_queries * np.abs(dS)).T, np.abs(Q), seen.T)
+        ),
+        Bounded(_product(P.T, G, seen.T), _product(d_P.T, np.abs(G), seen.T)),
+    )  # fmt: skip
+
+
+def judge(name: str, got: Array, expected: Bounded, dtype: str) -> str:
+    """ "" if every element is right, else what is wrong with the worst one."""
+    got, exact = np.asarray(got).astype(np.float64), expected.exact
+    if got.shape != exact.shape:
+        return f"{name}: shape {got.shape}, expected {exact.shape}"
+    largest = float(LIMITS[dtype].max)
+    with np.errstate(all="ignore"):
+        may_overflow = np.isfinite(exact) & (np.abs(exact) + expected.bound > 0.99 * largest)
+        same_kind = (np.isnan(got) == np.isnan(exact)) & (np.isinf(got) == np.isinf(exact))
+        same_kind &= ~np.isinf(exact) | (got == exact)
+        error = np.abs(got - exact)
+        near = np.where(np.isfinite(exact), error <= expected.bound, same_kind)
+        wrong = ~np.where(may_overflow, near | (np.isinf(got) & (np.sign(got) == np.sign(exact))), near)
+    if not wrong.any():
+        return ""
+    share = np.where(wrong, np.nan_to_num(error / expected.bound, nan=np.inf), 0)
+    at = tuple(int(i) for i in np.unravel_index(share.argmax(), share.shape))
+    return (
+        f"{name}: {int(wrong.sum())} of {wrong.size} wrong, worst at {at}: got {got[at]:.8g}, exact {exact[at]:.8g}, "
+        f"bound {expected.bound[at]:.3g}"
+    )
