@@ -73,6 +73,31 @@ def falling(rng: Rng, s: Spec) -> Tensors:
     return _along_keys(rng, s, -(np.arange(s.sk) // 32) * rng.uniform(0.5, 8))
 
 
+def cliff(rng: Rng, s: Spec) -> Tensors:
+    """Scores of 0, then of 11.5 (fp16) or 88: exp of that is beyond fp16, or next to the end of fp32."""
+    q, k, v, dout = _along_keys(rng, s, np.where(np.arange(s.sk) < s.sk // 2, 0, 11.5 if s.dtype == "fp16" else 88))
+    k[..., 1:] = 0
+    return q, k, 8 * v, dout
+
+
+def dominated(rng: Rng, s: Spec) -> Tensors:
+    """One key has 128, 256, ... times the weight of the first one, by head, times 1 and half a rounding step.
+
+    Three columns of k add up to the score, so that 16 bits hold it up to 2^-16; all of v is one number.
+    """
+    q, k, v, dout = (np.zeros_like(x) for x in normal(rng, s))
+    step = 2.0**-7 if s.dtype == "bf16" else 2.0**-10
+    score = np.full(k.shape[:3], -24.0)
+    score[:, 0] = 0
+    score[:, s.sk // 2] = np.log(2.0 ** (7 + np.arange(s.heads) % 8) * (1 + 0.51 * step))
+    rest = score / (abs(s.factor) or 1)
+    for column in range(3):
+        k[..., column] = rest.astype(s.numpy_dtype)
+        rest = rest - k[..., column]
+    q[..., :3] = 1 if s.factor > 0 else -1
+    return q, k, v + 1.0625, dout + rng.standard_normal(s.d)
+
+
 def few(rng: Rng, s: Spec) -> Tensors:
     """A few keys stand out together, by up to 9; V and dO are constant or not."""
     score = np.zeros(s.sk)
@@ -102,6 +127,13 @@ def nonfinite(rng: Rng, s: Spec) -> Tensors:
         x = tensors[rng.integers(4)]
         x[tuple(rng.integers(x.shape))] = rng.choice([np.nan, np.inf, -np.inf])
     return tensors
+
+
+def last_infinite(rng: Rng, s: Spec) -> Tensors:
+    """inf in v and in dout, in the last head of the last batch."""
+    q, k, v, dout = normal(rng, s)
+    v[-1, 3 * s.sk // 4, -1, 1] = dout[-1, s.sq // 2, -1, 2] = np.inf
+    return q, k, v, dout
 
 
 def infinite_scores(rng: Rng, s: Spec) -> Tensors:
@@ -178,7 +210,21 @@ def _repeated(axis: int) -> Callable[[Array], Array]:
     return repeat
 
 
-_VALUES = (normal, outliers, constant, large, growing, falling, few, hidden, nonfinite, infinite_scores)
+_VALUES = (
+    normal,
+    outliers,
+    constant,
+    large,
+    growing,
+    falling,
+    cliff,
+    dominated,
+    few,
+    hidden,
+    nonfinite,
+    last_infinite,
+    infinite_scores,
+)
 _MEMORY = (contiguous, bhsd, rows_first, padded, misaligned, shifted, every_second, backwards)
 VALUES: dict[str, Callable[[Rng, Spec], Tensors]] = {f.__name__: f for f in _VALUES}
 MEMORY: dict[str, Callable[[Array], Array]] = {f.__name__: f for f in _MEMORY}

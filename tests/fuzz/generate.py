@@ -15,7 +15,12 @@ BORDERS = (0, 1, 2, 31, 32, 33, 63, 64, 65, 80, 127, 128, 129, 191, 192, 193, 25
 EMULATOR_PAIRS = 3e5  # of queries, keys and heads in one problem: a few seconds
 CPU_PAIRS = 4e5
 GPU_PAIRS = 4e6  # the oracle is the slow part
-BOUNDED = ("hidden", "nonfinite", "infinite_scores")  # scores must stay where exp does not underflow in float64
+BOUNDED = (
+    "hidden",
+    "nonfinite",
+    "last_infinite",
+    "infinite_scores",
+)  # scores must stay where exp does not underflow in float64
 
 
 def _scale(rng: Random, d: int, negative: bool, *, moderate: bool) -> float | None:

@@ -1,0 +1,216 @@
+"""Problems that cover all pairs: any two values of two axes of `AXES` meet in one of them, unless `is_legal` says no,
+and no third value (`HIDING`) keeps a fault from being seen there.
+
+A small greedy generator with a seed of its own. A problem that needs kernels that none before it needs costs some
+seconds of g++, so it must cover `NEW_KIND` pairs more than another one to be taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from random import Random
+from typing import Any
+
+from cupyflash import kernels
+from cupyflash.device import Device
+from cupyflash.problem import Problem
+
+from .arrays import NOT_FOR_TMA, UNALIGNED
+from .spec import Spec
+
+MEMORY = ("contiguous", "bhsd", "padded", "misaligned", "one_head")
+RESULTS = ("contiguous", "bhsd", "padded")
+LENGTHS = ("one", "less", "under", "over", "many")  # relative to a tile, less or more by one
+AXES: dict[str, tuple[Any, ...]] = {
+    # Which loops run: the family and head_dim, a multiple of 64, of 16, of 8; more than 128, and the most.
+    "kernel": tuple(itertools.product(("sm80", "sm90"), (64, 80, 72, 200, 256))),
+    "dtype": ("bf16", "fp16"),
+    "mask": ("full", "causal", "both", "left", "right", "empty"),
+    "scale": ("+", "-", "0"),
+    "deterministic": (False, True),
+    "sq": LENGTHS,
+    "sk": LENGTHS,
+    "batch": (1, 2, 3),
+    "heads": (1, 2, 3),
+    "group": (1, 2, 5, 8),
+    "dlse": (False, True),
+    "values": ("normal", "constant", "outliers", "hidden", "nonfinite"),
+    "q": MEMORY, "k": MEMORY, "v": MEMORY, "dout": MEMORY,
+    "o": RESULTS, "dq": RESULTS, "dk": RESULTS, "dv": RESULTS,
+    "section": (0, 1, 2),
+    "mode": ("race", "late", "any"),
+}  # fmt: skip
+# Values with which much is zero or cancels, so that many a fault does not show.
+HIDING = (("sq", "one"), ("sk", "one"), ("values", "constant"), ("scale", "0"))
+Row = dict[str, Any]
+Pair = tuple[str, Any, str, Any]
+SEED, CANDIDATES, NEW_KIND = 3, 300, 50
+MOST_WORK = 4e7  # queries times keys times heads times head_dim: a second or two in the emulator
+
+
+def is_legal(row: Row) -> bool:
+    """Whether these axes, some or all, go together."""
+    memory = [row[name] for name in ("q", "k", "v", "dout") if name in row]
+    if row.get("kernel", " ")[0] == "sm90" and any(how in NOT_FOR_TMA for how in memory):
+        return False  # goes to the sm80 family
+    return not (row.get("values") == "hidden" and row.get("mask") == "full")  # nothing is hidden
+
+
+def covered(row: Row) -> set[Pair]:
+    """The pairs that a row shows: one that hides faults counts for those pairs alone that it is part of."""
+    hiding = {axis for axis, value in HIDING if row[axis] == value}
+    return {(a, row[a], b, row[b]) for a, b in itertools.combinations(AXES, 2) if hiding <= {a, b}}
+
+
+def allcovered() -> list[Pair]:
+    """Those that are legal."""
+    return [
+        (a, x, b, y)
+        for a, b in itertools.combinations(AXES, 2)
+        for x, y in itertools.product(AXES[a], AXES[b])
+        if is_legal({a: x, b: y})
+    ]
+
+
+def _kind(row: Row) -> tuple[Any, ...]:
+    """What is compiled for a row."""
+    mask = row["mask"] if row["mask"] in ("full", "causal") else "window"
+    unaligned = any(row[name] in UNALIGNED for name in ("q", "k", "v", "dout"))
+    return row["kernel"], row["dtype"], mask, row["scale"] == "+", row["deterministic"], unaligned
+
+
+def _work(row: Row) -> float:
+    """About what it costs, whatever the tiles: these may change, and the rows keep their names."""
+    length = {"one": 1, "less": 23, "under": 150, "over": 150, "many": 350}
+    heads = row["batch"] * row["heads"] * row["group"]
+    return float(length[row["sq"]] * length[row["sk"]] * heads * row["kernel"][1])
+
+
+@functools.cache
+def rows() -> tuple[Row, ...]:
+    """The covering set."""
+    rng, found, kinds = Random(SEED), [], set()
+    todo = dict.fromkeys(allcovered())  # a set that keeps its order
+    plain = {name: tuple(x for x in values if (name, x) not in HIDING) for name, values in AXES.items()}
+    while todo:
+        a, x, b, y = next(iter(todo))
+        best, best_score = None, -1e9
+        tries = 0
+        while tries < CANDIDATES or best is None:
+            row = {name: values[int(rng.random() * len(values))] for name, values in plain.items()} | {a: x, b: y}
+            if tries % 2 and found:  # the kernels of an earlier row
+                like = found[int(rng.random() * len(found))]
+                row |= {n: like[n] for n in ("kernel", "dtype", "mask", "scale", "deterministic") if n not in (a, b)}
+            tries += 1
+            if not is_legal(row) or _work(row) > MOST_WORK:
+                continue
+            score = sum(pair in todo for pair in covered(row)) - NEW_KIND * (_kind(row) not in kinds)
+            if score > best_score:
+                best, best_score = row, score
+        assert best is not None
+        found.append(best)
+        kinds.add(_kind(best))
+        for pair in covered(best):
+            todo.pop(pair, None)
+    return tuple(found)
+
+
+def _tiles(row: Row) -> tuple[int, int]:
+    """The forward's queries and the backward's keys of a tile."""
+    family, d = row["kernel"]
+    device, problem = Device.synthetic("sm_90"), Problem(row["dtype"], 1, 1, 1, 1, 1, d, 1.0)
+    if family == "sm90":
+        forward, backward = kernels.forward_sm90_variant(problem), kernels.backward_sm90_variants(problem)[1]
+        return forward.block_m, backward.block_n
+    return kernels.forward_variant(problem, device).block_m, kernels.backward_variants(problem, device)[1].block_n
+
+
+def _window(mask: str, sq: int, sk: int) -> dict[str, Any]:
+    """The options of a mask. "empty": about half of the queries see no key."""
+    return {
+        "full": {},
+        "causal": {"causal": True},
+        "both": {"left": sk // 3 + 5, "right": sk // 4},
+        "left": {"left": sk // 4},
+        "right": {"right": -2 - sk // 9},
+        "empty": {"right": -(max(sk - sq, 0) + sq // 2 + 2)},
+    }[mask]
+
+
+def spec(row: Row, number: int) -> Spec:
+    """A row as a problem."""
+    block_m, block_n = _tiles(row)
+    length = {"one": 1, "less": 23}
+    sq = {**length, "under": block_m - 1, "over": block_m + 1, "many": 2 * block_m + 41}[row["sq"]]
+    sk = {**length, "under": block_n - 1, "over": block_n + 1, "many": 323}[row["sk"]]
+    family, d = row["kernel"]
+    size = 0.7 * d**-0.5
+    same = {n: row[n] for n in AXES if n not in ("kernel", "mask", "scale", "sq", "sk")}
+    return Spec(
+        **same, sq=sq, sk=sk, **_window(row["mask"], sq, sk), scale={"+": None, "-": -size, "0": 0.0}[row["scale"]],
+        family=family, d=d, seed=number, sms=1 + number % 3, order=number,
+    )  # fmt: skip
+
+
+# Persistent blocks that see many tiles: a queue that loses count now and then has time for it.
+_MANY = Spec(batch=3, heads=12, sq=9, sk=17, sms=1)
+MANY_TILES = {
+    f"tiles-{i}": dataclasses.replace(_MANY, d=d, group=group, mode=mode, seed=i, **more)
+    for i, (d, group, mode, more) in enumerate(
+        (
+            (64, 1, "race", {}),
+            (80, 1, "race", {"causal": True, "dtype": "fp16"}),
+            (128, 1, "late", {"dlse": True}),
+            (200, 1, "race", {"causal": True, "section": 5}),
+            (256, 1, "race", {"dtype": "fp16"}),
+            (256, 2, "late", {"causal": True, "dlse": True, "section": 5}),
+            (64, 1, "race lanes", {}),  # of a warp that waits, each lane on its own
+            (200, 1, "race lanes", {}),
+        )
+    )
+}
+
+
+# Where a block begins or ends with a key that one query sees: with blocks of 64, and 32 or 64 queries,
+# seqlen_k - seqlen_q - left is -65, or seqlen_k - seqlen_q is 1 under the causal mask.
+_LEFT, _CAUSAL = Spec(sq=300, sk=323, left=88, heads=2), Spec(sq=300, sk=301, causal=True, heads=2)
+_SHARES = Spec(sq=40, sk=1003, batch=2, group=2, deterministic=True)  # six shares of dQ and more
+EDGES = {
+    f"{name}-{family}-d{d}": dataclasses.replace(spec, family=family, d=d, dtype=dtype, mode="race")
+    for name, spec in (("left", _LEFT), ("causal", _CAUSAL), ("shares", _SHARES))
+    for family, d, dtype in (("sm80", 64, "bf16"), ("sm90", 64, "fp16"), ("sm80", 200, "fp16"), ("sm90", 200, "fp16"))
+}
+# Rows that are computed again, of groups and batches, with strides of their own: what sees an inf, and what does not.
+REPAIRS = {
+    f"repair-{family}-d{d}-{group}": Spec(
+        family=family, d=d, dtype=dtype, sq=70, sk=140, group=group, heads=2, batch=2, left=left,
+        causal=left is None,
+        values="last_infinite", k="padded", v="bhsd", dout="rows_first", q="every_second", dk="bhsd", scale=scale,
+        seed=group,
+    )
+    for family, d, dtype in (("sm80", 64, "bf16"), ("sm90", 64, "fp16"), ("sm80", 200, "fp16"), ("sm90", 200, "bf16"))
+    for group, left, scale in ((5, 20, None), (8, None, -0.05))
+}  # fmt: skip
+# Maxima that grow by more than P may exceed the one in use: it would overflow fp16, and in bf16 the fp32 sums of P V.
+CLIFFS = {
+    f"cliff-{dtype}-d{d}": Spec(dtype=dtype, d=d, sq=70, sk=323, values="cliff", heads=2, causal=d == 128)
+    for dtype in ("bf16", "fp16")
+    for d in (64, 128)
+}
+
+# A key that outweighs all others, met after another maximum.
+DOMINATED = {
+    f"dominated-{dtype}-d{d}": Spec(dtype=dtype, d=d, sq=70, sk=323, values="dominated", heads=8, scale=2.0**-3)
+    for dtype in ("bf16", "fp16")
+    for d in (64, 256)
+}
+
+
+@functools.cache
+def cases() -> dict[str, Spec]:
+    """All of them by name."""
+    return (
+        {f"pair-{i}": spec(row, i) for i, row in enumerate(rows())} | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED
+    )
