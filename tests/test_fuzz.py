@@ -9,8 +9,8 @@ from cupyflash import cpu
 from tests.fuzz import arrays, emulated, generate, loop, run
 from tests.fuzz.spec import Spec
 
-CPU_BATCHES, CPU_SIZE = 12, 4
-EMULATOR_BATCHES, EMULATOR_SIZE = 5, 8  # every batch compiles a forward and a backward
+CPU_BATCHES, CPU_SIZE = 8, 5
+EMULATOR_BATCHES, EMULATOR_SIZE = 4, 7  # every batch compiles a forward and a backward
 
 
 def failures(where: str, number: int, size: int) -> list[str]:

@@ -90,7 +90,7 @@ def dominated(rng: Rng, s: Spec) -> Tensors:
     score = np.full(k.shape[:3], -24.0)
     score[:, 0] = 0
     score[:, s.sk // 2] = np.log(2.0 ** (7 + np.arange(s.heads) % 8) * (1 + 0.51 * step))
-    rest = score / (abs(s.factor) or 1)
+    rest = score / (abs(s.factor) if abs(s.factor) > 1e-2 else 1)
     for column in range(3):
         k[..., column] = rest.astype(s.numpy_dtype)
         rest = rest - k[..., column]
