@@ -185,7 +185,7 @@ EDGES = {
 # Rows that are computed again, of groups and batches, with strides of their own: what sees an inf, and what does not.
 REPAIRS = {
     f"repair-{family}-d{d}-{group}": Spec(
-        family=family, d=d, dtype=dtype, sq=70, sk=140, group=group, heads=2, batch=2, left=left,
+        family=family, d=d, dtype=dtype, sq=40, sk=100, group=group, heads=2, batch=2, left=left,
         causal=left is None,
         values="last_infinite", k="padded", v="bhsd", dout="rows_first", q="every_second", dk="bhsd", scale=scale,
         seed=group,
