@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import gc
 import os
@@ -17,8 +18,8 @@ from cupyflash.problem import DTYPES, MAX_HEAD_DIM
 
 from . import bench_cycles, bench_plot, bench_startup
 from .bench_arguments import check_lengths, check_plot, check_writable
-from .bench_report import Row, documents, print_ratios, print_rows, ratios, write_csv
-from .bench_timing import QUICK, SUSTAINED, Effort, host_us, sustained_ms
+from .bench_report import Row, documents, few_rounds, print_ratios, print_rows, ratios, write_csv
+from .bench_timing import QUICK, ROUNDS, SUSTAINED, Effort, Timing, host_us, sustained_ms, timings_ms
 from .bench_work import DIRECTIONS, FLOP_FORMULA, OURS, PEERS, Bench, Cell, make
 from .output import emit, exit_codes, human, json_option, list_option, progress, quiet
 
@@ -45,7 +46,9 @@ SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 2
 @click.option("--framework", type=click.Choice(["torch", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
-@click.option("--quick", is_flag=True, help="Time each for a tenth of a second, once: faster and less certain.")
+@click.option("--quick", is_flag=True, help="Time each for a twentieth of a second a round: faster, less certain.")
+@click.option("--rounds", type=click.IntRange(1), default=ROUNDS, show_default=True,
+              help="Turns of all, each in a new random order.")  # fmt: skip
 @click.option("--memory-only", is_flag=True, help="Measure memory, not time.")
 @click.option("--host", is_flag=True, help="Also the host's cost of a warm call.")
 @click.option("--startup", is_flag=True, help="Also the time to compile a new kernel, and to load it from the cache.")
@@ -56,9 +59,10 @@ SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 2
 def command(**options: Any) -> None:
     """Time attention by sequence length, alone or against others, in one run.
 
-    Sustained and interleaved: all implementations of a configuration take turns, each runs until the clock is steady
-    and is then timed with events for a quarter of a second; medians, on random data. FLOPs are 4 * head_dim for each
-    visible query-key pair and head in the forward, and 2.5 times that in the backward.
+    Sustained and in turns: in each round all implementations of a configuration run in a new random order, each until
+    the clock is steady and then timed with events for a quarter of a second. Reported are the median of the rounds and
+    the spread, (slowest - fastest) / median, on random data. FLOPs are 4 * head_dim for each visible query-key pair and
+    head in the forward, and 2.5 times that in the backward.
     """
     quiet()
     check_lengths(options["seqlens"])
@@ -68,7 +72,7 @@ def command(**options: Any) -> None:
     bench = make_bench(options["framework"], options["backend"])
     console = human(options["as_json"])
     cells = make_cells(options)
-    effort = QUICK if options["quick"] else SUSTAINED
+    effort = dataclasses.replace(QUICK if options["quick"] else SUSTAINED, rounds=options["rounds"])
     document = describe(options, bench, effort)
     console.print(", ".join(f"{k} {document[k]}" for k in ("version", "device", "framework", "dtype", "date")))
     console.print(f"FLOPs: {FLOP_FORMULA}", soft_wrap=True)
@@ -85,7 +89,8 @@ def command(**options: Any) -> None:
     if options["csv"]:
         write_csv(rows, options["csv"])
     if options["plot"]:
-        bench_plot.draw(rows, options["plot"], f"cupyflash {__version__}, {document['device']}, {options['dtype']}")
+        title = f"cupyflash {__version__}, {document['device']}, {options['dtype']}, rounds: {effort.rounds}"
+        bench_plot.draw(rows, options["plot"], title)
     if options["as_json"]:
         emit(document)
 
@@ -140,6 +145,7 @@ def describe(options: dict[str, Any], bench: Bench, effort: Effort) -> dict[str,
         "dtype": options["dtype"],
         "flop_formula": FLOP_FORMULA,
         "rounds": effort.rounds,
+        "few_rounds": None if options["memory_only"] else few_rounds(effort.rounds),
         "seconds_each": effort.run_s,
         "matmul_tflops": None,
     }
@@ -183,13 +189,13 @@ def measure_cell(bench: Bench, cell: Cell, names: list[str], options: dict[str, 
             reasons[name] = str(e).strip().splitlines()[0].split(". ")[0] if str(e).strip() else type(e).__name__
     rows = []
     for d in directions:
-        times: list[float | None] = [None] * len(works)
+        times: list[Timing | None] = [None] * len(works)
         if not options["memory_only"]:
-            times = list(sustained_ms([w[d] for w in works.values()], bench.clock, effort))
+            times = list(timings_ms([w[d] for w in works.values()], bench.clock, effort))
         timed = d == "fwd" and not options["memory_only"]
         counts = {OURS: bench_cycles.profile(bench, cell, works[OURS][d]) if timed else None}
-        rows += [Row(cell, d, name, ms, peaks[name, d], "", *(counts.get(name) or ()))
-                 for name, ms in zip(works, times, strict=True)]  # fmt: skip
+        rows += [Row(cell, d, name, timing, peaks[name, d], "", *(counts.get(name) or ()))
+                 for name, timing in zip(works, times, strict=True)]  # fmt: skip
         rows += [Row(cell, d, name, None, None, reason) for name, reason in reasons.items()]
     return rows
 
@@ -197,11 +203,12 @@ def measure_cell(bench: Bench, cell: Cell, names: list[str], options: dict[str, 
 def measure_host(bench: Bench, options: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Microseconds of host time for a warm call on a small problem: forward without gradients, and both passes."""
     cell = Cell(options["dtype"], 64, False, 64, 1, 4, 4)
-    found = {}
-    for name in [OURS, *options["against"]]:
-        if name == OURS or not bench.absent(name):
-            works = bench.works(name, cell)
-            found[name] = {d: host_us(works[d], bench.clock) for d in ("fwd", "both")}
+    names = [OURS, *(name for name in options["against"] if not bench.absent(name))]
+    works = [bench.works(name, cell) for name in names]
+    found: dict[str, dict[str, float]] = {name: {} for name in names}
+    for d in ("fwd", "both"):
+        for name, timing in zip(names, host_us([w[d] for w in works], bench.clock), strict=True):
+            found[name] |= {d: timing.median, f"{d}_spread": timing.spread}
     return found
 
 
@@ -215,8 +222,12 @@ def show(document: dict[str, Any], rows: list[Row], console: Console) -> None:
     print_rows(rows, console)
     console.print()
     print_ratios(document["ratios"], console)
+    if document["few_rounds"]:
+        console.print(document["few_rounds"], style="yellow", soft_wrap=True)
     for name, costs in document.get("host_us", {}).items():
-        console.print(f"host, {name}: forward {costs['fwd']:.1f} us, forward + backward {costs['both']:.1f} us a call")
+        passes = (f"{label} {costs[d]:.1f} us (spread {costs[d + '_spread']:.1%})"
+                  for d, label in (("fwd", "forward"), ("both", "forward + backward")))  # fmt: skip
+        console.print(f"host, {name}: {', '.join(passes)} a call", soft_wrap=True)
     for kind, label in (("cold", "compiled cold"), ("disk_cache", "from the disk cache")):
         for kernel in document.get("startup", {}).get(kind, {}).get("kernels", []):
             console.print(f"{label}: {kernel['symbol']} {1e3 * kernel['seconds']:.1f} ms", soft_wrap=True)

@@ -7,7 +7,7 @@ import numpy as np
 from cupyflash import arrays, run
 from cupyflash.options import Options
 
-from .bench_timing import QUICK, Clock, CupyClock, TorchClock, Work, sustained_ms
+from .bench_timing import WARM_UP, Clock, CupyClock, TorchClock, Work, sustained_ms
 from .bench_work import Bench, Cell
 
 FLOPS_PER_CYCLE = 4096  # of one multiprocessor in fp16 and bf16, sm_90: 989.4 TFLOP/s / (132 * 1.83 GHz), data sheet
@@ -31,6 +31,6 @@ def profile(bench: Bench, cell: Cell, work: Work) -> tuple[float, float] | None:
     if library is None:
         return None
     q, k, v, _ = bench.inputs(cell)
-    sustained_ms([work], bench.clock, QUICK)
+    sustained_ms([work], bench.clock, WARM_UP)
     clocks = run.forward_clocks(library, q, k, v, Options(**cell.mask))
     return None if clocks is None else utilisation(cell.flops("fwd"), clocks[:, 0], clocks[:, 1])

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .bench_timing import ROUNDS, Timing
 from .bench_work import OURS, Cell
 
 TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}
@@ -27,11 +28,19 @@ class Row:
     cell: Cell
     direction: str
     implementation: str
-    ms: float | None
+    timing: Timing | None  # milliseconds
     peak_bytes: int | None
     reason: str = ""
     tensor_core_percent: float | None = None
     clock_ghz: float | None = None
+
+    @property
+    def ms(self) -> float | None:
+        return None if self.timing is None else self.timing.median
+
+    @property
+    def spread(self) -> float | None:
+        return None if self.timing is None else self.timing.spread
 
     @property
     def tflops(self) -> float | None:
@@ -39,11 +48,16 @@ class Row:
 
     def document(self) -> dict[str, Any]:
         """One flat record, for JSON and CSV alike."""
+        times = () if self.timing is None else self.timing.rounds
         return {
             **asdict(self.cell),
             "direction": self.direction,
             "implementation": self.implementation,
             "ms": self.ms,
+            "ms_fastest": min(times, default=None),
+            "ms_slowest": max(times, default=None),
+            "spread": self.spread,
+            "rounds": len(times),
             "tflops": self.tflops,
             "peak_bytes": self.peak_bytes,
             "ideal_bytes": self.cell.ideal_bytes(self.direction),
@@ -146,13 +160,15 @@ def _speed_table(rows: list[Row], names: list[str]) -> Table:
     peers = [n for n in names if n != OURS]
     best = [BEST] if len(peers) > 1 else []
     counted = any(r.tensor_core_percent is not None for r in rows)
-    table = _new_table([OURS, "ms", *peers, *best, *(("MMA %", "GHz") if counted else ())])
+    spreads = [column for name in peers for column in (name, "spread")]
+    table = _new_table([OURS, "ms", "spread", *spreads, *best, *(("MMA %", "GHz") if counted else ())])
     for (cell, _), found in by_cell(rows).items():
         ours = found[OURS]
-        texts = [_number(ours.tflops, ".3g"), _number(ours.ms, ".3f")]
+        texts = [_number(ours.tflops, ".3g"), _number(ours.ms, ".3f"), _number(ours.spread, ".1%")]
         for name in peers:
             ratio = best_ratio([ours, found[name]]) if name in found else None
             texts.append("-" if ratio is None else f"{found[name].tflops:.3g} ({ratio:.2f})")
+            texts.append(_number(found[name].spread if name in found else None, ".1%"))
         texts += [_number(best_ratio(found.values()), ".2f") for _ in best]
         if counted:
             texts += [_number(ours.tensor_core_percent, ".1f"), _number(ours.clock_ghz, ".2f")]
@@ -184,6 +200,13 @@ def print_ratios(summary: Ratios, console: Console) -> None:
                 f"worst {s['worst']:.3f} ({where}), {s['below_par']} below {PAR}",
                 soft_wrap=True,
             )
+
+
+def few_rounds(rounds: int) -> str | None:
+    """What a reader must know of so few rounds, or None."""
+    if rounds >= ROUNDS:
+        return None
+    return f"{rounds} round{'s' * (rounds > 1)} instead of {ROUNDS}: the figures depend on who ran after whom"
 
 
 def write_csv(rows: list[Row], path: Path) -> None:

@@ -27,7 +27,7 @@ from cupyflash.accuracy import Oracle
 from cupyflash.arrays import CUPY
 from cupyflash.cases import Case
 from cupyflash.cli import bench_cycles
-from cupyflash.cli.bench_timing import QUICK, SUSTAINED, Effort, Work, sustained_ms
+from cupyflash.cli.bench_timing import QUICK, SUSTAINED, WARM_UP, Effort, Work, sustained_ms
 from cupyflash.cli.bench_work import Bench, Cell, CupyBench
 from cupyflash.cli.output import Exit, emit, exit_codes, explain, human, json_option, list_option, progress, quiet
 from cupyflash.device import Device
@@ -75,7 +75,7 @@ def measure(found: Sequence[Candidate], cell: Cell, bench: Bench, effort: Effort
     works, flops = [launcher(c, (q, k, v), cell.causal)[0] for c in found], cell.flops("fwd")
     times = sustained_ms(works, bench.clock, effort)
     for c, work, ms in zip(found, works, times, strict=True):
-        sustained_ms([work], bench.clock, QUICK)
+        sustained_ms([work], bench.clock, WARM_UP)
         with in_use(c.tile):
             counts = run.forward_clocks(CUPY, q, k, v, Options(causal=cell.causal))
         percent = None if counts is None else bench_cycles.utilisation(flops, counts[:, 0], counts[:, 1])[0]
