@@ -18,7 +18,7 @@ from .output import explain as explain_error  # `cupyflash explain` is the modul
 
 COMMANDS = {
     "verify": "Check the kernels of this machine against a float64 reference.",
-    "doctor": "Look at GPUs, driver, packages and cache, and say how to mend what is wrong.",
+    "doctor": "Look at GPUs, driver, packages and cache, and say how to fix what is wrong.",
     "bench": "Time attention, alone or against other implementations.",
     "explain": "Say what a call would do and why: kernels, launches, registers, least time.",
     "compile": "Compile kernels ahead of time, GPU or not.",

@@ -49,7 +49,7 @@ class Progress:
 
 
 def tell(step: str | None = None, result: tuple[str, Any] | None = None, **facts: Any) -> None:
-    """Say to the parent, if there is one, what begins now (its time starts anew), or what was found."""
+    """Say to the parent, if there is one, what begins now (its time starts again), or what was found."""
     if _parent is not None:
         _parent.send((step, facts, result))
 

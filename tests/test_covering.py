@@ -46,7 +46,7 @@ def test_gpu(name: str) -> None:
 
 
 def test_all_pairs_are_covered() -> None:
-    """Counted anew from the rows, not by the generator."""
+    """Counted again from the rows, not by the generator."""
     rows = covering.rows()
     for a, b in itertools.combinations(covering.AXES, 2):
         met = {

@@ -1,7 +1,7 @@
 """The main loop of the Hopper forward, as the machine runs it: unused features leave no instruction behind.
 
 The opcodes of the loop over ordinary key blocks, without mask, window or score hooks, are pinned in golden/. A change
-that means to touch them writes the file anew, with ``python tests/test_sass.py``, and shows it in its commit.
+that means to touch them writes the file again, with ``python tests/test_sass.py``, and shows it in its commit.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def test_ctrl_c_ends_both_processes(tmp_path: Path) -> None:
 
 
 def test_many_short_steps_may_take_longer() -> None:
-    """The time is that of a step, not of the run; a result starts it anew, as a step does."""
+    """The time is that of a step, not of the run; a result starts it again, as a step does."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
 
     def speak() -> None:
