@@ -39,3 +39,16 @@ def test_the_support_table_names_only_known_architectures() -> None:
     named = {arch for row in rows for arch in re.findall(r"sm_\d+", row)}
     assert named == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"}
     assert named <= set(device.ARCHS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/performance.md", "docs/cli.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    """Files are there, and so are the headings that the links name."""
+    start = README.parent / page
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", start.read_text()):
+        path = (start.parent / target) if target else start
+        assert path.is_file(), f"{page}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in slugs, f"{page}: {target}#{anchor}"
