@@ -187,9 +187,7 @@ struct BwdDkvGroup {
         #pragma unroll
         for (int j = 0; j < M / 8; ++j) ptx::ld_shared_v4_f32(stats[j], stats_at + 64 * j);
         if constexpr (kRole == kRoleP) {
-            X.for_each([&](int, int query, float &s) {
-                s = ptx::ex2(fmaf(score(s), score.log2_factor, -stats[query / 8][2 * (query % 2)]));
-            });
+            X.for_each([&](int, int query, float &s) { s = score.P(s, stats[query / 8][2 * (query % 2)]); });
             if (masked) hide(visit, X);
             W.from(X);
             ptx::mbarrier_wait(smem.p_empty(handed.stage), handed.phase ^ 1);
@@ -207,7 +205,7 @@ struct BwdDkvGroup {
             arrive_warp(smem.p_empty(handed.stage));
             X.for_each([&](int key, int query, float &dp) {
                 const ptx::u32 pair = P[query / 16].x[query / 8 % 2 * 2 + key / 8];
-                dp = score.grad((query % 2 ? T::hi(pair) : T::lo(pair)) * (dp - stats[query / 8][2 * (query % 2) + 1]));
+                dp = (query % 2 ? T::hi(pair) : T::lo(pair)) * (dp - stats[query / 8][2 * (query % 2) + 1]);
             });
             if (masked) hide(visit, X);
             W.from(X);

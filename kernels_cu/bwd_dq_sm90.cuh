@@ -246,8 +246,7 @@ struct BwdDqGroup {
     __device__ void weigh(const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int j, FragA<T, 16, N> &dS) const {
         dP.for_each([&](int row, int col, float &dp) {
             const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
-            const float P = ptx::ex2(fmaf(score(s), score.log2_factor, -stats[row / 8][0]));
-            dp = score.grad(P * (dp - stats[row / 8][1]));
+            dp = score.dS(s, score.P(s, stats[row / 8][0]), dp, stats[row / 8][1]);
         });
         if (!mask.full(q0, j * N)) {
             const int lane = fresh_lane();

@@ -120,8 +120,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
                 for (int e = 0; e < 4; ++e) {
                     float &x = P.x[a][j][e], &y = dS.x[a][j][e];
                     const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
-                    x = ptx::ex2(fmaf(score(x), score.log2_factor, -lse));
-                    y = score.grad(x * (y - delta));
+                    const float raw = x;
+                    x = score.P(raw, lse);
+                    y = score.dS(raw, x, y, delta);
                 }
         }
         if (masked) {

@@ -212,10 +212,10 @@ struct BwdGroup {
                 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
-                    const float weight = ptx::ex2(fmaf(score(P.x[0][j][e]), score.log2_factor, -lse));
-                    const float ds = score.grad(weight * (dS.x[0][j][e] - delta));
-                    P.x[0][j][e] = !kMasked || visible(j, e) ? weight : 0.f;
-                    dS.x[0][j][e] = !kMasked || visible(j, e) ? ds : 0.f;
+                    const float s = P.x[0][j][e], p_ij = score.P(s, lse);
+                    const float ds_ij = score.dS(s, p_ij, dS.x[0][j][e], delta);
+                    P.x[0][j][e] = !kMasked || visible(j, e) ? p_ij : 0.f;
+                    dS.x[0][j][e] = !kMasked || visible(j, e) ? ds_ij : 0.f;
                 }
             }
             rP.from(P, k), rdS.from(dS, k);

@@ -81,7 +81,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         const int lane = fresh_lane();
         const Mask<V> from_here = mask.from(ptx::opaque(tile.block) * M + row0 + lane / 4, k0 + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) {
-            s = score(s);
+            s = score.value(s);
             if constexpr (kMasked) s = from_here.sees(row, col) ? s : -ptx::infinity();
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m

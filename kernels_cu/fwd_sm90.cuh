@@ -87,7 +87,7 @@ struct FwdGroup {
         S.for_each([&](int row, int col, float &s) { s = from_here.sees(row, col) ? s : -ptx::infinity(); });
     }
     __device__ void apply_score(AccTile<16, N> &S) const {
-        S.for_each([&](int, int, float &s) { s = score(s); });
+        S.for_each([&](int, int, float &s) { s = score.value(s); });
     }
 
     __device__ FwdTile<V> next_tile() { return {queue.next(), problem}; }

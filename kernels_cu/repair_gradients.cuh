@@ -50,7 +50,7 @@ struct GradientRepair {
     template <int kCols = D, class Tile>
     __device__ void dv(int head_k, int key, const Tile &tile, int row, int col0 = 0) const {
         over_queries<kCols, false>(p.dout, p.dout_stride, 1.f, head_k, key, tile, row, col0,
-                                   [&](int head, int query) { return P(head, query, head_k, key); });
+                                   [&](int head, int query) { return P(head, query, S(head, query, head_k, key)); });
     }
 
   private:
@@ -67,14 +67,17 @@ struct GradientRepair {
     __device__ const T *at(const void *x, const Strides &s, int head, int i) const {
         return static_cast<const T *>(x) + head_offset(s, batch, head) + i * s.row;
     }
-    __device__ float P(int head, int query, int head_k, int key) const {
-        const float s = dot_rows<T, D, kUnaligned>(at(p.q, p.q_stride, head, query), at(p.k, p.k_stride, head_k, key));
-        return weight_ex2(fmaf(score(s), score.log2_factor, -stats(head, query)[0]));
+    __device__ float S(int head, int query, int head_k, int key) const {
+        return dot_rows<T, D, kUnaligned>(at(p.q, p.q_stride, head, query), at(p.k, p.k_stride, head_k, key));
+    }
+    __device__ float P(int head, int query, float s) const {
+        return weight_ex2(score.exponent(s, stats(head, query)[0]));
     }
     __device__ float dS(int head, int query, int head_k, int key) const {
+        const float s = S(head, query, head_k, key);
         const float dP =
             dot_rows<T, D, kUnaligned>(at(p.dout, p.dout_stride, head, query), at(p.v, p.v_stride, head_k, key));
-        return score.grad(P(head, query, head_k, key) * (dP - stats(head, query)[1]));
+        return score.dS(s, P(head, query, s), dP, stats(head, query)[1]);
     }
     // The sum of weight(head, query) times that row of x.
     template <int kCols, bool kDS, class Tile, class Weight>

@@ -47,7 +47,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int batch, int
             static_cast<const T *>(p.q) + head_offset(p.q_stride, batch, head) + (query0 + row) * p.q_stride.row;
         const int first = mask.first_key(query0 + row), end = mask.end_key(query0 + row);
         const auto exponent = [&](int key) {
-            return score(dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row)) * score.log2_factor;
+            return score.value(dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row)) * score.log2_factor;
         };
         float lse = 0.f;  // in powers of two
         repair_row<T, D>(tile, row0 + row, 0, D, 1.f, [&](auto &sum, bool reasons) {
