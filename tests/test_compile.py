@@ -2,14 +2,21 @@
 
 A spill shows as slow code only, so nothing else would report it. Which tile spills is a matter of a few registers: see
 `fresh_thread` in kernels_cu/tile.cuh before changing a tile or a main loop.
+
+And every kernel's machine code is pinned: a new feature leaves that of all kernels without it as it was. A change that
+means to touch it writes the digests again, with ``python tests/test_compile.py``, and shows them in its commit.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
+import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +35,9 @@ except cupyflash.UnsupportedError as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+PINNED = ("sm_80", "sm_90")  # a family each
+GOLDEN = Path(__file__).parent / "golden" / "machine_code.json"
+NVRTC = (12, 9)  # another compiler makes other code
 REGISTERS_PER_SM = 65536
 # What ptxas says where it waits for each wgmma, because it cannot tell that the next one's registers are free.
 SERIALISED = re.compile(r"C75(?:08|1[0-6])\b")
@@ -78,3 +88,31 @@ def test_the_products_of_hopper_kernels_overlap() -> None:
     assert not serialised, f"ptxas serialises wgmma, NVRTC {cubins[0].nvrtc}: {serialised}"
     spilled = {c.symbol: c.spill_bytes for c in cubins if c.spill_bytes and "window" not in c.symbol}
     assert not spilled, f"register spills in bytes, NVRTC {cubins[0].nvrtc}: {spilled}"
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The instructions of an ELF file: its sections .text.*."""
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    names = cubin[sections[names_at][4] :]
+    code = [cubin[s[4] : s[4] + s[5]] for s in sections if names[s[0] :].startswith(b".text.")]
+    assert code
+    return b"".join(code)
+
+
+def digests(arch: str) -> dict[str, str]:
+    """Of all shipped variants, by symbol."""
+    cubins = compiled(shipped(Device.synthetic(arch)), arch)
+    return {c.symbol: hashlib.sha256(machine_code(c.data)).hexdigest()[:16] for c in cubins}
+
+
+@pytest.mark.parametrize("arch", PINNED)
+def test_the_machine_code_is_pinned(arch: str) -> None:
+    if nvrtc.find().version != NVRTC:
+        pytest.skip(f"the code is that of NVRTC {NVRTC[0]}.{NVRTC[1]}; this is {nvrtc.find().version}")
+    assert digests(arch) == json.loads(GOLDEN.read_text())[arch]
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({arch: digests(arch) for arch in PINNED}, indent=1, sort_keys=True) + "\n")
