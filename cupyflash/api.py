@@ -34,12 +34,14 @@ def attention(
     window: Window | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
+    softcap: float | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
 
-        out = softmax(scale * q k^T, over the keys each query sees) v
-        lse = ln(sum(exp(scale * q k^T), over the keys each query sees))
+        out = softmax(score, over the keys each query sees) v
+        lse = ln(sum(exp(score), over the keys each query sees))
+        score = scale * q k^T, or softcap * tanh(scale * q k^T / softcap)
 
     Computed by tiles with an online softmax (FlashAttention, Dao et al. 2022; FlashAttention-2, Dao 2023).
 
@@ -57,6 +59,7 @@ def attention(
             warns once, since to flash-attn it means unbounded.
         layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(batch, heads, seqlen, head_dim)``; results have the same.
         deterministic: make the gradients bitwise reproducible, at some cost; the forward always is.
+        softcap: what no score's magnitude exceeds, 0.001 to 1000 (50 in Gemma 2, 30 in Grok-1); None for no cap.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -81,7 +84,7 @@ def attention(
         >>> attention(q, k, v, causal=True).shape
         (1, 128, 8, 64)
     """
-    call = make_options(causal, scale, window, layout, deterministic)
+    call = make_options(causal, scale, window, layout, deterministic, softcap)
     bounds = call.window
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
@@ -126,11 +129,14 @@ def attention_backward(
     window: Window | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
+    softcap: float | None = None,
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
 
-        P = exp(scale * q k^T - lse),  dv = P^T dout,  dS = P * (dout v^T - rowsum(dout * out) + dlse),
+        P = exp(score - lse),  dv = P^T dout,  dS = P * (dout v^T - rowsum(dout * out) + dlse),
         dq = scale * dS k,  dk = scale * dS^T q
+
+    with ``dS * (1 - tanh(scale * q k^T / softcap)^2)`` for dS where there is a softcap
 
     (FlashAttention-2, Dao 2023, algorithm 2).
 
@@ -139,7 +145,7 @@ def attention_backward(
         q, k, v: the inputs of the forward.
         out, lse: its results, as `attention(..., return_lse=True)` gave them.
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
-        causal, scale, window, layout: as in the forward, and converted as there.
+        causal, scale, window, layout, softcap: as in the forward, and converted as there.
         deterministic: bitwise reproducible gradients.
 
     Returns:
@@ -155,7 +161,7 @@ def attention_backward(
         >>> attention_backward(dout, q, k, v, out, lse).dq.shape
         (1, 128, 8, 64)
     """
-    call = make_options(causal, scale, window, layout, deterministic)
+    call = make_options(causal, scale, window, layout, deterministic, softcap)
     bounds = call.window
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
@@ -182,6 +188,7 @@ def warmup(
     window: bool = False,
     backward: bool = True,
     deterministic: bool = False,
+    softcap: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -193,6 +200,7 @@ def warmup(
         window: also prepare calls with a window.
         backward: also prepare `attention_backward`.
         deterministic: prepare the deterministic backward instead of the fast one.
+        softcap: prepare calls with a softcap (any) instead of those without.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -214,6 +222,7 @@ def warmup(
     if options.flag("window", window):
         masks.append((False, (1, 1)))
     both, fixed = options.flag("backward", backward), options.flag("deterministic", deterministic)
+    cap = 1.0 if options.flag("softcap", softcap) else None
     ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
@@ -221,9 +230,8 @@ def warmup(
         for dtype in names:
             for size in sizes:
                 for is_causal, bounds in masks:
-                    problem = make_problem(
-                        [(1, 1, 1, size)] * 3, [dtype] * 3, causal=is_causal, window=bounds, deterministic=fixed
-                    )
+                    call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)
+                    problem = make_problem([(1, 1, 1, size)] * 3, [dtype] * 3, **call._asdict())
                     plans = [forward_plan(problem, dev)] + ([backward_plan(problem, dev)] if both else [])
                     variants.update({launch.variant: None for plan in plans for launch in plan.launches})
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]

@@ -71,10 +71,11 @@ class Case:
     dlse: bool = False
     backward: bool = True
     dtypes: tuple[str, ...] = DTYPES
+    softcap: float | None = None
 
     @property
     def tags(self) -> frozenset[str]:
-        """`values` and `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic."""
+        """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap."""
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and self.batch * self.heads_q <= EMULATOR_HEADS
         facts = {
             "emulator": small,
@@ -85,6 +86,7 @@ class Case:
             "empty": 0 in (self.batch, self.seqlen_q, self.seqlen_k),
             "dlse": self.dlse,
             "deterministic": self.deterministic,
+            "softcap": self.softcap is not None,
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -102,6 +104,7 @@ class Case:
             "window": self.window,
             "layout": layout or self.layout,
             "deterministic": self.deterministic,
+            "softcap": self.softcap,
         }
 
     def inputs(self, dtype: str, seed: int = 0) -> Inputs:
@@ -169,6 +172,19 @@ CASES: tuple[Case, ...] = (
     Case("scale-zero", "quick", 83, 197, scale=0.0, causal=True),
     Case("scale-negative", "quick", 83, 197, 128, scale=-0.3),
     Case("scale-large", "full", 83, 197, 64, scale=4.0, causal=True),
+    # softcap: alone, saturated, and with each option that touches the same hook
+    Case("softcap", "smoke", 201, 323, 64, softcap=1.5),
+    Case("softcap-causal", "quick", 211, 323, 128, softcap=30.0, scale=1.0, causal=True),
+    Case("softcap-gqa-dlse-d256", "quick", 131, 203, 256, heads_q=4, heads_k=2, softcap=5.0, scale=0.5, dlse=True),
+    Case("softcap-window-d192", "full", 203, 251, 192, softcap=2.0, window=(70, 40)),
+    Case("softcap-scale-negative", "full", 83, 197, 80, softcap=3.0, scale=-0.4, causal=True),
+    Case("softcap-scale-zero", "full", 83, 197, softcap=3.0, scale=0.0),
+    Case("softcap-deterministic", "full", 201, 323, 64, softcap=10.0, deterministic=True, causal=True),
+    Case("softcap-misaligned", "full", 75, 203, 64, softcap=1.5, memory="misaligned"),
+    Case("softcap-saturated", "full", 83, 197, 64, softcap=4.0, values="large_scores"),
+    Case("softcap-nan-in-visible-key", "full", 131, 203, 64, softcap=4.0, values="nan_in_visible_key", causal=True),
+    Case("softcap-inf-in-visible-key", "full", 131, 203, 128, softcap=4.0, values="inf_in_visible_key"),
+    Case("softcap-nan-in-hidden-key", "full", 131, 203, 200, softcap=4.0, values="nan_in_hidden_key", window=(90, -9)),
     # heads
     Case("gqa", "smoke", 113, 323, 64, heads_q=4, heads_k=2, causal=True),
     Case("gqa-six-to-two", "full", 77, 259, 128, heads_q=6, heads_k=2),

@@ -129,7 +129,7 @@ def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem) -> tupl
     m = np.full((*Q.shape[:2], 1), -np.inf, Q.dtype)
     l = np.zeros_like(m)
     for keys, visible in key_tiles(rows, p):
-        S = _scores(Q, K[:, keys], p.scale)
+        S = _scores(Q, K[:, keys], p)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
         m_new = np.maximum(m, S.max(axis=-1, keepdims=True))
@@ -149,10 +149,13 @@ def _backward_tile(
     """dQ of one tile of queries; adds what the tile contributes to dV and, still without scale, to dK."""
     dQ = np.zeros_like(Q)
     for keys, visible in key_tiles(rows, p):
-        S = _scores(Q, K[:, keys], p.scale)
+        S = _scores(Q, K[:, keys], p)
+        derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
         dP = dO @ V[:, keys].swapaxes(1, 2)
         dS = np.multiply(P, np.subtract(dP, delta, out=dP), out=dP)
+        if derivative is not None:
+            np.multiply(dS, derivative, out=dS)
         if visible is not None:
             np.copyto(P, 0, where=~visible)
             np.copyto(dS, 0, where=~visible)
@@ -163,9 +166,12 @@ def _backward_tile(
     return p.scale * dQ
 
 
-def _scores(Q: Array, K: Array, scale: float) -> Array:
+def _scores(Q: Array, K: Array, p: Problem) -> Array:
     S = Q @ K.swapaxes(1, 2)
-    return np.multiply(S, scale, out=S)
+    if p.softcap is None:
+        return np.multiply(S, p.scale, out=S)
+    np.tanh(np.multiply(S, p.scale / p.softcap, out=S), out=S)
+    return np.multiply(S, p.softcap, out=S)
 
 
 def _product(A: Array, B: Array, visible: Array | None) -> Array:

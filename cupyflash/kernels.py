@@ -25,6 +25,7 @@ class Forward(Variant):
     causal: bool = False
     window: bool = False
     scale_first: bool = False
+    softcap: bool = False
     unaligned: bool = False
 
     @property
@@ -52,6 +53,7 @@ class ForwardSm90(Variant):
     causal: bool = False
     window: bool = False
     scale_first: bool = False
+    softcap: bool = False
     clocks: bool = False
 
     @property
@@ -79,6 +81,7 @@ class Backward(Variant):
     causal: bool = False
     window: bool = False
     scale_first: bool = False
+    softcap: bool = False
     unaligned: bool = False
     deterministic: bool = False
 
@@ -106,6 +109,7 @@ class BackwardSm90(Variant):
     causal: bool = False
     window: bool = False
     scale_first: bool = False
+    softcap: bool = False
     deterministic: bool = False
 
     @property
@@ -158,6 +162,7 @@ class Delta(Variant):
     split_d: int
     dq_warps_m: int
     unaligned: bool = False
+    softcap: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -173,16 +178,22 @@ class Convert(Variant):
     split_d: int
     dq_warps_m: int
     unaligned: bool = False
+    softcap: bool = False
 
     @property
     def smem_bytes(self) -> int:
         return self.block_m * tiles.row_bytes(tiles.round_up(self.head_dim, 16 * self.split_d))
 
 
-def mask_flags(problem: Problem) -> dict[str, Any]:
+def hook_flags(problem: Problem) -> dict[str, Any]:
     """Which of the mask and score hooks a problem needs."""
-    causal = problem.causal
-    return {"causal": causal, "window": problem.masked and not causal, "scale_first": problem.scale <= 0}
+    causal, softcap = problem.causal, problem.softcap is not None
+    return {
+        "causal": causal,
+        "window": problem.masked and not causal,
+        "scale_first": problem.scale <= 0 and not softcap,
+        "softcap": softcap,
+    }
 
 
 def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -> Forward:
@@ -192,7 +203,7 @@ def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -
         problem.dtype,
         problem.head_dim,
         **asdict(t),
-        **mask_flags(problem),
+        **hook_flags(problem),
         unaligned=not aligned,
     )
 
@@ -202,7 +213,7 @@ def forward_sm90_variant(problem: Problem, *, clocks: bool = False) -> ForwardSm
     t = tiles.hopper_forward_tile(problem.head_dim, masked=problem.masked)
     shape = (problem.dtype, problem.head_dim, 64 * t.groups, 4 * (t.groups + 1), 1, t.block_n, t.stages, t.q_slots)
     variant = ForwardSm90(*shape, t.consumer_registers, t.producer_registers, clocks=clocks)
-    return replace(variant, **mask_flags(problem))
+    return replace(variant, **hook_flags(problem))
 
 
 def backward_variants(problem: Problem, device: Device, *, aligned: bool = True) -> tuple[Delta, Backward, Convert]:
@@ -212,19 +223,21 @@ def backward_variants(problem: Problem, device: Device, *, aligned: bool = True)
         problem.dtype,
         problem.head_dim,
         **asdict(t),
-        **mask_flags(problem),
+        **hook_flags(problem),
         unaligned=not aligned,
         deterministic=problem.deterministic,
     )
     shared = (problem.dtype, problem.head_dim, t.block_m, t.warps, 1, t.split_d, t.dq_warps_m)
-    return Delta(*shared, unaligned=main.unaligned), main, Convert(*shared, unaligned=main.unaligned)
+    delta, convert = Delta(*shared), Convert(*shared)
+    flags: dict[str, Any] = {"unaligned": main.unaligned, "softcap": main.softcap}
+    return replace(delta, **flags), main, replace(convert, **flags)
 
 
 def _hopper_backward(kind: type[_Hopper], t: HopperBackwardTile, warps: int, problem: Problem) -> _Hopper:
     shape = (problem.dtype, problem.head_dim, t.block_m, warps, 1, t.block_n, t.stages)
     variant = kind(*shape, t.consumer_registers, t.producer_registers)
     deterministic = problem.deterministic and kind is BackwardSm90  # the others are by nature
-    return replace(variant, **mask_flags(problem), deterministic=deterministic)
+    return replace(variant, **hook_flags(problem), deterministic=deterministic)
 
 
 def backward_sm90_variants(problem: Problem) -> tuple[Delta, BackwardSm90, Convert | BackwardDqSm90]:
@@ -234,7 +247,7 @@ def backward_sm90_variants(problem: Problem) -> tuple[Delta, BackwardSm90, Conve
     shared = (problem.dtype, problem.head_dim, 64, 4 * -(-problem.head_dim // 64), 1, 4, 4)
     if tile:
         main = _hopper_backward(BackwardSm90, tile, tile.block_n // 16 + 4, problem)
-        return Delta(*shared), main, Convert(*shared)
+        return Delta(*shared, softcap=main.softcap), main, Convert(*shared, softcap=main.softcap)
     dkv, dq = tiles.hopper_wide_backward_tiles(problem.head_dim)
     main, last = _hopper_backward(BackwardDkvSm90, dkv, 12, problem), _hopper_backward(BackwardDqSm90, dq, 12, problem)
-    return Delta(*shared), main, last
+    return Delta(*shared, softcap=main.softcap), main, last

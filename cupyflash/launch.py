@@ -131,6 +131,7 @@ def fill_problem(params: np.ndarray, problem: Problem, plan: Plan) -> None:
     p = params["problem"]
     for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "scale"):
         p[name] = getattr(problem, name)
+    p["softcap"] = problem.softcap or 0
     left, right = problem.window
     p["window_left"] = UNBOUNDED if left is None else left
     p["window_right"] = UNBOUNDED if right is None else right

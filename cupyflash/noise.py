@@ -8,6 +8,7 @@ roundoff of the arithmetic:
   products in row i, where u is also the roundoff of the storage dtype (fp32, fp64): in fp16 and bf16 the rounding of P
   hides them. More are as large as lse: in the forward half of one, since what a row has in common cancels; in the
   backward, where P = exp(S - lse), those of the scale, of lse itself, and of S or of lse in powers of two.
+- A softcap c is c tanh(x) = c - 2 c / (1 + e^2x), with an error of 4 u c, which joins d_i, and 4 u in its derivative.
 - dP - delta is a difference of two dot products, each with an error of s u times what it adds up: s = 4 for tensor
   cores, which truncate, else 1. It should be 0 where P is 0 or 1.
 
@@ -53,13 +54,16 @@ def noise(
         Q, dO, K, V = a.load(q[b, :, h]), a.load(dout[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])
         with np.errstate(all="ignore"):
-            P, lse = reference.softmax(Q, K, visible, p.scale, a)
+            S, derivative = reference.scores(Q, K, p, a)
+            P, lse = reference.softmax(S, visible, a)
             large = np.abs(np.where(visible.any(axis=1), lse, 0))[:, None]
             dots = 0 if p.dtype in HALF else abs(p.scale) * _norms(Q) * _norms(K).max(initial=0)
+            dots = dots + 4 * (p.softcap or 0)
             O, squares = a.product(P, V, visible), a.product(P, V * V, visible)
             std = np.sqrt(np.maximum(squares - O * O, 0))
             out[b, :, h] = 2 * a.product(P, np.abs(V), visible) + np.maximum(large / 2, dots) * std
-            dQ, dK, dV = _gradients(Q, K, V, dO, dLSE[:, None], P, O, 2 + 3 * large + dots, visible, p)
+            e = 2 + 3 * large + dots
+            dQ, dK, dV = _gradients(Q, K, V, dO, dLSE[:, None], P, O, e, visible, p, derivative)
             dq[b, :, h] = dQ
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
@@ -68,13 +72,26 @@ def noise(
 
 
 def _gradients(
-    Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, P: Array, O: Array, e: Array, visible: Array, p: Problem
+    Q: Array,
+    K: Array,
+    V: Array,
+    dO: Array,
+    dLSE: Array,
+    P: Array,
+    O: Array,
+    e: Array,
+    visible: Array,
+    p: Problem,
+    derivative: Array | float,
 ) -> Triple:
     """The bounds of one head of q in units of u, named as in the formulas."""
     a, s = Arithmetic.exact(), 4 if p.dtype in HALF else 1
     dP, delta = dO @ V.T, (dO * O).sum(axis=1, keepdims=True) - dLSE
     D = np.abs(dO) @ np.abs(V).T + np.abs(dO * O).sum(axis=1, keepdims=True)
-    E = np.where(visible, P * (e * np.abs(dP - delta) + s * D), 0)
+    E = P * derivative * (e * np.abs(dP - delta) + s * D)
+    if p.softcap is not None:
+        E = E + 4 * P * np.abs(dP - delta)
+    E = np.where(visible, E, 0)
     eP = np.where(visible, e * P, 0)
     dQ = abs(p.scale) * a.product(E, np.abs(K), visible)
     dK = abs(p.scale) * a.product(E.T, np.abs(Q), visible.T)

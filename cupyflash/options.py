@@ -34,10 +34,16 @@ class Options(NamedTuple):
     window: Window | None = None
     layout: str = "bshd"
     deterministic: bool = False
+    softcap: float | None = None
 
 
 def make_options(
-    causal: Any = False, scale: Any = None, window: Any = None, layout: Any = "bshd", deterministic: Any = False
+    causal: Any = False,
+    scale: Any = None,
+    window: Any = None,
+    layout: Any = "bshd",
+    deterministic: Any = False,
+    softcap: Any = None,
 ) -> Options:
     """The `Options` that a user's arguments mean.
 
@@ -57,7 +63,11 @@ def make_options(
         layout = choice("layout", layout, LAYOUTS)
     if not (deterministic is False or deterministic is True):
         deterministic = flag("deterministic", deterministic)
-    return tuple.__new__(Options, (causal, scale, window, layout, deterministic))  # Options(...) takes twice as long
+    if not (softcap is None or type(softcap) is float):
+        softcap = number("softcap", softcap)
+    return tuple.__new__(
+        Options, (causal, scale, window, layout, deterministic, softcap)
+    )  # Options(...) takes twice as long
 
 
 def flag(name: str, x: Any) -> bool:

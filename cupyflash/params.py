@@ -23,6 +23,7 @@ PROBLEM = np.dtype(
         ("last_section", "i4"),
         ("first_stores", "i4"),
         ("scale", "f4"),
+        ("softcap", "f4"),
     ],
     align=True,
 )

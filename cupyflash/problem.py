@@ -16,13 +16,15 @@ ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
 MAX_SCALE = 1e38  # times log2(e), a number of fp32, in which all but fp64 is computed
+SOFTCAPS = (1e-3, 1e3)  # tanh has an absolute error, of 1e-7 in fp32, which the softcap multiplies
 
 
 @dataclass(frozen=True)
 class Problem:
     """Shapes and options of one call, as every backend sees them.
 
-    ``out = softmax(scale * q k^T, over the visible keys) v``; query i sees keys
+    ``out = softmax(score, over the visible keys) v`` with ``score = scale * q k^T``, or of a `softcap` c
+    ``c * tanh(scale * q k^T / c)``; query i sees keys
     ``[i + seqlen_k - seqlen_q - left, i + seqlen_k - seqlen_q + right]`` with ``window = (left, right)``. ``causal`` is
     already folded in: it is ``right = min(right, 0)``.
     """
@@ -37,6 +39,7 @@ class Problem:
     scale: float
     window: Window = (None, None)
     deterministic: bool = False
+    softcap: float | None = None
 
     @property
     def causal(self) -> bool:
@@ -66,6 +69,7 @@ def make_problem(
     window: Window | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
+    softcap: float | None = None,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
@@ -73,7 +77,7 @@ def make_problem(
         ArgumentError: for everything that is wrong in itself.
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
-    options = make_options(causal, scale, window, layout, deterministic)
+    options = make_options(causal, scale, window, layout, deterministic, softcap)
     layout = options.layout
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], layout)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], layout)
@@ -95,6 +99,7 @@ def make_problem(
     for name, length in (("q", seqlen_q), ("k", seqlen_k)):
         if length > MAX_SEQLEN:
             raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
+    scale_of_scores = _scale(options.scale, head_dim, dtypes[0])
     return Problem(
         dtype=dtypes[0],
         batch=batch,
@@ -103,9 +108,10 @@ def make_problem(
         heads_q=heads_q,
         heads_k=heads_k,
         head_dim=head_dim,
-        scale=_scale(options.scale, head_dim, dtypes[0]),
+        scale=scale_of_scores,
         window=_window(options.window, options.causal),
         deterministic=options.deterministic,
+        softcap=_softcap(options.softcap, scale_of_scores, dtypes[0]),
     )
 
 
@@ -152,6 +158,19 @@ def _scale(scale: float | None, head_dim: int, dtype: str) -> float:
     if dtype != "fp64" and abs(scale) > MAX_SCALE:
         raise ArgumentError(f"scale: expected a number of at most {MAX_SCALE:g} for {dtype}, got {scale}")
     return scale
+
+
+def _softcap(softcap: float | None, scale: float, dtype: str) -> float | None:
+    if softcap is None:
+        return None
+    least, most = SOFTCAPS
+    if not least <= softcap <= most:
+        raise ArgumentError(
+            f"softcap: expected a number from {least:g} to {most:g}, got {softcap}; write None for no cap"
+        )
+    if dtype != "fp64" and abs(scale) / softcap > MAX_SCALE:
+        raise ArgumentError(f"scale: expected a number of at most {MAX_SCALE:g} times the softcap, got {scale}")
+    return softcap
 
 
 def _window(window: Window | None, causal: bool) -> Window:

@@ -134,7 +134,7 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic) -> t
     for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         with np.errstate(all="ignore"):
-            P, lse[b, h] = softmax(Q, K, visible, p.scale, a)
+            P, lse[b, h] = softmax(scores(Q, K, p, a)[0], visible, a)
             out[b, :, h] = a.product(a.rounded(P), V, visible)
     return out, lse
 
@@ -149,16 +149,25 @@ def _backward(
     for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
         with np.errstate(all="ignore"):
-            dQ, dK, dV = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p.scale, a)
+            dQ, dK, dV = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a)
             dq[b, :, h] = dQ
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
     return dq, dk, dv
 
 
-def softmax(Q: Array, K: Array, visible: Array, scale: float, a: Arithmetic) -> tuple[Array, Array]:
-    """P and lse of one head; hidden entries of P are 0."""
-    S = np.where(visible, scale * a.product(Q, K.T), -np.inf)
+def scores(Q: Array, K: Array, p: Problem, a: Arithmetic) -> tuple[Array, Array | float]:
+    """The scores of one head, and their derivative by ``scale * q . k``."""
+    S = p.scale * a.product(Q, K.T)
+    if p.softcap is None:
+        return S, 1.0
+    t = np.tanh(S / p.softcap)
+    return p.softcap * t, 1 - t * t
+
+
+def softmax(S: Array, visible: Array, a: Arithmetic) -> tuple[Array, Array]:
+    """P and lse of one head's scores; hidden entries of P are 0."""
+    S = np.where(visible, S, -np.inf)
     m = S.max(axis=1, keepdims=True, initial=-np.inf)
     P = np.where(visible, np.exp(S - m), 0)
     l = (P[:, ::-1] if a.reverse else P).sum(axis=1, keepdims=True)
@@ -167,17 +176,18 @@ def softmax(Q: Array, K: Array, visible: Array, scale: float, a: Arithmetic) -> 
 
 
 def _gradients(
-    Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, visible: Array, scale: float, a: Arithmetic
+    Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, visible: Array, p: Problem, a: Arithmetic
 ) -> tuple[Array, Array, Array]:
     """dQ of one head of q, and what this head adds to dK and dV."""
-    P, _ = softmax(Q, K, visible, scale, a)
+    S, derivative = scores(Q, K, p, a)
+    P, _ = softmax(S, visible, a)
     O = a.rounded(a.product(a.rounded(P), V, visible))
     delta = (dO * O).sum(axis=1, keepdims=True) - dLSE
     dP = a.product(dO, V.T)
-    dS = a.rounded(np.where(visible, P * (dP - delta), 0))
+    dS = a.rounded(np.where(visible, P * (dP - delta) * derivative, 0))
     dV = a.product(a.rounded(P).T, dO, visible.T)
-    dQ = scale * a.product(dS, K, visible)
-    dK = scale * a.product(dS.T, Q, visible.T)
+    dQ = p.scale * a.product(dS, K, visible)
+    dK = p.scale * a.product(dS.T, Q, visible.T)
     return dQ, dK, dV
 
 

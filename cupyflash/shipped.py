@@ -25,6 +25,8 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0)), True
     yield problem("bf16", 128, window=(64, 0), deterministic=True), True
     yield problem("fp16", 64, window=(64, 64), scale=-1.0), False
+    for head_dim in (64, 128, 256):
+        yield problem("bf16", head_dim, window=(None, 0), softcap=50.0), True
 
 
 def variants_of_calls(

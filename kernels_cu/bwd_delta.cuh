@@ -48,10 +48,10 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
                 if (p.dlse) dlse[i] = p.dlse[at];
             }
         }
-        // Exactly the factor that the main kernel applies to the scores, over `scale`: large scores then cancel large
-        // lse.
-        const double log2_per_unit =
-            problem.scale > 0.f ? static_cast<double>(problem.scale * kLog2e) / problem.scale : kLog2e;
+        // Exactly the factor that the main kernel applies to the scores, over their unit (Score): large scores then cancel
+        // large lse.
+        const float unit = V::kSoftcap ? problem.softcap : problem.scale;
+        const double log2_per_unit = unit > 0.f ? static_cast<double>(unit * kLog2e) / unit : kLog2e;
         #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = row0 + i * kRowsPerPass;

@@ -187,13 +187,27 @@ struct BwdDkvGroup {
         #pragma unroll
         for (int j = 0; j < M / 8; ++j) ptx::ld_shared_v4_f32(stats[j], stats_at + 64 * j);
         if constexpr (kRole == kRoleP) {
-            X.for_each([&](int, int query, float &s) { s = score.P(s, stats[query / 8][2 * (query % 2)]); });
+            FragA<T, 16, 16> weights[M / 16];  // by which the other group multiplies dP - delta
+            #pragma unroll
+            for (int k = 0; k < M / 16; ++k) {
+                AccTile<16, 16> weight;
+                #pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        float &x = X.x[0][2 * k + j][e];
+                        const float s = x;
+                        x = score.P(s, stats[2 * k + j][2 * (e % 2)]);
+                        weight.x[0][j][e] = score.weight(s, x);
+                    }
+                if constexpr (!Score<V>::kWeightIsP) weights[k].from(weight);
+            }
             if (masked) hide(visit, X);
             W.from(X);
             ptx::mbarrier_wait(smem.p_empty(handed.stage), handed.phase ^ 1);
             #pragma unroll
             for (int k = 0; k < M / 16; ++k) {
-                const ptx::u32(&r)[4] = W.x[k][0];
+                const ptx::u32(&r)[4] = Score<V>::kWeightIsP ? W.x[k][0] : weights[k].x[0][0];
                 ptx::st_shared_v4_b32(p_at + 2048 * k, {r[0], r[1], r[2], r[3]});
             }
             arrive_warp(smem.p_full(handed.stage));

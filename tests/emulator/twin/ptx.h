@@ -111,6 +111,7 @@ inline float nan() { return uint_as_float(0x7fffffff); }
 // .ftz: subnormal arguments and results are zero.
 inline float flush(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }
 inline float ex2(float x) { return flush(exp2f(flush(x))); }
+inline float rcp(float x) { return flush(1 / flush(x)); }
 inline float lg2(float x) { return log2f(flush(x)); }
 
 // ---- Global memory shared between blocks ----
