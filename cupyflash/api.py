@@ -73,7 +73,7 @@ def attention(
         differentiable, once.
 
     Raises:
-        ArgumentError: an argument is wrong; the message says which and how to mend it.
+        ArgumentError: an argument is wrong; the message says which and how to fix it.
         UnsupportedError: no kernel, GPU or compiler for it; or a tracer, a transform or a derivative (second, forward
             mode, of scale) that would get a wrong answer.
         CompileError: NVRTC refused a kernel.

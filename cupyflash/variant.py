@@ -80,7 +80,8 @@ class Variant:
         return (
             f"// kernels_cu {digest()}\n"
             f'#include "{self.header}.cuh"\n\n'
-            f"struct Variant {{\n    using Element = {_ELEMENTS[self.dtype]};\n{constants}}};\n\n"
+            f"struct Variant {{\n    using Element = {_ELEMENTS[self.dtype]};\n{constants}"
+            f"    static constexpr int kSmemBytes = {self.smem_bytes};  // what is launched with\n}};\n\n"
             f"static_assert(sizeof({self.params_name}) == {self.params.itemsize});\n\n"
             f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.blocks_per_sm})\n'
             f"{self.symbol}(const __grid_constant__ {self.params_name} p) {{ {self.function}<Variant>(p); }}\n"

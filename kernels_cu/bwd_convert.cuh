@@ -36,6 +36,7 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
     dQ.scale(problem.scale);
 
     const SmemTile<T, V::kBlockM, Dq::kDim> sdQ{ptx::dynamic_smem()};
+    static_assert(sdQ.kBytes == V::kSmemBytes);
     const int row0 = Dq::row0(), col0 = Dq::col0(), q0 = tile.block * V::kBlockM;
     if (!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0))) {
         const GradientRepair<AnyMask<V>, V::kBlockM, V::kUnaligned> again(p, tile.batch);

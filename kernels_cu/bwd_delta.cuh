@@ -11,6 +11,7 @@
 template <class V>
 __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     using T = typename V::Element;
+    static_assert(V::kSmemBytes == 0);
     constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
     constexpr int kChunks = V::kHeadDim / 8, kLanesPerRow = next_power_of_two(kChunks),
                   kRowsPerPass = kThreads / kLanesPerRow;

@@ -34,6 +34,7 @@ struct BwdDkvSmem {
     static constexpr int kQ = 2 * TileKV::kBytes, kP = kQ + 2 * kStages * TileQ::kBytes;
     static constexpr int kStats = kP + 2 * 2 * M * N, kBars = kStats + kStages * 8 * M;
     static constexpr int kBarriers = 8 + 4 * kStages, kQueue = kBars + 8 * (kBarriers + WorkQueue::kBarriers);
+    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
     ptx::u32 base;
 
     __device__ TileKV resident(int role) const { return {base + role * TileKV::kBytes}; }  // K, V

@@ -27,6 +27,7 @@ struct BwdDqSmem {
     using TileKV = SwizzledTile<T, N, D>;
     static constexpr int kDO = kGroups * TileQ::kBytes, kRing = 2 * kDO, kBars = kRing + kStages * TileKV::kBytes;
     static constexpr int kBarriers = 2 * kStages + 4 * kGroups, kQueue = kBars + 8 * (kBarriers + WorkQueue::kBarriers);
+    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
     ptx::u32 base;
 
     __device__ TileQ q(int group) const { return {base + group * TileQ::kBytes}; }
@@ -224,7 +225,7 @@ struct BwdDqGroup {
         finish(tile, q0, dQ);
     }
 
-    // A tile whose address is computed anew: descriptors of Q and dO kept through the loop would spill.
+    // A tile whose address is computed again: descriptors of Q and dO kept through the loop would spill.
     template <class Tile>
     __device__ static Tile fresh(const Tile &tile) {
         return {static_cast<ptx::u32>(ptx::opaque(static_cast<int>(tile.base)))};

@@ -58,6 +58,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     using TileKV = SmemTile<T, N, D>;
     using TileP = SmemTile<T, N, M>;
     using Stage = QueryStage<T, M, D>;
+    constexpr int kExchanged = V::kSplitD > 1 ? 2 : 1;  // dS, P
+    static_assert(2 * TileKV::kBytes + kStages * Stage::kBytes + kExchanged * TileP::kBytes == V::kSmemBytes);
     const TileKV sK{ptx::dynamic_smem()}, sV{sK.base + TileKV::kBytes};
     const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
     const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
@@ -174,7 +176,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
     dK.scale(score.scale);
     // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
-    // block is, is worked out anew: the main loop has no registers left to keep it.
+    // block is, is worked out again: the main loop has no registers left to keep it.
     const TileIndex here =
         TileIndex::at<false>(ptx::opaque(ptx::block_index()), problem, ceil_div(problem.seqlen_k, N), problem.heads_k);
     const int thread_warp = fresh_thread() / 32, row0 = thread_warp % (N / kRows) * kRows;

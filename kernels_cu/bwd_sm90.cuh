@@ -39,6 +39,8 @@ struct BwdSm90Smem {
     static constexpr int kV = TileKV::kBytes, kQ = 2 * TileKV::kBytes, kDO = kQ + kStages * TileQ::kBytes;
     static constexpr int kDS = kDO + kStages * TileQ::kBytes, kDQ = kDS + 2 * TileDS::kBytes;
     static constexpr int kStats = kDQ + 2 * kDqBytes, kBars = kStats + kStages * 8 * M;
+    static constexpr int kBarriers = 10 + 3 * kStages;
+    static_assert(kBars + 8 * kBarriers == V::kSmemBytes);
     ptx::u32 base;
 
     __device__ TileKV k() const { return {base}; }

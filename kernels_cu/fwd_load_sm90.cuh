@@ -21,6 +21,7 @@ struct FwdSm90Smem {
     static constexpr int kK = kSlots * TileQ::kBytes, kV = kK + kStages * TileKV::kBytes;
     static constexpr int kBars = kV + kStages * TileKV::kBytes;
     static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + WorkQueue::kBarriers);
+    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
     // A group holds V of its last block while it passes blocks that others need: of this tile and, with a window, of the
     // next. Copies of all of them must find a stage, or the number of the next tile would never come.
     static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);

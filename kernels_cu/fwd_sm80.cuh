@@ -39,6 +39,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     using TileQ = SmemTile<T, M, D>;
     using TileKV = SmemTile<T, N, D>;
+    static_assert(TileQ::kBytes + kStages * TileKV::kBytes == V::kSmemBytes);
     const TileQ sQ{ptx::dynamic_smem()};
     const auto slot = [&](int t) { return TileKV{sQ.base + TileQ::kBytes + t % kStages * TileKV::kBytes}; };
 

@@ -27,7 +27,7 @@ from cupyflash.device import Device
 from cupyflash.kernels import backward_sm90_variants, forward_sm90_variant
 from cupyflash.problem import Problem
 from cupyflash.shipped import shipped
-from cupyflash.variant import Variant
+from cupyflash.variant import Variant, kernel_sources
 
 try:
     nvrtc.pick()
@@ -88,6 +88,24 @@ def test_the_products_of_hopper_kernels_overlap() -> None:
     assert not serialised, f"ptxas serialises wgmma, NVRTC {cubins[0].nvrtc}: {serialised}"
     spilled = {c.symbol: c.spill_bytes for c in cubins if c.spill_bytes and "window" not in c.symbol}
     assert not spilled, f"register spills in bytes, NVRTC {cubins[0].nvrtc}: {spilled}"
+
+
+def one_of_each() -> list[Variant]:
+    """A variant of every kernel."""
+    found = {v.header: v for arch in PINNED for v in shipped(Device.synthetic(arch))}
+    return list(found.values())
+
+
+@pytest.mark.parametrize("variant", one_of_each(), ids=lambda v: v.header)
+def test_shared_memory_is_what_the_kernel_lays_out(variant: Variant) -> None:
+    size = f"kSmemBytes = {variant.smem_bytes};"
+    source = variant.source()
+    assert source.count(size) == 1
+    options = ["-arch=sm_90a", "-std=c++17", "-default-device"]
+    wrong = source.replace(size, f"kSmemBytes = {variant.smem_bytes + 16};")
+    with pytest.raises(nvrtc.NvrtcError) as error:
+        nvrtc.find().compile(wrong, f"{variant.symbol}.cu", kernel_sources(), options)
+    assert re.search(r"static assertion failed", error.value.log)
 
 
 def machine_code(cubin: bytes) -> bytes:

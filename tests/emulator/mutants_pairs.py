@@ -3,7 +3,7 @@
 
 `EQUIVALENT` are edits that no result can show, with the reason.
 
-By hand: ``python -m tests.planted_pairs`` plants all of them, ``--find`` looks for the cases anew.
+By hand: ``python -m tests.planted_pairs`` plants all of them, ``--find`` looks for the cases again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random specs. What the emulator compiles (`kind`) is drawn once for several problems, everything else anew."""
+"""Random specs. What the emulator compiles (`kind`) is drawn once for several problems, everything else each time."""
 
 from __future__ import annotations
 
