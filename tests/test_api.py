@@ -47,15 +47,17 @@ def test_numpy(name: str, dtype: str) -> None:
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_torch(dtype: str) -> None:
+def test_torch(dtype: str, softcap: float | None) -> None:
     import torch
 
-    case, kind = cases.Case("torch", "full", 33, 33, 16, 2, 4, 4, causal=True), getattr(torch, dtype)
+    case = cases.Case("torch", "full", 33, 33, 16, 2, 4, 4, causal=True, softcap=softcap)
+    kind = getattr(torch, dtype)
     name = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}[dtype]
     inputs = case.inputs(name)
     q, k, v, dout = (TORCH.from_numpy(x.swapaxes(1, 2)).requires_grad_() for x in inputs[:4])
-    out, lse = cupyflash.attention(q, k, v, causal=True, layout="bhsd", return_lse=True)
+    out, lse = cupyflash.attention(q, k, v, causal=True, softcap=softcap, layout="bhsd", return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), dout.detach(), retain_graph=True)
     assert {x.dtype for x in (out, *grads)} == {kind}
     out_np, lse_np, *grads_np = (TORCH.to_numpy(x.detach()) for x in (out, lse, *grads))
@@ -75,7 +77,8 @@ def test_torch_gradcheck() -> None:
 
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, 5, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
-    for options in ({"causal": True}, {"window": (2, 1), "scale": -0.3}, {}):
+    capped = {"softcap": 0.8, "scale": -0.4, "window": (3, 2)}
+    for options in ({"causal": True}, {"window": (2, 1), "scale": -0.3}, {}, {"softcap": 1.1}, capped):
         function = lambda *x, options=options: cupyflash.attention(*x, **options, return_lse=True)  # noqa: E731
         assert torch.autograd.gradcheck(function, (q, k, v))
 
@@ -108,6 +111,32 @@ def test_jax(qkv: Any) -> None:
         np.testing.assert_array_equal(np.asarray(x), same)
     with pytest.raises(UnsupportedError, match=r"q: traced JAX arrays.*outside jit"):
         jax.jit(cupyflash.attention)(q, k, v)
+
+
+def everything(q: Any, k: Any, v: Any, **options: Any) -> list[bytes]:
+    """Each result, bit for bit."""
+    out, lse = cupyflash.attention(q, k, v, **options, return_lse=True)
+    return [x.tobytes() for x in (out, lse, *cupyflash.attention_backward(q, q, k, v, out, lse, **options))]
+
+
+def test_no_softcap_is_none(qkv: Any) -> None:
+    plain, capped = everything(*qkv, causal=True), everything(*qkv, causal=True, softcap=3.0)
+    assert everything(*qkv, causal=True, softcap=None) == plain
+    assert all(a != b for a, b in zip(plain, capped, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_cap_that_no_score_comes_near(dtype: str) -> None:
+    """c tanh(s / c) is s - s^3 / (3 c^2): scores of 0.5 lose 4e-8."""
+    case = cases.Case("far", "full", 65, 131, 32, heads_q=4, heads_k=2, causal=True, scale=0.02)
+    inputs = case.inputs(dtype)
+    q, k, v, dout = inputs[:4]
+    options = case.options() | {"softcap": 1000}
+    out, lse = cupyflash.attention(q, k, v, **options, return_lse=True)
+    grads = cupyflash.attention_backward(dout, q, k, v, out, lse, **options)
+    oracle = Oracle(case.problem(dtype), *inputs)
+    verdicts = oracle.judge_forward(out, lse) + oracle.judge_backward(*grads)
+    assert all(v.passed for v in verdicts), "\n".join(map(str, verdicts))
 
 
 def test_other_dlpack_producers_get_numpy(qkv: Any) -> None:

@@ -85,6 +85,18 @@ def test_an_option_that_changed_in_place(function: Callable[..., Any], gpu: Gpu,
     assert [(p.scale, p.window) for p in gpu.launched] == [(0.5, (4, 0)), (0.25, (2, 0))]
 
 
+@both
+def test_calls_that_differ_in_softcap_alone(function: Callable[..., Any], gpu: Gpu, qkv: Any) -> None:
+    changing = np.array(30.0)
+    for softcap in (None, 50.0, changing, 50, np.float32(50)):
+        function(*qkv, softcap=softcap)
+    changing[...] = 0.5
+    function(*qkv, softcap=changing)
+    function(*qkv)
+    assert [p.softcap for p in gpu.launched] == [None, 50.0, 30.0, 50.0, 50.0, 0.5, None]
+    assert gpu.prepared == 4
+
+
 @pytest.mark.needs("torch")
 @both
 def test_a_tensor_that_changed_in_place(function: Callable[..., Any], gpu: Gpu, qkv: Any) -> None:
@@ -114,6 +126,7 @@ def test_refused_also_after_the_like_of_it_ran(function: Callable[..., Any], gpu
         {"window": (1, False)},
         {"scale": True},
         {"causal": 1.0},
+        {"softcap": True},
     ):
         with pytest.raises(ArgumentError, match=f"^{next(iter(wrong))}: expected"):
             function(*qkv, **{"window": (1, 0), "causal": True, "scale": 1.0} | wrong)

@@ -22,7 +22,8 @@ from cupyflash import ArgumentError, DeviceError, UnsupportedError, api, device,
 from cupyflash.accuracy import Oracle
 from cupyflash.device import Device
 from cupyflash.options import Options, make_options
-from cupyflash.problem import Problem
+from cupyflash.plan import backward_plan, forward_plan
+from cupyflash.problem import Problem, make_problem
 
 
 class Everything:
@@ -68,6 +69,11 @@ TAKEN: list[tuple[str, Any, Any]] = [
     ("scale", Fraction(1, 8), 0.125),
     ("scale", Decimal("0.125"), 0.125),
     ("scale", type("Float", (float,), {})(0.5), 0.5),
+    ("softcap", 50, 50.0),
+    ("softcap", np.float32(0.1), float(np.float32(0.1))),
+    ("softcap", np.array(30), 30.0),
+    ("softcap", np.array(0.25, ml_dtypes.bfloat16), 0.25),
+    ("softcap", Fraction(3, 2), 1.5),
     ("window", [1, None], (1, None)),
     ("window", Pair(1, 2), (1, 2)),
     ("window", (np.int32(1), np.array(2)), (1, 2)),
@@ -88,6 +94,9 @@ REFUSED: list[tuple[str, Any]] = [
                              np.ma.array(0.1), MagicMock(), Everything(), Unprintable(), float, lambda: 1,
                              10**400, -(10**400), float("inf"), float("-inf"), Decimal("nan"), Decimal("sNaN"),
                              Decimal("1e999"), Fraction(10**400), np.float32("inf"))),
+    *(("softcap", x) for x in ("50", b"50", True, False, np.True_, np.array(True), 1j, [50.0], (50.0,),
+                               np.array([50.0]), np.array("50"), MagicMock(), Everything(), Unprintable(),
+                               float("nan"), float("inf"), 10**400, 0, 0.0, -50.0, 1000.1, 1e30, 9.9e-4, 1e-30)),
     *(("window", x) for x in (5, 0, True, "12", "", b"ab", {1, 2}, {1: 2, 3: 4}, range(2), deque([1, 2]), slice(1, 2),
                               (x for x in (1, 2)), (), (1,), (1, 2, 3), [1], np.array([1, 2]), Four.FOUR, MagicMock(),
                               Everything(), (1.0, 2), (1, 2.0), (np.float32(1), 2), (np.array(2.9), 0),
@@ -159,6 +168,19 @@ def test_a_scale_that_the_arithmetic_cannot_hold(qkv: Any) -> None:
     with pytest.raises(ArgumentError, match=r"scale: expected a number of at most 1e\+38 for fp32, got 1e\+300"):
         cupyflash.attention(*qkv, scale=1e300)
     assert np.isfinite(cupyflash.attention(*(x.astype(np.float64) for x in qkv), scale=1e-300)).all()
+    with pytest.raises(
+        ArgumentError, match=r"^scale: expected a number of at most 1e\+38 times the softcap, got -1e\+36"
+    ):
+        cupyflash.attention(*qkv, scale=-1e36, softcap=1e-3)
+    assert np.isfinite(cupyflash.attention(*qkv, scale=-1e36, softcap=0.1)).all()
+    assert np.isfinite(cupyflash.attention(*(x.astype(np.float64) for x in qkv), scale=-1e36, softcap=1e-3)).all()
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 1000])
+def test_the_ends_of_softcap(softcap: float, qkv: Any) -> None:
+    out, lse = cupyflash.attention(*qkv, softcap=softcap, return_lse=True)
+    oracle = Oracle(Problem("fp32", 1, 9, 9, 2, 2, 8, 8**-0.5, softcap=softcap), *qkv)
+    assert all(verdict.passed for verdict in oracle.judge_forward(out, lse))
 
 
 # ---- 0-d arrays of other libraries ----
@@ -204,6 +226,9 @@ def test_a_gradient_of_scale_is_not_lost() -> None:
         cupyflash.attention(q, q, q, scale=scale)
     with torch.no_grad():
         assert make_options(scale=scale).scale == 0.5
+    with pytest.raises(UnsupportedError, match=r"^softcap: expected a plain Python value, .* autograd"):
+        cupyflash.attention(q, q, q, softcap=scale)
+    assert make_options(softcap=scale.detach()).softcap == 0.5
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(torch.tensor(0.5), torch.tensor(1.0))
         with pytest.raises(UnsupportedError, match=r"^scale: "):
@@ -222,7 +247,7 @@ def test_jax_scalars() -> None:
 
     assert make_options(jnp.asarray(True), jnp.float32(0.5), (jnp.int32(3), None)) == Options(True, 0.5, (3, None))
     q = jnp.ones((1, 3, 2, 8))
-    for name, x in {"causal": True, "scale": 0.5, "deterministic": True}.items():
+    for name, x in {"causal": True, "scale": 0.5, "deterministic": True, "softcap": 0.5}.items():
         with pytest.raises(UnsupportedError, match=rf"^{name}: "):
             jax.jit(lambda x, name=name: cupyflash.attention(q, q, q, **{name: x}))(x)
     with pytest.raises(UnsupportedError, match=r"^scale: "):
@@ -324,6 +349,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
         ({"devices": np.int64(1)}, {"devices": (1,)}),
         ({"devices": None}, {"devices": range(2)}),
         ({"window": 1, "backward": np.False_}, {"window": True, "backward": False}),
+        ({"softcap": np.array(1)}, {"softcap": True}),
     ],
     ids=lambda x: "-".join(x),
 )
@@ -348,6 +374,7 @@ def test_warmup_takes_one_or_several(one: Any, several: Any, prepared: list[Any]
         *(("window", x, ArgumentError) for x in ((256, 0), "yes", None, 2, [])),
         *(("backward", x, ArgumentError) for x in ("no", None, 2, [])),
         *(("deterministic", x, ArgumentError) for x in ("no", None, 2, [True])),
+        *(("softcap", x, ArgumentError) for x in (50.0, 50, "no", None, [True])),
         *(("devices", x, ArgumentError) for x in (-1, [-1], 2, [0, 99], "0", ["0"], "cuda:0", 0.0, True, [], (), {0: 1},
                                                   [None])),
     ],
@@ -357,6 +384,27 @@ def test_warmup_refuses(name: str, given: Any, kind: type[Exception], prepared: 
     with pytest.raises(kind, match=rf"^{name}: expected "):
         cupyflash.warmup(**{name: given})
     assert not prepared
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_warmup_with_a_softcap(head_dim: int, deterministic: bool, prepared: list[Any]) -> None:
+    """All kernels that calls with any softcap take, and none of calls without."""
+    cupyflash.warmup(
+        dtypes="bf16", head_dims=head_dim, window=True, deterministic=deterministic, softcap=True, devices=0
+    )
+    found, calls = {v for _, v in prepared}, set()
+    masks: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (300, 2)}]
+    for mask in masks:
+        shapes = [(2, 1000, 4, head_dim), *[(2, 900, 2, head_dim)] * 2]
+        problem = make_problem(shapes, ["bf16"] * 3, softcap=30.0, deterministic=deterministic, **mask)
+        for plan in (forward_plan(problem, Device.of(0)), backward_plan(problem, Device.of(0))):
+            calls |= {launch.variant for launch in plan.launches}
+    assert found == calls
+    prepared.clear()
+    cupyflash.warmup(dtypes="bf16", head_dims=head_dim, window=True, deterministic=deterministic, devices=0)
+    assert len(prepared) == len(found)
+    assert not found & {v for _, v in prepared}
 
 
 def test_warmup_checks_arguments_before_it_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
