@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
 from cupyflash.accuracy import Oracle
 from cupyflash.kernels import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
 from cupyflash.plan import backward_plan, forward_plan
-from tests.fuzz import covering, emulated, run
+from tests.fuzz import covering, emulated, oracle, run
 from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec
 
@@ -59,6 +61,29 @@ def test_all_pairs_are_covered() -> None:
         }
         assert wanted <= met, f"{a}, {b}: {wanted - met}"
     assert all(covering.is_legal(row) for row in rows)
+
+
+def test_a_softcap_meets_everything() -> None:
+    """Counted again from the rows. More than a few would each cost a build."""
+    rows = covering.capped()
+    assert {f"softcap-{i}" for i in range(len(rows))} == {name for name, s in CASES.items() if s.softcap is not None}
+    for axis, values in covering.AXES.items():
+        met = {row[axis] for row in rows if all(axis == a for a, value in covering.HIDING if row[a] == value)}
+        assert met == set(values), axis
+    assert len(rows) <= 16
+
+
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize(("family", "d"), [("sm80", 64), ("sm90", 64), ("sm90", 200)])
+def test_a_cap_that_no_score_comes_near(family: str, d: int) -> None:
+    """Judged as if there were none; of lse, which fp32 stores, the rounding of c tanh would show."""
+    spec = Spec(family=family, d=d, sq=70, sk=200, causal=True, heads=2, softcap=1000.0, scale=0.02, mode="any")
+    x = draw(spec)
+    out, _, *grads = run.WHERE["emulator"](spec, x)
+    judge = Oracle(dataclasses.replace(spec, softcap=None).problem(), *x)
+    exact_lse = oracle.forward(spec, x)[1].exact
+    comparisons = judge.judge_forward(out, exact_lse.astype(np.float32)) + judge.judge_backward(*grads[:3])
+    assert all(c.passed for c in comparisons), "\n".join(map(str, comparisons))
 
 
 def test_what_is_not_legal_is_little() -> None:

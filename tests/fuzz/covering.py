@@ -117,6 +117,18 @@ def rows() -> tuple[Row, ...]:
     return tuple(found)
 
 
+@functools.cache
+def capped() -> tuple[Row, ...]:
+    """Of `rows`, a few that show every value of every axis, long ones first: a softcap meets all of them there."""
+    shown = [{(a, x) for a, x in row.items() if {a} >= {n for n, y in HIDING if row[n] == y}} for row in rows()]
+    todo, found = {(a, x) for a, values in AXES.items() for x in values}, []
+    while todo:
+        best = max(range(len(shown)), key=lambda i: (len(shown[i] & todo), _work(rows()[i])))
+        found.append(rows()[best])
+        todo -= shown[best]
+    return tuple(found)
+
+
 def _tiles(row: Row) -> tuple[int, int]:
     """The forward's queries and the backward's keys of a tile."""
     family, d = row["kernel"]
@@ -211,6 +223,9 @@ DOMINATED = {
 @functools.cache
 def cases() -> dict[str, Spec]:
     """All of them by name."""
-    return (
-        {f"pair-{i}": spec(row, i) for i, row in enumerate(rows())} | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED
-    )
+    pairs = {f"pair-{i}": spec(row, i) for i, row in enumerate(rows())}
+    caps = {
+        f"softcap-{i}": dataclasses.replace(spec(row, i), softcap=(1.5, 2.5, 6.0)[i % 3])
+        for i, row in enumerate(capped())
+    }
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps

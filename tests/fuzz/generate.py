@@ -33,6 +33,11 @@ def _scale(rng: Random, d: int, negative: bool, *, moderate: bool) -> float | No
     return float(f"{0.0 if negative and rng.random() < 0.2 else -size if negative else size:.4g}")
 
 
+def _softcap(rng: Random, values: str) -> float:
+    """From 0.5 to 50; where NaN and inf must lie as in float64, no score may be so far beyond that its tanh is 1."""
+    return float(f"{rng.choice([2.0 if values in BOUNDED else 0.5, 5.0]) * 10 ** rng.uniform(0, 1):.3g}")
+
+
 def _length(rng: Random, most: int) -> int:
     """0 now and then, 1, next to the border of a tile, or any."""
     if rng.random() < 0.6:
@@ -82,7 +87,7 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "dtype": rng.choice(dtypes), "d": rng.choice(HEAD_DIMS), "arch": arch,
         "family": "sm80" if arch == "sm_90" and rng.random() < 0.1 else "",
         "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
-        "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2,
+        "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2, "softcap": rng.random() < 0.2,
     }  # fmt: skip
 
 
@@ -109,9 +114,11 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
         heads = rng.randint(4, 12)
     pairs = {"cpu": CPU_PAIRS, "emulator": EMULATOR_PAIRS * min(1, 96 / of["d"]), "gpu": GPU_PAIRS}[where]
     sq, sk = _lengths(rng, max(1, batch) * heads * group, pairs)
+    softcap = _softcap(rng, values) if of["softcap"] else None
     spec = Spec(
         dtype=of["dtype"], d=of["d"], batch=batch, sq=sq, sk=sk, heads=heads, group=group,
         scale=_scale(rng, of["d"], of["negative"], moderate=values in BOUNDED), deterministic=of["deterministic"],
+        softcap=softcap,
         layout=rng.choice(["bshd", "bhsd"]), dlse=rng.random() < 0.5, values=values, seed=rng.randrange(10**6),
         family=of["family"], **_window(rng, max(sq, sk), of["mask"]), **_memory(rng, of["unaligned"], where),
     )  # fmt: skip

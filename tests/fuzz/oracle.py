@@ -7,6 +7,8 @@ over the keys j that it sees (`Spec.visible`):
     delta = do . o - dlse   ds_j = p_j (do . v_j - delta)
     dq = scale sum_j ds_j k_j,   dk_j = scale sum_i ds_ij q_i,   dv_j = sum_i p_ij do_i
 
+With a softcap c, of x_j = scale q . k_j: s_j = c tanh(x_j / c), and ds_j is multiplied by g_j = 1 - tanh(x_j / c)^2.
+
 Bounds are of first order in two unit roundoffs: u of the dtype, to which P, dS, o and the results are rounded once
 each, and e of the fp32 (fp64 for fp64) in which everything else is computed:
 
@@ -16,6 +18,11 @@ each, and e of the fp32 (fp64 for fp64) in which everything else is computed:
     |d delta| = sum_c |do_c| |d o_c| + e (16 + d/4) sum_c |do_c o_c|
     |d ds_j|  = p_j (|d delta| + e (16 + d/4) sum_c |do_c v_jc|) + |ds_j| (rho_j + 2 u)
     |d dq|  = |scale| sum_j |d ds_j| |k_j| + e (16 + n/4) |scale| sum_j |ds_j k_j| + u |dq|,  dk and dv likewise
+
+With a softcap, |d x_j| = e ((16 + d/4) |scale| sum |q||k_j| + 4 |x_j|) takes the place of the first term of rho_j as
+(g_j + |d x_j| / c) |d x_j| + 6 e c: tanh is 1 - 2 / (1 + e^2x), with an error of 6 e whatever x is. Each term of
+|d ds_j| is then multiplied by g_j, and p_j |do . v_j - delta| |d g_j| is one more, where
+|d g_j| = 2 |tanh| g_j |d x_j| / c + (|d x_j| / c)^2 + 12 e.
 
 A sum of n terms in fp32 gets e (16 + n/4): tensor cores truncate after every 16 terms. P and dS in fp16 lose up to
 2^-25 besides, where they are subnormal; in fp32, what is below 2^-126 may become 0. `MARGIN` stands for what first
@@ -72,6 +79,7 @@ class Head:
     def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array) -> None:
         self.seen = np.zeros((s.sq, s.sk), bool)
         self.P, self.rho = np.zeros((s.sq, s.sk)), np.zeros((s.sq, s.sk))
+        self.slope, self.d_slope = np.ones((s.sq, s.sk)), np.zeros((s.sq, s.sk))  # g
         self.O, self.dO = np.zeros((s.sq, s.d)), np.zeros((s.sq, s.d))
         self.lse, self.dlse = np.full(s.sq, -np.inf), np.zeros(s.sq)
         for i in range(s.sq):
@@ -80,15 +88,18 @@ class Head:
                 self._row(i, slice(first, end), s, r, Q[i], K[first:end], V[first:end])
 
     def _row(self, i: int, keys: slice, s: Spec, r: Rounding, q: Array, k: Array, v: Array) -> None:
-        score = s.factor * (k @ q)
+        x = s.factor * (k @ q)
+        d_x = r.sum(s.d) * abs(s.factor) * (np.abs(k) @ np.abs(q))
+        score, d_score = x, d_x
+        if s.softcap is not None:
+            score, d_score = self._capped(i, keys, s.softcap, r, x, d_x)
         top = score.max()
         weight = np.exp(score - top)
         total = weight.sum()
         p = weight / total
         self.seen[i, keys], self.P[i, keys] = True, p
         self.lse[i] = lse = top if top == -np.inf else top + np.log(total)
-        size = abs(s.factor) * (np.abs(k) @ np.abs(q))
-        rho = r.sum(s.d) * size + r.e * (4 * np.abs(score) + 4 * np.abs(lse) + 16)
+        rho = d_score + r.e * (4 * np.abs(score) + 4 * np.abs(lse) + 16)
         rho = np.where(np.isfinite(score), np.minimum(rho, 100), 0)
         common = np.log((p * np.exp(rho)).sum()) if np.isfinite(lse) else 0.0
         self.dlse[i] = common + r.e * (4 * np.abs(lse) + 32)
@@ -99,6 +110,15 @@ class Head:
             rounded[p.argmax()], rest = 0.0, 1 - p.max()
         self.dO[i] = r.inner * (_sum(rounded, np.abs(v)) + rest * np.abs(self.O[i])) + r.u * np.abs(self.O[i]) + r.tiny
         self.dO[i] += _sum(p * (self.rho[i, keys] + r.sum(len(p))) + r.lost, np.abs(v))
+
+    def _capped(self, i: int, keys: slice, c: float, r: Rounding, x: Array, d_x: Array) -> tuple[Array, Array]:
+        """Scores and their errors; keeps the derivative."""
+        t = np.tanh(x / c)
+        slope = 1 - t * t
+        off = np.where(np.isfinite(x), d_x + 4 * r.e * np.abs(x), 0) / c
+        self.slope[i, keys] = slope
+        self.d_slope[i, keys] = 2 * np.abs(t) * slope * off + off * off + 12 * r.e
+        return c * t, c * ((slope + off) * off + 6 * r.e)
 
 
 def _sum(weights: Array, rows: Array) -> Array:
@@ -162,8 +182,11 @@ def _gradients(
     delta = np.where(np.isfinite(delta), delta, (G * stored).sum(axis=1) - dlse)[:, None]
     d_delta = (np.abs(G) * (head.dO + r.sum(s.d) * np.abs(head.O))).sum(axis=1) + 4 * r.e * np.abs(dlse)
     difference = G @ V.T - delta
-    dS = np.where(seen, P * difference, 0)
-    E = P * (d_delta[:, None] + r.sum(s.d) * (np.abs(G) @ np.abs(V).T)) + np.abs(dS) * (rho + 2 * r.inner)
+    dS = np.where(seen, P * head.slope * difference, 0)
+    E = P * head.slope * (d_delta[:, None] + r.sum(s.d) * (np.abs(G) @ np.abs(V).T))
+    E += np.abs(dS) * (rho + 2 * r.inner)
+    if s.softcap is not None:
+        E += P * head.d_slope * np.abs(difference)
     E += r.lost * (1 + np.abs(difference))
     E = np.where(seen, E, 0)
     n_keys, n_queries = r.sum(s.sk), r.sum(s.sq * s.group)

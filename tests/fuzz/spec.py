@@ -41,6 +41,7 @@ class Spec:
     left: int | None = None
     right: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     layout: str = "bshd"
     dlse: bool = False
     deterministic: bool = False
@@ -91,7 +92,8 @@ class Spec:
         """Keyword arguments of `attention`, but for the layout."""
         window = None if self.left is None and self.right is None else (self.left, self.right)
         return {
-            "causal": self.causal, "window": window, "scale": self.scale, "deterministic": self.deterministic
+            "causal": self.causal, "window": window, "scale": self.scale, "softcap": self.softcap,
+            "deterministic": self.deterministic,
         }  # fmt: skip
 
     def problem(self) -> Problem:
