@@ -49,8 +49,16 @@ SCALE = (
     _bug("dq: dQ without the sign of the scale", "bwd_dq_sm90.cuh", "dQ.scale(score.scale);", "dQ.scale(fabsf(score.scale));", "pair-57"),
     _bug("convert: dQ without the sign of the scale", "bwd_convert.cuh", "dQ.scale(problem.scale);", "dQ.scale(fabsf(problem.scale));", "pair-76"),
     _bug("scores without the sign of the scale", "score.cuh", "return V::kScaleFirst ? s * scale : s;", "return V::kScaleFirst ? s * fabsf(scale) : s;", "pair-130"),
-    _bug("lse divided by a scale of zero", "bwd_delta.cuh", "problem.scale > 0.f ?", "problem.scale >= 0.f ?", "pair-122"),
-    _bug("lse in other powers for a scale below zero", "bwd_delta.cuh", "/ problem.scale : kLog2e;", "/ problem.scale : 1.46f;", "pair-50"),
+    _bug("lse divided by a scale of zero", "bwd_delta.cuh", "unit > 0.f ?", "unit >= 0.f ?", "pair-122"),
+    _bug("lse in other powers for a scale below zero", "bwd_delta.cuh", "/ unit : kLog2e;", "/ unit : 1.46f;", "pair-50"),
+)  # fmt: skip
+SOFTCAP = (
+    _bug("softcap: dS without the derivative", "score.cuh", "return P * softcap.derivative(s);", "return P;", "softcap-1"),
+    _bug("softcap: tanh without the sign of the scale", "score.cuh", "(p.scale / p.softcap)", "(fabsf(p.scale) / p.softcap)", "softcap-11"),
+    _bug("softcap: lse in powers of the scale", "bwd_delta.cuh", "/ unit : kLog2e;", "/ problem.scale : kLog2e;", "softcap-0"),
+    _bug("softcap: dkv hands P over", "bwd_dkv_sm90.cuh", "Score<V>::kWeightIsP ? W.x[k][0] : weights[k].x[0][0];", "W.x[k][0];", "softcap-11"),
+    _bug("softcap: dkv's weights from P instead of the score", "bwd_dkv_sm90.cuh", "= score.weight(s, x);", "= score.weight(x, x);", "softcap-11"),
+    _bug("softcap: forward with another cap", "score.cuh", "? p.softcap", "? 1.f", "softcap-2", backward=False),
 )  # fmt: skip
 STRIDES = (
     _bug("sm80: V read with the strides of K", "bwd_sm80.cuh", "load_keys<V>(sV, p.v, p.v_stride, problem, tile);", "load_keys<V>(sV, p.v, p.k_stride, problem, tile);", "pair-77"),
@@ -127,7 +135,7 @@ FORWARD_REPAIR = (
     _bug("O repaired with heads of V at those of K", "repair_output.cuh", "head_offset(p.v_stride, batch, head_k)", "head_offset(p.k_stride, batch, head_k)", "repair-sm80-d64-5", backward=False),
     _bug("O repaired with rows of V at those of K", "repair_output.cuh", "v, p.v_stride.row, first, end,", "v, p.k_stride.row, first, end,", "repair-sm80-d64-5", backward=False),
     _bug("O repaired from the first key on", "repair_output.cuh", "const int first = mask.first_key(query0 + row),", "const int first = 0,", "repair-sm80-d64-5", backward=False),
-    _bug("O repaired without the scale where it is applied first", "repair_output.cuh", "return score(dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row)) *", "return dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row) *", "repair-sm90-d64-8", backward=False),
+    _bug("O repaired without the scale where it is applied first", "repair_output.cuh", "return score.value(dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row)) *", "return dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row) *", "repair-sm90-d64-8", backward=False),
 )  # fmt: skip
 # Up to 64 P need not be 1 where one key outweighs all others: what its rounding then costs is the rest of the row.
 THRESHOLD = tuple(
@@ -155,6 +163,7 @@ EQUIVALENT = (
 PAIRS = (
     *HEADS,
     *SCALE,
+    *SOFTCAP,
     *STRIDES,
     *COLUMNS,
     *ORDER,

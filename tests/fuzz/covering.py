@@ -119,14 +119,22 @@ def rows() -> tuple[Row, ...]:
 
 @functools.cache
 def capped() -> tuple[Row, ...]:
-    """Of `rows`, a few that show every value of every axis, long ones first: a softcap meets all of them there."""
-    shown = [{(a, x) for a, x in row.items() if {a} >= {n for n, y in HIDING if row[n] == y}} for row in rows()]
+    """Of `rows`, a few that show every value of every axis, long ones first: a softcap meets all of them there.
+
+    Not those in which no query sees a key.
+    """
+    some = [row for row in rows() if _sees(spec(row, 0))]
+    shown = [{(a, x) for a, x in row.items() if {a} >= {n for n, y in HIDING if row[n] == y}} for row in some]
     todo, found = {(a, x) for a, values in AXES.items() for x in values}, []
     while todo:
-        best = max(range(len(shown)), key=lambda i: (len(shown[i] & todo), _work(rows()[i])))
-        found.append(rows()[best])
+        best = max(range(len(shown)), key=lambda i: (len(shown[i] & todo), _work(some[i])))
+        found.append(some[best])
         todo -= shown[best]
     return tuple(found)
+
+
+def _sees(s: Spec) -> bool:
+    return any(first < end for first, end in map(s.visible, range(s.sq)))
 
 
 def _tiles(row: Row) -> tuple[int, int]:
@@ -225,7 +233,9 @@ def cases() -> dict[str, Spec]:
     """All of them by name."""
     pairs = {f"pair-{i}": spec(row, i) for i, row in enumerate(rows())}
     caps = {
-        f"softcap-{i}": dataclasses.replace(spec(row, i), softcap=(1.5, 2.5, 6.0)[i % 3])
+        f"softcap-{i}": dataclasses.replace(
+            spec(row, i), softcap=1.5 if row["values"] == "nonfinite" else (0.5, 0.8, 1.2)[i % 3]
+        )
         for i, row in enumerate(capped())
     }
     return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps
