@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def head_dim(text: str) -> int:
     return value
 
 
-def variants_of(preset: str, device: Device, dtypes: tuple[str, ...], head_dims: tuple[int, ...]) -> list[Variant]:
-    """What calls take on one architecture, forward and backward, without repetition.
+def variants_of(
+    preset: str, device: Device, dtypes: tuple[str, ...], head_dims: tuple[int, ...], softcap: bool = False
+) -> list[Variant]:
+    """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one.
 
     Those of the common preset with arrays in any memory, the others with the arrays that are usual.
     """
@@ -48,7 +51,10 @@ def variants_of(preset: str, device: Device, dtypes: tuple[str, ...], head_dims:
     common = PRESETS["common"][0]
     dtypes = dtypes or GPU_DTYPES
     found: dict[Variant, None] = {}
-    for problem in _problems(dtypes, head_dims or default_head_dims, windows, determinism):
+    problems = list(_problems(dtypes, head_dims or default_head_dims, windows, determinism))
+    if softcap:
+        problems += [replace(problem, softcap=1.0) for problem in problems]  # no cap is compiled in
+    for problem in problems:
         is_common = problem.window in common and not problem.deterministic
         for memory in MEMORY if is_common else MEMORY[:1]:
             found.update(dict.fromkeys(variants_of_calls(problem, device, **memory)))
@@ -78,13 +84,14 @@ def _problems(
 @click.option("--preset", type=click.Choice(tuple(PRESETS)), default="common", show_default=True,
               help="common: head_dim 64 and 128, dense and causal, arrays of any strides and alignment. all: also "
               "96 and 256, windows, deterministic, and every variant that the tests cover.")  # fmt: skip
+@click.option("--softcap", is_flag=True, help="Also the kernels of calls with a softcap, whatever it is.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
 @json_option
 def command(
-    arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, out: Path | None,
-    jobs: int | None, as_json: bool,
+    arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
+    out: Path | None, jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
 
@@ -93,7 +100,7 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), dtype, head_dim)]
+    work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), dtype, head_dim, softcap)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:
         jit.target_arch(name, compiler)

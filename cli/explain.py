@@ -55,6 +55,7 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.option("--causal", is_flag=True, help="Hide later keys.")
 @click.option("--window", callback=window_bounds, metavar="LEFT,RIGHT", default=None,
               help="Keys that a query sees on each side; a side left empty has no bound.")  # fmt: skip
+@click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
 @click.option("--memory", type=click.Choice(MEMORY), default="contiguous", show_default=True,
               help="unaligned: no address is a multiple of 16. broadcast: k and v repeat one head.")  # fmt: skip
@@ -75,7 +76,7 @@ def command(**options: Any) -> None:
             options[name] = options[name.partition("_")[0]]
     gpu = _device(options["arch"])
     q, k = _shapes(options)
-    keep = ("causal", "window", "layout", "deterministic")
+    keep = ("causal", "window", "layout", "deterministic", "softcap")
     problem = make_problem((q, k, k), (options["dtype"],) * 3, **{name: options[name] for name in keep})
     passes = [forward(problem, gpu, options)]
     if options["backward"] or options["deterministic"]:

@@ -32,7 +32,8 @@ def _problem(p: dict[str, Any]) -> str:
     left, right = ("all" if bound is None else bound for bound in p["window"])
     mask = {(None, None): "no mask", (None, 0): "causal"}.get(tuple(p["window"]), f"window {left}, {right}")
     queries, keys = f"{p['seqlen_q']} queries of {p['heads_q']} heads", f"{p['seqlen_k']} keys of {p['heads_k']} heads"
-    form = ", deterministic" if p["deterministic"] else ""
+    form = "" if p["softcap"] is None else f", softcap {p['softcap']:g}"
+    form += ", deterministic" if p["deterministic"] else ""
     return (
         f"{p['dtype']}, {p['layout']}, {p['memory']}, batch {p['batch']}, {queries}, {keys}, head_dim {p['head_dim']}, "
         f"{mask}{form}"

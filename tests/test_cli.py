@@ -32,6 +32,7 @@ from cupyflash.cli import (
 )
 from cupyflash.cli.bench_timing import Clock, Timing
 from cupyflash.cli.bench_work import Cell
+from cupyflash.cli.compile import MEMORY, variants_of
 from cupyflash.cli.output import Exit
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.problem import Problem
@@ -502,6 +503,20 @@ def test_compile_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invo
     invoke("cache", "clear", code=1, input="n\n")
     assert f"{len(expected)} kernels removed" in invoke("cache", "clear", "--yes").stdout
     assert json.loads(invoke("cache", "info", "--json").stdout)["entries"] == []
+
+
+@pytest.mark.parametrize("preset", ["common", "all"])
+def test_compile_with_a_softcap(preset: str) -> None:
+    """The same again with one; no cap is compiled in."""
+    target = device.Device.synthetic("sm_90")
+    plain = set(variants_of(preset, target, ("bf16",), (64, 200)))
+    both = set(variants_of(preset, target, ("bf16",), (64, 200), softcap=True))
+    assert plain < both
+    for window in ((None, None), (None, 0)):
+        problem = Problem("bf16", 2, 99, 99, 4, 2, 200, 0.125, window, softcap=30.0)
+        for memory in MEMORY:
+            assert set(variants_of_calls(problem, target, **memory)) <= both
+    assert all(v.softcap for v in both - plain)
 
 
 def test_cache_without_a_folder(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:

@@ -273,6 +273,19 @@ def test_windows(text: str, expected: str, invoke: Invoke) -> None:
     assert f"head_dim 128, {expected}\n" in invoke("--no-compile", "--window", text).stdout
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_softcap(arch: str, document: Document, invoke: Invoke) -> None:
+    options = ("--arch", arch, "--softcap", "30", "--backward", "--head-dim", "256")
+    found = document(*options)
+    assert found["problem"]["softcap"] == 30
+    launches = [launch for p in found["passes"] for launch in p["launches"]]
+    assert len(launches) == 4
+    assert all("softcap" in launch["flags"] for launch in launches)
+    assert ", no mask, softcap 30\n" in invoke("--no-compile", *options).stdout
+    assert "softcap: expected a number from 0.001 to 1000, got 0" in invoke("--softcap", "0", code=2).output
+    assert document("--arch", arch)["problem"]["softcap"] is None
+
+
 @pytest.mark.gpu
 def test_the_gpu_of_this_machine() -> None:
     """What is explained is what `attention` prepares."""
