@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cupyflash import __version__, device, nvrtc, run
 from cupyflash.errors import DeviceError
-from cupyflash.problem import DTYPES, MAX_HEAD_DIM
+from cupyflash.problem import DTYPES, MAX_HEAD_DIM, SOFTCAPS
 
 from . import bench_cycles, bench_plot, bench_startup
 from .bench_arguments import check_lengths, check_plot, check_writable
@@ -43,6 +43,7 @@ SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 2
 @click.option("--heads-k", type=click.IntRange(1), default=None, help="Heads of k and v.  [default: as many as q has]")
 @click.option("--batch", type=click.IntRange(1), default=None, help="For every length, instead of --tokens.")
 @click.option("--window", type=click.IntRange(0), default=None, help="Keys that a query sees to its left.")
+@click.option("--softcap", type=click.FloatRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds.")
 @click.option("--framework", type=click.Choice(["torch", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -123,7 +124,7 @@ def make_cells(options: dict[str, Any]) -> list[Cell]:
             raise click.BadParameter(f"{heads_k[d]} does not divide the {heads[d]} heads of q", param_hint="--heads-k")
     return [
         Cell(options["dtype"], d, causal, n, options["batch"] or max(1, tokens // n), heads[d], heads_k[d],
-             options["window"])
+             options["window"], options["softcap"])
         for d in heads
         for causal in masks
         for n in seqlens

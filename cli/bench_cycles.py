@@ -32,5 +32,5 @@ def profile(bench: Bench, cell: Cell, work: Work) -> tuple[float, float] | None:
         return None
     q, k, v, _ = bench.inputs(cell)
     sustained_ms([work], bench.clock, WARM_UP)
-    clocks = run.forward_clocks(library, q, k, v, Options(**cell.mask))
+    clocks = run.forward_clocks(library, q, k, v, Options(**cell.options))
     return None if clocks is None else utilisation(cell.flops("fwd"), clocks[:, 0], clocks[:, 1])

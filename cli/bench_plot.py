@@ -8,8 +8,9 @@ from typing import Any
 from .bench_report import TITLES, Row, best_ratio, by_cell, mask_name
 from .bench_work import OURS
 
-COLORS = {OURS: "#d62728", "flash2": "#1f77b4", "cudnn": "#2ca02c", "fa4": "#9467bd", "math": "#7f7f7f"}
-MARKERS = {OURS: "o", "flash2": "^", "cudnn": "s", "fa4": "D", "math": "v"}
+COLORS = {OURS: "#d62728", "flash2": "#1f77b4", "cudnn": "#2ca02c", "fa4": "#9467bd", "math": "#7f7f7f",
+          "flex": "#ff7f0e"}  # fmt: skip
+MARKERS = {OURS: "o", "flash2": "^", "cudnn": "s", "fa4": "D", "math": "v", "flex": "P"}
 LOG_RATIO = 10
 
 

@@ -144,8 +144,10 @@ def _new_table(names: list[str]) -> Table:
 
 
 def mask_name(cell: Cell) -> str:
-    """dense or causal, and the window."""
-    return ("causal" if cell.causal else "dense") + ("" if cell.window is None else f", window {cell.window}")
+    """dense or causal, the window and the softcap."""
+    window = "" if cell.window is None else f", window {cell.window}"
+    softcap = "" if cell.softcap is None else f", softcap {cell.softcap:g}"
+    return ("causal" if cell.causal else "dense") + window + softcap
 
 
 def _labels(cell: Cell) -> tuple[str, str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ from cupyflash import api
 from cupyflash.cases import NUMPY_DTYPE
 from cupyflash.problem import ITEMSIZE
 
+from . import bench_peers
 from .bench_timing import Clock, CupyClock, TorchClock, Work
 
 OURS = "cupyflash"
-PEERS = ("flash2", "cudnn", "math", "fa4")
+PEERS = ("flash2", "cudnn", "math", "fa4", "flex")
 DIRECTIONS = ("fwd", "bwd", "both")
 FLOP_FORMULA = "4 * head_dim for each visible query-key pair and head in the forward, 2.5 times that in the backward"
 _FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
@@ -37,6 +38,7 @@ class Cell:
     heads: int
     heads_k: int
     window: int | None = None
+    softcap: float | None = None
 
     def shapes(self) -> tuple[tuple[int, int, int, int], ...]:
         """Of q, k, v and dout."""
@@ -59,9 +61,10 @@ class Cell:
         return forward if direction == "fwd" else forward + gradients + 4 * rows + 4 * tensor
 
     @property
-    def mask(self) -> dict[str, Any]:
-        """The options of `attention` that say which keys are visible."""
-        return {"causal": self.causal, "window": None if self.window is None else (self.window, None)}
+    def options(self) -> dict[str, Any]:
+        """Those of `attention`."""
+        window = None if self.window is None else (self.window, None)
+        return {"causal": self.causal, "window": window, "softcap": self.softcap}
 
 
 class Bench:
@@ -92,19 +95,19 @@ class Bench:
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
         """The three directions of one implementation."""
         q, k, v, dout = self.inputs(cell)
-        mask = cell.mask
+        options = cell.options
 
         def forward() -> Any:
-            return api.attention(q, k, v, **mask, return_lse=True)
+            return api.attention(q, k, v, **options, return_lse=True)
 
         out, lse = forward()
 
         def backward() -> Any:
-            return api.attention_backward(dout, q, k, v, out, lse, **mask)
+            return api.attention_backward(dout, q, k, v, out, lse, **options)
 
         def both() -> Any:
             o, s = forward()
-            return o, s, api.attention_backward(dout, q, k, v, o, s, **mask)
+            return o, s, api.attention_backward(dout, q, k, v, o, s, **options)
 
         return {"fwd": forward, "bwd": backward, "both": both}
 
@@ -167,28 +170,26 @@ class TorchBench(Bench):
                 metadata.version("flash-attn-4")
             except metadata.PackageNotFoundError:
                 return "flash-attn-4 is not installed"
-        return None
+        return "this torch has no flex_attention" if peer == "flex" and bench_peers.flex_is_missing() else None
 
     def counts_memory(self, name: str) -> bool:
         return self.on_gpu or name == OURS  # on the CPU ours allocates through NumPy, which is traced
 
-    def dtype(self, name: str) -> Any:
-        return getattr(self.torch, np.dtype(NUMPY_DTYPE[name]).name)
-
     def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        return self.torch.randn(shape, device=self.device, dtype=self.dtype(dtype))
+        kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)
+        return self.torch.randn(shape, device=self.device, dtype=kind)
 
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
         """(q, k, v) -> out in bshd."""
         if name == OURS:
-            mask = cell.mask
-            return lambda q, k, v: api.attention(q, k, v, **mask)
+            return functools.partial(api.attention, **cell.options)
+        if name == "flex":
+            return bench_peers.flex(cell, self.device)
         if name == "fa4":
-            flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
-            options = {"causal": cell.causal, "window_size": (cell.window, None)}  # causal makes the right bound 0
-            return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
-        if cell.window is not None:
-            raise NotImplementedError("torch's attention has no sliding window, but for an explicit mask")
+            return bench_peers.fa4(cell)
+        if cell.window is not None or cell.softcap is not None:
+            lacks = "softcap" if cell.window is None else "sliding window, but for an explicit mask"
+            raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, _BACKENDS[name])

@@ -12,14 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+import cupyflash
 from cupyflash import cli, device, run
-from cupyflash.cli import bench_report, bench_timing
+from cupyflash.accuracy import Oracle
+from cupyflash.cli import bench_peers, bench_report, bench_timing, bench_work
 from cupyflash.cli.bench_timing import QUICK, SUSTAINED, Clock, Effort, Timing, Work
 from cupyflash.cli.bench_work import Cell
 from cupyflash.cli.output import human
+from cupyflash.problem import make_problem
 
 TINY = ("--backend", "cpu", "--framework", "numpy", "--causal", "--pass", "fwd", "--head-dim", "16", "--tokens", "16",
         "--seqlens", "16", "--hidden", "16")  # fmt: skip
@@ -142,6 +146,43 @@ def test_the_table_gives_the_spread_of_each(capsys: pytest.CaptureFixture[str]) 
     bench_report.print_rows(rows, human(False))
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.split()[4:] == ["2.000", "10.0%", "0.0671", "(2.00)", "5.0%", "-", "-", "2.00"]
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (None, 0.5), (7, 0.5), (0, None)])
+def test_flex_computes_the_same(
+    causal: bool, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU and not compiled, with fewer key heads."""
+    import torch
+    from torch._functorch import config
+
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    cell = Cell("fp32", 24, causal, 37, 2, 4, 2, window, softcap)
+    bench = bench_work.TorchBench(on_gpu=False)
+    q, k, v, dout = bench.inputs(cell)
+    oracle = Oracle(
+        make_problem([x.shape for x in (q, k, v)], ["fp32"] * 3, **cell.options), *map(np.asarray, (q, k, v, dout))
+    )
+    with config.patch(donated_buffer=True):
+        out = bench.attention("flex", cell)(q, k, v)
+        assert not config.donated_buffer
+    lse = cupyflash.attention(q, k, v, **cell.options, return_lse=True)[1]
+    assert all(verdict.passed for verdict in oracle.judge_forward(out.numpy(), lse.numpy()))
+
+
+@pytest.mark.needs("torch")
+def test_flex_is_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench_work.Bench().absent("flex") == "needs torch"
+    bench = bench_work.TorchBench(on_gpu=False)
+    assert bench.absent("flex") == "needs a GPU"
+    bench.on_gpu = True
+    assert bench.absent("flex") is None
+    monkeypatch.setattr(bench_peers, "flex_is_missing", lambda: True)
+    assert bench.absent("flex") == "this torch has no flex_attention"
+    assert bench.absent("cudnn") is None
 
 
 @pytest.mark.parametrize("causal", [False, True])

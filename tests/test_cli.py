@@ -437,6 +437,34 @@ def test_bench_key_heads_batch_and_window(invoke: Invoke) -> None:
     assert found["ratios"] == {}
 
 
+def test_bench_with_a_softcap(tmp_path: Path, invoke: Invoke) -> None:
+    """Ours runs with it, CSV, JSON and the table say it, and peers without it say why they do not run."""
+    pytest.importorskip("torch")
+    table = tmp_path / "rows.csv"
+    size = ("--head-dim", "16", "--hidden", "64", "--batch", "1", "--seqlens", "24", "--softcap", "2.5")
+    options = ("--backend", "cpu", "--quick", "--rounds", "1", "--against", "math,flex", "--causal", *size)
+    result = invoke("bench", *options, "--framework", "torch", "--csv", str(table), "--json")
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["softcap"] for row in rows] == [2.5] * 6
+    reasons = {row["implementation"]: row["reason"] for row in rows}
+    why = "torch's scaled_dot_product_attention has no softcap"
+    assert reasons == {"cupyflash": "", "math": why, "flex": "needs a GPU"}
+    assert "causal, softcap 2.5" in result.stderr
+    with table.open() as f:
+        assert {row["softcap"] for row in csv.DictReader(f)} == {"2.5"}
+    for wrong in ("0", "1e4", "much"):
+        invoke("bench", *options[:-1], wrong, code=2)
+
+
+def test_bench_gives_the_softcap_to_calls(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    given = []
+    for name in ("attention", "attention_backward"):
+        original = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *x, of=original, **o: (given.append(o["softcap"]), of(*x, **o))[1])
+    invoke("bench", *TINY, "--framework", "numpy", "--quick", "--rounds", "1", "--softcap", "3", "--pass", "both")
+    assert set(given) == {3.0}
+
+
 def test_ratios() -> None:
     cells = [Cell("bf16", 64, False, n, 1, 1, 1) for n in (1024, 2048)]
     times = {"cupyflash": (1.0, 2.0), "flash2": (2.0, 1.0), "cudnn": (None, 8.0)}

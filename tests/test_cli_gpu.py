@@ -96,9 +96,9 @@ def test_bench(framework: str) -> None:
     assert found["startup"]["disk_cache"]["loaded_on_gpu"]
 
 
-@pytest.mark.parametrize("peer", ["cudnn", "fa4"])
+@pytest.mark.parametrize("peer", ["cudnn", "fa4", "flex"])
 def test_bench_peers(peer: str) -> None:
-    """Each peer runs with fewer key heads; torch's have no window."""
+    """Each peer runs with fewer key heads; cuDNN's has neither window nor softcap."""
     if not pytest.importorskip("torch").cuda.is_available():
         pytest.skip("torch has no CUDA")
     if peer == "fa4":
@@ -108,3 +108,5 @@ def test_bench_peers(peer: str) -> None:
     assert all(r["tflops"] > 0 for r in document("bench", *options)["rows"])
     windowed = document("bench", *options, "--window", "255")["rows"][1]
     assert (windowed["tflops"] is None) == (peer == "cudnn")
+    capped = document("bench", *options, "--softcap", "20")["rows"][1]
+    assert (capped["tflops"] is None) == (peer == "cudnn")
