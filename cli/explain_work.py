@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from cupyflash.arrays import Signature
 from cupyflash.device import KIB, Device
-from cupyflash.plan import Plan, Workspace
+from cupyflash.extents import Workspace
+from cupyflash.plan import Plan
 from cupyflash.problem import ITEMSIZE, Problem
 from cupyflash.tiles import round_up
 from cupyflash.variant import Variant

@@ -1,4 +1,8 @@
-"""Problem + device -> plan: which kernels run, on which grid, with which workspace. Pure arithmetic."""
+"""Problem + device -> plan: which kernels run, on which grid, with which workspace. Pure arithmetic.
+
+`forward_kernels` and `backward_kernels` choose the kernels, for which lengths do not matter. The plan of one problem
+adds what `extents.py` chooses for its lengths.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,13 @@ from dataclasses import dataclass
 
 from .device import Device
 from .errors import UnsupportedError
-from .kernels import Convert, backward_sm90_variants, backward_variants, forward_sm90_variant, forward_variant
-from .problem import ITEMSIZE, Problem
-from .tiles import round_up
+from .extents import BackwardKernels, Extents, ForwardKernels, Kernels, Workspace
+from .kernels import backward_sm90_variants, backward_variants, forward_sm90_variant, forward_variant
+from .problem import Problem
 from .variant import Variant
 
-MAX_GRID = 2**31 - 1
 GPU_DTYPES = ("fp16", "bf16")
 FAMILIES = ("sm80", "sm90")
-# K and V that share the L2, without a mask and with one, where mixing more heads evens out the tail:
-# docs/performance.md
-_SM90_SECTION_BYTES = 4 << 20, 16 << 20
-# Up to so many keys, with a mask, it pays that dQ's accumulator need not be cleared (docs/performance.md).
-_FIRST_STORES_LIMIT = 4096
 
 
 @dataclass(frozen=True)
@@ -30,21 +28,14 @@ class Launch:
     tiles: int
 
 
-Workspace = dict[str, tuple[tuple[int, ...], str]]
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The launches of one call, in order, and the workspace arrays they share: name -> (shape, dtype)."""
+    """The launches of one call, in order, and the `Numbers` chosen for it."""
 
     launches: tuple[Launch, ...]
     workspace: Workspace
-    sections: tuple[int, int]  # heads scheduled together, and the last of them (schedule.cuh)
-    first_stores: bool = False  # the first share of each tile of dQ is stored, the others are added (dq_accum.cuh)
-
-
-def blocks(n: int, size: int) -> int:
-    return -(-n // size)
+    sections: tuple[int, int]
+    first_stores: bool = False
 
 
 def check_supported(problem: Problem, device: Device) -> None:
@@ -82,30 +73,48 @@ def _uses_sm90(problem: Problem, device: Device, tma: bool, family: str | None) 
     return reason is None and family != "sm80"
 
 
-def _fitting(problem: Problem, device: Device, bytes_per_head: int) -> int:
-    """How many heads are worth mixing: those whose streamed operands fit half of the L2; without a mask just one."""
-    return device.l2_bytes // 2 // max(1, bytes_per_head) if problem.masked else 1
+def plan_of(kernels: Kernels, extents: Extents) -> Plan:
+    """The plan of a call of these extents."""
+    numbers = kernels.numbers(extents)
+    launches = (Launch(v, kernels.grid(v, n), n) for v, n in zip(kernels.variants, numbers.tiles, strict=True))
+    return Plan(tuple(launches), numbers.workspace, numbers.sections, numbers.first_stores)
 
 
-def _sections(problem: Problem, device: Device, fitting: int, heads: int, tiles_per_head: int) -> tuple[int, int]:
-    """How many heads are scheduled together: `fitting` of them, and in the last section enough to even out the tail.
+def forward_kernels(
+    problem: Problem,
+    device: Device,
+    *,
+    aligned: bool = True,
+    tma: bool | None = None,
+    family: str | None = None,
+    clocks: bool = False,
+) -> ForwardKernels:
+    """The kernel of the forward; arguments and errors as of `forward_plan`."""
+    check_supported(problem, device)
+    use_sm90 = _uses_sm90(problem, device, aligned if tma is None else tma, family)
+    variant: Variant
+    if use_sm90:
+        variant = forward_sm90_variant(problem, clocks=clocks)
+    else:
+        variant = forward_variant(problem, device, aligned=aligned)
+    facts = problem.dtype, problem.head_dim, problem.masked, problem.deterministic
+    return ForwardKernels((variant,), use_sm90, *facts, device)
 
-    With a mask, tiles differ in length. A section starts with its longest tiles, so that the last one ends evenly if it
-    has a few for every multiprocessor.
-    """
-    enough = blocks(2 * device.sm_count, max(1, tiles_per_head)) if problem.masked else 0
-    section = max(1, min(heads, fitting))
-    return section, min(heads, max(section, enough))
 
-
-def _checked_grid(name: str, grid: int) -> int:
-    if grid > MAX_GRID:
-        raise UnsupportedError(f"{name}: expected at most {MAX_GRID} tiles of work, got {grid}; split the batch")
-    return grid
-
-
-def _launch(variant: Variant, tiles: int, device: Device) -> Launch:
-    return Launch(variant, min(tiles, device.sm_count) if variant.persistent else tiles, tiles)
+def backward_kernels(
+    problem: Problem,
+    device: Device,
+    *,
+    aligned: bool = True,
+    tma: bool | None = None,
+    family: str | None = None,
+) -> BackwardKernels:
+    """The kernels of the backward; arguments and errors as of `backward_plan`."""
+    check_supported(problem, device)
+    use_sm90 = _uses_sm90(problem, device, aligned if tma is None else tma, family)
+    found = backward_sm90_variants(problem) if use_sm90 else backward_variants(problem, device, aligned=aligned)
+    facts = problem.dtype, problem.head_dim, problem.masked, problem.deterministic
+    return BackwardKernels(found, use_sm90, *facts, device)
 
 
 def forward_plan(
@@ -117,7 +126,7 @@ def forward_plan(
     family: str | None = None,
     clocks: bool = False,
 ) -> Plan:
-    """The forward: one launch, no workspace. K and V are streamed, so a group's query heads go together.
+    """The forward's plan.
 
     Args:
         aligned: whether every row of q, k and v starts at a multiple of 16 bytes.
@@ -128,21 +137,8 @@ def forward_plan(
     Raises:
         UnsupportedError: if the device, the dtype or the family asked for cannot do it.
     """
-    check_supported(problem, device)
-    use_sm90 = _uses_sm90(problem, device, aligned if tma is None else tma, family)
-    group = problem.heads_q // problem.heads_k
-    head_bytes = 2 * problem.seqlen_k * problem.head_dim * ITEMSIZE[problem.dtype]
-    heads_k = problem.batch * problem.heads_k
-    variant: Variant
-    if use_sm90:
-        variant = forward_sm90_variant(problem, clocks=clocks)
-        fitting = _SM90_SECTION_BYTES[problem.masked] // head_bytes
-    else:
-        variant = forward_variant(problem, device, aligned=aligned)
-        fitting = _fitting(problem, device, head_bytes)
-    tiles = _checked_grid("q", blocks(problem.seqlen_q, variant.block_m) * problem.heads_q * problem.batch)
-    section, last = _sections(problem, device, fitting, heads_k, blocks(problem.seqlen_q, variant.block_m) * group)
-    return Plan((_launch(variant, tiles, device),), {}, (section * group, last * group))
+    kernels = forward_kernels(problem, device, aligned=aligned, tma=tma, family=family, clocks=clocks)
+    return plan_of(kernels, Extents.of(problem))
 
 
 def backward_plan(
@@ -153,7 +149,7 @@ def backward_plan(
     tma: bool | None = None,
     family: str | None = None,
 ) -> Plan:
-    """The backward: delta, main, conversion of dQ; or delta, dK and dV, dQ. Q, dO and a fp32 sum of dQ are streamed.
+    """The backward's plan.
 
     Args:
         aligned: whether every row of q, k, v, out and dout starts at a multiple of 16 bytes.
@@ -163,28 +159,5 @@ def backward_plan(
     Raises:
         UnsupportedError: if the device, the dtype or the family asked for cannot do it.
     """
-    check_supported(problem, device)
-    use_sm90 = _uses_sm90(problem, device, aligned if tma is None else tma, family)
-    found = backward_sm90_variants(problem) if use_sm90 else backward_variants(problem, device, aligned=aligned)
-    delta, main, last = found
-    b, sq, hq, hk = problem.batch, problem.seqlen_q, problem.heads_q, problem.heads_k
-    m_blocks = blocks(sq, main.block_m)
-    query_grid = _checked_grid("q", m_blocks * hq * b)
-    key_grid = _checked_grid("k", blocks(problem.seqlen_k, main.block_n) * hk * b)
-    last_grid = blocks(sq, last.block_m) * hq * b
-    head_bytes = sq * problem.head_dim * (2 * ITEMSIZE[problem.dtype] + 4) * (hq // hk)
-    first_stores = use_sm90 and isinstance(last, Convert) and problem.masked and problem.seqlen_k <= _FIRST_STORES_LIMIT
-    workspace: Workspace = {"row_stats": ((b, hq, m_blocks * main.block_m, 2), "fp32")}
-    if isinstance(last, Convert):
-        columns = round_up(problem.head_dim, 16 * last.split_d)
-        workspace["dq_accum"] = ((b, hq, m_blocks, main.block_m * columns), "fp32")
-        if problem.deterministic or first_stores:
-            workspace["dq_turn"] = ((b, hq, m_blocks), "int32")
-    return Plan(
-        tuple(_launch(v, n, device) for v, n in ((delta, query_grid), (main, key_grid), (last, last_grid))),
-        workspace,
-        _sections(
-            problem, device, _fitting(problem, device, head_bytes), b * hk, blocks(problem.seqlen_k, main.block_n)
-        ),
-        first_stores,
-    )
+    kernels = backward_kernels(problem, device, aligned=aligned, tma=tma, family=family)
+    return plan_of(kernels, Extents.of(problem))

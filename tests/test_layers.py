@@ -34,6 +34,7 @@ PYTHON_LAYERS = (
     ("launch",),
     ("arrays", "counters", "cpu", "jit", "shipped"),
     ("plan",),
+    ("extents",),
     ("cache", "cubin", "layer", "nvrtc", "tensormap", "upkeep"),
     (
         "accuracy",
