@@ -47,9 +47,13 @@ class Counters:
         self._of_stream: dict[Any, tuple[int, int]] = {}  # handle -> id, counter
         self._lock = threading.Lock()
 
+    def is_low(self) -> bool:
+        """Whether `reserve` would do anything."""
+        return len(self._free) <= _CHUNK // 2
+
     def reserve(self, stream: int) -> None:
         """Make sure that many counters are free; does nothing while `stream` is captured, when nothing can be."""
-        if len(self._free) > _CHUNK // 2 or self._is_capturing(stream):
+        if not self.is_low() or self._is_capturing(stream):
             return
         from cupy.cuda.memory import Memory
 

@@ -5,7 +5,7 @@ It is done for every call with lengths not seen before: a few microseconds of ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .device import Device
@@ -37,6 +37,16 @@ class Extents(NamedTuple):
     @classmethod
     def of(cls, problem: Problem) -> Extents:
         return cls(problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k)
+
+
+def kind_of(problem: Problem) -> Problem:
+    """The problem with other numbers where they decide no kernel: the same for all that have the same kernels.
+
+    What a feature adds to a problem counts, unless it is replaced here.
+    """
+    window = (None, None) if not problem.masked else (None, 0) if problem.causal else (1, 1)
+    scale = 1.0 if problem.scale > 0 else 0.0
+    return replace(problem, batch=1, seqlen_q=1, seqlen_k=1, heads_q=1, heads_k=1, scale=scale, window=window)
 
 
 class Numbers(NamedTuple):

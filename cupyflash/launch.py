@@ -1,12 +1,12 @@
 """Prepared calls: launches that are ready but for the addresses of the arrays.
 
-A GPU call is prepared once for each combination of signatures and options (checked, planned, kernels loaded, parameters
-filled in) and kept. A later call writes the addresses into the params struct and hands it to the driver.
+The kernels of a spec (all that decides which ones run) are loaded once on each GPU, as `Prepared`. From it a call gets
+what is its own: grids, workspace and a params struct with its numbers. Both are kept. A call seen before writes the
+addresses into the params struct and hands it to the driver; one with new lengths costs some arithmetic more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import threading
@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import counters, jit, tensormap
-from .device import Device
+from .extents import Extents, Kernels, Workspace
+from .kept import Kept
 from .params import UNBOUNDED
 from .plan import Plan
 from .problem import Problem
+from .template import Lengths, Steps, Template, ask_driver
 
-_MAX_PREPARED = 4096  # calls kept; lengths that change at every call would otherwise fill the memory
+_MAX_CALLS = 1024  # kept, at about 3 KB each; lengths that change at every call would otherwise fill the memory
+_MAX_SPECS = 512
 _thread = threading.local()
 
 
@@ -43,87 +46,141 @@ class Filled(NamedTuple):
 class _Arguments:
     """One kernel argument, the params struct: its bytes, and the pointer arrays that the driver reads."""
 
-    def __init__(self, template: bytes, plain_bytes: int) -> None:
-        self._bytes = ctypes.create_string_buffer(template, len(template))
+    def __init__(self, size: int, plain_bytes: int) -> None:
+        self._bytes = ctypes.create_string_buffer(size)
         start = ctypes.addressof(self._bytes)
         self._pointers = (ctypes.c_void_p * 2)(start, start + plain_bytes)
-        self.slots = memoryview(self._bytes).cast("B").cast("Q")
+        self.bytes = memoryview(self._bytes).cast("B")
+        self.slots = self.bytes.cast("Q")
+        self.holds = b""  # the params struct that was copied here last
         self.whole = ctypes.addressof(self._pointers)
         self.plain = self.whole + ctypes.sizeof(ctypes.c_void_p)
 
 
 class Prepared:
-    """The launches of one call on one device, ready but for the addresses of the arrays."""
+    """The kernels of a spec on one device, loaded, and all that their calls have in common."""
 
-    def __init__(self, problem: Problem, plan: Plan, device: Device, filled: Filled, stream: int) -> None:
+    recent = False
+
+    def __init__(self, kernels: Kernels, filled: Filled, template: Template, stream: int) -> None:
         from cupy.cuda import runtime
 
-        kernels = [jit.load(launch.variant, device, stream) for launch in plan.launches]
-        self._launches = [
+        self.kernels, self._template, self._device = kernels, template, kernels.device
+        self.functions = [
             (
-                (kernel.function, launch.grid, 1, 1, launch.variant.threads, 1, 1, launch.variant.smem_bytes),
-                launch.variant.params == filled.params.dtype,
+                jit.load(variant, self._device, stream).function,
+                (variant.threads, 1, 1, variant.smem_bytes),
+                variant.params == filled.params.dtype,
             )
-            for kernel, launch in zip(kernels, plan.launches, strict=True)
-            if launch.grid > 0
+            for variant in kernels.variants
         ]
-        self.problem = problem
-        self.persistent = any(launch.variant.persistent for launch in plan.launches)
-        self.workspace = plan.workspace
-        self.device = device.ordinal
-        self._template, self._plain_bytes = filled.params.tobytes(), filled.plain_bytes
-        self._writes = filled.writes
-        self._counter_slot = filled.counter if self.persistent else None
-        if self._counter_slot is not None:
-            self._counters = counters.of(device.ordinal)
-            with device.current():
-                self._counters.reserve(stream)
-        self._free: list[_Arguments] = []  # a block is taken while its launch is written: threads never share one
-        self._launch = jit.launcher()
-        self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
+        self.persistent = any(variant.persistent for variant in kernels.variants)
+        self.ordinal = self._device.ordinal
+        self.size, self.plain_bytes = filled.params.nbytes, filled.plain_bytes
+        self.writes = filled.writes
+        self.counter_slot = filled.counter if self.persistent else None
+        self.counters = counters.of(self.ordinal)
+        self.free: list[_Arguments] = []  # a block is taken while its launch is written: threads never share one
+        self.launch = jit.launcher()
+        self.get_device, self.set_device = runtime.getDevice, runtime.setDevice
+
+    def call(
+        self, extents: Extents, options: Sequence[int], lengths: Sequence[Lengths], steps: Sequence[Steps], stream: int
+    ) -> Call | None:
+        """A call of these extents; None if the driver refuses a tensor map of one of its arrays.
+
+        Args:
+            options: as `template.numbers_of` gives them.
+            lengths, steps: of the arrays that the template has strides of.
+        """
+        tiles, workspace, sections, first_stores = self.kernels.numbers(extents)
+        numbers = (*options, *extents, *sections, int(first_stores))
+        params = self._template.write(numbers, lengths, steps, self._ask)
+        if params is None:
+            return None
+        if self.counter_slot is not None and self.counters.is_low():
+            with self._device.current():
+                self.counters.reserve(stream)
+        grids = map(self.kernels.grid, self.kernels.variants, tiles)
+        launches = [
+            ((function, grid, 1, 1, *block), takes_whole)
+            for (function, block, takes_whole), grid in zip(self.functions, grids, strict=True)
+            if grid > 0
+        ]
+        return Call(self, params, launches, workspace, extents)
+
+    def _ask(self, tensor: tensormap.TensorMap) -> bytes | None:
+        with self._device.current():  # drivers encode tensor maps for a thread with a context alone
+            return ask_driver(tensor)
+
+
+class Call:
+    """The launches of one call on one device, ready but for the addresses of the arrays.
+
+    Attributes:
+        rows: the shape of lse.
+        workspace: the arrays that the launches share: name -> (shape, dtype).
+    """
+
+    __slots__ = ("_launches", "_params", "prepared", "recent", "rows", "workspace")
+
+    def __init__(
+        self, prepared: Prepared, params: bytes, launches: list[Any], workspace: Workspace, extents: Extents
+    ) -> None:
+        self.prepared, self._params, self._launches, self.workspace = prepared, params, launches, workspace
+        self.rows = extents.batch, extents.heads_q, extents.seqlen_q
+        self.recent = False
+
+    @property
+    def persistent(self) -> bool:
+        """Whether a kernel of it is."""
+        return self.prepared.persistent
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """Launch on `stream`; `addresses` as `Filled.writes` counts them."""
+        prepared = self.prepared
         try:
-            arguments = self._free.pop()
+            arguments = prepared.free.pop()
         except IndexError:
-            arguments = _Arguments(self._template, self._plain_bytes)
+            arguments = _Arguments(prepared.size, prepared.plain_bytes)
+        if arguments.holds is not self._params:
+            arguments.bytes[:] = arguments.holds = self._params
         slots = arguments.slots
-        for slot, i in self._writes:
+        for slot, i in prepared.writes:
             slots[slot] = addresses[i]
-        current = self._get_device()
-        if current != self.device or not hasattr(_thread, "has_context"):
-            self._set_device(self.device)  # also gives a new thread its CUDA context
+        current = prepared.get_device()
+        if current != prepared.ordinal or not hasattr(_thread, "has_context"):
+            prepared.set_device(prepared.ordinal)  # also gives a new thread its CUDA context
             _thread.has_context = True
         try:
-            if self._counter_slot is not None:
-                slots[self._counter_slot] = self._counters.address(stream)
+            if prepared.counter_slot is not None:
+                slots[prepared.counter_slot] = prepared.counters.address(stream)
             for launch, takes_whole in self._launches:
-                self._launch(*launch, stream, arguments.whole if takes_whole else arguments.plain, 0)
+                prepared.launch(*launch, stream, arguments.whole if takes_whole else arguments.plain, 0)
         finally:
-            if current != self.device:
-                self._set_device(current)
-            self._free.append(arguments)
+            if current != prepared.ordinal:
+                prepared.set_device(current)
+            prepared.free.append(arguments)
 
 
-_calls: dict[tuple[Any, ...], Prepared] = {}
+_calls: Kept[Call] = Kept(_MAX_CALLS)
+specs: Kept[Prepared] = Kept(_MAX_SPECS)
 
 
-def find(key: tuple[Any, ...]) -> Prepared | None:
+def find(key: tuple[Any, ...]) -> Call | None:
     """The call prepared under `key`; None for a new one, and for keys that cannot be hashed (the checks decide)."""
-    try:
-        return _calls.get(key)
-    except TypeError:
-        return None
+    return _calls.find(key)
 
 
-def keep(key: tuple[Any, ...], call: Prepared) -> Prepared:
+def keep(key: tuple[Any, ...], call: Call) -> Call:
     """Keep a call for the next time, if its key can be hashed; returns it."""
-    if len(_calls) >= _MAX_PREPARED:
-        _calls.clear()
-    with contextlib.suppress(TypeError):
-        _calls[key] = call
-    return call
+    return _calls.keep(key, call)
+
+
+def forget() -> None:
+    """Drop what is kept: calls are planned again. For tests and tools that change what a plan rests on."""
+    _calls.clear()
+    specs.clear()
 
 
 def fill_problem(params: np.ndarray, problem: Problem, plan: Plan) -> None:

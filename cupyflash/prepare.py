@@ -1,28 +1,29 @@
 """Prepare a call on the GPU: from signatures and options to launches that lack only addresses.
 
+What decides which kernels run is the call's spec; the first call of one loads them. The extents of a call, its numbers,
+are written into what is then prepared.
+
 Here every fact about the arrays meets the plan: which kernel family their strides allow, and the params struct.
 """
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from . import launch, tensormap
 from .arrays import CPU, Native, Signature
 from .device import Device
 from .errors import ArgumentError
-from .kernels import BackwardSm90, ForwardSm90
-from .launch import Filled, Prepared, contiguous_strides, fill_problem, fill_strides, pointers_first
+from .extents import Extents, Kernels, kind_of
+from .launch import Call, Prepared
 from .options import Options
-from .params import BWD_PARAMS, FWD_PARAMS
-from .plan import FAMILIES, Plan, backward_plan, forward_plan
-from .problem import Problem, make_problem
-
-BACKWARD_NAMES = ("q", "k", "v", "out", "dout")
+from .passes import BACKWARD, FORWARD, Pass, fill, steps_of, template_of
+from .plan import FAMILIES, backward_kernels, forward_kernels, plan_of
+from .problem import MAX_SEQLEN, Problem, make_problem
+from .template import numbers_of
 
 
 def family() -> str | None:
@@ -37,9 +38,24 @@ def family() -> str | None:
     return wish
 
 
+def wish() -> Any:
+    """What CUPYFLASH_FAMILY holds, unchecked, as part of the keys under which calls are kept."""
+    return _look_up(_FAMILY)
+
+
+try:  # `os.environ.get` takes 0.8 us where the variable is not set, its own dictionary 0.05 us
+    _look_up, _FAMILY = os.environ._data.get, os.environ.encodekey("CUPYFLASH_FAMILY")  # type: ignore[attr-defined]
+except AttributeError:
+    _look_up, _FAMILY = os.environ.get, "CUPYFLASH_FAMILY"
+
+
 def _is_aligned(signatures: Sequence[Signature]) -> bool:
     """Whether every row starts at a multiple of 16 bytes if the array does: 8 elements of 16 bits."""
-    return all(s % 8 == 0 for sig in signatures for s, n in zip(sig.strides[:3], sig.shape[:3], strict=True) if n > 1)
+    for shape, strides, _, _ in signatures:
+        for n, step in zip(shape[:3], strides[:3], strict=True):
+            if n > 1 and step % 8:
+                return False
+    return True
 
 
 def access(signatures: Sequence[Signature], aligned: bool, others: Sequence[Signature] = ()) -> tuple[bool, bool]:
@@ -84,6 +100,38 @@ def place(device: int) -> str:
     return "the CPU" if device == CPU else f"GPU {device}"
 
 
+class _Asked(NamedTuple):
+    """What dtype, head_dim and options say of a call: of its kernels, and the numbers that `template.write` takes."""
+
+    kind: Problem
+    numbers: tuple[int, int, int]
+
+
+@functools.lru_cache(maxsize=1024)
+def _asked(dtype: str, head_dim: int, options: Options) -> _Asked:
+    problem = make_problem([(1, 1, 1, head_dim)] * 3, [dtype] * 3, **options._asdict())
+    return _Asked(kind_of(problem), numbers_of(problem))
+
+
+def _extents(keys: Sequence[tuple[Any, ...]], layout: str) -> Extents | None:
+    """The extents of arrays that fit each other; None where `check` must look closer. Costs the host 1 us."""
+    (shape, _, dtype, device), (key_shape, *_), v, *like_q = keys
+    if len(shape) != 4 or len(key_shape) != 4 or v[0] != key_shape:
+        return None
+    for key in keys[1:]:
+        if key[2] != dtype or key[3] != device:
+            return None
+    for key in like_q:
+        if key[0] != shape:
+            return None
+    batch, a, b, head_dim = shape
+    batch_k, c, d, head_dim_k = key_shape
+    (seqlen_q, heads_q, seqlen_k, heads_k) = (a, b, c, d) if layout == "bshd" else (b, a, d, c)
+    if batch_k != batch or head_dim_k != head_dim or heads_k < 1 or heads_q % heads_k:
+        return None
+    return Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k) if max(seqlen_q, seqlen_k) <= MAX_SEQLEN else None
+
+
 def prepare_forward(
     library: Native,
     keys: Sequence[tuple[Any, ...]],
@@ -92,87 +140,81 @@ def prepare_forward(
     stream: int,
     *,
     clocks: bool = False,
-) -> Prepared:
+) -> Call:
     """A forward of arrays q, k and v.
 
     Args:
         keys: what the library's `signature` says of them.
         aligned: whether their addresses are multiples of 16.
     """
-    problem, signatures = check("qkv", library, keys, options)
-    device = Device.of(signatures[0].device)
-    aligned, tma = access(signatures, aligned)
-
-    def ready(tma: bool) -> tuple[Plan, Filled | None]:
-        plan = forward_plan(problem, device, aligned=aligned, tma=tma, family=family(), clocks=clocks and tma)
-        return plan, fill_forward(plan, problem, signatures, options.layout)
-
-    return _prepared(problem, device, ready, tma, stream)
-
-
-def _prepared(
-    problem: Problem, device: Device, ready: Callable[[bool], tuple[Plan, Filled | None]], tma: bool, stream: int
-) -> Prepared:
-    """What `ready` plans and fills in: with TMA if it can read the arrays and the driver makes tensor maps of them."""
-    with device.current():  # drivers encode tensor maps for a thread with a context alone
-        plan, filled = ready(tma)
-        if filled is None:
-            plan, filled = ready(False)
-    assert filled is not None
-    return Prepared(problem, plan, device, filled, stream)
-
-
-def fill_forward(plan: Plan, problem: Problem, signatures: Sequence[Signature], layout: str) -> Filled | None:
-    """The params of a plan's launch; None if it needs tensor maps and the driver's are not understood."""
-    arrays = [*signatures, signatures[0]._replace(strides=contiguous_strides(signatures[0].shape))]
-    params = np.zeros((), FWD_PARAMS)
-    for name, array in zip("qkvo", arrays, strict=True):
-        fill_strides(params, name, array.strides, layout)
-    fill_problem(params, problem, plan)
-    variant = plan.launches[0].variant
-    if not isinstance(variant, ForwardSm90):
-        return pointers_first(params)
-    rows = (64, variant.block_n, variant.block_n, 64)
-    maps = {
-        name: (tensormap.TensorMap.of(problem.dtype, array.shape, array.strides, layout, n), i)
-        for i, (name, array, n) in enumerate(zip("qkvo", arrays, rows, strict=True))
-    }
-    return launch.with_tensor_maps(variant.params, params, maps)
+    return _prepare(FORWARD, library, keys, options, aligned, stream, clocks)
 
 
 def prepare_backward(
     library: Native, keys: Sequence[tuple[Any, ...]], options: Options, aligned: bool, stream: int
-) -> Prepared:
+) -> Call:
     """A backward of arrays q, k, v, out and dout; `aligned`: whether their addresses are multiples of 16."""
-    problem, signatures = check(BACKWARD_NAMES, library, keys, options)
+    return _prepare(BACKWARD, library, keys, options, aligned, stream)
+
+
+def _prepare(
+    which: Pass,
+    library: Native,
+    keys: Sequence[tuple[Any, ...]],
+    options: Options,
+    aligned: bool,
+    stream: int,
+    clocks: bool = False,
+) -> Call:
+    """A call from what is prepared for its spec; that is prepared first where it is new."""
+    extents = _extents(keys, options.layout)
+    if extents is None:
+        extents = Extents.of(check(which.names, library, keys, options)[0])
+    signatures = [library.describe(name, key) for name, key in zip(which.names, keys, strict=True)]
+    if any(signature.strides[3] != 1 for signature in signatures):
+        check(which.names, library, keys, options)
+    shape, _, dtype, ordinal = signatures[0]
+    asked = _asked(library.dtype_name(dtype), shape[3], options)
+    aligned, tma = access(signatures[:3] + signatures[4:], aligned, signatures[3:4])  # no kernel reads out by TMA
+    steps = steps_of(which, signatures, options.layout, extents)
+    lengths = {"q": (extents[1], extents[3], extents[0]), "k": (extents[2], extents[4], extents[0])}
+    ends = [lengths[like] for like in which.like]
+
+    def call(tma: bool) -> Call | None:
+        spec = which.names, asked.kind, ordinal, aligned, tma, wish(), clocks, 0 in extents[:3]
+        prepared = launch.specs.find(spec)
+        if prepared is None:
+            prepared = _first(which, library, keys, options, aligned, tma, stream, clocks)
+            launch.specs.keep(spec, prepared)
+        return prepared.call(extents, asked.numbers, ends, steps, stream)
+
+    found = call(tma) or call(False)
+    assert found is not None
+    return found
+
+
+def _first(
+    which: Pass,
+    library: Native,
+    keys: Sequence[tuple[Any, ...]],
+    options: Options,
+    aligned: bool,
+    tma: bool,
+    stream: int,
+    clocks: bool,
+) -> Prepared:
+    """What the first call of a spec prepares: with TMA if it can read the arrays and the driver makes maps of them."""
+    problem, signatures = check(which.names, library, keys, options)
     device = Device.of(signatures[0].device)
-    q, k, v, out, dout = signatures
-    aligned, tma = access([q, k, v, dout], aligned, [out])
-
-    def ready(tma: bool) -> tuple[Plan, Filled | None]:
-        plan = backward_plan(problem, device, aligned=aligned, tma=tma, family=family())
-        return plan, _fill_backward(plan, problem, signatures, options.layout)
-
-    return _prepared(problem, device, ready, tma, stream)
-
-
-def _fill_backward(plan: Plan, problem: Problem, signatures: Sequence[Signature], layout: str) -> Filled | None:
-    """The params of a plan's launches; None if one needs tensor maps and the driver's are not understood."""
-    gradients = [s._replace(strides=contiguous_strides(s.shape)) for s in signatures[:3]]
-    arrays = dict(zip(("q", "k", "v", "o", "dout", "dq", "dk", "dv"), [*signatures, *gradients], strict=True))
-    params = np.zeros((), BWD_PARAMS)
-    for name, array in arrays.items():
-        fill_strides(params, name, array.strides, layout)
-    fill_problem(params, problem, plan)
-    main = plan.launches[1].variant
-    if not isinstance(main, BackwardSm90):
-        return pointers_first(params)
-    names = params.dtype.names or ()
-    maps = {
-        name: (
-            tensormap.TensorMap.of(problem.dtype, arrays[name].shape, arrays[name].strides, layout, n),
-            names.index(name),
-        )
-        for name, n in main.box_rows.items()
-    }
-    return launch.with_tensor_maps(main.params, params, maps)
+    with device.current():  # drivers encode tensor maps for a thread with a context alone
+        for reads in (tma, False):
+            chosen: dict[str, Any] = {"aligned": aligned, "tma": reads, "family": family()}
+            if which is FORWARD:
+                kernels: Kernels = forward_kernels(problem, device, clocks=clocks and reads, **chosen)
+            else:
+                kernels = backward_kernels(problem, device, **chosen)
+            filled = fill(which, plan_of(kernels, Extents.of(problem)), problem, signatures, options.layout)
+            template = None if filled is None else template_of(which, kernels, filled)
+            if filled is not None and template is not None:
+                return Prepared(kernels, filled, template, stream)
+    raise AssertionError("every GPU has a plan without TMA")

@@ -13,8 +13,9 @@ from .arrays import CPU, CUPY, NUMPY, TORCH, Native
 from .device import Device
 from .errors import ArgumentError, CupyflashError, DeviceError
 from .options import Options
+from .passes import BACKWARD_NAMES
 from .plan import GPU_DTYPES, check_supported
-from .prepare import BACKWARD_NAMES, check, place, prepare_backward, prepare_forward
+from .prepare import check, place, prepare_backward, prepare_forward, wish
 from .problem import Problem
 from .vetting import vet_tensor
 
@@ -57,15 +58,14 @@ def forward(library: Native, q: Any, k: Any, v: Any, options: Options, want_lse:
         _check_addresses(library, (pq, pk, pv), q=q, k=k, v=v)
     aligned = bits & 15 == 0
     stream = library.stream(device)
-    key = sq, sk, sv, options, aligned
+    key = sq, sk, sv, options, aligned, wish()
     call = launch.find(key)
     if call is None:
         _vet(library, q=q, k=k, v=v)
         call = launch.keep(key, prepare_forward(library, (sq, sk, sv), options, aligned, stream))
-    problem = call.problem
     out, lse, lse_pointer = library.empty_like(q), None, 0
     if want_lse:
-        lse = library.empty((problem.batch, problem.heads_q, problem.seqlen_q), "fp32", q)
+        lse = library.empty(call.rows, "fp32", q)
         lse_pointer = library.pointer(lse)
     call((pq, pk, pv, library.pointer(out), lse_pointer, 0), stream)
     return out, lse
@@ -87,7 +87,7 @@ def forward_clocks(library: Native, q: Any, k: Any, v: Any, options: Options) ->
     import cupy
 
     out = library.empty_like(q)
-    lse = library.empty((call.problem.batch, call.problem.heads_q, call.problem.seqlen_q), "fp32", q)
+    lse = library.empty(call.rows, "fp32", q)
     with cupy.cuda.Device(signatures[0][3]):
         clocks = cupy.zeros((Device.of(signatures[0][3]).sm_count, 2), np.int64)
         cupy.cuda.runtime.deviceSynchronize()
@@ -115,13 +115,13 @@ def backward(
         _check_addresses(library, pointers, **_named(arrays))
     aligned = bits & 15 == 0
     stream = library.stream(device)
-    key = *signatures[:5], options, aligned
+    key = *signatures[:5], options, aligned, wish()
     call = launch.find(key)
     if call is None:
         _vet(library, **_named(arrays))
         call = launch.keep(key, prepare_backward(library, signatures[:5], options, aligned, stream))
-    lse = _row_vector("lse", lse, signatures[5], library, call.problem, device)
-    dlse = None if dlse is None else _row_vector("dlse", dlse, signatures[6], library, call.problem, device)
+    lse = _row_vector("lse", lse, signatures[5], library, call.rows, "fp32", device)
+    dlse = None if dlse is None else _row_vector("dlse", dlse, signatures[6], library, call.rows, "fp32", device)
     grads = library.empty_like(q), library.empty_like(k), library.empty_like(v)
     work = [library.empty(shape, dtype, q) for shape, dtype in call.workspace.values()]
     results = [library.pointer(x) for x in (*grads, *work)]
@@ -131,10 +131,10 @@ def backward(
     return grads
 
 
-def _row_vector(name: str, x: Any, key: tuple[Any, ...], library: Native, problem: Problem, ordinal: int) -> Any:
+def _row_vector(
+    name: str, x: Any, key: tuple[Any, ...], library: Native, shape: tuple[int, int, int], dtype: str, ordinal: int
+) -> Any:
     """lse or dlse, whose signature is `key`: checked, and on a GPU contiguous."""
-    shape = (problem.batch, problem.heads_q, problem.seqlen_q)
-    dtype = "fp64" if problem.dtype == "fp64" else "fp32"
     if key[0] != shape or library.dtype_name(key[2]) != dtype or key[3] != ordinal:
         raise ArgumentError(
             f"{name}: expected shape (batch, heads_q, seqlen_q) = {shape}, dtype {dtype}, on {place(ordinal)}; got "
@@ -204,8 +204,9 @@ def _backward_host(
 ) -> tuple[Any, Any, Any]:
     _vet(library, **_named(arrays))
     problem, _ = check(BACKWARD_NAMES, library, keys[:5], options)
+    rows, dtype = (problem.batch, problem.heads_q, problem.seqlen_q), "fp64" if problem.dtype == "fp64" else "fp32"
     for name, x, key in zip(("lse", "dlse"), arrays[5:], keys[5:], strict=False):
-        _row_vector(name, x, key, library, problem, CPU)
+        _row_vector(name, x, key, library, rows, dtype, CPU)
     if _on_gpu(library, problem):
         import cupy
 

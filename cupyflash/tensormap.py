@@ -1,8 +1,8 @@
 """Tensor maps: how TMA, Hopper's copy engine, sees an array. `TensorMap` is what one says; `encode` asks the driver.
 
 A map is 128 opaque bytes. Encoding one costs the host about 2 us, a tenth of a whole call, so a prepared call keeps its
-maps and writes new addresses into them: where the address lies is not documented, but `address_slot` finds it by
-encoding maps that differ in nothing else.
+maps and writes new addresses into them, and lengths and strides that are new. Where these lie is not documented, but
+`address_slot` and `understand` find them by encoding maps that differ in nothing else.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,8 +53,10 @@ class TensorMap:
 
 def readable(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether TMA can read an array of 16-bit elements whose address is a multiple of 16; strides in elements."""
-    steps = [2 * step for step, n in zip(strides[:3], shape[:3], strict=True) if n > 1]
-    return all(0 < step < _MAX_STRIDE_BYTES and step % _ROW_BYTES == 0 for step in steps)
+    for step, n in zip(strides[:3], shape[:3], strict=True):
+        if n > 1 and (not 0 < 2 * step < _MAX_STRIDE_BYTES or 2 * step % _ROW_BYTES):
+            return False
+    return True
 
 
 @functools.cache
@@ -88,7 +90,8 @@ def encode(tensor: TensorMap, address: int) -> NDArray[np.uint64] | None:
     return None if status else words.copy()
 
 
-_PROBES = (1 << 32, 0x7F1234567890, 0x7FFFFFFFFFF0)  # addresses a multiple of 16 apart; nothing is read
+ANYWHERE = 1 << 32  # an address to encode a map with that gets another one later
+_PROBES = (ANYWHERE, 0x7F1234567890, 0x7FFFFFFFFFF0)  # addresses a multiple of 16 apart; nothing is read
 
 
 def address_slot(tensor: TensorMap) -> int | None:
@@ -101,3 +104,92 @@ def address_slot(tensor: TensorMap) -> int | None:
     if len(varies) != 1 or list(words[:, varies[0]]) != list(_PROBES):
         return None
     return int(varies[0])
+
+
+@dataclass(frozen=True)
+class Form:
+    """Maps of one dtype, head_dim and box, as far as they are understood: where their numbers lie.
+
+    Attributes:
+        words: of a map, as 128 bytes, into which the others' numbers can be written.
+        address: the word of 64 bits that is the array's address.
+        slots: the words of 32 bits that hold what `numbers` gives; None: unknown, the driver must make each map.
+        least_bytes: arrays whose last row is nearer to the first have something more in their maps.
+    """
+
+    words: bytes
+    address: int
+    slots: tuple[int, ...] | None = None
+    least_bytes: int = 0
+
+    def numbers(self, lengths: tuple[int, int, int], strides_bytes: tuple[int, int, int]) -> tuple[int, ...] | None:
+        """What lies in `slots` of an array's map; None if the driver must make it. Lengths: seqlen, heads, batch."""
+        (seqlen, heads, batch), (row, head, sequence) = lengths, strides_bytes
+        if self.slots is None or row | head | sequence >= _WORD_STRIDE_BYTES:
+            return None
+        if self.least_bytes and (seqlen - 1) * row + (heads - 1) * head + (batch - 1) * sequence < self.least_bytes:
+            return None
+        return seqlen - 1, heads - 1, batch - 1, row // _ROW_BYTES, head // _ROW_BYTES, sequence // _ROW_BYTES
+
+
+_Probe = tuple[tuple[int, int, int], tuple[int, int, int]]  # seqlen, heads and batch, and their strides in bytes
+_WORD_STRIDE_BYTES = _ROW_BYTES << 32  # longer strides take more than one word
+_SMALL_BYTES = 1 << 20
+# No two numbers of a probe are the same, neither as they are nor as they are stored: each is found in one place.
+_FIRST: _Probe = (70001, 3003, 509), (16 * 8101, 16 * 90007, 16 * 12345701)
+_SECOND: _Probe = (1234, 47, 23459), (16 * 765433, 16 * 3571, 16 * 80000011)
+_LARGE: tuple[_Probe, ...] = (
+    ((1 << 29, 1, 1), (512, 16, 16)),
+    ((8192, 16, 4), (8192, 512, 8192 * 8192)),
+    ((1, 1, 1 << 20), (16, 16, 1 << 21)),
+    ((1, 3, 2), (16, 1 << 35, (1 << 36) - 16)),
+    ((4096, 8, 3), (512, 512 * 4096, 1 << 30)),
+)
+_SMALL: tuple[_Probe, ...] = (
+    ((1, 1, 1), (16, 16, 16)),
+    ((17, 2, 1), (1024, 512, 16)),
+    ((1, 8, 5), (16, 512, 4096)),
+    ((300, 1, 1), (512, 16, 16)),
+)
+
+
+def understand(dtype: str, head_dim: int, rows: int) -> Form | None:
+    """The `Form` of maps with boxes of `rows`, found by comparing some; None if not even the address is understood."""
+
+    def words(probe: _Probe) -> NDArray[np.uint32] | None:
+        found = encode(TensorMap(dtype, (head_dim, *probe[0]), probe[1], rows), ANYWHERE)
+        return None if found is None else found.view(np.uint32)
+
+    address = address_slot(TensorMap(dtype, (head_dim, *_FIRST[0]), _FIRST[1], rows))
+    first, second = words(_FIRST), words(_SECOND)
+    if address is None or first is None:
+        return None
+    form = Form(first.tobytes(), address)
+    slots = () if second is None else _slots(first, second)
+    if len(slots) < 6:
+        return form
+    known = replace(form, slots=slots)
+    if not all(_is_told(known, words(probe), probe) for probe in (_SECOND, *_LARGE)):
+        return form
+    is_whole = all(_is_told(known, words(probe), probe) for probe in _SMALL)
+    return known if is_whole else replace(known, least_bytes=_SMALL_BYTES)
+
+
+def _slots(first: NDArray[np.uint32], second: NDArray[np.uint32]) -> tuple[int, ...]:
+    """The words where the maps of both probes hold their numbers; fewer than six if not all are found in one place."""
+    pairs = zip(_stored(_FIRST), _stored(_SECOND), strict=True)
+    found = [np.flatnonzero((first == a) & (second == b)) for a, b in pairs]
+    return tuple(int(places[0]) for places in found if len(places) == 1)
+
+
+def _stored(probe: _Probe) -> tuple[int, ...]:
+    """Lengths less 1, and strides in units of 16 bytes."""
+    lengths, strides_bytes = probe
+    return (*(n - 1 for n in lengths), *(step // _ROW_BYTES for step in strides_bytes))
+
+
+def _is_told(form: Form, actual: NDArray[np.uint32] | None, probe: _Probe) -> bool:
+    """Whether a map is what the form makes of its numbers."""
+    expected = np.frombuffer(form.words, np.uint32).copy()
+    expected[list(form.slots or ())] = _stored(probe)
+    return actual is not None and bool((actual == expected).all())

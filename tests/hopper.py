@@ -30,16 +30,13 @@ NUMBERS = range(len(SHAPES))
 
 @contextlib.contextmanager
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No variable insists on a family, no call is prepared before or after, and all tile counters are zero at the end.
-
-    Prepared calls are kept by signature, whatever the variables said.
-    """
+    """No variable insists on a family, nothing is prepared before or after, and all tile counters are 0 at the end."""
     if Device.of(0).capability != (9, 0):
         pytest.skip("not a GPU of compute capability 9.0")
     monkeypatch.delenv("CUPYFLASH_FAMILY", raising=False)
-    launch._calls.clear()
+    launch.forget()
     yield
-    launch._calls.clear()
+    launch.forget()
     assert not any(words.any() for words in all_counters()), "a launch left its counter behind"
 
 
@@ -120,6 +117,6 @@ def judge(case: cases.Case, dtype: str, stream: Any = None) -> None:
 
 
 def family() -> str:
-    """Which family the calls since the last `launch._calls.clear()` went to."""
+    """Which family the calls since the last `launch.forget()` went to."""
     (found,) = {"sm90" if call.persistent else "sm80" for call in launch._calls.values()}
     return found

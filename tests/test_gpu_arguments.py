@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, UnsupportedError, device, launch
+from cupyflash import ArgumentError, UnsupportedError, device
 from tests.gpu_arrays import on_gpu, to_numpy
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,6 @@ def arrays(rng: np.random.Generator) -> Named:
 def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same kernels whatever the strides."""
     monkeypatch.setenv("CUPYFLASH_FAMILY", "sm80")
-    monkeypatch.setattr(launch, "_calls", {})
 
 
 def results(named: Named) -> list[np.ndarray]:

@@ -15,6 +15,7 @@ from cupyflash.accuracy import Oracle
 from cupyflash.arrays import CUPY
 from cupyflash.counters import Counters
 from cupyflash.device import Device
+from cupyflash.kept import Kept
 from tests import hopper
 from tests.gpu_arrays import on_gpu, to_numpy
 from tests.hopper import NUMBERS, bits, judge, make, new_stream, quiet, synchronize
@@ -173,18 +174,18 @@ def test_threads_with_streams_and_shapes_of_their_own() -> None:
 
 
 def test_the_two_families_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that was prepared under another CUPYFLASH_FAMILY keeps its family, and disturbs nobody."""
+    """A call goes to the family that CUPYFLASH_FAMILY names at the time, and neither disturbs the other."""
     expected, ours = quiet(1), make(1)
-    launch._calls.clear()
+    launch.forget()
     monkeypatch.setenv("CUPYFLASH_FAMILY", "sm80")
     theirs = make(5)
     out = theirs()
     hopper.judge_out(5, out)
     other = bits(out)
-    monkeypatch.delenv("CUPYFLASH_FAMILY")
     streams, outs = (new_stream(), new_stream()), []
     for _ in range(20):
-        for stream, call in zip(streams, (ours, theirs), strict=True):
+        for stream, call, family in zip(streams, (ours, theirs), ("", "sm80"), strict=True):
+            monkeypatch.setenv("CUPYFLASH_FAMILY", family)
             with stream:
                 outs.append(call())
     synchronize()
@@ -215,7 +216,7 @@ def test_the_first_call_of_a_new_thread(library: str) -> None:
     if library == "torch" and not pytest.importorskip("torch").cuda.is_available():
         pytest.skip("torch has no CUDA")
     expected, call = quiet(3), make(3, library)
-    launch._calls.clear()
+    launch.forget()
     outs: list[Any] = []
     thread = threading.Thread(target=lambda: outs.append(call()))
     thread.start()
@@ -227,7 +228,8 @@ def test_the_first_call_of_a_new_thread(library: str) -> None:
 
 def test_more_calls_prepared_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping prepared calls drops no work that is queued."""
-    monkeypatch.setattr(launch, "_MAX_PREPARED", 2)
+    monkeypatch.setattr(launch, "_calls", Kept(2))
+    monkeypatch.setattr(launch, "specs", Kept(2))
     expected, calls = [quiet(i) for i in NUMBERS], [make(i) for i in NUMBERS]
     outs = [call() for _ in range(10) for call in calls]
     synchronize()

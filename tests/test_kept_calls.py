@@ -10,6 +10,7 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError, UnsupportedError, arrays, launch, run
+from cupyflash.kept import Kept
 from cupyflash.problem import Problem, make_problem
 
 
@@ -18,6 +19,7 @@ class Call:
 
     def __init__(self, problem: Problem, launched: list[Problem]) -> None:
         self.problem, self.launched = problem, launched
+        self.rows = problem.batch, problem.heads_q, problem.seqlen_q
         self.workspace: dict[str, Any] = {}
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
@@ -47,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(library, "stream", lambda device: 0)
     for name in ("prepare_forward", "prepare_backward"):
         monkeypatch.setattr(run, name, found.prepare)
-    monkeypatch.setattr(launch, "_calls", {})
+    monkeypatch.setattr(launch, "_calls", Kept(100))
     return found
 
 

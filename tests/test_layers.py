@@ -31,10 +31,11 @@ PYTHON_LAYERS = (
     ("torch", "jax", "libraries"),
     ("run",),
     ("prepare",),
+    ("passes",),
     ("launch",),
     ("arrays", "counters", "cpu", "jit", "shipped"),
     ("plan",),
-    ("extents",),
+    ("extents", "template"),
     ("cache", "cubin", "layer", "nvrtc", "tensormap", "upkeep"),
     (
         "accuracy",
@@ -49,7 +50,7 @@ PYTHON_LAYERS = (
         "tiles",
         "variant",
     ),
-    ("device", "driver", "errors", "imported", "options", "vetting"),
+    ("device", "driver", "errors", "imported", "kept", "options", "vetting"),
 )
 # What a module may import from its own layer.
 PYTHON_SIDEWAYS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cupyflash import plan, prepare, tensormap
+from cupyflash import passes, plan, tensormap
 from cupyflash.arrays import Signature
 from cupyflash.device import Device
 from cupyflash.launch import contiguous_strides
@@ -42,7 +42,7 @@ def places(params: np.dtype[np.void], name: str) -> set[int]:
 def test_forward_addresses(head_dim: int, family: str) -> None:
     problem, signatures = call(head_dim)
     chosen = plan.forward_plan(problem, Device.synthetic("sm_90"), family=family)
-    filled = prepare.fill_forward(chosen, problem, signatures[:3], "bshd")
+    filled = passes.fill(passes.FORWARD, chosen, problem, signatures[:3], "bshd")
     assert filled is not None
     for i, name in enumerate(("q", "k", "v", "o", "lse")):
         assert {word for word, index in filled.writes if index == i} == places(filled.params.dtype, name), name
@@ -54,7 +54,7 @@ def test_forward_addresses(head_dim: int, family: str) -> None:
 def test_backward_addresses(head_dim: int, family: str, deterministic: bool) -> None:
     problem, signatures = call(head_dim, deterministic)
     chosen = plan.backward_plan(problem, Device.synthetic("sm_90"), family=family)
-    filled = prepare._fill_backward(chosen, problem, signatures, "bshd")
+    filled = passes.fill(passes.BACKWARD, chosen, problem, signatures, "bshd")
     assert filled is not None
     names = ("q", "k", "v", "o", "dout", "lse", "dlse", "dq", "dk", "dv", "row_stats", "dq_accum", "dq_turn")
     for i, name in enumerate(names):
@@ -66,4 +66,4 @@ def test_a_driver_with_other_maps_gets_no_params(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tensormap, "address_slot", lambda tensor: None)
     problem, signatures = call(64)
     chosen = plan.forward_plan(problem, Device.synthetic("sm_90"))
-    assert prepare.fill_forward(chosen, problem, signatures[:3], "bshd") is None
+    assert passes.fill(passes.FORWARD, chosen, problem, signatures[:3], "bshd") is None

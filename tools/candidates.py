@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
-from cupyflash import jit, tiles
+from cupyflash import jit, launch, tiles
 from cupyflash.cache import Cubin
 from cupyflash.device import KIB, Device
 from cupyflash.errors import CompileError
@@ -100,9 +100,11 @@ def in_use(tile: Tile) -> Iterator[None]:
     before = {name: getattr(tiles, name) for name in TABLES[type(tile)]}
     for name in before:
         setattr(tiles, name, ((MAX_HEAD_DIM, tile),))
+    launch.forget()
     try:
         yield
     finally:
+        launch.forget()
         for name, table in before.items():
             setattr(tiles, name, table)
 

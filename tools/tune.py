@@ -45,8 +45,7 @@ def launcher(c: Candidate, arrays: Sequence[Any], causal: bool) -> tuple[Work, A
     with in_use(c.tile):
         keys = [CUPY.signature(x) for x in arrays]
         call = prepare_forward(CUPY, keys, Options(causal=causal), True, CUPY.stream(keys[0][3]))
-    p = call.problem
-    out, lse = CUPY.empty_like(arrays[0]), CUPY.empty((p.batch, p.heads_q, p.seqlen_q), "fp32", arrays[0])
+    out, lse = CUPY.empty_like(arrays[0]), CUPY.empty(call.rows, "fp32", arrays[0])
     addresses = [CUPY.pointer(x) for x in (*arrays, out, lse)]
     return lambda: call((*addresses, 0), CUPY.stream(keys[0][3])), out, lse
 

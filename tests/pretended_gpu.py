@@ -1,0 +1,110 @@
+"""A pretended GPU: NumPy arrays seem to lie on it, kernels are not compiled, launches are written down.
+
+The driver encodes tensor maps in a layout of the tests' own, which `place` decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from cupyflash import arrays, counters, jit, launch, tensormap
+from cupyflash.device import Device
+from cupyflash.kept import Kept
+from cupyflash.variant import Variant
+
+COUNTER = 0x5000
+Place = Callable[[Any, Any, list[int], list[int]], None]
+
+
+class Launched(NamedTuple):
+    """One launch: the kernel's symbol, the blocks, and the params struct's bytes."""
+
+    symbol: str
+    grid: int
+    params: bytes
+
+
+def plain(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> None:
+    """Lengths less 1, strides in units of 16 bytes, and what is left of long strides in a word of its own."""
+    words[8:12] = [n - 1 for n in lengths]
+    words[16:19] = [step >> 4 & 0xFFFFFFFF for step in strides]
+    words[20] = sum(step >> 36 << 4 * i for i, step in enumerate(strides))
+
+
+def with_a_mark(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> None:
+    """Small arrays have a bit set."""
+    plain(longs, words, lengths, strides)
+    if sum((n - 1) * step for n, step in zip(lengths[1:], strides, strict=True)) < 131072:
+        words[3] |= 1 << 21
+
+
+def crossed(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> None:
+    """Nothing lies in a word of its own."""
+    for i, n in enumerate((*lengths, *strides)):
+        longs[4 + i] = n << 7
+
+
+class Gpu:
+    """Attributes: what was launched, the variants loaded, the tensor maps encoded, and those that are refused."""
+
+    def __init__(self) -> None:
+        self.launched: list[Launched] = []
+        self.loaded: list[Variant] = []
+        self.encoded = 0
+        self.place: Place = plain
+        self.refuses: Callable[[list[int]], bool] = lambda lengths: False
+
+    def load(self, variant: Variant, device: Device, stream: int = 0) -> jit.Kernel:
+        self.loaded.append(variant)
+        return jit.Kernel(variant, len(self.loaded) - 1, None)
+
+    def launch(self, function: int, grid: int, *rest: Any) -> None:
+        variant, pointer = self.loaded[function], ctypes.c_void_p.from_address(rest[-2]).value
+        assert pointer is not None
+        params = ctypes.string_at(pointer, variant.params.itemsize)
+        self.launched.append(Launched(variant.symbol, grid, params))
+
+    def encode(self, to: Any, dtype: Any, rank: Any, address: Any, sizes: Any, strides: Any, box: Any, *_: Any) -> int:
+        self.encoded += 1
+        if self.refuses(list(sizes)):
+            return 1
+        longs, words = (kind.from_address(to.value) for kind in (ctypes.c_uint64 * 16, ctypes.c_uint32 * 32))
+        longs[0], words[2], words[30] = address.value, dtype.value, box[1]
+        self.place(longs, words, list(sizes), list(strides))
+        return 0
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """An H100 that is not there, on which nothing is prepared yet."""
+    from cupy.cuda import runtime
+
+    found, h100 = Gpu(), dataclasses.replace(Device.synthetic("sm_90"), ordinal=0)
+    monkeypatch.delenv("CUPYFLASH_FAMILY", raising=False)
+    monkeypatch.setattr(arrays.NUMPY, "signature", lambda x: (x.shape, x.strides, x.dtype, 0))
+    monkeypatch.setattr(Device, "of", lambda ordinal: h100)
+    monkeypatch.setattr(Device, "current", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(runtime, "setDevice", lambda ordinal: None)
+    monkeypatch.setattr(counters.Counters, "address", lambda self, stream: COUNTER)
+    monkeypatch.setattr(counters.Counters, "is_low", lambda self: False)
+    monkeypatch.setattr(jit, "load", found.load)
+    monkeypatch.setattr(jit, "launcher", lambda: found.launch)
+    monkeypatch.setattr(tensormap, "_encoder", lambda: found.encode)
+    monkeypatch.setattr(launch, "_calls", Kept(100))
+    monkeypatch.setattr(launch, "specs", Kept(100))
+    return found
+
+
+def random_array(rng: np.random.Generator, lengths: tuple[int, int, int], head_dim: int, layout: str) -> np.ndarray:
+    """An array of batch, seqlen and heads in some layout, whose strides vary but that TMA can read."""
+    more = rng.integers(0, 3, 3)
+    whole = np.zeros([n + int(m) for n, m in zip(lengths, more, strict=True)] + [head_dim + 8], np.float16)
+    part = whole[: lengths[0], : lengths[1], : lengths[2], :head_dim]
+    return part if layout == "bshd" else part.swapaxes(1, 2)
