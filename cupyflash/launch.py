@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import counters, jit, tensormap
-from .extents import Extents, Kernels, Workspace
+from .extents import MAX_GRID, Extents, Kernels, Workspace
 from .kept import Kept
 from .params import UNBOUNDED
 from .plan import Plan
@@ -69,6 +69,7 @@ class Prepared:
         self.functions = [
             (
                 jit.load(variant, self._device, stream).function,
+                kernels.grid(variant, MAX_GRID),
                 (variant.threads, 1, 1, variant.smem_bytes),
                 variant.params == filled.params.dtype,
             )
@@ -101,11 +102,10 @@ class Prepared:
         if self.counter_slot is not None and self.counters.is_low():
             with self._device.current():
                 self.counters.reserve(stream)
-        grids = map(self.kernels.grid, self.kernels.variants, tiles)
         launches = [
-            ((function, grid, 1, 1, *block), takes_whole)
-            for (function, block, takes_whole), grid in zip(self.functions, grids, strict=True)
-            if grid > 0
+            ((function, min(n, most), 1, 1, *block), takes_whole)
+            for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True)
+            if n > 0
         ]
         return Call(self, params, launches, workspace, extents)
 

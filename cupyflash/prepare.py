@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import launch, tensormap
@@ -51,10 +51,9 @@ except AttributeError:
 
 def _is_aligned(signatures: Sequence[Signature]) -> bool:
     """Whether every row starts at a multiple of 16 bytes if the array does: 8 elements of 16 bits."""
-    for shape, strides, _, _ in signatures:
-        for n, step in zip(shape[:3], strides[:3], strict=True):
-            if n > 1 and step % 8:
-                return False
+    for (a, b, c, _), (i, j, k, _), _, _ in signatures:
+        if (a > 1 and i % 8) or (b > 1 and j % 8) or (c > 1 and k % 8):
+            return False
     return True
 
 
@@ -65,8 +64,11 @@ def access(signatures: Sequence[Signature], aligned: bool, others: Sequence[Sign
         aligned: whether their addresses are multiples of 16.
         others: arrays that no kernel reads by TMA.
     """
-    aligned = aligned and _is_aligned([*signatures, *others])
-    return aligned, aligned and all(tensormap.readable(s.shape, s.strides) for s in signatures)
+    if not aligned:
+        return False, False
+    unread = [s for s in signatures if not tensormap.readable(s.shape, s.strides)]
+    aligned = _is_aligned([*unread, *others])
+    return aligned, aligned and not unread
 
 
 def check(
@@ -98,6 +100,9 @@ def check(
 def place(device: int) -> str:
     """A device in words."""
     return "the CPU" if device == CPU else f"GPU {device}"
+
+
+Vet = Callable[[], None]
 
 
 class _Asked(NamedTuple):
@@ -139,6 +144,7 @@ def prepare_forward(
     aligned: bool,
     stream: int,
     *,
+    vet: Vet = lambda: None,
     clocks: bool = False,
 ) -> Call:
     """A forward of arrays q, k and v.
@@ -146,15 +152,22 @@ def prepare_forward(
     Args:
         keys: what the library's `signature` says of them.
         aligned: whether their addresses are multiples of 16.
+        vet: is called before the first call of a spec: raises where the arrays are not what they seem to be.
     """
-    return _prepare(FORWARD, library, keys, options, aligned, stream, clocks)
+    return _prepare(FORWARD, library, keys, options, aligned, stream, vet, clocks)
 
 
 def prepare_backward(
-    library: Native, keys: Sequence[tuple[Any, ...]], options: Options, aligned: bool, stream: int
+    library: Native,
+    keys: Sequence[tuple[Any, ...]],
+    options: Options,
+    aligned: bool,
+    stream: int,
+    *,
+    vet: Vet = lambda: None,
 ) -> Call:
-    """A backward of arrays q, k, v, out and dout; `aligned`: whether their addresses are multiples of 16."""
-    return _prepare(BACKWARD, library, keys, options, aligned, stream)
+    """A backward of arrays q, k, v, out and dout; arguments as of `prepare_forward`."""
+    return _prepare(BACKWARD, library, keys, options, aligned, stream, vet)
 
 
 def _prepare(
@@ -164,33 +177,38 @@ def _prepare(
     options: Options,
     aligned: bool,
     stream: int,
+    vet: Vet,
     clocks: bool = False,
 ) -> Call:
     """A call from what is prepared for its spec; that is prepared first where it is new."""
     extents = _extents(keys, options.layout)
     if extents is None:
+        vet()
         extents = Extents.of(check(which.names, library, keys, options)[0])
     signatures = [library.describe(name, key) for name, key in zip(which.names, keys, strict=True)]
-    if any(signature.strides[3] != 1 for signature in signatures):
-        check(which.names, library, keys, options)
+    for _, strides, _, _ in signatures:
+        if strides[3] != 1:
+            check(which.names, library, keys, options)
     shape, _, dtype, ordinal = signatures[0]
     asked = _asked(library.dtype_name(dtype), shape[3], options)
-    aligned, tma = access(signatures[:3] + signatures[4:], aligned, signatures[3:4])  # no kernel reads out by TMA
+    unread = signatures[3:4]  # no kernel reads out by TMA
+    aligned, tma = access(signatures[:3] + signatures[4:] if unread else signatures, aligned, unread)
     steps = steps_of(which, signatures, options.layout, extents)
-    lengths = {"q": (extents[1], extents[3], extents[0]), "k": (extents[2], extents[4], extents[0])}
-    ends = [lengths[like] for like in which.like]
-
-    def call(tma: bool) -> Call | None:
-        spec = which.names, asked.kind, ordinal, aligned, tma, wish(), clocks, 0 in extents[:3]
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
+    like_q, like_k = (seqlen_q, heads_q, batch), (seqlen_k, heads_k, batch)
+    lengths = [like_q if like == "q" else like_k for like in which.like]
+    is_empty = not (batch and seqlen_q and seqlen_k)
+    while True:
+        spec = which.names, asked.kind, ordinal, aligned, tma, wish(), clocks, is_empty
         prepared = launch.specs.find(spec)
         if prepared is None:
+            vet()
             prepared = _first(which, library, keys, options, aligned, tma, stream, clocks)
             launch.specs.keep(spec, prepared)
-        return prepared.call(extents, asked.numbers, ends, steps, stream)
-
-    found = call(tma) or call(False)
-    assert found is not None
-    return found
+        call = prepared.call(extents, asked.numbers, lengths, steps, stream)
+        if call is not None:
+            return call
+        tma = False  # the driver makes no tensor map of one of these arrays
 
 
 def _first(

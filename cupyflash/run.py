@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from .passes import BACKWARD_NAMES
 from .plan import GPU_DTYPES, check_supported
 from .prepare import check, place, prepare_backward, prepare_forward, wish
 from .problem import Problem
-from .vetting import vet_tensor
+from .vetting import vet_memory, vet_tensor, vet_tracing
 
 BACKENDS = ("auto", "cuda", "cpu")
 
@@ -61,8 +62,9 @@ def forward(library: Native, q: Any, k: Any, v: Any, options: Options, want_lse:
     key = sq, sk, sv, options, aligned, wish()
     call = launch.find(key)
     if call is None:
-        _vet(library, q=q, k=k, v=v)
-        call = launch.keep(key, prepare_forward(library, (sq, sk, sv), options, aligned, stream))
+        _vet_memory(library, q=q, k=k, v=v)
+        vet = functools.partial(_vet, library, q=q, k=k, v=v)
+        call = launch.keep(key, prepare_forward(library, (sq, sk, sv), options, aligned, stream, vet=vet))
     out, lse, lse_pointer = library.empty_like(q), None, 0
     if want_lse:
         lse = library.empty(call.rows, "fp32", q)
@@ -118,8 +120,10 @@ def backward(
     key = *signatures[:5], options, aligned, wish()
     call = launch.find(key)
     if call is None:
-        _vet(library, **_named(arrays))
-        call = launch.keep(key, prepare_backward(library, signatures[:5], options, aligned, stream))
+        named = _named(arrays)
+        _vet_memory(library, **named)
+        vet = functools.partial(_vet, library, **named)
+        call = launch.keep(key, prepare_backward(library, signatures[:5], options, aligned, stream, vet=vet))
     lse = _row_vector("lse", lse, signatures[5], library, call.rows, "fp32", device)
     dlse = None if dlse is None else _row_vector("dlse", dlse, signatures[6], library, call.rows, "fp32", device)
     grads = library.empty_like(q), library.empty_like(k), library.empty_like(v)
@@ -158,6 +162,14 @@ def _vet(library: Native, **arrays: Any) -> None:
     if library is TORCH:
         for name, x in arrays.items():
             vet_tensor(name, x)
+
+
+def _vet_memory(library: Native, **arrays: Any) -> None:
+    """What must be looked at in every call that is not as one before."""
+    if library is TORCH:
+        vet_tracing(next(iter(arrays)))
+        for name, x in arrays.items():
+            vet_memory(name, x)
 
 
 def _check_addresses(library: Native, pointers: Sequence[int], **arrays: Any) -> None:

@@ -73,13 +73,15 @@ class Template:
             longs[a], longs[b], longs[c] = row, head, sequence
         for i, byte, slots, form, like in self._maps:
             (seqlen, heads, batch), (row, head, sequence) = lengths[i], steps[i]
-            # As TensorMap.of has it: the stride of a dimension of size 1 says nothing.
-            strides = (2 * row if seqlen > 1 else 16, 2 * head if heads > 1 else 16, 2 * sequence if batch > 1 else 16)
-            found = form.numbers(lengths[i], strides)
-            if found is not None:
-                for slot, number in zip(slots, found, strict=True):
-                    words[slot] = number
+            if form.tells(lengths[i], steps[i]):
+                a, b, c, d, e, f = slots
+                words[a], words[b], words[c] = seqlen - 1, heads - 1, batch - 1
+                # As TensorMap.of has it: the stride of a dimension of size 1 says nothing.
+                words[d] = row >> 3 if seqlen > 1 else 1
+                words[e] = head >> 3 if heads > 1 else 1
+                words[f] = sequence >> 3 if batch > 1 else 1
                 continue
+            strides = (2 * row if seqlen > 1 else 16, 2 * head if heads > 1 else 16, 2 * sequence if batch > 1 else 16)
             whole = ask(TensorMap(like.dtype, (like.sizes[0], seqlen, heads, batch), strides, like.rows))
             if whole is None:
                 return None

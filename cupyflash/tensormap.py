@@ -53,10 +53,13 @@ class TensorMap:
 
 def readable(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether TMA can read an array of 16-bit elements whose address is a multiple of 16; strides in elements."""
-    for step, n in zip(strides[:3], shape[:3], strict=True):
-        if n > 1 and (not 0 < 2 * step < _MAX_STRIDE_BYTES or 2 * step % _ROW_BYTES):
-            return False
-    return True
+    a, b, c, _ = shape
+    i, j, k, _ = strides
+    return (a < 2 or _is_step(i)) and (b < 2 or _is_step(j)) and (c < 2 or _is_step(k))
+
+
+def _is_step(step: int) -> bool:
+    return 0 < 2 * step < _MAX_STRIDE_BYTES and 2 * step % _ROW_BYTES == 0
 
 
 @functools.cache
@@ -113,7 +116,8 @@ class Form:
     Attributes:
         words: of a map, as 128 bytes, into which the others' numbers can be written.
         address: the word of 64 bits that is the array's address.
-        slots: the words of 32 bits that hold what `numbers` gives; None: unknown, the driver must make each map.
+        slots: the words of 32 bits that hold seqlen - 1, heads - 1, batch - 1, and the strides of row, head and
+            sequence in units of 16 bytes; None: unknown, the driver must make each map.
         least_bytes: arrays whose last row is nearer to the first have something more in their maps.
     """
 
@@ -122,18 +126,22 @@ class Form:
     slots: tuple[int, ...] | None = None
     least_bytes: int = 0
 
-    def numbers(self, lengths: tuple[int, int, int], strides_bytes: tuple[int, int, int]) -> tuple[int, ...] | None:
-        """What lies in `slots` of an array's map; None if the driver must make it. Lengths: seqlen, heads, batch."""
-        (seqlen, heads, batch), (row, head, sequence) = lengths, strides_bytes
-        if self.slots is None or row | head | sequence >= _WORD_STRIDE_BYTES:
-            return None
-        if self.least_bytes and (seqlen - 1) * row + (heads - 1) * head + (batch - 1) * sequence < self.least_bytes:
-            return None
-        return seqlen - 1, heads - 1, batch - 1, row // _ROW_BYTES, head // _ROW_BYTES, sequence // _ROW_BYTES
+    def tells(self, lengths: tuple[int, int, int], steps: tuple[int, int, int]) -> bool:
+        """Whether numbers alone make an array's map of `words`; else the driver must make it.
+
+        Args:
+            lengths: seqlen, heads, batch.
+            steps: from one row, head and sequence to the next, in elements.
+        """
+        (seqlen, heads, batch), (row, head, sequence) = lengths, steps
+        if self.slots is None or (row | head | sequence) >= _WORD_STEP:
+            return False
+        apart = (seqlen - 1) * row + (heads - 1) * head + (batch - 1) * sequence if self.least_bytes else 0
+        return 2 * apart >= self.least_bytes
 
 
 _Probe = tuple[tuple[int, int, int], tuple[int, int, int]]  # seqlen, heads and batch, and their strides in bytes
-_WORD_STRIDE_BYTES = _ROW_BYTES << 32  # longer strides take more than one word
+_WORD_STEP = 8 << 32  # elements; longer strides take more than one word
 _SMALL_BYTES = 1 << 20
 # No two numbers of a probe are the same, neither as they are nor as they are stored: each is found in one place.
 _FIRST: _Probe = (70001, 3003, 509), (16 * 8101, 16 * 90007, 16 * 12345701)

@@ -1,4 +1,4 @@
-"""A pretended GPU: NumPy arrays seem to lie on it, kernels are not compiled, launches are written down.
+"""A pretended GPU: NumPy arrays and torch tensors seem to lie on it, nothing is compiled, launches are written down.
 
 The driver encodes tensor maps in a layout of the tests' own, which `place` decides.
 """
@@ -87,7 +87,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     found, h100 = Gpu(), dataclasses.replace(Device.synthetic("sm_90"), ordinal=0)
     monkeypatch.delenv("CUPYFLASH_FAMILY", raising=False)
-    monkeypatch.setattr(arrays.NUMPY, "signature", lambda x: (x.shape, x.strides, x.dtype, 0))
+    for library in (arrays.NUMPY, arrays.TORCH):
+        monkeypatch.setattr(library, "signature", lambda x, of=library.signature: (*of(x)[:3], 0))
+        monkeypatch.setattr(library, "stream", lambda device: 0)
     monkeypatch.setattr(Device, "of", lambda ordinal: h100)
     monkeypatch.setattr(Device, "current", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(runtime, "getDevice", lambda: 0)

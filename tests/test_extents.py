@@ -194,6 +194,27 @@ def test_refused_in_the_same_words_where_the_kernels_are_ready(gpu: Gpu) -> None
         assert messages[0] == messages[1]
 
 
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python")
+def test_tensors_of_new_lengths_are_looked_at(gpu: Gpu) -> None:
+    """That they lie in memory as a whole, and that nobody traces them."""
+    import torch
+
+    def call(x: Any) -> Any:
+        return cupyflash.attention(x, x, x)
+
+    call(torch.zeros(1, 70, 2, 64, dtype=torch.float16))
+    whole, rows = torch.zeros(1, 80, 2, 64, dtype=torch.float16), torch.zeros(1, 90, 3, 64, dtype=torch.float16)
+    for x in (whole, rows[:, :, :2]):
+        x.untyped_storage().resize_(x.nbytes // 2)
+        with pytest.raises(ArgumentError, match=r"^q: a tensor of shape .* needs \d+ bytes of memory and has \d+"):
+            call(x)
+    with pytest.raises(UnsupportedError, match=r"^q: torch.jit.trace"):
+        torch.jit.trace(call, torch.zeros(1, 100, 2, 64, dtype=torch.float16))
+    assert len(gpu.launched) == 1
+
+
 def test_calls_of_a_kind_have_the_same_kernels(rng: np.random.Generator) -> None:
     h100 = Device.synthetic("sm_90")
     for _ in range(300):

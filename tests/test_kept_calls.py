@@ -33,7 +33,8 @@ class Gpu:
         self.launched: list[Problem] = []
         self.prepared = 0
 
-    def prepare(self, library: Any, keys: Any, options: Any, aligned: bool, stream: int) -> Call:
+    def prepare(self, library: Any, keys: Any, options: Any, aligned: bool, stream: int, *, vet: Any) -> Call:
+        vet()
         self.prepared += 1
         q, k, v = keys[:3]
         dtypes = [library.dtype_name(key[2]) for key in (q, k, v)]
