@@ -18,6 +18,7 @@ from cupyflash.problem import DTYPES, MAX_HEAD_DIM, SOFTCAPS
 
 from . import bench_cycles, bench_plot, bench_startup
 from .bench_arguments import check_lengths, check_plot, check_writable
+from .bench_host import new_lengths_us
 from .bench_report import Row, documents, few_rounds, print_ratios, print_rows, ratios, write_csv
 from .bench_timing import QUICK, ROUNDS, SUSTAINED, Effort, Timing, host_us, sustained_ms, timings_ms
 from .bench_work import DIRECTIONS, FLOP_FORMULA, OURS, PEERS, Bench, Cell, make
@@ -202,7 +203,7 @@ def measure_cell(bench: Bench, cell: Cell, names: list[str], options: dict[str, 
 
 
 def measure_host(bench: Bench, options: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Microseconds of host time for a warm call on a small problem: forward without gradients, and both passes."""
+    """Microseconds of host time for a call on a small problem: forward without gradients, both passes, new lengths."""
     cell = Cell(options["dtype"], 64, False, 64, 1, 4, 4)
     names = [OURS, *(name for name in options["against"] if not bench.absent(name))]
     works = [bench.works(name, cell) for name in names]
@@ -210,6 +211,8 @@ def measure_host(bench: Bench, options: dict[str, Any]) -> dict[str, dict[str, f
     for d in ("fwd", "both"):
         for name, timing in zip(names, host_us([w[d] for w in works], bench.clock), strict=True):
             found[name] |= {d: timing.median, f"{d}_spread": timing.spread}
+    for name in names:
+        found[name]["fwd_new_lengths"] = new_lengths_us(bench, name, cell)
     return found
 
 
@@ -229,6 +232,8 @@ def show(document: dict[str, Any], rows: list[Row], console: Console) -> None:
         passes = (f"{label} {costs[d]:.1f} us (spread {costs[d + '_spread']:.1%})"
                   for d, label in (("fwd", "forward"), ("both", "forward + backward")))  # fmt: skip
         console.print(f"host, {name}: {', '.join(passes)} a call", soft_wrap=True)
+        new = costs["fwd_new_lengths"]
+        console.print(f"host, {name}: forward of lengths never seen {new:.1f} us a call", soft_wrap=True)
     for kind, label in (("cold", "compiled cold"), ("disk_cache", "from the disk cache")):
         for kernel in document.get("startup", {}).get(kind, {}).get("kernels", []):
             console.print(f"{label}: {kernel['symbol']} {1e3 * kernel['seconds']:.1f} ms", soft_wrap=True)

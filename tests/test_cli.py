@@ -368,6 +368,7 @@ def test_bench_cpu(tmp_path: Path, invoke: Invoke) -> None:
     assert [(r["seqlen"], r["direction"]) for r in rows] == [(16, "fwd"), (32, "fwd"), (16, "bwd"), (32, "bwd")]
     assert all(r["causal"] and r["tflops"] > 0 and r["peak_bytes"] > 0 for r in rows)
     assert document["host_us"]["cupyflash"]["fwd"] > 0
+    assert document["host_us"]["cupyflash"]["fwd_new_lengths"] > 0
     with table.open() as f:
         assert [int(r["seqlen"]) for r in csv.DictReader(f)] == [16, 32, 16, 32]
 
