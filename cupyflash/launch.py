@@ -110,6 +110,8 @@ class Prepared:
         return Call(self, params, launches, workspace, extents)
 
     def _ask(self, tensor: tensormap.TensorMap) -> bytes | None:
+        if hasattr(_thread, "has_context") and self.get_device() == self.ordinal:
+            return ask_driver(tensor)
         with self._device.current():  # drivers encode tensor maps for a thread with a context alone
             return ask_driver(tensor)
 

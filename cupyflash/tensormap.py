@@ -68,29 +68,34 @@ def _encoder() -> Callable[..., int] | None:
     return driver_function("cuTensorMapEncodeTiled")
 
 
+_Storage, _Sizes, _Strides, _Box = ctypes.c_uint64 * 24, ctypes.c_uint64 * 4, ctypes.c_uint64 * 3, ctypes.c_uint32 * 4
+_DTYPES = {"fp16": ctypes.c_int(_FLOAT16), "bf16": ctypes.c_int(_BFLOAT16)}
+_RANK, _STEPS = ctypes.c_uint32(4), _Box(1, 1, 1, 1)
+_MODES = tuple(
+    map(ctypes.c_int, (0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0))  # not interleaved; zeros outside of the tensor
+)
+
+
 def encode(tensor: TensorMap, address: int) -> NDArray[np.uint64] | None:
     """The driver's map of the array at `address`, as 16 words of 64 bits; None if the driver refuses."""
     function = _encoder()
     if function is None:
         return None
-    storage = np.zeros(16 + 8, np.uint64)  # the driver wants 64-byte alignment
-    skip = -storage.ctypes.data % 64 // 8
-    words = storage[skip : skip + 16]
+    storage = _Storage()
+    start = ctypes.addressof(storage)
+    skip = -start % 64  # the driver wants 64-byte alignment
     status = function(
-        ctypes.c_void_p(words.ctypes.data),
-        ctypes.c_int({"fp16": _FLOAT16, "bf16": _BFLOAT16}[tensor.dtype]),
-        ctypes.c_uint32(4),
+        ctypes.c_void_p(start + skip),
+        _DTYPES[tensor.dtype],
+        _RANK,
         ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 4)(*tensor.sizes),
-        (ctypes.c_uint64 * 3)(*tensor.strides_bytes),
-        (ctypes.c_uint32 * 4)(BOX_COLUMNS, tensor.rows, 1, 1),
-        (ctypes.c_uint32 * 4)(1, 1, 1, 1),
-        ctypes.c_int(0),  # not interleaved
-        ctypes.c_int(_SWIZZLE_128B),
-        ctypes.c_int(_L2_PROMOTION_256B),
-        ctypes.c_int(0),  # zeros outside of the tensor
+        _Sizes(*tensor.sizes),
+        _Strides(*tensor.strides_bytes),
+        _Box(BOX_COLUMNS, tensor.rows, 1, 1),
+        _STEPS,
+        *_MODES,
     )
-    return None if status else words.copy()
+    return None if status else np.frombuffer(memoryview(storage), np.uint64, 16, skip)
 
 
 ANYWHERE = 1 << 32  # an address to encode a map with that gets another one later
