@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,22 +30,29 @@ class Pass(NamedTuple):
         names: of the arguments with strides.
         arrays: all arrays that have strides in the params struct: the arguments, then contiguous results.
         like: of each of `arrays`, whose lengths it has.
+        each: from what q has and what k has, what each of `arrays` has.
     """
 
     names: tuple[str, ...]
     arrays: tuple[str, ...]
     like: str
+    each: Callable[[tuple[Any, Any]], Sequence[Any]]
 
 
-FORWARD = Pass(("q", "k", "v"), ("q", "k", "v", "o"), "qkkq")
-BACKWARD = Pass(BACKWARD_NAMES, ("q", "k", "v", "o", "dout", "dq", "dk", "dv"), "qkkqqqkk")
+def _each(like: str) -> Callable[[tuple[Any, Any]], Sequence[Any]]:
+    """`Pass.each`, of `Pass.like`."""
+    return itemgetter(*("qk".index(name) for name in like))
 
 
-def steps_of(which: Pass, signatures: Sequence[Signature], layout: str, extents: Extents) -> list[Steps]:
+FORWARD = Pass(("q", "k", "v"), ("q", "k", "v", "o"), "qkkq", _each("qkkq"))
+BACKWARD = Pass(BACKWARD_NAMES, ("q", "k", "v", "o", "dout", "dq", "dk", "dv"), "qkkqqqkk", _each("qkkqqqkk"))
+
+
+def steps_of(which: Pass, signatures: Sequence[tuple[Any, ...]], layout: str, extents: Extents) -> list[Steps]:
     """From one row, head and sequence to the next, of all arrays."""
     row, head = (1, 2) if layout == "bshd" else (2, 1)
-    found = [(s.strides[row], s.strides[head], s.strides[0]) for s in signatures]
-    d = signatures[0].shape[3]
+    found = [(strides[row], strides[head], strides[0]) for _, strides, _, _ in signatures]
+    d = signatures[0][0][3]
     for like in which.like[len(found) :]:
         seqlen, heads = (extents[1], extents[3]) if like == "q" else (extents[2], extents[4])
         apart = (heads * d, d) if layout == "bshd" else (d, seqlen * d)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import launch, tensormap
-from .arrays import CPU, Native, Signature
+from .arrays import CPU, TORCH, Native, Signature
 from .device import Device
 from .errors import ArgumentError
 from .extents import Extents, Kernels, kind_of
@@ -49,7 +49,10 @@ except AttributeError:
     _look_up, _FAMILY = os.environ.get, "CUPYFLASH_FAMILY"
 
 
-def _is_aligned(signatures: Sequence[Signature]) -> bool:
+_Plain = tuple[Any, ...]  # a Signature, or the same as a plain tuple
+
+
+def _is_aligned(signatures: Sequence[_Plain]) -> bool:
     """Whether every row starts at a multiple of 16 bytes if the array does: 8 elements of 16 bits."""
     for (a, b, c, _), (i, j, k, _), _, _ in signatures:
         if (a > 1 and i % 8) or (b > 1 and j % 8) or (c > 1 and k % 8):
@@ -57,7 +60,7 @@ def _is_aligned(signatures: Sequence[Signature]) -> bool:
     return True
 
 
-def access(signatures: Sequence[Signature], aligned: bool, others: Sequence[Signature] = ()) -> tuple[bool, bool]:
+def access(signatures: Sequence[_Plain], aligned: bool, others: Sequence[_Plain] = ()) -> tuple[bool, bool]:
     """(aligned, tma): whether every row of the arrays starts at a multiple of 16 bytes, and whether TMA can read them.
 
     Args:
@@ -66,7 +69,7 @@ def access(signatures: Sequence[Signature], aligned: bool, others: Sequence[Sign
     """
     if not aligned:
         return False, False
-    unread = [s for s in signatures if not tensormap.readable(s.shape, s.strides)]
+    unread = [s for s in signatures if not tensormap.readable(s[0], s[1])]
     aligned = _is_aligned([*unread, *others])
     return aligned, aligned and not unread
 
@@ -185,18 +188,19 @@ def _prepare(
     if extents is None:
         vet()
         extents = Extents.of(check(which.names, library, keys, options)[0])
-    signatures = [library.describe(name, key) for name, key in zip(which.names, keys, strict=True)]
+    signatures: Sequence[_Plain] = keys
+    if library is not TORCH:  # whose signatures need no description
+        signatures = [library.describe(name, key) for name, key in zip(which.names, keys, strict=True)]
     for _, strides, _, _ in signatures:
         if strides[3] != 1:
             check(which.names, library, keys, options)
     shape, _, dtype, ordinal = signatures[0]
     asked = _asked(library.dtype_name(dtype), shape[3], options)
     unread = signatures[3:4]  # no kernel reads out by TMA
-    aligned, tma = access(signatures[:3] + signatures[4:] if unread else signatures, aligned, unread)
+    aligned, tma = access([*signatures[:3], *signatures[4:]] if unread else signatures, aligned, unread)
     steps = steps_of(which, signatures, options.layout, extents)
     batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
-    like_q, like_k = (seqlen_q, heads_q, batch), (seqlen_k, heads_k, batch)
-    lengths = [like_q if like == "q" else like_k for like in which.like]
+    lengths = which.each(((seqlen_q, heads_q, batch), (seqlen_k, heads_k, batch)))
     is_empty = not (batch and seqlen_q and seqlen_k)
     while True:
         spec = which.names, asked.kind, ordinal, aligned, tma, wish(), clocks, is_empty

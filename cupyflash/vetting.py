@@ -89,7 +89,7 @@ def vet_memory(name: str, x: Any) -> None:
     count = x.numel()
     if count == 0:
         return
-    size = 0 if x._is_zerotensor() or x.data_ptr() == 0 else x.untyped_storage().nbytes()
+    size = x.untyped_storage().nbytes() if x.data_ptr() else 0  # torch's zero tensors have no address
     last = x.storage_offset()
     if x.is_contiguous():
         last += count - 1
