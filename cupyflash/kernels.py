@@ -199,13 +199,7 @@ def hook_flags(problem: Problem) -> dict[str, Any]:
 def forward_variant(problem: Problem, device: Device, *, aligned: bool = True) -> Forward:
     """The forward kernel for a problem; `aligned`: whether every row of q, k and v starts at a multiple of 16 bytes."""
     t = tiles.forward_tile(problem.head_dim, device.smem_bytes, aligned=aligned)
-    return Forward(
-        problem.dtype,
-        problem.head_dim,
-        **asdict(t),
-        **hook_flags(problem),
-        unaligned=not aligned,
-    )
+    return Forward(problem.dtype, problem.head_dim, **asdict(t), **hook_flags(problem), unaligned=not aligned)
 
 
 def forward_sm90_variant(problem: Problem, *, clocks: bool = False) -> ForwardSm90:

@@ -155,7 +155,7 @@ def _window(mask: str, sq: int, sk: int) -> dict[str, Any]:
         "both": {"left": sk // 3 + 5, "right": sk // 4},
         "left": {"left": sk // 4},
         "right": {"right": -2 - sk // 9},
-        "empty": {"right": -(max(sk - sq, 0) + sq // 2 + 2)},
+        "empty": {"right": sq - sk - sq // 2 - 2},
     }[mask]
 
 
