@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +63,7 @@ def forward(library: Native, q: Any, k: Any, v: Any, options: Options, want_lse:
     call = launch.find(key)
     if call is None:
         _vet_memory(library, q=q, k=k, v=v)
-        vet = lambda: _vet(library, q=q, k=k, v=v)  # noqa: E731
+        vet = functools.partial(_vet, library, q=q, k=k, v=v)
         call = launch.keep(key, prepare_forward(library, (sq, sk, sv), options, aligned, stream, vet=vet))
     out, lse, lse_pointer = library.empty_like(q), None, 0
     if want_lse:
@@ -121,7 +122,7 @@ def backward(
     if call is None:
         named = _named(arrays)
         _vet_memory(library, **named)
-        vet = lambda: _vet(library, **named)  # noqa: E731
+        vet = functools.partial(_vet, library, **named)
         call = launch.keep(key, prepare_backward(library, signatures[:5], options, aligned, stream, vet=vet))
     lse = _row_vector("lse", lse, signatures[5], library, call.rows, "fp32", device)
     dlse = None if dlse is None else _row_vector("dlse", dlse, signatures[6], library, call.rows, "fp32", device)
