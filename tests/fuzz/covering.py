@@ -149,13 +149,14 @@ def _tiles(row: Row) -> tuple[int, int]:
 
 def _window(mask: str, sq: int, sk: int) -> dict[str, Any]:
     """The options of a mask. "empty": about half of the queries see no key."""
+    beyond = sq - sk - sq // 2 - 2
     return {
         "full": {},
         "causal": {"causal": True},
         "both": {"left": sk // 3 + 5, "right": sk // 4},
         "left": {"left": sk // 4},
         "right": {"right": -2 - sk // 9},
-        "empty": {"right": sq - sk - sq // 2 - 2},
+        "empty": {"right": beyond - (beyond == -1)},  # -1 warns
     }[mask]
 
 
