@@ -54,10 +54,10 @@ SCALE = (
 )  # fmt: skip
 SOFTCAP = (
     _bug("softcap: dS without the derivative", "score.cuh", "return P * softcap.derivative(s);", "return P;", "softcap-1"),
-    _bug("softcap: tanh without the sign of the scale", "score.cuh", "(p.scale / p.softcap)", "(fabsf(p.scale) / p.softcap)", "softcap-11"),
+    _bug("softcap: tanh without the sign of the scale", "score.cuh", "(p.scale / p.softcap)", "(fabsf(p.scale) / p.softcap)", "softcap-9"),
     _bug("softcap: lse in powers of the scale", "bwd_delta.cuh", "/ unit : kLog2e;", "/ problem.scale : kLog2e;", "softcap-0"),
-    _bug("softcap: dkv hands P over", "bwd_dkv_sm90.cuh", "Score<V>::kWeightIsP ? W.x[k][0] : weights[k].x[0][0];", "W.x[k][0];", "softcap-11"),
-    _bug("softcap: dkv's weights from P instead of the score", "bwd_dkv_sm90.cuh", "= score.weight(s, x);", "= score.weight(x, x);", "softcap-11"),
+    _bug("softcap: dkv hands P over", "bwd_dkv_sm90.cuh", "Score<V>::kWeightIsP ? W.x[k][0] : weights[k].x[0][0];", "W.x[k][0];", "softcap-9"),
+    _bug("softcap: dkv's weights from P instead of the score", "bwd_dkv_sm90.cuh", "= score.weight(s, x);", "= score.weight(x, x);", "softcap-9"),
     _bug("softcap: forward with another cap", "score.cuh", "? p.softcap", "? 1.f", "softcap-2", backward=False),
 )  # fmt: skip
 STRIDES = (
