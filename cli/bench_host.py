@@ -10,7 +10,7 @@ from cupyflash import api
 from .bench_work import Bench, Cell, TorchBench
 
 
-def new_lengths_us(bench: Bench, name: str, cell: Cell, calls: int = 100, rounds: int = 9) -> float:
+def new_lengths_us(bench: Bench, name: str, cell: Cell, calls: int = 20, rounds: int = 5) -> float:
     """Microseconds of host time for a call whose pair of lengths is new: the median of the rounds.
 
     The cell's lengths are the longest, and none is below half of them: some peers have no kernel for the shortest. A

@@ -39,7 +39,7 @@ def variants_of_calls(
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 64."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 80."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
         variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned)))
