@@ -212,7 +212,8 @@ def measure_host(bench: Bench, options: dict[str, Any]) -> dict[str, dict[str, f
         for name, timing in zip(names, host_us([w[d] for w in works], bench.clock), strict=True):
             found[name] |= {d: timing.median, f"{d}_spread": timing.spread}
     for name in names:
-        found[name]["fwd_new_lengths"] = new_lengths_us(bench, name, cell)
+        if name != "flex":  # which compiles for each length
+            found[name]["fwd_new_lengths"] = new_lengths_us(bench, name, cell)
     return found
 
 
@@ -232,8 +233,8 @@ def show(document: dict[str, Any], rows: list[Row], console: Console) -> None:
         passes = (f"{label} {costs[d]:.1f} us (spread {costs[d + '_spread']:.1%})"
                   for d, label in (("fwd", "forward"), ("both", "forward + backward")))  # fmt: skip
         console.print(f"host, {name}: {', '.join(passes)} a call", soft_wrap=True)
-        new = costs["fwd_new_lengths"]
-        console.print(f"host, {name}: forward of lengths never seen {new:.1f} us a call", soft_wrap=True)
+        if new := costs.get("fwd_new_lengths"):
+            console.print(f"host, {name}: forward of lengths never seen {new:.1f} us a call", soft_wrap=True)
     for kind, label in (("cold", "compiled cold"), ("disk_cache", "from the disk cache")):
         for kernel in document.get("startup", {}).get(kind, {}).get("kernels", []):
             console.print(f"{label}: {kernel['symbol']} {1e3 * kernel['seconds']:.1f} ms", soft_wrap=True)

@@ -37,8 +37,7 @@ def flex(cell: Cell, device: str) -> Callable[[Any, Any, Any], Any]:
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     mask, options = visible(cell), {"score_mod": tanh_cap(cell.softcap), "enable_gqa": cell.heads_k != cell.heads}
     if mask is not None:
-        make = torch.compile(create_block_mask)
-        options["block_mask"] = make(mask, None, None, cell.seqlen, cell.seqlen, device=device)
+        options["block_mask"] = create_block_mask(mask, None, None, cell.seqlen, cell.seqlen, device=device)
 
     def peer(q: Any, k: Any, v: Any) -> Any:
         return compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
