@@ -18,10 +18,11 @@ from cupyflash.problem import DTYPES, MAX_HEAD_DIM, SOFTCAPS
 
 from . import bench_cycles, bench_plot, bench_startup
 from .bench_arguments import check_lengths, check_plot, check_writable
+from .bench_cell import DIRECTIONS, FLOP_FORMULA, Cell
 from .bench_host import new_lengths_us
 from .bench_report import Row, documents, few_rounds, print_ratios, print_rows, ratios, write_csv
 from .bench_timing import QUICK, ROUNDS, SUSTAINED, Effort, Timing, host_us, sustained_ms, timings_ms
-from .bench_work import DIRECTIONS, FLOP_FORMULA, OURS, PEERS, Bench, Cell, make
+from .bench_work import OURS, PEERS, Bench, make
 from .output import emit, exit_codes, human, json_option, list_option, progress, quiet
 
 # lengths, tokens, hidden: on a GPU those of the FlashAttention papers; on the CPU path what ends in seconds

@@ -7,8 +7,9 @@ import numpy as np
 from cupyflash import arrays, run
 from cupyflash.options import Options
 
+from .bench_cell import Cell
 from .bench_timing import WARM_UP, Clock, CupyClock, TorchClock, Work, sustained_ms
-from .bench_work import Bench, Cell
+from .bench_work import Bench
 
 FLOPS_PER_CYCLE = 4096  # of one multiprocessor in fp16 and bf16, sm_90: 989.4 TFLOP/s / (132 * 1.83 GHz), data sheet
 LIBRARIES: dict[type[Clock], arrays.Native] = {TorchClock: arrays.TORCH, CupyClock: arrays.CUPY}

@@ -7,7 +7,8 @@ import time
 
 from cupyflash import api
 
-from .bench_work import Bench, Cell, TorchBench
+from .bench_cell import Cell
+from .bench_work import Bench, TorchBench
 
 
 def new_lengths_us(bench: Bench, name: str, cell: Cell, calls: int = 20, rounds: int = 5) -> float:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .bench_work import Cell
+from .bench_cell import Cell
 
 
 def fa4(cell: Cell) -> Callable[[Any, Any, Any], Any]:

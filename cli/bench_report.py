@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .bench_cell import Cell
 from .bench_timing import ROUNDS, Timing
-from .bench_work import OURS, Cell
+from .bench_work import OURS
 
 TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward"}
 BEST = "best"  # of the peers, cell by cell

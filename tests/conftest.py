@@ -18,13 +18,14 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import functools
 import importlib.util
+import logging
 import random
 import re
 import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -159,3 +160,17 @@ def _seeds() -> None:
 def seed(request: pytest.FixtureRequest) -> int:
     """The order of warps and copies on the CPU: the same at every run of a test, another in each test."""
     return zlib.crc32(request.node.nodeid.encode()) % 2**16
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Commands see a machine without a GPU, and what they make of the logger's level does not stay."""
+    from cupyflash import device, run
+
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
+    monkeypatch.setattr(run, "backend", lambda: "cpu")
+    monkeypatch.setattr(device, "_probe", lambda: (0, "there is no GPU in this test"))
+    logger = logging.getLogger("cupyflash")
+    level = logger.level
+    yield
+    logger.setLevel(level)

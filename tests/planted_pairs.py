@@ -33,7 +33,7 @@ def exact(spec: Spec) -> Exact:
     out, lse = oracle.forward(spec, x)
     with np.errstate(all="ignore"):
         stored = out.exact.astype(spec.numpy_dtype), lse.exact.astype(np.float32)
-    return Inputs(*x), spec.problem(), out, lse, *stored
+    return x, spec.problem(), out, lse, *stored
 
 
 def caught(bug: PairBug, spec: Spec) -> str:
@@ -48,7 +48,7 @@ def caught(bug: PairBug, spec: Spec) -> str:
             sharp = judge.judge_forward(*got) if spec.values in SHARP else []
         else:
             grads = how.backward(x, stored_out, stored_lse, problem)
-            bounds = oracle.backward(spec, arrays.Inputs(*x), stored_out)
+            bounds = oracle.backward(spec, x, stored_out)
             wrong = [
                 oracle.judge(n, g, e, spec.dtype) for n, g, e in zip(("dq", "dk", "dv"), grads, bounds, strict=True)
             ]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 import cupyflash
-from cupyflash import cli, device, run
+from cupyflash import cli
 from cupyflash.accuracy import Oracle
 from cupyflash.cli import bench_peers, bench_report, bench_timing, bench_work
+from cupyflash.cli.bench_cell import Cell
 from cupyflash.cli.bench_timing import QUICK, SUSTAINED, Clock, Effort, Timing, Work
-from cupyflash.cli.bench_work import Cell
 from cupyflash.cli.output import human
 from cupyflash.problem import make_problem
 
@@ -29,16 +27,7 @@ TINY = ("--backend", "cpu", "--framework", "numpy", "--causal", "--pass", "fwd",
         "--seqlens", "16", "--hidden", "16")  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine without a GPU; the level of the logger stays."""
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
-    monkeypatch.setattr(run, "backend", lambda: "cpu")
-    monkeypatch.setattr(device, "_probe", lambda: (0, "there is no GPU in this test"))
-    logger = logging.getLogger("cupyflash")
-    level = logger.level
-    yield
-    logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("without_gpu")
 
 
 def bench(*options: str) -> Result:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from cupyflash.cli import (
     verify_kernels,
     verify_report,
 )
+from cupyflash.cli.bench_cell import Cell
 from cupyflash.cli.bench_timing import Clock, Timing
-from cupyflash.cli.bench_work import Cell
 from cupyflash.cli.compile import MEMORY, variants_of
 from cupyflash.cli.output import Exit
 from cupyflash.errors import CompileError, UnsupportedError
@@ -45,16 +44,7 @@ LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("compile",), ("ca
 Invoke = Callable[..., Result]
 
 
-@pytest.fixture(autouse=True)
-def _cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Every command sees a machine without a GPU, and leaves nothing behind."""
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
-    monkeypatch.setattr(run, "backend", lambda: "cpu")
-    monkeypatch.setattr(device, "_probe", lambda: (0, "there is no GPU in this test"))
-    logger = logging.getLogger("cupyflash")
-    level = logger.level
-    yield
-    logger.setLevel(level)
+pytestmark = pytest.mark.usefixtures("without_gpu")
 
 
 @pytest.fixture

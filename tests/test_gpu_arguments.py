@@ -13,6 +13,7 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError, UnsupportedError, device
 from tests.gpu_arrays import on_gpu, to_numpy
+from tests.producer import Producer
 
 pytestmark = pytest.mark.gpu
 SHAPE = (2, 37, 3, 40)
@@ -178,17 +179,6 @@ def test_numpy_arrays_that_lie_oddly(argument: str, arrays: Named) -> None:
     records["x"] = x
     same(results(arrays | {argument: records["x"]}), want)
     same(results(arrays | {argument: x[:, ::-1].copy()[:, ::-1]}), want)
-
-
-class Producer:
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.x.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.x.__dlpack_device__()
 
 
 @pytest.mark.parametrize("ordinal", [0, 1])

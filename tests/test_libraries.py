@@ -17,6 +17,7 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError, UnsupportedError, libraries
+from tests.producer import Producer
 
 ARGUMENTS = ("q", "k", "v", "out", "dout", "lse", "dlse")
 Named = dict[str, Any]
@@ -212,19 +213,6 @@ def test_an_array_that_fails_to_tell_its_shape(named: Named) -> None:
 
 
 # ---- DLPack ----
-
-
-class Producer:
-    """An array of a library that cupyflash does not know."""
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-    def __dlpack__(self, **options: Any) -> Any:
-        return self.x.__dlpack__(**options)
-
-    def __dlpack_device__(self) -> Any:
-        return self.x.__dlpack_device__()
 
 
 class Old(Producer):

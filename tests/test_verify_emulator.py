@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from emulator.require import require_compiler
 
-from cupyflash import cases, cli, device, run
+from cupyflash import cases, cli
 from cupyflash.cli import verify_emulator
 from cupyflash.emulator import attention, build, launch
 from cupyflash.variant import kernel_sources
@@ -23,13 +22,8 @@ Verify = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def verify(monkeypatch: pytest.MonkeyPatch) -> Iterator[Verify]:
+def verify(without_gpu: None) -> Verify:
     """Run the command on a machine without a GPU; gives its JSON document."""
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
-    monkeypatch.setattr(run, "backend", lambda: "cpu")
-    monkeypatch.setattr(device, "_probe", lambda: (0, "there is no GPU in this test"))
-    logger = logging.getLogger("cupyflash")
-    level = logger.level
 
     def run_command(*arguments: str, code: int = 0) -> dict[str, Any]:
         result = CliRunner().invoke(cli.main, ["verify", *arguments])
@@ -38,8 +32,7 @@ def verify(monkeypatch: pytest.MonkeyPatch) -> Iterator[Verify]:
         assert document["exit_code"] == code
         return document
 
-    yield run_command
-    logger.setLevel(level)
+    return run_command
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> None:

@@ -27,8 +27,9 @@ from cupyflash.accuracy import Oracle
 from cupyflash.arrays import CUPY
 from cupyflash.cases import Case
 from cupyflash.cli import bench_cycles
+from cupyflash.cli.bench_cell import Cell
 from cupyflash.cli.bench_timing import QUICK, SUSTAINED, WARM_UP, Effort, Work, sustained_ms
-from cupyflash.cli.bench_work import Bench, Cell, CupyBench
+from cupyflash.cli.bench_work import Bench, CupyBench
 from cupyflash.cli.output import Exit, emit, exit_codes, explain, human, json_option, list_option, progress, quiet
 from cupyflash.device import Device
 from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError

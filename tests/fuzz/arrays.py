@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
+
+from cupyflash.cases import Inputs
 
 from .spec import Spec
 
 Array = NDArray[Any]
 Tensors = tuple[Array, Array, Array, Array]
 Rng = np.random.Generator
-
-
-class Inputs(NamedTuple):
-    """The arrays of one problem, indexed as bshd; dlse as (batch, heads, seqlen)."""
-
-    q: Array
-    k: Array
-    v: Array
-    dout: Array
-    dlse: Array | None
-
 
 # ---- What they hold: contiguous float64 ----
 

@@ -38,8 +38,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyflash.accuracy import LIMITS, UNIT_ROUNDOFF
+from cupyflash.cases import Inputs
 
-from .arrays import Inputs
 from .spec import Spec
 
 Array = NDArray[Any]

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cupyflash
+from cupyflash.cases import Inputs
 
 from . import oracle
-from .arrays import Inputs, draw
+from .arrays import draw
 from .spec import Spec
 
 Results = tuple[NDArray[Any], ...]  # out, lse, dq, dk, dv, and again dq, dk, dv where they must repeat bitwise
