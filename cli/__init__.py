@@ -1,4 +1,4 @@
-"""The command line: ``cupyflash <command>``. Each command is a module of its own, loaded when it is run.
+"""The command line: ``cupyflash <command>``. Each command is a module or a folder with a `main`, loaded when run.
 
 In this folder import the library by its full name (``from cupyflash import device``): a checker that looks at a
 checkout sees this package as ``cli``, not as ``cupyflash.cli``.
@@ -35,7 +35,10 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"{__name__}.{name}").command
+        module = import_module(f"{__name__}.{name}")
+        if hasattr(module, "__path__"):  # a folder, where the command needs helpers
+            module = import_module(f"{module.__name__}.main")
+        command: click.Command = module.command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from cupyflash import cache, upkeep
+from cupyflash.compile import cache, upkeep
 from cupyflash.errors import UnsupportedError
 
 from .output import Exit, emit, exit_codes, gib, human, json_option

@@ -12,12 +12,12 @@ from typing import Any
 import click
 from rich.table import Table
 
-from cupyflash import cache, jit, layer, nvrtc, upkeep
-from cupyflash.device import ARCHS, Device
+from cupyflash.compile import cache, jit, layer, nvrtc, upkeep
 from cupyflash.errors import CompileError, UnsupportedError
+from cupyflash.gpu.device import ARCHS, Device
+from cupyflash.plan.shipped import shipped, variants_of_calls
+from cupyflash.plan.variant import Variant
 from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
-from cupyflash.shipped import shipped, variants_of_calls
-from cupyflash.variant import Variant
 
 from .output import Exit, emit, exit_codes, explain, gib, human, json_option, list_option, progress, quiet
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ArgumentError, CompileError, CupyflashError, DeviceError, UnsupportedError
 
 if TYPE_CHECKING:
-    from .api import Gradients, attention, attention_backward, warmup
+    from .ahead import warmup
+    from .api import Gradients, attention, attention_backward
 
 __version__ = "0.1.0"
 
@@ -31,13 +33,15 @@ if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
     __path__ += [str(_root), str(_root / "tests")]
 
 
-def __getattr__(name: str) -> Any:
-    """Load `api` when one of its names is first used, so that the command line starts without it."""
-    if name not in {"Gradients", "attention", "attention_backward", "warmup"}:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import api
+_HOMES = {"Gradients": "api", "attention": "api", "attention_backward": "api", "warmup": "ahead"}
 
-    globals()[name] = value = getattr(api, name)
+
+def __getattr__(name: str) -> Any:
+    """Load the module of a public function when it is first used, so that the command line starts without it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f".{_HOMES[name]}", __name__)
+    globals()[name] = value = getattr(module, name)
     return value
 
 

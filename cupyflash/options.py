@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from .arrays.imported import is_instance
 from .errors import ArgumentError, UnsupportedError
-from .imported import is_instance
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -142,7 +142,7 @@ def warn_of_minus_one(window: Window) -> None:
     if _minus_one_is_known or (None not in window and sum(filter(None, window)) < 0):
         return  # a sum below 0 is an error, whose message says the same
     frame, level = sys._getframe(), 1  # of this function, for `warnings`
-    while frame.f_back is not None and Path(frame.f_code.co_filename).parent == Path(__file__).parent:
+    while frame.f_back is not None and Path(__file__).parent in Path(frame.f_code.co_filename).parents:
         frame, level = frame.f_back, level + 1
     warnings.warn(
         f"window: in {window}, the bound of -1 hides the query's own position. If an unbounded side is meant, as -1 "

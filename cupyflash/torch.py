@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import run
-from .arrays import TORCH
+from .arrays.adapters import TORCH
+from .arrays.vetting import vet_transforms
 from .errors import ArgumentError, UnsupportedError
+from .launch import run
 from .options import Options
-from .vetting import vet_transforms
 
 _compiling = torch.compiler.is_dynamo_compiling  # dynamo puts a constant in its place
 _transforms = torch._C._are_functorch_transforms_active

@@ -55,7 +55,7 @@ def missing(name: str) -> str | None:
 def _missing_gpu() -> str | None:
     if os.environ.get("CUPYFLASH_BACKEND") == "cpu":
         return "CUPYFLASH_BACKEND=cpu"
-    from cupyflash import device
+    from cupyflash.gpu import device
 
     if not device.count():
         return device.why_none()
@@ -165,7 +165,8 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Commands see a machine without a GPU, and what they make of the logger's level does not stay."""
-    from cupyflash import device, run
+    from cupyflash.gpu import device
+    from cupyflash.launch import run
 
     monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
     monkeypatch.setattr(run, "backend", lambda: "cpu")

@@ -33,6 +33,6 @@ def to_numpy(x: Any) -> np.ndarray:
         return x
     if hasattr(x, "get"):
         return x.get()
-    from cupyflash.arrays import TORCH
+    from cupyflash.arrays.adapters import TORCH
 
     return TORCH.to_numpy(x.cpu())

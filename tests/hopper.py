@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import cases, counters, launch, reference
-from cupyflash.accuracy import Oracle, compare
-from cupyflash.device import Device
+from cupyflash.check import cases, reference
+from cupyflash.check.accuracy import Oracle, compare
+from cupyflash.gpu.device import Device
+from cupyflash.launch import counters
+from cupyflash.launch import prepared as launch
 from tests.gpu_arrays import on_gpu, to_numpy
 
 # (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim), dtype, options: few tiles and many, even and uneven ones.

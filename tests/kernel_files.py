@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cupyflash import nvrtc
-from cupyflash.kernels import Convert
+from cupyflash.compile import nvrtc
+from cupyflash.plan.kernels import Convert
 
 SMALL = Convert("bf16", 64, 64, 8, 1, 1, 2)  # the variant that compiles fastest
 NOBODY = 65534

@@ -1,7 +1,7 @@
 """Plants the bugs of `emulator/mutants_pairs.py`, one at a time: ``python -m tests.planted_pairs [--find] [NAME ...]``.
 
 Without options every bug must be caught by its case; with `--find` all fitting cases of the covering set are tried, for
-bugs without a case. Five minutes, most of them g++; `tests/test_planted_pairs.py` takes a sample.
+bugs without a case. Five minutes, most of them g++; `tests/kernels/test_planted_pairs.py` takes a sample.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash.accuracy import Oracle
-from cupyflash.cases import Inputs
+from cupyflash.check.accuracy import Oracle
+from cupyflash.check.cases import Inputs
 from cupyflash.problem import Problem
 from tests.emulator.mutants_pairs import PAIRS, PairBug
 from tests.fuzz import arrays, covering, oracle

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from cupyflash import arrays, counters, jit, launch, tensormap
-from cupyflash.device import Device
-from cupyflash.kept import Kept
-from cupyflash.variant import Variant
+from cupyflash.arrays import adapters as arrays
+from cupyflash.compile import jit
+from cupyflash.gpu import tensormap
+from cupyflash.gpu.device import Device
+from cupyflash.launch import counters
+from cupyflash.launch import prepared as launch
+from cupyflash.launch.kept import Kept
+from cupyflash.plan.variant import Variant
 
 COUNTER = 0x5000
 Place = Callable[[Any, Any, list[int], list[int]], None]

@@ -10,14 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
-from cupyflash import jit, launch, tiles
-from cupyflash.cache import Cubin
-from cupyflash.device import KIB, Device
+from cupyflash.compile import jit
+from cupyflash.compile.cache import Cubin
 from cupyflash.errors import CompileError
-from cupyflash.plan import forward_plan
+from cupyflash.gpu.device import KIB, Device
+from cupyflash.launch import prepared as launch
+from cupyflash.plan import tiles
+from cupyflash.plan.families import forward_plan
+from cupyflash.plan.tiles import ForwardTile, HopperForwardTile, round_up
+from cupyflash.plan.variant import Variant
 from cupyflash.problem import MAX_HEAD_DIM, Problem
-from cupyflash.tiles import ForwardTile, HopperForwardTile, round_up
-from cupyflash.variant import Variant
 
 Tile = ForwardTile | HopperForwardTile
 TILES: dict[str, type[Tile]] = {"sm90": HopperForwardTile, "sm80": ForwardTile}

@@ -22,19 +22,21 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from cupyflash import device, nvrtc, run
-from cupyflash.accuracy import Oracle
-from cupyflash.arrays import CUPY
-from cupyflash.cases import Case
-from cupyflash.cli import bench_cycles
-from cupyflash.cli.bench_cell import Cell
-from cupyflash.cli.bench_timing import QUICK, SUSTAINED, WARM_UP, Effort, Work, sustained_ms
-from cupyflash.cli.bench_work import Bench, CupyBench
+from cupyflash.arrays.adapters import CUPY
+from cupyflash.check.accuracy import Oracle
+from cupyflash.check.cases import Case
+from cupyflash.cli.bench import cycles as bench_cycles
+from cupyflash.cli.bench.cell import Cell
+from cupyflash.cli.bench.timing import QUICK, SUSTAINED, WARM_UP, Effort, Work, sustained_ms
+from cupyflash.cli.bench.work import Bench, CupyBench
 from cupyflash.cli.output import Exit, emit, exit_codes, explain, human, json_option, list_option, progress, quiet
-from cupyflash.device import Device
+from cupyflash.compile import nvrtc
 from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError
+from cupyflash.gpu import device
+from cupyflash.gpu.device import Device
+from cupyflash.launch import run
+from cupyflash.launch.prepare import prepare_forward
 from cupyflash.options import Options
-from cupyflash.prepare import prepare_forward
 from cupyflash.problem import MAX_HEAD_DIM
 from tools.candidates import TILES, Candidate, Speed, candidates, compile_all, in_use
 

@@ -1,4 +1,4 @@
-"""Runs a case of `cupyflash.cases` by its plan on the emulator: all launches in order, results as NumPy arrays."""
+"""Runs a case of the table by its plan on the emulator: all launches in order, results as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash import tensormap
-from cupyflash.cases import Case, Inputs, case
-from cupyflash.device import Device
-from cupyflash.kernels import BackwardSm90, ForwardSm90
-from cupyflash.launch import contiguous_strides, fill_problem, fill_strides
-from cupyflash.plan import Plan, backward_plan, forward_plan
+from cupyflash.check.cases import Case, Inputs, case
+from cupyflash.gpu import tensormap
+from cupyflash.gpu.device import Device
+from cupyflash.gpu.tensormap import TensorMap
+from cupyflash.launch.prepared import contiguous_strides, fill_problem, fill_strides
+from cupyflash.plan.families import Plan, backward_plan, forward_plan
+from cupyflash.plan.kernels import BackwardSm90, ForwardSm90
+from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
-from cupyflash.tensormap import TensorMap
-from cupyflash.variant import Variant, kernel_sources
 
 from .launch import EmulatedKernel, EmulatorError, Memory, Mode, tensor_map
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from cupyflash import cache
+from cupyflash.compile import cache
 
 HERE = Path(__file__).resolve().parent
 RUNTIME, TWIN = HERE / "runtime", HERE / "twin"

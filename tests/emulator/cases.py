@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cupyflash import shipped
-from cupyflash.cases import Case, select
+from cupyflash.check.cases import Case, select
+from cupyflash.plan import shipped
 from cupyflash.problem import Problem, Window
 
 from .attention import EXTRA

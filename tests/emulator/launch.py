@@ -229,7 +229,7 @@ def resolve(message: str, library: Path) -> str:
 
 def _place(line: str) -> str | None:
     """kernels_cu/x.cuh:12 of a line of addr2line; None for what is not kernel source."""
-    match = re.search(r"(kernels_cu/[\w.]+|[\w.]+-[0-9a-f]{16}\.cpp):(\d+)", line)
+    match = re.search(r"(kernels_cu/[\w./]+|[\w.]+-[0-9a-f]{16}\.cpp):(\d+)", line)
     if not match or "/twin/" in line:
         return None
     name = match[1] if match[1].startswith("kernels_cu/") else "entry unit"

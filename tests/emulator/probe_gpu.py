@@ -92,7 +92,7 @@ def run_unit(name: str, folder: Path) -> int:
     """One process: compile the unit, run its probes that no process has launched before, keep each result at once."""
     unit, file = probes.units()[name], folder / f"{name}.cubin"
     if not file.exists():
-        from cupyflash import nvrtc
+        from cupyflash.compile import nvrtc
 
         cubin, _ = nvrtc.find().compile(probes.unit_source(unit), f"{name}.cu", probes.headers(), _OPTIONS)
         file.write_bytes(cubin)

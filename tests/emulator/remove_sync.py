@@ -19,9 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from cupyflash.accuracy import Oracle  # noqa: E402
-from cupyflash.cases import Case  # noqa: E402
-from cupyflash.variant import kernel_sources  # noqa: E402
+from cupyflash.check.accuracy import Oracle  # noqa: E402
+from cupyflash.check.cases import Case  # noqa: E402
+from cupyflash.plan.variant import kernel_sources  # noqa: E402
 from emulator import MODES, EmulatorError  # noqa: E402
 from emulator.attention import NONFINITE_QUERIES, Session, find_case, inputs_of, small_device  # noqa: E402
 from emulator.build import BuildError  # noqa: E402
@@ -56,12 +56,12 @@ FORWARD_SM90 = ("dense-d64", "causal-d128", "many-tiles", "many-tiles-d160", "ma
 BACKWARD_SM90 = ("many-tiles-d192", "many-tiles-d256", *BACKWARD)  # head_dims with kernels of their own
 # Kept for reasons that the emulator cannot see; README.md says them. File and a part of the line.
 EXPLAINED = (
-    ("dq_accum.cuh", "fence_gpu"),
-    ("pipeline_sm90.cuh", "st_release"),
-    ("tile_sm90.cuh", "wgmma_fence"),
-    ("bwd_sm90.cuh", "fence_proxy_async_global"),
-    ("bwd_sm90.cuh", "cp_async_bulk_wait_group<0>"),
-    ("bwd_sm90.cuh", "dout_full(ring.stage)"),
+    ("attention/dq_accum.cuh", "fence_gpu"),
+    ("tile/pipeline_sm90.cuh", "st_release"),
+    ("tile/tile_sm90.cuh", "wgmma_fence"),
+    ("sm90/bwd_sm90.cuh", "fence_proxy_async_global"),
+    ("sm90/bwd_sm90.cuh", "cp_async_bulk_wait_group<0>"),
+    ("sm90/bwd_sm90.cuh", "dout_full(ring.stage)"),
 )
 
 
@@ -117,7 +117,7 @@ def caught_by(removal: Removal) -> str:
         directions = [True]
     elif removal.file.startswith(("bwd", "dq")):
         directions = [False]
-    hopper = "sm90" in removal.file or removal.file == "bwd_convert.cuh"  # which has barriers for Hopper's sake
+    hopper = "sm90" in removal.file or removal.file == "any/bwd_convert.cuh"  # which has barriers for Hopper's sake
     device, family = small_device("sm_90" if hopper else "sm_80", 2), "sm90" if hopper else "sm80"
     names = {True: FORWARD_SM90 if hopper else FORWARD, False: BACKWARD_SM90 if hopper else BACKWARD}
     for mode in ("race", "late", "race lanes") if hopper else ("race", "late"):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from cupyflash.cases import Inputs
+from cupyflash.check.cases import Inputs
 
 from .spec import Spec
 

@@ -13,8 +13,8 @@ import itertools
 from random import Random
 from typing import Any
 
-from cupyflash import kernels
-from cupyflash.device import Device
+from cupyflash.gpu.device import Device
+from cupyflash.plan import kernels
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED

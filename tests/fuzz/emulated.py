@@ -10,8 +10,8 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from cupyflash import cases
-from cupyflash.plan import Plan
+from cupyflash.check import cases
+from cupyflash.plan.families import Plan
 from cupyflash.problem import Problem
 from tests.emulator import MODES, EmulatorError, missing_compiler
 from tests.emulator.attention import Buffers, Session, small_device

@@ -1,7 +1,7 @@
 """The exact results of a `Spec`, row by row in float64, and for each element how far rounding may take it.
 
-Apart from `cupyflash.reference` on purpose: a mistake would have to be made twice. For the row of query i of one head,
-over the keys j that it sees (`Spec.visible`):
+Apart from `cupyflash.check.reference` on purpose: a mistake would have to be made twice. For the row of query i of one
+head, over the keys j that it sees (`Spec.visible`):
 
     s_j = scale q . k_j     p_j = exp(s_j - lse)     lse = ln sum exp s_j       o = sum p_j v_j
     delta = do . o - dlse   ds_j = p_j (do . v_j - delta)
@@ -37,8 +37,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash.accuracy import LIMITS, UNIT_ROUNDOFF
-from cupyflash.cases import Inputs
+from cupyflash.check.accuracy import LIMITS, UNIT_ROUNDOFF
+from cupyflash.check.cases import Inputs
 
 from .spec import Spec
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cupyflash
-from cupyflash.cases import Inputs
+from cupyflash.check.cases import Inputs
 
 from . import oracle
 from .arrays import draw

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash.cases import NUMPY_DTYPE
+from cupyflash.check.cases import NUMPY_DTYPE
 from cupyflash.problem import Problem, make_problem
 
 

@@ -4,7 +4,7 @@
 #ifndef CUPYFLASH_PROBES_CUH
 #define CUPYFLASH_PROBES_CUH
 #include "ptx_more.cuh"
-#include "ptx_sm90.cuh"
+#include "hw/ptx_sm90.cuh"
 
 using namespace ptx;
 

@@ -1,7 +1,7 @@
 // Instructions that the emulator has and no shipped kernel uses yet; the probes do.
 #ifndef CUPYFLASH_PTX_MORE_CUH
 #define CUPYFLASH_PTX_MORE_CUH
-#include "ptx.cuh"
+#include "hw/ptx.cuh"
 
 namespace ptx {
 

@@ -1,0 +1,1 @@
+"""`cupyflash bench`: times attention and its peers."""

@@ -1,0 +1,61 @@
+"""Peers of `bench` outside of scaled_dot_product_attention: flash-attn-4, and flex_attention through torch.compile."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from .cell import Cell
+
+
+def fa4(cell: Cell) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out in bshd."""
+    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
+    options = {"causal": cell.causal, "window_size": (cell.window, None)}  # causal makes the right bound 0
+    if cell.softcap is not None:
+        options["softcap"] = cell.softcap
+    return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
+
+
+def flex_is_missing() -> bool:
+    """Whether this torch has no flex_attention."""
+    return importlib.util.find_spec("torch.nn.attention.flex_attention") is None
+
+
+def flex(cell: Cell, device: str) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out in bshd. The block mask is made here; the first call compiles."""
+    import torch
+    from torch._functorch import config
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # What a compiled backward saved is kept, so that one graph can be run back many times.
+    config.donated_buffer = False
+    torch.compiler.reset()  # each cell has functions of its own, and torch compiles one for eight of them at most
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    mask, options = visible(cell), {"score_mod": tanh_cap(cell.softcap), "enable_gqa": cell.heads_k != cell.heads}
+    if mask is not None:
+        options["block_mask"] = create_block_mask(mask, None, None, cell.seqlen, cell.seqlen, device=device)
+
+    def peer(q: Any, k: Any, v: Any) -> Any:
+        return compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
+
+    return peer
+
+
+def visible(cell: Cell) -> Callable[[Any, Any, Any, Any], Any] | None:
+    """(batch, head, query, key) -> whether the query sees the key, of numbers or tensors; None where all do."""
+    window = cell.window
+    if window is None:
+        return (lambda b, h, q, k: k <= q) if cell.causal else None
+    if cell.causal:
+        return lambda b, h, q, k: (k <= q) & (k >= q - window)
+    return lambda b, h, q, k: k >= q - window
+
+
+def tanh_cap(softcap: float | None) -> Callable[[Any, Any, Any, Any, Any], Any] | None:
+    """(score, batch, head, query, key) -> softcap * tanh(score / softcap); None without a softcap."""
+    if softcap is None:
+        return None
+    return lambda score, b, h, q, k: softcap * (score / softcap).tanh()

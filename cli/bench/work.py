@@ -1,0 +1,203 @@
+"""What `bench` times: cupyflash and its peers as functions of no arguments, on random arrays of one cell."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from cupyflash import api
+from cupyflash.check.cases import NUMPY_DTYPE
+
+from . import peers as bench_peers
+from .cell import Cell
+from .timing import Clock, CupyClock, TorchClock, Work
+
+OURS = "cupyflash"
+PEERS = ("flash2", "cudnn", "math", "fa4", "flex")
+_BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
+
+
+class Bench:
+    """Functions on NumPy arrays, ours alone, and the interface of the others."""
+
+    name = "numpy"
+    clock: Clock
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.rng = np.random.default_rng(0)
+
+    def absent(self, peer: str) -> str | None:
+        """Why a peer cannot be timed here, or None."""
+        return "needs torch"
+
+    def counts_memory(self, name: str) -> bool:
+        """Whether the clock sees what an implementation allocates."""
+        return True
+
+    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        return self.rng.standard_normal(shape, np.float32).astype(NUMPY_DTYPE[dtype])
+
+    def inputs(self, cell: Cell) -> list[Any]:
+        """q, k, v and dout."""
+        return [self.random(cell.dtype, shape) for shape in cell.shapes()]
+
+    def works(self, name: str, cell: Cell) -> dict[str, Work]:
+        """The three directions of one implementation."""
+        q, k, v, dout = self.inputs(cell)
+        options = cell.options
+
+        def forward() -> Any:
+            return api.attention(q, k, v, **options, return_lse=True)
+
+        out, lse = forward()
+
+        def backward() -> Any:
+            return api.attention_backward(dout, q, k, v, out, lse, **options)
+
+        def both() -> Any:
+            o, s = forward()
+            return o, s, api.attention_backward(dout, q, k, v, o, s, **options)
+
+        return {"fwd": forward, "bwd": backward, "both": both}
+
+    def version(self) -> str:
+        """Of the framework."""
+        return metadata.version(self.name)
+
+    def matmul(self) -> tuple[Work, float] | None:
+        """A large matrix product in fp32 (bf16 on a GPU) and its FLOPs; None where there is none to time."""
+        a = self.rng.standard_normal((1024, 1024), np.float32)
+        return lambda: a @ a, 2.0 * 1024**3
+
+
+class CupyBench(Bench):
+    """CuPy arrays; random numbers come from NumPy, since a lean CuPy has no cuRAND."""
+
+    name = "cupy"
+
+    def __init__(self) -> None:
+        import cupy
+
+        super().__init__()
+        self.cupy, self.clock = cupy, CupyClock()
+        self.pool: dict[str, Any] = {}
+
+    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        size = int(np.prod(shape))
+        if dtype not in self.pool or self.pool[dtype].size < 4 * size:
+            values = self.rng.standard_normal(4 * size, np.float32).astype(NUMPY_DTYPE[dtype])
+            self.pool[dtype] = self.cupy.asarray(values)
+        start = int(self.rng.integers(0, 3 * size)) // 8 * 8  # rows stay aligned
+        return self.pool[dtype][start : start + size].copy().reshape(shape)
+
+    def version(self) -> str:
+        return str(self.cupy.__version__)
+
+    def matmul(self) -> None:
+        """A lean CuPy has no cuBLAS."""
+
+
+class TorchBench(Bench):
+    """Torch tensors, on a GPU or the CPU; gradients through autograd, for ours as for the peers."""
+
+    name = "torch"
+
+    def __init__(self, on_gpu: bool) -> None:
+        import torch
+
+        super().__init__()
+        self.torch, self.on_gpu = torch, on_gpu
+        self.device = "cuda" if on_gpu else "cpu"
+        self.clock = TorchClock() if on_gpu else Clock()
+        torch.manual_seed(0)
+
+    def absent(self, peer: str) -> str | None:
+        if not self.on_gpu and peer != "math":
+            return "needs a GPU"
+        if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
+            try:
+                metadata.version("flash-attn-4")
+            except metadata.PackageNotFoundError:
+                return "flash-attn-4 is not installed"
+        return "this torch has no flex_attention" if peer == "flex" and bench_peers.flex_is_missing() else None
+
+    def counts_memory(self, name: str) -> bool:
+        return self.on_gpu or name == OURS  # on the CPU ours allocates through NumPy, which is traced
+
+    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)
+        return self.torch.randn(shape, device=self.device, dtype=kind)
+
+    def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
+        """(q, k, v) -> out in bshd."""
+        if name == OURS:
+            return functools.partial(api.attention, **cell.options)
+        if name == "flex":
+            return bench_peers.flex(cell, self.device)
+        if name == "fa4":
+            return bench_peers.fa4(cell)
+        if cell.window is not None or cell.softcap is not None:
+            lacks = "softcap" if cell.window is None else "sliding window, but for an explicit mask"
+            raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        backend = getattr(SDPBackend, _BACKENDS[name])
+        sdpa = self.torch.nn.functional.scaled_dot_product_attention
+        options = {"is_causal": cell.causal, "enable_gqa": cell.heads_k != cell.heads}
+
+        def peer(q: Any, k: Any, v: Any) -> Any:
+            with sdpa_kernel(backend):
+                out = sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+            return out.transpose(1, 2)
+
+        return peer
+
+    def works(self, name: str, cell: Cell) -> dict[str, Work]:
+        attention, grad = self.attention(name, cell), self.torch.autograd.grad
+        q, k, v, dout = self.inputs(cell)
+        plain = [x.detach() for x in (q, k, v)]  # nothing to record, and no context to enter, which costs host time
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+
+        def forward() -> Any:
+            return attention(*plain)
+
+        recorded: list[Any] = []  # the graph that `backward` runs, made by its first call
+
+        def backward() -> Any:
+            if not recorded:
+                recorded.append(attention(q, k, v))
+            return grad(recorded[0], leaves, dout, retain_graph=True)
+
+        def both() -> Any:
+            out = attention(q, k, v)
+            return out, grad(out, leaves, dout)
+
+        return {"fwd": forward, "bwd": backward, "both": both}
+
+    def matmul(self) -> tuple[Work, float]:
+        n, dtype = (8192, self.torch.bfloat16) if self.on_gpu else (1024, self.torch.float32)
+        a = self.torch.randn(n, n, device=self.device, dtype=dtype)
+        return lambda: a @ a, 2.0 * n**3
+
+
+def make(framework: str | None, on_gpu: bool) -> Bench:
+    """The framework asked for; unless one is, torch where it sees the device, else CuPy or NumPy."""
+    if framework is None:
+        framework = "torch" if _torch_sees(on_gpu) else "cupy" if on_gpu else "numpy"
+    if framework == "torch":
+        return TorchBench(on_gpu)
+    return CupyBench() if framework == "cupy" else Bench()
+
+
+def _torch_sees(on_gpu: bool) -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return not on_gpu or bool(torch.cuda.is_available())

@@ -1,0 +1,1 @@
+"""`cupyflash doctor`: looks at what the machine has."""

@@ -1,0 +1,1 @@
+"""`cupyflash explain`: says what a call would do and why."""

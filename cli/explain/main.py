@@ -1,0 +1,239 @@
+"""``cupyflash explain``: what a call would do, and why: kernels, launches, registers, work, and the paths not taken."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
+from typing import Any, NamedTuple
+
+import click
+
+from cupyflash import __version__
+from cupyflash.arrays.adapters import Signature
+from cupyflash.compile import jit
+from cupyflash.compile.cache import Cubin
+from cupyflash.errors import UnsupportedError
+from cupyflash.gpu import device, tensormap
+from cupyflash.gpu.device import ARCHS, Device
+from cupyflash.gpu.tensormap import TensorMap
+from cupyflash.launch import prepare
+from cupyflash.launch.prepared import contiguous_strides
+from cupyflash.plan.families import Launch, Plan, backward_plan, forward_plan, why_not_sm90
+from cupyflash.plan.variant import Variant
+from cupyflash.problem import DTYPES, LAYOUTS, Problem, Window, make_problem
+
+from ..output import emit, exit_codes, human, json_option, quiet
+from . import report as explain_report
+from . import work as explain_work
+from .work import Work
+
+MEMORY = ("contiguous", "unaligned", "broadcast")
+UNREADABLE = {"unaligned": "the addresses of q, k and v are not", "broadcast": "that of k and v along the heads is 0"}
+
+
+def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) -> Window | None:
+    """LEFT or LEFT,RIGHT; an empty side has no bound."""
+    if text is None:
+        return None
+    left, _, right = text.partition(",")
+    try:
+        return int(left) if left.strip() else None, int(right) if right.strip() else None
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither LEFT nor LEFT,RIGHT in whole numbers") from None
+
+
+@click.command(
+    epilog=exit_codes("0 explained, 4 not supported (nor is the call) or no usable NVRTC, 5 a kernel did not compile")
+)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
+@click.option("--head-dim", type=int, default=128, show_default=True)
+@click.option("--batch", type=click.IntRange(0), default=1, show_default=True)
+@click.option("--seqlen", type=click.IntRange(0), default=4096, show_default=True, help="Of q and of k.")
+@click.option("--seqlen-q", type=click.IntRange(0), default=None, help="Where q's differs.")
+@click.option("--seqlen-k", type=click.IntRange(0), default=None, help="Where k's differs.")
+@click.option("--heads", type=click.IntRange(1), default=16, show_default=True, help="Of q and of k.")
+@click.option("--heads-q", type=click.IntRange(1), default=None, help="Where q's differ.")
+@click.option("--heads-k", type=click.IntRange(1), default=None, help="Where k's differ.")
+@click.option("--causal", is_flag=True, help="Hide later keys.")
+@click.option("--window", callback=window_bounds, metavar="LEFT,RIGHT", default=None,
+              help="Keys that a query sees on each side; a side left empty has no bound.")  # fmt: skip
+@click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
+@click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
+@click.option("--memory", type=click.Choice(MEMORY), default="contiguous", show_default=True,
+              help="unaligned: no address is a multiple of 16. broadcast: k and v repeat one head.")  # fmt: skip
+@click.option("--backward", is_flag=True, help="Also the backward.")
+@click.option("--deterministic", is_flag=True, help="Its bitwise reproducible form.")
+@click.option("--arch", type=click.Choice(ARCHS), default=None,
+              help="For a typical GPU of this architecture.  [default: GPU 0; sm_90 where there is none]")  # fmt: skip
+@click.option("--no-compile", is_flag=True, help="Leave out what only the compiler knows, such as registers.")
+@json_option
+def command(**options: Any) -> None:
+    """Say what a call would do: kernels, grid, registers, shared memory, work, least time, and the paths not taken.
+
+    Compiles the kernels as the call would, unless they are in the cache, but launches nothing and needs no GPU.
+    """
+    quiet()
+    for name in ("seqlen_q", "seqlen_k", "heads_q", "heads_k"):
+        if options[name] is None:
+            options[name] = options[name.partition("_")[0]]
+    gpu = _device(options["arch"])
+    q, k = _shapes(options)
+    keep = ("causal", "window", "layout", "deterministic", "softcap")
+    problem = make_problem((q, k, k), (options["dtype"],) * 3, **{name: options[name] for name in keep})
+    passes = [forward(problem, gpu, options)]
+    if options["backward"] or options["deterministic"]:
+        passes.append(backward(problem, gpu, options))
+    cubins = {} if options["no_compile"] else _compile([x.variant for p in passes for x in p.plan.launches], gpu)
+    document = {
+        "command": "explain",
+        "version": __version__,
+        "device": asdict(gpu) | {"arch": gpu.arch},
+        "problem": asdict(problem) | {name: options[name] for name in ("layout", "memory")},
+        "passes": [_document(p, gpu, cubins) for p in passes],
+    }
+    if options["as_json"]:
+        emit(document)
+    else:
+        explain_report.show(document, human())
+
+
+class Pass(NamedTuple):
+    """A forward or a backward: its plan, what each launch has to do, and what it does without."""
+
+    direction: str
+    plan: Plan
+    work: list[Work]
+    not_taken: list[dict[str, str]]
+
+
+def _device(arch: str | None) -> Device:
+    if arch is None and device.count():
+        return Device.of(0)
+    return Device.synthetic(arch or "sm_90")
+
+
+def _shapes(options: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of q and k, in the layout asked for."""
+    batch, d = options["batch"], options["head_dim"]
+    pairs = [(options[f"seqlen_{x}"], options[f"heads_{x}"]) for x in "qk"]
+    q, k = ((batch, *(pair if options["layout"] == "bshd" else pair[::-1]), d) for pair in pairs)
+    return q, k
+
+
+def _signatures(options: dict[str, Any], names: str) -> list[Signature]:
+    """Of arrays shaped like q or like k, as `names` says letter by letter."""
+    shapes, heads = dict(zip("qk", _shapes(options), strict=True)), options["layout"].index("h")
+    found = []
+    for name in names:
+        strides = list(contiguous_strides(shapes[name]))
+        if name == "k" and options["memory"] == "broadcast":
+            strides[heads] = 0
+        found.append(Signature(shapes[name], tuple(strides), options["dtype"], 0))
+    return found
+
+
+def _reading(problem: Problem, gpu: Device, options: dict[str, Any], names: str) -> tuple[bool, bool, str | None]:
+    """(aligned, tma, why the sm90 family takes no part) for arrays shaped as `names` says."""
+    signatures = _signatures(options, names)
+    aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
+    reason = why_not_sm90(problem, gpu)
+    if reason is None and not tma:
+        reason = f"{why_not_sm90(problem, gpu, tma=False)}; {UNREADABLE[options['memory']]}"
+    elif reason is None and gpu.ordinal >= 0:
+        maps = [TensorMap.of(problem.dtype, s.shape, s.strides, options["layout"], 64) for s in signatures]
+        with gpu.current():
+            tma = all(tensormap.address_slot(m) is not None for m in maps)
+        reason = None if tma else "this driver's tensor maps are not understood"
+    if reason is None and prepare.family() == "sm80":
+        reason = "CUPYFLASH_FAMILY=sm80"
+    return aligned, tma, reason
+
+
+def forward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
+    """The way of `prepare.prepare_forward`, arrays and kernels apart."""
+    aligned, tma, reason = _reading(problem, gpu, options, "qkk")
+    plan = forward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
+    work = explain_work.forward_work(problem, _signatures(options, "qkk"))
+    return Pass("forward", plan, work, _not_taken(reason, aligned))
+
+
+def backward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
+    """The way of `prepare.prepare_backward`, arrays and kernels apart."""
+    aligned, tma, reason = _reading(problem, gpu, options, "qkkqq")
+    plan = backward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
+    work = explain_work.backward_work(problem, _signatures(options, "qkkqq"), plan)
+    return Pass("backward", plan, work, _not_taken(reason, aligned))
+
+
+def _not_taken(reason: str | None, aligned: bool) -> list[dict[str, str]]:
+    """Faster paths, and why they are not taken; `reason`: for the sm90 family."""
+    found = [] if reason is None else [{"path": "sm90 family", "reason": reason}]
+    if not aligned:
+        reason = "not every row of the arrays starts at a multiple of 16 bytes; elements are loaded one by one"
+        found.append({"path": "copies of 16 bytes", "reason": reason})
+    return found
+
+
+def family_of(variant: Variant) -> str:
+    """The kernel family: sm90, or the one for every GPU."""
+    return "sm90" if variant.folder == "sm90" else "sm80"
+
+
+def _compile(variants: Sequence[Variant], gpu: Device) -> dict[Variant, Cubin]:
+    """Side by side."""
+    try:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            return dict(zip(variants, pool.map(lambda v: jit.compile_kernel(v, gpu.arch), variants), strict=True))
+    except UnsupportedError as e:
+        raise UnsupportedError(f"{e}; `--no-compile` does without") from e
+
+
+def _document(p: Pass, gpu: Device, cubins: dict[Variant, Cubin]) -> dict[str, Any]:
+    """A pass in JSON and for the report."""
+    work_left = [w if launch.grid else Work(0.0, 0) for w, launch in zip(p.work, p.plan.launches, strict=True)]
+    times, reason = explain_work.least_times(work_left, gpu)
+    launches = [
+        _launch(launch, work, gpu, cubins.get(launch.variant))
+        for launch, work in zip(p.plan.launches, work_left, strict=True)
+    ]
+    return {
+        "direction": p.direction,
+        "family": max(family_of(launch.variant) for launch in p.plan.launches),
+        "not_taken": p.not_taken,
+        "sections": p.plan.sections,
+        "workspace": explain_work.workspace_bytes(p.plan.workspace),
+        "flops": sum(w.flops for w in work_left),
+        "bytes": sum(w.bytes for w in work_left),
+        "least_times": times,
+        "least_times_reason": reason,
+        "launches": launches,
+    }
+
+
+def _launch(launch: Launch, work: Work, gpu: Device, cubin: Cubin | None) -> dict[str, Any]:
+    """A launch; what the compiler decides is null without a cubin."""
+    v = launch.variant
+    values = {f.name: getattr(v, f.name) for f in fields(v)}
+    resident = explain_work.resident_blocks(v, gpu, cubin.registers) if cubin else None
+    per_sm = None if resident is None else 1 if v.persistent else min(resident.values())
+    return {
+        "symbol": v.symbol,
+        "arch": gpu.arch + v.arch_suffix,
+        "tile": {n: x for n, x in values.items() if type(x) is int and n not in ("head_dim", "blocks_per_sm")},
+        "flags": [n for n, x in values.items() if x is True],
+        "threads": v.threads,
+        "smem_bytes": v.smem_bytes,
+        "smem_limit_bytes": gpu.smem_bytes,
+        "registers": cubin.registers if cubin else None,
+        "spill_bytes": cubin.spill_bytes if cubin else None,
+        "advice": cubin.advice.splitlines() if cubin else None,
+        "grid": launch.grid,
+        "persistent": v.persistent,
+        "tiles": launch.tiles,
+        "resident_blocks": resident,
+        "blocks_per_sm": per_sm,
+        "waves": launch.tiles / (per_sm * gpu.sm_count) if per_sm else None,
+        **work._asdict(),
+    }

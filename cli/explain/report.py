@@ -1,0 +1,108 @@
+"""What `explain` prints for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..output import gib
+
+
+def show(document: dict[str, Any], console: Console) -> None:
+    """The GPU and the problem in a line each, then every pass."""
+    gpu = document["device"]
+    name = f"{gpu['name']}, {gpu['arch']}" if gpu["ordinal"] >= 0 else f"a typical GPU of {gpu['arch']}"
+    smem, l2 = gib(gpu["smem_bytes"]), gib(gpu["l2_bytes"])
+    console.print(f"{name}: {gpu['sm_count']} SMs, {smem} shared memory a block, {l2} L2", soft_wrap=True)
+    console.print(_problem(document["problem"]), soft_wrap=True)
+    for found in document["passes"]:
+        console.print(f"\n{found['direction']}: {found['family']} family", style="bold")
+        for other in found["not_taken"]:
+            console.print(f"not taken: {other['path']}: {other['reason']}", style="yellow", soft_wrap=True)
+        for launch in found["launches"]:
+            console.print(_table(_launch(launch)))
+            console.print()
+        console.print(_table(_sum(found)))
+
+
+def _problem(p: dict[str, Any]) -> str:
+    left, right = ("all" if bound is None else bound for bound in p["window"])
+    mask = {(None, None): "no mask", (None, 0): "causal"}.get(tuple(p["window"]), f"window {left}, {right}")
+    queries, keys = f"{p['seqlen_q']} queries of {p['heads_q']} heads", f"{p['seqlen_k']} keys of {p['heads_k']} heads"
+    form = "" if p["softcap"] is None else f", softcap {p['softcap']:g}"
+    form += ", deterministic" if p["deterministic"] else ""
+    return (
+        f"{p['dtype']}, {p['layout']}, {p['memory']}, batch {p['batch']}, {queries}, {keys}, head_dim {p['head_dim']}, "
+        f"{mask}{form}"
+    )
+
+
+def _table(rows: Iterator[tuple[str, str]]) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _launch(x: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    tile = x["tile"]
+    yield "kernel", f"{x['symbol']} ({x['arch']})"
+    yield "tile", ", ".join(f"{name} {n}" for name, n in tile.items() if name != "warps" and "registers" not in name)
+    yield (
+        "threads",
+        f"{x['threads']}, {tile['warps']} warps"
+        + (f": {tile['warps'] // 4 - 1} warpgroups compute, one loads" if "producer_registers" in tile else ""),
+    )
+    yield "registers", _registers(x)
+    for line in x["advice"] or ():
+        yield "ptxas", line
+    yield "shared memory", f"{x['smem_bytes']} of {x['smem_limit_bytes']} bytes"
+    yield "grid", _grid(x)
+    if x["resident_blocks"]:
+        fitting = ", ".join(f"{n} by {name}" for name, n in x["resident_blocks"].items())
+        yield "blocks an SM", f"{x['blocks_per_sm']} (fit: {fitting}), {x['waves']:.2f} waves"
+    yield "work", f"{_flops(x['flops'])}, {gib(x['bytes'])}"
+
+
+def _registers(x: dict[str, Any]) -> str:
+    tile, parts = x["tile"], []
+    if x["registers"] is not None:
+        parts.append(f"{x['registers']} a thread")
+    if "producer_registers" in tile:
+        parts.append(f"{tile['consumer_registers']} while it computes, {tile['producer_registers']} while it loads")
+    if x["spill_bytes"] is not None:
+        parts.append(f"{x['spill_bytes']} bytes spilled" if x["spill_bytes"] else "none spilled")
+    return ", ".join(parts) or "not compiled"
+
+
+def _grid(x: dict[str, Any]) -> str:
+    if not x["grid"]:
+        return "no blocks: not launched"
+    return f"{x['grid']} persistent blocks for {x['tiles']} tiles" if x["persistent"] else f"{x['grid']} blocks"
+
+
+def _flops(flops: float) -> str:
+    """FLOPs for people."""
+    return f"{flops / 1e12:.3g} TFLOP" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP"
+
+
+def _sum(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    sizes = found["workspace"]
+    arrays = ", ".join(f"{name} {gib(n)}" for name, n in sizes.items())
+    yield "heads together", f"{found['sections'][0]}, at last {found['sections'][1]}"
+    yield "workspace", f"{gib(sum(sizes.values()))}: {arrays}" if sizes else "none"
+    if len(found["launches"]) > 1:
+        yield "work in all", f"{_flops(found['flops'])}, {gib(found['bytes'])}"
+    for least in found["least_times"]:
+        yield "least time", f"{_time(least['ms'])} on {least['gpu']}, by its {least['bound']}"
+    if not found["least_times"]:
+        yield "least time", f"not known: {found['least_times_reason']}"
+
+
+def _time(ms: float) -> str:
+    return f"{ms:.3g} ms" if ms >= 0.1 else f"{1e3 * ms:.3g} us"

@@ -1,0 +1,137 @@
+"""What `explain` computes without a GPU: FLOPs, bytes, the least time they take, and how many blocks share an SM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cupyflash.arrays.adapters import Signature
+from cupyflash.gpu.device import KIB, Device
+from cupyflash.plan.extents import Workspace
+from cupyflash.plan.families import Plan
+from cupyflash.plan.tiles import round_up
+from cupyflash.plan.variant import Variant
+from cupyflash.problem import ITEMSIZE, Problem
+
+REGISTERS_PER_SM = 65536
+REGISTER_UNIT = 8  # a warp's registers come in multiples of 256
+SMEM_UNIT, SMEM_RESERVED = 128, KIB  # bytes; the latter the system keeps for itself, for each block
+# Resident threads of an SM; 1536 elsewhere (CUDA C++ Programming Guide, table "Technical Specifications per Compute
+# Capability"). The limit of 16 or more blocks never matters: ours have at least 128 threads.
+MANY_THREADS = {(8, 0): 2048, (9, 0): 2048, (10, 0): 2048, (10, 3): 2048}
+
+
+class Gpu(NamedTuple):
+    """Peak rates of a GPU: NVIDIA's data sheets, dense fp16 and bf16 with fp32 sums."""
+
+    capability: tuple[int, int]
+    tflops: float
+    gb_per_s: float
+
+
+GPUS = {  # by the name that the driver gives
+    "NVIDIA A100-PCIE-40GB": Gpu((8, 0), 312, 1555),
+    "NVIDIA A100-SXM4-40GB": Gpu((8, 0), 312, 1555),
+    "NVIDIA A100 80GB PCIe": Gpu((8, 0), 312, 1935),
+    "NVIDIA A100-SXM4-80GB": Gpu((8, 0), 312, 2039),
+    "NVIDIA L40S": Gpu((8, 9), 362, 864),
+    "NVIDIA H100 PCIe": Gpu((9, 0), 756, 2000),
+    "NVIDIA H100 NVL": Gpu((9, 0), 835, 3900),
+    "NVIDIA H100 80GB HBM3": Gpu((9, 0), 989, 3350),
+    "NVIDIA H200": Gpu((9, 0), 989, 4800),
+    "NVIDIA B200": Gpu((10, 0), 2250, 8000),
+}
+
+
+class Work(NamedTuple):
+    """What one launch has to do at least."""
+
+    flops: float
+    bytes: int  # every array read once and written once, as far as the launch touches it
+
+
+def visible_pairs(problem: Problem) -> int:
+    """How many (query, key) pairs the mask lets through, in one head: the sum of `Problem.visible`'s lengths."""
+    left, right = problem.window
+    n, m = problem.seqlen_q, problem.seqlen_k
+    offset = m - n
+
+    def clamped_sum(start: int) -> int:  # of i + start over the queries i, each clamped to [0, m]
+        return _clamped_below(n + start, m) - _clamped_below(start, m)
+
+    ends = n * m if right is None else clamped_sum(offset + right + 1)
+    return ends - (0 if left is None else clamped_sum(offset - left))
+
+
+def _clamped_below(x: int, m: int) -> int:
+    """The sum of min(t, m) over 0 <= t < x."""
+    rising = min(max(x, 0), m)
+    return rising * (rising - 1) // 2 + max(0, x - m) * m
+
+
+def distinct_bytes(signature: Signature, item: int) -> int:
+    """Bytes of an array's elements, those counted once that a stride of 0 repeats."""
+    return item * math.prod(n for n, step in zip(signature.shape, signature.strides, strict=True) if step or n == 0)
+
+
+def workspace_bytes(workspace: Workspace) -> dict[str, int]:
+    """Of each array; all have 4 bytes an element."""
+    return {name: 4 * math.prod(shape) for name, (shape, _) in workspace.items()}
+
+
+def forward_work(problem: Problem, signatures: Sequence[Signature]) -> list[Work]:
+    """Reads q, k and v, writes out and lse: 4 head_dim FLOPs for each visible pair and query head."""
+    item = ITEMSIZE[problem.dtype]
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    moved = sum(distinct_bytes(s, item) for s in signatures[:3]) + rows * problem.head_dim * item + 4 * rows
+    return [Work(_forward_flops(problem), moved)]
+
+
+def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan) -> list[Work]:
+    """Of delta, main and convert, or of delta, dK and dV, dQ; `signatures`: of q, k, v, out and dout."""
+    item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
+    q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    dq, dkv = rows * problem.head_dim * item, 2 * item * math.prod(signatures[1].shape)
+    lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem)
+    read = q + k + v + dout + stats
+    if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
+        return [Work(0.0, out + dout + lse + stats), Work(2 * flops, read + dkv), Work(1.5 * flops, read + dq)]
+    accum = size["dq_accum"]
+    cleared = 0 if plan.first_stores else accum  # written by the first, read by the second
+    return [
+        Work(0.0, out + dout + lse + stats + cleared),
+        Work(2.5 * flops, read + dkv + cleared + accum),
+        Work(0.0, accum + dq),
+    ]
+
+
+def _forward_flops(problem: Problem) -> float:
+    return 4.0 * problem.head_dim * visible_pairs(problem) * problem.heads_q * problem.batch
+
+
+def least_times(work: Sequence[Work], device: Device) -> tuple[list[dict[str, Any]], str]:
+    """The least time of launches one after the other by GPU, and why there is none: each takes its FLOPs / peak rate or
+    its bytes / bandwidth, whichever is more.
+
+    For a GPU of this machine its own, for a stand-in those of all known GPUs of that compute capability.
+    """
+    found = []
+    for name, gpu in GPUS.items():
+        if name == device.name or (device.ordinal < 0 and gpu.capability == device.capability):
+            pairs = [(w.flops / gpu.tflops / 1e9, w.bytes / gpu.gb_per_s / 1e6) for w in work]
+            total = sum(map(max, pairs))
+            computing = sum(compute for compute, memory in pairs if compute > memory)
+            found.append({"gpu": name, "ms": total, "bound": "tensor cores" if computing > total / 2 else "memory"})
+    return found, "" if found else f"no data sheet of {device.name} here"
+
+
+def resident_blocks(variant: Variant, device: Device, registers: int) -> dict[str, int]:
+    """How many blocks fit an SM by each resource; `registers` a thread, at launch."""
+    smem = round_up(variant.smem_bytes + SMEM_RESERVED, SMEM_UNIT)
+    return {
+        "registers": REGISTERS_PER_SM // (variant.threads * round_up(registers, REGISTER_UNIT)),
+        "shared memory": device.smem_per_sm_bytes // smem,
+        "threads": MANY_THREADS.get(device.capability, 1536) // variant.threads,
+    }

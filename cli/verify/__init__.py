@@ -1,0 +1,1 @@
+"""`cupyflash verify`: proves this machine's results."""

@@ -1,0 +1,86 @@
+"""Kernels compiled and loaded before a call needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from . import options
+from .compile import jit
+from .errors import ArgumentError, DeviceError
+from .gpu import device
+from .gpu.device import Device
+from .options import Options, Window
+from .plan.families import GPU_DTYPES, backward_plan, forward_plan
+from .plan.variant import Variant
+from .problem import check_head_dim, make_problem
+
+
+def warmup(
+    *,
+    dtypes: str | Iterable[str] = ("bf16", "fp16"),
+    head_dims: int | Iterable[int] = (64, 128),
+    causal: bool | Iterable[bool] = (False, True),
+    window: bool = False,
+    backward: bool = True,
+    deterministic: bool = False,
+    softcap: bool = False,
+    devices: int | Iterable[int] | None = None,
+) -> list[str]:
+    """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
+
+    Args:
+        dtypes: ``"bf16"``, ``"fp16"``, or both.
+        head_dims: sizes to prepare, one or several.
+        causal: prepare calls with causal=False, True, or both.
+        window: also prepare calls with a window.
+        backward: also prepare `attention_backward`.
+        deterministic: prepare the deterministic backward instead of the fast one.
+        softcap: prepare calls with a softcap (any) instead of those without.
+        devices: CUDA ordinals, one or several; all usable GPUs by default.
+
+    Returns:
+        The symbols of the kernels that are ready now, in all devices' order.
+
+    Raises:
+        DeviceError: if there is no usable GPU.
+        ArgumentError, UnsupportedError, CompileError: as `attention`.
+
+    Example:
+        >>> warmup(head_dims=[128], dtypes=["bf16"], causal=[True])    # doctest: +SKIP
+        ['fwd_sm80_bf16_d128_...', ...]
+    """
+    names = options.several("dtypes", dtypes, lambda name, x: options.choice(name, x, GPU_DTYPES))
+    sizes = options.several("head_dims", head_dims, options.whole)
+    for size in sizes:
+        check_head_dim("head_dims", size)
+    masks: list[tuple[bool, Window | None]] = [(c, None) for c in options.several("causal", causal, options.flag)]
+    if options.flag("window", window):
+        masks.append((False, (1, 1)))
+    both, fixed = options.flag("backward", backward), options.flag("deterministic", deterministic)
+    cap = 1.0 if options.flag("softcap", softcap) else None
+    ready = []
+    for ordinal in _ordinals(devices):
+        dev = Device.of(ordinal)
+        variants: dict[Variant, None] = {}
+        for dtype in names:
+            for size in sizes:
+                for is_causal, bounds in masks:
+                    call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)
+                    problem = make_problem([(1, 1, 1, size)] * 3, [dtype] * 3, **call._asdict())
+                    plans = [forward_plan(problem, dev)] + ([backward_plan(problem, dev)] if both else [])
+                    variants.update({launch.variant: None for plan in plans for launch in plan.launches})
+        ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
+    return ready
+
+
+def _ordinals(devices: Any) -> tuple[int, ...]:
+    """The GPUs to prepare kernels for."""
+    wanted = None if devices is None else options.several("devices", devices, options.whole)
+    found = device.count()
+    if not found:
+        raise DeviceError(f"devices: expected a usable GPU to prepare kernels for; {device.why_none()}")
+    for ordinal in wanted or ():
+        if not 0 <= ordinal < found:
+            raise ArgumentError(f"devices: expected ordinals from 0 to {found - 1}, got {ordinal}")
+    return wanted or tuple(range(found))

@@ -1,0 +1,199 @@
+"""The array libraries that `run` works on in place: NumPy, CuPy and PyTorch. What an array looks like to a kernel, and
+where results are allocated. None of them but NumPy is imported here: whoever has an array of a library has imported it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..errors import ArgumentError
+from .imported import is_instance
+
+CPU = -1  # the device of arrays in host memory
+
+_NUMPY_DTYPES = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+    "int32": np.dtype(np.int32),
+}
+_NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if name != "int32"}
+
+
+class Signature(NamedTuple):
+    """All that a launch depends on but the address: a library's `signature`, spelled out by its `describe`.
+
+    The hot path compares signatures as the plain tuples that the libraries return, and describes them only when a call
+    is new.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    dtype: Any  # the library's own object
+    device: int  # CUDA ordinal, or CPU
+
+
+class Numpy:
+    """NumPy arrays; strides of NumPy are in bytes."""
+
+    name = "numpy"
+
+    def owns(self, x: Any) -> bool:
+        return isinstance(x, np.ndarray)
+
+    def signature(self, x: Any) -> tuple[Any, ...]:
+        """The facts of `Signature`, as fast as they come."""
+        return x.shape, x.strides, x.dtype, CPU
+
+    def describe(self, name: str, signature: tuple[Any, ...]) -> Signature:
+        """The `Signature` of the argument called `name`.
+
+        Raises:
+            ArgumentError: its elements do not lie a whole number of elements apart, and it is read where it lies.
+        """
+        shape, strides, dtype, device = signature
+        size = dtype.itemsize or 1
+        if device != CPU and any(s % size for s, n in zip(strides, shape, strict=True) if n > 1):
+            raise ArgumentError(
+                f"{name}: expected strides that are multiples of the {size} bytes of an element, got {strides} bytes; "
+                "make a contiguous copy first"
+            )
+        return Signature(shape, tuple(s // size for s in strides), dtype, device)
+
+    def dtype_name(self, dtype: Any) -> str:
+        return _NUMPY_NAMES.get(dtype, str(dtype))
+
+    def pointer(self, x: Any) -> int:
+        """The address of the first element."""
+        return int(x.ctypes.data)
+
+    def empty_like(self, x: Any) -> Any:
+        """A new C-contiguous array of x's shape and dtype on x's device."""
+        return self.empty(x.shape, self.dtype_name(x.dtype), x)
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
+        """A new C-contiguous array on the device of `like`."""
+        return np.empty(shape, _NUMPY_DTYPES[dtype])
+
+    def contiguous(self, x: Any) -> Any:
+        return np.ascontiguousarray(x)
+
+    def stream(self, device: int) -> int:
+        """The stream that the library would launch on now."""
+        return 0
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        """The same data as a NumPy array; no copy for arrays in host memory."""
+        return np.asarray(x)
+
+    def from_numpy(self, x: np.ndarray) -> Any:
+        """A NumPy array as an array of this library."""
+        return x
+
+
+class Cupy(Numpy):
+    """CuPy arrays."""
+
+    name = "cupy"
+
+    def owns(self, x: Any) -> bool:
+        return is_instance(x, "cupy", "ndarray")
+
+    def signature(self, x: Any) -> tuple[Any, ...]:
+        return x.shape, x.strides, x.dtype, x.device.id
+
+    def pointer(self, x: Any) -> int:
+        return int(x.data.ptr)
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
+        cupy = sys.modules["cupy"]
+        if cupy.cuda.runtime.getDevice() == like.device.id:
+            return cupy.empty(shape, _NUMPY_DTYPES[dtype])
+        with like.device:
+            return cupy.empty(shape, _NUMPY_DTYPES[dtype])
+
+    def contiguous(self, x: Any) -> Any:
+        return sys.modules["cupy"].ascontiguousarray(x)
+
+    def stream(self, device: int) -> int:
+        return int(sys.modules["cupy"].cuda.get_current_stream(device).ptr)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        return x.get()
+
+    def from_numpy(self, x: np.ndarray) -> Any:
+        return sys.modules["cupy"].asarray(x)
+
+
+class Torch:
+    """PyTorch tensors. The attribute reads below are the cheapest that torch offers: this is the hot path."""
+
+    name = "torch"
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[str, Any]:
+        torch = sys.modules["torch"]
+        kinds = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "int32": "int32"}
+        return {name: getattr(torch, kind) for name, kind in kinds.items()}
+
+    @functools.cached_property
+    def _names(self) -> dict[Any, str]:
+        return {dtype: name for name, dtype in self._dtypes.items() if name != "int32"}
+
+    @functools.cached_property
+    def _raw_stream(self) -> Any:
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream
+
+    def owns(self, x: Any) -> bool:
+        return is_instance(x, "torch", "Tensor")
+
+    def signature(self, x: Any) -> tuple[Any, ...]:
+        return x.shape, x.stride(), x.dtype, x.get_device() if x.is_cuda else CPU
+
+    def describe(self, name: str, signature: tuple[Any, ...]) -> Signature:
+        return tuple.__new__(Signature, signature)  # Signature(...) takes twice as long
+
+    def dtype_name(self, dtype: Any) -> str:
+        return self._names.get(dtype, str(dtype).removeprefix("torch."))
+
+    def pointer(self, x: Any) -> int:
+        return x.data_ptr()
+
+    def empty_like(self, x: Any) -> Any:
+        torch = sys.modules["torch"]
+        if x.is_contiguous():  # asking costs less than naming the format
+            return torch.empty_like(x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
+        return like.new_empty(shape, dtype=self._dtypes[dtype])
+
+    def contiguous(self, x: Any) -> Any:
+        return x.contiguous()
+
+    def stream(self, device: int) -> int:
+        return self._raw_stream(device)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        torch = sys.modules["torch"]
+        x = x.detach()
+        if x.dtype == torch.bfloat16:
+            return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return x.numpy()
+
+    def from_numpy(self, x: np.ndarray) -> Any:
+        torch = sys.modules["torch"]
+        if x.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(x)
+
+
+Native = Numpy | Cupy | Torch
+NUMPY, CUPY, TORCH = Numpy(), Cupy(), Torch()

@@ -1,0 +1,244 @@
+"""The 2x rule: which error is rounding, and which is a mistake.
+
+    max|got - exact| <= 2 * max|plain - exact| + u * max|exact|
+    rms(got - exact) <= 2 * rms(plain - exact) + u * rms(exact)
+
+`exact` is float64 attention, `plain` is attention written with plain matrix products in the same dtype
+(`reference.plain_forward`, `reference.plain_backward`). The last term is one rounding in that dtype, with the unit
+roundoff u = 2^-11 (fp16), 2^-8 (bf16), 2^-24 (fp32), 2^-53 (fp64); it is at least the smallest subnormal.
+
+What fp32 arithmetic costs any tiled algorithm does not count: `Oracle` takes from the error of each element of got what
+`noise` says of it, and what is left must obey the rule. That is next to nothing in fp16 and bf16, unless softmax is
+saturated or scores are huge.
+
+Errors of lse are divided by max(1, |exact|), each by its own, and `LSE_ROUNDINGS` roundings of fp32 are its last term.
+
+NaN and inf come first: they must stand exactly where `exact` has them. A finite exact value that the dtype cannot hold
+may become inf. Where plain is not finite although exact is, float64 alone decides: in such a row (the last dimension)
+the errors may be `LONE_ROUNDINGS` roundings of the largest exact value, and no other row is judged differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import Problem
+from . import noise, reference
+from .cases import NUMPY_DTYPE
+
+Array = NDArray[Any]
+
+UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "fp64": 2.0**-53}
+LIMITS = {name: ml_dtypes.finfo(dtype) for name, dtype in NUMPY_DTYPE.items()}
+LONE_ROUNDINGS = 16  # P, dS and the result are rounded, each of the former into sums of like terms; the rest is margin
+LSE_ROUNDINGS = 16  # fast exp2 and log2 of the hardware: 2 ulp each, twice, and as much again for the sum
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One result against its exact value.
+
+    Attributes:
+        name: out, lse, dq, dk or dv.
+        passed: whether the rule holds.
+        max_error, rms_error: of the result; where exact is finite and the dtype can hold it. Less the noise; of
+            lse, in units of max(1, |exact|).
+        plain_max_error, plain_rms_error: of plain attention, at the same places, noise included.
+        max_bound, rms_bound: what the errors may be at most.
+        index: where the result is worst, None if it is empty. A misplaced NaN or inf is worse than any error.
+        got, exact: both values there.
+        reason: "" or, in words, why it failed.
+    """
+
+    name: str
+    passed: bool
+    max_error: float
+    rms_error: float
+    plain_max_error: float
+    plain_rms_error: float
+    max_bound: float
+    rms_bound: float
+    index: tuple[int, ...] | None
+    got: float
+    exact: float
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """The larger of our errors (max, rms) divided by those of plain attention; 0 without any error."""
+        pairs = ((self.max_error, self.plain_max_error), (self.rms_error, self.plain_rms_error))
+        return max(0.0 if ours == 0 else ours / plain if plain else float("inf") for ours, plain in pairs)
+
+    @property
+    def share(self) -> float:
+        """The larger of error / bound (max, rms): how much of what is allowed was used."""
+        pairs = ((self.max_error, self.max_bound), (self.rms_error, self.rms_bound))
+        return max(ours / bound for ours, bound in pairs)
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.name}: max {self.max_error:.2e} (plain {self.plain_max_error:.2e}, bound {self.max_bound:.2e}), "
+            f"rms {self.rms_error:.2e} (plain {self.plain_rms_error:.2e}, bound {self.rms_bound:.2e})"
+        )
+        if self.index is not None:
+            text += f", worst at {self.index}: got {self.got:.8g}, exact {self.exact:.8g}"
+        return text if self.passed else f"{text}; FAILED: {self.reason}"
+
+
+def compare(name: str, got: Array, exact: Array, plain: Array, dtype: str, noise: float | Array = 0.0) -> Comparison:
+    """Judge `got` by the 2x rule.
+
+    Args:
+        name: what the arrays are called in messages.
+        got: the result to judge, any float dtype.
+        exact: float64, same shape.
+        plain: plain attention in the same dtype, same shape.
+        dtype: "fp16", "bf16", "fp32" or "fp64": what `got` was rounded to.
+        noise: unavoidable absolute error, of each element if it is an array: so much of its error does not count.
+    """
+    got, exact, plain = (np.asarray(x).astype(np.float64) for x in (got, exact, plain))
+    if got.shape != exact.shape:
+        return _wrong_shape(name, got, exact)
+    comparable = _places(got, exact, dtype)[1]
+    largest, rms = _max_rms(np.abs(np.where(comparable, exact, 0)))
+    u, least = UNIT_ROUNDOFF[dtype], float(LIMITS[dtype].smallest_subnormal)
+    eps = max(u * largest, least), max(u * rms, least)
+    alone = (comparable & ~np.isfinite(plain)).any(axis=-1, keepdims=True)
+    noise = noise + np.where(alone, (LONE_ROUNDINGS - 1) * eps[0], 0)
+    return _judge(name, got, exact, plain, dtype, eps, noise)
+
+
+def compare_lse(got: Array, exact: Array, plain: Array, dtype: str) -> Comparison:
+    """The 2x rule for lse, fp32 (fp64 for fp64): errors are divided by max(1, |exact|) of their element.
+
+    One rounding is too little for logarithms and powers in fp32: `eps` is `LSE_ROUNDINGS` of them.
+    """
+    got, exact, plain = (np.asarray(x).astype(np.float64) for x in (got, exact, plain))
+    if got.shape != exact.shape:
+        return _wrong_shape("lse", got, exact)
+    precision = _lse_dtype(dtype)
+    eps = LSE_ROUNDINGS * UNIT_ROUNDOFF[precision]
+    return _judge("lse", got, exact, plain, precision, (eps, eps), unit=np.fmax(1, np.abs(exact)))
+
+
+def _judge(
+    name: str,
+    got: Array,
+    exact: Array,
+    plain: Array,
+    dtype: str,
+    eps: tuple[float, float],
+    noise: float | Array = 0.0,
+    unit: float | Array = 1.0,
+) -> Comparison:
+    """The rule with `eps` for max and for rms, in units of `unit`."""
+    misplaced, comparable = _places(got, exact, dtype)
+    error = np.maximum(_distance(got, exact, comparable & ~misplaced) - noise, 0) / unit
+    plain_error = _distance(plain, exact, comparable & np.isfinite(plain)) / unit
+    ours, theirs = (_max_rms(e) for e in (error, plain_error))
+    bounds = 2 * theirs[0] + eps[0], 2 * theirs[1] + eps[1]
+    reason = _reason(misplaced, ours, bounds)
+    index = _worst(misplaced, error)
+    values = (float("nan"), float("nan")) if index is None else (float(got[index]), float(exact[index]))
+    return Comparison(name, not reason, *ours, *theirs, *bounds, index, *values, reason)
+
+
+def _wrong_shape(name: str, got: Array, exact: Array) -> Comparison:
+    nan = float("nan")
+    reason = f"shape {got.shape}, expected {exact.shape}"
+    return Comparison(name, False, nan, nan, nan, nan, nan, nan, None, nan, nan, reason)
+
+
+class Oracle:
+    """Exact and plain results of one problem, computed at first use and kept: judge any number of runs with it."""
+
+    def __init__(
+        self, problem: Problem, q: Array, k: Array, v: Array, dout: Array | None = None, dlse: Array | None = None
+    ) -> None:
+        self.problem, self.q, self.k, self.v, self.dlse = problem, q, k, v, dlse
+        self.dout = np.zeros_like(q) if dout is None else dout
+
+    @cached_property
+    def forward(self) -> tuple[Array, Array]:
+        """Exact out and lse."""
+        return reference.forward(self.q, self.k, self.v, self.problem)
+
+    @cached_property
+    def plain_forward(self) -> tuple[Array, Array]:
+        """Plain out and lse."""
+        return reference.plain_forward(self.q, self.k, self.v, self.problem)
+
+    @cached_property
+    def backward(self) -> tuple[Array, Array, Array]:
+        """Exact dq, dk, dv."""
+        return reference.backward(self.dout, self.q, self.k, self.v, self.problem, self.dlse)
+
+    @cached_property
+    def plain_backward(self) -> tuple[Array, Array, Array]:
+        """Plain dq, dk, dv."""
+        return reference.plain_backward(self.dout, self.q, self.k, self.v, self.problem, self.dlse)
+
+    @cached_property
+    def noise(self) -> tuple[Array, tuple[Array, Array, Array]]:
+        """What does not count of the errors of out, and of dq, dk and dv."""
+        return noise.noise(self.dout, self.q, self.k, self.v, self.problem, self.dlse)
+
+    def judge_forward(self, out: Array, lse: Array) -> list[Comparison]:
+        """Compare out (bshd) and lse."""
+        dtype, exact, plain = self.problem.dtype, self.forward, self.plain_forward
+        return [
+            compare("out", out, exact[0], plain[0], dtype, self.noise[0]),
+            compare_lse(lse, exact[1], plain[1], dtype),
+        ]
+
+    def judge_backward(self, dq: Array, dk: Array, dv: Array) -> list[Comparison]:
+        """Compare dq, dk and dv (bshd)."""
+        names, dtype = ("dq", "dk", "dv"), self.problem.dtype
+        results = zip(names, (dq, dk, dv), self.backward, self.plain_backward, self.noise[1], strict=True)
+        return [compare(n, got, exact, plain, dtype, e) for n, got, exact, plain, e in results]
+
+
+def _lse_dtype(dtype: str) -> str:
+    return "fp64" if dtype == "fp64" else "fp32"
+
+
+def _places(got: Array, exact: Array, dtype: str) -> tuple[Array, Array]:
+    """Where NaN or inf is missing or too much; where the difference of got and exact means something."""
+    kind_differs = (np.isnan(got) != np.isnan(exact)) | (np.isposinf(got) != np.isposinf(exact))
+    kind_differs |= np.isneginf(got) != np.isneginf(exact)
+    finite, largest = np.isfinite(exact), float(LIMITS[dtype].max)
+    overflows = finite & (np.abs(exact) / 0.99 > largest)
+    not_large = ~(got * np.sign(exact) / 0.98 > largest)
+    return np.where(overflows, not_large, kind_differs), finite & ~overflows
+
+
+def _distance(a: Array, exact: Array, where: Array) -> Array:
+    """abs(a - exact), 0 elsewhere."""
+    return np.abs(np.subtract(a, exact, out=np.zeros_like(exact), where=where))
+
+
+def _max_rms(error: Array) -> tuple[float, float]:
+    largest = float(error.max(initial=0.0))
+    if largest == 0:
+        return 0.0, 0.0
+    return largest, largest * float(np.sqrt(np.mean((error / largest) ** 2)))
+
+
+def _reason(misplaced: Array, errors: tuple[float, float], bounds: tuple[float, float]) -> str:
+    if misplaced.any():
+        return f"NaN or inf missing or out of place in {int(misplaced.sum())} of {misplaced.size} values"
+    names = [name for name, e, bound in zip(("max", "rms"), errors, bounds, strict=True) if not e <= bound]
+    return f"{' and '.join(names)} error above the bound" if names else ""
+
+
+def _worst(misplaced: Array, error: Array) -> tuple[int, ...] | None:
+    if error.size == 0:
+        return None
+    flat = misplaced.argmax() if misplaced.any() else error.argmax()
+    return tuple(int(i) for i in np.unravel_index(flat, error.shape))

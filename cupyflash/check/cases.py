@@ -1,0 +1,259 @@
+"""The one table of named cases that `cupyflash verify` and all tests run: CPU path, emulator and GPU.
+
+A case is a shape, options, where the values come from (`values`) and how the arrays lie in memory (`memory`). Its name
+is stable: a failure anywhere is reproduced everywhere with ``case(name).inputs(dtype, seed)``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import DTYPES, Problem, Window, make_problem
+from .case_inputs import MEMORY, VALUES
+
+Array = NDArray[Any]
+
+LEVELS = ("smoke", "quick", "full")  # each contains the one before
+NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+}
+EMULATOR_SEQLEN = 330  # the emulator runs some thousand times slower than a GPU
+EMULATOR_HEADS = 8
+NONFINITE = ("nan_in_hidden_key", "nan_in_visible_key", "inf_in_visible_key", "minus_inf_scores", "nan_in_other_batch")
+
+
+class Inputs(NamedTuple):
+    """Arrays of one case, all indexed as bshd; strides as the case's `memory` says."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named case.
+
+    Attributes:
+        values: how the numbers are drawn, a key of `case_inputs.VALUES`.
+        memory: how the arrays lie in memory, a key of `case_inputs.MEMORY`.
+        layout: what to hand to `attention`; `inputs` stays bshd, `in_layout` converts.
+        dlse: whether a gradient of lse is part of the backward pass.
+        backward: whether the case has a backward pass at all.
+    """
+
+    name: str
+    level: str
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int = 64
+    batch: int = 1
+    heads_q: int = 2
+    heads_k: int = 2
+    causal: bool = False
+    window: Window | None = None
+    scale: float | None = None
+    deterministic: bool = False
+    layout: str = "bshd"
+    values: str = "normal"
+    memory: str = "contiguous"
+    dlse: bool = False
+    backward: bool = True
+    dtypes: tuple[str, ...] = DTYPES
+    softcap: float | None = None
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap."""
+        small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and self.batch * self.heads_q <= EMULATOR_HEADS
+        facts = {
+            "emulator": small,
+            "nonfinite": self.values in NONFINITE,
+            "strided": self.memory != "contiguous",
+            "gqa": self.heads_q != self.heads_k,
+            "masked": self.causal or self.window is not None,
+            "empty": 0 in (self.batch, self.seqlen_q, self.seqlen_k),
+            "dlse": self.dlse,
+            "deterministic": self.deterministic,
+            "softcap": self.softcap is not None,
+        }
+        return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
+
+    def problem(self, dtype: str) -> Problem:
+        """The checked problem in `dtype`."""
+        q = (self.batch, self.seqlen_q, self.heads_q, self.head_dim)
+        k = (self.batch, self.seqlen_k, self.heads_k, self.head_dim)
+        return make_problem((q, k, k), (dtype, dtype, dtype), **self.options(layout="bshd"))
+
+    def options(self, layout: str | None = None) -> dict[str, Any]:
+        """Keyword arguments of `attention`, in the layout of the case unless another is given."""
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "window": self.window,
+            "layout": layout or self.layout,
+            "deterministic": self.deterministic,
+            "softcap": self.softcap,
+        }
+
+    def inputs(self, dtype: str, seed: int = 0) -> Inputs:
+        """Fresh arrays; the same name, dtype and seed give the same numbers on every machine."""
+        rng = np.random.default_rng([zlib.crc32(self.name.encode()), seed])
+        problem = self.problem(dtype)
+        tensors = VALUES[self.values](rng, problem)
+        q, k, v, dout = MEMORY[self.memory](*(x.astype(NUMPY_DTYPE[dtype]) for x in tensors))
+        lse_dtype = np.float64 if dtype == "fp64" else np.float32
+        dlse = rng.standard_normal((self.batch, self.heads_q, self.seqlen_q)).astype(lse_dtype) if self.dlse else None
+        return Inputs(q, k, v, dout, dlse)
+
+    def in_layout(self, x: Array) -> Array:
+        """A view of a bshd array in the layout of the case, and back again."""
+        return x.swapaxes(1, 2) if self.layout == "bhsd" else x
+
+
+CASES: tuple[Case, ...] = (
+    # every class of head_dim, >= 5 key blocks of 64, no length a multiple of anything
+    Case("dense-d64", "smoke", 257, 323, 64),
+    Case("causal-d64", "smoke", 323, 323, 64, causal=True),
+    Case("dense-d128", "smoke", 131, 323, 128),
+    Case("causal-d128", "smoke", 211, 323, 128, causal=True),
+    Case("dense-d8", "quick", 137, 327, 8),
+    Case("causal-d16", "quick", 149, 321, 16, causal=True),
+    Case("dense-d40", "quick", 97, 325, 40),
+    Case("causal-d72", "quick", 101, 322, 72, causal=True),
+    Case("dense-d80", "quick", 103, 323, 80),
+    Case("causal-d96", "quick", 107, 326, 96, causal=True),
+    Case("dense-d192", "quick", 65, 321, 192),
+    Case("causal-d200", "quick", 71, 323, 200, causal=True),
+    Case("dense-d256", "quick", 67, 327, 256),
+    Case("causal-d8", "full", 137, 327, 8, causal=True),
+    Case("causal-d40", "full", 97, 325, 40, causal=True),
+    Case("causal-d80", "full", 103, 323, 80, causal=True),
+    Case("causal-d256", "full", 129, 327, 256, causal=True),
+    Case("dense-d24", "full", 67, 193, 24),
+    Case("dense-d248", "full", 67, 193, 248),
+    # lengths
+    Case("one-row", "quick", 1, 317),
+    Case("one-row-causal-gqa", "quick", 1, 317, 128, batch=2, heads_q=4, heads_k=1, causal=True),
+    Case("one-key", "quick", 97, 1),
+    Case("one-by-one", "full", 1, 1, 128, batch=2),
+    Case("primes", "quick", 239, 331, 128, batch=3, heads_q=3, heads_k=3),
+    Case("more-queries-causal", "smoke", 293, 131, causal=True),
+    Case("more-queries-causal-d128", "full", 293, 31, 128, causal=True),
+    Case("tile-multiples", "quick", 256, 320, 128, causal=True),
+    Case("one-over-tile-multiples", "full", 129, 257, 128, causal=True),
+    Case("one-under-tile-multiples", "full", 127, 255, 64, causal=True),
+    Case("long-keys", "full", 5, 4099, 64),
+    Case("long-causal", "full", 1031, 1031, 64, heads_q=1, heads_k=1, causal=True),
+    Case("many-heads", "full", 33, 65, 32, batch=17, heads_q=12, heads_k=4, causal=True),
+    # windows
+    Case("window", "quick", 251, 323, window=(70, 40)),
+    Case("window-left-causal", "quick", 323, 323, 128, window=(64, None), causal=True),
+    Case("window-right", "full", 177, 301, window=(None, 90)),
+    Case("window-diagonal", "quick", 199, 199, window=(0, 0)),
+    Case("window-behind", "quick", 301, 301, window=(100, -37)),
+    Case("window-ahead", "full", 301, 301, window=(-37, 100)),
+    Case("window-one-key-behind", "full", 173, 173, 128, window=(5, -5)),
+    Case("window-more-queries", "full", 307, 111, window=(30, 10)),
+    Case("window-sees-nothing", "quick", 61, 67, window=(None, -200)),
+    Case("window-wider-than-keys", "full", 97, 131, window=(1000, 1000), causal=True),
+    # scale
+    Case("scale-zero", "quick", 83, 197, scale=0.0, causal=True),
+    Case("scale-negative", "quick", 83, 197, 128, scale=-0.3),
+    Case("scale-large", "full", 83, 197, 64, scale=4.0, causal=True),
+    # softcap: alone, saturated, and with each option that touches the same hook
+    Case("softcap", "smoke", 201, 323, 64, softcap=1.5),
+    Case("softcap-causal", "quick", 211, 323, 128, softcap=30.0, scale=1.0, causal=True),
+    Case("softcap-gqa-dlse-d256", "quick", 131, 203, 256, heads_q=4, heads_k=2, softcap=5.0, scale=0.5, dlse=True),
+    Case("softcap-window-d192", "full", 203, 251, 192, softcap=2.0, window=(70, 40)),
+    Case("softcap-scale-negative", "full", 83, 197, 80, softcap=3.0, scale=-0.4, causal=True),
+    Case("softcap-scale-zero", "full", 83, 197, softcap=3.0, scale=0.0),
+    Case("softcap-deterministic", "full", 201, 323, 64, softcap=10.0, deterministic=True, causal=True),
+    Case("softcap-misaligned", "full", 75, 203, 64, softcap=1.5, memory="misaligned"),
+    Case("softcap-saturated", "full", 83, 197, 64, softcap=4.0, values="large_scores"),
+    Case("softcap-nan-in-visible-key", "full", 131, 203, 64, softcap=4.0, values="nan_in_visible_key", causal=True),
+    Case("softcap-inf-in-visible-key", "full", 131, 203, 128, softcap=4.0, values="inf_in_visible_key"),
+    Case("softcap-nan-in-hidden-key", "full", 131, 203, 200, softcap=4.0, values="nan_in_hidden_key", window=(90, -9)),
+    # heads
+    Case("gqa", "smoke", 113, 323, 64, heads_q=4, heads_k=2, causal=True),
+    Case("gqa-six-to-two", "full", 77, 259, 128, heads_q=6, heads_k=2),
+    Case("mqa", "quick", 113, 259, 64, heads_q=5, heads_k=1, causal=True),
+    # memory
+    Case("bhsd", "quick", 111, 205, batch=2, heads_q=4, heads_k=2, layout="bhsd", memory="bhsd_storage", causal=True),
+    Case("fused-qkv", "smoke", 203, 203, 64, batch=2, memory="fused_qkv", causal=True),
+    Case("broadcast-batch", "quick", 93, 199, 64, batch=3, memory="broadcast_batch"),
+    Case("broadcast-heads", "quick", 93, 199, 128, heads_q=4, heads_k=4, memory="broadcast_heads", causal=True),
+    Case("broadcast-dout", "full", 93, 199, 64, memory="broadcast_dout"),
+    Case("padded-rows", "quick", 93, 199, 80, batch=2, memory="padded_rows", causal=True),
+    Case("misaligned", "quick", 93, 199, 64, batch=2, memory="misaligned", causal=True),
+    Case("every-second-row", "full", 93, 199, 128, batch=2, memory="every_second_row"),
+    # values
+    Case("outliers", "quick", 211, 323, 128, values="outliers"),
+    Case("outliers-causal", "full", 323, 323, 64, values="outliers", causal=True),
+    Case("growing-maxima", "quick", 75, 329, 64, values="growing_maxima"),
+    Case("growing-maxima-causal", "full", 329, 329, 128, values="growing_maxima", causal=True),
+    Case("falling-maxima", "quick", 75, 329, 64, values="falling_maxima"),
+    Case("falling-maxima-causal", "full", 329, 329, 128, values="falling_maxima", causal=True),
+    Case("growing-maxima-window", "full", 203, 329, 256, values="growing_maxima", window=(200, 10)),
+    Case("falling-maxima-window", "full", 203, 329, 256, values="falling_maxima", window=(200, 10)),
+    Case("scores-in-the-hundreds", "quick", 131, 323, 128, values="large_scores"),
+    Case("scores-in-the-hundreds-causal", "full", 323, 323, 64, values="large_scores", causal=True),
+    Case("overflow", "smoke", 131, 323, 80, values="overflow"),
+    Case("overflow-causal", "full", 131, 323, 128, values="overflow", causal=True),
+    Case("nan-in-hidden-key", "smoke", 201, 301, 64, window=(90, -30), values="nan_in_hidden_key"),
+    Case("nan-in-hidden-key-causal", "quick", 301, 301, 128, window=(None, -16), values="nan_in_hidden_key"),
+    Case("nan-in-hidden-key-d72", "full", 181, 201, 72, window=(90, -30), values="nan_in_hidden_key"),
+    Case("nan-in-other-batch", "quick", 75, 203, 64, batch=2, values="nan_in_other_batch"),
+    Case("nan-in-other-batch-causal", "full", 203, 203, 128, batch=2, values="nan_in_other_batch", causal=True),
+    Case("nan-in-visible-key", "quick", 131, 323, 64, values="nan_in_visible_key"),
+    Case("nan-in-visible-key-causal", "smoke", 323, 323, 64, values="nan_in_visible_key", causal=True),
+    Case("nan-in-visible-key-window", "full", 323, 323, 128, values="nan_in_visible_key", window=(40, 10)),
+    Case("inf-in-visible-key", "quick", 131, 323, 64, values="inf_in_visible_key"),
+    Case("inf-in-visible-key-causal", "full", 323, 323, 128, values="inf_in_visible_key", causal=True),
+    Case("minus-inf-scores", "quick", 131, 323, 64, values="minus_inf_scores"),
+    Case("minus-inf-scores-causal", "full", 323, 323, 64, values="minus_inf_scores", causal=True),
+    # gradients
+    Case("dlse", "quick", 101, 203, 64, batch=2, dlse=True, causal=True),
+    Case("dlse-gqa-masked-rows", "full", 203, 101, 128, heads_q=4, heads_k=2, dlse=True, causal=True),
+    Case("deterministic", "smoke", 201, 323, 64, heads_q=4, heads_k=2, deterministic=True, causal=True),
+    Case("deterministic-d128", "full", 201, 323, 128, deterministic=True),
+    # nothing to do
+    Case("empty-batch", "quick", 65, 65, batch=0, causal=True),
+    Case("empty-seqlen-q", "quick", 0, 65, batch=2),
+    Case("empty-seqlen-k", "quick", 65, 0, batch=2, causal=True, dlse=True),
+    Case("empty-seqlens", "full", 0, 0, 128),
+)
+
+
+def case(name: str) -> Case:
+    """The case of that name; KeyError if there is none."""
+    return _BY_NAME[name]
+
+
+def select(
+    level: str = "full", dtype: str | None = None, head_dim: int | None = None, tag: str | None = None
+) -> list[Case]:
+    """The cases of `level` and below, in table order, that have the dtype, head_dim and tag asked for."""
+    wanted = LEVELS[: LEVELS.index(level) + 1]
+    return [
+        c
+        for c in CASES
+        if c.level in wanted
+        and (dtype is None or dtype in c.dtypes)
+        and (head_dim is None or head_dim == c.head_dim)
+        and (tag is None or tag in c.tags)
+    ]
+
+
+_BY_NAME = {c.name: c for c in CASES}

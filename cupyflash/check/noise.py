@@ -1,0 +1,107 @@
+"""What fp32 arithmetic (fp64 for fp64) costs any tiled algorithm, whatever the storage dtype: a bound for each element.
+
+Next to the rounding of fp16 and bf16 it is nothing, unless softmax is saturated or scores are huge. With u the unit
+roundoff of the arithmetic:
+
+- Sums are taken in another order: 2 u times the sum of the magnitudes that they add up.
+- An absolute error of a score is a relative error of P. d_i = |scale| |q_i| max_j |k_j| roundings come from the dot
+  products in row i, where u is also the roundoff of the storage dtype (fp32, fp64): in fp16 and bf16 the rounding of P
+  hides them. More are as large as lse: in the forward half of one, since what a row has in common cancels; in the
+  backward, where P = exp(S - lse), those of the scale, of lse itself, and of S or of lse in powers of two.
+- A softcap c is c tanh(x) = c - 2 c / (1 + e^2x), with an error of 4 u c, which joins d_i, and 4 u in its derivative.
+- dP - delta is a difference of two dot products, each with an error of s u times what it adds up: s = 4 for tensor
+  cores, which truncate, else 1. It should be 0 where P is 0 or 1.
+
+    noise(O)_ic = u (2 sum_j P_ij |V_jc| + max(|lse_i| / 2, d_i) std(O)_ic)
+    std(O)_ic^2 = sum_j P_ij V_jc^2 - O_ic^2                what relative errors of P can do: sum_j P_ij |V_jc - O_ic|
+                                                            is no larger
+
+    e_i         = u (2 + 3 |lse_i| + d_i)
+    D_ij        = sum_c |dO_ic V_jc| + sum_c |dO_ic O_ic|
+    E_ij        = P_ij (e_i |dP_ij - delta_i| + s u D_ij)
+    noise(dQ)   = |scale| E |K|       noise(dK) = |scale| E^T |Q|       noise(dV) = (e P)^T |dO|
+
+All are 0 where they would not be finite: there is nothing to be excused.
+"""
+
+# ruff: noqa: E741 (O and l are the paper's names)
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import Problem
+from . import reference
+from .reference import Arithmetic
+
+Array = NDArray[Any]
+Triple = tuple[Array, Array, Array]
+
+UNIT = {"fp16": 2.0**-24, "bf16": 2.0**-24, "fp32": 2.0**-24, "fp64": 2.0**-53}  # of the arithmetic
+HALF = ("fp16", "bf16")  # stored with fewer digits than computed, on tensor cores
+
+
+def noise(
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None
+) -> tuple[Array, Triple]:
+    """The bounds for out, and for (dq, dk, dv), each in its shape; arguments as in `reference.backward`."""
+    p, a, visible = problem, Arithmetic.exact(), reference.visible_pairs(problem)
+    out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
+    for b, h, h_k in reference.heads(p):
+        Q, dO, K, V = a.load(q[b, :, h]), a.load(dout[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
+        dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])
+        with np.errstate(all="ignore"):
+            S, derivative = reference.scores(Q, K, p, a)
+            P, lse = reference.softmax(S, visible, a)
+            large = np.abs(np.where(visible.any(axis=1), lse, 0))[:, None]
+            dots = 0 if p.dtype in HALF else abs(p.scale) * _norms(Q) * _norms(K).max(initial=0)
+            dots = dots + 4 * (p.softcap or 0)
+            O, squares = a.product(P, V, visible), a.product(P, V * V, visible)
+            std = np.sqrt(np.maximum(squares - O * O, 0))
+            out[b, :, h] = 2 * a.product(P, np.abs(V), visible) + np.maximum(large / 2, dots) * std
+            e = 2 + 3 * large + dots
+            dQ, dK, dV = _gradients(Q, K, V, dO, dLSE[:, None], P, O, e, visible, p, derivative)
+            dq[b, :, h] = dQ
+            dk[b, :, h_k] += dK
+            dv[b, :, h_k] += dV
+    u = UNIT[p.dtype]
+    return u * _finite(out), (u * _finite(dq), u * _finite(dk), u * _finite(dv))
+
+
+def _gradients(
+    Q: Array,
+    K: Array,
+    V: Array,
+    dO: Array,
+    dLSE: Array,
+    P: Array,
+    O: Array,
+    e: Array,
+    visible: Array,
+    p: Problem,
+    derivative: Array | float,
+) -> Triple:
+    """The bounds of one head of q in units of u, named as in the formulas."""
+    a, s = Arithmetic.exact(), 4 if p.dtype in HALF else 1
+    dP, delta = dO @ V.T, (dO * O).sum(axis=1, keepdims=True) - dLSE
+    D = np.abs(dO) @ np.abs(V).T + np.abs(dO * O).sum(axis=1, keepdims=True)
+    E = P * derivative * (e * np.abs(dP - delta) + s * D)
+    if p.softcap is not None:
+        E = E + 4 * P * np.abs(dP - delta)
+    E = np.where(visible, E, 0)
+    eP = np.where(visible, e * P, 0)
+    dQ = abs(p.scale) * a.product(E, np.abs(K), visible)
+    dK = abs(p.scale) * a.product(E.T, np.abs(Q), visible.T)
+    return dQ, dK, a.product(eP.T, np.abs(dO), visible.T)
+
+
+def _norms(x: Array) -> Array:
+    """Finite Euclidean norms of the rows, as a column."""
+    return _finite(np.sqrt((x * x).sum(axis=1, keepdims=True)))
+
+
+def _finite(x: Array) -> Array:
+    return np.where(np.isfinite(x), x, 0)

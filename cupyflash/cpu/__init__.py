@@ -1,0 +1,1 @@
+"""The same tiled algorithm in NumPy, where there is no GPU."""

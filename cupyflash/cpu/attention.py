@@ -1,0 +1,193 @@
+"""Attention in NumPy, tile by tile as the kernels do it: the backend where there is no GPU.
+
+Forward, for each tile of queries (FlashAttention-2, Dao 2023, algorithm 1), over the tiles of keys it sees:
+
+    S = scale * Q K^T                       m' = max(m, rowmax(S))
+    P = exp(S - m')                         l  = exp(m - m') * l + rowsum(P)
+                                            O  = exp(m - m') * O + P V
+
+and at the end O / l and lse = m + log(l): online softmax (Milakov & Gimelshein 2018) keeps a running maximum m and
+sum l, so that no more than a tile of scores ever exists. Backward recomputes the tiles (FlashAttention, Dao et al.
+2022, algorithm 4):
+
+    P  = exp(S - lse)                       dV += P^T dO
+    dP = dO V^T                             dS  = P * (dP - delta)           delta = rowsum(dO * O) - dLSE
+    dQ += scale * dS K                      dK += scale * dS^T Q
+
+Memory is linear in the sequence lengths. All arithmetic is fp32 (fp64 for fp64); each result is rounded once. Where one
+is not finite, its heads are computed again in fp64: a weight that fp32 rounds to 0 would turn an inf into NaN, and what
+overflows fp32 may fit fp64. How the work is cut into tiles: `cpu_tiles`.
+"""
+
+# ruff: noqa: E741 (O and l are the paper's names)
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import Problem
+from .tiles import chunks, group_heads, group_lse, key_tiles, load, load_rows, query_tiles, sees_a_key
+
+Array = NDArray[Any]
+
+_FP32, _FP64 = np.dtype(np.float32), np.dtype(np.float64)
+_DTYPES = {_FP32: (_FP32, _FP64), _FP64: (_FP64,)}  # accumulator -> what to compute in, one after the other
+
+
+def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+    """``out = softmax(scale * q k^T) v`` over the visible keys.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 (ml_dtypes), fp32 or fp64, any strides; never written.
+        k, v: (batch, seqlen_k, heads_k, head_dim), same dtype.
+        problem: shapes and options.
+
+    Returns:
+        out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
+        sees no key has out 0 and lse -inf.
+    """
+    p, accumulate = problem, _accumulator(q)
+    out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
+    lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), accumulate)
+    q_heads, out_heads, lse_heads = group_heads(q, p), group_heads(out, p), group_lse(lse, p)
+    for chunk in chunks(p):
+        for dtype in _DTYPES[accumulate]:
+            K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
+            finite = True
+            for rows in query_tiles(p):
+                target = out_heads[chunk][..., rows, :]
+                Q = load_rows(q_heads[chunk][..., rows, :], dtype)
+                with np.errstate(all="ignore"):
+                    O, LSE = _forward_tile(Q, K, V, rows, p)
+                    finite = finite and bool(np.isfinite(O).all())
+                    target[...] = O.reshape(target.shape)
+                    lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
+            if finite:
+                break
+    return out, lse
+
+
+def backward(
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None, problem: Problem
+) -> tuple[Array, Array, Array]:
+    """Gradients of ``sum(out * dout) + sum(lse * dlse)`` with respect to q, k and v, bitwise reproducible.
+
+    Args:
+        dout: gradient of out, shaped as q.
+        q, k, v: as in `forward`.
+        out, lse: what `forward` returned.
+        dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
+        problem: shapes and options.
+
+    Returns:
+        dq, dk, dv with shapes and dtype of q, k, v; 0 for a query or key that takes no part.
+    """
+    p, accumulate = problem, _accumulator(q)
+    dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
+    dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), q.dtype) for _ in range(2))
+    by_row = [group_heads(x, p) for x in (q, dout, out)]
+    lse_heads, dlse_heads = group_lse(lse, p), None if dlse is None else group_lse(dlse, p)
+    targets = group_heads(dq, p), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
+    for chunk in chunks(p):
+        dlse_chunk = None if dlse_heads is None else dlse_heads[chunk]
+        for dtype in _DTYPES[accumulate]:
+            K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
+            gradients = _backward_chunk([x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p)
+            if all(np.isfinite(x).all() for x in gradients):
+                break
+        for target, gradient in zip(targets, gradients, strict=True):
+            with np.errstate(all="ignore"):
+                target[chunk] = gradient.reshape(target[chunk].shape)
+    return dq, dk, dv
+
+
+def _backward_chunk(
+    by_row: list[Array], K: Array, V: Array, lse: Array, dlse: Array | None, p: Problem
+) -> tuple[Array, Array, Array]:
+    """dQ, dK and dV of some heads in the dtype of K; `by_row`: their q, dout and out."""
+    dtype = K.dtype
+    dQ, dK, dV = np.zeros(by_row[0].shape, dtype), np.zeros_like(K), np.zeros_like(V)
+    for rows in query_tiles(p):
+        Q, dO, O = (load_rows(x[..., rows, :], dtype) for x in by_row)
+        LSE = lse[..., rows].astype(dtype).reshape(*Q.shape[:2], 1)
+        with np.errstate(all="ignore"):
+            delta = (dO * O).sum(axis=-1, keepdims=True)
+            if dlse is not None:
+                delta -= dlse[..., rows].astype(dtype).reshape(delta.shape)
+            target = dQ[..., rows, :]
+            target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p).reshape(target.shape)
+    with np.errstate(all="ignore"):
+        return dQ, p.scale * dK, dV
+
+
+def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem) -> tuple[Array, Array]:
+    """O and lse of one tile of queries."""
+    O = np.zeros_like(Q)
+    m = np.full((*Q.shape[:2], 1), -np.inf, Q.dtype)
+    l = np.zeros_like(m)
+    for keys, visible in key_tiles(rows, p):
+        S = _scores(Q, K[:, keys], p)
+        if visible is not None:
+            np.copyto(S, -np.inf, where=~visible)
+        m_new = np.maximum(m, S.max(axis=-1, keepdims=True))
+        shift = np.where(np.isneginf(m_new), 0, m_new)  # so far only scores of -inf: exp(-inf - 0) is 0, not NaN
+        P = np.exp(np.subtract(S, shift, out=S), out=S)
+        rescale = np.exp(m - shift)
+        l = rescale * l + P.sum(axis=-1, keepdims=True)
+        O = rescale * O + _product(P, V[:, keys], visible)
+        m = m_new
+    sees = sees_a_key(rows, p)[:, None]
+    return np.where(sees, O / l, 0), m + np.log(l)  # every visible score is -inf: out is 0 / 0, as IEEE has it
+
+
+def _backward_tile(
+    Q: Array, K: Array, V: Array, dO: Array, LSE: Array, delta: Array, dK: Array, dV: Array, rows: slice, p: Problem
+) -> Array:
+    """dQ of one tile of queries; adds what the tile contributes to dV and, still without scale, to dK."""
+    dQ = np.zeros_like(Q)
+    for keys, visible in key_tiles(rows, p):
+        S = _scores(Q, K[:, keys], p)
+        derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
+        P = np.exp(np.subtract(S, LSE, out=S), out=S)
+        dP = dO @ V[:, keys].swapaxes(1, 2)
+        dS = np.multiply(P, np.subtract(dP, delta, out=dP), out=dP)
+        if derivative is not None:
+            np.multiply(dS, derivative, out=dS)
+        if visible is not None:
+            np.copyto(P, 0, where=~visible)
+            np.copyto(dS, 0, where=~visible)
+        seen_by = None if visible is None else visible.T
+        dV[:, keys] += _product(P.swapaxes(1, 2), dO, seen_by)
+        dK[:, keys] += _product(dS.swapaxes(1, 2), Q, seen_by)
+        dQ += _product(dS, K[:, keys], visible)
+    return p.scale * dQ
+
+
+def _scores(Q: Array, K: Array, p: Problem) -> Array:
+    S = Q @ K.swapaxes(1, 2)
+    if p.softcap is None:
+        return np.multiply(S, p.scale, out=S)
+    np.tanh(np.multiply(S, p.scale / p.softcap, out=S), out=S)
+    return np.multiply(S, p.softcap, out=S)
+
+
+def _product(A: Array, B: Array, visible: Array | None) -> Array:
+    """A B without the terms that `visible` hides.
+
+    A is 0 where it is hidden, which is enough as long as B is finite. A row of B with NaN or inf is taken out and added
+    term by term to those rows that see it, since 0 * NaN is NaN.
+    """
+    if visible is None or np.isfinite(B).all():
+        return A @ B
+    finite = np.isfinite(B).all(axis=(0, 2))
+    C = A[:, :, finite] @ B[:, finite]
+    for t in np.flatnonzero(~finite):
+        C += np.where(visible[:, t, None], A[:, :, t, None] * B[:, t, None, :], 0)
+    return C
+
+
+def _accumulator(x: Array) -> np.dtype[Any]:
+    return _FP64 if x.dtype.itemsize == 8 else _FP32

@@ -1,0 +1,1 @@
+"""A call on its way to the GPU: prepared once for each spec, then filled in and handed to the driver."""

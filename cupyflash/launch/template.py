@@ -1,0 +1,95 @@
+"""Templates: a params struct that stands but for the numbers of a call, and where these go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..gpu.tensormap import ANYWHERE, Form, TensorMap, encode
+from ..plan.params import PROBLEM, STRIDES, UNBOUNDED
+from ..problem import Problem
+
+# The fields of a Problem that `numbers_of` and the plan give, in this order; others are part of a template.
+NUMBERS = (
+    "window_left", "window_right", "scale", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "section",
+    "last_section", "first_stores",
+)  # fmt: skip
+Lengths = tuple[int, int, int]  # seqlen, heads, batch
+Steps = tuple[int, int, int]  # from one row, head and sequence to the next, in elements
+Encode = Callable[[TensorMap], "bytes | None"]
+
+
+def numbers_of(problem: Problem) -> tuple[int, int, int]:
+    """The first three of `NUMBERS`, which are options, as words of 32 bits."""
+    left, right = problem.window
+    bounds = np.array([UNBOUNDED if left is None else left, UNBOUNDED if right is None else right], np.int32)
+    left_word, right_word = bounds.view(np.uint32).tolist()
+    return left_word, right_word, int(np.float32(problem.scale).view(np.uint32))
+
+
+def _fields(dtype: np.dtype[np.void]) -> Any:
+    """Name -> (dtype, offset)."""
+    return dtype.fields
+
+
+class Template:
+    """A params struct, filled in for one call; `write` makes it that of another one."""
+
+    def __init__(self, params: np.ndarray, arrays: Sequence[str], maps: Mapping[str, tuple[Form, TensorMap]]) -> None:
+        """
+        Args:
+            params: the struct.
+            arrays: those with strides, in the order in which `write` gets them.
+            maps: of those that have one in the struct: its form, and the map of any array of that form.
+        """
+        fields = _fields(params.dtype)
+        plain, start = fields["plain"][:2] if "plain" in fields else (params.dtype, 0)
+        inner, order, numbers = _fields(plain), _fields(STRIDES), _fields(PROBLEM)
+        problem = start + inner["problem"][1]
+        self._bytes = params.tobytes()
+        self._numbers = tuple((problem + numbers[name][1]) // 4 for name in NUMBERS)
+        self._strides = tuple(
+            tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))
+            for name in arrays
+        )
+        self._maps = []
+        for name, (form, like) in maps.items():
+            byte = fields[f"map_{name}"][1]
+            slots = tuple(byte // 4 + slot for slot in form.slots or ())
+            self._maps.append((arrays.index(name), byte, slots, form, like))
+
+    def write(
+        self, numbers: Sequence[int], lengths: Sequence[Lengths], steps: Sequence[Steps], ask: Encode
+    ) -> bytes | None:
+        """The struct of another call; None if the driver, which `ask` asks for maps, refuses one."""
+        data = bytearray(self._bytes)
+        view = memoryview(data)
+        words, longs = view.cast("I"), view.cast("q")
+        for slot, number in zip(self._numbers, numbers, strict=True):
+            words[slot] = number
+        for (a, b, c), (row, head, sequence) in zip(self._strides, steps, strict=True):
+            longs[a], longs[b], longs[c] = row, head, sequence
+        for i, byte, slots, form, like in self._maps:
+            (seqlen, heads, batch), (row, head, sequence) = lengths[i], steps[i]
+            if form.tells(lengths[i], steps[i]):
+                a, b, c, d, e, f = slots
+                words[a], words[b], words[c] = seqlen - 1, heads - 1, batch - 1
+                # As TensorMap.of has it: the stride of a dimension of size 1 says nothing.
+                words[d] = row >> 3 if seqlen > 1 else 1
+                words[e] = head >> 3 if heads > 1 else 1
+                words[f] = sequence >> 3 if batch > 1 else 1
+                continue
+            strides = (2 * row if seqlen > 1 else 16, 2 * head if heads > 1 else 16, 2 * sequence if batch > 1 else 16)
+            whole = ask(TensorMap(like.dtype, (like.sizes[0], seqlen, heads, batch), strides, like.rows))
+            if whole is None:
+                return None
+            view[byte : byte + 128] = whole
+        return bytes(data)
+
+
+def ask_driver(tensor: TensorMap) -> bytes | None:
+    """The driver's map of an array that lies anywhere; None if it refuses."""
+    words = encode(tensor, ANYWHERE)
+    return None if words is None else words.tobytes()

@@ -1,0 +1,50 @@
+"""The finite list of kernels that tests and precompiled layers cover."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from ..gpu.device import Device
+from ..problem import Problem
+from .families import backward_plan, forward_plan
+from .variant import Variant
+
+
+def shipped_problems() -> Iterator[tuple[Problem, bool]]:
+    """(problem, aligned) of what is compiled for every architecture in tests and by ``cupyflash compile``."""
+
+    def problem(dtype: str, head_dim: int, **options: object) -> Problem:
+        return Problem(dtype, 1, 1, 1, 1, 1, head_dim, **{"scale": 1.0, **options})  # type: ignore[arg-type]
+
+    for dtype in ("bf16", "fp16"):
+        for head_dim in (64, 128, 256):
+            for window in ((None, None), (None, 0)):
+                yield problem(dtype, head_dim, window=window), True
+    for head_dim in (8, 72, 96, 200):  # sizes that the padding, the ring and the split treat differently
+        yield problem("bf16", head_dim, window=(None, 0)), True
+    yield problem("bf16", 128, window=(64, 0), deterministic=True), True
+    yield problem("fp16", 64, window=(64, 64), scale=-1.0), False
+    for head_dim in (64, 128, 256):
+        yield problem("bf16", head_dim, window=(None, 0), softcap=50.0), True
+
+
+def variants_of_calls(
+    problem: Problem, device: Device, *, aligned: bool = True, tma: bool | None = None
+) -> tuple[Variant, ...]:
+    """The kernels that a forward and then a backward of `problem` take; what is known of the arrays as in `plan`."""
+    plans = [make(problem, device, aligned=aligned, tma=tma) for make in (forward_plan, backward_plan)]
+    return tuple(launch.variant for plan in plans for launch in plan.launches)
+
+
+@functools.cache
+def shipped(device: Device) -> tuple[Variant, ...]:
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 80."""
+    variants: dict[Variant, None] = {}
+    for problem, aligned in shipped_problems():
+        variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned)))
+        if (problem.dtype, problem.head_dim, problem.causal) == ("bf16", 64, True):  # where TMA cannot read on Hopper
+            variants.update(
+                dict.fromkeys(launch.variant for launch in forward_plan(problem, device, tma=False).launches)
+            )
+    return tuple(variants)

@@ -1,0 +1,53 @@
+// dQ = scale * (the sum of all key blocks' shares), from the fp32 accumulator in fragment order to rows of the element
+// type. One block a query tile of the main kernel, with the same warps. Shared memory: the tile.
+#ifndef CUPYFLASH_BWD_CONVERT_CUH
+#define CUPYFLASH_BWD_CONVERT_CUH
+#include "attention/dq_accum.cuh"
+#include "tile/epilogue.cuh"
+#include "attention/repair_gradients.cuh"
+
+// For GradientRepair: whatever the mask; one that is not there has no bounds.
+template <class V>
+struct AnyMask : V {
+    static constexpr bool kCausal = false, kWindow = true, kScaleFirst = false;
+    static constexpr int kBlockN = 64;
+};
+
+template <class V>
+__device__ __forceinline__ void bwd_convert(const BwdParams &p) {
+    using T = typename V::Element;
+    using Dq = DqTile<V>;
+    const Problem &problem = p.problem;
+    const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_q, V::kBlockM), problem.heads_q);
+    const int sequence = tile.batch * problem.heads_q + tile.head;
+    float *accum = Dq::accum(p, sequence, tile.block);
+
+    typename Dq::Acc dQ;
+    Dq::for_each_group(dQ, accum, [](float (&x)[ptx::kRedWidth], const float *from) {
+        if constexpr (ptx::kRedWidth == 4) {
+            const ptx::U128 four = *reinterpret_cast<const ptx::U128 *>(from);
+            #pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = ptx::uint_as_float(four.x[i]);
+        } else {
+            x[0] = from[0];
+        }
+    });
+    if (problem.first_stores && *dq_turn<V>(p, sequence, tile.block) == 0) dQ.zero();  // no query of it sees a key
+    dQ.scale(problem.scale);
+
+    const SmemTile<T, V::kBlockM, Dq::kDim> sdQ{ptx::dynamic_smem()};
+    static_assert(sdQ.kBytes == V::kSmemBytes);
+    const int row0 = Dq::row0(), col0 = Dq::col0(), q0 = tile.block * V::kBlockM;
+    if (!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0))) {
+        const GradientRepair<AnyMask<V>, V::kBlockM, V::kUnaligned> again(p, tile.batch);
+        #pragma unroll 1
+        for (int row = row0; row < row0 + Dq::kRows; ++row)
+            again.template dq<Dq::kCols>(tile.head, q0 + row, sdQ, row, col0);
+        ptx::bar_warp_sync();
+    }
+    write_rows<Dq::kRows, Dq::kCols, V::kHeadDim>(
+        sdQ, row0, static_cast<T *>(p.dq) + head_offset(p.dq_stride, tile.batch, tile.head), p.dq_stride.row, q0 + row0,
+        problem.seqlen_q, col0);
+}
+
+#endif  // CUPYFLASH_BWD_CONVERT_CUH

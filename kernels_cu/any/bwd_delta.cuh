@@ -1,0 +1,72 @@
+// What the backward needs of each query row, before its main kernel:
+//     delta = rowsum(dO * O) - dLSE,   row_stats = (lse * log2(e), delta),
+// since dS = P * (dP - rowsum(dP * P)) + P * dLSE and rowsum(dP * P) = rowsum(dO * O). One block takes the rows of one
+// query tile of the main kernel, a few lanes a row, and clears that tile's accumulator of dQ, unless it is to be stored
+// first, and the count of what is in it (dq_accum.cuh).
+#ifndef CUPYFLASH_BWD_DELTA_CUH
+#define CUPYFLASH_BWD_DELTA_CUH
+#include "attention/dq_accum.cuh"
+#include "attention/score.cuh"
+
+template <class V>
+__device__ __forceinline__ void bwd_delta(const BwdParams &p) {
+    using T = typename V::Element;
+    static_assert(V::kSmemBytes == 0);
+    constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
+    constexpr int kChunks = V::kHeadDim / 8, kLanesPerRow = next_power_of_two(kChunks),
+                  kRowsPerPass = kThreads / kLanesPerRow;
+    constexpr int kPasses = ceil_div(M, kRowsPerPass), kBatch = kPasses < 4 ? kPasses : 4;  // loaded together
+    const Problem &problem = p.problem;
+    const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
+    const int sequence = tile.batch * problem.heads_q + tile.head;
+    const T *o = static_cast<const T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head);
+    const T *dout = static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, tile.head);
+
+    if (p.dq_accum && !problem.first_stores) {
+        auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.block));
+        #pragma unroll
+        for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};
+    }
+
+    const int chunk = ptx::thread_index() % kLanesPerRow;
+    #pragma unroll 1
+    for (int pass = 0; pass < kPasses; pass += kBatch) {
+        const int row0 = pass * kRowsPerPass + ptx::thread_index() / kLanesPerRow;
+        ptx::U128 x[kBatch], y[kBatch];
+        float lse[kBatch], dlse[kBatch];
+        #pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int qi = tile.block * M + row0 + i * kRowsPerPass;
+            const bool valid = qi < problem.seqlen_q;
+            x[i] = y[i] = ptx::U128{}, lse[i] = ptx::infinity(), dlse[i] = 0.f;
+            if (valid && chunk < kChunks) {
+                x[i] = load8<V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk);
+                y[i] = load8<V::kUnaligned>(dout + qi * p.dout_stride.row + 8 * chunk);
+            }
+            if (valid && chunk == 0) {
+                const long long at = static_cast<long long>(sequence) * problem.seqlen_q + qi;
+                lse[i] = p.lse[at];
+                if (p.dlse) dlse[i] = p.dlse[at];
+            }
+        }
+        // Exactly the factor that the main kernel applies to the scores, over their unit (Score): large scores then cancel
+        // large lse.
+        const float unit = V::kSoftcap ? problem.softcap : problem.scale;
+        const double log2_per_unit = unit > 0.f ? static_cast<double>(unit * kLog2e) / unit : kLog2e;
+        #pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+            const int row = row0 + i * kRowsPerPass;
+            float sum = dot8<T>(x[i], y[i]);
+            #pragma unroll
+            for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
+            if (chunk == 0 && row < M) {
+                float *const stats = row_stats_at<M>(p, sequence, tile.block * M + row);
+                stats[0] = static_cast<float>(lse[i] * log2_per_unit);
+                stats[1] = sum - dlse[i];
+            }
+        }
+    }
+    if (p.dq_turn && ptx::thread_index() == 0) *dq_turn<V>(p, sequence, tile.block) = 0;
+}
+
+#endif  // CUPYFLASH_BWD_DELTA_CUH

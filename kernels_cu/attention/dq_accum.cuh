@@ -1,0 +1,81 @@
+// How dQ leaves the backward's main loop: every key block adds its share to an fp32 accumulator in global memory. It starts
+// at zero; or with first_stores the first key block of a query tile stores its share, and the others add once that is
+// done. A query tile lies there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the
+// same order.
+#ifndef CUPYFLASH_DQ_ACCUM_CUH
+#define CUPYFLASH_DQ_ACCUM_CUH
+#include "attention/schedule.cuh"
+#include "tile/tile.cuh"
+
+// The share of one warp: the block's warps divide the [kBlockM, kDim] tile, kDqWarpsM along the rows.
+template <class V>
+struct DqTile {
+    static constexpr int kDim = round_up(V::kHeadDim, 16 * V::kSplitD);
+    static constexpr int kRows = V::kBlockM / V::kDqWarpsM, kCols = kDim / (V::kWarps / V::kDqWarpsM);
+    static_assert(kRows % 16 == 0 && kCols % 8 == 0, "the warps divide the tile in whole mma tiles");
+    using Acc = AccTile<kRows, kCols>;
+
+    __device__ static int row0() { return warp() % V::kDqWarpsM * kRows; }
+    __device__ static int col0() { return warp() / V::kDqWarpsM * kCols; }
+
+    // The accumulator of query tile m_block of sequence number `sequence` = batch * heads_q + head.
+    __device__ static float *accum(const BwdParams &p, int sequence, int m_block) {
+        const int m_blocks = ceil_div(p.problem.seqlen_q, V::kBlockM);
+        return p.dq_accum + (static_cast<long long>(sequence) * m_blocks + m_block) * (V::kBlockM * kDim);
+    }
+    // Where element (row, col) of the tile lies in its accumulator.
+    __device__ static int index(int row, int col) {
+        const int warp_index = row / kRows + col / kCols * V::kDqWarpsM;
+        const int r = row % kRows % 16, c = col % kCols % 8;  // within the mma tile
+        const int group = (row % kRows / 16 * Acc::kColTiles + col % kCols / 8) * 4;
+        const int i = 2 * (r / 8) + c % 2, owner = 4 * (r % 8) + c / 2;
+        return warp_index * (kRows * kCols) + (group + i / ptx::kRedWidth * ptx::kRedWidth) * 32 +
+               owner * ptx::kRedWidth + i % ptx::kRedWidth;
+    }
+    // f(accumulator elements, where they lie) for each group of elements that one instruction adds.
+    template <class F>
+    __device__ static void for_each_group(Acc &acc, float *accum, F f) {
+        const int thread = fresh_thread();
+        float *mine = accum + thread / 32 * (kRows * kCols) + thread % 32 * ptx::kRedWidth;
+        #pragma unroll
+        for (int a = 0; a < Acc::kRowTiles; ++a)
+            #pragma unroll
+            for (int j = 0; j < Acc::kColTiles; ++j)
+                #pragma unroll
+                for (int i = 0; i < 4; i += ptx::kRedWidth)
+                    f(reinterpret_cast<float (&)[ptx::kRedWidth]>(acc.x[a][j][i]),
+                      mine + ((a * Acc::kColTiles + j) * 4 + i) * 32);
+    }
+};
+
+// How many shares of query tile m_block of a sequence are there, where somebody waits for them.
+template <class V>
+__device__ __forceinline__ int *dq_turn(const BwdParams &p, int sequence, int m_block) {
+    return p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM) + m_block;
+}
+
+// Deterministic mode: the key blocks of one query tile add in the order of their index, and dq_turn counts them.
+template <class V>
+struct DqTurn {
+    const BwdParams &p;
+    int sequence;
+
+    // Blocks until `rank` key blocks have added to m_block. Blocks of lower rank have a lower index, so they are
+    // running.
+    __device__ void wait(int m_block, int rank) const {
+        if constexpr (V::kDeterministic) {
+            if (fresh_thread() == 0)
+                while (ptx::ld_acquire(dq_turn<V>(p, sequence, m_block)) != rank) ptx::nanosleep();
+            ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn
+        }
+    }
+    __device__ void pass(int m_block, int rank) const {
+        if constexpr (V::kDeterministic) {
+            ptx::fence_gpu();  // this thread's additions come before the turn that thread 0 passes on ...
+            ptx::bar_sync();   // ... once all threads are here
+            if (fresh_thread() == 0) ptx::st_release(dq_turn<V>(p, sequence, m_block), rank + 1);
+        }
+    }
+};
+
+#endif  // CUPYFLASH_DQ_ACCUM_CUH

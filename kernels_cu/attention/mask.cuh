@@ -1,0 +1,63 @@
+// Which keys a query sees. Causal, sliding window and the ragged ends are one rule, aligned at the bottom right:
+//     query i sees key j  <=>  i + lower <= j <= i + upper  and  0 <= j < seqlen_k,
+//     lower = seqlen_k - seqlen_q - window_left, upper = seqlen_k - seqlen_q + window_right.
+#ifndef CUPYFLASH_MASK_CUH
+#define CUPYFLASH_MASK_CUH
+#include "attention/schedule.cuh"
+
+template <class V>
+struct Mask {
+    static constexpr bool kHides = V::kCausal || V::kWindow;  // whether a query may see fewer than all keys
+    static constexpr int M = V::kBlockM, N = V::kBlockN;
+    int seqlen_q, seqlen_k, lower, upper;
+
+    __device__ explicit Mask(const Problem &p)
+        : seqlen_q(p.seqlen_q),
+          seqlen_k(p.seqlen_k),
+          lower(p.seqlen_k - p.seqlen_q - p.window_left),
+          upper(p.seqlen_k - p.seqlen_q + (V::kCausal ? 0 : p.window_right)) {}
+
+    // The keys that query qi sees: [first_key(qi), end_key(qi)), both non-decreasing in qi; nothing if first >= end.
+    __device__ int first_key(int qi) const { return V::kWindow ? max(0, qi + lower) : 0; }
+    __device__ int end_key(int qi) const { return kHides ? min(seqlen_k, qi + upper + 1) : seqlen_k; }
+    __device__ bool sees(int qi, int ki) const {
+        return ki < seqlen_k && (!kHides || ki - qi <= upper) && (!V::kWindow || ki - qi >= lower);
+    }
+    // The queries that see key ki: [first_query(ki), end_query(ki)), both non-decreasing in ki.
+    __device__ int first_query(int ki) const { return kHides ? max(0, ki - upper) : 0; }
+    __device__ int end_query(int ki) const { return V::kWindow ? min(seqlen_q, ki - lower + 1) : seqlen_q; }
+    __device__ bool sees_nothing(int qi) const { return first_key(qi) >= end_key(qi); }
+
+    // The same mask counted from query q and key k on. A lane that counts from its own first element compares
+    // compile-time offsets with these four numbers.
+    __device__ Mask from(int q, int k) const {
+        Mask m = *this;
+        m.seqlen_q -= q, m.seqlen_k -= k, m.lower += q - k, m.upper += q - k;
+        return m;
+    }
+
+    // Whether all queries of [q0, q0 + M) see all keys of [k0, k0 + N), so that no element needs a test.
+    __device__ bool full(int q0, int k0) const { return k0 >= first_key(q0 + M - 1) && k0 + N <= end_key(q0); }
+
+    // Forward: the half-open range of key blocks that some query of [q0, q0 + M) sees. May be empty.
+    __device__ int first_key_block(int q0) const { return first_key(q0) / N; }
+    __device__ int end_key_block(int q0) const { return ceil_div(max(0, end_key(min(q0 + M, seqlen_q) - 1)), N); }
+
+    // Backward: the half-open range of query blocks that see some key of [k0, k0 + N). May be empty.
+    __device__ int first_query_block(int k0) const { return first_query(k0) / M; }
+    __device__ int end_query_block(int k0) const { return ceil_div(max(0, end_query(min(k0 + N, seqlen_k) - 1)), M); }
+};
+
+// The 64 rows of one warpgroup of a tile, for Mask.
+template <class V>
+struct OneGroup : V {
+    static constexpr int kBlockM = 64;
+};
+
+// The 64 keys of one warpgroup, likewise.
+template <class V>
+struct GroupKeys : V {
+    static constexpr int kBlockN = 64;
+};
+
+#endif  // CUPYFLASH_MASK_CUH

@@ -1,0 +1,98 @@
+// Elements of dQ, dK and dV that are not finite, computed again (repair.cuh).
+#ifndef CUPYFLASH_REPAIR_GRADIENTS_CUH
+#define CUPYFLASH_REPAIR_GRADIENTS_CUH
+#include "attention/mask.cuh"
+#include "attention/repair.cuh"
+#include "attention/score.cuh"
+
+// Rows of dQ, dK and dV. kStatsRows: of the query tiles to which row_stats is padded.
+template <class V, int kStatsRows, bool kUnaligned>
+struct GradientRepair {
+    using T = typename V::Element;
+    static constexpr int D = V::kHeadDim;
+    const BwdParams &p;
+    const Problem &problem;
+    const Mask<V> mask;
+    const Score<V> score;
+    const int batch, group;
+
+    __device__ GradientRepair(const BwdParams &p, int batch)
+        : p(p),
+          problem(p.problem),
+          mask(problem),
+          score(problem),
+          batch(batch),
+          group(problem.heads_q / problem.heads_k) {}
+
+    // Of columns [col0, col0 + kCols) in a row of a tile; nothing if there is no such query or key.
+    template <int kCols = D, class Tile>
+    __device__ void dq(int head, int query, const Tile &tile, int row, int col0 = 0) const {
+        if (query >= problem.seqlen_q) return;
+        const int head_k = head / group;
+        const T *const k = at(p.k, p.k_stride, head_k, 0);
+        const Taken taken = reason<true>(head, query);
+        if (taken == kNaN && mask.first_key(query) < mask.end_key(query)) return;
+        repair_row<T, kCols>(tile, row, col0, D, score.scale, [&](auto &sum, bool reasons) {
+            sum.add(
+                k + col0, p.k_stride.row, mask.first_key(query), mask.end_key(query),
+                [&](int key) {
+                    if (!reasons || taken != kNone) return kTerm;
+                    return row_is_finite<T, D, kUnaligned>(k + key * p.k_stride.row) ? kNone : kTerm;
+                },
+                [&](int key) { return dS(head, query, head_k, key); });
+        });
+    }
+    template <int kCols = D, class Tile>
+    __device__ void dk(int head_k, int key, const Tile &tile, int row, int col0 = 0) const {
+        over_queries<kCols, true>(p.q, p.q_stride, score.scale, head_k, key, tile, row, col0,
+                                  [&](int head, int query) { return dS(head, query, head_k, key); });
+    }
+    template <int kCols = D, class Tile>
+    __device__ void dv(int head_k, int key, const Tile &tile, int row, int col0 = 0) const {
+        over_queries<kCols, false>(p.dout, p.dout_stride, 1.f, head_k, key, tile, row, col0,
+                                   [&](int head, int query) { return P(head, query, S(head, query, head_k, key)); });
+    }
+
+  private:
+    __device__ const float *stats(int head, int query) const {
+        return row_stats_at<kStatsRows>(p, batch * problem.heads_q + head, query);
+    }
+    // Whether a query's P (and kDS: its dS), O or dO may hold what is not finite: its lse and delta tell.
+    template <bool kDS>
+    __device__ Taken reason(int head, int query) const {
+        const float *const x = stats(head, query);
+        if (!(fabsf(x[0]) < ptx::infinity()) || (kDS && x[1] != x[1])) return kNaN;
+        return fabsf(x[1]) < ptx::infinity() ? kNone : kTerm;
+    }
+    __device__ const T *at(const void *x, const Strides &s, int head, int i) const {
+        return static_cast<const T *>(x) + head_offset(s, batch, head) + i * s.row;
+    }
+    __device__ float S(int head, int query, int head_k, int key) const {
+        return dot_rows<T, D, kUnaligned>(at(p.q, p.q_stride, head, query), at(p.k, p.k_stride, head_k, key));
+    }
+    __device__ float P(int head, int query, float s) const {
+        return weight_ex2(score.exponent(s, stats(head, query)[0]));
+    }
+    __device__ float dS(int head, int query, int head_k, int key) const {
+        const float s = S(head, query, head_k, key);
+        const float dP =
+            dot_rows<T, D, kUnaligned>(at(p.dout, p.dout_stride, head, query), at(p.v, p.v_stride, head_k, key));
+        return score.dS(s, P(head, query, s), dP, stats(head, query)[1]);
+    }
+    // The sum of weight(head, query) times that row of x.
+    template <int kCols, bool kDS, class Tile, class Weight>
+    __device__ void over_queries(const void *x, const Strides &stride, float factor, int head_k, int key,
+                                 const Tile &tile, int row, int col0, Weight weight) const {
+        if (key >= problem.seqlen_k) return;
+        repair_row<T, kCols>(tile, row, col0, D, factor, [&](auto &sum, bool reasons) {
+            #pragma unroll 1
+            for (int head = head_k * group; head < (head_k + 1) * group; ++head)
+                sum.add(
+                    at(x, stride, head, 0) + col0, stride.row, mask.first_query(key), mask.end_query(key),
+                    [&](int query) { return reasons ? reason<kDS>(head, query) : kTerm; },
+                    [&](int query) { return weight(head, query); });
+        });
+    }
+};
+
+#endif  // CUPYFLASH_REPAIR_GRADIENTS_CUH

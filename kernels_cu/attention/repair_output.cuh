@@ -1,0 +1,66 @@
+// Elements of O that are not finite, computed again (repair.cuh), and with them their rows' softmax: the kernels then need not
+// keep its maxima and sums until here.
+#ifndef CUPYFLASH_REPAIR_OUTPUT_CUH
+#define CUPYFLASH_REPAIR_OUTPUT_CUH
+#include "attention/mask.cuh"
+#include "attention/repair.cuh"
+#include "attention/score.cuh"
+
+// log2 of the sum of 2^x(i) over [first, end), by one warp, in every lane. NaN where a weight 2^(x(i) - that) would be: if an
+// x is NaN or inf, or if all are -inf.
+template <class X>
+__device__ __forceinline__ float log2_sum_ex2(int first, int end, X x) {
+    float top = -ptx::infinity(), sum = 0.f;  // of this lane: the sum of 2^(x - top)
+    #pragma unroll 1
+    for (int i = first + fresh_lane(); i < end; i += 32) {
+        const float x_i = x(i);
+        if (x_i == -ptx::infinity()) continue;
+        const float before = top;
+        top = fmaxf(top, x_i);
+        sum = sum * ptx::ex2(before - top) + ptx::ex2(x_i - top);  // NaN if x is NaN or inf
+    }
+    #pragma unroll 1
+    for (int mask = 16; mask > 0; mask /= 2) {
+        const float other_top = ptx::shfl_xor(top, mask), other_sum = ptx::shfl_xor(sum, mask), before = top;
+        top = fmaxf(top, other_top);
+        const float mine = sum == 0.f ? 0.f : sum * ptx::ex2(before - top);
+        sum = mine + (other_sum == 0.f ? 0.f : other_sum * ptx::ex2(other_top - top));
+    }
+    return sum == 0.f ? ptx::nan() : top + ptx::lg2(sum);
+}
+
+// Rows [row0, row0 + kRows) of a tile that holds a warp's share of O, those of queries [query0, ...).
+template <class V, bool kUnaligned, int kRows, class Tile>
+__device__ __forceinline__ void repair_output(const FwdParams &p, int batch, int head, int query0, const Tile &tile,
+                                              int row0) {
+    using T = typename V::Element;
+    constexpr int D = V::kHeadDim;
+    const Problem &problem = p.problem;
+    const Mask<V> mask(problem);
+    const Score<V> score(problem);
+    const int head_k = head / (problem.heads_q / problem.heads_k);
+    const T *const k = static_cast<const T *>(p.k) + head_offset(p.k_stride, batch, head_k);
+    const T *const v = static_cast<const T *>(p.v) + head_offset(p.v_stride, batch, head_k);
+    #pragma unroll 1
+    for (int row = 0; row < min(kRows, problem.seqlen_q - query0); ++row) {
+        const T *const q =
+            static_cast<const T *>(p.q) + head_offset(p.q_stride, batch, head) + (query0 + row) * p.q_stride.row;
+        const int first = mask.first_key(query0 + row), end = mask.end_key(query0 + row);
+        const auto exponent = [&](int key) {
+            return score.value(dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row)) * score.log2_factor;
+        };
+        float lse = 0.f;  // in powers of two
+        repair_row<T, D>(tile, row0 + row, 0, D, 1.f, [&](auto &sum, bool reasons) {
+            if (reasons) lse = log2_sum_ex2(first, end, exponent);
+            if (first < end && lse != lse) return sum.fill(lse);
+            sum.add(
+                v, p.v_stride.row, first, end,
+                [&](int key) {
+                    return reasons && row_is_finite<T, D, kUnaligned>(v + key * p.v_stride.row) ? kNone : kTerm;
+                },
+                [&](int key) { return weight_ex2(exponent(key) - lse); });
+        });
+    }
+}
+
+#endif  // CUPYFLASH_REPAIR_OUTPUT_CUH

@@ -1,0 +1,67 @@
+// What happens to a raw score q . k between the GEMM and the softmax, and its derivative. The order of the features is
+// fixed: scale, softcap, ALiBi, bias. Whoever takes the exponential multiplies by log2_factor and uses 2^x.
+//
+// All kernels form P and dS here:
+//     P  = exp(score - lse)
+//     dS = P * d score / d (scale * q . k) * (dP - delta) = weight * (dP - delta);
+// dQ = scale * dS K and dK = scale * dS^T Q take the factor `scale` at their end.
+#ifndef CUPYFLASH_SCORE_CUH
+#define CUPYFLASH_SCORE_CUH
+#include "attention/params.cuh"
+#include "hw/ptx.cuh"
+
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+// tanh(x), x = scale * q . k / c, from r = 1 / (1 + e^2x): 1 - 2 r, and its derivative 4 r (1 - r). Two instructions of the
+// special function unit; tanh.approx would be one, with an error of 2^-11, which for c = 50 is 2.5 % of P.
+template <bool kSoftcap>
+struct Softcap {
+    __device__ explicit Softcap(const Problem &) {}
+};
+template <>
+struct Softcap<true> {
+    float factor;
+
+    __device__ explicit Softcap(const Problem &p) : factor(2 * kLog2e * (p.scale / p.softcap)) {}
+    __device__ float value(float s) const { return fmaf(-2.f, r(s), 1.f); }
+    __device__ float derivative(float s) const { return 4.f * r(s) * (1.f - r(s)); }
+
+  private:
+    __device__ float r(float s) const { return ptx::rcp(1.f + ptx::ex2(s * factor)); }
+};
+
+template <class V>
+struct Score {
+    float scale;        // of the raw score; the gradients with respect to q and k are multiplied by it at their end
+    float unit;         // value() times this is the score
+    float log2_factor;  // > 0: value() times this is the score in powers of two
+    Softcap<V::kSoftcap> softcap;
+
+    // A positive factor is folded into the exponent, where it costs nothing: the scale, or the softcap. A scale that is not
+    // positive (kScaleFirst) is applied first, because the row maximum of scaled and of raw scores then differ.
+    __device__ explicit Score(const Problem &p)
+        : scale(p.scale),
+          unit(V::kSoftcap      ? p.softcap
+               : V::kScaleFirst ? 1.f
+                                : p.scale),
+          log2_factor(unit * kLog2e),
+          softcap(p) {}
+
+    __device__ float value(float s) const {
+        if constexpr (V::kSoftcap) return softcap.value(s);
+        else return V::kScaleFirst ? s * scale : s;
+    }
+
+    // P in powers of two; lse too, as row_stats has it.
+    __device__ float exponent(float s, float lse) const { return fmaf(value(s), log2_factor, -lse); }
+    __device__ float P(float s, float lse) const { return ptx::ex2(exponent(s, lse)); }
+    // By which dP - delta is multiplied to make dS. kWeightIsP: it is P.
+    static constexpr bool kWeightIsP = !V::kSoftcap;
+    __device__ float weight(float s, float P) const {
+        if constexpr (V::kSoftcap) return P * softcap.derivative(s);
+        else return P;
+    }
+    __device__ float dS(float s, float P, float dP, float delta) const { return weight(s, P) * (dP - delta); }
+};
+
+#endif  // CUPYFLASH_SCORE_CUH

@@ -1,0 +1,140 @@
+// Online softmax over the key blocks of one query tile (Milakov & Gimelshein 2018; FlashAttention-2, algorithm 1).
+#ifndef CUPYFLASH_SOFTMAX_CUH
+#define CUPYFLASH_SOFTMAX_CUH
+#include "attention/score.cuh"
+#include "tile/tile.cuh"
+
+template <int kRows>
+struct OnlineSoftmax {
+    static constexpr int kRowsPerLane = kRows / 8;
+    using Rows = float[kRowsPerLane];
+    float factor;  // scores times this are powers of two
+    Rows m;        // maximum of each row's scores so far, or a score not far below it
+    Rows l;        // this lane's part of the row sum of P
+
+    __device__ explicit OnlineSoftmax(float log2_factor) : factor(log2_factor) {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) m[r] = -ptx::infinity(), l[r] = 0.f;
+    }
+
+    // Scores S become P = 2^(factor (S - m)); O and l follow when m grows. m never lags behind: the largest P of a row
+    // is exactly 1, which 16 bits hold without rounding, and that matters where one key outweighs all others.
+    template <int kN, int kD>
+    __device__ void step(AccTile<kRows, kN> &S, AccTile<kRows, kD> &O) {
+        Rows rescale;
+        if (raise_maximum(S, rescale)) multiply_rows(O, rescale);
+        exponentiate(S);
+    }
+
+    // The maxima of the first S that a row sees: nothing follows them yet.
+    template <int kN>
+    __device__ void first_maximum(const AccTile<kRows, kN> &S) {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) m[r] = row_maximum(S, r);
+    }
+    // m follows the maxima of S, and l follows m. True if one of the warp's grew: O has to follow too, times `rescale`.
+    template <int kN>
+    __device__ bool raise_maximum(const AccTile<kRows, kN> &S, Rows &rescale) {
+        Rows top;
+        bool grows = false;
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) {
+            top[r] = fmaxf(m[r], row_maximum(S, r));
+            grows = grows || top[r] > m[r];
+        }
+        grows = ptx::vote_any(grows);
+        if (grows) {  // after the first blocks, mostly not
+            #pragma unroll
+            for (int r = 0; r < kRowsPerLane; ++r) {
+                rescale[r] = ptx::ex2((m[r] - finite_or_zero(top[r])) * factor);
+                m[r] = top[r];
+                l[r] *= rescale[r];
+            }
+        }
+        return grows;
+    }
+
+    // Scores S become P, and are added to l.
+    template <int kN>
+    __device__ void exponentiate(AccTile<kRows, kN> &S) {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) {
+            const float base = finite_or_zero(m[r]) * factor;
+            #pragma unroll
+            for (int j = 0; j < S.kColTiles; ++j)
+                #pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float &s = S.x[r / 2][j][2 * (r % 2) + c];
+                    s = ptx::ex2(fmaf(s, factor, -base));
+                    l[r] += s;
+                }
+        }
+    }
+
+    // The same in the hope that m, whatever it is, will do: it cancels out of O / l, and P may exceed 1. False, with l as
+    // it was, if some lane's part of a row sums up to kMaxP or more, has no m yet or holds a NaN; S must then be formed
+    // again. kMaxP bounds how far one key can outweigh all others while its P is not exactly 1: see docs/performance.md.
+    static constexpr float kMaxP = 64.f;
+    template <int kN>
+    __device__ bool exponentiate_optimistically(AccTile<kRows, kN> &S) {
+        Rows sum;
+        float largest = 0.f, all = 0.f;
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) {
+            const float base = m[r] * factor;
+            float part[2] = {0.f, 0.f};
+            #pragma unroll
+            for (int j = 0; j < S.kColTiles; ++j)
+                #pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    float &s = S.x[r / 2][j][2 * (r % 2) + c];
+                    s = ptx::ex2(fmaf(s, factor, -base));
+                    part[c] += s;
+                }
+            sum[r] = part[0] + part[1];
+            largest = fmaxf(largest, sum[r]), all += sum[r];
+        }
+        const bool good = ptx::vote_all(largest < kMaxP && all < ptx::infinity());  // NaN passes only the first test
+        if (good) {
+            #pragma unroll
+            for (int r = 0; r < kRowsPerLane; ++r) l[r] += sum[r];
+        }
+        return good;
+    }
+
+    // The end: lse[r] = ln sum exp of row r, with `unit` times S the scores, and inverse[r], by which O is multiplied.
+    // sees_nothing(row) marks rows without any key: O = 0, lse = -inf there.
+    template <class SeesNothing>
+    __device__ void finish(float unit, Rows &lse, Rows &inverse, SeesNothing sees_nothing) {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) {
+            l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });
+            const bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)));
+            inverse[r] = nothing ? 0.f : 1.f / l[r];
+            lse[r] = nothing ? -ptx::infinity() : fmaf(m[r], unit, ptx::lg2(l[r]) * kLn2);
+        }
+    }
+
+    template <int kD>
+    __device__ static void multiply_rows(AccTile<kRows, kD> &O, const Rows &by) {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r)
+            #pragma unroll
+            for (int j = 0; j < O.kColTiles; ++j)
+                O.x[r / 2][j][2 * (r % 2)] *= by[r], O.x[r / 2][j][2 * (r % 2) + 1] *= by[r];
+    }
+
+  private:
+    template <int kN>
+    __device__ static float row_maximum(const AccTile<kRows, kN> &S, int r) {
+        float top = -ptx::infinity();  // NaN counts for nothing
+        #pragma unroll
+        for (int j = 0; j < S.kColTiles; ++j)
+            top = fmaxf(top, fmaxf(S.x[r / 2][j][2 * (r % 2)], S.x[r / 2][j][2 * (r % 2) + 1]));
+        return quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
+    }
+    // A row that has seen nothing but -inf keeps P = 0 instead of the NaN of -inf - -inf.
+    __device__ static float finite_or_zero(float x) { return x == -ptx::infinity() ? 0.f : x; }
+};
+
+#endif  // CUPYFLASH_SOFTMAX_CUH

@@ -1,0 +1,204 @@
+// Backward attention with mma.sync and cp.async (sm_80 and every later architecture), by recomputation:
+//     P = exp(scale * Q K^T - lse),  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),
+//     dK = scale * dS^T Q,  dQ = scale * dS K,   FlashAttention-2 (Dao 2023), algorithm 2.
+//
+// One block owns kBlockN keys of one (batch, head_k), keeps K, V, dK and dV, and visits every query tile that sees
+// them, of all query heads of the group. S and dP are computed transposed: a warp owns kBlockN / (kWarps / kSplitD)
+// keys, so P^T and dS^T are the A operands of dV and dK straight from the accumulators. With kSplitD > 1, that many
+// warps share the same keys: each computes its part of the queries of S^T and dP^T and of the columns of dK and dV,
+// and they exchange P^T and dS^T through shared memory. dQ always needs dS from all warps (through shared memory) and
+// leaves by additions to global memory (dq_accum.cuh).
+// Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T if kSplitD > 1.
+#ifndef CUPYFLASH_BWD_SM80_CUH
+#define CUPYFLASH_BWD_SM80_CUH
+#include "attention/dq_accum.cuh"
+#include "tile/epilogue.cuh"
+#include "tile/gemm.cuh"
+#include "attention/mask.cuh"
+#include "attention/repair_gradients.cuh"
+
+// One query tile in shared memory.
+template <class T, int M, int D>
+struct QueryStage {
+    using Tile = SmemTile<T, M, D>;
+    static constexpr int kBytes = 2 * Tile::kBytes + 8 * M;
+    Tile sQ, sdO;
+    ptx::u32 stats;  // [M][2] floats: lse in powers of two, delta
+
+    __device__ explicit QueryStage(ptx::u32 base)
+        : sQ{base}, sdO{base + Tile::kBytes}, stats{base + 2 * Tile::kBytes} {}
+};
+
+// K or V of the block's keys.
+template <class V, class Tile>
+__device__ __forceinline__ void load_keys(const Tile &dst, const void *src, const Strides &stride,
+                                          const Problem &problem, const TileIndex &tile) {
+    using T = typename V::Element;
+    dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
+        static_cast<const T *>(src) + head_offset(stride, tile.batch, tile.head), stride.row, tile.block * V::kBlockN,
+        problem.seqlen_k);
+}
+
+template <class V>
+__device__ __forceinline__ void bwd(const BwdParams &p) {
+    using T = typename V::Element;
+    using Dq = DqTile<V>;
+    constexpr int M = V::kBlockM, N = V::kBlockN, D = Dq::kDim, kStages = V::kStages, kThreads = 32 * V::kWarps;
+    constexpr int kRows = N / (V::kWarps / V::kSplitD), kQueries = M / V::kSplitD, kCols = D / V::kSplitD;
+    static_assert(M <= kThreads && kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0 && kStages <= 2);
+
+    // Which keys. With a mask, the first key blocks are the longest.
+    const Problem &problem = p.problem;
+    const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_k, N), problem.heads_k);
+    const int group = problem.heads_q / problem.heads_k, k0 = tile.block * N;
+    const int key0 = warp() % (N / kRows) * kRows;  // this warp's keys
+    const int part = warp() / (N / kRows);          // and its share of them, if kSplitD > 1
+    const int query0 = part * kQueries, col0 = part * kCols;
+
+    using TileKV = SmemTile<T, N, D>;
+    using TileP = SmemTile<T, N, M>;
+    using Stage = QueryStage<T, M, D>;
+    constexpr int kExchanged = V::kSplitD > 1 ? 2 : 1;  // dS, P
+    static_assert(2 * TileKV::kBytes + kStages * Stage::kBytes + kExchanged * TileP::kBytes == V::kSmemBytes);
+    const TileKV sK{ptx::dynamic_smem()}, sV{sK.base + TileKV::kBytes};
+    const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
+    const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
+
+    const Mask<V> mask(problem);
+    const Score<V> score(problem);
+    const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
+    const int visits = group * blocks;
+
+    // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
+    struct Visit { int head, m_block; };
+    const auto after = [&](Visit v) {
+        return v.m_block > first ? Visit{v.head, v.m_block - 1} : Visit{v.head + 1, first + blocks - 1};
+    };
+    const auto request = [&](int i, Visit visit) {
+        if (i < visits) {
+            const int head = visit.head, q0 = visit.m_block * M;
+            const Stage s = stage(i);
+            s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
+                static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, head), p.q_stride.row, q0,
+                problem.seqlen_q);
+            s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
+                static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, head), p.dout_stride.row, q0,
+                problem.seqlen_q);
+            const int r = fresh_thread(), sequence = tile.batch * problem.heads_q + head;
+            if (r < M)
+                ptx::cp_async_8(s.stats + 8 * r, row_stats_at<M>(p, sequence, q0 + r), q0 + r < problem.seqlen_q);
+        }
+        ptx::cp_async_commit_group();
+    };
+
+    // Whether every query of a tile sees every key, so that no element needs a test.
+    const auto whole = [&](int q0) { return mask.full(q0, k0) && q0 + M <= problem.seqlen_q; };
+
+    AccTile<kRows, kCols> dK, dV;
+    dK.zero(), dV.zero();
+
+    // One query tile.
+    const auto step = [&](int i, Visit now) {
+        const int q0 = now.m_block * M;
+        const bool masked = !whole(q0);
+        const Stage s = stage(i);
+
+        ptx::cp_async_wait_group<0>();
+        ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before
+        if constexpr (kStages == 2) request(i + 1, after(now));
+
+        AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
+        P.zero(), dS.zero();
+        gemm_nt<T>(P, SmemA<TileKV, kRows>(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
+        gemm_nt<T>(dS, SmemA<TileKV, kRows>(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
+        const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
+        #pragma unroll
+        for (int j = 0; j < P.kColTiles; ++j) {
+            float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
+            ptx::ld_shared_v4_f32(stats, s.stats + 8 * (first_query + 8 * j));
+            #pragma unroll
+            for (int a = 0; a < P.kRowTiles; ++a)
+                #pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float &x = P.x[a][j][e], &y = dS.x[a][j][e];
+                    const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
+                    const float raw = x;
+                    x = score.P(raw, lse);
+                    y = score.dS(raw, x, y, delta);
+                }
+        }
+        if (masked) {
+            const Mask<V> from_here = mask.from(q0 + first_query, k0 + key0 + lane / 4);
+            const auto hide = [&](int key, int query, float &x) {
+                if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;
+            };
+            P.for_each(hide);
+            dS.for_each(hide);
+        }
+        FragA<T, kRows, kQueries> rP, rdS;
+        rP.from(P), rdS.from(dS);
+        rdS.store(sdS, key0, query0);
+        if constexpr (V::kSplitD > 1) rP.store(sP, key0, query0);
+
+        if constexpr (V::kSplitD == 1) {
+            gemm_nn<T>(dV, rP, s.sdO, col0);  // dV += P^T dO
+            gemm_nn<T>(dK, rdS, s.sQ, col0);  // dK += dS^T Q
+            ptx::bar_sync();                  // dS is complete, and every warp is done with Q and dO
+        } else {
+            ptx::bar_sync();  // P and dS are complete
+            gemm_nn<T>(dV, SmemA<TileP, kRows>(sP, key0), s.sdO, col0);
+            gemm_nn<T>(dK, SmemA<TileP, kRows>(sdS, key0), s.sQ, col0);
+            if constexpr (kStages == 1) ptx::bar_sync();  // every warp is done with Q and dO
+        }
+        if constexpr (kStages == 1) request(i + 1, after(now));
+
+        typename Dq::Acc dQ;
+        dQ.zero();
+        const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
+        gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
+        const int sequence = tile.batch * problem.heads_q + now.head;
+        const DqTurn<V> turn{p, sequence};
+        const int rank = tile.block - mask.first_key_block(q0);
+        turn.wait(now.m_block, rank);
+        Dq::for_each_group(dQ, Dq::accum(p, sequence, now.m_block),
+                           [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });
+        turn.pass(now.m_block, rank);
+    };
+
+    load_keys<V>(sK, p.k, p.k_stride, problem, tile);
+    load_keys<V>(sV, p.v, p.v_stride, problem, tile);
+    Visit now{tile.head * group, first + blocks - 1};
+    request(0, now);
+    #pragma unroll 1
+    for (int i = 0; i < visits; ++i, now = after(now)) step(i, now);
+
+    ptx::cp_async_wait_group<0>();
+    ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
+    dK.scale(score.scale);
+    // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
+    // block is, is worked out again: the main loop has no registers left to keep it.
+    const TileIndex here =
+        TileIndex::at<false>(ptx::opaque(ptx::block_index()), problem, ceil_div(problem.seqlen_k, N), problem.heads_k);
+    const int thread_warp = fresh_thread() / 32, row0 = thread_warp % (N / kRows) * kRows;
+    const int first_col = thread_warp / (N / kRows) * kCols, first_key = here.block * N;
+    const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,
+                           auto repair) {
+        if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, first_col))) {
+            const GradientRepair<V, M, V::kUnaligned> again(aside(p), here.batch);
+            #pragma unroll 1
+            for (int row = row0; row < row0 + kRows; ++row) repair(again, row);
+            ptx::bar_warp_sync();
+        }
+        write_rows<kRows, kCols, V::kHeadDim>(staging, row0,
+                                              static_cast<T *>(dst) + head_offset(stride, here.batch, here.head),
+                                              stride.row, first_key + row0, problem.seqlen_k, first_col);
+    };
+    leave(sK, dK, p.dk, p.dk_stride, [&](const auto &again, int row) {
+        again.template dk<kCols>(here.head, first_key + row, sK, row, first_col);
+    });
+    leave(sV, dV, p.dv, p.dv_stride, [&](const auto &again, int row) {
+        again.template dv<kCols>(here.head, first_key + row, sV, row, first_col);
+    });
+}
+
+#endif  // CUPYFLASH_BWD_SM80_CUH

@@ -1,0 +1,281 @@
+// dK and dV on Hopper for wide heads (sm_90a), by recomputation:
+//     P = exp(scale * Q K^T - lse),  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),  dK = scale * dS^T Q,
+// FlashAttention-2 (Dao 2023), algorithm 2 without dQ, which bwd_dq_sm90.cuh computes as a whole: with dK and dV of 64
+// keys the registers are full, and adding up dQ in global memory from blocks of 64 keys would cost more than computing
+// P and dS twice.
+//
+// A persistent block draws tiles of kBlockN = 64 keys of one (batch, head_k), keeps their K and V in shared memory, and
+// visits every query tile that sees them, of all query heads of the group. Two warpgroups consume, with S and dP
+// transposed, so that P^T and dS^T are A operands straight from the accumulators: the first computes S^T = K Q^T, P and
+// dV += P^T dO, and hands P on, as rounded, through shared memory; the second computes dP^T = V dO^T, dS and
+// dK += dS^T Q. In the third warpgroup one thread draws the tiles and produces Q, dO and row_stats through rings of
+// stages, ahead of the consumers. dV leaves through the shared memory of K, and dK through that of V: each has one
+// reader.
+//
+// Shared memory: K | V | kStages x Q | kStages x dO | two P | kStages x row_stats | mbarriers | queue of work.
+#ifndef CUPYFLASH_BWD_DKV_SM90_CUH
+#define CUPYFLASH_BWD_DKV_SM90_CUH
+#include "attention/params_sm90.cuh"
+#include "attention/work_sm90.cuh"
+#include "tile/pipeline_sm90.cuh"
+#include "attention/repair_gradients.cuh"
+#include "attention/score.cuh"
+#include "tile/tile_sm90.cuh"
+#include "attention/visits.cuh"
+
+// The two consumer warpgroups, and what is theirs: K, Q and S; V, dO and dP.
+enum DkvRole { kRoleP = 0, kRoleDS = 1 };
+
+template <class V>
+struct BwdDkvSmem {
+    using T = typename V::Element;
+    static constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
+    using TileKV = SwizzledTile<T, N, D>;
+    using TileQ = SwizzledTile<T, M, D>;
+    static constexpr int kQ = 2 * TileKV::kBytes, kP = kQ + 2 * kStages * TileQ::kBytes;
+    static constexpr int kStats = kP + 2 * 2 * M * N, kBars = kStats + kStages * 8 * M;
+    static constexpr int kBarriers = 8 + 4 * kStages, kQueue = kBars + 8 * (kBarriers + WorkQueue::kBarriers);
+    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
+    ptx::u32 base;
+
+    __device__ TileKV resident(int role) const { return {base + role * TileKV::kBytes}; }  // K, V
+    __device__ TileQ streamed(int role, int stage) const {                                 // Q, dO
+        return {base + kQ + (role * kStages + stage) * TileQ::kBytes};
+    }
+    __device__ ptx::u32 p(int i) const { return base + kP + i * (2 * M * N); }
+    __device__ ptx::u32 stats(int stage) const { return base + kStats + stage * 8 * M; }  // [M][2]: lse, delta
+    __device__ ptx::u32 resident_full(int role) const { return bar(role); }
+    __device__ ptx::u32 full(int role, int stage) const { return bar(2 + role * kStages + stage); }
+    __device__ ptx::u32 empty(int role, int stage) const { return bar(2 + (2 + role) * kStages + stage); }
+    __device__ ptx::u32 p_full(int i) const { return bar(2 + 4 * kStages + i); }
+    __device__ ptx::u32 p_empty(int i) const { return bar(4 + 4 * kStages + i); }
+    __device__ ptx::u32 resident_empty(int role) const { return bar(6 + 4 * kStages + role); }
+    __device__ WorkQueue queue() const { return {bar(kBarriers), base + kQueue}; }
+
+    __device__ void init() const {  // by one thread
+        #pragma unroll 1
+        for (int i = 0; i < 2 + 2 * kStages; ++i) ptx::mbarrier_init(bar(i), 1);
+        #pragma unroll 1
+        for (int i = 0; i < 2 * kStages; ++i) ptx::mbarrier_init(empty(0, i), 8);  // warps of both groups
+        #pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(p_full(i), 4), ptx::mbarrier_init(p_empty(i), 4);
+            ptx::mbarrier_init(resident_empty(i), 1);
+        }
+        WorkQueue::init(bar(kBarriers), 8);
+        ptx::fence_mbarrier_init();
+    }
+
+  private:
+    __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
+};
+
+// K and V once a tile, Q, dO and row_stats of every visit; by one thread, which also decides what is computed.
+template <class V>
+__device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDkvSmem<V> &smem) {
+    constexpr int M = V::kBlockM;
+    const Problem &problem = p.plain.problem;
+    WorkQueue queue = smem.queue();
+    RingPosition<V::kStages> ring;
+    RingPosition<1> tiles;
+    for (TileNumbers numbers(p.counter);; numbers.draw(), tiles.next()) {
+        const auto work = pack_tile<false>(numbers.number, problem, BwdVisits<V>::key_blocks(problem), problem.heads_k);
+        queue.publish(work);
+        const TileIndex tile = unpack_tile(work);
+        if (tile.block < 0) {
+            numbers.finish();
+            break;
+        }
+        BwdVisits<V> visit(problem, tile);
+        const auto load_resident = [&](int role, const ptx::TensorMap &map) {
+            ptx::mbarrier_wait(smem.resident_empty(role), tiles.phase ^ 1);
+            smem.resident(role).load(map, smem.resident_full(role), visit.k0, tile.head, tile.batch, ptx::kEvictFirst);
+        };
+        const auto load = [&](int role, const ptx::TensorMap &map, int more_bytes) {
+            ptx::mbarrier_wait(smem.empty(role, ring.stage), ring.phase ^ 1);
+            smem.streamed(role, ring.stage)
+                .load(map, smem.full(role, ring.stage), visit.q0(), visit.head, tile.batch, ptx::kEvictNormal,
+                      more_bytes);
+        };
+        #pragma unroll 1
+        for (int i = 0; i < visit.count; ++i, ring.next(), visit.next()) {
+            load(kRoleP, p.map_q, 8 * M);
+            ptx::cp_async_bulk_load(smem.stats(ring.stage), row_stats_at<M>(p.plain, visit.sequence(), visit.q0()),
+                                    8 * M, smem.full(kRoleP, ring.stage));
+            if (i == 0) load_resident(kRoleP, p.map_k);
+            load(kRoleDS, p.map_dout, 0);
+            if (i == 0) load_resident(kRoleDS, p.map_v);
+        }
+        if (visit.count == 0) load_resident(kRoleP, p.map_k), load_resident(kRoleDS, p.map_v);  // keeps the phases even
+    }
+}
+
+// One consumer warpgroup. X is S or dP, W is P or dS, dKV is dV or dK.
+template <class V, int kRole>
+struct BwdDkvGroup {
+    using T = typename V::Element;
+    static constexpr int M = V::kBlockM, N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16), kOther = 1 - kRole;
+    static_assert(M == 64 && N == 64);
+
+    const BwdSm90Params &p;
+    const Problem &problem;
+    const BwdDkvSmem<V> &smem;
+    const Mask<V> mask;
+    const Score<V> score;
+    const int key0;                 // this warp's first key of the block
+    RingPosition<V::kStages> ring;  // of Q and dO
+    RingPosition<2> handed;         // of P
+
+    __device__ BwdDkvGroup(const BwdSm90Params &p, const BwdDkvSmem<V> &smem)
+        : p(p), problem(p.plain.problem), smem(smem), mask(problem), score(problem), key0(warp() % 4 * 16) {}
+
+    __device__ void run() {
+        WorkQueue queue = smem.queue();
+        for (RingPosition<1> tiles;; tiles.next()) {
+            const TileIndex tile = unpack_tile(queue.next());
+            if (tile.block < 0) break;
+            compute(BwdVisits<V>(problem, tile), tiles.phase);
+        }
+    }
+
+    __device__ void compute(BwdVisits<V> visit, ptx::u32 tile_phase) {
+        AccTile<16, D> dKV;
+        dKV.zero();
+        const auto resident = smem.resident(kRole);
+        ptx::mbarrier_wait(smem.resident_full(kRole), tile_phase);
+        if (visit.count > 0) {
+            FragA<T, 16, M> W;
+            {
+                AccTile<16, M> X;  // transposed: rows are keys
+                ptx::mbarrier_wait(smem.full(kRole, ring.stage), ring.phase);
+                issue_nt<T, kDepth>(X, resident, smem.streamed(kRole, ring.stage));
+                ptx::wgmma_wait_group<0>();
+                arrived(X);
+                weigh(visit, X, W);
+            }
+            #pragma unroll 1
+            for (int i = 1; i < visit.count; ++i) {
+                const RingPosition<V::kStages> before = ring;
+                ring.next(), visit.next();
+                AccTile<16, M> X;
+                ptx::mbarrier_wait(smem.full(kOther, before.stage), before.phase);
+                issue_nn<T, M>(dKV, W, smem.streamed(kOther, before.stage));  // dV += P^T dO, dK += dS^T Q: tile before
+                ptx::mbarrier_wait(smem.full(kRole, ring.stage), ring.phase);
+                issue_nt<T, kDepth>(X, resident, smem.streamed(kRole, ring.stage));  // S^T = K Q^T, dP^T = V dO^T
+                ptx::wgmma_wait_group<1>();
+                arrived(dKV);
+                arrive_warp(smem.empty(kOther, before.stage));
+                ptx::wgmma_wait_group<0>();
+                arrived(X);
+                weigh(visit, X, W);
+            }
+            ptx::mbarrier_wait(smem.full(kOther, ring.stage), ring.phase);
+            issue_nn<T, M>(dKV, W, smem.streamed(kOther, ring.stage));
+            ptx::wgmma_wait_group<0>();
+            arrived(dKV);
+            arrive_warp(smem.empty(kOther, ring.stage));
+            ring.next();
+        }
+        finish(visit, dKV);
+    }
+
+    // P from S, or dS from dP and P; then Q, or dO, is no longer needed by this group.
+    __device__ void weigh(const BwdVisits<V> &visit, AccTile<16, M> &X, FragA<T, 16, M> &W) {
+        const ptx::u32 thread = fresh_thread() % 128;
+        const ptx::u32 stats_at = smem.stats(ring.stage) + 16 * (thread % 4), p_at = smem.p(handed.stage) + 16 * thread;
+        const bool masked = !mask.full(visit.q0(), visit.k0) || visit.q0() + M > problem.seqlen_q;
+        float stats[M / 8][4];  // of two neighbouring queries: lse, delta, lse, delta
+        if constexpr (kRole == kRoleDS) ptx::mbarrier_wait(smem.full(kRoleP, ring.stage), ring.phase);
+        #pragma unroll
+        for (int j = 0; j < M / 8; ++j) ptx::ld_shared_v4_f32(stats[j], stats_at + 64 * j);
+        if constexpr (kRole == kRoleP) {
+            FragA<T, 16, 16> weights[M / 16];  // by which the other group multiplies dP - delta
+            #pragma unroll
+            for (int k = 0; k < M / 16; ++k) {
+                AccTile<16, 16> weight;
+                #pragma unroll
+                for (int j = 0; j < 2; ++j)
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        float &x = X.x[0][2 * k + j][e];
+                        const float s = x;
+                        x = score.P(s, stats[2 * k + j][2 * (e % 2)]);
+                        weight.x[0][j][e] = score.weight(s, x);
+                    }
+                if constexpr (!Score<V>::kWeightIsP) weights[k].from(weight);
+            }
+            if (masked) hide(visit, X);
+            W.from(X);
+            ptx::mbarrier_wait(smem.p_empty(handed.stage), handed.phase ^ 1);
+            #pragma unroll
+            for (int k = 0; k < M / 16; ++k) {
+                const ptx::u32(&r)[4] = Score<V>::kWeightIsP ? W.x[k][0] : weights[k].x[0][0];
+                ptx::st_shared_v4_b32(p_at + 2048 * k, {r[0], r[1], r[2], r[3]});
+            }
+            arrive_warp(smem.p_full(handed.stage));
+        } else {
+            ptx::mbarrier_wait(smem.p_full(handed.stage), handed.phase);
+            ptx::U128 P[M / 16];
+            #pragma unroll
+            for (int k = 0; k < M / 16; ++k) P[k] = ptx::ld_shared_v4_b32(p_at + 2048 * k);
+            arrive_warp(smem.p_empty(handed.stage));
+            X.for_each([&](int key, int query, float &dp) {
+                const ptx::u32 pair = P[query / 16].x[query / 8 % 2 * 2 + key / 8];
+                dp = (query % 2 ? T::hi(pair) : T::lo(pair)) * (dp - stats[query / 8][2 * (query % 2) + 1]);
+            });
+            if (masked) hide(visit, X);
+            W.from(X);
+        }
+        handed.next();
+        arrive_warp(smem.empty(kRole, ring.stage));
+    }
+
+    // Beyond seqlen_q rows of Q are zeros, but 0 times an inf of K is not.
+    __device__ void hide(const BwdVisits<V> &visit, AccTile<16, M> &x) const {
+        const int lane = fresh_lane();
+        const auto from_here = mask.from(visit.q0() + 2 * (lane % 4), visit.k0 + key0 + lane / 4);
+        x.for_each([&](int key, int query, float &e) {
+            e = from_here.sees(query, key) && query < from_here.seqlen_q ? e : 0.f;
+        });
+    }
+
+    // The result leaves through K or V, which then go back to the producer.
+    __device__ void finish(const BwdVisits<V> &visit, AccTile<16, D> &dKV) const {
+        const auto tile = smem.resident(kRole);
+        if constexpr (kRole == kRoleDS) dKV.scale(score.scale);
+        if (!ptx::vote_all(stage<T>(tile, key0, dKV))) {
+            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+            const GradientRepair<V, M, false> again(p.plain, visit.tile.batch);
+            #pragma unroll 1
+            for (int row = key0; row < key0 + 16; ++row)
+                if constexpr (kRole == kRoleDS) again.dk(visit.tile.head, visit.k0 + row, tile, row);
+                else again.dv(visit.tile.head, visit.k0 + row, tile, row);
+        }
+        ptx::fence_proxy_async();
+        ptx::bar_sync(1 + kRole, 128);
+        if (ptx::thread_index() % 128 == 0) {
+            tile.store(kRole == kRoleP ? p.map_dv : p.map_dk, visit.k0, visit.tile.head, visit.tile.batch);
+            ptx::cp_async_bulk_wait_group_read<0>();
+            ptx::mbarrier_arrive(smem.resident_empty(kRole));
+        }
+    }
+};
+
+template <class V>
+__device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
+    const BwdDkvSmem<V> smem{ptx::dynamic_smem_1024()};
+    if (ptx::thread_index() == 0) smem.init();
+    ptx::bar_sync();
+
+    const int role = uniform(ptx::thread_index() / 128);
+    if (role == 2) {
+        ptx::setmaxnreg_dec<V::kProducerRegisters>();
+        if (ptx::thread_index() % 128 == 0) bwd_dkv_load<V>(p, smem);
+    } else {
+        ptx::setmaxnreg_inc<V::kConsumerRegisters>();
+        if (role == kRoleP) BwdDkvGroup<V, kRoleP>(p, smem).run();
+        else BwdDkvGroup<V, kRoleDS>(p, smem).run();
+    }
+}
+
+#endif  // CUPYFLASH_BWD_DKV_SM90_CUH

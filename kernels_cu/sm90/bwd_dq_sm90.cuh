@@ -1,0 +1,298 @@
+// dQ on Hopper for wide heads (sm_90a), by recomputation; dK and dV are those of bwd_dkv_sm90.cuh:
+//     P = exp(scale * Q K^T - lse),  dS = P * (dO V^T - delta),  dQ = scale * dS K.
+//
+// A persistent block draws tiles of kBlockM = 128 rows of one (batch, head), keeps their Q and dO in shared memory, and
+// visits the key blocks that they see, from the last to the first. Two warpgroups consume: each owns 64 rows, with S, dP
+// and dQ in registers, and for each key block issues dQ += dS_{j+1} K_{j+1}, dP_j = dO V_j^T and S_j = Q K_j^T in a row,
+// then turns S_j and dP_j into dS_j while the products of the other warpgroup keep the tensor cores busy. In the third
+// warpgroup one thread draws the tiles and produces V and K by turns, through one ring: of three stages V_j takes that of
+// K_{j+2}, and K_j that of V_{j+1}; a warp for each consumer brings its Q and dO.
+//
+// Shared memory: two Q | two dO | ring of V and K | mbarriers | queue of work. dQ leaves through its Q tile.
+#ifndef CUPYFLASH_BWD_DQ_SM90_CUH
+#define CUPYFLASH_BWD_DQ_SM90_CUH
+#include "attention/mask.cuh"
+#include "attention/params_sm90.cuh"
+#include "attention/work_sm90.cuh"
+#include "tile/pipeline_sm90.cuh"
+#include "attention/repair_gradients.cuh"
+#include "attention/score.cuh"
+#include "tile/tile_sm90.cuh"
+
+template <class V>
+struct BwdDqSmem {
+    using T = typename V::Element;
+    static constexpr int N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
+    static constexpr int kGroups = V::kBlockM / 64;
+    using TileQ = SwizzledTile<T, 64, D>;
+    using TileKV = SwizzledTile<T, N, D>;
+    static constexpr int kDO = kGroups * TileQ::kBytes, kRing = 2 * kDO, kBars = kRing + kStages * TileKV::kBytes;
+    static constexpr int kBarriers = 2 * kStages + 4 * kGroups, kQueue = kBars + 8 * (kBarriers + WorkQueue::kBarriers);
+    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
+    ptx::u32 base;
+
+    __device__ TileQ q(int group) const { return {base + group * TileQ::kBytes}; }
+    __device__ TileQ dout(int group) const { return {base + kDO + group * TileQ::kBytes}; }
+    __device__ TileKV kv(int stage) const { return {base + kRing + stage * TileKV::kBytes}; }
+    __device__ ptx::u32 full(int stage) const { return bar(stage); }
+    __device__ ptx::u32 empty(int stage) const { return bar(kStages + stage); }
+    __device__ ptx::u32 q_full(int group) const { return bar(2 * kStages + group); }
+    __device__ ptx::u32 q_empty(int group) const { return bar(2 * kStages + kGroups + group); }
+    __device__ ptx::u32 dout_full(int group) const { return bar(2 * kStages + 2 * kGroups + group); }
+    __device__ ptx::u32 dout_empty(int group) const { return bar(2 * kStages + 3 * kGroups + group); }
+    __device__ WorkQueue queue() const { return {bar(kBarriers), base + kQueue}; }
+
+    __device__ void init() const {  // by one thread
+        #pragma unroll 1
+        for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(full(i), 1), ptx::mbarrier_init(empty(i), 4 * kGroups);
+        #pragma unroll 1
+        for (int i = 0; i < kGroups; ++i) {
+            ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(q_empty(i), 1);
+            ptx::mbarrier_init(dout_full(i), 1), ptx::mbarrier_init(dout_empty(i), 4);
+        }
+        WorkQueue::init(bar(kBarriers), 4 * kGroups + kGroups);
+        ptx::fence_mbarrier_init();
+    }
+
+  private:
+    __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
+};
+
+// A tile of rows, and the key blocks [first, end) that some of them see. An empty range is widened to one block, in
+// which the mask then hides everything.
+template <class V>
+struct BwdDqTile {
+    TileIndex index;
+    int q0, head_k, first, end;
+
+    __device__ static ptx::U128 pack(int number, const Problem &p) {
+        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.seqlen_q, V::kBlockM), p.heads_q);
+    }
+    __device__ BwdDqTile(const ptx::U128 &packed, const Problem &p)
+        : index(unpack_tile(packed)), q0(index.block * V::kBlockM), head_k(index.head / (p.heads_q / p.heads_k)) {
+        const Mask<V> mask(p);
+        first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
+    }
+    __device__ bool exists() const { return index.block >= 0; }
+};
+
+// V and K of every key block, by one thread, which also decides what is computed.
+template <class V>
+__device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const BwdDqSmem<V> &smem) {
+    WorkQueue queue = smem.queue();
+    RingPosition<V::kStages> ring;
+    for (TileNumbers numbers(p.counter);; numbers.draw()) {
+        const ptx::U128 work = BwdDqTile<V>::pack(numbers.number, p.plain.problem);
+        queue.publish(work);
+        const BwdDqTile<V> tile(work, p.plain.problem);
+        if (!tile.exists()) {
+            numbers.finish();
+            break;
+        }
+        const auto load = [&](const ptx::TensorMap &map, int j) {
+            ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
+            smem.kv(ring.stage)
+                .load(map, smem.full(ring.stage), j * V::kBlockN, tile.head_k, tile.index.batch, ptx::kEvictLast);
+            ring.next();
+        };
+        #pragma unroll 1
+        for (int j = tile.end - 1; j >= tile.first; --j) load(p.map_v, j), load(p.map_k, j);
+    }
+}
+
+// Q and dO of one group, by one warp.
+template <class V>
+__device__ __forceinline__ void bwd_dq_load_rows(const BwdSm90Params &p, const BwdDqSmem<V> &smem, int group) {
+    WorkQueue queue = smem.queue();
+    for (RingPosition<1> tiles;; tiles.next()) {
+        const BwdDqTile<V> tile(queue.next(), p.plain.problem);
+        if (!tile.exists()) break;
+        const auto load = [&](const auto &to, const ptx::TensorMap &map, ptx::u32 full, ptx::u32 empty) {
+            ptx::mbarrier_wait(empty, tiles.phase ^ 1);
+            ptx::bar_warp_sync();
+            if (lane() == 0)
+                to.load(map, full, tile.q0 + 64 * group, tile.index.head, tile.index.batch, ptx::kEvictFirst);
+        };
+        load(smem.dout(group), p.map_dout, smem.dout_full(group), smem.dout_empty(group));
+        load(smem.q(group), p.map_q, smem.q_full(group), smem.q_empty(group));
+    }
+}
+
+// One consumer warpgroup.
+template <class V>
+struct BwdDqGroup {
+    using T = typename V::Element;
+    static constexpr int N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16);
+
+    const BwdSm90Params &p;
+    const Problem &problem;
+    const BwdDqSmem<V> &smem;
+    const Mask<OneGroup<V>> mask;
+    const Score<V> score;
+    const int group, warp_row;  // of the block; this warp's first row of the 64
+    RingPosition<V::kStages> ring;
+    float stats[2][2];  // of this lane's two rows: lse, delta
+
+    __device__ BwdDqGroup(const BwdSm90Params &p, const BwdDqSmem<V> &smem, int group)
+        : p(p),
+          problem(p.plain.problem),
+          smem(smem),
+          mask(problem),
+          score(problem),
+          group(group),
+          warp_row(warp() % 4 * 16) {}
+
+    __device__ bool leads() const { return ptx::thread_index() % 128 == 0; }
+    // All four warps of the group.
+    __device__ void sync() const { ptx::bar_sync(1 + group, 128); }
+
+    // Key blocks that the block has and these rows do not need. To be released only once they are full: an earlier
+    // arrival would count for the phase before.
+    __device__ void pass(int blocks) {
+        #pragma unroll 1
+        for (int i = 0; i < 2 * blocks; ++i, ring.next()) {
+            ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
+            arrive_warp(smem.empty(ring.stage));
+        }
+    }
+
+    __device__ void run() {
+        WorkQueue queue = smem.queue();
+        for (RingPosition<1> tiles;; tiles.next()) {
+            const BwdDqTile<V> tile(queue.next(), problem);
+            if (!tile.exists()) break;
+            compute(tile, tiles.phase);
+        }
+    }
+
+    __device__ void compute(const BwdDqTile<V> &tile, ptx::u32 tile_phase) {
+        const int q0 = tile.q0 + 64 * group;
+        if (q0 >= problem.seqlen_q) {
+            pass(tile.end - tile.first);
+            ptx::mbarrier_wait(smem.dout_full(group), tile_phase);
+            ptx::mbarrier_wait(smem.q_full(group), tile_phase);
+            arrive_warp(smem.dout_empty(group));  // all four, and dO is brought before Q: none misses a phase of q_full
+            if (leads()) ptx::mbarrier_arrive(smem.q_empty(group));
+            return;
+        }
+        // [first, end): this group's blocks.
+        const int end = min(max(mask.end_key_block(q0), tile.first + 1), tile.end);
+        const int first = V::kWindow ? min(max(mask.first_key_block(q0), tile.first), end - 1) : 0;
+        const float *const stats_at =
+            row_stats_at<64>(p.plain, tile.index.batch * problem.heads_q + tile.index.head, q0 + warp_row + lane() / 4);
+        #pragma unroll
+        for (int r = 0; r < 2; ++r) stats[r][0] = stats_at[16 * r], stats[r][1] = stats_at[16 * r + 1];
+        pass(tile.end - end);
+
+        AccTile<16, D> dQ;
+        FragA<T, 16, N> dS;
+        ptx::mbarrier_wait(smem.dout_full(group), tile_phase);
+        ptx::mbarrier_wait(smem.q_full(group), tile_phase);
+        {
+            AccTile<16, N> S, dP;
+            issue_dp(dP);
+            issue_s(S);
+            ptx::wgmma_wait_group<0>();
+            arrived(dP), arrived(S);
+            arrive_warp(smem.empty(v_stage()));
+            weigh(S, dP, q0, end - 1, dS);
+        }
+        dQ.zero();
+        #pragma unroll 1
+        for (int j = end - 2; j >= first; --j) {
+            const RingPosition<V::kStages> before = ring;  // of K
+            ring.next();
+            AccTile<16, N> S, dP;
+            issue_nn<T, N>(dQ, dS, smem.kv(before.stage));  // dQ += dS K, of the block before
+            issue_dp(dP);
+            ptx::wgmma_wait_group<1>();
+            arrived(dQ);
+            arrive_warp(smem.empty(before.stage));
+            issue_s(S);  // in the registers that dS leaves
+            ptx::wgmma_wait_group<1>();
+            arrived(dP);
+            arrive_warp(smem.empty(v_stage()));
+            ptx::wgmma_wait_group<0>();
+            arrived(S);
+            weigh(S, dP, q0, j, dS);
+        }
+        arrive_warp(smem.dout_empty(group));
+        issue_nn<T, N>(dQ, dS, smem.kv(ring.stage));
+        ptx::wgmma_wait_group<0>();
+        arrived(dQ);
+        arrive_warp(smem.empty(ring.stage));
+        ring.next();
+        if constexpr (V::kWindow) pass(first - tile.first);
+        finish(tile, q0, dQ);
+    }
+
+    // A tile whose address is computed again: descriptors of Q and dO kept through the loop would spill.
+    template <class Tile>
+    __device__ static Tile fresh(const Tile &tile) {
+        return {static_cast<ptx::u32>(ptx::opaque(static_cast<int>(tile.base)))};
+    }
+    // dP = dO V^T and S = Q K^T, in this order; leave `ring` at K.
+    __device__ void issue_dp(AccTile<16, N> &dP) {
+        ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
+        issue_nt<T, kDepth>(dP, fresh(smem.dout(group)), smem.kv(ring.stage));
+        ring.next();
+    }
+    __device__ void issue_s(AccTile<16, N> &S) {
+        ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
+        issue_nt<T, kDepth>(S, fresh(smem.q(group)), smem.kv(ring.stage));
+    }
+    // The stage before the ring's.
+    __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }
+
+    // dS = P * (dP - delta), P = exp(S - lse).
+    __device__ void weigh(const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int j, FragA<T, 16, N> &dS) const {
+        dP.for_each([&](int row, int col, float &dp) {
+            const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
+            dp = score.dS(s, score.P(s, stats[row / 8][0]), dp, stats[row / 8][1]);
+        });
+        if (!mask.full(q0, j * N)) {
+            const int lane = fresh_lane();
+            const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
+            dP.for_each([&](int row, int col, float &ds) { ds = from_here.sees(row, col) ? ds : 0.f; });
+        }
+        dS.from(dP);
+    }
+
+    __device__ void finish(const BwdDqTile<V> &tile, int q0, AccTile<16, D> &dQ) const {
+        const auto sQ = smem.q(group);
+        dQ.scale(score.scale);
+        if (!ptx::vote_all(stage<T>(sQ, warp_row, dQ))) {
+            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+            const GradientRepair<OneGroup<V>, 64, false> again(p.plain, tile.index.batch);
+            #pragma unroll 1
+            for (int row = warp_row; row < warp_row + 16; ++row) again.dq(tile.index.head, q0 + row, sQ, row);
+        }
+        ptx::fence_proxy_async();
+        sync();
+        if (leads()) {
+            sQ.store(p.map_dq, q0, tile.index.head, tile.index.batch);
+            ptx::cp_async_bulk_wait_group_read<0>();
+            ptx::mbarrier_arrive(smem.q_empty(group));
+        }
+    }
+};
+
+template <class V>
+__device__ __forceinline__ void bwd_dq(const BwdSm90Params &p) {
+    const BwdDqSmem<V> smem{ptx::dynamic_smem_1024()};
+    if (ptx::thread_index() == 0) smem.init();
+    ptx::bar_sync();
+
+    const int role = uniform(ptx::thread_index() / 128);
+    if (role == smem.kGroups) {
+        ptx::setmaxnreg_dec<V::kProducerRegisters>();
+        const int warp_in_group = uniform(warp() % 4);
+        if (warp_in_group == 0 && lane() == 0) bwd_dq_load_kv<V>(p, smem);
+        if (warp_in_group > 0 && warp_in_group <= smem.kGroups) bwd_dq_load_rows<V>(p, smem, warp_in_group - 1);
+    } else {
+        ptx::setmaxnreg_inc<V::kConsumerRegisters>();
+        BwdDqGroup<V>(p, smem, role).run();
+    }
+}
+
+#endif  // CUPYFLASH_BWD_DQ_SM90_CUH

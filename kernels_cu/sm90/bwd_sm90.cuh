@@ -1,0 +1,336 @@
+// Backward attention on Hopper with wgmma and TMA (sm_90a), by recomputation:
+//     P = exp(scale * Q K^T - lse),  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),
+//     dK = scale * dS^T Q,  dQ = scale * dS K,   FlashAttention-2 (Dao 2023), algorithm 2.
+//
+// One block owns kBlockN keys of one (batch, head_k) and visits every query tile that sees them, of all query heads of
+// the group. Each consumer warpgroup owns 64 of the keys, with their dK and dV in registers: it computes S and dP
+// transposed, so that P^T and dS^T are A operands of dV and dK straight from the accumulators, and leaves dS in shared
+// memory. dQ = dS K needs the dS of all: the warpgroups take turns, and whose turn it is computes the dQ of the visit
+// before, so that nobody waits for the others' dS of this one. While one warpgroup turns S into dS, the products of the
+// others keep the tensor cores busy. In the last warpgroup one thread loads, and another one adds dQ to its accumulator
+// in global memory (dq_accum.cuh).
+//
+// Shared memory: K | V | kStages x Q | kStages x dO | two dS | two dQ | kStages x row_stats | mbarriers.
+#ifndef CUPYFLASH_BWD_SM90_CUH
+#define CUPYFLASH_BWD_SM90_CUH
+#include "attention/dq_accum.cuh"
+#include "attention/params_sm90.cuh"
+#include "tile/pipeline_sm90.cuh"
+#include "attention/repair_gradients.cuh"
+#include "attention/score.cuh"
+#include "tile/tile_sm90.cuh"
+#include "attention/visits.cuh"
+
+// As dq_accum.cuh sees the warpgroup that computes dQ: as if it had four warps for every 64 columns of the tile.
+template <class V>
+struct DqSm90 : V {
+    static constexpr int kDqWarpsM = V::kBlockM / 16, kWarps = ceil_div(V::kHeadDim, 64) * kDqWarpsM, kSplitD = 4;
+};
+
+template <class V>
+struct BwdSm90Smem {
+    using T = typename V::Element;
+    static constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
+    static constexpr int kGroups = N / 64, kChunks = ceil_div(D, 64);
+    using TileKV = SwizzledTile<T, N, D>;
+    using TileQ = SwizzledTile<T, M, D>;
+    using TileDS = SwizzledTile<T, M, N>;
+    static constexpr int kDqBytes = 4 * M * 64 * kChunks;
+    static constexpr int kV = TileKV::kBytes, kQ = 2 * TileKV::kBytes, kDO = kQ + kStages * TileQ::kBytes;
+    static constexpr int kDS = kDO + kStages * TileQ::kBytes, kDQ = kDS + 2 * TileDS::kBytes;
+    static constexpr int kStats = kDQ + 2 * kDqBytes, kBars = kStats + kStages * 8 * M;
+    static constexpr int kBarriers = 10 + 3 * kStages;
+    static_assert(kBars + 8 * kBarriers == V::kSmemBytes);
+    ptx::u32 base;
+
+    __device__ TileKV k() const { return {base}; }
+    __device__ TileKV v() const { return {base + kV}; }
+    __device__ TileQ q(int stage) const { return {base + kQ + stage * TileQ::kBytes}; }
+    __device__ TileQ dout(int stage) const { return {base + kDO + stage * TileQ::kBytes}; }
+    __device__ TileDS ds(int stage) const { return {base + kDS + stage * TileDS::kBytes}; }
+    __device__ ptx::u32 dq(int stage) const { return base + kDQ + stage * kDqBytes; }
+    __device__ ptx::u32 stats(int stage) const { return base + kStats + stage * 8 * M; }  // [M][2]: lse, delta
+    __device__ ptx::u32 k_full() const { return bar(0); }
+    __device__ ptx::u32 v_full() const { return bar(1); }
+    __device__ ptx::u32 ds_full(int stage) const { return bar(2 + stage); }
+    __device__ ptx::u32 ds_empty(int stage) const { return bar(4 + stage); }
+    __device__ ptx::u32 dq_full(int stage) const { return bar(6 + stage); }
+    __device__ ptx::u32 dq_empty(int stage) const { return bar(8 + stage); }
+    __device__ ptx::u32 q_full(int stage) const { return bar(10 + stage); }
+    __device__ ptx::u32 dout_full(int stage) const { return bar(10 + kStages + stage); }
+    __device__ ptx::u32 empty(int stage) const { return bar(10 + 2 * kStages + stage); }  // of Q, dO and row_stats
+
+    __device__ void init() const {  // by one thread
+        ptx::mbarrier_init(k_full(), 1), ptx::mbarrier_init(v_full(), 1);
+        #pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(ds_full(i), 4 * kGroups), ptx::mbarrier_init(ds_empty(i), 4);
+            ptx::mbarrier_init(dq_full(i), 4), ptx::mbarrier_init(dq_empty(i), 1);
+        }
+        #pragma unroll 1
+        for (int i = 0; i < kStages; ++i) {
+            ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(dout_full(i), 1);
+            ptx::mbarrier_init(empty(i), 4 * kGroups);
+        }
+        ptx::fence_mbarrier_init();
+    }
+
+  private:
+    __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
+};
+
+// K and V once, then Q, dO and row_stats of every visit; by one thread.
+template <class V>
+__device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem) {
+    constexpr int M = V::kBlockM;
+    const Problem &problem = p.plain.problem;
+    BwdVisits<V> visit(problem);
+    const int batch = visit.tile.batch;
+    #pragma unroll 1
+    for (int i = 0; i < visit.count; ++i, visit.next()) {
+        const auto ring = RingPosition<V::kStages>::of(i);
+        const int stage = ring.stage, q0 = visit.q0();
+        ptx::mbarrier_wait(smem.empty(stage), ring.phase ^ 1);
+        smem.q(stage).load(p.map_q, smem.q_full(stage), q0, visit.head, batch, ptx::kEvictNormal, 8 * M);
+        ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, visit.sequence(), q0), 8 * M,
+                                smem.q_full(stage));
+        if (i == 0) smem.k().load(p.map_k, smem.k_full(), visit.k0, visit.tile.head, batch, ptx::kEvictNormal);
+        smem.dout(stage).load(p.map_dout, smem.dout_full(stage), q0, visit.head, batch, ptx::kEvictNormal);
+        if (i == 0) smem.v().load(p.map_v, smem.v_full(), visit.k0, visit.tile.head, batch, ptx::kEvictNormal);
+    }
+}
+
+// Every dQ, from shared memory to the accumulator; by one thread. dq_turn counts the shares that others wait for: with
+// first_stores that of the tile's first key block, which stores where they add; in deterministic order every one. Key
+// blocks before this one have a lower block index, so they are running.
+template <class V>
+__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem) {
+    constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
+    const Problem &problem = p.plain.problem;
+    BwdVisits<V> visit(problem);
+    #pragma unroll 1
+    for (int i = 0; i < visit.count; ++i, visit.next()) {
+        const auto at = RingPosition<2>::of(i);
+        float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence(), visit.m_block);
+        int *const turn = dq_turn<V>(p.plain, visit.sequence(), visit.m_block);
+        const int rank = visit.tile.block - Mask<V>(problem).first_key_block(visit.q0());
+        const bool stores = problem.first_stores && rank == 0;
+        if (V::kDeterministic || problem.first_stores) {
+            while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1))) ptx::nanosleep();
+            ptx::fence_proxy_async_global();
+        }
+        ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);
+        if (stores) ptx::cp_async_bulk_store(accum, smem.dq(at.stage), kBytes);
+        else ptx::cp_reduce_async_bulk_add_f32(accum, smem.dq(at.stage), kBytes);
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(smem.dq_empty(at.stage));
+        if (V::kDeterministic || stores) {
+            ptx::cp_async_bulk_wait_group<0>();
+            ptx::fence_proxy_async_global();
+            ptx::atomic_add_acq_rel(turn, 1);
+        }
+    }
+}
+
+// One consumer warpgroup: 64 keys.
+template <class V>
+struct BwdGroup {
+    using T = typename V::Element;
+    using Smem = BwdSm90Smem<V>;
+    static constexpr int M = V::kBlockM, D = V::kHeadDim, kDepth = round_up(D, 16);
+    static_assert(M == 64 && V::kBlockN % 64 == 0);
+
+    const BwdSm90Params &p;
+    const Problem &problem;
+    const BwdSm90Smem<V> &smem;
+    const Mask<GroupKeys<V>> mask;
+    const Score<V> score;
+    const int group;  // of the block
+    AccTile<16, D> dK, dV;
+    int i = 0;  // number of the visit
+
+    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, int group)
+        : p(p), problem(p.plain.problem), smem(smem), mask(problem), score(problem), group(group) {
+        dK.zero(), dV.zero();
+    }
+
+    __device__ void run() {
+        BwdVisits<V> visit(problem);
+        const int key0 = uniform(visit.k0 + 64 * group), count = uniform(visit.count);
+        const int first = uniform(mask.first_query_block(key0));
+        const int end = uniform(key0 < problem.seqlen_k ? mask.end_query_block(key0) : 0);
+        if (count > 0) {
+            ptx::mbarrier_wait(smem.k_full(), 0);
+            ptx::mbarrier_wait(smem.v_full(), 0);
+        }
+        #pragma unroll 1
+        for (;; ++i, visit.next()) {
+            if (i < count) {
+                const int q0 = visit.q0();
+                if (visit.m_block < first || visit.m_block >= end) skip();
+                else if (!mask.full(q0, key0) || q0 + M > problem.seqlen_q) step<true>(q0, key0);
+                else step<false>(q0, key0);
+            }
+            take_turn(i - 1);
+            if (i >= count) break;
+        }
+        finish();
+    }
+
+    // A query tile of which no query sees these keys.
+    __device__ void skip() const {
+        const auto ring = RingPosition<V::kStages>::of(i);
+        ptx::mbarrier_wait(smem.q_full(ring.stage), ring.phase);  // nobody runs ahead of the loads
+        ptx::mbarrier_wait(smem.dout_full(ring.stage), ring.phase);
+        arrive_warp(smem.empty(ring.stage));
+        hand_over(FragA<T, 16, M>{});
+    }
+
+    // One query tile. kMasked: some elements are to be hidden.
+    template <bool kMasked>
+    __device__ __forceinline__ void step(int q0, int key0) {
+        const auto ring = RingPosition<V::kStages>::of(i);
+        const int stage = ring.stage;
+        const auto sQ = smem.q(stage), sdO = smem.dout(stage);
+
+        ptx::mbarrier_wait(smem.q_full(stage), ring.phase);
+        AccTile<16, M> P, dS;                                       // transposed: rows are keys
+        issue_nt<T, kDepth>(P, smem.k().from_row(64 * group), sQ);  // S^T = K Q^T
+        ptx::mbarrier_wait(smem.dout_full(stage), ring.phase);
+        issue_nt<T, kDepth>(dS, smem.v().from_row(64 * group), sdO);  // dP^T = V dO^T
+        const ptx::u32 stats_at = smem.stats(stage) + 16 * (fresh_lane() % 4);
+        ptx::wgmma_wait_group<0>();
+        arrived(P), arrived(dS);
+        Visible visible;
+        if constexpr (kMasked) visible = Visible(mask, q0, key0);
+        FragA<T, 16, M> rP, rdS;
+        #pragma unroll
+        for (int k = 0; k < M / 16; ++k) {
+            #pragma unroll
+            for (int j = 2 * k; j < 2 * k + 2; ++j) {
+                float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
+                ptx::ld_shared_v4_f32(stats, stats_at + 64 * j);
+                #pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
+                    const float s = P.x[0][j][e], p_ij = score.P(s, lse);
+                    const float ds_ij = score.dS(s, p_ij, dS.x[0][j][e], delta);
+                    P.x[0][j][e] = !kMasked || visible(j, e) ? p_ij : 0.f;
+                    dS.x[0][j][e] = !kMasked || visible(j, e) ? ds_ij : 0.f;
+                }
+            }
+            rP.from(P, k), rdS.from(dS, k);
+        }
+        hand_over(rdS);
+        issue_nn<T, M>(dV, rP, sdO);  // dV += P^T dO
+        issue_nn<T, M>(dK, rdS, sQ);  // dK += dS^T Q
+        ptx::wgmma_wait_group<0>();
+        arrived(dV), arrived(dK);
+        arrive_warp(smem.empty(stage));
+    }
+
+    // This group's dS, transposed back, for dQ.
+    __device__ void hand_over(const FragA<T, 16, M> &dS) const {
+        const auto ds = RingPosition<2>::of(i);
+        ptx::mbarrier_wait(smem.ds_empty(ds.stage), ds.phase ^ 1);
+        stage_transposed(smem.ds(ds.stage).from_chunk(group), fresh_thread() / 32 % 4 * 16, dS);
+        ptx::fence_proxy_async();
+        arrive_warp(smem.ds_full(ds.stage));
+    }
+
+    // dQ of visit number `visit`, if it is this group's turn.
+    __device__ void take_turn(int visit) const {
+        if (visit < 0 || visit % Smem::kGroups != group) return;
+        const auto at = RingPosition<2>::of(visit);
+        ptx::mbarrier_wait(smem.ds_full(at.stage), at.phase);
+        AccTile<16, 64 * Smem::kChunks> dQ;
+        issue_nn<T, V::kBlockN>(dQ, smem.ds(at.stage), smem.k());
+        ptx::wgmma_wait_group<0>();
+        arrived(dQ);
+        arrive_warp(smem.ds_empty(at.stage));
+        ptx::mbarrier_wait(smem.dq_empty(at.stage), at.phase ^ 1);
+        const int thread = fresh_thread() % 128;
+        #pragma unroll
+        for (int j = 0; j < dQ.kColTiles; ++j) {
+            // In 16 bytes, as dq_accum.cuh counts: 64 columns, a warp's 16 rows of them, 8 columns, a lane.
+            const int place = j / 8 * 1024 + thread / 32 * 256 + j % 8 * 32 + thread % 32;
+            ptx::st_shared_v4_b32(smem.dq(at.stage) + 16 * place, bits_of(dQ.x[0][j]));
+        }
+        ptx::fence_proxy_async();
+        arrive_warp(smem.dq_full(at.stage));
+    }
+
+    // Which queries of a tile see this lane's two keys: bit 2 j + b of a word stands for query 8 j + b, counted from the
+    // lane's first.
+    struct Visible {
+        ptx::u32 word[2];
+        Visible() = default;
+        __device__ Visible(const Mask<GroupKeys<V>> &mask, int q0, int key0) {
+            const int thread = fresh_thread() % 128, lane = thread % 32, query = q0 + 2 * (lane % 4);
+            #pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int key = key0 + thread / 32 * 16 + lane / 4 + 8 * r;
+                const int end = key < mask.seqlen_k ? mask.end_query(key) : 0;
+                word[r] = before(end - query) & ~before(mask.first_query(key) - query);
+            }
+        }
+        __device__ static ptx::u32 before(int query) {
+            const int count = max(0, query) / 8 * 2 + min(max(0, query) % 8, 2);
+            return count < 32 ? (1u << count) - 1 : ~0u;
+        }
+        // Element e of the j-th column tile of an accumulator.
+        __device__ bool operator()(int j, int e) const { return word[e / 2] & 1u << (2 * j + e % 2); }
+    };
+
+    // dK and dV leave through the shared memory of K and V.
+    __device__ void finish() {
+        const BwdVisits<V> visits(problem, ptx::opaque(ptx::block_index()));
+        const int key0 = visits.k0 + 64 * group;
+        const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
+        const int row0 = fresh_thread() / 32 % 4 * 16;
+        dK.scale(score.scale);
+        const GradientRepair<GroupKeys<V>, M, false> again(p.plain, visits.tile.batch);
+        // Stages a result; repair(row) computes one of its rows again where that is not finite.
+        const auto leave = [&](const auto &tile, const AccTile<16, D> &acc, auto repair) {
+            if (ptx::vote_all(stage<T>(tile, row0, acc))) return;
+            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+            #pragma unroll 1
+            for (int row = row0; row < row0 + 16; ++row) repair(row);
+        };
+        leave(sdV, dV, [&](int row) { again.dv(visits.tile.head, key0 + row, sdV, row); });
+        #pragma unroll
+        for (int before = 1; before <= 2; ++before) {  // K has been read for the last two dQ
+            const auto at = RingPosition<2>::of(i - before);
+            if (i >= before) ptx::mbarrier_wait(smem.ds_empty(at.stage), at.phase);
+        }
+        leave(sdK, dK, [&](int row) { again.dk(visits.tile.head, key0 + row, sdK, row); });
+        ptx::fence_proxy_async();
+        ptx::bar_sync(1 + group, 128);
+        if (ptx::thread_index() % 128 == 0 && key0 < problem.seqlen_k) {
+            sdK.store(p.map_dk, key0, visits.tile.head, visits.tile.batch);
+            sdV.store(p.map_dv, key0, visits.tile.head, visits.tile.batch);
+            ptx::cp_async_bulk_wait_group_read<0>();
+        }
+    }
+};
+
+template <class V>
+__device__ __forceinline__ void bwd(const BwdSm90Params &p) {
+    const BwdSm90Smem<V> smem{ptx::dynamic_smem_1024()};
+    if (ptx::thread_index() == 0) smem.init();
+    ptx::bar_sync();
+
+    const int role = uniform(ptx::thread_index() / 128);
+    if (role == BwdSm90Smem<V>::kGroups) {
+        ptx::setmaxnreg_dec<V::kProducerRegisters>();
+        const int warp_in_group = uniform(warp() % 4);
+        if (warp_in_group == 0 && lane() == 0) bwd_load<V>(p, smem);
+        if (warp_in_group == 1 && lane() == 0) bwd_add_dq<V>(p, smem);
+    } else {
+        ptx::setmaxnreg_inc<V::kConsumerRegisters>();
+        BwdGroup<V>(p, smem, role).run();
+    }
+}
+
+#endif  // CUPYFLASH_BWD_SM90_CUH

@@ -1,0 +1,124 @@
+// The producer of fwd_sm90.cuh, and what it shares with the consumers: the layout of shared memory and the tiles of work.
+#ifndef CUPYFLASH_FWD_LOAD_SM90_CUH
+#define CUPYFLASH_FWD_LOAD_SM90_CUH
+#include "attention/mask.cuh"
+#include "attention/params_sm90.cuh"
+#include "attention/work_sm90.cuh"
+#include "tile/pipeline_sm90.cuh"
+#include "tile/tile_sm90.cuh"
+
+template <class V>
+struct FwdSm90Smem {
+    using T = typename V::Element;
+    using TileQ = SwizzledTile<T, 64, round_up(V::kHeadDim, 16)>;
+    using TileKV = SwizzledTile<T, V::kBlockN, round_up(V::kHeadDim, 16)>;
+    static constexpr int kGroups = V::kBlockM / 64, kSlots = V::kQSlots, kStages = V::kStages;
+    // Where there are stages to spare, K and V of a stage have their barriers in common: one wait and one arrival a step
+    // less, but K stays until V is done with (docs/performance.md).
+    static constexpr bool kJoint = kStages > 4;
+    // Whether every group has its next Q beside the one in use: then it begins its next tile before it ends this one.
+    static constexpr bool kPipelined = kSlots >= 2 * kGroups;
+    static_assert(kSlots % kGroups == 0 || kGroups == 2);  // see FwdGroup::wait_q
+    static constexpr int kK = kSlots * TileQ::kBytes, kV = kK + kStages * TileKV::kBytes;
+    static constexpr int kBars = kV + kStages * TileKV::kBytes;
+    static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + WorkQueue::kBarriers);
+    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
+    // A group holds V of its last block while it passes blocks that others need: of this tile and, with a window, of the
+    // next. Copies of all of them must find a stage, or the number of the next tile would never come.
+    static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);
+    static_assert(!Mask<V>::kHides || kStages > kPassed);
+    ptx::u32 base;
+
+    __device__ TileQ q(int slot) const { return {base + slot * TileQ::kBytes}; }
+    __device__ TileKV k(int stage) const { return {base + kK + stage * TileKV::kBytes}; }
+    __device__ TileKV v(int stage) const { return {base + kV + stage * TileKV::kBytes}; }
+    __device__ ptx::u32 q_full(int slot) const { return bar(slot); }
+    __device__ ptx::u32 q_empty(int slot) const { return bar(kSlots + slot); }
+    __device__ ptx::u32 k_full(int stage) const { return bar(2 * kSlots + stage); }
+    __device__ ptx::u32 k_empty(int stage) const { return bar(2 * kSlots + kStages + stage); }
+    __device__ ptx::u32 v_full(int stage) const { return bar(2 * kSlots + (kJoint ? 0 : 2) * kStages + stage); }
+    __device__ ptx::u32 v_empty(int stage) const { return bar(2 * kSlots + (kJoint ? 1 : 3) * kStages + stage); }
+    __device__ WorkQueue queue() const { return {bar(2 * kSlots + 4 * kStages), base + kQueue}; }
+
+    __device__ void init() const {  // by one thread
+        #pragma unroll 1
+        for (int i = 0; i < 2 * kSlots; ++i) ptx::mbarrier_init(bar(i), 1);
+        #pragma unroll 1
+        for (int i = 0; i < kStages; ++i) {
+            ptx::mbarrier_init(k_full(i), kJoint ? 2 : 1), ptx::mbarrier_init(k_empty(i), 4 * kGroups);
+            if (!kJoint) ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), 4 * kGroups);
+        }
+        WorkQueue::init(bar(2 * kSlots + 4 * kStages), 4 * kGroups + 1);
+        ptx::fence_mbarrier_init();
+    }
+
+  private:
+    __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
+};
+
+// A tile of work, as the roles hand it on, and which key blocks [first, end) its rows see. An empty range is widened to
+// one block, in which the mask then hides everything.
+template <class V>
+struct FwdTile {
+    int block, head, batch;  // block: along the sequence; -1: there are no more tiles
+    int q0, first, end;
+
+    __device__ static ptx::U128 pack(int number, const Problem &p) {
+        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.seqlen_q, V::kBlockM), p.heads_q);
+    }
+    __device__ FwdTile(const ptx::U128 &packed, const Problem &p)
+        : block(packed.x[0]), head(packed.x[1]), batch(packed.x[2]), q0(block * V::kBlockM) {
+        const Mask<V> mask(p);
+        first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
+    }
+    __device__ bool exists() const { return block >= 0; }
+    __device__ int head_k(const Problem &p) const { return head / (p.heads_q / p.heads_k); }
+};
+
+// K and V, by one thread, which also decides what is computed.
+template <class V>
+__device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
+    const Problem &problem = p.plain.problem;
+    WorkQueue queue = smem.queue();
+    RingPosition<V::kStages> ring;
+    for (TileNumbers numbers(p.counter);;) {
+        const ptx::U128 work = FwdTile<V>::pack(numbers.number, problem);
+        queue.publish(work);
+        const FwdTile<V> tile(work, problem);
+        if (!tile.exists()) {
+            numbers.finish();
+            break;
+        }
+        const int head = tile.head_k(problem);
+        #pragma unroll 1
+        for (int j = tile.first; j < tile.end; ++j, ring.next()) {
+            if (j == tile.end - 1) numbers.draw();  // the answer takes as long as a load
+            ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);
+            smem.k(ring.stage)
+                .load(p.map_k, smem.k_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);
+            if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
+            smem.v(ring.stage)
+                .load(p.map_v, smem.v_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);
+        }
+    }
+}
+
+// Q, by one warp.
+template <class V>
+__device__ __forceinline__ void fwd_load_q(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
+    WorkQueue queue = smem.queue();
+    for (RingPosition<V::kQSlots> ring;;) {
+        const FwdTile<V> tile(queue.next(), p.plain.problem);
+        if (!tile.exists()) break;
+        #pragma unroll 1
+        for (int i = 0; i < smem.kGroups; ++i, ring.next()) {
+            ptx::mbarrier_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
+            ptx::bar_warp_sync();
+            if (lane() == 0)
+                smem.q(ring.stage)
+                    .load(p.map_q, smem.q_full(ring.stage), tile.q0 + 64 * i, tile.head, tile.batch, ptx::kEvictFirst);
+        }
+    }
+}
+
+#endif  // CUPYFLASH_FWD_LOAD_SM90_CUH

@@ -1,0 +1,297 @@
+// Forward attention on Hopper with wgmma and TMA (sm_90a):
+//     O = softmax(scale * Q K^T) V,   lse = ln sum exp(scale * Q K^T),   FlashAttention-2 (Dao 2023), algorithm 1, split
+// into a producer and consumers as in FlashAttention-3 (Shah et al. 2024).
+//
+// A persistent block draws tiles of kBlockM = 64 * kGroups rows of one (batch, head). One warpgroup produces: a thread
+// brings K_j and V_j into two rings of stages and draws tile numbers, a warp brings Q into a ring of its own, so that the
+// next tile's operands arrive while this one is computed. Every other warpgroup consumes: it owns 64 rows, with S, P and
+// O in registers, and for each key block issues S_j = Q K_j^T and O += P_{j-1} V_{j-1} together, then turns S_j into P_j
+// while the products of the other warpgroups keep the tensor cores busy. The last O += P V of a tile goes together with
+// the first S of the next. A warpgroup visits only the key blocks that its own rows see, and merely releases the others.
+//
+// Key blocks are visited from the first to the last: the first one is whole, so that its maxima are worth having, the
+// diagonal comes last, and of a causal tile the warpgroups end one after the other, not all at once.
+//
+// Shared memory: Q ring | K ring | V ring | mbarriers | queue of work. O leaves through its Q tile.
+#ifndef CUPYFLASH_FWD_SM90_CUH
+#define CUPYFLASH_FWD_SM90_CUH
+#include "sm90/fwd_load_sm90.cuh"
+#include "attention/repair_output.cuh"
+#include "attention/softmax.cuh"
+
+// One consumer warpgroup.
+template <class V>
+struct FwdGroup {
+    using T = typename V::Element;
+    static constexpr int N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16);
+    using Softmax = OnlineSoftmax<16>;
+
+    const FwdSm90Params &p;
+    const Problem &problem;
+    const FwdSm90Smem<V> &smem;
+    const Mask<OneGroup<V>> mask;
+    const Score<V> score;
+    const int group, warp_row;  // of the block; this warp's first row of the 64
+    WorkQueue queue;
+    RingPosition<V::kStages> ring;    // of K and V
+    RingPosition<V::kQSlots> q_ring;  // every kGroups-th slot is this group's
+    int leaving = -1;                 // the Q tile through which the O of the tile before is leaving
+
+    __device__ FwdGroup(const FwdSm90Params &p, const FwdSm90Smem<V> &smem, int group)
+        : p(p),
+          problem(p.plain.problem),
+          smem(smem),
+          mask(problem),
+          score(problem),
+          group(group),
+          warp_row(fresh_thread() / 32 % 4 * 16),
+          queue(smem.queue()),
+          q_ring(group) {}
+
+    __device__ bool leads() const { return ptx::thread_index() % 128 == 0; }
+    // All four warps of the group.
+    __device__ void sync() const { ptx::bar_sync(1 + group, 128); }
+
+    // Of K and V at a position of the ring. (K is waited for in any case.)
+    __device__ void wait_v(const RingPosition<V::kStages> &at) const {
+        if (!smem.kJoint) ptx::mbarrier_wait(smem.v_full(at.stage), at.phase);
+    }
+    __device__ void release_k(const RingPosition<V::kStages> &at) const {
+        if (!smem.kJoint) arrive_warp(smem.k_empty(at.stage));
+    }
+    __device__ void release_v(const RingPosition<V::kStages> &at) const { arrive_warp(smem.v_empty(at.stage)); }
+
+    // Key blocks that the tile has and these rows do not need. To be released only once they are full: an earlier
+    // arrival would count for the phase before.
+    __device__ void pass(int blocks) {
+        #pragma unroll 1
+        for (int i = 0; i < blocks; ++i, ring.next()) {
+            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
+            release_k(ring);
+            wait_v(ring);
+            release_v(ring);
+        }
+    }
+    // Hands the Q tile that O leaves through back to the producer, once the copy has read it.
+    __device__ void release_leaving() {
+        if (leads() && leaving >= 0) {
+            ptx::cp_async_bulk_wait_group_read<0>();
+            ptx::mbarrier_arrive(smem.q_empty(leaving));
+        }
+        leaving = -1;
+    }
+
+    __device__ void apply_mask(AccTile<16, N> &S, int q0, int j) const {
+        const int lane = fresh_lane();
+        const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
+        S.for_each([&](int row, int col, float &s) { s = from_here.sees(row, col) ? s : -ptx::infinity(); });
+    }
+    __device__ void apply_score(AccTile<16, N> &S) const {
+        S.for_each([&](int, int, float &s) { s = score.value(s); });
+    }
+
+    __device__ FwdTile<V> next_tile() { return {queue.next(), problem}; }
+    // This group's rows of a tile, if there are any, and its blocks [first, end).
+    __device__ int rows_of(const FwdTile<V> &tile) const { return tile.q0 + 64 * group; }
+    __device__ bool has_rows(const FwdTile<V> &tile) const { return tile.exists() && rows_of(tile) < problem.seqlen_q; }
+    __device__ int end_of(const FwdTile<V> &tile) const {
+        return min(max(mask.end_key_block(rows_of(tile)), tile.first + 1), tile.end);
+    }
+    __device__ int first_of(const FwdTile<V> &tile) const {
+        return V::kWindow ? min(max(mask.first_key_block(rows_of(tile)), tile.first), end_of(tile) - 1) : 0;
+    }
+
+    // A parity tells a phase of q_full only from the next one. Where two groups take turns with a slot, the other has to
+    // be done with it first.
+    __device__ void wait_q() const {
+        if (smem.kSlots % smem.kGroups) ptx::mbarrier_wait(smem.q_empty(q_ring.stage), q_ring.phase ^ 1);
+        ptx::mbarrier_wait(smem.q_full(q_ring.stage), q_ring.phase);
+    }
+    // A tile without rows of this group.
+    __device__ void skip(const FwdTile<V> &tile) {
+        pass(tile.end - tile.first);
+        wait_q();
+        release_leaving();
+        sync();  // all warps have seen this phase of q_full before it can end
+        if (leads()) ptx::mbarrier_arrive(smem.q_empty(q_ring.stage));
+        q_ring.next(smem.kGroups);
+    }
+    // Issues S = Q K^T of a tile's first block.
+    __device__ void begin(const FwdTile<V> &tile, AccTile<16, N> &S) {
+        if constexpr (V::kWindow) pass(first_of(tile) - tile.first);
+        wait_q();
+        ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
+        issue_nt<T, kDepth>(S, smem.q(q_ring.stage), smem.k(ring.stage));
+    }
+
+    __device__ void run() {
+        AccTile<16, N> S;
+        for (FwdTile<V> tile = next_tile(); tile.exists();) {
+            if (has_rows(tile)) {
+                begin(tile, S);
+                ptx::wgmma_wait_group<0>();
+                arrived(S);
+                while (compute(tile, S)) {}
+            } else {
+                skip(tile);
+                tile = next_tile();
+            }
+        }
+        release_leaving();  // shared memory must outlive the store
+    }
+
+    // A tile, whose first S is there. Afterwards `tile` is the next one; true if its first S is there too.
+    __device__ bool compute(FwdTile<V> &tile, AccTile<16, N> &S) {
+        ring.stage = uniform(ring.stage), ring.phase = uniform(ring.phase);
+        q_ring.stage = uniform(q_ring.stage), tile.q0 = uniform(tile.q0);
+        // Blocks before `whole` or from `cut` on hide keys from some of the rows.
+        const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
+        const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;
+        const int cut = max(0, mask.end_key(q0)) / N;
+        const int slot = q_ring.stage;
+        const auto sQ = smem.q(slot);
+
+        AccTile<16, D> O;
+        FragA<T, 16, N> P;
+        Softmax softmax(score.log2_factor);
+        typename Softmax::Rows rescale;
+        release_k(ring);
+        apply_score(S);
+        if (first < whole || first >= cut) apply_mask(S, q0, first);
+        softmax.first_maximum(S);
+        softmax.exponentiate(S);
+        P.from(S);
+        release_leaving();
+        // Without a mask the first product overwrites O. (With one, that spills.)
+        bool started = Mask<V>::kHides;
+        if (started) O.zero();
+
+        // One key block. kCareful: it may hide keys or follow one that did, so that a row has seen few; its maximum counts.
+        const auto step = [&](int j, auto careful) {
+            constexpr bool kCareful = decltype(careful)::value;
+            const RingPosition<V::kStages> before = ring;
+            ring.next();
+            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
+            issue_nt<T, kDepth>(S, sQ, smem.k(ring.stage));  // S = Q K^T
+            wait_v(before);
+            issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
+            started = true;
+            ptx::wgmma_wait_group<1>();
+            arrived(S);
+            apply_score(S);
+            bool grows = false, good = true;
+            if constexpr (kCareful) {
+                apply_mask(S, q0, j);
+                grows = softmax.raise_maximum(S, rescale);
+                softmax.exponentiate(S);  // P = exp(S - m)
+            }
+            ptx::wgmma_wait_group<0>();
+            arrived(O);
+            release_v(before);
+            if constexpr (!kCareful) good = softmax.exponentiate_optimistically(S);
+            P.from(S);
+            if (!good) {
+                multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));
+                apply_score(S);
+                softmax.step(S, O);
+                P.from(S);
+            }
+            release_k(ring);
+            if (grows) softmax.multiply_rows(O, rescale);  // O follows m
+        };
+        int j = first + 1;
+        if constexpr (V::kWindow) {
+            #pragma unroll 1
+            for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{});
+        }
+        #pragma unroll 1
+        for (; j < min(end, cut); ++j) step(j, Bool<false>{});
+        #pragma unroll 1
+        for (; j < end; ++j) step(j, Bool<true>{});
+
+        const FwdTile<V> next = next_tile();
+        q_ring.next(smem.kGroups);
+        wait_v(ring);
+        issue_nn<T, N>(O, P, smem.v(ring.stage), started);
+        const RingPosition<V::kStages> last = ring;
+        ring.next();
+
+        // While that runs, and the next tile's S.
+        typename Softmax::Rows inverse;
+        const auto store_lse = [&] {
+            typename Softmax::Rows lse;
+            softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
+            const long long lse_row =
+                static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
+            #pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int qi = q0 + warp_row + O.row(0, 2 * r);
+                if (p.plain.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.plain.lse[lse_row + qi] = lse[r];
+            }
+        };
+        // Once it is done. kBegun: the next tile's S is under way.
+        const auto store_o = [&](auto begun) {
+            constexpr bool kBegun = decltype(begun)::value;
+            arrived(O);
+            release_v(last);
+            softmax.multiply_rows(O, inverse);
+            if (!ptx::vote_all(stage<T>(sQ, warp_row, O))) {
+                if constexpr (kBegun) {  // its registers are needed: S is formed again afterwards
+                    ptx::wgmma_wait_group<0>();
+                    arrived(S);
+                }
+                ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+                repair_output<OneGroup<V>, false, 16>(p.plain, tile.batch, tile.head, q0 + warp_row, sQ, warp_row);
+                if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row, smem.k(ring.stage));
+            }
+            ptx::fence_proxy_async();
+            sync();
+            if (leads()) sQ.store(p.map_o, q0, tile.head, tile.batch);
+            leaving = slot;
+        };
+        const int rest = Mask<V>::kHides ? tile.end - end : 0;
+        const bool begun = smem.kPipelined && has_rows(next);
+        if (begun) {
+            pass(rest);
+            begin(next, S);
+            store_lse();
+            ptx::wgmma_wait_group<1>();
+            store_o(Bool<true>{});
+            ptx::wgmma_wait_group<0>();
+            arrived(S);
+        } else {
+            store_lse();
+            ptx::wgmma_wait_group<0>();
+            store_o(Bool<false>{});
+            pass(rest);
+            if (smem.kSlots == smem.kGroups) release_leaving();  // the next tile's Q is waiting for it
+        }
+        tile = next;
+        return begun;
+    }
+};
+
+template <class V>
+__device__ __forceinline__ void fwd(const FwdSm90Params &p) {
+    const FwdSm90Smem<V> smem{ptx::dynamic_smem_1024()};
+    if (ptx::thread_index() == 0) smem.init();
+    ptx::bar_sync();
+    const ptx::i64 cycles = V::kClocks ? ptx::clock64() : 0, nanoseconds = V::kClocks ? ptx::globaltimer() : 0;
+
+    const int role = uniform(ptx::thread_index() / 128);
+    if (role == smem.kGroups) {
+        ptx::setmaxnreg_dec<V::kProducerRegisters>();
+        const int warp_in_group = uniform(warp() % 4);
+        if (warp_in_group == 0 && lane() == 0) fwd_load_kv<V>(p, smem);
+        if (warp_in_group == 1) fwd_load_q<V>(p, smem);
+    } else {
+        ptx::setmaxnreg_inc<V::kConsumerRegisters>();
+        FwdGroup<V>(p, smem, role).run();
+        if (V::kClocks && ptx::thread_index() == 0) {
+            p.clocks[2 * ptx::block_index()] = ptx::clock64() - cycles;
+            p.clocks[2 * ptx::block_index() + 1] = ptx::globaltimer() - nanoseconds;
+        }
+    }
+}
+
+#endif  // CUPYFLASH_FWD_SM90_CUH

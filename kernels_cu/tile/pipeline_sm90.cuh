@@ -1,0 +1,87 @@
+// How the roles of a persistent Hopper block keep in step: rings of shared-memory stages, and the queue of tiles. Every
+// stage has two mbarriers: "full", completed by the copies into it, and "empty", by the arrivals of all who read it.
+#ifndef CUPYFLASH_PIPELINE_SM90_CUH
+#define CUPYFLASH_PIPELINE_SM90_CUH
+#include "hw/ptx_sm90.cuh"
+#include "tile/tile.cuh"
+
+// The same number in all lanes, and known to be to the compiler, which then keeps it and what follows from it, above all
+// the matrix descriptors, in uniform registers.
+__device__ __forceinline__ int uniform(int x) { return ptx::shfl_index(x, 0); }
+
+// A position in a ring of kCount stages. Who fills a stage waits for "empty" with the parity phase ^ 1, which lets the
+// first round pass; who reads it waits for "full" with phase.
+template <int kCount>
+struct RingPosition {
+    int stage;
+    ptx::u32 phase = 0;
+    __device__ explicit RingPosition(int stage = 0) : stage(stage) {}
+    // After `steps` steps.
+    __device__ static RingPosition of(int steps) {
+        RingPosition at(steps % kCount);
+        at.phase = steps / kCount & 1;
+        return at;
+    }
+    __device__ void next(int steps = 1) {  // at most kCount
+        if ((stage += steps) >= kCount) stage -= kCount, phase ^= 1;
+    }
+};
+
+// One arrival a warp, once all of its lanes are here.
+__device__ __forceinline__ void arrive_warp(ptx::u32 bar) {
+    ptx::bar_warp_sync();
+    if (lane() == 0) ptx::mbarrier_arrive(bar);
+}
+
+// What the roles of a persistent block do next, handed from the thread that decides to all others through two slots of
+// 16 bytes.
+struct WorkQueue {
+    ptx::u32 bars, slots;  // full, full, empty, empty; two items
+    RingPosition<2> at;
+
+    static constexpr int kBarriers = 4, kBytes = 2 * 16;
+    // `followers`: warps that call next.
+    __device__ static void init(ptx::u32 bars, int followers) {
+        #pragma unroll 1
+        for (int i = 0; i < kBarriers; ++i) ptx::mbarrier_init(bars + 8 * i, i < 2 ? 1 : followers);
+    }
+    __device__ WorkQueue(ptx::u32 bars, ptx::u32 slots) : bars(bars), slots(slots) {}
+
+    __device__ void publish(const ptx::U128 &item) {
+        ptx::mbarrier_wait(empty(), at.phase ^ 1);
+        ptx::st_shared_v4_b32(slots + 16 * at.stage, item);
+        ptx::mbarrier_arrive(full());
+        at.next();
+    }
+    __device__ ptx::U128 next() {
+        ptx::mbarrier_wait(full(), at.phase);
+        const ptx::U128 item = ptx::ld_shared_v4_b32(slots + 16 * at.stage);
+        arrive_warp(empty());
+        at.next();
+        return item;
+    }
+
+  private:
+    __device__ ptx::u32 full() const { return bars + 8 * at.stage; }
+    __device__ ptx::u32 empty() const { return bars + 16 + 8 * at.stage; }
+};
+
+// The numbers of the tiles that a block computes: its own index, then what it draws from a counter that all blocks share.
+// The last block to finish clears the counter for the next launch. Without a counter the numbers come in a fixed stride.
+struct TileNumbers {
+    int *counter;  // tiles drawn, blocks that are done
+    int number;
+
+    __device__ explicit TileNumbers(int *counter) : counter(counter), number(ptx::block_index()) {}
+    __device__ void draw() {
+        number = counter ? ptx::grid_size() + ptx::atomic_add(counter, 1) : number + ptx::grid_size();
+    }
+    __device__ void finish() const {
+        if (counter && ptx::atomic_add_acq_rel(counter + 1, 1) == ptx::grid_size() - 1) {
+            ptx::st_release(counter, 0);
+            ptx::st_release(counter + 1, 0);
+        }
+    }
+};
+
+#endif  // CUPYFLASH_PIPELINE_SM90_CUH

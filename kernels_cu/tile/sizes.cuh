@@ -1,0 +1,19 @@
+// Sizes: arithmetic of compile-time and run-time numbers, and numbers as types.
+#ifndef CUPYFLASH_SIZES_CUH
+#define CUPYFLASH_SIZES_CUH
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__device__ constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
+
+// Compile-time values as arguments.
+template <int kValue>
+struct Int {
+    static constexpr int value = kValue;
+};
+template <bool kValue>
+struct Bool {
+    static constexpr bool value = kValue;
+};
+
+#endif  // CUPYFLASH_SIZES_CUH

@@ -1,0 +1,95 @@
+// Tiles: in shared memory, and accumulators in registers. A lane of a warp is written as g = lane / 4, t = lane % 4.
+#ifndef CUPYFLASH_TILE_CUH
+#define CUPYFLASH_TILE_CUH
+#include "tile/element.cuh"
+#include "tile/sizes.cuh"
+
+__device__ __forceinline__ int lane() { return ptx::thread_index() % 32; }
+__device__ __forceinline__ int warp() { return ptx::thread_index() / 32; }
+// The thread's index and lane computed again where they stand. The kernels fill the register file with accumulators, so
+// what a loop derives from the thread's index, addresses above all, must not be hoisted out of it and kept: that would
+// spill.
+__device__ __forceinline__ ptx::u32 fresh_thread() { return ptx::opaque(ptx::thread_index()); }
+__device__ __forceinline__ int fresh_lane() { return fresh_thread() % 32; }
+// The kernel's parameters for a rare path: nothing that it computes from them is kept in registers for it by a main loop.
+template <class Params>
+__device__ __forceinline__ const Params &aside(const Params &p) {
+    return *reinterpret_cast<const Params *>(ptx::opaque(reinterpret_cast<ptx::i64>(&p)));
+}
+
+// A row-major [kRows, kCols] tile of 16-bit elements in shared memory. A row is padded to an odd number of 16-byte
+// chunks: the eight rows that one ldmatrix phase reads then lie in eight different groups of banks.
+template <class T, int kRows_, int kCols_>
+struct SmemTile {
+    static_assert(kCols_ % 16 == 0, "one mma takes 16 columns");
+    static constexpr int kRows = kRows_, kCols = kCols_, kChunks = kCols / 8;
+    static constexpr int kRowBytes = 16 * (kChunks | 1), kBytes = kRows * kRowBytes;
+    ptx::u32 base;
+
+    __device__ ptx::u32 at(int row, int col) const { return base + row * kRowBytes + col * 2; }
+    // The rest of the tile from row `row` on.
+    __device__ SmemTile rows(int row) const { return {at(row, 0)}; }
+
+    // Copies rows [row0, row0 + kRows) of src, [n_rows, kValidCols] with kValidCols a multiple of 8; whatever lies
+    // outside becomes zero. Asynchronous (commit and wait outside) unless kUnaligned, the path for rows that are not
+    // 16-byte aligned.
+    template <int kThreads, int kValidCols, bool kUnaligned>
+    __device__ void load_async(const T *src, long long stride, int row0, int n_rows) const {
+        constexpr int kLanesPerRow = next_power_of_two(kChunks), kRowsPerPass = kThreads / kLanesPerRow;
+        const ptx::u32 thread = fresh_thread();
+        const int chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
+        if (kLanesPerRow != kChunks && chunk >= kChunks) return;
+        const T *from = src + (row0 + first) * stride + 8 * chunk;
+        #pragma unroll
+        for (int pass = 0; pass < ceil_div(kRows, kRowsPerPass); ++pass, from += kRowsPerPass * stride) {
+            const int row = first + pass * kRowsPerPass;
+            if (kRows % kRowsPerPass != 0 && row >= kRows) break;
+            const bool valid = row0 + row < n_rows && (kValidCols == kCols || 8 * chunk < kValidCols);
+            if constexpr (kUnaligned) {
+                ptx::st_shared_v4_b32(at(row, 8 * chunk), valid ? load8<true>(from) : ptx::U128{});
+            } else {
+                ptx::cp_async_16(at(row, 8 * chunk), from, valid);
+            }
+        }
+    }
+};
+
+// One warp's [kRows, kCols] fp32 accumulator. Element i of tile (a, j) of a lane sits at row 16 a + g + 8 (i / 2),
+// column 8 j + 2 t + i % 2: the D fragment of mma.m16n8k16, and of each warp of wgmma.m64nN, so that what is written
+// against for_each serves both families.
+template <int kRows, int kCols>
+struct AccTile {
+    static constexpr int kRowTiles = kRows / 16, kColTiles = kCols / 8;
+    float x[kRowTiles][kColTiles][4];
+
+    __device__ static int row(int a, int i) { return 16 * a + fresh_lane() / 4 + 8 * (i / 2); }
+    __device__ static int col(int j, int i) { return 8 * j + 2 * (fresh_lane() % 4) + i % 2; }
+    // f(row, col, element) for every element this lane holds, row and col counted from the lane's first one.
+    template <class F>
+    __device__ void for_each(F f) {
+        #pragma unroll
+        for (int a = 0; a < kRowTiles; ++a)
+            #pragma unroll
+            for (int j = 0; j < kColTiles; ++j)
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) f(16 * a + 8 * (i / 2), 8 * j + i % 2, x[a][j][i]);
+    }
+    __device__ void zero() {
+        for_each([](int, int, float &e) { e = 0.f; });
+    }
+    __device__ void scale(float factor) {
+        for_each([&](int, int, float &e) { e *= factor; });
+    }
+};
+__device__ __forceinline__ ptx::U128 bits_of(const float (&x)[4]) {
+    return {ptx::float_as_uint(x[0]), ptx::float_as_uint(x[1]), ptx::float_as_uint(x[2]), ptx::float_as_uint(x[3])};
+}
+
+// Reduces a value over the four lanes that hold one row of an accumulator.
+template <class Op>
+__device__ __forceinline__ float quad_reduce(float v, Op op) {
+    v = op(v, ptx::shfl_xor(v, 1));
+    return op(v, ptx::shfl_xor(v, 2));
+}
+
+#endif  // CUPYFLASH_TILE_CUH

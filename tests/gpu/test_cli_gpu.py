@@ -1,0 +1,113 @@
+"""The commands on a GPU, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cupyflash import api
+from cupyflash.cli import frameworks
+from cupyflash.cli.verify import checks as verify_checks
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def document(*arguments: str) -> dict[str, Any]:
+    """The JSON document that a command prints; it must succeed."""
+    command = [sys.executable, "-m", "cupyflash", *arguments, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("framework", ["cupy", "numpy", "torch", "jax"])
+def test_verify(framework: str) -> None:
+    if framework in ("torch", "jax"):
+        pytest.importorskip(framework)
+    if framework == "torch" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    if framework == "jax" and not _jax_has_gpu():
+        pytest.skip("JAX has no CUDA")
+    found = document("verify", "--level", "smoke", "--framework", framework)
+    assert found["gpu"] is not None
+    assert found["verdict"].startswith("VERIFIED")
+    checks = {c["check"] for c in found["checks"]}
+    if framework in ("cupy", "torch"):
+        assert {"non-default-stream", "cuda-graph", "two-threads", "poisoned-outputs"} <= checks
+    assert all(c["shown"] for c in found["checks"])
+    assert found["ran"] == ["gpu"]
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_the_stream_check_finds_a_call_that_does_not_wait(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if library == "torch" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    framework, right, own_streams = frameworks.make(library, on_gpu=True), api.attention, 0
+    context = verify_checks.Context(framework, "bf16", 0)
+    result = verify_checks.run_check("non-default-stream", context)
+    assert result.passed, result.detail
+
+    def stray(*arrays: Any, **options: Any) -> Any:
+        """On a stream of its own, whatever the caller's is."""
+        nonlocal own_streams
+        own_streams += 1
+        with framework.stream():
+            return right(*arrays, **options)
+
+    monkeypatch.setattr(api, "attention", stray)
+    wrong = verify_checks.run_check("non-default-stream", context)
+    assert own_streams > 3
+    assert not wrong.passed
+    assert wrong.shown
+    assert "out" in wrong.detail
+
+
+def _jax_has_gpu() -> bool:
+    """Asked in another process: JAX would keep most of the GPU's memory to this one."""
+    code = "import jax; jax.devices('gpu')"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_doctor() -> None:
+    found = document("doctor")
+    assert any(f["name"] == "GPU" and f["status"] == "OK" for f in found["findings"])
+
+
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_bench(framework: str) -> None:
+    peers: tuple[str, ...] = ()
+    if framework == "torch":
+        if not pytest.importorskip("torch").cuda.is_available():
+            pytest.skip("torch has no CUDA")
+        peers = ("--against", "flash2")
+    size = ("--head-dim", "64", "--seqlens", "512,1024", "--tokens", "2048", "--hidden", "256")
+    found = document("bench", "--quick", "--host", "--startup", "--framework", framework, *size, *peers)
+    for row in found["rows"]:
+        assert row["tflops"] > 0, row
+        assert row["peak_bytes"] > 0
+    ours = [r for r in found["rows"] if r["implementation"] == "cupyflash"]
+    assert all(r["peak_bytes"] <= 1.1 * r["ideal_bytes"] + (1 << 20) for r in ours)
+    assert found["startup"]["disk_cache"]["loaded_on_gpu"]
+
+
+@pytest.mark.parametrize("peer", ["cudnn", "fa4", "flex"])
+def test_bench_peers(peer: str) -> None:
+    """Each peer runs with fewer key heads; cuDNN's has neither window nor softcap."""
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    if peer == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    size = ("--head-dim", "128", "--hidden", "512", "--heads-k", "2", "--batch", "2", "--seqlens", "1024")
+    options = ("--quick", "--causal", "--pass", "fwd", "--against", peer, *size)
+    assert all(r["tflops"] > 0 for r in document("bench", *options)["rows"])
+    windowed = document("bench", *options, "--window", "255")["rows"][1]
+    assert (windowed["tflops"] is None) == (peer == "cudnn")
+    capped = document("bench", *options, "--softcap", "20")["rows"][1]
+    assert (capped["tflops"] is None) == (peer == "cudnn")

@@ -1,0 +1,137 @@
+"""Every shipped variant compiles for every architecture, without register spills and within the shared memory.
+
+A spill shows as slow code only, so nothing else would report it. Which tile spills is a matter of a few registers: see
+`fresh_thread` in kernels_cu/tile/tile.cuh before changing a tile or a main loop.
+
+And every kernel's machine code is pinned: a new feature leaves that of all kernels without it as it was. A change that
+means to touch it writes the digests again, with ``python tests/kernels/test_compile.py``, and shows them in its commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import cupyflash
+from cupyflash.compile import jit, nvrtc
+from cupyflash.compile.cache import Cubin
+from cupyflash.gpu.device import Device
+from cupyflash.plan.kernels import backward_sm90_variants, forward_sm90_variant
+from cupyflash.plan.shipped import shipped
+from cupyflash.plan.variant import Variant, kernel_sources
+from cupyflash.problem import Problem
+
+try:
+    nvrtc.pick()
+except cupyflash.UnsupportedError as reason:
+    pytest.skip(str(reason), allow_module_level=True)
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+PINNED = ("sm_80", "sm_90")  # a family each
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "machine_code.json"
+NVRTC = (12, 9)  # another compiler makes other code
+REGISTERS_PER_SM = 65536
+# What ptxas says where it waits for each wgmma, because it cannot tell that the next one's registers are free.
+SERIALISED = re.compile(r"C75(?:08|1[0-6])\b")
+
+
+def test_at_most_80_variants_are_shipped() -> None:
+    """Each costs CI a compilation an architecture, and a run in the emulator."""
+    for arch in ARCHS:
+        symbols = [v.symbol for v in shipped(Device.synthetic(arch))]
+        assert len(set(symbols)) == len(symbols) <= 80
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_shipped_variants_fit_the_shared_memory(arch: str) -> None:
+    device = Device.synthetic(arch)
+    for v in shipped(device):
+        assert v.smem_bytes <= device.smem_bytes, v.symbol
+
+
+def compiled(variants: Sequence[Variant], arch: str) -> list[Cubin]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda v: jit.compile_kernel(v, arch), variants))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_shipped_variants_compile_without_spills(arch: str) -> None:
+    if arch not in nvrtc.find().archs:
+        pytest.skip(f"NVRTC {nvrtc.find().version} does not know {arch}; pip install -U 'cupyflash[cu13]'")
+    variants = shipped(Device.synthetic(arch))
+    cubins = compiled(variants, arch)
+    spilled = {c.symbol: c.spill_bytes for c in cubins if c.spill_bytes}
+    assert not spilled, f"register spills in bytes, {arch}, NVRTC {cubins[0].nvrtc}: {spilled}"
+    for v, cubin in zip(variants, cubins, strict=True):
+        assert 0 < cubin.registers * v.threads * v.blocks_per_sm <= REGISTERS_PER_SM, v.symbol
+
+
+def test_the_products_of_hopper_kernels_overlap() -> None:
+    """All masks and both dtypes, and head_dims that are no multiple of 64."""
+    windows = ((None, None), (None, 0), (64, 64))
+    asked = [(dtype, d, w) for dtype in ("bf16", "fp16") for d in (64, 128, 256) for w in windows]
+    asked += [("bf16", d, (None, 0)) for d in (8, 40, 80, 112, 160, 192)]
+    variants: list[Variant] = []
+    for dtype, head_dim, window in asked:
+        problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, 1.0, window)
+        variants.append(forward_sm90_variant(problem))
+        variants += [v for v in backward_sm90_variants(problem) or () if v.arch_suffix]
+    cubins = compiled(variants, "sm_90")
+    serialised = {c.symbol: c.advice for c in cubins if SERIALISED.search(c.advice)}
+    assert not serialised, f"ptxas serialises wgmma, NVRTC {cubins[0].nvrtc}: {serialised}"
+    spilled = {c.symbol: c.spill_bytes for c in cubins if c.spill_bytes and "window" not in c.symbol}
+    assert not spilled, f"register spills in bytes, NVRTC {cubins[0].nvrtc}: {spilled}"
+
+
+def one_of_each() -> list[Variant]:
+    """A variant of every kernel."""
+    found = {v.header: v for arch in PINNED for v in shipped(Device.synthetic(arch))}
+    return list(found.values())
+
+
+@pytest.mark.parametrize("variant", one_of_each(), ids=lambda v: v.header)
+def test_shared_memory_is_what_the_kernel_lays_out(variant: Variant) -> None:
+    size = f"kSmemBytes = {variant.smem_bytes};"
+    source = variant.source()
+    assert source.count(size) == 1
+    options = ["-arch=sm_90a", "-std=c++17", "-default-device"]
+    wrong = source.replace(size, f"kSmemBytes = {variant.smem_bytes + 16};")
+    with pytest.raises(nvrtc.NvrtcError) as error:
+        nvrtc.find().compile(wrong, f"{variant.symbol}.cu", kernel_sources(), options)
+    assert re.search(r"static assertion failed", error.value.log)
+
+
+def machine_code(cubin: bytes) -> bytes:
+    """The instructions of an ELF file: its sections .text.*."""
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    names = cubin[sections[names_at][4] :]
+    code = [cubin[s[4] : s[4] + s[5]] for s in sections if names[s[0] :].startswith(b".text.")]
+    assert code
+    return b"".join(code)
+
+
+def digests(arch: str) -> dict[str, str]:
+    """Of all shipped variants, by symbol."""
+    cubins = compiled(shipped(Device.synthetic(arch)), arch)
+    return {c.symbol: hashlib.sha256(machine_code(c.data)).hexdigest()[:16] for c in cubins}
+
+
+@pytest.mark.parametrize("arch", PINNED)
+def test_the_machine_code_is_pinned(arch: str) -> None:
+    if nvrtc.find().version != NVRTC:
+        pytest.skip(f"the code is that of NVRTC {NVRTC[0]}.{NVRTC[1]}; this is {nvrtc.find().version}")
+    assert digests(arch) == json.loads(GOLDEN.read_text())[arch]
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({arch: digests(arch) for arch in PINNED}, indent=1, sort_keys=True) + "\n")

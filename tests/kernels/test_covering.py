@@ -1,0 +1,132 @@
+"""The covering set (`tests/fuzz/covering.py`): all pairs of axes, on the CPU path, in the emulator and on a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from cupyflash.check.accuracy import Oracle
+from cupyflash.plan.families import backward_plan, forward_plan
+from cupyflash.plan.kernels import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
+from tests.fuzz import covering, emulated, oracle, run
+from tests.fuzz.arrays import draw
+from tests.fuzz.spec import Spec
+
+CASES = covering.cases()
+SHARP = ("normal", "outliers")  # for which the 2x rule holds, too: it sees errors that add up
+
+
+def check(spec: Spec, where: str) -> None:
+    x = draw(spec)
+    results = run.WHERE[where](spec, x)
+    wrong = run.verdicts(spec, x, results)
+    if spec.values in SHARP:
+        judge = Oracle(spec.problem(), *x)
+        comparisons = [*judge.judge_forward(*results[:2]), *judge.judge_backward(*results[2:5])]
+        wrong += [str(c) for c in comparisons if not c.passed]
+    assert not wrong, "\n".join([str(spec), *wrong])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cpu(name: str) -> None:
+    check(CASES[name], "cpu")
+
+
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize("name", CASES)
+def test_emulator(name: str) -> None:
+    check(CASES[name], "emulator")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_gpu(name: str) -> None:
+    check(CASES[name], "gpu")
+
+
+def test_all_pairs_are_covered() -> None:
+    """Counted again from the rows, not by the generator."""
+    rows = covering.rows()
+    for a, b in itertools.combinations(covering.AXES, 2):
+        met = {
+            (row[a], row[b])
+            for row in rows
+            if all(axis in (a, b) for axis, value in covering.HIDING if row[axis] == value)
+        }
+        wanted = {
+            (x, y) for x, y in itertools.product(covering.AXES[a], covering.AXES[b]) if covering.is_legal({a: x, b: y})
+        }
+        assert wanted <= met, f"{a}, {b}: {wanted - met}"
+    assert all(covering.is_legal(row) for row in rows)
+
+
+def test_a_softcap_meets_everything() -> None:
+    """Counted again from the rows. More than a few would each cost a build."""
+    rows = covering.capped()
+    assert {f"softcap-{i}" for i in range(len(rows))} == {name for name, s in CASES.items() if s.softcap is not None}
+    for axis, values in covering.AXES.items():
+        met = {row[axis] for row in rows if all(axis == a for a, value in covering.HIDING if row[a] == value)}
+        assert met == set(values), axis
+    assert len(rows) <= 16
+
+
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize(("family", "d"), [("sm80", 64), ("sm90", 64), ("sm90", 200)])
+def test_a_cap_that_no_score_comes_near(family: str, d: int) -> None:
+    """Judged as if there were none; of lse, which fp32 stores, the rounding of c tanh would show."""
+    spec = Spec(family=family, d=d, sq=70, sk=200, causal=True, heads=2, softcap=1000.0, scale=0.02, mode="any")
+    x = draw(spec)
+    out, _, *grads = run.WHERE["emulator"](spec, x)
+    judge = Oracle(dataclasses.replace(spec, softcap=None).problem(), *x)
+    exact_lse = oracle.forward(spec, x)[1].exact
+    comparisons = judge.judge_forward(out, exact_lse.astype(np.float32)) + judge.judge_backward(*grads[:3])
+    assert all(c.passed for c in comparisons), "\n".join(map(str, comparisons))
+
+
+def test_what_is_not_legal_is_little() -> None:
+    illegal = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(covering.AXES, 2)
+        for x, y in itertools.product(covering.AXES[a], covering.AXES[b])
+        if not covering.is_legal({a: x, b: y})
+    }
+    memory = {
+        ("kernel", kernel, name, how)
+        for kernel in covering.AXES["kernel"]
+        for name in ("q", "k", "v", "dout")
+        for how in ("misaligned", "one_head")
+        if kernel[0] == "sm90"
+    }
+    assert illegal == memory | {("mask", "full", "values", "hidden")}
+
+
+def test_rows_mean_what_they_say() -> None:
+    """Rows that see nothing, keys that nobody sees, and the family, are there where a row says so."""
+    for i, row in enumerate(covering.rows()):
+        spec = CASES[f"pair-{i}"]
+        ranges = [spec.visible(query) for query in range(spec.sq)]
+        empty = sum(first == end for first, end in ranges)
+        assert empty > 0 if row["mask"] == "empty" else row["mask"] != "full" or empty == 0
+        assert (spec.scale is None or spec.scale > 0) == (row["scale"] == "+")
+        device = emulated.small_device(spec.arch, spec.sms)
+        tma = row["kernel"][0] == "sm90"
+        plan = forward_plan(spec.problem(), device, tma=tma, family=spec.family)
+        assert isinstance(plan.launches[0].variant, ForwardSm90) == tma
+
+
+def test_persistent_blocks_see_many_tiles() -> None:
+    """At least 35 a block, in each kernel that draws tiles: fewer leave some faults of a queue unseen."""
+    most: dict[type, int] = {}
+    for spec in CASES.values():
+        if spec.family != "sm80":
+            device = emulated.small_device(spec.arch, spec.sms)
+            for plan in (forward_plan(spec.problem(), device), backward_plan(spec.problem(), device)):
+                for launch in plan.launches:
+                    if launch.variant.persistent:
+                        kind = type(launch.variant)
+                        most[kind] = max(most.get(kind, 0), launch.tiles // max(1, launch.grid))
+    assert set(most) == {ForwardSm90, BackwardDkvSm90, BackwardDqSm90}
+    assert all(count >= 35 for count in most.values()), most

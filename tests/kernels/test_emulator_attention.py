@@ -1,0 +1,105 @@
+"""The sm80 family on the CPU: the case table and one problem a shipped variant, against float64.
+
+Two modes each: the race detector; and asynchronous copies as late as allowed with warps in random order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from emulator import MODES
+from emulator.attention import Session, inputs_of, small_device
+from emulator.cases import SHIPPED, TABLE
+from emulator.require import require_compiler
+
+from cupyflash.check.accuracy import Comparison, Oracle
+from cupyflash.check.cases import Case
+from cupyflash.gpu.device import Device
+from cupyflash.plan import shipped, variant
+from cupyflash.plan.families import backward_plan, forward_plan
+
+require_compiler()
+
+ARCHS = ("sm_80", "sm_86", "sm_90")  # much shared memory, little, and 16-byte reductions
+TESTED_MODES = ("race", "late")
+
+
+@functools.lru_cache(maxsize=4)
+def oracle(name: str, dtype: str) -> Oracle:
+    inputs, problem = inputs_of((SHIPPED | TABLE)[name], dtype)
+    return Oracle(problem, *inputs)
+
+
+def check(results: list[Comparison]) -> None:
+    wrong = [str(r) for r in results if not r.passed]
+    assert not wrong, "\n".join(wrong)
+
+
+def run(case: Case, dtype: str, arch: str, mode: str, seed: int) -> None:
+    exact = oracle(case.name, dtype)
+    inputs, problem = inputs_of(case, dtype)
+    session = Session(Device.synthetic(arch), MODES[mode], seed, family="sm80", backward_family="sm80")
+    out, lse = session.forward(inputs, problem)
+    check(exact.judge_forward(out, lse))
+    if case.backward:
+        check(exact.judge_backward(*session.backward(inputs, out, lse, problem)))
+
+
+@pytest.mark.parametrize("mode", TESTED_MODES)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_variant(name: str, mode: str, seed: int) -> None:
+    case = SHIPPED[name]
+    arch = ARCHS[(list(SHIPPED).index(name) + TESTED_MODES.index(mode)) % 2 * 2]
+    run(case, case.dtypes[0], arch, mode, seed)
+
+
+@pytest.mark.parametrize("mode", TESTED_MODES)
+@pytest.mark.parametrize("name", TABLE)
+def test_case(name: str, mode: str, seed: int) -> None:
+    index = list(TABLE).index(name)
+    dtype = ("bf16", "fp16")[index % 2]
+    if dtype not in TABLE[name].dtypes:
+        dtype = "bf16"
+    run(TABLE[name], dtype, ARCHS[index % 3], mode, seed)
+
+
+def test_every_shipped_variant_is_run() -> None:
+    """The cases of `SHIPPED`, in both families, lead to the variants that are shipped."""
+    for arch in ARCHS:
+        device, symbols = Device.synthetic(arch), set()
+        for case in SHIPPED.values():
+            problem, aligned = case.problem(case.dtypes[0]), case.memory == "contiguous"
+            for family in ("sm80", None):
+                plans = [
+                    plan(problem, device, aligned=aligned, family=family) for plan in (forward_plan, backward_plan)
+                ]
+                symbols |= {launch.variant.symbol for plan in plans for launch in plan.launches}
+        assert symbols >= {v.symbol for v in shipped.shipped(device)}
+
+
+@pytest.mark.parametrize("mode", ["any", "priority", "starve", "lanes", "race lanes"])
+def test_results_do_not_depend_on_the_schedule(mode: str, seed: int) -> None:
+    """Forward, and the backward that promises it, give the same bits in every order."""
+    case = TABLE["deterministic"]
+    inputs, problem = inputs_of(case, "bf16")
+    results = []
+    for i, how in enumerate(("early", mode, mode)):
+        session = Session(small_device("sm_90"), MODES[how], seed + i)
+        out, lse = session.forward(inputs, problem)
+        results.append((out, lse, *session.backward(inputs, out, lse, problem)))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert a.tobytes() == b.tobytes()
+
+
+def test_inputs_are_read_only(rng: np.random.Generator) -> None:
+    """The emulator refuses writes to inputs, so a kernel that passes has written none."""
+    from emulator import EmulatedKernel, EmulatorError, Memory
+
+    source = '#include "hw/ptx.cuh"\nextern "C" __global__ void k(float *x) { x[ptx::thread_index()] = 0.f; }\n'
+    with Memory() as memory:
+        address = memory.input("x", rng.standard_normal(32).astype(np.float32))
+        with pytest.raises(EmulatorError, match="writes to the input 'x'"):
+            EmulatedKernel(source, variant.kernel_sources(), "k")(1, 32, 0, [np.uint64(address)])

@@ -1,0 +1,75 @@
+"""The sm90 family's backward on the CPU, against float64: the case table and the shipped variants that it takes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import MODES
+from emulator.attention import Session, inputs_of, small_device
+from emulator.cases import SHIPPED, TABLE, can_use_tma
+from emulator.require import require_compiler
+
+from cupyflash.check.accuracy import Oracle
+from cupyflash.check.cases import Case
+
+require_compiler()
+
+TESTED_MODES = ("race", "late")
+CASES = {name: case for name, case in (TABLE | SHIPPED).items() if case.backward and can_use_tma(case)}
+
+
+@functools.lru_cache(maxsize=4)
+def oracle(name: str, dtype: str) -> Oracle:
+    inputs, problem = inputs_of(CASES[name], dtype)
+    return Oracle(problem, *inputs)
+
+
+@pytest.mark.parametrize("mode", TESTED_MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, mode: str, seed: int) -> None:
+    """One dtype each, in turn."""
+    index = list(CASES).index(name) + TESTED_MODES.index(mode)
+    dtype = ("bf16", "fp16")[index % 2]
+    if dtype not in CASES[name].dtypes:
+        dtype = CASES[name].dtypes[0]
+    exact = oracle(name, dtype)
+    inputs, problem = inputs_of(CASES[name], dtype)
+    session = Session(small_device("sm_90"), MODES[mode], seed, backward_family="sm90")
+    results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+    wrong = [str(r) for r in results if not r.passed]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("mode", ["race", "starve"])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (100, 40)}], ids=["causal", "window"])
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
+def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str, seed: int) -> None:
+    """Warpgroups that visit different tiles of a masked problem, in blocks that compute several."""
+    case = Case("many", "full", 197, 261, head_dim, heads_q=4, heads_k=2, **mask)
+    inputs, problem = inputs_of(case, "bf16")
+    exact = Oracle(problem, *inputs)
+    session = Session(small_device("sm_90"), MODES[mode], seed, backward_family="sm90")
+    results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+    assert all(r.passed for r in results), "\n".join(map(str, results))
+
+
+@pytest.mark.parametrize("what", ["lse", "dout"])
+@pytest.mark.parametrize("name", ["causal-d64", "causal-d128", "window"])
+def test_what_is_nan_by_right_is_not_recomputed(name: str, what: str) -> None:
+    """Row by row, by one warp each, that would take a diverged model very long."""
+    inputs, problem = inputs_of(CASES[name], "bf16")
+    out, lse = oracle(name, "bf16").plain_forward
+
+    def shuffles(lse: np.ndarray, dout: np.ndarray) -> int:
+        session = Session(small_device("sm_90"), MODES["race"], backward_family="sm90")
+        dq, _, _ = session.backward(inputs._replace(dout=dout), out, lse, problem)
+        assert np.isnan(dq.astype(np.float32)).all() == (np.isnan(lse).all() or np.isnan(dout[0, 0, 0, 0]))
+        return session.collectives
+
+    spoiled = {"lse": lse, "dout": inputs.dout}
+    finite = shuffles(**spoiled)
+    spoiled[what] = np.full_like(spoiled[what], np.nan)
+    assert shuffles(**spoiled) < 4 * finite  # of these small tiles (seen: 1.8 to 2.6); else 10 to 40

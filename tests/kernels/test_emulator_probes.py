@@ -1,0 +1,72 @@
+"""The emulator against the hardware: layout probes, whose outputs on an H200 are kept in emulator/golden."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+from emulator import MODES, EmulatorError, probe_cpu, probes
+from emulator.require import require_compiler
+
+from cupyflash.compile import nvrtc
+
+require_compiler()
+
+NAMES = tuple(probes.all_probes())
+
+
+@functools.cache
+def golden() -> dict[str, probes.Words]:
+    if not probes.GOLDEN.exists():
+        pytest.fail(f"{probes.GOLDEN} is missing: run tests/emulator/probe_gpu.py on an H200", pytrace=False)
+    with np.load(probes.GOLDEN) as file:
+        return {name: file[name] for name in file.files}
+
+
+def test_golden_file_is_complete() -> None:
+    """Every probe has been run on an H200; if not: tests/emulator/probe_gpu.py."""
+    assert probes.GOLDEN.exists(), "run tests/emulator/probe_gpu.py on an H200"
+    assert set(golden()) == set(NAMES)
+
+
+@pytest.mark.parametrize("mode", ["race", "any"])
+@pytest.mark.parametrize("unit", probes.units())
+def test_emulator_agrees_with_h200(unit: str, mode: str) -> None:
+    different = []
+    for probe in probes.units()[unit]:
+        got = probe_cpu.run(probe, MODES[mode], seed=0 if mode == "race" else 3)
+        if probe.name not in golden() or not np.array_equal(_canonical(got), _canonical(golden()[probe.name])):
+            different.append(probe.name)
+    assert not different
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        ("tma_load_2d_b128", (4, 5)),
+        ("tma_store_2d_b128", (-8, 3)),
+        ("tma_store_2d_b128", (8, -3)),
+        ("tma_store_3d", (16, 5, -1)),
+        ("tma_reduce_2d", (-4, 9)),
+        ("tma_reduce_2d", (4, -5)),
+    ],
+)
+def test_emulator_refuses_what_h200_refuses(name: str, at: tuple[int, ...]) -> None:
+    """Coordinates on which an H200 stops with an illegal instruction."""
+    probe = probes.all_probes()[name]
+    with pytest.raises(EmulatorError, match="coordinate"):
+        probe_cpu.run(dataclasses.replace(probe, args=(probe.args[0], *at)), MODES["race"])
+
+
+def _canonical(words: probes.Words) -> probes.Words:
+    """-0 and 0 are the same sum."""
+    return np.where(words == 0x80000000, 0, words)
+
+
+@pytest.mark.parametrize("unit", probes.units())
+def test_probes_compile_for_the_gpu(unit: str) -> None:
+    source = probes.unit_source(probes.units()[unit])
+    options = ("-arch=sm_90a", "-std=c++17", "-default-device")
+    nvrtc.find().compile(source, f"{unit}.cu", probes.headers(), options)

@@ -1,0 +1,81 @@
+"""The main loop of the Hopper forward, as the machine runs it: unused features leave no instruction behind.
+
+The opcodes of the loop over ordinary key blocks, without mask, window or score hooks, are pinned in golden/. A change
+that means to touch them writes the file again, with ``python tests/kernels/test_sass.py``, and shows it in its commit.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cupyflash.compile import jit, nvrtc
+from cupyflash.plan.kernels import forward_sm90_variant
+from cupyflash.problem import Problem
+
+NVRTC = (12, 9)  # another compiler makes another sequence
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+HEAD_DIMS = (64, 128, 256)
+
+
+def nvdisasm() -> str:
+    """The disassembler of NVIDIA's package."""
+    files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
+    return str(next(f for f in files if f.name == "nvdisasm").locate())
+
+
+def opcodes(cubin: bytes, folder: Path) -> list[str]:
+    """Every instruction's opcode, without predicates and operands."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    done = subprocess.run([nvdisasm(), "-c", str(path)], capture_output=True, text=True, check=True)
+    found = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", done.stdout, re.MULTILINE)
+    assert found, done.stderr
+    return found
+
+
+def main_loop(found: list[str], head_dim: int) -> list[str]:
+    """From S = Q K^T of an ordinary block to the vote on its softmax: there alone both products stand together."""
+    products = [i for i, op in enumerate(found) if op.startswith("HGMMA")]
+    count = head_dim // 16 + 64 // 16
+    first = next(i for i, j in zip(products, products[count - 1 :], strict=False) if j - i < 150)
+    end = next(i for i in range(first, len(found)) if found[i] == "VOTE.ALL")
+    return found[first : end + 1]
+
+
+def compiled_loop(head_dim: int, folder: Path) -> list[str]:
+    variant = forward_sm90_variant(Problem("bf16", 1, 1, 1, 1, 1, head_dim, 1.0))
+    return main_loop(opcodes(jit.compile_kernel(variant, "sm_90").data, folder), head_dim)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_loop_without_features_is_pinned(head_dim: int, tmp_path: Path) -> None:
+    if nvrtc.find().version != NVRTC:
+        pytest.skip(f"the sequence is that of NVRTC {NVRTC[0]}.{NVRTC[1]}; this is {nvrtc.find().version}")
+    expected = (GOLDEN / f"fwd_sm90_d{head_dim}.txt").read_text().split()
+    assert compiled_loop(head_dim, tmp_path) == expected
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_what_the_loop_is_made_of(head_dim: int, tmp_path: Path) -> None:
+    """One multiply-add and one exponential an element, four sums; no mask, no maximum, no second scale, no spill."""
+    loop = [op.split(".")[0] for op in compiled_loop(head_dim, tmp_path)]
+    elements = 64 * 64 // 128
+    assert loop.count("HGMMA") == head_dim // 16 + 64 // 16
+    assert loop.count("MUFU") == loop.count("FFMA") == elements
+    assert loop.count("F2FP") <= elements // 2  # some come after the vote
+    assert elements <= loop.count("FADD") <= elements + 8
+    assert not {"FSEL", "SHFL", "STL", "LDL", "LDG", "BAR", "I2F"} & set(loop)
+    assert loop.count("FMUL") + loop.count("FMNMX") <= 4  # the bases of two rows, and the test of their sums
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    for each in HEAD_DIMS:
+        with tempfile.TemporaryDirectory() as name:
+            (GOLDEN / f"fwd_sm90_d{each}.txt").write_text("\n".join(compiled_loop(each, Path(name))) + "\n")

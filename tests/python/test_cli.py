@@ -1,0 +1,584 @@
+"""The command line without a GPU: what it prints, and with which exit code it ends."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from kernel_files import pretend_to_compile
+
+import cupyflash
+from cupyflash import api, cli
+from cupyflash.arrays import adapters as arrays
+from cupyflash.check import cases
+from cupyflash.cli import frameworks
+from cupyflash.cli.bench import cycles as bench_cycles
+from cupyflash.cli.bench import report as bench_report
+from cupyflash.cli.bench.cell import Cell
+from cupyflash.cli.bench.timing import Clock, Timing
+from cupyflash.cli.compile import MEMORY, variants_of
+from cupyflash.cli.doctor import checks as doctor_checks
+from cupyflash.cli.output import Exit
+from cupyflash.cli.verify import checks as verify_checks
+from cupyflash.cli.verify import kernels as verify_kernels
+from cupyflash.cli.verify import report as verify_report
+from cupyflash.compile import jit, nvrtc
+from cupyflash.errors import CompileError, UnsupportedError
+from cupyflash.gpu import device
+from cupyflash.launch import run
+from cupyflash.plan.shipped import variants_of_calls
+from cupyflash.plan.variant import Variant
+from cupyflash.problem import Problem
+
+ROOT = Path(__file__).resolve().parents[2]
+LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("compile",), ("cache", "path"), ("cache", "info"),
+          ("cache", "clear")]  # fmt: skip
+Invoke = Callable[..., Result]
+
+
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    """Run a command, `verify` in this process alone; nothing but SystemExit may escape it."""
+
+    def run_command(*arguments: str, code: int = 0, **options: Any) -> Result:
+        alone = ["--timeout", "0"] if arguments[0] == "verify" else []
+        result = CliRunner().invoke(cli.main, [*arguments, *alone], **options)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+        assert result.exit_code == code, result.output
+        return result
+
+    return run_command
+
+
+def shell(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cupyflash", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def needs_nvrtc() -> None:
+    try:
+        nvrtc.pick()
+    except UnsupportedError as e:
+        pytest.skip(str(e))
+
+
+# ---- all commands ----
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=" ".join)
+def test_help_and_documentation(path: tuple[str, ...], invoke: Invoke) -> None:
+    """Help says the exit codes; docs/cli.md names every command and option."""
+    docs = (ROOT / "docs" / "cli.md").read_text()
+    assert f"cupyflash {' '.join(path)}" in docs
+    text = invoke(path[0], "--help").output
+    assert re.search(r"Exit codes:.*\b0 ", text, flags=re.DOTALL)
+    command: click.Command = cli.main
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None
+        command = found
+    for parameter in command.params:
+        for option in parameter.opts:
+            if option.startswith("--") and option != "--help":
+                assert f"`{option}" in docs, f"{' '.join(path)} {option} is not in docs/cli.md"
+
+
+def test_exit_codes_are_documented(invoke: Invoke) -> None:
+    """docs/cli.md lists them all, and help of `verify` those that it has."""
+    table = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "docs" / "cli.md").read_text(), flags=re.MULTILINE)
+    assert [int(code) for code, _ in table] == sorted(Exit)
+    text = " ".join(invoke("verify", "--help").output.split())
+    said = re.search(r"Exit codes: (.*)$", text)
+    assert said is not None
+    wanted = {int(code) for code, meaning in table if "`verify`" in meaning} | {0, 2, 3, 4, 130}
+    assert {int(n) for n in re.findall(r"(?:^|[,;] )(\d+) ", said[1])} == wanted
+
+
+def test_help_is_light() -> None:
+    """Neither help nor version loads an array library, NumPy included."""
+    code = "import sys\ntry: import cupyflash.cli as c; c.main(['--help'])\nfinally: print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert not {"numpy", "cupy", "torch", "jax", "matplotlib"} & set(done.stdout.split())
+
+
+def test_errors_are_sentences(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    from cupyflash.cli import cache as command
+
+    def fail() -> None:
+        raise UnsupportedError("no [folder] today")
+
+    monkeypatch.setattr(command.cache, "default", fail)
+    assert "error: no [folder] today" in invoke("cache", "path", code=4).output
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.cache, "default", interrupt)
+    invoke("cache", "path", code=130)
+
+
+# ---- verify ----
+
+
+def test_verify_cpu(invoke: Invoke) -> None:
+    result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--json")
+    document = json.loads(result.stdout)
+    assert document["verdict"].startswith("CPU PATH VERIFIED: ")
+    assert document["verdict"].endswith("no kernel ran (--backend cpu)")
+    assert document["ran"] == ["cpu"]
+    assert {c["case"] for c in document["cases"]} == {c.name for c in cases.select("smoke")}
+    assert all(set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} for c in document["cases"])
+    assert {c["check"] for c in document["checks"]} == set(verify_checks.available(frameworks.Framework()))
+    assert document["reproduce"] is None
+    assert document["kernels"] == []
+    assert "causal-d64" in result.stderr
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_verify_frameworks(framework: str, invoke: Invoke) -> None:
+    pytest.importorskip(framework)
+    invoke("verify", "--level", "smoke", "--backend", "cpu", "--framework", framework, "--dtype", "bf16,fp32")
+
+
+def test_verify_compiles_where_nothing_runs(invoke: Invoke) -> None:
+    needs_nvrtc()
+    result = invoke("verify", "--level", "smoke", "--dtype", "fp32", "--head-dim", "64")
+    count = len(verify_kernels.selection("smoke"))
+    assert "\nCPU PATH VERIFIED: " in result.stdout
+    assert f"{count} kernels compiled for 1 architecture" in result.stdout
+    assert "there is no GPU in this test" in result.stdout
+
+
+def test_verify_finds_a_mistake_and_reproduces_it(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    right = api.attention_backward
+
+    def wrong(*arrays: Any, **options: Any) -> Any:
+        dq, dk, dv = right(*arrays, **options)
+        return api.Gradients(dq, dk * (1.05 if options["causal"] else 1), dv)
+
+    monkeypatch.setattr(api, "attention_backward", wrong)
+    result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--dtype", "fp32", "--seed", "3", code=1)
+    assert re.search(r"^dense-d64 .*PASS$", result.stdout, flags=re.MULTILINE)
+    assert re.search(r"^causal-d64 .*dk .*FAIL$", result.stdout, flags=re.MULTILINE)
+    assert "FAILED: max and rms error above the bound" in result.stdout
+    command = re.search(r"^reproduce: cupyflash (.*)$", result.stdout, flags=re.MULTILINE)
+    assert command is not None
+    assert "--seed 3" in command[1]
+    again = invoke(*command[1].split(), "--json", code=1)
+    assert [c["passed"] for c in json.loads(again.stdout)["cases"]] == [False]
+
+
+def test_verify_survives_an_exception(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def broken(*arrays: Any, **options: Any) -> Any:
+        raise RuntimeError("[red]no[/red]")
+
+    monkeypatch.setattr(api, "attention", broken)
+    result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--dtype", "fp32", code=1)
+    assert "RuntimeError: [red]no[/red]" in result.stdout
+    assert "reproduce: cupyflash verify --case dense-d64 --dtype fp32" in result.stdout
+
+
+def test_verify_without_compiler(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def nothing() -> None:
+        raise UnsupportedError("NVRTC: no libnvrtc was found; install one with: pip install 'cupyflash[cu12]'")
+
+    monkeypatch.setattr(nvrtc, "find", nothing)
+    monkeypatch.setattr(sys, "platform", "linux")
+    result = invoke("verify", "--level", "smoke", "--dtype", "fp32", "--head-dim", "128", code=5)
+    assert "NOT VERIFIED" in result.stdout
+    assert "pip install 'cupyflash[cu12]'" in result.stdout
+
+
+def refuse(variant: Any, arch: str, *rest: Any) -> None:
+    raise CompileError(variant.symbol, arch, "line 7: error: no such thing")
+
+
+def test_verify_reports_a_kernel_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    needs_nvrtc()
+    monkeypatch.setattr(jit, "compile_kernel", refuse)
+    result = invoke("verify", "--level", "smoke", "--dtype", "fp32", "--head-dim", "128", code=5)
+    assert "line 7: error: no such thing" in result.stdout
+    assert "reproduce: cupyflash compile --preset all --arch sm_90" in result.stdout
+
+
+def test_verify_usage(invoke: Invoke) -> None:
+    assert "primes" in invoke("verify", "--case", "prime", code=2).output
+    assert "bf17" in invoke("verify", "--dtype", "bf16,bf17", code=2).output
+    invoke("verify", "--head-dim", "65", code=2)
+    invoke("verify", "--framework", "cupy", code=2)
+    invoke("verify", "--case", "cuda-graph", code=2)
+
+
+@pytest.mark.parametrize("command", ["verify", "bench"])
+def test_asking_for_a_gpu_that_is_not_there(command: str) -> None:
+    done = shell(command, "--backend", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_one_check_alone(invoke: Invoke) -> None:
+    result = invoke("verify", "--case", "two-threads", "--backend", "cpu")
+    assert "0 cases and 1 check on" in result.stdout
+
+
+def test_checks_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks fail when results differ from call to call, or when an input is written."""
+    right, count = api.attention, 0
+
+    def restless(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        out, lse = right(q, k, v, **options)
+        out[0, 0, 0, 0] += count
+        q[0, 0, 0, 0] = count
+        return out, lse
+
+    monkeypatch.setattr(api, "attention", restless)
+    context = verify_checks.Context(frameworks.Framework(), "fp32", 0)
+    for name in ("repeated-forward", "repeated-deterministic-backward", "two-threads", "poisoned-outputs"):
+        assert "out" in verify_checks.run_check(name, context).detail, name
+    assert verify_checks.run_check("unchanged-inputs", context).detail == "q changed"
+
+
+def test_lines_fit_a_terminal(invoke: Invoke) -> None:
+    result = invoke("verify", "--level", "full", "--backend", "cpu", "--dtype", "fp16")
+    assert max(map(len, result.stdout.splitlines()[2:])) <= 100
+    assert len(verify_report.CASE_HEADER.strip()) <= 100
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("memory", sorted(cases.MEMORY))
+def test_arrays_keep_values_strides_and_alignment(library: str, memory: str) -> None:
+    pytest.importorskip(library)
+    framework = frameworks.make(library, on_gpu=False)
+    case = next(c for c in cases.CASES if c.memory == memory)
+    for x in case.inputs("bf16")[:4]:
+        y = framework.from_numpy(x)
+        strides = y.strides if library == "numpy" else tuple(s * x.itemsize for s in y.stride())
+        address = y.ctypes.data if library == "numpy" else y.data_ptr()
+        assert strides == x.strides
+        assert address % 16 == x.ctypes.data % 16
+        assert framework.to_numpy(y).tobytes() == x.tobytes()
+
+
+# ---- doctor ----
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: None)
+    document = json.loads(invoke("doctor", "--json").stdout)
+    assert document["exit_code"] == 0
+    names = [f["name"] for f in document["findings"]]
+    assert {"cupyflash", "driver", "cupy", "GPU", "NVRTC", "cache", "backend"} <= set(names)
+    for finding in document["findings"]:
+        assert finding["status"] in ("OK", "WARN", "FAIL")
+
+
+def test_doctor_on_a_machine_with_nothing(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def nothing() -> None:
+        raise UnsupportedError("NVRTC: no libnvrtc was found; install one with: pip install 'cupyflash[cu12]'")
+
+    monkeypatch.setattr(doctor_checks, "installed", dict)
+    monkeypatch.setattr(doctor_checks, "import_cupy", lambda: (None, "ImportError: no cupy"))
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: None)
+    monkeypatch.setattr(nvrtc, "find", nothing)
+    lines = invoke("doctor").stdout.splitlines()
+    warned = {line.split()[1] for line in lines if line.startswith("WARN")}
+    assert warned == {"driver", "cupy", "GPU", "NVRTC"}
+    assert any("-> pip install 'cupyflash[cu12]'" in line for line in lines)
+
+
+def test_doctor_finds_two_cupys(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    both = {"cupy-cuda12x": "14.0.0", "cupy-cuda13x": "14.0.0", "numpy": np.__version__}
+    monkeypatch.setattr(doctor_checks, "installed", lambda: both)
+    text = invoke("doctor", code=7).stdout
+    assert "FAIL cupy" in text
+    assert "pip uninstall -y cupy-cuda12x cupy-cuda13x" in text
+
+
+def test_doctor_finds_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    monkeypatch.setattr(doctor_checks, "installed", lambda: {"cupy-cuda13x": "14.0.0"})
+    monkeypatch.setattr(doctor_checks, "import_cupy", lambda: (object(), ""))
+    monkeypatch.setattr(nvrtc, "driver_version", lambda: (12, 4))
+    text = invoke("doctor", code=7).stdout
+    assert "needs a driver of CUDA 13" in text
+    assert "FAIL GPU" in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [("PermissionError: [Errno 13] Permission denied: '~'", "set CUPY_CACHE_DIR to a folder of your own"),
+     ("ImportError: libcudart.so.12", "pip install --force-reinstall cupy-cuda12x")],
+)  # fmt: skip
+def test_doctor_says_how_cupy_can_be_imported(
+    reason: str, fix: str, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    """Without a home folder CuPy cannot make its cache, and is not damaged."""
+    monkeypatch.setattr(doctor_checks, "installed", lambda: {"cupy-cuda12x": "14.0.0"})
+    monkeypatch.setattr(doctor_checks, "import_cupy", lambda: (None, reason))
+    text = invoke("doctor", code=7).stdout
+    assert f"cannot be imported ({reason})\n" in text
+    assert f"-> {fix}\n" in text
+
+
+def test_doctor_reaches_its_end(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def broken() -> None:
+        raise OSError("disk on fire")
+
+    monkeypatch.setattr(doctor_checks.cache, "default", broken)
+    text = invoke("doctor", code=7).stdout
+    assert "OSError: disk on fire" in text
+    assert "backend" in text
+
+
+# ---- bench ----
+
+TINY = ("--backend", "cpu", "--quick", "--rounds", "1", "--head-dim", "16", "--seqlens", "16,32", "--tokens", "32",
+        "--hidden", "16")  # fmt: skip
+
+
+def test_bench_cpu(tmp_path: Path, invoke: Invoke) -> None:
+    table = tmp_path / "rows.csv"
+    result = invoke("bench", *TINY, "--framework", "numpy", "--causal", "--csv", str(table), "--host", "--json")
+    document = json.loads(result.stdout)
+    rows = document["rows"]
+    assert [(r["seqlen"], r["direction"]) for r in rows] == [(16, "fwd"), (32, "fwd"), (16, "bwd"), (32, "bwd")]
+    assert all(r["causal"] and r["tflops"] > 0 and r["peak_bytes"] > 0 for r in rows)
+    assert document["host_us"]["cupyflash"]["fwd"] > 0
+    assert document["host_us"]["cupyflash"]["fwd_new_lengths"] > 0
+    with table.open() as f:
+        assert [int(r["seqlen"]) for r in csv.DictReader(f)] == [16, 32, 16, 32]
+
+
+def test_bench_against_a_peer(tmp_path: Path, invoke: Invoke) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    pictures = [tmp_path / "speed.png", tmp_path / "speed.svg"]
+    options = ("--against", "math,flash2", "--no-causal", "--pass", "fwd", "--framework", "torch")
+    result = invoke("bench", *TINY, *options, "--plot", str(pictures[0]))
+    assert "cupyflash / math, forward: geometric mean" in result.stdout
+    assert "flash2: needs a GPU" in result.stdout
+    invoke("bench", *TINY, "--framework", "numpy", "--memory-only", "--plot", str(pictures[1]))
+    assert [p.read_bytes()[:4] for p in pictures] == [b"\x89PNG", b"<?xm"]
+
+
+def test_bench_usage(invoke: Invoke) -> None:
+    assert ".png" in invoke("bench", *TINY, "--plot", "speed.pdf", code=2).output
+    invoke("bench", *TINY, "--against", "flash9", code=2)
+    invoke("bench", *TINY, "--framework", "cupy", code=2)
+    assert "--batch" in invoke("bench", *TINY, "--batch", "2", code=2).output
+    assert "does not divide the 1 heads" in invoke("bench", *TINY, "--heads-k", "2", code=2).output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--seqlens", "0", "expected lengths from 1 to"),
+        ("--seqlens", "64,-5", "got -5"),
+        ("--seqlens", "1000000000000", "got 1000000000000"),
+        ("--seqlens", ",", "holds no value"),
+        ("--head-dim", "", "holds no value"),
+        ("--pass", " , ", "holds no value"),
+        ("--csv", "missing/rows.csv", "cannot be written: No such file or directory"),
+        ("--plot", "missing/rows.png", "cannot be written: No such file or directory"),
+        ("--csv", "file/rows.csv", "cannot be written: Not a directory"),
+        ("--csv", ".", "is a directory"),
+    ],
+)
+def test_bench_knows_wrong_arguments_before_it_runs(
+    option: str, value: str, message: str, invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_anyway(*_: Any) -> None:
+        raise AssertionError("measured in vain")
+
+    monkeypatch.setattr("cupyflash.cli.bench.main.measure", run_anyway)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("kept")
+    output = invoke("bench", "--backend", "cpu", "--quick", option, value, code=2).output
+    assert message in " ".join(output.split())
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_bench_key_heads_batch_and_window(invoke: Invoke) -> None:
+    """What the options say is what runs; torch's own attention is left out of windows, with a reason."""
+    pytest.importorskip("torch")
+    size = ("--head-dim", "16", "--hidden", "64", "--heads-k", "2", "--batch", "3", "--seqlens", "24", "--window", "7")
+    options = ("--backend", "cpu", "--quick", "--rounds", "1", "--against", "math", "--causal", "--pass", "fwd", *size)
+    found = json.loads(invoke("bench", *options, "--json").stdout)
+    ours, math = found["rows"]
+    shape = {"batch": 3, "heads": 4, "heads_k": 2, "window": 7, "seqlen": 24}
+    assert {k: ours[k] for k in shape} == shape
+    assert ours["tflops"] > 0
+    assert ours["ideal_bytes"] == Cell("bf16", 16, True, 24, 3, 4, 2).ideal_bytes("fwd")
+    assert (math["ms"], "sliding window" in math["reason"]) == (None, True)
+    assert found["ratios"] == {}
+
+
+def test_bench_with_a_softcap(tmp_path: Path, invoke: Invoke) -> None:
+    """Ours runs with it, CSV, JSON and the table say it, and peers without it say why they do not run."""
+    pytest.importorskip("torch")
+    table = tmp_path / "rows.csv"
+    size = ("--head-dim", "16", "--hidden", "64", "--batch", "1", "--seqlens", "24", "--softcap", "2.5")
+    options = ("--backend", "cpu", "--quick", "--rounds", "1", "--against", "math,flex", "--causal", *size)
+    result = invoke("bench", *options, "--framework", "torch", "--csv", str(table), "--json")
+    rows = json.loads(result.stdout)["rows"]
+    assert [row["softcap"] for row in rows] == [2.5] * 6
+    reasons = {row["implementation"]: row["reason"] for row in rows}
+    why = "torch's scaled_dot_product_attention has no softcap"
+    assert reasons == {"cupyflash": "", "math": why, "flex": "needs a GPU"}
+    assert "causal, softcap 2.5" in result.stderr
+    with table.open() as f:
+        assert {row["softcap"] for row in csv.DictReader(f)} == {"2.5"}
+    for wrong in ("0", "1e4", "much"):
+        invoke("bench", *options[:-1], wrong, code=2)
+
+
+def test_bench_gives_the_softcap_to_calls(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    given = []
+    for name in ("attention", "attention_backward"):
+        original = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *x, of=original, **o: (given.append(o["softcap"]), of(*x, **o))[1])
+    invoke("bench", *TINY, "--framework", "numpy", "--quick", "--rounds", "1", "--softcap", "3", "--pass", "both")
+    assert set(given) == {3.0}
+
+
+def test_ratios() -> None:
+    cells = [Cell("bf16", 64, False, n, 1, 1, 1) for n in (1024, 2048)]
+    times = {"cupyflash": (1.0, 2.0), "flash2": (2.0, 1.0), "cudnn": (None, 8.0)}
+    rows = [bench_report.Row(c, "fwd", n, ms and Timing((ms,)), None) for n, pair in times.items()
+            for c, ms in zip(cells, pair, strict=True)]  # fmt: skip
+    summary = bench_report.ratios(rows)
+    assert summary["flash2"]["fwd"]["geomean"] == pytest.approx(1.0)
+    assert summary["flash2"]["fwd"]["worst"] == pytest.approx(0.5)
+    assert summary["flash2"]["fwd"]["worst_cell"]["seqlen"] == 2048
+    assert (summary["cudnn"]["fwd"]["geomean"], summary["cudnn"]["fwd"]["cells"]) == (pytest.approx(4.0), 1)
+    assert list(summary) == ["flash2", "cudnn", "best"]
+    assert summary["best"]["fwd"]["geomean"] == pytest.approx(1.0)
+    assert (summary["best"]["fwd"]["below_par"], summary["cudnn"]["fwd"]["below_par"]) == (1, 0)
+    best = [d["best"] for d in bench_report.documents(rows)]
+    assert best == [pytest.approx(2.0), pytest.approx(0.5), None, None, None, None]
+
+
+def test_tensor_core_cycles(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    """Two blocks that lived 1000 cycles in 500 ns each, and half of what the tensor cores could do meanwhile."""
+    counts = np.array([[1000, 500], [1000, 500]])
+    assert bench_cycles.utilisation(4096 * 1000, counts[:, 0], counts[:, 1]) == (50.0, 2.0)
+    options = (*TINY, "--framework", "numpy", "--causal")
+    assert "MMA %" not in invoke("bench", *options).stdout
+
+    monkeypatch.setattr(bench_cycles, "LIBRARIES", {Clock: arrays.NUMPY})
+    monkeypatch.setattr(run, "forward_clocks", lambda *arguments: counts, raising=False)
+    rows = json.loads(invoke("bench", *options, "--json").stdout)["rows"]
+    assert {(r["direction"], r["clock_ghz"]) for r in rows} == {("fwd", 2.0), ("bwd", None)}
+    assert rows[0]["tensor_core_percent"] == pytest.approx(100 * 4 * 16 * 136 * 2 / (4096 * 2000))
+    assert re.search(r"MMA % +GHz", invoke("bench", *options).stdout)
+
+
+# ---- compile and cache ----
+
+
+def kernels_of_calls(arch: str, dtypes: tuple[str, ...], head_dim: int) -> set[Variant]:
+    """What the plan takes for dense and causal calls with arrays of any strides and alignment."""
+    memory = [{"aligned": True, "tma": True}, {"aligned": True, "tma": False}, {"aligned": False, "tma": False}]
+    problems = [Problem(dtype, 2, 99, 99, 4, 2, head_dim, 0.125, (None, right)) for dtype in dtypes
+                for right in (None, 0)]  # fmt: skip
+    target = device.Device.synthetic(arch)
+    return {v for p in problems for options in memory for v in variants_of_calls(p, target, **options)}
+
+
+def test_compile_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    needs_nvrtc()
+    pretend_to_compile(monkeypatch)
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    done = invoke("compile", "--arch", "sm_90", "--dtype", "fp16", "--head-dim", "32", "--out", str(out), "--json")
+    rows = json.loads(done.stdout)["compiled"]
+    expected = kernels_of_calls("sm_90", ("fp16",), 32)
+    assert sorted(r["symbol"] for r in rows) == sorted(v.symbol for v in expected)
+    assert {r["arch"] for r in rows} == {"sm_90", "sm_90a"}
+    assert all(r["registers"] > 0 and "_fp16_" in r["symbol"] for r in rows)
+    layer = [path.parent.name for path in (out / "precompiled").glob("*/*.cubin")]
+    hopper = sum(v.arch_suffix == "a" for v in expected)
+    plain = len(expected) - hopper
+    assert (layer.count("sm_90"), layer.count("sm_90a")) == (plain, hopper)
+
+    assert invoke("cache", "path").stdout.strip() == str(tmp_path / "cache")
+    assert len(json.loads(invoke("cache", "info", "--json").stdout)["entries"]) == len(expected)
+    assert re.search(rf"sm_90 .* {plain} ", invoke("cache", "info").stdout)
+    invoke("cache", "clear", code=1, input="n\n")
+    assert f"{len(expected)} kernels removed" in invoke("cache", "clear", "--yes").stdout
+    assert json.loads(invoke("cache", "info", "--json").stdout)["entries"] == []
+
+
+@pytest.mark.parametrize("preset", ["common", "all"])
+def test_compile_with_a_softcap(preset: str) -> None:
+    """The same again with one; no cap is compiled in."""
+    target = device.Device.synthetic("sm_90")
+    plain = set(variants_of(preset, target, ("bf16",), (64, 200)))
+    both = set(variants_of(preset, target, ("bf16",), (64, 200), softcap=True))
+    assert plain < both
+    for window in ((None, None), (None, 0)):
+        problem = Problem("bf16", 2, 99, 99, 4, 2, 200, 0.125, window, softcap=30.0)
+        for memory in MEMORY:
+            assert set(variants_of_calls(problem, target, **memory)) <= both
+    assert all(v.softcap for v in both - plain)
+
+
+def test_cache_without_a_folder(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "~nobody-is-called-so/kernels")
+    for command in ("path", "clear"):
+        assert "set CUPYFLASH_CACHE_DIR to one of your own" in invoke("cache", command, code=4).output
+    assert json.loads(invoke("cache", "info", "--json").stdout)["path"] is None
+    assert "set CUPYFLASH_CACHE_DIR to one of your own" in invoke("cache", "info").output
+    assert "new kernels are not kept" in invoke("doctor").output
+    needs_nvrtc()
+    assert "--out must be given" in invoke("compile", "--arch", "sm_80", code=2).output
+
+
+def test_compile_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    needs_nvrtc()
+    monkeypatch.setattr(jit, "precompile", refuse)
+    result = invoke("compile", "--arch", "sm_80", "--head-dim", "64", "--out", str(tmp_path), code=5)
+    assert "line 7: error: no such thing" in result.stderr
+    count = len(kernels_of_calls("sm_80", ("bf16", "fp16"), 64))
+    assert f"{count} of {count} kernels did not compile" in result.stderr
+
+
+def test_compile_for_an_architecture_that_nvrtc_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invoke: Invoke
+) -> None:
+    """Known before anything is compiled."""
+    needs_nvrtc()
+    compiled = pretend_to_compile(monkeypatch)
+    monkeypatch.setattr(nvrtc.find(), "archs", ("sm_80", "sm_90"))
+    result = invoke("compile", "--arch", "sm_90,sm_110", "--out", str(tmp_path), code=4)
+    assert "knows no architecture for this GPU (sm_110); it knows sm_80, sm_90" in result.stderr
+    assert compiled == []
+
+
+def test_compile_usage(invoke: Invoke) -> None:
+    invoke("compile", code=2)
+    assert "sm_120" in invoke("compile", "--arch", "sm_75", code=2).output
+    invoke("compile", "--arch", "sm_80", "--head-dim", "12", code=2)
+    invoke("compile", "--arch", "sm_80", "--dtype", "fp32", code=2)
+
+
+def test_version(invoke: Invoke) -> None:
+    assert cupyflash.__version__ in invoke("--version").stdout

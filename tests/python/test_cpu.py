@@ -1,0 +1,143 @@
+"""The CPU path against the reference: every named case in every dtype, drawn shapes, special values, memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cupyflash.check.accuracy import Oracle
+from cupyflash.check.cases import CASES, NUMPY_DTYPE, Case, Inputs, case
+from cupyflash.cpu import attention as cpu
+from cupyflash.cpu import tiles as cpu_tiles
+from cupyflash.problem import DTYPES, Problem
+
+Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
+    out, lse = cpu.forward(x.q, x.k, x.v, p)
+    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p)
+
+
+def check(p: Problem, x: Inputs) -> None:
+    out, lse, gradients = run(p, x)
+    assert {a.dtype for a in (out, *gradients)} == {NUMPY_DTYPE[p.dtype]}
+    assert lse.dtype == (np.float64 if p.dtype == "fp64" else np.float32)
+    oracle = Oracle(p, *x)
+    results = oracle.judge_forward(out, lse) + oracle.judge_backward(*gradients)
+    assert all(r.passed for r in results), "\n".join(map(str, results))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
+def test_case(c: Case, dtype: str) -> None:
+    check(c.problem(dtype), c.inputs(dtype))
+
+
+def draw(p: Problem, seed: int = 0) -> Inputs:
+    rng, dtype = np.random.default_rng(seed), NUMPY_DTYPE[p.dtype]
+    shape_q, shape_k = (p.batch, p.seqlen_q, p.heads_q, p.head_dim), (p.batch, p.seqlen_k, p.heads_k, p.head_dim)
+    q, k, v, dout = (rng.standard_normal(shape).astype(dtype) for shape in (shape_q, shape_k, shape_k, shape_q))
+    dlse = rng.standard_normal((p.batch, p.heads_q, p.seqlen_q)).astype(np.float64 if p.dtype == "fp64" else np.float32)
+    return Inputs(q, k, v, dout, dlse)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    bound = st.none() | st.integers(-40, 40)
+    window = draw(st.tuples(bound, bound).filter(lambda w: None in w or sum(w) >= 0))
+    heads_k = draw(st.integers(1, 3))
+    lengths = st.integers(0, 40) | st.sampled_from([63, 64, 65, 255, 256, 257, 300])
+    return Problem(
+        dtype=draw(st.sampled_from(DTYPES)),
+        batch=draw(st.integers(0, 2)),
+        seqlen_q=draw(lengths),
+        seqlen_k=draw(lengths),
+        heads_q=heads_k * draw(st.integers(1, 3)),
+        heads_k=heads_k,
+        head_dim=draw(st.sampled_from([8, 16, 24, 64])),
+        scale=draw(st.sampled_from([0.0, 0.125, 1.0, -0.5])),
+        window=window,
+    )
+
+
+@given(p=problems(), seed=st.integers(0, 1000))
+def test_any_shape(p: Problem, seed: int) -> None:
+    check(p, draw(p, seed))
+
+
+@given(p=problems(), seed=st.integers(0, 1000), value=st.sampled_from([np.nan, np.inf, -np.inf]))
+def test_nonfinite_anywhere(p: Problem, seed: int, value: float) -> None:
+    """One NaN or inf in each of two tensors at random places: it reaches what sees it, as in float64, and no more.
+
+    In fp64, where nothing underflows that does not underflow in the reference.
+    """
+    p = Problem(**{**vars(p), "dtype": "fp64"})
+    x, rng = draw(p, seed), np.random.default_rng(seed)
+    for tensor in rng.permutation(4)[:2]:
+        if x[tensor].size:
+            x[tensor][tuple(rng.integers(x[tensor].shape))] = value
+    out, lse, gradients = run(p, x)
+    oracle = Oracle(p, *x)
+    for got, exact in zip((out, lse, *gradients), (*oracle.forward, *oracle.backward), strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_queries_with_nan_reach_only_what_they_see(dtype: str) -> None:
+    p = Problem(dtype, 1, 70, 70, 2, 1, 16, 0.25, (9, 0))
+    x = draw(p)
+    x.q[0, 40, 0, 3], x.dout[0, 60, 1, 2] = np.nan, np.inf
+    check(p, x)
+
+
+@pytest.mark.parametrize("name", ["gqa", "many-heads", "primes", "nan-in-visible-key-causal"])
+def test_chunks_and_tiles_do_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    c = case(name)
+    for scores, rows, block_n in ((1, 64, 32), (2**14, 128, 64), (2**30, 512, 1024)):
+        monkeypatch.setattr(cpu_tiles, "CHUNK_SCORES", scores)
+        monkeypatch.setattr(cpu_tiles, "TILE_ROWS", rows)
+        monkeypatch.setattr(cpu_tiles, "BLOCK_N", block_n)
+        check(c.problem("fp32"), c.inputs("fp32"))
+
+
+def test_inputs_are_not_written_and_results_repeat_bitwise() -> None:
+    c = case("mqa")
+    p, x = c.problem("bf16"), c.inputs("bf16")
+    for array in x[:4]:
+        array.flags.writeable = False
+    first, again = run(p, x), run(p, x)
+    for a, b in zip((*first[:2], *first[2]), (*again[:2], *again[2]), strict=True):
+        assert a.tobytes() == b.tobytes()
+        assert a.flags.writeable
+
+
+def peak_bytes(p: Problem) -> int:
+    """Most that forward and backward allocate at a time, results included."""
+    x = draw(p)
+    tracemalloc.start()
+    try:
+        run(p, x)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_is_linear_in_seqlen() -> None:
+    peaks = [peak_bytes(Problem("fp16", 1, n, n, 1, 1, 64, 0.125, (700, 0))) for n in (4096, 8192, 16384)]
+    one_row = (peaks[2] - peaks[1]) / 8192
+    assert one_row == pytest.approx((peaks[1] - peaks[0]) / 4096, rel=0.02)
+    assert one_row < 64 * (4 * 2 + 4 * 4) * 1.5 + 64  # out, dq, dk, dv in fp16; K, V, dK, dV in fp32
+    assert peaks[0] - 4096 * one_row < 16 * cpu_tiles.CHUNK_SCORES  # tiles
+
+
+def test_memory_is_bounded_for_many_heads() -> None:
+    """Results apart, the working set does not grow with batch and heads."""
+    few, many = (Problem("fp32", batch, 256, 256, 16, 16, 8, 0.3) for batch in (2, 32))
+    results = [4 * 4 * p.batch * p.seqlen_q * p.heads_q * (p.head_dim + 1) for p in (few, many)]
+    working = [peak_bytes(p) - size for p, size in zip((few, many), results, strict=True)]
+    assert working[1] < 1.2 * working[0] + 2**20

@@ -1,0 +1,307 @@
+"""`cupyflash explain`: what it says is what the library does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from cupyflash import cli
+from cupyflash.cli.explain import work as explain_work
+from cupyflash.compile import jit, nvrtc
+from cupyflash.compile.cache import Cubin
+from cupyflash.errors import CompileError, UnsupportedError
+from cupyflash.gpu import device, tensormap
+from cupyflash.gpu.device import ARCHS, Device
+from cupyflash.plan.families import backward_plan, forward_plan
+from cupyflash.problem import make_problem
+from tests.gpu_arrays import on_gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+Invoke = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUPYFLASH_FAMILY", raising=False)
+    if request.node.get_closest_marker("gpu"):
+        return
+    monkeypatch.setattr(device, "_probe", lambda: (0, "there is no GPU in this test"))
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    def run_command(*arguments: str, code: int = 0) -> Result:
+        result = CliRunner().invoke(cli.main, ["explain", *arguments])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+        assert result.exit_code == code, result.output
+        return result
+
+    return run_command
+
+
+@pytest.fixture
+def document(invoke: Invoke) -> Callable[..., dict[str, Any]]:
+    """The JSON document, without compiling."""
+
+    def parse(*arguments: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(invoke("--json", "--no-compile", *arguments).stdout)
+        return found
+
+    return parse
+
+
+Document = Callable[..., dict[str, Any]]
+
+
+# ---- plans ----
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_launches_are_those_of_the_plan(arch: str, document: Document) -> None:
+    gpu = Device.synthetic(arch)
+    size = (
+        "--head-dim",
+        "96",
+        "--batch",
+        "2",
+        "--seqlen-q",
+        "300",
+        "--seqlen-k",
+        "700",
+        "--heads",
+        "6",
+        "--heads-k",
+        "2",
+    )
+    found = document("--arch", arch, *size, "--window", "64,10", "--deterministic", "--layout", "bhsd")
+    shapes = (2, 6, 300, 96), (2, 2, 700, 96), (2, 2, 700, 96)
+    problem = make_problem(shapes, ("bf16",) * 3, window=(64, 10), layout="bhsd", deterministic=True)
+    plans = [forward_plan(problem, gpu), backward_plan(problem, gpu)]
+    assert [p["direction"] for p in found["passes"]] == ["forward", "backward"]
+    for plan, shown in zip(plans, found["passes"], strict=True):
+        assert [(x["symbol"], x["grid"]) for x in shown["launches"]] == [
+            (x.variant.symbol, x.grid) for x in plan.launches
+        ]
+        assert tuple(shown["sections"]) == plan.sections
+        assert set(shown["workspace"]) == set(plan.workspace)
+        for launch, x in zip(plan.launches, shown["launches"], strict=True):
+            assert (x["threads"], x["smem_bytes"]) == (launch.variant.threads, launch.variant.smem_bytes)
+            assert x["smem_limit_bytes"] == gpu.smem_bytes
+            assert x["registers"] is x["waves"] is x["resident_blocks"] is None
+
+
+def test_a_persistent_forward(document: Document) -> None:
+    (found,) = document("--head-dim", "128", "--seqlen", "8192", "--causal")["passes"]
+    (launch,) = found["launches"]
+    assert (found["family"], found["not_taken"], launch["arch"]) == ("sm90", [], "sm_90a")
+    assert (launch["persistent"], launch["grid"]) == (True, 132)
+    assert launch["tiles"] == 16 * -(-8192 // launch["tile"]["block_m"])
+    assert launch["flags"] == ["causal"]
+    assert launch["tile"]["consumer_registers"] > launch["tile"]["producer_registers"]
+
+
+@pytest.mark.parametrize(
+    ("options", "path", "reason"),
+    [
+        (("--arch", "sm_80"), "sm90 family", "sm_80 has 8.0"),
+        (("--memory", "unaligned"), "sm90 family", "the addresses of q, k and v are not"),
+        (("--memory", "unaligned"), "copies of 16 bytes", "one by one"),
+        (("--memory", "broadcast"), "sm90 family", "that of k and v along the heads is 0"),
+        (("--seqlen", "0"), "sm90 family", "nothing is to be computed"),
+    ],
+)
+def test_why_not(options: tuple[str, ...], path: str, reason: str, document: Document) -> None:
+    (found,) = document(*options)["passes"]
+    assert found["family"] == "sm80"
+    assert any(x["path"] == path and reason in x["reason"] for x in found["not_taken"]), found["not_taken"]
+
+
+def test_one_repeated_head_is_no_broadcast(document: Document) -> None:
+    assert document("--memory", "broadcast", "--heads-k", "1")["passes"][0]["family"] == "sm90"
+
+
+def test_the_family_asked_for(monkeypatch: pytest.MonkeyPatch, document: Document, invoke: Invoke) -> None:
+    monkeypatch.setenv("CUPYFLASH_FAMILY", "sm80")
+    (found,) = document()["passes"]
+    assert found["family"] == "sm80"
+    assert found["not_taken"] == [{"path": "sm90 family", "reason": "CUPYFLASH_FAMILY=sm80"}]
+    monkeypatch.setenv("CUPYFLASH_FAMILY", "sm90")
+    assert document()["passes"][0]["family"] == "sm90"
+    assert "unset it" in invoke("--arch", "sm_89", code=4).output
+    monkeypatch.setenv("CUPYFLASH_FAMILY", "sm70")
+    assert "expected one of sm80, sm90" in invoke(code=2).output
+
+
+@pytest.mark.parametrize("understood", [True, False])
+def test_a_gpu_of_this_machine(understood: bool, monkeypatch: pytest.MonkeyPatch, document: Document) -> None:
+    """The default is GPU 0; its driver's tensor maps decide too, and a GPU without data sheet has no least time."""
+    gpu = dataclasses.replace(Device.synthetic("sm_90"), name="NVIDIA Thing", ordinal=0, sm_count=99)
+    monkeypatch.setattr(device, "_probe", lambda: (1, ""))
+    monkeypatch.setattr(Device, "of", lambda ordinal: gpu)
+    monkeypatch.setattr(Device, "current", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(tensormap, "address_slot", lambda tensor: 0 if understood else None)
+    found = document()
+    (shown,) = found["passes"]
+    assert (found["device"]["ordinal"], found["device"]["sm_count"]) == (0, 99)
+    assert (shown["least_times"], shown["least_times_reason"]) == ([], "no data sheet of NVIDIA Thing here")
+    assert (shown["family"], shown["launches"][0]["grid"]) == (("sm90", 99) if understood else ("sm80", 512))
+    assert [x["reason"] for x in shown["not_taken"]] == (
+        [] if understood else ["this driver's tensor maps are not understood"]
+    )
+    assert document("--arch", "sm_80")["device"]["name"] == "sm_80"
+
+
+# ---- work ----
+
+
+def test_work_is_counted_once(document: Document) -> None:
+    """q, k, v, out and lse; repeated heads are read once; the backward's workspaces are written and read."""
+    size = ("--batch", "3", "--seqlen", "1000", "--heads", "8", "--heads-k", "4", "--head-dim", "64")
+    (found,) = document(*size)["passes"]
+    rows = 3 * 1000 * 8
+    assert found["flops"] == 4 * 64 * 1000 * rows
+    assert found["bytes"] == 2 * (2 * rows * 64 + 2 * rows // 2 * 64) + 4 * rows
+    (broadcast,) = document(*size, "--memory", "broadcast")["passes"]
+    assert found["bytes"] - broadcast["bytes"] == 2 * 2 * (rows // 2 - 3 * 1000) * 64
+    backward = document(*size, "--backward")["passes"][1]
+    delta, main, convert = backward["launches"]
+    assert (delta["flops"], main["flops"], convert["flops"]) == (0, 2.5 * found["flops"], 0)
+    assert convert["bytes"] == backward["workspace"]["dq_accum"] + 2 * rows * 64
+    assert backward["bytes"] == sum(x["bytes"] for x in backward["launches"])
+    wide, backward = document("--seqlen", "1000", "--head-dim", "256", "--backward")["passes"]
+    assert [x["flops"] / wide["flops"] for x in backward["launches"]] == [0, 2, 1.5]
+    assert list(backward["workspace"]) == ["row_stats"]
+
+
+@pytest.mark.parametrize("mask", ["dense", "causal"])
+def test_what_is_stored_first_need_not_be_cleared(mask: str, document: Document) -> None:
+    size = ("--arch", "sm_90", "--batch", "3", "--seqlen", "1000", "--heads", "8", "--head-dim", "64", "--backward")
+    backward = document(*size, *(["--causal"] if mask == "causal" else []))["passes"][1]
+    rows, workspace = 3 * 1000 * 8, backward["workspace"]
+    cleared = 0 if mask == "causal" else workspace["dq_accum"]
+    assert ("dq_turn" in workspace) == (mask == "causal")
+    assert backward["launches"][0]["bytes"] == 2 * 2 * rows * 64 + 4 * rows + workspace["row_stats"] + cleared
+
+
+def test_least_times(document: Document) -> None:
+    """The data sheets of the architecture; long sequences are bound by the tensor cores, one query by the memory."""
+    (long,), (short,) = (document("--seqlen-q", n)["passes"] for n in ("16384", "1"))
+    times = {t["gpu"]: t for t in long["least_times"]}
+    assert {g.capability for name, g in explain_work.GPUS.items() if name in times} == {(9, 0)}
+    assert times["NVIDIA H200"]["ms"] == pytest.approx(long["flops"] / 989e9)
+    assert {t["bound"] for t in long["least_times"]} == {"tensor cores"}
+    assert {t["bound"] for t in short["least_times"]} == {"memory"}
+    h200 = next(t for t in short["least_times"] if t["gpu"] == "NVIDIA H200")
+    assert h200["ms"] == pytest.approx(short["bytes"] / 4800e6)
+    assert document("--arch", "sm_86")["passes"][0]["least_times"] == []
+
+
+# ---- what the compiler says ----
+
+
+def needs_nvrtc() -> None:
+    try:
+        nvrtc.pick()
+    except UnsupportedError as e:
+        pytest.skip(str(e))
+
+
+def test_compiled(invoke: Invoke) -> None:
+    needs_nvrtc()
+    result = invoke("--head-dim", "64", "--backward", "--json")
+    forward, backward = json.loads(result.stdout)["passes"]
+    (main,) = forward["launches"]
+    assert (main["blocks_per_sm"], main["spill_bytes"], main["advice"]) == (1, 0, [])
+    assert main["waves"] == pytest.approx(main["tiles"] / 132)
+    for x in backward["launches"]:
+        assert x["registers"] > 0
+        assert x["blocks_per_sm"] == min(x["resident_blocks"].values())
+        assert x["waves"] == pytest.approx(x["grid"] / (132 * x["blocks_per_sm"]))
+    text = invoke("--head-dim", "64", "--backward").stdout
+    assert re.search(r"registers +\d+ a thread, \d+ while it computes, \d+ while it loads, none spilled", text)
+    assert "dq_accum" in text
+
+
+def test_what_ptxas_complains_of_is_shown(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def compiled(variant: Any, arch: str) -> Cubin:
+        return Cubin(b"", variant.symbol, arch, 128, 912, 1.0, "12.9", "(C7512) Potential Performance Loss: ...")
+
+    monkeypatch.setattr(jit, "compile_kernel", compiled)
+    text = invoke().stdout
+    assert "912 bytes spilled" in text
+    assert "(C7512) Potential Performance Loss: ..." in text
+
+
+def test_failures(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    def refuse(variant: Any, arch: str) -> None:
+        raise CompileError(variant.symbol, arch, "line 7: error: no such thing")
+
+    def nothing(variant: Any, arch: str) -> None:
+        raise UnsupportedError("NVRTC: no libnvrtc was found")
+
+    monkeypatch.setattr(jit, "compile_kernel", refuse)
+    assert "line 7: error: no such thing" in invoke(code=5).output
+    monkeypatch.setattr(jit, "compile_kernel", nothing)
+    assert "NVRTC: no libnvrtc was found; `--no-compile` does without" in invoke(code=4).output
+    assert "not compiled" in invoke("--no-compile", "--arch", "sm_80").stdout
+
+
+def test_usage(invoke: Invoke) -> None:
+    assert "fp32 has no GPU kernel" in invoke("--dtype", "fp32", code=4).output
+    assert "multiple of 8" in invoke("--head-dim", "12", code=4).output
+    assert "to divide heads_q = 16, got heads_k = 3" in invoke("--heads-k", "3", code=2).output
+    assert "hides every key" in invoke("--window", "-5,2", code=2).output
+    assert "neither LEFT nor LEFT,RIGHT" in invoke("--window", "1,2,3", code=2).output
+    invoke("--arch", "sm_75", code=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1023", "window 1023, all"), ("64,64", "window 64, 64"), (",10", "window all, 10"), (",0", "causal")],
+)
+def test_windows(text: str, expected: str, invoke: Invoke) -> None:
+    assert f"head_dim 128, {expected}\n" in invoke("--no-compile", "--window", text).stdout
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_softcap(arch: str, document: Document, invoke: Invoke) -> None:
+    options = ("--arch", arch, "--softcap", "30", "--backward", "--head-dim", "256")
+    found = document(*options)
+    assert found["problem"]["softcap"] == 30
+    launches = [launch for p in found["passes"] for launch in p["launches"]]
+    assert len(launches) == 4
+    assert all("softcap" in launch["flags"] for launch in launches)
+    assert ", no mask, softcap 30\n" in invoke("--no-compile", *options).stdout
+    assert "softcap: expected a number from 0.001 to 1000, got 0" in invoke("--softcap", "0", code=2).output
+    assert document("--arch", arch)["problem"]["softcap"] is None
+
+
+@pytest.mark.gpu
+def test_the_gpu_of_this_machine() -> None:
+    """What is explained is what `attention` prepares."""
+    from cupyflash import attention
+    from cupyflash.launch import prepared as launch
+
+    command = [sys.executable, "-m", "cupyflash", "explain", "--seqlen", "1000", "--heads", "20", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (shown,) = found["passes"][0]["launches"]
+    launch._calls.clear()
+    attention(*[on_gpu(np.ones((1, 1000, 20, 128), ml_dtypes.bfloat16), "cupy")] * 3)
+    (call,) = launch._calls.values()
+    assert found["device"]["ordinal"] == 0
+    assert (shown["persistent"], found["passes"][0]["family"] == "sm90") == (call.persistent, call.persistent)
+    assert shown["registers"] > 0

@@ -1,0 +1,284 @@
+"""Spec and extents: a call with new numbers loads nothing, learns nothing, and has the params it should have."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import ArgumentError, UnsupportedError
+from cupyflash.arrays.adapters import NUMPY
+from cupyflash.gpu.device import Device
+from cupyflash.launch import passes
+from cupyflash.launch import prepared as launch
+from cupyflash.launch.kept import Kept
+from cupyflash.plan import families as plan
+from cupyflash.plan.extents import kind_of
+from cupyflash.problem import make_problem
+from tests import pretended_gpu
+from tests.pretended_gpu import COUNTER, Gpu, Launched, random_array
+
+pytestmark = pytest.mark.needs("cupy")
+Arrays = tuple[np.ndarray, ...]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return pretended_gpu.pretend(monkeypatch)
+
+
+def draw(rng: np.random.Generator, head_dim: int = 64, layout: str = "bshd") -> Arrays:
+    """q, k, v, out and dout of lengths that no other call has."""
+    batch, seqlen_q, seqlen_k, heads_k = (int(n) for n in rng.integers((1, 1, 1, 1), (4, 400, 400, 4)))
+    heads_q = heads_k * int(rng.integers(1, 4))
+    q, k = (batch, seqlen_q, heads_q), (batch, seqlen_k, heads_k)
+    return tuple(random_array(rng, lengths, head_dim, layout) for lengths in (q, k, k, q, q))
+
+
+def both(x: Arrays, layout: str = "bshd", **options: Any) -> None:
+    """A forward and a backward."""
+    q, k, v, out, dout = x
+    batch, heads, seqlen = q.shape[0], q.shape[2 if layout == "bshd" else 1], q.shape[1 if layout == "bshd" else 2]
+    cupyflash.attention(q, k, v, layout=layout, **options)
+    lse = np.zeros((batch, heads, seqlen), np.float32)
+    cupyflash.attention_backward(dout, q, k, v, out, lse, layout=layout, **options)
+
+
+def test_new_numbers_load_nothing_and_learn_nothing(gpu: Gpu, rng: np.random.Generator) -> None:
+    both(draw(rng), window=(7, 0), scale=0.5)
+    loaded, encoded, launched = len(gpu.loaded), gpu.encoded, len(gpu.launched)
+    assert loaded == 4
+    for i in range(50):
+        both(draw(rng), window=(i, 2 * i), scale=0.1 + i)
+    assert (len(gpu.loaded), gpu.encoded) == (loaded, encoded)
+    assert len(gpu.launched) == 51 * launched
+    both(draw(rng, head_dim=128), window=(7, 0), scale=0.5)
+    assert len(gpu.loaded) == loaded + 4
+    assert gpu.encoded > encoded
+
+
+def facts(params: Any) -> dict[str, bytes]:
+    """All that a params struct says but addresses."""
+    plain = params["plain"] if "plain" in params.dtype.names else params
+    found = {name: plain[name].tobytes() for name in plain.dtype.names if name.endswith("_stride") or name == "problem"}
+    return found | {name: params[name][1:].tobytes() for name in params.dtype.names if name.startswith("map_")}
+
+
+def planned(which: passes.Pass, x: Arrays, options: dict[str, Any]) -> list[tuple[str, int, dict[str, bytes]]]:
+    """(symbol, grid, facts) of the launches that the plan of these arrays by itself has."""
+    signatures = [NUMPY.describe(name, NUMPY.signature(a)) for name, a in zip(which.names, x, strict=False)]
+    problem = make_problem([a.shape for a in x[:3]], ["fp16"] * 3, **options)
+    make = plan.forward_plan if which is passes.FORWARD else plan.backward_plan
+    chosen = make(problem, Device.of(0), family=os.environ.get("CUPYFLASH_FAMILY"))
+    filled = passes.fill(which, chosen, problem, signatures, options["layout"])
+    assert filled is not None
+    found = []
+    for n in chosen.launches:
+        is_whole = n.variant.params == filled.params.dtype
+        found.append((n.variant.symbol, n.grid, facts(filled.params if is_whole else filled.params["plain"])))
+    return found
+
+
+def found_in(launched: list[Launched], gpu: Gpu) -> list[tuple[str, int, dict[str, bytes]]]:
+    """The same of what was launched; each map must have the address that the plain params have, or its own result's."""
+    kinds = {variant.symbol: variant.params for variant in gpu.loaded}
+    found = []
+    for symbol, grid, data in launched:
+        params = np.frombuffer(data, kinds[symbol])[0]
+        for name in [n for n in kinds[symbol].names or () if n.startswith("map_")]:
+            assert params[name][0] == params["plain"][name.removeprefix("map_")] != 0, name
+        if "counter" in (kinds[symbol].names or ()):
+            assert params["counter"] in (0, COUNTER)
+        found.append((symbol, grid, facts(params)))
+    return found
+
+
+@pytest.mark.parametrize("place", [pretended_gpu.plain, pretended_gpu.with_a_mark, pretended_gpu.crossed])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_params_are_those_of_a_plan_by_itself(
+    head_dim: int, layout: str, family: str, place: pretended_gpu.Place, gpu: Gpu, rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Lengths, heads, strides and options alternate, and come again; whatever the driver's maps are like."""
+    monkeypatch.setenv("CUPYFLASH_FAMILY", family)
+    gpu.place = place
+    masks: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (30, 5)}, {"window": (None, 90), "scale": 0.7}]
+    calls = [(draw(rng, head_dim, layout), masks[i % 4] | {"layout": layout}) for i in range(12)]
+    for x, options in [*calls, *calls[::-1]]:
+        gpu.launched.clear()
+        both(x, **options)
+        want = planned(passes.FORWARD, x, options) + planned(passes.BACKWARD, x, options)
+        assert found_in(gpu.launched, gpu) == want
+
+
+def test_maps_that_are_not_understood_cost_one_question_each(gpu: Gpu, rng: np.random.Generator) -> None:
+    gpu.place = pretended_gpu.crossed
+    both(draw(rng))
+    encoded = gpu.encoded
+    both(draw(rng))
+    assert gpu.encoded == encoded + 4 + 7
+
+
+def test_small_arrays_with_a_mark_alone_cost_questions(gpu: Gpu, rng: np.random.Generator) -> None:
+    gpu.place = pretended_gpu.with_a_mark
+    big, small = (np.zeros((n, 600, 2, 64), np.float16) for n in (9, 3))  # 1.4 MB and less
+    for x in (big, big[:8]):
+        encoded = gpu.encoded
+        cupyflash.attention(x, x, x)
+    assert gpu.encoded == encoded
+    cupyflash.attention(small, small, small)
+    assert gpu.encoded == encoded + 4
+
+
+def test_a_map_that_the_driver_refuses(gpu: Gpu) -> None:
+    """That call goes to the other family, and those after it do not."""
+    gpu.place, gpu.refuses = pretended_gpu.crossed, lambda lengths: lengths[1] == 77
+    for seqlen in (70, 77, 80, 77):
+        cupyflash.attention(*[np.zeros((1, seqlen, 2, 64), np.float16)] * 3)
+    assert [n.symbol[:8] for n in gpu.launched] == ["fwd_sm90", "fwd_sm80", "fwd_sm90", "fwd_sm80"]
+
+
+def test_the_family_is_part_of_the_key(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = [np.zeros((1, 70, 2, 64), np.float16)] * 3
+    for wish in ("", "sm80", "sm90", "sm80", ""):
+        monkeypatch.setenv("CUPYFLASH_FAMILY", wish)
+        cupyflash.attention(*x)
+    monkeypatch.delenv("CUPYFLASH_FAMILY")
+    cupyflash.attention(*x)
+    assert [n.symbol[4:8] for n in gpu.launched] == ["sm90", "sm80", "sm90", "sm80", "sm90", "sm90"]
+    monkeypatch.setenv("CUPYFLASH_FAMILY", "sm100")
+    with pytest.raises(ArgumentError, match=r"^CUPYFLASH_FAMILY: expected one of"):
+        cupyflash.attention(*x)
+
+
+def test_what_else_decides_the_kernels(gpu: Gpu, rng: np.random.Generator) -> None:
+    """Each of these calls has a kernel of its own, also once all the others are ready."""
+    q, k, v, *_ = (np.zeros((2, 70, 2, 64), np.float16) for _ in range(5))
+    shifted = np.zeros(q.size + 1, np.float16)[1:].reshape(q.shape)
+    broadcast = np.broadcast_to(k[:1], k.shape)
+    calls: list[tuple[Arrays, dict[str, Any]]] = [
+        ((q, k, v), {}), ((q, k, v), {"causal": True}), ((q, k, v), {"window": (3, 3)}), ((q, k, v), {"scale": -1.0}),
+        ((q, k, shifted), {}), ((q, broadcast, v), {}), (tuple(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)), {}),
+    ]  # fmt: skip
+    for x, options in calls * 2:
+        cupyflash.attention(*x, **options)
+    symbols = [n.symbol for n in gpu.launched]
+    assert len(set(symbols)) == len(calls)
+    assert symbols[: len(calls)] == symbols[len(calls) :]
+    cupyflash.attention(q[:, :0], k, v)
+    assert len(gpu.launched) == 2 * len(calls)  # no queries, no blocks
+
+
+def test_refused_in_the_same_words_where_the_kernels_are_ready(gpu: Gpu) -> None:
+    """What is new about a call is checked, however much of it is known."""
+    q, k = np.zeros((2, 70, 4, 64), np.float16), np.zeros((2, 50, 2, 64), np.float16)
+    wrong: list[Arrays] = [
+        (q[0], k, k), (q, k[0], k[0]), (q, k, k[:, 1:]), (q, k[:1], k[:1]), (q[..., :32], k, k), (q, k, k[..., :32]),
+        (q, k[:, :, :0], k[:, :, :0]), (q[:, :, :3], k, k), (q, k.astype(np.float32), k), (q[..., ::2], k[..., ::2], k),
+        (q[..., ::2], *[k[..., ::2]] * 2), (q, k, k.astype(np.float32)), (q[..., :60], *[k[..., :60]] * 2),
+        (q.astype(np.int32), *[k.astype(np.int32)] * 2),
+    ]  # fmt: skip
+    for x in wrong:
+        messages = []
+        for is_ready in (False, True):
+            launch.forget()
+            if is_ready:
+                cupyflash.attention(q, k, k)
+                cupyflash.attention(q[..., :32], k[..., :32], k[..., :32])
+            with pytest.raises((ArgumentError, UnsupportedError)) as raised:
+                cupyflash.attention(*x)
+            messages.append(str(raised.value))
+        assert messages[0] == messages[1]
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Converting a tensor to a Python")
+def test_tensors_of_new_lengths_are_looked_at(gpu: Gpu) -> None:
+    """That they lie in memory as a whole, and that nobody traces them."""
+    import torch
+
+    def call(x: Any) -> Any:
+        return cupyflash.attention(x, x, x)
+
+    call(torch.zeros(1, 70, 2, 64, dtype=torch.float16))
+    whole, rows = torch.zeros(1, 80, 2, 64, dtype=torch.float16), torch.zeros(1, 90, 3, 64, dtype=torch.float16)
+    for x in (whole, rows[:, :, :2]):
+        x.untyped_storage().resize_(x.nbytes // 2)
+        with pytest.raises(ArgumentError, match=r"^q: a tensor of shape .* needs \d+ bytes of memory and has \d+"):
+            call(x)
+    with pytest.raises(UnsupportedError, match=r"^q: torch.jit.trace"):
+        torch.jit.trace(call, torch.zeros(1, 100, 2, 64, dtype=torch.float16))
+    assert len(gpu.launched) == 1
+
+
+def test_calls_of_a_kind_have_the_same_kernels(rng: np.random.Generator) -> None:
+    h100 = Device.synthetic("sm_90")
+    for _ in range(300):
+        head_dim, heads = int(rng.choice([8, 64, 72, 80, 128, 192, 256])), int(rng.integers(1, 4))
+        q, k = ((int(rng.integers(1, 4)), int(n), heads, head_dim) for n in rng.integers(1, 9000, 2))
+        window = [(None, None), (3, 4), (None, 7), (9, None), (None, 0)][int(rng.integers(5))]
+        k = (q[0], *k[1:])
+        scale, deterministic = float(rng.choice([-1.0, 0.0, 0.3])), bool(rng.integers(2))
+        problem = make_problem([q, k, k], ["bf16"] * 3, window=window, scale=scale, deterministic=deterministic)
+        for make in (plan.forward_kernels, plan.backward_kernels):
+            for family in ("sm80", "sm90"):
+                assert make(problem, h100, family=family) == make(kind_of(problem), h100, family=family)  # type: ignore[operator]
+
+
+# ---- what is kept ----
+
+
+class Value:
+    recent = False
+
+
+def test_the_oldest_goes_and_nothing_else() -> None:
+    kept: Kept[Value] = Kept(3)
+    for key in range(10):
+        kept.keep(key, Value())
+        assert list(kept) == list(range(max(0, key - 2), key + 1))
+
+
+def test_what_is_found_is_spared_once() -> None:
+    kept: Kept[Value] = Kept(3)
+    for key in "abc":
+        kept.keep(key, Value())
+    assert kept.find("a") is kept["a"]
+    kept.keep("d", Value())
+    assert list(kept) == ["c", "a", "d"]
+    for key in "efg":
+        assert kept.find("missing") is None
+        kept.keep(key, Value())
+    assert list(kept) == ["e", "f", "g"]
+    for key in "efg":
+        kept.find(key)
+    kept.keep("h", Value())
+    assert list(kept) == ["f", "g", "h"]
+
+
+def test_keys_that_cannot_be_hashed_are_not_kept() -> None:
+    kept: Kept[Value] = Kept(3)
+    value = Value()
+    assert kept.keep([1], value) is value
+    assert kept.find([1]) is None
+    assert len(kept) == 0
+
+
+def test_calls_kept_stay_few(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_calls", Kept(5))
+    often = np.zeros((1, 400, 1, 64), np.float16)
+    cupyflash.attention(often, often, often)
+    (first,) = launch._calls.values()
+    for seqlen in range(1, 60):
+        cupyflash.attention(*[often[:, :seqlen]] * 3)
+        cupyflash.attention(often, often, often)
+        assert len(launch._calls) <= 5
+        assert first in launch._calls.values()
+    assert len(launch.specs) == 1

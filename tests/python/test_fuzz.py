@@ -1,0 +1,86 @@
+"""A short fuzzing run with fixed seeds, and that the fuzzer can fail. Long runs: ``python -m tests.fuzz``."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cupyflash.cpu import attention as cpu
+from tests.fuzz import arrays, emulated, generate, loop, run
+from tests.fuzz.spec import Spec
+
+CPU_BATCHES, CPU_SIZE = 8, 5
+EMULATOR_BATCHES, EMULATOR_SIZE = 4, 7  # every batch compiles a forward and a backward
+
+
+def failures(where: str, number: int, size: int) -> list[str]:
+    found = [(spec, run.check(spec, where)) for spec in loop.batch(11, where, number, size)]
+    return [f"{spec}\n{wrong}" for spec, wrong in found if wrong]
+
+
+@pytest.mark.parametrize("number", range(CPU_BATCHES))
+def test_cpu(number: int) -> None:
+    assert not failures("cpu", number, CPU_SIZE)
+
+
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize("number", range(EMULATOR_BATCHES))
+def test_emulator(number: int) -> None:
+    assert not failures("emulator", number, EMULATOR_SIZE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(4))
+def test_gpu(number: int) -> None:
+    assert not failures("gpu", number, 12)
+
+
+@pytest.mark.parametrize("where", run.WHERE)
+def test_a_line_says_all(where: str) -> None:
+    for number in range(20):
+        for spec in loop.batch(5, where, number, 10):
+            assert Spec.parse(str(spec)) == spec
+            spec.problem()
+
+
+def test_every_kind_of_everything_is_drawn() -> None:
+    specs = [spec for number in range(60) for spec in loop.batch(0, "emulator", number)]
+    assert {s.values for s in specs} == set(arrays.VALUES)
+    for name in ("q", "k", "v", "dout"):
+        assert {getattr(s, name) for s in specs} == set(arrays.MEMORY)
+    assert {s.mode for s in specs} == set(emulated.MODES)
+    assert {s.group for s in specs} == set(generate.GROUPS)
+    assert {s.d for s in specs} == set(generate.HEAD_DIMS)
+    assert {-1, 0, 1} == {int(np.sign(s.factor)) for s in specs}
+    assert 0.1 < sum(s.softcap is not None for s in specs) / len(specs) < 0.35
+    assert any((s.left or 0) < 0 for s in specs)
+    assert any((s.right or 0) < 0 for s in specs)
+    assert {0, 1} <= {s.sq for s in specs} & {s.sk for s in specs}
+
+
+def planted_in_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that are one percent too large where P is recomputed."""
+    original = cpu._backward_tile
+
+    def wrong(Q: np.ndarray, K: np.ndarray, *more: object) -> np.ndarray:
+        return original(Q, K * 1.01, *more)
+
+    monkeypatch.setattr(cpu, "_backward_tile", wrong)
+
+
+def test_a_fault_in_the_cpu_path_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted_in_the_cpu_path(monkeypatch)
+    assert any(failures("cpu", number, CPU_SIZE) for number in range(CPU_BATCHES))
+
+
+@pytest.mark.needs("g++")
+def test_a_fault_in_a_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deltas without the gradient of lse, in the kernel that all backwards share."""
+    from cupyflash.plan.variant import kernel_sources
+
+    text = kernel_sources()["any/bwd_delta.cuh"]
+    assert text.count("sum - dlse[i]") == 1
+    planted = {"any/bwd_delta.cuh": text.replace("sum - dlse[i]", "sum")}
+    session = emulated.session
+    monkeypatch.setattr(emulated, "session", lambda spec: session(spec, planted))
+    assert any(failures("emulator", number, EMULATOR_SIZE) for number in range(EMULATOR_BATCHES))

@@ -1,0 +1,279 @@
+"""The house rules that can be read off the sources: who imports whom, where hardware is named, how long files get.
+
+Adding a module is one line in a table below. A rule that stands in the way is changed here, in the same commit, with
+its reason in the commit message.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# ---- Tables ----
+
+# A module or folder of the package imports only from layers further down. `cli`, `emulator` and `compat` are whole.
+PYTHON_LAYERS = (
+    ("__main__",),
+    ("cli",),
+    ("emulator",),
+    ("__init__",),
+    ("transformers", "distributed", "compat"),
+    ("ahead", "api"),
+    ("torch", "jax"),
+    ("launch",),
+    ("compile", "cpu"),
+    ("check", "plan"),
+    ("problem",),
+    ("options",),
+    ("arrays", "gpu"),
+    ("errors",),
+)
+# In a folder of the package a module imports only from those further to the right.
+PYTHON_ORDER = {
+    "arrays": "libraries vetting adapters imported",
+    "check": "accuracy noise reference cases case_inputs",
+    "compile": "jit cache upkeep layer cubin nvrtc",
+    "cpu": "attention tiles",
+    "gpu": "tensormap device driver",
+    "launch": "run prepare passes prepared template counters kept",
+    "plan": "shipped families extents kernels tiles params variant",
+}
+# Modules that are kept to some.
+PYTHON_PRIVATE = {
+    "compile.cache": {"cli", "emulator", "compile.jit"},
+    "compile.cubin": {"compile.cache", "compile.layer", "compile.upkeep"},
+    "compile.layer": {"compile.cache", "cli", "compile.jit"},
+    "compile.nvrtc": {"cli", "compile.jit"},
+    "compile.upkeep": {"compile.cache", "cli"},
+}
+# Who may import what is not in the standard library. NumPy and ml_dtypes are everybody's.
+OUTSIDE = {
+    "click": {"cli"},
+    "cuda": {"cli", "gpu.device", "compile.nvrtc"},  # cuda-pathfinder, which comes with CuPy
+    "cupy": {"arrays", "cli", "compile.jit", "gpu.device", "launch"},
+    "filelock": {"compile.cache", "emulator"},
+    "jax": {"arrays", "cli", "jax"},
+    "matplotlib": {"cli"},
+    "ml_dtypes": None,
+    "numpy": None,
+    "platformdirs": {"compile.cache"},
+    "pytest": {"emulator"},
+    "rich": {"cli"},
+    "torch": {"arrays", "cli", "compat", "distributed", "torch", "transformers"},
+    "transformers": {"transformers"},
+}
+
+# The same for headers, by their folders and, within one, by patterns of their names without suffix.
+CUDA_LAYERS = (("any", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
+CUDA_ORDER = {
+    "any": "bwd_*",
+    "attention": "repair_* repair dq_accum visits softmax score mask work_sm90 schedule params_sm90 params",
+    "hw": "ptx_sm90 ptx",
+    "sm80": "fwd_* bwd_*",
+    "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",
+    "tile": "pipeline_sm90 tile_sm90 epilogue gemm tile element sizes",
+}
+# What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
+HARDWARE = re.compile(
+    r"\b(asm|threadIdx|blockIdx|blockDim|gridDim|warpSize|__shared__|__constant__|__sync\w+|__shfl\w+|__ballot\w+"
+    r"|__(?:any|all|activemask|reduce_\w+)_sync|__cvta\w+|__ldg\w*|__ldcg|__uint_as_float|__float_as_uint|atomic[A-Z]\w+)\b"
+)
+
+# Lines at which to stop and think (in headers without comments and empty lines); the first pattern that fits counts.
+LINES = (
+    ("kernels_cu/hw/*.cuh", 350),  # one wrapper an instruction
+    ("kernels_cu/sm90/*.cuh", 350),
+    ("kernels_cu/sm80/*.cuh", 200),
+    ("kernels_cu/*.cuh", 150),
+    ("cupyflash/*.py", 250),
+    ("cli/*.py", 250),
+    ("tools/*.py", 250),
+    ("tests/emulator/*.py", 250),
+)
+FUNCTION_LINES = 40  # without signature and docstring
+# Stopped, thought, and left long: path (or path::function) -> lines it may have. The reason stands beside it.
+LONG = {"cupyflash/check/cases.py": 280}  # one table, a line a case
+
+ENVIRONMENT = {"CUPYFLASH_BACKEND", "CUPYFLASH_CACHE_DIR", "CUPYFLASH_DEBUG", "CUPYFLASH_FAMILY"}
+
+# ---- Python ----
+
+FOLDERS = {"cupyflash": "cupyflash", "cli": "cupyflash.cli", "tests/emulator": "cupyflash.emulator"}  # as installed
+SCRIPTS = {ROOT / "tests" / "emulator" / name for name in ("probe_gpu.py", "remove_sync.py")}  # run by path
+PYTHON_FILES = sorted({path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")} - SCRIPTS)
+TOOL_FILES = sorted(ROOT.glob("tools/*.py"))
+CUDA_FILES = sorted(ROOT.glob("kernels_cu/**/*.cuh"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_of(path: Path) -> list[str]:
+    """The parts of a file's dotted name once installed."""
+    name = path.relative_to(ROOT).with_suffix("").as_posix()
+    folder = next(folder for folder in FOLDERS if name.startswith(f"{folder}/"))
+    return [*FOLDERS[folder].split("."), *name[len(folder) + 1 :].split("/")]
+
+
+def unit_of(parts: list[str]) -> str:
+    """What the tables call a module, from its name's parts after the package: ``plan.tiles``, ``errors``, ``cli``."""
+    return ".".join(parts[:2]) if parts[0] in PYTHON_ORDER else parts[0]
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Line and dotted name of all that a file imports, at its top, in functions and for type checkers alike."""
+    package = module_of(path)[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                yield node.lineno, [*base, alias.name]
+
+
+def rank(unit: str, layers: tuple[tuple[str, ...], ...], order: dict[str, str]) -> tuple[int, int]:
+    """The layer of a unit, and its place in its folder; lower ones may be used."""
+    folder, _, name = unit.rpartition(".")
+    for index, names in enumerate(layers):
+        if (folder or name) in names:
+            places = order[folder].split() if folder else [name]
+            found = [i for i, pattern in enumerate(places) if fnmatch(name, pattern)]
+            assert found, f"{unit} has no place in its folder: add it to the table in {name_of(Path(__file__))}"
+            return index, found[0]
+    raise AssertionError(f"{unit} is in no layer: add it to the table in {name_of(Path(__file__))}")
+
+
+def may_use(user: str, used: str, layers: tuple[tuple[str, ...], ...], order: dict[str, str]) -> bool:
+    (above, place), (below, other) = rank(user, layers, order), rank(used, layers, order)
+    is_folder = user.rpartition(".")[0] == used.rpartition(".")[0] != ""
+    return user == used or above < below or (is_folder and above == below and place < other)
+
+
+@pytest.mark.parametrize("path", PYTHON_FILES, ids=name_of)
+def test_python_layers(path: Path) -> None:
+    if path.name == "__init__.py" and path.parent.name in PYTHON_ORDER:
+        assert not list(imports_of(path)), "a folder's own file imports nothing"
+        return
+    user = unit_of(module_of(path)[1:])
+    rank(user, PYTHON_LAYERS, PYTHON_ORDER)
+    units = {unit_of(module_of(file)[1:]) for file in PYTHON_FILES}
+    wrong = []
+    for line, (top, *rest) in imports_of(path):
+        if top == "cupyflash":
+            used = next((u for u in (".".join(rest[:2]), *rest[:1]) if u in units), "__init__")
+            allowed = may_use(user, used, PYTHON_LAYERS, PYTHON_ORDER) and (
+                used == user or user in PYTHON_PRIVATE.get(used, {user})
+            )
+        else:
+            used = top
+            users = OUTSIDE.get(top, ())
+            allowed = (
+                top in sys.stdlib_module_names or users is None or not {user, user.split(".")[0]}.isdisjoint(users)
+            )
+        if not allowed:
+            wrong.append(f"{name_of(path)}:{line}: {user} may not import {used}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_import_is_light() -> None:
+    """No array library, and nothing of the command line, is loaded before the user asks for it."""
+    integrations = {"torch", "jax", "transformers", "distributed", "compat", "cli", "emulator", "__main__"}
+    modules = sorted({unit_of(module_of(file)[1:]) for file in PYTHON_FILES} - integrations)
+    code = (
+        "import sys, importlib\n"
+        f"for name in {modules}: importlib.import_module('cupyflash' if name == '__init__' else 'cupyflash.' + name)\n"
+        "print(*sorted({'cupy', 'torch', 'jax', 'matplotlib', 'scipy', 'click', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout.strip(), f"loaded at import: {done.stdout}"
+
+
+def test_environment_variables() -> None:
+    """Every variable is one of those that the documentation names."""
+    read = {name for file in PYTHON_FILES for name in re.findall(r"\bCUPYFLASH_[A-Z_]+\b", file.read_text())}
+    assert read <= ENVIRONMENT
+
+
+# ---- CUDA ----
+
+
+def code_of(path: Path) -> str:
+    """A header without comments and without the text of its strings; lines keep their numbers."""
+    text = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), path.read_text(), flags=re.DOTALL)
+    text = re.sub(r'(#include )"([^"\n]*)"', r"\1<<\2>>", text)
+    return re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', "", text)
+
+
+@pytest.mark.parametrize("path", CUDA_FILES, ids=name_of)
+def test_cuda_layers(path: Path) -> None:
+    user = f"{path.parent.name}.{path.stem}"
+    rank(user, CUDA_LAYERS, CUDA_ORDER)
+    includes = re.findall(r"^\s*#\s*include\s*(.*?)\s*$", code_of(path), flags=re.MULTILINE)
+    wrong = []
+    for include in includes:
+        header = re.fullmatch(r"<<(\w+)/(\w+)\.cuh>>", include)
+        if not header:
+            wrong.append(f"{include}: only headers of kernels_cu, in quotes and with their folder, are included")
+        elif not may_use(user, f"{header[1]}.{header[2]}", CUDA_LAYERS, CUDA_ORDER):
+            wrong.append(f"{user} may not include {header[1]}.{header[2]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", [file for file in CUDA_FILES if not file.stem.startswith("ptx")], ids=name_of)
+def test_hardware_is_named_in_ptx_only(path: Path) -> None:
+    guard = f"CUPYFLASH_{path.stem.upper()}_CUH"
+    wrong = []
+    for number, line in enumerate(code_of(path).splitlines(), 1):
+        if found := HARDWARE.search(line):
+            wrong.append(f"{name_of(path)}:{number}: {found[0]}")
+        directive = re.match(r"\s*#\s*(?!include|pragma unroll)(.*)", line)
+        if directive and directive[1].split() not in (["ifndef", guard], ["define", guard], ["endif"]):
+            wrong.append(f"{name_of(path)}:{number}: #{directive[1]}")
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- Sizes ----
+
+
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *TOOL_FILES, *CUDA_FILES], ids=name_of)
+def test_file_length(path: Path) -> None:
+    name = name_of(path)
+    limit = LONG.get(name) or next(limit for pattern, limit in LINES if fnmatch(name, pattern))
+    lines = len(path.read_text().splitlines())
+    if path.suffix == ".cuh":
+        lines = sum(bool(line.strip()) for line in code_of(path).splitlines())
+    assert lines <= limit, f"{name} has {lines} lines, the limit is {limit}: split it, or add it to LONG with a reason"
+
+
+@pytest.mark.parametrize("path", [*PYTHON_FILES, *TOOL_FILES], ids=name_of)
+def test_function_length(path: Path) -> None:
+    long = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            body = node.body[1:] if ast.get_docstring(node) else node.body
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            if lines > LONG.get(f"{name_of(path)}::{node.name}", FUNCTION_LINES):
+                long.append(f"{name_of(path)}:{node.lineno}: {node.name} has {lines} lines")
+    assert not long, "\n".join(long)
+
+
+def test_long_list_is_current() -> None:
+    """An exception that is no longer needed goes."""
+    for name in LONG:
+        path, _, function = name.partition("::")
+        assert (ROOT / path).is_file(), f"{path} is listed in LONG and gone"
+        assert not function or f"def {function}(" in (ROOT / path).read_text(), f"{name} is listed in LONG and gone"

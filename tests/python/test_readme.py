@@ -1,0 +1,54 @@
+"""The README's examples run as they stand, and its promises match the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cupyflash.gpu import device
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+EXAMPLES = dict(re.findall(r"```python\nimport (\w+)[^\n]*\n(.*?)```", README.read_text(), re.DOTALL))
+
+
+def test_there_is_an_example_for_each_library() -> None:
+    assert set(EXAMPLES) == {"numpy", "cupy", "torch", "jax"}
+
+
+@pytest.mark.parametrize(
+    "library",
+    [
+        "numpy",
+        pytest.param("cupy", marks=pytest.mark.gpu),
+        pytest.param("torch", marks=pytest.mark.needs("torch")),
+        pytest.param("jax", marks=pytest.mark.needs("jax")),
+    ],
+)
+def test_example(library: str) -> None:
+    names: dict[str, object] = {}
+    line = re.search(rf"```python\n(import {library}[^\n]*)\n", README.read_text())
+    assert line
+    exec(f"{line[1]}\n{EXAMPLES[library]}", names)
+    assert names["out"].shape == names["q"].shape  # type: ignore[attr-defined]
+
+
+def test_the_support_table_names_only_known_architectures() -> None:
+    rows = re.findall(r"^\| (sm_[^|]*)\|.*\| (?:run|compiled)", README.read_text(), re.MULTILINE)
+    named = {arch for row in rows for arch in re.findall(r"sm_\d+", row)}
+    assert named == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"}
+    assert named <= set(device.ARCHS)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/performance.md", "docs/cli.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    """Files are there, and so are the headings that the links name."""
+    start = README.parent / page
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", start.read_text()):
+        path = (start.parent / target) if target else start
+        assert path.is_file(), f"{page}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in slugs, f"{page}: {target}#{anchor}"

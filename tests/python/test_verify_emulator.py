@@ -1,0 +1,127 @@
+"""`cupyflash verify` without a GPU: the kernels run in the emulator, and a wrong one is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from emulator.require import require_compiler
+
+from cupyflash import cli
+from cupyflash.check import cases
+from cupyflash.cli.verify import emulator as verify_emulator
+from cupyflash.emulator import attention, build, launch
+from cupyflash.plan.variant import kernel_sources
+
+require_compiler()
+
+ONE_CASE = ("--case", "gqa", "--dtype", "bf16", "--timeout", "0", "--json")
+Verify = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def verify(without_gpu: None) -> Verify:
+    """Run the command on a machine without a GPU; gives its JSON document."""
+
+    def run_command(*arguments: str, code: int = 0) -> dict[str, Any]:
+        result = CliRunner().invoke(cli.main, ["verify", *arguments])
+        assert result.exit_code == code, result.output
+        document: dict[str, Any] = json.loads(result.stdout)
+        assert document["exit_code"] == code
+        return document
+
+    return run_command
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> None:
+    """From now on the kernels have another text."""
+    texts = kernel_sources()
+    assert texts[file].count(old) == 1
+    monkeypatch.setattr(attention, "kernel_sources", lambda: texts | {file: texts[file].replace(old, new)})
+
+
+def test_the_kernels_run(verify: Verify) -> None:
+    document = verify(*ONE_CASE)
+    assert document["ran"] == ["emulator", "cpu"]
+    assert document["verdict"] == (
+        "VERIFIED: 1 case and 0 checks on the CPU path; "
+        "2 cases of the sm80 and sm90 kernels in the emulator, on the CPU; nothing ran on a GPU"
+    )
+    assert [r["family"] for r in document["emulator"]] == ["sm80", "sm90"]
+    assert all(set(r["results"]) == {"out", "lse", "dq", "dk", "dv"} for r in document["emulator"])
+
+
+def test_a_kernel_that_is_wrong_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    """O times 42, in both families."""
+    plant(monkeypatch, "attention/softmax.cuh", "1.f / l[r]", "42.f / l[r]")
+    document = verify(*ONE_CASE, code=1)
+    assert document["verdict"].startswith("FAILED: 2 failed of ")
+    assert document["reproduce"] == "cupyflash verify --case gqa --dtype bf16 --framework numpy --backend auto"
+    assert [c["passed"] for c in document["cases"]] == [True]
+    assert [r["results"]["out"]["passed"] for r in document["emulator"]] == [False, False]
+
+
+def test_a_race_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers may be right; the message names the line."""
+    plant(monkeypatch, "tile/epilogue.cuh", "    ptx::bar_warp_sync();\n", "")
+    document = verify(*ONE_CASE, code=1)
+    assert any("RACE" in (r["error"] or "") and "tile/epilogue.cuh" in r["error"] for r in document["emulator"])
+
+
+def test_a_kernel_that_does_not_compile_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, "attention/softmax.cuh", "1.f / l[r]", "no_such_name / l[r]")
+    document = verify(*ONE_CASE, code=5)
+    assert all("no_such_name" in r["error"] for r in document["emulator"])
+
+
+def test_without_a_compiler_only_the_cpu_path_is_verified(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    document = verify(*ONE_CASE)
+    assert document["ran"] == ["cpu"]
+    assert document["emulator"] == []
+    assert document["verdict"] == (
+        "CPU PATH VERIFIED: 1 case and 0 checks on the CPU path; "
+        "no kernel ran (no GPU; the emulator needs g++ with C++17: apt-get install g++)"
+    )
+
+
+def test_a_compiler_that_cannot_compile(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise build.BuildError("In file included from api.h:1:\napi.h:5: fatal error: cstdint: No such file")
+
+    monkeypatch.setattr(launch, "runtime", fail)
+    verdict = verify(*ONE_CASE)["verdict"]
+    assert verdict.startswith("CPU PATH VERIFIED: ")
+    assert "fatal error: cstdint" in verdict
+
+
+@pytest.mark.parametrize("arguments", [("--backend", "cpu"), ("--dtype", "fp32"), ("--case", "two-threads")])
+def test_the_verdict_says_where_no_kernel_was_to_run(verify: Verify, arguments: tuple[str, ...]) -> None:
+    chosen = arguments if "--case" in arguments else (*arguments, "--case", "gqa")
+    document = verify(*chosen, "--timeout", "0", "--json")
+    assert document["verdict"].startswith("CPU PATH VERIFIED: ")
+    assert document["ran"] == ["cpu"]
+
+
+def test_levels_grow() -> None:
+    """Each level has both families and both dtypes, and all that the one before has."""
+    before: set[tuple[str, str]] = set()
+    for level in cases.LEVELS:
+        work = verify_emulator.choose(level, verify_emulator.DTYPES, (), None)
+        found = {(w.case.name, w.family) for w in work}
+        assert len(found) == len(work)
+        assert found > before
+        assert {(w.dtype, w.family) for w in work} == {(d, f) for d in ("bf16", "fp16") for f in ("sm80", "sm90")}
+        before = found
+    assert {name for name, _ in before} == {c.name for c in cases.select(tag="emulator") if "empty" not in c.tags}
+
+
+def test_what_was_asked_for_is_chosen() -> None:
+    work = verify_emulator.choose("quick", ("bf16", "fp32"), (128,), None)
+    assert {w.case.head_dim for w in work} == {128}
+    assert {w.dtype for w in work} == {"bf16"}
+    named = verify_emulator.choose("smoke", ("bf16", "fp16"), (), "misaligned")
+    assert [(w.dtype, w.family) for w in named] == [("bf16", "sm80"), ("fp16", "sm80")]  # TMA cannot read it

@@ -1,0 +1,132 @@
+"""A case that hangs, or takes the process with it, ends `cupyflash verify` with its name."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cupyflash.cli import watchdog
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 8  # enough for the imports of the child on a busy machine
+# Run as a program: its child imports it again, and so has the same fault.
+PROGRAM = """
+import ctypes, os, signal, sys, time
+from cupyflash import api, cli
+right = api.attention
+
+def attention(*arrays, **options):
+    if options["causal"]:
+        print("pid", os.getpid(), file=sys.stderr, flush=True)
+        {fault}
+    return right(*arrays, **options)
+
+api.attention = attention
+if __name__ == "__main__":
+    cli.main(sys.argv[1:], prog_name="cupyflash")
+"""
+FAULTS = {
+    "sleeps": "time.sleep(1000)",
+    "sleeps with Python's lock held": "ctypes.PyDLL(None).sleep(1000)",
+    "crashes": "os.kill(os.getpid(), signal.SIGSEGV)",
+}
+
+
+def start(tmp_path: Path, fault: str, *arguments: str) -> subprocess.Popen[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(fault=FAULTS[fault]))
+    command = [sys.executable, str(program), "verify", "--level", "smoke", "--backend", "cpu", "--dtype", "fp32"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def assert_gone(stderr: str) -> None:
+    """No process of the run is left."""
+    (pid,) = re.findall(r"^pid (\d+)$", stderr, flags=re.MULTILINE)
+    for _ in range(100):
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+@pytest.mark.parametrize(
+    ("fault", "as_json"),
+    [("sleeps", False), ("sleeps with Python's lock held", True), ("crashes", False), ("crashes", True)],
+)
+def test_the_case_is_named(fault: str, as_json: bool, tmp_path: Path) -> None:
+    began = time.monotonic()
+    process = start(tmp_path, fault, "--timeout", str(SECONDS), *(["--json"] if as_json else []))
+    stdout, stderr = process.communicate(timeout=60)
+    assert_gone(stderr)
+    hangs = fault != "crashes"
+    assert process.returncode == (6 if hangs else 1)
+    assert not hangs or time.monotonic() - began >= SECONDS
+    why = f"did not end within {SECONDS} s" if hangs else "ended the process (SIGSEGV)"
+    verdict = f"FAILED: case causal-d64 (fp32) {why}; what comes after it was not run"
+    reproduce = "cupyflash verify --case causal-d64 --dtype fp32 --framework numpy --backend cpu"
+    text = stderr if as_json else stdout
+    assert f"\n{verdict}\nreproduce: {reproduce}\n" in text
+    assert "Traceback" not in stderr
+    if as_json:
+        document = json.loads(stdout)
+        assert (document["verdict"], document["reproduce"]) == (verdict, reproduce)
+        assert (document["exit_code"], document["ran"], document["gpu"]) == (process.returncode, ["cpu"], None)
+        assert [(c["case"], c["passed"]) for c in document["cases"]] == [("dense-d64", True)]
+
+
+def test_ctrl_c_ends_both_processes(tmp_path: Path) -> None:
+    process = start(tmp_path, "sleeps with Python's lock held")
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert rest == "interrupted\n"
+    assert_gone(line)
+
+
+def test_many_short_steps_may_take_longer() -> None:
+    """The time is that of a step, not of the run; a result starts it again, as a step does."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+
+    def speak() -> None:
+        for i in range(6):
+            theirs.send((f"step {i}", {"last": i}, None) if i % 2 else (None, {}, ("kernels", i)))
+            time.sleep(0.25)
+        theirs.close()
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    progress, hangs = watchdog._listen(ours, 1.0)
+    thread.join()
+    assert not hangs
+    assert progress == watchdog.Progress("step 5", {"last": 5, "kernels": [0, 2, 4]})
+
+
+def test_silence_is_noticed() -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    theirs.send(("a step", {}, None))
+    assert watchdog._listen(ours, 0.2) == (watchdog.Progress("a step"), True)
+
+
+def test_exit_codes_of_the_child(tmp_path: Path) -> None:
+    """What the child found is the exit code, under a watchdog or not."""
+    for timeout in ("0", "60"):
+        command = [sys.executable, "-m", "cupyflash", "verify", "--case", "no-such-case", "--timeout", timeout]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.count("no case is called") == 1
