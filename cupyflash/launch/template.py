@@ -48,17 +48,19 @@ class Template:
         plain, start = fields["plain"][:2] if "plain" in fields else (params.dtype, 0)
         inner, order, numbers = _fields(plain), _fields(STRIDES), _fields(PROBLEM)
         problem = start + inner["problem"][1]
-        self._bytes = params.tobytes()
         self._numbers = tuple((problem + numbers[name][1]) // 4 for name in NUMBERS)
         self._strides = tuple(
             tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))
             for name in arrays
         )
         self._maps = []
+        data = bytearray(params.tobytes())
         for name, (form, like) in maps.items():
             byte = fields[f"map_{name}"][1]
+            data[byte : byte + 128] = form.words  # those of `params` may say more: that its array is small
             slots = tuple(byte // 4 + slot for slot in form.slots or ())
             self._maps.append((arrays.index(name), byte, slots, form, like))
+        self._bytes = bytes(data)
 
     def write(
         self, numbers: Sequence[int], lengths: Sequence[Lengths], steps: Sequence[Steps], ask: Encode

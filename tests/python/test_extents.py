@@ -117,6 +117,17 @@ def test_params_are_those_of_a_plan_by_itself(
         assert found_in(gpu.launched, gpu) == want
 
 
+def test_a_large_array_after_a_small_one(gpu: Gpu, rng: np.random.Generator) -> None:
+    """What the driver's map of a small array says more is not handed on to the maps of others."""
+    gpu.place = pretended_gpu.with_a_mark
+    for seqlen in (3, 300):
+        x = tuple(random_array(rng, (2, seqlen, 4), 256, "bshd") for _ in range(5))
+        gpu.launched.clear()
+        both(x)
+        options = {"layout": "bshd"}
+        assert found_in(gpu.launched, gpu) == planned(passes.FORWARD, x, options) + planned(passes.BACKWARD, x, options)
+
+
 def test_maps_that_are_not_understood_cost_one_question_each(gpu: Gpu, rng: np.random.Generator) -> None:
     gpu.place = pretended_gpu.crossed
     both(draw(rng))

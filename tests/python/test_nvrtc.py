@@ -87,7 +87,8 @@ def elsewhere(folder: Path, program: str) -> list[str]:
 
 
 COMPILE = """
-from cupyflash import jit, kernels, nvrtc
+from cupyflash.compile import jit, nvrtc
+from cupyflash.plan import kernels
 print(len(jit.compile_kernel(kernels.Convert('bf16', 64, 64, 8, 1, 1, 2), 'sm_80').data) > 1000)
 """
 

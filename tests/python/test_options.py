@@ -20,6 +20,7 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError, DeviceError, UnsupportedError, api, options
 from cupyflash.check.accuracy import Oracle
+from cupyflash.compile import jit
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Device
 from cupyflash.options import Options, make_options
@@ -331,7 +332,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
     hopper = Device.synthetic("sm_90")
     monkeypatch.setattr(device, "count", lambda: 2)
     monkeypatch.setattr(Device, "of", classmethod(lambda cls, n: type(hopper)(**{**vars(hopper), "ordinal": n})))
-    monkeypatch.setattr(api.jit, "load_all", load_all)
+    monkeypatch.setattr(jit, "load_all", load_all)
     return found
 
 
