@@ -50,7 +50,7 @@ class Candidate:
     speeds: list[Speed] = field(default_factory=list)
 
     def line(self) -> str:
-        """As in cupyflash/tiles.py."""
+        """As in cupyflash/plan/tiles.py."""
         return f"    ({self.head_dim}, {type(self.tile).__name__}{astuple(self.tile)}),"
 
 

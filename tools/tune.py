@@ -1,4 +1,4 @@
-"""Measures tiles of a forward kernel on this GPU, and prints what to paste into the tables of cupyflash/tiles.py.
+"""Measures tiles of a forward kernel on this GPU, and prints what to paste into the tables of cupyflash/plan/tiles.py.
 
     python -m tools.tune --head-dim 128 --only block_n=64,80 --only stages=2,3
     python -m tools.tune --no-run                       # which tiles compile: needs NVRTC, no GPU
@@ -143,7 +143,7 @@ def report(found: list[Candidate], gpu: Device, console: Console) -> None:
         if ranked and ranked[0][1].speeds:
             lines.append(f"{ranked[0][1].line()}  # {gpu.name}, {datetime.date.today()}")
     if lines:
-        console.print("\nfor cupyflash/tiles.py:", style="bold")
+        console.print("\nfor cupyflash/plan/tiles.py:", style="bold")
         console.print("\n".join(lines), soft_wrap=True)
 
 
@@ -198,7 +198,7 @@ def constraints(ctx: click.Context, param: click.Parameter, texts: tuple[str, ..
 @click.option("--no-run", is_flag=True, help="Compile alone, for a typical GPU; needs none.")
 @json_option
 def main(**options: Any) -> None:
-    """Measure tiles of the forward, and print lines for cupyflash/tiles.py. The tile in use now takes part."""
+    """Measure tiles of the forward, and print lines for cupyflash/plan/tiles.py. The tile in use now takes part."""
     quiet()
     try:
         code = tune(options)

@@ -1,4 +1,4 @@
-// Launch-time arguments of the sm90 family; mirrored by cupyflash/params.py like those of params.cuh.
+// Launch-time arguments of the sm90 family; mirrored by cupyflash/plan/params.py like those of params.cuh.
 #ifndef CUPYFLASH_PARAMS_SM90_CUH
 #define CUPYFLASH_PARAMS_SM90_CUH
 #include "attention/params.cuh"

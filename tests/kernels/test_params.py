@@ -1,4 +1,4 @@
-"""cupyflash/params.py mirrors kernels_cu/params*.cuh: names, order, types and offsets."""
+"""cupyflash/plan/params.py mirrors kernels_cu/params*.cuh: names, order, types and offsets."""
 
 from __future__ import annotations
 

@@ -267,4 +267,4 @@ def test_measuring(family: str) -> None:
         assert [(s["causal"], s["seqlen"]) for s in x["speeds"]] == [(c, n) for c in (False, True) for n in (512, 1024)]
         assert all(s["tflops"] > 0 for s in x["speeds"])
         assert all((0 < (s["percent"] or 0) < 100) == (family == "sm90") for s in x["speeds"])
-    assert "for cupyflash/tiles.py:" in done.stderr
+    assert "for cupyflash/plan/tiles.py:" in done.stderr
