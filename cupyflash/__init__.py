@@ -1,4 +1,4 @@
-"""Exact attention, forward and backward, for any array library: `attention`, `attention_backward`, `warmup`."""
+"""Exact attention, forward and backward, for any array library: `attention`, `attention_varlen`, `warmup`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .errors import ArgumentError, CompileError, CupyflashError, DeviceError, Un
 if TYPE_CHECKING:
     from .ahead import warmup
     from .api import Gradients, attention, attention_backward
+    from .varlen import attention_varlen, attention_varlen_backward
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,8 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
     "warmup",
 ]
 
@@ -34,6 +37,7 @@ if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
 
 
 _HOMES = {"Gradients": "api", "attention": "api", "attention_backward": "api", "warmup": "ahead"}
+_HOMES |= {"attention_varlen": "varlen", "attention_varlen_backward": "varlen"}
 
 
 def __getattr__(name: str) -> Any:

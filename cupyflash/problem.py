@@ -27,6 +27,9 @@ class Problem:
     ``c * tanh(scale * q k^T / c)``; query i sees keys
     ``[i + seqlen_k - seqlen_q - left, i + seqlen_k - seqlen_q + right]`` with ``window = (left, right)``. ``causal`` is
     already folded in: it is ``right = min(right, 0)``.
+
+    Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
+    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`).
     """
 
     dtype: str
@@ -40,6 +43,12 @@ class Problem:
     window: Window = (None, None)
     deterministic: bool = False
     softcap: float | None = None
+    packed: bool = False
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape of lse."""
+        return (self.heads_q, self.seqlen_q) if self.packed else (self.batch, self.heads_q, self.seqlen_q)
 
     @property
     def causal(self) -> bool:
@@ -70,8 +79,11 @@ def make_problem(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    sequences: int | None = None,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
+
+    `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
@@ -79,10 +91,10 @@ def make_problem(
     """
     options = make_options(causal, scale, window, layout, deterministic, softcap)
     layout = options.layout
-    batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], layout)
-    _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], layout)
+    batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], layout, sequences)
+    _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], layout, sequences)
     for name, shape in (("k", shapes[1]), ("v", shapes[2])):
-        b, _, _, d = _bshd(name, shape, layout)
+        b, _, _, d = _bshd(name, shape, layout, sequences)
         if b != batch:
             raise ArgumentError(f"{name}: expected the batch size of q, {batch}, got {b} (shape {tuple(shape)})")
         if d != head_dim:
@@ -112,15 +124,18 @@ def make_problem(
         window=_window(options.window, options.causal),
         deterministic=options.deterministic,
         softcap=_softcap(options.softcap, scale_of_scores, dtypes[0]),
+        packed=sequences is not None,
     )
 
 
-def _bshd(name: str, shape: Sequence[int], layout: str) -> tuple[int, int, int, int]:
-    """The four sizes in the order batch, seqlen, heads, head_dim."""
-    if len(shape) != 4:
-        meaning = "(batch, seqlen, heads, head_dim)" if layout == "bshd" else "(batch, heads, seqlen, head_dim)"
-        raise ArgumentError(f"{name}: expected 4 dimensions {meaning}, got shape {tuple(shape)}")
-    batch, a, b, head_dim = (int(n) for n in shape)
+def _bshd(name: str, shape: Sequence[int], layout: str, sequences: int | None) -> tuple[int, int, int, int]:
+    """The four sizes in the order batch, seqlen, heads, head_dim; packed, seqlen is the total."""
+    names = ["batch", "seqlen", "heads", "head_dim"] if sequences is None else ["total", "heads", "head_dim"]
+    if len(shape) != len(names):
+        if layout == "bhsd":
+            names[-3:-1] = names[-2], names[-3]
+        raise ArgumentError(f"{name}: expected {len(names)} dimensions ({', '.join(names)}), got shape {tuple(shape)}")
+    batch, a, b, head_dim = (int(n) for n in (shape if sequences is None else (sequences, *shape)))
     return (batch, a, b, head_dim) if layout == "bshd" else (batch, b, a, head_dim)
 
 

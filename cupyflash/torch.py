@@ -14,6 +14,7 @@ from .arrays.vetting import vet_transforms
 from .errors import ArgumentError, UnsupportedError
 from .launch import run
 from .options import Options
+from .sequences import Sequences
 
 _compiling = torch.compiler.is_dynamo_compiling  # dynamo puts a constant in its place
 _transforms = torch._C._are_functorch_transforms_active
@@ -30,30 +31,35 @@ def _is_followed() -> bool:
     )  # fmt: skip
 
 
+_NO_MORE = (None,) * 4  # gradients of options and lengths; torch drops those of lengths where there are none
+
+
 class _Attention(torch.autograd.Function):
-    """(out, lse) = attention(q, k, v); both are differentiable."""
+    """(out, lse) = attention(q, k, v); both are differentiable. `lengths`: what `_lengths` says of packed sequences."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-        out, lse = run.forward(TORCH, q, k, v, options)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, *lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = run.forward(TORCH, q, k, v, options, True, Sequences.of(*lengths) if lengths else None)
+        ctx.save_for_backward(q, k, v, out, lse, *lengths)
         ctx.options = options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *lengths = ctx.saved_tensors
         if dout is None:
             if dlse is None:
-                return None, None, None, None
+                return None, None, None, *_NO_MORE
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:  # an expanded gradient, as of out.sum()
             dout = dout.contiguous()
         if _is_followed() or dout.is_neg():
             _refuse(dout=dout, q=q, k=k, v=v, dlse=dlse)
-        grads = _gradients((dout, q, k, v, out, lse, dlse), ctx.options)
-        return *grads, None
+        grads = _gradients((dout, q, k, v, out, lse, dlse), ctx.options, Sequences.of(*lengths) if lengths else None)
+        return *grads, *_NO_MORE
 
 
 class _Gradients(torch.autograd.Function):
@@ -75,18 +81,20 @@ class _Gradients(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, want_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """(out, lse); recorded by autograd if any input asks for it."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, want_lse: bool, sequences: Sequences | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(out, lse); recorded by autograd if any input asks for it. Packed with `sequences`."""
     if _compiling():
         if not _outside:
             _leave_graphs()
-        return _outside["attention"](q, k, v, options, want_lse)
+        return _outside["attention"](q, k, v, options, want_lse, sequences)
     if _is_followed() or q.is_neg() or k.is_neg() or v.is_neg():
-        _refuse(q=q, k=k, v=v)
+        _refuse(q=q, k=k, v=v, **_named(sequences))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _apply(q, k, v, options)
+        out, lse = _apply(q, k, v, options) if sequences is None else _apply(q, k, v, options, *_lengths(sequences))
         return out, lse
-    return run.forward(TORCH, q, k, v, options, want_lse)
+    return run.forward(TORCH, q, k, v, options, want_lse, sequences)
 
 
 def backward(
@@ -98,26 +106,37 @@ def backward(
     lse: Tensor,
     dlse: Tensor | None,
     options: Options,
+    sequences: Sequences | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv); where autograd would record what they depend on, so that a derivative of them is an error."""
     if _compiling():
         if not _outside:
             _leave_graphs()
-        return _outside["backward"](dout, q, k, v, out, lse, dlse, options)
+        return _outside["backward"](dout, q, k, v, out, lse, dlse, options, sequences)
     sources = (dout, q, k, v, out, lse, dlse)
     if _is_followed() or any(x is not None and x.is_neg() for x in sources):
-        _refuse(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse)
-    return _gradients(sources, options)
+        _refuse(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, **_named(sequences))
+    return _gradients(sources, options, sequences)
 
 
-def _gradients(sources: Sequence[Any], options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def _gradients(sources: Sequence[Any], options: Options, sequences: Sequences | None) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of the arguments of `backward`; they remember what they depend on where autograd records it."""
     dout, q, k, v, out, lse, dlse = sources
     if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in sources)):
-        return run.backward(TORCH, dout, q, k, v, out, lse, dlse, options)
+        return run.backward(TORCH, dout, q, k, v, out, lse, dlse, options, sequences)
     with torch.no_grad():
-        grads = run.backward(TORCH, dout, q, k, v, out, lse, dlse, options)
+        grads = run.backward(TORCH, dout, q, k, v, out, lse, dlse, options, sequences)
     return _Gradients.apply(*grads, *sources)
+
+
+def _lengths(sequences: Sequences) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The arguments of `Sequences.of`."""
+    cu_seqlens_q, cu_seqlens_k, seqused_k = sequences
+    return cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, seqused_k
+
+
+def _named(sequences: Sequences | None) -> dict[str, Tensor]:
+    return {} if sequences is None else sequences.named()
 
 
 _outside: dict[str, Any] = {}

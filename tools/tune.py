@@ -34,7 +34,7 @@ from cupyflash.compile import nvrtc
 from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Device
-from cupyflash.launch import run
+from cupyflash.launch import clocks
 from cupyflash.launch.prepare import prepare_forward
 from cupyflash.options import Options
 from cupyflash.problem import MAX_HEAD_DIM
@@ -59,7 +59,7 @@ def check(found: Sequence[Candidate], dtype: str, masks: Sequence[bool]) -> None
 
     for causal in masks:
         case = Case("tune", "full", 1013, 1031, found[0].head_dim, heads_q=4, causal=causal)  # no tile divides these
-        q, k, v, _, _ = case.inputs(dtype)
+        q, k, v = case.inputs(dtype)[:3]
         oracle = Oracle(case.problem(dtype), q, k, v)
         on_gpu = [cupy.asarray(x) for x in (q, k, v)]
         for c in found:
@@ -79,7 +79,7 @@ def measure(found: Sequence[Candidate], cell: Cell, bench: Bench, effort: Effort
     for c, work, ms in zip(found, works, times, strict=True):
         sustained_ms([work], bench.clock, WARM_UP)
         with in_use(c.tile):
-            counts = run.forward_clocks(CUPY, q, k, v, Options(causal=cell.causal))
+            counts = clocks.forward_clocks(CUPY, q, k, v, Options(causal=cell.causal))
         percent = None if counts is None else bench_cycles.utilisation(flops, counts[:, 0], counts[:, 1])[0]
         c.speeds.append(Speed(cell.causal, cell.seqlen, flops / ms / 1e9, percent))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from cupyflash.arrays import adapters as arrays
-from cupyflash.launch import run
+from cupyflash.launch import clocks
 from cupyflash.options import Options
 
 from .cell import Cell
@@ -34,5 +34,5 @@ def profile(bench: Bench, cell: Cell, work: Work) -> tuple[float, float] | None:
         return None
     q, k, v, _ = bench.inputs(cell)
     sustained_ms([work], bench.clock, WARM_UP)
-    clocks = run.forward_clocks(library, q, k, v, Options(**cell.options))
-    return None if clocks is None else utilisation(cell.flops("fwd"), clocks[:, 0], clocks[:, 1])
+    cycles = clocks.forward_clocks(library, q, k, v, Options(**cell.options))
+    return None if cycles is None else utilisation(cell.flops("fwd"), cycles[:, 0], cycles[:, 1])

@@ -27,6 +27,11 @@ _NUMPY_DTYPES = {
 _NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if name != "int32"}
 
 
+def place(device: int) -> str:
+    """A device in words."""
+    return "the CPU" if device == CPU else f"GPU {device}"
+
+
 class Signature(NamedTuple):
     """All that a launch depends on but the address: a library's `signature`, spelled out by its `describe`.
 

@@ -29,8 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
+from ..sequences import Sequences
 from . import noise, reference
-from .cases import NUMPY_DTYPE
+from .case import NUMPY_DTYPE
 
 Array = NDArray[Any]
 
@@ -122,7 +123,7 @@ def compare_lse(got: Array, exact: Array, plain: Array, dtype: str) -> Compariso
     got, exact, plain = (np.asarray(x).astype(np.float64) for x in (got, exact, plain))
     if got.shape != exact.shape:
         return _wrong_shape("lse", got, exact)
-    precision = _lse_dtype(dtype)
+    precision = "fp64" if dtype == "fp64" else "fp32"
     eps = LSE_ROUNDINGS * UNIT_ROUNDOFF[precision]
     return _judge("lse", got, exact, plain, precision, (eps, eps), unit=np.fmax(1, np.abs(exact)))
 
@@ -159,38 +160,45 @@ class Oracle:
     """Exact and plain results of one problem, computed at first use and kept: judge any number of runs with it."""
 
     def __init__(
-        self, problem: Problem, q: Array, k: Array, v: Array, dout: Array | None = None, dlse: Array | None = None
+        self,
+        problem: Problem,
+        q: Array,
+        k: Array,
+        v: Array,
+        dout: Array | None = None,
+        dlse: Array | None = None,
+        sequences: Sequences | None = None,
     ) -> None:
-        self.problem, self.q, self.k, self.v, self.dlse = problem, q, k, v, dlse
-        self.dout = np.zeros_like(q) if dout is None else dout
+        self.problem, self._forward = problem, (q, k, v, problem, sequences)
+        self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, sequences
 
     @cached_property
     def forward(self) -> tuple[Array, Array]:
         """Exact out and lse."""
-        return reference.forward(self.q, self.k, self.v, self.problem)
+        return reference.forward(*self._forward)
 
     @cached_property
     def plain_forward(self) -> tuple[Array, Array]:
         """Plain out and lse."""
-        return reference.plain_forward(self.q, self.k, self.v, self.problem)
+        return reference.plain_forward(*self._forward)
 
     @cached_property
     def backward(self) -> tuple[Array, Array, Array]:
         """Exact dq, dk, dv."""
-        return reference.backward(self.dout, self.q, self.k, self.v, self.problem, self.dlse)
+        return reference.backward(*self._backward)
 
     @cached_property
     def plain_backward(self) -> tuple[Array, Array, Array]:
         """Plain dq, dk, dv."""
-        return reference.plain_backward(self.dout, self.q, self.k, self.v, self.problem, self.dlse)
+        return reference.plain_backward(*self._backward)
 
     @cached_property
     def noise(self) -> tuple[Array, tuple[Array, Array, Array]]:
         """What does not count of the errors of out, and of dq, dk and dv."""
-        return noise.noise(self.dout, self.q, self.k, self.v, self.problem, self.dlse)
+        return noise.noise(*self._backward)
 
     def judge_forward(self, out: Array, lse: Array) -> list[Comparison]:
-        """Compare out (bshd) and lse."""
+        """Compare out (bshd, or packed as the problem) and lse."""
         dtype, exact, plain = self.problem.dtype, self.forward, self.plain_forward
         return [
             compare("out", out, exact[0], plain[0], dtype, self.noise[0]),
@@ -198,14 +206,10 @@ class Oracle:
         ]
 
     def judge_backward(self, dq: Array, dk: Array, dv: Array) -> list[Comparison]:
-        """Compare dq, dk and dv (bshd)."""
+        """Compare dq, dk and dv (bshd, or packed as the problem)."""
         names, dtype = ("dq", "dk", "dv"), self.problem.dtype
         results = zip(names, (dq, dk, dv), self.backward, self.plain_backward, self.noise[1], strict=True)
         return [compare(n, got, exact, plain, dtype, e) for n, got, exact, plain, e in results]
-
-
-def _lse_dtype(dtype: str) -> str:
-    return "fp64" if dtype == "fp64" else "fp32"
 
 
 def _places(got: Array, exact: Array, dtype: str) -> tuple[Array, Array]:

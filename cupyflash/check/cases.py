@@ -6,123 +6,16 @@ is stable: a failure anywhere is reproduced everywhere with ``case(name).inputs(
 
 from __future__ import annotations
 
-import zlib
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
-import numpy as np
-from numpy.typing import NDArray
-
-from ..problem import DTYPES, Problem, Window, make_problem
-from .case_inputs import MEMORY, VALUES
-
-Array = NDArray[Any]
+from .case import NUMPY_DTYPE as NUMPY_DTYPE
+from .case import Case as Case
+from .case import Inputs as Inputs
 
 LEVELS = ("smoke", "quick", "full")  # each contains the one before
-NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp32": np.dtype(np.float32),
-    "fp64": np.dtype(np.float64),
-}
-EMULATOR_SEQLEN = 330  # the emulator runs some thousand times slower than a GPU
-EMULATOR_HEADS = 8
-NONFINITE = ("nan_in_hidden_key", "nan_in_visible_key", "inf_in_visible_key", "minus_inf_scores", "nan_in_other_batch")
 
 
-class Inputs(NamedTuple):
-    """Arrays of one case, all indexed as bshd; strides as the case's `memory` says."""
-
-    q: Array
-    k: Array
-    v: Array
-    dout: Array
-    dlse: Array | None
-
-
-@dataclass(frozen=True)
-class Case:
-    """One named case.
-
-    Attributes:
-        values: how the numbers are drawn, a key of `case_inputs.VALUES`.
-        memory: how the arrays lie in memory, a key of `case_inputs.MEMORY`.
-        layout: what to hand to `attention`; `inputs` stays bshd, `in_layout` converts.
-        dlse: whether a gradient of lse is part of the backward pass.
-        backward: whether the case has a backward pass at all.
-    """
-
-    name: str
-    level: str
-    seqlen_q: int
-    seqlen_k: int
-    head_dim: int = 64
-    batch: int = 1
-    heads_q: int = 2
-    heads_k: int = 2
-    causal: bool = False
-    window: Window | None = None
-    scale: float | None = None
-    deterministic: bool = False
-    layout: str = "bshd"
-    values: str = "normal"
-    memory: str = "contiguous"
-    dlse: bool = False
-    backward: bool = True
-    dtypes: tuple[str, ...] = DTYPES
-    softcap: float | None = None
-
-    @property
-    def tags(self) -> frozenset[str]:
-        """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap."""
-        small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and self.batch * self.heads_q <= EMULATOR_HEADS
-        facts = {
-            "emulator": small,
-            "nonfinite": self.values in NONFINITE,
-            "strided": self.memory != "contiguous",
-            "gqa": self.heads_q != self.heads_k,
-            "masked": self.causal or self.window is not None,
-            "empty": 0 in (self.batch, self.seqlen_q, self.seqlen_k),
-            "dlse": self.dlse,
-            "deterministic": self.deterministic,
-            "softcap": self.softcap is not None,
-        }
-        return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
-
-    def problem(self, dtype: str) -> Problem:
-        """The checked problem in `dtype`."""
-        q = (self.batch, self.seqlen_q, self.heads_q, self.head_dim)
-        k = (self.batch, self.seqlen_k, self.heads_k, self.head_dim)
-        return make_problem((q, k, k), (dtype, dtype, dtype), **self.options(layout="bshd"))
-
-    def options(self, layout: str | None = None) -> dict[str, Any]:
-        """Keyword arguments of `attention`, in the layout of the case unless another is given."""
-        return {
-            "causal": self.causal,
-            "scale": self.scale,
-            "window": self.window,
-            "layout": layout or self.layout,
-            "deterministic": self.deterministic,
-            "softcap": self.softcap,
-        }
-
-    def inputs(self, dtype: str, seed: int = 0) -> Inputs:
-        """Fresh arrays; the same name, dtype and seed give the same numbers on every machine."""
-        rng = np.random.default_rng([zlib.crc32(self.name.encode()), seed])
-        problem = self.problem(dtype)
-        tensors = VALUES[self.values](rng, problem)
-        q, k, v, dout = MEMORY[self.memory](*(x.astype(NUMPY_DTYPE[dtype]) for x in tensors))
-        lse_dtype = np.float64 if dtype == "fp64" else np.float32
-        dlse = rng.standard_normal((self.batch, self.heads_q, self.seqlen_q)).astype(lse_dtype) if self.dlse else None
-        return Inputs(q, k, v, dout, dlse)
-
-    def in_layout(self, x: Array) -> Array:
-        """A view of a bshd array in the layout of the case, and back again."""
-        return x.swapaxes(1, 2) if self.layout == "bhsd" else x
-
-
-CASES: tuple[Case, ...] = (
+DENSE_CASES: tuple[Case, ...] = (
     # every class of head_dim, >= 5 key blocks of 64, no length a multiple of anything
     Case("dense-d64", "smoke", 257, 323, 64),
     Case("causal-d64", "smoke", 323, 323, 64, causal=True),
@@ -234,6 +127,64 @@ CASES: tuple[Case, ...] = (
     Case("empty-seqlen-k", "quick", 65, 0, batch=2, causal=True, dlse=True),
     Case("empty-seqlens", "full", 0, 0, 128),
 )
+
+
+def _packed(
+    name: str,
+    level: str,
+    lengths_q: tuple[int, ...],
+    lengths_k: tuple[int, ...] | None = None,
+    head_dim: int = 64,
+    *,
+    outside: tuple[int, int] = (0, 0),
+    **more: Any,
+) -> Case:
+    """A packed case, with so many rows of q and of k behind its last sequence."""
+    total_q, total_k = sum(lengths_q) + outside[0], sum(lengths_k or lengths_q) + outside[1]
+    more = {"lengths_q": lengths_q, "lengths_k": lengths_k, **more}
+    return Case(f"packed-{name}", level, total_q, total_k, head_dim, len(lengths_q), **more)
+
+
+PACKED_CASES: tuple[Case, ...] = (
+    # lengths
+    _packed("one", "smoke", (203,), causal=True),
+    _packed("equal-d128", "quick", (67, 67, 67), None, 128),
+    _packed("unequal", "smoke", (1, 197, 6, 89), causal=True),
+    _packed("unequal-d128", "quick", (131, 3, 65), (5, 170, 67), 128, heads_q=4, causal=True),
+    _packed("forty-short", "smoke", (1, 17, 2, 9, 3, 16, 1, 4) * 5, causal=True),
+    _packed("zero-lengths", "quick", (0, 0, 61, 0, 97, 0, 0, 0), causal=True),
+    _packed("zero-queries-or-keys", "quick", (31, 0, 45, 0, 7), (0, 67, 71, 0, 0), 80, causal=True, dlse=True),
+    _packed("all-empty", "quick", (0, 0, 0), causal=True, dlse=True),
+    _packed("no-sequences", "full", (), None, 128),
+    _packed("more-queries", "quick", (130, 71), (33, 70), causal=True),
+    _packed("more-keys-window-d160", "quick", (17, 66), (150, 131), 160, window=(40, 3)),
+    # keys that are not used, rows outside
+    _packed("used", "quick", (41, 53, 37), (97, 61, 83), 80, used_k=(0, 37, 83), values="nan_outside", causal=True),
+    _packed("used-dlse-d256", "full", (41, 53), (97, 91), 256, used_k=(66, 1), values="nan_outside", dlse=True),
+    _packed("outside", "quick", (61, 70), outside=(29, 29), values="nan_outside", causal=True),
+    _packed("all-outside", "full", (0, 0), outside=(37, 37), values="nan_outside", dlse=True),
+    _packed("outside-d128", "full", (70, 9), (33, 101), 128, outside=(66, 3), values="nan_outside", window=(None, 7)),
+    # other options
+    _packed("gqa-softcap-d256", "quick", (21, 66, 35), None, 256, heads_q=4, softcap=2.0, scale=0.4, dlse=True),
+    _packed("mqa-deterministic", "quick", (101, 30, 67), heads_q=5, heads_k=1, deterministic=True, causal=True),
+    _packed("deterministic-window-d160", "full", (70, 131), None, 160, deterministic=True, window=(30, 10)),
+    _packed("softcap-window-gqa", "full", (99, 3, 70), (90, 65, 71), heads_q=6, softcap=1.5, window=(50, -3)),
+    # memory
+    _packed("bhsd", "quick", (70, 35, 93), heads_q=4, layout="bhsd", memory="bhsd_storage", causal=True),
+    _packed("fused-qkv-d128", "quick", (33, 70, 5), None, 128, memory="fused_qkv", causal=True),
+    _packed("misaligned", "full", (65, 70), memory="misaligned"),
+    # values
+    _packed("growing-maxima", "full", (97, 129), (131, 190), values="growing_maxima", causal=True),
+    _packed("nan-in-neighbours", "smoke", (63, 66, 65, 1, 70), values="nan_in_neighbours", causal=True),
+    _packed("nan-in-neighbours-d128", "full", (13, 50, 7), (130, 9, 65), 128, values="nan_in_neighbours", dlse=True),
+    _packed(
+        "nan-at-borders", "quick", (15, 33, 19, 31, 17, 30, 35, 29, 31), values="nan_at_borders", heads_q=4, causal=True
+    ),
+)
+
+# Packed cases run on the CPU path alone: emulator, GPU and `verify` have no kernels for them and take `CASES`.
+ALL_CASES = DENSE_CASES + PACKED_CASES
+CASES = DENSE_CASES
 
 
 def case(name: str) -> Case:

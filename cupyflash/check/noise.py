@@ -34,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
+from ..sequences import Sequences, parts
 from . import reference
 from .reference import Arithmetic
 
@@ -45,9 +46,22 @@ HALF = ("fp16", "bf16")  # stored with fewer digits than computed, on tensor cor
 
 
 def noise(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    dlse: Array | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Array, Triple]:
     """The bounds for out, and for (dq, dk, dv), each in its shape; arguments as in `reference.backward`."""
+    if sequences is not None:
+        out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
+        for rows, keys, one in parts(problem, sequences):
+            dlse_of = None if dlse is None else dlse[None, :, rows]
+            found = noise(dout[None, rows], q[None, rows], k[None, keys], v[None, keys], one, dlse_of)
+            out[None, rows], (dq[None, rows], dk[None, keys], dv[None, keys]) = found
+        return out, (dq, dk, dv)
     p, a, visible = problem, Arithmetic.exact(), reference.visible_pairs(problem)
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
     for b, h, h_k in reference.heads(p):

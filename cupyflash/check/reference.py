@@ -15,7 +15,8 @@ the 2x rule: what attention written with plain matrix products gives in the arra
 `Arithmetic`.
 
 Hidden pairs of query and key are left out, not multiplied by zero, so a NaN behind the mask cannot leak. Arrays are
-bshd; heads of q share the heads of k and v in groups (GQA).
+bshd; heads of q share the heads of k and v in groups (GQA). Packed sequences, in (total, heads, head_dim), are computed
+one by one.
 """
 
 # ruff: noqa: E741 (O and l are the paper's names)
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
+from ..sequences import Sequences, parts
 
 Array = NDArray[Any]
 
@@ -82,43 +84,59 @@ class Arithmetic:
         return x if self.storage is None else x.astype(self.storage).astype(self.accumulate)
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+def forward(q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences | None = None) -> tuple[Array, Array]:
     """Exact attention in float64.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), any floating dtype and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim).
         problem: options; a query that sees no key gets out 0 and lse -inf.
+        sequences: where the sequences of a packed problem lie.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim) and lse (batch, heads_q, seqlen_q), natural log, both float64.
     """
-    return _forward(q, k, v, problem, Arithmetic.exact())
+    return _forward(q, k, v, problem, Arithmetic.exact(), sequences)
 
 
 def backward(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    dlse: Array | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Array, Array, Array]:
     """Exact gradients (dq, dk, dv) of ``sum(out * dout) + sum(lse * dlse)`` in float64, shaped as q, k, v.
 
     Args:
         dout: gradient of out, shaped as q.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
+        sequences: as in `forward`.
     """
-    return _backward(dout, q, k, v, problem, dlse, Arithmetic.exact())
+    return _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), sequences)
 
 
-def plain_forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+def plain_forward(
+    q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences | None = None
+) -> tuple[Array, Array]:
     """Plain attention in the dtype of q: out in that dtype, lse in fp32 (fp64 for fp64)."""
-    out, lse = _forward(q, k, v, problem, Arithmetic.plain(q.dtype))
+    out, lse = _forward(q, k, v, problem, Arithmetic.plain(q.dtype), sequences)
     return _stored(out, q.dtype), lse
 
 
 def plain_backward(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    dlse: Array | None = None,
+    sequences: Sequences | None = None,
 ) -> tuple[Array, Array, Array]:
     """Plain gradients (dq, dk, dv) in the dtype of q; delta is taken from the rounded out."""
-    dq, dk, dv = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype))
+    dq, dk, dv = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), sequences)
     return _stored(dq, q.dtype), _stored(dk, q.dtype), _stored(dv, q.dtype)
 
 
@@ -127,7 +145,14 @@ def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
         return x.astype(dtype)
 
 
-def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic) -> tuple[Array, Array]:
+def _forward(
+    q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, sequences: Sequences | None = None
+) -> tuple[Array, Array]:
+    if sequences is not None:
+        out, lse = np.zeros(q.shape, a.accumulate), np.full(problem.rows, -np.inf, a.accumulate)
+        for rows, keys, one in parts(problem, sequences):
+            out[None, rows], lse[None, :, rows] = _forward(q[None, rows], k[None, keys], v[None, keys], one, a)
+        return out, lse
     p, visible = problem, visible_pairs(problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate)
@@ -140,8 +165,22 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic) -> t
 
 
 def _backward(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, a: Arithmetic
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    dlse: Array | None,
+    a: Arithmetic,
+    sequences: Sequences | None = None,
 ) -> tuple[Array, Array, Array]:
+    if sequences is not None:
+        dq, dk, dv = (np.zeros(x.shape, a.accumulate) for x in (q, k, v))
+        for rows, keys, one in parts(problem, sequences):
+            dlse_of = None if dlse is None else dlse[None, :, rows]
+            found = _backward(dout[None, rows], q[None, rows], k[None, keys], v[None, keys], one, dlse_of, a)
+            dq[None, rows], dk[None, keys], dv[None, keys] = found
+        return dq, dk, dv
     p, visible = problem, visible_pairs(problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))

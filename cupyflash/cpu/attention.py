@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
+from ..sequences import Sequences, parts
 from .tiles import chunks, group_heads, group_lse, key_tiles, load, load_rows, query_tiles, sees_a_key
 
 Array = NDArray[Any]
@@ -101,6 +102,38 @@ def backward(
         for target, gradient in zip(targets, gradients, strict=True):
             with np.errstate(all="ignore"):
                 target[chunk] = gradient.reshape(target[chunk].shape)
+    return dq, dk, dv
+
+
+def forward_packed(q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences) -> tuple[Array, Array]:
+    """`forward` of each sequence by itself: arrays (total, heads, head_dim), lse (heads_q, total_q).
+
+    Rows outside of all sequences have out 0 and lse -inf.
+    """
+    out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, _accumulator(q))
+    for rows, keys, p in parts(problem, sequences):
+        out[None, rows], lse[None, :, rows] = forward(q[None, rows], k[None, keys], v[None, keys], p)
+    return out, lse
+
+
+def backward_packed(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    problem: Problem,
+    sequences: Sequences,
+) -> tuple[Array, Array, Array]:
+    """`backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
+    dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
+    for rows, keys, p in parts(problem, sequences):
+        Q, dO, O = (x[None, rows] for x in (q, dout, out))
+        LSE, dLSE = (None if x is None else x[None, :, rows] for x in (lse, dlse))
+        assert LSE is not None
+        dq[None, rows], dk[None, keys], dv[None, keys] = backward(dO, Q, k[None, keys], v[None, keys], O, LSE, dLSE, p)
     return dq, dk, dv
 
 

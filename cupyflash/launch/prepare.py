@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..arrays.adapters import CPU, TORCH, Native, Signature
+from ..arrays.adapters import TORCH, Native, Signature, place
 from ..errors import ArgumentError
 from ..gpu import tensormap
 from ..gpu.device import Device
@@ -21,7 +21,9 @@ from ..options import Options
 from ..plan.extents import Extents, Kernels, kind_of
 from ..plan.families import FAMILIES, backward_kernels, forward_kernels, plan_of
 from ..problem import MAX_SEQLEN, Problem, make_problem
+from ..sequences import Sequences
 from . import prepared as launch
+from .packed import count as packed_count
 from .passes import BACKWARD, FORWARD, Pass, fill, steps_of, template_of
 from .prepared import Call, Prepared
 from .template import numbers_of
@@ -76,12 +78,17 @@ def access(signatures: Sequence[_Plain], aligned: bool, others: Sequence[_Plain]
 
 
 def check(
-    names: Sequence[str], library: Native, keys: Sequence[tuple[Any, ...]], options: Options
+    names: Sequence[str],
+    library: Native,
+    keys: Sequence[tuple[Any, ...]],
+    options: Options,
+    sequences: Sequences | None = None,
 ) -> tuple[Problem, list[Signature]]:
     """All checks of q, k, v and what goes with them, by their library's signatures (in this order: q, k, v, then arrays
     shaped like q); returns the problem and the signatures spelled out."""
     dtypes = [library.dtype_name(key[2]) for key in keys]
-    problem = make_problem([key[0] for key in keys[:3]], dtypes[:3], **options._asdict())
+    packed = None if sequences is None else packed_count(library, sequences, keys[0][3])
+    problem = make_problem([key[0] for key in keys[:3]], dtypes[:3], **options._asdict(), sequences=packed)
     shape = tuple(keys[0][0])
     for name, key, dtype in zip(names[3:], keys[3:], dtypes[3:], strict=True):
         if (tuple(key[0]), dtype) != (shape, dtypes[0]):
@@ -93,17 +100,12 @@ def check(
     for name, sig in zip(names, signatures, strict=True):
         if sig.device != q.device:
             raise ArgumentError(f"{name}: expected the device of q, {place(q.device)}, got {place(sig.device)}")
-        if sig.strides[3] != 1 and sig.shape[3] > 1 and 0 not in sig.shape:
+        if sig.strides[-1] != 1 and sig.shape[-1] > 1 and 0 not in sig.shape:
             raise ArgumentError(
-                f"{name}: expected a stride of 1 along head_dim, got {sig.strides[3]} elements; "
+                f"{name}: expected a stride of 1 along head_dim, got {sig.strides[-1]} elements; "
                 "make a contiguous copy first"
             )
     return problem, signatures
-
-
-def place(device: int) -> str:
-    """A device in words."""
-    return "the CPU" if device == CPU else f"GPU {device}"
 
 
 Vet = Callable[[], None]

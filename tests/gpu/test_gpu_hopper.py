@@ -15,7 +15,7 @@ from cupyflash.check import cases
 from cupyflash.check.accuracy import Oracle
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
-from cupyflash.launch import counters, prepare, run
+from cupyflash.launch import clocks, counters, prepare
 from cupyflash.launch import prepared as launch
 from cupyflash.launch.counters import Counters
 from cupyflash.launch.kept import Kept
@@ -118,13 +118,13 @@ def test_clocks() -> None:
     """The profiling form says of every block how long it lived."""
     case = cases.Case("clocks", "full", 2000, 2000, 128, 2, 8, 8)
     q, k, v = (on_gpu(x, "cupy") for x in case.inputs("bf16")[:3])
-    found = run.forward_clocks(CUPY, q, k, v, prepare.Options())
+    found = clocks.forward_clocks(CUPY, q, k, v, prepare.Options())
     assert found is not None
     assert found.shape == (Device.of(0).sm_count, 2)
     gigahertz = found[:, 0] / found[:, 1]
     assert (gigahertz > 0.1).all()
     assert (gigahertz < 3).all()
-    assert run.forward_clocks(CUPY, q[:0], k[:0], v[:0], prepare.Options()) is None
+    assert clocks.forward_clocks(CUPY, q[:0], k[:0], v[:0], prepare.Options()) is None
 
 
 # ---- repeated, on a quiet and on a busy chip ----

@@ -21,7 +21,7 @@ from kernel_files import pretend_to_compile
 import cupyflash
 from cupyflash import api, cli
 from cupyflash.arrays import adapters as arrays
-from cupyflash.check import cases
+from cupyflash.check import case_inputs, cases
 from cupyflash.cli import frameworks
 from cupyflash.cli.bench import cycles as bench_cycles
 from cupyflash.cli.bench import report as bench_report
@@ -36,7 +36,7 @@ from cupyflash.cli.verify import report as verify_report
 from cupyflash.compile import jit, nvrtc
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu import device
-from cupyflash.launch import run
+from cupyflash.launch import clocks
 from cupyflash.plan.shipped import variants_of_calls
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import Problem
@@ -263,7 +263,7 @@ def test_lines_fit_a_terminal(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize("memory", sorted(cases.MEMORY))
+@pytest.mark.parametrize("memory", sorted(case_inputs.MEMORY))
 def test_arrays_keep_values_strides_and_alignment(library: str, memory: str) -> None:
     pytest.importorskip(library)
     framework = frameworks.make(library, on_gpu=False)
@@ -484,7 +484,7 @@ def test_tensor_core_cycles(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> 
     assert "MMA %" not in invoke("bench", *options).stdout
 
     monkeypatch.setattr(bench_cycles, "LIBRARIES", {Clock: arrays.NUMPY})
-    monkeypatch.setattr(run, "forward_clocks", lambda *arguments: counts, raising=False)
+    monkeypatch.setattr(clocks, "forward_clocks", lambda *arguments: counts, raising=False)
     rows = json.loads(invoke("bench", *options, "--json").stdout)["rows"]
     assert {(r["direction"], r["clock_ghz"]) for r in rows} == {("fwd", 2.0), ("bwd", None)}
     assert rows[0]["tensor_core_percent"] == pytest.approx(100 * 4 * 16 * 136 * 2 / (4096 * 2000))

@@ -27,11 +27,13 @@ PYTHON_LAYERS = (
     ("emulator",),
     ("__init__",),
     ("transformers", "distributed", "compat"),
+    ("varlen",),
     ("ahead", "api"),
     ("torch", "jax"),
     ("launch",),
     ("compile", "cpu"),
     ("check", "plan"),
+    ("sequences",),
     ("problem",),
     ("options",),
     ("arrays", "gpu"),
@@ -39,12 +41,12 @@ PYTHON_LAYERS = (
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
-    "arrays": "libraries vetting adapters imported",
-    "check": "accuracy noise reference cases case_inputs",
+    "arrays": "libraries readable vetting adapters imported",
+    "check": "accuracy noise reference cases case case_packed case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "attention tiles",
     "gpu": "tensormap device driver",
-    "launch": "run prepare passes prepared template counters kept",
+    "launch": "run clocks prepare packed passes prepared template counters kept",
     "plan": "shipped families extents kernels tiles params variant",
 }
 # Modules that are kept to some.

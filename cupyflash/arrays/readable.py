@@ -1,0 +1,39 @@
+"""Whether arrays of a native library can be read where they say: asked where a call is new or something went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import ArgumentError, CupyflashError
+from .adapters import TORCH, Native
+from .vetting import vet_memory, vet_tensor, vet_tracing
+
+
+def unreadable(library: Native, error: Exception, **arrays: Any) -> CupyflashError:
+    """The error to raise where a library did not tell an array's shape or address; `vet_all` may know better why."""
+    vet_all(library, **arrays)
+    return ArgumentError(f"{', '.join(arrays)}: {library.name} does not tell shape and address of one of them: {error}")
+
+
+def vet_all(library: Native, **arrays: Any) -> None:
+    if library is TORCH:
+        for name, x in arrays.items():
+            vet_tensor(name, x)
+
+
+def vet_new(library: Native, **arrays: Any) -> None:
+    """What must be looked at in every call that is not as one before."""
+    if library is TORCH:
+        vet_tracing(next(iter(arrays)))
+        for name, x in arrays.items():
+            vet_memory(name, x)
+
+
+def check_addresses(library: Native, pointers: Sequence[int], **arrays: Any) -> None:
+    """Refuse arrays without memory and elements that straddle their own size; empty arrays may lie anywhere."""
+    vet_all(library, **arrays)
+    for (name, x), pointer in zip(arrays.items(), pointers, strict=True):
+        size = 4 if name in ("lse", "dlse") else 2
+        if 0 not in x.shape and (pointer == 0 or pointer % size):
+            raise ArgumentError(f"{name}: expected an address that is a multiple of {size}, got {pointer:#x}; copy it")

@@ -1,0 +1,159 @@
+"""What a named case is: a shape, options, values, memory. The table of them is `cases`."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import DTYPES, Problem, Window, make_problem
+from ..sequences import Sequences
+from .case_inputs import MEMORY, VALUES
+from .case_packed import PACKED_VALUES, draw_packed
+
+Array = NDArray[Any]
+
+NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp32": np.dtype(np.float32),
+    "fp64": np.dtype(np.float64),
+}
+EMULATOR_SEQLEN = 330  # the emulator runs some thousand times slower than a GPU
+EMULATOR_HEADS = 8
+NONFINITE = (
+    "nan_in_hidden_key",
+    "nan_in_visible_key",
+    "inf_in_visible_key",
+    "minus_inf_scores",
+    "nan_in_other_batch",
+    *PACKED_VALUES,
+)
+
+
+class Inputs(NamedTuple):
+    """Arrays of one case, indexed as bshd or, packed, as (total, heads, head_dim); strides as its `memory` says."""
+
+    q: Array
+    k: Array
+    v: Array
+    dout: Array
+    dlse: Array | None
+    sequences: Sequences | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named case.
+
+    Attributes:
+        values: how the numbers are drawn, a key of `case_inputs.VALUES`, or, packed, of `case_packed.PACKED_VALUES`.
+        memory: how the arrays lie in memory, a key of `case_inputs.MEMORY`.
+        layout: what to hand to `attention`; `inputs` stays bshd, `in_layout` converts.
+        dlse: whether a gradient of lse is part of the backward pass.
+        backward: whether the case has a backward pass at all.
+        lengths_q, lengths_k, used_k: of a packed case, the lengths of its sequences and how many keys of each count;
+            None: as lengths_q, and all. batch is then the number of sequences, seqlen_q and seqlen_k count all rows,
+            also those behind the last sequence.
+    """
+
+    name: str
+    level: str
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int = 64
+    batch: int = 1
+    heads_q: int = 2
+    heads_k: int = 2
+    causal: bool = False
+    window: Window | None = None
+    scale: float | None = None
+    deterministic: bool = False
+    layout: str = "bshd"
+    values: str = "normal"
+    memory: str = "contiguous"
+    dlse: bool = False
+    backward: bool = True
+    dtypes: tuple[str, ...] = DTYPES
+    softcap: float | None = None
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    used_k: tuple[int, ...] | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether several sequences lie one behind the other."""
+        return self.lengths_q is not None
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
+        packed.
+        """
+        heads = self.heads_q if self.packed else self.batch * self.heads_q
+        small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
+        facts = {
+            "emulator": small,
+            "nonfinite": self.values in NONFINITE,
+            "strided": self.memory != "contiguous",
+            "gqa": self.heads_q != self.heads_k,
+            "masked": self.causal or self.window is not None,
+            "empty": 0 in (self.batch, self.seqlen_q, self.seqlen_k),
+            "dlse": self.dlse,
+            "deterministic": self.deterministic,
+            "softcap": self.softcap is not None,
+            "packed": self.packed,
+        }
+        return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
+
+    def problem(self, dtype: str) -> Problem:
+        """The checked problem in `dtype`."""
+        batch, sequences = ((), self.batch) if self.packed else ((self.batch,), None)
+        q = (*batch, self.seqlen_q, self.heads_q, self.head_dim)
+        k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
+        return make_problem((q, k, k), (dtype, dtype, dtype), **self.options(layout="bshd"), sequences=sequences)
+
+    def sequences(self) -> Sequences | None:
+        """Where the sequences of a packed case lie."""
+        if self.lengths_q is None:
+            return None
+        keys = None if self.lengths_k is None else _cumulative(self.lengths_k)
+        used = None if self.used_k is None else np.array(self.used_k, np.int32)
+        return Sequences.of(_cumulative(self.lengths_q), keys, used)
+
+    def options(self, layout: str | None = None) -> dict[str, Any]:
+        """Keyword arguments of `attention` or `attention_varlen`, in the case's layout unless another is given."""
+        return {
+            "causal": self.causal,
+            "scale": self.scale,
+            "window": self.window,
+            "layout": layout or self.layout,
+            "deterministic": self.deterministic,
+            "softcap": self.softcap,
+        }
+
+    def inputs(self, dtype: str, seed: int = 0) -> Inputs:
+        """Fresh arrays; the same name, dtype and seed give the same numbers on every machine."""
+        rng = np.random.default_rng([zlib.crc32(self.name.encode()), seed])
+        problem, sequences = self.problem(dtype), self.sequences()
+        if sequences is None:
+            tensors = VALUES[self.values](rng, problem)
+        else:
+            tensors = draw_packed(self.values, rng, problem, sequences)
+        tensors = MEMORY[self.memory](*(x.astype(NUMPY_DTYPE[dtype]) for x in tensors))
+        q, k, v, dout = tensors if sequences is None else (x[0] for x in tensors)
+        lse_dtype = np.float64 if dtype == "fp64" else np.float32
+        dlse = rng.standard_normal(problem.rows).astype(lse_dtype) if self.dlse else None
+        return Inputs(q, k, v, dout, dlse, sequences)
+
+    def in_layout(self, x: Array) -> Array:
+        """A view of an array in bshd, or packed, in the layout of the case, and back again."""
+        return x.swapaxes(-3, -2) if self.layout == "bhsd" else x
+
+
+def _cumulative(lengths: tuple[int, ...]) -> Array:
+    return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)

@@ -1,0 +1,64 @@
+"""What can be said of the arrays that tell where packed sequences lie, and reading them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..arrays.adapters import TORCH, Native, place
+from ..errors import ArgumentError
+from ..problem import Problem
+from ..sequences import Sequences, check_lengths
+
+
+def count(library: Native, sequences: Sequences, device: int) -> int:
+    """How many sequences there are, by arrays that fit each other and lie on `device`, that of q.
+
+    Raises:
+        ArgumentError: one is not an int32 vector of the right length, contiguous, on that device.
+    """
+    signatures = {name: library.signature(x) for name, x in sequences.named().items()}
+    shape = tuple(signatures["cu_seqlens_q"][0])
+    if len(shape) != 1 or shape[0] == 0:
+        raise ArgumentError(
+            f"cu_seqlens_q: expected shape (batch + 1,), got {shape}; a batch of none has the one entry 0"
+        )
+    batch = shape[0] - 1
+    for name, signature in signatures.items():
+        _check(library, name, signature, batch, device)
+    return batch
+
+
+def _check(library: Native, name: str, signature: Sequence[Any], batch: int, device: int) -> None:
+    shape, _, dtype, where = signature
+    kind = library.dtype_name(dtype)
+    if kind != "int32":
+        cast = f"{name}.to(torch.int32)" if library is TORCH else f'{name}.astype("int32")'
+        raise ArgumentError(f"{name}: expected dtype int32, got {kind}; give {cast}")
+    wanted, words = ((batch,), "(batch,)") if name == "seqused_k" else ((batch + 1,), "(batch + 1,)")
+    if tuple(shape) != wanted:
+        raise ArgumentError(f"{name}: expected shape {words} = {wanted} as cu_seqlens_q has it, got {tuple(shape)}")
+    if where != device:
+        raise ArgumentError(f"{name}: expected the device of q, {place(device)}, got {place(where)}; move it there")
+    (stride,) = library.describe(name, tuple(signature)).strides
+    if stride != 1 and wanted[0] > 1:
+        raise ArgumentError(
+            f"{name}: expected a contiguous array, got a stride of {stride} elements; make a contiguous copy first"
+        )
+
+
+def on_host(library: Native, sequences: Sequences) -> Sequences:
+    """The same as NumPy arrays; what lies on a GPU is waited for."""
+    wait = (lambda x: x.cpu()) if library is TORCH else (lambda x: x)
+    return Sequences.of(**{name: library.to_numpy(wait(x)) for name, x in sequences.named().items()})
+
+
+def vet_lengths(library: Native, sequences: Sequences, problem: Problem) -> Sequences:
+    """`on_host`, checked; on a GPU this waits.
+
+    Raises:
+        ArgumentError: they contradict each other or the arrays.
+    """
+    lengths = on_host(library, sequences)
+    check_lengths(lengths, problem.seqlen_q, problem.seqlen_k)
+    return lengths

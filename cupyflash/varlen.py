@@ -1,0 +1,190 @@
+"""Packed sequences of any lengths: `attention_varlen` and its gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import options
+from .api import Gradients
+from .arrays.adapters import TORCH
+from .arrays.libraries import Foreign, common_library
+from .errors import ArgumentError
+from .launch import run
+from .options import Options, Window, make_options
+from .sequences import Sequences
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Any | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    layout: str = "bshd",
+    deterministic: bool = False,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention of sequences of any lengths that lie one behind the other, without padding.
+
+        rows_q = cu_seqlens_q[b] to cu_seqlens_q[b + 1]
+        rows_k = cu_seqlens_k[b] to cu_seqlens_k[b + 1], or the first seqused_k[b] of them
+        out[rows_q] = attention(q[rows_q], k[rows_k], v[rows_k])    for each sequence b
+
+    Each sequence is attention of its own, computed as by `attention` (FlashAttention-2, Dao 2023): masks are aligned at
+    the bottom right by its own lengths, those of rows_q and rows_k.
+
+    Args:
+        q: ``(total_q, heads_q, head_dim)``, of the libraries and dtypes that `attention` takes.
+        k, v: ``(total_k, heads_k, head_dim)``, of q's library, dtype and device.
+        cu_seqlens_q: ``(batch + 1,)``, int32, contiguous, of q's library and device: 0, and the lengths added up. Any
+            sequence may be empty, and rows may be left over behind the last.
+        cu_seqlens_k: the same for the rows of k and v; None if they are those of q. total_k is then total_q.
+        max_seqlen_q, max_seqlen_k: the longest lengths, as other libraries ask for them; not needed and not used.
+        seqused_k: ``(batch,)``, int32: how many keys of each sequence count, the first ones; None: all.
+        causal, scale, window, deterministic, softcap, return_lse: as in `attention`.
+        layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(heads, total, head_dim)``; results have the same.
+
+    Returns:
+        out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
+        ``(heads_q, total_q)`` in fp32 (fp64 for fp64 input). A query that sees no key, or belongs to no sequence, gives
+        0 and -inf. On PyTorch tensors that require grad, out and lse are differentiable, once.
+
+    Raises:
+        ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths that decrease, reach
+            beyond the rows or do not start with 0 are found where the arrays are in host memory.
+        UnsupportedError: as `attention`; and on a GPU, for which there is no kernel yet.
+
+    Example:
+        >>> import numpy as np
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 100, 8, 64), dtype=np.float32)
+        >>> cu_seqlens = np.array([0, 60, 60, 93], np.int32)  # of 60, 0 and 33 rows; the last 7 belong to none
+        >>> attention_varlen(q, k, v, cu_seqlens, causal=True).shape
+        (100, 8, 64)
+    """
+    call = make_options(causal, scale, window, layout, deterministic, softcap)
+    _check_habits(call, max_seqlen_q, max_seqlen_k)
+    want_lse = options.flag("return_lse", return_lse)
+    arrays, sequences = {"q": q, "k": k, "v": v}, Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    out, lse = _forward(arrays, sequences, cu_seqlens_k is None, call, want_lse)
+    return (out, lse) if want_lse else out
+
+
+def attention_varlen_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_k: Any | None = None,
+    dlse: Any | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    layout: str = "bshd",
+    deterministic: bool = False,
+    softcap: float | None = None,
+) -> Gradients:
+    """Gradients of `attention_varlen`: those of `attention_backward` for each sequence.
+
+    (FlashAttention-2, Dao 2023, algorithm 2).
+
+    Args:
+        dout: gradient of the loss with respect to out, of out's shape and dtype.
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k: the inputs of the forward.
+        out, lse: its results, as `attention_varlen(..., return_lse=True)` gave them.
+        max_seqlen_q, max_seqlen_k: not needed and not used.
+        dlse: gradient of the loss with respect to lse, ``(heads_q, total_q)``; None is zero.
+        causal, scale, window, layout, softcap: as in the forward.
+        deterministic: bitwise reproducible gradients.
+
+    Returns:
+        Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for rows that belong
+        to no sequence and keys that are not used.
+
+    Raises:
+        ArgumentError, UnsupportedError: as `attention_varlen`.
+
+    Example:
+        >>> import numpy as np
+        >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 100, 8, 64), dtype=np.float32)
+        >>> cu_seqlens = np.array([0, 60, 100], np.int32)
+        >>> out, lse = attention_varlen(q, k, v, cu_seqlens, return_lse=True)
+        >>> attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens).dk.shape
+        (100, 8, 64)
+    """
+    call = make_options(causal, scale, window, layout, deterministic, softcap)
+    _check_habits(call, max_seqlen_q, max_seqlen_k)
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
+    sequences = Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    return Gradients(*_backward(arrays, sequences, cu_seqlens_k is None, call))
+
+
+def _check_habits(call: Options, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
+    """What users of other libraries may have meant otherwise, or given for nothing."""
+    if call.window is not None and -1 in call.window:
+        options.warn_of_minus_one(call.window)
+    for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if length is not None and options.whole(name, length, "an integer or None") < 0:
+            raise ArgumentError(f"{name}: expected an integer of at least 0 or None, got {length}; it may be left out")
+
+
+def _check_totals(arrays: dict[str, Any], alike: bool, layout: str) -> None:
+    """Refuse arrays of different totals whose sequences are said to lie alike."""
+    axis = 0 if layout == "bshd" else 1
+    try:
+        q, k = tuple(arrays["q"].shape), tuple(arrays["k"].shape)
+    except Exception:  # `run` knows what is wrong with them
+        return
+    if alike and len(q) == len(k) == 3 and q[axis] != k[axis]:
+        raise ArgumentError(
+            f"cu_seqlens_k: expected an array, since k has {k[axis]} rows and q has {q[axis]}; without it the "
+            "sequences of k lie as those of q"
+        )
+
+
+def _forward(
+    arrays: dict[str, Any], sequences: Sequences, alike: bool, call: Options, want_lse: bool
+) -> tuple[Any, Any]:
+    lengths = sequences.named()
+    library = common_library(**arrays, **lengths)
+    if isinstance(library, Foreign):
+        adopted = library.adopt(arrays | lengths)
+        sequences = Sequences.of(**{name: adopted.pop(name) for name in lengths})
+        out, lse = _forward(adopted, sequences, alike, call, want_lse)
+        return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
+    _check_totals(arrays, alike, call.layout)
+    if library is TORCH:
+        from . import torch
+
+        return torch.attention(**arrays, options=call, want_lse=want_lse, sequences=sequences)
+    return run.forward(library, **arrays, options=call, want_lse=want_lse, sequences=sequences)
+
+
+def _backward(arrays: dict[str, Any], sequences: Sequences, alike: bool, call: Options) -> tuple[Any, ...]:
+    lengths = sequences.named()
+    library = common_library(**arrays, **lengths)
+    if isinstance(library, Foreign):
+        adopted = library.adopt(arrays | lengths)
+        sequences = Sequences.of(**{name: adopted.pop(name) for name in lengths})
+        return tuple(library.give_back(x, arrays["q"]) for x in _backward(adopted, sequences, alike, call))
+    _check_totals(arrays, alike, call.layout)
+    given = {"dlse": None} | arrays
+    if library is TORCH:
+        from . import torch
+
+        return torch.backward(**given, options=call, sequences=sequences)
+    return run.backward(library, **given, options=call, sequences=sequences)
