@@ -9,14 +9,25 @@ import numpy as np
 import pytest
 
 from cupyflash.check.case_inputs import MEMORY, VALUES
-from cupyflash.check.cases import CASES, LEVELS, NUMPY_DTYPE, Case, case, select
+from cupyflash.check.case_packed import PACKED_VALUES
+from cupyflash.check.cases import (
+    ALL_CASES,
+    CASES,
+    DENSE_CASES,
+    LEVELS,
+    NUMPY_DTYPE,
+    PACKED_CASES,
+    Case,
+    case,
+    select,
+)
 from cupyflash.problem import DTYPES
 
-by_name = pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
+by_name = pytest.mark.parametrize("c", ALL_CASES, ids=lambda c: c.name)
 
 
 def test_names_are_unique_and_kebab_case() -> None:
-    names = [c.name for c in CASES]
+    names = [c.name for c in ALL_CASES]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in names)
     assert case("causal-d64") is next(c for c in CASES if c.name == "causal-d64")
@@ -38,27 +49,63 @@ def test_select_filters() -> None:
 
 
 def test_every_requirement_has_a_case() -> None:
-    assert {8, 16, 40, 64, 72, 80, 96, 128, 192, 200, 256} <= {c.head_dim for c in CASES}
-    assert {c.values for c in CASES} == set(VALUES)
-    assert {c.memory for c in CASES} == set(MEMORY)
+    assert {8, 16, 40, 64, 72, 80, 96, 128, 192, 200, 256} <= {c.head_dim for c in DENSE_CASES}
+    assert {c.values for c in DENSE_CASES} == set(VALUES)
+    assert {c.memory for c in DENSE_CASES} == set(MEMORY)
     for tag in ("empty", "gqa", "dlse", "deterministic", "strided", "nonfinite", "masked"):
         assert select("quick", tag=tag), tag
-    assert any(c.seqlen_q == 1 for c in CASES)
-    assert any(c.seqlen_k == 1 for c in CASES)
-    assert any(c.seqlen_q > c.seqlen_k > 0 and c.causal for c in CASES)
-    assert any(c.layout == "bhsd" for c in CASES)
-    assert any(c.scale == 0 for c in CASES)
-    assert any(c.scale is not None and c.scale < 0 for c in CASES)
+    assert any(c.seqlen_q == 1 for c in DENSE_CASES)
+    assert any(c.seqlen_k == 1 for c in DENSE_CASES)
+    assert any(c.seqlen_q > c.seqlen_k > 0 and c.causal for c in DENSE_CASES)
+    assert any(c.layout == "bhsd" for c in DENSE_CASES)
+    assert any(c.scale == 0 for c in DENSE_CASES)
+    assert any(c.scale is not None and c.scale < 0 for c in DENSE_CASES)
     assert {(c.batch, c.seqlen_q, c.seqlen_k).index(0) for c in select(tag="empty")} == {0, 1, 2}
     assert sum(c.seqlen_k > 5 * 64 - 1 for c in select("quick", tag="emulator")) >= 10
+
+
+def test_every_requirement_has_a_packed_case() -> None:
+    lengths = [(c, c.lengths_q or (), c.lengths_k or c.lengths_q or ()) for c in PACKED_CASES]
+    assert {64, 80, 128, 160, 256} == {c.head_dim for c in PACKED_CASES}
+    assert set(PACKED_VALUES) <= {c.values for c in PACKED_CASES}
+    assert {"fused_qkv", "bhsd_storage", "misaligned"} <= {c.memory for c in PACKED_CASES}
+    for tag in ("gqa", "dlse", "deterministic", "softcap", "strided", "masked", "empty", "nonfinite"):
+        assert any(tag in c.tags for c in PACKED_CASES), tag
+    assert {len(q) for _, q, _ in lengths} >= {0, 1, 40}
+    assert any(q[0] == q[-1] == 0 and sum(q) and "0, 0, 0" in str(q) for _, q, _ in lengths)  # several in a row
+    assert any(n == 0 < m for _, q, k in lengths for n, m in zip(q, k, strict=True))
+    assert any(m == 0 < n for _, q, k in lengths for n, m in zip(q, k, strict=True))
+    assert any(n > m > 0 and c.causal for c, q, k in lengths for n, m in zip(q, k, strict=True))
+    used = [(u, m) for c, _, k in lengths for u, m in zip(c.used_k or (), k, strict=c.used_k is not None)]
+    assert {"none" if u == 0 else "all" if u == m else "part" for u, m in used} == {"none", "all", "part"}
+    assert any(c.seqlen_q > sum(q) and c.seqlen_k > sum(k) for c, q, k in lengths)
+    assert all("emulator" in c.tags and c.packed for c in PACKED_CASES)
+
+
+def test_packed_inputs() -> None:
+    x = next(c for c in PACKED_CASES if c.name == "packed-used").inputs("fp32")
+    assert x.sequences is not None
+    assert [a.tolist() for a in x.sequences] == [[0, 41, 94, 131], [0, 97, 158, 241], [0, 37, 83]]
+    assert {a.dtype for a in x.sequences} == {np.dtype(np.int32)}
+    unused = np.r_[0:97, 134:158]
+    assert np.isnan(x.k[unused]).all()
+    assert np.isfinite(np.delete(x.v, unused, axis=0)).all()
+    x = next(c for c in PACKED_CASES if c.name == "packed-nan-in-neighbours").inputs("fp32")
+    assert x.sequences is not None
+    assert x.sequences.cu_seqlens_k is x.sequences.cu_seqlens_q
+    assert np.flatnonzero(np.isnan(x.dout).all(axis=(1, 2))).tolist() == [*range(63, 129), 194]
+    x = next(c for c in PACKED_CASES if c.name == "packed-nan-at-borders").inputs("fp32")
+    firsts = [int(np.flatnonzero(np.isnan(a).any(axis=(1, 2)))[0]) for a in (x.k, x.v, x.q, x.dout)]
+    assert firsts == [15, 67, 115, 180]
 
 
 @by_name
 def test_inputs(c: Case) -> None:
     for dtype in c.dtypes:
         p, x = c.problem(dtype), c.inputs(dtype)
-        assert x.q.shape == x.dout.shape == (p.batch, p.seqlen_q, p.heads_q, p.head_dim)
-        assert x.k.shape == x.v.shape == (p.batch, p.seqlen_k, p.heads_k, p.head_dim)
+        batch = () if c.packed else (p.batch,)
+        assert x.q.shape == x.dout.shape == (*batch, p.seqlen_q, p.heads_q, p.head_dim)
+        assert x.k.shape == x.v.shape == (*batch, p.seqlen_k, p.heads_k, p.head_dim)
         assert {a.dtype for a in x[:4]} == {NUMPY_DTYPE[dtype]}
         assert (x.dlse is not None) == c.dlse
         assert "nonfinite" in c.tags or all(np.isfinite(a).all() for a in x[:4])
@@ -83,9 +130,11 @@ def elements(a: np.ndarray) -> tuple[int, ...]:
     return tuple(s // a.itemsize for s in a.strides)
 
 
-@pytest.mark.parametrize("c", [c for c in CASES if "empty" not in c.tags], ids=lambda c: c.name)
+@pytest.mark.parametrize("c", [c for c in ALL_CASES if "empty" not in c.tags], ids=lambda c: c.name)
 def test_memory(c: Case) -> None:
     x = c.inputs("bf16")
+    if c.packed:
+        x = x._replace(q=x.q[None], k=x.k[None], v=x.v[None], dout=x.dout[None])
     d, heads = c.head_dim, c.heads_q
     assert all(elements(a)[3] == 1 for a in x[:4])
     if c.memory == "fused_qkv":

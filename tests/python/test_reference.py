@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyflash.check import reference
+from cupyflash.check import noise, reference
 from cupyflash.check.accuracy import compare_lse
 from cupyflash.problem import Problem
+from cupyflash.sequences import Sequences
 
 Array = np.ndarray
 PROBLEMS = {
@@ -69,6 +71,30 @@ def test_equals_loops(name: str, rng: np.random.Generator) -> None:
     expected = by_loops(x, PROBLEMS[name])
     for result, value in by_reference(x, PROBLEMS[name]).items():
         np.testing.assert_allclose(value, expected[result], rtol=1e-12, atol=1e-13, err_msg=result)
+
+
+def test_packed_sequences_equal_loops(rng: np.random.Generator) -> None:
+    """Rows of 3, 0, 4 and 2 queries, one outside; 5, 2, 1 and 0 keys, of which 4, 2, 1 and 0 are used, two outside."""
+    packed = Problem("fp64", 4, 10, 10, 2, 1, 8, 0.4, (None, 0), packed=True)
+    x = {name: a[0] for name, a in draw(replace(packed, batch=1), rng).items()}
+    sequences = Sequences.of(*(np.array(a, np.int32) for a in ([0, 3, 3, 7, 9], [0, 5, 7, 8, 8], [4, 2, 1, 0])))
+    expected = {name: np.zeros(x[like].shape) for name, like in {"out": "q", "dq": "q", "dk": "k", "dv": "v"}.items()}
+    expected["lse"] = np.full((2, 10), -np.inf)
+    for rows, keys in (([0, 1, 2], [0, 1, 2, 3]), ([], [5, 6]), ([3, 4, 5, 6], [7]), ([7, 8], [])):
+        one = {"q": x["q"][None, rows], "k": x["k"][None, keys], "v": x["v"][None, keys], "dout": x["dout"][None, rows]}
+        p = Problem("fp64", 1, len(rows), len(keys), 2, 1, 8, 0.4, (None, 0))
+        found = by_loops({**one, "dlse": x["dlse"][None, :, rows]}, p)
+        expected["out"][rows], expected["lse"][:, rows], expected["dq"][rows] = (
+            found[name][0] for name in ("out", "lse", "dq")
+        )
+        expected["dk"][keys], expected["dv"][keys] = found["dk"][0], found["dv"][0]
+    out, lse = reference.forward(x["q"], x["k"], x["v"], packed, sequences)
+    grads = reference.backward(x["dout"], x["q"], x["k"], x["v"], packed, x["dlse"], sequences)
+    for (name, value), got in zip(expected.items(), (out, *grads, lse), strict=True):
+        np.testing.assert_allclose(got, value, rtol=1e-12, atol=1e-13, err_msg=name)
+    noise_of_out, noise_of_grads = noise.noise(x["dout"], x["q"], x["k"], x["v"], packed, x["dlse"], sequences)
+    for bound, value in zip((noise_of_out, *noise_of_grads), expected.values(), strict=False):
+        assert (bound.shape, bound.any(axis=-1).tolist()) == (value.shape, value.any(axis=-1).tolist())
 
 
 def poison_nan(x: dict[str, Array]) -> None:
