@@ -22,7 +22,7 @@ _INSIDE = {
     "FakeTensor": "a tensor with data: tracers (make_fx, torch.export) are not supported yet",
     "MaskedArray": "x.filled(0), or x.data to ignore the mask",
     "MaskedTensor": "x.get_data() to ignore the mask",
-    "NestedTensor": "a padded tensor: several lengths in one batch are not supported yet",
+    "NestedTensor": "the values() and, in int32, offsets() of its jagged form to attention_varlen",
     "matrix": "np.asarray(x)",
 }
 

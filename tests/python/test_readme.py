@@ -10,27 +10,28 @@ import pytest
 from cupyflash.gpu import device
 
 README = Path(__file__).resolve().parents[2] / "README.md"
-EXAMPLES = dict(re.findall(r"```python\nimport (\w+)[^\n]*\n(.*?)```", README.read_text(), re.DOTALL))
+EXAMPLES = re.findall(r"```python\n(import (\w+).*?)```", README.read_text(), re.DOTALL)
+MARKS = {
+    "cupy": pytest.mark.gpu,
+    "torch": pytest.mark.needs("torch"),
+    "jax": pytest.mark.needs("jax"),
+}
 
 
 def test_there_is_an_example_for_each_library() -> None:
-    assert set(EXAMPLES) == {"numpy", "cupy", "torch", "jax"}
+    assert {library for _, library in EXAMPLES} == {"numpy", "cupy", "torch", "jax"}
 
 
 @pytest.mark.parametrize(
-    "library",
+    "code",
     [
-        "numpy",
-        pytest.param("cupy", marks=pytest.mark.gpu),
-        pytest.param("torch", marks=pytest.mark.needs("torch")),
-        pytest.param("jax", marks=pytest.mark.needs("jax")),
+        pytest.param(code, id=f"{library}-{i}", marks=MARKS.get(library, ()))
+        for i, (code, library) in enumerate(EXAMPLES)
     ],
 )
-def test_example(library: str) -> None:
+def test_example(code: str) -> None:
     names: dict[str, object] = {}
-    line = re.search(rf"```python\n(import {library}[^\n]*)\n", README.read_text())
-    assert line
-    exec(f"{line[1]}\n{EXAMPLES[library]}", names)
+    exec(code, names)
     assert names["out"].shape == names["q"].shape  # type: ignore[attr-defined]
 
 
