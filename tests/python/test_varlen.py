@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import cupyflash
 from cupyflash import ArgumentError, UnsupportedError, attention_varlen, attention_varlen_backward, options
+from cupyflash.arrays.adapters import CPU, NUMPY
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import PACKED_CASES, Case
 from cupyflash.sequences import Sequences, check_lengths
@@ -289,6 +290,15 @@ def test_libraries_are_not_mixed() -> None:
         attention_varlen(q, k, v, torch.from_numpy(CU))
     with pytest.raises(ArgumentError, match="seqused_k: expected an array of torch like q, got one of numpy"):
         attention_varlen(*map(torch.from_numpy, (q, k, v, CU)), seqused_k=int32(1, 1))
+
+
+def test_devices_are_not_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths seem to lie on a GPU and the rest does not."""
+    plain = NUMPY.signature
+    monkeypatch.setattr(NUMPY, "signature", lambda x: (*plain(x)[:3], 1 if x.ndim == 1 else CPU))
+    q, k, v, _, _ = draw(20, 20)
+    with pytest.raises(ArgumentError, match="cu_seqlens_q: expected the device of q, the CPU, got GPU 1; move"):
+        attention_varlen(q, k, v, CU)
 
 
 @pytest.mark.needs("cupy")
