@@ -15,7 +15,8 @@ from rich.table import Table
 from cupyflash.compile import cache, jit, layer, nvrtc, upkeep
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu.device import ARCHS, Device
-from cupyflash.plan.shipped import shipped, variants_of_calls
+from cupyflash.plan.families import variants_of_calls
+from cupyflash.plan.shipped import shipped
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
 

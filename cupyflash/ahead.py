@@ -11,7 +11,8 @@ from .errors import ArgumentError, DeviceError
 from .gpu import device
 from .gpu.device import Device
 from .options import Options, Window
-from .plan.families import GPU_DTYPES, backward_plan, forward_plan
+from .plan.families import GPU_DTYPES, kernels_of, variants_of_calls
+from .plan.spec import Spec
 from .plan.variant import Variant
 from .problem import check_head_dim, make_problem
 
@@ -68,8 +69,8 @@ def warmup(
                 for is_causal, bounds in masks:
                     call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)
                     problem = make_problem([(1, 1, 1, size)] * 3, [dtype] * 3, **call._asdict())
-                    plans = [forward_plan(problem, dev)] + ([backward_plan(problem, dev)] if both else [])
-                    variants.update({launch.variant: None for plan in plans for launch in plan.launches})
+                    taken = variants_of_calls(problem, dev) if both else kernels_of(Spec.of(problem), dev).variants
+                    variants.update(dict.fromkeys(taken))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
     return ready
 

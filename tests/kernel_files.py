@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from cupyflash.compile import nvrtc
-from cupyflash.plan.kernels import Convert
+from cupyflash.plan.kernels import Convert, ConvertTile
 
-SMALL = Convert("bf16", 64, 64, 8, 1, 1, 2)  # the variant that compiles fastest
+SMALL = Convert("bf16", 64, ConvertTile(64, 8, 1, 2))  # the variant that compiles fastest
 NOBODY = 65534
 
 

@@ -85,16 +85,16 @@ class Gpu:
         return 0
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """An H100 that is not there, on which nothing is prepared yet."""
+def pretend(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90") -> Gpu:
+    """A GPU that is not there, an H100 unless told otherwise, on which nothing is prepared yet."""
     from cupy.cuda import runtime
 
-    found, h100 = Gpu(), dataclasses.replace(Device.synthetic("sm_90"), ordinal=0)
+    found, device = Gpu(), dataclasses.replace(Device.synthetic(arch), ordinal=0)
     monkeypatch.delenv("CUPYFLASH_FAMILY", raising=False)
     for library in (arrays.NUMPY, arrays.TORCH):
         monkeypatch.setattr(library, "signature", lambda x, of=library.signature: (*of(x)[:3], 0))
-        monkeypatch.setattr(library, "stream", lambda device: 0)
-    monkeypatch.setattr(Device, "of", lambda ordinal: h100)
+        monkeypatch.setattr(library, "stream", lambda _: 0)
+    monkeypatch.setattr(Device, "of", lambda ordinal: device)
     monkeypatch.setattr(Device, "current", lambda self: contextlib.nullcontext())
     monkeypatch.setattr(runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(runtime, "setDevice", lambda ordinal: None)
@@ -103,9 +103,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(jit, "load", found.load)
     monkeypatch.setattr(jit, "launcher", lambda: found.launch)
     monkeypatch.setattr(tensormap, "_encoder", lambda: found.encode)
+    forget(monkeypatch)
+    return found
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is prepared from now on."""
     monkeypatch.setattr(launch, "_calls", Kept(100))
     monkeypatch.setattr(launch, "specs", Kept(100))
-    return found
 
 
 def random_array(rng: np.random.Generator, lengths: tuple[int, int, int], head_dim: int, layout: str) -> np.ndarray:

@@ -8,22 +8,23 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 from cupyflash.compile import jit
 from cupyflash.compile.cache import Cubin
 from cupyflash.errors import CompileError
 from cupyflash.gpu.device import KIB, Device
 from cupyflash.launch import prepared as launch
-from cupyflash.plan import tiles
-from cupyflash.plan.families import forward_plan
-from cupyflash.plan.tiles import ForwardTile, HopperForwardTile, round_up
+from cupyflash.plan.families import FAMILIES, kernels_of
+from cupyflash.plan.kernels import round_up
+from cupyflash.plan.sm80 import ForwardTile
+from cupyflash.plan.sm90 import HopperForwardTile
+from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
-from cupyflash.problem import MAX_HEAD_DIM, Problem
 
 Tile = ForwardTile | HopperForwardTile
 TILES: dict[str, type[Tile]] = {"sm90": HopperForwardTile, "sm80": ForwardTile}
-TABLES = {HopperForwardTile: ("_HOPPER_FORWARD", "_HOPPER_FORWARD_MASKED"), ForwardTile: ("_FORWARD",)}
 MAX_REGISTERS, REGISTERS_PER_SM = 255, 65536
 SPARE_REGISTERS = 16  # what a thread needs at least besides S, P and O
 # Of a consumer's and of the producer's threads, by the number of consumer warpgroups.
@@ -50,7 +51,7 @@ class Candidate:
     speeds: list[Speed] = field(default_factory=list)
 
     def line(self) -> str:
-        """As in cupyflash/plan/tiles.py."""
+        """As in the family's file in cupyflash/plan."""
         return f"    ({self.head_dim}, {type(self.tile).__name__}{astuple(self.tile)}),"
 
 
@@ -63,9 +64,9 @@ def hopper_tiles(head_dim: int, smem_bytes: int) -> Iterator[HopperForwardTile]:
         if (q_slots % groups and groups != 2) or stages <= passed:
             continue
         for registers in REGISTERS[groups]:
-            tile = HopperForwardTile(groups, block_n, stages, q_slots, *registers)
+            tile = HopperForwardTile(64 * groups, block_n, stages, q_slots, *registers)
             needed = (round_up(head_dim, 16) + block_n) // 2 + block_n // 4 + SPARE_REGISTERS
-            fits = tiles.hopper_forward_smem_bytes(tile, head_dim) <= smem_bytes
+            fits = tile.smem_bytes(head_dim) <= smem_bytes
             if fits and needed <= registers[0] and fits_pool(tile, registers_at_launch(groups)):
                 yield tile
 
@@ -91,45 +92,37 @@ def ampere_tiles(head_dim: int, smem_bytes: int) -> Iterator[ForwardTile]:
         needed = rows * (depth + block_n) // 32 + rows * block_n // 64 + SPARE_REGISTERS
         needed += rows * depth // 64 if q_in_regs else 0
         registers = min(MAX_REGISTERS, REGISTERS_PER_SM // (32 * warps * blocks))
-        smem = tiles.forward_smem_bytes(tile, head_dim)
-        if rows in (16, 32) and needed <= registers and blocks * (smem + KIB) <= smem_bytes + KIB:
+        if rows in (16, 32) and needed <= registers and blocks * (tile.smem_bytes(head_dim) + KIB) <= smem_bytes + KIB:
             yield tile
 
 
 @contextlib.contextmanager
 def in_use(tile: Tile) -> Iterator[None]:
     """The library plans with this tile, whatever its table says. For the whole process: one thread at a time."""
-    before = {name: getattr(tiles, name) for name in TABLES[type(tile)]}
-    for name in before:
-        setattr(tiles, name, ((MAX_HEAD_DIM, tile),))
-    launch.forget()
-    try:
-        yield
-    finally:
+    family = next(FAMILIES[name] for name, kind in TILES.items() if isinstance(tile, kind))
+    with mock.patch.object(family, "forward_tile", return_value=tile):
         launch.forget()
-        for name, table in before.items():
-            setattr(tiles, name, table)
+        try:
+            yield
+        finally:
+            launch.forget()
 
 
-def candidates(family: str, head_dim: int, smem_bytes: int, only: dict[str, tuple[int, ...]]) -> list[Candidate]:
+def candidates(family: str, head_dim: int, gpu: Device, only: dict[str, tuple[int, ...]]) -> list[Candidate]:
     """The tile in use now, then all others with the values asked for."""
-    now: Tile
-    found: Iterator[Tile]
-    if family == "sm90":
-        now, found = tiles.hopper_forward_tile(head_dim), hopper_tiles(head_dim, smem_bytes)
-    else:
-        now, found = tiles.forward_tile(head_dim, smem_bytes), ampere_tiles(head_dim, smem_bytes)
+    now: Any = FAMILIES[family].forward_tile(Spec("bf16", head_dim), gpu)
+    found = {"sm90": hopper_tiles, "sm80": ampere_tiles}[family](head_dim, gpu.smem_bytes)
     chosen = (t for t in found if all(getattr(t, name) in values for name, values in only.items()))
     return [Candidate(head_dim, tile) for tile in dict.fromkeys((now, *chosen))]
 
 
 def variants(c: Candidate, family: str, gpu: Device, dtype: str, masks: Sequence[bool]) -> list[Variant]:
     """A candidate's kernels: one for each mask, on sm90 also the form that counts cycles."""
-    problems = [Problem(dtype, 1, 1, 1, 1, 1, c.head_dim, 1.0, (None, 0 if causal else None)) for causal in masks]
-    forms = (False, True) if family == "sm90" else (False,)
+    specs = [
+        Spec(dtype, c.head_dim, causal, family=family, clocks=clocks) for causal in masks for clocks in (False, True)
+    ]
     with in_use(c.tile):
-        plans = [forward_plan(p, gpu, family=family, clocks=clocks) for p in problems for clocks in forms]
-    return [plan.launches[0].variant for plan in plans]
+        return list(dict.fromkeys(v for spec in specs for v in kernels_of(spec, gpu).variants))
 
 
 def judge(c: Candidate, cubins: Sequence[Cubin]) -> str:

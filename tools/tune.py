@@ -1,4 +1,4 @@
-"""Measures tiles of a forward kernel on this GPU, and prints what to paste into the tables of cupyflash/plan/tiles.py.
+"""Measures tiles of a forward kernel on this GPU, and prints what to paste into the tables of cupyflash/plan.
 
     python -m tools.tune --head-dim 128 --only block_n=64,80 --only stages=2,3
     python -m tools.tune --no-run                       # which tiles compile: needs NVRTC, no GPU
@@ -143,7 +143,7 @@ def report(found: list[Candidate], gpu: Device, console: Console) -> None:
         if ranked and ranked[0][1].speeds:
             lines.append(f"{ranked[0][1].line()}  # {gpu.name}, {datetime.date.today()}")
     if lines:
-        console.print("\nfor cupyflash/plan/tiles.py:", style="bold")
+        console.print("\nfor the family's tables in cupyflash/plan:", style="bold")
         console.print("\n".join(lines), soft_wrap=True)
 
 
@@ -198,7 +198,7 @@ def constraints(ctx: click.Context, param: click.Parameter, texts: tuple[str, ..
 @click.option("--no-run", is_flag=True, help="Compile alone, for a typical GPU; needs none.")
 @json_option
 def main(**options: Any) -> None:
-    """Measure tiles of the forward, and print lines for cupyflash/plan/tiles.py. The tile in use now takes part."""
+    """Measure tiles of the forward, and print lines for its table in cupyflash/plan. The tile in use now takes part."""
     quiet()
     try:
         code = tune(options)
@@ -226,7 +226,7 @@ def tune(options: dict[str, Any]) -> Exit:
     options["masks"] = (False, True) if options["causal"] is None else (options["causal"],)
     gpu, console, family = usable_gpu(options), human(options["as_json"]), options["family"]
     nvrtc.find()
-    found = [c for d in options["head_dim"] for c in candidates(family, d, gpu.smem_bytes, options["only"])]
+    found = [c for d in options["head_dim"] for c in candidates(family, d, gpu, options["only"])]
     with progress(console) as bar:
         task = bar.add_task("compiling", total=len(found))
         work = found, gpu, family, options["dtype"], options["masks"], options["jobs"]

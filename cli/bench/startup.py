@@ -35,7 +35,7 @@ def child(dtype: str, head_dim: int, arch: str) -> dict[str, Any]:
     start = time.perf_counter()
     from cupyflash.compile import jit, nvrtc
     from cupyflash.gpu import device
-    from cupyflash.plan.shipped import variants_of_calls
+    from cupyflash.plan.families import variants_of_calls
     from cupyflash.problem import Problem
 
     imported = time.perf_counter()

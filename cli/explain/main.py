@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import click
@@ -20,7 +20,9 @@ from cupyflash.gpu.device import ARCHS, Device
 from cupyflash.gpu.tensormap import TensorMap
 from cupyflash.launch import prepare
 from cupyflash.launch.prepared import contiguous_strides
-from cupyflash.plan.families import Launch, Plan, backward_plan, forward_plan, why_not_sm90
+from cupyflash.plan.extents import Extents
+from cupyflash.plan.families import FAMILIES, Launch, Plan, choose, kernels_of, plan_of
+from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import DTYPES, LAYOUTS, Problem, Window, make_problem
 
@@ -30,7 +32,10 @@ from . import work as explain_work
 from .work import Work
 
 MEMORY = ("contiguous", "unaligned", "broadcast")
-UNREADABLE = {"unaligned": "the addresses of q, k and v are not", "broadcast": "that of k and v along the heads is 0"}
+UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
+    "unaligned": "{}; the addresses of q, k and v are not",
+    "broadcast": "{}; that of k and v along the heads is 0",
+}
 
 
 def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) -> Window | None:
@@ -82,9 +87,8 @@ def command(**options: Any) -> None:
     q, k = _shapes(options)
     keep = ("causal", "window", "layout", "deterministic", "softcap")
     problem = make_problem((q, k, k), (options["dtype"],) * 3, **{name: options[name] for name in keep})
-    passes = [forward(problem, gpu, options)]
-    if options["backward"] or options["deterministic"]:
-        passes.append(backward(problem, gpu, options))
+    directions = (False, True) if options["backward"] or options["deterministic"] else (False,)
+    passes = [explained(problem, gpu, options, backward=backward) for backward in directions]
     cubins = {} if options["no_compile"] else _compile([x.variant for p in passes for x in p.plan.launches], gpu)
     document = {
         "command": "explain",
@@ -103,6 +107,7 @@ class Pass(NamedTuple):
     """A forward or a backward: its plan, what each launch has to do, and what it does without."""
 
     direction: str
+    family: str
     plan: Plan
     work: list[Work]
     not_taken: list[dict[str, str]]
@@ -134,51 +139,37 @@ def _signatures(options: dict[str, Any], names: str) -> list[Signature]:
     return found
 
 
-def _reading(problem: Problem, gpu: Device, options: dict[str, Any], names: str) -> tuple[bool, bool, str | None]:
-    """(aligned, tma, why the sm90 family takes no part) for arrays shaped as `names` says."""
-    signatures = _signatures(options, names)
+def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backward: bool) -> Pass:
+    """The way of `prepare.prepare_forward` and `prepare_backward`, arrays and kernels apart."""
+    signatures = _signatures(options, "qkkqq" if backward else "qkk")
     aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
-    reason = why_not_sm90(problem, gpu)
-    if reason is None and not tma:
-        reason = f"{why_not_sm90(problem, gpu, tma=False)}; {UNREADABLE[options['memory']]}"
-    elif reason is None and gpu.ordinal >= 0:
-        maps = [TensorMap.of(problem.dtype, s.shape, s.strides, options["layout"], 64) for s in signatures]
-        with gpu.current():
-            tma = all(tensormap.address_slot(m) is not None for m in maps)
-        reason = None if tma else "this driver's tensor maps are not understood"
-    if reason is None and prepare.family() == "sm80":
-        reason = "CUPYFLASH_FAMILY=sm80"
-    return aligned, tma, reason
-
-
-def forward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
-    """The way of `prepare.prepare_forward`, arrays and kernels apart."""
-    aligned, tma, reason = _reading(problem, gpu, options, "qkk")
-    plan = forward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
-    work = explain_work.forward_work(problem, _signatures(options, "qkk"))
-    return Pass("forward", plan, work, _not_taken(reason, aligned))
-
-
-def backward(problem: Problem, gpu: Device, options: dict[str, Any]) -> Pass:
-    """The way of `prepare.prepare_backward`, arrays and kernels apart."""
-    aligned, tma, reason = _reading(problem, gpu, options, "qkkqq")
-    plan = backward_plan(problem, gpu, aligned=aligned, tma=tma, family=prepare.family())
-    work = explain_work.backward_work(problem, _signatures(options, "qkkqq"), plan)
-    return Pass("backward", plan, work, _not_taken(reason, aligned))
-
-
-def _not_taken(reason: str | None, aligned: bool) -> list[dict[str, str]]:
-    """Faster paths, and why they are not taken; `reason`: for the sm90 family."""
-    found = [] if reason is None else [{"path": "sm90 family", "reason": reason}]
-    if not aligned:
+    spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, family=prepare.family())
+    family, reasons = choose(spec, gpu)
+    unread = UNREADABLE.get(options["memory"], "this driver's tensor maps are not understood")
+    needs_maps = family.why_not(spec._replace(tma=False), gpu) is not None
+    if needs_maps and gpu.ordinal >= 0 and not _maps_are_understood(signatures, gpu, options):
+        spec = spec._replace(tma=False)
+        family, reasons = choose(spec, gpu)
+    plan = plan_of(kernels_of(spec, gpu), Extents.of(problem))
+    if backward:
+        work = explain_work.backward_work(problem, signatures, plan)
+    else:
+        work = explain_work.forward_work(problem, signatures)
+    not_taken = []
+    for name, reason in reasons.items():
+        is_unread = not spec.tma and FAMILIES[name].why_not(spec._replace(tma=True), gpu) is None
+        not_taken.append({"path": f"{name} family", "reason": unread.format(reason) if is_unread else reason})
+    if spec.unaligned:
         reason = "not every row of the arrays starts at a multiple of 16 bytes; elements are loaded one by one"
-        found.append({"path": "copies of 16 bytes", "reason": reason})
-    return found
+        not_taken.append({"path": "copies of 16 bytes", "reason": reason})
+    return Pass("backward" if backward else "forward", family.name, plan, work, not_taken)
 
 
-def family_of(variant: Variant) -> str:
-    """The kernel family: sm90, or the one for every GPU."""
-    return "sm90" if variant.folder == "sm90" else "sm80"
+def _maps_are_understood(signatures: Sequence[Signature], gpu: Device, options: dict[str, Any]) -> bool:
+    """Whether the driver's tensor maps of these arrays can be filled in."""
+    maps = [TensorMap.of(options["dtype"], s.shape, s.strides, options["layout"], 64) for s in signatures]
+    with gpu.current():
+        return all(tensormap.address_slot(m) is not None for m in maps)
 
 
 def _compile(variants: Sequence[Variant], gpu: Device) -> dict[Variant, Cubin]:
@@ -200,7 +191,7 @@ def _document(p: Pass, gpu: Device, cubins: dict[Variant, Cubin]) -> dict[str, A
     ]
     return {
         "direction": p.direction,
-        "family": max(family_of(launch.variant) for launch in p.plan.launches),
+        "family": p.family,
         "not_taken": p.not_taken,
         "sections": p.plan.sections,
         "workspace": explain_work.workspace_bytes(p.plan.workspace),
@@ -215,14 +206,13 @@ def _document(p: Pass, gpu: Device, cubins: dict[Variant, Cubin]) -> dict[str, A
 def _launch(launch: Launch, work: Work, gpu: Device, cubin: Cubin | None) -> dict[str, Any]:
     """A launch; what the compiler decides is null without a cubin."""
     v = launch.variant
-    values = {f.name: getattr(v, f.name) for f in fields(v)}
     resident = explain_work.resident_blocks(v, gpu, cubin.registers) if cubin else None
     per_sm = None if resident is None else 1 if v.persistent else min(resident.values())
     return {
         "symbol": v.symbol,
         "arch": gpu.arch + v.arch_suffix,
-        "tile": {n: x for n, x in values.items() if type(x) is int and n not in ("head_dim", "blocks_per_sm")},
-        "flags": [n for n, x in values.items() if x is True],
+        "tile": {n: x for n, x in v.constants.items() if type(x) is int and n != "head_dim"},
+        "flags": [n for n, x in v.constants.items() if x is True],
         "threads": v.threads,
         "smem_bytes": v.smem_bytes,
         "smem_limit_bytes": gpu.smem_bytes,

@@ -10,7 +10,7 @@ from cupyflash.arrays.adapters import Signature
 from cupyflash.gpu.device import KIB, Device
 from cupyflash.plan.extents import Workspace
 from cupyflash.plan.families import Plan
-from cupyflash.plan.tiles import round_up
+from cupyflash.plan.kernels import round_up
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import ITEMSIZE, Problem
 

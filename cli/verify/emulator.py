@@ -18,7 +18,7 @@ from cupyflash.check import cases
 from cupyflash.check.accuracy import Oracle
 from cupyflash.emulator import attention, build, launch
 from cupyflash.emulator.cases import can_use_tma
-from cupyflash.plan.shipped import variants_of_calls
+from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.variant import Variant
 
 from .cases import CaseResult

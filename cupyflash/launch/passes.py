@@ -13,8 +13,8 @@ from ..gpu import tensormap
 from ..gpu.tensormap import TensorMap
 from ..plan.extents import Extents, Kernels
 from ..plan.families import Plan
-from ..plan.kernels import BackwardSm90, ForwardSm90
 from ..plan.params import BWD_PARAMS, FWD_PARAMS
+from ..plan.sm90 import BackwardSm90, ForwardSm90
 from ..plan.variant import Variant
 from ..problem import Problem
 from .prepared import Filled, contiguous_strides, fill_problem, fill_strides, pointers_first, with_tensor_maps

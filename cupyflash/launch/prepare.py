@@ -18,8 +18,9 @@ from ..errors import ArgumentError
 from ..gpu import tensormap
 from ..gpu.device import Device
 from ..options import Options
-from ..plan.extents import Extents, Kernels, kind_of
-from ..plan.families import FAMILIES, backward_kernels, forward_kernels, plan_of
+from ..plan.extents import Extents
+from ..plan.families import FAMILIES, kernels_of, plan_of
+from ..plan.spec import Spec
 from ..problem import MAX_SEQLEN, Problem, make_problem
 from ..sequences import Sequences
 from . import prepared as launch
@@ -112,16 +113,21 @@ Vet = Callable[[], None]
 
 
 class _Asked(NamedTuple):
-    """What dtype, head_dim and options say of a call: of its kernels, and the numbers that `template.write` takes."""
+    """What all of a call but its extents says: of its kernels, and the numbers that `template.write` takes."""
 
-    kind: Problem
+    spec: Spec
     numbers: tuple[int, int, int]
 
 
 @functools.lru_cache(maxsize=1024)
-def _asked(dtype: str, head_dim: int, options: Options) -> _Asked:
-    problem = make_problem([(1, 1, 1, head_dim)] * 3, [dtype] * 3, **options._asdict())
-    return _Asked(kind_of(problem), numbers_of(problem))
+def _asked(
+    backward: bool, dtype: str, head_dim: int, options: Options, batch: int, aligned: bool, tma: bool, clocks: bool,
+    wish: Any,
+) -> _Asked:  # fmt: skip
+    """`batch`: 0 for any call without work; `wish`: so that another value in the environment is another question."""
+    problem = make_problem([(batch, 1, 1, head_dim)] * 3, [dtype] * 3, **options._asdict())
+    spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, family=family(), clocks=clocks)
+    return _Asked(spec, numbers_of(problem))
 
 
 def _extents(keys: Sequence[tuple[Any, ...]], layout: str) -> Extents | None:
@@ -198,20 +204,20 @@ def _prepare(
         if strides[3] != 1:
             check(which.names, library, keys, options)
     shape, _, dtype, ordinal = signatures[0]
-    asked = _asked(library.dtype_name(dtype), shape[3], options)
     unread = signatures[3:4]  # no kernel reads out by TMA
     aligned, tma = access([*signatures[:3], *signatures[4:]] if unread else signatures, aligned, unread)
     steps = steps_of(which, signatures, options.layout, extents)
     batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
     lengths = which.each(((seqlen_q, heads_q, batch), (seqlen_k, heads_k, batch)))
-    is_empty = not (batch and seqlen_q and seqlen_k)
+    asks = which is BACKWARD, library.dtype_name(dtype), shape[3], options, min(batch, seqlen_q, seqlen_k, 1), aligned
     while True:
-        spec = which.names, asked.kind, ordinal, aligned, tma, wish(), clocks, is_empty
-        prepared = launch.specs.find(spec)
+        asked = _asked(*asks, tma, clocks, wish())
+        key = ordinal, asked.spec
+        prepared = launch.specs.find(key)
         if prepared is None:
             vet()
-            prepared = _first(which, library, keys, options, aligned, tma, stream, clocks)
-            launch.specs.keep(spec, prepared)
+            prepared = _first(which, library, keys, options, asked.spec, stream)
+            launch.specs.keep(key, prepared)
         call = prepared.call(extents, asked.numbers, lengths, steps, stream)
         if call is not None:
             return call
@@ -223,21 +229,15 @@ def _first(
     library: Native,
     keys: Sequence[tuple[Any, ...]],
     options: Options,
-    aligned: bool,
-    tma: bool,
+    spec: Spec,
     stream: int,
-    clocks: bool,
 ) -> Prepared:
     """What the first call of a spec prepares: with TMA if it can read the arrays and the driver makes maps of them."""
     problem, signatures = check(which.names, library, keys, options)
     device = Device.of(signatures[0].device)
     with device.current():  # drivers encode tensor maps for a thread with a context alone
-        for reads in (tma, False):
-            chosen: dict[str, Any] = {"aligned": aligned, "tma": reads, "family": family()}
-            if which is FORWARD:
-                kernels: Kernels = forward_kernels(problem, device, clocks=clocks and reads, **chosen)
-            else:
-                kernels = backward_kernels(problem, device, **chosen)
+        for tma in (spec.tma, False):
+            kernels = kernels_of(spec._replace(tma=tma), device)
             filled = fill(which, plan_of(kernels, Extents.of(problem)), problem, signatures, options.layout)
             template = None if filled is None else template_of(which, kernels, filled)
             if filled is not None and template is not None:

@@ -1,22 +1,25 @@
-"""Problem + device -> plan: which kernels run, on which grid, with which workspace. Pure arithmetic.
+"""The door to the plan: which kernels a call takes, on which grid, with which workspace. Pure arithmetic.
 
-`forward_kernels` and `backward_kernels` choose the kernels, for which lengths do not matter. The plan of one problem
-adds what `extents.py` chooses for its lengths.
+Whoever wants to know asks here, with a `Spec` or a problem, and gets what a call gets.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UnsupportedError
-from ..gpu.device import Device
+from ..gpu.device import MIN_CAPABILITY, Device
 from ..problem import Problem
-from .extents import BackwardKernels, Extents, ForwardKernels, Kernels, Workspace
-from .kernels import backward_sm90_variants, backward_variants, forward_sm90_variant, forward_variant
+from .extents import Extents, Kernels, Workspace
+from .family import Family
+from .sm80 import SM80
+from .sm90 import SM90
+from .spec import Spec
 from .variant import Variant
 
 GPU_DTYPES = ("fp16", "bf16")
-FAMILIES = ("sm80", "sm90")
+FAMILIES: dict[str, Family] = {family.name: family for family in (SM80, SM90)}  # from the slowest to the fastest
 
 
 @dataclass(frozen=True)
@@ -38,126 +41,60 @@ class Plan:
     first_stores: bool = False
 
 
-def check_supported(problem: Problem, device: Device) -> None:
+def check_supported(call: Problem | Spec, device: Device) -> None:
     """Refuse what no kernel of this device can do."""
-    if device.capability < (8, 0):
+    if device.capability < MIN_CAPABILITY:
         raise UnsupportedError(
             f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]}; the GPU kernels need "
             "8.0 (Ampere) or newer. Set CUPYFLASH_BACKEND=cpu and pass NumPy arrays to run on the CPU"
         )
-    if problem.dtype not in GPU_DTYPES:
+    if call.dtype not in GPU_DTYPES:
         raise UnsupportedError(
-            f"q: {problem.dtype} has no GPU kernel yet, expected fp16 or bf16; cast q, k and v, "
+            f"q: {call.dtype} has no GPU kernel yet, expected fp16 or bf16; cast q, k and v, "
             "or pass arrays that live on the CPU"
         )
 
 
-def why_not_sm90(problem: Problem, device: Device, *, tma: bool = True) -> str | None:
-    """Why the sm90 family cannot take a problem; None if it can. `tma`: whether TMA can read its arrays."""
-    if device.capability != (9, 0):
-        return (
-            f"it needs compute capability 9.0 exactly, {device.name} has {device.capability[0]}.{device.capability[1]}"
-        )
-    if 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k):
-        return "nothing is to be computed"
-    if not tma:
-        return "TMA reads rows at multiples of 16 bytes, and no dimension with a stride of 0"
-    return None
+def choose(spec: Spec, device: Device) -> tuple[Family, dict[str, str]]:
+    """The family that calls of a spec take, and why they take none of those that are faster: name -> reason.
+
+    Raises:
+        UnsupportedError: if the device, the dtype or the family asked for cannot do it.
+    """
+    check_supported(spec, device)
+    reasons: dict[str, str] = {}
+    for family in reversed(FAMILIES.values()):
+        reason = family.why_not(spec, device)
+        if reason is None and spec.family in (None, family.name):
+            return family, reasons
+        reasons[family.name] = reason or f"CUPYFLASH_FAMILY={spec.family}"
+    raise UnsupportedError(
+        f"CUPYFLASH_FAMILY={spec.family}: {reasons[str(spec.family)]}; unset it to let the library choose"
+    )
 
 
-def _uses_sm90(problem: Problem, device: Device, tma: bool, family: str | None) -> bool:
-    """Which family computes a problem; UnsupportedError if it is not the one asked for."""
-    reason = why_not_sm90(problem, device, tma=tma)
-    if family == "sm90" and reason:
-        raise UnsupportedError(f"CUPYFLASH_FAMILY=sm90: {reason}; unset it to let the library choose")
-    return reason is None and family != "sm80"
+def kernels_of(spec: Spec, device: Device) -> Kernels:
+    """The kernels that calls of a spec take; errors as of `choose`."""
+    return choose(spec, device)[0].kernels(spec, device)
+
+
+def variants_of_calls(problem: Problem, device: Device, **known: Any) -> tuple[Variant, ...]:
+    """The kernels that a forward and then a backward of `problem` take; `known`: what `Spec.of` may be told."""
+    specs = (Spec.of(problem, backward=backward, **known) for backward in (False, True))
+    return tuple(variant for spec in specs for variant in kernels_of(spec, device).variants)
 
 
 def plan_of(kernels: Kernels, extents: Extents) -> Plan:
-    """The plan of a call of these extents."""
+    """The plan of a call of these extents.
+
+    Raises:
+        UnsupportedError: if it has too many tiles of work.
+    """
     numbers = kernels.numbers(extents)
     launches = (Launch(v, kernels.grid(v, n), n) for v, n in zip(kernels.variants, numbers.tiles, strict=True))
     return Plan(tuple(launches), numbers.workspace, numbers.sections, numbers.first_stores)
 
 
-def forward_kernels(
-    problem: Problem,
-    device: Device,
-    *,
-    aligned: bool = True,
-    tma: bool | None = None,
-    family: str | None = None,
-    clocks: bool = False,
-) -> ForwardKernels:
-    """The kernel of the forward; arguments and errors as of `forward_plan`."""
-    check_supported(problem, device)
-    use_sm90 = _uses_sm90(problem, device, aligned if tma is None else tma, family)
-    variant: Variant
-    if use_sm90:
-        variant = forward_sm90_variant(problem, clocks=clocks)
-    else:
-        variant = forward_variant(problem, device, aligned=aligned)
-    facts = problem.dtype, problem.head_dim, problem.masked, problem.deterministic
-    return ForwardKernels((variant,), use_sm90, *facts, device)
-
-
-def backward_kernels(
-    problem: Problem,
-    device: Device,
-    *,
-    aligned: bool = True,
-    tma: bool | None = None,
-    family: str | None = None,
-) -> BackwardKernels:
-    """The kernels of the backward; arguments and errors as of `backward_plan`."""
-    check_supported(problem, device)
-    use_sm90 = _uses_sm90(problem, device, aligned if tma is None else tma, family)
-    found = backward_sm90_variants(problem) if use_sm90 else backward_variants(problem, device, aligned=aligned)
-    facts = problem.dtype, problem.head_dim, problem.masked, problem.deterministic
-    return BackwardKernels(found, use_sm90, *facts, device)
-
-
-def forward_plan(
-    problem: Problem,
-    device: Device,
-    *,
-    aligned: bool = True,
-    tma: bool | None = None,
-    family: str | None = None,
-    clocks: bool = False,
-) -> Plan:
-    """The forward's plan.
-
-    Args:
-        aligned: whether every row of q, k and v starts at a multiple of 16 bytes.
-        tma: whether TMA can read them; as `aligned` unless given.
-        family: one of `FAMILIES` to insist on.
-        clocks: the sm90 family's form that records how long each block took.
-
-    Raises:
-        UnsupportedError: if the device, the dtype or the family asked for cannot do it.
-    """
-    kernels = forward_kernels(problem, device, aligned=aligned, tma=tma, family=family, clocks=clocks)
-    return plan_of(kernels, Extents.of(problem))
-
-
-def backward_plan(
-    problem: Problem,
-    device: Device,
-    *,
-    aligned: bool = True,
-    tma: bool | None = None,
-    family: str | None = None,
-) -> Plan:
-    """The backward's plan.
-
-    Args:
-        aligned: whether every row of q, k, v, out and dout starts at a multiple of 16 bytes.
-        tma: whether TMA can read q, k, v and dout; as `aligned` unless given.
-        family: one of `FAMILIES` to insist on.
-
-    Raises:
-        UnsupportedError: if the device, the dtype or the family asked for cannot do it.
-    """
-    kernels = backward_kernels(problem, device, aligned=aligned, tma=tma, family=family)
-    return plan_of(kernels, Extents.of(problem))
+def plan_call(problem: Problem, device: Device, **known: Any) -> Plan:
+    """The plan of one problem; `known` as of `variants_of_calls`, errors as of `kernels_of` and `plan_of`."""
+    return plan_of(kernels_of(Spec.of(problem, **known), device), Extents.of(problem))

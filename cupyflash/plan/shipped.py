@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from ..gpu.device import Device
 from ..problem import Problem
-from .families import backward_plan, forward_plan
+from .families import kernels_of, variants_of_calls
+from .spec import Spec
 from .variant import Variant
 
 
@@ -29,14 +30,6 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), softcap=50.0), True
 
 
-def variants_of_calls(
-    problem: Problem, device: Device, *, aligned: bool = True, tma: bool | None = None
-) -> tuple[Variant, ...]:
-    """The kernels that a forward and then a backward of `problem` take; what is known of the arrays as in `plan`."""
-    plans = [make(problem, device, aligned=aligned, tma=tma) for make in (forward_plan, backward_plan)]
-    return tuple(launch.variant for plan in plans for launch in plan.launches)
-
-
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
     """The finite list of variants that tests and precompiled layers cover on one architecture; at most 80."""
@@ -44,7 +37,5 @@ def shipped(device: Device) -> tuple[Variant, ...]:
     for problem, aligned in shipped_problems():
         variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned)))
         if (problem.dtype, problem.head_dim, problem.causal) == ("bf16", 64, True):  # where TMA cannot read on Hopper
-            variants.update(
-                dict.fromkeys(launch.variant for launch in forward_plan(problem, device, tma=False).launches)
-            )
+            variants.update(dict.fromkeys(kernels_of(Spec.of(problem, tma=False), device).variants))
     return tuple(variants)

@@ -11,9 +11,11 @@ import functools
 import hashlib
 from dataclasses import dataclass, fields
 from importlib.resources import files
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
+
+from .spec import Spec
 
 _ELEMENTS = {"bf16": "Bf16", "fp16": "Fp16"}
 
@@ -35,49 +37,86 @@ def digest() -> str:
     return h.hexdigest()[:16]
 
 
+class Tile(Protocol):
+    """What shape of work a block takes. A dataclass: its fields are constants of the kernel."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def block_m(self) -> int: ...
+    @property
+    def warps(self) -> int: ...
+    @property
+    def blocks_per_sm(self) -> int: ...  # launch bound: caps the registers
+    @property
+    def name(self) -> str: ...  # the tile's part of the symbol
+    def smem_bytes(self, head_dim: int) -> int: ...  # dynamic shared memory of one block
+
+
+_Kind = TypeVar("_Kind", bound="Variant")
+
+
 @dataclass(frozen=True)
 class Variant:
-    """Base of the kernels' variants. Fields become ``kCamelCase`` constants; flags that are set end the symbol."""
+    """Base of the kernels' variants, whose further fields are flags.
+
+    The head_dim, the tile's fields and the flags become ``kCamelCase`` constants; what is set of them ends the symbol.
+    """
 
     folder: ClassVar[str]  # kernels_cu/<folder>/<header>.cuh
     header: ClassVar[str]
     function: ClassVar[str]  # the template it defines
     params_name: ClassVar[str]
     params: ClassVar[np.dtype[np.void]]
+    over: ClassVar[str] = "q"  # a tile of work is some rows of a head of q, or of one of k ("k")
     arch_suffix: ClassVar[str] = ""  # "a": uses instructions of one architecture alone
     persistent: ClassVar[bool] = False  # a block computes tile after tile
 
     dtype: str
     head_dim: int
-    block_m: int
-    warps: int
-    blocks_per_sm: int
+    tile: Tile
+
+    @classmethod
+    def of(cls: type[_Kind], spec: Spec, tile: Tile) -> _Kind:
+        """The variant that a spec takes: its flags are the spec's fields of these names."""
+        flags = [f.name for f in fields(cls) if f.name not in _NO_FLAGS]
+        return cls(spec.dtype, spec.head_dim, tile, **{name: bool(getattr(spec, name)) for name in flags})
+
+    @functools.cached_property
+    def constants(self) -> dict[str, int]:
+        """What the kernel knows when it is compiled, by name."""
+        found = {"head_dim": self.head_dim, "block_m": self.tile.block_m, "warps": self.tile.warps}
+        found |= {f.name: getattr(self.tile, f.name) for f in fields(self.tile) if f.name != "blocks_per_sm"}
+        return found | {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_FLAGS}
+
+    @functools.cached_property
+    def block_m(self) -> int:
+        return self.tile.block_m
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """Of `over`, in a tile of work."""
+        return self.tile.block_m
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        return 32 * self.tile.warps
 
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
-        raise NotImplementedError
-
-    @property
-    def tile_name(self) -> str:
-        """The tile's part of the symbol."""
-        return f"m{self.block_m}w{self.warps}"
+        return self.tile.smem_bytes(self.head_dim)
 
     @functools.cached_property
     def symbol(self) -> str:
-        flags = [f.name for f in fields(self) if getattr(self, f.name) is True]
-        return "_".join([self.header, self.dtype, f"d{self.head_dim}", self.tile_name, *flags])
+        flags = [name for name, value in self.constants.items() if value is True]
+        return "_".join([self.header, self.dtype, f"d{self.head_dim}", self.tile.name, *flags])
 
     def source(self) -> str:
         """The entry unit, as handed to NVRTC together with `kernel_sources()`."""
         constants = "".join(
             f"    static constexpr {_cuda_type(value)} k{_camel(name)} = {str(value).lower()};\n"
-            for name, value in ((f.name, getattr(self, f.name)) for f in fields(self))
-            if name not in ("dtype", "blocks_per_sm")
+            for name, value in self.constants.items()
         )
         return (
             f"// kernels_cu {digest()}\n"
@@ -85,9 +124,12 @@ class Variant:
             f"struct Variant {{\n    using Element = {_ELEMENTS[self.dtype]};\n{constants}"
             f"    static constexpr int kSmemBytes = {self.smem_bytes};  // what is launched with\n}};\n\n"
             f"static_assert(sizeof({self.params_name}) == {self.params.itemsize});\n\n"
-            f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.blocks_per_sm})\n'
+            f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.tile.blocks_per_sm})\n'
             f"{self.symbol}(const __grid_constant__ {self.params_name} p) {{ {self.function}<Variant>(p); }}\n"
         )
+
+
+_NO_FLAGS = {f.name for f in fields(Variant)}
 
 
 def _camel(name: str) -> str:

@@ -15,8 +15,8 @@ from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
 from cupyflash.gpu.tensormap import TensorMap
 from cupyflash.launch.prepared import contiguous_strides, fill_problem, fill_strides
-from cupyflash.plan.families import Plan, backward_plan, forward_plan
-from cupyflash.plan.kernels import BackwardSm90, ForwardSm90
+from cupyflash.plan.families import Plan, plan_call
+from cupyflash.plan.sm90 import BackwardSm90, ForwardSm90
 from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
 
@@ -126,7 +126,7 @@ class Session:
             for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
                 buffers.add(name, x)
             aligned, tma = buffers.aligned(), all(buffers.readable(name) for name in "qkv")
-            plan = forward_plan(problem, self.device, aligned=aligned, tma=tma, family=self.family)
+            plan = plan_call(problem, self.device, aligned=aligned, tma=tma, family=self.family)
             out = buffers.make("o", inputs.q.shape, inputs.q.dtype)
             lse = buffers.make("lse", (problem.batch, problem.heads_q, problem.seqlen_q), np.float32)
             if not self.wants_lse:
@@ -142,9 +142,8 @@ class Session:
             for name, x in arrays.items():
                 buffers.add(name, x)
             readable = all(buffers.readable(name) for name in ("q", "k", "v", "dout"))
-            plan = backward_plan(
-                problem, self.device, aligned=buffers.aligned(), tma=readable, family=self.backward_family
-            )
+            lies = {"aligned": buffers.aligned(), "tma": readable}
+            plan = plan_call(problem, self.device, backward=True, family=self.backward_family, **lies)
             for name, vector in (("lse", lse), ("dlse", inputs.dlse)):
                 if vector is not None:
                     buffers.address[name] = memory.input(name, np.ascontiguousarray(vector, np.float32))

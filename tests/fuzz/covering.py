@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from cupyflash.gpu.device import Device
-from cupyflash.plan import kernels
+from cupyflash.plan.families import variants_of_calls
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
@@ -141,10 +141,8 @@ def _tiles(row: Row) -> tuple[int, int]:
     """The forward's queries and the backward's keys of a tile."""
     family, d = row["kernel"]
     device, problem = Device.synthetic("sm_90"), Problem(row["dtype"], 1, 1, 1, 1, 1, d, 1.0)
-    if family == "sm90":
-        forward, backward = kernels.forward_sm90_variant(problem), kernels.backward_sm90_variants(problem)[1]
-        return forward.block_m, backward.block_n
-    return kernels.forward_variant(problem, device).block_m, kernels.backward_variants(problem, device)[1].block_n
+    forward, _, backward, _ = variants_of_calls(problem, device, family=family)
+    return forward.rows, backward.rows
 
 
 def _window(mask: str, sq: int, sk: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import cupyflash
 from cupyflash.compile import jit, nvrtc
 from cupyflash.compile.cache import Cubin
 from cupyflash.gpu.device import Device
-from cupyflash.plan.kernels import backward_sm90_variants, forward_sm90_variant
+from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
@@ -71,7 +71,7 @@ def test_shipped_variants_compile_without_spills(arch: str) -> None:
     spilled = {c.symbol: c.spill_bytes for c in cubins if c.spill_bytes}
     assert not spilled, f"register spills in bytes, {arch}, NVRTC {cubins[0].nvrtc}: {spilled}"
     for v, cubin in zip(variants, cubins, strict=True):
-        assert 0 < cubin.registers * v.threads * v.blocks_per_sm <= REGISTERS_PER_SM, v.symbol
+        assert 0 < cubin.registers * v.threads * v.tile.blocks_per_sm <= REGISTERS_PER_SM, v.symbol
 
 
 def test_the_products_of_hopper_kernels_overlap() -> None:
@@ -82,8 +82,7 @@ def test_the_products_of_hopper_kernels_overlap() -> None:
     variants: list[Variant] = []
     for dtype, head_dim, window in asked:
         problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, 1.0, window)
-        variants.append(forward_sm90_variant(problem))
-        variants += [v for v in backward_sm90_variants(problem) or () if v.arch_suffix]
+        variants += [v for v in variants_of_calls(problem, Device.synthetic("sm_90")) if v.arch_suffix]
     cubins = compiled(variants, "sm_90")
     serialised = {c.symbol: c.advice for c in cubins if SERIALISED.search(c.advice)}
     assert not serialised, f"ptxas serialises wgmma, NVRTC {cubins[0].nvrtc}: {serialised}"

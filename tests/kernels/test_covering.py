@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from cupyflash.check.accuracy import Oracle
-from cupyflash.plan.families import backward_plan, forward_plan
-from cupyflash.plan.kernels import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
+from cupyflash.plan.families import plan_call
+from cupyflash.plan.sm90 import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
 from tests.fuzz import covering, emulated, oracle, run
 from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec
@@ -113,7 +113,7 @@ def test_rows_mean_what_they_say() -> None:
         assert (spec.scale is None or spec.scale > 0) == (row["scale"] == "+")
         device = emulated.small_device(spec.arch, spec.sms)
         tma = row["kernel"][0] == "sm90"
-        plan = forward_plan(spec.problem(), device, tma=tma, family=spec.family)
+        plan = plan_call(spec.problem(), device, tma=tma, family=spec.family)
         assert isinstance(plan.launches[0].variant, ForwardSm90) == tma
 
 
@@ -123,8 +123,8 @@ def test_persistent_blocks_see_many_tiles() -> None:
     for spec in CASES.values():
         if spec.family != "sm80":
             device = emulated.small_device(spec.arch, spec.sms)
-            for plan in (forward_plan(spec.problem(), device), backward_plan(spec.problem(), device)):
-                for launch in plan.launches:
+            for backward in (False, True):
+                for launch in plan_call(spec.problem(), device, backward=backward).launches:
                     if launch.variant.persistent:
                         kind = type(launch.variant)
                         most[kind] = max(most.get(kind, 0), launch.tiles // max(1, launch.grid))

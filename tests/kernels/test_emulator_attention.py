@@ -18,7 +18,7 @@ from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.check.cases import Case
 from cupyflash.gpu.device import Device
 from cupyflash.plan import shipped, variant
-from cupyflash.plan.families import backward_plan, forward_plan
+from cupyflash.plan.families import variants_of_calls
 
 require_compiler()
 
@@ -72,10 +72,7 @@ def test_every_shipped_variant_is_run() -> None:
         for case in SHIPPED.values():
             problem, aligned = case.problem(case.dtypes[0]), case.memory == "contiguous"
             for family in ("sm80", None):
-                plans = [
-                    plan(problem, device, aligned=aligned, family=family) for plan in (forward_plan, backward_plan)
-                ]
-                symbols |= {launch.variant.symbol for plan in plans for launch in plan.launches}
+                symbols |= {v.symbol for v in variants_of_calls(problem, device, aligned=aligned, family=family)}
         assert symbols >= {v.symbol for v in shipped.shipped(device)}
 
 

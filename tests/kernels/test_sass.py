@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from cupyflash.compile import jit, nvrtc
-from cupyflash.plan.kernels import forward_sm90_variant
-from cupyflash.problem import Problem
+from cupyflash.gpu.device import Device
+from cupyflash.plan.families import kernels_of
+from cupyflash.plan.spec import Spec
 
 NVRTC = (12, 9)  # another compiler makes another sequence
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -48,7 +49,7 @@ def main_loop(found: list[str], head_dim: int) -> list[str]:
 
 
 def compiled_loop(head_dim: int, folder: Path) -> list[str]:
-    variant = forward_sm90_variant(Problem("bf16", 1, 1, 1, 1, 1, head_dim, 1.0))
+    (variant,) = kernels_of(Spec("bf16", head_dim), Device.synthetic("sm_90")).variants
     return main_loop(opcodes(jit.compile_kernel(variant, "sm_90").data, folder), head_dim)
 
 

@@ -14,7 +14,7 @@ from cupyflash.arrays.adapters import TORCH
 from cupyflash.check import cases
 from cupyflash.check.accuracy import Oracle
 from cupyflash.gpu.device import Device
-from cupyflash.plan.families import backward_plan, forward_plan
+from cupyflash.plan.families import plan_call
 from cupyflash.problem import Problem
 
 
@@ -256,8 +256,8 @@ def test_a_gpu_that_is_not_there(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> N
 def test_old_gpus_and_odd_dtypes_are_refused_before_cuda() -> None:
     turing = Device("NVIDIA T4", 0, (7, 5), 40, 65536, 65536, 4 << 20)
     with pytest.raises(UnsupportedError, match=r"NVIDIA T4 has compute capability 7\.5; the GPU kernels need 8\.0"):
-        forward_plan(Problem("fp16", 1, 9, 9, 1, 1, 64, 1.0), turing)
+        plan_call(Problem("fp16", 1, 9, 9, 1, 1, 64, 1.0), turing)
     with pytest.raises(UnsupportedError, match="q: fp32 has no GPU kernel yet"):
-        backward_plan(Problem("fp32", 1, 9, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"))
+        plan_call(Problem("fp32", 1, 9, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"), backward=True)
     with pytest.raises(UnsupportedError, match="split the batch"):
-        forward_plan(Problem("fp16", 2**20, 2**20, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"))
+        plan_call(Problem("fp16", 2**20, 2**20, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"))

@@ -37,7 +37,7 @@ from cupyflash.compile import jit, nvrtc
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.launch import clocks
-from cupyflash.plan.shipped import variants_of_calls
+from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import Problem
 

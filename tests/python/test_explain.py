@@ -24,7 +24,7 @@ from cupyflash.compile.cache import Cubin
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu import device, tensormap
 from cupyflash.gpu.device import ARCHS, Device
-from cupyflash.plan.families import backward_plan, forward_plan
+from cupyflash.plan.families import plan_call
 from cupyflash.problem import make_problem
 from tests.gpu_arrays import on_gpu
 
@@ -88,7 +88,7 @@ def test_launches_are_those_of_the_plan(arch: str, document: Document) -> None:
     found = document("--arch", arch, *size, "--window", "64,10", "--deterministic", "--layout", "bhsd")
     shapes = (2, 6, 300, 96), (2, 2, 700, 96), (2, 2, 700, 96)
     problem = make_problem(shapes, ("bf16",) * 3, window=(64, 10), layout="bhsd", deterministic=True)
-    plans = [forward_plan(problem, gpu), backward_plan(problem, gpu)]
+    plans = [plan_call(problem, gpu, backward=backward) for backward in (False, True)]
     assert [p["direction"] for p in found["passes"]] == ["forward", "backward"]
     for plan, shown in zip(plans, found["passes"], strict=True):
         assert [(x["symbol"], x["grid"]) for x in shown["launches"]] == [

@@ -40,5 +40,5 @@ def test_as_many_blocks_fit_as_the_tiles_are_made_for(arch: str) -> None:
     """The launch bound caps the registers; shared memory and threads leave room for as many."""
     gpu = Device.synthetic(arch)
     for v in shipped(gpu):
-        most = 65536 // (v.threads * v.blocks_per_sm) // 8 * 8
-        assert min(explain_work.resident_blocks(v, gpu, most).values()) >= v.blocks_per_sm, v.symbol
+        most = 65536 // (v.threads * v.tile.blocks_per_sm) // 8 * 8
+        assert min(explain_work.resident_blocks(v, gpu, most).values()) >= v.tile.blocks_per_sm, v.symbol

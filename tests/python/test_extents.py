@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields, replace
 from typing import Any
 
 import ml_dtypes
@@ -13,12 +14,12 @@ import cupyflash
 from cupyflash import ArgumentError, UnsupportedError
 from cupyflash.arrays.adapters import NUMPY
 from cupyflash.gpu.device import Device
-from cupyflash.launch import passes
+from cupyflash.launch import passes, template
 from cupyflash.launch import prepared as launch
 from cupyflash.launch.kept import Kept
 from cupyflash.plan import families as plan
-from cupyflash.plan.extents import kind_of
-from cupyflash.problem import make_problem
+from cupyflash.plan.spec import Spec
+from cupyflash.problem import Problem, make_problem
 from tests import pretended_gpu
 from tests.pretended_gpu import COUNTER, Gpu, Launched, random_array
 
@@ -72,8 +73,8 @@ def planned(which: passes.Pass, x: Arrays, options: dict[str, Any]) -> list[tupl
     """(symbol, grid, facts) of the launches that the plan of these arrays by itself has."""
     signatures = [NUMPY.describe(name, NUMPY.signature(a)) for name, a in zip(which.names, x, strict=False)]
     problem = make_problem([a.shape for a in x[:3]], ["fp16"] * 3, **options)
-    make = plan.forward_plan if which is passes.FORWARD else plan.backward_plan
-    chosen = make(problem, Device.of(0), family=os.environ.get("CUPYFLASH_FAMILY"))
+    known: dict[str, Any] = {"backward": which is passes.BACKWARD, "family": os.environ.get("CUPYFLASH_FAMILY")}
+    chosen = plan.plan_call(problem, Device.of(0), **known)
     filled = passes.fill(which, chosen, problem, signatures, options["layout"])
     assert filled is not None
     found = []
@@ -229,18 +230,26 @@ def test_tensors_of_new_lengths_are_looked_at(gpu: Gpu) -> None:
     assert len(gpu.launched) == 1
 
 
-def test_calls_of_a_kind_have_the_same_kernels(rng: np.random.Generator) -> None:
-    h100 = Device.synthetic("sm_90")
-    for _ in range(300):
-        head_dim, heads = int(rng.choice([8, 64, 72, 80, 128, 192, 256])), int(rng.integers(1, 4))
-        q, k = ((int(rng.integers(1, 4)), int(n), heads, head_dim) for n in rng.integers(1, 9000, 2))
-        window = [(None, None), (3, 4), (None, 7), (9, None), (None, 0)][int(rng.integers(5))]
-        k = (q[0], *k[1:])
-        scale, deterministic = float(rng.choice([-1.0, 0.0, 0.3])), bool(rng.integers(2))
-        problem = make_problem([q, k, k], ["bf16"] * 3, window=window, scale=scale, deterministic=deterministic)
-        for make in (plan.forward_kernels, plan.backward_kernels):
-            for family in ("sm80", "sm90"):
-                assert make(problem, h100, family=family) == make(kind_of(problem), h100, family=family)  # type: ignore[operator]
+def test_numbers_are_not_in_the_spec() -> None:
+    like = make_problem([(2, 300, 4, 64)] * 3, ["bf16"] * 3, window=(3, 4), scale=0.5)
+    for numbers in (
+        {"batch": 7},
+        {"seqlen_q": 9, "seqlen_k": 1},
+        {"heads_q": 8},
+        {"window": (None, 7)},
+        {"scale": 2.0},
+    ):
+        assert Spec.of(replace(like, **numbers)) == Spec.of(like)  # type: ignore[arg-type]
+    for more in ({"seqlen_k": 0}, {"window": (None, 0)}, {"window": (None, None)}, {"scale": 0.0}):
+        assert Spec.of(replace(like, **more)) != Spec.of(like)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in fields(Problem)} - {*template.NUMBERS, "window"}))
+def test_what_calls_do_not_write_is_in_the_spec(name: str) -> None:
+    """By value: params that are kept hold it."""
+    like = Problem("bf16", 2, 300, 300, 4, 4, 64, 0.5)
+    other: Any = {"dtype": "fp16", "head_dim": 72, "softcap": 30.0}.get(name) or not getattr(like, name)
+    assert getattr(Spec.of(replace(like, **{name: other})), name) == other
 
 
 # ---- what is kept ----

@@ -17,7 +17,8 @@ from kernel_files import SMALL
 import cupyflash
 from cupyflash.compile import cache, jit, nvrtc, upkeep
 from cupyflash.gpu.device import ARCHS, Device
-from cupyflash.plan.kernels import Convert, backward_variants, forward_variant
+from cupyflash.plan.families import variants_of_calls
+from cupyflash.plan.kernels import Convert
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.variant import kernel_sources
 from cupyflash.problem import Problem
@@ -189,7 +190,7 @@ def test_every_head_dim_has_tiles_that_fit(arch: str) -> None:
     device = Device.synthetic(arch)
     for head_dim in range(8, 257, 8):
         problem = Problem("bf16", 1, 1, 1, 1, 1, head_dim, 1.0)
-        for v in (forward_variant(problem, device), *backward_variants(problem, device)):
+        for v in variants_of_calls(problem, device, family="sm80"):
             assert v.smem_bytes <= device.smem_bytes, v.symbol
 
 

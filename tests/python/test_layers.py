@@ -47,7 +47,7 @@ PYTHON_ORDER = {
     "cpu": "attention tiles",
     "gpu": "tensormap device driver",
     "launch": "run clocks prepare packed passes prepared template counters kept",
-    "plan": "shipped families extents kernels tiles params variant",
+    "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
 }
 # Modules that are kept to some.
 PYTHON_PRIVATE = {
@@ -56,6 +56,9 @@ PYTHON_PRIVATE = {
     "compile.layer": {"compile.cache", "cli", "compile.jit"},
     "compile.nvrtc": {"cli", "compile.jit"},
     "compile.upkeep": {"compile.cache", "cli"},
+    # The plan has one door, plan.families; those who fill in the structs of the sm90 family tell its kernels apart.
+    "plan.sm80": {"plan.families"},
+    "plan.sm90": {"emulator", "launch.passes", "plan.families"},
 }
 # Who may import what is not in the standard library. NumPy and ml_dtypes are everybody's.
 OUTSIDE = {
@@ -128,7 +131,7 @@ def module_of(path: Path) -> list[str]:
 
 
 def unit_of(parts: list[str]) -> str:
-    """What the tables call a module, from its name's parts after the package: ``plan.tiles``, ``errors``, ``cli``."""
+    """What the tables call a module, from its name's parts after the package: ``plan.spec``, ``errors``, ``cli``."""
     return ".".join(parts[:2]) if parts[0] in PYTHON_ORDER else parts[0]
 
 

@@ -24,7 +24,7 @@ from cupyflash.cli.doctor import checks as doctor_checks
 from cupyflash.compile import cache, jit, layer, nvrtc
 from cupyflash.gpu.device import ARCHS, Device
 from cupyflash.launch.prepare import access
-from cupyflash.plan.families import backward_plan, forward_plan
+from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import Problem
 
@@ -81,9 +81,7 @@ def launched(problem: Problem, device: Device) -> Iterator[Variant]:
         arrays = [Signature((2, s, h, d), strides(s, h, d), None, 0)] * 4
         for is_good_address in (True, False):
             aligned, tma = access(arrays, is_good_address)
-            for plan in (forward_plan(problem, device, aligned=aligned, tma=tma),
-                         backward_plan(problem, device, aligned=aligned, tma=tma)):  # fmt: skip
-                yield from (launch.variant for launch in plan.launches)
+            yield from variants_of_calls(problem, device, aligned=aligned, tma=tma)
 
 
 def calls(dtype: str, head_dim: int, windows: tuple[object, ...], determinism: tuple[bool, ...]) -> Iterator[Problem]:
@@ -98,8 +96,7 @@ def missing(problems: Iterable[Problem], arch: str, only_usual: bool = False) ->
     device, variants, found = Device.synthetic(arch), set(), set()
     for problem in problems:
         if only_usual:
-            plans = forward_plan(problem, device), backward_plan(problem, device)
-            variants.update(launch.variant for plan in plans for launch in plan.launches)
+            variants.update(variants_of_calls(problem, device))
         else:
             variants.update(launched(problem, device))
     for variant in variants:

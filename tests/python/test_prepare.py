@@ -43,7 +43,7 @@ def places(params: np.dtype[np.void], name: str) -> set[int]:
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
 def test_forward_addresses(head_dim: int, family: str) -> None:
     problem, signatures = call(head_dim)
-    chosen = plan.forward_plan(problem, Device.synthetic("sm_90"), family=family)
+    chosen = plan.plan_call(problem, Device.synthetic("sm_90"), family=family)
     filled = passes.fill(passes.FORWARD, chosen, problem, signatures[:3], "bshd")
     assert filled is not None
     for i, name in enumerate(("q", "k", "v", "o", "lse")):
@@ -55,7 +55,7 @@ def test_forward_addresses(head_dim: int, family: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
 def test_backward_addresses(head_dim: int, family: str, deterministic: bool) -> None:
     problem, signatures = call(head_dim, deterministic)
-    chosen = plan.backward_plan(problem, Device.synthetic("sm_90"), family=family)
+    chosen = plan.plan_call(problem, Device.synthetic("sm_90"), backward=True, family=family)
     filled = passes.fill(passes.BACKWARD, chosen, problem, signatures, "bshd")
     assert filled is not None
     names = ("q", "k", "v", "o", "dout", "lse", "dlse", "dq", "dk", "dv", "row_stats", "dq_accum", "dq_turn")
@@ -67,5 +67,5 @@ def test_backward_addresses(head_dim: int, family: str, deterministic: bool) -> 
 def test_a_driver_with_other_maps_gets_no_params(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensormap, "address_slot", lambda tensor: None)
     problem, signatures = call(64)
-    chosen = plan.forward_plan(problem, Device.synthetic("sm_90"))
+    chosen = plan.plan_call(problem, Device.synthetic("sm_90"))
     assert passes.fill(passes.FORWARD, chosen, problem, signatures[:3], "bshd") is None

@@ -17,8 +17,9 @@ from cupyflash.compile.cache import Cubin
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Device
-from cupyflash.plan import tiles
-from cupyflash.plan.tiles import ForwardTile, HopperForwardTile
+from cupyflash.plan.sm80 import SM80, ForwardTile
+from cupyflash.plan.sm90 import SM90, HopperForwardTile
+from cupyflash.plan.spec import Spec
 from tools import candidates as tools_candidates
 from tools import tune
 from tools.candidates import Candidate, Speed, candidates, fits_pool, in_use, judge, registers_at_launch, variants
@@ -45,12 +46,12 @@ def invoke(*arguments: str, code: int) -> Result:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_hopper_tiles_fit_an_sm(head_dim: int) -> None:
-    found = [c.tile for c in candidates("sm90", head_dim, HOPPER.smem_bytes, {})]
+    found = [c.tile for c in candidates("sm90", head_dim, HOPPER, {})]
     assert len(set(found)) == len(found) > 30
-    assert found[0] == tiles.hopper_forward_tile(head_dim)
+    assert found[0] == SM90.forward_tile(Spec("bf16", head_dim), HOPPER)
     for tile in found:
         assert isinstance(tile, HopperForwardTile)
-        assert tiles.hopper_forward_smem_bytes(tile, head_dim) <= HOPPER.smem_bytes
+        assert tile.smem_bytes(head_dim) <= HOPPER.smem_bytes
         at_launch = registers_at_launch(tile.groups) * (tile.groups + 1)
         assert 128 * at_launch <= 65536
         assert tile.groups * tile.consumer_registers + tile.producer_registers <= at_launch
@@ -61,12 +62,12 @@ def test_hopper_tiles_fit_an_sm(head_dim: int) -> None:
 @pytest.mark.parametrize("gpu", [AMPERE, HOPPER], ids=["sm_80", "sm_90"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_ampere_tiles_fit_as_often_as_they_say(gpu: Device, head_dim: int) -> None:
-    found = [c.tile for c in candidates("sm80", head_dim, gpu.smem_bytes, {})]
-    assert found[0] == tiles.forward_tile(head_dim, gpu.smem_bytes)
+    found = [c.tile for c in candidates("sm80", head_dim, gpu, {})]
+    assert found[0] == SM80.forward_tile(Spec("bf16", head_dim), gpu)
     assert len(found) > 10
     for tile in found:
         assert isinstance(tile, ForwardTile)
-        smem = tiles.forward_smem_bytes(tile, head_dim) + 1024
+        smem = tile.smem_bytes(head_dim) + 1024
         assert tile.blocks_per_sm * smem <= gpu.smem_per_sm_bytes
         assert tile.block_m // tile.warps in (16, 32)
 
@@ -75,13 +76,13 @@ def test_ampere_tiles_fit_as_often_as_they_say(gpu: Device, head_dim: int) -> No
 def test_the_tiles_in_use_would_be_found_again(family: str, generate: str) -> None:
     """What the tables hold now is no exception from the rules here."""
     for head_dim in (64, 128, 256):
-        now = candidates(family, head_dim, HOPPER.smem_bytes, {})[0].tile
+        now = candidates(family, head_dim, HOPPER, {})[0].tile
         assert now in getattr(tools_candidates, generate)(head_dim, HOPPER.smem_bytes)
 
 
 def test_registers_that_would_never_come_free() -> None:
     """640 threads start with 96 registers: 4 * 120 + 24 would fit the register file, and wait for ever."""
-    tile = HopperForwardTile(4, 64, 4, 2, 112, 24)
+    tile = HopperForwardTile(256, 64, 4, 2, 112, 24)
     assert [registers_at_launch(groups) for groups in (1, 2, 3, 4)] == [248, 168, 128, 96]
     assert fits_pool(tile, 96)
     assert not fits_pool(replace(tile, consumer_registers=120), 96)
@@ -89,7 +90,7 @@ def test_registers_that_would_never_come_free() -> None:
 
 
 def test_only() -> None:
-    found = candidates("sm90", 128, HOPPER.smem_bytes, {"block_n": (80, 96), "stages": (2,)})
+    found = candidates("sm90", 128, HOPPER, {"block_n": (80, 96), "stages": (2,)})
     assert len(found) > 3
     for c in found[1:]:
         assert isinstance(c.tile, HopperForwardTile)
@@ -98,20 +99,20 @@ def test_only() -> None:
 
 
 def test_the_library_plans_with_the_candidate() -> None:
-    tile = HopperForwardTile(2, 96, 3, 1, 240, 24)
-    before = tiles.hopper_forward_tile(128)
+    tile = HopperForwardTile(128, 96, 3, 1, 240, 24)
+    before = SM90.forward_tile(Spec("bf16", 128), HOPPER)
     dense, clocks, causal, _ = variants(Candidate(128, tile), "sm90", HOPPER, "fp16", (False, True))
     symbol = "fwd_sm90_fp16_d128_m128n96s3q1"
     assert [v.symbol for v in (dense, clocks, causal)] == [symbol, f"{symbol}_clocks", f"{symbol}_causal"]
     small = ForwardTile(64, 32, 4, 3, 2)
     (variant,) = variants(Candidate(128, small), "sm80", HOPPER, "bf16", (True,))
     assert variant.symbol == "fwd_sm80_bf16_d128_m64n32w4s3_causal"
-    assert tiles.hopper_forward_tile(128) == before
+    assert SM90.forward_tile(Spec("bf16", 128), HOPPER) == before
     with in_use(tile):
-        assert tiles.hopper_forward_tile(8) == tile
+        assert SM90.forward_tile(Spec("bf16", 8), HOPPER) == tile
     with pytest.raises(KeyError), in_use(tile):
         raise KeyError
-    assert tiles.hopper_forward_tile(128) == before
+    assert SM90.forward_tile(Spec("bf16", 128), HOPPER) == before
 
 
 # ---- what is left out ----
@@ -122,7 +123,7 @@ def cubin(registers: int = 168, spill_bytes: int = 0, advice: str = "") -> Cubin
 
 
 def test_judge() -> None:
-    c = Candidate(128, HopperForwardTile(2, 64, 2, 1, 240, 24))
+    c = Candidate(128, HopperForwardTile(128, 64, 2, 1, 240, 24))
     assert judge(c, [cubin(), cubin()]) == ""
     assert judge(c, [cubin(), cubin(spill_bytes=8)]) == "registers spill"
     assert judge(c, [cubin(advice="(C7512) Potential Performance Loss: wgmma\n(C7510) more")]) == (
@@ -142,8 +143,8 @@ def needs_nvrtc() -> None:
 def test_compile_all() -> None:
     """A tile too large for the registers of four warpgroups spills, and ptxas serialises its wgmma."""
     needs_nvrtc()
-    small, large = (Candidate(128, HopperForwardTile(4, n, 8, 4, 112, 24)) for n in (32, 48))
-    good = candidates("sm90", 64, HOPPER.smem_bytes, {"groups": (5,)})
+    small, large = (Candidate(128, HopperForwardTile(256, n, 8, 4, 112, 24)) for n in (32, 48))
+    good = candidates("sm90", 64, HOPPER, {"block_m": (320,)})
     done: list[None] = []
     tools_candidates.compile_all([*good, small, large], HOPPER, "sm90", "bf16", (True,), 2, lambda: done.append(None))
     assert [c.reason for c in good] == [""]
@@ -159,17 +160,17 @@ def test_compile_all() -> None:
 
 def test_lines_can_be_pasted() -> None:
     for family, tile in (
-        ("sm90", HopperForwardTile(2, 96, 3, 1, 240, 24)),
+        ("sm90", HopperForwardTile(128, 96, 3, 1, 240, 24)),
         ("sm80", ForwardTile(64, 32, 4, 3, 2, True)),
     ):
         line = Candidate(128, tile).line()
-        found = eval(f"({line.strip()})", vars(tiles))
+        found = eval(f"({line.strip()})", vars(sys.modules[type(tile).__module__]))
         assert found == ((128, tile),), family
 
 
 def test_scores() -> None:
     def measured(*speeds: float) -> Candidate:
-        tile = HopperForwardTile(2, 64, 2, 1, 240, int(speeds[0]))
+        tile = HopperForwardTile(128, 64, 2, 1, 240, int(speeds[0]))
         return Candidate(64, tile, speeds=[Speed(False, i, x, None) for i, x in enumerate(speeds)])
 
     slow, left_out, fast = measured(50, 100), Candidate(64, ForwardTile(1, 1, 1, 1, 1), "spills"), measured(100, 100)
@@ -194,14 +195,14 @@ def test_compiling_alone(no_gpu: None) -> None:
         "64",
         "--no-causal",
         "--only",
-        "groups=3",
+        "block_m=192",
         "--only",
         "block_n=32",
         "--only",
         "stages=2",
     )
     text = invoke(*options, code=0).stdout
-    now = tiles.hopper_forward_tile(64)
+    now = SM90.forward_tile(Spec("bf16", 64), HOPPER)
     assert f"{astuple(now)} (in use)" in text
     found = json.loads(invoke(*options, "--json", code=0).stdout)["tiles"]
     assert [x["tile"]["block_n"] for x in found[1:]] == [32] * (len(found) - 1)
@@ -267,4 +268,4 @@ def test_measuring(family: str) -> None:
         assert [(s["causal"], s["seqlen"]) for s in x["speeds"]] == [(c, n) for c in (False, True) for n in (512, 1024)]
         assert all(s["tflops"] > 0 for s in x["speeds"])
         assert all((0 < (s["percent"] or 0) < 100) == (family == "sm90") for s in x["speeds"])
-    assert "for cupyflash/plan/tiles.py:" in done.stderr
+    assert "for the family's tables in cupyflash/plan:" in done.stderr

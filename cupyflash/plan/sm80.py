@@ -1,0 +1,139 @@
+"""The sm80 family: mma.sync, cp.async and ldmatrix, on every GPU from compute capability 8.0 on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..gpu.device import Device
+from .family import Family
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, round_up, row_bytes
+from .params import BWD_PARAMS, FWD_PARAMS
+from .spec import Spec
+from .variant import Variant
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """A block computes `block_m` queries against key blocks of `block_n`, through a ring of `stages` K and V tiles."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    blocks_per_sm: int  # launch bound: caps the registers
+    q_in_regs: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Q and the ring."""
+        return (self.block_m + self.stages * self.block_n) * row_bytes(round_up(head_dim, 16))
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """A block keeps `block_n` keys and visits query tiles of `block_m`.
+
+    `split_d` warps share the same keys (needed for head_dim > 128); `dq_warps_m` of the warps lie along the rows of dQ,
+    whose depth steps are unrolled `dq_unroll` at a time (0: all), to save registers.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    split_d: int = 1
+    dq_warps_m: int = 2
+    dq_unroll: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """K, V, the query stages with their row_stats, dS and, if exchanged, P."""
+        row = row_bytes(round_up(head_dim, 16 * self.split_d))
+        exchanged = (2 if self.split_d > 1 else 1) * self.block_n * row_bytes(self.block_m)
+        return 2 * self.block_n * row + self.stages * (2 * self.block_m * row + 8 * self.block_m) + exchanged
+
+
+# (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200, 2026-11-20
+# (docs/performance.md), among those that compile without spills with NVRTC 12.9, for all architectures. With 13.0 the
+# forward at head_dim 128 spills 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. Those are not measured.
+_FORWARD: tuple[tuple[int, ForwardTile], ...] = (
+    (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
+    (120, ForwardTile(128, 32, 4, 4, 2)),
+    (128, ForwardTile(128, 64, 4, 2, 2)),
+    (256, ForwardTile(128, 64, 8, 2, 1)),
+    (256, ForwardTile(64, 64, 4, 2, 1)),
+)
+
+_BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
+    (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1, dq_unroll=4)),
+    (128, BackwardTile(64, 128, 8, 2, 1, split_d=2)),
+    (128, BackwardTile(64, 128, 8, 1, 1, split_d=2, dq_warps_m=4)),
+    (128, BackwardTile(64, 64, 8, 1, 1, split_d=2)),
+    (256, BackwardTile(64, 64, 8, 1, 1, split_d=4, dq_warps_m=1)),
+    (256, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
+)
+
+
+@dataclass(frozen=True)
+class Forward(Main):
+    """fwd_sm80.cuh."""
+
+    folder, header, function, params_name, params = "sm80", "fwd_sm80", "fwd", "FwdParams", FWD_PARAMS
+
+    unaligned: bool = False
+
+
+@dataclass(frozen=True)
+class Backward(Main):
+    """bwd_sm80.cuh: dK, dV, and the sum of dQ."""
+
+    folder, header, function, params_name, params = "sm80", "bwd_sm80", "bwd", "BwdParams", BWD_PARAMS
+    over = "k"
+
+    unaligned: bool = False
+    deterministic: bool = False
+
+
+class Sm80(Family):
+    """Takes everything."""
+
+    name = "sm80"
+
+    def why_not(self, spec: Spec, device: Device) -> str | None:
+        capability = f"{device.capability[0]}.{device.capability[1]}"
+        return (
+            None if device.capability >= (8, 0) else f"it needs compute capability 8.0, {device.name} has {capability}"
+        )
+
+    def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
+        """Loads of unaligned rows take registers that wide blocks do not leave."""
+        d = spec.head_dim
+        tile = next(t for limit, t in _FORWARD if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        return replace(tile, block_n=32) if spec.unaligned and d > 64 and tile.warps != 8 else tile
+
+    def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
+        d = spec.head_dim
+        tile = next(t for limit, t in _BACKWARD if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        columns = round_up(d, 16 * tile.split_d)
+        if columns % (8 * tile.warps // tile.dq_warps_m):  # each warp's share of dQ has whole tiles of 8 columns
+            tile = replace(tile, dq_warps_m=tile.block_m // 16)
+        if spec.causal and tile.split_d == 2 and tile.block_n == 128:  # 5 % slower unmasked, but spills with this one
+            tile = replace(tile, dq_unroll=4)
+        return tile
+
+    def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
+        if not spec.backward:
+            return (Forward.of(spec, self.forward_tile(spec, device)),)
+        tile = self.backward_tile(spec, device)
+        rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m
+        return Delta.of(spec, DeltaTile(*rows)), Backward.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+
+
+SM80 = Sm80()

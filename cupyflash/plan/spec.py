@@ -1,0 +1,69 @@
+"""Spec: what decides which kernels a call takes. Lengths and other numbers do not: those are its `Extents`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..problem import Problem
+
+
+class Spec(NamedTuple):
+    """What calls that have the same kernels on a device have in common.
+
+    A kernel has the feature of a field whose name is also a flag of its variant (`Variant.of`).
+
+    Attributes:
+        causal, window: the mask is the causal one, is another one; neither where there is none.
+        scale_first: scores are scaled before their maximum is taken.
+        softcap: by value, since prepared params hold it.
+        is_empty: there are no queries, keys or sequences.
+        backward: the backward, not the forward.
+        unaligned: some row of the arrays does not start at a multiple of 16 bytes.
+        tma: TMA can read the arrays.
+        family: the family that the user insists on.
+        clocks: blocks record how long each took, where the family has such a form.
+    """
+
+    dtype: str
+    head_dim: int
+    causal: bool = False
+    window: bool = False
+    scale_first: bool = False
+    softcap: float | None = None
+    deterministic: bool = False
+    packed: bool = False
+    is_empty: bool = False
+    backward: bool = False
+    unaligned: bool = False
+    tma: bool = True
+    family: str | None = None
+    clocks: bool = False
+
+    @classmethod
+    def of(cls, problem: Problem, *, aligned: bool = True, tma: bool = True, **asked: Any) -> Spec:
+        """That of a problem.
+
+        Args:
+            aligned: whether every row of q, k and v (and out and dout) starts at a multiple of 16 bytes.
+            tma: whether TMA can read q, k and v (and dout), if they are aligned.
+            asked: `backward`, `family`, `clocks`.
+        """
+        return cls(
+            problem.dtype,
+            problem.head_dim,
+            causal=problem.causal,
+            window=problem.masked and not problem.causal,
+            scale_first=problem.scale <= 0 and problem.softcap is None,
+            softcap=problem.softcap,
+            deterministic=problem.deterministic,
+            packed=problem.packed,
+            is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
+            unaligned=not aligned,
+            tma=tma and aligned,
+            **asked,
+        )
+
+    @property
+    def masked(self) -> bool:
+        """Whether any query may see fewer than all keys."""
+        return self.causal or self.window
