@@ -15,14 +15,13 @@ from rich.table import Table
 from cupyflash.compile import cache, jit, layer, nvrtc, upkeep
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu.device import ARCHS, Device
-from cupyflash.plan.families import variants_of_calls
+from cupyflash.plan.families import GPU_DTYPES, variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
 
 from .output import Exit, emit, exit_codes, explain, gib, human, json_option, list_option, progress, quiet
 
-GPU_DTYPES = ("bf16", "fp16")
 PRESETS: dict[str, tuple[tuple[Window, ...], tuple[bool, ...], tuple[int, ...]]] = {
     # windows, deterministic, head_dims unless --head-dim names others
     "common": (((None, None), (None, 0)), (False,), (64, 128)),

@@ -20,6 +20,7 @@ from cupyflash.compile import nvrtc
 from cupyflash.errors import UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.launch import run
+from cupyflash.plan.families import GPU_DTYPES
 from cupyflash.problem import DTYPES, MAX_HEAD_DIM
 
 from .. import watchdog
@@ -30,8 +31,6 @@ from .cases import run_case
 from .checks import NAMES, Context, available, run_check
 from .kernels import compile_all, selection
 from .report import CASE_HEADER, CHECK_HEADER, Report, case_line, check_line, emulator_header, print_kernels, report_end
-
-GPU_DTYPES = ("bf16", "fp16")
 
 
 @click.command(

@@ -18,7 +18,7 @@ from .sm90 import SM90
 from .spec import Spec
 from .variant import Variant
 
-GPU_DTYPES = ("fp16", "bf16")
+GPU_DTYPES = ("bf16", "fp16")
 FAMILIES: dict[str, Family] = {family.name: family for family in (SM80, SM90)}  # from the slowest to the fastest
 
 

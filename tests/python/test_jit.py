@@ -133,7 +133,7 @@ def test_the_cache_is_bounded_by_dropping_what_was_used_longest_ago(folder: Path
 def test_processes_compile_a_kernel_once(folder: Path) -> None:
     program = (
         "from cupyflash.compile import jit; from cupyflash.plan import kernels;"
-        "v = kernels.Convert('bf16', 64, 64, 8, 1, 1, 2);"
+        "v = kernels.Convert('bf16', 64, kernels.ConvertTile(64, 8, 1, 2));"
         "print(jit.compile_kernel(v, 'sm_80').from_cache)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

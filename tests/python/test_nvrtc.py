@@ -89,7 +89,7 @@ def elsewhere(folder: Path, program: str) -> list[str]:
 COMPILE = """
 from cupyflash.compile import jit, nvrtc
 from cupyflash.plan import kernels
-print(len(jit.compile_kernel(kernels.Convert('bf16', 64, 64, 8, 1, 1, 2), 'sm_80').data) > 1000)
+print(len(jit.compile_kernel(kernels.Convert('bf16', 64, kernels.ConvertTile(64, 8, 1, 2)), 'sm_80').data) > 1000)
 """
 
 
