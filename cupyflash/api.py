@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import options
 from .arrays.adapters import TORCH
 from .arrays.libraries import Foreign, common_library, common_library_of_three
 from .launch import run
+from .operands import BACKWARD
 from .options import Options, Window, make_options
 
 
-class Gradients(NamedTuple):
-    """Gradients with respect to q, k and v, of their shapes and dtypes."""
-
+class _Required(NamedTuple):
     dq: Any
     dk: Any
     dv: Any
+
+
+class Gradients(_Required):
+    """Gradients with respect to q, k and v, of their shapes and dtypes; those of optional arrays are attributes."""
+
+    @classmethod
+    def of(cls, named: Mapping[str, Any]) -> Gradients:
+        """Gradients by their names in the table of arrays."""
+        found = cls(*(named[name] for name in cls._fields))
+        for name in named.keys() - set(cls._fields):
+            setattr(found, name, named[name])
+        return found
 
 
 def attention(
@@ -91,12 +103,12 @@ def attention(
 def _forward(q: Any, k: Any, v: Any, call: Options, want_lse: bool) -> tuple[Any, Any]:
     library = common_library_of_three(q, k, v)
     if library is TORCH:
-        return (_torch or _import_torch()).attention(q, k, v, call, want_lse)
+        return (_torch or _import_torch()).attention({"q": q, "k": k, "v": v}, call, want_lse)
     if isinstance(library, Foreign):
         adopted = library.adopt({"q": q, "k": k, "v": v})
         out, lse = _forward(**adopted, call=call, want_lse=want_lse)
         return library.give_back(out, q), library.give_back(lse, q) if want_lse else None
-    return run.forward(library, q, k, v, call, want_lse)
+    return run.forward(library, {"q": q, "k": k, "v": v}, call, want_lse)
 
 
 _torch: Any = None  # our module of that name
@@ -160,16 +172,15 @@ def attention_backward(
     bounds = call.window
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
-    return Gradients(*_backward({"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}, call))
+    return Gradients.of(_backward({"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}, call))
 
 
-def _backward(named: dict[str, Any], call: Options) -> tuple[Any, Any, Any]:
-    given = {name: x for name, x in named.items() if x is not None or name != "dlse"}
+def _backward(named: dict[str, Any], call: Options) -> dict[str, Any]:
+    given = {name: x for name, x in named.items() if x is not None or name not in BACKWARD.optional}
     library = common_library(**given)
     if library is TORCH:
-        return (_torch or _import_torch()).backward(**named, options=call)
+        return (_torch or _import_torch()).backward(given, call)
     if isinstance(library, Foreign):
-        dq, dk, dv = _backward({"dlse": None} | library.adopt(given), call)
-        q = named["q"]
-        return library.give_back(dq, q), library.give_back(dk, q), library.give_back(dv, q)
-    return run.backward(library, **named, options=call)
+        grads = _backward(library.adopt(given), call)
+        return {name: library.give_back(x, named["q"]) for name, x in grads.items()}
+    return run.backward(library, given, call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from .arrays.adapters import TORCH
 from .arrays.vetting import vet_transforms
 from .errors import ArgumentError, UnsupportedError
 from .launch import run
+from .operands import BACKWARD, GRADIENT
 from .options import Options
-from .sequences import Sequences
 
 _compiling = torch.compiler.is_dynamo_compiling  # dynamo puts a constant in its place
 _transforms = torch._C._are_functorch_transforms_active
@@ -31,43 +31,45 @@ def _is_followed() -> bool:
     )  # fmt: skip
 
 
-_NO_MORE = (None,) * 4  # gradients of options and lengths; torch drops those of lengths where there are none
-
-
 class _Attention(torch.autograd.Function):
-    """(out, lse) = attention(q, k, v); both are differentiable. `lengths`: what `_lengths` says of packed sequences."""
+    """(out, lse) = attention of arrays, given their names and then themselves; both are differentiable."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: Options, *lengths: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = run.forward(TORCH, q, k, v, options, True, Sequences.of(*lengths) if lengths else None)
-        ctx.save_for_backward(q, k, v, out, lse, *lengths)
-        ctx.options = options
+    def forward(ctx: Any, names: tuple[str, ...], options: Options, *arrays: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = run.forward(TORCH, dict(zip(names, arrays, strict=True)), options)
+        ctx.save_for_backward(out, lse, *arrays)
+        ctx.names, ctx.options = names, options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *lengths = ctx.saved_tensors
+        out, lse, *inputs = ctx.saved_tensors
+        names = ctx.names
         if dout is None:
             if dlse is None:
-                return None, None, None, *_NO_MORE
+                return (None,) * (2 + len(names))
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:  # an expanded gradient, as of out.sum()
             dout = dout.contiguous()
+        arrays = {**dict(zip(names, inputs, strict=True)), "out": out, "dout": dout, "lse": lse}
+        if dlse is not None:
+            arrays["dlse"] = dlse
         if _is_followed() or dout.is_neg():
-            _refuse(dout=dout, q=q, k=k, v=v, dlse=dlse)
-        grads = _gradients((dout, q, k, v, out, lse, dlse), ctx.options, Sequences.of(*lengths) if lengths else None)
-        return *grads, *_NO_MORE
+            _refuse(arrays)
+        grads = _gradients(arrays, ctx.options)
+        return None, None, *[grads.get(_GRADIENT_OF.get(name, "")) for name in names]
+
+
+_GRADIENT_OF = {BACKWARD.rows[name].like: name for name in BACKWARD.names(GRADIENT)}
 
 
 class _Gradients(torch.autograd.Function):
-    """(dq, dk, dv), given them and all that they depend on; there is no derivative of them."""
+    """So many gradients, given them and all that they depend on; there is no derivative of them."""
 
     @staticmethod
-    def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *sources: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        return dq.detach(), dk.detach(), dv.detach()
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in tensors[:count])
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -81,62 +83,44 @@ class _Gradients(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _Attention).apply
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, options: Options, want_lse: bool, sequences: Sequences | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """(out, lse); recorded by autograd if any input asks for it. Packed with `sequences`."""
+def attention(arrays: Mapping[str, Tensor], options: Options, want_lse: bool) -> tuple[Tensor, Tensor | None]:
+    """(out, lse) of arrays by name; recorded by autograd if any of them asks for it."""
     if _compiling():
         if not _outside:
             _leave_graphs()
-        return _outside["attention"](q, k, v, options, want_lse, sequences)
-    if _is_followed() or q.is_neg() or k.is_neg() or v.is_neg():
-        _refuse(q=q, k=k, v=v, **_named(sequences))
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        out, lse = _apply(q, k, v, options) if sequences is None else _apply(q, k, v, options, *_lengths(sequences))
+        return _outside["attention"](arrays, options, want_lse)
+    is_wrong, needs_grad = _is_followed(), False
+    for x in arrays.values():
+        is_wrong, needs_grad = is_wrong or x.is_neg(), needs_grad or x.requires_grad
+    if is_wrong:
+        _refuse(arrays)
+    if needs_grad and torch.is_grad_enabled():
+        out, lse = _apply(tuple(arrays), options, *arrays.values())
         return out, lse
-    return run.forward(TORCH, q, k, v, options, want_lse, sequences)
+    return run.forward(TORCH, arrays, options, want_lse)
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dlse: Tensor | None,
-    options: Options,
-    sequences: Sequences | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv); where autograd would record what they depend on, so that a derivative of them is an error."""
+def backward(arrays: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
+    """The gradients by name, of arrays by name.
+
+    Where autograd would record what they depend on, it does, and a derivative of them is an error.
+    """
     if _compiling():
         if not _outside:
             _leave_graphs()
-        return _outside["backward"](dout, q, k, v, out, lse, dlse, options, sequences)
-    sources = (dout, q, k, v, out, lse, dlse)
-    if _is_followed() or any(x is not None and x.is_neg() for x in sources):
-        _refuse(dout=dout, q=q, k=k, v=v, out=out, lse=lse, dlse=dlse, **_named(sequences))
-    return _gradients(sources, options, sequences)
+        return _outside["backward"](arrays, options)
+    if _is_followed() or any(x.is_neg() for x in arrays.values()):
+        _refuse(arrays)
+    return _gradients(arrays, options)
 
 
-def _gradients(sources: Sequence[Any], options: Options, sequences: Sequences | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) of the arguments of `backward`; they remember what they depend on where autograd records it."""
-    dout, q, k, v, out, lse, dlse = sources
-    if not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in sources)):
-        return run.backward(TORCH, dout, q, k, v, out, lse, dlse, options, sequences)
+def _gradients(arrays: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
+    """The same; they remember what they depend on where autograd records it."""
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values())):
+        return run.backward(TORCH, arrays, options)
     with torch.no_grad():
-        grads = run.backward(TORCH, dout, q, k, v, out, lse, dlse, options, sequences)
-    return _Gradients.apply(*grads, *sources)
-
-
-def _lengths(sequences: Sequences) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The arguments of `Sequences.of`."""
-    cu_seqlens_q, cu_seqlens_k, seqused_k = sequences
-    return cu_seqlens_q, None if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k, seqused_k
-
-
-def _named(sequences: Sequences | None) -> dict[str, Tensor]:
-    return {} if sequences is None else sequences.named()
+        grads = run.backward(TORCH, arrays, options)
+    return dict(zip(grads, _Gradients.apply(len(grads), *grads.values(), *arrays.values()), strict=True))
 
 
 _outside: dict[str, Any] = {}
@@ -147,14 +131,13 @@ def _leave_graphs() -> None:
     _outside.update(attention=torch.compiler.disable(attention), backward=torch.compiler.disable(backward))
 
 
-def _refuse(**tensors: Tensor | None) -> None:
+def _refuse(given: Mapping[str, Tensor]) -> None:
     """Raise if a transform or mode of torch follows what is computed with these tensors, or if one is a negative view.
 
     Raises:
         UnsupportedError: torch would not see what happens here.
         ArgumentError: the memory holds other values than the tensor.
     """
-    given = {name: x for name, x in tensors.items() if x is not None}
     for name, x in given.items():
         vet_transforms(name, x)
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:

@@ -72,8 +72,8 @@ def attention_varlen(
     call = make_options(causal, scale, window, layout, deterministic, softcap)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     want_lse = options.flag("return_lse", return_lse)
-    arrays, sequences = {"q": q, "k": k, "v": v}, Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k)
-    out, lse = _forward(arrays, sequences, cu_seqlens_k is None, call, want_lse)
+    arrays = {"q": q, "k": k, "v": v} | Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k).named()
+    out, lse = _forward(arrays, cu_seqlens_k is None, call, want_lse)
     return (out, lse) if want_lse else out
 
 
@@ -130,7 +130,7 @@ def attention_varlen_backward(
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
     sequences = Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return Gradients(*_backward(arrays, sequences, cu_seqlens_k is None, call))
+    return Gradients.of(_backward(arrays | sequences.named(), cu_seqlens_k is None, call))
 
 
 def _check_habits(call: Options, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
@@ -156,35 +156,27 @@ def _check_totals(arrays: dict[str, Any], alike: bool, layout: str) -> None:
         )
 
 
-def _forward(
-    arrays: dict[str, Any], sequences: Sequences, alike: bool, call: Options, want_lse: bool
-) -> tuple[Any, Any]:
-    lengths = sequences.named()
-    library = common_library(**arrays, **lengths)
+def _forward(arrays: dict[str, Any], alike: bool, call: Options, want_lse: bool) -> tuple[Any, Any]:
+    library = common_library(**arrays)
     if isinstance(library, Foreign):
-        adopted = library.adopt(arrays | lengths)
-        sequences = Sequences.of(**{name: adopted.pop(name) for name in lengths})
-        out, lse = _forward(adopted, sequences, alike, call, want_lse)
+        out, lse = _forward(library.adopt(arrays), alike, call, want_lse)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
     _check_totals(arrays, alike, call.layout)
     if library is TORCH:
         from . import torch
 
-        return torch.attention(**arrays, options=call, want_lse=want_lse, sequences=sequences)
-    return run.forward(library, **arrays, options=call, want_lse=want_lse, sequences=sequences)
+        return torch.attention(arrays, call, want_lse)
+    return run.forward(library, arrays, call, want_lse)
 
 
-def _backward(arrays: dict[str, Any], sequences: Sequences, alike: bool, call: Options) -> tuple[Any, ...]:
-    lengths = sequences.named()
-    library = common_library(**arrays, **lengths)
+def _backward(arrays: dict[str, Any], alike: bool, call: Options) -> dict[str, Any]:
+    library = common_library(**arrays)
     if isinstance(library, Foreign):
-        adopted = library.adopt(arrays | lengths)
-        sequences = Sequences.of(**{name: adopted.pop(name) for name in lengths})
-        return tuple(library.give_back(x, arrays["q"]) for x in _backward(adopted, sequences, alike, call))
+        grads = _backward(library.adopt(arrays), alike, call)
+        return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
     _check_totals(arrays, alike, call.layout)
-    given = {"dlse": None} | arrays
     if library is TORCH:
         from . import torch
 
-        return torch.backward(**given, options=call, sequences=sequences)
-    return run.backward(library, **given, options=call, sequences=sequences)
+        return torch.backward(arrays, call)
+    return run.backward(library, arrays, call)

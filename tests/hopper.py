@@ -120,5 +120,5 @@ def judge(case: cases.Case, dtype: str, stream: Any = None) -> None:
 
 def family() -> str:
     """Which family the calls since the last `launch.forget()` went to."""
-    (found,) = {"sm90" if call.persistent else "sm80" for call in launch._calls.values()}
+    (found,) = {"sm90" if call.persistent else "sm80" for call in launch.calls.values()}
     return found

@@ -109,7 +109,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90") -> Gpu:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is prepared from now on."""
-    monkeypatch.setattr(launch, "_calls", Kept(100))
+    monkeypatch.setattr(launch, "calls", Kept(100))
     monkeypatch.setattr(launch, "specs", Kept(100))
 
 

@@ -35,7 +35,9 @@ from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Device
 from cupyflash.launch import clocks
-from cupyflash.launch.prepare import prepare_forward
+from cupyflash.launch.passes import given_of
+from cupyflash.launch.prepare import prepare
+from cupyflash.operands import FORWARD
 from cupyflash.options import Options
 from cupyflash.problem import MAX_HEAD_DIM
 from tools.candidates import TILES, Candidate, Speed, candidates, compile_all, in_use
@@ -45,12 +47,13 @@ WRONG = "wrong"
 
 def launcher(c: Candidate, arrays: Sequence[Any], causal: bool) -> tuple[Work, Any, Any]:
     """A function that launches the candidate on q, k and v, and the out and lse that it writes."""
+    keys, asked = [CUPY.signature(x) for x in arrays], given_of(FORWARD, ("q", "k", "v"), ("lse",))
     with in_use(c.tile):
-        keys = [CUPY.signature(x) for x in arrays]
-        call = prepare_forward(CUPY, keys, Options(causal=causal), True, CUPY.stream(keys[0][3]))
-    out, lse = CUPY.empty_like(arrays[0]), CUPY.empty(call.rows, "fp32", arrays[0])
-    addresses = [CUPY.pointer(x) for x in (*arrays, out, lse)]
-    return lambda: call((*addresses, 0), CUPY.stream(keys[0][3])), out, lse
+        call = prepare(asked, CUPY, keys, Options(causal=causal), True, CUPY.stream(keys[0][3]))
+    out, (lse,) = CUPY.empty_like(arrays[0]), [CUPY.empty(*made, arrays[0]) for made in call.made]
+    pointers = dict(zip(("q", "k", "v", "out", "lse"), map(CUPY.pointer, (*arrays, out, lse)), strict=True))
+    addresses = [pointers[name] for name in call.order]
+    return lambda: call(addresses, CUPY.stream(keys[0][3])), out, lse
 
 
 def check(found: Sequence[Candidate], dtype: str, masks: Sequence[bool]) -> None:

@@ -19,7 +19,7 @@ from cupyflash.gpu import device, tensormap
 from cupyflash.gpu.device import ARCHS, Device
 from cupyflash.gpu.tensormap import TensorMap
 from cupyflash.launch import prepare
-from cupyflash.launch.prepared import contiguous_strides
+from cupyflash.launch.passes import contiguous_strides
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import FAMILIES, Launch, Plan, choose, kernels_of, plan_of
 from cupyflash.plan.spec import Spec
@@ -140,7 +140,7 @@ def _signatures(options: dict[str, Any], names: str) -> list[Signature]:
 
 
 def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backward: bool) -> Pass:
-    """The way of `prepare.prepare_forward` and `prepare_backward`, arrays and kernels apart."""
+    """The way of `prepare.prepare`, arrays and kernels apart."""
     signatures = _signatures(options, "qkkqq" if backward else "qkk")
     aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
     spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, family=prepare.family())

@@ -17,6 +17,12 @@ from .imported import is_instance
 
 CPU = -1  # the device of arrays in host memory
 
+
+def place(device: int) -> str:
+    """A device in words."""
+    return "the CPU" if device == CPU else f"GPU {device}"
+
+
 _NUMPY_DTYPES = {
     "fp16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
@@ -25,11 +31,6 @@ _NUMPY_DTYPES = {
     "int32": np.dtype(np.int32),
 }
 _NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if name != "int32"}
-
-
-def place(device: int) -> str:
-    """A device in words."""
-    return "the CPU" if device == CPU else f"GPU {device}"
 
 
 class Signature(NamedTuple):

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, CupyflashError
+from ..operands import BACKWARD, FORWARD
 from .adapters import TORCH, Native
 from .vetting import vet_memory, vet_tensor, vet_tracing
 
+_ITEMSIZE = {
+    row.name: 4 if row.dtype else 2 for row in (FORWARD.rows | BACKWARD.rows).values()
+}  # the elements that a kernel reads
 
-def unreadable(library: Native, error: Exception, **arrays: Any) -> CupyflashError:
+
+def unreadable(library: Native, error: Exception, arrays: Mapping[str, Any]) -> CupyflashError:
     """The error to raise where a library did not tell an array's shape or address; `vet_all` may know better why."""
-    vet_all(library, **arrays)
+    vet_all(library, arrays)
     return ArgumentError(f"{', '.join(arrays)}: {library.name} does not tell shape and address of one of them: {error}")
 
 
-def vet_all(library: Native, **arrays: Any) -> None:
+def vet_all(library: Native, arrays: Mapping[str, Any]) -> None:
     if library is TORCH:
         for name, x in arrays.items():
             vet_tensor(name, x)
 
 
-def vet_new(library: Native, **arrays: Any) -> None:
+def vet_new(library: Native, arrays: Mapping[str, Any]) -> None:
     """What must be looked at in every call that is not as one before."""
     if library is TORCH:
         vet_tracing(next(iter(arrays)))
@@ -30,10 +35,10 @@ def vet_new(library: Native, **arrays: Any) -> None:
             vet_memory(name, x)
 
 
-def check_addresses(library: Native, pointers: Sequence[int], **arrays: Any) -> None:
+def check_addresses(library: Native, pointers: Sequence[int], arrays: Mapping[str, Any]) -> None:
     """Refuse arrays without memory and elements that straddle their own size; empty arrays may lie anywhere."""
-    vet_all(library, **arrays)
+    vet_all(library, arrays)
     for (name, x), pointer in zip(arrays.items(), pointers, strict=True):
-        size = 4 if name in ("lse", "dlse") else 2
+        size = _ITEMSIZE.get(name, 2)
         if 0 not in x.shape and (pointer == 0 or pointer % size):
             raise ArgumentError(f"{name}: expected an address that is a multiple of {size}, got {pointer:#x}; copy it")

@@ -8,8 +8,10 @@ import numpy as np
 
 from ..arrays.adapters import Native
 from ..gpu.device import Device
+from ..operands import FORWARD
 from ..options import Options
-from .prepare import prepare_forward
+from .passes import given_of
+from .prepare import prepare
 
 
 def forward_clocks(library: Native, q: Any, k: Any, v: Any, options: Options) -> np.ndarray | None:
@@ -18,21 +20,24 @@ def forward_clocks(library: Native, q: Any, k: Any, v: Any, options: Options) ->
     Runs the profiling form of the kernel, whose results are those of `forward`, and waits for it. None if the call goes
     to another family.
     """
-    signatures = [library.signature(x) for x in (q, k, v)]
-    pointers = [library.pointer(x) for x in (q, k, v)]
-    stream = library.stream(signatures[0][3])
-    aligned = all(p % 16 == 0 for p in pointers)
-    call = prepare_forward(library, signatures, options, aligned, stream, clocks=True)
+    arrays = {"q": q, "k": k, "v": v}
+    signatures = [library.signature(x) for x in arrays.values()]
+    pointers = {name: library.pointer(x) for name, x in arrays.items()}
+    ordinal = signatures[0][3]
+    stream = library.stream(ordinal)
+    aligned = all(p % 16 == 0 for p in pointers.values())
+    given = given_of(FORWARD, tuple(arrays), ("clocks",))
+    call = prepare(given, library, signatures, options, aligned, stream)
     if not call.persistent:
         return None
     import cupy
 
     out = library.empty_like(q)
-    lse = library.empty(call.rows, "fp32", q)
-    with cupy.cuda.Device(signatures[0][3]):
-        clocks = cupy.zeros((Device.of(signatures[0][3]).sm_count, 2), np.int64)
+    with cupy.cuda.Device(ordinal):
+        clocks = cupy.zeros((Device.of(ordinal).sm_count, 2), np.int64)
         cupy.cuda.runtime.deviceSynchronize()
-        call((*pointers, library.pointer(out), library.pointer(lse), clocks.data.ptr), stream)
+        pointers |= {"out": library.pointer(out), "clocks": clocks.data.ptr}
+        call([pointers[name] for name in call.order], stream)
         cupy.cuda.runtime.deviceSynchronize()
         found = clocks.get()
     return found[found[:, 0] > 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays.adapters import TORCH, Native, place
@@ -11,13 +11,12 @@ from ..problem import Problem
 from ..sequences import Sequences, check_lengths
 
 
-def count(library: Native, sequences: Sequences, device: int) -> int:
-    """How many sequences there are, by arrays that fit each other and lie on `device`, that of q.
+def count(library: Native, signatures: Mapping[str, tuple[Any, ...]], device: int) -> int:
+    """How many sequences there are, by the signatures of arrays that fit each other and lie on `device`, that of q.
 
     Raises:
         ArgumentError: one is not an int32 vector of the right length, contiguous, on that device.
     """
-    signatures = {name: library.signature(x) for name, x in sequences.named().items()}
     shape = tuple(signatures["cu_seqlens_q"][0])
     if len(shape) != 1 or shape[0] == 0:
         raise ArgumentError(

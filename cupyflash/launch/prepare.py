@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..arrays.adapters import TORCH, Native, Signature, place
+from ..arrays.adapters import TORCH, Native
 from ..errors import ArgumentError
 from ..gpu import tensormap
 from ..gpu.device import Device
@@ -21,11 +21,10 @@ from ..options import Options
 from ..plan.extents import Extents
 from ..plan.families import FAMILIES, kernels_of, plan_of
 from ..plan.spec import Spec
-from ..problem import MAX_SEQLEN, Problem, make_problem
-from ..sequences import Sequences
+from ..problem import MAX_SEQLEN, make_problem
 from . import prepared as launch
-from .packed import count as packed_count
-from .passes import BACKWARD, FORWARD, Pass, fill, steps_of, template_of
+from .checks import check
+from .passes import Given, contiguous_strides, fill, is_contiguous, sizes_of, template_of
 from .prepared import Call, Prepared
 from .template import numbers_of
 
@@ -78,37 +77,6 @@ def access(signatures: Sequence[_Plain], aligned: bool, others: Sequence[_Plain]
     return aligned, aligned and not unread
 
 
-def check(
-    names: Sequence[str],
-    library: Native,
-    keys: Sequence[tuple[Any, ...]],
-    options: Options,
-    sequences: Sequences | None = None,
-) -> tuple[Problem, list[Signature]]:
-    """All checks of q, k, v and what goes with them, by their library's signatures (in this order: q, k, v, then arrays
-    shaped like q); returns the problem and the signatures spelled out."""
-    dtypes = [library.dtype_name(key[2]) for key in keys]
-    packed = None if sequences is None else packed_count(library, sequences, keys[0][3])
-    problem = make_problem([key[0] for key in keys[:3]], dtypes[:3], **options._asdict(), sequences=packed)
-    shape = tuple(keys[0][0])
-    for name, key, dtype in zip(names[3:], keys[3:], dtypes[3:], strict=True):
-        if (tuple(key[0]), dtype) != (shape, dtypes[0]):
-            raise ArgumentError(
-                f"{name}: expected shape {shape} and dtype {dtypes[0]} of q, got {tuple(key[0])} and {dtype}"
-            )
-    signatures = [library.describe(name, key) for name, key in zip(names, keys, strict=True)]
-    q = signatures[0]
-    for name, sig in zip(names, signatures, strict=True):
-        if sig.device != q.device:
-            raise ArgumentError(f"{name}: expected the device of q, {place(q.device)}, got {place(sig.device)}")
-        if sig.strides[-1] != 1 and sig.shape[-1] > 1 and 0 not in sig.shape:
-            raise ArgumentError(
-                f"{name}: expected a stride of 1 along head_dim, got {sig.strides[-1]} elements; "
-                "make a contiguous copy first"
-            )
-    return problem, signatures
-
-
 Vet = Callable[[], None]
 
 
@@ -130,26 +98,47 @@ def _asked(
     return _Asked(spec, numbers_of(problem))
 
 
-def _extents(keys: Sequence[tuple[Any, ...]], layout: str) -> Extents | None:
+def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], layout: str) -> Extents | None:
     """The extents of arrays that fit each other; None where `check` must look closer. Costs the host 1 us."""
-    (shape, _, dtype, device), (key_shape, *_), v, *like_q = keys
-    if len(shape) != 4 or len(key_shape) != 4 or v[0] != key_shape:
+    i, j, k = given.qkv
+    shape, _, dtype, device = keys[i]
+    key_shape = keys[j][0]
+    if len(shape) != 4 or len(key_shape) != 4 or keys[k][0] != key_shape:
         return None
-    for key in keys[1:]:
-        if key[2] != dtype or key[3] != device:
+    for i in given.alike:
+        if keys[i][2] != dtype or keys[i][3] != device:
             return None
-    for key in like_q:
-        if key[0] != shape:
+    for i in given.like_q:
+        if keys[i][0] != shape:
             return None
     batch, a, b, head_dim = shape
     batch_k, c, d, head_dim_k = key_shape
     (seqlen_q, heads_q, seqlen_k, heads_k) = (a, b, c, d) if layout == "bshd" else (b, a, d, c)
     if batch_k != batch or head_dim_k != head_dim or heads_k < 1 or heads_q % heads_k:
         return None
-    return Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k) if max(seqlen_q, seqlen_k) <= MAX_SEQLEN else None
+    found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k)
+    if given.others:
+        sizes = sizes_of(found, head_dim)
+        for i, row in given.others:
+            own, _, kind, where = keys[i]
+            fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype
+            if not fits or where != device or own != row.shape(sizes):
+                return None
+    return found if max(seqlen_q, seqlen_k) <= MAX_SEQLEN else None
 
 
-def prepare_forward(
+def _copied(given: Given, signatures: Sequence[_Plain]) -> tuple[int, ...]:
+    """The numbers of arrays that a kernel reads as contiguous and that are not."""
+    found = []
+    for i, row in given.others:
+        shape, strides, _, _ = signatures[i]
+        if not row.strided and strides != contiguous_strides(shape) and not is_contiguous(shape, strides):
+            found.append(i)
+    return tuple(found)
+
+
+def prepare(
+    given: Given,
     library: Native,
     keys: Sequence[tuple[Any, ...]],
     options: Options,
@@ -157,75 +146,48 @@ def prepare_forward(
     stream: int,
     *,
     vet: Vet = lambda: None,
-    clocks: bool = False,
 ) -> Call:
-    """A forward of arrays q, k and v.
+    """A call from what is prepared for its spec; that is prepared first where it is new.
 
     Args:
-        keys: what the library's `signature` says of them.
-        aligned: whether their addresses are multiples of 16.
+        given: the names of its arrays; where clocks are wanted, it is of the sm90 family's form that records them.
+        keys: what the library's `signature` says of the arrays.
+        aligned: whether the addresses of those with strides are multiples of 16.
         vet: is called before the first call of a spec: raises where the arrays are not what they seem to be.
     """
-    return _prepare(FORWARD, library, keys, options, aligned, stream, vet, clocks)
-
-
-def prepare_backward(
-    library: Native,
-    keys: Sequence[tuple[Any, ...]],
-    options: Options,
-    aligned: bool,
-    stream: int,
-    *,
-    vet: Vet = lambda: None,
-) -> Call:
-    """A backward of arrays q, k, v, out and dout; arguments as of `prepare_forward`."""
-    return _prepare(BACKWARD, library, keys, options, aligned, stream, vet)
-
-
-def _prepare(
-    which: Pass,
-    library: Native,
-    keys: Sequence[tuple[Any, ...]],
-    options: Options,
-    aligned: bool,
-    stream: int,
-    vet: Vet,
-    clocks: bool = False,
-) -> Call:
-    """A call from what is prepared for its spec; that is prepared first where it is new."""
-    extents = _extents(keys, options.layout)
+    extents = _extents(given, library, keys, options.layout)
     if extents is None:
         vet()
-        extents = Extents.of(check(which.names, library, keys, options)[0])
+        extents = Extents.of(check(given.which, given.names, library, keys, options)[0])
     signatures: Sequence[_Plain] = keys
     if library is not TORCH:  # whose signatures need no description
-        signatures = [library.describe(name, key) for name, key in zip(which.names, keys, strict=True)]
-    for _, strides, _, _ in signatures:
-        if strides[3] != 1:
-            check(which.names, library, keys, options)
-    shape, _, dtype, ordinal = signatures[0]
-    unread = signatures[3:4]  # no kernel reads out by TMA
-    aligned, tma = access([*signatures[:3], *signatures[4:]] if unread else signatures, aligned, unread)
-    steps = steps_of(which, signatures, options.layout, extents)
-    batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
-    lengths = which.each(((seqlen_q, heads_q, batch), (seqlen_k, heads_k, batch)))
-    asks = which is BACKWARD, library.dtype_name(dtype), shape[3], options, min(batch, seqlen_q, seqlen_k, 1), aligned
+        signatures = [library.describe(name, key) for name, key in zip(given.names, keys, strict=True)]
+    for i in given.alike:
+        if signatures[i][1][-1] != 1:
+            check(given.which, given.names, library, keys, options)
+    shape, _, dtype, ordinal = signatures[given.qkv[0]]
+    aligned, tma = access(given.by_tma(signatures), aligned, given.by_hand(signatures))
+    lengths, steps = given.measure(signatures, options.layout)
+    batch, seqlen_q, seqlen_k, _, _ = extents
+    has_work = min(batch, seqlen_q, seqlen_k, 1)
+    asks = given.which.name == "backward", library.dtype_name(dtype), shape[3], options, has_work, aligned
+    copied = _copied(given, signatures) if given.others else ()
     while True:
-        asked = _asked(*asks, tma, clocks, wish())
-        key = ordinal, asked.spec
+        asked = _asked(*asks, tma, "clocks" in given.wanted, wish())
+        key = ordinal, given.kind, asked.spec
         prepared = launch.specs.find(key)
         if prepared is None:
             vet()
-            prepared = _first(which, library, keys, options, asked.spec, stream)
+            prepared = _first(given, library, keys, options, asked.spec, stream)
             launch.specs.keep(key, prepared)
-        call = prepared.call(extents, asked.numbers, lengths, steps, stream)
+        call = prepared.call(given, extents, asked.numbers, lengths, steps, copied, stream)
         if call is not None:
             return call
         tma = False  # the driver makes no tensor map of one of these arrays
 
 
 def _first(
-    which: Pass,
+    given: Given,
     library: Native,
     keys: Sequence[tuple[Any, ...]],
     options: Options,
@@ -233,13 +195,14 @@ def _first(
     stream: int,
 ) -> Prepared:
     """What the first call of a spec prepares: with TMA if it can read the arrays and the driver makes maps of them."""
-    problem, signatures = check(which.names, library, keys, options)
+    which = given.which
+    problem, signatures = check(which, given.names, library, keys, options)
     device = Device.of(signatures[0].device)
     with device.current():  # drivers encode tensor maps for a thread with a context alone
         for tma in (spec.tma, False):
             kernels = kernels_of(spec._replace(tma=tma), device)
-            filled = fill(which, plan_of(kernels, Extents.of(problem)), problem, signatures, options.layout)
-            template = None if filled is None else template_of(which, kernels, filled)
+            filled = fill(given, plan_of(kernels, Extents.of(problem)), problem, signatures, options.layout)
+            template = None if filled is None else template_of(given, kernels, filled)
             if filled is not None and template is not None:
                 return Prepared(kernels, filled, template, stream)
     raise AssertionError("every GPU has a plan without TMA")

@@ -8,41 +8,22 @@ addresses into the params struct and hands it to the driver; one with new length
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Any
 
 from ..compile import jit
 from ..gpu import tensormap
-from ..plan.extents import MAX_GRID, Extents, Kernels, Workspace
-from ..plan.families import Plan
-from ..plan.params import UNBOUNDED
-from ..problem import Problem
+from ..plan.extents import MAX_GRID, Extents, Kernels
 from . import counters
 from .kept import Kept
+from .passes import Filled, Given
 from .template import Lengths, Steps, Template, ask_driver
 
 _MAX_CALLS = 1024  # kept, at about 3 KB each; lengths that change at every call would otherwise fill the memory
 _MAX_SPECS = 512
 _thread = threading.local()
-
-
-class Filled(NamedTuple):
-    """A params struct that lacks addresses only.
-
-    Attributes:
-        writes: (word of 64 bits in the struct, which of a call's addresses goes there).
-        counter: the word of the tile counter's address, if there is one.
-        plain_bytes: where the struct without tensor maps begins, which some launches of a call take.
-    """
-
-    params: np.ndarray
-    writes: tuple[tuple[int, int], ...]
-    counter: int | None = None
-    plain_bytes: int = 0
+Writes = tuple[tuple[int, int], ...]  # (word of 64 bits in the params struct, which of a call's addresses goes there)
 
 
 class _Arguments:
@@ -80,21 +61,29 @@ class Prepared:
         self.persistent = any(variant.persistent for variant in kernels.variants)
         self.ordinal = self._device.ordinal
         self.size, self.plain_bytes = filled.params.nbytes, filled.plain_bytes
-        self.writes = filled.writes
-        self.counter_slot = filled.counter if self.persistent else None
+        self._words, self._writes = filled.words, dict[tuple[str, ...], Writes]()
+        self.counter_slot = next(iter(filled.words["counter"]), None) if self.persistent else None
         self.counters = counters.of(self.ordinal)
         self.free: list[_Arguments] = []  # a block is taken while its launch is written: threads never share one
         self.launch = jit.launcher()
         self.get_device, self.set_device = runtime.getDevice, runtime.setDevice
 
     def call(
-        self, extents: Extents, options: Sequence[int], lengths: Sequence[Lengths], steps: Sequence[Steps], stream: int
+        self,
+        given: Given,
+        extents: Extents,
+        options: Sequence[int],
+        lengths: Sequence[Lengths],
+        steps: Sequence[Steps],
+        copied: tuple[int, ...],
+        stream: int,
     ) -> Call | None:
         """A call of these extents; None if the driver refuses a tensor map of one of its arrays.
 
         Args:
             options: as `template.numbers_of` gives them.
-            lengths, steps: of the arrays that the template has strides of.
+            lengths, steps: as `given.measure` gives them.
+            copied: the numbers of arrays that it takes contiguous copies of.
         """
         tiles, workspace, sections, first_stores = self.kernels.numbers(extents)
         numbers = (*options, *extents, *sections, int(first_stores))
@@ -109,7 +98,14 @@ class Prepared:
             for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True)
             if n > 0
         ]
-        return Call(self, params, launches, workspace, extents)
+        order = (*given.order, *workspace)
+        made = [*given.shapes(extents, self.kernels.head_dim), *workspace.values()]
+        return Call(self, params, launches, order, self._writes.get(order) or self._find(order), given, made, copied)
+
+    def _find(self, order: tuple[str, ...]) -> Writes:
+        """Where the addresses of a call go that has them in this order; kept for all such calls."""
+        found = tuple((word, i) for i, name in enumerate(order) for word in self._words[name])
+        return self._writes.setdefault(order, found)
 
     def _ask(self, tensor: tensormap.TensorMap) -> bytes | None:
         if hasattr(_thread, "has_context") and self.get_device() == self.ordinal:
@@ -122,17 +118,27 @@ class Call:
     """The launches of one call on one device, ready but for the addresses of the arrays.
 
     Attributes:
-        rows: the shape of lse.
-        workspace: the arrays that the launches share: name -> (shape, dtype).
+        order: the names of the arrays whose addresses it takes.
+        likes: the arrays given that the first results are shaped like.
+        made: (shape, dtype) of the other results and of what the launches share.
+        copied: the numbers of the arrays given that it takes contiguous copies of.
     """
 
-    __slots__ = ("_launches", "_params", "prepared", "recent", "rows", "workspace")
+    __slots__ = ("_launches", "_params", "_writes", "copied", "likes", "made", "order", "prepared", "recent")
 
     def __init__(
-        self, prepared: Prepared, params: bytes, launches: list[Any], workspace: Workspace, extents: Extents
+        self,
+        prepared: Prepared,
+        params: bytes,
+        launches: list[Any],
+        order: tuple[str, ...],
+        writes: Writes,
+        given: Given,
+        made: list[tuple[tuple[int, ...], str]],
+        copied: tuple[int, ...],
     ) -> None:
-        self.prepared, self._params, self._launches, self.workspace = prepared, params, launches, workspace
-        self.rows = extents.batch, extents.heads_q, extents.seqlen_q
+        self.prepared, self._params, self._launches, self._writes = prepared, params, launches, writes
+        self.order, self.likes, self.made, self.copied = order, given.likes, made, copied
         self.recent = False
 
     @property
@@ -141,7 +147,7 @@ class Call:
         return self.prepared.persistent
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch on `stream`; `addresses` as `Filled.writes` counts them."""
+        """Launch on `stream`; `addresses`: of the arrays that `order` names."""
         prepared = self.prepared
         try:
             arguments = prepared.free.pop()
@@ -150,7 +156,7 @@ class Call:
         if arguments.holds is not self._params:
             arguments.bytes[:] = arguments.holds = self._params
         slots = arguments.slots
-        for slot, i in prepared.writes:
+        for slot, i in self._writes:
             slots[slot] = addresses[i]
         current = prepared.get_device()
         if current != prepared.ordinal or not hasattr(_thread, "has_context"):
@@ -167,84 +173,11 @@ class Call:
             prepared.free.append(arguments)
 
 
-_calls: Kept[Call] = Kept(_MAX_CALLS)
+calls: Kept[Call] = Kept(_MAX_CALLS)
 specs: Kept[Prepared] = Kept(_MAX_SPECS)
-
-
-def find(key: tuple[Any, ...]) -> Call | None:
-    """The call prepared under `key`; None for a new one, and for keys that cannot be hashed (the checks decide)."""
-    return _calls.find(key)
-
-
-def keep(key: tuple[Any, ...], call: Call) -> Call:
-    """Keep a call for the next time, if its key can be hashed; returns it."""
-    return _calls.keep(key, call)
 
 
 def forget() -> None:
     """Drop what is kept: calls are planned again. For tests and tools that change what a plan rests on."""
-    _calls.clear()
+    calls.clear()
     specs.clear()
-
-
-def fill_problem(params: np.ndarray, problem: Problem, plan: Plan) -> None:
-    """The run-time facts of `params.cuh`'s Problem."""
-    p = params["problem"]
-    for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "scale"):
-        p[name] = getattr(problem, name)
-    p["softcap"] = problem.softcap or 0
-    left, right = problem.window
-    p["window_left"] = UNBOUNDED if left is None else left
-    p["window_right"] = UNBOUNDED if right is None else right
-    p["section"], p["last_section"] = plan.sections
-    p["first_stores"] = plan.first_stores
-
-
-def fill_strides(params: np.ndarray, name: str, strides: Sequence[int], layout: str) -> None:
-    """The strides of one array, given in the caller's layout."""
-    row, head = (1, 2) if layout == "bshd" else (2, 1)
-    params[f"{name}_stride"] = strides[0], strides[row], strides[head]
-
-
-def pointers_first(params: np.ndarray) -> Filled:
-    """For a struct that begins with its pointers, in the order of a call's addresses."""
-    names = params.dtype.names or ()
-    return Filled(params, tuple((i, i) for i, _ in enumerate(itertools.takewhile(_is_pointer, names))))
-
-
-def _is_pointer(name: str) -> bool:
-    return not name.endswith("_stride")
-
-
-def with_tensor_maps(
-    dtype: np.dtype[np.void], plain: np.ndarray, maps: Mapping[str, tuple[tensormap.TensorMap, int]]
-) -> Filled | None:
-    """The params of an sm90 kernel around the plain ones.
-
-    Args:
-        dtype: of the struct: tensor maps, `plain`, then single words.
-        maps: name -> the map, and which of a call's addresses is its array's. The addresses are those of the plain
-            struct's pointers and, if the struct has them, of the clocks.
-
-    None if this driver's maps are not understood.
-    """
-    params = np.zeros((), dtype)
-    params["plain"] = plain
-    offsets = {name: field[1] // 8 for name, field in (dtype.fields or {}).items()}
-    pointers = pointers_first(plain).writes
-    writes = [(offsets["plain"] + word, i) for word, i in pointers]
-    if "clocks" in offsets:
-        writes.append((offsets["clocks"], len(pointers)))
-    for name, (tensor, i) in maps.items():
-        slot, words = tensormap.address_slot(tensor), tensormap.encode(tensor, 1 << 32)
-        if slot is None or words is None:
-            return None
-        params[f"map_{name}"] = words
-        writes.append((offsets[f"map_{name}"] + slot, i))
-    return Filled(params, tuple(writes), offsets.get("counter"), 8 * offsets["plain"])
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """In elements, of a new array of this shape."""
-    _, a, b, c = shape
-    return a * b * c, b * c, c, 1

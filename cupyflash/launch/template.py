@@ -8,21 +8,21 @@ from typing import Any
 import numpy as np
 
 from ..gpu.tensormap import ANYWHERE, Form, TensorMap, encode
-from ..plan.params import PROBLEM, STRIDES, UNBOUNDED
+from ..plan.extents import Extents
+from ..plan.params import PROBLEM, SCHEDULE, STRIDES, UNBOUNDED
 from ..problem import Problem
 
-# The fields of a Problem that `numbers_of` and the plan give, in this order; others are part of a template.
-NUMBERS = (
-    "window_left", "window_right", "scale", "batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "section",
-    "last_section", "first_stores",
-)  # fmt: skip
+# The numbers of a call, in the order in which `write` gets them; other fields are part of a template.
+OPTION_NUMBERS = ("window_left", "window_right", "scale")
+SCHEDULE_NUMBERS = ("section", "last_section", "first_stores")
+NUMBERS = (*OPTION_NUMBERS, *Extents._fields, *SCHEDULE_NUMBERS)
 Lengths = tuple[int, int, int]  # seqlen, heads, batch
 Steps = tuple[int, int, int]  # from one row, head and sequence to the next, in elements
 Encode = Callable[[TensorMap], "bytes | None"]
 
 
 def numbers_of(problem: Problem) -> tuple[int, int, int]:
-    """The first three of `NUMBERS`, which are options, as words of 32 bits."""
+    """`OPTION_NUMBERS`, as words of 32 bits."""
     left, right = problem.window
     bounds = np.array([UNBOUNDED if left is None else left, UNBOUNDED if right is None else right], np.int32)
     left_word, right_word = bounds.view(np.uint32).tolist()
@@ -41,14 +41,18 @@ class Template:
         """
         Args:
             params: the struct.
-            arrays: those with strides, in the order in which `write` gets them.
+            arrays: those with strides, by their names in the struct, in the order in which `write` gets them.
             maps: of those that have one in the struct: its form, and the map of any array of that form.
         """
         fields = _fields(params.dtype)
         plain, start = fields["plain"][:2] if "plain" in fields else (params.dtype, 0)
-        inner, order, numbers = _fields(plain), _fields(STRIDES), _fields(PROBLEM)
-        problem = start + inner["problem"][1]
-        self._numbers = tuple((problem + numbers[name][1]) // 4 for name in NUMBERS)
+        inner, order = _fields(plain), _fields(STRIDES)
+        words = {
+            name: (start + inner[part][1] + field[1]) // 4
+            for part, numbers in (("problem", PROBLEM), ("schedule", SCHEDULE))
+            for name, field in _fields(numbers).items()
+        }
+        self._numbers = tuple(words[name] for name in NUMBERS)
         self._strides = tuple(
             tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))
             for name in arrays

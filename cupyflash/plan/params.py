@@ -1,54 +1,159 @@
-"""The kernels' launch parameters: NumPy dtypes that mirror `kernels_cu/attention/params*.cuh` field by field.
+"""The kernels' launch parameters: the structs of `kernels_cu/attention/params*.cuh`, made from the table of arrays.
 
-The generated entry units assert the sizes when they compile; `tests/kernels/test_params.py` compares the fields.
+A struct is listed once, field by field. The NumPy dtype is made of that list, and so is the C++ text
+(``python -m tools.params``). What features bring comes last: kernels read their parameters at constant offsets, so a
+new feature leaves the machine code of the kernels without it as it was.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
 import numpy as np
 
+from ..operands import BACKWARD, FORWARD, INPUT, Number, Operand, Pass
+
 UNBOUNDED = 1 << 30  # kUnbounded: a window side without bound
+_ELEMENTS = {"": "void", "fp32": "float", "int32": "int", "int64": "long long"}  # "": those of q, whichever they are
 
-STRIDES = np.dtype([("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
-PROBLEM = np.dtype(
-    [
-        ("batch", "i4"),
-        ("seqlen_q", "i4"),
-        ("seqlen_k", "i4"),
-        ("heads_q", "i4"),
-        ("heads_k", "i4"),
-        ("window_left", "i4"),
-        ("window_right", "i4"),
-        ("section", "i4"),
-        ("last_section", "i4"),
-        ("first_stores", "i4"),
-        ("scale", "f4"),
-        ("softcap", "f4"),
-    ],
-    align=True,
+
+class Field(NamedTuple):
+    """One field: its type in C++, and what its comment says."""
+
+    name: str
+    type: str
+    text: str = ""
+
+
+class Struct(NamedTuple):
+    """A struct by its name in C++; `text` is the comment above it, or above its first field."""
+
+    name: str
+    fields: tuple[Field, ...]
+    text: str = ""
+    first: str = ""
+
+
+_STRIDES = Struct(
+    "Strides",
+    (Field("batch", "long long"), Field("row", "long long"), Field("head", "long long")),
+    "In elements; the stride along the last dimension is always 1.",
 )
+_PROBLEM = Struct(
+    "Problem",
+    (
+        Field("batch", "int"),
+        Field("seqlen_q", "int"),
+        Field("seqlen_k", "int"),
+        Field("heads_q", "int"),
+        Field("heads_k", "int", "heads_q is a multiple of heads_k (GQA, MQA)"),
+        Field("window_left", "int"),
+        Field("window_right", "int", "query i sees keys [i + seqlen_k - seqlen_q - left, ... + right]; or kUnbounded"),
+        Field("scale", "float", "of the scores, before the softmax"),
+        Field("softcap", "float", "c in c * tanh(score / c); kSoftcap only"),
+    ),
+    "What was asked for: the same in every launch of one call.",
+)
+_SCHEDULE = Struct(
+    "Schedule",
+    (
+        Field("section", "int"),
+        Field("last_section", "int", "heads taken together; the last ones, which even out the tail (schedule.cuh)"),
+        Field("first_stores", "int", "backward: a query tile's first key block stores its dQ, not adds (dq_accum.cuh)"),
+    ),
+    "What the plan chose for it.",
+)
+COMMON = (_STRIDES, _PROBLEM, _SCHEDULE)
 
 
-def _params(pointers: str, strided: str) -> np.dtype[np.void]:
-    addresses = [(name, np.dtype("u8")) for name in pointers.split()]
-    strides = [(f"{name}_stride", STRIDES) for name in strided.split()]
-    return np.dtype([*addresses, *strides, ("problem", PROBLEM)], align=True)
+def _pointer(row: Operand, which: Pass) -> Field:
+    use = which.uses[row.name]
+    shape = f"like {row.like}" if row.like in which.rows else f"[{', '.join(row.dims)}]"
+    facts = [shape if row.strided or row.hopper else f"{shape}, contiguous", use.text]
+    if row.feature and "null:" not in use.text:
+        facts.append("null: not given")
+    return Field(
+        row.member, f"{'const ' * (use.role == INPUT)}{_ELEMENTS[row.dtype]} *", "; ".join(filter(None, facts))
+    )
+
+
+def _strides(row: Operand) -> list[Field]:
+    return [Field(f"{row.member}_stride", "Strides")] * row.strided
+
+
+def plain_struct(which: Pass) -> Struct:
+    """The struct of a pass's kernels: pointers, strides, numbers; then what features bring, in their order."""
+    rows = [row for row in which.rows.values() if not row.hopper]
+    common = [row for row in rows if not row.feature]
+    fields = [_pointer(row, which) for row in common]
+    fields += [field for row in common for field in _strides(row)]
+    fields += [Field("problem", "Problem"), Field("schedule", "Schedule")]
+    for brought in which.brought:
+        if isinstance(brought, Number):
+            fields.append(Field(brought.name, brought.type, brought.text))
+        else:
+            fields += [_pointer(brought, which), *_strides(brought)]
+    return Struct({"forward": "FwdParams", "backward": "BwdParams"}[which.name], tuple(fields))
+
+
+def hopper_struct(which: Pass) -> Struct:
+    """That of its sm90 kernels: tensor maps and what else this family alone has, then the plain one."""
+    plain = plain_struct(which)
+    boxes = {row.member: which.uses[row.name].box for row in which.rows.values()}
+    fields = [Field(f"map_{name}", "ptx::TensorMap") for name, box in boxes.items() if box is not None]
+    fields += [_pointer(row, which) for row in which.rows.values() if row.hopper]
+    fields.append(Field("plain", plain.name, "the same arrays, for what is not TMA's"))
+    by_rows: dict[Any, list[str]] = {}
+    for name, box in boxes.items():
+        if box is not None:
+            by_rows.setdefault(box, []).append(name)
+    rows = [f"{_constant(box)} ({', '.join(names)})" for box, names in by_rows.items()]
+    first = (
+        "[head_dim, seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64 columns by "
+        f"{', '.join(rows[:-1])} or {rows[-1]} rows; kernels that share the struct share the boxes, those of the first."
+    )
+    return Struct(plain.name.replace("Params", "Sm90Params"), tuple(fields), first=first)
+
+
+def _constant(box: int | str) -> str:
+    return str(box) if isinstance(box, int) else "k" + "".join(word.capitalize() for word in box.split("_"))
 
 
 TENSOR_MAP = np.dtype(("u8", 16))  # the driver's CUtensorMap: 128 bytes
-FWD_PARAMS = _params("q k v o lse", "q k v o")
-BWD_PARAMS = _params("q k v o dout lse dlse dq dk dv row_stats dq_accum dq_turn", "q k v o dout dq dk dv")
+_SCALARS: dict[str, np.dtype[Any]] = {
+    "int": np.dtype("i4"),
+    "float": np.dtype("f4"),
+    "long long": np.dtype("i8"),
+    "ptx::TensorMap": TENSOR_MAP,
+}
 
 
-def _with_maps(names: str, plain: np.dtype[np.void], *more: str) -> np.dtype[np.void]:
-    """A struct that begins with tensor maps, which are aligned to 64 bytes, and so is its size."""
-    maps = [(f"map_{name}", TENSOR_MAP) for name in names.split()]
-    fields = np.dtype([*maps, ("plain", plain), *((name, np.dtype("u8")) for name in more)], align=True)
-    offsets = [fields.fields[name][1] for name in fields.names or ()] if fields.fields else []
-    formats = [fields[name] for name in fields.names or ()]
-    size = -(-fields.itemsize // 64) * 64
-    return np.dtype({"names": list(fields.names or ()), "formats": formats, "offsets": offsets, "itemsize": size})
+def _dtype(struct: Struct, inner: Mapping[str, np.dtype[Any]]) -> np.dtype[np.void]:
+    """A struct in NumPy; `inner`: the types of its fields. Tensor maps are aligned to 64 bytes, and so is the size of
+    what has any."""
+    types = [np.dtype("u8") if field.type.endswith("*") else inner[field.type] for field in struct.fields]
+    found = np.dtype([(field.name, kind) for field, kind in zip(struct.fields, types, strict=True)], align=True)
+    if TENSOR_MAP not in types:
+        return found
+    fields = [(name, *place[:2]) for name, place in (found.fields or {}).items()]
+    names, formats, offsets = zip(*fields, strict=True)
+    size = -(-found.itemsize // 64) * 64
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
 
 
-FWD_SM90_PARAMS = _with_maps("q k v o", FWD_PARAMS, "counter", "clocks")
-BWD_SM90_PARAMS = _with_maps("q k v dout dq dk dv", BWD_PARAMS, "counter")
+STRIDES, PROBLEM, SCHEDULE = (_dtype(struct, _SCALARS) for struct in COMMON)
+_COMMON = _SCALARS | {"Strides": STRIDES, "Problem": PROBLEM, "Schedule": SCHEDULE}
+
+
+@functools.cache
+def params_of(which: Pass) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
+    """Both structs of a pass: the plain one, and that of the sm90 family."""
+    plain = plain_struct(which)
+    found = _dtype(plain, _COMMON)
+    return found, _dtype(hopper_struct(which), _COMMON | {plain.name: found})
+
+
+FWD_PARAMS, FWD_SM90_PARAMS = params_of(FORWARD)
+BWD_PARAMS, BWD_SM90_PARAMS = params_of(BACKWARD)

@@ -154,12 +154,6 @@ class BackwardSm90(Main):
 
     deterministic: bool = False
 
-    @property
-    def box_rows(self) -> dict[str, int]:
-        """Of the tensor maps."""
-        m, n = self.block_m, self.block_n
-        return {"q": m, "k": n, "v": n, "dout": m, "dq": 64, "dk": 64, "dv": 64}
-
 
 class BackwardDkvSm90(BackwardSm90):
     """bwd_dkv_sm90.cuh: dK and dV."""
@@ -171,10 +165,6 @@ class BackwardDqSm90(BackwardSm90):
     """bwd_dq_sm90.cuh: dQ."""
 
     header, function, persistent, over = "bwd_dq_sm90", "bwd_dq", True, "q"
-
-    @property
-    def box_rows(self) -> dict[str, int]:
-        return super().box_rows | {"q": 64, "dout": 64}  # a warpgroup's
 
 
 class Sm90(Family):

@@ -18,7 +18,7 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
     using T = typename V::Element;
     using Dq = DqTile<V>;
     const Problem &problem = p.problem;
-    const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_q, V::kBlockM), problem.heads_q);
+    const TileIndex tile = TileIndex::of<false>(p, ceil_div(problem.seqlen_q, V::kBlockM), problem.heads_q);
     const int sequence = tile.batch * problem.heads_q + tile.head;
     float *accum = Dq::accum(p, sequence, tile.block);
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
             x[0] = from[0];
         }
     });
-    if (problem.first_stores && *dq_turn<V>(p, sequence, tile.block) == 0) dQ.zero();  // no query of it sees a key
+    if (p.schedule.first_stores && *dq_turn<V>(p, sequence, tile.block) == 0) dQ.zero();  // no query of it sees a key
     dQ.scale(problem.scale);
 
     const SmemTile<T, V::kBlockM, Dq::kDim> sdQ{ptx::dynamic_smem()};

@@ -17,12 +17,12 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
                   kRowsPerPass = kThreads / kLanesPerRow;
     constexpr int kPasses = ceil_div(M, kRowsPerPass), kBatch = kPasses < 4 ? kPasses : 4;  // loaded together
     const Problem &problem = p.problem;
-    const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
+    const TileIndex tile = TileIndex::of<false>(p, ceil_div(problem.seqlen_q, M), problem.heads_q);
     const int sequence = tile.batch * problem.heads_q + tile.head;
     const T *o = static_cast<const T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head);
     const T *dout = static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, tile.head);
 
-    if (p.dq_accum && !problem.first_stores) {
+    if (p.dq_accum && !p.schedule.first_stores) {
         auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.block));
         #pragma unroll
         for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};

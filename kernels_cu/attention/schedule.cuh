@@ -12,10 +12,12 @@ struct TileIndex {
     int block;        // along the sequence
     int head, batch;  // batch * heads + head runs over all sequences
 
-    // Tile number `index` of blocks * heads * batch. kDescending: the last block of a sequence comes first.
-    template <bool kDescending>
-    __device__ static TileIndex at(int index, const Problem &p, int blocks, int heads) {
-        const int last_start = p.batch * heads - p.last_section;
+    // Tile number `index` of blocks * heads * batch, of a plain params struct. kDescending: the last block of a sequence
+    // comes first.
+    template <bool kDescending, class Params>
+    __device__ static TileIndex at(int index, const Params &params, int blocks, int heads) {
+        const Schedule &p = params.schedule;
+        const int last_start = params.problem.batch * heads - p.last_section;
         const bool is_last = index >= last_start * blocks;
         const int section_start = is_last ? last_start : index / (p.section * blocks) * p.section;
         const int section = is_last ? p.last_section : min(p.section, last_start - section_start);
@@ -24,8 +26,8 @@ struct TileIndex {
         return {kDescending ? blocks - 1 - turn : turn, sequence % heads, sequence / heads};
     }
     // The tile of this block, where each block computes one.
-    template <bool kDescending>
-    __device__ static TileIndex of(const Problem &p, int blocks, int heads) {
+    template <bool kDescending, class Params>
+    __device__ static TileIndex of(const Params &p, int blocks, int heads) {
         return at<kDescending>(ptx::block_index(), p, blocks, heads);
     }
 };

@@ -13,9 +13,9 @@ struct BwdVisits {
 
     __device__ static int key_blocks(const Problem &p) { return ceil_div(p.seqlen_k, V::kBlockN); }
     // Those of this block, where each block computes one tile; of tile number `number`; and of any tile.
-    __device__ explicit BwdVisits(const Problem &p) : BwdVisits(p, ptx::block_index()) {}
-    __device__ BwdVisits(const Problem &p, int number)
-        : BwdVisits(p, TileIndex::at<false>(number, p, key_blocks(p), p.heads_k)) {}
+    __device__ explicit BwdVisits(const BwdParams &p) : BwdVisits(p, ptx::block_index()) {}
+    __device__ BwdVisits(const BwdParams &p, int number)
+        : BwdVisits(p.problem, TileIndex::at<false>(number, p, key_blocks(p.problem), p.problem.heads_k)) {}
     __device__ BwdVisits(const Problem &p, const TileIndex &tile) : problem(p), tile(tile) {
         k0 = tile.block * V::kBlockN;
         const Mask<V> mask(p);

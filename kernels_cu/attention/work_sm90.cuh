@@ -4,9 +4,9 @@
 #include "attention/schedule.cuh"
 
 // Tile `number` of blocks * heads * batch as an item of the queue, and back: block is -1 where there is no such tile.
-template <bool kDescending>
-__device__ __forceinline__ ptx::U128 pack_tile(int number, const Problem &p, int blocks, int heads) {
-    if (number >= blocks * heads * p.batch) return {~0u};
+template <bool kDescending, class Params>
+__device__ __forceinline__ ptx::U128 pack_tile(int number, const Params &p, int blocks, int heads) {
+    if (number >= blocks * heads * p.problem.batch) return {~0u};
     const auto index = TileIndex::at<kDescending>(number, p, blocks, heads);
     return {static_cast<ptx::u32>(index.block), static_cast<ptx::u32>(index.head), static_cast<ptx::u32>(index.batch)};
 }

@@ -49,7 +49,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     // Which keys. With a mask, the first key blocks are the longest.
     const Problem &problem = p.problem;
-    const TileIndex tile = TileIndex::of<false>(problem, ceil_div(problem.seqlen_k, N), problem.heads_k);
+    const TileIndex tile = TileIndex::of<false>(p, ceil_div(problem.seqlen_k, N), problem.heads_k);
     const int group = problem.heads_q / problem.heads_k, k0 = tile.block * N;
     const int key0 = warp() % (N / kRows) * kRows;  // this warp's keys
     const int part = warp() / (N / kRows);          // and its share of them, if kSplitD > 1
@@ -178,7 +178,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
     // block is, is worked out again: the main loop has no registers left to keep it.
     const TileIndex here =
-        TileIndex::at<false>(ptx::opaque(ptx::block_index()), problem, ceil_div(problem.seqlen_k, N), problem.heads_k);
+        TileIndex::at<false>(ptx::opaque(ptx::block_index()), p, ceil_div(problem.seqlen_k, N), problem.heads_k);
     const int thread_warp = fresh_thread() / 32, row0 = thread_warp % (N / kRows) * kRows;
     const int first_col = thread_warp / (N / kRows) * kCols, first_key = here.block * N;
     const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,

@@ -31,7 +31,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     // Which tile.
     const Problem &problem = p.problem;
-    const TileIndex tile = TileIndex::of<Mask<V>::kHides>(problem, ceil_div(problem.seqlen_q, M), problem.heads_q);
+    const TileIndex tile = TileIndex::of<Mask<V>::kHides>(p, ceil_div(problem.seqlen_q, M), problem.heads_q);
     const int q0 = tile.block * M, row0 = warp() * kRows, head_k = tile.head / (problem.heads_q / problem.heads_k);
     const T *q = static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, tile.head);
     const T *k = static_cast<const T *>(p.k) + head_offset(p.k_stride, tile.batch, head_k);

@@ -79,7 +79,7 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
     RingPosition<V::kStages> ring;
     RingPosition<1> tiles;
     for (TileNumbers numbers(p.counter);; numbers.draw(), tiles.next()) {
-        const auto work = pack_tile<false>(numbers.number, problem, BwdVisits<V>::key_blocks(problem), problem.heads_k);
+        const auto work = pack_tile<false>(numbers.number, p.plain, BwdVisits<V>::key_blocks(problem), problem.heads_k);
         queue.publish(work);
         const TileIndex tile = unpack_tile(work);
         if (tile.block < 0) {

@@ -65,8 +65,8 @@ struct BwdDqTile {
     TileIndex index;
     int q0, head_k, first, end;
 
-    __device__ static ptx::U128 pack(int number, const Problem &p) {
-        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.seqlen_q, V::kBlockM), p.heads_q);
+    __device__ static ptx::U128 pack(int number, const BwdParams &p) {
+        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.problem.seqlen_q, V::kBlockM), p.problem.heads_q);
     }
     __device__ BwdDqTile(const ptx::U128 &packed, const Problem &p)
         : index(unpack_tile(packed)), q0(index.block * V::kBlockM), head_k(index.head / (p.heads_q / p.heads_k)) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const Bwd
     WorkQueue queue = smem.queue();
     RingPosition<V::kStages> ring;
     for (TileNumbers numbers(p.counter);; numbers.draw()) {
-        const ptx::U128 work = BwdDqTile<V>::pack(numbers.number, p.plain.problem);
+        const ptx::U128 work = BwdDqTile<V>::pack(numbers.number, p.plain);
         queue.publish(work);
         const BwdDqTile<V> tile(work, p.plain.problem);
         if (!tile.exists()) {

@@ -83,8 +83,7 @@ struct BwdSm90Smem {
 template <class V>
 __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem) {
     constexpr int M = V::kBlockM;
-    const Problem &problem = p.plain.problem;
-    BwdVisits<V> visit(problem);
+    BwdVisits<V> visit(p.plain);
     const int batch = visit.tile.batch;
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
@@ -107,15 +106,15 @@ template <class V>
 __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem) {
     constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
     const Problem &problem = p.plain.problem;
-    BwdVisits<V> visit(problem);
+    BwdVisits<V> visit(p.plain);
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
         const auto at = RingPosition<2>::of(i);
         float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence(), visit.m_block);
         int *const turn = dq_turn<V>(p.plain, visit.sequence(), visit.m_block);
         const int rank = visit.tile.block - Mask<V>(problem).first_key_block(visit.q0());
-        const bool stores = problem.first_stores && rank == 0;
-        if (V::kDeterministic || problem.first_stores) {
+        const bool stores = p.plain.schedule.first_stores && rank == 0;
+        if (V::kDeterministic || p.plain.schedule.first_stores) {
             while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1))) ptx::nanosleep();
             ptx::fence_proxy_async_global();
         }
@@ -156,7 +155,7 @@ struct BwdGroup {
     }
 
     __device__ void run() {
-        BwdVisits<V> visit(problem);
+        BwdVisits<V> visit(p.plain);
         const int key0 = uniform(visit.k0 + 64 * group), count = uniform(visit.count);
         const int first = uniform(mask.first_query_block(key0));
         const int end = uniform(key0 < problem.seqlen_k ? mask.end_query_block(key0) : 0);
@@ -285,7 +284,7 @@ struct BwdGroup {
 
     // dK and dV leave through the shared memory of K and V.
     __device__ void finish() {
-        const BwdVisits<V> visits(problem, ptx::opaque(ptx::block_index()));
+        const BwdVisits<V> visits(p.plain, ptx::opaque(ptx::block_index()));
         const int key0 = visits.k0 + 64 * group;
         const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
         const int row0 = fresh_thread() / 32 % 4 * 16;

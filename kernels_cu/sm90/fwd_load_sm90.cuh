@@ -63,8 +63,8 @@ struct FwdTile {
     int block, head, batch;  // block: along the sequence; -1: there are no more tiles
     int q0, first, end;
 
-    __device__ static ptx::U128 pack(int number, const Problem &p) {
-        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.seqlen_q, V::kBlockM), p.heads_q);
+    __device__ static ptx::U128 pack(int number, const FwdParams &p) {
+        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.problem.seqlen_q, V::kBlockM), p.problem.heads_q);
     }
     __device__ FwdTile(const ptx::U128 &packed, const Problem &p)
         : block(packed.x[0]), head(packed.x[1]), batch(packed.x[2]), q0(block * V::kBlockM) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
     WorkQueue queue = smem.queue();
     RingPosition<V::kStages> ring;
     for (TileNumbers numbers(p.counter);;) {
-        const ptx::U128 work = FwdTile<V>::pack(numbers.number, problem);
+        const ptx::U128 work = FwdTile<V>::pack(numbers.number, p.plain);
         queue.publish(work);
         const FwdTile<V> tile(work, problem);
         if (!tile.exists()) {

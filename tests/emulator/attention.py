@@ -14,9 +14,11 @@ from cupyflash.check.cases import Case, Inputs, case
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
 from cupyflash.gpu.tensormap import TensorMap
-from cupyflash.launch.prepared import contiguous_strides, fill_problem, fill_strides
+from cupyflash.launch.passes import contiguous_strides, fill_plain, fill_problem, given_of
+from cupyflash.operands import BACKWARD, FORWARD, Pass
+from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import Plan, plan_call
-from cupyflash.plan.sm90 import BackwardSm90, ForwardSm90
+from cupyflash.plan.params import params_of
 from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
 
@@ -45,24 +47,28 @@ def small_device(arch: str, sm_count: int = 3) -> Device:
 
 
 class Buffers:
-    """The arrays of one call in emulated memory: their addresses, and what params structs say of them."""
+    """The arrays of one call of a pass in emulated memory: their addresses, and what params structs say of them."""
 
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
+    def __init__(self, memory: Memory, which: Pass) -> None:
+        self.memory, self.which = memory, which
         self.address: dict[str, int] = {}
         self.shape: dict[str, tuple[int, ...]] = {}
-        self.strides: dict[str, tuple[int, ...]] = {}  # in elements
+        self.strides: dict[str, tuple[int, ...]] = {}  # in elements, of those that have some in the structs
 
     def add(self, name: str, x: Array) -> None:
         """An input."""
+        row = self.which.rows[name]
+        if not row.strided:
+            x = np.ascontiguousarray(x, _DTYPES[row.dtype])
         self.address[name], self.shape[name] = self.memory.input(name, x), x.shape
-        self.strides[name] = tuple(s // x.itemsize for s in x.strides)
+        if row.strided:
+            self.strides[name] = tuple(s // x.itemsize for s in x.strides)
 
     def make(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """A contiguous output."""
         self.address[name], out = self.memory.output(name, shape, dtype)
         self.shape[name] = shape
-        if len(shape) == 4:
+        if self.which.rows[name].strided:
             self.strides[name] = contiguous_strides(shape)
         return out
 
@@ -70,13 +76,17 @@ class Buffers:
         """Whether every row of all inputs starts at a multiple of 16 bytes."""
         return all(
             self.address[name] % 16 == 0
-            and all(s % 8 == 0 for s, n in zip(strides[:3], self.shape[name][:3], strict=True) if n > 1)
+            and all(s % 8 == 0 for s, n in zip(strides[:-1], self.shape[name][:-1], strict=True) if n > 1)
             for name, strides in self.strides.items()
         )
 
-    def readable(self, name: str) -> bool:
-        """Whether TMA can read an array."""
-        return self.address[name] % 16 == 0 and tensormap.readable(self.shape[name], self.strides[name])
+    def readable(self) -> bool:
+        """Whether TMA can read the inputs that it reads."""
+        return all(
+            self.address[name] % 16 == 0 and tensormap.readable(self.shape[name], strides)
+            for name, strides in self.strides.items()
+            if self.which.uses[name].box is not None
+        )
 
     def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:
         """The array's tensor map."""
@@ -84,15 +94,17 @@ class Buffers:
         box = tensormap.BOX_COLUMNS, rows, 1, 1
         return tensor_map(self.address[name], m.sizes, m.strides_bytes, box, _SWIZZLE_128B)
 
-    def fill(self, struct: np.ndarray) -> None:
-        """Addresses and strides of all the arrays that the struct names."""
-        names = struct.dtype.names or ()
+    def params(self, plan: Plan, problem: Problem) -> tuple[Array, Array]:
+        """Both structs of the pass, the counter apart: the plain one, and that of the sm90 family."""
+        rows, (plain, hopper) = self.which.rows, (np.zeros((), kind) for kind in params_of(self.which))
         for name, address in self.address.items():
-            if name in names:
-                struct[name] = address
-        for name, strides in self.strides.items():
-            if f"{name}_stride" in names:
-                fill_strides(struct, name, strides, "bshd")
+            plain[rows[name].member] = address
+        fill_plain(plain, rows, {name: (self.shape[name], strides) for name, strides in self.strides.items()}, "bshd")
+        fill_problem(plain, self.which, problem, plan)
+        hopper["plain"] = plain
+        for name, box in self.which.boxes(launch.variant for launch in plan.launches).items():
+            hopper[f"map_{rows[name].member}"] = self.map(name, problem.dtype, box)
+        return plain, hopper
 
 
 @dataclasses.dataclass
@@ -119,63 +131,57 @@ class Session:
     left_over: float | None = None
     collectives: int = 0
 
-    def forward(self, inputs: Inputs, problem: Problem) -> tuple[Array, Array]:
-        """out, lse."""
-        with Memory() as memory:
-            buffers = Buffers(memory)
-            for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
-                buffers.add(name, x)
-            aligned, tma = buffers.aligned(), all(buffers.readable(name) for name in "qkv")
-            plan = plan_call(problem, self.device, aligned=aligned, tma=tma, family=self.family)
-            out = buffers.make("o", inputs.q.shape, inputs.q.dtype)
-            lse = buffers.make("lse", (problem.batch, problem.heads_q, problem.seqlen_q), np.float32)
-            if not self.wants_lse:
-                del buffers.address["lse"]
-            self._launch(plan, problem, buffers)
-            return out.copy(), lse.copy()
+    def forward(self, inputs: Inputs, problem: Problem, **more: Array) -> tuple[Array, Array]:
+        """out, lse; `more`: what features bring, by name."""
+        made = self._run(FORWARD, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **more}, problem)
+        return made["out"], made["lse"]
 
-    def backward(self, inputs: Inputs, out: Array, lse: Array, problem: Problem) -> tuple[Array, Array, Array]:
+    def backward(
+        self, inputs: Inputs, out: Array, lse: Array, problem: Problem, **more: Array
+    ) -> tuple[Array, Array, Array]:
         """dq, dk, dv."""
+        arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "dout": inputs.dout, "lse": lse, **more}
+        if inputs.dlse is not None:
+            arrays["dlse"] = inputs.dlse
+        made = self._run(BACKWARD, arrays, problem)
+        return made["dq"], made["dk"], made["dv"]
+
+    def _run(self, which: Pass, arrays: dict[str, Array], problem: Problem) -> dict[str, Array]:
+        """All that a pass makes of arrays, by name."""
+        given = given_of(which, tuple(arrays), ("lse",) if which is FORWARD else ())
+        family = self.family if which is FORWARD else self.backward_family
         with Memory() as memory:
-            buffers = Buffers(memory)
-            arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "o": out, "dout": inputs.dout}
+            buffers = Buffers(memory, which)
             for name, x in arrays.items():
                 buffers.add(name, x)
-            readable = all(buffers.readable(name) for name in ("q", "k", "v", "dout"))
-            lies = {"aligned": buffers.aligned(), "tma": readable}
-            plan = plan_call(problem, self.device, backward=True, family=self.backward_family, **lies)
-            for name, vector in (("lse", lse), ("dlse", inputs.dlse)):
-                if vector is not None:
-                    buffers.address[name] = memory.input(name, np.ascontiguousarray(vector, np.float32))
-            like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
-            gradients = [buffers.make(name, x.shape, x.dtype) for name, x in like.items()]
+            known = {"backward": which is BACKWARD, "aligned": buffers.aligned(), "tma": buffers.readable()}
+            plan = plan_call(problem, self.device, family=family, **known)
+            likes = [arrays[name] for name in given.likes]
+            made = {name: buffers.make(name, x.shape, x.dtype) for name, x in zip(given.made, likes, strict=True)}
+            shapes = given.shapes(Extents.of(problem), problem.head_dim)
+            for name, (shape, dtype) in zip(given.shaped, shapes, strict=True):
+                made[name] = buffers.make(name, shape, _DTYPES[dtype])
+            if not self.wants_lse and which is FORWARD:
+                del buffers.address["lse"]
             for name, (shape, dtype) in plan.workspace.items():
-                buffers.address[name], workspace = memory.output(name, shape, _DTYPES[dtype])
+                workspace = buffers.make(name, shape, _DTYPES[dtype])
                 if self.left_over is not None and dtype == "fp32":
                     workspace[:] = self.left_over
             self._launch(plan, problem, buffers)
-            dq, dk, dv = (x.copy() for x in gradients)
-            return dq, dk, dv
+            return {name: x.copy() for name, x in made.items()}
 
     def _launch(self, plan: Plan, problem: Problem, buffers: Buffers) -> None:
         mode = dataclasses.replace(self.mode, ordered_red=problem.deterministic and self.mode.race)
+        plain, hopper = buffers.params(plan, problem)
         for launch in plan.launches:
             if launch.grid == 0:
                 continue
-            struct, variant = np.zeros((), launch.variant.params), launch.variant
-            plain = struct["plain"] if isinstance(variant, ForwardSm90 | BackwardSm90) else struct
-            buffers.fill(plain)
-            fill_problem(plain, problem, plan)
+            variant = launch.variant
+            struct = (plain if variant.params == plain.dtype else hopper).copy()
             counter = np.zeros(2, np.int32)
-            if isinstance(variant, ForwardSm90):
-                for name, rows in (("q", 64), ("k", variant.block_n), ("v", variant.block_n), ("o", 64)):
-                    struct[f"map_{name}"] = buffers.map(name, problem.dtype, rows)
             if variant.persistent and self.counter:
                 struct["counter"], counter = buffers.memory.output("counter", (2,), np.int32)
                 counter[:] = 0
-            if isinstance(variant, BackwardSm90):
-                for name, rows in variant.box_rows.items():
-                    struct[f"map_{name}"] = buffers.map(name, problem.dtype, rows)
             kernel = kernel_of(variant, self.device, self.headers)
             kernel(launch.grid, variant.threads, variant.smem_bytes, [struct], mode, self.seed)
             self.collectives += kernel.stats.collectives

@@ -36,7 +36,7 @@ ONE_KERNEL = (
     _bug("queries of the mask off by one", "sm90/bwd_sm90.cuh", "min(max(0, query) % 8, 2)", "min(max(0, query) % 8, 1)", "causal-d64", ""),
     _bug("NaN of hidden queries let through", "sm90/bwd_sm90.cuh", "if (ptx::vote_all(stage<T>(tile, row0, acc))) return;", "if (stage<T>(tile, row0, acc) || true) return;", "nan-in-queries-d64", ""),
     _bug("NaN of hidden keys let through", "any/bwd_convert.cuh", "if (!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0)))", "if (stage_rows<T>(sdQ, row0, dQ, col0); false)", "nan-in-hidden-key", ""),
-    _bug("dQ of queries that see no key not zero", "any/bwd_convert.cuh", "if (problem.first_stores && *dq_turn<V>(p, sequence, tile.block) == 0) dQ.zero();", ";", "more-queries-causal", ""),
+    _bug("dQ of queries that see no key not zero", "any/bwd_convert.cuh", "if (p.schedule.first_stores && *dq_turn<V>(p, sequence, tile.block) == 0) dQ.zero();", ";", "more-queries-causal", ""),
 )  # fmt: skip
 
 # ---- beyond: dK and dV, then dQ ----

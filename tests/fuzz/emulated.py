@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from cupyflash.check import cases
+from cupyflash.operands import FORWARD, GRADIENT, RESULT
 from cupyflash.plan.families import Plan
 from cupyflash.problem import Problem
 from tests.emulator import MODES, EmulatorError, missing_compiler
@@ -29,9 +30,10 @@ class FuzzSession(Session):
     spec: Spec = dataclasses.field(default_factory=Spec)
 
     def _launch(self, plan: Plan, problem: Problem, buffers: Buffers) -> None:
-        results = ("dq", "dk", "dv") if "dq" in buffers.address else ("o",)
-        moved = {name: _move(name, buffers, self.spec) for name in results if getattr(self.spec, name) != "contiguous"}
-        super()._launch(self._in_sections(plan, problem, is_forward=results == ("o",)), problem, buffers)
+        results = buffers.which.names(RESULT, GRADIENT, where=lambda row: row.strided)
+        memory = {name: getattr(self.spec, buffers.which.rows[name].member) for name in results}
+        moved = {name: _move(name, buffers, self.spec, kind) for name, kind in memory.items() if kind != "contiguous"}
+        super()._launch(self._in_sections(plan, problem, is_forward=buffers.which is FORWARD), problem, buffers)
         for name, (address, data, view) in moved.items():
             _contiguous_at(address, view)[...] = view
             view.view(np.uint16)[...] = 0xFFFF
@@ -46,10 +48,10 @@ class FuzzSession(Session):
         return dataclasses.replace(plan, sections=(section * group, min(section + 1, total) * group))
 
 
-def _move(name: str, buffers: Buffers, spec: Spec) -> tuple[int, NDArray[np.uint8], NDArray[Any]]:
+def _move(name: str, buffers: Buffers, spec: Spec, kind: str) -> tuple[int, NDArray[np.uint8], NDArray[Any]]:
     """Gives a result other strides; its old address, its bytes and the new view."""
     shape, dtype = buffers.shape[name], cases.NUMPY_DTYPE[spec.dtype]
-    like = MEMORY[getattr(spec, name)](np.zeros(shape, dtype))
+    like = MEMORY[kind](np.zeros(shape, dtype))
     low, high = np.lib.array_utils.byte_bounds(like)
     old = buffers.address[name]
     buffers.address[name], data = buffers.memory.raw(name, high - low)

@@ -192,7 +192,7 @@ def test_the_two_families_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
             with stream:
                 outs.append(call())
     synchronize()
-    assert sorted(call.persistent for call in launch._calls.values()) == [False, True]
+    assert sorted(call.persistent for call in launch.calls.values()) == [False, True]
     assert all(bits(out) == (expected, other)[i % 2] for i, out in enumerate(outs))
 
 
@@ -231,7 +231,7 @@ def test_the_first_call_of_a_new_thread(library: str) -> None:
 
 def test_more_calls_prepared_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropping prepared calls drops no work that is queued."""
-    monkeypatch.setattr(launch, "_calls", Kept(2))
+    monkeypatch.setattr(launch, "calls", Kept(2))
     monkeypatch.setattr(launch, "specs", Kept(2))
     expected, calls = [quiet(i) for i in NUMBERS], [make(i) for i in NUMBERS]
     outs = [call() for _ in range(10) for call in calls]

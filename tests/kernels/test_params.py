@@ -1,4 +1,5 @@
-"""cupyflash/plan/params.py mirrors kernels_cu/params*.cuh: names, order, types and offsets."""
+"""The params structs: the C++ text is what the table of arrays makes, and NumPy's dtypes mirror it: names, order, types
+and offsets."""
 
 from __future__ import annotations
 
@@ -8,13 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupyflash.operands import BACKWARD, FORWARD, Number, Pass
 from cupyflash.plan import params
 from cupyflash.plan.variant import kernel_sources
+from tools.params import headers
 
 SOURCE = re.sub(r"//.*", "", kernel_sources()["attention/params.cuh"] + kernel_sources()["attention/params_sm90.cuh"])
 MIRRORS: dict[str, np.dtype[np.void]] = {
     "Strides": params.STRIDES,
     "Problem": params.PROBLEM,
+    "Schedule": params.SCHEDULE,
     "FwdParams": params.FWD_PARAMS,
     "BwdParams": params.BWD_PARAMS,
     "FwdSm90Params": params.FWD_SM90_PARAMS,
@@ -66,6 +70,21 @@ def test_mirror(struct: str) -> None:
         assert mirror.fields[name][:2] == (kind, offset), name
         offset += kind.itemsize
     assert mirror.itemsize == -(-offset // alignment(mirror)) * alignment(mirror)
+
+
+def test_the_headers_are_those_of_the_table() -> None:
+    for name, text in headers().items():
+        assert kernel_sources()[f"attention/{name}"] == text, "python -m tools.params"
+
+
+@pytest.mark.parametrize("which", [FORWARD, BACKWARD], ids=lambda which: which.name)
+def test_what_features_bring_comes_last(which: Pass) -> None:
+    """In the order of the table, so that nothing that others have moves."""
+    plain, hopper = params.params_of(which)
+    names = [row.name if isinstance(row, Number) else row.member for row in which.brought]
+    behind = (plain.names or ())[(plain.names or ()).index("schedule") + 1 :]
+    assert [name for name in behind if not name.endswith("_stride")] == names
+    assert (hopper.names or ())[-1] == "plain"
 
 
 def test_tensor_map() -> None:

@@ -299,9 +299,9 @@ def test_the_gpu_of_this_machine() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     (shown,) = found["passes"][0]["launches"]
-    launch._calls.clear()
+    launch.calls.clear()
     attention(*[on_gpu(np.ones((1, 1000, 20, 128), ml_dtypes.bfloat16), "cupy")] * 3)
-    (call,) = launch._calls.values()
+    (call,) = launch.calls.values()
     assert found["device"]["ordinal"] == 0
     assert (shown["persistent"], found["passes"][0]["family"] == "sm90") == (call.persistent, call.persistent)
     assert shown["registers"] > 0

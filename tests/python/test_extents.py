@@ -17,6 +17,7 @@ from cupyflash.gpu.device import Device
 from cupyflash.launch import passes, template
 from cupyflash.launch import prepared as launch
 from cupyflash.launch.kept import Kept
+from cupyflash.operands import BACKWARD, FORWARD, Pass
 from cupyflash.plan import families as plan
 from cupyflash.plan.spec import Spec
 from cupyflash.problem import Problem, make_problem
@@ -25,6 +26,7 @@ from tests.pretended_gpu import COUNTER, Gpu, Launched, random_array
 
 pytestmark = pytest.mark.needs("cupy")
 Arrays = tuple[np.ndarray, ...]
+NAMES = ("q", "k", "v", "out", "dout")
 
 
 @pytest.fixture
@@ -65,17 +67,22 @@ def test_new_numbers_load_nothing_and_learn_nothing(gpu: Gpu, rng: np.random.Gen
 def facts(params: Any) -> dict[str, bytes]:
     """All that a params struct says but addresses."""
     plain = params["plain"] if "plain" in params.dtype.names else params
-    found = {name: plain[name].tobytes() for name in plain.dtype.names if name.endswith("_stride") or name == "problem"}
+    found = {
+        name: plain[name].tobytes()
+        for name in plain.dtype.names
+        if name.endswith("_stride") or name in ("problem", "schedule")
+    }
     return found | {name: params[name][1:].tobytes() for name in params.dtype.names if name.startswith("map_")}
 
 
-def planned(which: passes.Pass, x: Arrays, options: dict[str, Any]) -> list[tuple[str, int, dict[str, bytes]]]:
+def planned(which: Pass, x: Arrays, options: dict[str, Any]) -> list[tuple[str, int, dict[str, bytes]]]:
     """(symbol, grid, facts) of the launches that the plan of these arrays by itself has."""
-    signatures = [NUMPY.describe(name, NUMPY.signature(a)) for name, a in zip(which.names, x, strict=False)]
+    given = passes.given_of(which, NAMES[: 3 if which is FORWARD else 5])
+    signatures = [NUMPY.describe(name, NUMPY.signature(a)) for name, a in zip(given.names, x, strict=False)]
     problem = make_problem([a.shape for a in x[:3]], ["fp16"] * 3, **options)
-    known: dict[str, Any] = {"backward": which is passes.BACKWARD, "family": os.environ.get("CUPYFLASH_FAMILY")}
+    known: dict[str, Any] = {"backward": which is BACKWARD, "family": os.environ.get("CUPYFLASH_FAMILY")}
     chosen = plan.plan_call(problem, Device.of(0), **known)
-    filled = passes.fill(which, chosen, problem, signatures, options["layout"])
+    filled = passes.fill(given, chosen, problem, signatures, options["layout"])
     assert filled is not None
     found = []
     for n in chosen.launches:
@@ -114,7 +121,7 @@ def test_params_are_those_of_a_plan_by_itself(
     for x, options in [*calls, *calls[::-1]]:
         gpu.launched.clear()
         both(x, **options)
-        want = planned(passes.FORWARD, x, options) + planned(passes.BACKWARD, x, options)
+        want = planned(FORWARD, x, options) + planned(BACKWARD, x, options)
         assert found_in(gpu.launched, gpu) == want
 
 
@@ -126,7 +133,7 @@ def test_a_large_array_after_a_small_one(gpu: Gpu, rng: np.random.Generator) -> 
         gpu.launched.clear()
         both(x)
         options = {"layout": "bshd"}
-        assert found_in(gpu.launched, gpu) == planned(passes.FORWARD, x, options) + planned(passes.BACKWARD, x, options)
+        assert found_in(gpu.launched, gpu) == planned(FORWARD, x, options) + planned(BACKWARD, x, options)
 
 
 def test_maps_that_are_not_understood_cost_one_question_each(gpu: Gpu, rng: np.random.Generator) -> None:
@@ -292,13 +299,13 @@ def test_keys_that_cannot_be_hashed_are_not_kept() -> None:
 
 
 def test_calls_kept_stay_few(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_calls", Kept(5))
+    monkeypatch.setattr(launch, "calls", Kept(5))
     often = np.zeros((1, 400, 1, 64), np.float16)
     cupyflash.attention(often, often, often)
-    (first,) = launch._calls.values()
+    (first,) = launch.calls.values()
     for seqlen in range(1, 60):
         cupyflash.attention(*[often[:, :seqlen]] * 3)
         cupyflash.attention(often, often, often)
-        assert len(launch._calls) <= 5
-        assert first in launch._calls.values()
+        assert len(launch.calls) <= 5
+        assert first in launch.calls.values()
     assert len(launch.specs) == 1

@@ -13,17 +13,19 @@ from cupyflash import ArgumentError, UnsupportedError
 from cupyflash.arrays import adapters as arrays
 from cupyflash.launch import prepared as launch
 from cupyflash.launch import run
+from cupyflash.launch.checks import check
 from cupyflash.launch.kept import Kept
-from cupyflash.problem import Problem, make_problem
+from cupyflash.launch.passes import Given
+from cupyflash.plan.extents import Extents
+from cupyflash.problem import Problem
 
 
 class Call:
     """A prepared call that writes down what it is asked to launch."""
 
-    def __init__(self, problem: Problem, launched: list[Problem]) -> None:
+    def __init__(self, given: Given, problem: Problem, launched: list[Problem]) -> None:
         self.problem, self.launched = problem, launched
-        self.rows = problem.batch, problem.heads_q, problem.seqlen_q
-        self.workspace: dict[str, Any] = {}
+        self.likes, self.made, self.copied = given.likes, given.shapes(Extents.of(problem), problem.head_dim), ()
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         self.launched.append(self.problem)
@@ -36,12 +38,12 @@ class Gpu:
         self.launched: list[Problem] = []
         self.prepared = 0
 
-    def prepare(self, library: Any, keys: Any, options: Any, aligned: bool, stream: int, *, vet: Any) -> Call:
+    def prepare(
+        self, given: Given, library: Any, keys: Any, options: Any, aligned: bool, stream: int, *, vet: Any
+    ) -> Call:
         vet()
         self.prepared += 1
-        q, k, v = keys[:3]
-        dtypes = [library.dtype_name(key[2]) for key in (q, k, v)]
-        return Call(make_problem([q[0], k[0], v[0]], dtypes, **options._asdict()), self.launched)
+        return Call(given, check(given.which, given.names, library, keys, options)[0], self.launched)
 
 
 @pytest.fixture
@@ -51,9 +53,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     for library in (arrays.NUMPY, arrays.TORCH):
         monkeypatch.setattr(library, "signature", lambda x, of=library.signature: (*of(x)[:3], 0))
         monkeypatch.setattr(library, "stream", lambda device: 0)
-    for name in ("prepare_forward", "prepare_backward"):
-        monkeypatch.setattr(run, name, found.prepare)
-    monkeypatch.setattr(launch, "_calls", Kept(100))
+    monkeypatch.setattr(run, "prepare", found.prepare)
+    monkeypatch.setattr(launch, "calls", Kept(100))
     return found
 
 

@@ -37,6 +37,7 @@ PYTHON_LAYERS = (
     ("problem",),
     ("options",),
     ("arrays", "gpu"),
+    ("operands",),
     ("errors",),
 )
 # In a folder of the package a module imports only from those further to the right.
@@ -46,7 +47,7 @@ PYTHON_ORDER = {
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "attention tiles",
     "gpu": "tensormap device driver",
-    "launch": "run clocks prepare packed passes prepared template counters kept",
+    "launch": "run clocks prepare prepared checks packed passes template counters kept",
     "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
 }
 # Modules that are kept to some.

@@ -9,10 +9,12 @@ from cupyflash.arrays.adapters import Signature
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
 from cupyflash.launch import passes
-from cupyflash.launch.prepared import contiguous_strides
+from cupyflash.launch.passes import contiguous_strides
+from cupyflash.operands import BACKWARD, FORWARD, WORKSPACE, Pass
 from cupyflash.plan import families as plan
 from cupyflash.problem import Problem, make_problem
 
+NAMES = ("q", "k", "v", "out", "dout")
 Q, K = (2, 300, 4), (2, 310, 2)  # batch, seqlen, heads
 
 
@@ -36,36 +38,29 @@ def places(params: np.dtype[np.void], name: str) -> set[int]:
         return {fields[name][1] // 8} if name in fields else set()
     plain, start = fields["plain"][:2]
     found = {(start + plain.fields[name][1]) // 8} if plain.fields and name in plain.fields else set()
-    return found | ({fields[f"map_{name}"][1] // 8} if f"map_{name}" in fields else set())
-
-
-@pytest.mark.parametrize("family", ["sm80", "sm90"])
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
-def test_forward_addresses(head_dim: int, family: str) -> None:
-    problem, signatures = call(head_dim)
-    chosen = plan.plan_call(problem, Device.synthetic("sm_90"), family=family)
-    filled = passes.fill(passes.FORWARD, chosen, problem, signatures[:3], "bshd")
-    assert filled is not None
-    for i, name in enumerate(("q", "k", "v", "o", "lse")):
-        assert {word for word, index in filled.writes if index == i} == places(filled.params.dtype, name), name
+    return found | {fields[x][1] // 8 for x in (name, f"map_{name}") if x in fields}
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 192, 256])
-def test_backward_addresses(head_dim: int, family: str, deterministic: bool) -> None:
+@pytest.mark.parametrize("which", [FORWARD, BACKWARD], ids=lambda which: which.name)
+def test_addresses(which: Pass, head_dim: int, family: str, deterministic: bool) -> None:
+    """Of every array that the pass has; and the plan's workspaces are what the table says of them."""
     problem, signatures = call(head_dim, deterministic)
-    chosen = plan.plan_call(problem, Device.synthetic("sm_90"), backward=True, family=family)
-    filled = passes.fill(passes.BACKWARD, chosen, problem, signatures, "bshd")
+    given = passes.given_of(which, NAMES[: 3 if which is FORWARD else 5])
+    chosen = plan.plan_call(problem, Device.synthetic("sm_90"), backward=which is BACKWARD, family=family)
+    filled = passes.fill(given, chosen, problem, signatures[: len(given.names)], "bshd")
     assert filled is not None
-    names = ("q", "k", "v", "o", "dout", "lse", "dlse", "dq", "dk", "dv", "row_stats", "dq_accum", "dq_turn")
-    for i, name in enumerate(names):
-        assert {word for word, index in filled.writes if index == i} == places(filled.params.dtype, name), name
-    assert list(chosen.workspace) == list(names[10 : 10 + len(chosen.workspace)])  # in the order of the pointers
+    for name, row in which.rows.items():
+        assert set(filled.words[name]) == places(filled.params.dtype, row.member), name
+    for name, (shape, dtype) in chosen.workspace.items():
+        row = which.rows[name]
+        assert (which.uses[name].role, row.dtype, len(row.dims)) == (WORKSPACE, dtype, len(shape)), name
 
 
 def test_a_driver_with_other_maps_gets_no_params(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensormap, "address_slot", lambda tensor: None)
     problem, signatures = call(64)
     chosen = plan.plan_call(problem, Device.synthetic("sm_90"))
-    assert passes.fill(passes.FORWARD, chosen, problem, signatures[:3], "bshd") is None
+    assert passes.fill(passes.given_of(FORWARD, NAMES[:3]), chosen, problem, signatures[:3], "bshd") is None

@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cupyflash.arrays.adapters import Signature
 from cupyflash.gpu import tensormap
+from cupyflash.gpu.device import Device
 from cupyflash.gpu.tensormap import TensorMap
-from cupyflash.launch import prepared as launch
-from cupyflash.launch.prepared import contiguous_strides
+from cupyflash.launch.passes import contiguous_strides, fill, given_of
+from cupyflash.operands import FORWARD
+from cupyflash.plan.families import plan_call
 from cupyflash.plan.params import FWD_PARAMS, FWD_SM90_PARAMS
+from cupyflash.problem import make_problem
 
 MAP = TensorMap("bf16", (128, 300, 4, 2), (1024, 256, 307200), 64)
 REFUSED = 1  # CUDA_ERROR_INVALID_VALUE
@@ -173,28 +177,36 @@ def test_a_driver_that_refuses_and_none_at_all(driver: Any, monkeypatch: pytest.
 # ---- the params around them ----
 
 
+def filled_for(head_dim: int = 64) -> Any:
+    """The params of a forward of the sm90 family."""
+    signatures = [Signature((2, 300, 4, head_dim), contiguous_strides((2, 300, 4, head_dim)), "bf16", 0)] * 3
+    problem = make_problem([s.shape for s in signatures], ["bf16"] * 3)
+    chosen = plan_call(problem, Device.synthetic("sm_90"), family="sm90")
+    return fill(given_of(FORWARD, ("q", "k", "v")), chosen, problem, signatures, "bshd")
+
+
 def test_a_call_writes_its_addresses_where_the_kernel_reads_them(driver: Any) -> None:
-    """q, k, v, o, lse and clocks land in their fields, and a map gets the address that the driver would have put in."""
-    driver(whole)
-    plain = np.zeros((), FWD_PARAMS)
-    plain["problem"]["seqlen_q"] = 77
-    filled = launch.with_tensor_maps(FWD_SM90_PARAMS, plain, {name: (MAP, i) for i, name in enumerate("qkvo")})
-    assert filled is not None
-    assert filled.params.tobytes()[filled.plain_bytes :][: plain.nbytes] == plain.tobytes()
-    addresses = [0x7F0000000000 + 256 * (i + 1) for i in range(6)]
+    """Each address lands in its field, and a map gets the address that the driver would have put in."""
+    encoder = driver(whole)
+    filled = filled_for()
+    maps = {name: filled.params[f"map_{name}"].copy() for name in "qkvo"}
+    names = ("q", "k", "v", "out", "lse", "clocks", "counter", "seqused_k")
     words = np.frombuffer(bytearray(filled.params.tobytes()), np.uint64)
-    for slot, i in filled.writes:
-        words[slot] = addresses[i]
-    assert filled.counter is not None
-    words[filled.counter] = 1234
-    params = words.view(FWD_SM90_PARAMS)[0]
-    for name, address in zip(("q", "k", "v", "o", "lse"), addresses, strict=False):
-        assert params["plain"][name] == address
-    for name, address in zip("qkvo", addresses, strict=False):
-        np.testing.assert_array_equal(params[f"map_{name}"], tensormap.encode(MAP, address))
-    assert (params["clocks"], params["counter"], params["plain"]["problem"]["seqlen_q"]) == (addresses[5], 1234, 77)
+    for i, name in enumerate(names):
+        for word in filled.words[name]:
+            words[word] = 0x7F0000000000 + 256 * (i + 1)
+    params, plain = words.view(FWD_SM90_PARAMS)[0], words[filled.plain_bytes // 8 :][: FWD_PARAMS.itemsize // 8]
+    assert plain.view(FWD_PARAMS)[0] == params["plain"]
+    for i, name in enumerate(names):
+        member, address = FORWARD.rows[name].member, 0x7F0000000000 + 256 * (i + 1)
+        assert (params if FORWARD.rows[name].hopper else params["plain"])[member] == address
+        if member in maps:
+            maps[member][0] = address
+            np.testing.assert_array_equal(params[f"map_{member}"], maps[member])
+    assert params["plain"]["problem"]["seqlen_q"] == 300
+    assert {call["box"][1] for call in encoder.calls} == {64}
 
 
 def test_maps_that_are_not_understood_give_no_params(driver: Any) -> None:
     driver(shifted)
-    assert launch.with_tensor_maps(FWD_SM90_PARAMS, np.zeros((), FWD_PARAMS), {"q": (MAP, 0)}) is None
+    assert filled_for() is None

@@ -1,0 +1,64 @@
+"""The checks of arrays by the table, as far as they say what an array's row says: shape, dtype, device and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..arrays.adapters import Native, Signature, place
+from ..errors import ArgumentError
+from ..operands import Operand, Pass, shape_of
+from ..options import Options
+from ..plan.extents import Extents
+from ..problem import Problem, make_problem
+from ..sequences import Sequences
+from .packed import count as packed_count
+from .passes import sizes_of
+
+
+def check(
+    which: Pass, names: Sequence[str], library: Native, keys: Sequence[tuple[Any, ...]], options: Options
+) -> tuple[Problem, list[Signature]]:
+    """All checks of the arrays given to a pass, by the table and their library's signatures.
+
+    Returns:
+        The problem, and the signatures spelled out.
+    """
+    found = dict(zip(names, keys, strict=True))
+    dtypes = {name: library.dtype_name(key[2]) for name, key in found.items()}
+    device, lengths = found["q"][3], {name: key for name, key in found.items() if name in Sequences._fields}
+    packed = packed_count(library, lengths, device) if lengths else None
+    three = [found[x][0] for x in "qkv"], [dtypes[x] for x in "qkv"]
+    problem = make_problem(*three, **options._asdict(), sequences=packed)
+    shape = tuple(found["q"][0])
+    for name, key in found.items():
+        if which.rows[name].like == "q" and (tuple(key[0]), dtypes[name]) != (shape, dtypes["q"]):
+            raise ArgumentError(
+                f"{name}: expected shape {shape} and dtype {dtypes['q']} of q, got {tuple(key[0])} and {dtypes[name]}"
+            )
+    signatures = [library.describe(name, key) for name, key in found.items()]
+    for name, sig in zip(names, signatures, strict=True):
+        row = which.rows[name]
+        if name not in "qkv" and not row.like and name not in lengths:
+            _check_own(row, sig, dtypes[name], problem, device)
+        if sig.device != device:
+            raise ArgumentError(f"{name}: expected the device of q, {place(device)}, got {place(sig.device)}")
+        if row.strided and sig.strides[-1] != 1 and sig.shape[-1] > 1 and 0 not in sig.shape:
+            raise ArgumentError(
+                f"{name}: expected a stride of 1 along {row.dims[-1]}, got {sig.strides[-1]} elements; "
+                "make a contiguous copy first"
+            )
+    return problem, signatures
+
+
+def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, device: int) -> None:
+    """An array with a shape and a dtype of its own. What is fp32 beside 16-bit arrays is fp64 beside those of fp64."""
+    dims = row.packed if problem.packed else row.dims
+    shape = shape_of(dims, sizes_of(Extents.of(problem), problem.head_dim))
+    wanted = "fp64" if (row.dtype, problem.dtype) == ("fp32", "fp64") else row.dtype or problem.dtype
+    if (tuple(sig.shape), dtype, sig.device) != (shape, wanted, device):
+        words = ", ".join(dims) + "," * (len(dims) == 1)
+        raise ArgumentError(
+            f"{row.name}: expected shape ({words}) = {shape}, dtype {wanted}, on {place(device)}; got "
+            f"{tuple(sig.shape)}, {dtype}, on {place(sig.device)}"
+        )
