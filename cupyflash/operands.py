@@ -55,6 +55,7 @@ class Operand:
         feature: the option that brings it. What features bring is optional, and lies behind all else in the structs in
             the order of the table, so that kernels without it keep their machine code: new rows go below the others.
         hopper: it lies in the struct of the sm90 family alone.
+        default: the array that stands for it where it is not given.
         field: its name in the structs, where that is another.
     """
 
@@ -68,6 +69,7 @@ class Operand:
     feature: str = ""
     hopper: bool = False
     field: str = ""
+    default: str = ""
 
     @property
     def member(self) -> str:
@@ -91,13 +93,17 @@ class Operand:
         batch, a, b = (next(i for i, d in enumerate(self.dims) if d.startswith(x)) for x in ("batch", "seq", "heads"))
         return (b, a, batch) if layout == "bhsd" and self.has_layout else (a, b, batch)
 
-    def shape(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """What it must be, or is made, given all of `SIZES`, where there is a batch."""
-        return self._take(sizes)
+    def shape(self, sizes: Sequence[int], packed: bool = False) -> tuple[int, ...]:
+        """What it must be, or is made, given all of `SIZES`."""
+        return self._take_packed(sizes) if packed else self._take(sizes)
 
     @functools.cached_property
     def _take(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
         return taker([SIZES.index(d) for d in self.dims])
+
+    @functools.cached_property
+    def _take_packed(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        return taker([SIZES.index(d) for d in self.packed])
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,7 @@ TABLE: tuple[Operand | Number, ...] = (
     ),
     Operand(
         "cu_seqlens_k", ("batch + 1",), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="packed",
+        default="cu_seqlens_q",
     ),
     Operand("seqused_k", ("batch",), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="packed"),
 )  # fmt: skip
@@ -190,6 +197,7 @@ class Pass:
         rows: name -> its row, of all arrays that the pass has, in the table's order.
         uses: name -> what it is to the pass.
         optional: those that a call may lack.
+        defaults: what stands for some of them.
         brought: arrays and numbers of features, in the table's order.
     """
 
@@ -202,6 +210,7 @@ class Pass:
         self.uses = {row.name: use for row, use in found if use}
         self.brought = [row for row in table if row.feature and (isinstance(row, Number) or row.name in self.rows)]
         self.optional = {row.name for row, use in found if use and (use.optional or row.feature)}
+        self.defaults = {row.name: row.default for row, use in found if use and row.default}
         for row, use in found:
             if row.feature and use and (use.box is not None or row.hopper):
                 raise ValueError(f"{row.name}: what lies before a struct's end is of no feature")

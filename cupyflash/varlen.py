@@ -44,7 +44,7 @@ def attention_varlen(
     Args:
         q: ``(total_q, heads_q, head_dim)``, of the libraries and dtypes that `attention` takes.
         k, v: ``(total_k, heads_k, head_dim)``, of q's library, dtype and device.
-        cu_seqlens_q: ``(batch + 1,)``, int32, contiguous, of q's library and device: 0, and the lengths added up. Any
+        cu_seqlens_q: ``(batch + 1,)``, int32, of q's library and device: 0, and the lengths added up. Any
             sequence may be empty, and rows may be left over behind the last.
         cu_seqlens_k: the same for the rows of k and v; None if they are those of q. total_k is then total_q.
         max_seqlen_q, max_seqlen_k: the longest lengths, as other libraries ask for them; not needed and not used.
@@ -59,8 +59,10 @@ def attention_varlen(
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths that decrease, reach
-            beyond the rows or do not start with 0 are found where the arrays are in host memory.
-        UnsupportedError: as `attention`; and on a GPU, for which there is no kernel yet.
+            beyond the rows or do not start with 0 are found where the arrays are in host memory, and on a GPU with
+            ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for them. Else the kernels clamp them: nothing
+            beyond the arrays is read or written, and the results are of no use.
+        UnsupportedError, CompileError: as `attention`.
 
     Example:
         >>> import numpy as np
@@ -116,7 +118,7 @@ def attention_varlen_backward(
         to no sequence and keys that are not used.
 
     Raises:
-        ArgumentError, UnsupportedError: as `attention_varlen`.
+        ArgumentError, UnsupportedError, CompileError: as `attention_varlen`.
 
     Example:
         >>> import numpy as np

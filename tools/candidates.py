@@ -28,7 +28,7 @@ TILES: dict[str, type[Tile]] = {"sm90": HopperForwardTile, "sm80": ForwardTile}
 MAX_REGISTERS, REGISTERS_PER_SM = 255, 65536
 SPARE_REGISTERS = 16  # what a thread needs at least besides S, P and O
 # Of a consumer's and of the producer's threads, by the number of consumer warpgroups.
-REGISTERS = {1: ((240, 24),), 2: ((240, 24), (232, 40)), 3: ((160, 32),), 4: ((112, 24),)}
+REGISTERS = {1: ((240, 24),), 2: ((240, 24), (232, 40)), 3: ((160, 32),), 4: ((112, 32),)}
 
 
 class Speed(NamedTuple):

@@ -39,11 +39,6 @@ def _check(library: Native, name: str, signature: Sequence[Any], batch: int, dev
         raise ArgumentError(f"{name}: expected shape {words} = {wanted} as cu_seqlens_q has it, got {tuple(shape)}")
     if where != device:
         raise ArgumentError(f"{name}: expected the device of q, {place(device)}, got {place(where)}; move it there")
-    (stride,) = library.describe(name, tuple(signature)).strides
-    if stride != 1 and wanted[0] > 1:
-        raise ArgumentError(
-            f"{name}: expected a contiguous array, got a stride of {stride} elements; make a contiguous copy first"
-        )
 
 
 def on_host(library: Native, sequences: Sequences) -> Sequences:

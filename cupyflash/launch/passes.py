@@ -36,6 +36,7 @@ class Given:
         qkv: the numbers of q, k and v among the arrays given.
         alike: of those with strides and the dtype of q.
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
+        packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
         by_tma, by_hand: take the arrays with strides that the sm90 family reads by TMA, and the others of them.
         kind: what of this decides the kernels.
     """
@@ -51,6 +52,7 @@ class Given:
         self.order = (*names, *self.made, *self.shaped, *handed)
         self.strided = tuple(name for name in rows if rows[name].strided and name in self.order)
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
+        self.packed = number.get("cu_seqlens_q")
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]
         self.like_q = tuple(i for i, row in more if row.like == "q")
@@ -73,7 +75,7 @@ class Given:
         if not self.shaped:
             return []
         found, sizes = (self.which.rows[name] for name in self.shaped), sizes_of(extents, head_dim)
-        return [(row.shape(sizes), row.dtype) for row in found]
+        return [(row.shape(sizes, self.packed is not None), row.dtype) for row in found]
 
     def measure(self, signatures: Sequence[tuple[Any, ...]], layout: str) -> tuple[list[Lengths], list[Steps]]:
         """Of all that has strides; `signatures`: of the arrays given, strides in elements."""
@@ -98,6 +100,12 @@ def sizes_of(extents: Extents, head_dim: int) -> tuple[int, ...]:
 
 
 assert SIZES[: len(Extents._fields)] == Extents._fields
+
+
+def with_batch(signature: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The signature of a packed array as that of a batch of one."""
+    shape, strides, dtype, device = signature
+    return (1, *shape), (0, *strides), dtype, device
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -127,11 +135,13 @@ class Filled(NamedTuple):
 
     Attributes:
         words: of 64 bits in the struct, into which an array's address goes, by the array's name.
+        defaults: of arrays that may not be given, those that then stand for them.
         plain_bytes: where the struct without tensor maps begins, which some launches of a call take.
     """
 
     params: np.ndarray
     words: Mapping[str, tuple[int, ...]]
+    defaults: Mapping[str, str]
     plain_bytes: int = 0
 
 
@@ -196,7 +206,7 @@ def fill(
     fill_problem(params, which, problem, plan)
     boxes = which.boxes(launch.variant for launch in plan.launches)
     if not boxes:
-        return Filled(params, words_of(which, plain, {}))
+        return Filled(params, words_of(which, plain, {}), which.defaults)
     whole, slots = np.zeros((), hopper), {}
     whole["plain"] = params
     for name, rows in boxes.items():
@@ -206,7 +216,7 @@ def fill(
             return None
         whole[f"map_{which.rows[name].member}"], slots[name] = words, slot
     fields: Any = hopper.fields
-    return Filled(whole, words_of(which, hopper, slots), fields["plain"][1])
+    return Filled(whole, words_of(which, hopper, slots), which.defaults, fields["plain"][1])
 
 
 def template_of(given: Given, kernels: Kernels, filled: Filled) -> Template | None:

@@ -9,6 +9,7 @@ Here every fact about the arrays meets the plan: which kernel family their strid
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from ..plan.spec import Spec
 from ..problem import MAX_SEQLEN, make_problem
 from . import prepared as launch
 from .checks import check
-from .passes import Given, contiguous_strides, fill, is_contiguous, sizes_of, template_of
+from .passes import Given, contiguous_strides, fill, is_contiguous, sizes_of, template_of, with_batch
 from .prepared import Call, Prepared
 from .template import numbers_of
 
@@ -89,11 +90,12 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, batch: int, aligned: bool, tma: bool, clocks: bool,
-    wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, packed: bool, batch: int, aligned: bool, tma: bool,
+    clocks: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`batch`: 0 for any call without work; `wish`: so that another value in the environment is another question."""
-    problem = make_problem([(batch, 1, 1, head_dim)] * 3, [dtype] * 3, **options._asdict())
+    shape, sequences = ((1, 1, head_dim), batch) if packed else ((batch, 1, 1, head_dim), None)
+    problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences)
     spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, family=family(), clocks=clocks)
     return _Asked(spec, numbers_of(problem))
 
@@ -113,6 +115,8 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
             return None
     batch, a, b, head_dim = shape
     batch_k, c, d, head_dim_k = key_shape
+    if given.packed is not None:
+        batch = batch_k = math.prod(keys[given.packed][0]) - 1
     (seqlen_q, heads_q, seqlen_k, heads_k) = (a, b, c, d) if layout == "bshd" else (b, a, d, c)
     if batch_k != batch or head_dim_k != head_dim or heads_k < 1 or heads_q % heads_k:
         return None
@@ -122,9 +126,15 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
         for i, row in given.others:
             own, _, kind, where = keys[i]
             fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype
-            if not fits or where != device or own != row.shape(sizes):
+            if not fits or where != device or own != row.shape(sizes, given.packed is not None):
                 return None
     return found if max(seqlen_q, seqlen_k) <= MAX_SEQLEN else None
+
+
+def _with_batch(given: Given, signatures: Sequence[_Plain]) -> list[_Plain]:
+    """Those of packed arrays that have strides as of a batch of one; the others as they are."""
+    rows = given.which.rows
+    return [with_batch(s) if rows[name].strided else s for name, s in zip(given.names, signatures, strict=True)]
 
 
 def _copied(given: Given, signatures: Sequence[_Plain]) -> tuple[int, ...]:
@@ -155,13 +165,15 @@ def prepare(
         aligned: whether the addresses of those with strides are multiples of 16.
         vet: is called before the first call of a spec: raises where the arrays are not what they seem to be.
     """
-    extents = _extents(given, library, keys, options.layout)
+    signatures: Sequence[_Plain] = keys
+    if given.packed is not None:
+        signatures = _with_batch(given, keys)
+    extents = _extents(given, library, signatures, options.layout)
     if extents is None:
         vet()
         extents = Extents.of(check(given.which, given.names, library, keys, options)[0])
-    signatures: Sequence[_Plain] = keys
     if library is not TORCH:  # whose signatures need no description
-        signatures = [library.describe(name, key) for name, key in zip(given.names, keys, strict=True)]
+        signatures = [library.describe(name, key) for name, key in zip(given.names, signatures, strict=True)]
     for i in given.alike:
         if signatures[i][1][-1] != 1:
             check(given.which, given.names, library, keys, options)
@@ -170,7 +182,8 @@ def prepare(
     lengths, steps = given.measure(signatures, options.layout)
     batch, seqlen_q, seqlen_k, _, _ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
-    asks = given.which.name == "backward", library.dtype_name(dtype), shape[3], options, has_work, aligned
+    is_packed = given.packed is not None
+    asks = given.which.name == "backward", library.dtype_name(dtype), shape[3], options, is_packed, has_work, aligned
     copied = _copied(given, signatures) if given.others else ()
     while True:
         asked = _asked(*asks, tma, "clocks" in given.wanted, wish())
@@ -196,8 +209,9 @@ def _first(
 ) -> Prepared:
     """What the first call of a spec prepares: with TMA if it can read the arrays and the driver makes maps of them."""
     which = given.which
-    problem, signatures = check(which, given.names, library, keys, options)
-    device = Device.of(signatures[0].device)
+    problem, checked = check(which, given.names, library, keys, options)
+    signatures = checked if given.packed is None else _with_batch(given, checked)
+    device = Device.of(checked[0].device)
     with device.current():  # drivers encode tensor maps for a thread with a context alone
         for tma in (spec.tma, False):
             kernels = kernels_of(spec._replace(tma=tma), device)

@@ -62,6 +62,7 @@ class Prepared:
         self.ordinal = self._device.ordinal
         self.size, self.plain_bytes = filled.params.nbytes, filled.plain_bytes
         self._words, self._writes = filled.words, dict[tuple[str, ...], Writes]()
+        self._defaults = filled.defaults
         self.counter_slot = next(iter(filled.words["counter"]), None) if self.persistent else None
         self.counters = counters.of(self.ordinal)
         self.free: list[_Arguments] = []  # a block is taken while its launch is written: threads never share one
@@ -104,8 +105,11 @@ class Prepared:
 
     def _find(self, order: tuple[str, ...]) -> Writes:
         """Where the addresses of a call go that has them in this order; kept for all such calls."""
-        found = tuple((word, i) for i, name in enumerate(order) for word in self._words[name])
-        return self._writes.setdefault(order, found)
+        found = [(word, i) for i, name in enumerate(order) for word in self._words[name]]
+        for name, default in self._defaults.items():
+            if name not in order and default in order:
+                found += [(word, order.index(default)) for word in self._words[name]]
+        return self._writes.setdefault(order, tuple(found))
 
     def _ask(self, tensor: tensormap.TensorMap) -> bytes | None:
         if hasattr(_thread, "has_context") and self.get_device() == self.ordinal:

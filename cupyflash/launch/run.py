@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from ..arrays.adapters import CPU, CUPY, NUMPY, Native
 from ..arrays.readable import check_addresses, unreadable, vet_all, vet_new
 from ..cpu import attention as cpu
-from ..errors import ArgumentError, DeviceError, UnsupportedError
+from ..errors import ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
 from ..operands import BACKWARD, FORWARD, INPUT, Pass
@@ -104,15 +104,14 @@ def _run(
     key = names, *keys, options, aligned, wanted, wish()  # no two passes have the same names
     call = launch.calls.find(key)
     if call is None:
-        if "cu_seqlens_q" in arrays:
-            _refuse_packed(which, library, arrays, keys, options)
         vet_new(library, arrays)
         given, vet = given_of(which, names, wanted), partial(vet_all, library, arrays)
         call = launch.calls.keep(key, prepare(given, library, keys, options, aligned, stream, vet=vet))
-    if call.copied:
-        copies = [library.contiguous(arrays[names[i]]) for i in call.copied]
-        for i, x in zip(call.copied, copies, strict=True):
-            pointers[i] = library.pointer(x)
+    if "cu_seqlens_q" in arrays and os.environ.get("CUPYFLASH_DEBUG") == "1":
+        vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
+    copies = [library.contiguous(arrays[names[i]]) for i in call.copied]  # which live until the launch
+    for i, x in zip(call.copied, copies, strict=True):
+        pointers[i] = library.pointer(x)
     made = []
     for like in call.likes:
         x = library.empty_like(arrays[like])
@@ -135,16 +134,6 @@ def _look_at_addresses(which: Pass, library: Native, pointers: Sequence[int], ar
             check_addresses(library, pointers, arrays)
         bits |= pointer if row.strided else 0
     return bits & 15 == 0
-
-
-def _refuse_packed(
-    which: Pass, library: Native, arrays: Mapping[str, Any], keys: Sequence[tuple[Any, ...]], options: Options
-) -> NoReturn:
-    """There are no kernels for packed sequences."""
-    problem, _ = check(which, tuple(arrays), library, keys, options)
-    if os.environ.get("CUPYFLASH_DEBUG") == "1":
-        vet_lengths(library, _sequences(arrays), problem)
-    raise UnsupportedError("cu_seqlens_q: packed sequences have no GPU kernel yet; move the arrays to the CPU")
 
 
 def _sequences(arrays: Mapping[str, Any]) -> Sequences:

@@ -101,12 +101,11 @@ class Kernels:
 
     def _tiles(self, extents: Extents) -> tuple[int, ...]:
         """Tiles of work of each launch."""
-        batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
-        q, k = (seqlen_q, heads_q * batch), (seqlen_k, heads_k * batch)
+        q, k = (extents.seqlen_q, extents.heads_q), (extents.seqlen_k, extents.heads_k)
         found = []
         for over, rows in self._rows:
             length, heads = q if over == "q" else k
-            tiles = -(-length // rows) * heads
+            tiles = self._blocks(length, rows, extents.batch) * heads * self._arrays(extents)
             if tiles > MAX_GRID:
                 raise UnsupportedError(
                     f"{over}: expected at most {MAX_GRID} tiles of work, got {tiles}; split the batch"
@@ -114,37 +113,47 @@ class Kernels:
             found.append(tiles)
         return tuple(found)
 
+    def _blocks(self, length: int, rows: int, batch: int) -> int:
+        """Tiles of `rows` of one head of a sequence; packed, room for those of all sequences (sequence.cuh)."""
+        return length // rows + batch + 1 if self.spec.packed else -(-length // rows)
+
+    def _arrays(self, extents: Extents) -> int:
+        """Over how many sequences tiles are counted by themselves."""
+        return 1 if self.spec.packed else extents.batch
+
     def _forward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """One launch, no workspace. K and V are streamed, so a group's query heads go together."""
         batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
         group = heads_q // heads_k
         head_bytes = 2 * seqlen_k * self._row_bytes
-        section, last = self._sections(head_bytes, batch * heads_k, blocks(seqlen_q, self.variants[0].block_m) * group)
+        m_blocks = self._blocks(seqlen_q, self.variants[0].block_m, batch)
+        section, last = self._sections(head_bytes, self._arrays(extents) * heads_k, m_blocks * group)
         return Numbers(tiles, {}, (section * group, last * group))
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Delta, main, conversion of dQ; or delta, dK and dV, dQ. Q, dO and a fp32 sum of dQ are streamed."""
         _, main, last = self.variants
         batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
-        m_blocks, n_blocks = blocks(seqlen_q, main.block_m), blocks(seqlen_k, main.rows)
+        arrays = self._arrays(extents)
+        m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         head_bytes = seqlen_q * (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
-        workspace: Workspace = {"row_stats": ((batch, heads_q, m_blocks * main.block_m, 2), "fp32")}
+        workspace: Workspace = {"row_stats": ((arrays, heads_q, m_blocks * main.block_m, 2), "fp32")}
         first_stores = False
         if isinstance(last, Convert):
             first_stores = seqlen_k <= self.first_stores_limit
             columns = round_up(self.spec.head_dim, 16 * last.tile.split_d)
-            workspace["dq_accum"] = ((batch, heads_q, m_blocks, main.block_m * columns), "fp32")
+            workspace["dq_accum"] = ((arrays, heads_q, m_blocks, main.block_m * columns), "fp32")
             if self.spec.deterministic or first_stores:
-                workspace["dq_turn"] = ((batch, heads_q, m_blocks), "int32")
-        sections = self._sections(head_bytes, batch * heads_k, n_blocks)
+                workspace["dq_turn"] = ((arrays, heads_q, m_blocks), "int32")
+        sections = self._sections(head_bytes, arrays * heads_k, n_blocks)
         return Numbers(tiles, workspace, sections, first_stores)
 
     def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int) -> tuple[int, int]:
         """How many heads are scheduled together: those of `mixed_bytes`, and at last enough to even out the tail.
 
-        With a mask, tiles differ in length. A section starts with its longest tiles, so that the last one ends evenly
-        if it has a few for every multiprocessor.
+        With a mask, or packed, tiles differ in length. A section starts with its longest tiles, so that the last one
+        ends evenly if it has a few for every multiprocessor.
         """
-        enough = blocks(2 * self.device.sm_count, max(1, tiles_per_head)) if self.spec.masked else 0
+        enough = blocks(2 * self.device.sm_count, max(1, tiles_per_head)) if self.spec.uneven else 0
         section = max(1, min(heads, self.mixed_bytes // max(1, bytes_per_head)))
         return section, min(heads, max(section, enough))

@@ -28,8 +28,8 @@ class Family:
         raise NotImplementedError
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:
-        """As of `Kernels`: half of the L2 with a mask; without one a head goes by itself."""
-        return device.l2_bytes // 2 if spec.masked else 0
+        """As of `Kernels`: half of the L2 where tiles differ in length; else a head goes by itself."""
+        return device.l2_bytes // 2 if spec.uneven else 0
 
     def first_stores_limit(self, spec: Spec) -> int:
         """As of `Kernels`."""

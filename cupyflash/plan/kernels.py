@@ -28,6 +28,12 @@ class Main(Variant):
     window: bool = False
     scale_first: bool = False
     softcap: bool = False
+    packed: bool = False
+
+    @property
+    def smem_bytes(self) -> int:
+        """Packed tiles bring their sequence along in the queue of persistent blocks (work_sm90.cuh)."""
+        return super().smem_bytes + (32 if self.packed and self.persistent else 0)
 
     @functools.cached_property
     def block_n(self) -> int:
@@ -72,6 +78,7 @@ class Delta(Variant):
     tile: DeltaTile
     unaligned: bool = False
     softcap: bool = False
+    packed: bool = False
 
 
 class Convert(Delta):

@@ -107,7 +107,7 @@ class HopperDqTile(HopperBackwardTile):
 # (largest head_dim, tile); they need the 227 KiB of Hopper. Chosen on an H200 by tensor-core cycles, at 80 with a mask
 # by time (docs/performance.md).
 _FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
-    (64, HopperForwardTile(256, 64, 8, 8, 112, 24)),
+    (64, HopperForwardTile(256, 64, 8, 8, 112, 32)),
     (80, HopperForwardTile(192, 80, 3, 6, 160, 32)),
     (112, HopperForwardTile(192, 80, 3, 6, 160, 32)),
     (128, HopperForwardTile(192, 64, 4, 6, 160, 32)),
@@ -129,7 +129,7 @@ _WIDE_BACKWARD: tuple[tuple[int, HopperDkvTile, HopperDqTile], ...] = (
     (256, HopperDkvTile(64, 64, 2, 232, 40), HopperDqTile(128, 64, 3, 232, 40)),
 )
 
-# K and V that share the L2, without a mask and with one, where mixing more heads evens out the tail; up to how many
+# K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail; up to how many
 # keys, with a mask, it pays that dQ's accumulator need not be cleared (docs/performance.md).
 _SECTION_BYTES = 4 << 20, 16 << 20
 _FIRST_STORES_LIMIT = 4096
@@ -200,7 +200,7 @@ class Sm90(Family):
         return delta, BackwardDkvSm90.of(wide, dkv), BackwardDqSm90.of(wide, dq)
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:
-        return super().mixed_bytes(spec, device) if spec.backward else _SECTION_BYTES[spec.masked]
+        return super().mixed_bytes(spec, device) if spec.backward else _SECTION_BYTES[spec.uneven]
 
     def first_stores_limit(self, spec: Spec) -> int:
         return _FIRST_STORES_LIMIT if spec.masked else super().first_stores_limit(spec)

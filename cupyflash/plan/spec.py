@@ -16,6 +16,7 @@ class Spec(NamedTuple):
         causal, window: the mask is the causal one, is another one; neither where there is none.
         scale_first: scores are scaled before their maximum is taken.
         softcap: by value, since prepared params hold it.
+        packed: sequences lie one behind the other.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -67,3 +68,8 @@ class Spec(NamedTuple):
     def masked(self) -> bool:
         """Whether any query may see fewer than all keys."""
         return self.causal or self.window
+
+    @property
+    def uneven(self) -> bool:
+        """Whether tiles of work differ in length."""
+        return self.masked or self.packed

@@ -18,9 +18,10 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
     using T = typename V::Element;
     using Dq = DqTile<V>;
     const Problem &problem = p.problem;
-    const TileIndex tile = TileIndex::of<false>(p, ceil_div(problem.seqlen_q, V::kBlockM), problem.heads_q);
-    const int sequence = tile.batch * problem.heads_q + tile.head;
-    float *accum = Dq::accum(p, sequence, tile.block);
+    const auto tile = tile_at<V, Queries, V::kBlockM, false>(p, ptx::block_index());
+    const auto &sequence = tile.sequence;
+    if (V::kPacked && tile.block * V::kBlockM >= sequence.seqlen_q) return;
+    float *accum = Dq::accum(p, sequence, tile.head, tile.block);
 
     typename Dq::Acc dQ;
     Dq::for_each_group(dQ, accum, [](float (&x)[ptx::kRedWidth], const float *from) {
@@ -32,22 +33,23 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
             x[0] = from[0];
         }
     });
-    if (p.schedule.first_stores && *dq_turn<V>(p, sequence, tile.block) == 0) dQ.zero();  // no query of it sees a key
+    if (p.schedule.first_stores && *dq_turn<V>(p, sequence, tile.head, tile.block) == 0)
+        dQ.zero();  // no query of it sees a key
     dQ.scale(problem.scale);
 
     const SmemTile<T, V::kBlockM, Dq::kDim> sdQ{ptx::dynamic_smem()};
     static_assert(sdQ.kBytes == V::kSmemBytes);
     const int row0 = Dq::row0(), col0 = Dq::col0(), q0 = tile.block * V::kBlockM;
     if (!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0))) {
-        const GradientRepair<AnyMask<V>, V::kBlockM, V::kUnaligned> again(p, tile.batch);
+        const GradientRepair<AnyMask<V>, V::kBlockM, V::kUnaligned> again(p, sequence.index);
         #pragma unroll 1
         for (int row = row0; row < row0 + Dq::kRows; ++row)
             again.template dq<Dq::kCols>(tile.head, q0 + row, sdQ, row, col0);
         ptx::bar_warp_sync();
     }
-    write_rows<Dq::kRows, Dq::kCols, V::kHeadDim>(
-        sdQ, row0, static_cast<T *>(p.dq) + head_offset(p.dq_stride, tile.batch, tile.head), p.dq_stride.row, q0 + row0,
-        problem.seqlen_q, col0);
+    write_rows<Dq::kRows, Dq::kCols, V::kHeadDim>(sdQ, row0,
+                                                  static_cast<T *>(p.dq) + sequence.q_offset(p.dq_stride, tile.head),
+                                                  p.dq_stride.row, q0 + row0, sequence.seqlen_q, col0);
 }
 
 #endif  // CUPYFLASH_BWD_CONVERT_CUH

@@ -17,13 +17,14 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
                   kRowsPerPass = kThreads / kLanesPerRow;
     constexpr int kPasses = ceil_div(M, kRowsPerPass), kBatch = kPasses < 4 ? kPasses : 4;  // loaded together
     const Problem &problem = p.problem;
-    const TileIndex tile = TileIndex::of<false>(p, ceil_div(problem.seqlen_q, M), problem.heads_q);
-    const int sequence = tile.batch * problem.heads_q + tile.head;
-    const T *o = static_cast<const T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head);
-    const T *dout = static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, tile.head);
+    const auto tile = tile_at<V, Queries, M, false>(p, ptx::block_index());
+    const auto &sequence = tile.sequence;
+    if (V::kPacked && tile.block * M >= sequence.seqlen_q) return;
+    const T *o = static_cast<const T *>(p.o) + sequence.q_offset(p.o_stride, tile.head);
+    const T *dout = static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, tile.head);
 
     if (p.dq_accum && !p.schedule.first_stores) {
-        auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.block));
+        auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.head, tile.block));
         #pragma unroll
         for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};
     }
@@ -37,14 +38,14 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
         #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int qi = tile.block * M + row0 + i * kRowsPerPass;
-            const bool valid = qi < problem.seqlen_q;
+            const bool valid = qi < sequence.seqlen_q;
             x[i] = y[i] = ptx::U128{}, lse[i] = ptx::infinity(), dlse[i] = 0.f;
             if (valid && chunk < kChunks) {
                 x[i] = load8<V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk);
                 y[i] = load8<V::kUnaligned>(dout + qi * p.dout_stride.row + 8 * chunk);
             }
             if (valid && chunk == 0) {
-                const long long at = static_cast<long long>(sequence) * problem.seqlen_q + qi;
+                const long long at = sequence.lse_row(problem, tile.head) + qi;
                 lse[i] = p.lse[at];
                 if (p.dlse) dlse[i] = p.dlse[at];
             }
@@ -60,13 +61,13 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
             #pragma unroll
             for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
             if (chunk == 0 && row < M) {
-                float *const stats = row_stats_at<M>(p, sequence, tile.block * M + row);
+                float *const stats = row_stats_at<M>(p, sequence, tile.head, tile.block * M + row);
                 stats[0] = static_cast<float>(lse[i] * log2_per_unit);
                 stats[1] = sum - dlse[i];
             }
         }
     }
-    if (p.dq_turn && ptx::thread_index() == 0) *dq_turn<V>(p, sequence, tile.block) = 0;
+    if (p.dq_turn && ptx::thread_index() == 0) *dq_turn<V>(p, sequence, tile.head, tile.block) = 0;
 }
 
 #endif  // CUPYFLASH_BWD_DELTA_CUH

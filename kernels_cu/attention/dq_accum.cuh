@@ -18,10 +18,11 @@ struct DqTile {
     __device__ static int row0() { return warp() % V::kDqWarpsM * kRows; }
     __device__ static int col0() { return warp() / V::kDqWarpsM * kCols; }
 
-    // The accumulator of query tile m_block of sequence number `sequence` = batch * heads_q + head.
-    __device__ static float *accum(const BwdParams &p, int sequence, int m_block) {
-        const int m_blocks = ceil_div(p.problem.seqlen_q, V::kBlockM);
-        return p.dq_accum + (static_cast<long long>(sequence) * m_blocks + m_block) * (V::kBlockM * kDim);
+    // The accumulator of query tile m_block of a head.
+    template <bool kPacked>
+    __device__ static float *accum(const BwdParams &p, const Sequence<kPacked> &s, int head, int m_block) {
+        const long long tile = s.template query_tile<V::kBlockM>(p.problem, head) + m_block;
+        return p.dq_accum + tile * (V::kBlockM * kDim);
     }
     // Where element (row, col) of the tile lies in its accumulator.
     __device__ static int index(int row, int col) {
@@ -48,32 +49,30 @@ struct DqTile {
     }
 };
 
-// How many shares of query tile m_block of a sequence are there, where somebody waits for them.
-template <class V>
-__device__ __forceinline__ int *dq_turn(const BwdParams &p, int sequence, int m_block) {
-    return p.dq_turn + static_cast<long long>(sequence) * ceil_div(p.problem.seqlen_q, V::kBlockM) + m_block;
+// How many shares of query tile m_block of a head are there, where somebody waits for them.
+template <class V, bool kPacked>
+__device__ __forceinline__ int *dq_turn(const BwdParams &p, const Sequence<kPacked> &s, int head, int m_block) {
+    return p.dq_turn + s.template query_tile<V::kBlockM>(p.problem, head) + m_block;
 }
 
 // Deterministic mode: the key blocks of one query tile add in the order of their index, and dq_turn counts them.
 template <class V>
 struct DqTurn {
-    const BwdParams &p;
-    int sequence;
+    int *turn;  // of the query tile
 
-    // Blocks until `rank` key blocks have added to m_block. Blocks of lower rank have a lower index, so they are
-    // running.
-    __device__ void wait(int m_block, int rank) const {
+    // Blocks until `rank` key blocks have added. Blocks of lower rank have a lower index, so they are running.
+    __device__ void wait(int rank) const {
         if constexpr (V::kDeterministic) {
             if (fresh_thread() == 0)
-                while (ptx::ld_acquire(dq_turn<V>(p, sequence, m_block)) != rank) ptx::nanosleep();
+                while (ptx::ld_acquire(turn) != rank) ptx::nanosleep();
             ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn
         }
     }
-    __device__ void pass(int m_block, int rank) const {
+    __device__ void pass(int rank) const {
         if constexpr (V::kDeterministic) {
             ptx::fence_gpu();  // this thread's additions come before the turn that thread 0 passes on ...
             ptx::bar_sync();   // ... once all threads are here
-            if (fresh_thread() == 0) ptx::st_release(dq_turn<V>(p, sequence, m_block), rank + 1);
+            if (fresh_thread() == 0) ptx::st_release(turn, rank + 1);
         }
     }
 };

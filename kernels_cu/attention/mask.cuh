@@ -11,11 +11,11 @@ struct Mask {
     static constexpr int M = V::kBlockM, N = V::kBlockN;
     int seqlen_q, seqlen_k, lower, upper;
 
-    __device__ explicit Mask(const Problem &p)
-        : seqlen_q(p.seqlen_q),
-          seqlen_k(p.seqlen_k),
-          lower(p.seqlen_k - p.seqlen_q - p.window_left),
-          upper(p.seqlen_k - p.seqlen_q + (V::kCausal ? 0 : p.window_right)) {}
+    __device__ Mask(const Sequence<V::kPacked> &s, const Problem &p)
+        : seqlen_q(s.seqlen_q),
+          seqlen_k(s.seqlen_k),
+          lower(s.seqlen_k - s.seqlen_q - p.window_left),
+          upper(s.seqlen_k - s.seqlen_q + (V::kCausal ? 0 : p.window_right)) {}
 
     // The keys that query qi sees: [first_key(qi), end_key(qi)), both non-decreasing in qi; nothing if first >= end.
     __device__ int first_key(int qi) const { return V::kWindow ? max(0, qi + lower) : 0; }
@@ -23,6 +23,8 @@ struct Mask {
     __device__ bool sees(int qi, int ki) const {
         return ki < seqlen_k && (!kHides || ki - qi <= upper) && (!V::kWindow || ki - qi >= lower);
     }
+    // The same of a query that there is: its causal bound lies within the keys.
+    __device__ bool row_sees(int qi, int ki) const { return V::kCausal ? ki - qi <= upper : sees(qi, ki); }
     // The queries that see key ki: [first_query(ki), end_query(ki)), both non-decreasing in ki.
     __device__ int first_query(int ki) const { return kHides ? max(0, ki - upper) : 0; }
     __device__ int end_query(int ki) const { return V::kWindow ? min(seqlen_q, ki - lower + 1) : seqlen_q; }

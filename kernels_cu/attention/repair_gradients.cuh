@@ -12,24 +12,26 @@ struct GradientRepair {
     static constexpr int D = V::kHeadDim;
     const BwdParams &p;
     const Problem &problem;
+    const Sequence<V::kPacked> s;
     const Mask<V> mask;
     const Score<V> score;
-    const int batch, group;
+    const int group;
 
-    __device__ GradientRepair(const BwdParams &p, int batch)
+    // The sequence is looked up again: what the main loop knows of it need not be kept.
+    __device__ GradientRepair(const BwdParams &p, int sequence)
         : p(p),
           problem(p.problem),
-          mask(problem),
+          s(Sequence<V::kPacked>::of(p, sequence)),
+          mask(s, problem),
           score(problem),
-          batch(batch),
           group(problem.heads_q / problem.heads_k) {}
 
     // Of columns [col0, col0 + kCols) in a row of a tile; nothing if there is no such query or key.
     template <int kCols = D, class Tile>
     __device__ void dq(int head, int query, const Tile &tile, int row, int col0 = 0) const {
-        if (query >= problem.seqlen_q) return;
+        if (query >= s.seqlen_q) return;
         const int head_k = head / group;
-        const T *const k = at(p.k, p.k_stride, head_k, 0);
+        const T *const k = key_at(p.k, p.k_stride, head_k, 0);
         const Taken taken = reason<true>(head, query);
         if (taken == kNaN && mask.first_key(query) < mask.end_key(query)) return;
         repair_row<T, kCols>(tile, row, col0, D, score.scale, [&](auto &sum, bool reasons) {
@@ -54,9 +56,7 @@ struct GradientRepair {
     }
 
   private:
-    __device__ const float *stats(int head, int query) const {
-        return row_stats_at<kStatsRows>(p, batch * problem.heads_q + head, query);
-    }
+    __device__ const float *stats(int head, int query) const { return row_stats_at<kStatsRows>(p, s, head, query); }
     // Whether a query's P (and kDS: its dS), O or dO may hold what is not finite: its lse and delta tell.
     template <bool kDS>
     __device__ Taken reason(int head, int query) const {
@@ -64,31 +64,35 @@ struct GradientRepair {
         if (!(fabsf(x[0]) < ptx::infinity()) || (kDS && x[1] != x[1])) return kNaN;
         return fabsf(x[1]) < ptx::infinity() ? kNone : kTerm;
     }
-    __device__ const T *at(const void *x, const Strides &s, int head, int i) const {
-        return static_cast<const T *>(x) + head_offset(s, batch, head) + i * s.row;
+    __device__ const T *query_at(const void *x, const Strides &stride, int head, int query) const {
+        return static_cast<const T *>(x) + s.q_offset(stride, head) + query * stride.row;
+    }
+    __device__ const T *key_at(const void *x, const Strides &stride, int head_k, int key) const {
+        return static_cast<const T *>(x) + s.k_offset(stride, head_k) + key * stride.row;
     }
     __device__ float S(int head, int query, int head_k, int key) const {
-        return dot_rows<T, D, kUnaligned>(at(p.q, p.q_stride, head, query), at(p.k, p.k_stride, head_k, key));
+        return dot_rows<T, D, kUnaligned>(query_at(p.q, p.q_stride, head, query), key_at(p.k, p.k_stride, head_k, key));
     }
-    __device__ float P(int head, int query, float s) const {
-        return weight_ex2(score.exponent(s, stats(head, query)[0]));
+    __device__ float P(int head, int query, float raw) const {
+        return weight_ex2(score.exponent(raw, stats(head, query)[0]));
     }
     __device__ float dS(int head, int query, int head_k, int key) const {
-        const float s = S(head, query, head_k, key);
-        const float dP =
-            dot_rows<T, D, kUnaligned>(at(p.dout, p.dout_stride, head, query), at(p.v, p.v_stride, head_k, key));
-        return score.dS(s, P(head, query, s), dP, stats(head, query)[1]);
+        const float raw = S(head, query, head_k, key);
+        const float dP = dot_rows<T, D, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
+                                                    key_at(p.v, p.v_stride, head_k, key));
+        return score.dS(raw, P(head, query, raw), dP, stats(head, query)[1]);
     }
     // The sum of weight(head, query) times that row of x.
     template <int kCols, bool kDS, class Tile, class Weight>
     __device__ void over_queries(const void *x, const Strides &stride, float factor, int head_k, int key,
                                  const Tile &tile, int row, int col0, Weight weight) const {
-        if (key >= problem.seqlen_k) return;
+        if (key >= s.rows_k) return;
+        const int end = key < s.seqlen_k ? mask.end_query(key) : 0;
         repair_row<T, kCols>(tile, row, col0, D, factor, [&](auto &sum, bool reasons) {
             #pragma unroll 1
             for (int head = head_k * group; head < (head_k + 1) * group; ++head)
                 sum.add(
-                    at(x, stride, head, 0) + col0, stride.row, mask.first_query(key), mask.end_query(key),
+                    query_at(x, stride, head, 0) + col0, stride.row, mask.first_query(key), end,
                     [&](int query) { return reasons ? reason<kDS>(head, query) : kTerm; },
                     [&](int query) { return weight(head, query); });
         });

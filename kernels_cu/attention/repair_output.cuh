@@ -29,22 +29,23 @@ __device__ __forceinline__ float log2_sum_ex2(int first, int end, X x) {
     return sum == 0.f ? ptx::nan() : top + ptx::lg2(sum);
 }
 
-// Rows [row0, row0 + kRows) of a tile that holds a warp's share of O, those of queries [query0, ...).
+// Rows [row0, row0 + kRows) of a tile that holds a warp's share of O, those of queries [query0, ...) of a sequence. That is
+// looked up again: what the main loop knows of it need not be kept.
 template <class V, bool kUnaligned, int kRows, class Tile>
-__device__ __forceinline__ void repair_output(const FwdParams &p, int batch, int head, int query0, const Tile &tile,
+__device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, int head, int query0, const Tile &tile,
                                               int row0) {
     using T = typename V::Element;
     constexpr int D = V::kHeadDim;
     const Problem &problem = p.problem;
-    const Mask<V> mask(problem);
+    const auto s = Sequence<V::kPacked>::of(p, sequence);
+    const Mask<V> mask(s, problem);
     const Score<V> score(problem);
     const int head_k = head / (problem.heads_q / problem.heads_k);
-    const T *const k = static_cast<const T *>(p.k) + head_offset(p.k_stride, batch, head_k);
-    const T *const v = static_cast<const T *>(p.v) + head_offset(p.v_stride, batch, head_k);
+    const T *const k = static_cast<const T *>(p.k) + s.k_offset(p.k_stride, head_k);
+    const T *const v = static_cast<const T *>(p.v) + s.k_offset(p.v_stride, head_k);
     #pragma unroll 1
-    for (int row = 0; row < min(kRows, problem.seqlen_q - query0); ++row) {
-        const T *const q =
-            static_cast<const T *>(p.q) + head_offset(p.q_stride, batch, head) + (query0 + row) * p.q_stride.row;
+    for (int row = 0; row < min(kRows, s.seqlen_q - query0); ++row) {
+        const T *const q = static_cast<const T *>(p.q) + s.q_offset(p.q_stride, head) + (query0 + row) * p.q_stride.row;
         const int first = mask.first_key(query0 + row), end = mask.end_key(query0 + row);
         const auto exponent = [&](int key) {
             return score.value(dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row)) * score.log2_factor;

@@ -1,46 +1,97 @@
 // In which order the tiles of work are computed: by the hardware, which starts blocks in the order of their index, or by
 // persistent blocks, which draw numbers. The order decides what shares the L2 cache and how even the tail is: heads are
-// taken in sections (plan.py chooses how many), and within a section every head's longest tiles come first. The last
+// taken in sections (the plan chooses how many), and within a section every head's longest tiles come first. The last
 // section may be larger than the others.
 #ifndef CUPYFLASH_SCHEDULE_CUH
 #define CUPYFLASH_SCHEDULE_CUH
-#include "attention/params.cuh"
-#include "hw/ptx.cuh"
-#include "tile/sizes.cuh"
+#include "attention/sequence.cuh"
 
 struct TileIndex {
-    int block;        // along the sequence
-    int head, batch;  // batch * heads + head runs over all sequences
+    int block;           // along the sequence
+    int head, sequence;  // sequence * heads + head runs over all heads
 
-    // Tile number `index` of blocks * heads * batch, of a plain params struct. kDescending: the last block of a sequence
-    // comes first.
-    template <bool kDescending, class Params>
-    __device__ static TileIndex at(int index, const Params &params, int blocks, int heads) {
-        const Schedule &p = params.schedule;
-        const int last_start = params.problem.batch * heads - p.last_section;
+    // Tile number `index` of blocks * heads * sequences. kDescending: the last block of a sequence comes first.
+    template <bool kDescending>
+    __device__ static TileIndex at(int index, const Schedule &p, int blocks, int heads, int sequences) {
+        const int last_start = sequences * heads - p.last_section;
         const bool is_last = index >= last_start * blocks;
         const int section_start = is_last ? last_start : index / (p.section * blocks) * p.section;
         const int section = is_last ? p.last_section : min(p.section, last_start - section_start);
         const int in_section = index - section_start * blocks;
-        const int sequence = section_start + in_section % section, turn = in_section / section;
-        return {kDescending ? blocks - 1 - turn : turn, sequence % heads, sequence / heads};
-    }
-    // The tile of this block, where each block computes one.
-    template <bool kDescending, class Params>
-    __device__ static TileIndex of(const Params &p, int blocks, int heads) {
-        return at<kDescending>(ptx::block_index(), p, blocks, heads);
+        const int number = section_start + in_section % section, turn = in_section / section;
+        return {kDescending ? blocks - 1 - turn : turn, number % heads, number / heads};
     }
 };
 
-// The row_stats of a query: of each sequence batch * heads_q + head there are a multiple of kRows.
-template <int kRows>
-__device__ __forceinline__ float *row_stats_at(const BwdParams &p, int sequence, int query) {
-    return p.row_stats + 2 * (static_cast<long long>(sequence) * round_up(p.problem.seqlen_q, kRows) + query);
+// What tiles are of: rows of queries, or of keys.
+struct Queries {
+    static constexpr bool kAreQueries = true;
+    template <class Params>
+    __device__ static const int *cu_seqlens(const Params &p) {
+        return p.cu_seqlens_q;
+    }
+    __device__ static int seqlen(const Problem &p) { return p.seqlen_q; }
+    __device__ static int heads(const Problem &p) { return p.heads_q; }
+    template <bool kPacked>
+    __device__ static int first_row(const Sequence<kPacked> &s) {
+        return s.row_q;
+    }
+    template <bool kPacked>
+    __device__ static int rows(const Sequence<kPacked> &s) {
+        return s.seqlen_q;
+    }
+};
+struct Keys {
+    static constexpr bool kAreQueries = false;
+    template <class Params>
+    __device__ static const int *cu_seqlens(const Params &p) {
+        return p.cu_seqlens_k;
+    }
+    __device__ static int seqlen(const Problem &p) { return p.seqlen_k; }
+    __device__ static int heads(const Problem &p) { return p.heads_k; }
+    template <bool kPacked>
+    __device__ static int first_row(const Sequence<kPacked> &s) {
+        return s.row_k;
+    }
+    template <bool kPacked>
+    __device__ static int rows(const Sequence<kPacked> &s) {
+        return s.rows_k;
+    }
+};
+
+// A tile of work: kRows queries or keys of one head of one sequence.
+template <bool kPacked>
+struct Tile {
+    int block;  // along the sequence
+    int head;   // of q, or of k
+    Sequence<kPacked> sequence;
+};
+
+// How many tiles there are, those without rows included.
+template <class V, class Rows, int kRows>
+__device__ __forceinline__ int count_tiles(const Problem &p) {
+    using S = Sequence<V::kPacked>;
+    return S::template blocks<kRows>(p, Rows::seqlen(p)) * Rows::heads(p) * S::count(p);
+}
+// Tile `number` of those, by a whole warp if packed; it may lie behind the end of its sequence then, without rows.
+template <class V, class Rows, int kRows, bool kDescending, class Params>
+__device__ __forceinline__ Tile<V::kPacked> tile_at(const Params &p, int number) {
+    using S = Sequence<V::kPacked>;
+    const Problem &problem = p.problem;
+    const int blocks = S::template blocks<kRows>(problem, Rows::seqlen(problem));
+    const auto index = TileIndex::at<kDescending>(number, p.schedule, blocks, Rows::heads(problem), S::count(problem));
+    if constexpr (V::kPacked) {
+        const S found = S::template find<Rows, kRows>(p, index.block);
+        return {index.block - (Rows::first_row(found) / kRows + found.index), index.head, found};
+    } else {
+        return {index.block, index.head, S::of(p, index.sequence)};
+    }
 }
 
-// Element offset of row 0 of one head.
-__device__ __forceinline__ long long head_offset(const Strides &s, int batch, int head) {
-    return batch * s.batch + head * s.head;
+// The row_stats of a query of a head: each sequence has a multiple of kRows of them.
+template <int kRows, bool kPacked>
+__device__ __forceinline__ float *row_stats_at(const BwdParams &p, const Sequence<kPacked> &s, int head, int query) {
+    return p.row_stats + 2 * (s.template query_tile<kRows>(p.problem, head) * kRows + query);
 }
 
 #endif  // CUPYFLASH_SCHEDULE_CUH

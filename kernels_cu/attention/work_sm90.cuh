@@ -1,17 +1,120 @@
-// A tile of work as an item of the queue (pipeline_sm90.cuh).
+// Tiles of work of a persistent block: who draws which, and how one is handed from the producer to all other roles.
 #ifndef CUPYFLASH_WORK_SM90_CUH
 #define CUPYFLASH_WORK_SM90_CUH
-#include "attention/schedule.cuh"
+#include "attention/mask.cuh"
+#include "tile/pipeline_sm90.cuh"
 
-// Tile `number` of blocks * heads * batch as an item of the queue, and back: block is -1 where there is no such tile.
-template <bool kDescending, class Params>
-__device__ __forceinline__ ptx::U128 pack_tile(int number, const Params &p, int blocks, int heads) {
-    if (number >= blocks * heads * p.problem.batch) return {~0u};
-    const auto index = TileIndex::at<kDescending>(number, p, blocks, heads);
-    return {static_cast<ptx::u32>(index.block), static_cast<ptx::u32>(index.head), static_cast<ptx::u32>(index.batch)};
+// The numbers of the tiles that a block computes: its own index, then what it draws from a counter that all blocks share.
+// The last block to finish clears the counter for the next launch. Without a counter the numbers come in a fixed stride.
+struct TileNumbers {
+    int *counter;  // tiles drawn, blocks that are done
+    int number;
+
+    __device__ explicit TileNumbers(int *counter) : counter(counter), number(ptx::block_index()) {}
+    __device__ void draw() {
+        number = counter ? ptx::grid_size() + ptx::atomic_add(counter, 1) : number + ptx::grid_size();
+    }
+    __device__ void finish() const {
+        if (counter && ptx::atomic_add_acq_rel(counter + 1, 1) == ptx::grid_size() - 1) {
+            ptx::st_release(counter, 0);
+            ptx::st_release(counter + 1, 0);
+        }
+    }
+};
+
+// Items of the queue: a tile. Its sequence is looked up again, but if packed, where that would take a while.
+template <bool kPacked>
+using TileQueue = WorkQueue<kPacked ? 2 : 1>;
+
+template <bool kPacked>
+__device__ __forceinline__ typename TileQueue<kPacked>::Item pack_tile(const Tile<kPacked> &tile) {
+    const auto u = [](int x) { return static_cast<ptx::u32>(x); };
+    const Sequence<kPacked> &s = tile.sequence;
+    if constexpr (kPacked)
+        return {{{u(tile.block), u(tile.head), u(s.index), u(s.row_q)},
+                 {u(s.row_k), u(s.seqlen_q), u(s.seqlen_k), u(s.rows_k)}}};
+    else return {{{u(tile.block), u(tile.head), u(s.index)}}};
 }
-__device__ __forceinline__ TileIndex unpack_tile(const ptx::U128 &item) {
-    return {static_cast<int>(item.x[0]), static_cast<int>(item.x[1]), static_cast<int>(item.x[2])};
+template <bool kPacked, class Params>
+__device__ __forceinline__ Tile<kPacked> unpack_tile(const Params &p, const typename TileQueue<kPacked>::Item &item) {
+    const auto x = [&](int i) { return static_cast<int>(item.x[i / 4].x[i % 4]); };
+    if constexpr (kPacked) return {x(0), x(1), {x(2), x(5), x(6), x(3), x(4), x(7)}};
+    else return {x(0), x(1), Sequence<false>::of(p, x(2))};
 }
+
+// Tile after tile, drawn and published; block is -1 where there are no more. By one thread, the producer of K and V; or, if
+// packed, by a warp that does nothing else, since looking up a sequence takes a while: it does so when the producer asks, not
+// earlier, or blocks would hold tiles that others have the time for. Tiles without rows are passed over.
+template <class V, class Rows, int kRows, bool kDescending, class Params>
+struct TileSource {
+    const Params &p;
+    TileNumbers numbers;
+    TileQueue<V::kPacked> queue;
+    const int count;
+
+    __device__ TileSource(const Params &p, int *counter, const TileQueue<V::kPacked> &queue)
+        : p(p), numbers(counter), queue(queue), count(count_tiles<V, Rows, kRows>(p.problem)) {}
+
+    __device__ bool leads() const { return !V::kPacked || lane() == 0; }
+    __device__ void draw() {
+        if (leads()) numbers.draw();
+        if constexpr (V::kPacked) numbers.number = ptx::shfl_index(numbers.number, 0);
+    }
+    __device__ Tile<V::kPacked> next() {
+        Tile<V::kPacked> tile{-1, 0, {}};
+        for (; numbers.number < count; draw()) {
+            tile = tile_at<V, Rows, kRows, kDescending>(p, numbers.number);
+            if (!V::kPacked || tile.block * kRows < Rows::rows(tile.sequence)) break;
+            tile.block = -1;
+        }
+        if (leads()) {
+            queue.publish(pack_tile(tile));
+            if (tile.block < 0) numbers.finish();
+        }
+        return tile;
+    }
+    // All of them.
+    __device__ void run() {
+        while (next().block >= 0) {
+            ptx::bar_sync(kWantedBarrier, 64);
+            draw();
+        }
+    }
+};
+
+// The same tiles as a warp finds them in the queue.
+template <bool kPacked, class Params>
+struct TileFollower {
+    const Params &p;
+    TileQueue<kPacked> queue;
+
+    __device__ bool leads() const { return lane() == 0; }
+    __device__ void draw() const { ptx::bar_arrive(kWantedBarrier, 64); }
+    __device__ Tile<kPacked> next() { return unpack_tile<kPacked>(p, queue.next()); }
+};
+
+// The tiles of the producer of K and V.
+template <class V, class Rows, int kRows, bool kDescending, class Params>
+__device__ __forceinline__ auto producer_tiles(const Params &p, int *counter, const TileQueue<V::kPacked> &queue) {
+    if constexpr (V::kPacked) return TileFollower<true, Params>{p, queue};
+    else return TileSource<V, Rows, kRows, kDescending, Params>(p, counter, queue);
+}
+
+// A tile of kBlockM queries, and which key blocks [first, end) its rows see. An empty range is widened to one block, in which
+// the mask then hides everything.
+template <class V>
+struct QueryWork {
+    int block, head;  // block: along the sequence; -1: there are no more tiles
+    Sequence<V::kPacked> sequence;
+    int q0, first, end;
+
+    __device__ QueryWork(const Tile<V::kPacked> &tile, const Problem &p)
+        : block(tile.block), head(tile.head), sequence(tile.sequence), q0(block * V::kBlockM) {
+        const Mask<V> mask(sequence, p);
+        first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
+    }
+    __device__ bool exists() const { return block >= 0; }
+    __device__ int head_k(const Problem &p) const { return head / (p.heads_q / p.heads_k); }
+};
 
 #endif  // CUPYFLASH_WORK_SM90_CUH

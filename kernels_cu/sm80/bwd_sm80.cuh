@@ -30,13 +30,13 @@ struct QueryStage {
 };
 
 // K or V of the block's keys.
-template <class V, class Tile>
-__device__ __forceinline__ void load_keys(const Tile &dst, const void *src, const Strides &stride,
-                                          const Problem &problem, const TileIndex &tile) {
+template <class V, class SmemTileKV>
+__device__ __forceinline__ void load_keys(const SmemTileKV &dst, const void *src, const Strides &stride,
+                                          const Tile<V::kPacked> &tile) {
     using T = typename V::Element;
     dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
-        static_cast<const T *>(src) + head_offset(stride, tile.batch, tile.head), stride.row, tile.block * V::kBlockN,
-        problem.seqlen_k);
+        static_cast<const T *>(src) + tile.sequence.k_offset(stride, tile.head), stride.row, tile.block * V::kBlockN,
+        tile.sequence.seqlen_k);
 }
 
 template <class V>
@@ -49,8 +49,10 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     // Which keys. With a mask, the first key blocks are the longest.
     const Problem &problem = p.problem;
-    const TileIndex tile = TileIndex::of<false>(p, ceil_div(problem.seqlen_k, N), problem.heads_k);
+    const auto tile = tile_at<V, Keys, N, false>(p, ptx::block_index());
+    const auto &sequence = tile.sequence;
     const int group = problem.heads_q / problem.heads_k, k0 = tile.block * N;
+    if (V::kPacked && k0 >= sequence.rows_k) return;
     const int key0 = warp() % (N / kRows) * kRows;  // this warp's keys
     const int part = warp() / (N / kRows);          // and its share of them, if kSplitD > 1
     const int query0 = part * kQueries, col0 = part * kCols;
@@ -64,10 +66,10 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
     const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
 
-    const Mask<V> mask(problem);
+    const Mask<V> mask(sequence, problem);
     const Score<V> score(problem);
     const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
-    const int visits = group * blocks;
+    const int visits = !V::kPacked || k0 < sequence.seqlen_k ? group * blocks : 0;  // else no key of the tile counts
 
     // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
     struct Visit { int head, m_block; };
@@ -79,20 +81,23 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             const int head = visit.head, q0 = visit.m_block * M;
             const Stage s = stage(i);
             s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
-                static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, head), p.q_stride.row, q0,
-                problem.seqlen_q);
+                static_cast<const T *>(p.q) + sequence.q_offset(p.q_stride, head), p.q_stride.row, q0,
+                sequence.seqlen_q);
             s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
-                static_cast<const T *>(p.dout) + head_offset(p.dout_stride, tile.batch, head), p.dout_stride.row, q0,
-                problem.seqlen_q);
-            const int r = fresh_thread(), sequence = tile.batch * problem.heads_q + head;
+                static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, head), p.dout_stride.row, q0,
+                sequence.seqlen_q);
+            const int r = fresh_thread();
             if (r < M)
-                ptx::cp_async_8(s.stats + 8 * r, row_stats_at<M>(p, sequence, q0 + r), q0 + r < problem.seqlen_q);
+                ptx::cp_async_8(s.stats + 8 * r, row_stats_at<M>(p, sequence, head, q0 + r),
+                                q0 + r < sequence.seqlen_q);
         }
         ptx::cp_async_commit_group();
     };
 
     // Whether every query of a tile sees every key, so that no element needs a test.
-    const auto whole = [&](int q0) { return mask.full(q0, k0) && q0 + M <= problem.seqlen_q; };
+    const auto whole = [&](int q0) {
+        return mask.full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q;
+    };
 
     AccTile<kRows, kCols> dK, dV;
     dK.zero(), dV.zero();
@@ -156,17 +161,16 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         dQ.zero();
         const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
         gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
-        const int sequence = tile.batch * problem.heads_q + now.head;
-        const DqTurn<V> turn{p, sequence};
+        const DqTurn<V> turn{dq_turn<V>(p, sequence, now.head, now.m_block)};
         const int rank = tile.block - mask.first_key_block(q0);
-        turn.wait(now.m_block, rank);
-        Dq::for_each_group(dQ, Dq::accum(p, sequence, now.m_block),
+        turn.wait(rank);
+        Dq::for_each_group(dQ, Dq::accum(p, sequence, now.head, now.m_block),
                            [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });
-        turn.pass(now.m_block, rank);
+        turn.pass(rank);
     };
 
-    load_keys<V>(sK, p.k, p.k_stride, problem, tile);
-    load_keys<V>(sV, p.v, p.v_stride, problem, tile);
+    load_keys<V>(sK, p.k, p.k_stride, tile);
+    load_keys<V>(sV, p.v, p.v_stride, tile);
     Visit now{tile.head * group, first + blocks - 1};
     request(0, now);
     #pragma unroll 1
@@ -177,21 +181,20 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     dK.scale(score.scale);
     // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
     // block is, is worked out again: the main loop has no registers left to keep it.
-    const TileIndex here =
-        TileIndex::at<false>(ptx::opaque(ptx::block_index()), p, ceil_div(problem.seqlen_k, N), problem.heads_k);
+    const auto here = tile_at<V, Keys, N, false>(p, ptx::opaque(ptx::block_index()));
     const int thread_warp = fresh_thread() / 32, row0 = thread_warp % (N / kRows) * kRows;
     const int first_col = thread_warp / (N / kRows) * kCols, first_key = here.block * N;
     const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,
                            auto repair) {
         if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, first_col))) {
-            const GradientRepair<V, M, V::kUnaligned> again(aside(p), here.batch);
+            const GradientRepair<V, M, V::kUnaligned> again(aside(p), here.sequence.index);
             #pragma unroll 1
             for (int row = row0; row < row0 + kRows; ++row) repair(again, row);
             ptx::bar_warp_sync();
         }
         write_rows<kRows, kCols, V::kHeadDim>(staging, row0,
-                                              static_cast<T *>(dst) + head_offset(stride, here.batch, here.head),
-                                              stride.row, first_key + row0, problem.seqlen_k, first_col);
+                                              static_cast<T *>(dst) + here.sequence.k_offset(stride, here.head),
+                                              stride.row, first_key + row0, here.sequence.rows_k, first_col);
     };
     leave(sK, dK, p.dk, p.dk_stride, [&](const auto &again, int row) {
         again.template dk<kCols>(here.head, first_key + row, sK, row, first_col);

@@ -31,11 +31,13 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     // Which tile.
     const Problem &problem = p.problem;
-    const TileIndex tile = TileIndex::of<Mask<V>::kHides>(p, ceil_div(problem.seqlen_q, M), problem.heads_q);
+    const auto tile = tile_at<V, Queries, M, Mask<V>::kHides>(p, ptx::block_index());
+    const auto &sequence = tile.sequence;
     const int q0 = tile.block * M, row0 = warp() * kRows, head_k = tile.head / (problem.heads_q / problem.heads_k);
-    const T *q = static_cast<const T *>(p.q) + head_offset(p.q_stride, tile.batch, tile.head);
-    const T *k = static_cast<const T *>(p.k) + head_offset(p.k_stride, tile.batch, head_k);
-    const T *v = static_cast<const T *>(p.v) + head_offset(p.v_stride, tile.batch, head_k);
+    if (V::kPacked && q0 >= sequence.seqlen_q) return;
+    const T *q = static_cast<const T *>(p.q) + sequence.q_offset(p.q_stride, tile.head);
+    const T *k = static_cast<const T *>(p.k) + sequence.k_offset(p.k_stride, head_k);
+    const T *v = static_cast<const T *>(p.v) + sequence.k_offset(p.v_stride, head_k);
 
     using TileQ = SmemTile<T, M, D>;
     using TileKV = SmemTile<T, N, D>;
@@ -43,7 +45,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const TileQ sQ{ptx::dynamic_smem()};
     const auto slot = [&](int t) { return TileKV{sQ.base + TileQ::kBytes + t % kStages * TileKV::kBytes}; };
 
-    const Mask<V> mask(problem);
+    const Mask<V> mask(sequence, problem);
     const Score<V> score(problem);
     const int first = mask.first_key_block(q0), blocks = max(0, mask.end_key_block(q0) - first);
 
@@ -56,7 +58,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
             slot(2 * i + kAhead)
                 .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k,
                                                                            kAhead % 2 ? p.v_stride.row : p.k_stride.row,
-                                                                           (first + block) * N, problem.seqlen_k);
+                                                                           (first + block) * N, sequence.seqlen_k);
         ptx::cp_async_commit_group();
     };
     const auto next_tile_landed = [] {
@@ -83,7 +85,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         const Mask<V> from_here = mask.from(ptx::opaque(tile.block) * M + row0 + lane / 4, k0 + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) {
             s = score.value(s);
-            if constexpr (kMasked) s = from_here.sees(row, col) ? s : -ptx::infinity();
+            if constexpr (kMasked) s = from_here.row_sees(row, col) ? s : -ptx::infinity();
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m
         FragA<T, kRows, N> P;
@@ -94,7 +96,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         gemm_nn<T>(O, P, slot(2 * i + 1));  // O += P V
     };
 
-    sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, problem.seqlen_q);
+    sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, sequence.seqlen_q);
     request_first<0, kStages - 1>(request);
     if constexpr (V::kQInRegs) {
         next_tile_landed();
@@ -104,28 +106,28 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     O.zero();
     #pragma unroll 1
     for (int i = 0; i < blocks; ++i)
-        if (mask.full(q0, (first + i) * N)) step(i, Bool<false>{});
+        if (mask.full(ptx::opaque(tile.block) * M, (first + i) * N)) step(i, Bool<false>{});
         else step(i, Bool<true>{});
 
     typename OnlineSoftmax<kRows>::Rows lse, inverse;
     softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
     softmax.multiply_rows(O, inverse);
-    const long long lse_row = static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
+    const long long lse_row = sequence.lse_row(problem, tile.head);
     #pragma unroll
     for (int r = 0; r < OnlineSoftmax<kRows>::kRowsPerLane; ++r) {
         const int qi = q0 + row0 + O.row(r / 2, 2 * (r % 2));
-        if (p.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.lse[lse_row + qi] = lse[r];
+        if (p.lse && lane() % 4 == 0 && qi < sequence.seqlen_q) p.lse[lse_row + qi] = lse[r];
     }
     if (blocks == 0) {
         ptx::cp_async_wait_group<0>();
         ptx::bar_sync();  // Q has arrived, though no key block waited for it: its tile stages the result
     }
     if (!ptx::vote_all(stage_rows<T>(sQ, row0, O))) {
-        repair_output<V, V::kUnaligned, kRows>(aside(p), tile.batch, tile.head, q0 + row0, sQ, row0);
+        repair_output<V, V::kUnaligned, kRows>(aside(p), sequence.index, tile.head, q0 + row0, sQ, row0);
         ptx::bar_warp_sync();
     }
-    write_rows<kRows, D, V::kHeadDim>(sQ, row0, static_cast<T *>(p.o) + head_offset(p.o_stride, tile.batch, tile.head),
-                                      p.o_stride.row, q0 + row0, problem.seqlen_q);
+    write_rows<kRows, D, V::kHeadDim>(sQ, row0, static_cast<T *>(p.o) + sequence.q_offset(p.o_stride, tile.head),
+                                      p.o_stride.row, q0 + row0, sequence.seqlen_q);
 }
 
 #endif  // CUPYFLASH_FWD_SM80_CUH

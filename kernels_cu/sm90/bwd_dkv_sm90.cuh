@@ -22,6 +22,7 @@
 #include "attention/score.cuh"
 #include "tile/tile_sm90.cuh"
 #include "attention/visits.cuh"
+#include "tile/epilogue.cuh"
 
 // The two consumer warpgroups, and what is theirs: K, Q and S; V, dO and dP.
 enum DkvRole { kRoleP = 0, kRoleDS = 1 };
@@ -34,8 +35,9 @@ struct BwdDkvSmem {
     using TileQ = SwizzledTile<T, M, D>;
     static constexpr int kQ = 2 * TileKV::kBytes, kP = kQ + 2 * kStages * TileQ::kBytes;
     static constexpr int kStats = kP + 2 * 2 * M * N, kBars = kStats + kStages * 8 * M;
-    static constexpr int kBarriers = 8 + 4 * kStages, kQueue = kBars + 8 * (kBarriers + WorkQueue::kBarriers);
-    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
+    static constexpr int kBarriers = 8 + 4 * kStages,
+                         kQueue = kBars + 8 * (kBarriers + TileQueue<V::kPacked>::kBarriers);
+    static_assert(kQueue + TileQueue<V::kPacked>::kBytes == V::kSmemBytes);
     ptx::u32 base;
 
     __device__ TileKV resident(int role) const { return {base + role * TileKV::kBytes}; }  // K, V
@@ -50,7 +52,7 @@ struct BwdDkvSmem {
     __device__ ptx::u32 p_full(int i) const { return bar(2 + 4 * kStages + i); }
     __device__ ptx::u32 p_empty(int i) const { return bar(4 + 4 * kStages + i); }
     __device__ ptx::u32 resident_empty(int role) const { return bar(6 + 4 * kStages + role); }
-    __device__ WorkQueue queue() const { return {bar(kBarriers), base + kQueue}; }
+    __device__ TileQueue<V::kPacked> queue() const { return {bar(kBarriers), base + kQueue}; }
 
     __device__ void init() const {  // by one thread
         #pragma unroll 1
@@ -62,7 +64,7 @@ struct BwdDkvSmem {
             ptx::mbarrier_init(p_full(i), 4), ptx::mbarrier_init(p_empty(i), 4);
             ptx::mbarrier_init(resident_empty(i), 1);
         }
-        WorkQueue::init(bar(kBarriers), 8);
+        TileQueue<V::kPacked>::init(bar(kBarriers), 8 + V::kPacked);
         ptx::fence_mbarrier_init();
     }
 
@@ -70,37 +72,35 @@ struct BwdDkvSmem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
-// K and V once a tile, Q, dO and row_stats of every visit; by one thread, which also decides what is computed.
+// K and V once a tile, Q, dO and row_stats of every visit; by one thread, which also decides what is computed; by one warp if
+// packed, of which one lane loads.
 template <class V>
 __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDkvSmem<V> &smem) {
     constexpr int M = V::kBlockM;
-    const Problem &problem = p.plain.problem;
-    WorkQueue queue = smem.queue();
     RingPosition<V::kStages> ring;
     RingPosition<1> tiles;
-    for (TileNumbers numbers(p.counter);; numbers.draw(), tiles.next()) {
-        const auto work = pack_tile<false>(numbers.number, p.plain, BwdVisits<V>::key_blocks(problem), problem.heads_k);
-        queue.publish(work);
-        const TileIndex tile = unpack_tile(work);
-        if (tile.block < 0) {
-            numbers.finish();
-            break;
-        }
-        BwdVisits<V> visit(problem, tile);
+    auto source = producer_tiles<V, Keys, V::kBlockN, false>(p.plain, p.counter, smem.queue());
+    for (;; source.draw(), tiles.next()) {
+        const auto tile = source.next();
+        if (tile.block < 0) break;
+        if (!source.leads()) continue;
+        BwdVisits<V> visit(p.plain.problem, tile);
+        const Sequence<V::kPacked> &sequence = visit.sequence;
         const auto load_resident = [&](int role, const ptx::TensorMap &map) {
             ptx::mbarrier_wait(smem.resident_empty(role), tiles.phase ^ 1);
-            smem.resident(role).load(map, smem.resident_full(role), visit.k0, tile.head, tile.batch, ptx::kEvictFirst);
+            smem.resident(role).load(map, smem.resident_full(role), sequence.row_k + visit.k0, visit.head_k,
+                                     sequence.batch(), ptx::kEvictFirst);
         };
         const auto load = [&](int role, const ptx::TensorMap &map, int more_bytes) {
             ptx::mbarrier_wait(smem.empty(role, ring.stage), ring.phase ^ 1);
             smem.streamed(role, ring.stage)
-                .load(map, smem.full(role, ring.stage), visit.q0(), visit.head, tile.batch, ptx::kEvictNormal,
-                      more_bytes);
+                .load(map, smem.full(role, ring.stage), sequence.row_q + visit.q0(), visit.head, sequence.batch(),
+                      ptx::kEvictNormal, more_bytes);
         };
         #pragma unroll 1
         for (int i = 0; i < visit.count; ++i, ring.next(), visit.next()) {
             load(kRoleP, p.map_q, 8 * M);
-            ptx::cp_async_bulk_load(smem.stats(ring.stage), row_stats_at<M>(p.plain, visit.sequence(), visit.q0()),
+            ptx::cp_async_bulk_load(smem.stats(ring.stage), row_stats_at<M>(p.plain, sequence, visit.head, visit.q0()),
                                     8 * M, smem.full(kRoleP, ring.stage));
             if (i == 0) load_resident(kRoleP, p.map_k);
             load(kRoleDS, p.map_dout, 0);
@@ -120,19 +120,18 @@ struct BwdDkvGroup {
     const BwdSm90Params &p;
     const Problem &problem;
     const BwdDkvSmem<V> &smem;
-    const Mask<V> mask;
     const Score<V> score;
     const int key0;                 // this warp's first key of the block
     RingPosition<V::kStages> ring;  // of Q and dO
     RingPosition<2> handed;         // of P
 
     __device__ BwdDkvGroup(const BwdSm90Params &p, const BwdDkvSmem<V> &smem)
-        : p(p), problem(p.plain.problem), smem(smem), mask(problem), score(problem), key0(warp() % 4 * 16) {}
+        : p(p), problem(p.plain.problem), smem(smem), score(problem), key0(warp() % 4 * 16) {}
 
     __device__ void run() {
-        WorkQueue queue = smem.queue();
+        auto queue = smem.queue();
         for (RingPosition<1> tiles;; tiles.next()) {
-            const TileIndex tile = unpack_tile(queue.next());
+            const auto tile = unpack_tile<V::kPacked>(p.plain, queue.next());
             if (tile.block < 0) break;
             compute(BwdVisits<V>(problem, tile), tiles.phase);
         }
@@ -183,7 +182,8 @@ struct BwdDkvGroup {
     __device__ void weigh(const BwdVisits<V> &visit, AccTile<16, M> &X, FragA<T, 16, M> &W) {
         const ptx::u32 thread = fresh_thread() % 128;
         const ptx::u32 stats_at = smem.stats(ring.stage) + 16 * (thread % 4), p_at = smem.p(handed.stage) + 16 * thread;
-        const bool masked = !mask.full(visit.q0(), visit.k0) || visit.q0() + M > problem.seqlen_q;
+        const Mask<V> mask(visit.sequence, problem);
+        const bool masked = !mask.full(visit.q0(), visit.k0) || visit.q0() + M > mask.seqlen_q;
         float stats[M / 8][4];  // of two neighbouring queries: lse, delta, lse, delta
         if constexpr (kRole == kRoleDS) ptx::mbarrier_wait(smem.full(kRoleP, ring.stage), ring.phase);
         #pragma unroll
@@ -204,7 +204,7 @@ struct BwdDkvGroup {
                     }
                 if constexpr (!Score<V>::kWeightIsP) weights[k].from(weight);
             }
-            if (masked) hide(visit, X);
+            if (masked) hide(mask, visit, X);
             W.from(X);
             ptx::mbarrier_wait(smem.p_empty(handed.stage), handed.phase ^ 1);
             #pragma unroll
@@ -223,7 +223,7 @@ struct BwdDkvGroup {
                 const ptx::u32 pair = P[query / 16].x[query / 8 % 2 * 2 + key / 8];
                 dp = (query % 2 ? T::hi(pair) : T::lo(pair)) * (dp - stats[query / 8][2 * (query % 2) + 1]);
             });
-            if (masked) hide(visit, X);
+            if (masked) hide(mask, visit, X);
             W.from(X);
         }
         handed.next();
@@ -231,7 +231,7 @@ struct BwdDkvGroup {
     }
 
     // Beyond seqlen_q rows of Q are zeros, but 0 times an inf of K is not.
-    __device__ void hide(const BwdVisits<V> &visit, AccTile<16, M> &x) const {
+    __device__ void hide(const Mask<V> &mask, const BwdVisits<V> &visit, AccTile<16, M> &x) const {
         const int lane = fresh_lane();
         const auto from_here = mask.from(visit.q0() + 2 * (lane % 4), visit.k0 + key0 + lane / 4);
         x.for_each([&](int key, int query, float &e) {
@@ -245,16 +245,29 @@ struct BwdDkvGroup {
         if constexpr (kRole == kRoleDS) dKV.scale(score.scale);
         if (!ptx::vote_all(stage<T>(tile, key0, dKV))) {
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-            const GradientRepair<V, M, false> again(p.plain, visit.tile.batch);
+            const GradientRepair<V, M, false> again(p.plain, visit.sequence.index);
             #pragma unroll 1
             for (int row = key0; row < key0 + 16; ++row)
-                if constexpr (kRole == kRoleDS) again.dk(visit.tile.head, visit.k0 + row, tile, row);
-                else again.dv(visit.tile.head, visit.k0 + row, tile, row);
+                if constexpr (kRole == kRoleDS) again.dk(visit.head_k, visit.k0 + row, tile, row);
+                else again.dv(visit.head_k, visit.k0 + row, tile, row);
+        }
+        const Sequence<V::kPacked> &sequence = visit.sequence;
+        // Behind the last key TMA would write those of the next sequence.
+        const bool shared = V::kPacked && visit.k0 + N > sequence.rows_k;
+        if (shared) {
+            const BwdParams &plain = aside(p.plain);
+            const Strides &stride = kRole == kRoleP ? plain.dv_stride : plain.dk_stride;
+            T *const dst = static_cast<T *>(kRole == kRoleP ? plain.dv : plain.dk);
+            ptx::bar_warp_sync();
+            write_rows<16, kDepth, D>(tile, key0, dst + sequence.k_offset(stride, visit.head_k), stride.row,
+                                      visit.k0 + key0, sequence.rows_k);
         }
         ptx::fence_proxy_async();
-        ptx::bar_sync(1 + kRole, 128);
+        ptx::bar_sync(kGroupBarrier + kRole, 128);
         if (ptx::thread_index() % 128 == 0) {
-            tile.store(kRole == kRoleP ? p.map_dv : p.map_dk, visit.k0, visit.tile.head, visit.tile.batch);
+            if (!shared)
+                tile.store(kRole == kRoleP ? p.map_dv : p.map_dk, sequence.row_k + visit.k0, visit.head_k,
+                           sequence.batch());
             ptx::cp_async_bulk_wait_group_read<0>();
             ptx::mbarrier_arrive(smem.resident_empty(kRole));
         }
@@ -270,7 +283,10 @@ __device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
     const int role = uniform(ptx::thread_index() / 128);
     if (role == 2) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
-        if (ptx::thread_index() % 128 == 0) bwd_dkv_load<V>(p, smem);
+        const int warp_in_group = uniform(warp() % 4);
+        if (warp_in_group == 0 && (V::kPacked || lane() == 0)) bwd_dkv_load<V>(p, smem);
+        if (V::kPacked && warp_in_group == 3)
+            TileSource<V, Keys, V::kBlockN, false, BwdParams>(p.plain, p.counter, smem.queue()).run();
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         if (role == kRoleP) BwdDkvGroup<V, kRoleP>(p, smem).run();

@@ -17,6 +17,7 @@
 #include "tile/pipeline_sm90.cuh"
 #include "attention/repair_gradients.cuh"
 #include "attention/score.cuh"
+#include "tile/epilogue.cuh"
 #include "tile/tile_sm90.cuh"
 
 template <class V>
@@ -27,8 +28,9 @@ struct BwdDqSmem {
     using TileQ = SwizzledTile<T, 64, D>;
     using TileKV = SwizzledTile<T, N, D>;
     static constexpr int kDO = kGroups * TileQ::kBytes, kRing = 2 * kDO, kBars = kRing + kStages * TileKV::kBytes;
-    static constexpr int kBarriers = 2 * kStages + 4 * kGroups, kQueue = kBars + 8 * (kBarriers + WorkQueue::kBarriers);
-    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
+    static constexpr int kBarriers = 2 * kStages + 4 * kGroups,
+                         kQueue = kBars + 8 * (kBarriers + TileQueue<V::kPacked>::kBarriers);
+    static_assert(kQueue + TileQueue<V::kPacked>::kBytes == V::kSmemBytes);
     ptx::u32 base;
 
     __device__ TileQ q(int group) const { return {base + group * TileQ::kBytes}; }
@@ -40,7 +42,7 @@ struct BwdDqSmem {
     __device__ ptx::u32 q_empty(int group) const { return bar(2 * kStages + kGroups + group); }
     __device__ ptx::u32 dout_full(int group) const { return bar(2 * kStages + 2 * kGroups + group); }
     __device__ ptx::u32 dout_empty(int group) const { return bar(2 * kStages + 3 * kGroups + group); }
-    __device__ WorkQueue queue() const { return {bar(kBarriers), base + kQueue}; }
+    __device__ TileQueue<V::kPacked> queue() const { return {bar(kBarriers), base + kQueue}; }
 
     __device__ void init() const {  // by one thread
         #pragma unroll 1
@@ -50,7 +52,7 @@ struct BwdDqSmem {
             ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(q_empty(i), 1);
             ptx::mbarrier_init(dout_full(i), 1), ptx::mbarrier_init(dout_empty(i), 4);
         }
-        WorkQueue::init(bar(kBarriers), 4 * kGroups + kGroups);
+        TileQueue<V::kPacked>::init(bar(kBarriers), 4 * kGroups + kGroups + V::kPacked);
         ptx::fence_mbarrier_init();
     }
 
@@ -58,41 +60,20 @@ struct BwdDqSmem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
-// A tile of rows, and the key blocks [first, end) that some of them see. An empty range is widened to one block, in
-// which the mask then hides everything.
-template <class V>
-struct BwdDqTile {
-    TileIndex index;
-    int q0, head_k, first, end;
-
-    __device__ static ptx::U128 pack(int number, const BwdParams &p) {
-        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.problem.seqlen_q, V::kBlockM), p.problem.heads_q);
-    }
-    __device__ BwdDqTile(const ptx::U128 &packed, const Problem &p)
-        : index(unpack_tile(packed)), q0(index.block * V::kBlockM), head_k(index.head / (p.heads_q / p.heads_k)) {
-        const Mask<V> mask(p);
-        first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
-    }
-    __device__ bool exists() const { return index.block >= 0; }
-};
-
-// V and K of every key block, by one thread, which also decides what is computed.
+// V and K of every key block, by one thread, which also decides what is computed; by one warp if packed, of which one lane
+// loads.
 template <class V>
 __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const BwdDqSmem<V> &smem) {
-    WorkQueue queue = smem.queue();
     RingPosition<V::kStages> ring;
-    for (TileNumbers numbers(p.counter);; numbers.draw()) {
-        const ptx::U128 work = BwdDqTile<V>::pack(numbers.number, p.plain);
-        queue.publish(work);
-        const BwdDqTile<V> tile(work, p.plain.problem);
-        if (!tile.exists()) {
-            numbers.finish();
-            break;
-        }
+    auto source = producer_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
+    for (;; source.draw()) {
+        const QueryWork<V> tile(source.next(), p.plain.problem);
+        if (!tile.exists()) break;
+        if (!source.leads()) continue;
+        const int head_k = tile.head_k(p.plain.problem), row0 = tile.sequence.row_k, batch = tile.sequence.batch();
         const auto load = [&](const ptx::TensorMap &map, int j) {
             ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
-            smem.kv(ring.stage)
-                .load(map, smem.full(ring.stage), j * V::kBlockN, tile.head_k, tile.index.batch, ptx::kEvictLast);
+            smem.kv(ring.stage).load(map, smem.full(ring.stage), row0 + j * V::kBlockN, head_k, batch, ptx::kEvictLast);
             ring.next();
         };
         #pragma unroll 1
@@ -103,15 +84,16 @@ __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const Bwd
 // Q and dO of one group, by one warp.
 template <class V>
 __device__ __forceinline__ void bwd_dq_load_rows(const BwdSm90Params &p, const BwdDqSmem<V> &smem, int group) {
-    WorkQueue queue = smem.queue();
+    auto queue = smem.queue();
     for (RingPosition<1> tiles;; tiles.next()) {
-        const BwdDqTile<V> tile(queue.next(), p.plain.problem);
+        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain.problem);
         if (!tile.exists()) break;
         const auto load = [&](const auto &to, const ptx::TensorMap &map, ptx::u32 full, ptx::u32 empty) {
             ptx::mbarrier_wait(empty, tiles.phase ^ 1);
             ptx::bar_warp_sync();
             if (lane() == 0)
-                to.load(map, full, tile.q0 + 64 * group, tile.index.head, tile.index.batch, ptx::kEvictFirst);
+                to.load(map, full, tile.sequence.row_q + tile.q0 + 64 * group, tile.head, tile.sequence.batch(),
+                        ptx::kEvictFirst);
         };
         load(smem.dout(group), p.map_dout, smem.dout_full(group), smem.dout_empty(group));
         load(smem.q(group), p.map_q, smem.q_full(group), smem.q_empty(group));
@@ -127,24 +109,17 @@ struct BwdDqGroup {
     const BwdSm90Params &p;
     const Problem &problem;
     const BwdDqSmem<V> &smem;
-    const Mask<OneGroup<V>> mask;
     const Score<V> score;
     const int group, warp_row;  // of the block; this warp's first row of the 64
     RingPosition<V::kStages> ring;
     float stats[2][2];  // of this lane's two rows: lse, delta
 
     __device__ BwdDqGroup(const BwdSm90Params &p, const BwdDqSmem<V> &smem, int group)
-        : p(p),
-          problem(p.plain.problem),
-          smem(smem),
-          mask(problem),
-          score(problem),
-          group(group),
-          warp_row(warp() % 4 * 16) {}
+        : p(p), problem(p.plain.problem), smem(smem), score(problem), group(group), warp_row(warp() % 4 * 16) {}
 
     __device__ bool leads() const { return ptx::thread_index() % 128 == 0; }
     // All four warps of the group.
-    __device__ void sync() const { ptx::bar_sync(1 + group, 128); }
+    __device__ void sync() const { ptx::bar_sync(kGroupBarrier + group, 128); }
 
     // Key blocks that the block has and these rows do not need. To be released only once they are full: an earlier
     // arrival would count for the phase before.
@@ -157,17 +132,18 @@ struct BwdDqGroup {
     }
 
     __device__ void run() {
-        WorkQueue queue = smem.queue();
+        auto queue = smem.queue();
         for (RingPosition<1> tiles;; tiles.next()) {
-            const BwdDqTile<V> tile(queue.next(), problem);
+            const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), problem);
             if (!tile.exists()) break;
             compute(tile, tiles.phase);
         }
     }
 
-    __device__ void compute(const BwdDqTile<V> &tile, ptx::u32 tile_phase) {
+    __device__ void compute(const QueryWork<V> &tile, ptx::u32 tile_phase) {
         const int q0 = tile.q0 + 64 * group;
-        if (q0 >= problem.seqlen_q) {
+        const Mask<OneGroup<V>> mask(tile.sequence, problem);
+        if (q0 >= mask.seqlen_q) {
             pass(tile.end - tile.first);
             ptx::mbarrier_wait(smem.dout_full(group), tile_phase);
             ptx::mbarrier_wait(smem.q_full(group), tile_phase);
@@ -178,8 +154,7 @@ struct BwdDqGroup {
         // [first, end): this group's blocks.
         const int end = min(max(mask.end_key_block(q0), tile.first + 1), tile.end);
         const int first = V::kWindow ? min(max(mask.first_key_block(q0), tile.first), end - 1) : 0;
-        const float *const stats_at =
-            row_stats_at<64>(p.plain, tile.index.batch * problem.heads_q + tile.index.head, q0 + warp_row + lane() / 4);
+        const float *const stats_at = row_stats_at<64>(p.plain, tile.sequence, tile.head, q0 + warp_row + lane() / 4);
         #pragma unroll
         for (int r = 0; r < 2; ++r) stats[r][0] = stats_at[16 * r], stats[r][1] = stats_at[16 * r + 1];
         pass(tile.end - end);
@@ -195,7 +170,7 @@ struct BwdDqGroup {
             ptx::wgmma_wait_group<0>();
             arrived(dP), arrived(S);
             arrive_warp(smem.empty(v_stage()));
-            weigh(S, dP, q0, end - 1, dS);
+            weigh(mask, S, dP, q0, end - 1, dS);
         }
         dQ.zero();
         #pragma unroll 1
@@ -214,7 +189,7 @@ struct BwdDqGroup {
             arrive_warp(smem.empty(v_stage()));
             ptx::wgmma_wait_group<0>();
             arrived(S);
-            weigh(S, dP, q0, j, dS);
+            weigh(mask, S, dP, q0, j, dS);
         }
         arrive_warp(smem.dout_empty(group));
         issue_nn<T, N>(dQ, dS, smem.kv(ring.stage));
@@ -245,7 +220,8 @@ struct BwdDqGroup {
     __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }
 
     // dS = P * (dP - delta), P = exp(S - lse).
-    __device__ void weigh(const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int j, FragA<T, 16, N> &dS) const {
+    __device__ void weigh(const Mask<OneGroup<V>> &mask, const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int j,
+                          FragA<T, 16, N> &dS) const {
         dP.for_each([&](int row, int col, float &dp) {
             const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
             dp = score.dS(s, score.P(s, stats[row / 8][0]), dp, stats[row / 8][1]);
@@ -258,19 +234,28 @@ struct BwdDqGroup {
         dS.from(dP);
     }
 
-    __device__ void finish(const BwdDqTile<V> &tile, int q0, AccTile<16, D> &dQ) const {
+    __device__ void finish(const QueryWork<V> &tile, int q0, AccTile<16, D> &dQ) const {
         const auto sQ = smem.q(group);
         dQ.scale(score.scale);
         if (!ptx::vote_all(stage<T>(sQ, warp_row, dQ))) {
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-            const GradientRepair<OneGroup<V>, 64, false> again(p.plain, tile.index.batch);
+            const GradientRepair<OneGroup<V>, 64, false> again(p.plain, tile.sequence.index);
             #pragma unroll 1
-            for (int row = warp_row; row < warp_row + 16; ++row) again.dq(tile.index.head, q0 + row, sQ, row);
+            for (int row = warp_row; row < warp_row + 16; ++row) again.dq(tile.head, q0 + row, sQ, row);
+        }
+        const Sequence<V::kPacked> &sequence = tile.sequence;
+        // Behind the last query TMA would write those of the next sequence.
+        const bool shared = V::kPacked && q0 + 64 > sequence.seqlen_q;
+        if (shared) {
+            ptx::bar_warp_sync();
+            write_rows<16, kDepth, D>(sQ, warp_row,
+                                      static_cast<T *>(p.plain.dq) + sequence.q_offset(p.plain.dq_stride, tile.head),
+                                      p.plain.dq_stride.row, q0 + warp_row, sequence.seqlen_q);
         }
         ptx::fence_proxy_async();
         sync();
         if (leads()) {
-            sQ.store(p.map_dq, q0, tile.index.head, tile.index.batch);
+            if (!shared) sQ.store(p.map_dq, sequence.row_q + q0, tile.head, sequence.batch());
             ptx::cp_async_bulk_wait_group_read<0>();
             ptx::mbarrier_arrive(smem.q_empty(group));
         }
@@ -287,8 +272,10 @@ __device__ __forceinline__ void bwd_dq(const BwdSm90Params &p) {
     if (role == smem.kGroups) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
-        if (warp_in_group == 0 && lane() == 0) bwd_dq_load_kv<V>(p, smem);
+        if (warp_in_group == 0 && (V::kPacked || lane() == 0)) bwd_dq_load_kv<V>(p, smem);
         if (warp_in_group > 0 && warp_in_group <= smem.kGroups) bwd_dq_load_rows<V>(p, smem, warp_in_group - 1);
+        if (V::kPacked && warp_in_group == 3)
+            TileSource<V, Queries, V::kBlockM, Mask<V>::kHides, BwdParams>(p.plain, p.counter, smem.queue()).run();
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         BwdDqGroup<V>(p, smem, role).run();

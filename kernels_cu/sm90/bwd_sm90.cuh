@@ -20,6 +20,7 @@
 #include "attention/score.cuh"
 #include "tile/tile_sm90.cuh"
 #include "attention/visits.cuh"
+#include "tile/epilogue.cuh"
 
 // As dq_accum.cuh sees the warpgroup that computes dQ: as if it had four warps for every 64 columns of the tile.
 template <class V>
@@ -81,21 +82,25 @@ struct BwdSm90Smem {
 
 // K and V once, then Q, dO and row_stats of every visit; by one thread.
 template <class V>
-__device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem) {
+__device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, BwdVisits<V> visit) {
     constexpr int M = V::kBlockM;
-    BwdVisits<V> visit(p.plain);
-    const int batch = visit.tile.batch;
+    const Sequence<V::kPacked> &sequence = visit.sequence;
+    const int batch = sequence.batch();
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
         const auto ring = RingPosition<V::kStages>::of(i);
         const int stage = ring.stage, q0 = visit.q0();
         ptx::mbarrier_wait(smem.empty(stage), ring.phase ^ 1);
-        smem.q(stage).load(p.map_q, smem.q_full(stage), q0, visit.head, batch, ptx::kEvictNormal, 8 * M);
-        ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, visit.sequence(), q0), 8 * M,
+        smem.q(stage).load(p.map_q, smem.q_full(stage), sequence.row_q + q0, visit.head, batch, ptx::kEvictNormal,
+                           8 * M);
+        ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, sequence, visit.head, q0), 8 * M,
                                 smem.q_full(stage));
-        if (i == 0) smem.k().load(p.map_k, smem.k_full(), visit.k0, visit.tile.head, batch, ptx::kEvictNormal);
-        smem.dout(stage).load(p.map_dout, smem.dout_full(stage), q0, visit.head, batch, ptx::kEvictNormal);
-        if (i == 0) smem.v().load(p.map_v, smem.v_full(), visit.k0, visit.tile.head, batch, ptx::kEvictNormal);
+        if (i == 0)
+            smem.k().load(p.map_k, smem.k_full(), sequence.row_k + visit.k0, visit.head_k, batch, ptx::kEvictNormal);
+        smem.dout(stage).load(p.map_dout, smem.dout_full(stage), sequence.row_q + q0, visit.head, batch,
+                              ptx::kEvictNormal);
+        if (i == 0)
+            smem.v().load(p.map_v, smem.v_full(), sequence.row_k + visit.k0, visit.head_k, batch, ptx::kEvictNormal);
     }
 }
 
@@ -103,16 +108,15 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
 // first_stores that of the tile's first key block, which stores where they add; in deterministic order every one. Key
 // blocks before this one have a lower block index, so they are running.
 template <class V>
-__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem) {
+__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, BwdVisits<V> visit) {
     constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
     const Problem &problem = p.plain.problem;
-    BwdVisits<V> visit(p.plain);
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
         const auto at = RingPosition<2>::of(i);
-        float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence(), visit.m_block);
-        int *const turn = dq_turn<V>(p.plain, visit.sequence(), visit.m_block);
-        const int rank = visit.tile.block - Mask<V>(problem).first_key_block(visit.q0());
+        float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
+        int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
+        const int rank = visit.block - Mask<V>(visit.sequence, problem).first_key_block(visit.q0());
         const bool stores = p.plain.schedule.first_stores && rank == 0;
         if (V::kDeterministic || p.plain.schedule.first_stores) {
             while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1))) ptx::nanosleep();
@@ -143,22 +147,28 @@ struct BwdGroup {
     const BwdSm90Params &p;
     const Problem &problem;
     const BwdSm90Smem<V> &smem;
+    BwdVisits<V> visit;
     const Mask<GroupKeys<V>> mask;
     const Score<V> score;
     const int group;  // of the block
     AccTile<16, D> dK, dV;
     int i = 0;  // number of the visit
 
-    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, int group)
-        : p(p), problem(p.plain.problem), smem(smem), mask(problem), score(problem), group(group) {
+    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const BwdVisits<V> &visit, int group)
+        : p(p),
+          problem(p.plain.problem),
+          smem(smem),
+          visit(visit),
+          mask(visit.sequence, problem),
+          score(problem),
+          group(group) {
         dK.zero(), dV.zero();
     }
 
     __device__ void run() {
-        BwdVisits<V> visit(p.plain);
         const int key0 = uniform(visit.k0 + 64 * group), count = uniform(visit.count);
         const int first = uniform(mask.first_query_block(key0));
-        const int end = uniform(key0 < problem.seqlen_k ? mask.end_query_block(key0) : 0);
+        const int end = uniform(key0 < visit.sequence.seqlen_k ? mask.end_query_block(key0) : 0);
         if (count > 0) {
             ptx::mbarrier_wait(smem.k_full(), 0);
             ptx::mbarrier_wait(smem.v_full(), 0);
@@ -168,7 +178,7 @@ struct BwdGroup {
             if (i < count) {
                 const int q0 = visit.q0();
                 if (visit.m_block < first || visit.m_block >= end) skip();
-                else if (!mask.full(q0, key0) || q0 + M > problem.seqlen_q) step<true>(q0, key0);
+                else if (!mask.full(q0, key0) || q0 + M > visit.sequence.seqlen_q) step<true>(q0, key0);
                 else step<false>(q0, key0);
             }
             take_turn(i - 1);
@@ -285,11 +295,12 @@ struct BwdGroup {
     // dK and dV leave through the shared memory of K and V.
     __device__ void finish() {
         const BwdVisits<V> visits(p.plain, ptx::opaque(ptx::block_index()));
+        const Sequence<V::kPacked> &sequence = visits.sequence;
         const int key0 = visits.k0 + 64 * group;
         const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
         const int row0 = fresh_thread() / 32 % 4 * 16;
         dK.scale(score.scale);
-        const GradientRepair<GroupKeys<V>, M, false> again(p.plain, visits.tile.batch);
+        const GradientRepair<GroupKeys<V>, M, false> again(p.plain, sequence.index);
         // Stages a result; repair(row) computes one of its rows again where that is not finite.
         const auto leave = [&](const auto &tile, const AccTile<16, D> &acc, auto repair) {
             if (ptx::vote_all(stage<T>(tile, row0, acc))) return;
@@ -297,18 +308,28 @@ struct BwdGroup {
             #pragma unroll 1
             for (int row = row0; row < row0 + 16; ++row) repair(row);
         };
-        leave(sdV, dV, [&](int row) { again.dv(visits.tile.head, key0 + row, sdV, row); });
+        leave(sdV, dV, [&](int row) { again.dv(visits.head_k, key0 + row, sdV, row); });
         #pragma unroll
         for (int before = 1; before <= 2; ++before) {  // K has been read for the last two dQ
             const auto at = RingPosition<2>::of(i - before);
             if (i >= before) ptx::mbarrier_wait(smem.ds_empty(at.stage), at.phase);
         }
-        leave(sdK, dK, [&](int row) { again.dk(visits.tile.head, key0 + row, sdK, row); });
+        leave(sdK, dK, [&](int row) { again.dk(visits.head_k, key0 + row, sdK, row); });
+        if (V::kPacked &&
+            key0 + 64 > sequence.rows_k) {  // behind the last key TMA would write those of the next sequence
+            const auto write = [&](const auto &tile, void *dst, const Strides &stride) {
+                write_rows<16, kDepth, D>(tile, row0, static_cast<T *>(dst) + sequence.k_offset(stride, visits.head_k),
+                                          stride.row, key0 + row0, sequence.rows_k);
+            };
+            ptx::bar_warp_sync();
+            write(sdK, p.plain.dk, p.plain.dk_stride), write(sdV, p.plain.dv, p.plain.dv_stride);
+            return;
+        }
         ptx::fence_proxy_async();
-        ptx::bar_sync(1 + group, 128);
-        if (ptx::thread_index() % 128 == 0 && key0 < problem.seqlen_k) {
-            sdK.store(p.map_dk, key0, visits.tile.head, visits.tile.batch);
-            sdV.store(p.map_dv, key0, visits.tile.head, visits.tile.batch);
+        ptx::bar_sync(kGroupBarrier + group, 128);
+        if (ptx::thread_index() % 128 == 0 && key0 < sequence.rows_k) {
+            sdK.store(p.map_dk, sequence.row_k + key0, visits.head_k, sequence.batch());
+            sdV.store(p.map_dv, sequence.row_k + key0, visits.head_k, sequence.batch());
             ptx::cp_async_bulk_wait_group_read<0>();
         }
     }
@@ -316,6 +337,10 @@ struct BwdGroup {
 
 template <class V>
 __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
+    // Packed, they are looked up once, here, which takes a while; else each role works them out.
+    const BwdVisits<V> visits(p.plain);
+    const auto mine = [&] { return V::kPacked ? visits : BwdVisits<V>(p.plain); };
+    if (V::kPacked && visits.k0 >= visits.sequence.rows_k) return;
     const BwdSm90Smem<V> smem{ptx::dynamic_smem_1024()};
     if (ptx::thread_index() == 0) smem.init();
     ptx::bar_sync();
@@ -324,11 +349,11 @@ __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
     if (role == BwdSm90Smem<V>::kGroups) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
-        if (warp_in_group == 0 && lane() == 0) bwd_load<V>(p, smem);
-        if (warp_in_group == 1 && lane() == 0) bwd_add_dq<V>(p, smem);
+        if (warp_in_group == 0 && lane() == 0) bwd_load<V>(p, smem, mine());
+        if (warp_in_group == 1 && lane() == 0) bwd_add_dq<V>(p, smem, mine());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
-        BwdGroup<V>(p, smem, role).run();
+        BwdGroup<V>(p, smem, mine(), role).run();
     }
 }
 

@@ -21,8 +21,8 @@ struct FwdSm90Smem {
     static_assert(kSlots % kGroups == 0 || kGroups == 2);  // see FwdGroup::wait_q
     static constexpr int kK = kSlots * TileQ::kBytes, kV = kK + kStages * TileKV::kBytes;
     static constexpr int kBars = kV + kStages * TileKV::kBytes;
-    static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + WorkQueue::kBarriers);
-    static_assert(kQueue + WorkQueue::kBytes == V::kSmemBytes);
+    static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + TileQueue<V::kPacked>::kBarriers);
+    static_assert(kQueue + TileQueue<V::kPacked>::kBytes == V::kSmemBytes);
     // A group holds V of its last block while it passes blocks that others need: of this tile and, with a window, of the
     // next. Copies of all of them must find a stage, or the number of the next tile would never come.
     static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);
@@ -38,7 +38,7 @@ struct FwdSm90Smem {
     __device__ ptx::u32 k_empty(int stage) const { return bar(2 * kSlots + kStages + stage); }
     __device__ ptx::u32 v_full(int stage) const { return bar(2 * kSlots + (kJoint ? 0 : 2) * kStages + stage); }
     __device__ ptx::u32 v_empty(int stage) const { return bar(2 * kSlots + (kJoint ? 1 : 3) * kStages + stage); }
-    __device__ WorkQueue queue() const { return {bar(2 * kSlots + 4 * kStages), base + kQueue}; }
+    __device__ TileQueue<V::kPacked> queue() const { return {bar(2 * kSlots + 4 * kStages), base + kQueue}; }
 
     __device__ void init() const {  // by one thread
         #pragma unroll 1
@@ -48,7 +48,7 @@ struct FwdSm90Smem {
             ptx::mbarrier_init(k_full(i), kJoint ? 2 : 1), ptx::mbarrier_init(k_empty(i), 4 * kGroups);
             if (!kJoint) ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), 4 * kGroups);
         }
-        WorkQueue::init(bar(2 * kSlots + 4 * kStages), 4 * kGroups + 1);
+        TileQueue<V::kPacked>::init(bar(2 * kSlots + 4 * kStages), 4 * kGroups + 1 + V::kPacked);
         ptx::fence_mbarrier_init();
     }
 
@@ -56,49 +56,24 @@ struct FwdSm90Smem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
-// A tile of work, as the roles hand it on, and which key blocks [first, end) its rows see. An empty range is widened to
-// one block, in which the mask then hides everything.
-template <class V>
-struct FwdTile {
-    int block, head, batch;  // block: along the sequence; -1: there are no more tiles
-    int q0, first, end;
-
-    __device__ static ptx::U128 pack(int number, const FwdParams &p) {
-        return pack_tile<Mask<V>::kHides>(number, p, ceil_div(p.problem.seqlen_q, V::kBlockM), p.problem.heads_q);
-    }
-    __device__ FwdTile(const ptx::U128 &packed, const Problem &p)
-        : block(packed.x[0]), head(packed.x[1]), batch(packed.x[2]), q0(block * V::kBlockM) {
-        const Mask<V> mask(p);
-        first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
-    }
-    __device__ bool exists() const { return block >= 0; }
-    __device__ int head_k(const Problem &p) const { return head / (p.heads_q / p.heads_k); }
-};
-
-// K and V, by one thread, which also decides what is computed.
+// K and V, by one thread, which also decides what is computed; if packed by one lane of a warp, which another one tells that.
 template <class V>
 __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
-    const Problem &problem = p.plain.problem;
-    WorkQueue queue = smem.queue();
     RingPosition<V::kStages> ring;
-    for (TileNumbers numbers(p.counter);;) {
-        const ptx::U128 work = FwdTile<V>::pack(numbers.number, p.plain);
-        queue.publish(work);
-        const FwdTile<V> tile(work, problem);
-        if (!tile.exists()) {
-            numbers.finish();
-            break;
-        }
-        const int head = tile.head_k(problem);
+    auto tiles = producer_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
+    for (;;) {
+        const QueryWork<V> tile(tiles.next(), p.plain.problem);
+        if (!tile.exists()) break;
+        const int head = tile.head_k(p.plain.problem), batch = tile.sequence.batch();
         #pragma unroll 1
         for (int j = tile.first; j < tile.end; ++j, ring.next()) {
-            if (j == tile.end - 1) numbers.draw();  // the answer takes as long as a load
+            if (j == tile.end - 1) tiles.draw();  // the answer takes as long as a load
+            if (!tiles.leads()) continue;
+            const int row = tile.sequence.row_k + j * V::kBlockN;
             ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);
-            smem.k(ring.stage)
-                .load(p.map_k, smem.k_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);
+            smem.k(ring.stage).load(p.map_k, smem.k_full(ring.stage), row, head, batch, ptx::kEvictLast);
             if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
-            smem.v(ring.stage)
-                .load(p.map_v, smem.v_full(ring.stage), j * V::kBlockN, head, tile.batch, ptx::kEvictLast);
+            smem.v(ring.stage).load(p.map_v, smem.v_full(ring.stage), row, head, batch, ptx::kEvictLast);
         }
     }
 }
@@ -106,9 +81,9 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
 // Q, by one warp.
 template <class V>
 __device__ __forceinline__ void fwd_load_q(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
-    WorkQueue queue = smem.queue();
+    auto queue = smem.queue();
     for (RingPosition<V::kQSlots> ring;;) {
-        const FwdTile<V> tile(queue.next(), p.plain.problem);
+        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain.problem);
         if (!tile.exists()) break;
         #pragma unroll 1
         for (int i = 0; i < smem.kGroups; ++i, ring.next()) {
@@ -116,7 +91,8 @@ __device__ __forceinline__ void fwd_load_q(const FwdSm90Params &p, const FwdSm90
             ptx::bar_warp_sync();
             if (lane() == 0)
                 smem.q(ring.stage)
-                    .load(p.map_q, smem.q_full(ring.stage), tile.q0 + 64 * i, tile.head, tile.batch, ptx::kEvictFirst);
+                    .load(p.map_q, smem.q_full(ring.stage), tile.sequence.row_q + tile.q0 + 64 * i, tile.head,
+                          tile.sequence.batch(), ptx::kEvictFirst);
         }
     }
 }

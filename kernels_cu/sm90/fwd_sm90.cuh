@@ -18,6 +18,7 @@
 #include "sm90/fwd_load_sm90.cuh"
 #include "attention/repair_output.cuh"
 #include "attention/softmax.cuh"
+#include "tile/epilogue.cuh"
 
 // One consumer warpgroup.
 template <class V>
@@ -29,10 +30,9 @@ struct FwdGroup {
     const FwdSm90Params &p;
     const Problem &problem;
     const FwdSm90Smem<V> &smem;
-    const Mask<OneGroup<V>> mask;
     const Score<V> score;
     const int group, warp_row;  // of the block; this warp's first row of the 64
-    WorkQueue queue;
+    TileQueue<V::kPacked> queue;
     RingPosition<V::kStages> ring;    // of K and V
     RingPosition<V::kQSlots> q_ring;  // every kGroups-th slot is this group's
     int leaving = -1;                 // the Q tile through which the O of the tile before is leaving
@@ -41,7 +41,6 @@ struct FwdGroup {
         : p(p),
           problem(p.plain.problem),
           smem(smem),
-          mask(problem),
           score(problem),
           group(group),
           warp_row(fresh_thread() / 32 % 4 * 16),
@@ -50,7 +49,7 @@ struct FwdGroup {
 
     __device__ bool leads() const { return ptx::thread_index() % 128 == 0; }
     // All four warps of the group.
-    __device__ void sync() const { ptx::bar_sync(1 + group, 128); }
+    __device__ void sync() const { ptx::bar_sync(kGroupBarrier + group, 128); }
 
     // Of K and V at a position of the ring. (K is waited for in any case.)
     __device__ void wait_v(const RingPosition<V::kStages> &at) const {
@@ -81,24 +80,27 @@ struct FwdGroup {
         leaving = -1;
     }
 
-    __device__ void apply_mask(AccTile<16, N> &S, int q0, int j) const {
+    __device__ void apply_mask(const Mask<OneGroup<V>> &mask, AccTile<16, N> &S, int q0, int j) const {
         const int lane = fresh_lane();
         const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
-        S.for_each([&](int row, int col, float &s) { s = from_here.sees(row, col) ? s : -ptx::infinity(); });
+        S.for_each([&](int row, int col, float &s) { s = from_here.row_sees(row, col) ? s : -ptx::infinity(); });
     }
     __device__ void apply_score(AccTile<16, N> &S) const {
         S.for_each([&](int, int, float &s) { s = score.value(s); });
     }
 
-    __device__ FwdTile<V> next_tile() { return {queue.next(), problem}; }
+    __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), problem}; }
+    __device__ Mask<OneGroup<V>> mask_of(const QueryWork<V> &tile) const { return {tile.sequence, problem}; }
     // This group's rows of a tile, if there are any, and its blocks [first, end).
-    __device__ int rows_of(const FwdTile<V> &tile) const { return tile.q0 + 64 * group; }
-    __device__ bool has_rows(const FwdTile<V> &tile) const { return tile.exists() && rows_of(tile) < problem.seqlen_q; }
-    __device__ int end_of(const FwdTile<V> &tile) const {
-        return min(max(mask.end_key_block(rows_of(tile)), tile.first + 1), tile.end);
+    __device__ int rows_of(const QueryWork<V> &tile) const { return tile.q0 + 64 * group; }
+    __device__ bool has_rows(const QueryWork<V> &tile) const {
+        return tile.exists() && rows_of(tile) < tile.sequence.seqlen_q;
     }
-    __device__ int first_of(const FwdTile<V> &tile) const {
-        return V::kWindow ? min(max(mask.first_key_block(rows_of(tile)), tile.first), end_of(tile) - 1) : 0;
+    __device__ int end_of(const QueryWork<V> &tile) const {
+        return min(max(mask_of(tile).end_key_block(rows_of(tile)), tile.first + 1), tile.end);
+    }
+    __device__ int first_of(const QueryWork<V> &tile) const {
+        return V::kWindow ? min(max(mask_of(tile).first_key_block(rows_of(tile)), tile.first), end_of(tile) - 1) : 0;
     }
 
     // A parity tells a phase of q_full only from the next one. Where two groups take turns with a slot, the other has to
@@ -108,7 +110,7 @@ struct FwdGroup {
         ptx::mbarrier_wait(smem.q_full(q_ring.stage), q_ring.phase);
     }
     // A tile without rows of this group.
-    __device__ void skip(const FwdTile<V> &tile) {
+    __device__ void skip(const QueryWork<V> &tile) {
         pass(tile.end - tile.first);
         wait_q();
         release_leaving();
@@ -117,7 +119,7 @@ struct FwdGroup {
         q_ring.next(smem.kGroups);
     }
     // Issues S = Q K^T of a tile's first block.
-    __device__ void begin(const FwdTile<V> &tile, AccTile<16, N> &S) {
+    __device__ void begin(const QueryWork<V> &tile, AccTile<16, N> &S) {
         if constexpr (V::kWindow) pass(first_of(tile) - tile.first);
         wait_q();
         ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
@@ -126,7 +128,7 @@ struct FwdGroup {
 
     __device__ void run() {
         AccTile<16, N> S;
-        for (FwdTile<V> tile = next_tile(); tile.exists();) {
+        for (QueryWork<V> tile = next_tile(); tile.exists();) {
             if (has_rows(tile)) {
                 begin(tile, S);
                 ptx::wgmma_wait_group<0>();
@@ -141,10 +143,11 @@ struct FwdGroup {
     }
 
     // A tile, whose first S is there. Afterwards `tile` is the next one; true if its first S is there too.
-    __device__ bool compute(FwdTile<V> &tile, AccTile<16, N> &S) {
+    __device__ bool compute(QueryWork<V> &tile, AccTile<16, N> &S) {
         ring.stage = uniform(ring.stage), ring.phase = uniform(ring.phase);
         q_ring.stage = uniform(q_ring.stage), tile.q0 = uniform(tile.q0);
         // Blocks before `whole` or from `cut` on hide keys from some of the rows.
+        const auto mask = mask_of(tile);
         const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
         const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;
         const int cut = max(0, mask.end_key(q0)) / N;
@@ -157,7 +160,7 @@ struct FwdGroup {
         typename Softmax::Rows rescale;
         release_k(ring);
         apply_score(S);
-        if (first < whole || first >= cut) apply_mask(S, q0, first);
+        if (first < whole || first >= cut) apply_mask(mask, S, q0, first);
         softmax.first_maximum(S);
         softmax.exponentiate(S);
         P.from(S);
@@ -181,7 +184,7 @@ struct FwdGroup {
             apply_score(S);
             bool grows = false, good = true;
             if constexpr (kCareful) {
-                apply_mask(S, q0, j);
+                apply_mask(mask, S, q0, j);
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
@@ -209,7 +212,7 @@ struct FwdGroup {
         #pragma unroll 1
         for (; j < end; ++j) step(j, Bool<true>{});
 
-        const FwdTile<V> next = next_tile();
+        const QueryWork<V> next = next_tile();
         q_ring.next(smem.kGroups);
         wait_v(ring);
         issue_nn<T, N>(O, P, smem.v(ring.stage), started);
@@ -221,12 +224,11 @@ struct FwdGroup {
         const auto store_lse = [&] {
             typename Softmax::Rows lse;
             softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
-            const long long lse_row =
-                static_cast<long long>(tile.batch * problem.heads_q + tile.head) * problem.seqlen_q;
+            const long long lse_row = tile.sequence.lse_row(problem, tile.head);
             #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int qi = q0 + warp_row + O.row(0, 2 * r);
-                if (p.plain.lse && lane() % 4 == 0 && qi < problem.seqlen_q) p.plain.lse[lse_row + qi] = lse[r];
+                if (p.plain.lse && lane() % 4 == 0 && qi < tile.sequence.seqlen_q) p.plain.lse[lse_row + qi] = lse[r];
             }
         };
         // Once it is done. kBegun: the next tile's S is under way.
@@ -241,12 +243,21 @@ struct FwdGroup {
                     arrived(S);
                 }
                 ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-                repair_output<OneGroup<V>, false, 16>(p.plain, tile.batch, tile.head, q0 + warp_row, sQ, warp_row);
+                repair_output<OneGroup<V>, false, 16>(p.plain, tile.sequence.index, tile.head, q0 + warp_row, sQ,
+                                                      warp_row);
                 if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row, smem.k(ring.stage));
+            }
+            // Behind the last query are those of the next sequence, which TMA would write too.
+            const bool shared = V::kPacked && q0 + 64 > tile.sequence.seqlen_q;
+            if (shared) {
+                ptx::bar_warp_sync();
+                write_rows<16, kDepth, D>(
+                    sQ, warp_row, static_cast<T *>(p.plain.o) + tile.sequence.q_offset(p.plain.o_stride, tile.head),
+                    p.plain.o_stride.row, q0 + warp_row, tile.sequence.seqlen_q);
             }
             ptx::fence_proxy_async();
             sync();
-            if (leads()) sQ.store(p.map_o, q0, tile.head, tile.batch);
+            if (leads() && !shared) sQ.store(p.map_o, tile.sequence.row_q + q0, tile.head, tile.sequence.batch());
             leaving = slot;
         };
         const int rest = Mask<V>::kHides ? tile.end - end : 0;
@@ -282,8 +293,10 @@ __device__ __forceinline__ void fwd(const FwdSm90Params &p) {
     if (role == smem.kGroups) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
-        if (warp_in_group == 0 && lane() == 0) fwd_load_kv<V>(p, smem);
+        if (warp_in_group == 0 && (V::kPacked || lane() == 0)) fwd_load_kv<V>(p, smem);
         if (warp_in_group == 1) fwd_load_q<V>(p, smem);
+        if (V::kPacked && warp_in_group == 3)
+            TileSource<V, Queries, V::kBlockM, Mask<V>::kHides, FwdParams>(p.plain, p.counter, smem.queue()).run();
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         FwdGroup<V>(p, smem, role).run();

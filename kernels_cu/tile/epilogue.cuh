@@ -28,7 +28,7 @@ __device__ __forceinline__ void write_rows(const Tile &tile, int row0, T *dst, l
                                            int n_rows, int col0 = 0) {
     constexpr int kChunks = kCols / 8;
     #pragma unroll
-    for (int i = lane(); i < kRows * kChunks; i += 32) {
+    for (int i = fresh_lane(); i < kRows * kChunks; i += 32) {
         const int row = i / kChunks, col = col0 + i % kChunks * 8;
         if (dst_row + row < n_rows && col < kValidCols)
             *reinterpret_cast<ptx::U128 *>(dst + (dst_row + row) * stride + col) =

@@ -5,6 +5,10 @@
 #include "hw/ptx_sm90.cuh"
 #include "tile/tile.cuh"
 
+// Named barriers, of which a block has 16; 0 is that of all threads.
+constexpr int kGroupBarrier = 1;   // + g: the four warps of consumer warpgroup g
+constexpr int kWantedBarrier = 8;  // the producer asks for the next tile (work_sm90.cuh)
+
 // The same number in all lanes, and known to be to the compiler, which then keeps it and what follows from it, above all
 // the matrix descriptors, in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return ptx::shfl_index(x, 0); }
@@ -34,12 +38,14 @@ __device__ __forceinline__ void arrive_warp(ptx::u32 bar) {
 }
 
 // What the roles of a persistent block do next, handed from the thread that decides to all others through two slots of
-// 16 bytes.
+// kWords * 16 bytes.
+template <int kWords>
 struct WorkQueue {
+    struct Item { ptx::U128 x[kWords]; };
     ptx::u32 bars, slots;  // full, full, empty, empty; two items
     RingPosition<2> at;
 
-    static constexpr int kBarriers = 4, kBytes = 2 * 16;
+    static constexpr int kBarriers = 4, kBytes = 2 * 16 * kWords;
     // `followers`: warps that call next.
     __device__ static void init(ptx::u32 bars, int followers) {
         #pragma unroll 1
@@ -47,15 +53,18 @@ struct WorkQueue {
     }
     __device__ WorkQueue(ptx::u32 bars, ptx::u32 slots) : bars(bars), slots(slots) {}
 
-    __device__ void publish(const ptx::U128 &item) {
+    __device__ void publish(const Item &item) {
         ptx::mbarrier_wait(empty(), at.phase ^ 1);
-        ptx::st_shared_v4_b32(slots + 16 * at.stage, item);
+        #pragma unroll
+        for (int i = 0; i < kWords; ++i) ptx::st_shared_v4_b32(slot() + 16 * i, item.x[i]);
         ptx::mbarrier_arrive(full());
         at.next();
     }
-    __device__ ptx::U128 next() {
+    __device__ Item next() {
         ptx::mbarrier_wait(full(), at.phase);
-        const ptx::U128 item = ptx::ld_shared_v4_b32(slots + 16 * at.stage);
+        Item item;
+        #pragma unroll
+        for (int i = 0; i < kWords; ++i) item.x[i] = ptx::ld_shared_v4_b32(slot() + 16 * i);
         arrive_warp(empty());
         at.next();
         return item;
@@ -64,24 +73,7 @@ struct WorkQueue {
   private:
     __device__ ptx::u32 full() const { return bars + 8 * at.stage; }
     __device__ ptx::u32 empty() const { return bars + 16 + 8 * at.stage; }
-};
-
-// The numbers of the tiles that a block computes: its own index, then what it draws from a counter that all blocks share.
-// The last block to finish clears the counter for the next launch. Without a counter the numbers come in a fixed stride.
-struct TileNumbers {
-    int *counter;  // tiles drawn, blocks that are done
-    int number;
-
-    __device__ explicit TileNumbers(int *counter) : counter(counter), number(ptx::block_index()) {}
-    __device__ void draw() {
-        number = counter ? ptx::grid_size() + ptx::atomic_add(counter, 1) : number + ptx::grid_size();
-    }
-    __device__ void finish() const {
-        if (counter && ptx::atomic_add_acq_rel(counter + 1, 1) == ptx::grid_size() - 1) {
-            ptx::st_release(counter, 0);
-            ptx::st_release(counter + 1, 0);
-        }
-    }
+    __device__ ptx::u32 slot() const { return slots + 16 * kWords * at.stage; }
 };
 
 #endif  // CUPYFLASH_PIPELINE_SM90_CUH

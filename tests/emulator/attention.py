@@ -60,17 +60,22 @@ class Buffers:
         row = self.which.rows[name]
         if not row.strided:
             x = np.ascontiguousarray(x, _DTYPES[row.dtype])
-        self.address[name], self.shape[name] = self.memory.input(name, x), x.shape
-        if row.strided:
-            self.strides[name] = tuple(s // x.itemsize for s in x.strides)
+        self.address[name] = self.memory.input(name, x)
+        self._keep(name, x.shape, tuple(s // x.itemsize for s in x.strides))
 
     def make(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """A contiguous output."""
         self.address[name], out = self.memory.output(name, shape, dtype)
-        self.shape[name] = shape
-        if self.which.rows[name].strided:
-            self.strides[name] = contiguous_strides(shape)
+        self._keep(name, shape, contiguous_strides(shape))
         return out
+
+    def _keep(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        """What is said of an array; a packed one is a batch of one."""
+        if self.which.rows[name].strided:
+            if len(shape) == 3:
+                shape, strides = (1, *shape), (0, *strides)
+            self.strides[name] = strides
+        self.shape[name] = shape
 
     def aligned(self) -> bool:
         """Whether every row of all inputs starts at a multiple of 16 bytes."""
@@ -94,10 +99,15 @@ class Buffers:
         box = tensormap.BOX_COLUMNS, rows, 1, 1
         return tensor_map(self.address[name], m.sizes, m.strides_bytes, box, _SWIZZLE_128B)
 
+    def _defaults(self) -> dict[str, int]:
+        """The addresses of what stands for arrays that may not be given."""
+        defaults = self.which.defaults
+        return {name: self.address[default] for name, default in defaults.items() if default in self.address}
+
     def params(self, plan: Plan, problem: Problem) -> tuple[Array, Array]:
         """Both structs of the pass, the counter apart: the plain one, and that of the sm90 family."""
         rows, (plain, hopper) = self.which.rows, (np.zeros((), kind) for kind in params_of(self.which))
-        for name, address in self.address.items():
+        for name, address in (self._defaults() | self.address).items():
             plain[rows[name].member] = address
         fill_plain(plain, rows, {name: (self.shape[name], strides) for name, strides in self.strides.items()}, "bshd")
         fill_problem(plain, self.which, problem, plan)
@@ -105,6 +115,11 @@ class Buffers:
         for name, box in self.which.boxes(launch.variant for launch in plan.launches).items():
             hopper[f"map_{rows[name].member}"] = self.map(name, problem.dtype, box)
         return plain, hopper
+
+
+def _places(inputs: Inputs) -> dict[str, Array]:
+    """The arrays that say where packed sequences lie."""
+    return {} if inputs.sequences is None else inputs.sequences.named()
 
 
 @dataclasses.dataclass
@@ -133,14 +148,15 @@ class Session:
 
     def forward(self, inputs: Inputs, problem: Problem, **more: Array) -> tuple[Array, Array]:
         """out, lse; `more`: what features bring, by name."""
-        made = self._run(FORWARD, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **more}, problem)
+        made = self._run(FORWARD, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **_places(inputs), **more}, problem)
         return made["out"], made["lse"]
 
     def backward(
         self, inputs: Inputs, out: Array, lse: Array, problem: Problem, **more: Array
     ) -> tuple[Array, Array, Array]:
         """dq, dk, dv."""
-        arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "dout": inputs.dout, "lse": lse, **more}
+        arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "dout": inputs.dout, "lse": lse}
+        arrays |= _places(inputs) | more
         if inputs.dlse is not None:
             arrays["dlse"] = inputs.dlse
         made = self._run(BACKWARD, arrays, problem)

@@ -75,8 +75,8 @@ def unit_source(probes: list[Probe]) -> str:
 
 def headers() -> dict[str, str]:
     """All that a unit may include, by file name."""
-    files = [*KERNELS_CU.glob("ptx*.cuh"), *(HERE / "kernels").glob("*.cuh")]
-    return {f.name: f.read_text() for f in sorted(files)}
+    files = [*KERNELS_CU.glob("hw/*.cuh"), *(HERE / "kernels").glob("*.cuh")]
+    return {("hw/" if f.parent.name == "hw" else "") + f.name: f.read_text() for f in sorted(files)}
 
 
 def _rng(name: str) -> np.random.Generator:

@@ -82,7 +82,7 @@ def test_the_tiles_in_use_would_be_found_again(family: str, generate: str) -> No
 
 def test_registers_that_would_never_come_free() -> None:
     """640 threads start with 96 registers: 4 * 120 + 24 would fit the register file, and wait for ever."""
-    tile = HopperForwardTile(256, 64, 4, 2, 112, 24)
+    tile = HopperForwardTile(256, 64, 4, 2, 112, 32)
     assert [registers_at_launch(groups) for groups in (1, 2, 3, 4)] == [248, 168, 128, 96]
     assert fits_pool(tile, 96)
     assert not fits_pool(replace(tile, consumer_registers=120), 96)
@@ -143,7 +143,7 @@ def needs_nvrtc() -> None:
 def test_compile_all() -> None:
     """A tile too large for the registers of four warpgroups spills, and ptxas serialises its wgmma."""
     needs_nvrtc()
-    small, large = (Candidate(128, HopperForwardTile(256, n, 8, 4, 112, 24)) for n in (32, 48))
+    small, large = (Candidate(128, HopperForwardTile(256, n, 8, 4, 112, 32)) for n in (32, 48))
     good = candidates("sm90", 64, HOPPER, {"block_m": (320,)})
     done: list[None] = []
     tools_candidates.compile_all([*good, small, large], HOPPER, "sm90", "bf16", (True,), 2, lambda: done.append(None))

@@ -31,7 +31,6 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-__device__ __forceinline__ u32 vote_ballot(bool p) { return __ballot_sync(0xffffffffu, p); }
 
 }  // namespace ptx
 

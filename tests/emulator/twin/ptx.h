@@ -40,6 +40,7 @@ inline void bar_sync(EMU_HERE) { emu_bar(0, -1, kEmuBarSync, false, EMU_SITE); }
 inline void bar_warp_sync(EMU_HERE) { emu_bar_warp_sync(EMU_SITE); }
 inline bool vote_any(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) != 0; }
 inline bool vote_all(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) == 0xffffffffu; }
+inline u32 vote_ballot(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE); }
 inline int shfl_index(int x, int lane, EMU_HERE) {
     return static_cast<int>(emu_shfl(static_cast<u32>(x), lane, EMU_SITE));
 }
@@ -80,6 +81,7 @@ inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, E
 }
 
 // ---- Numbers ----
+inline int popc(u32 x) { return __builtin_popcount(x); }
 inline float uint_as_float(u32 x) {
     float y;
     memcpy(&y, &x, 4);

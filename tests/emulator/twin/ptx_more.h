@@ -19,7 +19,6 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, E
     const u32 b[2] = {b0, b1};
     emu_mma(d, a, b, 8, kEmuTf32, EMU_SITE);
 }
-inline u32 vote_ballot(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE); }
 
 }  // namespace ptx
 
