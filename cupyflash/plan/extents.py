@@ -121,12 +121,16 @@ class Kernels:
         """Over how many sequences tiles are counted by themselves."""
         return 1 if self.spec.packed else extents.batch
 
+    def _of_one(self, n: int, extents: Extents) -> int:
+        """Of what all sequences of a head have, what one has: packed, on average, since nobody here knows lengths."""
+        return n // max(1, extents.batch) if self.spec.packed else n
+
     def _forward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """One launch, no workspace. K and V are streamed, so a group's query heads go together."""
         batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
         group = heads_q // heads_k
-        head_bytes = 2 * seqlen_k * self._row_bytes
-        m_blocks = self._blocks(seqlen_q, self.variants[0].block_m, batch)
+        head_bytes = 2 * self._of_one(seqlen_k, extents) * self._row_bytes
+        m_blocks = self._of_one(self._blocks(seqlen_q, self.variants[0].block_m, batch), extents)
         section, last = self._sections(head_bytes, self._arrays(extents) * heads_k, m_blocks * group)
         return Numbers(tiles, {}, (section * group, last * group))
 
@@ -136,16 +140,18 @@ class Kernels:
         batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
         arrays = self._arrays(extents)
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
-        head_bytes = seqlen_q * (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
+        row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
         workspace: Workspace = {"row_stats": ((arrays, heads_q, m_blocks * main.block_m, 2), "fp32")}
         first_stores = False
         if isinstance(last, Convert):
-            first_stores = seqlen_k <= self.first_stores_limit
+            first_stores = self._of_one(seqlen_k, extents) <= self.first_stores_limit
             columns = round_up(self.spec.head_dim, 16 * last.tile.split_d)
             workspace["dq_accum"] = ((arrays, heads_q, m_blocks, main.block_m * columns), "fp32")
             if self.spec.deterministic or first_stores:
                 workspace["dq_turn"] = ((arrays, heads_q, m_blocks), "int32")
-        sections = self._sections(head_bytes, arrays * heads_k, n_blocks)
+        sections = self._sections(
+            self._of_one(seqlen_q, extents) * row_bytes, arrays * heads_k, self._of_one(n_blocks, extents)
+        )
         return Numbers(tiles, workspace, sections, first_stores)
 
     def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int) -> tuple[int, int]:

@@ -22,6 +22,12 @@ struct TileNumbers {
     }
 };
 
+// Packed, a block's first tile is known late: the maps that its loads need are fetched meanwhile. By all threads.
+template <class V, class... Maps>
+__device__ __forceinline__ void prefetch_if_packed(const Maps &...maps) {
+    if (V::kPacked && ptx::thread_index() == 0) (ptx::prefetch_tensormap(maps), ...);
+}
+
 // Items of the queue: a tile. Its sequence is looked up again, but if packed, where that would take a while.
 template <bool kPacked>
 using TileQueue = WorkQueue<kPacked ? 2 : 1>;

@@ -276,6 +276,7 @@ struct BwdDkvGroup {
 
 template <class V>
 __device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
+    prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
     const BwdDkvSmem<V> smem{ptx::dynamic_smem_1024()};
     if (ptx::thread_index() == 0) smem.init();
     ptx::bar_sync();

@@ -264,6 +264,7 @@ struct BwdDqGroup {
 
 template <class V>
 __device__ __forceinline__ void bwd_dq(const BwdSm90Params &p) {
+    prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
     const BwdDqSmem<V> smem{ptx::dynamic_smem_1024()};
     if (ptx::thread_index() == 0) smem.init();
     ptx::bar_sync();

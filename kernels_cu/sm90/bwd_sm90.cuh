@@ -15,6 +15,7 @@
 #define CUPYFLASH_BWD_SM90_CUH
 #include "attention/dq_accum.cuh"
 #include "attention/params_sm90.cuh"
+#include "attention/work_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
 #include "attention/repair_gradients.cuh"
 #include "attention/score.cuh"
@@ -147,25 +148,19 @@ struct BwdGroup {
     const BwdSm90Params &p;
     const Problem &problem;
     const BwdSm90Smem<V> &smem;
-    BwdVisits<V> visit;
     const Mask<GroupKeys<V>> mask;
     const Score<V> score;
     const int group;  // of the block
     AccTile<16, D> dK, dV;
     int i = 0;  // number of the visit
 
-    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const BwdVisits<V> &visit, int group)
-        : p(p),
-          problem(p.plain.problem),
-          smem(smem),
-          visit(visit),
-          mask(visit.sequence, problem),
-          score(problem),
-          group(group) {
+    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const Sequence<V::kPacked> &sequence,
+                        int group)
+        : p(p), problem(p.plain.problem), smem(smem), mask(sequence, problem), score(problem), group(group) {
         dK.zero(), dV.zero();
     }
 
-    __device__ void run() {
+    __device__ void run(BwdVisits<V> visit) {
         const int key0 = uniform(visit.k0 + 64 * group), count = uniform(visit.count);
         const int first = uniform(mask.first_query_block(key0));
         const int end = uniform(key0 < visit.sequence.seqlen_k ? mask.end_query_block(key0) : 0);
@@ -337,6 +332,7 @@ struct BwdGroup {
 
 template <class V>
 __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
+    prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
     // Packed, they are looked up once, here, which takes a while; else each role works them out.
     const BwdVisits<V> visits(p.plain);
     const auto mine = [&] { return V::kPacked ? visits : BwdVisits<V>(p.plain); };
@@ -353,7 +349,10 @@ __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
         if (warp_in_group == 1 && lane() == 0) bwd_add_dq<V>(p, smem, mine());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
-        BwdGroup<V>(p, smem, mine(), role).run();
+        const BwdVisits<V> visit = mine();
+        Sequence<V::kPacked> sequence = visit.sequence;
+        if (V::kPacked) sequence.seqlen_q = uniform(sequence.seqlen_q), sequence.seqlen_k = uniform(sequence.seqlen_k);
+        BwdGroup<V>(p, smem, sequence, role).run(visit);
     }
 }
 

@@ -284,6 +284,7 @@ struct FwdGroup {
 
 template <class V>
 __device__ __forceinline__ void fwd(const FwdSm90Params &p) {
+    prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v);
     const FwdSm90Smem<V> smem{ptx::dynamic_smem_1024()};
     if (ptx::thread_index() == 0) smem.init();
     ptx::bar_sync();
