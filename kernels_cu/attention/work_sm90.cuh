@@ -2,6 +2,7 @@
 #ifndef CUPYFLASH_WORK_SM90_CUH
 #define CUPYFLASH_WORK_SM90_CUH
 #include "attention/mask.cuh"
+#include "attention/packed_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
 
 // The numbers of the tiles that a block computes: its own index, then what it draws from a counter that all blocks share.
@@ -28,6 +29,11 @@ __device__ __forceinline__ void prefetch_if_packed(const Maps &...maps) {
     if (V::kPacked && ptx::thread_index() == 0) (ptx::prefetch_tensormap(maps), ...);
 }
 
+__device__ __forceinline__ void draw_by_warp(TileNumbers &numbers) {
+    if (lane() == 0) numbers.draw();
+    numbers.number = ptx::shfl_index(numbers.number, 0);
+}
+
 // Items of the queue: a tile. Its sequence is looked up again, but if packed, where that would take a while.
 template <bool kPacked>
 using TileQueue = WorkQueue<kPacked ? 2 : 1>;
@@ -48,45 +54,53 @@ __device__ __forceinline__ Tile<kPacked> unpack_tile(const Params &p, const type
     else return {x(0), x(1), Sequence<false>::of(p, x(2))};
 }
 
-// Tile after tile, drawn and published; block is -1 where there are no more. By one thread, the producer of K and V; or, if
-// packed, by a warp that does nothing else, since looking up a sequence takes a while: it does so when the producer asks, not
-// earlier, or blocks would hold tiles that others have the time for. Tiles without rows are passed over.
+// Tile after tile, drawn and published by one thread, the producer of K and V; block is -1 where there are no more.
 template <class V, class Rows, int kRows, bool kDescending, class Params>
 struct TileSource {
     const Params &p;
     TileNumbers numbers;
-    TileQueue<V::kPacked> queue;
-    const int count;
+    TileQueue<false> queue;
 
-    __device__ TileSource(const Params &p, int *counter, const TileQueue<V::kPacked> &queue)
-        : p(p), numbers(counter), queue(queue), count(count_tiles<V, Rows, kRows>(p.problem)) {}
-
-    __device__ bool leads() const { return !V::kPacked || lane() == 0; }
-    __device__ void draw() {
-        if (leads()) numbers.draw();
-        if constexpr (V::kPacked) numbers.number = ptx::shfl_index(numbers.number, 0);
-    }
-    __device__ Tile<V::kPacked> next() {
-        Tile<V::kPacked> tile{-1, 0, {}};
-        for (; numbers.number < count; draw()) {
+    __device__ bool leads() const { return true; }
+    __device__ void draw() { numbers.draw(); }
+    __device__ Tile<false> next() {
+        Tile<false> tile{-1, 0, {}};
+        if (numbers.number < count_tiles<V, Rows, kRows>(p.problem))
             tile = tile_at<V, Rows, kRows, kDescending>(p, numbers.number);
-            if (!V::kPacked || tile.block * kRows < Rows::rows(tile.sequence)) break;
-            tile.block = -1;
-        }
-        if (leads()) {
-            queue.publish(pack_tile(tile));
-            if (tile.block < 0) numbers.finish();
-        }
+        queue.publish(pack_tile(tile));
+        if (tile.block < 0) numbers.finish();
         return tile;
     }
-    // All of them.
-    __device__ void run() {
-        while (next().block >= 0) {
+};
+
+// Packed, a warp does that and nothing else, since looking up a sequence takes a while: when the producer asks, not earlier, or
+// blocks would hold tiles that others have the time for. Tiles without rows are passed over.
+template <class Rows, int kRows, class Tiles>
+__device__ __forceinline__ void schedule_tiles(const Tiles &tiles, int count, int *counter, TileQueue<true> queue) {
+    TileNumbers numbers(counter);
+    for (bool is_wanted = true; is_wanted;) {
+        Tile<true> tile{-1, 0, {}};
+        while (tile.block < 0 && numbers.number < count) {
+            const Tile<true> found = tiles.at(numbers.number);
+            if (found.block * kRows < Rows::rows(found.sequence)) tile = found;
+            else draw_by_warp(numbers);
+        }
+        if (lane() == 0) queue.publish(pack_tile(tile));
+        is_wanted = tile.block >= 0;
+        if (is_wanted) {
             ptx::bar_sync(kWantedBarrier, 64);
-            draw();
+            draw_by_warp(numbers);
         }
     }
-};
+    if (lane() == 0) numbers.finish();
+}
+template <class V, class Rows, int kRows, bool kDescending, class Params>
+__device__ __forceinline__ void schedule_tiles(const Params &p, int *counter, const TileQueue<true> &queue) {
+    const int count = count_tiles<V, Rows, kRows>(p.problem);
+    if (p.problem.batch <= 32)
+        schedule_tiles<Rows, kRows>(KeptTiles<V, Rows, kRows, kDescending, Params>(p), count, counter, queue);
+    else schedule_tiles<Rows, kRows>(SearchedTiles<V, Rows, kRows, kDescending, Params>{p}, count, counter, queue);
+}
 
 // The same tiles as a warp finds them in the queue.
 template <bool kPacked, class Params>
@@ -103,7 +117,7 @@ struct TileFollower {
 template <class V, class Rows, int kRows, bool kDescending, class Params>
 __device__ __forceinline__ auto producer_tiles(const Params &p, int *counter, const TileQueue<V::kPacked> &queue) {
     if constexpr (V::kPacked) return TileFollower<true, Params>{p, queue};
-    else return TileSource<V, Rows, kRows, kDescending, Params>(p, counter, queue);
+    else return TileSource<V, Rows, kRows, kDescending, Params>{p, TileNumbers(counter), queue};
 }
 
 // A tile of kBlockM queries, and which key blocks [first, end) its rows see. An empty range is widened to one block, in which

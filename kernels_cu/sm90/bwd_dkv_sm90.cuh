@@ -286,8 +286,8 @@ __device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && (V::kPacked || lane() == 0)) bwd_dkv_load<V>(p, smem);
-        if (V::kPacked && warp_in_group == 3)
-            TileSource<V, Keys, V::kBlockN, false, BwdParams>(p.plain, p.counter, smem.queue()).run();
+        if constexpr (V::kPacked)
+            if (warp_in_group == 3) schedule_tiles<V, Keys, V::kBlockN, false>(p.plain, p.counter, smem.queue());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         if (role == kRoleP) BwdDkvGroup<V, kRoleP>(p, smem).run();

@@ -275,8 +275,9 @@ __device__ __forceinline__ void bwd_dq(const BwdSm90Params &p) {
         const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && (V::kPacked || lane() == 0)) bwd_dq_load_kv<V>(p, smem);
         if (warp_in_group > 0 && warp_in_group <= smem.kGroups) bwd_dq_load_rows<V>(p, smem, warp_in_group - 1);
-        if (V::kPacked && warp_in_group == 3)
-            TileSource<V, Queries, V::kBlockM, Mask<V>::kHides, BwdParams>(p.plain, p.counter, smem.queue()).run();
+        if constexpr (V::kPacked)
+            if (warp_in_group == 3)
+                schedule_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         BwdDqGroup<V>(p, smem, role).run();

@@ -296,8 +296,9 @@ __device__ __forceinline__ void fwd(const FwdSm90Params &p) {
         const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && (V::kPacked || lane() == 0)) fwd_load_kv<V>(p, smem);
         if (warp_in_group == 1) fwd_load_q<V>(p, smem);
-        if (V::kPacked && warp_in_group == 3)
-            TileSource<V, Queries, V::kBlockM, Mask<V>::kHides, FwdParams>(p.plain, p.counter, smem.queue()).run();
+        if constexpr (V::kPacked)
+            if (warp_in_group == 3)
+                schedule_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         FwdGroup<V>(p, smem, role).run();
