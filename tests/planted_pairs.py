@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def fits(bug: PairBug, spec: Spec) -> bool:
         "bwd_dkv_sm90": sm90 and wide, "bwd_dq_sm90": sm90 and wide, "bwd_convert": not (sm90 and wide),
         "dq_accum": not (sm90 and wide), "fwd_sm90": sm90, "fwd_load_sm90": sm90, "pipeline_sm90": sm90,
         "tile": not sm90, "epilogue": not sm90,
-    }.get(bug.file.removesuffix(".cuh"), True)  # fmt: skip
+    }.get(Path(bug.file).stem, True)  # fmt: skip
 
 
 def find(bug: PairBug) -> str:

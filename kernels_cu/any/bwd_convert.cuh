@@ -34,19 +34,21 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
         }
     });
     if (p.schedule.first_stores && *dq_turn<V>(p, sequence, tile.head, tile.block) == 0)
-        dQ.zero();  // no query of it sees a key
-    dQ.scale(problem.scale);
+        dQ.zero();            // no query of it sees a key @unseen-queries-zero
+    dQ.scale(problem.scale);  // @dq-scaled-convert
 
     const SmemTile<T, V::kBlockM, Dq::kDim> sdQ{ptx::dynamic_smem()};
     static_assert(sdQ.kBytes == V::kSmemBytes);
     const int row0 = Dq::row0(), col0 = Dq::col0(), q0 = tile.block * V::kBlockM;
-    if (!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0))) {
+    if (!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0))) {  // @dq-finite-convert
+        // @repair-in-its-sequence-convert
         const GradientRepair<AnyMask<V>, V::kBlockM, V::kUnaligned> again(p, sequence.index);
         #pragma unroll 1
         for (int row = row0; row < row0 + Dq::kRows; ++row)
             again.template dq<Dq::kCols>(tile.head, q0 + row, sdQ, row, col0);
-        ptx::bar_warp_sync();
+        ptx::bar_warp_sync();  // @dq-repaired-by-the-warp
     }
+    // @strides-of-dq
     write_rows<Dq::kRows, Dq::kCols, V::kHeadDim>(sdQ, row0,
                                                   static_cast<T *>(p.dq) + sequence.q_offset(p.dq_stride, tile.head),
                                                   p.dq_stride.row, q0 + row0, sequence.seqlen_q, col0);

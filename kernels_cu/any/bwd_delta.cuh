@@ -21,7 +21,7 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     const auto &sequence = tile.sequence;
     if (V::kPacked && tile.block * M >= sequence.seqlen_q) return;
     const T *o = static_cast<const T *>(p.o) + sequence.q_offset(p.o_stride, tile.head);
-    const T *dout = static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, tile.head);
+    const T *dout = static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, tile.head);  // @heads-of-do-delta
 
     if (p.dq_accum && !p.schedule.first_stores) {
         auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.head, tile.block));
@@ -41,18 +41,19 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
             const bool valid = qi < sequence.seqlen_q;
             x[i] = y[i] = ptx::U128{}, lse[i] = ptx::infinity(), dlse[i] = 0.f;
             if (valid && chunk < kChunks) {
-                x[i] = load8<V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk);
-                y[i] = load8<V::kUnaligned>(dout + qi * p.dout_stride.row + 8 * chunk);
+                x[i] = load8<V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk);        // @rows-of-o-delta
+                y[i] = load8<V::kUnaligned>(dout + qi * p.dout_stride.row + 8 * chunk);  // @rows-of-do-delta
             }
             if (valid && chunk == 0) {
                 const long long at = sequence.lse_row(problem, tile.head) + qi;
                 lse[i] = p.lse[at];
-                if (p.dlse) dlse[i] = p.dlse[at];
+                if (p.dlse) dlse[i] = p.dlse[at];  // @dlse-of-every-sequence
             }
         }
         // Exactly the factor that the main kernel applies to the scores, over their unit (Score): large scores then cancel
         // large lse.
         const float unit = V::kSoftcap ? problem.softcap : problem.scale;
+        // @lse-in-units-of-scores
         const double log2_per_unit = unit > 0.f ? static_cast<double>(unit * kLog2e) / unit : kLog2e;
         #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -63,7 +64,7 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
             if (chunk == 0 && row < M) {
                 float *const stats = row_stats_at<M>(p, sequence, tile.head, tile.block * M + row);
                 stats[0] = static_cast<float>(lse[i] * log2_per_unit);
-                stats[1] = sum - dlse[i];
+                stats[1] = sum - dlse[i];  // @delta-less-dlse
             }
         }
     }

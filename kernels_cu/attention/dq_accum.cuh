@@ -21,6 +21,7 @@ struct DqTile {
     // The accumulator of query tile m_block of a head.
     template <bool kPacked>
     __device__ static float *accum(const BwdParams &p, const Sequence<kPacked> &s, int head, int m_block) {
+        // @accumulator-of-its-sequence
         const long long tile = s.template query_tile<V::kBlockM>(p.problem, head) + m_block;
         return p.dq_accum + tile * (V::kBlockM * kDim);
     }
@@ -52,7 +53,7 @@ struct DqTile {
 // How many shares of query tile m_block of a head are there, where somebody waits for them.
 template <class V, bool kPacked>
 __device__ __forceinline__ int *dq_turn(const BwdParams &p, const Sequence<kPacked> &s, int head, int m_block) {
-    return p.dq_turn + s.template query_tile<V::kBlockM>(p.problem, head) + m_block;
+    return p.dq_turn + s.template query_tile<V::kBlockM>(p.problem, head) + m_block;  // @turn-of-its-sequence
 }
 
 // Deterministic mode: the key blocks of one query tile add in the order of their index, and dq_turn counts them.
@@ -64,15 +65,16 @@ struct DqTurn {
     __device__ void wait(int rank) const {
         if constexpr (V::kDeterministic) {
             if (fresh_thread() == 0)
-                while (ptx::ld_acquire(turn) != rank) ptx::nanosleep();
-            ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn
+                while (ptx::ld_acquire(turn) != rank) ptx::nanosleep();  // @turn-awaited-sm80
+            ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn @turn-seen-by-all
         }
     }
     __device__ void pass(int rank) const {
         if constexpr (V::kDeterministic) {
+            // @additions-before-the-turn
             ptx::fence_gpu();  // this thread's additions come before the turn that thread 0 passes on ...
-            ptx::bar_sync();   // ... once all threads are here
-            if (fresh_thread() == 0) ptx::st_release(turn, rank + 1);
+            ptx::bar_sync();   // ... once all threads are here @additions-of-all-threads
+            if (fresh_thread() == 0) ptx::st_release(turn, rank + 1);  // @turn-passed-on-sm80
         }
     }
 };

@@ -18,15 +18,16 @@ struct Mask {
           upper(s.seqlen_k - s.seqlen_q + (V::kCausal ? 0 : p.window_right)) {}
 
     // The keys that query qi sees: [first_key(qi), end_key(qi)), both non-decreasing in qi; nothing if first >= end.
-    __device__ int first_key(int qi) const { return V::kWindow ? max(0, qi + lower) : 0; }
-    __device__ int end_key(int qi) const { return kHides ? min(seqlen_k, qi + upper + 1) : seqlen_k; }
+    __device__ int first_key(int qi) const { return V::kWindow ? max(0, qi + lower) : 0; }              // @first-key
+    __device__ int end_key(int qi) const { return kHides ? min(seqlen_k, qi + upper + 1) : seqlen_k; }  // @end-key
     __device__ bool sees(int qi, int ki) const {
         return ki < seqlen_k && (!kHides || ki - qi <= upper) && (!V::kWindow || ki - qi >= lower);
     }
-    // The same of a query that there is: its causal bound lies within the keys.
+    // The same of a query that there is: its causal bound lies within the keys. @causal-diagonal
     __device__ bool row_sees(int qi, int ki) const { return V::kCausal ? ki - qi <= upper : sees(qi, ki); }
     // The queries that see key ki: [first_query(ki), end_query(ki)), both non-decreasing in ki.
-    __device__ int first_query(int ki) const { return kHides ? max(0, ki - upper) : 0; }
+    __device__ int first_query(int ki) const { return kHides ? max(0, ki - upper) : 0; }  // @first-query
+    // @end-query
     __device__ int end_query(int ki) const { return V::kWindow ? min(seqlen_q, ki - lower + 1) : seqlen_q; }
     __device__ bool sees_nothing(int qi) const { return first_key(qi) >= end_key(qi); }
 
@@ -38,15 +39,17 @@ struct Mask {
         return m;
     }
 
-    // Whether all queries of [q0, q0 + M) see all keys of [k0, k0 + N), so that no element needs a test.
+    // Whether all queries of [q0, q0 + M) see all keys of [k0, k0 + N), so that no element needs a test. @whole-block
     __device__ bool full(int q0, int k0) const { return k0 >= first_key(q0 + M - 1) && k0 + N <= end_key(q0); }
 
     // Forward: the half-open range of key blocks that some query of [q0, q0 + M) sees. May be empty.
     __device__ int first_key_block(int q0) const { return first_key(q0) / N; }
+    // @last-key-block
     __device__ int end_key_block(int q0) const { return ceil_div(max(0, end_key(min(q0 + M, seqlen_q) - 1)), N); }
 
     // Backward: the half-open range of query blocks that see some key of [k0, k0 + N). May be empty.
     __device__ int first_query_block(int k0) const { return first_query(k0) / M; }
+    // @last-query-block
     __device__ int end_query_block(int k0) const { return ceil_div(max(0, end_query(min(k0 + N, seqlen_k) - 1)), M); }
 };
 

@@ -30,7 +30,7 @@ struct GradientRepair {
     template <int kCols = D, class Tile>
     __device__ void dq(int head, int query, const Tile &tile, int row, int col0 = 0) const {
         if (query >= s.seqlen_q) return;
-        const int head_k = head / group;
+        const int head_k = head / group;  // @head-of-k-repair-of-dq
         const T *const k = key_at(p.k, p.k_stride, head_k, 0);
         const Taken taken = reason<true>(head, query);
         if (taken == kNaN && mask.first_key(query) < mask.end_key(query)) return;
@@ -71,6 +71,7 @@ struct GradientRepair {
         return static_cast<const T *>(x) + s.k_offset(stride, head_k) + key * stride.row;
     }
     __device__ float S(int head, int query, int head_k, int key) const {
+        // @strides-of-k-repair
         return dot_rows<T, D, kUnaligned>(query_at(p.q, p.q_stride, head, query), key_at(p.k, p.k_stride, head_k, key));
     }
     __device__ float P(int head, int query, float raw) const {
@@ -78,6 +79,7 @@ struct GradientRepair {
     }
     __device__ float dS(int head, int query, int head_k, int key) const {
         const float raw = S(head, query, head_k, key);
+        // @strides-of-do-and-v-repair
         const float dP = dot_rows<T, D, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
                                                     key_at(p.v, p.v_stride, head_k, key));
         return score.dS(raw, P(head, query, raw), dP, stats(head, query)[1]);
@@ -90,9 +92,9 @@ struct GradientRepair {
         const int end = key < s.seqlen_k ? mask.end_query(key) : 0;
         repair_row<T, kCols>(tile, row, col0, D, factor, [&](auto &sum, bool reasons) {
             #pragma unroll 1
-            for (int head = head_k * group; head < (head_k + 1) * group; ++head)
+            for (int head = head_k * group; head < (head_k + 1) * group; ++head)  // @repair-over-all-heads
                 sum.add(
-                    query_at(x, stride, head, 0) + col0, stride.row, mask.first_query(key), end,
+                    query_at(x, stride, head, 0) + col0, stride.row, mask.first_query(key), end,  // @queries-of-the-key
                     [&](int query) { return reasons ? reason<kDS>(head, query) : kTerm; },
                     [&](int query) { return weight(head, query); });
         });

@@ -12,7 +12,7 @@ template <class X>
 __device__ __forceinline__ float log2_sum_ex2(int first, int end, X x) {
     float top = -ptx::infinity(), sum = 0.f;  // of this lane: the sum of 2^(x - top)
     #pragma unroll 1
-    for (int i = first + fresh_lane(); i < end; i += 32) {
+    for (int i = first + fresh_lane(); i < end; i += 32) {  // @softmax-of-all-keys
         const float x_i = x(i);
         if (x_i == -ptx::infinity()) continue;
         const float before = top;
@@ -40,14 +40,15 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
     const auto s = Sequence<V::kPacked>::of(p, sequence);
     const Mask<V> mask(s, problem);
     const Score<V> score(problem);
-    const int head_k = head / (problem.heads_q / problem.heads_k);
+    const int head_k = head / (problem.heads_q / problem.heads_k);  // @head-of-k-repair-of-o
     const T *const k = static_cast<const T *>(p.k) + s.k_offset(p.k_stride, head_k);
-    const T *const v = static_cast<const T *>(p.v) + s.k_offset(p.v_stride, head_k);
+    const T *const v = static_cast<const T *>(p.v) + s.k_offset(p.v_stride, head_k);  // @heads-of-v-repair-of-o
     #pragma unroll 1
     for (int row = 0; row < min(kRows, s.seqlen_q - query0); ++row) {
         const T *const q = static_cast<const T *>(p.q) + s.q_offset(p.q_stride, head) + (query0 + row) * p.q_stride.row;
-        const int first = mask.first_key(query0 + row), end = mask.end_key(query0 + row);
+        const int first = mask.first_key(query0 + row), end = mask.end_key(query0 + row);  // @keys-of-the-row
         const auto exponent = [&](int key) {
+            // @scores-as-in-the-kernel
             return score.value(dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row)) * score.log2_factor;
         };
         float lse = 0.f;  // in powers of two
@@ -55,7 +56,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             if (reasons) lse = log2_sum_ex2(first, end, exponent);
             if (first < end && lse != lse) return sum.fill(lse);
             sum.add(
-                v, p.v_stride.row, first, end,
+                v, p.v_stride.row, first, end,  // @rows-of-v-repair-of-o
                 [&](int key) {
                     return reasons && row_is_finite<T, D, kUnaligned>(v + key * p.v_stride.row) ? kNone : kTerm;
                 },

@@ -14,12 +14,13 @@ struct TileIndex {
     template <bool kDescending>
     __device__ static TileIndex at(int index, const Schedule &p, int blocks, int heads, int sequences) {
         const int last_start = sequences * heads - p.last_section;
-        const bool is_last = index >= last_start * blocks;
+        const bool is_last = index >= last_start * blocks;  // @last-section-begins
         const int section_start = is_last ? last_start : index / (p.section * blocks) * p.section;
+        // @size-of-the-section
         const int section = is_last ? p.last_section : min(p.section, last_start - section_start);
         const int in_section = index - section_start * blocks;
         const int number = section_start + in_section % section, turn = in_section / section;
-        return {kDescending ? blocks - 1 - turn : turn, number % heads, number / heads};
+        return {kDescending ? blocks - 1 - turn : turn, number % heads, number / heads};  // @sequence-of-the-tile
     }
 };
 

@@ -22,6 +22,7 @@ template <>
 struct Softcap<true> {
     float factor;
 
+    // @tanh-of-the-scaled-score
     __device__ explicit Softcap(const Problem &p) : factor(2 * kLog2e * (p.scale / p.softcap)) {}
     __device__ float value(float s) const { return fmaf(-2.f, r(s), 1.f); }
     __device__ float derivative(float s) const { return 4.f * r(s) * (1.f - r(s)); }
@@ -38,7 +39,7 @@ struct Score {
     Softcap<V::kSoftcap> softcap;
 
     // A positive factor is folded into the exponent, where it costs nothing: the scale, or the softcap. A scale that is not
-    // positive (kScaleFirst) is applied first, because the row maximum of scaled and of raw scores then differ.
+    // positive (kScaleFirst) is applied first, because the row maximum of scaled and of raw scores then differ. @unit-of-scores
     __device__ explicit Score(const Problem &p)
         : scale(p.scale),
           unit(V::kSoftcap      ? p.softcap
@@ -49,7 +50,7 @@ struct Score {
 
     __device__ float value(float s) const {
         if constexpr (V::kSoftcap) return softcap.value(s);
-        else return V::kScaleFirst ? s * scale : s;
+        else return V::kScaleFirst ? s * scale : s;  // @scaled-first
     }
 
     // P in powers of two; lse too, as row_stats has it.
@@ -58,7 +59,7 @@ struct Score {
     // By which dP - delta is multiplied to make dS. kWeightIsP: it is P.
     static constexpr bool kWeightIsP = !V::kSoftcap;
     __device__ float weight(float s, float P) const {
-        if constexpr (V::kSoftcap) return P * softcap.derivative(s);
+        if constexpr (V::kSoftcap) return P * softcap.derivative(s);  // @softcap-derived
         else return P;
     }
     __device__ float dS(float s, float P, float dP, float delta) const { return weight(s, P) * (dP - delta); }

@@ -20,7 +20,7 @@
 
 // Element offset of row 0 of one head.
 __device__ __forceinline__ long long head_offset(const Strides &s, int batch, int head) {
-    return batch * s.batch + head * s.head;
+    return batch * s.batch + head * s.head;  // @batches-lie-apart
 }
 
 // One sequence of the batch.
@@ -51,7 +51,7 @@ struct Sequence {
     // Of query 0 in lse, [batch, heads_q, seqlen_q] or [heads_q, total_q].
     __device__ long long lse_row(const Problem &p, int head_q) const {
         if constexpr (kPacked) return static_cast<long long>(head_q) * p.seqlen_q + row_q;
-        else return static_cast<long long>(index * p.heads_q + head_q) * p.seqlen_q;
+        else return static_cast<long long>(index * p.heads_q + head_q) * p.seqlen_q;  // @lse-of-its-sequence
     }
     // The number of the query tile of kRows rows that begins with query 0, in padded arrays.
     template <int kRows>

@@ -74,7 +74,7 @@ struct OnlineSoftmax {
     // The same in the hope that m, whatever it is, will do: it cancels out of O / l, and P may exceed 1. False, with l as
     // it was, if some lane's part of a row sums up to kMaxP or more, has no m yet or holds a NaN; S must then be formed
     // again. kMaxP bounds how far one key can outweigh all others while its P is not exactly 1: see docs/performance.md.
-    static constexpr float kMaxP = 64.f;
+    static constexpr float kMaxP = 64.f;  // @p-not-far-above-one
     template <int kN>
     __device__ bool exponentiate_optimistically(AccTile<kRows, kN> &S) {
         Rows sum;
@@ -95,7 +95,7 @@ struct OnlineSoftmax {
             largest = fmaxf(largest, sum[r]), all += sum[r];
         }
         const bool good = ptx::vote_all(largest < kMaxP && all < ptx::infinity());  // NaN passes only the first test
-        if (good) {
+        if (good) {                                                                 // @sums-of-good-blocks
             #pragma unroll
             for (int r = 0; r < kRowsPerLane; ++r) l[r] += sum[r];
         }
@@ -108,9 +108,9 @@ struct OnlineSoftmax {
     __device__ void finish(float unit, Rows &lse, Rows &inverse, SeesNothing sees_nothing) {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });
+            l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });  // @row-sum-of-four-lanes
             const bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)));
-            inverse[r] = nothing ? 0.f : 1.f / l[r];
+            inverse[r] = nothing ? 0.f : 1.f / l[r];  // @o-divided-by-its-sum
             lse[r] = nothing ? -ptx::infinity() : fmaf(m[r], unit, ptx::lg2(l[r]) * kLn2);
         }
     }

@@ -20,8 +20,8 @@ struct BwdVisits {
         const Mask<V> mask(sequence, p);
         const int group = p.heads_q / p.heads_k;
         first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
-        if (V::kPacked && k0 >= sequence.seqlen_k) blocks = 0;  // no key of the tile counts
-        count = group * blocks, head = head_k * group, m_block = first + blocks - 1;
+        if (V::kPacked && k0 >= sequence.seqlen_k) blocks = 0;                        // no key of the tile counts
+        count = group * blocks, head = head_k * group, m_block = first + blocks - 1;  // @visits-of-all-heads-sm90
     }
     __device__ void next() {
         if (--m_block < first) ++head, m_block = first + blocks - 1;

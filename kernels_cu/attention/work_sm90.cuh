@@ -13,12 +13,13 @@ struct TileNumbers {
 
     __device__ explicit TileNumbers(int *counter) : counter(counter), number(ptx::block_index()) {}
     __device__ void draw() {
+        // @numbers-differ
         number = counter ? ptx::grid_size() + ptx::atomic_add(counter, 1) : number + ptx::grid_size();
     }
     __device__ void finish() const {
-        if (counter && ptx::atomic_add_acq_rel(counter + 1, 1) == ptx::grid_size() - 1) {
-            ptx::st_release(counter, 0);
-            ptx::st_release(counter + 1, 0);
+        if (counter && ptx::atomic_add_acq_rel(counter + 1, 1) == ptx::grid_size() - 1) {  // @last-block-done
+            ptx::st_release(counter, 0);                                                   // @counter-cleared
+            ptx::st_release(counter + 1, 0);                                               // @done-count-cleared
         }
     }
 };
@@ -134,7 +135,7 @@ struct QueryWork {
         first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
     }
     __device__ bool exists() const { return block >= 0; }
-    __device__ int head_k(const Problem &p) const { return head / (p.heads_q / p.heads_k); }
+    __device__ int head_k(const Problem &p) const { return head / (p.heads_q / p.heads_k); }  // @head-of-k-sm90
 };
 
 #endif  // CUPYFLASH_WORK_SM90_CUH

@@ -63,12 +63,14 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     constexpr int kExchanged = V::kSplitD > 1 ? 2 : 1;  // dS, P
     static_assert(2 * TileKV::kBytes + kStages * Stage::kBytes + kExchanged * TileP::kBytes == V::kSmemBytes);
     const TileKV sK{ptx::dynamic_smem()}, sV{sK.base + TileKV::kBytes};
+    // @slot-of-the-step
     const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
     const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
 
     const Mask<V> mask(sequence, problem);
     const Score<V> score(problem);
     const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
+    // @visits-of-all-heads-sm80
     const int visits = !V::kPacked || k0 < sequence.seqlen_k ? group * blocks : 0;  // else no key of the tile counts
 
     // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
@@ -85,11 +87,11 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
                 sequence.seqlen_q);
             s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
                 static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, head), p.dout_stride.row, q0,
-                sequence.seqlen_q);
+                sequence.seqlen_q);  // @strides-of-do-bwd-sm80
             const int r = fresh_thread();
             if (r < M)
                 ptx::cp_async_8(s.stats + 8 * r, row_stats_at<M>(p, sequence, head, q0 + r),
-                                q0 + r < sequence.seqlen_q);
+                                q0 + r < sequence.seqlen_q);  // @statistics-of-the-visit-sm80
         }
         ptx::cp_async_commit_group();
     };
@@ -108,8 +110,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         const bool masked = !whole(q0);
         const Stage s = stage(i);
 
-        ptx::cp_async_wait_group<0>();
-        ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before
+        ptx::cp_async_wait_group<0>();  // @q-and-do-copied
+        ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before @q-and-do-landed
         if constexpr (kStages == 2) request(i + 1, after(now));
 
         AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
@@ -133,9 +135,10 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
                 }
         }
         if (masked) {
+            // @mask-from-the-lane-bwd-sm80
             const Mask<V> from_here = mask.from(q0 + first_query, k0 + key0 + lane / 4);
             const auto hide = [&](int key, int query, float &x) {
-                if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;
+                if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;  // @queries-that-exist
             };
             P.for_each(hide);
             dS.for_each(hide);
@@ -148,9 +151,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         if constexpr (V::kSplitD == 1) {
             gemm_nn<T>(dV, rP, s.sdO, col0);  // dV += P^T dO
             gemm_nn<T>(dK, rdS, s.sQ, col0);  // dK += dS^T Q
-            ptx::bar_sync();                  // dS is complete, and every warp is done with Q and dO
+            ptx::bar_sync();                  // dS is complete, and every warp is done with Q and dO @ds-complete
         } else {
-            ptx::bar_sync();  // P and dS are complete
+            ptx::bar_sync();  // P and dS are complete @p-and-ds-complete
             gemm_nn<T>(dV, SmemA<TileP, kRows>(sP, key0), s.sdO, col0);
             gemm_nn<T>(dK, SmemA<TileP, kRows>(sdS, key0), s.sQ, col0);
             if constexpr (kStages == 1) ptx::bar_sync();  // every warp is done with Q and dO
@@ -162,23 +165,24 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
         gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
         const DqTurn<V> turn{dq_turn<V>(p, sequence, now.head, now.m_block)};
-        const int rank = tile.block - mask.first_key_block(q0);
+        const int rank = tile.block - mask.first_key_block(q0);  // @rank-in-the-query-tile-sm80
         turn.wait(rank);
         Dq::for_each_group(dQ, Dq::accum(p, sequence, now.head, now.m_block),
-                           [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });
+                           [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });  // @dq-added
         turn.pass(rank);
     };
 
     load_keys<V>(sK, p.k, p.k_stride, tile);
-    load_keys<V>(sV, p.v, p.v_stride, tile);
-    Visit now{tile.head * group, first + blocks - 1};
+    load_keys<V>(sV, p.v, p.v_stride, tile);           // @strides-of-v-bwd-sm80
+    Visit now{tile.head * group, first + blocks - 1};  // @first-head-of-the-group-sm80
     request(0, now);
     #pragma unroll 1
     for (int i = 0; i < visits; ++i, now = after(now)) step(i, now);
 
     ptx::cp_async_wait_group<0>();
-    ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
-    dK.scale(score.scale);
+    // @keys-read-by-all
+    ptx::bar_sync();        // K and V have arrived, and every warp is done with them: they stage the results
+    dK.scale(score.scale);  // @dk-scaled-sm80
     // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
     // block is, is worked out again: the main loop has no registers left to keep it.
     const auto here = tile_at<V, Keys, N, false>(p, ptx::opaque(ptx::block_index()));
@@ -186,20 +190,21 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const int first_col = thread_warp / (N / kRows) * kCols, first_key = here.block * N;
     const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,
                            auto repair) {
-        if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, first_col))) {
+        if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, first_col))) {  // @dk-and-dv-finite-sm80
+            // @repair-in-its-sequence-bwd-sm80
             const GradientRepair<V, M, V::kUnaligned> again(aside(p), here.sequence.index);
             #pragma unroll 1
             for (int row = row0; row < row0 + kRows; ++row) repair(again, row);
-            ptx::bar_warp_sync();
+            ptx::bar_warp_sync();  // @dk-repaired-by-the-warp
         }
         write_rows<kRows, kCols, V::kHeadDim>(staging, row0,
                                               static_cast<T *>(dst) + here.sequence.k_offset(stride, here.head),
                                               stride.row, first_key + row0, here.sequence.rows_k, first_col);
     };
-    leave(sK, dK, p.dk, p.dk_stride, [&](const auto &again, int row) {
+    leave(sK, dK, p.dk, p.dk_stride, [&](const auto &again, int row) {  // @strides-of-dk
         again.template dk<kCols>(here.head, first_key + row, sK, row, first_col);
     });
-    leave(sV, dV, p.dv, p.dv_stride, [&](const auto &again, int row) {
+    leave(sV, dV, p.dv, p.dv_stride, [&](const auto &again, int row) {  // @strides-of-dv
         again.template dv<kCols>(here.head, first_key + row, sV, row, first_col);
     });
 }

@@ -33,11 +33,12 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const Problem &problem = p.problem;
     const auto tile = tile_at<V, Queries, M, Mask<V>::kHides>(p, ptx::block_index());
     const auto &sequence = tile.sequence;
+    // @head-of-k-fwd-sm80
     const int q0 = tile.block * M, row0 = warp() * kRows, head_k = tile.head / (problem.heads_q / problem.heads_k);
     if (V::kPacked && q0 >= sequence.seqlen_q) return;
     const T *q = static_cast<const T *>(p.q) + sequence.q_offset(p.q_stride, tile.head);
     const T *k = static_cast<const T *>(p.k) + sequence.k_offset(p.k_stride, head_k);
-    const T *v = static_cast<const T *>(p.v) + sequence.k_offset(p.v_stride, head_k);
+    const T *v = static_cast<const T *>(p.v) + sequence.k_offset(p.v_stride, head_k);  // @v-of-its-head-fwd-sm80
 
     using TileQ = SmemTile<T, M, D>;
     using TileKV = SmemTile<T, N, D>;
@@ -54,16 +55,17 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const auto request = [&](int i, auto ahead) {
         constexpr int kAhead = decltype(ahead)::value;
         const int block = i + kAhead / 2;
+        // @rows-of-v-fwd-sm80
         if (block < blocks)
             slot(2 * i + kAhead)
                 .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k,
                                                                            kAhead % 2 ? p.v_stride.row : p.k_stride.row,
                                                                            (first + block) * N, sequence.seqlen_k);
-        ptx::cp_async_commit_group();
+        ptx::cp_async_commit_group();  // @one-group-a-tile
     };
     const auto next_tile_landed = [] {
-        ptx::cp_async_wait_group<kStages - 2>();
-        ptx::bar_sync();
+        ptx::cp_async_wait_group<kStages - 2>();  // @tile-copied
+        ptx::bar_sync();                          // @tile-landed
     };
 
     AccTile<kRows, D> O;
@@ -75,9 +77,9 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         constexpr bool kMasked = decltype(masked)::value;
         const int k0 = (first + i) * N;
 
-        next_tile_landed();  // K_j is here, and every warp is done with V_{j-1}
-        request(i, Int<kStages - 1>{});
-        AccTile<kRows, N> S;  // S = Q K^T
+        next_tile_landed();              // K_j is here, and every warp is done with V_{j-1}
+        request(i, Int<kStages - 1>{});  // @slot-of-v-free
+        AccTile<kRows, N> S;             // S = Q K^T
         S.zero();
         if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, slot(2 * i));
         else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, row0), slot(2 * i));
@@ -122,12 +124,13 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         ptx::cp_async_wait_group<0>();
         ptx::bar_sync();  // Q has arrived, though no key block waited for it: its tile stages the result
     }
-    if (!ptx::vote_all(stage_rows<T>(sQ, row0, O))) {
+    if (!ptx::vote_all(stage_rows<T>(sQ, row0, O))) {  // @o-is-finite-sm80
+        // @repair-in-its-sequence-fwd-sm80
         repair_output<V, V::kUnaligned, kRows>(aside(p), sequence.index, tile.head, q0 + row0, sQ, row0);
-        ptx::bar_warp_sync();
+        ptx::bar_warp_sync();  // @o-repaired-by-the-warp
     }
     write_rows<kRows, D, V::kHeadDim>(sQ, row0, static_cast<T *>(p.o) + sequence.q_offset(p.o_stride, tile.head),
-                                      p.o_stride.row, q0 + row0, sequence.seqlen_q);
+                                      p.o_stride.row, q0 + row0, sequence.seqlen_q);  // @strides-of-o
 }
 
 #endif  // CUPYFLASH_FWD_SM80_CUH

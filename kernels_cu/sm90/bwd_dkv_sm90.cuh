@@ -64,7 +64,7 @@ struct BwdDkvSmem {
             ptx::mbarrier_init(p_full(i), 4), ptx::mbarrier_init(p_empty(i), 4);
             ptx::mbarrier_init(resident_empty(i), 1);
         }
-        TileQueue<V::kPacked>::init(bar(kBarriers), 8 + V::kPacked);
+        TileQueue<V::kPacked>::init(bar(kBarriers), 8 + V::kPacked);  // @followers-dkv
         ptx::fence_mbarrier_init();
     }
 
@@ -157,13 +157,13 @@ struct BwdDkvGroup {
                 const RingPosition<V::kStages> before = ring;
                 ring.next(), visit.next();
                 AccTile<16, M> X;
-                ptx::mbarrier_wait(smem.full(kOther, before.stage), before.phase);
+                ptx::mbarrier_wait(smem.full(kOther, before.stage), before.phase);  // @operand-of-the-other-full
                 issue_nn<T, M>(dKV, W, smem.streamed(kOther, before.stage));  // dV += P^T dO, dK += dS^T Q: tile before
                 ptx::mbarrier_wait(smem.full(kRole, ring.stage), ring.phase);
                 issue_nt<T, kDepth>(X, resident, smem.streamed(kRole, ring.stage));  // S^T = K Q^T, dP^T = V dO^T
-                ptx::wgmma_wait_group<1>();
+                ptx::wgmma_wait_group<1>();                                          // @product-complete-dkv
                 arrived(dKV);
-                arrive_warp(smem.empty(kOther, before.stage));
+                arrive_warp(smem.empty(kOther, before.stage));  // @operand-of-the-other-released
                 ptx::wgmma_wait_group<0>();
                 arrived(X);
                 weigh(visit, X, W);
@@ -200,21 +200,21 @@ struct BwdDkvGroup {
                         float &x = X.x[0][2 * k + j][e];
                         const float s = x;
                         x = score.P(s, stats[2 * k + j][2 * (e % 2)]);
-                        weight.x[0][j][e] = score.weight(s, x);
+                        weight.x[0][j][e] = score.weight(s, x);  // @weight-of-the-score
                     }
                 if constexpr (!Score<V>::kWeightIsP) weights[k].from(weight);
             }
             if (masked) hide(mask, visit, X);
             W.from(X);
-            ptx::mbarrier_wait(smem.p_empty(handed.stage), handed.phase ^ 1);
+            ptx::mbarrier_wait(smem.p_empty(handed.stage), handed.phase ^ 1);  // @p-empty
             #pragma unroll
             for (int k = 0; k < M / 16; ++k) {
-                const ptx::u32(&r)[4] = Score<V>::kWeightIsP ? W.x[k][0] : weights[k].x[0][0];
+                const ptx::u32(&r)[4] = Score<V>::kWeightIsP ? W.x[k][0] : weights[k].x[0][0];  // @weights-handed-over
                 ptx::st_shared_v4_b32(p_at + 2048 * k, {r[0], r[1], r[2], r[3]});
             }
             arrive_warp(smem.p_full(handed.stage));
         } else {
-            ptx::mbarrier_wait(smem.p_full(handed.stage), handed.phase);
+            ptx::mbarrier_wait(smem.p_full(handed.stage), handed.phase);  // @p-full
             ptx::U128 P[M / 16];
             #pragma unroll
             for (int k = 0; k < M / 16; ++k) P[k] = ptx::ld_shared_v4_b32(p_at + 2048 * k);
@@ -242,14 +242,14 @@ struct BwdDkvGroup {
     // The result leaves through K or V, which then go back to the producer.
     __device__ void finish(const BwdVisits<V> &visit, AccTile<16, D> &dKV) const {
         const auto tile = smem.resident(kRole);
-        if constexpr (kRole == kRoleDS) dKV.scale(score.scale);
+        if constexpr (kRole == kRoleDS) dKV.scale(score.scale);  // @dk-scaled-dkv
         if (!ptx::vote_all(stage<T>(tile, key0, dKV))) {
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
-            const GradientRepair<V, M, false> again(p.plain, visit.sequence.index);
+            const GradientRepair<V, M, false> again(p.plain, visit.sequence.index);  // @repair-in-its-sequence-dkv
             #pragma unroll 1
             for (int row = key0; row < key0 + 16; ++row)
                 if constexpr (kRole == kRoleDS) again.dk(visit.head_k, visit.k0 + row, tile, row);
-                else again.dv(visit.head_k, visit.k0 + row, tile, row);
+                else again.dv(visit.head_k, visit.k0 + row, tile, row);  // @repair-of-its-head-dkv
         }
         const Sequence<V::kPacked> &sequence = visit.sequence;
         // Behind the last key TMA would write those of the next sequence.
@@ -262,9 +262,10 @@ struct BwdDkvGroup {
             write_rows<16, kDepth, D>(tile, key0, dst + sequence.k_offset(stride, visit.head_k), stride.row,
                                       visit.k0 + key0, sequence.rows_k);
         }
-        ptx::fence_proxy_async();
+        ptx::fence_proxy_async();  // @dkv-shown-to-tma
         ptx::bar_sync(kGroupBarrier + kRole, 128);
         if (ptx::thread_index() % 128 == 0) {
+            // @dv-and-dk-in-place
             if (!shared)
                 tile.store(kRole == kRoleP ? p.map_dv : p.map_dk, sequence.row_k + visit.k0, visit.head_k,
                            sequence.batch());

@@ -52,7 +52,7 @@ struct BwdDqSmem {
             ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(q_empty(i), 1);
             ptx::mbarrier_init(dout_full(i), 1), ptx::mbarrier_init(dout_empty(i), 4);
         }
-        TileQueue<V::kPacked>::init(bar(kBarriers), 4 * kGroups + kGroups + V::kPacked);
+        TileQueue<V::kPacked>::init(bar(kBarriers), 4 * kGroups + kGroups + V::kPacked);  // @followers-dq
         ptx::fence_mbarrier_init();
     }
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ void bwd_dq_load_rows(const BwdSm90Params &p, const B
         if (!tile.exists()) break;
         const auto load = [&](const auto &to, const ptx::TensorMap &map, ptx::u32 full, ptx::u32 empty) {
             ptx::mbarrier_wait(empty, tiles.phase ^ 1);
-            ptx::bar_warp_sync();
+            ptx::bar_warp_sync();  // @all-lanes-waited-dq
             if (lane() == 0)
                 to.load(map, full, tile.sequence.row_q + tile.q0 + 64 * group, tile.head, tile.sequence.batch(),
                         ptx::kEvictFirst);
@@ -154,6 +154,7 @@ struct BwdDqGroup {
         // [first, end): this group's blocks.
         const int end = min(max(mask.end_key_block(q0), tile.first + 1), tile.end);
         const int first = V::kWindow ? min(max(mask.first_key_block(q0), tile.first), end - 1) : 0;
+        // @statistics-of-the-rows-dq
         const float *const stats_at = row_stats_at<64>(p.plain, tile.sequence, tile.head, q0 + warp_row + lane() / 4);
         #pragma unroll
         for (int r = 0; r < 2; ++r) stats[r][0] = stats_at[16 * r], stats[r][1] = stats_at[16 * r + 1];
@@ -174,16 +175,16 @@ struct BwdDqGroup {
         }
         dQ.zero();
         #pragma unroll 1
-        for (int j = end - 2; j >= first; --j) {
+        for (int j = end - 2; j >= first; --j) {           // @down-to-the-first-block
             const RingPosition<V::kStages> before = ring;  // of K
             ring.next();
             AccTile<16, N> S, dP;
             issue_nn<T, N>(dQ, dS, smem.kv(before.stage));  // dQ += dS K, of the block before
             issue_dp(dP);
-            ptx::wgmma_wait_group<1>();
+            ptx::wgmma_wait_group<1>();  // @product-complete-dq
             arrived(dQ);
-            arrive_warp(smem.empty(before.stage));
-            issue_s(S);  // in the registers that dS leaves
+            arrive_warp(smem.empty(before.stage));  // @k-released-dq
+            issue_s(S);                             // in the registers that dS leaves
             ptx::wgmma_wait_group<1>();
             arrived(dP);
             arrive_warp(smem.empty(v_stage()));
@@ -197,7 +198,7 @@ struct BwdDqGroup {
         arrived(dQ);
         arrive_warp(smem.empty(ring.stage));
         ring.next();
-        if constexpr (V::kWindow) pass(first - tile.first);
+        if constexpr (V::kWindow) pass(first - tile.first);  // @blocks-before-window-passed-dq
         finish(tile, q0, dQ);
     }
 
@@ -217,7 +218,7 @@ struct BwdDqGroup {
         issue_nt<T, kDepth>(S, fresh(smem.q(group)), smem.kv(ring.stage));
     }
     // The stage before the ring's.
-    __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }
+    __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }  // @stage-of-v
 
     // dS = P * (dP - delta), P = exp(S - lse).
     __device__ void weigh(const Mask<OneGroup<V>> &mask, const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int j,
@@ -226,7 +227,7 @@ struct BwdDqGroup {
             const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
             dp = score.dS(s, score.P(s, stats[row / 8][0]), dp, stats[row / 8][1]);
         });
-        if (!mask.full(q0, j * N)) {
+        if (!mask.full(q0, j * N)) {  // @hidden-keys-masked-dq
             const int lane = fresh_lane();
             const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
             dP.for_each([&](int row, int col, float &ds) { ds = from_here.sees(row, col) ? ds : 0.f; });
@@ -236,9 +237,10 @@ struct BwdDqGroup {
 
     __device__ void finish(const QueryWork<V> &tile, int q0, AccTile<16, D> &dQ) const {
         const auto sQ = smem.q(group);
-        dQ.scale(score.scale);
+        dQ.scale(score.scale);  // @dq-scaled-sm90
         if (!ptx::vote_all(stage<T>(sQ, warp_row, dQ))) {
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+            // @repair-in-its-sequence-dq
             const GradientRepair<OneGroup<V>, 64, false> again(p.plain, tile.sequence.index);
             #pragma unroll 1
             for (int row = warp_row; row < warp_row + 16; ++row) again.dq(tile.head, q0 + row, sQ, row);

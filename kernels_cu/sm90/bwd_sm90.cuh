@@ -95,11 +95,12 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
         smem.q(stage).load(p.map_q, smem.q_full(stage), sequence.row_q + q0, visit.head, batch, ptx::kEvictNormal,
                            8 * M);
         ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, sequence, visit.head, q0), 8 * M,
-                                smem.q_full(stage));
+                                smem.q_full(stage));  // @statistics-of-the-visit-sm90
         if (i == 0)
             smem.k().load(p.map_k, smem.k_full(), sequence.row_k + visit.k0, visit.head_k, batch, ptx::kEvictNormal);
         smem.dout(stage).load(p.map_dout, smem.dout_full(stage), sequence.row_q + q0, visit.head, batch,
                               ptx::kEvictNormal);
+        // @v-of-its-head-bwd-sm90
         if (i == 0)
             smem.v().load(p.map_v, smem.v_full(), sequence.row_k + visit.k0, visit.head_k, batch, ptx::kEvictNormal);
     }
@@ -117,22 +118,24 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
         const auto at = RingPosition<2>::of(i);
         float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
         int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
+        // @rank-in-the-query-tile-sm90
         const int rank = visit.block - Mask<V>(visit.sequence, problem).first_key_block(visit.q0());
         const bool stores = p.plain.schedule.first_stores && rank == 0;
         if (V::kDeterministic || p.plain.schedule.first_stores) {
+            // @turn-awaited-sm90
             while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1))) ptx::nanosleep();
-            ptx::fence_proxy_async_global();
+            ptx::fence_proxy_async_global();  // @earlier-shares-shown-to-tma
         }
-        ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);
-        if (stores) ptx::cp_async_bulk_store(accum, smem.dq(at.stage), kBytes);
+        ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);                    // @dq-full
+        if (stores) ptx::cp_async_bulk_store(accum, smem.dq(at.stage), kBytes);  // @first-share-stored
         else ptx::cp_reduce_async_bulk_add_f32(accum, smem.dq(at.stage), kBytes);
         ptx::cp_async_bulk_commit_group();
-        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::cp_async_bulk_wait_group_read<0>();  // @dq-has-left
         ptx::mbarrier_arrive(smem.dq_empty(at.stage));
         if (V::kDeterministic || stores) {
-            ptx::cp_async_bulk_wait_group<0>();
-            ptx::fence_proxy_async_global();
-            ptx::atomic_add_acq_rel(turn, 1);
+            ptx::cp_async_bulk_wait_group<0>();  // @share-is-written
+            ptx::fence_proxy_async_global();     // @share-shown-to-others
+            ptx::atomic_add_acq_rel(turn, 1);    // @turn-passed-on-sm90
         }
     }
 }
@@ -185,10 +188,10 @@ struct BwdGroup {
     // A query tile of which no query sees these keys.
     __device__ void skip() const {
         const auto ring = RingPosition<V::kStages>::of(i);
-        ptx::mbarrier_wait(smem.q_full(ring.stage), ring.phase);  // nobody runs ahead of the loads
-        ptx::mbarrier_wait(smem.dout_full(ring.stage), ring.phase);
+        ptx::mbarrier_wait(smem.q_full(ring.stage), ring.phase);     // nobody runs ahead of the loads @skipped-q-full
+        ptx::mbarrier_wait(smem.dout_full(ring.stage), ring.phase);  // @skipped-do-full
         arrive_warp(smem.empty(ring.stage));
-        hand_over(FragA<T, 16, M>{});
+        hand_over(FragA<T, 16, M>{});  // @zeros-handed-over
     }
 
     // One query tile. kMasked: some elements are to be hidden.
@@ -198,10 +201,10 @@ struct BwdGroup {
         const int stage = ring.stage;
         const auto sQ = smem.q(stage), sdO = smem.dout(stage);
 
-        ptx::mbarrier_wait(smem.q_full(stage), ring.phase);
-        AccTile<16, M> P, dS;                                       // transposed: rows are keys
-        issue_nt<T, kDepth>(P, smem.k().from_row(64 * group), sQ);  // S^T = K Q^T
-        ptx::mbarrier_wait(smem.dout_full(stage), ring.phase);
+        ptx::mbarrier_wait(smem.q_full(stage), ring.phase);           // @visit-q-full
+        AccTile<16, M> P, dS;                                         // transposed: rows are keys
+        issue_nt<T, kDepth>(P, smem.k().from_row(64 * group), sQ);    // S^T = K Q^T
+        ptx::mbarrier_wait(smem.dout_full(stage), ring.phase);        // @visit-do-full
         issue_nt<T, kDepth>(dS, smem.v().from_row(64 * group), sdO);  // dP^T = V dO^T
         const ptx::u32 stats_at = smem.stats(stage) + 16 * (fresh_lane() % 4);
         ptx::wgmma_wait_group<0>();
@@ -229,30 +232,31 @@ struct BwdGroup {
         hand_over(rdS);
         issue_nn<T, M>(dV, rP, sdO);  // dV += P^T dO
         issue_nn<T, M>(dK, rdS, sQ);  // dK += dS^T Q
-        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_wait_group<0>();   // @dk-and-dv-complete
         arrived(dV), arrived(dK);
-        arrive_warp(smem.empty(stage));
+        arrive_warp(smem.empty(stage));  // @visit-released
     }
 
     // This group's dS, transposed back, for dQ.
     __device__ void hand_over(const FragA<T, 16, M> &dS) const {
         const auto ds = RingPosition<2>::of(i);
-        ptx::mbarrier_wait(smem.ds_empty(ds.stage), ds.phase ^ 1);
+        ptx::mbarrier_wait(smem.ds_empty(ds.stage), ds.phase ^ 1);  // @ds-empty
+        // @columns-of-the-warp
         stage_transposed(smem.ds(ds.stage).from_chunk(group), fresh_thread() / 32 % 4 * 16, dS);
-        ptx::fence_proxy_async();
+        ptx::fence_proxy_async();  // @ds-shown-to-wgmma
         arrive_warp(smem.ds_full(ds.stage));
     }
 
     // dQ of visit number `visit`, if it is this group's turn.
     __device__ void take_turn(int visit) const {
-        if (visit < 0 || visit % Smem::kGroups != group) return;
+        if (visit < 0 || visit % Smem::kGroups != group) return;  // @turn-of-the-group
         const auto at = RingPosition<2>::of(visit);
-        ptx::mbarrier_wait(smem.ds_full(at.stage), at.phase);
+        ptx::mbarrier_wait(smem.ds_full(at.stage), at.phase);  // @ds-full
         AccTile<16, 64 * Smem::kChunks> dQ;
         issue_nn<T, V::kBlockN>(dQ, smem.ds(at.stage), smem.k());
-        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_wait_group<0>();  // @dq-complete
         arrived(dQ);
-        arrive_warp(smem.ds_empty(at.stage));
+        arrive_warp(smem.ds_empty(at.stage));  // @ds-released
         ptx::mbarrier_wait(smem.dq_empty(at.stage), at.phase ^ 1);
         const int thread = fresh_thread() % 128;
         #pragma unroll
@@ -261,7 +265,7 @@ struct BwdGroup {
             const int place = j / 8 * 1024 + thread / 32 * 256 + j % 8 * 32 + thread % 32;
             ptx::st_shared_v4_b32(smem.dq(at.stage) + 16 * place, bits_of(dQ.x[0][j]));
         }
-        ptx::fence_proxy_async();
+        ptx::fence_proxy_async();  // @dq-shown-to-tma
         arrive_warp(smem.dq_full(at.stage));
     }
 
@@ -274,13 +278,13 @@ struct BwdGroup {
             const int thread = fresh_thread() % 128, lane = thread % 32, query = q0 + 2 * (lane % 4);
             #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int key = key0 + thread / 32 * 16 + lane / 4 + 8 * r;
+                const int key = key0 + thread / 32 * 16 + lane / 4 + 8 * r;  // @keys-of-the-lane
                 const int end = key < mask.seqlen_k ? mask.end_query(key) : 0;
                 word[r] = before(end - query) & ~before(mask.first_query(key) - query);
             }
         }
         __device__ static ptx::u32 before(int query) {
-            const int count = max(0, query) / 8 * 2 + min(max(0, query) % 8, 2);
+            const int count = max(0, query) / 8 * 2 + min(max(0, query) % 8, 2);  // @queries-of-the-lane
             return count < 32 ? (1u << count) - 1 : ~0u;
         }
         // Element e of the j-th column tile of an accumulator.
@@ -294,20 +298,21 @@ struct BwdGroup {
         const int key0 = visits.k0 + 64 * group;
         const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
         const int row0 = fresh_thread() / 32 % 4 * 16;
-        dK.scale(score.scale);
+        dK.scale(score.scale);  // @dk-scaled-sm90
+        // @repair-in-its-sequence-bwd-sm90
         const GradientRepair<GroupKeys<V>, M, false> again(p.plain, sequence.index);
         // Stages a result; repair(row) computes one of its rows again where that is not finite.
         const auto leave = [&](const auto &tile, const AccTile<16, D> &acc, auto repair) {
-            if (ptx::vote_all(stage<T>(tile, row0, acc))) return;
-            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+            if (ptx::vote_all(stage<T>(tile, row0, acc))) return;  // @dk-and-dv-finite-sm90
+            ptx::bar_warp_sync();                                  // the other lanes' stage() wrote parts of these rows
             #pragma unroll 1
             for (int row = row0; row < row0 + 16; ++row) repair(row);
         };
         leave(sdV, dV, [&](int row) { again.dv(visits.head_k, key0 + row, sdV, row); });
         #pragma unroll
-        for (int before = 1; before <= 2; ++before) {  // K has been read for the last two dQ
+        for (int before = 1; before <= 2; ++before) {  // K has been read for the last two dQ @last-two-dq
             const auto at = RingPosition<2>::of(i - before);
-            if (i >= before) ptx::mbarrier_wait(smem.ds_empty(at.stage), at.phase);
+            if (i >= before) ptx::mbarrier_wait(smem.ds_empty(at.stage), at.phase);  // @k-read-for-dq
         }
         leave(sdK, dK, [&](int row) { again.dk(visits.head_k, key0 + row, sdK, row); });
         if (V::kPacked &&
@@ -322,7 +327,7 @@ struct BwdGroup {
         }
         ptx::fence_proxy_async();
         ptx::bar_sync(kGroupBarrier + group, 128);
-        if (ptx::thread_index() % 128 == 0 && key0 < sequence.rows_k) {
+        if (ptx::thread_index() % 128 == 0 && key0 < sequence.rows_k) {  // @keys-that-exist
             sdK.store(p.map_dk, sequence.row_k + key0, visits.head_k, sequence.batch());
             sdV.store(p.map_dv, sequence.row_k + key0, visits.head_k, sequence.batch());
             ptx::cp_async_bulk_wait_group_read<0>();

@@ -45,9 +45,11 @@ struct FwdSm90Smem {
         for (int i = 0; i < 2 * kSlots; ++i) ptx::mbarrier_init(bar(i), 1);
         #pragma unroll 1
         for (int i = 0; i < kStages; ++i) {
+            // @k-released-by-all-warps
             ptx::mbarrier_init(k_full(i), kJoint ? 2 : 1), ptx::mbarrier_init(k_empty(i), 4 * kGroups);
             if (!kJoint) ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), 4 * kGroups);
         }
+        // @followers-fwd-sm90
         TileQueue<V::kPacked>::init(bar(2 * kSlots + 4 * kStages), 4 * kGroups + 1 + V::kPacked);
         ptx::fence_mbarrier_init();
     }
@@ -70,9 +72,10 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
             if (j == tile.end - 1) tiles.draw();  // the answer takes as long as a load
             if (!tiles.leads()) continue;
             const int row = tile.sequence.row_k + j * V::kBlockN;
-            ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);
+            ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);  // @k-empty
             smem.k(ring.stage).load(p.map_k, smem.k_full(ring.stage), row, head, batch, ptx::kEvictLast);
             if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
+            // @v-of-its-head-fwd-sm90
             smem.v(ring.stage).load(p.map_v, smem.v_full(ring.stage), row, head, batch, ptx::kEvictLast);
         }
     }
@@ -87,8 +90,8 @@ __device__ __forceinline__ void fwd_load_q(const FwdSm90Params &p, const FwdSm90
         if (!tile.exists()) break;
         #pragma unroll 1
         for (int i = 0; i < smem.kGroups; ++i, ring.next()) {
-            ptx::mbarrier_wait(smem.q_empty(ring.stage), ring.phase ^ 1);
-            ptx::bar_warp_sync();
+            ptx::mbarrier_wait(smem.q_empty(ring.stage), ring.phase ^ 1);  // @q-empty
+            ptx::bar_warp_sync();                                          // @all-lanes-waited-fwd-sm90
             if (lane() == 0)
                 smem.q(ring.stage)
                     .load(p.map_q, smem.q_full(ring.stage), tile.sequence.row_q + tile.q0 + 64 * i, tile.head,

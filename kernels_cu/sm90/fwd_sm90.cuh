@@ -65,7 +65,7 @@ struct FwdGroup {
     __device__ void pass(int blocks) {
         #pragma unroll 1
         for (int i = 0; i < blocks; ++i, ring.next()) {
-            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
+            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);  // @passed-block-full
             release_k(ring);
             wait_v(ring);
             release_v(ring);
@@ -74,14 +74,15 @@ struct FwdGroup {
     // Hands the Q tile that O leaves through back to the producer, once the copy has read it.
     __device__ void release_leaving() {
         if (leads() && leaving >= 0) {
-            ptx::cp_async_bulk_wait_group_read<0>();
-            ptx::mbarrier_arrive(smem.q_empty(leaving));
+            ptx::cp_async_bulk_wait_group_read<0>();      // @o-has-left
+            ptx::mbarrier_arrive(smem.q_empty(leaving));  // @tile-of-o-released
         }
         leaving = -1;
     }
 
     __device__ void apply_mask(const Mask<OneGroup<V>> &mask, AccTile<16, N> &S, int q0, int j) const {
         const int lane = fresh_lane();
+        // @mask-from-the-lane-fwd-sm90
         const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) { s = from_here.row_sees(row, col) ? s : -ptx::infinity(); });
     }
@@ -106,21 +107,22 @@ struct FwdGroup {
     // A parity tells a phase of q_full only from the next one. Where two groups take turns with a slot, the other has to
     // be done with it first.
     __device__ void wait_q() const {
+        // @other-group-done-with-q
         if (smem.kSlots % smem.kGroups) ptx::mbarrier_wait(smem.q_empty(q_ring.stage), q_ring.phase ^ 1);
-        ptx::mbarrier_wait(smem.q_full(q_ring.stage), q_ring.phase);
+        ptx::mbarrier_wait(smem.q_full(q_ring.stage), q_ring.phase);  // @q-full
     }
     // A tile without rows of this group.
     __device__ void skip(const QueryWork<V> &tile) {
         pass(tile.end - tile.first);
         wait_q();
         release_leaving();
-        sync();  // all warps have seen this phase of q_full before it can end
+        sync();  // all warps have seen this phase of q_full before it can end @q-full-seen-by-all
         if (leads()) ptx::mbarrier_arrive(smem.q_empty(q_ring.stage));
         q_ring.next(smem.kGroups);
     }
     // Issues S = Q K^T of a tile's first block.
     __device__ void begin(const QueryWork<V> &tile, AccTile<16, N> &S) {
-        if constexpr (V::kWindow) pass(first_of(tile) - tile.first);
+        if constexpr (V::kWindow) pass(first_of(tile) - tile.first);  // @blocks-before-window-passed-fwd
         wait_q();
         ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
         issue_nt<T, kDepth>(S, smem.q(q_ring.stage), smem.k(ring.stage));
@@ -139,7 +141,7 @@ struct FwdGroup {
                 tile = next_tile();
             }
         }
-        release_leaving();  // shared memory must outlive the store
+        release_leaving();  // shared memory must outlive the store @memory-outlives-o
     }
 
     // A tile, whose first S is there. Afterwards `tile` is the next one; true if its first S is there too.
@@ -149,8 +151,8 @@ struct FwdGroup {
         // Blocks before `whole` or from `cut` on hide keys from some of the rows.
         const auto mask = mask_of(tile);
         const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
-        const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;
-        const int cut = max(0, mask.end_key(q0)) / N;
+        const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;  // @first-whole-block
+        const int cut = max(0, mask.end_key(q0)) / N;                             // @first-cut-block
         const int slot = q_ring.stage;
         const auto sQ = smem.q(slot);
 
@@ -160,7 +162,7 @@ struct FwdGroup {
         typename Softmax::Rows rescale;
         release_k(ring);
         apply_score(S);
-        if (first < whole || first >= cut) apply_mask(mask, S, q0, first);
+        if (first < whole || first >= cut) apply_mask(mask, S, q0, first);  // @first-block-masked
         softmax.first_maximum(S);
         softmax.exponentiate(S);
         P.from(S);
@@ -174,12 +176,13 @@ struct FwdGroup {
             constexpr bool kCareful = decltype(careful)::value;
             const RingPosition<V::kStages> before = ring;
             ring.next();
-            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
-            issue_nt<T, kDepth>(S, sQ, smem.k(ring.stage));  // S = Q K^T
-            wait_v(before);
+            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);  // @k-full
+            issue_nt<T, kDepth>(S, sQ, smem.k(ring.stage));           // S = Q K^T
+            wait_v(before);                                           // @v-full
+            // @v-of-the-block-before
             issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
             started = true;
-            ptx::wgmma_wait_group<1>();
+            ptx::wgmma_wait_group<1>();  // @s-complete
             arrived(S);
             apply_score(S);
             bool grows = false, good = true;
@@ -188,19 +191,19 @@ struct FwdGroup {
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
-            ptx::wgmma_wait_group<0>();
+            ptx::wgmma_wait_group<0>();  // @pv-complete
             arrived(O);
-            release_v(before);
-            if constexpr (!kCareful) good = softmax.exponentiate_optimistically(S);
+            release_v(before);                                                       // @v-released
+            if constexpr (!kCareful) good = softmax.exponentiate_optimistically(S);  // @hope-checked
             P.from(S);
-            if (!good) {
-                multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));
+            if (!good) {                                                      // @k-kept-until-now
+                multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
                 apply_score(S);
-                softmax.step(S, O);
+                softmax.step(S, O);  // @o-follows-scores-again
                 P.from(S);
             }
             release_k(ring);
-            if (grows) softmax.multiply_rows(O, rescale);  // O follows m
+            if (grows) softmax.multiply_rows(O, rescale);  // O follows m @o-follows
         };
         int j = first + 1;
         if constexpr (V::kWindow) {
@@ -210,7 +213,7 @@ struct FwdGroup {
         #pragma unroll 1
         for (; j < min(end, cut); ++j) step(j, Bool<false>{});
         #pragma unroll 1
-        for (; j < end; ++j) step(j, Bool<true>{});
+        for (; j < end; ++j) step(j, Bool<true>{});  // @up-to-the-last-block
 
         const QueryWork<V> next = next_tile();
         q_ring.next(smem.kGroups);
@@ -237,12 +240,13 @@ struct FwdGroup {
             arrived(O);
             release_v(last);
             softmax.multiply_rows(O, inverse);
-            if (!ptx::vote_all(stage<T>(sQ, warp_row, O))) {
-                if constexpr (kBegun) {  // its registers are needed: S is formed again afterwards
+            if (!ptx::vote_all(stage<T>(sQ, warp_row, O))) {  // @o-is-finite-sm90
+                if constexpr (kBegun) {                       // its registers are needed: S is formed again afterwards
                     ptx::wgmma_wait_group<0>();
                     arrived(S);
                 }
-                ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+                ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows @o-staged-by-the-warp
+                // @repair-in-its-sequence-fwd-sm90
                 repair_output<OneGroup<V>, false, 16>(p.plain, tile.sequence.index, tile.head, q0 + warp_row, sQ,
                                                       warp_row);
                 if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row, smem.k(ring.stage));
@@ -255,12 +259,12 @@ struct FwdGroup {
                     sQ, warp_row, static_cast<T *>(p.plain.o) + tile.sequence.q_offset(p.plain.o_stride, tile.head),
                     p.plain.o_stride.row, q0 + warp_row, tile.sequence.seqlen_q);
             }
-            ptx::fence_proxy_async();
-            sync();
+            ptx::fence_proxy_async();  // @o-shown-to-tma
+            sync();                    // @o-staged-by-the-group
             if (leads() && !shared) sQ.store(p.map_o, tile.sequence.row_q + q0, tile.head, tile.sequence.batch());
             leaving = slot;
         };
-        const int rest = Mask<V>::kHides ? tile.end - end : 0;
+        const int rest = Mask<V>::kHides ? tile.end - end : 0;  // @blocks-of-other-rows-passed
         const bool begun = smem.kPipelined && has_rows(next);
         if (begun) {
             pass(rest);
@@ -275,6 +279,7 @@ struct FwdGroup {
             ptx::wgmma_wait_group<0>();
             store_o(Bool<false>{});
             pass(rest);
+            // @tile-of-o-free-for-q
             if (smem.kSlots == smem.kGroups) release_leaving();  // the next tile's Q is waiting for it
         }
         tile = next;

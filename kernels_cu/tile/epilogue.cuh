@@ -18,7 +18,7 @@ __device__ __forceinline__ bool stage_rows(const Tile &tile, int row0, const Acc
                 trace = T::trace(pair, trace);
                 ptx::st_shared_b32(tile.at(row0 + acc.row(a, 2 * h), col0 + acc.col(j, 0)), pair);
             }
-    ptx::bar_warp_sync();
+    ptx::bar_warp_sync();  // @rows-staged-by-the-warp
     return is_clean(trace);
 }
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ void write_rows(const Tile &tile, int row0, T *dst, l
     #pragma unroll
     for (int i = fresh_lane(); i < kRows * kChunks; i += 32) {
         const int row = i / kChunks, col = col0 + i % kChunks * 8;
-        if (dst_row + row < n_rows && col < kValidCols)
+        if (dst_row + row < n_rows && col < kValidCols)  // @inside-the-array
             *reinterpret_cast<ptx::U128 *>(dst + (dst_row + row) * stride + col) =
                 ptx::ld_shared_v4_b32(tile.at(row0 + row, col));
     }

@@ -54,14 +54,14 @@ struct WorkQueue {
     __device__ WorkQueue(ptx::u32 bars, ptx::u32 slots) : bars(bars), slots(slots) {}
 
     __device__ void publish(const Item &item) {
-        ptx::mbarrier_wait(empty(), at.phase ^ 1);
+        ptx::mbarrier_wait(empty(), at.phase ^ 1);  // @slot-of-queue-empty
         #pragma unroll
         for (int i = 0; i < kWords; ++i) ptx::st_shared_v4_b32(slot() + 16 * i, item.x[i]);
         ptx::mbarrier_arrive(full());
         at.next();
     }
     __device__ Item next() {
-        ptx::mbarrier_wait(full(), at.phase);
+        ptx::mbarrier_wait(full(), at.phase);  // @slot-of-queue-full
         Item item;
         #pragma unroll
         for (int i = 0; i < kWords; ++i) item.x[i] = ptx::ld_shared_v4_b32(slot() + 16 * i);

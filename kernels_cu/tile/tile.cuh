@@ -26,7 +26,7 @@ struct SmemTile {
     static constexpr int kRowBytes = 16 * (kChunks | 1), kBytes = kRows * kRowBytes;
     ptx::u32 base;
 
-    __device__ ptx::u32 at(int row, int col) const { return base + row * kRowBytes + col * 2; }
+    __device__ ptx::u32 at(int row, int col) const { return base + row * kRowBytes + col * 2; }  // @rows-lie-apart
     // The rest of the tile from row `row` on.
     __device__ SmemTile rows(int row) const { return {at(row, 0)}; }
 
@@ -44,11 +44,13 @@ struct SmemTile {
         for (int pass = 0; pass < ceil_div(kRows, kRowsPerPass); ++pass, from += kRowsPerPass * stride) {
             const int row = first + pass * kRowsPerPass;
             if (kRows % kRowsPerPass != 0 && row >= kRows) break;
+            // @columns-that-exist
             const bool valid = row0 + row < n_rows && (kValidCols == kCols || 8 * chunk < kValidCols);
             if constexpr (kUnaligned) {
+                // @rows-that-exist-unaligned
                 ptx::st_shared_v4_b32(at(row, 8 * chunk), valid ? load8<true>(from) : ptx::U128{});
             } else {
-                ptx::cp_async_16(at(row, 8 * chunk), from, valid);
+                ptx::cp_async_16(at(row, 8 * chunk), from, valid);  // @rows-that-exist
             }
         }
     }

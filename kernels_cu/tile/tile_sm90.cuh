@@ -15,7 +15,7 @@ struct SwizzledTile {
     ptx::u32 base;
 
     __device__ ptx::u32 at(int row, int col) const {
-        return base + col / 64 * kChunkBytes + row * 128 + ((col / 8 % 8 ^ row % 8) * 16) + col % 8 * 2;
+        return base + col / 64 * kChunkBytes + row * 128 + ((col / 8 % 8 ^ row % 8) * 16) + col % 8 * 2;  // @swizzled
     }
     // The tile from row `row` (a multiple of 8) on, and from column 64 c on.
     __device__ SwizzledTile from_row(int row) const { return {base + 128 * row}; }
@@ -25,7 +25,7 @@ struct SwizzledTile {
     // more_bytes: of other copies that complete the same barrier.
     __device__ void load(const ptx::TensorMap &map, ptx::u32 full, int row, int head, int batch, ptx::u64 policy,
                          int more_bytes = 0) const {
-        ptx::mbarrier_arrive_expect_tx(full, kBytes + more_bytes);
+        ptx::mbarrier_arrive_expect_tx(full, kBytes + more_bytes);  // @bytes-of-the-tile
         #pragma unroll
         for (int c = 0; c < kChunks; ++c)
             ptx::tma_load_4d(base + c * kChunkBytes, map, full, 64 * c, row, head, batch, policy);
@@ -39,13 +39,14 @@ struct SwizzledTile {
 
     // Matrix descriptors of 16 columns (K-major) or 16 rows (MN-major), the k-th such slice: wgmma's operand of depth
     // step k. Fields: address, leading and stride byte offset, each / 16; 128-byte swizzle (PTX ISA 9.7.15.5.1.2).
+    // @depth-steps-across-chunks
     __device__ ptx::u64 columns(int k) const { return descriptor(16) + ((k / 4 * kChunkBytes + k % 4 * 32) >> 4); }
-    __device__ ptx::u64 rows(int k) const { return descriptor(kChunkBytes) + (k * 16 * 128 >> 4); }
+    __device__ ptx::u64 rows(int k) const { return descriptor(kChunkBytes) + (k * 16 * 128 >> 4); }  // @leading-bytes
 
   private:
     __device__ ptx::u64 descriptor(ptx::u32 leading_bytes) const {
         return static_cast<ptx::u64>((base & 0x3ffff) >> 4) | static_cast<ptx::u64>(leading_bytes >> 4) << 16 |
-               static_cast<ptx::u64>(1024 >> 4) << 32 | 1ull << 62;
+               static_cast<ptx::u64>(1024 >> 4) << 32 | 1ull << 62;  // @stride-bytes
     }
 };
 
@@ -81,7 +82,7 @@ __device__ __forceinline__ void arrived(AccTile<16, kCols> &acc) {
 // acc (+)= A B^T, as in S = Q K^T.
 template <class T, int kDepth, bool kAdd = false, int kCols, class TileA, class TileB>
 __device__ __forceinline__ void issue_nt(AccTile<16, kCols> &acc, const TileA &a, const TileB &b) {
-    ptx::wgmma_fence();
+    ptx::wgmma_fence();  // @registers-settled-nt
     #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) wgmma<0>(T{}, registers_of(acc), a.columns(k), b.columns(k), kAdd || k != 0);
     ptx::wgmma_commit_group();
@@ -89,7 +90,7 @@ __device__ __forceinline__ void issue_nt(AccTile<16, kCols> &acc, const TileA &a
 // acc = A B, as in dQ = dS K.
 template <class T, int kDepth, int kCols, class TileA, class TileB>
 __device__ __forceinline__ void issue_nn(AccTile<16, kCols> &acc, const TileA &a, const TileB &b) {
-    ptx::wgmma_fence();
+    ptx::wgmma_fence();  // @registers-settled-nn
     #pragma unroll
     for (int k = 0; k < kDepth / 16; ++k) wgmma<1>(T{}, registers_of(acc), a.columns(k), b.rows(k), k != 0);
     ptx::wgmma_commit_group();

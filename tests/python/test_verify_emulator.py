@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from emulator.markers import Edit, change, planted, without
 from emulator.require import require_compiler
 
 from cupyflash import cli
@@ -36,11 +37,10 @@ def verify(without_gpu: None) -> Verify:
     return run_command
 
 
-def plant(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> None:
+def plant(monkeypatch: pytest.MonkeyPatch, edit: Edit) -> None:
     """From now on the kernels have another text."""
-    texts = kernel_sources()
-    assert texts[file].count(old) == 1
-    monkeypatch.setattr(attention, "kernel_sources", lambda: texts | {file: texts[file].replace(old, new)})
+    texts = kernel_sources() | planted((edit,))
+    monkeypatch.setattr(attention, "kernel_sources", lambda: texts)
 
 
 def test_the_kernels_run(verify: Verify) -> None:
@@ -56,7 +56,7 @@ def test_the_kernels_run(verify: Verify) -> None:
 
 def test_a_kernel_that_is_wrong_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     """O times 42, in both families."""
-    plant(monkeypatch, "attention/softmax.cuh", "1.f / l[r]", "42.f / l[r]")
+    plant(monkeypatch, change("o-divided-by-its-sum", "1.f / l[r]", "42.f / l[r]"))
     document = verify(*ONE_CASE, code=1)
     assert document["verdict"].startswith("FAILED: 2 failed of ")
     assert document["reproduce"] == "cupyflash verify --case gqa --dtype bf16 --framework numpy --backend auto"
@@ -66,13 +66,13 @@ def test_a_kernel_that_is_wrong_is_found(verify: Verify, monkeypatch: pytest.Mon
 
 def test_a_race_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
     """The numbers may be right; the message names the line."""
-    plant(monkeypatch, "tile/epilogue.cuh", "    ptx::bar_warp_sync();\n", "")
+    plant(monkeypatch, without("rows-staged-by-the-warp"))
     document = verify(*ONE_CASE, code=1)
     assert any("RACE" in (r["error"] or "") and "tile/epilogue.cuh" in r["error"] for r in document["emulator"])
 
 
 def test_a_kernel_that_does_not_compile_is_found(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, "attention/softmax.cuh", "1.f / l[r]", "no_such_name / l[r]")
+    plant(monkeypatch, change("o-divided-by-its-sum", "1.f / l[r]", "no_such_name / l[r]"))
     document = verify(*ONE_CASE, code=5)
     assert all("no_such_name" in r["error"] for r in document["emulator"])
 
