@@ -101,7 +101,7 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
         for (int i = 0; i < visit.count; ++i, ring.next(), visit.next()) {
             load(kRoleP, p.map_q, 8 * M);
             ptx::cp_async_bulk_load(smem.stats(ring.stage), row_stats_at<M>(p.plain, sequence, visit.head, visit.q0()),
-                                    8 * M, smem.full(kRoleP, ring.stage));
+                                    8 * M, smem.full(kRoleP, ring.stage));  // @statistics-of-the-visit-dkv
             if (i == 0) load_resident(kRoleP, p.map_k);
             load(kRoleDS, p.map_dout, 0);
             if (i == 0) load_resident(kRoleDS, p.map_v);
