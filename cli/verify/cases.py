@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from cupyflash import api
+from cupyflash import api, varlen
 from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.check.cases import Case, Inputs
 
@@ -15,7 +15,7 @@ from ..memory import Array
 
 
 class Results(NamedTuple):
-    """What the API returned, as bshd arrays of NumPy."""
+    """What the API returned, as NumPy arrays in bshd or, packed, (total, heads, head_dim)."""
 
     out: Array
     lse: Array
@@ -67,10 +67,14 @@ class CaseResult:
 def call(case: Case, inputs: Inputs, framework: Framework, options: dict[str, Any] | None = None) -> Results:
     """Forward and, if the case has one, backward, with arrays of the framework, in the case's layout."""
     options = case.options() if options is None else options
+    attention, backward = api.attention, api.attention_backward
+    if inputs.sequences is not None:
+        attention, backward = varlen.attention_varlen, varlen.attention_varlen_backward
+        options = options | {name: framework.from_numpy(x) for name, x in inputs.sequences.named().items()}
     q, k, v, dout = (framework.from_numpy(case.in_layout(x)) for x in inputs[:4])
     dlse = None if inputs.dlse is None else framework.from_numpy(inputs.dlse)
-    out, lse = api.attention(q, k, v, **options, return_lse=True)
-    grads = api.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options) if case.backward else ()
+    out, lse = attention(q, k, v, **options, return_lse=True)
+    grads = backward(dout, q, k, v, out, lse, dlse=dlse, **options) if case.backward else ()
     tensors = [case.in_layout(framework.to_numpy(x)) for x in (out, *grads)]
     return Results(tensors[0], framework.to_numpy(lse), *tensors[1:])
 

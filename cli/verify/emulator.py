@@ -26,8 +26,8 @@ from .cases import CaseResult
 ARCHS = {"sm80": "sm_80", "sm90": "sm_90"}  # for which a family's kernels are planned
 DTYPES = ("bf16", "fp16")
 MODE = emulator.MODES["race"]
-# A mask, groups, head_dim 128, NaN in memory that must not be read, and sums in a fixed order.
-SMOKE = ("causal-d64", "dense-d128", "gqa", "nan-in-hidden-key", "deterministic")
+# A mask, groups, head_dim 128, NaN in memory that must not be read, sums in a fixed order, and packed sequences.
+SMOKE = ("causal-d64", "dense-d128", "gqa", "nan-in-hidden-key", "deterministic", "packed-unequal")
 
 
 @dataclass(frozen=True)

@@ -147,11 +147,11 @@ def _packed(
 
 PACKED_CASES: tuple[Case, ...] = (
     # lengths
-    _packed("one", "smoke", (203,), causal=True),
+    _packed("one", "quick", (203,), causal=True),
     _packed("equal-d128", "quick", (67, 67, 67), None, 128),
     _packed("unequal", "smoke", (1, 197, 6, 89), causal=True),
     _packed("unequal-d128", "quick", (131, 3, 65), (5, 170, 67), 128, heads_q=4, causal=True),
-    _packed("forty-short", "smoke", (1, 17, 2, 9, 3, 16, 1, 4) * 5, causal=True),
+    _packed("forty-short", "quick", (1, 17, 2, 9, 3, 16, 1, 4) * 5, causal=True),
     _packed("zero-lengths", "quick", (0, 0, 61, 0, 97, 0, 0, 0), causal=True),
     _packed("zero-queries-or-keys", "quick", (31, 0, 45, 0, 7), (0, 67, 71, 0, 0), 80, causal=True, dlse=True),
     _packed("all-empty", "quick", (0, 0, 0), causal=True, dlse=True),
@@ -182,9 +182,7 @@ PACKED_CASES: tuple[Case, ...] = (
     ),
 )
 
-# Packed cases run on the CPU path alone: emulator, GPU and `verify` have no kernels for them and take `CASES`.
-ALL_CASES = DENSE_CASES + PACKED_CASES
-CASES = DENSE_CASES
+CASES = DENSE_CASES + PACKED_CASES
 
 
 def case(name: str) -> Case:

@@ -11,7 +11,6 @@ import pytest
 from cupyflash.check.case_inputs import MEMORY, VALUES
 from cupyflash.check.case_packed import PACKED_VALUES
 from cupyflash.check.cases import (
-    ALL_CASES,
     CASES,
     DENSE_CASES,
     LEVELS,
@@ -23,11 +22,11 @@ from cupyflash.check.cases import (
 )
 from cupyflash.problem import DTYPES
 
-by_name = pytest.mark.parametrize("c", ALL_CASES, ids=lambda c: c.name)
+by_name = pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
 
 
 def test_names_are_unique_and_kebab_case() -> None:
-    names = [c.name for c in ALL_CASES]
+    names = [c.name for c in CASES]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) for name in names)
     assert case("causal-d64") is next(c for c in CASES if c.name == "causal-d64")
@@ -130,7 +129,7 @@ def elements(a: np.ndarray) -> tuple[int, ...]:
     return tuple(s // a.itemsize for s in a.strides)
 
 
-@pytest.mark.parametrize("c", [c for c in ALL_CASES if "empty" not in c.tags], ids=lambda c: c.name)
+@pytest.mark.parametrize("c", [c for c in CASES if "empty" not in c.tags], ids=lambda c: c.name)
 def test_memory(c: Case) -> None:
     x = c.inputs("bf16")
     if c.packed:
