@@ -1,0 +1,161 @@
+"""Packed sequences on the CPU, in both families, beyond the table of cases: lengths that contradict each other or the
+arrays, rows that belong to no sequence, orders, and where a sequence lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import MODES, EmulatorError
+from emulator.attention import Session, inputs_of, small_device
+from emulator.cases import TABLE
+from emulator.require import require_compiler
+
+from cupyflash.check.accuracy import Oracle
+from cupyflash.check.cases import Case, Inputs
+from cupyflash.sequences import Sequences
+
+require_compiler()
+
+FAMILIES = ("sm80", "sm90")
+TOTAL_Q, TOTAL_K = 197, 261
+# cu_seqlens_q, cu_seqlens_k, seqused_k of three sequences; the totals are 197 and 261.
+WRONG: dict[str, tuple[list[int], list[int], list[int] | None]] = {
+    "decreasing": ([0, 150, 20, 197], [0, 200, 70, 261], None),
+    "decreasing-to-zero": ([0, 197, 0, 0], [0, 261, 3, 0], None),
+    "all-over-again": ([0, 197, 0, 197], [0, 261, 0, 261], None),
+    "zigzag": ([190, 5, 180, 2], [250, 1, 255, 9], None),
+    "negative": ([0, -5, 90, -(2**31)], [0, 100, -7, 261], None),
+    "first-not-zero": ([66, 100, 150, 197], [130, 140, 200, 261], None),
+    "beyond": ([0, 100, 190, 900], [0, 100, 5000, 2**31 - 1], None),
+    "all-beyond": ([500, 600, 700, 800], [2**31 - 1] * 4, None),
+    "keys-run-out": ([0, 60, 130, 197], [0, 261, 261, 300], None),
+    "used-beyond": ([0, 60, 130, 197], [0, 90, 170, 261], [91, 2**31 - 1, 5000]),
+    "used-negative": ([0, 60, 130, 197], [0, 90, 170, 261], [-1, -(2**31), 30]),
+    "used-of-wrong-ones": ([100, 60, 300, -1], [200, 90, 400, 0], [5000, -3, 77]),
+}
+# With these, a key block of the backward may wait for others that never come.
+ENDLESS = ("decreasing", "decreasing-to-zero", "all-over-again")
+ORDERS = ("packed-zero-queries-or-keys", "packed-forty-short", "packed-mqa-deterministic", "packed-gqa-softcap-d256")
+
+
+def session(family: str, mode: str = "race", seed: int = 0, **more: Any) -> Session:
+    device = small_device("sm_80" if family == "sm80" else "sm_90")
+    return Session(device, MODES[mode], seed, family=family, backward_family=family, **more)
+
+
+def everything(how: Session, case: Case, inputs: Inputs, dtype: str = "bf16") -> list[np.ndarray]:
+    """out, lse, dq, dk and dv."""
+    problem = case.problem(dtype)
+    out, lse = how.forward(inputs, problem)
+    return [out, lse, *how.backward(inputs, out, lse, problem)]
+
+
+def three(head_dim: int, **more: Any) -> Case:
+    """Any case of three sequences of the totals of `WRONG`."""
+    return Case("three", "full", TOTAL_Q, TOTAL_K, head_dim, 3, lengths_q=(60, 70, 67), lengths_k=(90, 80, 91), **more)
+
+
+def given(q: list[int], k: list[int], used: list[int] | None) -> Sequences:
+    cu_q, cu_k = np.array(q, np.int32), np.array(k, np.int32)
+    return Sequences(cu_q, cu_k, None if used is None else np.array(used, np.int32))
+
+
+def waits(family: str, case: Case) -> bool:
+    """Whether key blocks of its backward wait for each other: `DqTurn` of dq_accum.cuh."""
+    return case.deterministic if family == "sm80" else case.head_dim <= 128
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("options", [{"causal": True}, {"deterministic": True}], ids=["causal", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lengths_that_contradict(family: str, head_dim: int, options: dict[str, Any], wrong: str) -> None:
+    """Nothing outside of a buffer is touched, no input is written, and it ends: the emulator reports all else.
+
+    Sequences may overlap, and then several blocks write the same rows: that is no race to be found here.
+    """
+    case = three(head_dim, **options)
+    inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong])), case.problem("bf16")
+    how = session(family, "any")
+    out, lse = how.forward(inputs, problem)
+    if wrong not in ENDLESS or not waits(family, case):
+        how.backward(inputs, out, lse, problem)
+
+
+@pytest.mark.xfail(raises=EmulatorError, strict=True, reason="key blocks wait for others that never come")
+@pytest.mark.parametrize(("family", "wrong"), [("sm80", "decreasing"), ("sm90", "decreasing-to-zero")])
+def test_a_backward_whose_blocks_wait_for_each_other_ends(family: str, wrong: str) -> None:
+    case = three(64, deterministic=True)
+    inputs = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong]))
+    everything(session(family, "any"), case, inputs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_many_sequences_that_contradict(family: str, rng: np.random.Generator) -> None:
+    """More than the 31 that one round of the search for a tile's sequence takes."""
+    batch, total_q, total_k = 70, 150, 190
+    case = Case("many", "full", total_q, total_k, 64, batch, 1, 1, lengths_q=(0,) * batch, lengths_k=(0,) * batch)
+    inputs, problem = case.inputs("bf16"), case.problem("bf16")
+    for _ in range(4):
+        q, k = (rng.integers(-20, total + 20, batch + 1).tolist() for total in (total_q, total_k))
+        x = inputs._replace(sequences=given(q, k, rng.integers(-3, 9, batch).tolist()))
+        how = session(family, "any")
+        out, lse = how.forward(x, problem)
+        if not waits(family, case):
+            how.backward(x, out, lse, problem)
+
+
+@pytest.mark.parametrize(("mode", "order"), [("race", 1), ("race", 2), ("starve", 3), ("race lanes", 4)])
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_orders(family: str, name: str, mode: str, order: int, seed: int) -> None:
+    case = TABLE[name]
+    inputs, problem = inputs_of(case, "bf16")
+    exact = Oracle(problem, *inputs)
+    out, lse, *grads = everything(session(family, mode, seed + order), case, inputs)
+    verdicts = exact.judge_forward(out, lse) + exact.judge_backward(*grads)
+    assert all(v.passed for v in verdicts), "\n".join(str(v) for v in verdicts if not v.passed)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_that_belong_to_no_sequence(family: str, head_dim: int) -> None:
+    """And keys that are not used: zeros and -inf, to the bit, whatever the arrays hold there."""
+    case = Case(
+        "outside", "full", 140, 160, head_dim, 2, 4, 2, lengths_q=(33, 0), lengths_k=(70, 20), used_k=(41, 20),
+        values="nan_outside", causal=True,
+    )  # fmt: skip
+    out, lse, dq, dk, dv = everything(session(family), case, case.inputs("bf16"))
+    assert not out[33:].astype(np.float32).any()
+    assert not dq[33:].astype(np.float32).any()
+    assert np.isneginf(lse[:, 33:]).all()
+    for grad in (dk, dv):
+        assert grad[:41].astype(np.float32).any(axis=(1, 2)).all()
+        assert not grad[41:].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 3.0}], ids=["plain", "causal-softcap"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sequence_has_the_same_bits_wherever_it_lies(family: str, head_dim: int, options: dict[str, Any]) -> None:
+    """Tiles start with the first row of each sequence, so that who lies beside it makes no difference."""
+    n, m = 131, 170
+    rng = np.random.default_rng(head_dim)
+    own = [rng.standard_normal((rows, 2, head_dim)).astype(np.float16) for rows in (n, m, m, n)]
+    found = []
+    for before, after in (((0, 0), (0, 0)), ((7, 35), (66, 3)), ((64, 128), (1, 70))):
+        lengths = tuple(zip(before, (n, m), after, strict=True))
+        case = Case("place", "full", *map(sum, lengths), head_dim, 3, lengths_q=lengths[0], lengths_k=lengths[1],
+                    deterministic=True, **options)  # fmt: skip
+        inputs = case.inputs("fp16", seed=before[0])
+        at = [slice(first, first + rows) for first, rows in zip(before, (n, m), strict=True)]
+        for x, mine, rows in zip(inputs[:4], own, (at[0], at[1], at[1], at[0]), strict=True):
+            x[rows] = mine
+        out, lse, dq, dk, dv = everything(session(family, "any", before[0]), case, inputs, "fp16")
+        found.append([out[at[0]], lse[:, at[0]], dq[at[0]], dk[at[1]], dv[at[1]]])
+    for other in found[1:]:
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found[0], other, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
