@@ -41,9 +41,15 @@ def head_dim(text: str) -> int:
 
 
 def variants_of(
-    preset: str, device: Device, dtypes: tuple[str, ...], head_dims: tuple[int, ...], softcap: bool = False
+    preset: str,
+    device: Device,
+    dtypes: tuple[str, ...],
+    head_dims: tuple[int, ...],
+    softcap: bool = False,
+    packed: bool = False,
 ) -> list[Variant]:
-    """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one.
+    """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one;
+    `packed`: also those of packed sequences.
 
     Those of the common preset with arrays in any memory, the others with the arrays that are usual.
     """
@@ -54,6 +60,8 @@ def variants_of(
     problems = list(_problems(dtypes, head_dims or default_head_dims, windows, determinism))
     if softcap:
         problems += [replace(problem, softcap=1.0) for problem in problems]  # no cap is compiled in
+    if packed:
+        problems += [replace(problem, packed=True) for problem in problems]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic
         for memory in MEMORY if is_common else MEMORY[:1]:
@@ -85,13 +93,14 @@ def _problems(
               help="common: head_dim 64 and 128, dense and causal, arrays of any strides and alignment. all: also "
               "96 and 256, windows, deterministic, and every variant that the tests cover.")  # fmt: skip
 @click.option("--softcap", is_flag=True, help="Also the kernels of calls with a softcap, whatever it is.")
+@click.option("--packed", is_flag=True, help="Also the kernels of packed sequences, of attention_varlen.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
 @json_option
 def command(
     arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
-    out: Path | None, jobs: int | None, as_json: bool,
+    packed: bool, out: Path | None, jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
 
@@ -100,7 +109,8 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), dtype, head_dim, softcap)]
+    wanted = dtype, head_dim, softcap, packed
+    work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), *wanted)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:
         jit.target_arch(name, compiler)

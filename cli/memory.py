@@ -30,7 +30,7 @@ def flatten(x: Array) -> Flat:
         return Flat(np.zeros(0, x.dtype), 0, strides)
     offset = x.ctypes.data % ALIGNMENT // itemsize
     span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, strides, strict=True))
-    elements = np.full(offset + span, np.nan, x.dtype)
+    elements = np.full(offset + span, -1 if x.dtype.kind == "i" else np.nan, x.dtype)
     elements[offset:] = as_strided(x, (span,), (itemsize,))
     return Flat(elements, offset, strides)
 

@@ -26,6 +26,7 @@ def warmup(
     backward: bool = True,
     deterministic: bool = False,
     softcap: bool = False,
+    packed: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -38,6 +39,7 @@ def warmup(
         backward: also prepare `attention_backward`.
         deterministic: prepare the deterministic backward instead of the fast one.
         softcap: prepare calls with a softcap (any) instead of those without.
+        packed: prepare `attention_varlen` (of any lengths) instead of `attention`.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -60,6 +62,7 @@ def warmup(
         masks.append((False, (1, 1)))
     both, fixed = options.flag("backward", backward), options.flag("deterministic", deterministic)
     cap = 1.0 if options.flag("softcap", softcap) else None
+    sequences = 1 if options.flag("packed", packed) else None
     ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
@@ -68,7 +71,8 @@ def warmup(
             for size in sizes:
                 for is_causal, bounds in masks:
                     call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)
-                    problem = make_problem([(1, 1, 1, size)] * 3, [dtype] * 3, **call._asdict())
+                    shape = (1, 1, size) if sequences else (1, 1, 1, size)
+                    problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), sequences=sequences)
                     taken = variants_of_calls(problem, dev) if both else kernels_of(Spec.of(problem), dev).variants
                     variants.update(dict.fromkeys(taken))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]

@@ -29,6 +29,7 @@ from cupyflash.problem import DTYPES, LAYOUTS, Problem, Window, make_problem
 from ..output import emit, exit_codes, human, json_option, quiet
 from . import report as explain_report
 from . import work as explain_work
+from .packed import packed_options, pairs_of, settle
 from .work import Work
 
 MEMORY = ("contiguous", "unaligned", "broadcast")
@@ -58,6 +59,7 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.option("--seqlen", type=click.IntRange(0), default=4096, show_default=True, help="Of q and of k.")
 @click.option("--seqlen-q", type=click.IntRange(0), default=None, help="Where q's differs.")
 @click.option("--seqlen-k", type=click.IntRange(0), default=None, help="Where k's differs.")
+@packed_options
 @click.option("--heads", type=click.IntRange(1), default=16, show_default=True, help="Of q and of k.")
 @click.option("--heads-q", type=click.IntRange(1), default=None, help="Where q's differ.")
 @click.option("--heads-k", type=click.IntRange(1), default=None, help="Where k's differ.")
@@ -83,10 +85,14 @@ def command(**options: Any) -> None:
     for name in ("seqlen_q", "seqlen_k", "heads_q", "heads_k"):
         if options[name] is None:
             options[name] = options[name.partition("_")[0]]
+    settle(options)
     gpu = _device(options["arch"])
-    q, k = _shapes(options)
+    q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
     keep = ("causal", "window", "layout", "deterministic", "softcap")
-    problem = make_problem((q, k, k), (options["dtype"],) * 3, **{name: options[name] for name in keep})
+    sequences = options["batch"] if options["packed"] else None
+    problem = make_problem(
+        (q, k, k), (options["dtype"],) * 3, **{name: options[name] for name in keep}, sequences=sequences
+    )
     directions = (False, True) if options["backward"] or options["deterministic"] else (False,)
     passes = [explained(problem, gpu, options, backward=backward) for backward in directions]
     cubins = {} if options["no_compile"] else _compile([x.variant for p in passes for x in p.plan.launches], gpu)
@@ -94,7 +100,7 @@ def command(**options: Any) -> None:
         "command": "explain",
         "version": __version__,
         "device": asdict(gpu) | {"arch": gpu.arch},
-        "problem": asdict(problem) | {name: options[name] for name in ("layout", "memory")},
+        "problem": asdict(problem) | {name: options[name] for name in ("layout", "memory", "lengths_q", "lengths_k")},
         "passes": [_document(p, gpu, cubins) for p in passes],
     }
     if options["as_json"]:
@@ -152,9 +158,9 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
         family, reasons = choose(spec, gpu)
     plan = plan_of(kernels_of(spec, gpu), Extents.of(problem))
     if backward:
-        work = explain_work.backward_work(problem, signatures, plan)
+        work = explain_work.backward_work(problem, signatures, plan, pairs_of(problem, options))
     else:
-        work = explain_work.forward_work(problem, signatures)
+        work = explain_work.forward_work(problem, signatures, pairs_of(problem, options))
     not_taken = []
     for name, reason in reasons.items():
         is_unread = not spec.tma and FAMILIES[name].why_not(spec._replace(tma=True), gpu) is None

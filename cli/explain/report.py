@@ -34,8 +34,9 @@ def _problem(p: dict[str, Any]) -> str:
     queries, keys = f"{p['seqlen_q']} queries of {p['heads_q']} heads", f"{p['seqlen_k']} keys of {p['heads_k']} heads"
     form = "" if p["softcap"] is None else f", softcap {p['softcap']:g}"
     form += ", deterministic" if p["deterministic"] else ""
+    batch = f"{p['batch']} packed sequences" if p["packed"] else f"batch {p['batch']}"
     return (
-        f"{p['dtype']}, {p['layout']}, {p['memory']}, batch {p['batch']}, {queries}, {keys}, head_dim {p['head_dim']}, "
+        f"{p['dtype']}, {p['layout']}, {p['memory']}, {batch}, {queries}, {keys}, head_dim {p['head_dim']}, "
         f"{mask}{form}"
     )
 

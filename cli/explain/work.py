@@ -52,7 +52,7 @@ class Work(NamedTuple):
 
 
 def visible_pairs(problem: Problem) -> int:
-    """How many (query, key) pairs the mask lets through, in one head: the sum of `Problem.visible`'s lengths."""
+    """How many (query, key) pairs the mask lets through of one sequence: the sum of `Problem.visible`'s lengths."""
     left, right = problem.window
     n, m = problem.seqlen_q, problem.seqlen_k
     offset = m - n
@@ -80,21 +80,21 @@ def workspace_bytes(workspace: Workspace) -> dict[str, int]:
     return {name: 4 * math.prod(shape) for name, (shape, _) in workspace.items()}
 
 
-def forward_work(problem: Problem, signatures: Sequence[Signature]) -> list[Work]:
-    """Reads q, k and v, writes out and lse: 4 head_dim FLOPs for each visible pair and query head."""
+def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int) -> list[Work]:
+    """Reads q, k and v, writes out and lse: 4 head_dim FLOPs for each of so many visible pairs and query head."""
     item = ITEMSIZE[problem.dtype]
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    rows = math.prod(problem.rows)
     moved = sum(distinct_bytes(s, item) for s in signatures[:3]) + rows * problem.head_dim * item + 4 * rows
-    return [Work(_forward_flops(problem), moved)]
+    return [Work(_forward_flops(problem, pairs), moved)]
 
 
-def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan) -> list[Work]:
+def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan, pairs: int) -> list[Work]:
     """Of delta, main and convert, or of delta, dK and dV, dQ; `signatures`: of q, k, v, out and dout."""
     item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
     q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
-    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    rows = math.prod(problem.rows)
     dq, dkv = rows * problem.head_dim * item, 2 * item * math.prod(signatures[1].shape)
-    lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem)
+    lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem, pairs)
     read = q + k + v + dout + stats
     if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
         return [Work(0.0, out + dout + lse + stats), Work(2 * flops, read + dkv), Work(1.5 * flops, read + dq)]
@@ -107,8 +107,8 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan)
     ]
 
 
-def _forward_flops(problem: Problem) -> float:
-    return 4.0 * problem.head_dim * visible_pairs(problem) * problem.heads_q * problem.batch
+def _forward_flops(problem: Problem, pairs: int) -> float:
+    return 4.0 * problem.head_dim * pairs * problem.heads_q
 
 
 def least_times(work: Sequence[Work], device: Device) -> tuple[list[dict[str, Any]], str]:

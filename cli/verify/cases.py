@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,7 +68,8 @@ class CaseResult:
 def call(case: Case, inputs: Inputs, framework: Framework, options: dict[str, Any] | None = None) -> Results:
     """Forward and, if the case has one, backward, with arrays of the framework, in the case's layout."""
     options = case.options() if options is None else options
-    attention, backward = api.attention, api.attention_backward
+    attention: Callable[..., Any] = api.attention
+    backward: Callable[..., Any] = api.attention_backward
     if inputs.sequences is not None:
         attention, backward = varlen.attention_varlen, varlen.attention_varlen_backward
         options = options | {name: framework.from_numpy(x) for name, x in inputs.sequences.named().items()}

@@ -167,7 +167,7 @@ PACKED_CASES: tuple[Case, ...] = (
     # other options
     _packed("gqa-softcap-d256", "quick", (21, 66, 35), None, 256, heads_q=4, softcap=2.0, scale=0.4, dlse=True),
     _packed("mqa-deterministic", "quick", (101, 30, 67), heads_q=5, heads_k=1, deterministic=True, causal=True),
-    _packed("deterministic-window-d160", "full", (70, 131), None, 160, deterministic=True, window=(30, 10)),
+    _packed("deterministic-d160", "full", (70, 131), None, 160, deterministic=True, window=(30, 10)),
     _packed("softcap-window-gqa", "full", (99, 3, 70), (90, 65, 71), heads_q=6, softcap=1.5, window=(50, -3)),
     # memory
     _packed("bhsd", "quick", (70, 35, 93), heads_q=4, layout="bhsd", memory="bhsd_storage", causal=True),

@@ -28,6 +28,8 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
     yield problem("fp16", 64, window=(64, 64), scale=-1.0), False
     for head_dim in (64, 128, 256):
         yield problem("bf16", head_dim, window=(None, 0), softcap=50.0), True
+    for head_dim in (64, 128):
+        yield problem("bf16", head_dim, window=(None, 0), packed=True), True
 
 
 @functools.cache

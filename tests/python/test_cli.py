@@ -541,6 +541,20 @@ def test_compile_with_a_softcap(preset: str) -> None:
     assert all(v.softcap for v in both - plain)
 
 
+@pytest.mark.parametrize("preset", ["common", "all"])
+def test_compile_with_packed_sequences(preset: str) -> None:
+    """The same again for attention_varlen, with and without a softcap."""
+    target = device.Device.synthetic("sm_90")
+    plain = set(variants_of(preset, target, ("fp16",), (64, 200), softcap=True))
+    both = set(variants_of(preset, target, ("fp16",), (64, 200), softcap=True, packed=True))
+    assert plain < both
+    for window, softcap in (((None, None), None), ((None, 0), 30.0)):
+        problem = Problem("fp16", 9, 99, 99, 4, 2, 200, 0.125, window, softcap=softcap, packed=True)
+        for memory in MEMORY:
+            assert set(variants_of_calls(problem, target, **memory)) <= both
+    assert all(v.packed for v in both - plain)
+
+
 def test_cache_without_a_folder(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "~nobody-is-called-so/kernels")
     for command in ("path", "clear"):

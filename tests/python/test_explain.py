@@ -102,6 +102,29 @@ def test_launches_are_those_of_the_plan(arch: str, document: Document) -> None:
             assert x["registers"] is x["waves"] is x["resident_blocks"] is None
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_packed_sequences(arch: str, document: Document) -> None:
+    """Launches are those of the plan; the work is that of each sequence by itself."""
+    words = "--arch", arch, "--backward", "--causal", "--heads=6", "--heads-k=2", "--head-dim=64"
+    found = document(*words, "--lengths=700,20,0", "--lengths-k=300,20,41")
+    problem = make_problem(((720, 6, 64), *[(361, 2, 64)] * 2), ("bf16",) * 3, causal=True, sequences=3)
+    assert found["problem"]["lengths_k"] == [300, 20, 41]
+    for backward, shown in enumerate(found["passes"]):
+        plan = plan_call(problem, Device.synthetic(arch), backward=bool(backward))
+        assert [(x["symbol"], x["grid"]) for x in shown["launches"]] == [
+            (x.variant.symbol, x.grid) for x in plan.launches
+        ]
+        assert all("_packed" in x["symbol"] for x in shown["launches"])
+        pairs = 300 * 301 // 2 + 20 * 21 // 2
+        assert shown["flops"] == 4 * 64 * pairs * 6 * (2.5 if backward else 1)
+    assert document(*words, "--packed", "--batch=3", "--seqlen=720")["problem"]["lengths_q"] == [240] * 3
+
+
+@pytest.mark.parametrize("words", [("--lengths-k=3",), ("--lengths=3,4", "--lengths-k=3"), ("--lengths=3,-1",)])
+def test_lengths_that_cannot_be(words: tuple[str, ...], invoke: Invoke) -> None:
+    assert "--lengths" in invoke("--no-compile", *words, code=2).output
+
+
 def test_a_persistent_forward(document: Document) -> None:
     (found,) = document("--head-dim", "128", "--seqlen", "8192", "--causal")["passes"]
     (launch,) = found["launches"]

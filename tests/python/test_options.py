@@ -352,6 +352,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
         ({"devices": None}, {"devices": range(2)}),
         ({"window": 1, "backward": np.False_}, {"window": True, "backward": False}),
         ({"softcap": np.array(1)}, {"softcap": True}),
+        ({"packed": np.True_}, {"packed": True}),
     ],
     ids=lambda x: "-".join(x),
 )
@@ -377,6 +378,7 @@ def test_warmup_takes_one_or_several(one: Any, several: Any, prepared: list[Any]
         *(("backward", x, ArgumentError) for x in ("no", None, 2, [])),
         *(("deterministic", x, ArgumentError) for x in ("no", None, 2, [True])),
         *(("softcap", x, ArgumentError) for x in (50.0, 50, "no", None, [True])),
+        *(("packed", x, ArgumentError) for x in (3, "no", None, [True])),
         *(("devices", x, ArgumentError) for x in (-1, [-1], 2, [0, 99], "0", ["0"], "cuda:0", 0.0, True, [], (), {0: 1},
                                                   [None])),
     ],
@@ -404,6 +406,23 @@ def test_warmup_with_a_softcap(head_dim: int, deterministic: bool, prepared: lis
     assert found == calls
     prepared.clear()
     cupyflash.warmup(dtypes="bf16", head_dims=head_dim, window=True, deterministic=deterministic, devices=0)
+    assert len(prepared) == len(found)
+    assert not found & {v for _, v in prepared}
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_warmup_of_packed_sequences(head_dim: int, prepared: list[Any]) -> None:
+    """All kernels that `attention_varlen` takes, however many sequences there are, and none of `attention`."""
+    cupyflash.warmup(dtypes="bf16", head_dims=head_dim, packed=True, devices=0)
+    found, calls = {v for _, v in prepared}, set()
+    for batch in (1, 7):
+        for causal in (False, True):
+            shapes = [(1000, 4, head_dim), *[(900, 2, head_dim)] * 2]
+            problem = make_problem(shapes, ["bf16"] * 3, causal=causal, sequences=batch)
+            calls |= set(variants_of_calls(problem, Device.of(0)))
+    assert found == calls
+    prepared.clear()
+    cupyflash.warmup(dtypes="bf16", head_dims=head_dim, devices=0)
     assert len(prepared) == len(found)
     assert not found & {v for _, v in prepared}
 
