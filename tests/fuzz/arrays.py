@@ -225,16 +225,34 @@ NOT_FOR_TMA = (*UNALIGNED, "backwards", "one_batch", "one_row", "one_head")
 FOR_RESULTS = ("contiguous", "bhsd", "rows_first", "padded", "every_second")  # aligned, every element once
 
 
+def _values(rng: Rng, s: Spec) -> Tensors:
+    """Each sequence of its own; what belongs to none, or is not used, is NaN."""
+    found = tuple(np.full(s.shapes[i], np.nan if s.packed else 0.0) for i in (0, 1, 1, 0))
+    if not s.packed:
+        return found if 0 in (*s.shapes[0], *s.shapes[1]) else VALUES[s.values](rng, s)
+    for _, rows, keys, alone in s.parts():
+        empty = 0 in (alone.sq, alone.sk)
+        drawn = normal(rng, alone) if empty else VALUES[s.values](rng, alone)
+        for x, part, at in zip(found, drawn, (rows, keys, keys, rows), strict=True):
+            x[:, at] = part
+    return found
+
+
 def draw(s: Spec) -> Inputs:
     """Fresh arrays; the same spec gives the same numbers on every machine."""
     shape = f"{s.dtype} {s.shapes} {s.values}"
     rng = np.random.default_rng([zlib.crc32(shape.encode()), s.seed])
-    tensors = (np.zeros(s.shapes[0]), *(np.zeros(s.shapes[1]) for _ in range(2)), np.zeros(s.shapes[0]))
-    if 0 not in (*s.shapes[0], *s.shapes[1]):
-        tensors = VALUES[s.values](rng, s)
+    tensors = _values(rng, s)
     with np.errstate(all="ignore"):
         q, k, v, dout = (
             MEMORY[how](x.astype(s.numpy_dtype)) for how, x in zip((s.q, s.k, s.v, s.dout), tensors, strict=True)
         )
-    dlse = rng.standard_normal((s.batch, s.heads * s.group, s.sq)) if s.dlse else None
-    return Inputs(q, k, v, dout, None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32))
+    lse_shape = (s.shapes[0][0], s.heads * s.group, s.shapes[0][1])
+    dlse = rng.standard_normal(lse_shape) if s.dlse else None
+    dlse = None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32)
+    x = Inputs(q, k, v, dout, dlse, s.sequences())
+    return (
+        x
+        if not s.packed
+        else x._replace(**{n: a[0] for n, a in zip(x._fields[:5], x[:5], strict=True) if a is not None})
+    )

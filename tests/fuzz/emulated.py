@@ -43,7 +43,8 @@ class FuzzSession(Session):
     def _in_sections(self, plan: Plan, problem: Problem, *, is_forward: bool) -> Plan:
         if self.spec.section == 0:
             return plan
-        total, group = problem.batch * problem.heads_k, problem.heads_q // problem.heads_k if is_forward else 1
+        total = (1 if problem.packed else problem.batch) * problem.heads_k
+        group = problem.heads_q // problem.heads_k if is_forward else 1
         section = min(self.spec.section, total)
         return dataclasses.replace(plan, sections=(section * group, min(section + 1, total) * group))
 

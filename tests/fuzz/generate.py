@@ -75,6 +75,17 @@ def _lengths(rng: Random, heads: int, pairs: float) -> tuple[int, int]:
             return sq, sk
 
 
+def _packed(rng: Random, sq: int, sk: int) -> dict[str, Any]:
+    """Some sequences of about so many rows in all, rows of none behind them."""
+    found = []
+    for _ in range(rng.choice([1, 2, 3, 5, 9, 40])):
+        a, b = _length(rng, max(1, sq)), _length(rng, max(1, sk))
+        a, b = min(a, sq) * (rng.random() < 0.9), min(b, sk) * (rng.random() < 0.9)
+        found.append((a, b, b if rng.random() < 0.7 else rng.randint(0, b)))
+        sq, sk = sq - a, sk - b
+    return {"packed": ",".join("{}:{}:{}".format(*x) for x in found), "batch": 1, "sq": sq % 40, "sk": sk % 40}
+
+
 def _few_modes(rng: Random) -> str:
     return rng.choice(["race"] * 4 + ["late", "any", "early", "priority", "starve", "lanes", "race lanes"])
 
@@ -88,6 +99,7 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "family": "sm80" if arch == "sm_90" and rng.random() < 0.1 else "",
         "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
         "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2, "softcap": rng.random() < 0.2,
+        "packed": rng.random() < 0.3,
     }  # fmt: skip
 
 
@@ -122,6 +134,8 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
         layout=rng.choice(["bshd", "bhsd"]), dlse=rng.random() < 0.5, values=values, seed=rng.randrange(10**6),
         family=of["family"], **_window(rng, max(sq, sk), of["mask"]), **_memory(rng, of["unaligned"], where),
     )  # fmt: skip
+    if of["packed"]:
+        spec = dataclasses.replace(spec, **_packed(rng, sq, sk))
     if where == "emulator":
         spec = dataclasses.replace(
             spec, layout="bshd", arch=of["arch"], sms=rng.randint(1, 4), section=rng.choice([0, 0, 1, 2, 3]),
@@ -130,12 +144,27 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
     return spec
 
 
+def _simpler_lengths(spec: Spec) -> list[Spec]:
+    """A sequence less, or one that is shorter, or all of whose keys count."""
+    of, found = spec.lengths, []
+    for i, (a, b, used) in enumerate(of):
+        ones = [
+            [(a // 2, b, used)],
+            [(a, b // 2, min(used, b // 2))],
+            [(a, b, b)],
+            [] if len(of) > 1 else [(a, b, used)],
+        ]
+        found += [[*of[:i], *one, *of[i + 1 :]] for one in ones]
+    words = [",".join("{}:{}:{}".format(*x) for x in lengths) for lengths in found]
+    return [dataclasses.replace(spec, packed=word) for word in dict.fromkeys(words) if word != spec.packed]
+
+
 def simpler(spec: Spec) -> list[Spec]:
     """Specs that differ from `spec` in one place and are simpler there."""
-    default, found = Spec(), []
+    default, found = Spec(), _simpler_lengths(spec)
     for field in dataclasses.fields(Spec):
         name, value = field.name, getattr(spec, field.name)
-        tries = [getattr(default, name)] if name not in ("d", "dtype", "sq", "sk", "seed") else []
+        tries = [getattr(default, name)] if name not in ("d", "dtype", "sq", "sk", "seed", "packed") else []
         if name in ("sq", "sk", "heads", "group", "batch") and value > 1:
             tries += [1, value // 2, value - 1]
         if name in ("left", "right") and value is not None and value > 0:

@@ -135,41 +135,51 @@ def _product(W: Array, X: Array, seen: Array) -> Array:
     return np.stack([_sum(w[s], X[s]) for w, s in zip(W, seen, strict=True)])
 
 
-def forward(s: Spec, x: Inputs) -> tuple[Bounded, Bounded]:
-    """out (bshd) and lse."""
-    r = Rounding(s.dtype)
-    out, d_out = np.zeros(s.shapes[0]), np.zeros(s.shapes[0])
-    lse, d_lse = (np.zeros((s.batch, s.heads * s.group, s.sq)) for _ in range(2))
+def _whole(s: Spec, x: Inputs) -> Inputs:
+    """Packed arrays as those of a batch of one."""
+    arrays = {name: a[None] for name, a in zip(x._fields[:5], x[:5], strict=True) if s.packed and a is not None}
+    return x._replace(**arrays)
+
+
+def _given_back(s: Spec, *found: Bounded) -> tuple[Bounded, ...]:
+    return tuple(Bounded(x.exact[0], x.bound[0]) for x in found) if s.packed else found
+
+
+def forward(s: Spec, x: Inputs) -> tuple[Bounded, ...]:
+    """out and lse."""
+    r, x = Rounding(s.dtype), _whole(s, x)
+    batch, sq, heads, _ = s.shapes[0]
+    out = Bounded(np.zeros(s.shapes[0]), np.zeros(s.shapes[0]))
+    lse = Bounded(np.full((batch, heads, sq), -np.inf), np.zeros((batch, heads, sq)))
     with np.errstate(all="ignore"):
-        for b in range(s.batch):
-            for h in range(s.heads * s.group):
-                Q, K, V = (
-                    x.astype(np.float64) for x in (x.q[b, :, h], x.k[b, :, h // s.group], x.v[b, :, h // s.group])
-                )
-                head = Head(s, r, Q, K, V)
-                out[b, :, h], d_out[b, :, h] = head.O, head.dO
-                lse[b, h], d_lse[b, h] = head.lse, head.dlse
-    return Bounded(out, d_out), Bounded(lse, d_lse)
+        for b, rows, keys, alone in s.parts():
+            for h in range(heads):
+                of = (x.q[b, rows, h], x.k[b, keys, h // s.group], x.v[b, keys, h // s.group])
+                head = Head(alone, r, *(a.astype(np.float64) for a in of))
+                out.exact[b, rows, h], out.bound[b, rows, h] = head.O, head.dO
+                lse.exact[b, h, rows], lse.bound[b, h, rows] = head.lse, head.dlse
+    return _given_back(s, out, lse)
 
 
-def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, Bounded, Bounded]:
+def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
     """dq, dk, dv. `stored`: the out that the backward was given; delta follows from it where it is not finite."""
-    r = Rounding(s.dtype)
+    r, x = Rounding(s.dtype), _whole(s, x)
+    stored = stored[None] if s.packed else stored
     dq, dk, dv = (Bounded(np.zeros(shape), np.zeros(shape)) for shape in (s.shapes[0], s.shapes[1], s.shapes[1]))
     with np.errstate(all="ignore"):
-        for b in range(s.batch):
+        for b, rows, keys, alone in s.parts():
             for h in range(s.heads * s.group):
-                at_k = b, slice(None), h // s.group
-                arrays = (x.q[b, :, h], x.k[at_k], x.v[at_k], x.dout[b, :, h], stored[b, :, h])
+                at_q, at_k = (b, rows, h), (b, keys, h // s.group)
+                arrays = (x.q[at_q], x.k[at_k], x.v[at_k], x.dout[at_q], stored[at_q])
                 Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
-                dlse = np.zeros(s.sq) if x.dlse is None else x.dlse[b, h].astype(np.float64)
-                found = _gradients(s, r, Q, K, V, G, O, dlse)
-                for target, at, one in zip((dq, dk, dv), ((b, slice(None), h), at_k, at_k), found, strict=True):
+                dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
+                found = _gradients(alone, r, Q, K, V, G, O, dlse)
+                for target, at, one in zip((dq, dk, dv), (at_q, at_k, at_k), found, strict=True):
                     target.exact[at] += one.exact
                     target.bound[at] += one.bound
         for target in (dq, dk, dv):
             target.bound += r.u * np.abs(target.exact) + r.tiny
-    return dq, dk, dv
+    return _given_back(s, dq, dk, dv)
 
 
 def _gradients(

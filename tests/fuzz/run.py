@@ -39,17 +39,16 @@ def _calls(s: Spec, x: Inputs, to: Callable[[Any], Any], back: Callable[[Any], A
     """The public API on arrays of some library: `to` it and `back`."""
 
     def turned(a: Any) -> Any:
-        return a.swapaxes(1, 2) if s.layout == "bhsd" else a
+        return a.swapaxes(-3, -2) if s.layout == "bhsd" else a
 
-    options = s.options | {"layout": s.layout}
+    options, attention, backward = s.options | {"layout": s.layout}, cupyflash.attention, cupyflash.attention_backward
+    if x.sequences is not None:
+        options |= {name: to(a) for name, a in x.sequences.named().items()}
+        attention, backward = cupyflash.attention_varlen, cupyflash.attention_varlen_backward
     q, k, v, dout = (to(turned(a)) for a in x[:4])
     dlse = None if x.dlse is None else to(x.dlse)
-    out, lse = cupyflash.attention(q, k, v, **options, return_lse=True)
-    grads = [
-        g
-        for _ in range(1 + s.deterministic)
-        for g in cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
-    ]
+    out, lse = attention(q, k, v, **options, return_lse=True)
+    grads = [g for _ in range(1 + s.deterministic) for g in backward(dout, q, k, v, out, lse, dlse=dlse, **options)]
     return turned(back(out)), back(lse), *(turned(back(g)) for g in grads)
 
 

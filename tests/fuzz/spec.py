@@ -9,8 +9,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from cupyflash.check.cases import NUMPY_DTYPE
 from cupyflash.problem import Problem, make_problem
+from cupyflash.sequences import Sequences
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Spec:
 
     Attributes:
         d: head_dim.
+        packed: of each sequence queries:keys:used, as in ``61:97:90,0:5:5``; sq and sk then count the rows behind the
+            last one, and batch says nothing. Empty: a batch.
         heads: of k and v; each is shared by `group` heads of q.
         left, right: of the window.
         q, k, v, dout: how the inputs lie in memory, keys of `arrays.MEMORY`.
@@ -35,6 +40,7 @@ class Spec:
     batch: int = 1
     sq: int = 64
     sk: int = 64
+    packed: str = ""
     heads: int = 1
     group: int = 1
     causal: bool = False
@@ -84,8 +90,36 @@ class Spec:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of q and of k, as bshd."""
+        """Of q and of k, as bshd; packed, of a batch of one."""
+        if self.packed:
+            sq, sk = (sum(x[i] for x in self.lengths) + (self.sq, self.sk)[i] for i in (0, 1))
+            return dataclasses.replace(self, packed="", batch=1, sq=sq, sk=sk).shapes
         return (self.batch, self.sq, self.heads * self.group, self.d), (self.batch, self.sk, self.heads, self.d)
+
+    @property
+    def lengths(self) -> list[tuple[int, int, int]]:
+        """Queries, keys, used keys of each sequence."""
+        return [(int(a), int(b), int(c)) for a, b, c in (x.split(":") for x in self.packed.split(",") if x)]
+
+    def parts(self) -> list[tuple[int, slice, slice, Spec]]:
+        """Of each sequence, or each of the batch: which one of the arrays' batch, rows, used keys, it alone."""
+        if not self.packed:
+            alone = dataclasses.replace(self, batch=1)
+            return [(b, slice(0, self.sq), slice(0, self.sk), alone) for b in range(self.batch)]
+        found, row, key = [], 0, 0
+        for a, b, used in self.lengths:
+            alone = dataclasses.replace(self, packed="", batch=1, sq=a, sk=used)
+            found.append((0, slice(row, row + a), slice(key, key + used), alone))
+            row, key = row + a, key + b
+        return found
+
+    def sequences(self) -> Sequences | None:
+        """Where they lie."""
+        if not self.packed:
+            return None
+        q, k, used = (np.array(x, np.int32) for x in zip(*self.lengths, strict=True))
+        first = [np.concatenate(([0], x.cumsum())).astype(np.int32) for x in (q, k)]
+        return Sequences(*first, None if (used == k).all() else used)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -98,8 +132,9 @@ class Spec:
 
     def problem(self) -> Problem:
         """The checked problem; an error of cupyflash if there is none."""
-        q, k = self.shapes
-        return make_problem((q, k, k), (self.dtype,) * 3, **self.options)
+        q, k = (shape[1:] if self.packed else shape for shape in self.shapes)
+        sequences = len(self.lengths) if self.packed else None
+        return make_problem((q, k, k), (self.dtype,) * 3, **self.options, sequences=sequences)
 
     @property
     def factor(self) -> float:
