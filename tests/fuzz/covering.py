@@ -18,6 +18,7 @@ from cupyflash.plan.families import variants_of_calls
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
+from .covering_packed import packed
 from .spec import Spec
 
 MEMORY = ("contiguous", "bhsd", "padded", "misaligned", "one_head")
@@ -237,4 +238,5 @@ def cases() -> dict[str, Spec]:
         )
         for i, row in enumerate(capped())
     }
-    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps
+    places = {f"packed-{i}": packed(spec(row, i), i) for i, row in enumerate(capped())}
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places

@@ -57,6 +57,20 @@ def test_every_kind_of_everything_is_drawn() -> None:
     assert any((s.left or 0) < 0 for s in specs)
     assert any((s.right or 0) < 0 for s in specs)
     assert {0, 1} <= {s.sq for s in specs} & {s.sk for s in specs}
+    lengths = [x for s in specs for x in s.lengths]
+    assert {0, 1} <= {a for a, _, _ in lengths} & {b for _, b, _ in lengths}
+    assert any(0 < used < b for _, b, used in lengths)
+    assert any(s.packed and s.sq > 0 for s in specs)
+    assert 0.2 < sum(bool(s.packed) for s in specs) / len(specs) < 0.4
+
+
+def test_packed_sequences_shrink() -> None:
+    """Every way is simpler: fewer sequences, shorter ones, or all keys used; and each is a problem."""
+    spec = Spec(packed="9:8:5,0:3:3", sq=7)
+    found = {s.packed for s in generate.simpler(spec)} - {spec.packed}
+    assert found == {"4:8:5,0:3:3", "9:4:4,0:3:3", "9:8:8,0:3:3", "0:3:3", "9:8:5,0:1:1", "9:8:5"}
+    for s in generate.simpler(spec):
+        s.problem()
 
 
 def planted_in_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,28 @@
+"""Of the covering set, a few problems that show every value of every axis, with packed sequences instead of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+
+from .spec import Spec
+
+# (shares of the queries, of the keys, of the keys that count) in sixteenths, rows behind the last sequence
+SHAPES = (
+    (((16, 16, 16), (3, 5, 4), (0, 2, 1)), 0),
+    (((4, 0, 0), (16, 16, 15), (7, 16, 16), (1, 1, 0)), 5),
+    (((0, 0, 0), (16, 16, 16), (0, 0, 0), (9, 3, 3), (16, 8, 8)), 33),
+)
+
+
+def packed(spec: Spec, number: int) -> Spec:
+    """A problem of one batch with sequences as long as its lengths, shorter ones, and rows of none."""
+    shares, outside = SHAPES[number % len(SHAPES)]
+    rng, found = Random(number), []
+    for a, b, used in shares:
+        lengths = [-(-n * share // 16) for n, share in ((spec.sq, a), (spec.sk, b), (spec.sk, used))]
+        found.append((lengths[0], lengths[1], min(lengths[1:])))
+    rng.shuffle(found)
+    text = ",".join("{}:{}:{}".format(*x) for x in found)
+    softcap = 1.1 if number % 4 == 1 and spec.values != "nonfinite" else None
+    return dataclasses.replace(spec, packed=text, batch=1, sq=outside, sk=outside, softcap=softcap)
