@@ -168,6 +168,10 @@ TABLE: tuple[Operand | Number, ...] = (
         default="cu_seqlens_q",
     ),
     Operand("seqused_k", ("batch",), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="packed"),
+    Operand(
+        "lengths_contradict", ("1",), "int32", feature="packed",
+        backward=Use(WORKSPACE, optional=True, text="not 0 if lengths decrease (bwd_delta.cuh); null: nobody asks"),
+    ),
 )  # fmt: skip
 
 

@@ -25,8 +25,6 @@ WRONG: dict[str, tuple[list[int], list[int], list[int] | None]] = {
     "used-negative": ([0, 60, 130, 197], [0, 90, 170, 261], [-1, -(2**31), 30]),
     "used-of-wrong-ones": ([100, 60, 300, -1], [200, 90, 400, 0], [5000, -3, 77]),
 }
-# With these, a key block of the backward may wait for others that never come.
-ENDLESS = ("decreasing", "decreasing-to-zero", "all-over-again")
 
 
 def three(head_dim: int, **more: Any) -> Case:

@@ -149,6 +149,8 @@ class Kernels:
             workspace["dq_accum"] = ((arrays, heads_q, m_blocks, main.block_m * columns), "fp32")
             if self.spec.deterministic or first_stores:
                 workspace["dq_turn"] = ((arrays, heads_q, m_blocks), "int32")
+                if self.spec.packed:
+                    workspace["lengths_contradict"] = ((1,), "int32")
         sections = self._sections(
             self._of_one(seqlen_q, extents) * row_bytes, arrays * heads_k, self._of_one(n_blocks, extents)
         )

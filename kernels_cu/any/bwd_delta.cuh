@@ -8,6 +8,17 @@
 #include "attention/dq_accum.cuh"
 #include "attention/score.cuh"
 
+// Packed: whether lengths decrease somewhere, by one block.
+template <class V>
+__device__ __forceinline__ void look_at_lengths(const BwdParams &p) {
+    using S = Sequence<V::kPacked>;
+    if (ptx::thread_index() == 0) *p.lengths_contradict = 0;
+    ptx::bar_sync();
+    for (int b = ptx::thread_index(); b < p.problem.batch; b += 32 * V::kWarps)
+        if (S::start_q(p, b) > S::start_q(p, b + 1) || S::start_k(p, b) > S::start_k(p, b + 1))
+            ptx::atomic_add(p.lengths_contradict, 1);
+}
+
 template <class V>
 __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     using T = typename V::Element;
@@ -17,6 +28,8 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
                   kRowsPerPass = kThreads / kLanesPerRow;
     constexpr int kPasses = ceil_div(M, kRowsPerPass), kBatch = kPasses < 4 ? kPasses : 4;  // loaded together
     const Problem &problem = p.problem;
+    if constexpr (V::kPacked)
+        if (p.lengths_contradict && ptx::block_index() == 0) look_at_lengths<V>(p);
     const auto tile = tile_at<V, Queries, M, false>(p, ptx::block_index());
     const auto &sequence = tile.sequence;
     if (V::kPacked && tile.block * M >= sequence.seqlen_q) return;

@@ -56,17 +56,27 @@ __device__ __forceinline__ int *dq_turn(const BwdParams &p, const Sequence<kPack
     return p.dq_turn + s.template query_tile<V::kBlockM>(p.problem, head) + m_block;  // @turn-of-its-sequence
 }
 
+// Packed: whether lengths decrease somewhere (bwd_delta.cuh). Sequences then share rows, and who waits for a share waits for
+// one that never comes.
+template <class V>
+__device__ __forceinline__ bool lengths_contradict(const BwdParams &p) {
+    if constexpr (V::kPacked) return ptx::ld_acquire(p.lengths_contradict) != 0;
+    else return false;
+}
+
 // Deterministic mode: the key blocks of one query tile add in the order of their index, and dq_turn counts them.
 template <class V>
 struct DqTurn {
+    const BwdParams &p;
     int *turn;  // of the query tile
 
     // Blocks until `rank` key blocks have added. Blocks of lower rank have a lower index, so they are running.
     __device__ void wait(int rank) const {
         if constexpr (V::kDeterministic) {
             if (fresh_thread() == 0)
-                while (ptx::ld_acquire(turn) != rank) ptx::nanosleep();  // @turn-awaited-sm80
-            ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn @turn-seen-by-all
+                while (ptx::ld_acquire(turn) != rank && !lengths_contradict<V>(p))
+                    ptx::nanosleep();  // @turn-awaited-sm80
+            ptx::bar_sync();           // the other threads add only after thread 0 has seen its turn @turn-seen-by-all
         }
     }
     __device__ void pass(int rank) const {

@@ -92,6 +92,16 @@ struct Sequence {
         return between(p, first + last, at(edge_q, last), at(edge_q, last + 1), at(edge_k, last), at(edge_k, last + 1));
     }
 
+    // Packed: where sequence b starts, in q and in k; clamped, b is at most batch.
+    template <class Params>
+    __device__ static int start_q(const Params &p, int b) {
+        return edge_of(p.cu_seqlens_q, b, p.problem.batch, p.problem.seqlen_q);
+    }
+    template <class Params>
+    __device__ static int start_k(const Params &p, int b) {
+        return edge_of(p.cu_seqlens_k, b, p.problem.batch, p.problem.seqlen_k);
+    }
+
   private:
     // Where sequence b starts and the one before it ends; b is at most batch + 1.
     __device__ static int edge_of(const int *cu_seqlens, int b, int batch, int total) {

@@ -164,7 +164,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         dQ.zero();
         const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
         gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
-        const DqTurn<V> turn{dq_turn<V>(p, sequence, now.head, now.m_block)};
+        const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
         const int rank = tile.block - mask.first_key_block(q0);  // @rank-in-the-query-tile-sm80
         turn.wait(rank);
         Dq::for_each_group(dQ, Dq::accum(p, sequence, now.head, now.m_block),

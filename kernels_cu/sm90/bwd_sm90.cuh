@@ -123,7 +123,8 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
         const bool stores = p.plain.schedule.first_stores && rank == 0;
         if (V::kDeterministic || p.plain.schedule.first_stores) {
             // @turn-awaited-sm90
-            while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1))) ptx::nanosleep();
+            while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1)) && !lengths_contradict<V>(p.plain))
+                ptx::nanosleep();
             ptx::fence_proxy_async_global();  // @earlier-shares-shown-to-tma
         }
         ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);                    // @dq-full

@@ -20,7 +20,7 @@ from cupyflash.compile import jit
 from cupyflash.gpu.device import Device
 from cupyflash.launch import prepared
 from tests.gpu_arrays import on_gpu, to_numpy
-from tests.packed_lengths import ENDLESS, TOTAL_K, TOTAL_Q, WRONG
+from tests.packed_lengths import TOTAL_K, TOTAL_Q, WRONG
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (131, 0, 1, 257, 64)
@@ -256,8 +256,7 @@ def test_lengths_that_contradict(wrong: str, d: int, monkeypatch: pytest.MonkeyP
     before, given = [x.clone() for x in inputs], arguments(wrong)
     q, k, v, dout = inputs
     out, lse = attention_varlen(q, k, v, **given, causal=True, return_lse=True)
-    if wrong not in ENDLESS:  # whose backward may wait for ever
-        attention_varlen_backward(dout, q, k, v, out, lse, **given, causal=True)
+    attention_varlen_backward(dout, q, k, v, out, lse, **given, causal=True)
     torch.cuda.synchronize()
     assert len(made) > 4
     for buffer, inside in made:

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError
+from emulator import MODES
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import TABLE
 from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case, Inputs
-from tests.packed_lengths import ENDLESS, WRONG, given, three
+from tests.packed_lengths import WRONG, given, three
 
 require_compiler()
 
@@ -35,11 +35,6 @@ def everything(how: Session, case: Case, inputs: Inputs, dtype: str = "bf16") ->
     return [out, lse, *how.backward(inputs, out, lse, problem)]
 
 
-def waits(family: str, case: Case) -> bool:
-    """Whether key blocks of its backward wait for each other: `DqTurn` of dq_accum.cuh."""
-    return case.deterministic if family == "sm80" else case.head_dim <= 128
-
-
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("options", [{"causal": True}, {"deterministic": True}], ids=["causal", "deterministic"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -53,16 +48,7 @@ def test_lengths_that_contradict(family: str, head_dim: int, options: dict[str, 
     inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong])), case.problem("bf16")
     how = session(family, "any")
     out, lse = how.forward(inputs, problem)
-    if wrong not in ENDLESS or not waits(family, case):
-        how.backward(inputs, out, lse, problem)
-
-
-@pytest.mark.xfail(raises=EmulatorError, strict=True, reason="key blocks wait for others that never come")
-@pytest.mark.parametrize(("family", "wrong"), [("sm80", "decreasing"), ("sm90", "decreasing-to-zero")])
-def test_a_backward_whose_blocks_wait_for_each_other_ends(family: str, wrong: str) -> None:
-    case = three(64, deterministic=True)
-    inputs = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong]))
-    everything(session(family, "any"), case, inputs)
+    how.backward(inputs, out, lse, problem)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,8 +62,7 @@ def test_many_sequences_that_contradict(family: str, rng: np.random.Generator) -
         x = inputs._replace(sequences=given(q, k, rng.integers(-3, 9, batch).tolist()))
         how = session(family, "any")
         out, lse = how.forward(x, problem)
-        if not waits(family, case):
-            how.backward(x, out, lse, problem)
+        how.backward(x, out, lse, problem)
 
 
 @pytest.mark.parametrize(("mode", "order"), [("race", 1), ("race", 2), ("starve", 3), ("race lanes", 4)])

@@ -82,7 +82,8 @@ OUTSIDE = {
 CUDA_LAYERS = (("any", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
 CUDA_ORDER = {
     "any": "bwd_*",
-    "attention": "repair_* repair dq_accum visits softmax score work_sm90 packed_sm90 mask schedule sequence params_sm90 params",
+    "attention": "repair_* repair dq_accum visits softmax score work_sm90 packed_sm90 mask schedule sequence "
+    "params_sm90 params",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",
