@@ -14,12 +14,6 @@ __device__ __forceinline__ u32 dynamic_smem_1024() {
 }
 
 // ---- Warps and registers ----
-// elect.sync (9.7.13.14): true in one lane of the warp, always the same one.
-__device__ __forceinline__ bool elect_sync() {
-    u32 elected;
-    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(elected) : : "memory");
-    return elected != 0;
-}
 // setmaxnreg (9.7.19.5): registers a thread of this warpgroup may use from here on.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
@@ -29,11 +23,6 @@ template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters));
 }
-// griddepcontrol (9.7.13.13): programmatic dependent launch.
-__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-}
 
 // ---- Named barriers (9.7.13.1): hardware barrier `id`, of 1..15, for `threads` threads, whole warps ----
 __device__ __forceinline__ void bar_sync(int id, int threads) {
@@ -41,15 +30,6 @@ __device__ __forceinline__ void bar_sync(int id, int threads) {
 }
 __device__ __forceinline__ void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ bool bar_red_or(int id, int threads, bool p) {
-    u32 any;
-    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q;}"
-                 : "=r"(any)
-                 : "r"(id), "r"(threads), "r"(static_cast<u32>(p))
-                 : "memory");
-    return any != 0;
 }
 
 // ---- mbarrier (9.7.13.15): 8 bytes of shared memory ----
@@ -66,10 +46,6 @@ __device__ __forceinline__ void mbarrier_arrive(u32 bar) {
 // Arrives, and makes the phase wait for `bytes` more of asynchronous copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(bar), "r"(bytes) : "memory");
-}
-// Arrives at a barrier of another block of the cluster; `bar` comes from mapa.
-__device__ __forceinline__ void mbarrier_arrive_cluster(u32 bar) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" : : "r"(bar) : "memory");
 }
 // Waits until the phase of this parity is complete: mbarrier.try_wait, which may give up early, in a loop.
 __device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
@@ -88,49 +64,9 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 // The same for global memory, in both directions.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" : : : "memory"); }
 
-// ---- Clusters ----
-__device__ __forceinline__ u32 cluster_ctarank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// barrier.cluster (9.7.13.3), by whole warps.
-__device__ __forceinline__ void barrier_cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
-}
-__device__ __forceinline__ void barrier_cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
-}
-// The address of the same place in the shared memory of block `rank` (9.7.9.23).
-__device__ __forceinline__ u32 mapa(u32 addr, u32 rank) {
-    u32 mapped;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(addr), "r"(rank));
-    return mapped;
-}
-__device__ __forceinline__ u32 ld_shared_cluster_b32(u32 addr) {
-    u32 x;
-    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
-    return x;
-}
-__device__ __forceinline__ void st_shared_cluster_b32(u32 addr, u32 x) {
-    asm volatile("st.shared::cluster.b32 [%0], %1;" : : "r"(addr), "r"(x) : "memory");
-}
-
 // ---- stmatrix (9.7.14.5.16): 8x8 matrices of 16-bit elements; lane i addresses row i % 8 of matrix i / 8 ----
-__device__ __forceinline__ void stmatrix_x1(u32 addr, u32 r0) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" : : "r"(addr), "r"(r0) : "memory");
-}
-__device__ __forceinline__ void stmatrix_x1_trans(u32 addr, u32 r0) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" : : "r"(addr), "r"(r0) : "memory");
-}
 __device__ __forceinline__ void stmatrix_x2(u32 addr, u32 r0, u32 r1) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" : : "r"(addr), "r"(r0), "r"(r1) : "memory");
-}
-__device__ __forceinline__ void stmatrix_x2_trans(u32 addr, u32 r0, u32 r1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-                 :
-                 : "r"(addr), "r"(r0), "r"(r1)
-                 : "memory");
 }
 __device__ __forceinline__ void stmatrix_x4(u32 addr, const u32 (&r)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
@@ -166,13 +102,6 @@ __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float *dst, u32 src
                  : "l"(dst), "r"(src), "r"(bytes)
                  : "memory");
 }
-// To another block of the cluster; dst and bar, which counts the bytes there, come from mapa.
-__device__ __forceinline__ void cp_async_bulk_to_peer(u32 dst, u32 src, u32 bytes, u32 bar) {
-    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :
-                 : "r"(dst), "r"(src), "r"(bytes), "r"(bar)
-                 : "memory");
-}
 // Stores and reductions complete in groups of the issuing thread.
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" : : : "memory");
@@ -187,7 +116,7 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(kPending) : "memory");
 }
 
-// ---- TMA (9.7.9.25.5): boxes of tensors of 1 to 5 dimensions, coordinates innermost first ----
+// ---- TMA (9.7.9.25.5): boxes of tensors ----
 struct alignas(64) TensorMap { u64 opaque[16]; };  // the driver's CUtensorMap; a kernel parameter, __grid_constant__
 
 // L2 cache policies, as createpolicy encodes them.
@@ -197,56 +126,25 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap &map) {
     asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }
 
-// For one number of dimensions: tma_load_*d completes on an mbarrier; with a mask, in the blocks of the cluster that it
-// names, at the same offset and on the same barrier of each. Stores and reductions complete in bulk groups; what lies
-// outside of the tensor is read as zero and not written. An H200 is stricter: it writes the last 16 bytes of a row whole,
-// even if the tensor ends in between; and a box that does not begin at a multiple of 16 bytes of its row, or a store or
-// reduction at a negative coordinate, is an illegal instruction.
-#define CUPYFLASH_LIST(...) __VA_ARGS__
-#define CUPYFLASH_TMA(kDims, coordinates, operands, from2, from4, from5)                                            \
-    __device__ __forceinline__ void tma_load_##kDims##d(u32 dst, const TensorMap &map, u32 bar, coordinates,        \
-                                                        u64 policy = kEvictNormal) {                                \
-        asm volatile("cp.async.bulk.tensor." #kDims                                                                 \
-                     "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"                                   \
-                     ".L2::cache_hint [%0], [%1, {" from4 "}], [%2], %3;"                                           \
-                     :                                                                                              \
-                     : "r"(dst), "l"(&map), "r"(bar), "l"(policy), operands                                         \
-                     : "memory");                                                                                   \
-    }                                                                                                               \
-    __device__ __forceinline__ void tma_load_multicast_##kDims##d(u32 dst, const TensorMap &map, u32 bar, u16 mask, \
-                                                                  coordinates, u64 policy = kEvictNormal) {         \
-        asm volatile("cp.async.bulk.tensor." #kDims                                                                 \
-                     "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"                                   \
-                     ".multicast::cluster.L2::cache_hint [%0], [%1, {" from5 "}], [%2], %3, %4;"                    \
-                     :                                                                                              \
-                     : "r"(dst), "l"(&map), "r"(bar), "h"(mask), "l"(policy), operands                              \
-                     : "memory");                                                                                   \
-    }                                                                                                               \
-    __device__ __forceinline__ void tma_store_##kDims##d(const TensorMap &map, u32 src, coordinates) {              \
-        asm volatile("cp.async.bulk.tensor." #kDims "d.global.shared::cta.tile.bulk_group [%0, {" from2 "}], [%1];" \
-                     :                                                                                              \
-                     : "l"(&map), "r"(src), operands                                                                \
-                     : "memory");                                                                                   \
-    }                                                                                                               \
-    __device__ __forceinline__ void tma_reduce_add_##kDims##d(const TensorMap &map, u32 src, coordinates) {         \
-        asm volatile("cp.reduce.async.bulk.tensor." #kDims                                                          \
-                     "d.global.shared::cta.add.tile.bulk_group"                                                     \
-                     " [%0, {" from2 "}], [%1];"                                                                    \
-                     :                                                                                              \
-                     : "l"(&map), "r"(src), operands                                                                \
-                     : "memory");                                                                                   \
-    }
-CUPYFLASH_TMA(1, CUPYFLASH_LIST(int c0), CUPYFLASH_LIST("r"(c0)), "%2", "%4", "%5")
-CUPYFLASH_TMA(2, CUPYFLASH_LIST(int c0, int c1), CUPYFLASH_LIST("r"(c0), "r"(c1)), "%2, %3", "%4, %5", "%5, %6")
-CUPYFLASH_TMA(3, CUPYFLASH_LIST(int c0, int c1, int c2), CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2)), "%2, %3, %4",
-              "%4, %5, %6", "%5, %6, %7")
-CUPYFLASH_TMA(4, CUPYFLASH_LIST(int c0, int c1, int c2, int c3), CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2), "r"(c3)),
-              "%2, %3, %4, %5", "%4, %5, %6, %7", "%5, %6, %7, %8")
-CUPYFLASH_TMA(5, CUPYFLASH_LIST(int c0, int c1, int c2, int c3, int c4),
-              CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)), "%2, %3, %4, %5, %6", "%4, %5, %6, %7, %8",
-              "%5, %6, %7, %8, %9")
-#undef CUPYFLASH_TMA
-#undef CUPYFLASH_LIST
+// Coordinates are innermost first. A load completes on an mbarrier, a store in a bulk group; what lies outside of the
+// tensor is read as zero and not written. An H200 is stricter: it writes the last 16 bytes of a row whole, even if the
+// tensor ends in between; and a box that does not begin at a multiple of 16 bytes of its row, or a store at a negative
+// coordinate, is an illegal instruction.
+__device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, int c2, int c3,
+                                            u64 policy = kEvictNormal) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;"
+        :
+        : "r"(dst), "l"(&map), "r"(bar), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+__device__ __forceinline__ void tma_store_4d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 :
+                 : "l"(&map), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+}
 
 // ---- wgmma (9.7.15): d (64 x n, fp32) (+)= a (64 x 16) * b (16 x n), by the four warps of a warpgroup ----
 // Orders the warpgroup's register accesses before the next wgmma.

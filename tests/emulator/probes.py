@@ -6,6 +6,7 @@ All data are small integers, so sums are exact and outputs are compared bit for 
 from __future__ import annotations
 
 import functools
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -77,6 +78,11 @@ def headers() -> dict[str, str]:
     """All that a unit may include, by file name."""
     files = [*KERNELS_CU.glob("hw/*.cuh"), *(HERE / "kernels").glob("*.cuh")]
     return {("hw/" if f.parent.name == "hw" else "") + f.name: f.read_text() for f in sorted(files)}
+
+
+def instructions(header: str) -> set[str]:
+    """The wrappers that the text of a header in kernels_cu/hw defines, itself or by a macro that takes their name."""
+    return set(re.findall(r"^(?:__device__ .*?\b| +CUPYFLASH_\w+\()(\w+)[(,]", header, flags=re.MULTILINE))
 
 
 def _rng(name: str) -> np.random.Generator:

@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from emulator import probes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -251,6 +252,14 @@ def test_hardware_is_named_in_ptx_only(path: Path) -> None:
         if directive and directive[1].split() not in (["ifndef", guard], ["define", guard], ["endif"]):
             wrong.append(f"{name_of(path)}:{number}: #{directive[1]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_every_instruction_is_used() -> None:
+    """A wrapper that no kernel uses stands in tests/emulator/kernels/ptx_more.cuh, where only the probes use it."""
+    wrappers = probes.instructions("\n".join(code_of(file) for file in CUDA_FILES if file.parent.name == "hw"))
+    kernels = "\n".join(code_of(file) for file in CUDA_FILES if file.parent.name != "hw")
+    assert {"st_shared_b32", "tma_load_4d", "wgmma_bf16"} <= wrappers
+    assert not wrappers - set(re.findall(r"\bptx::(\w+)", kernels))
 
 
 # ---- Sizes ----

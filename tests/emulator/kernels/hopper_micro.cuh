@@ -5,7 +5,7 @@
 // q, k, v, o: [sequences, length, 64] of fp16. A block takes 64 rows of q. Shared memory: Q | K ring | V ring | barriers.
 #ifndef CUPYFLASH_HOPPER_MICRO_CUH
 #define CUPYFLASH_HOPPER_MICRO_CUH
-#include "hw/ptx_sm90.cuh"
+#include "ptx_more.cuh"
 
 using namespace ptx;
 

@@ -4,7 +4,6 @@
 #ifndef CUPYFLASH_PROBES_CUH
 #define CUPYFLASH_PROBES_CUH
 #include "ptx_more.cuh"
-#include "hw/ptx_sm90.cuh"
 
 using namespace ptx;
 

@@ -1,7 +1,7 @@
-// Instructions that the emulator has and no shipped kernel uses yet; the probes do.
+// Instructions that the emulator has and no shipped kernel uses yet; the probes and hopper_micro.cuh use most of them.
 #ifndef CUPYFLASH_PTX_MORE_CUH
 #define CUPYFLASH_PTX_MORE_CUH
-#include "hw/ptx.cuh"
+#include "hw/ptx_sm90.cuh"
 
 namespace ptx {
 
@@ -31,6 +31,138 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// ---- sm_90a: warps, launches, barriers ----
+// elect.sync (9.7.13.14): true in one lane of the warp, always the same one.
+__device__ __forceinline__ bool elect_sync() {
+    u32 elected;
+    asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(elected) : : "memory");
+    return elected != 0;
+}
+// griddepcontrol (9.7.13.13): programmatic dependent launch.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+}
+// bar.red (9.7.13.1): whether p holds in any of the threads at the named barrier.
+__device__ __forceinline__ bool bar_red_or(int id, int threads, bool p) {
+    u32 any;
+    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q;}"
+                 : "=r"(any)
+                 : "r"(id), "r"(threads), "r"(static_cast<u32>(p))
+                 : "memory");
+    return any != 0;
+}
+
+// ---- Clusters ----
+__device__ __forceinline__ u32 cluster_ctarank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// barrier.cluster (9.7.13.3), by whole warps.
+__device__ __forceinline__ void barrier_cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
+}
+__device__ __forceinline__ void barrier_cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
+// Arrives at a barrier of another block of the cluster; `bar` comes from mapa.
+__device__ __forceinline__ void mbarrier_arrive_cluster(u32 bar) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" : : "r"(bar) : "memory");
+}
+// The address of the same place in the shared memory of block `rank` (9.7.9.23).
+__device__ __forceinline__ u32 mapa(u32 addr, u32 rank) {
+    u32 mapped;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(addr), "r"(rank));
+    return mapped;
+}
+__device__ __forceinline__ u32 ld_shared_cluster_b32(u32 addr) {
+    u32 x;
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
+    return x;
+}
+__device__ __forceinline__ void st_shared_cluster_b32(u32 addr, u32 x) {
+    asm volatile("st.shared::cluster.b32 [%0], %1;" : : "r"(addr), "r"(x) : "memory");
+}
+// To another block of the cluster; dst and bar, which counts the bytes there, come from mapa.
+__device__ __forceinline__ void cp_async_bulk_to_peer(u32 dst, u32 src, u32 bytes, u32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :
+                 : "r"(dst), "r"(src), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+
+// ---- stmatrix (9.7.14.5.16) ----
+__device__ __forceinline__ void stmatrix_x1(u32 addr, u32 r0) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" : : "r"(addr), "r"(r0) : "memory");
+}
+__device__ __forceinline__ void stmatrix_x1_trans(u32 addr, u32 r0) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" : : "r"(addr), "r"(r0) : "memory");
+}
+__device__ __forceinline__ void stmatrix_x2_trans(u32 addr, u32 r0, u32 r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                 :
+                 : "r"(addr), "r"(r0), "r"(r1)
+                 : "memory");
+}
+
+// ---- TMA (9.7.9.25.5) of other numbers of dimensions than the kernels' four, and what they do not do with four ----
+#define CUPYFLASH_LIST(...) __VA_ARGS__
+#define CUPYFLASH_TMA(kDims, coordinates, operands, from2, from4)                                                   \
+    __device__ __forceinline__ void tma_load_##kDims##d(u32 dst, const TensorMap &map, u32 bar, coordinates,        \
+                                                        u64 policy = kEvictNormal) {                                \
+        asm volatile("cp.async.bulk.tensor." #kDims                                                                 \
+                     "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"                                   \
+                     ".L2::cache_hint [%0], [%1, {" from4 "}], [%2], %3;"                                           \
+                     :                                                                                              \
+                     : "r"(dst), "l"(&map), "r"(bar), "l"(policy), operands                                         \
+                     : "memory");                                                                                   \
+    }                                                                                                               \
+    __device__ __forceinline__ void tma_store_##kDims##d(const TensorMap &map, u32 src, coordinates) {              \
+        asm volatile("cp.async.bulk.tensor." #kDims "d.global.shared::cta.tile.bulk_group [%0, {" from2 "}], [%1];" \
+                     :                                                                                              \
+                     : "l"(&map), "r"(src), operands                                                                \
+                     : "memory");                                                                                   \
+    }
+CUPYFLASH_TMA(1, CUPYFLASH_LIST(int c0), CUPYFLASH_LIST("r"(c0)), "%2", "%4")
+CUPYFLASH_TMA(2, CUPYFLASH_LIST(int c0, int c1), CUPYFLASH_LIST("r"(c0), "r"(c1)), "%2, %3", "%4, %5")
+CUPYFLASH_TMA(3, CUPYFLASH_LIST(int c0, int c1, int c2), CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2)), "%2, %3, %4",
+              "%4, %5, %6")
+CUPYFLASH_TMA(5, CUPYFLASH_LIST(int c0, int c1, int c2, int c3, int c4),
+              CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)), "%2, %3, %4, %5, %6", "%4, %5, %6, %7, %8")
+#undef CUPYFLASH_TMA
+
+// A multicast completes in the blocks of the cluster that the mask names, at the same offset and on the same barrier of
+// each; a reduction in a bulk group. A negative coordinate of a reduction is an illegal instruction on an H200.
+#define CUPYFLASH_TMA(kDims, coordinates, operands, from2, from5)                                                   \
+    __device__ __forceinline__ void tma_load_multicast_##kDims##d(u32 dst, const TensorMap &map, u32 bar, u16 mask, \
+                                                                  coordinates, u64 policy = kEvictNormal) {         \
+        asm volatile("cp.async.bulk.tensor." #kDims                                                                 \
+                     "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"                                   \
+                     ".multicast::cluster.L2::cache_hint [%0], [%1, {" from5 "}], [%2], %3, %4;"                    \
+                     :                                                                                              \
+                     : "r"(dst), "l"(&map), "r"(bar), "h"(mask), "l"(policy), operands                              \
+                     : "memory");                                                                                   \
+    }                                                                                                               \
+    __device__ __forceinline__ void tma_reduce_add_##kDims##d(const TensorMap &map, u32 src, coordinates) {         \
+        asm volatile("cp.reduce.async.bulk.tensor." #kDims                                                          \
+                     "d.global.shared::cta.add.tile.bulk_group"                                                     \
+                     " [%0, {" from2 "}], [%1];"                                                                    \
+                     :                                                                                              \
+                     : "l"(&map), "r"(src), operands                                                                \
+                     : "memory");                                                                                   \
+    }
+CUPYFLASH_TMA(1, CUPYFLASH_LIST(int c0), CUPYFLASH_LIST("r"(c0)), "%2", "%5")
+CUPYFLASH_TMA(2, CUPYFLASH_LIST(int c0, int c1), CUPYFLASH_LIST("r"(c0), "r"(c1)), "%2, %3", "%5, %6")
+CUPYFLASH_TMA(3, CUPYFLASH_LIST(int c0, int c1, int c2), CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2)), "%2, %3, %4",
+              "%5, %6, %7")
+CUPYFLASH_TMA(4, CUPYFLASH_LIST(int c0, int c1, int c2, int c3), CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2), "r"(c3)),
+              "%2, %3, %4, %5", "%5, %6, %7, %8")
+CUPYFLASH_TMA(5, CUPYFLASH_LIST(int c0, int c1, int c2, int c3, int c4),
+              CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)), "%2, %3, %4, %5, %6", "%5, %6, %7, %8, %9")
+#undef CUPYFLASH_TMA
+#undef CUPYFLASH_LIST
 
 }  // namespace ptx
 

@@ -1,7 +1,7 @@
 // Twin of tests/emulator/kernels/ptx_more.cuh.
 #ifndef CUPYFLASH_PTX_MORE_CUH
 #define CUPYFLASH_PTX_MORE_CUH
-#include "ptx.h"
+#include "ptx_sm90.h"
 
 namespace ptx {
 
@@ -19,6 +19,74 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, E
     const u32 b[2] = {b0, b1};
     emu_mma(d, a, b, 8, kEmuTf32, EMU_SITE);
 }
+
+// ---- sm_90a: warps, launches, barriers ----
+inline bool elect_sync(EMU_HERE) { return emu_elect(EMU_SITE); }
+inline void griddepcontrol_wait() {}  // launches run one after the other
+inline void griddepcontrol_launch_dependents() {}
+inline bool bar_red_or(int id, int threads, bool p, EMU_HERE) {
+    return emu_bar(id, threads, kEmuBarRedOr, p, EMU_SITE);
+}
+
+// ---- Clusters ----
+inline u32 cluster_ctarank() { return static_cast<u32>(emu_self->cluster_rank); }
+inline void barrier_cluster_arrive(EMU_HERE) { emu_cluster_arrive(EMU_SITE); }
+inline void barrier_cluster_wait(EMU_HERE) { emu_cluster_wait(EMU_SITE); }
+inline void mbarrier_arrive_cluster(u32 bar, EMU_HERE) { emu_mbarrier_arrive(bar, -1, EMU_SITE); }
+inline u32 mapa(u32 addr, u32 rank, EMU_HERE) { return emu_mapa(addr, rank, EMU_SITE); }
+inline u32 ld_shared_cluster_b32(u32 addr, EMU_HERE) {
+    u32 x;
+    emu_ld_shared(addr, 4, &x, EMU_SITE);
+    return x;
+}
+inline void st_shared_cluster_b32(u32 addr, u32 x, EMU_HERE) { emu_st_shared(addr, 4, &x, EMU_SITE); }
+inline void cp_async_bulk_to_peer(u32 dst, u32 src, u32 bytes, u32 bar, EMU_HERE) {
+    emu_bulk(kEmuToPeer, src, nullptr, bytes, dst, bar, EMU_SITE);
+}
+
+// ---- stmatrix ----
+inline void stmatrix_x1(u32 addr, u32 r0, EMU_HERE) { emu_stmatrix(addr, &r0, 1, false, EMU_SITE); }
+inline void stmatrix_x1_trans(u32 addr, u32 r0, EMU_HERE) { emu_stmatrix(addr, &r0, 1, true, EMU_SITE); }
+inline void stmatrix_x2_trans(u32 addr, u32 r0, u32 r1, EMU_HERE) {
+    const u32 r[2] = {r0, r1};
+    emu_stmatrix(addr, r, 2, true, EMU_SITE);
+}
+
+// ---- TMA ----
+#define EMU_LIST(...) __VA_ARGS__
+#define EMU_TMA(kDims, coordinates, values)                                                                  \
+    inline void tma_load_##kDims##d(u32 dst, const TensorMap &map, u32 bar, coordinates, u64 = kEvictNormal, \
+                                    EMU_HERE) {                                                              \
+        const int c[] = {values};                                                                            \
+        emu_tma(kEmuLoad, dst, &map, bar, c, kDims, 0, EMU_SITE);                                            \
+    }                                                                                                        \
+    inline void tma_store_##kDims##d(const TensorMap &map, u32 src, coordinates, EMU_HERE) {                 \
+        const int c[] = {values};                                                                            \
+        emu_tma(kEmuStore, src, &map, 0, c, kDims, 0, EMU_SITE);                                             \
+    }
+EMU_TMA(1, EMU_LIST(int c0), EMU_LIST(c0))
+EMU_TMA(2, EMU_LIST(int c0, int c1), EMU_LIST(c0, c1))
+EMU_TMA(3, EMU_LIST(int c0, int c1, int c2), EMU_LIST(c0, c1, c2))
+EMU_TMA(5, EMU_LIST(int c0, int c1, int c2, int c3, int c4), EMU_LIST(c0, c1, c2, c3, c4))
+#undef EMU_TMA
+
+#define EMU_TMA(kDims, coordinates, values)                                                                  \
+    inline void tma_load_multicast_##kDims##d(u32 dst, const TensorMap &map, u32 bar, u16 mask, coordinates, \
+                                              u64 = kEvictNormal, EMU_HERE) {                                \
+        const int c[] = {values};                                                                            \
+        emu_tma(kEmuLoad, dst, &map, bar, c, kDims, mask, EMU_SITE);                                         \
+    }                                                                                                        \
+    inline void tma_reduce_add_##kDims##d(const TensorMap &map, u32 src, coordinates, EMU_HERE) {            \
+        const int c[] = {values};                                                                            \
+        emu_tma(kEmuReduce, src, &map, 0, c, kDims, 0, EMU_SITE);                                            \
+    }
+EMU_TMA(1, EMU_LIST(int c0), EMU_LIST(c0))
+EMU_TMA(2, EMU_LIST(int c0, int c1), EMU_LIST(c0, c1))
+EMU_TMA(3, EMU_LIST(int c0, int c1, int c2), EMU_LIST(c0, c1, c2))
+EMU_TMA(4, EMU_LIST(int c0, int c1, int c2, int c3), EMU_LIST(c0, c1, c2, c3))
+EMU_TMA(5, EMU_LIST(int c0, int c1, int c2, int c3, int c4), EMU_LIST(c0, c1, c2, c3, c4))
+#undef EMU_TMA
+#undef EMU_LIST
 
 }  // namespace ptx
 

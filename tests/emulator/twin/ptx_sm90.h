@@ -8,7 +8,6 @@ namespace ptx {
 inline u32 dynamic_smem_1024() { return emu_smem_base(); }
 
 // ---- Warps and registers ----
-inline bool elect_sync(EMU_HERE) { return emu_elect(EMU_SITE); }
 template <int kRegisters>
 inline void setmaxnreg_inc(EMU_HERE) {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
@@ -19,14 +18,9 @@ inline void setmaxnreg_dec(EMU_HERE) {
     static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256);
     emu_setmaxnreg(kRegisters, EMU_SITE);
 }
-inline void griddepcontrol_wait() {}  // launches run one after the other
-inline void griddepcontrol_launch_dependents() {}
 
 // ---- Named barriers ----
 inline void bar_sync(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarSync, false, EMU_SITE); }
-inline bool bar_red_or(int id, int threads, bool p, EMU_HERE) {
-    return emu_bar(id, threads, kEmuBarRedOr, p, EMU_SITE);
-}
 inline void bar_arrive(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarArrive, false, EMU_SITE); }
 
 // ---- mbarrier ----
@@ -34,33 +28,14 @@ inline void mbarrier_init(u32 bar, u32 count, EMU_HERE) { emu_mbarrier_init(bar,
 inline void fence_mbarrier_init() { emu_fence_proxy_async(); }
 inline void mbarrier_arrive(u32 bar, EMU_HERE) { emu_mbarrier_arrive(bar, -1, EMU_SITE); }
 inline void mbarrier_arrive_expect_tx(u32 bar, u32 bytes, EMU_HERE) { emu_mbarrier_arrive(bar, bytes, EMU_SITE); }
-inline void mbarrier_arrive_cluster(u32 bar, EMU_HERE) { emu_mbarrier_arrive(bar, -1, EMU_SITE); }
 inline void mbarrier_wait(u32 bar, u32 parity, EMU_HERE) { emu_mbarrier_wait(bar, parity, EMU_SITE); }
 inline void fence_proxy_async() { emu_fence_proxy_async(); }
 inline void fence_proxy_async_global() {}  // no second clock for global memory
 
-// ---- Clusters ----
-inline u32 cluster_ctarank() { return static_cast<u32>(emu_self->cluster_rank); }
-inline void barrier_cluster_arrive(EMU_HERE) { emu_cluster_arrive(EMU_SITE); }
-inline void barrier_cluster_wait(EMU_HERE) { emu_cluster_wait(EMU_SITE); }
-inline u32 mapa(u32 addr, u32 rank, EMU_HERE) { return emu_mapa(addr, rank, EMU_SITE); }
-inline u32 ld_shared_cluster_b32(u32 addr, EMU_HERE) {
-    u32 x;
-    emu_ld_shared(addr, 4, &x, EMU_SITE);
-    return x;
-}
-inline void st_shared_cluster_b32(u32 addr, u32 x, EMU_HERE) { emu_st_shared(addr, 4, &x, EMU_SITE); }
-
 // ---- stmatrix ----
-inline void stmatrix_x1(u32 addr, u32 r0, EMU_HERE) { emu_stmatrix(addr, &r0, 1, false, EMU_SITE); }
-inline void stmatrix_x1_trans(u32 addr, u32 r0, EMU_HERE) { emu_stmatrix(addr, &r0, 1, true, EMU_SITE); }
 inline void stmatrix_x2(u32 addr, u32 r0, u32 r1, EMU_HERE) {
     const u32 r[2] = {r0, r1};
     emu_stmatrix(addr, r, 2, false, EMU_SITE);
-}
-inline void stmatrix_x2_trans(u32 addr, u32 r0, u32 r1, EMU_HERE) {
-    const u32 r[2] = {r0, r1};
-    emu_stmatrix(addr, r, 2, true, EMU_SITE);
 }
 inline void stmatrix_x4(u32 addr, const u32 (&r)[4], EMU_HERE) { emu_stmatrix(addr, r, 4, false, EMU_SITE); }
 inline void stmatrix_x4_trans(u32 addr, const u32 (&r)[4], EMU_HERE) { emu_stmatrix(addr, r, 4, true, EMU_SITE); }
@@ -74,9 +49,6 @@ inline void cp_async_bulk_store(void *dst, u32 src, u32 bytes, EMU_HERE) {
 }
 inline void cp_reduce_async_bulk_add_f32(float *dst, u32 src, u32 bytes, EMU_HERE) {
     emu_bulk(kEmuReduce1d, src, dst, bytes, 0, 0, EMU_SITE);
-}
-inline void cp_async_bulk_to_peer(u32 dst, u32 src, u32 bytes, u32 bar, EMU_HERE) {
-    emu_bulk(kEmuToPeer, src, nullptr, bytes, dst, bar, EMU_SITE);
 }
 inline void cp_async_bulk_commit_group() { emu_bulk_commit(); }
 template <int kPending>
@@ -93,33 +65,15 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 constexpr u64 kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
 inline void prefetch_tensormap(const TensorMap &) {}
 
-#define EMU_LIST(...) __VA_ARGS__
-#define EMU_TMA(kDims, coordinates, values)                                                                  \
-    inline void tma_load_##kDims##d(u32 dst, const TensorMap &map, u32 bar, coordinates, u64 = kEvictNormal, \
-                                    EMU_HERE) {                                                              \
-        const int c[] = {values};                                                                            \
-        emu_tma(kEmuLoad, dst, &map, bar, c, kDims, 0, EMU_SITE);                                            \
-    }                                                                                                        \
-    inline void tma_load_multicast_##kDims##d(u32 dst, const TensorMap &map, u32 bar, u16 mask, coordinates, \
-                                              u64 = kEvictNormal, EMU_HERE) {                                \
-        const int c[] = {values};                                                                            \
-        emu_tma(kEmuLoad, dst, &map, bar, c, kDims, mask, EMU_SITE);                                         \
-    }                                                                                                        \
-    inline void tma_store_##kDims##d(const TensorMap &map, u32 src, coordinates, EMU_HERE) {                 \
-        const int c[] = {values};                                                                            \
-        emu_tma(kEmuStore, src, &map, 0, c, kDims, 0, EMU_SITE);                                             \
-    }                                                                                                        \
-    inline void tma_reduce_add_##kDims##d(const TensorMap &map, u32 src, coordinates, EMU_HERE) {            \
-        const int c[] = {values};                                                                            \
-        emu_tma(kEmuReduce, src, &map, 0, c, kDims, 0, EMU_SITE);                                            \
-    }
-EMU_TMA(1, EMU_LIST(int c0), EMU_LIST(c0))
-EMU_TMA(2, EMU_LIST(int c0, int c1), EMU_LIST(c0, c1))
-EMU_TMA(3, EMU_LIST(int c0, int c1, int c2), EMU_LIST(c0, c1, c2))
-EMU_TMA(4, EMU_LIST(int c0, int c1, int c2, int c3), EMU_LIST(c0, c1, c2, c3))
-EMU_TMA(5, EMU_LIST(int c0, int c1, int c2, int c3, int c4), EMU_LIST(c0, c1, c2, c3, c4))
-#undef EMU_TMA
-#undef EMU_LIST
+inline void tma_load_4d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, int c2, int c3, u64 = kEvictNormal,
+                        EMU_HERE) {
+    const int c[] = {c0, c1, c2, c3};
+    emu_tma(kEmuLoad, dst, &map, bar, c, 4, 0, EMU_SITE);
+}
+inline void tma_store_4d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3, EMU_HERE) {
+    const int c[] = {c0, c1, c2, c3};
+    emu_tma(kEmuStore, src, &map, 0, c, 4, 0, EMU_SITE);
+}
 
 // ---- wgmma ----
 inline void wgmma_fence(EMU_HERE) { emu_wgmma_fence(EMU_SITE); }
