@@ -29,11 +29,13 @@ struct KeptTiles {
         const auto index = TileIndex::at<false>(number, p.schedule, blocks, Rows::heads(p.problem), 1);
         const int lane = 32 - ptx::popc(ptx::vote_ballot(end > index.block));
         if (lane == 32)  // rows behind the last sequence
+            // @kept-tile-of-rows-outside
             return {index.block - ptx::shfl_index(end, 31), index.head, S::of(p, p.problem.batch)};
         const auto of = [&](int x) { return ptx::shfl_index(x, lane); };
         const S found = {index_of(lane), of(mine.seqlen_q), of(mine.seqlen_k),
                          of(mine.row_q), of(mine.row_k),    of(mine.rows_k)};
         const int left = of(end) - 1 - index.block;  // tiles of the sequence that come after this one
+        // @kept-tile-of-its-sequence
         return {kDescending ? left : ceil_div(Rows::rows(found), kRows) - 1 - left, index.head, found};
     }
 

@@ -47,16 +47,16 @@ struct Sequence {
     __device__ long long q_offset(const Strides &s, int head) const { return offset(s, head, row_q); }
     __device__ long long k_offset(const Strides &s, int head) const { return offset(s, head, row_k); }
     // As TMA counts: the index in the arrays' batch dimension (rows start at row_q and row_k).
-    __device__ int batch() const { return kPacked ? 0 : index; }
+    __device__ int batch() const { return kPacked ? 0 : index; }  // @packed-is-one-batch
     // Of query 0 in lse, [batch, heads_q, seqlen_q] or [heads_q, total_q].
     __device__ long long lse_row(const Problem &p, int head_q) const {
-        if constexpr (kPacked) return static_cast<long long>(head_q) * p.seqlen_q + row_q;
-        else return static_cast<long long>(index * p.heads_q + head_q) * p.seqlen_q;  // @lse-of-its-sequence
+        if constexpr (kPacked) return static_cast<long long>(head_q) * p.seqlen_q + row_q;  // @lse-of-its-rows
+        else return static_cast<long long>(index * p.heads_q + head_q) * p.seqlen_q;        // @lse-of-its-sequence
     }
     // The number of the query tile of kRows rows that begins with query 0, in padded arrays.
     template <int kRows>
     __device__ long long query_tile(const Problem &p, int head_q) const {
-        if constexpr (kPacked)
+        if constexpr (kPacked)  // @query-tiles-of-its-sequence
             return static_cast<long long>(head_q) * blocks<kRows>(p, p.seqlen_q) + (row_q / kRows + index);
         else return static_cast<long long>(index * p.heads_q + head_q) * ceil_div(p.seqlen_q, kRows);
     }
@@ -64,7 +64,7 @@ struct Sequence {
     // How many tiles of kRows rows one head has at most: `rows` queries or keys of a sequence, or in all if packed.
     template <int kRows>
     __device__ static int blocks(const Problem &p, int rows) {
-        return kPacked ? rows / kRows + p.batch + 1 : ceil_div(rows, kRows);
+        return kPacked ? rows / kRows + p.batch + 1 : ceil_div(rows, kRows);  // @tiles-of-rows-outside
     }
     // How many sequences have tiles of their own.
     __device__ static int count(const Problem &p) { return kPacked ? 1 : p.batch; }
@@ -77,14 +77,16 @@ struct Sequence {
         const int lane = ptx::thread_index() % 32;
         const auto starts = [&](int edge, int b) { return edge / kRows + b <= number; };
         int first = 0, count = problem.batch + 1;
-        while (count > 31) {
+        while (count > 31) {  // @last-round-has-its-edges
             const int step = ceil_div(count, 32), i = lane * step, b = first + min(i, count - 1);
             const int edge = edge_of(Rows::cu_seqlens(p), b, problem.batch, Rows::seqlen(problem));
+            // @last-part-that-starts-before
             const int last = step * (ptx::popc(ptx::vote_ballot(i < count && starts(edge, b))) - 1);
             first += last, count = min(step, count - last);
         }
         const int b = first + min(lane, count);
         const int edge_q = edge_of(p.cu_seqlens_q, b, problem.batch, problem.seqlen_q);
+        // @edges-of-the-keys
         const int edge_k = edge_of(p.cu_seqlens_k, b, problem.batch, problem.seqlen_k);
         const bool before = lane < count && starts(Rows::kAreQueries ? edge_q : edge_k, b);
         const int last = ptx::popc(ptx::vote_ballot(before)) - 1;
@@ -105,17 +107,19 @@ struct Sequence {
   private:
     // Where sequence b starts and the one before it ends; b is at most batch + 1.
     __device__ static int edge_of(const int *cu_seqlens, int b, int batch, int total) {
+        // @edges-within-the-rows
         return b == 0 ? 0 : b > batch ? total : max(0, min(cu_seqlens[b], total));
     }
     template <class Params>
     __device__ static Sequence between(const Params &p, int index, int row_q, int end_q, int row_k, int end_k) {
         const int rows_k = max(0, end_k - row_k);
-        int used = index < p.problem.batch ? rows_k : 0;
+        int used = index < p.problem.batch ? rows_k : 0;  // @no-keys-outside
+        // @keys-that-count
         if (p.seqused_k && index < p.problem.batch) used = max(0, min(used, p.seqused_k[index]));
         return {index, max(0, end_q - row_q), used, row_q, row_k, rows_k};
     }
     __device__ long long offset(const Strides &s, int head, int row) const {
-        if constexpr (kPacked) return row * s.row + head * s.head;
+        if constexpr (kPacked) return row * s.row + head * s.head;  // @rows-of-its-sequence
         else return head_offset(s, index, head);
     }
 };

@@ -51,7 +51,7 @@ __device__ __forceinline__ typename TileQueue<kPacked>::Item pack_tile(const Til
 template <bool kPacked, class Params>
 __device__ __forceinline__ Tile<kPacked> unpack_tile(const Params &p, const typename TileQueue<kPacked>::Item &item) {
     const auto x = [&](int i) { return static_cast<int>(item.x[i / 4].x[i % 4]); };
-    if constexpr (kPacked) return {x(0), x(1), {x(2), x(5), x(6), x(3), x(4), x(7)}};
+    if constexpr (kPacked) return {x(0), x(1), {x(2), x(5), x(6), x(3), x(4), x(7)}};  // @sequence-in-the-queue
     else return {x(0), x(1), Sequence<false>::of(p, x(2))};
 }
 

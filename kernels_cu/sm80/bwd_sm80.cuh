@@ -52,9 +52,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const auto tile = tile_at<V, Keys, N, false>(p, ptx::block_index());
     const auto &sequence = tile.sequence;
     const int group = problem.heads_q / problem.heads_k, k0 = tile.block * N;
-    if (V::kPacked && k0 >= sequence.rows_k) return;
-    const int key0 = warp() % (N / kRows) * kRows;  // this warp's keys
-    const int part = warp() / (N / kRows);          // and its share of them, if kSplitD > 1
+    if (V::kPacked && k0 >= sequence.rows_k) return;  // @tiles-of-unused-keys
+    const int key0 = warp() % (N / kRows) * kRows;    // this warp's keys
+    const int part = warp() / (N / kRows);            // and its share of them, if kSplitD > 1
     const int query0 = part * kQueries, col0 = part * kCols;
 
     using TileKV = SmemTile<T, N, D>;
@@ -197,6 +197,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             for (int row = row0; row < row0 + kRows; ++row) repair(again, row);
             ptx::bar_warp_sync();  // @dk-repaired-by-the-warp
         }
+        // @unused-keys-written-sm80
         write_rows<kRows, kCols, V::kHeadDim>(staging, row0,
                                               static_cast<T *>(dst) + here.sequence.k_offset(stride, here.head),
                                               stride.row, first_key + row0, here.sequence.rows_k, first_col);

@@ -252,13 +252,14 @@ struct BwdDkvGroup {
                 else again.dv(visit.head_k, visit.k0 + row, tile, row);  // @repair-of-its-head-dkv
         }
         const Sequence<V::kPacked> &sequence = visit.sequence;
-        // Behind the last key TMA would write those of the next sequence.
+        // Behind the last key TMA would write those of the next sequence. @wide-dkv-beside-its-neighbour
         const bool shared = V::kPacked && visit.k0 + N > sequence.rows_k;
         if (shared) {
             const BwdParams &plain = aside(p.plain);
             const Strides &stride = kRole == kRoleP ? plain.dv_stride : plain.dk_stride;
             T *const dst = static_cast<T *>(kRole == kRoleP ? plain.dv : plain.dk);
             ptx::bar_warp_sync();
+            // @unused-keys-written-dkv
             write_rows<16, kDepth, D>(tile, key0, dst + sequence.k_offset(stride, visit.head_k), stride.row,
                                       visit.k0 + key0, sequence.rows_k);
         }

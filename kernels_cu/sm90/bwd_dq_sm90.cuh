@@ -246,7 +246,7 @@ struct BwdDqGroup {
             for (int row = warp_row; row < warp_row + 16; ++row) again.dq(tile.head, q0 + row, sQ, row);
         }
         const Sequence<V::kPacked> &sequence = tile.sequence;
-        // Behind the last query TMA would write those of the next sequence.
+        // Behind the last query TMA would write those of the next sequence. @wide-dq-beside-its-neighbour
         const bool shared = V::kPacked && q0 + 64 > sequence.seqlen_q;
         if (shared) {
             ptx::bar_warp_sync();

@@ -317,7 +317,7 @@ struct BwdGroup {
         }
         leave(sdK, dK, [&](int row) { again.dk(visits.head_k, key0 + row, sdK, row); });
         if (V::kPacked &&
-            key0 + 64 > sequence.rows_k) {  // behind the last key TMA would write those of the next sequence
+            key0 + 64 > sequence.rows_k) {  // TMA would write the next sequence's too @dkv-beside-its-neighbour
             const auto write = [&](const auto &tile, void *dst, const Strides &stride) {
                 write_rows<16, kDepth, D>(tile, row0, static_cast<T *>(dst) + sequence.k_offset(stride, visits.head_k),
                                           stride.row, key0 + row0, sequence.rows_k);

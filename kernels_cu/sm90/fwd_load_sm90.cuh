@@ -71,7 +71,7 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
         for (int j = tile.first; j < tile.end; ++j, ring.next()) {
             if (j == tile.end - 1) tiles.draw();  // the answer takes as long as a load
             if (!tiles.leads()) continue;
-            const int row = tile.sequence.row_k + j * V::kBlockN;
+            const int row = tile.sequence.row_k + j * V::kBlockN;          // @keys-of-its-sequence
             ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);  // @k-empty
             smem.k(ring.stage).load(p.map_k, smem.k_full(ring.stage), row, head, batch, ptx::kEvictLast);
             if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);

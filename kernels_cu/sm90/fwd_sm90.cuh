@@ -251,7 +251,7 @@ struct FwdGroup {
                                                       warp_row);
                 if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row, smem.k(ring.stage));
             }
-            // Behind the last query are those of the next sequence, which TMA would write too.
+            // Behind the last query are those of the next sequence, which TMA would write too. @o-beside-its-neighbour
             const bool shared = V::kPacked && q0 + 64 > tile.sequence.seqlen_q;
             if (shared) {
                 ptx::bar_warp_sync();
