@@ -5,6 +5,8 @@ CUPYFLASH_FAMILY is set for each family in turn; sm90 is left out where the GPU 
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, attention_varlen, attention_varlen_backward
+from cupyflash import ArgumentError, UnsupportedError, attention_varlen, attention_varlen_backward
 from cupyflash.check import cases
 from cupyflash.check.accuracy import Oracle
 from cupyflash.compile import jit
@@ -86,6 +88,10 @@ def test_case(name: str, dtype: str) -> None:
     given = {name: on_gpu(x, "torch") for name, x in inputs.sequences.named().items()} | case.options()
     q, k, v, dout = (on_gpu(case.in_layout(x), "torch") for x in inputs[:4])
     dlse = None if inputs.dlse is None else on_gpu(inputs.dlse, "torch")
+    if os.environ["CUPYFLASH_FAMILY"] == "sm90" and (case.memory == "misaligned" or "empty" in case.tags):
+        with pytest.raises(UnsupportedError, match="CUPYFLASH_FAMILY=sm90"):
+            attention_varlen(q, k, v, **given)
+        return
     out, lse = attention_varlen(q, k, v, **given, return_lse=True)
     grads = attention_varlen_backward(dout, q, k, v, out, lse, dlse=dlse, **given)
     found = [case.in_layout(to_numpy(x)) for x in (out, *grads)]
@@ -175,7 +181,9 @@ def test_a_warm_call_waits_for_nothing() -> None:
     arrays, cu = tensors(sum(LENGTHS)), places(LENGTHS)
     used = torch.tensor([100, 0, 1, 200, 3], device="cuda", dtype=torch.int32)
     want = both(*arrays, cu, cu, seqused_k=used, causal=True, deterministic=True)
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         found = both(*arrays, cu, cu, seqused_k=used, causal=True, deterministic=True)
     finally:
