@@ -149,6 +149,8 @@ PACKED_CASES: tuple[Case, ...] = (
     # lengths
     _packed("one", "quick", (203,), causal=True),
     _packed("equal-d128", "quick", (67, 67, 67), None, 128),
+    _packed("two-tiles", "full", (37, 290), causal=True),  # of queries of the Hopper forward, 256 or 192 rows each
+    _packed("two-tiles-d128", "full", (21, 240, 3), None, 128, heads_q=1, heads_k=1, window=(200, 0)),
     _packed("unequal", "smoke", (1, 197, 6, 89), causal=True),
     _packed("unequal-d128", "quick", (131, 3, 65), (5, 170, 67), 128, heads_q=4, causal=True),
     _packed("forty-short", "quick", (1, 17, 2, 9, 3, 16, 1, 4) * 5, causal=True),
