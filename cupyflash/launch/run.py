@@ -109,9 +109,7 @@ def _run(
         call = launch.calls.keep(key, prepare(given, library, keys, options, aligned, stream, vet=vet))
     if "cu_seqlens_q" in arrays and os.environ.get("CUPYFLASH_DEBUG") == "1":
         vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
-    copies = [library.contiguous(arrays[names[i]]) for i in call.copied]  # which live until the launch
-    for i, x in zip(call.copied, copies, strict=True):
-        pointers[i] = library.pointer(x)
+    copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
     made = []
     for like in call.likes:
         x = library.empty_like(arrays[like])
@@ -122,7 +120,17 @@ def _run(
         made.append(x)
         pointers.append(library.pointer(x))
     call(pointers, stream)
+    del copies
     return made
+
+
+def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
+    """Contiguous copies of some of the arrays, whose addresses take the place of theirs."""
+    given = list(arrays.values())
+    copies = [library.contiguous(given[i]) for i in numbers]
+    for i, x in zip(numbers, copies, strict=True):
+        pointers[i] = library.pointer(x)
+    return copies
 
 
 def _look_at_addresses(which: Pass, library: Native, pointers: Sequence[int], arrays: Mapping[str, Any]) -> bool:
