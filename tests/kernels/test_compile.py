@@ -28,6 +28,7 @@ from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
+from tests.sass import opcodes
 
 try:
     nvrtc.pick()
@@ -62,13 +63,28 @@ def compiled(variants: Sequence[Variant], arch: str) -> list[Cubin]:
         return list(pool.map(lambda v: jit.compile_kernel(v, arch), variants))
 
 
+def spills_in_the_producer_alone(cubin: bytes, folder: Path) -> bool:
+    """Whether no consumer of a persistent Hopper kernel spills: all local loads and stores, and no product, come behind
+    the place where the producer's warps give registers away. There the warp that schedules packed tiles has 32 of them
+    a thread, and waits for most of its time.
+    """
+    found = opcodes(cubin, folder)
+    start = next((i for i, op in enumerate(found) if op.startswith("USETMAXREG.DEALLOC")), None)
+    is_spill = [op.startswith(("STL", "LDL")) for op in found]
+    return start is not None and not any(is_spill[:start]) and not any("GMMA" in op for op in found[start:])
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-def test_shipped_variants_compile_without_spills(arch: str) -> None:
+def test_shipped_variants_compile_without_spills(arch: str, tmp_path: Path) -> None:
     if arch not in nvrtc.find().archs:
         pytest.skip(f"NVRTC {nvrtc.find().version} does not know {arch}; pip install -U 'cupyflash[cu13]'")
     variants = shipped(Device.synthetic(arch))
     cubins = compiled(variants, arch)
-    spilled = {c.symbol: c.spill_bytes for c in cubins if c.spill_bytes}
+    spilled = {
+        c.symbol: c.spill_bytes
+        for v, c in zip(variants, cubins, strict=True)
+        if c.spill_bytes and not (v.persistent and spills_in_the_producer_alone(c.data, tmp_path))
+    }
     assert not spilled, f"register spills in bytes, {arch}, NVRTC {cubins[0].nvrtc}: {spilled}"
     for v, cubin in zip(variants, cubins, strict=True):
         assert 0 < cubin.registers * v.threads * v.tile.blocks_per_sm <= REGISTERS_PER_SM, v.symbol

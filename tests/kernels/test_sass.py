@@ -6,9 +6,6 @@ that means to touch them writes the file again, with ``python tests/kernels/test
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,26 +14,11 @@ from cupyflash.compile import jit, nvrtc
 from cupyflash.gpu.device import Device
 from cupyflash.plan.families import kernels_of
 from cupyflash.plan.spec import Spec
+from tests.sass import opcodes
 
 NVRTC = (12, 9)  # another compiler makes another sequence
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 HEAD_DIMS = (64, 128, 256)
-
-
-def nvdisasm() -> str:
-    """The disassembler of NVIDIA's package."""
-    files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    return str(next(f for f in files if f.name == "nvdisasm").locate())
-
-
-def opcodes(cubin: bytes, folder: Path) -> list[str]:
-    """Every instruction's opcode, without predicates and operands."""
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    done = subprocess.run([nvdisasm(), "-c", str(path)], capture_output=True, text=True, check=True)
-    found = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)", done.stdout, re.MULTILINE)
-    assert found, done.stderr
-    return found
 
 
 def main_loop(found: list[str], head_dim: int) -> list[str]:
