@@ -167,7 +167,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
         const int rank = tile.block - mask.first_key_block(q0);  // @rank-in-the-query-tile-sm80
         turn.wait(rank);
-        Dq::for_each_group(dQ, Dq::accum(p, sequence, now.head, now.m_block),
+        Dq::for_each_group(dQ, Dq::accum(aside(p), sequence, now.head, now.m_block),
                            [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });  // @dq-added
         turn.pass(rank);
     };
@@ -185,7 +185,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     dK.scale(score.scale);  // @dk-scaled-sm80
     // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
     // block is, is worked out again: the main loop has no registers left to keep it.
-    const auto here = tile_at<V, Keys, N, false>(p, ptx::opaque(ptx::block_index()));
+    const auto here = tile_at<V, Keys, N, false>(aside(p), ptx::opaque(ptx::block_index()));
     const int thread_warp = fresh_thread() / 32, row0 = thread_warp % (N / kRows) * kRows;
     const int first_col = thread_warp / (N / kRows) * kCols, first_key = here.block * N;
     const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,
