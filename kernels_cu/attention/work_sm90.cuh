@@ -61,13 +61,16 @@ struct TileSource {
     const Params &p;
     TileNumbers numbers;
     TileQueue<false> queue;
+    const int count;
+
+    __device__ TileSource(const Params &p, int *counter, const TileQueue<false> &queue)
+        : p(p), numbers(counter), queue(queue), count(count_tiles<V, Rows, kRows>(p.problem)) {}
 
     __device__ bool leads() const { return true; }
     __device__ void draw() { numbers.draw(); }
     __device__ Tile<false> next() {
         Tile<false> tile{-1, 0, {}};
-        if (numbers.number < count_tiles<V, Rows, kRows>(p.problem))
-            tile = tile_at<V, Rows, kRows, kDescending>(p, numbers.number);
+        if (numbers.number < count) tile = tile_at<V, Rows, kRows, kDescending>(p, numbers.number);
         queue.publish(pack_tile(tile));
         if (tile.block < 0) numbers.finish();
         return tile;
@@ -118,7 +121,7 @@ struct TileFollower {
 template <class V, class Rows, int kRows, bool kDescending, class Params>
 __device__ __forceinline__ auto producer_tiles(const Params &p, int *counter, const TileQueue<V::kPacked> &queue) {
     if constexpr (V::kPacked) return TileFollower<true, Params>{p, queue};
-    else return TileSource<V, Rows, kRows, kDescending, Params>{p, TileNumbers(counter), queue};
+    else return TileSource<V, Rows, kRows, kDescending, Params>(p, counter, queue);
 }
 
 // A tile of kBlockM queries, and which key blocks [first, end) its rows see. An empty range is widened to one block, in which
