@@ -222,11 +222,12 @@ def fill(
 def template_of(given: Given, kernels: Kernels, filled: Filled) -> Template | None:
     """What the params of other calls of the spec are made from; None if the driver's tensor maps are not understood."""
     boxes, rows = given.which.boxes(kernels.variants), given.which.rows
-    forms = {box: tensormap.understand(kernels.dtype, kernels.head_dim, box) for box in set(boxes.values())}
+    dtype, head_dim = kernels.spec.dtype, kernels.spec.head_dim
+    forms = {box: tensormap.understand(dtype, head_dim, box) for box in set(boxes.values())}
     maps = {}
     for name, box in boxes.items():
         form = forms[box]
         if form is None:
             return None
-        maps[rows[name].member] = form, TensorMap(kernels.dtype, (kernels.head_dim, 1, 1, 1), (16, 16, 16), box)
+        maps[rows[name].member] = form, TensorMap(dtype, (head_dim, 1, 1, 1), (16, 16, 16), box)
     return Template(filled.params, [rows[name].member for name in given.strided], maps)

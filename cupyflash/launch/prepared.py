@@ -100,7 +100,7 @@ class Prepared:
             if n > 0
         ]
         order = (*given.order, *workspace)
-        made = [*given.shapes(extents, self.kernels.head_dim), *workspace.values()]
+        made = [*given.shapes(extents, self.kernels.spec.head_dim), *workspace.values()]
         return Call(self, params, launches, order, self._writes.get(order) or self._find(order), given, made, copied)
 
     def _find(self, order: tuple[str, ...]) -> Writes:

@@ -70,14 +70,6 @@ class Kernels:
     mixed_bytes: int
     first_stores_limit: int = -1
 
-    @property
-    def dtype(self) -> str:
-        return self.spec.dtype
-
-    @property
-    def head_dim(self) -> int:
-        return self.spec.head_dim
-
     def grid(self, variant: Variant, tiles: int) -> int:
         """How many blocks compute so many tiles."""
         return min(tiles, self.device.sm_count) if variant.persistent else tiles
@@ -115,7 +107,7 @@ class Kernels:
 
     def _blocks(self, length: int, rows: int, batch: int) -> int:
         """Tiles of `rows` of one head of a sequence; packed, room for those of all sequences (sequence.cuh)."""
-        return length // rows + batch + 1 if self.spec.packed else -(-length // rows)
+        return length // rows + batch + 1 if self.spec.packed else blocks(length, rows)
 
     def _arrays(self, extents: Extents) -> int:
         """Over how many sequences tiles are counted by themselves."""
