@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import api
+from cupyflash import api, varlen
 from cupyflash.check.cases import NUMPY_DTYPE
 
 from . import peers as bench_peers
 from .cell import Cell
+from .lengths import DENSE
 from .timing import Clock, CupyClock, TorchClock, Work
 
 OURS = "cupyflash"
-PEERS = ("flash2", "cudnn", "math", "fa4", "flex")
+PEERS = ("flash2", "cudnn", "math", "fa4", "flex", DENSE)
 _BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
 
 
@@ -34,7 +35,7 @@ class Bench:
 
     def absent(self, peer: str) -> str | None:
         """Why a peer cannot be timed here, or None."""
-        return "needs torch"
+        return None if peer == DENSE else "needs torch"
 
     def counts_memory(self, name: str) -> bool:
         """Whether the clock sees what an implementation allocates."""
@@ -47,22 +48,41 @@ class Bench:
         """q, k, v and dout."""
         return [self.random(cell.dtype, shape) for shape in cell.shapes()]
 
+    def integers(self, values: list[int]) -> Any:
+        """An int32 array where the inputs are."""
+        return np.array(values, np.int32)
+
+    def ours(self, cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Our forward and backward with the options of the cell."""
+        forward, backward, lengths = api.attention, api.attention_backward, {}
+        if cell.packed:
+            forward, backward = varlen.attention_varlen, varlen.attention_varlen_backward  # type: ignore[assignment]
+            lengths = {"cu_seqlens_q": self.integers(cell.cu_seqlens)}
+        options = cell.options | lengths
+        return functools.partial(forward, **options), functools.partial(backward, **options)
+
+    def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
+        """(q, k, v) -> out."""
+        return self.ours(cell)[0]
+
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
         """The three directions of one implementation."""
+        if name == DENSE:
+            return self.works(OURS, cell.dense)
         q, k, v, dout = self.inputs(cell)
-        options = cell.options
+        attention, attention_backward = self.ours(cell)
 
         def forward() -> Any:
-            return api.attention(q, k, v, **options, return_lse=True)
+            return attention(q, k, v, return_lse=True)
 
         out, lse = forward()
 
         def backward() -> Any:
-            return api.attention_backward(dout, q, k, v, out, lse, **options)
+            return attention_backward(dout, q, k, v, out, lse)
 
         def both() -> Any:
             o, s = forward()
-            return o, s, api.attention_backward(dout, q, k, v, o, s, **options)
+            return o, s, attention_backward(dout, q, k, v, o, s)
 
         return {"fwd": forward, "bwd": backward, "both": both}
 
@@ -96,6 +116,9 @@ class CupyBench(Bench):
         start = int(self.rng.integers(0, 3 * size)) // 8 * 8  # rows stay aligned
         return self.pool[dtype][start : start + size].copy().reshape(shape)
 
+    def integers(self, values: list[int]) -> Any:
+        return self.cupy.asarray(super().integers(values))
+
     def version(self) -> str:
         return str(self.cupy.__version__)
 
@@ -118,7 +141,7 @@ class TorchBench(Bench):
         torch.manual_seed(0)
 
     def absent(self, peer: str) -> str | None:
-        if not self.on_gpu and peer != "math":
+        if not self.on_gpu and peer not in ("math", DENSE):
             return "needs a GPU"
         if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
             try:
@@ -128,16 +151,22 @@ class TorchBench(Bench):
         return "this torch has no flex_attention" if peer == "flex" and bench_peers.flex_is_missing() else None
 
     def counts_memory(self, name: str) -> bool:
-        return self.on_gpu or name == OURS  # on the CPU ours allocates through NumPy, which is traced
+        return self.on_gpu or name in (OURS, DENSE)  # on the CPU ours allocates through NumPy, which is traced
 
     def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
         kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)
         return self.torch.randn(shape, device=self.device, dtype=kind)
 
+    def integers(self, values: list[int]) -> Any:
+        return self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
+
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
-        """(q, k, v) -> out in bshd."""
         if name == OURS:
-            return functools.partial(api.attention, **cell.options)
+            return self.ours(cell)[0]
+        if cell.packed:
+            if name not in bench_peers.VARLEN:
+                raise NotImplementedError(f"{name} is not timed with packed sequences")
+            return bench_peers.VARLEN[name](cell, self.integers(cell.cu_seqlens))
         if name == "flex":
             return bench_peers.flex(cell, self.device)
         if name == "fa4":
@@ -159,6 +188,8 @@ class TorchBench(Bench):
         return peer
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
+        if name == DENSE:
+            return self.works(OURS, cell.dense)
         attention, grad = self.attention(name, cell), self.torch.autograd.grad
         q, k, v, dout = self.inputs(cell)
         plain = [x.detach() for x in (q, k, v)]  # nothing to record, and no context to enter, which costs host time
