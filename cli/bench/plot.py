@@ -51,7 +51,7 @@ def draw(document: dict[str, Any], rows: list[Row], path: Path) -> None:
             panel_row[0].set_ylabel(_quantity_name(direction, quantity))
         for panel in panels[-1]:
             panel.set_xlabel("lengths, the longest" if rows and rows[0].cell.packed else "sequence length")
-        _add_legend(figure, panels, quantity)
+        _add_legend(figure, panels, quantity, document["peer_versions"])
         title = "{device}, {dtype}, {date}, cupyflash {version}".format_map(document)
         figure.suptitle(title + _rounds(rows), fontsize=12)
         figure.savefig(path, dpi=160, facecolor="white")
@@ -67,18 +67,19 @@ def _rounds(rows: list[Row]) -> str:
 def _quantity_name(direction: str, quantity: str) -> str:
     if quantity == "tflops":
         return f"{TITLES[direction]}, TFLOP/s"
-    return TITLES["fwd" if direction == "fwd" else "both"] + ", MiB"
+    return f"peak extra memory, MiB\n({TITLES['fwd' if direction == 'fwd' else 'both']})"
 
 
-def _add_legend(figure: Any, panels: Any, quantity: str) -> None:
+def _add_legend(figure: Any, panels: Any, quantity: str, versions: dict[str, str]) -> None:
     """Who is who, ours first; and what the numbers in the panels mean, where there are any."""
     named = {name: handle for panel in panels.flat
              for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}  # fmt: skip
-    names = [name for name in LABELS.values() if name in named]
+    shown = [name for name in LABELS if LABELS[name] in named]
     note = None
     if quantity == "tflops" and any(panel.texts for panel in panels.flat):
         note = "numbers: speed of cupyflash / the fastest other, in its colour where that one is ahead"
-    figure.legend([named[n] for n in names], names, loc="outside lower center", ncols=max(1, len(names)),
+    labels = [f"{LABELS[name]} {versions.get(name, '')}".strip() for name in shown]
+    figure.legend([named[LABELS[name]] for name in shown], labels, loc="outside lower center", ncols=max(1, len(shown)),
                   frameon=False, title=note, title_fontsize=10)  # fmt: skip
 
 

@@ -14,6 +14,8 @@ from .report import Row
 from .timing import Timing
 
 _CELL = [field.name for field in dataclasses.fields(Cell) if field.name != "lengths"]
+_HEAD = ("version", "device", "framework", "dtype", "date", "peer_versions", "flop_formula", "matmul_tflops",
+         "few_rounds")  # fmt: skip
 _ROW = ("direction", "implementation", "peak_bytes", "reason", "tensor_core_percent", "clock_ghz")
 
 
@@ -31,7 +33,7 @@ def load(path: Path, directions: tuple[str, ...] | None) -> tuple[dict[str, Any]
     """
     try:
         document = json.loads(path.read_text())
-        if document["command"] != "bench":
+        if document["command"] != "bench" or not set(_HEAD) <= document.keys():
             raise ValueError
         lengths = {(x["packed"], x["seqlen"]): tuple(x["lengths"]) for x in document["packed"]}
         rows = [_row(record, lengths) for record in document["rows"]]

@@ -16,6 +16,8 @@ from .work import OURS
 def show_head(document: dict[str, Any], console: Console) -> None:
     """What is, or was, measured."""
     console.print(", ".join(f"{k} {document[k]}" for k in ("version", "device", "framework", "dtype", "date")))
+    if document["peer_versions"]:
+        console.print(", ".join(f"{name} {version}" for name, version in document["peer_versions"].items()))
     console.print(f"FLOPs: {document['flop_formula']}", soft_wrap=True)
     if document["matmul_tflops"]:
         console.print(f"matrix product: {document['matmul_tflops']:.3g} TFLOP/s")

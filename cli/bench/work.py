@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -89,6 +89,10 @@ class Bench:
     def version(self) -> str:
         """Of the framework."""
         return metadata.version(self.name)
+
+    def versions(self, peers: Sequence[str]) -> dict[str, str]:
+        """Of those that have one apart from the framework's."""
+        return {}
 
     def matmul(self) -> tuple[Work, float] | None:
         """A large matrix product in fp32 (bf16 on a GPU) and its FLOPs; None where there is none to time."""
@@ -210,6 +214,14 @@ class TorchBench(Bench):
             return out, grad(out, leaves, dout)
 
         return {"fwd": forward, "bwd": backward, "both": both}
+
+    def versions(self, peers: Sequence[str]) -> dict[str, str]:
+        found = {}
+        if "cudnn" in peers and (number := self.torch.backends.cudnn.version()):
+            found["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"  # as of cuDNN 9
+        if "fa4" in peers and not self.absent("fa4"):
+            found["fa4"] = metadata.version("flash-attn-4")
+        return found
 
     def matmul(self) -> tuple[Work, float]:
         n, dtype = (8192, self.torch.bfloat16) if self.on_gpu else (1024, self.torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.machinery
 import json
 import sys
@@ -17,9 +18,11 @@ from click.testing import CliRunner, Result
 
 import cupyflash
 from cupyflash import cli, varlen
+from cupyflash.cli.bench import host as bench_host
 from cupyflash.cli.bench import peers as bench_peers
 from cupyflash.cli.bench import plot as bench_plot
 from cupyflash.cli.bench import report as bench_report
+from cupyflash.cli.bench import timing as bench_timing
 from cupyflash.cli.bench import work as bench_work
 from cupyflash.cli.bench.cell import Cell
 from cupyflash.cli.bench.lengths import DISTRIBUTIONS, draw
@@ -98,8 +101,9 @@ def test_what_is_timed_is_attention_of_each_sequence(framework: str, options: di
         start += n
 
 
-def test_a_run_on_the_cpu(tmp_path: Path) -> None:
+def test_a_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours beside our own dense call; lengths stand in the document once."""
+    monkeypatch.setattr(bench_host, "host_us", functools.partial(bench_timing.host_us, calls=5, rounds=2))
     table = tmp_path / "rows.csv"
     options = ("--packed", "equal,uniform", "--seqlens", "32", "--causal", "--pass", "fwd", "--host")
     result = bench(*TINY, "--framework", "numpy", *options, "--against", "dense", "--csv", str(table), "--json")
@@ -270,6 +274,19 @@ def test_our_own_dense_call_is_not_among_the_best() -> None:
     assert bench_report.documents(rows)[0]["best"] == 1.5
 
 
+@pytest.mark.needs("torch")
+def test_versions_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    bench = bench_work.TorchBench(on_gpu=False)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    assert bench.versions(("cudnn", "fa4", "math")) == {"cudnn": "9.19.0"}
+    assert bench.versions(("math",)) == {}
+    monkeypatch.setattr(bench_work.metadata, "version", {"flash-attn-4": "4.0.0b36"}.__getitem__)
+    bench.on_gpu = True
+    assert bench.versions(("fa4",)) == {"fa4": "4.0.0b36"}
+
+
 # ---- Saved runs ----
 
 
@@ -310,7 +327,14 @@ def test_the_picture_of_a_saved_run(is_packed: bool, tmp_path: Path, monkeypatch
         for name, ms in (("cudnn", 2.0), ("fa4", 1.5), ("cupyflash", 1.0 if longest == 512 else 2.0)):
             rows.append(bench_report.Row(cell, "fwd", name, Timing((ms,) * 5), 1 << 20))
     head: dict[str, Any] = {"command": "bench", "version": "0.1.0", "date": "2026-11-22", "device": "NVIDIA X"}
-    head |= {"dtype": "bf16", "framework": "torch", "flop_formula": "", "matmul_tflops": None, "few_rounds": None}
+    head |= {
+        "peer_versions": {"cudnn": "9.19.0"},
+        "dtype": "bf16",
+        "framework": "torch",
+        "flop_formula": "",
+        "matmul_tflops": None,
+        "few_rounds": None,
+    }
     drawn = [{"packed": "equal", "seqlen": n, "lengths": list(draw("equal", n, 2048))} for n in (512, 1024)]
     document = head | {"rows": bench_report.documents(rows), "packed": drawn if is_packed else []}
     (tmp_path / "run.json").write_text(json.dumps(document))
@@ -331,5 +355,5 @@ def test_the_picture_of_a_saved_run(is_packed: bool, tmp_path: Path, monkeypatch
     ticks = [t.get_text() for t in panel.get_xticklabels()]
     assert ticks == (["equal\n512", "equal\n1k"] if is_packed else ["512", "1k"])
     named = [t.get_text() for t in figure.legends[0].get_texts()]
-    assert named == ["cupyflash", "cuDNN", "FlashAttention-4"]
+    assert named == ["cupyflash", "cuDNN 9.19.0", "FlashAttention-4"]
     assert len({bench_plot.COLORS[n] for n in bench_work.PEERS} | {bench_plot.COLORS["cupyflash"]}) == 7
