@@ -51,6 +51,7 @@ SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 2
 @click.option("--batch", type=click.IntRange(1), default=None, help="For every length, instead of --tokens.")
 @click.option("--window", type=click.IntRange(0), default=None, help="Keys that a query sees to its left.")
 @click.option("--softcap", type=click.FloatRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds.")
+@click.option("--alibi", is_flag=True, help="With ALiBi's slopes.")
 @click.option("--framework", type=click.Choice(["torch", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -131,7 +132,7 @@ def make_cells(options: dict[str, Any]) -> list[Cell]:
             raise click.BadParameter(f"{heads_k[d]} does not divide the {heads[d]} heads of q", param_hint="--heads-k")
     return [
         Cell(options["dtype"], d, causal, n, options["batch"] or max(1, tokens // n), heads[d], heads_k[d],
-             options["window"], options["softcap"])
+             options["window"], options["softcap"], options["alibi"])
         for d in heads
         for causal in masks
         for n in seqlens

@@ -145,10 +145,10 @@ def _new_table(names: list[str]) -> Table:
 
 
 def mask_name(cell: Cell) -> str:
-    """dense or causal, the window and the softcap."""
+    """dense or causal, the window, the softcap and ALiBi."""
     window = "" if cell.window is None else f", window {cell.window}"
     softcap = "" if cell.softcap is None else f", softcap {cell.softcap:g}"
-    return ("causal" if cell.causal else "dense") + window + softcap
+    return ("causal" if cell.causal else "dense") + window + softcap + ", ALiBi" * cell.alibi
 
 
 def _labels(cell: Cell) -> tuple[str, str, str]:

@@ -47,10 +47,19 @@ class Bench:
         """q, k, v and dout."""
         return [self.random(cell.dtype, shape) for shape in cell.shapes()]
 
+    def array(self, x: np.ndarray) -> Any:
+        """A NumPy array as one of the framework."""
+        return x
+
+    def slopes(self, cell: Cell) -> dict[str, Any]:
+        """ALiBi's, as an argument; nothing without."""
+        found = cell.slopes()
+        return {} if found is None else {"alibi_slopes": self.array(found)}
+
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
         """The three directions of one implementation."""
         q, k, v, dout = self.inputs(cell)
-        options = cell.options
+        options = cell.options | self.slopes(cell)
 
         def forward() -> Any:
             return api.attention(q, k, v, **options, return_lse=True)
@@ -96,6 +105,9 @@ class CupyBench(Bench):
         start = int(self.rng.integers(0, 3 * size)) // 8 * 8  # rows stay aligned
         return self.pool[dtype][start : start + size].copy().reshape(shape)
 
+    def array(self, x: np.ndarray) -> Any:
+        return self.cupy.asarray(x)
+
     def version(self) -> str:
         return str(self.cupy.__version__)
 
@@ -134,16 +146,23 @@ class TorchBench(Bench):
         kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)
         return self.torch.randn(shape, device=self.device, dtype=kind)
 
+    def array(self, x: np.ndarray) -> Any:
+        return self.torch.from_numpy(x).to(self.device)
+
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
         """(q, k, v) -> out in bshd."""
+        slopes = self.slopes(cell)
         if name == OURS:
-            return functools.partial(api.attention, **cell.options)
+            return functools.partial(api.attention, **cell.options, **slopes)
         if name == "flex":
-            return bench_peers.flex(cell, self.device)
+            return bench_peers.flex(cell, self.device, slopes.get("alibi_slopes"))
         if name == "fa4":
             return bench_peers.fa4(cell)
-        if cell.window is not None or cell.softcap is not None:
-            lacks = "softcap" if cell.window is None else "sliding window, but for an explicit mask"
+        if cell.window is not None or cell.softcap is not None or cell.alibi:
+            if name == "flash2" and bench_peers.has_flash_attn():
+                return bench_peers.flash2(cell, slopes.get("alibi_slopes"))
+            lacks = "ALiBi" if cell.alibi else "softcap"
+            lacks = lacks if cell.window is None else "sliding window, but for an explicit mask"
             raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
