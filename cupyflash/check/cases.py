@@ -97,6 +97,7 @@ DENSE_CASES: tuple[Case, ...] = (
     Case("alibi-inf-in-visible-key", "full", 131, 203, 128, values="inf_in_visible_key", alibi=1),
     Case("alibi-nan-in-hidden-key", "full", 131, 203, 200, values="nan_in_hidden_key", window=(90, -9), alibi=1),
     Case("alibi-nan-in-other-batch", "full", 75, 203, 64, batch=2, values="nan_in_other_batch", alibi=2),
+    Case("alibi-growing-maxima", "full", 75, 329, 128, values="growing_maxima", alibi=1),
     Case("alibi-empty", "quick", 65, 0, batch=2, alibi=2),
     Case("alibi-empty-batch", "full", 65, 65, batch=0, alibi=1),
     # heads

@@ -106,6 +106,12 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     dK.zero(), dV.zero();
     Emitted<V> emitted;
 
+    // What was emitted of a head of q. Where the block is, is worked out again here, too.
+    const auto leave_emitted = [&](int head) {
+        const auto here = tile_at<V, Keys, N, false>(aside(p), ptx::opaque(ptx::block_index()));
+        emitted.template leave<Keys, N, V::kWarps>(aside(p), here.sequence, head, here.block, fresh_thread() / 32);
+    };
+
     // One query tile.
     const auto step = [&](int i, Visit now) {
         const int q0 = now.m_block * M;
@@ -142,6 +148,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
                             emitted.add(is_seen(key, query) ? x * (y - delta) : 0.f, places(query, key));
                         y = score.dS(raw, x, y, delta);
                     }
+                if (V::kSplitD == 1 && j % 2 == 1) emitted.settle();  // else nothing spills
             }
         };
         if (!Emitted<V>::kAny || !masked) form([](int, int) { return true; });
@@ -192,12 +199,10 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     #pragma unroll 1
     for (int i = 0; i < visits; ++i, now = after(now)) {
         step(i, now);
-        if (Emitted<V>::kAny && now.m_block == first)
-            emitted.template leave<Keys, N, V::kWarps>(p, sequence, now.head, tile.block, warp());
+        if (Emitted<V>::kAny && now.m_block == first) leave_emitted(now.head);
     }
     if (Emitted<V>::kAny && visits == 0)  // @slopes-without-visits-sm80
-        for (int head = tile.head * group; head < (tile.head + 1) * group; ++head)
-            emitted.template leave<Keys, N, V::kWarps>(p, sequence, head, tile.block, warp());
+        for (int head = tile.head * group; head < (tile.head + 1) * group; ++head) leave_emitted(head);
 
     ptx::cp_async_wait_group<0>();
     // @keys-read-by-all

@@ -220,7 +220,7 @@ CLIFFS = {
     for d in (64, 128)
 }
 
-# Tiles of keys that nobody sees, and heads of which nothing is summed up; NaN that rows beyond the last query would see.
+# Tiles of keys that nobody sees, of which nothing is summed up; NaN that rows beyond the last query would see.
 UNSEEN = {
     f"unseen-{family}": Spec(family=family, sq=30, sk=430, left=20, heads=2, group=2, alibi=1)
     for family in ("sm80", "sm90")
