@@ -27,6 +27,7 @@ def warmup(
     deterministic: bool = False,
     softcap: bool = False,
     packed: bool = False,
+    alibi: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -40,6 +41,7 @@ def warmup(
         deterministic: prepare the deterministic backward instead of the fast one.
         softcap: prepare calls with a softcap (any) instead of those without.
         packed: prepare `attention_varlen` (of any lengths) instead of `attention`.
+        alibi: prepare calls with slopes, fixed and learned, instead of those without.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -63,6 +65,7 @@ def warmup(
     both, fixed = options.flag("backward", backward), options.flag("deterministic", deterministic)
     cap = 1.0 if options.flag("softcap", softcap) else None
     sequences = 1 if options.flag("packed", packed) else None
+    slopes = int(options.flag("alibi", alibi))
     ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
@@ -72,9 +75,12 @@ def warmup(
                 for is_causal, bounds in masks:
                     call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)
                     shape = (1, 1, size) if sequences else (1, 1, 1, size)
-                    problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), sequences=sequences)
-                    taken = variants_of_calls(problem, dev) if both else kernels_of(Spec.of(problem), dev).variants
-                    variants.update(dict.fromkeys(taken))
+                    problem = make_problem(
+                        [shape] * 3, [dtype] * 3, **call._asdict(), sequences=sequences, alibi=slopes
+                    )
+                    variants.update(dict.fromkeys(kernels_of(Spec.of(problem), dev).variants))
+                    for learned in (False, True)[: both + both * slopes]:
+                        variants.update(dict.fromkeys(variants_of_calls(problem, dev, dalibi=learned)))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
     return ready
 

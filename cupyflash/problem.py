@@ -28,6 +28,9 @@ class Problem:
     ``[i + seqlen_k - seqlen_q - left, i + seqlen_k - seqlen_q + right]`` with ``window = (left, right)``. ``causal`` is
     already folded in: it is ``right = min(right, 0)``.
 
+    `alibi`: how many dimensions the slopes have, (heads_q,) or (batch, heads_q), that take
+    ``slope * abs(i + seqlen_k - seqlen_q - j)`` from each score; 0 without.
+
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
     q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`).
     """
@@ -44,6 +47,7 @@ class Problem:
     deterministic: bool = False
     softcap: float | None = None
     packed: bool = False
+    alibi: int = 0
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -80,10 +84,12 @@ def make_problem(
     deterministic: bool = False,
     softcap: float | None = None,
     sequences: int | None = None,
+    alibi: int = 0,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
     `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
+    `alibi`: how many dimensions the slopes have; 0 without.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
@@ -125,6 +131,7 @@ def make_problem(
         deterministic=options.deterministic,
         softcap=_softcap(options.softcap, scale_of_scores, dtypes[0]),
         packed=sequences is not None,
+        alibi=alibi,
     )
 
 

@@ -57,8 +57,11 @@ class _Attention(torch.autograd.Function):
             arrays["dlse"] = dlse
         if _is_followed() or dout.is_neg():
             _refuse(arrays)
-        grads = _gradients(arrays, ctx.options)
-        return None, None, *[grads.get(_GRADIENT_OF.get(name, "")) for name in names]
+        of = [_GRADIENT_OF.get(name, "") for name in names]
+        needed = zip(of, ctx.needs_input_grad[2:], strict=True)
+        wanted = tuple(gradient for gradient, is_needed in needed if is_needed and gradient in BACKWARD.optional)
+        grads = _gradients(arrays, ctx.options, wanted)
+        return None, None, *[grads.get(gradient) for gradient in of]
 
 
 _GRADIENT_OF = {BACKWARD.rows[name].like: name for name in BACKWARD.names(GRADIENT)}
@@ -100,7 +103,7 @@ def attention(arrays: Mapping[str, Tensor], options: Options, want_lse: bool) ->
     return run.forward(TORCH, arrays, options, want_lse)
 
 
-def backward(arrays: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
+def backward(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """The gradients by name, of arrays by name.
 
     Where autograd would record what they depend on, it does, and a derivative of them is an error.
@@ -108,18 +111,18 @@ def backward(arrays: Mapping[str, Tensor], options: Options) -> dict[str, Tensor
     if _compiling():
         if not _outside:
             _leave_graphs()
-        return _outside["backward"](arrays, options)
+        return _outside["backward"](arrays, options, wanted)
     if _is_followed() or any(x.is_neg() for x in arrays.values()):
         _refuse(arrays)
-    return _gradients(arrays, options)
+    return _gradients(arrays, options, wanted)
 
 
-def _gradients(arrays: Mapping[str, Tensor], options: Options) -> dict[str, Tensor]:
+def _gradients(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...]) -> dict[str, Tensor]:
     """The same; they remember what they depend on where autograd records it."""
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values())):
-        return run.backward(TORCH, arrays, options)
+        return run.backward(TORCH, arrays, options, wanted)
     with torch.no_grad():
-        grads = run.backward(TORCH, arrays, options)
+        grads = run.backward(TORCH, arrays, options, wanted)
     return dict(zip(grads, _Gradients.apply(len(grads), *grads.values(), *arrays.values()), strict=True))
 
 

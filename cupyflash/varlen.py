@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from . import options
-from .api import Gradients
+from .api import Gradients, wanted_of
 from .arrays.adapters import TORCH
 from .arrays.libraries import Foreign, common_library
 from .errors import ArgumentError
@@ -30,6 +31,7 @@ def attention_varlen(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    alibi_slopes: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention of sequences of any lengths that lie one behind the other, without padding.
@@ -50,6 +52,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: the longest lengths, as other libraries ask for them; not needed and not used.
         seqused_k: ``(batch,)``, int32: how many keys of each sequence count, the first ones; None: all.
         causal, scale, window, deterministic, softcap, return_lse: as in `attention`.
+        alibi_slopes: as in `attention`, where batch is the number of sequences; distances count by each one's lengths.
         layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(heads, total, head_dim)``; results have the same.
 
     Returns:
@@ -75,6 +78,8 @@ def attention_varlen(
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     want_lse = options.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v} | Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k).named()
+    if alibi_slopes is not None:
+        arrays["alibi_slopes"] = alibi_slopes
     out, lse = _forward(arrays, cu_seqlens_k is None, call, want_lse)
     return (out, lse) if want_lse else out
 
@@ -99,6 +104,8 @@ def attention_varlen_backward(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    alibi_slopes: Any | None = None,
+    gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention_varlen`: those of `attention_backward` for each sequence.
 
@@ -112,10 +119,11 @@ def attention_varlen_backward(
         dlse: gradient of the loss with respect to lse, ``(heads_q, total_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward.
         deterministic: bitwise reproducible gradients.
+        alibi_slopes, gradients_of: as in `attention_backward`.
 
     Returns:
         Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for rows that belong
-        to no sequence and keys that are not used.
+        to no sequence and keys that are not used. Those of `gradients_of` are its attributes.
 
     Raises:
         ArgumentError, UnsupportedError, CompileError: as `attention_varlen`.
@@ -130,9 +138,10 @@ def attention_varlen_backward(
     """
     call = make_options(causal, scale, window, layout, deterministic, softcap)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
-    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    sequences = Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return Gradients.of(_backward(arrays | sequences.named(), cu_seqlens_k is None, call))
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    arrays |= {name: x for name, x in (("dlse", dlse), ("alibi_slopes", alibi_slopes)) if x is not None}
+    arrays |= Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k).named()
+    return Gradients.of(_backward(arrays, cu_seqlens_k is None, call, wanted_of(gradients_of, arrays)))
 
 
 def _check_habits(call: Options, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
@@ -171,14 +180,14 @@ def _forward(arrays: dict[str, Any], alike: bool, call: Options, want_lse: bool)
     return run.forward(library, arrays, call, want_lse)
 
 
-def _backward(arrays: dict[str, Any], alike: bool, call: Options) -> dict[str, Any]:
+def _backward(arrays: dict[str, Any], alike: bool, call: Options, wanted: tuple[str, ...]) -> dict[str, Any]:
     library = common_library(**arrays)
     if isinstance(library, Foreign):
-        grads = _backward(library.adopt(arrays), alike, call)
+        grads = _backward(library.adopt(arrays), alike, call, wanted)
         return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
     _check_totals(arrays, alike, call.layout)
     if library is TORCH:
         from . import torch
 
-        return torch.backward(arrays, call)
-    return run.backward(library, arrays, call)
+        return torch.backward(arrays, call, wanted)
+    return run.backward(library, arrays, call, wanted)

@@ -13,6 +13,8 @@ from .cell import Cell
 
 def fa4(cell: Cell) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out in bshd."""
+    if cell.alibi:
+        raise NotImplementedError("FlashAttention-4 has no ALiBi but by a function of its own language")
     flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
     options = _fa4_options(cell)
     return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
@@ -83,12 +85,28 @@ def _has(module: str) -> bool:
         return False
 
 
+def has_flash_attn() -> bool:
+    """Whether FlashAttention-2 is here as a package of its own, which does what torch's copy does not."""
+    try:
+        return callable(importlib.import_module("flash_attn").flash_attn_func)
+    except (ImportError, AttributeError):
+        return False
+
+
+def flash2(cell: Cell, slopes: Any | None) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out in bshd, by the package; -1 is unbounded there, and causal makes the right bound 0."""
+    flash_attn = importlib.import_module("flash_attn").flash_attn_func
+    options = {"causal": cell.causal, "window_size": (-1 if cell.window is None else cell.window, -1)}
+    options |= {"softcap": cell.softcap or 0.0, "alibi_slopes": slopes}
+    return lambda q, k, v: flash_attn(q, k, v, **options)
+
+
 def flex_is_missing() -> bool:
     """Whether this torch has no flex_attention."""
     return not _has("torch.nn.attention.flex_attention")
 
 
-def flex(cell: Cell, device: str) -> Callable[[Any, Any, Any], Any]:
+def flex(cell: Cell, device: str, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out in bshd. The block mask is made here; the first call compiles."""
     import torch
     from torch._functorch import config
@@ -98,7 +116,8 @@ def flex(cell: Cell, device: str) -> Callable[[Any, Any, Any], Any]:
     config.donated_buffer = False
     torch.compiler.reset()  # each cell has functions of its own, and torch compiles one for eight of them at most
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    mask, options = visible(cell), {"score_mod": tanh_cap(cell.softcap), "enable_gqa": cell.heads_k != cell.heads}
+    mask, score = visible(cell), with_slopes(tanh_cap(cell.softcap), slopes)
+    options = {"score_mod": score, "enable_gqa": cell.heads_k != cell.heads}
     if mask is not None:
         options["block_mask"] = create_block_mask(mask, None, None, cell.seqlen, cell.seqlen, device=device)
 
@@ -118,7 +137,18 @@ def visible(cell: Cell) -> Callable[[Any, Any, Any, Any], Any] | None:
     return lambda b, h, q, k: k >= q - window
 
 
-def tanh_cap(softcap: float | None) -> Callable[[Any, Any, Any, Any, Any], Any] | None:
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+def with_slopes(capped: ScoreMod | None, slopes: Any | None) -> ScoreMod | None:
+    """(score, batch, head, query, key) -> the capped score less ALiBi's; as it was without slopes."""
+    if slopes is None:
+        return capped
+    cap = capped or (lambda score, b, h, q, k: score)
+    return lambda score, b, h, q, k: cap(score, b, h, q, k) - slopes[h] * (q - k).abs()
+
+
+def tanh_cap(softcap: float | None) -> ScoreMod | None:
     """(score, batch, head, query, key) -> softcap * tanh(score / softcap); None without a softcap."""
     if softcap is None:
         return None

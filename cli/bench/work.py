@@ -48,17 +48,25 @@ class Bench:
         """q, k, v and dout."""
         return [self.random(cell.dtype, shape) for shape in cell.shapes()]
 
-    def integers(self, values: list[int]) -> Any:
-        """An int32 array where the inputs are."""
-        return np.array(values, np.int32)
+    def array(self, x: np.ndarray) -> Any:
+        """A NumPy array as one where the inputs are."""
+        return x
+
+    def slopes(self, cell: Cell) -> dict[str, Any]:
+        """ALiBi's, as an argument; nothing without."""
+        found = cell.slopes()
+        return {} if found is None else {"alibi_slopes": self.array(found)}
+
+    def cu_seqlens(self, cell: Cell) -> Any:
+        return self.array(np.array(cell.cu_seqlens, np.int32))
 
     def ours(self, cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Our forward and backward with the options of the cell."""
         forward, backward, lengths = api.attention, api.attention_backward, {}
         if cell.packed:
             forward, backward = varlen.attention_varlen, varlen.attention_varlen_backward  # type: ignore[assignment]
-            lengths = {"cu_seqlens_q": self.integers(cell.cu_seqlens)}
-        options = cell.options | lengths
+            lengths = {"cu_seqlens_q": self.cu_seqlens(cell)}
+        options = cell.options | lengths | self.slopes(cell)
         return functools.partial(forward, **options), functools.partial(backward, **options)
 
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
@@ -120,8 +128,8 @@ class CupyBench(Bench):
         start = int(self.rng.integers(0, 3 * size)) // 8 * 8  # rows stay aligned
         return self.pool[dtype][start : start + size].copy().reshape(shape)
 
-    def integers(self, values: list[int]) -> Any:
-        return self.cupy.asarray(super().integers(values))
+    def array(self, x: np.ndarray) -> Any:
+        return self.cupy.asarray(x)
 
     def version(self) -> str:
         return str(self.cupy.__version__)
@@ -161,22 +169,28 @@ class TorchBench(Bench):
         kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)
         return self.torch.randn(shape, device=self.device, dtype=kind)
 
-    def integers(self, values: list[int]) -> Any:
-        return self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
+    def array(self, x: np.ndarray) -> Any:
+        return self.torch.from_numpy(x).to(self.device)
 
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
         if name == OURS:
             return self.ours(cell)[0]
+        slopes = self.slopes(cell)
         if cell.packed:
             if name not in bench_peers.VARLEN:
                 raise NotImplementedError(f"{name} is not timed with packed sequences")
-            return bench_peers.VARLEN[name](cell, self.integers(cell.cu_seqlens))
+            if cell.alibi:
+                raise NotImplementedError(f"{name} is not timed with packed sequences and ALiBi")
+            return bench_peers.VARLEN[name](cell, self.cu_seqlens(cell))
         if name == "flex":
-            return bench_peers.flex(cell, self.device)
+            return bench_peers.flex(cell, self.device, slopes.get("alibi_slopes"))
         if name == "fa4":
             return bench_peers.fa4(cell)
-        if cell.window is not None or cell.softcap is not None:
-            lacks = "softcap" if cell.window is None else "sliding window, but for an explicit mask"
+        if cell.window is not None or cell.softcap is not None or cell.alibi:
+            if name == "flash2" and bench_peers.has_flash_attn():
+                return bench_peers.flash2(cell, slopes.get("alibi_slopes"))
+            lacks = "ALiBi" if cell.alibi else "softcap"
+            lacks = lacks if cell.window is None else "sliding window, but for an explicit mask"
             raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
         from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -37,6 +37,7 @@ class Given:
         alike: of those with strides and the dtype of q.
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
+        alibi: the number of ALiBi's slopes; None: there are none.
         by_tma, by_hand: take the arrays with strides that the sm90 family reads by TMA, and the others of them.
         kind: what of this decides the kernels.
     """
@@ -52,7 +53,7 @@ class Given:
         self.order = (*names, *self.made, *self.shaped, *handed)
         self.strided = tuple(name for name in rows if rows[name].strided and name in self.order)
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
-        self.packed = number.get("cu_seqlens_q")
+        self.packed, self.alibi = number.get("cu_seqlens_q"), number.get("alibi_slopes")
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]
         self.like_q = tuple(i for i, row in more if row.like == "q")

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.adapters import CPU, CUPY, NUMPY, Native
 from ..arrays.readable import check_addresses, unreadable, vet_all, vet_new
-from ..cpu import attention as cpu
+from ..cpu import attention, packed
 from ..errors import ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
@@ -61,22 +61,25 @@ def forward(
     return found[0], found[1] if want_lse else None
 
 
-def backward(library: Native, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
+def backward(
+    library: Native, arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The gradients by name, of arrays of one native library; contiguous, in the caller's layout.
 
     Args:
         arrays: q, k, v, out, dout, lse, and what of dlse and of features there is, by the names of the table of arrays.
+        wanted: the gradients that are made only where somebody asks for them.
     """
-    found = _run(BACKWARD, library, arrays, options, ())
-    return dict(zip(given_of(BACKWARD, tuple(arrays)).made, found, strict=False))
+    found = _run(BACKWARD, library, arrays, options, wanted)
+    return dict(zip(given_of(BACKWARD, tuple(arrays), wanted).made, found, strict=False))
 
 
 _LSE = ("lse",)
 _COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, packed or not
-    ("forward", False): cpu.forward,
-    ("forward", True): cpu.forward_packed,
-    ("backward", False): cpu.backward,
-    ("backward", True): cpu.backward_packed,
+    ("forward", False): attention.forward,
+    ("forward", True): packed.forward,
+    ("backward", False): attention.backward,
+    ("backward", True): packed.backward,
 }
 
 
@@ -182,6 +185,9 @@ def _on_host(
     plain = dict.fromkeys(which.names(INPUT, where=lambda row: not row.feature))
     plain |= {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
     compute = _COMPUTE[which.name, problem.packed]
-    more = {} if lengths is None else {"sequences": lengths}
-    found = zip(which.made(names, _LSE), compute(**plain, problem=problem, **more), strict=True)
+    more: dict[str, Any] = {} if lengths is None else {"sequences": lengths}
+    if which is BACKWARD:
+        more["wanted"] = wanted
+    made = which.made(names, wanted if which is BACKWARD else _LSE)
+    found = zip(made, compute(**plain, problem=problem, **more), strict=True)
     return [library.from_numpy(np.ascontiguousarray(bshd(name, x))) for name, x in found]

@@ -51,8 +51,9 @@ struct GradientRepair {
     }
     template <int kCols = D, class Tile>
     __device__ void dv(int head_k, int key, const Tile &tile, int row, int col0 = 0) const {
-        over_queries<kCols, false>(p.dout, p.dout_stride, 1.f, head_k, key, tile, row, col0,
-                                   [&](int head, int query) { return P(head, query, S(head, query, head_k, key)); });
+        over_queries<kCols, false>(p.dout, p.dout_stride, 1.f, head_k, key, tile, row, col0, [&](int head, int query) {
+            return P(head, query, key, S(head, query, head_k, key));
+        });
     }
 
   private:
@@ -74,15 +75,16 @@ struct GradientRepair {
         // @strides-of-k-repair
         return dot_rows<T, D, kUnaligned>(query_at(p.q, p.q_stride, head, query), key_at(p.k, p.k_stride, head_k, key));
     }
-    __device__ float P(int head, int query, float raw) const {
-        return weight_ex2(score.exponent(raw, stats(head, query)[0]));
+    __device__ float P(int head, int query, int key, float raw) const {
+        const auto at = Places<V>::of(p, s, head).from(query, key)(0, 0);
+        return weight_ex2(score.exponent(raw, at, stats(head, query)[0]));
     }
     __device__ float dS(int head, int query, int head_k, int key) const {
         const float raw = S(head, query, head_k, key);
         // @strides-of-do-and-v-repair
         const float dP = dot_rows<T, D, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
                                                     key_at(p.v, p.v_stride, head_k, key));
-        return score.dS(raw, P(head, query, raw), dP, stats(head, query)[1]);
+        return score.dS(raw, P(head, query, key, raw), dP, stats(head, query)[1]);
     }
     // The sum of weight(head, query) times that row of x.
     template <int kCols, bool kDS, class Tile, class Weight>

@@ -16,6 +16,7 @@
 #include "tile/gemm.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair_gradients.cuh"
+#include "attention/slopes.cuh"
 
 // One query tile in shared memory.
 template <class T, int M, int D>
@@ -103,11 +104,19 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     AccTile<kRows, kCols> dK, dV;
     dK.zero(), dV.zero();
+    Emitted<V> emitted;
+
+    // What was emitted of a head of q. Where the block is, is worked out again here, too.
+    const auto leave_emitted = [&](int head) {
+        const auto here = tile_at<V, Keys, N, false>(aside(p), ptx::opaque(ptx::block_index()));
+        emitted.template leave<Keys, N, V::kWarps>(aside(p), here.sequence, head, here.block, fresh_thread() / 32);
+    };
 
     // One query tile.
     const auto step = [&](int i, Visit now) {
         const int q0 = now.m_block * M;
         const bool masked = !whole(q0);
+        const auto head_places = Places<V>::of(p, sequence, now.head);
         const Stage s = stage(i);
 
         ptx::cp_async_wait_group<0>();  // @q-and-do-copied
@@ -119,24 +128,35 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         gemm_nt<T>(P, SmemA<TileKV, kRows>(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
         gemm_nt<T>(dS, SmemA<TileKV, kRows>(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
         const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
-        #pragma unroll
-        for (int j = 0; j < P.kColTiles; ++j) {
-            float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
-            ptx::ld_shared_v4_f32(stats, s.stats + 8 * (first_query + 8 * j));
+        const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0);
+        // S and dP become P and dS. is_seen(key, query) is asked for what is emitted alone.
+        const auto form = [&](auto is_seen) {
             #pragma unroll
-            for (int a = 0; a < P.kRowTiles; ++a)
+            for (int j = 0; j < P.kColTiles; ++j) {
+                float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
+                ptx::ld_shared_v4_f32(stats, s.stats + 8 * (first_query + 8 * j));
                 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float &x = P.x[a][j][e], &y = dS.x[a][j][e];
-                    const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
-                    const float raw = x;
-                    x = score.P(raw, lse);
-                    y = score.dS(raw, x, y, delta);
-                }
-        }
+                for (int a = 0; a < P.kRowTiles; ++a)
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        float &x = P.x[a][j][e], &y = dS.x[a][j][e];
+                        const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
+                        const float raw = x;
+                        const int key = 16 * a + 8 * (e / 2), query = 8 * j + e % 2;
+                        x = score.P(raw, places(query, key), lse);
+                        if constexpr (Emitted<V>::kAny)
+                            emitted.add(is_seen(key, query) ? x * (y - delta) : 0.f, places(query, key));
+                        y = score.dS(raw, x, y, delta);
+                    }
+                if (V::kSplitD == 1 && j % 2 == 1) emitted.settle();  // else nothing spills
+            }
+        };
+        if (!Emitted<V>::kAny || !masked) form([](int, int) { return true; });
         if (masked) {
             // @mask-from-the-lane-bwd-sm80
             const Mask<V> from_here = mask.from(q0 + first_query, k0 + key0 + lane / 4);
+            if constexpr (Emitted<V>::kAny)
+                form([&](int key, int query) { return query < from_here.seqlen_q && from_here.sees(query, key); });
             const auto hide = [&](int key, int query, float &x) {
                 if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;  // @queries-that-exist
             };
@@ -177,7 +197,12 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     Visit now{tile.head * group, first + blocks - 1};  // @first-head-of-the-group-sm80
     request(0, now);
     #pragma unroll 1
-    for (int i = 0; i < visits; ++i, now = after(now)) step(i, now);
+    for (int i = 0; i < visits; ++i, now = after(now)) {
+        step(i, now);
+        if (Emitted<V>::kAny && now.m_block == first) leave_emitted(now.head);
+    }
+    if (Emitted<V>::kAny && visits == 0)  // @slopes-without-visits-sm80
+        for (int head = tile.head * group; head < (tile.head + 1) * group; ++head) leave_emitted(head);
 
     ptx::cp_async_wait_group<0>();
     // @keys-read-by-all

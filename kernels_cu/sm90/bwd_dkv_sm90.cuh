@@ -189,6 +189,8 @@ struct BwdDkvGroup {
         #pragma unroll
         for (int j = 0; j < M / 8; ++j) ptx::ld_shared_v4_f32(stats[j], stats_at + 64 * j);
         if constexpr (kRole == kRoleP) {
+            const auto places = Places<V>::of(p.plain, visit.sequence, visit.head)
+                                    .template from_lane<false>(visit.q0(), visit.k0 + key0);
             FragA<T, 16, 16> weights[M / 16];  // by which the other group multiplies dP - delta
             #pragma unroll
             for (int k = 0; k < M / 16; ++k) {
@@ -199,7 +201,7 @@ struct BwdDkvGroup {
                     for (int e = 0; e < 4; ++e) {
                         float &x = X.x[0][2 * k + j][e];
                         const float s = x;
-                        x = score.P(s, stats[2 * k + j][2 * (e % 2)]);
+                        x = score.P(s, places(16 * k + 8 * j + e % 2, 8 * (e / 2)), stats[2 * k + j][2 * (e % 2)]);
                         weight.x[0][j][e] = score.weight(s, x);  // @weight-of-the-score
                     }
                 if constexpr (!Score<V>::kWeightIsP) weights[k].from(weight);

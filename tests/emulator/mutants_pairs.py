@@ -71,6 +71,21 @@ SOFTCAP = (
     _bug("softcap: dkv's weights from P instead of the score", change("weight-of-the-score", "score.weight(s, x)", "score.weight(x, x)"), "softcap-9"),
     _forward("softcap: forward with another cap", change("unit-of-scores", "? p.softcap", "? 1.f"), "softcap-2"),
 )  # fmt: skip
+ALIBI = (
+    _bug("alibi: distance without its magnitude", change("alibi-of-the-distance", "fabsf(distance)", "distance"), "alibi-8", backward=False),
+    _bug("alibi: distance from the top left", change("distance-from-the-diagonal", "query + diagonal - key", "query - key"), "alibi-13", backward=False),
+    _bug("alibi: slopes of the first sequence for all", change("slopes-of-its-sequence", "? s.index :", "? 0 :"), "alibi-13", backward=False),
+    _bug("alibi: slope of no sequence read", change("slopes-that-exist", "s.index < problem.batch ?", "true ?"), "alibi-11", backward=False),
+    _bug("slopes: a lane's sum for the warp's", change("slopes-of-all-lanes", "sum += ptx::shfl_xor(sum, mask)", "(void)mask"), "alibi-13"),
+    _bug("slopes: sums of one head kept for the next", change("slope-of-the-next-head", "sum = 0.f", "(void)0"), "alibi-6"),
+    _bug("slopes: another sequence's gradient not added", change("slopes-of-all-sequences", "b < end", "b < min(end, first + 1)"), "alibi-4"),
+    _bug("slopes: last tile not added", change("tiles-with-slopes", "ceil_div(V::kOverKeys ? s.seqlen_k : s.seqlen_q, V::kBlockM)", "(V::kOverKeys ? s.seqlen_k : s.seqlen_q) / V::kBlockM"), "alibi-13"),
+    _bug("slopes: sums read before they are written", without("slopes-of-all-warps"), "alibi-13"),
+    _bug("slopes: sm80 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm80", "visits == 0", "visits < 0"), "unseen-sm80"),
+    _bug("slopes: sm90 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm90", "count == 0", "count < 0"), "unseen-sm90"),
+    _bug("slopes: keys beyond the last leave theirs with the next head", change("slopes-of-keys-that-exist", "64 * block < visit.sequence.seqlen_k", "true"), "alibi-10"),
+    _bug("slopes: dq sums rows beyond the last query", change("queries-that-exist-dq", "row < from_here.seqlen_q && ", ""), "unseen-wide"),
+)  # fmt: skip
 STRIDES = (
     _bug("sm80: V read with the strides of K", change("strides-of-v-bwd-sm80", "p.v_stride", "p.k_stride"), "pair-77"),
     _bug("sm80: dK written with the strides of dV", change("strides-of-dk", "p.dk_stride", "p.dv_stride"), "pair-77"),
@@ -172,6 +187,7 @@ PAIRS = (
     *HEADS,
     *SCALE,
     *SOFTCAP,
+    *ALIBI,
     *STRIDES,
     *COLUMNS,
     *ORDER,

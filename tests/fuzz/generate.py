@@ -99,7 +99,7 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "family": "sm80" if arch == "sm_90" and rng.random() < 0.1 else "",
         "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
         "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2, "softcap": rng.random() < 0.2,
-        "packed": rng.random() < 0.3,
+        "packed": rng.random() < 0.3, "alibi": rng.random() < 0.2,
     }  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
     spec = Spec(
         dtype=of["dtype"], d=of["d"], batch=batch, sq=sq, sk=sk, heads=heads, group=group,
         scale=_scale(rng, of["d"], of["negative"], moderate=values in BOUNDED), deterministic=of["deterministic"],
-        softcap=softcap,
+        softcap=softcap, alibi=rng.choice([1, 2]) if of["alibi"] else 0,
         layout=rng.choice(["bshd", "bhsd"]), dlse=rng.random() < 0.5, values=values, seed=rng.randrange(10**6),
         family=of["family"], **_window(rng, max(sq, sk), of["mask"]), **_memory(rng, of["unaligned"], where),
     )  # fmt: skip

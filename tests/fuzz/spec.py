@@ -26,6 +26,7 @@ class Spec:
             last one, and batch says nothing. Empty: a batch.
         heads: of k and v; each is shared by `group` heads of q.
         left, right: of the window.
+        alibi: how many dimensions the slopes have; 0: there are none.
         q, k, v, dout: how the inputs lie in memory, keys of `arrays.MEMORY`.
         o, dq, dk, dv: the same for results; in the emulator alone, which takes any strides.
         values: what the inputs hold, a key of `arrays.VALUES`.
@@ -48,6 +49,7 @@ class Spec:
     right: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    alibi: int = 0
     layout: str = "bshd"
     dlse: bool = False
     deterministic: bool = False
@@ -134,7 +136,7 @@ class Spec:
         """The checked problem; an error of cupyflash if there is none."""
         q, k = (shape[1:] if self.packed else shape for shape in self.shapes)
         sequences = len(self.lengths) if self.packed else None
-        return make_problem((q, k, k), (self.dtype,) * 3, **self.options, sequences=sequences)
+        return make_problem((q, k, k), (self.dtype,) * 3, **self.options, sequences=sequences, alibi=self.alibi)
 
     @property
     def factor(self) -> float:

@@ -299,6 +299,23 @@ def test_windows(text: str, expected: str, invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("head_dim", ["64", "256"])
+def test_slopes(arch: str, head_dim: str, document: Document, invoke: Invoke) -> None:
+    options = ("--arch", arch, "--alibi", "--head-dim", head_dim, "--seqlen", "300", "--heads", "6")
+    fixed, learned = document(*options, "--backward"), document(*options, "--learned")
+    assert fixed["problem"]["alibi"] == learned["problem"]["alibi"] == 1
+    names = [[x["symbol"] for x in found["passes"][1]["launches"]] for found in (fixed, learned)]
+    assert [len(x) for x in names] == [3, 4]
+    assert not any("dalibi" in name for name in names[0])
+    assert [name.startswith("bwd_slopes") for name in names[1]] == [False, False, False, True]
+    sums = learned["passes"][1]["launches"][3]
+    assert (sums["grid"], sums["flops"], sums["bytes"]) == (6, 0, learned["passes"][1]["workspace"]["dalibi_parts"])
+    assert ", no mask, ALiBi\n" in invoke("--no-compile", *options).stdout
+    assert "nothing to learn without --alibi" in invoke("--learned", code=2).output
+    assert document("--arch", arch)["problem"]["alibi"] == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_a_softcap(arch: str, document: Document, invoke: Invoke) -> None:
     options = ("--arch", arch, "--softcap", "30", "--backward", "--head-dim", "256")
     found = document(*options)

@@ -39,14 +39,15 @@ PYTHON_LAYERS = (
     ("options",),
     ("arrays", "gpu"),
     ("operands",),
+    ("operand",),
     ("errors",),
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
     "arrays": "libraries readable vetting adapters imported",
-    "check": "accuracy noise reference cases case case_packed case_inputs",
+    "check": "accuracy noise reference arithmetic comparison cases case case_packed case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
-    "cpu": "attention tiles",
+    "cpu": "packed attention alibi tiles",
     "gpu": "tensormap device driver",
     "launch": "run clocks prepare prepared checks packed passes template counters kept",
     "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
@@ -83,8 +84,8 @@ OUTSIDE = {
 CUDA_LAYERS = (("any", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
 CUDA_ORDER = {
     "any": "bwd_*",
-    "attention": "repair_* repair dq_accum visits softmax score work_sm90 packed_sm90 mask schedule sequence "
-    "params_sm90 params",
+    "attention": "repair_* repair dq_accum visits softmax score slopes places work_sm90 packed_sm90 mask schedule "
+    "sequence params_sm90 params",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",
