@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from . import options
 from .arrays.adapters import TORCH
-from .arrays.libraries import Foreign, common_library, common_library_of_three
+from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
 from .launch import run
 from .operands import BACKWARD
 from .options import Options, Window, make_options
@@ -76,8 +76,8 @@ def attention(
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
         ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf.
         GPU work is queued on the library's current stream, and nothing waits for it, except for NumPy arrays and for
-        libraries that are reached through DLPack (JAX). On PyTorch tensors that require grad, out and lse are
-        differentiable, once.
+        libraries that are reached through DLPack. On PyTorch tensors that require grad, and in JAX, inside jit too, out
+        and lse are differentiable, once.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it.
@@ -104,6 +104,10 @@ def _forward(q: Any, k: Any, v: Any, call: Options, want_lse: bool) -> tuple[Any
     library = common_library_of_three(q, k, v)
     if library is TORCH:
         return (_torch or _import_torch()).attention({"q": q, "k": k, "v": v}, call, want_lse)
+    if library is JAX:
+        from .jax import op
+
+        return op.attention_of({"q": q, "k": k, "v": v}, call, want_lse)
     if isinstance(library, Foreign):
         adopted = library.adopt({"q": q, "k": k, "v": v})
         out, lse = _forward(**adopted, call=call, want_lse=want_lse)
@@ -180,6 +184,10 @@ def _backward(named: dict[str, Any], call: Options) -> dict[str, Any]:
     library = common_library(**given)
     if library is TORCH:
         return (_torch or _import_torch()).backward(given, call)
+    if library is JAX:
+        from .jax import op
+
+        return op.backward_of(given, call)
     if isinstance(library, Foreign):
         grads = _backward(library.adopt(given), call)
         return {name: library.give_back(x, named["q"]) for name, x in grads.items()}

@@ -57,7 +57,7 @@ def forward(
     Args:
         arrays: q, k, v and what features bring, by the names of the table of arrays.
     """
-    found = _run(FORWARD, library, arrays, options, _LSE if want_lse else ())
+    found = _run(FORWARD, library, arrays, options, WITH_LSE if want_lse else ())
     return found[0], found[1] if want_lse else None
 
 
@@ -71,7 +71,7 @@ def backward(library: Native, arrays: Mapping[str, Any], options: Options) -> di
     return dict(zip(given_of(BACKWARD, tuple(arrays)).made, found, strict=False))
 
 
-_LSE = ("lse",)
+WITH_LSE = ("lse",)
 _COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, packed or not
     ("forward", False): cpu.forward,
     ("forward", True): cpu.forward_packed,
@@ -122,6 +122,25 @@ def _run(
     call(pointers, stream)
     del copies
     return made
+
+
+def planned(
+    which: Pass,
+    library: Native,
+    names: tuple[str, ...],
+    keys: Sequence[tuple[Any, ...]],
+    options: Options,
+    wanted: tuple[str, ...],
+) -> launch.Call:
+    """The call that arrays on a GPU will find, of these signatures, at addresses that are multiples of 16.
+
+    Its kernels are loaded then, and it says what it will allocate.
+    """
+    key = names, *keys, options, True, wanted, wish()
+    call = launch.calls.find(key)
+    if call is None:
+        call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, True, 0))
+    return call
 
 
 def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
@@ -183,5 +202,5 @@ def _on_host(
     plain |= {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
     compute = _COMPUTE[which.name, problem.packed]
     more = {} if lengths is None else {"sequences": lengths}
-    found = zip(which.made(names, _LSE), compute(**plain, problem=problem, **more), strict=True)
+    found = zip(which.made(names, WITH_LSE), compute(**plain, problem=problem, **more), strict=True)
     return [library.from_numpy(np.ascontiguousarray(bshd(name, x))) for name, x in found]
