@@ -1,7 +1,8 @@
 """``import flash_attn`` gives `cupyflash.compat.flash_attn`, in this process and until it is taken back.
 
-A finder in front of Python's own answers for the name, so one that is installed stays where it is and is not seen. It
-answers for the metadata too, since many who look for flash-attn ask ``importlib.metadata`` for its version.
+A finder in front of Python's own answers for the name. Of a flash-attn that is installed, the modules that ours lacks
+are still found (``flash_attn.ops``, ``flash_attn.cute``), and no others. The finder answers for the metadata too, since
+many who look for flash-attn ask ``importlib.metadata`` for its version.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from importlib import import_module, metadata, util
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,20 +52,26 @@ class _Distribution(metadata.Distribution):
 
 
 class _Finder:
-    """Answers for flash_attn, its submodules and its metadata, and for nothing else."""
+    """Answers for flash_attn, its submodules and its metadata, and for nothing else.
 
-    @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        if not _is_ours(name):
+    Attributes:
+        theirs: the folders of the one that is installed, or none.
+    """
+
+    theirs: tuple[str, ...] = ()
+
+    @classmethod
+    def find_spec(cls, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if not _is_lent(name):
             return None
         ours = f"{__package__}.{name}"
-        found = util.find_spec(ours)
+        try:
+            found = util.find_spec(ours)
+        except ModuleNotFoundError:  # ours lacks what it would lie in
+            found = None
         if found is None:
-            raise ModuleNotFoundError(
-                f"No module named {name!r}: cupyflash stands in for flash_attn in this process and has no such part; "
-                "docs/flash_attn.md lists what it has",
-                name=name,
-            )
+            within = name.split(".")[1:-1]
+            return PathFinder.find_spec(name, [str(Path(folder, *within)) for folder in cls.theirs])
         return util.spec_from_loader(name, _Alias(ours), is_package=found.submodule_search_locations is not None)
 
     @staticmethod
@@ -90,6 +97,8 @@ class Installed:
                     UserWarning,
                     stacklevel=3,
                 )
+            found = util.find_spec(NAME)
+            _Finder.theirs = tuple((found and found.submodule_search_locations) or ())
             sys.meta_path.insert(0, _Finder)
         Installed._lenders += (self,)
 
@@ -128,10 +137,10 @@ def install() -> Installed:
     return Installed()
 
 
-def _is_ours(name: str) -> bool:
+def _is_lent(name: str) -> bool:
     return name == NAME or name.startswith(f"{NAME}.")
 
 
 def _taken_out() -> dict[str, ModuleType]:
     """The modules of that name, taken out of `sys.modules`."""
-    return {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours(name)}
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if _is_lent(name)}

@@ -19,7 +19,6 @@ from .rotary import apply_rotary_emb
 from .tensors import gathered, head_dim_of, may_be_empty, narrowed, readied, to_theirs
 
 
-@torch.no_grad()
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -66,23 +65,24 @@ def flash_attn_with_kvcache(
     used: Any = capacity if cache_seqlens is None else cache_seqlens
     new = 0 if k is None else k.shape[1]
     _check_capacity(used, new, capacity)
-    if k is not None:
-        if rotary_cos is not None:
-            q = _rotated_queries(q, rotary_cos, rotary_sin, rotary_interleaved, used, keywords)
-            k = apply_rotary_emb(k, rotary_cos, rotary_sin, rotary_interleaved, False, used)
-        rows = _rows(len(q), used, new, q.device)
-        for cache, x in ((k_cache, k), (v_cache, v)):
-            cache[_places(rows, k_cache.shape[1], cache_batch_idx, block_table)] = x
-    used = used + new
-    if block_table is not None:
-        k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
-    elif cache_batch_idx is not None:
-        k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
-    if isinstance(used, int):  # what is behind the rows in use need not be looked at, or copied
-        k_cache, v_cache = k_cache[:, :used], v_cache[:, :used]
-    ready = readied(q, k_cache, v_cache)
-    out, lse = _attended(ready, used, cache_leftpad, keywords)
-    return (narrowed(out, q.shape[-1]), lse) if return_softmax_lse else narrowed(out, q.shape[-1])
+    with torch.no_grad():
+        if k is not None:
+            if rotary_cos is not None:
+                q = _rotated_queries(q, rotary_cos, rotary_sin, rotary_interleaved, used, keywords)
+                k = apply_rotary_emb(k, rotary_cos, rotary_sin, rotary_interleaved, False, used)
+            rows = _rows(len(q), used, new, q.device)
+            for cache, x in ((k_cache, k), (v_cache, v)):
+                cache[_places(rows, k_cache.shape[1], cache_batch_idx, block_table)] = x
+        used = used + new
+        if block_table is not None:
+            k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
+        elif cache_batch_idx is not None:
+            k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
+        if isinstance(used, int):  # what is behind the rows in use need not be looked at, or copied
+            k_cache, v_cache = k_cache[:, :used], v_cache[:, :used]
+        ready = readied(q, k_cache, v_cache)
+        out, lse = _attended(ready, used, cache_leftpad, keywords)
+        return (narrowed(out, q.shape[-1]), lse) if return_softmax_lse else narrowed(out, q.shape[-1])
 
 
 def _attended(

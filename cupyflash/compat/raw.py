@@ -1,6 +1,7 @@
 """The functions behind flash-attn's own: not public there, and imported by other projects all the same.
 
-They see no autograd: gradients are written into tensors of the caller.
+They see no autograd: gradients are written into tensors of the caller. Nothing decorates them, since callers look at
+their arguments by ``inspect.getfullargspec``, which does not see through decorators.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from .tensors import (
 _ROWS = 128  # softmax_d has room for a multiple of it
 
 
-@torch.no_grad()
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
@@ -44,13 +44,13 @@ def _flash_attn_forward(
     """(out, softmax_lse, S_dmask, rng_state): S_dmask is empty, rng_state two zeros, since nothing is dropped."""
     window = window_size_left, window_size_right
     keywords = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes).ours(q.shape[-1])
-    q, k, v = map(maybe_contiguous, (q, k, v))
-    out, lse = attention(q, k, v, **keywords, return_lse=True)
-    lse = to_theirs(lse) if may_be_empty(q, k, keywords) else lse
+    with torch.no_grad():
+        q, k, v = map(maybe_contiguous, (q, k, v))
+        out, lse = attention(q, k, v, **keywords, return_lse=True)
+        lse = to_theirs(lse) if may_be_empty(q, k, keywords) else lse
     return out, lse, no_probabilities(q), _no_random_state(q)
 
 
-@torch.no_grad()
 def _flash_attn_varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -81,14 +81,14 @@ def _flash_attn_varlen_forward(
     window = window_size_left, window_size_right
     keywords = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes).ours(q.shape[-1])
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_k)
-    if block_table is not None:
-        k, v, lengths = unpaged(k, v, cu_seqlens_k, block_table, lengths)
-    q, k, v = map(maybe_contiguous, (q, k, v))
-    out, lse = attention_varlen(q, k, v, **lengths, **keywords, return_lse=True)
+    with torch.no_grad():
+        if block_table is not None:
+            k, v, lengths = unpaged(k, v, cu_seqlens_k, block_table, lengths)
+        q, k, v = map(maybe_contiguous, (q, k, v))
+        out, lse = attention_varlen(q, k, v, **lengths, **keywords, return_lse=True)
     return out, to_theirs(lse), no_probabilities(q), _no_random_state(q)
 
 
-@torch.no_grad()
 def _flash_attn_backward(
     dout: Tensor,
     q: Tensor,
@@ -117,15 +117,15 @@ def _flash_attn_backward(
     window = window_size_left, window_size_right
     given = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     keywords = given.ours(q.shape[-1])
-    lse = to_ours(softmax_lse) if may_be_empty(q, k, keywords) else softmax_lse
-    dout, q, k, v, out, lse = map(maybe_contiguous, (dout, q, k, v, out, lse))
-    grads = attention_backward(dout, q, k, v, out, lse, **keywords)
-    _write(grads, dq, dk, dv)
-    delta = _delta(dout, out).transpose(1, 2)  # (batch, heads_q, seqlen_q)
-    return torch.nn.functional.pad(delta, (0, round_multiple(delta.shape[-1], _ROWS) - delta.shape[-1]))
+    with torch.no_grad():
+        lse = to_ours(softmax_lse) if may_be_empty(q, k, keywords) else softmax_lse
+        dout, q, k, v, out, lse = map(maybe_contiguous, (dout, q, k, v, out, lse))
+        grads = attention_backward(dout, q, k, v, out, lse, **keywords)
+        _write(grads, dq, dk, dv)
+        delta = _delta(dout, out).transpose(1, 2)  # (batch, heads_q, seqlen_q)
+        return torch.nn.functional.pad(delta, (0, round_multiple(delta.shape[-1], _ROWS) - delta.shape[-1]))
 
 
-@torch.no_grad()
 def _flash_attn_varlen_backward(
     dout: Tensor,
     q: Tensor,
@@ -155,14 +155,15 @@ def _flash_attn_varlen_backward(
     window = window_size_left, window_size_right
     given = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     keywords = given.ours(q.shape[-1])
-    dout, q, k, v, out, lse = map(maybe_contiguous, (dout, q, k, v, out, to_ours(softmax_lse)))
-    grads = attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **keywords)
-    _write(grads, dq, dk, dv)
-    delta, batch = _delta(dout, out).t(), len(cu_seqlens_q) - 1  # (heads_q, total_q)
-    total = delta.shape[-1]
-    softmax_d = delta.new_zeros(delta.shape[0], total + _ROWS * batch)
-    places = torch.arange(total, device=q.device) + _ROWS * sequence_of_rows(cu_seqlens_q, total)
-    return softmax_d.index_copy_(1, places, delta)
+    with torch.no_grad():
+        dout, q, k, v, out, lse = map(maybe_contiguous, (dout, q, k, v, out, to_ours(softmax_lse)))
+        grads = attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **keywords)
+        _write(grads, dq, dk, dv)
+        delta, batch = _delta(dout, out).t(), len(cu_seqlens_q) - 1  # (heads_q, total_q)
+        total = delta.shape[-1]
+        softmax_d = delta.new_zeros(delta.shape[0], total + _ROWS * batch)
+        places = torch.arange(total, device=q.device) + _ROWS * sequence_of_rows(cu_seqlens_q, total)
+        return softmax_d.index_copy_(1, places, delta)
 
 
 def _delta(dout: Tensor, out: Tensor) -> Tensor:

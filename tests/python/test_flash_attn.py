@@ -14,7 +14,7 @@ from cupyflash import ArgumentError, UnsupportedError
 torch = pytest.importorskip("torch")
 from torch_exact import exact, exact_packed  # noqa: E402
 
-from cupyflash.compat import flash_attn, options  # noqa: E402
+from cupyflash.compat import flash_attn, options, raw  # noqa: E402
 from cupyflash.compat.flash_attn import bert_padding, flash_attn_interface  # noqa: E402
 from cupyflash.compat.flash_attn.layers import rotary  # noqa: E402
 
@@ -63,6 +63,8 @@ def test_signature(name: str) -> None:
     got = inspect.signature(getattr(home, function)).parameters.values()
     assert ",".join(str(p.replace(annotation=p.empty)) for p in got) == SIGNATURES[name]
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD for p in got)
+    if inspect.isfunction(getattr(home, function)):  # as ring attention looks at them
+        assert inspect.getfullargspec(getattr(home, function)).args == [p.name for p in got]
     if not module and not function.startswith("_"):
         assert getattr(flash_attn, function) is getattr(interface, function)
 
@@ -103,9 +105,12 @@ SHAPES = {  # batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
     "square": (2, 7, 7, 2, 2, 16),
     "grouped-more-keys": (1, 4, 9, 4, 2, 8),
     "more-queries": (2, 9, 5, 2, 1, 8),
+    "one-more-query": (1, 5, 4, 1, 1, 8),
     "head-dim-5": (1, 6, 8, 2, 1, 5),
     "head-dim-59": (1, 3, 5, 1, 1, 59),
     "no-keys": (1, 3, 0, 1, 1, 8),
+    "no-queries": (1, 0, 3, 2, 1, 5),
+    "no-batch": (0, 2, 3, 1, 1, 8),
 }
 
 
@@ -245,6 +250,34 @@ def test_private_varlen(option: str) -> None:
     assert softmax_d.shape == (4, 9 + 3 * 128)
     assert_same(softmax_d[:, :4], delta[:, :4])
     assert_same(softmax_d[:, 4 + 256 : 9 + 256], delta[:, 4:])
+
+
+def test_what_reaches_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are given our lse, -inf for a query without keys, and the option that results do not show."""
+    given: list[tuple[Any, Any]] = []
+
+    def spy(function: Any) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            given.append((args[5], keywords["deterministic"]))
+            return function(*args, **keywords)
+
+        return call
+
+    for name in ("attention_backward", "attention_varlen_backward"):
+        monkeypatch.setattr(raw, name, spy(getattr(raw, name)))
+    q, k = random(1, 5, 2, 8, grad=False), random(1, 3, 2, 8, grad=False)
+    rest = 0.0, 0.4, True, -1, -1, 0.0, None
+    out, lse, *_ = interface._flash_attn_forward(q, k, k, *rest, False)
+    interface._flash_attn_backward(q, q, k, k, out, lse, None, None, None, *rest, True)
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (5, 3))
+    lengths = cu_q, cu_k, 5, 3
+    out, lse, *_ = interface._flash_attn_varlen_forward(q[0], k[0], k[0], *lengths, *rest)
+    nowhere = None, None, None
+    interface._flash_attn_varlen_backward(q[0], q[0], k[0], k[0], out, lse, *nowhere, *lengths, *rest, False)
+    for got, _ in given:
+        assert torch.isneginf(got[..., :2]).all()
+        assert torch.isfinite(got[..., 2:]).all()
+    assert [deterministic for _, deterministic in given] == [True, False]
 
 
 def test_private_varlen_with_used_keys() -> None:
