@@ -16,14 +16,19 @@ def exact(
     softcap: float = 0.0,
     scale: float | None = None,
     slopes: Any = None,
+    stored: Any = None,
 ) -> tuple[Any, Any]:
-    """(out, lse) of bshd tensors, in their dtype, float64 say; 0 and +inf for a query that sees no key."""
+    """(out, lse) of bshd tensors, in their dtype, float64 say; 0 and +inf for a query that sees no key.
+
+    stored: a dtype that probabilities and out are rounded to, as plain attention of that dtype does.
+    """
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    to_the_left = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+    rows, keys = (torch.arange(x.shape[1], device=q.device) for x in (q, k))
+    to_the_left = rows[:, None] + k.shape[1] - q.shape[1] - keys
     if slopes is not None:
         scores = scores - slopes[..., None, None] * to_the_left.abs()
     left, right = window
@@ -35,7 +40,9 @@ def exact(
     scores = scores.masked_fill(some & ~visible, -torch.inf).masked_fill(~some, 0)
     p = scores.softmax(-1).masked_fill(~some, 0) if k.shape[1] else scores
     lse = scores.logsumexp(-1) if k.shape[1] else scores.sum(-1)
-    return torch.einsum("bhij,bjhd->bihd", p, v), lse.masked_fill(~some[:, 0], torch.inf)
+    p = p if stored is None else p.to(stored).to(p.dtype)
+    out = torch.einsum("bhij,bjhd->bihd", p, v)
+    return out if stored is None else out.to(stored), lse.masked_fill(~some[:, 0], torch.inf)
 
 
 def exact_packed(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, slopes: Any = None, **options: Any) -> tuple[Any, Any]:

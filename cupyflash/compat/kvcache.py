@@ -112,7 +112,10 @@ def _packed_lengths(
     Padding at the left becomes a sequence of its own, in front of each, that no query belongs to.
     """
     numbers = torch.arange(batch + 1, device=device, dtype=torch.int32)
-    used = torch.as_tensor(used, device=device, dtype=torch.int32).expand(batch)
+    if isinstance(used, Tensor):
+        used = used.to(torch.int32)
+    else:
+        used = torch.full((batch,), used, device=device, dtype=torch.int32)  # a copy from the host would be waited for
     starts_q, starts_k = numbers * seqlen, numbers * capacity
     if leftpad is None:
         return {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "seqused_k": used.contiguous()}

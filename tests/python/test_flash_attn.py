@@ -12,11 +12,10 @@ import cupyflash
 from cupyflash import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
-from torch_exact import exact, exact_packed  # noqa: E402
-
 from cupyflash.compat import flash_attn, options, raw  # noqa: E402
 from cupyflash.compat.flash_attn import bert_padding, flash_attn_interface  # noqa: E402
 from cupyflash.compat.flash_attn.layers import rotary  # noqa: E402
+from tests.torch_exact import exact, exact_packed  # noqa: E402
 
 interface = flash_attn_interface
 

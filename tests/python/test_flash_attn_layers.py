@@ -9,11 +9,10 @@ import pytest
 from cupyflash import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
-from torch_exact import exact  # noqa: E402
-
 from cupyflash.compat import options  # noqa: E402
 from cupyflash.compat.flash_attn import bert_padding, flash_attn_with_kvcache  # noqa: E402
 from cupyflash.compat.flash_attn.layers import rotary  # noqa: E402
+from tests.torch_exact import exact  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
