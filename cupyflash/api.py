@@ -9,7 +9,6 @@ from . import options
 from .arrays.adapters import TORCH
 from .arrays.libraries import Foreign, common_library, common_library_of_three
 from .launch import run
-from .operands import BACKWARD
 from .options import Options, Window, make_options
 
 
@@ -42,6 +41,7 @@ def attention(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    kv_range: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
@@ -67,6 +67,10 @@ def attention(
         layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(batch, heads, seqlen, head_dim)``; results have the same.
         deterministic: make the gradients bitwise reproducible, at some cost; the forward always is.
         softcap: what no score's magnitude exceeds, 0.001 to 1000 (50 in Gemma 2, 30 in Grok-1); None for no cap.
+        kv_range: ``(batch, 2)``, int32, of q's library and device: the queries of sequence b see none but the keys
+            ``kv_range[b, 0]`` to ``kv_range[b, 1]``, those that are not padding, left or right. causal and window stay
+            where they are, aligned by seqlen_q and seqlen_k: with causal, query i of a batch padded on the left sees
+            keys ``kv_range[b, 0]`` to i. Blocks of keys beyond are not read. None: all keys.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -80,7 +84,9 @@ def attention(
         differentiable, once.
 
     Raises:
-        ArgumentError: an argument is wrong; the message says which and how to fix it.
+        ArgumentError: an argument is wrong; the message says which and how to fix it. A kv_range beyond the keys, or
+            that ends before it starts, is found where the arrays are in host memory, and on a GPU with
+            ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for it. Else the kernels clamp it.
         UnsupportedError: no kernel, GPU or compiler for it; or a tracer, a transform or a derivative (second, forward
             mode, of scale) that would get a wrong answer.
         CompileError: NVRTC refused a kernel.
@@ -96,19 +102,22 @@ def attention(
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
     want_lse = return_lse if type(return_lse) is bool else options.flag("return_lse", return_lse)
-    out, lse = _forward(q, k, v, call, want_lse)
+    arrays = {"q": q, "k": k, "v": v}
+    if kv_range is not None:
+        arrays["kv_range"] = kv_range
+    out, lse = forward(arrays, call, want_lse)
     return (out, lse) if want_lse else out
 
 
-def _forward(q: Any, k: Any, v: Any, call: Options, want_lse: bool) -> tuple[Any, Any]:
-    library = common_library_of_three(q, k, v)
+def forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any, Any]:
+    """(out, lse) of arrays of any library, by the names of the table of arrays."""
+    library = common_library_of_three(*arrays.values()) if len(arrays) == 3 else common_library(**arrays)
     if library is TORCH:
-        return (_torch or _import_torch()).attention({"q": q, "k": k, "v": v}, call, want_lse)
+        return (_torch or _import_torch()).attention(arrays, call, want_lse)
     if isinstance(library, Foreign):
-        adopted = library.adopt({"q": q, "k": k, "v": v})
-        out, lse = _forward(**adopted, call=call, want_lse=want_lse)
-        return library.give_back(out, q), library.give_back(lse, q) if want_lse else None
-    return run.forward(library, {"q": q, "k": k, "v": v}, call, want_lse)
+        out, lse = forward(library.adopt(arrays), call, want_lse)
+        return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
+    return run.forward(library, arrays, call, want_lse)
 
 
 _torch: Any = None  # our module of that name
@@ -137,6 +146,7 @@ def attention_backward(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    kv_range: Any | None = None,
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
 
@@ -149,14 +159,15 @@ def attention_backward(
 
     Args:
         dout: gradient of the loss with respect to out, of out's shape and dtype.
-        q, k, v: the inputs of the forward.
+        q, k, v, kv_range: the inputs of the forward.
         out, lse: its results, as `attention(..., return_lse=True)` gave them.
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
         deterministic: bitwise reproducible gradients.
 
     Returns:
-        Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v.
+        Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for queries and
+        keys that take no part.
 
     Raises:
         ArgumentError, UnsupportedError, CompileError: as `attention`.
@@ -172,15 +183,17 @@ def attention_backward(
     bounds = call.window
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
-    return Gradients.of(_backward({"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}, call))
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    arrays |= {name: x for name, x in (("dlse", dlse), ("kv_range", kv_range)) if x is not None}
+    return Gradients.of(backward(arrays, call))
 
 
-def _backward(named: dict[str, Any], call: Options) -> dict[str, Any]:
-    given = {name: x for name, x in named.items() if x is not None or name not in BACKWARD.optional}
-    library = common_library(**given)
+def backward(arrays: dict[str, Any], call: Options) -> dict[str, Any]:
+    """The gradients by name, of arrays of any library, by the names of the table of arrays."""
+    library = common_library(**arrays)
     if library is TORCH:
-        return (_torch or _import_torch()).backward(given, call)
+        return (_torch or _import_torch()).backward(arrays, call)
     if isinstance(library, Foreign):
-        grads = _backward(library.adopt(given), call)
-        return {name: library.give_back(x, named["q"]) for name, x in grads.items()}
-    return run.backward(library, given, call)
+        grads = backward(library.adopt(arrays), call)
+        return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
+    return run.backward(library, arrays, call)

@@ -22,7 +22,7 @@ Q = ("batch", "seqlen_q", "heads_q", "head_dim")
 K = ("batch", "seqlen_k", "heads_k", "head_dim")
 ROWS = ("batch", "heads_q", "seqlen_q")
 # The lengths that a call's inputs and results may have, in the order in which `Operand.shape` takes them.
-SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "batch + 1", "total_q", "total_k")
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "batch + 1", "total_q", "total_k", "2")
 
 
 class Use(NamedTuple):
@@ -172,6 +172,7 @@ TABLE: tuple[Operand | Number, ...] = (
         "lengths_contradict", ("1",), "int32", feature="packed",
         backward=Use(WORKSPACE, optional=True, text="not 0 if lengths decrease (bwd_delta.cuh); null: nobody asks"),
     ),
+    Operand("kv_range", ("batch", "2"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="kv_range"),
 )  # fmt: skip
 
 

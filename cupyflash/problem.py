@@ -29,7 +29,8 @@ class Problem:
     already folded in: it is ``right = min(right, 0)``.
 
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
-    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`).
+    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). With a
+    `kv_range`, each sequence has a range of keys beyond which its queries see none.
     """
 
     dtype: str
@@ -44,6 +45,7 @@ class Problem:
     deterministic: bool = False
     softcap: float | None = None
     packed: bool = False
+    kv_range: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -80,10 +82,12 @@ def make_problem(
     deterministic: bool = False,
     softcap: float | None = None,
     sequences: int | None = None,
+    kv_range: bool = False,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
     `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
+    `kv_range`: whether each sequence has a range of keys.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
@@ -125,6 +129,7 @@ def make_problem(
         deterministic=options.deterministic,
         softcap=_softcap(options.softcap, scale_of_scores, dtypes[0]),
         packed=sequences is not None,
+        kv_range=kv_range,
     )
 
 

@@ -67,6 +67,7 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.option("--window", callback=window_bounds, metavar="LEFT,RIGHT", default=None,
               help="Keys that a query sees on each side; a side left empty has no bound.")  # fmt: skip
 @click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
+@click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
 @click.option("--memory", type=click.Choice(MEMORY), default="contiguous", show_default=True,
               help="unaligned: no address is a multiple of 16. broadcast: k and v repeat one head.")  # fmt: skip
@@ -88,7 +89,7 @@ def command(**options: Any) -> None:
     settle(options)
     gpu = _device(options["arch"])
     q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
-    keep = ("causal", "window", "layout", "deterministic", "softcap")
+    keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range")
     sequences = options["batch"] if options["packed"] else None
     problem = make_problem(
         (q, k, k), (options["dtype"],) * 3, **{name: options[name] for name in keep}, sequences=sequences

@@ -57,10 +57,10 @@ def noise(
     """The bounds for out, and for (dq, dk, dv), each in its shape; arguments as in `reference.backward`."""
     if sequences is not None:
         out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
-        for rows, keys, one in parts(problem, sequences):
-            dlse_of = None if dlse is None else dlse[None, :, rows]
-            found = noise(dout[None, rows], q[None, rows], k[None, keys], v[None, keys], one, dlse_of)
-            out[None, rows], (dq[None, rows], dk[None, keys], dv[None, keys]) = found
+        for part in parts(problem, sequences):
+            dlse_of = None if dlse is None else dlse[part.lse]
+            found = noise(dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of)
+            out[part.q], (dq[part.q], dk[part.k], dv[part.k]) = found
         return out, (dq, dk, dv)
     p, a, visible = problem, Arithmetic.exact(), reference.visible_pairs(problem)
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))

@@ -91,7 +91,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences
         q: (batch, seqlen_q, heads_q, head_dim), any floating dtype and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim).
         problem: options; a query that sees no key gets out 0 and lse -inf.
-        sequences: where the sequences of a packed problem lie.
+        sequences: where the sequences of a packed problem lie, and which of their keys count.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim) and lse (batch, heads_q, seqlen_q), natural log, both float64.
@@ -150,8 +150,8 @@ def _forward(
 ) -> tuple[Array, Array]:
     if sequences is not None:
         out, lse = np.zeros(q.shape, a.accumulate), np.full(problem.rows, -np.inf, a.accumulate)
-        for rows, keys, one in parts(problem, sequences):
-            out[None, rows], lse[None, :, rows] = _forward(q[None, rows], k[None, keys], v[None, keys], one, a)
+        for part in parts(problem, sequences):
+            out[part.q], lse[part.lse] = _forward(q[part.q], k[part.k], v[part.k], part.problem, a)
         return out, lse
     p, visible = problem, visible_pairs(problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
@@ -176,10 +176,10 @@ def _backward(
 ) -> tuple[Array, Array, Array]:
     if sequences is not None:
         dq, dk, dv = (np.zeros(x.shape, a.accumulate) for x in (q, k, v))
-        for rows, keys, one in parts(problem, sequences):
-            dlse_of = None if dlse is None else dlse[None, :, rows]
-            found = _backward(dout[None, rows], q[None, rows], k[None, keys], v[None, keys], one, dlse_of, a)
-            dq[None, rows], dk[None, keys], dv[None, keys] = found
+        for part in parts(problem, sequences):
+            dlse_of = None if dlse is None else dlse[part.lse]
+            found = _backward(dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a)
+            dq[part.q], dk[part.k], dv[part.k] = found
         return dq, dk, dv
     p, visible = problem, visible_pairs(problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)

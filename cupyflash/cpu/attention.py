@@ -38,19 +38,26 @@ _FP32, _FP64 = np.dtype(np.float32), np.dtype(np.float64)
 _DTYPES = {_FP32: (_FP32, _FP64), _FP64: (_FP64,)}  # accumulator -> what to compute in, one after the other
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+def forward(q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences | None = None) -> tuple[Array, Array]:
     """``out = softmax(scale * q k^T) v`` over the visible keys.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 (ml_dtypes), fp32 or fp64, any strides; never written.
         k, v: (batch, seqlen_k, heads_k, head_dim), same dtype.
         problem: shapes and options.
+        sequences: of packed arrays, (total, heads, head_dim), and of those whose keys have ranges: each is computed by
+            itself.
 
     Returns:
         out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
-        sees no key has out 0 and lse -inf.
+        sees no key, or belongs to no sequence, has out 0 and lse -inf.
     """
     p, accumulate = problem, _accumulator(q)
+    if sequences is not None:
+        out, lse = np.zeros_like(q), np.full(p.rows, -np.inf, accumulate)
+        for part in parts(p, sequences):
+            out[part.q], lse[part.lse] = forward(q[part.q], k[part.k], v[part.k], part.problem)
+        return out, lse
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), accumulate)
     q_heads, out_heads, lse_heads = group_heads(q, p), group_heads(out, p), group_lse(lse, p)
@@ -72,8 +79,9 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Arra
 
 
 def backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None, problem: Problem
-) -> tuple[Array, Array, Array]:
+    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None, problem: Problem,
+    sequences: Sequences | None = None,
+) -> tuple[Array, Array, Array]:  # fmt: skip
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` with respect to q, k and v, bitwise reproducible.
 
     Args:
@@ -81,12 +89,19 @@ def backward(
         q, k, v: as in `forward`.
         out, lse: what `forward` returned.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
-        problem: shapes and options.
+        problem, sequences: as in `forward`.
 
     Returns:
         dq, dk, dv with shapes and dtype of q, k, v; 0 for a query or key that takes no part.
     """
     p, accumulate = problem, _accumulator(q)
+    if sequences is not None:
+        dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
+        for part in parts(p, sequences):
+            (dO, Q, O), (K, V) = (x[part.q] for x in (dout, q, out)), (x[part.k] for x in (k, v))
+            dLSE = None if dlse is None else dlse[part.lse]
+            dq[part.q], dk[part.k], dv[part.k] = backward(dO, Q, K, V, O, lse[part.lse], dLSE, part.problem)
+        return dq, dk, dv
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), q.dtype) for _ in range(2))
     by_row = [group_heads(x, p) for x in (q, dout, out)]
@@ -102,38 +117,6 @@ def backward(
         for target, gradient in zip(targets, gradients, strict=True):
             with np.errstate(all="ignore"):
                 target[chunk] = gradient.reshape(target[chunk].shape)
-    return dq, dk, dv
-
-
-def forward_packed(q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences) -> tuple[Array, Array]:
-    """`forward` of each sequence by itself: arrays (total, heads, head_dim), lse (heads_q, total_q).
-
-    Rows outside of all sequences have out 0 and lse -inf.
-    """
-    out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, _accumulator(q))
-    for rows, keys, p in parts(problem, sequences):
-        out[None, rows], lse[None, :, rows] = forward(q[None, rows], k[None, keys], v[None, keys], p)
-    return out, lse
-
-
-def backward_packed(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    problem: Problem,
-    sequences: Sequences,
-) -> tuple[Array, Array, Array]:
-    """`backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
-    dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
-    for rows, keys, p in parts(problem, sequences):
-        Q, dO, O = (x[None, rows] for x in (q, dout, out))
-        LSE, dLSE = (None if x is None else x[None, :, rows] for x in (lse, dlse))
-        assert LSE is not None
-        dq[None, rows], dk[None, keys], dv[None, keys] = backward(dO, Q, k[None, keys], v[None, keys], O, LSE, dLSE, p)
     return dq, dk, dv
 
 

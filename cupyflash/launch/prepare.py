@@ -90,12 +90,12 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, packed: bool, batch: int, aligned: bool, tma: bool,
-    clocks: bool, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, packed: bool, kv_range: bool, batch: int,
+    aligned: bool, tma: bool, clocks: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`batch`: 0 for any call without work; `wish`: so that another value in the environment is another question."""
     shape, sequences = ((1, 1, head_dim), batch) if packed else ((batch, 1, 1, head_dim), None)
-    problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences)
+    problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, kv_range=kv_range)
     spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, family=family(), clocks=clocks)
     return _Asked(spec, numbers_of(problem))
 
@@ -182,8 +182,8 @@ def prepare(
     lengths, steps = given.measure(signatures, options.layout)
     batch, seqlen_q, seqlen_k, _, _ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
-    is_packed = given.packed is not None
-    asks = given.which.name == "backward", library.dtype_name(dtype), shape[3], options, is_packed, has_work, aligned
+    asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
+    asks = *asked_of, given.packed is not None, given.kv_range, has_work, aligned
     copied = _copied(given, signatures) if given.others else ()
     while True:
         asked = _asked(*asks, tma, "clocks" in given.wanted, wish())

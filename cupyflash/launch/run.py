@@ -72,12 +72,7 @@ def backward(library: Native, arrays: Mapping[str, Any], options: Options) -> di
 
 
 _LSE = ("lse",)
-_COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, packed or not
-    ("forward", False): cpu.forward,
-    ("forward", True): cpu.forward_packed,
-    ("backward", False): cpu.backward,
-    ("backward", True): cpu.backward_packed,
-}
+_COMPUTE: dict[str, Callable[..., tuple[Any, ...]]] = {"forward": cpu.forward, "backward": cpu.backward}
 
 
 def _run(
@@ -107,7 +102,7 @@ def _run(
         vet_new(library, arrays)
         given, vet = given_of(which, names, wanted), partial(vet_all, library, arrays)
         call = launch.calls.keep(key, prepare(given, library, keys, options, aligned, stream, vet=vet))
-    if "cu_seqlens_q" in arrays and os.environ.get("CUPYFLASH_DEBUG") == "1":
+    if not arrays.keys().isdisjoint(Sequences._fields) and os.environ.get("CUPYFLASH_DEBUG") == "1":
         vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
     made = []
@@ -169,7 +164,9 @@ def _on_host(
     vet_all(library, arrays)
     names = tuple(arrays)
     problem, _ = check(which, names, library, keys, options)
-    lengths = vet_lengths(library, _sequences(arrays), problem) if problem.packed else None
+    lengths = (
+        vet_lengths(library, _sequences(arrays), problem) if not arrays.keys().isdisjoint(Sequences._fields) else None
+    )
     if _on_gpu(library, problem):
         import cupy
 
@@ -181,7 +178,5 @@ def _on_host(
 
     plain = dict.fromkeys(which.names(INPUT, where=lambda row: not row.feature))
     plain |= {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
-    compute = _COMPUTE[which.name, problem.packed]
-    more = {} if lengths is None else {"sequences": lengths}
-    found = zip(which.made(names, _LSE), compute(**plain, problem=problem, **more), strict=True)
+    found = zip(which.made(names, _LSE), _COMPUTE[which.name](**plain, problem=problem, sequences=lengths), strict=True)
     return [library.from_numpy(np.ascontiguousarray(bshd(name, x))) for name, x in found]

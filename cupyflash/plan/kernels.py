@@ -29,6 +29,7 @@ class Main(Variant):
     scale_first: bool = False
     softcap: bool = False
     packed: bool = False
+    kv_range: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -81,7 +82,10 @@ class Delta(Variant):
     packed: bool = False
 
 
+@dataclass(frozen=True)
 class Convert(Delta):
     """bwd_convert.cuh: dQ from its accumulator."""
 
     header, function = "bwd_convert", "bwd_convert"
+
+    kv_range: bool = False

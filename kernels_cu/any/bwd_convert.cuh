@@ -6,7 +6,7 @@
 #include "tile/epilogue.cuh"
 #include "attention/repair_gradients.cuh"
 
-// For GradientRepair: whatever the mask; one that is not there has no bounds.
+// For GradientRepair: whatever the mask, but for a range of keys; a window that is not there has no bounds.
 template <class V>
 struct AnyMask : V {
     static constexpr bool kCausal = false, kWindow = true, kScaleFirst = false;

@@ -7,20 +7,20 @@
 template <class V>
 struct BwdVisits {
     int head_k;
-    Sequence<V::kPacked> sequence;
+    SequenceOf<V> sequence;
     int k0, block;             // first key, and the block's number in the sequence
     int first, blocks, count;  // query tiles [first, first + blocks) of each head; visits in all
     int head, m_block;         // the current visit
 
     // Those of this block, where each block computes one tile; and of any tile.
     __device__ explicit BwdVisits(const BwdParams &p, int number = ptx::block_index())
-        : BwdVisits(p.problem, tile_at<V, Keys, V::kBlockN, false>(p, number)) {}
-    __device__ BwdVisits(const Problem &p, const Tile<V::kPacked> &tile)
-        : head_k(tile.head), sequence(tile.sequence), k0(tile.block * V::kBlockN), block(tile.block) {
-        const Mask<V> mask(sequence, p);
-        const int group = p.heads_q / p.heads_k;
+        : BwdVisits(p, tile_at<V, Keys, V::kBlockN, false>(p, number)) {}
+    __device__ BwdVisits(const BwdParams &p, const Tile<V::kPacked> &tile)
+        : head_k(tile.head), sequence(with_range<V>(tile.sequence, p)), k0(tile.block * V::kBlockN), block(tile.block) {
+        const Mask<V> mask(sequence, p.problem);
+        const int group = p.problem.heads_q / p.problem.heads_k;
         first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
-        if (V::kPacked && k0 >= sequence.seqlen_k) blocks = 0;                        // no key of the tile counts
+        if (!Mask<V>::kAllCount && !mask.some_count(k0)) blocks = 0;
         count = group * blocks, head = head_k * group, m_block = first + blocks - 1;  // @visits-of-all-heads-sm90
     }
     __device__ void next() {

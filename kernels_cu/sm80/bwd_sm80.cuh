@@ -67,11 +67,16 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
     const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
 
-    const Mask<V> mask(sequence, problem);
+    const Mask<V> mask(with_range<V>(sequence, p), problem);
+    // The same in the main loop, which has no registers left to keep a range of keys: that is read again.
+    const auto mask_again = [&]() -> Mask<V> {
+        if constexpr (V::kKvRange) return {with_range<V>(sequence, aside(p)), problem};
+        else return mask;
+    };
     const Score<V> score(problem);
     const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
     // @visits-of-all-heads-sm80
-    const int visits = !V::kPacked || k0 < sequence.seqlen_k ? group * blocks : 0;  // else no key of the tile counts
+    const int visits = Mask<V>::kAllCount || mask.some_count(k0) ? group * blocks : 0;
 
     // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
     struct Visit { int head, m_block; };
@@ -98,7 +103,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     // Whether every query of a tile sees every key, so that no element needs a test.
     const auto whole = [&](int q0) {
-        return mask.full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q;
+        return mask_again().full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q;
     };
 
     AccTile<kRows, kCols> dK, dV;
@@ -136,7 +141,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         }
         if (masked) {
             // @mask-from-the-lane-bwd-sm80
-            const Mask<V> from_here = mask.from(q0 + first_query, k0 + key0 + lane / 4);
+            const Mask<V> from_here = mask_again().from(q0 + first_query, k0 + key0 + lane / 4);
             const auto hide = [&](int key, int query, float &x) {
                 if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;  // @queries-that-exist
             };
@@ -165,7 +170,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
         gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
-        const int rank = tile.block - mask.first_key_block(q0);  // @rank-in-the-query-tile-sm80
+        const int rank = tile.block - mask_again().first_key_block(q0);  // @rank-in-the-query-tile-sm80
         turn.wait(rank);
         Dq::for_each_group(dQ, Dq::accum(aside(p), sequence, now.head, now.m_block),
                            [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });  // @dq-added

@@ -90,7 +90,7 @@ struct FwdGroup {
         S.for_each([&](int, int, float &s) { s = score.value(s); });
     }
 
-    __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), problem}; }
+    __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain}; }
     __device__ Mask<OneGroup<V>> mask_of(const QueryWork<V> &tile) const { return {tile.sequence, problem}; }
     // This group's rows of a tile, if there are any, and its blocks [first, end).
     __device__ int rows_of(const QueryWork<V> &tile) const { return tile.q0 + 64 * group; }

@@ -18,7 +18,7 @@ from cupyflash.plan.families import variants_of_calls
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
-from .covering_packed import packed
+from .covering_packed import packed, ranged
 from .spec import Spec
 
 MEMORY = ("contiguous", "bhsd", "padded", "misaligned", "one_head")
@@ -239,4 +239,5 @@ def cases() -> dict[str, Spec]:
         for i, row in enumerate(capped())
     }
     places = {f"packed-{i}": packed(spec(row, i), i) for i, row in enumerate(capped())}
-    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places
+    ranges = {f"range-{i}": ranged(spec(row, i), i) for i, row in enumerate(capped())}
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places | ranges

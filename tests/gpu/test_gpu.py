@@ -46,8 +46,9 @@ def check(case: cases.Case, oracle: Oracle, inputs: cases.Inputs, library: str) 
     q, k, v, dout = (on_gpu(case.in_layout(x), library) for x in inputs[:4])
     dlse = None if inputs.dlse is None else on_gpu(inputs.dlse, library)
     options, forward, backward = case.options(), cupyflash.attention, cupyflash.attention_backward
-    if inputs.sequences is not None:
+    if case.packed:
         forward, backward = cupyflash.attention_varlen, cupyflash.attention_varlen_backward
+    if inputs.sequences is not None:
         options |= {name: on_gpu(x, library) for name, x in inputs.sequences.named().items()}
     poison(library)
     out, lse = forward(q, k, v, **options, return_lse=True)

@@ -19,11 +19,8 @@ Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
-    if x.sequences is not None:
-        out, lse = cpu.forward_packed(x.q, x.k, x.v, p, x.sequences)
-        return out, lse, cpu.backward_packed(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, x.sequences)
-    out, lse = cpu.forward(x.q, x.k, x.v, p)
-    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p)
+    out, lse = cpu.forward(x.q, x.k, x.v, p, x.sequences)
+    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, x.sequences)
 
 
 def check(p: Problem, x: Inputs) -> None:
