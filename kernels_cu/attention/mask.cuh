@@ -51,10 +51,15 @@ struct Mask {
     // Whether all queries of [q0, q0 + M) see all keys of [k0, k0 + N), so that no element needs a test. @whole-block
     __device__ bool full(int q0, int k0) const { return k0 >= first_key(q0 + M - 1) && k0 + N <= end_key(q0); }
 
-    // Forward: the half-open range of key blocks that some query of [q0, q0 + M) sees. May be empty.
+    // Key blocks as the queries [q0, q0 + M) see them, from the first to the last: hidden up to first_key_block; in part
+    // up to first_full_block; in full up to end_full_block; in part up to end_key_block; hidden. Segments may be empty, and
+    // where the full ones are, those in part may overlap.
     __device__ int first_key_block(int q0) const { return first_key(q0) / N; }
     // @last-key-block
     __device__ int end_key_block(int q0) const { return ceil_div(max(0, end_key(min(q0 + M, seqlen_q) - 1)), N); }
+
+    __device__ int first_full_block(int q0) const { return ceil_div(first_key(q0 + M - 1), N); }  // @first-whole-block
+    __device__ int end_full_block(int q0) const { return max(0, end_key(q0)) / N; }               // @first-cut-block
 
     // Backward: the half-open range of query blocks that see some key of [k0, k0 + N). May be empty.
     __device__ int first_query_block(int k0) const { return first_query(k0) / M; }

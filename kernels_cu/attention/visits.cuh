@@ -3,6 +3,25 @@
 #define CUPYFLASH_VISITS_CUH
 #include "attention/mask.cuh"
 
+// One visit: a query tile of a head.
+struct Visit { int head, m_block; };
+
+// The query tiles that keys [k0, k0 + kBlockN) visit: head by head of the group, each in descending order.
+template <class V>
+struct QueryTiles {
+    int first, blocks, count;  // query tiles [first, first + blocks) of each head; visits in all
+
+    __device__ QueryTiles(const Mask<V> &mask, int k0, int group)
+        : first(mask.first_query_block(k0)), blocks(max(0, mask.end_query_block(k0) - first)) {
+        if (!Mask<V>::kAllCount && !mask.some_count(k0)) blocks = 0;  // @visits-of-no-key
+        count = group * blocks;                                       // @visits-of-all-heads
+    }
+    __device__ Visit begin(int head) const { return {head, first + blocks - 1}; }
+    __device__ Visit after(const Visit &v) const {
+        return v.m_block > first ? Visit{v.head, v.m_block - 1} : begin(v.head + 1);
+    }
+};
+
 // The keys of a block, and the query tiles that it visits: head by head of the group, each in descending order.
 template <class V>
 struct BwdVisits {
@@ -19,9 +38,9 @@ struct BwdVisits {
         : head_k(tile.head), sequence(with_range<V>(tile.sequence, p)), k0(tile.block * V::kBlockN), block(tile.block) {
         const Mask<V> mask(sequence, p.problem);
         const int group = p.problem.heads_q / p.problem.heads_k;
-        first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
-        if (!Mask<V>::kAllCount && !mask.some_count(k0)) blocks = 0;
-        count = group * blocks, head = head_k * group, m_block = first + blocks - 1;  // @visits-of-all-heads-sm90
+        const QueryTiles<V> tiles(mask, k0, group);
+        first = tiles.first, blocks = tiles.blocks, count = tiles.count;
+        head = head_k * group, m_block = first + blocks - 1;  // @first-head-of-the-group-sm90
     }
     __device__ void next() {
         if (--m_block < first) ++head, m_block = first + blocks - 1;

@@ -16,6 +16,7 @@
 #include "tile/gemm.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair_gradients.cuh"
+#include "attention/visits.cuh"
 
 // One query tile in shared memory.
 template <class T, int M, int D>
@@ -74,17 +75,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         else return mask;
     };
     const Score<V> score(problem);
-    const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
-    // @visits-of-all-heads-sm80
-    const int visits = Mask<V>::kAllCount || mask.some_count(k0) ? group * blocks : 0;
-
-    // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
-    struct Visit { int head, m_block; };
-    const auto after = [&](Visit v) {
-        return v.m_block > first ? Visit{v.head, v.m_block - 1} : Visit{v.head + 1, first + blocks - 1};
-    };
+    const QueryTiles<V> visits(mask, k0, group);  // in step i, one is used and the next may be requested
     const auto request = [&](int i, Visit visit) {
-        if (i < visits) {
+        if (i < visits.count) {
             const int head = visit.head, q0 = visit.m_block * M;
             const Stage s = stage(i);
             s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
@@ -117,7 +110,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
         ptx::cp_async_wait_group<0>();  // @q-and-do-copied
         ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before @q-and-do-landed
-        if constexpr (kStages == 2) request(i + 1, after(now));
+        if constexpr (kStages == 2) request(i + 1, visits.after(now));
 
         AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
         P.zero(), dS.zero();
@@ -163,7 +156,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             gemm_nn<T>(dK, SmemA<TileP, kRows>(sdS, key0), s.sQ, col0);
             if constexpr (kStages == 1) ptx::bar_sync();  // every warp is done with Q and dO
         }
-        if constexpr (kStages == 1) request(i + 1, after(now));
+        if constexpr (kStages == 1) request(i + 1, visits.after(now));
 
         typename Dq::Acc dQ;
         dQ.zero();
@@ -178,11 +171,11 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     };
 
     load_keys<V>(sK, p.k, p.k_stride, tile);
-    load_keys<V>(sV, p.v, p.v_stride, tile);           // @strides-of-v-bwd-sm80
-    Visit now{tile.head * group, first + blocks - 1};  // @first-head-of-the-group-sm80
+    load_keys<V>(sV, p.v, p.v_stride, tile);      // @strides-of-v-bwd-sm80
+    Visit now = visits.begin(tile.head * group);  // @first-head-of-the-group-sm80
     request(0, now);
     #pragma unroll 1
-    for (int i = 0; i < visits; ++i, now = after(now)) step(i, now);
+    for (int i = 0; i < visits.count; ++i, now = visits.after(now)) step(i, now);
 
     ptx::cp_async_wait_group<0>();
     // @keys-read-by-all

@@ -151,8 +151,7 @@ struct FwdGroup {
         // Blocks before `whole` or from `cut` on hide keys from some of the rows.
         const auto mask = mask_of(tile);
         const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
-        const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;  // @first-whole-block
-        const int cut = max(0, mask.end_key(q0)) / N;                             // @first-cut-block
+        const int whole = mask.first_full_block(q0), cut = mask.end_full_block(q0);
         const int slot = q_ring.stage;
         const auto sQ = smem.q(slot);
 

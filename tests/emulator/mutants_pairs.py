@@ -36,12 +36,12 @@ def _batch(marker: str, params: str, sequence: str) -> Edit:
 
 
 HEADS = (
-    _bug("sm80: heads of q beyond the sixth of a group left out", change("visits-of-all-heads-sm80", "group * blocks", "min(group, 6) * blocks"), "pair-75"),
+    _bug("sm80: heads of q beyond the sixth of a group left out", change("visits-of-all-heads", "group * blocks", "min(group, 6) * blocks"), "pair-75"),
     _bug("sm80: first head of q of a group of five", change("first-head-of-the-group-sm80", "* group", "* min(group, 4)"), "pair-127"),
     _bug("sm80: dQ of another batch", _batch("dq-added", "aside(p)", "sequence"), "pair-129"),
     _bug("sm80: statistics of another batch", _batch("statistics-of-the-visit-sm80", "p", "sequence"), "pair-129"),
-    _bug("sm90: heads of q beyond the sixth of a group left out", change("visits-of-all-heads-sm90", "count = group", "count = min(group, 6)"), "pair-96"),
-    _bug("sm90: first head of q of a group of five", change("visits-of-all-heads-sm90", "head_k * group", "head_k * min(group, 4)"), "pair-80"),
+    _bug("sm90: heads of q beyond the sixth of a group left out", change("visits-of-all-heads", "count = group", "count = min(group, 6)"), "pair-96"),
+    _bug("sm90: first head of q of a group of five", change("first-head-of-the-group-sm90", "head_k * group", "head_k * min(group, 4)"), "pair-80"),
     _bug("sm90: statistics of another batch", _batch("statistics-of-the-visit-sm90", "p.plain", "sequence"), "tiles-2"),
     _bug("dkv: statistics of another batch", _batch("statistics-of-the-visit-dkv", "p.plain", "sequence"), "pair-83"),
     _bug("sm90: V of the head of q", change("v-of-its-head-bwd-sm90", "visit.head_k", "visit.head"), "pair-80"),

@@ -21,7 +21,7 @@ FORWARD_RANGE = (
 BACKWARD_RANGE = (
     Bug("blocks of keys before the range visited", change("blocks-that-count", "k0 + N > start_k", "true"), "range-deterministic", r"DEADLOCK"),
     Bug("first share of dQ from a block before the range", change("first-key", "max(start(), qi + lower)", "max(0, qi + lower)"), "range-deterministic", r"DEADLOCK"),
-    Bug("blocks of no visible key take a turn", change("visits-of-all-heads-sm80", "Mask<V>::kAllCount || mask.some_count(k0) ? group * blocks : 0", "group * blocks"), "range-deterministic", r"DEADLOCK"),
+    Bug("blocks of no visible key take a turn", change("visits-of-no-key", "!mask.some_count(k0)", "false"), "range-deterministic", r"DEADLOCK"),
     _sm90("blocks of keys before the range visited on Hopper", change("first-key", "max(start(), qi + lower)", "max(0, qi + lower)"), "range-deterministic", r"DEADLOCK"),
 )  # fmt: skip
 
