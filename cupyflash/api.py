@@ -44,6 +44,7 @@ def attention(
     deterministic: bool = False,
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
@@ -73,6 +74,10 @@ def attention(
         alibi_slopes: ``(heads_q,)`` or ``(batch, heads_q)``, fp32 (fp64 for fp64 input), of q's library and device, any
             strides: the slopes of ALiBi (Press et al. 2022). Distances count from the bottom right, as masks do. On
             PyTorch tensors that require grad, they are learned.
+        kv_range: ``(batch, 2)``, int32, of q's library and device: the queries of sequence b see none but the keys
+            ``kv_range[b, 0]`` to ``kv_range[b, 1]``, those that are not padding, left or right. causal and window stay
+            where they are, aligned by seqlen_q and seqlen_k: with causal, query i of a batch padded on the left sees
+            keys ``kv_range[b, 0]`` to i. Blocks of keys beyond are not read. None: all keys.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -86,7 +91,9 @@ def attention(
         and lse are differentiable, once.
 
     Raises:
-        ArgumentError: an argument is wrong; the message says which and how to fix it.
+        ArgumentError: an argument is wrong; the message says which and how to fix it. A kv_range beyond the keys, or
+            that ends before it starts, is found where the arrays are in host memory, and on a GPU with
+            ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for it. Else the kernels clamp it.
         UnsupportedError: no kernel, GPU or compiler for it; or a tracer, a transform or a derivative (second, forward
             mode, of scale) that would get a wrong answer.
         CompileError: NVRTC refused a kernel.
@@ -105,12 +112,15 @@ def attention(
     arrays = {"q": q, "k": k, "v": v}
     if alibi_slopes is not None:
         arrays["alibi_slopes"] = alibi_slopes
-    out, lse = _forward(arrays, call, want_lse)
+    if kv_range is not None:
+        arrays["kv_range"] = kv_range
+    out, lse = forward(arrays, call, want_lse)
     return (out, lse) if want_lse else out
 
 
-def _forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any, Any]:
-    library = common_library_of_three(**arrays) if len(arrays) == 3 else common_library(**arrays)
+def forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any, Any]:
+    """(out, lse) of arrays of any library, by the names of the table of arrays."""
+    library = common_library_of_three(*arrays.values()) if len(arrays) == 3 else common_library(**arrays)
     if library is TORCH:
         return (_torch or _import_torch()).attention(arrays, call, want_lse)
     if library is JAX:
@@ -118,7 +128,7 @@ def _forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any
 
         return op.attention_of(arrays, call, want_lse)
     if isinstance(library, Foreign):
-        out, lse = _forward(library.adopt(arrays), call, want_lse)
+        out, lse = forward(library.adopt(arrays), call, want_lse)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
     return run.forward(library, arrays, call, want_lse)
 
@@ -150,6 +160,7 @@ def attention_backward(
     deterministic: bool = False,
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
@@ -164,7 +175,7 @@ def attention_backward(
 
     Args:
         dout: gradient of the loss with respect to out, of out's shape and dtype.
-        q, k, v: the inputs of the forward.
+        q, k, v, kv_range: the inputs of the forward.
         out, lse: its results, as `attention(..., return_lse=True)` gave them.
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
@@ -173,8 +184,9 @@ def attention_backward(
         gradients_of: the optional arrays, one or several names, whose gradients are wanted too: ``"alibi_slopes"``.
 
     Returns:
-        Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; those of `gradients_of`
-        are its attributes: ``dalibi_slopes``, of the slopes' shape and dtype.
+        Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for queries and
+        keys that take no part. Those of `gradients_of` are its attributes: ``dalibi_slopes``, of the slopes' shape and
+        dtype.
 
     Raises:
         ArgumentError, UnsupportedError, CompileError: as `attention`.
@@ -190,12 +202,14 @@ def attention_backward(
     bounds = call.window
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
-    named = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse, "alibi_slopes": alibi_slopes}
-    given = {name: x for name, x in named.items() if x is not None or name not in BACKWARD.optional}
-    return Gradients.of(_backward(given, call, wanted_of(gradients_of, given)))
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range}
+    arrays |= {name: x for name, x in brought.items() if x is not None}
+    return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays)))
 
 
-def _backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) -> dict[str, Any]:
+def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """The gradients by name, of arrays of any library, by the names of the table of arrays."""
     library = common_library(**arrays)
     if library is TORCH:
         return (_torch or _import_torch()).backward(arrays, call, wanted)
@@ -204,7 +218,7 @@ def _backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) ->
 
         return op.backward_of(arrays, call, wanted)
     if isinstance(library, Foreign):
-        grads = _backward(library.adopt(arrays), call, wanted)
+        grads = backward(library.adopt(arrays), call, wanted)
         return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
     return run.backward(library, arrays, call, wanted)
 

@@ -90,6 +90,7 @@ TABLE: tuple[Operand | Number, ...] = (
                                                     "not wanted"),
         feature="alibi",
     ),
+    Operand("kv_range", ("batch", "2"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="kv_range"),
 )  # fmt: skip
 
 

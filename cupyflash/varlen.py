@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from . import options
+from . import api, options
 from .api import Gradients, wanted_of
-from .arrays.adapters import TORCH
-from .arrays.libraries import JAX, Foreign, common_library
 from .errors import ArgumentError
-from .launch import run
 from .options import Options, Window, make_options
 from .sequences import Sequences
 
@@ -32,6 +29,7 @@ def attention_varlen(
     deterministic: bool = False,
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention of sequences of any lengths that lie one behind the other, without padding.
@@ -54,6 +52,8 @@ def attention_varlen(
         causal, scale, window, deterministic, softcap, return_lse: as in `attention`.
         alibi_slopes: as in `attention`, where batch is the number of sequences; distances count by each one's lengths.
         layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(heads, total, head_dim)``; results have the same.
+        kv_range: ``(batch, 2)``, int32: as in `attention`, counted from each sequence's own first key; of the keys that
+            count. Masks stay aligned by the lengths without it.
 
     Returns:
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
@@ -77,10 +77,11 @@ def attention_varlen(
     call = make_options(causal, scale, window, layout, deterministic, softcap)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     want_lse = options.flag("return_lse", return_lse)
-    arrays = {"q": q, "k": k, "v": v} | Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k).named()
+    arrays = {"q": q, "k": k, "v": v} | _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
     if alibi_slopes is not None:
         arrays["alibi_slopes"] = alibi_slopes
-    out, lse = _forward(arrays, cu_seqlens_k is None, call, want_lse)
+    _check_totals(arrays, cu_seqlens_k is None, call.layout)
+    out, lse = api.forward(arrays, call, want_lse)
     return (out, lse) if want_lse else out
 
 
@@ -105,6 +106,7 @@ def attention_varlen_backward(
     deterministic: bool = False,
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention_varlen`: those of `attention_backward` for each sequence.
@@ -113,7 +115,7 @@ def attention_varlen_backward(
 
     Args:
         dout: gradient of the loss with respect to out, of out's shape and dtype.
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k: the inputs of the forward.
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range: the inputs of the forward.
         out, lse: its results, as `attention_varlen(..., return_lse=True)` gave them.
         max_seqlen_q, max_seqlen_k: not needed and not used.
         dlse: gradient of the loss with respect to lse, ``(heads_q, total_q)``; None is zero.
@@ -140,8 +142,14 @@ def attention_varlen_backward(
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     arrays |= {name: x for name, x in (("dlse", dlse), ("alibi_slopes", alibi_slopes)) if x is not None}
-    arrays |= Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k).named()
-    return Gradients.of(_backward(arrays, cu_seqlens_k is None, call, wanted_of(gradients_of, arrays)))
+    arrays |= _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
+    _check_totals(arrays, cu_seqlens_k is None, call.layout)
+    return Gradients.of(api.backward(arrays, call, wanted_of(gradients_of, arrays)))
+
+
+def _places(cu_seqlens_q: Any, *others: Any) -> dict[str, Any]:
+    """What says where sequences lie and which keys count, by name; cu_seqlens_q whatever it is."""
+    return {"cu_seqlens_q": cu_seqlens_q} | Sequences.of(cu_seqlens_q, *others).named()
 
 
 def _check_habits(call: Options, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
@@ -165,39 +173,3 @@ def _check_totals(arrays: dict[str, Any], alike: bool, layout: str) -> None:
             f"cu_seqlens_k: expected an array, since k has {k[axis]} rows and q has {q[axis]}; without it the "
             "sequences of k lie as those of q"
         )
-
-
-def _forward(arrays: dict[str, Any], alike: bool, call: Options, want_lse: bool) -> tuple[Any, Any]:
-    library = common_library(**arrays)
-    if library is JAX:
-        from .jax import op
-
-        _check_totals(arrays, alike, call.layout)
-        return op.attention_of(arrays, call, want_lse)
-    if isinstance(library, Foreign):
-        out, lse = _forward(library.adopt(arrays), alike, call, want_lse)
-        return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
-    _check_totals(arrays, alike, call.layout)
-    if library is TORCH:
-        from . import torch
-
-        return torch.attention(arrays, call, want_lse)
-    return run.forward(library, arrays, call, want_lse)
-
-
-def _backward(arrays: dict[str, Any], alike: bool, call: Options, wanted: tuple[str, ...]) -> dict[str, Any]:
-    library = common_library(**arrays)
-    if library is JAX:
-        from .jax import op
-
-        _check_totals(arrays, alike, call.layout)
-        return op.backward_of(arrays, call, wanted)
-    if isinstance(library, Foreign):
-        grads = _backward(library.adopt(arrays), alike, call, wanted)
-        return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
-    _check_totals(arrays, alike, call.layout)
-    if library is TORCH:
-        from . import torch
-
-        return torch.backward(arrays, call, wanted)
-    return run.backward(library, arrays, call, wanted)

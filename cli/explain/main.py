@@ -69,6 +69,7 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes, one a head.")
 @click.option("--learned", is_flag=True, help="They have a gradient; with --alibi.")
+@click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
 @click.option("--memory", type=click.Choice(MEMORY), default="contiguous", show_default=True,
               help="unaligned: no address is a multiple of 16. broadcast: k and v repeat one head.")  # fmt: skip
@@ -90,7 +91,7 @@ def command(**options: Any) -> None:
     settle(options)
     gpu = _device(options["arch"])
     q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
-    keep = ("causal", "window", "layout", "deterministic", "softcap")
+    keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range")
     sequences = options["batch"] if options["packed"] else None
     if options["learned"] and not options["alibi"]:
         raise click.BadParameter("there is nothing to learn without --alibi", param_hint="--learned")

@@ -71,7 +71,7 @@ def call(case: Case, inputs: Inputs, framework: Framework, options: dict[str, An
     options = case.options() if options is None else options
     attention: Callable[..., Any] = api.attention
     backward: Callable[..., Any] = api.attention_backward
-    if inputs.sequences is not None:
+    if case.packed:
         attention, backward = varlen.attention_varlen, varlen.attention_varlen_backward
     options = options | {name: framework.from_numpy(x) for name, x in inputs.brought().items()}
     q, k, v, dout = (framework.from_numpy(case.in_layout(x)) for x in inputs[:4])

@@ -71,6 +71,7 @@ class Case:
             None: as lengths_q, and all. batch is then the number of sequences, seqlen_q and seqlen_k count all rows,
             also those behind the last sequence.
         alibi: how many dimensions ALiBi's slopes have; 0 without.
+        ranges: the keys [start, end) of each sequence that its queries may see; None: all.
     """
 
     name: str
@@ -96,6 +97,7 @@ class Case:
     lengths_k: tuple[int, ...] | None = None
     used_k: tuple[int, ...] | None = None
     alibi: int = 0
+    ranges: tuple[tuple[int, int], ...] | None = None
 
     @property
     def packed(self) -> bool:
@@ -105,7 +107,7 @@ class Case:
     @property
     def tags(self) -> frozenset[str]:
         """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
-        alibi, packed.
+        alibi, packed, kv_range.
         """
         heads = self.heads_q if self.packed else self.batch * self.heads_q
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
@@ -121,6 +123,7 @@ class Case:
             "softcap": self.softcap is not None,
             "alibi": self.alibi > 0,
             "packed": self.packed,
+            "kv_range": self.ranges is not None,
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -130,15 +133,15 @@ class Case:
         q = (*batch, self.seqlen_q, self.heads_q, self.head_dim)
         k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
         more = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
-        return make_problem((q, k, k), (dtype, dtype, dtype), **more)
+        return make_problem((q, k, k), (dtype,) * 3, **more, kv_range=self.ranges is not None)
 
     def sequences(self) -> Sequences | None:
-        """Where the sequences of a packed case lie."""
-        if self.lengths_q is None:
+        """Where the sequences of a packed case lie, and which of their keys count."""
+        if self.lengths_q is None and self.ranges is None:
             return None
-        keys = None if self.lengths_k is None else _cumulative(self.lengths_k)
-        used = None if self.used_k is None else np.array(self.used_k, np.int32)
-        return Sequences.of(_cumulative(self.lengths_q), keys, used)
+        queries, keys = (None if x is None else _cumulative(x) for x in (self.lengths_q, self.lengths_k))
+        used, ranges = (None if x is None else np.array(x, np.int32) for x in (self.used_k, self.ranges))
+        return Sequences.of(queries, keys, used, ranges)
 
     def options(self, layout: str | None = None) -> dict[str, Any]:
         """Keyword arguments of `attention` or `attention_varlen`, in the case's layout unless another is given."""
@@ -160,7 +163,7 @@ class Case:
         else:
             tensors = draw_packed(self.values, rng, problem, sequences)
         tensors = MEMORY[self.memory](*(x.astype(NUMPY_DTYPE[dtype]) for x in tensors))
-        q, k, v, dout = tensors if sequences is None else (x[0] for x in tensors)
+        q, k, v, dout = (x[0] for x in tensors) if self.packed else tensors
         lse_dtype = np.float64 if dtype == "fp64" else np.float32
         dlse = rng.standard_normal(problem.rows).astype(lse_dtype) if self.dlse else None
         slopes = alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None

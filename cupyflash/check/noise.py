@@ -66,10 +66,10 @@ def noise(
     slopes, dslopes = reference.spread(alibi_slopes, problem), np.zeros((problem.batch, problem.heads_q))
     if sequences is not None:
         out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
-        for i, (rows, keys, one) in enumerate(parts(problem, sequences)):
-            dlse_of = None if dlse is None else dlse[None, :, rows]
-            of = dout[None, rows], q[None, rows], k[None, keys], v[None, keys], one, dlse_of, None, slopes[i]
-            out[None, rows], (dq[None, rows], dk[None, keys], dv[None, keys], dslopes[i]) = noise(*of)
+        for i, part in enumerate(parts(problem, sequences)):
+            dlse_of = None if dlse is None else dlse[part.lse]
+            of = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, None, slopes[i]
+            out[part.q], (dq[part.q], dk[part.k], dv[part.k], dslopes[i]) = noise(*of)
         return out, (dq, dk, dv, *reference.gathered(dslopes, alibi_slopes))
     p, a, visible = problem, Arithmetic.exact(), reference.visible_pairs(problem)
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))

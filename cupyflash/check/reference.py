@@ -52,7 +52,7 @@ def forward(
         q: (batch, seqlen_q, heads_q, head_dim), any floating dtype and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim).
         problem: options; a query that sees no key gets out 0 and lse -inf.
-        sequences: where the sequences of a packed problem lie.
+        sequences: where the sequences of a packed problem lie, and which of their keys count.
         alibi_slopes: (heads_q,) or (batch, heads_q).
 
     Returns:
@@ -126,9 +126,9 @@ def _forward(
     slopes = spread(slopes, problem)
     if sequences is not None:
         out, lse = np.zeros(q.shape, a.accumulate), np.full(problem.rows, -np.inf, a.accumulate)
-        for i, (rows, keys, one) in enumerate(parts(problem, sequences)):
-            own = q[None, rows], k[None, keys], v[None, keys], one, a, None, slopes[i]
-            out[None, rows], lse[None, :, rows] = _forward(*own)
+        for i, part in enumerate(parts(problem, sequences)):
+            own = q[part.q], k[part.k], v[part.k], part.problem, a, None, slopes[i]
+            out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
     p, visible = problem, visible_pairs(problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
@@ -155,10 +155,10 @@ def _backward(
     slopes, dslopes = spread(given, problem), np.zeros((problem.batch, problem.heads_q), a.accumulate)
     if sequences is not None:
         dq, dk, dv = (np.zeros(x.shape, a.accumulate) for x in (q, k, v))
-        for i, (rows, keys, one) in enumerate(parts(problem, sequences)):
-            dlse_of = None if dlse is None else dlse[None, :, rows]
-            of = dout[None, rows], q[None, rows], k[None, keys], v[None, keys], one, dlse_of, a, None, slopes[i]
-            dq[None, rows], dk[None, keys], dv[None, keys], dslopes[i] = _backward(*of)
+        for i, part in enumerate(parts(problem, sequences)):
+            dlse_of = None if dlse is None else dlse[part.lse]
+            of = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, None, slopes[i]
+            dq[part.q], dk[part.k], dv[part.k], dslopes[i] = _backward(*of)
         return dq, dk, dv, *gathered(dslopes, given)
     p, visible = problem, visible_pairs(problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)

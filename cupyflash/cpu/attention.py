@@ -49,7 +49,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, alibi_slopes: Array 
 
     Returns:
         out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
-        sees no key has out 0 and lse -inf.
+        sees no key, or belongs to no sequence, has out 0 and lse -inf.
     """
     p, accumulate = problem, accumulator(q)
     slopes = None if alibi_slopes is None else group_slopes(alibi_slopes, p)

@@ -1,6 +1,6 @@
-"""Packed sequences in NumPy: the dense algorithm, one sequence after the other.
+"""Packed sequences, and those whose keys have ranges, in NumPy: the dense algorithm, one sequence after the other.
 
-Arrays are (total, heads, head_dim), lse is (heads_q, total_q).
+Packed arrays are (total, heads, head_dim), lse is (heads_q, total_q).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def forward(
 ) -> tuple[Array, Array]:
     """`attention.forward` of each sequence by itself. Rows outside of all sequences have out 0 and lse -inf."""
     out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
-    for b, (rows, keys, p) in enumerate(parts(problem, sequences)):
-        found = attention.forward(q[None, rows], k[None, keys], v[None, keys], p, _of(alibi_slopes, b))
-        out[None, rows], lse[None, :, rows] = found
+    for b, part in enumerate(parts(problem, sequences)):
+        found = attention.forward(q[part.q], k[part.k], v[part.k], part.problem, _of(alibi_slopes, b))
+        out[part.q], lse[part.lse] = found
     return out, lse
 
 
@@ -44,13 +44,11 @@ def backward(
     """`attention.backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
     dslopes = [] if alibi_slopes is None or not wanted else [np.zeros_like(alibi_slopes)]
-    for b, (rows, keys, p) in enumerate(parts(problem, sequences)):
-        Q, dO, Out = (x[None, rows] for x in (q, dout, out))
-        LSE, dLSE = (None if x is None else x[None, :, rows] for x in (lse, dlse))
-        assert LSE is not None
-        K, V, slopes = k[None, keys], v[None, keys], _of(alibi_slopes, b)
-        found = attention.backward(dO, Q, K, V, Out, LSE, dLSE, p, slopes, wanted)
-        dq[None, rows], dk[None, keys], dv[None, keys] = found[:3]
+    for b, part in enumerate(parts(problem, sequences)):
+        dO, Q, K, V, Out = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q]
+        dLSE, slopes = None if dlse is None else dlse[part.lse], _of(alibi_slopes, b)
+        found = attention.backward(dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, slopes, wanted)
+        dq[part.q], dk[part.k], dv[part.k] = found[:3]
         for total, one in zip(dslopes, found[3:], strict=True):
             target = total if total.ndim == 1 else total[b : b + 1]
             target += one

@@ -12,6 +12,7 @@ from ..options import Options
 from ..plan.extents import Extents
 from ..problem import Problem, make_problem
 from ..sequences import Sequences
+from .packed import check_integers
 from .packed import count as packed_count
 from .passes import sizes_of
 
@@ -27,10 +28,13 @@ def check(
     found = dict(zip(names, keys, strict=True))
     dtypes = {name: library.dtype_name(key[2]) for name, key in found.items()}
     device, lengths = found["q"][3], {name: key for name, key in found.items() if name in Sequences._fields}
-    packed = packed_count(library, lengths, device) if lengths else None
+    packed = packed_count(library, lengths, device) if "cu_seqlens_q" in lengths else None
     three = [found[x][0] for x in "qkv"], [dtypes[x] for x in "qkv"]
     alibi = len(found["alibi_slopes"][0]) if "alibi_slopes" in found else 0
-    problem = make_problem(*three, **options._asdict(), sequences=packed, alibi=alibi)
+    features: dict[str, Any] = {"alibi": alibi, "kv_range": "kv_range" in lengths}
+    problem = make_problem(*three, **options._asdict(), sequences=packed, **features)
+    if packed is None and problem.kv_range:
+        check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)
     shape = tuple(found["q"][0])
     for name, key in found.items():
         if which.rows[name].like == "q" and (tuple(key[0]), dtypes[name]) != (shape, dtypes["q"]):

@@ -90,13 +90,14 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, packed: bool, batch: int, aligned: bool, tma: bool,
-    clocks: bool, alibi: int, dalibi: bool, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, packed: bool, kv_range: bool, batch: int,
+    aligned: bool, tma: bool, clocks: bool, alibi: int, dalibi: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`batch`: 0 for any call without work; `alibi`: how many dimensions the slopes have; `wish`: so that another value
     in the environment is another question."""
     shape, sequences = ((1, 1, head_dim), batch) if packed else ((batch, 1, 1, head_dim), None)
-    problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, alibi=alibi)
+    features: dict[str, Any] = {"alibi": alibi, "kv_range": kv_range}
+    problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
     known: dict[str, Any] = {"backward": backward, "dalibi": dalibi, "family": family(), "clocks": clocks}
     spec = Spec.of(problem, aligned=aligned, tma=tma, **known)
     return _Asked(spec, numbers_of(problem))
@@ -184,8 +185,8 @@ def prepare(
     lengths, steps = given.measure(signatures, options.layout)
     batch, seqlen_q, seqlen_k, _, _ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
-    is_packed = given.packed is not None
-    asks = given.which.name == "backward", library.dtype_name(dtype), shape[3], options, is_packed, has_work, aligned
+    asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
+    asks = *asked_of, given.packed is not None, given.kv_range, has_work, aligned
     copied = _copied(given, signatures) if given.others else ()
     alibi = 0 if given.alibi is None else len(keys[given.alibi][0])
     while True:

@@ -75,7 +75,7 @@ def backward(
 
 
 WITH_LSE = ("lse",)
-_COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, packed or not
+_COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, sequence by sequence
     ("forward", False): attention.forward,
     ("forward", True): packed.forward,
     ("backward", False): attention.backward,
@@ -110,7 +110,7 @@ def _run(
         vet_new(library, arrays)
         given, vet = given_of(which, names, wanted), partial(vet_all, library, arrays)
         call = launch.calls.keep(key, prepare(given, library, keys, options, aligned, stream, vet=vet))
-    if "cu_seqlens_q" in arrays and os.environ.get("CUPYFLASH_DEBUG") == "1":
+    if not arrays.keys().isdisjoint(Sequences._fields) and os.environ.get("CUPYFLASH_DEBUG") == "1":
         vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
     made = []
@@ -191,7 +191,9 @@ def _on_host(
     vet_all(library, arrays)
     names = tuple(arrays)
     problem, _ = check(which, names, library, keys, options)
-    lengths = vet_lengths(library, _sequences(arrays), problem) if problem.packed else None
+    lengths = (
+        vet_lengths(library, _sequences(arrays), problem) if not arrays.keys().isdisjoint(Sequences._fields) else None
+    )
     if _on_gpu(library, problem):
         import cupy
 
@@ -203,7 +205,7 @@ def _on_host(
 
     plain = dict.fromkeys(which.names(INPUT, where=lambda row: not row.feature))
     plain |= {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
-    compute = _COMPUTE[which.name, problem.packed]
+    compute = _COMPUTE[which.name, lengths is not None]
     more: dict[str, Any] = {} if lengths is None else {"sequences": lengths}
     if which is BACKWARD:
         more["wanted"] = wanted

@@ -31,6 +31,7 @@ class Main(Variant):
     softcap: bool = False
     packed: bool = False
     alibi: bool = False
+    kv_range: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -90,6 +91,7 @@ class Convert(Delta):
     header, function = "bwd_convert", "bwd_convert"
 
     alibi: bool = False
+    kv_range: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), packed=True), True
     for head_dim in (64, 128, 256):
         yield problem("bf16", head_dim, window=(None, 0), alibi=1), True
+        yield problem("bf16", head_dim, window=(None, 0), kv_range=True), True
 
 
 @functools.cache

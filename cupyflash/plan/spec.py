@@ -15,12 +15,14 @@ class Spec(NamedTuple):
     A kernel has the feature of a field whose name is also a flag of its variant (`Variant.of`).
 
     Attributes:
-        causal, window: the mask is the causal one, is another one; neither where there is none.
+        causal, window: the mask is the causal one, is another one; neither where there is none. With ranges of
+            keys it is a window.
         scale_first: scores are scaled before their maximum is taken.
         softcap: by value, since prepared params hold it.
         packed: sequences lie one behind the other.
         alibi: how many dimensions the slopes have, by value like softcap.
         dalibi: a backward that makes their gradient.
+        kv_range: each sequence has a range of keys.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -39,6 +41,7 @@ class Spec(NamedTuple):
     packed: bool = False
     alibi: int = 0
     dalibi: bool = False
+    kv_range: bool = False
     is_empty: bool = False
     backward: bool = False
     unaligned: bool = False
@@ -62,14 +65,15 @@ class Spec(NamedTuple):
         return cls(
             problem.dtype,
             problem.head_dim,
-            causal=problem.causal,
-            window=problem.masked and not problem.causal,
+            causal=problem.causal and not problem.kv_range,
+            window=(problem.masked and not problem.causal) or problem.kv_range,
             scale_first=problem.scale <= least and problem.softcap is None,
             softcap=problem.softcap,
             deterministic=problem.deterministic,
             packed=problem.packed,
             alibi=problem.alibi,
             dalibi=dalibi and problem.alibi > 0 and bool(asked.get("backward")),
+            kv_range=problem.kv_range,
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,
@@ -84,4 +88,4 @@ class Spec(NamedTuple):
     @property
     def uneven(self) -> bool:
         """Whether tiles of work differ in length."""
-        return self.masked or self.packed
+        return self.masked or self.packed or self.kv_range

@@ -12,7 +12,7 @@ struct GradientRepair {
     static constexpr int D = V::kHeadDim;
     const BwdParams &p;
     const Problem &problem;
-    const Sequence<V::kPacked> s;
+    const SequenceOf<V> s;
     const Mask<V> mask;
     const Score<V> score;
     const int group;
@@ -21,7 +21,7 @@ struct GradientRepair {
     __device__ GradientRepair(const BwdParams &p, int sequence)
         : p(p),
           problem(p.problem),
-          s(Sequence<V::kPacked>::of(p, sequence)),
+          s(with_range<V>(Sequence<V::kPacked>::of(p, sequence), p)),
           mask(s, problem),
           score(problem),
           group(problem.heads_q / problem.heads_k) {}
@@ -91,7 +91,7 @@ struct GradientRepair {
     __device__ void over_queries(const void *x, const Strides &stride, float factor, int head_k, int key,
                                  const Tile &tile, int row, int col0, Weight weight) const {
         if (key >= s.rows_k) return;
-        const int end = key < s.seqlen_k ? mask.end_query(key) : 0;
+        const int end = mask.end_query(key);
         repair_row<T, kCols>(tile, row, col0, D, factor, [&](auto &sum, bool reasons) {
             #pragma unroll 1
             for (int head = head_k * group; head < (head_k + 1) * group; ++head)  // @repair-over-all-heads

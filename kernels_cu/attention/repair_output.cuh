@@ -37,7 +37,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
     using T = typename V::Element;
     constexpr int D = V::kHeadDim;
     const Problem &problem = p.problem;
-    const auto s = Sequence<V::kPacked>::of(p, sequence);
+    const auto s = with_range<V>(Sequence<V::kPacked>::of(p, sequence), p);
     const Mask<V> mask(s, problem);
     const Score<V> score(problem);
     const int head_k = head / (problem.heads_q / problem.heads_k);  // @head-of-k-repair-of-o

@@ -7,6 +7,9 @@
 //              given. Problem's batch is the number of sequences, its seqlen_q and seqlen_k are the totals. Rows behind the
 //              last sequence are one more, in which no query sees a key: their results are then written too.
 //
+// Either way kv_range, where it is given, leaves of the keys that count those from kv_range[b][0] to kv_range[b][1], counted
+// from the sequence's own key 0. Where masks are aligned does not change.
+//
 // Packed tiles need no more than the totals to be counted: those of kRows rows of sequence b are numbered from
 // cu_seqlens[b] / kRows + b on. That leaves room for all, since ceil(length / kRows) is at most the difference of two such
 // numbers, with a gap here and there that holds no rows. The same numbers place what a padded array holds of a sequence.
@@ -123,5 +126,35 @@ struct Sequence {
         else return head_offset(s, index, head);
     }
 };
+
+// With the range of keys that its queries may see, in kernels that have any.
+template <bool kPacked>
+struct RangedSequence : Sequence<kPacked> {
+    int first_key = 0, end_key = 0;
+
+    template <class Params>
+    __device__ RangedSequence(const Sequence<kPacked> &s, const Params &p) : Sequence<kPacked>(s) {
+        if (s.index >= p.problem.batch) return;  // behind the last sequence no key counts @no-range-outside
+        // @range-within-the-keys
+        const int first = max(0, p.kv_range[2 * s.index]), end = min(s.seqlen_k, p.kv_range[2 * s.index + 1]);
+        if (first < end) first_key = first, end_key = end;  // @no-key-in-range
+    }
+};
+template <bool kPacked, bool kRanged>
+struct SequenceForm {
+    using Type = Sequence<kPacked>;
+};
+template <bool kPacked>
+struct SequenceForm<kPacked, true> {
+    using Type = RangedSequence<kPacked>;
+};
+template <class V>
+using SequenceOf = typename SequenceForm<V::kPacked, V::kKvRange>::Type;
+
+template <class V, class Params>
+__device__ __forceinline__ SequenceOf<V> with_range(const Sequence<V::kPacked> &s, const Params &p) {
+    if constexpr (V::kKvRange) return {s, p};
+    else return s;
+}
 
 #endif  // CUPYFLASH_SEQUENCE_CUH

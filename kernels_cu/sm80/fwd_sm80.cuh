@@ -46,7 +46,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const TileQ sQ{ptx::dynamic_smem()};
     const auto slot = [&](int t) { return TileKV{sQ.base + TileQ::kBytes + t % kStages * TileKV::kBytes}; };
 
-    const Mask<V> mask(sequence, problem);
+    const Mask<V> mask(with_range<V>(sequence, p), problem);
     const Score<V> score(problem);
     const auto head_places = Places<V>::of(p, sequence, tile.head);
     const int first = mask.first_key_block(q0), blocks = max(0, mask.end_key_block(q0) - first);

@@ -68,7 +68,7 @@ __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const Bwd
     RingPosition<V::kStages> ring;
     auto source = producer_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
     for (;; source.draw()) {
-        const QueryWork<V> tile(source.next(), p.plain.problem);
+        const QueryWork<V> tile(source.next(), p.plain);
         if (!tile.exists()) break;
         if (!source.leads()) continue;
         const int head_k = tile.head_k(p.plain.problem), row0 = tile.sequence.row_k, batch = tile.sequence.batch();
@@ -87,7 +87,7 @@ template <class V>
 __device__ __forceinline__ void bwd_dq_load_rows(const BwdSm90Params &p, const BwdDqSmem<V> &smem, int group) {
     auto queue = smem.queue();
     for (RingPosition<1> tiles;; tiles.next()) {
-        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain.problem);
+        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain);
         if (!tile.exists()) break;
         const auto load = [&](const auto &to, const ptx::TensorMap &map, ptx::u32 full, ptx::u32 empty) {
             ptx::mbarrier_wait(empty, tiles.phase ^ 1);
@@ -135,7 +135,7 @@ struct BwdDqGroup {
     __device__ void run() {
         auto queue = smem.queue();
         for (RingPosition<1> tiles;; tiles.next()) {
-            const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), problem);
+            const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain);
             if (!tile.exists()) break;
             compute(tile, tiles.phase);
         }

@@ -161,8 +161,7 @@ struct BwdGroup {
     Emitted<V> emitted;
     int i = 0;  // number of the visit
 
-    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const Sequence<V::kPacked> &sequence,
-                        int group)
+    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const SequenceOf<V> &sequence, int group)
         : p(p), problem(p.plain.problem), smem(smem), mask(sequence, problem), score(problem), group(group) {
         dK.zero(), dV.zero();
     }
@@ -170,7 +169,7 @@ struct BwdGroup {
     __device__ void run(BwdVisits<V> visit) {
         const int key0 = uniform(visit.k0 + 64 * group), count = uniform(visit.count);
         const int first = uniform(mask.first_query_block(key0));
-        const int end = uniform(key0 < visit.sequence.seqlen_k ? mask.end_query_block(key0) : 0);
+        const int end = uniform(mask.some_count(key0) ? mask.end_query_block(key0) : 0);
         if (count > 0) {
             ptx::mbarrier_wait(smem.k_full(), 0);
             ptx::mbarrier_wait(smem.v_full(), 0);
@@ -305,8 +304,7 @@ struct BwdGroup {
             #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int key = key0 + thread / 32 * 16 + lane / 4 + 8 * r;  // @keys-of-the-lane
-                const int end = key < mask.seqlen_k ? mask.end_query(key) : 0;
-                word[r] = before(end - query) & ~before(mask.first_query(key) - query);
+                word[r] = before(mask.end_query(key) - query) & ~before(mask.first_query(key) - query);
             }
         }
         __device__ static ptx::u32 before(int query) {
@@ -381,7 +379,7 @@ __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         const BwdVisits<V> visit = mine();
-        Sequence<V::kPacked> sequence = visit.sequence;
+        SequenceOf<V> sequence = visit.sequence;
         if (V::kPacked) sequence.seqlen_q = uniform(sequence.seqlen_q), sequence.seqlen_k = uniform(sequence.seqlen_k);
         BwdGroup<V>(p, smem, sequence, role).run(visit);
     }

@@ -91,7 +91,7 @@ struct FwdGroup {
         S.for_each([&](int row, int col, float &s) { s = score.value(s, places(row, col)); });
     }
 
-    __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), problem}; }
+    __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain}; }
     __device__ Mask<OneGroup<V>> mask_of(const QueryWork<V> &tile) const { return {tile.sequence, problem}; }
     // This group's rows of a tile, if there are any, and its blocks [first, end).
     __device__ int rows_of(const QueryWork<V> &tile) const { return tile.q0 + 64 * group; }
@@ -153,8 +153,7 @@ struct FwdGroup {
         const auto mask = mask_of(tile);
         const auto places = Places<V>::of(p.plain, tile.sequence, tile.head);
         const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
-        const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;  // @first-whole-block
-        const int cut = max(0, mask.end_key(q0)) / N;                             // @first-cut-block
+        const int whole = mask.first_full_block(q0), cut = mask.end_full_block(q0);
         const int slot = q_ring.stage;
         const auto sQ = smem.q(slot);
 

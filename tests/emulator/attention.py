@@ -15,7 +15,7 @@ from cupyflash.check.cases import Case, Inputs, case
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
 from cupyflash.gpu.tensormap import TensorMap
-from cupyflash.launch.passes import contiguous_strides, fill_plain, fill_problem, given_of
+from cupyflash.launch.passes import contiguous_strides, fill_plain, fill_problem, given_of, with_batch
 from cupyflash.operands import BACKWARD, FORWARD, Pass
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import Plan, plan_call
@@ -74,7 +74,7 @@ class Buffers:
         """What is said of an array; a packed one is a batch of one."""
         if self.which.rows[name].strided:
             if len(shape) == 3:
-                shape, strides = (1, *shape), (0, *strides)
+                shape, strides, *_ = with_batch((shape, strides, None, None))
             self.strides[name] = strides
         self.shape[name] = shape
 

@@ -36,12 +36,12 @@ def _batch(marker: str, params: str, sequence: str) -> Edit:
 
 
 HEADS = (
-    _bug("sm80: heads of q beyond the sixth of a group left out", change("visits-of-all-heads-sm80", "group * blocks", "min(group, 6) * blocks"), "pair-75"),
+    _bug("sm80: heads of q beyond the sixth of a group left out", change("visits-of-all-heads", "group * blocks", "min(group, 6) * blocks"), "pair-75"),
     _bug("sm80: first head of q of a group of five", change("first-head-of-the-group-sm80", "* group", "* min(group, 4)"), "pair-127"),
     _bug("sm80: dQ of another batch", _batch("dq-added", "aside(p)", "sequence"), "pair-129"),
     _bug("sm80: statistics of another batch", _batch("statistics-of-the-visit-sm80", "p", "sequence"), "pair-129"),
-    _bug("sm90: heads of q beyond the sixth of a group left out", change("visits-of-all-heads-sm90", "count = group", "count = min(group, 6)"), "pair-96"),
-    _bug("sm90: first head of q of a group of five", change("visits-of-all-heads-sm90", "head_k * group", "head_k * min(group, 4)"), "pair-80"),
+    _bug("sm90: heads of q beyond the sixth of a group left out", change("visits-of-all-heads", "count = group", "count = min(group, 6)"), "pair-96"),
+    _bug("sm90: first head of q of a group of five", change("first-head-of-the-group-sm90", "head_k * group", "head_k * min(group, 4)"), "pair-80"),
     _bug("sm90: statistics of another batch", _batch("statistics-of-the-visit-sm90", "p.plain", "sequence"), "tiles-2"),
     _bug("dkv: statistics of another batch", _batch("statistics-of-the-visit-dkv", "p.plain", "sequence"), "pair-83"),
     _bug("sm90: V of the head of q", change("v-of-its-head-bwd-sm90", "visit.head_k", "visit.head"), "pair-80"),
@@ -107,7 +107,7 @@ ORDER = (
     _bug("sm80: order of the first three shares only", change("turn-awaited-sm80", "!= rank", "< min(rank, 3)"), "shares-sm80-d64"),
     _bug("sm90: order of the first three shares only", change("turn-awaited-sm90", "? rank :", "? min(rank, 3) :"), "shares-sm90-d64"),
     _bug("turns shared by batches", change("turn-of-its-sequence", "s.template", "Sequence<kPacked>::of(p, 0).template"), "pair-129"),
-    _bug("sm80: rank counted from the first key", change("rank-in-the-query-tile-sm80", "- mask.first_key_block(q0)", ""), "pair-75"),
+    _bug("sm80: rank counted from the first key", change("rank-in-the-query-tile-sm80", "- mask_again().first_key_block(q0)", ""), "pair-75"),
     _bug("sm90: rank counted from the first key", change("rank-in-the-query-tile-sm90", "- Mask<V>(visit.sequence, problem).first_key_block(visit.q0())", ""), "pair-81"),
 )  # fmt: skip
 SCHEDULE = (
@@ -180,7 +180,7 @@ EQUIVALENT = (
     _bug("sm90: keys beyond the last one stored", change("keys-that-exist", "&& key0 < sequence.rows_k", "")),
     # More blocks are visited, and the mask hides all of them.
     _bug("last blocks by queries that do not exist", change("last-key-block", "min(q0 + M, seqlen_q)", "q0 + M")),
-    _bug("last blocks by keys that do not exist", change("last-query-block", "min(k0 + N, seqlen_k)", "k0 + N")),
+    _bug("last blocks by keys that do not exist", change("last-query-block", "min(k0 + N, end_k)", "k0 + N")),
 )  # fmt: skip
 
 PAIRS = (

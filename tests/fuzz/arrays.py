@@ -228,13 +228,13 @@ FOR_RESULTS = ("contiguous", "bhsd", "rows_first", "padded", "every_second")  # 
 def _values(rng: Rng, s: Spec) -> Tensors:
     """Each sequence of its own; what belongs to none, or is not used, is NaN."""
     found = tuple(np.full(s.shapes[i], np.nan if s.packed else 0.0) for i in (0, 1, 1, 0))
-    if not s.packed:
+    if not s.packed and not s.ranges:
         return found if 0 in (*s.shapes[0], *s.shapes[1]) else VALUES[s.values](rng, s)
-    for _, rows, keys, alone in s.parts():
+    for b, rows, keys, alone in s.parts():
         empty = 0 in (alone.sq, alone.sk)
         drawn = normal(rng, alone) if empty else VALUES[s.values](rng, alone)
         for x, part, at in zip(found, drawn, (rows, keys, keys, rows), strict=True):
-            x[:, at] = part
+            x[b : b + 1, at] = part
     return found
 
 

@@ -18,7 +18,7 @@ from cupyflash.plan.families import variants_of_calls
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
-from .covering_packed import packed
+from .covering_packed import packed, ranged
 from .spec import Spec
 
 MEMORY = ("contiguous", "bhsd", "padded", "misaligned", "one_head")
@@ -245,7 +245,8 @@ def cases() -> dict[str, Spec]:
     }
     places = {f"packed-{i}": packed(spec(row, i), i) for i, row in enumerate(capped())}
     slopes = {f"alibi-{i}": _with_slopes(row, i) for i, row in enumerate(capped())} | UNSEEN
-    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places | slopes
+    ranges = {f"range-{i}": ranged(spec(row, i), i) for i, row in enumerate(capped())}
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places | slopes | ranges
 
 
 def _with_slopes(row: Row, i: int) -> Spec:

@@ -46,7 +46,7 @@ def check(case: cases.Case, oracle: Oracle, inputs: cases.Inputs, library: str) 
     q, k, v, dout = (on_gpu(case.in_layout(x), library) for x in inputs[:4])
     dlse = None if inputs.dlse is None else on_gpu(inputs.dlse, library)
     options, forward, backward = case.options(), cupyflash.attention, cupyflash.attention_backward
-    if inputs.sequences is not None:
+    if case.packed:
         forward, backward = cupyflash.attention_varlen, cupyflash.attention_varlen_backward
     options |= {name: on_gpu(x, library) for name, x in inputs.brought().items()}
     poison(library)

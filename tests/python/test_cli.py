@@ -590,6 +590,20 @@ def test_compile_with_packed_sequences(preset: str) -> None:
     assert all(v.packed for v in both - plain)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_compile_with_ranges_of_keys(arch: str) -> None:
+    """The same for kv_range, with and without a softcap, packed or not."""
+    target = device.Device.synthetic(arch)
+    plain = set(variants_of("common", target, ("fp16",), (64, 200), softcap=True, packed=True))
+    both = set(variants_of("common", target, ("fp16",), (64, 200), softcap=True, packed=True, kv_range=True))
+    assert plain < both
+    for window, softcap, packed in (((None, None), None, False), ((None, 0), 30.0, False), ((None, 0), None, True)):
+        problem = Problem("fp16", 9, 99, 99, 4, 2, 200, 0.125, window, False, softcap, packed, kv_range=True)
+        for memory in MEMORY:
+            assert set(variants_of_calls(problem, target, **memory)) <= both
+    assert all(v.kv_range for v in both - plain)
+
+
 def test_cache_without_a_folder(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "~nobody-is-called-so/kernels")
     for command in ("path", "clear"):

@@ -120,6 +120,14 @@ def test_packed_sequences(arch: str, document: Document) -> None:
     assert document(*words, "--packed", "--batch=3", "--seqlen=720")["problem"]["lengths_q"] == [240] * 3
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_ranges_of_keys(arch: str, document: Document) -> None:
+    found = document("--arch", arch, "--backward", "--causal", "--kv-range")
+    assert found["problem"]["kv_range"] is True
+    flags = [x["flags"] for shown in found["passes"] for x in shown["launches"]]
+    assert sum("kv_range" in names for names in flags) == len(flags) - 1  # all but delta's
+
+
 @pytest.mark.parametrize("words", [("--lengths-k=3",), ("--lengths=3,4", "--lengths-k=3"), ("--lengths=3,-1",)])
 def test_lengths_that_cannot_be(words: tuple[str, ...], invoke: Invoke) -> None:
     assert "--lengths" in invoke("--no-compile", *words, code=2).output

@@ -45,7 +45,7 @@ PYTHON_LAYERS = (
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
     "arrays": "libraries readable vetting adapters imported",
-    "check": "accuracy noise reference arithmetic comparison cases case case_packed case_inputs",
+    "check": "accuracy noise reference arithmetic comparison cases cases_sequences case case_packed case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "packed attention alibi tiles",
     "gpu": "tensormap device driver",
