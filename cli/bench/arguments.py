@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from cupyflash.problem import MAX_SEQLEN
+
+from .cell import Cell
+from .lengths import DENSE, LONGEST, draw
+
+# lengths, tokens, hidden: on a GPU those of the FlashAttention papers; on the CPU path what ends in seconds
+SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 256, 512), 1024, 256)}
 
 
 def check_plot(path: Path | None) -> None:
@@ -39,3 +46,51 @@ def check_writable(option: str, path: Path | None) -> None:
             path.unlink()
     except OSError as e:
         raise click.BadParameter(f"{path} cannot be written: {e.strerror}", param_hint=option) from None
+
+
+def make_cells(options: dict[str, Any]) -> list[Cell]:
+    """Every configuration, lengths innermost."""
+    hidden = options["hidden"] or SIZES[options["backend"]][2]
+    masks = (False, True) if options["causal"] is None else (options["causal"],)
+    heads = {d: max(1, hidden // d) for d in options["head_dim"]}
+    heads_k = {d: options["heads_k"] or heads[d] for d in heads}
+    for d in heads:
+        if heads[d] % heads_k[d]:
+            raise click.BadParameter(f"{heads_k[d]} does not divide the {heads[d]} heads of q", param_hint="--heads-k")
+    sequences = _packed(options) if options["packed"] else _unpacked(options)
+    common = {name: options[name] for name in ("dtype", "window", "softcap", "alibi")}
+    return [
+        Cell(head_dim=d, causal=causal, heads=heads[d], heads_k=heads_k[d], **common, **fields)
+        for d in heads
+        for causal in masks
+        for fields in sequences
+    ]
+
+
+def _unpacked(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Length and batch."""
+    if options["batch"] and options["tokens"]:
+        raise click.BadParameter("either this or --tokens", param_hint="--batch")
+    if DENSE in options["against"]:
+        raise click.BadParameter(f"{DENSE}, our own call that is not packed, is a peer of --packed",
+                                 param_hint="--against")  # fmt: skip
+    lengths, tokens, _ = SIZES[options["backend"]]
+    tokens = options["tokens"] or tokens
+    return [{"seqlen": n, "batch": options["batch"] or max(1, tokens // n)} for n in options["seqlens"] or lengths]
+
+
+def _packed(options: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a cell says of packed sequences."""
+    if options["batch"]:
+        raise click.BadParameter("--packed draws lengths until --tokens are full", param_hint="--batch")
+    tokens = options["tokens"] or SIZES[options["backend"]][1]
+    found = []
+    for distribution in options["packed"]:
+        for longest in options["seqlens"] or LONGEST[options["backend"]][distribution]:
+            least = 2 * longest if distribution == "long-tailed" else longest
+            if tokens < least:
+                raise click.BadParameter(f"{distribution} lengths up to {longest} need at least {least}, got {tokens}",
+                                         param_hint="--tokens")  # fmt: skip
+            lengths = draw(distribution, longest, tokens)
+            found.append({"seqlen": longest, "batch": len(lengths), "packed": distribution, "lengths": lengths})
+    return found

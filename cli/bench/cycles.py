@@ -30,7 +30,7 @@ def utilisation(flops: float, cycles: np.ndarray, nanoseconds: np.ndarray) -> tu
 def profile(bench: Bench, cell: Cell, work: Work) -> tuple[float, float] | None:
     """`utilisation` of our forward, once `work` has warmed the chip up; None where no kernel counts cycles."""
     library = LIBRARIES.get(type(bench.clock))
-    if library is None:
+    if library is None or cell.packed:
         return None
     q, k, v, _ = bench.inputs(cell)
     sustained_ms([work], bench.clock, WARM_UP)

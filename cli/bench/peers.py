@@ -1,9 +1,10 @@
-"""Peers of `bench` outside of scaled_dot_product_attention: flash-attn-4, and flex_attention through torch.compile."""
+"""Peers of `bench` outside of scaled_dot_product_attention: flash-attn, torch's varlen_attn, and flex_attention."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -12,34 +13,105 @@ from .cell import Cell
 
 def fa4(cell: Cell) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out in bshd."""
-    if cell.alibi:
-        raise NotImplementedError("FlashAttention-4 has no ALiBi but by a function of its own language")
+    options = _fa4_options(cell)
     flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
-    options = {"causal": cell.causal, "window_size": (cell.window, None)}  # causal makes the right bound 0
-    if cell.softcap is not None:
-        options["softcap"] = cell.softcap
     return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
 
 
-def has_flash_attn() -> bool:
-    """Whether FlashAttention-2 is here as a package of its own, which does what torch's copy does not."""
-    try:
-        return callable(importlib.import_module("flash_attn").flash_attn_func)
-    except (ImportError, AttributeError):
-        return False
+def sdpa_lacks(cell: Cell) -> str:
+    """What of a configuration torch's scaled_dot_product_attention has not; "" if it has all."""
+    if cell.window is not None:
+        return "sliding window, but for an explicit mask"
+    return "ALiBi" if cell.alibi else "softcap" if cell.softcap is not None else ""
 
 
-def flash2(cell: Cell, slopes: Any | None) -> Callable[[Any, Any, Any], Any]:
-    """(q, k, v) -> out in bshd, by the package; -1 is unbounded there, and causal makes the right bound 0."""
-    flash_attn = importlib.import_module("flash_attn").flash_attn_func
+def beyond_sdpa(name: str, cell: Cell, slopes: Any | None, lacks: str) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out in bshd: FlashAttention-2's own package, where a bound of -1 is none.
+
+    Raises:
+        NotImplementedError: it is another peer, or the package is not here.
+    """
+    if name != "flash2" or not _has("flash_attn.flash_attn_interface"):
+        raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
+    flash_attn = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_func
     options = {"causal": cell.causal, "window_size": (-1 if cell.window is None else cell.window, -1)}
     options |= {"softcap": cell.softcap or 0.0, "alibi_slopes": slopes}
     return lambda q, k, v: flash_attn(q, k, v, **options)
 
 
+def _fa4_options(cell: Cell) -> dict[str, Any]:
+    if cell.alibi:
+        raise NotImplementedError("FlashAttention-4 has no ALiBi but by a function of its own language")
+    options: dict[str, Any] = {"causal": cell.causal, "window_size": (cell.window, None)}  # causal: the right one is 0
+    return options if cell.softcap is None else options | {"softcap": cell.softcap}
+
+
+def fa4_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out, packed."""
+    options = _fa4_options(cell)
+    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+    for side in "qk":
+        options |= {f"cu_seqlens_{side}": cu_seqlens, f"max_seqlen_{side}": max(cell.lengths)}
+    return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
+
+
+def flash2_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out, packed: torch's varlen_attn, or flash-attn's own function where torch's cannot do the call.
+
+    Raises:
+        NotImplementedError: there is neither.
+    """
+    try:
+        attention, options = _torch_varlen(cell)
+    except NotImplementedError as e:
+        if not _has("flash_attn.flash_attn_interface"):
+            raise NotImplementedError(f"{e}, and flash-attn is not installed") from None
+        attention = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
+        left = -1 if cell.window is None else cell.window
+        options = {"causal": cell.causal, "window_size": (left, -1), "softcap": cell.softcap or 0.0}
+        options["alibi_slopes"] = slopes
+    longest = max(cell.lengths)
+    return lambda q, k, v: attention(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+
+
+def _torch_varlen(cell: Cell) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """torch's varlen_attn, whose options differ from version to version, and those that the cell needs."""
+    if not _has("torch.nn.attention.varlen"):
+        raise NotImplementedError("this torch has no varlen_attn")
+    if cell.softcap is not None:
+        raise NotImplementedError("torch's varlen_attn has no softcap")
+    if cell.alibi:
+        raise NotImplementedError("torch's varlen_attn has no ALiBi")
+    attention = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    known = inspect.signature(attention).parameters
+    options: dict[str, Any] = {}
+    if "window_size" in known:
+        options["window_size"] = (-1 if cell.window is None else cell.window, 0 if cell.causal else -1)
+    elif cell.window is not None:
+        raise NotImplementedError("this torch's varlen_attn has no windows")
+    elif cell.causal:
+        options["is_causal"] = True
+    if cell.heads_k != cell.heads:
+        if "enable_gqa" not in known:
+            raise NotImplementedError("this torch's varlen_attn needs as many key heads as query heads")
+        options["enable_gqa"] = True
+    return attention, options
+
+
+VARLEN = {"flash2": flash2_varlen, "fa4": fa4_varlen}
+
+
+def _has(module: str) -> bool:
+    """Whether a submodule can be found; its parents are imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
 def flex_is_missing() -> bool:
     """Whether this torch has no flex_attention."""
-    return importlib.util.find_spec("torch.nn.attention.flex_attention") is None
+    return not _has("torch.nn.attention.flex_attention")
 
 
 def flex(cell: Cell, device: str, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:

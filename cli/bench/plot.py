@@ -1,89 +1,146 @@
-"""`bench --plot`: speed by sequence length, a column for each head_dim, a row for each mask; memory below."""
+"""`bench --plot`: speed, or memory, by sequence length; a column for each head_dim, a row for each pass and mask."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from .cell import Cell
+from .lengths import DENSE
 from .report import TITLES, Row, best_ratio, by_cell, mask_name
 from .work import OURS
 
-COLORS = {OURS: "#d62728", "flash2": "#1f77b4", "cudnn": "#2ca02c", "fa4": "#9467bd", "math": "#7f7f7f",
-          "flex": "#ff7f0e"}  # fmt: skip
-MARKERS = {OURS: "o", "flash2": "^", "cudnn": "s", "fa4": "D", "math": "v", "flex": "P"}
+LABELS = {OURS: "cupyflash", "flash2": "FlashAttention-2", "cudnn": "cuDNN", "fa4": "FlashAttention-4",
+          "math": "plain PyTorch", "flex": "FlexAttention", DENSE: "cupyflash, not packed"}  # fmt: skip
+# Told apart by all eyes (Okabe and Ito, 2008), and by their markers in print.
+COLORS = {OURS: "#D55E00", "flash2": "#56B4E9", "cudnn": "#009E73", "fa4": "#0072B2", "math": "#777777",
+          "flex": "#CC79A7", DENSE: "#E69F00"}  # fmt: skip
+MARKERS = {OURS: "o", "flash2": "^", "cudnn": "s", "fa4": "D", "math": "v", "flex": "P", DENSE: "X"}
+STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
+         "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.25, "hatch.linewidth": 0.6}  # fmt: skip
 LOG_RATIO = 10
+MIB = 2.0**-20
 
 
-def draw(rows: list[Row], path: Path, title: str) -> None:
-    """Write the figure; the file's ending says in which format.
+def draw(document: dict[str, Any], rows: list[Row], path: Path) -> None:
+    """Write the figure; the file's ending says in which format. Memory is drawn where nothing was timed.
 
     Raises:
         ImportError: without matplotlib.
     """
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    quantity = "tflops" if any(r.ms is not None for r in rows) else "peak_bytes"
+    rows = [r for r in rows if getattr(r, quantity) is not None]
+    if quantity == "peak_bytes":  # all that was measured needs it; the last direction most
+        rows = [r for r in rows if r.direction == rows[-1].direction]
     columns = list(dict.fromkeys(r.cell.head_dim for r in rows))
-    masks = list(dict.fromkeys(mask_name(r.cell) for r in rows))
-    timed = dict.fromkeys(r.direction for r in rows if r.ms is not None)
-    measured = [r.direction for r in rows if r.peak_bytes is not None]
-    lines = [(d, mask, "tflops") for d in timed for mask in masks]
-    lines += [(d, mask, "peak_bytes") for d in measured[-1:] for mask in masks[-1:]]
-    figure = Figure(figsize=(1.2 + 4.2 * len(columns), 0.9 + 2.9 * len(lines)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(lines), len(columns), squeeze=False, sharey="row")
-    for panel_row, (direction, mask, quantity) in zip(panels, lines, strict=True):
-        chosen = [r for r in rows if r.direction == direction and mask_name(r.cell) == mask]
-        for panel, head_dim in zip(panel_row, columns, strict=True):
-            _panel(panel, [r for r in chosen if r.cell.head_dim == head_dim], quantity)
-            panel.set_title(f"{_heading(direction, quantity)}, head_dim {head_dim}, {mask}", fontsize=9)
-        _share_axis(panel_row[0], [getattr(r, quantity) for r in chosen], quantity)
-        panel_row[0].set_ylabel("TFLOP/s" if quantity == "tflops" else "MiB")
-    for panel in panels[-1]:
-        panel.set_xlabel("sequence length")
+    lines = list(dict.fromkeys((r.direction, mask_name(r.cell)) for r in rows))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(1.2 + 3.4 * len(columns), 1.5 + 2.6 * len(lines)), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(len(lines), len(columns), squeeze=False, sharey="row")
+        for panel_row, (direction, mask) in zip(panels, lines, strict=True):
+            chosen = [r for r in rows if r.direction == direction and mask_name(r.cell) == mask]
+            for panel, head_dim in zip(panel_row, columns, strict=True):
+                _panel(panel, [r for r in chosen if r.cell.head_dim == head_dim], quantity)
+                panel.set_title(f"head_dim {head_dim}, {mask}")
+            _share_axis(panel_row[0], chosen, quantity)
+            panel_row[0].set_ylabel(_quantity_name(direction, quantity))
+        for panel in panels[-1]:
+            panel.set_xlabel("lengths, the longest" if rows and rows[0].cell.packed else "sequence length")
+        _add_legend(figure, panels, quantity, document["peer_versions"])
+        title = "{device}, {dtype}, {date}, cupyflash {version}".format_map(document)
+        figure.suptitle(title + _rounds(rows), fontsize=12)
+        figure.savefig(path, dpi=160, facecolor="white")
+
+
+def _rounds(rows: list[Row]) -> str:
+    """How the figures came about."""
+    counts = {len(r.timing.rounds) for r in rows if r.timing is not None}
+    order = ", each in a random order" if len({r.implementation for r in rows}) > 1 else ""
+    return "".join(f"\nmedian of {n} round{'s' * (n > 1)}{order}" for n in counts)
+
+
+def _quantity_name(direction: str, quantity: str) -> str:
+    if quantity == "tflops":
+        return f"{TITLES[direction]}, TFLOP/s"
+    return f"peak extra memory, MiB\n({TITLES['fwd' if direction == 'fwd' else 'both']})"
+
+
+def _add_legend(figure: Any, panels: Any, quantity: str, versions: dict[str, str]) -> None:
+    """Who is who, ours first; and what the numbers in the panels mean, where there are any."""
     named = {name: handle for panel in panels.flat
              for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}  # fmt: skip
-    figure.legend(named.values(), named, loc="outside lower center", ncols=max(1, len(named)), frameon=False)
-    noted = timed and len(named) > 1
-    figure.suptitle(title + ("\nnumbers: cupyflash / the fastest other" if noted else ""), fontsize=10)
-    figure.savefig(path, dpi=150)
+    shown = [name for name in LABELS if LABELS[name] in named]
+    note = None
+    if quantity == "tflops" and any(panel.texts for panel in panels.flat):
+        note = "numbers: speed of cupyflash / the fastest other, in its colour where that one is ahead"
+    labels = [f"{LABELS[name]} {versions.get(name, '')}".strip() for name in shown]
+    figure.legend([named[LABELS[name]] for name in shown], labels, loc="outside lower center", ncols=max(1, len(shown)),
+                  frameon=False, title=note, title_fontsize=10)  # fmt: skip
 
 
-def _share_axis(panel: Any, values: list[float | None], quantity: str) -> None:
+def _share_axis(panel: Any, rows: list[Row], quantity: str) -> None:
     """From 0 upwards; logarithmic for memory where an implementation needs many times that of another."""
-    known = [v for v in values if v]
-    if quantity == "peak_bytes" and known and max(known) > LOG_RATIO * min(known):
+    values = [getattr(r, quantity) for r in rows]
+    if quantity == "peak_bytes" and max(values) > LOG_RATIO * min(values):
         panel.set_yscale("log")
     else:
-        panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
-
-
-def _heading(direction: str, quantity: str) -> str:
-    if quantity == "tflops":
-        return TITLES[direction]
-    return "peak extra memory, " + ("forward" if direction == "fwd" else "forward + backward")
+        panel.set_ylim(0, (1.12 if rows[0].cell.packed else 1.05) * panel.get_ylim()[1])
 
 
 def _panel(panel: Any, rows: list[Row], quantity: str) -> None:
-    """One line for each implementation, ours on top; below, how ours compares with the fastest other."""
-    for name in sorted({r.implementation for r in rows}, key=lambda n: (n == OURS, n)):
-        points = sorted((r.cell.seqlen, getattr(r, quantity)) for r in rows if r.implementation == name
-                        and getattr(r, quantity) is not None)  # fmt: skip
-        if points:
-            x, y = zip(*points, strict=True)
-            scale = 1.0 if quantity == "tflops" else 2.0**-20
-            panel.plot(x, [v * scale for v in y], marker=MARKERS.get(name), markersize=4, label=name,
-                       color=COLORS.get(name), linewidth=2.2 if name == OURS else 1.3)  # fmt: skip
+    """Ours on top of the others; lines by length, or bars by the distribution of packed lengths."""
+    packed = any(r.cell.packed for r in rows)
+    cells = dict.fromkeys(r.cell for r in rows)
+    at = {cell: i if packed else cell.seqlen for i, cell in enumerate(cells)}
+    names = sorted({r.implementation for r in rows}, key=lambda n: (n == OURS, list(LABELS).index(n)))
+    scale = 1.0 if quantity == "tflops" else MIB
+    for place, name in enumerate(names):
+        points = sorted((at[r.cell], scale * getattr(r, quantity)) for r in rows if r.implementation == name)
+        if packed:
+            _bars(panel, name, points, place, len(names))
+        else:
+            _line(panel, name, points)
     if quantity == "tflops":
-        for (cell, _), found in by_cell(rows).items():
-            if ratio := best_ratio(found.values()):
-                panel.text(cell.seqlen, 0.03, f"{ratio:.2f}", fontsize=8, ha="center", color=COLORS[OURS],
-                           transform=panel.get_xaxis_transform())  # fmt: skip
-    lengths = sorted({r.cell.seqlen for r in rows})
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths], fontsize=8)
+        for (cell, _), by_name in by_cell(rows).items():
+            _write_ratio(panel, at[cell], list(by_name.values()))
+    if not packed:
+        panel.set_xscale("log", base=2)
+    panel.set_xticks(list(at.values()), [_length_name(cell) for cell in at])
     panel.minorticks_off()
-    panel.margins(x=0.08)
-    panel.grid(alpha=0.25)
-    for side in ("top", "right"):
-        panel.spines[side].set_visible(False)
+    panel.margins(x=0.1)
+
+
+def _length_name(cell: Cell) -> str:
+    length = f"{cell.seqlen // 1024}k" if cell.seqlen % 1024 == 0 else str(cell.seqlen)
+    return f"{cell.packed}\n{length}" if cell.packed else length
+
+
+def _line(panel: Any, name: str, points: list[tuple[int, float]]) -> None:
+    ours = name == OURS
+    panel.plot(*zip(*points, strict=True), marker=MARKERS[name], markersize=6 if ours else 5, color=COLORS[name],
+               linewidth=2.6 if ours else 1.6, zorder=3 if ours else 2, label=LABELS[name])  # fmt: skip
+
+
+def _bars(panel: Any, name: str, points: list[tuple[int, float]], place: int, places: int) -> None:
+    width = 0.8 / places
+    middle = (places - 1 - place + 0.5) * width - 0.4  # ours, drawn last, stands first
+    x, y = [x + middle for x, _ in points], [y for _, y in points]
+    panel.bar(x, y, width, color=COLORS[name], label=LABELS[name], edgecolor="white")
+    panel.grid(visible=False, axis="x")
+
+
+def _write_ratio(panel: Any, x: int, rows: list[Row]) -> None:
+    """How ours compares with the fastest other: below lines, above bars."""
+    ratio = best_ratio(rows)
+    if ratio is None:
+        return
+    fastest = max((r for r in rows if r.implementation not in (OURS, DENSE)), key=lambda r: r.tflops or 0)
+    ahead = OURS if ratio >= 1 else fastest.implementation
+    behind = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+    panel.text(x, 0.93 if fastest.cell.packed else 0.03, f"{ratio:.2f}", fontsize=10, weight="bold", ha="center",
+               color=COLORS[ahead], zorder=4, transform=panel.get_xaxis_transform(), bbox=behind)  # fmt: skip

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
 import numpy as np
 
-from cupyflash import api
+from cupyflash import api, varlen
 from cupyflash.check.cases import NUMPY_DTYPE
 
 from . import peers as bench_peers
 from .cell import Cell
+from .lengths import DENSE
 from .timing import Clock, CupyClock, TorchClock, Work
 
 OURS = "cupyflash"
-PEERS = ("flash2", "cudnn", "math", "fa4", "flex")
+PEERS = ("flash2", "cudnn", "math", "fa4", "flex", DENSE)
 _BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
 
 
@@ -34,7 +35,7 @@ class Bench:
 
     def absent(self, peer: str) -> str | None:
         """Why a peer cannot be timed here, or None."""
-        return "needs torch"
+        return None if peer == DENSE else "needs torch"
 
     def counts_memory(self, name: str) -> bool:
         """Whether the clock sees what an implementation allocates."""
@@ -48,36 +49,54 @@ class Bench:
         return [self.random(cell.dtype, shape) for shape in cell.shapes()]
 
     def array(self, x: np.ndarray) -> Any:
-        """A NumPy array as one of the framework."""
+        """A NumPy array where the inputs are."""
         return x
 
-    def slopes(self, cell: Cell) -> dict[str, Any]:
-        """ALiBi's, as an argument; nothing without."""
-        found = cell.slopes()
-        return {} if found is None else {"alibi_slopes": self.array(found)}
+    def slopes(self, cell: Cell) -> Any | None:
+        """ALiBi's; None without."""
+        return self.array(cell.slopes()) if cell.alibi else None
+
+    def ours(self, cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Our forward and backward with the options of the cell."""
+        forward, backward, lengths = api.attention, api.attention_backward, {}
+        if cell.packed:
+            forward, backward = varlen.attention_varlen, varlen.attention_varlen_backward  # type: ignore[assignment]
+            lengths = {"cu_seqlens_q": self.array(np.array(cell.cu_seqlens, np.int32))}
+        options = cell.options | lengths | {"alibi_slopes": self.slopes(cell)}
+        return functools.partial(forward, **options), functools.partial(backward, **options)
+
+    def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
+        """(q, k, v) -> out."""
+        return self.ours(cell)[0]
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
         """The three directions of one implementation."""
+        if name == DENSE:
+            return self.works(OURS, cell.dense)
         q, k, v, dout = self.inputs(cell)
-        options = cell.options | self.slopes(cell)
+        attention, attention_backward = self.ours(cell)
 
         def forward() -> Any:
-            return api.attention(q, k, v, **options, return_lse=True)
+            return attention(q, k, v, return_lse=True)
 
         out, lse = forward()
 
         def backward() -> Any:
-            return api.attention_backward(dout, q, k, v, out, lse, **options)
+            return attention_backward(dout, q, k, v, out, lse)
 
         def both() -> Any:
             o, s = forward()
-            return o, s, api.attention_backward(dout, q, k, v, o, s, **options)
+            return o, s, attention_backward(dout, q, k, v, o, s)
 
         return {"fwd": forward, "bwd": backward, "both": both}
 
     def version(self) -> str:
         """Of the framework."""
         return metadata.version(self.name)
+
+    def versions(self, peers: Sequence[str]) -> dict[str, str]:
+        """Of those that have one apart from the framework's."""
+        return {}
 
     def matmul(self) -> tuple[Work, float] | None:
         """A large matrix product in fp32 (bf16 on a GPU) and its FLOPs; None where there is none to time."""
@@ -130,7 +149,7 @@ class TorchBench(Bench):
         torch.manual_seed(0)
 
     def absent(self, peer: str) -> str | None:
-        if not self.on_gpu and peer != "math":
+        if not self.on_gpu and peer not in ("math", DENSE):
             return "needs a GPU"
         if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
             try:
@@ -140,7 +159,7 @@ class TorchBench(Bench):
         return "this torch has no flex_attention" if peer == "flex" and bench_peers.flex_is_missing() else None
 
     def counts_memory(self, name: str) -> bool:
-        return self.on_gpu or name == OURS  # on the CPU ours allocates through NumPy, which is traced
+        return self.on_gpu or name in (OURS, DENSE)  # on the CPU ours allocates through NumPy, which is traced
 
     def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
         kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)
@@ -150,20 +169,19 @@ class TorchBench(Bench):
         return self.torch.from_numpy(x).to(self.device)
 
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
-        """(q, k, v) -> out in bshd."""
-        slopes = self.slopes(cell)
         if name == OURS:
-            return functools.partial(api.attention, **cell.options, **slopes)
+            return self.ours(cell)[0]
+        slopes = self.slopes(cell)
+        if cell.packed:
+            if name not in bench_peers.VARLEN:
+                raise NotImplementedError(f"{name} is not timed with packed sequences")
+            return bench_peers.VARLEN[name](cell, self.array(np.array(cell.cu_seqlens, np.int32)), slopes)
         if name == "flex":
-            return bench_peers.flex(cell, self.device, slopes.get("alibi_slopes"))
+            return bench_peers.flex(cell, self.device, slopes)
         if name == "fa4":
             return bench_peers.fa4(cell)
-        if cell.window is not None or cell.softcap is not None or cell.alibi:
-            if name == "flash2" and bench_peers.has_flash_attn():
-                return bench_peers.flash2(cell, slopes.get("alibi_slopes"))
-            lacks = "ALiBi" if cell.alibi else "softcap"
-            lacks = lacks if cell.window is None else "sliding window, but for an explicit mask"
-            raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
+        if lacks := bench_peers.sdpa_lacks(cell):
+            return bench_peers.beyond_sdpa(name, cell, slopes, lacks)
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, _BACKENDS[name])
@@ -178,6 +196,8 @@ class TorchBench(Bench):
         return peer
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
+        if name == DENSE:
+            return self.works(OURS, cell.dense)
         attention, grad = self.attention(name, cell), self.torch.autograd.grad
         q, k, v, dout = self.inputs(cell)
         plain = [x.detach() for x in (q, k, v)]  # nothing to record, and no context to enter, which costs host time
@@ -198,6 +218,14 @@ class TorchBench(Bench):
             return out, grad(out, leaves, dout)
 
         return {"fwd": forward, "bwd": backward, "both": both}
+
+    def versions(self, peers: Sequence[str]) -> dict[str, str]:
+        found = {}
+        if "cudnn" in peers and (number := self.torch.backends.cudnn.version()):
+            found["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"  # as of cuDNN 9
+        if "fa4" in peers and not self.absent("fa4"):
+            found["fa4"] = metadata.version("flash-attn-4")
+        return found
 
     def matmul(self) -> tuple[Work, float]:
         n, dtype = (8192, self.torch.bfloat16) if self.on_gpu else (1024, self.torch.float32)

@@ -56,7 +56,8 @@ class HopperForwardTile:
 class HopperBackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m` through `stages`.
 
-    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`.
+    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the first
+    `held_columns` of V in registers: shared memory, which is busier than the tensor cores, is read less.
     """
 
     block_m: int
@@ -64,6 +65,7 @@ class HopperBackwardTile:
     stages: int
     consumer_registers: int
     producer_registers: int
+    held_columns: int = 0
     blocks_per_sm = 1
 
     @property
@@ -122,7 +124,7 @@ _FORWARD_MASKED: tuple[tuple[int, HopperForwardTile], ...] = tuple(
 
 _BACKWARD: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(64, 192, 4, 160, 32)),
-    (128, HopperBackwardTile(64, 128, 2, 240, 24)),
+    (128, HopperBackwardTile(64, 128, 2, 240, 24, 64)),
 )
 _WIDE_BACKWARD: tuple[tuple[int, HopperDkvTile, HopperDqTile], ...] = (
     (192, HopperDkvTile(64, 64, 3, 232, 40), HopperDqTile(128, 64, 5, 232, 40)),

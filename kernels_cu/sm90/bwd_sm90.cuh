@@ -147,8 +147,8 @@ template <class V>
 struct BwdGroup {
     using T = typename V::Element;
     using Smem = BwdSm90Smem<V>;
-    static constexpr int M = V::kBlockM, D = V::kHeadDim, kDepth = round_up(D, 16);
-    static_assert(M == 64 && V::kBlockN % 64 == 0);
+    static constexpr int M = V::kBlockM, D = V::kHeadDim, kDepth = round_up(D, 16), kHeld = V::kHeldColumns;
+    static_assert(M == 64 && V::kBlockN % 64 == 0 && kHeld <= kDepth);
 
     const BwdSm90Params &p;
     const Problem &problem;
@@ -158,7 +158,8 @@ struct BwdGroup {
     const int group;  // of the block
     AccTile<16, D> dK, dV;
     Emitted<V> emitted;
-    int i = 0;  // number of the visit
+    FragA<T, 16, kHeld ? kHeld : 16> rV;  // the first kHeld columns of V, which each visit would read again
+    int i = 0;                            // number of the visit
 
     __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const Sequence<V::kPacked> &sequence,
                         int group)
@@ -173,6 +174,7 @@ struct BwdGroup {
         if (count > 0) {
             ptx::mbarrier_wait(smem.k_full(), 0);
             ptx::mbarrier_wait(smem.v_full(), 0);
+            if (kHeld) rV.load(smem.v(), 64 * group + fresh_thread() / 32 % 4 * 16);  // @rows-of-v-held
         }
         if (Emitted<V>::kAny && count == 0) {  // @slopes-without-visits-sm90
             const int heads = problem.heads_q / problem.heads_k;
@@ -217,11 +219,13 @@ struct BwdGroup {
         const int stage = ring.stage;
         const auto sQ = smem.q(stage), sdO = smem.dout(stage);
 
-        ptx::mbarrier_wait(smem.q_full(stage), ring.phase);           // @visit-q-full
-        AccTile<16, M> P, dS;                                         // transposed: rows are keys
-        issue_nt<T, kDepth>(P, smem.k().from_row(64 * group), sQ);    // S^T = K Q^T
-        ptx::mbarrier_wait(smem.dout_full(stage), ring.phase);        // @visit-do-full
-        issue_nt<T, kDepth>(dS, smem.v().from_row(64 * group), sdO);  // dP^T = V dO^T
+        ptx::mbarrier_wait(smem.q_full(stage), ring.phase);         // @visit-q-full
+        AccTile<16, M> P, dS;                                       // transposed: rows are keys
+        issue_nt<T, kDepth>(P, smem.k().from_row(64 * group), sQ);  // S^T = K Q^T
+        ptx::mbarrier_wait(smem.dout_full(stage), ring.phase);      // @visit-do-full
+        const auto sV = smem.v().from_row(64 * group);
+        if constexpr (kHeld) issue_nt<T, kDepth>(dS, rV, sV, sdO);  // dP^T = V dO^T
+        else issue_nt<T, kDepth>(dS, sV, sdO);
         const ptx::u32 stats_at = smem.stats(stage) + 16 * (fresh_lane() % 4);
         ptx::wgmma_wait_group<0>();
         arrived(P), arrived(dS);

@@ -31,6 +31,16 @@ struct FragA {
         #pragma unroll
         for (int k = 0; k < kSteps; ++k) from(acc, k);
     }
+    // Reads it from rows [row0, ...), the first columns, of a shared-memory tile.
+    template <class Tile>
+    __device__ void load(const Tile &tile, int row0) {
+        const int lane = fresh_lane();
+        #pragma unroll
+        for (int k = 0; k < kSteps; ++k)
+            #pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+                ptx::ldmatrix_x4(x[k][r], tile.at(row0 + 16 * r + lane % 16, 16 * k + lane / 16 * 8));
+    }
     // Writes the operand to rows [row0, ...), columns [col0, ...) of a shared-memory tile.
     template <class Tile>
     __device__ void store(const Tile &tile, int row0, int col0) const {

@@ -87,6 +87,17 @@ __device__ __forceinline__ void issue_nt(AccTile<16, kCols> &acc, const TileA &a
     for (int k = 0; k < kDepth / 16; ++k) wgmma<0>(T{}, registers_of(acc), a.columns(k), b.columns(k), kAdd || k != 0);
     ptx::wgmma_commit_group();
 }
+// acc = A B^T with the first columns of A, those that `held` has, in registers; the others are read from the tile.
+template <class T, int kDepth, int kHeld, int kCols, class TileA, class TileB>
+__device__ __forceinline__ void issue_nt(AccTile<16, kCols> &acc, const FragA<T, 16, kHeld> &held, const TileA &a,
+                                         const TileB &b) {
+    ptx::wgmma_fence();  // @registers-settled-held
+    #pragma unroll
+    for (int k = 0; k < kDepth / 16; ++k)
+        if (16 * k < kHeld) wgmma<0>(T{}, registers_of(acc), held.x[k][0], b.columns(k), k != 0);
+        else wgmma<0>(T{}, registers_of(acc), a.columns(k), b.columns(k), k != 0);
+    ptx::wgmma_commit_group();
+}
 // acc = A B, as in dQ = dS K.
 template <class T, int kDepth, int kCols, class TileA, class TileB>
 __device__ __forceinline__ void issue_nn(AccTile<16, kCols> &acc, const TileA &a, const TileB &b) {

@@ -34,6 +34,7 @@ ONE_KERNEL = (
     _bug("first share added to what was there", change("first-share-stored", "if (stores)", "if (false)"), "causal-d64"),
     _bug("turns of dQ confused", change("turn-of-the-group", "!= group", "!= Smem::kGroups - 1"), "dense-d64", r"more arrivals|DEADLOCK|RACE|PHASE"),
     _bug("dS transposed into the wrong columns", change("columns-of-the-warp", "fresh_thread() / 32 % 4 * 16", "fresh_thread() / 32 % 4 * 16 ^ 16"), "dense-d64"),
+    _bug("other warps' rows of V held", change("rows-of-v-held", "% 4 * 16", "% 4 * 16 ^ 16"), "dense-d128"),
     _bug("keys of the mask off by one", change("keys-of-the-lane", "8 * r", "8 * r + 1"), "causal-d64"),
     _bug("queries of the mask off by one", change("queries-of-the-lane", "min(max(0, query) % 8, 2)", "min(max(0, query) % 8, 1)"), "causal-d64"),
     _bug("NaN of hidden queries let through", change("dk-and-dv-finite-sm90", "ptx::vote_all(stage<T>(tile, row0, acc))", "stage<T>(tile, row0, acc) || true"), "nan-in-queries-d64"),

@@ -60,6 +60,7 @@ EXPLAINED = (
     "counter-cleared",
     "done-count-cleared",
     "registers-settled-nn",
+    "registers-settled-held",
     "earlier-shares-shown-to-tma",
     "share-shown-to-others",
     "share-is-written",

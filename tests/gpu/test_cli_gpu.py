@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,18 @@ import pytest
 
 from cupyflash import api
 from cupyflash.cli import frameworks
+from cupyflash.cli.bench.cell import Cell
+from cupyflash.cli.bench.work import TorchBench
 from cupyflash.cli.verify import checks as verify_checks
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def document(*arguments: str) -> dict[str, Any]:
-    """The JSON document that a command prints; it must succeed."""
+def document(*arguments: str, seconds: float | None = None) -> dict[str, Any]:
+    """The JSON document that a command prints; it must succeed, and in so many seconds."""
     command = [sys.executable, "-m", "cupyflash", *arguments, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=seconds)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -97,7 +100,7 @@ def test_bench(framework: str) -> None:
     assert found["startup"]["disk_cache"]["loaded_on_gpu"]
 
 
-@pytest.mark.parametrize("peer", ["cudnn", "fa4", "flex"])
+@pytest.mark.parametrize("peer", ["cudnn", "fa4"])
 def test_bench_peers(peer: str) -> None:
     """Each peer runs with fewer key heads; cuDNN's has neither window nor softcap."""
     if not pytest.importorskip("torch").cuda.is_available():
@@ -111,3 +114,68 @@ def test_bench_peers(peer: str) -> None:
     assert (windowed["tflops"] is None) == (peer == "cudnn")
     capped = document("bench", *options, "--softcap", "20")["rows"][1]
     assert (capped["tflops"] is None) == (peer == "cudnn")
+
+
+def test_bench_flex() -> None:
+    """One cell, forward alone, with all that flex is asked for: each cell and pass is a compilation of its own.
+
+    A process for each would be an import of torch and a start of its compiler each time, tens of seconds in all.
+    """
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    size = ("--head-dim", "64", "--hidden", "256", "--heads-k", "2", "--batch", "2", "--seqlens", "512")
+    options = ("--quick", "--rounds", "2", "--causal", "--window", "255", "--softcap", "20", "--pass", "fwd")
+    rows = document("bench", *options, "--against", "flex", *size, seconds=240)["rows"]
+    assert [(r["implementation"], r["reason"]) for r in rows] == [("cupyflash", ""), ("flex", "")]
+    assert all(r["tflops"] > 0 for r in rows)
+
+
+PACKED = Cell("bf16", 64, False, 300, 5, 4, 4, packed="uniform", lengths=(300, 1, 17, 256, 130))
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 40}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("peer", ["flash2", "fa4"])
+def test_packed_peers_compute_the_same(peer: str, options: dict[str, Any]) -> None:
+    """What is timed beside ours is the same attention; flash2's has no softcap in torch, and says so."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    if peer == "fa4":
+        pytest.importorskip("flash_attn.cute")
+    cell, bench = replace(PACKED, **options), TorchBench(on_gpu=True)
+    q, k, v, dout = bench.inputs(cell)
+    try:
+        theirs = bench.attention(peer, cell)
+    except NotImplementedError as e:
+        if peer != "flash2" or "softcap" not in options:
+            raise
+        pytest.skip(str(e))
+    outs = []
+    for attention in (bench.attention("cupyflash", cell), theirs):
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves)
+        outs.append((out, *torch.autograd.grad(out, leaves, dout)))
+    for ours, other in zip(*outs, strict=True):
+        torch.testing.assert_close(ours, other, atol=2e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_bench_packed(framework: str, tmp_path: Path) -> None:
+    """All four ways of lengths, beside our dense call and, in torch, FlashAttention-2; the run can be shown again."""
+    if framework == "torch" and not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    peers = {"dense", "flash2"} if framework == "torch" else {"dense"}
+    size = ("--head-dim", "64", "--tokens", "2048", "--hidden", "256", "--causal", "--seqlens", "512")
+    packed = ("--packed", "equal,uniform,long-tailed,short", "--against", ",".join(peers), "--framework", framework)
+    found = document("bench", "--quick", "--rounds", "2", "--host", *size, *packed)
+    assert [x["packed"] for x in found["packed"]] == ["equal", "uniform", "long-tailed", "short"]
+    assert {sum(x["lengths"]) for x in found["packed"]} == {2048}
+    for row in found["rows"]:
+        runs = row["implementation"] != "dense" or row["packed"] == "equal"
+        assert (row["tflops"] is not None) == runs, row
+    ours = [r for r in found["rows"] if r["implementation"] == "cupyflash"]
+    assert all(r["peak_bytes"] <= 1.1 * r["ideal_bytes"] + (1 << 20) for r in ours)
+    assert {"cupyflash", *peers} == found["host_us"].keys()
+    assert found["host_us"]["cupyflash"]["fwd_new_lengths"] > 0
+    (tmp_path / "run.json").write_text(json.dumps(found))
+    assert document("bench", "--saved", str(tmp_path / "run.json")) == found

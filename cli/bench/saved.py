@@ -1,0 +1,54 @@
+"""Runs that `bench --json` wrote down, for `bench --saved`: the same rows, from which tables and pictures follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .cell import Cell
+from .report import Row
+from .timing import Timing
+
+_CELL = [field.name for field in dataclasses.fields(Cell) if field.name != "lengths"]
+_HEAD = ("version", "device", "framework", "dtype", "date", "peer_versions", "flop_formula", "matmul_tflops",
+         "few_rounds")  # fmt: skip
+_ROW = ("direction", "implementation", "peak_bytes", "reason", "tensor_core_percent", "clock_ghz")
+
+
+def lengths_of(cells: list[Cell]) -> list[dict[str, Any]]:
+    """The lengths of packed sequences, each list once: what the cells' records leave out."""
+    found = {(c.packed, c.seqlen): c.lengths for c in cells if c.packed}
+    return [{"packed": name, "seqlen": n, "lengths": list(lengths)} for (name, n), lengths in found.items()]
+
+
+def load(path: Path, directions: tuple[str, ...] | None) -> tuple[dict[str, Any], list[Row]]:
+    """The document and its rows, of these directions alone.
+
+    Raises:
+        click.BadParameter: the file holds no run of bench, or none of these directions.
+    """
+    try:
+        document = json.loads(path.read_text())
+        if document["command"] != "bench" or not set(_HEAD) <= document.keys():
+            raise ValueError
+        lengths = {(x["packed"], x["seqlen"]): tuple(x["lengths"]) for x in document["packed"]}
+        rows = [_row(record, lengths) for record in document["rows"]]
+    except OSError as e:
+        raise click.BadParameter(f"{path} cannot be read: {e.strerror}", param_hint="--saved") from None
+    except (ValueError, KeyError, TypeError):
+        raise click.BadParameter(f"{path} is not what `cupyflash bench --json` of this version prints",
+                                 param_hint="--saved") from None  # fmt: skip
+    rows = [row for row in rows if directions is None or row.direction in directions]
+    if not rows:
+        raise click.BadParameter(f"{path} has no rows of {', '.join(directions or ())}", param_hint="--pass")
+    return document, rows
+
+
+def _row(record: dict[str, Any], lengths: dict[tuple[str | None, int], tuple[int, ...]]) -> Row:
+    cell = Cell(**{name: record[name] for name in _CELL}, lengths=lengths.get((record["packed"], record["seqlen"]), ()))
+    times = record["ms_rounds"]
+    return Row(cell, timing=Timing(tuple(times)) if times else None, **{name: record[name] for name in _ROW})
