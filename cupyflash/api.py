@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from . import options
 from .arrays.adapters import TORCH
-from .arrays.libraries import Foreign, common_library, common_library_of_three
+from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
 from .errors import ArgumentError
 from .launch import run
 from .operands import BACKWARD, GRADIENT
@@ -82,8 +82,8 @@ def attention(
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
         ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf.
         GPU work is queued on the library's current stream, and nothing waits for it, except for NumPy arrays and for
-        libraries that are reached through DLPack (JAX). On PyTorch tensors that require grad, out and lse are
-        differentiable, once.
+        libraries that are reached through DLPack. On PyTorch tensors that require grad, and in JAX, inside jit too, out
+        and lse are differentiable, once.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it.
@@ -113,6 +113,10 @@ def _forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any
     library = common_library_of_three(**arrays) if len(arrays) == 3 else common_library(**arrays)
     if library is TORCH:
         return (_torch or _import_torch()).attention(arrays, call, want_lse)
+    if library is JAX:
+        from .jax import op
+
+        return op.attention_of(arrays, call, want_lse)
     if isinstance(library, Foreign):
         out, lse = _forward(library.adopt(arrays), call, want_lse)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
@@ -195,6 +199,10 @@ def _backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) ->
     library = common_library(**arrays)
     if library is TORCH:
         return (_torch or _import_torch()).backward(arrays, call, wanted)
+    if library is JAX:
+        from .jax import op
+
+        return op.backward_of(arrays, call, wanted)
     if isinstance(library, Foreign):
         grads = _backward(library.adopt(arrays), call, wanted)
         return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}

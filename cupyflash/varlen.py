@@ -8,7 +8,7 @@ from typing import Any
 from . import options
 from .api import Gradients, wanted_of
 from .arrays.adapters import TORCH
-from .arrays.libraries import Foreign, common_library
+from .arrays.libraries import JAX, Foreign, common_library
 from .errors import ArgumentError
 from .launch import run
 from .options import Options, Window, make_options
@@ -169,6 +169,11 @@ def _check_totals(arrays: dict[str, Any], alike: bool, layout: str) -> None:
 
 def _forward(arrays: dict[str, Any], alike: bool, call: Options, want_lse: bool) -> tuple[Any, Any]:
     library = common_library(**arrays)
+    if library is JAX:
+        from .jax import op
+
+        _check_totals(arrays, alike, call.layout)
+        return op.attention_of(arrays, call, want_lse)
     if isinstance(library, Foreign):
         out, lse = _forward(library.adopt(arrays), alike, call, want_lse)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
@@ -182,6 +187,11 @@ def _forward(arrays: dict[str, Any], alike: bool, call: Options, want_lse: bool)
 
 def _backward(arrays: dict[str, Any], alike: bool, call: Options, wanted: tuple[str, ...]) -> dict[str, Any]:
     library = common_library(**arrays)
+    if library is JAX:
+        from .jax import op
+
+        _check_totals(arrays, alike, call.layout)
+        return op.backward_of(arrays, call, wanted)
     if isinstance(library, Foreign):
         grads = _backward(library.adopt(arrays), alike, call, wanted)
         return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}

@@ -57,7 +57,7 @@ def forward(
     Args:
         arrays: q, k, v and what features bring, by the names of the table of arrays.
     """
-    found = _run(FORWARD, library, arrays, options, _LSE if want_lse else ())
+    found = _run(FORWARD, library, arrays, options, WITH_LSE if want_lse else ())
     return found[0], found[1] if want_lse else None
 
 
@@ -74,7 +74,7 @@ def backward(
     return dict(zip(given_of(BACKWARD, tuple(arrays), wanted).made, found, strict=False))
 
 
-_LSE = ("lse",)
+WITH_LSE = ("lse",)
 _COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, packed or not
     ("forward", False): attention.forward,
     ("forward", True): packed.forward,
@@ -125,6 +125,25 @@ def _run(
     call(pointers, stream)
     del copies
     return made
+
+
+def planned(
+    which: Pass,
+    library: Native,
+    names: tuple[str, ...],
+    keys: Sequence[tuple[Any, ...]],
+    options: Options,
+    wanted: tuple[str, ...],
+) -> launch.Call:
+    """The call that arrays on a GPU will find, of these signatures, at addresses that are multiples of 16.
+
+    Its kernels are loaded then, and it says what it will allocate.
+    """
+    key = names, *keys, options, True, wanted, wish()
+    call = launch.calls.find(key)
+    if call is None:
+        call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, True, 0))
+    return call
 
 
 def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
@@ -188,6 +207,6 @@ def _on_host(
     more: dict[str, Any] = {} if lengths is None else {"sequences": lengths}
     if which is BACKWARD:
         more["wanted"] = wanted
-    made = which.made(names, wanted if which is BACKWARD else _LSE)
+    made = which.made(names, wanted if which is BACKWARD else WITH_LSE)
     found = zip(made, compute(**plain, problem=problem, **more), strict=True)
     return [library.from_numpy(np.ascontiguousarray(bshd(name, x))) for name, x in found]

@@ -56,8 +56,8 @@ class HopperForwardTile:
 class HopperBackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m` through `stages`.
 
-    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the first
-    `held_columns` of V in registers: shared memory, which is busier than the tensor cores, is read less.
+    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the
+    first `held_columns` of V in registers: shared memory, which is busier than the tensor cores, is read less.
     """
 
     block_m: int

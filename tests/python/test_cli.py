@@ -43,8 +43,8 @@ from cupyflash.plan.variant import Variant
 from cupyflash.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("compile",), ("cache", "path"), ("cache", "info"),
-          ("cache", "clear")]  # fmt: skip
+LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("run",), ("compile",), ("cache", "path"),
+          ("cache", "info"), ("cache", "clear")]  # fmt: skip
 Invoke = Callable[..., Result]
 
 
