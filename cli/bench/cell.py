@@ -33,9 +33,9 @@ class Cell:
     heads_k: int
     window: int | None = None
     softcap: float | None = None
-    alibi: bool = False
     packed: str | None = None
     lengths: tuple[int, ...] = ()
+    alibi: bool = False
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k, v and dout."""
@@ -101,6 +101,6 @@ class Cell:
         window = None if self.window is None else (self.window, None)
         return {"causal": self.causal, "window": window, "softcap": self.softcap}
 
-    def slopes(self) -> np.ndarray | None:
-        """Those of Press et al. 2022, for any number of heads: 2^(-8 i / heads), i from 1 on."""
-        return np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads) if self.alibi else None
+    def slopes(self) -> np.ndarray:
+        """ALiBi's as Press et al. 2022 have them, for any number of heads: 2^(-8 i / heads), i from 1 on."""
+        return np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)

@@ -13,28 +13,49 @@ from .cell import Cell
 
 def fa4(cell: Cell) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out in bshd."""
-    if cell.alibi:
-        raise NotImplementedError("FlashAttention-4 has no ALiBi but by a function of its own language")
-    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
     options = _fa4_options(cell)
+    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
     return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
 
 
+def sdpa_lacks(cell: Cell) -> str:
+    """What of a configuration torch's scaled_dot_product_attention has not; "" if it has all."""
+    if cell.window is not None:
+        return "sliding window, but for an explicit mask"
+    return "ALiBi" if cell.alibi else "softcap" if cell.softcap is not None else ""
+
+
+def beyond_sdpa(name: str, cell: Cell, slopes: Any | None, lacks: str) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out in bshd: FlashAttention-2's own package, where a bound of -1 is none.
+
+    Raises:
+        NotImplementedError: it is another peer, or the package is not here.
+    """
+    if name != "flash2" or not _has("flash_attn.flash_attn_interface"):
+        raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
+    flash_attn = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_func
+    options = {"causal": cell.causal, "window_size": (-1 if cell.window is None else cell.window, -1)}
+    options |= {"softcap": cell.softcap or 0.0, "alibi_slopes": slopes}
+    return lambda q, k, v: flash_attn(q, k, v, **options)
+
+
 def _fa4_options(cell: Cell) -> dict[str, Any]:
+    if cell.alibi:
+        raise NotImplementedError("FlashAttention-4 has no ALiBi but by a function of its own language")
     options: dict[str, Any] = {"causal": cell.causal, "window_size": (cell.window, None)}  # causal: the right one is 0
     return options if cell.softcap is None else options | {"softcap": cell.softcap}
 
 
-def fa4_varlen(cell: Cell, cu_seqlens: Any) -> Callable[[Any, Any, Any], Any]:
+def fa4_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out, packed."""
-    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     options = _fa4_options(cell)
+    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     for side in "qk":
         options |= {f"cu_seqlens_{side}": cu_seqlens, f"max_seqlen_{side}": max(cell.lengths)}
     return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
 
 
-def flash2_varlen(cell: Cell, cu_seqlens: Any) -> Callable[[Any, Any, Any], Any]:
+def flash2_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out, packed: torch's varlen_attn, or flash-attn's own function where torch's cannot do the call.
 
     Raises:
@@ -48,6 +69,7 @@ def flash2_varlen(cell: Cell, cu_seqlens: Any) -> Callable[[Any, Any, Any], Any]
         attention = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
         left = -1 if cell.window is None else cell.window
         options = {"causal": cell.causal, "window_size": (left, -1), "softcap": cell.softcap or 0.0}
+        options["alibi_slopes"] = slopes
     longest = max(cell.lengths)
     return lambda q, k, v: attention(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
 
@@ -58,6 +80,8 @@ def _torch_varlen(cell: Cell) -> tuple[Callable[..., Any], dict[str, Any]]:
         raise NotImplementedError("this torch has no varlen_attn")
     if cell.softcap is not None:
         raise NotImplementedError("torch's varlen_attn has no softcap")
+    if cell.alibi:
+        raise NotImplementedError("torch's varlen_attn has no ALiBi")
     attention = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(attention).parameters
     options: dict[str, Any] = {}
@@ -83,22 +107,6 @@ def _has(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ImportError:
         return False
-
-
-def has_flash_attn() -> bool:
-    """Whether FlashAttention-2 is here as a package of its own, which does what torch's copy does not."""
-    try:
-        return callable(importlib.import_module("flash_attn").flash_attn_func)
-    except (ImportError, AttributeError):
-        return False
-
-
-def flash2(cell: Cell, slopes: Any | None) -> Callable[[Any, Any, Any], Any]:
-    """(q, k, v) -> out in bshd, by the package; -1 is unbounded there, and causal makes the right bound 0."""
-    flash_attn = importlib.import_module("flash_attn").flash_attn_func
-    options = {"causal": cell.causal, "window_size": (-1 if cell.window is None else cell.window, -1)}
-    options |= {"softcap": cell.softcap or 0.0, "alibi_slopes": slopes}
-    return lambda q, k, v: flash_attn(q, k, v, **options)
 
 
 def flex_is_missing() -> bool:

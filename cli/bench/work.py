@@ -49,24 +49,20 @@ class Bench:
         return [self.random(cell.dtype, shape) for shape in cell.shapes()]
 
     def array(self, x: np.ndarray) -> Any:
-        """A NumPy array as one where the inputs are."""
+        """A NumPy array where the inputs are."""
         return x
 
-    def slopes(self, cell: Cell) -> dict[str, Any]:
-        """ALiBi's, as an argument; nothing without."""
-        found = cell.slopes()
-        return {} if found is None else {"alibi_slopes": self.array(found)}
-
-    def cu_seqlens(self, cell: Cell) -> Any:
-        return self.array(np.array(cell.cu_seqlens, np.int32))
+    def slopes(self, cell: Cell) -> Any | None:
+        """ALiBi's; None without."""
+        return self.array(cell.slopes()) if cell.alibi else None
 
     def ours(self, cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Our forward and backward with the options of the cell."""
         forward, backward, lengths = api.attention, api.attention_backward, {}
         if cell.packed:
             forward, backward = varlen.attention_varlen, varlen.attention_varlen_backward  # type: ignore[assignment]
-            lengths = {"cu_seqlens_q": self.cu_seqlens(cell)}
-        options = cell.options | lengths | self.slopes(cell)
+            lengths = {"cu_seqlens_q": self.array(np.array(cell.cu_seqlens, np.int32))}
+        options = cell.options | lengths | {"alibi_slopes": self.slopes(cell)}
         return functools.partial(forward, **options), functools.partial(backward, **options)
 
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
@@ -179,19 +175,13 @@ class TorchBench(Bench):
         if cell.packed:
             if name not in bench_peers.VARLEN:
                 raise NotImplementedError(f"{name} is not timed with packed sequences")
-            if cell.alibi:
-                raise NotImplementedError(f"{name} is not timed with packed sequences and ALiBi")
-            return bench_peers.VARLEN[name](cell, self.cu_seqlens(cell))
+            return bench_peers.VARLEN[name](cell, self.array(np.array(cell.cu_seqlens, np.int32)), slopes)
         if name == "flex":
-            return bench_peers.flex(cell, self.device, slopes.get("alibi_slopes"))
+            return bench_peers.flex(cell, self.device, slopes)
         if name == "fa4":
             return bench_peers.fa4(cell)
-        if cell.window is not None or cell.softcap is not None or cell.alibi:
-            if name == "flash2" and bench_peers.has_flash_attn():
-                return bench_peers.flash2(cell, slopes.get("alibi_slopes"))
-            lacks = "ALiBi" if cell.alibi else "softcap"
-            lacks = lacks if cell.window is None else "sliding window, but for an explicit mask"
-            raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
+        if lacks := bench_peers.sdpa_lacks(cell):
+            return bench_peers.beyond_sdpa(name, cell, slopes, lacks)
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, _BACKENDS[name])

@@ -157,9 +157,9 @@ struct BwdGroup {
     const Score<V> score;
     const int group;  // of the block
     AccTile<16, D> dK, dV;
-    FragA<T, 16, kHeld ? kHeld : 16> rV;  // the first kHeld columns of V, which each visit would read again
     Emitted<V> emitted;
-    int i = 0;  // number of the visit
+    FragA<T, 16, kHeld ? kHeld : 16> rV;  // the first kHeld columns of V, which each visit would read again
+    int i = 0;                            // number of the visit
 
     __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const SequenceOf<V> &sequence, int group)
         : p(p), problem(p.plain.problem), smem(smem), mask(sequence, problem), score(problem), group(group) {

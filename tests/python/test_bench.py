@@ -156,15 +156,15 @@ def test_flex_computes_the_same(
     from torch._functorch import config
 
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    cell = Cell("fp32", 24, causal, 37, 2, 4, 2, window, softcap, alibi)
+    cell = Cell("fp32", 24, causal, 37, 2, 4, 2, window, softcap, alibi=alibi)
     bench = bench_work.TorchBench(on_gpu=False)
     q, k, v, dout = bench.inputs(cell)
     problem = make_problem([x.shape for x in (q, k, v)], ["fp32"] * 3, **cell.options, alibi=int(alibi))
-    oracle = Oracle(problem, *map(np.asarray, (q, k, v, dout)), alibi_slopes=cell.slopes())
+    oracle = Oracle(problem, *map(np.asarray, (q, k, v, dout)), alibi_slopes=cell.slopes() if alibi else None)
     with config.patch(donated_buffer=True):
         out = bench.attention("flex", cell)(q, k, v)
         assert not config.donated_buffer
-    lse = cupyflash.attention(q, k, v, **cell.options, **bench.slopes(cell), return_lse=True)[1]
+    lse = cupyflash.attention(q, k, v, **cell.options, alibi_slopes=bench.slopes(cell), return_lse=True)[1]
     assert all(verdict.passed for verdict in oracle.judge_forward(out.numpy(), lse.numpy()))
 
 
