@@ -40,9 +40,8 @@ struct Sequence {
         if constexpr (!kPacked) {
             return {index, problem.seqlen_q, problem.seqlen_k, 0, 0, problem.seqlen_k};
         } else {
-            const auto q = [&](int b) { return edge_of(p.cu_seqlens_q, b, problem.batch, problem.seqlen_q); };
-            const auto k = [&](int b) { return edge_of(p.cu_seqlens_k, b, problem.batch, problem.seqlen_k); };
-            return between(p, index, q(index), q(index + 1), k(index), k(index + 1));
+            return between(p, index, start_q(p, index), start_q(p, index + 1), start_k(p, index),
+                           start_k(p, index + 1));
         }
     }
 
@@ -60,10 +59,15 @@ struct Sequence {
     template <int kRows>
     __device__ long long query_tile(const Problem &p, int head_q) const {
         if constexpr (kPacked)  // @query-tiles-of-its-sequence
-            return static_cast<long long>(head_q) * blocks<kRows>(p, p.seqlen_q) + (row_q / kRows + index);
+            return static_cast<long long>(head_q) * blocks<kRows>(p, p.seqlen_q) + first_tile<kRows>(row_q, index);
         else return static_cast<long long>(index * p.heads_q + head_q) * ceil_div(p.seqlen_q, kRows);
     }
 
+    // Packed: the number of the tile that begins with the first row of sequence b.
+    template <int kRows>
+    __device__ static int first_tile(int row, int b) {
+        return row / kRows + b;
+    }
     // How many tiles of kRows rows one head has at most: `rows` queries or keys of a sequence, or in all if packed.
     template <int kRows>
     __device__ static int blocks(const Problem &p, int rows) {
@@ -78,26 +82,24 @@ struct Sequence {
     __device__ static Sequence find(const Params &p, int number) {
         const Problem &problem = p.problem;
         const int lane = ptx::thread_index() % 32;
-        const auto starts = [&](int edge, int b) { return edge / kRows + b <= number; };
+        const auto starts = [&](int edge, int b) { return first_tile<kRows>(edge, b) <= number; };
         int first = 0, count = problem.batch + 1;
         while (count > 31) {  // @last-round-has-its-edges
             const int step = ceil_div(count, 32), i = lane * step, b = first + min(i, count - 1);
-            const int edge = edge_of(Rows::cu_seqlens(p), b, problem.batch, Rows::seqlen(problem));
+            const int edge = Rows::kAreQueries ? start_q(p, b) : start_k(p, b);
             // @last-part-that-starts-before
             const int last = step * (ptx::popc(ptx::vote_ballot(i < count && starts(edge, b))) - 1);
             first += last, count = min(step, count - last);
         }
         const int b = first + min(lane, count);
-        const int edge_q = edge_of(p.cu_seqlens_q, b, problem.batch, problem.seqlen_q);
-        // @edges-of-the-keys
-        const int edge_k = edge_of(p.cu_seqlens_k, b, problem.batch, problem.seqlen_k);
+        const int edge_q = start_q(p, b), edge_k = start_k(p, b);  // @edges-of-the-keys
         const bool before = lane < count && starts(Rows::kAreQueries ? edge_q : edge_k, b);
         const int last = ptx::popc(ptx::vote_ballot(before)) - 1;
         const auto at = [&](int edge, int i) { return ptx::shfl_index(edge, i); };
         return between(p, first + last, at(edge_q, last), at(edge_q, last + 1), at(edge_k, last), at(edge_k, last + 1));
     }
 
-    // Packed: where sequence b starts, in q and in k; clamped, b is at most batch.
+    // Packed: where sequence b starts and the one before it ends, in q and in k; clamped, b is at most batch + 1.
     template <class Params>
     __device__ static int start_q(const Params &p, int b) {
         return edge_of(p.cu_seqlens_q, b, p.problem.batch, p.problem.seqlen_q);
@@ -108,7 +110,6 @@ struct Sequence {
     }
 
   private:
-    // Where sequence b starts and the one before it ends; b is at most batch + 1.
     __device__ static int edge_of(const int *cu_seqlens, int b, int batch, int total) {
         // @edges-within-the-rows
         return b == 0 ? 0 : b > batch ? total : max(0, min(cu_seqlens[b], total));

@@ -152,7 +152,8 @@ def _product(W: Array, X: Array, seen: Array) -> Array:
     """W X over the pairs that are seen."""
     if np.isfinite(X).all() and np.isfinite(W).all():
         return W @ X
-    return np.stack([_sum(w[s], X[s]) for w, s in zip(W, seen, strict=True)])
+    rows = [_sum(w[s], X[s]) for w, s in zip(W, seen, strict=True)]
+    return np.stack(rows) if rows else np.zeros((0, X.shape[1]))
 
 
 def _whole(s: Spec, x: Inputs) -> Inputs:
