@@ -15,7 +15,7 @@ Q = ("batch", "seqlen_q", "heads_q", "head_dim")
 K = ("batch", "seqlen_k", "heads_k", "head_dim")
 ROWS = ("batch", "heads_q", "seqlen_q")
 # The lengths that a call's inputs and results may have, in the order in which `Operand.shape` takes them.
-SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "batch + 1", "total_q", "total_k")
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "batch + 1", "total_q", "total_k", "2")
 
 
 class Use(NamedTuple):

@@ -121,8 +121,7 @@ def make_problem(
     for name, length in (("q", seqlen_q), ("k", seqlen_k)):
         if length > MAX_SEQLEN:
             raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
-    if alibi and kv_range:
-        raise UnsupportedError("alibi_slopes: slopes together with kv_range are not supported yet; give one of the two")
+    _check_together(alibi, kv_range)
     scale_of_scores = _scale(options.scale, head_dim, dtypes[0])
     return Problem(
         dtype=dtypes[0],
@@ -151,6 +150,11 @@ def _bshd(name: str, shape: Sequence[int], layout: str, sequences: int | None) -
         raise ArgumentError(f"{name}: expected {len(names)} dimensions ({', '.join(names)}), got shape {tuple(shape)}")
     batch, a, b, head_dim = (int(n) for n in (shape if sequences is None else (sequences, *shape)))
     return (batch, a, b, head_dim) if layout == "bshd" else (batch, b, a, head_dim)
+
+
+def _check_together(alibi: int, kv_range: bool) -> None:
+    if alibi and kv_range:
+        raise UnsupportedError("alibi_slopes: slopes together with kv_range are not supported yet; give one of the two")
 
 
 def _check_dtypes(dtypes: Sequence[str]) -> None:

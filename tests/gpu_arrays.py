@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -25,6 +28,20 @@ def on_gpu(x: np.ndarray, library: str) -> Any:
     is_bf16 = x.dtype == ml_dtypes.bfloat16
     tensor = torch.from_numpy(flat.view(np.int16) if is_bf16 else flat).cuda()
     return torch.as_strided(tensor.view(torch.bfloat16) if is_bf16 else tensor, x.shape, strides, offset)
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """An error for each call of torch's that waits for the GPU."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def to_numpy(x: Any) -> np.ndarray:

@@ -69,7 +69,7 @@ def flash2_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Cal
         attention = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
         left = -1 if cell.window is None else cell.window
         options = {"causal": cell.causal, "window_size": (left, -1), "softcap": cell.softcap or 0.0}
-        options["alibi_slopes"] = slopes
+        options |= {} if slopes is None else {"alibi_slopes": slopes}
     longest = max(cell.lengths)
     return lambda q, k, v: attention(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
 

@@ -95,7 +95,7 @@ RANGE_CASES: tuple[Case, ...] = (
          values="nan_outside", ranges=((100, 203), (0, 150))),
     Case("range-deterministic", "quick", 203, 323, 64, batch=2, heads_q=4, deterministic=True, causal=True,
          values="nan_outside", ranges=((193, 323), (33, 260))),
-    Case("range-deterministic-window-d128", "full", 203, 323, 128, batch=2, deterministic=True, window=(60, 20),
+    Case("range-deterministic-d128", "full", 203, 323, 128, batch=2, deterministic=True, window=(60, 20),
          values="nan_outside", ranges=((129, 323), (7, 200))),
     Case("range-softcap-scale-negative", "full", 75, 203, 64, batch=2, softcap=2.0, scale=-0.4, values="nan_outside",
          ranges=((65, 203), (0, 70))),

@@ -61,7 +61,7 @@ class Buffers(Numpy):
         return tuple.__new__(Signature, signature)
 
     def dtype_name(self, dtype: Any) -> str:
-        return _NAMES.get(dtype, f"XLA's type {dtype}")
+        return _NAMES.get(dtype, str(dtype))
 
     def pointer(self, x: Any) -> int:
         return int(x.address)

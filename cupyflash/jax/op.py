@@ -15,7 +15,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..launch.run import WITH_LSE
 from ..operands import BACKWARD, GRADIENT
 from ..options import Options
-from .call import CODE_OF, PASSES, Static, call, results_of
+from .call import PASSES, Static, call, results_of
 from .sharding import divided
 
 
@@ -186,7 +186,7 @@ def _vet(arrays: Mapping[str, Any]) -> None:
     """
     first, where = None, None
     for name, x in arrays.items():
-        if jnp.issubdtype(x.dtype, jax.dtypes.extended) or np.dtype(x.dtype) not in CODE_OF:
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             raise ArgumentError(f"{name}: expected a floating-point dtype, got {x.dtype}")
         if isinstance(x, jax.core.Tracer):
             continue

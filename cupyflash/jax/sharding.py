@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..operands import Operand
 
-_FACTORS = {"batch": "b", "seqlen_q": "s", "seqlen_k": "t", "head_dim": "d", "heads_k": "h"}
+_FACTORS = {"batch": "b", "seqlen_q": "s", "seqlen_k": "t", "head_dim": "d", "heads_k": "h", "2": "e"}
 
 
 def dims_of(row: Operand, layout: str) -> tuple[str, ...]:

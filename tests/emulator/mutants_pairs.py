@@ -81,7 +81,7 @@ ALIBI = (
     _bug("slopes: another sequence's gradient not added", change("slopes-of-all-sequences", "b < end", "b < min(end, first + 1)"), "alibi-4"),
     _bug("slopes: last tile not added", change("tiles-with-slopes", "ceil_div(V::kOverKeys ? s.seqlen_k : s.seqlen_q, V::kBlockM)", "(V::kOverKeys ? s.seqlen_k : s.seqlen_q) / V::kBlockM"), "alibi-13"),
     _bug("slopes: sums read before they are written", without("slopes-of-all-warps"), "alibi-13"),
-    _bug("slopes: sm80 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm80", "visits == 0", "visits < 0"), "unseen-sm80"),
+    _bug("slopes: sm80 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm80", "visits.count == 0", "visits.count < 0"), "unseen-sm80"),
     _bug("slopes: sm90 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm90", "count == 0", "count < 0"), "unseen-sm90"),
     _bug("slopes: keys beyond the last leave theirs with the next head", change("slopes-of-keys-that-exist", "64 * block < visit.sequence.seqlen_k", "true"), "alibi-10"),
     _bug("slopes: dq sums rows beyond the last query", change("queries-that-exist-dq", "row < from_here.seqlen_q && ", ""), "unseen-wide"),

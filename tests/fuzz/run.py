@@ -45,7 +45,7 @@ def _calls(s: Spec, x: Inputs, to: Callable[[Any], Any], back: Callable[[Any], A
 
     options, attention, backward = s.options | {"layout": s.layout}, cupyflash.attention, cupyflash.attention_backward
     options |= {name: to(a) for name, a in x.brought().items()}
-    if x.sequences is not None:
+    if s.packed:
         attention, backward = cupyflash.attention_varlen, cupyflash.attention_varlen_backward
     q, k, v, dout = (to(turned(a)) for a in x[:4])
     dlse = None if x.dlse is None else to(x.dlse)

@@ -112,6 +112,7 @@ def test_the_gradient_of_slopes_repeats_bitwise(d: int, deterministic: bool) -> 
             assert all(a.equal(b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of the step that is not captured
 def test_a_graph_reads_slopes_when_it_is_replayed() -> None:
     import torch
 

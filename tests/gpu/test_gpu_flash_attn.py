@@ -5,8 +5,6 @@ Attention itself is judged in test_gpu.py; here results of the public functions 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ torch = pytest.importorskip("torch")
 from cupyflash.compat import flash_attn  # noqa: E402
 from cupyflash.compat.flash_attn import bert_padding, flash_attn_interface  # noqa: E402
 from cupyflash.compat.flash_attn.layers.rotary import apply_rotary_emb  # noqa: E402
+from tests.gpu_arrays import nothing_waits  # noqa: E402
 from tests.torch_exact import exact  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -34,17 +33,6 @@ def random(*shape: int, dtype: Any = torch.bfloat16, grad: bool = False) -> Any:
 
 def int32(*numbers: int) -> Any:
     return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
-
-
-@contextmanager
-def nothing_waits() -> Iterator[None]:
-    """An error for each call that waits for the GPU."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,7 +6,6 @@ CUPYFLASH_FAMILY is set for each family in turn; sm90 is left out where the GPU 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -21,7 +20,7 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.compile import jit
 from cupyflash.gpu.device import Device
 from cupyflash.launch import prepared
-from tests.gpu_arrays import on_gpu, to_numpy
+from tests.gpu_arrays import nothing_waits, on_gpu, to_numpy
 from tests.packed_lengths import TOTAL_K, TOTAL_Q, WRONG
 
 pytestmark = pytest.mark.gpu
@@ -182,13 +181,8 @@ def test_a_warm_call_waits_for_nothing() -> None:
     arrays, cu = tensors(sum(LENGTHS)), places(LENGTHS)
     used = torch.tensor([100, 0, 1, 200, 3], device="cuda", dtype=torch.int32)
     want = both(*arrays, cu, cu, seqused_k=used, causal=True, deterministic=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         found = both(*arrays, cu, cu, seqused_k=used, causal=True, deterministic=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     same(found, want)
 
 
