@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import options
-from .api import Gradients
+from .api import Gradients, door_of_torch
 from .arrays.adapters import TORCH
 from .arrays.libraries import Foreign, common_library
 from .errors import ArgumentError
@@ -165,9 +165,7 @@ def _forward(arrays: dict[str, Any], alike: bool, call: Options, want_lse: bool)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
     _check_totals(arrays, alike, call.layout)
     if library is TORCH:
-        from . import torch
-
-        return torch.attention(arrays, call, want_lse)
+        return door_of_torch().attention(arrays, call, want_lse)
     return run.forward(library, arrays, call, want_lse)
 
 
@@ -178,7 +176,5 @@ def _backward(arrays: dict[str, Any], alike: bool, call: Options) -> dict[str, A
         return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
     _check_totals(arrays, alike, call.layout)
     if library is TORCH:
-        from . import torch
-
-        return torch.backward(arrays, call)
+        return door_of_torch().backward(arrays, call)
     return run.backward(library, arrays, call)

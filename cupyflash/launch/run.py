@@ -61,14 +61,17 @@ def forward(
     return found[0], found[1] if want_lse else None
 
 
-def backward(library: Native, arrays: Mapping[str, Any], options: Options) -> dict[str, Any]:
+def backward(
+    library: Native, arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """The gradients by name, of arrays of one native library; contiguous, in the caller's layout.
 
     Args:
         arrays: q, k, v, out, dout, lse, and what of dlse and of features there is, by the names of the table of arrays.
+        wanted: the gradients that are made only where somebody asks for them.
     """
-    found = _run(BACKWARD, library, arrays, options, ())
-    return dict(zip(given_of(BACKWARD, tuple(arrays)).made, found, strict=False))
+    found = _run(BACKWARD, library, arrays, options, wanted)
+    return dict(zip(given_of(BACKWARD, tuple(arrays), wanted).made, found, strict=False))
 
 
 _LSE = ("lse",)
