@@ -143,3 +143,70 @@ def test_func_and_vmap() -> None:
     want = torch.autograd.grad(loss(*leaves), leaves)
     for a, b in zip(torch.vmap(torch.func.grad(loss, (0, 1, 2)))(*x), want, strict=True):
         assert torch.equal(a.flatten(0, 1), b)
+
+
+def assert_close(found: Any, want: Any) -> None:
+    import torch
+
+    torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-2)
+
+
+def sdpa(f: Callable[..., Any], x: list[Any], **options: Any) -> list[Any]:
+    import torch
+
+    out = f(*x, **options)
+    return [out, *torch.autograd.grad(out, x, torch.ones_like(out))]
+
+
+@pytest.mark.parametrize("lengths", [(130, 130), (65, 130), (130, 65)])
+def test_sdpa(lengths: tuple[int, int]) -> None:
+    import torch
+
+    import cupyflash.torch
+
+    x = [
+        torch.randn(2, 4, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (lengths[0], *lengths[1:] * 2)
+    ]
+    own = torch.nn.functional.scaled_dot_product_attention
+    for a, b in zip(
+        *(sdpa(f, x, is_causal=True) for f in (cupyflash.torch.scaled_dot_product_attention, own)), strict=True
+    ):
+        assert_close(a, b)
+    with pytest.warns(UserWarning, match="there is dropout"):
+        cupyflash.torch.scaled_dot_product_attention(*x, dropout_p=0.1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_flash_backend_is_ours(turned: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    import cupyflash.torch
+    from cupyflash.torch import aten
+
+    if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        pytest.skip("this torch has no registry of backends")
+    calls, forward, backward = [], aten.run.forward, aten.run.backward
+    monkeypatch.setattr(aten.run, "forward", lambda *a, **k: calls.append("forward") or forward(*a, **k))
+    monkeypatch.setattr(aten.run, "backward", lambda *a, **k: calls.append("backward") or backward(*a, **k))
+    q, k, v = make(2, 130, 4, 64)
+    x = [(t.transpose(1, 2) if turned else t.view(2, 4, 130, 64)).detach().requires_grad_() for t in (q, k, v)]
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def call(*x: Any, **options: Any) -> Any:
+        return own(*x, **options)
+
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        want = sdpa(own, x, is_causal=True)
+        with cupyflash.torch.activate():
+            found = sdpa(torch.compile(call, fullgraph=True) if compiled else own, x, is_causal=True)
+            assert calls == ["forward", "backward"]
+            own(*x, dropout_p=0.1)  # torch's own kernel
+            assert len(calls) == 2
+        sdpa(own, x, is_causal=True)
+    assert len(calls) == 2
+    for a, b in zip(found, want, strict=True):
+        assert_close(a, b)
+        assert a.stride() == b.stride()
