@@ -18,7 +18,6 @@ from ..errors import ArgumentError, UnsupportedError
 # Of arrays that compute by rules of their own: what to give in their place.
 _INSIDE = {
     "AsyncCollectiveTensor": "x.wait()",
-    "DTensor": "x.to_local(), the part that this process holds",
     "MaskedArray": "x.filled(0), or x.data to ignore the mask",
     "MaskedTensor": "x.get_data() to ignore the mask",
     "NestedTensor": "the values() and, in int32, offsets() of its jagged form to attention_varlen",
@@ -26,7 +25,7 @@ _INSIDE = {
 }
 
 # Tensors of torch that compute by its operators alone, ours included.
-_FOLLOWED = ("FakeTensor", "FunctionalTensor")
+_FOLLOWED = ("DTensor", "FakeTensor", "FunctionalTensor")
 
 
 def is_followed_by_torch(kind: type) -> bool:

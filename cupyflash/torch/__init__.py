@@ -4,6 +4,7 @@
 """
 
 from . import autograd as autograd  # which completes the operators, before anybody can call one
+from . import flops as flops
 from .flash import activate as activate
 from .flash import restore as restore
 from .sdpa import scaled_dot_product_attention as scaled_dot_product_attention

@@ -20,7 +20,7 @@ from ..errors import UnsupportedError
 from ..launch import run
 from ..operands import BACKWARD, FORWARD, GRADIENT
 from ..options import Options
-from . import ops
+from . import ops, sharding
 from .batching import batched
 from .followed import (
     below_autograd,
@@ -139,6 +139,7 @@ def attention(arrays: Mapping[str, Tensor], options: Options, want_lse: bool) ->
     if is_autocast_on():
         arrays = _autocast(arrays)
     if is_compiling():
+        sharding.ready()
         return ops.forward(arrays, options)
     followed, needs_grad = is_followed(), False
     for x in arrays.values():
@@ -149,6 +150,7 @@ def attention(arrays: Mapping[str, Tensor], options: Options, want_lse: bool) ->
             needs_grad = True
     if followed:
         vet(arrays)
+        sharding.ready()
         return ops.forward(arrays, options)
     if needs_grad and torch.is_grad_enabled():
         out, lse = _apply(tuple(arrays), options, *arrays.values())
@@ -172,6 +174,7 @@ def _gradients(
 ) -> dict[str, Tensor]:
     if followed:
         vet(arrays)
+        sharding.ready()
         return ops.backward(arrays, options, wanted)
     if not _is_recorded(arrays):
         return run.backward(TORCH, arrays, options, wanted)

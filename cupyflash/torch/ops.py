@@ -136,18 +136,18 @@ def _empty(row: Operand, arrays: Mapping[str, Tensor], layout: str) -> Tensor:
     if row.like:
         return torch.empty_like(arrays[row.like], memory_format=torch.contiguous_format)
     packed = "cu_seqlens_q" in arrays
-    sizes = sizes_of(FORWARD.rows["q"], q, layout, packed)
+    sizes = dict(zip(dims_of(FORWARD.rows["q"], layout, packed), q.shape, strict=True))
     shape = [sizes[d] for d in (row.packed if packed else row.dims)]
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
     return q.new_empty(shape, dtype=dtype)
 
 
-def sizes_of(row: Operand, x: Tensor, layout: str, packed: bool) -> dict[str, Any]:
-    """The lengths of an array's dimensions by their names in the table."""
+def dims_of(row: Operand, layout: str, packed: bool) -> list[str]:
+    """The names of an array's dimensions in the caller's layout."""
     dims = list(row.packed if packed else row.dims)
     if layout == "bhsd" and row.has_layout:
         dims[-3:-1] = dims[-2], dims[-3]
-    return dict(zip(dims, x.shape, strict=True))
+    return dims
 
 
 # ---- Their registration ----

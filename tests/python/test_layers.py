@@ -50,7 +50,7 @@ PYTHON_ORDER = {
     "gpu": "tensormap device driver",
     "launch": "run clocks prepare prepared checks packed passes template counters kept",
     "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
-    "torch": "flash aten sdpa autograd batching ops vetting followed",
+    "torch": "flash aten sdpa flops autograd sharding batching ops vetting followed",
 }
 # Modules that are kept to some.
 PYTHON_PRIVATE = {

@@ -334,16 +334,14 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-def test_distributed_tensors_are_refused(group: None, qkv: Any) -> None:
+def test_distributed_tensors_beside_plain_ones_are_refused(group: None, qkv: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (1,))
-    q, k, v = (distribute_tensor(x, mesh, [Replicate()]) for x in qkv)
-    with pytest.raises(UnsupportedError, match=r"q: .*DTensor.*give x\.to_local\(\)"):
-        cupyflash.attention(q, k, v)
-    found = cupyflash.attention(q.to_local(), k.to_local(), v.to_local())
-    torch.testing.assert_close(found, exact(*qkv))
+    q, k, v = (distribute_tensor(x, init_device_mesh("cpu", (1,)), [Replicate()]) for x in qkv)
+    with pytest.raises(ArgumentError, match=r"q: expected a plain tensor as k is, got a DTensor; give all alike"):
+        cupyflash.attention(q, *qkv[1:])
+    torch.testing.assert_close(cupyflash.attention(q, k, v).to_local(), exact(*qkv))
 
 
 def test_other_states_of_torch_change_nothing(qkv: Any) -> None:

@@ -430,3 +430,19 @@ def test_what_is_not_supported_is_named() -> None:
     for second in (torch.func.jacrev, torch.func.grad):
         with pytest.raises(UnsupportedError, match="second derivatives are not supported"):
             second(lambda q, second=second: second(loss(attention))(q, *x[1:]).sum())(x[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flops(packed: bool) -> None:
+    """Two products of matrices forward, five backward: of dense calls what torch counts of its own attention."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    lengths = {"cu_seqlens_q": torch.tensor([0, 2, 9], dtype=torch.int32)} if packed else {}
+    q, k, v = (torch.randn(9, h, 8, requires_grad=True) for h in (4, 2, 2))
+    with FlopCounterMode(display=False) as counter:
+        if packed:
+            attention_varlen(q, k, v, **lengths).sum().backward()
+        else:
+            attention(q[None], k[None], v[None]).sum().backward()
+    pairs = 2 * 2 + 7 * 7 if packed else 81
+    assert counter.get_total_flops() == (2 + 5) * 2 * pairs * 4 * 8
