@@ -87,7 +87,8 @@ def number(name: str, x: Any) -> float:
         result = float(value)
     except (ArithmeticError, TypeError, ValueError):  # 10**400, a signalling NaN
         result = math.nan
-    if _shape(x) is None and not math.isfinite(result):  # of arrays `problem` asks: a tracer has no answer yet
+    is_array = type(x) is not int and type(x) is not float and _shape(x) is not None
+    if not is_array and not math.isfinite(result):  # of arrays `problem` asks: a tracer has no answer yet
         raise ArgumentError(f"{name}: expected a finite number, got {_shown(x)}")
     return result
 

@@ -42,8 +42,9 @@ def scaled_dot_product_attention(
         reason = "the heads of query and key differ, and enable_gqa is not set"
     if reason:
         _tell(reason)
+        gqa = {"enable_gqa": True} if enable_gqa else {}  # an argument since torch 2.5
         return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **gqa
         )
     window = (None, query.shape[2] - key.shape[2]) if is_causal else None
     options = Options(scale=scale, window=window, layout="bhsd")

@@ -25,8 +25,10 @@ ready._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.comp
 
 @functools.cache
 def _register() -> None:
-    from torch.distributed.tensor.experimental import register_sharding
-
+    try:
+        from torch.distributed.tensor.experimental import register_sharding
+    except ImportError:  # before torch 2.5; DTensor then says that it does not know the operator
+        return
     register_sharding(ops.FORWARD_OP)(functools.partial(_shardings, FORWARD))
     register_sharding(ops.BACKWARD_OP)(functools.partial(_shardings, BACKWARD))
 
