@@ -342,6 +342,9 @@ def test_distributed_tensors_beside_plain_ones_are_refused(group: None, qkv: Any
     with pytest.raises(ArgumentError, match=r"q: expected a plain tensor as k is, got a DTensor; give all alike"):
         cupyflash.attention(q, *qkv[1:])
     torch.testing.assert_close(cupyflash.attention(q, k, v).to_local(), exact(*qkv))
+    compiled = torch.compile(cupyflash.attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v).to_local(), exact(*qkv))
+    torch._dynamo.reset()
 
 
 def test_other_states_of_torch_change_nothing(qkv: Any) -> None:
