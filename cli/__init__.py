@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "Look at GPUs, driver, packages and cache, and say how to fix what is wrong.",
     "bench": "Time attention, alone or against other implementations.",
     "explain": "Say what a call would do and why: kernels, launches, registers, least time.",
+    "run": "Run a script with cupyflash in the place of flash-attn.",
     "compile": "Compile kernels ahead of time, GPU or not.",
     "cache": "Show or empty the folder of compiled kernels.",
 }

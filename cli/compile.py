@@ -47,9 +47,12 @@ def variants_of(
     head_dims: tuple[int, ...],
     softcap: bool = False,
     packed: bool = False,
+    alibi: bool = False,
+    kv_range: bool = False,
 ) -> list[Variant]:
     """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one;
-    `packed`: also those of packed sequences.
+    `packed`: also those of packed sequences; `alibi`: also with slopes, fixed or learned; `kv_range`: also those of
+    calls with a range of keys.
 
     Those of the common preset with arrays in any memory, the others with the arrays that are usual.
     """
@@ -62,10 +65,15 @@ def variants_of(
         problems += [replace(problem, softcap=1.0) for problem in problems]  # no cap is compiled in
     if packed:
         problems += [replace(problem, packed=True) for problem in problems]
+    if alibi:
+        problems += [replace(problem, alibi=1) for problem in problems]  # how many dimensions is not compiled in
+    if kv_range:
+        problems += [replace(problem, kv_range=True) for problem in problems if not problem.alibi]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic
         for memory in MEMORY if is_common else MEMORY[:1]:
-            found.update(dict.fromkeys(variants_of_calls(problem, device, **memory)))
+            for dalibi in (False, True) if problem.alibi else (False,):
+                found.update(dict.fromkeys(variants_of_calls(problem, device, dalibi=dalibi, **memory)))
     if preset == "all":
         rest = (v for v in shipped(device) if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))
         found.update(dict.fromkeys(rest))
@@ -94,13 +102,15 @@ def _problems(
               "96 and 256, windows, deterministic, and every variant that the tests cover.")  # fmt: skip
 @click.option("--softcap", is_flag=True, help="Also the kernels of calls with a softcap, whatever it is.")
 @click.option("--packed", is_flag=True, help="Also the kernels of packed sequences, of attention_varlen.")
+@click.option("--alibi", is_flag=True, help="Also the kernels of calls with ALiBi's slopes, fixed or learned.")
+@click.option("--kv-range", is_flag=True, help="Also the kernels of calls with a kv_range, whatever it is.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
 @json_option
 def command(
     arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
-    packed: bool, out: Path | None, jobs: int | None, as_json: bool,
+    packed: bool, alibi: bool, kv_range: bool, out: Path | None, jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
 
@@ -109,7 +119,7 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    wanted = dtype, head_dim, softcap, packed
+    wanted = dtype, head_dim, softcap, packed, alibi, kv_range
     work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), *wanted)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:

@@ -27,6 +27,8 @@ def warmup(
     deterministic: bool = False,
     softcap: bool = False,
     packed: bool = False,
+    alibi: bool = False,
+    kv_range: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -40,6 +42,8 @@ def warmup(
         deterministic: prepare the deterministic backward instead of the fast one.
         softcap: prepare calls with a softcap (any) instead of those without.
         packed: prepare `attention_varlen` (of any lengths) instead of `attention`.
+        alibi: prepare calls with slopes, fixed and learned, instead of those without.
+        kv_range: prepare calls with a kv_range (any) instead of those without.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -62,7 +66,8 @@ def warmup(
         masks.append((False, (1, 1)))
     both, fixed = options.flag("backward", backward), options.flag("deterministic", deterministic)
     cap = 1.0 if options.flag("softcap", softcap) else None
-    sequences = 1 if options.flag("packed", packed) else None
+    form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None}
+    form |= {"alibi": int(options.flag("alibi", alibi)), "kv_range": options.flag("kv_range", kv_range)}
     ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
@@ -71,10 +76,11 @@ def warmup(
             for size in sizes:
                 for is_causal, bounds in masks:
                     call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)
-                    shape = (1, 1, size) if sequences else (1, 1, 1, size)
-                    problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), sequences=sequences)
-                    taken = variants_of_calls(problem, dev) if both else kernels_of(Spec.of(problem), dev).variants
-                    variants.update(dict.fromkeys(taken))
+                    shape = (1, 1, size) if form["sequences"] else (1, 1, 1, size)
+                    problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form)
+                    variants.update(dict.fromkeys(kernels_of(Spec.of(problem), dev).variants))
+                    for learned in (False, True)[: both + both * form["alibi"]]:
+                        variants.update(dict.fromkeys(variants_of_calls(problem, dev, dalibi=learned)))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
     return ready
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from . import options
 from .arrays.adapters import TORCH
-from .arrays.libraries import Foreign, common_library, common_library_of_three
+from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
+from .errors import ArgumentError
 from .launch import run
-from .operands import BACKWARD
+from .operands import BACKWARD, GRADIENT
 from .options import Options, Window, make_options
 
 
@@ -42,13 +43,16 @@ def attention(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
 
         out = softmax(score, over the keys each query sees) v
         lse = ln(sum(exp(score), over the keys each query sees))
-        score = scale * q k^T, or softcap * tanh(scale * q k^T / softcap)
+        score = scale * q k^T, or softcap * tanh(scale * q k^T / softcap),
+                less alibi_slopes[head] * abs(i + seqlen_k - seqlen_q - j) for query i and key j
 
     Computed by tiles with an online softmax (FlashAttention, Dao et al. 2022; FlashAttention-2, Dao 2023).
 
@@ -67,6 +71,13 @@ def attention(
         layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(batch, heads, seqlen, head_dim)``; results have the same.
         deterministic: make the gradients bitwise reproducible, at some cost; the forward always is.
         softcap: what no score's magnitude exceeds, 0.001 to 1000 (50 in Gemma 2, 30 in Grok-1); None for no cap.
+        alibi_slopes: ``(heads_q,)`` or ``(batch, heads_q)``, fp32 (fp64 for fp64 input), of q's library and device, any
+            strides: the slopes of ALiBi (Press et al. 2022). Distances count from the bottom right, as masks do. On
+            PyTorch tensors that require grad, they are learned.
+        kv_range: ``(batch, 2)``, int32, of q's library and device: the queries of sequence b see none but the keys
+            ``kv_range[b, 0]`` to ``kv_range[b, 1]``, those that are not padding, left or right. causal and window stay
+            where they are, aligned by seqlen_q and seqlen_k: with causal, query i of a batch padded on the left sees
+            keys ``kv_range[b, 0]`` to i. Blocks of keys beyond are not read. None: all keys.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -76,11 +87,13 @@ def attention(
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
         ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf.
         GPU work is queued on the library's current stream, and nothing waits for it, except for NumPy arrays and for
-        libraries that are reached through DLPack (JAX). On PyTorch tensors that require grad, out and lse are
-        differentiable, once; under autocast q, k and v are cast as those of torch's own attention are.
+        libraries that are reached through DLPack. On PyTorch tensors that require grad, and in JAX, inside jit too, out
+        and lse are differentiable, once. Under torch's autocast q, k and v are cast as those of its own attention are.
 
     Raises:
-        ArgumentError: an argument is wrong; the message says which and how to fix it.
+        ArgumentError: an argument is wrong; the message says which and how to fix it. A kv_range beyond the keys, or
+            that ends before it starts, is found where the arrays are in host memory, and on a GPU with
+            ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for it. Else the kernels clamp it.
         UnsupportedError: no kernel, GPU or compiler for it; or a tracer, a transform or a derivative (second, forward
             mode, of scale) that would get a wrong answer.
         CompileError: NVRTC refused a kernel.
@@ -96,19 +109,28 @@ def attention(
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
     want_lse = return_lse if type(return_lse) is bool else options.flag("return_lse", return_lse)
-    out, lse = _forward(q, k, v, call, want_lse)
+    arrays = {"q": q, "k": k, "v": v}
+    if alibi_slopes is not None:
+        arrays["alibi_slopes"] = alibi_slopes
+    if kv_range is not None:
+        arrays["kv_range"] = kv_range
+    out, lse = forward(arrays, call, want_lse)
     return (out, lse) if want_lse else out
 
 
-def _forward(q: Any, k: Any, v: Any, call: Options, want_lse: bool) -> tuple[Any, Any]:
-    library = common_library_of_three(q, k, v)
+def forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any, Any]:
+    """(out, lse) of arrays of any library, by the names of the table of arrays."""
+    library = common_library_of_three(*arrays.values()) if len(arrays) == 3 else common_library(**arrays)
     if library is TORCH:
-        return door_of_torch().attention({"q": q, "k": k, "v": v}, call, want_lse)
+        return door_of_torch().attention(arrays, call, want_lse)
+    if library is JAX:
+        from .jax import op
+
+        return op.attention_of(arrays, call, want_lse)
     if isinstance(library, Foreign):
-        adopted = library.adopt({"q": q, "k": k, "v": v})
-        out, lse = _forward(**adopted, call=call, want_lse=want_lse)
-        return library.give_back(out, q), library.give_back(lse, q) if want_lse else None
-    return run.forward(library, {"q": q, "k": k, "v": v}, call, want_lse)
+        out, lse = forward(library.adopt(arrays), call, want_lse)
+        return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
+    return run.forward(library, arrays, call, want_lse)
 
 
 def door_of_torch() -> Any:
@@ -134,26 +156,34 @@ def attention_backward(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
+    gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
 
         P = exp(score - lse),  dv = P^T dout,  dS = P * (dout v^T - rowsum(dout * out) + dlse),
         dq = scale * dS k,  dk = scale * dS^T q
 
-    with ``dS * (1 - tanh(scale * q k^T / softcap)^2)`` for dS where there is a softcap
+    with ``dS * (1 - tanh(scale * q k^T / softcap)^2)`` for dS in dq and dk where there is a softcap; and if wanted
+    ``dalibi_slopes = -sum(dS * abs(i + seqlen_k - seqlen_q - j))``
 
     (FlashAttention-2, Dao 2023, algorithm 2).
 
     Args:
         dout: gradient of the loss with respect to out, of out's shape and dtype.
-        q, k, v: the inputs of the forward.
+        q, k, v, kv_range: the inputs of the forward.
         out, lse: its results, as `attention(..., return_lse=True)` gave them.
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
         deterministic: bitwise reproducible gradients.
+        alibi_slopes: as in the forward.
+        gradients_of: the optional arrays, one or several names, whose gradients are wanted too: ``"alibi_slopes"``.
 
     Returns:
-        Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v.
+        Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for queries and
+        keys that take no part. Those of `gradients_of` are its attributes: ``dalibi_slopes``, of the slopes' shape and
+        dtype.
 
     Raises:
         ArgumentError, UnsupportedError, CompileError: as `attention`.
@@ -169,15 +199,38 @@ def attention_backward(
     bounds = call.window
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
-    return Gradients.of(_backward({"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse, "dlse": dlse}, call))
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range}
+    arrays |= {name: x for name, x in brought.items() if x is not None}
+    return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays)))
 
 
-def _backward(named: dict[str, Any], call: Options) -> dict[str, Any]:
-    given = {name: x for name, x in named.items() if x is not None or name not in BACKWARD.optional}
-    library = common_library(**given)
+def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) -> dict[str, Any]:
+    """The gradients by name, of arrays of any library, by the names of the table of arrays."""
+    library = common_library(**arrays)
     if library is TORCH:
-        return door_of_torch().backward(given, call)
+        return door_of_torch().backward(arrays, call, wanted)
+    if library is JAX:
+        from .jax import op
+
+        return op.backward_of(arrays, call, wanted)
     if isinstance(library, Foreign):
-        grads = _backward(library.adopt(given), call)
-        return {name: library.give_back(x, named["q"]) for name, x in grads.items()}
-    return run.backward(library, given, call)
+        grads = backward(library.adopt(arrays), call, wanted)
+        return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
+    return run.backward(library, arrays, call, wanted)
+
+
+def wanted_of(gradients_of: Any, given: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the gradients that are asked for by `gradients_of`, in the table's order.
+
+    Raises:
+        ArgumentError: it names what has no such gradient, or was not given.
+    """
+    if gradients_of == ():
+        return ()
+    of = {BACKWARD.rows[name].like: name for name in BACKWARD.names(GRADIENT) if name in BACKWARD.optional}
+    asked = options.several("gradients_of", gradients_of, lambda name, x: options.choice(name, x, tuple(of)))
+    for name in asked:
+        if name not in given:
+            raise ArgumentError(f"gradients_of: expected the names of arrays that are given, and {name} is not")
+    return tuple(made for name, made in of.items() if name in asked)

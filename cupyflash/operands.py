@@ -7,118 +7,21 @@ row here, then ``python -m tools.params``, then the kernels' lines.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
-# What an array is to a pass. The counter is the launch's own (launch/counters.py).
-INPUT, RESULT, GRADIENT, WORKSPACE, COUNTER = "input", "result", "gradient", "workspace", "counter"
-
-Q = ("batch", "seqlen_q", "heads_q", "head_dim")
-K = ("batch", "seqlen_k", "heads_k", "head_dim")
-ROWS = ("batch", "heads_q", "seqlen_q")
-# The lengths that a call's inputs and results may have, in the order in which `Operand.shape` takes them.
-SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "batch + 1", "total_q", "total_k")
-
-
-class Use(NamedTuple):
-    """What an array is to one pass.
-
-    Attributes:
-        role: one of those above.
-        box: the rows of the boxes that TMA moves of it, or the variant's field that has them; None: no tensor map.
-        optional: its pointer may be null.
-        text: what the kernels must know beside its shape.
-    """
-
-    role: str
-    box: int | str | None = None
-    optional: bool = False
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Operand:
-    """One row of the table.
-
-    Attributes:
-        dims: its dimensions, in the layout bshd.
-        dtype: "" is that of q.
-        like: the array whose shape and dtype it has.
-        forward, backward: what it is to that pass; None: nothing.
-        strided: it may have any strides but along its last dimension, and has `Strides` in the structs; others are
-            contiguous.
-        feature: the option that brings it. What features bring is optional, and lies behind all else in the structs in
-            the order of the table, so that kernels without it keep their machine code: new rows go below the others.
-        hopper: it lies in the struct of the sm90 family alone.
-        default: the array that stands for it where it is not given.
-        field: its name in the structs, where that is another.
-    """
-
-    name: str
-    dims: tuple[str, ...]
-    dtype: str = ""
-    like: str = ""
-    forward: Use | None = None
-    backward: Use | None = None
-    strided: bool = False
-    feature: str = ""
-    hopper: bool = False
-    field: str = ""
-    default: str = ""
-
-    @property
-    def member(self) -> str:
-        """Its pointer in the structs; its strides are `{member}_stride`, its tensor map `map_{member}`."""
-        return self.field or self.name
-
-    @property
-    def has_layout(self) -> bool:
-        """Whether its dimensions are in the order of the caller's layout."""
-        return len(self.dims) == 4 and self.dims[3] == "head_dim"
-
-    @property
-    def packed(self) -> tuple[str, ...]:
-        """Its dimensions where sequences of different lengths lie one after the other: no batch, whose stride is 0."""
-        if not any(d.startswith("seqlen") for d in self.dims):
-            return self.dims
-        return tuple(d.replace("seqlen", "total") for d in self.dims if d != "batch")
-
-    def axes(self, layout: str = "bshd") -> tuple[int, int, int]:
-        """Where an array in the caller's layout has its rows, heads and sequences: what its three strides are of."""
-        batch, a, b = (next(i for i, d in enumerate(self.dims) if d.startswith(x)) for x in ("batch", "seq", "heads"))
-        return (b, a, batch) if layout == "bhsd" and self.has_layout else (a, b, batch)
-
-    def shape(self, sizes: Sequence[int], packed: bool = False) -> tuple[int, ...]:
-        """What it must be, or is made, given all of `SIZES`."""
-        return self._take_packed(sizes) if packed else self._take(sizes)
-
-    @functools.cached_property
-    def _take(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        return taker([SIZES.index(d) for d in self.dims])
-
-    @functools.cached_property
-    def _take_packed(self) -> Callable[[Sequence[int]], tuple[int, ...]]:
-        return taker([SIZES.index(d) for d in self.packed])
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number that a feature brings: a field of `Problem`, and of both passes' structs; None there is 0 here.
-
-    Attributes:
-        type: in C++, "int" or "float".
-    """
-
-    name: str
-    type: str
-    feature: str
-    text: str = ""
-
+from .operand import COUNTER as COUNTER
+from .operand import GRADIENT as GRADIENT
+from .operand import INPUT as INPUT
+from .operand import RESULT as RESULT
+from .operand import ROWS, K, Q, Use
+from .operand import SIZES as SIZES
+from .operand import WORKSPACE as WORKSPACE
+from .operand import Number as Number
+from .operand import Operand as Operand
+from .operand import taker as taker
 
 _IN, _OPTIONAL = Use(INPUT), Use(INPUT, optional=True)
 TABLE: tuple[Operand | Number, ...] = (
@@ -172,14 +75,23 @@ TABLE: tuple[Operand | Number, ...] = (
         "lengths_contradict", ("1",), "int32", feature="packed",
         backward=Use(WORKSPACE, optional=True, text="not 0 if lengths decrease (bwd_delta.cuh); null: nobody asks"),
     ),
+    Operand(
+        "alibi_slopes", ("batch", "heads_q"), "fp32", lacks=("batch",),
+        forward=_OPTIONAL, backward=_OPTIONAL, feature="alibi",
+    ),
+    Number("alibi", "int", "alibi", "how many dimensions the slopes have; with 1 all sequences share them"),
+    Operand(
+        "dalibi_slopes", ("batch", "heads_q"), "fp32", like="alibi_slopes",
+        backward=Use(GRADIENT, optional=True, text="null: not wanted"), feature="alibi",
+    ),
+    Operand(
+        "dalibi_parts", ("batch", "heads_q", "tiles", "warps"), "fp32",
+        backward=Use(WORKSPACE, optional=True, text="what each warp's tile adds to dalibi_slopes (slopes.cuh); null: "
+                                                    "not wanted"),
+        feature="alibi",
+    ),
+    Operand("kv_range", ("batch", "2"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="kv_range"),
 )  # fmt: skip
-
-
-def taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What takes the items of these numbers from a sequence, fast."""
-    if len(numbers) > 1:
-        return itemgetter(*numbers)
-    return lambda items: tuple(items[i] for i in numbers)
 
 
 def shape_of(dims: Iterable[str], sizes: Sequence[int]) -> tuple[int, ...]:
@@ -224,12 +136,13 @@ class Pass:
         return tuple(name for name, use in self.uses.items() if use.role in roles and where(self.rows[name]))
 
     def made(self, given: Iterable[str], wanted: Iterable[str] = ()) -> tuple[str, ...]:
-        """The results or gradients of a call: those that it always has, those like an optional array that it was given,
-        and those that were asked for."""
+        """The results or gradients of a call: those that it always has, those like an array of a feature that it was
+        given unless they are optional, and those that were asked for."""
         asked = {*given, *wanted}
 
         def is_due(row: Operand) -> bool:
-            return row.name in asked or row.name not in self.optional or bool(row.feature and row.like in asked)
+            comes_along = bool(row.feature and row.like in asked) and not self.uses[row.name].optional
+            return row.name in asked or row.name not in self.optional or comes_along
 
         return self.names(RESULT, GRADIENT, where=is_due)
 

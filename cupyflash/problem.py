@@ -28,8 +28,12 @@ class Problem:
     ``[i + seqlen_k - seqlen_q - left, i + seqlen_k - seqlen_q + right]`` with ``window = (left, right)``. ``causal`` is
     already folded in: it is ``right = min(right, 0)``.
 
+    `alibi`: how many dimensions the slopes have, (heads_q,) or (batch, heads_q), that take
+    ``slope * abs(i + seqlen_k - seqlen_q - j)`` from each score; 0 without.
+
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
-    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`).
+    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). With a
+    `kv_range`, each sequence has a range of keys beyond which its queries see none.
     """
 
     dtype: str
@@ -44,6 +48,8 @@ class Problem:
     deterministic: bool = False
     softcap: float | None = None
     packed: bool = False
+    alibi: int = 0
+    kv_range: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -80,10 +86,14 @@ def make_problem(
     deterministic: bool = False,
     softcap: float | None = None,
     sequences: int | None = None,
+    alibi: int = 0,
+    kv_range: bool = False,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
     `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
+    `alibi`: how many dimensions the slopes have; 0 without.
+    `kv_range`: whether each sequence has a range of keys.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
@@ -111,6 +121,8 @@ def make_problem(
     for name, length in (("q", seqlen_q), ("k", seqlen_k)):
         if length > MAX_SEQLEN:
             raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
+    if alibi and kv_range:
+        raise UnsupportedError("alibi_slopes: slopes together with kv_range are not supported yet; give one of the two")
     scale_of_scores = _scale(options.scale, head_dim, dtypes[0])
     return Problem(
         dtype=dtypes[0],
@@ -125,6 +137,8 @@ def make_problem(
         deterministic=options.deterministic,
         softcap=_softcap(options.softcap, scale_of_scores, dtypes[0]),
         packed=sequences is not None,
+        alibi=alibi,
+        kv_range=kv_range,
     )
 
 

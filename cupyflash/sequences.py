@@ -1,8 +1,11 @@
-"""Packed sequences: which rows of q and of k and v belong together, and what is wrong with lengths that contradict.
+"""Sequences: which rows of q and of k and v belong together, and what is wrong with lengths that contradict.
 
-Sequences of any lengths lie one behind the other in arrays ``(total, heads, head_dim)``; number b has the rows
+Packed, sequences of any lengths lie one behind the other in arrays ``(total, heads, head_dim)``; number b has the rows
 ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. Each is attention of its own: a `Problem` with batch 1 and its own lengths,
 whose masks are aligned at its last query and its last used key.
+
+With a range of keys, packed or not, the queries of sequence b see none but the keys ``kv_range[b, 0]`` to
+``kv_range[b, 1]`` of it. That is a problem without the other keys, and with a window that stays where it was.
 """
 
 from __future__ import annotations
@@ -15,50 +18,80 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ArgumentError
+from .options import Window
 from .problem import Problem
+
+Index = tuple[Any, ...]
 
 
 class Sequences(NamedTuple):
-    """Where the sequences of a packed call lie: int32 arrays of the caller's library.
+    """Where the sequences of a call lie and which of their keys count: int32 arrays of the caller's library.
 
     Attributes:
-        cu_seqlens_q: (batch + 1,): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q.
+        cu_seqlens_q: (batch + 1,): sequence b has the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q. None: nothing
+            is packed, and of the others only kv_range may be given.
         cu_seqlens_k: (batch + 1,): the same for k and v; the same object where keys and queries lie alike.
         seqused_k: (batch,): how many of its keys count, the first ones; None: all.
+        kv_range: (batch, 2): which of these its queries see at most, from kv_range[b, 0] to kv_range[b, 1]; None: all.
     """
 
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
+    cu_seqlens_q: Any | None = None
+    cu_seqlens_k: Any | None = None
     seqused_k: Any | None = None
+    kv_range: Any | None = None
 
     def named(self) -> dict[str, Any]:
         """The arrays by their arguments' names, each once."""
-        given = {"cu_seqlens_q": self.cu_seqlens_q}
-        if self.cu_seqlens_k is not self.cu_seqlens_q:
-            given["cu_seqlens_k"] = self.cu_seqlens_k
-        if self.seqused_k is not None:
-            given["seqused_k"] = self.seqused_k
+        given = {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
+        if self.cu_seqlens_k is self.cu_seqlens_q:
+            given.pop("cu_seqlens_k", None)
         return given
 
     @classmethod
-    def of(cls, cu_seqlens_q: Any, cu_seqlens_k: Any | None = None, seqused_k: Any | None = None) -> Sequences:
+    def of(
+        cls,
+        cu_seqlens_q: Any | None = None,
+        cu_seqlens_k: Any | None = None,
+        seqused_k: Any | None = None,
+        kv_range: Any | None = None,
+    ) -> Sequences:
         """The inverse of `named`: without cu_seqlens_k keys lie as queries do."""
-        return cls(cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k)
+        return cls(cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, seqused_k, kv_range)
 
 
-def check_lengths(sequences: Sequences, total_q: int, total_k: int) -> None:
+def check_lengths(sequences: Sequences, seqlen_q: int, seqlen_k: int) -> None:
     """Refuse lengths that contradict each other or the arrays; `sequences` holds NumPy arrays of the right shapes.
+
+    Args:
+        seqlen_q, seqlen_k: the totals where sequences are packed.
 
     Raises:
         ArgumentError: names the first wrong entry.
     """
-    totals = {"cu_seqlens_q": ("q", total_q), "cu_seqlens_k": ("k", total_k)}
-    for name, cu in Sequences(sequences.cu_seqlens_q, sequences.cu_seqlens_k).named().items():
-        _check_cumulative(name, cu, *totals[name])
-    if sequences.cu_seqlens_k is sequences.cu_seqlens_q:  # all that is left to ask of it
-        _check_cumulative("cu_seqlens_q", sequences.cu_seqlens_q, "k", total_k)
-    if sequences.seqused_k is not None:
-        used, lengths = sequences.seqused_k, np.diff(sequences.cu_seqlens_k.astype(np.int64))
+    if sequences.cu_seqlens_q is not None:
+        _check_packed(sequences, seqlen_q, seqlen_k)
+    if sequences.kv_range is not None:
+        ranges, cu = sequences.kv_range.astype(np.int64), sequences.cu_seqlens_k
+        lengths = np.full(len(ranges), seqlen_k) if cu is None else np.diff(cu.astype(np.int64))
+        start, end = ranges[:, 0], ranges[:, 1]
+        wrong = np.flatnonzero((start < 0) | (start > end) | (end > lengths))
+        if wrong.size:
+            b = wrong[0]
+            raise ArgumentError(
+                f"kv_range: expected [start, end) with 0 <= start <= end <= {lengths[b]}, the keys of sequence {b}, "
+                f"got kv_range[{b}] = [{start[b]}, {end[b]}]"
+            )
+
+
+def _check_packed(sequences: Sequences, total_q: int, total_k: int) -> None:
+    """Those that say where packed sequences lie."""
+    cu_q, cu_k, used, _ = sequences
+    assert cu_q is not None
+    assert cu_k is not None
+    _check_cumulative("cu_seqlens_q", cu_q, "q", total_q)
+    _check_cumulative("cu_seqlens_q" if cu_k is cu_q else "cu_seqlens_k", cu_k, "k", total_k)
+    if used is not None:
+        lengths = np.diff(cu_k.astype(np.int64))
         wrong = np.flatnonzero((used < 0) | (used > lengths))
         if wrong.size:
             b = wrong[0]
@@ -81,11 +114,55 @@ def _check_cumulative(name: str, cu: NDArray[Any], rows_of: str, total: int) -> 
         raise ArgumentError(f"{name}: expected {least} as entry {i}, got {name}[{i}] = {cu[i]}; {meaning}")
 
 
-def parts(problem: Problem, sequences: Sequences) -> Iterator[tuple[slice, slice, Problem]]:
-    """Of each sequence: its rows of q, the rows of k and v it uses, and it as a dense problem with batch 1."""
-    first_q, first_k = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+class Part(NamedTuple):
+    """One sequence, as arrays with a batch have it: number `batch`, or rows of the only one if they are packed.
+
+    Attributes:
+        keys: those that its queries may see.
+        problem: it alone, dense, with batch 1 and these keys.
+    """
+
+    batch: int
+    rows: slice
+    keys: slice
+    problem: Problem
+    packed: bool
+
+    @property
+    def q(self) -> Index:
+        """Of an array of queries, packed or not: a batch of one."""
+        return (None, self.rows) if self.packed else (slice(self.batch, self.batch + 1), self.rows)
+
+    @property
+    def k(self) -> Index:
+        """The same of an array of keys."""
+        return (None, self.keys) if self.packed else (slice(self.batch, self.batch + 1), self.keys)
+
+    @property
+    def lse(self) -> Index:
+        """The same of lse."""
+        return (None, slice(None), self.rows) if self.packed else (slice(self.batch, self.batch + 1),)
+
+
+def parts(problem: Problem, sequences: Sequences) -> Iterator[Part]:
+    """The sequences of a packed call, or one whose keys have ranges; rows and keys that none has take no part."""
+    cu_q, cu_k, used_k, kv_range = sequences
     for b in range(problem.batch):
-        rows, start = slice(int(first_q[b]), int(first_q[b + 1])), int(first_k[b])
-        used = int(first_k[b + 1]) - start if sequences.seqused_k is None else int(sequences.seqused_k[b])
-        one = replace(problem, packed=False, batch=1, seqlen_q=rows.stop - rows.start, seqlen_k=used)
-        yield rows, slice(start, start + used), one
+        rows, first, used = slice(0, problem.seqlen_q), 0, problem.seqlen_k
+        if cu_q is not None and cu_k is not None:
+            rows, first = slice(int(cu_q[b]), int(cu_q[b + 1])), int(cu_k[b])
+            used = int(cu_k[b + 1]) - first if used_k is None else int(used_k[b])
+        start, end = (0, used) if kv_range is None else (max(0, int(kv_range[b, 0])), min(used, int(kv_range[b, 1])))
+        if start >= end:
+            start = end = 0
+        one = replace(
+            problem, packed=False, kv_range=False, batch=1, seqlen_q=rows.stop - rows.start, seqlen_k=end - start,
+            window=_shifted(problem.window, used - end),
+        )  # fmt: skip
+        yield Part(0 if problem.packed else b, rows, slice(first + start, first + end), one, problem.packed)
+
+
+def _shifted(window: Window, keys: int) -> Window:
+    """The window of a problem that lacks so many of the last keys, and sees the same of the others."""
+    left, right = window
+    return None if left is None else left - keys, None if right is None else right + keys

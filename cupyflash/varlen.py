@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from . import options
-from .api import Gradients, door_of_torch
-from .arrays.adapters import TORCH
-from .arrays.libraries import Foreign, common_library
+from . import api, options
+from .api import Gradients, wanted_of
 from .errors import ArgumentError
-from .launch import run
 from .options import Options, Window, make_options
 from .sequences import Sequences
 
@@ -30,6 +28,8 @@ def attention_varlen(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention of sequences of any lengths that lie one behind the other, without padding.
@@ -50,7 +50,10 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: the longest lengths, as other libraries ask for them; not needed and not used.
         seqused_k: ``(batch,)``, int32: how many keys of each sequence count, the first ones; None: all.
         causal, scale, window, deterministic, softcap, return_lse: as in `attention`.
+        alibi_slopes: as in `attention`, where batch is the number of sequences; distances count by each one's lengths.
         layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(heads, total, head_dim)``; results have the same.
+        kv_range: ``(batch, 2)``, int32: as in `attention`, counted from each sequence's own first key; of the keys that
+            count. Masks stay aligned by the lengths without it.
 
     Returns:
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
@@ -74,8 +77,11 @@ def attention_varlen(
     call = make_options(causal, scale, window, layout, deterministic, softcap)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     want_lse = options.flag("return_lse", return_lse)
-    arrays = {"q": q, "k": k, "v": v} | Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k).named()
-    out, lse = _forward(arrays, cu_seqlens_k is None, call, want_lse)
+    arrays = {"q": q, "k": k, "v": v} | _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
+    if alibi_slopes is not None:
+        arrays["alibi_slopes"] = alibi_slopes
+    _check_totals(arrays, cu_seqlens_k is None, call.layout)
+    out, lse = api.forward(arrays, call, want_lse)
     return (out, lse) if want_lse else out
 
 
@@ -99,6 +105,9 @@ def attention_varlen_backward(
     layout: str = "bshd",
     deterministic: bool = False,
     softcap: float | None = None,
+    alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
+    gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention_varlen`: those of `attention_backward` for each sequence.
 
@@ -106,16 +115,17 @@ def attention_varlen_backward(
 
     Args:
         dout: gradient of the loss with respect to out, of out's shape and dtype.
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k: the inputs of the forward.
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range: the inputs of the forward.
         out, lse: its results, as `attention_varlen(..., return_lse=True)` gave them.
         max_seqlen_q, max_seqlen_k: not needed and not used.
         dlse: gradient of the loss with respect to lse, ``(heads_q, total_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward.
         deterministic: bitwise reproducible gradients.
+        alibi_slopes, gradients_of: as in `attention_backward`.
 
     Returns:
         Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for rows that belong
-        to no sequence and keys that are not used.
+        to no sequence and keys that are not used. Those of `gradients_of` are its attributes.
 
     Raises:
         ArgumentError, UnsupportedError, CompileError: as `attention_varlen`.
@@ -130,9 +140,16 @@ def attention_varlen_backward(
     """
     call = make_options(causal, scale, window, layout, deterministic, softcap)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
-    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    sequences = Sequences.of(cu_seqlens_q, cu_seqlens_k, seqused_k)
-    return Gradients.of(_backward(arrays | sequences.named(), cu_seqlens_k is None, call))
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    arrays |= {name: x for name, x in (("dlse", dlse), ("alibi_slopes", alibi_slopes)) if x is not None}
+    arrays |= _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
+    _check_totals(arrays, cu_seqlens_k is None, call.layout)
+    return Gradients.of(api.backward(arrays, call, wanted_of(gradients_of, arrays)))
+
+
+def _places(cu_seqlens_q: Any, *others: Any) -> dict[str, Any]:
+    """What says where sequences lie and which keys count, by name; cu_seqlens_q whatever it is."""
+    return {"cu_seqlens_q": cu_seqlens_q} | Sequences.of(cu_seqlens_q, *others).named()
 
 
 def _check_habits(call: Options, max_seqlen_q: Any, max_seqlen_k: Any) -> None:
@@ -156,25 +173,3 @@ def _check_totals(arrays: dict[str, Any], alike: bool, layout: str) -> None:
             f"cu_seqlens_k: expected an array, since k has {k[axis]} rows and q has {q[axis]}; without it the "
             "sequences of k lie as those of q"
         )
-
-
-def _forward(arrays: dict[str, Any], alike: bool, call: Options, want_lse: bool) -> tuple[Any, Any]:
-    library = common_library(**arrays)
-    if isinstance(library, Foreign):
-        out, lse = _forward(library.adopt(arrays), alike, call, want_lse)
-        return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
-    _check_totals(arrays, alike, call.layout)
-    if library is TORCH:
-        return door_of_torch().attention(arrays, call, want_lse)
-    return run.forward(library, arrays, call, want_lse)
-
-
-def _backward(arrays: dict[str, Any], alike: bool, call: Options) -> dict[str, Any]:
-    library = common_library(**arrays)
-    if isinstance(library, Foreign):
-        grads = _backward(library.adopt(arrays), alike, call)
-        return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
-    _check_totals(arrays, alike, call.layout)
-    if library is TORCH:
-        return door_of_torch().backward(arrays, call)
-    return run.backward(library, arrays, call)

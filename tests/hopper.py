@@ -109,9 +109,10 @@ def judge(case: cases.Case, dtype: str, stream: Any = None) -> None:
     """A case through the public API, on a stream if one is given; the 2x rule must hold."""
     inputs = case.inputs(dtype)
     q, k, v = (on_gpu(case.in_layout(x), "cupy") for x in inputs[:3])
+    brought = {name: on_gpu(x, "cupy") for name, x in inputs.brought().items()}
     synchronize()
     with stream or contextlib.nullcontext():
-        out, lse = cupyflash.attention(q, k, v, **case.options(), return_lse=True)
+        out, lse = cupyflash.attention(q, k, v, **brought, **case.options(), return_lse=True)
     synchronize()
     verdicts = Oracle(case.problem(dtype), *inputs).judge_forward(case.in_layout(to_numpy(out)), to_numpy(lse))
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 from cupyflash.problem import ITEMSIZE
 
 DIRECTIONS = ("fwd", "bwd", "both")
@@ -16,7 +18,7 @@ _FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration; seqlen_q and seqlen_k are the same, `window` is the left bound.
+    """One configuration; seqlen_q and seqlen_k are the same, `window` is the left bound, `alibi`: with slopes.
 
     Of packed sequences, `packed` names the distribution that `lengths` are drawn from, `seqlen` is the longest that it
     knows, and `batch` says how many there are.
@@ -33,6 +35,7 @@ class Cell:
     softcap: float | None = None
     packed: str | None = None
     lengths: tuple[int, ...] = ()
+    alibi: bool = False
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k, v and dout."""
@@ -97,3 +100,7 @@ class Cell:
         """Those of `attention`."""
         window = None if self.window is None else (self.window, None)
         return {"causal": self.causal, "window": window, "softcap": self.softcap}
+
+    def slopes(self) -> np.ndarray:
+        """ALiBi's as Press et al. 2022 have them, for any number of heads: 2^(-8 i / heads), i from 1 on."""
+        return np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)

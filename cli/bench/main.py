@@ -55,6 +55,7 @@ from .work import OURS, PEERS, Bench, make
              help=f"Time attention_varlen: lengths up to --seqlens, {', '.join(DISTRIBUTIONS)}.")  # fmt: skip
 @click.option("--window", type=click.IntRange(0), default=None, help="Keys that a query sees to its left.")
 @click.option("--softcap", type=click.FloatRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds.")
+@click.option("--alibi", is_flag=True, help="With ALiBi's slopes.")
 @click.option("--framework", type=click.Choice(["torch", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)

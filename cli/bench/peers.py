@@ -13,26 +13,49 @@ from .cell import Cell
 
 def fa4(cell: Cell) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out in bshd."""
-    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
     options = _fa4_options(cell)
+    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
     return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
 
 
+def sdpa_lacks(cell: Cell) -> str:
+    """What of a configuration torch's scaled_dot_product_attention has not; "" if it has all."""
+    if cell.window is not None:
+        return "sliding window, but for an explicit mask"
+    return "ALiBi" if cell.alibi else "softcap" if cell.softcap is not None else ""
+
+
+def beyond_sdpa(name: str, cell: Cell, slopes: Any | None, lacks: str) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out in bshd: FlashAttention-2's own package, where a bound of -1 is none.
+
+    Raises:
+        NotImplementedError: it is another peer, or the package is not here.
+    """
+    if name != "flash2" or not _has("flash_attn.flash_attn_interface"):
+        raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
+    flash_attn = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_func
+    options = {"causal": cell.causal, "window_size": (-1 if cell.window is None else cell.window, -1)}
+    options |= {"softcap": cell.softcap or 0.0, "alibi_slopes": slopes}
+    return lambda q, k, v: flash_attn(q, k, v, **options)
+
+
 def _fa4_options(cell: Cell) -> dict[str, Any]:
+    if cell.alibi:
+        raise NotImplementedError("FlashAttention-4 has no ALiBi but by a function of its own language")
     options: dict[str, Any] = {"causal": cell.causal, "window_size": (cell.window, None)}  # causal: the right one is 0
     return options if cell.softcap is None else options | {"softcap": cell.softcap}
 
 
-def fa4_varlen(cell: Cell, cu_seqlens: Any) -> Callable[[Any, Any, Any], Any]:
+def fa4_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out, packed."""
-    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     options = _fa4_options(cell)
+    flash_attn = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     for side in "qk":
         options |= {f"cu_seqlens_{side}": cu_seqlens, f"max_seqlen_{side}": max(cell.lengths)}
     return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
 
 
-def flash2_varlen(cell: Cell, cu_seqlens: Any) -> Callable[[Any, Any, Any], Any]:
+def flash2_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out, packed: torch's varlen_attn, or flash-attn's own function where torch's cannot do the call.
 
     Raises:
@@ -46,6 +69,7 @@ def flash2_varlen(cell: Cell, cu_seqlens: Any) -> Callable[[Any, Any, Any], Any]
         attention = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_varlen_func
         left = -1 if cell.window is None else cell.window
         options = {"causal": cell.causal, "window_size": (left, -1), "softcap": cell.softcap or 0.0}
+        options["alibi_slopes"] = slopes
     longest = max(cell.lengths)
     return lambda q, k, v: attention(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
 
@@ -56,6 +80,8 @@ def _torch_varlen(cell: Cell) -> tuple[Callable[..., Any], dict[str, Any]]:
         raise NotImplementedError("this torch has no varlen_attn")
     if cell.softcap is not None:
         raise NotImplementedError("torch's varlen_attn has no softcap")
+    if cell.alibi:
+        raise NotImplementedError("torch's varlen_attn has no ALiBi")
     attention = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(attention).parameters
     options: dict[str, Any] = {}
@@ -88,7 +114,7 @@ def flex_is_missing() -> bool:
     return not _has("torch.nn.attention.flex_attention")
 
 
-def flex(cell: Cell, device: str) -> Callable[[Any, Any, Any], Any]:
+def flex(cell: Cell, device: str, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out in bshd. The block mask is made here; the first call compiles."""
     import torch
     from torch._functorch import config
@@ -98,7 +124,8 @@ def flex(cell: Cell, device: str) -> Callable[[Any, Any, Any], Any]:
     config.donated_buffer = False
     torch.compiler.reset()  # each cell has functions of its own, and torch compiles one for eight of them at most
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    mask, options = visible(cell), {"score_mod": tanh_cap(cell.softcap), "enable_gqa": cell.heads_k != cell.heads}
+    mask, score = visible(cell), with_slopes(tanh_cap(cell.softcap), slopes)
+    options = {"score_mod": score, "enable_gqa": cell.heads_k != cell.heads}
     if mask is not None:
         options["block_mask"] = create_block_mask(mask, None, None, cell.seqlen, cell.seqlen, device=device)
 
@@ -118,7 +145,18 @@ def visible(cell: Cell) -> Callable[[Any, Any, Any, Any], Any] | None:
     return lambda b, h, q, k: k >= q - window
 
 
-def tanh_cap(softcap: float | None) -> Callable[[Any, Any, Any, Any, Any], Any] | None:
+ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+
+
+def with_slopes(capped: ScoreMod | None, slopes: Any | None) -> ScoreMod | None:
+    """(score, batch, head, query, key) -> the capped score less ALiBi's; as it was without slopes."""
+    if slopes is None:
+        return capped
+    cap = capped or (lambda score, b, h, q, k: score)
+    return lambda score, b, h, q, k: cap(score, b, h, q, k) - slopes[h] * (q - k).abs()
+
+
+def tanh_cap(softcap: float | None) -> ScoreMod | None:
     """(score, batch, head, query, key) -> softcap * tanh(score / softcap); None without a softcap."""
     if softcap is None:
         return None

@@ -48,17 +48,21 @@ class Bench:
         """q, k, v and dout."""
         return [self.random(cell.dtype, shape) for shape in cell.shapes()]
 
-    def integers(self, values: list[int]) -> Any:
-        """An int32 array where the inputs are."""
-        return np.array(values, np.int32)
+    def array(self, x: np.ndarray) -> Any:
+        """A NumPy array where the inputs are."""
+        return x
+
+    def slopes(self, cell: Cell) -> Any | None:
+        """ALiBi's; None without."""
+        return self.array(cell.slopes()) if cell.alibi else None
 
     def ours(self, cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Our forward and backward with the options of the cell."""
         forward, backward, lengths = api.attention, api.attention_backward, {}
         if cell.packed:
             forward, backward = varlen.attention_varlen, varlen.attention_varlen_backward  # type: ignore[assignment]
-            lengths = {"cu_seqlens_q": self.integers(cell.cu_seqlens)}
-        options = cell.options | lengths
+            lengths = {"cu_seqlens_q": self.array(np.array(cell.cu_seqlens, np.int32))}
+        options = cell.options | lengths | {"alibi_slopes": self.slopes(cell)}
         return functools.partial(forward, **options), functools.partial(backward, **options)
 
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
@@ -120,8 +124,8 @@ class CupyBench(Bench):
         start = int(self.rng.integers(0, 3 * size)) // 8 * 8  # rows stay aligned
         return self.pool[dtype][start : start + size].copy().reshape(shape)
 
-    def integers(self, values: list[int]) -> Any:
-        return self.cupy.asarray(super().integers(values))
+    def array(self, x: np.ndarray) -> Any:
+        return self.cupy.asarray(x)
 
     def version(self) -> str:
         return str(self.cupy.__version__)
@@ -161,23 +165,23 @@ class TorchBench(Bench):
         kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)
         return self.torch.randn(shape, device=self.device, dtype=kind)
 
-    def integers(self, values: list[int]) -> Any:
-        return self.torch.tensor(values, dtype=self.torch.int32, device=self.device)
+    def array(self, x: np.ndarray) -> Any:
+        return self.torch.from_numpy(x).to(self.device)
 
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
         if name == OURS:
             return self.ours(cell)[0]
+        slopes = self.slopes(cell)
         if cell.packed:
             if name not in bench_peers.VARLEN:
                 raise NotImplementedError(f"{name} is not timed with packed sequences")
-            return bench_peers.VARLEN[name](cell, self.integers(cell.cu_seqlens))
+            return bench_peers.VARLEN[name](cell, self.array(np.array(cell.cu_seqlens, np.int32)), slopes)
         if name == "flex":
-            return bench_peers.flex(cell, self.device)
+            return bench_peers.flex(cell, self.device, slopes)
         if name == "fa4":
             return bench_peers.fa4(cell)
-        if cell.window is not None or cell.softcap is not None:
-            lacks = "softcap" if cell.window is None else "sliding window, but for an explicit mask"
-            raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
+        if lacks := bench_peers.sdpa_lacks(cell):
+            return bench_peers.beyond_sdpa(name, cell, slopes, lacks)
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         backend = getattr(SDPBackend, _BACKENDS[name])

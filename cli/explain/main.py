@@ -67,6 +67,9 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
 @click.option("--window", callback=window_bounds, metavar="LEFT,RIGHT", default=None,
               help="Keys that a query sees on each side; a side left empty has no bound.")  # fmt: skip
 @click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
+@click.option("--alibi", is_flag=True, help="With ALiBi's slopes, one a head.")
+@click.option("--learned", is_flag=True, help="They have a gradient; with --alibi.")
+@click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
 @click.option("--memory", type=click.Choice(MEMORY), default="contiguous", show_default=True,
               help="unaligned: no address is a multiple of 16. broadcast: k and v repeat one head.")  # fmt: skip
@@ -88,12 +91,14 @@ def command(**options: Any) -> None:
     settle(options)
     gpu = _device(options["arch"])
     q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
-    keep = ("causal", "window", "layout", "deterministic", "softcap")
+    keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range")
     sequences = options["batch"] if options["packed"] else None
-    problem = make_problem(
-        (q, k, k), (options["dtype"],) * 3, **{name: options[name] for name in keep}, sequences=sequences
-    )
-    directions = (False, True) if options["backward"] or options["deterministic"] else (False,)
+    if options["learned"] and not options["alibi"]:
+        raise click.BadParameter("there is nothing to learn without --alibi", param_hint="--learned")
+    given = {name: options[name] for name in keep} | {"alibi": int(options["alibi"])}
+    problem = make_problem((q, k, k), (options["dtype"],) * 3, **given, sequences=sequences)
+    goes_back = options["backward"] or options["deterministic"] or options["learned"]
+    directions = (False, True) if goes_back else (False,)
     passes = [explained(problem, gpu, options, backward=backward) for backward in directions]
     cubins = {} if options["no_compile"] else _compile([x.variant for p in passes for x in p.plan.launches], gpu)
     document = {
@@ -149,7 +154,8 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
     """The way of `prepare.prepare`, arrays and kernels apart."""
     signatures = _signatures(options, "qkkqq" if backward else "qkk")
     aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
-    spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, family=prepare.family())
+    known: dict[str, Any] = {"dalibi": options["learned"], "family": prepare.family()}
+    spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, **known)
     family, reasons = choose(spec, gpu)
     unread = UNREADABLE.get(options["memory"], "this driver's tensor maps are not understood")
     needs_maps = family.why_not(spec._replace(tma=False), gpu) is not None

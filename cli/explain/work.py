@@ -89,21 +89,30 @@ def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int) 
 
 
 def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan, pairs: int) -> list[Work]:
-    """Of delta, main and convert, or of delta, dK and dV, dQ; `signatures`: of q, k, v, out and dout."""
+    """Of delta, main and convert, or of delta, dK and dV, dQ, and of the sums for slopes; `signatures`: of q, k, v, out
+    and dout."""
     item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
     q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
     rows = math.prod(problem.rows)
     dq, dkv = rows * problem.head_dim * item, 2 * item * math.prod(signatures[1].shape)
     lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem, pairs)
     read = q + k + v + dout + stats
+    parts = size.get("dalibi_parts", 0)  # written by the last that forms scores, read by a launch of its own
+    sums = [Work(0.0, parts)] * ("dalibi_parts" in size)
     if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
-        return [Work(0.0, out + dout + lse + stats), Work(2 * flops, read + dkv), Work(1.5 * flops, read + dq)]
+        return [
+            Work(0.0, out + dout + lse + stats),
+            Work(2 * flops, read + dkv),
+            Work(1.5 * flops, read + dq + parts),
+            *sums,
+        ]
     accum = size["dq_accum"]
     cleared = 0 if plan.first_stores else accum  # written by the first, read by the second
     return [
         Work(0.0, out + dout + lse + stats + cleared),
-        Work(2.5 * flops, read + dkv + cleared + accum),
+        Work(2.5 * flops, read + dkv + cleared + accum + parts),
         Work(0.0, accum + dq),
+        *sums,
     ]
 
 

@@ -23,6 +23,7 @@ class Results(NamedTuple):
     dq: Array | None = None
     dk: Array | None = None
     dv: Array | None = None
+    dalibi_slopes: Array | None = None
 
 
 @dataclass
@@ -70,15 +71,18 @@ def call(case: Case, inputs: Inputs, framework: Framework, options: dict[str, An
     options = case.options() if options is None else options
     attention: Callable[..., Any] = api.attention
     backward: Callable[..., Any] = api.attention_backward
-    if inputs.sequences is not None:
+    if case.packed:
         attention, backward = varlen.attention_varlen, varlen.attention_varlen_backward
-        options = options | {name: framework.from_numpy(x) for name, x in inputs.sequences.named().items()}
+    options = options | {name: framework.from_numpy(x) for name, x in inputs.brought().items()}
     q, k, v, dout = (framework.from_numpy(case.in_layout(x)) for x in inputs[:4])
     dlse = None if inputs.dlse is None else framework.from_numpy(inputs.dlse)
     out, lse = attention(q, k, v, **options, return_lse=True)
-    grads = backward(dout, q, k, v, out, lse, dlse=dlse, **options) if case.backward else ()
+    if not case.backward:
+        return Results(case.in_layout(framework.to_numpy(out)), framework.to_numpy(lse))
+    grads = backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=inputs.learned, **options)
     tensors = [case.in_layout(framework.to_numpy(x)) for x in (out, *grads)]
-    return Results(tensors[0], framework.to_numpy(lse), *tensors[1:])
+    learned = [framework.to_numpy(getattr(grads, f"d{name}")) for name in inputs.learned]
+    return Results(tensors[0], framework.to_numpy(lse), *tensors[1:], *learned)
 
 
 def run_case(case: Case, dtype: str, framework: Framework, seed: int) -> CaseResult:
@@ -91,8 +95,7 @@ def run_case(case: Case, dtype: str, framework: Framework, seed: int) -> CaseRes
             got = call(case, inputs, framework)
         oracle = Oracle(case.problem(dtype), *inputs)
         result.comparisons = oracle.judge_forward(got.out, got.lse)
-        if got.dq is not None and got.dk is not None and got.dv is not None:
-            result.comparisons += oracle.judge_backward(got.dq, got.dk, got.dv)
+        result.comparisons += oracle.judge_backward(*(x for x in got[2:] if x is not None))
     except Exception as e:
         result.error = e
     result.seconds = time.perf_counter() - start

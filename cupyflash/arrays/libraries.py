@@ -1,13 +1,12 @@
 """Whose array is this? Every array library that a caller may use, found without importing any.
 
 A library is looked up in ``sys.modules``: one that the caller has not imported cannot own an array of theirs. The
-native ones are in `arrays`; arrays of any other (JAX, anything with ``__dlpack__``) are viewed as NumPy or CuPy arrays
-without a copy, and results go back the same way.
+native ones are in `arrays`; arrays of any other with ``__dlpack__`` are viewed as NumPy or CuPy arrays without a copy,
+and results go back the same way. JAX has operations of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -81,55 +80,12 @@ def _cupy(name: str, x: Any) -> Any:
 
 
 class Jax(Foreign):
-    """Concrete JAX arrays, outside jit."""
+    """JAX arrays, concrete or traced: `cupyflash.jax` takes them as they are."""
 
     name = "jax"
 
     def owns(self, x: Any) -> bool:
         return is_instance(x, "jax", "Array")
-
-    def adopt(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        devices = {name: self._device(name, x) for name, x in arrays.items()}
-        first = next(iter(devices))
-        for name, device in devices.items():
-            if device != devices[first]:
-                raise ArgumentError(f"{name}: expected the device of {first}, {devices[first]}, got {device}")
-        return super().adopt(arrays)
-
-    def give_back(self, x: Any, like: Any) -> Any:
-        jax, x = sys.modules["jax"], super().give_back(x, like)
-        if not isinstance(x, np.ndarray):
-            return jax.dlpack.from_dlpack(x)
-        wide = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-        (device,) = like.devices()
-        with wide(True) if x.dtype == np.float64 else contextlib.nullcontext():
-            if getattr(like, "committed", True):
-                return jax.device_put(x, device)
-            with jax.default_device(device):
-                return jax.device_put(x)
-
-    def _device(self, name: str, x: Any) -> Any:
-        """The one device of a concrete array."""
-        jax = sys.modules["jax"]
-        if isinstance(x, jax.core.Tracer):
-            raise UnsupportedError(
-                f"{name}: traced JAX arrays (inside jit, grad, vmap) are not supported yet; call cupyflash outside "
-                "jit, and attention_backward for gradients"
-            )
-        if x.is_deleted():
-            raise ArgumentError(f"{name}: this JAX array was deleted, or donated to a jitted function; give a live one")
-        devices = x.devices()
-        if len(devices) != 1:
-            raise UnsupportedError(f"{name}: expected an array on one device, got one sharded over {len(devices)}")
-        return next(iter(devices))
-
-    def _adopt(self, name: str, x: Any) -> Any:
-        if next(iter(x.devices())).platform != "cpu":
-            return super()._adopt(name, x)
-        try:
-            return np.asarray(x)
-        except Exception as e:
-            raise ArgumentError(f"{name}: expected a floating-point dtype, got {x.dtype} ({e})") from e
 
 
 class TorchSubclass(Foreign):

@@ -11,6 +11,8 @@ What fp32 arithmetic costs any tiled algorithm does not count: `Oracle` takes fr
 `noise` says of it, and what is left must obey the rule. That is next to nothing in fp16 and bf16, unless softmax is
 saturated or scores are huge.
 
+The gradient of ALiBi's slopes is stored in fp32, and obeys the rule of the dtype that it is computed from.
+
 Errors of lse are divided by max(1, |exact|), each by its own, and `LSE_ROUNDINGS` roundings of fp32 are its last term.
 
 NaN and inf come first: they must stand exactly where `exact` has them. A finite exact value that the dtype cannot hold
@@ -20,7 +22,6 @@ the errors may be `LONE_ROUNDINGS` roundings of the largest exact value, and no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,64 +33,15 @@ from ..problem import Problem
 from ..sequences import Sequences
 from . import noise, reference
 from .case import NUMPY_DTYPE
+from .comparison import Comparison as Comparison
 
 Array = NDArray[Any]
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "fp64": 2.0**-53}
 LIMITS = {name: ml_dtypes.finfo(dtype) for name, dtype in NUMPY_DTYPE.items()}
+GRADIENTS = ("dq", "dk", "dv", "dalibi_slopes")
 LONE_ROUNDINGS = 16  # P, dS and the result are rounded, each of the former into sums of like terms; the rest is margin
 LSE_ROUNDINGS = 16  # fast exp2 and log2 of the hardware: 2 ulp each, twice, and as much again for the sum
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One result against its exact value.
-
-    Attributes:
-        name: out, lse, dq, dk or dv.
-        passed: whether the rule holds.
-        max_error, rms_error: of the result; where exact is finite and the dtype can hold it. Less the noise; of
-            lse, in units of max(1, |exact|).
-        plain_max_error, plain_rms_error: of plain attention, at the same places, noise included.
-        max_bound, rms_bound: what the errors may be at most.
-        index: where the result is worst, None if it is empty. A misplaced NaN or inf is worse than any error.
-        got, exact: both values there.
-        reason: "" or, in words, why it failed.
-    """
-
-    name: str
-    passed: bool
-    max_error: float
-    rms_error: float
-    plain_max_error: float
-    plain_rms_error: float
-    max_bound: float
-    rms_bound: float
-    index: tuple[int, ...] | None
-    got: float
-    exact: float
-    reason: str = ""
-
-    @property
-    def ratio(self) -> float:
-        """The larger of our errors (max, rms) divided by those of plain attention; 0 without any error."""
-        pairs = ((self.max_error, self.plain_max_error), (self.rms_error, self.plain_rms_error))
-        return max(0.0 if ours == 0 else ours / plain if plain else float("inf") for ours, plain in pairs)
-
-    @property
-    def share(self) -> float:
-        """The larger of error / bound (max, rms): how much of what is allowed was used."""
-        pairs = ((self.max_error, self.max_bound), (self.rms_error, self.rms_bound))
-        return max(ours / bound for ours, bound in pairs)
-
-    def __str__(self) -> str:
-        text = (
-            f"{self.name}: max {self.max_error:.2e} (plain {self.plain_max_error:.2e}, bound {self.max_bound:.2e}), "
-            f"rms {self.rms_error:.2e} (plain {self.plain_rms_error:.2e}, bound {self.rms_bound:.2e})"
-        )
-        if self.index is not None:
-            text += f", worst at {self.index}: got {self.got:.8g}, exact {self.exact:.8g}"
-        return text if self.passed else f"{text}; FAILED: {self.reason}"
 
 
 def compare(name: str, got: Array, exact: Array, plain: Array, dtype: str, noise: float | Array = 0.0) -> Comparison:
@@ -168,9 +120,10 @@ class Oracle:
         dout: Array | None = None,
         dlse: Array | None = None,
         sequences: Sequences | None = None,
+        alibi_slopes: Array | None = None,
     ) -> None:
-        self.problem, self._forward = problem, (q, k, v, problem, sequences)
-        self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, sequences
+        self.problem, self._forward = problem, (q, k, v, problem, sequences, alibi_slopes)
+        self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, sequences, alibi_slopes
 
     @cached_property
     def forward(self) -> tuple[Array, Array]:
@@ -183,18 +136,18 @@ class Oracle:
         return reference.plain_forward(*self._forward)
 
     @cached_property
-    def backward(self) -> tuple[Array, Array, Array]:
-        """Exact dq, dk, dv."""
+    def backward(self) -> tuple[Array, ...]:
+        """Exact dq, dk, dv, and dalibi_slopes where there are slopes."""
         return reference.backward(*self._backward)
 
     @cached_property
-    def plain_backward(self) -> tuple[Array, Array, Array]:
-        """Plain dq, dk, dv."""
+    def plain_backward(self) -> tuple[Array, ...]:
+        """The same, plain."""
         return reference.plain_backward(*self._backward)
 
     @cached_property
-    def noise(self) -> tuple[Array, tuple[Array, Array, Array]]:
-        """What does not count of the errors of out, and of dq, dk and dv."""
+    def noise(self) -> tuple[Array, tuple[Array, ...]]:
+        """What does not count of the errors of out, and of the gradients."""
         return noise.noise(*self._backward)
 
     def judge_forward(self, out: Array, lse: Array) -> list[Comparison]:
@@ -205,11 +158,11 @@ class Oracle:
             compare_lse(lse, exact[1], plain[1], dtype),
         ]
 
-    def judge_backward(self, dq: Array, dk: Array, dv: Array) -> list[Comparison]:
-        """Compare dq, dk and dv (bshd, or packed as the problem)."""
-        names, dtype = ("dq", "dk", "dv"), self.problem.dtype
-        results = zip(names, (dq, dk, dv), self.backward, self.plain_backward, self.noise[1], strict=True)
-        return [compare(n, got, exact, plain, dtype, e) for n, got, exact, plain, e in results]
+    def judge_backward(self, *gradients: Array) -> list[Comparison]:
+        """Compare dq, dk, dv (bshd, or packed as the problem) and, if it is given too, dalibi_slopes."""
+        exact = (self.backward, self.plain_backward, self.noise[1])
+        results = zip(GRADIENTS, gradients, *(x[: len(gradients)] for x in exact), strict=False)
+        return [compare(n, got, exact, plain, self.problem.dtype, e) for n, got, exact, plain, e in results]
 
 
 def _places(got: Array, exact: Array, dtype: str) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..problem import DTYPES, Problem, Window, make_problem
 from ..sequences import Sequences
-from .case_inputs import MEMORY, VALUES
+from .case_inputs import MEMORY, VALUES, alibi_slopes
 from .case_packed import PACKED_VALUES, draw_packed
 
 Array = NDArray[Any]
@@ -44,6 +44,17 @@ class Inputs(NamedTuple):
     dout: Array
     dlse: Array | None
     sequences: Sequences | None = None
+    alibi_slopes: Array | None = None
+
+    def brought(self) -> dict[str, Array]:
+        """The arrays that features bring, as a call's further arguments."""
+        found = {} if self.sequences is None else self.sequences.named()
+        return found if self.alibi_slopes is None else found | {"alibi_slopes": self.alibi_slopes}
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """Those of them that have gradients, as the backward's `gradients_of`."""
+        return () if self.alibi_slopes is None else ("alibi_slopes",)
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class Case:
         lengths_q, lengths_k, used_k: of a packed case, the lengths of its sequences and how many keys of each count;
             None: as lengths_q, and all. batch is then the number of sequences, seqlen_q and seqlen_k count all rows,
             also those behind the last sequence.
+        alibi: how many dimensions ALiBi's slopes have; 0 without.
+        ranges: the keys [start, end) of each sequence that its queries may see; None: all.
     """
 
     name: str
@@ -83,6 +96,8 @@ class Case:
     lengths_q: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
     used_k: tuple[int, ...] | None = None
+    alibi: int = 0
+    ranges: tuple[tuple[int, int], ...] | None = None
 
     @property
     def packed(self) -> bool:
@@ -92,7 +107,7 @@ class Case:
     @property
     def tags(self) -> frozenset[str]:
         """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
-        packed.
+        alibi, packed, kv_range.
         """
         heads = self.heads_q if self.packed else self.batch * self.heads_q
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
@@ -106,7 +121,9 @@ class Case:
             "dlse": self.dlse,
             "deterministic": self.deterministic,
             "softcap": self.softcap is not None,
+            "alibi": self.alibi > 0,
             "packed": self.packed,
+            "kv_range": self.ranges is not None,
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -115,15 +132,16 @@ class Case:
         batch, sequences = ((), self.batch) if self.packed else ((self.batch,), None)
         q = (*batch, self.seqlen_q, self.heads_q, self.head_dim)
         k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
-        return make_problem((q, k, k), (dtype, dtype, dtype), **self.options(layout="bshd"), sequences=sequences)
+        more = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
+        return make_problem((q, k, k), (dtype,) * 3, **more, kv_range=self.ranges is not None)
 
     def sequences(self) -> Sequences | None:
-        """Where the sequences of a packed case lie."""
-        if self.lengths_q is None:
+        """Where the sequences of a packed case lie, and which of their keys count."""
+        if self.lengths_q is None and self.ranges is None:
             return None
-        keys = None if self.lengths_k is None else _cumulative(self.lengths_k)
-        used = None if self.used_k is None else np.array(self.used_k, np.int32)
-        return Sequences.of(_cumulative(self.lengths_q), keys, used)
+        queries, keys = (None if x is None else _cumulative(x) for x in (self.lengths_q, self.lengths_k))
+        used, ranges = (None if x is None else np.array(x, np.int32) for x in (self.used_k, self.ranges))
+        return Sequences.of(queries, keys, used, ranges)
 
     def options(self, layout: str | None = None) -> dict[str, Any]:
         """Keyword arguments of `attention` or `attention_varlen`, in the case's layout unless another is given."""
@@ -145,10 +163,11 @@ class Case:
         else:
             tensors = draw_packed(self.values, rng, problem, sequences)
         tensors = MEMORY[self.memory](*(x.astype(NUMPY_DTYPE[dtype]) for x in tensors))
-        q, k, v, dout = tensors if sequences is None else (x[0] for x in tensors)
+        q, k, v, dout = (x[0] for x in tensors) if self.packed else tensors
         lse_dtype = np.float64 if dtype == "fp64" else np.float32
         dlse = rng.standard_normal(problem.rows).astype(lse_dtype) if self.dlse else None
-        return Inputs(q, k, v, dout, dlse, sequences)
+        slopes = alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None
+        return Inputs(q, k, v, dout, dlse, sequences, slopes)
 
     def in_layout(self, x: Array) -> Array:
         """A view of an array in bshd, or packed, in the layout of the case, and back again."""

@@ -112,6 +112,13 @@ def nan_in_other_batch(rng: Rng, p: Problem) -> Tensors:
     return tensors
 
 
+def alibi_slopes(rng: Rng, p: Problem) -> Array:
+    """Slopes from 2^-8 to 1/2, one negative: models learn them."""
+    slopes = 2.0 ** rng.uniform(-8, -1, (p.batch, p.heads_q)[2 - p.alibi :])
+    slopes[..., :1] *= -0.1
+    return slopes
+
+
 def contiguous(q: Array, k: Array, v: Array, dout: Array) -> Tensors:
     """Each array by itself, C order."""
     return q, k, v, dout

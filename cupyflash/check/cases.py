@@ -6,11 +6,11 @@ is stable: a failure anywhere is reproduced everywhere with ``case(name).inputs(
 
 from __future__ import annotations
 
-from typing import Any
-
 from .case import NUMPY_DTYPE as NUMPY_DTYPE
 from .case import Case as Case
 from .case import Inputs as Inputs
+from .cases_sequences import PACKED_CASES as PACKED_CASES
+from .cases_sequences import RANGE_CASES as RANGE_CASES
 
 LEVELS = ("smoke", "quick", "full")  # each contains the one before
 
@@ -78,6 +78,28 @@ DENSE_CASES: tuple[Case, ...] = (
     Case("softcap-nan-in-visible-key", "full", 131, 203, 64, softcap=4.0, values="nan_in_visible_key", causal=True),
     Case("softcap-inf-in-visible-key", "full", 131, 203, 128, softcap=4.0, values="inf_in_visible_key"),
     Case("softcap-nan-in-hidden-key", "full", 131, 203, 200, softcap=4.0, values="nan_in_hidden_key", window=(90, -9)),
+    # ALiBi: alone, with slopes of each sequence, and with each option that touches the same hook
+    Case("alibi", "smoke", 201, 323, 64, alibi=1),
+    Case("alibi-causal-d128", "smoke", 323, 323, 128, batch=2, causal=True, alibi=2),
+    Case("alibi-gqa-dlse-d256", "quick", 131, 203, 256, heads_q=4, heads_k=2, alibi=2, dlse=True, causal=True),
+    Case("alibi-softcap", "quick", 157, 203, 64, heads_q=4, heads_k=2, softcap=2.0, alibi=1, dlse=True),
+    Case("alibi-softcap-window-d192", "full", 203, 151, 192, softcap=2.0, window=(70, 40), alibi=1),
+    Case("alibi-more-queries", "quick", 293, 131, 128, causal=True, alibi=1),
+    Case("alibi-window-behind", "full", 251, 301, 64, window=(100, -37), alibi=1, batch=2),
+    Case("alibi-sees-nothing", "full", 61, 67, window=(None, -200), alibi=2),
+    Case("alibi-scale-negative", "full", 83, 197, 80, scale=-0.4, causal=True, alibi=1),
+    Case("alibi-scale-zero", "full", 83, 197, scale=0.0, alibi=2),
+    Case("alibi-scale-tiny", "full", 83, 197, scale=1e-30, alibi=1),
+    Case("alibi-deterministic", "quick", 201, 323, 64, deterministic=True, causal=True, heads_q=4, alibi=1),
+    Case("alibi-misaligned", "full", 75, 203, 64, batch=2, memory="misaligned", alibi=2),
+    Case("alibi-bhsd", "quick", 111, 205, batch=2, layout="bhsd", memory="bhsd_storage", causal=True, alibi=1),
+    Case("alibi-nan-in-visible-key", "full", 131, 203, 64, values="nan_in_visible_key", causal=True, alibi=1),
+    Case("alibi-inf-in-visible-key", "full", 131, 203, 128, values="inf_in_visible_key", alibi=1),
+    Case("alibi-nan-in-hidden-key", "full", 131, 203, 200, values="nan_in_hidden_key", window=(90, -9), alibi=1),
+    Case("alibi-nan-in-other-batch", "full", 75, 203, 64, batch=2, values="nan_in_other_batch", alibi=2),
+    Case("alibi-growing-maxima", "full", 75, 329, 128, values="growing_maxima", alibi=1),
+    Case("alibi-empty", "quick", 65, 0, batch=2, alibi=2),
+    Case("alibi-empty-batch", "full", 65, 65, batch=0, alibi=1),
     # heads
     Case("gqa", "smoke", 113, 323, 64, heads_q=4, heads_k=2, causal=True),
     Case("gqa-six-to-two", "full", 77, 259, 128, heads_q=6, heads_k=2),
@@ -128,63 +150,7 @@ DENSE_CASES: tuple[Case, ...] = (
     Case("empty-seqlens", "full", 0, 0, 128),
 )
 
-
-def _packed(
-    name: str,
-    level: str,
-    lengths_q: tuple[int, ...],
-    lengths_k: tuple[int, ...] | None = None,
-    head_dim: int = 64,
-    *,
-    outside: tuple[int, int] = (0, 0),
-    **more: Any,
-) -> Case:
-    """A packed case, with so many rows of q and of k behind its last sequence."""
-    total_q, total_k = sum(lengths_q) + outside[0], sum(lengths_k or lengths_q) + outside[1]
-    more = {"lengths_q": lengths_q, "lengths_k": lengths_k, **more}
-    return Case(f"packed-{name}", level, total_q, total_k, head_dim, len(lengths_q), **more)
-
-
-PACKED_CASES: tuple[Case, ...] = (
-    # lengths
-    _packed("one", "quick", (203,), causal=True),
-    _packed("equal-d128", "quick", (67, 67, 67), None, 128),
-    _packed("two-tiles", "full", (37, 290), causal=True),  # of queries of the Hopper forward, 256 or 192 rows each
-    _packed("two-tiles-d128", "full", (21, 240, 3), None, 128, heads_q=1, heads_k=1, window=(200, 0)),
-    _packed("unequal", "smoke", (1, 197, 6, 89), causal=True),
-    _packed("unequal-d128", "quick", (131, 3, 65), (5, 170, 67), 128, heads_q=4, causal=True),
-    _packed("forty-short", "quick", (1, 17, 2, 9, 3, 16, 1, 4) * 5, causal=True),
-    _packed("zero-lengths", "quick", (0, 0, 61, 0, 97, 0, 0, 0), causal=True),
-    _packed("zero-queries-or-keys", "quick", (31, 0, 45, 0, 7), (0, 67, 71, 0, 0), 80, causal=True, dlse=True),
-    _packed("all-empty", "quick", (0, 0, 0), causal=True, dlse=True),
-    _packed("no-sequences", "full", (), None, 128),
-    _packed("more-queries", "quick", (130, 71), (33, 70), causal=True),
-    _packed("more-keys-window-d160", "quick", (17, 66), (150, 131), 160, window=(40, 3)),
-    # keys that are not used, rows outside
-    _packed("used", "quick", (41, 53, 37), (97, 61, 83), 80, used_k=(0, 37, 83), values="nan_outside", causal=True),
-    _packed("used-dlse-d256", "full", (41, 53), (97, 91), 256, used_k=(66, 1), values="nan_outside", dlse=True),
-    _packed("outside", "quick", (61, 70), outside=(29, 29), values="nan_outside", causal=True),
-    _packed("all-outside", "full", (0, 0), outside=(37, 37), values="nan_outside", dlse=True),
-    _packed("outside-d128", "full", (70, 9), (33, 101), 128, outside=(66, 3), values="nan_outside", window=(None, 7)),
-    # other options
-    _packed("gqa-softcap-d256", "quick", (21, 66, 35), None, 256, heads_q=4, softcap=2.0, scale=0.4, dlse=True),
-    _packed("mqa-deterministic", "quick", (101, 30, 67), heads_q=5, heads_k=1, deterministic=True, causal=True),
-    _packed("deterministic-d160", "full", (70, 131), None, 160, deterministic=True, window=(30, 10)),
-    _packed("softcap-window-gqa", "full", (99, 3, 70), (90, 65, 71), heads_q=6, softcap=1.5, window=(50, -3)),
-    # memory
-    _packed("bhsd", "quick", (70, 35, 93), heads_q=4, layout="bhsd", memory="bhsd_storage", causal=True),
-    _packed("fused-qkv-d128", "quick", (33, 70, 5), None, 128, memory="fused_qkv", causal=True),
-    _packed("misaligned", "full", (65, 70), memory="misaligned"),
-    # values
-    _packed("growing-maxima", "full", (97, 129), (131, 190), values="growing_maxima", causal=True),
-    _packed("nan-in-neighbours", "smoke", (63, 66, 65, 1, 70), values="nan_in_neighbours", causal=True),
-    _packed("nan-in-neighbours-d128", "full", (13, 50, 7), (130, 9, 65), 128, values="nan_in_neighbours", dlse=True),
-    _packed(
-        "nan-at-borders", "quick", (15, 33, 19, 31, 17, 30, 35, 29, 31), values="nan_at_borders", heads_q=4, causal=True
-    ),
-)
-
-CASES = DENSE_CASES + PACKED_CASES
+CASES = DENSE_CASES + PACKED_CASES + RANGE_CASES
 
 
 def case(name: str) -> Case:

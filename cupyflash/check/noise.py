@@ -9,6 +9,11 @@ roundoff of the arithmetic:
   hides them. More are as large as lse: in the forward half of one, since what a row has in common cancels; in the
   backward, where P = exp(S - lse), those of the scale, of lse itself, and of S or of lse in powers of two.
 - A softcap c is c tanh(x) = c - 2 c / (1 + e^2x), with an error of 4 u c, which joins d_i, and 4 u in its derivative.
+- ALiBi takes |slope| D_ij from a score, D_ij = |i + seqlen_k - seqlen_q - j|, with an error of 4 u |slope| D_ij, which
+  joins e_i.
+- The gradient of a slope is one number of many rows, and the error of plain attention may be small there by chance. So
+  what the rounding of O to the dtype does to it by delta does not count: r is 2^-11 or 2^-8 in 16 bits, and what stands
+  below is more than three times its standard deviation.
 - dP - delta is a difference of two dot products, each with an error of s u times what it adds up: s = 4 for tensor
   cores, which truncate, else 1. It should be 0 where P is 0 or 1.
 
@@ -20,6 +25,7 @@ roundoff of the arithmetic:
     D_ij        = sum_c |dO_ic V_jc| + sum_c |dO_ic O_ic|
     E_ij        = P_ij (e_i |dP_ij - delta_i| + s u D_ij)
     noise(dQ)   = |scale| E |K|       noise(dK) = |scale| E^T |Q|       noise(dV) = (e P)^T |dO|
+    noise(dslope) = sum_ij E_ij D_ij + 2 r (sum_i (|dO_i O_i| sum_j P_ij D_ij)^2)^1/2      (E by the capped score)
 
 All are 0 where they would not be finite: there is nothing to be excused.
 """
@@ -39,9 +45,10 @@ from . import reference
 from .reference import Arithmetic
 
 Array = NDArray[Any]
-Triple = tuple[Array, Array, Array]
+Gradients = tuple[Array, ...]
 
 UNIT = {"fp16": 2.0**-24, "bf16": 2.0**-24, "fp32": 2.0**-24, "fp64": 2.0**-53}  # of the arithmetic
+STORED = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "fp64": 2.0**-53}
 HALF = ("fp16", "bf16")  # stored with fewer digits than computed, on tensor cores
 
 
@@ -53,22 +60,25 @@ def noise(
     problem: Problem,
     dlse: Array | None = None,
     sequences: Sequences | None = None,
-) -> tuple[Array, Triple]:
-    """The bounds for out, and for (dq, dk, dv), each in its shape; arguments as in `reference.backward`."""
+    alibi_slopes: Array | None = None,
+) -> tuple[Array, Gradients]:
+    """The bounds for out, and for the gradients, each in its shape; arguments as in `reference.backward`."""
+    slopes, dslopes = reference.spread(alibi_slopes, problem), np.zeros((problem.batch, problem.heads_q))
     if sequences is not None:
         out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
-        for rows, keys, one in parts(problem, sequences):
-            dlse_of = None if dlse is None else dlse[None, :, rows]
-            found = noise(dout[None, rows], q[None, rows], k[None, keys], v[None, keys], one, dlse_of)
-            out[None, rows], (dq[None, rows], dk[None, keys], dv[None, keys]) = found
-        return out, (dq, dk, dv)
+        for i, part in enumerate(parts(problem, sequences)):
+            dlse_of = None if dlse is None else dlse[part.lse]
+            of = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, None, slopes[i]
+            out[part.q], (dq[part.q], dk[part.k], dv[part.k], dslopes[i]) = noise(*of)
+        return out, (dq, dk, dv, *reference.gathered(dslopes, alibi_slopes))
     p, a, visible = problem, Arithmetic.exact(), reference.visible_pairs(problem)
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
+    distance, u = reference.distances(p), UNIT[p.dtype]
     for b, h, h_k in reference.heads(p):
         Q, dO, K, V = a.load(q[b, :, h]), a.load(dout[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])
         with np.errstate(all="ignore"):
-            S, derivative = reference.scores(Q, K, p, a)
+            S, derivative = reference.scores(Q, K, p, a, slopes[b, h])
             P, lse = reference.softmax(S, visible, a)
             large = np.abs(np.where(visible.any(axis=1), lse, 0))[:, None]
             dots = 0 if p.dtype in HALF else abs(p.scale) * _norms(Q) * _norms(K).max(initial=0)
@@ -77,12 +87,19 @@ def noise(
             std = np.sqrt(np.maximum(squares - O * O, 0))
             out[b, :, h] = 2 * a.product(P, np.abs(V), visible) + np.maximum(large / 2, dots) * std
             e = 2 + 3 * large + dots
-            dQ, dK, dV = _gradients(Q, K, V, dO, dLSE[:, None], P, O, e, visible, p, derivative)
+            if p.alibi:
+                bias = 4 * abs(np.float64(slopes[b, h])) * distance
+                out[b, :, h] += a.product(P * bias, np.abs(V), visible) + (P * bias).sum(axis=1)[:, None] * np.abs(O)
+                e = e + bias
+            dQ, dK, dV, by_score = _gradients(Q, K, V, dO, dLSE[:, None], P, O, e, visible, p, derivative)
+            of_delta = _norms(dO * O)[:, 0] * (P * distance).sum(axis=1)
+            rounding = 2 * STORED[p.dtype] / u * np.sqrt(np.square(of_delta).sum())
+            dslopes[b, h] = (by_score * distance).sum() + rounding
             dq[b, :, h] = dQ
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
-    u = UNIT[p.dtype]
-    return u * _finite(out), (u * _finite(dq), u * _finite(dk), u * _finite(dv))
+    found = dq, dk, dv, *reference.gathered(dslopes, alibi_slopes)
+    return u * _finite(out), tuple(u * _finite(x) for x in found)
 
 
 def _gradients(
@@ -97,19 +114,20 @@ def _gradients(
     visible: Array,
     p: Problem,
     derivative: Array | float,
-) -> Triple:
-    """The bounds of one head of q in units of u, named as in the formulas."""
+) -> Gradients:
+    """The bounds of one head of q in units of u, named as in the formulas; E by the score itself comes last."""
     a, s = Arithmetic.exact(), 4 if p.dtype in HALF else 1
     dP, delta = dO @ V.T, (dO * O).sum(axis=1, keepdims=True) - dLSE
     D = np.abs(dO) @ np.abs(V).T + np.abs(dO * O).sum(axis=1, keepdims=True)
-    E = P * derivative * (e * np.abs(dP - delta) + s * D)
+    by_score = np.where(visible, P * (e * np.abs(dP - delta) + s * D), 0)
+    E = by_score * derivative
     if p.softcap is not None:
         E = E + 4 * P * np.abs(dP - delta)
     E = np.where(visible, E, 0)
     eP = np.where(visible, e * P, 0)
     dQ = abs(p.scale) * a.product(E, np.abs(K), visible)
     dK = abs(p.scale) * a.product(E.T, np.abs(Q), visible.T)
-    return dQ, dK, a.product(eP.T, np.abs(dO), visible.T)
+    return dQ, dK, a.product(eP.T, np.abs(dO), visible.T), by_score
 
 
 def _norms(x: Array) -> Array:

@@ -7,6 +7,8 @@
     dV = P^T dO                dP = dO V^T               delta = rowsum(dO * O) - dLSE
     dS = P * (dP - delta)      dQ = scale * dS K         dK = scale * dS^T Q
 
+With ALiBi each score loses slope * D, D = |i + seqlen_k - seqlen_q - j|, and dslope = -sum(dS * D).
+
 The gradients are those of FlashAttention (Dao et al. 2022, appendix B.2), with `lse` as a second output:
 d lse / d S = P, hence the term -dLSE in delta.
 
@@ -24,7 +26,6 @@ one by one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,71 +33,32 @@ from numpy.typing import NDArray
 
 from ..problem import Problem
 from ..sequences import Sequences, parts
+from .arithmetic import Arithmetic as Arithmetic
 
 Array = NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """In which dtype tiles are computed, and to which they are rounded before a product.
-
-    Attributes:
-        accumulate: dtype of scores, softmax, sums and results of products.
-        storage: dtype of the inputs; P and dS are rounded to it before they enter a product. None: no rounding.
-        reverse: sum products from the last term to the first (see `plain`).
-    """
-
-    accumulate: type[np.floating[Any]]
-    storage: np.dtype[Any] | None = None
-    reverse: bool = False
-
-    @classmethod
-    def exact(cls) -> Arithmetic:
-        """Float64 without any further rounding."""
-        return cls(np.float64)
-
-    @classmethod
-    def plain(cls, dtype: np.dtype[Any]) -> Arithmetic:
-        """Scores, softmax and sums in fp32, P and dS rounded to `dtype`; all in fp64 for fp64.
-
-        For fp64 this would be the oracle itself. Products are then summed in reverse order, so that the distance
-        between the two shows how much the order of rounding matters.
-        """
-        double = dtype.itemsize == 8
-        return cls(np.float64 if double else np.float32, dtype, reverse=double)
-
-    def load(self, x: Array) -> Array:
-        """A copy of x in the dtype of the computation."""
-        return np.array(x, dtype=self.accumulate, order="C")
-
-    def product(self, a: Array, b: Array, visible: Array | None = None) -> Array:
-        """The matrix product a b; with a mask of the shape of a, only of its visible terms.
-
-        a is 0 where it is hidden. That is enough for finite b; else 0 * NaN must not happen, and rows go one by one.
-        """
-        if visible is None or np.isfinite(b).all():
-            return a[:, ::-1] @ b[::-1] if self.reverse else a @ b
-        rows = [self.product(a[i : i + 1, seen], b[seen]) for i, seen in enumerate(visible)]
-        return np.concatenate(rows) if rows else np.zeros((0, b.shape[1]), b.dtype)
-
-    def rounded(self, x: Array) -> Array:
-        """What is left of x after it was stored in the dtype of the inputs."""
-        return x if self.storage is None else x.astype(self.storage).astype(self.accumulate)
-
-
-def forward(q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences | None = None) -> tuple[Array, Array]:
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    sequences: Sequences | None = None,
+    alibi_slopes: Array | None = None,
+) -> tuple[Array, Array]:
     """Exact attention in float64.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), any floating dtype and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim).
         problem: options; a query that sees no key gets out 0 and lse -inf.
-        sequences: where the sequences of a packed problem lie.
+        sequences: where the sequences of a packed problem lie, and which of their keys count.
+        alibi_slopes: (heads_q,) or (batch, heads_q).
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim) and lse (batch, heads_q, seqlen_q), natural log, both float64.
     """
-    return _forward(q, k, v, problem, Arithmetic.exact(), sequences)
+    return _forward(q, k, v, problem, Arithmetic.exact(), sequences, alibi_slopes)
 
 
 def backward(
@@ -107,22 +69,28 @@ def backward(
     problem: Problem,
     dlse: Array | None = None,
     sequences: Sequences | None = None,
-) -> tuple[Array, Array, Array]:
-    """Exact gradients (dq, dk, dv) of ``sum(out * dout) + sum(lse * dlse)`` in float64, shaped as q, k, v.
+    alibi_slopes: Array | None = None,
+) -> tuple[Array, ...]:
+    """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv; dslopes of slopes.
 
     Args:
         dout: gradient of out, shaped as q.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
-        sequences: as in `forward`.
+        sequences, alibi_slopes: as in `forward`.
     """
-    return _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), sequences)
+    return _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), sequences, alibi_slopes)
 
 
 def plain_forward(
-    q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    sequences: Sequences | None = None,
+    alibi_slopes: Array | None = None,
 ) -> tuple[Array, Array]:
     """Plain attention in the dtype of q: out in that dtype, lse in fp32 (fp64 for fp64)."""
-    out, lse = _forward(q, k, v, problem, Arithmetic.plain(q.dtype), sequences)
+    out, lse = _forward(q, k, v, problem, Arithmetic.plain(q.dtype), sequences, alibi_slopes)
     return _stored(out, q.dtype), lse
 
 
@@ -134,10 +102,11 @@ def plain_backward(
     problem: Problem,
     dlse: Array | None = None,
     sequences: Sequences | None = None,
-) -> tuple[Array, Array, Array]:
-    """Plain gradients (dq, dk, dv) in the dtype of q; delta is taken from the rounded out."""
-    dq, dk, dv = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), sequences)
-    return _stored(dq, q.dtype), _stored(dk, q.dtype), _stored(dv, q.dtype)
+    alibi_slopes: Array | None = None,
+) -> tuple[Array, ...]:
+    """Plain gradients in the dtype of q, dslopes in fp32 (fp64 for fp64); delta is taken from the rounded out."""
+    found = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), sequences, alibi_slopes)
+    return *(_stored(x, q.dtype) for x in found[:3]), *found[3:]
 
 
 def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -146,12 +115,20 @@ def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _forward(
-    q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, sequences: Sequences | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    a: Arithmetic,
+    sequences: Sequences | None,
+    slopes: Array | None,
 ) -> tuple[Array, Array]:
+    slopes = spread(slopes, problem)
     if sequences is not None:
         out, lse = np.zeros(q.shape, a.accumulate), np.full(problem.rows, -np.inf, a.accumulate)
-        for rows, keys, one in parts(problem, sequences):
-            out[None, rows], lse[None, :, rows] = _forward(q[None, rows], k[None, keys], v[None, keys], one, a)
+        for i, part in enumerate(parts(problem, sequences)):
+            own = q[part.q], k[part.k], v[part.k], part.problem, a, None, slopes[i]
+            out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
     p, visible = problem, visible_pairs(problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
@@ -159,7 +136,7 @@ def _forward(
     for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         with np.errstate(all="ignore"):
-            P, lse[b, h] = softmax(scores(Q, K, p, a)[0], visible, a)
+            P, lse[b, h] = softmax(scores(Q, K, p, a, slopes[b, h])[0], visible, a)
             out[b, :, h] = a.product(a.rounded(P), V, visible)
     return out, lse
 
@@ -172,15 +149,17 @@ def _backward(
     problem: Problem,
     dlse: Array | None,
     a: Arithmetic,
-    sequences: Sequences | None = None,
-) -> tuple[Array, Array, Array]:
+    sequences: Sequences | None,
+    given: Array | None,
+) -> tuple[Array, ...]:
+    slopes, dslopes = spread(given, problem), np.zeros((problem.batch, problem.heads_q), a.accumulate)
     if sequences is not None:
         dq, dk, dv = (np.zeros(x.shape, a.accumulate) for x in (q, k, v))
-        for rows, keys, one in parts(problem, sequences):
-            dlse_of = None if dlse is None else dlse[None, :, rows]
-            found = _backward(dout[None, rows], q[None, rows], k[None, keys], v[None, keys], one, dlse_of, a)
-            dq[None, rows], dk[None, keys], dv[None, keys] = found
-        return dq, dk, dv
+        for i, part in enumerate(parts(problem, sequences)):
+            dlse_of = None if dlse is None else dlse[part.lse]
+            of = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, None, slopes[i]
+            dq[part.q], dk[part.k], dv[part.k], dslopes[i] = _backward(*of)
+        return dq, dk, dv, *gathered(dslopes, given)
     p, visible = problem, visible_pairs(problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))
@@ -188,20 +167,42 @@ def _backward(
     for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
         with np.errstate(all="ignore"):
-            dQ, dK, dV = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a)
+            found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, slopes[b, h])
+            dQ, dK, dV, dslopes[b, h] = found
             dq[b, :, h] = dQ
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
-    return dq, dk, dv
+    return dq, dk, dv, *gathered(dslopes, given)
 
 
-def scores(Q: Array, K: Array, p: Problem, a: Arithmetic) -> tuple[Array, Array | float]:
+def spread(slopes: Array | None, p: Problem) -> Array:
+    """Slopes as (batch, heads_q); zeros where there are none."""
+    return np.broadcast_to(np.float64(0) if slopes is None else slopes, (p.batch, p.heads_q))
+
+
+def gathered(dslopes: Array, given: Array | None) -> tuple[Array, ...]:
+    """The inverse: what was found for each head of each batch, shaped as the slopes were given; nothing without."""
+    if given is None:
+        return ()
+    return (dslopes.sum(axis=0) if given.ndim == 1 else dslopes,)
+
+
+def distances(p: Problem) -> Array:
+    """How far each key (column) is from each query's own position (row)."""
+    query, key = np.arange(p.seqlen_q)[:, None], np.arange(p.seqlen_k)
+    return np.abs(query + (p.seqlen_k - p.seqlen_q) - key)
+
+
+def scores(Q: Array, K: Array, p: Problem, a: Arithmetic, slope: Any = 0) -> tuple[Array, Array | float]:
     """The scores of one head, and their derivative by ``scale * q . k``."""
+    derivative: Array | float = 1.0
     S = p.scale * a.product(Q, K.T)
-    if p.softcap is None:
-        return S, 1.0
-    t = np.tanh(S / p.softcap)
-    return p.softcap * t, 1 - t * t
+    if p.softcap is not None:
+        t = np.tanh(S / p.softcap)
+        S, derivative = p.softcap * t, 1 - t * t
+    if p.alibi:
+        S = S - a.accumulate(slope) * distances(p).astype(a.accumulate)
+    return S, derivative
 
 
 def softmax(S: Array, visible: Array, a: Arithmetic) -> tuple[Array, Array]:
@@ -215,19 +216,21 @@ def softmax(S: Array, visible: Array, a: Arithmetic) -> tuple[Array, Array]:
 
 
 def _gradients(
-    Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, visible: Array, p: Problem, a: Arithmetic
-) -> tuple[Array, Array, Array]:
-    """dQ of one head of q, and what this head adds to dK and dV."""
-    S, derivative = scores(Q, K, p, a)
+    Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, visible: Array, p: Problem, a: Arithmetic, slope: Any
+) -> tuple[Array, Array, Array, Any]:
+    """dQ and dslope of one head of q, and what this head adds to dK and dV."""
+    S, derivative = scores(Q, K, p, a, slope)
     P, _ = softmax(S, visible, a)
     O = a.rounded(a.product(a.rounded(P), V, visible))
     delta = (dO * O).sum(axis=1, keepdims=True) - dLSE
     dP = a.product(dO, V.T)
-    dS = a.rounded(np.where(visible, P * (dP - delta) * derivative, 0))
+    by_score = np.where(visible, P * (dP - delta), 0)
+    dslope = -(by_score * distances(p).astype(a.accumulate)).sum() if p.alibi else 0
+    dS = a.rounded(np.where(visible, by_score * derivative, 0))
     dV = a.product(a.rounded(P).T, dO, visible.T)
     dQ = p.scale * a.product(dS, K, visible)
     dK = p.scale * a.product(dS.T, Q, visible.T)
-    return dQ, dK, dV
+    return dQ, dK, dV, dslope
 
 
 def heads(p: Problem) -> Iterator[tuple[int, int, int]]:

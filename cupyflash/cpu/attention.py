@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
-from ..sequences import Sequences, parts
+from .alibi import Bias, add_gradient, bias_of, biased, group_slopes
 from .tiles import chunks, group_heads, group_lse, key_tiles, load, load_rows, query_tiles, sees_a_key
 
 Array = NDArray[Any]
@@ -38,19 +38,21 @@ _FP32, _FP64 = np.dtype(np.float32), np.dtype(np.float64)
 _DTYPES = {_FP32: (_FP32, _FP64), _FP64: (_FP64,)}  # accumulator -> what to compute in, one after the other
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Array]:
+def forward(q: Array, k: Array, v: Array, problem: Problem, alibi_slopes: Array | None = None) -> tuple[Array, Array]:
     """``out = softmax(scale * q k^T) v`` over the visible keys.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 (ml_dtypes), fp32 or fp64, any strides; never written.
         k, v: (batch, seqlen_k, heads_k, head_dim), same dtype.
         problem: shapes and options.
+        alibi_slopes: (heads_q,) or (batch, heads_q), as lse.
 
     Returns:
         out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
-        sees no key has out 0 and lse -inf.
+        sees no key, or belongs to no sequence, has out 0 and lse -inf.
     """
-    p, accumulate = problem, _accumulator(q)
+    p, accumulate = problem, accumulator(q)
+    slopes = None if alibi_slopes is None else group_slopes(alibi_slopes, p)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), accumulate)
     q_heads, out_heads, lse_heads = group_heads(q, p), group_heads(out, p), group_lse(lse, p)
@@ -62,7 +64,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Arra
                 target = out_heads[chunk][..., rows, :]
                 Q = load_rows(q_heads[chunk][..., rows, :], dtype)
                 with np.errstate(all="ignore"):
-                    O, LSE = _forward_tile(Q, K, V, rows, p)
+                    O, LSE = _forward_tile(Q, K, V, rows, p, bias_of(slopes, chunk, dtype))
                     finite = finite and bool(np.isfinite(O).all())
                     target[...] = O.reshape(target.shape)
                     lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
@@ -72,8 +74,17 @@ def forward(q: Array, k: Array, v: Array, problem: Problem) -> tuple[Array, Arra
 
 
 def backward(
-    dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array, dlse: Array | None, problem: Problem
-) -> tuple[Array, Array, Array]:
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    problem: Problem,
+    alibi_slopes: Array | None = None,
+    wanted: tuple[str, ...] = (),
+) -> tuple[Array, ...]:
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` with respect to q, k and v, bitwise reproducible.
 
     Args:
@@ -82,11 +93,15 @@ def backward(
         out, lse: what `forward` returned.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
         problem: shapes and options.
+        alibi_slopes: as in `forward`.
+        wanted: ("dalibi_slopes",) for their gradient.
 
     Returns:
-        dq, dk, dv with shapes and dtype of q, k, v; 0 for a query or key that takes no part.
+        dq, dk, dv with shapes and dtype of q, k, v; 0 for a query or key that takes no part; and what is wanted.
     """
-    p, accumulate = problem, _accumulator(q)
+    p, accumulate = problem, accumulator(q)
+    slopes = None if alibi_slopes is None else group_slopes(alibi_slopes, p)
+    dslopes = None if slopes is None or not wanted else np.zeros(slopes.shape, accumulate)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), q.dtype) for _ in range(2))
     by_row = [group_heads(x, p) for x in (q, dout, out)]
@@ -96,49 +111,23 @@ def backward(
         dlse_chunk = None if dlse_heads is None else dlse_heads[chunk]
         for dtype in _DTYPES[accumulate]:
             K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
-            gradients = _backward_chunk([x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p)
-            if all(np.isfinite(x).all() for x in gradients):
+            bias = bias_of(slopes, chunk, dtype, dslopes is not None)
+            gradients = _backward_chunk([x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, bias)
+            if all(np.isfinite(x).all() for x in (*gradients, *bias[1:])):
                 break
+        if dslopes is not None:
+            dslopes[chunk] = bias[1].reshape(dslopes[chunk].shape)
         for target, gradient in zip(targets, gradients, strict=True):
             with np.errstate(all="ignore"):
                 target[chunk] = gradient.reshape(target[chunk].shape)
-    return dq, dk, dv
-
-
-def forward_packed(q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences) -> tuple[Array, Array]:
-    """`forward` of each sequence by itself: arrays (total, heads, head_dim), lse (heads_q, total_q).
-
-    Rows outside of all sequences have out 0 and lse -inf.
-    """
-    out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, _accumulator(q))
-    for rows, keys, p in parts(problem, sequences):
-        out[None, rows], lse[None, :, rows] = forward(q[None, rows], k[None, keys], v[None, keys], p)
-    return out, lse
-
-
-def backward_packed(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    dlse: Array | None,
-    problem: Problem,
-    sequences: Sequences,
-) -> tuple[Array, Array, Array]:
-    """`backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
-    dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
-    for rows, keys, p in parts(problem, sequences):
-        Q, dO, O = (x[None, rows] for x in (q, dout, out))
-        LSE, dLSE = (None if x is None else x[None, :, rows] for x in (lse, dlse))
-        assert LSE is not None
-        dq[None, rows], dk[None, keys], dv[None, keys] = backward(dO, Q, k[None, keys], v[None, keys], O, LSE, dLSE, p)
-    return dq, dk, dv
+    if dslopes is None or alibi_slopes is None:
+        return dq, dk, dv
+    dslopes = dslopes.reshape(p.batch, p.heads_q)
+    return dq, dk, dv, dslopes.sum(axis=0) if alibi_slopes.ndim == 1 else dslopes
 
 
 def _backward_chunk(
-    by_row: list[Array], K: Array, V: Array, lse: Array, dlse: Array | None, p: Problem
+    by_row: list[Array], K: Array, V: Array, lse: Array, dlse: Array | None, p: Problem, bias: Bias
 ) -> tuple[Array, Array, Array]:
     """dQ, dK and dV of some heads in the dtype of K; `by_row`: their q, dout and out."""
     dtype = K.dtype
@@ -151,18 +140,18 @@ def _backward_chunk(
             if dlse is not None:
                 delta -= dlse[..., rows].astype(dtype).reshape(delta.shape)
             target = dQ[..., rows, :]
-            target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p).reshape(target.shape)
+            target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p, bias).reshape(target.shape)
     with np.errstate(all="ignore"):
         return dQ, p.scale * dK, dV
 
 
-def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem) -> tuple[Array, Array]:
+def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem, bias: Bias) -> tuple[Array, Array]:
     """O and lse of one tile of queries."""
     O = np.zeros_like(Q)
     m = np.full((*Q.shape[:2], 1), -np.inf, Q.dtype)
     l = np.zeros_like(m)
     for keys, visible in key_tiles(rows, p):
-        S = _scores(Q, K[:, keys], p)
+        S = biased(_scores(Q, K[:, keys], p), bias, rows, keys, p)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
         m_new = np.maximum(m, S.max(axis=-1, keepdims=True))
@@ -177,16 +166,29 @@ def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem) -> tupl
 
 
 def _backward_tile(
-    Q: Array, K: Array, V: Array, dO: Array, LSE: Array, delta: Array, dK: Array, dV: Array, rows: slice, p: Problem
+    Q: Array,
+    K: Array,
+    V: Array,
+    dO: Array,
+    LSE: Array,
+    delta: Array,
+    dK: Array,
+    dV: Array,
+    rows: slice,
+    p: Problem,
+    bias: Bias,
 ) -> Array:
-    """dQ of one tile of queries; adds what the tile contributes to dV and, still without scale, to dK."""
+    """dQ of one tile of queries; adds what the tile contributes to dV, the slopes' and, still without scale, dK."""
     dQ = np.zeros_like(Q)
     for keys, visible in key_tiles(rows, p):
         S = _scores(Q, K[:, keys], p)
         derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
+        S = biased(S, bias, rows, keys, p)
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
         dP = dO @ V[:, keys].swapaxes(1, 2)
         dS = np.multiply(P, np.subtract(dP, delta, out=dP), out=dP)
+        if len(bias) > 1:
+            add_gradient(bias, dS if visible is None else np.where(visible, dS, 0), rows, keys, p)
         if derivative is not None:
             np.multiply(dS, derivative, out=dS)
         if visible is not None:
@@ -222,5 +224,6 @@ def _product(A: Array, B: Array, visible: Array | None) -> Array:
     return C
 
 
-def _accumulator(x: Array) -> np.dtype[Any]:
+def accumulator(x: Array) -> np.dtype[Any]:
+    """The dtype of sums, and of lse."""
     return _FP64 if x.dtype.itemsize == 8 else _FP32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import DeviceError
@@ -141,6 +141,13 @@ def _ask() -> tuple[tuple[int, str], bool]:
 def count() -> int:
     """Number of usable GPUs; 0 without driver or CuPy."""
     return _probe()[0]
+
+
+def current() -> Callable[[], int]:
+    """What asks for the ordinal of the GPU that is current on this thread; there must be one."""
+    from cupy.cuda import runtime
+
+    return runtime.getDevice
 
 
 def why_none() -> str:

@@ -12,6 +12,7 @@ from ..options import Options
 from ..plan.extents import Extents
 from ..problem import Problem, make_problem
 from ..sequences import Sequences
+from .packed import check_integers
 from .packed import count as packed_count
 from .passes import sizes_of
 
@@ -27,9 +28,13 @@ def check(
     found = dict(zip(names, keys, strict=True))
     dtypes = {name: library.dtype_name(key[2]) for name, key in found.items()}
     device, lengths = found["q"][3], {name: key for name, key in found.items() if name in Sequences._fields}
-    packed = packed_count(library, lengths, device) if lengths else None
+    packed = packed_count(library, lengths, device) if "cu_seqlens_q" in lengths else None
     three = [found[x][0] for x in "qkv"], [dtypes[x] for x in "qkv"]
-    problem = make_problem(*three, **options._asdict(), sequences=packed)
+    alibi = len(found["alibi_slopes"][0]) if "alibi_slopes" in found else 0
+    features: dict[str, Any] = {"alibi": alibi, "kv_range": "kv_range" in lengths}
+    problem = make_problem(*three, **options._asdict(), sequences=packed, **features)
+    if packed is None and problem.kv_range:
+        check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)
     shape = tuple(found["q"][0])
     for name, key in found.items():
         if which.rows[name].like == "q" and (tuple(key[0]), dtypes[name]) != (shape, dtypes["q"]):
@@ -54,11 +59,19 @@ def check(
 def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, device: int) -> None:
     """An array with a shape and a dtype of its own. What is fp32 beside 16-bit arrays is fp64 beside those of fp64."""
     dims = row.packed if problem.packed else row.dims
-    shape = shape_of(dims, sizes_of(Extents.of(problem), problem.head_dim))
+    sizes = sizes_of(Extents.of(problem), problem.head_dim)
+    shape = shape_of(dims, sizes)
     wanted = "fp64" if (row.dtype, problem.dtype) == ("fp32", "fp64") else row.dtype or problem.dtype
-    if (tuple(sig.shape), dtype, sig.device) != (shape, wanted, device):
-        words = ", ".join(dims) + "," * (len(dims) == 1)
+    if not row.fits(tuple(sig.shape), sizes, problem.packed) or (dtype, sig.device) != (wanted, device):
+        words = f"{_words(dims)} = {shape}"
+        if row.lacks:
+            words += f" or {_words(dims[len(row.lacks) :])} = {shape[len(row.lacks) :]}"
         raise ArgumentError(
-            f"{row.name}: expected shape ({words}) = {shape}, dtype {wanted}, on {place(device)}; got "
+            f"{row.name}: expected shape {words}, dtype {wanted}, on {place(device)}; got "
             f"{tuple(sig.shape)}, {dtype}, on {place(sig.device)}"
         )
+
+
+def _words(dims: Sequence[str]) -> str:
+    """Dimensions as Python writes a tuple."""
+    return f"({', '.join(dims)}{',' * (len(dims) == 1)})"

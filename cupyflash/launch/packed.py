@@ -1,4 +1,4 @@
-"""What can be said of the arrays that tell where packed sequences lie, and reading them."""
+"""What can be said of the arrays that tell where sequences lie and which of their keys count, and reading them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,25 @@ def count(library: Native, signatures: Mapping[str, tuple[Any, ...]], device: in
         )
     batch = shape[0] - 1
     for name, signature in signatures.items():
-        _check(library, name, signature, batch, device)
+        check_integers(library, name, signature, batch, device)
     return batch
 
 
-def _check(library: Native, name: str, signature: Sequence[Any], batch: int, device: int) -> None:
+_SHAPES = {"seqused_k": ("(batch,)", 0, ()), "kv_range": ("(batch, 2)", 0, (2,))}
+
+
+def check_integers(library: Native, name: str, signature: Sequence[Any], batch: int, device: int) -> None:
+    """Refuse one of these arrays that is not int32, of the right shape, on `device`."""
     shape, _, dtype, where = signature
     kind = library.dtype_name(dtype)
     if kind != "int32":
         cast = f"{name}.to(torch.int32)" if library is TORCH else f'{name}.astype("int32")'
         raise ArgumentError(f"{name}: expected dtype int32, got {kind}; give {cast}")
-    wanted, words = ((batch,), "(batch,)") if name == "seqused_k" else ((batch + 1,), "(batch + 1,)")
+    words, more, rest = _SHAPES.get(name, ("(batch + 1,)", 1, ()))
+    wanted = (batch + more, *rest)
     if tuple(shape) != wanted:
-        raise ArgumentError(f"{name}: expected shape {words} = {wanted} as cu_seqlens_q has it, got {tuple(shape)}")
+        like = "q" if name == "kv_range" else "cu_seqlens_q"
+        raise ArgumentError(f"{name}: expected shape {words} = {wanted} as {like} has it, got {tuple(shape)}")
     if where != device:
         raise ArgumentError(f"{name}: expected the device of q, {place(device)}, got {place(where)}; move it there")
 

@@ -37,6 +37,8 @@ class Given:
         alike: of those with strides and the dtype of q.
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
+        alibi: the number of ALiBi's slopes; None: there are none.
+        kv_range: whether each sequence has a range of keys.
         by_tma, by_hand: take the arrays with strides that the sm90 family reads by TMA, and the others of them.
         kind: what of this decides the kernels.
     """
@@ -52,7 +54,8 @@ class Given:
         self.order = (*names, *self.made, *self.shaped, *handed)
         self.strided = tuple(name for name in rows if rows[name].strided and name in self.order)
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
-        self.packed = number.get("cu_seqlens_q")
+        self.packed, self.alibi = number.get("cu_seqlens_q"), number.get("alibi_slopes")
+        self.kv_range = "kv_range" in number
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]
         self.like_q = tuple(i for i, row in more if row.like == "q")
@@ -96,7 +99,7 @@ def given_of(which: Pass, names: tuple[str, ...], wanted: tuple[str, ...] = ()) 
 def sizes_of(extents: Extents, head_dim: int) -> tuple[int, ...]:
     """What `operands.SIZES` counts up."""
     batch, seqlen_q, seqlen_k, _, _ = extents
-    return (*extents, head_dim, batch + 1, seqlen_q, seqlen_k)
+    return (*extents, head_dim, batch + 1, seqlen_q, seqlen_k, 2)
 
 
 assert SIZES[: len(Extents._fields)] == Extents._fields

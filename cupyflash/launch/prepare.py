@@ -90,13 +90,16 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, packed: bool, batch: int, aligned: bool, tma: bool,
-    clocks: bool, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, packed: bool, kv_range: bool, batch: int,
+    aligned: bool, tma: bool, clocks: bool, alibi: int, dalibi: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`batch`: 0 for any call without work; `wish`: so that another value in the environment is another question."""
+    """`batch`: 0 for any call without work; `alibi`: how many dimensions the slopes have; `wish`: so that another value
+    in the environment is another question."""
     shape, sequences = ((1, 1, head_dim), batch) if packed else ((batch, 1, 1, head_dim), None)
-    problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences)
-    spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, family=family(), clocks=clocks)
+    features: dict[str, Any] = {"alibi": alibi, "kv_range": kv_range}
+    problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
+    known: dict[str, Any] = {"backward": backward, "dalibi": dalibi, "family": family(), "clocks": clocks}
+    spec = Spec.of(problem, aligned=aligned, tma=tma, **known)
     return _Asked(spec, numbers_of(problem))
 
 
@@ -126,7 +129,7 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
         for i, row in given.others:
             own, _, kind, where = keys[i]
             fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype
-            if not fits or where != device or own != row.shape(sizes, given.packed is not None):
+            if not fits or where != device or not row.fits(own, sizes, given.packed is not None):
                 return None
     return found if max(seqlen_q, seqlen_k) <= MAX_SEQLEN else None
 
@@ -182,11 +185,12 @@ def prepare(
     lengths, steps = given.measure(signatures, options.layout)
     batch, seqlen_q, seqlen_k, _, _ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
-    is_packed = given.packed is not None
-    asks = given.which.name == "backward", library.dtype_name(dtype), shape[3], options, is_packed, has_work, aligned
+    asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
+    asks = *asked_of, given.packed is not None, given.kv_range, has_work, aligned
     copied = _copied(given, signatures) if given.others else ()
+    alibi = 0 if given.alibi is None else len(keys[given.alibi][0])
     while True:
-        asked = _asked(*asks, tma, "clocks" in given.wanted, wish())
+        asked = _asked(*asks, tma, "clocks" in given.wanted, alibi, "dalibi_slopes" in given.wanted, wish())
         key = ordinal, given.kind, asked.spec
         prepared = launch.specs.find(key)
         if prepared is None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.adapters import CPU, CUPY, NUMPY, Native
 from ..arrays.readable import check_addresses, unreadable, vet_all, vet_new
-from ..cpu import attention as cpu
+from ..cpu import attention, packed
 from ..errors import ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
@@ -57,7 +57,7 @@ def forward(
     Args:
         arrays: q, k, v and what features bring, by the names of the table of arrays.
     """
-    found = _run(FORWARD, library, arrays, options, _LSE if want_lse else ())
+    found = _run(FORWARD, library, arrays, options, WITH_LSE if want_lse else ())
     return found[0], found[1] if want_lse else None
 
 
@@ -74,12 +74,12 @@ def backward(
     return dict(zip(given_of(BACKWARD, tuple(arrays), wanted).made, found, strict=False))
 
 
-_LSE = ("lse",)
-_COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, packed or not
-    ("forward", False): cpu.forward,
-    ("forward", True): cpu.forward_packed,
-    ("backward", False): cpu.backward,
-    ("backward", True): cpu.backward_packed,
+WITH_LSE = ("lse",)
+_COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, sequence by sequence
+    ("forward", False): attention.forward,
+    ("forward", True): packed.forward,
+    ("backward", False): attention.backward,
+    ("backward", True): packed.backward,
 }
 
 
@@ -110,7 +110,7 @@ def _run(
         vet_new(library, arrays)
         given, vet = given_of(which, names, wanted), partial(vet_all, library, arrays)
         call = launch.calls.keep(key, prepare(given, library, keys, options, aligned, stream, vet=vet))
-    if "cu_seqlens_q" in arrays and os.environ.get("CUPYFLASH_DEBUG") == "1":
+    if not arrays.keys().isdisjoint(Sequences._fields) and os.environ.get("CUPYFLASH_DEBUG") == "1":
         vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
     made = []
@@ -125,6 +125,25 @@ def _run(
     call(pointers, stream)
     del copies
     return made
+
+
+def planned(
+    which: Pass,
+    library: Native,
+    names: tuple[str, ...],
+    keys: Sequence[tuple[Any, ...]],
+    options: Options,
+    wanted: tuple[str, ...],
+) -> launch.Call:
+    """The call that arrays on a GPU will find, of these signatures, at addresses that are multiples of 16.
+
+    Its kernels are loaded then, and it says what it will allocate.
+    """
+    key = names, *keys, options, True, wanted, wish()
+    call = launch.calls.find(key)
+    if call is None:
+        call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, True, 0))
+    return call
 
 
 def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
@@ -172,7 +191,9 @@ def _on_host(
     vet_all(library, arrays)
     names = tuple(arrays)
     problem, _ = check(which, names, library, keys, options)
-    lengths = vet_lengths(library, _sequences(arrays), problem) if problem.packed else None
+    lengths = (
+        vet_lengths(library, _sequences(arrays), problem) if not arrays.keys().isdisjoint(Sequences._fields) else None
+    )
     if _on_gpu(library, problem):
         import cupy
 
@@ -184,7 +205,10 @@ def _on_host(
 
     plain = dict.fromkeys(which.names(INPUT, where=lambda row: not row.feature))
     plain |= {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
-    compute = _COMPUTE[which.name, problem.packed]
-    more = {} if lengths is None else {"sequences": lengths}
-    found = zip(which.made(names, _LSE), compute(**plain, problem=problem, **more), strict=True)
+    compute = _COMPUTE[which.name, lengths is not None]
+    more: dict[str, Any] = {} if lengths is None else {"sequences": lengths}
+    if which is BACKWARD:
+        more["wanted"] = wanted
+    made = which.made(names, wanted if which is BACKWARD else WITH_LSE)
+    found = zip(made, compute(**plain, problem=problem, **more), strict=True)
     return [library.from_numpy(np.ascontiguousarray(bshd(name, x))) for name, x in found]

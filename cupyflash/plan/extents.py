@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..errors import UnsupportedError
 from ..gpu.device import Device
 from ..problem import ITEMSIZE, Problem
-from .kernels import Convert, round_up
+from .kernels import Convert, Slopes, round_up
 from .spec import Spec
 from .variant import Variant
 
@@ -96,8 +96,11 @@ class Kernels:
         q, k = (extents.seqlen_q, extents.heads_q), (extents.seqlen_k, extents.heads_k)
         found = []
         for over, rows in self._rows:
-            length, heads = q if over == "q" else k
-            tiles = self._blocks(length, rows, extents.batch) * heads * self._arrays(extents)
+            if over == "slopes":
+                tiles = extents.heads_q * (extents.batch if self.spec.alibi == 2 else 1)
+            else:
+                length, heads = q if over == "q" else k
+                tiles = self._blocks(length, rows, extents.batch) * heads * self._arrays(extents)
             if tiles > MAX_GRID:
                 raise UnsupportedError(
                     f"{over}: expected at most {MAX_GRID} tiles of work, got {tiles}; split the batch"
@@ -127,8 +130,11 @@ class Kernels:
         return Numbers(tiles, {}, (section * group, last * group))
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
-        """Delta, main, conversion of dQ; or delta, dK and dV, dQ. Q, dO and a fp32 sum of dQ are streamed."""
-        _, main, last = self.variants
+        """Delta, main, conversion of dQ; or delta, dK and dV, dQ; then sums for slopes, if any are wanted.
+
+        Q, dO and a fp32 sum of dQ are streamed.
+        """
+        _, main, last, *sums = self.variants
         batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
         arrays = self._arrays(extents)
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
@@ -143,6 +149,11 @@ class Kernels:
                 workspace["dq_turn"] = ((arrays, heads_q, m_blocks), "int32")
                 if self.spec.packed:
                     workspace["lengths_contradict"] = ((1,), "int32")
+        for variant in sums:
+            if isinstance(variant, Slopes):
+                rows = seqlen_k if variant.tile.over_keys else seqlen_q
+                parts = self._blocks(rows, variant.rows, batch), variant.tile.parts
+                workspace["dalibi_parts"] = ((arrays, heads_q, *parts), "fp32")
         sections = self._sections(
             self._of_one(seqlen_q, extents) * row_bytes, arrays * heads_k, self._of_one(n_blocks, extents)
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .params import BWD_PARAMS
+from .spec import Spec
 from .variant import Variant
 
 
@@ -29,6 +30,8 @@ class Main(Variant):
     scale_first: bool = False
     softcap: bool = False
     packed: bool = False
+    alibi: bool = False
+    kv_range: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -81,7 +84,47 @@ class Delta(Variant):
     packed: bool = False
 
 
+@dataclass(frozen=True)
 class Convert(Delta):
     """bwd_convert.cuh: dQ from its accumulator."""
 
     header, function = "bwd_convert", "bwd_convert"
+
+    alibi: bool = False
+    kv_range: bool = False
+
+
+@dataclass(frozen=True)
+class SlopesTile:
+    """`parts` warps left a number each for every tile of `block_m` keys or, unless `over_keys`, queries; a block has
+    `warps`."""
+
+    block_m: int
+    parts: int
+    over_keys: bool
+    warps: int = 8
+    blocks_per_sm = 1
+
+    @property
+    def name(self) -> str:
+        return f"{'k' if self.over_keys else 'q'}{self.block_m}p{self.parts}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """A number of each warp."""
+        return 4 * self.warps
+
+
+@dataclass(frozen=True)
+class Slopes(Variant):
+    """bwd_slopes.cuh: the gradient of ALiBi's slopes from its parts."""
+
+    folder, header, function, params_name, params = "any", "bwd_slopes", "bwd_slopes", "BwdParams", BWD_PARAMS
+    over = "slopes"
+
+    tile: SlopesTile
+    packed: bool = False
+
+    @classmethod
+    def after(cls, spec: Spec, tile: SlopesTile) -> tuple[Slopes, ...]:
+        """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
+        return (cls.of(spec, tile),) if spec.dalibi else ()

@@ -31,14 +31,19 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), softcap=50.0), True
     for head_dim in (64, 128):
         yield problem("bf16", head_dim, window=(None, 0), packed=True), True
+    for head_dim in (64, 128, 256):
+        yield problem("bf16", head_dim, window=(None, 0), alibi=1), True
+        yield problem("bf16", head_dim, window=(None, 0), kv_range=True), True
 
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 80."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 96."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
         variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned)))
+        if problem.alibi:  # of slopes that are learned
+            variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned, dalibi=True)))
         is_usual = (problem.dtype, problem.head_dim, problem.causal, problem.packed) == ("bf16", 64, True, False)
         if is_usual:  # where TMA cannot read on Hopper
             variants.update(dict.fromkeys(kernels_of(Spec.of(problem, tma=False), device).variants))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, round_up, row_bytes
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, round_up, row_bytes
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -99,6 +99,7 @@ class Backward(Main):
 
     unaligned: bool = False
     deterministic: bool = False
+    dalibi: bool = False
 
 
 class Sm80(Family):
@@ -133,7 +134,8 @@ class Sm80(Family):
             return (Forward.of(spec, self.forward_tile(spec, device)),)
         tile = self.backward_tile(spec, device)
         rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m
-        return Delta.of(spec, DeltaTile(*rows)), Backward.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+        main = Delta.of(spec, DeltaTile(*rows)), Backward.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+        return *main, *Slopes.after(spec, SlopesTile(tile.block_n, tile.warps, over_keys=True))
 
 
 SM80 = Sm80()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..gpu.device import Device
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -56,8 +56,8 @@ class HopperForwardTile:
 class HopperBackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m` through `stages`.
 
-    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the first
-    `held_columns` of V in registers: shared memory, which is busier than the tensor cores, is read less.
+    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the
+    first `held_columns` of V in registers: shared memory, which is busier than the tensor cores, is read less.
     """
 
     block_m: int
@@ -155,6 +155,7 @@ class BackwardSm90(Main):
     arch_suffix, over = "a", "k"
 
     deterministic: bool = False
+    dalibi: bool = False
 
 
 class BackwardDkvSm90(BackwardSm90):
@@ -196,10 +197,12 @@ class Sm90(Family):
         delta = Delta.of(spec, DeltaTile(*rows))
         for limit, tile in _BACKWARD:
             if spec.head_dim <= limit:
-                return delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+                sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
+                return delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows)), *sums
         dkv, dq = next((dkv, dq) for limit, dkv, dq in _WIDE_BACKWARD if spec.head_dim <= limit)
         wide = spec._replace(deterministic=False)  # these are by nature
-        return delta, BackwardDkvSm90.of(wide, dkv), BackwardDqSm90.of(wide, dq)
+        sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=False))
+        return delta, BackwardDkvSm90.of(wide._replace(dalibi=False), dkv), BackwardDqSm90.of(wide, dq), *sums
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:
         return super().mixed_bytes(spec, device) if spec.backward else _SECTION_BYTES[spec.uneven]

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from ..problem import Problem
 
+LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
+
 
 class Spec(NamedTuple):
     """What calls that have the same kernels on a device have in common.
@@ -13,10 +15,14 @@ class Spec(NamedTuple):
     A kernel has the feature of a field whose name is also a flag of its variant (`Variant.of`).
 
     Attributes:
-        causal, window: the mask is the causal one, is another one; neither where there is none.
+        causal, window: the mask is the causal one, is another one; neither where there is none. With ranges of
+            keys it is a window.
         scale_first: scores are scaled before their maximum is taken.
         softcap: by value, since prepared params hold it.
         packed: sequences lie one behind the other.
+        alibi: how many dimensions the slopes have, by value like softcap.
+        dalibi: a backward that makes their gradient.
+        kv_range: each sequence has a range of keys.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -33,6 +39,9 @@ class Spec(NamedTuple):
     softcap: float | None = None
     deterministic: bool = False
     packed: bool = False
+    alibi: int = 0
+    dalibi: bool = False
+    kv_range: bool = False
     is_empty: bool = False
     backward: bool = False
     unaligned: bool = False
@@ -41,23 +50,30 @@ class Spec(NamedTuple):
     clocks: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, *, aligned: bool = True, tma: bool = True, **asked: Any) -> Spec:
+    def of(
+        cls, problem: Problem, *, aligned: bool = True, tma: bool = True, dalibi: bool = False, **asked: Any
+    ) -> Spec:
         """That of a problem.
 
         Args:
             aligned: whether every row of q, k and v (and out and dout) starts at a multiple of 16 bytes.
             tma: whether TMA can read q, k and v (and dout), if they are aligned.
+            dalibi: whether a backward makes the slopes' gradient, where there are slopes.
             asked: `backward`, `family`, `clocks`.
         """
+        least = LEAST_UNIT if problem.alibi else 0
         return cls(
             problem.dtype,
             problem.head_dim,
-            causal=problem.causal,
-            window=problem.masked and not problem.causal,
-            scale_first=problem.scale <= 0 and problem.softcap is None,
+            causal=problem.causal and not problem.kv_range,
+            window=(problem.masked and not problem.causal) or problem.kv_range,
+            scale_first=problem.scale <= least and problem.softcap is None,
             softcap=problem.softcap,
             deterministic=problem.deterministic,
             packed=problem.packed,
+            alibi=problem.alibi,
+            dalibi=dalibi and problem.alibi > 0 and bool(asked.get("backward")),
+            kv_range=problem.kv_range,
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,
@@ -72,4 +88,4 @@ class Spec(NamedTuple):
     @property
     def uneven(self) -> bool:
         """Whether tiles of work differ in length."""
-        return self.masked or self.packed
+        return self.masked or self.packed or self.kv_range

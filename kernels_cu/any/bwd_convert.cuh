@@ -6,10 +6,11 @@
 #include "tile/epilogue.cuh"
 #include "attention/repair_gradients.cuh"
 
-// For GradientRepair: whatever the mask; one that is not there has no bounds.
+// For GradientRepair: whatever the mask, but for a range of keys; a window that is not there has no bounds. Any scale may be
+// applied first; a slope in its unit needs one that is not 0.
 template <class V>
 struct AnyMask : V {
-    static constexpr bool kCausal = false, kWindow = true, kScaleFirst = false;
+    static constexpr bool kCausal = false, kWindow = true, kScaleFirst = V::kAlibi;
     static constexpr int kBlockN = 64;
 };
 

@@ -12,7 +12,7 @@ struct GradientRepair {
     static constexpr int D = V::kHeadDim;
     const BwdParams &p;
     const Problem &problem;
-    const Sequence<V::kPacked> s;
+    const SequenceOf<V> s;
     const Mask<V> mask;
     const Score<V> score;
     const int group;
@@ -21,7 +21,7 @@ struct GradientRepair {
     __device__ GradientRepair(const BwdParams &p, int sequence)
         : p(p),
           problem(p.problem),
-          s(Sequence<V::kPacked>::of(p, sequence)),
+          s(with_range<V>(Sequence<V::kPacked>::of(p, sequence), p)),
           mask(s, problem),
           score(problem),
           group(problem.heads_q / problem.heads_k) {}
@@ -51,8 +51,9 @@ struct GradientRepair {
     }
     template <int kCols = D, class Tile>
     __device__ void dv(int head_k, int key, const Tile &tile, int row, int col0 = 0) const {
-        over_queries<kCols, false>(p.dout, p.dout_stride, 1.f, head_k, key, tile, row, col0,
-                                   [&](int head, int query) { return P(head, query, S(head, query, head_k, key)); });
+        over_queries<kCols, false>(p.dout, p.dout_stride, 1.f, head_k, key, tile, row, col0, [&](int head, int query) {
+            return P(head, query, key, S(head, query, head_k, key));
+        });
     }
 
   private:
@@ -74,22 +75,23 @@ struct GradientRepair {
         // @strides-of-k-repair
         return dot_rows<T, D, kUnaligned>(query_at(p.q, p.q_stride, head, query), key_at(p.k, p.k_stride, head_k, key));
     }
-    __device__ float P(int head, int query, float raw) const {
-        return weight_ex2(score.exponent(raw, stats(head, query)[0]));
+    __device__ float P(int head, int query, int key, float raw) const {
+        const auto at = Places<V>::of(p, s, head).from(query, key)(0, 0);
+        return weight_ex2(score.exponent(raw, at, stats(head, query)[0]));
     }
     __device__ float dS(int head, int query, int head_k, int key) const {
         const float raw = S(head, query, head_k, key);
         // @strides-of-do-and-v-repair
         const float dP = dot_rows<T, D, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
                                                     key_at(p.v, p.v_stride, head_k, key));
-        return score.dS(raw, P(head, query, raw), dP, stats(head, query)[1]);
+        return score.dS(raw, P(head, query, key, raw), dP, stats(head, query)[1]);
     }
     // The sum of weight(head, query) times that row of x.
     template <int kCols, bool kDS, class Tile, class Weight>
     __device__ void over_queries(const void *x, const Strides &stride, float factor, int head_k, int key,
                                  const Tile &tile, int row, int col0, Weight weight) const {
         if (key >= s.rows_k) return;
-        const int end = key < s.seqlen_k ? mask.end_query(key) : 0;
+        const int end = mask.end_query(key);
         repair_row<T, kCols>(tile, row, col0, D, factor, [&](auto &sum, bool reasons) {
             #pragma unroll 1
             for (int head = head_k * group; head < (head_k + 1) * group; ++head)  // @repair-over-all-heads

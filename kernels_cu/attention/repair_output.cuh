@@ -37,7 +37,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
     using T = typename V::Element;
     constexpr int D = V::kHeadDim;
     const Problem &problem = p.problem;
-    const auto s = Sequence<V::kPacked>::of(p, sequence);
+    const auto s = with_range<V>(Sequence<V::kPacked>::of(p, sequence), p);
     const Mask<V> mask(s, problem);
     const Score<V> score(problem);
     const int head_k = head / (problem.heads_q / problem.heads_k);  // @head-of-k-repair-of-o
@@ -47,9 +47,10 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
     for (int row = 0; row < min(kRows, s.seqlen_q - query0); ++row) {
         const T *const q = static_cast<const T *>(p.q) + s.q_offset(p.q_stride, head) + (query0 + row) * p.q_stride.row;
         const int first = mask.first_key(query0 + row), end = mask.end_key(query0 + row);  // @keys-of-the-row
+        const auto places = Places<V>::of(p, s, head).from(query0 + row, 0);
         const auto exponent = [&](int key) {
-            // @scores-as-in-the-kernel
-            return score.value(dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row)) * score.log2_factor;
+            const float raw = dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row);
+            return score.value(raw, places(0, key)) * score.log2_factor;  // @scores-as-in-the-kernel
         };
         float lse = 0.f;  // in powers of two
         repair_row<T, D>(tile, row0 + row, 0, D, 1.f, [&](auto &sum, bool reasons) {

@@ -27,10 +27,6 @@ struct TileIndex {
 // What tiles are of: rows of queries, or of keys.
 struct Queries {
     static constexpr bool kAreQueries = true;
-    template <class Params>
-    __device__ static const int *cu_seqlens(const Params &p) {
-        return p.cu_seqlens_q;
-    }
     __device__ static int seqlen(const Problem &p) { return p.seqlen_q; }
     __device__ static int heads(const Problem &p) { return p.heads_q; }
     template <bool kPacked>
@@ -44,10 +40,6 @@ struct Queries {
 };
 struct Keys {
     static constexpr bool kAreQueries = false;
-    template <class Params>
-    __device__ static const int *cu_seqlens(const Params &p) {
-        return p.cu_seqlens_k;
-    }
     __device__ static int seqlen(const Problem &p) { return p.seqlen_k; }
     __device__ static int heads(const Problem &p) { return p.heads_k; }
     template <bool kPacked>
@@ -83,7 +75,7 @@ __device__ __forceinline__ Tile<V::kPacked> tile_at(const Params &p, int number)
     const auto index = TileIndex::at<kDescending>(number, p.schedule, blocks, Rows::heads(problem), S::count(problem));
     if constexpr (V::kPacked) {
         const S found = S::template find<Rows, kRows>(p, index.block);
-        return {index.block - (Rows::first_row(found) / kRows + found.index), index.head, found};
+        return {index.block - S::template first_tile<kRows>(Rows::first_row(found), found.index), index.head, found};
     } else {
         return {index.block, index.head, S::of(p, index.sequence)};
     }

@@ -1,14 +1,15 @@
 // What happens to a raw score q . k between the GEMM and the softmax, and its derivative. The order of the features is
 // fixed: scale, softcap, ALiBi, bias. Whoever takes the exponential multiplies by log2_factor and uses 2^x.
 //
+// A score is a function of s and of its place (places.cuh).
+//
 // All kernels form P and dS here:
 //     P  = exp(score - lse)
 //     dS = P * d score / d (scale * q . k) * (dP - delta) = weight * (dP - delta);
 // dQ = scale * dS K and dK = scale * dS^T Q take the factor `scale` at their end.
 #ifndef CUPYFLASH_SCORE_CUH
 #define CUPYFLASH_SCORE_CUH
-#include "attention/params.cuh"
-#include "hw/ptx.cuh"
+#include "attention/places.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
@@ -33,6 +34,7 @@ struct Softcap<true> {
 
 template <class V>
 struct Score {
+    using At = typename Places<V>::At;
     float scale;        // of the raw score; the gradients with respect to q and k are multiplied by it at their end
     float unit;         // value() times this is the score
     float log2_factor;  // > 0: value() times this is the score in powers of two
@@ -48,14 +50,14 @@ struct Score {
           log2_factor(unit * kLog2e),
           softcap(p) {}
 
-    __device__ float value(float s) const {
-        if constexpr (V::kSoftcap) return softcap.value(s);
-        else return V::kScaleFirst ? s * scale : s;  // @scaled-first
+    __device__ float value(float s, At at) const {
+        if constexpr (V::kSoftcap) return at.biased(softcap.value(s));
+        else return at.biased(V::kScaleFirst ? s * scale : s);  // @scaled-first
     }
 
     // P in powers of two; lse too, as row_stats has it.
-    __device__ float exponent(float s, float lse) const { return fmaf(value(s), log2_factor, -lse); }
-    __device__ float P(float s, float lse) const { return ptx::ex2(exponent(s, lse)); }
+    __device__ float exponent(float s, At at, float lse) const { return fmaf(value(s, at), log2_factor, -lse); }
+    __device__ float P(float s, At at, float lse) const { return ptx::ex2(exponent(s, at, lse)); }
     // By which dP - delta is multiplied to make dS. kWeightIsP: it is P.
     static constexpr bool kWeightIsP = !V::kSoftcap;
     __device__ float weight(float s, float P) const {

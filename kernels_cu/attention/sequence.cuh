@@ -7,6 +7,9 @@
 //              given. Problem's batch is the number of sequences, its seqlen_q and seqlen_k are the totals. Rows behind the
 //              last sequence are one more, in which no query sees a key: their results are then written too.
 //
+// Either way kv_range, where it is given, leaves of the keys that count those from kv_range[b][0] to kv_range[b][1], counted
+// from the sequence's own key 0. Where masks are aligned does not change.
+//
 // Packed tiles need no more than the totals to be counted: those of kRows rows of sequence b are numbered from
 // cu_seqlens[b] / kRows + b on. That leaves room for all, since ceil(length / kRows) is at most the difference of two such
 // numbers, with a gap here and there that holds no rows. The same numbers place what a padded array holds of a sequence.
@@ -37,9 +40,8 @@ struct Sequence {
         if constexpr (!kPacked) {
             return {index, problem.seqlen_q, problem.seqlen_k, 0, 0, problem.seqlen_k};
         } else {
-            const auto q = [&](int b) { return edge_of(p.cu_seqlens_q, b, problem.batch, problem.seqlen_q); };
-            const auto k = [&](int b) { return edge_of(p.cu_seqlens_k, b, problem.batch, problem.seqlen_k); };
-            return between(p, index, q(index), q(index + 1), k(index), k(index + 1));
+            return between(p, index, start_q(p, index), start_q(p, index + 1), start_k(p, index),
+                           start_k(p, index + 1));
         }
     }
 
@@ -57,10 +59,15 @@ struct Sequence {
     template <int kRows>
     __device__ long long query_tile(const Problem &p, int head_q) const {
         if constexpr (kPacked)  // @query-tiles-of-its-sequence
-            return static_cast<long long>(head_q) * blocks<kRows>(p, p.seqlen_q) + (row_q / kRows + index);
+            return static_cast<long long>(head_q) * blocks<kRows>(p, p.seqlen_q) + first_tile<kRows>(row_q, index);
         else return static_cast<long long>(index * p.heads_q + head_q) * ceil_div(p.seqlen_q, kRows);
     }
 
+    // Packed: the number of the tile that begins with the first row of sequence b.
+    template <int kRows>
+    __device__ static int first_tile(int row, int b) {
+        return row / kRows + b;
+    }
     // How many tiles of kRows rows one head has at most: `rows` queries or keys of a sequence, or in all if packed.
     template <int kRows>
     __device__ static int blocks(const Problem &p, int rows) {
@@ -75,26 +82,24 @@ struct Sequence {
     __device__ static Sequence find(const Params &p, int number) {
         const Problem &problem = p.problem;
         const int lane = ptx::thread_index() % 32;
-        const auto starts = [&](int edge, int b) { return edge / kRows + b <= number; };
+        const auto starts = [&](int edge, int b) { return first_tile<kRows>(edge, b) <= number; };
         int first = 0, count = problem.batch + 1;
         while (count > 31) {  // @last-round-has-its-edges
             const int step = ceil_div(count, 32), i = lane * step, b = first + min(i, count - 1);
-            const int edge = edge_of(Rows::cu_seqlens(p), b, problem.batch, Rows::seqlen(problem));
+            const int edge = Rows::kAreQueries ? start_q(p, b) : start_k(p, b);
             // @last-part-that-starts-before
             const int last = step * (ptx::popc(ptx::vote_ballot(i < count && starts(edge, b))) - 1);
             first += last, count = min(step, count - last);
         }
         const int b = first + min(lane, count);
-        const int edge_q = edge_of(p.cu_seqlens_q, b, problem.batch, problem.seqlen_q);
-        // @edges-of-the-keys
-        const int edge_k = edge_of(p.cu_seqlens_k, b, problem.batch, problem.seqlen_k);
+        const int edge_q = start_q(p, b), edge_k = start_k(p, b);  // @edges-of-the-keys
         const bool before = lane < count && starts(Rows::kAreQueries ? edge_q : edge_k, b);
         const int last = ptx::popc(ptx::vote_ballot(before)) - 1;
         const auto at = [&](int edge, int i) { return ptx::shfl_index(edge, i); };
         return between(p, first + last, at(edge_q, last), at(edge_q, last + 1), at(edge_k, last), at(edge_k, last + 1));
     }
 
-    // Packed: where sequence b starts, in q and in k; clamped, b is at most batch.
+    // Packed: where sequence b starts and the one before it ends, in q and in k; clamped, b is at most batch + 1.
     template <class Params>
     __device__ static int start_q(const Params &p, int b) {
         return edge_of(p.cu_seqlens_q, b, p.problem.batch, p.problem.seqlen_q);
@@ -105,7 +110,6 @@ struct Sequence {
     }
 
   private:
-    // Where sequence b starts and the one before it ends; b is at most batch + 1.
     __device__ static int edge_of(const int *cu_seqlens, int b, int batch, int total) {
         // @edges-within-the-rows
         return b == 0 ? 0 : b > batch ? total : max(0, min(cu_seqlens[b], total));
@@ -123,5 +127,35 @@ struct Sequence {
         else return head_offset(s, index, head);
     }
 };
+
+// With the range of keys that its queries may see, in kernels that have any.
+template <bool kPacked>
+struct RangedSequence : Sequence<kPacked> {
+    int first_key = 0, end_key = 0;
+
+    template <class Params>
+    __device__ RangedSequence(const Sequence<kPacked> &s, const Params &p) : Sequence<kPacked>(s) {
+        if (s.index >= p.problem.batch) return;  // behind the last sequence no key counts @no-range-outside
+        // @range-within-the-keys
+        const int first = max(0, p.kv_range[2 * s.index]), end = min(s.seqlen_k, p.kv_range[2 * s.index + 1]);
+        if (first < end) first_key = first, end_key = end;  // @no-key-in-range
+    }
+};
+template <bool kPacked, bool kRanged>
+struct SequenceForm {
+    using Type = Sequence<kPacked>;
+};
+template <bool kPacked>
+struct SequenceForm<kPacked, true> {
+    using Type = RangedSequence<kPacked>;
+};
+template <class V>
+using SequenceOf = typename SequenceForm<V::kPacked, V::kKvRange>::Type;
+
+template <class V, class Params>
+__device__ __forceinline__ SequenceOf<V> with_range(const Sequence<V::kPacked> &s, const Params &p) {
+    if constexpr (V::kKvRange) return {s, p};
+    else return s;
+}
 
 #endif  // CUPYFLASH_SEQUENCE_CUH

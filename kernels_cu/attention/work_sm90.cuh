@@ -129,12 +129,13 @@ __device__ __forceinline__ auto producer_tiles(const Params &p, int *counter, co
 template <class V>
 struct QueryWork {
     int block, head;  // block: along the sequence; -1: there are no more tiles
-    Sequence<V::kPacked> sequence;
+    SequenceOf<V> sequence;
     int q0, first, end;
 
-    __device__ QueryWork(const Tile<V::kPacked> &tile, const Problem &p)
-        : block(tile.block), head(tile.head), sequence(tile.sequence), q0(block * V::kBlockM) {
-        const Mask<V> mask(sequence, p);
+    template <class Params>
+    __device__ QueryWork(const Tile<V::kPacked> &tile, const Params &p)
+        : block(tile.block), head(tile.head), sequence(with_range<V>(tile.sequence, p)), q0(block * V::kBlockM) {
+        const Mask<V> mask(sequence, p.problem);
         first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
     }
     __device__ bool exists() const { return block >= 0; }

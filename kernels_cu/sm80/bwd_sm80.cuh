@@ -16,6 +16,8 @@
 #include "tile/gemm.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair_gradients.cuh"
+#include "attention/slopes.cuh"
+#include "attention/visits.cuh"
 
 // One query tile in shared memory.
 template <class T, int M, int D>
@@ -67,19 +69,16 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
     const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
 
-    const Mask<V> mask(sequence, problem);
-    const Score<V> score(problem);
-    const int first = mask.first_query_block(k0), blocks = max(0, mask.end_query_block(k0) - first);
-    // @visits-of-all-heads-sm80
-    const int visits = !V::kPacked || k0 < sequence.seqlen_k ? group * blocks : 0;  // else no key of the tile counts
-
-    // The query tiles in descending order, head by head: in step i, `now` is used and `next` may be requested.
-    struct Visit { int head, m_block; };
-    const auto after = [&](Visit v) {
-        return v.m_block > first ? Visit{v.head, v.m_block - 1} : Visit{v.head + 1, first + blocks - 1};
+    const Mask<V> mask(with_range<V>(sequence, p), problem);
+    // The same in the main loop, which has no registers left to keep a range of keys: that is read again.
+    const auto mask_again = [&]() -> Mask<V> {
+        if constexpr (V::kKvRange) return {with_range<V>(sequence, aside(p)), problem};
+        else return mask;
     };
+    const Score<V> score(problem);
+    const QueryTiles<V> visits(mask, k0, group);  // in step i, one is used and the next may be requested
     const auto request = [&](int i, Visit visit) {
-        if (i < visits) {
+        if (i < visits.count) {
             const int head = visit.head, q0 = visit.m_block * M;
             const Stage s = stage(i);
             s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
@@ -98,45 +97,64 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     // Whether every query of a tile sees every key, so that no element needs a test.
     const auto whole = [&](int q0) {
-        return mask.full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q;
+        return mask_again().full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q;
     };
 
     AccTile<kRows, kCols> dK, dV;
     dK.zero(), dV.zero();
+    Emitted<V> emitted;
+
+    // What was emitted of a head of q. Where the block is, is worked out again here, too.
+    const auto leave_emitted = [&](int head) {
+        const auto here = tile_at<V, Keys, N, false>(aside(p), ptx::opaque(ptx::block_index()));
+        emitted.template leave<Keys, N, V::kWarps>(aside(p), here.sequence, head, here.block, fresh_thread() / 32);
+    };
 
     // One query tile.
     const auto step = [&](int i, Visit now) {
         const int q0 = now.m_block * M;
         const bool masked = !whole(q0);
+        const auto head_places = Places<V>::of(p, sequence, now.head);
         const Stage s = stage(i);
 
         ptx::cp_async_wait_group<0>();  // @q-and-do-copied
         ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before @q-and-do-landed
-        if constexpr (kStages == 2) request(i + 1, after(now));
+        if constexpr (kStages == 2) request(i + 1, visits.after(now));
 
         AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
         P.zero(), dS.zero();
         gemm_nt<T>(P, SmemA<TileKV, kRows>(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
         gemm_nt<T>(dS, SmemA<TileKV, kRows>(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
         const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
-        #pragma unroll
-        for (int j = 0; j < P.kColTiles; ++j) {
-            float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
-            ptx::ld_shared_v4_f32(stats, s.stats + 8 * (first_query + 8 * j));
+        const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0);
+        // S and dP become P and dS. is_seen(key, query) is asked for what is emitted alone.
+        const auto form = [&](auto is_seen) {
             #pragma unroll
-            for (int a = 0; a < P.kRowTiles; ++a)
+            for (int j = 0; j < P.kColTiles; ++j) {
+                float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
+                ptx::ld_shared_v4_f32(stats, s.stats + 8 * (first_query + 8 * j));
                 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    float &x = P.x[a][j][e], &y = dS.x[a][j][e];
-                    const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
-                    const float raw = x;
-                    x = score.P(raw, lse);
-                    y = score.dS(raw, x, y, delta);
-                }
-        }
+                for (int a = 0; a < P.kRowTiles; ++a)
+                    #pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        float &x = P.x[a][j][e], &y = dS.x[a][j][e];
+                        const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
+                        const float raw = x;
+                        const int key = 16 * a + 8 * (e / 2), query = 8 * j + e % 2;
+                        x = score.P(raw, places(query, key), lse);
+                        if constexpr (Emitted<V>::kAny)
+                            emitted.add(is_seen(key, query) ? x * (y - delta) : 0.f, places(query, key));
+                        y = score.dS(raw, x, y, delta);
+                    }
+                if (V::kSplitD == 1 && j % 2 == 1) emitted.settle();  // else nothing spills
+            }
+        };
+        if (!Emitted<V>::kAny || !masked) form([](int, int) { return true; });
         if (masked) {
             // @mask-from-the-lane-bwd-sm80
-            const Mask<V> from_here = mask.from(q0 + first_query, k0 + key0 + lane / 4);
+            const Mask<V> from_here = mask_again().from(q0 + first_query, k0 + key0 + lane / 4);
+            if constexpr (Emitted<V>::kAny)
+                form([&](int key, int query) { return query < from_here.seqlen_q && from_here.sees(query, key); });
             const auto hide = [&](int key, int query, float &x) {
                 if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;  // @queries-that-exist
             };
@@ -158,14 +176,14 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             gemm_nn<T>(dK, SmemA<TileP, kRows>(sdS, key0), s.sQ, col0);
             if constexpr (kStages == 1) ptx::bar_sync();  // every warp is done with Q and dO
         }
-        if constexpr (kStages == 1) request(i + 1, after(now));
+        if constexpr (kStages == 1) request(i + 1, visits.after(now));
 
         typename Dq::Acc dQ;
         dQ.zero();
         const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
         gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
-        const int rank = tile.block - mask.first_key_block(q0);  // @rank-in-the-query-tile-sm80
+        const int rank = tile.block - mask_again().first_key_block(q0);  // @rank-in-the-query-tile-sm80
         turn.wait(rank);
         Dq::for_each_group(dQ, Dq::accum(aside(p), sequence, now.head, now.m_block),
                            [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });  // @dq-added
@@ -173,11 +191,16 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     };
 
     load_keys<V>(sK, p.k, p.k_stride, tile);
-    load_keys<V>(sV, p.v, p.v_stride, tile);           // @strides-of-v-bwd-sm80
-    Visit now{tile.head * group, first + blocks - 1};  // @first-head-of-the-group-sm80
+    load_keys<V>(sV, p.v, p.v_stride, tile);      // @strides-of-v-bwd-sm80
+    Visit now = visits.begin(tile.head * group);  // @first-head-of-the-group-sm80
     request(0, now);
     #pragma unroll 1
-    for (int i = 0; i < visits; ++i, now = after(now)) step(i, now);
+    for (int i = 0; i < visits.count; ++i, now = visits.after(now)) {
+        step(i, now);
+        if (Emitted<V>::kAny && now.m_block == visits.first) leave_emitted(now.head);
+    }
+    if (Emitted<V>::kAny && visits.count == 0)  // @slopes-without-visits-sm80
+        for (int head = tile.head * group; head < (tile.head + 1) * group; ++head) leave_emitted(head);
 
     ptx::cp_async_wait_group<0>();
     // @keys-read-by-all

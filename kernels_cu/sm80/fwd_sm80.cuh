@@ -46,8 +46,9 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const TileQ sQ{ptx::dynamic_smem()};
     const auto slot = [&](int t) { return TileKV{sQ.base + TileQ::kBytes + t % kStages * TileKV::kBytes}; };
 
-    const Mask<V> mask(sequence, problem);
+    const Mask<V> mask(with_range<V>(sequence, p), problem);
     const Score<V> score(problem);
+    const auto head_places = Places<V>::of(p, sequence, tile.head);
     const int first = mask.first_key_block(q0), blocks = max(0, mask.end_key_block(q0) - first);
 
     // Tile t = 2 i + kAhead of the sequence K_first, V_first, K_first+1, ...: one group of copies each, empty at the
@@ -85,8 +86,9 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, row0), slot(2 * i));
         const int lane = fresh_lane();
         const Mask<V> from_here = mask.from(ptx::opaque(tile.block) * M + row0 + lane / 4, k0 + 2 * (lane % 4));
+        const auto places = head_places.template from_lane<true>(q0 + row0, k0);
         S.for_each([&](int row, int col, float &s) {
-            s = score.value(s);
+            s = score.value(s, places(row, col));
             if constexpr (kMasked) s = from_here.row_sees(row, col) ? s : -ptx::infinity();
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m

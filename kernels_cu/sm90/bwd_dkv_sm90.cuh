@@ -84,7 +84,7 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
         const auto tile = source.next();
         if (tile.block < 0) break;
         if (!source.leads()) continue;
-        BwdVisits<V> visit(p.plain.problem, tile);
+        BwdVisits<V> visit(p.plain, tile);
         const Sequence<V::kPacked> &sequence = visit.sequence;
         const auto load_resident = [&](int role, const ptx::TensorMap &map) {
             ptx::mbarrier_wait(smem.resident_empty(role), tiles.phase ^ 1);
@@ -133,7 +133,7 @@ struct BwdDkvGroup {
         for (RingPosition<1> tiles;; tiles.next()) {
             const auto tile = unpack_tile<V::kPacked>(p.plain, queue.next());
             if (tile.block < 0) break;
-            compute(BwdVisits<V>(problem, tile), tiles.phase);
+            compute(BwdVisits<V>(p.plain, tile), tiles.phase);
         }
     }
 
@@ -178,17 +178,23 @@ struct BwdDkvGroup {
         finish(visit, dKV);
     }
 
+    // A range of keys is read again: the main loop has no registers left to keep it.
+    __device__ Mask<V> mask_of(const BwdVisits<V> &visit) const {
+        return {with_range<V>(Sequence<V::kPacked>(visit.sequence), p.plain), problem};
+    }
+
     // P from S, or dS from dP and P; then Q, or dO, is no longer needed by this group.
     __device__ void weigh(const BwdVisits<V> &visit, AccTile<16, M> &X, FragA<T, 16, M> &W) {
         const ptx::u32 thread = fresh_thread() % 128;
         const ptx::u32 stats_at = smem.stats(ring.stage) + 16 * (thread % 4), p_at = smem.p(handed.stage) + 16 * thread;
-        const Mask<V> mask(visit.sequence, problem);
-        const bool masked = !mask.full(visit.q0(), visit.k0) || visit.q0() + M > mask.seqlen_q;
+        const bool masked = !mask_of(visit).full(visit.q0(), visit.k0) || visit.q0() + M > visit.sequence.seqlen_q;
         float stats[M / 8][4];  // of two neighbouring queries: lse, delta, lse, delta
         if constexpr (kRole == kRoleDS) ptx::mbarrier_wait(smem.full(kRoleP, ring.stage), ring.phase);
         #pragma unroll
         for (int j = 0; j < M / 8; ++j) ptx::ld_shared_v4_f32(stats[j], stats_at + 64 * j);
         if constexpr (kRole == kRoleP) {
+            const auto places = Places<V>::of(p.plain, visit.sequence, visit.head)
+                                    .template from_lane<false>(visit.q0(), visit.k0 + key0);
             FragA<T, 16, 16> weights[M / 16];  // by which the other group multiplies dP - delta
             #pragma unroll
             for (int k = 0; k < M / 16; ++k) {
@@ -199,12 +205,12 @@ struct BwdDkvGroup {
                     for (int e = 0; e < 4; ++e) {
                         float &x = X.x[0][2 * k + j][e];
                         const float s = x;
-                        x = score.P(s, stats[2 * k + j][2 * (e % 2)]);
+                        x = score.P(s, places(16 * k + 8 * j + e % 2, 8 * (e / 2)), stats[2 * k + j][2 * (e % 2)]);
                         weight.x[0][j][e] = score.weight(s, x);  // @weight-of-the-score
                     }
                 if constexpr (!Score<V>::kWeightIsP) weights[k].from(weight);
             }
-            if (masked) hide(mask, visit, X);
+            if (masked) hide(visit, X);
             W.from(X);
             ptx::mbarrier_wait(smem.p_empty(handed.stage), handed.phase ^ 1);  // @p-empty
             #pragma unroll
@@ -223,7 +229,7 @@ struct BwdDkvGroup {
                 const ptx::u32 pair = P[query / 16].x[query / 8 % 2 * 2 + key / 8];
                 dp = (query % 2 ? T::hi(pair) : T::lo(pair)) * (dp - stats[query / 8][2 * (query % 2) + 1]);
             });
-            if (masked) hide(mask, visit, X);
+            if (masked) hide(visit, X);
             W.from(X);
         }
         handed.next();
@@ -231,9 +237,9 @@ struct BwdDkvGroup {
     }
 
     // Beyond seqlen_q rows of Q are zeros, but 0 times an inf of K is not.
-    __device__ void hide(const Mask<V> &mask, const BwdVisits<V> &visit, AccTile<16, M> &x) const {
+    __device__ void hide(const BwdVisits<V> &visit, AccTile<16, M> &x) const {
         const int lane = fresh_lane();
-        const auto from_here = mask.from(visit.q0() + 2 * (lane % 4), visit.k0 + key0 + lane / 4);
+        const auto from_here = mask_of(visit).from(visit.q0() + 2 * (lane % 4), visit.k0 + key0 + lane / 4);
         x.for_each([&](int key, int query, float &e) {
             e = from_here.sees(query, key) && query < from_here.seqlen_q ? e : 0.f;
         });

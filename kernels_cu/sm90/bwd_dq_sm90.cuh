@@ -17,6 +17,7 @@
 #include "tile/pipeline_sm90.cuh"
 #include "attention/repair_gradients.cuh"
 #include "attention/score.cuh"
+#include "attention/slopes.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/tile_sm90.cuh"
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const Bwd
     RingPosition<V::kStages> ring;
     auto source = producer_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
     for (;; source.draw()) {
-        const QueryWork<V> tile(source.next(), p.plain.problem);
+        const QueryWork<V> tile(source.next(), p.plain);
         if (!tile.exists()) break;
         if (!source.leads()) continue;
         const int head_k = tile.head_k(p.plain.problem), row0 = tile.sequence.row_k, batch = tile.sequence.batch();
@@ -86,7 +87,7 @@ template <class V>
 __device__ __forceinline__ void bwd_dq_load_rows(const BwdSm90Params &p, const BwdDqSmem<V> &smem, int group) {
     auto queue = smem.queue();
     for (RingPosition<1> tiles;; tiles.next()) {
-        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain.problem);
+        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain);
         if (!tile.exists()) break;
         const auto load = [&](const auto &to, const ptx::TensorMap &map, ptx::u32 full, ptx::u32 empty) {
             ptx::mbarrier_wait(empty, tiles.phase ^ 1);
@@ -134,7 +135,7 @@ struct BwdDqGroup {
     __device__ void run() {
         auto queue = smem.queue();
         for (RingPosition<1> tiles;; tiles.next()) {
-            const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), problem);
+            const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain);
             if (!tile.exists()) break;
             compute(tile, tiles.phase);
         }
@@ -143,6 +144,7 @@ struct BwdDqGroup {
     __device__ void compute(const QueryWork<V> &tile, ptx::u32 tile_phase) {
         const int q0 = tile.q0 + 64 * group;
         const Mask<OneGroup<V>> mask(tile.sequence, problem);
+        const auto places = Places<V>::of(p.plain, tile.sequence, tile.head);
         if (q0 >= mask.seqlen_q) {
             pass(tile.end - tile.first);
             ptx::mbarrier_wait(smem.dout_full(group), tile_phase);
@@ -162,6 +164,7 @@ struct BwdDqGroup {
 
         AccTile<16, D> dQ;
         FragA<T, 16, N> dS;
+        Emitted<V> emitted;
         ptx::mbarrier_wait(smem.dout_full(group), tile_phase);
         ptx::mbarrier_wait(smem.q_full(group), tile_phase);
         {
@@ -171,7 +174,7 @@ struct BwdDqGroup {
             ptx::wgmma_wait_group<0>();
             arrived(dP), arrived(S);
             arrive_warp(smem.empty(v_stage()));
-            weigh(mask, S, dP, q0, end - 1, dS);
+            weigh(mask, places, S, dP, q0, end - 1, dS, emitted);
         }
         dQ.zero();
         #pragma unroll 1
@@ -190,9 +193,11 @@ struct BwdDqGroup {
             arrive_warp(smem.empty(v_stage()));
             ptx::wgmma_wait_group<0>();
             arrived(S);
-            weigh(mask, S, dP, q0, j, dS);
+            weigh(mask, places, S, dP, q0, j, dS, emitted);
         }
         arrive_warp(smem.dout_empty(group));
+        if constexpr (Emitted<V>::kAny)
+            emitted.template leave<Queries, 64, 4>(p.plain, tile.sequence, tile.head, q0 / 64, warp_row / 16);
         issue_nn<T, N>(dQ, dS, smem.kv(ring.stage));
         ptx::wgmma_wait_group<0>();
         arrived(dQ);
@@ -221,11 +226,22 @@ struct BwdDqGroup {
     __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }  // @stage-of-v
 
     // dS = P * (dP - delta), P = exp(S - lse).
-    __device__ void weigh(const Mask<OneGroup<V>> &mask, const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int j,
-                          FragA<T, 16, N> &dS) const {
+    __device__ void weigh(const Mask<OneGroup<V>> &mask, const Places<V> &head_places, const AccTile<16, N> &S,
+                          AccTile<16, N> &dP, int q0, int j, FragA<T, 16, N> &dS, Emitted<V> &emitted) const {
+        const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N);
+        if constexpr (Emitted<V>::kAny) {
+            const int lane = fresh_lane();
+            const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
+            dP.for_each([&](int row, int col, float &dp) {
+                const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
+                const float by_score = score.P(s, places(row, col), stats[row / 8][0]) * (dp - stats[row / 8][1]);
+                // @queries-that-exist-dq
+                emitted.add(row < from_here.seqlen_q && from_here.sees(row, col) ? by_score : 0.f, places(row, col));
+            });
+        }
         dP.for_each([&](int row, int col, float &dp) {
             const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
-            dp = score.dS(s, score.P(s, stats[row / 8][0]), dp, stats[row / 8][1]);
+            dp = score.dS(s, score.P(s, places(row, col), stats[row / 8][0]), dp, stats[row / 8][1]);
         });
         if (!mask.full(q0, j * N)) {  // @hidden-keys-masked-dq
             const int lane = fresh_lane();

@@ -19,6 +19,7 @@
 #include "tile/pipeline_sm90.cuh"
 #include "attention/repair_gradients.cuh"
 #include "attention/score.cuh"
+#include "attention/slopes.cuh"
 #include "tile/tile_sm90.cuh"
 #include "attention/visits.cuh"
 #include "tile/epilogue.cuh"
@@ -156,11 +157,11 @@ struct BwdGroup {
     const Score<V> score;
     const int group;  // of the block
     AccTile<16, D> dK, dV;
+    Emitted<V> emitted;
     FragA<T, 16, kHeld ? kHeld : 16> rV;  // the first kHeld columns of V, which each visit would read again
     int i = 0;                            // number of the visit
 
-    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const Sequence<V::kPacked> &sequence,
-                        int group)
+    __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const SequenceOf<V> &sequence, int group)
         : p(p), problem(p.plain.problem), smem(smem), mask(sequence, problem), score(problem), group(group) {
         dK.zero(), dV.zero();
     }
@@ -168,24 +169,36 @@ struct BwdGroup {
     __device__ void run(BwdVisits<V> visit) {
         const int key0 = uniform(visit.k0 + 64 * group), count = uniform(visit.count);
         const int first = uniform(mask.first_query_block(key0));
-        const int end = uniform(key0 < visit.sequence.seqlen_k ? mask.end_query_block(key0) : 0);
+        const int end = uniform(mask.some_count(key0) ? mask.end_query_block(key0) : 0);
         if (count > 0) {
             ptx::mbarrier_wait(smem.k_full(), 0);
             ptx::mbarrier_wait(smem.v_full(), 0);
             if (kHeld) rV.load(smem.v(), 64 * group + fresh_thread() / 32 % 4 * 16);  // @rows-of-v-held
+        }
+        if (Emitted<V>::kAny && count == 0) {  // @slopes-without-visits-sm90
+            const int heads = problem.heads_q / problem.heads_k;
+            for (int n = 0; n < heads; ++n) leave_emitted(visit, visit.head_k * heads + n);
         }
         #pragma unroll 1
         for (;; ++i, visit.next()) {
             if (i < count) {
                 const int q0 = visit.q0();
                 if (visit.m_block < first || visit.m_block >= end) skip();
-                else if (!mask.full(q0, key0) || q0 + M > visit.sequence.seqlen_q) step<true>(q0, key0);
-                else step<false>(q0, key0);
+                else if (!mask.full(q0, key0) || q0 + M > visit.sequence.seqlen_q) step<true>(visit, q0, key0);
+                else step<false>(visit, q0, key0);
+                if (Emitted<V>::kAny && visit.m_block == visit.first) leave_emitted(visit, visit.head);
             }
             take_turn(i - 1);
             if (i >= count) break;
         }
         finish();
+    }
+
+    // What was emitted of a head of q. Only tiles with keys have a place for it.
+    __device__ void leave_emitted(const BwdVisits<V> &visit, int head) {
+        const int block = visit.block * Smem::kGroups + group, part = fresh_thread() / 32 % 4;
+        if (64 * block < visit.sequence.seqlen_k)  // @slopes-of-keys-that-exist
+            emitted.template leave<Keys, 64, 4>(p.plain, visit.sequence, head, block, part);
     }
 
     // A query tile of which no query sees these keys.
@@ -199,7 +212,8 @@ struct BwdGroup {
 
     // One query tile. kMasked: some elements are to be hidden.
     template <bool kMasked>
-    __device__ __forceinline__ void step(int q0, int key0) {
+    __device__ __forceinline__ void step(const BwdVisits<V> &visit, int q0, int key0) {
+        const auto head_places = Places<V>::of(p.plain, visit.sequence, visit.head);
         const auto ring = RingPosition<V::kStages>::of(i);
         const int stage = ring.stage;
         const auto sQ = smem.q(stage), sdO = smem.dout(stage);
@@ -216,6 +230,7 @@ struct BwdGroup {
         arrived(P), arrived(dS);
         Visible visible;
         if constexpr (kMasked) visible = Visible(mask, q0, key0);
+        const auto places = head_places.template from_warp<false>(q0, key0);
         FragA<T, 16, M> rP, rdS;
         #pragma unroll
         for (int k = 0; k < M / 16; ++k) {
@@ -226,12 +241,17 @@ struct BwdGroup {
                 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
-                    const float s = P.x[0][j][e], p_ij = score.P(s, lse);
+                    const float s = P.x[0][j][e], p_ij = score.P(s, places(8 * j + e % 2, 8 * (e / 2)), lse);
                     const float ds_ij = score.dS(s, p_ij, dS.x[0][j][e], delta);
+                    if constexpr (Emitted<V>::kAny) {
+                        const float by_score = p_ij * (dS.x[0][j][e] - delta);
+                        emitted.add(!kMasked || visible(j, e) ? by_score : 0.f, places(8 * j + e % 2, 8 * (e / 2)));
+                    }
                     P.x[0][j][e] = !kMasked || visible(j, e) ? p_ij : 0.f;
                     dS.x[0][j][e] = !kMasked || visible(j, e) ? ds_ij : 0.f;
                 }
             }
+            emitted.settle();
             rP.from(P, k), rdS.from(dS, k);
         }
         hand_over(rdS);
@@ -284,8 +304,7 @@ struct BwdGroup {
             #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int key = key0 + thread / 32 * 16 + lane / 4 + 8 * r;  // @keys-of-the-lane
-                const int end = key < mask.seqlen_k ? mask.end_query(key) : 0;
-                word[r] = before(end - query) & ~before(mask.first_query(key) - query);
+                word[r] = before(mask.end_query(key) - query) & ~before(mask.first_query(key) - query);
             }
         }
         __device__ static ptx::u32 before(int query) {
@@ -360,7 +379,7 @@ __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         const BwdVisits<V> visit = mine();
-        Sequence<V::kPacked> sequence = visit.sequence;
+        SequenceOf<V> sequence = visit.sequence;
         if (V::kPacked) sequence.seqlen_q = uniform(sequence.seqlen_q), sequence.seqlen_k = uniform(sequence.seqlen_k);
         BwdGroup<V>(p, smem, sequence, role).run(visit);
     }

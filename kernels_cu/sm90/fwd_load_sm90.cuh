@@ -64,7 +64,7 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
     RingPosition<V::kStages> ring;
     auto tiles = producer_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
     for (;;) {
-        const QueryWork<V> tile(tiles.next(), p.plain.problem);
+        const QueryWork<V> tile(tiles.next(), p.plain);
         if (!tile.exists()) break;
         const int head = tile.head_k(p.plain.problem), batch = tile.sequence.batch();
         #pragma unroll 1
@@ -86,7 +86,7 @@ template <class V>
 __device__ __forceinline__ void fwd_load_q(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
     auto queue = smem.queue();
     for (RingPosition<V::kQSlots> ring;;) {
-        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain.problem);
+        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain);
         if (!tile.exists()) break;
         #pragma unroll 1
         for (int i = 0; i < smem.kGroups; ++i, ring.next()) {

@@ -86,11 +86,12 @@ struct FwdGroup {
         const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
         S.for_each([&](int row, int col, float &s) { s = from_here.row_sees(row, col) ? s : -ptx::infinity(); });
     }
-    __device__ void apply_score(AccTile<16, N> &S) const {
-        S.for_each([&](int, int, float &s) { s = score.value(s); });
+    __device__ void apply_score(const Places<V> &head_places, AccTile<16, N> &S, int q0, int j) const {
+        const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N);
+        S.for_each([&](int row, int col, float &s) { s = score.value(s, places(row, col)); });
     }
 
-    __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), problem}; }
+    __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain}; }
     __device__ Mask<OneGroup<V>> mask_of(const QueryWork<V> &tile) const { return {tile.sequence, problem}; }
     // This group's rows of a tile, if there are any, and its blocks [first, end).
     __device__ int rows_of(const QueryWork<V> &tile) const { return tile.q0 + 64 * group; }
@@ -150,9 +151,9 @@ struct FwdGroup {
         q_ring.stage = uniform(q_ring.stage), tile.q0 = uniform(tile.q0);
         // Blocks before `whole` or from `cut` on hide keys from some of the rows.
         const auto mask = mask_of(tile);
+        const auto places = Places<V>::of(p.plain, tile.sequence, tile.head);
         const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
-        const int whole = V::kWindow ? ceil_div(mask.first_key(q0 + 63), N) : 0;  // @first-whole-block
-        const int cut = max(0, mask.end_key(q0)) / N;                             // @first-cut-block
+        const int whole = mask.first_full_block(q0), cut = mask.end_full_block(q0);
         const int slot = q_ring.stage;
         const auto sQ = smem.q(slot);
 
@@ -161,7 +162,7 @@ struct FwdGroup {
         Softmax softmax(score.log2_factor);
         typename Softmax::Rows rescale;
         release_k(ring);
-        apply_score(S);
+        apply_score(places, S, q0, first);
         if (first < whole || first >= cut) apply_mask(mask, S, q0, first);  // @first-block-masked
         softmax.first_maximum(S);
         softmax.exponentiate(S);
@@ -171,9 +172,10 @@ struct FwdGroup {
         bool started = Mask<V>::kHides;
         if (started) O.zero();
 
-        // One key block. kCareful: it may hide keys or follow one that did, so that a row has seen few; its maximum counts.
-        const auto step = [&](int j, auto careful) {
-            constexpr bool kCareful = decltype(careful)::value;
+        // One key block. kMasked: it may hide keys or follow one that did, so that a row has seen few. Its maximum counts then,
+        // and where scores climb from block to block, as towards the diagonal by ALiBi.
+        const auto step = [&](int j, auto masked) {
+            constexpr bool kMasked = decltype(masked)::value, kCareful = kMasked || V::kAlibi;
             const RingPosition<V::kStages> before = ring;
             ring.next();
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);  // @k-full
@@ -184,10 +186,10 @@ struct FwdGroup {
             started = true;
             ptx::wgmma_wait_group<1>();  // @s-complete
             arrived(S);
-            apply_score(S);
+            apply_score(places, S, q0, j);
             bool grows = false, good = true;
             if constexpr (kCareful) {
-                apply_mask(mask, S, q0, j);
+                if constexpr (kMasked) apply_mask(mask, S, q0, j);
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
@@ -198,7 +200,7 @@ struct FwdGroup {
             P.from(S);
             if (!good) {                                                      // @k-kept-until-now
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
-                apply_score(S);
+                apply_score(places, S, q0, j);
                 softmax.step(S, O);  // @o-follows-scores-again
                 P.from(S);
             }

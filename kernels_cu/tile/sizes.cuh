@@ -6,6 +6,16 @@ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 __device__ constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 
+// One of two types.
+template <bool kFirst, class First, class Second>
+struct Either {
+    using Type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+    using Type = Second;
+};
+
 // Compile-time values as arguments.
 template <int kValue>
 struct Int {

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyflash.check.accuracy import GRADIENTS
 from cupyflash.check.cases import Case, Inputs, case
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
 from cupyflash.gpu.tensormap import TensorMap
-from cupyflash.launch.passes import contiguous_strides, fill_plain, fill_problem, given_of
+from cupyflash.launch.passes import contiguous_strides, fill_plain, fill_problem, given_of, with_batch
 from cupyflash.operands import BACKWARD, FORWARD, Pass
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import Plan, plan_call
@@ -73,7 +74,7 @@ class Buffers:
         """What is said of an array; a packed one is a batch of one."""
         if self.which.rows[name].strided:
             if len(shape) == 3:
-                shape, strides = (1, *shape), (0, *strides)
+                shape, strides, *_ = with_batch((shape, strides, None, None))
             self.strides[name] = strides
         self.shape[name] = shape
 
@@ -117,11 +118,6 @@ class Buffers:
         return plain, hopper
 
 
-def _places(inputs: Inputs) -> dict[str, Array]:
-    """The arrays that say where packed sequences lie."""
-    return {} if inputs.sequences is None else inputs.sequences.named()
-
-
 @dataclasses.dataclass
 class Session:
     """One run of one problem.
@@ -130,6 +126,7 @@ class Session:
         headers: patched kernel sources by file name; the others are as shipped.
         family, backward_family: of the forward and the backward, of `plan.FAMILIES`; None: as planned.
         counter: whether persistent blocks draw their tiles from a counter; else in a fixed stride.
+        learns_slopes: whether their gradient is asked for where there are any.
         wants_lse: else the forward gets no address for lse, and returns NaN.
         left_over: what the backward's floating-point workspace holds before; None: NaN.
         collectives: shuffles, votes and the like of all launches so far.
@@ -142,36 +139,37 @@ class Session:
     family: str | None = None
     backward_family: str | None = None
     counter: bool = True
+    learns_slopes: bool = True
     wants_lse: bool = True
     left_over: float | None = None
     collectives: int = 0
 
     def forward(self, inputs: Inputs, problem: Problem, **more: Array) -> tuple[Array, Array]:
         """out, lse; `more`: what features bring, by name."""
-        made = self._run(FORWARD, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **_places(inputs), **more}, problem)
+        made = self._run(FORWARD, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.brought(), **more}, problem)
         return made["out"], made["lse"]
 
-    def backward(
-        self, inputs: Inputs, out: Array, lse: Array, problem: Problem, **more: Array
-    ) -> tuple[Array, Array, Array]:
-        """dq, dk, dv."""
+    def backward(self, inputs: Inputs, out: Array, lse: Array, problem: Problem, **more: Array) -> tuple[Array, ...]:
+        """dq, dk, dv, and dalibi_slopes where there are slopes."""
         arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "dout": inputs.dout, "lse": lse}
-        arrays |= _places(inputs) | more
-        if inputs.dlse is not None:
-            arrays["dlse"] = inputs.dlse
-        made = self._run(BACKWARD, arrays, problem)
-        return made["dq"], made["dk"], made["dv"]
+        arrays |= inputs.brought() | more
+        arrays |= {} if inputs.dlse is None else {"dlse": inputs.dlse}
+        wanted = tuple(f"d{name}" for name in inputs.learned) if self.learns_slopes else ()
+        made = self._run(BACKWARD, arrays, problem, wanted)
+        return tuple(made[name] for name in GRADIENTS if name in made)
 
-    def _run(self, which: Pass, arrays: dict[str, Array], problem: Problem) -> dict[str, Array]:
+    def _run(
+        self, which: Pass, arrays: dict[str, Array], problem: Problem, wanted: tuple[str, ...] = ("lse",)
+    ) -> dict[str, Array]:
         """All that a pass makes of arrays, by name."""
-        given = given_of(which, tuple(arrays), ("lse",) if which is FORWARD else ())
+        given = given_of(which, tuple(arrays), wanted)
         family = self.family if which is FORWARD else self.backward_family
         with Memory() as memory:
             buffers = Buffers(memory, which)
             for name, x in arrays.items():
                 buffers.add(name, x)
             known = {"backward": which is BACKWARD, "aligned": buffers.aligned(), "tma": buffers.readable()}
-            plan = plan_call(problem, self.device, family=family, **known)
+            plan = plan_call(problem, self.device, family=family, dalibi="dalibi_slopes" in wanted, **known)
             likes = [arrays[name] for name in given.likes]
             made = {name: buffers.make(name, x.shape, x.dtype) for name, x in zip(given.made, likes, strict=True)}
             shapes = given.shapes(Extents.of(problem), problem.head_dim)

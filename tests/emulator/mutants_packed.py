@@ -17,7 +17,7 @@ FORWARD_PACKED = (
     Bug("seqused ignored", without("keys-that-count"), "packed-used"),
     Bug("rows behind the last sequence left out", change("tiles-of-rows-outside", "+ 1", ""), "packed-outside", r"RACE, write after write: buffer 'lse'"),
     Bug("rows behind the last sequence see its keys", change("no-keys-outside", "index < p.problem.batch ? rows_k : 0", "rows_k"), "packed-outside"),
-    Bug("keys begin where queries do", change("edges-of-the-keys", "cu_seqlens_k", "cu_seqlens_q"), "packed-unequal-d128"),
+    Bug("keys begin where queries do", change("edges-of-the-keys", "start_k(p, b)", "start_q(p, b)"), "packed-unequal-d128"),
     Bug("search takes a round too few", change("last-round-has-its-edges", "31", "64"), "packed-forty-short"),
     Bug("search goes one part too far", change("last-part-that-starts-before", "- 1", ""), "packed-forty-short", r"RACE, write after write: buffer 'lse'"),
     _sm90("search takes a round too few for a block that schedules", change("last-round-has-its-edges", "31", "64"), "packed-forty-short"),
@@ -31,7 +31,7 @@ FORWARD_PACKED = (
 BACKWARD_PACKED = (
     Bug("gradients of unused keys not written", change("tiles-of-unused-keys", "rows_k", "seqlen_k"), "packed-used"),
     Bug("last unused keys of a tile not written", change("unused-keys-written-sm80", "rows_k", "seqlen_k"), "packed-used"),
-    Bug("dQ of the next sequence's tile", change("query-tiles-of-its-sequence", "row_q / kRows + index", "row_q / kRows"), "packed-unequal", r"RACE, write after write: buffer 'dq_accum'"),
+    Bug("dQ of the next sequence's tile", change("query-tiles-of-its-sequence", "first_tile<kRows>(row_q, index)", "row_q / kRows"), "packed-unequal", r"RACE, write after write: buffer 'dq_accum'"),
     _sm90("TMA writes a neighbour's rows of dK and dV", change("dkv-beside-its-neighbour", "V::kPacked && key0 + 64 > sequence.rows_k", "false"), "packed-unequal", _SHARED.format("d[kv]")),
     _sm90("TMA writes a neighbour's rows of wide dK and dV", change("wide-dkv-beside-its-neighbour", "V::kPacked && visit.k0 + N > sequence.rows_k", "false"), "packed-gqa-softcap-d256", _SHARED.format("d[kv]")),
     _sm90("TMA writes a neighbour's rows of wide dQ", change("wide-dq-beside-its-neighbour", "V::kPacked && q0 + 64 > sequence.seqlen_q", "false"), "packed-gqa-softcap-d256", _SHARED.format("dq")),

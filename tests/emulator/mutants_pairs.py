@@ -36,12 +36,12 @@ def _batch(marker: str, params: str, sequence: str) -> Edit:
 
 
 HEADS = (
-    _bug("sm80: heads of q beyond the sixth of a group left out", change("visits-of-all-heads-sm80", "group * blocks", "min(group, 6) * blocks"), "pair-75"),
+    _bug("sm80: heads of q beyond the sixth of a group left out", change("visits-of-all-heads", "group * blocks", "min(group, 6) * blocks"), "pair-75"),
     _bug("sm80: first head of q of a group of five", change("first-head-of-the-group-sm80", "* group", "* min(group, 4)"), "pair-127"),
     _bug("sm80: dQ of another batch", _batch("dq-added", "aside(p)", "sequence"), "pair-129"),
     _bug("sm80: statistics of another batch", _batch("statistics-of-the-visit-sm80", "p", "sequence"), "pair-129"),
-    _bug("sm90: heads of q beyond the sixth of a group left out", change("visits-of-all-heads-sm90", "count = group", "count = min(group, 6)"), "pair-96"),
-    _bug("sm90: first head of q of a group of five", change("visits-of-all-heads-sm90", "head_k * group", "head_k * min(group, 4)"), "pair-80"),
+    _bug("sm90: heads of q beyond the sixth of a group left out", change("visits-of-all-heads", "count = group", "count = min(group, 6)"), "pair-96"),
+    _bug("sm90: first head of q of a group of five", change("first-head-of-the-group-sm90", "head_k * group", "head_k * min(group, 4)"), "pair-80"),
     _bug("sm90: statistics of another batch", _batch("statistics-of-the-visit-sm90", "p.plain", "sequence"), "tiles-2"),
     _bug("dkv: statistics of another batch", _batch("statistics-of-the-visit-dkv", "p.plain", "sequence"), "pair-83"),
     _bug("sm90: V of the head of q", change("v-of-its-head-bwd-sm90", "visit.head_k", "visit.head"), "pair-80"),
@@ -71,6 +71,21 @@ SOFTCAP = (
     _bug("softcap: dkv's weights from P instead of the score", change("weight-of-the-score", "score.weight(s, x)", "score.weight(x, x)"), "softcap-9"),
     _forward("softcap: forward with another cap", change("unit-of-scores", "? p.softcap", "? 1.f"), "softcap-2"),
 )  # fmt: skip
+ALIBI = (
+    _bug("alibi: distance without its magnitude", change("alibi-of-the-distance", "fabsf(distance)", "distance"), "alibi-8", backward=False),
+    _bug("alibi: distance from the top left", change("distance-from-the-diagonal", "query + diagonal - key", "query - key"), "alibi-13", backward=False),
+    _bug("alibi: slopes of the first sequence for all", change("slopes-of-its-sequence", "? s.index :", "? 0 :"), "alibi-13", backward=False),
+    _bug("alibi: slope of no sequence read", change("slopes-that-exist", "s.index < problem.batch ?", "true ?"), "alibi-11", backward=False),
+    _bug("slopes: a lane's sum for the warp's", change("slopes-of-all-lanes", "sum += ptx::shfl_xor(sum, mask)", "(void)mask"), "alibi-13"),
+    _bug("slopes: sums of one head kept for the next", change("slope-of-the-next-head", "sum = 0.f", "(void)0"), "alibi-6"),
+    _bug("slopes: another sequence's gradient not added", change("slopes-of-all-sequences", "b < end", "b < min(end, first + 1)"), "alibi-4"),
+    _bug("slopes: last tile not added", change("tiles-with-slopes", "ceil_div(V::kOverKeys ? s.seqlen_k : s.seqlen_q, V::kBlockM)", "(V::kOverKeys ? s.seqlen_k : s.seqlen_q) / V::kBlockM"), "alibi-13"),
+    _bug("slopes: sums read before they are written", without("slopes-of-all-warps"), "alibi-13"),
+    _bug("slopes: sm80 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm80", "visits == 0", "visits < 0"), "unseen-sm80"),
+    _bug("slopes: sm90 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm90", "count == 0", "count < 0"), "unseen-sm90"),
+    _bug("slopes: keys beyond the last leave theirs with the next head", change("slopes-of-keys-that-exist", "64 * block < visit.sequence.seqlen_k", "true"), "alibi-10"),
+    _bug("slopes: dq sums rows beyond the last query", change("queries-that-exist-dq", "row < from_here.seqlen_q && ", ""), "unseen-wide"),
+)  # fmt: skip
 STRIDES = (
     _bug("sm80: V read with the strides of K", change("strides-of-v-bwd-sm80", "p.v_stride", "p.k_stride"), "pair-77"),
     _bug("sm80: dK written with the strides of dV", change("strides-of-dk", "p.dk_stride", "p.dv_stride"), "pair-77"),
@@ -92,7 +107,7 @@ ORDER = (
     _bug("sm80: order of the first three shares only", change("turn-awaited-sm80", "!= rank", "< min(rank, 3)"), "shares-sm80-d64"),
     _bug("sm90: order of the first three shares only", change("turn-awaited-sm90", "? rank :", "? min(rank, 3) :"), "shares-sm90-d64"),
     _bug("turns shared by batches", change("turn-of-its-sequence", "s.template", "Sequence<kPacked>::of(p, 0).template"), "pair-129"),
-    _bug("sm80: rank counted from the first key", change("rank-in-the-query-tile-sm80", "- mask.first_key_block(q0)", ""), "pair-75"),
+    _bug("sm80: rank counted from the first key", change("rank-in-the-query-tile-sm80", "- mask_again().first_key_block(q0)", ""), "pair-75"),
     _bug("sm90: rank counted from the first key", change("rank-in-the-query-tile-sm90", "- Mask<V>(visit.sequence, problem).first_key_block(visit.q0())", ""), "pair-81"),
 )  # fmt: skip
 SCHEDULE = (
@@ -165,13 +180,14 @@ EQUIVALENT = (
     _bug("sm90: keys beyond the last one stored", change("keys-that-exist", "&& key0 < sequence.rows_k", "")),
     # More blocks are visited, and the mask hides all of them.
     _bug("last blocks by queries that do not exist", change("last-key-block", "min(q0 + M, seqlen_q)", "q0 + M")),
-    _bug("last blocks by keys that do not exist", change("last-query-block", "min(k0 + N, seqlen_k)", "k0 + N")),
+    _bug("last blocks by keys that do not exist", change("last-query-block", "min(k0 + N, end_k)", "k0 + N")),
 )  # fmt: skip
 
 PAIRS = (
     *HEADS,
     *SCALE,
     *SOFTCAP,
+    *ALIBI,
     *STRIDES,
     *COLUMNS,
     *ORDER,

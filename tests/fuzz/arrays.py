@@ -228,13 +228,13 @@ FOR_RESULTS = ("contiguous", "bhsd", "rows_first", "padded", "every_second")  # 
 def _values(rng: Rng, s: Spec) -> Tensors:
     """Each sequence of its own; what belongs to none, or is not used, is NaN."""
     found = tuple(np.full(s.shapes[i], np.nan if s.packed else 0.0) for i in (0, 1, 1, 0))
-    if not s.packed:
+    if not s.packed and not s.ranges:
         return found if 0 in (*s.shapes[0], *s.shapes[1]) else VALUES[s.values](rng, s)
-    for _, rows, keys, alone in s.parts():
+    for b, rows, keys, alone in s.parts():
         empty = 0 in (alone.sq, alone.sk)
         drawn = normal(rng, alone) if empty else VALUES[s.values](rng, alone)
         for x, part, at in zip(found, drawn, (rows, keys, keys, rows), strict=True):
-            x[:, at] = part
+            x[b : b + 1, at] = part
     return found
 
 
@@ -250,9 +250,19 @@ def draw(s: Spec) -> Inputs:
     lse_shape = (s.shapes[0][0], s.heads * s.group, s.shapes[0][1])
     dlse = rng.standard_normal(lse_shape) if s.dlse else None
     dlse = None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32)
-    x = Inputs(q, k, v, dout, dlse, s.sequences())
+    x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s))
     return (
         x
         if not s.packed
         else x._replace(**{n: a[0] for n, a in zip(x._fields[:5], x[:5], strict=True) if a is not None})
     )
+
+
+def _slopes(s: Spec) -> np.ndarray | None:
+    """From 2^-9 to 1/2 in size, some negative; small where NaN and inf must lie as in float64."""
+    if not s.alibi:
+        return None
+    rng, most = np.random.default_rng(s.seed), -1 if s.values in ("normal", "constant", "outliers") else -4
+    shape = (len(s.lengths) if s.packed else s.batch, s.heads * s.group)[2 - s.alibi :]
+    slopes = 2.0 ** rng.uniform(-9, most, shape) * np.where(rng.random(shape) < 0.2, -0.2, 1)
+    return slopes.astype(np.float64 if s.dtype == "fp64" else np.float32)

@@ -18,7 +18,7 @@ from cupyflash.plan.families import variants_of_calls
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
-from .covering_packed import packed
+from .covering_packed import packed, ranged
 from .spec import Spec
 
 MEMORY = ("contiguous", "bhsd", "padded", "misaligned", "one_head")
@@ -220,6 +220,11 @@ CLIFFS = {
     for d in (64, 128)
 }
 
+# Tiles of keys that nobody sees, of which nothing is summed up; NaN that rows beyond the last query would see.
+UNSEEN = {
+    f"unseen-{family}": Spec(family=family, sq=30, sk=430, left=20, heads=2, group=2, alibi=1)
+    for family in ("sm80", "sm90")
+} | {"unseen-wide": Spec(family="sm90", d=200, sq=30, sk=100, right=-9, heads=2, values="hidden", alibi=1)}
 # A key that outweighs all others, met after another maximum.
 DOMINATED = {
     f"dominated-{dtype}-d{d}": Spec(dtype=dtype, d=d, sq=70, sk=323, values="dominated", heads=8, scale=2.0**-3)
@@ -239,4 +244,13 @@ def cases() -> dict[str, Spec]:
         for i, row in enumerate(capped())
     }
     places = {f"packed-{i}": packed(spec(row, i), i) for i, row in enumerate(capped())}
-    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places
+    slopes = {f"alibi-{i}": _with_slopes(row, i) for i, row in enumerate(capped())} | UNSEEN
+    ranges = {f"range-{i}": ranged(spec(row, i), i) for i, row in enumerate(capped())}
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places | slopes | ranges
+
+
+def _with_slopes(row: Row, i: int) -> Spec:
+    """Slopes of all sequences or of each, some with a softcap, some packed."""
+    found = packed(spec(row, i), i) if i % 3 == 2 else spec(row, i)
+    softcap = 1.1 if i % 4 == 1 and row["values"] != "nonfinite" else None
+    return dataclasses.replace(found, alibi=1 + i % 2, softcap=softcap)

@@ -86,6 +86,15 @@ def _packed(rng: Random, sq: int, sk: int) -> dict[str, Any]:
     return {"packed": ",".join("{}:{}:{}".format(*x) for x in found), "batch": 1, "sq": sq % 40, "sk": sk % 40}
 
 
+def _ranges(rng: Random, keys: list[int]) -> str:
+    """Of sequences with so many keys: padded on the left, on the right, on both sides, or not; none now and then."""
+    found = []
+    for n in keys:
+        a, b = sorted((min(_length(rng, max(1, n)), n), min(_length(rng, max(1, n)), n)))
+        found.append(rng.choice([(a, n), (0, b), (a, b), (0, n), (a, a)] + 2 * [(a, n)]))
+    return ",".join("{}:{}".format(*x) for x in found) or "0:0"
+
+
 def _few_modes(rng: Random) -> str:
     return rng.choice(["race"] * 4 + ["late", "any", "early", "priority", "starve", "lanes", "race lanes"])
 
@@ -99,7 +108,7 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "family": "sm80" if arch == "sm_90" and rng.random() < 0.1 else "",
         "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
         "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2, "softcap": rng.random() < 0.2,
-        "packed": rng.random() < 0.3,
+        "packed": rng.random() < 0.3, "alibi": rng.random() < 0.2, "kv_range": rng.random() < 0.25,
     }  # fmt: skip
 
 
@@ -130,12 +139,15 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
     spec = Spec(
         dtype=of["dtype"], d=of["d"], batch=batch, sq=sq, sk=sk, heads=heads, group=group,
         scale=_scale(rng, of["d"], of["negative"], moderate=values in BOUNDED), deterministic=of["deterministic"],
-        softcap=softcap,
+        softcap=softcap, alibi=rng.choice([1, 2]) if of["alibi"] and not of["kv_range"] else 0,
         layout=rng.choice(["bshd", "bhsd"]), dlse=rng.random() < 0.5, values=values, seed=rng.randrange(10**6),
         family=of["family"], **_window(rng, max(sq, sk), of["mask"]), **_memory(rng, of["unaligned"], where),
     )  # fmt: skip
     if of["packed"]:
         spec = dataclasses.replace(spec, **_packed(rng, sq, sk))
+    if of["kv_range"]:
+        keys = [b for _, b, _ in spec.lengths] if of["packed"] else [sk] * spec.batch
+        spec = dataclasses.replace(spec, ranges=_ranges(rng, keys))
     if where == "emulator":
         spec = dataclasses.replace(
             spec, layout="bshd", arch=of["arch"], sms=rng.randint(1, 4), section=rng.choice([0, 0, 1, 2, 3]),
@@ -162,9 +174,11 @@ def _simpler_lengths(spec: Spec) -> list[Spec]:
 def simpler(spec: Spec) -> list[Spec]:
     """Specs that differ from `spec` in one place and are simpler there."""
     default, found = Spec(), _simpler_lengths(spec)
+    if "," in spec.ranges:
+        found += [dataclasses.replace(spec, ranges=r) for r in dict.fromkeys(spec.ranges.split(","))]
     for field in dataclasses.fields(Spec):
         name, value = field.name, getattr(spec, field.name)
-        tries = [getattr(default, name)] if name not in ("d", "dtype", "sq", "sk", "seed", "packed") else []
+        tries = [getattr(default, name)] if name not in ("d", "dtype", "sq", "sk", "seed", "packed", "ranges") else []
         if name in ("sq", "sk", "heads", "group", "batch") and value > 1:
             tries += [1, value // 2, value - 1]
         if name in ("left", "right") and value is not None and value > 0:

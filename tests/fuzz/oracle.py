@@ -9,6 +9,8 @@ head, over the keys j that it sees (`Spec.visible`):
 
 With a softcap c, of x_j = scale q . k_j: s_j = c tanh(x_j / c), and ds_j is multiplied by g_j = 1 - tanh(x_j / c)^2.
 
+With ALiBi s_j loses a |i + seqlen_k - seqlen_q - j| = a D_ij, and da = -sum_ij ds_ij D_ij, ds before the factor g.
+
 Bounds are of first order in two unit roundoffs: u of the dtype, to which P, dS, o and the results are rounded once
 each, and e of the fp32 (fp64 for fp64) in which everything else is computed:
 
@@ -23,6 +25,9 @@ With a softcap, |d x_j| = e ((16 + d/4) |scale| sum |q||k_j| + 4 |x_j|) takes th
 (g_j + |d x_j| / c) |d x_j| + 6 e c: tanh is 1 - 2 / (1 + e^2x), with an error of 6 e whatever x is. Each term of
 |d ds_j| is then multiplied by g_j, and p_j |do . v_j - delta| |d g_j| is one more, where
 |d g_j| = 2 |tanh| g_j |d x_j| / c + (|d x_j| / c)^2 + 12 e.
+
+ALiBi adds 6 e |a| D_ij to rho_j. Neither ds nor da is rounded to the dtype:
+|d da| = sum_ij (|d ds_ij| + e (16 + n/4) |ds_ij|) D_ij, with u = 0 in |d ds_ij| but for |d delta|.
 
 A sum of n terms in fp32 gets e (16 + n/4): tensor cores truncate after every 16 terms. P and dS in fp16 lose up to
 2^-25 besides, where they are subnormal; in fp32, what is below 2^-126 may become 0. `MARGIN` stands for what first
@@ -76,11 +81,12 @@ class Rounding:
 class Head:
     """P, O and lse of one head of q, with their bounds: (seqlen_q, seqlen_k), (seqlen_q, d), (seqlen_q,)."""
 
-    def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array) -> None:
+    def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array, a: float) -> None:
         self.seen = np.zeros((s.sq, s.sk), bool)
         self.P, self.rho = np.zeros((s.sq, s.sk)), np.zeros((s.sq, s.sk))
         self.slope, self.d_slope = np.ones((s.sq, s.sk)), np.zeros((s.sq, s.sk))  # g
         self.O, self.dO = np.zeros((s.sq, s.d)), np.zeros((s.sq, s.d))
+        self.bias = a * distances(s)
         self.lse, self.dlse = np.full(s.sq, -np.inf), np.zeros(s.sq)
         for i in range(s.sq):
             first, end = s.visible(i)
@@ -93,6 +99,8 @@ class Head:
         score, d_score = x, d_x
         if s.softcap is not None:
             score, d_score = self._capped(i, keys, s.softcap, r, x, d_x)
+        if s.alibi:
+            score, d_score = score - self.bias[i, keys], d_score + 6 * r.e * np.abs(self.bias[i, keys])
         top = score.max()
         weight = np.exp(score - top)
         total = weight.sum()
@@ -121,6 +129,18 @@ class Head:
         return c * t, c * ((slope + off) * off + 6 * r.e)
 
 
+def distances(s: Spec) -> Array:
+    """D: of each key from each query's own position."""
+    return np.abs(np.arange(s.sq)[:, None] + s.sk - s.sq - np.arange(s.sk)).astype(np.float64)
+
+
+def _slopes(s: Spec, x: Inputs) -> Array:
+    """Of each sequence and head of q; zeros where there are none."""
+    batch = len(s.lengths) if s.packed else s.batch
+    slopes = np.zeros(()) if x.alibi_slopes is None else x.alibi_slopes.astype(np.float64)
+    return np.broadcast_to(slopes, (batch, s.heads * s.group))
+
+
 def _sum(weights: Array, rows: Array) -> Array:
     """weights @ rows; term by term where one is not finite, so that no library takes a short cut."""
     if np.isfinite(rows).all() and np.isfinite(weights).all():
@@ -132,7 +152,8 @@ def _product(W: Array, X: Array, seen: Array) -> Array:
     """W X over the pairs that are seen."""
     if np.isfinite(X).all() and np.isfinite(W).all():
         return W @ X
-    return np.stack([_sum(w[s], X[s]) for w, s in zip(W, seen, strict=True)])
+    rows = [_sum(w[s], X[s]) for w, s in zip(W, seen, strict=True)]
+    return np.stack(rows) if rows else np.zeros((0, X.shape[1]))
 
 
 def _whole(s: Spec, x: Inputs) -> Inputs:
@@ -151,42 +172,54 @@ def forward(s: Spec, x: Inputs) -> tuple[Bounded, ...]:
     batch, sq, heads, _ = s.shapes[0]
     out = Bounded(np.zeros(s.shapes[0]), np.zeros(s.shapes[0]))
     lse = Bounded(np.full((batch, heads, sq), -np.inf), np.zeros((batch, heads, sq)))
+    slopes = _slopes(s, x)
     with np.errstate(all="ignore"):
-        for b, rows, keys, alone in s.parts():
+        for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(heads):
                 of = (x.q[b, rows, h], x.k[b, keys, h // s.group], x.v[b, keys, h // s.group])
-                head = Head(alone, r, *(a.astype(np.float64) for a in of))
+                head = Head(alone, r, *(a.astype(np.float64) for a in of), slopes[i, h])
                 out.exact[b, rows, h], out.bound[b, rows, h] = head.O, head.dO
                 lse.exact[b, h, rows], lse.bound[b, h, rows] = head.lse, head.dlse
     return _given_back(s, out, lse)
 
 
 def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
-    """dq, dk, dv. `stored`: the out that the backward was given; delta follows from it where it is not finite."""
+    """dq, dk, dv, and dalibi_slopes where there are slopes.
+
+    `stored`: the out that the backward was given; delta follows from it where it is not finite.
+    """
     r, x = Rounding(s.dtype), _whole(s, x)
     stored = stored[None] if s.packed else stored
     dq, dk, dv = (Bounded(np.zeros(shape), np.zeros(shape)) for shape in (s.shapes[0], s.shapes[1], s.shapes[1]))
+    slopes = _slopes(s, x)
+    dslopes = Bounded(np.zeros(slopes.shape), np.zeros(slopes.shape))
     with np.errstate(all="ignore"):
-        for b, rows, keys, alone in s.parts():
+        for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(s.heads * s.group):
                 at_q, at_k = (b, rows, h), (b, keys, h // s.group)
                 arrays = (x.q[at_q], x.k[at_k], x.v[at_k], x.dout[at_q], stored[at_q])
                 Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
                 dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
-                found = _gradients(alone, r, Q, K, V, G, O, dlse)
-                for target, at, one in zip((dq, dk, dv), (at_q, at_k, at_k), found, strict=True):
+                found = _gradients(alone, r, Q, K, V, G, O, dlse, slopes[i, h])
+                targets = (dq, at_q), (dk, at_k), (dv, at_k), (dslopes, (i, h))
+                for (target, at), one in zip(targets, found, strict=True):
                     target.exact[at] += one.exact
                     target.bound[at] += one.bound
         for target in (dq, dk, dv):
             target.bound += r.u * np.abs(target.exact) + r.tiny
-    return _given_back(s, dq, dk, dv)
+    learned = []
+    if x.alibi_slopes is not None:
+        if s.alibi == 1:
+            dslopes = Bounded(dslopes.exact.sum(axis=0), dslopes.bound.sum(axis=0))
+        learned = [Bounded(dslopes.exact, dslopes.bound + 32 * r.e * np.abs(dslopes.exact) + r.tiny)]
+    return *_given_back(s, dq, dk, dv), *learned
 
 
 def _gradients(
-    s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array
-) -> tuple[Bounded, Bounded, Bounded]:
-    """What one head of q gives to dq, dk and dv, less the rounding of the results."""
-    head = Head(s, r, Q, K, V)
+    s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array, slope: float
+) -> tuple[Bounded, ...]:
+    """What one head of q gives to dq, dk, dv and dslopes, less the rounding of the results."""
+    head = Head(s, r, Q, K, V, slope)
     P, seen, rho = head.P, head.seen, head.rho
     delta = (G * head.O).sum(axis=1) - dlse
     delta = np.where(np.isfinite(delta), delta, (G * stored).sum(axis=1) - dlse)[:, None]
@@ -200,6 +233,10 @@ def _gradients(
     E += r.lost * (1 + np.abs(difference))
     E = np.where(seen, E, 0)
     n_keys, n_queries = r.sum(s.sk), r.sum(s.sq * s.group)
+    by_score = np.where(seen, P * difference, 0)
+    d_score = P * (d_delta[:, None] + r.sum(s.d) * (np.abs(G) @ np.abs(V).T)) + np.abs(by_score) * (rho + n_queries)
+    d_score = np.where(seen, d_score + r.lost * (1 + np.abs(difference)), 0)
+    D = distances(s)
     d_P = np.where(seen, P * (rho + r.inner + n_queries) + r.lost, 0)
     c = s.factor
     return (
@@ -208,6 +245,7 @@ def _gradients(
             c * _product(dS.T, Q, seen.T), abs(c) * _product((E + n_queries * np.abs(dS)).T, np.abs(Q), seen.T)
         ),
         Bounded(_product(P.T, G, seen.T), _product(d_P.T, np.abs(G), seen.T)),
+        Bounded(-(by_score * D).sum(), (d_score * D).sum()),
     )  # fmt: skip
 
 

@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cupyflash
+from cupyflash.check.accuracy import GRADIENTS
 from cupyflash.check.cases import Inputs
 
 from . import oracle
 from .arrays import draw
 from .spec import Spec
 
-Results = tuple[NDArray[Any], ...]  # out, lse, dq, dk, dv, and again dq, dk, dv where they must repeat bitwise
+# out, lse, dq, dk, dv, dalibi_slopes if there are slopes; and the gradients again where they must repeat bitwise
+Results = tuple[NDArray[Any], ...]
 
 
 @contextlib.contextmanager
@@ -42,14 +44,17 @@ def _calls(s: Spec, x: Inputs, to: Callable[[Any], Any], back: Callable[[Any], A
         return a.swapaxes(-3, -2) if s.layout == "bhsd" else a
 
     options, attention, backward = s.options | {"layout": s.layout}, cupyflash.attention, cupyflash.attention_backward
+    options |= {name: to(a) for name, a in x.brought().items()}
     if x.sequences is not None:
-        options |= {name: to(a) for name, a in x.sequences.named().items()}
         attention, backward = cupyflash.attention_varlen, cupyflash.attention_varlen_backward
     q, k, v, dout = (to(turned(a)) for a in x[:4])
     dlse = None if x.dlse is None else to(x.dlse)
     out, lse = attention(q, k, v, **options, return_lse=True)
-    grads = [g for _ in range(1 + s.deterministic) for g in backward(dout, q, k, v, out, lse, dlse=dlse, **options)]
-    return turned(back(out)), back(lse), *(turned(back(g)) for g in grads)
+    grads: list[Any] = []
+    for _ in range(1 + s.deterministic):
+        found = backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=x.learned, **options)
+        grads += [turned(back(g)) for g in found] + [back(getattr(found, f"d{name}")) for name in x.learned]
+    return turned(back(out)), back(lse), *grads
 
 
 def on_cpu(s: Spec, x: Inputs) -> Results:
@@ -82,17 +87,19 @@ WHERE: dict[str, Callable[[Spec, Inputs], Results]] = {"cpu": on_cpu, "emulator"
 def verdicts(s: Spec, x: Inputs, results: Results) -> list[str]:
     """What is wrong with some results."""
     out, lse, *grads = results
-    names = ("dq", "dk", "dv")
+    names = GRADIENTS[: 3 + len(x.learned)]
     exact_out, exact_lse = oracle.forward(s, x)
     lse_dtype = "fp64" if s.dtype == "fp64" else "fp32"
     found = [oracle.judge("out", out, exact_out, s.dtype), oracle.judge("lse", lse, exact_lse, lse_dtype)]
     for name, got, exact in zip(names, grads, oracle.backward(s, x, out), strict=False):
         found.append(oracle.judge(name, got, exact, s.dtype))
-    for name, got, again in zip(names, grads, grads[3:], strict=False):
+    for name, got, again in zip(names, grads, grads[len(names) :], strict=False):
         if got.tobytes() != again.tobytes():
             found.append(f"{name}: deterministic, but a second run gave other bits")
     found += [
-        f"{n}: dtype {a.dtype}" for n, a in zip(("out", *names), (out, *grads), strict=False) if a.dtype != x.q.dtype
+        f"{n}: dtype {a.dtype}"
+        for n, a in zip(("out", *names[:3]), (out, *grads), strict=False)
+        if a.dtype != x.q.dtype
     ]
     return [text for text in found if text]
 

@@ -24,8 +24,10 @@ class Spec:
         d: head_dim.
         packed: of each sequence queries:keys:used, as in ``61:97:90,0:5:5``; sq and sk then count the rows behind the
             last one, and batch says nothing. Empty: a batch.
+        ranges: of each sequence the keys [start, end) that its queries may see, as in ``0:5,3:9``; empty: all.
         heads: of k and v; each is shared by `group` heads of q.
         left, right: of the window.
+        alibi: how many dimensions the slopes have; 0: there are none.
         q, k, v, dout: how the inputs lie in memory, keys of `arrays.MEMORY`.
         o, dq, dk, dv: the same for results; in the emulator alone, which takes any strides.
         values: what the inputs hold, a key of `arrays.VALUES`.
@@ -41,6 +43,7 @@ class Spec:
     sq: int = 64
     sk: int = 64
     packed: str = ""
+    ranges: str = ""
     heads: int = 1
     group: int = 1
     causal: bool = False
@@ -48,6 +51,7 @@ class Spec:
     right: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    alibi: int = 0
     layout: str = "bshd"
     dlse: bool = False
     deterministic: bool = False
@@ -101,25 +105,33 @@ class Spec:
         """Queries, keys, used keys of each sequence."""
         return [(int(a), int(b), int(c)) for a, b, c in (x.split(":") for x in self.packed.split(",") if x)]
 
+    @property
+    def bounds(self) -> list[str]:
+        """`ranges`, one for each sequence; the last one for all that have none."""
+        n, found = len(self.lengths) if self.packed else self.batch, self.ranges.split(",")
+        return (found + found[-1:] * n)[:n]
+
     def parts(self) -> list[tuple[int, slice, slice, Spec]]:
         """Of each sequence, or each of the batch: which one of the arrays' batch, rows, used keys, it alone."""
         if not self.packed:
-            alone = dataclasses.replace(self, batch=1)
-            return [(b, slice(0, self.sq), slice(0, self.sk), alone) for b in range(self.batch)]
+            alone = [dataclasses.replace(self, batch=1, ranges=r) for r in self.bounds]
+            return [(b, slice(0, self.sq), slice(0, self.sk), one) for b, one in enumerate(alone)]
         found, row, key = [], 0, 0
-        for a, b, used in self.lengths:
-            alone = dataclasses.replace(self, packed="", batch=1, sq=a, sk=used)
+        for (a, b, used), r in zip(self.lengths, self.bounds, strict=True):
+            alone = dataclasses.replace(self, packed="", ranges=r, batch=1, sq=a, sk=used)
             found.append((0, slice(row, row + a), slice(key, key + used), alone))
             row, key = row + a, key + b
         return found
 
     def sequences(self) -> Sequences | None:
         """Where they lie."""
+        pairs = [[int(n) for n in r.split(":")] for r in self.bounds if r]
+        ranges = np.array(pairs, np.int32).reshape(-1, 2) if self.ranges else None
         if not self.packed:
-            return None
+            return None if ranges is None else Sequences(kv_range=ranges)
         q, k, used = (np.array(x, np.int32) for x in zip(*self.lengths, strict=True))
         first = [np.concatenate(([0], x.cumsum())).astype(np.int32) for x in (q, k)]
-        return Sequences(*first, None if (used == k).all() else used)
+        return Sequences(*first, None if (used == k).all() else used, ranges)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -134,7 +146,8 @@ class Spec:
         """The checked problem; an error of cupyflash if there is none."""
         q, k = (shape[1:] if self.packed else shape for shape in self.shapes)
         sequences = len(self.lengths) if self.packed else None
-        return make_problem((q, k, k), (self.dtype,) * 3, **self.options, sequences=sequences)
+        more = {"sequences": sequences, "alibi": self.alibi, "kv_range": bool(self.ranges)}
+        return make_problem((q, k, k), (self.dtype,) * 3, **self.options, **more)
 
     @property
     def factor(self) -> float:
@@ -146,11 +159,12 @@ class Spec:
         return NUMPY_DTYPE[self.dtype]
 
     def visible(self, query: int) -> tuple[int, int]:
-        """The keys [first, end) that a query sees: aligned at the bottom right."""
+        """The keys [first, end) that a query of a batch of one sees: aligned at the bottom right, of all keys."""
         same = query + self.sk - self.sq
         first = 0 if self.left is None else same - self.left
         last = self.sk - 1 if self.right is None else same + self.right
         if self.causal and same < last:
             last = same
-        first, end = max(first, 0), min(last, self.sk - 1) + 1
+        start, stop = (int(n) for n in (self.ranges or f"0:{self.sk}").split(":"))
+        first, end = max(first, 0, start), min(last + 1, self.sk, stop)
         return (first, end) if first < end else (0, 0)

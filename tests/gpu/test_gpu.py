@@ -46,16 +46,17 @@ def check(case: cases.Case, oracle: Oracle, inputs: cases.Inputs, library: str) 
     q, k, v, dout = (on_gpu(case.in_layout(x), library) for x in inputs[:4])
     dlse = None if inputs.dlse is None else on_gpu(inputs.dlse, library)
     options, forward, backward = case.options(), cupyflash.attention, cupyflash.attention_backward
-    if inputs.sequences is not None:
+    if case.packed:
         forward, backward = cupyflash.attention_varlen, cupyflash.attention_varlen_backward
-        options |= {name: on_gpu(x, library) for name, x in inputs.sequences.named().items()}
+    options |= {name: on_gpu(x, library) for name, x in inputs.brought().items()}
     poison(library)
     out, lse = forward(q, k, v, **options, return_lse=True)
     verdicts = oracle.judge_forward(case.in_layout(to_numpy(out)), to_numpy(lse))
     if case.backward:
         poison(library)
-        grads = backward(dout, q, k, v, out, lse, dlse=dlse, **options)
-        verdicts += oracle.judge_backward(*(case.in_layout(to_numpy(g)) for g in grads))
+        grads = backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=inputs.learned, **options)
+        learned = [to_numpy(getattr(grads, f"d{name}")) for name in inputs.learned]
+        verdicts += oracle.judge_backward(*(case.in_layout(to_numpy(g)) for g in grads), *learned)
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]
     assert not failed, "\n".join(failed)
 

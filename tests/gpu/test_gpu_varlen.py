@@ -85,7 +85,7 @@ def test_case(name: str, dtype: str) -> None:
     case = cases.case(name)
     inputs = case.inputs(dtype)
     assert inputs.sequences is not None
-    given = {name: on_gpu(x, "torch") for name, x in inputs.sequences.named().items()} | case.options()
+    given = {name: on_gpu(x, "torch") for name, x in inputs.brought().items()} | case.options()
     q, k, v, dout = (on_gpu(case.in_layout(x), "torch") for x in inputs[:4])
     dlse = None if inputs.dlse is None else on_gpu(inputs.dlse, "torch")
     if os.environ["CUPYFLASH_FAMILY"] == "sm90" and (case.memory == "misaligned" or "empty" in case.tags):
@@ -93,9 +93,10 @@ def test_case(name: str, dtype: str) -> None:
             attention_varlen(q, k, v, **given)
         return
     out, lse = attention_varlen(q, k, v, **given, return_lse=True)
-    grads = attention_varlen_backward(dout, q, k, v, out, lse, dlse=dlse, **given)
+    grads = attention_varlen_backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=inputs.learned, **given)
     found = [case.in_layout(to_numpy(x)) for x in (out, *grads)]
-    judge(Oracle(case.problem(dtype), *inputs), [found[0], lse, *found[1:]])
+    learned = [getattr(grads, f"d{name}") for name in inputs.learned]
+    judge(Oracle(case.problem(dtype), *inputs), [found[0], lse, *found[1:], *learned])
 
 
 @pytest.mark.needs("torch")

@@ -25,7 +25,7 @@ def check(spec: Spec, where: str) -> None:
     wrong = run.verdicts(spec, x, results)
     if spec.values in SHARP:
         judge = Oracle(spec.problem(), *x)
-        comparisons = [*judge.judge_forward(*results[:2]), *judge.judge_backward(*results[2:5])]
+        comparisons = [*judge.judge_forward(*results[:2]), *judge.judge_backward(*results[2 : 5 + len(x.learned)])]
         wrong += [str(c) for c in comparisons if not c.passed]
     assert not wrong, "\n".join([str(spec), *wrong])
 
@@ -67,7 +67,7 @@ def test_a_softcap_meets_everything() -> None:
     """Counted again from the rows. More than a few would each cost a build."""
     rows = covering.capped()
     assert {f"softcap-{i}" for i in range(len(rows))} == {
-        name for name, s in CASES.items() if s.softcap is not None and not s.packed
+        name for name, s in CASES.items() if s.softcap is not None and not s.packed and not s.alibi and not s.ranges
     }
     for axis, values in covering.AXES.items():
         met = {row[axis] for row in rows if all(axis == a for a, value in covering.HIDING if row[a] == value)}
@@ -79,7 +79,7 @@ def test_packed_sequences_meet_everything() -> None:
     """Counted again from the specs: every value of every axis but the batch, a softcap, and all that lengths can be."""
     rows = covering.capped()
     specs = [CASES[f"packed-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.packed} == set(specs)
+    assert {s for s in CASES.values() if s.packed and not s.alibi and not s.ranges} == set(specs)
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
@@ -91,6 +91,36 @@ def test_packed_sequences_meet_everything() -> None:
     assert {0, 1} <= {a for a, _, _ in lengths} & {b for _, b, _ in lengths}
     assert any(0 < used < b for _, b, used in lengths)
     assert {s.sq > 0 for s in specs} == {False, True}
+
+
+def test_slopes_meet_everything() -> None:
+    """Counted again from the specs: every value of every axis, alone and with a softcap, dense and packed."""
+    rows = covering.capped()
+    specs = [CASES[f"alibi-{i}"] for i in range(len(rows))]
+    assert {s for s in CASES.values() if s.alibi} == {*specs, *covering.UNSEEN.values()}
+    for axis in covering.AXES:
+        if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
+            assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
+    assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
+    assert {int(np.sign(s.factor)) for s in specs} == {-1, 0, 1}
+    assert {(s.alibi, bool(s.packed)) for s in specs} == set(itertools.product((1, 2), (False, True)))
+    assert {(s.alibi, s.softcap is None) for s in specs} >= {(1, True), (2, True), (2, False)}
+
+
+def test_ranges_of_keys_meet_everything() -> None:
+    """Counted again from the specs: every value of every axis but the batch, packed ones, and all kinds of ranges."""
+    rows = covering.capped()
+    specs = [CASES[f"range-{i}"] for i in range(len(rows))]
+    assert {s for s in CASES.values() if s.ranges} == set(specs)
+    for axis in covering.AXES:
+        if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
+            assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
+    assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
+    assert {row["mask"] for row in rows} == set(covering.AXES["mask"])
+    assert {bool(s.packed) for s in specs} == {False, True}
+    pairs = [(*map(int, r.split(":")), one.sk) for s in specs for r, (*_, one) in zip(s.bounds, s.parts(), strict=True)]
+    assert {(a > 0, b < n) for a, b, n in pairs if a < b} == {(x, y) for x in (False, True) for y in (False, True)}
+    assert any(a == b for a, b, n in pairs)
 
 
 @pytest.mark.needs("g++")

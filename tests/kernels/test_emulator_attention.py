@@ -6,6 +6,7 @@ Two modes each: the race detector; and asynchronous copies as late as allowed wi
 from __future__ import annotations
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -38,9 +39,11 @@ def check(results: list[Comparison]) -> None:
 
 
 def run(case: Case, dtype: str, arch: str, mode: str, seed: int) -> None:
+    """Slopes that are learned under the race detector, and fixed ones."""
     exact = oracle(case.name, dtype)
     inputs, problem = inputs_of(case, dtype)
-    session = Session(Device.synthetic(arch), MODES[mode], seed, family="sm80", backward_family="sm80")
+    device, learns = Device.synthetic(arch), mode == "race"
+    session = Session(device, MODES[mode], seed, family="sm80", backward_family="sm80", learns_slopes=learns)
     out, lse = session.forward(inputs, problem)
     check(exact.judge_forward(out, lse))
     if case.backward:
@@ -71,8 +74,9 @@ def test_every_shipped_variant_is_run() -> None:
         device, symbols = Device.synthetic(arch), set()
         for case in SHIPPED.values():
             problem, aligned = case.problem(case.dtypes[0]), case.memory == "contiguous"
-            for family in ("sm80", None):
-                symbols |= {v.symbol for v in variants_of_calls(problem, device, aligned=aligned, family=family)}
+            for known in itertools.product(("sm80", None), (False, True)):
+                more = dict(zip(("family", "dalibi"), known, strict=True))
+                symbols |= {v.symbol for v in variants_of_calls(problem, device, aligned=aligned, **more)}
         assert symbols >= {v.symbol for v in shipped.shipped(device)}
 
 

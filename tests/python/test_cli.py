@@ -24,6 +24,7 @@ from cupyflash.arrays import adapters as arrays
 from cupyflash.check import case_inputs, cases
 from cupyflash.cli import frameworks
 from cupyflash.cli.bench import cycles as bench_cycles
+from cupyflash.cli.bench import peers as bench_peers
 from cupyflash.cli.bench import report as bench_report
 from cupyflash.cli.bench.cell import Cell
 from cupyflash.cli.bench.timing import Clock, Timing
@@ -42,8 +43,8 @@ from cupyflash.plan.variant import Variant
 from cupyflash.problem import Problem
 
 ROOT = Path(__file__).resolve().parents[2]
-LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("compile",), ("cache", "path"), ("cache", "info"),
-          ("cache", "clear")]  # fmt: skip
+LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("run",), ("compile",), ("cache", "path"),
+          ("cache", "info"), ("cache", "clear")]  # fmt: skip
 Invoke = Callable[..., Result]
 
 
@@ -142,7 +143,9 @@ def test_verify_cpu(invoke: Invoke) -> None:
     assert document["verdict"].endswith("no kernel ran (--backend cpu)")
     assert document["ran"] == ["cpu"]
     assert {c["case"] for c in document["cases"]} == {c.name for c in cases.select("smoke")}
-    assert all(set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} for c in document["cases"])
+    for c in document["cases"]:
+        slopes = {"dalibi_slopes"} if cases.case(c["case"]).alibi else set()
+        assert set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} | slopes
     assert {c["check"] for c in document["checks"]} == set(verify_checks.available(frameworks.Framework()))
     assert document["reproduce"] is None
     assert document["kernels"] == []
@@ -459,6 +462,23 @@ def test_bench_gives_the_softcap_to_calls(monkeypatch: pytest.MonkeyPatch, invok
     assert set(given) == {3.0}
 
 
+def test_bench_with_slopes(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    """Calls get them, JSON and the table say it, and peers without ALiBi say so."""
+    given = []
+    for name in ("attention", "attention_backward"):
+        original = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *x, of=original, **o: (given.append(o["alibi_slopes"]), of(*x, **o))[1])
+    result = invoke("bench", *TINY, "--framework", "numpy", "--quick", "--rounds", "1", "--alibi", "--json")
+    assert {row["alibi"] for row in json.loads(result.stdout)["rows"]} == {True}
+    assert ", ALiBi" in result.stderr
+    for slopes in given:
+        ratios = slopes[1:] / slopes[:-1]
+        assert slopes[-1] == 2.0**-8
+        np.testing.assert_allclose(ratios, 2.0 ** (-8 / len(slopes)), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match="FlashAttention-4 has no ALiBi"):
+        bench_peers.fa4(Cell("bf16", 64, True, 24, 1, 2, 2, alibi=True))
+
+
 def test_ratios() -> None:
     cells = [Cell("bf16", 64, False, n, 1, 1, 1) for n in (1024, 2048)]
     times = {"cupyflash": (1.0, 2.0), "flash2": (2.0, 1.0), "cudnn": (None, 8.0)}
@@ -542,6 +562,21 @@ def test_compile_with_a_softcap(preset: str) -> None:
 
 
 @pytest.mark.parametrize("preset", ["common", "all"])
+def test_compile_with_slopes(preset: str) -> None:
+    """The same again with ALiBi's, fixed and learned, of any shape."""
+    target = device.Device.synthetic("sm_90")
+    plain = set(variants_of(preset, target, ("bf16",), (96, 200), packed=True))
+    both = set(variants_of(preset, target, ("bf16",), (96, 200), packed=True, alibi=True))
+    assert plain < both
+    for window, more in (((None, None), {"alibi": 1}), ((None, 0), {"alibi": 2, "packed": True})):
+        problem = Problem("bf16", 2, 99, 99, 4, 2, 200, 0.125, window, **more)  # type: ignore[arg-type]
+        for memory in MEMORY:
+            for learned in (False, True):
+                assert set(variants_of_calls(problem, target, dalibi=learned, **memory)) <= both
+    assert all("alibi" in v.symbol or v.function == "bwd_slopes" for v in both - plain)
+
+
+@pytest.mark.parametrize("preset", ["common", "all"])
 def test_compile_with_packed_sequences(preset: str) -> None:
     """The same again for attention_varlen, with and without a softcap."""
     target = device.Device.synthetic("sm_90")
@@ -553,6 +588,20 @@ def test_compile_with_packed_sequences(preset: str) -> None:
         for memory in MEMORY:
             assert set(variants_of_calls(problem, target, **memory)) <= both
     assert all(v.packed for v in both - plain)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_compile_with_ranges_of_keys(arch: str) -> None:
+    """The same for kv_range, with and without a softcap, packed or not."""
+    target = device.Device.synthetic(arch)
+    plain = set(variants_of("common", target, ("fp16",), (64, 200), softcap=True, packed=True))
+    both = set(variants_of("common", target, ("fp16",), (64, 200), softcap=True, packed=True, kv_range=True))
+    assert plain < both
+    for window, softcap, packed in (((None, None), None, False), ((None, 0), 30.0, False), ((None, 0), None, True)):
+        problem = Problem("fp16", 9, 99, 99, 4, 2, 200, 0.125, window, False, softcap, packed, kv_range=True)
+        for memory in MEMORY:
+            assert set(variants_of_calls(problem, target, **memory)) <= both
+    assert all(v.kv_range for v in both - plain)
 
 
 def test_cache_without_a_folder(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:

@@ -12,24 +12,28 @@ from hypothesis import strategies as st
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import CASES, NUMPY_DTYPE, Case, Inputs, case
 from cupyflash.cpu import attention as cpu
+from cupyflash.cpu import packed as cpu_packed
 from cupyflash.cpu import tiles as cpu_tiles
 from cupyflash.problem import DTYPES, Problem
 
-Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]
+Gradients = tuple[np.ndarray, ...]
 
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
+    wanted = () if x.alibi_slopes is None else ("dalibi_slopes",)
     if x.sequences is not None:
-        out, lse = cpu.forward_packed(x.q, x.k, x.v, p, x.sequences)
-        return out, lse, cpu.backward_packed(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, x.sequences)
-    out, lse = cpu.forward(x.q, x.k, x.v, p)
-    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p)
+        places = x.sequences, x.alibi_slopes
+        out, lse = cpu_packed.forward(x.q, x.k, x.v, p, *places)
+        return out, lse, cpu_packed.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, *places, wanted)
+    out, lse = cpu.forward(x.q, x.k, x.v, p, x.alibi_slopes)
+    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, x.alibi_slopes, wanted)
 
 
 def check(p: Problem, x: Inputs) -> None:
     out, lse, gradients = run(p, x)
-    assert {a.dtype for a in (out, *gradients)} == {NUMPY_DTYPE[p.dtype]}
-    assert lse.dtype == (np.float64 if p.dtype == "fp64" else np.float32)
+    assert {a.dtype for a in (out, *gradients[:3])} == {NUMPY_DTYPE[p.dtype]}
+    assert {a.dtype for a in (lse, *gradients[3:])} == {np.dtype(np.float64 if p.dtype == "fp64" else np.float32)}
+    assert len(gradients) == 3 + (p.alibi > 0)
     oracle = Oracle(p, *x)
     results = oracle.judge_forward(out, lse) + oracle.judge_backward(*gradients)
     assert all(r.passed for r in results), "\n".join(map(str, results))

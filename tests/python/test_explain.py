@@ -120,6 +120,14 @@ def test_packed_sequences(arch: str, document: Document) -> None:
     assert document(*words, "--packed", "--batch=3", "--seqlen=720")["problem"]["lengths_q"] == [240] * 3
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_ranges_of_keys(arch: str, document: Document) -> None:
+    found = document("--arch", arch, "--backward", "--causal", "--kv-range")
+    assert found["problem"]["kv_range"] is True
+    flags = [x["flags"] for shown in found["passes"] for x in shown["launches"]]
+    assert sum("kv_range" in names for names in flags) == len(flags) - 1  # all but delta's
+
+
 @pytest.mark.parametrize("words", [("--lengths-k=3",), ("--lengths=3,4", "--lengths-k=3"), ("--lengths=3,-1",)])
 def test_lengths_that_cannot_be(words: tuple[str, ...], invoke: Invoke) -> None:
     assert "--lengths" in invoke("--no-compile", *words, code=2).output
@@ -296,6 +304,23 @@ def test_usage(invoke: Invoke) -> None:
 )
 def test_windows(text: str, expected: str, invoke: Invoke) -> None:
     assert f"head_dim 128, {expected}\n" in invoke("--no-compile", "--window", text).stdout
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("head_dim", ["64", "256"])
+def test_slopes(arch: str, head_dim: str, document: Document, invoke: Invoke) -> None:
+    options = ("--arch", arch, "--alibi", "--head-dim", head_dim, "--seqlen", "300", "--heads", "6")
+    fixed, learned = document(*options, "--backward"), document(*options, "--learned")
+    assert fixed["problem"]["alibi"] == learned["problem"]["alibi"] == 1
+    names = [[x["symbol"] for x in found["passes"][1]["launches"]] for found in (fixed, learned)]
+    assert [len(x) for x in names] == [3, 4]
+    assert not any("dalibi" in name for name in names[0])
+    assert [name.startswith("bwd_slopes") for name in names[1]] == [False, False, False, True]
+    sums = learned["passes"][1]["launches"][3]
+    assert (sums["grid"], sums["flops"], sums["bytes"]) == (6, 0, learned["passes"][1]["workspace"]["dalibi_parts"])
+    assert ", no mask, ALiBi\n" in invoke("--no-compile", *options).stdout
+    assert "nothing to learn without --alibi" in invoke("--learned", code=2).output
+    assert document("--arch", arch)["problem"]["alibi"] == 0
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

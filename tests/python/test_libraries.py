@@ -349,17 +349,6 @@ def test_strange_jax_arrays_are_refused_by_name(argument: str, named: Named) -> 
         lambda x: np.asarray(x) if argument != "q" else 1,
     ):
         refused(argument, made | {argument: strange(made[argument])})  # fmt: skip
-    transforms = (
-        lambda f, x: jax.jit(f)(x),
-        lambda f, x: jax.grad(f)(x),
-        lambda f, x: jax.vmap(f)(x[None]),
-        lambda f, x: jax.linearize(f, x),
-        lambda f, x: jax.eval_shape(f, x),
-        lambda f, x: jax.checkpoint(f)(x),
-    )
-    for transform in transforms:
-        with pytest.raises(UnsupportedError, match=rf"^{argument}: traced JAX arrays"):
-            transform(lambda x: cupyflash.attention_backward(**made | {argument: x}).dq.sum(), made[argument])
 
 
 TWO_DEVICES = """
@@ -378,19 +367,13 @@ free = [jnp.asarray(x) for x in data]
 out = cupyflash.attention(*free)
 assert not out.committed and out.devices() == {first}
 assert (out + jax.device_put(data[0], second)).devices() == {second}
-with jax.default_device(second):
+with jax.default_device(second):  # JAX computes there what is committed nowhere
     out = cupyflash.attention(*free)
-assert out.devices() == {first}
+assert out.devices() == {second}
 try:
     cupyflash.attention(jax.device_put(data[0], first), *(jax.device_put(x, second) for x in data[1:]))
 except ArgumentError as e:
     assert str(e).startswith("k: expected the device of q, "), e
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-sharding = NamedSharding(Mesh([first, second], ("x",)), PartitionSpec(None, None, "x"))
-try:
-    cupyflash.attention(*(jax.device_put(x, sharding) for x in data))
-except UnsupportedError as e:
-    assert str(e).startswith("q: expected an array on one device, "), e
 with jax.enable_x64(True):
     wide = [jnp.asarray(x, jnp.float64) for x in data]
 out, lse = cupyflash.attention(*wide, return_lse=True)

@@ -168,3 +168,24 @@ def test_a_feature_has_no_tensor_map() -> None:
     row = Operand("bias", SCORES, forward=Use(INPUT, 64), strided=True, feature="bias")
     with pytest.raises(ValueError, match=r"^bias: "):
         Pass("forward", (*TABLE, row))
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_a_gradient_comes_along_unless_it_is_optional(optional: bool) -> None:
+    rows = (
+        Operand("bias", SCORES, backward=Use(INPUT), strided=True, feature="bias"),
+        Operand("dbias", SCORES, like="bias", backward=Use(GRADIENT, optional=optional), strided=True, feature="bias"),
+    )
+    which = Pass("backward", (*TABLE, *rows))
+    assert which.made(("q", "k", "v")) == ("dq", "dk", "dv")
+    assert which.made(("q", "k", "v", "bias")) == ("dq", "dk", "dv") + ("dbias",) * (not optional)
+    assert which.made(("q", "k", "v", "bias"), ("dbias",)) == ("dq", "dk", "dv", "dbias")
+
+
+def test_a_dimension_that_an_array_may_lack() -> None:
+    row, sizes = BACKWARD.rows["alibi_slopes"], (2, 70, 50, 4, 2, 64, 3, 70, 50)
+    assert row.shape(sizes) == (2, 4)
+    for packed in (False, True):
+        fitting = [shape for shape in ((2, 4), (4,), (2,), (1, 4), (1, 2, 4), ()) if row.fits(shape, sizes, packed)]
+        assert fitting == [(2, 4), (4,)]
+    assert not BACKWARD.rows["lse"].fits((4, 70), sizes)

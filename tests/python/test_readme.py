@@ -42,7 +42,9 @@ def test_the_support_table_names_only_known_architectures() -> None:
     assert named <= set(device.ARCHS)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/performance.md", "docs/cli.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/results.md", "docs/performance.md", "docs/cli.md", "docs/flash_attn.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     """Files are there, and so are the headings that the links name."""
     start = README.parent / page

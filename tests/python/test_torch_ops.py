@@ -74,11 +74,7 @@ def test_the_schema_follows_the_table() -> None:
     assert ops.schema(Pass("forward", table)) == ops.schema(FORWARD).replace(
         ", bool causal", ", Tensor? bias, bool causal"
     )
-    grown = (
-        ops.schema(BACKWARD)
-        .replace(", bool causal", ", Tensor? bias, bool causal")
-        .replace("Tensor dv)", "Tensor dv, Tensor dbias)")
-    )
+    grown = ops.schema(BACKWARD).replace(", bool causal", ", Tensor? bias, bool causal")[:-1] + ", Tensor dbias)"
     assert ops.schema(Pass("backward", table)) == grown
 
 
@@ -245,6 +241,36 @@ def test_transforms_within_compiled_code(compiler: Any) -> None:
     second = torch.func.grad(lambda q: torch.func.grad(loss(attention))(q, *make()[1:]).sum())
     with pytest.raises(Exception, match="second derivatives are not supported"):
         torch.compile(second, backend="aot_eager", fullgraph=True)(make()[0])
+
+
+def biased(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+    return attention(q, k, v, alibi_slopes=slopes, return_lse=True)
+
+
+def ranged(q: Any, k: Any, v: Any, kv_range: Any) -> Any:
+    return attention(q, k, v, kv_range=kv_range, return_lse=True)
+
+
+def test_optional_arrays_and_their_gradients_are_compiled(compiler: Any) -> None:
+    x, slopes = make(grad=True), torch.tensor([0.3, 0.1])
+    for f, optional in ((biased, slopes), (ranged, torch.tensor([[1, 5], [0, 4]], dtype=torch.int32))):
+        compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+        assert_same(lambda *x: compiled(*x, optional), lambda *x: f(*x, optional), x)  # noqa: B023
+    compiled = torch.compile(biased, backend="aot_eager", fullgraph=True)
+    assert_same(compiled, biased, [*x, slopes.requires_grad_()])
+
+
+def test_transforms_of_learned_slopes() -> None:
+    """Of slopes for all sequences and for each."""
+    x = make(3, 2, 5, 2, 8)
+    for slopes, dim in ((torch.rand(2), None), (torch.rand(3, 2), 0), (torch.rand(3, 2, 2), 0)):
+        gradient = torch.func.grad(lambda *x: biased(*x)[0].square().sum(), (0, 3))
+        found = torch.vmap(gradient, (0, 0, 0, dim))(*x, slopes)
+        for i in range(3):
+            leaves = [t[i].clone().requires_grad_() for t in x]
+            own = (slopes if dim is None else slopes[i]).clone().requires_grad_()
+            want = torch.autograd.grad(biased(*leaves, own)[0].square().sum(), (leaves[0], own))
+            close((found[0][i], found[1][i]), want)
 
 
 # ---- torch.export and other tracers ----

@@ -80,7 +80,9 @@ def work(rank: int, file: str) -> None:
     if hasattr(fsdp, "fully_shard"):
         check_parallel(rank, fsdp.fully_shard)
     check_dtensor(rank)
+    torch.distributed.barrier()  # none leaves before the other is done
     torch.distributed.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort a process that ends by itself
 
 
 def test_two_processes(tmp_path: Any) -> None:

@@ -46,9 +46,11 @@ def draw(total_q: int, total_k: int, heads_q: int = 4, heads_k: int = 2, head_di
 
 
 def everything(q: Any, k: Any, v: Any, dout: Any, dlse: Any, *lengths: Any, **given: Any) -> list[Any]:
-    """out, lse, dq, dk and dv."""
+    """out, lse, dq, dk, dv, and dalibi_slopes where there are slopes."""
     out, lse = attention_varlen(q, k, v, *lengths, **given, return_lse=True)
-    return [out, lse, *attention_varlen_backward(dout, q, k, v, out, lse, *lengths, dlse=dlse, **given)]
+    of = ("alibi_slopes",) if "alibi_slopes" in given else ()
+    grads = attention_varlen_backward(dout, q, k, v, out, lse, *lengths, dlse=dlse, gradients_of=of, **given)
+    return [out, lse, *grads, *(grads.dalibi_slopes for _ in of)]
 
 
 def one_by_one(
@@ -74,17 +76,19 @@ def test_case(case: Case, dtype: str) -> None:
     sequences = inputs.sequences
     assert sequences is not None
     q, k, v, dout = (case.in_layout(x) for x in inputs[:4])
-    given_arrays = q, k, v, dout, *sequences.named().values()
+    brought = inputs.brought()
+    given_arrays = q, k, v, dout, *brought.values()
     before = [x.tobytes() for x in given_arrays]
-    out, lse, dq, dk, dv = everything(q, k, v, dout, inputs.dlse, **sequences.named(), **given)
+    out, lse, dq, dk, dv, *learned = everything(q, k, v, dout, inputs.dlse, **brought, **given)
     assert {x.dtype for x in (out, dq, dk, dv)} == {q.dtype}
     assert lse.dtype == (np.float64 if dtype == "fp64" else np.float32)
     assert (out.shape, dk.shape, lse.shape) == (q.shape, k.shape, (case.heads_q, case.seqlen_q))
     assert all(x.flags.c_contiguous for x in (out, dq, dk, dv, lse))
     oracle = Oracle(case.problem(dtype), *inputs)
     verdicts = oracle.judge_forward(case.in_layout(out), lse) + oracle.judge_backward(
-        *map(case.in_layout, (dq, dk, dv))
+        *map(case.in_layout, (dq, dk, dv)), *learned
     )
+    assert len(learned) == len(inputs.learned)
     assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))
     assert [x.tobytes() for x in given_arrays] == before  # inputs are never written
 

@@ -1,0 +1,52 @@
+"""``cupyflash run``: a script as Python runs it, with cupyflash in the place of another library."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+import click
+
+from .output import Exit, exit_codes
+
+_RUNNERS = (__file__, runpy.__file__, "<frozen runpy>")  # whose frames say nothing about the script
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+    epilog=exit_codes("0 done, 1 the script raised an exception, else the script's own"),
+)
+@click.option("--flash-attn", is_flag=True, help="import flash_attn gives cupyflash.compat.flash_attn.")
+@click.option("-m", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(flash_attn: bool, is_module: bool, script: str, args: tuple[str, ...]) -> None:
+    """Run SCRIPT with ARGS, in this process, on cupyflash instead of another library.
+
+    The script runs as __main__, with its own sys.argv and its folder in front of sys.path. Options of this command
+    stand before SCRIPT.
+    """
+    if not flash_attn:
+        raise click.UsageError("say which library cupyflash stands in for: --flash-attn")
+    if not is_module and not os.path.isfile(script):
+        raise click.BadParameter(f"no file {script!r}", param_hint="SCRIPT")
+    from cupyflash import compat
+
+    compat.install()
+    sys.argv = [script, *args]
+    try:
+        if is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+            runpy.run_path(script, run_name="__main__")
+    except Exception as e:  # of the script, not of the command: reported as Python does, from the script on
+        where = e.__traceback__
+        while where is not None and where.tb_next and where.tb_frame.f_code.co_filename in _RUNNERS:
+            where = where.tb_next
+        sys.excepthook(type(e), e.with_traceback(where), where)
+        if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith(f"{compat.NAME}."):
+            click.echo(f"cupyflash stands in for {compat.NAME} and has no {e.name}: see docs/flash_attn.md", err=True)
+        raise SystemExit(Exit.FAILED) from None

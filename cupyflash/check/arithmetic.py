@@ -1,0 +1,59 @@
+"""In which dtypes plain attention is computed: exactly, or as the yardstick of the 2x rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """In which dtype tiles are computed, and to which they are rounded before a product.
+
+    Attributes:
+        accumulate: dtype of scores, softmax, sums and results of products.
+        storage: dtype of the inputs; P and dS are rounded to it before they enter a product. None: no rounding.
+        reverse: sum products from the last term to the first (see `plain`).
+    """
+
+    accumulate: type[np.floating[Any]]
+    storage: np.dtype[Any] | None = None
+    reverse: bool = False
+
+    @classmethod
+    def exact(cls) -> Arithmetic:
+        """Float64 without any further rounding."""
+        return cls(np.float64)
+
+    @classmethod
+    def plain(cls, dtype: np.dtype[Any]) -> Arithmetic:
+        """Scores, softmax and sums in fp32, P and dS rounded to `dtype`; all in fp64 for fp64.
+
+        For fp64 this would be the oracle itself. Products are then summed in reverse order, so that the distance
+        between the two shows how much the order of rounding matters.
+        """
+        double = dtype.itemsize == 8
+        return cls(np.float64 if double else np.float32, dtype, reverse=double)
+
+    def load(self, x: Array) -> Array:
+        """A copy of x in the dtype of the computation."""
+        return np.array(x, dtype=self.accumulate, order="C")
+
+    def product(self, a: Array, b: Array, visible: Array | None = None) -> Array:
+        """The matrix product a b; with a mask of the shape of a, only of its visible terms.
+
+        a is 0 where it is hidden. That is enough for finite b; else 0 * NaN must not happen, and rows go one by one.
+        """
+        if visible is None or np.isfinite(b).all():
+            return a[:, ::-1] @ b[::-1] if self.reverse else a @ b
+        rows = [self.product(a[i : i + 1, seen], b[seen]) for i, seen in enumerate(visible)]
+        return np.concatenate(rows) if rows else np.zeros((0, b.shape[1]), b.dtype)
+
+    def rounded(self, x: Array) -> Array:
+        """What is left of x after it was stored in the dtype of the inputs."""
+        return x if self.storage is None else x.astype(self.storage).astype(self.accumulate)

@@ -1,0 +1,97 @@
+"""flash-attn's rotary position embeddings, by torch; `RotaryEmbedding` keeps the tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+
+apply_rotary_emb_func = apply_rotary_emb
+
+__all__ = [
+    "RotaryEmbedding",
+    "apply_rotary_emb",
+    "apply_rotary_emb_func",
+    "apply_rotary_emb_kv_",
+    "apply_rotary_emb_qkv_",
+]
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotates q and k in place, with tables of angles ``position / base ** (2i / dim)`` that grow as needed.
+
+    Args:
+        dim: how many columns are rotated.
+        base: of the frequencies.
+        interleaved: as in `apply_rotary_emb`.
+        scale_base: of XPos (Sun et al. 2022), 512 say; None: no scales.
+        device: where the frequencies are made.
+    """
+
+    inv_freq: Tensor
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: Any = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        columns = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
+        scale = None if scale_base is None else (columns + 0.4 * dim) / (1.4 * dim)
+        self.register_buffer("scale", scale, persistent=False)
+        self._key: Any = None  # of the tables: positions, dtype, device
+        self._tables: tuple[Tensor, ...] = ()  # cos and sin of q, and of k
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Any:
+        """Rotate in place, and return what was given.
+
+        Args:
+            qkv: as in `apply_rotary_emb_qkv_`; with kv it is q (batch, seqlen, heads, head_dim).
+            kv: (batch, seqlen, 2, heads_k, head_dim).
+            seqlen_offset: position of the first row, an integer or (batch,).
+            max_seqlen: how many positions tables need; given with a tensor of offsets, which is not waited for.
+            num_heads_q: as in `apply_rotary_emb_qkv_`.
+        """
+        if max_seqlen is not None or not isinstance(seqlen_offset, Tensor):
+            self._grow(qkv.shape[1] + int(seqlen_offset) if max_seqlen is None else max_seqlen, qkv)
+        if not self._tables:
+            self._grow(qkv.shape[1], qkv)
+        cos, sin, cos_k, sin_k = self._tables
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
+        q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
+        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
+
+    def _frequencies(self, device: Any) -> Tensor:
+        columns = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return self.base ** (-columns / self.dim)
+
+    def _grow(self, positions: int, like: Tensor) -> None:
+        """Make tables for so many positions in the dtype and on the device of `like`, unless they are there."""
+        kind = (like.dtype, like.device, torch.is_inference_mode_enabled())
+        if self._key is not None and self._key[1:] == kind and self._key[0] >= positions:
+            return
+        rows = torch.arange(positions, device=like.device, dtype=torch.float32)
+        angles = torch.outer(rows, self._frequencies(like.device))  # inv_freq may have been cast with the model
+        scale = torch.ones((), device=like.device)
+        if self.scale_base is not None and self.scale is not None:
+            scale = self.scale.to(like.device, torch.float32) ** ((rows - positions // 2) / self.scale_base)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        self._tables = tuple(x.to(like.dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
+        self._key = (positions, *kind)

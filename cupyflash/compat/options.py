@@ -1,0 +1,74 @@
+"""flash-attn's options and conventions in terms of ours, and what it takes that we do not, refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..api import attention
+from ..errors import ArgumentError, UnsupportedError
+
+_HAS_ALIBI = "alibi_slopes" in inspect.signature(attention).parameters
+
+
+class Given(NamedTuple):
+    """The options of a call of flash-attn, in its terms.
+
+    Attributes:
+        window_size: (left, right) in keys; what is below 0 is unbounded.
+        softcap: 0 for none.
+        alibi_slopes: (heads_q,) or (batch, heads_q), fp32; never differentiable.
+    """
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Any = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+
+    def ours(self, head_dim: int) -> dict[str, Any]:
+        """The keyword arguments of `attention` and its kin; `head_dim` as the user gave it, not padded.
+
+        Raises:
+            UnsupportedError: dropout, or slopes where this version has none.
+            ArgumentError: window_size is no pair.
+        """
+        refuse_dropout(self.dropout_p)
+        scale = head_dim**-0.5 if self.softmax_scale is None and head_dim else self.softmax_scale
+        keywords = {
+            "causal": self.causal,
+            "scale": scale,
+            "window": _window(self.window_size),
+            "softcap": self.softcap or None,
+            "deterministic": self.deterministic,
+        }
+        if self.alibi_slopes is not None:
+            if not _HAS_ALIBI:
+                raise UnsupportedError(
+                    "alibi_slopes: this version of cupyflash has no ALiBi; leave them out, or give the bias to "
+                    "torch.nn.functional.scaled_dot_product_attention as attn_mask"
+                )
+            keywords["alibi_slopes"] = self.alibi_slopes.detach()
+        return keywords
+
+
+def refuse_dropout(dropout_p: float) -> None:
+    """Raise unless nothing is dropped."""
+    if dropout_p:
+        raise UnsupportedError(
+            f"dropout_p: expected 0.0, got {dropout_p}; cupyflash has no dropout yet: set the model's attention "
+            "dropout to 0, or call model.eval() where nothing is trained"
+        )
+
+
+def _window(window_size: Any) -> tuple[int | None, int | None] | None:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ArgumentError(
+            f"window_size: expected a pair (left, right) of integers, -1 for an unbounded side, got {window_size!r}"
+        )
+    left, right = (None if bound is None or bound < 0 else bound for bound in window_size)
+    return None if left is right is None else (left, right)

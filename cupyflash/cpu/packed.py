@@ -1,0 +1,60 @@
+"""Packed sequences, and those whose keys have ranges, in NumPy: the dense algorithm, one sequence after the other.
+
+Packed arrays are (total, heads, head_dim), lse is (heads_q, total_q).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import Problem
+from ..sequences import Sequences, parts
+from . import attention
+
+Array = NDArray[Any]
+
+
+def forward(
+    q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences, alibi_slopes: Array | None = None
+) -> tuple[Array, Array]:
+    """`attention.forward` of each sequence by itself. Rows outside of all sequences have out 0 and lse -inf."""
+    out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
+    for b, part in enumerate(parts(problem, sequences)):
+        found = attention.forward(q[part.q], k[part.k], v[part.k], part.problem, _of(alibi_slopes, b))
+        out[part.q], lse[part.lse] = found
+    return out, lse
+
+
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dlse: Array | None,
+    problem: Problem,
+    sequences: Sequences,
+    alibi_slopes: Array | None = None,
+    wanted: tuple[str, ...] = (),
+) -> tuple[Array, ...]:
+    """`attention.backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
+    dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
+    dslopes = [] if alibi_slopes is None or not wanted else [np.zeros_like(alibi_slopes)]
+    for b, part in enumerate(parts(problem, sequences)):
+        dO, Q, K, V, Out = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q]
+        dLSE, slopes = None if dlse is None else dlse[part.lse], _of(alibi_slopes, b)
+        found = attention.backward(dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, slopes, wanted)
+        dq[part.q], dk[part.k], dv[part.k] = found[:3]
+        for total, one in zip(dslopes, found[3:], strict=True):
+            target = total if total.ndim == 1 else total[b : b + 1]
+            target += one
+    return dq, dk, dv, *dslopes
+
+
+def _of(slopes: Array | None, b: int) -> Array | None:
+    """Those of sequence number b, by itself."""
+    return slopes if slopes is None or slopes.ndim == 1 else slopes[b : b + 1]

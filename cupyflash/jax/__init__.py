@@ -1,0 +1,15 @@
+"""Attention for JAX: inside jit, differentiable, under vmap, sharded; and functions with JAX's own signatures.
+
+`cupyflash.attention` and `attention_varlen` take JAX arrays, concrete or traced, and come here.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__all__ = ["dot_product_attention", "flax_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(".sdpa", __name__), name)

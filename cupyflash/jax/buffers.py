@@ -1,0 +1,85 @@
+"""XLA's buffers as arrays of a native library, so that a call of XLA's takes the way of every other call."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays.adapters import Numpy, Signature
+from ..launch.passes import contiguous_strides
+
+# XLA_FFI_DataType of what the table of arrays knows.
+CODES = {"int32": 4, "fp16": 10, "fp32": 11, "fp64": 12, "bf16": 16}
+_NAMES = {code: name for name, code in CODES.items()}
+_DTYPES: dict[int, Any] = {
+    CODES["int32"]: np.dtype(np.int32),
+    CODES["fp16"]: np.dtype(np.float16),
+    CODES["fp32"]: np.dtype(np.float32),
+    CODES["fp64"]: np.dtype(np.float64),
+    CODES["bf16"]: np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class Buffer(NamedTuple):
+    """An array of XLA's: always contiguous. dtype: XLA's code; device: the GPU's ordinal, or -1."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: int
+    device: int
+
+    def numpy(self) -> np.ndarray:
+        """The memory, on the host."""
+        dtype = _DTYPES[self.dtype]
+        size = math.prod(self.shape) * dtype.itemsize
+        if size == 0:
+            return np.empty(self.shape, dtype)
+        return np.frombuffer((ctypes.c_char * size).from_address(self.address), dtype).reshape(self.shape)
+
+
+class Buffers(Numpy):
+    """The library of one call's buffers: what would be allocated is the next of those that XLA gave for results."""
+
+    name = "xla"
+
+    def __init__(self, results: Sequence[Buffer] = (), stream: int = 0) -> None:
+        self._results: Iterator[Buffer] = iter(results)
+        self._stream = stream
+
+    def owns(self, x: Any) -> bool:
+        return isinstance(x, Buffer)
+
+    def signature(self, x: Any) -> tuple[Any, ...]:
+        return x.shape, contiguous_strides(x.shape), x.dtype, x.device
+
+    def describe(self, name: str, signature: tuple[Any, ...]) -> Signature:
+        return tuple.__new__(Signature, signature)
+
+    def dtype_name(self, dtype: Any) -> str:
+        return _NAMES.get(dtype, f"XLA's type {dtype}")
+
+    def pointer(self, x: Any) -> int:
+        return int(x.address)
+
+    def empty_like(self, x: Any) -> Any:
+        return next(self._results)
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
+        return next(self._results)
+
+    def stream(self, device: int) -> int:
+        return self._stream
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        return x.numpy()
+
+    def from_numpy(self, x: np.ndarray) -> Any:
+        """Copies a result of the CPU path into XLA's buffer for it."""
+        found = next(self._results)
+        found.numpy()[...] = x
+        return found

@@ -1,0 +1,128 @@
+"""A pass as one custom call of XLA's, whose attribute says which pass it is, of which arrays, with which options.
+
+XLA owns all memory: results, and the workspace of the kernels, are results of the call. The kernels are compiled and
+loaded when the call is traced, since its execution must not wait.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ArgumentError
+from ..gpu import device as gpu
+from ..launch import run
+from ..launch.checks import check
+from ..launch.passes import contiguous_strides, given_of, sizes_of
+from ..operands import BACKWARD, FORWARD
+from ..options import Options
+from ..plan.extents import Extents
+from . import ffi
+from .buffers import CODES, Buffers
+
+_TARGET = "cupyflash"
+PASSES = {which.name: which for which in (FORWARD, BACKWARD)}
+_CPU = -1
+
+
+class Static(NamedTuple):
+    """All of a call but its arrays: which they are, and what is asked for. JAX keeps compiled calls by it."""
+
+    which: str
+    names: tuple[str, ...]
+    options: Options
+    wanted: tuple[str, ...]  # of what is made only where somebody asks for it
+
+    def text(self) -> str:
+        """As the custom call carries it, into other processes too."""
+        return json.dumps([self.which, self.names, self.options._asdict(), self.wanted], separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: bytes) -> Static:
+        which, names, options, wanted = json.loads(text)
+        if options["window"] is not None:
+            options["window"] = tuple(options["window"])
+        return cls(which, tuple(names), Options(**options), tuple(wanted))
+
+
+_parse = functools.lru_cache(maxsize=1024)(Static.parse)
+
+
+def _run(frame: ffi.Frame) -> None:
+    """One execution."""
+    static = _parse(frame.text)
+    arrays = dict(zip(static.names, frame.inputs, strict=True))
+    library = Buffers(frame.results, frame.stream)
+    if static.which == "forward":
+        run.forward(library, arrays, static.options)
+    else:
+        run.backward(library, arrays, static.options, static.wanted)
+
+
+@functools.cache
+def _register() -> None:
+    ffi.register(_TARGET, _run, None)
+    if gpu.count():
+        ffi.register(_TARGET, _run, gpu.current())
+
+
+_DTYPES = {
+    "fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "fp64": jnp.float64, "int32": jnp.int32,
+}  # fmt: skip
+CODE_OF = {np.dtype(dtype): CODES[name] for name, dtype in _DTYPES.items()}
+
+
+def _keys(static: Static, arrays: Sequence[Any], device: int) -> list[tuple[Any, ...]]:
+    """The signatures that the arrays will have when XLA hands them over."""
+    found = []
+    for name, x in zip(static.names, arrays, strict=True):
+        dtype = np.dtype(x.dtype)
+        found.append((tuple(x.shape), contiguous_strides(x.shape), CODE_OF.get(dtype, dtype.name), device))
+        if not x.shape and name in "qkv":
+            raise ArgumentError(f"{name}: expected 4 dimensions, got a scalar")
+    return found
+
+
+def results_of(static: Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """What a pass makes, after all checks of shapes and dtypes."""
+    which = PASSES[static.which]
+    given = given_of(which, static.names, static.wanted)
+    problem, _ = check(which, static.names, Buffers(), _keys(static, arrays, _CPU), static.options)
+    named, sizes = dict(zip(static.names, arrays, strict=True)), sizes_of(Extents.of(problem), problem.head_dim)
+    found = [jax.ShapeDtypeStruct(named[like].shape, named[like].dtype) for like in given.likes]
+    for name in given.shaped:
+        row = which.rows[name]
+        wide = row.dtype == "fp32" and problem.dtype == "fp64"
+        dtype = _DTYPES["fp64" if wide else row.dtype]
+        found.append(jax.ShapeDtypeStruct(row.shape(sizes, problem.packed), dtype))
+    return found
+
+
+def _workspace(static: Static, arrays: Sequence[Any], results: int) -> list[jax.ShapeDtypeStruct]:
+    """What the kernels need beside results on this machine's GPUs, on each of which they are loaded."""
+    which, found = PASSES[static.which], []
+    for ordinal in range(gpu.count()):
+        keys = _keys(static, arrays, ordinal)
+        planned = run.planned(which, Buffers(), static.names, keys, static.options, static.wanted)
+        made = planned.made[results - len(planned.likes) :]
+        found = [jax.ShapeDtypeStruct(shape, _DTYPES[dtype]) for shape, dtype in made]
+    return found
+
+
+def call(static: Static, *arrays: Any) -> list[Any]:
+    """The custom call; what it makes."""
+    _register()
+    results = results_of(static, arrays)
+
+    def on(workspace: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., list[Any]]:
+        return lambda *x: ffi.call(_TARGET, [*results, *workspace], x, static.text())[: len(results)]
+
+    if not gpu.count() or arrays[0].dtype not in (jnp.float16, jnp.bfloat16):  # else the handler says what is missing
+        return on(())(*arrays)
+    return list(jax.lax.platform_dependent(*arrays, cpu=on(()), cuda=on(_workspace(static, arrays, len(results)))))

@@ -1,0 +1,204 @@
+"""Attention as operations of JAX: inside jit, differentiable, under vmap, and sharded over batch and heads."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ArgumentError, UnsupportedError
+from ..launch.run import WITH_LSE
+from ..operands import BACKWARD, GRADIENT
+from ..options import Options
+from .call import CODE_OF, PASSES, Static, call, results_of
+from .sharding import divided
+
+
+def _own_axes(*arrays: Any) -> frozenset[str]:
+    """Inside shard_map: the axes of the mesh along which each device has its own part of these arrays."""
+    found: set[str] = set()
+    for x in arrays:
+        kind: Any = jax.typeof(x) if hasattr(jax, "typeof") else None
+        manual: Any = getattr(kind, "manual_axis_type", None)
+        own: set[str] = getattr(kind, "vma", set()) if manual is None else manual.varying
+        found |= own
+    return frozenset(found)
+
+
+def _as_parts(found: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """What was made of such parts is such parts, which custom calls do not say."""
+    axes = _own_axes(*arrays)
+    return tuple(_vary(x, tuple(axes - _own_axes(x))) for x in found)
+
+
+def _vary(x: Any, axes: tuple[str, ...]) -> Any:
+    if not axes:
+        return x
+    return jax.lax.pcast(x, axes, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, axes)
+
+
+def _group(static: Static, arrays: Sequence[Any]) -> int:
+    """Query heads of a key head; 1 where the call is refused anyway."""
+    axis = 2 if static.options.layout == "bshd" else 1
+    named = dict(zip(static.names, arrays, strict=True))
+    shapes = [named[name].shape for name in "qk"]
+    if min(map(len, shapes)) < 4 or not shapes[1][axis]:
+        return 1
+    return max(1, int(shapes[0][axis] // shapes[1][axis]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _divided(static: Static, group: int) -> Callable[..., Any]:
+    which = PASSES[static.which]
+    made = which.made(static.names, static.wanted)
+    inputs, results = ([which.rows[name] for name in names] for names in (static.names, made))
+    return divided(lambda *arrays: tuple(call(static, *arrays)), inputs, results, static.options.layout, group)
+
+
+@functools.lru_cache(maxsize=1024)
+def _mapped(static: Static) -> Callable[..., Any]:
+    """The call, under vmap: the mapped axis joins the batch, where all arrays have one; else one after the other."""
+    rows = [PASSES[static.which].rows[name] for name in static.names]
+
+    def have_batch(dims: Sequence[int]) -> bool:
+        """Whether the arrays, of so many dimensions, have a batch, all of them; so what is made of them has one."""
+        same = all(row.dims[0] == "batch" and len(row.dims) == n for row, n in zip(rows, dims, strict=True))
+        return same and "cu_seqlens_q" not in static.names
+
+    @jax.custom_batching.custom_vmap  # type: ignore[untyped-decorator]
+    def one(*arrays: Any) -> Any:
+        results_of(static, arrays)  # all checks
+        if not have_batch([x.ndim for x in arrays]) or _own_axes(*arrays):
+            return tuple(call(static, *arrays))
+        return _divided(static, _group(static, arrays))(*arrays)
+
+    @one.def_vmap  # type: ignore[untyped-decorator]
+    def rule(size: int, mapped: Sequence[bool], *arrays: Any) -> Any:
+        given = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arrays, mapped, strict=True)]
+        if have_batch([x.ndim - 1 for x in given]):
+            found = one(*[x.reshape(size * x.shape[1], *x.shape[2:]) for x in given])
+            found = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in found)
+        else:
+            found = jax.lax.map(lambda x: one(*x), tuple(given))
+        return found, (True,) * len(found)
+
+    return one
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sealed(static: Static, *arrays: Any) -> Any:
+    """The call; a derivative of it is an error that says what is missing."""
+    return _mapped(static)(*arrays)
+
+
+def _no_derivative(static: Static, kept: Any, given: Any) -> Any:
+    raise UnsupportedError(
+        "attention: second derivatives are not supported: gradients of it cannot be differentiated again"
+    )
+
+
+_sealed.defvjp(lambda static, *arrays: (_mapped(static)(*arrays), None), _no_derivative)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _forward(static: Static, want_lse: bool, *arrays: Any) -> Any:
+    out, lse = _as_parts(_sealed(static, *arrays), arrays)
+    return (out, lse) if want_lse else out
+
+
+def _forward_rule(static: Static, want_lse: bool, *given: Any) -> Any:
+    arrays = [x.value for x in given]
+    out, lse = _as_parts(_sealed(static, *arrays), arrays)
+    followed = _Names(name for name, x in zip(static.names, given, strict=True) if x.perturbed)
+    return ((out, lse) if want_lse else out), (out, lse, arrays, followed)
+
+
+@jax.tree_util.register_static
+class _Names(tuple[str, ...]):
+    """Names among what is kept for the backward: those of arrays that JAX follows."""
+
+
+_GRADIENT_OF = {BACKWARD.rows[name].like: name for name in BACKWARD.names(GRADIENT)}
+_IS_ZERO = jax.custom_derivatives.SymbolicZero
+
+
+def _backward_rule(static: Static, want_lse: bool, kept: Any, given: Any) -> Any:
+    out, lse, inputs, followed = kept
+    dout, dlse = given if want_lse else (given, None)
+    named = {**dict(zip(static.names, inputs, strict=True)), "out": out, "lse": lse}
+    named["dout"] = jnp.zeros_like(out) if isinstance(dout, _IS_ZERO) else dout
+    if dlse is not None and not isinstance(dlse, _IS_ZERO):
+        named["dlse"] = dlse
+    of = {_GRADIENT_OF[name] for name in followed if name in _GRADIENT_OF}
+    wanted = tuple(name for name in BACKWARD.names(GRADIENT) if name in of and name in BACKWARD.optional)
+    grads = backward_of(named, static.options, wanted)
+    found = []
+    for name, x in zip(static.names, inputs, strict=True):
+        grad = grads.get(_GRADIENT_OF.get(name, ""))
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        nothing = jnp.zeros_like(x) if is_float else np.zeros(x.shape, jax.dtypes.float0)
+        found.append(nothing if grad is None else _as_parts([grad], [x])[0])
+    return tuple(found)
+
+
+_forward.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+
+
+_jit_forward = jax.jit(_forward, static_argnums=(0, 1))
+_jit_backward = jax.jit(_sealed, static_argnums=0)
+
+
+def attention_of(arrays: Mapping[str, Any], options: Options, want_lse: bool) -> tuple[Any, Any | None]:
+    """(out, lse) of arrays by name, concrete or traced."""
+    _vet(arrays)
+    static = Static("forward", tuple(arrays), options, WITH_LSE)
+    with _wide(arrays):
+        found = _jit_forward(static, want_lse, *arrays.values())
+    return found if want_lse else (found, None)
+
+
+def backward_of(arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The gradients by name, of arrays by name."""
+    _vet(arrays)
+    static = Static("backward", tuple(arrays), options, wanted)
+    with _wide(arrays):
+        found = _jit_backward(static, *arrays.values())
+    return dict(zip(BACKWARD.made(arrays, wanted), found, strict=True))
+
+
+def _wide(arrays: Mapping[str, Any]) -> Any:
+    """Without it jit would narrow arrays of 64 bits where JAX_ENABLE_X64 is not set."""
+    if all(x.dtype != np.float64 for x in arrays.values()):
+        return contextlib.nullcontext()
+    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(True)
+
+
+def _vet(arrays: Mapping[str, Any]) -> None:
+    """Refuse by name what jit would refuse in other words.
+
+    Raises:
+        ArgumentError: an array was deleted, or lies elsewhere than the first, or has a dtype that nothing takes.
+    """
+    first, where = None, None
+    for name, x in arrays.items():
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended) or np.dtype(x.dtype) not in CODE_OF:
+            raise ArgumentError(f"{name}: expected a floating-point dtype, got {x.dtype}")
+        if isinstance(x, jax.core.Tracer):
+            continue
+        if x.is_deleted():
+            raise ArgumentError(f"{name}: this JAX array was deleted, or donated to a jitted function; give a live one")
+        if not getattr(x, "committed", True):
+            continue
+        if where is None:
+            first, where = name, x.devices()
+        elif x.devices() != where:
+            raise ArgumentError(f"{name}: expected the device of {first}, {_words(where)}, got {_words(x.devices())}")
+
+
+def _words(devices: Any) -> str:
+    return ", ".join(sorted(map(str, devices)))

@@ -1,0 +1,122 @@
+"""Attention with the signatures of `jax.nn.dot_product_attention` and of flax's `attention_fn`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..options import make_options
+from .op import attention_of
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    warnings.warn(f"cupyflash: {reason}: jax.nn.dot_product_attention computes it", stacklevel=4)
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any | None = None,
+    mask: Any | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any | None = None,
+    key_value_seq_lengths: Any | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """`jax.nn.dot_product_attention` by cupyflash's kernels.
+
+        out = softmax(scale * query key^T, over the keys each query sees) value
+
+    Args:
+        query: ``(batch, T, heads, head_dim)`` or ``(T, heads, head_dim)``.
+        key, value: ``(batch, S, heads_k, head_dim)``, or without the batch; heads is a multiple of heads_k.
+        scale: ``head_dim ** -0.5`` by default.
+        is_causal: query i sees keys up to i, as in jax.nn: aligned at the top left. `cupyflash.attention` aligns at the
+            bottom right, which differs where T and S do.
+        local_window_size: ``(left, right)`` or one number for both: query i sees keys from i - left to i + right.
+        bias, mask, query_seq_lengths, key_value_seq_lengths: as in jax.nn, which then computes it: a warning says so
+            once.
+        return_residual: also return lse, ``(batch, T, heads)`` in fp32 (without the batch where query has none), not
+            differentiable.
+
+    Returns:
+        out, of query's shape and dtype; with `return_residual` ``(out, lse)``.
+
+    Raises:
+        ArgumentError, UnsupportedError, CompileError: as `cupyflash.attention`.
+
+    Example:
+        >>> import jax
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 128, 8, 64))
+        >>> dot_product_attention(q, k, v, is_causal=True).shape
+        (2, 128, 8, 64)
+    """
+    asked = {
+        "bias": bias, "mask": mask, "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }  # fmt: skip
+    given = [name for name, x in asked.items() if x is not None]
+    if given:
+        _say_once(f"{', '.join(given)} is not supported yet")
+        more = {"return_residual": True} if return_residual else {}
+        return jax.nn.dot_product_attention(
+            query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, **more,
+        )  # fmt: skip
+    arrays = {"q": query, "k": key, "v": value}
+    has_batch = query.ndim != 3
+    if not has_batch:
+        arrays = {name: x[None] for name, x in arrays.items()}
+    shift = arrays["k"].shape[1] - arrays["q"].shape[1]
+    left = right = None
+    if local_window_size is not None:
+        left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+        left, right = left + shift, right - shift
+    if is_causal:
+        right = -shift if right is None else min(right, -shift)
+    window = None if left is None and right is None else (left, right)
+    out, lse = attention_of(arrays, make_options(scale=scale, window=window), return_residual)
+    out = out if has_batch else out[0]
+    if lse is None:
+        return out
+    lse = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2))
+    return out, lse if has_batch else lse[0]
+
+
+def flax_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any | None = None,
+    mask: Any | None = None,
+    *,
+    dropout_rng: Any | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    **ignored: Any,
+) -> Any:
+    """An ``attention_fn`` for flax's MultiHeadAttention: ``(..., length, heads, head_dim)``, any leading dimensions.
+
+    Biases and masks, which cupyflash does not have yet, are left to `jax.nn`.
+
+    Raises:
+        UnsupportedError: dropout is asked for.
+    """
+    if dropout_rate > 0.0 and not deterministic:
+        from ..errors import UnsupportedError
+
+        raise UnsupportedError("dropout_rate: expected 0, dropout is not supported yet; or pass deterministic=True")
+    lead = query.shape[:-3]
+    three = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    masks = [None if x is None else jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+             for x in (bias, mask)]  # fmt: skip
+    return dot_product_attention(*three, *masks).reshape(*lead, *query.shape[-3:])

@@ -1,0 +1,120 @@
+"""JAX on the GPU: inside jit, on XLA's streams and memory, against plain attention in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("jax")]
+
+
+@pytest.fixture
+def three() -> list[Any]:
+    import jax
+
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU here")
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (2, 301, 8, 64), (2, 333, 2, 64), (2, 333, 2, 64)
+    return [jax.random.normal(key, shape, dtype="bfloat16") for key, shape in zip(keys, shapes, strict=True)]
+
+
+def ours(q: Any, k: Any, v: Any) -> Any:
+    return cupyflash.attention(q, k, v, causal=True)
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    s = jnp.einsum("bshd,bthd->bhst", q, k, precision="highest") * q.shape[-1] ** -0.5
+    s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool), s.shape[-1] - s.shape[-2]), s, -jnp.inf)
+    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s), v, precision="highest")
+
+
+def gradients(f: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.grad(lambda *x: (f(*x).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
+
+
+def near(got: Any, want: Any) -> None:
+    """Within two roundings of bf16, relative to the largest value."""
+    import jax
+
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.abs(x - y).max() <= 2**-7 * np.abs(y).max()
+
+
+def test_jit_and_gradients(three: list[Any]) -> None:
+    import jax
+
+    near(ours(*three), plain(*three))
+    near(jax.jit(ours)(*three), plain(*three))
+    near(jax.jit(gradients(ours))(*three), gradients(plain)(*three))
+
+
+def test_many_layers_in_one_program(three: list[Any]) -> None:
+    """Enough custom calls for XLA to make command buffers of them."""
+    import jax
+
+    q, k, v = three
+
+    def layers(f: Any) -> Any:
+        def run(q: Any, k: Any, v: Any) -> Any:
+            for _ in range(8):
+                q = f(q, k, v) + q
+            return q
+
+        return run
+
+    compiled = jax.jit(layers(ours))
+    for i in range(4):
+        near(compiled(q + i, k, v), jax.jit(layers(plain))(q + i, k, v))
+
+
+def test_scan_vmap_and_packed(three: list[Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v = three
+    mapped = jax.jit(jax.vmap(ours))(*[jnp.stack([x, 2 * x]) for x in three])
+    near(mapped[0], plain(q, k, v))
+    found = jax.jit(lambda q: jax.lax.scan(lambda x, _: (ours(x, k, v), None), q, None, length=3)[0])(q)
+    near(found, plain(plain(plain(q, k, v), k, v), k, v))
+    edges = jnp.asarray([0, 100, 100, 301], jnp.int32)
+    packed = jax.jit(lambda q, k, v, e: cupyflash.attention_varlen(q, k, v, e, causal=True))
+    got = packed(q[0], k[0, :301], v[0, :301], edges)
+    near(got[:100], plain(q[:1, :100], k[:1, :100], v[:1, :100])[0])
+    near(got[100:], plain(q[:1, 100:], k[:1, 100:301], v[:1, 100:301])[0])
+
+
+def test_nothing_is_prepared_where_it_runs(three: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    from cupyflash.launch import run
+
+    compiled = jax.jit(lambda *x: cupyflash.attention(*x, scale=0.21)).lower(*three).compile()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise AssertionError("prepared while XLA runs")
+
+    monkeypatch.setattr(run, "prepare", fails)
+    jax.block_until_ready(compiled(*three))
+
+
+def test_arrays_of_the_cpu_stay_there(three: list[Any]) -> None:
+    import jax
+
+    cpu = jax.devices("cpu")[0]
+    out = jax.jit(ours)(*[jax.device_put(x, cpu) for x in three])
+    assert out.devices() == {cpu}
+    near(out, plain(*three))

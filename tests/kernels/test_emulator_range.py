@@ -1,0 +1,95 @@
+"""Ranges of keys on the CPU, in both families, beyond the table of cases: ranges that contradict, and planted bugs
+(`emulator/mutants_range.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import MODES, EmulatorError
+from emulator.attention import Session, inputs_of, small_device
+from emulator.cases import TABLE
+from emulator.mutants import Bug
+from emulator.mutants_range import BACKWARD_RANGE, CLAMPED_RANGE, FORWARD_RANGE
+from emulator.require import require_compiler
+
+from cupyflash.check.accuracy import Comparison, Oracle
+from cupyflash.check.cases import Case, Inputs
+
+require_compiler()
+
+FAMILIES = ("sm80", "sm90")
+BEYOND = 2**31 - 1
+# Of six sequences with 203 keys: what kernels clamp, and what is left of it.
+CONTRADICT = ((-200, 70), (-1, BEYOND), (130, 9000), (100, 20), (BEYOND, -BEYOND - 1), (-90, -1))
+NEAR = ((-200, 70), (-1, 300), (130, 500), (100, 20), (300, -1), (-90, -1))  # of which a loop too long comes to an end
+CLAMPED = ((0, 70), (0, 203), (130, 203), (0, 0), (0, 0), (0, 0))
+
+
+def six(head_dim: int, **more: Any) -> Case:
+    return Case("six", "full", 75, 203, head_dim, 6, 1, 1, ranges=CLAMPED, **more)
+
+
+def contradicting(inputs: Inputs, ranges: tuple[tuple[int, int], ...] = CONTRADICT) -> Inputs:
+    assert inputs.sequences is not None
+    return inputs._replace(sequences=inputs.sequences._replace(kv_range=np.array(ranges, np.int32)))
+
+
+def session(arch: str, mode: str = "race", **more: Any) -> Session:
+    family = "sm90" if arch == "sm_90" else "sm80"
+    return Session(small_device(arch, 2), MODES[mode], family=family, backward_family=family, **more)
+
+
+def everything(how: Session, inputs: Inputs, case: Case) -> list[np.ndarray]:
+    """out, lse, dq, dk and dv."""
+    problem = case.problem("bf16")
+    out, lse = how.forward(inputs, problem)
+    return [out, lse, *how.backward(inputs, out, lse, problem)]
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"deterministic": True}], ids=["causal", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_ranges_that_contradict_are_clamped(arch: str, head_dim: int, options: dict[str, Any]) -> None:
+    """To the same bits, in the same order."""
+    case = six(head_dim, **options)
+    inputs = case.inputs("bf16")
+    found = everything(session(arch), contradicting(inputs), case)
+    for name, a, b in zip(
+        ("out", "lse", "dq", "dk", "dv"), found, everything(session(arch), inputs, case), strict=True
+    ):
+        np.testing.assert_array_equal(a, b, err_msg=name)
+    assert np.isneginf(found[1][3:]).all()
+    for x in (found[0], *found[2:]):
+        assert not x[3:].astype(np.float32).any()
+
+
+def planted(bug: Bug) -> list[Comparison]:
+    inputs, problem = inputs_of(TABLE[bug.case], "bf16")
+    exact, how = Oracle(problem, *inputs), session(bug.arch, headers=bug.headers())
+    if bug in FORWARD_RANGE:
+        return exact.judge_forward(*how.forward(inputs, problem))
+    return exact.judge_backward(*how.backward(inputs, *exact.plain_forward, problem))
+
+
+@pytest.mark.parametrize("bug", FORWARD_RANGE + BACKWARD_RANGE, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_planted_bug_is_reported(bug: Bug) -> None:
+    if bug.finds:
+        with pytest.raises(EmulatorError, match=bug.finds):
+            planted(bug)
+    else:
+        assert not all(result.passed for result in planted(bug))
+
+
+@pytest.mark.parametrize("bug", CLAMPED_RANGE, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_missing_clamp_is_reported(bug: Bug) -> None:
+    case = six(64)
+    inputs = case.inputs("bf16")
+    right = everything(session(bug.arch), inputs, case)
+    try:
+        found = everything(session(bug.arch, headers=bug.headers()), contradicting(inputs, NEAR), case)
+    except EmulatorError:
+        return
+    assert any(a.tobytes() != b.tobytes() for a, b in zip(found, right, strict=True))

@@ -1,0 +1,409 @@
+"""JAX: the operation under its transforms, against plain attention by JAX itself; sharded; and JAX's own signatures."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import ArgumentError, UnsupportedError
+
+pytestmark = pytest.mark.needs("jax")
+
+SHAPES = (2, 37, 4, 16), (2, 45, 2, 16), (2, 45, 2, 16)
+
+
+@pytest.fixture
+def three(rng: np.random.Generator) -> list[Any]:
+    """q, k and v: grouped heads, more keys than queries."""
+    import jax.numpy as jnp
+
+    return [jnp.asarray(rng.standard_normal(shape, dtype=np.float32)) for shape in SHAPES]
+
+
+def ours(q: Any, k: Any, v: Any) -> Any:
+    return cupyflash.attention(q, k, v, causal=True)
+
+
+def scores(q: Any, k: Any) -> Any:
+    """Of a causal mask aligned at the bottom right."""
+    import jax.numpy as jnp
+
+    k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
+    s = jnp.einsum("bshd,bthd->bhst", q, k) * q.shape[-1] ** -0.5
+    return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool), s.shape[-1] - s.shape[-2]), s, -jnp.inf)
+
+
+def plain(q: Any, k: Any, v: Any) -> Any:
+    import jax
+    import jax.numpy as jnp
+
+    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores(q, k)), jnp.repeat(v, q.shape[2] // v.shape[2], 2))
+
+
+def squared(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *x: (f(*x) ** 2).sum()
+
+
+def gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+    import jax
+
+    return jax.grad(squared(f), (0, 1, 2))
+
+
+def agree(got: Any, want: Any) -> None:
+    import jax
+
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 * float(abs(np.asarray(y)).max()))
+
+
+# ---- Transforms ----
+
+
+def test_it_runs_inside_jit(three: list[Any]) -> None:
+    import jax
+
+    agree(jax.jit(ours)(*three), plain(*three))
+    agree(ours(*three), plain(*three))
+
+
+def test_it_is_differentiable(three: list[Any]) -> None:
+    import jax
+
+    agree(gradients(ours)(*three), gradients(plain)(*three))
+    agree(jax.jit(gradients(ours))(*three), gradients(plain)(*three))
+
+
+def test_lse_is_differentiable(three: list[Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    weights = jnp.linspace(-1, 1, 2 * 4 * 37).reshape(2, 4, 37)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+        return (out**2).sum() + (weights * lse).sum()
+
+    def want(q: Any, k: Any, v: Any) -> Any:
+        return (plain(q, k, v) ** 2).sum() + (weights * jax.nn.logsumexp(scores(q, k), -1)).sum()
+
+    agree(jax.grad(loss, (0, 1, 2))(*three), jax.grad(want, (0, 1, 2))(*three))
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, 0)])
+def test_vmap(axes: tuple[int | None, ...], three: list[Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    given = [x if a is None else jnp.stack([x, 2 * x, x + 1], a) for x, a in zip(three, axes, strict=True)]
+    agree(jax.vmap(ours, axes)(*given), jax.vmap(plain, axes)(*given))
+    agree(jax.jit(jax.vmap(gradients(ours), axes))(*given), jax.vmap(gradients(plain), axes)(*given))
+
+
+def test_vmap_of_vmap(three: list[Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    given = [jnp.stack([jnp.stack([x, x / 2]), jnp.stack([x + 1, -x])]) for x in three]
+    agree(jax.vmap(jax.vmap(ours))(*given), jax.vmap(jax.vmap(plain))(*given))
+
+
+def test_scan_and_checkpoint(three: list[Any]) -> None:
+    import jax
+
+    def layers(f: Callable[..., Any]) -> Callable[..., Any]:
+        def run(q: Any, k: Any, v: Any) -> Any:
+            step = jax.checkpoint(lambda x: f(x, k, v))
+            return jax.lax.scan(lambda x, _: (step(x), None), q, None, length=3)[0]
+
+        return run
+
+    agree(jax.jit(gradients(layers(ours)))(*three), gradients(layers(plain))(*three))
+
+
+def test_packed_sequences_inside_jit(rng: np.random.Generator) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v = (jnp.asarray(rng.standard_normal((50, 2, 16), dtype=np.float32)) for _ in range(3))
+    edges = [[0, 17, 17, 40], [0, 5, 29, 50]]
+
+    def packed(q: Any, k: Any, v: Any, cu_seqlens: Any) -> Any:
+        return cupyflash.attention_varlen(q, k, v, cu_seqlens, causal=True)
+
+    def each(q: Any, k: Any, v: Any, cu_seqlens: list[int]) -> Any:
+        parts = [slice(*two) for two in itertools.pairwise(cu_seqlens) if two[0] < two[1]]
+        found = [plain(q[None, at], k[None, at], v[None, at])[0] for at in parts]
+        return jnp.concatenate([*found, jnp.zeros((50 - cu_seqlens[-1], 2, 16))])
+
+    compiled = jax.jit(jax.grad(squared(packed), (0, 1, 2)))
+    for lengths in edges:  # the second with what was compiled for the first
+        agree(compiled(q, k, v, jnp.asarray(lengths, jnp.int32)), jax.grad(squared(each), (0, 1, 2))(q, k, v, lengths))
+    assert compiled._cache_size() == 1
+    mapped = jax.vmap(packed, (None, None, None, 0))(q, k, v, jnp.asarray(edges, jnp.int32))
+    agree(mapped, jnp.stack([each(q, k, v, lengths) for lengths in edges]))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_alibi_slopes_and_their_gradient(shape: tuple[int, ...], three: list[Any], rng: np.random.Generator) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    slopes = jnp.asarray(rng.uniform(0.1, 0.5, shape), jnp.float32)
+
+    def biased(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        i, j = jnp.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], jnp.arange(k.shape[1])
+        s = scores(q, k) - jnp.broadcast_to(slopes, (2, 4))[:, :, None, None] * abs(i - j)
+        return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s), jnp.repeat(v, 2, 2))
+
+    def with_slopes(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        return cupyflash.attention(q, k, v, causal=True, alibi_slopes=slopes)
+
+    agree(jax.jit(with_slopes)(*three, slopes), biased(*three, slopes))
+    agree(jax.grad(squared(with_slopes), (0, 3))(*three, slopes), jax.grad(squared(biased), (0, 3))(*three, slopes))
+    given = [jnp.stack([x, x / 2]) for x in (*three, slopes)]
+    agree(jax.vmap(with_slopes)(*given), jax.vmap(biased)(*given))
+    axes = (0, None, None, None)
+    agree(
+        jax.vmap(jax.grad(squared(with_slopes), 3), axes)(given[0], *three[1:], slopes),
+        jax.vmap(jax.grad(squared(biased), 3), axes)(given[0], *three[1:], slopes),
+    )
+
+
+def test_a_backward_of_ones_own(three: list[Any]) -> None:
+    import jax
+
+    @jax.jit
+    def both(q: Any, k: Any, v: Any) -> Any:
+        out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+        return tuple(cupyflash.attention_backward(2 * out, q, k, v, out, lse, causal=True))
+
+    agree(both(*three), gradients(plain)(*three))
+
+
+def test_dtypes(three: list[Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    for dtype in (jnp.float16, jnp.bfloat16):
+        out = jax.jit(ours)(*[x.astype(dtype) for x in three])
+        assert out.dtype == dtype
+        np.testing.assert_allclose(out.astype(np.float32), plain(*three), rtol=0.05, atol=0.05)
+
+
+def test_a_call_that_is_exported_runs_without_being_traced_again(three: list[Any]) -> None:
+    import jax
+
+    checks = [jax.export.DisabledSafetyCheck.custom_call("cupyflash")]
+    agree(jax.export.export(jax.jit(ours), disabled_checks=checks)(*three).call(*three), plain(*three))
+
+
+# ---- Refused by name ----
+
+
+def test_what_is_wrong_is_said_when_it_is_traced(three: list[Any]) -> None:
+    import jax
+
+    q, k, v = three
+    with pytest.raises(ArgumentError, match=r"^k: expected the head_dim of q, 16, got 8"):
+        jax.jit(ours)(q, k[..., :8], v)
+    with pytest.raises(ArgumentError, match=r"^v: expected "):
+        jax.eval_shape(ours, q, k, v[:1])
+    with pytest.raises(ArgumentError, match=r"^q: expected a floating-point dtype .*, got int32"):
+        jax.jit(ours)(q.astype(np.int32), k, v)
+
+
+def test_second_derivatives_are_refused(three: list[Any]) -> None:
+    import jax
+
+    with pytest.raises(UnsupportedError, match="second derivatives"):
+        jax.grad(lambda q: jax.grad(squared(ours))(q, *three[1:]).sum())(three[0])
+
+
+def test_an_error_where_the_call_runs_is_raised_by_jax(three: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    from cupyflash.launch import run
+
+    compiled = jax.jit(lambda *x: cupyflash.attention(*x, scale=0.25)).lower(*three).compile()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("so it goes")
+
+    monkeypatch.setattr(run, "forward", fails)
+    with pytest.raises(Exception, match="RuntimeError: so it goes"):
+        jax.block_until_ready(compiled(*three))
+
+
+# ---- Sharded ----
+
+SHARDED = """
+import sys
+sys.path.insert(0, {tests!r})
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from python.test_jax import agree, gradients, ours, plain, squared
+import cupyflash
+from cupyflash.jax import call
+keys = jax.random.split(jax.random.key(0), 3)
+three = [jax.random.normal(key, (4, n, heads, 16)) for key, n, heads in zip(keys, (37, 45, 45), (4, 2, 2))]
+want, grads = plain(*three), gradients(plain)(*three)
+seen = []
+run = call.run.forward
+call.run.forward = lambda library, arrays, *more: (seen.append(arrays["q"].shape), run(library, arrays, *more))[1]
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    spec = P("data", None, "model")
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in three]
+    for f, expected in ((ours, want), (jax.jit(ours), want), (jax.jit(gradients(ours)), grads)):
+        seen.clear()
+        found = f(*placed)
+        agree(found, expected)
+        specs = [tuple(x.sharding.spec)[:3] for x in jax.tree.leaves(found)]
+        assert set(specs) == {{tuple(spec)}}, specs
+        assert set(seen) == {{(2, 37, 2, 16)}} and len(seen) == 4, seen
+    for check in (False, True):
+        parts = jax.shard_map(ours, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check)
+        agree(jax.jit(gradients(parts))(*placed), grads)
+    # One key head a device is the most: four devices along the heads are two too many, and are not an error.
+    line = jax.make_mesh((4,), ("model",), axis_types=(kind,))
+    if kind is AxisType.Auto:
+        q = jax.device_put(three[0], NamedSharding(line, P(None, None, "model")))
+        k, v = (jax.device_put(x, NamedSharding(line, P())) for x in three[1:])
+        agree(jax.jit(ours)(q, k, v), want)
+print("DONE")
+"""
+
+
+def test_each_device_computes_its_part() -> None:
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    code = SHARDED.format(tests=str(Path(__file__).resolve().parents[1]))
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "DONE", done.stderr[-3000:]
+
+
+# ---- JAX's own signatures ----
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 7, (3, 9)])
+@pytest.mark.parametrize("lengths", [(33, 33), (21, 40), (40, 21)])
+def test_dot_product_attention(
+    is_causal: bool, window: Any, lengths: tuple[int, int], rng: np.random.Generator
+) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from cupyflash.jax import dot_product_attention
+
+    seqlen_q, seqlen_k = lengths
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, n, heads, 16), dtype=np.float32))
+        for n, heads in ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2))
+    )
+    options = {"is_causal": is_causal, "local_window_size": window, "scale": 0.3}
+    got = dot_product_attention(q, k, v, **options)
+    want = jax.nn.dot_product_attention(q, k, v, **options)
+    sees = np.ones((seqlen_q, seqlen_k), bool)
+    rows, columns = np.ogrid[:seqlen_q, :seqlen_k]
+    if is_causal:
+        sees &= columns <= rows
+    if window is not None:
+        left, right = (window, window) if isinstance(window, int) else window
+        sees &= (columns >= rows - left) & (columns <= rows + right)
+    some = sees.any(1)  # JAX gives the mean of v to a query that sees no key
+    np.testing.assert_allclose(got[:, some], want[:, some], rtol=2e-5, atol=2e-5)
+    assert not np.asarray(got)[:, ~some].any()
+
+
+def test_dot_product_attention_without_a_batch_and_with_lse(rng: np.random.Generator) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from cupyflash.jax import dot_product_attention
+
+    q, k, v = (jnp.asarray(rng.standard_normal((20, 2, 16), dtype=np.float32)) for _ in range(3))
+    out, lse = dot_product_attention(q, k, v, return_residual=True)
+    agree(out, jax.nn.dot_product_attention(q, k, v))
+    agree(lse, jax.nn.logsumexp(jnp.einsum("shd,thd->sht", q, k) / 4, -1))
+
+
+def test_what_it_does_not_take_is_jaxs_own_and_said_once(rng: np.random.Generator) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from cupyflash.jax import dot_product_attention, sdpa
+
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 20, 2, 16), dtype=np.float32)) for _ in range(3))
+    mask = jnp.asarray(rng.random((2, 1, 20, 20)) < 0.7).at[..., 0].set(True)
+    sdpa._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="mask is not supported yet: jax"):
+        got = dot_product_attention(q, k, v, mask=mask)
+    agree(got, jax.nn.dot_product_attention(q, k, v, mask=mask))
+    dot_product_attention(q, k, v, mask=mask)  # a second warning would be an error
+
+
+def test_flax_attention(three: list[Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from cupyflash.jax import flax_attention
+
+    q, k, v = three
+    k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
+    got = flax_attention(*[x[None] for x in (q, k, v)], dropout_rate=0.1, deterministic=True, precision=None)
+    agree(got[0], jax.nn.dot_product_attention(q, k, v))
+    with pytest.raises(UnsupportedError, match="dropout_rate"):
+        flax_attention(q, k, v, dropout_rate=0.1)
+
+
+# ---- XLA's interface ----
+
+
+def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
+    import jaxlib
+
+    from cupyflash.jax import ffi
+
+    header = Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
+    if not header.is_file():
+        pytest.fail(f"jaxlib brings no {header}")
+    text = header.read_text()
+
+    def fields(name: str) -> list[str]:
+        body = re.search(rf"(?:typedef )?struct {name} \{{(.*?)\n\}}", text, re.DOTALL)
+        assert body, name
+        lines = re.sub(r"//.*", "", body[1])
+        named = re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)|(\w+);", lines)
+        return [a or b for a, b in named]
+
+    same = {
+        "XLA_FFI_CallFrame": ffi.CallFrame, "XLA_FFI_Args": ffi.Buffers, "XLA_FFI_Rets": ffi.Buffers,
+        "XLA_FFI_Buffer": ffi.XlaBuffer, "XLA_FFI_Attrs": ffi.Attributes, "XLA_FFI_ByteSpan": ffi.Span,
+        "XLA_FFI_Extension_Base": ffi.Extension, "XLA_FFI_Metadata_Extension": ffi.MetadataExtension,
+        "XLA_FFI_Api_Version": ffi.Version, "XLA_FFI_Stream_Get_Args": ffi.StreamArgs,
+        "XLA_FFI_Error_Create_Args": ffi.ErrorArgs,
+    }  # fmt: skip
+    for name, kind in same.items():
+        assert len(fields(name)) == len(kind._fields_), (name, fields(name))
+    found = fields("XLA_FFI_Api")
+    assert found.index("Stream_Get") == [name for name, _ in ffi.Api._fields_].index("Stream_Get")
+    assert found.index("Error_Create") == [name for name, _ in ffi.Api._fields_].index("Error_Create")
+    assert fields("XLA_FFI_Metadata")[:3] == ["struct_size", "api_version", "traits"]
+    codes = dict(re.findall(r"XLA_FFI_DataType_(\w+) = (\d+)", text))
+    from cupyflash.jax.buffers import CODES
+
+    names = {"int32": "S32", "fp16": "F16", "fp32": "F32", "fp64": "F64", "bf16": "BF16"}
+    assert {name: int(codes[names[name]]) for name in CODES} == CODES
+    assert ctypes.sizeof(ffi.Span) == 16
