@@ -60,7 +60,7 @@ def attention(
         q: ``(batch, seqlen_q, heads_q, head_dim)``: a CuPy, NumPy, PyTorch or JAX array, or any other with
             ``__dlpack__``. fp16 or bf16 on the GPU; also fp32 and fp64 on the CPU. head_dim is a multiple of 8 up to
             256. Any strides are fine as long as the last is 1. A subclass counts as the plain array it is (parameters,
-            memory maps); one with rules of its own (masks, units, DTensor) is refused.
+            memory maps); one with rules of its own (masks, units) is refused, except torch's DTensor and FakeTensor.
         k, v: ``(batch, seqlen_k, heads_k, head_dim)``, of q's library, dtype and device. heads_q is a multiple of
             heads_k: query head h uses key head ``h // (heads_q // heads_k)``.
         causal: query i sees keys up to ``i + seqlen_k - seqlen_q`` (aligned at the bottom right).
@@ -88,7 +88,7 @@ def attention(
         ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf.
         GPU work is queued on the library's current stream, and nothing waits for it, except for NumPy arrays and for
         libraries that are reached through DLPack. On PyTorch tensors that require grad, and in JAX, inside jit too, out
-        and lse are differentiable, once.
+        and lse are differentiable, once. Under torch's autocast q, k and v are cast as those of its own attention are.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it. A kv_range beyond the keys, or
@@ -122,7 +122,7 @@ def forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any,
     """(out, lse) of arrays of any library, by the names of the table of arrays."""
     library = common_library_of_three(*arrays.values()) if len(arrays) == 3 else common_library(**arrays)
     if library is TORCH:
-        return (_torch or _import_torch()).attention(arrays, call, want_lse)
+        return door_of_torch().attention(arrays, call, want_lse)
     if library is JAX:
         from .jax import op
 
@@ -133,15 +133,12 @@ def forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any,
     return run.forward(library, arrays, call, want_lse)
 
 
-_torch: Any = None  # our module of that name
+def door_of_torch() -> Any:
+    """Our module that takes tensors. Imported here and not kept: a program of torch.compile that sees a variable change
+    is compiled again. Costs 0.2 us."""
+    import cupyflash.torch.autograd
 
-
-def _import_torch() -> Any:
-    global _torch
-    from . import torch
-
-    _torch = torch
-    return torch
+    return cupyflash.torch.autograd
 
 
 def attention_backward(
@@ -212,7 +209,7 @@ def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) -> 
     """The gradients by name, of arrays of any library, by the names of the table of arrays."""
     library = common_library(**arrays)
     if library is TORCH:
-        return (_torch or _import_torch()).backward(arrays, call, wanted)
+        return door_of_torch().backward(arrays, call, wanted)
     if library is JAX:
         from .jax import op
 

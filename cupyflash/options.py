@@ -87,7 +87,8 @@ def number(name: str, x: Any) -> float:
         result = float(value)
     except (ArithmeticError, TypeError, ValueError):  # 10**400, a signalling NaN
         result = math.nan
-    if not math.isfinite(result):
+    is_array = type(x) is not int and type(x) is not float and _shape(x) is not None
+    if not is_array and not math.isfinite(result):  # of arrays `problem` asks: a tracer has no answer yet
         raise ArgumentError(f"{name}: expected a finite number, got {_shown(x)}")
     return result
 
@@ -151,6 +152,10 @@ def warn_of_minus_one(window: Window) -> None:
         stacklevel=level,
     )
     _minus_one_is_known = True
+
+
+# To torch.compile this is a constant, which means that it is called, once, when a program is compiled.
+warn_of_minus_one._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _value(name: str, x: Any) -> Any:

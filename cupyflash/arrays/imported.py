@@ -22,3 +22,8 @@ def is_instance(x: Any, module: str, name: str) -> bool:
     """Whether x is an instance of a class of a module that may be absent, or no more than a stand-in for it."""
     kind = getattr(imported(module), name, None)
     return isinstance(kind, type) and isinstance(x, kind)
+
+
+def is_tensor(kind: type) -> bool:
+    """Whether this is the type of torch's plain tensors, by its name alone: what torch.compile need not watch."""
+    return kind.__module__ == "torch" and kind.__name__ == "Tensor"

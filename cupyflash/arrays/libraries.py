@@ -15,8 +15,8 @@ import numpy as np
 
 from ..errors import ArgumentError, CupyflashError, UnsupportedError
 from .adapters import CUPY, NUMPY, TORCH, Native
-from .imported import is_instance
-from .vetting import vet_type
+from .imported import is_instance, is_tensor
+from .vetting import is_followed_by_torch, vet_type
 
 _OWN_RULES = {"numpy": ("__array_ufunc__", "__array_function__"), "torch": ("__torch_dispatch__",)}
 _OWN_RULES["cupy"] = _OWN_RULES["numpy"]
@@ -114,6 +114,8 @@ def library_of(name: str, x: Any) -> Native | Foreign:
         ArgumentError: if it is no array that any library owns.
         UnsupportedError: if it is one by rules of its own.
     """
+    if is_tensor(type(x)):
+        return TORCH
     library = _by_type.get(type(x))
     if library is None:
         library = _by_type[type(x)] = _find(name, x)
@@ -131,6 +133,8 @@ def _find(name: str, x: Any) -> Native | Foreign:
     if library in (NUMPY, CUPY, TORCH):
         module = sys.modules[library.name]
         base = module.Tensor if library is TORCH else module.ndarray
+        if library is TORCH and is_followed_by_torch(kind):
+            return library
         vet_type(name, kind, base, _OWN_RULES[library.name])
         if library is TORCH and kind not in (module.Tensor, module.nn.Parameter):
             return TORCH_SUBCLASS
@@ -155,7 +159,7 @@ def common_library_of_three(q: Any, k: Any, v: Any) -> Native | Foreign:
     """`common_library`, at once where all are of one type that is known."""
     kind = type(q)
     if type(k) is kind and type(v) is kind:
-        library = _by_type.get(kind)
+        library = TORCH if is_tensor(kind) else _by_type.get(kind)
         if library is not None:
             return library
     return common_library(q=q, k=k, v=v)

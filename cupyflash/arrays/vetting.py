@@ -18,13 +18,19 @@ from ..errors import ArgumentError, UnsupportedError
 # Of arrays that compute by rules of their own: what to give in their place.
 _INSIDE = {
     "AsyncCollectiveTensor": "x.wait()",
-    "DTensor": "x.to_local(), the part that this process holds",
-    "FakeTensor": "a tensor with data: tracers (make_fx, torch.export) are not supported yet",
     "MaskedArray": "x.filled(0), or x.data to ignore the mask",
     "MaskedTensor": "x.get_data() to ignore the mask",
     "NestedTensor": "the values() and, in int32, offsets() of its jagged form to attention_varlen",
     "matrix": "np.asarray(x)",
 }
+
+# Tensors of torch that compute by its operators alone, ours included.
+_FOLLOWED = ("DTensor", "FakeTensor", "FunctionalTensor")
+
+
+def is_followed_by_torch(kind: type) -> bool:
+    """Whether tensors of this type must be answered by an operator."""
+    return kind.__name__ in _FOLLOWED and kind.__module__.startswith("torch.")
 
 
 def vet_type(name: str, kind: type, base: type, rules: Sequence[str]) -> None:
@@ -103,19 +109,11 @@ def vet_memory(name: str, x: Any) -> None:
 
 
 def vet_transforms(name: str, x: Any) -> None:
-    """Refuse a tensor that a function transform of torch wraps.
+    """Refuse a tensor that is wrapped by a transform of torch for which there is no rule.
 
     Raises:
         UnsupportedError: it does.
     """
     torch = sys.modules["torch"]
-    functorch = torch._C._functorch
-    if (
-        functorch.is_functorch_wrapped_tensor(x)
-        or functorch.is_legacy_batchedtensor(x)
-        or torch._is_functional_tensor(x)
-    ):
-        raise UnsupportedError(
-            f"{name}: torch.func (grad, vjp, jvp, hessian, functionalize), vmap and is_grads_batched are not supported "
-            "yet; use torch.autograd, and the batch dimension in place of vmap"
-        )
+    if torch._is_functional_tensor(x):
+        raise UnsupportedError(f"{name}: torch.func.functionalize is not supported; call outside of it")

@@ -234,25 +234,26 @@ def test_a_gradient_without_memory_is_not_launched(gpu: Gpu, qkv: Any) -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Converting a tensor to a Python")
-def test_tracers_are_refused_where_a_call_is_ready(gpu: Gpu, qkv: Any) -> None:
+def test_tracers_see_operators_where_a_call_is_ready(gpu: Gpu, qkv: Any) -> None:
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
     q, k, v = (torch.from_numpy(x) for x in qkv)
     cupyflash.attention(q, k, v)
-    gpu.launched.clear()
 
     def call(q: Any, k: Any, v: Any) -> Any:
         return cupyflash.attention(q, k, v)
 
-    traces: tuple[Callable[[], Any], ...] = (
-        lambda: torch.jit.trace(call, (q, k, v)),
-        lambda: make_fx(call)(q, k, v),
-        lambda: make_fx(call, pre_dispatch=True)(q, k, v),
-        lambda: torch.func.vmap(call)(*(x[None] for x in (q, k, v))),
-        lambda: torch.func.grad(lambda q: call(q, k, v).sum())(q),
-    )
-    for trace in traces:
-        with pytest.raises(UnsupportedError):
-            trace()
+    for pre_dispatch in (False, True):
+        graph = make_fx(call, pre_dispatch=pre_dispatch)(q, k, v)
+        assert "cupyflash.forward" in graph.code
+        gpu.launched.clear()
+        graph(q, k, v)
+        assert len(gpu.launched) == 1
+    torch.func.vmap(call)(*(torch.stack([x] * 5) for x in (q, k, v)))
+    torch.func.grad(lambda q: call(q, k, v).sum())(q)
+    assert [p.batch for p in gpu.launched[1:]] == [5, 1, 1]
+    gpu.launched.clear()
+    with pytest.raises(UnsupportedError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(call, (q, k, v))
     assert not gpu.launched

@@ -95,21 +95,13 @@ def test_gradients_without_a_graph_have_none(qkv: Any) -> None:
         lambda f, x: functional.vhp(f, x, x),
         lambda f, x: functional.jvp(f, x, x),
         lambda f, x: functional.vjp(f, x, create_graph=True)[1].sum().backward(),
-        lambda f, x: functional.jacobian(f, x, vectorize=True),
         lambda f, x: functional.jacobian(f, x, vectorize=True, strategy="forward-mode"),
         lambda f, x: functional.jacobian(f, x, create_graph=True).sum().backward(),
-        lambda f, x: torch.autograd.grad(f(x.requires_grad_()), x, torch.ones(2), is_grads_batched=True),
-        lambda f, x: torch.func.grad(f)(x),
-        lambda f, x: torch.func.grad(torch.no_grad()(f))(x),
-        lambda f, x: torch.func.vjp(f, x),
         lambda f, x: torch.func.jvp(f, (x,), (x,)),
-        lambda f, x: torch.func.jacrev(f)(x),
         lambda f, x: torch.func.jacfwd(f)(x),
         lambda f, x: torch.func.hessian(f)(x),
         lambda f, x: torch.func.linearize(f, x),
-        lambda f, x: torch.func.vmap(f)(torch.stack([x, x])),
         lambda f, x: torch.func.functionalize(f)(x),
-        lambda f, x: torch.func.grad(lambda s: s * f(x))(torch.tensor(1.0)),
     ],
 )
 @pytest.mark.parametrize("power", [1, 2])
@@ -130,12 +122,12 @@ def test_calls_that_a_transform_does_not_reach_are_right(qkv: Any) -> None:
     found = torch.func.vmap(lambda s: s * cupyflash.attention(*qkv))(torch.arange(3.0))
     torch.testing.assert_close(found[2], 2 * want)
     q, k, v = (x.requires_grad_() for x in qkv)
-    out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    for call in (cupyflash.attention, lambda *x: cupyflash.attention_backward(out, *x, out, lse).dq):
-        with pytest.raises(UnsupportedError, match=r"^q, k, v: gradients inside torch\.func and vmap"):
-            torch.func.vmap(lambda s, call=call: s * call(q, k, v))(torch.arange(3.0))
-        with torch.no_grad():
-            torch.func.vmap(lambda s, call=call: s * call(q, k, v))(torch.arange(3.0))
+    found = torch.func.vmap(lambda s: s * cupyflash.attention(q, k, v))(torch.arange(3.0))
+    for a, b in zip(*(torch.autograd.grad(x.pow(2).sum(), qkv) for x in (found[2], 2 * exact(*qkv))), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(
+        torch.func.grad(lambda s: (s * cupyflash.attention(*qkv)).sum())(torch.tensor(1.0)), want.sum()
+    )
 
 
 @pytest.mark.parametrize("recorded", [False, True])
@@ -193,50 +185,12 @@ def test_checkpoint_and_hooks(qkv: Any) -> None:
 # ---- Tracers ----
 
 
-def _export(f: Callable[..., Any], *inputs: Any) -> Any:
-    class Model(torch.nn.Module):
-        def forward(self, *x: Any) -> Any:
-            return f(*x)
-
-    return torch.export.export(Model(), inputs, strict=False)
-
-
-def _make_fx(**options: Any) -> Callable[..., Any]:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    return lambda f, *inputs: make_fx(lambda q, k, v: f(q, k, v), **options)(*inputs)
-
-
-def _in_fake_mode(f: Callable[..., Any], *inputs: Any, make: bool = True) -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return f(*(torch.empty(x.shape) for x in inputs) if make else inputs)
-
-
-@pytest.mark.parametrize(
-    "trace",
-    [
-        lambda f, *x: torch.jit.trace(f, x),
-        _make_fx(),
-        _make_fx(pre_dispatch=True),
-        _make_fx(tracing_mode="fake"),
-        _make_fx(tracing_mode="symbolic"),
-        _export,
-        _in_fake_mode,
-        lambda f, *x: _in_fake_mode(f, *x, make=False),
-    ],
-    ids=["jit", "make_fx", "pre_dispatch", "fake", "symbolic", "export", "fake-mode", "fake-mode-plain"],
-)
-@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
-def test_tracers_are_refused(trace: Callable[..., Any], recorded: bool, qkv: Any) -> None:
-    inputs = [x.requires_grad_(recorded) for x in qkv]
-    named = r"^(q|q, k, v): .*(torch\.jit\.trace|tracing|tracers)"
-    with pytest.raises(UnsupportedError, match=named):
-        trace(cupyflash.attention, *inputs)
-    out, lse = (x.detach() for x in cupyflash.attention(*qkv, return_lse=True))
-    with pytest.raises(UnsupportedError, match=named):
-        trace(lambda q, k, v: tuple(cupyflash.attention_backward(out, q, k, v, out, lse)), *inputs)
+def test_the_old_tracer_is_refused(qkv: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"^q: torch\.jit\.trace"):
+        torch.jit.trace(cupyflash.attention, qkv)
+    out, lse = cupyflash.attention(*qkv, return_lse=True)
+    with pytest.raises(UnsupportedError, match=r": torch\.jit\.trace"):
+        torch.jit.trace(lambda q, k, v: tuple(cupyflash.attention_backward(out, q, k, v, out, lse)), qkv)
 
 
 def test_symbolic_tracing_is_refused() -> None:
@@ -246,45 +200,6 @@ def test_symbolic_tracing_is_refused() -> None:
 
     with pytest.raises(ArgumentError, match=r"q: expected an array .* got torch\.fx\.proxy\.Proxy"):
         torch.fx.symbolic_trace(Model())
-
-
-COMPILED = """
-import warnings; warnings.simplefilter("ignore")
-import torch, cupyflash
-torch.manual_seed(0)
-for kind in (torch.float32, torch.bfloat16):
-    q, k, v = (torch.randn(1, 5, 2, 8, dtype=kind).requires_grad_() for _ in range(3))
-    def f(q, k, v, scale=0.5):
-        out, lse = cupyflash.attention(2 * q, k, v, causal=True, scale=scale, window=(3, 0), return_lse=True)
-        return out * 3, lse
-    compiled = torch.compile(f, backend="aot_eager")
-    for scale in (0.5, 0.5, 0.25):
-        for x, y in zip(compiled(q, k, v, scale), f(q, k, v, scale)):
-            assert torch.equal(x, y)
-            for a, b in zip(*(torch.autograd.grad(z.sum(), (q, k), retain_graph=True) for z in (x, y))):
-                torch.testing.assert_close(a, b)
-    with torch.no_grad():
-        assert torch.equal(compiled(q, k, v)[0], f(q, k, v)[0])
-    def g(q, k, v):
-        out, lse = cupyflash.attention(q, k, v, return_lse=True)
-        return tuple(cupyflash.attention_backward(out, q + 0, k, v, out, lse))
-    x = [t.detach() for t in (q, k, v)]
-    for a, b in zip(torch.compile(g, backend="aot_eager")(*x), g(*x)):
-        assert torch.equal(a, b)
-frames = torch._dynamo.utils.counters["frames"]["total"]
-for _ in range(20):
-    compiled(q, k, v)
-assert torch._dynamo.utils.counters["frames"]["total"] <= frames + 3, "compiled at each call"
-try:
-    torch.compile(f, backend="eager", fullgraph=True)(q, k, v)
-except torch._dynamo.exc.Unsupported as e:
-    print("REFUSED" if "disable" in str(e) else e)
-"""
-
-
-def test_compile_leaves_the_graph() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=600)
-    assert done.stdout.strip() == "REFUSED", done.stderr[-3000:]
 
 
 def test_import_leaves_the_compiler_alone() -> None:
@@ -419,24 +334,25 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-def test_distributed_tensors_are_refused(group: None, qkv: Any) -> None:
+def test_distributed_tensors_beside_plain_ones_are_refused(group: None, qkv: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (1,))
-    q, k, v = (distribute_tensor(x, mesh, [Replicate()]) for x in qkv)
-    with pytest.raises(UnsupportedError, match=r"q: .*DTensor.*give x\.to_local\(\)"):
-        cupyflash.attention(q, k, v)
-    found = cupyflash.attention(q.to_local(), k.to_local(), v.to_local())
-    torch.testing.assert_close(found, exact(*qkv))
+    q, k, v = (distribute_tensor(x, init_device_mesh("cpu", (1,)), [Replicate()]) for x in qkv)
+    with pytest.raises(ArgumentError, match=r"q: expected a plain tensor as k is, got a DTensor; give all alike"):
+        cupyflash.attention(q, *qkv[1:])
+    torch.testing.assert_close(cupyflash.attention(q, k, v).to_local(), exact(*qkv))
+    compiled = torch.compile(cupyflash.attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v).to_local(), exact(*qkv))
+    torch._dynamo.reset()
 
 
 def test_other_states_of_torch_change_nothing(qkv: Any) -> None:
-    """Modes that only watch, a default device, inference mode, autocast."""
+    """Modes that only watch, a default device, inference mode."""
     from torch.utils.flop_counter import FlopCounterMode
 
     want = exact(*qkv)
-    contexts = (torch.inference_mode, torch.no_grad, lambda: torch.device("meta"), lambda: torch.autocast("cpu"),
+    contexts = (torch.inference_mode, torch.no_grad, lambda: torch.device("meta"),
                 lambda: FlopCounterMode(display=False), torch.overrides.BaseTorchFunctionMode)  # fmt: skip
     for context in contexts:
         with context():

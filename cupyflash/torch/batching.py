@@ -1,0 +1,51 @@
+"""The vmap rule: a mapped dimension becomes part of the batch, where there is one; else one call for each index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..operands import Pass
+
+Call = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
+
+
+def batched(
+    which: Pass, call: Call, size: int, arrays: Mapping[str, Tensor], dims: Mapping[str, int | None],
+    wanted: tuple[str, ...] = (),
+) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # fmt: skip
+    """The results of calls for each index of a mapped dimension, and where they have it.
+
+    Args:
+        call: the pass, of arrays by name.
+        size: the length of the mapped dimension.
+        dims: where each array has it; None: nowhere.
+        wanted: optional gradients.
+    """
+    mapped = {name: dim for name in arrays if (dim := dims[name]) is not None}
+    first = {name: x.movedim(mapped[name], 0) if name in mapped else x for name, x in arrays.items()}
+    if "cu_seqlens_q" in arrays or not all(
+        _has_batch(which, name, x.dim() - (name in mapped)) or (name not in mapped and f"d{name}" not in wanted)
+        for name, x in first.items()
+    ):
+        found = [call({name: x[i] if name in mapped else x for name, x in first.items()}) for i in range(size)]
+        return tuple(torch.stack(same) for same in zip(*found, strict=True)), (0,) * len(found[0])
+    batch = first["q"].shape[int("q" in mapped)]
+    folded = {name: _fold(x, size, name in mapped) if _has_batch(which, name, x.dim() - (name in mapped)) else x
+              for name, x in first.items()}  # fmt: skip
+    results = call(folded)
+    return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results), (0,) * len(results)
+
+
+def _has_batch(which: Pass, name: str, dims: int) -> bool:
+    """Whether an array of so many dimensions begins with the batch, which some may lack."""
+    row = which.rows[name]
+    return row.dims[0] == "batch" and dims == len(row.dims)
+
+
+def _fold(x: Tensor, size: int, is_mapped: bool) -> Tensor:
+    """(size, batch, ...) or, of one that is not mapped, (batch, ...), as (size * batch, ...)."""
+    x = x if is_mapped else x.expand(size, *x.shape)
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])

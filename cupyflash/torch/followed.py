@@ -1,0 +1,83 @@
+"""Whether torch follows what is computed, by means that see its own operators alone: modes, transforms, tracers.
+
+Names that torch keeps to itself stand here and nowhere else; without one of them all is taken to be followed, which
+costs some microseconds a call and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+
+def _or_else(find: Callable[[], Any], substitute: Callable[..., Any]) -> Callable[..., Any]:
+    """What is found, or in a torch that has it no longer, or not yet, its substitute."""
+    try:
+        found = find()
+    except AttributeError:
+        return substitute
+    return found if callable(found) else substitute
+
+
+is_compiling: Callable[[], bool] = torch.compiler.is_dynamo_compiling  # dynamo puts a constant in its place
+are_transforms_active = _or_else(lambda: torch._C._are_functorch_transforms_active, lambda: True)
+_dispatch_modes = _or_else(lambda: torch._C._len_torch_dispatch_stack, lambda: 1)
+_function_modes = _or_else(lambda: torch._C._len_torch_function_stack, lambda: 1)  # torch.device as a context is one
+_early_modes = _or_else(lambda: torch._ops._len_torch_dispatch_stack_pre_dispatch, lambda: 1)
+is_autocast_on = _or_else(lambda: torch._C._is_any_autocast_enabled, lambda: True)  # for any kind of device
+# Of a gradient in a call with is_grads_batched, which has a vmap of its own.
+is_batched_by_autograd = _or_else(lambda: torch._C._functorch.is_legacy_batchedtensor, lambda x: False)
+
+
+def is_followed() -> bool:
+    """Whether torch may be following what is computed with any tensor. Costs 0.2 us."""
+    return (
+        are_transforms_active() or _dispatch_modes() > 0 or forward_ad._current_level >= 0
+        or (_function_modes() > 0 and _early_modes() > 0)
+    )  # fmt: skip
+
+
+def is_dual_level() -> bool:
+    """Whether there may be dual tensors, which have forward-mode derivatives."""
+    return bool(forward_ad._current_level >= 0)
+
+
+def is_dual(x: torch.Tensor) -> bool:
+    """Whether x has a forward-mode derivative."""
+    return is_dual_level() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def fake_mode() -> Any | None:
+    """The FakeTensorMode in which we are."""
+    get, keys = getattr(torch._C, "_get_dispatch_mode", None), getattr(torch._C, "_TorchDispatchModeKey", None)
+    return get(keys.FAKE) if get and keys else None
+
+
+def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Its `apply` without the Python half, which serves transforms and torch.compile and costs 15 us."""
+    return _or_else(lambda: super(torch.autograd.Function, function).apply, function.apply)
+
+
+def below_autograd(op: Any, keys: Any, values: Sequence[Any]) -> Any:
+    """What an operator's rule for autograd hands on, as torch.library's own rules do."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *values)
+
+
+@contextmanager
+def one_level() -> Iterator[None]:
+    """Lets an autograd.Function record for the level of torch.func that asks, which the levels below do likewise."""
+    functorch = torch._C._functorch
+    if not hasattr(functorch, "set_single_level_autograd_function_allowed"):
+        yield
+        return
+    before = functorch.get_single_level_autograd_function_allowed()
+    functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        functorch.set_single_level_autograd_function_allowed(before)

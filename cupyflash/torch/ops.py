@@ -1,0 +1,166 @@
+"""The operators `torch.ops.cupyflash.forward` and `backward`: what torch.compile, export and modes see of a call.
+
+Their schemas follow from the table of arrays and the list of options: inputs in the table's order, those that a call
+may lack as None; then the options, flat; and all results that the pass ever makes. A result that a call does not make
+is an empty tensor. No argument has a default, since torch leaves out arguments that are equal to theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arrays.adapters import TORCH
+from ..launch import run
+from ..launch.checks import check
+from ..operands import BACKWARD, FORWARD, GRADIENT, INPUT, RESULT, Operand, Pass
+from ..options import Options
+
+# The options as an operator's arguments.
+OPTIONS = (
+    ("causal", "bool"),
+    ("scale", "float?"),
+    ("window_left", "SymInt?"),
+    ("window_right", "SymInt?"),
+    ("layout", "str"),
+    ("deterministic", "bool"),
+    ("softcap", "float?"),
+)
+_LSE = ("lse",)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def flat(options: Options) -> tuple[Any, ...]:
+    """The values of `OPTIONS`."""
+    causal, scale, window, *others = options
+    return causal, scale, *(window or (None, None)), *others
+
+
+def _options(values: Sequence[Any]) -> Options:
+    causal, scale, left, right, *others = values
+    return Options(causal, scale, None if left is None and right is None else (left, right), *others)
+
+
+def inputs_of(which: Pass) -> tuple[str, ...]:
+    return which.names(INPUT)
+
+
+def results_of(which: Pass) -> tuple[str, ...]:
+    """All that the pass ever makes for a caller."""
+    return which.names(RESULT, GRADIENT, where=lambda row: not row.hopper)
+
+
+def schema(which: Pass) -> str:
+    """The operator's schema."""
+    arrays = [f"Tensor{'?' * (name in which.optional)} {name}" for name in inputs_of(which)]
+    options = [f"{kind} {name}" for name, kind in OPTIONS]
+    wanted = ["str[] wanted"] if which.name == "backward" else []
+    results = ", ".join(f"Tensor {name}" for name in results_of(which))
+    return f"{which.name}({', '.join([*arrays, *options, *wanted])}) -> ({results})"
+
+
+def arguments(
+    which: Pass, arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...] | None = None
+) -> tuple[Any, ...]:
+    """What an operator is called with."""
+    given = [arrays.get(name) for name in inputs_of(which)]
+    return (*given, *flat(options), *(() if which.name == "forward" else (list(wanted or ()),)))
+
+
+def read(which: Pass, values: Sequence[Any]) -> tuple[dict[str, Any], Options, tuple[str, ...]]:
+    """The inverse of `arguments`."""
+    names = inputs_of(which)
+    arrays = {name: x for name, x in zip(names, values, strict=False) if x is not None}
+    rest = values[len(names) :]
+    return arrays, _options(rest[: len(OPTIONS)]), tuple(*rest[len(OPTIONS) :])
+
+
+def forward(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:
+    """(out, lse) by the operator."""
+    out, lse = FORWARD_OP(*arguments(FORWARD, arrays, options))
+    return out, lse
+
+
+def backward(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    """The gradients by name, by the operator."""
+    found = dict(zip(results_of(BACKWARD), BACKWARD_OP(*arguments(BACKWARD, arrays, options, wanted)), strict=True))
+    return {name: found[name] for name in BACKWARD.made(arrays, wanted)}
+
+
+# ---- What they do ----
+
+
+def _forward(*values: Any) -> tuple[Tensor, Tensor]:
+    arrays, options, _ = read(FORWARD, values)
+    out, lse = run.forward(TORCH, arrays, options)
+    return out, lse
+
+
+def _backward(*values: Any) -> tuple[Tensor, ...]:
+    arrays, options, wanted = read(BACKWARD, values)
+    if arrays["dout"].stride(-1) != 1:  # an expanded gradient, as of out.sum(), which compiled code does not see
+        arrays["dout"] = arrays["dout"].contiguous()
+    return all_of(BACKWARD, run.backward(TORCH, arrays, options, wanted), arrays["q"])
+
+
+def all_of(which: Pass, found: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, ...]:
+    """What an operator returns: an empty tensor for each result that is not there."""
+    return tuple(found[name] if name in found else like.new_empty(0) for name in results_of(which))
+
+
+def _fake(which: Pass) -> Callable[..., tuple[Tensor, ...]]:
+    """What it returns, by shapes, dtypes and strides alone; all results are contiguous.
+
+    Where all numbers are known they are checked as in a call. Symbolic ones are not asked, since each question narrows
+    what the traced program is good for: the call itself checks them.
+    """
+
+    def fake(*values: Any) -> tuple[Tensor, ...]:
+        arrays, options, wanted = read(which, values)
+        if not any(isinstance(n, _SYMBOLS) for n in (*flat(options), *(n for x in arrays.values() for n in x.shape))):
+            signatures = [TORCH.signature(x) for x in arrays.values()]
+            check(which, tuple(arrays), TORCH, signatures, options)
+        made = which.made(arrays, (*_LSE, *wanted) if which is FORWARD else wanted)
+        found = {name: _empty(which.rows[name], arrays, options.layout) for name in made}
+        return all_of(which, found, arrays["q"])
+
+    return fake
+
+
+def _empty(row: Operand, arrays: Mapping[str, Tensor], layout: str) -> Tensor:
+    """A result of a call."""
+    q = arrays["q"]
+    if row.like:
+        return torch.empty_like(arrays[row.like], memory_format=torch.contiguous_format)
+    packed = "cu_seqlens_q" in arrays
+    sizes = dict(zip(dims_of(FORWARD.rows["q"], layout, packed), q.shape, strict=True))
+    shape = [sizes[d] for d in (row.packed if packed else row.dims)]
+    dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+    return q.new_empty(shape, dtype=dtype)
+
+
+def dims_of(row: Operand, layout: str, packed: bool) -> list[str]:
+    """The names of an array's dimensions in the caller's layout."""
+    dims = list(row.packed if packed else row.dims)
+    if layout == "bhsd" and row.has_layout:
+        dims[-3:-1] = dims[-2], dims[-3]
+    return dims
+
+
+# ---- Their registration ----
+
+LIBRARY = torch.library.Library("cupyflash", "DEF")  # lives as long as this module, and the operators as long as it
+
+
+def _define(which: Pass, function: Callable[..., Any]) -> Any:
+    LIBRARY.define(schema(which), tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        LIBRARY.impl(which.name, function, key)
+    torch.library.register_fake(f"cupyflash::{which.name}", _fake(which), lib=LIBRARY)
+    return getattr(torch.ops.cupyflash, which.name).default
+
+
+FORWARD_OP, BACKWARD_OP = _define(FORWARD, _forward), _define(BACKWARD, _backward)

@@ -1,0 +1,108 @@
+"""F.scaled_dot_product_attention by cupyflash, where it can; else torch's own, with the reason, once."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+from torch import Tensor
+
+from ..options import Options
+from ..problem import MAX_HEAD_DIM
+from . import autograd
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """F.scaled_dot_product_attention, computed by cupyflash where it can be.
+
+    Args and result are those of torch's: ``(batch, heads, seqlen, head_dim)``; with `is_causal` query i sees keys up
+    to i (aligned at the top left), whatever the lengths.
+
+    What cupyflash does not take goes to torch's own: masks, dropout, head_dims that are no multiple of 8 or differ,
+    fp32 and fp64 on a GPU, GPUs older than Ampere, broadcast batches, and tensors in host memory, for which torch is
+    faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
+        >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
+        torch.Size([1, 8, 128, 64])
+    """
+    reason = why_not(query, key, value, dropout_p, attn_mask)
+    if not reason and query.shape[1] != key.shape[1] and not enable_gqa:
+        reason = "the heads of query and key differ, and enable_gqa is not set"
+    if reason:
+        _tell(reason)
+        gqa = {"enable_gqa": True} if enable_gqa else {}  # an argument since torch 2.5
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **gqa
+        )
+    window = (None, query.shape[2] - key.shape[2]) if is_causal else None
+    options = Options(scale=scale, window=window, layout="bhsd")
+    return autograd.attention({"q": query, "k": key, "v": value}, options, want_lse=False)[0]
+
+
+_GPU = (torch.float16, torch.bfloat16)
+_HOST = (*_GPU, torch.float32, torch.float64)
+
+
+def why_not(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tensor | None = None) -> str:
+    """Why a call in the layout bhsd is torch's; "" if it is ours. No reason depends on lengths."""
+    if torch.overrides.has_torch_function((q, k, v)):
+        return "a tensor has rules of its own"
+    if mask is not None:
+        return "there is an attn_mask"
+    if dropout_p:
+        return "there is dropout"
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        return "expected 4 dimensions"
+    return _why_not_device(q) or _why_not_shapes(q, k, v)
+
+
+def _why_not_device(q: Tensor) -> str:
+    kind = q.device.type
+    autocast = torch.is_autocast_enabled(kind) and q.dtype is torch.float32
+    if q.layout is not torch.strided or kind not in ("cpu", "cuda"):
+        return "expected plain tensors on the CPU or an NVIDIA GPU"
+    if kind == "cpu":
+        if os.environ.get("CUPYFLASH_BACKEND") != "cpu":
+            return "tensors in host memory are faster there; CUPYFLASH_BACKEND=cpu takes them, too"
+        return "" if q.dtype in _HOST else "expected a floating-point dtype"
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the GPU is older than Ampere"
+    return "" if q.dtype in _GPU or autocast else "expected fp16 or bf16 on a GPU"
+
+
+def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3]):
+        return "expected the same batch, and heads and length of value as of key"
+    d = q.shape[3]
+    if k.shape[3] != d or v.shape[3] != d or d % 8 or not 0 < d <= MAX_HEAD_DIM:
+        return f"expected one head_dim, a multiple of 8 and at most {MAX_HEAD_DIM}"
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        return "expected the heads of key to divide those of query"
+    if any(x.stride(3) != 1 and x.shape[3] > 1 for x in (q, k, v)):
+        return "expected a stride of 1 along head_dim"
+    return ""
+
+
+_told: set[str] = set()
+
+
+def _tell(reason: str) -> None:
+    """Warn once a reason."""
+    if reason not in _told:
+        _told.add(reason)
+        warnings.warn(f"scaled_dot_product_attention: this call is torch's own: {reason}", UserWarning, stacklevel=3)
+
+
+_tell._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, once, while compiling

@@ -1,0 +1,235 @@
+"""F.scaled_dot_product_attention: our function of its signature, and its own flash backend served by us."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import cupyflash
+from cupyflash import UnsupportedError
+
+torch = pytest.importorskip("torch")
+import cupyflash.torch as ours  # noqa: E402
+from cupyflash.torch import aten, sdpa  # noqa: E402
+
+F = torch.nn.functional
+close = torch.testing.assert_close
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
+has_registry = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "register_flash_attention_impl"), reason="this torch has no registry of backends"
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+    monkeypatch.setattr(sdpa, "_told", set())
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The passes that were run, by name."""
+    found: list[str] = []
+    for name in ("forward", "backward"):
+        real = getattr(aten.run, name)
+
+        def count(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            found.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(aten.run, name, count)
+    yield found
+    if hasattr(torch.nn.attention, "register_flash_attention_impl"):
+        ours.restore()
+
+
+def make(
+    lengths: tuple[int, int] = (9, 9), heads: tuple[int, int] = (4, 4), d: int = 8, turned: bool = False
+) -> list[Any]:
+    shapes = [(2, h, n, d) for h, n in zip((*heads, heads[1]), (*lengths, lengths[1]), strict=True)]
+    if turned:
+        x = [torch.randn(b, n, h, d, dtype=torch.float64).transpose(1, 2) for b, h, n, d in shapes]
+    else:
+        x = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    return [t.requires_grad_() for t in x]
+
+
+def both(f: Any, x: list[Any], **options: Any) -> list[Any]:
+    """Result and gradients."""
+    out = f(*x, **options)
+    return [out, *torch.autograd.grad(out.square().sum(), x)]
+
+
+def close_all(found: list[Any], want: list[Any]) -> None:
+    for a, b in zip(found, want, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (5, 9), (9, 5), (8, 9)])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_it_is_torchs_function(turned: bool, is_causal: bool, lengths: tuple[int, int], calls: list[str]) -> None:
+    x = make(lengths, (4, 2), turned=turned)
+    options = {"is_causal": is_causal, "scale": 0.7, "enable_gqa": True}
+    close_all(both(ours.scaled_dot_product_attention, x, **options), both(F.scaled_dot_product_attention, x, **options))
+    assert calls == ["forward", "backward"]
+
+
+def test_it_is_compiled_for_all_lengths() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(ours.scaled_dot_product_attention, backend="aot_eager", fullgraph=True, dynamic=True)
+    for lengths in ((9, 9), (17, 17), (33, 33)):
+        x = make(lengths)
+        close_all(both(compiled, x, is_causal=True), both(F.scaled_dot_product_attention, x, is_causal=True))
+    with pytest.warns(UserWarning, match="this call is torch's own: there is an attn_mask"):
+        compiled(*x, attn_mask=torch.ones(33, 33, dtype=torch.bool))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
+
+
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "mask": ({}, {"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, "there is an attn_mask"),
+    "dropout": ({}, {"dropout_p": 0.5}, "there is dropout"),
+    "head_dim": ({"d": 12}, {}, "a multiple of 8"),
+}
+
+
+@pytest.mark.parametrize(("arrays", "options", "reason"), OTHERS.values(), ids=OTHERS)
+def test_what_we_do_not_take_is_torchs(arrays: Any, options: Any, reason: str, calls: list[str]) -> None:
+    x = make(**arrays)
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match=f"scaled_dot_product_attention: this call is torch's own: .*{reason}"):
+        found = ours.scaled_dot_product_attention(*x, **options)
+    torch.manual_seed(1)
+    close(found, F.scaled_dot_product_attention(*x, **options))
+    ours.scaled_dot_product_attention(*x, **options)  # the reason is known now
+    assert not calls
+
+
+def test_other_calls_of_torch(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
+    """3 dimensions, heads that differ by mistake, broadcast batches, strides, and where torch is faster."""
+    q, k, v = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        close(ours.scaled_dot_product_attention(q[0], k[0], v[0]), F.scaled_dot_product_attention(q[0], k[0], v[0]))
+        close(ours.scaled_dot_product_attention(q, k[:1], v[:1]), F.scaled_dot_product_attention(q, k[:1], v[:1]))
+        x = [
+            t.detach().movedim(1, 3).contiguous().movedim(3, 1).movedim(2, 3).contiguous().movedim(3, 2)
+            for t in (q, k, v)
+        ]
+        close(ours.scaled_dot_product_attention(*x), F.scaled_dot_product_attention(*x))
+        with pytest.raises(RuntimeError, match="must match the size"):
+            ours.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
+    monkeypatch.delenv("CUPYFLASH_BACKEND")
+    with pytest.warns(UserWarning, match="host memory are faster there; CUPYFLASH_BACKEND=cpu"):
+        ours.scaled_dot_product_attention(q, k, v)
+    assert not calls
+
+
+@has_registry
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("lengths", [(9, 9), (5, 9), (9, 5)])
+def test_the_flash_backend_is_ours(lengths: tuple[int, int], turned: bool, calls: list[str]) -> None:
+    x, registry = make(lengths, turned=turned), torch.nn.attention
+    want = both(F.scaled_dot_product_attention, x, is_causal=True)
+    assert not calls
+    with ours.activate():
+        assert registry.current_flash_attention_impl() == "cupyflash"
+        found = both(F.scaled_dot_product_attention, x, is_causal=True)
+        assert calls == ["forward", "backward"]
+    close_all(found, want)
+    assert registry.current_flash_attention_impl() is None
+    calls.clear()
+    both(F.scaled_dot_product_attention, x, is_causal=True)
+    ours.restore()  # of nothing
+    assert not calls
+
+
+@has_registry
+def test_the_flash_backend_of_compiled_programs_is_ours(calls: list[str]) -> None:
+    x = make(turned=True)
+    want = both(F.scaled_dot_product_attention, x, is_causal=True)
+    torch._dynamo.reset()
+    ours.activate()
+    compiled = torch.compile(lambda *x, **options: F.scaled_dot_product_attention(*x, **options), fullgraph=True)
+    found = both(compiled, x, is_causal=True)
+    assert calls == ["forward", "backward"]
+    close_all(found, want)
+    torch._dynamo.reset()
+
+
+@has_registry
+def test_what_the_flash_backend_does_not_take_is_torchs(calls: list[str]) -> None:
+    x = make(d=12)
+    want = both(F.scaled_dot_product_attention, x)
+    with ours.activate():
+        found = both(F.scaled_dot_product_attention, x)
+    assert not calls
+    close_all(found, want)
+
+
+@has_registry
+def test_activations_within_each_other(calls: list[str]) -> None:
+    with ours.activate():
+        with ours.activate():
+            pass
+        F.scaled_dot_product_attention(*make())
+        assert calls == ["forward"]
+    F.scaled_dot_product_attention(*make())
+    assert calls == ["forward"]
+
+
+@has_registry
+def test_layers_that_call_it(calls: list[str]) -> None:
+    attention = torch.nn.MultiheadAttention(32, 4, batch_first=True, dtype=torch.float64)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    want = attention(x, x, x, need_weights=False)[0]
+    with ours.activate():
+        close(attention(x, x, x, need_weights=False)[0], want)
+    assert calls == ["forward"]
+
+
+def test_a_torch_without_registry_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl", raising=False)
+    for function in (ours.activate, ours.restore):
+        with pytest.raises(UnsupportedError, match=r"expected torch 2\.11 or newer, .* in its place"):
+            function()
+
+
+def test_the_kernels_for_a_gpu() -> None:
+    """What torch calls there, on CPU tensors, against plain attention: results, their strides, and gradients."""
+    for turned in (False, True):
+        q, k, v = (x.detach() for x in make((9, 9), (4, 2), turned=turned))
+        out, lse, _, _, max_q, max_k, state, offset, mask = aten._sdpa(None, q, k, v, 0.0, True, scale=0.3)
+        want = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+        close(out, want)
+        assert out.stride() == torch.empty_like(q).stride()
+        assert (lse.shape, max_q, max_k, state.shape, offset.shape, mask.numel()) == ((2, 4, 9), 9, 9, (2,), (), 0)
+        grads = aten._sdpa_backward(None, out, q, k, v, out, lse, None, None, 9, 9, 0.0, True, state, offset, scale=0.3)
+        leaves = [x.clone(memory_format=torch.preserve_format).requires_grad_() for x in (q, k, v)]
+        again = F.scaled_dot_product_attention(*leaves, is_causal=True, scale=0.3, enable_gqa=True)
+        for g, x, w in zip(grads, (q, k, v), torch.autograd.grad(again, leaves, out), strict=True):
+            close(g, w)
+            assert g.stride() == torch.empty_like(x).stride()
+
+
+def test_the_packed_kernels_for_a_gpu() -> None:
+    q, k, v = (torch.randn(9, 4, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 3, 9], dtype=torch.int32)
+    for bounds, window in (((None, None), None), ((-1, -1), None), ((2, -1), (2, None))):
+        options = {"causal": True, "window": window}
+        want, want_lse = cupyflash.attention_varlen(q, k, v, cu, **options, return_lse=True)
+        left, right = bounds
+        sides = {"window_size_left": left, "window_size_right": right}
+        x = [t.detach() for t in (q, k, v)]
+        out, lse, *state, _ = aten._flash(None, *x, cu, cu, 6, 6, 0.0, True, False, **sides, num_splits=None)
+        close((out, lse), (want.detach(), want_lse.detach()))
+        grads = aten._flash_backward(None, out, *x, out, lse, cu, cu, 6, 6, 0.0, True, *state, **sides)
+        close(list(grads), list(torch.autograd.grad(want, (q, k, v), out)))
+    told = aten._flash(lambda reason: reason, *x, cu, cu, 6, 6, 0.1, True, False)
+    assert told == "there is dropout"
