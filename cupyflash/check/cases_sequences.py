@@ -118,6 +118,6 @@ RANGE_CASES: tuple[Case, ...] = (
             causal=True, ranges=((0, 97), (60, 161), (64, 70))),
     _packed("range-outside-d256", "quick", (70, 9), (133, 101), 256, outside=(66, 3), values="nan_outside", dlse=True,
             ranges=((64, 133), (0, 33))),
-    _packed("range-deterministic-gqa", "full", (99, 3, 70), (190, 65, 71), heads_q=4, window=(150, 20),
+    _packed("range-deterministic", "full", (99, 3, 70), (190, 65, 71), heads_q=4, window=(150, 20),
             deterministic=True, values="nan_outside", ranges=((100, 190), (0, 65), (0, 64))),
 )  # fmt: skip

@@ -63,7 +63,10 @@ def test_jit_and_gradients(three: list[Any]) -> None:
 
 
 def test_many_layers_in_one_program(three: list[Any]) -> None:
-    """Enough custom calls for XLA to make command buffers of them, which it replays with other inputs."""
+    """Enough custom calls for XLA to make command buffers of them, which it replays with other inputs.
+
+    Compared with the same calls outside jit: XLA may round a sum that it fuses less often.
+    """
     import jax
 
     q, k, v = three
@@ -75,7 +78,7 @@ def test_many_layers_in_one_program(three: list[Any]) -> None:
 
     compiled = jax.jit(layers)
     for i in range(4):
-        np.testing.assert_array_equal(compiled(q + i, k, v), layers(q + i, k, v))
+        near(compiled(q + i, k, v), layers(q + i, k, v))
 
 
 def test_scan_vmap_and_packed(three: list[Any]) -> None:
