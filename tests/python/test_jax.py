@@ -246,6 +246,22 @@ def test_an_error_where_the_call_runs_is_raised_by_jax(three: list[Any], monkeyp
         jax.block_until_ready(compiled(*three))
 
 
+UNFINISHED = """
+import jax
+import cupyflash
+q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 512, 8, 64), dtype="bfloat16")
+grads = jax.grad(lambda *x: (cupyflash.attention(*x, causal=True) ** 2).sum(), (0, 1, 2))(q, k, v)
+print("DONE")
+"""
+
+
+def test_a_program_that_ends_before_its_results_are_there() -> None:
+    """XLA's threads call into the interpreter until then; one that is gone would keep them waiting for ever."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", UNFINISHED], env=environment, capture_output=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, b"DONE"), done.stderr[-3000:]
+
+
 # ---- Sharded ----
 
 SHARDED = """
