@@ -249,8 +249,9 @@ def test_an_error_where_the_call_runs_is_raised_by_jax(three: list[Any], monkeyp
 UNFINISHED = """
 import jax
 import cupyflash
-q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 512, 8, 64), dtype="bfloat16")
-grads = jax.grad(lambda *x: (cupyflash.attention(*x, causal=True) ** 2).sum(), (0, 1, 2))(q, k, v)
+q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1024, 8, 64), dtype="bfloat16")
+loss = jax.jit(lambda q, k, v: (cupyflash.attention(q, k, v, causal=True) ** 2).sum())
+grads = jax.grad(loss, (0, 1, 2))(q, k, v)
 print("DONE")
 """
 
