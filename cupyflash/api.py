@@ -10,7 +10,7 @@ from .arrays.adapters import TORCH
 from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
 from .errors import ArgumentError
 from .launch import run
-from .operands import BACKWARD, GRADIENT
+from .operands import BACKWARD
 from .options import Options, Window, make_options
 
 
@@ -77,7 +77,8 @@ def attention(
         kv_range: ``(batch, 2)``, int32, of q's library and device: the queries of sequence b see none but the keys
             ``kv_range[b, 0]`` to ``kv_range[b, 1]``, those that are not padding, left or right. causal and window stay
             where they are, aligned by seqlen_q and seqlen_k: with causal, query i of a batch padded on the left sees
-            keys ``kv_range[b, 0]`` to i. Blocks of keys beyond are not read. None: all keys.
+            keys ``kv_range[b, 0]`` to i. Blocks of keys beyond are not read. None: all keys. Not yet together with
+            alibi_slopes.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -228,7 +229,7 @@ def wanted_of(gradients_of: Any, given: Mapping[str, Any]) -> tuple[str, ...]:
     """
     if gradients_of == ():
         return ()
-    of = {BACKWARD.rows[name].like: name for name in BACKWARD.names(GRADIENT) if name in BACKWARD.optional}
+    of = {name: made for name, made in BACKWARD.gradient_of.items() if made in BACKWARD.optional}
     asked = options.several("gradients_of", gradients_of, lambda name, x: options.choice(name, x, tuple(of)))
     for name in asked:
         if name not in given:

@@ -115,6 +115,7 @@ class Pass:
         optional: those that a call may lack.
         defaults: what stands for some of them.
         brought: arrays and numbers of features, in the table's order.
+        gradient_of: name of an input -> that of its gradient.
     """
 
     def __init__(self, name: str, table: Iterable[Operand | Number] = TABLE) -> None:
@@ -127,6 +128,7 @@ class Pass:
         self.brought = [row for row in table if row.feature and (isinstance(row, Number) or row.name in self.rows)]
         self.optional = {row.name for row, use in found if use and (use.optional or row.feature)}
         self.defaults = {row.name: row.default for row, use in found if use and row.default}
+        self.gradient_of = {self.rows[made].like: made for made in self.names(GRADIENT)}
         for row, use in found:
             if row.feature and use and (use.box is not None or row.hopper):
                 raise ValueError(f"{row.name}: what lies before a struct's end is of no feature")

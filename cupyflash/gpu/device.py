@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..errors import DeviceError
 from .driver import driver_version
 
@@ -148,6 +150,14 @@ def current() -> Callable[[], int]:
     from cupy.cuda import runtime
 
     return runtime.getDevice
+
+
+def read(address: int, to: np.ndarray, stream: int) -> None:
+    """Copy from the memory of the current GPU to the host, once all work on `stream` is done."""
+    from cupy.cuda import runtime
+
+    runtime.streamSynchronize(stream)
+    runtime.memcpy(to.ctypes.data, address, to.nbytes, runtime.memcpyDeviceToHost)
 
 
 def why_none() -> str:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..arrays.adapters import CPU
 from ..errors import ArgumentError
 from ..gpu import device as gpu
 from ..launch import run
@@ -28,7 +29,6 @@ from .buffers import CODES, Buffers
 
 _TARGET = "cupyflash"
 PASSES = {which.name: which for which in (FORWARD, BACKWARD)}
-_CPU = -1
 
 
 class Static(NamedTuple):
@@ -93,7 +93,7 @@ def results_of(static: Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStru
     """What a pass makes, after all checks of shapes and dtypes."""
     which = PASSES[static.which]
     given = given_of(which, static.names, static.wanted)
-    problem, _ = check(which, static.names, Buffers(), _keys(static, arrays, _CPU), static.options)
+    problem, _ = check(which, static.names, Buffers(), _keys(static, arrays, CPU), static.options)
     named, sizes = dict(zip(static.names, arrays, strict=True)), sizes_of(Extents.of(problem), problem.head_dim)
     found = [jax.ShapeDtypeStruct(named[like].shape, named[like].dtype) for like in given.likes]
     for name in given.shaped:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from ..arrays.adapters import CPU
 from .buffers import Buffer
 
 _P = ctypes.c_void_p
@@ -148,7 +149,7 @@ def _handler(run: Callable[[Frame], None], device: Callable[[], int] | None) -> 
                     return None
             if frame.stage != _EXECUTE:
                 return None
-            where = device() if device else -1
+            where = device() if device else CPU
             found = Frame(
                 _text(frame), _buffers(frame.args, where), _buffers(frame.rets, where), _stream(frame) if device else 0
             )

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.run import WITH_LSE
-from ..operands import BACKWARD, GRADIENT
+from ..operands import BACKWARD
 from ..options import Options
 from .call import PASSES, Static, call, results_of
 from .sharding import divided
@@ -123,7 +123,6 @@ class _Names(tuple[str, ...]):
     """Names among what is kept for the backward: those of arrays that JAX follows."""
 
 
-_GRADIENT_OF = {BACKWARD.rows[name].like: name for name in BACKWARD.names(GRADIENT)}
 _IS_ZERO = jax.custom_derivatives.SymbolicZero
 
 
@@ -134,12 +133,12 @@ def _backward_rule(static: Static, want_lse: bool, kept: Any, given: Any) -> Any
     named["dout"] = jnp.zeros_like(out) if isinstance(dout, _IS_ZERO) else dout
     if dlse is not None and not isinstance(dlse, _IS_ZERO):
         named["dlse"] = dlse
-    of = {_GRADIENT_OF[name] for name in followed if name in _GRADIENT_OF}
-    wanted = tuple(name for name in BACKWARD.names(GRADIENT) if name in of and name in BACKWARD.optional)
+    of = BACKWARD.gradient_of
+    wanted = tuple(made for name, made in of.items() if name in followed and made in BACKWARD.optional)
     grads = backward_of(named, static.options, wanted)
     found = []
     for name, x in zip(static.names, inputs, strict=True):
-        grad = grads.get(_GRADIENT_OF.get(name, ""))
+        grad = grads.get(of.get(name, ""))
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
         nothing = jnp.zeros_like(x) if is_float else np.zeros(x.shape, jax.dtypes.float0)
         found.append(nothing if grad is None else _as_parts([grad], [x])[0])

@@ -57,7 +57,7 @@ class HopperBackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m` through `stages`.
 
     A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the
-    first `held_columns` of V in registers: shared memory, which is busier than the tensor cores, is read less.
+    first `held_columns` of V in registers, so that shared memory is read less.
     """
 
     block_m: int

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from ..arrays.adapters import TORCH
 from ..errors import UnsupportedError
 from ..launch import run
-from ..operands import BACKWARD, FORWARD, GRADIENT
+from ..operands import BACKWARD, FORWARD
 from ..options import Options
 from . import ops, sharding
 from .batching import batched
@@ -100,8 +100,7 @@ def _to_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> dict[str
 @functools.lru_cache(maxsize=256)
 def _gradients_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The names of these arrays' gradients, "" for those that have none; the numbers of those made only if wanted."""
-    found = {BACKWARD.rows[name].like: name for name in BACKWARD.names(GRADIENT)}
-    of = tuple(found.get(name, "") for name in names)
+    of = tuple(BACKWARD.gradient_of.get(name, "") for name in names)
     return of, tuple(i for i, name in enumerate(of) if name in BACKWARD.optional)
 
 

@@ -4,7 +4,8 @@ A spill shows as slow code only, so nothing else would report it. Which tile spi
 `fresh_thread` in kernels_cu/tile/tile.cuh before changing a tile or a main loop.
 
 And every kernel's machine code is pinned: a new feature leaves that of all kernels without it as it was. A change that
-means to touch it writes the digests again, with ``python tests/kernels/test_compile.py``, and shows them in its commit.
+means to touch it writes the digests again, with ``PYTHONPATH=. python tests/kernels/test_compile.py``, and shows them
+in its commit.
 """
 
 from __future__ import annotations

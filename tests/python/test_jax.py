@@ -388,6 +388,19 @@ def test_flax_attention(three: list[Any]) -> None:
 # ---- XLA's interface ----
 
 
+def test_lengths_on_a_gpu_are_copied_before_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUPYFLASH_DEBUG looks at them; their address is not one of the host."""
+    from cupyflash.jax.buffers import CODES, Buffer, Buffers
+
+    def read(address: int, to: Any, stream: int) -> None:
+        assert (address, stream) == (64, 7)
+        to[...] = 0, 5, 9
+
+    monkeypatch.setattr("cupyflash.gpu.device.read", read)
+    found = Buffers(stream=7).to_numpy(Buffer(64, (3,), CODES["int32"], 0))
+    np.testing.assert_array_equal(found, np.array([0, 5, 9], np.int32))
+
+
 def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
     import jaxlib
 
