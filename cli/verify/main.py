@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from ..output import emit, exit_codes, human, json_option, list_option, progress
 from . import emulator as verify_emulator
 from .cases import run_case
 from .checks import NAMES, Context, available, run_check
-from .kernels import compile_all, selection
+from .kernels import compile_all, compiling_ahead, selection
 from .report import CASE_HEADER, CHECK_HEADER, Report, case_line, check_line, emulator_header, print_kernels, report_end
 
 
@@ -148,7 +149,8 @@ def run_cases(report: Report, wanted: list[tuple[cases.Case, str]], arrays: Fram
     if not wanted:
         return
     console.print(CASE_HEADER, style="bold")
-    with progress(console) as bar:
+    ahead = compiling_ahead(wanted, device.Device.of(0)) if report.gpu else nullcontext()
+    with ahead, progress(console) as bar:
         task = bar.add_task("cases", total=len(wanted))
         for case, dtype in wanted:
             watchdog.tell(f"case {case.name} ({dtype})", reproduce=report.command(case.name, dtype))
