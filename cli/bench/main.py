@@ -27,12 +27,13 @@ from . import saved as bench_saved
 from . import startup as bench_startup
 from .arguments import check_lengths, check_plot, check_writable, make_cells
 from .cell import DIRECTIONS, FLOP_FORMULA, Cell
+from .frameworks import make
 from .host import measure_host
 from .lengths import DENSE, DISTRIBUTIONS
 from .report import Row, documents, few_rounds, ratios, write_csv
 from .tables import show, show_head
 from .timing import QUICK, ROUNDS, SUSTAINED, Effort, Timing, sustained_ms, timings_ms
-from .work import OURS, PEERS, Bench, make
+from .work import OURS, PEERS, Bench
 
 
 @click.command(
@@ -56,7 +57,7 @@ from .work import OURS, PEERS, Bench, make
 @click.option("--window", type=click.IntRange(0), default=None, help="Keys that a query sees to its left.")
 @click.option("--softcap", type=click.FloatRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes.")
-@click.option("--framework", type=click.Choice(["torch", "cupy", "numpy"]), default=None,
+@click.option("--framework", type=click.Choice(["torch", "jax", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--quick", is_flag=True, help="Time each for a twentieth of a second a round: faster, less certain.")

@@ -143,6 +143,31 @@ class CupyClock(Clock):
         return int(hook.peak)
 
 
+class JaxClock(Clock):
+    """From the first call to the end of the last, which a device runs one after the other: JAX has no events."""
+
+    def __init__(self, device: Any) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        self.wait = jax.block_until_ready
+        zero = jax.device_put(0.0, device)
+        self.last = lambda: jnp.negative(zero)
+
+    def synchronize(self) -> None:
+        self.wait(self.last())
+
+    def batch_ms(self, work: Work, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = work()
+        self.wait(result)
+        return (time.perf_counter() - start) / calls * 1e3
+
+    def peak_bytes(self, work: Work) -> None:
+        """Not known."""
+
+
 def orders(contestants: int, rounds: int) -> Iterator[list[int]]:
     """A random order for each round, never that of the round before (where there is more than one)."""
     order = list(range(contestants))

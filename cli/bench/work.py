@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
@@ -231,20 +230,3 @@ class TorchBench(Bench):
         n, dtype = (8192, self.torch.bfloat16) if self.on_gpu else (1024, self.torch.float32)
         a = self.torch.randn(n, n, device=self.device, dtype=dtype)
         return lambda: a @ a, 2.0 * n**3
-
-
-def make(framework: str | None, on_gpu: bool) -> Bench:
-    """The framework asked for; unless one is, torch where it sees the device, else CuPy or NumPy."""
-    if framework is None:
-        framework = "torch" if _torch_sees(on_gpu) else "cupy" if on_gpu else "numpy"
-    if framework == "torch":
-        return TorchBench(on_gpu)
-    return CupyBench() if framework == "cupy" else Bench()
-
-
-def _torch_sees(on_gpu: bool) -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return not on_gpu or bool(torch.cuda.is_available())

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,33 @@ def test_flops_are_those_of_visible_pairs(causal: bool, window: int | None) -> N
     assert cell.flops("fwd") == 4 * 24 * pairs * 2 * 3
     assert cell.flops("bwd") == 2.5 * cell.flops("fwd")
     assert cell.flops("both") == 3.5 * cell.flops("fwd")
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("causal", [False, True])
+def test_jax_computes_the_same_as_its_peer(causal: bool) -> None:
+    from cupyflash.cli.bench.jax_work import JaxBench
+
+    cell = Cell("fp32", 16, causal, 24, 2, 4, 2)
+    ours, theirs = (JaxBench(on_gpu=False).works(name, cell) for name in ("cupyflash", "math"))
+    for direction in ("fwd", "bwd", "both"):
+        for a, b in zip(_leaves(ours[direction]()), _leaves(theirs[direction]()), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def _leaves(tree: object) -> list[np.ndarray]:
+    import jax
+
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.needs("jax")
+def test_jax_says_what_its_peers_lack() -> None:
+    from cupyflash.cli.bench.jax_work import JaxBench
+
+    bench = JaxBench(on_gpu=False)
+    assert bench.absent("fa4") == "jax.nn has cudnn and math"
+    assert bench.absent("cudnn") == "needs a GPU"
+    for given, lacks in (({"softcap": 5.0}, "a softcap"), ({"alibi": True}, "ALiBi")):
+        with pytest.raises(NotImplementedError, match=f"jax.nn.dot_product_attention has no {lacks}"):
+            bench.works("math", replace(Cell("fp32", 16, False, 24, 2, 4, 2), **given))  # type: ignore[arg-type]

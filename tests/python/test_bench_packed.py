@@ -18,6 +18,7 @@ from click.testing import CliRunner, Result
 
 import cupyflash
 from cupyflash import cli, varlen
+from cupyflash.cli.bench import frameworks as bench_frameworks
 from cupyflash.cli.bench import host as bench_host
 from cupyflash.cli.bench import peers as bench_peers
 from cupyflash.cli.bench import plot as bench_plot
@@ -83,7 +84,7 @@ def test_flops_and_bytes_are_those_of_each_sequence(causal: bool, window: int | 
 def test_what_is_timed_is_attention_of_each_sequence(framework: str, options: dict[str, Any]) -> None:
     if framework == "torch":
         pytest.importorskip("torch")
-    cell, bench = packed(**options), bench_work.make(framework, on_gpu=False)
+    cell, bench = packed(**options), bench_frameworks.make(framework, on_gpu=False)
     arrays = bench.inputs(cell)
     bench.inputs = lambda _: [x.clone() if framework == "torch" else x for x in arrays]  # type: ignore[method-assign]
     works = bench.works("cupyflash", cell)
