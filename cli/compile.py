@@ -49,10 +49,11 @@ def variants_of(
     packed: bool = False,
     alibi: bool = False,
     kv_range: bool = False,
+    sink: bool = False,
 ) -> list[Variant]:
     """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one;
     `packed`: also those of packed sequences; `alibi`: also with slopes, fixed or learned; `kv_range`: also those of
-    calls with a range of keys.
+    calls with a range of keys; `sink`: also those with sinks, fixed or learned.
 
     Those of the common preset with arrays in any memory, the others with the arrays that are usual.
     """
@@ -69,11 +70,14 @@ def variants_of(
         problems += [replace(problem, alibi=1) for problem in problems]  # how many dimensions is not compiled in
     if kv_range:
         problems += [replace(problem, kv_range=True) for problem in problems if not problem.alibi]
+    if sink:
+        problems += [replace(problem, sink=True) for problem in problems]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic
         for memory in MEMORY if is_common else MEMORY[:1]:
-            for dalibi in (False, True) if problem.alibi else (False,):
-                found.update(dict.fromkeys(variants_of_calls(problem, device, dalibi=dalibi, **memory)))
+            for learned in (False, True) if problem.alibi or problem.sink else (False,):
+                known = {"dalibi": learned, "dsink": learned, **memory}
+                found.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
     if preset == "all":
         rest = (v for v in shipped(device) if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))
         found.update(dict.fromkeys(rest))
@@ -104,13 +108,14 @@ def _problems(
 @click.option("--packed", is_flag=True, help="Also the kernels of packed sequences, of attention_varlen.")
 @click.option("--alibi", is_flag=True, help="Also the kernels of calls with ALiBi's slopes, fixed or learned.")
 @click.option("--kv-range", is_flag=True, help="Also the kernels of calls with a kv_range, whatever it is.")
+@click.option("--sink", is_flag=True, help="Also the kernels of calls with sinks, fixed or learned.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
 @json_option
 def command(
     arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
-    packed: bool, alibi: bool, kv_range: bool, out: Path | None, jobs: int | None, as_json: bool,
+    packed: bool, alibi: bool, kv_range: bool, sink: bool, out: Path | None, jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
 
@@ -119,7 +124,7 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    wanted = dtype, head_dim, softcap, packed, alibi, kv_range
+    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink
     work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), *wanted)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:

@@ -29,6 +29,7 @@ def warmup(
     packed: bool = False,
     alibi: bool = False,
     kv_range: bool = False,
+    sink: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -44,6 +45,7 @@ def warmup(
         packed: prepare `attention_varlen` (of any lengths) instead of `attention`.
         alibi: prepare calls with slopes, fixed and learned, instead of those without.
         kv_range: prepare calls with a kv_range (any) instead of those without.
+        sink: prepare calls with sinks, fixed and learned, instead of those without.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -68,6 +70,7 @@ def warmup(
     cap = 1.0 if options.flag("softcap", softcap) else None
     form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None}
     form |= {"alibi": int(options.flag("alibi", alibi)), "kv_range": options.flag("kv_range", kv_range)}
+    form["sink"] = options.flag("sink", sink)
     ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
@@ -79,8 +82,9 @@ def warmup(
                     shape = (1, 1, size) if form["sequences"] else (1, 1, 1, size)
                     problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form)
                     variants.update(dict.fromkeys(kernels_of(Spec.of(problem), dev).variants))
-                    for learned in (False, True)[: both + both * form["alibi"]]:
-                        variants.update(dict.fromkeys(variants_of_calls(problem, dev, dalibi=learned)))
+                    for learned in (False, True)[: both + both * (form["alibi"] or form["sink"])]:
+                        known = {"dalibi": learned, "dsink": learned}
+                        variants.update(dict.fromkeys(variants_of_calls(problem, dev, **known)))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
     return ready
 

@@ -45,6 +45,7 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
+    sink: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
@@ -53,6 +54,8 @@ def attention(
         lse = ln(sum(exp(score), over the keys each query sees))
         score = scale * q k^T, or softcap * tanh(scale * q k^T / softcap),
                 less alibi_slopes[head] * abs(i + seqlen_k - seqlen_q - j) for query i and key j
+
+    With a sink, softmax and lse count exp(sink[head]) among those of the scores.
 
     Computed by tiles with an online softmax (FlashAttention, Dao et al. 2022; FlashAttention-2, Dao 2023).
 
@@ -79,6 +82,9 @@ def attention(
             where they are, aligned by seqlen_q and seqlen_k: with causal, query i of a batch padded on the left sees
             keys ``kv_range[b, 0]`` to i. Blocks of keys beyond are not read. None: all keys. Not yet together with
             alibi_slopes.
+        sink: ``(heads_q,)``, fp32 (fp64 for fp64 input), of q's library and device, any strides: a logit of each head
+            that the softmax's denominator counts as the score of one more key whose v is 0 (attention sinks, as gpt-oss
+            has them). -inf is none. On PyTorch tensors that require grad, and in JAX, they are learned.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -86,7 +92,8 @@ def attention(
 
     Returns:
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
-        ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf.
+        ``(batch, heads_q, seqlen_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf, or the
+        sink.
         GPU work is queued on the library's current stream, and nothing waits for it, except for NumPy arrays and for
         libraries that are reached through DLPack. On PyTorch tensors that require grad, and in JAX, inside jit too, out
         and lse are differentiable, once. Under torch's autocast q, k and v are cast as those of its own attention are.
@@ -115,6 +122,8 @@ def attention(
         arrays["alibi_slopes"] = alibi_slopes
     if kv_range is not None:
         arrays["kv_range"] = kv_range
+    if sink is not None:
+        arrays["sink"] = sink
     out, lse = forward(arrays, call, want_lse)
     return (out, lse) if want_lse else out
 
@@ -159,6 +168,7 @@ def attention_backward(
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
+    sink: Any | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
@@ -167,7 +177,8 @@ def attention_backward(
         dq = scale * dS k,  dk = scale * dS^T q
 
     with ``dS * (1 - tanh(scale * q k^T / softcap)^2)`` for dS in dq and dk where there is a softcap; and if wanted
-    ``dalibi_slopes = -sum(dS * abs(i + seqlen_k - seqlen_q - j))``
+    ``dalibi_slopes = -sum(dS * abs(i + seqlen_k - seqlen_q - j))`` and
+    ``dsink = -sum(exp(sink - lse) * (rowsum(dout * out) - dlse))``
 
     (FlashAttention-2, Dao 2023, algorithm 2).
 
@@ -178,13 +189,14 @@ def attention_backward(
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
         deterministic: bitwise reproducible gradients.
-        alibi_slopes: as in the forward.
-        gradients_of: the optional arrays, one or several names, whose gradients are wanted too: ``"alibi_slopes"``.
+        alibi_slopes, sink: as in the forward.
+        gradients_of: the optional arrays, one or several names, whose gradients are wanted too: ``"alibi_slopes"``,
+            ``"sink"``.
 
     Returns:
         Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for queries and
-        keys that take no part. Those of `gradients_of` are its attributes: ``dalibi_slopes``, of the slopes' shape and
-        dtype.
+        keys that take no part. Those of `gradients_of` are its attributes, ``dalibi_slopes`` and ``dsink``, each of the
+        shape and dtype of its array.
 
     Raises:
         ArgumentError, UnsupportedError, CompileError: as `attention`.
@@ -201,7 +213,7 @@ def attention_backward(
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
-    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range}
+    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink}
     arrays |= {name: x for name, x in brought.items() if x is not None}
     return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays)))
 

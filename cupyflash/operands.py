@@ -91,6 +91,11 @@ TABLE: tuple[Operand | Number, ...] = (
         feature="alibi",
     ),
     Operand("kv_range", ("batch", "2"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="kv_range"),
+    Operand("sink", ("heads_q",), "fp32", forward=_OPTIONAL, backward=_OPTIONAL, feature="sink"),
+    Operand(
+        "dsink", ("heads_q",), "fp32", like="sink", backward=Use(GRADIENT, optional=True, text="null: not wanted"),
+        feature="sink",
+    ),
 )  # fmt: skip
 
 

@@ -29,7 +29,8 @@ class Problem:
     already folded in: it is ``right = min(right, 0)``.
 
     `alibi`: how many dimensions the slopes have, (heads_q,) or (batch, heads_q), that take
-    ``slope * abs(i + seqlen_k - seqlen_q - j)`` from each score; 0 without.
+    ``slope * abs(i + seqlen_k - seqlen_q - j)`` from each score; 0 without. `sink`: each head of q has a logit that the
+    softmax's denominator counts as the score of one more key.
 
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
     q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). With a
@@ -50,6 +51,7 @@ class Problem:
     packed: bool = False
     alibi: int = 0
     kv_range: bool = False
+    sink: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -88,12 +90,14 @@ def make_problem(
     sequences: int | None = None,
     alibi: int = 0,
     kv_range: bool = False,
+    sink: bool = False,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
     `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
     `alibi`: how many dimensions the slopes have; 0 without.
     `kv_range`: whether each sequence has a range of keys.
+    `sink`: whether each head of q has one.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
@@ -118,9 +122,7 @@ def make_problem(
     _check_dtypes(dtypes)
     _check_heads(heads_q, heads_k)
     check_head_dim("q", head_dim)
-    for name, length in (("q", seqlen_q), ("k", seqlen_k)):
-        if length > MAX_SEQLEN:
-            raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
+    _check_lengths(seqlen_q, seqlen_k)
     _check_together(alibi, kv_range)
     scale_of_scores = _scale(options.scale, head_dim, dtypes[0])
     return Problem(
@@ -138,6 +140,7 @@ def make_problem(
         packed=sequences is not None,
         alibi=alibi,
         kv_range=kv_range,
+        sink=sink,
     )
 
 
@@ -150,6 +153,12 @@ def _bshd(name: str, shape: Sequence[int], layout: str, sequences: int | None) -
         raise ArgumentError(f"{name}: expected {len(names)} dimensions ({', '.join(names)}), got shape {tuple(shape)}")
     batch, a, b, head_dim = (int(n) for n in (shape if sequences is None else (sequences, *shape)))
     return (batch, a, b, head_dim) if layout == "bshd" else (batch, b, a, head_dim)
+
+
+def _check_lengths(*lengths: int) -> None:
+    for name, length in zip("qk", lengths, strict=True):
+        if length > MAX_SEQLEN:
+            raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
 
 
 def _check_together(alibi: int, kv_range: bool) -> None:

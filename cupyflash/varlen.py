@@ -30,6 +30,7 @@ def attention_varlen(
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
+    sink: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention of sequences of any lengths that lie one behind the other, without padding.
@@ -54,11 +55,13 @@ def attention_varlen(
         layout: ``"bshd"`` as above, or ``"bhsd"`` for ``(heads, total, head_dim)``; results have the same.
         kv_range: ``(batch, 2)``, int32: as in `attention`, counted from each sequence's own first key; of the keys that
             count. Masks stay aligned by the lengths without it.
+        sink: ``(heads_q,)``: as in `attention`, that of all sequences.
 
     Returns:
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
-        ``(heads_q, total_q)`` in fp32 (fp64 for fp64 input). A query that sees no key, or belongs to no sequence, gives
-        0 and -inf. On PyTorch tensors that require grad, out and lse are differentiable, once.
+        ``(heads_q, total_q)`` in fp32 (fp64 for fp64 input). A query that sees no key gives 0 and -inf, or the
+        sink; one that belongs to no sequence gives 0 and -inf. On PyTorch tensors that require grad, out and lse are
+        differentiable, once.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths that decrease, reach
@@ -78,8 +81,7 @@ def attention_varlen(
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     want_lse = options.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v} | _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
-    if alibi_slopes is not None:
-        arrays["alibi_slopes"] = alibi_slopes
+    arrays |= {name: x for name, x in (("alibi_slopes", alibi_slopes), ("sink", sink)) if x is not None}
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     out, lse = api.forward(arrays, call, want_lse)
     return (out, lse) if want_lse else out
@@ -107,6 +109,7 @@ def attention_varlen_backward(
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
+    sink: Any | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention_varlen`: those of `attention_backward` for each sequence.
@@ -121,7 +124,7 @@ def attention_varlen_backward(
         dlse: gradient of the loss with respect to lse, ``(heads_q, total_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward.
         deterministic: bitwise reproducible gradients.
-        alibi_slopes, gradients_of: as in `attention_backward`.
+        alibi_slopes, sink, gradients_of: as in `attention_backward`.
 
     Returns:
         Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for rows that belong
@@ -141,7 +144,8 @@ def attention_varlen_backward(
     call = make_options(causal, scale, window, layout, deterministic, softcap)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
-    arrays |= {name: x for name, x in (("dlse", dlse), ("alibi_slopes", alibi_slopes)) if x is not None}
+    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "sink": sink}
+    arrays |= {name: x for name, x in brought.items() if x is not None}
     arrays |= _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     return Gradients.of(api.backward(arrays, call, wanted_of(gradients_of, arrays)))

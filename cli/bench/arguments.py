@@ -58,7 +58,7 @@ def make_cells(options: dict[str, Any]) -> list[Cell]:
         if heads[d] % heads_k[d]:
             raise click.BadParameter(f"{heads_k[d]} does not divide the {heads[d]} heads of q", param_hint="--heads-k")
     sequences = _packed(options) if options["packed"] else _unpacked(options)
-    common = {name: options[name] for name in ("dtype", "window", "softcap", "alibi")}
+    common = {name: options[name] for name in ("dtype", "window", "softcap", "alibi", "sink")}
     return [
         Cell(head_dim=d, causal=causal, heads=heads[d], heads_k=heads_k[d], **common, **fields)
         for d in heads

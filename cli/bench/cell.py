@@ -18,7 +18,9 @@ _FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration; seqlen_q and seqlen_k are the same, `window` is the left bound, `alibi`: with slopes.
+    """One configuration; seqlen_q and seqlen_k are the same, `window` is the left bound.
+
+    `alibi`: with slopes, `sink`: with sinks.
 
     Of packed sequences, `packed` names the distribution that `lengths` are drawn from, `seqlen` is the longest that it
     knows, and `batch` says how many there are.
@@ -36,6 +38,7 @@ class Cell:
     packed: str | None = None
     lengths: tuple[int, ...] = ()
     alibi: bool = False
+    sink: bool = False
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k, v and dout."""
@@ -101,6 +104,11 @@ class Cell:
         window = None if self.window is None else (self.window, None)
         return {"causal": self.causal, "window": window, "softcap": self.softcap}
 
-    def slopes(self) -> np.ndarray:
-        """ALiBi's as Press et al. 2022 have them, for any number of heads: 2^(-8 i / heads), i from 1 on."""
-        return np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)
+    def brought(self) -> dict[str, np.ndarray]:
+        """Of those that there are: slopes as Press et al. 2022 have them, for any number of heads, 2^(-8 i / heads), i
+        from 1 on; sinks from -2 to 2.
+        """
+        slopes = np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)
+        sinks = np.linspace(-2, 2, self.heads, dtype=np.float32)
+        there = {"alibi_slopes": self.alibi, "sink": self.sink}
+        return {name: x for name, x in (("alibi_slopes", slopes), ("sink", sinks)) if there[name]}

@@ -52,7 +52,7 @@ class JaxBench(Bench):
         if name == OURS:
             return self.ours(cell)[0]
         lacks = ("packed sequences" if cell.packed else "a softcap" if cell.softcap is not None else
-                 "ALiBi" if cell.alibi else None)  # fmt: skip
+                 "ALiBi" if cell.alibi else "a sink" if cell.sink else None)  # fmt: skip
         if lacks:
             raise NotImplementedError(f"jax.nn.dot_product_attention has no {lacks}")
         window = None if cell.window is None else (cell.window, 0 if cell.causal else cell.seqlen)

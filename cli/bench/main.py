@@ -57,6 +57,7 @@ from .work import OURS, PEERS, Bench
 @click.option("--window", type=click.IntRange(0), default=None, help="Keys that a query sees to its left.")
 @click.option("--softcap", type=click.FloatRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes.")
+@click.option("--sink", is_flag=True, help="With a sink of each head.")
 @click.option("--framework", type=click.Choice(["torch", "jax", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)

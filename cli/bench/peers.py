@@ -11,9 +11,9 @@ from typing import Any
 from .cell import Cell
 
 
-def fa4(cell: Cell) -> Callable[[Any, Any, Any], Any]:
+def fa4(cell: Cell, sinks: Any | None = None) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out in bshd."""
-    options = _fa4_options(cell)
+    options = _fa4_options(cell, sinks)
     flash_attn = importlib.import_module("flash_attn.cute").flash_attn_func
     return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
 
@@ -22,6 +22,8 @@ def sdpa_lacks(cell: Cell) -> str:
     """What of a configuration torch's scaled_dot_product_attention has not; "" if it has all."""
     if cell.window is not None:
         return "sliding window, but for an explicit mask"
+    if cell.sink:
+        return "sinks"
     return "ALiBi" if cell.alibi else "softcap" if cell.softcap is not None else ""
 
 
@@ -31,7 +33,7 @@ def beyond_sdpa(name: str, cell: Cell, slopes: Any | None, lacks: str) -> Callab
     Raises:
         NotImplementedError: it is another peer, or the package is not here.
     """
-    if name != "flash2" or not _has("flash_attn.flash_attn_interface"):
+    if name != "flash2" or cell.sink or not _has("flash_attn.flash_attn_interface"):
         raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
     flash_attn = importlib.import_module("flash_attn.flash_attn_interface").flash_attn_func
     options = {"causal": cell.causal, "window_size": (-1 if cell.window is None else cell.window, -1)}
@@ -39,28 +41,35 @@ def beyond_sdpa(name: str, cell: Cell, slopes: Any | None, lacks: str) -> Callab
     return lambda q, k, v: flash_attn(q, k, v, **options)
 
 
-def _fa4_options(cell: Cell) -> dict[str, Any]:
+def _fa4_options(cell: Cell, sinks: Any | None) -> dict[str, Any]:
     if cell.alibi:
         raise NotImplementedError("FlashAttention-4 has no ALiBi but by a function of its own language")
     options: dict[str, Any] = {"causal": cell.causal, "window_size": (cell.window, None)}  # causal: the right one is 0
-    return options if cell.softcap is None else options | {"softcap": cell.softcap}
+    options |= {} if cell.softcap is None else {"softcap": cell.softcap}
+    return options if sinks is None else options | {"learnable_sink": sinks.bfloat16()}  # the only dtype that it takes
 
 
-def fa4_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
+def fa4_varlen(
+    cell: Cell, cu_seqlens: Any, slopes: Any | None = None, sinks: Any | None = None
+) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out, packed."""
-    options = _fa4_options(cell)
+    options = _fa4_options(cell, sinks)
     flash_attn = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
     for side in "qk":
         options |= {f"cu_seqlens_{side}": cu_seqlens, f"max_seqlen_{side}": max(cell.lengths)}
     return lambda q, k, v: flash_attn(q, k, v, **options)[0]  # (out, lse)
 
 
-def flash2_varlen(cell: Cell, cu_seqlens: Any, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
+def flash2_varlen(
+    cell: Cell, cu_seqlens: Any, slopes: Any | None = None, sinks: Any | None = None
+) -> Callable[[Any, Any, Any], Any]:
     """(q, k, v) -> out, packed: torch's varlen_attn, or flash-attn's own function where torch's cannot do the call.
 
     Raises:
         NotImplementedError: there is neither.
     """
+    if cell.sink:
+        raise NotImplementedError("FlashAttention-2 has no sinks")
     try:
         attention, options = _torch_varlen(cell)
     except NotImplementedError as e:
@@ -114,8 +123,10 @@ def flex_is_missing() -> bool:
     return not _has("torch.nn.attention.flex_attention")
 
 
-def flex(cell: Cell, device: str, slopes: Any | None = None) -> Callable[[Any, Any, Any], Any]:
-    """(q, k, v) -> out in bshd. The block mask is made here; the first call compiles."""
+def flex(
+    cell: Cell, device: str, slopes: Any | None = None, sinks: Any | None = None
+) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out in bshd. The block mask is made here; the first call compiles. Sinks scale out, by lse."""
     import torch
     from torch._functorch import config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -132,7 +143,18 @@ def flex(cell: Cell, device: str, slopes: Any | None = None) -> Callable[[Any, A
     def peer(q: Any, k: Any, v: Any) -> Any:
         return compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
 
-    return peer
+    def with_sinks(q: Any, k: Any, v: Any) -> Any:
+        out, lse = compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, **_with_lse())
+        lse = getattr(lse, "lse", lse)
+        return (out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)).transpose(1, 2)  # type: ignore[index]
+
+    return peer if sinks is None else with_sinks
+
+
+def _with_lse() -> dict[str, Any]:
+    """What asks flex_attention for lse, too: before torch 2.9 another argument."""
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    return {"return_aux": module.AuxRequest(lse=True)} if hasattr(module, "AuxRequest") else {"return_lse": True}
 
 
 def visible(cell: Cell) -> Callable[[Any, Any, Any, Any], Any] | None:

@@ -118,10 +118,10 @@ def _summary(values: list[tuple[float, Cell]]) -> dict[str, Any]:
 
 
 def mask_name(cell: Cell) -> str:
-    """full or causal, the window, the softcap and ALiBi."""
+    """full or causal, the window, the softcap, ALiBi and sinks."""
     window = "" if cell.window is None else f", window {cell.window}"
     softcap = "" if cell.softcap is None else f", softcap {cell.softcap:g}"
-    return ("causal" if cell.causal else "full") + window + softcap + ", ALiBi" * cell.alibi
+    return ("causal" if cell.causal else "full") + window + softcap + ", ALiBi" * cell.alibi + ", sinks" * cell.sink
 
 
 def few_rounds(rounds: int) -> str | None:

@@ -51,9 +51,9 @@ class Bench:
         """A NumPy array where the inputs are."""
         return x
 
-    def slopes(self, cell: Cell) -> Any | None:
-        """ALiBi's; None without."""
-        return self.array(cell.slopes()) if cell.alibi else None
+    def brought(self, cell: Cell) -> dict[str, Any]:
+        """ALiBi's slopes and sinks where the cell has them, as arguments."""
+        return {name: self.array(x) for name, x in cell.brought().items()}
 
     def ours(self, cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Our forward and backward with the options of the cell."""
@@ -61,7 +61,7 @@ class Bench:
         if cell.packed:
             forward, backward = varlen.attention_varlen, varlen.attention_varlen_backward  # type: ignore[assignment]
             lengths = {"cu_seqlens_q": self.array(np.array(cell.cu_seqlens, np.int32))}
-        options = cell.options | lengths | {"alibi_slopes": self.slopes(cell)}
+        options = cell.options | lengths | self.brought(cell)
         return functools.partial(forward, **options), functools.partial(backward, **options)
 
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
@@ -170,15 +170,15 @@ class TorchBench(Bench):
     def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
         if name == OURS:
             return self.ours(cell)[0]
-        slopes = self.slopes(cell)
+        slopes, sinks = (self.brought(cell).get(name) for name in ("alibi_slopes", "sink"))
         if cell.packed:
             if name not in bench_peers.VARLEN:
                 raise NotImplementedError(f"{name} is not timed with packed sequences")
-            return bench_peers.VARLEN[name](cell, self.array(np.array(cell.cu_seqlens, np.int32)), slopes)
+            return bench_peers.VARLEN[name](cell, self.array(np.array(cell.cu_seqlens, np.int32)), slopes, sinks)
         if name == "flex":
-            return bench_peers.flex(cell, self.device, slopes)
+            return bench_peers.flex(cell, self.device, slopes, sinks)
         if name == "fa4":
-            return bench_peers.fa4(cell)
+            return bench_peers.fa4(cell, sinks)
         if lacks := bench_peers.sdpa_lacks(cell):
             return bench_peers.beyond_sdpa(name, cell, slopes, lacks)
         from torch.nn.attention import SDPBackend, sdpa_kernel

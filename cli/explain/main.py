@@ -68,7 +68,8 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
               help="Keys that a query sees on each side; a side left empty has no bound.")  # fmt: skip
 @click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes, one a head.")
-@click.option("--learned", is_flag=True, help="They have a gradient; with --alibi.")
+@click.option("--learned", is_flag=True, help="Slopes and sinks have a gradient.")
+@click.option("--sink", is_flag=True, help="With a sink of each head.")
 @click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
 @click.option("--memory", type=click.Choice(MEMORY), default="contiguous", show_default=True,
@@ -91,10 +92,10 @@ def command(**options: Any) -> None:
     settle(options)
     gpu = _device(options["arch"])
     q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
-    keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range")
+    keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range", "sink")
     sequences = options["batch"] if options["packed"] else None
-    if options["learned"] and not options["alibi"]:
-        raise click.BadParameter("there is nothing to learn without --alibi", param_hint="--learned")
+    if options["learned"] and not (options["alibi"] or options["sink"]):
+        raise click.BadParameter("there is nothing to learn without --alibi or --sink", param_hint="--learned")
     given = {name: options[name] for name in keep} | {"alibi": int(options["alibi"])}
     problem = make_problem((q, k, k), (options["dtype"],) * 3, **given, sequences=sequences)
     goes_back = options["backward"] or options["deterministic"] or options["learned"]
@@ -154,7 +155,7 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
     """The way of `prepare.prepare`, arrays and kernels apart."""
     signatures = _signatures(options, "qkkqq" if backward else "qkk")
     aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
-    known: dict[str, Any] = {"dalibi": options["learned"], "family": prepare.family()}
+    known: dict[str, Any] = {"dalibi": options["learned"], "dsink": options["learned"], "family": prepare.family()}
     spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, **known)
     family, reasons = choose(spec, gpu)
     unread = UNREADABLE.get(options["memory"], "this driver's tensor maps are not understood")

@@ -89,8 +89,8 @@ def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int) 
 
 
 def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan, pairs: int) -> list[Work]:
-    """Of delta, main and convert, or of delta, dK and dV, dQ, and of the sums for slopes; `signatures`: of q, k, v, out
-    and dout."""
+    """Of delta, main and convert, or of delta, dK and dV, dQ, and of the sums for slopes and sinks; `signatures`: of
+    q, k, v, out and dout."""
     item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
     q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
     rows = math.prod(problem.rows)
@@ -98,7 +98,8 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
     lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem, pairs)
     read = q + k + v + dout + stats
     parts = size.get("dalibi_parts", 0)  # written by the last that forms scores, read by a launch of its own
-    sums = [Work(0.0, parts)] * ("dalibi_parts" in size)
+    read_by_sums = {"slopes": parts, "sinks": stats}
+    sums = [Work(0.0, read_by_sums[x.variant.over]) for x in plan.launches if x.variant.over in read_by_sums]
     if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
         return [
             Work(0.0, out + dout + lse + stats),

@@ -24,6 +24,7 @@ class Results(NamedTuple):
     dk: Array | None = None
     dv: Array | None = None
     dalibi_slopes: Array | None = None
+    dsink: Array | None = None
 
 
 @dataclass
@@ -81,8 +82,8 @@ def call(case: Case, inputs: Inputs, framework: Framework, options: dict[str, An
         return Results(case.in_layout(framework.to_numpy(out)), framework.to_numpy(lse))
     grads = backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=inputs.learned, **options)
     tensors = [case.in_layout(framework.to_numpy(x)) for x in (out, *grads)]
-    learned = [framework.to_numpy(getattr(grads, f"d{name}")) for name in inputs.learned]
-    return Results(tensors[0], framework.to_numpy(lse), *tensors[1:], *learned)
+    learned = {f"d{name}": framework.to_numpy(getattr(grads, f"d{name}")) for name in inputs.learned}
+    return Results(tensors[0], framework.to_numpy(lse), *tensors[1:], **learned)
 
 
 def run_case(case: Case, dtype: str, framework: Framework, seed: int) -> CaseResult:

@@ -46,7 +46,8 @@ class Work:
         """The kernels that it takes."""
         problem, device = self.case.problem(self.dtype), attention.small_device(ARCHS[self.family])
         aligned = self.case.memory != "misaligned"
-        return variants_of_calls(problem, device, aligned=aligned, tma=self.family == "sm90", dalibi=True)
+        known = {"tma": self.family == "sm90", "dalibi": True, "dsink": True}
+        return variants_of_calls(problem, device, aligned=aligned, **known)
 
 
 @dataclass

@@ -11,7 +11,8 @@ What fp32 arithmetic costs any tiled algorithm does not count: `Oracle` takes fr
 `noise` says of it, and what is left must obey the rule. That is next to nothing in fp16 and bf16, unless softmax is
 saturated or scores are huge.
 
-The gradient of ALiBi's slopes is stored in fp32, and obeys the rule of the dtype that it is computed from.
+The gradients of ALiBi's slopes and of sinks are stored in fp32, and obey the rule of the dtype that they are computed
+from.
 
 Errors of lse are divided by max(1, |exact|), each by its own, and `LSE_ROUNDINGS` roundings of fp32 are its last term.
 
@@ -30,16 +31,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
-from ..sequences import Sequences
 from . import noise, reference
 from .case import NUMPY_DTYPE
 from .comparison import Comparison as Comparison
+from .features import Features
 
 Array = NDArray[Any]
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "fp64": 2.0**-53}
 LIMITS = {name: ml_dtypes.finfo(dtype) for name, dtype in NUMPY_DTYPE.items()}
-GRADIENTS = ("dq", "dk", "dv", "dalibi_slopes")
+GRADIENTS = ("dq", "dk", "dv", "dalibi_slopes", "dsink")  # in the order of results, of which the last two may lack
 LONE_ROUNDINGS = 16  # P, dS and the result are rounded, each of the former into sums of like terms; the rest is margin
 LSE_ROUNDINGS = 16  # fast exp2 and log2 of the hardware: 2 ulp each, twice, and as much again for the sum
 
@@ -119,11 +120,15 @@ class Oracle:
         v: Array,
         dout: Array | None = None,
         dlse: Array | None = None,
-        sequences: Sequences | None = None,
-        alibi_slopes: Array | None = None,
+        *features: Any,
+        **named: Any,
     ) -> None:
-        self.problem, self._forward = problem, (q, k, v, problem, sequences, alibi_slopes)
-        self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, sequences, alibi_slopes
+        """`features`: the fields of `Features`, in their order or by name."""
+        of = Features(*features, **named)
+        self.problem, self._forward = problem, (q, k, v, problem, *of)
+        self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, *of
+        lacking = {name for name, x in (("dalibi_slopes", of.alibi_slopes), ("dsink", of.sink)) if x is None}
+        self._names = [name for name in GRADIENTS if name not in lacking]
 
     @cached_property
     def forward(self) -> tuple[Array, Array]:
@@ -137,7 +142,7 @@ class Oracle:
 
     @cached_property
     def backward(self) -> tuple[Array, ...]:
-        """Exact dq, dk, dv, and dalibi_slopes where there are slopes."""
+        """Exact dq, dk, dv, and those of slopes and sinks that there are."""
         return reference.backward(*self._backward)
 
     @cached_property
@@ -159,9 +164,9 @@ class Oracle:
         ]
 
     def judge_backward(self, *gradients: Array) -> list[Comparison]:
-        """Compare dq, dk, dv (bshd, or packed as the problem) and, if it is given too, dalibi_slopes."""
+        """Compare dq, dk, dv (bshd, or packed as the problem) and, if they are given too, dalibi_slopes and dsink."""
         exact = (self.backward, self.plain_backward, self.noise[1])
-        results = zip(GRADIENTS, gradients, *(x[: len(gradients)] for x in exact), strict=False)
+        results = zip(self._names, gradients, *exact, strict=False)
         return [compare(n, got, exact, plain, self.problem.dtype, e) for n, got, exact, plain, e in results]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..problem import DTYPES, Problem, Window, make_problem
 from ..sequences import Sequences
-from .case_inputs import MEMORY, VALUES, alibi_slopes
+from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
 from .case_packed import PACKED_VALUES, draw_packed
 
 Array = NDArray[Any]
@@ -45,16 +45,22 @@ class Inputs(NamedTuple):
     dlse: Array | None
     sequences: Sequences | None = None
     alibi_slopes: Array | None = None
+    sink: Array | None = None
 
     def brought(self) -> dict[str, Array]:
         """The arrays that features bring, as a call's further arguments."""
         found = {} if self.sequences is None else self.sequences.named()
-        return found if self.alibi_slopes is None else found | {"alibi_slopes": self.alibi_slopes}
+        return found | {name: getattr(self, name) for name in self.learned}
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The names of what a backward makes if it is asked for all, in their order."""
+        return "dq", "dk", "dv", *(f"d{name}" for name in self.learned)
 
     @property
     def learned(self) -> tuple[str, ...]:
         """Those of them that have gradients, as the backward's `gradients_of`."""
-        return () if self.alibi_slopes is None else ("alibi_slopes",)
+        return tuple(name for name in ("alibi_slopes", "sink") if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Case:
             also those behind the last sequence.
         alibi: how many dimensions ALiBi's slopes have; 0 without.
         ranges: the keys [start, end) of each sequence that its queries may see; None: all.
+        sink: whether heads of q have sinks.
     """
 
     name: str
@@ -98,6 +105,7 @@ class Case:
     used_k: tuple[int, ...] | None = None
     alibi: int = 0
     ranges: tuple[tuple[int, int], ...] | None = None
+    sink: bool = False
 
     @property
     def packed(self) -> bool:
@@ -107,7 +115,7 @@ class Case:
     @property
     def tags(self) -> frozenset[str]:
         """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
-        alibi, packed, kv_range.
+        alibi, packed, kv_range, sink.
         """
         heads = self.heads_q if self.packed else self.batch * self.heads_q
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
@@ -124,6 +132,7 @@ class Case:
             "alibi": self.alibi > 0,
             "packed": self.packed,
             "kv_range": self.ranges is not None,
+            "sink": self.sink,
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -133,7 +142,7 @@ class Case:
         q = (*batch, self.seqlen_q, self.heads_q, self.head_dim)
         k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
         more = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
-        return make_problem((q, k, k), (dtype,) * 3, **more, kv_range=self.ranges is not None)
+        return make_problem((q, k, k), (dtype,) * 3, **more, kv_range=self.ranges is not None, sink=self.sink)
 
     def sequences(self) -> Sequences | None:
         """Where the sequences of a packed case lie, and which of their keys count."""
@@ -167,7 +176,8 @@ class Case:
         lse_dtype = np.float64 if dtype == "fp64" else np.float32
         dlse = rng.standard_normal(problem.rows).astype(lse_dtype) if self.dlse else None
         slopes = alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None
-        return Inputs(q, k, v, dout, dlse, sequences, slopes)
+        sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
+        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink)
 
     def in_layout(self, x: Array) -> Array:
         """A view of an array in bshd, or packed, in the layout of the case, and back again."""

@@ -119,6 +119,13 @@ def alibi_slopes(rng: Rng, p: Problem) -> Array:
     return slopes
 
 
+def sink_logits(rng: Rng, p: Problem) -> Array:
+    """From -2 to 6, which outweighs the scores of many keys; that of every third head is none."""
+    logits = rng.uniform(-2, 6, p.heads_q)
+    logits[2::3] = -np.inf
+    return logits
+
+
 def contiguous(q: Array, k: Array, v: Array, dout: Array) -> Tensors:
     """Each array by itself, C order."""
     return q, k, v, dout

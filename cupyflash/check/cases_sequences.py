@@ -52,6 +52,10 @@ PACKED_CASES: tuple[Case, ...] = (
     _packed("alibi", "quick", (61, 0, 130, 9), (70, 5, 101, 30), heads_q=4, causal=True, alibi=2, dlse=True),
     _packed("alibi-shared-d160", "full", (61, 70), (93, 71), 160, used_k=(60, 71), alibi=1, window=(40, 9)),
     _packed("alibi-outside", "full", (70, 9), outside=(66, 66), values="nan_outside", alibi=2),
+    _packed("sink", "quick", (61, 0, 130, 9), (70, 5, 101, 0), heads_q=4, causal=True, sink=True, dlse=True),
+    _packed(
+        "sink-outside-d160", "full", (70, 9), outside=(66, 66), head_dim=160, values="nan_outside", sink=True, dlse=True
+    ),
     # memory
     _packed("bhsd", "quick", (70, 35, 93), heads_q=4, layout="bhsd", memory="bhsd_storage", causal=True),
     _packed("fused-qkv-d128", "quick", (33, 70, 5), None, 128, memory="fused_qkv", causal=True),
@@ -104,6 +108,8 @@ RANGE_CASES: tuple[Case, ...] = (
     Case("range-bhsd", "full", 75, 131, 128, batch=2, heads_q=4, layout="bhsd", memory="bhsd_storage",
          values="nan_outside", ranges=((64, 131), (0, 64))),
     # values
+    Case("range-none-sink", "full", 70, 197, 64, batch=3, values="nan_outside", dlse=True, sink=True,
+         ranges=((0, 0), (64, 64), (3, 190))),
     Case("range-growing-maxima", "full", 75, 329, 64, batch=2, values="growing_maxima", ranges=((70, 329), (0, 200))),
     Case("range-nan-in-visible-key", "full", 131, 323, 64, batch=2, values="nan_in_visible_key", causal=True,
          ranges=((30, 323), (100, 110))),

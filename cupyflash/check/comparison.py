@@ -10,7 +10,7 @@ class Comparison:
     """One result against its exact value.
 
     Attributes:
-        name: out, lse, dq, dk, dv or dalibi_slopes.
+        name: out, lse, dq, dk, dv, dalibi_slopes or dsink.
         passed: whether the rule holds.
         max_error, rms_error: of the result; where exact is finite and the dtype can hold it. Less the noise; of
             lse, in units of max(1, |exact|).

@@ -14,6 +14,7 @@ roundoff of the arithmetic:
 - The gradient of a slope is one number of many rows, and the error of plain attention may be small there by chance. So
   what the rounding of O to the dtype does to it by delta does not count: r is 2^-11 or 2^-8 in 16 bits, and what stands
   below is more than three times its standard deviation.
+- The gradient of a sink is such a number, too: of P_i = exp(sink - lse_i), with the error of e_i, and delta_i.
 - dP - delta is a difference of two dot products, each with an error of s u times what it adds up: s = 4 for tensor
   cores, which truncate, else 1. It should be 0 where P is 0 or 1.
 
@@ -26,6 +27,7 @@ roundoff of the arithmetic:
     E_ij        = P_ij (e_i |dP_ij - delta_i| + s u D_ij)
     noise(dQ)   = |scale| E |K|       noise(dK) = |scale| E^T |Q|       noise(dV) = (e P)^T |dO|
     noise(dslope) = sum_ij E_ij D_ij + 2 r (sum_i (|dO_i O_i| sum_j P_ij D_ij)^2)^1/2      (E by the capped score)
+    noise(dsink) = sum_i P_i (e_i |delta_i| + s u sum_c |dO_ic O_ic|) + 2 r (sum_i (|dO_i O_i| P_i)^2)^1/2
 
 All are 0 where they would not be finite: there is nothing to be excused.
 """
@@ -40,8 +42,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
-from ..sequences import Sequences, parts
+from ..sequences import parts
 from . import reference
+from .features import Features, OfHead
 from .reference import Arithmetic
 
 Array = NDArray[Any]
@@ -53,24 +56,26 @@ HALF = ("fp16", "bf16")  # stored with fewer digits than computed, on tensor cor
 
 
 def noise(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    problem: Problem,
-    dlse: Array | None = None,
-    sequences: Sequences | None = None,
-    alibi_slopes: Array | None = None,
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
 ) -> tuple[Array, Gradients]:
     """The bounds for out, and for the gradients, each in its shape; arguments as in `reference.backward`."""
-    slopes, dslopes = reference.spread(alibi_slopes, problem), np.zeros((problem.batch, problem.heads_q))
-    if sequences is not None:
+    of = Features(*features)
+    out, *found, learned = _noise(dout, q, k, v, problem, dlse, of)
+    return out, (*found, *of.gathered(learned))
+
+
+def _noise(
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, of: Features
+) -> tuple[Array, ...]:
+    """Of out, dq, dk, dv and the numbers of each head."""
+    learned = np.zeros((problem.batch, problem.heads_q, len(OfHead._fields)))
+    if of.sequences is not None:
         out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
-        for i, part in enumerate(parts(problem, sequences)):
+        for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
-            of = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, None, slopes[i]
-            out[part.q], (dq[part.q], dk[part.k], dv[part.k], dslopes[i]) = noise(*of)
-        return out, (dq, dk, dv, *reference.gathered(dslopes, alibi_slopes))
+            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, of.part(i)
+            out[part.q], dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1] = _noise(*own)
+        return out, dq, dk, dv, learned
     p, a, visible = problem, Arithmetic.exact(), reference.visible_pairs(problem)
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
     distance, u = reference.distances(p), UNIT[p.dtype]
@@ -78,9 +83,9 @@ def noise(
         Q, dO, K, V = a.load(q[b, :, h]), a.load(dout[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])
         with np.errstate(all="ignore"):
-            S, derivative = reference.scores(Q, K, p, a, slopes[b, h])
-            P, lse = reference.softmax(S, visible, a)
-            large = np.abs(np.where(visible.any(axis=1), lse, 0))[:, None]
+            S, derivative = reference.scores(Q, K, p, a, of.head(b, h))
+            P, lse = reference.softmax(S, visible, a, of.head(b, h))
+            large = np.abs(np.where(lse == -np.inf, 0, lse))[:, None]
             dots = 0 if p.dtype in HALF else abs(p.scale) * _norms(Q) * _norms(K).max(initial=0)
             dots = dots + 4 * (p.softcap or 0)
             O, squares = a.product(P, V, visible), a.product(P, V * V, visible)
@@ -88,18 +93,17 @@ def noise(
             out[b, :, h] = 2 * a.product(P, np.abs(V), visible) + np.maximum(large / 2, dots) * std
             e = 2 + 3 * large + dots
             if p.alibi:
-                bias = 4 * abs(np.float64(slopes[b, h])) * distance
+                bias = 4 * abs(np.float64(of.head(b, h).slope)) * distance
                 out[b, :, h] += a.product(P * bias, np.abs(V), visible) + (P * bias).sum(axis=1)[:, None] * np.abs(O)
                 e = e + bias
             dQ, dK, dV, by_score = _gradients(Q, K, V, dO, dLSE[:, None], P, O, e, visible, p, derivative)
-            of_delta = _norms(dO * O)[:, 0] * (P * distance).sum(axis=1)
-            rounding = 2 * STORED[p.dtype] / u * np.sqrt(np.square(of_delta).sum())
-            dslopes[b, h] = (by_score * distance).sum() + rounding
+            dslope = (by_score * distance).sum() + _of_delta(dO * O, (P * distance).sum(axis=1), p)
+            learned[b, h] = dslope, _of_sink(np.exp(of.head(b, h).sink - lse), dO * O, dLSE, 2 + 3 * large[:, 0], p)
             dq[b, :, h] = dQ
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
-    found = dq, dk, dv, *reference.gathered(dslopes, alibi_slopes)
-    return u * _finite(out), tuple(u * _finite(x) for x in found)
+    out, dq, dk, dv, learned = (u * _finite(x) for x in (out, dq, dk, dv, learned))
+    return out, dq, dk, dv, learned
 
 
 def _gradients(
@@ -128,6 +132,17 @@ def _gradients(
     dQ = abs(p.scale) * a.product(E, np.abs(K), visible)
     dK = abs(p.scale) * a.product(E.T, np.abs(Q), visible.T)
     return dQ, dK, a.product(eP.T, np.abs(dO), visible.T), by_score
+
+
+def _of_delta(dOO: Array, weight: Array, p: Problem) -> Any:
+    """What the rounding of O does to a sum of weighted deltas, in units of u."""
+    return 2 * STORED[p.dtype] / UNIT[p.dtype] * np.sqrt(np.square(_norms(dOO)[:, 0] * weight).sum())
+
+
+def _of_sink(P: Array, dOO: Array, dLSE: Array, e: Array, p: Problem) -> Any:
+    """The bound of dsink of one head, in units of u."""
+    s = 4 if p.dtype in HALF else 1
+    return (P * (e * np.abs(dOO.sum(axis=1) - dLSE) + s * np.abs(dOO).sum(axis=1))).sum() + _of_delta(dOO, P, p)
 
 
 def _norms(x: Array) -> Array:

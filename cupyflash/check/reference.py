@@ -7,7 +7,8 @@
     dV = P^T dO                dP = dO V^T               delta = rowsum(dO * O) - dLSE
     dS = P * (dP - delta)      dQ = scale * dS K         dK = scale * dS^T Q
 
-With ALiBi each score loses slope * D, D = |i + seqlen_k - seqlen_q - j|, and dslope = -sum(dS * D).
+With ALiBi each score loses slope * D, D = |i + seqlen_k - seqlen_q - j|, and dslope = -sum(dS * D). A sink is the score
+of one more key, whose v is 0: dsink = -sum(P_sink * delta), P_sink = exp(sink - lse).
 
 The gradients are those of FlashAttention (Dao et al. 2022, appendix B.2), with `lse` as a second output:
 d lse / d S = P, hence the term -dLSE in delta.
@@ -32,81 +33,58 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
-from ..sequences import Sequences, parts
+from ..sequences import parts
 from .arithmetic import Arithmetic as Arithmetic
+from .features import Features as Features
+from .features import OfHead as OfHead
 
 Array = NDArray[Any]
+_NONE = OfHead()
 
 
-def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    problem: Problem,
-    sequences: Sequences | None = None,
-    alibi_slopes: Array | None = None,
-) -> tuple[Array, Array]:
+def forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any) -> tuple[Array, Array]:
     """Exact attention in float64.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), any floating dtype and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim).
-        problem: options; a query that sees no key gets out 0 and lse -inf.
-        sequences: where the sequences of a packed problem lie, and which of their keys count.
-        alibi_slopes: (heads_q,) or (batch, heads_q).
+        problem: options; a query that sees no key gets out 0 and lse -inf, or the sink.
+        features: the fields of `Features`.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim) and lse (batch, heads_q, seqlen_q), natural log, both float64.
     """
-    return _forward(q, k, v, problem, Arithmetic.exact(), sequences, alibi_slopes)
+    return _forward(q, k, v, problem, Arithmetic.exact(), Features(*features))
 
 
 def backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    problem: Problem,
-    dlse: Array | None = None,
-    sequences: Sequences | None = None,
-    alibi_slopes: Array | None = None,
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
 ) -> tuple[Array, ...]:
-    """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv; dslopes of slopes.
+    """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv; dslopes; dsink.
 
     Args:
         dout: gradient of out, shaped as q.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
-        sequences, alibi_slopes: as in `forward`.
+        features: as in `forward`.
     """
-    return _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), sequences, alibi_slopes)
+    of = Features(*features)
+    *found, learned = _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), of)
+    return *found, *of.gathered(learned)
 
 
-def plain_forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    problem: Problem,
-    sequences: Sequences | None = None,
-    alibi_slopes: Array | None = None,
-) -> tuple[Array, Array]:
+def plain_forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any) -> tuple[Array, Array]:
     """Plain attention in the dtype of q: out in that dtype, lse in fp32 (fp64 for fp64)."""
-    out, lse = _forward(q, k, v, problem, Arithmetic.plain(q.dtype), sequences, alibi_slopes)
+    out, lse = _forward(q, k, v, problem, Arithmetic.plain(q.dtype), Features(*features))
     return _stored(out, q.dtype), lse
 
 
 def plain_backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    problem: Problem,
-    dlse: Array | None = None,
-    sequences: Sequences | None = None,
-    alibi_slopes: Array | None = None,
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
 ) -> tuple[Array, ...]:
-    """Plain gradients in the dtype of q, dslopes in fp32 (fp64 for fp64); delta is taken from the rounded out."""
-    found = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), sequences, alibi_slopes)
-    return *(_stored(x, q.dtype) for x in found[:3]), *found[3:]
+    """Plain gradients in the dtype of q, dslopes and dsink in fp32 (fp64 for fp64); delta of the rounded out."""
+    of = Features(*features)
+    *found, learned = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), of)
+    return *(_stored(x, q.dtype) for x in found), *of.gathered(learned)
 
 
 def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -114,20 +92,11 @@ def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
         return x.astype(dtype)
 
 
-def _forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    problem: Problem,
-    a: Arithmetic,
-    sequences: Sequences | None,
-    slopes: Array | None,
-) -> tuple[Array, Array]:
-    slopes = spread(slopes, problem)
-    if sequences is not None:
+def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: Features) -> tuple[Array, Array]:
+    if of.sequences is not None:
         out, lse = np.zeros(q.shape, a.accumulate), np.full(problem.rows, -np.inf, a.accumulate)
-        for i, part in enumerate(parts(problem, sequences)):
-            own = q[part.q], k[part.k], v[part.k], part.problem, a, None, slopes[i]
+        for i, part in enumerate(parts(problem, of.sequences)):
+            own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(i)
             out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
     p, visible = problem, visible_pairs(problem)
@@ -136,30 +105,23 @@ def _forward(
     for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         with np.errstate(all="ignore"):
-            P, lse[b, h] = softmax(scores(Q, K, p, a, slopes[b, h])[0], visible, a)
+            P, lse[b, h] = softmax(scores(Q, K, p, a, of.head(b, h))[0], visible, a, of.head(b, h))
             out[b, :, h] = a.product(a.rounded(P), V, visible)
     return out, lse
 
 
 def _backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    problem: Problem,
-    dlse: Array | None,
-    a: Arithmetic,
-    sequences: Sequences | None,
-    given: Array | None,
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, a: Arithmetic, of: Features
 ) -> tuple[Array, ...]:
-    slopes, dslopes = spread(given, problem), np.zeros((problem.batch, problem.heads_q), a.accumulate)
-    if sequences is not None:
+    """dq, dk, dv, and what each head's `OfHead` has for a gradient."""
+    learned = np.zeros((problem.batch, problem.heads_q, len(OfHead._fields)), a.accumulate)
+    if of.sequences is not None:
         dq, dk, dv = (np.zeros(x.shape, a.accumulate) for x in (q, k, v))
-        for i, part in enumerate(parts(problem, sequences)):
+        for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
-            of = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, None, slopes[i]
-            dq[part.q], dk[part.k], dv[part.k], dslopes[i] = _backward(*of)
-        return dq, dk, dv, *gathered(dslopes, given)
+            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, of.part(i)
+            dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1] = _backward(*own)
+        return dq, dk, dv, learned
     p, visible = problem, visible_pairs(problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))
@@ -167,24 +129,11 @@ def _backward(
     for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
         with np.errstate(all="ignore"):
-            found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, slopes[b, h])
-            dQ, dK, dV, dslopes[b, h] = found
-            dq[b, :, h] = dQ
+            found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, of.head(b, h))
+            dq[b, :, h], dK, dV, learned[b, h] = found
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
-    return dq, dk, dv, *gathered(dslopes, given)
-
-
-def spread(slopes: Array | None, p: Problem) -> Array:
-    """Slopes as (batch, heads_q); zeros where there are none."""
-    return np.broadcast_to(np.float64(0) if slopes is None else slopes, (p.batch, p.heads_q))
-
-
-def gathered(dslopes: Array, given: Array | None) -> tuple[Array, ...]:
-    """The inverse: what was found for each head of each batch, shaped as the slopes were given; nothing without."""
-    if given is None:
-        return ()
-    return (dslopes.sum(axis=0) if given.ndim == 1 else dslopes,)
+    return dq, dk, dv, learned
 
 
 def distances(p: Problem) -> Array:
@@ -193,7 +142,7 @@ def distances(p: Problem) -> Array:
     return np.abs(query + (p.seqlen_k - p.seqlen_q) - key)
 
 
-def scores(Q: Array, K: Array, p: Problem, a: Arithmetic, slope: Any = 0) -> tuple[Array, Array | float]:
+def scores(Q: Array, K: Array, p: Problem, a: Arithmetic, of: OfHead = _NONE) -> tuple[Array, Array | float]:
     """The scores of one head, and their derivative by ``scale * q . k``."""
     derivative: Array | float = 1.0
     S = p.scale * a.product(Q, K.T)
@@ -201,36 +150,39 @@ def scores(Q: Array, K: Array, p: Problem, a: Arithmetic, slope: Any = 0) -> tup
         t = np.tanh(S / p.softcap)
         S, derivative = p.softcap * t, 1 - t * t
     if p.alibi:
-        S = S - a.accumulate(slope) * distances(p).astype(a.accumulate)
+        S = S - a.accumulate(of.slope) * distances(p).astype(a.accumulate)
     return S, derivative
 
 
-def softmax(S: Array, visible: Array, a: Arithmetic) -> tuple[Array, Array]:
+def softmax(S: Array, visible: Array, a: Arithmetic, of: OfHead = _NONE) -> tuple[Array, Array]:
     """P and lse of one head's scores; hidden entries of P are 0."""
     S = np.where(visible, S, -np.inf)
-    m = S.max(axis=1, keepdims=True, initial=-np.inf)
+    m = S.max(axis=1, keepdims=True, initial=a.accumulate(of.sink))
     P = np.where(visible, np.exp(S - m), 0)
     l = (P[:, ::-1] if a.reverse else P).sum(axis=1, keepdims=True)
+    if of.sink != -np.inf:
+        l = l + np.exp(a.accumulate(of.sink) - m)
     lse = np.where(m == -np.inf, m, m + np.log(l))  # ln of a sum of zeros
     return np.where(visible, P / l, 0), lse[:, 0]
 
 
 def _gradients(
-    Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, visible: Array, p: Problem, a: Arithmetic, slope: Any
-) -> tuple[Array, Array, Array, Any]:
-    """dQ and dslope of one head of q, and what this head adds to dK and dV."""
-    S, derivative = scores(Q, K, p, a, slope)
-    P, _ = softmax(S, visible, a)
+    Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, visible: Array, p: Problem, a: Arithmetic, of: OfHead
+) -> tuple[Array, Array, Array, OfHead]:
+    """dQ of one head of q, what this head adds to dK and dV, and the gradients of its `OfHead`."""
+    S, derivative = scores(Q, K, p, a, of)
+    P, lse = softmax(S, visible, a, of)
     O = a.rounded(a.product(a.rounded(P), V, visible))
     delta = (dO * O).sum(axis=1, keepdims=True) - dLSE
     dP = a.product(dO, V.T)
     by_score = np.where(visible, P * (dP - delta), 0)
     dslope = -(by_score * distances(p).astype(a.accumulate)).sum() if p.alibi else 0
+    dsink = 0 if of.sink == -np.inf else -(np.exp(a.accumulate(of.sink) - lse) * delta[:, 0]).sum()
     dS = a.rounded(np.where(visible, by_score * derivative, 0))
     dV = a.product(a.rounded(P).T, dO, visible.T)
     dQ = p.scale * a.product(dS, K, visible)
     dK = p.scale * a.product(dS.T, Q, visible.T)
-    return dQ, dK, dV, dslope
+    return dQ, dK, dV, OfHead(dslope, dsink)
 
 
 def heads(p: Problem) -> Iterator[tuple[int, int, int]]:

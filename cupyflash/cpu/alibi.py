@@ -11,22 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
+from .tiles import of_chunk
 
 Array = NDArray[Any]
 # The slopes of some heads, (batch * heads_k, group), and their gradient if it is wanted; () without.
 Bias = tuple[Array, ...]
 
 
-def group_slopes(x: Array, p: Problem) -> Array:
-    """(heads_q,) or (batch, heads_q) as (batch, heads_k, group)."""
-    return np.broadcast_to(x, (p.batch, p.heads_q)).reshape(p.batch, p.heads_k, p.heads_q // p.heads_k)
-
-
 def bias_of(slopes: Array | None, chunk: tuple[slice, slice], dtype: np.dtype[Any], has_gradient: bool = False) -> Bias:
-    """That of the heads of a chunk, `slopes` as `group_slopes` gives them; the gradient is 0 so far."""
-    if slopes is None:
+    """That of the heads of a chunk, `slopes` as `by_group` gives them; the gradient is 0 so far."""
+    own = of_chunk(slopes, chunk, dtype)
+    if own is None:
         return ()
-    own = slopes[chunk].astype(dtype).reshape(-1, slopes.shape[-1])
     return (own, np.zeros_like(own)) if has_gradient else (own,)
 
 

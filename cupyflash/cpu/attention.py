@@ -29,8 +29,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
-from .alibi import Bias, add_gradient, bias_of, biased, group_slopes
-from .tiles import chunks, group_heads, group_lse, key_tiles, load, load_rows, query_tiles, sees_a_key
+from . import sink as sinks
+from .alibi import Bias, add_gradient, bias_of, biased
+from .products import product, scores
+from .tiles import (
+    as_given,
+    by_group,
+    chunks,
+    group_heads,
+    group_lse,
+    key_tiles,
+    load,
+    load_rows,
+    of_chunk,
+    query_tiles,
+    sees_a_key,
+)
 
 Array = NDArray[Any]
 
@@ -38,7 +52,9 @@ _FP32, _FP64 = np.dtype(np.float32), np.dtype(np.float64)
 _DTYPES = {_FP32: (_FP32, _FP64), _FP64: (_FP64,)}  # accumulator -> what to compute in, one after the other
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem, alibi_slopes: Array | None = None) -> tuple[Array, Array]:
+def forward(
+    q: Array, k: Array, v: Array, problem: Problem, alibi_slopes: Array | None = None, sink: Array | None = None
+) -> tuple[Array, Array]:
     """``out = softmax(scale * q k^T) v`` over the visible keys.
 
     Args:
@@ -46,13 +62,14 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, alibi_slopes: Array 
         k, v: (batch, seqlen_k, heads_k, head_dim), same dtype.
         problem: shapes and options.
         alibi_slopes: (heads_q,) or (batch, heads_q), as lse.
+        sink: (heads_q,), as lse.
 
     Returns:
         out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
-        sees no key, or belongs to no sequence, has out 0 and lse -inf.
+        sees no key has out 0 and lse -inf, or the sink.
     """
     p, accumulate = problem, accumulator(q)
-    slopes = None if alibi_slopes is None else group_slopes(alibi_slopes, p)
+    slopes, logits = (None if x is None else by_group(x, p) for x in (alibi_slopes, sink))
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), accumulate)
     q_heads, out_heads, lse_heads = group_heads(q, p), group_heads(out, p), group_lse(lse, p)
@@ -64,7 +81,8 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, alibi_slopes: Array 
                 target = out_heads[chunk][..., rows, :]
                 Q = load_rows(q_heads[chunk][..., rows, :], dtype)
                 with np.errstate(all="ignore"):
-                    O, LSE = _forward_tile(Q, K, V, rows, p, bias_of(slopes, chunk, dtype))
+                    bias, logit = bias_of(slopes, chunk, dtype), of_chunk(logits, chunk, dtype)
+                    O, LSE = _forward_tile(Q, K, V, rows, p, bias, logit)
                     finite = finite and bool(np.isfinite(O).all())
                     target[...] = O.reshape(target.shape)
                     lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
@@ -83,6 +101,7 @@ def backward(
     dlse: Array | None,
     problem: Problem,
     alibi_slopes: Array | None = None,
+    sink: Array | None = None,
     wanted: tuple[str, ...] = (),
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` with respect to q, k and v, bitwise reproducible.
@@ -93,15 +112,16 @@ def backward(
         out, lse: what `forward` returned.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
         problem: shapes and options.
-        alibi_slopes: as in `forward`.
-        wanted: ("dalibi_slopes",) for their gradient.
+        alibi_slopes, sink: as in `forward`.
+        wanted: of "dalibi_slopes" and "dsink", those whose gradient is.
 
     Returns:
         dq, dk, dv with shapes and dtype of q, k, v; 0 for a query or key that takes no part; and what is wanted.
     """
     p, accumulate = problem, accumulator(q)
-    slopes = None if alibi_slopes is None else group_slopes(alibi_slopes, p)
-    dslopes = None if slopes is None or not wanted else np.zeros(slopes.shape, accumulate)
+    slopes, logits = (None if x is None else by_group(x, p) for x in (alibi_slopes, sink))
+    dslopes = np.zeros(slopes.shape, accumulate) if slopes is not None and "dalibi_slopes" in wanted else None
+    dsinks = np.zeros(logits.shape, accumulate) if logits is not None and "dsink" in wanted else None
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), q.dtype) for _ in range(2))
     by_row = [group_heads(x, p) for x in (q, dout, out)]
@@ -112,25 +132,28 @@ def backward(
         for dtype in _DTYPES[accumulate]:
             K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
             bias = bias_of(slopes, chunk, dtype, dslopes is not None)
-            gradients = _backward_chunk([x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, bias)
-            if all(np.isfinite(x).all() for x in (*gradients, *bias[1:])):
+            logit = None if dsinks is None else of_chunk(logits, chunk, dtype)
+            of = [x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, bias, logit
+            *gradients, dsink = _backward_chunk(*of)
+            if all(np.isfinite(x).all() for x in (*gradients, dsink, *bias[1:])):
                 break
         if dslopes is not None:
             dslopes[chunk] = bias[1].reshape(dslopes[chunk].shape)
+        if dsinks is not None:
+            dsinks[chunk] = dsink.reshape(dsinks[chunk].shape)
         for target, gradient in zip(targets, gradients, strict=True):
             with np.errstate(all="ignore"):
                 target[chunk] = gradient.reshape(target[chunk].shape)
-    if dslopes is None or alibi_slopes is None:
-        return dq, dk, dv
-    dslopes = dslopes.reshape(p.batch, p.heads_q)
-    return dq, dk, dv, dslopes.sum(axis=0) if alibi_slopes.ndim == 1 else dslopes
+    of_heads = ((dslopes, alibi_slopes), (dsinks, sink))
+    return dq, dk, dv, *(as_given(x, given, p) for x, given in of_heads if x is not None and given is not None)
 
 
 def _backward_chunk(
-    by_row: list[Array], K: Array, V: Array, lse: Array, dlse: Array | None, p: Problem, bias: Bias
-) -> tuple[Array, Array, Array]:
-    """dQ, dK and dV of some heads in the dtype of K; `by_row`: their q, dout and out."""
+    by_row: list[Array], K: Array, V: Array, lse: Array, dlse: Array | None, p: Problem, bias: Bias, sink: Array | None
+) -> tuple[Array, Array, Array, Array]:
+    """dQ, dK, dV and, of a `sink`, dsink of some heads in the dtype of K; `by_row`: their q, dout and out."""
     dtype = K.dtype
+    dsink = np.zeros(() if sink is None else sink.shape, dtype)
     dQ, dK, dV = np.zeros(by_row[0].shape, dtype), np.zeros_like(K), np.zeros_like(V)
     for rows in query_tiles(p):
         Q, dO, O = (load_rows(x[..., rows, :], dtype) for x in by_row)
@@ -139,19 +162,22 @@ def _backward_chunk(
             delta = (dO * O).sum(axis=-1, keepdims=True)
             if dlse is not None:
                 delta -= dlse[..., rows].astype(dtype).reshape(delta.shape)
+            if sink is not None:
+                dsink += sinks.gradient(sink, LSE, delta)
             target = dQ[..., rows, :]
             target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p, bias).reshape(target.shape)
     with np.errstate(all="ignore"):
-        return dQ, p.scale * dK, dV
+        return dQ, p.scale * dK, dV, dsink
 
 
-def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem, bias: Bias) -> tuple[Array, Array]:
+def _forward_tile(
+    Q: Array, K: Array, V: Array, rows: slice, p: Problem, bias: Bias, sink: Array | None
+) -> tuple[Array, Array]:
     """O and lse of one tile of queries."""
     O = np.zeros_like(Q)
-    m = np.full((*Q.shape[:2], 1), -np.inf, Q.dtype)
-    l = np.zeros_like(m)
+    m, l = sinks.start(sink, (*Q.shape[:2], 1), Q.dtype)
     for keys, visible in key_tiles(rows, p):
-        S = biased(_scores(Q, K[:, keys], p), bias, rows, keys, p)
+        S = biased(scores(Q, K[:, keys], p), bias, rows, keys, p)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
         m_new = np.maximum(m, S.max(axis=-1, keepdims=True))
@@ -159,7 +185,7 @@ def _forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem, bias: B
         P = np.exp(np.subtract(S, shift, out=S), out=S)
         rescale = np.exp(m - shift)
         l = rescale * l + P.sum(axis=-1, keepdims=True)
-        O = rescale * O + _product(P, V[:, keys], visible)
+        O = rescale * O + product(P, V[:, keys], visible)
         m = m_new
     sees = sees_a_key(rows, p)[:, None]
     return np.where(sees, O / l, 0), m + np.log(l)  # every visible score is -inf: out is 0 / 0, as IEEE has it
@@ -181,7 +207,7 @@ def _backward_tile(
     """dQ of one tile of queries; adds what the tile contributes to dV, the slopes' and, still without scale, dK."""
     dQ = np.zeros_like(Q)
     for keys, visible in key_tiles(rows, p):
-        S = _scores(Q, K[:, keys], p)
+        S = scores(Q, K[:, keys], p)
         derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
         S = biased(S, bias, rows, keys, p)
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
@@ -195,33 +221,10 @@ def _backward_tile(
             np.copyto(P, 0, where=~visible)
             np.copyto(dS, 0, where=~visible)
         seen_by = None if visible is None else visible.T
-        dV[:, keys] += _product(P.swapaxes(1, 2), dO, seen_by)
-        dK[:, keys] += _product(dS.swapaxes(1, 2), Q, seen_by)
-        dQ += _product(dS, K[:, keys], visible)
+        dV[:, keys] += product(P.swapaxes(1, 2), dO, seen_by)
+        dK[:, keys] += product(dS.swapaxes(1, 2), Q, seen_by)
+        dQ += product(dS, K[:, keys], visible)
     return p.scale * dQ
-
-
-def _scores(Q: Array, K: Array, p: Problem) -> Array:
-    S = Q @ K.swapaxes(1, 2)
-    if p.softcap is None:
-        return np.multiply(S, p.scale, out=S)
-    np.tanh(np.multiply(S, p.scale / p.softcap, out=S), out=S)
-    return np.multiply(S, p.softcap, out=S)
-
-
-def _product(A: Array, B: Array, visible: Array | None) -> Array:
-    """A B without the terms that `visible` hides.
-
-    A is 0 where it is hidden, which is enough as long as B is finite. A row of B with NaN or inf is taken out and added
-    term by term to those rows that see it, since 0 * NaN is NaN.
-    """
-    if visible is None or np.isfinite(B).all():
-        return A @ B
-    finite = np.isfinite(B).all(axis=(0, 2))
-    C = A[:, :, finite] @ B[:, finite]
-    for t in np.flatnonzero(~finite):
-        C += np.where(visible[:, t, None], A[:, :, t, None] * B[:, t, None, :], 0)
-    return C
 
 
 def accumulator(x: Array) -> np.dtype[Any]:

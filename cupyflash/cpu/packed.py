@@ -18,12 +18,18 @@ Array = NDArray[Any]
 
 
 def forward(
-    q: Array, k: Array, v: Array, problem: Problem, sequences: Sequences, alibi_slopes: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    sequences: Sequences,
+    alibi_slopes: Array | None = None,
+    sink: Array | None = None,
 ) -> tuple[Array, Array]:
     """`attention.forward` of each sequence by itself. Rows outside of all sequences have out 0 and lse -inf."""
     out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
     for b, part in enumerate(parts(problem, sequences)):
-        found = attention.forward(q[part.q], k[part.k], v[part.k], part.problem, _of(alibi_slopes, b))
+        found = attention.forward(q[part.q], k[part.k], v[part.k], part.problem, _of(alibi_slopes, b), sink)
         out[part.q], lse[part.lse] = found
     return out, lse
 
@@ -39,20 +45,22 @@ def backward(
     problem: Problem,
     sequences: Sequences,
     alibi_slopes: Array | None = None,
+    sink: Array | None = None,
     wanted: tuple[str, ...] = (),
 ) -> tuple[Array, ...]:
     """`attention.backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
-    dslopes = [] if alibi_slopes is None or not wanted else [np.zeros_like(alibi_slopes)]
+    learned = {"dalibi_slopes": alibi_slopes, "dsink": sink}
+    sums = [np.zeros_like(x) for name, x in learned.items() if x is not None and name in wanted]
     for b, part in enumerate(parts(problem, sequences)):
         dO, Q, K, V, Out = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q]
         dLSE, slopes = None if dlse is None else dlse[part.lse], _of(alibi_slopes, b)
-        found = attention.backward(dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, slopes, wanted)
+        found = attention.backward(dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, slopes, sink, wanted)
         dq[part.q], dk[part.k], dv[part.k] = found[:3]
-        for total, one in zip(dslopes, found[3:], strict=True):
+        for total, one in zip(sums, found[3:], strict=True):
             target = total if total.ndim == 1 else total[b : b + 1]
             target += one
-    return dq, dk, dv, *dslopes
+    return dq, dk, dv, *sums
 
 
 def _of(slopes: Array | None, b: int) -> Array | None:

@@ -31,7 +31,7 @@ def check(
     packed = packed_count(library, lengths, device) if "cu_seqlens_q" in lengths else None
     three = [found[x][0] for x in "qkv"], [dtypes[x] for x in "qkv"]
     alibi = len(found["alibi_slopes"][0]) if "alibi_slopes" in found else 0
-    features: dict[str, Any] = {"alibi": alibi, "kv_range": "kv_range" in lengths}
+    features: dict[str, Any] = {"alibi": alibi, "kv_range": "kv_range" in lengths, "sink": "sink" in found}
     problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)
     if packed is None and problem.kv_range:
         check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)

@@ -24,6 +24,17 @@ Arrays = Mapping[str, tuple[Sequence[int], Sequence[int]]]  # name -> shape, str
 _kinds: dict[Any, object] = {}  # whose hashes cost less than those of their keys
 
 
+class Asked(NamedTuple):
+    """What the names of a call's arrays say of its spec: features, and what is made only if asked for."""
+
+    packed: bool
+    kv_range: bool
+    sink: bool
+    dalibi: bool
+    dsink: bool
+    clocks: bool
+
+
 class Given:
     """What the table says of a pass that is given arrays of these names, in this order; made once for them.
 
@@ -38,7 +49,7 @@ class Given:
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
         alibi: the number of ALiBi's slopes; None: there are none.
-        kv_range: whether each sequence has a range of keys.
+        asked: what all of them say of the spec.
         by_tma, by_hand: take the arrays with strides that the sm90 family reads by TMA, and the others of them.
         kind: what of this decides the kernels.
     """
@@ -55,7 +66,8 @@ class Given:
         self.strided = tuple(name for name in rows if rows[name].strided and name in self.order)
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
         self.packed, self.alibi = number.get("cu_seqlens_q"), number.get("alibi_slopes")
-        self.kv_range = "kv_range" in number
+        of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
+        self.asked = Asked(*of_features, *(x in wanted for x in ("dalibi_slopes", "dsink", "clocks")))
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]
         self.like_q = tuple(i for i, row in more if row.like == "q")

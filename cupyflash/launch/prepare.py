@@ -25,7 +25,7 @@ from ..plan.spec import Spec
 from ..problem import MAX_SEQLEN, make_problem
 from . import prepared as launch
 from .checks import check
-from .passes import Given, contiguous_strides, fill, is_contiguous, sizes_of, template_of, with_batch
+from .passes import Asked, Given, contiguous_strides, fill, is_contiguous, sizes_of, template_of, with_batch
 from .prepared import Call, Prepared
 from .template import numbers_of
 
@@ -90,15 +90,16 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, packed: bool, kv_range: bool, batch: int,
-    aligned: bool, tma: bool, clocks: bool, alibi: int, dalibi: bool, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, alibi: int, batch: int, aligned: bool,
+    tma: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`batch`: 0 for any call without work; `alibi`: how many dimensions the slopes have; `wish`: so that another value
+    """`alibi`: how many dimensions the slopes have; `batch`: 0 for any call without work; `wish`: so that another value
     in the environment is another question."""
-    shape, sequences = ((1, 1, head_dim), batch) if packed else ((batch, 1, 1, head_dim), None)
-    features: dict[str, Any] = {"alibi": alibi, "kv_range": kv_range}
+    shape, sequences = ((1, 1, head_dim), batch) if of.packed else ((batch, 1, 1, head_dim), None)
+    features: dict[str, Any] = {"alibi": alibi, "kv_range": of.kv_range, "sink": of.sink}
     problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
-    known: dict[str, Any] = {"backward": backward, "dalibi": dalibi, "family": family(), "clocks": clocks}
+    known: dict[str, Any] = {"backward": backward, "dalibi": of.dalibi, "dsink": of.dsink, "clocks": of.clocks}
+    known["family"] = family()
     spec = Spec.of(problem, aligned=aligned, tma=tma, **known)
     return _Asked(spec, numbers_of(problem))
 
@@ -186,11 +187,11 @@ def prepare(
     batch, seqlen_q, seqlen_k, _, _ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
-    asks = *asked_of, given.packed is not None, given.kv_range, has_work, aligned
-    copied = _copied(given, signatures) if given.others else ()
     alibi = 0 if given.alibi is None else len(keys[given.alibi][0])
+    asks = *asked_of, given.asked, alibi, has_work, aligned
+    copied = _copied(given, signatures) if given.others else ()
     while True:
-        asked = _asked(*asks, tma, "clocks" in given.wanted, alibi, "dalibi_slopes" in given.wanted, wish())
+        asked = _asked(*asks, tma, wish())
         key = ordinal, given.kind, asked.spec
         prepared = launch.specs.find(key)
         if prepared is None:

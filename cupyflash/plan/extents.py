@@ -98,6 +98,8 @@ class Kernels:
         for over, rows in self._rows:
             if over == "slopes":
                 tiles = extents.heads_q * (extents.batch if self.spec.alibi == 2 else 1)
+            elif over == "sinks":
+                tiles = extents.heads_q
             else:
                 length, heads = q if over == "q" else k
                 tiles = self._blocks(length, rows, extents.batch) * heads * self._arrays(extents)
@@ -130,7 +132,7 @@ class Kernels:
         return Numbers(tiles, {}, (section * group, last * group))
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
-        """Delta, main, conversion of dQ; or delta, dK and dV, dQ; then sums for slopes, if any are wanted.
+        """Delta, main, conversion of dQ; or delta, dK and dV, dQ; then sums for slopes and sinks, if any are wanted.
 
         Q, dO and a fp32 sum of dQ are streamed.
         """

@@ -128,3 +128,36 @@ class Slopes(Variant):
     def after(cls, spec: Spec, tile: SlopesTile) -> tuple[Slopes, ...]:
         """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
         return (cls.of(spec, tile),) if spec.dalibi else ()
+
+
+@dataclass(frozen=True)
+class SinksTile:
+    """A block has `warps`, each of which takes tiles of `block_m` queries, as row_stats has them."""
+
+    block_m: int
+    warps: int = 16
+    blocks_per_sm = 1
+
+    @property
+    def name(self) -> str:
+        return f"q{self.block_m}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """A number of each warp."""
+        return 4 * self.warps
+
+
+@dataclass(frozen=True)
+class Sinks(Variant):
+    """bwd_sink.cuh: the gradient of the sinks from row_stats."""
+
+    folder, header, function, params_name, params = "any", "bwd_sink", "bwd_sink", "BwdParams", BWD_PARAMS
+    over = "sinks"
+
+    tile: SinksTile
+    packed: bool = False
+
+    @classmethod
+    def after(cls, spec: Spec, block_m: int) -> tuple[Sinks, ...]:
+        """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
+        return (cls.of(spec, SinksTile(block_m)),) if spec.dsink else ()

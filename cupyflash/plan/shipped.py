@@ -34,6 +34,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
     for head_dim in (64, 128, 256):
         yield problem("bf16", head_dim, window=(None, 0), alibi=1), True
         yield problem("bf16", head_dim, window=(None, 0), kv_range=True), True
+        yield problem("bf16", head_dim, window=(None, 0), sink=True), True
 
 
 @functools.cache
@@ -42,8 +43,8 @@ def shipped(device: Device) -> tuple[Variant, ...]:
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
         variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned)))
-        if problem.alibi:  # of slopes that are learned
-            variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned, dalibi=True)))
+        if problem.alibi or problem.sink:  # that are learned
+            variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned, dalibi=True, dsink=True)))
         is_usual = (problem.dtype, problem.head_dim, problem.causal, problem.packed) == ("bf16", 64, True, False)
         if is_usual:  # where TMA cannot read on Hopper
             variants.update(dict.fromkeys(kernels_of(Spec.of(problem, tma=False), device).variants))

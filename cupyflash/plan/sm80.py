@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, round_up, row_bytes
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Sinks, Slopes, SlopesTile, round_up, row_bytes
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -88,6 +88,7 @@ class Forward(Main):
     folder, header, function, params_name, params = "sm80", "fwd_sm80", "fwd", "FwdParams", FWD_PARAMS
 
     unaligned: bool = False
+    sink: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class Sm80(Family):
         tile = self.backward_tile(spec, device)
         rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m
         main = Delta.of(spec, DeltaTile(*rows)), Backward.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
-        return *main, *Slopes.after(spec, SlopesTile(tile.block_n, tile.warps, over_keys=True))
+        sums = Slopes.after(spec, SlopesTile(tile.block_n, tile.warps, over_keys=True))
+        return *main, *sums, *Sinks.after(spec, tile.block_m)
 
 
 SM80 = Sm80()

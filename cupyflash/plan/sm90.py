@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..gpu.device import Device
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Sinks, Slopes, SlopesTile
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -145,6 +145,7 @@ class ForwardSm90(Main):
     arch_suffix, persistent = "a", True
 
     clocks: bool = False
+    sink: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,15 +195,16 @@ class Sm90(Family):
             return (ForwardSm90.of(spec, self.forward_tile(spec, device)),)
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
-        delta = Delta.of(spec, DeltaTile(*rows))
+        delta, sinks = Delta.of(spec, DeltaTile(*rows)), Sinks.after(spec, 64)
         for limit, tile in _BACKWARD:
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
-                return delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows)), *sums
+                return delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows)), *sums, *sinks
         dkv, dq = next((dkv, dq) for limit, dkv, dq in _WIDE_BACKWARD if spec.head_dim <= limit)
         wide = spec._replace(deterministic=False)  # these are by nature
         sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=False))
-        return delta, BackwardDkvSm90.of(wide._replace(dalibi=False), dkv), BackwardDqSm90.of(wide, dq), *sums
+        dkv_dq = BackwardDkvSm90.of(wide._replace(dalibi=False), dkv), BackwardDqSm90.of(wide, dq)
+        return delta, *dkv_dq, *sums, *sinks
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:
         return super().mixed_bytes(spec, device) if spec.backward else _SECTION_BYTES[spec.uneven]

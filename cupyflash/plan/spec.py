@@ -23,6 +23,8 @@ class Spec(NamedTuple):
         alibi: how many dimensions the slopes have, by value like softcap.
         dalibi: a backward that makes their gradient.
         kv_range: each sequence has a range of keys.
+        sink: each head of q has one.
+        dsink: a backward that makes their gradient.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -42,6 +44,8 @@ class Spec(NamedTuple):
     alibi: int = 0
     dalibi: bool = False
     kv_range: bool = False
+    sink: bool = False
+    dsink: bool = False
     is_empty: bool = False
     backward: bool = False
     unaligned: bool = False
@@ -51,14 +55,15 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(
-        cls, problem: Problem, *, aligned: bool = True, tma: bool = True, dalibi: bool = False, **asked: Any
-    ) -> Spec:
+        cls, problem: Problem, *, aligned: bool = True, tma: bool = True, dalibi: bool = False, dsink: bool = False,
+        **asked: Any,
+    ) -> Spec:  # fmt: skip
         """That of a problem.
 
         Args:
             aligned: whether every row of q, k and v (and out and dout) starts at a multiple of 16 bytes.
             tma: whether TMA can read q, k and v (and dout), if they are aligned.
-            dalibi: whether a backward makes the slopes' gradient, where there are slopes.
+            dalibi, dsink: whether a backward makes the gradient of the slopes, of the sinks, where there are any.
             asked: `backward`, `family`, `clocks`.
         """
         least = LEAST_UNIT if problem.alibi else 0
@@ -74,6 +79,8 @@ class Spec(NamedTuple):
             alibi=problem.alibi,
             dalibi=dalibi and problem.alibi > 0 and bool(asked.get("backward")),
             kv_range=problem.kv_range,
+            sink=problem.sink,
+            dsink=dsink and problem.sink and bool(asked.get("backward")),
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,

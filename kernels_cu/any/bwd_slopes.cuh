@@ -19,16 +19,9 @@ __device__ __forceinline__ void bwd_slopes(const BwdParams &p) {
         const float *const parts = slope_parts_at<Rows, V::kBlockM>(p, s, head, 0, V::kParts);
         for (int i = lane(); i < tiles * V::kParts; i += 32) sum += parts[i];
     }
-    #pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) sum += ptx::shfl_xor(sum, mask);
-    const ptx::u32 sums = ptx::dynamic_smem();
-    if (lane() == 0) ptx::st_shared_b32(sums + 4 * warp(), ptx::float_as_uint(sum));
-    ptx::bar_sync();  // all warps' sums are there @slopes-of-all-warps
+    leave_sum_of_warp(sum);
     if (ptx::thread_index() > 0) return;
-    float total = 0.f;
-    #pragma unroll
-    for (int i = 0; i < V::kWarps; ++i) total += ptx::uint_as_float(ptx::ld_shared_b32(sums + 4 * i));
-    p.dalibi_slopes[slope] = 0.f - total;
+    p.dalibi_slopes[slope] = 0.f - sum_of_warps<V::kWarps>();
 }
 
 #endif  // CUPYFLASH_BWD_SLOPES_CUH

@@ -4,7 +4,7 @@
 #define CUPYFLASH_REPAIR_OUTPUT_CUH
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
-#include "attention/score.cuh"
+#include "attention/sink.cuh"
 
 // log2 of the sum of 2^x(i) over [first, end), by one warp, in every lane. NaN where a weight 2^(x(i) - that) would be: if an
 // x is NaN or inf, or if all are -inf.
@@ -52,9 +52,15 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             const float raw = dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row);
             return score.value(raw, places(0, key)) * score.log2_factor;  // @scores-as-in-the-kernel
         };
+        const auto sink = Sink<V>::of(p, s, head);
+        const auto exponent_or_sink = [&](int i) {  // behind the last key stands the sink
+            if constexpr (Sink<V>::kAny)
+                if (i == end) return sink.log2();
+            return exponent(i);
+        };
         float lse = 0.f;  // in powers of two
         repair_row<T, D>(tile, row0 + row, 0, D, 1.f, [&](auto &sum, bool reasons) {
-            if (reasons) lse = log2_sum_ex2(first, end, exponent);
+            if (reasons) lse = log2_sum_ex2(first, end + Sink<V>::kAny, exponent_or_sink);  // @sink-of-the-row
             if (first < end && lse != lse) return sum.fill(lse);
             sum.add(
                 v, p.v_stride.row, first, end,  // @rows-of-v-repair-of-o

@@ -66,19 +66,26 @@ __device__ __forceinline__ int count_tiles(const Problem &p) {
     using S = Sequence<V::kPacked>;
     return S::template blocks<kRows>(p, Rows::seqlen(p)) * Rows::heads(p) * S::count(p);
 }
-// Tile `number` of those, by a whole warp if packed; it may lie behind the end of its sequence then, without rows.
-template <class V, class Rows, int kRows, bool kDescending, class Params>
-__device__ __forceinline__ Tile<V::kPacked> tile_at(const Params &p, int number) {
+// One of those, by a whole warp if packed; it may lie behind the end of its sequence then, without rows. Packed, the blocks
+// of all sequences are counted together.
+template <class V, class Rows, int kRows, class Params>
+__device__ __forceinline__ Tile<V::kPacked> tile_of(const Params &p, const TileIndex &index) {
     using S = Sequence<V::kPacked>;
-    const Problem &problem = p.problem;
-    const int blocks = S::template blocks<kRows>(problem, Rows::seqlen(problem));
-    const auto index = TileIndex::at<kDescending>(number, p.schedule, blocks, Rows::heads(problem), S::count(problem));
     if constexpr (V::kPacked) {
         const S found = S::template find<Rows, kRows>(p, index.block);
         return {index.block - S::template first_tile<kRows>(Rows::first_row(found), found.index), index.head, found};
     } else {
         return {index.block, index.head, S::of(p, index.sequence)};
     }
+}
+// Tile `number` of them.
+template <class V, class Rows, int kRows, bool kDescending, class Params>
+__device__ __forceinline__ Tile<V::kPacked> tile_at(const Params &p, int number) {
+    using S = Sequence<V::kPacked>;
+    const Problem &problem = p.problem;
+    const int blocks = S::template blocks<kRows>(problem, Rows::seqlen(problem));
+    const auto index = TileIndex::at<kDescending>(number, p.schedule, blocks, Rows::heads(problem), S::count(problem));
+    return tile_of<V, Rows, kRows>(p, index);
 }
 
 // The row_stats of a query of a head: each sequence has a multiple of kRows of them.

@@ -1,7 +1,7 @@
 // Online softmax over the key blocks of one query tile (Milakov & Gimelshein 2018; FlashAttention-2, algorithm 1).
 #ifndef CUPYFLASH_SOFTMAX_CUH
 #define CUPYFLASH_SOFTMAX_CUH
-#include "attention/score.cuh"
+#include "attention/sink.cuh"
 #include "tile/tile.cuh"
 
 template <int kRows>
@@ -103,15 +103,20 @@ struct OnlineSoftmax {
     }
 
     // The end: lse[r] = ln sum exp of row r, with `unit` times S the scores, and inverse[r], by which O is multiplied.
-    // sees_nothing(row) marks rows without any key: O = 0, lse = -inf there.
-    template <class SeesNothing>
-    __device__ void finish(float unit, Rows &lse, Rows &inverse, SeesNothing sees_nothing) {
+    // sees_nothing(row) marks rows without any key: O = 0, lse = -inf there, or the sink.
+    template <class Sink, class SeesNothing>
+    __device__ void finish(float unit, const Sink &sink, Rows &lse, Rows &inverse, SeesNothing sees_nothing) {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
             l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });  // @row-sum-of-four-lanes
             const bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)));
-            inverse[r] = nothing ? 0.f : 1.f / l[r];  // @o-divided-by-its-sum
-            lse[r] = nothing ? -ptx::infinity() : fmaf(m[r], unit, ptx::lg2(l[r]) * kLn2);
+            if constexpr (Sink::kAny) {
+                sink.join(m[r] * unit, l[r], lse[r], inverse[r]);
+                if (nothing) lse[r] = sink.logit, inverse[r] = 0.f;
+            } else {
+                inverse[r] = nothing ? 0.f : 1.f / l[r];  // @o-divided-by-its-sum
+                lse[r] = nothing ? -ptx::infinity() : fmaf(m[r], unit, ptx::lg2(l[r]) * kLn2);
+            }
         }
     }
 

@@ -114,7 +114,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         else step(i, Bool<true>{});
 
     typename OnlineSoftmax<kRows>::Rows lse, inverse;
-    softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
+    softmax.finish(score.unit, Sink<V>::of(p, sequence, tile.head), lse, inverse,
+                   [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
     softmax.multiply_rows(O, inverse);
     const long long lse_row = sequence.lse_row(problem, tile.head);
     #pragma unroll

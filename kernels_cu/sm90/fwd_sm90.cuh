@@ -228,7 +228,8 @@ struct FwdGroup {
         typename Softmax::Rows inverse;
         const auto store_lse = [&] {
             typename Softmax::Rows lse;
-            softmax.finish(score.unit, lse, inverse, [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
+            softmax.finish(score.unit, Sink<V>::of(p.plain, tile.sequence, tile.head), lse, inverse,
+                           [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
             const long long lse_row = tile.sequence.lse_row(problem, tile.head);
             #pragma unroll
             for (int r = 0; r < 2; ++r) {

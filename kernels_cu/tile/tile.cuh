@@ -94,4 +94,20 @@ __device__ __forceinline__ float quad_reduce(float v, Op op) {
     return op(v, ptx::shfl_xor(v, 2));
 }
 
+// The sum over all threads of a block, in a fixed order: each warp leaves its own in shared memory, a float each; then any
+// thread adds them up.
+__device__ __forceinline__ void leave_sum_of_warp(float x) {
+    #pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) x += ptx::shfl_xor(x, mask);  // @sum-of-all-lanes
+    if (lane() == 0) ptx::st_shared_b32(ptx::dynamic_smem() + 4 * warp(), ptx::float_as_uint(x));
+    ptx::bar_sync();  // all warps' sums are there @sums-of-all-warps
+}
+template <int kWarps>
+__device__ __forceinline__ float sum_of_warps() {
+    float total = 0.f;
+    #pragma unroll
+    for (int i = 0; i < kWarps; ++i) total += ptx::uint_as_float(ptx::ld_shared_b32(ptx::dynamic_smem() + 4 * i));
+    return total;
+}
+
 #endif  // CUPYFLASH_TILE_CUH

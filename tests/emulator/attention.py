@@ -126,7 +126,7 @@ class Session:
         headers: patched kernel sources by file name; the others are as shipped.
         family, backward_family: of the forward and the backward, of `plan.FAMILIES`; None: as planned.
         counter: whether persistent blocks draw their tiles from a counter; else in a fixed stride.
-        learns_slopes: whether their gradient is asked for where there are any.
+        learns: whether gradients of what features bring are asked for.
         wants_lse: else the forward gets no address for lse, and returns NaN.
         left_over: what the backward's floating-point workspace holds before; None: NaN.
         collectives: shuffles, votes and the like of all launches so far.
@@ -139,7 +139,7 @@ class Session:
     family: str | None = None
     backward_family: str | None = None
     counter: bool = True
-    learns_slopes: bool = True
+    learns: bool = True
     wants_lse: bool = True
     left_over: float | None = None
     collectives: int = 0
@@ -150,11 +150,11 @@ class Session:
         return made["out"], made["lse"]
 
     def backward(self, inputs: Inputs, out: Array, lse: Array, problem: Problem, **more: Array) -> tuple[Array, ...]:
-        """dq, dk, dv, and dalibi_slopes where there are slopes."""
+        """dq, dk, dv, and dalibi_slopes and dsink where there are slopes and sinks."""
         arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "dout": inputs.dout, "lse": lse}
         arrays |= inputs.brought() | more
         arrays |= {} if inputs.dlse is None else {"dlse": inputs.dlse}
-        wanted = tuple(f"d{name}" for name in inputs.learned) if self.learns_slopes else ()
+        wanted = tuple(f"d{name}" for name in inputs.learned) if self.learns else ()
         made = self._run(BACKWARD, arrays, problem, wanted)
         return tuple(made[name] for name in GRADIENTS if name in made)
 
@@ -169,7 +169,8 @@ class Session:
             for name, x in arrays.items():
                 buffers.add(name, x)
             known = {"backward": which is BACKWARD, "aligned": buffers.aligned(), "tma": buffers.readable()}
-            plan = plan_call(problem, self.device, family=family, dalibi="dalibi_slopes" in wanted, **known)
+            known |= {"dalibi": "dalibi_slopes" in wanted, "dsink": "dsink" in wanted}
+            plan = plan_call(problem, self.device, family=family, **known)
             likes = [arrays[name] for name in given.likes]
             made = {name: buffers.make(name, x.shape, x.dtype) for name, x in zip(given.made, likes, strict=True)}
             shapes = given.shapes(Extents.of(problem), problem.head_dim)

@@ -80,11 +80,21 @@ ALIBI = (
     _bug("slopes: sums of one head kept for the next", change("slope-of-the-next-head", "sum = 0.f", "(void)0"), "alibi-6"),
     _bug("slopes: another sequence's gradient not added", change("slopes-of-all-sequences", "b < end", "b < min(end, first + 1)"), "alibi-4"),
     _bug("slopes: last tile not added", change("tiles-with-slopes", "ceil_div(V::kOverKeys ? s.seqlen_k : s.seqlen_q, V::kBlockM)", "(V::kOverKeys ? s.seqlen_k : s.seqlen_q) / V::kBlockM"), "alibi-13"),
-    _bug("slopes: sums read before they are written", without("slopes-of-all-warps"), "alibi-13"),
+    _bug("slopes: sums read before they are written", without("sums-of-all-warps"), "alibi-13"),
     _bug("slopes: sm80 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm80", "visits.count == 0", "visits.count < 0"), "unseen-sm80"),
     _bug("slopes: sm90 leaves nothing of keys that nobody sees", change("slopes-without-visits-sm90", "count == 0", "count < 0"), "unseen-sm90"),
     _bug("slopes: keys beyond the last leave theirs with the next head", change("slopes-of-keys-that-exist", "64 * block < visit.sequence.seqlen_k", "true"), "alibi-10"),
     _bug("slopes: dq sums rows beyond the last query", change("queries-that-exist-dq", "row < from_here.seqlen_q && ", ""), "unseen-wide"),
+)  # fmt: skip
+SINK = (
+    _bug("sink: that of the first head for all", change("sink-that-exists", "p.sink[head]", "p.sink[0]"), "sink-0", backward=False),
+    _bug("sink: read for rows of no sequence", change("sink-that-exists", "s.index < p.problem.batch ?", "true ?"), "sink-2", backward=False),
+    _bug("sink: not in the sum of a row", change("sink-in-the-sum", "ptx::ex2((logit - base) * kLog2e)", "0.f"), "sink-0", backward=False),
+    _bug("sink: not in the sum of a repaired row", change("sink-of-the-row", "end + Sink<V>::kAny", "end"), "sink-0", backward=False),
+    _bug("sinks: queries of the first sequence alone", change("sinks-of-all-queries", "blocks * S::count(problem)", "blocks"), "sink-9"),
+    _bug("sinks: rows of no sequence added", without("sinks-of-sequences-alone"), "sink-2"),
+    _bug("sinks: a gradient of a sink that is none", change("sink-that-is-none", "logit == -ptx::infinity() ? 0.f :", ""), "sink-0"),
+    _bug("sums: a lane's for the warp's", change("sum-of-all-lanes", "x += ptx::shfl_xor(x, mask)", "(void)mask"), "sink-9"),
 )  # fmt: skip
 STRIDES = (
     _bug("sm80: V read with the strides of K", change("strides-of-v-bwd-sm80", "p.v_stride", "p.k_stride"), "pair-77"),
@@ -188,6 +198,7 @@ PAIRS = (
     *SCALE,
     *SOFTCAP,
     *ALIBI,
+    *SINK,
     *STRIDES,
     *COLUMNS,
     *ORDER,

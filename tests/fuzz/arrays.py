@@ -250,7 +250,7 @@ def draw(s: Spec) -> Inputs:
     lse_shape = (s.shapes[0][0], s.heads * s.group, s.shapes[0][1])
     dlse = rng.standard_normal(lse_shape) if s.dlse else None
     dlse = None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32)
-    x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s))
+    x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s), _sinks(s))
     return (
         x
         if not s.packed
@@ -266,3 +266,12 @@ def _slopes(s: Spec) -> np.ndarray | None:
     shape = (len(s.lengths) if s.packed else s.batch, s.heads * s.group)[2 - s.alibi :]
     slopes = 2.0 ** rng.uniform(-9, most, shape) * np.where(rng.random(shape) < 0.2, -0.2, 1)
     return slopes.astype(np.float64 if s.dtype == "fp64" else np.float32)
+
+
+def _sinks(s: Spec) -> np.ndarray | None:
+    """From next to nothing to more than many keys; now and then none."""
+    if not s.sink:
+        return None
+    rng = np.random.default_rng(s.seed + 1)
+    logits = np.where(rng.random(s.heads * s.group) < 0.15, -np.inf, rng.uniform(-4, 9, s.heads * s.group))
+    return logits.astype(np.float64 if s.dtype == "fp64" else np.float32)

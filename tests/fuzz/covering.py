@@ -246,7 +246,15 @@ def cases() -> dict[str, Spec]:
     places = {f"packed-{i}": packed(spec(row, i), i) for i, row in enumerate(capped())}
     slopes = {f"alibi-{i}": _with_slopes(row, i) for i, row in enumerate(capped())} | UNSEEN
     ranges = {f"range-{i}": ranged(spec(row, i), i) for i, row in enumerate(capped())}
-    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places | slopes | ranges
+    sinks = {f"sink-{i}": _with_sinks(row, i) for i, row in enumerate(capped())}
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places | slopes | ranges | sinks
+
+
+def _with_sinks(row: Row, i: int) -> Spec:
+    """Sinks alone, with slopes, packed, and with ranges of keys."""
+    found = spec(row, i)
+    found = (found, dataclasses.replace(found, alibi=1), packed(found, i), ranged(found, i))[i % 4]
+    return dataclasses.replace(found, sink=True)
 
 
 def _with_slopes(row: Row, i: int) -> Spec:

@@ -109,6 +109,7 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
         "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2, "softcap": rng.random() < 0.2,
         "packed": rng.random() < 0.3, "alibi": rng.random() < 0.2, "kv_range": rng.random() < 0.25,
+        "sink": rng.random() < 0.2,
     }  # fmt: skip
 
 
@@ -141,7 +142,8 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
         scale=_scale(rng, of["d"], of["negative"], moderate=values in BOUNDED), deterministic=of["deterministic"],
         softcap=softcap, alibi=rng.choice([1, 2]) if of["alibi"] and not of["kv_range"] else 0,
         layout=rng.choice(["bshd", "bhsd"]), dlse=rng.random() < 0.5, values=values, seed=rng.randrange(10**6),
-        family=of["family"], **_window(rng, max(sq, sk), of["mask"]), **_memory(rng, of["unaligned"], where),
+        sink=of["sink"], family=of["family"], **_window(rng, max(sq, sk), of["mask"]),
+        **_memory(rng, of["unaligned"], where),
     )  # fmt: skip
     if of["packed"]:
         spec = dataclasses.replace(spec, **_packed(rng, sq, sk))

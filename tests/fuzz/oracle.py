@@ -11,6 +11,8 @@ With a softcap c, of x_j = scale q . k_j: s_j = c tanh(x_j / c), and ds_j is mul
 
 With ALiBi s_j loses a |i + seqlen_k - seqlen_q - j| = a D_ij, and da = -sum_ij ds_ij D_ij, ds before the factor g.
 
+A sink t is one more term exp(t) of the sum, and dt = -sum_i exp(t - lse_i) delta_i.
+
 Bounds are of first order in two unit roundoffs: u of the dtype, to which P, dS, o and the results are rounded once
 each, and e of the fp32 (fp64 for fp64) in which everything else is computed:
 
@@ -28,6 +30,9 @@ With a softcap, |d x_j| = e ((16 + d/4) |scale| sum |q||k_j| + 4 |x_j|) takes th
 
 ALiBi adds 6 e |a| D_ij to rho_j. Neither ds nor da is rounded to the dtype:
 |d da| = sum_ij (|d ds_ij| + e (16 + n/4) |ds_ij|) D_ij, with u = 0 in |d ds_ij| but for |d delta|.
+
+P_i = exp(t - lse_i) has the error of a p_j whose score is t:
+|d dt| = sum_i P_i (|d delta_i| + (rho_i + e (16 + n/4)) |delta_i|).
 
 A sum of n terms in fp32 gets e (16 + n/4): tensor cores truncate after every 16 terms. P and dS in fp16 lose up to
 2^-25 besides, where they are subnormal; in fp32, what is below 2^-126 may become 0. `MARGIN` stands for what first
@@ -81,13 +86,14 @@ class Rounding:
 class Head:
     """P, O and lse of one head of q, with their bounds: (seqlen_q, seqlen_k), (seqlen_q, d), (seqlen_q,)."""
 
-    def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array, a: float) -> None:
+    def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array, a: float, sink: float) -> None:
         self.seen = np.zeros((s.sq, s.sk), bool)
         self.P, self.rho = np.zeros((s.sq, s.sk)), np.zeros((s.sq, s.sk))
         self.slope, self.d_slope = np.ones((s.sq, s.sk)), np.zeros((s.sq, s.sk))  # g
         self.O, self.dO = np.zeros((s.sq, s.d)), np.zeros((s.sq, s.d))
         self.bias = a * distances(s)
-        self.lse, self.dlse = np.full(s.sq, -np.inf), np.zeros(s.sq)
+        self.sink, self.d_sink = sink, r.e * (8 * abs(sink) + 16) if sink > -np.inf else 0.0
+        self.lse, self.dlse = np.full(s.sq, sink), np.full(s.sq, self.d_sink)
         for i in range(s.sq):
             first, end = s.visible(i)
             if first < end:
@@ -101,15 +107,16 @@ class Head:
             score, d_score = self._capped(i, keys, s.softcap, r, x, d_x)
         if s.alibi:
             score, d_score = score - self.bias[i, keys], d_score + 6 * r.e * np.abs(self.bias[i, keys])
-        top = score.max()
+        top = max(score.max(), self.sink)  # NaN if a score is
         weight = np.exp(score - top)
-        total = weight.sum()
+        total = weight.sum() + (np.exp(self.sink - top) if self.sink > -np.inf else 0)
         p = weight / total
         self.seen[i, keys], self.P[i, keys] = True, p
         self.lse[i] = lse = top if top == -np.inf else top + np.log(total)
         rho = d_score + r.e * (4 * np.abs(score) + 4 * np.abs(lse) + 16)
         rho = np.where(np.isfinite(score), np.minimum(rho, 100), 0)
-        common = np.log((p * np.exp(rho)).sum()) if np.isfinite(lse) else 0.0
+        of_sink = np.exp(self.sink - lse + self.d_sink + 4 * r.e * np.abs(lse)) if self.sink > -np.inf else 0.0
+        common = np.log((p * np.exp(rho)).sum() + of_sink) if np.isfinite(lse) else 0.0
         self.dlse[i] = common + r.e * (4 * np.abs(lse) + 32)
         self.rho[i, keys] = np.expm1(rho + self.dlse[i])
         self.O[i] = _sum(p, v)
@@ -139,6 +146,11 @@ def _slopes(s: Spec, x: Inputs) -> Array:
     batch = len(s.lengths) if s.packed else s.batch
     slopes = np.zeros(()) if x.alibi_slopes is None else x.alibi_slopes.astype(np.float64)
     return np.broadcast_to(slopes, (batch, s.heads * s.group))
+
+
+def _sink(x: Inputs, h: int) -> float:
+    """That of a head of q; -inf where there is none."""
+    return -np.inf if x.sink is None else float(x.sink[h])
 
 
 def _sum(weights: Array, rows: Array) -> Array:
@@ -177,14 +189,14 @@ def forward(s: Spec, x: Inputs) -> tuple[Bounded, ...]:
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(heads):
                 of = (x.q[b, rows, h], x.k[b, keys, h // s.group], x.v[b, keys, h // s.group])
-                head = Head(alone, r, *(a.astype(np.float64) for a in of), slopes[i, h])
+                head = Head(alone, r, *(a.astype(np.float64) for a in of), slopes[i, h], _sink(x, h))
                 out.exact[b, rows, h], out.bound[b, rows, h] = head.O, head.dO
                 lse.exact[b, h, rows], lse.bound[b, h, rows] = head.lse, head.dlse
     return _given_back(s, out, lse)
 
 
 def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
-    """dq, dk, dv, and dalibi_slopes where there are slopes.
+    """dq, dk, dv, and dalibi_slopes and dsink where there are slopes and sinks.
 
     `stored`: the out that the backward was given; delta follows from it where it is not finite.
     """
@@ -193,6 +205,7 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
     dq, dk, dv = (Bounded(np.zeros(shape), np.zeros(shape)) for shape in (s.shapes[0], s.shapes[1], s.shapes[1]))
     slopes = _slopes(s, x)
     dslopes = Bounded(np.zeros(slopes.shape), np.zeros(slopes.shape))
+    dsink = Bounded(np.zeros(s.heads * s.group), np.zeros(s.heads * s.group))
     with np.errstate(all="ignore"):
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(s.heads * s.group):
@@ -200,26 +213,30 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
                 arrays = (x.q[at_q], x.k[at_k], x.v[at_k], x.dout[at_q], stored[at_q])
                 Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
                 dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
-                found = _gradients(alone, r, Q, K, V, G, O, dlse, slopes[i, h])
-                targets = (dq, at_q), (dk, at_k), (dv, at_k), (dslopes, (i, h))
+                found = _gradients(alone, r, Q, K, V, G, O, dlse, slopes[i, h], _sink(x, h))
+                targets = (dq, at_q), (dk, at_k), (dv, at_k), (dslopes, (i, h)), (dsink, h)
                 for (target, at), one in zip(targets, found, strict=True):
                     target.exact[at] += one.exact
                     target.bound[at] += one.bound
         for target in (dq, dk, dv):
             target.bound += r.u * np.abs(target.exact) + r.tiny
-    learned = []
+    learned: list[Bounded] = []
     if x.alibi_slopes is not None:
         if s.alibi == 1:
             dslopes = Bounded(dslopes.exact.sum(axis=0), dslopes.bound.sum(axis=0))
-        learned = [Bounded(dslopes.exact, dslopes.bound + 32 * r.e * np.abs(dslopes.exact) + r.tiny)]
+        learned.append(dslopes)
+    if x.sink is not None:
+        learned.append(dsink)
+    learned = [Bounded(a.exact, a.bound + 32 * r.e * np.abs(a.exact) + r.tiny) for a in learned]
     return *_given_back(s, dq, dk, dv), *learned
 
 
 def _gradients(
-    s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array, slope: float
-) -> tuple[Bounded, ...]:
-    """What one head of q gives to dq, dk, dv and dslopes, less the rounding of the results."""
-    head = Head(s, r, Q, K, V, slope)
+    s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array, slope: float,
+    sink: float,
+) -> tuple[Bounded, ...]:  # fmt: skip
+    """What one head of q gives to dq, dk, dv, dslopes and dsink, less the rounding of the results."""
+    head = Head(s, r, Q, K, V, slope, sink)
     P, seen, rho = head.P, head.seen, head.rho
     delta = (G * head.O).sum(axis=1) - dlse
     delta = np.where(np.isfinite(delta), delta, (G * stored).sum(axis=1) - dlse)[:, None]
@@ -239,6 +256,7 @@ def _gradients(
     D = distances(s)
     d_P = np.where(seen, P * (rho + r.inner + n_queries) + r.lost, 0)
     c = s.factor
+    of_sink = (0.0, 0.0) if sink == -np.inf else _of_sink(head, delta[:, 0], d_delta, r, n_queries)
     return (
         Bounded(c * _product(dS, K, seen), abs(c) * _product(E + n_keys * np.abs(dS), np.abs(K), seen)),
         Bounded(
@@ -246,7 +264,15 @@ def _gradients(
         ),
         Bounded(_product(P.T, G, seen.T), _product(d_P.T, np.abs(G), seen.T)),
         Bounded(-(by_score * D).sum(), (d_score * D).sum()),
+        Bounded(*of_sink),
     )  # fmt: skip
+
+
+def _of_sink(head: Head, delta: Array, d_delta: Array, r: Rounding, n_queries: float) -> tuple[Any, Any]:
+    """What one head of q gives to dsink, and its bound."""
+    P = np.exp(head.sink - head.lse)
+    rho = np.expm1(np.minimum(head.d_sink + 4 * r.e * np.abs(head.lse) + head.dlse, 100)) + n_queries
+    return -(P * delta).sum(), (P * (d_delta + rho * np.abs(delta))).sum()
 
 
 def judge(name: str, got: Array, expected: Bounded, dtype: str) -> str:

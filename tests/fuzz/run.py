@@ -12,14 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cupyflash
-from cupyflash.check.accuracy import GRADIENTS
 from cupyflash.check.cases import Inputs
 
 from . import oracle
 from .arrays import draw
 from .spec import Spec
 
-# out, lse, dq, dk, dv, dalibi_slopes if there are slopes; and the gradients again where they must repeat bitwise
+# out, lse, dq, dk, dv, dalibi_slopes and dsink where there are slopes and sinks; gradients again where they must repeat
 Results = tuple[NDArray[Any], ...]
 
 
@@ -87,7 +86,7 @@ WHERE: dict[str, Callable[[Spec, Inputs], Results]] = {"cpu": on_cpu, "emulator"
 def verdicts(s: Spec, x: Inputs, results: Results) -> list[str]:
     """What is wrong with some results."""
     out, lse, *grads = results
-    names = GRADIENTS[: 3 + len(x.learned)]
+    names = x.gradients
     exact_out, exact_lse = oracle.forward(s, x)
     lse_dtype = "fp64" if s.dtype == "fp64" else "fp32"
     found = [oracle.judge("out", out, exact_out, s.dtype), oracle.judge("lse", lse, exact_lse, lse_dtype)]

@@ -28,6 +28,7 @@ class Spec:
         heads: of k and v; each is shared by `group` heads of q.
         left, right: of the window.
         alibi: how many dimensions the slopes have; 0: there are none.
+        sink: whether heads of q have sinks.
         q, k, v, dout: how the inputs lie in memory, keys of `arrays.MEMORY`.
         o, dq, dk, dv: the same for results; in the emulator alone, which takes any strides.
         values: what the inputs hold, a key of `arrays.VALUES`.
@@ -52,6 +53,7 @@ class Spec:
     scale: float | None = None
     softcap: float | None = None
     alibi: int = 0
+    sink: bool = False
     layout: str = "bshd"
     dlse: bool = False
     deterministic: bool = False
@@ -146,7 +148,7 @@ class Spec:
         """The checked problem; an error of cupyflash if there is none."""
         q, k = (shape[1:] if self.packed else shape for shape in self.shapes)
         sequences = len(self.lengths) if self.packed else None
-        more = {"sequences": sequences, "alibi": self.alibi, "kv_range": bool(self.ranges)}
+        more = {"sequences": sequences, "alibi": self.alibi, "kv_range": bool(self.ranges), "sink": self.sink}
         return make_problem((q, k, k), (self.dtype,) * 3, **self.options, **more)
 
     @property

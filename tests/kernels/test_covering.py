@@ -67,7 +67,7 @@ def test_a_softcap_meets_everything() -> None:
     """Counted again from the rows. More than a few would each cost a build."""
     rows = covering.capped()
     assert {f"softcap-{i}" for i in range(len(rows))} == {
-        name for name, s in CASES.items() if s.softcap is not None and not s.packed and not s.alibi and not s.ranges
+        name for name, s in CASES.items() if s.softcap is not None and not (s.packed or s.alibi or s.ranges or s.sink)
     }
     for axis, values in covering.AXES.items():
         met = {row[axis] for row in rows if all(axis == a for a, value in covering.HIDING if row[a] == value)}
@@ -79,7 +79,7 @@ def test_packed_sequences_meet_everything() -> None:
     """Counted again from the specs: every value of every axis but the batch, a softcap, and all that lengths can be."""
     rows = covering.capped()
     specs = [CASES[f"packed-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.packed and not s.alibi and not s.ranges} == set(specs)
+    assert {s for s in CASES.values() if s.packed and not (s.alibi or s.ranges or s.sink)} == set(specs)
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
@@ -97,7 +97,7 @@ def test_slopes_meet_everything() -> None:
     """Counted again from the specs: every value of every axis, alone and with a softcap, dense and packed."""
     rows = covering.capped()
     specs = [CASES[f"alibi-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.alibi} == {*specs, *covering.UNSEEN.values()}
+    assert {s for s in CASES.values() if s.alibi and not s.sink} == {*specs, *covering.UNSEEN.values()}
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
@@ -111,7 +111,7 @@ def test_ranges_of_keys_meet_everything() -> None:
     """Counted again from the specs: every value of every axis but the batch, packed ones, and all kinds of ranges."""
     rows = covering.capped()
     specs = [CASES[f"range-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.ranges} == set(specs)
+    assert {s for s in CASES.values() if s.ranges and not s.sink} == set(specs)
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
@@ -121,6 +121,22 @@ def test_ranges_of_keys_meet_everything() -> None:
     pairs = [(*map(int, r.split(":")), one.sk) for s in specs for r, (*_, one) in zip(s.bounds, s.parts(), strict=True)]
     assert {(a > 0, b < n) for a, b, n in pairs if a < b} == {(x, y) for x in (False, True) for y in (False, True)}
     assert any(a == b for a, b, n in pairs)
+
+
+def test_sinks_meet_everything() -> None:
+    """Counted again from the specs: every value of every axis; alone, with slopes, packed, and with ranges of keys."""
+    rows = covering.capped()
+    specs = [CASES[f"sink-{i}"] for i in range(len(rows))]
+    assert {s for s in CASES.values() if s.sink} == set(specs)
+    for axis in covering.AXES:
+        if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
+            assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
+    assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
+    assert {row["mask"] for row in rows} == set(covering.AXES["mask"])
+    assert {int(np.sign(s.factor)) for s in specs} == {-1, 0, 1}
+    kinds = {(s.alibi > 0, bool(s.packed), bool(s.ranges)) for s in specs}
+    assert kinds >= {(False, False, False), (True, False, False), (False, True, False), (False, False, True)}
+    assert {bool(np.isneginf(x)) for s in specs for x in draw(s).sink} == {False, True}
 
 
 @pytest.mark.needs("g++")

@@ -39,11 +39,11 @@ def check(results: list[Comparison]) -> None:
 
 
 def run(case: Case, dtype: str, arch: str, mode: str, seed: int) -> None:
-    """Slopes that are learned under the race detector, and fixed ones."""
+    """Slopes and sinks that are learned under the race detector, and fixed ones."""
     exact = oracle(case.name, dtype)
     inputs, problem = inputs_of(case, dtype)
     device, learns = Device.synthetic(arch), mode == "race"
-    session = Session(device, MODES[mode], seed, family="sm80", backward_family="sm80", learns_slopes=learns)
+    session = Session(device, MODES[mode], seed, family="sm80", backward_family="sm80", learns=learns)
     out, lse = session.forward(inputs, problem)
     check(exact.judge_forward(out, lse))
     if case.backward:
@@ -75,7 +75,7 @@ def test_every_shipped_variant_is_run() -> None:
         for case in SHIPPED.values():
             problem, aligned = case.problem(case.dtypes[0]), case.memory == "contiguous"
             for known in itertools.product(("sm80", None), (False, True)):
-                more = dict(zip(("family", "dalibi"), known, strict=True))
+                more = dict(zip(("family", "dalibi", "dsink"), (*known, known[1]), strict=True))
                 symbols |= {v.symbol for v in variants_of_calls(problem, device, aligned=aligned, **more)}
         assert symbols >= {v.symbol for v in shipped.shipped(device)}
 

@@ -30,7 +30,7 @@ def oracle(name: str, dtype: str) -> Oracle:
 @pytest.mark.parametrize("mode", TESTED_MODES)
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, mode: str, seed: int) -> None:
-    """One dtype each, in turn; slopes that are learned under the race detector, and fixed ones."""
+    """One dtype each, in turn; slopes and sinks that are learned under the race detector, and fixed ones."""
     index = list(CASES).index(name) + TESTED_MODES.index(mode)
     dtype = ("bf16", "fp16")[index % 2]
     if dtype not in CASES[name].dtypes:
@@ -38,7 +38,7 @@ def test_case(name: str, mode: str, seed: int) -> None:
     exact = oracle(name, dtype)
     inputs, problem = inputs_of(CASES[name], dtype)
     learns = mode == "race"
-    session = Session(small_device("sm_90"), MODES[mode], seed, backward_family="sm90", learns_slopes=learns)
+    session = Session(small_device("sm_90"), MODES[mode], seed, backward_family="sm90", learns=learns)
     results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
     wrong = [str(r) for r in results if not r.passed]
     assert not wrong, "\n".join(wrong)

@@ -146,26 +146,27 @@ def test_the_table_gives_the_spread_of_each(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("window", "softcap", "alibi"),
-    [(None, None, False), (None, 0.5, False), (7, 0.5, True), (0, None, False), (None, None, True)],
-)
+    ("window", "softcap", "alibi", "sink"),
+    [(None, None, False, False), (None, 0.5, False, True), (7, 0.5, True, False), (0, None, False, True),
+     (None, None, True, False)],
+)  # fmt: skip
 def test_flex_computes_the_same(
-    causal: bool, window: int | None, softcap: float | None, alibi: bool, monkeypatch: pytest.MonkeyPatch
+    causal: bool, window: int | None, softcap: float | None, alibi: bool, sink: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the CPU and not compiled, with fewer key heads."""
     import torch
     from torch._functorch import config
 
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    cell = Cell("fp32", 24, causal, 37, 2, 4, 2, window, softcap, alibi=alibi)
+    cell = Cell("fp32", 24, causal, 37, 2, 4, 2, window, softcap, alibi=alibi, sink=sink)
     bench = bench_work.TorchBench(on_gpu=False)
     q, k, v, dout = bench.inputs(cell)
-    problem = make_problem([x.shape for x in (q, k, v)], ["fp32"] * 3, **cell.options, alibi=int(alibi))
-    oracle = Oracle(problem, *map(np.asarray, (q, k, v, dout)), alibi_slopes=cell.slopes() if alibi else None)
+    problem = make_problem([x.shape for x in (q, k, v)], ["fp32"] * 3, **cell.options, alibi=int(alibi), sink=sink)
+    oracle = Oracle(problem, *map(np.asarray, (q, k, v, dout)), **cell.brought())
     with config.patch(donated_buffer=True):
         out = bench.attention("flex", cell)(q, k, v)
         assert not config.donated_buffer
-    lse = cupyflash.attention(q, k, v, **cell.options, alibi_slopes=bench.slopes(cell), return_lse=True)[1]
+    lse = cupyflash.attention(q, k, v, **cell.options, **bench.brought(cell), return_lse=True)[1]
     assert all(verdict.passed for verdict in oracle.judge_forward(out.numpy(), lse.numpy()))
 
 

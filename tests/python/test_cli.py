@@ -144,8 +144,9 @@ def test_verify_cpu(invoke: Invoke) -> None:
     assert document["ran"] == ["cpu"]
     assert {c["case"] for c in document["cases"]} == {c.name for c in cases.select("smoke")}
     for c in document["cases"]:
-        slopes = {"dalibi_slopes"} if cases.case(c["case"]).alibi else set()
-        assert set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} | slopes
+        of = cases.case(c["case"])
+        learned = {name for name, there in (("dalibi_slopes", of.alibi), ("dsink", of.sink)) if there}
+        assert set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} | learned
     assert {c["check"] for c in document["checks"]} == set(verify_checks.available(frameworks.Framework()))
     assert document["reproduce"] is None
     assert document["kernels"] == []
@@ -479,6 +480,22 @@ def test_bench_with_slopes(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> N
         bench_peers.fa4(Cell("bf16", 64, True, 24, 1, 2, 2, alibi=True))
 
 
+def test_bench_with_sinks(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    """Calls get them, JSON and the table say it, and peers without sinks say so."""
+    given = []
+    for name in ("attention", "attention_backward"):
+        original = getattr(api, name)
+        monkeypatch.setattr(api, name, lambda *x, of=original, **o: (given.append(o["sink"]), of(*x, **o))[1])
+    result = invoke("bench", *TINY, "--framework", "numpy", "--quick", "--rounds", "1", "--sink", "--json")
+    assert {row["sink"] for row in json.loads(result.stdout)["rows"]} == {True}
+    assert ", sinks" in result.stderr
+    assert all(sink.shape for sink in given)
+    cell = Cell("bf16", 64, True, 24, 1, 2, 2, sink=True)
+    assert bench_peers.sdpa_lacks(cell) == "sinks"
+    with pytest.raises(NotImplementedError, match="FlashAttention-2 has no sinks"):
+        bench_peers.flash2_varlen(cell, None)
+
+
 def test_ratios() -> None:
     cells = [Cell("bf16", 64, False, n, 1, 1, 1) for n in (1024, 2048)]
     times = {"cupyflash": (1.0, 2.0), "flash2": (2.0, 1.0), "cudnn": (None, 8.0)}
@@ -574,6 +591,20 @@ def test_compile_with_slopes(preset: str) -> None:
             for learned in (False, True):
                 assert set(variants_of_calls(problem, target, dalibi=learned, **memory)) <= both
     assert all("alibi" in v.symbol or v.function == "bwd_slopes" for v in both - plain)
+
+
+def test_compile_with_sinks() -> None:
+    """The same with sinks, fixed and learned, packed or not."""
+    target = device.Device.synthetic("sm_90")
+    plain = set(variants_of("common", target, ("bf16",), (64, 200), packed=True))
+    both = set(variants_of("common", target, ("bf16",), (64, 200), packed=True, sink=True))
+    assert plain < both
+    for window, packed in (((None, None), False), ((None, 0), True)):
+        problem = Problem("bf16", 2, 99, 99, 4, 2, 200, 0.125, window, packed=packed, sink=True)
+        for memory in MEMORY:
+            for learned in (False, True):
+                assert set(variants_of_calls(problem, target, dsink=learned, **memory)) <= both
+    assert all("sink" in v.symbol for v in both - plain)
 
 
 @pytest.mark.parametrize("preset", ["common", "all"])

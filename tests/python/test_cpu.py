@@ -20,20 +20,21 @@ Gradients = tuple[np.ndarray, ...]
 
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
-    wanted = () if x.alibi_slopes is None else ("dalibi_slopes",)
+    more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink}
+    wanted = tuple(f"d{name}" for name in x.learned)
     if x.sequences is not None:
-        places = x.sequences, x.alibi_slopes
-        out, lse = cpu_packed.forward(x.q, x.k, x.v, p, *places)
-        return out, lse, cpu_packed.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, *places, wanted)
-    out, lse = cpu.forward(x.q, x.k, x.v, p, x.alibi_slopes)
-    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, x.alibi_slopes, wanted)
+        more["sequences"] = x.sequences
+        out, lse = cpu_packed.forward(x.q, x.k, x.v, p, **more)
+        return out, lse, cpu_packed.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, **more, wanted=wanted)
+    out, lse = cpu.forward(x.q, x.k, x.v, p, **more)
+    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, **more, wanted=wanted)
 
 
 def check(p: Problem, x: Inputs) -> None:
     out, lse, gradients = run(p, x)
     assert {a.dtype for a in (out, *gradients[:3])} == {NUMPY_DTYPE[p.dtype]}
     assert {a.dtype for a in (lse, *gradients[3:])} == {np.dtype(np.float64 if p.dtype == "fp64" else np.float32)}
-    assert len(gradients) == 3 + (p.alibi > 0)
+    assert len(gradients) == 3 + (p.alibi > 0) + p.sink
     oracle = Oracle(p, *x)
     results = oracle.judge_forward(out, lse) + oracle.judge_backward(*gradients)
     assert all(r.passed for r in results), "\n".join(map(str, results))

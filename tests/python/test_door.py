@@ -47,9 +47,11 @@ def call(q: tuple[int, ...], k: tuple[int, ...], dtype: str, memory: str, **opti
     options.pop("learned", None)
     if options.pop("alibi", False):
         options["alibi_slopes"] = np.zeros(q[2], np.float32)
+    if options.pop("sink", False):
+        options["sink"] = np.zeros(q[2], np.float32)
     cupyflash.attention(like_q, key, key, **options)
     lse = np.zeros((q[0], q[2], q[1]), np.float32)
-    more = {"gradients_of": "alibi_slopes"} if of else {}
+    more = {"gradients_of": [x for x in ("alibi_slopes", "sink") if x in options]} if of else {}
     cupyflash.attention_backward(like_q, like_q, key, key, like_q, lse, **more, **options)
 
 
@@ -60,14 +62,16 @@ def draw(rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...], di
     head_dim, heads_q = int(rng.choice([8, 64, 72, 96, 128, 160, 200, 256])), heads_k * int(rng.integers(1, 3))
     options = MASKS[int(rng.integers(len(MASKS)))] | {"deterministic": bool(rng.integers(2))}
     options["softcap"] = float(rng.integers(1, 90)) if rng.integers(2) else None
-    slopes = int(rng.integers(3))
-    options |= {"alibi": slopes > 0, "learned": slopes > 1}
+    options |= {"alibi": bool(rng.integers(2)), "sink": bool(rng.integers(2))}
+    options["learned"] = (options["alibi"] or options["sink"]) and bool(rng.integers(2))
     return (batch, seqlen_q, heads_q, head_dim), (batch, seqlen_k, heads_k, head_dim), options
 
 
 @functools.cache
 def compiled(arch: str, dtype: str, head_dim: int) -> frozenset[Variant]:
-    return frozenset(variants_of("all", Device.synthetic(arch), (dtype,), (head_dim,), softcap=True, alibi=True))
+    return frozenset(
+        variants_of("all", Device.synthetic(arch), (dtype,), (head_dim,), softcap=True, alibi=True, sink=True)
+    )
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -82,7 +86,7 @@ def test_compile_makes_what_calls_take(arch: str, rng: np.random.Generator, monk
         gpu.loaded.clear()
         pretended_gpu.forget(monkeypatch)
         call(q, k, dtype, memory, **options)
-        assert len(gpu.loaded) == 4 + options["learned"]
+        assert len(gpu.loaded) == 4 + options["learned"] * (options["alibi"] + options["sink"])
         missing = set(gpu.loaded) - compiled(arch, dtype, q[3])
         assert not missing, (missing, q, k, memory, options)
 
@@ -99,7 +103,7 @@ def test_explain_names_what_calls_launch(arch: str, rng: np.random.Generator, mo
         call(q, k, dtype, memory, **options)
         sizes = {"batch": q[0], "seqlen-q": q[1], "seqlen-k": k[1], "heads-q": q[2], "heads-k": k[2], "head-dim": q[3]}
         words = [f"--{name}={n}" for name, n in (sizes | {"dtype": dtype, "memory": memory}).items()]
-        words += [f"--{name}" for name in ("causal", "deterministic", "alibi", "learned") if options.get(name)]
+        words += [f"--{name}" for name in ("causal", "deterministic", "alibi", "sink", "learned") if options.get(name)]
         words += [f"--softcap={options['softcap']}"] if options["softcap"] else []
         if bounds := options.get("window"):
             words.append("--window=" + ",".join("" if bound is None else str(bound) for bound in bounds))

@@ -324,6 +324,20 @@ def test_slopes(arch: str, head_dim: str, document: Document, invoke: Invoke) ->
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_sinks(arch: str, document: Document, invoke: Invoke) -> None:
+    options = ("--arch", arch, "--sink", "--seqlen", "300", "--heads", "6")
+    fixed, learned = document(*options, "--backward"), document(*options, "--learned", "--alibi")
+    assert fixed["problem"]["sink"] is learned["problem"]["sink"] is True
+    assert fixed["passes"][0]["launches"][0]["symbol"].endswith("_sink")
+    assert not any("sink" in x["symbol"] for x in fixed["passes"][1]["launches"])
+    slopes, sinks = learned["passes"][1]["launches"][3:]
+    assert [x["symbol"][:8] for x in (slopes, sinks)] == ["bwd_slop", "bwd_sink"]
+    assert (sinks["grid"], sinks["flops"], sinks["bytes"]) == (6, 0, learned["passes"][1]["workspace"]["row_stats"])
+    assert ", no mask, sinks\n" in invoke("--no-compile", *options).stdout
+    assert document("--arch", arch)["problem"]["sink"] is False
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_a_softcap(arch: str, document: Document, invoke: Invoke) -> None:
     options = ("--arch", arch, "--softcap", "30", "--backward", "--head-dim", "256")
     found = document(*options)

@@ -55,6 +55,7 @@ def test_every_kind_of_everything_is_drawn() -> None:
     assert {-1, 0, 1} == {int(np.sign(s.factor)) for s in specs}
     assert 0.1 < sum(s.softcap is not None for s in specs) / len(specs) < 0.35
     assert 0.1 < sum(s.alibi > 0 for s in specs) / len(specs) < 0.35
+    assert 0.1 < sum(s.sink for s in specs) / len(specs) < 0.35
     assert any((s.left or 0) < 0 for s in specs)
     assert any((s.right or 0) < 0 for s in specs)
     assert {0, 1} <= {s.sq for s in specs} & {s.sk for s in specs}

@@ -181,6 +181,32 @@ def test_alibi_slopes_and_their_gradient(shape: tuple[int, ...], three: list[Any
     )
 
 
+def test_sinks_and_their_gradient(three: list[Any], rng: np.random.Generator) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    sink = jnp.asarray(rng.uniform(-2, 3, 4), jnp.float32)
+
+    def one_key_more(q: Any, k: Any, v: Any, sink: Any) -> Any:
+        s = scores(q, k)
+        s = jnp.concatenate([s, jnp.broadcast_to(sink[:, None, None], (*s.shape[:3], 1))], -1)
+        return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s)[..., :-1], jnp.repeat(v, 2, 2))
+
+    def with_sink(q: Any, k: Any, v: Any, sink: Any) -> Any:
+        return cupyflash.attention(q, k, v, causal=True, sink=sink)
+
+    agree(jax.jit(with_sink)(*three, sink), one_key_more(*three, sink))
+    want = jax.grad(squared(one_key_more), (0, 1, 2, 3))(*three, sink)
+    agree(jax.grad(squared(with_sink), (0, 1, 2, 3))(*three, sink), want)
+    given = [jnp.stack([x, x / 2]) for x in (*three, sink)]
+    agree(jax.vmap(with_sink)(*given), jax.vmap(one_key_more)(*given))
+    axes = (0, None, None, None)
+    agree(
+        jax.vmap(jax.grad(squared(with_sink), 3), axes)(given[0], *three[1:], sink),
+        jax.vmap(jax.grad(squared(one_key_more), 3), axes)(given[0], *three[1:], sink),
+    )
+
+
 def test_a_backward_of_ones_own(three: list[Any]) -> None:
     import jax
 

@@ -45,9 +45,10 @@ PYTHON_LAYERS = (
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
     "arrays": "libraries readable vetting adapters imported",
-    "check": "accuracy noise reference arithmetic comparison cases cases_sequences case case_packed case_inputs",
+    "check": "accuracy noise reference features arithmetic comparison cases cases_sequences case case_packed "
+    "case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
-    "cpu": "packed attention alibi tiles",
+    "cpu": "packed attention alibi sink products tiles",
     "gpu": "tensormap device driver",
     "jax": "sdpa op call sharding ffi buffers",
     "launch": "run clocks prepare prepared checks packed passes template counters kept",
@@ -86,7 +87,7 @@ OUTSIDE = {
 CUDA_LAYERS = (("any", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
 CUDA_ORDER = {
     "any": "bwd_*",
-    "attention": "repair_* repair dq_accum visits softmax score slopes places work_sm90 packed_sm90 mask schedule "
+    "attention": "repair_* repair dq_accum visits softmax sink score slopes places work_sm90 packed_sm90 mask schedule "
     "sequence params_sm90 params",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",

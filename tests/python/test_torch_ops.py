@@ -251,25 +251,32 @@ def ranged(q: Any, k: Any, v: Any, kv_range: Any) -> Any:
     return attention(q, k, v, kv_range=kv_range, return_lse=True)
 
 
+def sunk(q: Any, k: Any, v: Any, sink: Any) -> Any:
+    return attention(q, k, v, sink=sink, return_lse=True)
+
+
 def test_optional_arrays_and_their_gradients_are_compiled(compiler: Any) -> None:
     x, slopes = make(grad=True), torch.tensor([0.3, 0.1])
-    for f, optional in ((biased, slopes), (ranged, torch.tensor([[1, 5], [0, 4]], dtype=torch.int32))):
+    ranges = torch.tensor([[1, 5], [0, 4]], dtype=torch.int32)
+    for f, optional in ((biased, slopes), (ranged, ranges), (sunk, slopes)):
         compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
         assert_same(lambda *x: compiled(*x, optional), lambda *x: f(*x, optional), x)  # noqa: B023
-    compiled = torch.compile(biased, backend="aot_eager", fullgraph=True)
-    assert_same(compiled, biased, [*x, slopes.requires_grad_()])
+    for f in (biased, sunk):
+        compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+        assert_same(compiled, f, [*x, slopes.detach().requires_grad_()])
 
 
-def test_transforms_of_learned_slopes() -> None:
-    """Of slopes for all sequences and for each."""
+def test_transforms_of_what_is_learned() -> None:
+    """Of slopes for all sequences and for each, and of sinks."""
     x = make(3, 2, 5, 2, 8)
-    for slopes, dim in ((torch.rand(2), None), (torch.rand(3, 2), 0), (torch.rand(3, 2, 2), 0)):
-        gradient = torch.func.grad(lambda *x: biased(*x)[0].square().sum(), (0, 3))
+    given = [(biased, torch.rand(2), None), (biased, torch.rand(3, 2), 0), (biased, torch.rand(3, 2, 2), 0)]
+    for f, slopes, dim in [*given, (sunk, torch.rand(2), None), (sunk, torch.rand(3, 2), 0)]:
+        gradient = torch.func.grad(lambda *x: f(*x)[0].square().sum(), (0, 3))  # noqa: B023
         found = torch.vmap(gradient, (0, 0, 0, dim))(*x, slopes)
         for i in range(3):
             leaves = [t[i].clone().requires_grad_() for t in x]
             own = (slopes if dim is None else slopes[i]).clone().requires_grad_()
-            want = torch.autograd.grad(biased(*leaves, own)[0].square().sum(), (leaves[0], own))
+            want = torch.autograd.grad(f(*leaves, own)[0].square().sum(), (leaves[0], own))
             close((found[0][i], found[1][i]), want)
 
 

@@ -46,11 +46,11 @@ def draw(total_q: int, total_k: int, heads_q: int = 4, heads_k: int = 2, head_di
 
 
 def everything(q: Any, k: Any, v: Any, dout: Any, dlse: Any, *lengths: Any, **given: Any) -> list[Any]:
-    """out, lse, dq, dk, dv, and dalibi_slopes where there are slopes."""
+    """out, lse, dq, dk, dv, and dalibi_slopes and dsink where there are slopes and sinks."""
     out, lse = attention_varlen(q, k, v, *lengths, **given, return_lse=True)
-    of = ("alibi_slopes",) if "alibi_slopes" in given else ()
+    of = tuple(name for name in ("alibi_slopes", "sink") if name in given)
     grads = attention_varlen_backward(dout, q, k, v, out, lse, *lengths, dlse=dlse, gradients_of=of, **given)
-    return [out, lse, *grads, *(grads.dalibi_slopes for _ in of)]
+    return [out, lse, *grads, *(getattr(grads, f"d{name}") for name in of)]
 
 
 def one_by_one(
