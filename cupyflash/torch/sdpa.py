@@ -41,7 +41,7 @@ def scaled_dot_product_attention(
     if not reason and query.shape[1] != key.shape[1] and not enable_gqa:
         reason = "the heads of query and key differ, and enable_gqa is not set"
     if reason:
-        _tell(reason)
+        tell("scaled_dot_product_attention: this call is torch's own", reason)
         gqa = {"enable_gqa": True} if enable_gqa else {}  # an argument since torch 2.5
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **gqa
@@ -95,14 +95,14 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return ""
 
 
-_told: set[str] = set()
+_told: set[tuple[str, str]] = set()
 
 
-def _tell(reason: str) -> None:
-    """Warn once a reason."""
-    if reason not in _told:
-        _told.add(reason)
-        warnings.warn(f"scaled_dot_product_attention: this call is torch's own: {reason}", UserWarning, stacklevel=3)
+def tell(what: str, reason: str) -> None:
+    """Warn of `what`, once a reason."""
+    if (what, reason) not in _told:
+        _told.add((what, reason))
+        warnings.warn(f"{what}: {reason}", UserWarning, stacklevel=3)
 
 
-_tell._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, once, while compiling
+tell._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, once, while compiling

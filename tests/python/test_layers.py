@@ -27,7 +27,8 @@ PYTHON_LAYERS = (
     ("cli",),
     ("emulator",),
     ("__init__",),
-    ("transformers", "distributed", "compat"),
+    ("transformers", "distributed"),
+    ("compat",),
     ("varlen",),
     ("ahead", "api"),
     ("torch", "jax"),
@@ -54,6 +55,7 @@ PYTHON_ORDER = {
     "launch": "run clocks prepare prepared checks packed passes template counters kept",
     "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
     "torch": "flash aten sdpa flops autograd sharding batching ops vetting followed",
+    "transformers": "registration attention fallback masks holes packing patterns call",
 }
 # Modules that are kept to some.
 PYTHON_PRIVATE = {

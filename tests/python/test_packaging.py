@@ -20,7 +20,7 @@ import cupyflash
 
 ROOT = Path(__file__).resolve().parents[2]
 HARD_DEPENDENCIES = {"click", "filelock", "ml_dtypes", "numpy", "platformdirs", "rich"}
-EXTRAS = {"cu12", "cu13", "dev", "jax", "lint", "plot", "test", "torch"}
+EXTRAS = {"cu12", "cu13", "dev", "jax", "lint", "plot", "test", "torch", "transformers"}
 # Where a folder of the checkout lies in the installed package.
 FOLDERS = {
     "cupyflash": "cupyflash",

@@ -1,0 +1,151 @@
+"""Attention as transformers asks for it: by cupyflash where it can be, else by transformers itself, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import api, varlen
+from ..torch import sdpa
+from . import fallback, holes, masks, packing
+from .call import Call, Output
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> Output:
+    """An attention function of transformers.
+
+    Args:
+        query: (batch, heads_q, seqlen_q, head_dim), any strides; key, value: (batch, heads_k, seqlen_k, head_dim).
+        attention_mask: None, what `masks.mask` made, or a mask that the user gave, (batch, 1, seqlen_q, seqlen_k).
+        sliding_window: how many keys a causal query sees at most, with its own.
+        s_aux: (heads_q,): a score for each head that takes part in the softmax and has no value.
+
+    Returns:
+        (batch, seqlen_q, heads_q, head_dim), and None for the weights, which are not formed; or the model's own eager
+        results, where weights are asked for.
+    """
+    holes.look()
+    cache = others.pop("cache", None)
+    if cache is not None:  # of continuous batching: it puts the keys of all requests one behind the other
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others)
+        attention_mask = None
+    is_ours = attention_mask is None or masks.is_range_mask(attention_mask) or packing.is_packed_mask(attention_mask)
+    reason = "" if is_ours else "there is a mask that is no range of keys"
+    call = _call(module, query, key, value, attention_mask, is_causal, sliding_window, others)
+    call = call._replace(scale=scaling, softcap=softcap, sink=s_aux, dropout=dropout)
+    reason = reason or _why_not(call, others)
+    if reason:
+        own_mask = None if is_ours else attention_mask
+        out, weights = fallback.by_transformers(module, call, own_mask, reason, is_causal, others)
+    else:
+        out, weights = _attend(call), None
+    return out.reshape(query.shape[0], query.shape[2], *out.shape[2:]), weights
+
+
+def _call(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool | None,
+    sliding_window: int | None,
+    others: dict[str, Any],
+) -> Call:
+    """The call without the options that change nothing of its form."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    kv_range = None
+    cu_seqlens = _cu_seqlens(q, k, mask, others)
+    if cu_seqlens is not None:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))
+    elif masks.is_range_mask(mask):
+        kv_range, causal = masks.kv_range_of(mask), masks.is_causal(mask)
+        if q.shape[2] > 1 and mask.shape[2] < k.shape[2]:
+            k, v = k[:, :, : mask.shape[2]], v[:, :, : mask.shape[2]]
+    is_alone = q.shape[2] == 1 and cu_seqlens is None  # its causal limit hides nothing, or is in the range
+    left = None if is_alone and kv_range is not None else _left(module, causal, sliding_window, k.shape[2])
+    deterministic = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
+    return Call(q, k, v, causal and not is_alone, left, kv_range, cu_seqlens, None, None, None, 0.0, deterministic)
+
+
+def _left(module: Any, causal: bool, sliding_window: int | None, keys: int) -> int | None:
+    """How far a window reaches to the left. What transformers calls the size of one counts a query's own key where it
+    is causal; where not, models differ in what they hand on, and masks are made of what the config says."""
+    if sliding_window is None or keys <= sliding_window:
+        return None
+    own = None if causal else getattr(getattr(module, "config", None), "sliding_window", None)
+    return int(sliding_window) - 1 if own is None else int(own)
+
+
+def _cu_seqlens(q: Tensor, k: Tensor, mask: Tensor | None, others: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Those of q and k: as a data collator gives them, as the mask function found them, or of positions that start
+    again in a batch of one."""
+    if mask is not None and not packing.is_packed_mask(mask):
+        return None
+    given = others.get("cu_seq_lens_q"), others.get("cu_seq_lens_k")
+    if given[0] is not None and given[1] is not None:
+        same = given[0] is given[1]
+        cu_q = given[0].to(torch.int32)
+        return cu_q, cu_q if same else given[1].to(torch.int32)
+    if mask is not None:
+        found: Tensor | None = packing.of_mask(mask)
+    else:
+        found = _of_positions(q, k, others.get("position_ids"))
+    return None if found is None else (found, found)
+
+
+def _of_positions(q: Tensor, k: Tensor, position_ids: Tensor | None) -> Tensor | None:
+    n = q.shape[2]
+    if position_ids is None or torch.compiler.is_compiling() or n == 1 or n != k.shape[2]:
+        return None
+    return packing.of_position_ids(position_ids) if position_ids.shape == (1, n) and q.shape[0] == 1 else None
+
+
+# What changes the result in some models, and is only transformers' to know.
+_BEYOND = ("position_bias", "head_mask", "indices", "block_indices")
+
+
+def _why_not(call: Call, others: dict[str, Any]) -> str:
+    """Why transformers computes a call; "" if cupyflash does."""
+    if others.get("output_attentions"):
+        return "there are no attention weights to be returned (output_attentions)"
+    for name in _BEYOND:
+        if others.get(name) is not None:
+            return f"there is a {name}"
+    if call.sink is not None and call.sink.numel() != call.q.shape[1]:
+        return "there are sinks, and not one for each head of the queries"
+    if call.softcap is not None and not 0.001 <= call.softcap <= 1000:
+        return "the softcap is not between 0.001 and 1000"
+    return sdpa.why_not(call.q, call.k, call.v, call.dropout)
+
+
+def _attend(call: Call) -> Tensor:
+    """(batch, seqlen_q, heads_q, head_dim)"""
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    options: dict[str, Any] = {
+        "causal": call.causal,
+        "scale": call.scale,
+        "window": None if call.left is None else call.window,
+        "softcap": call.softcap,
+        "deterministic": call.deterministic,
+    }
+    if call.sink is not None:
+        options["sink"] = call.sink.flatten().to(torch.float64 if q.dtype is torch.float64 else torch.float32)
+    if call.cu_seqlens is None:
+        return api.attention(q, k, v, kv_range=call.kv_range, **options)
+    return varlen.attention_varlen(q[0], k[0], v[0], *call.cu_seqlens, **options)[None]

@@ -1,0 +1,160 @@
+"""The masks of transformers as ranges of keys: what models hand from their mask function to their attention.
+
+A range mask says of each sequence which keys count, ``[start, end)``, in int32 on the device, and by its shape
+``(batch, 1 or 2, keys, 2)`` what the host must know: the second dimension is 2 where masks are causal, the third is the
+number of keys in use, of which there may be fewer than a static cache has room for. All but the last dimension, and the
+first, are broadcast. It has four dimensions because generate() applies the mask function twice for static caches and
+hands on untouched what has four.
+
+A single query needs no alignment: all that it sees is one range, made on the device, where a static cache keeps its
+length. `packed` masks hold cu_seqlens, as ``(1, 1, sequences + 1, 1)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from . import holes, packing
+from .patterns import Pattern, pattern_of
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Any = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    config: Any = None,
+    cache_position: Tensor | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """A mask function of transformers: None where causal or not says all, a range mask, packed sequences, or for what
+    is none of these the mask itself, ``(batch, 1, q_length, kv_length)`` of bool, which goes to transformers' sdpa.
+
+    Args:
+        cache_position: what transformers before 5.6 gives instead of q_length and q_offset; see `mask_of_positions`.
+    """
+
+    def in_full() -> Tensor | None:
+        queries: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset}
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
+            attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
+            **(queries if cache_position is None else {"cache_position": cache_position}),
+        )  # fmt: skip
+
+    is_plain = not use_vmap and (allow_is_causal_skip or allow_is_bidirectional_skip)
+    pattern = pattern_of(mask_function, local_size, config, is_plain)
+    first = _place(q_offset, kv_offset, q_length)
+    if pattern is None or first is None or isinstance(kv_offset, Tensor):
+        return in_full()
+    if pattern.sequences is not None and attention_mask is None:
+        return packing.as_mask(packing.of_numbers(pattern.sequences))
+    all_count = pattern.right is None or isinstance(first, Tensor)  # all keys that are no padding, of an encoder, say
+    used = kv_length if all_count else first + q_length
+    if pattern.sequences is not None or used > kv_length or (pattern.right and first + q_length != kv_length):
+        return in_full()
+    if attention_mask is None and used == kv_length and not isinstance(first, Tensor):
+        return None
+    padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+    if padding is not None and holes.found_in(padding):
+        return in_full()
+    return _ranges(batch_size, q_length, first, used, pattern, padding, device)
+
+
+def mask_of_positions(
+    batch_size: int, cache_position: Tensor, kv_length: int, kv_offset: int | Tensor = 0, **others: Any
+) -> Tensor | None:
+    """`mask`, as transformers before 5.6 calls it, with the positions of all queries on the device."""
+    queries = cache_position.shape[0]
+    first = kv_offset if queries == kv_length else cache_position[0]
+    device = cache_position.device
+    return mask(
+        batch_size, queries, kv_length, first, kv_offset, cache_position=cache_position, **(others | {"device": device})
+    )
+
+
+def _place(q_offset: int | Tensor, kv_offset: int | Tensor, q_length: int) -> int | Tensor | None:
+    """The place of the first query among the keys; None where the host needs it and cannot have it.
+
+    A static cache counts on the device. That is where one query's range is made; of several the host must know how
+    they are aligned, and waits: where a static cache that is not empty is given more than one token.
+    """
+    first = q_offset - kv_offset
+    if isinstance(first, Tensor) and q_length > 1:
+        return None if torch.compiler.is_compiling() else int(first)
+    return first
+
+
+def _ranges(
+    batch: int, q_length: int, first: int | Tensor, used: int, pattern: Pattern, padding: Tensor | None, device: Any
+) -> Tensor:
+    """A range mask."""
+    if padding is None:
+        start = torch.zeros(batch, dtype=torch.int32, device=device)
+        end = start + used
+    else:
+        counts = padding.to(torch.int32)
+        start = counts.argmax(1).to(torch.int32)
+        end = (start + counts.sum(1, dtype=torch.int32)).clamp(max=used)
+        start = torch.minimum(start, end)
+    if q_length > 1:
+        return _as_mask(start, end, pattern.right == 0, used)
+    if pattern.left is not None:
+        start = torch.maximum(start, _int32(first - pattern.left, start))
+    if pattern.right is not None:
+        end = torch.minimum(end, _int32(first + pattern.right + 1, end))
+    return _as_mask(torch.minimum(start, end), end, False, 1)
+
+
+def _int32(x: int | Tensor, like: Tensor) -> Tensor:
+    """A number, or a tensor with one, as one that `like` can be compared with; nothing is copied from the host."""
+    return x.to(torch.int32).reshape(()) if isinstance(x, Tensor) else torch.full_like(like, x)
+
+
+def _as_mask(start: Tensor, end: Tensor, causal: bool, used: int) -> Tensor:
+    return torch.stack([start, end], 1)[:, None, None].expand(-1, 2 if causal else 1, used, -1)
+
+
+def is_range_mask(x: Tensor | None) -> TypeGuard[Tensor]:
+    return x is not None and x.dtype is torch.int32 and x.dim() == 4 and x.shape[3] == 2
+
+
+def is_causal(ranges: Tensor) -> bool:
+    return ranges.shape[1] == 2
+
+
+def kv_range_of(ranges: Tensor) -> Tensor:
+    """(batch, 2), contiguous: a view of what `mask` made; a copy where it was moved to another device on the way."""
+    return ranges[:, 0, 0].contiguous()
+
+
+def in_full(
+    queries: int, keys: int, used: int, window: tuple[int | None, int | None], kv_range: Tensor | None, device: Any
+) -> Tensor:
+    """(batch, 1, queries, keys): which keys each query sees, for those who take no ranges. The last query stands at the
+    last of the `used` keys; window is counted from there."""
+    i = torch.arange(queries, device=device)[:, None] + (used - queries)
+    j = torch.arange(keys, device=device)
+    seen = (j < used).expand(queries, keys)
+    left, right = window
+    if left is not None:
+        seen = seen & (j >= i - left)
+    if right is not None:
+        seen = seen & (j <= i + right)
+    if kv_range is None:
+        return seen[None, None]
+    start, end = kv_range[:, :, None, None, None].unbind(1)
+    return seen & (j >= start) & (j < end)

@@ -1,0 +1,95 @@
+"""Makes a name known to transformers, and the models that are asked for it take it.
+
+To transformers each name with "flash" in it is flash-attn's or a kernel's from its hub: models look for its functions,
+and some replace it by a kernel of their choice. One function that transformers keeps to itself is wrapped for that,
+here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from typing import Any
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from ..errors import ArgumentError
+from ..torch.sdpa import tell
+from . import holes
+from .attention import attention
+from .masks import mask, mask_of_positions
+
+NAME = "cupyflash"
+_names: set[str] = set()
+
+
+def register(name: str = NAME, *, check_masks: bool = False) -> None:
+    """Make ``attn_implementation="cupyflash"`` known to transformers, for models that are loaded or set to it later.
+
+    Padding on the left or right becomes a range of keys for each sequence, which the GPU reads: nothing is gathered,
+    and nothing waits. What cupyflash does not take goes to transformers' own functions, and a warning says why, once a
+    reason. Calling it again does no harm.
+
+    Args:
+        name: what to call it, another one if that is taken.
+        check_masks: look at each padding mask on a GPU before it is used, which waits for the GPU once a forward, so
+            that one that is no range of keys in each row (with keys that do not count between others) is answered.
+            Else such a mask is found after the fact, and an error says so.
+
+    Raises:
+        ArgumentError: the name is one of transformers' own.
+
+    Example:
+        >>> import cupyflash.transformers
+        >>> cupyflash.transformers.register()
+        >>> # model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="cupyflash", dtype="bfloat16")
+    """
+    if not isinstance(name, str) or not name or name.startswith("paged|"):
+        raise ArgumentError(f"name: expected a word, got {name!r}")
+    if name in {"eager", *AttentionInterface._global_mapping} - _names:
+        raise ArgumentError(f'name: expected one that transformers does not use, got "{name}"')
+    holes.check_masks(check_masks)
+    _wrap_checks()
+    _names.add(name)
+    AttentionInterface.register(name, attention)
+    by_positions = "cache_position" in inspect.signature(sdpa_mask).parameters
+    AttentionMaskInterface.register(name, mask_of_positions if by_positions else mask)
+
+
+_CHECK = "_check_and_adjust_attn_implementation"
+_ORIGINAL = "_without_cupyflash"  # an attribute of what wraps: what was there before
+
+
+def _wrap_checks() -> None:
+    """Models take the name as it is: they neither look for flash-attn's functions nor put another kernel there."""
+    own = getattr(PreTrainedModel, _CHECK, None)
+    if own is None:
+        warnings.warn(
+            f'transformers {transformers.__version__} has no {_CHECK}: should models refuse a name with "flash" in it, '
+            'call cupyflash.transformers.register("cupy_fa") and use that name',
+            UserWarning,
+            stacklevel=3,
+        )
+    if own is None or hasattr(own, _ORIGINAL):
+        return
+
+    @functools.wraps(own)
+    def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
+        if attn_implementation not in _names:
+            return own(self, attn_implementation, *args, **kwargs)
+        if not _asks_for_functions(type(self)):
+            tell("cupyflash.transformers", f"{type(self).__name__} has attention of its own, which cannot be exchanged")
+            return own(self, None, *args, **kwargs)
+        return attn_implementation
+
+    setattr(check, _ORIGINAL, own)
+    setattr(PreTrainedModel, _CHECK, check)
+
+
+def _asks_for_functions(model: type[Any]) -> bool:
+    """Whether a model calls the function that is registered; one that does not (GPT-J) has a class for each name."""
+    ask = getattr(model, "_can_set_attn_implementation", None)
+    return ask is None or bool(ask())

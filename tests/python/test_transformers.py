@@ -1,0 +1,327 @@
+"""Models of transformers by cupyflash compared with the same ones eager, in float32 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+from cupyflash.torch import sdpa  # noqa: E402
+from tests import transformers_models as models  # noqa: E402
+from tests.transformers_models import build, greedy, labels_of, logits_and_gradients, padding, tokens  # noqa: E402
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
+SIDES = ("none", "left", "right")
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+    monkeypatch.setattr(sdpa, "_told", set())
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The passes that cupyflash ran."""
+    from cupyflash.launch import run
+
+    found: list[str] = []
+    for name in ("forward", "backward"):
+        real = getattr(run, name)
+
+        def count(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
+            found.append(name)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(run, name, count)
+    return found
+
+
+def pair(name: str, **changes: Any) -> tuple[Any, Any]:
+    """A model eager and by cupyflash."""
+    eager, ours = (build(name, kind, **changes) for kind in ("eager", "cupyflash"))
+    return eager, ours
+
+
+def close(found: Any, want: Any, scale: float = 0.0) -> None:
+    """Within 32 roundings of the largest number, or of `scale`."""
+    assert found.shape == want.shape
+    assert found.isfinite().all()
+    error, largest = (found - want).abs().max().item(), max(scale, want.abs().max().item())
+    assert error <= 2**-18 * largest, f"{error} of {largest}"
+
+
+def close_all(found: dict[str, Any], want: dict[str, Any]) -> None:
+    """By name; some are 0 but for rounding, and all are measured by the largest."""
+    assert found.keys() == want.keys()
+    largest = max(x.abs().max().item() for x in want.values())
+    for name, gradient in want.items():
+        close(found[name], gradient, largest)
+
+
+def gradients_of(model: Any) -> dict[str, Any]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# ---- What the models give ----
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", models.MODELS)
+def test_logits_and_gradients(name: str, side: str, calls: list[str]) -> None:
+    eager, ours = pair(name)
+    ids, mask = tokens(), padding(side)
+    want, found = (logits_and_gradients(model, ids, mask) for model in (eager, ours))
+    close(found[0], want[0])
+    close_all(found[1], want[1])
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+    close(ours(ids).logits, eager(ids).logits)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", models.MODELS)
+def test_generate(name: str, cache: str, calls: list[str]) -> None:
+    """Greedy tokens; more than a sliding window holds, and fewer than a static cache has room for."""
+    eager, ours = pair(name)
+    options = {} if cache == "dynamic" else {"cache_implementation": "static", "disable_compile": True}
+    for side in ("left", "none"):
+        want, found = (greedy(model, tokens(), padding(side), **options) for model in (eager, ours))
+        assert torch.equal(found, want)
+        assert len(want.unique()) > 9, "random weights repeat themselves: this would not tell much"
+    assert calls == ["forward"] * 2 * 2 * 9
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", models.ENCODERS)
+def test_encoders(name: str, side: str, calls: list[str]) -> None:
+    eager, ours = pair(name)
+    ids, mask = tokens(), padding(side)
+    want, found = (model(ids, attention_mask=mask).last_hidden_state[mask.bool()] for model in (eager, ours))
+    close(found, want)
+    for out in (want, found):
+        out.square().sum().backward()
+    close_all(gradients_of(ours), gradients_of(eager))
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+    close(ours(ids).last_hidden_state, eager(ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("name", models.SEQ2SEQ)
+@pytest.mark.filterwarnings("ignore:cupyflash.transformers:UserWarning")
+def test_cross_attention(name: str, calls: list[str]) -> None:
+    """T5 adds a bias to its scores, which goes to sdpa."""
+    eager, ours = pair(name)
+    ids, mask, target = tokens(), padding("right"), tokens(3, 7)
+    want, found = (model(ids, attention_mask=mask, labels=target) for model in (eager, ours))
+    close(found.logits, want.logits)
+    close(found.loss, want.loss)
+    assert calls == ["forward"] * (6 if name == "bart" else 0)
+    assert torch.equal(*(greedy(model, ids, mask) for model in (ours, eager)))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_training_step(is_checkpointed: bool) -> None:
+    eager, ours = pair("phi")
+    ids, mask = tokens(), padding("right")
+    for model in (eager, ours):
+        model.train()
+        if is_checkpointed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(ids, attention_mask=mask, labels=labels_of(ids, mask), use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    close_all(dict(ours.named_parameters()), dict(eager.named_parameters()))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_cache_is_continued(name: str, cache: str, calls: list[str]) -> None:
+    """A prompt in pieces of many tokens, some and one: those of several end within the room of a static cache."""
+    from transformers import DynamicCache, StaticCache
+
+    eager, ours = pair(name)
+    ids, mask = tokens(), padding("left")
+
+    def pieces(model: Any) -> list[Any]:
+        kept = DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(model.config, max_cache_len=23)
+        found, start = [], 0
+        for end in (8, 11, 12, 13, 17):
+            out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=kept).logits
+            found.append(out[mask[:, start:end].bool()])
+            start = end
+        return found
+
+    with torch.no_grad():
+        for a, b in zip(pieces(ours), pieces(eager), strict=True):
+            close(a, b)
+    assert calls == ["forward"] * 10
+
+
+# ---- Packed sequences ----
+
+
+def positions(*lengths: int) -> Any:
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "phi", "gpt-oss"])
+@pytest.mark.parametrize("told_by", ["positions", "positions and a cache", "collator"])
+def test_packed_sequences(name: str, told_by: str, calls: list[str]) -> None:
+    """Each sequence is what it is alone; a collator's cu_seqlens say it, or positions that start again."""
+    eager, ours = pair(name)
+    ids = tokens(1, 29)
+    cu = torch.tensor([0, 9, 10, 29], dtype=torch.int32)
+    given = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 19, "max_length_k": 19}
+    inputs: dict[str, Any] = {"position_ids": positions(9, 1, 19), "use_cache": told_by == "positions and a cache"}
+    if told_by == "collator":
+        inputs |= given
+    found = ours(ids, **inputs).logits
+    want = torch.cat([eager(part).logits for part in ids.split([9, 1, 19], 1)], 1)
+    close(found, want)
+    for logits in (found, want):
+        logits.square().sum().backward()
+    close_all(gradients_of(ours), gradients_of(eager))
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+
+
+def test_packed_sequences_in_a_batch(calls: list[str]) -> None:
+    eager, ours = pair("llama")
+    ids = tokens(3, 17)
+    places = torch.cat([positions(5, 12), positions(17), positions(1, 3, 13)])
+    want, found = (model(ids, position_ids=places, use_cache=False).logits for model in (eager, ours))
+    close(found, want)
+    assert len(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:cupyflash.transformers:UserWarning")
+def test_packed_sequences_by_transformers() -> None:
+    """Of a head_dim that is not ours, and with a softcap, by eager."""
+    for name, changes in (("mistral", {"head_dim": 12}), ("gemma2", {"head_dim": 12})):
+        eager, ours = pair(name, **changes)
+        ids = tokens(1, 29)
+        found = ours(ids, position_ids=positions(9, 1, 19)).logits
+        close(found, torch.cat([eager(part).logits for part in ids.split([9, 1, 19], 1)], 1))
+
+
+# ---- What goes to transformers, and why ----
+
+
+def test_masks_that_are_no_range_are_answered(calls: list[str]) -> None:
+    eager, ours = pair("llama")
+    ids, mask = tokens(), padding("left")
+    mask[2, 4:9] = 0
+    with pytest.warns(UserWarning, match="this call is transformers' own: there is a mask that is no range of keys"):
+        found = ours(ids, attention_mask=mask).logits
+    close(found[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()])
+    assert not calls
+    right = padding("right")  # what comes next lies behind padding
+    assert torch.equal(*(greedy(model, ids, right) for model in (ours, eager)))
+
+
+@pytest.mark.filterwarnings("ignore:cupyflash.transformers:UserWarning")
+def test_masks_of_the_user(calls: list[str]) -> None:
+    eager, ours = pair("llama")
+    ids = tokens()
+    seen = torch.rand(3, 1, 17, 17, generator=torch.Generator().manual_seed(3)) < 0.5
+    seen |= torch.eye(17, dtype=torch.bool)
+    mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -1e38)
+    close(ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits)
+    assert not calls
+
+
+def test_dropout(calls: list[str]) -> None:
+    ours, other = (build("llama", kind, attention_dropout=0.3).train() for kind in ("cupyflash", "sdpa"))
+    ids, mask = tokens(), padding("right")
+    torch.manual_seed(5)
+    with pytest.warns(UserWarning, match="there is dropout"):
+        found = ours(ids, attention_mask=mask).logits
+    torch.manual_seed(5)
+    close(found[mask.bool()], other(ids, attention_mask=mask).logits[mask.bool()])
+    assert not calls
+    ours.eval()(ids)
+    assert calls
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
+def test_what_sdpa_lacks_goes_to_eager(name: str) -> None:
+    """Softcaps and sinks, of a head_dim that is not ours."""
+    eager, ours = pair(name, head_dim=12)
+    ids, mask = tokens(), padding("left")
+    with pytest.warns(UserWarning, match="a multiple of 8"):
+        want, found = (logits_and_gradients(model, ids, mask) for model in (eager, ours))
+    close(found[0], want[0])
+    assert torch.equal(*(greedy(model, ids, mask) for model in (ours, eager)))
+
+
+def test_attention_weights() -> None:
+    eager, ours = pair("llama")
+    with pytest.warns(UserWarning, match="there are no attention weights"):
+        found = ours(tokens(), output_attentions=True).attentions
+    if found is None or found[0] is None:
+        pytest.fail("no weights")
+    close(found[1], eager(tokens(), output_attentions=True).attentions[1])
+
+
+def test_a_reason_is_told_once() -> None:
+    ours = build("llama", "cupyflash", head_dim=12)
+    with pytest.warns(UserWarning, match="a multiple of 8"):
+        ours(tokens())
+    ours(tokens())  # a warning is an error
+
+
+def test_on_the_cpu_transformers_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUPYFLASH_BACKEND")
+    with pytest.warns(UserWarning, match="tensors in host memory are faster there"):
+        build("llama", "cupyflash")(tokens())
+
+
+# ---- torch.compile ----
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_compiled(name: str, calls: list[str]) -> None:
+    eager, ours = pair(name)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for side in ("left", "right"):
+        want, found = (logits_and_gradients(model, tokens(), padding(side)) for model in (eager, compiled))
+        close(found[0], want[0])
+        close_all({name.removeprefix("_orig_mod."): x for name, x in found[1].items()}, want[1])
+    assert len(calls) == 8
+    hidden = padding("left")
+    hidden[2, 4:9] = 0
+    with pytest.raises(RuntimeError, match="one range of keys"):
+        compiled(tokens(), attention_mask=hidden)
+    torch._dynamo.reset()
+
+
+def test_generate_compiled() -> None:
+    from transformers import CompileConfig
+
+    eager, ours = pair("llama")
+    torch._dynamo.reset()
+    config = CompileConfig(fullgraph=True, backend="aot_eager", dynamic=None, mode=None)
+    config._compile_all_devices = True
+    options = {"cache_implementation": "static"}
+    found = greedy(ours, tokens(), padding("left"), 5, compile_config=config, **options)
+    assert torch.equal(found, greedy(eager, tokens(), padding("left"), 5, disable_compile=True, **options))
+    torch._dynamo.reset()
+
+
+# ---- Two bytes a number ----
+
+
+@pytest.mark.parametrize("name", ["phi", "mistral"])
+def test_bf16(name: str) -> None:
+    """At most twice the error of eager in the same dtype, against eager in float32."""
+    ids, mask = tokens(), padding("left")
+    exact = build(name, "eager")(ids, attention_mask=mask).logits[mask.bool()]
+    errors = []
+    for kind in ("eager", "cupyflash"):
+        model = build(name, kind).bfloat16()
+        errors.append((model(ids, attention_mask=mask).logits[mask.bool()].float() - exact).abs().max())
+    assert errors[1] <= 2 * errors[0] + exact.abs().max() * 2**-8
