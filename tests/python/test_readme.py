@@ -46,7 +46,11 @@ def test_the_support_table_names_only_known_architectures() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", *(f"docs/{name}.md" for name in ("results", "performance", "cli", "flash_attn", "transformers"))],
+    [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("results", "performance", "cli", "flash_attn", "transformers")),
+        "examples/README.md",
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     """Files are there, and so are the headings that the links name."""
