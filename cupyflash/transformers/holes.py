@@ -21,9 +21,9 @@ from torch import Tensor
 from ..errors import UnsupportedError
 
 _MESSAGE = (
-    "attention_mask: a mask of an earlier forward hides keys between others, and what was computed with it is wrong: "
-    "throw it away and repeat it. From now on masks are looked at before they are used, which waits for the GPU at "
-    "each forward; call cupyflash.transformers.register(check_masks=True) to have that from the start"
+    "attention_mask: a mask of this forward or an earlier one hides keys between others, and what was computed with it "
+    "is wrong: throw it away and repeat it. From now on masks are looked at before they are used, which waits for the "
+    "GPU at each forward; call cupyflash.transformers.register(check_masks=True) to have that from the start"
 )
 
 _lock = threading.Lock()
