@@ -36,6 +36,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _GQA | {"head_dim": 16, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2},
     ),
 }
+CHUNKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama4": (
+        "Llama4ForCausalLM",
+        _GQA | {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 6, "intermediate_size_mlp": 96},
+    ),
+}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", _COMMON | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "modernbert": ("ModernBertModel", _COMMON | {"local_attention": 8, "global_attn_every_n_layers": 2}),
@@ -54,7 +60,7 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
         _SEQ2SEQ | {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
     ),
 }
-EVERY = MODELS | ENCODERS | SEQ2SEQ
+EVERY = MODELS | CHUNKED | ENCODERS | SEQ2SEQ
 
 cupyflash.transformers.register()
 logging.getLogger("transformers").setLevel(logging.ERROR)

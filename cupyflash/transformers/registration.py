@@ -1,8 +1,8 @@
 """Makes a name known to transformers, and the models that are asked for it take it.
 
 To transformers each name with "flash" in it is flash-attn's or a kernel's from its hub: models look for its functions,
-and some replace it by a kernel of their choice. One function that transformers keeps to itself is wrapped for that,
-here and nowhere else.
+and some replace it by a kernel of their choice; masks by chunks are refused. Two functions that transformers keeps to
+itself are wrapped for that, here and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import warnings
 from typing import Any
 
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 
 from ..errors import ArgumentError
 from ..torch.sdpa import tell
@@ -53,12 +52,14 @@ def register(name: str = NAME, *, check_masks: bool = False) -> None:
         raise ArgumentError(f'name: expected one that transformers does not use, got "{name}"')
     holes.check_masks(check_masks)
     _wrap_checks()
+    _wrap_masks()
     _names.add(name)
     AttentionInterface.register(name, attention)
-    by_positions = "cache_position" in inspect.signature(sdpa_mask).parameters
+    by_positions = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
     AttentionMaskInterface.register(name, mask_of_positions if by_positions else mask)
 
 
+_IS_FLASH = "is_flash_attention_requested"
 _CHECK = "_check_and_adjust_attn_implementation"
 _ORIGINAL = "_without_cupyflash"  # an attribute of what wraps: what was there before
 
@@ -87,6 +88,20 @@ def _wrap_checks() -> None:
 
     setattr(check, _ORIGINAL, own)
     setattr(PreTrainedModel, _CHECK, check)
+
+
+def _wrap_masks() -> None:
+    """Masks by chunks (Llama 4) are made: they go to sdpa, whole."""
+    own = getattr(masking_utils, _IS_FLASH, None)
+    if own is None or hasattr(own, _ORIGINAL):
+        return
+
+    @functools.wraps(own)
+    def is_flash(config: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return getattr(config, "_attn_implementation", None) not in _names and own(config, *args, **kwargs)
+
+    setattr(is_flash, _ORIGINAL, own)
+    setattr(masking_utils, _IS_FLASH, is_flash)
 
 
 def _asks_for_functions(model: type[Any]) -> bool:

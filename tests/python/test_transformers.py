@@ -222,6 +222,16 @@ def test_masks_that_are_no_range_are_answered(calls: list[str]) -> None:
     assert torch.equal(*(greedy(model, ids, right) for model in (ours, eager)))
 
 
+def test_masks_by_chunks(calls: list[str]) -> None:
+    """Of the two layers one sees chunks, and goes to sdpa, with the mask; the other sees all."""
+    eager, ours = pair("llama4", layer_types=["chunked_attention", "full_attention"])
+    ids, mask = tokens(), padding("left")
+    with pytest.warns(UserWarning, match="there is a mask that is no range of keys"):
+        found = ours(ids, attention_mask=mask).logits
+    close(found[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()])
+    assert calls == ["forward"]
+
+
 @pytest.mark.filterwarnings("ignore:cupyflash.transformers:UserWarning")
 def test_masks_of_the_user(calls: list[str]) -> None:
     eager, ours = pair("llama")
