@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -12,6 +13,7 @@ from typing import Any
 import click
 from rich.table import Table
 
+from cupyflash.ahead import biases_of
 from cupyflash.compile import cache, jit, layer, nvrtc, upkeep
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu.device import ARCHS, Device
@@ -50,10 +52,12 @@ def variants_of(
     alibi: bool = False,
     kv_range: bool = False,
     sink: bool = False,
+    bias: bool = False,
 ) -> list[Variant]:
     """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one;
     `packed`: also those of packed sequences; `alibi`: also with slopes, fixed or learned; `kv_range`: also those of
-    calls with a range of keys; `sink`: also those with sinks, fixed or learned.
+    calls with a range of keys; `sink`: also those with sinks, fixed or learned; `bias`: also with one of q's dtype or
+    fp32, fixed or learned, of any strides.
 
     Those of the common preset with arrays in any memory, the others with the arrays that are usual.
     """
@@ -72,16 +76,26 @@ def variants_of(
         problems += [replace(problem, kv_range=True) for problem in problems if not problem.alibi]
     if sink:
         problems += [replace(problem, sink=True) for problem in problems]
+    if bias:
+        forms = {dtype: dict.fromkeys(form for form, _ in biases_of(dtype, True)) for dtype in dtypes}
+        plain = [problem for problem in problems if not problem.packed]
+        problems += [replace(problem, bias=form) for problem in plain for form in forms[problem.dtype]]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic
         for memory in MEMORY if is_common else MEMORY[:1]:
-            for learned in (False, True) if problem.alibi or problem.sink else (False,):
-                known = {"dalibi": learned, "dsink": learned, **memory}
+            for learned, paired in _forms(problem):
+                known = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired, **memory}
                 found.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
     if preset == "all":
         rest = (v for v in shipped(device) if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))
         found.update(dict.fromkeys(rest))
     return list(found)
+
+
+def _forms(problem: Problem) -> list[tuple[bool, bool]]:
+    """Whether what can be learned is, and whether a bias is read in pairs."""
+    learned = (False, True) if problem.alibi or problem.sink or problem.bias else (False,)
+    return list(itertools.product(learned, (False, True) if problem.bias else (False,)))
 
 
 def _problems(
@@ -109,13 +123,15 @@ def _problems(
 @click.option("--alibi", is_flag=True, help="Also the kernels of calls with ALiBi's slopes, fixed or learned.")
 @click.option("--kv-range", is_flag=True, help="Also the kernels of calls with a kv_range, whatever it is.")
 @click.option("--sink", is_flag=True, help="Also the kernels of calls with sinks, fixed or learned.")
+@click.option("--bias", is_flag=True, help="Also the kernels of calls with a bias, of any shape, fixed or learned.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
 @json_option
 def command(
     arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
-    packed: bool, alibi: bool, kv_range: bool, sink: bool, out: Path | None, jobs: int | None, as_json: bool,
+    packed: bool, alibi: bool, kv_range: bool, sink: bool, bias: bool, out: Path | None, jobs: int | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
 
@@ -124,7 +140,7 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink
+    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink, bias
     work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), *wanted)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:

@@ -14,7 +14,7 @@ from .options import Options, Window
 from .plan.families import GPU_DTYPES, kernels_of, variants_of_calls
 from .plan.spec import Spec
 from .plan.variant import Variant
-from .problem import check_head_dim, make_problem
+from .problem import Bias, check_head_dim, make_problem
 
 
 def warmup(
@@ -30,6 +30,7 @@ def warmup(
     alibi: bool = False,
     kv_range: bool = False,
     sink: bool = False,
+    bias: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -46,6 +47,8 @@ def warmup(
         alibi: prepare calls with slopes, fixed and learned, instead of those without.
         kv_range: prepare calls with a kv_range (any) instead of those without.
         sink: prepare calls with sinks, fixed and learned, instead of those without.
+        bias: prepare calls with a bias, of q's dtype or fp32, fixed and learned, of any strides, instead of those
+            without.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -71,7 +74,7 @@ def warmup(
     form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None}
     form |= {"alibi": int(options.flag("alibi", alibi)), "kv_range": options.flag("kv_range", kv_range)}
     form["sink"] = options.flag("sink", sink)
-    ready = []
+    ready, has_bias = [], options.flag("bias", bias)
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
         variants: dict[Variant, None] = {}
@@ -80,13 +83,22 @@ def warmup(
                 for is_causal, bounds in masks:
                     call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)
                     shape = (1, 1, size) if form["sequences"] else (1, 1, 1, size)
-                    problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form)
-                    variants.update(dict.fromkeys(kernels_of(Spec.of(problem), dev).variants))
-                    for learned in (False, True)[: both + both * (form["alibi"] or form["sink"])]:
-                        known = {"dalibi": learned, "dsink": learned}
-                        variants.update(dict.fromkeys(variants_of_calls(problem, dev, **known)))
+                    for added, paired in biases_of(dtype, has_bias):
+                        problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form, bias=added)
+                        spec = Spec.of(problem, paired_bias=paired)
+                        variants.update(dict.fromkeys(kernels_of(spec, dev).variants))
+                        for learned in (False, True)[: both + both * (form["alibi"] or form["sink"] or has_bias)]:
+                            known = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired}
+                            variants.update(dict.fromkeys(variants_of_calls(problem, dev, **known)))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
     return ready
+
+
+def biases_of(dtype: str, has_bias: bool) -> tuple[tuple[Bias | None, bool], ...]:
+    """What kernels know of biases beside arrays of a dtype, and whether they are read in pairs; None: there is none."""
+    if not has_bias:
+        return ((None, False),)
+    return tuple((Bias(kind), paired) for kind in dict.fromkeys((dtype, "fp32")) for paired in (True, False))
 
 
 def _ordinals(devices: Any) -> tuple[int, ...]:

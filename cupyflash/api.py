@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from . import options
 from .arrays.adapters import TORCH
 from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
-from .errors import ArgumentError
+from .gradients import Gradients as Gradients
+from .gradients import wanted_of as wanted_of
 from .launch import run
-from .operands import BACKWARD
 from .options import Options, Window, make_options
-
-
-class _Required(NamedTuple):
-    dq: Any
-    dk: Any
-    dv: Any
-
-
-class Gradients(_Required):
-    """Gradients with respect to q, k and v, of their shapes and dtypes; those of optional arrays are attributes."""
-
-    @classmethod
-    def of(cls, named: Mapping[str, Any]) -> Gradients:
-        """Gradients by their names in the table of arrays."""
-        found = cls(*(named[name] for name in cls._fields))
-        for name in named.keys() - set(cls._fields):
-            setattr(found, name, named[name])
-        return found
 
 
 def attention(
@@ -46,6 +28,7 @@ def attention(
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
     sink: Any | None = None,
+    bias: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
@@ -53,7 +36,7 @@ def attention(
         out = softmax(score, over the keys each query sees) v
         lse = ln(sum(exp(score), over the keys each query sees))
         score = scale * q k^T, or softcap * tanh(scale * q k^T / softcap),
-                less alibi_slopes[head] * abs(i + seqlen_k - seqlen_q - j) for query i and key j
+                less alibi_slopes[head] * abs(i + seqlen_k - seqlen_q - j) for query i and key j, plus bias
 
     With a sink, softmax and lse count exp(sink[head]) among those of the scores.
 
@@ -85,6 +68,11 @@ def attention(
         sink: ``(heads_q,)``, fp32 (fp64 for fp64 input), of q's library and device, any strides: a logit of each head
             that the softmax's denominator counts as the score of one more key whose v is 0 (attention sinks, as gpt-oss
             has them). -inf is none. On PyTorch tensors that require grad, and in JAX, they are learned.
+        bias: added to the scores, of any shape that broadcasts to ``(batch, heads_q, seqlen_q, seqlen_k)``, whatever
+            the layout of q; of q's dtype, or fp32 beside 16 bits; of q's library and device, any strides. It is read
+            where it lies and never expanded. -inf hides a key, whatever k and v hold there; a query whose scores are
+            all -inf sees none. (Keys that are hidden by -inf are still computed: causal, window and kv_range leave
+            them out.) On PyTorch tensors that require grad, and in JAX, it is learned.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -124,6 +112,8 @@ def attention(
         arrays["kv_range"] = kv_range
     if sink is not None:
         arrays["sink"] = sink
+    if bias is not None:
+        arrays["bias"] = bias
     out, lse = forward(arrays, call, want_lse)
     return (out, lse) if want_lse else out
 
@@ -169,6 +159,7 @@ def attention_backward(
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
     sink: Any | None = None,
+    bias: Any | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
@@ -177,8 +168,8 @@ def attention_backward(
         dq = scale * dS k,  dk = scale * dS^T q
 
     with ``dS * (1 - tanh(scale * q k^T / softcap)^2)`` for dS in dq and dk where there is a softcap; and if wanted
-    ``dalibi_slopes = -sum(dS * abs(i + seqlen_k - seqlen_q - j))`` and
-    ``dsink = -sum(exp(sink - lse) * (rowsum(dout * out) - dlse))``
+    ``dalibi_slopes = -sum(dS * abs(i + seqlen_k - seqlen_q - j))``,
+    ``dsink = -sum(exp(sink - lse) * (rowsum(dout * out) - dlse))``, and ``dbias = dS``, summed where bias is broadcast
 
     (FlashAttention-2, Dao 2023, algorithm 2).
 
@@ -189,14 +180,14 @@ def attention_backward(
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
         deterministic: bitwise reproducible gradients.
-        alibi_slopes, sink: as in the forward.
+        alibi_slopes, sink, bias: as in the forward.
         gradients_of: the optional arrays, one or several names, whose gradients are wanted too: ``"alibi_slopes"``,
-            ``"sink"``.
+            ``"sink"``, ``"bias"``.
 
     Returns:
         Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for queries and
-        keys that take no part. Those of `gradients_of` are its attributes, ``dalibi_slopes`` and ``dsink``, each of the
-        shape and dtype of its array.
+        keys that take no part. Those of `gradients_of` are its attributes, ``dalibi_slopes``, ``dsink`` and ``dbias``,
+        each of the shape and dtype of its array.
 
     Raises:
         ArgumentError, UnsupportedError, CompileError: as `attention`.
@@ -213,7 +204,7 @@ def attention_backward(
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
-    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink}
+    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink, "bias": bias}
     arrays |= {name: x for name, x in brought.items() if x is not None}
     return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays)))
 
@@ -231,19 +222,3 @@ def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) -> 
         grads = backward(library.adopt(arrays), call, wanted)
         return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
     return run.backward(library, arrays, call, wanted)
-
-
-def wanted_of(gradients_of: Any, given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the gradients that are asked for by `gradients_of`, in the table's order.
-
-    Raises:
-        ArgumentError: it names what has no such gradient, or was not given.
-    """
-    if gradients_of == ():
-        return ()
-    of = {name: made for name, made in BACKWARD.gradient_of.items() if made in BACKWARD.optional}
-    asked = options.several("gradients_of", gradients_of, lambda name, x: options.choice(name, x, tuple(of)))
-    for name in asked:
-        if name not in given:
-            raise ArgumentError(f"gradients_of: expected the names of arrays that are given, and {name} is not")
-    return tuple(made for name, made in of.items() if name in asked)

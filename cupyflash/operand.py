@@ -14,6 +14,7 @@ INPUT, RESULT, GRADIENT, WORKSPACE, COUNTER = "input", "result", "gradient", "wo
 Q = ("batch", "seqlen_q", "heads_q", "head_dim")
 K = ("batch", "seqlen_k", "heads_k", "head_dim")
 ROWS = ("batch", "heads_q", "seqlen_q")
+SCORES = ("batch", "heads_q", "seqlen_q", "seqlen_k")
 # The lengths that a call's inputs and results may have, in the order in which `Operand.shape` takes them.
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "batch + 1", "total_q", "total_k", "2")
 
@@ -50,6 +51,8 @@ class Operand:
         hopper: it lies in the struct of the sm90 family alone.
         default: the array that stands for it where it is not given.
         lacks: first dimensions that it may lack, since it is the same for all.
+        broadcasts: it may have any shape that broadcasts to its dimensions, as NumPy has it, and any strides; it has
+            `ScoreStrides` in the structs, and may be fp32, too.
         field: its name in the structs, where that is another.
     """
 
@@ -65,6 +68,7 @@ class Operand:
     field: str = ""
     default: str = ""
     lacks: tuple[str, ...] = ()
+    broadcasts: bool = False
 
     @property
     def member(self) -> str:
@@ -95,6 +99,9 @@ class Operand:
     def fits(self, shape: Sequence[int], sizes: Sequence[int], packed: bool = False) -> bool:
         """Whether an array of this shape is what it must be."""
         wanted = self.shape(sizes, packed)
+        if self.broadcasts:
+            missing = len(wanted) - len(shape)
+            return missing >= 0 and all(n in (1, m) for n, m in zip(shape, wanted[missing:], strict=True))
         return shape == wanted or (bool(self.lacks) and shape == wanted[len(self.lacks) :])
 
     @functools.cached_property

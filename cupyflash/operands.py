@@ -16,7 +16,7 @@ from .operand import COUNTER as COUNTER
 from .operand import GRADIENT as GRADIENT
 from .operand import INPUT as INPUT
 from .operand import RESULT as RESULT
-from .operand import ROWS, K, Q, Use
+from .operand import ROWS, SCORES, K, Q, Use
 from .operand import SIZES as SIZES
 from .operand import WORKSPACE as WORKSPACE
 from .operand import Number as Number
@@ -95,6 +95,11 @@ TABLE: tuple[Operand | Number, ...] = (
     Operand(
         "dsink", ("heads_q",), "fp32", like="sink", backward=Use(GRADIENT, optional=True, text="null: not wanted"),
         feature="sink",
+    ),
+    Operand("bias", SCORES, broadcasts=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="bias"),
+    Operand(
+        "dbias", SCORES, like="bias", broadcasts=True, backward=Use(GRADIENT, optional=True, text="null: not wanted"),
+        feature="bias",
     ),
 )  # fmt: skip
 

@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .bias import Bias as Bias
 from .errors import ArgumentError, UnsupportedError
 from .options import LAYOUTS as LAYOUTS
 from .options import Window as Window
 from .options import make_options
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
+HALF = ("fp16", "bf16")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
@@ -29,8 +31,9 @@ class Problem:
     already folded in: it is ``right = min(right, 0)``.
 
     `alibi`: how many dimensions the slopes have, (heads_q,) or (batch, heads_q), that take
-    ``slope * abs(i + seqlen_k - seqlen_q - j)`` from each score; 0 without. `sink`: each head of q has a logit that the
-    softmax's denominator counts as the score of one more key.
+    ``slope * abs(i + seqlen_k - seqlen_q - j)`` from each score; 0 without. `bias`: what is added to the scores then;
+    -inf hides a key. `sink`: each head of q has a logit that the softmax's denominator counts as the score of one
+    more key.
 
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
     q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). With a
@@ -52,6 +55,7 @@ class Problem:
     alibi: int = 0
     kv_range: bool = False
     sink: bool = False
+    bias: Bias | None = None
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -91,6 +95,7 @@ def make_problem(
     alibi: int = 0,
     kv_range: bool = False,
     sink: bool = False,
+    bias: Bias | None = None,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
@@ -98,6 +103,7 @@ def make_problem(
     `alibi`: how many dimensions the slopes have; 0 without.
     `kv_range`: whether each sequence has a range of keys.
     `sink`: whether each head of q has one.
+    `bias`: what is added to the scores.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
@@ -123,7 +129,7 @@ def make_problem(
     _check_heads(heads_q, heads_k)
     check_head_dim("q", head_dim)
     _check_lengths(seqlen_q, seqlen_k)
-    _check_together(alibi, kv_range)
+    _check_together(alibi, kv_range, bias is not None and sequences is not None)
     scale_of_scores = _scale(options.scale, head_dim, dtypes[0])
     return Problem(
         dtype=dtypes[0],
@@ -141,6 +147,7 @@ def make_problem(
         alibi=alibi,
         kv_range=kv_range,
         sink=sink,
+        bias=bias,
     )
 
 
@@ -161,7 +168,12 @@ def _check_lengths(*lengths: int) -> None:
             raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
 
 
-def _check_together(alibi: int, kv_range: bool) -> None:
+def _check_together(alibi: int, kv_range: bool, packed_bias: bool) -> None:
+    if packed_bias:
+        raise UnsupportedError(
+            "bias: a bias of packed sequences is not supported, since each would need one of its own shape; give the "
+            "sequences as a batch, padded, with kv_range"
+        )
     if alibi and kv_range:
         raise UnsupportedError("alibi_slopes: slopes together with kv_range are not supported yet; give one of the two")
 

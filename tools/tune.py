@@ -35,6 +35,7 @@ from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Device
 from cupyflash.launch import clocks
+from cupyflash.launch.alignment import ALIGNED
 from cupyflash.launch.passes import given_of
 from cupyflash.launch.prepare import prepare
 from cupyflash.operands import FORWARD
@@ -49,7 +50,7 @@ def launcher(c: Candidate, arrays: Sequence[Any], causal: bool) -> tuple[Work, A
     """A function that launches the candidate on q, k and v, and the out and lse that it writes."""
     keys, asked = [CUPY.signature(x) for x in arrays], given_of(FORWARD, ("q", "k", "v"), ("lse",))
     with in_use(c.tile):
-        call = prepare(asked, CUPY, keys, Options(causal=causal), True, CUPY.stream(keys[0][3]))
+        call = prepare(asked, CUPY, keys, Options(causal=causal), ALIGNED, CUPY.stream(keys[0][3]))
     out, (lse,) = CUPY.empty_like(arrays[0]), [CUPY.empty(*made, arrays[0]) for made in call.made]
     pointers = dict(zip(("q", "k", "v", "out", "lse"), map(CUPY.pointer, (*arrays, out, lse)), strict=True))
     addresses = [pointers[name] for name in call.order]

@@ -24,11 +24,12 @@ from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import FAMILIES, Launch, Plan, choose, kernels_of, plan_of
 from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
-from cupyflash.problem import DTYPES, LAYOUTS, Problem, Window, make_problem
+from cupyflash.problem import DTYPES, LAYOUTS, Bias, Problem, make_problem
 
 from ..output import emit, exit_codes, human, json_option, quiet
 from . import report as explain_report
 from . import work as explain_work
+from .arguments import bias_dims, window_bounds
 from .packed import packed_options, pairs_of, settle
 from .work import Work
 
@@ -37,17 +38,6 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
     "unaligned": "{}; the addresses of q, k and v are not",
     "broadcast": "{}; that of k and v along the heads is 0",
 }
-
-
-def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) -> Window | None:
-    """LEFT or LEFT,RIGHT; an empty side has no bound."""
-    if text is None:
-        return None
-    left, _, right = text.partition(",")
-    try:
-        return int(left) if left.strip() else None, int(right) if right.strip() else None
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is neither LEFT nor LEFT,RIGHT in whole numbers") from None
 
 
 @click.command(
@@ -68,8 +58,10 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
               help="Keys that a query sees on each side; a side left empty has no bound.")  # fmt: skip
 @click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes, one a head.")
-@click.option("--learned", is_flag=True, help="Slopes and sinks have a gradient.")
+@click.option("--learned", is_flag=True, help="Slopes, sinks and a bias have a gradient.")
 @click.option("--sink", is_flag=True, help="With a sink of each head.")
+@click.option("--bias", metavar="DIMS", callback=bias_dims, default=None,
+              help="With a bias that has elements of its own along these: letters of bhqk, - for none.")  # fmt: skip
 @click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
 @click.option("--memory", type=click.Choice(MEMORY), default="contiguous", show_default=True,
@@ -94,9 +86,11 @@ def command(**options: Any) -> None:
     q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
     keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range", "sink")
     sequences = options["batch"] if options["packed"] else None
-    if options["learned"] and not (options["alibi"] or options["sink"]):
-        raise click.BadParameter("there is nothing to learn without --alibi or --sink", param_hint="--learned")
+    if options["learned"] and not (options["alibi"] or options["sink"] or options["bias"]):
+        what = "there is nothing to learn without --alibi, --sink or --bias"
+        raise click.BadParameter(what, param_hint="--learned")
     given = {name: options[name] for name in keep} | {"alibi": int(options["alibi"])}
+    given["bias"] = options["bias"] and Bias(options["dtype"], options["bias"])
     problem = make_problem((q, k, k), (options["dtype"],) * 3, **given, sequences=sequences)
     goes_back = options["backward"] or options["deterministic"] or options["learned"]
     directions = (False, True) if goes_back else (False,)
@@ -155,7 +149,11 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
     """The way of `prepare.prepare`, arrays and kernels apart."""
     signatures = _signatures(options, "qkkqq" if backward else "qkk")
     aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
-    known: dict[str, Any] = {"dalibi": options["learned"], "dsink": options["learned"], "family": prepare.family()}
+    known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), options["learned"])
+    known["family"] = prepare.family()
+    if problem.bias is not None:
+        shape = explain_work.bias_shape(problem)
+        known["paired_bias"] = prepare.has_pairs(shape, contiguous_strides(shape), problem.seqlen_k)
     spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, **known)
     family, reasons = choose(spec, gpu)
     unread = UNREADABLE.get(options["memory"], "this driver's tensor maps are not understood")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -28,12 +28,20 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(_table(_sum(found)))
 
 
+def _dims(own: Sequence[bool]) -> str:
+    return (
+        ", ".join(d for d, is_own in zip(("batch", "heads", "queries", "keys"), own, strict=True) if is_own)
+        or "nothing"
+    )
+
+
 def _problem(p: dict[str, Any]) -> str:
     left, right = ("all" if bound is None else bound for bound in p["window"])
     mask = {(None, None): "no mask", (None, 0): "causal"}.get(tuple(p["window"]), f"window {left}, {right}")
     queries, keys = f"{p['seqlen_q']} queries of {p['heads_q']} heads", f"{p['seqlen_k']} keys of {p['heads_k']} heads"
     form = "" if p["softcap"] is None else f", softcap {p['softcap']:g}"
     form += ", ALiBi" * bool(p["alibi"]) + ", sinks" * p["sink"]
+    form += f", bias along {_dims(p['bias'][1])}" if p["bias"] else ""
     form += ", a range of keys each" if p["kv_range"] else ""
     form += ", deterministic" if p["deterministic"] else ""
     batch = f"{p['batch']} packed sequences" if p["packed"] else f"batch {p['batch']}"

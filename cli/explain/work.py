@@ -80,11 +80,24 @@ def workspace_bytes(workspace: Workspace) -> dict[str, int]:
     return {name: 4 * math.prod(shape) for name, (shape, _) in workspace.items()}
 
 
+def bias_shape(problem: Problem) -> tuple[int, ...]:
+    """Of a bias that has 1 along dimensions along which it is broadcast."""
+    assert problem.bias is not None
+    whole = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    return tuple(n if own else 1 for n, own in zip(whole, problem.bias.own, strict=True))
+
+
+def _bias_bytes(problem: Problem) -> int:
+    """Of a bias; 0 without."""
+    return math.prod(bias_shape(problem)) * ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0
+
+
 def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int) -> list[Work]:
     """Reads q, k and v, writes out and lse: 4 head_dim FLOPs for each of so many visible pairs and query head."""
     item = ITEMSIZE[problem.dtype]
     rows = math.prod(problem.rows)
     moved = sum(distinct_bytes(s, item) for s in signatures[:3]) + rows * problem.head_dim * item + 4 * rows
+    moved += _bias_bytes(problem)
     return [Work(_forward_flops(problem, pairs), moved)]
 
 
@@ -96,10 +109,13 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
     rows = math.prod(problem.rows)
     dq, dkv = rows * problem.head_dim * item, 2 * item * math.prod(signatures[1].shape)
     lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem, pairs)
-    read = q + k + v + dout + stats
+    bias = _bias_bytes(problem)
+    read = q + k + v + dout + stats + bias
     parts = size.get("dalibi_parts", 0)  # written by the last that forms scores, read by a launch of its own
     read_by_sums = {"slopes": parts, "sinks": stats}
     sums = [Work(0.0, read_by_sums[x.variant.over]) for x in plan.launches if x.variant.over in read_by_sums]
+    if any(launch.variant.over == "bias" for launch in plan.launches):  # of its gradient, by two products
+        sums.append(Work(flops, read + bias))
     if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
         return [
             Work(0.0, out + dout + lse + stats),

@@ -25,6 +25,7 @@ class Results(NamedTuple):
     dv: Array | None = None
     dalibi_slopes: Array | None = None
     dsink: Array | None = None
+    dbias: Array | None = None
 
 
 @dataclass

@@ -46,7 +46,8 @@ class Work:
         """The kernels that it takes."""
         problem, device = self.case.problem(self.dtype), attention.small_device(ARCHS[self.family])
         aligned = self.case.memory != "misaligned"
-        known = {"tma": self.family == "sm90", "dalibi": True, "dsink": True}
+        known = dict.fromkeys(("dalibi", "dsink", "dbias"), True) | {"tma": self.family == "sm90"}
+        known["paired_bias"] = self.case.seqlen_k % 2 == 0  # in the table, but for odd strides
         return variants_of_calls(problem, device, aligned=aligned, **known)
 
 

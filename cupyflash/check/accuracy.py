@@ -11,8 +11,8 @@ What fp32 arithmetic costs any tiled algorithm does not count: `Oracle` takes fr
 `noise` says of it, and what is left must obey the rule. That is next to nothing in fp16 and bf16, unless softmax is
 saturated or scores are huge.
 
-The gradients of ALiBi's slopes and of sinks are stored in fp32, and obey the rule of the dtype that they are computed
-from.
+The gradients of ALiBi's slopes, of sinks and of a bias obey the rule of the dtype that they are computed from, even
+where they are stored in fp32.
 
 Errors of lse are divided by max(1, |exact|), each by its own, and `LSE_ROUNDINGS` roundings of fp32 are its last term.
 
@@ -40,7 +40,7 @@ Array = NDArray[Any]
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "fp64": 2.0**-53}
 LIMITS = {name: ml_dtypes.finfo(dtype) for name, dtype in NUMPY_DTYPE.items()}
-GRADIENTS = ("dq", "dk", "dv", "dalibi_slopes", "dsink")  # in the order of results, of which the last two may lack
+GRADIENTS = ("dq", "dk", "dv", "dalibi_slopes", "dsink", "dbias")  # in the order of results; the last three may lack
 LONE_ROUNDINGS = 16  # P, dS and the result are rounded, each of the former into sums of like terms; the rest is margin
 LSE_ROUNDINGS = 16  # fast exp2 and log2 of the hardware: 2 ulp each, twice, and as much again for the sum
 
@@ -127,8 +127,7 @@ class Oracle:
         of = Features(*features, **named)
         self.problem, self._forward = problem, (q, k, v, problem, *of)
         self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, *of
-        lacking = {name for name, x in (("dalibi_slopes", of.alibi_slopes), ("dsink", of.sink)) if x is None}
-        self._names = [name for name in GRADIENTS if name not in lacking]
+        self._names = ["dq", "dk", "dv", *(name for name in GRADIENTS[3:] if getattr(of, name[1:]) is not None)]
 
     @cached_property
     def forward(self) -> tuple[Array, Array]:
@@ -142,7 +141,7 @@ class Oracle:
 
     @cached_property
     def backward(self) -> tuple[Array, ...]:
-        """Exact dq, dk, dv, and those of slopes and sinks that there are."""
+        """Exact dq, dk, dv, and those of slopes, sinks and a bias that there are."""
         return reference.backward(*self._backward)
 
     @cached_property
@@ -164,7 +163,7 @@ class Oracle:
         ]
 
     def judge_backward(self, *gradients: Array) -> list[Comparison]:
-        """Compare dq, dk, dv (bshd, or packed as the problem) and, if they are given too, dalibi_slopes and dsink."""
+        """Compare dq, dk, dv (bshd, or packed as the problem) and, if they are given too, those of features."""
         exact = (self.backward, self.plain_backward, self.noise[1])
         results = zip(self._names, gradients, *exact, strict=False)
         return [compare(n, got, exact, plain, self.problem.dtype, e) for n, got, exact, plain, e in results]

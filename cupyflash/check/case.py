@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..problem import DTYPES, Problem, Window, make_problem
 from ..sequences import Sequences
+from .case_bias import draw_bias, form_of
 from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
 from .case_packed import PACKED_VALUES, draw_packed
 
@@ -46,6 +47,7 @@ class Inputs(NamedTuple):
     sequences: Sequences | None = None
     alibi_slopes: Array | None = None
     sink: Array | None = None
+    bias: Array | None = None
 
     def brought(self) -> dict[str, Array]:
         """The arrays that features bring, as a call's further arguments."""
@@ -60,7 +62,7 @@ class Inputs(NamedTuple):
     @property
     def learned(self) -> tuple[str, ...]:
         """Those of them that have gradients, as the backward's `gradients_of`."""
-        return tuple(name for name in ("alibi_slopes", "sink") if getattr(self, name) is not None)
+        return tuple(name for name in ("alibi_slopes", "sink", "bias") if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Case:
         alibi: how many dimensions ALiBi's slopes have; 0 without.
         ranges: the keys [start, end) of each sequence that its queries may see; None: all.
         sink: whether heads of q have sinks.
+        bias: what is added to the scores, in words of `case_bias`; "" without.
     """
 
     name: str
@@ -106,6 +109,7 @@ class Case:
     alibi: int = 0
     ranges: tuple[tuple[int, int], ...] | None = None
     sink: bool = False
+    bias: str = ""
 
     @property
     def packed(self) -> bool:
@@ -115,7 +119,7 @@ class Case:
     @property
     def tags(self) -> frozenset[str]:
         """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
-        alibi, packed, kv_range, sink.
+        alibi, packed, kv_range, sink, bias.
         """
         heads = self.heads_q if self.packed else self.batch * self.heads_q
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
@@ -133,6 +137,7 @@ class Case:
             "packed": self.packed,
             "kv_range": self.ranges is not None,
             "sink": self.sink,
+            "bias": bool(self.bias),
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -141,8 +146,9 @@ class Case:
         batch, sequences = ((), self.batch) if self.packed else ((self.batch,), None)
         q = (*batch, self.seqlen_q, self.heads_q, self.head_dim)
         k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
-        more = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
-        return make_problem((q, k, k), (dtype,) * 3, **more, kv_range=self.ranges is not None, sink=self.sink)
+        more: dict[str, Any] = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
+        more |= {"kv_range": self.ranges is not None, "sink": self.sink, "bias": form_of(self.bias, dtype)}
+        return make_problem((q, k, k), (dtype,) * 3, **more)
 
     def sequences(self) -> Sequences | None:
         """Where the sequences of a packed case lie, and which of their keys count."""
@@ -177,7 +183,8 @@ class Case:
         dlse = rng.standard_normal(problem.rows).astype(lse_dtype) if self.dlse else None
         slopes = alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None
         sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
-        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink)
+        bias = draw_bias(self.bias, rng, problem, NUMPY_DTYPE[dtype]) if self.bias else None
+        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias)
 
     def in_layout(self, x: Array) -> Array:
         """A view of an array in bshd, or packed, in the layout of the case, and back again."""

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sequences import Sequences
+from ..problem import Problem
+from ..sequences import Part, Sequences
+from .bias import part_of
 
 Array = NDArray[Any]
 
@@ -26,16 +28,19 @@ class Features(NamedTuple):
         sequences: where the sequences of a packed problem lie, and which of their keys count.
         alibi_slopes: (heads_q,) or (batch, heads_q).
         sink: (heads_q,).
+        bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
     """
 
     sequences: Sequences | None = None
     alibi_slopes: Array | None = None
     sink: Array | None = None
+    bias: Array | None = None
 
-    def part(self, i: int) -> Features:
+    def part(self, i: int, p: Problem, part: Part) -> Features:
         """Those of sequence number i by itself."""
         slopes = self.alibi_slopes
-        return Features(None, slopes if slopes is None or slopes.ndim == 1 else slopes[i : i + 1], self.sink)
+        own = slopes if slopes is None or slopes.ndim == 1 else slopes[i : i + 1]
+        return Features(None, own, self.sink, part_of(self.bias, p, part))
 
     def head(self, b: int, h: int) -> OfHead:
         """Those of a head of q."""
@@ -43,10 +48,11 @@ class Features(NamedTuple):
         slope = 0.0 if slopes is None else slopes[h] if slopes.ndim == 1 else slopes[b, h]
         return OfHead(slope, -np.inf if self.sink is None else self.sink[h])
 
-    def gathered(self, found: Array) -> tuple[Array, ...]:
-        """What was found for each head of each sequence, (batch, heads_q, OfHead), shaped as the arrays given."""
+    def gathered(self, found: Array, dbias: Array) -> tuple[Array, ...]:
+        """What was found for each head of each sequence, (batch, heads_q, OfHead), shaped as the arrays given; and
+        that of a bias."""
         results = []
         for i, given in enumerate((self.alibi_slopes, self.sink)):
             if given is not None:
                 results.append(found[..., i].sum(axis=0) if given.ndim == 1 else found[..., i])
-        return tuple(results)
+        return *results, *([] if self.bias is None else [dbias])

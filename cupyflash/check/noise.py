@@ -15,6 +15,9 @@ roundoff of the arithmetic:
   what the rounding of O to the dtype does to it by delta does not count: r is 2^-11 or 2^-8 in 16 bits, and what stands
   below is more than three times its standard deviation.
 - The gradient of a sink is such a number, too: of P_i = exp(sink - lse_i), with the error of e_i, and delta_i.
+- A bias B_ij is added with an error of 2 u |B_ij|, which joins e_i. Its gradient has the bound E; of one that is
+  broadcast, what is said of a slope's gradient holds: 2 r (sum_i (|dO_i O_i| P_ij)^2)^1/2 is added, over the rows
+  that an element sums up (P_ij summed over the keys first, where those are broadcast).
 - dP - delta is a difference of two dot products, each with an error of s u times what it adds up: s = 4 for tensor
   cores, which truncate, else 1. It should be 0 where P is 0 or 1.
 
@@ -44,6 +47,7 @@ from numpy.typing import NDArray
 from ..problem import Problem
 from ..sequences import parts
 from . import reference
+from .bias import add_head, add_part, broadcast, none_of, seen_of
 from .features import Features, OfHead
 from .reference import Arithmetic
 
@@ -60,50 +64,56 @@ def noise(
 ) -> tuple[Array, Gradients]:
     """The bounds for out, and for the gradients, each in its shape; arguments as in `reference.backward`."""
     of = Features(*features)
-    out, *found, learned = _noise(dout, q, k, v, problem, dlse, of)
-    return out, (*found, *of.gathered(learned))
+    out, *found, learned, dbias, of_rows = _noise(dout, q, k, v, problem, dlse, of)
+    if of.bias is not None and of.bias.shape != (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k):
+        dbias = dbias + 2 * STORED[problem.dtype] * np.sqrt(of_rows)
+    return out, (*found, *of.gathered(learned, dbias))
 
 
 def _noise(
     dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, of: Features
 ) -> tuple[Array, ...]:
-    """Of out, dq, dk, dv and the numbers of each head."""
+    """Of out, dq, dk, dv, the numbers of each head, a bias; and squares of what the rounding of O does to the last."""
+    dbias, of_rows = (none_of(of.bias, np.float64) for _ in range(2))
     learned = np.zeros((problem.batch, problem.heads_q, len(OfHead._fields)))
     if of.sequences is not None:
         out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
         for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
-            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, of.part(i)
-            out[part.q], dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1] = _noise(*own)
-        return out, dq, dk, dv, learned
-    p, a, visible = problem, Arithmetic.exact(), reference.visible_pairs(problem)
+            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, of.part(i, problem, part)
+            out[part.q], dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], *found = _noise(*own)
+            for total, one in zip((dbias, of_rows), found, strict=True):
+                add_part(total, problem, part, one)
+        return out, dq, dk, dv, learned, dbias, of_rows
+    p, a, all_seen = problem, Arithmetic.exact(), reference.visible_pairs(problem)
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
-    distance, u = reference.distances(p), UNIT[p.dtype]
+    distance, u, biases = reference.distances(p), UNIT[p.dtype], broadcast(of.bias, p)
     for b, h, h_k in reference.heads(p):
         Q, dO, K, V = a.load(q[b, :, h]), a.load(dout[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])
         with np.errstate(all="ignore"):
-            S, derivative = reference.scores(Q, K, p, a, of.head(b, h))
+            S, derivative = reference.scores(Q, K, p, a, of.head(b, h), biases[b][h])
+            visible = seen_of(S, all_seen, biases[b][h])
             P, lse = reference.softmax(S, visible, a, of.head(b, h))
             large = np.abs(np.where(lse == -np.inf, 0, lse))[:, None]
-            dots = 0 if p.dtype in HALF else abs(p.scale) * _norms(Q) * _norms(K).max(initial=0)
-            dots = dots + 4 * (p.softcap or 0)
+            dots = (p.dtype not in HALF) * abs(p.scale) * _norms(Q) * _norms(K).max(initial=0) + 4 * (p.softcap or 0)
             O, squares = a.product(P, V, visible), a.product(P, V * V, visible)
             std = np.sqrt(np.maximum(squares - O * O, 0))
             out[b, :, h] = 2 * a.product(P, np.abs(V), visible) + np.maximum(large / 2, dots) * std
             e = 2 + 3 * large + dots
-            if p.alibi:
-                bias = 4 * abs(np.float64(of.head(b, h).slope)) * distance
-                out[b, :, h] += a.product(P * bias, np.abs(V), visible) + (P * bias).sum(axis=1)[:, None] * np.abs(O)
-                e = e + bias
+            added = _of_added(of.head(b, h), distance, biases[b][h])
+            out[b, :, h] += a.product(P * added, np.abs(V), visible) + (P * added).sum(axis=1)[:, None] * np.abs(O)
+            e = e + added
             dQ, dK, dV, by_score = _gradients(Q, K, V, dO, dLSE[:, None], P, O, e, visible, p, derivative)
             dslope = (by_score * distance).sum() + _of_delta(dO * O, (P * distance).sum(axis=1), p)
             learned[b, h] = dslope, _of_sink(np.exp(of.head(b, h).sink - lse), dO * O, dLSE, 2 + 3 * large[:, 0], p)
+            for total, one in ((dbias, by_score), (of_rows, np.square(_norms(dO * O) * _along_keys(P, of.bias)))):
+                add_head(total, b, h, one)
             dq[b, :, h] = dQ
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
-    out, dq, dk, dv, learned = (u * _finite(x) for x in (out, dq, dk, dv, learned))
-    return out, dq, dk, dv, learned
+    out, dq, dk, dv, learned, dbias = (u * _finite(x) for x in (out, dq, dk, dv, learned, dbias))
+    return out, dq, dk, dv, learned, dbias, _finite(of_rows)
 
 
 def _gradients(
@@ -132,6 +142,21 @@ def _gradients(
     dQ = abs(p.scale) * a.product(E, np.abs(K), visible)
     dK = abs(p.scale) * a.product(E.T, np.abs(Q), visible.T)
     return dQ, dK, a.product(eP.T, np.abs(dO), visible.T), by_score
+
+
+def _of_added(of: OfHead, distance: Array, bias: Array | None) -> Array:
+    """The error of a score by what is added to it, in units of u."""
+    found = 4 * abs(np.float64(of.slope)) * distance
+    return found if bias is None else found + 2 * np.abs(_finite(bias.astype(np.float64)))
+
+
+def _along_keys(P: Array, bias: Array | None) -> Array:
+    """P; of a bias that is the same for all keys its sum over them, in the first one."""
+    if bias is None or (bias.shape[-1:] != (1,) and bias.ndim):
+        return P
+    found = np.zeros_like(P)
+    found[:, :1] = P.sum(axis=1, keepdims=True)
+    return found
 
 
 def _of_delta(dOO: Array, weight: Array, p: Problem) -> Any:

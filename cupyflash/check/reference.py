@@ -7,6 +7,9 @@
     dV = P^T dO                dP = dO V^T               delta = rowsum(dO * O) - dLSE
     dS = P * (dP - delta)      dQ = scale * dS K         dK = scale * dS^T Q
 
+With a bias each score gains B_ij, and dB = dS, summed where B is broadcast. Where B is -inf the key is hidden, and a
+query whose scores are then all -inf sees none (`bias`).
+
 With ALiBi each score loses slope * D, D = |i + seqlen_k - seqlen_q - j|, and dslope = -sum(dS * D). A sink is the score
 of one more key, whose v is 0: dsink = -sum(P_sink * delta), P_sink = exp(sink - lse).
 
@@ -35,6 +38,7 @@ from numpy.typing import NDArray
 from ..problem import Problem
 from ..sequences import parts
 from .arithmetic import Arithmetic as Arithmetic
+from .bias import add_head, add_part, broadcast, none_of, seen_of
 from .features import Features as Features
 from .features import OfHead as OfHead
 
@@ -60,7 +64,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any) -> t
 def backward(
     dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
 ) -> tuple[Array, ...]:
-    """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv; dslopes; dsink.
+    """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv; dslopes; dsink; dbias.
 
     Args:
         dout: gradient of out, shaped as q.
@@ -68,8 +72,8 @@ def backward(
         features: as in `forward`.
     """
     of = Features(*features)
-    *found, learned = _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), of)
-    return *found, *of.gathered(learned)
+    *found, learned, dbias = _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), of)
+    return *found, *of.gathered(learned, dbias)
 
 
 def plain_forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any) -> tuple[Array, Array]:
@@ -81,10 +85,12 @@ def plain_forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any
 def plain_backward(
     dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
 ) -> tuple[Array, ...]:
-    """Plain gradients in the dtype of q, dslopes and dsink in fp32 (fp64 for fp64); delta of the rounded out."""
+    """Plain gradients in the dtype of q, dslopes and dsink in fp32 (fp64 for fp64), dbias in that of the bias; delta
+    of the rounded out."""
     of = Features(*features)
-    *found, learned = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), of)
-    return *(_stored(x, q.dtype) for x in found), *of.gathered(learned)
+    *found, learned, dbias = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), of)
+    dbias = dbias if of.bias is None else _stored(dbias, of.bias.dtype)
+    return *(_stored(x, q.dtype) for x in found), *of.gathered(learned, dbias)
 
 
 def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -96,44 +102,50 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: 
     if of.sequences is not None:
         out, lse = np.zeros(q.shape, a.accumulate), np.full(problem.rows, -np.inf, a.accumulate)
         for i, part in enumerate(parts(problem, of.sequences)):
-            own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(i)
+            own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(i, problem, part)
             out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
-    p, visible = problem, visible_pairs(problem)
+    p, visible, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate)
     for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         with np.errstate(all="ignore"):
-            P, lse[b, h] = softmax(scores(Q, K, p, a, of.head(b, h))[0], visible, a, of.head(b, h))
-            out[b, :, h] = a.product(a.rounded(P), V, visible)
+            S, _ = scores(Q, K, p, a, of.head(b, h), biases[b][h])
+            seen = seen_of(S, visible, biases[b][h])
+            P, lse[b, h] = softmax(S, seen, a, of.head(b, h))
+            out[b, :, h] = a.product(a.rounded(P), V, seen)
     return out, lse
 
 
 def _backward(
     dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, a: Arithmetic, of: Features
 ) -> tuple[Array, ...]:
-    """dq, dk, dv, and what each head's `OfHead` has for a gradient."""
+    """dq, dk, dv, what each head's `OfHead` has for a gradient, and dbias."""
     learned = np.zeros((problem.batch, problem.heads_q, len(OfHead._fields)), a.accumulate)
+    dbias = none_of(of.bias, a.accumulate)
     if of.sequences is not None:
         dq, dk, dv = (np.zeros(x.shape, a.accumulate) for x in (q, k, v))
         for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
-            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, of.part(i)
-            dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1] = _backward(*own)
-        return dq, dk, dv, learned
-    p, visible = problem, visible_pairs(problem)
+            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, of.part(i, problem, part)
+            dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], of_bias = _backward(*own)
+            add_part(dbias, problem, part, of_bias)
+        return dq, dk, dv, learned, dbias
+    p, visible, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))
     dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate) if dlse is None else a.load(dlse)
     for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
         with np.errstate(all="ignore"):
-            found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, of.head(b, h))
-            dq[b, :, h], dK, dV, learned[b, h] = found
+            of_head = of.head(b, h), biases[b][h]
+            found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, *of_head)
+            dq[b, :, h], dK, dV, learned[b, h], by_score = found
+            add_head(dbias, b, h, by_score)
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
-    return dq, dk, dv, learned
+    return dq, dk, dv, learned, dbias
 
 
 def distances(p: Problem) -> Array:
@@ -142,7 +154,9 @@ def distances(p: Problem) -> Array:
     return np.abs(query + (p.seqlen_k - p.seqlen_q) - key)
 
 
-def scores(Q: Array, K: Array, p: Problem, a: Arithmetic, of: OfHead = _NONE) -> tuple[Array, Array | float]:
+def scores(
+    Q: Array, K: Array, p: Problem, a: Arithmetic, of: OfHead = _NONE, bias: Array | None = None
+) -> tuple[Array, Array | float]:
     """The scores of one head, and their derivative by ``scale * q . k``."""
     derivative: Array | float = 1.0
     S = p.scale * a.product(Q, K.T)
@@ -151,6 +165,8 @@ def scores(Q: Array, K: Array, p: Problem, a: Arithmetic, of: OfHead = _NONE) ->
         S, derivative = p.softcap * t, 1 - t * t
     if p.alibi:
         S = S - a.accumulate(of.slope) * distances(p).astype(a.accumulate)
+    if bias is not None:
+        S = np.where(np.isneginf(bias), -np.inf, S + a.load(bias)).astype(a.accumulate)
     return S, derivative
 
 
@@ -167,10 +183,20 @@ def softmax(S: Array, visible: Array, a: Arithmetic, of: OfHead = _NONE) -> tupl
 
 
 def _gradients(
-    Q: Array, K: Array, V: Array, dO: Array, dLSE: Array, visible: Array, p: Problem, a: Arithmetic, of: OfHead
-) -> tuple[Array, Array, Array, OfHead]:
-    """dQ of one head of q, what this head adds to dK and dV, and the gradients of its `OfHead`."""
-    S, derivative = scores(Q, K, p, a, of)
+    Q: Array,
+    K: Array,
+    V: Array,
+    dO: Array,
+    dLSE: Array,
+    visible: Array,
+    p: Problem,
+    a: Arithmetic,
+    of: OfHead,
+    bias: Array | None,
+) -> tuple[Array, Array, Array, OfHead, Array]:
+    """dQ of one head of q, what this head adds to dK and dV, and the gradients of its `OfHead` and of its scores."""
+    S, derivative = scores(Q, K, p, a, of, bias)
+    visible = seen_of(S, visible, bias)
     P, lse = softmax(S, visible, a, of)
     O = a.rounded(a.product(a.rounded(P), V, visible))
     delta = (dO * O).sum(axis=1, keepdims=True) - dLSE
@@ -182,7 +208,7 @@ def _gradients(
     dV = a.product(a.rounded(P).T, dO, visible.T)
     dQ = p.scale * a.product(dS, K, visible)
     dK = p.scale * a.product(dS.T, Q, visible.T)
-    return dQ, dK, dV, OfHead(dslope, dsink)
+    return dQ, dK, dV, OfHead(dslope, dsink), by_score
 
 
 def heads(p: Problem) -> Iterator[tuple[int, int, int]]:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from ..problem import Problem
 from . import sink as sinks
-from .alibi import Bias, add_gradient, bias_of, biased
+from .added import Added, Adds
 from .products import product, scores
 from .tiles import (
     as_given,
@@ -53,7 +53,13 @@ _DTYPES = {_FP32: (_FP32, _FP64), _FP64: (_FP64,)}  # accumulator -> what to com
 
 
 def forward(
-    q: Array, k: Array, v: Array, problem: Problem, alibi_slopes: Array | None = None, sink: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    problem: Problem,
+    alibi_slopes: Array | None = None,
+    sink: Array | None = None,
+    bias: Array | None = None,
 ) -> tuple[Array, Array]:
     """``out = softmax(scale * q k^T) v`` over the visible keys.
 
@@ -63,26 +69,26 @@ def forward(
         problem: shapes and options.
         alibi_slopes: (heads_q,) or (batch, heads_q), as lse.
         sink: (heads_q,), as lse.
+        bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k), any floating dtype.
 
     Returns:
         out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
         sees no key has out 0 and lse -inf, or the sink.
     """
     p, accumulate = problem, accumulator(q)
-    slopes, logits = (None if x is None else by_group(x, p) for x in (alibi_slopes, sink))
+    adds, logits = Adds(p, alibi_slopes, bias), None if sink is None else by_group(sink, p)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), accumulate)
     q_heads, out_heads, lse_heads = group_heads(q, p), group_heads(out, p), group_lse(lse, p)
     for chunk in chunks(p):
         for dtype in _DTYPES[accumulate]:
             K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
-            finite = True
+            finite, added, logit = True, adds.of(chunk, dtype), of_chunk(logits, chunk, dtype)
             for rows in query_tiles(p):
                 target = out_heads[chunk][..., rows, :]
                 Q = load_rows(q_heads[chunk][..., rows, :], dtype)
                 with np.errstate(all="ignore"):
-                    bias, logit = bias_of(slopes, chunk, dtype), of_chunk(logits, chunk, dtype)
-                    O, LSE = _forward_tile(Q, K, V, rows, p, bias, logit)
+                    O, LSE = _forward_tile(Q, K, V, rows, p, added, logit)
                     finite = finite and bool(np.isfinite(O).all())
                     target[...] = O.reshape(target.shape)
                     lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
@@ -102,6 +108,7 @@ def backward(
     problem: Problem,
     alibi_slopes: Array | None = None,
     sink: Array | None = None,
+    bias: Array | None = None,
     wanted: tuple[str, ...] = (),
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` with respect to q, k and v, bitwise reproducible.
@@ -112,15 +119,15 @@ def backward(
         out, lse: what `forward` returned.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
         problem: shapes and options.
-        alibi_slopes, sink: as in `forward`.
-        wanted: of "dalibi_slopes" and "dsink", those whose gradient is.
+        alibi_slopes, sink, bias: as in `forward`.
+        wanted: of "dalibi_slopes", "dsink" and "dbias", those whose gradient is.
 
     Returns:
-        dq, dk, dv with shapes and dtype of q, k, v; 0 for a query or key that takes no part; and what is wanted.
+        dq, dk, dv with shapes and dtype of q, k, v; 0 for a query or key that takes no part; and what is wanted, in the
+        dtype of sums.
     """
     p, accumulate = problem, accumulator(q)
-    slopes, logits = (None if x is None else by_group(x, p) for x in (alibi_slopes, sink))
-    dslopes = np.zeros(slopes.shape, accumulate) if slopes is not None and "dalibi_slopes" in wanted else None
+    adds, logits = Adds(p, alibi_slopes, bias, wanted), None if sink is None else by_group(sink, p)
     dsinks = np.zeros(logits.shape, accumulate) if logits is not None and "dsink" in wanted else None
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), q.dtype) for _ in range(2))
@@ -131,25 +138,33 @@ def backward(
         dlse_chunk = None if dlse_heads is None else dlse_heads[chunk]
         for dtype in _DTYPES[accumulate]:
             K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
-            bias = bias_of(slopes, chunk, dtype, dslopes is not None)
+            added = adds.of(chunk, dtype)
             logit = None if dsinks is None else of_chunk(logits, chunk, dtype)
-            of = [x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, bias, logit
+            of = [x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, added, logit
             *gradients, dsink = _backward_chunk(*of)
-            if all(np.isfinite(x).all() for x in (*gradients, dsink, *bias[1:])):
+            if all(np.isfinite(x).all() for x in (*gradients, dsink, *added.gradients())):
                 break
-        if dslopes is not None:
-            dslopes[chunk] = bias[1].reshape(dslopes[chunk].shape)
+        adds.keep(chunk, added)
         if dsinks is not None:
             dsinks[chunk] = dsink.reshape(dsinks[chunk].shape)
         for target, gradient in zip(targets, gradients, strict=True):
             with np.errstate(all="ignore"):
                 target[chunk] = gradient.reshape(target[chunk].shape)
-    of_heads = ((dslopes, alibi_slopes), (dsinks, sink))
-    return dq, dk, dv, *(as_given(x, given, p) for x, given in of_heads if x is not None and given is not None)
+    found = adds.gradients()
+    if dsinks is not None and sink is not None:
+        found["dsink"] = as_given(dsinks, sink, p)
+    return dq, dk, dv, *(found[name] for name in ("dalibi_slopes", "dsink", "dbias") if name in found)
 
 
 def _backward_chunk(
-    by_row: list[Array], K: Array, V: Array, lse: Array, dlse: Array | None, p: Problem, bias: Bias, sink: Array | None
+    by_row: list[Array],
+    K: Array,
+    V: Array,
+    lse: Array,
+    dlse: Array | None,
+    p: Problem,
+    added: Added,
+    sink: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
     """dQ, dK, dV and, of a `sink`, dsink of some heads in the dtype of K; `by_row`: their q, dout and out."""
     dtype = K.dtype
@@ -165,19 +180,19 @@ def _backward_chunk(
             if sink is not None:
                 dsink += sinks.gradient(sink, LSE, delta)
             target = dQ[..., rows, :]
-            target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p, bias).reshape(target.shape)
+            target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p, added).reshape(target.shape)
     with np.errstate(all="ignore"):
         return dQ, p.scale * dK, dV, dsink
 
 
 def _forward_tile(
-    Q: Array, K: Array, V: Array, rows: slice, p: Problem, bias: Bias, sink: Array | None
+    Q: Array, K: Array, V: Array, rows: slice, p: Problem, added: Added, sink: Array | None
 ) -> tuple[Array, Array]:
     """O and lse of one tile of queries."""
     O = np.zeros_like(Q)
     m, l = sinks.start(sink, (*Q.shape[:2], 1), Q.dtype)
     for keys, visible in key_tiles(rows, p):
-        S = biased(scores(Q, K[:, keys], p), bias, rows, keys, p)
+        S, visible = added.to(scores(Q, K[:, keys], p), rows, keys), added.visible(visible, rows, keys)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
         m_new = np.maximum(m, S.max(axis=-1, keepdims=True))
@@ -188,6 +203,8 @@ def _forward_tile(
         O = rescale * O + product(P, V[:, keys], visible)
         m = m_new
     sees = sees_a_key(rows, p)[:, None]
+    if added.bias is not None:  # which may make all scores -inf
+        sees = sees & (l != 0)
     return np.where(sees, O / l, 0), m + np.log(l)  # every visible score is -inf: out is 0 / 0, as IEEE has it
 
 
@@ -202,25 +219,25 @@ def _backward_tile(
     dV: Array,
     rows: slice,
     p: Problem,
-    bias: Bias,
+    added: Added,
 ) -> Array:
-    """dQ of one tile of queries; adds what the tile contributes to dV, the slopes' and, still without scale, dK."""
+    """dQ of one tile of queries; adds what the tile contributes to dV, dK, still without scale, and what is added."""
     dQ = np.zeros_like(Q)
     for keys, visible in key_tiles(rows, p):
         S = scores(Q, K[:, keys], p)
         derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
-        S = biased(S, bias, rows, keys, p)
+        S, visible = added.to(S, rows, keys), added.visible(visible, rows, keys, LSE)
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
         dP = dO @ V[:, keys].swapaxes(1, 2)
         dS = np.multiply(P, np.subtract(dP, delta, out=dP), out=dP)
-        if len(bias) > 1:
-            add_gradient(bias, dS if visible is None else np.where(visible, dS, 0), rows, keys, p)
+        if added.gradients():
+            added.add_gradients(dS if visible is None else np.where(visible, dS, 0), rows, keys)
         if derivative is not None:
             np.multiply(dS, derivative, out=dS)
         if visible is not None:
             np.copyto(P, 0, where=~visible)
             np.copyto(dS, 0, where=~visible)
-        seen_by = None if visible is None else visible.T
+        seen_by = None if visible is None else visible.swapaxes(-1, -2)
         dV[:, keys] += product(P.swapaxes(1, 2), dO, seen_by)
         dK[:, keys] += product(dS.swapaxes(1, 2), Q, seen_by)
         dQ += product(dS, K[:, keys], visible)

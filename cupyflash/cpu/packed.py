@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
-from ..sequences import Sequences, parts
+from ..sequences import Part, Sequences, parts
 from . import attention
 
 Array = NDArray[Any]
@@ -25,11 +25,14 @@ def forward(
     sequences: Sequences,
     alibi_slopes: Array | None = None,
     sink: Array | None = None,
+    bias: Array | None = None,
 ) -> tuple[Array, Array]:
     """`attention.forward` of each sequence by itself. Rows outside of all sequences have out 0 and lse -inf."""
     out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
     for b, part in enumerate(parts(problem, sequences)):
-        found = attention.forward(q[part.q], k[part.k], v[part.k], part.problem, _of(alibi_slopes, b), sink)
+        found = attention.forward(
+            q[part.q], k[part.k], v[part.k], part.problem, _of(alibi_slopes, b), sink, _bias_of(bias, part)
+        )
         out[part.q], lse[part.lse] = found
     return out, lse
 
@@ -46,23 +49,35 @@ def backward(
     sequences: Sequences,
     alibi_slopes: Array | None = None,
     sink: Array | None = None,
+    bias: Array | None = None,
     wanted: tuple[str, ...] = (),
 ) -> tuple[Array, ...]:
     """`attention.backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
     learned = {"dalibi_slopes": alibi_slopes, "dsink": sink}
     sums = [np.zeros_like(x) for name, x in learned.items() if x is not None and name in wanted]
+    dbias = [np.zeros(bias.shape, attention.accumulator(bias))] if bias is not None and "dbias" in wanted else []
     for b, part in enumerate(parts(problem, sequences)):
         dO, Q, K, V, Out = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q]
-        dLSE, slopes = None if dlse is None else dlse[part.lse], _of(alibi_slopes, b)
-        found = attention.backward(dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, slopes, sink, wanted)
+        dLSE, added = None if dlse is None else dlse[part.lse], (_of(alibi_slopes, b), sink, _bias_of(bias, part))
+        found = attention.backward(dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, *added, wanted)
         dq[part.q], dk[part.k], dv[part.k] = found[:3]
-        for total, one in zip(sums, found[3:], strict=True):
-            target = total if total.ndim == 1 else total[b : b + 1]
+        targets = [total if total.ndim == 1 else total[b : b + 1] for total in sums]
+        targets += [x for total in dbias if (x := _bias_of(total, part)) is not None]
+        for target, one in zip(targets, found[3:], strict=True):
             target += one
-    return dq, dk, dv, *sums
+    return dq, dk, dv, *sums, *dbias
 
 
 def _of(slopes: Array | None, b: int) -> Array | None:
     """Those of sequence number b, by itself."""
     return slopes if slopes is None or slopes.ndim == 1 else slopes[b : b + 1]
+
+
+def _bias_of(bias: Array | None, part: Part) -> Array | None:
+    """A view of that of a sequence and the keys that its queries may see; sequences with biases are those of a
+    batch."""
+    if bias is None:
+        return None
+    found = bias[..., part.keys] if bias.shape[-1:] != (1,) and bias.ndim > 0 else bias
+    return found[part.batch : part.batch + 1] if bias.ndim == 4 and len(bias) != 1 else found

@@ -32,5 +32,5 @@ def product(A: Array, B: Array, visible: Array | None) -> Array:
     finite = np.isfinite(B).all(axis=(0, 2))
     C = A[:, :, finite] @ B[:, finite]
     for t in np.flatnonzero(~finite):
-        C += np.where(visible[:, t, None], A[:, :, t, None] * B[:, t, None, :], 0)
+        C += np.where(visible[..., t, None], A[:, :, t, None] * B[:, t, None, :], 0)
     return C

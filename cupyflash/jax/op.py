@@ -65,22 +65,29 @@ def _mapped(static: Static) -> Callable[..., Any]:
     """The call, under vmap: the mapped axis joins the batch, where all arrays have one; else one after the other."""
     rows = [PASSES[static.which].rows[name] for name in static.names]
 
-    def have_batch(dims: Sequence[int]) -> bool:
-        """Whether the arrays, of so many dimensions, have a batch, all of them; so what is made of them has one."""
-        same = all(row.dims[0] == "batch" and len(row.dims) == n for row, n in zip(rows, dims, strict=True))
-        return same and "cu_seqlens_q" not in static.names
+    def have_batch(shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether arrays of these shapes have a batch, all of them; so what is made of them has one."""
+        same = all(row.dims[0] == "batch" and len(row.dims) == len(x) for row, x in zip(rows, shapes, strict=True))
+        return same and "cu_seqlens_q" not in static.names and not any(
+            row.broadcasts and x[0] != shapes[0][0] for row, x in zip(rows, shapes, strict=True)
+        )  # fmt: skip
+
+    def can_be_divided(arrays: Sequence[Any]) -> bool:
+        """Whether all dimensions of all arrays are there: what is broadcast belongs to all parts."""
+        whole = have_batch([x.shape for x in arrays]) and not _own_axes(*arrays)
+        return whole and not any(row.broadcasts and 1 in x.shape for row, x in zip(rows, arrays, strict=True))
 
     @jax.custom_batching.custom_vmap  # type: ignore[untyped-decorator]
     def one(*arrays: Any) -> Any:
         results_of(static, arrays)  # all checks
-        if not have_batch([x.ndim for x in arrays]) or _own_axes(*arrays):
+        if not can_be_divided(arrays):
             return tuple(call(static, *arrays))
         return _divided(static, _group(static, arrays))(*arrays)
 
     @one.def_vmap  # type: ignore[untyped-decorator]
     def rule(size: int, mapped: Sequence[bool], *arrays: Any) -> Any:
         given = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arrays, mapped, strict=True)]
-        if have_batch([x.ndim - 1 for x in given]):
+        if have_batch([x.shape[1:] for x in given]):
             found = one(*[x.reshape(size * x.shape[1], *x.shape[2:]) for x in given])
             found = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in found)
         else:

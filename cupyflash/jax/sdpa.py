@@ -34,7 +34,7 @@ def dot_product_attention(
 ) -> Any:
     """`jax.nn.dot_product_attention` by cupyflash's kernels.
 
-        out = softmax(scale * query key^T, over the keys each query sees) value
+        out = softmax(scale * query key^T + bias, over the keys each query sees) value
 
     Args:
         query: ``(batch, T, heads, head_dim)`` or ``(T, heads, head_dim)``.
@@ -43,8 +43,9 @@ def dot_product_attention(
         is_causal: query i sees keys up to i, as in jax.nn: aligned at the top left. `cupyflash.attention` aligns at the
             bottom right, which differs where T and S do.
         local_window_size: ``(left, right)`` or one number for both: query i sees keys from i - left to i + right.
-        bias, mask, query_seq_lengths, key_value_seq_lengths: as in jax.nn, which then computes it: a warning says so
-            once.
+        bias: broadcasts to ``(batch, heads, T, S)``; read where it lies, and learned where JAX asks for its gradient.
+            One that is neither of query's dtype nor fp32 is cast.
+        mask, query_seq_lengths, key_value_seq_lengths: as in jax.nn, which then computes it: a warning says so once.
         return_residual: also return lse, ``(batch, T, heads)`` in fp32 (without the batch where query has none), not
             differentiable.
 
@@ -61,8 +62,7 @@ def dot_product_attention(
         (2, 128, 8, 64)
     """
     asked = {
-        "bias": bias, "mask": mask, "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
+        "mask": mask, "query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths,
     }  # fmt: skip
     given = [name for name, x in asked.items() if x is not None]
     if given:
@@ -76,6 +76,10 @@ def dot_product_attention(
     has_batch = query.ndim != 3
     if not has_batch:
         arrays = {name: x[None] for name, x in arrays.items()}
+    if bias is not None:
+        half = query.dtype in (jnp.float16, jnp.bfloat16)
+        fits = bias.dtype == query.dtype or (half and bias.dtype == jnp.float32)
+        arrays["bias"] = bias if fits else bias.astype(query.dtype)
     shift = arrays["k"].shape[1] - arrays["q"].shape[1]
     left = right = None
     if local_window_size is not None:
@@ -106,7 +110,7 @@ def flax_attention(
 ) -> Any:
     """An ``attention_fn`` for flax's MultiHeadAttention: ``(..., length, heads, head_dim)``, any leading dimensions.
 
-    Biases and masks, which cupyflash does not have yet, are left to `jax.nn`.
+    Masks, which cupyflash does not have yet, are left to `jax.nn`.
 
     Raises:
         UnsupportedError: dropout is asked for.
@@ -117,6 +121,11 @@ def flax_attention(
         raise UnsupportedError("dropout_rate: expected 0, dropout is not supported yet; or pass deterministic=True")
     lead = query.shape[:-3]
     three = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-    masks = [None if x is None else jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
-             for x in (bias, mask)]  # fmt: skip
-    return dot_product_attention(*three, *masks).reshape(*lead, *query.shape[-3:])
+
+    def folded(x: Any) -> Any:  # what broadcasts to one leading dimension may stay as it is
+        if x is None or (x.ndim <= 4 and len(lead) == 1):
+            return x
+        return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+
+    q, k, v = three
+    return dot_product_attention(q, k, v, folded(bias), folded(mask)).reshape(*lead, *query.shape[-3:])

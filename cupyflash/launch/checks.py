@@ -10,7 +10,7 @@ from ..errors import ArgumentError
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
 from ..plan.extents import Extents
-from ..problem import Problem, make_problem
+from ..problem import HALF, Bias, Problem, make_problem
 from ..sequences import Sequences
 from .packed import check_integers
 from .packed import count as packed_count
@@ -32,6 +32,8 @@ def check(
     three = [found[x][0] for x in "qkv"], [dtypes[x] for x in "qkv"]
     alibi = len(found["alibi_slopes"][0]) if "alibi_slopes" in found else 0
     features: dict[str, Any] = {"alibi": alibi, "kv_range": "kv_range" in lengths, "sink": "sink" in found}
+    if "bias" in found:
+        features["bias"] = Bias.of(found["bias"][0], dtypes["bias"])
     problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)
     if packed is None and problem.kv_range:
         check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)
@@ -62,8 +64,13 @@ def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, devic
     sizes = sizes_of(Extents.of(problem), problem.head_dim)
     shape = shape_of(dims, sizes)
     wanted = "fp64" if (row.dtype, problem.dtype) == ("fp32", "fp64") else row.dtype or problem.dtype
+    if row.broadcasts and problem.dtype in HALF and dtype == "fp32":
+        wanted = "fp32"
     if not row.fits(tuple(sig.shape), sizes, problem.packed) or (dtype, sig.device) != (wanted, device):
         words = f"{_words(dims)} = {shape}"
+        if row.broadcasts:
+            words = f"one that broadcasts to {words}"
+            wanted += " or fp32" * (problem.dtype in HALF)
         if row.lacks:
             words += f" or {_words(dims[len(row.lacks) :])} = {shape[len(row.lacks) :]}"
         raise ArgumentError(

@@ -7,19 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ..gpu import tensormap
-from ..gpu.tensormap import TensorMap
-from ..operands import SIZES, Number, Operand, Pass, taker
-from ..plan.extents import Extents, Kernels
-from ..plan.families import Plan
-from ..plan.params import UNBOUNDED, params_of
-from ..problem import Problem
-from .template import SCHEDULE_NUMBERS, Lengths, Steps, Template
-
-Arrays = Mapping[str, tuple[Sequence[int], Sequence[int]]]  # name -> shape, strides in elements
-
+from ..operands import SIZES, Pass, taker
+from ..plan.extents import Extents
+from .template import Lengths, ScoreSteps, Steps
 
 _kinds: dict[Any, object] = {}  # whose hashes cost less than those of their keys
 
@@ -32,6 +22,7 @@ class Asked(NamedTuple):
     sink: bool
     dalibi: bool
     dsink: bool
+    dbias: bool
     clocks: bool
 
 
@@ -49,6 +40,8 @@ class Given:
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
         alibi: the number of ALiBi's slopes; None: there are none.
+        bias: the number of what is added to the scores; None: nothing is.
+        broadcast: what broadcasts, given or made, in the table's order.
         asked: what all of them say of the spec.
         by_tma, by_hand: take the arrays with strides that the sm90 family reads by TMA, and the others of them.
         kind: what of this decides the kernels.
@@ -67,7 +60,9 @@ class Given:
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
         self.packed, self.alibi = number.get("cu_seqlens_q"), number.get("alibi_slopes")
         of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
-        self.asked = Asked(*of_features, *(x in wanted for x in ("dalibi_slopes", "dsink", "clocks")))
+        learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
+        self.bias, self.asked = number.get("bias"), Asked(*of_features, *learned)
+        self.broadcast = tuple(name for name in rows if rows[name].broadcasts and name in self.order)
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]
         self.like_q = tuple(i for i, row in more if row.like == "q")
@@ -100,6 +95,14 @@ class Given:
             lengths.append(axes_of(shape))
             steps.append(axes_of(strides if is_given else contiguous_strides(shape)))
         return lengths, steps
+
+    def measure_broadcast(self, signatures: Sequence[tuple[Any, ...]]) -> list[ScoreSteps]:
+        """Of all that broadcasts, as `measure`."""
+        if self.bias is None:
+            return []
+        shape, strides, _, _ = signatures[self.bias]
+        own = {"bias": strides, "dbias": contiguous_strides(shape)}
+        return [score_steps(shape, own[name]) for name in self.broadcast]
 
 
 @functools.lru_cache(maxsize=256)
@@ -145,104 +148,8 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     )
 
 
-class Filled(NamedTuple):
-    """A params struct that lacks addresses only.
-
-    Attributes:
-        words: of 64 bits in the struct, into which an array's address goes, by the array's name.
-        defaults: of arrays that may not be given, those that then stand for them.
-        plain_bytes: where the struct without tensor maps begins, which some launches of a call take.
-    """
-
-    params: np.ndarray
-    words: Mapping[str, tuple[int, ...]]
-    defaults: Mapping[str, str]
-    plain_bytes: int = 0
-
-
-def fill_problem(params: np.ndarray, which: Pass, problem: Problem, plan: Plan) -> None:
-    """The run-time facts of `params.cuh`'s Problem and Schedule, and the numbers of features."""
-    p = params["problem"]
-    for name in (*Extents._fields, "scale"):
-        p[name] = getattr(problem, name)
-    p["softcap"] = problem.softcap or 0
-    left, right = problem.window
-    p["window_left"] = UNBOUNDED if left is None else left
-    p["window_right"] = UNBOUNDED if right is None else right
-    for name, number in zip(SCHEDULE_NUMBERS, (*plan.sections, plan.first_stores), strict=True):
-        params["schedule"][name] = number
-    for row in which.brought:
-        if isinstance(row, Number):
-            params[row.name] = getattr(problem, row.name) or 0
-
-
-def fill_plain(params: np.ndarray, rows: Mapping[str, Operand], arrays: Arrays, layout: str) -> None:
-    """The strides of all arrays that have some in the struct."""
-    for name, (_, strides) in arrays.items():
-        if rows[name].strided:
-            row, head, batch = rows[name].axes(layout)
-            params[f"{rows[name].member}_stride"] = strides[batch], strides[row], strides[head]
-
-
-def words_of(which: Pass, dtype: np.dtype[np.void], slots: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
-    """Where the address of each array of the pass goes; `slots`: its word in the array's tensor map."""
-    fields: Any = dtype.fields
-    inner, start = fields["plain"][:2] if "plain" in fields else (dtype, 0)
-    plain: Any = inner.fields
-    found = {}
-    for name, row in which.rows.items():
-        words = [(start + plain[row.member][1]) // 8] if row.member in plain else []
-        words += [fields[row.member][1] // 8] if row.hopper and row.member in fields else []
-        words += [fields[f"map_{row.member}"][1] // 8 + slots[name]] if name in slots else []
-        found[name] = tuple(words)
-    return found
-
-
-def arrays_of(given: Given, signatures: Sequence[tuple[Any, ...]]) -> Arrays:
-    """Shape and strides of the arrays given and of the results that are shaped like them."""
-    found = {name: (s[0], s[1]) for name, s in zip(given.names, signatures, strict=True)}
-    for name, like in zip(given.made, given.likes, strict=True):
-        found[name] = found[like][0], contiguous_strides(found[like][0])
-    return found
-
-
-def fill(
-    given: Given, plan: Plan, problem: Problem, signatures: Sequence[tuple[Any, ...]], layout: str
-) -> Filled | None:
-    """The params of a plan's launches; None if one needs tensor maps and the driver's are not understood.
-
-    Args:
-        signatures: of the arrays given, strides in elements.
-    """
-    which, arrays = given.which, arrays_of(given, signatures)
-    plain, hopper = params_of(which)
-    params = np.zeros((), plain)
-    fill_plain(params, which.rows, arrays, layout)
-    fill_problem(params, which, problem, plan)
-    boxes = which.boxes(launch.variant for launch in plan.launches)
-    if not boxes:
-        return Filled(params, words_of(which, plain, {}), which.defaults)
-    whole, slots = np.zeros((), hopper), {}
-    whole["plain"] = params
-    for name, rows in boxes.items():
-        tensor = TensorMap.of(problem.dtype, *arrays[name], layout, rows)
-        slot, words = tensormap.address_slot(tensor), tensormap.encode(tensor, tensormap.ANYWHERE)
-        if slot is None or words is None:
-            return None
-        whole[f"map_{which.rows[name].member}"], slots[name] = words, slot
-    fields: Any = hopper.fields
-    return Filled(whole, words_of(which, hopper, slots), which.defaults, fields["plain"][1])
-
-
-def template_of(given: Given, kernels: Kernels, filled: Filled) -> Template | None:
-    """What the params of other calls of the spec are made from; None if the driver's tensor maps are not understood."""
-    boxes, rows = given.which.boxes(kernels.variants), given.which.rows
-    dtype, head_dim = kernels.spec.dtype, kernels.spec.head_dim
-    forms = {box: tensormap.understand(dtype, head_dim, box) for box in set(boxes.values())}
-    maps = {}
-    for name, box in boxes.items():
-        form = forms[box]
-        if form is None:
-            return None
-        maps[rows[name].member] = form, TensorMap(dtype, (head_dim, 1, 1, 1), (16, 16, 16), box)
-    return Template(filled.params, [rows[name].member for name in given.strided], maps)
+def score_steps(shape: Sequence[int], strides: Sequence[int]) -> ScoreSteps:
+    """The strides of what broadcasts to scores, along their four dimensions: 0 along those where it has one element."""
+    own = [0 if n == 1 else step for n, step in zip(shape, strides, strict=True)]
+    batch, head, row, key = [0] * (4 - len(own)) + own
+    return batch, head, row, key

@@ -16,16 +16,19 @@ from typing import Any, NamedTuple
 
 from ..arrays.adapters import TORCH, Native
 from ..errors import ArgumentError
-from ..gpu import tensormap
 from ..gpu.device import Device
 from ..options import Options
 from ..plan.extents import Extents
 from ..plan.families import FAMILIES, kernels_of, plan_of
 from ..plan.spec import Spec
-from ..problem import MAX_SEQLEN, make_problem
+from ..problem import HALF, MAX_SEQLEN, Bias, make_problem
 from . import prepared as launch
+from .alignment import Aligned, Plain
+from .alignment import access as access
+from .alignment import has_pairs as has_pairs
 from .checks import check
-from .passes import Asked, Given, contiguous_strides, fill, is_contiguous, sizes_of, template_of, with_batch
+from .filled import fill, template_of
+from .passes import Asked, Given, contiguous_strides, is_contiguous, sizes_of, with_batch
 from .prepared import Call, Prepared
 from .template import numbers_of
 
@@ -53,31 +56,6 @@ except AttributeError:
     _look_up, _FAMILY = os.environ.get, "CUPYFLASH_FAMILY"
 
 
-_Plain = tuple[Any, ...]  # a Signature, or the same as a plain tuple
-
-
-def _is_aligned(signatures: Sequence[_Plain]) -> bool:
-    """Whether every row starts at a multiple of 16 bytes if the array does: 8 elements of 16 bits."""
-    for (a, b, c, _), (i, j, k, _), _, _ in signatures:
-        if (a > 1 and i % 8) or (b > 1 and j % 8) or (c > 1 and k % 8):
-            return False
-    return True
-
-
-def access(signatures: Sequence[_Plain], aligned: bool, others: Sequence[_Plain] = ()) -> tuple[bool, bool]:
-    """(aligned, tma): whether every row of the arrays starts at a multiple of 16 bytes, and whether TMA can read them.
-
-    Args:
-        aligned: whether their addresses are multiples of 16.
-        others: arrays that no kernel reads by TMA.
-    """
-    if not aligned:
-        return False, False
-    unread = [s for s in signatures if not tensormap.readable(s[0], s[1])]
-    aligned = _is_aligned([*unread, *others])
-    return aligned, aligned and not unread
-
-
 Vet = Callable[[], None]
 
 
@@ -90,16 +68,16 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, alibi: int, batch: int, aligned: bool,
-    tma: bool, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, alibi: int, bias: Bias | None,
+    paired_bias: bool, batch: int, aligned: bool, tma: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`alibi`: how many dimensions the slopes have; `batch`: 0 for any call without work; `wish`: so that another value
     in the environment is another question."""
     shape, sequences = ((1, 1, head_dim), batch) if of.packed else ((batch, 1, 1, head_dim), None)
-    features: dict[str, Any] = {"alibi": alibi, "kv_range": of.kv_range, "sink": of.sink}
+    features: dict[str, Any] = {"alibi": alibi, "kv_range": of.kv_range, "sink": of.sink, "bias": bias}
     problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
-    known: dict[str, Any] = {"backward": backward, "dalibi": of.dalibi, "dsink": of.dsink, "clocks": of.clocks}
-    known["family"] = family()
+    known: dict[str, Any] = {name: getattr(of, name) for name in ("dalibi", "dsink", "dbias", "clocks")}
+    known |= {"backward": backward, "paired_bias": paired_bias, "family": family()}
     spec = Spec.of(problem, aligned=aligned, tma=tma, **known)
     return _Asked(spec, numbers_of(problem))
 
@@ -130,25 +108,42 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
         for i, row in given.others:
             own, _, kind, where = keys[i]
             fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype
+            if row.broadcasts:
+                fits = fits or (library.dtype_name(kind) == "fp32" and library.dtype_name(dtype) in HALF)
             if not fits or where != device or not row.fits(own, sizes, given.packed is not None):
                 return None
     return found if max(seqlen_q, seqlen_k) <= MAX_SEQLEN else None
 
 
-def _with_batch(given: Given, signatures: Sequence[_Plain]) -> list[_Plain]:
+def _with_batch(given: Given, signatures: Sequence[Plain]) -> list[Plain]:
     """Those of packed arrays that have strides as of a batch of one; the others as they are."""
     rows = given.which.rows
     return [with_batch(s) if rows[name].strided else s for name, s in zip(given.names, signatures, strict=True)]
 
 
-def _copied(given: Given, signatures: Sequence[_Plain]) -> tuple[int, ...]:
+def _copied(given: Given, signatures: Sequence[Plain]) -> tuple[int, ...]:
     """The numbers of arrays that a kernel reads as contiguous and that are not."""
     found = []
     for i, row in given.others:
         shape, strides, _, _ = signatures[i]
-        if not row.strided and strides != contiguous_strides(shape) and not is_contiguous(shape, strides):
+        if (
+            not (row.strided or row.broadcasts)
+            and strides != contiguous_strides(shape)
+            and not is_contiguous(shape, strides)
+        ):
             found.append(i)
     return tuple(found)
+
+
+def _bias_of(
+    given: Given, library: Native, signatures: Sequence[Plain], extents: Extents, aligned: Aligned
+) -> tuple[Bias | None, bool]:
+    """What the spec must know of a bias: it, and whether it is read in pairs."""
+    if given.bias is None:
+        return None, False
+    shape, strides, dtype, _ = signatures[given.bias]
+    is_paired = aligned.bias and has_pairs(shape, strides, extents.seqlen_k)
+    return Bias.of(shape, library.dtype_name(dtype)), is_paired
 
 
 def prepare(
@@ -156,7 +151,7 @@ def prepare(
     library: Native,
     keys: Sequence[tuple[Any, ...]],
     options: Options,
-    aligned: bool,
+    aligned: Aligned,
     stream: int,
     *,
     vet: Vet = lambda: None,
@@ -166,10 +161,10 @@ def prepare(
     Args:
         given: the names of its arrays; where clocks are wanted, it is of the sm90 family's form that records them.
         keys: what the library's `signature` says of the arrays.
-        aligned: whether the addresses of those with strides are multiples of 16.
+        aligned: what is known of their addresses.
         vet: is called before the first call of a spec: raises where the arrays are not what they seem to be.
     """
-    signatures: Sequence[_Plain] = keys
+    signatures: Sequence[Plain] = keys
     if given.packed is not None:
         signatures = _with_batch(given, keys)
     extents = _extents(given, library, signatures, options.layout)
@@ -182,14 +177,15 @@ def prepare(
         if signatures[i][1][-1] != 1:
             check(given.which, given.names, library, keys, options)
     shape, _, dtype, ordinal = signatures[given.qkv[0]]
-    aligned, tma = access(given.by_tma(signatures), aligned, given.by_hand(signatures))
+    rows_aligned, tma = access(given.by_tma(signatures), aligned.rows, given.by_hand(signatures))
     lengths, steps = given.measure(signatures, options.layout)
     batch, seqlen_q, seqlen_k, _, _ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
     alibi = 0 if given.alibi is None else len(keys[given.alibi][0])
-    asks = *asked_of, given.asked, alibi, has_work, aligned
-    copied = _copied(given, signatures) if given.others else ()
+    bias = _bias_of(given, library, signatures, extents, aligned)
+    asks = *asked_of, given.asked, alibi, *bias, has_work, rows_aligned
+    copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, tma, wish())
         key = ordinal, given.kind, asked.spec
@@ -198,7 +194,7 @@ def prepare(
             vet()
             prepared = _first(given, library, keys, options, asked.spec, stream)
             launch.specs.keep(key, prepared)
-        call = prepared.call(given, extents, asked.numbers, lengths, steps, copied, stream)
+        call = prepared.call(given, extents, asked.numbers, lengths, steps, broadcast, copied, stream)
         if call is not None:
             return call
         tma = False  # the driver makes no tensor map of one of these arrays

@@ -16,9 +16,10 @@ from ..compile import jit
 from ..gpu import tensormap
 from ..plan.extents import MAX_GRID, Extents, Kernels
 from . import counters
+from .filled import Filled
 from .kept import Kept
-from .passes import Filled, Given
-from .template import Lengths, Steps, Template, ask_driver
+from .passes import Given
+from .template import Lengths, ScoreSteps, Steps, Template, ask_driver
 
 _MAX_CALLS = 1024  # kept, at about 3 KB each; lengths that change at every call would otherwise fill the memory
 _MAX_SPECS = 512
@@ -76,6 +77,7 @@ class Prepared:
         options: Sequence[int],
         lengths: Sequence[Lengths],
         steps: Sequence[Steps],
+        broadcast: Sequence[ScoreSteps],
         copied: tuple[int, ...],
         stream: int,
     ) -> Call | None:
@@ -83,12 +85,12 @@ class Prepared:
 
         Args:
             options: as `template.numbers_of` gives them.
-            lengths, steps: as `given.measure` gives them.
+            lengths, steps, broadcast: as `given.measure` and `given.measure_broadcast` give them.
             copied: the numbers of arrays that it takes contiguous copies of.
         """
         tiles, workspace, sections, first_stores = self.kernels.numbers(extents)
         numbers = (*options, *extents, *sections, int(first_stores))
-        params = self._template.write(numbers, lengths, steps, self._ask)
+        params = self._template.write(numbers, lengths, steps, broadcast, self._ask)
         if params is None:
             return None
         if self.counter_slot is not None and self.counters.is_low():

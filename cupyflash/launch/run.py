@@ -21,6 +21,7 @@ from ..plan.families import GPU_DTYPES, check_supported
 from ..problem import Problem
 from ..sequences import Sequences
 from . import prepared as launch
+from .alignment import ALIGNED, Aligned
 from .checks import check
 from .packed import vet_lengths
 from .passes import given_of
@@ -99,8 +100,8 @@ def _run(
     device = keys[0][3]
     if device == CPU:
         return _on_host(which, library, arrays, keys, options, wanted)
-    aligned = bits & 15 == 0
-    if not aligned or 0 in pointers:
+    aligned = ALIGNED
+    if bits & 15 or 0 in pointers:
         aligned = _look_at_addresses(which, library, pointers, arrays)
     stream = library.stream(device)
     names = tuple(arrays)
@@ -142,7 +143,7 @@ def planned(
     key = names, *keys, options, True, wanted, wish()
     call = launch.calls.find(key)
     if call is None:
-        call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, True, 0))
+        call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, ALIGNED, 0))
     return call
 
 
@@ -155,15 +156,16 @@ def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], 
     return copies
 
 
-def _look_at_addresses(which: Pass, library: Native, pointers: Sequence[int], arrays: Mapping[str, Any]) -> bool:
-    """Whether all arrays that have strides lie at multiples of 16; refuses addresses that no kernel can read."""
-    bits = 0
+def _look_at_addresses(which: Pass, library: Native, pointers: Sequence[int], arrays: Mapping[str, Any]) -> Aligned:
+    """How the arrays lie; refuses addresses that no kernel can read."""
+    bits, of_bias = 0, 0
     for name, pointer in zip(arrays, pointers, strict=True):
         row = which.rows[name]
         if pointer == 0 or pointer & (3 if row.dtype else 1):
             check_addresses(library, pointers, arrays)
         bits |= pointer if row.strided else 0
-    return bits & 15 == 0
+        of_bias |= pointer if row.broadcasts else 0
+    return Aligned(bits & 15 == 0, of_bias & 7 == 0)
 
 
 def _sequences(arrays: Mapping[str, Any]) -> Sequences:
@@ -210,5 +212,13 @@ def _on_host(
     if which is BACKWARD:
         more["wanted"] = wanted
     made = which.made(names, wanted if which is BACKWARD else WITH_LSE)
-    found = zip(made, compute(**plain, problem=problem, **more), strict=True)
-    return [library.from_numpy(np.ascontiguousarray(bshd(name, x))) for name, x in found]
+    found = dict(zip(made, compute(**plain, problem=problem, **more), strict=True))
+    if "dbias" in found:
+        with np.errstate(over="ignore"):
+            found["dbias"] = found["dbias"].astype(library.to_numpy(arrays["bias"]).dtype, copy=False)
+    return [library.from_numpy(_contiguous(bshd(name, x))) for name, x in found.items()]
+
+
+def _contiguous(x: np.ndarray) -> np.ndarray:
+    """In C order; one of no dimensions keeps them."""
+    return np.ascontiguousarray(x).reshape(x.shape)

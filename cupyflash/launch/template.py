@@ -9,7 +9,7 @@ import numpy as np
 
 from ..gpu.tensormap import ANYWHERE, Form, TensorMap, encode
 from ..plan.extents import Extents
-from ..plan.params import PROBLEM, SCHEDULE, STRIDES, UNBOUNDED
+from ..plan.params import PROBLEM, SCHEDULE, SCORE_STRIDES, STRIDES, UNBOUNDED
 from ..problem import Problem
 
 # The numbers of a call, in the order in which `write` gets them; other fields are part of a template.
@@ -18,6 +18,7 @@ SCHEDULE_NUMBERS = ("section", "last_section", "first_stores")
 NUMBERS = (*OPTION_NUMBERS, *Extents._fields, *SCHEDULE_NUMBERS)
 Lengths = tuple[int, int, int]  # seqlen, heads, batch
 Steps = tuple[int, int, int]  # from one row, head and sequence to the next, in elements
+ScoreSteps = tuple[int, int, int, int]  # from one sequence, head, query and key to the next, likewise; 0: broadcast
 Encode = Callable[[TensorMap], "bytes | None"]
 
 
@@ -37,11 +38,15 @@ def _fields(dtype: np.dtype[np.void]) -> Any:
 class Template:
     """A params struct, filled in for one call; `write` makes it that of another one."""
 
-    def __init__(self, params: np.ndarray, arrays: Sequence[str], maps: Mapping[str, tuple[Form, TensorMap]]) -> None:
+    def __init__(
+        self, params: np.ndarray, arrays: Sequence[str], broadcast: Sequence[str],
+        maps: Mapping[str, tuple[Form, TensorMap]],
+    ) -> None:  # fmt: skip
         """
         Args:
             params: the struct.
             arrays: those with strides, by their names in the struct, in the order in which `write` gets them.
+            broadcast: those that broadcast, likewise.
             maps: of those that have one in the struct: its form, and the map of any array of that form.
         """
         fields = _fields(params.dtype)
@@ -57,6 +62,10 @@ class Template:
             tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))
             for name in arrays
         )
+        self._broadcast = tuple(
+            tuple((start + inner[f"{name}_stride"][1] + offset) // 8 for _, offset in _fields(SCORE_STRIDES).values())
+            for name in broadcast
+        )
         self._maps = []
         data = bytearray(params.tobytes())
         for name, (form, like) in maps.items():
@@ -67,8 +76,9 @@ class Template:
         self._bytes = bytes(data)
 
     def write(
-        self, numbers: Sequence[int], lengths: Sequence[Lengths], steps: Sequence[Steps], ask: Encode
-    ) -> bytes | None:
+        self, numbers: Sequence[int], lengths: Sequence[Lengths], steps: Sequence[Steps],
+        broadcast: Sequence[ScoreSteps], ask: Encode,
+    ) -> bytes | None:  # fmt: skip
         """The struct of another call; None if the driver, which `ask` asks for maps, refuses one."""
         data = bytearray(self._bytes)
         view = memoryview(data)
@@ -77,6 +87,9 @@ class Template:
             words[slot] = number
         for (a, b, c), (row, head, sequence) in zip(self._strides, steps, strict=True):
             longs[a], longs[b], longs[c] = row, head, sequence
+        for slots, own in zip(self._broadcast, broadcast, strict=True):
+            for slot, step in zip(slots, own, strict=True):
+                longs[slot] = step
         for i, byte, slots, form, like in self._maps:
             (seqlen, heads, batch), (row, head, sequence) = lengths[i], steps[i]
             if form.tells(lengths[i], steps[i]):

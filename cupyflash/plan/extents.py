@@ -6,6 +6,7 @@ It is done for every call with lengths not seen before: a few microseconds of ar
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,6 +101,8 @@ class Kernels:
                 tiles = extents.heads_q * (extents.batch if self.spec.alibi == 2 else 1)
             elif over == "sinks":
                 tiles = extents.heads_q
+            elif over == "bias":
+                tiles = self._bias_tiles(extents)
             else:
                 length, heads = q if over == "q" else k
                 tiles = self._blocks(length, rows, extents.batch) * heads * self._arrays(extents)
@@ -109,6 +112,14 @@ class Kernels:
                 )
             found.append(tiles)
         return tuple(found)
+
+    def _bias_tiles(self, extents: Extents) -> int:
+        """Tiles of a bias's gradient: one along each dimension along which it is broadcast (bwd_dbias.cuh)."""
+        tile = self.variants[-1].tile
+        batch, seqlen_q, seqlen_k, heads_q, _ = extents
+        counts = batch, heads_q, blocks(seqlen_q, tile.block_m), blocks(seqlen_k, tile.block_n)  # type: ignore[attr-defined]
+        assert self.spec.dbias is not None
+        return math.prod(n if own else 1 for n, own in zip(counts, self.spec.dbias, strict=True))
 
     def _blocks(self, length: int, rows: int, batch: int) -> int:
         """Tiles of `rows` of one head of a sequence; packed, room for those of all sequences (sequence.cuh)."""
@@ -132,7 +143,8 @@ class Kernels:
         return Numbers(tiles, {}, (section * group, last * group))
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
-        """Delta, main, conversion of dQ; or delta, dK and dV, dQ; then sums for slopes and sinks, if any are wanted.
+        """Delta, main, conversion of dQ; or delta, dK and dV, dQ; then the gradients of slopes, sinks and a bias, if
+        any are wanted.
 
         Q, dO and a fp32 sum of dQ are streamed.
         """

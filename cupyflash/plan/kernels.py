@@ -32,6 +32,9 @@ class Main(Variant):
     packed: bool = False
     alibi: bool = False
     kv_range: bool = False
+    bias: bool = False
+    wide_bias: bool = False
+    paired_bias: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -82,6 +85,7 @@ class Delta(Variant):
     unaligned: bool = False
     softcap: bool = False
     packed: bool = False
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class Convert(Delta):
 
     alibi: bool = False
     kv_range: bool = False
+    wide_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,8 +161,51 @@ class Sinks(Variant):
 
     tile: SinksTile
     packed: bool = False
+    bias: bool = False
 
     @classmethod
     def after(cls, spec: Spec, block_m: int) -> tuple[Sinks, ...]:
         """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
         return (cls.of(spec, SinksTile(block_m)),) if spec.dsink else ()
+
+
+@dataclass(frozen=True)
+class BiasTile:
+    """A block makes the gradient of `block_m` queries and `block_n` keys; row_stats is padded to `stats_rows`."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stats_rows: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}w{self.warps}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Q, dO, K and V."""
+        return 2 * (self.block_m + self.block_n) * row_bytes(round_up(head_dim, 16))
+
+
+@dataclass(frozen=True)
+class BiasGradient(Main):
+    """bwd_dbias.cuh: the gradient of a bias, in whatever family the others are."""
+
+    folder, header, function, params_name, params = "any", "bwd_dbias", "bwd_dbias", "BwdParams", BWD_PARAMS
+    over = "bias"
+
+    unaligned: bool = False
+
+    @classmethod
+    def after(cls, spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[BiasGradient, ...]:
+        """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
+        if spec.dbias is None:
+            return ()
+        tiles = BiasTile(64, 64, 4, stats_rows, 2 if spec.head_dim <= 128 else 1), BiasTile(32, 32, 2, stats_rows, 1)
+        return (cls.of(spec, next(tile for tile in tiles if tile.smem_bytes(spec.head_dim) <= smem_bytes)),)
+
+
+def learned(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...]:
+    """What makes the gradients of sinks and of a bias, behind a backward's other kernels."""
+    return *Sinks.after(spec, stats_rows), *BiasGradient.after(spec, stats_rows, smem_bytes)

@@ -41,6 +41,11 @@ _STRIDES = Struct(
     (Field("batch", "long long"), Field("row", "long long"), Field("head", "long long")),
     "In elements; the stride along the last dimension is always 1.",
 )
+_SCORE_STRIDES = Struct(
+    "ScoreStrides",
+    tuple(Field(name, "long long") for name in ("batch", "head", "row", "key")),
+    "The same of what scores have: by sequence, head of q, query and key; 0 where it is broadcast.",
+)
 _PROBLEM = Struct(
     "Problem",
     (
@@ -65,13 +70,14 @@ _SCHEDULE = Struct(
     ),
     "What the plan chose for it.",
 )
-COMMON = (_STRIDES, _PROBLEM, _SCHEDULE)
+COMMON = (_STRIDES, _SCORE_STRIDES, _PROBLEM, _SCHEDULE)
 
 
 def _pointer(row: Operand, which: Pass) -> Field:
     use = which.uses[row.name]
     shape = f"like {row.like}" if row.like in which.rows else f"[{', '.join(row.dims)}]"
-    facts = [shape if row.strided or row.hopper else f"{shape}, contiguous", use.text]
+    shape = f"broadcasts to {shape}" if row.broadcasts and not row.like else shape
+    facts = [shape if row.strided or row.hopper or row.broadcasts else f"{shape}, contiguous", use.text]
     if row.feature and "null:" not in use.text:
         facts.append("null: not given")
     return Field(
@@ -80,7 +86,8 @@ def _pointer(row: Operand, which: Pass) -> Field:
 
 
 def _strides(row: Operand) -> list[Field]:
-    return [Field(f"{row.member}_stride", "Strides")] * row.strided
+    kind = "ScoreStrides" if row.broadcasts else "Strides"
+    return [Field(f"{row.member}_stride", kind)] * (row.strided or row.broadcasts)
 
 
 def plain_struct(which: Pass) -> Struct:
@@ -143,8 +150,10 @@ def _dtype(struct: Struct, inner: Mapping[str, np.dtype[Any]]) -> np.dtype[np.vo
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
 
 
-STRIDES, PROBLEM, SCHEDULE = (_dtype(struct, _SCALARS) for struct in COMMON)
-_COMMON = _SCALARS | {"Strides": STRIDES, "Problem": PROBLEM, "Schedule": SCHEDULE}
+STRIDES, SCORE_STRIDES, PROBLEM, SCHEDULE = (_dtype(struct, _SCALARS) for struct in COMMON)
+_COMMON = _SCALARS | {
+    struct.name: kind for struct, kind in zip(COMMON, (STRIDES, SCORE_STRIDES, PROBLEM, SCHEDULE), strict=True)
+}
 
 
 @functools.cache

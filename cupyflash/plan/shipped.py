@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterator
 
 from ..gpu.device import Device
-from ..problem import Problem
+from ..problem import Bias, Problem
 from .families import kernels_of, variants_of_calls
 from .spec import Spec
 from .variant import Variant
@@ -35,16 +35,19 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), alibi=1), True
         yield problem("bf16", head_dim, window=(None, 0), kv_range=True), True
         yield problem("bf16", head_dim, window=(None, 0), sink=True), True
+        yield problem("bf16", head_dim, window=(None, 0), bias=Bias("bf16")), True
 
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 96."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 128."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
-        variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned)))
-        if problem.alibi or problem.sink:  # that are learned
-            variants.update(dict.fromkeys(variants_of_calls(problem, device, aligned=aligned, dalibi=True, dsink=True)))
+        known = {"aligned": aligned, "paired_bias": problem.bias is not None}
+        variants.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
+        if problem.alibi or problem.sink or problem.bias:  # that are learned
+            known |= dict.fromkeys(("dalibi", "dsink", "dbias"), True)
+            variants.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
         is_usual = (problem.dtype, problem.head_dim, problem.causal, problem.packed) == ("bf16", 64, True, False)
         if is_usual:  # where TMA cannot read on Hopper
             variants.update(dict.fromkeys(kernels_of(Spec.of(problem, tma=False), device).variants))

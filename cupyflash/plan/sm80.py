@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Sinks, Slopes, SlopesTile, round_up, row_bytes
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, learned, round_up, row_bytes
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -81,6 +81,20 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
 )
 
 
+# With a bias: fewer scores a thread, so that those of the bias fit the registers, too. Chosen among tiles that compile
+# without spills, on every architecture; not measured.
+_FORWARD_BIAS: tuple[tuple[int, ForwardTile], ...] = (
+    (64, ForwardTile(128, 32, 4, 4, 2, q_in_regs=True)),
+    (256, ForwardTile(128, 64, 8, 2, 1)),
+    (256, ForwardTile(64, 64, 4, 2, 1)),
+)
+_BACKWARD_BIAS: tuple[tuple[int, BackwardTile], ...] = (
+    # Eight warps divide dQ where it has a multiple of 32 columns.
+    *((limit, BackwardTile(32, 128, 8, 2, 1) if limit % 32 == 0 else _BACKWARD[0][1]) for limit in (16, 32, 48, 64)),
+    *((limit, tile) for limit, tile in _BACKWARD if limit == 256 or (limit == 128 and tile.block_n == 64)),
+)
+
+
 @dataclass(frozen=True)
 class Forward(Main):
     """fwd_sm80.cuh."""
@@ -116,13 +130,15 @@ class Sm80(Family):
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
         """Loads of unaligned rows take registers that wide blocks do not leave."""
-        d = spec.head_dim
-        tile = next(t for limit, t in _FORWARD if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        d, table = spec.head_dim, _FORWARD_BIAS if spec.bias else _FORWARD
+        tile = next(t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        if spec.bias and not spec.paired_bias:
+            tile = replace(tile, q_in_regs=False)
         return replace(tile, block_n=32) if spec.unaligned and d > 64 and tile.warps != 8 else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
-        d = spec.head_dim
-        tile = next(t for limit, t in _BACKWARD if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        d, table = spec.head_dim, _BACKWARD_BIAS if spec.bias else _BACKWARD
+        tile = next(t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
         columns = round_up(d, 16 * tile.split_d)
         if columns % (8 * tile.warps // tile.dq_warps_m):  # each warp's share of dQ has whole tiles of 8 columns
             tile = replace(tile, dq_warps_m=tile.block_m // 16)
@@ -137,7 +153,7 @@ class Sm80(Family):
         rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m
         main = Delta.of(spec, DeltaTile(*rows)), Backward.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
         sums = Slopes.after(spec, SlopesTile(tile.block_n, tile.warps, over_keys=True))
-        return *main, *sums, *Sinks.after(spec, tile.block_m)
+        return *main, *sums, *learned(spec, tile.block_m, device.smem_bytes)
 
 
 SM80 = Sm80()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..gpu.device import Device
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Sinks, Slopes, SlopesTile
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, learned
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -131,6 +131,16 @@ _WIDE_BACKWARD: tuple[tuple[int, HopperDkvTile, HopperDqTile], ...] = (
     (256, HopperDkvTile(64, 64, 2, 232, 40), HopperDqTile(128, 64, 3, 232, 40)),
 )
 
+# With a bias: fewer rows, or columns of V held, so that it fits the registers, too. Not measured.
+_FORWARD_BIAS: tuple[tuple[int, HopperForwardTile], ...] = (
+    (64, HopperForwardTile(192, 64, 8, 6, 160, 32)),
+    *((limit, tile) for limit, tile in _FORWARD_MASKED if limit > 64),
+)
+_BACKWARD_BIAS: tuple[tuple[int, HopperBackwardTile], ...] = (
+    (64, HopperBackwardTile(64, 128, 4, 240, 24)),
+    (128, HopperBackwardTile(64, 128, 2, 240, 24)),
+)
+
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail; up to how many
 # keys, with a mask, it pays that dQ's accumulator need not be cleared (docs/performance.md).
 _SECTION_BYTES = 4 << 20, 16 << 20
@@ -187,7 +197,7 @@ class Sm90(Family):
         return None
 
     def forward_tile(self, spec: Spec, device: Device) -> HopperForwardTile:
-        table = _FORWARD_MASKED if spec.masked else _FORWARD
+        table = _FORWARD_BIAS if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
         return next(tile for limit, tile in table if spec.head_dim <= limit)
 
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
@@ -195,16 +205,16 @@ class Sm90(Family):
             return (ForwardSm90.of(spec, self.forward_tile(spec, device)),)
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
-        delta, sinks = Delta.of(spec, DeltaTile(*rows)), Sinks.after(spec, 64)
-        for limit, tile in _BACKWARD:
+        delta, others = Delta.of(spec, DeltaTile(*rows)), learned(spec, 64, device.smem_bytes)
+        for limit, tile in _BACKWARD_BIAS if spec.bias else _BACKWARD:
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
-                return delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows)), *sums, *sinks
+                return delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows)), *sums, *others
         dkv, dq = next((dkv, dq) for limit, dkv, dq in _WIDE_BACKWARD if spec.head_dim <= limit)
         wide = spec._replace(deterministic=False)  # these are by nature
         sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=False))
         dkv_dq = BackwardDkvSm90.of(wide._replace(dalibi=False), dkv), BackwardDqSm90.of(wide, dq)
-        return delta, *dkv_dq, *sums, *sinks
+        return delta, *dkv_dq, *sums, *others
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:
         return super().mixed_bytes(spec, device) if spec.backward else _SECTION_BYTES[spec.uneven]

@@ -25,6 +25,9 @@ class Spec(NamedTuple):
         kv_range: each sequence has a range of keys.
         sink: each head of q has one.
         dsink: a backward that makes their gradient.
+        bias: scores have a bias; wide_bias: of fp32, not of q's dtype; paired_bias: of which two neighbouring keys are
+            read together.
+        dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -46,6 +49,10 @@ class Spec(NamedTuple):
     kv_range: bool = False
     sink: bool = False
     dsink: bool = False
+    bias: bool = False
+    wide_bias: bool = False
+    paired_bias: bool = False
+    dbias: tuple[bool, ...] | None = None
     is_empty: bool = False
     backward: bool = False
     unaligned: bool = False
@@ -56,14 +63,16 @@ class Spec(NamedTuple):
     @classmethod
     def of(
         cls, problem: Problem, *, aligned: bool = True, tma: bool = True, dalibi: bool = False, dsink: bool = False,
-        **asked: Any,
+        dbias: bool = False, paired_bias: bool = False, **asked: Any,
     ) -> Spec:  # fmt: skip
         """That of a problem.
 
         Args:
             aligned: whether every row of q, k and v (and out and dout) starts at a multiple of 16 bytes.
             tma: whether TMA can read q, k and v (and dout), if they are aligned.
-            dalibi, dsink: whether a backward makes the gradient of the slopes, of the sinks, where there are any.
+            dalibi, dsink, dbias: whether a backward makes the gradient of the slopes, the sinks, the bias, where there
+                are any.
+            paired_bias: whether two neighbouring keys of a bias lie in an aligned pair.
             asked: `backward`, `family`, `clocks`.
         """
         least = LEAST_UNIT if problem.alibi else 0
@@ -81,6 +90,10 @@ class Spec(NamedTuple):
             kv_range=problem.kv_range,
             sink=problem.sink,
             dsink=dsink and problem.sink and bool(asked.get("backward")),
+            bias=problem.bias is not None,
+            wide_bias=problem.bias is not None and problem.bias.dtype == "fp32",
+            paired_bias=problem.bias is not None and paired_bias,
+            dbias=problem.bias.own if problem.bias is not None and dbias and asked.get("backward") else None,
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,

@@ -68,9 +68,9 @@ class Variant:
     function: ClassVar[str]  # the template it defines
     params_name: ClassVar[str]
     params: ClassVar[np.dtype[np.void]]
-    over: ClassVar[str] = (
-        "q"  # a tile of work is some rows of a head of q, or of k ("k"), a slope ("slopes"), a sink ("sinks")
-    )
+    # A tile of work is some rows of a head of q, or of k ("k"), a slope ("slopes"), a sink ("sinks"), or some of a
+    # bias.
+    over: ClassVar[str] = "q"
     arch_suffix: ClassVar[str] = ""  # "a": uses instructions of one architecture alone
     persistent: ClassVar[bool] = False  # a block computes tile after tile
 

@@ -193,7 +193,11 @@ def _autocast(arrays: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if not torch.is_autocast_enabled(kind):
         return arrays
     dtype, rows = torch.get_autocast_dtype(kind), FORWARD.rows
-    return {name: x.to(dtype) if x.dtype in _CAST and not rows[name].dtype else x for name, x in arrays.items()}
+
+    def keeps(name: str, x: Tensor) -> bool:  # its own dtype, as a bias does that is fp32
+        return x.dtype not in _CAST or bool(rows[name].dtype) or (rows[name].broadcasts and x.dtype is torch.float32)
+
+    return {name: x if keeps(name, x) else x.to(dtype) for name, x in arrays.items()}
 
 
 _CAST = {torch.float16, torch.bfloat16, torch.float32}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,23 +26,22 @@ def batched(
     """
     mapped = {name: dim for name in arrays if (dim := dims[name]) is not None}
     first = {name: x.movedim(mapped[name], 0) if name in mapped else x for name, x in arrays.items()}
+    batch = first["q"].shape[int("q" in mapped)]
+    batched = {name for name, x in first.items() if _has_batch(which, name, x.shape[int(name in mapped) :], batch)}
     if "cu_seqlens_q" in arrays or not all(
-        _has_batch(which, name, x.dim() - (name in mapped)) or (name not in mapped and f"d{name}" not in wanted)
-        for name, x in first.items()
+        name in batched or (name not in mapped and f"d{name}" not in wanted) for name in first
     ):
         found = [call({name: x[i] if name in mapped else x for name, x in first.items()}) for i in range(size)]
         return tuple(torch.stack(same) for same in zip(*found, strict=True)), (0,) * len(found[0])
-    batch = first["q"].shape[int("q" in mapped)]
-    folded = {name: _fold(x, size, name in mapped) if _has_batch(which, name, x.dim() - (name in mapped)) else x
-              for name, x in first.items()}  # fmt: skip
+    folded = {name: _fold(x, size, name in mapped) if name in batched else x for name, x in first.items()}
     results = call(folded)
     return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results), (0,) * len(results)
 
 
-def _has_batch(which: Pass, name: str, dims: int) -> bool:
-    """Whether an array of so many dimensions begins with the batch, which some may lack."""
+def _has_batch(which: Pass, name: str, shape: Sequence[int], batch: int) -> bool:
+    """Whether an array of this shape begins with the batch, which some may lack."""
     row = which.rows[name]
-    return row.dims[0] == "batch" and dims == len(row.dims)
+    return row.dims[0] == "batch" and len(shape) == len(row.dims) and (not row.broadcasts or shape[0] == batch)
 
 
 def _fold(x: Tensor, size: int, is_mapped: bool) -> Tensor:

@@ -28,16 +28,21 @@ def scaled_dot_product_attention(
     Args and result are those of torch's: ``(batch, heads, seqlen, head_dim)``; with `is_causal` query i sees keys up
     to i (aligned at the top left), whatever the lengths.
 
-    What cupyflash does not take goes to torch's own: masks, dropout, head_dims that are no multiple of 8 or differ,
-    fp32 and fp64 on a GPU, GPUs older than Ampere, broadcast batches, and tensors in host memory, for which torch is
-    faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
+    attn_mask: of a floating dtype, that of query or fp32, it is a bias, read where it lies, and learned if it
+        requires grad.
+
+    What cupyflash does not take goes to torch's own: boolean masks, dropout, head_dims that are no multiple of 8 or
+    differ, fp32 and fp64 on a GPU, GPUs older than Ampere, broadcast batches, and tensors in host memory, for which
+    torch is faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 128, 64])
     """
-    reason = why_not(query, key, value, dropout_p, attn_mask)
+    reason = why_not(query, key, value, dropout_p) or _why_not_bias(query, key, attn_mask)
+    if attn_mask is not None and is_causal:
+        reason = "there is an attn_mask beside is_causal"  # an error of torch's
     if not reason and query.shape[1] != key.shape[1] and not enable_gqa:
         reason = "the heads of query and key differ, and enable_gqa is not set"
     if reason:
@@ -48,7 +53,8 @@ def scaled_dot_product_attention(
         )
     window = (None, query.shape[2] - key.shape[2]) if is_causal else None
     options = Options(scale=scale, window=window, layout="bhsd")
-    return autograd.attention({"q": query, "k": key, "v": value}, options, want_lse=False)[0]
+    arrays = {"q": query, "k": key, "v": value} | ({} if attn_mask is None else {"bias": attn_mask})
+    return autograd.attention(arrays, options, want_lse=False)[0]
 
 
 _GPU = (torch.float16, torch.bfloat16)
@@ -66,6 +72,25 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tenso
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "expected 4 dimensions"
     return _why_not_device(q) or _why_not_shapes(q, k, v)
+
+
+def _why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
+    """Why an attn_mask is torch's; "" if it is a bias of ours, or if there is none."""
+    if mask is None:
+        return ""
+    if torch.overrides.has_torch_function((mask,)) or mask.layout is not torch.strided or mask.device != q.device:
+        return "attn_mask is not a plain tensor on the device of query"
+    if mask.dtype is torch.bool:
+        return "there is a boolean attn_mask"
+    autocast = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
+    half = torch.float32 if autocast in _GPU else autocast
+    if mask.dtype not in (autocast, half, q.dtype if autocast in _GPU else half):
+        return "expected attn_mask in the dtype of query or fp32"
+    shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    own = tuple(mask.shape)
+    if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], shape[::-1], strict=False)):
+        return "expected an attn_mask that broadcasts to the scores"
+    return ""
 
 
 def _why_not_device(q: Tensor) -> str:

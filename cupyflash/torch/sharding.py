@@ -49,11 +49,15 @@ def _shardings(which: Pass, *values: Any) -> list[tuple[list[Any], list[Any]]]:
         like = arrays.get(row.name, arrays.get(row.like))
         return found[-like.ndim :] if like is not None else found  # without the batch, which some may lack
 
+    def is_one(row: Operand, like: Any, i: int) -> bool:  # where it is broadcast it is not split
+        return row.broadcasts and like is not None and like.shape[i] == 1
+
     def one(split: tuple[str, ...]) -> tuple[list[Any], list[Any]]:
         def place(row: Operand, whole: Any) -> Any:
-            return next((Shard(i) for i, d in enumerate(dims(row)) if d in split), whole)
+            like = arrays.get(row.name, arrays.get(row.like))
+            return next((Shard(i) for i, d in enumerate(dims(row)) if d in split and not is_one(row, like, i)), whole)
 
-        sums = Partial() if split == BATCH and which is BACKWARD else Replicate()
+        sums = Partial() if split and which is BACKWARD else Replicate()
         results = [place(which.rows[x], sums) if x in made else Replicate() for x in ops.results_of(which)]
         inputs = [place(which.rows[x], Replicate()) if x in arrays else None for x in ops.inputs_of(which)]
         return results, inputs + [None] * (len(values) - len(inputs))

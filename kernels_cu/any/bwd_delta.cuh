@@ -76,7 +76,9 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
             for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
             if (chunk == 0 && row < M) {
                 float *const stats = row_stats_at<M>(p, sequence, tile.head, tile.block * M + row);
-                stats[0] = static_cast<float>(lse[i] * log2_per_unit);
+                if constexpr (V::kBias)  // @lse-of-nothing
+                    stats[0] = lse[i] == -ptx::infinity() ? kLseOfNothing : lse[i];
+                else stats[0] = static_cast<float>(lse[i] * log2_per_unit);
                 stats[1] = sum - dlse[i];  // @delta-less-dlse
             }
         }

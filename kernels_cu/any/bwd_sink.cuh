@@ -24,7 +24,8 @@ __device__ __forceinline__ void bwd_sink(const BwdParams &p) {
         for (int row = lane(); row < M; row += 32) {
             if (q0 + row >= tile.sequence.seqlen_q) continue;
             const float *const stats = row_stats_at<M>(p, tile.sequence, head, q0 + row);
-            sum = fmaf(weight_ex2(fmaf(logit, kLog2e, -stats[0])), stats[1], sum);
+            const float x = V::kBias ? (logit - stats[0]) * kLog2e : fmaf(logit, kLog2e, -stats[0]);
+            sum = fmaf(weight_ex2(x), stats[1], sum);
         }
     }
     leave_sum_of_warp(sum);

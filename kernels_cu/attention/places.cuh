@@ -2,20 +2,63 @@
 // own first element; what is added to that for each other one is known to the compiler, and without a feature that asks
 // nothing is left of all this.
 //
-// ALiBi asks (Press et al. 2022): its bias is -slope * |i + seqlen_k - seqlen_q - j| for query i and key j.
+// ALiBi asks (Press et al. 2022): its bias is -slope * |i + seqlen_k - seqlen_q - j| for query i and key j. A bias that is
+// given asks where to read (bias.cuh).
 #ifndef CUPYFLASH_PLACES_CUH
 #define CUPYFLASH_PLACES_CUH
-#include "attention/sequence.cuh"
-#include "tile/tile.cuh"
+#include "attention/bias.cuh"
 
 template <class V>
 struct Score;
 
-// Places of a head: of() it; from() a query and a key on. The (i, j)-th of them is i queries and j keys further on.
+// ALiBi of a head, in the unit of scores.
 template <class V, bool kAlibi = V::kAlibi>
+struct Alibi {
+    struct At {
+        __device__ float biased(float s) const { return s; }
+    };
+
+    template <class Params>
+    __device__ static Alibi of(const Params &, const Sequence<V::kPacked> &, int /* head */) {
+        return {};
+    }
+    __device__ Alibi from(int /* query */, int /* key */) const { return {}; }
+    __device__ At operator()(int /* queries */, int /* keys */) const { return {}; }
+};
+
+template <class V>
+struct Alibi<V, true> {
+    struct At {
+        float slope;     // -slope, in the unit of scores
+        float distance;  // its magnitude is that of the key from the query's own position
+
+        __device__ float biased(float s) const { return fmaf(slope, fabsf(distance), s); }  // @alibi-of-the-distance
+    };
+    int diagonal;  // seqlen_k - seqlen_q
+    At first;
+
+    template <class Params>
+    __device__ static Alibi of(const Params &p, const Sequence<V::kPacked> &s, int head) {
+        const Problem &problem = p.problem;
+        const int row = p.alibi == 2 ? s.index : 0;  // @slopes-of-its-sequence
+        // Rows behind the last sequence of packed ones have none. @slopes-that-exist
+        const float slope = s.index < problem.batch ? p.alibi_slopes[row * problem.heads_q + head] : 0.f;
+        return {s.seqlen_k - s.seqlen_q, {-slope * ptx::rcp(Score<V>(problem).unit), 0.f}};
+    }
+    __device__ Alibi from(int query, int key) const {
+        return {diagonal, {first.slope, static_cast<float>(query + diagonal - key)}};  // @distance-from-the-diagonal
+    }
+    __device__ At operator()(int queries, int keys) const {
+        return {first.slope, first.distance + static_cast<float>(queries - keys)};
+    }
+};
+
+// Places of a head: of() it; from() a query and a key on. The (i, j)-th of them is i queries and j keys further on.
+template <class V, bool kAny = V::kAlibi || V::kBias>
 struct Places {
     struct At {
         __device__ float biased(float s) const { return s; }
+        __device__ bool hides() const { return false; }
     };
 
     template <class Params>
@@ -39,37 +82,40 @@ struct Places {
 template <class V>
 struct Places<V, true> {
     struct At {
-        float slope;     // -slope, in the unit of scores
-        float distance;  // its magnitude is that of the key from the query's own position
+        typename Alibi<V>::At alibi;
+        typename Bias<V>::At bias;
 
-        __device__ float biased(float s) const { return fmaf(slope, fabsf(distance), s); }  // @alibi-of-the-distance
+        __device__ float biased(float s) const { return bias.biased(alibi.biased(s)); }
+        __device__ bool hides() const { return bias.hides(); }
     };
-    int diagonal;  // seqlen_k - seqlen_q
-    At first;
+    template <class BiasFrom>
+    struct From {
+        Alibi<V> alibi;
+        BiasFrom bias;
+
+        __device__ At operator()(int queries, int keys) const { return {alibi(queries, keys), bias(queries, keys)}; }
+    };
+    Alibi<V> alibi;
+    Bias<V> bias;
 
     template <class Params>
     __device__ static Places of(const Params &p, const Sequence<V::kPacked> &s, int head) {
-        const Problem &problem = p.problem;
-        const int row = p.alibi == 2 ? s.index : 0;  // @slopes-of-its-sequence
-        // Rows behind the last sequence of packed ones have none. @slopes-that-exist
-        const float slope = s.index < problem.batch ? p.alibi_slopes[row * problem.heads_q + head] : 0.f;
-        return {s.seqlen_k - s.seqlen_q, {-slope * ptx::rcp(Score<V>(problem).unit), 0.f}};
+        return {Alibi<V>::of(p, s, head), Bias<V>::of(p, s, head)};
     }
-    __device__ Places from(int query, int key) const {
-        return {diagonal, {first.slope, static_cast<float>(query + diagonal - key)}};  // @distance-from-the-diagonal
+    template <bool kAlongKeys = false>
+    __device__ auto from(int query, int key) const {
+        const auto bias_from = bias.template from<kAlongKeys>(query, key);
+        return From<decltype(bias.template from<kAlongKeys>(0, 0))>{alibi.from(query, key), bias_from};
     }
     template <bool kRowsAreQueries>
-    __device__ Places from_lane(int query, int key) const {
+    __device__ auto from_lane(int query, int key) const {
         const int lane = fresh_lane(), row = lane / 4, col = 2 * (lane % 4);
-        return kRowsAreQueries ? from(query + row, key + col) : from(query + col, key + row);
+        return from<kRowsAreQueries>(query + (kRowsAreQueries ? row : col), key + (kRowsAreQueries ? col : row));
     }
     template <bool kRowsAreQueries>
-    __device__ Places from_warp(int query, int key) const {
+    __device__ auto from_warp(int query, int key) const {
         const int row = fresh_thread() / 32 % 4 * 16;
         return from_lane<kRowsAreQueries>(query + (kRowsAreQueries ? row : 0), key + (kRowsAreQueries ? 0 : row));
-    }
-    __device__ At operator()(int queries, int keys) const {
-        return {first.slope, first.distance + static_cast<float>(queries - keys)};
     }
 };
 

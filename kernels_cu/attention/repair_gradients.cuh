@@ -38,6 +38,8 @@ struct GradientRepair {
             sum.add(
                 k + col0, p.k_stride.row, mask.first_key(query), mask.end_key(query),
                 [&](int key) {
+                    if constexpr (V::kBias)
+                        if (!counts(head, query, key)) return kNone;
                     if (!reasons || taken != kNone) return kTerm;
                     return row_is_finite<T, D, kUnaligned>(k + key * p.k_stride.row) ? kNone : kTerm;
                 },
@@ -58,10 +60,17 @@ struct GradientRepair {
 
   private:
     __device__ const float *stats(int head, int query) const { return row_stats_at<kStatsRows>(p, s, head, query); }
+    // Whether a bias leaves a query and a key to each other.
+    __device__ bool counts(int head, int query, int key) const {
+        // @hidden-by-bias-repair
+        return stats(head, query)[0] != kLseOfNothing && !Places<V>::of(p, s, head).from(query, key)(0, 0).hides();
+    }
     // Whether a query's P (and kDS: its dS), O or dO may hold what is not finite: its lse and delta tell.
     template <bool kDS>
     __device__ Taken reason(int head, int query) const {
         const float *const x = stats(head, query);
+        if constexpr (V::kBias)
+            if (x[0] == kLseOfNothing) return kNone;
         if (!(fabsf(x[0]) < ptx::infinity()) || (kDS && x[1] != x[1])) return kNaN;
         return fabsf(x[1]) < ptx::infinity() ? kNone : kTerm;
     }
@@ -97,7 +106,11 @@ struct GradientRepair {
             for (int head = head_k * group; head < (head_k + 1) * group; ++head)  // @repair-over-all-heads
                 sum.add(
                     query_at(x, stride, head, 0) + col0, stride.row, mask.first_query(key), end,  // @queries-of-the-key
-                    [&](int query) { return reasons ? reason<kDS>(head, query) : kTerm; },
+                    [&](int query) {
+                        if constexpr (V::kBias)
+                            if (!counts(head, query, key)) return kNone;
+                        return reasons ? reason<kDS>(head, query) : kTerm;
+                    },
                     [&](int query) { return weight(head, query); });
         });
     }

@@ -7,8 +7,8 @@
 #include "attention/sink.cuh"
 
 // log2 of the sum of 2^x(i) over [first, end), by one warp, in every lane. NaN where a weight 2^(x(i) - that) would be: if an
-// x is NaN or inf, or if all are -inf.
-template <class X>
+// x is NaN or inf, or if all are -inf: that is then -inf if kMayBeNothing.
+template <bool kMayBeNothing, class X>
 __device__ __forceinline__ float log2_sum_ex2(int first, int end, X x) {
     float top = -ptx::infinity(), sum = 0.f;  // of this lane: the sum of 2^(x - top)
     #pragma unroll 1
@@ -26,7 +26,7 @@ __device__ __forceinline__ float log2_sum_ex2(int first, int end, X x) {
         const float mine = sum == 0.f ? 0.f : sum * ptx::ex2(before - top);
         sum = mine + (other_sum == 0.f ? 0.f : other_sum * ptx::ex2(other_top - top));
     }
-    return sum == 0.f ? ptx::nan() : top + ptx::lg2(sum);
+    return sum == 0.f ? (kMayBeNothing ? -ptx::infinity() : ptx::nan()) : top + ptx::lg2(sum);
 }
 
 // Rows [row0, row0 + kRows) of a tile that holds a warp's share of O, those of queries [query0, ...) of a sequence. That is
@@ -60,11 +60,16 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
         };
         float lse = 0.f;  // in powers of two
         repair_row<T, D>(tile, row0 + row, 0, D, 1.f, [&](auto &sum, bool reasons) {
-            if (reasons) lse = log2_sum_ex2(first, end + Sink<V>::kAny, exponent_or_sink);  // @sink-of-the-row
+            // @sink-of-the-row
+            if (reasons) lse = log2_sum_ex2<V::kBias>(first, end + Sink<V>::kAny, exponent_or_sink);
+            if constexpr (V::kBias)
+                if (lse == -ptx::infinity()) return;  // all scores are: the row sees nothing
             if (first < end && lse != lse) return sum.fill(lse);
             sum.add(
                 v, p.v_stride.row, first, end,  // @rows-of-v-repair-of-o
                 [&](int key) {
+                    if constexpr (V::kBias)
+                        if (places(0, key).hides()) return kNone;  // @hidden-by-bias-repair-of-o
                     return reasons && row_is_finite<T, D, kUnaligned>(v + key * p.v_stride.row) ? kNone : kTerm;
                 },
                 [&](int key) { return weight_ex2(exponent(key) - lse); });

@@ -3,6 +3,9 @@
 //
 // A score is a function of s and of its place (places.cuh).
 //
+// With a bias that is given scores have no unit, and what is subtracted from them is subtracted before they become powers of
+// two: a bias may be as large as fp32 holds, as those are that stand for a mask. Row_stats then has lse as it is (kNatural).
+//
 // All kernels form P and dS here:
 //     P  = exp(score - lse)
 //     dS = P * d score / d (scale * q . k) * (dP - delta) = weight * (dP - delta);
@@ -13,14 +16,19 @@
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
+// In row_stats, the lse of a row whose scores are all -inf, which a bias can do: P is 0 then. Of no other row: it is as large as
+// a number can be.
+constexpr float kLseOfNothing = 3.402823466e38f;
+
 // tanh(x), x = scale * q . k / c, from r = 1 / (1 + e^2x): 1 - 2 r, and its derivative 4 r (1 - r). Two instructions of the
 // special function unit; tanh.approx would be one, with an error of 2^-11, which for c = 50 is 2.5 % of P.
-template <bool kSoftcap>
+// Times c if kNatural.
+template <bool kSoftcap, bool kNatural>
 struct Softcap {
     __device__ explicit Softcap(const Problem &) {}
 };
 template <>
-struct Softcap<true> {
+struct Softcap<true, false> {
     float factor;
 
     // @tanh-of-the-scaled-score
@@ -32,19 +40,29 @@ struct Softcap<true> {
     __device__ float r(float s) const { return ptx::rcp(1.f + ptx::ex2(s * factor)); }
 };
 
+template <>
+struct Softcap<true, true> : Softcap<true, false> {
+    float most;
+
+    __device__ explicit Softcap(const Problem &p) : Softcap<true, false>(p), most(p.softcap) {}
+    __device__ float value(float s) const { return most * Softcap<true, false>::value(s); }
+};
+
 template <class V>
 struct Score {
     using At = typename Places<V>::At;
+    static constexpr bool kNatural = V::kBias;
     float scale;        // of the raw score; the gradients with respect to q and k are multiplied by it at their end
     float unit;         // value() times this is the score
     float log2_factor;  // > 0: value() times this is the score in powers of two
-    Softcap<V::kSoftcap> softcap;
+    Softcap<V::kSoftcap, kNatural> softcap;
 
     // A positive factor is folded into the exponent, where it costs nothing: the scale, or the softcap. A scale that is not
     // positive (kScaleFirst) is applied first, because the row maximum of scaled and of raw scores then differ. @unit-of-scores
     __device__ explicit Score(const Problem &p)
         : scale(p.scale),
-          unit(V::kSoftcap      ? p.softcap
+          unit(kNatural         ? 1.f
+               : V::kSoftcap    ? p.softcap
                : V::kScaleFirst ? 1.f
                                 : p.scale),
           log2_factor(unit * kLog2e),
@@ -52,11 +70,14 @@ struct Score {
 
     __device__ float value(float s, At at) const {
         if constexpr (V::kSoftcap) return at.biased(softcap.value(s));
-        else return at.biased(V::kScaleFirst ? s * scale : s);  // @scaled-first
+        else return at.biased(V::kScaleFirst || kNatural ? s * scale : s);  // @scaled-first
     }
 
     // P in powers of two; lse too, as row_stats has it.
-    __device__ float exponent(float s, At at, float lse) const { return fmaf(value(s, at), log2_factor, -lse); }
+    __device__ float exponent(float s, At at, float lse) const {
+        if constexpr (kNatural) return (value(s, at) - lse) * log2_factor;
+        else return fmaf(value(s, at), log2_factor, -lse);
+    }
     __device__ float P(float s, At at, float lse) const { return ptx::ex2(exponent(s, at, lse)); }
     // By which dP - delta is multiplied to make dS. kWeightIsP: it is P.
     static constexpr bool kWeightIsP = !V::kSoftcap;

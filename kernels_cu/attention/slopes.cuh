@@ -36,7 +36,7 @@ struct Emitted<V, true> {
     float sum = 0.f;  // of this lane
 
     // dS: P * (dP - delta), and 0 where nothing is seen.
-    __device__ void add(float dS, At at) { sum = fmaf(dS, fabsf(at.distance), sum); }
+    __device__ void add(float dS, At at) { sum = fmaf(dS, fabsf(at.alibi.distance), sum); }
     // What was added is in the sum from here on. Without a branch that asks for it, ptxas keeps many terms in registers that
     // wait to be added, and spills; this one changes nothing: a NaN of one lane is one of the warp.
     __device__ void settle() {

@@ -4,7 +4,8 @@
 #include "attention/sink.cuh"
 #include "tile/tile.cuh"
 
-template <int kRows>
+// kNatural: of scores that the factor may carry beyond fp32, and that may all be -inf (score.cuh).
+template <int kRows, bool kNatural = false>
 struct OnlineSoftmax {
     static constexpr int kRowsPerLane = kRows / 8;
     using Rows = float[kRowsPerLane];
@@ -59,13 +60,13 @@ struct OnlineSoftmax {
     __device__ void exponentiate(AccTile<kRows, kN> &S) {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            const float base = finite_or_zero(m[r]) * factor;
+            const float base = kNatural ? finite_or_zero(m[r]) : finite_or_zero(m[r]) * factor;
             #pragma unroll
             for (int j = 0; j < S.kColTiles; ++j)
                 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float &s = S.x[r / 2][j][2 * (r % 2) + c];
-                    s = ptx::ex2(fmaf(s, factor, -base));
+                    s = ptx::ex2(kNatural ? (s - base) * factor : fmaf(s, factor, -base));
                     l[r] += s;
                 }
         }
@@ -109,7 +110,8 @@ struct OnlineSoftmax {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
             l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });  // @row-sum-of-four-lanes
-            const bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)));
+            bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)));
+            if constexpr (kNatural) nothing = nothing || l[r] == 0.f;  // all scores are -inf
             if constexpr (Sink::kAny) {
                 sink.join(m[r] * unit, l[r], lse[r], inverse[r]);
                 if (nothing) lse[r] = sink.logit, inverse[r] = 0.f;

@@ -62,6 +62,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     using TileKV = SmemTile<T, N, D>;
     using TileP = SmemTile<T, N, M>;
     using Stage = QueryStage<T, M, D>;
+    constexpr bool kFewSteps = V::kBias && (D > 128);  // else it spills
+    using KeysA = typename Either<kFewSteps, FewSteps<TileKV, kRows>, SmemA<TileKV, kRows>>::Type;
     constexpr int kExchanged = V::kSplitD > 1 ? 2 : 1;  // dS, P
     static_assert(2 * TileKV::kBytes + kStages * Stage::kBytes + kExchanged * TileP::kBytes == V::kSmemBytes);
     const TileKV sK{ptx::dynamic_smem()}, sV{sK.base + TileKV::kBytes};
@@ -123,8 +125,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
         AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
         P.zero(), dS.zero();
-        gemm_nt<T>(P, SmemA<TileKV, kRows>(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
-        gemm_nt<T>(dS, SmemA<TileKV, kRows>(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
+        gemm_nt<T>(P, KeysA(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
+        gemm_nt<T>(dS, KeysA(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
         const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
         const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0);
         // S and dP become P and dS. is_seen(key, query) is asked for what is emitted alone.

@@ -70,7 +70,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     };
 
     AccTile<kRows, D> O;
-    OnlineSoftmax<kRows> softmax(score.log2_factor);
+    OnlineSoftmax<kRows, V::kBias> softmax(score.log2_factor);
     FragA<T, kRows, V::kQInRegs ? D : 16> rQ;
 
     // One key block. kMasked is false for blocks that every row sees in full: the element test is then compiled out.
@@ -83,6 +83,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         AccTile<kRows, N> S;             // S = Q K^T
         S.zero();
         if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, slot(2 * i));
+        else if constexpr (V::kBias) gemm_nt<T>(S, FewSteps<TileQ, kRows>(sQ, row0), slot(2 * i));
         else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, row0), slot(2 * i));
         const int lane = fresh_lane();
         const Mask<V> from_here = mask.from(ptx::opaque(tile.block) * M + row0 + lane / 4, k0 + 2 * (lane % 4));
@@ -113,13 +114,13 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         if (mask.full(ptx::opaque(tile.block) * M, (first + i) * N)) step(i, Bool<false>{});
         else step(i, Bool<true>{});
 
-    typename OnlineSoftmax<kRows>::Rows lse, inverse;
+    typename OnlineSoftmax<kRows, V::kBias>::Rows lse, inverse;
     softmax.finish(score.unit, Sink<V>::of(p, sequence, tile.head), lse, inverse,
                    [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
     softmax.multiply_rows(O, inverse);
     const long long lse_row = sequence.lse_row(problem, tile.head);
     #pragma unroll
-    for (int r = 0; r < OnlineSoftmax<kRows>::kRowsPerLane; ++r) {
+    for (int r = 0; r < OnlineSoftmax<kRows, V::kBias>::kRowsPerLane; ++r) {
         const int qi = q0 + row0 + O.row(r / 2, 2 * (r % 2));
         if (p.lse && lane() % 4 == 0 && qi < sequence.seqlen_q) p.lse[lse_row + qi] = lse[r];
     }

@@ -25,7 +25,7 @@ template <class V>
 struct FwdGroup {
     using T = typename V::Element;
     static constexpr int N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16);
-    using Softmax = OnlineSoftmax<16>;
+    using Softmax = OnlineSoftmax<16, V::kBias>;
 
     const FwdSm90Params &p;
     const Problem &problem;
@@ -173,9 +173,9 @@ struct FwdGroup {
         if (started) O.zero();
 
         // One key block. kMasked: it may hide keys or follow one that did, so that a row has seen few. Its maximum counts then,
-        // and where scores climb from block to block, as towards the diagonal by ALiBi.
+        // and where scores climb from block to block, as towards the diagonal by ALiBi, or by a bias.
         const auto step = [&](int j, auto masked) {
-            constexpr bool kMasked = decltype(masked)::value, kCareful = kMasked || V::kAlibi;
+            constexpr bool kMasked = decltype(masked)::value, kCareful = kMasked || V::kAlibi || V::kBias;
             const RingPosition<V::kStages> before = ring;
             ring.next();
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);  // @k-full

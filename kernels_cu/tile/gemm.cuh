@@ -72,6 +72,18 @@ struct SmemA {
     }
 };
 
+// The same, of which few depth steps are unrolled: for where registers are scarce.
+template <class Tile, int kRows_>
+struct FewSteps : SmemA<Tile, kRows_> {
+    static constexpr int kSteps = SmemA<Tile, kRows_>::kSteps;
+    static constexpr int kUnroll = kSteps <= 4       ? kSteps
+                                   : kSteps % 4 == 0 ? 4
+                                   : kSteps % 3 == 0 ? 3
+                                   : kSteps % 2 == 0 ? 2
+                                                     : 1;
+    using SmemA<Tile, kRows_>::SmemA;
+};
+
 // Columns [col0, col0 + kRows_) of a shared-memory tile, transposed.
 template <class Tile, int kRows_, int kUnroll_>
 struct SmemATransposed {

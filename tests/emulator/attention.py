@@ -10,24 +10,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash.check.accuracy import GRADIENTS
 from cupyflash.check.cases import Case, Inputs, case
-from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
-from cupyflash.gpu.tensormap import TensorMap
-from cupyflash.launch.passes import contiguous_strides, fill_plain, fill_problem, given_of, with_batch
+from cupyflash.launch.passes import given_of
 from cupyflash.operands import BACKWARD, FORWARD, Pass
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import Plan, plan_call
-from cupyflash.plan.params import params_of
 from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
 
-from .launch import EmulatedKernel, EmulatorError, Memory, Mode, tensor_map
+from .buffers import DTYPES, Buffers
+from .launch import EmulatedKernel, EmulatorError, Memory, Mode
 
 Array = NDArray[Any]
-_DTYPES = {"fp32": np.float32, "int32": np.int32}
-_SWIZZLE_128B = 3
 
 
 @functools.lru_cache(maxsize=256)
@@ -45,77 +40,6 @@ def kernel_of(variant: Variant, device: Device, headers: Mapping[str, str] | Non
 def small_device(arch: str, sm_count: int = 3) -> Device:
     """A stand-in for a GPU with so few multiprocessors that persistent blocks compute several tiles each."""
     return dataclasses.replace(Device.synthetic(arch), sm_count=sm_count)
-
-
-class Buffers:
-    """The arrays of one call of a pass in emulated memory: their addresses, and what params structs say of them."""
-
-    def __init__(self, memory: Memory, which: Pass) -> None:
-        self.memory, self.which = memory, which
-        self.address: dict[str, int] = {}
-        self.shape: dict[str, tuple[int, ...]] = {}
-        self.strides: dict[str, tuple[int, ...]] = {}  # in elements, of those that have some in the structs
-
-    def add(self, name: str, x: Array) -> None:
-        """An input."""
-        row = self.which.rows[name]
-        if not row.strided:
-            x = np.ascontiguousarray(x, _DTYPES[row.dtype])
-        self.address[name] = self.memory.input(name, x)
-        self._keep(name, x.shape, tuple(s // x.itemsize for s in x.strides))
-
-    def make(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
-        """A contiguous output."""
-        self.address[name], out = self.memory.output(name, shape, dtype)
-        self._keep(name, shape, contiguous_strides(shape))
-        return out
-
-    def _keep(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        """What is said of an array; a packed one is a batch of one."""
-        if self.which.rows[name].strided:
-            if len(shape) == 3:
-                shape, strides, *_ = with_batch((shape, strides, None, None))
-            self.strides[name] = strides
-        self.shape[name] = shape
-
-    def aligned(self) -> bool:
-        """Whether every row of all inputs starts at a multiple of 16 bytes."""
-        return all(
-            self.address[name] % 16 == 0
-            and all(s % 8 == 0 for s, n in zip(strides[:-1], self.shape[name][:-1], strict=True) if n > 1)
-            for name, strides in self.strides.items()
-        )
-
-    def readable(self) -> bool:
-        """Whether TMA can read the inputs that it reads."""
-        return all(
-            self.address[name] % 16 == 0 and tensormap.readable(self.shape[name], strides)
-            for name, strides in self.strides.items()
-            if self.which.uses[name].box is not None
-        )
-
-    def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:
-        """The array's tensor map."""
-        m = TensorMap.of(dtype, self.shape[name], self.strides[name], "bshd", rows)
-        box = tensormap.BOX_COLUMNS, rows, 1, 1
-        return tensor_map(self.address[name], m.sizes, m.strides_bytes, box, _SWIZZLE_128B)
-
-    def _defaults(self) -> dict[str, int]:
-        """The addresses of what stands for arrays that may not be given."""
-        defaults = self.which.defaults
-        return {name: self.address[default] for name, default in defaults.items() if default in self.address}
-
-    def params(self, plan: Plan, problem: Problem) -> tuple[Array, Array]:
-        """Both structs of the pass, the counter apart: the plain one, and that of the sm90 family."""
-        rows, (plain, hopper) = self.which.rows, (np.zeros((), kind) for kind in params_of(self.which))
-        for name, address in (self._defaults() | self.address).items():
-            plain[rows[name].member] = address
-        fill_plain(plain, rows, {name: (self.shape[name], strides) for name, strides in self.strides.items()}, "bshd")
-        fill_problem(plain, self.which, problem, plan)
-        hopper["plain"] = plain
-        for name, box in self.which.boxes(launch.variant for launch in plan.launches).items():
-            hopper[f"map_{rows[name].member}"] = self.map(name, problem.dtype, box)
-        return plain, hopper
 
 
 @dataclasses.dataclass
@@ -150,13 +74,13 @@ class Session:
         return made["out"], made["lse"]
 
     def backward(self, inputs: Inputs, out: Array, lse: Array, problem: Problem, **more: Array) -> tuple[Array, ...]:
-        """dq, dk, dv, and dalibi_slopes and dsink where there are slopes and sinks."""
+        """dq, dk, dv, and those of what features bring."""
         arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "dout": inputs.dout, "lse": lse}
         arrays |= inputs.brought() | more
         arrays |= {} if inputs.dlse is None else {"dlse": inputs.dlse}
         wanted = tuple(f"d{name}" for name in inputs.learned) if self.learns else ()
         made = self._run(BACKWARD, arrays, problem, wanted)
-        return tuple(made[name] for name in GRADIENTS if name in made)
+        return tuple(made[name] for name in inputs.gradients if name in made)
 
     def _run(
         self, which: Pass, arrays: dict[str, Array], problem: Problem, wanted: tuple[str, ...] = ("lse",)
@@ -169,17 +93,20 @@ class Session:
             for name, x in arrays.items():
                 buffers.add(name, x)
             known = {"backward": which is BACKWARD, "aligned": buffers.aligned(), "tma": buffers.readable()}
-            known |= {"dalibi": "dalibi_slopes" in wanted, "dsink": "dsink" in wanted}
+            known |= {
+                name: f"{name}{rest}" in wanted for name, rest in (("dalibi", "_slopes"), ("dsink", ""), ("dbias", ""))
+            }
+            known["paired_bias"] = buffers.paired(problem.seqlen_k)
             plan = plan_call(problem, self.device, family=family, **known)
             likes = [arrays[name] for name in given.likes]
             made = {name: buffers.make(name, x.shape, x.dtype) for name, x in zip(given.made, likes, strict=True)}
             shapes = given.shapes(Extents.of(problem), problem.head_dim)
             for name, (shape, dtype) in zip(given.shaped, shapes, strict=True):
-                made[name] = buffers.make(name, shape, _DTYPES[dtype])
+                made[name] = buffers.make(name, shape, DTYPES[dtype])
             if not self.wants_lse and which is FORWARD:
                 del buffers.address["lse"]
             for name, (shape, dtype) in plan.workspace.items():
-                workspace = buffers.make(name, shape, _DTYPES[dtype])
+                workspace = buffers.make(name, shape, DTYPES[dtype])
                 if self.left_over is not None and dtype == "fp32":
                     workspace[:] = self.left_over
             self._launch(plan, problem, buffers)

@@ -15,14 +15,16 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     name = f"shipped-{problem.dtype}-d{problem.head_dim}-{problem.window[0]}-{problem.window[1]}".replace("None", "all")
     name += "-softcap" * (problem.softcap is not None) + "-packed" * problem.packed
     name += "-alibi" * problem.alibi + "-range" * problem.kv_range + "-sink" * problem.sink
+    name += "-bias" * (problem.bias is not None)
     lengths = ((150, 0, 173), (67, 60, 204)) if problem.packed else (None, None)
     return Case(
-        name, "full", 323 if problem.head_dim < 200 else 131, 331, problem.head_dim,
+        name, "full", 323 if problem.head_dim < 200 else 131, 332 if problem.bias else 331, problem.head_dim,
         heads_q=2, heads_k=1, window=window,
         scale=problem.scale if problem.scale != 1 else None, deterministic=problem.deterministic,
         memory="contiguous" if aligned else "misaligned", dlse=True, dtypes=(problem.dtype,),
         softcap=problem.softcap, alibi=problem.alibi, batch=len(lengths[0] or "1"), lengths_q=lengths[0],
         lengths_k=lengths[1], ranges=((65, 297),) if problem.kv_range else None, sink=problem.sink,
+        bias="bhqk" if problem.bias else "",
     )  # fmt: skip
 
 

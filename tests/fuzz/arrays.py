@@ -10,6 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from cupyflash.check.case_bias import draw_bias
 from cupyflash.check.cases import Inputs
 
 from .spec import Spec
@@ -250,12 +251,19 @@ def draw(s: Spec) -> Inputs:
     lse_shape = (s.shapes[0][0], s.heads * s.group, s.shapes[0][1])
     dlse = rng.standard_normal(lse_shape) if s.dlse else None
     dlse = None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32)
-    x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s), _sinks(s))
+    x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s), _sinks(s), _bias(s))
     return (
         x
         if not s.packed
         else x._replace(**{n: a[0] for n, a in zip(x._fields[:5], x[:5], strict=True) if a is not None})
     )
+
+
+def _bias(s: Spec) -> np.ndarray | None:
+    """Drawn apart, so that the other arrays are those of the spec without it."""
+    if not s.bias:
+        return None
+    return draw_bias(s.bias, np.random.default_rng([s.seed, 1]), s.problem(), s.numpy_dtype)
 
 
 def _slopes(s: Spec) -> np.ndarray | None:

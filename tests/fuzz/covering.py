@@ -18,6 +18,7 @@ from cupyflash.plan.families import variants_of_calls
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
+from .covering_bias import biased
 from .covering_packed import packed, ranged
 from .spec import Spec
 
@@ -247,7 +248,9 @@ def cases() -> dict[str, Spec]:
     slopes = {f"alibi-{i}": _with_slopes(row, i) for i, row in enumerate(capped())} | UNSEEN
     ranges = {f"range-{i}": ranged(spec(row, i), i) for i, row in enumerate(capped())}
     sinks = {f"sink-{i}": _with_sinks(row, i) for i, row in enumerate(capped())}
-    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | places | slopes | ranges | sinks
+    biases = {f"bias-{i}": biased(spec(row, i), i) for i, row in enumerate(capped())}
+    features = caps | places | slopes | ranges | sinks | biases
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | features
 
 
 def _with_sinks(row: Row, i: int) -> Spec:

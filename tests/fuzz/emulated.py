@@ -15,7 +15,8 @@ from cupyflash.operands import FORWARD, GRADIENT, RESULT
 from cupyflash.plan.families import Plan
 from cupyflash.problem import Problem
 from tests.emulator import MODES, EmulatorError, missing_compiler
-from tests.emulator.attention import Buffers, Session, small_device
+from tests.emulator.attention import Session, small_device
+from tests.emulator.buffers import Buffers
 
 from .arrays import MEMORY
 from .spec import Spec

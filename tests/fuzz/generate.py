@@ -95,6 +95,13 @@ def _ranges(rng: Random, keys: list[int]) -> str:
     return ",".join("{}:{}".format(*x) for x in found) or "0:0"
 
 
+def _bias(rng: Random) -> str:
+    """Along any dimensions, in any memory, some elements -inf."""
+    dims = "".join(d for d in "bhqk" if rng.random() < 0.7) or "-"
+    words = [word for word in ("fp32", "hides", "turned", "shifted", "whole") if rng.random() < 0.25]
+    return " ".join([dims, *words])
+
+
 def _few_modes(rng: Random) -> str:
     return rng.choice(["race"] * 4 + ["late", "any", "early", "priority", "starve", "lanes", "race lanes"])
 
@@ -109,7 +116,7 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
         "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2, "softcap": rng.random() < 0.2,
         "packed": rng.random() < 0.3, "alibi": rng.random() < 0.2, "kv_range": rng.random() < 0.25,
-        "sink": rng.random() < 0.2,
+        "sink": rng.random() < 0.2, "bias": rng.random() < 0.3,
     }  # fmt: skip
 
 
@@ -147,6 +154,8 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
     )  # fmt: skip
     if of["packed"]:
         spec = dataclasses.replace(spec, **_packed(rng, sq, sk))
+    if of["bias"] and not spec.packed:
+        spec = dataclasses.replace(spec, bias=_bias(rng))
     if of["kv_range"]:
         keys = [b for _, b, _ in spec.lengths] if of["packed"] else [sk] * spec.batch
         spec = dataclasses.replace(spec, ranges=_ranges(rng, keys))
@@ -176,6 +185,8 @@ def _simpler_lengths(spec: Spec) -> list[Spec]:
 def simpler(spec: Spec) -> list[Spec]:
     """Specs that differ from `spec` in one place and are simpler there."""
     default, found = Spec(), _simpler_lengths(spec)
+    dims, *words = spec.bias.split() or [""]
+    found += [dataclasses.replace(spec, bias=" ".join([dims, *(w for w in words if w != word)])) for word in words]
     if "," in spec.ranges:
         found += [dataclasses.replace(spec, ranges=r) for r in dict.fromkeys(spec.ranges.split(","))]
     for field in dataclasses.fields(Spec):

@@ -13,6 +13,9 @@ With ALiBi s_j loses a |i + seqlen_k - seqlen_q - j| = a D_ij, and da = -sum_ij 
 
 A sink t is one more term exp(t) of the sum, and dt = -sum_i exp(t - lse_i) delta_i.
 
+A bias is added to s_j; where it is -inf the key is not seen, and no key by a query whose s_j are then all -inf. Its
+gradient is ds before the factor g, summed over the rows, keys, heads and sequences that share an element.
+
 Bounds are of first order in two unit roundoffs: u of the dtype, to which P, dS, o and the results are rounded once
 each, and e of the fp32 (fp64 for fp64) in which everything else is computed:
 
@@ -33,6 +36,8 @@ ALiBi adds 6 e |a| D_ij to rho_j. Neither ds nor da is rounded to the dtype:
 
 P_i = exp(t - lse_i) has the error of a p_j whose score is t:
 |d dt| = sum_i P_i (|d delta_i| + (rho_i + e (16 + n/4)) |delta_i|).
+
+A bias B_j adds 4 e |B_j| to rho_j, and |d db| is |d da| without D_ij, with one rounding to its own dtype.
 
 A sum of n terms in fp32 gets e (16 + n/4): tensor cores truncate after every 16 terms. P and dS in fp16 lose up to
 2^-25 besides, where they are subnormal; in fp32, what is below 2^-126 may become 0. `MARGIN` stands for what first
@@ -86,20 +91,25 @@ class Rounding:
 class Head:
     """P, O and lse of one head of q, with their bounds: (seqlen_q, seqlen_k), (seqlen_q, d), (seqlen_q,)."""
 
-    def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array, a: float, sink: float) -> None:
+    def __init__(
+        self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array, a: float, sink: float, bias: Array | None
+    ) -> None:
         self.seen = np.zeros((s.sq, s.sk), bool)
         self.P, self.rho = np.zeros((s.sq, s.sk)), np.zeros((s.sq, s.sk))
         self.slope, self.d_slope = np.ones((s.sq, s.sk)), np.zeros((s.sq, s.sk))  # g
         self.O, self.dO = np.zeros((s.sq, s.d)), np.zeros((s.sq, s.d))
-        self.bias = a * distances(s)
+        self.bias, self.added = a * distances(s), bias
         self.sink, self.d_sink = sink, r.e * (8 * abs(sink) + 16) if sink > -np.inf else 0.0
         self.lse, self.dlse = np.full(s.sq, sink), np.full(s.sq, self.d_sink)
         for i in range(s.sq):
             first, end = s.visible(i)
-            if first < end:
-                self._row(i, slice(first, end), s, r, Q[i], K[first:end], V[first:end])
+            keys = np.arange(first, end)
+            if bias is not None:
+                keys = keys[~np.isneginf(bias[i, keys])]
+            if keys.size:
+                self._row(i, keys, s, r, Q[i], K[keys], V[keys])
 
-    def _row(self, i: int, keys: slice, s: Spec, r: Rounding, q: Array, k: Array, v: Array) -> None:
+    def _row(self, i: int, keys: Array, s: Spec, r: Rounding, q: Array, k: Array, v: Array) -> None:
         x = s.factor * (k @ q)
         d_x = r.sum(s.d) * abs(s.factor) * (np.abs(k) @ np.abs(q))
         score, d_score = x, d_x
@@ -107,6 +117,11 @@ class Head:
             score, d_score = self._capped(i, keys, s.softcap, r, x, d_x)
         if s.alibi:
             score, d_score = score - self.bias[i, keys], d_score + 6 * r.e * np.abs(self.bias[i, keys])
+        if self.added is not None:
+            added = self.added[i, keys]
+            score, d_score = score + added, d_score + 4 * r.e * np.abs(added)
+            if np.isneginf(score).all():
+                return
         top = max(score.max(), self.sink)  # NaN if a score is
         weight = np.exp(score - top)
         total = weight.sum() + (np.exp(self.sink - top) if self.sink > -np.inf else 0)
@@ -126,7 +141,7 @@ class Head:
         self.dO[i] = r.inner * (_sum(rounded, np.abs(v)) + rest * np.abs(self.O[i])) + r.u * np.abs(self.O[i]) + r.tiny
         self.dO[i] += _sum(p * (self.rho[i, keys] + r.sum(len(p))) + r.lost, np.abs(v))
 
-    def _capped(self, i: int, keys: slice, c: float, r: Rounding, x: Array, d_x: Array) -> tuple[Array, Array]:
+    def _capped(self, i: int, keys: Array, c: float, r: Rounding, x: Array, d_x: Array) -> tuple[Array, Array]:
         """Scores and their errors; keeps the derivative."""
         t = np.tanh(x / c)
         slope = 1 - t * t
@@ -151,6 +166,23 @@ def _slopes(s: Spec, x: Inputs) -> Array:
 def _sink(x: Inputs, h: int) -> float:
     """That of a head of q; -inf where there is none."""
     return -np.inf if x.sink is None else float(x.sink[h])
+
+
+def _bias(s: Spec, x: Inputs, b: int, h: int) -> Array | None:
+    """Of a head, (seqlen_q, seqlen_k)."""
+    if x.bias is None:
+        return None
+    found: Array = np.broadcast_to(x.bias, (s.batch, s.heads * s.group, s.sq, s.sk))[b, h].astype(np.float64)
+    return found
+
+
+def _add(total: Array, b: int, h: int, dS: Array) -> None:
+    """Add what a head gives to the gradient of a bias, or to its bound."""
+    whole = total.reshape((1,) * (4 - total.ndim) + total.shape)
+    for axis in (0, 1):
+        if whole.shape[2 + axis] == 1:
+            dS = dS.sum(axis=axis, keepdims=True)
+    whole[min(b, whole.shape[0] - 1), min(h, whole.shape[1] - 1)] += dS
 
 
 def _sum(weights: Array, rows: Array) -> Array:
@@ -189,14 +221,15 @@ def forward(s: Spec, x: Inputs) -> tuple[Bounded, ...]:
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(heads):
                 of = (x.q[b, rows, h], x.k[b, keys, h // s.group], x.v[b, keys, h // s.group])
-                head = Head(alone, r, *(a.astype(np.float64) for a in of), slopes[i, h], _sink(x, h))
+                more = slopes[i, h], _sink(x, h), _bias(s, x, b, h)
+                head = Head(alone, r, *(a.astype(np.float64) for a in of), *more)
                 out.exact[b, rows, h], out.bound[b, rows, h] = head.O, head.dO
                 lse.exact[b, h, rows], lse.bound[b, h, rows] = head.lse, head.dlse
     return _given_back(s, out, lse)
 
 
 def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
-    """dq, dk, dv, and dalibi_slopes and dsink where there are slopes and sinks.
+    """dq, dk, dv, and those of what features bring.
 
     `stored`: the out that the backward was given; delta follows from it where it is not finite.
     """
@@ -206,6 +239,7 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
     slopes = _slopes(s, x)
     dslopes = Bounded(np.zeros(slopes.shape), np.zeros(slopes.shape))
     dsink = Bounded(np.zeros(s.heads * s.group), np.zeros(s.heads * s.group))
+    dbias = [] if x.bias is None else [Bounded(np.zeros(x.bias.shape), np.zeros(x.bias.shape))]
     with np.errstate(all="ignore"):
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(s.heads * s.group):
@@ -213,7 +247,11 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
                 arrays = (x.q[at_q], x.k[at_k], x.v[at_k], x.dout[at_q], stored[at_q])
                 Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
                 dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
-                found = _gradients(alone, r, Q, K, V, G, O, dlse, slopes[i, h], _sink(x, h))
+                more = slopes[i, h], _sink(x, h), _bias(s, x, b, h)
+                *found, by_score = _gradients(alone, r, Q, K, V, G, O, dlse, *more)
+                for total in dbias:
+                    _add(total.exact, b, h, by_score.exact)
+                    _add(total.bound, b, h, by_score.bound)
                 targets = (dq, at_q), (dk, at_k), (dv, at_k), (dslopes, (i, h)), (dsink, h)
                 for (target, at), one in zip(targets, found, strict=True):
                     target.exact[at] += one.exact
@@ -228,15 +266,19 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
     if x.sink is not None:
         learned.append(dsink)
     learned = [Bounded(a.exact, a.bound + 32 * r.e * np.abs(a.exact) + r.tiny) for a in learned]
+    if x.bias is not None:
+        u = 0.0 if x.bias.dtype.itemsize > 2 else r.u
+        exact, bound = dbias[0].exact, dbias[0].bound
+        learned.append(Bounded(exact, bound + (u + 32 * r.e) * np.abs(exact) + r.tiny))
     return *_given_back(s, dq, dk, dv), *learned
 
 
 def _gradients(
     s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array, slope: float,
-    sink: float,
+    sink: float, bias: Array | None,
 ) -> tuple[Bounded, ...]:  # fmt: skip
-    """What one head of q gives to dq, dk, dv, dslopes and dsink, less the rounding of the results."""
-    head = Head(s, r, Q, K, V, slope, sink)
+    """What one head of q gives to dq, dk, dv, dslopes, dsink and a bias, less the rounding of the results."""
+    head = Head(s, r, Q, K, V, slope, sink, bias)
     P, seen, rho = head.P, head.seen, head.rho
     delta = (G * head.O).sum(axis=1) - dlse
     delta = np.where(np.isfinite(delta), delta, (G * stored).sum(axis=1) - dlse)[:, None]
@@ -265,6 +307,7 @@ def _gradients(
         Bounded(_product(P.T, G, seen.T), _product(d_P.T, np.abs(G), seen.T)),
         Bounded(-(by_score * D).sum(), (d_score * D).sum()),
         Bounded(*of_sink),
+        Bounded(by_score, d_score),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from . import oracle
 from .arrays import draw
 from .spec import Spec
 
-# out, lse, dq, dk, dv, dalibi_slopes and dsink where there are slopes and sinks; gradients again where they must repeat
+# out, lse, dq, dk, dv, those of what features bring; gradients again where they must repeat
 Results = tuple[NDArray[Any], ...]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash.check.case_bias import form_of
 from cupyflash.check.cases import NUMPY_DTYPE
 from cupyflash.problem import Problem, make_problem
 from cupyflash.sequences import Sequences
@@ -29,6 +30,7 @@ class Spec:
         left, right: of the window.
         alibi: how many dimensions the slopes have; 0: there are none.
         sink: whether heads of q have sinks.
+        bias: what is added to the scores, in the words of `cupyflash.check.case_bias`; empty: nothing.
         q, k, v, dout: how the inputs lie in memory, keys of `arrays.MEMORY`.
         o, dq, dk, dv: the same for results; in the emulator alone, which takes any strides.
         values: what the inputs hold, a key of `arrays.VALUES`.
@@ -54,6 +56,7 @@ class Spec:
     softcap: float | None = None
     alibi: int = 0
     sink: bool = False
+    bias: str = ""
     layout: str = "bshd"
     dlse: bool = False
     deterministic: bool = False
@@ -148,7 +151,8 @@ class Spec:
         """The checked problem; an error of cupyflash if there is none."""
         q, k = (shape[1:] if self.packed else shape for shape in self.shapes)
         sequences = len(self.lengths) if self.packed else None
-        more = {"sequences": sequences, "alibi": self.alibi, "kv_range": bool(self.ranges), "sink": self.sink}
+        more: dict[str, Any] = {"sequences": sequences, "alibi": self.alibi, "kv_range": bool(self.ranges)}
+        more |= {"sink": self.sink, "bias": form_of(self.bias, self.dtype)}
         return make_problem((q, k, k), (self.dtype,) * 3, **self.options, **more)
 
     @property

@@ -45,11 +45,11 @@ REGISTERS_PER_SM = 65536
 SERIALISED = re.compile(r"C75(?:08|1[0-6])\b")
 
 
-def test_at_most_96_variants_are_shipped() -> None:
+def test_at_most_128_variants_are_shipped() -> None:
     """Each costs CI a compilation an architecture, and a run in the emulator."""
     for arch in ARCHS:
         symbols = [v.symbol for v in shipped(Device.synthetic(arch))]
-        assert len(set(symbols)) == len(symbols) <= 112
+        assert len(set(symbols)) == len(symbols) <= 128
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -67,7 +67,9 @@ def test_a_softcap_meets_everything() -> None:
     """Counted again from the rows. More than a few would each cost a build."""
     rows = covering.capped()
     assert {f"softcap-{i}" for i in range(len(rows))} == {
-        name for name, s in CASES.items() if s.softcap is not None and not (s.packed or s.alibi or s.ranges or s.sink)
+        name
+        for name, s in CASES.items()
+        if s.softcap is not None and not (s.packed or s.alibi or s.ranges or s.sink or s.bias)
     }
     for axis, values in covering.AXES.items():
         met = {row[axis] for row in rows if all(axis == a for a, value in covering.HIDING if row[a] == value)}
@@ -97,7 +99,8 @@ def test_slopes_meet_everything() -> None:
     """Counted again from the specs: every value of every axis, alone and with a softcap, dense and packed."""
     rows = covering.capped()
     specs = [CASES[f"alibi-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.alibi and not s.sink} == {*specs, *covering.UNSEEN.values()}
+    plain = {s for s in CASES.values() if s.alibi and not s.sink and not s.bias}
+    assert plain == {*specs, *covering.UNSEEN.values()}
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
@@ -127,7 +130,7 @@ def test_sinks_meet_everything() -> None:
     """Counted again from the specs: every value of every axis; alone, with slopes, packed, and with ranges of keys."""
     rows = covering.capped()
     specs = [CASES[f"sink-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.sink} == set(specs)
+    assert {s for s in CASES.values() if s.sink and not s.bias} == set(specs)
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
@@ -137,6 +140,30 @@ def test_sinks_meet_everything() -> None:
     kinds = {(s.alibi > 0, bool(s.packed), bool(s.ranges)) for s in specs}
     assert kinds >= {(False, False, False), (True, False, False), (False, True, False), (False, False, True)}
     assert {bool(np.isneginf(x)) for s in specs for x in draw(s).sink} == {False, True}
+
+
+def test_biases_meet_everything() -> None:
+    """Counted again from the specs: every value of every axis, all kinds of biases, read in pairs and one by one."""
+    rows = covering.capped()
+    specs = [CASES[f"bias-{i}"] for i in range(len(rows))]
+    assert {s for s in CASES.values() if s.bias} == set(specs)
+    for axis in covering.AXES:
+        if hasattr(Spec, axis) and axis not in ("sq", "sk", "scale"):
+            assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
+    assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
+    assert {row["mask"] for row in rows} == set(covering.AXES["mask"])
+    words = [set(s.bias.split()[1:]) for s in specs]
+    assert set().union(*words) == {"fp32", "hides", "turned", "shifted", "whole"}
+    for d in "bhqk":
+        assert {d in s.bias.split()[0] for s in specs} == {False, True}
+    is_paired = [s.sk % 2 == 0 and "k" in s.bias.split()[0] and w.isdisjoint(("turned", "shifted"))
+                 for s, w in zip(specs, words, strict=True)]  # fmt: skip
+    assert {(s.family, paired) for s, paired in zip(specs, is_paired, strict=True)} == set(
+        itertools.product(("sm80", "sm90"), (False, True))
+    )
+    assert any(s.alibi for s in specs)
+    assert any(s.sink for s in specs)
+    assert any(s.softcap is not None for s in specs)
 
 
 @pytest.mark.needs("g++")

@@ -74,8 +74,9 @@ def test_every_shipped_variant_is_run() -> None:
         device, symbols = Device.synthetic(arch), set()
         for case in SHIPPED.values():
             problem, aligned = case.problem(case.dtypes[0]), case.memory == "contiguous"
-            for known in itertools.product(("sm80", None), (False, True)):
-                more = dict(zip(("family", "dalibi", "dsink"), (*known, known[1]), strict=True))
+            for family, learned in itertools.product(("sm80", None), (False, True)):
+                more = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"family": family}
+                more["paired_bias"] = bool(case.bias)
                 symbols |= {v.symbol for v in variants_of_calls(problem, device, aligned=aligned, **more)}
         assert symbols >= {v.symbol for v in shipped.shipped(device)}
 

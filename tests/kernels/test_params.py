@@ -17,6 +17,7 @@ from tools.params import headers
 SOURCE = re.sub(r"//.*", "", kernel_sources()["attention/params.cuh"] + kernel_sources()["attention/params_sm90.cuh"])
 MIRRORS: dict[str, np.dtype[np.void]] = {
     "Strides": params.STRIDES,
+    "ScoreStrides": params.SCORE_STRIDES,
     "Problem": params.PROBLEM,
     "Schedule": params.SCHEDULE,
     "FwdParams": params.FWD_PARAMS,

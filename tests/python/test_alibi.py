@@ -136,9 +136,9 @@ def test_what_is_wrong_is_refused(change: Callable[[Any], Any], message: str, ar
 @pytest.mark.parametrize(
     ("of", "message"),
     [
-        ("q", 'gradients_of: expected "alibi_slopes" or "sink", got \'q\''),
-        (("alibi_slopes", "bias"), "gradients_of: expected .*, got 'bias'"),
-        (3, 'gradients_of: expected "alibi_slopes" or "sink", got 3'),
+        ("q", 'gradients_of: expected "alibi_slopes" or "sink" or "bias", got \'q\''),
+        (("alibi_slopes", "softcap"), "gradients_of: expected .*, got 'softcap'"),
+        (3, 'gradients_of: expected "alibi_slopes" or "sink" or "bias", got 3'),
         ("alibi_slopes", "gradients_of: expected the names of arrays that are given, and alibi_slopes is not"),
         ([], "gradients_of: expected at least one value"),
     ],

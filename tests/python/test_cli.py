@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -40,7 +41,7 @@ from cupyflash.gpu import device
 from cupyflash.launch import clocks
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.variant import Variant
-from cupyflash.problem import Problem
+from cupyflash.problem import Bias, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("run",), ("compile",), ("cache", "path"),
@@ -145,7 +146,8 @@ def test_verify_cpu(invoke: Invoke) -> None:
     assert {c["case"] for c in document["cases"]} == {c.name for c in cases.select("smoke")}
     for c in document["cases"]:
         of = cases.case(c["case"])
-        learned = {name for name, there in (("dalibi_slopes", of.alibi), ("dsink", of.sink)) if there}
+        features = {"dalibi_slopes": of.alibi, "dsink": of.sink, "dbias": of.bias}
+        learned = {name for name, there in features.items() if there}
         assert set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} | learned
     assert {c["check"] for c in document["checks"]} == set(verify_checks.available(frameworks.Framework()))
     assert document["reproduce"] is None
@@ -591,6 +593,21 @@ def test_compile_with_slopes(preset: str) -> None:
             for learned in (False, True):
                 assert set(variants_of_calls(problem, target, dalibi=learned, **memory)) <= both
     assert all("alibi" in v.symbol or v.function == "bwd_slopes" for v in both - plain)
+
+
+def test_compile_with_a_bias() -> None:
+    """The same with one of either dtype, fixed and learned, read in pairs or not."""
+    target = device.Device.synthetic("sm_90")
+    plain = set(variants_of("common", target, ("bf16",), (64, 200)))
+    both = set(variants_of("common", target, ("bf16",), (64, 200), bias=True))
+    assert plain < both
+    for dtype, own in (("bf16", (True, True, True, True)), ("fp32", (False, False, True, True))):
+        problem = Problem("bf16", 2, 99, 99, 4, 2, 200, 0.125, (None, 0), bias=Bias(dtype, own))
+        for known in itertools.product((False, True), repeat=2):
+            more = dict(zip(("dbias", "paired_bias"), known, strict=True))
+            for memory in MEMORY:
+                assert set(variants_of_calls(problem, target, **more, **memory)) <= both
+    assert all("bias" in v.symbol for v in both - plain)
 
 
 def test_compile_with_sinks() -> None:

@@ -20,7 +20,7 @@ Gradients = tuple[np.ndarray, ...]
 
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
-    more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink}
+    more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink, "bias": x.bias}
     wanted = tuple(f"d{name}" for name in x.learned)
     if x.sequences is not None:
         more["sequences"] = x.sequences
@@ -34,7 +34,7 @@ def check(p: Problem, x: Inputs) -> None:
     out, lse, gradients = run(p, x)
     assert {a.dtype for a in (out, *gradients[:3])} == {NUMPY_DTYPE[p.dtype]}
     assert {a.dtype for a in (lse, *gradients[3:])} == {np.dtype(np.float64 if p.dtype == "fp64" else np.float32)}
-    assert len(gradients) == 3 + (p.alibi > 0) + p.sink
+    assert len(gradients) == len(x.gradients)
     oracle = Oracle(p, *x)
     results = oracle.judge_forward(out, lse) + oracle.judge_backward(*gradients)
     assert all(r.passed for r in results), "\n".join(map(str, results))

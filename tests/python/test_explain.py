@@ -324,6 +324,28 @@ def test_slopes(arch: str, head_dim: str, document: Document, invoke: Invoke) ->
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_bias(arch: str, document: Document, invoke: Invoke) -> None:
+    """Its bytes are read by each pass, and its gradient is a launch of two products."""
+    options = ("--arch", arch, "--bias", "hqk", "--batch", "2", "--seqlen", "300", "--heads", "6")
+    plain, biased = document("--arch", arch, *options[4:], "--backward"), document(*options, "--learned")
+    assert biased["problem"]["bias"] == ["bf16", [False, True, True, True]]
+    assert plain["problem"]["bias"] is None
+    size = 6 * 300 * 300 * 2
+    (forward, backward), (before, without) = biased["passes"], plain["passes"]
+    assert forward["bytes"] - before["bytes"] == size
+    dbias = backward["launches"][-1]
+    assert dbias["symbol"].startswith("bwd_dbias")
+    assert (dbias["grid"], dbias["flops"]) == (6 * 5 * 5, forward["flops"])
+    assert backward["workspace"].keys() == without["workspace"].keys()
+    assert all("paired_bias" in x["symbol"] for x in (*forward["launches"], dbias))
+    assert ", no mask, bias along heads, queries, keys\n" in invoke("--no-compile", *options).stdout
+    assert ", no mask, bias along nothing\n" in invoke("--no-compile", "--bias", "-").stdout
+    odd = document("--arch", arch, "--bias", "qk", "--seqlen", "301")
+    assert not any("paired_bias" in x["symbol"] for x in odd["passes"][0]["launches"])
+    assert "is not made of the letters b, h, q and k" in invoke("--bias", "bsk", code=2).output
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_sinks(arch: str, document: Document, invoke: Invoke) -> None:
     options = ("--arch", arch, "--sink", "--seqlen", "300", "--heads", "6")
     fixed, learned = document(*options, "--backward"), document(*options, "--learned", "--alibi")

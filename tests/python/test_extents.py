@@ -14,13 +14,14 @@ import cupyflash
 from cupyflash import ArgumentError, UnsupportedError
 from cupyflash.arrays.adapters import NUMPY
 from cupyflash.gpu.device import Device
+from cupyflash.launch import filled as filled_params
 from cupyflash.launch import passes, template
 from cupyflash.launch import prepared as launch
 from cupyflash.launch.kept import Kept
 from cupyflash.operands import BACKWARD, FORWARD, Pass
 from cupyflash.plan import families as plan
 from cupyflash.plan.spec import Spec
-from cupyflash.problem import Problem, make_problem
+from cupyflash.problem import Bias, Problem, make_problem
 from tests import pretended_gpu
 from tests.pretended_gpu import COUNTER, Gpu, Launched, random_array
 
@@ -82,7 +83,7 @@ def planned(which: Pass, x: Arrays, options: dict[str, Any]) -> list[tuple[str, 
     problem = make_problem([a.shape for a in x[:3]], ["fp16"] * 3, **options)
     known: dict[str, Any] = {"backward": which is BACKWARD, "family": os.environ.get("CUPYFLASH_FAMILY")}
     chosen = plan.plan_call(problem, Device.of(0), **known)
-    filled = passes.fill(given, chosen, problem, signatures, options["layout"])
+    filled = filled_params.fill(given, chosen, problem, signatures, options["layout"])
     assert filled is not None
     found = []
     for n in chosen.launches:
@@ -251,12 +252,24 @@ def test_numbers_are_not_in_the_spec() -> None:
         assert Spec.of(replace(like, **more)) != Spec.of(like)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", sorted({f.name for f in fields(Problem)} - {*template.NUMBERS, "window"}))
+@pytest.mark.parametrize("name", sorted({f.name for f in fields(Problem)} - {*template.NUMBERS, "window", "bias"}))
 def test_what_calls_do_not_write_is_in_the_spec(name: str) -> None:
     """By value: params that are kept hold it."""
     like = Problem("bf16", 2, 300, 300, 4, 4, 64, 0.5)
     other: Any = {"dtype": "fp16", "head_dim": 72, "softcap": 30.0}.get(name) or not getattr(like, name)
     assert getattr(Spec.of(replace(like, **{name: other})), name) == other
+
+
+def test_of_a_bias_the_spec_has_what_decides_kernels() -> None:
+    """Its strides are written; where it is broadcast decides the tiles of its gradient."""
+    like = Problem("bf16", 2, 300, 300, 4, 4, 64, 0.5)
+    known: dict[str, Any] = {"backward": True, "dbias": True}
+    whole, keys, wide = Bias("bf16"), Bias("bf16", (False, False, False, True)), Bias("fp32")
+    specs = [Spec.of(replace(like, bias=bias), **known) for bias in (None, whole, keys, wide)]
+    assert len(set(specs)) == 4
+    assert Spec.of(replace(like, bias=whole)) == Spec.of(replace(like, bias=keys))
+    assert Spec.of(replace(like, bias=whole), paired_bias=True) != Spec.of(replace(like, bias=whole))
+    assert Spec.of(like, **known, paired_bias=True) == Spec.of(like, backward=True)
 
 
 # ---- what is kept ----

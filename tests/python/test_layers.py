@@ -31,12 +31,14 @@ PYTHON_LAYERS = (
     ("compat",),
     ("varlen",),
     ("ahead", "api"),
+    ("gradients",),
     ("torch", "jax"),
     ("launch",),
     ("compile", "cpu"),
     ("check", "plan"),
     ("sequences",),
     ("problem",),
+    ("bias",),
     ("options",),
     ("arrays", "gpu"),
     ("operands",),
@@ -46,13 +48,13 @@ PYTHON_LAYERS = (
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
     "arrays": "libraries readable vetting adapters imported",
-    "check": "accuracy noise reference features arithmetic comparison cases cases_sequences case case_packed "
-    "case_inputs",
+    "check": "accuracy noise reference features bias arithmetic comparison cases cases_bias cases_sequences case "
+    "case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
-    "cpu": "packed attention alibi sink products tiles",
+    "cpu": "packed attention added sink products tiles",
     "gpu": "tensormap device driver",
     "jax": "sdpa op call sharding ffi buffers",
-    "launch": "run clocks prepare prepared checks packed passes template counters kept",
+    "launch": "run clocks prepare alignment prepared filled checks packed passes template counters kept",
     "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
     "torch": "flash aten sdpa flops autograd sharding batching ops vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
@@ -89,12 +91,12 @@ OUTSIDE = {
 CUDA_LAYERS = (("any", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
 CUDA_ORDER = {
     "any": "bwd_*",
-    "attention": "repair_* repair dq_accum visits softmax sink score slopes places work_sm90 packed_sm90 mask schedule "
-    "sequence params_sm90 params",
+    "attention": "repair_* repair dq_accum visits softmax sink score slopes places bias work_sm90 packed_sm90 mask "
+    "schedule sequence params_sm90 params",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",
-    "tile": "pipeline_sm90 tile_sm90 epilogue gemm tile element sizes",
+    "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums tile element sizes",
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
 HARDWARE = re.compile(

@@ -20,9 +20,9 @@ from tests.pretended_gpu import Gpu
 from tools.params import headers
 
 SCORES = ("batch", "heads_q", "seqlen_q", "seqlen_k")
-BIAS = Operand("bias", SCORES, forward=Use(INPUT), backward=Use(INPUT), strided=True, feature="bias")
-SIZE = Number("head_dim", "int", "bias", "a number that Problem has and the structs lack")
-DBIAS = Operand("dbias", SCORES, like="bias", backward=Use(GRADIENT), strided=True, feature="bias")
+BIAS = Operand("added", SCORES, forward=Use(INPUT), backward=Use(INPUT), strided=True, feature="added")
+SIZE = Number("head_dim", "int", "added", "a number that Problem has and the structs lack")
+DBIAS = Operand("dadded", SCORES, like="added", backward=Use(GRADIENT), strided=True, feature="added")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def subclasses(kind: type[Variant]) -> list[type[Variant]]:
 
 @pytest.fixture
 def wider(monkeypatch: pytest.MonkeyPatch) -> tuple[Pass, Pass]:
-    """The passes of a table with a bias and its gradient, which all kernels then have in their structs."""
+    """The passes of a table with a added and its gradient, which all kernels then have in their structs."""
     table = (*TABLE, BIAS, SIZE, DBIAS)
     found = Pass("forward", table), Pass("backward", table)
     old = {kind: which for which in (FORWARD, BACKWARD) for kind in params_of(which)}
@@ -72,26 +72,26 @@ def test_a_row_more_is_an_array_more(
     monkeypatch.setenv("CUPYFLASH_FAMILY", family)
     for which, make in zip(wider, (run.forward, run.backward), strict=True):
         gpu.launched.clear()
-        given = arrays_of(which, "bias")
-        given["bias"] = np.zeros((2, 4, 70, 56), np.float16)[..., :50]
+        given = arrays_of(which, "added")
+        given["added"] = np.zeros((2, 4, 70, 56), np.float16)[..., :50]
         made: Any = make(NUMPY, given, Options())
         order = passes.given_of(which, tuple(given)).order
-        assert order.index("bias") < len(given)
-        assert ("dbias" in order) == (which is wider[1])
+        assert order.index("added") < len(given)
+        assert ("dadded" in order) == (which is wider[1])
         for params in launched_params(gpu):
-            assert params["bias"] == NUMPY.pointer(given["bias"])
-            assert params["bias_stride"].tolist() == (4 * 70 * 56, 56, 70 * 56)
+            assert params["added"] == NUMPY.pointer(given["added"])
+            assert params["added_stride"].tolist() == (4 * 70 * 56, 56, 70 * 56)
             assert params["head_dim"] == 64
             assert params["q"] == NUMPY.pointer(given["q"])
             if which is wider[1]:
-                assert params["dbias"] == NUMPY.pointer(made["dbias"])
-                assert params["dbias_stride"].tolist() == (4 * 70 * 50, 50, 70 * 50)
+                assert params["dadded"] == NUMPY.pointer(made["dadded"])
+                assert params["dadded_stride"].tolist() == (4 * 70 * 50, 50, 70 * 50)
         gpu.launched.clear()
         make(NUMPY, arrays_of(which), Options())  # the next call has none
-        assert not any(params["bias"] for params in launched_params(gpu))
+        assert not any(params["added"] for params in launched_params(gpu))
     grads = cupyflash.Gradients.of(made)
     dq, dk, dv = grads
-    assert (grads.dbias.shape, dq.shape, dk.shape) == ((2, 4, 70, 50), (2, 70, 4, 64), (2, 50, 2, 64))  # type: ignore[attr-defined]
+    assert (grads.dadded.shape, dq.shape, dk.shape) == ((2, 4, 70, 50), (2, 70, 4, 64), (2, 50, 2, 64))  # type: ignore[attr-defined]
     assert dv is grads.dv
 
 
@@ -105,23 +105,23 @@ def test_a_row_more_moves_nothing(wider: tuple[Pass, Pass]) -> None:
                 assert new.fields[name][1] == offset, name
                 assert new.fields[name][0] == kind or name == "plain"
         names = params_of(more)[0].names or ()
-        tail = ["bias", "bias_stride", "head_dim"] + ["dbias", "dbias_stride"] * (more is wider[1])
+        tail = ["added", "added_stride", "head_dim"] + ["dadded", "dadded_stride"] * (more is wider[1])
         assert list(names[-len(tail) :]) == tail
     text = " ".join(headers(*wider)["params.cuh"].split())
-    assert text.count("const void *bias; // [batch, heads_q, seqlen_q, seqlen_k]; null: not given") == 2
-    assert "void *dbias; // like bias; null: not given" in text
+    assert text.count("const void *added; // [batch, heads_q, seqlen_q, seqlen_k]; null: not given") == 2
+    assert "void *dadded; // like added; null: not given" in text
 
 
 def test_what_a_new_array_must_be(wider: tuple[Pass, Pass]) -> None:
-    good = arrays_of(wider[0], "bias")
+    good = arrays_of(wider[0], "added")
     wrong = {
-        r"bias: expected shape \(batch, heads_q, seqlen_q, seqlen_k\) = \(2, 4, 70, 50\), dtype fp16, on the CPU; got "
-        r"\(2, 4, 70, 49\), fp16, on the CPU": good["bias"][..., 1:],
-        "bias: expected shape .* dtype fp16, on the CPU; got .*, fp32": good["bias"].astype(np.float32),
-        "bias: expected a stride of 1 along seqlen_k, got 2": np.zeros((2, 4, 70, 100), np.float16)[..., ::2],
+        r"added: expected shape \(batch, heads_q, seqlen_q, seqlen_k\) = \(2, 4, 70, 50\), dtype fp16, on the CPU; got "
+        r"\(2, 4, 70, 49\), fp16, on the CPU": good["added"][..., 1:],
+        "added: expected shape .* dtype fp16, on the CPU; got .*, fp32": good["added"].astype(np.float32),
+        "added: expected a stride of 1 along seqlen_k, got 2": np.zeros((2, 4, 70, 100), np.float16)[..., ::2],
     }
-    for message, bias in wrong.items():
-        given = good | {"bias": bias}
+    for message, added in wrong.items():
+        given = good | {"added": added}
         with pytest.raises(ArgumentError, match=f"^{message}"):
             checks.check(wider[0], tuple(given), NUMPY, [NUMPY.signature(x) for x in given.values()], Options())
 
@@ -165,21 +165,23 @@ def test_packed_arrays_have_no_batch() -> None:
 
 
 def test_a_feature_has_no_tensor_map() -> None:
-    row = Operand("bias", SCORES, forward=Use(INPUT, 64), strided=True, feature="bias")
-    with pytest.raises(ValueError, match=r"^bias: "):
+    row = Operand("added", SCORES, forward=Use(INPUT, 64), strided=True, feature="added")
+    with pytest.raises(ValueError, match=r"^added: "):
         Pass("forward", (*TABLE, row))
 
 
 @pytest.mark.parametrize("optional", [False, True])
 def test_a_gradient_comes_along_unless_it_is_optional(optional: bool) -> None:
     rows = (
-        Operand("bias", SCORES, backward=Use(INPUT), strided=True, feature="bias"),
-        Operand("dbias", SCORES, like="bias", backward=Use(GRADIENT, optional=optional), strided=True, feature="bias"),
+        Operand("added", SCORES, backward=Use(INPUT), strided=True, feature="added"),
+        Operand(
+            "dadded", SCORES, like="added", backward=Use(GRADIENT, optional=optional), strided=True, feature="added"
+        ),
     )
     which = Pass("backward", (*TABLE, *rows))
     assert which.made(("q", "k", "v")) == ("dq", "dk", "dv")
-    assert which.made(("q", "k", "v", "bias")) == ("dq", "dk", "dv") + ("dbias",) * (not optional)
-    assert which.made(("q", "k", "v", "bias"), ("dbias",)) == ("dq", "dk", "dv", "dbias")
+    assert which.made(("q", "k", "v", "added")) == ("dq", "dk", "dv") + ("dadded",) * (not optional)
+    assert which.made(("q", "k", "v", "added"), ("dadded",)) == ("dq", "dk", "dv", "dadded")
 
 
 def test_a_dimension_that_an_array_may_lack() -> None:

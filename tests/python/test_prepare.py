@@ -8,6 +8,7 @@ import pytest
 from cupyflash.arrays.adapters import Signature
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
+from cupyflash.launch import filled as filled_params
 from cupyflash.launch import passes
 from cupyflash.launch.passes import contiguous_strides
 from cupyflash.operands import BACKWARD, FORWARD, WORKSPACE, Pass
@@ -50,7 +51,7 @@ def test_addresses(which: Pass, head_dim: int, family: str, deterministic: bool)
     problem, signatures = call(head_dim, deterministic)
     given = passes.given_of(which, NAMES[: 3 if which is FORWARD else 5])
     chosen = plan.plan_call(problem, Device.synthetic("sm_90"), backward=which is BACKWARD, family=family)
-    filled = passes.fill(given, chosen, problem, signatures[: len(given.names)], "bshd")
+    filled = filled_params.fill(given, chosen, problem, signatures[: len(given.names)], "bshd")
     assert filled is not None
     for name, row in which.rows.items():
         assert set(filled.words[name]) == places(filled.params.dtype, row.member), name
@@ -63,4 +64,4 @@ def test_a_driver_with_other_maps_gets_no_params(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tensormap, "address_slot", lambda tensor: None)
     problem, signatures = call(64)
     chosen = plan.plan_call(problem, Device.synthetic("sm_90"))
-    assert passes.fill(passes.given_of(FORWARD, NAMES[:3]), chosen, problem, signatures[:3], "bshd") is None
+    assert filled_params.fill(passes.given_of(FORWARD, NAMES[:3]), chosen, problem, signatures[:3], "bshd") is None

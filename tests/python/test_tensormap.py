@@ -14,7 +14,8 @@ from cupyflash.arrays.adapters import Signature
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
 from cupyflash.gpu.tensormap import TensorMap
-from cupyflash.launch.passes import contiguous_strides, fill, given_of
+from cupyflash.launch.filled import fill
+from cupyflash.launch.passes import contiguous_strides, given_of
 from cupyflash.operands import FORWARD
 from cupyflash.plan.families import plan_call
 from cupyflash.plan.params import FWD_PARAMS, FWD_SM90_PARAMS

@@ -68,13 +68,13 @@ def assert_same(f: Callable[..., Any], g: Callable[..., Any], inputs: list[Any])
 
 def test_the_schema_follows_the_table() -> None:
     """Optional arrays, and those with a gradient, are arguments and results by their rows alone."""
-    bias = Operand("bias", ("batch",), feature="bias", forward=Use(INPUT), backward=Use(INPUT))
-    dbias = Operand("dbias", ("batch",), like="bias", feature="bias", backward=Use(GRADIENT, optional=True))
-    table = (*TABLE, bias, dbias)
+    more = Operand("more", ("batch",), feature="more", forward=Use(INPUT), backward=Use(INPUT))
+    dmore = Operand("dmore", ("batch",), like="more", feature="more", backward=Use(GRADIENT, optional=True))
+    table = (*TABLE, more, dmore)
     assert ops.schema(Pass("forward", table)) == ops.schema(FORWARD).replace(
-        ", bool causal", ", Tensor? bias, bool causal"
+        ", bool causal", ", Tensor? more, bool causal"
     )
-    grown = ops.schema(BACKWARD).replace(", bool causal", ", Tensor? bias, bool causal")[:-1] + ", Tensor dbias)"
+    grown = ops.schema(BACKWARD).replace(", bool causal", ", Tensor? more, bool causal")[:-1] + ", Tensor dmore)"
     assert ops.schema(Pass("backward", table)) == grown
 
 

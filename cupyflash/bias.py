@@ -1,0 +1,25 @@
+"""What must be known of an additive bias to choose kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Bias(NamedTuple):
+    """An additive bias of the scores, but for its elements.
+
+    Attributes:
+        dtype: that of q, or fp32.
+        own: along which of (batch, heads_q, seqlen_q, seqlen_k) it has elements of its own; it is broadcast along the
+            others.
+    """
+
+    dtype: str
+    own: tuple[bool, ...] = (True, True, True, True)
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: str) -> Bias:
+        """That of an array of this shape, which need not fit the scores yet."""
+        own = [n != 1 for n in shape[-4:]]
+        return cls(dtype, (*[False] * (4 - len(own)), *own))

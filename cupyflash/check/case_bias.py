@@ -1,0 +1,72 @@
+"""Biases of the named cases, in a few words: along which of batch, heads, queries and keys they have elements of
+their own, by the letters b, h, q, k, and then, in any order,
+
+    fp32     not of q's dtype, unless that is fp64
+    hides    -inf for a third of the elements, and for all of some rows
+    masks    the least number of the dtype (of fp32, if that is fp64) in place of -inf, as models write masks
+    far      also elements of hundreds, so that few keys decide a row
+    turned   the last two dimensions lie in the other order: no stride is 1
+    shifted  it begins one element behind an allocation
+    whole    expanded to all four dimensions, with strides of 0
+
+As in "hqk fp32 hides". First dimensions without elements of their own are left out of the shape; "-" has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import Bias, Problem
+
+Array = NDArray[Any]
+WORDS = ("fp32", "hides", "masks", "far", "turned", "shifted", "whole")
+
+
+def form_of(words: str, dtype: str) -> Bias | None:
+    """What a problem knows of a bias beside arrays of this dtype; None: there is none."""
+    if not words:
+        return None
+    dims, *rest = words.split()
+    assert set(dims) <= set("bhqk-"), words
+    assert set(rest) <= set(WORDS), words
+    return Bias(
+        "fp32" if "fp32" in rest and dtype != "fp64" else dtype, tuple("whole" in rest or d in dims for d in "bhqk")
+    )
+
+
+def draw_bias(words: str, rng: np.random.Generator, p: Problem, dtype: np.dtype[Any]) -> Array:
+    """One of a problem; `dtype`: that of q."""
+    dims, *rest = words.split()
+    whole = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
+    shape = [n if d in dims else 1 for d, n in zip("bhqk", whole, strict=True)]
+    x = rng.standard_normal(shape)
+    if "far" in rest:
+        x *= np.where(rng.random(shape) < 0.2, 100, 1)
+    single = np.dtype(np.float32)
+    dtype = single if "fp32" in rest and dtype.itemsize < 8 else dtype
+    if "hides" in rest or "masks" in rest:
+        least = -np.inf if "hides" in rest else float(ml_dtypes.finfo(single if dtype.itemsize == 8 else dtype).min)
+        x[rng.random(shape) < 0.3] = least
+        if x.shape[2] > 1:
+            x[:, :, 3::7] = least
+    x = _placed(x.astype(dtype), rest)
+    if "whole" in rest:
+        return np.broadcast_to(x, whole)
+    while x.ndim and x.shape[0] == 1 and dims[:1] != "bhqk"[4 - x.ndim]:
+        x = x.reshape(x.shape[1:])
+    return x
+
+
+def _placed(x: Array, rest: list[str]) -> Array:
+    """The same elsewhere in memory."""
+    if "turned" in rest:
+        x = np.ascontiguousarray(x.swapaxes(2, 3)).swapaxes(2, 3)
+    if "shifted" in rest:
+        buffer = np.full(x.size + 1, np.nan, x.dtype)
+        buffer[1:] = x.ravel()
+        x = buffer[1:].reshape(x.shape)
+    return x

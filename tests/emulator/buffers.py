@@ -1,0 +1,105 @@
+"""The arrays of a call in emulated memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyflash.gpu import tensormap
+from cupyflash.gpu.tensormap import TensorMap
+from cupyflash.launch.filled import fill_plain, fill_problem
+from cupyflash.launch.passes import contiguous_strides, with_batch
+from cupyflash.launch.prepare import has_pairs
+from cupyflash.operands import Pass
+from cupyflash.plan.families import Plan
+from cupyflash.plan.params import params_of
+from cupyflash.problem import Problem
+
+from .launch import Memory, tensor_map
+
+Array = NDArray[Any]
+DTYPES = {"fp32": np.float32, "int32": np.int32}
+_SWIZZLE_128B = 3
+
+
+class Buffers:
+    """The arrays of one call of a pass in emulated memory: their addresses, and what params structs say of them."""
+
+    def __init__(self, memory: Memory, which: Pass) -> None:
+        self.memory, self.which = memory, which
+        self.address: dict[str, int] = {}
+        self.shape: dict[str, tuple[int, ...]] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}  # in elements, of those that have some in the structs
+        self.broadcast: dict[str, tuple[int, ...]] = {}  # the same of those that broadcast
+
+    def add(self, name: str, x: Array) -> None:
+        """An input."""
+        row = self.which.rows[name]
+        if not (row.strided or row.broadcasts):
+            x = np.ascontiguousarray(x, DTYPES[row.dtype])
+        self.address[name] = self.memory.input(name, x)
+        self._keep(name, x.shape, tuple(s // x.itemsize for s in x.strides))
+
+    def make(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A contiguous output."""
+        self.address[name], out = self.memory.output(name, shape, dtype)
+        self._keep(name, shape, contiguous_strides(shape))
+        return out
+
+    def _keep(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        """What is said of an array; a packed one is a batch of one."""
+        if self.which.rows[name].broadcasts:
+            self.broadcast[name] = strides
+        if self.which.rows[name].strided:
+            if len(shape) == 3:
+                shape, strides, *_ = with_batch((shape, strides, None, None))
+            self.strides[name] = strides
+        self.shape[name] = shape
+
+    def aligned(self) -> bool:
+        """Whether every row of all inputs starts at a multiple of 16 bytes."""
+        return all(
+            self.address[name] % 16 == 0
+            and all(s % 8 == 0 for s, n in zip(strides[:-1], self.shape[name][:-1], strict=True) if n > 1)
+            for name, strides in self.strides.items()
+        )
+
+    def readable(self) -> bool:
+        """Whether TMA can read the inputs that it reads."""
+        return all(
+            self.address[name] % 16 == 0 and tensormap.readable(self.shape[name], strides)
+            for name, strides in self.strides.items()
+            if self.which.uses[name].box is not None
+        )
+
+    def paired(self, seqlen_k: int) -> bool:
+        """Whether two neighbouring keys of a bias lie in a pair."""
+        if "bias" not in self.broadcast:
+            return False
+        return self.address["bias"] % 8 == 0 and has_pairs(self.shape["bias"], self.broadcast["bias"], seqlen_k)
+
+    def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:
+        """The array's tensor map."""
+        m = TensorMap.of(dtype, self.shape[name], self.strides[name], "bshd", rows)
+        box = tensormap.BOX_COLUMNS, rows, 1, 1
+        return tensor_map(self.address[name], m.sizes, m.strides_bytes, box, _SWIZZLE_128B)
+
+    def _defaults(self) -> dict[str, int]:
+        """The addresses of what stands for arrays that may not be given."""
+        defaults = self.which.defaults
+        return {name: self.address[default] for name, default in defaults.items() if default in self.address}
+
+    def params(self, plan: Plan, problem: Problem) -> tuple[Array, Array]:
+        """Both structs of the pass, the counter apart: the plain one, and that of the sm90 family."""
+        rows, (plain, hopper) = self.which.rows, (np.zeros((), kind) for kind in params_of(self.which))
+        for name, address in (self._defaults() | self.address).items():
+            plain[rows[name].member] = address
+        strides = self.strides | self.broadcast
+        fill_plain(plain, rows, {name: (self.shape[name], own) for name, own in strides.items()}, "bshd")
+        fill_problem(plain, self.which, problem, plan)
+        hopper["plain"] = plain
+        for name, box in self.which.boxes(launch.variant for launch in plan.launches).items():
+            hopper[f"map_{rows[name].member}"] = self.map(name, problem.dtype, box)
+        return plain, hopper

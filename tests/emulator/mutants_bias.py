@@ -1,0 +1,38 @@
+# ruff: noqa: E501 (a bug a line)
+"""Bugs planted in what a bias brings, with cases of `tests/kernels/test_emulator_bias.py`."""
+
+from __future__ import annotations
+
+from .markers import change, without
+from .mutants import Bug
+
+_HIDDEN = "!Places<V>::of(p, s, head).from(query, key)(0, 0).hides()"
+
+FORWARD_BIAS = (
+    Bug("bias: NaN behind -inf seen", change("bias-that-hides", "hides() ? bias : s + bias", "s + bias"), "nan-hidden"),
+    Bug("bias: read behind the last key", change("bias-that-exists", "i >= queries || (kPairs ? j & ~1 : j) >= keys", "i >= queries"), "turned", r"buffer|load|beyond|outside"),
+    Bug("bias: read behind the last query", change("bias-that-exists", "i >= queries || (kPairs ? j & ~1 : j) >= keys", "(kPairs ? j & ~1 : j) >= keys"), "pairs", r"buffer|load|beyond|outside"),
+    Bug("bias: queries in the stride of keys", change("strides-of-bias", "i * row", "i * key"), "turned", r"buffer"),
+    Bug("bias: of the first sequence", change("bias-of-its-head", "s.index * stride.batch", "0 * stride.batch"), "pairs"),
+    Bug("bias: of the first head", change("bias-of-its-head", "head * stride.head", "0 * stride.head"), "pairs"),
+    Bug("bias: O repaired with keys that it hides", change("hidden-by-bias-repair-of-o", "places(0, key).hides()", "false"), "nan-hidden"),
+)  # fmt: skip
+BACKWARD_BIAS = (
+    Bug("bias: gradients repaired with keys that it hides", change("hidden-by-bias-repair", _HIDDEN, "true"), "nan-hidden"),
+    Bug("bias: P of a row of -inf", change("lse-of-nothing", "lse[i] == -ptx::infinity() ? kLseOfNothing : lse[i]", "lse[i]"), "hides"),
+    Bug("dbias: of one sequence", change("dbias-of-all-sequences", "b < batches.end", "b <= batches.first"), "keys"),
+    Bug("dbias: of one head", change("dbias-of-all-heads", "h < heads.end", "h <= heads.first"), "keys"),
+    Bug("dbias: last block of keys left out", change("dbias-of-blocks-that-are-seen", "mask.end_key_block(m * M)", "mask.end_full_block(m * M)"), "pairs"),
+    Bug("dbias: K of another head", change("head-of-k-dbias", "head / (problem.heads_q / problem.heads_k)", "head % problem.heads_k"), "pairs"),
+    Bug("dbias: tiles overwritten while they are read", without("dbias-tiles-free"), "keys", r"RACE"),
+    Bug("dbias: Q and K used before they are copied", without("dbias-q-and-k-copied"), "keys", r"RACE"),
+    Bug("dbias: Q and K used before all are copied", without("dbias-q-and-k-landed"), "keys", r"RACE"),
+    Bug("dbias: dO and V used before they are copied", without("dbias-do-and-v-copied"), "keys", r"RACE"),
+    Bug("dbias: dO and V used before all are copied", without("dbias-do-and-v-landed"), "keys", r"RACE"),
+    Bug("dbias: statistics of the first query", change("statistics-of-the-rows-dbias", "exists ? query + 8 * r : 0", "0"), "pairs"),
+    Bug("dbias: hidden keys counted", change("dbias-of-what-is-seen", "counts ? dS : 0.f", "dS"), "nan-hidden"),
+    Bug("dbias: a row of 16 stored eight further", change("dbias-stored", "mine + row * to.row", "mine + (row ^ 8) * to.row"), "pairs", r"|store|buffer"),
+    Bug("dbias: one key of a row for all", change("sum-of-a-row", "quad_reduce(total, [](float x, float y) { return x + y; })", "total"), "queries"),
+    Bug("dbias: one query of a column for all", change("sum-of-a-column", "total += ptx::shfl_xor(total, mask)", "(void)mask"), "keys"),
+    Bug("dbias: sums read before they are written", without("column-sums-of-all-warps"), "keys", r"RACE"),
+)  # fmt: skip

@@ -1,0 +1,92 @@
+"""Bugs planted in what a bias brings are reported: `emulator/mutants_bias.py`; and its gradient repeats bitwise."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import MODES, EmulatorError
+from emulator.attention import Session, small_device
+from emulator.mutants import Bug
+from emulator.mutants_bias import BACKWARD_BIAS, FORWARD_BIAS
+from emulator.require import require_compiler
+
+from cupyflash.check.accuracy import Oracle
+from cupyflash.check.cases import Case, Inputs
+
+require_compiler()
+
+
+def _case(name: str, bias: str, **more: Any) -> Case:
+    shape = {"batch": 2, "heads_q": 2, "heads_k": 1, **more}
+    return Case(f"bias-{name}", "full", 70, 132, 64, **shape, bias=bias)
+
+
+CASES = {
+    "pairs": _case("pairs", "bhqk", causal=True, heads_q=4, heads_k=2),
+    "turned": _case("turned", "qk turned"),
+    "hides": _case("hides", "qk hides", dlse=True),
+    "nan-hidden": _case("nan-hidden", "qk hides"),
+    "keys": _case("keys", "k fp32", dlse=True),
+    "queries": _case("queries", "bq", dlse=True),
+}
+
+
+@functools.cache
+def inputs_of(name: str) -> Inputs:
+    """In "nan-hidden" a key that no query sees is NaN, and one that every second query sees."""
+    x = CASES[name].inputs("bf16")
+    if name == "nan-hidden":
+        assert x.bias is not None
+        x.bias[:, 37] = -np.inf
+        x.bias[::2, 90] = -np.inf
+        x.k[:, [37, 90]], x.v[:, [37, 90]] = np.nan, np.nan
+    return x
+
+
+@functools.cache
+def oracle(name: str) -> Oracle:
+    return Oracle(CASES[name].problem("bf16"), *inputs_of(name))
+
+
+def wrong(name: str, *, backward: bool, arch: str = "sm_80", **more: Any) -> list[str]:
+    """What the kernels get wrong."""
+    x, exact, family = inputs_of(name), oracle(name), "sm90" if arch == "sm_90" else "sm80"
+    session = Session(small_device(arch), MODES["race"], family=family, backward_family=family, **more)
+    if backward:
+        found = exact.judge_backward(*session.backward(x, *exact.plain_forward, exact.problem))
+    else:
+        found = exact.judge_forward(*session.forward(x, exact.problem))
+    return [str(c) for c in found if not c.passed]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_wrong_without_bugs(name: str, arch: str, backward: bool) -> None:
+    assert not wrong(name, backward=backward, arch=arch)
+
+
+@pytest.mark.parametrize("bug", FORWARD_BIAS + BACKWARD_BIAS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_planted_bug_is_reported(bug: Bug) -> None:
+    def planted() -> list[str]:
+        return wrong(bug.case, backward=bug in BACKWARD_BIAS, arch=bug.arch, headers=bug.headers())
+
+    if bug.finds:
+        with pytest.raises(EmulatorError, match=bug.finds):
+            planted()
+    else:
+        assert planted()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", ["pairs", "keys", "queries"])
+def test_the_gradient_repeats_bitwise(name: str, arch: str) -> None:
+    """Deterministic or not, in any order of blocks and warps."""
+    x, exact, family, found = inputs_of(name), oracle(name), "sm90" if arch == "sm_90" else "sm80", []
+    for mode, seed in (("early", 0), ("any", 1), ("lanes", 2)):
+        session = Session(small_device(arch), MODES[mode], seed, family=family, backward_family=family)
+        found.append(session.backward(x, *exact.plain_forward, exact.problem)[-1])
+    assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
