@@ -36,6 +36,7 @@ PYTHON_LAYERS = (
     ("launch",),
     ("compile", "cpu"),
     ("check", "plan"),
+    ("cache",),
     ("sequences",),
     ("problem",),
     ("bias",),
@@ -48,6 +49,7 @@ PYTHON_LAYERS = (
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
     "arrays": "libraries readable vetting adapters imported",
+    "cache": "checks arrays problem",
     "check": "accuracy noise reference features bias arithmetic comparison cases cases_bias cases_sequences case "
     "case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",

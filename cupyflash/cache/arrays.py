@@ -1,0 +1,76 @@
+"""The arrays of a call of attention over a cache, by name, in the order in which a launch gets their addresses."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .problem import CacheProblem
+
+# What an array is to a call. A cache is written where k is given, behind the rows in use.
+INPUT, CACHE, RESULT = "input", "cache", "result"
+
+
+class CacheArray(NamedTuple):
+    """One array.
+
+    Attributes:
+        dims: its dimensions; those of `packed` where sequences of different lengths lie one after the other.
+        dtype: "" is that of q, "sum" fp32, and fp64 for fp64.
+        strided: it may have any strides but along its last dimension; others are contiguous.
+        optional: a call may lack it.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    dtype: str = ""
+    role: str = INPUT
+    strided: bool = False
+    optional: bool = False
+
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """Its dimensions in a packed call: no batch where there are queries or new keys."""
+        has_rows = any(d.startswith("seqlen") for d in self.dims)
+        return tuple(d for d in self.dims if d != "batch") if has_rows else self.dims
+
+
+_Q, _NEW = ("batch", "seqlen_q", "heads_q", "head_dim"), ("batch", "seqlen_new", "heads_k", "head_dim")
+_CACHE = ("slots", "slot_rows", "heads_k", "head_dim")
+_ROTARY = ("rotary_positions", "rotary_dim / 2")
+
+CACHE_ARRAYS = (
+    CacheArray("q", _Q, strided=True),
+    CacheArray("k_cache", _CACHE, role=CACHE, strided=True),
+    CacheArray("v_cache", _CACHE, role=CACHE, strided=True),
+    CacheArray("cache_seqlens", ("batch",), "int32"),
+    CacheArray("k", _NEW, strided=True, optional=True),
+    CacheArray("v", _NEW, strided=True, optional=True),
+    CacheArray("block_table", ("batch", "pages_per_sequence"), "int32", strided=True, optional=True),
+    CacheArray("cache_batch_idx", ("batch",), "int32", optional=True),
+    CacheArray("cu_seqlens_q", ("batch + 1",), "int32", optional=True),
+    CacheArray("rotary_cos", _ROTARY, "rotary", optional=True),
+    CacheArray("rotary_sin", _ROTARY, "rotary", optional=True),
+    CacheArray("alibi_slopes", ("batch", "heads_q"), "sum", optional=True),
+    CacheArray("kv_range", ("batch", "2"), "int32", optional=True),
+    CacheArray("out", _Q, role=RESULT),
+    CacheArray("lse", ("batch", "heads_q", "seqlen_q"), "sum", role=RESULT, optional=True),
+)
+BY_NAME = {array.name: array for array in CACHE_ARRAYS}
+
+
+def shape_of(name: str, p: CacheProblem) -> tuple[int, ...]:
+    """What the array must be, or is made; alibi_slopes may lack the batch (`CacheProblem.alibi`)."""
+    array = BY_NAME[name]
+    dims = array.packed if p.packed else array.dims
+    return tuple(length_of(d, p) for d in dims)
+
+
+def length_of(dim: str, p: CacheProblem) -> int:
+    """The length of one dimension."""
+    derived = {
+        "slot_rows": p.page_size or p.capacity,
+        "rotary_dim / 2": p.rotary_dim // 2,
+        "batch + 1": p.batch + 1,
+        "2": 2,
+    }
+    return derived[dim] if dim in derived else int(getattr(p, dim))

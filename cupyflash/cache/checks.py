@@ -1,0 +1,215 @@
+"""Shapes and dtypes of a call and its options: the `CacheProblem` that they mean, or what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..errors import ArgumentError, UnsupportedError
+from ..options import Window, flag, make_options, whole
+from ..problem import DTYPES, MAX_SEQLEN, Problem, make_problem
+from .arrays import BY_NAME, CacheArray, length_of
+from .problem import CacheProblem
+
+MAX_SPLITS = 1024
+Shape = tuple[int, ...]
+
+
+class CacheOptions(NamedTuple):
+    """The options of a call: plain values, as `make_cache_options` gives them; what they mean says `CacheProblem`."""
+
+    causal: bool = False
+    scale: float | None = None
+    window: Window | None = None
+    softcap: float | None = None
+    rotary_interleaved: bool = False
+    num_splits: int | None = None
+    batch_invariant: bool = False
+
+
+def make_cache_options(
+    causal: Any, scale: Any, window: Any, softcap: Any, interleaved: Any, num_splits: Any, batch_invariant: Any
+) -> CacheOptions:
+    """The `CacheOptions` that a user's arguments mean.
+
+    Raises:
+        ArgumentError: one is not of its type or range.
+    """
+    plain = make_options(causal, scale, window, softcap=softcap)
+    splits = None if num_splits is None else whole("num_splits", num_splits, "an integer or None")
+    if splits is not None and not 1 <= splits <= MAX_SPLITS:
+        raise ArgumentError(
+            f"num_splits: expected 1 to {MAX_SPLITS}, or None for the best for the lengths, got {splits}"
+        )
+    invariant = flag("batch_invariant", batch_invariant)
+    turned = flag("rotary_interleaved", interleaved)
+    return CacheOptions(plain.causal, plain.scale, plain.window, plain.softcap, turned, splits, invariant)
+
+
+def make_cache_problem(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], options: CacheOptions) -> CacheProblem:
+    """Check the arrays of a call by their shapes and dtypes; what they hold is not looked at.
+
+    Args:
+        shapes, dtypes: of the arrays given, by their names in `CACHE_ARRAYS`.
+
+    Raises:
+        ArgumentError: for everything that is wrong in itself.
+        UnsupportedError: for what is meaningful but beyond this version's limits.
+    """
+    _check_together(shapes)
+    for name, shape in shapes.items():
+        _check_dims(name, shape, shapes)
+    _check_dtypes(dtypes)
+    dense = _dense(shapes, dtypes["q"], options)
+    problem = _sized(shapes, dtypes, options, dense)
+    for name, shape in shapes.items():
+        _check_shape(BY_NAME[name], shape, problem)
+    _check_append(shapes, problem)
+    return problem
+
+
+def _check_together(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that contradict each other, or miss another."""
+    for a, b in (("k", "v"), ("v", "k"), ("rotary_cos", "rotary_sin"), ("rotary_sin", "rotary_cos")):
+        if a in given and b not in given:
+            raise ArgumentError(f"{b}: expected an array, since {a} is given")
+    if "rotary_cos" in given and "k" not in given:
+        raise ArgumentError(
+            "rotary_cos: expected None, since there is no k to append; give q rotated, or append what it belongs to"
+        )
+    if "block_table" in given and "cache_batch_idx" in given:
+        raise ArgumentError(
+            "cache_batch_idx: expected None together with block_table; give the rows block_table[cache_batch_idx]"
+        )
+
+
+def _check_dims(name: str, shape: Shape, given: Mapping[str, Any]) -> None:
+    array, packed = BY_NAME[name], "cu_seqlens_q" in given
+    dims = array.packed if packed else array.dims
+    if name == "alibi_slopes":
+        fits = len(shape) in (1, 2)
+    else:
+        fits = len(shape) == len(dims)
+    if not fits:
+        words = "pages, page_size" if "block_table" in given else "batch of the cache, capacity"
+        shown = ", ".join(dims).replace("slots, slot_rows", words).replace("seqlen", "total" if packed else "seqlen")
+        raise ArgumentError(f"{name}: expected shape ({shown}), got {tuple(shape)}")
+
+
+def _check_dtypes(dtypes: Mapping[str, str]) -> None:
+    q = dtypes["q"]
+    if q not in DTYPES:
+        raise ArgumentError(f"q: expected a floating-point dtype ({', '.join(DTYPES)}), got {q}")
+    for name, dtype in dtypes.items():
+        kind = BY_NAME[name].dtype
+        wanted: tuple[str, ...] = (kind or q,)
+        if kind == "sum":
+            wanted = ("fp64" if q == "fp64" else "fp32",)
+        elif kind == "rotary":
+            wanted = (q,) if q == "fp64" else tuple({q: 0, "fp32": 0})
+        if dtype not in wanted:
+            of_q = "" if kind else " of q"
+            raise ArgumentError(f"{name}: expected dtype {' or '.join(wanted)}{of_q}, got {dtype}; cast it")
+    if len({dtypes.get(name) for name in ("rotary_cos", "rotary_sin")}) > 1:
+        raise ArgumentError(
+            f"rotary_sin: expected the dtype of rotary_cos, {dtypes['rotary_cos']}, got {dtypes['rotary_sin']}"
+        )
+
+
+def _dense(shapes: Mapping[str, Shape], dtype: str, options: CacheOptions) -> Problem:
+    """Scale, window and softcap, checked as those of `attention` are; and what can be said of heads and lengths."""
+    *_, heads_q, head_dim = shapes["q"]
+    slots, slot_rows, heads_k, head_dim_k = shapes["k_cache"]
+    if tuple(shapes["v_cache"]) != tuple(shapes["k_cache"]):
+        raise ArgumentError(
+            f"v_cache: expected the shape of k_cache, {tuple(shapes['k_cache'])}, got {tuple(shapes['v_cache'])}"
+        )
+    if head_dim_k != head_dim:
+        raise ArgumentError(f"k_cache: expected the head_dim of q, {head_dim}, got {head_dim_k}")
+    if heads_k == 0 or heads_q % heads_k:
+        raise ArgumentError(f"k_cache: expected heads_k to divide heads_q = {heads_q}, got heads_k = {heads_k}")
+    if "block_table" in shapes and slot_rows == 0:
+        raise ArgumentError(f"k_cache: expected a page_size of at least 1, got shape {tuple(shapes['k_cache'])}")
+    capacity = slot_rows * (shapes["block_table"][1] if "block_table" in shapes else 1)
+    if max(capacity, slots) > MAX_SEQLEN:
+        raise UnsupportedError(
+            f"k_cache: expected at most {MAX_SEQLEN} rows of a sequence, and as many sequences or pages, got "
+            f"{capacity} and {slots}"
+        )
+    k = (1, capacity, heads_k, head_dim)
+    rows = shapes["q"][-3]
+    return make_problem(
+        ((1, rows, heads_q, head_dim), k, k), (dtype,) * 3,
+        causal=options.causal, scale=options.scale, window=options.window, softcap=options.softcap,
+        alibi=len(shapes.get("alibi_slopes", ())),
+    )  # fmt: skip
+
+
+def _sized(
+    shapes: Mapping[str, Shape], dtypes: Mapping[str, str], options: CacheOptions, dense: Problem
+) -> CacheProblem:
+    packed, cos = "cu_seqlens_q" in shapes, shapes.get("rotary_cos", (0, 0))
+    slots, slot_rows = shapes["k_cache"][:2]
+    if packed and shapes["cu_seqlens_q"][0] == 0:
+        raise ArgumentError("cu_seqlens_q: expected shape (batch + 1,), got (0,); a batch of none has the one entry 0")
+    return CacheProblem(
+        dtype=dense.dtype,
+        batch=shapes["cu_seqlens_q"][0] - 1 if packed else shapes["q"][0],
+        seqlen_q=dense.seqlen_q,
+        heads_q=dense.heads_q,
+        heads_k=dense.heads_k,
+        head_dim=dense.head_dim,
+        head_dim_v=dense.head_dim,
+        slots=slots,
+        page_size=slot_rows if "block_table" in shapes else None,
+        capacity=dense.seqlen_k,
+        scale=dense.scale,
+        window=dense.window,
+        softcap=dense.softcap,
+        alibi=dense.alibi,
+        kv_range="kv_range" in shapes,
+        packed=packed,
+        chosen="cache_batch_idx" in shapes,
+        seqlen_new=shapes["k"][-3] if "k" in shapes else 0,
+        rotary_dim=2 * cos[1],
+        rotary_positions=cos[0],
+        rotary_interleaved=options.rotary_interleaved and "rotary_cos" in shapes,
+        rotary_dtype=dtypes.get("rotary_cos", ""),
+        num_splits=options.num_splits,
+        batch_invariant=options.batch_invariant,
+    )
+
+
+def _check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
+    dims = array.packed if p.packed else array.dims
+    wanted = tuple(length_of(d, p) for d in dims)
+    if tuple(shape) == wanted or (array.name == "alibi_slopes" and tuple(shape) == wanted[1:]):
+        return
+    words = ", ".join(dims) + ("," if len(dims) == 1 else "")
+    words = words.replace("seqlen", "total") if p.packed else words
+    more = f" or (heads_q,) = {wanted[1:]}" if array.name == "alibi_slopes" else ""
+    raise ArgumentError(f"{array.name}: expected shape ({words}) = {wanted}{more}, got {tuple(shape)}")
+
+
+def _check_append(shapes: Mapping[str, Shape], p: CacheProblem) -> None:
+    if not p.chosen and p.page_size is None and p.slots != p.batch:
+        raise ArgumentError(
+            f"k_cache: expected the caches of {p.batch} sequences, as q has, got {p.slots}; say by cache_batch_idx "
+            "which they are"
+        )
+    if p.packed and "k" in shapes and p.seqlen_new != p.seqlen_q:
+        raise ArgumentError(
+            f"k: expected as many rows as q has, {p.seqlen_q}, since both are packed by cu_seqlens_q, got "
+            f"{p.seqlen_new}"
+        )
+    if p.seqlen_new > p.capacity and not p.packed:
+        raise ArgumentError(f"k: expected at most {p.capacity} new keys, the capacity of the cache, got {p.seqlen_new}")
+    if p.rotary_dim > p.head_dim:
+        raise ArgumentError(
+            f"rotary_cos: expected at most head_dim / 2 = {p.head_dim // 2} columns, got {p.rotary_dim // 2}"
+        )
+    if p.rotary_dim and p.seqlen_new != p.seqlen_q:
+        raise ArgumentError(
+            f"rotary_cos: expected as many new keys as queries, {p.seqlen_q}, got {p.seqlen_new}: which positions have "
+            "the queries? Give q and k rotated"
+        )

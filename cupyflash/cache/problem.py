@@ -1,0 +1,87 @@
+"""One call of attention over a cache, checked: what the user asked for, without framework and without GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..options import Window
+
+
+@dataclass(frozen=True)
+class CacheProblem:
+    """Shapes and options of one call, as every backend sees them.
+
+    With used = cache_seqlens[b], clamped to 0 to capacity, as the user gave it, and new the keys that are appended to
+    sequence b (0 without), the cache holds ``keys = min(used + new, capacity)`` keys of it when its queries look.
+    Query i of seqlen_q sees key j if
+
+        i + keys - seqlen_q - left <= j <= i + keys - seqlen_q + right,  0 <= j < keys,  start <= j < end
+
+    with ``window = (left, right)``, where causal is folded in as ``right = min(right, 0)``, and [start, end) its
+    kv_range. Its score is that of `Problem`: scale, softcap, ALiBi by the distance ``abs(i + keys - seqlen_q - j)``.
+    A query that sees no key has out 0 and lse -inf. What the cache holds behind the keys has no effect.
+
+    Row r of sequence b lies in ``k_cache[s, r]`` with ``s = b``, or ``cache_batch_idx[b]`` where there is one; with
+    pages in ``k_cache[block_table[b, r // page_size], r % page_size]``. Sequences and pages are clamped to those that
+    the cache has. New rows lie behind: number i goes to row used + i; those beyond the capacity are not written.
+
+    Attributes:
+        dtype: of q, caches, k, v and out: "fp16", "bf16"; on the CPU also "fp32", "fp64".
+        batch: sequences of the call.
+        seqlen_q: queries of each, or, packed, total_q: all rows of q.
+        slots: the first dimension of the caches: sequences, or pages of the pool.
+        page_size: rows of a page; None: sequences lie whole in the cache.
+        capacity: rows that a sequence can have: of a page times pages_per_sequence, or the cache's second dimension.
+        seqlen_new: keys that are appended to each sequence; packed, 0 or total_q: to each as many as it has queries.
+        alibi: how many dimensions the slopes have; 0 without.
+        kv_range: whether each sequence has a range of keys that its queries may see.
+        packed: q (total_q, heads_q, head_dim), and k and v likewise, by cu_seqlens_q.
+        chosen: whether cache_batch_idx is given.
+        rotary_dim: how many columns of q and k, the first ones, are rotated by their position, that of query and of
+            new key i being used + i; 0: none. Positions that the tables do not have are not rotated.
+        rotary_positions: rows of the tables.
+        rotary_interleaved: pairs are columns 2i and 2i + 1 (GPT-J); else i and i + rotary_dim / 2 (GPT-NeoX).
+        rotary_dtype: of the tables: dtype or "fp32".
+        num_splits: into how many parts the keys of each sequence are split, at most; None: as the plan finds best.
+        batch_invariant: whether results must not depend, bit by bit, on what else is in the batch.
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    head_dim_v: int
+    slots: int
+    page_size: int | None
+    capacity: int
+    scale: float
+    window: Window = (None, None)
+    softcap: float | None = None
+    alibi: int = 0
+    kv_range: bool = False
+    packed: bool = False
+    chosen: bool = False
+    seqlen_new: int = 0
+    rotary_dim: int = 0
+    rotary_positions: int = 0
+    rotary_interleaved: bool = False
+    rotary_dtype: str = ""
+    num_splits: int | None = None
+    batch_invariant: bool = False
+
+    @property
+    def pages_per_sequence(self) -> int:
+        """Columns of block_table; 0 without pages."""
+        return self.capacity // self.page_size if self.page_size else 0
+
+    @property
+    def group(self) -> int:
+        """Heads of q that share a head of k."""
+        return self.heads_q // self.heads_k
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape of lse."""
+        return (self.heads_q, self.seqlen_q) if self.packed else (self.batch, self.heads_q, self.seqlen_q)
