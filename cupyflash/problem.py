@@ -72,12 +72,17 @@ class Problem:
         """Whether any query may see fewer than all keys."""
         return self.window != (None, None)
 
+    @property
+    def diagonal(self) -> int:
+        """The key at which query 0 stands: query i at key i + diagonal, from which masks and ALiBi count."""
+        return self.seqlen_k - self.seqlen_q
+
     def visible(self, query: int) -> tuple[int, int]:
         """The half-open range of keys that query number `query` sees; empty when it sees none."""
         left, right = self.window
-        diagonal = query + self.seqlen_k - self.seqlen_q
-        first = 0 if left is None else max(0, diagonal - left)
-        end = self.seqlen_k if right is None else min(self.seqlen_k, diagonal + right + 1)
+        own = query + self.diagonal
+        first = 0 if left is None else max(0, own - left)
+        end = self.seqlen_k if right is None else min(self.seqlen_k, own + right + 1)
         return (first, end) if first < end else (0, 0)
 
 

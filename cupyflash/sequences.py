@@ -5,20 +5,19 @@ Packed, sequences of any lengths lie one behind the other in arrays ``(total, he
 whose masks are aligned at its last query and its last used key.
 
 With a range of keys, packed or not, the queries of sequence b see none but the keys ``kv_range[b, 0]`` to
-``kv_range[b, 1]`` of it. That is a problem without the other keys, and with a window that stays where it was.
+``kv_range[b, 1]`` of it. That is a problem without the other keys, whose masks stay where they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ArgumentError
-from .options import Window
 from .problem import Problem
 
 Index = tuple[Any, ...]
@@ -155,14 +154,22 @@ def parts(problem: Problem, sequences: Sequences) -> Iterator[Part]:
         start, end = (0, used) if kv_range is None else (max(0, int(kv_range[b, 0])), min(used, int(kv_range[b, 1])))
         if start >= end:
             start = end = 0
-        one = replace(
-            problem, packed=False, kv_range=False, batch=1, seqlen_q=rows.stop - rows.start, seqlen_k=end - start,
-            window=_shifted(problem.window, used - end),
-        )  # fmt: skip
+        one = shortened(problem, rows.stop - rows.start, slice(start, end), used)
         yield Part(0 if problem.packed else b, rows, slice(first + start, first + end), one, problem.packed)
 
 
-def _shifted(window: Window, keys: int) -> Window:
-    """The window of a problem that lacks so many of the last keys, and sees the same of the others."""
-    left, right = window
-    return None if left is None else left - keys, None if right is None else right + keys
+@dataclass(frozen=True)
+class _Shortened(Problem):
+    """A problem without some of the last keys, whose masks and ALiBi stay where they were."""
+
+    left_out: int = 0
+
+    @property
+    def diagonal(self) -> int:
+        return self.seqlen_k + self.left_out - self.seqlen_q
+
+
+def shortened(problem: Problem, seqlen_q: int, keys: slice, seqlen_k: int) -> Problem:
+    """One sequence by itself, dense, with batch 1: its queries see at most these of its keys."""
+    sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": keys.stop - keys.start, "packed": False, "kv_range": False}
+    return _Shortened(**vars(problem) | sizes, left_out=seqlen_k - keys.stop)

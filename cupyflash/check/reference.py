@@ -151,7 +151,7 @@ def _backward(
 def distances(p: Problem) -> Array:
     """How far each key (column) is from each query's own position (row)."""
     query, key = np.arange(p.seqlen_q)[:, None], np.arange(p.seqlen_k)
-    return np.abs(query + (p.seqlen_k - p.seqlen_q) - key)
+    return np.abs(query + p.diagonal - key)
 
 
 def scores(

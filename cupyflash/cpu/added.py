@@ -142,5 +142,5 @@ class Adds:
 def _distances(rows: slice, keys: slice, p: Problem, dtype: np.dtype[Any]) -> Array:
     """How far each key lies from each query's own position; rows repeat for each head of the group."""
     query, key = np.arange(rows.start, rows.stop)[:, None], np.arange(keys.start, keys.stop)
-    distance = np.abs(query + (p.seqlen_k - p.seqlen_q) - key).astype(dtype)
+    distance = np.abs(query + p.diagonal - key).astype(dtype)
     return np.tile(distance, (p.heads_q // p.heads_k, 1))

@@ -60,9 +60,9 @@ def bounds(query: Array, p: Problem) -> tuple[Array, Array]:
     Both grow with the query: the first and the last row of a tile bound what it sees.
     """
     left, right = p.window
-    diagonal = query + (p.seqlen_k - p.seqlen_q)
-    first = np.zeros_like(diagonal) if left is None else diagonal - left
-    end = np.full_like(diagonal, p.seqlen_k) if right is None else diagonal + right + 1
+    own = query + p.diagonal
+    first = np.zeros_like(own) if left is None else own - left
+    end = np.full_like(own, p.seqlen_k) if right is None else own + right + 1
     return first, end
 
 
