@@ -11,6 +11,7 @@ from .errors import ArgumentError, CompileError, CupyflashError, DeviceError, Un
 if TYPE_CHECKING:
     from .ahead import warmup
     from .api import Gradients, attention, attention_backward
+    from .kvcache import attention_with_cache
     from .varlen import attention_varlen, attention_varlen_backward
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "attention_with_cache",
     "warmup",
 ]
 
@@ -37,6 +39,7 @@ if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
 
 
 _HOMES = {"Gradients": "api", "attention": "api", "attention_backward": "api", "warmup": "ahead"}
+_HOMES |= {"attention_with_cache": "kvcache"}
 _HOMES |= {"attention_varlen": "varlen", "attention_varlen_backward": "varlen"}
 
 

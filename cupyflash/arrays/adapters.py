@@ -88,6 +88,12 @@ class Numpy:
         """A new C-contiguous array on the device of `like`."""
         return np.empty(shape, _NUMPY_DTYPES[dtype])
 
+    def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
+        """The same in int32, with this value; queued on the current stream."""
+        x = self.empty(shape, "int32", like)
+        x.fill(value)
+        return x
+
     def contiguous(self, x: Any) -> Any:
         return np.ascontiguousarray(x)
 
@@ -124,6 +130,10 @@ class Cupy(Numpy):
             return cupy.empty(shape, _NUMPY_DTYPES[dtype])
         with like.device:
             return cupy.empty(shape, _NUMPY_DTYPES[dtype])
+
+    def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
+        with like.device:
+            return super().full(shape, value, like)
 
     def contiguous(self, x: Any) -> Any:
         return sys.modules["cupy"].ascontiguousarray(x)
@@ -180,6 +190,9 @@ class Torch:
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
         return like.new_empty(shape, dtype=self._dtypes[dtype])
+
+    def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
+        return like.new_full(shape, value, dtype=self._dtypes["int32"])
 
     def contiguous(self, x: Any) -> Any:
         return x.contiguous()

@@ -8,7 +8,7 @@ and is asked where kernels are new or something went wrong; `vet_memory` is the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,21 @@ def vet_memory(name: str, x: Any) -> None:
             f"{name}: a tensor of shape {tuple(x.shape)} needs {(last + 1) * x.element_size()} bytes of memory and has "
             f"{size}: it was never given any, or gave it back (as FSDP does outside of a module's forward)"
         )
+
+
+def vet_gradients(arrays: Mapping[str, Any]) -> None:
+    """Refuse torch tensors whose gradients the caller expects from what has none.
+
+    Raises:
+        UnsupportedError: autograd follows one.
+    """
+    if sys.modules["torch"].is_grad_enabled():
+        for name, x in arrays.items():
+            if x.requires_grad:
+                raise UnsupportedError(
+                    f"{name}: expected a tensor without requires_grad, since attention over a cache has no gradients; "
+                    f"call under torch.no_grad(), give {name}.detach(), or use `attention`"
+                )
 
 
 def vet_transforms(name: str, x: Any) -> None:

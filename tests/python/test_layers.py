@@ -29,7 +29,7 @@ PYTHON_LAYERS = (
     ("__init__",),
     ("transformers", "distributed"),
     ("compat",),
-    ("varlen",),
+    ("kvcache", "varlen"),
     ("ahead", "api"),
     ("gradients",),
     ("torch", "jax"),
@@ -49,14 +49,14 @@ PYTHON_LAYERS = (
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
     "arrays": "libraries readable vetting adapters imported",
-    "cache": "checks arrays problem",
+    "cache": "checks values arrays problem",
     "check": "accuracy noise reference features bias arithmetic comparison cases cases_bias cases_sequences case "
     "case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
-    "cpu": "packed attention added sink products tiles",
+    "cpu": "cache packed attention added sink products tiles",
     "gpu": "tensormap device driver",
-    "jax": "sdpa op call sharding ffi buffers",
-    "launch": "run clocks prepare alignment prepared filled checks packed passes template counters kept",
+    "jax": "eager sdpa op call sharding ffi buffers",
+    "launch": "cached decode run clocks prepare alignment prepared filled checks packed passes template counters kept",
     "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
     "torch": "flash aten sdpa flops autograd sharding batching ops vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",

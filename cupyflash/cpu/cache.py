@@ -1,0 +1,87 @@
+"""Attention over a cache in NumPy: rows that are new are rotated and appended, then each sequence is dense attention.
+
+    k_cache[row used + i] = rotated(k[i])        v_cache[row used + i] = v[i]        out = softmax(rotated(q) K^T) V
+
+over the rows of the cache in use. A page is looked up for each row, and only rows that a query may see are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cache.problem import CacheProblem
+from ..cache.values import Part, parts, places
+from . import attention
+
+Array = NDArray[Any]
+
+
+def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]:
+    """out and lse; the caches in `arrays` are written where there is a k.
+
+    Args:
+        arrays: by the names of `CACHE_ARRAYS`.
+        p: shapes and options.
+
+    Returns:
+        out, shape and dtype of q, and lse, natural log, fp32 (fp64 for fp64). A query that sees no key, or belongs to
+        no sequence, has out 0 and lse -inf.
+    """
+    q, cos, sin = arrays["q"], arrays.get("rotary_cos"), arrays.get("rotary_sin")
+    out, lse = np.zeros(q.shape, q.dtype), np.full(p.rows, -np.inf, attention.accumulator(q))
+    slopes, sequences = arrays.get("alibi_slopes"), list(parts(p, arrays))
+    for part in sequences:
+        _append(arrays, p, part)
+    for part in sequences:
+        b, rows = part.number, (part.rows if p.packed else part.number)
+        Q = q[rows] if cos is None or sin is None else rotated(q[rows], cos, sin, part.used, p.rotary_interleaved)
+        K, V = (_rows_of(arrays[name], p, arrays, part) for name in ("k_cache", "v_cache"))
+        own = slopes if slopes is None or slopes.ndim == 1 else slopes[b : b + 1]
+        found = attention.forward(Q[None], K[None], V[None], part.problem, own)
+        out[rows], lse[(slice(None), rows) if p.packed else rows] = (x[0] for x in found)
+    return out, lse
+
+
+def _append(arrays: Mapping[str, Array], p: CacheProblem, part: Part) -> None:
+    """Write the new rows of one sequence behind those in use."""
+    if not part.new:
+        return
+    new = part.rows if p.packed else part.number
+    k, v = arrays["k"][new], arrays["v"][new]
+    if "rotary_cos" in arrays:
+        k = rotated(k, arrays["rotary_cos"], arrays["rotary_sin"], part.used, p.rotary_interleaved)
+    fit = min(part.new, p.capacity - part.used)
+    at = places(p, arrays, part.number, part.used + np.arange(fit))
+    arrays["k_cache"][at], arrays["v_cache"][at] = k[:fit], v[:fit]
+
+
+def _rows_of(cache: Array, p: CacheProblem, arrays: Mapping[str, Array], part: Part) -> Array:
+    """The keys or values of one sequence that a query may see: a view, of pages a copy."""
+    keys = part.keys
+    if p.page_size is None:
+        slot = places(p, arrays, part.number, np.zeros(1, int))[0][0] if p.slots else 0
+        return cache[slot, keys]
+    if keys.start == keys.stop:
+        return np.empty((0, *cache.shape[2:]), cache.dtype)
+    return cache[places(p, arrays, part.number, np.arange(keys.start, keys.stop))]
+
+
+def rotated(x: Array, cos: Array, sin: Array, first: int, interleaved: bool) -> Array:
+    """Rows (seqlen, heads, head_dim) from position `first` on, the first columns turned by rotary position embedding.
+
+    Each pair (a, b) of columns becomes (a cos - b sin, a sin + b cos) (Su et al. 2021), in fp32, fp64 for fp64.
+    Positions that the tables do not have are not turned.
+    """
+    half, known = cos.shape[1], min(max(len(cos) - first, 0), len(x))
+    accumulate = attention.accumulator(x)
+    c, s = (t[first : first + known, None].astype(accumulate) for t in (cos, sin))
+    result = x.copy()
+    pairs = [slice(0, 2 * half, 2), slice(1, 2 * half, 2)] if interleaved else [slice(half), slice(half, 2 * half)]
+    a, b = (x[:known, :, columns].astype(accumulate) for columns in pairs)
+    result[:known, :, pairs[0]] = a * c - b * s
+    result[:known, :, pairs[1]] = a * s + b * c
+    return result

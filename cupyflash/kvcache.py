@@ -1,0 +1,140 @@
+"""Attention of new queries to a cache of keys and values: `attention_with_cache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import options
+from .arrays.adapters import TORCH
+from .arrays.libraries import JAX, Foreign, common_library
+from .arrays.vetting import vet_gradients
+from .cache.checks import CacheOptions, make_cache_options
+from .launch import cached
+from .options import Window
+
+
+def attention_with_cache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    cache_seqlens: Any,
+    k: Any | None = None,
+    v: Any | None = None,
+    block_table: Any | None = None,
+    cache_batch_idx: Any | None = None,
+    cu_seqlens_q: Any | None = None,
+    rotary_cos: Any | None = None,
+    rotary_sin: Any | None = None,
+    rotary_interleaved: bool = False,
+    causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Any | None = None,
+    kv_range: Any | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of some new queries to a cache of keys and values, to which their own are appended first.
+
+        k_cache, v_cache of sequence b, rows cache_seqlens[b] and on = rotated k[b], v[b]        where k is given
+        keys = cache_seqlens[b] + seqlen_new
+        out[b] = attention(rotated q[b], its first `keys` rows of k_cache, of v_cache)           as by `attention`
+
+    What a token costs is reading the keys that count once: query heads that share a head of k are rows of one tile, and
+    the keys of a sequence are split among the GPU (FlashDecoding, Dao et al. 2023), by lengths that stay on the device.
+
+    Args:
+        q: ``(batch, seqlen_q, heads_q, head_dim)``, or with `cu_seqlens_q` ``(total_q, heads_q, head_dim)``: one query
+            a sequence or some hundred. A library, dtype and head_dim that `attention` takes; NumPy arrays are computed
+            on the CPU.
+        k_cache, v_cache: ``(batch, capacity, heads_k, head_dim)``, or with `block_table` the pages of a pool,
+            ``(pages, page_size, heads_k, head_dim)``, of any page size: arrays like q, with any strides but along the
+            last dimension (a cache ``(batch, heads, capacity, head_dim)`` is given as ``x.swapaxes(1, 2)``). What they
+            hold behind the rows in use has no effect, NaN included.
+        cache_seqlens: ``(batch,)``, int32, of q's device: how many rows of each sequence are in use, those that are
+            appended not counted; or one integer for all.
+        k, v: ``(batch, seqlen_new, heads_k, head_dim)``: rows to append, in place, v bit by bit; with `cu_seqlens_q`
+            packed as q is. JAX arrays cannot be written: append by ``k_cache.at[...].set(k)`` and leave k out.
+        block_table: ``(batch, pages_per_sequence)``, int32: row r of sequence b lies in page
+            ``block_table[b, r // page_size]``. Sequences may share pages that none of them writes. Entries behind the
+            last page in use may hold anything.
+        cache_batch_idx: ``(batch,)``, int32: which sequence of the caches belongs to each of q; not with pages.
+        cu_seqlens_q: ``(batch + 1,)``, int32: queries of different numbers lie one behind the other, as in
+            `attention_varlen`: prefill of some sequences and decoding of others in one call.
+        rotary_cos, rotary_sin: ``(positions, rotary_dim / 2)``, in q's dtype or fp32: turn the first rotary_dim columns
+            of k and q by their position, ``cache_seqlens[b] + i`` for row i (Su et al. 2021), in fp32, on their way.
+            Positions that the tables lack are not turned. They need as many new keys as queries.
+        rotary_interleaved: pairs are columns 2i and 2i + 1 (GPT-J); else i and i + rotary_dim / 2 (GPT-NeoX, Llama).
+        causal: query i sees keys up to ``i + keys - seqlen_q``: the last query sees all, aligned at the bottom right.
+        scale, window, softcap, alibi_slopes: as in `attention`, with keys for seqlen_k.
+        kv_range: ``(batch, 2)``, int32: the queries of sequence b see none but the keys ``kv_range[b, 0]`` to
+            ``kv_range[b, 1]`` of those that count; for a cache padded on the left.
+        num_splits: into how many parts the keys of each sequence are split; None: as is best. Results differ by
+            rounding.
+        batch_invariant: what a sequence gives does not depend, bit by bit, on the others in the batch.
+        return_lse: return ``(out, lse)`` instead of out.
+
+    Returns:
+        out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
+        ``(batch, heads_q, seqlen_q)`` or packed ``(heads_q, total_q)`` in fp32 (fp64 for fp64 input), which `combine`
+        takes. A query that sees no key gives 0 and -inf. GPU work is queued on the library's current stream and nothing
+        waits for it; lengths, tables and ranges are read on the device, so a CUDA graph can be replayed with others.
+        There are no gradients.
+
+    Raises:
+        ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths beyond the capacity and
+            numbers of pages and sequences that the cache does not have are found where the arrays are in host memory,
+            and on a GPU with ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for them. Else the kernels
+            clamp them: nothing beyond the arrays is read or written, and rows that do not fit are not appended.
+        UnsupportedError: as `attention`; a tensor that requires grad; or JAX's transforms.
+        CompileError: NVRTC refused a kernel.
+
+    Example:
+        >>> import numpy as np
+        >>> rng = np.random.default_rng(0)
+        >>> k_cache, v_cache = np.zeros((2, 4, 128, 2, 64), np.float32)
+        >>> lengths = np.array([0, 3, 100, 127], np.int32)
+        >>> q = rng.standard_normal((4, 1, 8, 64), dtype=np.float32)
+        >>> k, v = rng.standard_normal((2, 4, 1, 2, 64), dtype=np.float32)
+        >>> attention_with_cache(q, k_cache, v_cache, cache_seqlens=lengths, k=k, v=v, causal=True).shape
+        (4, 1, 8, 64)
+        >>> bool((v_cache[2, 100] == v[2, 0]).all())
+        True
+    """
+    call = make_cache_options(causal, scale, window, softcap, rotary_interleaved, num_splits, batch_invariant)
+    if call.window is not None and -1 in call.window:
+        options.warn_of_minus_one(call.window)
+    want_lse = options.flag("return_lse", return_lse)
+    given = {
+        "q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "k": k, "v": v,
+        "block_table": block_table, "cache_batch_idx": cache_batch_idx, "cu_seqlens_q": cu_seqlens_q,
+        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "alibi_slopes": alibi_slopes, "kv_range": kv_range,
+    }  # fmt: skip
+    required = ("q", "k_cache", "v_cache", "cache_seqlens")
+    out, lse = _forward({name: x for name, x in given.items() if x is not None or name in required}, call)
+    return (out, lse) if want_lse else out
+
+
+attention_with_cache._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile calls it as it is
+
+
+def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, Any]:
+    """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`."""
+    lengths, shape = arrays["cache_seqlens"], getattr(arrays["cache_seqlens"], "shape", ())
+    if shape == () and lengths is not None:
+        lengths = arrays["cache_seqlens"] = options.whole("cache_seqlens", lengths, "an int32 array or an integer")
+    library = common_library(**{name: x for name, x in arrays.items() if type(x) is not int})
+    if library is JAX:
+        from .jax import eager
+
+        return eager.attention_with_cache(arrays, call)
+    if isinstance(library, Foreign):
+        adopted = library.adopt({name: x for name, x in arrays.items() if type(x) is not int})
+        out, lse = _forward(arrays | adopted, call)
+        return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"])
+    if library is TORCH:
+        vet_gradients({name: x for name, x in arrays.items() if type(x) is not int})
+    return cached.forward(library, arrays, call)

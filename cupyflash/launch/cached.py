@@ -1,0 +1,156 @@
+"""Run a call of attention over a cache: on the GPU by launches that are prepared once, or on the CPU path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays.adapters import CPU, TORCH, Native, Signature, place
+from ..arrays.readable import unreadable, vet_all, vet_new
+from ..cache.arrays import BY_NAME
+from ..cache.checks import CacheOptions, make_cache_problem
+from ..cache.problem import CacheProblem
+from ..cache.values import PLACES, check_room, check_values
+from ..cpu import cache
+from ..errors import ArgumentError
+from ..gpu.device import Device
+from . import decode
+from .kept import Kept
+from .passes import is_contiguous
+from .prepare import wish
+
+_MAX_CALLS = 1024
+
+
+class _Kept:
+    """A call that was made before.
+
+    Attributes:
+        copied: the numbers of the arrays that it takes contiguous, and that are not.
+        lse: its shape and dtype.
+    """
+
+    recent = False
+
+    def __init__(self, launch: decode.CacheCall, problem: CacheProblem, copied: Sequence[int]) -> None:
+        self.launch, self.problem, self.copied = launch, problem, tuple(copied)
+        self.lse = problem.rows, "fp32"
+
+
+calls: Kept[_Kept] = Kept(_MAX_CALLS)
+
+
+def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> tuple[Any, Any]:
+    """(out, lse) of arrays of one native library; the caches are written where there is a k.
+
+    Args:
+        arrays: by their names in `CACHE_ARRAYS`, in that order; cache_seqlens may be an integer.
+    """
+    keys, pointers, length = [], [], arrays["cache_seqlens"]
+    try:
+        if type(length) is int:
+            cu, q = arrays.get("cu_seqlens_q"), arrays["q"]
+            arrays["cache_seqlens"] = library.full((len(q) if cu is None else len(cu) - 1,), length, q)
+        for x in arrays.values():
+            keys.append(library.signature(x))
+            pointers.append(library.pointer(x))
+    except Exception as e:
+        raise unreadable(library, e, arrays) from e
+    device = keys[0][3]
+    if device == CPU:
+        return _on_host(library, arrays, keys, options)
+    aligned, stream = _look_at_addresses(library, arrays, pointers), library.stream(device)
+    key = *arrays, *keys, options, aligned, wish()
+    call = calls.find(key)
+    if call is None:
+        vet_new(library, arrays)
+        call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream))
+    if type(length) is int:
+        check_room(call.problem, np.array([length]), np.array([0 if call.problem.packed else call.problem.seqlen_new]))
+    if os.environ.get("CUPYFLASH_DEBUG") == "1":
+        check_values(call.problem, _on_their_way(library, arrays))
+    copies = [library.contiguous(x) if i in call.copied else x for i, x in enumerate(arrays.values())]
+    for i in call.copied:
+        pointers[i] = library.pointer(copies[i])
+    q = arrays["q"]
+    made = [library.empty_like(q), library.empty(*call.lse, q)]
+    made += [library.empty(shape, dtype, q) for shape, dtype in call.launch.made]
+    call.launch([*pointers, *map(library.pointer, made)], stream)
+    del copies  # which live until the launch
+    return made[0], made[1]
+
+
+def _prepare(
+    library: Native,
+    arrays: Mapping[str, Any],
+    keys: Sequence[tuple[Any, ...]],
+    options: CacheOptions,
+    aligned: bool,
+    stream: int,
+) -> _Kept:
+    """A call of a kind that is new."""
+    vet_all(library, arrays)
+    problem, signatures = check(library, arrays, keys, options)
+    copied = [name for name, s in signatures.items() if not BY_NAME[name].strided and not _is_contiguous(s)]
+    names, device = (*arrays, "out", "lse"), Device.of(signatures["q"].device)
+    launch = decode.prepare(problem, names, signatures, device, aligned=aligned, stream=stream)
+    return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)])
+
+
+def _is_contiguous(signature: Signature) -> bool:
+    return is_contiguous(signature.shape, signature.strides)
+
+
+def _look_at_addresses(library: Native, arrays: Mapping[str, Any], pointers: Sequence[int]) -> bool:
+    """Whether q, k, v and the caches lie at multiples of 16; refuses addresses that no kernel can read."""
+    bits = 0
+    for (name, x), pointer in zip(arrays.items(), pointers, strict=True):
+        row = BY_NAME[name]
+        size = 4 if row.dtype in ("int32", "sum") else 2
+        if (pointer == 0 or pointer % size) and 0 not in x.shape:
+            vet_all(library, arrays)
+            raise ArgumentError(f"{name}: expected an address that is a multiple of {size}, got {pointer:#x}; copy it")
+        bits |= 0 if row.dtype else pointer
+    return bits & 15 == 0
+
+
+def _on_their_way(library: Native, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Copies in host memory of what says where things lie, and the other arrays' places; waits for a GPU."""
+    wait = (lambda x: x.cpu()) if library is TORCH else (lambda x: x)
+    return {name: library.to_numpy(wait(x)) if name in PLACES else np.empty(0) for name, x in arrays.items()}
+
+
+def check(
+    library: Native, arrays: Mapping[str, Any], keys: Sequence[tuple[Any, ...]], options: CacheOptions
+) -> tuple[CacheProblem, dict[str, Signature]]:
+    """All checks of the arrays by their signatures: the problem, and the signatures spelled out."""
+    found = dict(zip(arrays, keys, strict=True))
+    shapes = {name: tuple(key[0]) for name, key in found.items()}
+    problem = make_cache_problem(shapes, {name: library.dtype_name(key[2]) for name, key in found.items()}, options)
+    signatures = {name: library.describe(name, key) for name, key in found.items()}
+    device = signatures["q"].device
+    for name, signature in signatures.items():
+        if signature.device != device:
+            raise ArgumentError(f"{name}: expected the device of q, {place(device)}, got {place(signature.device)}")
+        last = signature.strides[-1] if signature.strides else 1
+        if BY_NAME[name].strided and last != 1 and signature.shape[-1] > 1 and 0 not in signature.shape:
+            raise ArgumentError(f"{name}: expected a stride of 1 along its last dimension, got {last}; copy it first")
+    return problem, signatures
+
+
+def _on_host(
+    library: Native, arrays: Mapping[str, Any], keys: Sequence[tuple[Any, ...]], options: CacheOptions
+) -> tuple[Any, Any]:
+    """`forward` of arrays in host memory."""
+    vet_all(library, arrays)
+    problem, _ = check(library, arrays, keys, options)
+    plain = {name: library.to_numpy(x) for name, x in arrays.items()}
+    check_values(problem, plain)
+    for name in ("k_cache", "v_cache") if "k" in arrays else ():
+        if not plain[name].flags.writeable:
+            raise ArgumentError(f"{name}: expected an array that can be written, since k is appended to it")
+    out, lse = cache.forward(plain, problem)
+    return library.from_numpy(out), library.from_numpy(lse)
