@@ -50,8 +50,8 @@ PYTHON_LAYERS = (
 PYTHON_ORDER = {
     "arrays": "libraries readable vetting adapters imported",
     "cache": "checks values arrays problem",
-    "check": "accuracy noise reference features bias arithmetic comparison cases cases_bias cases_sequences case "
-    "case_packed case_bias case_inputs",
+    "check": "cache_reference cache_cases cache_case accuracy noise reference features bias arithmetic comparison "
+    "cases cases_bias cases_sequences case case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "cache packed attention added sink products tiles",
     "gpu": "tensormap device driver",

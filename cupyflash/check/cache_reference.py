@@ -1,0 +1,134 @@
+"""What attention over a cache must give, row by row and in float64: what the cache holds then, and attention to that.
+
+The call is written as one of packed sequences, which `accuracy.Oracle` knows: the keys of each sequence are fetched one
+by one to where they lie one behind the other. Queries and new keys that are turned by their position are exact in the
+exact result and rounded in the plain one, as the call rounds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cache.problem import CacheProblem
+from ..problem import Problem
+from ..sequences import Sequences
+from .accuracy import UNIT_ROUNDOFF, Comparison, Oracle
+from .cache_case import place
+
+Array = NDArray[Any]
+
+
+class CacheOracle:
+    """What a call must give, computed from its arrays before they are written.
+
+    Attributes:
+        k_cache, v_cache: the caches after the append: what was there, bit by bit, and v; new k rounded once.
+        rotated: where new keys were turned, which need not be the same bit by bit.
+    """
+
+    def __init__(self, problem: CacheProblem, arrays: Mapping[str, Array]) -> None:
+        self.problem = p = problem
+        arrays = {name: x.copy() for name, x in arrays.items()}
+        self.k_cache, self.v_cache = arrays["k_cache"], arrays["v_cache"]
+        self.exact_k, self.rotated = self.k_cache.astype(np.float64), np.zeros(self.k_cache.shape, bool)
+        queries, rows_at, ranges, lengths = arrays["q"].astype(np.float64), [], [], [0]
+        for b in range(p.batch):
+            own = self._queries(arrays, b)
+            used = int(np.clip(arrays["cache_seqlens"][b], 0, p.capacity))
+            new = (own.stop - own.start if p.packed else p.seqlen_new) if "k" in arrays else 0
+            if "k" in arrays:
+                self._append(arrays, b, used, new, own)
+            rows = queries[own] if p.packed else queries[b]
+            for i in range(len(rows) if p.rotary_dim else 0):
+                rows[i] = self._turned(rows[i], used + i, arrays)
+            keys = min(used + new, p.capacity)
+            rows_at += [place(arrays, b, r) for r in range(keys)]
+            start, end = np.clip(arrays["kv_range"][b], 0, keys) if p.kv_range else (0, keys)
+            ranges.append((start, max(start, end)))
+            lengths.append(lengths[-1] + keys)
+        self._oracle = self._packed(arrays, queries, np.array(rows_at, int).reshape(-1, 2), ranges, lengths)
+
+    def judge(self, out: Array, lse: Array, k_cache: Array, v_cache: Array) -> list[Comparison]:
+        """Compare results, shaped as the call gives them, and the caches after it."""
+        p, q = self.problem, self._oracle.problem
+        if not p.packed:
+            out = out.reshape(-1, p.heads_q, p.head_dim)
+            lse = lse.swapaxes(0, 1).reshape(q.rows)
+        found = self._oracle.judge_forward(out, lse)
+        turned = np.where(self.rotated, self.exact_k, np.nan)
+        return [
+            *found,
+            self._same("k_cache", k_cache, self.k_cache, turned),
+            self._same("v_cache", v_cache, self.v_cache),
+        ]
+
+    def _queries(self, arrays: Mapping[str, Array], b: int) -> slice:
+        if not self.problem.packed:
+            return slice(0, self.problem.seqlen_q)
+        return slice(int(arrays["cu_seqlens_q"][b]), int(arrays["cu_seqlens_q"][b + 1]))
+
+    def _append(self, arrays: Mapping[str, Array], b: int, used: int, new: int, own: slice) -> None:
+        p = self.problem
+        k, v = (arrays[name][own] if p.packed else arrays[name][b] for name in "kv")
+        for i in range(min(new, p.capacity - used)):
+            at = place(dict(arrays), b, used + i)
+            exact = self._turned(k[i].astype(np.float64), used + i, arrays) if p.rotary_dim else k[i]
+            self.rotated[at] = p.rotary_dim > 0 and used + i < p.rotary_positions
+            self.exact_k[at], self.k_cache[at], self.v_cache[at] = exact, exact.astype(k.dtype), v[i]
+
+    def _turned(self, x: Array, position: int, arrays: Mapping[str, Array]) -> Array:
+        """A row (heads, head_dim), each pair of columns turned by the angle of the position; in float64."""
+        p, result, half = self.problem, x.copy(), self.problem.rotary_dim // 2
+        if position >= p.rotary_positions:
+            return result
+        for c in range(half):
+            a, b = (2 * c, 2 * c + 1) if p.rotary_interleaved else (c, half + c)
+            cos, sin = (np.float64(arrays[name][position, c]) for name in ("rotary_cos", "rotary_sin"))
+            result[:, a], result[:, b] = x[:, a] * cos - x[:, b] * sin, x[:, a] * sin + x[:, b] * cos
+        return result
+
+    def _packed(
+        self, arrays: Mapping[str, Array], queries: Array, rows: Array, ranges: list[Any], cu_k: list[int]
+    ) -> Oracle:
+        """The call as one of packed sequences: `queries` turned, and the rows of the caches that are keys."""
+        p = self.problem
+        cu_q = arrays["cu_seqlens_q"] if p.packed else np.arange(p.batch + 1) * p.seqlen_q
+        exact_q = queries.reshape(-1, p.heads_q, p.head_dim)
+        q = exact_q.astype(arrays["q"].dtype)
+        k, v, exact_k = (x[rows[:, 0], rows[:, 1]] for x in (self.k_cache, self.v_cache, self.exact_k))
+        packed = Problem(
+            p.dtype, p.batch, len(q), len(k), p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,
+            softcap=p.softcap, packed=True, alibi=p.alibi,
+        )  # fmt: skip
+        kv_range = np.array(ranges).reshape(-1, 2) if p.kv_range else None
+        sequences = Sequences(np.array(cu_q), np.array(cu_k), None, kv_range)
+        packed = replace(packed, kv_range=p.kv_range)
+        slopes = arrays.get("alibi_slopes")
+        return Oracle(packed, q, k, v, sequences=sequences, alibi_slopes=slopes, unrounded=(exact_q, exact_k))
+
+    def _same(self, name: str, got: Array, wanted: Array, exact: Array | None = None) -> Comparison:
+        """Bit by bit, but for what was turned, `exact`, NaN elsewhere: off by one rounding at most, and fp32's."""
+        turned = np.zeros(got.shape, bool) if exact is None else np.isfinite(exact)
+        bits = (np.asarray(x).view(f"u{x.itemsize}") if x.size else x for x in map(np.ascontiguousarray, (got, wanted)))
+        differs = ~turned & np.not_equal(*bits)
+        error, bound = np.zeros(got.shape), 0.0
+        if exact is not None and turned.any():
+            error[turned] = np.abs(got.astype(np.float64) - exact)[turned]
+            u = UNIT_ROUNDOFF[self.problem.dtype]
+            largest = float(np.abs(exact[turned]).max())
+            bound = u * largest + 8 * UNIT_ROUNDOFF["fp64" if self.problem.dtype == "fp64" else "fp32"] * largest
+            error = np.where(np.isnan(error), np.inf, error)
+        worst = float(error.max(initial=0))
+        reason = f"{int(differs.sum())} values are not those that must be there" if differs.any() else ""
+        reason = reason or ("rotated keys are off" if worst > bound else "")
+        flat = int(differs.argmax() if differs.any() else error.argmax()) if got.size else 0
+        index = tuple(int(i) for i in np.unravel_index(flat, got.shape)) if got.size else None
+        values = (float(got[index]), float(wanted[index])) if index is not None else (np.nan, np.nan)
+        return Comparison(
+            name, not reason, worst, worst, 0.0, 0.0, bound or 1e-300, bound or 1e-300, index, *values, reason
+        )

@@ -1,0 +1,249 @@
+"""attention_with_cache on the CPU: every named case, what it writes and what it does not, steps, libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupyflash import ArgumentError, UnsupportedError, attention, attention_with_cache
+from cupyflash.cache.arrays import CACHE_ARRAYS, shape_of
+from cupyflash.cache.values import parts
+from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_cases import CACHE_CASES
+from cupyflash.check.cache_reference import CacheOracle
+from cupyflash.cpu import cache as cpu
+from cupyflash.problem import DTYPES
+from tests.small_cache import small
+
+Arrays = dict[str, np.ndarray]
+BY_NAME = {c.name: c for c in CACHE_CASES}
+
+
+def judged(c: CacheCase, dtype: str, compute: Callable[[Arrays], Any]) -> list[Any]:
+    x = c.inputs(dtype)
+    oracle = CacheOracle(problem_of(x, dtype, c.options()), x)
+    out, lse = compute(x)
+    return oracle.judge(out, lse, x["k_cache"], x["v_cache"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("c", CACHE_CASES, ids=lambda c: c.name)
+def test_case(c: CacheCase, dtype: str) -> None:
+    found = judged(c, dtype, lambda x: attention_with_cache(**x, **c.keywords(), return_lse=True))
+    assert all(r.passed for r in found), "\n".join(map(str, found))
+
+
+def test_the_table_has_what_it_must() -> None:
+    names = [c.name for c in CACHE_CASES]
+    assert len(set(names)) == len(names)
+    assert {1, 2, 16, 64, 100} <= {c.page_size for c in CACHE_CASES}
+    assert {64, 80, 128, 256} <= {c.head_dim for c in CACHE_CASES}
+    assert {1, 2, 4, 33, 300} <= {c.queries for c in CACHE_CASES}
+    assert {1, 4, 8, 32} <= {c.heads_q // c.heads_k for c in CACHE_CASES} | {4}
+    assert {c.level for c in CACHE_CASES} == {"smoke", "quick", "full"}
+    tags = set().union(*(c.tags for c in CACHE_CASES))
+    assert {"paged", "append", "rotary", "packed", "softcap", "alibi", "kv_range", "nonfinite", "misaligned"} <= tags
+    for c in CACHE_CASES:
+        p = c.problem("fp16")
+        assert {name: x.shape for name, x in c.inputs("fp16").items()} == {
+            row.name: shape_of(row.name, p)[2 - p.alibi :] if row.name == "alibi_slopes" else shape_of(row.name, p)
+            for row in CACHE_ARRAYS
+            if row.name in c.inputs("fp16")
+        }
+
+
+# What a kernel may do wrong, each in the one line of the CPU path that does it right, and a case that tells.
+FAULTS = {
+    "reads behind the rows in use": ("cache-one-query", lambda part: part._replace(keys=slice(0, part.keys.stop + 1))),
+    "loses the last key": ("cache-rotary", lambda part: part._replace(keys=slice(0, part.keys.stop - 1))),
+    "appends one row late": ("cache-append-each-offset", lambda part: part._replace(used=part.used + 1)),
+    "appends too little": ("cache-append-more-than-queries", lambda part: part._replace(new=part.new - 1)),
+    "ignores the range": ("cache-range", lambda part: part._replace(keys=slice(0, part.keys.stop))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, change = FAULTS[fault]
+    monkeypatch.setattr(cpu, "parts", lambda p, x: [_again(change(part)) for part in parts(p, x)])
+    c = BY_NAME[name]
+    found = judged(c, "fp16", lambda x: cpu.forward(x, problem_of(x, "fp16", c.options())))
+    assert not all(r.passed for r in found)
+
+
+def _again(part: Any) -> Any:
+    """The part whose dense problem has the keys that it says."""
+    from dataclasses import replace
+
+    return part._replace(problem=replace(part.problem, seqlen_k=max(part.keys.stop - part.keys.start, 0)))
+
+
+@pytest.mark.parametrize("wrong", ["k_cache", "v_cache"])
+def test_one_bit_of_the_cache_is_found(wrong: str) -> None:
+    c = BY_NAME["cache-append"]
+    x = c.inputs("bf16")
+    oracle = CacheOracle(problem_of(x, "bf16", c.options()), x)
+    out, lse = cpu.forward(x, problem_of(x, "bf16", c.options()))
+    x[wrong].view(np.uint16)[2, 5, 1, 7] ^= 1
+    assert [r.name for r in oracle.judge(out, lse, x["k_cache"], x["v_cache"]) if not r.passed] == [wrong]
+
+
+def test_one_length_for_all(rng: np.random.Generator) -> None:
+    x = small(rng)
+    x["cache_seqlens"] = np.full(3, 11, np.int32)
+    expected, caches = attention_with_cache(**x), (x["k_cache"].copy(), x["v_cache"].copy())
+    for length in (11, np.int64(11), np.array(11)):
+        np.testing.assert_array_equal(attention_with_cache(**x | {"cache_seqlens": length}), expected)
+    np.testing.assert_array_equal(caches, (x["k_cache"], x["v_cache"]))
+
+
+def test_steps_are_attention_over_what_came_so_far(rng: np.random.Generator) -> None:
+    """A prompt at once, then token by token, through pages: each output that of a causal call on all."""
+    total, prompt = 41, 13
+    q = rng.standard_normal((1, total, 4, 16))
+    k, v = rng.standard_normal((2, 1, total, 2, 16))
+    pool = np.full((2, 9, 5, 2, 16), np.nan)
+    table = rng.permutation(9)[None].astype(np.int32)
+    expected = attention(q, k, v, causal=True)
+    for start, stop in [(0, prompt), *((i, i + 1) for i in range(prompt, total))]:
+        at = slice(start, stop)
+        new = {"k": k[:, at], "v": v[:, at], "block_table": table}
+        out = attention_with_cache(q[:, at], *pool, cache_seqlens=start, **new, causal=True)
+        np.testing.assert_allclose(out, expected[:, at], rtol=1e-12, atol=1e-13)
+
+
+def test_thousands_of_ragged_steps(rng: np.random.Generator) -> None:
+    """Sequences begin, grow by one or several keys, and end, for 3000 steps; each output is computed again from all
+    its keys. Pages go from one to another."""
+    page, width, pages, heads, d = 4, 8, 40, 2, 8
+    k_pool, v_pool = np.full((2, pages, page, heads, d), np.nan)
+    free, tables = list(rng.permutation(pages)), np.full((5, width), -1, np.int32)
+    lengths, keys, values = np.zeros(5, np.int32), [[] for _ in range(5)], [[] for _ in range(5)]
+    for _ in range(3000):
+        for b in np.flatnonzero(lengths + 3 > page * width):
+            free += list(tables[b][tables[b] >= 0])
+            tables[b], lengths[b], keys[b], values[b] = -1, 0, [], []
+        counts = rng.integers(0, 4, 5)
+        for b in range(5):
+            while (tables[b] >= 0).sum() * page < lengths[b] + counts[b]:
+                tables[b, (tables[b] >= 0).sum()] = free.pop()
+        cu = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+        q, k, v = rng.standard_normal((3, cu[-1], heads, d))
+        out = attention_with_cache(q, k_pool, v_pool, cache_seqlens=lengths, k=k, v=v, block_table=tables,
+                                   cu_seqlens_q=cu, causal=True)  # fmt: skip
+        for b in np.flatnonzero(counts):
+            own = slice(cu[b], cu[b + 1])
+            keys[b] += list(k[own])
+            values[b] += list(v[own])
+            K, V, Q = np.array(keys[b]), np.array(values[b]), q[own]
+            S = np.einsum("ihd,jhd->hij", Q, K) / d**0.5
+            S[:, np.arange(len(Q))[:, None] + len(K) - len(Q) < np.arange(len(K))] = -np.inf
+            P = np.exp(S - S.max(axis=2, keepdims=True))
+            exact = np.einsum("hij,jhd->ihd", P / P.sum(axis=2, keepdims=True), V)
+            np.testing.assert_allclose(out[own], exact, rtol=1e-9, atol=1e-11)
+        lengths += counts.astype(np.int32)
+
+
+def test_a_sequence_does_not_see_its_batch(rng: np.random.Generator) -> None:
+    """Bit by bit, alone or with others."""
+    x = small(rng)
+    together = attention_with_cache(**{name: y.copy() for name, y in x.items()}, batch_invariant=True)
+    for b in range(3):
+        alone = attention_with_cache(**{name: y[b : b + 1].copy() for name, y in x.items()}, batch_invariant=True)
+        np.testing.assert_array_equal(alone[0], together[b])
+
+
+def test_numbers_out_of_range_are_clamped_by_the_algorithm(rng: np.random.Generator) -> None:
+    """The public call refuses them in host memory; what the kernels promise is what the CPU path does below it."""
+    x = small(rng)
+    x["cache_seqlens"] = np.array([-5, 20, 1000], np.int32)
+    caches = x["k_cache"].copy(), x["v_cache"].copy()
+    problem = problem_of(x, "fp32", CacheCase("clamped", "full", ()).options())
+    out, _ = cpu.forward(x, problem)
+    assert np.isfinite(out).all()
+    np.testing.assert_array_equal(x["k_cache"][0, 0], x["k"][0, 0])  # a length below 0 is 0
+    np.testing.assert_array_equal(x["k_cache"][1:], caches[0][1:])  # there is no room for a row more
+    np.testing.assert_array_equal(x["v_cache"][:, 1:], caches[1][:, 1:])
+    paged = small(rng) | {"block_table": np.array([[-9], [2**31 - 1], [2]], np.int32)}
+    cpu.forward(paged, problem_of(paged, "fp32", CacheCase("clamped", "full", ()).options()))
+    np.testing.assert_array_equal(paged["k_cache"][0, 0], paged["k"][0, 0])
+    np.testing.assert_array_equal(paged["k_cache"][2, 7], paged["k"][1, 0])
+
+
+# ---- Libraries ----
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_appends_in_place(dtype: str, rng: np.random.Generator) -> None:
+    import torch
+
+    x = {name: torch.from_numpy(y) for name, y in small(rng).items()}
+    x = {name: y if y.dtype == torch.int32 else y.to(getattr(torch, dtype)) for name, y in x.items()}
+    plain = {name: y.float().numpy() if y.dtype != torch.int32 else y.numpy() for name, y in x.items()}
+    plain = {name: y.copy() if y.dtype == np.int32 else y.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else y.dtype)
+             for name, y in plain.items()}  # fmt: skip
+    out, lse = attention_with_cache(**x, return_lse=True)
+    expected, expected_lse = attention_with_cache(**plain, return_lse=True)
+    assert (out.dtype, lse.dtype) == (x["q"].dtype, torch.float32)
+    np.testing.assert_array_equal(out.float().numpy(), expected.astype(np.float32))
+    np.testing.assert_array_equal(lse.numpy(), expected_lse)
+    assert torch.equal(x["v_cache"][1, 7], x["v"][1, 0])
+    assert torch.equal(x["k_cache"][2, 19], x["k"][2, 0])
+
+
+@pytest.mark.needs("torch")
+def test_torch_says_that_there_are_no_gradients(rng: np.random.Generator) -> None:
+    import torch
+
+    x = {name: torch.from_numpy(y) for name, y in small(rng).items()}
+    x["q"].requires_grad_()
+    with pytest.raises(UnsupportedError, match="q: expected a tensor without requires_grad"):
+        attention_with_cache(**x)
+    with torch.no_grad():
+        assert not attention_with_cache(**x).requires_grad
+
+
+@pytest.mark.needs("torch")
+def test_torch_compile_calls_it_as_it_is(rng: np.random.Generator) -> None:
+    import torch
+
+    x = {name: torch.from_numpy(y) for name, y in small(rng).items()}
+    expected = attention_with_cache(**x)
+    step = torch.compile(lambda given: attention_with_cache(**given) * 2, backend="eager")
+    torch.testing.assert_close(step(x), expected * 2)
+
+
+@pytest.mark.needs("jax")
+def test_jax(rng: np.random.Generator) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    plain = small(rng)
+    k, v = plain.pop("k"), plain.pop("v")
+    x = {name: jnp.asarray(y) for name, y in plain.items()}
+    out, lse = attention_with_cache(**x, return_lse=True)
+    expected, expected_lse = attention_with_cache(**plain, return_lse=True)
+    np.testing.assert_array_equal(np.asarray(out), expected)
+    np.testing.assert_array_equal(np.asarray(lse), expected_lse)
+    assert isinstance(out, jax.Array)
+    half = {name: y if y.dtype == jnp.int32 else y.astype(jnp.bfloat16) for name, y in x.items()}
+    assert attention_with_cache(**half).dtype == jnp.bfloat16
+    with pytest.raises(ArgumentError, match=r"k: expected None, since arrays of JAX cannot be written"):
+        attention_with_cache(**x, k=jnp.asarray(k), v=jnp.asarray(v))
+    with pytest.raises(UnsupportedError, match=r"q: attention over a cache is no operation of JAX yet"):
+        jax.jit(lambda q: attention_with_cache(q, x["k_cache"], x["v_cache"], cache_seqlens=x["cache_seqlens"]))(x["q"])
+
+
+def test_a_range_may_end_where_the_cache_does(rng: np.random.Generator) -> None:
+    """Sequences padded on the left: their range is the same in each step."""
+    x = small(rng)
+    kv_range = np.array([[0, 20], [3, 20], [5, 20]], np.int32)
+    out = attention_with_cache(**x, kv_range=kv_range)
+    for b, (start, keys) in enumerate(((0, 1), (3, 8), (5, 20))):
+        alone = attention(x["q"][b : b + 1], *(x[name][b : b + 1, start:keys] for name in ("k_cache", "v_cache")))
+        np.testing.assert_allclose(out[b], alone[0], rtol=1e-6)
