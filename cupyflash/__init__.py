@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .ahead import warmup
     from .api import Gradients, attention, attention_backward
     from .kvcache import attention_with_cache
+    from .partials import combine
     from .varlen import attention_varlen, attention_varlen_backward
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "attention_varlen",
     "attention_varlen_backward",
     "attention_with_cache",
+    "combine",
     "warmup",
 ]
 
@@ -39,7 +41,7 @@ if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
 
 
 _HOMES = {"Gradients": "api", "attention": "api", "attention_backward": "api", "warmup": "ahead"}
-_HOMES |= {"attention_with_cache": "kvcache"}
+_HOMES |= {"attention_with_cache": "kvcache", "combine": "partials"}
 _HOMES |= {"attention_varlen": "varlen", "attention_varlen_backward": "varlen"}
 
 

@@ -29,7 +29,7 @@ PYTHON_LAYERS = (
     ("__init__",),
     ("transformers", "distributed"),
     ("compat",),
-    ("kvcache", "varlen"),
+    ("kvcache", "partials", "varlen"),
     ("ahead", "api"),
     ("gradients",),
     ("torch", "jax"),
