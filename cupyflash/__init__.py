@@ -6,12 +6,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ArgumentError, CompileError, CupyflashError, DeviceError, UnsupportedError
+from .errors import ArgumentError, CacheFullError, CompileError, CupyflashError, DeviceError, UnsupportedError
 
 if TYPE_CHECKING:
     from .ahead import warmup
     from .api import Gradients, attention, attention_backward
     from .kvcache import attention_with_cache
+    from .pages import PagedCache
     from .partials import combine
     from .varlen import attention_varlen, attention_varlen_backward
 
@@ -19,10 +20,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CacheFullError",
     "CompileError",
     "CupyflashError",
     "DeviceError",
     "Gradients",
+    "PagedCache",
     "UnsupportedError",
     "__version__",
     "attention",
@@ -41,7 +44,7 @@ if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
 
 
 _HOMES = {"Gradients": "api", "attention": "api", "attention_backward": "api", "warmup": "ahead"}
-_HOMES |= {"attention_with_cache": "kvcache", "combine": "partials"}
+_HOMES |= {"attention_with_cache": "kvcache", "combine": "partials", "PagedCache": "pages"}
 _HOMES |= {"attention_varlen": "varlen", "attention_varlen_backward": "varlen"}
 
 

@@ -5,6 +5,7 @@
     +-- UnsupportedError    a valid wish that this version, GPU or driver cannot fulfil (also a NotImplementedError)
     +-- DeviceError         a GPU was asked for and none is usable        (also a RuntimeError)
     +-- CompileError        the compiler refused a kernel                 (also a RuntimeError)
+    +-- CacheFullError      a PagedCache has too few free pages           (also a MemoryError)
 
 Each message names the argument, what was expected, what came, and the way out. All checks run before anything reaches
 CUDA: after an error nothing was launched and nothing is lost.
@@ -27,6 +28,10 @@ class UnsupportedError(CupyflashError, NotImplementedError):
 
 class DeviceError(CupyflashError, RuntimeError):
     """A GPU was asked for and none is usable."""
+
+
+class CacheFullError(CupyflashError, MemoryError):
+    """A `PagedCache` has too few free pages for what was asked; nothing was changed."""
 
 
 class CompileError(CupyflashError, RuntimeError):

@@ -30,8 +30,8 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
 
     Returns:
         (out, lse), in the shapes and dtypes of one part; computed in fp32, fp64 for fp64, and rounded once. A part
-        whose lse is -inf counts for nothing, whatever its out is; where all are, out is 0 and lse -inf. Differentiable in
-        PyTorch and JAX, as often as one likes, and inside jit and torch.compile: made of their own operations.
+        whose lse is -inf counts for nothing, whatever its out is; where all are, out is 0 and lse -inf. Differentiable
+        in PyTorch and JAX, as often as one likes, and inside jit and torch.compile: made of their own operations.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it.

@@ -94,6 +94,10 @@ class Numpy:
         x.fill(value)
         return x
 
+    def put(self, x: Any, values: np.ndarray) -> None:
+        """Write values from host memory into x, whose shape and dtype they have; nothing waits for a GPU."""
+        x[...] = values
+
     def contiguous(self, x: Any) -> Any:
         return np.ascontiguousarray(x)
 
@@ -134,6 +138,10 @@ class Cupy(Numpy):
     def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
         with like.device:
             return super().full(shape, value, like)
+
+    def put(self, x: Any, values: np.ndarray) -> None:
+        with x.device:
+            x[...] = sys.modules["cupy"].asarray(values)  # by pinned memory, which is kept until the copy is done
 
     def contiguous(self, x: Any) -> Any:
         return sys.modules["cupy"].ascontiguousarray(x)
@@ -193,6 +201,9 @@ class Torch:
 
     def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
         return like.new_full(shape, value, dtype=self._dtypes["int32"])
+
+    def put(self, x: Any, values: np.ndarray) -> None:
+        x.copy_(self.from_numpy(values), non_blocking=True)  # CUDA has taken the values when this returns
 
     def contiguous(self, x: Any) -> Any:
         return x.contiguous()

@@ -149,7 +149,7 @@ def test_jax(rng: np.random.Generator) -> None:
     gradients = jax.grad(lambda o, w: combine(o, w)[0].sum(), (0, 1))(*x)
     assert all(bool(jnp.isfinite(y).all()) for y in gradients)
     few = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 1, 2, 2, 3), (2, 1, 2, 2))]
-    check_grads(combine, few, 2, rtol=0.05, atol=0.05)
+    check_grads(combine, few, 1, rtol=0.05, atol=0.05)
 
 
 def test_bf16_of_numpy(rng: np.random.Generator) -> None:

@@ -29,7 +29,7 @@ PYTHON_LAYERS = (
     ("__init__",),
     ("transformers", "distributed"),
     ("compat",),
-    ("kvcache", "partials", "varlen"),
+    ("kvcache", "pages", "partials", "varlen"),
     ("ahead", "api"),
     ("gradients",),
     ("torch", "jax"),
@@ -49,7 +49,7 @@ PYTHON_LAYERS = (
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
     "arrays": "libraries readable vetting adapters imported",
-    "cache": "checks values arrays problem",
+    "cache": "pool checks values arrays problem",
     "check": "cache_reference cache_cases cache_case accuracy noise reference features bias arithmetic comparison "
     "cases cases_bias cases_sequences case case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",

@@ -1,0 +1,187 @@
+"""A cache of keys and values in pages, for sequences that begin, grow, share a prefix and end: `PagedCache`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import options
+from .arrays.adapters import CUPY, NUMPY, TORCH, Native
+from .arrays.libraries import library_of
+from .cache.pool import Pool
+from .errors import ArgumentError, UnsupportedError
+from .problem import DTYPES, check_head_dim
+
+Integers = NDArray[np.int32]
+
+
+class PagedCache:
+    """A pool of pages of keys and values, and which sequence has which of them.
+
+    Which page belongs to whom is known on the host; keys, values, block tables and lengths lie on the device, and no
+    method waits for it. A page can belong to several sequences (`fork`); who writes into one that others have too gets
+    a copy of it first. For one thread at a time; calls are in the order of the library's current stream.
+
+    Attributes:
+        k, v: ``(layers, pages, page_size, heads_k, head_dim)``, plain arrays; ``cache[layer]`` are those of a layer.
+        page_size: tokens of a page.
+        pages_per_sequence: pages that a sequence can have: columns of the block tables.
+
+    Example:
+        >>> import numpy as np
+        >>> from cupyflash import attention_with_cache
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 7, 4, 64), dtype=np.float32)
+        >>> cache = PagedCache(100, 16, heads_k=4, head_dim=64, like=q)
+        >>> a, b = cache.allocate(), cache.allocate()
+        >>> places = cache.append([a, b], 7)
+        >>> out = attention_with_cache(q, *cache[0], k=k, v=v, **places, causal=True)
+        >>> c = cache.fork(a)  # shares what a has so far
+        >>> places = cache.append([a, b, c], 1)
+        >>> cache.length(c), cache.free_pages
+        (8, 97)
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        *,
+        heads_k: int,
+        head_dim: int,
+        like: Any,
+        layers: int = 1,
+        max_seqlen: int | None = None,
+    ) -> None:
+        """An empty cache.
+
+        Args:
+            pages, page_size: how many pages of how many tokens; each layer has as many.
+            heads_k, head_dim: of keys and values.
+            like: a NumPy, CuPy or PyTorch array, the queries say: the arrays are of its library, dtype and device.
+            layers: of the model, which share block tables and lengths.
+            max_seqlen: tokens that a sequence can have; None: as many as the pool. Block tables have room for them.
+
+        Raises:
+            ArgumentError, UnsupportedError: an argument is wrong; the message says which.
+        """
+        self._library = _native(like)
+        dtype = self._library.dtype_name(like.dtype)
+        if dtype not in DTYPES:
+            raise ArgumentError(f"like: expected an array of a floating-point dtype ({', '.join(DTYPES)}), got {dtype}")
+        pages, self.page_size = _at_least_one("pages", pages), _at_least_one("page_size", page_size)
+        heads_k, layers = _at_least_one("heads_k", heads_k), _at_least_one("layers", layers)
+        head_dim = options.whole("head_dim", head_dim)
+        check_head_dim("head_dim", head_dim)
+        longest = pages * self.page_size if max_seqlen is None else _at_least_one("max_seqlen", max_seqlen)
+        self.pages_per_sequence = -(-longest // self.page_size)
+        shape = (layers, pages, self.page_size, heads_k, head_dim)
+        self.k, self.v = (self._library.empty(shape, dtype, like) for _ in range(2))
+        self._pool = Pool(pages, self.page_size, self.pages_per_sequence)
+
+    def __getitem__(self, layer: int) -> tuple[Any, Any]:
+        """k_cache and v_cache of a layer, ``(pages, page_size, heads_k, head_dim)``."""
+        return self.k[layer], self.v[layer]
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no sequence has."""
+        return len(self._pool.free)
+
+    def length(self, sequence: int) -> int:
+        """How many tokens a sequence has."""
+        return self._pool.of(sequence).length
+
+    def allocate(self) -> int:
+        """A new, empty sequence: the number by which the other methods know it."""
+        return self._pool.begin()
+
+    def fork(self, sequence: int, length: int | None = None) -> int:
+        """A new sequence that begins with the first `length` tokens of another (None: all), in the same pages."""
+        tokens = self._pool.of(sequence)
+        return self._pool.begin(tokens, self._length(sequence, tokens.length if length is None else length))
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget all but the first `length` tokens: what was drafted and not accepted, say."""
+        self._pool.shorten(self._pool.of(sequence), self._length(sequence, length))
+
+    def free(self, sequence: int) -> None:
+        """End a sequence; pages that no other has are free."""
+        self._pool.end(sequence)
+
+    def append(
+        self, sequences: Sequence[int], counts: int | Sequence[int], into: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Make room for so many more tokens of each sequence, and count them as there: the caller writes them now.
+
+        Args:
+            sequences: their numbers, in the order of the batch.
+            counts: tokens of each, or one number for all.
+            into: what an earlier call for as many sequences returned: it is written anew, where it lies, for CUDA
+                graphs that read it.
+
+        Returns:
+            Arguments of `attention_with_cache` that append k and v in each layer: block_table, cache_seqlens (before
+            the append) and, where counts are given one by one, cu_seqlens_q.
+
+        Raises:
+            CacheFullError: there are too few free pages; nothing has changed then.
+            ArgumentError: a number is of no sequence, or a sequence would be longer than `max_seqlen`.
+        """
+        each = _counts(counts, len(sequences))
+        chosen = self._pool.chosen(sequences)
+        used = np.array([tokens.length for tokens in chosen], np.int32)
+        for old, new in self._pool.grow(sequences, each):
+            for x in (self.k, self.v):
+                x[:, new] = x[:, old]
+        found = {"block_table": self._pool.table(chosen), "cache_seqlens": used}
+        if not isinstance(counts, (int, np.integer)):
+            found["cu_seqlens_q"] = np.concatenate(([0], np.cumsum(each))).astype(np.int32)
+        return self._on_device(found, into)
+
+    def places(self, sequences: Sequence[int], into: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The arguments of `attention_with_cache` that read what the sequences have, and append nothing."""
+        chosen = self._pool.chosen(sequences)
+        lengths = np.array([tokens.length for tokens in chosen], np.int32)
+        return self._on_device({"block_table": self._pool.table(chosen), "cache_seqlens": lengths}, into)
+
+    def _length(self, sequence: int, x: Any) -> int:
+        length, most = options.whole("length", x), self._pool.of(sequence).length
+        if not 0 <= length <= most:
+            raise ArgumentError(f"length: expected 0 to {most}, the tokens of sequence {sequence}, got {length}")
+        return length
+
+    def _on_device(self, arrays: dict[str, Integers], into: dict[str, Any] | None) -> dict[str, Any]:
+        if into is None:
+            into = {name: self._library.empty(x.shape, "int32", self.k) for name, x in arrays.items()}
+        for name, x in arrays.items():
+            if name not in into or tuple(into[name].shape) != x.shape:
+                raise ArgumentError(f"into: expected what a call for {len(x)} sequences returned, with {name} in it")
+            self._library.put(into[name], x)
+        return into
+
+
+def _native(like: Any) -> Native:
+    library = library_of("like", like)
+    if library not in (NUMPY, CUPY, TORCH):
+        raise UnsupportedError(
+            f"like: expected an array of NumPy, CuPy or PyTorch, got one of {library.name}, which cannot be written"
+        )
+    return library
+
+
+def _at_least_one(name: str, x: Any) -> int:
+    value = options.whole(name, x)
+    if value < 1:
+        raise ArgumentError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
+def _counts(counts: Any, sequences: int) -> list[int]:
+    each = [counts] * sequences if isinstance(counts, (int, np.integer)) else list(counts)
+    found = [options.whole("counts", count, "integers, one a sequence, or one integer") for count in each]
+    if len(found) != sequences or min(found, default=0) < 0:
+        raise ArgumentError(f"counts: expected {sequences} numbers of at least 0, one a sequence, got {found}")
+    return found

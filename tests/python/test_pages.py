@@ -1,0 +1,182 @@
+"""PagedCache: pages go from sequence to sequence, and each sequence keeps what was written for it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import cupyflash
+from cupyflash import ArgumentError, CacheFullError, PagedCache, UnsupportedError, attention, attention_with_cache
+
+HEADS, D = 2, 8
+Q = np.zeros((1, 1, HEADS, D), np.float32)
+
+
+def cache_of(pages: int, page_size: int, **more: Any) -> PagedCache:
+    found = PagedCache(pages, page_size, heads_k=HEADS, head_dim=D, like=Q, **more)
+    found.k[...] = np.nan
+    found.v[...] = np.nan
+    return found
+
+
+class Model(RuleBasedStateMachine):
+    """Sequences as lists of numbers, against what lies in their pages."""
+
+    @initialize(pages=st.integers(1, 12), page_size=st.integers(1, 5))
+    def begin(self, pages: int, page_size: int) -> None:
+        self.cache = cache_of(pages, page_size, layers=2)
+        self.tokens: dict[int, list[float]] = {}
+        self.next = 0.0
+
+    @rule()
+    def allocate(self) -> None:
+        self.tokens[self.cache.allocate()] = []
+
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        if self.tokens:
+            old = data.draw(st.sampled_from(sorted(self.tokens)))
+            length = data.draw(st.none() | st.integers(0, len(self.tokens[old])))
+            self.tokens[self.cache.fork(old, length)] = self.tokens[old][:length]
+
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        if self.tokens:
+            one = data.draw(st.sampled_from(sorted(self.tokens)))
+            length = data.draw(st.integers(0, len(self.tokens[one])))
+            self.cache.truncate(one, length)
+            del self.tokens[one][length:]
+
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        if self.tokens:
+            one = data.draw(st.sampled_from(sorted(self.tokens)))
+            self.cache.free(one)
+            del self.tokens[one]
+
+    @rule(data=st.data())
+    def append(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.lists(st.sampled_from(sorted(self.tokens)), unique=True)) if self.tokens else []
+        counts = data.draw(st.lists(st.integers(0, 7), min_size=len(chosen), max_size=len(chosen)))
+        before = self.cache.free_pages, {one: self.cache.length(one) for one in chosen}
+        try:
+            places = self.cache.append(chosen, counts)
+        except (CacheFullError, ArgumentError):
+            assert before == (self.cache.free_pages, {one: self.cache.length(one) for one in chosen})
+            return
+        new = np.arange(self.next, self.next + sum(counts))
+        self.next += sum(counts)
+        for layer in range(2):
+            k = np.broadcast_to((new + layer)[:, None, None], (len(new), HEADS, D)).astype(np.float32)
+            q = np.zeros((len(new), HEADS, D), np.float32)
+            attention_with_cache(q, *self.cache[layer], k=k, v=-k, **places)
+        for one, start, count in zip(chosen, places["cu_seqlens_q"], counts, strict=False):
+            self.tokens[one] += list(new[start : start + count])
+
+    @invariant()
+    def each_has_its_own(self) -> None:
+        chosen = sorted(self.tokens)
+        places = self.cache.places(chosen)
+        pages = set()
+        for one, row, length in zip(chosen, places["block_table"], places["cache_seqlens"], strict=True):
+            used = row[: -(-length // self.cache.page_size)]
+            pages |= set(used.tolist())
+            for layer in range(2):
+                k, v = (x[used].reshape(-1, HEADS, D)[:length, 0, 0] for x in self.cache[layer])
+                np.testing.assert_array_equal(k, np.array(self.tokens[one]) + layer)
+                np.testing.assert_array_equal(v, -np.array(self.tokens[one]) - layer)
+        assert self.cache.free_pages == self.cache.k.shape[1] - len(pages)
+
+
+TestModel = Model.TestCase
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_fork_copies_its_last_page_when_it_writes(library: str, rng: np.random.Generator) -> None:
+    import torch
+
+    x = rng.standard_normal((3, 2, 12, HEADS, D))
+    q, k, v = (torch.from_numpy(y) if library == "torch" else y for y in x)
+    cache = PagedCache(6, 4, heads_k=HEADS, head_dim=D, like=q)
+    a = cache.allocate()
+    attention_with_cache(q[:1, :6], *cache[0], k=k[:1, :6], v=v[:1, :6], **cache.append([a], 6), causal=True)
+    b = cache.fork(a, 5)
+    assert cache.free_pages == 4
+    places = cache.append([a, b], 1)
+    assert cache.free_pages == 3
+    out = attention_with_cache(q[:, 6:7], *cache[0], k=k[:, 6:7], v=v[:, 6:7], **places, causal=True)
+    for row, keys in ((0, [(0, i) for i in range(7)]), (1, [(0, i) for i in range(5)] + [(1, 6)])):
+        k, v = (np.stack([y[at] for at in keys])[None] for y in x[1:])
+        np.testing.assert_allclose(np.asarray(out[row]), attention(x[0][row, None, 6:7], k, v)[0], rtol=1e-12)
+
+
+def test_tables_are_written_where_they_lie() -> None:
+    cache = cache_of(8, 2, max_seqlen=6)
+    a, b = cache.allocate(), cache.allocate()
+    places = cache.append([a, b], 3)
+    table, lengths = places["block_table"], places["cache_seqlens"]
+    assert table.shape == (2, 3)
+    assert cache.append([a, b], 1, into=places) is places
+    assert places["block_table"] is table
+    np.testing.assert_array_equal(lengths, [3, 3])
+    assert cache.free_pages == 4
+
+
+WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
+    ("append", ([0], 17), ArgumentError,
+     "counts: expected at most 16 more tokens of sequence 0, which has 0, got 17; give PagedCache a larger max_seqlen"),
+    ("append", ([0], 13), CacheFullError, "PagedCache: 1 pages too few: 3 of 3 are free; free or truncate a sequence"),
+    ("append", ([0], -1), ArgumentError, "counts: expected 1 numbers of at least 0, one a sequence, got [-1]"),
+    ("append", ([0], [1, 2]), ArgumentError, "counts: expected 1 numbers of at least 0, one a sequence, got [1, 2]"),
+    ("append", ([0], [1.5]), ArgumentError, "counts: expected integers, one a sequence, or one integer, got 1.5"),
+    ("append", ([0, 0], 1), ArgumentError, "sequences: expected each once, got [0, 0]"),
+    ("append", ([7], 1), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 7"),
+    ("fork", (0, 1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got 1"),
+    ("truncate", (0, -1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got -1"),
+    ("free", (1,), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 1"),
+    ("append", ([0], 1, {}), ArgumentError, "into: expected what a call for 1 sequences returned, with"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "arguments", "kind", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_is_wrong_is_named(method: str, arguments: Any, kind: type[Exception], message: str) -> None:
+    cache = cache_of(3, 4, max_seqlen=16)
+    cache.allocate()
+    with pytest.raises(kind, match=re.escape(message)):
+        getattr(cache, method)(*arguments)
+
+
+WRONG_NEW: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"pages": 0}, ArgumentError, "pages: expected at least 1, got 0"),
+    ({"page_size": 1.0}, ArgumentError, "page_size: expected an integer, got 1.0"),
+    ({"head_dim": 12}, UnsupportedError, "head_dim: expected a head_dim that is a multiple of 8"),
+    ({"max_seqlen": 0}, ArgumentError, "max_seqlen: expected at least 1, got 0"),
+    ({"like": "fp16"}, ArgumentError, "like: expected an array of CuPy, NumPy, PyTorch or JAX"),
+    ({"like": np.zeros(1, int)}, ArgumentError, "like: expected an array of a floating-point dtype"),
+)
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), WRONG_NEW, ids=range(len(WRONG_NEW)))
+def test_what_is_wrong_of_a_new_one(change: dict[str, Any], kind: type[Exception], message: str) -> None:
+    given = {"pages": 3, "page_size": 4, "heads_k": 1, "head_dim": 8, "like": Q}
+    with pytest.raises(kind, match=re.escape(message)):
+        PagedCache(**given | change)  # type: ignore[arg-type]
+
+
+@pytest.mark.needs("jax")
+def test_jax_arrays_cannot_be_written() -> None:
+    import jax.numpy as jnp
+
+    with pytest.raises(UnsupportedError, match="like: expected an array of NumPy, CuPy or PyTorch, got one of jax"):
+        PagedCache(3, 4, heads_k=1, head_dim=8, like=jnp.zeros(1))
+
+
+def test_a_full_pool_is_a_memory_error() -> None:
+    assert issubclass(CacheFullError, MemoryError)
+    assert issubclass(CacheFullError, cupyflash.CupyflashError)
