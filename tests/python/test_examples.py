@@ -144,3 +144,28 @@ def test_its_product_of_matrices_compiles(arch: str) -> None:
     cubin, log = nvrtc.find().compile(gpt_cupy.MATMUL, "matmul.cu", {}, (f"-arch={arch}",))
     assert cubin
     assert "error" not in log
+
+
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=pytest.mark.needs("torch"))])
+def test_text_from_a_cache(library: str) -> None:
+    """The model repeats what it has read, as it does without a cache; a fork goes another way."""
+    prompts = [word for text in ("one two three. one t", "a cat and a c") for word in ("--prompt", text)]
+    assert run("generate", "--library", library, "--letters", "9", *prompts).splitlines() == [
+        "one two three. one three. one",
+        "a cat and a cat a cat ",
+        "one two three. one tdree. one",
+    ]
+
+
+def test_a_cache_that_changes_what_is_said_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import generate
+
+    real = generate.Cached.step
+
+    def step(self: Any, sequences: list[int], texts: list[list[int]]) -> list[int]:
+        self.cache.k[1, :, 3] = 0  # one key of each page
+        return real(self, sequences, texts)
+
+    monkeypatch.setattr(generate.Cached, "step", step)
+    with pytest.raises(AssertionError, match="the cache changed what the model says"):
+        generate.generate("numpy", generate.PROMPTS, 20)
