@@ -1,8 +1,4 @@
-"""flash_attn_with_kvcache by composition: no decode kernel, but the same results. No gradients, as there.
-
-What the cache holds is attended to where it lies if all sequences are equally long, or if rows of all sequences lie one
-behind the other; pages, chosen sequences and head_dims that are padded are copied first.
-"""
+"""flash_attn_with_kvcache by `attention_with_cache`. No gradients, as there."""
 
 from __future__ import annotations
 
@@ -11,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
 from ..errors import ArgumentError
-from ..varlen import attention_varlen
+from ..kvcache import attention_with_cache
 from .options import Given
 from .rotary import apply_rotary_emb
-from .tensors import gathered, head_dim_of, may_be_empty, narrowed, readied, to_theirs
+from .tensors import head_dim_of, narrowed, readied, to_theirs
 
 
 def flash_attn_with_kvcache(
@@ -55,114 +50,55 @@ def flash_attn_with_kvcache(
         block_table: (batch, pages), int32: the blocks of each sequence.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`, by the lengths in use.
         rotary_interleaved: as in `apply_rotary_emb`.
-        num_splits: accepted; results do not depend on it.
+        num_splits: as in `attention_with_cache`; 0: as is best.
         return_softmax_lse: return (out, softmax_lse), lse (batch, heads_q, seqlen_q).
     """
     given = Given(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     keywords = given.ours(head_dim_of(q))
+    del keywords["deterministic"]
     _check(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    used: Any = capacity if cache_seqlens is None else cache_seqlens
-    new = 0 if k is None else k.shape[1]
-    _check_capacity(used, new, capacity)
+    used = capacity if cache_seqlens is None else cache_seqlens
     with torch.no_grad():
-        if k is not None:
-            if rotary_cos is not None:
-                q = _rotated_queries(q, rotary_cos, rotary_sin, rotary_interleaved, used, keywords)
-                k = apply_rotary_emb(k, rotary_cos, rotary_sin, rotary_interleaved, False, used)
-            rows = _rows(len(q), used, new, q.device)
-            for cache, x in ((k_cache, k), (v_cache, v)):
-                cache[_places(rows, k_cache.shape[1], cache_batch_idx, block_table)] = x
-        used = used + new
-        if block_table is not None:
-            k_cache, v_cache = gathered(k_cache, block_table), gathered(v_cache, block_table)
-        elif cache_batch_idx is not None:
-            k_cache, v_cache = k_cache[cache_batch_idx.long()], v_cache[cache_batch_idx.long()]
-        if isinstance(used, int):  # what is behind the rows in use need not be looked at, or copied
-            k_cache, v_cache = k_cache[:, :used], v_cache[:, :used]
+        places = {"cache_seqlens": used, "block_table": block_table, "cache_batch_idx": cache_batch_idx}
+        if cache_leftpad is not None:
+            places["kv_range"] = torch.stack((cache_leftpad, torch.full_like(cache_leftpad, capacity)), dim=1)
+        keywords |= {name: x.to(torch.int32) if isinstance(x, Tensor) else x for name, x in places.items()}
+        if cache_batch_idx is None and block_table is None:
+            k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
+        q, k, tables = _turned(q, k, rotary_cos, rotary_sin, rotary_interleaved, used, keywords)
         ready = readied(q, k_cache, v_cache)
-        out, lse = _attended(ready, used, cache_leftpad, keywords)
-        return (narrowed(out, q.shape[-1]), lse) if return_softmax_lse else narrowed(out, q.shape[-1])
+        if k is not None and v is not None:
+            _, keywords["k"], keywords["v"] = readied(q, k, v)
+        keywords |= {"num_splits": num_splits if num_splits > 0 else None, "return_lse": True}
+        out, lse = attention_with_cache(ready[0], ready[1], ready[2], **keywords, **tables)
+        for cache, x in zip((k_cache, v_cache), ready[1:], strict=True):
+            if k is not None and x is not cache:  # a padded copy
+                cache.copy_(x[..., : cache.shape[-1]])
+        out = narrowed(out, q.shape[-1])
+        return (out, to_theirs(lse)) if return_softmax_lse else out
 
 
-def _attended(
-    ready: tuple[Tensor, Tensor, Tensor], used: int | Tensor, leftpad: Tensor | None, keywords: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Attention over the rows of each sequence from leftpad to used, with flash-attn's lse."""
-    q, k, v = ready
-    if isinstance(used, int) and leftpad is None:
-        out, lse = attention(q, k, v, **keywords, return_lse=True)
-        return out, to_theirs(lse) if may_be_empty(q, k, keywords) else lse
-    batch, seqlen, heads, head_dim = q.shape
-    lengths = _packed_lengths(batch, seqlen, k.shape[1], used, leftpad, q.device)
-    slopes = keywords.get("alibi_slopes")
-    if slopes is not None and slopes.dim() == 2 and leftpad is not None:
-        keywords = keywords | {"alibi_slopes": slopes.repeat_interleave(2, dim=0)}
-    q, k, v = (x.flatten(0, 1) for x in ready)
-    out, lse = attention_varlen(q, k, v, **lengths, **keywords, return_lse=True)
-    lse = to_theirs(lse).view(heads, batch, seqlen).transpose(0, 1).contiguous()
-    return out.view(batch, seqlen, heads, head_dim), lse
+def _turned(
+    q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, used: Any, keywords: Any
+) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """q and k, and the tables by which the kernels rotate them on their way.
 
-
-def _packed_lengths(
-    batch: int, seqlen: int, capacity: int, used: int | Tensor, leftpad: Tensor | None, device: Any
-) -> dict[str, Tensor]:
-    """A cache whose sequences lie one behind the other, as packed sequences of which some rows are in use.
-
-    Padding at the left becomes a sequence of its own, in front of each, that no query belongs to.
+    flash-attn tells queries apart by a mask only: without one all are at the position of the first. Those are rotated
+    here, and where there are other new keys than queries.
     """
-    numbers = torch.arange(batch + 1, device=device, dtype=torch.int32)
-    if isinstance(used, Tensor):
-        used = used.to(torch.int32)
-    else:
-        used = torch.full((batch,), used, device=device, dtype=torch.int32)  # a copy from the host would be waited for
-    starts_q, starts_k = numbers * seqlen, numbers * capacity
-    if leftpad is None:
-        return {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "seqused_k": used.contiguous()}
-    pads = leftpad.to(torch.int32)
-    starts_k = torch.cat((torch.stack((starts_k[:-1], starts_k[:-1] + pads), 1).flatten(), starts_k[-1:]))
-    starts_q = torch.cat((starts_q[:-1].repeat_interleave(2), starts_q[-1:]))
-    used = torch.stack((torch.zeros_like(pads), (used - pads).clamp(min=0)), 1).flatten()
-    return {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_k, "seqused_k": used}
-
-
-def _rotated_queries(
-    q: Tensor, cos: Tensor, sin: Any, interleaved: bool, offsets: Any, keywords: dict[str, Any]
-) -> Tensor:
-    """q, each row at its own position where queries are told apart by a mask, else all at the first one."""
-    if keywords["causal"] or keywords["window"] is not None:
-        return apply_rotary_emb(q, cos, sin, interleaved, False, offsets)
+    if cos is None or sin is None or k is None:
+        return q, k, {}
+    has_mask = keywords["causal"] or keywords["window"] is not None
+    if q.shape[1] == k.shape[1] and (has_mask or q.shape[1] == 1):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        cos, sin = (x if x.dtype in (q.dtype, wide) else x.to(wide) for x in (cos.contiguous(), sin.contiguous()))
+        return q, k, {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+    k = apply_rotary_emb(k, cos, sin, interleaved, False, used)
+    if has_mask:
+        return apply_rotary_emb(q, cos, sin, interleaved, False, used), k, {}
     together = q.flatten(1, 2).unsqueeze(1)  # one row with heads of all positions
-    return apply_rotary_emb(together, cos, sin, interleaved, False, offsets).view(q.shape)
-
-
-def _rows(batch: int, used: int | Tensor, new: int, device: Any) -> Tensor:
-    """Where the new rows of each sequence go, (batch, new)."""
-    rows = torch.arange(new, device=device)
-    return (rows + used[:, None] if isinstance(used, Tensor) else rows + used).expand(batch, new)
-
-
-def _places(rows: Tensor, page: int, batch_idx: Tensor | None, block_table: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The same as indices of the first two dimensions of the cache."""
-    if block_table is not None:
-        return block_table.long().gather(1, rows // page), rows % page
-    sequences = torch.arange(len(rows), device=rows.device) if batch_idx is None else batch_idx.long()
-    return sequences[:, None].expand_as(rows), rows
-
-
-def _check_capacity(used: int | Tensor, new: int, capacity: int) -> None:
-    """Refuse lengths beyond the cache. On a GPU a tensor of them is not waited for."""
-    if isinstance(used, Tensor):
-        if used.device.type != "cpu" or not used.numel():
-            return
-        least, most = int(used.min()), int(used.max())
-    else:
-        least = most = used
-    if least < 0 or most + new > capacity:
-        raise ArgumentError(
-            f"cache_seqlens: expected lengths of 0 to {capacity - new} ({capacity} rows in the cache, {new} new), got "
-            f"{least if least < 0 else most}"
-        )
+    return apply_rotary_emb(together, cos, sin, interleaved, False, used).view(q.shape), k, {}
 
 
 def _check(
