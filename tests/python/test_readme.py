@@ -11,6 +11,7 @@ from cupyflash.gpu import device
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 EXAMPLES = re.findall(r"```python\n(import (\w+).*?)```", README.read_text(), re.DOTALL)
+INFERENCE = README.parent / "docs" / "inference.md"
 MARKS = {
     "cupy": pytest.mark.gpu,
     "torch": pytest.mark.needs("torch"),
@@ -37,6 +38,16 @@ def test_example(code: str) -> None:
         assert names["out"].shape == names["q"].shape  # type: ignore[attr-defined]
 
 
+@pytest.mark.needs("torch")
+def test_the_examples_of_inference() -> None:
+    examples = re.findall(r"```python\n(.*?)```", INFERENCE.read_text(), re.DOTALL)
+    assert len(examples) == 3
+    for code in examples:
+        names: dict[str, object] = {}
+        exec(code, names)
+        assert names["out"].shape == names["q"].shape  # type: ignore[attr-defined]
+
+
 def test_the_support_table_names_only_known_architectures() -> None:
     rows = re.findall(r"^\| (sm_[^|]*)\|.*\| (?:run|compiled)", README.read_text(), re.MULTILINE)
     named = {arch for row in rows for arch in re.findall(r"sm_\d+", row)}
@@ -48,7 +59,7 @@ def test_the_support_table_names_only_known_architectures() -> None:
     "page",
     [
         "README.md",
-        *(f"docs/{name}.md" for name in ("results", "performance", "cli", "flash_attn", "transformers")),
+        *(f"docs/{name}.md" for name in ("results", "performance", "cli", "flash_attn", "inference", "transformers")),
         "examples/README.md",
     ],
 )
