@@ -6,7 +6,7 @@ from typing import Any
 
 from . import options
 from .arrays.adapters import TORCH
-from .arrays.libraries import JAX, Foreign, common_library
+from .arrays.libraries import JAX, Foreign, common_library_of_all
 from .arrays.vetting import vet_gradients
 from .cache.checks import CacheOptions, make_cache_options
 from .launch import cached
@@ -107,14 +107,16 @@ def attention_with_cache(
     call = make_cache_options(causal, scale, window, softcap, rotary_interleaved, num_splits, batch_invariant)
     if call.window is not None and -1 in call.window:
         options.warn_of_minus_one(call.window)
-    want_lse = options.flag("return_lse", return_lse)
-    given = {
-        "q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens, "k": k, "v": v,
-        "block_table": block_table, "cache_batch_idx": cache_batch_idx, "cu_seqlens_q": cu_seqlens_q,
-        "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "alibi_slopes": alibi_slopes, "kv_range": kv_range,
-    }  # fmt: skip
-    required = ("q", "k_cache", "v_cache", "cache_seqlens")
-    out, lse = _forward({name: x for name, x in given.items() if x is not None or name in required}, call)
+    want_lse = return_lse if type(return_lse) is bool else options.flag("return_lse", return_lse)
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+    for name, x in (
+        ("k", k), ("v", v), ("block_table", block_table), ("cache_batch_idx", cache_batch_idx),
+        ("cu_seqlens_q", cu_seqlens_q), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin),
+        ("alibi_slopes", alibi_slopes), ("kv_range", kv_range),
+    ):  # fmt: skip
+        if x is not None:
+            arrays[name] = x
+    out, lse = _forward(arrays, call)
     return (out, lse) if want_lse else out
 
 
@@ -123,18 +125,18 @@ attention_with_cache._torchdynamo_disable = True  # type: ignore[attr-defined]  
 
 def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, Any]:
     """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`."""
-    lengths, shape = arrays["cache_seqlens"], getattr(arrays["cache_seqlens"], "shape", ())
-    if shape == () and lengths is not None:
-        lengths = arrays["cache_seqlens"] = options.whole("cache_seqlens", lengths, "an int32 array or an integer")
-    library = common_library(**{name: x for name, x in arrays.items() if type(x) is not int})
+    lengths, given = arrays["cache_seqlens"], arrays
+    if lengths is not None and getattr(lengths, "shape", ()) == ():
+        arrays["cache_seqlens"] = options.whole("cache_seqlens", lengths, "an int32 array or an integer")
+        given = {name: x for name, x in arrays.items() if name != "cache_seqlens"}
+    library = common_library_of_all(given)
     if library is JAX:
         from .jax import eager
 
         return eager.attention_with_cache(arrays, call)
     if isinstance(library, Foreign):
-        adopted = library.adopt({name: x for name, x in arrays.items() if type(x) is not int})
-        out, lse = _forward(arrays | adopted, call)
+        out, lse = _forward(arrays | library.adopt(given), call)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"])
     if library is TORCH:
-        vet_gradients({name: x for name, x in arrays.items() if type(x) is not int})
+        vet_gradients(given)
     return cached.forward(library, arrays, call)

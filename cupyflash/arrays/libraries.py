@@ -155,6 +155,17 @@ def common_library(**arrays: Any) -> Native | Foreign:
     return TORCH_SUBCLASS if TORCH_SUBCLASS in libraries.values() else library
 
 
+def common_library_of_all(arrays: Mapping[str, Any]) -> Native | Foreign:
+    """`common_library`, at once where all are of one type that is known."""
+    kinds = {type(x) for x in arrays.values()}
+    if len(kinds) == 1:
+        (kind,) = kinds
+        library = TORCH if is_tensor(kind) else _by_type.get(kind)
+        if library is not None:
+            return library
+    return common_library(**arrays)
+
+
 def common_library_of_three(q: Any, k: Any, v: Any) -> Native | Foreign:
     """`common_library`, at once where all are of one type that is known."""
     kind = type(q)

@@ -35,15 +35,23 @@ def make_cache_options(
     Raises:
         ArgumentError: one is not of its type or range.
     """
-    plain = make_options(causal, scale, window, softcap=softcap)
-    splits = None if num_splits is None else whole("num_splits", num_splits, "an integer or None")
-    if splits is not None and not 1 <= splits <= MAX_SPLITS:
+    causal, scale, window, _, _, softcap = make_options(causal, scale, window, softcap=softcap)
+    if num_splits is not None:
+        num_splits = _splits(num_splits)
+    if type(batch_invariant) is not bool:
+        batch_invariant = flag("batch_invariant", batch_invariant)
+    if type(interleaved) is not bool:
+        interleaved = flag("rotary_interleaved", interleaved)
+    return CacheOptions(causal, scale, window, softcap, interleaved, num_splits, batch_invariant)
+
+
+def _splits(num_splits: Any) -> int:
+    splits = whole("num_splits", num_splits, "an integer or None")
+    if not 1 <= splits <= MAX_SPLITS:
         raise ArgumentError(
             f"num_splits: expected 1 to {MAX_SPLITS}, or None for the best for the lengths, got {splits}"
         )
-    invariant = flag("batch_invariant", batch_invariant)
-    turned = flag("rotary_interleaved", interleaved)
-    return CacheOptions(plain.causal, plain.scale, plain.window, plain.softcap, turned, splits, invariant)
+    return splits
 
 
 def make_cache_problem(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], options: CacheOptions) -> CacheProblem:

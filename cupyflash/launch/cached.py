@@ -30,14 +30,14 @@ class _Kept:
 
     Attributes:
         copied: the numbers of the arrays that it takes contiguous, and that are not.
-        lse: its shape and dtype.
+        made: (shape, dtype) of lse and of the workspaces.
     """
 
     recent = False
 
     def __init__(self, launch: decode.CacheCall, problem: CacheProblem, copied: Sequence[int]) -> None:
         self.launch, self.problem, self.copied = launch, problem, tuple(copied)
-        self.lse = problem.rows, "fp32"
+        self.made = ((problem.rows, "fp32"), *launch.made)
 
 
 calls: Kept[_Kept] = Kept(_MAX_CALLS)
@@ -49,20 +49,24 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     Args:
         arrays: by their names in `CACHE_ARRAYS`, in that order; cache_seqlens may be an integer.
     """
-    keys, pointers, length = [], [], arrays["cache_seqlens"]
+    keys, pointers, bits, length = [], [], 0, arrays["cache_seqlens"]
     try:
         if type(length) is int:
             cu, q = arrays.get("cu_seqlens_q"), arrays["q"]
             arrays["cache_seqlens"] = library.full((len(q) if cu is None else len(cu) - 1,), length, q)
         for x in arrays.values():
             keys.append(library.signature(x))
-            pointers.append(library.pointer(x))
+            pointer = library.pointer(x)
+            pointers.append(pointer)
+            bits |= pointer
     except Exception as e:
         raise unreadable(library, e, arrays) from e
     device = keys[0][3]
     if device == CPU:
         return _on_host(library, arrays, keys, options)
-    aligned, stream = _look_at_addresses(library, arrays, pointers), library.stream(device)
+    aligned, stream = bits & 15 == 0, library.stream(device)
+    if not aligned or 0 in pointers:
+        aligned = _look_at_addresses(library, arrays, pointers)
     key = *arrays, *keys, options, aligned, wish()
     call = calls.find(key)
     if call is None:
@@ -72,15 +76,25 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
         check_room(call.problem, np.array([length]), np.array([0 if call.problem.packed else call.problem.seqlen_new]))
     if os.environ.get("CUPYFLASH_DEBUG") == "1":
         check_values(call.problem, _on_their_way(library, arrays))
-    copies = [library.contiguous(x) if i in call.copied else x for i, x in enumerate(arrays.values())]
-    for i in call.copied:
-        pointers[i] = library.pointer(copies[i])
+    copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
     q = arrays["q"]
-    made = [library.empty_like(q), library.empty(*call.lse, q)]
-    made += [library.empty(shape, dtype, q) for shape, dtype in call.launch.made]
-    call.launch([*pointers, *map(library.pointer, made)], stream)
-    del copies  # which live until the launch
+    made = [library.empty_like(q)]
+    for shape, dtype in call.made:
+        made.append(library.empty(shape, dtype, q))
+    for x in made:
+        pointers.append(library.pointer(x))
+    call.launch(pointers, stream)
+    del copies
     return made[0], made[1]
+
+
+def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
+    """Contiguous copies of some of the arrays, whose addresses take the place of theirs."""
+    given = list(arrays.values())
+    copies = [library.contiguous(given[i]) for i in numbers]
+    for i, x in zip(numbers, copies, strict=True):
+        pointers[i] = library.pointer(x)
+    return copies
 
 
 def _prepare(
