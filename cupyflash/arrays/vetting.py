@@ -132,3 +132,14 @@ def vet_transforms(name: str, x: Any) -> None:
     torch = sys.modules["torch"]
     if torch._is_functional_tensor(x):
         raise UnsupportedError(f"{name}: torch.func.functionalize is not supported; call outside of it")
+
+
+def vet_vmap(arrays: Mapping[str, Any]) -> None:
+    """Refuse torch tensors over which vmap maps, where there is no rule for it.
+
+    Raises:
+        UnsupportedError: it does.
+    """
+    for name, x in arrays.items():
+        if sys.modules["torch"]._C._functorch.is_batchedtensor(x):
+            raise UnsupportedError(f"{name}: torch.func.vmap has no rule for this function; call it outside")

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..arrays.adapters import CPU, TORCH, Native, Signature, place
 from ..arrays.readable import unreadable, vet_all, vet_new
+from ..arrays.vetting import vet_vmap
 from ..cache.arrays import BY_NAME
 from ..cache.checks import CacheOptions, make_cache_problem
 from ..cache.problem import CacheProblem
@@ -60,6 +61,8 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
             pointers.append(pointer)
             bits |= pointer
     except Exception as e:
+        if library is TORCH:
+            vet_vmap(arrays)
         raise unreadable(library, e, arrays) from e
     device = keys[0][3]
     if device == CPU:

@@ -209,6 +209,18 @@ def test_torch_says_that_there_are_no_gradients(rng: np.random.Generator) -> Non
 
 
 @pytest.mark.needs("torch")
+def test_torch_transforms_are_refused_by_name(rng: np.random.Generator) -> None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x = {name: torch.from_numpy(y) for name, y in small(rng).items()}
+    with pytest.raises(UnsupportedError, match=r"q: torch.func.vmap has no rule for this function"):
+        torch.func.vmap(lambda q: attention_with_cache(**x | {"q": q}))(torch.zeros(2, 3, 1, 4, 16))
+    with FakeTensorMode() as mode, pytest.raises(UnsupportedError, match=r"q: expected a plain array.*FakeTensor"):
+        attention_with_cache(**{name: mode.from_tensor(y) for name, y in x.items()})
+
+
+@pytest.mark.needs("torch")
 def test_torch_compile_calls_it_as_it_is(rng: np.random.Generator) -> None:
     import torch
 
