@@ -57,7 +57,7 @@ def attention_with_cache(
         cache_seqlens: ``(batch,)``, int32, of q's device: how many rows of each sequence are in use, those that are
             appended not counted; or one integer for all.
         k, v: ``(batch, seqlen_new, heads_k, head_dim)``: rows to append, in place, v bit by bit; with `cu_seqlens_q`
-            packed as q is. JAX arrays cannot be written: append by ``k_cache.at[...].set(k)`` and leave k out.
+            packed as q is. JAX arrays cannot be written: of them the caches after the append are returned.
         block_table: ``(batch, pages_per_sequence)``, int32: row r of sequence b lies in page
             ``block_table[b, r // page_size]``. Sequences may share pages that none of them writes. Entries behind the
             last page in use may hold anything.
@@ -80,16 +80,17 @@ def attention_with_cache(
     Returns:
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
         ``(batch, heads_q, seqlen_q)`` or packed ``(heads_q, total_q)`` in fp32 (fp64 for fp64 input), which `combine`
-        takes. A query that sees no key gives 0 and -inf. GPU work is queued on the library's current stream and nothing
-        waits for it; lengths, tables and ranges are read on the device, so a CUDA graph can be replayed with others.
-        There are no gradients.
+        takes. A query that sees no key gives 0 and -inf. With k and v of JAX ``(out, k_cache, v_cache)``, or ``(out,
+        lse, k_cache, v_cache)``: a jit that donates the caches appends in place. GPU work is queued on the library's
+        current stream and nothing waits for it; lengths, tables and ranges are read on the device, so a CUDA graph can
+        be replayed with others. There are no gradients.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths beyond the capacity and
             numbers of pages and sequences that the cache does not have are found where the arrays are in host memory,
             and on a GPU with ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for them. Else the kernels
             clamp them: nothing beyond the arrays is read or written, and rows that do not fit are not appended.
-        UnsupportedError: as `attention`; a tensor that requires grad; or JAX's transforms.
+        UnsupportedError: as `attention`; a tensor that requires grad; derivatives and vmap of JAX.
         CompileError: NVRTC refused a kernel.
 
     Example:
@@ -116,24 +117,25 @@ def attention_with_cache(
     ):  # fmt: skip
         if x is not None:
             arrays[name] = x
-    out, lse = _forward(arrays, call)
-    return (out, lse) if want_lse else out
+    out, lse, *caches = _forward(arrays, call)
+    found = (out, lse, *caches) if want_lse else (out, *caches)
+    return found if len(found) > 1 else out
 
 
 attention_with_cache._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile calls it as it is
 
 
-def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, Any]:
-    """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`."""
+def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, ...]:
+    """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too."""
     lengths, given = arrays["cache_seqlens"], arrays
     if lengths is not None and getattr(lengths, "shape", ()) == ():
         arrays["cache_seqlens"] = options.whole("cache_seqlens", lengths, "an int32 array or an integer")
         given = {name: x for name, x in arrays.items() if name != "cache_seqlens"}
     library = common_library_of_all(given)
     if library is JAX:
-        from .jax import eager
+        from .jax import cached as of_jax
 
-        return eager.attention_with_cache(arrays, call)
+        return of_jax.attention_with_cache(arrays, call)
     if isinstance(library, Foreign):
         out, lse = _forward(arrays | library.adopt(given), call)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"])

@@ -72,10 +72,10 @@ def _register() -> None:
         ffi.register(_TARGET, _run, gpu.current())
 
 
-_DTYPES = {
+DTYPES = {
     "fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "fp64": jnp.float64, "int32": jnp.int32,
 }  # fmt: skip
-CODE_OF = {np.dtype(dtype): CODES[name] for name, dtype in _DTYPES.items()}
+CODE_OF = {np.dtype(dtype): CODES[name] for name, dtype in DTYPES.items()}
 
 
 def _keys(static: Static, arrays: Sequence[Any], device: int) -> list[tuple[Any, ...]]:
@@ -99,7 +99,7 @@ def results_of(static: Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStru
     for name in given.shaped:
         row = which.rows[name]
         wide = row.dtype == "fp32" and problem.dtype == "fp64"
-        dtype = _DTYPES["fp64" if wide else row.dtype]
+        dtype = DTYPES["fp64" if wide else row.dtype]
         found.append(jax.ShapeDtypeStruct(row.shape(sizes, problem.packed), dtype))
     return found
 
@@ -111,7 +111,7 @@ def _workspace(static: Static, arrays: Sequence[Any], results: int) -> list[jax.
         keys = _keys(static, arrays, ordinal)
         planned = run.planned(which, Buffers(), static.names, keys, static.options, static.wanted)
         made = planned.made[results - len(planned.likes) :]
-        found = [jax.ShapeDtypeStruct(shape, _DTYPES[dtype]) for shape, dtype in made]
+        found = [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape, dtype in made]
     return found
 
 

@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -185,6 +185,14 @@ def register(name: str, run: Callable[[Frame], None], device: Callable[[], int] 
     jax.ffi.register_ffi_target(name, capsule, platform="CUDA" if device else "cpu")
 
 
-def call(name: str, results: Sequence[jax.ShapeDtypeStruct], inputs: Sequence[Any], text: str) -> list[Any]:
-    """The custom call, in JAX."""
-    return list(jax.ffi.ffi_call(name, tuple(results), has_side_effect=False)(*inputs, call=text))
+def call(
+    name: str,
+    results: Sequence[jax.ShapeDtypeStruct],
+    inputs: Sequence[Any],
+    text: str,
+    same: Mapping[int, int] | None = None,
+) -> list[Any]:
+    """The custom call, in JAX; `same`: number of an input -> that of the result that lies where it lies."""
+    aliases = None if same is None else dict(same)
+    made = jax.ffi.ffi_call(name, tuple(results), has_side_effect=False, input_output_aliases=aliases)
+    return list(made(*inputs, call=text))

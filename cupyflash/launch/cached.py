@@ -100,6 +100,19 @@ def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], 
     return copies
 
 
+def planned(
+    library: Native, names: Sequence[str], keys: Sequence[tuple[Any, ...]], options: CacheOptions
+) -> Sequence[tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of the workspaces of the call that arrays on a GPU will find, of these signatures, at addresses
+    that are multiples of 16. Its kernels are loaded then.
+    """
+    key = *names, *keys, options, True, wish()
+    call = calls.find(key)
+    if call is None:
+        call = calls.keep(key, _prepare(library, dict.fromkeys(names), keys, options, True, 0))
+    return call.made[1:]
+
+
 def _prepare(
     library: Native,
     arrays: Mapping[str, Any],

@@ -345,8 +345,21 @@ def test_jax_arrays(rng: np.random.Generator) -> None:
     lengths = jnp.array([0, 20, 50], jnp.int32)
     out = attention_with_cache(q, k, v, cache_seqlens=lengths)
     assert isinstance(out, jax.Array)
-    expected = attention_with_cache(*(np.asarray(y) for y in (q, k, v)), cache_seqlens=np.asarray(lengths))
+    host = [np.array(y) for y in (q, k, v)]
+    expected = attention_with_cache(*host, cache_seqlens=np.asarray(lengths))
     np.testing.assert_allclose(np.asarray(out, np.float32), expected.astype(np.float32), rtol=0.02, atol=0.02)
+    step = jax.jit(functools.partial(attention_with_cache, causal=True), donate_argnames=("k_cache", "v_cache"))
+    for i in range(3):  # appended where the donated caches lie
+        new = {name: jnp.asarray(rng.standard_normal((3, 1, 2, 64)), jnp.bfloat16) for name in "kv"}
+        used = jnp.array([i, 20 + i, 47 + i], jnp.int32)
+        expected = attention_with_cache(*host, cache_seqlens=np.asarray(used), causal=True,
+                                        **{name: np.asarray(y) for name, y in new.items()})  # fmt: skip
+        places = k.unsafe_buffer_pointer(), v.unsafe_buffer_pointer()
+        out, k, v = step(q, k_cache=k, v_cache=v, cache_seqlens=used, **new)
+        assert (k.unsafe_buffer_pointer(), v.unsafe_buffer_pointer()) == places
+        np.testing.assert_allclose(np.asarray(out, np.float32), expected.astype(np.float32), rtol=0.02, atol=0.02)
+        for a, b in zip((k, v), host[1:], strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint16), b.view(np.uint16))
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])

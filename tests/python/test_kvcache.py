@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -231,24 +232,75 @@ def test_torch_compile_calls_it_as_it_is(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.needs("jax")
-def test_jax(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("how", ["eager", "jit", "donated"])
+@pytest.mark.parametrize("append", [False, True])
+def test_jax(append: bool, how: str, rng: np.random.Generator) -> None:
+    """As NumPy, but that the caches after the append are results; those that are given stay as they are."""
     import jax
     import jax.numpy as jnp
 
     plain = small(rng)
-    k, v = plain.pop("k"), plain.pop("v")
+    if not append:
+        del plain["k"], plain["v"]
     x = {name: jnp.asarray(y) for name, y in plain.items()}
-    out, lse = attention_with_cache(**x, return_lse=True)
-    expected, expected_lse = attention_with_cache(**plain, return_lse=True)
-    np.testing.assert_array_equal(np.asarray(out), expected)
-    np.testing.assert_array_equal(np.asarray(lse), expected_lse)
-    assert isinstance(out, jax.Array)
+    before = [np.asarray(x[name]).copy() for name in ("k_cache", "v_cache")]
+    call = functools.partial(attention_with_cache, causal=True, window=(9, None), return_lse=True)
+    if how != "eager":
+        caches = ("k_cache", "v_cache") if how == "donated" and append else ()
+        call = jax.jit(call, donate_argnames=caches)
+    found = call(**x)
+    expected = attention_with_cache(**plain, causal=True, window=(9, None), return_lse=True)
+    if append:
+        expected += (plain["k_cache"], plain["v_cache"])
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert isinstance(a, jax.Array)
+        np.testing.assert_array_equal(np.asarray(a), b)
+    if how != "donated":
+        for name, y in zip(("k_cache", "v_cache"), before, strict=True):
+            np.testing.assert_array_equal(np.asarray(x[name]), y)
+
+
+@pytest.mark.needs("jax")
+def test_jax_steps_in_a_scan(rng: np.random.Generator) -> None:
+    """A loop of steps in one program: each output that of a causal call on all."""
+    import jax
+    import jax.numpy as jnp
+
+    q = jnp.asarray(rng.standard_normal((12, 2, 1, 4, 16)), jnp.float32)
+    k, v = (jnp.asarray(rng.standard_normal((12, 2, 1, 2, 16)), jnp.float32) for _ in range(2))
+
+    def step(state: Any, new: Any) -> Any:
+        *caches, lengths = state
+        out, *caches = attention_with_cache(new[0], *caches, cache_seqlens=lengths, k=new[1], v=new[2], causal=True)
+        return (*caches, lengths + 1), out
+
+    empty = jnp.full((2, 12, 2, 16), jnp.nan, jnp.float32)
+    _, outs = jax.jit(lambda *new: jax.lax.scan(step, (empty, empty, jnp.zeros(2, jnp.int32)), new))(q, k, v)
+    whole = [np.asarray(y)[:, :, 0].swapaxes(0, 1) for y in (q, k, v)]
+    np.testing.assert_allclose(
+        np.asarray(outs)[:, :, 0].swapaxes(0, 1), attention(*whole, causal=True), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.needs("jax")
+def test_jax_says_what_is_wrong(rng: np.random.Generator) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    x = {name: jnp.asarray(y) for name, y in small(rng).items()}
     half = {name: y if y.dtype == jnp.int32 else y.astype(jnp.bfloat16) for name, y in x.items()}
-    assert attention_with_cache(**half).dtype == jnp.bfloat16
-    with pytest.raises(ArgumentError, match=r"k: expected None, since arrays of JAX cannot be written"):
-        attention_with_cache(**x, k=jnp.asarray(k), v=jnp.asarray(v))
-    with pytest.raises(UnsupportedError, match=r"q: attention over a cache is no operation of JAX yet"):
-        jax.jit(lambda q: attention_with_cache(q, x["k_cache"], x["v_cache"], cache_seqlens=x["cache_seqlens"]))(x["q"])
+    assert attention_with_cache(**half | {"cache_seqlens": 5})[0].dtype == jnp.bfloat16
+    with pytest.raises(ArgumentError, match=r"k: expected dtype fp32 of q, got bf16"):
+        attention_with_cache(**x | {"k": half["k"]})
+    with pytest.raises(ArgumentError, match=r"cache_seqlens: expected shape \(batch,\) = \(3,\)"):
+        jax.jit(attention_with_cache)(**x | {"cache_seqlens": jnp.zeros(4, jnp.int32)})
+    with pytest.raises(Exception, match=r"cache_seqlens: expected lengths of 0 to 19"):
+        jax.block_until_ready(attention_with_cache(**x | {"cache_seqlens": jnp.full(3, 20, jnp.int32)}))
+    with pytest.raises(UnsupportedError, match="q: attention over a cache has no gradients"):
+        jax.grad(lambda q: attention_with_cache(**x | {"q": q})[0].sum())(x["q"])
+    with pytest.raises(UnsupportedError, match="no rule for vmap"):
+        jax.vmap(lambda q: attention_with_cache(**x | {"q": q})[0])(x["q"][None])
 
 
 def test_a_range_may_end_where_the_cache_does(rng: np.random.Generator) -> None:

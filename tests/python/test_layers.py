@@ -55,7 +55,7 @@ PYTHON_ORDER = {
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "cache packed attention added sink products tiles",
     "gpu": "tensormap device driver",
-    "jax": "eager sdpa op call sharding ffi buffers",
+    "jax": "sdpa op cached call sharding ffi buffers",
     "launch": "cached decode run clocks prepare alignment prepared filled checks packed passes template counters kept",
     "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
     "torch": "flash aten sdpa flops autograd sharding batching ops vetting followed",

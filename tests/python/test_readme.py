@@ -38,10 +38,10 @@ def test_example(code: str) -> None:
         assert names["out"].shape == names["q"].shape  # type: ignore[attr-defined]
 
 
-@pytest.mark.needs("torch")
+@pytest.mark.needs("torch", "jax")
 def test_the_examples_of_inference() -> None:
     examples = re.findall(r"```python\n(.*?)```", INFERENCE.read_text(), re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) == 4
     for code in examples:
         names: dict[str, object] = {}
         exec(code, names)

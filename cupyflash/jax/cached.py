@@ -1,0 +1,137 @@
+"""Attention over a cache as a custom call of XLA's, inside jit too. Where rows are appended, the caches are results
+that lie where the arguments lay: in place, if the caller donates them, else in a copy that XLA makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays.adapters import CPU
+from ..cache.checks import CacheOptions
+from ..errors import UnsupportedError
+from ..gpu import device as gpu
+from ..launch import cached
+from ..launch.passes import contiguous_strides
+from . import ffi
+from .buffers import Buffers
+from .call import CODE_OF, DTYPES
+
+_TARGET = "cupyflash_cache"
+_CACHES = ("k_cache", "v_cache")
+_HALF = (jnp.float16, jnp.bfloat16)
+
+
+class _Static(NamedTuple):
+    """All of a call but its arrays. JAX keeps compiled calls by it."""
+
+    names: tuple[str, ...]
+    options: CacheOptions
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The caches, where rows are appended to them: results before out and lse."""
+        return _CACHES if "k" in self.names else ()
+
+    def text(self) -> str:
+        return json.dumps([self.names, self.options._asdict()], separators=(",", ":"))
+
+    @classmethod
+    def parse(cls, text: bytes) -> _Static:
+        names, options = json.loads(text)
+        if options["window"] is not None:
+            options["window"] = tuple(options["window"])
+        return cls(tuple(names), CacheOptions(**options))
+
+
+_parse = functools.lru_cache(maxsize=1024)(_Static.parse)
+
+
+def attention_with_cache(arrays: dict[str, Any], options: CacheOptions) -> tuple[Any, ...]:
+    """(out, lse), and the caches after the append where there is one."""
+    if type(arrays["cache_seqlens"]) is int:
+        cu = arrays.get("cu_seqlens_q")
+        batch = arrays["q"].shape[0] if cu is None else cu.shape[0] - 1
+        arrays = arrays | {"cache_seqlens": jnp.full((batch,), arrays["cache_seqlens"], jnp.int32)}
+    static = _Static(tuple(arrays), options)
+    found = _operation(static)(*arrays.values())
+    count = len(static.written)
+    return *found[count:], *found[:count]
+
+
+@functools.lru_cache(maxsize=1024)
+def _operation(static: _Static) -> Callable[..., Any]:
+    """The call, refused by name where a transform would need a rule."""
+
+    @jax.custom_jvp  # type: ignore[untyped-decorator]
+    @jax.custom_batching.custom_vmap  # type: ignore[untyped-decorator]
+    def one(*arrays: Any) -> Any:
+        return tuple(_call(static, arrays))
+
+    def refuse(*_: Any) -> Any:
+        raise UnsupportedError(
+            "q: attention over a cache has no gradients, and no rule for vmap; use `attention`, or give the whole batch"
+        )
+
+    one.fun.def_vmap(refuse)
+    one.defjvp(refuse)
+    return one
+
+
+def _call(static: _Static, arrays: Sequence[Any]) -> list[Any]:
+    _register()
+    results = _results(static, arrays)
+
+    def on(workspace: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., list[Any]]:
+        same = {static.names.index(name): i for i, name in enumerate(static.written)}
+        return lambda *x: ffi.call(_TARGET, [*results, *workspace], x, static.text(), same)[: len(results)]
+
+    if not gpu.count() or arrays[0].dtype not in _HALF:  # else the handler says what is missing
+        return on(())(*arrays)
+    return list(jax.lax.platform_dependent(*arrays, cpu=on(()), cuda=on(_workspace(static, arrays))))
+
+
+def _run(frame: ffi.Frame) -> None:
+    """One execution."""
+    static = _parse(frame.text)
+    library = Buffers(frame.results[len(static.written) :], frame.stream)
+    cached.forward(library, dict(zip(static.names, frame.inputs, strict=True)), static.options)
+
+
+@functools.cache
+def _register() -> None:
+    ffi.register(_TARGET, _run, None)
+    if gpu.count():
+        ffi.register(_TARGET, _run, gpu.current())
+
+
+def _keys(arrays: Sequence[Any], device: int) -> list[tuple[Any, ...]]:
+    """The signatures that the arrays will have when XLA hands them over."""
+    kinds = [np.dtype(x.dtype) for x in arrays]
+    return [
+        (tuple(x.shape), contiguous_strides(x.shape), CODE_OF.get(kind, kind.name), device)
+        for x, kind in zip(arrays, kinds, strict=True)
+    ]
+
+
+def _results(static: _Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """The caches that are written, out and lse, after all checks of shapes and dtypes."""
+    named = dict(zip(static.names, arrays, strict=True))
+    problem, _ = cached.check(Buffers(), named, _keys(arrays, CPU), static.options)
+    found = [jax.ShapeDtypeStruct(named[name].shape, named[name].dtype) for name in (*static.written, "q")]
+    return [*found, jax.ShapeDtypeStruct(problem.rows, DTYPES["fp64" if problem.dtype == "fp64" else "fp32"])]
+
+
+def _workspace(static: _Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    """What the kernels need beside results on this machine's GPUs, on each of which they are loaded."""
+    found = []
+    for ordinal in range(gpu.count()):
+        made = cached.planned(Buffers(), static.names, _keys(arrays, ordinal), static.options)
+        found = [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape, dtype in made]
+    return found
