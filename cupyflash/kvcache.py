@@ -33,6 +33,7 @@ def attention_with_cache(
     softcap: float | None = None,
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
+    sink: Any | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -69,7 +70,7 @@ def attention_with_cache(
             Positions that the tables lack are not turned. They need as many new keys as queries.
         rotary_interleaved: pairs are columns 2i and 2i + 1 (GPT-J); else i and i + rotary_dim / 2 (GPT-NeoX, Llama).
         causal: query i sees keys up to ``i + keys - seqlen_q``: the last query sees all, aligned at the bottom right.
-        scale, window, softcap, alibi_slopes: as in `attention`, with keys for seqlen_k.
+        scale, window, softcap, alibi_slopes, sink: as in `attention`, with keys for seqlen_k.
         kv_range: ``(batch, 2)``, int32: the queries of sequence b see none but the keys ``kv_range[b, 0]`` to
             ``kv_range[b, 1]`` of those that count; for a cache padded on the left.
         num_splits: into how many parts the keys of each sequence are split; None: as is best. Results differ by
@@ -80,10 +81,10 @@ def attention_with_cache(
     Returns:
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
         ``(batch, heads_q, seqlen_q)`` or packed ``(heads_q, total_q)`` in fp32 (fp64 for fp64 input), which `combine`
-        takes. A query that sees no key gives 0 and -inf. With k and v of JAX ``(out, k_cache, v_cache)``, or ``(out,
-        lse, k_cache, v_cache)``: a jit that donates the caches appends in place. GPU work is queued on the library's
-        current stream and nothing waits for it; lengths, tables and ranges are read on the device, so a CUDA graph can
-        be replayed with others. There are no gradients.
+        takes. A query that sees no key gives 0 and -inf, or the sink. With k and v of JAX ``(out, k_cache, v_cache)``,
+        or ``(out, lse, k_cache, v_cache)``: a jit that donates the caches appends in place. GPU work is queued on the
+        library's current stream and nothing waits for it; lengths, tables and ranges are read on the device, so a CUDA
+        graph can be replayed with others. There are no gradients.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths beyond the capacity and
@@ -113,7 +114,7 @@ def attention_with_cache(
     for name, x in (
         ("k", k), ("v", v), ("block_table", block_table), ("cache_batch_idx", cache_batch_idx),
         ("cu_seqlens_q", cu_seqlens_q), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin),
-        ("alibi_slopes", alibi_slopes), ("kv_range", kv_range),
+        ("alibi_slopes", alibi_slopes), ("kv_range", kv_range), ("sink", sink),
     ):  # fmt: skip
         if x is not None:
             arrays[name] = x

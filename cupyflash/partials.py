@@ -21,6 +21,7 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
 
     Softmax over a union of disjoint sets of keys (Milakov and Gimelshein 2018, section 3.1; FlashDecoding, Dao et al.
     2023). For a cache and a shared prefix of it, keys on several GPUs, or attention to a prompt once for many queries.
+    A sink counts once: give it to one of the parts.
 
     Args:
         outs: of each part ``(batch, seqlen_q, heads_q, head_dim)`` or packed ``(total_q, heads_q, head_dim)``, as all

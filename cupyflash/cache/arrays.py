@@ -52,6 +52,7 @@ CACHE_ARRAYS = (
     CacheArray("rotary_sin", _ROTARY, "rotary", optional=True),
     CacheArray("alibi_slopes", ("batch", "heads_q"), "sum", optional=True),
     CacheArray("kv_range", ("batch", "2"), "int32", optional=True),
+    CacheArray("sink", ("heads_q",), "sum", optional=True),
     CacheArray("out", _Q, role=RESULT),
     CacheArray("lse", ("batch", "heads_q", "seqlen_q"), "sum", role=RESULT, optional=True),
 )

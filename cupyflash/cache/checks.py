@@ -185,6 +185,7 @@ def _sized(
         rotary_dtype=dtypes.get("rotary_cos", ""),
         num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
+        sink="sink" in shapes,
     )
 
 

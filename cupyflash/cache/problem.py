@@ -19,7 +19,8 @@ class CacheProblem:
 
     with ``window = (left, right)``, where causal is folded in as ``right = min(right, 0)``, and [start, end) its
     kv_range. Its score is that of `Problem`: scale, softcap, ALiBi by the distance ``abs(i + keys - seqlen_q - j)``.
-    A query that sees no key has out 0 and lse -inf. What the cache holds behind the keys has no effect.
+    With a sink, softmax and lse count exp(sink[head]) among those of the scores. A query that sees no key has out 0 and
+    lse -inf, or the sink. What the cache holds behind the keys has no effect.
 
     Row r of sequence b lies in ``k_cache[s, r]`` with ``s = b``, or ``cache_batch_idx[b]`` where there is one; with
     pages in ``k_cache[block_table[b, r // page_size], r % page_size]``. Sequences and pages are clamped to those that
@@ -35,6 +36,7 @@ class CacheProblem:
         seqlen_new: keys that are appended to each sequence; packed, 0 or total_q: to each as many as it has queries.
         alibi: how many dimensions the slopes have; 0 without.
         kv_range: whether each sequence has a range of keys that its queries may see.
+        sink: whether heads of q have sinks.
         packed: q (total_q, heads_q, head_dim), and k and v likewise, by cu_seqlens_q.
         chosen: whether cache_batch_idx is given.
         rotary_dim: how many columns of q and k, the first ones, are rotated by their position, that of query and of
@@ -70,6 +72,7 @@ class CacheProblem:
     rotary_dtype: str = ""
     num_splits: int | None = None
     batch_invariant: bool = False
+    sink: bool = False
 
     @property
     def pages_per_sequence(self) -> int:

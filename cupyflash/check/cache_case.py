@@ -64,6 +64,7 @@ class CacheCase:
     softcap: float | None = None
     alibi: int = 0
     ranges: tuple[tuple[int, int], ...] | None = None
+    sink: bool = False
     num_splits: int | None = None
     batch_invariant: bool = False
     nonfinite: bool = False
@@ -77,7 +78,8 @@ class CacheCase:
 
     @property
     def tags(self) -> frozenset[str]:
-        """`memory`, and: emulator, paged, append, rotary, packed, gqa, masked, softcap, alibi, kv_range, nonfinite."""
+        """`memory`, and: emulator, paged, append, rotary, packed, gqa, masked, softcap, alibi, kv_range, sink,
+        nonfinite."""
         rows = sum(self.queries) if isinstance(self.queries, tuple) else self.queries * len(self.lengths)
         facts = {
             "emulator": sum(self.lengths) <= EMULATOR_KEYS and rows * self.heads_q <= EMULATOR_ROWS,
@@ -90,6 +92,7 @@ class CacheCase:
             "softcap": self.softcap is not None,
             "alibi": self.alibi > 0,
             "kv_range": self.ranges is not None,
+            "sink": self.sink,
             "nonfinite": self.nonfinite,
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.memory}
@@ -156,6 +159,9 @@ def _draw(c: CacheCase, rng: Rng) -> dict[str, Array]:
         found["alibi_slopes"] = 2.0 ** rng.uniform(-8, -1, (batch, c.heads_q)[2 - c.alibi :])
     if c.ranges is not None:
         found["kv_range"] = np.array(c.ranges)
+    if c.sink:
+        found["sink"] = rng.uniform(-4, 6, c.heads_q)
+        found["sink"][1:2] = -np.inf  # which is none
     return found
 
 

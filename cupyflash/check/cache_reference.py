@@ -103,13 +103,14 @@ class CacheOracle:
         k, v, exact_k = (x[rows[:, 0], rows[:, 1]] for x in (self.k_cache, self.v_cache, self.exact_k))
         packed = Problem(
             p.dtype, p.batch, len(q), len(k), p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,
-            softcap=p.softcap, packed=True, alibi=p.alibi,
+            softcap=p.softcap, packed=True, alibi=p.alibi, sink=p.sink,
         )  # fmt: skip
         kv_range = np.array(ranges).reshape(-1, 2) if p.kv_range else None
         sequences = Sequences(np.array(cu_q), np.array(cu_k), None, kv_range)
         packed = replace(packed, kv_range=p.kv_range)
         slopes = arrays.get("alibi_slopes")
-        return Oracle(packed, q, k, v, sequences=sequences, alibi_slopes=slopes, unrounded=(exact_q, exact_k))
+        brought: dict[str, Any] = {"sequences": sequences, "alibi_slopes": slopes, "sink": arrays.get("sink")}
+        return Oracle(packed, q, k, v, **brought, unrounded=(exact_q, exact_k))
 
     def _same(self, name: str, got: Array, wanted: Array, exact: Array | None = None) -> Comparison:
         """Bit by bit, but for what was turned, `exact`, NaN elsewhere: off by one rounding at most, and fp32's."""

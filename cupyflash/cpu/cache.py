@@ -28,8 +28,8 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
         p: shapes and options.
 
     Returns:
-        out, shape and dtype of q, and lse, natural log, fp32 (fp64 for fp64). A query that sees no key, or belongs to
-        no sequence, has out 0 and lse -inf.
+        out, shape and dtype of q, and lse, natural log, fp32 (fp64 for fp64). A query that sees no key has out 0
+        and lse -inf, or the sink.
     """
     q, cos, sin = arrays["q"], arrays.get("rotary_cos"), arrays.get("rotary_sin")
     out, lse = np.zeros(q.shape, q.dtype), np.full(p.rows, -np.inf, attention.accumulator(q))
@@ -41,7 +41,7 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
         Q = q[rows] if cos is None or sin is None else rotated(q[rows], cos, sin, part.used, p.rotary_interleaved)
         K, V = (_rows_of(arrays[name], p, arrays, part) for name in ("k_cache", "v_cache"))
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[b : b + 1]
-        found = attention.forward(Q[None], K[None], V[None], part.problem, own)
+        found = attention.forward(Q[None], K[None], V[None], part.problem, own, arrays.get("sink"))
         out[rows], lse[(slice(None), rows) if p.packed else rows] = (x[0] for x in found)
     return out, lse
 

@@ -47,7 +47,18 @@ def test_the_table_has_what_it_must() -> None:
     assert {1, 4, 8, 32} <= {c.heads_q // c.heads_k for c in CACHE_CASES} | {4}
     assert {c.level for c in CACHE_CASES} == {"smoke", "quick", "full"}
     tags = set().union(*(c.tags for c in CACHE_CASES))
-    assert {"paged", "append", "rotary", "packed", "softcap", "alibi", "kv_range", "nonfinite", "misaligned"} <= tags
+    assert {
+        "paged",
+        "append",
+        "rotary",
+        "packed",
+        "softcap",
+        "alibi",
+        "kv_range",
+        "sink",
+        "nonfinite",
+        "misaligned",
+    } <= tags
     for c in CACHE_CASES:
         p = c.problem("fp16")
         assert {name: x.shape for name, x in c.inputs("fp16").items()} == {

@@ -67,6 +67,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
      "2]"),
     ({"alibi_slopes": np.zeros(3, np.float32)},
      "alibi_slopes: expected shape (batch, heads_q) = (3, 4) or (heads_q,) = (4,), got (3,)"),
+    ({"sink": np.zeros(3, np.float32)}, "sink: expected shape (heads_q,) = (4,), got (3,)"),
+    ({"sink": np.zeros(4)}, "sink: expected dtype fp32, got fp64; cast it"),
     ({"num_splits": 0}, "num_splits: expected 1 to 1024, or None for the best for the lengths, got 0"),
     ({"num_splits": 1.5}, "num_splits: expected an integer or None, got 1.5"),
     ({"batch_invariant": 2}, "batch_invariant: expected True or False, got 2"),
