@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
@@ -18,6 +20,7 @@ from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from tests.gpu.test_gpu import poison
 from tests.gpu_arrays import nothing_waits, on_gpu, to_numpy
+from tests.random_cache import cache_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
 
@@ -60,6 +63,20 @@ def test_case(c: CacheCase, dtype: str, family: str) -> None:
 @pytest.mark.parametrize("c", CACHE_CASES, ids=lambda c: c.name)
 def test_case_torch(c: CacheCase) -> None:
     check(c, "bf16", "torch")
+
+
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
+    c=cache_cases(300, (8, 64, 96, 128, 256)), dtype=st.sampled_from(["fp16", "bf16"]), seed=st.integers(0, 10**6)
+)
+def test_any_call(c: CacheCase, dtype: str, seed: int) -> None:
+    host = c.inputs(dtype, seed)
+    oracle = CacheOracle(problem_of(host, dtype, c.options()), host)
+    x = {name: on_gpu(y, "cupy") for name, y in host.items()}
+    poison("cupy")
+    out, lse = attention_with_cache(**x, **c.keywords(), return_lse=True)
+    found = oracle.judge(*map(to_numpy, (out, lse, x["k_cache"], x["v_cache"])))
+    assert all(r.passed for r in found), "\n".join(map(str, found))
 
 
 # ---- Calls of one's own ----

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import ml_dtypes
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.cpu import cache as cpu
 from cupyflash.problem import DTYPES
+from tests.random_cache import cache_cases
 from tests.small_cache import small
 
 Arrays = dict[str, np.ndarray]
@@ -35,6 +38,15 @@ def judged(c: CacheCase, dtype: str, compute: Callable[[Arrays], Any]) -> list[A
 @pytest.mark.parametrize("c", CACHE_CASES, ids=lambda c: c.name)
 def test_case(c: CacheCase, dtype: str) -> None:
     found = judged(c, dtype, lambda x: attention_with_cache(**x, **c.keywords(), return_lse=True))
+    assert all(r.passed for r in found), "\n".join(map(str, found))
+
+
+@hypothesis.given(c=cache_cases(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 10**6))
+def test_any_call(c: CacheCase, dtype: str, seed: int) -> None:
+    x = c.inputs(dtype, seed)
+    oracle = CacheOracle(problem_of(x, dtype, c.options()), x)
+    out, lse = attention_with_cache(**x, **c.keywords(), return_lse=True)
+    found = oracle.judge(out, lse, x["k_cache"], x["v_cache"])
     assert all(r.passed for r in found), "\n".join(map(str, found))
 
 
