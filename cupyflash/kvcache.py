@@ -62,7 +62,8 @@ def attention_with_cache(
         block_table: ``(batch, pages_per_sequence)``, int32: row r of sequence b lies in page
             ``block_table[b, r // page_size]``. Sequences may share pages that none of them writes. Entries behind the
             last page in use may hold anything.
-        cache_batch_idx: ``(batch,)``, int32: which sequence of the caches belongs to each of q; not with pages.
+        cache_batch_idx: ``(batch,)``, int32: which sequence of the caches belongs to each of q, none to two where
+            k is given; not with pages.
         cu_seqlens_q: ``(batch + 1,)``, int32: queries of different numbers lie one behind the other, as in
             `attention_varlen`: prefill of some sequences and decoding of others in one call.
         rotary_cos, rotary_sin: ``(positions, rotary_dim / 2)``, in q's dtype or fp32: turn the first rotary_dim columns

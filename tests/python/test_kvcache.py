@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -170,6 +171,28 @@ def test_thousands_of_ragged_steps(rng: np.random.Generator) -> None:
             exact = np.einsum("hij,jhd->ihd", P / P.sum(axis=2, keepdims=True), V)
             np.testing.assert_allclose(out[own], exact, rtol=1e-9, atol=1e-11)
         lengths += counts.astype(np.int32)
+
+
+def test_threads_share_a_pool(rng: np.random.Generator) -> None:
+    """Each appends to a sequence of its own and attends to it, 200 times; pages are those of both, in turn."""
+    pool = np.full((2, 26, 16, 2, 8), np.nan)
+    rows = rng.standard_normal((3, 2, 200, 4, 8))
+    found = np.zeros((2, 200, 4, 8))
+
+    def run(b: int) -> None:
+        table = np.arange(b, 26, 2, dtype=np.int32)[None]
+        for i in range(200):
+            q, k, v = (x[b, None, i : i + 1] for x in rows)
+            new = {"k": k[:, :, :2], "v": v[:, :, :2], "block_table": table}
+            found[b, i] = attention_with_cache(q, *pool, cache_seqlens=i, **new, causal=True)[0, 0]
+
+    threads = [threading.Thread(target=run, args=(b,)) for b in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = attention(rows[0], rows[1, :, :, :2], rows[2, :, :, :2], causal=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_a_sequence_does_not_see_its_batch(rng: np.random.Generator) -> None:

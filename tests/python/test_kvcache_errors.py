@@ -114,6 +114,17 @@ def test_what_is_wrong_of_packed_queries(change: dict[str, Any], message: str, r
         attention_with_cache(**packed | change)
 
 
+@pytest.mark.needs("torch")
+def test_a_tensor_without_dimensions() -> None:
+    import torch
+
+    cache = torch.zeros(3, 20, 2, 16)
+    with pytest.raises(ArgumentError, match="does not tell shape and address of one of them"):
+        attention_with_cache(torch.tensor(1.0), cache, cache, cache_seqlens=3)
+    with pytest.raises(ArgumentError, match=r"q: expected shape \(batch, seqlen_q, heads_q, head_dim\), got \(\)"):
+        attention_with_cache(torch.tensor(1.0), cache, cache, cache_seqlens=torch.zeros(3, dtype=torch.int32))
+
+
 def test_libraries_do_not_mix(rng: np.random.Generator) -> None:
     torch = pytest.importorskip("torch")
     x = small(rng)
