@@ -7,7 +7,6 @@ from typing import Any
 from . import options
 from .arrays.adapters import TORCH
 from .arrays.libraries import JAX, Foreign, common_library_of_all
-from .arrays.vetting import vet_gradients
 from .cache.checks import CacheOptions, make_cache_options
 from .launch import cached
 from .options import Window
@@ -124,14 +123,12 @@ def attention_with_cache(
     return found if len(found) > 1 else out
 
 
-attention_with_cache._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile calls it as it is
-
-
 def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, ...]:
     """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too."""
     lengths, given = arrays["cache_seqlens"], arrays
-    if lengths is not None and getattr(lengths, "shape", ()) == ():
-        arrays["cache_seqlens"] = options.whole("cache_seqlens", lengths, "an int32 array or an integer")
+    if type(lengths) is int or (lengths is not None and getattr(lengths, "shape", ()) == ()):
+        if type(lengths) is not int:
+            arrays["cache_seqlens"] = options.whole("cache_seqlens", lengths, "an int32 array or an integer")
         given = {name: x for name, x in arrays.items() if name != "cache_seqlens"}
     library = common_library_of_all(given)
     if library is JAX:
@@ -142,5 +139,7 @@ def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, ...]:
         out, lse = _forward(arrays | library.adopt(given), call)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"])
     if library is TORCH:
-        vet_gradients(given)
+        import cupyflash.torch.cached
+
+        return cupyflash.torch.cached.attention_with_cache(arrays, call)
     return cached.forward(library, arrays, call)

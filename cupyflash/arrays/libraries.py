@@ -157,13 +157,13 @@ def common_library(**arrays: Any) -> Native | Foreign:
 
 def common_library_of_all(arrays: Mapping[str, Any]) -> Native | Foreign:
     """`common_library`, at once where all are of one type that is known."""
-    kinds = {type(x) for x in arrays.values()}
-    if len(kinds) == 1:
-        (kind,) = kinds
-        library = TORCH if is_tensor(kind) else _by_type.get(kind)
-        if library is not None:
-            return library
-    return common_library(**arrays)
+    kinds = [type(x) for x in arrays.values()]
+    first = kinds[0]
+    for kind in kinds:
+        if kind is not first:
+            return common_library(**arrays)
+    library = TORCH if is_tensor(first) else _by_type.get(first)
+    return common_library(**arrays) if library is None else library
 
 
 def common_library_of_three(q: Any, k: Any, v: Any) -> Native | Foreign:

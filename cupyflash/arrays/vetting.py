@@ -8,7 +8,7 @@ and is asked where kernels are new or something went wrong; `vet_memory` is the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -108,21 +108,6 @@ def vet_memory(name: str, x: Any) -> None:
         )
 
 
-def vet_gradients(arrays: Mapping[str, Any]) -> None:
-    """Refuse torch tensors whose gradients the caller expects from what has none.
-
-    Raises:
-        UnsupportedError: autograd follows one.
-    """
-    if sys.modules["torch"].is_grad_enabled():
-        for name, x in arrays.items():
-            if x.requires_grad:
-                raise UnsupportedError(
-                    f"{name}: expected a tensor without requires_grad, since attention over a cache has no gradients; "
-                    f"call under torch.no_grad(), give {name}.detach(), or use `attention`"
-                )
-
-
 def vet_transforms(name: str, x: Any) -> None:
     """Refuse a tensor that is wrapped by a transform of torch for which there is no rule.
 
@@ -132,14 +117,3 @@ def vet_transforms(name: str, x: Any) -> None:
     torch = sys.modules["torch"]
     if torch._is_functional_tensor(x):
         raise UnsupportedError(f"{name}: torch.func.functionalize is not supported; call outside of it")
-
-
-def vet_vmap(arrays: Mapping[str, Any]) -> None:
-    """Refuse torch tensors over which vmap maps, where there is no rule for it.
-
-    Raises:
-        UnsupportedError: it does.
-    """
-    for name, x in arrays.items():
-        if sys.modules["torch"]._C._functorch.is_batchedtensor(x):
-            raise UnsupportedError(f"{name}: torch.func.vmap has no rule for this function; call it outside")

@@ -10,13 +10,12 @@ import numpy as np
 
 from ..arrays.adapters import CPU, TORCH, Native, Signature, place
 from ..arrays.readable import unreadable, vet_all
-from ..arrays.vetting import vet_vmap
 from ..cache.arrays import BY_NAME
 from ..cache.checks import CacheOptions, make_cache_problem
 from ..cache.problem import CacheProblem
 from ..cache.values import PLACES, check_room, check_values
 from ..cpu import cache
-from ..errors import ArgumentError, CupyflashError
+from ..errors import ArgumentError
 from ..gpu.device import Device
 from . import decode
 from .kept import Kept
@@ -61,7 +60,7 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
             pointers.append(pointer)
             bits |= pointer
     except Exception as e:
-        raise _unreadable(library, e, arrays) from e
+        raise unreadable(library, e, {name: x for name, x in arrays.items() if type(x) is not int}) from e
     device = keys[0][3]
     if device == CPU:
         return _on_host(library, arrays, keys, options)
@@ -125,14 +124,6 @@ def _prepare(
     names, device = (*arrays, "out", "lse"), Device.of(signatures["q"].device)
     launch = decode.prepare(problem, names, signatures, device, aligned=aligned, stream=stream)
     return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)])
-
-
-def _unreadable(library: Native, error: Exception, arrays: Mapping[str, Any]) -> CupyflashError:
-    """The error to raise where a library did not tell an array's shape or address."""
-    given = {name: x for name, x in arrays.items() if type(x) is not int}
-    if library is TORCH:
-        vet_vmap(given)
-    return unreadable(library, error, given)
 
 
 def _is_contiguous(signature: Signature) -> bool:

@@ -30,7 +30,7 @@ OPTIONS = (
     ("softcap", "float?"),
 )
 _LSE = ("lse",)
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def flat(options: Options) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ def _fake(which: Pass) -> Callable[..., tuple[Tensor, ...]]:
 
     def fake(*values: Any) -> tuple[Tensor, ...]:
         arrays, options, wanted = read(which, values)
-        if not any(isinstance(n, _SYMBOLS) for n in (*flat(options), *(n for x in arrays.values() for n in x.shape))):
+        if not any(isinstance(n, SYMBOLS) for n in (*flat(options), *(n for x in arrays.values() for n in x.shape))):
             signatures = [TORCH.signature(x) for x in arrays.values()]
             check(which, tuple(arrays), TORCH, signatures, options)
         made = which.made(arrays, (*_LSE, *wanted) if which is FORWARD else wanted)

@@ -243,40 +243,6 @@ def test_torch_appends_in_place(dtype: str, rng: np.random.Generator) -> None:
     assert torch.equal(x["k_cache"][2, 19], x["k"][2, 0])
 
 
-@pytest.mark.needs("torch")
-def test_torch_says_that_there_are_no_gradients(rng: np.random.Generator) -> None:
-    import torch
-
-    x = {name: torch.from_numpy(y) for name, y in small(rng).items()}
-    x["q"].requires_grad_()
-    with pytest.raises(UnsupportedError, match="q: expected a tensor without requires_grad"):
-        attention_with_cache(**x)
-    with torch.no_grad():
-        assert not attention_with_cache(**x).requires_grad
-
-
-@pytest.mark.needs("torch")
-def test_torch_transforms_are_refused_by_name(rng: np.random.Generator) -> None:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    x = {name: torch.from_numpy(y) for name, y in small(rng).items()}
-    with pytest.raises(UnsupportedError, match=r"q: torch.func.vmap has no rule for this function"):
-        torch.func.vmap(lambda q: attention_with_cache(**x | {"q": q}))(torch.zeros(2, 3, 1, 4, 16))
-    with FakeTensorMode() as mode, pytest.raises(UnsupportedError, match=r"q: expected a plain array.*FakeTensor"):
-        attention_with_cache(**{name: mode.from_tensor(y) for name, y in x.items()})
-
-
-@pytest.mark.needs("torch")
-def test_torch_compile_calls_it_as_it_is(rng: np.random.Generator) -> None:
-    import torch
-
-    x = {name: torch.from_numpy(y) for name, y in small(rng).items()}
-    expected = attention_with_cache(**x)
-    step = torch.compile(lambda given: attention_with_cache(**given) * 2, backend="eager")
-    torch.testing.assert_close(step(x), expected * 2)
-
-
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("how", ["eager", "jit", "donated"])
 @pytest.mark.parametrize("append", [False, True])

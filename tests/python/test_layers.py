@@ -58,7 +58,7 @@ PYTHON_ORDER = {
     "jax": "sdpa op cached call sharding ffi buffers",
     "launch": "cached decode run clocks prepare alignment prepared filled checks packed passes template counters kept",
     "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
-    "torch": "flash aten sdpa flops autograd sharding batching ops vetting followed",
+    "torch": "flash aten sdpa flops cached autograd sharding batching ops vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }
 # Modules that are kept to some.
