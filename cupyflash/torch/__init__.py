@@ -4,6 +4,7 @@
 """
 
 from . import autograd as autograd  # which completes the operators, before anybody can call one
+from . import cached as cached
 from . import flops as flops
 from .flash import activate as activate
 from .flash import restore as restore
