@@ -243,7 +243,7 @@ def test_ragged_steps(library: str, rng: np.random.Generator) -> None:
     with attention to all keys of each sequence, and the caches with what was written, bit by bit."""
     heads, heads_k, d, batch = 4, 2, 64, 5
     like = on_gpu(np.zeros(1, np.float16), library)
-    cache = PagedCache(48, 16, heads_k=heads_k, head_dim=d, like=like, max_seqlen=320)
+    cache = PagedCache(80, 16, heads_k=heads_k, head_dim=d, like=like, max_seqlen=320)
     sequences = [cache.allocate() for _ in range(batch)]
     written: list[list[list[np.ndarray]]] = [[[], []] for _ in range(batch)]
     for step in range(600):
