@@ -277,6 +277,68 @@ def test_ragged_steps(library: str, rng: np.random.Generator) -> None:
             np.testing.assert_allclose(found[starts[b] : starts[b + 1]], exact[0], rtol=4e-3, atol=4e-3)
 
 
+def test_a_graph_over_a_paged_cache() -> None:
+    """One captured step, replayed while sequences grow from page to page, fork, and end: `append` writes its tables."""
+    import torch
+
+    torch.manual_seed(0)
+    steps = [[torch.randn(2, 1, heads, 64, device="cuda").bfloat16() for heads in (8, 2, 2)] for _ in range(60)]
+    like = steps[0][0]
+    found: list[list[Any]] = []
+    for captured in (True, False):
+        cache = PagedCache(24, 4, heads_k=2, head_dim=64, like=like, max_seqlen=64)
+        given, outs = [x.clone() for x in steps[0]], []
+        sequences = [cache.allocate(), cache.allocate()]
+        places = cache.append(sequences, 1)
+
+        def step(cache: PagedCache = cache, given: Any = given, places: Any = places) -> Any:
+            q, k, v = given
+            return attention_with_cache(q, *cache[0], k=k, v=v, **places, causal=True)
+
+        run = step
+        if captured:
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                step()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = step()
+
+            def run(graph: Any = graph, out: Any = out) -> Any:
+                graph.replay()
+                return out
+
+        for i, new in enumerate(steps):
+            for x, y in zip(given, new, strict=True):
+                x.copy_(y)
+            outs.append(run().clone())
+            if i % 20 == 13:  # the second one goes on from what the first one has
+                cache.free(sequences[1])
+                sequences[1] = cache.fork(sequences[0], i - 5)
+            cache.append(sequences, 1, into=places)
+        found.append(outs)
+    for i, (a, b) in enumerate(zip(*found, strict=True)):
+        same(a, b, f"step {i}")
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_torch_compile(page: int) -> None:
+    """Whole, and what follows sees the rows that were appended."""
+    import torch
+
+    x = draw(3, 96, page=page)
+
+    def step(given: dict[str, Any]) -> Any:
+        return attention_with_cache(**given, causal=True) * 2, given["k_cache"].float().sum()
+
+    a, b = copied(x), copied(x)
+    found, expected = torch.compile(step, backend="aot_eager", fullgraph=True)(a), step(b)
+    for y, z in zip((*found, *a.values()), (*expected, *b.values()), strict=True):
+        torch.testing.assert_close(y, z)
+
+
 def test_two_streams_on_one_pool() -> None:
     """Each appends to sequences of its own and attends to them, 200 times, without waiting for the other."""
     import torch
