@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import api, varlen
+from ..kvcache import attention_with_cache
 from ..torch import sdpa
+from ..torch.followed import is_autocast_on
 from . import fallback, holes, masks, packing
 from .call import Call, Output
 
@@ -146,6 +148,27 @@ def _attend(call: Call) -> Tensor:
     }
     if call.sink is not None:
         options["sink"] = call.sink.flatten().to(torch.float64 if q.dtype is torch.float64 else torch.float32)
+    if call.cu_seqlens is None and _is_step(call):
+        del options["deterministic"]
+        return _step(q, k, v, call.kv_range, options)
     if call.cu_seqlens is None:
         return api.attention(q, k, v, kv_range=call.kv_range, **options)
     return varlen.attention_varlen(q[0], k[0], v[0], *call.cu_seqlens, **options)[None]
+
+
+_FEW = 16  # queries of a step: what it costs is reading the keys, which attention over a cache splits among the GPU
+
+
+def _is_step(call: Call) -> bool:
+    """Whether a few new queries look at a cache, as in generation; there is nothing to be differentiated then."""
+    if call.q.shape[2] > _FEW or is_autocast_on():
+        return False
+    brought = (call.q, call.k, call.v, *(() if call.sink is None else (call.sink,)))
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in brought))
+
+
+def _step(q: Tensor, k: Tensor, v: Tensor, kv_range: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """Attention over a cache; what is behind the range of a single query is not looked for."""
+    if kv_range is not None and q.shape[1] == 1 and not options["causal"] and options["window"] is None:
+        return attention_with_cache(q, k, v, cache_seqlens=kv_range[:, 1], kv_range=kv_range, **options)
+    return attention_with_cache(q, k, v, cache_seqlens=k.shape[1], kv_range=kv_range, **options)

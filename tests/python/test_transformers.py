@@ -25,18 +25,19 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The passes that cupyflash ran."""
-    from cupyflash.launch import run
+    """The passes that cupyflash ran; of few queries, attention over a cache."""
+    from cupyflash.launch import cached, run
 
     found: list[str] = []
-    for name in ("forward", "backward"):
-        real = getattr(run, name)
+    for name, module in (("forward", run), ("backward", run), ("step", cached)):
+        attribute = "forward" if name == "step" else name
+        real = getattr(module, attribute)
 
         def count(*args: Any, name: str = name, real: Any = real, **kwargs: Any) -> Any:
             found.append(name)
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(run, name, count)
+        monkeypatch.setattr(module, attribute, count)
     return found
 
 
@@ -91,7 +92,7 @@ def test_generate(name: str, cache: str, calls: list[str]) -> None:
         want, found = (greedy(model, tokens(), padding(side), **options) for model in (eager, ours))
         assert torch.equal(found, want)
         assert len(want.unique()) > 9, "random weights repeat themselves: this would not tell much"
-    assert calls == ["forward"] * 2 * 2 * 9
+    assert calls == (["forward"] * 2 + ["step"] * 2 * 8) * 2
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
@@ -158,7 +159,7 @@ def test_a_cache_is_continued(name: str, cache: str, calls: list[str]) -> None:
     with torch.no_grad():
         for a, b in zip(pieces(ours), pieces(eager), strict=True):
             close(a, b)
-    assert calls == ["forward"] * 10
+    assert calls == ["step"] * 10
 
 
 # ---- Packed sequences ----
