@@ -6,7 +6,8 @@ namespace emu {
 
 void Clocks::reset(int thread_count, int warps) {
     threads = thread_count;
-    size = threads + kMaxMbarriers + 2 * warps;
+    mbarriers = kMaxMbarriers * config.cluster;
+    size = threads + mbarriers + 2 * warps;
     data.assign(static_cast<size_t>(threads) * size, 0);
     proxy.assign(static_cast<size_t>(threads) * size, 0);
     cause.assign(static_cast<size_t>(threads) * threads, 0);
@@ -18,11 +19,11 @@ std::string Clocks::name(int component) const {
     const int warps = threads / 32;
     if (component < threads)
         snprintf(out, sizeof out, "thread %d (warp %d lane %d)", component, component / 32, component % 32);
-    else if (component < threads + kMaxMbarriers)
+    else if (component < threads + mbarriers)
         snprintf(out, sizeof out, "copy of mbarrier #%d", component - threads);
-    else if (component < threads + kMaxMbarriers + warps)
-        snprintf(out, sizeof out, "wgmma of warp %d", component - threads - kMaxMbarriers);
-    else snprintf(out, sizeof out, "bulk copy of warp %d", component - threads - kMaxMbarriers - warps);
+    else if (component < threads + mbarriers + warps)
+        snprintf(out, sizeof out, "wgmma of warp %d", component - threads - mbarriers);
+    else snprintf(out, sizeof out, "bulk copy of warp %d", component - threads - mbarriers - warps);
     return out;
 }
 

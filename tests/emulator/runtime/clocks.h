@@ -31,7 +31,7 @@ struct Fiber;
 
 // The clocks of one cluster.
 struct Clocks {
-    int threads = 0, size = 0;
+    int threads = 0, mbarriers = 0, size = 0;
     std::vector<u32> data, proxy, cause;  // [threads][size], [threads][size], [threads][threads]
 
     void reset(int threads, int warps);
@@ -40,8 +40,8 @@ struct Clocks {
     u32 *cause_of(int thread) { return &cause[static_cast<size_t>(thread) * threads]; }
     u32 now(int thread) { return data_of(thread)[thread]; }
     int mbarrier_component(int i) const { return threads + i; }
-    int wgmma_component(int warp) const { return threads + kMaxMbarriers + warp; }
-    int bulk_component(int warp) const { return threads + kMaxMbarriers + threads / 32 + warp; }
+    int wgmma_component(int warp) const { return threads + mbarriers + warp; }
+    int bulk_component(int warp) const { return threads + mbarriers + threads / 32 + warp; }
     std::string name(int component) const;
 };
 

@@ -111,7 +111,8 @@ void emu_mbarrier_init(u32 bar, u32 count, Site site) {
     auto &all = current->cluster->mbarriers;
     const bool again = all.count(bar) && all[bar].ready;
     const int number = again ? all[bar].number : static_cast<int>(all.size());
-    if (number >= kMaxMbarriers) fail("mbarrier.init at %s: more than %d mbarriers", text(site).c_str(), kMaxMbarriers);
+    const int most = kMaxMbarriers * config.cluster;
+    if (number >= most) fail("mbarrier.init at %s: more than %d mbarriers", text(site).c_str(), most);
     MBarrier &m = all[bar];
     m = MBarrier();
     m.ready = true;
