@@ -1,8 +1,9 @@
-"""Writes the C++ of the launch parameters, kernels_cu/attention/params*.cuh, from the table of arrays.
+"""Writes the C++ of the launch parameters, kernels_cu/*/params*.cuh, from the table of arrays and lists of fields.
 
     python -m tools.params
 
-`cupyflash/operands.py` says what is in them, `tests/kernels/test_params.py` that they are what this makes.
+`cupyflash/operands.py` and `cupyflash/plan/params_decode.py` say what is in them, `tests/kernels/test_params.py` that
+they are what this makes.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from itertools import groupby
 from pathlib import Path
 
 from cupyflash.operands import BACKWARD, FORWARD, Pass
+from cupyflash.plan import params_decode
 from cupyflash.plan.params import COMMON, UNBOUNDED, Field, Struct, hopper_struct, plain_struct
 
-FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu" / "attention"
+FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu"
 WIDTH, INDENT = 120, "    "
 HEAD = """\
-// {what}. Made from the table of arrays, cupyflash/operands.py, by
+// {what}. Made from {source}, by
 // `python -m tools.params`; the generated entry unit asserts the sizes.
 #ifndef CUPYFLASH_{guard}_CUH
 #define CUPYFLASH_{guard}_CUH
@@ -72,7 +74,7 @@ def text_of(struct: Struct) -> str:
 
 
 def headers(forward: Pass = FORWARD, backward: Pass = BACKWARD) -> dict[str, str]:
-    """The text of both files, by their names."""
+    """The text of all files, by their paths in kernels_cu."""
     passes = (forward, backward)
     unbounded = (
         f"constexpr int kUnbounded = 1 << {UNBOUNDED.bit_length() - 1};"
@@ -81,11 +83,15 @@ def headers(forward: Pass = FORWARD, backward: Pass = BACKWARD) -> dict[str, str
     plain = [*map(text_of, COMMON), unbounded, *(text_of(plain_struct(which)) for which in passes)]
     hopper = ['#include "attention/params.cuh"\n#include "hw/ptx_sm90.cuh"\n']
     hopper += [text_of(hopper_struct(which)) for which in passes]
-    start = HEAD.format(what="Launch-time arguments, one struct by value a kernel", guard="PARAMS")
-    start90 = HEAD.format(what="Launch-time arguments of the sm90 family", guard="PARAMS_SM90")
+    table, fields = "the table of arrays, cupyflash/operands.py", "the fields in cupyflash/plan/params_decode.py"
+    start = HEAD.format(what="Launch-time arguments, one struct by value a kernel", source=table, guard="PARAMS")
+    start90 = HEAD.format(what="Launch-time arguments of the sm90 family", source=table, guard="PARAMS_SM90")
+    decode = HEAD.format(what="Launch-time arguments of attention over a cache", source=fields, guard="PARAMS_DECODE")
     return {
-        "params.cuh": "\n".join([start, *plain, "#endif  // CUPYFLASH_PARAMS_CUH\n"]),
-        "params_sm90.cuh": start90 + "\n".join([*hopper, "#endif  // CUPYFLASH_PARAMS_SM90_CUH\n"]),
+        "attention/params.cuh": "\n".join([start, *plain, "#endif  // CUPYFLASH_PARAMS_CUH\n"]),
+        "attention/params_sm90.cuh": start90 + "\n".join([*hopper, "#endif  // CUPYFLASH_PARAMS_SM90_CUH\n"]),
+        "decode/params_decode.cuh": decode
+        + "\n".join([hopper[0], *map(text_of, params_decode.STRUCTS), "#endif  // CUPYFLASH_PARAMS_DECODE_CUH\n"]),
     }
 
 

@@ -22,6 +22,7 @@ _ROW_BYTES = 16  # TMA's unit
 _MAX_STRIDE_BYTES = 1 << 40
 _FLOAT16, _BFLOAT16 = 6, 9  # CUtensorMapDataType
 _SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3
+L2_PROMOTION_128B = 2  # CUtensorMapL2promotion
 
 
 @dataclass(frozen=True)
@@ -68,32 +69,48 @@ def _encoder() -> Callable[..., int] | None:
     return driver_function("cuTensorMapEncodeTiled")
 
 
-_Storage, _Sizes, _Strides, _Box = ctypes.c_uint64 * 24, ctypes.c_uint64 * 4, ctypes.c_uint64 * 3, ctypes.c_uint32 * 4
+@dataclass(frozen=True)
+class BoxMap:
+    """An array of 16-bit elements with as many dimensions as one likes, innermost first, and the box of a copy.
+
+    Attributes:
+        strides_bytes: of all dimensions but the innermost.
+        promotion: of what the L2 fetches: 1 to 3 for 64, 128, 256 bytes.
+    """
+
+    dtype: str
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    promotion: int = L2_PROMOTION_128B
+
+
+_Storage = ctypes.c_uint64 * 24
 _DTYPES = {"fp16": ctypes.c_int(_FLOAT16), "bf16": ctypes.c_int(_BFLOAT16)}
-_RANK, _STEPS = ctypes.c_uint32(4), _Box(1, 1, 1, 1)
-_MODES = tuple(
-    map(ctypes.c_int, (0, _SWIZZLE_128B, _L2_PROMOTION_256B, 0))  # not interleaved; zeros outside of the tensor
-)
 
 
-def encode(tensor: TensorMap, address: int) -> NDArray[np.uint64] | None:
+def encode(tensor: TensorMap | BoxMap, address: int) -> NDArray[np.uint64] | None:
     """The driver's map of the array at `address`, as 16 words of 64 bits; None if the driver refuses."""
     function = _encoder()
     if function is None:
         return None
-    storage = _Storage()
+    if isinstance(tensor, TensorMap):
+        box = BOX_COLUMNS, tensor.rows, 1, 1
+        tensor = BoxMap(tensor.dtype, tensor.sizes, tensor.strides_bytes, box, _L2_PROMOTION_256B)
+    n, storage = len(tensor.sizes), _Storage()
     start = ctypes.addressof(storage)
     skip = -start % 64  # the driver wants 64-byte alignment
+    modes = 0, _SWIZZLE_128B, tensor.promotion, 0  # not interleaved; zeros outside of the tensor
     status = function(
         ctypes.c_void_p(start + skip),
         _DTYPES[tensor.dtype],
-        _RANK,
+        ctypes.c_uint32(n),
         ctypes.c_void_p(address),
-        _Sizes(*tensor.sizes),
-        _Strides(*tensor.strides_bytes),
-        _Box(BOX_COLUMNS, tensor.rows, 1, 1),
-        _STEPS,
-        *_MODES,
+        (ctypes.c_uint64 * n)(*tensor.sizes),
+        (ctypes.c_uint64 * (n - 1))(*tensor.strides_bytes),
+        (ctypes.c_uint32 * n)(*tensor.box),
+        (ctypes.c_uint32 * n)(*[1] * n),
+        *map(ctypes.c_int, modes),
     )
     return None if status else np.frombuffer(memoryview(storage), np.uint64, 16, skip)
 
@@ -102,7 +119,7 @@ ANYWHERE = 1 << 32  # an address to encode a map with that gets another one late
 _PROBES = (ANYWHERE, 0x7F1234567890, 0x7FFFFFFFFFF0)  # addresses a multiple of 16 apart; nothing is read
 
 
-def address_slot(tensor: TensorMap) -> int | None:
+def address_slot(tensor: TensorMap | BoxMap) -> int | None:
     """Which of a map's 16 words is the array's address, and nothing but; None if none is, or the driver refuses."""
     maps = [encode(tensor, address) for address in _PROBES]
     if any(m is None for m in maps):

@@ -1,52 +1,216 @@
-"""The launches of attention over a cache on a GPU."""
+"""Prepare a call of attention over a cache on the GPU: from a problem to launches that lack only addresses.
+
+Lengths and tables stay on the device, so a call that is kept serves all steps of a generation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from ..arrays.adapters import Signature
 from ..cache.problem import CacheProblem
-from ..errors import UnsupportedError
+from ..compile import jit
+from ..gpu import tensormap
+from ..gpu.dependent import DependentLaunch, max_active_clusters
 from ..gpu.device import Device
+from ..plan.decode import plan_append, plan_decode
+from ..plan.decode_kernels import Decode, DecodeSm90
+from ..plan.decode_shares import DecodePlan
+from ..plan.params_decode import DECODE_SM90_PARAMS
+from ..plan.variant import Variant
+from .cached_params import APPEND_MEMBERS, DECODE_MEMBERS, box_map, fill, fill_append, words_of, workspace
+from .passes import contiguous_strides
+from .prepare import family
+
+_thread = threading.local()
+_CACHES = ("k_cache", "v_cache")
+Made = list[tuple[tuple[int, ...], str]]
+Launch = Callable[[int], None]  # on a stream
+Struct = tuple[np.ndarray, dict[str, tuple[int, ...]]]  # params, and the words of 64 bits where an array's address goes
 
 
-class CacheCall(Protocol):
-    """A call that is ready but for the addresses of its arrays.
+class Block:
+    """A params struct that the driver reads, and the words in it that addresses go to."""
+
+    def __init__(self, params: np.ndarray, words: Mapping[str, tuple[int, ...]], order: Sequence[str]) -> None:
+        """`order`: the names of the arrays whose addresses a call gets."""
+        self._struct = params
+        self._writes = [(word, i) for i, name in enumerate(order) for word in words.get(name, ())]
+        self._slots = memoryview(params.reshape(1).view(np.uint64).data)
+        start = params.ctypes.data
+        fields: Any = params.dtype.fields
+        plain = fields["plain"][1] if "plain" in fields else 0
+        self._pointers = (ctypes.c_void_p * 2)(start, start + plain)
+        self.whole = ctypes.addressof(self._pointers)
+        self.plain = self.whole + ctypes.sizeof(ctypes.c_void_p)
+
+    def write(self, addresses: Sequence[int]) -> None:
+        for slot, i in self._writes:
+            self._slots[slot] = addresses[i]
+
+
+class CacheCall:
+    """The launches of one call on one device, ready but for the addresses of the arrays.
 
     Attributes:
-        copied: those of q, k and v that must be contiguous and are not.
-        made: (shape, dtype) of workspaces.
+        copied: of q, k and v, those of which it takes contiguous copies.
+        made: (shape, dtype) of what the launches share, whose addresses come last.
+        kernels: their symbols.
     """
 
-    copied: Sequence[str]
-    made: Sequence[tuple[tuple[int, ...], str]]
+    recent = True
+    copied: tuple[str, ...]
+
+    def __init__(
+        self, ordinal: int, kernels: tuple[str, ...], made: Made, blocks: Sequence[Block], launches: Sequence[Launch]
+    ) -> None:
+        from cupy.cuda import runtime
+
+        self.copied, self.made, self.kernels = (), made, kernels
+        self._ordinal, self._blocks, self._launches = ordinal, tuple(blocks), tuple(launches)
+        self._lock = threading.Lock()  # threads that make the same call share its structs
+        self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Queue the append and the attention; nothing waits. Addresses in the order of names, then of `made`."""
+        """Append and attend, queued on `stream`; `addresses`: in the order of the call's names, then of `made`."""
+        current = self._get_device()
+        if current != self._ordinal or not hasattr(_thread, "has_context"):
+            self._set_device(self._ordinal)  # also gives a new thread its CUDA context
+            _thread.has_context = True
+        try:
+            with self._lock:
+                for block in self._blocks:
+                    block.write(addresses)
+                for launch in self._launches:
+                    launch(stream)
+        finally:
+            if current != self._ordinal:
+                self._set_device(current)
 
 
 def prepare(
     problem: CacheProblem,
-    names: Sequence[str],
+    names: tuple[str, ...],
     signatures: Mapping[str, Signature],
     device: Device,
     *,
     aligned: bool,
     stream: int,
 ) -> CacheCall:
-    """The call for arrays of these signatures.
+    """The call of these arrays; its kernels are loaded.
 
     Args:
-        names: the arrays given, in the order of `CACHE_ARRAYS`, then out and lse, which are contiguous.
-        signatures: of the arrays given.
-        aligned: whether q, k, v and the caches lie at multiples of 16 bytes.
+        names: the inputs given, in the order of `cache.arrays.CACHE_ARRAYS`, then out and lse.
+        signatures: of the inputs.
+        aligned: whether all of q, k_cache, v_cache, k and v lie at multiples of 16 bytes.
 
     Raises:
-        UnsupportedError: no kernels take it; the message says why.
-        CompileError: NVRTC refused one.
+        UnsupportedError: no kernel of this device can do it, or one is not loaded yet while `stream` is captured.
     """
-    raise UnsupportedError(
-        f"k_cache: attention over a cache on {device.name} has no kernels yet; give arrays in host memory, or give the "
-        "keys in use to `attention`"
-    )
+    strides = {name: tuple(signature.strides) for name, signature in signatures.items()}
+    strides["out"] = contiguous_strides(signatures["q"].shape)
+    made: dict[str, tuple[tuple[int, ...], str]] = {}
+    blocks: list[Block] = []
+    launches: list[Launch] = []
+    kernels: list[str] = []
+    with device.current():  # drivers encode tensor maps for a thread with a context alone
+        if (append := plan_append(problem, device)) is not None:
+            variant, grid = append
+            if problem.rotary_dim:
+                made["rotated_q"] = tuple(signatures["q"].shape), problem.dtype
+            params = fill_append(problem, strides)
+            blocks.append(Block(params, words_of(params.dtype, APPEND_MEMBERS), (*names, *made)))
+            launches.append(_launch(variant, grid, blocks[0].whole, device, stream))
+            kernels.append(variant.symbol)
+            if problem.rotary_dim:
+                strides["q"] = strides["out"]
+        if 0 not in signatures["q"].shape:
+            plan, struct = _planned(problem, signatures, strides, device, aligned, stream)
+            made |= workspace(problem, plan)
+            block = Block(*struct, (*names, *made))
+            blocks.append(block)
+            launches += _launches(plan, block, device, stream)
+            kernels += (v.symbol for v in (plan.variant, plan.combine) if v is not None)
+    return CacheCall(device.ordinal, tuple(kernels), list(made.values()), blocks, launches)
+
+
+def _planned(
+    p: CacheProblem, signatures: Mapping[str, Signature], strides: Mapping[str, tuple[int, ...]], device: Device,
+    aligned: bool, stream: int,
+) -> tuple[DecodePlan, Struct]:  # fmt: skip
+    """A plan, with TMA if it can read the caches and the driver's maps of them are understood, and its struct."""
+    aligned = aligned and all(_rows_aligned(signatures[name]) for name in ("q", *_CACHES))
+    tma = all(tensormap.readable(signatures[name].shape, strides[name]) for name in _CACHES)
+    for can in (tma, False):
+        known: dict[str, Any] = {"aligned": aligned, "tma": can, "family": family() if can or not tma else None}
+        plan = plan_decode(p, device, **known)
+        if plan.variant.tile.cluster and not _clusters_fit(plan, device, stream):
+            plan = plan_decode(p, device, **known, clusters=False)
+        struct = _struct(p, plan, strides)
+        if struct is not None:
+            return plan, struct
+    raise AssertionError("every GPU has a plan without TMA")
+
+
+def _rows_aligned(signature: Signature) -> bool:
+    """Whether every row starts at a multiple of 16 bytes if the array does."""
+    return all(s % 8 == 0 for s, n in zip(signature.strides[:-1], signature.shape[:-1], strict=True) if n > 1)
+
+
+def _clusters_fit(plan: DecodePlan, device: Device, stream: int) -> bool:
+    """Whether this GPU holds all clusters of a plan at the same time."""
+    v = plan.variant
+    return plan.grid // v.tile.cluster <= _active_clusters(v, device, stream)
+
+
+@functools.cache
+def _active_clusters(variant: Decode, device: Device, stream: int) -> int:
+    function = jit.load(variant, device, stream).function
+    return max_active_clusters(function, variant.tile.cluster, variant.threads, variant.smem_bytes)
+
+
+def _struct(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, tuple[int, ...]]) -> Struct | None:
+    """The params of a plan's main kernel, and where addresses go; None if the driver's maps are not understood."""
+    plain = fill(p, plan, strides)
+    if not isinstance(plan.variant, DecodeSm90):
+        return plain, words_of(plain.dtype)
+    whole = np.zeros((), DECODE_SM90_PARAMS)
+    whole["plain"] = plain
+    words = words_of(whole.dtype)
+    fields: Any = whole.dtype.fields
+    for name in _CACHES:
+        member = f"map_{DECODE_MEMBERS[name]}"
+        box = box_map(p, plan.variant.tile, strides[name])
+        slot, found = tensormap.address_slot(box), tensormap.encode(box, tensormap.ANYWHERE)
+        if slot is None or found is None:
+            return None
+        whole[member] = found
+        words[name] = (*words[name], fields[member][1] // 8 + slot)
+    return whole, words
+
+
+def _launches(plan: DecodePlan, block: Block, device: Device, stream: int) -> Iterator[Launch]:
+    """Of the main kernel, and of the one behind it."""
+    yield _launch(plan.variant, plan.grid, block.whole, device, stream)
+    behind = plan.combine
+    if behind is None or not plan.combine_grid:
+        return
+    if behind.dependent:
+        function = jit.load(behind, device, stream).function
+        dependent = DependentLaunch(function, plan.combine_grid, behind.threads, behind.smem_bytes)
+        yield lambda on: dependent(on, block.plain)
+    else:
+        yield _launch(behind, plan.combine_grid, block.plain, device, stream)
+
+
+def _launch(variant: Variant, grid: int, arguments: int, device: Device, stream: int) -> Launch:
+    """A kernel, loaded; `arguments`: the address of the array of pointers to its parameters."""
+    launch, function = jit.launcher(), jit.load(variant, device, stream).function
+    facts = function, grid, 1, 1, variant.threads, 1, 1, variant.smem_bytes
+    return lambda on: launch(*facts, on, arguments, 0)

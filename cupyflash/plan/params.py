@@ -131,13 +131,14 @@ def _constant(box: int | str) -> str:
 TENSOR_MAP = np.dtype(("u8", 16))  # the driver's CUtensorMap: 128 bytes
 _SCALARS: dict[str, np.dtype[Any]] = {
     "int": np.dtype("i4"),
+    "unsigned": np.dtype("u4"),
     "float": np.dtype("f4"),
     "long long": np.dtype("i8"),
     "ptx::TensorMap": TENSOR_MAP,
 }
 
 
-def _dtype(struct: Struct, inner: Mapping[str, np.dtype[Any]]) -> np.dtype[np.void]:
+def dtype_of(struct: Struct, inner: Mapping[str, np.dtype[Any]]) -> np.dtype[np.void]:
     """A struct in NumPy; `inner`: the types of its fields. Tensor maps are aligned to 64 bytes, and so is the size of
     what has any."""
     types = [np.dtype("u8") if field.type.endswith("*") else inner[field.type] for field in struct.fields]
@@ -150,8 +151,8 @@ def _dtype(struct: Struct, inner: Mapping[str, np.dtype[Any]]) -> np.dtype[np.vo
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
 
 
-STRIDES, SCORE_STRIDES, PROBLEM, SCHEDULE = (_dtype(struct, _SCALARS) for struct in COMMON)
-_COMMON = _SCALARS | {
+STRIDES, SCORE_STRIDES, PROBLEM, SCHEDULE = (dtype_of(struct, _SCALARS) for struct in COMMON)
+COMMON_DTYPES = _SCALARS | {
     struct.name: kind for struct, kind in zip(COMMON, (STRIDES, SCORE_STRIDES, PROBLEM, SCHEDULE), strict=True)
 }
 
@@ -160,8 +161,8 @@ _COMMON = _SCALARS | {
 def params_of(which: Pass) -> tuple[np.dtype[np.void], np.dtype[np.void]]:
     """Both structs of a pass: the plain one, and that of the sm90 family."""
     plain = plain_struct(which)
-    found = _dtype(plain, _COMMON)
-    return found, _dtype(hopper_struct(which), _COMMON | {plain.name: found})
+    found = dtype_of(plain, COMMON_DTYPES)
+    return found, dtype_of(hopper_struct(which), COMMON_DTYPES | {plain.name: found})
 
 
 FWD_PARAMS, FWD_SM90_PARAMS = params_of(FORWARD)

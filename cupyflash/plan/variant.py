@@ -109,6 +109,11 @@ class Variant:
         """Dynamic shared memory of one block."""
         return self.tile.smem_bytes(self.head_dim)
 
+    @property
+    def qualifiers(self) -> str:
+        """What else is said of the kernel."""
+        return ""
+
     @functools.cached_property
     def symbol(self) -> str:
         flags = [name for name, value in self.constants.items() if value is True]
@@ -126,7 +131,8 @@ class Variant:
             f"struct Variant {{\n    using Element = {_ELEMENTS[self.dtype]};\n{constants}"
             f"    static constexpr int kSmemBytes = {self.smem_bytes};  // what is launched with\n}};\n\n"
             f"static_assert(sizeof({self.params_name}) == {self.params.itemsize});\n\n"
-            f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.tile.blocks_per_sm})\n'
+            f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.tile.blocks_per_sm})'
+            f"{self.qualifiers}\n"
             f"{self.symbol}(const __grid_constant__ {self.params_name} p) {{ {self.function}<Variant>(p); }}\n"
         )
 

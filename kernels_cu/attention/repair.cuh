@@ -62,9 +62,9 @@ struct RowSum {
         for (int i = 0; i < kPairs; ++i) sum[i][0] = sum[i][1] = x;
     }
     // += the terms of [first, end) that are chosen; a lane answers for one of 32. NaN is looked for first, since it needs no
-    // weight.
-    template <class Chosen, class Weight>
-    __device__ void add(const T *src, long long stride, int first, int end, Chosen chosen, Weight weight) {
+    // weight. Row j is at src + j * stride: src is a pointer, or what adds up to one.
+    template <class Rows, class Chosen, class Weight>
+    __device__ void add(Rows src, long long stride, int first, int end, Chosen chosen, Weight weight) {
         #pragma unroll 1
         for (int block = first; block < end && !settled(); block += 32) {
             const int mine = block + fresh_lane();

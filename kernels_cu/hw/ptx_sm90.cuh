@@ -24,10 +24,44 @@ __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" : : "n"(kRegisters));
 }
 
-// ---- Named barriers (9.7.13.1): hardware barrier `id`, of 1..15, for `threads` threads, whole warps ----
-__device__ __forceinline__ void bar_sync(int id, int threads) {
-    asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
+// ---- Programmatic dependent launch: griddepcontrol (9.7.13.13) ----
+// Until the kernels in front of this one on its stream have ended, and what they wrote can be seen.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
+// The kernel behind this one may start once all blocks have come here.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 }
+
+// ---- Clusters ----
+__device__ __forceinline__ u32 cluster_ctarank() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// barrier.cluster (9.7.13.3), by whole warps.
+__device__ __forceinline__ void barrier_cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
+}
+__device__ __forceinline__ void barrier_cluster_wait() {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
+}
+// The address of the same place in the shared memory of block `rank` (9.7.9.23).
+__device__ __forceinline__ u32 mapa(u32 addr, u32 rank) {
+    u32 mapped;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(addr), "r"(rank));
+    return mapped;
+}
+__device__ __forceinline__ void ld_shared_cluster_v4_f32(float (&x)[4], u32 addr) {
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(addr)
+                 : "memory");
+}
+__device__ __forceinline__ void ld_shared_cluster_v2_f32(float &x, float &y, u32 addr) {
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(addr) : "memory");
+}
+
+// ---- Named barriers (9.7.13.1), as bar_sync of ptx.cuh ----
 __device__ __forceinline__ void bar_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }
@@ -137,6 +171,15 @@ __device__ __forceinline__ void tma_load_4d(u32 dst, const TensorMap &map, u32 b
         ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;"
         :
         : "r"(dst), "l"(&map), "r"(bar), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+        : "memory");
+}
+__device__ __forceinline__ void tma_load_5d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, int c2, int c3,
+                                            int c4, u64 policy = kEvictNormal) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;"
+        :
+        : "r"(dst), "l"(&map), "r"(bar), "l"(policy), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
         : "memory");
 }
 __device__ __forceinline__ void tma_store_4d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3) {

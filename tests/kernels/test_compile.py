@@ -27,6 +27,7 @@ from cupyflash.compile.cache import Cubin
 from cupyflash.gpu.device import Device
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped import shipped
+from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
 from tests.sass import opcodes
@@ -45,17 +46,25 @@ REGISTERS_PER_SM = 65536
 SERIALISED = re.compile(r"C75(?:08|1[0-6])\b")
 
 
-def test_at_most_128_variants_are_shipped() -> None:
+def all_shipped(arch: str) -> tuple[Variant, ...]:
+    """Those of dense and packed calls, and those of calls over a cache."""
+    device = Device.synthetic(arch)
+    return *shipped(device), *shipped_over_cache(device)
+
+
+def test_few_variants_are_shipped() -> None:
     """Each costs CI a compilation an architecture, and a run in the emulator."""
     for arch in ARCHS:
-        symbols = [v.symbol for v in shipped(Device.synthetic(arch))]
-        assert len(set(symbols)) == len(symbols) <= 128
+        symbols = [v.symbol for v in all_shipped(arch)]
+        assert len(set(symbols)) == len(symbols)
+        assert len(shipped(Device.synthetic(arch))) <= 128
+        assert len(shipped_over_cache(Device.synthetic(arch))) <= 64
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_shipped_variants_fit_the_shared_memory(arch: str) -> None:
     device = Device.synthetic(arch)
-    for v in shipped(device):
+    for v in all_shipped(arch):
         assert v.smem_bytes <= device.smem_bytes, v.symbol
 
 
@@ -79,7 +88,7 @@ def spills_in_the_producer_alone(cubin: bytes, folder: Path) -> bool:
 def test_shipped_variants_compile_without_spills(arch: str, tmp_path: Path) -> None:
     if arch not in nvrtc.find().archs:
         pytest.skip(f"NVRTC {nvrtc.find().version} does not know {arch}; pip install -U 'cupyflash[cu13]'")
-    variants = shipped(Device.synthetic(arch))
+    variants = all_shipped(arch)
     cubins = compiled(variants, arch)
     spilled = {
         c.symbol: c.spill_bytes
@@ -109,7 +118,7 @@ def test_the_products_of_hopper_kernels_overlap() -> None:
 
 def one_of_each() -> list[Variant]:
     """A variant of every kernel."""
-    found = {v.header: v for arch in PINNED for v in shipped(Device.synthetic(arch))}
+    found = {v.header: v for arch in PINNED for v in all_shipped(arch)}
     return list(found.values())
 
 
@@ -138,7 +147,7 @@ def machine_code(cubin: bytes) -> bytes:
 
 def digests(arch: str) -> dict[str, str]:
     """Of all shipped variants, by symbol."""
-    cubins = compiled(shipped(Device.synthetic(arch)), arch)
+    cubins = compiled(all_shipped(arch), arch)
     return {c.symbol: hashlib.sha256(machine_code(c.data)).hexdigest()[:16] for c in cubins}
 
 

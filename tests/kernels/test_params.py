@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from cupyflash.operands import BACKWARD, FORWARD, Number, Pass
-from cupyflash.plan import params
+from cupyflash.plan import params, params_decode
 from cupyflash.plan.variant import kernel_sources
 from tools.params import headers
 
-SOURCE = re.sub(r"//.*", "", kernel_sources()["attention/params.cuh"] + kernel_sources()["attention/params_sm90.cuh"])
+FILES = ("attention/params.cuh", "attention/params_sm90.cuh", "decode/params_decode.cuh")
+SOURCE = re.sub(r"//.*", "", "".join(kernel_sources()[name] for name in FILES))
 MIRRORS: dict[str, np.dtype[np.void]] = {
     "Strides": params.STRIDES,
     "ScoreStrides": params.SCORE_STRIDES,
@@ -24,9 +25,14 @@ MIRRORS: dict[str, np.dtype[np.void]] = {
     "BwdParams": params.BWD_PARAMS,
     "FwdSm90Params": params.FWD_SM90_PARAMS,
     "BwdSm90Params": params.BWD_SM90_PARAMS,
+    "Shares": params_decode.SHARES_DTYPE,
+    "DecodeParams": params_decode.DECODE_PARAMS,
+    "DecodeSm90Params": params_decode.DECODE_SM90_PARAMS,
+    "AppendParams": params_decode.APPEND_PARAMS,
 }
 SCALARS: dict[str, np.dtype[Any]] = {
     "int": np.dtype("i4"),
+    "unsigned": np.dtype("u4"),
     "long long": np.dtype("i8"),
     "float": np.dtype("f4"),
     "ptx::TensorMap": params.TENSOR_MAP,
@@ -75,7 +81,7 @@ def test_mirror(struct: str) -> None:
 
 def test_the_headers_are_those_of_the_table() -> None:
     for name, text in headers().items():
-        assert kernel_sources()[f"attention/{name}"] == text, "python -m tools.params"
+        assert kernel_sources()[name] == text, "python -m tools.params"
 
 
 @pytest.mark.parametrize("which", [FORWARD, BACKWARD], ids=lambda which: which.name)

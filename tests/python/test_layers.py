@@ -54,10 +54,11 @@ PYTHON_ORDER = {
     "cases cases_bias cases_sequences case case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "cache packed attention added sink products tiles",
-    "gpu": "tensormap device driver",
+    "gpu": "dependent tensormap device driver",
     "jax": "sdpa op cached call sharding ffi buffers",
-    "launch": "cached decode run clocks prepare alignment prepared filled checks packed passes template counters kept",
-    "plan": "shipped families sm90 sm80 family extents kernels params variant spec",
+    "launch": "cached decode run clocks cached_params prepare alignment prepared filled checks packed passes template counters kept",
+    "plan": "shipped_cache shipped decode families sm90 sm80 family extents decode_shares decode_kernels kernels "
+    "params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd sharding batching ops vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }
@@ -90,11 +91,13 @@ OUTSIDE = {
 }
 
 # The same for headers, by their folders and, within one, by patterns of their names without suffix.
-CUDA_LAYERS = (("any", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
+CUDA_LAYERS = (("any", "decode", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
 CUDA_ORDER = {
     "any": "bwd_*",
     "attention": "repair_* repair dq_accum visits softmax sink score slopes places bias work_sm90 packed_sm90 mask "
     "schedule sequence params_sm90 params",
+    "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode repair_decode parts rows "
+    "shares slices cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",

@@ -39,43 +39,11 @@ __device__ __forceinline__ bool elect_sync() {
     asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff; selp.b32 %0, 1, 0, p;}" : "=r"(elected) : : "memory");
     return elected != 0;
 }
-// griddepcontrol (9.7.13.13): programmatic dependent launch.
-__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" : : : "memory"); }
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-}
-// bar.red (9.7.13.1): whether p holds in any of the threads at the named barrier.
-__device__ __forceinline__ bool bar_red_or(int id, int threads, bool p) {
-    u32 any;
-    asm volatile("{.reg .pred p, q; setp.ne.b32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.b32 %0, 1, 0, q;}"
-                 : "=r"(any)
-                 : "r"(id), "r"(threads), "r"(static_cast<u32>(p))
-                 : "memory");
-    return any != 0;
-}
 
 // ---- Clusters ----
-__device__ __forceinline__ u32 cluster_ctarank() {
-    u32 rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-// barrier.cluster (9.7.13.3), by whole warps.
-__device__ __forceinline__ void barrier_cluster_arrive() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" : : : "memory");
-}
-__device__ __forceinline__ void barrier_cluster_wait() {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" : : : "memory");
-}
 // Arrives at a barrier of another block of the cluster; `bar` comes from mapa.
 __device__ __forceinline__ void mbarrier_arrive_cluster(u32 bar) {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" : : "r"(bar) : "memory");
-}
-// The address of the same place in the shared memory of block `rank` (9.7.9.23).
-__device__ __forceinline__ u32 mapa(u32 addr, u32 rank) {
-    u32 mapped;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(addr), "r"(rank));
-    return mapped;
 }
 __device__ __forceinline__ u32 ld_shared_cluster_b32(u32 addr) {
     u32 x;
@@ -107,7 +75,7 @@ __device__ __forceinline__ void stmatrix_x2_trans(u32 addr, u32 r0, u32 r1) {
                  : "memory");
 }
 
-// ---- TMA (9.7.9.25.5) of other numbers of dimensions than the kernels' four, and what they do not do with four ----
+// ---- TMA (9.7.9.25.5) of other numbers of dimensions than the kernels', and what they do not do with theirs ----
 #define CUPYFLASH_LIST(...) __VA_ARGS__
 #define CUPYFLASH_TMA(kDims, coordinates, operands, from2, from4)                                                   \
     __device__ __forceinline__ void tma_load_##kDims##d(u32 dst, const TensorMap &map, u32 bar, coordinates,        \
@@ -129,9 +97,13 @@ CUPYFLASH_TMA(1, CUPYFLASH_LIST(int c0), CUPYFLASH_LIST("r"(c0)), "%2", "%4")
 CUPYFLASH_TMA(2, CUPYFLASH_LIST(int c0, int c1), CUPYFLASH_LIST("r"(c0), "r"(c1)), "%2, %3", "%4, %5")
 CUPYFLASH_TMA(3, CUPYFLASH_LIST(int c0, int c1, int c2), CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2)), "%2, %3, %4",
               "%4, %5, %6")
-CUPYFLASH_TMA(5, CUPYFLASH_LIST(int c0, int c1, int c2, int c3, int c4),
-              CUPYFLASH_LIST("r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)), "%2, %3, %4, %5, %6", "%4, %5, %6, %7, %8")
 #undef CUPYFLASH_TMA
+__device__ __forceinline__ void tma_store_5d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+                 :
+                 : "l"(&map), "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+                 : "memory");
+}
 
 // A multicast completes in the blocks of the cluster that the mask names, at the same offset and on the same barrier of
 // each; a reduction in a bulk group. A negative coordinate of a reduction is an illegal instruction on an H200.

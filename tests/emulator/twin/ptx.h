@@ -22,6 +22,11 @@ inline i64 globaltimer() { return 0; }
 // ---- Shared memory ----
 inline u32 dynamic_smem() { return emu_smem_base(); }
 inline void ld_shared_v4_f32(float (&x)[4], u32 addr, EMU_HERE) { emu_ld_shared(addr, 16, x, EMU_SITE); }
+inline void ld_shared_v2_f32(float &x, float &y, u32 addr, EMU_HERE) {
+    float both[2];
+    emu_ld_shared(addr, 8, both, EMU_SITE);
+    x = both[0], y = both[1];
+}
 inline U128 ld_shared_v4_b32(u32 addr, EMU_HERE) {
     U128 v;
     emu_ld_shared(addr, 16, &v, EMU_SITE);
@@ -33,10 +38,18 @@ inline u32 ld_shared_b32(u32 addr, EMU_HERE) {
     return x;
 }
 inline void st_shared_b32(u32 addr, u32 x, EMU_HERE) { emu_st_shared(addr, 4, &x, EMU_SITE); }
+inline void st_shared_v2_f32(u32 addr, float x, float y, EMU_HERE) {
+    const float both[2] = {x, y};
+    emu_st_shared(addr, 8, both, EMU_SITE);
+}
 inline void st_shared_v4_b32(u32 addr, const U128 &v, EMU_HERE) { emu_st_shared(addr, 16, &v, EMU_SITE); }
 
 // ---- Barriers and warp collectives ----
 inline void bar_sync(EMU_HERE) { emu_bar(0, -1, kEmuBarSync, false, EMU_SITE); }
+inline void bar_sync(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarSync, false, EMU_SITE); }
+inline bool bar_red_or(int id, int threads, bool p, EMU_HERE) {
+    return emu_bar(id, threads, kEmuBarRedOr, p, EMU_SITE);
+}
 inline void bar_warp_sync(EMU_HERE) { emu_bar_warp_sync(EMU_SITE); }
 inline bool vote_any(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) != 0; }
 inline bool vote_all(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) == 0xffffffffu; }

@@ -22,18 +22,9 @@ inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, E
 
 // ---- sm_90a: warps, launches, barriers ----
 inline bool elect_sync(EMU_HERE) { return emu_elect(EMU_SITE); }
-inline void griddepcontrol_wait() {}  // launches run one after the other
-inline void griddepcontrol_launch_dependents() {}
-inline bool bar_red_or(int id, int threads, bool p, EMU_HERE) {
-    return emu_bar(id, threads, kEmuBarRedOr, p, EMU_SITE);
-}
 
 // ---- Clusters ----
-inline u32 cluster_ctarank() { return static_cast<u32>(emu_self->cluster_rank); }
-inline void barrier_cluster_arrive(EMU_HERE) { emu_cluster_arrive(EMU_SITE); }
-inline void barrier_cluster_wait(EMU_HERE) { emu_cluster_wait(EMU_SITE); }
 inline void mbarrier_arrive_cluster(u32 bar, EMU_HERE) { emu_mbarrier_arrive(bar, -1, EMU_SITE); }
-inline u32 mapa(u32 addr, u32 rank, EMU_HERE) { return emu_mapa(addr, rank, EMU_SITE); }
 inline u32 ld_shared_cluster_b32(u32 addr, EMU_HERE) {
     u32 x;
     emu_ld_shared(addr, 4, &x, EMU_SITE);
@@ -67,8 +58,11 @@ inline void stmatrix_x2_trans(u32 addr, u32 r0, u32 r1, EMU_HERE) {
 EMU_TMA(1, EMU_LIST(int c0), EMU_LIST(c0))
 EMU_TMA(2, EMU_LIST(int c0, int c1), EMU_LIST(c0, c1))
 EMU_TMA(3, EMU_LIST(int c0, int c1, int c2), EMU_LIST(c0, c1, c2))
-EMU_TMA(5, EMU_LIST(int c0, int c1, int c2, int c3, int c4), EMU_LIST(c0, c1, c2, c3, c4))
 #undef EMU_TMA
+inline void tma_store_5d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3, int c4, EMU_HERE) {
+    const int c[] = {c0, c1, c2, c3, c4};
+    emu_tma(kEmuStore, src, &map, 0, c, 5, 0, EMU_SITE);
+}
 
 #define EMU_TMA(kDims, coordinates, values)                                                                  \
     inline void tma_load_multicast_##kDims##d(u32 dst, const TensorMap &map, u32 bar, u16 mask, coordinates, \

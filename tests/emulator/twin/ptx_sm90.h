@@ -19,8 +19,23 @@ inline void setmaxnreg_dec(EMU_HERE) {
     emu_setmaxnreg(kRegisters, EMU_SITE);
 }
 
+// ---- Programmatic dependent launch ----
+inline void griddepcontrol_wait() {}  // launches run one after the other
+inline void griddepcontrol_launch_dependents() {}
+
+// ---- Clusters ----
+inline u32 cluster_ctarank() { return static_cast<u32>(emu_self->cluster_rank); }
+inline void barrier_cluster_arrive(EMU_HERE) { emu_cluster_arrive(EMU_SITE); }
+inline void barrier_cluster_wait(EMU_HERE) { emu_cluster_wait(EMU_SITE); }
+inline u32 mapa(u32 addr, u32 rank, EMU_HERE) { return emu_mapa(addr, rank, EMU_SITE); }
+inline void ld_shared_cluster_v4_f32(float (&x)[4], u32 addr, EMU_HERE) { emu_ld_shared(addr, 16, x, EMU_SITE); }
+inline void ld_shared_cluster_v2_f32(float &x, float &y, u32 addr, EMU_HERE) {
+    float both[2];
+    emu_ld_shared(addr, 8, both, EMU_SITE);
+    x = both[0], y = both[1];
+}
+
 // ---- Named barriers ----
-inline void bar_sync(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarSync, false, EMU_SITE); }
 inline void bar_arrive(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarArrive, false, EMU_SITE); }
 
 // ---- mbarrier ----
@@ -69,6 +84,11 @@ inline void tma_load_4d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, 
                         EMU_HERE) {
     const int c[] = {c0, c1, c2, c3};
     emu_tma(kEmuLoad, dst, &map, bar, c, 4, 0, EMU_SITE);
+}
+inline void tma_load_5d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, int c2, int c3, int c4,
+                        u64 = kEvictNormal, EMU_HERE) {
+    const int c[] = {c0, c1, c2, c3, c4};
+    emu_tma(kEmuLoad, dst, &map, bar, c, 5, 0, EMU_SITE);
 }
 inline void tma_store_4d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3, EMU_HERE) {
     const int c[] = {c0, c1, c2, c3};

@@ -1,0 +1,67 @@
+"""What CuPy does not bind: launches of kernels that may start before the one in front of them has ended, and how many
+clusters of blocks a GPU holds at the same time."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import DeviceError
+from .driver import driver_function
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, as far as it is used."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *[(name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "smem_bytes")],
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("n_attributes", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+@functools.cache
+def _launcher() -> Callable[..., int] | None:
+    """cuLaunchKernelEx, of CUDA 12, as are tensor maps."""
+    return driver_function("cuLaunchKernelEx", is_quick=True)
+
+
+class DependentLaunch:
+    """A kernel on a grid that starts once all blocks of the one in front of it on the stream allow it
+    (griddepcontrol.launch_dependents) or have ended, and waits for its end itself (griddepcontrol.wait)."""
+
+    def __init__(self, function: int, grid: int, threads: int, smem_bytes: int) -> None:
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        self._launch, self._facts = _launcher(), (grid, 1, 1, threads, 1, 1, smem_bytes)
+        self._function = ctypes.c_void_p(function)
+
+    def __call__(self, stream: int, arguments: int) -> None:
+        """`arguments`: the address of the array of pointers to the kernel's parameters."""
+        config = _Config(*self._facts, stream, ctypes.addressof(self._attribute), 1)
+        if self._launch is None:
+            raise DeviceError("the NVIDIA driver has no cuLaunchKernelEx, which CUDA 12 has; install a newer one")
+        status = self._launch(ctypes.byref(config), self._function, ctypes.c_void_p(arguments), None)
+        if status:
+            raise DeviceError(f"cuLaunchKernelEx: the driver returned {status}")
+
+
+def max_active_clusters(function: int, cluster: int, threads: int, smem_bytes: int) -> int:
+    """How many clusters the current GPU holds at the same time, of a kernel whose clusters have a size of their own.
+
+    It differs from chip to chip: a cluster lies within a GPC, and GPCs have different numbers of multiprocessors.
+    """
+    ask: Any = driver_function("cuOccupancyMaxActiveClusters")
+    found = ctypes.c_int()
+    config = _Config(cluster, 1, 1, threads, 1, 1, smem_bytes, None, None, 0)
+    if ask is None or ask(ctypes.byref(found), ctypes.c_void_p(function), ctypes.byref(config)):
+        return 0
+    return found.value

@@ -1,0 +1,109 @@
+"""The params of attention over a cache: a plan's struct that lacks addresses only, and where these go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..cache.problem import CacheProblem
+from ..gpu.tensormap import BoxMap
+from ..plan.decode_kernels import DecodeTile
+from ..plan.decode_shares import DecodePlan
+from ..plan.params import UNBOUNDED
+from ..plan.params_decode import APPEND_PARAMS, DECODE_PARAMS
+
+Strides = Sequence[int]  # in elements
+# The names of arrays (cache/arrays.py) -> of their pointers; those of rotated queries stand for q.
+DECODE_MEMBERS = {
+    "q": "q", "rotated_q": "q", "out": "o", "lse": "lse", "k_cache": "k", "v_cache": "v",
+    "cache_seqlens": "cache_seqlens", "block_table": "block_table", "cache_batch_idx": "cache_batch_idx",
+    "cu_seqlens_q": "cu_seqlens_q", "alibi_slopes": "alibi_slopes", "kv_range": "kv_range", "sink": "sink",
+    "partial_o": "partial_o", "partial_ml": "partial_ml",
+}  # fmt: skip
+APPEND_MEMBERS = {
+    "q": "q", "k": "k", "v": "v", "k_cache": "k_cache", "v_cache": "v_cache", "rotated_q": "rotated_q",
+    "rotary_cos": "cos", "rotary_sin": "sin", "cache_seqlens": "cache_seqlens", "block_table": "block_table",
+    "cache_batch_idx": "cache_batch_idx", "cu_seqlens_q": "cu_seqlens_q",
+}  # fmt: skip
+
+
+class Batched(NamedTuple):
+    """Strides as the structs have them."""
+
+    batch: int
+    row: int
+    head: int
+
+    @classmethod
+    def of(cls, strides: Strides) -> Batched:
+        """Those of an array (batch, rows, heads, head_dim), or of a packed one, which is a batch of one."""
+        return cls(*strides[:3]) if len(strides) == 4 else cls(0, *strides[:2])
+
+
+def _fill_cache(params: np.ndarray, p: CacheProblem, strides: Mapping[str, Strides], names: Mapping[str, str]) -> None:
+    """What both structs say of the problem and of where its arrays lie; `names`: of their strides -> of the arrays."""
+    problem = params["problem"]
+    for name in ("batch", "seqlen_q", "heads_q", "heads_k", "scale"):
+        problem[name] = getattr(p, name)
+    problem["seqlen_k"], problem["softcap"] = p.capacity if p.slots else 0, p.softcap or 0
+    left, right = p.window
+    problem["window_left"] = UNBOUNDED if left is None else left
+    problem["window_right"] = UNBOUNDED if right is None else right
+    for member, name in names.items():
+        params[f"{member}_stride"] = tuple(Batched.of(strides[name]))
+    params["places"] = p.slots
+    if p.page_size is not None:
+        params["page_size"], params["table_stride"] = p.page_size, strides["block_table"][0]
+
+
+def fill(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, Strides]) -> np.ndarray:
+    """The struct of the main kernel and of the one behind it, without tensor maps and addresses.
+
+    Args:
+        strides: of q, out, k_cache, v_cache and block_table.
+    """
+    params = np.zeros((), DECODE_PARAMS)
+    _fill_cache(params, p, strides, {"q": "q", "o": "out", "k": "k_cache", "v": "v_cache"})
+    for name, number in plan.shares.items():
+        params["shares"][name] = number
+    params["appended"], params["alibi"] = p.seqlen_new, p.alibi
+    return params
+
+
+def fill_append(p: CacheProblem, strides: Mapping[str, Strides]) -> np.ndarray:
+    """That of the kernel that appends, without addresses; `strides`: of q, k, v, the caches and block_table."""
+    params = np.zeros((), APPEND_PARAMS)
+    _fill_cache(params, p, strides, {name: name for name in ("q", "k", "v", "k_cache", "v_cache")})
+    params["problem"]["seqlen_q"] = p.seqlen_new
+    params["rotary_dim"], params["rotary_positions"] = p.rotary_dim, p.rotary_positions
+    params["interleaved"], params["tables_fp32"] = p.rotary_interleaved, p.rotary_dtype == "fp32"
+    return params
+
+
+def workspace(p: CacheProblem, plan: DecodePlan) -> dict[str, tuple[tuple[int, ...], str]]:
+    """What the main kernel leaves to the one behind it: name -> (shape, dtype)."""
+    if plan.combine is None:
+        return {}
+    return {"partial_o": ((plan.places, p.head_dim), "fp32"), "partial_ml": ((plan.places, 2), "fp32")}
+
+
+def box_map(p: CacheProblem, tile: DecodeTile, strides: Strides) -> BoxMap:
+    """How TMA sees a cache. Of 128 columns each half is an index of a dimension of its own."""
+    chunks, rows = p.head_dim // 64, p.page_size or p.capacity
+    sizes = (64, rows, chunks, p.heads_k, p.slots)
+    slot, row, head = strides[:3]
+    steps = ((row, rows), (64, chunks), (head, p.heads_k), (slot, p.slots))
+    # The stride of a dimension of size 1 says nothing, but the driver checks it.
+    return BoxMap(
+        p.dtype, sizes, tuple(2 * step if n > 1 else 16 for step, n in steps), (64, tile.box_rows, chunks, tile.pair, 1)
+    )
+
+
+def words_of(dtype: np.dtype[np.void], members: Mapping[str, str] = DECODE_MEMBERS) -> dict[str, tuple[int, ...]]:
+    """The words of 64 bits in a struct that arrays' addresses go to; a struct may have that of the members inside."""
+    fields: Any = dtype.fields
+    inner, start = fields["plain"][:2] if "plain" in fields else (dtype, 0)
+    places: Any = inner.fields
+    return {name: ((start + places[member][1]) // 8,) for name, member in members.items()}

@@ -1,0 +1,177 @@
+"""The door to the plan of attention over a cache: which kernels a call takes, and how blocks share out the work.
+
+Lengths live on the device, so no plan depends on them: the blocks find what is theirs (kernels_cu/decode/shares.cuh).
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+from ..cache.problem import CacheProblem
+from ..errors import UnsupportedError
+from ..gpu.device import MIN_CAPABILITY, Device
+from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile
+from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
+from .families import GPU_DTYPES
+from .spec import LEAST_UNIT
+from .variant import Variant
+
+MAX_GROUP = 512  # quick_divide (shares.cuh)
+_RING_BYTES = 192 << 10  # in flight on a multiprocessor: more made no difference on an H200
+_PAIRS_RING_BYTES = 128 << 10  # of pairs of heads: 3 % faster than with 192 KiB
+_LARGE_BYTES = 200 << 20  # of K and V: from there on rows of the cache are read two heads at a time
+# How many clusters an H200 holds at a time, by their blocks and those of a multiprocessor; it differs from chip to chip
+# (launch/decode.py asks). Larger ones are better, if they keep the memory busy.
+_CLUSTERS = {(8, 1): 15, (4, 1): 30, (4, 2): 62, (2, 1): 66}
+_ENOUGH_BLOCKS = 56
+
+
+def plan_decode(
+    p: CacheProblem, device: Device, *, aligned: bool, tma: bool, family: str | None = None, clusters: bool = True
+) -> DecodePlan:
+    """The plan of a call.
+
+    Args:
+        aligned: whether all rows of q and of the caches start at multiples of 16 bytes.
+        tma: whether TMA can read the caches.
+        family: that the user insists on.
+        clusters: whether clusters may be used.
+
+    Raises:
+        UnsupportedError: no kernel of this device can do it.
+    """
+    _check(p, device)
+    if family == "sm90" and device.capability != (9, 0):
+        has = f"{device.capability[0]}.{device.capability[1]}"
+        raise UnsupportedError(
+            f"CUPYFLASH_FAMILY=sm90: it needs compute capability 9.0 exactly, {device.name} has {has}"
+        )
+    # What TMA cannot read Hopper reads like any other GPU.
+    hopper = device.capability == (9, 0) and aligned and tma and _boxes(p) > 0 and family != "sm80"
+    rows = rows_of(p)
+    most = 8 if p.head_dim <= 128 else 4  # 128 wide rows leave too few registers, or stages
+    team = next((n for n in (1, 2, 4) if 16 * n >= rows), most)
+    splits = splits_of(p)
+    cluster = _cluster(p, team) if hopper and clusters and not splits else (0, 1)
+    wide = not (cluster[0] or splits) and team == 1 and _wide(p, device)
+    tile = _tile(p, device, team, wide, cluster, _boxes(p) if hopper else SLICE)
+    kind = DecodeSm90 if hopper else DecodeSm80
+    variant = kind(p.dtype, p.head_dim, tile, **_flags(p, aligned))
+    return shared_out(p, device, variant)
+
+
+def _check(p: CacheProblem, device: Device) -> None:
+    if device.capability < MIN_CAPABILITY:
+        raise UnsupportedError(
+            f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]}; the GPU kernels need "
+            "8.0 (Ampere) or newer. Set CUPYFLASH_BACKEND=cpu and pass NumPy arrays to run on the CPU"
+        )
+    if p.dtype not in GPU_DTYPES:
+        raise UnsupportedError(
+            f"q: {p.dtype} has no GPU kernel yet, expected fp16 or bf16; cast q and the caches, "
+            "or pass arrays that live on the CPU"
+        )
+    if p.group > MAX_GROUP:
+        raise UnsupportedError(f"q: expected at most {MAX_GROUP} heads for each head of k_cache, got {p.group}")
+
+
+def _boxes(p: CacheProblem) -> int:
+    """Keys of a TMA box; 0 if TMA cannot bring slices of this cache."""
+    if p.head_dim % 64 or 0 in (p.slots, p.capacity):
+        return 0
+    box = gcd(p.page_size, SLICE) if p.page_size else SLICE
+    return box if box >= 8 else 0
+
+
+def _kv_bytes(p: CacheProblem) -> int:
+    return 4 * p.batch * p.capacity * p.heads_k * p.head_dim
+
+
+def _cluster(p: CacheProblem, team: int) -> tuple[int, int]:
+    """(blocks of a cluster, blocks a multiprocessor) where there are few tiles; else none."""
+    if p.packed:
+        return 0, 1
+    tiles = p.batch * p.heads_k * -(-rows_of(p) // (16 * team))
+    for (size, blocks), most in _CLUSTERS.items():
+        grid = tiles * size
+        enough = grid >= _ENOUGH_BLOCKS or _kv_bytes(p) < grid << 20
+        if tiles <= most and enough and (blocks == 1 or (team == 1 and p.head_dim <= 128)):
+            return size, blocks
+    return 0, 1
+
+
+def _wide(p: CacheProblem, device: Device) -> bool:
+    """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts."""
+    return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count
+
+
+def _tile(p: CacheProblem, device: Device, team: int, wide: bool, cluster: tuple[int, int], box: int) -> DecodeTile:
+    """As many stages as fit: `wide`, two heads in each of two blocks a multiprocessor, or in one of few warps."""
+    chunks = -(-p.head_dim // 64)
+    small = device.smem_per_sm_bytes < 160 << 10  # two blocks of four warps leave no room for a ring
+    if wide and chunks <= 2 and not small:
+        pair = 2 if p.head_dim == 64 and box == SLICE else 1
+        shape = DecodeTile(team, 4, 1, 2, pair, 0, box, blocks_per_sm=2)
+    elif wide:
+        shape = DecodeTile(team, 4, 1, 2, 1, 0, box)
+    elif cluster[1] == 2:
+        shape = DecodeTile(team, 4, 1, 1, 1, cluster[0], box, blocks_per_sm=2)
+    else:
+        warps = 4 if team <= 4 and (small or (chunks > 2 and team == 1)) else 8
+        shape = DecodeTile(team, warps, 1, 1, 1, cluster[0], box, columns=64 if (chunks, team) == (2, 2) else 32)
+    blocks = shape.blocks_per_sm
+    own = shape.stage_bytes(p.head_dim) * (shape.warps // team)
+    ring = _PAIRS_RING_BYTES if shape.pair == 2 else _RING_BYTES
+    room = min(device.smem_bytes, device.smem_per_sm_bytes // blocks - 1024) - shape.fixed_bytes(p.head_dim)
+    stages = min(ring // blocks, room - 1024) // own
+    if stages < 2 and shape.columns > 8:  # a smaller scratch
+        return _with_room(shape, p, room, own)
+    return shape.with_stages(max(1, stages))
+
+
+def _with_room(shape: DecodeTile, p: CacheProblem, room: int, own: int) -> DecodeTile:
+    """With fewer columns a merge, where rings would be too small."""
+    less = shape.with_columns(8)
+    room += shape.fixed_bytes(p.head_dim) - less.fixed_bytes(p.head_dim)
+    return less.with_stages(max(1, (room - 1024) // own))
+
+
+def _flags(p: CacheProblem, aligned: bool) -> dict[str, bool]:
+    least = LEAST_UNIT if p.alibi else 0
+    left, right = p.window
+    causal = (left, right) == (None, 0)
+    return {
+        # One query sees all keys anyway.
+        "causal": causal and not p.kv_range and (p.packed or p.seqlen_q > 1),
+        "window": p.kv_range or not (causal or (left, right) == (None, None)),
+        "scale_first": p.scale <= least and p.softcap is None,
+        "softcap": p.softcap is not None,
+        "packed": p.packed,
+        "alibi": p.alibi > 0,
+        "kv_range": p.kv_range,
+        "sink": p.sink,
+        "paged": p.page_size is not None,
+        "unaligned": not aligned,
+    }
+
+
+def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
+    """The kernel that writes new rows into the cache and turns queries, and its grid; None without new rows.
+
+    Raises:
+        UnsupportedError: as `plan_decode`.
+    """
+    _check(p, device)
+    if not p.seqlen_new or 0 in (p.batch, p.heads_k):
+        return None
+    variant = Append(p.dtype, p.head_dim, AppendTile(), packed=p.packed, paged=p.page_size is not None)
+    heads = 2 * p.heads_k + (p.heads_q if p.rotary_dim else 0)
+    rows = p.seqlen_new * heads * (1 if p.packed else p.batch)
+    return variant, -(-rows // variant.tile.warps)
+
+
+def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[Variant, ...]:
+    """The kernels of a call, in launch order; `known`: what `plan_decode` may be told."""
+    append, plan = plan_append(p, device), plan_decode(p, device, **known)
+    return *(append[:1] if append else ()), plan.variant, *(v for v in (plan.combine,) if v is not None)

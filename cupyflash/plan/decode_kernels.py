@@ -1,0 +1,183 @@
+"""The kernels of attention over a cache: their tiles, and what is compiled into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from .kernels import Main, round_up, row_bytes
+from .params_decode import APPEND_PARAMS, DECODE_PARAMS, DECODE_SM90_PARAMS
+from .variant import Variant
+
+SLICE = 16  # keys: kSlice
+COMBINE_WARPS = 8
+
+
+@dataclass(frozen=True)
+class DecodeTile:
+    """What a block takes: `heads` neighbouring K/V heads, with 16 packed query rows for each warp of a team.
+
+    Attributes:
+        team: warps that share slices of K and V.
+        stages: units in flight of each team.
+        pair: of the heads, those that a team reads together.
+        cluster: blocks that split a tile and combine through distributed shared memory; 0: none.
+        box_rows: keys of a TMA box.
+        columns: of all rows that the merge of teams adds up at a time.
+    """
+
+    team: int
+    warps: int
+    stages: int
+    heads: int
+    pair: int
+    cluster: int
+    box_rows: int
+    columns: int = 32
+    block_n: int = SLICE
+    blocks_per_sm: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return 16 * self.team
+
+    @property
+    def name(self) -> str:
+        found = f"m{self.block_m}w{self.warps}s{self.stages}"
+        for letter, n, usual in (
+            ("h", self.heads, 1), ("p", self.pair, 1), ("c", self.cluster, 0), ("b", self.box_rows, SLICE),
+            ("x", self.columns, 32),
+        ):  # fmt: skip
+            found += f"{letter}{n}" if n != usual else ""
+        return found
+
+    def stage_bytes(self, head_dim: int) -> int:
+        """A unit of K and V in chunks of 64 columns."""
+        return 2 * self.pair * SLICE * 128 * -(-head_dim // 64)
+
+    def fixed_bytes(self, head_dim: int) -> int:
+        """Q, the scratch and the statistics of the merge."""
+        teams, rows = self.warps // self.team, self.block_m
+        return self.heads * rows * row_bytes(round_up(head_dim, 16)) + teams * rows * ((self.columns + 8) * 4 + 8)
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """And the rings."""
+        return self.warps // self.team * self.stages * self.stage_bytes(head_dim) + self.fixed_bytes(head_dim)
+
+    def with_stages(self, stages: int) -> DecodeTile:
+        return replace(self, stages=stages)
+
+    def with_columns(self, columns: int) -> DecodeTile:
+        return replace(self, columns=columns)
+
+
+@dataclass(frozen=True)
+class Decode(Main):
+    """decode.cuh."""
+
+    folder, function = "decode", "decode"
+    tile: DecodeTile
+    sink: bool = False
+    paged: bool = False
+    unaligned: bool = False
+
+    @property
+    def qualifiers(self) -> str:
+        return f" __cluster_dims__({self.tile.cluster}, 1, 1)" if self.tile.cluster else ""
+
+
+@dataclass(frozen=True)
+class DecodeSm80(Decode):
+    """With cp.async."""
+
+    header, params_name, params = "decode_sm80", "DecodeParams", DECODE_PARAMS
+
+
+@dataclass(frozen=True)
+class DecodeSm90(Decode):
+    """With TMA."""
+
+    header, params_name, params, arch_suffix = "decode_sm90", "DecodeSm90Params", DECODE_SM90_PARAMS, "a"
+
+    @property
+    def smem_bytes(self) -> int:
+        """The mbarriers of the rings and of Q come last."""
+        tile = self.tile
+        return super().smem_bytes + 8 * (2 * tile.warps // tile.team * tile.stages + 1)
+
+
+@dataclass(frozen=True)
+class CombineTile:
+    """As the main kernel's tile, as far as it says what its partial results are."""
+
+    team: int
+    heads: int
+    pair: int
+    warps: int = COMBINE_WARPS
+    cluster: int = 0
+    block_n: int = SLICE
+    blocks_per_sm: int = 1
+
+    @classmethod
+    def of(cls, tile: DecodeTile) -> CombineTile:
+        return cls(tile.team, tile.heads, tile.pair)
+
+    @property
+    def block_m(self) -> int:
+        return 16 * self.team
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}h{self.heads}p{self.pair}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Where threads share an element: four columns, maximum and sum of each."""
+        return 24 * 32 * self.warps
+
+
+@dataclass(frozen=True)
+class Combine(Main):
+    """decode_combine.cuh."""
+
+    folder, header, function, params_name, params = (
+        "decode", "decode_combine", "decode_combine", "DecodeParams", DECODE_PARAMS,
+    )  # fmt: skip
+    tile: CombineTile
+    sink: bool = False
+    paged: bool = False
+    unaligned: bool = False
+    dependent: bool = False
+
+    @classmethod
+    def behind(cls, main: Decode, dependent: bool) -> Combine:
+        """What comes behind a main kernel, with its flags; `dependent`: before it has ended."""
+        flags = {f.name: getattr(main, f.name) for f in fields(main) if f.name not in ("dtype", "head_dim", "tile")}
+        return cls(main.dtype, main.head_dim, CombineTile.of(main.tile), dependent=dependent, **flags)
+
+
+@dataclass(frozen=True)
+class AppendTile:
+    """A warp takes a row of one head."""
+
+    warps: int = 8
+    blocks_per_sm: int = 1
+
+    @property
+    def block_m(self) -> int:
+        return self.warps
+
+    @property
+    def name(self) -> str:
+        return f"w{self.warps}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Append(Variant):
+    """append.cuh."""
+
+    folder, header, function, params_name, params = "decode", "append", "append", "AppendParams", APPEND_PARAMS
+    tile: AppendTile
+    packed: bool = False
+    paged: bool = False

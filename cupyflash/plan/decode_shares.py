@@ -1,0 +1,108 @@
+"""How the blocks of a call over a cache share out the work (kernels_cu/decode/shares.cuh), and what comes behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..cache.problem import CacheProblem
+from ..gpu.device import Device
+from .decode_kernels import SLICE, Combine, Decode, DecodeSm90
+
+SPLIT_KEYS = 1024  # of batch_invariant
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """One call.
+
+    Attributes:
+        variant, grid: the main kernel.
+        combine, combine_grid: the kernel behind it; None where no partial results can be left.
+        shares: the fields of `Shares` (params_decode.py).
+    """
+
+    variant: Decode
+    grid: int
+    combine: Combine | None
+    combine_grid: int
+    shares: dict[str, Any]
+
+    @property
+    def places(self) -> int:
+        """Rows of partial results."""
+        if self.combine is None:
+            return 0
+        tile = self.variant.tile
+        return self.grid * (1 if self.shares["splits"] else 2) * tile.heads * tile.block_m
+
+
+def rows_of(p: CacheProblem) -> int:
+    """Packed rows of a sequence; where nobody knows how many queries each has, of one with as many as others. What is
+    independent of the batch is to be so of this number too."""
+    if not p.packed:
+        return p.seqlen_q * p.group
+    return (4 if p.batch_invariant else -(-p.seqlen_q // max(1, p.batch))) * p.group
+
+
+def splits_of(p: CacheProblem) -> tuple[int, int] | None:
+    """(splits of a tile at most, slices of each; 0: shared out evenly), where ranges are not wanted."""
+    if p.num_splits is not None:
+        return p.num_splits, 0
+    if p.batch_invariant:
+        return max(1, -(-p.capacity // SPLIT_KEYS)), SPLIT_KEYS // SLICE
+    return None
+
+
+def _largest_divisor(n: int, limit: int) -> int:
+    return max(i for i in range(1, limit + 1) if n % i == 0)
+
+
+def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
+    """The plan with this main kernel."""
+    tile, rows, splits = variant.tile, rows_of(p), splits_of(p)
+    gang = 1 if tile.cluster or splits else _largest_divisor(p.heads_k // tile.heads, 4 if tile.heads > 1 else 8)
+    all_rows = p.seqlen_q * p.group  # packed: as many as any sequence can have
+    head_turns, row_tiles = p.heads_k // (tile.heads * gang), max(1, -(-all_rows // tile.block_m))
+    tiles = (p.batch + p.packed) * head_turns * row_tiles
+    shares: dict[str, Any] = {"gang": gang, "clusters": tile.cluster, "splits": 0, "split_slices": 0, "even_ranges": 0}
+    if tile.cluster:
+        ranges = grid = tiles * tile.cluster
+        parts = tile.cluster
+    elif splits:
+        shares["splits"], shares["split_slices"] = splits
+        ranges, grid, parts = tiles, tiles * splits[0] * gang, splits[0]
+    else:
+        turns = p.batch * head_turns * (max(1, -(-rows // tile.block_m)) if p.packed else row_tiles)
+        ranges = max(1, device.sm_count * tile.blocks_per_sm // gang)
+        grid, parts = ranges * gang, -(-ranges // max(1, turns))
+        shares["even_ranges"] = 0 if p.packed else _even(turns, ranges)
+    shares |= {"ranges": ranges, "row_tiles": row_tiles, "head_turns": head_turns}
+    shares["combine_elements"] = 128 if parts <= 16 else 32
+    shares |= _numbers(p, variant, all_rows, gang, row_tiles * head_turns)
+    if (tile.cluster and p.batch == 1) or splits == (1, 0):
+        return DecodePlan(variant, grid, None, 0, shares)
+    combined_rows = tile.block_m if p.packed else min(tile.block_m, all_rows)
+    pieces = -(-tile.heads * combined_rows * (p.head_dim // 4) // shares["combine_elements"])
+    combine = Combine.behind(variant, dependent=isinstance(variant, DecodeSm90))
+    return DecodePlan(variant, grid, combine, (tiles if splits else ranges - 1) * gang * pieces, shares)
+
+
+def _numbers(p: CacheProblem, variant: Decode, all_rows: int, gang: int, turns: int) -> dict[str, Any]:
+    """What follows for the kernels, so that they need not divide; `turns`: of a sequence."""
+    block_m = variant.tile.block_m
+    return {
+        "group": p.group,
+        "unit": p.softcap if p.softcap is not None else 1.0 if variant.scale_first else p.scale,
+        "log_rows": (max(4, block_m if p.packed else min(block_m, all_rows)) - 1).bit_length(),
+        "by_group": -(-(1 << 20) // p.group),
+        "by_gang": -(-(1 << 20) // gang),
+        "by_turns": -(-(1 << 20) // turns) if variant.tile.cluster else 0,
+    }
+
+
+def _even(turns: int, most: int) -> int:
+    """Ranges that end where tiles do, so that equal sequences leave no partial results, or few; 0 if those would be
+    much fewer."""
+    even = turns // -(-turns // most) if turns >= most else most // turns * turns
+    return even if (turns % even == 0 or even % turns == 0) and even >= 0.9 * most else 0

@@ -1,0 +1,68 @@
+"""The finite list of kernels of attention over a cache that tests and precompiled layers cover."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ..cache.problem import CacheProblem
+from ..gpu.device import Device
+from .decode import variants_over_cache
+from .variant import Variant
+
+_TMA, _ASYNC, _UNALIGNED = ({"aligned": a, "tma": t} for a, t in ((True, True), (True, False), (False, False)))
+_CAUSAL = (None, 0)
+
+
+def problem(
+    dtype: str, head_dim: int, batch: int = 64, heads_q: int = 32, page_size: int | None = None, **options: Any
+) -> CacheProblem:
+    """Of 8 heads and room for 8192 keys a sequence."""
+    slots = batch if page_size is None else batch * 8192 // page_size
+    given: dict[str, Any] = {"seqlen_q": 1, "heads_k": 8, "scale": 1.0, "window": _CAUSAL, **options}
+    return CacheProblem(
+        dtype=dtype, batch=batch, heads_q=heads_q, head_dim=head_dim, head_dim_v=head_dim, slots=slots,
+        page_size=page_size, capacity=8192, **given,
+    )  # fmt: skip
+
+
+def usual(dtypes: Iterable[str], head_dims: Iterable[int]) -> Iterator[CacheProblem]:
+    """One query a sequence, new rows appended: one sequence, and many, contiguous and in pages."""
+    for dtype in dtypes:
+        for head_dim in head_dims:
+            for page_size in (None, 16):
+                for batch in (1, 4, 64):
+                    yield problem(dtype, head_dim, batch, page_size=page_size, seqlen_new=1)
+
+
+def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:
+    """(problem, what `plan_decode` is told)."""
+    for call in usual(("bf16",), (128,)):
+        yield call, _TMA
+    for head_dim in (64, 256):
+        yield problem("bf16", head_dim), _TMA
+        yield problem("bf16", head_dim, 1), _TMA
+    yield problem("fp16", 128, seqlen_new=1), _TMA
+    for rows in (4, 8, 16, 64):  # as teams of 1, 2, 4 and 8 warps
+        yield problem("bf16", 128, seqlen_q=rows), _TMA
+    yield problem("bf16", 256, seqlen_q=64), _TMA
+    yield problem("bf16", 128, seqlen_q=64, packed=True, seqlen_new=64), _TMA
+    yield problem("bf16", 128, page_size=8), _TMA
+    yield problem("bf16", 128, page_size=1), _TMA
+    for options in ({"window": (4096, 0)}, {"softcap": 50.0}, {"scale": -1.0}, {"alibi": 1}, {"kv_range": True}):
+        yield problem("bf16", 128, **options), _TMA
+    yield problem("bf16", 128, batch_invariant=True), _TMA
+    for head_dim in (72, 96, 192, 200):
+        yield problem("bf16", head_dim), _TMA
+    yield problem("fp16", 64), _ASYNC
+    yield problem("bf16", 128, seqlen_q=4), _UNALIGNED
+
+
+@functools.cache
+def shipped_over_cache(device: Device) -> tuple[Variant, ...]:
+    """The finite list of variants that tests and precompiled layers cover on one architecture."""
+    variants: dict[Variant, None] = {}
+    for call, known in shipped_calls():
+        variants.update(dict.fromkeys(variants_over_cache(call, device, **known)))
+    return tuple(variants)

@@ -1,0 +1,82 @@
+// Launch-time arguments of attention over a cache. Made from the fields in cupyflash/plan/params_decode.py, by
+// `python -m tools.params`; the generated entry unit asserts the sizes.
+#ifndef CUPYFLASH_PARAMS_DECODE_CUH
+#define CUPYFLASH_PARAMS_DECODE_CUH
+#include "attention/params.cuh"
+#include "hw/ptx_sm90.cuh"
+
+// How the plan shares out the work, and what follows from it and the problem, so that no block has to divide.
+struct Shares {
+    int gang, ranges;                      // their product is the number of blocks; gang * kHeads divides heads_k
+    int even_ranges;                       // instead of ranges, where all sequences have the same units; 0: never
+    int clusters;                          // blocks of a cluster, in which equal sequences are split; 0: never
+    int splits;                            // 0: ranges; else the blocks of a tile, and ranges counts tiles
+    int split_slices;                      // slices of each of them, but the last; 0: a tile's, shared out evenly
+    int row_tiles;                         // of a sequence's packed rows, kBlockM each; packed: most
+    int head_turns;                        // heads_k / (kHeads * gang)
+    int group;                             // heads_q / heads_k
+    int log_rows;                          // of a tile's rows, rounded up to a power of two from 4 to kBlockM
+    unsigned by_group, by_gang, by_turns;  // for quick_divide
+    int combine_elements;                  // of a block of decode_combine
+    float unit;                            // of scores (score.cuh)
+};
+
+struct DecodeParams {
+    const void *q;                                   // [batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q,
+                                                     // head_dim]
+    void *o;                                         // like q
+    float *lse;                                      // [batch, heads_q, seqlen_q] or [heads_q, total_q], contiguous;
+                                                     // natural log; null: not wanted
+    const void *k;                                   // [rows, seqlen_k, heads_k, head_dim]; paged: [pages, page_size,
+                                                     // heads_k, head_dim]
+    const void *v;                                   // like k
+    const int *cache_seqlens;                        // [batch]: keys of each sequence, less those that were appended
+    const int *block_table;                          // [batch, pages of a sequence]: its pages, in order; kPaged
+    const int *cache_batch_idx;                      // [batch]: its row in the cache; null: its own number
+    const int *cu_seqlens_q;                         // [batch + 1]; kPacked
+    const float *alibi_slopes;                       // [batch, heads_q] or [heads_q]; kAlibi
+    const int *kv_range;                             // [batch, 2]; kKvRange
+    const float *sink;                               // [heads_q]; kSink
+    float *partial_o;                                // [2 * blocks, kHeads, kBlockM, head_dim], one a block where there
+                                                     // are splits: the sum of 2^(..) V
+    float *partial_ml;                               // [likewise, 2]: maximum of the values of scores, sum of 2^(..)
+    Strides q_stride, o_stride, k_stride, v_stride;  // batch: of a row of the cache, or of a page
+    long long table_stride;                          // of block_table, from one sequence to the next
+    Problem problem;                                 // seqlen_k: what a sequence can hold; seqlen_q, packed: total_q
+    Shares shares;
+    int appended;   // keys more than cache_seqlens says; packed: as many as queries, unless 0
+    int places;     // rows of the cache, or pages of the pool
+    int page_size;  // keys of a page; kPaged
+    int alibi;      // how many dimensions the slopes have; with 1 all sequences share them
+};
+
+struct DecodeSm90Params {
+    // [64, seqlen_k or page_size, head_dim / 64, heads_k, rows or pages], innermost first, with the 128-byte swizzle,
+    // in boxes of 64 columns by kBoxRows keys by all chunks of columns by kPair heads.
+    ptx::TensorMap map_k, map_v;
+    DecodeParams plain;  // the same arrays, for what is not TMA's
+};
+
+struct AppendParams {
+    const void *q;             // [batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q, head_dim]
+    const void *k;             // likewise, heads_k; null: no new rows
+    const void *v;             // like k
+    void *k_cache;             // as in DecodeParams
+    void *v_cache;             // like k_cache
+    void *rotated_q;           // like q, contiguous; null: nothing is turned
+    const void *cos;           // [rotary_positions, rotary_dim / 2], contiguous
+    const void *sin;           // like cos
+    const int *cache_seqlens;  // [batch]: rows in use
+    const int *block_table;
+    const int *cache_batch_idx;
+    const int *cu_seqlens_q;  // as in DecodeParams
+    Strides q_stride, k_stride, v_stride, k_cache_stride, v_cache_stride;
+    long long table_stride;
+    Problem problem;                                // seqlen_q: new rows of a sequence, packed of all; seqlen_k: what a
+                                                    // sequence can hold
+    int places, page_size;                          // as in DecodeParams
+    int rotary_dim, rotary_positions, interleaved;  // pairs are neighbours; else columns half of rotary_dim apart
+    int tables_fp32;                                // cos and sin are; else they are as q
+};
+
+#endif  // CUPYFLASH_PARAMS_DECODE_CUH

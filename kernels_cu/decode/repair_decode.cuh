@@ -1,0 +1,85 @@
+// Elements of O that are not finite, computed again (attention/repair.cuh), from the rows of the cache, each found anew.
+#ifndef CUPYFLASH_REPAIR_DECODE_CUH
+#define CUPYFLASH_REPAIR_DECODE_CUH
+#include "decode/parts.cuh"
+#include "attention/repair_output.cuh"
+
+// Rows of K or V of one head of a sequence, as if they lay one behind the other.
+template <class V>
+struct CachedRows {
+    using T = typename V::Element;
+    const DecodeParams &p;
+    const void *x;
+    const Strides &s;
+    int index, head;
+
+    __device__ const T *operator+(long long key) const {
+        const int row = static_cast<int>(key);
+        return static_cast<const T *>(x) + place_of<V::kPaged>(p, index, row) * s.batch +
+               row_in_place<V::kPaged>(p, row) * s.row + head * s.head;  // @rows-of-the-cache-repair
+    }
+};
+// One row in shared memory.
+struct OneRow {
+    ptx::u32 base;
+    __device__ ptx::u32 at(int, int col) const { return base + 2 * col; }
+};
+
+// Elements [begin, end) of a tile's result, as far as there are so many, that its block has written: those that are not
+// finite. By all warps of the block; scratch: a row each.
+template <class V>
+__device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, const DecodeTile<V> &tile, int begin,
+                                                int end, ptx::u32 scratch) {
+    using T = typename V::Element;
+    constexpr int D = V::kHeadDim, kPerRow = D / 4;
+    const DecodeParams &p = shares.p;
+    const PackedRows<V> rows(shares, tile);
+    const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
+    const Score<V> score(p.problem);
+    end = min(end, V::kHeads * rows.count * kPerRow);
+    const OneRow line{scratch + warp() * (2 * D)};
+    #pragma unroll 1
+    for (int r = begin / kPerRow + warp(); r * kPerRow < end; r += V::kWarps) {
+        const int head = r / rows.count, row = r % rows.count, query = rows.query(row);
+        const int first_col = max(0, begin - r * kPerRow) * 4, end_col = min(kPerRow, end - r * kPerRow) * 4;
+        T *const o = static_cast<T *>(p.o) + rows.at(p.o_stride, head, row);
+        #pragma unroll 1
+        for (int col = 2 * fresh_lane(); col < D; col += 64) {
+            const bool own = first_col <= col && col < end_col;
+            ptx::st_shared_b32(line.at(0, col), own ? *reinterpret_cast<const ptx::u32 *>(o + col) : 0);
+        }
+        ptx::bar_warp_sync();
+        const T *const q = static_cast<const T *>(p.q) + rows.at(p.q_stride, head, row);
+        const CachedRows<V> k{p, p.k, p.k_stride, tile.index, rows.head_k + head};
+        const CachedRows<V> v{p, p.v, p.v_stride, tile.index, rows.head_k + head};
+        const int first = mask.first_key(query), last = mask.end_key(query);
+        const auto places = Places<V>::of(p, rows.sequence, rows.head_q(head, row)).from(query, 0);
+        const auto exponent = [&](int key) {
+            const float raw = dot_rows<T, D, V::kUnaligned>(q, k + key);
+            return score.value(raw, places(0, key)) * score.log2_factor;  // @scores-as-in-decode
+        };
+        const auto sink = Sink<V>::of(p, rows.sequence, rows.head_q(head, row));
+        const auto exponent_or_sink = [&](int i) {  // behind the last key stands the sink
+            if constexpr (Sink<V>::kAny)
+                if (i == last) return sink.log2();
+            return exponent(i);
+        };
+        float lse = 0.f;  // in powers of two
+        repair_row<T, D>(line, 0, 0, D, 1.f, [&](auto &sum, bool reasons) {
+            if (reasons) lse = log2_sum_ex2(first, last + Sink<V>::kAny, exponent_or_sink);
+            if (first < last && lse != lse) return sum.fill(lse);
+            sum.add(
+                v, 1, first, last,
+                [&](int key) { return reasons && row_is_finite<T, D, V::kUnaligned>(v + key) ? kNone : kTerm; },
+                [&](int key) { return weight_ex2(exponent(key) - lse); });
+        });
+        ptx::bar_warp_sync();
+        #pragma unroll 1
+        for (int col = 2 * fresh_lane(); col < D; col += 64)
+            if (first_col <= col && col < end_col)
+                *reinterpret_cast<ptx::u32 *>(o + col) = ptx::ld_shared_b32(line.at(0, col));
+        ptx::bar_warp_sync();
+    }
+}
+
+#endif  // CUPYFLASH_REPAIR_DECODE_CUH

@@ -1,0 +1,170 @@
+// Who reads which keys. A tile is all keys that the query rows of one sequence see, for kHeads neighbouring K/V heads and up to
+// kBlockM of the rows packed together. The units of work of all tiles stand in one row, and
+//     ranges    every block takes an equal, contiguous part of it, found from the lengths on the device ("stream-K"): blocks
+//               end together however ragged the batch is, and leave at most two partial results each;
+//     splits    every tile has as many blocks, or as many as it has parts of split_slices: what a block computes then does not
+//               depend on other sequences;
+//     clusters  likewise, kCluster blocks that combine through distributed shared memory; only if all sequences have the same
+//               units: else ranges.
+// Lengths, and which rows of the cache are whose, are read here only; what is out of range is clamped.
+#ifndef CUPYFLASH_SHARES_CUH
+#define CUPYFLASH_SHARES_CUH
+#include "decode/cached.cuh"
+#include "decode/slices.cuh"
+#include "attention/mask.cuh"
+
+// n / d for small n and d (n * d < 2^20), with by = 2^20 / d rounded up.
+__device__ __forceinline__ int quick_divide(int n, unsigned by) { return static_cast<unsigned>(n) * by >> 20; }
+
+// What is read of a sequence: its keys, and the slices that hold those that some query sees; packed, its query rows.
+struct CachedKeys { int length, first_slice, slices; };
+template <bool kPacked>
+struct CachedSequence : CachedKeys {
+    __device__ int row_q() const { return 0; }
+    __device__ int seqlen_q(const Problem &p) const { return p.seqlen_q; }
+};
+template <>
+struct CachedSequence<true> : CachedKeys {
+    int first, count;
+    __device__ int row_q() const { return first; }
+    __device__ int seqlen_q(const Problem &) const { return count; }
+};
+
+template <class V>
+struct DecodeTile {
+    int index;       // of the sequence
+    int turn;        // which of its tiles
+    int begin, end;  // its units
+    CachedSequence<V::kPacked> cached;
+
+    __device__ Sequence<V::kPacked> sequence(const Problem &p) const {
+        return {index, cached.seqlen_q(p), cached.length, cached.row_q(), 0, cached.length};
+    }
+};
+
+// Which units there are, and which are a block's.
+template <class V>
+struct DecodeShares {
+    using Cached = CachedSequence<V::kPacked>;
+    using Tile = DecodeTile<V>;
+    static constexpr int kGroups = V::kHeads / V::kPair;
+    const DecodeParams &p;
+    const int member;  // which of its gang the block is
+    int ranges, each, rest;
+    bool in_clusters = false;
+
+    // By whole warps.
+    __device__ DecodeShares(const DecodeParams &p, int member)
+        : p(p), member(member), ranges(p.shares.ranges), each(0), rest(0) {
+        if (p.shares.splits) return;
+        if (V::kCluster && p.problem.batch == 1) {
+            in_clusters = true;
+            return;
+        }
+        int total = 0, least = 1 << 30, most = 0;
+        #pragma unroll 4
+        for (int b = lane(); b < sequences(); b += 32) {
+            const int own = all_units(cached(b));
+            total += own, least = min(least, own), most = max(most, own);
+        }
+        #pragma unroll
+        for (int i = 1; i < 32; i *= 2) {
+            total += ptx::shfl_index(total, lane() ^ i);
+            least = min(least, ptx::shfl_index(least, lane() ^ i)), most = max(most, ptx::shfl_index(most, lane() ^ i));
+        }
+        if (least == most && p.shares.even_ranges) ranges = p.shares.even_ranges;
+        in_clusters = least == most && p.shares.clusters;
+        each = total / ranges, rest = total % ranges;
+    }
+    // Whether every tile has blocks of its own.
+    __device__ bool are_split() const { return p.shares.splits || (V::kCluster && in_clusters); }
+    // Units of range r: [begin(r), begin(r + 1)); the first `rest` have one more.
+    __device__ int begin(int r) const { return r * each + min(r, rest); }
+    __device__ int range_of(int unit) const {
+        const int larger = rest * (each + 1);
+        return unit < larger ? unit / (each + 1) : rest + (unit - larger) / each;
+    }
+
+    // Packed, rows behind the last sequence are one more, in which no query sees a key.
+    __device__ int sequences() const { return p.problem.batch + V::kPacked; }
+    __device__ Cached cached(int b) const {
+        const Problem &problem = p.problem;
+        Cached c;
+        int more = p.appended;
+        if constexpr (V::kPacked) {
+            c.first = Sequence<true>::start_q(p, b), c.count = max(0, Sequence<true>::start_q(p, b + 1) - c.first);
+            more = more && b < problem.batch ? c.count : 0;
+        }
+        c.length = min(used_rows(p, b) + more, problem.seqlen_k);  // @keys-with-the-new-ones
+        const int seqlen_q = c.seqlen_q(problem);
+        const Sequence<V::kPacked> s{b, seqlen_q, c.length, c.row_q(), 0, c.length};
+        const Mask<V> mask(with_range<V>(s, p), problem);
+        c.first_slice = max(0, mask.first_key(0)) / kSlice;  // @first-slice-of-the-window
+        // A sequence of which no key is seen has a slice too, in which its zeros are written. @slice-of-an-empty-sequence
+        c.slices = max(1, ceil_div(mask.end_key(seqlen_q - 1), kSlice) - c.first_slice);
+        return c;
+    }
+    __device__ int units(const Cached &c) const { return c.slices * kGroups; }
+    // A sequence's tiles: those of the same heads follow each other.
+    __device__ int row_tiles(const Cached &c) const {
+        return V::kPacked ? ceil_div(c.seqlen_q(p.problem) * p.shares.group, V::kBlockM) : p.shares.row_tiles;
+    }
+    __device__ int turns(const Cached &c) const { return row_tiles(c) * p.shares.head_turns; }
+    __device__ int all_units(const Cached &c) const { return units(c) * turns(c); }
+
+    // The tile that holds a unit. By whole warps.
+    __device__ Tile find(int unit) const {
+        int before = 0, b;
+        #pragma unroll 1
+        for (int b0 = 0;; b0 += 32) {
+            const int mine = b0 + lane(), own = mine < sequences() ? all_units(cached(mine)) : 0;
+            int upto = own;  // inclusive prefix sum
+            #pragma unroll
+            for (int i = 1; i < 32; i *= 2) {
+                const int other = ptx::shfl_index(upto, max(0, lane() - i));
+                upto += lane() >= i ? other : 0;
+            }
+            const int all = ptx::shfl_index(upto, 31);
+            if (unit < before + all) {
+                const int i = ptx::popc(ptx::vote_ballot(before + upto <= unit));
+                b = b0 + i, before += ptx::shfl_index(upto, i) - ptx::shfl_index(own, i);
+                break;
+            }
+            before += all;
+        }
+        const Cached c = cached(b);
+        const int n = units(c), turn = (unit - before) / n;
+        return {b, turn, before + turn * n, before + (turn + 1) * n, c};
+    }
+    // Splits: tile number i, whose units are counted by themselves; none where i's sequence has fewer.
+    __device__ Tile tile_at(int i) const {
+        const int most = p.shares.row_tiles * p.shares.head_turns;
+        const int b = V::kCluster ? quick_divide(i, p.shares.by_turns) : i / most;
+        const Cached c = cached(b);
+        const int turn = i - b * most;
+        return {b, turn, 0, !V::kPacked || turn < turns(c) ? units(c) : 0, c};
+    }
+    // Units of a split of such a tile.
+    __device__ int split_units(const Tile &tile) const {
+        const int all = tile.end / kGroups, own = p.shares.split_slices;
+        return (own ? own : ceil_div(all, p.shares.splits)) * kGroups;
+    }
+
+    __device__ int row_tile(const Tile &tile) const {
+        const int n = row_tiles(tile.cached);
+        return n == 1 ? 0 : tile.turn % n;
+    }
+    // The first of its heads.
+    __device__ int head_k(const Tile &tile) const {
+        const int n = row_tiles(tile.cached), turn = n == 1 ? tile.turn : tile.turn / n;
+        return (turn * p.shares.gang + member) * V::kHeads;
+    }
+    // Where range r leaves its partial result of a tile, in rows: it has a place for the tile in which it begins, and one
+    // for the tile in which it ends.
+    __device__ long long place(const Tile &tile, int r) const {
+        const int end = begin(r) < tile.begin;
+        return static_cast<long long>(2 * (r * p.shares.gang + member) + end) * (V::kHeads * V::kBlockM);
+    }
+};
+
+#endif  // CUPYFLASH_SHARES_CUH

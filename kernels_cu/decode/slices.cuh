@@ -1,0 +1,51 @@
+// Slices: 16 keys of one K/V head, the units of work, and shared memory: rings of slices | Q | scratch of the merge |
+// statistics of the merge | what the loader needs.
+#ifndef CUPYFLASH_SLICES_CUH
+#define CUPYFLASH_SLICES_CUH
+#include "tile/tile.cuh"
+
+constexpr int kSlice = 16;  // keys: the depth of one mma
+
+__device__ constexpr int log2_of(int n) { return n <= 1 ? 0 : 1 + log2_of(n / 2); }
+
+// A slice as TMA writes it: boxes of kBoxRows keys one after the other, in a box chunks of 64 columns, in a chunk 128 bytes
+// a key. The 16-byte piece c of the 128-byte line i is in place c ^ (i % 8); TMA needs it aligned to 1024 bytes.
+template <int kBoxRows, int D>
+struct SliceTile {
+    static constexpr int kChunks = ceil_div(D, 64), kBytes = kSlice * kChunks * 128;
+    ptx::u32 base;
+
+    __device__ ptx::u32 at(int row, int chunk, int piece) const {
+        const int line = (row / kBoxRows * kChunks + chunk) * kBoxRows + row % kBoxRows;
+        return base + line * 128 + (piece ^ line % 8) * 16;  // @pieces-swizzled
+    }
+};
+
+// Teams of kTeam warps share slices. A stage of a team's ring holds K and V of one slice of kPair heads: a unit. Of each slice
+// of the block's kHeads heads there are kGroups units, and kMerge teams take those of the same heads.
+template <class V>
+struct DecodeSmem {
+    using T = typename V::Element;
+    static constexpr int D = round_up(V::kHeadDim, 16), kRows = V::kBlockM;
+    static constexpr int kTeams = V::kWarps / V::kTeam, kGroups = V::kHeads / V::kPair, kMerge = kTeams / kGroups;
+    static_assert(kRows == 16 * V::kTeam && kTeams * V::kTeam == V::kWarps);
+    static_assert(kGroups * V::kPair == V::kHeads && kMerge * kGroups == kTeams);
+    using TileQ = SmemTile<T, kRows, D>;
+    using TileKV = SliceTile<V::kBoxRows, D>;
+    static constexpr int kStageBytes = 2 * V::kPair * TileKV::kBytes;
+    static constexpr int kQ = kTeams * V::kStages * kStageBytes, kScratch = kQ + V::kHeads * TileQ::kBytes;
+    // The merge: kColumns columns of all rows at a time, or more of fewer rows; a row is padded by 8 floats.
+    static constexpr int kStats = kScratch + kTeams * kRows * (V::kColumns + 8) * 4;
+    static constexpr int kBars = kStats + kTeams * kRows * 8;
+    ptx::u32 base;
+
+    __device__ ptx::u32 stage(int team, int i) const { return base + (team * V::kStages + i) * kStageBytes; }
+    __device__ TileKV k(ptx::u32 stage, int head) const { return {stage + head * TileKV::kBytes}; }
+    __device__ TileKV v(ptx::u32 stage, int head) const { return {stage + (V::kPair + head) * TileKV::kBytes}; }
+    __device__ TileQ q(int head) const { return {base + kQ + head * TileQ::kBytes}; }
+    __device__ ptx::u32 scratch() const { return base + kScratch; }
+    __device__ ptx::u32 stats(int team, int row) const { return base + kStats + (team * kRows + row) * 8; }
+    __device__ ptx::u32 bars() const { return base + kBars; }
+};
+
+#endif  // CUPYFLASH_SLICES_CUH

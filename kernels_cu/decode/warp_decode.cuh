@@ -1,0 +1,146 @@
+// One warp's part of a tile: 16 packed rows of kPair heads, and the units of its team: S, softmax, O.
+#ifndef CUPYFLASH_WARP_DECODE_CUH
+#define CUPYFLASH_WARP_DECODE_CUH
+#include "decode/parts.cuh"
+#include "attention/softmax.cuh"
+#include "tile/gemm.cuh"
+
+template <class V>
+struct DecodeWarp {
+    using T = typename V::Element;
+    using Smem = DecodeSmem<V>;
+    static constexpr int D = Smem::D, kThreads = 32 * V::kWarps, kChunks = Smem::TileKV::kChunks;
+    static constexpr bool kQInRegisters = D <= 128;
+
+    struct Head {
+        OnlineSoftmax<16> softmax;
+        AccTile<16, D> O;
+        FragA<T, 16, kQInRegisters ? D : 16> Q;
+        Places<V> places[2];  // of a lane's r-th row and key 0
+        __device__ Head() : softmax(0.f) { O.zero(); }
+    };
+    const DecodeParams &p;
+    const Smem &smem;
+    const Score<V> score;
+    const int team, row0;  // row0: of the 16
+    const PackedRows<V> rows;
+    const int length;
+    Head head[V::kPair];
+    int first[2], limit[2];      // a lane's r-th row sees keys [first, limit)
+    int first_seen, end_seen;    // some row sees some of these keys
+    int first_whole, end_whole;  // all rows see all of these
+
+    __device__ int row_of(int r) const { return row0 + lane() / 4 + 8 * r; }
+    // The place of the i-th of the warp's heads among the tile's.
+    __device__ int head_of(int i) const { return team % Smem::kGroups * V::kPair + i; }
+
+    // Q has arrived.
+    __device__ DecodeWarp(const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile, int warp)
+        : p(shares.p),
+          smem(smem),
+          score(p.problem),
+          team(warp / V::kTeam),
+          row0(warp % V::kTeam * 16),
+          rows(shares, tile),
+          length(tile.cached.length) {
+        const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
+        const int last = rows.query(rows.count - 1);
+        first_seen = mask.first_key(rows.query0), end_seen = mask.end_key(last);
+        first_whole = mask.first_key(last), end_whole = mask.end_key(rows.query0);
+        #pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = min(row_of(r), rows.count - 1);
+            first[r] = mask.first_key(rows.query(row)),
+            limit[r] = mask.end_key(rows.query(row));  // @keys-of-a-packed-row
+            #pragma unroll
+            for (int i = 0; i < V::kPair; ++i)
+                // @slope-of-a-packed-row
+                head[i].places[r] =
+                    Places<V>::of(p, rows.sequence, rows.head_q(head_of(i), row)).from(rows.query(row), 0);
+        }
+        #pragma unroll
+        for (int i = 0; i < V::kPair; ++i) {
+            head[i].softmax.factor = score.log2_factor;
+            #pragma unroll
+            for (int k = 0; kQInRegisters && k < D / 16; ++k)
+                fragment_of_q(i, k, head[i].Q.x[kQInRegisters ? k : 0][0]);
+        }
+    }
+
+    // The keys from `key` on of a unit that is in shared memory.
+    __device__ void unit(ptx::u32 stage, int key) {
+        if (key >= length || row0 >= rows.count) return;  // an empty sequence; rows that there are not
+        const bool whole = key + kSlice <= end_whole && (!V::kWindow || key >= first_whole);  // @slice-seen-by-all
+        #pragma unroll
+        for (int i = 0; i < V::kPair; ++i) {
+            if (whole) slice<false>(i, smem.k(stage, i), smem.v(stage, i), key);
+            else slice<true>(i, smem.k(stage, i), smem.v(stage, i), key);
+        }
+    }
+
+  private:
+    __device__ void fragment_of_q(int i, int k, ptx::u32 (&a)[4]) const {
+        ptx::ldmatrix_x4(a, smem.q(head_of(i)).at(row0 + lane() % 16, 16 * k + lane() / 16 * 8));
+    }
+
+    // Keys [key, key + 16) of one head. kEdge: some rows do not see some of them, or they do not exist.
+    template <bool kEdge>
+    __device__ void slice(int i, typename Smem::TileKV sK, typename Smem::TileKV sV, int key) {
+        // A lane addresses a row and, of every four pieces of 32 bytes, the same half: only bits 5 and 6 of the place
+        // change along a chunk.
+        ptx::u32 k_at[kChunks], v_at[kChunks];
+        #pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            k_at[c] = sK.at(lane() / 16 * 8 + lane() % 8, c, lane() / 8 % 2);
+            v_at[c] = sV.at(lane() % 16, c, lane() / 16);
+        }
+        const auto place = [](const ptx::u32(&at)[kChunks], int k) { return at[k / 4] ^ (k % 4 * 32); };
+
+        Head &h = head[i];
+        AccTile<16, kSlice> S, S_odd;  // two sums: half as many products wait for each other
+        S.zero(), S_odd.zero();
+        #pragma unroll
+        for (int k = 0; k < D / 16; ++k) {  // S = Q K^T
+            ptx::u32 b[4];
+            ptx::ldmatrix_x4(b, place(k_at, k));
+            if constexpr (!kQInRegisters) fragment_of_q(i, k, h.Q.x[0][0]);
+            const ptx::u32(&a)[4] = h.Q.x[kQInRegisters ? k : 0][0];
+            auto &sum = k % 2 ? S_odd.x[0] : S.x[0];
+            T::mma(sum[0], a, b[0], b[1]);
+            T::mma(sum[1], a, b[2], b[3]);
+        }
+        const int lane_key = key + 2 * (lane() % 4);
+        #pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int own_key = lane_key + 8 * j + e % 2;
+                float &s = S.x[0][j][e];
+                s = score.value(s + S_odd.x[0][j][e], h.places[e / 2](0, own_key));
+                if constexpr (kEdge)
+                    if (own_key >= limit[e / 2] || (V::kWindow && own_key < first[e / 2])) s = -ptx::infinity();
+            }
+        }
+        h.softmax.step(S, h.O);
+        FragA<T, 16, kSlice> P;
+        P.from(S);
+        ptx::u32 seen[2] = {~0u, ~0u};  // of V's fragments: keys of the first and of the second half
+        #pragma unroll
+        for (int j = 0; kEdge && j < 2; ++j) {
+            const auto is_seen = [&](int k) { return k < end_seen && (!V::kWindow || k >= first_seen); };
+            const int own_key = lane_key + 8 * j;
+            seen[j] = (is_seen(own_key) ? 0xffffu : 0) | (is_seen(own_key + 1) ? 0xffff0000u : 0);
+        }
+        #pragma unroll
+        for (int j = 0; j < D / 16; ++j) {  // O += P V
+            ptx::u32 b[4];
+            ptx::ldmatrix_x4_trans(b, place(v_at, j));
+            #pragma unroll
+            for (int e = 0; kEdge && e < 4; ++e) b[e] &= seen[e % 2];  // 0 * NaN of what nobody sees
+            T::mma(h.O.x[0][2 * j], P.x[0][0], b[0], b[1]);
+            T::mma(h.O.x[0][2 * j + 1], P.x[0][0], b[2], b[3]);
+        }
+    }
+};
+
+#endif  // CUPYFLASH_WARP_DECODE_CUH

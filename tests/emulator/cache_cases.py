@@ -1,0 +1,69 @@
+"""What the emulator runs of attention over a cache: the table's cases, one a shipped variant, and tiles that small
+problems would not get."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cupyflash.cache.problem import CacheProblem
+from cupyflash.check.cache_case import CacheCase
+from cupyflash.check.cache_cases import CACHE_CASES
+from cupyflash.gpu.device import Device
+from cupyflash.plan.decode import plan_decode
+from cupyflash.plan.decode_shares import DecodePlan, shared_out
+from cupyflash.plan.shipped_cache import shipped_calls
+
+EXTRA = {
+    case.name: case
+    for case in (
+        CacheCase("cache-nonfinite-one-split", "full", (70, 33), 4, nonfinite=True, num_splits=1),
+        CacheCase("cache-many-units", "full", (1700,), heads_q=2, heads_k=1, head_dim=128, num_splits=1),
+        CacheCase("cache-many-units-of-teams", "full", (1700,), 9, 128, heads_k=1, num_splits=1),
+        CacheCase("cache-equal", "full", (64,) * 6),
+        CacheCase("cache-many", "full", tuple(7 * b % 41 for b in range(70))),
+    )
+}
+ALL = {case.name: case for case in CACHE_CASES} | EXTRA
+TABLE = {case.name: case for case in CACHE_CASES if "emulator" in case.tags} | EXTRA
+# Tiles by their fields that differ from those of the plan: two heads a block, pairs of heads, gangs.
+TILES: dict[str, tuple[CacheCase, dict[str, int]]] = {
+    case.name: (case, facts)
+    for case, facts in (
+        (CacheCase("cache-two-heads", "full", (150, 3, 77), heads_q=16, heads_k=8, head_dim=128),
+         {"warps": 4, "heads": 2, "stages": 2}),
+        (CacheCase("cache-two-heads-equal", "full", (96,) * 4, 2, heads_q=8, heads_k=4), {"warps": 4, "heads": 2}),
+        (CacheCase("cache-pairs", "full", (150, 250, 77), heads_q=8, heads_k=4), {"heads": 2, "pair": 2, "stages": 3}),
+        (CacheCase("cache-two-pairs", "full", (150, 2, 77), 3, heads_q=8, heads_k=8),
+         {"warps": 4, "heads": 4, "pair": 2, "stages": 2}),
+        (CacheCase("cache-two-heads-d256", "full", (150, 77), 2, 256, heads_q=4, heads_k=2),
+         {"warps": 4, "heads": 2, "stages": 2}),
+    )
+}  # fmt: skip
+
+
+def tiled(p: CacheProblem, device: Device, facts: dict[str, int], aligned: bool = True) -> DecodePlan:
+    """The plan with a tile that has these fields."""
+    variant = plan_decode(p, device, aligned=aligned, tma=aligned, clusters=False).variant
+    return shared_out(p, device, replace(variant, tile=replace(variant.tile, **facts)))
+
+
+def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
+    """Small shapes for one shipped call."""
+    lengths = (331,) if call.batch == 1 else (150, 0, 77)
+    name = f"shipped-{call.dtype}-d{call.head_dim}-b{call.batch}-q{call.seqlen_q}-p{call.page_size}"
+    name += "-packed" * call.packed + "-softcap" * (call.softcap is not None) + "-alibi" * call.alibi
+    name += "-range" * call.kv_range + "-window" * (call.window[0] is not None) + "-append" * (call.seqlen_new > 0)
+    name += "-negative" * (call.scale < 0) + "-invariant" * call.batch_invariant + "-unaligned" * (not aligned)
+    return CacheCase(
+        name, "full", lengths, (5, 17, 1) if call.packed else min(call.seqlen_q, 33), call.head_dim, heads_q=8,
+        heads_k=2, page_size=call.page_size, append=call.seqlen_new > 0, scale=None if call.scale > 0 else call.scale,
+        window=(40, 0) if call.window[0] is not None else None, softcap=call.softcap, alibi=call.alibi,
+        ranges=((17, 150), (0, 9), (33, 70)) if call.kv_range else None, batch_invariant=call.batch_invariant,
+        memory="contiguous" if aligned else "misaligned", dtypes=(call.dtype,),
+    )  # fmt: skip
+
+
+SHIPPED = {
+    f"{case.name}{'' if known['tma'] else '-async'}": (case, call, known)
+    for case, call, known in ((shipped_case(call, known["aligned"]), call, known) for call, known in shipped_calls())
+}

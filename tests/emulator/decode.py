@@ -1,0 +1,128 @@
+"""Runs a call of attention over a cache by its plan on the emulator: append, decode and combine, on NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyflash.cache.problem import CacheProblem
+from cupyflash.gpu import tensormap
+from cupyflash.gpu.device import Device
+from cupyflash.launch.cached_params import APPEND_MEMBERS, DECODE_MEMBERS, box_map, fill, fill_append, workspace
+from cupyflash.plan.decode import plan_append, plan_decode
+from cupyflash.plan.decode_shares import DecodePlan
+from cupyflash.plan.params_decode import DECODE_SM90_PARAMS
+
+from .attention import kernel_of
+from .launch import Memory, Mode, tensor_map
+
+Array = NDArray[Any]
+_SWIZZLE_128B = 3
+_CACHES = ("k_cache", "v_cache")
+
+
+def _writable(memory: Memory, name: str, x: Array) -> tuple[int, Array]:
+    """A copy of x with its strides that kernels may write, and a view of it."""
+    address = memory.input(name, x, writable=True)
+    low, high = np.lib.array_utils.byte_bounds(x)
+    start = address - (x.__array_interface__["data"][0] - low)
+    data = np.ctypeslib.as_array((ctypes.c_ubyte * (high - low)).from_address(start))
+    return address, np.ndarray(x.shape, x.dtype, data, address - start, x.strides)
+
+
+@dataclasses.dataclass
+class CacheSession:
+    """One run of one call.
+
+    Attributes:
+        plan: instead of the device's own for the problem.
+        headers: patched kernel sources by file name; the others are as shipped.
+        family: of the main kernel; None: as planned.
+    """
+
+    device: Device
+    mode: Mode
+    seed: int = 0
+    plan: DecodePlan | None = None
+    headers: Mapping[str, str] | None = None
+    family: str | None = None
+
+    def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
+        """out, lse, and the caches after the append; `arrays`: the inputs by name, which stay as they are."""
+        with Memory() as memory:
+            address = {name: memory.input(name, x) for name, x in arrays.items() if name not in _CACHES}
+            caches = {name: _writable(memory, name, arrays[name]) for name in _CACHES}
+            address |= {name: where for name, (where, _) in caches.items()}
+            strides = {name: tuple(s // x.itemsize for s in x.strides) for name, x in arrays.items()}
+            q = arrays["q"]
+            address["out"], out = memory.output("out", q.shape, q.dtype)
+            address["lse"], lse = memory.output("lse", p.rows, np.float32)
+            strides["out"] = tuple(s // out.itemsize for s in out.strides)
+            self._append(p, q, address, strides, memory)
+            if q.size:
+                plan = self.plan or self.planned(p, address, strides, {name: x.shape for name, x in arrays.items()})
+                for name, (shape, _) in workspace(p, plan).items():
+                    address[name], _ = memory.output(name, shape, np.float32)
+                self._launch(p, plan, address, strides)
+            return out.copy(), lse.copy(), *(view.copy() for _, view in caches.values())  # type: ignore[return-value]
+
+    def _append(
+        self, p: CacheProblem, q: Array, address: dict[str, int], strides: dict[str, tuple[int, ...]], memory: Memory
+    ) -> None:
+        """The launch before, after which q is what it has turned."""
+        found = plan_append(p, self.device)
+        if found is None:
+            return
+        variant, grid = found
+        params = fill_append(p, strides)
+        if p.rotary_dim:
+            address["rotated_q"], _ = memory.output("rotated_q", q.shape, q.dtype)
+        for name, member in APPEND_MEMBERS.items():
+            if name in address:
+                params[member] = address[name]
+        kernel = kernel_of(variant, self.device, self.headers)
+        kernel(grid, variant.threads, variant.smem_bytes, [params], self.mode, self.seed)
+        if p.rotary_dim:
+            address["q"], strides["q"] = address["rotated_q"], strides["out"]
+
+    def planned(
+        self, p: CacheProblem, address: Mapping[str, int], strides: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> DecodePlan:  # fmt: skip
+        """The device's plan for arrays that lie so."""
+        read = [name for name in ("q", "k_cache", "v_cache") if name in address]
+        aligned = all(
+            address[name] % 16 == 0
+            and all(s % 8 == 0 for s, n in zip(strides[name][:-1], shapes[name][:-1], strict=True) if n > 1)
+            for name in read
+        )
+        tma = all(tensormap.readable(shapes[name], strides[name]) for name in _CACHES)
+        return plan_decode(p, self.device, aligned=aligned, tma=tma, family=self.family)
+
+    def _launch(
+        self, p: CacheProblem, plan: DecodePlan, address: Mapping[str, int], strides: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        plain = fill(p, plan, strides)
+        for name, where in address.items():
+            if name in DECODE_MEMBERS:
+                plain[DECODE_MEMBERS[name]] = where
+        struct, variant = plain, plan.variant
+        if variant.params is DECODE_SM90_PARAMS:
+            struct = np.zeros((), DECODE_SM90_PARAMS)
+            struct["plain"] = plain
+            for name in _CACHES:
+                m = box_map(p, variant.tile, strides[name])
+                words = tensor_map(address[name], m.sizes, m.strides_bytes, m.box, _SWIZZLE_128B)
+                struct[f"map_{DECODE_MEMBERS[name]}"] = words
+        kernel = kernel_of(variant, self.device, self.headers)
+        cluster = max(1, variant.tile.cluster)
+        kernel(plan.grid, variant.threads, variant.smem_bytes, [struct], self.mode, self.seed, cluster)
+        if plan.combine is not None and plan.combine_grid:
+            second = kernel_of(plan.combine, self.device, self.headers)
+            size = plan.combine.threads, plan.combine.smem_bytes
+            second(plan.combine_grid, *size, [plain], self.mode, self.seed)

@@ -1,0 +1,61 @@
+# ruff: noqa: E501 (a bug a line)
+"""Bugs planted in attention over a cache: cases are those of `cupyflash/check/cache_cases.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .markers import change, without
+from .mutants import Bug
+
+_sm90 = partial(Bug, arch="sm_90")
+_ONE, _ROWS, _TEAMS = "cache-one-query", "cache-300-queries", "cache-many-units-of-teams"
+
+DECODE = (
+    # who has which keys
+    _sm90("new rows are no keys", change("keys-with-the-new-ones", "+ more", ""), "cache-append"),
+    _sm90("slices of a window begin one late", change("first-slice-of-the-window", "/ kSlice", "/ kSlice + 1"), "cache-window"),
+    _sm90("nobody writes an empty sequence", change("slice-of-an-empty-sequence", "max(1,", "max(0,"), _ONE),
+    _sm90("every row is of the first tile", change("row-of-its-tile", "shares.row_tile(tile) * V::kBlockM", "0"), _ROWS, "RACE|FAILED"),
+    _sm90("more rows than there are", change("rows-that-exist-decode", "- first", ""), _ROWS, "buffer|out of"),
+    _sm90("a row sees one key more", change("keys-of-a-packed-row", "mask.end_key(rows.query(row))", "mask.end_key(rows.query(row)) + 1"), _ONE),
+    _sm90("a slice cut by the end is whole", change("slice-seen-by-all", "key + kSlice <= end_whole", "key < end_whole"), _ONE),
+    _sm90("slope of the first head", change("slope-of-a-packed-row", "rows.head_q(head_of(i), row)", "rows.head_k"), "cache-alibi"),
+    _sm90("pages of the first sequence", change("page-of-its-sequence", "b * p.table_stride", "0"), "cache-pages-of-16"),
+    # loads
+    _sm90("pieces as they come", change("pieces-swizzled", "piece ^ line % 8", "piece"), _ONE),
+    _sm90("mbarriers not shown to TMA", without("barriers-shown-to-tma"), _ONE, "fence|RACE"),
+    _sm90("Q and mbarriers not waited for", without("q-and-barriers-are-there"), _ONE, "RACE|mbarrier"),
+    _sm90("no wait for the Q of a tile", without("q-has-arrived"), _ONE, "RACE"),
+    _sm90("no wait for a unit", without("unit-has-arrived"), _ONE, "RACE"),
+    _sm90("stage asked for while lanes read it", without("stage-read-by-the-warp"), "cache-many-units", "RACE"),
+    _sm90("a warp does not say that it has read", without("stage-read-by-a-warp"), _TEAMS, "DEADLOCK|RACE"),
+    _sm90("stage asked for while warps read it", without("stage-is-empty"), _TEAMS, "RACE|phase"),
+    Bug("wait one unit too lax", change("unit-has-been-copied", "kStages - 1", "kStages"), _ONE, "RACE, access to the destination of cp.async"),
+    Bug("copies of other lanes not waited for", without("unit-seen-by-the-team"), _ONE, "RACE"),
+    Bug("stage filled while lanes read it", without("stage-read-by-the-team"), "cache-many-units", "RACE"),
+    # the end of a tile
+    _sm90("scratch written while it is read", without("scratch-is-free"), "cache-many", "RACE"),
+    _sm90("teams added up before they are there", without("teams-have-left-theirs"), _ONE, "RACE"),
+    _sm90("a tile combined at every border", change("tiles-that-a-border-cuts-first", "shares.begin(index) <= tile.begin", "true"), "cache-one-query-d128", "RACE"),
+    _sm90("shares of an element not waited for", without("shares-of-an-element-are-there"), "cache-five-splits", "RACE"),
+    _sm90("cluster does not wait for its parts", without("parts-of-the-cluster-are-there"), "cache-one-sequence", "RACE|cluster"),
+    _sm90("no sink", change("sink-joins-once", "sum != 0.f", "false"), "cache-sink"),
+    # NaN and inf
+    _sm90("no repair of whole tiles", change("written-and-finite", "!finite", "false"), "cache-nonfinite-one-split"),
+    _sm90("no repair of what is combined", change("combined-and-finite", "!finite", "false"), "cache-nonfinite-four-queries-d128"),
+    _sm90("repair from the first head", change("rows-of-the-cache-repair", "head * s.head", "0"), "cache-nonfinite-four-queries-d128"),
+    _sm90("repair with other scores", change("scores-as-in-decode", "score.log2_factor", "0.1f"), "cache-nonfinite-four-queries-d128"),
+    # append
+    Bug("new rows of the sequence before", change("sequences-that-start-before", "vote_ballot(starts)", "vote_ballot(starts && edge != 1)"), "cache-packed"),
+    Bug("another column of the pair", change("other-of-the-pair", "c ^ 1", "c ^ 2"), "cache-rotary-interleaved-d128"),
+    Bug("turned the other way", change("turned", "own * cos - its * sin", "own * cos + its * sin"), "cache-rotary"),
+)  # fmt: skip
+
+# With lengths and tables that say anything, as tests/kernels/test_emulator_decode.py has them.
+CLAMPED_CACHE = (
+    Bug("lengths as they are", change("length-within-the-cache", "max(0, min(p.cache_seqlens[b], p.problem.seqlen_k))", "p.cache_seqlens[b]"), "contiguous", "buffer|out of|outside"),
+    Bug("pages as they are", change("place-within-the-cache", "max(0, min(place, p.places - 1))", "place"), "paged", "buffer|out of|outside"),
+    _sm90("rows of the cache as they are", change("place-within-the-cache", "max(0, min(place, p.places - 1))", "place"), "chosen"),
+    Bug("rows written behind the capacity", without("room-in-the-cache"), "contiguous"),
+)  # fmt: skip
