@@ -17,8 +17,10 @@ from cupyflash.ahead import biases_of
 from cupyflash.compile import cache, jit, layer, nvrtc, upkeep
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu.device import ARCHS, Device
+from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import GPU_DTYPES, variants_of_calls
 from cupyflash.plan.shipped import shipped
+from cupyflash.plan.shipped_cache import shipped_over_cache, usual
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
 
@@ -53,11 +55,12 @@ def variants_of(
     kv_range: bool = False,
     sink: bool = False,
     bias: bool = False,
+    with_cache: bool = False,
 ) -> list[Variant]:
     """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one;
     `packed`: also those of packed sequences; `alibi`: also with slopes, fixed or learned; `kv_range`: also those of
     calls with a range of keys; `sink`: also those with sinks, fixed or learned; `bias`: also with one of q's dtype or
-    fp32, fixed or learned, of any strides.
+    fp32, fixed or learned, of any strides; `with_cache`: also those of one query over a cache.
 
     Those of the common preset with arrays in any memory, the others with the arrays that are usual.
     """
@@ -86,8 +89,12 @@ def variants_of(
             for learned, paired in _forms(problem):
                 known = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired, **memory}
                 found.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
+    if with_cache:
+        for call in usual(dtypes, head_dims or default_head_dims):
+            found.update(dict.fromkeys(variants_over_cache(call, device, aligned=True, tma=True)))
     if preset == "all":
-        rest = (v for v in shipped(device) if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))
+        every = *shipped(device), *shipped_over_cache(device)
+        rest = (v for v in every if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))
         found.update(dict.fromkeys(rest))
     return list(found)
 
@@ -124,13 +131,17 @@ def _problems(
 @click.option("--kv-range", is_flag=True, help="Also the kernels of calls with a kv_range, whatever it is.")
 @click.option("--sink", is_flag=True, help="Also the kernels of calls with sinks, fixed or learned.")
 @click.option("--bias", is_flag=True, help="Also the kernels of calls with a bias, of any shape, fixed or learned.")
+@click.option(
+    "--with-cache", is_flag=True, help="Also the kernels of attention_with_cache: one query, pages of 16 or none."
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
 @json_option
 def command(
     arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
-    packed: bool, alibi: bool, kv_range: bool, sink: bool, bias: bool, out: Path | None, jobs: int | None,
+    packed: bool, alibi: bool, kv_range: bool, sink: bool, bias: bool, with_cache: bool, out: Path | None,
+    jobs: int | None,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
@@ -140,7 +151,7 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink, bias
+    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink, bias, with_cache
     work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), *wanted)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:

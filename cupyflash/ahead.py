@@ -11,7 +11,9 @@ from .errors import ArgumentError, DeviceError
 from .gpu import device
 from .gpu.device import Device
 from .options import Options, Window
+from .plan.decode import variants_over_cache
 from .plan.families import GPU_DTYPES, kernels_of, variants_of_calls
+from .plan.shipped_cache import usual
 from .plan.spec import Spec
 from .plan.variant import Variant
 from .problem import Bias, check_head_dim, make_problem
@@ -31,6 +33,7 @@ def warmup(
     kv_range: bool = False,
     sink: bool = False,
     bias: bool = False,
+    with_cache: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -49,6 +52,8 @@ def warmup(
         sink: prepare calls with sinks, fixed and learned, instead of those without.
         bias: prepare calls with a bias, of q's dtype or fp32, fixed and learned, of any strides, instead of those
             without.
+        with_cache: prepare `attention_with_cache` instead of `attention`: one query a sequence, causal, rows appended,
+            contiguous or in pages of 16; none of the options above.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -74,11 +79,14 @@ def warmup(
     form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None}
     form |= {"alibi": int(options.flag("alibi", alibi)), "kv_range": options.flag("kv_range", kv_range)}
     form["sink"] = options.flag("sink", sink)
+    cached = tuple(usual(names, sizes)) if options.flag("with_cache", with_cache) else ()
     ready, has_bias = [], options.flag("bias", bias)
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
         variants: dict[Variant, None] = {}
-        for dtype in names:
+        for over_cache in cached:
+            variants.update(dict.fromkeys(variants_over_cache(over_cache, dev, aligned=True, tma=True)))
+        for dtype in names if not cached else ():
             for size in sizes:
                 for is_causal, bounds in masks:
                     call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)

@@ -27,9 +27,11 @@ from cupyflash.plan.variant import Variant
 from cupyflash.problem import DTYPES, LAYOUTS, Bias, Problem, make_problem
 
 from ..output import emit, exit_codes, human, json_option, quiet
+from . import cached
 from . import report as explain_report
 from . import work as explain_work
 from .arguments import bias_dims, window_bounds
+from .cached import cache_options
 from .packed import packed_options, pairs_of, settle
 from .work import Work
 
@@ -63,6 +65,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
 @click.option("--bias", metavar="DIMS", callback=bias_dims, default=None,
               help="With a bias that has elements of its own along these: letters of bhqk, - for none.")  # fmt: skip
 @click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
+@cache_options
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
 @click.option("--memory", type=click.Choice(MEMORY), default="contiguous", show_default=True,
               help="unaligned: no address is a multiple of 16. broadcast: k and v repeat one head.")  # fmt: skip
@@ -78,6 +81,8 @@ def command(**options: Any) -> None:
     Compiles the kernels as the call would, unless they are in the cache, but launches nothing and needs no GPU.
     """
     quiet()
+    if options["with_cache"]:
+        return cached.explain(options, _device(options["arch"]))
     for name in ("seqlen_q", "seqlen_k", "heads_q", "heads_k"):
         if options[name] is None:
             options[name] = options[name.partition("_")[0]]

@@ -15,7 +15,7 @@ from typing import Any
 
 from cupyflash import emulator
 from cupyflash.check import cases
-from cupyflash.check.accuracy import Oracle
+from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.emulator import attention, build, launch
 from cupyflash.emulator.cases import can_use_tma
 from cupyflash.plan.families import variants_of_calls
@@ -49,6 +49,16 @@ class Work:
         known = dict.fromkeys(("dalibi", "dsink", "dbias"), True) | {"tma": self.family == "sm90"}
         known["paired_bias"] = self.case.seqlen_k % 2 == 0  # in the table, but for odd strides
         return variants_of_calls(problem, device, aligned=aligned, **known)
+
+    def judged(self, seed: int) -> list[Comparison]:
+        """What the kernels make of the case, compared."""
+        inputs, problem = attention.inputs_of(self.case, self.dtype, seed)
+        session, oracle = self.session(seed), Oracle(problem, *inputs)
+        out, lse = session.forward(inputs, problem)
+        found = oracle.judge_forward(out, lse)
+        if self.case.backward:
+            found += oracle.judge_backward(*session.backward(inputs, out, lse, problem))
+        return found
 
 
 @dataclass
@@ -121,12 +131,7 @@ def run_work(work: Work, wait: Callable[[Work], None], seed: int) -> EmulatorRes
     start = time.perf_counter()
     try:
         wait(work)
-        inputs, problem = attention.inputs_of(work.case, work.dtype, seed)
-        session, oracle = work.session(seed), Oracle(problem, *inputs)
-        out, lse = session.forward(inputs, problem)
-        result.comparisons = oracle.judge_forward(out, lse)
-        if work.case.backward:
-            result.comparisons += oracle.judge_backward(*session.backward(inputs, out, lse, problem))
+        result.comparisons = work.judged(seed)
     except Exception as e:
         result.error = e
     result.seconds = time.perf_counter() - start

@@ -16,6 +16,7 @@ from cupyflash.errors import CompileError
 from cupyflash.gpu.device import Device
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped import shipped
+from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
 
 SUPPORTED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
@@ -49,7 +50,8 @@ def selection(level: str) -> list[tuple[Variant, str]]:
     archs = (SMOKE_ARCH,) if level == "smoke" else SUPPORTED
     work = []
     for arch in archs:
-        variants = shipped(Device.synthetic(arch))
+        device = Device.synthetic(arch)
+        variants = *shipped(device), *shipped_over_cache(device)
         if level != "full":
             variants = tuple({type(v): v for v in reversed(variants)}.values())
         work += [(v, arch) for v in variants]

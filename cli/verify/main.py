@@ -27,6 +27,7 @@ from cupyflash.problem import DTYPES, MAX_HEAD_DIM
 from .. import watchdog
 from ..frameworks import Framework, make
 from ..output import emit, exit_codes, human, json_option, list_option, progress, quiet
+from . import cached
 from . import emulator as verify_emulator
 from .cases import run_case
 from .checks import NAMES, Context, available, run_check
@@ -89,16 +90,18 @@ def verify(
     console.print(f"cupyflash {__version__}, {arrays.name} arrays, {report.gpu or 'CPU path'}, level {level}")
     dtypes = dtype or (GPU_DTYPES if on_gpu else DTYPES)
     wanted = choose_cases(level, dtypes, head_dim, name)
-    run_cases(report, wanted, arrays, console)
+    over_cache = cached.chosen(level, dtypes, head_dim, name)
+    run_cases(report, [*wanted, *over_cache], arrays, console)
     checks = [n for n in available(arrays) if name in (None, n)]
-    if not wanted and not checks:
+    if not wanted and not over_cache and not checks:
         raise click.BadParameter(f"{name} needs a GPU or another --framework", param_hint="--case")
     run_checks(report, checks, arrays, console)
     if backend == "cpu":
         report.no_kernel_ran = "--backend cpu"
     elif not on_gpu:
         console.print(f"\nNo GPU is usable ({device.why_none()}).")
-        run_emulator(report, verify_emulator.choose(level, dtypes, head_dim, name), console)
+        work = verify_emulator.choose(level, dtypes, head_dim, name) + cached.work_of(level, dtypes, head_dim, name)
+        run_emulator(report, sorted(work, key=lambda each: each.family), console)
         if name is None:
             run_kernels(report, level, console)
     console.print(f"\n{report.verdict}", style="green" if report.exit_code == 0 else "bold red", soft_wrap=True)
@@ -131,12 +134,12 @@ def choose_cases(
 ) -> list[tuple[cases.Case, str]]:
     """Cases and dtypes, the dtypes of a case side by side."""
     if name is not None:
-        if name in NAMES:
+        if name in NAMES or name in cached.BY_NAME:
             return []
         try:
             return [(cases.case(name), dtype) for dtype in dtypes]
         except KeyError:
-            known = ", ".join([*(c.name for c in cases.CASES), *NAMES])
+            known = ", ".join([*(c.name for c in cases.CASES), *cached.BY_NAME, *NAMES])
             raise click.BadParameter(f"no case is called {name!r}; there are: {known}", param_hint="--case") from None
     found = [c for c in cases.select(level) if not head_dims or c.head_dim in head_dims]
     if not found:
@@ -144,17 +147,19 @@ def choose_cases(
     return [(c, dtype) for c in found for dtype in dtypes if dtype in c.dtypes]
 
 
-def run_cases(report: Report, wanted: list[tuple[cases.Case, str]], arrays: Framework, console: Console) -> None:
+def run_cases(report: Report, wanted: list[tuple[Any, str]], arrays: Framework, console: Console) -> None:
     """Run and print them one by one; end when the GPU no longer answers."""
     if not wanted:
         return
     console.print(CASE_HEADER, style="bold")
-    ahead = compiling_ahead(wanted, device.Device.of(0)) if report.gpu else nullcontext()
+    dense = [(case, dtype) for case, dtype in wanted if isinstance(case, cases.Case)]
+    ahead = compiling_ahead(dense, device.Device.of(0)) if report.gpu else nullcontext()
     with ahead, progress(console) as bar:
         task = bar.add_task("cases", total=len(wanted))
         for case, dtype in wanted:
             watchdog.tell(f"case {case.name} ({dtype})", reproduce=report.command(case.name, dtype))
-            result = run_case(case, dtype, arrays, int(report.options["seed"]))
+            judge = run_case if isinstance(case, cases.Case) else cached.run_case
+            result = judge(case, dtype, arrays, int(report.options["seed"]))
             report.add("cases", result)
             console.print(case_line(result), style=None if result.passed else "red", soft_wrap=True)
             bar.advance(task)

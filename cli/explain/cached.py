@@ -1,0 +1,89 @@
+"""What a call of attention over a cache would do: kernels, grids, how its blocks share out the work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.table import Table
+
+from cupyflash import __version__
+from cupyflash.cache.checks import make_cache_options, make_cache_problem
+from cupyflash.cache.problem import CacheProblem
+from cupyflash.compile import jit
+from cupyflash.gpu.device import Device
+from cupyflash.launch import prepare
+from cupyflash.plan.decode import plan_append, plan_decode
+from cupyflash.plan.variant import Variant
+
+from ..output import emit, gib, human
+
+
+def cache_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that are for such calls."""
+    command = click.option("--page-size", type=click.IntRange(1), default=None, help="Of a paged cache.")(command)
+    about = "Attention over a cache with room for --seqlen keys, of --seqlen-q queries (1), whose keys are appended."
+    return click.option("--with-cache", is_flag=True, help=about)(command)
+
+
+def problem_of(options: dict[str, Any]) -> CacheProblem:
+    """The call, of bshd arrays that are contiguous."""
+    batch, capacity, page, d = (options[name] for name in ("batch", "seqlen", "page_size", "head_dim"))
+    heads_q, heads_k = (options[f"heads_{x}"] or options["heads"] for x in "qk")
+    rows = options["seqlen_q"] or 1
+    slots, slot_rows = (batch, capacity) if page is None else (batch * -(-capacity // page), page)
+    shapes: dict[str, tuple[int, ...]] = {"q": (batch, rows, heads_q, d), "cache_seqlens": (batch,)}
+    shapes |= dict.fromkeys(("k_cache", "v_cache"), (slots, slot_rows, heads_k, d))
+    shapes |= dict.fromkeys(("k", "v"), (batch, rows, heads_k, d))
+    if page is not None:
+        shapes["block_table"] = batch, -(-capacity // page)
+    if options["alibi"]:
+        shapes["alibi_slopes"] = (heads_q,)
+    kinds = {"cache_seqlens": "int32", "block_table": "int32", "alibi_slopes": "fp32"}
+    plain = make_cache_options(options["causal"], None, options["window"], options["softcap"], False, None, False)
+    return make_cache_problem(shapes, {name: kinds.get(name, options["dtype"]) for name in shapes}, plain)
+
+
+def explain(options: dict[str, Any], gpu: Device) -> None:
+    """Print what the call would do."""
+    p, aligned = problem_of(options), options["memory"] != "unaligned"
+    plan = plan_decode(p, gpu, aligned=aligned, tma=options["memory"] == "contiguous", family=prepare.family())
+    found: list[tuple[Variant, int]] = [append] if (append := plan_append(p, gpu)) else []
+    found += [(plan.variant, plan.grid), *([(plan.combine, plan.combine_grid)] if plan.combine else [])]
+    launches = [_launch(variant, grid, gpu, options["no_compile"]) for variant, grid in found]
+    bytes_at_most = 4 * p.batch * p.capacity * p.heads_k * p.head_dim
+    document = {
+        "command": "explain", "version": __version__, "device": asdict(gpu) | {"arch": gpu.arch},
+        "problem": asdict(p), "shares": plan.shares, "workspace": 4 * plan.places * (p.head_dim + 2),
+        "bytes_at_most": bytes_at_most, "launches": launches,
+    }  # fmt: skip
+    if options["as_json"]:
+        emit(document)
+        return
+    console = human()
+    console.print(f"{gpu.name}, {gpu.arch}: {p.batch} sequences of at most {p.capacity} keys, {p.seqlen_q} queries of "
+                  f"{p.heads_q} heads over {p.heads_k}, head_dim {p.head_dim}, {p.dtype}", soft_wrap=True)  # fmt: skip
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("kernel", "grid", "threads", "shared memory", "registers", "spills"):
+        table.add_column(name, overflow="fold", justify="left" if name == "kernel" else "right")
+    for x in launches:
+        compiled = (str(x[name]) if x[name] is not None else "-" for name in ("registers", "spill_bytes"))
+        table.add_row(x["symbol"], str(x["grid"]), str(x["threads"]), gib(x["smem_bytes"]), *compiled)
+    console.print(table)
+    console.print(f"K and V: at most {gib(bytes_at_most)}, as lengths on the device say; workspace "
+                  f"{gib(document['workspace'])}", soft_wrap=True)  # fmt: skip
+
+
+def _launch(variant: Variant, grid: int, gpu: Device, no_compile: bool) -> dict[str, Any]:
+    cubin = None if no_compile else jit.compile_kernel(variant, gpu.arch)
+    return {
+        "symbol": variant.symbol,
+        "arch": gpu.arch + variant.arch_suffix,
+        "grid": grid,
+        "threads": variant.threads,
+        "smem_bytes": variant.smem_bytes,
+        "registers": cubin.registers if cubin else None,
+        "spill_bytes": cubin.spill_bytes if cubin else None,
+    }

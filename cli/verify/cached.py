@@ -1,0 +1,91 @@
+"""Cases of attention over a cache: through the public API, and by the kernels in the emulator."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from cupyflash import kvcache
+from cupyflash.check.accuracy import Comparison
+from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_cases import CACHE_CASES
+from cupyflash.check.cache_reference import CacheOracle
+from cupyflash.check.cases import LEVELS
+from cupyflash.emulator import attention, decode
+from cupyflash.plan.decode import variants_over_cache
+from cupyflash.plan.variant import Variant
+
+from ..frameworks import Framework
+from .cases import CaseResult
+from .emulator import ARCHS, MODE, Work
+
+BY_NAME = {case.name: case for case in CACHE_CASES}
+SMOKE = ("cache-append", "cache-pages-of-16")  # in the emulator: rows that are new, and pages
+
+
+def choose(level: str, head_dims: tuple[int, ...] = ()) -> list[CacheCase]:
+    """The cases of a level and below."""
+    wanted = LEVELS[: LEVELS.index(level) + 1]
+    return [c for c in CACHE_CASES if c.level in wanted and (not head_dims or c.head_dim in head_dims)]
+
+
+def chosen(
+    level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name: str | None
+) -> list[tuple[CacheCase, str]]:
+    """Cases and dtypes of a run of `verify`, or the one that it asks for."""
+    found = choose(level, head_dims) if name is None else [BY_NAME[name]] if name in BY_NAME else []
+    return [(c, dtype) for c in found for dtype in dtypes if dtype in c.dtypes]
+
+
+def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> CaseResult:
+    """Run a case in poisoned memory; whatever it raises becomes part of the result."""
+    result = CaseResult(case.name, dtype)
+    start = time.perf_counter()
+    try:
+        arrays = case.inputs(dtype, seed)
+        oracle = CacheOracle(problem_of(arrays, dtype, case.options()), arrays)
+        given = {name: framework.from_numpy(x) for name, x in arrays.items()}
+        with framework.poisoned():
+            out, lse = kvcache.attention_with_cache(**given, **case.keywords(), return_lse=True)
+        caches = given["k_cache"], given["v_cache"]
+        result.comparisons = oracle.judge(*map(framework.to_numpy, (out, lse, *caches)))
+    except Exception as e:
+        result.error = e
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+@dataclass(frozen=True)
+class CacheWork(Work):
+    """One case in one dtype by the kernels of one family, in the emulator."""
+
+    case: CacheCase  # type: ignore[assignment]
+
+    def variants(self) -> tuple[Variant, ...]:
+        p = problem_of(self.case.inputs(self.dtype), self.dtype, self.case.options())
+        aligned = self.case.memory != "misaligned"
+        device = attention.small_device(ARCHS[self.family])
+        return variants_over_cache(p, device, aligned=aligned, tma=aligned) if 0 not in (p.batch, p.seqlen_q) else ()
+
+    def judged(self, seed: int) -> list[Comparison]:
+        arrays = self.case.inputs(self.dtype, seed)
+        p = problem_of(arrays, self.dtype, self.case.options())
+        session = decode.CacheSession(attention.small_device(ARCHS[self.family]), MODE, seed)
+        return CacheOracle(p, arrays).judge(*session.run(arrays, p))
+
+
+def work_of(level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name: str | None) -> list[CacheWork]:
+    """What to run in the emulator, by family; the dtypes in turn, or all of a case that was asked for by name."""
+    found = [c for c in choose("full", head_dims) if "emulator" in c.tags]
+    if name is not None:
+        found = [c for c in found if c.name == name]
+    else:
+        names = SMOKE if level == "smoke" else [c.name for c in choose("smoke" if level == "quick" else "full")]
+        found = [c for c in found if c.name in names]
+    known = [d for d in ("bf16", "fp16") if d in dtypes]
+    work = []
+    for first, family in enumerate(ARCHS):
+        for i, case in enumerate(found, first):
+            own = known if name else known[i % max(1, len(known)) :][:1]
+            work += [CacheWork(case, d, family) for d in own]
+    return work
