@@ -51,6 +51,7 @@ struct DecodeShares {
     const DecodeParams &p;
     const int member;  // which of its gang the block is
     int ranges, each, rest;
+    int of_each = 0;  // the units of a sequence, if all have the same
     bool in_clusters = false;
 
     // By whole warps.
@@ -62,7 +63,7 @@ struct DecodeShares {
             return;
         }
         int total = 0, least = 1 << 30, most = 0;
-        #pragma unroll 4
+        #pragma unroll 8
         for (int b = lane(); b < sequences(); b += 32) {
             const int own = all_units(cached(b));
             total += own, least = min(least, own), most = max(most, own);
@@ -73,7 +74,7 @@ struct DecodeShares {
             least = min(least, ptx::shfl_index(least, lane() ^ i)), most = max(most, ptx::shfl_index(most, lane() ^ i));
         }
         if (least == most && p.shares.even_ranges) ranges = p.shares.even_ranges;
-        in_clusters = least == most && p.shares.clusters;
+        if (least == most) of_each = most, in_clusters = p.shares.clusters > 0;
         each = total / ranges, rest = total % ranges;
     }
     // Whether every tile has blocks of its own.
@@ -114,9 +115,10 @@ struct DecodeShares {
 
     // The tile that holds a unit. By whole warps.
     __device__ Tile find(int unit) const {
-        int before = 0, b;
+        int before = 0, b = 0;
+        if (of_each) b = unit / of_each, before = b * of_each;  // @sequence-of-a-unit
         #pragma unroll 1
-        for (int b0 = 0;; b0 += 32) {
+        for (int b0 = 0; !of_each; b0 += 32) {
             const int mine = b0 + lane(), own = mine < sequences() ? all_units(cached(mine)) : 0;
             int upto = own;  // inclusive prefix sum
             #pragma unroll

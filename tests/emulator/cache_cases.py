@@ -20,6 +20,7 @@ EXTRA = {
         CacheCase("cache-many-units", "full", (1700,), heads_q=2, heads_k=1, head_dim=128, num_splits=1),
         CacheCase("cache-many-units-of-teams", "full", (1700,), 9, 128, heads_k=1, num_splits=1),
         CacheCase("cache-equal", "full", (64,) * 6),
+        CacheCase("cache-equal-many", "full", (33,) * 70),
         CacheCase("cache-many", "full", tuple(7 * b % 41 for b in range(70))),
     )
 }

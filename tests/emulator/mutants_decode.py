@@ -22,6 +22,7 @@ DECODE = (
     _sm90("a slice cut by the end is whole", change("slice-seen-by-all", "key + kSlice <= end_whole", "key < end_whole"), _ONE),
     _sm90("slope of the first head", change("slope-of-a-packed-row", "rows.head_q(head_of(i), row)", "rows.head_k"), "cache-alibi"),
     _sm90("pages of the first sequence", change("page-of-its-sequence", "b * p.table_stride", "0"), "cache-pages-of-16"),
+    _sm90("units of the sequence before", change("sequence-of-a-unit", "before = b * of_each", "before = 0"), "cache-equal-many", "RACE|FAILED|buffer|DEADLOCK"),
     # loads
     _sm90("pieces as they come", change("pieces-swizzled", "piece ^ line % 8", "piece"), _ONE),
     _sm90("mbarriers not shown to TMA", without("barriers-shown-to-tma"), _ONE, "fence|RACE"),
