@@ -76,7 +76,7 @@ def variants_of(
     if alibi:
         problems += [replace(problem, alibi=1) for problem in problems]  # how many dimensions is not compiled in
     if kv_range:
-        problems += [replace(problem, kv_range=True) for problem in problems if not problem.alibi]
+        problems += [replace(problem, kv_range=True) for problem in problems]
     if sink:
         problems += [replace(problem, sink=True) for problem in problems]
     if bias:

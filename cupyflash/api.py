@@ -63,8 +63,7 @@ def attention(
         kv_range: ``(batch, 2)``, int32, of q's library and device: the queries of sequence b see none but the keys
             ``kv_range[b, 0]`` to ``kv_range[b, 1]``, those that are not padding, left or right. causal and window stay
             where they are, aligned by seqlen_q and seqlen_k: with causal, query i of a batch padded on the left sees
-            keys ``kv_range[b, 0]`` to i. Blocks of keys beyond are not read. None: all keys. Not yet together with
-            alibi_slopes.
+            keys ``kv_range[b, 0]`` to i. Blocks of keys beyond are not read. None: all keys.
         sink: ``(heads_q,)``, fp32 (fp64 for fp64 input), of q's library and device, any strides: a logit of each head
             that the softmax's denominator counts as the score of one more key whose v is 0 (attention sinks, as gpt-oss
             has them). -inf is none. On PyTorch tensors that require grad, and in JAX, they are learned.

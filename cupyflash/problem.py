@@ -134,7 +134,7 @@ def make_problem(
     _check_heads(heads_q, heads_k)
     check_head_dim("q", head_dim)
     _check_lengths(seqlen_q, seqlen_k)
-    _check_together(alibi, kv_range, bias is not None and sequences is not None)
+    _check_together(sequences is not None, bias is not None)
     scale_of_scores = _scale(options.scale, head_dim, dtypes[0])
     return Problem(
         dtype=dtypes[0],
@@ -173,14 +173,12 @@ def _check_lengths(*lengths: int) -> None:
             raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
 
 
-def _check_together(alibi: int, kv_range: bool, packed_bias: bool) -> None:
-    if packed_bias:
+def _check_together(packed: bool, bias: bool) -> None:
+    if packed and bias:
         raise UnsupportedError(
             "bias: a bias of packed sequences is not supported, since each would need one of its own shape; give the "
             "sequences as a batch, padded, with kv_range"
         )
-    if alibi and kv_range:
-        raise UnsupportedError("alibi_slopes: slopes together with kv_range are not supported yet; give one of the two")
 
 
 def _check_dtypes(dtypes: Sequence[str]) -> None:

@@ -246,11 +246,16 @@ def cases() -> dict[str, Spec]:
     }
     places = {f"packed-{i}": packed(spec(row, i), i) for i, row in enumerate(capped())}
     slopes = {f"alibi-{i}": _with_slopes(row, i) for i, row in enumerate(capped())} | UNSEEN
-    ranges = {f"range-{i}": ranged(spec(row, i), i) for i, row in enumerate(capped())}
+    ranges = {f"range-{i}": _with_ranges(row, i) for i, row in enumerate(capped())}
     sinks = {f"sink-{i}": _with_sinks(row, i) for i, row in enumerate(capped())}
     biases = {f"bias-{i}": biased(spec(row, i), i) for i, row in enumerate(capped())}
     features = caps | places | slopes | ranges | sinks | biases
     return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | features
+
+
+def _with_ranges(row: Row, i: int) -> Spec:
+    """Ranges of keys, some packed, some with slopes."""
+    return dataclasses.replace(ranged(spec(row, i), i), alibi=(0, 0, 1, 0, 2)[i % 5])
 
 
 def _with_sinks(row: Row, i: int) -> Spec:

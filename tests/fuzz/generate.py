@@ -147,7 +147,7 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
     spec = Spec(
         dtype=of["dtype"], d=of["d"], batch=batch, sq=sq, sk=sk, heads=heads, group=group,
         scale=_scale(rng, of["d"], of["negative"], moderate=values in BOUNDED), deterministic=of["deterministic"],
-        softcap=softcap, alibi=rng.choice([1, 2]) if of["alibi"] and not of["kv_range"] else 0,
+        softcap=softcap, alibi=rng.choice([1, 2]) if of["alibi"] else 0,
         layout=rng.choice(["bshd", "bhsd"]), dlse=rng.random() < 0.5, values=values, seed=rng.randrange(10**6),
         sink=of["sink"], family=of["family"], **_window(rng, max(sq, sk), of["mask"]),
         **_memory(rng, of["unaligned"], where),

@@ -99,7 +99,7 @@ def test_slopes_meet_everything() -> None:
     """Counted again from the specs: every value of every axis, alone and with a softcap, dense and packed."""
     rows = covering.capped()
     specs = [CASES[f"alibi-{i}"] for i in range(len(rows))]
-    plain = {s for s in CASES.values() if s.alibi and not s.sink and not s.bias}
+    plain = {s for s in CASES.values() if s.alibi and not (s.ranges or s.sink or s.bias)}
     assert plain == {*specs, *covering.UNSEEN.values()}
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
@@ -120,7 +120,7 @@ def test_ranges_of_keys_meet_everything() -> None:
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
     assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
     assert {row["mask"] for row in rows} == set(covering.AXES["mask"])
-    assert {bool(s.packed) for s in specs} == {False, True}
+    assert {(s.alibi, bool(s.packed)) for s in specs} == set(itertools.product((0, 1, 2), (False, True)))
     pairs = [(*map(int, r.split(":")), one.sk) for s in specs for r, (*_, one) in zip(s.bounds, s.parts(), strict=True)]
     assert {(a > 0, b < n) for a, b, n in pairs if a < b} == {(x, y) for x in (False, True) for y in (False, True)}
     assert any(a == b for a, b, n in pairs)
