@@ -48,8 +48,9 @@ def attention(
         attention_mask = None
     is_ours = attention_mask is None or masks.is_range_mask(attention_mask) or packing.is_packed_mask(attention_mask)
     reason = "" if is_ours else "there is a mask that is no range of keys"
-    call = _call(module, query, key, value, attention_mask, is_causal, sliding_window, others)
-    call = call._replace(scale=scaling, softcap=softcap, sink=s_aux, dropout=dropout)
+    form = _form(module, query, key, value, attention_mask, is_causal, sliding_window, others)
+    deterministic = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
+    call = Call(**form, scale=scaling, softcap=softcap, sink=s_aux, dropout=dropout, deterministic=deterministic)
     reason = reason or _why_not(call, others)
     if reason:
         own_mask = None if is_ours else attention_mask
@@ -59,7 +60,7 @@ def attention(
     return out.reshape(query.shape[0], query.shape[2], *out.shape[2:]), weights
 
 
-def _call(
+def _form(
     module: Any,
     q: Tensor,
     k: Tensor,
@@ -68,8 +69,8 @@ def _call(
     is_causal: bool | None,
     sliding_window: int | None,
     others: dict[str, Any],
-) -> Call:
-    """The call without the options that change nothing of its form."""
+) -> dict[str, Any]:
+    """The arrays of a call, and which keys each query sees."""
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     kv_range = None
     cu_seqlens = _cu_seqlens(q, k, mask, others)
@@ -81,8 +82,8 @@ def _call(
             k, v = k[:, :, : mask.shape[2]], v[:, :, : mask.shape[2]]
     is_alone = q.shape[2] == 1 and cu_seqlens is None  # its causal limit hides nothing, or is in the range
     left = None if is_alone and kv_range is not None else _left(module, causal, sliding_window, k.shape[2])
-    deterministic = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
-    return Call(q, k, v, causal and not is_alone, left, kv_range, cu_seqlens, None, None, None, 0.0, deterministic)
+    places = {"kv_range": kv_range, "cu_seqlens": cu_seqlens}
+    return {"q": q, "k": k, "v": v, "causal": causal and not is_alone, "left": left} | places
 
 
 def _left(module: Any, causal: bool, sliding_window: int | None, keys: int) -> int | None:

@@ -10,15 +10,22 @@ Output = tuple[Tensor, "Tensor | None"]  # of an attention function: out, and th
 
 
 class Call(NamedTuple):
-    """What is to be computed: q, k and v are (batch, heads, seqlen, head_dim), the first `used` keys count."""
+    """Arrays and options of attention.
+
+    Attributes:
+        q, k, v: (batch, heads, seqlen, head_dim), any strides.
+        left: how many keys before its own a query sees at most, and as many after it unless causal; None: all.
+        kv_range: (batch, 2), int32; None: all keys.
+        cu_seqlens: those of q and of k where sequences are packed, and batch is 1.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     causal: bool
-    left: int | None  # how many keys before its own a query sees at most; after it as many, unless causal
+    left: int | None
     kv_range: Tensor | None
-    cu_seqlens: tuple[Tensor, Tensor] | None  # of packed sequences, where batch is 1
+    cu_seqlens: tuple[Tensor, Tensor] | None
     scale: float | None
     softcap: float | None
     sink: Tensor | None
@@ -27,4 +34,5 @@ class Call(NamedTuple):
 
     @property
     def window(self) -> tuple[int | None, int | None]:
+        """As `attention` takes it."""
         return self.left, 0 if self.causal else self.left

@@ -208,6 +208,26 @@ def test_packed_sequences_by_transformers() -> None:
         close(found, torch.cat([eager(part).logits for part in ids.split([9, 1, 19], 1)], 1))
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt-oss"])
+def test_continuous_batching(name: str, calls: list[str]) -> None:
+    """Requests of different lengths, packed, whose keys transformers gathers from pages."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    eager, ours = pair(name)
+    ids, mask = tokens(), padding("left")
+    requests = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    found = ours.generate_batch(
+        inputs=requests,
+        generation_config=GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64),
+        progress_bar=False,
+    )
+    by_prompt = {tuple(result.prompt_ids): result.generated_tokens for result in found.values()}
+    assert [by_prompt[tuple(prompt)] for prompt in requests] == greedy(eager, ids, mask, 6).tolist()
+    assert calls
+    assert set(calls) == {"forward"}
+
+
 # ---- What goes to transformers, and why ----
 
 
