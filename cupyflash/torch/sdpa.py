@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 128, 64])
     """
-    reason = why_not(query, key, value, dropout_p) or _why_not_bias(query, key, attn_mask)
+    reason = why_not(query, key, value, dropout_p) or why_not_bias(query, key, attn_mask)
     if attn_mask is not None and is_causal:
         reason = "there is an attn_mask beside is_causal"  # an error of torch's
     if not reason and query.shape[1] != key.shape[1] and not enable_gqa:
@@ -74,7 +74,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tenso
     return _why_not_device(q) or _why_not_shapes(q, k, v)
 
 
-def _why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
+def why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
     """Why an attn_mask is torch's; "" if it is a bias of ours, or if there is none."""
     if mask is None:
         return ""

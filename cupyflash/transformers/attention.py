@@ -33,7 +33,8 @@ def attention(
 
     Args:
         query: (batch, heads_q, seqlen_q, head_dim), any strides; key, value: (batch, heads_k, seqlen_k, head_dim).
-        attention_mask: None, what `masks.mask` made, or a mask that the user gave, (batch, 1, seqlen_q, seqlen_k).
+        attention_mask: None, what `masks.mask` made, or one that says all, (batch, 1, seqlen_q, seqlen_k), which is
+            added to the scores.
         sliding_window: how many keys a causal query sees at most, with its own.
         s_aux: (heads_q,): a score for each head that takes part in the softmax and has no value.
 
@@ -46,14 +47,13 @@ def attention(
     if cache is not None:  # of continuous batching: it puts the keys of all requests one behind the other
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others)
         attention_mask = None
-    is_ours = attention_mask is None or masks.is_range_mask(attention_mask) or packing.is_packed_mask(attention_mask)
-    reason = "" if is_ours else "there is a mask that is no range of keys"
+    is_known = attention_mask is None or masks.is_range_mask(attention_mask) or packing.is_packed_mask(attention_mask)
+    own_mask = None if is_known else attention_mask
     form = _form(module, query, key, value, attention_mask, is_causal, sliding_window, others)
     deterministic = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
     call = Call(**form, scale=scaling, softcap=softcap, sink=s_aux, dropout=dropout, deterministic=deterministic)
-    reason = reason or _why_not(call, others)
+    reason = _why_not(call, others)
     if reason:
-        own_mask = None if is_ours else attention_mask
         out, weights = fallback.by_transformers(module, call, own_mask, reason, is_causal, others)
     else:
         out, weights = _attend(call), None
@@ -80,10 +80,23 @@ def _form(
         kv_range, causal = masks.kv_range_of(mask), masks.is_causal(mask)
         if q.shape[2] > 1 and mask.shape[2] < k.shape[2]:
             k, v = k[:, :, : mask.shape[2]], v[:, :, : mask.shape[2]]
+    elif mask is not None:  # one that says all
+        causal, sliding_window = False, None
     is_alone = q.shape[2] == 1 and cu_seqlens is None  # its causal limit hides nothing, or is in the range
     left = None if is_alone and kv_range is not None else _left(module, causal, sliding_window, k.shape[2])
-    places = {"kv_range": kv_range, "cu_seqlens": cu_seqlens}
+    bias = _bias(mask, k.shape[2], others)
+    places = {"kv_range": kv_range, "cu_seqlens": cu_seqlens, "bias": bias}
     return {"q": q, "k": k, "v": v, "causal": causal and not is_alone, "left": left} | places
+
+
+def _bias(mask: Tensor | None, keys: int, others: dict[str, Any]) -> Tensor | None:
+    """What is added to the scores of so many keys; of a static cache a bias of positions may have more."""
+    bias: Tensor | None = others.get("position_bias")
+    if bias is not None and bias.shape[-1] > keys:
+        bias = others["position_bias"] = bias[..., :keys]
+    if mask is None or masks.is_range_mask(mask) or packing.is_packed_mask(mask):
+        return bias
+    return mask if bias is None or mask.dtype is torch.bool else mask + bias
 
 
 def _left(module: Any, causal: bool, sliding_window: int | None, keys: int) -> int | None:
@@ -120,7 +133,7 @@ def _of_positions(q: Tensor, k: Tensor, position_ids: Tensor | None) -> Tensor |
 
 
 # What changes the result in some models, and is only transformers' to know.
-_BEYOND = ("position_bias", "head_mask", "indices", "block_indices")
+_BEYOND = ("head_mask", "indices", "block_indices")
 
 
 def _why_not(call: Call, others: dict[str, Any]) -> str:
@@ -134,7 +147,9 @@ def _why_not(call: Call, others: dict[str, Any]) -> str:
         return "there are sinks, and not one for each head of the queries"
     if call.softcap is not None and not 0.001 <= call.softcap <= 1000:
         return "the softcap is not between 0.001 and 1000"
-    return sdpa.why_not(call.q, call.k, call.v, call.dropout)
+    if call.bias is not None and call.cu_seqlens is not None:
+        return "there is a bias of packed sequences"
+    return sdpa.why_not(call.q, call.k, call.v, call.dropout) or sdpa.why_not_bias(call.q, call.k, call.bias)
 
 
 def _attend(call: Call) -> Tensor:
@@ -153,7 +168,7 @@ def _attend(call: Call) -> Tensor:
         del options["deterministic"]
         return _step(q, k, v, call.kv_range, options)
     if call.cu_seqlens is None:
-        return api.attention(q, k, v, kv_range=call.kv_range, **options)
+        return api.attention(q, k, v, kv_range=call.kv_range, bias=call.bias, **options)
     return varlen.attention_varlen(q[0], k[0], v[0], *call.cu_seqlens, **options)[None]
 
 

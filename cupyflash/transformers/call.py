@@ -17,6 +17,7 @@ class Call(NamedTuple):
         left: how many keys before its own a query sees at most, and as many after it unless causal; None: all.
         kv_range: (batch, 2), int32; None: all keys.
         cu_seqlens: those of q and of k where sequences are packed, and batch is 1.
+        bias: what is added to the scores: a bias of positions, a mask that is no range, or both.
     """
 
     q: Tensor
@@ -26,6 +27,7 @@ class Call(NamedTuple):
     left: int | None
     kv_range: Tensor | None
     cu_seqlens: tuple[Tensor, Tensor] | None
+    bias: Tensor | None
     scale: float | None
     softcap: float | None
     sink: Tensor | None

@@ -33,7 +33,7 @@ def by_transformers(
     if not by_eager:
         return sdpa_attention_forward(module, call.q, call.k, call.v, mask, is_causal=is_causal, **options, **others)
     if mask is not None and mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=call.q.dtype).masked_fill_(~mask, torch.finfo(call.q.dtype).min)
+        mask = masks.as_bias(mask, call.q.dtype)
     brought = {"softcap": call.softcap, "s_aux": call.sink}
     given = {name: x for name, x in brought.items() if x is not None}
     return _eager_of(module)(module, call.q, call.k, call.v, mask, **options, **given, **others)

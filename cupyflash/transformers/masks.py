@@ -36,24 +36,26 @@ def mask(
     use_vmap: bool = False,
     device: Any = "cpu",
     config: Any = None,
+    dtype: torch.dtype = torch.float32,
     cache_position: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
     """A mask function of transformers: None where causal or not says all, a range mask, packed sequences, or for what
-    is none of these the mask itself, ``(batch, 1, q_length, kv_length)`` of bool, which goes to transformers' sdpa.
+    is none of these a bias, ``(batch, 1, q_length, kv_length)``, the least number of `dtype` where a key is hidden.
 
     Args:
         cache_position: what transformers before 5.6 gives instead of q_length and q_offset; see `mask_of_positions`.
     """
 
-    def in_full() -> Tensor | None:
+    def in_full() -> Tensor:
         queries: dict[str, Any] = {"q_length": q_length, "q_offset": q_offset}
-        return masking_utils.sdpa_mask(
+        seen = masking_utils.sdpa_mask(
             batch_size=batch_size, kv_length=kv_length, kv_offset=kv_offset, mask_function=mask_function,
             attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False,
             allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
             **(queries if cache_position is None else {"cache_position": cache_position}),
         )  # fmt: skip
+        return as_bias(seen, dtype)
 
     is_plain = not use_vmap and (allow_is_causal_skip or allow_is_bidirectional_skip)
     pattern = pattern_of(mask_function, local_size, config, is_plain)
@@ -139,6 +141,11 @@ def is_causal(ranges: Tensor) -> bool:
 def kv_range_of(ranges: Tensor) -> Tensor:
     """(batch, 2), contiguous: a view of what `mask` made; a copy where it was moved to another device on the way."""
     return ranges[:, 0, 0].contiguous()
+
+
+def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is seen, the least number where it is not: a query that sees none sees all alike, as if eager."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 def in_full(

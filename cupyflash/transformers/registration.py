@@ -91,7 +91,7 @@ def _wrap_checks() -> None:
 
 
 def _wrap_masks() -> None:
-    """Masks by chunks (Llama 4) are made: they go to sdpa, whole."""
+    """Masks by chunks (Llama 4) are made: they are added to the scores."""
     own = getattr(masking_utils, _IS_FLASH, None)
     if own is None or hasattr(own, _ORIGINAL):
         return

@@ -110,16 +110,19 @@ def test_encoders(name: str, side: str, calls: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", models.SEQ2SEQ)
-@pytest.mark.filterwarnings("ignore:cupyflash.transformers:UserWarning")
 def test_cross_attention(name: str, calls: list[str]) -> None:
-    """T5 adds a bias to its scores, which goes to sdpa."""
+    """T5 adds a bias to its scores, which is learned."""
     eager, ours = pair(name)
     ids, mask, target = tokens(), padding("right"), tokens(3, 7)
     want, found = (model(ids, attention_mask=mask, labels=target) for model in (eager, ours))
     close(found.logits, want.logits)
     close(found.loss, want.loss)
-    assert calls == ["forward"] * (6 if name == "bart" else 0)
-    assert torch.equal(*(greedy(model, ids, mask) for model in (ours, eager)))
+    for out in (found, want):
+        out.loss.backward()
+    close_all(gradients_of(ours), gradients_of(eager))
+    assert calls == ["forward"] * 6 + ["backward"] * 6
+    for options in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        assert torch.equal(*(greedy(model, ids, mask, **options) for model in (ours, eager)))
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -228,40 +231,64 @@ def test_continuous_batching(name: str, calls: list[str]) -> None:
     assert set(calls) == {"forward"}
 
 
-# ---- What goes to transformers, and why ----
+# ---- Masks that say more: added to the scores ----
 
 
 def test_masks_that_are_no_range_are_answered(calls: list[str]) -> None:
     eager, ours = pair("llama")
     ids, mask = tokens(), padding("left")
     mask[2, 4:9] = 0
-    with pytest.warns(UserWarning, match="this call is transformers' own: there is a mask that is no range of keys"):
-        found = ours(ids, attention_mask=mask).logits
+    found = ours(ids, attention_mask=mask).logits
     close(found[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()])
-    assert not calls
+    assert len(calls) == 2
     right = padding("right")  # what comes next lies behind padding
     assert torch.equal(*(greedy(model, ids, right) for model in (ours, eager)))
 
 
 def test_masks_by_chunks(calls: list[str]) -> None:
-    """Of the two layers one sees chunks, and goes to sdpa, with the mask; the other sees all."""
+    """Of the two layers one sees chunks, the other all."""
     eager, ours = pair("llama4", layer_types=["chunked_attention", "full_attention"])
     ids, mask = tokens(), padding("left")
-    with pytest.warns(UserWarning, match="there is a mask that is no range of keys"):
-        found = ours(ids, attention_mask=mask).logits
+    found = ours(ids, attention_mask=mask).logits
     close(found[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()])
-    assert calls == ["forward"]
+    assert calls == ["forward"] * 2
 
 
-@pytest.mark.filterwarnings("ignore:cupyflash.transformers:UserWarning")
-def test_masks_of_the_user(calls: list[str]) -> None:
-    eager, ours = pair("llama")
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt-oss"])
+def test_masks_of_the_user(name: str, calls: list[str]) -> None:
+    eager, ours = pair(name)
     ids = tokens()
     seen = torch.rand(3, 1, 17, 17, generator=torch.Generator().manual_seed(3)) < 0.5
     seen |= torch.eye(17, dtype=torch.bool)
     mask = torch.zeros(seen.shape, dtype=torch.float32).masked_fill_(~seen, -1e38)
     close(ours(ids, attention_mask=mask).logits, eager(ids, attention_mask=mask).logits)
+    assert len(calls) == 2
+
+
+# ---- What goes to transformers, and why ----
+
+
+def test_a_boolean_mask_of_the_user(calls: list[str]) -> None:
+    ours, other = (build("llama", kind) for kind in ("cupyflash", "sdpa"))
+    ids, seen = tokens(), torch.ones(3, 1, 17, 17, dtype=torch.bool).tril()
+    with pytest.warns(UserWarning, match="there is a boolean attn_mask"):
+        close(ours(ids, attention_mask=seen).logits, other(ids, attention_mask=seen).logits)
     assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:cupyflash.transformers:UserWarning")
+def test_masks_and_biases_by_transformers() -> None:
+    """Of a head_dim that is not ours: masks that say more by sdpa and eager, and T5's bias with a static cache."""
+    hidden = padding("left")
+    hidden[2, 4:9] = 0
+    for name in ("llama", "gemma2"):
+        eager, ours = pair(name, head_dim=12)
+        want, found = (model(tokens(), attention_mask=hidden).logits[hidden.bool()] for model in (eager, ours))
+        close(found, want)
+    eager, ours = pair("t5", d_kv=12)
+    mask = padding("right")
+    for options in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        assert torch.equal(*(greedy(model, tokens(), mask, **options) for model in (ours, eager)))
 
 
 def test_dropout(calls: list[str]) -> None:
@@ -323,6 +350,9 @@ def test_compiled(name: str, calls: list[str]) -> None:
         close(found[0], want[0])
         close_all({name.removeprefix("_orig_mod."): x for name, x in found[1].items()}, want[1])
     assert len(calls) == 8
+    with torch.no_grad():  # transformers then takes all for packed sequences, which cannot be looked at
+        close(compiled(tokens(), use_cache=False).logits, eager(tokens()).logits)
+    assert len(calls) == 10
     hidden = padding("left")
     hidden[2, 4:9] = 0
     with pytest.raises(RuntimeError, match="one range of keys"):

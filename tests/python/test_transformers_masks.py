@@ -66,7 +66,7 @@ def test_mask_functions_of_packed_sequences() -> None:
 
 
 def test_the_names_of_transformers_that_are_read() -> None:
-    """Without one of them its masks go to sdpa: this transformers has them."""
+    """Without one of them its masks are made whole: this transformers has them."""
     names = ("and_masks", "sliding_window_overlay", "sliding_window_bidirectional_overlay")
     for name in (*names, "packed_sequence_mask_function", "sdpa_mask"):
         assert hasattr(masking_utils, name), name
@@ -119,10 +119,10 @@ def test_ranges_say_what_the_mask_says(kind: str, place: tuple[int, ...], side: 
     arguments = (3, queries, keys, q_offset, first, function, padding)
     want = masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False).expand(3, 1, queries, keys)
     mask = masks.mask(*arguments)
-    if mask is not None and mask.dtype is torch.bool:
+    if mask is not None and mask.dtype is torch.float32:
         assert kind == "window to both sides"
         assert total != keys + first
-        found = mask
+        found = mask == 0
     else:
         found = whole(mask, kind, queries, keys).expand(3, 1, queries, keys)
     np.testing.assert_array_equal(found.numpy(), want.numpy())
@@ -132,7 +132,9 @@ def test_ranges_say_what_the_mask_says(kind: str, place: tuple[int, ...], side: 
 def test_what_says_more_is_the_mask_itself(kind: str) -> None:
     padding = torch.tensor([[True, True, True, False, False]] * 2)
     arguments = (2, 5, 5, 0, 0, KINDS[kind][0], padding)
-    assert torch.equal(masks.mask(*arguments), masking_utils.sdpa_mask(*arguments, allow_is_causal_skip=False))
+    for dtype in (torch.float32, torch.bfloat16):
+        found = masks.mask(*arguments, dtype=dtype)
+        assert torch.equal(found, masking_utils.eager_mask(*arguments, dtype=dtype))
 
 
 def test_every_padding_mask() -> None:
@@ -142,7 +144,7 @@ def test_every_padding_mask() -> None:
         mask = masks.mask(2, 6, 6, attention_mask=padding)
         assert mask is not None
         if sum(a < b for a, b in itertools.pairwise((False, *row))) > 1:
-            assert mask.dtype is torch.bool
+            assert mask.dtype is torch.float32
         else:
             start, end = masks.kv_range_of(mask)[0].tolist()
             assert [start <= i < end for i in range(6)] == list(row)
