@@ -44,7 +44,7 @@ def found_in(padding: Tensor) -> bool:
         return False
     if padding.numel() == 0:
         return False
-    if padding.device.type == "cpu" or _are_masks_checked:
+    if padding.device.type != "cuda" or _are_masks_checked:
         return bool(_are_there(padding))
     look()
     if not torch.cuda.is_current_stream_capturing():

@@ -64,11 +64,12 @@ def mask(
         return in_full()
     if pattern.sequences is not None and attention_mask is None:
         return packing.as_mask(packing.of_numbers(pattern.sequences))
-    all_count = pattern.right is None or isinstance(first, Tensor)  # all keys that are no padding, of an encoder, say
+    all_count = pattern.right != 0 or isinstance(first, Tensor)  # all keys that are no padding, of an encoder, say
     used = kv_length if all_count else first + q_length
-    if pattern.sequences is not None or used > kv_length or (pattern.right and first + q_length != kv_length):
+    is_aligned = not pattern.right or isinstance(first, Tensor) or first + q_length == kv_length  # as kernels align it
+    if pattern.sequences is not None or used > kv_length or (q_length > 1 and not is_aligned):
         return in_full()
-    if attention_mask is None and used == kv_length and not isinstance(first, Tensor):
+    if attention_mask is None and used == kv_length and is_aligned and not isinstance(first, Tensor):
         return None
     padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
     if padding is not None and holes.found_in(padding):
