@@ -54,7 +54,7 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     found += [(plan.variant, plan.grid), *([(plan.combine, plan.combine_grid)] if plan.combine else [])]
     launches = [_launch(variant, grid, gpu, options["no_compile"]) for variant, grid in found]
     bytes_at_most = 4 * p.batch * p.capacity * p.heads_k * p.head_dim
-    document = {
+    document: dict[str, Any] = {
         "command": "explain", "version": __version__, "device": asdict(gpu) | {"arch": gpu.arch},
         "problem": asdict(p), "shares": plan.shares, "workspace": 4 * plan.places * (p.head_dim + 2),
         "bytes_at_most": bytes_at_most, "launches": launches,
