@@ -56,7 +56,8 @@ PYTHON_ORDER = {
     "cpu": "cache packed attention added sink products tiles",
     "gpu": "dependent tensormap device driver",
     "jax": "sdpa op cached call sharding ffi buffers",
-    "launch": "cached decode run clocks cached_params prepare alignment prepared filled checks packed passes template counters kept",
+    "launch": "cached decode run clocks cached_params prepare alignment prepared filled checks packed passes template "
+    "counters kept",
     "plan": "shipped_cache shipped decode families sm90 sm80 family extents decode_shares decode_kernels kernels "
     "params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd sharding batching ops vetting followed",
