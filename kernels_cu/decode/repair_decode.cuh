@@ -66,7 +66,7 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         };
         float lse = 0.f;  // in powers of two
         repair_row<T, D>(line, 0, 0, D, 1.f, [&](auto &sum, bool reasons) {
-            if (reasons) lse = log2_sum_ex2(first, last + Sink<V>::kAny, exponent_or_sink);
+            if (reasons) lse = log2_sum_ex2<false>(first, last + Sink<V>::kAny, exponent_or_sink);
             if (first < last && lse != lse) return sum.fill(lse);
             sum.add(
                 v, 1, first, last,

@@ -16,7 +16,7 @@ struct DecodeWarp {
         OnlineSoftmax<16> softmax;
         AccTile<16, D> O;
         FragA<T, 16, kQInRegisters ? D : 16> Q;
-        Places<V> places[2];  // of a lane's r-th row and key 0
+        decltype(Places<V>{}.from(0, 0)) places[2];  // of a lane's r-th row and key 0
         __device__ Head() : softmax(0.f) { O.zero(); }
     };
     const DecodeParams &p;
