@@ -55,6 +55,7 @@ def variants_of(
     kv_range: bool = False,
     sink: bool = False,
     bias: bool = False,
+    dropout: bool = False,
     with_cache: bool = False,
 ) -> list[Variant]:
     """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one;
@@ -79,9 +80,11 @@ def variants_of(
         problems += [replace(problem, kv_range=True) for problem in problems]
     if sink:
         problems += [replace(problem, sink=True) for problem in problems]
+    if dropout:  # p and the seed are not compiled in
+        problems += [replace(problem, dropout_p=0.1, dropout=1) for problem in problems]
     if bias:
         forms = {dtype: dict.fromkeys(form for form, _ in biases_of(dtype, True)) for dtype in dtypes}
-        plain = [problem for problem in problems if not problem.packed]
+        plain = [problem for problem in problems if not (problem.packed or problem.dropout)]
         problems += [replace(problem, bias=form) for problem in plain for form in forms[problem.dtype]]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic
@@ -130,6 +133,7 @@ def _problems(
 @click.option("--alibi", is_flag=True, help="Also the kernels of calls with ALiBi's slopes, fixed or learned.")
 @click.option("--kv-range", is_flag=True, help="Also the kernels of calls with a kv_range, whatever it is.")
 @click.option("--sink", is_flag=True, help="Also the kernels of calls with sinks, fixed or learned.")
+@click.option("--dropout", is_flag=True, help="Also the kernels of calls with dropout, whatever p is.")
 @click.option("--bias", is_flag=True, help="Also the kernels of calls with a bias, of any shape, fixed or learned.")
 @click.option(
     "--with-cache", is_flag=True, help="Also the kernels of attention_with_cache: one query, pages of 16 or none."
@@ -140,9 +144,8 @@ def _problems(
 @json_option
 def command(
     arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
-    packed: bool, alibi: bool, kv_range: bool, sink: bool, bias: bool, with_cache: bool, out: Path | None,
-    jobs: int | None,
-    as_json: bool,
+    packed: bool, alibi: bool, kv_range: bool, sink: bool, bias: bool, dropout: bool, with_cache: bool,
+    out: Path | None, jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
 
@@ -151,7 +154,7 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink, bias, with_cache
+    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink, bias, dropout, with_cache
     work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), *wanted)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:

@@ -33,6 +33,7 @@ def warmup(
     kv_range: bool = False,
     sink: bool = False,
     bias: bool = False,
+    dropout: bool = False,
     with_cache: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
@@ -50,6 +51,7 @@ def warmup(
         alibi: prepare calls with slopes, fixed and learned, instead of those without.
         kv_range: prepare calls with a kv_range (any) instead of those without.
         sink: prepare calls with sinks, fixed and learned, instead of those without.
+        dropout: prepare calls with dropout (any) instead of those without; not together with a bias.
         bias: prepare calls with a bias, of q's dtype or fp32, fixed and learned, of any strides, instead of those
             without.
         with_cache: prepare `attention_with_cache` instead of `attention`: one query a sequence, causal, rows appended,
@@ -79,6 +81,7 @@ def warmup(
     form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None}
     form |= {"alibi": int(options.flag("alibi", alibi)), "kv_range": options.flag("kv_range", kv_range)}
     form["sink"] = options.flag("sink", sink)
+    form["dropout"] = int(options.flag("dropout", dropout))
     cached = tuple(usual(names, sizes)) if options.flag("with_cache", with_cache) else ()
     ready, has_bias = [], options.flag("bias", bias)
     for ordinal in _ordinals(devices):
@@ -89,7 +92,13 @@ def warmup(
         for dtype in names if not cached else ():
             for size in sizes:
                 for is_causal, bounds in masks:
-                    call = Options(causal=is_causal, window=bounds, deterministic=fixed, softcap=cap)
+                    call = Options(
+                        causal=is_causal,
+                        window=bounds,
+                        deterministic=fixed,
+                        softcap=cap,
+                        dropout_p=0.1 * form["dropout"],
+                    )
                     shape = (1, 1, size) if form["sequences"] else (1, 1, 1, size)
                     for added, paired in biases_of(dtype, has_bias):
                         problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form, bias=added)

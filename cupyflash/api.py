@@ -12,6 +12,7 @@ from .gradients import Gradients as Gradients
 from .gradients import wanted_of as wanted_of
 from .launch import run
 from .options import Options, Window, make_options
+from .seeds import adopted_seed, with_seed
 
 
 def attention(
@@ -29,6 +30,8 @@ def attention(
     kv_range: Any | None = None,
     sink: Any | None = None,
     bias: Any | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
@@ -72,6 +75,13 @@ def attention(
             where it lies and never expanded. -inf hides a key, whatever k and v hold there; a query whose scores are
             all -inf sees none. (Keys that are hidden by -inf are still computed: causal, window and kv_range leave
             them out.) On PyTorch tensors that require grad, and in JAX, it is learned.
+        dropout_p: the probability with which each element of the softmax is dropped, from 0 on and below 1, counted in
+            steps of 2^-16; what is kept is multiplied by 1 / (1 - dropout_p). lse is that without dropout.
+        dropout_seed: what decides, by sequence, head, query and key alone, which elements are dropped (Philox-4x32): an
+            integer; an int64 array on q's device of one element or two, a seed and an offset, read when the kernels
+            run, so that a CUDA graph can advance it; or, in JAX, a key of jax.random. None draws one, with PyTorch from
+            its generator, anew at each replay of a graph; with NumPy and CuPy from NumPy's global one, which
+            `attention_backward` cannot know; JAX needs one.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -99,7 +109,7 @@ def attention(
         >>> attention(q, k, v, causal=True).shape
         (1, 128, 8, 64)
     """
-    call = make_options(causal, scale, window, layout, deterministic, softcap)
+    call = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
     bounds = call.window
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
@@ -113,13 +123,14 @@ def attention(
         arrays["sink"] = sink
     if bias is not None:
         arrays["bias"] = bias
-    out, lse = forward(arrays, call, want_lse)
+    out, lse = forward(arrays, call, want_lse, dropout_seed)
     return (out, lse) if want_lse else out
 
 
-def forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any, Any]:
-    """(out, lse) of arrays of any library, by the names of the table of arrays."""
+def forward(arrays: dict[str, Any], call: Options, want_lse: bool, seed: Any = None) -> tuple[Any, Any]:
+    """(out, lse) of arrays of any library, by the names of the table of arrays; `seed`: of dropout, as it was given."""
     library = common_library_of_three(*arrays.values()) if len(arrays) == 3 else common_library(**arrays)
+    arrays = with_seed(arrays, library, call, seed, draw=True)
     if library is TORCH:
         return door_of_torch().attention(arrays, call, want_lse)
     if library is JAX:
@@ -127,7 +138,7 @@ def forward(arrays: dict[str, Any], call: Options, want_lse: bool) -> tuple[Any,
 
         return op.attention_of(arrays, call, want_lse)
     if isinstance(library, Foreign):
-        out, lse = forward(library.adopt(arrays), call, want_lse)
+        out, lse = forward(library.adopt(arrays), call, want_lse, adopted_seed(library, seed))
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"]) if want_lse else None
     return run.forward(library, arrays, call, want_lse)
 
@@ -159,6 +170,8 @@ def attention_backward(
     kv_range: Any | None = None,
     sink: Any | None = None,
     bias: Any | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
@@ -166,6 +179,7 @@ def attention_backward(
         P = exp(score - lse),  dv = P^T dout,  dS = P * (dout v^T - rowsum(dout * out) + dlse),
         dq = scale * dS k,  dk = scale * dS^T q
 
+    with P multiplied by 0 where it was dropped and else by 1 / (1 - dropout_p) in dv, and dout v^T likewise;
     with ``dS * (1 - tanh(scale * q k^T / softcap)^2)`` for dS in dq and dk where there is a softcap; and if wanted
     ``dalibi_slopes = -sum(dS * abs(i + seqlen_k - seqlen_q - j))``,
     ``dsink = -sum(exp(sink - lse) * (rowsum(dout * out) - dlse))``, and ``dbias = dS``, summed where bias is broadcast
@@ -179,7 +193,7 @@ def attention_backward(
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
         deterministic: bitwise reproducible gradients.
-        alibi_slopes, sink, bias: as in the forward.
+        alibi_slopes, sink, bias, dropout_p, dropout_seed: as in the forward; the seed must be given.
         gradients_of: the optional arrays, one or several names, whose gradients are wanted too: ``"alibi_slopes"``,
             ``"sink"``, ``"bias"``.
 
@@ -198,19 +212,20 @@ def attention_backward(
         >>> attention_backward(dout, q, k, v, out, lse).dq.shape
         (1, 128, 8, 64)
     """
-    call = make_options(causal, scale, window, layout, deterministic, softcap)
+    call = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
     bounds = call.window
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink, "bias": bias}
     arrays |= {name: x for name, x in brought.items() if x is not None}
-    return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays)))
+    return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays), dropout_seed))
 
 
-def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) -> dict[str, Any]:
-    """The gradients by name, of arrays of any library, by the names of the table of arrays."""
+def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...], seed: Any = None) -> dict[str, Any]:
+    """The gradients by name, of arrays of any library, by the names of the table of arrays; `seed` as in `forward`."""
     library = common_library(**arrays)
+    arrays = with_seed(arrays, library, call, seed, draw=False)
     if library is TORCH:
         return door_of_torch().backward(arrays, call, wanted)
     if library is JAX:
@@ -218,6 +233,6 @@ def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...]) -> 
 
         return op.backward_of(arrays, call, wanted)
     if isinstance(library, Foreign):
-        grads = backward(library.adopt(arrays), call, wanted)
+        grads = backward(library.adopt(arrays), call, wanted, adopted_seed(library, seed))
         return {name: library.give_back(x, arrays["q"]) for name, x in grads.items()}
     return run.backward(library, arrays, call, wanted)

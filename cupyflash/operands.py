@@ -101,6 +101,12 @@ TABLE: tuple[Operand | Number, ...] = (
         "dbias", SCORES, like="bias", broadcasts=True, backward=Use(GRADIENT, optional=True, text="null: not wanted"),
         feature="bias",
     ),
+    Operand(
+        "dropout_seed", ("2", "2"), "int32", lacks=("2",), forward=_OPTIONAL, backward=_OPTIONAL, feature="dropout",
+    ),
+    Number("dropout", "int", "dropout", "how many dimensions the seed has; with 2 an offset is its second row"),
+    Number("dropout_limit", "int", "dropout", "p * 2^16, rounded, in its upper half (dropout.cuh)"),
+    Number("dropout_inverse", "float", "dropout", "1 / (1 - p) of that p"),
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Options(NamedTuple):
     layout: str = "bshd"
     deterministic: bool = False
     softcap: float | None = None
+    dropout_p: float = 0.0
 
 
 def make_options(
@@ -44,6 +45,7 @@ def make_options(
     layout: Any = "bshd",
     deterministic: Any = False,
     softcap: Any = None,
+    dropout_p: Any = 0.0,
 ) -> Options:
     """The `Options` that a user's arguments mean.
 
@@ -65,8 +67,10 @@ def make_options(
         deterministic = flag("deterministic", deterministic)
     if not (softcap is None or type(softcap) is float):
         softcap = number("softcap", softcap)
+    if type(dropout_p) is not float:
+        dropout_p = number("dropout_p", dropout_p)
     return tuple.__new__(
-        Options, (causal, scale, window, layout, deterministic, softcap)
+        Options, (causal, scale, window, layout, deterministic, softcap, dropout_p)
     )  # Options(...) takes twice as long
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .bias import Bias as Bias
+from .dropout import STEPS, limit_of, vet_p
 from .errors import ArgumentError, UnsupportedError
 from .options import LAYOUTS as LAYOUTS
 from .options import Window as Window
 from .options import make_options
+from .scales import MAX_SCALE as MAX_SCALE
+from .scales import SOFTCAPS as SOFTCAPS
+from .scales import vet_scale, vet_softcap
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 HALF = ("fp16", "bf16")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
-MAX_SCALE = 1e38  # times log2(e), a number of fp32, in which all but fp64 is computed
-SOFTCAPS = (1e-3, 1e3)  # tanh has an absolute error, of 1e-7 in fp32, which the softcap multiplies
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Problem:
     `alibi`: how many dimensions the slopes have, (heads_q,) or (batch, heads_q), that take
     ``slope * abs(i + seqlen_k - seqlen_q - j)`` from each score; 0 without. `bias`: what is added to the scores then;
     -inf hides a key. `sink`: each head of q has a logit that the softmax's denominator counts as the score of one
-    more key.
+    more key. `dropout`: how many dimensions the seed has by which elements of the softmax are dropped, each with
+    `dropout_p`; 0 without.
 
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
     q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). With a
@@ -56,11 +58,24 @@ class Problem:
     kv_range: bool = False
     sink: bool = False
     bias: Bias | None = None
+    dropout_p: float = 0.0
+    dropout: int = 0
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The shape of lse."""
         return (self.heads_q, self.seqlen_q) if self.packed else (self.batch, self.heads_q, self.seqlen_q)
+
+    @property
+    def dropout_limit(self) -> int:
+        """p * 2^16, rounded, in the upper half of a word, as an int of 32 bits."""
+        limit = limit_of(self.dropout_p)
+        return (limit - (limit >= STEPS // 2) * STEPS) * STEPS
+
+    @property
+    def dropout_inverse(self) -> float:
+        """By which what is kept is multiplied."""
+        return STEPS / (STEPS - limit_of(self.dropout_p))
 
     @property
     def causal(self) -> bool:
@@ -101,41 +116,31 @@ def make_problem(
     kv_range: bool = False,
     sink: bool = False,
     bias: Bias | None = None,
+    dropout_p: float = 0.0,
+    dropout: int = 0,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
     `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
-    `alibi`: how many dimensions the slopes have; 0 without.
-    `kv_range`: whether each sequence has a range of keys.
-    `sink`: whether each head of q has one.
+    `alibi`, `dropout`: how many dimensions the slopes and the seed of dropout have; 0 without.
+    `kv_range`, `sink`: whether each sequence has a range of keys, each head of q a sink.
     `bias`: what is added to the scores.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
-    options = make_options(causal, scale, window, layout, deterministic, softcap)
-    layout = options.layout
-    batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], layout, sequences)
-    _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], layout, sequences)
-    for name, shape in (("k", shapes[1]), ("v", shapes[2])):
-        b, _, _, d = _bshd(name, shape, layout, sequences)
-        if b != batch:
-            raise ArgumentError(f"{name}: expected the batch size of q, {batch}, got {b} (shape {tuple(shape)})")
-        if d != head_dim:
-            kind = UnsupportedError if name == "v" else ArgumentError
-            raise kind(
-                f"{name}: expected the head_dim of q, {head_dim}, got {d} (shape {tuple(shape)})"
-                + ("; a head_dim of v that differs from that of q and k is not supported yet" if name == "v" else "")
-            )
-    if tuple(shapes[2]) != tuple(shapes[1]):
-        raise ArgumentError(f"v: expected the shape of k, {tuple(shapes[1])}, got {tuple(shapes[2])}")
+    options = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
+    batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
+    _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
+    _check_keys(shapes, batch, head_dim, options.layout, sequences)
     _check_dtypes(dtypes)
     _check_heads(heads_q, heads_k)
     check_head_dim("q", head_dim)
     _check_lengths(seqlen_q, seqlen_k)
-    _check_together(sequences is not None, bias is not None)
-    scale_of_scores = _scale(options.scale, head_dim, dtypes[0])
+    vet_p(options.dropout_p, dropout)
+    _check_together(sequences is not None, bias is not None, options.dropout_p)
+    scale_of_scores = vet_scale(options.scale, head_dim, dtypes[0])
     return Problem(
         dtype=dtypes[0],
         batch=batch,
@@ -147,12 +152,14 @@ def make_problem(
         scale=scale_of_scores,
         window=_window(options.window, options.causal),
         deterministic=options.deterministic,
-        softcap=_softcap(options.softcap, scale_of_scores, dtypes[0]),
+        softcap=vet_softcap(options.softcap, scale_of_scores, dtypes[0]),
         packed=sequences is not None,
         alibi=alibi,
         kv_range=kv_range,
         sink=sink,
         bias=bias,
+        dropout_p=options.dropout_p if dropout else 0.0,
+        dropout=dropout if options.dropout_p else 0,
     )
 
 
@@ -167,13 +174,30 @@ def _bshd(name: str, shape: Sequence[int], layout: str, sequences: int | None) -
     return (batch, a, b, head_dim) if layout == "bshd" else (batch, b, a, head_dim)
 
 
+def _check_keys(shapes: Sequence[Sequence[int]], batch: int, head_dim: int, layout: str, sequences: int | None) -> None:
+    for name, shape in (("k", shapes[1]), ("v", shapes[2])):
+        b, _, _, d = _bshd(name, shape, layout, sequences)
+        if b != batch:
+            raise ArgumentError(f"{name}: expected the batch size of q, {batch}, got {b} (shape {tuple(shape)})")
+        if d != head_dim:
+            kind = UnsupportedError if name == "v" else ArgumentError
+            raise kind(
+                f"{name}: expected the head_dim of q, {head_dim}, got {d} (shape {tuple(shape)})"
+                + ("; a head_dim of v that differs from that of q and k is not supported yet" if name == "v" else "")
+            )
+    if tuple(shapes[2]) != tuple(shapes[1]):
+        raise ArgumentError(f"v: expected the shape of k, {tuple(shapes[1])}, got {tuple(shapes[2])}")
+
+
 def _check_lengths(*lengths: int) -> None:
     for name, length in zip("qk", lengths, strict=True):
         if length > MAX_SEQLEN:
             raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
 
 
-def _check_together(packed: bool, bias: bool) -> None:
+def _check_together(packed: bool, bias: bool, dropout_p: float) -> None:
+    if bias and dropout_p:
+        raise UnsupportedError(f"dropout_p: expected 0 together with a bias, got {dropout_p}; not supported yet")
     if packed and bias:
         raise UnsupportedError(
             "bias: a bias of packed sequences is not supported, since each would need one of its own shape; give the "
@@ -205,29 +229,6 @@ def check_head_dim(name: str, head_dim: int) -> None:
             f"{name}: expected a head_dim that is a multiple of 8 and at most {MAX_HEAD_DIM}, got {head_dim}"
             + ("" if head_dim > MAX_HEAD_DIM else "; pad q, k and v with zeros and give scale explicitly")
         )
-
-
-def _scale(scale: float | None, head_dim: int, dtype: str) -> float:
-    if scale is None:
-        return float(head_dim**-0.5)
-    if not math.isfinite(scale):
-        raise ArgumentError(f"scale: expected a finite number, got {scale}")
-    if dtype != "fp64" and abs(scale) > MAX_SCALE:
-        raise ArgumentError(f"scale: expected a number of at most {MAX_SCALE:g} for {dtype}, got {scale}")
-    return scale
-
-
-def _softcap(softcap: float | None, scale: float, dtype: str) -> float | None:
-    if softcap is None:
-        return None
-    least, most = SOFTCAPS
-    if not least <= softcap <= most:
-        raise ArgumentError(
-            f"softcap: expected a number from {least:g} to {most:g}, got {softcap}; write None for no cap"
-        )
-    if dtype != "fp64" and abs(scale) / softcap > MAX_SCALE:
-        raise ArgumentError(f"scale: expected a number of at most {MAX_SCALE:g} times the softcap, got {scale}")
-    return softcap
 
 
 def _window(window: Window | None, causal: bool) -> Window:

@@ -119,6 +119,7 @@ class Part(NamedTuple):
     Attributes:
         keys: those that its queries may see.
         problem: it alone, dense, with batch 1 and these keys.
+        corner: the sequence's number and the first of `keys`, counted from its own key 0, as dropout counts.
     """
 
     batch: int
@@ -126,6 +127,7 @@ class Part(NamedTuple):
     keys: slice
     problem: Problem
     packed: bool
+    corner: tuple[int, int]
 
     @property
     def q(self) -> Index:
@@ -155,7 +157,8 @@ def parts(problem: Problem, sequences: Sequences) -> Iterator[Part]:
         if start >= end:
             start = end = 0
         one = shortened(problem, rows.stop - rows.start, slice(start, end), used)
-        yield Part(0 if problem.packed else b, rows, slice(first + start, first + end), one, problem.packed)
+        of_all = slice(first + start, first + end)
+        yield Part(0 if problem.packed else b, rows, of_all, one, problem.packed, (b, start))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ def attention_varlen(
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
     sink: Any | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention of sequences of any lengths that lie one behind the other, without padding.
@@ -56,6 +58,7 @@ def attention_varlen(
         kv_range: ``(batch, 2)``, int32: as in `attention`, counted from each sequence's own first key; of the keys that
             count. Masks stay aligned by the lengths without it.
         sink: ``(heads_q,)``: as in `attention`, that of all sequences.
+        dropout_p, dropout_seed: as in `attention`; queries and keys count within each sequence.
 
     Returns:
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
@@ -77,13 +80,13 @@ def attention_varlen(
         >>> attention_varlen(q, k, v, cu_seqlens, causal=True).shape
         (100, 8, 64)
     """
-    call = make_options(causal, scale, window, layout, deterministic, softcap)
+    call = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     want_lse = options.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v} | _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
     arrays |= {name: x for name, x in (("alibi_slopes", alibi_slopes), ("sink", sink)) if x is not None}
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
-    out, lse = api.forward(arrays, call, want_lse)
+    out, lse = api.forward(arrays, call, want_lse, dropout_seed)
     return (out, lse) if want_lse else out
 
 
@@ -110,6 +113,8 @@ def attention_varlen_backward(
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
     sink: Any | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention_varlen`: those of `attention_backward` for each sequence.
@@ -124,7 +129,7 @@ def attention_varlen_backward(
         dlse: gradient of the loss with respect to lse, ``(heads_q, total_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward.
         deterministic: bitwise reproducible gradients.
-        alibi_slopes, sink, gradients_of: as in `attention_backward`.
+        alibi_slopes, sink, dropout_p, dropout_seed, gradients_of: as in `attention_backward`.
 
     Returns:
         Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for rows that belong
@@ -141,14 +146,14 @@ def attention_varlen_backward(
         >>> attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens).dk.shape
         (100, 8, 64)
     """
-    call = make_options(causal, scale, window, layout, deterministic, softcap)
+    call = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "sink": sink}
     arrays |= {name: x for name, x in brought.items() if x is not None}
     arrays |= _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
-    return Gradients.of(api.backward(arrays, call, wanted_of(gradients_of, arrays)))
+    return Gradients.of(api.backward(arrays, call, wanted_of(gradients_of, arrays), dropout_seed))
 
 
 def _places(cu_seqlens_q: Any, *others: Any) -> dict[str, Any]:

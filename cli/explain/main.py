@@ -62,6 +62,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes, one a head.")
 @click.option("--learned", is_flag=True, help="Slopes, sinks and a bias have a gradient.")
 @click.option("--sink", is_flag=True, help="With a sink of each head.")
+@click.option("--dropout", is_flag=True, help="With dropout, of any p.")
 @click.option("--bias", metavar="DIMS", callback=bias_dims, default=None,
               help="With a bias that has elements of its own along these: letters of bhqk, - for none.")  # fmt: skip
 @click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
@@ -95,6 +96,7 @@ def command(**options: Any) -> None:
         what = "there is nothing to learn without --alibi, --sink or --bias"
         raise click.BadParameter(what, param_hint="--learned")
     given = {name: options[name] for name in keep} | {"alibi": int(options["alibi"])}
+    given |= {"dropout_p": 0.1, "dropout": 1} if options["dropout"] else {}
     given["bias"] = options["bias"] and Bias(options["dtype"], options["bias"])
     problem = make_problem((q, k, k), (options["dtype"],) * 3, **given, sequences=sequences)
     goes_back = options["backward"] or options["deterministic"] or options["learned"]

@@ -40,7 +40,7 @@ def _problem(p: dict[str, Any]) -> str:
     mask = {(None, None): "no mask", (None, 0): "causal"}.get(tuple(p["window"]), f"window {left}, {right}")
     queries, keys = f"{p['seqlen_q']} queries of {p['heads_q']} heads", f"{p['seqlen_k']} keys of {p['heads_k']} heads"
     form = "" if p["softcap"] is None else f", softcap {p['softcap']:g}"
-    form += ", ALiBi" * bool(p["alibi"]) + ", sinks" * p["sink"]
+    form += ", ALiBi" * bool(p["alibi"]) + ", sinks" * p["sink"] + ", dropout" * bool(p["dropout"])
     form += f", bias along {_dims(p['bias'][1])}" if p["bias"] else ""
     form += ", a range of keys each" if p["kv_range"] else ""
     form += ", deterministic" if p["deterministic"] else ""

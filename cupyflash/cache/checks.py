@@ -35,7 +35,7 @@ def make_cache_options(
     Raises:
         ArgumentError: one is not of its type or range.
     """
-    causal, scale, window, _, _, softcap = make_options(causal, scale, window, softcap=softcap)
+    causal, scale, window, _, _, softcap, _ = make_options(causal, scale, window, softcap=softcap)
     if num_splits is not None:
         num_splits = _splits(num_splits)
     if type(batch_invariant) is not bool:

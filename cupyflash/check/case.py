@@ -48,11 +48,13 @@ class Inputs(NamedTuple):
     alibi_slopes: Array | None = None
     sink: Array | None = None
     bias: Array | None = None
+    dropout_seed: Array | None = None
 
     def brought(self) -> dict[str, Array]:
         """The arrays that features bring, as a call's further arguments."""
         found = {} if self.sequences is None else self.sequences.named()
-        return found | {name: getattr(self, name) for name in self.learned}
+        found |= {name: getattr(self, name) for name in self.learned}
+        return found if self.dropout_seed is None else found | {"dropout_seed": self.dropout_seed}
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -82,6 +84,7 @@ class Case:
         ranges: the keys [start, end) of each sequence that its queries may see; None: all.
         sink: whether heads of q have sinks.
         bias: what is added to the scores, in words of `case_bias`; "" without.
+        dropout_p: of dropout; 0 without.
     """
 
     name: str
@@ -110,6 +113,7 @@ class Case:
     ranges: tuple[tuple[int, int], ...] | None = None
     sink: bool = False
     bias: str = ""
+    dropout_p: float = 0.0
 
     @property
     def packed(self) -> bool:
@@ -119,7 +123,7 @@ class Case:
     @property
     def tags(self) -> frozenset[str]:
         """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
-        alibi, packed, kv_range, sink, bias.
+        alibi, packed, kv_range, sink, bias, dropout.
         """
         heads = self.heads_q if self.packed else self.batch * self.heads_q
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
@@ -138,6 +142,7 @@ class Case:
             "kv_range": self.ranges is not None,
             "sink": self.sink,
             "bias": bool(self.bias),
+            "dropout": self.dropout_p > 0,
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -148,7 +153,7 @@ class Case:
         k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
         more: dict[str, Any] = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
         more |= {"kv_range": self.ranges is not None, "sink": self.sink, "bias": form_of(self.bias, dtype)}
-        return make_problem((q, k, k), (dtype,) * 3, **more)
+        return make_problem((q, k, k), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
 
     def sequences(self) -> Sequences | None:
         """Where the sequences of a packed case lie, and which of their keys count."""
@@ -167,6 +172,7 @@ class Case:
             "layout": layout or self.layout,
             "deterministic": self.deterministic,
             "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
         }
 
     def inputs(self, dtype: str, seed: int = 0) -> Inputs:
@@ -184,7 +190,8 @@ class Case:
         slopes = alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None
         sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
         bias = draw_bias(self.bias, rng, problem, NUMPY_DTYPE[dtype]) if self.bias else None
-        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias)
+        words = rng.integers(-(2**31), 2**31, 2).astype(np.int32) if self.dropout_p else None
+        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words)
 
     def in_layout(self, x: Array) -> Array:
         """A view of an array in bshd, or packed, in the layout of the case, and back again."""

@@ -56,6 +56,8 @@ PACKED_CASES: tuple[Case, ...] = (
     _packed(
         "sink-outside-d160", "full", (70, 9), outside=(66, 66), head_dim=160, values="nan_outside", sink=True, dlse=True
     ),
+    _packed("dropout", "quick", (61, 0, 130, 9), (70, 5, 101, 30), heads_q=4, causal=True, dropout_p=0.2, dlse=True),
+    _packed("dropout-outside-d160", "full", (70, 9), None, 160, outside=(66, 66), values="nan_outside", dropout_p=0.2),
     # memory
     _packed("bhsd", "quick", (70, 35, 93), heads_q=4, layout="bhsd", memory="bhsd_storage", causal=True),
     _packed("fused-qkv-d128", "quick", (33, 70, 5), None, 128, memory="fused_qkv", causal=True),
@@ -116,6 +118,8 @@ RANGE_CASES: tuple[Case, ...] = (
     # values
     Case("range-none-sink", "full", 70, 197, 64, batch=3, values="nan_outside", dlse=True, sink=True,
          ranges=((0, 0), (64, 64), (3, 190))),
+    Case("range-dropout", "full", 70, 197, 64, batch=3, values="nan_outside", dropout_p=0.2, causal=True,
+         ranges=((0, 197), (64, 190), (3, 140))),
     Case("range-growing-maxima", "full", 75, 329, 64, batch=2, values="growing_maxima", ranges=((70, 329), (0, 200))),
     Case("range-nan-in-visible-key", "full", 131, 323, 64, batch=2, values="nan_in_visible_key", causal=True,
          ranges=((30, 323), (100, 110))),

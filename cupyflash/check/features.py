@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dropout import kept, limit_of
 from ..problem import Problem
 from ..sequences import Part, Sequences
 from .bias import part_of
@@ -29,24 +30,37 @@ class Features(NamedTuple):
         alibi_slopes: (heads_q,) or (batch, heads_q).
         sink: (heads_q,).
         bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+        dropout_seed: (2,) or (2, 2), int32.
+        corner: the first sequence and key, as dropout counts.
     """
 
     sequences: Sequences | None = None
     alibi_slopes: Array | None = None
     sink: Array | None = None
     bias: Array | None = None
+    dropout_seed: Array | None = None
+    corner: tuple[int, int] = (0, 0)
 
-    def part(self, i: int, p: Problem, part: Part) -> Features:
-        """Those of sequence number i by itself."""
-        slopes = self.alibi_slopes
+    def part(self, p: Problem, part: Part) -> Features:
+        """Those of one sequence by itself."""
+        slopes, i = self.alibi_slopes, part.corner[0]
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[i : i + 1]
-        return Features(None, own, self.sink, part_of(self.bias, p, part))
+        bias = part_of(self.bias, p, part)
+        return self._replace(sequences=None, alibi_slopes=own, bias=bias, corner=part.corner)
 
     def head(self, b: int, h: int) -> OfHead:
         """Those of a head of q."""
         slopes = self.alibi_slopes
         slope = 0.0 if slopes is None else slopes[h] if slopes.ndim == 1 else slopes[b, h]
         return OfHead(slope, -np.inf if self.sink is None else self.sink[h])
+
+    def kept(self, p: Problem, b: int, h: int) -> Array | float:
+        """Z of a head of q, (seqlen_q, seqlen_k): 1 / (1 - p) where an element is kept, else 0; 1 without dropout."""
+        if self.dropout_seed is None:
+            return 1.0
+        sequence, first = self.corner
+        of = np.array([sequence + b]), np.array([h]), slice(0, p.seqlen_q), slice(first, first + p.seqlen_k)
+        return np.where(kept(self.dropout_seed, limit_of(p.dropout_p), *of)[0], p.dropout_inverse, 0.0)
 
     def gathered(self, found: Array, dbias: Array) -> tuple[Array, ...]:
         """What was found for each head of each sequence, (batch, heads_q, OfHead), shaped as the arrays given; and

@@ -32,6 +32,8 @@ roundoff of the arithmetic:
     noise(dslope) = sum_ij E_ij D_ij + 2 r (sum_i (|dO_i O_i| sum_j P_ij D_ij)^2)^1/2      (E by the capped score)
     noise(dsink) = sum_i P_i (e_i |delta_i| + s u sum_c |dO_ic O_ic|) + 2 r (sum_i (|dO_i O_i| P_i)^2)^1/2
 
+With dropout, P is Z P in noise(O), std(O) (whose V is Z V) and noise(dV), and dO V^T is Z dO V^T.
+
 All are 0 where they would not be finite: there is nothing to be excused.
 """
 
@@ -80,7 +82,7 @@ def _noise(
         out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
         for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
-            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, of.part(i, problem, part)
+            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, of.part(problem, part)
             out[part.q], dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], *found = _noise(*own)
             for total, one in zip((dbias, of_rows), found, strict=True):
                 add_part(total, problem, part, one)
@@ -97,14 +99,14 @@ def _noise(
             P, lse = reference.softmax(S, visible, a, of.head(b, h))
             large = np.abs(np.where(lse == -np.inf, 0, lse))[:, None]
             dots = (p.dtype not in HALF) * abs(p.scale) * _norms(Q) * _norms(K).max(initial=0) + 4 * (p.softcap or 0)
-            O, squares = a.product(P, V, visible), a.product(P, V * V, visible)
+            PZ = reference.dropped(P, Z := of.kept(p, b, h), a)
+            O, squares = a.product(PZ, V, visible), a.product(PZ * Z, V * V, visible)
             std = np.sqrt(np.maximum(squares - O * O, 0))
-            out[b, :, h] = 2 * a.product(P, np.abs(V), visible) + np.maximum(large / 2, dots) * std
-            e = 2 + 3 * large + dots
+            out[b, :, h] = 2 * a.product(PZ, np.abs(V), visible) + np.maximum(large / 2, dots) * std
             added = _of_added(of.head(b, h), distance, biases[b][h])
-            out[b, :, h] += a.product(P * added, np.abs(V), visible) + (P * added).sum(axis=1)[:, None] * np.abs(O)
-            e = e + added
-            dQ, dK, dV, by_score = _gradients(Q, K, V, dO, dLSE[:, None], P, O, e, visible, p, derivative)
+            out[b, :, h] += a.product(PZ * added, np.abs(V), visible) + (P * added).sum(axis=1)[:, None] * np.abs(O)
+            e = 2 + 3 * large + dots + added
+            dQ, dK, dV, by_score = _gradients(Q, K, V, dO, dLSE[:, None], P, Z, O, e, visible, p, derivative)
             dslope = (by_score * distance).sum() + _of_delta(dO * O, (P * distance).sum(axis=1), p)
             learned[b, h] = dslope, _of_sink(np.exp(of.head(b, h).sink - lse), dO * O, dLSE, 2 + 3 * large[:, 0], p)
             for total, one in ((dbias, by_score), (of_rows, np.square(_norms(dO * O) * _along_keys(P, of.bias)))):
@@ -123,6 +125,7 @@ def _gradients(
     dO: Array,
     dLSE: Array,
     P: Array,
+    Z: Array | float,
     O: Array,
     e: Array,
     visible: Array,
@@ -131,14 +134,14 @@ def _gradients(
 ) -> Gradients:
     """The bounds of one head of q in units of u, named as in the formulas; E by the score itself comes last."""
     a, s = Arithmetic.exact(), 4 if p.dtype in HALF else 1
-    dP, delta = dO @ V.T, (dO * O).sum(axis=1, keepdims=True) - dLSE
-    D = np.abs(dO) @ np.abs(V).T + np.abs(dO * O).sum(axis=1, keepdims=True)
+    dP, delta = reference.dropped(dO @ V.T, Z, a), (dO * O).sum(axis=1, keepdims=True) - dLSE
+    D = reference.dropped(np.abs(dO) @ np.abs(V).T, Z, a) + np.abs(dO * O).sum(axis=1, keepdims=True)
     by_score = np.where(visible, P * (e * np.abs(dP - delta) + s * D), 0)
     E = by_score * derivative
     if p.softcap is not None:
         E = E + 4 * P * np.abs(dP - delta)
     E = np.where(visible, E, 0)
-    eP = np.where(visible, e * P, 0)
+    eP = np.where(visible, reference.dropped(e * P, Z, a), 0)
     dQ = abs(p.scale) * a.product(E, np.abs(K), visible)
     dK = abs(p.scale) * a.product(E.T, np.abs(Q), visible.T)
     return dQ, dK, a.product(eP.T, np.abs(dO), visible.T), by_score

@@ -101,8 +101,8 @@ def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
 def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: Features) -> tuple[Array, Array]:
     if of.sequences is not None:
         out, lse = np.zeros(q.shape, a.accumulate), np.full(problem.rows, -np.inf, a.accumulate)
-        for i, part in enumerate(parts(problem, of.sequences)):
-            own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(i, problem, part)
+        for part in parts(problem, of.sequences):
+            own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(problem, part)
             out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
     p, visible, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
@@ -114,7 +114,7 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: 
             S, _ = scores(Q, K, p, a, of.head(b, h), biases[b][h])
             seen = seen_of(S, visible, biases[b][h])
             P, lse[b, h] = softmax(S, seen, a, of.head(b, h))
-            out[b, :, h] = a.product(a.rounded(P), V, seen)
+            out[b, :, h] = a.product(a.rounded(dropped(P, of.kept(p, b, h), a)), V, seen)
     return out, lse
 
 
@@ -128,7 +128,7 @@ def _backward(
         dq, dk, dv = (np.zeros(x.shape, a.accumulate) for x in (q, k, v))
         for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
-            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, of.part(i, problem, part)
+            own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, of.part(problem, part)
             dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], of_bias = _backward(*own)
             add_part(dbias, problem, part, of_bias)
         return dq, dk, dv, learned, dbias
@@ -139,13 +139,18 @@ def _backward(
     for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
         with np.errstate(all="ignore"):
-            of_head = of.head(b, h), biases[b][h]
+            of_head = of.head(b, h), biases[b][h], of.kept(p, b, h)
             found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, *of_head)
             dq[b, :, h], dK, dV, learned[b, h], by_score = found
             add_head(dbias, b, h, by_score)
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
     return dq, dk, dv, learned, dbias
+
+
+def dropped(X: Array, Z: Array | float, a: Arithmetic) -> Array:
+    """Z * X, and 0 where Z is."""
+    return X if isinstance(Z, float) else np.where(Z > 0, X * Z.astype(a.accumulate), 0)
 
 
 def distances(p: Problem) -> Array:
@@ -193,19 +198,21 @@ def _gradients(
     a: Arithmetic,
     of: OfHead,
     bias: Array | None,
+    Z: Array | float,
 ) -> tuple[Array, Array, Array, OfHead, Array]:
     """dQ of one head of q, what this head adds to dK and dV, and the gradients of its `OfHead` and of its scores."""
     S, derivative = scores(Q, K, p, a, of, bias)
     visible = seen_of(S, visible, bias)
     P, lse = softmax(S, visible, a, of)
-    O = a.rounded(a.product(a.rounded(P), V, visible))
+    PZ = a.rounded(dropped(P, Z, a))
+    O = a.rounded(a.product(PZ, V, visible))
     delta = (dO * O).sum(axis=1, keepdims=True) - dLSE
-    dP = a.product(dO, V.T)
+    dP = dropped(a.product(dO, V.T), Z, a)
     by_score = np.where(visible, P * (dP - delta), 0)
     dslope = -(by_score * distances(p).astype(a.accumulate)).sum() if p.alibi else 0
     dsink = 0 if of.sink == -np.inf else -(np.exp(a.accumulate(of.sink) - lse) * delta[:, 0]).sum()
     dS = a.rounded(np.where(visible, by_score * derivative, 0))
-    dV = a.product(a.rounded(P).T, dO, visible.T)
+    dV = a.product(PZ.T, dO, visible.T)
     dQ = p.scale * a.product(dS, K, visible)
     dK = p.scale * a.product(dS.T, Q, visible.T)
     return dQ, dK, dV, OfHead(dslope, dsink), by_score

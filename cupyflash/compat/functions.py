@@ -30,7 +30,7 @@ def flash_attn_func(
 
     Args:
         q, k, v: any head_dim up to 256; one that is no multiple of 8 is padded, by copies.
-        dropout_p: 0.0; dropout is not supported yet.
+        dropout_p: as in `attention`, by a seed from torch's generator; other elements are dropped than by flash-attn.
         softmax_scale: head_dim ** -0.5 by default.
         causal, window_size: aligned at the bottom right; -1 is unbounded.
         softcap: what no score's magnitude exceeds; 0.0 for no cap.
@@ -40,7 +40,7 @@ def flash_attn_func(
 
     Returns:
         out, as q; with `return_attn_probs` (out, softmax_lse, S_dmask): softmax_lse (batch, heads_q, seqlen_q) in fp32,
-        +inf for a query that sees no key, and an empty S_dmask, since it exists for dropout alone.
+        +inf for a query that sees no key, and an empty S_dmask, also with dropout.
     """
     given = Given(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     head_dim, (q, k, v) = head_dim_of(q), readied(q, k, v)

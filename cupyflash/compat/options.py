@@ -34,10 +34,9 @@ class Given(NamedTuple):
         """The keyword arguments of `attention` and its kin; `head_dim` as the user gave it, not padded.
 
         Raises:
-            UnsupportedError: dropout, or slopes where this version has none.
+            UnsupportedError: slopes where this version has none.
             ArgumentError: window_size is no pair.
         """
-        refuse_dropout(self.dropout_p)
         scale = head_dim**-0.5 if self.softmax_scale is None and head_dim else self.softmax_scale
         keywords = {
             "causal": self.causal,
@@ -46,6 +45,8 @@ class Given(NamedTuple):
             "softcap": self.softcap or None,
             "deterministic": self.deterministic,
         }
+        if self.dropout_p:
+            keywords["dropout_p"] = self.dropout_p
         if self.alibi_slopes is not None:
             if not _HAS_ALIBI:
                 raise UnsupportedError(
@@ -54,15 +55,6 @@ class Given(NamedTuple):
                 )
             keywords["alibi_slopes"] = self.alibi_slopes.detach()
         return keywords
-
-
-def refuse_dropout(dropout_p: float) -> None:
-    """Raise unless nothing is dropped."""
-    if dropout_p:
-        raise UnsupportedError(
-            f"dropout_p: expected 0.0, got {dropout_p}; cupyflash has no dropout yet: set the model's attention "
-            "dropout to 0, or call model.eval() where nothing is trained"
-        )
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None] | None:

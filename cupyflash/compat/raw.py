@@ -6,6 +6,8 @@ their arguments by ``inspect.getfullargspec``, which does not see through decora
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,14 +43,15 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out, softmax_lse, S_dmask, rng_state): S_dmask is empty, rng_state two zeros, since nothing is dropped."""
+    """(out, softmax_lse, S_dmask, rng_state): S_dmask is empty, rng_state dropout's seed and offset, or zeros."""
     window = window_size_left, window_size_right
     keywords = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes).ours(q.shape[-1])
+    state = _random_state(q, keywords)
     with torch.no_grad():
         q, k, v = map(maybe_contiguous, (q, k, v))
         out, lse = attention(q, k, v, **keywords, return_lse=True)
         lse = to_theirs(lse) if may_be_empty(q, k, keywords) else lse
-    return out, lse, no_probabilities(q), _no_random_state(q)
+    return out, lse, no_probabilities(q), state
 
 
 def _flash_attn_varlen_forward(
@@ -80,13 +83,13 @@ def _flash_attn_varlen_forward(
         )
     window = window_size_left, window_size_right
     keywords = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes).ours(q.shape[-1])
-    lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_k)
+    lengths, state = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_k), _random_state(q, keywords)
     with torch.no_grad():
         if block_table is not None:
             k, v, lengths = unpaged(k, v, cu_seqlens_k, block_table, lengths)
         q, k, v = map(maybe_contiguous, (q, k, v))
         out, lse = attention_varlen(q, k, v, **lengths, **keywords, return_lse=True)
-    return out, to_theirs(lse), no_probabilities(q), _no_random_state(q)
+    return out, to_theirs(lse), no_probabilities(q), state
 
 
 def _flash_attn_backward(
@@ -117,6 +120,8 @@ def _flash_attn_backward(
     window = window_size_left, window_size_right
     given = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     keywords = given.ours(q.shape[-1])
+    if dropout_p:
+        keywords["dropout_seed"] = rng_state
     with torch.no_grad():
         lse = to_ours(softmax_lse) if may_be_empty(q, k, keywords) else softmax_lse
         dout, q, k, v, out, lse = map(maybe_contiguous, (dout, q, k, v, out, lse))
@@ -155,6 +160,8 @@ def _flash_attn_varlen_backward(
     window = window_size_left, window_size_right
     given = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes, deterministic)
     keywords = given.ours(q.shape[-1])
+    if dropout_p:
+        keywords["dropout_seed"] = rng_state
     with torch.no_grad():
         dout, q, k, v, out, lse = map(maybe_contiguous, (dout, q, k, v, out, to_ours(softmax_lse)))
         grads = attention_varlen_backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **keywords)
@@ -178,5 +185,10 @@ def _write(grads: Gradients, *wanted: Tensor | None) -> None:
             place.copy_(found)
 
 
-def _no_random_state(q: Tensor) -> Tensor:
-    return torch.zeros(2, dtype=torch.int64, device=q.device)
+def _random_state(q: Tensor, keywords: dict[str, Any]) -> Tensor:
+    """A new seed and offset, which `keywords` then have, too; zeros where nothing is dropped."""
+    if "dropout_p" not in keywords:
+        return torch.zeros(2, dtype=torch.int64, device=q.device)
+    keywords["dropout_seed"] = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    found: Tensor = keywords["dropout_seed"]
+    return found

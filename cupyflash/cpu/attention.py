@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from ..problem import Problem
 from . import sink as sinks
 from .added import Added, Adds
+from .dropping import Dropping, dropped, dropping_of
+from .forward import forward_tile
 from .products import product, scores
 from .tiles import (
     as_given,
@@ -43,7 +45,6 @@ from .tiles import (
     load_rows,
     of_chunk,
     query_tiles,
-    sees_a_key,
 )
 
 Array = NDArray[Any]
@@ -60,6 +61,8 @@ def forward(
     alibi_slopes: Array | None = None,
     sink: Array | None = None,
     bias: Array | None = None,
+    dropout_seed: Array | None = None,
+    corner: tuple[int, int] = (0, 0),
 ) -> tuple[Array, Array]:
     """``out = softmax(scale * q k^T) v`` over the visible keys.
 
@@ -70,6 +73,8 @@ def forward(
         alibi_slopes: (heads_q,) or (batch, heads_q), as lse.
         sink: (heads_q,), as lse.
         bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k), any floating dtype.
+        dropout_seed: (2,) or (2, 2), int32 (`dropout.key_of`).
+        corner: the first sequence and key, as dropout counts.
 
     Returns:
         out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
@@ -88,7 +93,8 @@ def forward(
                 target = out_heads[chunk][..., rows, :]
                 Q = load_rows(q_heads[chunk][..., rows, :], dtype)
                 with np.errstate(all="ignore"):
-                    O, LSE = _forward_tile(Q, K, V, rows, p, added, logit)
+                    dropping = dropping_of(dropout_seed, chunk, p, corner)
+                    O, LSE = forward_tile(Q, K, V, rows, p, added, logit, dropping)
                     finite = finite and bool(np.isfinite(O).all())
                     target[...] = O.reshape(target.shape)
                     lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
@@ -109,6 +115,8 @@ def backward(
     alibi_slopes: Array | None = None,
     sink: Array | None = None,
     bias: Array | None = None,
+    dropout_seed: Array | None = None,
+    corner: tuple[int, int] = (0, 0),
     wanted: tuple[str, ...] = (),
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` with respect to q, k and v, bitwise reproducible.
@@ -119,7 +127,7 @@ def backward(
         out, lse: what `forward` returned.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
         problem: shapes and options.
-        alibi_slopes, sink, bias: as in `forward`.
+        alibi_slopes, sink, bias, dropout_seed, corner: as in `forward`.
         wanted: of "dalibi_slopes", "dsink" and "dbias", those whose gradient is.
 
     Returns:
@@ -140,7 +148,8 @@ def backward(
             K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
             added = adds.of(chunk, dtype)
             logit = None if dsinks is None else of_chunk(logits, chunk, dtype)
-            of = [x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, added, logit
+            dropping = dropping_of(dropout_seed, chunk, p, corner)
+            of = [x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, added, logit, dropping
             *gradients, dsink = _backward_chunk(*of)
             if all(np.isfinite(x).all() for x in (*gradients, dsink, *added.gradients())):
                 break
@@ -165,6 +174,7 @@ def _backward_chunk(
     p: Problem,
     added: Added,
     sink: Array | None,
+    dropping: Dropping,
 ) -> tuple[Array, Array, Array, Array]:
     """dQ, dK, dV and, of a `sink`, dsink of some heads in the dtype of K; `by_row`: their q, dout and out."""
     dtype = K.dtype
@@ -180,32 +190,10 @@ def _backward_chunk(
             if sink is not None:
                 dsink += sinks.gradient(sink, LSE, delta)
             target = dQ[..., rows, :]
-            target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p, added).reshape(target.shape)
+            of = Q, K, V, dO, LSE, delta, dK, dV, rows, p, added, dropping
+            target[...] = _backward_tile(*of).reshape(target.shape)
     with np.errstate(all="ignore"):
         return dQ, p.scale * dK, dV, dsink
-
-
-def _forward_tile(
-    Q: Array, K: Array, V: Array, rows: slice, p: Problem, added: Added, sink: Array | None
-) -> tuple[Array, Array]:
-    """O and lse of one tile of queries."""
-    O = np.zeros_like(Q)
-    m, l = sinks.start(sink, (*Q.shape[:2], 1), Q.dtype)
-    for keys, visible in key_tiles(rows, p):
-        S, visible = added.to(scores(Q, K[:, keys], p), rows, keys), added.visible(visible, rows, keys)
-        if visible is not None:
-            np.copyto(S, -np.inf, where=~visible)
-        m_new = np.maximum(m, S.max(axis=-1, keepdims=True))
-        shift = np.where(np.isneginf(m_new), 0, m_new)  # so far only scores of -inf: exp(-inf - 0) is 0, not NaN
-        P = np.exp(np.subtract(S, shift, out=S), out=S)
-        rescale = np.exp(m - shift)
-        l = rescale * l + P.sum(axis=-1, keepdims=True)
-        O = rescale * O + product(P, V[:, keys], visible)
-        m = m_new
-    sees = sees_a_key(rows, p)[:, None]
-    if added.bias is not None:  # which may make all scores -inf
-        sees = sees & (l != 0)
-    return np.where(sees, O / l, 0), m + np.log(l)  # every visible score is -inf: out is 0 / 0, as IEEE has it
 
 
 def _backward_tile(
@@ -220,6 +208,7 @@ def _backward_tile(
     rows: slice,
     p: Problem,
     added: Added,
+    dropping: Dropping,
 ) -> Array:
     """dQ of one tile of queries; adds what the tile contributes to dV, dK, still without scale, and what is added."""
     dQ = np.zeros_like(Q)
@@ -228,7 +217,8 @@ def _backward_tile(
         derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
         S, visible = added.to(S, rows, keys), added.visible(visible, rows, keys, LSE)
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
-        dP = dO @ V[:, keys].swapaxes(1, 2)
+        Z = dropping.factors(rows, keys, P.dtype)
+        dP = dropped(dO @ V[:, keys].swapaxes(1, 2), Z)
         dS = np.multiply(P, np.subtract(dP, delta, out=dP), out=dP)
         if added.gradients():
             added.add_gradients(dS if visible is None else np.where(visible, dS, 0), rows, keys)
@@ -237,6 +227,7 @@ def _backward_tile(
         if visible is not None:
             np.copyto(P, 0, where=~visible)
             np.copyto(dS, 0, where=~visible)
+        P = dropped(P, Z)
         seen_by = None if visible is None else visible.swapaxes(-1, -2)
         dV[:, keys] += product(P.swapaxes(1, 2), dO, seen_by)
         dK[:, keys] += product(dS.swapaxes(1, 2), Q, seen_by)

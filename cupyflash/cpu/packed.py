@@ -26,12 +26,21 @@ def forward(
     alibi_slopes: Array | None = None,
     sink: Array | None = None,
     bias: Array | None = None,
+    dropout_seed: Array | None = None,
 ) -> tuple[Array, Array]:
     """`attention.forward` of each sequence by itself. Rows outside of all sequences have out 0 and lse -inf."""
     out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
     for b, part in enumerate(parts(problem, sequences)):
         found = attention.forward(
-            q[part.q], k[part.k], v[part.k], part.problem, _of(alibi_slopes, b), sink, _bias_of(bias, part)
+            q[part.q],
+            k[part.k],
+            v[part.k],
+            part.problem,
+            _of(alibi_slopes, b),
+            sink,
+            _bias_of(bias, part),
+            dropout_seed,
+            part.corner,
         )
         out[part.q], lse[part.lse] = found
     return out, lse
@@ -50,6 +59,7 @@ def backward(
     alibi_slopes: Array | None = None,
     sink: Array | None = None,
     bias: Array | None = None,
+    dropout_seed: Array | None = None,
     wanted: tuple[str, ...] = (),
 ) -> tuple[Array, ...]:
     """`attention.backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
@@ -60,7 +70,8 @@ def backward(
     for b, part in enumerate(parts(problem, sequences)):
         dO, Q, K, V, Out = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q]
         dLSE, added = None if dlse is None else dlse[part.lse], (_of(alibi_slopes, b), sink, _bias_of(bias, part))
-        found = attention.backward(dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, *added, wanted)
+        of = dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, *added, dropout_seed, part.corner, wanted
+        found = attention.backward(*of)
         dq[part.q], dk[part.k], dv[part.k] = found[:3]
         targets = [total if total.ndim == 1 else total[b : b + 1] for total in sums]
         targets += [x for total in dbias if (x := _bias_of(total, part)) is not None]

@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..errors import UnsupportedError
 from ..options import make_options
 from .op import attention_of
+from .seeds import words
 
 
 @functools.cache
@@ -113,14 +115,16 @@ def flax_attention(
     Masks, which cupyflash does not have yet, are left to `jax.nn`.
 
     Raises:
-        UnsupportedError: dropout is asked for.
+        UnsupportedError: dropout is asked for together with a bias or a mask.
     """
-    if dropout_rate > 0.0 and not deterministic:
-        from ..errors import UnsupportedError
-
-        raise UnsupportedError("dropout_rate: expected 0, dropout is not supported yet; or pass deterministic=True")
+    dropped = dropout_rate > 0.0 and not deterministic
+    if dropped and not (bias is mask is None):
+        raise UnsupportedError("dropout_rate: expected 0 with a bias or a mask; or pass deterministic=True")
     lead = query.shape[:-3]
     three = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    if dropped:
+        arrays = {**dict(zip("qkv", three, strict=True)), "dropout_seed": words(dropout_rng)}
+        return attention_of(arrays, make_options(dropout_p=dropout_rate), False)[0].reshape(*lead, *query.shape[-3:])
 
     def folded(x: Any) -> Any:  # what broadcasts to one leading dimension may stay as it is
         if x is None or (x.ndim <= 4 and len(lead) == 1):

@@ -30,8 +30,9 @@ def check(
     device, lengths = found["q"][3], {name: key for name, key in found.items() if name in Sequences._fields}
     packed = packed_count(library, lengths, device) if "cu_seqlens_q" in lengths else None
     three = [found[x][0] for x in "qkv"], [dtypes[x] for x in "qkv"]
-    alibi = len(found["alibi_slopes"][0]) if "alibi_slopes" in found else 0
-    features: dict[str, Any] = {"alibi": alibi, "kv_range": "kv_range" in lengths, "sink": "sink" in found}
+    alibi, dropout = (len(found[x][0]) if x in found else 0 for x in ("alibi_slopes", "dropout_seed"))
+    features: dict[str, Any] = {"alibi": alibi, "dropout": dropout}
+    features |= {"kv_range": "kv_range" in lengths, "sink": "sink" in found}
     if "bias" in found:
         features["bias"] = Bias.of(found["bias"][0], dtypes["bias"])
     problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)

@@ -39,7 +39,7 @@ class Given:
         alike: of those with strides and the dtype of q.
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
-        alibi: the number of ALiBi's slopes; None: there are none.
+        alibi, dropout: the numbers of ALiBi's slopes and of dropout's seed; None: there are none.
         bias: the number of what is added to the scores; None: nothing is.
         broadcast: what broadcasts, given or made, in the table's order.
         asked: what all of them say of the spec.
@@ -58,7 +58,8 @@ class Given:
         self.order = (*names, *self.made, *self.shaped, *handed)
         self.strided = tuple(name for name in rows if rows[name].strided and name in self.order)
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
-        self.packed, self.alibi = number.get("cu_seqlens_q"), number.get("alibi_slopes")
+        self.packed = number.get("cu_seqlens_q")
+        self.alibi, self.dropout = number.get("alibi_slopes"), number.get("dropout_seed")
         of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
         learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
         self.bias, self.asked = number.get("bias"), Asked(*of_features, *learned)

@@ -68,13 +68,14 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, alibi: int, bias: Bias | None,
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int], bias: Bias | None,
     paired_bias: bool, batch: int, aligned: bool, tma: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`alibi`: how many dimensions the slopes have; `batch`: 0 for any call without work; `wish`: so that another value
-    in the environment is another question."""
+    """`dims`: how many dimensions the slopes and the seed of dropout have; `batch`: 0 for any call without work;
+    `wish`: so that another value in the environment is another question."""
     shape, sequences = ((1, 1, head_dim), batch) if of.packed else ((batch, 1, 1, head_dim), None)
-    features: dict[str, Any] = {"alibi": alibi, "kv_range": of.kv_range, "sink": of.sink, "bias": bias}
+    features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
+    features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias}
     problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
     known: dict[str, Any] = {name: getattr(of, name) for name in ("dalibi", "dsink", "dbias", "clocks")}
     known |= {"backward": backward, "paired_bias": paired_bias, "family": family()}
@@ -182,9 +183,9 @@ def prepare(
     batch, seqlen_q, seqlen_k, _, _ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
-    alibi = 0 if given.alibi is None else len(keys[given.alibi][0])
+    alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
     bias = _bias_of(given, library, signatures, extents, aligned)
-    asks = *asked_of, given.asked, alibi, *bias, has_work, rows_aligned
+    asks = *asked_of, given.asked, (alibi, dropout), *bias, has_work, rows_aligned
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, tma, wish())

@@ -35,6 +35,7 @@ class Main(Variant):
     bias: bool = False
     wide_bias: bool = False
     paired_bias: bool = False
+    dropout: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -86,6 +87,7 @@ class Delta(Variant):
     softcap: bool = False
     packed: bool = False
     bias: bool = False
+    dropout: bool = False
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), kv_range=True), True
         yield problem("bf16", head_dim, window=(None, 0), sink=True), True
         yield problem("bf16", head_dim, window=(None, 0), bias=Bias("bf16")), True
+        yield problem("bf16", head_dim, window=(None, 0), dropout_p=0.1, dropout=1), True
 
 
 @functools.cache

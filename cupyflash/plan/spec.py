@@ -28,6 +28,7 @@ class Spec(NamedTuple):
         bias: scores have a bias; wide_bias: of fp32, not of q's dtype; paired_bias: of which two neighbouring keys are
             read together.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
+        dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -53,6 +54,8 @@ class Spec(NamedTuple):
     wide_bias: bool = False
     paired_bias: bool = False
     dbias: tuple[bool, ...] | None = None
+    dropout: int = 0
+    dropout_p: float = 0.0
     is_empty: bool = False
     backward: bool = False
     unaligned: bool = False
@@ -94,6 +97,8 @@ class Spec(NamedTuple):
             wide_bias=problem.bias is not None and problem.bias.dtype == "fp32",
             paired_bias=problem.bias is not None and paired_bias,
             dbias=problem.bias.own if problem.bias is not None and dbias and asked.get("backward") else None,
+            dropout=problem.dropout,
+            dropout_p=problem.dropout_p,
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,

@@ -28,6 +28,7 @@ OPTIONS = (
     ("layout", "str"),
     ("deterministic", "bool"),
     ("softcap", "float?"),
+    ("dropout_p", "float"),
 )
 _LSE = ("lse",)
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

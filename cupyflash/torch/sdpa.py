@@ -8,9 +8,9 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..options import Options
+from ..options import make_options
 from ..problem import MAX_HEAD_DIM
-from . import autograd
+from . import autograd, seeds
 
 
 def scaled_dot_product_attention(
@@ -31,16 +31,17 @@ def scaled_dot_product_attention(
     attn_mask: of a floating dtype, that of query or fp32, it is a bias, read where it lies, and learned if it
         requires grad.
 
-    What cupyflash does not take goes to torch's own: boolean masks, dropout, head_dims that are no multiple of 8 or
-    differ, fp32 and fp64 on a GPU, GPUs older than Ampere, broadcast batches, and tensors in host memory, for which
-    torch is faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
+    What cupyflash does not take goes to torch's own: boolean masks, dropout beside an attn_mask, head_dims that are no
+    multiple of 8 or differ, fp32 and fp64 on a GPU, GPUs older than Ampere, broadcast batches, and tensors in host
+    memory, for which torch is faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 128, 64])
     """
-    reason = why_not(query, key, value, dropout_p) or why_not_bias(query, key, attn_mask)
+    beside_mask = dropout_p if attn_mask is not None else 0.0
+    reason = why_not(query, key, value, beside_mask) or why_not_bias(query, key, attn_mask)
     if attn_mask is not None and is_causal:
         reason = "there is an attn_mask beside is_causal"  # an error of torch's
     if not reason and query.shape[1] != key.shape[1] and not enable_gqa:
@@ -52,8 +53,10 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **gqa
         )
     window = (None, query.shape[2] - key.shape[2]) if is_causal else None
-    options = Options(scale=scale, window=window, layout="bhsd")
+    options = make_options(scale=scale, window=window, layout="bhsd", dropout_p=dropout_p)
     arrays = {"q": query, "k": key, "v": value} | ({} if attn_mask is None else {"bias": attn_mask})
+    if options.dropout_p:
+        arrays["dropout_seed"] = seeds.words(None, query, draw=True)
     return autograd.attention(arrays, options, want_lse=False)[0]
 
 

@@ -79,7 +79,11 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
                 if constexpr (V::kBias)  // @lse-of-nothing
                     stats[0] = lse[i] == -ptx::infinity() ? kLseOfNothing : lse[i];
                 else stats[0] = static_cast<float>(lse[i] * log2_per_unit);
-                stats[1] = sum - dlse[i];  // @delta-less-dlse
+                stats[1] = sum - dlse[i];     // @delta-less-dlse
+                if constexpr (V::kDropout) {  // as dropout.cuh asks for
+                    stats[0] -= ptx::lg2(p.dropout_inverse);
+                    stats[1] *= 1.f / p.dropout_inverse;  // @delta-of-what-is-kept
+                }
             }
         }
     }

@@ -1,6 +1,7 @@
 // Elements of dQ, dK and dV that are not finite, computed again (repair.cuh).
 #ifndef CUPYFLASH_REPAIR_GRADIENTS_CUH
 #define CUPYFLASH_REPAIR_GRADIENTS_CUH
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
 #include "attention/score.cuh"
@@ -54,7 +55,7 @@ struct GradientRepair {
     template <int kCols = D, class Tile>
     __device__ void dv(int head_k, int key, const Tile &tile, int row, int col0 = 0) const {
         over_queries<kCols, false>(p.dout, p.dout_stride, 1.f, head_k, key, tile, row, col0, [&](int head, int query) {
-            return P(head, query, key, S(head, query, head_k, key));
+            return of_kept(head, query, key, P(head, query, key, S(head, query, head_k, key)));
         });
     }
 
@@ -93,7 +94,11 @@ struct GradientRepair {
         // @strides-of-do-and-v-repair
         const float dP = dot_rows<T, D, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
                                                     key_at(p.v, p.v_stride, head_k, key));
-        return score.dS(raw, P(head, query, key, raw), dP, stats(head, query)[1]);
+        return score.dS(raw, P(head, query, key, raw), of_kept(head, query, key, dP), stats(head, query)[1]);
+    }
+    __device__ float of_kept(int head, int query, int key, float x) const {
+        const auto dropout = Dropout<V>::of(p, s.index, head);
+        return dropout.of_kept(dropout.keeps(query, key), x);
     }
     // The sum of weight(head, query) times that row of x.
     template <int kCols, bool kDS, class Tile, class Weight>

@@ -2,6 +2,7 @@
 // keep its maxima and sums until here.
 #ifndef CUPYFLASH_REPAIR_OUTPUT_CUH
 #define CUPYFLASH_REPAIR_OUTPUT_CUH
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
 #include "attention/sink.cuh"
@@ -59,7 +60,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             return exponent(i);
         };
         float lse = 0.f;  // in powers of two
-        repair_row<T, D>(tile, row0 + row, 0, D, 1.f, [&](auto &sum, bool reasons) {
+        repair_row<T, D>(tile, row0 + row, 0, D, Dropout<V>::factor(p), [&](auto &sum, bool reasons) {
             // @sink-of-the-row
             if (reasons) lse = log2_sum_ex2<V::kBias>(first, end + Sink<V>::kAny, exponent_or_sink);
             if constexpr (V::kBias)
@@ -72,7 +73,11 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
                         if (places(0, key).hides()) return kNone;  // @hidden-by-bias-repair-of-o
                     return reasons && row_is_finite<T, D, kUnaligned>(v + key * p.v_stride.row) ? kNone : kTerm;
                 },
-                [&](int key) { return weight_ex2(exponent(key) - lse); });
+                [&](int key) {
+                    const float weight = weight_ex2(exponent(key) - lse);
+                    if constexpr (!V::kDropout) return weight;
+                    else return Dropout<V>::of(p, s.index, head).keeps(query0 + row, key) ? weight : 0.f;
+                });
         });
     }
 }

@@ -14,6 +14,7 @@
 #include "attention/dq_accum.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/gemm.cuh"
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair_gradients.cuh"
 #include "attention/slopes.cuh"
@@ -117,6 +118,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         const int q0 = now.m_block * M;
         const bool masked = !whole(q0);
         const auto head_places = Places<V>::of(p, sequence, now.head);
+        const auto dropout = Dropout<V>::of(p, sequence.index, now.head);
+        const auto kept = dropout.template kept<false, kRows, kQueries>(q0 + query0, k0 + key0);
         const Stage s = stage(i);
 
         ptx::cp_async_wait_group<0>();  // @q-and-do-copied
@@ -143,10 +146,13 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
                         const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
                         const float raw = x;
                         const int key = 16 * a + 8 * (e / 2), query = 8 * j + e % 2;
+                        const bool keeps = kept(key, query);
                         x = score.P(raw, places(query, key), lse);
+                        y = Dropout<V>::of_kept(keeps, y);
                         if constexpr (Emitted<V>::kAny)
                             emitted.add(is_seen(key, query) ? x * (y - delta) : 0.f, places(query, key));
                         y = score.dS(raw, x, y, delta);
+                        x = Dropout<V>::of_kept(keeps, x);
                     }
                 if (V::kSplitD == 1 && j % 2 == 1) emitted.settle();  // else nothing spills
             }

@@ -9,6 +9,7 @@
 #define CUPYFLASH_FWD_SM80_CUH
 #include "tile/epilogue.cuh"
 #include "tile/gemm.cuh"
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair_output.cuh"
 #include "attention/softmax.cuh"
@@ -48,7 +49,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     const Mask<V> mask(with_range<V>(sequence, p), problem);
     const Score<V> score(problem);
-    const auto head_places = Places<V>::of(p, sequence, tile.head);
+    const auto head_places = DroppingPlaces<V, FwdParams>::of(p, sequence, tile.head);
     const int first = mask.first_key_block(q0), blocks = max(0, mask.end_key_block(q0) - first);
 
     // Tile t = 2 i + kAhead of the sequence K_first, V_first, K_first+1, ...: one group of copies each, empty at the
@@ -78,6 +79,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         constexpr bool kMasked = decltype(masked)::value;
         const int k0 = (first + i) * N;
 
+        const auto kept = kept_of<V, kRows, N>(head_places, q0 + row0, k0);
         next_tile_landed();              // K_j is here, and every warp is done with V_{j-1}
         request(i, Int<kStages - 1>{});  // @slot-of-v-free
         AccTile<kRows, N> S;             // S = Q K^T
@@ -93,6 +95,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
             if constexpr (kMasked) s = from_here.row_sees(row, col) ? s : -ptx::infinity();
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m
+        Dropout<V>::drop(S, kept);
         FragA<T, kRows, N> P;
         P.from(S);
 
@@ -118,6 +121,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     softmax.finish(score.unit, Sink<V>::of(p, sequence, tile.head), lse, inverse,
                    [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
     softmax.multiply_rows(O, inverse);
+    Dropout<V>::scale(p, O);
     const long long lse_row = sequence.lse_row(problem, tile.head);
     #pragma unroll
     for (int r = 0; r < OnlineSoftmax<kRows, V::kBias>::kRowsPerLane; ++r) {

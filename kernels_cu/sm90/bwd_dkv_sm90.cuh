@@ -15,6 +15,7 @@
 // Shared memory: K | V | kStages x Q | kStages x dO | two P | kStages x row_stats | mbarriers | queue of work.
 #ifndef CUPYFLASH_BWD_DKV_SM90_CUH
 #define CUPYFLASH_BWD_DKV_SM90_CUH
+#include "attention/dropout.cuh"
 #include "attention/params_sm90.cuh"
 #include "attention/work_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
@@ -115,6 +116,7 @@ template <class V, int kRole>
 struct BwdDkvGroup {
     using T = typename V::Element;
     static constexpr int M = V::kBlockM, N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16), kOther = 1 - kRole;
+    static constexpr bool kHandsP = Score<V>::kWeightIsP && !Dropout<V>::kAny;  // what is handed on is the P of dV
     static_assert(M == 64 && N == 64);
 
     const BwdSm90Params &p;
@@ -192,6 +194,8 @@ struct BwdDkvGroup {
         if constexpr (kRole == kRoleDS) ptx::mbarrier_wait(smem.full(kRoleP, ring.stage), ring.phase);
         #pragma unroll
         for (int j = 0; j < M / 8; ++j) ptx::ld_shared_v4_f32(stats[j], stats_at + 64 * j);
+        const auto dropout = Dropout<V>::of(p.plain, visit.sequence.index, visit.head);
+        const auto kept = dropout.template kept<false, 16, M>(visit.q0(), visit.k0 + key0);
         if constexpr (kRole == kRoleP) {
             const auto places = Places<V>::of(p.plain, visit.sequence, visit.head)
                                     .template from_lane<false>(visit.q0(), visit.k0 + key0);
@@ -207,15 +211,16 @@ struct BwdDkvGroup {
                         const float s = x;
                         x = score.P(s, places(16 * k + 8 * j + e % 2, 8 * (e / 2)), stats[2 * k + j][2 * (e % 2)]);
                         weight.x[0][j][e] = score.weight(s, x);  // @weight-of-the-score
+                        x = Dropout<V>::of_kept(kept(8 * (e / 2), 16 * k + 8 * j + e % 2), x);
                     }
-                if constexpr (!Score<V>::kWeightIsP) weights[k].from(weight);
+                if constexpr (!kHandsP) weights[k].from(weight);
             }
             if (masked) hide(visit, X);
             W.from(X);
             ptx::mbarrier_wait(smem.p_empty(handed.stage), handed.phase ^ 1);  // @p-empty
             #pragma unroll
             for (int k = 0; k < M / 16; ++k) {
-                const ptx::u32(&r)[4] = Score<V>::kWeightIsP ? W.x[k][0] : weights[k].x[0][0];  // @weights-handed-over
+                const ptx::u32(&r)[4] = kHandsP ? W.x[k][0] : weights[k].x[0][0];  // @weights-handed-over
                 ptx::st_shared_v4_b32(p_at + 2048 * k, {r[0], r[1], r[2], r[3]});
             }
             arrive_warp(smem.p_full(handed.stage));
@@ -226,6 +231,7 @@ struct BwdDkvGroup {
             for (int k = 0; k < M / 16; ++k) P[k] = ptx::ld_shared_v4_b32(p_at + 2048 * k);
             arrive_warp(smem.p_empty(handed.stage));
             X.for_each([&](int key, int query, float &dp) {
+                dp = Dropout<V>::of_kept(kept(key, query), dp);
                 const ptx::u32 pair = P[query / 16].x[query / 8 % 2 * 2 + key / 8];
                 dp = (query % 2 ? T::hi(pair) : T::lo(pair)) * (dp - stats[query / 8][2 * (query % 2) + 1]);
             });

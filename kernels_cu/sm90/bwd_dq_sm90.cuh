@@ -12,6 +12,7 @@
 #ifndef CUPYFLASH_BWD_DQ_SM90_CUH
 #define CUPYFLASH_BWD_DQ_SM90_CUH
 #include "attention/mask.cuh"
+#include "attention/dropout.cuh"
 #include "attention/params_sm90.cuh"
 #include "attention/work_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
@@ -174,7 +175,7 @@ struct BwdDqGroup {
             ptx::wgmma_wait_group<0>();
             arrived(dP), arrived(S);
             arrive_warp(smem.empty(v_stage()));
-            weigh(mask, places, S, dP, q0, end - 1, dS, emitted);
+            weigh(tile, mask, places, S, dP, q0, end - 1, dS, emitted);
         }
         dQ.zero();
         #pragma unroll 1
@@ -193,7 +194,7 @@ struct BwdDqGroup {
             arrive_warp(smem.empty(v_stage()));
             ptx::wgmma_wait_group<0>();
             arrived(S);
-            weigh(mask, places, S, dP, q0, j, dS, emitted);
+            weigh(tile, mask, places, S, dP, q0, j, dS, emitted);
         }
         arrive_warp(smem.dout_empty(group));
         if constexpr (Emitted<V>::kAny)
@@ -226,8 +227,11 @@ struct BwdDqGroup {
     __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }  // @stage-of-v
 
     // dS = P * (dP - delta), P = exp(S - lse).
-    __device__ void weigh(const Mask<OneGroup<V>> &mask, const Places<V> &head_places, const AccTile<16, N> &S,
-                          AccTile<16, N> &dP, int q0, int j, FragA<T, 16, N> &dS, Emitted<V> &emitted) const {
+    __device__ void weigh(const QueryWork<V> &tile, const Mask<OneGroup<V>> &mask, const Places<V> &head_places,
+                          const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int j, FragA<T, 16, N> &dS,
+                          Emitted<V> &emitted) const {
+        const auto dropout = Dropout<V>::of(p.plain, tile.sequence.index, tile.head);
+        Dropout<V>::drop(dP, dropout.template kept<true, 16, N>(q0 + warp_row, j * N));
         const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N);
         if constexpr (Emitted<V>::kAny) {
             const int lane = fresh_lane();

@@ -14,6 +14,7 @@
 #ifndef CUPYFLASH_BWD_SM90_CUH
 #define CUPYFLASH_BWD_SM90_CUH
 #include "attention/dq_accum.cuh"
+#include "attention/dropout.cuh"
 #include "attention/params_sm90.cuh"
 #include "attention/work_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
@@ -218,6 +219,8 @@ struct BwdGroup {
         const int stage = ring.stage;
         const auto sQ = smem.q(stage), sdO = smem.dout(stage);
 
+        const auto dropout = Dropout<V>::of(p.plain, visit.sequence.index, visit.head);
+        const auto kept = dropout.template kept<false, 16, M>(q0, key0 + dropout.warp_row());
         ptx::mbarrier_wait(smem.q_full(stage), ring.phase);         // @visit-q-full
         AccTile<16, M> P, dS;                                       // transposed: rows are keys
         issue_nt<T, kDepth>(P, smem.k().from_row(64 * group), sQ);  // S^T = K Q^T
@@ -242,12 +245,13 @@ struct BwdGroup {
                 for (int e = 0; e < 4; ++e) {
                     const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
                     const float s = P.x[0][j][e], p_ij = score.P(s, places(8 * j + e % 2, 8 * (e / 2)), lse);
-                    const float ds_ij = score.dS(s, p_ij, dS.x[0][j][e], delta);
+                    const bool keeps = kept(8 * (e / 2), 8 * j + e % 2);
+                    const float dp_ij = dropout.of_kept(keeps, dS.x[0][j][e]), ds_ij = score.dS(s, p_ij, dp_ij, delta);
                     if constexpr (Emitted<V>::kAny) {
-                        const float by_score = p_ij * (dS.x[0][j][e] - delta);
+                        const float by_score = p_ij * (dp_ij - delta);
                         emitted.add(!kMasked || visible(j, e) ? by_score : 0.f, places(8 * j + e % 2, 8 * (e / 2)));
                     }
-                    P.x[0][j][e] = !kMasked || visible(j, e) ? p_ij : 0.f;
+                    P.x[0][j][e] = !kMasked || visible(j, e) ? dropout.of_kept(keeps, p_ij) : 0.f;
                     dS.x[0][j][e] = !kMasked || visible(j, e) ? ds_ij : 0.f;
                 }
             }

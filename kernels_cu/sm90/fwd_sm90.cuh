@@ -16,6 +16,7 @@
 #ifndef CUPYFLASH_FWD_SM90_CUH
 #define CUPYFLASH_FWD_SM90_CUH
 #include "sm90/fwd_load_sm90.cuh"
+#include "attention/dropout.cuh"
 #include "attention/repair_output.cuh"
 #include "attention/softmax.cuh"
 #include "tile/epilogue.cuh"
@@ -151,7 +152,7 @@ struct FwdGroup {
         q_ring.stage = uniform(q_ring.stage), tile.q0 = uniform(tile.q0);
         // Blocks before `whole` or from `cut` on hide keys from some of the rows.
         const auto mask = mask_of(tile);
-        const auto places = Places<V>::of(p.plain, tile.sequence, tile.head);
+        const auto places = DroppingPlaces<V, FwdParams>::of(p.plain, tile.sequence, tile.head);
         const int q0 = rows_of(tile), end = end_of(tile), first = first_of(tile);
         const int whole = mask.first_full_block(q0), cut = mask.end_full_block(q0);
         const int slot = q_ring.stage;
@@ -166,6 +167,7 @@ struct FwdGroup {
         if (first < whole || first >= cut) apply_mask(mask, S, q0, first);  // @first-block-masked
         softmax.first_maximum(S);
         softmax.exponentiate(S);
+        Dropout<V>::drop(S, kept_of<V, 16, N>(places, q0 + warp_row, first * N));
         P.from(S);
         release_leaving();
         // Without a mask the first product overwrites O. (With one, that spills.)
@@ -184,6 +186,7 @@ struct FwdGroup {
             // @v-of-the-block-before
             issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
             started = true;
+            const auto kept = kept_of<V, 16, N>(places, q0 + warp_row, j * N);
             ptx::wgmma_wait_group<1>();  // @s-complete
             arrived(S);
             apply_score(places, S, q0, j);
@@ -197,11 +200,13 @@ struct FwdGroup {
             arrived(O);
             release_v(before);                                                       // @v-released
             if constexpr (!kCareful) good = softmax.exponentiate_optimistically(S);  // @hope-checked
+            Dropout<V>::drop(S, kept);
             P.from(S);
             if (!good) {                                                      // @k-kept-until-now
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
                 apply_score(places, S, q0, j);
                 softmax.step(S, O);  // @o-follows-scores-again
+                Dropout<V>::drop(S, kept);
                 P.from(S);
             }
             release_k(ring);
@@ -243,6 +248,7 @@ struct FwdGroup {
             arrived(O);
             release_v(last);
             softmax.multiply_rows(O, inverse);
+            Dropout<V>::scale(p.plain, O);
             if (!ptx::vote_all(stage<T>(sQ, warp_row, O))) {  // @o-is-finite-sm90
                 if constexpr (kBegun) {                       // its registers are needed: S is formed again afterwards
                     ptx::wgmma_wait_group<0>();

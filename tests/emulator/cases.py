@@ -16,6 +16,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     name += "-softcap" * (problem.softcap is not None) + "-packed" * problem.packed
     name += "-alibi" * problem.alibi + "-range" * problem.kv_range + "-sink" * problem.sink
     name += "-bias" * (problem.bias is not None)
+    name += "-dropout" * bool(problem.dropout)
     lengths = ((150, 0, 173), (67, 60, 204)) if problem.packed else (None, None)
     return Case(
         name, "full", 323 if problem.head_dim < 200 else 131, 332 if problem.bias else 331, problem.head_dim,
@@ -25,6 +26,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
         softcap=problem.softcap, alibi=problem.alibi, batch=len(lengths[0] or "1"), lengths_q=lengths[0],
         lengths_k=lengths[1], ranges=((65, 297),) if problem.kv_range else None, sink=problem.sink,
         bias="bhqk" if problem.bias else "",
+        dropout_p=problem.dropout_p,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ Gradients = tuple[np.ndarray, ...]
 
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
-    more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink, "bias": x.bias}
+    more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink, "bias": x.bias, "dropout_seed": x.dropout_seed}
     wanted = tuple(f"d{name}" for name in x.learned)
     if x.sequences is not None:
         more["sequences"] = x.sequences

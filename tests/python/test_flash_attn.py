@@ -316,7 +316,7 @@ def test_a_ring_of_two() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dropout_p": 0.1}, r"dropout_p: expected 0.0, got 0.1; .*model.eval"),
+        ({"dropout_p": 1.1}, r"dropout_p: expected a number from 0 on and below 1, got 1.1"),
         ({"window_size": 3}, r"window_size: expected a pair"),
         ({"softcap": 1e9}, r"softcap: expected a number from"),
         ({"q": [1.0]}, r"q: expected a torch.Tensor, got list"),
@@ -359,3 +359,22 @@ def test_alibi(dims: int) -> None:
     packed = [x.detach().flatten(0, 1)[:5] for x in (q, k, v)]
     got = flash_attn.flash_attn_varlen_func(*packed, cu, cu, 4, 4, alibi_slopes=slopes, return_attn_probs=True)
     assert_same(got[:2], exact_packed(*packed, cu, cu, slopes=slopes.detach()))
+
+
+def test_dropout() -> None:
+    """As by `attention` with a seed from torch's generator; the private functions hand it over as rng_state."""
+    q, k, v = (random(2, 5, 2, 8).requires_grad_() for _ in range(3))
+    torch.manual_seed(5)
+    out = flash_attn.flash_attn_func(q, k, v, dropout_p=0.4, causal=True)
+    torch.manual_seed(5)
+    assert out.equal(cupyflash.attention(q, k, v, dropout_p=0.4, causal=True))
+    x = [t.detach() for t in (q, k, v)]
+    out, lse, _, state = interface._flash_attn_forward(*x, 0.4, 0.3, True, -1, -1, 0.0, None, False)
+    assert out.equal(cupyflash.attention(*x, dropout_p=0.4, dropout_seed=state, causal=True, scale=0.3))
+    places = [torch.empty_like(t) for t in x]
+    interface._flash_attn_backward(out, *x, out, lse, *places, 0.4, 0.3, True, -1, -1, 0.0, None, False, state)
+    want = cupyflash.attention(q, k, v, dropout_p=0.4, dropout_seed=state, causal=True, scale=0.3)
+    for a, b in zip(places, torch.autograd.grad(want, (q, k, v), out), strict=True):
+        torch.testing.assert_close(a, b)
+    with pytest.raises(ArgumentError, match="dropout_seed: expected the seed of the forward"):
+        interface._flash_attn_backward(out, *x, out, lse, *places, 0.4, 0.3, True, -1, -1, 0.0, None, False)

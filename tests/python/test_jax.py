@@ -407,8 +407,11 @@ def test_flax_attention(three: list[Any]) -> None:
     k, v = jnp.repeat(k, 2, 2), jnp.repeat(v, 2, 2)
     got = flax_attention(*[x[None] for x in (q, k, v)], dropout_rate=0.1, deterministic=True, precision=None)
     agree(got[0], jax.nn.dot_product_attention(q, k, v))
-    with pytest.raises(UnsupportedError, match="dropout_rate"):
-        flax_attention(q, k, v, dropout_rate=0.1)
+    key = jax.random.key(3)
+    got = flax_attention(*[x[None] for x in (q, k, v)], dropout_rate=0.1, dropout_rng=key)
+    agree(got[0], cupyflash.attention(q, k, v, dropout_p=0.1, dropout_seed=key))
+    with pytest.raises(UnsupportedError, match="dropout_rate: expected 0 with a bias or a mask"):
+        flax_attention(q, k, v, mask=jnp.ones((1, 1, 1, 1), bool), dropout_rate=0.1, dropout_rng=key)
 
 
 # ---- XLA's interface ----

@@ -31,7 +31,7 @@ PYTHON_LAYERS = (
     ("compat",),
     ("kvcache", "pages", "partials", "varlen"),
     ("ahead", "api"),
-    ("gradients",),
+    ("gradients", "seeds"),
     ("torch", "jax"),
     ("launch",),
     ("compile", "cpu"),
@@ -41,9 +41,11 @@ PYTHON_LAYERS = (
     ("problem",),
     ("bias",),
     ("options",),
+    ("scales",),
     ("arrays", "gpu"),
     ("operands",),
     ("operand",),
+    ("dropout",),
     ("errors",),
 )
 # In a folder of the package a module imports only from those further to the right.
@@ -53,14 +55,14 @@ PYTHON_ORDER = {
     "check": "cache_reference cache_cases cache_case accuracy noise reference features bias arithmetic comparison "
     "cases cases_bias cases_sequences case case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
-    "cpu": "cache packed attention added sink products tiles",
+    "cpu": "cache packed attention forward added sink dropping products tiles",
     "gpu": "dependent tensormap device driver",
-    "jax": "sdpa op cached call sharding ffi buffers",
-    "launch": "cached decode run clocks cached_params prepare alignment prepared filled checks packed passes template "
-    "counters kept",
+    "jax": "sdpa op cached call seeds sharding ffi buffers",
+    "launch": "cached decode run seeds clocks cached_params prepare alignment prepared filled checks packed passes "
+    "template counters kept",
     "plan": "shipped_cache shipped decode families sm90 sm80 family extents decode_shares decode_kernels kernels "
     "params_decode params variant spec",
-    "torch": "flash aten sdpa flops cached autograd sharding batching ops vetting followed",
+    "torch": "flash aten sdpa flops cached autograd seeds sharding batching ops vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }
 # Modules that are kept to some.
@@ -95,7 +97,8 @@ OUTSIDE = {
 CUDA_LAYERS = (("any", "decode", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
 CUDA_ORDER = {
     "any": "bwd_*",
-    "attention": "repair_* repair dq_accum visits softmax sink score slopes places bias work_sm90 packed_sm90 mask "
+    "attention": "repair_* repair dq_accum visits softmax sink dropout score slopes places bias work_sm90 packed_sm90 "
+    "mask "
     "schedule sequence params_sm90 params",
     "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode repair_decode parts rows "
     "shares slices cached params_decode",

@@ -94,7 +94,7 @@ def test_it_is_compiled_for_all_lengths() -> None:
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "mask": ({}, {"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, "there is a boolean attn_mask"),
-    "dropout": ({}, {"dropout_p": 0.5}, "there is dropout"),
+    "dropout": ({}, {"dropout_p": 0.5, "attn_mask": torch.ones(9, 9)}, "there is dropout"),
     "head_dim": ({"d": 12}, {}, "a multiple of 8"),
 }
 
@@ -233,3 +233,13 @@ def test_the_packed_kernels_for_a_gpu() -> None:
         close(list(grads), list(torch.autograd.grad(want, (q, k, v), out)))
     told = aten._flash(lambda reason: reason, *x, cu, cu, 6, 6, 0.1, True, False)
     assert told == "there is dropout"
+
+
+def test_dropout_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a seed from torch's generator."""
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+    q, k, v = make()
+    torch.manual_seed(1)
+    found = ours.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(1)
+    assert found.equal(cupyflash.attention(q, k, v, layout="bhsd", dropout_p=0.5))

@@ -1,0 +1,43 @@
+"""The forward of one tile of queries, over the tiles of keys that it sees: online softmax (`attention`)."""
+
+# ruff: noqa: E741 (O and l are the paper's names)
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import Problem
+from . import sink as sinks
+from .added import Added
+from .dropping import Dropping, dropped
+from .products import product, scores
+from .tiles import key_tiles, sees_a_key
+
+Array = NDArray[Any]
+
+
+def forward_tile(
+    Q: Array, K: Array, V: Array, rows: slice, p: Problem, added: Added, sink: Array | None, dropping: Dropping
+) -> tuple[Array, Array]:
+    """O and lse of one tile of queries."""
+    O = np.zeros_like(Q)
+    m, l = sinks.start(sink, (*Q.shape[:2], 1), Q.dtype)
+    for keys, visible in key_tiles(rows, p):
+        S, visible = added.to(scores(Q, K[:, keys], p), rows, keys), added.visible(visible, rows, keys)
+        if visible is not None:
+            np.copyto(S, -np.inf, where=~visible)
+        m_new = np.maximum(m, S.max(axis=-1, keepdims=True))
+        shift = np.where(np.isneginf(m_new), 0, m_new)  # so far only scores of -inf: exp(-inf - 0) is 0, not NaN
+        P = np.exp(np.subtract(S, shift, out=S), out=S)
+        rescale = np.exp(m - shift)
+        l = rescale * l + P.sum(axis=-1, keepdims=True)
+        P = dropped(P, dropping.factors(rows, keys, P.dtype))
+        O = rescale * O + product(P, V[:, keys], visible)
+        m = m_new
+    sees = sees_a_key(rows, p)[:, None]
+    if added.bias is not None:  # which may make all scores -inf
+        sees = sees & (l != 0)
+    return np.where(sees, O / l, 0), m + np.log(l)  # every visible score is -inf: out is 0 / 0, as IEEE has it

@@ -1,0 +1,191 @@
+// Dropout of P behind the softmax: which elements are dropped is a function of (seed, sequence, head of q, query, key) alone,
+// so that every pass, tile shape and family drops the same ones, and nothing is stored.
+//
+//     Z_ij = 1 where (i, j) is kept, else 0;   f = 1 / (1 - p);   lse knows nothing of both
+//     O = f (Z * P) V,   dV = (Z * f P)^T dO,   dS = f P * (Z * (dO V^T) - delta / f).
+// The backward has f P and delta / f from row_stats.
+//
+// Random numbers are Philox-4x32's (Salmon et al. 2011) with 7 rounds, the fewest with which it passes BigCrush. One call
+// serves 8 elements with 16 bits each: (i, j) is dropped if its number is less than p * 2^16, rounded. These are what a lane
+// holds of 16 queries and 16 keys in an accumulator whose rows are queries, queries i and i + 8, keys j, j + 1, j + 8, j + 9:
+//     key       seed + offset * 2^64 / golden ratio
+//     counter   key / 16, query / 16 * 32 + lane, head, sequence       lane = 4 (query % 8) + key % 8 / 2
+//     number    word 2 (key / 8 % 2) + query / 8 % 2, its half key % 2.
+// Where rows are keys, two lanes that hold neighbouring keys make a call each and exchange halves.
+#ifndef CUPYFLASH_DROPOUT_CUH
+#define CUPYFLASH_DROPOUT_CUH
+#include "attention/places.cuh"
+#include "tile/tile.cuh"
+
+__device__ __forceinline__ ptx::U128 philox(ptx::U128 counter, ptx::u32 key0, ptx::u32 key1) {
+    ptx::u32(&c)[4] = counter.x;
+    #pragma unroll
+    for (int round = 0; round < 7; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {  // @rounds-of-philox
+        const ptx::u64 a = 0xD2511F53ull * c[0], b = 0xCD9E8D57ull * c[2];
+        c[0] = static_cast<ptx::u32>(b >> 32) ^ c[1] ^ key0, c[1] = static_cast<ptx::u32>(b);
+        c[2] = static_cast<ptx::u32>(a >> 32) ^ c[3] ^ key1, c[3] = static_cast<ptx::u32>(a);
+    }
+    return counter;
+}
+
+// Of a head of q; here there is none.
+template <class V, bool kDropout = V::kDropout>
+struct Dropout {
+    static constexpr bool kAny = false;
+    struct All {
+        __device__ bool operator()(int, int) const { return true; }
+    };
+
+    template <class Params>
+    __device__ static Dropout of(const Params &, int /* sequence */, int /* head */) {
+        return {};
+    }
+    template <bool kRowsAreQueries, int kRows, int kCols>
+    __device__ All kept(int /* query */, int /* key */) const {
+        return {};
+    }
+    template <class Acc, class Kept>
+    __device__ static void drop(Acc &, const Kept &) {}
+    __device__ bool keeps(int /* query */, int /* key */) const { return true; }
+    __device__ static float of_kept(bool, float x) { return x; }
+    template <class Params>
+    __device__ static float factor(const Params &) {
+        return 1.f;
+    }
+    template <class Params, class Acc>
+    __device__ static void scale(const Params &, Acc &) {}
+    __device__ static int warp_row() { return 0; }
+};
+
+// What a lane keeps of an accumulator, a bit for each element; rows and columns are counted from its first one.
+template <int kRows, int kCols>
+struct Kept {
+    ptx::u32 word[kRows / 16][ceil_div(kCols, 64)];
+
+    __device__ bool operator()(int row, int col) const { return word[row / 16][col / 64] & bit(row, col); }
+    __device__ static ptx::u32 bit(int row, int col) { return 1u << (col % 64 / 8 * 4 + row % 16 / 8 * 2 + col % 2); }
+};
+
+template <class V>
+struct Dropout<V, true> {
+    static constexpr bool kAny = true;
+    ptx::u32 limit;  // p * 2^32, rounded to 16 bits
+    ptx::u32 key[2], sequence, head;
+
+    // The seed is read where this stands: a main loop need not keep it.
+    template <class Params>
+    __device__ static Dropout of(const Params &p, int sequence, int head) {
+        const auto *seeds = reinterpret_cast<const ptx::u64 *>(ptx::opaque(reinterpret_cast<ptx::i64>(p.dropout_seed)));
+        ptx::u64 seed = seeds[0];
+        if (p.dropout == 2) seed += seeds[1] * 0x9E3779B97F4A7C15ull;  // @offset-of-the-seed
+        return {static_cast<ptx::u32>(p.dropout_limit),
+                {static_cast<ptx::u32>(seed), static_cast<ptx::u32>(seed >> 32)},
+                static_cast<ptx::u32>(sequence),  // @dropout-of-its-sequence
+                static_cast<ptx::u32>(head)};     // @dropout-of-its-head
+    }
+    // Of an accumulator that begins with a query and a key, multiples of 16; worked out here, not later: while tensor cores
+    // compute it.
+    template <bool kRowsAreQueries, int kRows, int kCols>
+    __device__ Kept<kRows, kCols> kept(int query, int key) const {
+        Kept<kRows, kCols> kept{};
+        #pragma unroll
+        for (int row = 0; row < kRows; row += 16) {
+            #pragma unroll
+            for (int col = 0; col < kCols; col += 16) {
+                const auto r = kRowsAreQueries ? of_queries(query + row, key + col) : of_keys(query + col, key + row);
+                #pragma unroll
+                for (int i = 0; i < 8; ++i) {  // word i / 2, of row 8 (i / 2 % 2) and column 8 (i / 4)
+                    const ptx::u32 number = i % 2 ? r.x[i / 2] : r.x[i / 2] << 16;  // @numbers-of-neighbours
+                    const ptx::u32 bit = kept.bit(8 * (i / 2 % 2), col + 8 * (i / 4) + i % 2);
+                    kept.word[row / 16][col / 64] |= number >= limit ? bit : 0;
+                }
+            }
+            #pragma unroll
+            for (ptx::u32 &w : kept.word[row / 16]) w = static_cast<ptx::u32>(ptx::opaque(static_cast<int>(w)));
+        }
+        return kept;
+    }
+    // Elements that are dropped become 0.
+    template <class Acc, class Kept>
+    __device__ static void drop(Acc &acc, const Kept &kept) {
+        acc.for_each([&](int row, int col, float &x) { x = of_kept(kept(row, col), x); });
+    }
+    // Of one element: whether it is kept.
+    __device__ bool keeps(int query, int key) const {
+        const ptx::U128 r = numbers(query, key, 4 * (query % 8) + key % 8 / 2);
+        const int i = 2 * (key / 8 % 2) + query / 8 % 2;
+        const ptx::u32 low = i % 2 ? r.x[1] : r.x[0], high = i % 2 ? r.x[3] : r.x[2], w = i / 2 ? high : low;
+        return (key % 2 ? w : w << 16) >= limit;
+    }
+    __device__ static float of_kept(bool kept, float x) { return kept ? x : 0.f; }  // @zero-where-dropped
+    // What O lacks at its end.
+    template <class Params>
+    __device__ static float factor(const Params &p) {
+        return p.dropout_inverse;
+    }
+    template <class Params, class Acc>
+    __device__ static void scale(const Params &p, Acc &O) {
+        O.scale(factor(p));  // @o-of-what-is-kept
+    }
+
+    // Of a warpgroup's warp.
+    __device__ static int warp_row() { return fresh_thread() / 32 % 4 * 16; }
+
+  private:
+    __device__ ptx::U128 numbers(int query, int key_index, ptx::u32 lane) const {
+        const ptx::u32 tile = static_cast<ptx::u32>(query) / 16 * 32 + lane;
+        return philox({{static_cast<ptx::u32>(key_index) / 16, tile, head, sequence}}, key[0], key[1]);
+    }
+    // Of 16 queries and 16 keys what this lane holds: word 2 (col / 8) + row / 8, its half col % 2. Where rows are queries ...
+    __device__ ptx::U128 of_queries(int query, int key) const { return numbers(query, key, fresh_lane()); }
+    // ... and where they are keys. Lane 4 g + t holds keys g and g + 8, queries 2 t and 2 t + 1 (+ 8). Of two neighbouring keys
+    // the lane of the even one makes the call for the even query, the other one that for the odd query; each gets the halves
+    // of its own key.
+    __device__ ptx::U128 of_keys(int query, int key) const {
+        const ptx::u32 lane = fresh_lane();
+        const bool odd = lane / 4 % 2;
+        const auto turned = [&](ptx::u32 w) { return odd ? w << 16 | w >> 16 : w; };
+        ptx::U128 mine = numbers(query, key, 4 * (2 * (lane % 4) + odd) + lane / 8), found;
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) mine.x[i] = turned(mine.x[i]);  // low: its own key's, high: the other's
+        ptx::u32 theirs[2];
+        #pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const ptx::u32 pair = mine.x[2 * i] >> 16 | (mine.x[2 * i + 1] & 0xffff0000u);
+            theirs[i] = ptx::shfl_index(static_cast<int>(pair), lane ^ 4);  // @halves-exchanged
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; ++i) {  // of keys + 8 (i / 2), queries + 8 (i % 2)
+            const ptx::u32 high = i % 2 ? theirs[i / 2] & 0xffff0000u : theirs[i / 2] << 16;
+            found.x[2 * (i % 2) + i / 2] = turned((mine.x[i] & 0xffffu) | high);
+        }
+        return found;
+    }
+};
+
+// Places of a head that know what dropout asks, too: which sequence and head. Without dropout they are Places, and nothing else.
+template <class V, class Params, bool kDropout = V::kDropout>
+struct DroppingPlaces {
+    using Type = Places<V>;
+    __device__ static Type of(const Params &p, const Sequence<V::kPacked> &s, int head) { return Type::of(p, s, head); }
+};
+template <class V, class Params>
+struct DroppingPlaces<V, Params, true> {
+    struct Type : Places<V> {
+        const Params &p;
+        int sequence, head;
+    };
+    __device__ static Type of(const Params &p, const Sequence<V::kPacked> &s, int head) {
+        return {Places<V>::of(p, s, head), p, s.index, head};
+    }
+};
+
+// Which elements of P are kept, of an accumulator whose rows are queries.
+template <class V, int kRows, int kCols, class AnyPlaces>
+__device__ __forceinline__ auto kept_of(const AnyPlaces &places, int query, int key) {
+    if constexpr (V::kDropout)
+        return Dropout<V>::of(places.p, places.sequence, places.head).template kept<true, kRows, kCols>(query, key);
+    else return typename Dropout<V>::All{};
+}
+
+#endif  // CUPYFLASH_DROPOUT_CUH

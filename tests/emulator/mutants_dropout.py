@@ -1,0 +1,30 @@
+# ruff: noqa: E501 (a bug a line)
+"""Bugs planted in dropout."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .markers import change
+from .mutants import Bug
+
+_sm90 = partial(Bug, arch="sm_90")
+
+FORWARD_DROPOUT = (
+    Bug("dropout: six rounds of Philox", change("rounds-of-philox", "round < 7", "round < 6"), "dropout"),
+    Bug("dropout: neighbouring keys share a number", change("numbers-of-neighbours", "i % 2 ? r.x[i / 2] : r.x[i / 2] << 16", "r.x[i / 2]"), "dropout"),
+    Bug("dropout: every sequence drops as the first", change("dropout-of-its-sequence", "static_cast<ptx::u32>(sequence)", "0u * sequence"), "dropout-causal-d128"),
+    Bug("dropout: every head drops as the first", change("dropout-of-its-head", "static_cast<ptx::u32>(head)", "0u * head"), "dropout"),
+    Bug("dropout: what is kept is not multiplied", change("o-of-what-is-kept", "O.scale(factor(p))", "(void)p, (void)O"), "dropout"),
+    _sm90("dropout: nothing is dropped on Hopper", change("zero-where-dropped", "kept ? x : 0.f", "(void)kept, x"), "dropout"),
+)  # fmt: skip
+BACKWARD_DROPOUT = (
+    Bug("dropout: halves of the wrong lane", change("halves-exchanged", "lane ^ 4", "lane ^ 8"), "dropout"),
+    _sm90("dropout: halves of the wrong lane on Hopper", change("halves-exchanged", "lane ^ 4", "lane"), "dropout"),
+    Bug("dropout: delta without its factor", change("delta-of-what-is-kept", "1.f / p.dropout_inverse", "1.f"), "dropout"),
+    _sm90("dropout: dP of what is dropped", change("zero-where-dropped", "kept ? x : 0.f", "(void)kept, x"), "dropout-gqa-dlse-d256"),
+)  # fmt: skip
+# With an offset beside the seed, as tests/kernels/test_emulator_dropout.py has it.
+OFFSET_DROPOUT = (
+    Bug("dropout: the offset does not count", change("offset-of-the-seed", "p.dropout == 2", "false"), "dropout"),
+)

@@ -1,0 +1,97 @@
+"""Dropout on a GPU, through the public API; the cases of the table are in test_gpu.py.
+
+CUPYFLASH_FAMILY is set for each family in turn; sm90 is left out where the GPU has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash.dropout import kept, limit_of, words_of
+from cupyflash.gpu.device import Device
+
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
+
+
+@pytest.fixture(params=["sm80", "sm90"], autouse=True)
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels that calls take."""
+    if request.param == "sm90" and Device.of(0).capability != (9, 0):
+        pytest.skip("the sm90 family needs compute capability 9.0")
+    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
+    return str(request.param)
+
+
+def tensors(seqlen: int, d: int, heads: int = 4) -> list[Any]:
+    """q, k, v and dout in bf16."""
+    import torch
+
+    torch.manual_seed(seqlen + d)
+    return [torch.randn(2, seqlen, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+
+
+def mask(n: int, heads: int, p: float, seed: int) -> Any:
+    """Z of a batch of two."""
+    import torch
+
+    sequence, head = np.repeat(np.arange(2), heads), np.tile(np.arange(heads), 2)
+    Z = kept(words_of(seed), limit_of(p), sequence, head, slice(0, n), slice(0, n))
+    return torch.tensor(Z, device="cuda").reshape(2, heads, n, n).float() * (65536 / (65536 - limit_of(p)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_autograd_against_plain_fp32_with_the_same_mask(d: int, causal: bool) -> None:
+    import torch
+
+    q, k, v, dout = tensors(700, d)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = cupyflash.attention(q, k, v, causal=causal, dropout_p=0.2, dropout_seed=77)
+    s = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) * d**-0.5
+    if causal:
+        s = s.masked_fill(torch.ones(700, 700, device="cuda", dtype=torch.bool).triu(1), float("-inf"))
+    want = torch.einsum("bhij,bjhd->bihd", s.softmax(-1) * mask(700, 4, 0.2, 77), v.float())
+    assert float((out - want).norm() / want.norm()) < 1e-2
+    found, expected = (torch.autograd.grad(x, leaves, dout.to(x.dtype)) for x in (out, want))
+    for got, exact in zip(found, expected, strict=True):
+        assert float((got.float() - exact.float()).norm() / exact.float().norm()) < 2e-2
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_mask_is_exact(d: int) -> None:
+    import torch
+
+    q = torch.zeros(2, d, 3, d, device="cuda", dtype=torch.bfloat16)
+    v = torch.eye(d, device="cuda", dtype=torch.bfloat16)[None, :, None].expand(2, d, 3, d).contiguous()
+    out = cupyflash.attention(q, q, v, dropout_p=0.5, dropout_seed=2**40 + 1)
+    assert (out.transpose(1, 2) > 0).equal(mask(d, 3, 0.5, 2**40 + 1) > 0)
+
+
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("drawn", [True, False])
+def test_each_replay_of_a_graph_drops_anew(drawn: bool) -> None:
+    """By torch's generator, or by a seed on the device that somebody advances."""
+    import torch
+
+    q, k, v, _ = tensors(300, 64)
+    seed = None if drawn else torch.tensor([5, 0], device="cuda")
+    cupyflash.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cupyflash.attention(q, k, v, dropout_p=0.5, dropout_seed=seed)
+        if seed is not None:
+            seed[1] += 1
+    found = []
+    for _ in range(3):
+        graph.replay()
+        found.append(out.clone())
+    assert not found[0].equal(found[1])
+    assert not found[1].equal(found[2])
+    if not drawn:
+        want = cupyflash.attention(q, k, v, dropout_p=0.5, dropout_seed=torch.tensor([5, 2], device="cuda"))
+        assert found[2].equal(want)
