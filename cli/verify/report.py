@@ -168,7 +168,8 @@ def case_line(result: CaseResult) -> str:
     assert worst is not None
     head += "".join(f"{errors.get(name, '-'):>8}" for name in RESULTS)
     ratio = f"{worst.ratio:.2f}" if worst.ratio < 100 else f"{worst.ratio:.0e}"
-    line = f"{head}  {worst.name:<3}{worst.plain_max_error:>9.1e}{ratio:>7}{min(worst.share, 9.99):>6.0%}"
+    name = worst.name.removesuffix("_cache")
+    line = f"{head}  {name:<3}{worst.plain_max_error:>9.1e}{ratio:>7}{min(worst.share, 9.99):>6.0%}"
     failures = "".join(f"\n    {c}" for c in result.comparisons if not c.passed)
     return f"{line}  {'PASS' if result.passed else 'FAIL'}{failures}"
 

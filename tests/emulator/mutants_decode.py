@@ -44,12 +44,12 @@ DECODE = (
     _sm90("no sink", change("sink-joins-once", "sum != 0.f", "false"), "cache-sink"),
     # NaN and inf
     _sm90("no repair of whole tiles", change("written-and-finite", "!finite", "false"), "cache-nonfinite-one-split"),
-    _sm90("no repair of what is combined", change("combined-and-finite", "!finite", "false"), "cache-nonfinite-four-queries-d128"),
-    _sm90("repair from the first head", change("rows-of-the-cache-repair", "head * s.head", "0"), "cache-nonfinite-four-queries-d128"),
-    _sm90("repair with other scores", change("scores-as-in-decode", "score.log2_factor", "0.1f"), "cache-nonfinite-four-queries-d128"),
+    _sm90("no repair of what is combined", change("combined-and-finite", "!finite", "false"), "cache-nonfinite-four-d128"),
+    _sm90("repair from the first head", change("rows-of-the-cache-repair", "head * s.head", "0"), "cache-nonfinite-four-d128"),
+    _sm90("repair with other scores", change("scores-as-in-decode", "score.log2_factor", "0.1f"), "cache-nonfinite-four-d128"),
     # append
     Bug("new rows of the sequence before", change("sequences-that-start-before", "vote_ballot(starts)", "vote_ballot(starts && edge != 1)"), "cache-packed"),
-    Bug("another column of the pair", change("other-of-the-pair", "c ^ 1", "c ^ 2"), "cache-rotary-interleaved-d128"),
+    Bug("another column of the pair", change("other-of-the-pair", "c ^ 1", "c ^ 2"), "cache-rotary-pairs-d128"),
     Bug("turned the other way", change("turned", "own * cos - its * sin", "own * cos + its * sin"), "cache-rotary"),
 )  # fmt: skip
 

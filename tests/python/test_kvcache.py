@@ -86,7 +86,7 @@ FAULTS = {
     "reads behind the rows in use": ("cache-one-query", lambda part: part._replace(keys=slice(0, part.keys.stop + 1))),
     "loses the last key": ("cache-rotary", lambda part: part._replace(keys=slice(0, part.keys.stop - 1))),
     "appends one row late": ("cache-append-each-offset", lambda part: part._replace(used=part.used + 1)),
-    "appends too little": ("cache-append-more-than-queries", lambda part: part._replace(new=part.new - 1)),
+    "appends too little": ("cache-append-more", lambda part: part._replace(new=part.new - 1)),
     "ignores the range": ("cache-range", lambda part: part._replace(keys=slice(0, part.keys.stop))),
 }
 
