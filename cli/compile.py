@@ -57,11 +57,13 @@ def variants_of(
     bias: bool = False,
     dropout: bool = False,
     with_cache: bool = False,
+    block_mask: bool = False,
 ) -> list[Variant]:
     """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one;
     `packed`: also those of packed sequences; `alibi`: also with slopes, fixed or learned; `kv_range`: also those of
     calls with a range of keys; `sink`: also those with sinks, fixed or learned; `bias`: also with one of q's dtype or
-    fp32, fixed or learned, of any strides; `with_cache`: also those of one query over a cache.
+    fp32, fixed or learned, of any strides; `with_cache`: also those of one query over a cache; `block_mask`: also those
+    of calls with one.
 
     Those of the common preset with arrays in any memory, the others with the arrays that are usual.
     """
@@ -82,9 +84,11 @@ def variants_of(
         problems += [replace(problem, sink=True) for problem in problems]
     if dropout:  # p and the seed are not compiled in
         problems += [replace(problem, dropout_p=0.1, dropout=1) for problem in problems]
+    if block_mask:
+        problems += [replace(problem, block_mask=1) for problem in problems if not (problem.packed or problem.dropout)]
     if bias:
         forms = {dtype: dict.fromkeys(form for form, _ in biases_of(dtype, True)) for dtype in dtypes}
-        plain = [problem for problem in problems if not (problem.packed or problem.dropout)]
+        plain = [problem for problem in problems if not (problem.packed or problem.dropout or problem.block_mask)]
         problems += [replace(problem, bias=form) for problem in plain for form in forms[problem.dtype]]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic
@@ -138,6 +142,7 @@ def _problems(
 @click.option(
     "--with-cache", is_flag=True, help="Also the kernels of attention_with_cache: one query, pages of 16 or none."
 )
+@click.option("--block-mask", is_flag=True, help="Also the kernels of calls with a block mask, whatever it is.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=None,
               help="Cache folder whose precompiled/ layer gets the kernels.  [default: the user's cache]")  # fmt: skip
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
@@ -145,6 +150,7 @@ def _problems(
 def command(
     arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
     packed: bool, alibi: bool, kv_range: bool, sink: bool, bias: bool, dropout: bool, with_cache: bool,
+    block_mask: bool,
     out: Path | None, jobs: int | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
@@ -154,7 +160,7 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink, bias, dropout, with_cache
+    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink, bias, dropout, with_cache, block_mask
     work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), *wanted)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:

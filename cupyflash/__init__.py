@@ -11,6 +11,7 @@ from .errors import ArgumentError, CacheFullError, CompileError, CupyflashError,
 if TYPE_CHECKING:
     from .ahead import warmup
     from .api import Gradients, attention, attention_backward
+    from .block_mask import BlockMask
     from .kvcache import attention_with_cache
     from .pages import PagedCache
     from .partials import combine
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "BlockMask",
     "CacheFullError",
     "CompileError",
     "CupyflashError",
@@ -46,6 +48,7 @@ if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
 _HOMES = {"Gradients": "api", "attention": "api", "attention_backward": "api", "warmup": "ahead"}
 _HOMES |= {"attention_with_cache": "kvcache", "combine": "partials", "PagedCache": "pages"}
 _HOMES |= {"attention_varlen": "varlen", "attention_varlen_backward": "varlen"}
+_HOMES |= {"BlockMask": "block_mask"}
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,7 @@ def warmup(
     bias: bool = False,
     dropout: bool = False,
     with_cache: bool = False,
+    block_mask: bool = False,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -56,6 +57,7 @@ def warmup(
             without.
         with_cache: prepare `attention_with_cache` instead of `attention`: one query a sequence, causal, rows appended,
             contiguous or in pages of 16; none of the options above.
+        block_mask: prepare calls with a block mask (any) instead of those without.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -80,7 +82,7 @@ def warmup(
     cap = 1.0 if options.flag("softcap", softcap) else None
     form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None}
     form |= {"alibi": int(options.flag("alibi", alibi)), "kv_range": options.flag("kv_range", kv_range)}
-    form["sink"] = options.flag("sink", sink)
+    form |= {"sink": options.flag("sink", sink), "block_mask": int(options.flag("block_mask", block_mask))}
     form["dropout"] = int(options.flag("dropout", dropout))
     cached = tuple(usual(names, sizes)) if options.flag("with_cache", with_cache) else ()
     ready, has_bias = [], options.flag("bias", bias)

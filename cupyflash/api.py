@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import options
@@ -32,6 +32,7 @@ def attention(
     bias: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
+    block_mask: Any | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
@@ -82,6 +83,9 @@ def attention(
             run, so that a CUDA graph can advance it; or, in JAX, a key of jax.random. None draws one, with PyTorch from
             its generator, anew at each replay of a graph; with NumPy and CuPy from NumPy's global one, which
             `attention_backward` cannot know; JAX needs one.
+        block_mask: a `BlockMask`, which `cupyflash.masks` makes, or one of torch's flex_attention: which keys each
+            query sees, beside what causal, window and kv_range hide. Tiles of 64 by 64 where nobody sees anything are
+            not computed. Batch and heads of q may share a mask. Not yet for JAX arrays.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -123,8 +127,17 @@ def attention(
         arrays["sink"] = sink
     if bias is not None:
         arrays["bias"] = bias
+    if block_mask is not None:
+        arrays |= arrays_of_mask(block_mask, arrays, call)
     out, lse = forward(arrays, call, want_lse, dropout_seed)
     return (out, lse) if want_lse else out
+
+
+def arrays_of_mask(block_mask: Any, arrays: Mapping[str, Any], call: Options) -> dict[str, Any]:
+    """A block mask by the names of the table of arrays, beside these."""
+    from . import masks
+
+    return masks.arrays_of(block_mask, arrays, call.layout)
 
 
 def forward(arrays: dict[str, Any], call: Options, want_lse: bool, seed: Any = None) -> tuple[Any, Any]:
@@ -172,6 +185,7 @@ def attention_backward(
     bias: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
+    block_mask: Any | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
@@ -188,7 +202,7 @@ def attention_backward(
 
     Args:
         dout: gradient of the loss with respect to out, of out's shape and dtype.
-        q, k, v, kv_range: the inputs of the forward.
+        q, k, v, kv_range, block_mask: the inputs of the forward.
         out, lse: its results, as `attention(..., return_lse=True)` gave them.
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
@@ -219,6 +233,8 @@ def attention_backward(
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink, "bias": bias}
     arrays |= {name: x for name, x in brought.items() if x is not None}
+    if block_mask is not None:
+        arrays |= arrays_of_mask(block_mask, arrays, call)
     return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays), dropout_seed))
 
 

@@ -15,8 +15,25 @@ Q = ("batch", "seqlen_q", "heads_q", "head_dim")
 K = ("batch", "seqlen_k", "heads_k", "head_dim")
 ROWS = ("batch", "heads_q", "seqlen_q")
 SCORES = ("batch", "heads_q", "seqlen_q", "seqlen_k")
+MASK_TILE = 64  # queries and keys of a tile of a block mask, "q_tiles" and "k_tiles" of them in all
+TILE_WORDS = 4 * MASK_TILE  # of 32 bits: a tile's elements, a row for each query and then one for each key
 # The lengths that a call's inputs and results may have, in the order in which `Operand.shape` takes them.
-SIZES = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "batch + 1", "total_q", "total_k", "2")
+SIZES = (
+    "batch",
+    "seqlen_q",
+    "seqlen_k",
+    "heads_q",
+    "heads_k",
+    "head_dim",
+    "batch + 1",
+    "total_q",
+    "total_k",
+    "2",
+    "q_tiles",
+    "k_tiles",
+    "tile_words",
+    "any",
+)
 
 
 class Use(NamedTuple):
@@ -53,6 +70,7 @@ class Operand:
         lacks: first dimensions that it may lack, since it is the same for all.
         broadcasts: it may have any shape that broadcasts to its dimensions, as NumPy has it, and any strides; it has
             `ScoreStrides` in the structs, and may be fp32, too.
+        single: dimensions whose length may be 1, since it is the same for all.
         field: its name in the structs, where that is another.
     """
 
@@ -69,6 +87,7 @@ class Operand:
     default: str = ""
     lacks: tuple[str, ...] = ()
     broadcasts: bool = False
+    single: tuple[str, ...] = ()
 
     @property
     def member(self) -> str:
@@ -102,6 +121,11 @@ class Operand:
         if self.broadcasts:
             missing = len(wanted) - len(shape)
             return missing >= 0 and all(n in (1, m) for n, m in zip(shape, wanted[missing:], strict=True))
+        if -1 in wanted or self.single:
+            return len(shape) == len(wanted) and all(
+                n == m or m == -1 or (n == 1 and dim in self.single)
+                for n, m, dim in zip(shape, wanted, self.dims, strict=True)
+            )
         return shape == wanted or (bool(self.lacks) and shape == wanted[len(self.lacks) :])
 
     @functools.cached_property

@@ -23,6 +23,8 @@ from .operand import Number as Number
 from .operand import Operand as Operand
 from .operand import taker as taker
 
+_TILES = "of 64 x 64: 0 empty, 1 full, 2 + its number among block_bits; null: not given"
+_LISTS = "of 1 for batch and heads_q that share theirs (blocks.cuh); null: no block mask"
 _IN, _OPTIONAL = Use(INPUT), Use(INPUT, optional=True)
 TABLE: tuple[Operand | Number, ...] = (
     Operand("q", Q, forward=Use(INPUT, 64), backward=Use(INPUT, "block_m"), strided=True),
@@ -107,6 +109,23 @@ TABLE: tuple[Operand | Number, ...] = (
     Number("dropout", "int", "dropout", "how many dimensions the seed has; with 2 an offset is its second row"),
     Number("dropout_limit", "int", "dropout", "p * 2^16, rounded, in its upper half (dropout.cuh)"),
     Number("dropout_inverse", "float", "dropout", "1 / (1 - p) of that p"),
+    Operand(
+        "block_tiles", ("batch", "heads_q", "q_tiles", "k_tiles"), "int32", single=("batch", "heads_q"),
+        forward=Use(INPUT, optional=True, text=_TILES), backward=Use(INPUT, optional=True, text=_TILES),
+        feature="block_mask",
+    ),
+    Operand(
+        "block_bits", ("any", "tile_words"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="block_mask",
+    ),
+    Number("block_mask", "int", "block_mask", "1, 1 more if each sequence has its own mask, 2 more if each head of q"),
+    Operand(
+        "key_lists", ("batch", "heads_q", "m_blocks", "1 + n_blocks"), "int32", feature="block_mask",
+        forward=Use(WORKSPACE, optional=True, text=_LISTS), backward=Use(WORKSPACE, optional=True, text=_LISTS),
+    ),
+    Operand(
+        "query_lists", ("batch", "heads_q", "n_blocks", "1 + 2 * m_blocks"), "int32", feature="block_mask",
+        backward=Use(WORKSPACE, optional=True, text=_LISTS),
+    ),
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .bias import Bias as Bias
+from .combinations import check_together
 from .dropout import STEPS, limit_of, vet_p
 from .errors import ArgumentError, UnsupportedError
 from .options import LAYOUTS as LAYOUTS
@@ -40,6 +41,8 @@ class Problem:
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
     q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). With a
     `kv_range`, each sequence has a range of keys beyond which its queries see none.
+
+    `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q.
     """
 
     dtype: str
@@ -60,6 +63,7 @@ class Problem:
     bias: Bias | None = None
     dropout_p: float = 0.0
     dropout: int = 0
+    block_mask: int = 0
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -118,6 +122,7 @@ def make_problem(
     bias: Bias | None = None,
     dropout_p: float = 0.0,
     dropout: int = 0,
+    block_mask: int = 0,
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
@@ -125,12 +130,14 @@ def make_problem(
     `alibi`, `dropout`: how many dimensions the slopes and the seed of dropout have; 0 without.
     `kv_range`, `sink`: whether each sequence has a range of keys, each head of q a sink.
     `bias`: what is added to the scores.
+    `block_mask`: 0 without; with one as `Problem` has it.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
     options = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
+    check_together(bias is not None, block_mask > 0, sequences is not None, options.dropout_p)
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
     _check_keys(shapes, batch, head_dim, options.layout, sequences)
@@ -139,7 +146,6 @@ def make_problem(
     check_head_dim("q", head_dim)
     _check_lengths(seqlen_q, seqlen_k)
     vet_p(options.dropout_p, dropout)
-    _check_together(sequences is not None, bias is not None, options.dropout_p)
     scale_of_scores = vet_scale(options.scale, head_dim, dtypes[0])
     return Problem(
         dtype=dtypes[0],
@@ -160,6 +166,7 @@ def make_problem(
         bias=bias,
         dropout_p=options.dropout_p if dropout else 0.0,
         dropout=dropout if options.dropout_p else 0,
+        block_mask=block_mask,
     )
 
 
@@ -193,16 +200,6 @@ def _check_lengths(*lengths: int) -> None:
     for name, length in zip("qk", lengths, strict=True):
         if length > MAX_SEQLEN:
             raise UnsupportedError(f"{name}: expected a sequence length of at most {MAX_SEQLEN}, got {length}")
-
-
-def _check_together(packed: bool, bias: bool, dropout_p: float) -> None:
-    if bias and dropout_p:
-        raise UnsupportedError(f"dropout_p: expected 0 together with a bias, got {dropout_p}; not supported yet")
-    if packed and bias:
-        raise UnsupportedError(
-            "bias: a bias of packed sequences is not supported, since each would need one of its own shape; give the "
-            "sequences as a batch, padded, with kv_range"
-        )
 
 
 def _check_dtypes(dtypes: Sequence[str]) -> None:

@@ -10,10 +10,12 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ..block_mask import BlockMask, code_of
 from ..problem import DTYPES, Problem, Window, make_problem
 from ..sequences import Sequences
 from .case_bias import draw_bias, form_of
 from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
+from .case_masks import draw_mask, hide_keys
 from .case_packed import PACKED_VALUES, draw_packed
 
 Array = NDArray[Any]
@@ -49,12 +51,20 @@ class Inputs(NamedTuple):
     sink: Array | None = None
     bias: Array | None = None
     dropout_seed: Array | None = None
+    block_mask: BlockMask | None = None
 
-    def brought(self) -> dict[str, Array]:
-        """The arrays that features bring, as a call's further arguments."""
+    def brought(self) -> dict[str, Any]:
+        """What features bring, as a call's further arguments: arrays, and a block mask."""
         found = {} if self.sequences is None else self.sequences.named()
+        found |= {} if self.block_mask is None else {"block_mask": self.block_mask}
         found |= {name: getattr(self, name) for name in self.learned}
         return found if self.dropout_seed is None else found | {"dropout_seed": self.dropout_seed}
+
+    def arrays(self) -> dict[str, Array]:
+        """The same by the names of the table of arrays."""
+        found = self.brought()
+        mask = found.pop("block_mask", None)
+        return found if mask is None else found | {"block_tiles": mask.tiles, "block_bits": mask.bits}
 
     @property
     def gradients(self) -> tuple[str, ...]:
@@ -85,6 +95,7 @@ class Case:
         sink: whether heads of q have sinks.
         bias: what is added to the scores, in words of `case_bias`; "" without.
         dropout_p: of dropout; 0 without.
+        mask: a block mask, a key of `case_masks.MASKS`; "": none.
     """
 
     name: str
@@ -114,6 +125,7 @@ class Case:
     sink: bool = False
     bias: str = ""
     dropout_p: float = 0.0
+    mask: str = ""
 
     @property
     def packed(self) -> bool:
@@ -123,7 +135,7 @@ class Case:
     @property
     def tags(self) -> frozenset[str]:
         """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
-        alibi, packed, kv_range, sink, bias, dropout.
+        alibi, packed, kv_range, sink, bias, dropout, block_mask.
         """
         heads = self.heads_q if self.packed else self.batch * self.heads_q
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
@@ -132,7 +144,7 @@ class Case:
             "nonfinite": self.values in NONFINITE,
             "strided": self.memory != "contiguous",
             "gqa": self.heads_q != self.heads_k,
-            "masked": self.causal or self.window is not None,
+            "masked": self.causal or self.window is not None or bool(self.mask),
             "empty": 0 in (self.batch, self.seqlen_q, self.seqlen_k),
             "dlse": self.dlse,
             "deterministic": self.deterministic,
@@ -143,6 +155,7 @@ class Case:
             "sink": self.sink,
             "bias": bool(self.bias),
             "dropout": self.dropout_p > 0,
+            "block_mask": bool(self.mask),
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -153,7 +166,13 @@ class Case:
         k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
         more: dict[str, Any] = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
         more |= {"kv_range": self.ranges is not None, "sink": self.sink, "bias": form_of(self.bias, dtype)}
+        if self.mask:
+            more["block_mask"] = code_of(self.block_mask().tiles.shape)
         return make_problem((q, k, k), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
+
+    def block_mask(self) -> BlockMask:
+        """The block mask, the same whatever the seed."""
+        return draw_mask(self.mask, self.name, (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k))
 
     def sequences(self) -> Sequences | None:
         """Where the sequences of a packed case lie, and which of their keys count."""
@@ -183,6 +202,9 @@ class Case:
             tensors = VALUES[self.values](rng, problem)
         else:
             tensors = draw_packed(self.values, rng, problem, sequences)
+        mask = self.block_mask() if self.mask else None
+        if mask is not None and self.values == "nan_in_hidden_key":
+            hide_keys(mask, tensors)
         tensors = MEMORY[self.memory](*(x.astype(NUMPY_DTYPE[dtype]) for x in tensors))
         q, k, v, dout = (x[0] for x in tensors) if self.packed else tensors
         lse_dtype = np.float64 if dtype == "fp64" else np.float32
@@ -191,7 +213,7 @@ class Case:
         sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
         bias = draw_bias(self.bias, rng, problem, NUMPY_DTYPE[dtype]) if self.bias else None
         words = rng.integers(-(2**31), 2**31, 2).astype(np.int32) if self.dropout_p else None
-        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words)
+        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words, block_mask=mask)
 
     def in_layout(self, x: Array) -> Array:
         """A view of an array in bshd, or packed, in the layout of the case, and back again."""

@@ -32,6 +32,7 @@ class Features(NamedTuple):
         bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
         dropout_seed: (2,) or (2, 2), int32.
         corner: the first sequence and key, as dropout counts.
+        block_mask: a `masks.BlockMask`.
     """
 
     sequences: Sequences | None = None
@@ -39,6 +40,7 @@ class Features(NamedTuple):
     sink: Array | None = None
     bias: Array | None = None
     dropout_seed: Array | None = None
+    block_mask: Any = None
     corner: tuple[int, int] = (0, 0)
 
     def part(self, p: Problem, part: Part) -> Features:
@@ -46,7 +48,9 @@ class Features(NamedTuple):
         slopes, i = self.alibi_slopes, part.corner[0]
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[i : i + 1]
         bias = part_of(self.bias, p, part)
-        return self._replace(sequences=None, alibi_slopes=own, bias=bias, corner=part.corner)
+        mask = None if self.block_mask is None else self.block_mask.part(i, part.keys)
+        own_features = {"alibi_slopes": own, "bias": bias, "block_mask": mask}
+        return self._replace(sequences=None, corner=part.corner, **own_features)
 
     def head(self, b: int, h: int) -> OfHead:
         """Those of a head of q."""
@@ -61,6 +65,10 @@ class Features(NamedTuple):
         sequence, first = self.corner
         of = np.array([sequence + b]), np.array([h]), slice(0, p.seqlen_q), slice(first, first + p.seqlen_k)
         return np.where(kept(self.dropout_seed, limit_of(p.dropout_p), *of)[0], p.dropout_inverse, 0.0)
+
+    def seen(self, visible: Array, b: int, h: int) -> Array:
+        """Of the pairs of query and key that bounds leave, those that a head of q sees."""
+        return visible if self.block_mask is None else visible & self.block_mask.of(b, h)
 
     def gathered(self, found: Array, dbias: Array) -> tuple[Array, ...]:
         """What was found for each head of each sequence, (batch, heads_q, OfHead), shaped as the arrays given; and

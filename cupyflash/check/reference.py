@@ -105,11 +105,12 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: 
             own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(problem, part)
             out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
-    p, visible, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
+    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate)
     for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
+        visible = of.seen(bounds, b, h)
         with np.errstate(all="ignore"):
             S, _ = scores(Q, K, p, a, of.head(b, h), biases[b][h])
             seen = seen_of(S, visible, biases[b][h])
@@ -132,12 +133,13 @@ def _backward(
             dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], of_bias = _backward(*own)
             add_part(dbias, problem, part, of_bias)
         return dq, dk, dv, learned, dbias
-    p, visible, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
+    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))
     dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate) if dlse is None else a.load(dlse)
     for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
+        visible = of.seen(bounds, b, h)
         with np.errstate(all="ignore"):
             of_head = of.head(b, h), biases[b][h], of.kept(p, b, h)
             found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, *of_head)
@@ -226,7 +228,7 @@ def heads(p: Problem) -> Iterator[tuple[int, int, int]]:
 
 
 def visible_pairs(p: Problem) -> Array:
-    """Which query (row) sees which key (column)."""
+    """Which query (row) may see which key (column), as bounds have it."""
     visible = np.zeros((p.seqlen_q, p.seqlen_k), bool)
     for query in range(p.seqlen_q):
         visible[query, slice(*p.visible(query))] = True

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..block_mask import BlockMask
 from ..problem import Problem
 from . import sink as sinks
 from .added import Added, Adds
@@ -63,6 +64,7 @@ def forward(
     bias: Array | None = None,
     dropout_seed: Array | None = None,
     corner: tuple[int, int] = (0, 0),
+    mask: BlockMask | None = None,
 ) -> tuple[Array, Array]:
     """``out = softmax(scale * q k^T) v`` over the visible keys.
 
@@ -75,6 +77,7 @@ def forward(
         bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k), any floating dtype.
         dropout_seed: (2,) or (2, 2), int32 (`dropout.key_of`).
         corner: the first sequence and key, as dropout counts.
+        mask: a block mask that all of batch and heads of k share; see `masked` for others.
 
     Returns:
         out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
@@ -94,7 +97,7 @@ def forward(
                 Q = load_rows(q_heads[chunk][..., rows, :], dtype)
                 with np.errstate(all="ignore"):
                     dropping = dropping_of(dropout_seed, chunk, p, corner)
-                    O, LSE = forward_tile(Q, K, V, rows, p, added, logit, dropping)
+                    O, LSE = forward_tile(Q, K, V, rows, p, added, logit, dropping, mask)
                     finite = finite and bool(np.isfinite(O).all())
                     target[...] = O.reshape(target.shape)
                     lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
@@ -118,6 +121,7 @@ def backward(
     dropout_seed: Array | None = None,
     corner: tuple[int, int] = (0, 0),
     wanted: tuple[str, ...] = (),
+    mask: BlockMask | None = None,
 ) -> tuple[Array, ...]:
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` with respect to q, k and v, bitwise reproducible.
 
@@ -129,6 +133,7 @@ def backward(
         problem: shapes and options.
         alibi_slopes, sink, bias, dropout_seed, corner: as in `forward`.
         wanted: of "dalibi_slopes", "dsink" and "dbias", those whose gradient is.
+        mask: as in `forward`.
 
     Returns:
         dq, dk, dv with shapes and dtype of q, k, v; 0 for a query or key that takes no part; and what is wanted, in the
@@ -149,7 +154,7 @@ def backward(
             added = adds.of(chunk, dtype)
             logit = None if dsinks is None else of_chunk(logits, chunk, dtype)
             dropping = dropping_of(dropout_seed, chunk, p, corner)
-            of = [x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, added, logit, dropping
+            of = [x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, added, logit, dropping, mask
             *gradients, dsink = _backward_chunk(*of)
             if all(np.isfinite(x).all() for x in (*gradients, dsink, *added.gradients())):
                 break
@@ -175,6 +180,7 @@ def _backward_chunk(
     added: Added,
     sink: Array | None,
     dropping: Dropping,
+    mask: BlockMask | None,
 ) -> tuple[Array, Array, Array, Array]:
     """dQ, dK, dV and, of a `sink`, dsink of some heads in the dtype of K; `by_row`: their q, dout and out."""
     dtype = K.dtype
@@ -190,7 +196,7 @@ def _backward_chunk(
             if sink is not None:
                 dsink += sinks.gradient(sink, LSE, delta)
             target = dQ[..., rows, :]
-            of = Q, K, V, dO, LSE, delta, dK, dV, rows, p, added, dropping
+            of = Q, K, V, dO, LSE, delta, dK, dV, rows, p, added, dropping, mask
             target[...] = _backward_tile(*of).reshape(target.shape)
     with np.errstate(all="ignore"):
         return dQ, p.scale * dK, dV, dsink
@@ -209,10 +215,11 @@ def _backward_tile(
     p: Problem,
     added: Added,
     dropping: Dropping,
+    mask: BlockMask | None,
 ) -> Array:
     """dQ of one tile of queries; adds what the tile contributes to dV, dK, still without scale, and what is added."""
     dQ = np.zeros_like(Q)
-    for keys, visible in key_tiles(rows, p):
+    for keys, visible in key_tiles(rows, p, mask):
         S = scores(Q, K[:, keys], p)
         derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
         S, visible = added.to(S, rows, keys), added.visible(visible, rows, keys, LSE)

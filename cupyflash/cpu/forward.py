@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..block_mask import BlockMask
 from ..problem import Problem
 from . import sink as sinks
 from .added import Added
@@ -20,12 +21,20 @@ Array = NDArray[Any]
 
 
 def forward_tile(
-    Q: Array, K: Array, V: Array, rows: slice, p: Problem, added: Added, sink: Array | None, dropping: Dropping
+    Q: Array,
+    K: Array,
+    V: Array,
+    rows: slice,
+    p: Problem,
+    added: Added,
+    sink: Array | None,
+    dropping: Dropping,
+    mask: BlockMask | None = None,
 ) -> tuple[Array, Array]:
     """O and lse of one tile of queries."""
     O = np.zeros_like(Q)
     m, l = sinks.start(sink, (*Q.shape[:2], 1), Q.dtype)
-    for keys, visible in key_tiles(rows, p):
+    for keys, visible in key_tiles(rows, p, mask):
         S, visible = added.to(scores(Q, K[:, keys], p), rows, keys), added.visible(visible, rows, keys)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
@@ -37,7 +46,7 @@ def forward_tile(
         P = dropped(P, dropping.factors(rows, keys, P.dtype))
         O = rescale * O + product(P, V[:, keys], visible)
         m = m_new
-    sees = sees_a_key(rows, p)[:, None]
+    sees = sees_a_key(rows, p, mask)[:, None]
     if added.bias is not None:  # which may make all scores -inf
         sees = sees & (l != 0)
     return np.where(sees, O / l, 0), m + np.log(l)  # every visible score is -inf: out is 0 / 0, as IEEE has it

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..block_mask import BlockMask
 from ..problem import Problem
 from ..sequences import Part, Sequences, parts
 from . import attention
@@ -27,6 +28,7 @@ def forward(
     sink: Array | None = None,
     bias: Array | None = None,
     dropout_seed: Array | None = None,
+    mask: BlockMask | None = None,
 ) -> tuple[Array, Array]:
     """`attention.forward` of each sequence by itself. Rows outside of all sequences have out 0 and lse -inf."""
     out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
@@ -41,6 +43,7 @@ def forward(
             _bias_of(bias, part),
             dropout_seed,
             part.corner,
+            None if mask is None else mask.part(b, part.keys),
         )
         out[part.q], lse[part.lse] = found
     return out, lse
@@ -61,6 +64,7 @@ def backward(
     bias: Array | None = None,
     dropout_seed: Array | None = None,
     wanted: tuple[str, ...] = (),
+    mask: BlockMask | None = None,
 ) -> tuple[Array, ...]:
     """`attention.backward` of each sequence by itself; 0 outside of all sequences and for keys that are not used."""
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
@@ -70,7 +74,8 @@ def backward(
     for b, part in enumerate(parts(problem, sequences)):
         dO, Q, K, V, Out = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q]
         dLSE, added = None if dlse is None else dlse[part.lse], (_of(alibi_slopes, b), sink, _bias_of(bias, part))
-        of = dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, *added, dropout_seed, part.corner, wanted
+        own = None if mask is None else mask.part(b, part.keys)
+        of = dO, Q, K, V, Out, lse[part.lse], dLSE, part.problem, *added, dropout_seed, part.corner, wanted, own
         found = attention.backward(*of)
         dq[part.q], dk[part.k], dv[part.k] = found[:3]
         targets = [total if total.ndim == 1 else total[b : b + 1] for total in sums]

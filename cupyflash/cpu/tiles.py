@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..block_mask import BlockMask
 from ..problem import Problem
 
 Array = NDArray[Any]
@@ -32,23 +33,36 @@ def query_tiles(p: Problem) -> Iterator[slice]:
         yield slice(first, min(first + block_m, p.seqlen_q))
 
 
-def key_tiles(rows: slice, p: Problem) -> Iterator[tuple[slice, Array | None]]:
+def key_tiles(rows: slice, p: Problem, mask: BlockMask | None = None) -> Iterator[tuple[slice, Array | None]]:
     """The tiles of keys that a tile of queries sees at least in part, and which of them each row sees (None: all).
 
-    The rows of the mask repeat for each head of the group.
+    The rows of the mask repeat for each head of the group, unless each has a block mask of its own.
     """
+    group = p.heads_q // p.heads_k
     first_key, end_key = bounds(np.arange(rows.start, rows.stop)[:, None], p)
     for start in range(max(0, int(first_key[0, 0])), min(p.seqlen_k, int(end_key[-1, 0])), BLOCK_N):
         stop = min(start + BLOCK_N, p.seqlen_k, int(end_key[-1, 0]))
         visible = None
         if start < first_key[-1, 0] or end_key[0, 0] < stop:
             key = np.arange(start, stop)
-            visible = np.tile((first_key <= key) & (key < end_key), (p.heads_q // p.heads_k, 1))
-        yield slice(start, stop), visible
+            visible = np.tile((first_key <= key) & (key < end_key), (group, 1))
+        keys = slice(start, stop)
+        if mask is not None:
+            if mask.is_empty(rows, keys):
+                continue
+            seen = np.broadcast_to(mask.sees(rows, keys)[0], (group, rows.stop - rows.start, stop - start))
+            seen = seen.reshape(-1, stop - start)
+            visible = seen if visible is None else visible & seen
+        yield keys, visible
 
 
-def sees_a_key(rows: slice, p: Problem) -> Array:
+def sees_a_key(rows: slice, p: Problem, mask: BlockMask | None = None) -> Array:
     """Which rows of a tile of queries see any key."""
+    if mask is not None:
+        sees = np.zeros((rows.stop - rows.start) * (p.heads_q // p.heads_k), bool)
+        for _, visible in key_tiles(rows, p, mask):
+            sees |= True if visible is None else visible.any(axis=1)
+        return sees
     first_key, end_key = bounds(np.arange(rows.start, rows.stop), p)
     sees = np.maximum(first_key, 0) < np.minimum(end_key, p.seqlen_k)
     return np.tile(sees, p.heads_q // p.heads_k)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.adapters import Native, Signature, place
+from ..block_mask import code_of
 from ..errors import ArgumentError
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
@@ -35,6 +36,8 @@ def check(
     features |= {"kv_range": "kv_range" in lengths, "sink": "sink" in found}
     if "bias" in found:
         features["bias"] = Bias.of(found["bias"][0], dtypes["bias"])
+    if "block_tiles" in found:
+        features["block_mask"] = code_of(found["block_tiles"][0])
     problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)
     if packed is None and problem.kv_range:
         check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from ..operand import MASK_TILE, TILE_WORDS
 from ..operands import SIZES, Pass, taker
 from ..plan.extents import Extents
 from .template import Lengths, ScoreSteps, Steps
@@ -42,6 +43,7 @@ class Given:
         alibi, dropout: the numbers of ALiBi's slopes and of dropout's seed; None: there are none.
         bias: the number of what is added to the scores; None: nothing is.
         broadcast: what broadcasts, given or made, in the table's order.
+        block_mask: the number of the tiles of a block mask; None: there is none.
         asked: what all of them say of the spec.
         by_tma, by_hand: take the arrays with strides that the sm90 family reads by TMA, and the others of them.
         kind: what of this decides the kernels.
@@ -60,6 +62,7 @@ class Given:
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
         self.packed = number.get("cu_seqlens_q")
         self.alibi, self.dropout = number.get("alibi_slopes"), number.get("dropout_seed")
+        self.block_mask = number.get("block_tiles")
         of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
         learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
         self.bias, self.asked = number.get("bias"), Asked(*of_features, *learned)
@@ -115,7 +118,8 @@ def given_of(which: Pass, names: tuple[str, ...], wanted: tuple[str, ...] = ()) 
 def sizes_of(extents: Extents, head_dim: int) -> tuple[int, ...]:
     """What `operands.SIZES` counts up."""
     batch, seqlen_q, seqlen_k, _, _ = extents
-    return (*extents, head_dim, batch + 1, seqlen_q, seqlen_k, 2)
+    q_tiles, k_tiles = -(-seqlen_q // MASK_TILE), -(-seqlen_k // MASK_TILE)
+    return (*extents, head_dim, batch + 1, seqlen_q, seqlen_k, 2, q_tiles, k_tiles, TILE_WORDS, -1)
 
 
 assert SIZES[: len(Extents._fields)] == Extents._fields

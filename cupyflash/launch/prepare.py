@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import TORCH, Native
+from ..block_mask import code_of
 from ..errors import ArgumentError
 from ..gpu.device import Device
 from ..options import Options
@@ -68,14 +69,14 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int], bias: Bias | None,
-    paired_bias: bool, batch: int, aligned: bool, tma: bool, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int],
+    bias: Bias | None, paired_bias: bool, batch: int, aligned: bool, tma: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`dims`: how many dimensions the slopes and the seed of dropout have; `batch`: 0 for any call without work;
-    `wish`: so that another value in the environment is another question."""
+    """`dims`: how many dimensions the slopes and the seed of dropout have, and `Problem.block_mask`; `batch`: 0 for any
+    call without work; `wish`: so that another value in the environment is another question."""
     shape, sequences = ((1, 1, head_dim), batch) if of.packed else ((batch, 1, 1, head_dim), None)
     features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
-    features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias}
+    features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2]}
     problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
     known: dict[str, Any] = {name: getattr(of, name) for name in ("dalibi", "dsink", "dbias", "clocks")}
     known |= {"backward": backward, "paired_bias": paired_bias, "family": family()}
@@ -185,7 +186,8 @@ def prepare(
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
     alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
     bias = _bias_of(given, library, signatures, extents, aligned)
-    asks = *asked_of, given.asked, (alibi, dropout), *bias, has_work, rows_aligned
+    block_mask = 0 if given.block_mask is None else code_of(keys[given.block_mask][0])
+    asks = *asked_of, given.asked, (alibi, dropout, block_mask), *bias, has_work, rows_aligned
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, tma, wish())

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..arrays.adapters import CPU, CUPY, NUMPY, Native
 from ..arrays.readable import check_addresses, unreadable, vet_all, vet_new
-from ..cpu import attention, packed
+from ..block_mask import BlockMask
+from ..cpu import attention, masked, packed
 from ..errors import ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
@@ -208,6 +209,10 @@ def _on_host(
     plain = dict.fromkeys(which.names(INPUT, where=lambda row: not row.feature))
     plain |= {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
     compute = _COMPUTE[which.name, lengths is not None]
+    if "block_tiles" in plain:
+        tiles, bits = (np.asarray(plain.pop(name)) for name in ("block_tiles", "block_bits"))
+        mask = BlockMask(tiles, bits, problem.seqlen_q, problem.seqlen_k)
+        compute = partial(masked.forward if which is FORWARD else masked.backward, compute, mask)
     more: dict[str, Any] = {} if lengths is None else {"sequences": lengths}
     if which is BACKWARD:
         more["wanted"] = wanted

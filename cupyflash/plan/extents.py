@@ -14,6 +14,7 @@ from ..errors import UnsupportedError
 from ..gpu.device import Device
 from ..problem import ITEMSIZE, Problem
 from .kernels import Convert, Slopes, round_up
+from .lists import KeyLists
 from .spec import Spec
 from .variant import Variant
 
@@ -97,7 +98,9 @@ class Kernels:
         q, k = (extents.seqlen_q, extents.heads_q), (extents.seqlen_k, extents.heads_k)
         found = []
         for over, rows in self._rows:
-            if over == "slopes":
+            if over in ("key_lists", "query_lists"):
+                tiles = math.prod(self._list_owners(extents)) * blocks(q[0] if over == "key_lists" else k[0], rows)
+            elif over == "slopes":
                 tiles = extents.heads_q * (extents.batch if self.spec.alibi == 2 else 1)
             elif over == "sinks":
                 tiles = extents.heads_q
@@ -129,31 +132,49 @@ class Kernels:
         """Over how many sequences tiles are counted by themselves."""
         return 1 if self.spec.packed else extents.batch
 
+    def _list_owners(self, extents: Extents) -> tuple[int, int]:
+        """How many sequences and heads of q have lists of their own (blocks.cuh)."""
+        own = self.spec.block_mask - 1
+        return (extents.batch if own % 2 or self.spec.kv_range else 1), (extents.heads_q if own // 2 else 1)
+
+    def _lists(self, extents: Extents) -> Workspace:
+        """The lists of a block mask, by name."""
+        found: Workspace = {}
+        for variant in self.variants:
+            if isinstance(variant, KeyLists):
+                m_blocks = blocks(extents.seqlen_q, variant.tile.block_m)
+                n_blocks = blocks(extents.seqlen_k, variant.tile.block_n)
+                lists = (m_blocks, 1 + n_blocks) if variant.over == "key_lists" else (n_blocks, 1 + 2 * m_blocks)
+                found[variant.over] = (*self._list_owners(extents), *lists), "int32"
+        return found
+
     def _of_one(self, n: int, extents: Extents) -> int:
         """Of what all sequences of a head have, what one has: packed, on average, since nobody here knows lengths."""
         return n // max(1, extents.batch) if self.spec.packed else n
 
     def _forward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
-        """One launch, no workspace. K and V are streamed, so a group's query heads go together."""
+        """Lists of a block mask, if there is one; main. K and V are streamed, so a group's query heads go together."""
         batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
         group = heads_q // heads_k
         head_bytes = 2 * self._of_one(seqlen_k, extents) * self._row_bytes
-        m_blocks = self._of_one(self._blocks(seqlen_q, self.variants[0].block_m, batch), extents)
+        m_blocks = self._of_one(self._blocks(seqlen_q, self.variants[-1].block_m, batch), extents)
         section, last = self._sections(head_bytes, self._arrays(extents) * heads_k, m_blocks * group)
-        return Numbers(tiles, {}, (section * group, last * group))
+        return Numbers(tiles, self._lists(extents), (section * group, last * group))
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
-        """Delta, main, conversion of dQ; or delta, dK and dV, dQ; then the gradients of slopes, sinks and a bias, if
-        any are wanted.
+        """Lists of a block mask, if there is one; delta, main, conversion of dQ; or delta, dK and dV, dQ; then the
+        gradients of slopes, sinks and a bias, if any are wanted.
 
         Q, dO and a fp32 sum of dQ are streamed.
         """
-        _, main, last, *sums = self.variants
+        _, main, last, *sums = (variant for variant in self.variants if not isinstance(variant, KeyLists))
         batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
         arrays = self._arrays(extents)
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
-        workspace: Workspace = {"row_stats": ((arrays, heads_q, m_blocks * main.block_m, 2), "fp32")}
+        workspace: Workspace = self._lists(extents) | {
+            "row_stats": ((arrays, heads_q, m_blocks * main.block_m, 2), "fp32")
+        }
         first_stores = False
         if isinstance(last, Convert):
             first_stores = self._of_one(seqlen_k, extents) <= self.first_stores_limit

@@ -36,6 +36,7 @@ class Main(Variant):
     wide_bias: bool = False
     paired_bias: bool = False
     dropout: bool = False
+    block_mask: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -99,6 +100,7 @@ class Convert(Delta):
     alibi: bool = False
     kv_range: bool = False
     wide_bias: bool = False
+    block_mask: bool = False
 
 
 @dataclass(frozen=True)

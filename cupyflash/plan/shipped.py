@@ -37,11 +37,12 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), sink=True), True
         yield problem("bf16", head_dim, window=(None, 0), bias=Bias("bf16")), True
         yield problem("bf16", head_dim, window=(None, 0), dropout_p=0.1, dropout=1), True
+        yield problem("bf16", head_dim, window=(None, 0), block_mask=4), True
 
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 128."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 160."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
         known = {"aligned": aligned, "paired_bias": problem.bias is not None}

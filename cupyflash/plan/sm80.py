@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..gpu.device import Device
 from .family import Family
 from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, learned, round_up, row_bytes
+from .lists import lists_before
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -131,14 +132,16 @@ class Sm80(Family):
         )
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
-        """Loads of unaligned rows take registers that wide blocks do not leave; with dropout warps take 16 rows."""
+        """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout
+        warps take 16 rows."""
         d, table = spec.head_dim, _FORWARD_BIAS if spec.bias else _FORWARD
         if spec.dropout and d <= 128:
             return _FORWARD_DROPOUT
         tile = next(t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
         if spec.bias and not spec.paired_bias:
             tile = replace(tile, q_in_regs=False)
-        return replace(tile, block_n=32) if spec.unaligned and d > 64 and tile.warps != 8 else tile
+        is_full = spec.unaligned or spec.block_mask
+        return replace(tile, block_n=32) if is_full and d > 64 and tile.warps != 8 else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
         d, table = spec.head_dim, _BACKWARD_BIAS if spec.bias else _BACKWARD
@@ -152,12 +155,14 @@ class Sm80(Family):
 
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
         if not spec.backward:
-            return (Forward.of(spec, self.forward_tile(spec, device)),)
+            ahead = self.forward_tile(spec, device)
+            return *lists_before(spec, (ahead.block_m, ahead.block_n)), Forward.of(spec, ahead)
         tile = self.backward_tile(spec, device)
+        lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
         rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m
         main = Delta.of(spec, DeltaTile(*rows)), Backward.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
         sums = Slopes.after(spec, SlopesTile(tile.block_n, tile.warps, over_keys=True))
-        return *main, *sums, *learned(spec, tile.block_m, device.smem_bytes)
+        return *lists, *main, *sums, *learned(spec, tile.block_m, device.smem_bytes)
 
 
 SM80 = Sm80()

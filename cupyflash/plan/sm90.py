@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..gpu.device import Device
+from ..operand import MASK_TILE
 from .family import Family
 from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, learned
+from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -121,6 +123,10 @@ _FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
 _FORWARD_MASKED: tuple[tuple[int, HopperForwardTile], ...] = tuple(
     (limit, HopperForwardTile(192, 64, 4, 6, 160, 32) if limit == 80 else tile) for limit, tile in _FORWARD
 )
+# With a block mask, in place of 192 queries: a block of keys lies within one tile of the mask, and two warpgroups have
+# the registers that the place in a list takes. Not timed yet.
+_FORWARD_LISTED = HopperForwardTile(128, MASK_TILE, 4, 4, 232, 40)
+_FORWARD_LISTED_WIDE = HopperForwardTile(128, MASK_TILE, 2, 4, 232, 40)
 
 _BACKWARD: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(64, 192, 4, 160, 32)),
@@ -206,23 +212,30 @@ class Sm90(Family):
         if spec.dropout:
             return next(tile for limit, tile in _FORWARD_DROPOUT if spec.head_dim <= limit)
         table = _FORWARD_BIAS if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
-        return next(tile for limit, tile in table if spec.head_dim <= limit)
+        tile = next(tile for limit, tile in table if spec.head_dim <= limit)
+        if spec.block_mask and tile.block_m == 192:
+            tile = _FORWARD_LISTED if spec.head_dim <= 128 else _FORWARD_LISTED_WIDE
+        return tile
 
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
         if not spec.backward:
-            return (ForwardSm90.of(spec, self.forward_tile(spec, device)),)
+            ahead = self.forward_tile(spec, device)
+            return *lists_before(spec, (ahead.block_m, ahead.block_n)), ForwardSm90.of(spec, ahead)
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         delta, others = Delta.of(spec, DeltaTile(*rows)), learned(spec, 64, device.smem_bytes)
         for limit, tile in _BACKWARD_BIAS if spec.bias else _BACKWARD_DROPOUT if spec.dropout else _BACKWARD:
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
-                return delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows)), *sums, *others
+                lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
+                main = delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+                return *lists, *main, *sums, *others
         dkv, dq = next((dkv, dq) for limit, dkv, dq in _WIDE_BACKWARD if spec.head_dim <= limit)
         wide = spec._replace(deterministic=False)  # these are by nature
         sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=False))
+        lists = lists_before(spec, (dq.block_m, dq.block_n), (dkv.block_m, dkv.block_n))
         dkv_dq = BackwardDkvSm90.of(wide._replace(dalibi=False), dkv), BackwardDqSm90.of(wide, dq)
-        return delta, *dkv_dq, *sums, *others
+        return *lists, delta, *dkv_dq, *sums, *others
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:
         return super().mixed_bytes(spec, device) if spec.backward else _SECTION_BYTES[spec.uneven]

@@ -29,6 +29,7 @@ class Spec(NamedTuple):
             read together.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
+        block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -56,6 +57,7 @@ class Spec(NamedTuple):
     dbias: tuple[bool, ...] | None = None
     dropout: int = 0
     dropout_p: float = 0.0
+    block_mask: int = 0
     is_empty: bool = False
     backward: bool = False
     unaligned: bool = False
@@ -99,6 +101,7 @@ class Spec(NamedTuple):
             dbias=problem.bias.own if problem.bias is not None and dbias and asked.get("backward") else None,
             dropout=problem.dropout,
             dropout_p=problem.dropout_p,
+            block_mask=problem.block_mask,
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,
@@ -108,7 +111,7 @@ class Spec(NamedTuple):
     @property
     def masked(self) -> bool:
         """Whether any query may see fewer than all keys."""
-        return self.causal or self.window
+        return self.causal or self.window or self.block_mask > 0
 
     @property
     def uneven(self) -> bool:

@@ -28,7 +28,7 @@ def batched(
     first = {name: x.movedim(mapped[name], 0) if name in mapped else x for name, x in arrays.items()}
     batch = first["q"].shape[int("q" in mapped)]
     batched = {name for name, x in first.items() if _has_batch(which, name, x.shape[int(name in mapped) :], batch)}
-    if "cu_seqlens_q" in arrays or not all(
+    if not {"cu_seqlens_q", "block_tiles"}.isdisjoint(arrays) or not all(
         name in batched or (name not in mapped and f"d{name}" not in wanted) for name in first
     ):
         found = [call({name: x[i] if name in mapped else x for name, x in first.items()}) for i in range(size)]

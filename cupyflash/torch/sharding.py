@@ -62,6 +62,8 @@ def _shardings(which: Pass, *values: Any) -> list[tuple[list[Any], list[Any]]]:
         inputs = [place(which.rows[x], Replicate()) if x in arrays else None for x in ops.inputs_of(which)]
         return results, inputs + [None] * (len(values) - len(inputs))
 
+    if "block_tiles" in arrays:  # of which one may serve all sequences or heads
+        return [one(())]
     splits: list[tuple[str, ...]] = [()] if packed else [(), BATCH]
     if _are_groups_whole(arrays, lambda name: dims(which.rows[name])):
         splits.append(HEADS)

@@ -1,8 +1,8 @@
 // Elements of dQ, dK and dV that are not finite, computed again (repair.cuh).
 #ifndef CUPYFLASH_REPAIR_GRADIENTS_CUH
 #define CUPYFLASH_REPAIR_GRADIENTS_CUH
+#include "attention/blocks.cuh"
 #include "attention/dropout.cuh"
-#include "attention/mask.cuh"
 #include "attention/repair.cuh"
 #include "attention/score.cuh"
 
@@ -34,13 +34,18 @@ struct GradientRepair {
         const int head_k = head / group;  // @head-of-k-repair-of-dq
         const T *const k = key_at(p.k, p.k_stride, head_k, 0);
         const Taken taken = reason<true>(head, query);
-        if (taken == kNaN && mask.first_key(query) < mask.end_key(query)) return;
+        const auto block_mask = BlockMask<V>::of(p, s.index, head);
+        if constexpr (V::kBlockMask) {
+            if (taken == kNaN && block_mask.sees_any(query, mask.first_key(query), mask.end_key(query))) return;
+        } else if (taken == kNaN && mask.first_key(query) < mask.end_key(query)) return;
         repair_row<T, kCols>(tile, row, col0, D, score.scale, [&](auto &sum, bool reasons) {
             sum.add(
                 k + col0, p.k_stride.row, mask.first_key(query), mask.end_key(query),
                 [&](int key) {
                     if constexpr (V::kBias)
                         if (!counts(head, query, key)) return kNone;
+                    if constexpr (V::kBlockMask)
+                        if (!block_mask.sees(query, key)) return kNone;  // @hidden-key-of-dq
                     if (!reasons || taken != kNone) return kTerm;
                     return row_is_finite<T, D, kUnaligned>(k + key * p.k_stride.row) ? kNone : kTerm;
                 },
@@ -108,15 +113,19 @@ struct GradientRepair {
         const int end = mask.end_query(key);
         repair_row<T, kCols>(tile, row, col0, D, factor, [&](auto &sum, bool reasons) {
             #pragma unroll 1
-            for (int head = head_k * group; head < (head_k + 1) * group; ++head)  // @repair-over-all-heads
+            for (int head = head_k * group; head < (head_k + 1) * group; ++head) {  // @repair-over-all-heads
+                const auto block_mask = BlockMask<V>::of(p, s.index, head);
                 sum.add(
                     query_at(x, stride, head, 0) + col0, stride.row, mask.first_query(key), end,  // @queries-of-the-key
                     [&](int query) {
                         if constexpr (V::kBias)
                             if (!counts(head, query, key)) return kNone;
+                        if constexpr (V::kBlockMask)
+                            if (!block_mask.sees(query, key)) return kNone;
                         return reasons ? reason<kDS>(head, query) : kTerm;
                     },
                     [&](int query) { return weight(head, query); });
+            }
         });
     }
 };

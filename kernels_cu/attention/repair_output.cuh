@@ -2,8 +2,8 @@
 // keep its maxima and sums until here.
 #ifndef CUPYFLASH_REPAIR_OUTPUT_CUH
 #define CUPYFLASH_REPAIR_OUTPUT_CUH
+#include "attention/blocks.cuh"
 #include "attention/dropout.cuh"
-#include "attention/mask.cuh"
 #include "attention/repair.cuh"
 #include "attention/sink.cuh"
 
@@ -41,6 +41,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
     const auto s = with_range<V>(Sequence<V::kPacked>::of(p, sequence), p);
     const Mask<V> mask(s, problem);
     const Score<V> score(problem);
+    const auto block_mask = BlockMask<V>::of(p, sequence, head);
     const int head_k = head / (problem.heads_q / problem.heads_k);  // @head-of-k-repair-of-o
     const T *const k = static_cast<const T *>(p.k) + s.k_offset(p.k_stride, head_k);
     const T *const v = static_cast<const T *>(p.v) + s.k_offset(p.v_stride, head_k);  // @heads-of-v-repair-of-o
@@ -50,6 +51,8 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
         const int first = mask.first_key(query0 + row), end = mask.end_key(query0 + row);  // @keys-of-the-row
         const auto places = Places<V>::of(p, s, head).from(query0 + row, 0);
         const auto exponent = [&](int key) {
+            if constexpr (V::kBlockMask)
+                if (!block_mask.sees(query0 + row, key)) return -ptx::infinity();  // @hidden-key-of-the-sum
             const float raw = dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row);
             return score.value(raw, places(0, key)) * score.log2_factor;  // @scores-as-in-the-kernel
         };
@@ -65,10 +68,14 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             if (reasons) lse = log2_sum_ex2<V::kBias>(first, end + Sink<V>::kAny, exponent_or_sink);
             if constexpr (V::kBias)
                 if (lse == -ptx::infinity()) return;  // all scores are: the row sees nothing
-            if (first < end && lse != lse) return sum.fill(lse);
+            if constexpr (V::kBlockMask) {
+                if (lse != lse && block_mask.sees_any(query0 + row, first, end)) return sum.fill(lse);
+            } else if (first < end && lse != lse) return sum.fill(lse);
             sum.add(
                 v, p.v_stride.row, first, end,  // @rows-of-v-repair-of-o
                 [&](int key) {
+                    if constexpr (V::kBlockMask)
+                        if (!block_mask.sees(query0 + row, key)) return kNone;  // @hidden-key-of-the-output
                     if constexpr (V::kBias)
                         if (places(0, key).hides()) return kNone;  // @hidden-by-bias-repair-of-o
                     return reasons && row_is_finite<T, D, kUnaligned>(v + key * p.v_stride.row) ? kNone : kTerm;

@@ -104,13 +104,13 @@ struct OnlineSoftmax {
     }
 
     // The end: lse[r] = ln sum exp of row r, with `unit` times S the scores, and inverse[r], by which O is multiplied.
-    // sees_nothing(row) marks rows without any key: O = 0, lse = -inf there, or the sink.
+    // sees_nothing(row, whether its sum is 0) marks rows without any key: O = 0, lse = -inf there, or the sink.
     template <class Sink, class SeesNothing>
     __device__ void finish(float unit, const Sink &sink, Rows &lse, Rows &inverse, SeesNothing sees_nothing) {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
             l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });  // @row-sum-of-four-lanes
-            bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)));
+            bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)), l[r] == 0.f);
             if constexpr (kNatural) nothing = nothing || l[r] == 0.f;  // all scores are -inf
             if constexpr (Sink::kAny) {
                 sink.join(m[r] * unit, l[r], lse[r], inverse[r]);

@@ -1,13 +1,13 @@
-// Which query tiles a block of the backward visits: all that see its keys.
+// Which query tiles a block of the backward visits: all that see its keys, or those of its list (blocks.cuh).
 #ifndef CUPYFLASH_VISITS_CUH
 #define CUPYFLASH_VISITS_CUH
-#include "attention/mask.cuh"
+#include "attention/lists.cuh"
 
 // One visit: a query tile of a head.
 struct Visit { int head, m_block; };
 
 // The query tiles that keys [k0, k0 + kBlockN) visit: head by head of the group, each in descending order.
-template <class V>
+template <class V, bool kListed = V::kBlockMask>
 struct QueryTiles {
     int first, blocks, count;  // query tiles [first, first + blocks) of each head; visits in all
 
@@ -16,14 +16,66 @@ struct QueryTiles {
         if (!Mask<V>::kAllCount && !mask.some_count(k0)) blocks = 0;  // @visits-of-no-key
         count = group * blocks;                                       // @visits-of-all-heads
     }
+    __device__ QueryTiles(const BwdParams &, const Mask<V> &mask, const Tile<V::kPacked> &tile, int group)
+        : QueryTiles(mask, tile.block * V::kBlockN, group) {}
     __device__ Visit begin(int head) const { return {head, first + blocks - 1}; }
     __device__ Visit after(const Visit &v) const {
         return v.m_block > first ? Visit{v.head, v.m_block - 1} : begin(v.head + 1);
     }
+    __device__ bool is_last_of_head(const Visit &v) const { return v.m_block == first; }
+    __device__ bool nothing_of(int /* head */) const { return count == 0; }
+    // How many key blocks the visit's tile visits before number `block`, if all go in order.
+    __device__ static int rank(const Visit &v, const Mask<V> &mask, int block) {
+        return block - mask.first_key_block(v.m_block * V::kBlockM);  // @rank-in-the-query-tile-sm80
+    }
+};
+
+// The same by lists, one a head of q. A visit knows its list, and so its way to the next one.
+struct ListedVisit : Visit {
+    const int *list;
+    int i;  // in the list
+    ListedBlock tile;
+};
+
+template <class V>
+struct QueryTiles<V, true> {
+    const BwdParams &p;
+    const int *first;  // the list of the group's first head
+    int count;         // visits in all
+
+    __device__ QueryTiles(const BwdParams &p, const Mask<V> &, const Tile<V::kPacked> &tile, int group)
+        : p(p), first(query_list<V>(p, tile.sequence.index, tile.head * group, tile.block)), count(0) {
+        for (int n = 0; n < group; ++n) count += of(n);  // @visits-of-all-lists
+    }
+    // How many there are of a head, counted from the group's first one.
+    __device__ int of(int n) const { return first[n * to_next_head()]; }
+    __device__ ListedVisit begin(int head) const { return found(head, first, 0); }
+    __device__ ListedVisit after(const ListedVisit &v) const { return found(v.head, v.list, v.i + 1); }
+    __device__ static bool is_last_of_head(const ListedVisit &v) { return v.i + 1 == v.list[0]; }
+    __device__ bool nothing_of(int n) const { return of(n) == 0; }
+    // How many key blocks the visit's tile visits before this one, if all go in order.
+    __device__ int rank(const ListedVisit &v, const Mask<V> &, int /* block */) const { return rank(v); }
+    __device__ int rank(const ListedVisit &v) const {
+        return v.list[1 + ceil_div(aside(p).problem.seqlen_q, V::kBlockM) + v.i];
+    }
+
+  private:
+    // Whether the heads of q have lists of their own, or one for all, those of a key block lie so far apart.
+    __device__ long long to_next_head() const { return query_lists_of_head<V>(aside(p)); }
+    // The i-th of a head, or the first one of the next head that has any. There may be no more.
+    __device__ ListedVisit found(int head, const int *list, int i) const {
+        const int heads = aside(p).problem.heads_q;
+        while (i >= list[0]) {
+            if (++head >= heads) return {{head, 0}, list, 0, {0}};
+            list += to_next_head(), i = 0;  // @next-head-with-visits
+        }
+        const ListedBlock tile{list[1 + i]};
+        return {{head, tile.block()}, list, i, tile};
+    }
 };
 
 // The keys of a block, and the query tiles that it visits: head by head of the group, each in descending order.
-template <class V>
+template <class V, bool kListed = V::kBlockMask>
 struct BwdVisits {
     int head_k;
     SequenceOf<V> sequence;
@@ -45,7 +97,43 @@ struct BwdVisits {
     __device__ void next() {
         if (--m_block < first) ++head, m_block = first + blocks - 1;
     }
+    __device__ bool is_last_of_head() const { return m_block == first; }
+    __device__ bool nothing_of(int /* head */) const { return count == 0; }
     __device__ int q0() const { return m_block * V::kBlockM; }
+};
+
+template <class V>
+struct BwdVisits<V, true> {
+    int head_k;
+    SequenceOf<V> sequence;
+    int k0, block;
+    QueryTiles<V> tiles;
+    int count, head, m_block;
+    ListedVisit current;
+
+    __device__ explicit BwdVisits(const BwdParams &p, int number = ptx::block_index())
+        : BwdVisits(p, tile_at<V, Keys, V::kBlockN, false>(p, number)) {}
+    __device__ BwdVisits(const BwdParams &p, const Tile<V::kPacked> &tile)
+        : head_k(tile.head),
+          sequence(with_range<V>(tile.sequence, p)),
+          k0(tile.block * V::kBlockN),
+          block(tile.block),
+          tiles(p, Mask<V>(sequence, p.problem), tile, p.problem.heads_q / p.problem.heads_k),
+          count(tiles.count) {
+        visit(tiles.begin(head_k * (p.problem.heads_q / p.problem.heads_k)));
+    }
+    __device__ void next() { visit(tiles.after(current)); }
+    __device__ bool is_last_of_head() const { return tiles.is_last_of_head(current); }
+    __device__ bool nothing_of(int head) const {
+        return tiles.of(head - head_k * (tiles.p.problem.heads_q / tiles.p.problem.heads_k)) == 0;
+    }
+    __device__ int q0() const { return m_block * V::kBlockM; }
+    __device__ int rank() const { return tiles.rank(current); }
+    // What a group of 64 of the keys sees of the tile.
+    __device__ int sight(int group) const { return current.tile.sight(group); }
+
+  private:
+    __device__ void visit(const ListedVisit &v) { current = v, head = v.head, m_block = v.m_block; }
 };
 
 #endif  // CUPYFLASH_VISITS_CUH

@@ -1,7 +1,7 @@
 // Tiles of work of a persistent block: who draws which, and how one is handed from the producer to all other roles.
 #ifndef CUPYFLASH_WORK_SM90_CUH
 #define CUPYFLASH_WORK_SM90_CUH
-#include "attention/mask.cuh"
+#include "attention/lists.cuh"
 #include "attention/packed_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
 
@@ -124,10 +124,23 @@ __device__ __forceinline__ auto producer_tiles(const Params &p, int *counter, co
     else return TileSource<V, Rows, kRows, kDescending, Params>(p, counter, queue);
 }
 
-// A tile of kBlockM queries, and which key blocks [first, end) its rows see. An empty range is widened to one block, in which
-// the mask then hides everything.
+// The numbers of a tile's key blocks; with a block mask, by its list.
+template <class V, bool kListed = V::kBlockMask>
+struct ListOf {
+    __device__ static int key_block(int j) { return j; }
+};
 template <class V>
-struct QueryWork {
+struct ListOf<V, true> {
+    const int *list = nullptr;
+
+    __device__ ListedBlock at(int j) const { return {list[1 + j]}; }
+    __device__ int key_block(int j) const { return at(j).block(); }
+};
+
+// A tile of kBlockM queries, and which key blocks [first, end) its rows see. An empty range is widened to one block, in which
+// the mask then hides everything. With a block mask these are numbers in the tile's list.
+template <class V>
+struct QueryWork : ListOf<V> {
     int block, head;  // block: along the sequence; -1: there are no more tiles
     SequenceOf<V> sequence;
     int q0, first, end;
@@ -135,8 +148,13 @@ struct QueryWork {
     template <class Params>
     __device__ QueryWork(const Tile<V::kPacked> &tile, const Params &p)
         : block(tile.block), head(tile.head), sequence(with_range<V>(tile.sequence, p)), q0(block * V::kBlockM) {
-        const Mask<V> mask(sequence, p.problem);
-        first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
+        if constexpr (V::kBlockMask) {
+            first = 0, end = 1;
+            if (exists()) this->list = key_list<V>(p, sequence.index, head, block), end = max(1, this->list[0]);
+        } else {
+            const Mask<V> mask(sequence, p.problem);
+            first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));
+        }
     }
     __device__ bool exists() const { return block >= 0; }
     __device__ int head_k(const Problem &p) const { return head / (p.heads_q / p.heads_k); }  // @head-of-k-sm90

@@ -15,7 +15,6 @@
 #include "tile/epilogue.cuh"
 #include "tile/gemm.cuh"
 #include "attention/dropout.cuh"
-#include "attention/mask.cuh"
 #include "attention/repair_gradients.cuh"
 #include "attention/slopes.cuh"
 #include "attention/visits.cuh"
@@ -79,8 +78,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         else return mask;
     };
     const Score<V> score(problem);
-    const QueryTiles<V> visits(mask, k0, group);  // in step i, one is used and the next may be requested
-    const auto request = [&](int i, Visit visit) {
+    const QueryTiles<V> visits(p, mask, tile, group);  // in step i, one is used and the next may be requested
+    const auto request = [&](int i, const auto &visit) {
         if (i < visits.count) {
             const int head = visit.head, q0 = visit.m_block * M;
             const Stage s = stage(i);
@@ -98,8 +97,10 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         ptx::cp_async_commit_group();
     };
 
-    // Whether every query of a tile sees every key, so that no element needs a test.
-    const auto whole = [&](int q0) {
+    // Whether every query of a visited tile sees every key, or all of this warp, so that no element needs a test.
+    const auto whole = [&](const auto &visit) {
+        if constexpr (V::kBlockMask) return visit.tile.sight(key0 / 64) == kWhole;
+        const int q0 = visit.m_block * M;
         return mask_again().full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q;
     };
 
@@ -114,9 +115,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     };
 
     // One query tile.
-    const auto step = [&](int i, Visit now) {
+    const auto step = [&](int i, const auto &now) {
         const int q0 = now.m_block * M;
-        const bool masked = !whole(q0);
+        const bool masked = !whole(now);
         const auto head_places = Places<V>::of(p, sequence, now.head);
         const auto dropout = Dropout<V>::of(p, sequence.index, now.head);
         const auto kept = dropout.template kept<false, kRows, kQueries>(q0 + query0, k0 + key0);
@@ -161,10 +162,16 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         if (masked) {
             // @mask-from-the-lane-bwd-sm80
             const Mask<V> from_here = mask_again().from(q0 + first_query, k0 + key0 + lane / 4);
+            const SeenBits<V, kRows, kQueries, false> seen(p, sequence.index, now.head, q0 + query0, k0 + key0);
             if constexpr (Emitted<V>::kAny)
-                form([&](int key, int query) { return query < from_here.seqlen_q && from_here.sees(query, key); });
+                form([&](int key, int query) {
+                    if constexpr (V::kBlockMask)
+                        if (!seen(key, query)) return false;
+                    return query < from_here.seqlen_q && from_here.sees(query, key);
+                });
             const auto hide = [&](int key, int query, float &x) {
                 if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;  // @queries-that-exist
+                if constexpr (V::kBlockMask) x = seen(key, query) ? x : 0.f;
             };
             P.for_each(hide);
             dS.for_each(hide);
@@ -191,7 +198,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
         gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
-        const int rank = tile.block - mask_again().first_key_block(q0);  // @rank-in-the-query-tile-sm80
+        const int rank = visits.rank(now, mask_again(), tile.block);
         turn.wait(rank);
         Dq::for_each_group(dQ, Dq::accum(aside(p), sequence, now.head, now.m_block),
                            [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });  // @dq-added
@@ -199,16 +206,17 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     };
 
     load_keys<V>(sK, p.k, p.k_stride, tile);
-    load_keys<V>(sV, p.v, p.v_stride, tile);      // @strides-of-v-bwd-sm80
-    Visit now = visits.begin(tile.head * group);  // @first-head-of-the-group-sm80
+    load_keys<V>(sV, p.v, p.v_stride, tile);     // @strides-of-v-bwd-sm80
+    auto now = visits.begin(tile.head * group);  // @first-head-of-the-group-sm80
     request(0, now);
     #pragma unroll 1
     for (int i = 0; i < visits.count; ++i, now = visits.after(now)) {
         step(i, now);
-        if (Emitted<V>::kAny && now.m_block == visits.first) leave_emitted(now.head);
+        if (Emitted<V>::kAny && visits.is_last_of_head(now)) leave_emitted(now.head);
     }
-    if (Emitted<V>::kAny && visits.count == 0)  // @slopes-without-visits-sm80
-        for (int head = tile.head * group; head < (tile.head + 1) * group; ++head) leave_emitted(head);
+    if (Emitted<V>::kAny && (V::kBlockMask || visits.count == 0))  // @slopes-without-visits-sm80
+        for (int head = tile.head * group; head < (tile.head + 1) * group; ++head)
+            if (visits.nothing_of(head - tile.head * group)) leave_emitted(head);
 
     ptx::cp_async_wait_group<0>();
     // @keys-read-by-all

@@ -10,7 +10,7 @@
 #include "tile/epilogue.cuh"
 #include "tile/gemm.cuh"
 #include "attention/dropout.cuh"
-#include "attention/mask.cuh"
+#include "attention/lists.cuh"
 #include "attention/repair_output.cuh"
 #include "attention/softmax.cuh"
 
@@ -50,7 +50,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const Mask<V> mask(with_range<V>(sequence, p), problem);
     const Score<V> score(problem);
     const auto head_places = DroppingPlaces<V, FwdParams>::of(p, sequence, tile.head);
-    const int first = mask.first_key_block(q0), blocks = max(0, mask.end_key_block(q0) - first);
+    const KeyVisits<V> visits(p, mask, tile, q0);
 
     // Tile t = 2 i + kAhead of the sequence K_first, V_first, K_first+1, ...: one group of copies each, empty at the
     // end.
@@ -58,11 +58,11 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         constexpr int kAhead = decltype(ahead)::value;
         const int block = i + kAhead / 2;
         // @rows-of-v-fwd-sm80
-        if (block < blocks)
+        if (block < visits.count)
             slot(2 * i + kAhead)
                 .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k,
                                                                            kAhead % 2 ? p.v_stride.row : p.k_stride.row,
-                                                                           (first + block) * N, sequence.seqlen_k);
+                                                                           visits.block(block) * N, sequence.seqlen_k);
         ptx::cp_async_commit_group();  // @one-group-a-tile
     };
     const auto next_tile_landed = [] {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     // One key block. kMasked is false for blocks that every row sees in full: the element test is then compiled out.
     const auto step = [&](int i, auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
-        const int k0 = (first + i) * N;
+        const int k0 = visits.block(i) * N;
 
         const auto kept = kept_of<V, kRows, N>(head_places, q0 + row0, k0);
         next_tile_landed();              // K_j is here, and every warp is done with V_{j-1}
@@ -90,9 +90,12 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         const int lane = fresh_lane();
         const Mask<V> from_here = mask.from(ptx::opaque(tile.block) * M + row0 + lane / 4, k0 + 2 * (lane % 4));
         const auto places = head_places.template from_lane<true>(q0 + row0, k0);
+        using Seen = SeenBits<V, kRows, N, true, V::kBlockMask && kMasked>;
+        const Seen seen(p, sequence.index, tile.head, q0 + row0, k0);
         S.for_each([&](int row, int col, float &s) {
             s = score.value(s, places(row, col));
             if constexpr (kMasked) s = from_here.row_sees(row, col) ? s : -ptx::infinity();
+            if constexpr (V::kBlockMask && kMasked) s = seen(row, col) ? s : -ptx::infinity();
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m
         Dropout<V>::drop(S, kept);
@@ -113,13 +116,18 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     }
     O.zero();
     #pragma unroll 1
-    for (int i = 0; i < blocks; ++i)
-        if (mask.full(ptx::opaque(tile.block) * M, (first + i) * N)) step(i, Bool<false>{});
+    for (int i = 0; i < visits.count; ++i)
+        if (visits.whole(mask, ptx::opaque(tile.block) * M, i)) step(i, Bool<false>{});
         else step(i, Bool<true>{});
 
     typename OnlineSoftmax<kRows, V::kBias>::Rows lse, inverse;
-    softmax.finish(score.unit, Sink<V>::of(p, sequence, tile.head), lse, inverse,
-                   [&](int row) { return mask.sees_nothing(q0 + row0 + row); });
+    softmax.finish(score.unit, Sink<V>::of(p, sequence, tile.head), lse, inverse, [&](int row, bool without_sum) {
+        const int qi = q0 + row0 + row;
+        if constexpr (V::kBlockMask)
+            return without_sum && !BlockMask<V>::of(aside(p), sequence.index, tile.head)
+                                       .sees_any(qi, mask.first_key(qi), mask.end_key(qi));
+        else return mask.sees_nothing(qi);
+    });
     softmax.multiply_rows(O, inverse);
     Dropout<V>::scale(p, O);
     const long long lse_row = sequence.lse_row(problem, tile.head);
@@ -128,7 +136,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         const int qi = q0 + row0 + O.row(r / 2, 2 * (r % 2));
         if (p.lse && lane() % 4 == 0 && qi < sequence.seqlen_q) p.lse[lse_row + qi] = lse[r];
     }
-    if (blocks == 0) {
+    if (visits.count == 0) {
         ptx::cp_async_wait_group<0>();
         ptx::bar_sync();  // Q has arrived, though no key block waited for it: its tile stages the result
     }

@@ -189,7 +189,9 @@ struct BwdDkvGroup {
     __device__ void weigh(const BwdVisits<V> &visit, AccTile<16, M> &X, FragA<T, 16, M> &W) {
         const ptx::u32 thread = fresh_thread() % 128;
         const ptx::u32 stats_at = smem.stats(ring.stage) + 16 * (thread % 4), p_at = smem.p(handed.stage) + 16 * thread;
-        const bool masked = !mask_of(visit).full(visit.q0(), visit.k0) || visit.q0() + M > visit.sequence.seqlen_q;
+        bool masked;
+        if constexpr (V::kBlockMask) masked = visit.sight(0) != kWhole;
+        else masked = !mask_of(visit).full(visit.q0(), visit.k0) || visit.q0() + M > visit.sequence.seqlen_q;
         float stats[M / 8][4];  // of two neighbouring queries: lse, delta, lse, delta
         if constexpr (kRole == kRoleDS) ptx::mbarrier_wait(smem.full(kRoleP, ring.stage), ring.phase);
         #pragma unroll
@@ -246,8 +248,10 @@ struct BwdDkvGroup {
     __device__ void hide(const BwdVisits<V> &visit, AccTile<16, M> &x) const {
         const int lane = fresh_lane();
         const auto from_here = mask_of(visit).from(visit.q0() + 2 * (lane % 4), visit.k0 + key0 + lane / 4);
+        const SeenBits<V, 16, M, false> seen(p.plain, visit.sequence.index, visit.head, visit.q0(), visit.k0 + key0);
         x.for_each([&](int key, int query, float &e) {
             e = from_here.sees(query, key) && query < from_here.seqlen_q ? e : 0.f;
+            if constexpr (V::kBlockMask) e = seen(key, query) ? e : 0.f;
         });
     }
 

@@ -11,7 +11,6 @@
 // Shared memory: two Q | two dO | ring of V and K | mbarriers | queue of work. dQ leaves through its Q tile.
 #ifndef CUPYFLASH_BWD_DQ_SM90_CUH
 #define CUPYFLASH_BWD_DQ_SM90_CUH
-#include "attention/mask.cuh"
 #include "attention/dropout.cuh"
 #include "attention/params_sm90.cuh"
 #include "attention/work_sm90.cuh"
@@ -75,7 +74,9 @@ __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const Bwd
         const int head_k = tile.head_k(p.plain.problem), row0 = tile.sequence.row_k, batch = tile.sequence.batch();
         const auto load = [&](const ptx::TensorMap &map, int j) {
             ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
-            smem.kv(ring.stage).load(map, smem.full(ring.stage), row0 + j * V::kBlockN, head_k, batch, ptx::kEvictLast);
+            smem.kv(ring.stage)
+                .load(map, smem.full(ring.stage), row0 + tile.key_block(j) * V::kBlockN, head_k, batch,
+                      ptx::kEvictLast);
             ring.next();
         };
         #pragma unroll 1
@@ -127,11 +128,15 @@ struct BwdDqGroup {
     // arrival would count for the phase before.
     __device__ void pass(int blocks) {
         #pragma unroll 1
-        for (int i = 0; i < 2 * blocks; ++i, ring.next()) {
-            ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
-            arrive_warp(smem.empty(ring.stage));
-        }
+        for (int i = 0; i < 2 * blocks; ++i, ring.next()) release_stage();
     }
+    __device__ void release_stage() const {
+        ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
+        arrive_warp(smem.empty(ring.stage));
+    }
+    // With a block mask a group passes no more than so many blocks in a row while it holds K of the block before, since V of the
+    // block after them must find a stage, too.
+    static constexpr int kPassedInARow = (V::kStages - 2) / 2;
 
     __device__ void run() {
         auto queue = smem.queue();
@@ -155,8 +160,8 @@ struct BwdDqGroup {
             return;
         }
         // [first, end): this group's blocks.
-        const int end = min(max(mask.end_key_block(q0), tile.first + 1), tile.end);
-        const int first = V::kWindow ? min(max(mask.first_key_block(q0), tile.first), end - 1) : 0;
+        const int end = V::kBlockMask ? tile.end : min(max(mask.end_key_block(q0), tile.first + 1), tile.end);
+        const int first = V::kWindow && !V::kBlockMask ? min(max(mask.first_key_block(q0), tile.first), end - 1) : 0;
         // @statistics-of-the-rows-dq
         const float *const stats_at = row_stats_at<64>(p.plain, tile.sequence, tile.head, q0 + warp_row + lane() / 4);
         #pragma unroll
@@ -178,9 +183,20 @@ struct BwdDqGroup {
             weigh(tile, mask, places, S, dP, q0, end - 1, dS, emitted);
         }
         dQ.zero();
+        RingPosition<V::kStages> last = ring;  // of K of the block before, with a block mask
+        int passed = 0;
         #pragma unroll 1
-        for (int j = end - 2; j >= first; --j) {           // @down-to-the-first-block
-            const RingPosition<V::kStages> before = ring;  // of K
+        for (int j = end - 2; j >= first; --j) {  // @down-to-the-first-block
+            if constexpr (V::kBlockMask) {
+                if (tile.at(j).sight(group) == kHidden && passed < kPassedInARow) {  // @hidden-block-passed-dq
+                    ++passed;
+                    ring.next(), release_stage();
+                    ring.next(), release_stage();
+                    continue;
+                }
+            }
+            RingPosition<V::kStages> before = ring;  // of K
+            if constexpr (V::kBlockMask) before = last;
             ring.next();
             AccTile<16, N> S, dP;
             issue_nn<T, N>(dQ, dS, smem.kv(before.stage));  // dQ += dS K, of the block before
@@ -195,16 +211,20 @@ struct BwdDqGroup {
             ptx::wgmma_wait_group<0>();
             arrived(S);
             weigh(tile, mask, places, S, dP, q0, j, dS, emitted);
+            if constexpr (V::kBlockMask) last = ring, passed = 0;
         }
         arrive_warp(smem.dout_empty(group));
         if constexpr (Emitted<V>::kAny)
             emitted.template leave<Queries, 64, 4>(p.plain, tile.sequence, tile.head, q0 / 64, warp_row / 16);
+        const RingPosition<V::kStages> behind = ring;
+        if constexpr (V::kBlockMask) ring = last;
         issue_nn<T, N>(dQ, dS, smem.kv(ring.stage));
         ptx::wgmma_wait_group<0>();
         arrived(dQ);
         arrive_warp(smem.empty(ring.stage));
+        if constexpr (V::kBlockMask) ring = behind;
         ring.next();
-        if constexpr (V::kWindow) pass(first - tile.first);  // @blocks-before-window-passed-dq
+        if constexpr (V::kWindow && !V::kBlockMask) pass(first - tile.first);  // @blocks-before-window-passed-dq
         finish(tile, q0, dQ);
     }
 
@@ -228,29 +248,40 @@ struct BwdDqGroup {
 
     // dS = P * (dP - delta), P = exp(S - lse).
     __device__ void weigh(const QueryWork<V> &tile, const Mask<OneGroup<V>> &mask, const Places<V> &head_places,
-                          const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int j, FragA<T, 16, N> &dS,
+                          const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int number, FragA<T, 16, N> &dS,
                           Emitted<V> &emitted) const {
+        const int j = tile.key_block(number);
         const auto dropout = Dropout<V>::of(p.plain, tile.sequence.index, tile.head);
         Dropout<V>::drop(dP, dropout.template kept<true, 16, N>(q0 + warp_row, j * N));
         const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N);
         if constexpr (Emitted<V>::kAny) {
             const int lane = fresh_lane();
             const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
+            const SeenBits<V, 16, N, true> seen(p.plain, tile.sequence.index, tile.head, q0 + warp_row, j * N);
             dP.for_each([&](int row, int col, float &dp) {
                 const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
                 const float by_score = score.P(s, places(row, col), stats[row / 8][0]) * (dp - stats[row / 8][1]);
                 // @queries-that-exist-dq
-                emitted.add(row < from_here.seqlen_q && from_here.sees(row, col) ? by_score : 0.f, places(row, col));
+                float seen_of = row < from_here.seqlen_q && from_here.sees(row, col) ? by_score : 0.f;
+                if constexpr (V::kBlockMask) seen_of = seen(row, col) ? seen_of : 0.f;
+                emitted.add(seen_of, places(row, col));
             });
         }
         dP.for_each([&](int row, int col, float &dp) {
             const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
             dp = score.dS(s, score.P(s, places(row, col), stats[row / 8][0]), dp, stats[row / 8][1]);
         });
-        if (!mask.full(q0, j * N)) {  // @hidden-keys-masked-dq
+        bool masked;
+        if constexpr (V::kBlockMask) masked = tile.at(number).sight(group) != kWhole;
+        else masked = !mask.full(q0, j * N);  // @hidden-keys-masked-dq
+        if (masked) {
             const int lane = fresh_lane();
             const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
-            dP.for_each([&](int row, int col, float &ds) { ds = from_here.sees(row, col) ? ds : 0.f; });
+            const SeenBits<V, 16, N, true> seen(p.plain, tile.sequence.index, tile.head, q0 + warp_row, j * N);
+            dP.for_each([&](int row, int col, float &ds) {
+                ds = from_here.sees(row, col) ? ds : 0.f;
+                if constexpr (V::kBlockMask) ds = seen(row, col) ? ds : 0.f;
+            });
         }
         dS.from(dP);
     }

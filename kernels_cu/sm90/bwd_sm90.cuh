@@ -22,7 +22,7 @@
 #include "attention/score.cuh"
 #include "attention/slopes.cuh"
 #include "tile/tile_sm90.cuh"
-#include "attention/visits.cuh"
+#include "attention/visible_sm90.cuh"
 #include "tile/epilogue.cuh"
 
 // As dq_accum.cuh sees the warpgroup that computes dQ: as if it had four warps for every 64 columns of the tile.
@@ -120,8 +120,11 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
         const auto at = RingPosition<2>::of(i);
         float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
         int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
-        // @rank-in-the-query-tile-sm90
-        const int rank = visit.block - Mask<V>(visit.sequence, problem).first_key_block(visit.q0());
+        const int rank = [&] {
+            if constexpr (V::kBlockMask) return visit.rank();
+            // @rank-in-the-query-tile-sm90
+            else return visit.block - Mask<V>(visit.sequence, problem).first_key_block(visit.q0());
+        }();
         const bool stores = p.plain.schedule.first_stores && rank == 0;
         if (V::kDeterministic || p.plain.schedule.first_stores) {
             // @turn-awaited-sm90
@@ -176,7 +179,11 @@ struct BwdGroup {
             ptx::mbarrier_wait(smem.v_full(), 0);
             if (kHeld) rV.load(smem.v(), 64 * group + fresh_thread() / 32 % 4 * 16);  // @rows-of-v-held
         }
-        if (Emitted<V>::kAny && count == 0) {  // @slopes-without-visits-sm90
+        if constexpr (Emitted<V>::kAny && V::kBlockMask) {
+            const int heads = problem.heads_q / problem.heads_k;
+            for (int n = 0; n < heads; ++n)
+                if (visit.tiles.nothing_of(n)) leave_emitted(visit, visit.head_k * heads + n);
+        } else if (Emitted<V>::kAny && count == 0) {  // @slopes-without-visits-sm90
             const int heads = problem.heads_q / problem.heads_k;
             for (int n = 0; n < heads; ++n) leave_emitted(visit, visit.head_k * heads + n);
         }
@@ -184,10 +191,15 @@ struct BwdGroup {
         for (;; ++i, visit.next()) {
             if (i < count) {
                 const int q0 = visit.q0();
-                if (visit.m_block < first || visit.m_block >= end) skip();
+                if constexpr (V::kBlockMask) {
+                    const int sees = visit.sight(group);
+                    if (sees == kHidden) skip();
+                    else if (sees == kInPart) step<true>(visit, q0, key0);
+                    else step<false>(visit, q0, key0);
+                } else if (visit.m_block < first || visit.m_block >= end) skip();
                 else if (!mask.full(q0, key0) || q0 + M > visit.sequence.seqlen_q) step<true>(visit, q0, key0);
                 else step<false>(visit, q0, key0);
-                if (Emitted<V>::kAny && visit.m_block == visit.first) leave_emitted(visit, visit.head);
+                if (Emitted<V>::kAny && visit.is_last_of_head()) leave_emitted(visit, visit.head);
             }
             take_turn(i - 1);
             if (i >= count) break;
@@ -221,6 +233,9 @@ struct BwdGroup {
 
         const auto dropout = Dropout<V>::of(p.plain, visit.sequence.index, visit.head);
         const auto kept = dropout.template kept<false, 16, M>(q0, key0 + dropout.warp_row());
+        VisibleQueries<V> by_block_mask;  // read while nothing else needs registers
+        if constexpr (kMasked && V::kBlockMask) by_block_mask = VisibleQueries<V>(p.plain, visit, q0, key0);
+
         ptx::mbarrier_wait(smem.q_full(stage), ring.phase);         // @visit-q-full
         AccTile<16, M> P, dS;                                       // transposed: rows are keys
         issue_nt<T, kDepth>(P, smem.k().from_row(64 * group), sQ);  // S^T = K Q^T
@@ -231,8 +246,9 @@ struct BwdGroup {
         const ptx::u32 stats_at = smem.stats(stage) + 16 * (fresh_lane() % 4);
         ptx::wgmma_wait_group<0>();
         arrived(P), arrived(dS);
-        Visible visible;
-        if constexpr (kMasked) visible = Visible(mask, q0, key0);
+        VisibleQueries<V> visible;
+        if constexpr (kMasked) visible = VisibleQueries<V>(mask, q0, key0);
+        if constexpr (kMasked && V::kBlockMask) visible.keep(by_block_mask);
         const auto places = head_places.template from_warp<false>(q0, key0);
         FragA<T, 16, M> rP, rdS;
         #pragma unroll
@@ -297,27 +313,6 @@ struct BwdGroup {
         ptx::fence_proxy_async();  // @dq-shown-to-tma
         arrive_warp(smem.dq_full(at.stage));
     }
-
-    // Which queries of a tile see this lane's two keys: bit 2 j + b of a word stands for query 8 j + b, counted from the
-    // lane's first.
-    struct Visible {
-        ptx::u32 word[2];
-        Visible() = default;
-        __device__ Visible(const Mask<GroupKeys<V>> &mask, int q0, int key0) {
-            const int thread = fresh_thread() % 128, lane = thread % 32, query = q0 + 2 * (lane % 4);
-            #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-                const int key = key0 + thread / 32 * 16 + lane / 4 + 8 * r;  // @keys-of-the-lane
-                word[r] = before(mask.end_query(key) - query) & ~before(mask.first_query(key) - query);
-            }
-        }
-        __device__ static ptx::u32 before(int query) {
-            const int count = max(0, query) / 8 * 2 + min(max(0, query) % 8, 2);  // @queries-of-the-lane
-            return count < 32 ? (1u << count) - 1 : ~0u;
-        }
-        // Element e of the j-th column tile of an accumulator.
-        __device__ bool operator()(int j, int e) const { return word[e / 2] & 1u << (2 * j + e % 2); }
-    };
 
     // dK and dV leave through the shared memory of K and V.
     __device__ void finish() {

@@ -1,7 +1,6 @@
 // The producer of fwd_sm90.cuh, and what it shares with the consumers: the layout of shared memory and the tiles of work.
 #ifndef CUPYFLASH_FWD_LOAD_SM90_CUH
 #define CUPYFLASH_FWD_LOAD_SM90_CUH
-#include "attention/mask.cuh"
 #include "attention/params_sm90.cuh"
 #include "attention/work_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
@@ -26,7 +25,9 @@ struct FwdSm90Smem {
     // A group holds V of its last block while it passes blocks that others need: of this tile and, with a window, of the
     // next. Copies of all of them must find a stage, or the number of the next tile would never come.
     static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);
-    static_assert(!Mask<V>::kHides || kStages > kPassed);
+    static_assert(V::kBlockMask || !Mask<V>::kHides || kStages > kPassed);
+    // With a block mask it passes no more than these in a row, since K of the block after them must find a stage, too.
+    static constexpr int kPassedInARow = kStages - (kJoint ? 2 : 1);
     ptx::u32 base;
 
     __device__ TileQ q(int slot) const { return {base + slot * TileQ::kBytes}; }
@@ -71,8 +72,8 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
         for (int j = tile.first; j < tile.end; ++j, ring.next()) {
             if (j == tile.end - 1) tiles.draw();  // the answer takes as long as a load
             if (!tiles.leads()) continue;
-            const int row = tile.sequence.row_k + j * V::kBlockN;          // @keys-of-its-sequence
-            ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);  // @k-empty
+            const int row = tile.sequence.row_k + tile.key_block(j) * V::kBlockN;  // @keys-of-its-sequence
+            ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);          // @k-empty
             smem.k(ring.stage).load(p.map_k, smem.k_full(ring.stage), row, head, batch, ptx::kEvictLast);
             if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
             // @v-of-its-head-fwd-sm90

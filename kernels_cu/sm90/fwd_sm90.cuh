@@ -65,12 +65,13 @@ struct FwdGroup {
     // arrival would count for the phase before.
     __device__ void pass(int blocks) {
         #pragma unroll 1
-        for (int i = 0; i < blocks; ++i, ring.next()) {
-            ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);  // @passed-block-full
-            release_k(ring);
-            wait_v(ring);
-            release_v(ring);
-        }
+        for (int i = 0; i < blocks; ++i, ring.next()) release_both();
+    }
+    __device__ void release_both() const {
+        ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);  // @passed-block-full
+        release_k(ring);
+        wait_v(ring);
+        release_v(ring);
     }
     // Hands the Q tile that O leaves through back to the producer, once the copy has read it.
     __device__ void release_leaving() {
@@ -81,11 +82,17 @@ struct FwdGroup {
         leaving = -1;
     }
 
-    __device__ void apply_mask(const Mask<OneGroup<V>> &mask, AccTile<16, N> &S, int q0, int j) const {
+    // Of a tile of a head, S of key block j.
+    __device__ void apply_mask(const Mask<OneGroup<V>> &mask, const QueryWork<V> &tile, AccTile<16, N> &S, int q0,
+                               int j) const {
         const int lane = fresh_lane();
         // @mask-from-the-lane-fwd-sm90
         const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
-        S.for_each([&](int row, int col, float &s) { s = from_here.row_sees(row, col) ? s : -ptx::infinity(); });
+        const SeenBits<V, 16, N, true> seen(p.plain, tile.sequence.index, tile.head, q0 + warp_row, j * N);
+        S.for_each([&](int row, int col, float &s) {
+            s = from_here.row_sees(row, col) ? s : -ptx::infinity();
+            if constexpr (V::kBlockMask) s = seen(row, col) ? s : -ptx::infinity();
+        });
     }
     __device__ void apply_score(const Places<V> &head_places, AccTile<16, N> &S, int q0, int j) const {
         const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N);
@@ -100,9 +107,11 @@ struct FwdGroup {
         return tile.exists() && rows_of(tile) < tile.sequence.seqlen_q;
     }
     __device__ int end_of(const QueryWork<V> &tile) const {
+        if constexpr (V::kBlockMask) return tile.end;
         return min(max(mask_of(tile).end_key_block(rows_of(tile)), tile.first + 1), tile.end);
     }
     __device__ int first_of(const QueryWork<V> &tile) const {
+        if constexpr (V::kBlockMask) return tile.first;
         return V::kWindow ? min(max(mask_of(tile).first_key_block(rows_of(tile)), tile.first), end_of(tile) - 1) : 0;
     }
 
@@ -113,6 +122,26 @@ struct FwdGroup {
         if (smem.kSlots % smem.kGroups) ptx::mbarrier_wait(smem.q_empty(q_ring.stage), q_ring.phase ^ 1);
         ptx::mbarrier_wait(smem.q_full(q_ring.stage), q_ring.phase);  // @q-full
     }
+    // The key blocks of a list, from the second on. Those of which these rows see nothing are passed, but for one of so many in
+    // a row (kPassedInARow): V of the block before is held, since it has not been used.
+    template <class Step>
+    __device__ void visit_list(const QueryWork<V> &tile, int &passed, Step step) {
+        bool follows_cut = tile.at(tile.first).sight(group) != kWhole;
+        #pragma unroll 1
+        for (int j = tile.first + 1; j < tile.end; ++j) {
+            const ListedBlock listed = tile.at(j);
+            if (listed.sight(group) == kHidden && passed < smem.kPassedInARow) {  // @hidden-block-passed-fwd
+                ring.next(), ++passed;
+                release_both();
+                continue;
+            }
+            const bool cut = listed.sight(group) != kWhole;
+            if (cut || follows_cut) step(listed.block(), Bool<true>{});
+            else step(listed.block(), Bool<false>{});
+            follows_cut = cut, passed = 0;
+        }
+    }
+
     // A tile without rows of this group.
     __device__ void skip(const QueryWork<V> &tile) {
         pass(tile.end - tile.first);
@@ -124,7 +153,8 @@ struct FwdGroup {
     }
     // Issues S = Q K^T of a tile's first block.
     __device__ void begin(const QueryWork<V> &tile, AccTile<16, N> &S) {
-        if constexpr (V::kWindow) pass(first_of(tile) - tile.first);  // @blocks-before-window-passed-fwd
+        if constexpr (V::kWindow && !V::kBlockMask)
+            pass(first_of(tile) - tile.first);  // @blocks-before-window-passed-fwd
         wait_q();
         ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);
         issue_nt<T, kDepth>(S, smem.q(q_ring.stage), smem.k(ring.stage));
@@ -163,22 +193,28 @@ struct FwdGroup {
         Softmax softmax(score.log2_factor);
         typename Softmax::Rows rescale;
         release_k(ring);
-        apply_score(places, S, q0, first);
-        if (first < whole || first >= cut) apply_mask(mask, S, q0, first);  // @first-block-masked
+        apply_score(places, S, q0, tile.key_block(first));
+        if constexpr (V::kBlockMask) {
+            if (tile.at(first).sight(group) != kWhole) apply_mask(mask, tile, S, q0, tile.key_block(first));
+        } else {
+            if (first < whole || first >= cut) apply_mask(mask, tile, S, q0, first);  // @first-block-masked
+        }
         softmax.first_maximum(S);
         softmax.exponentiate(S);
         Dropout<V>::drop(S, kept_of<V, 16, N>(places, q0 + warp_row, first * N));
         P.from(S);
         release_leaving();
         // Without a mask the first product overwrites O. (With one, that spills.)
-        bool started = Mask<V>::kHides;
+        bool started = Mask<V>::kHides || V::kBlockMask;
         if (started) O.zero();
 
         // One key block. kMasked: it may hide keys or follow one that did, so that a row has seen few. Its maximum counts then,
         // and where scores climb from block to block, as towards the diagonal by ALiBi, or by a bias.
+        int passed = 0;  // with a block mask: blocks since the one before, whose V is held
         const auto step = [&](int j, auto masked) {
             constexpr bool kMasked = decltype(masked)::value, kCareful = kMasked || V::kAlibi || V::kBias;
-            const RingPosition<V::kStages> before = ring;
+            RingPosition<V::kStages> before = ring;
+            if constexpr (V::kBlockMask) before = ring.before(passed);
             ring.next();
             ptx::mbarrier_wait(smem.k_full(ring.stage), ring.phase);  // @k-full
             issue_nt<T, kDepth>(S, sQ, smem.k(ring.stage));           // S = Q K^T
@@ -192,7 +228,7 @@ struct FwdGroup {
             apply_score(places, S, q0, j);
             bool grows = false, good = true;
             if constexpr (kCareful) {
-                if constexpr (kMasked) apply_mask(mask, S, q0, j);
+                if constexpr (kMasked) apply_mask(mask, tile, S, q0, j);
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
@@ -213,28 +249,41 @@ struct FwdGroup {
             if (grows) softmax.multiply_rows(O, rescale);  // O follows m @o-follows
         };
         int j = first + 1;
-        if constexpr (V::kWindow) {
+        if constexpr (V::kBlockMask) {
+            visit_list(tile, passed, step);
+        } else {
+            if constexpr (V::kWindow) {
+                #pragma unroll 1
+                for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{});
+            }
             #pragma unroll 1
-            for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{});
+            for (; j < min(end, cut); ++j) step(j, Bool<false>{});
+            #pragma unroll 1
+            for (; j < end; ++j) step(j, Bool<true>{});  // @up-to-the-last-block
         }
-        #pragma unroll 1
-        for (; j < min(end, cut); ++j) step(j, Bool<false>{});
-        #pragma unroll 1
-        for (; j < end; ++j) step(j, Bool<true>{});  // @up-to-the-last-block
 
         const QueryWork<V> next = next_tile();
         q_ring.next(smem.kGroups);
+        const RingPosition<V::kStages> behind = ring;
+        if constexpr (V::kBlockMask) ring = ring.before(passed);
         wait_v(ring);
         issue_nn<T, N>(O, P, smem.v(ring.stage), started);
         const RingPosition<V::kStages> last = ring;
+        if constexpr (V::kBlockMask) ring = behind;
         ring.next();
 
         // While that runs, and the next tile's S.
         typename Softmax::Rows inverse;
         const auto store_lse = [&] {
             typename Softmax::Rows lse;
-            softmax.finish(score.unit, Sink<V>::of(p.plain, tile.sequence, tile.head), lse, inverse,
-                           [&](int row) { return mask.sees_nothing(q0 + warp_row + row); });
+            const auto sink = Sink<V>::of(p.plain, tile.sequence, tile.head);
+            softmax.finish(score.unit, sink, lse, inverse, [&](int row, bool without_sum) {
+                const int qi = q0 + warp_row + row;
+                if constexpr (V::kBlockMask) {
+                    const auto block_mask = BlockMask<V>::of(p.plain, tile.sequence.index, tile.head);
+                    return without_sum && !block_mask.sees_any(qi, mask.first_key(qi), mask.end_key(qi));
+                } else return mask.sees_nothing(qi);
+            });
             const long long lse_row = tile.sequence.lse_row(problem, tile.head);
             #pragma unroll
             for (int r = 0; r < 2; ++r) {

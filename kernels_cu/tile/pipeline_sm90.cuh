@@ -29,6 +29,12 @@ struct RingPosition {
     __device__ void next(int steps = 1) {  // at most kCount
         if ((stage += steps) >= kCount) stage -= kCount, phase ^= 1;
     }
+    // The position `steps` steps before, at most kCount.
+    __device__ RingPosition before(int steps) const {
+        RingPosition at = *this;
+        if ((at.stage -= steps) < 0) at.stage += kCount, at.phase ^= 1;
+        return at;
+    }
 };
 
 // One arrival a warp, once all of its lanes are here.

@@ -70,13 +70,13 @@ class Session:
 
     def forward(self, inputs: Inputs, problem: Problem, **more: Array) -> tuple[Array, Array]:
         """out, lse; `more`: what features bring, by name."""
-        made = self._run(FORWARD, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.brought(), **more}, problem)
+        made = self._run(FORWARD, {"q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.arrays(), **more}, problem)
         return made["out"], made["lse"]
 
     def backward(self, inputs: Inputs, out: Array, lse: Array, problem: Problem, **more: Array) -> tuple[Array, ...]:
         """dq, dk, dv, and those of what features bring."""
         arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "dout": inputs.dout, "lse": lse}
-        arrays |= inputs.brought() | more
+        arrays |= inputs.arrays() | more
         arrays |= {} if inputs.dlse is None else {"dlse": inputs.dlse}
         wanted = tuple(f"d{name}" for name in inputs.learned) if self.learns else ()
         made = self._run(BACKWARD, arrays, problem, wanted)

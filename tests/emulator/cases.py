@@ -17,6 +17,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     name += "-alibi" * problem.alibi + "-range" * problem.kv_range + "-sink" * problem.sink
     name += "-bias" * (problem.bias is not None)
     name += "-dropout" * bool(problem.dropout)
+    name += "-mask" * (problem.block_mask > 0)
     lengths = ((150, 0, 173), (67, 60, 204)) if problem.packed else (None, None)
     return Case(
         name, "full", 323 if problem.head_dim < 200 else 131, 332 if problem.bias else 331, problem.head_dim,
@@ -27,6 +28,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
         lengths_k=lengths[1], ranges=((65, 297),) if problem.kv_range else None, sink=problem.sink,
         bias="bhqk" if problem.bias else "",
         dropout_p=problem.dropout_p,
+        mask="tiles_of_heads" if problem.block_mask else "",
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ TWO_KERNELS = (
     _bug("dK staged, not shown to the store", without("dkv-shown-to-tma"), "dense-d256", _NO_FENCE),
     _bug("K of the dQ kernel released too early", postpone("product-complete-dq", behind="k-released-dq"), "dense-d256", r"RACE, write after read"),
     _bug("V of the wrong stage released", change("stage-of-v", "(ring.stage ? ring.stage : V::kStages) - 1", "ring.stage"), "dense-d256", r"RACE|PHASE OVERRUN|more arrivals|DEADLOCK"),
-    _bug("blocks of the dQ kernel not masked", change("hidden-keys-masked-dq", "!mask.full(q0, j * N)", "false"), "causal-d200"),
+    _bug("blocks of the dQ kernel not masked", change("hidden-keys-masked-dq", "mask.full(q0, j * N)", "true"), "causal-d200"),
     _bug("dQ without its scale", without("dq-scaled-sm90"), "dense-d256"),
     _bug("first block of dQ left out", change("down-to-the-first-block", "j >= first", "j > first"), "dense-d256", r"is in flight when its block exits|DEADLOCK"),
 )  # fmt: skip

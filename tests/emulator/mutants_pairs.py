@@ -117,7 +117,7 @@ ORDER = (
     _bug("sm80: order of the first three shares only", change("turn-awaited-sm80", "!= rank", "< min(rank, 3)"), "shares-sm80-d64"),
     _bug("sm90: order of the first three shares only", change("turn-awaited-sm90", "? rank :", "? min(rank, 3) :"), "shares-sm90-d64"),
     _bug("turns shared by batches", change("turn-of-its-sequence", "s.template", "Sequence<kPacked>::of(p, 0).template"), "pair-129"),
-    _bug("sm80: rank counted from the first key", change("rank-in-the-query-tile-sm80", "- mask_again().first_key_block(q0)", ""), "pair-75"),
+    _bug("sm80: rank counted from the first key", change("rank-in-the-query-tile-sm80", "- mask.first_key_block(v.m_block * V::kBlockM)", ""), "pair-75"),
     _bug("sm90: rank counted from the first key", change("rank-in-the-query-tile-sm90", "- Mask<V>(visit.sequence, problem).first_key_block(visit.q0())", ""), "pair-81"),
 )  # fmt: skip
 SCHEDULE = (

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import CASES, NUMPY_DTYPE, Case, Inputs, case
 from cupyflash.cpu import attention as cpu
+from cupyflash.cpu import masked
 from cupyflash.cpu import packed as cpu_packed
 from cupyflash.cpu import tiles as cpu_tiles
 from cupyflash.problem import DTYPES, Problem
@@ -22,12 +23,16 @@ Gradients = tuple[np.ndarray, ...]
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
     more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink, "bias": x.bias, "dropout_seed": x.dropout_seed}
     wanted = tuple(f"d{name}" for name in x.learned)
+    path = cpu if x.sequences is None else cpu_packed
     if x.sequences is not None:
         more["sequences"] = x.sequences
-        out, lse = cpu_packed.forward(x.q, x.k, x.v, p, **more)
-        return out, lse, cpu_packed.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, **more, wanted=wanted)
-    out, lse = cpu.forward(x.q, x.k, x.v, p, **more)
-    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, **more, wanted=wanted)
+    if x.block_mask is not None:
+        more |= {"q": x.q, "k": x.k, "v": x.v}
+        out, lse = masked.forward(path.forward, x.block_mask, p, **more)
+        more |= {"dout": x.dout, "out": out, "lse": lse, "dlse": x.dlse}
+        return out, lse, masked.backward(path.backward, x.block_mask, p, wanted, **more)
+    out, lse = path.forward(x.q, x.k, x.v, p, **more)
+    return out, lse, path.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, **more, wanted=wanted)
 
 
 def check(p: Problem, x: Inputs) -> None:

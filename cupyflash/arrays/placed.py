@@ -1,0 +1,39 @@
+"""Small NumPy arrays in the library and on the device of a caller's array, kept where they are put."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import MutableMapping
+from typing import Any
+
+import numpy as np
+
+from .imported import is_instance
+
+
+def placed(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
+    """A copy of x in the library of `like` and on its device; x itself where that is NumPy's.
+
+    Args:
+        kept: what was placed before; work on a GPU is ordered behind the copy on any stream, since it waits for it.
+    """
+    key: tuple[Any, ...]
+    if is_instance(like, "torch", "Tensor"):
+        key = id(x), like.device
+        if key not in kept:
+            kept[key] = sys.modules["torch"].from_numpy(x).to(like.device)
+        return kept[key]
+    if isinstance(like, np.ndarray) or not _is_on_gpu(like):
+        return x
+    import cupy
+
+    key = id(x), "cupy", int(like.__dlpack_device__()[1])
+    if key not in kept:
+        with cupy.cuda.Device(key[2]):
+            kept[key] = cupy.asarray(x)
+            cupy.cuda.get_current_stream().synchronize()
+    return kept[key]
+
+
+def _is_on_gpu(x: Any) -> bool:
+    return hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) in (2, 13)  # kDLCUDA, kDLCUDAManaged

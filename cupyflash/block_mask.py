@@ -1,0 +1,185 @@
+"""Block masks as kernels read them: tiles of 64 queries by 64 keys, each empty, full, or seen in part.
+
+Two arrays: ``tiles``, ``(batch or 1, heads or 1, q_tiles, k_tiles)`` int32, where 0 is empty, 1 is full and 2 + n has
+the bits number n; and ``bits``, ``(n, 256)`` int32, at least one row. A row holds 64 times 64 bits by query, the first
+key lowest, and then the same by key. Rows and keys behind the last one have no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ArgumentError
+from .operand import MASK_TILE, TILE_WORDS
+
+Array = NDArray[Any]
+TILE = MASK_TILE
+EMPTY, FULL, FIRST = 0, 1, 2
+
+
+def code_of(tiles: tuple[int, ...]) -> int:
+    """Who has a mask of its own, as `Problem` has it, by the shape of `tiles`."""
+    return 1 + (tiles[0] > 1) + 2 * (tiles[1] > 1)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """Which keys each query sees, tile by tile: what `attention` takes as `block_mask`, and `cupyflash.masks` makes.
+
+    Masks of the same lengths combine: ``a & b`` sees what both see, ``a | b`` what either does.
+
+    Attributes:
+        tiles, bits: as above, in NumPy arrays that nobody writes to.
+        seqlen_q, seqlen_k: how many queries and keys it is for.
+        first_key: of these, counted in its tiles.
+        kept: copies on other devices.
+    """
+
+    tiles: Array
+    bits: Array
+    seqlen_q: int
+    seqlen_k: int
+    first_key: int = 0
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        return self._combined(other, with_or=False)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        return self._combined(other, with_or=True)
+
+    @property
+    def density(self) -> float:
+        """The part of the tiles that are not empty."""
+        return float((self.tiles != EMPTY).mean()) if self.tiles.size else 0.0
+
+    @property
+    def own(self) -> tuple[bool, bool]:
+        """Whether each sequence, and each head of q, has a mask of its own."""
+        return self.tiles.shape[0] > 1, self.tiles.shape[1] > 1
+
+    def part(self, batch: int, keys: slice) -> BlockMask:
+        """That of one sequence and so many of its keys."""
+        b = batch if self.own[0] else 0
+        return replace(
+            self, tiles=self.tiles[b : b + 1], seqlen_k=keys.stop - keys.start, first_key=self.first_key + keys.start
+        )
+
+    def of(self, batch: int, head: int) -> Array:
+        """Which keys each query of one head sees: (seqlen_q, seqlen_k)."""
+        b, h = (i if own else 0 for i, own in zip((batch, head), self.own, strict=True))
+        alone = replace(self, tiles=self.tiles[b : b + 1, h : h + 1])
+        found: Array = alone.sees(slice(0, self.seqlen_q), slice(0, self.seqlen_k))[0, 0]
+        return found
+
+    def sees(self, rows: slice, keys: slice) -> Array:
+        """Which of some keys each of some queries sees, for all batch and heads: (batch, heads, rows, keys)."""
+        keys = slice(keys.start + self.first_key, keys.stop + self.first_key)
+        q0, k0 = rows.start // TILE, keys.start // TILE
+        tiles = self.tiles[:, :, q0 : -(-rows.stop // TILE), k0 : -(-keys.stop // TILE)]
+        b, h, m, n = tiles.shape
+        found = np.zeros((b, h, m, TILE, n, TILE), bool)
+        found[np.moveaxis(np.broadcast_to((tiles == FULL)[..., None, None], (b, h, m, n, TILE, TILE)), 3, 4)] = True
+        in_part = np.argwhere(tiles >= FIRST)
+        if len(in_part):
+            i = tuple(in_part.T)
+            found[i[0], i[1], i[2], :, i[3], :] = elements(self.bits[tiles[i] - FIRST])
+        return found.reshape(b, h, m * TILE, n * TILE)[
+            :, :, rows.start - q0 * TILE : rows.stop - q0 * TILE, keys.start - k0 * TILE : keys.stop - k0 * TILE
+        ]
+
+    def is_empty(self, rows: slice, keys: slice) -> bool:
+        """Whether no tile that holds some of these queries and keys has anything to see."""
+        keys = slice(keys.start + self.first_key, keys.stop + self.first_key)
+        m, n = (slice(x.start // TILE, -(-x.stop // TILE)) for x in (rows, keys))
+        return not self.tiles[:, :, m, n].any()
+
+    @classmethod
+    def from_stripes(cls, shape: tuple[int, int, int, int], stripe: Callable[[slice], Array]) -> BlockMask:
+        """A mask of (batch, heads, seqlen_q, seqlen_k), 1 where all share it, from 64 queries at a time.
+
+        Args:
+            stripe: gives what broadcasts to (batch, heads, queries, seqlen_k), True where a key is seen.
+        """
+        batch, heads, seqlen_q, seqlen_k = shape
+        m, n = -(-seqlen_q // TILE), -(-seqlen_k // TILE)
+        tiles, found, count = np.zeros((batch, heads, m, n), np.int32), [], 0
+        for i in range(m):
+            rows = slice(i * TILE, min(seqlen_q, (i + 1) * TILE))
+            seen = np.broadcast_to(stripe(rows), (batch, heads, rows.stop - rows.start, seqlen_k))
+            some, every = (_by_tiles(reduce, seen, seqlen_k) for reduce in (np.logical_or, np.logical_and))
+            tiles[:, :, i] = np.where(every, FULL, np.where(some, FIRST, EMPTY))
+            partial = np.argwhere(some & ~every)
+            if len(partial):
+                b, h, j = partial.T
+                tiles[b, h, i, j] = FIRST + count + np.arange(len(partial))
+                count += len(partial)
+                padded = np.zeros((batch, heads, TILE, n, TILE), bool)
+                padded.reshape(batch, heads, TILE, n * TILE)[:, :, : rows.stop - rows.start, :seqlen_k] = seen
+                found.append(bits_of(padded[b, h, :, j]))
+        return cls(tiles, np.concatenate(found) if found else no_bits(), seqlen_q, seqlen_k).compact()
+
+    def compact(self) -> BlockMask:
+        """The same with each pattern once, and none that is empty or full."""
+        if not (self.tiles >= FIRST).any():
+            return replace(self, bits=no_bits())
+        used, at = np.unique(self.tiles[self.tiles >= FIRST] - FIRST, return_inverse=True)
+        words = np.ascontiguousarray(self.bits[used])
+        rows = words.view(np.dtype((np.void, words.itemsize * TILE_WORDS))).ravel()
+        _, first, number = np.unique(rows, return_index=True, return_inverse=True)
+        tiles = self.tiles.copy()
+        tiles[self.tiles >= FIRST] = FIRST + number.ravel()[at.ravel()]
+        return replace(self, tiles=tiles, bits=words[first])
+
+    def _combined(self, other: BlockMask, with_or: bool) -> BlockMask:
+        """What both see, or what either does."""
+        if not isinstance(other, BlockMask):
+            return NotImplemented
+        if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
+            raise ArgumentError(
+                f"block masks: expected two of the same lengths, got one of {self.seqlen_q} queries and "
+                f"{self.seqlen_k} keys and one of {other.seqlen_q} and {other.seqlen_k}"
+            )
+        a, b = np.broadcast_arrays(self.tiles, other.tiles)
+        absorbing, neutral = (FULL, EMPTY) if with_or else (EMPTY, FULL)
+        tiles = np.where(a == neutral, np.where(b >= FIRST, b + len(self.bits), b), a)
+        tiles = np.where((a == absorbing) | (b == absorbing), absorbing, tiles).astype(np.int32)
+        both = (a >= FIRST) & (b >= FIRST)
+        bits = [self.bits, other.bits]
+        if both.any():
+            pairs, at = np.unique(np.stack([a[both], b[both]]) - FIRST, axis=1, return_inverse=True)
+            combine = np.bitwise_or if with_or else np.bitwise_and
+            made = combine(self.bits[pairs[0]], other.bits[pairs[1]])
+            number = FIRST + len(self.bits) + len(other.bits) + np.arange(len(made))
+            # By the elements that exist, of a last tile too: patterns that are full there are left as they are.
+            number = np.where((made == 0).all(axis=1), EMPTY, np.where((made == -1).all(axis=1), FULL, number))
+            tiles[both] = number[at.ravel()]
+            bits.append(made)
+        return replace(self, tiles=tiles, bits=np.concatenate(bits)).compact()
+
+
+def _by_tiles(reduce: Any, seen: Array, seqlen_k: int) -> Array:
+    """(batch, heads, k_tiles) of (batch, heads, queries, seqlen_k)."""
+    found: Array = reduce.reduceat(reduce.reduce(seen, axis=2), np.arange(0, seqlen_k, TILE), axis=2)
+    return found
+
+
+def no_bits() -> Array:
+    return np.zeros((1, TILE_WORDS), np.int32)
+
+
+def bits_of(elements: Array) -> Array:
+    """Rows of bits, of (n, 64, 64) booleans."""
+    packed = [np.packbits(x, axis=-1, bitorder="little") for x in (elements, elements.swapaxes(1, 2))]
+    return np.stack(packed, axis=1).reshape(len(elements), -1).view(np.int32)
+
+
+def elements(bits: Array) -> Array:
+    """The inverse."""
+    by_query = np.ascontiguousarray(bits[:, : TILE_WORDS // 2]).view(np.uint8)
+    return np.unpackbits(by_query, axis=-1, bitorder="little").reshape(-1, TILE, TILE).astype(bool)

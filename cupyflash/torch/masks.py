@@ -1,0 +1,74 @@
+"""torch's BlockMask, of flex_attention, as ours: its mask_mod is asked once, in its partial blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..block_mask import FIRST, FULL, TILE, BlockMask, bits_of, no_bits
+from ..errors import UnsupportedError
+
+Array = NDArray[Any]
+ELEMENTS_AT_ONCE = 1 << 24
+
+
+def convert(mask: Any) -> BlockMask:
+    """The same mask. Waits for the device that it is on.
+
+    Raises:
+        UnsupportedError: its blocks are not of multiples of 64 queries and keys.
+    """
+    rows, keys = mask.BLOCK_SIZE
+    if rows % TILE or keys % TILE:
+        raise UnsupportedError(f"block_mask: expected a BLOCK_SIZE of multiples of {TILE}, got {(rows, keys)}")
+    lengths = getattr(mask, "seq_lengths", None)  # torch before 2.7 rounds them up to blocks
+    if lengths is None:
+        lengths = mask.shape[-2:]
+    seqlen_q, seqlen_k = (int(n) for n in lengths)
+    batch, heads, q_blocks, _ = mask.kv_indices.shape
+    m, n = rows // TILE, keys // TILE
+    k_blocks = -(-seqlen_k // keys)
+    tiles = np.zeros((batch, heads, q_blocks, m, k_blocks, n), np.int32)
+    bits, count = [], 0
+    if mask.full_kv_num_blocks is not None:
+        b, h, i, j = _listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+        tiles[b, h, i, :, j, :] = FULL
+    b, h, i, j = _listed(mask.kv_num_blocks, mask.kv_indices)
+    at_once = max(1, ELEMENTS_AT_ONCE // (rows * keys))
+    for start in range(0, len(b), at_once):
+        part = slice(start, start + at_once)
+        seen = _elements(mask, (b[part], h[part], i[part], j[part]), (seqlen_q, seqlen_k))
+        seen = seen.reshape(-1, m, TILE, n, TILE).swapaxes(2, 3)
+        some, every = seen.any(axis=(3, 4)), seen.all(axis=(3, 4))
+        kinds = np.where(every, FULL, 0).astype(np.int32)
+        partial = some & ~every
+        kinds[partial] = FIRST + count + np.arange(partial.sum())
+        count += int(partial.sum())
+        bits.append(bits_of(seen[partial]))
+        tiles[b[part], h[part], i[part], :, j[part], :] = kinds
+    tiles = tiles.reshape(batch, heads, q_blocks * m, k_blocks * n)
+    cut = np.ascontiguousarray(tiles[:, :, : -(-seqlen_q // TILE), : -(-seqlen_k // TILE)])
+    return BlockMask(cut, np.concatenate(bits) if bits else no_bits(), seqlen_q, seqlen_k).compact()
+
+
+def _listed(num_blocks: Any, indices: Any) -> tuple[Array, Array, Array, Array]:
+    """Batch, head, query block and key block of all that such lists have."""
+    counts, of = (x.cpu().numpy() for x in (num_blocks, indices))
+    b, h, i, at = np.nonzero(np.arange(of.shape[-1]) < counts[..., None])
+    return b, h, i, of[b, h, i, at]
+
+
+def _elements(mask: Any, blocks: tuple[Array, ...], lengths: tuple[int, int]) -> Array:
+    """What mask_mod says of some blocks: (blocks, rows, keys). Behind the last query or key, what it says of that."""
+    device = mask.kv_indices.device
+    b, h, i, j = (torch.from_numpy(x).to(device) for x in blocks)
+    rows, keys = (torch.arange(n, device=device) for n in mask.BLOCK_SIZE)
+    q = (i[:, None] * mask.BLOCK_SIZE[0] + rows).clamp(max=lengths[0] - 1)
+    k = (j[:, None] * mask.BLOCK_SIZE[1] + keys).clamp(max=lengths[1] - 1)
+    ask = torch.vmap(mask.mask_mod, in_dims=(None, None, None, 0))
+    ask = torch.vmap(torch.vmap(ask, in_dims=(None, None, 0, None)), in_dims=(0, 0, 0, 0))
+    found: Array = ask(b, h, q, k).cpu().numpy().astype(bool)
+    return found

@@ -1,0 +1,120 @@
+// Block masks: which keys each query sees, beside what intervals hide (mask.cuh). A mask consists of tiles of 64 queries by 64
+// keys, whatever the tiles of the kernel are: empty, full, or in part, with one bit an element. Batch and heads may broadcast.
+//
+// Kernels do not look for what is not there: block_lists.cuh has listed for each of their tiles the blocks that it visits, with
+// what each group of its rows sees of them. Without a block mask (V::kBlockMask) nothing of this is left.
+#ifndef CUPYFLASH_BLOCKS_CUH
+#define CUPYFLASH_BLOCKS_CUH
+#include "attention/mask.cuh"
+#include "tile/tile.cuh"
+
+constexpr int kMaskTile = 64;
+enum MaskTileKind {
+    kEmptyTile = 0,
+    kFullTile = 1,
+    kFirstBits = 2
+};  // from there on: its bits are those of number kind - 2
+constexpr int kMaskTileWords =
+    2 * 2 * kMaskTile;  // of bits: a row of keys for each query, then one of queries for each key
+
+// Who has a mask, and lists, of its own: Params' block_mask.
+struct MaskOwners {
+    bool batch, heads;
+
+    template <class Params>
+    __device__ static MaskOwners of(const Params &p) {
+        return {(p.block_mask - 1) % 2 != 0, (p.block_mask - 1) / 2 != 0};
+    }
+    // Lists follow the range of keys, too.
+    template <class V, class Params>
+    __device__ static MaskOwners of_lists(const Params &p) {
+        const MaskOwners of_mask = of(p);
+        return {of_mask.batch || V::kKvRange, of_mask.heads};
+    }
+    __device__ long long number(const Problem &p, int sequence, int head) const {
+        return (batch ? sequence : 0) * (heads ? p.heads_q : 1) + (heads ? head : 0);  // @mask-of-its-head
+    }
+};
+
+// What a block mask says of single elements.
+template <class V, bool kBlockMask = V::kBlockMask>
+struct BlockMask {
+    template <class Params>
+    __device__ static BlockMask of(const Params &, int /* sequence */, int /* head */) {
+        return {};
+    }
+};
+
+template <class V>
+struct BlockMask<V, true> {
+    const int *tiles, *bits;  // [q_tiles, k_tiles]; [., kMaskTileWords]
+    int q_tiles, k_tiles;
+
+    template <class Params>
+    __device__ static BlockMask of(const Params &p, int sequence, int head) {
+        const Problem &problem = p.problem;
+        const int q_tiles = ceil_div(problem.seqlen_q, kMaskTile), k_tiles = ceil_div(problem.seqlen_k, kMaskTile);
+        const long long number = MaskOwners::of(p).number(problem, sequence, head);
+        return {p.block_tiles + number * q_tiles * k_tiles, p.block_bits, q_tiles, k_tiles};
+    }
+    // The kind of the tile that has a query and a key; rows behind the last one have that of the last one's.
+    __device__ int kind(int query, int key) const {
+        const int q = min(query / kMaskTile, q_tiles - 1), k = min(key / kMaskTile, k_tiles - 1);
+        return tiles[static_cast<long long>(q) * k_tiles + k];  // @kind-of-the-tile
+    }
+    __device__ bool sees(int query, int key) const {
+        const int of = kind(query, key);
+        if (of < kFirstBits) return of == kFullTile;
+        return word(of, true, query % kMaskTile, key % kMaskTile / 32) >> key % 32 & 1;
+    }
+    // Whether a query sees any of its keys [first, end).
+    __device__ bool sees_any(int query, int first, int end) const {
+        #pragma unroll 1
+        for (int key = first; key < end; ++key) {
+            if (sees(query, key)) return true;
+            if (kind(query, key) == kEmptyTile) key |= kMaskTile - 1;
+        }
+        return false;
+    }
+    // 32 of a row's elements: of keys from 32 i on that query `row` of the tile sees, or of queries that see key `row`.
+    __device__ ptx::u32 word(int kind, bool of_query, int row, int i) const {
+        const int at = (of_query ? 0 : 2 * kMaskTile) + 2 * row + i;  // @bits-of-the-row
+        return static_cast<ptx::u32>(bits[static_cast<long long>(kind - kFirstBits) * kMaskTileWords + at]);
+    }
+};
+
+// Which elements of a warp's accumulator are seen, as far as a block mask says: rows are queries, or keys. It lies within one
+// tile of the mask. (row, col) counts from the lane's first element, as AccTile::for_each does.
+template <class V, int kRows, int kCols, bool kRowsAreQueries, bool kBlockMask = V::kBlockMask>
+struct SeenBits {
+    template <class Params>
+    __device__ SeenBits(const Params &, int /* sequence */, int /* head */, int /* query */, int /* key */) {}
+};
+
+template <class V, int kRows, int kCols, bool kRowsAreQueries>
+struct SeenBits<V, kRows, kCols, kRowsAreQueries, true> {
+    static_assert(kRows <= kMaskTile && kCols <= kMaskTile);
+    static constexpr int kWords = ceil_div(kCols, 32);
+    ptx::u32 word[kRows / 8][kWords];
+
+    // Where the mask lies is worked out again each time: main loops have no registers left to keep it.
+    template <class Params>
+    __device__ SeenBits(const Params &p, int sequence, int head, int query, int key) {
+        const auto mask = BlockMask<V>::of(aside(p), sequence, head);
+        const int kind = mask.kind(query, key), lane = fresh_lane();
+        const int row0 = (kRowsAreQueries ? query : key) % kMaskTile + lane / 4;
+        const int col0 = (kRowsAreQueries ? key : query) % kMaskTile;
+        #pragma unroll
+        for (int r = 0; r < kRows / 8; ++r)
+            #pragma unroll
+            for (int w = 0; w < kWords; ++w) {
+                word[r][w] = kind == kFullTile ? ~0u : 0u;
+                if (kind >= kFirstBits)  // @bits-from-the-lane
+                    word[r][w] =
+                        mask.word(kind, kRowsAreQueries, row0 + 8 * r, col0 / 32 + w) >> (col0 % 32 + 2 * (lane % 4));
+            }
+    }
+    __device__ bool operator()(int row, int col) const { return word[row / 8][col / 32] >> col % 32 & 1; }
+};
+
+#endif  // CUPYFLASH_BLOCKS_CUH

@@ -1,0 +1,79 @@
+// Which blocks the tiles of a kernel visit, where a block mask says so (blocks.cuh): lists, made by key_lists.cuh and
+// query_lists.cuh. A list says how many blocks there are, then these, each with what the groups of rows of the other side see.
+#ifndef CUPYFLASH_LISTS_CUH
+#define CUPYFLASH_LISTS_CUH
+#include "attention/blocks.cuh"
+
+enum Sight { kHidden = 0, kInPart = 1, kWhole = 2 };
+
+// A block of keys, or of queries, as a list has it: its number, and two bits for each group of rows that visits it.
+struct ListedBlock {
+    int entry;
+
+    __device__ static ListedBlock of(int block, int sights) { return {block << 8 | sights}; }
+    __device__ int block() const { return entry >> 8; }
+    __device__ int sight(int group) const { return entry >> 2 * group & 3; }  // @sight-of-the-group
+    // Whether all of kGroups groups see all of it.
+    template <int kGroups>
+    __device__ bool whole() const {
+        constexpr int kAll = (1 << 2 * kGroups) - 1;
+        return (entry & kAll) == (kAll / 3 * kWhole);
+    }
+};
+
+// The list of query tile `block` of a head: the key blocks of kBlockN that it visits, in ascending order. At least one is there,
+// though the count may be 0.
+template <class V, class Params>
+__device__ __forceinline__ int *key_list(const Params &p, int sequence, int head, int block) {
+    const Problem &problem = p.problem;
+    const int m_blocks = ceil_div(problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(problem.seqlen_k, V::kBlockN);
+    // @list-of-its-head
+    const long long number = MaskOwners::of_lists<V>(p).number(problem, sequence, head) * m_blocks + block;
+    return p.key_lists + number * (1 + n_blocks);
+}
+// The list of key block `block` as a head of q sees it: the query tiles of kBlockM that visit it, in descending order; behind
+// them their ranks: how many key blocks each visits before this one.
+template <class V>
+__device__ __forceinline__ int *query_list(const BwdParams &p, int sequence, int head, int block) {
+    const Problem &problem = p.problem;
+    const int m_blocks = ceil_div(problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(problem.seqlen_k, V::kBlockN);
+    const long long number = MaskOwners::of_lists<V>(p).number(problem, sequence, head) * n_blocks + block;
+    return p.query_lists + number * (1 + 2 * m_blocks);
+}
+
+// How far the lists of a key block for one head of q lie from those for the next.
+template <class V>
+__device__ __forceinline__ long long query_lists_of_head(const BwdParams &p) {
+    const int m_blocks = ceil_div(p.problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(p.problem.seqlen_k, V::kBlockN);
+    return MaskOwners::of(p).heads ? n_blocks * static_cast<long long>(1 + 2 * m_blocks) : 0;
+}
+
+// The key blocks that a tile of queries visits, from the first to the last: all between two bounds, or those of a list.
+template <class V, bool kListed = V::kBlockMask>
+struct KeyVisits {
+    int first, count;
+
+    template <class Params>
+    __device__ KeyVisits(const Params &, const Mask<V> &mask, const Tile<V::kPacked> &, int q0)
+        : first(mask.first_key_block(q0)), count(max(0, mask.end_key_block(q0) - first)) {}
+    __device__ int block(int i) const { return first + i; }
+    // Whether every row of the tile sees all of the i-th one.
+    __device__ bool whole(const Mask<V> &mask, int q0, int i) const { return mask.full(q0, (first + i) * V::kBlockN); }
+};
+
+template <class V>
+struct KeyVisits<V, true> {
+    const int *list;
+    int count;
+
+    template <class Params>
+    __device__ KeyVisits(const Params &p, const Mask<V> &, const Tile<V::kPacked> &tile, int /* q0 */)
+        : list(key_list<V>(p, tile.sequence.index, tile.head, tile.block)), count(list[0]) {}
+    __device__ ListedBlock at(int i) const { return {list[1 + i]}; }
+    __device__ int block(int i) const { return at(i).block(); }
+    __device__ bool whole(const Mask<V> &, int /* q0 */, int i) const {
+        return at(i).template whole<ceil_div(V::kBlockM, 64)>();
+    }
+};
+
+#endif  // CUPYFLASH_LISTS_CUH

@@ -1,0 +1,69 @@
+// What queries and keys of the kernels' tiles see of each other, by the block mask, the causal bound or window and the range of keys
+// together: what the lists of blocks.cuh are made of.
+#ifndef CUPYFLASH_SIGHTS_CUH
+#define CUPYFLASH_SIGHTS_CUH
+#include "attention/lists.cuh"
+
+// What some of the queries of a tile see of some keys of a block: groups of at most 64 of each, which lie within one tile of the
+// mask.
+template <class V>
+struct GroupsOf : V {
+    static constexpr int kBlockM = V::kBlockM < 64 ? V::kBlockM : 64, kBlockN = V::kBlockN < 64 ? V::kBlockN : 64;
+    static constexpr int kGroupsM = V::kBlockM / kBlockM, kGroupsN = V::kBlockN / kBlockN;
+    static_assert(V::kBlockM % kBlockM == 0 && V::kBlockN % kBlockN == 0 && 64 % kBlockM == 0 && 64 % kBlockN == 0);
+};
+
+template <class V>
+struct Sights {
+    using Groups = GroupsOf<V>;
+    const Mask<Groups> mask;
+    const BlockMask<V> block_mask;
+
+    template <class Params>
+    __device__ Sights(const Params &p, int sequence, int head)
+        : mask(with_range<V>(Sequence<false>::of(p, sequence), p), p.problem),
+          block_mask(BlockMask<V>::of(p, sequence, head)) {}
+
+    // Of one group of queries and one of keys.
+    __device__ int of(int q0, int k0) const {
+        const int end_query = min(q0 + Groups::kBlockM, mask.seqlen_q);
+        if (q0 >= end_query || !mask.some_count(k0)) return kHidden;
+        if (k0 >= mask.end_key(end_query - 1) || k0 + Groups::kBlockN <= mask.first_key(q0)) return kHidden;
+        const int kind = block_mask.kind(q0, k0);
+        if (kind == kEmptyTile) return kHidden;
+        // @whole-in-mask-and-bounds
+        return kind == kFullTile && end_query == q0 + Groups::kBlockM && mask.full(q0, k0) ? kWhole : kInPart;
+    }
+    // Of query tile m and key block n: two bits a group of queries, or of keys, over all groups of the other.
+    template <bool kByQueries>
+    __device__ int of_groups(int m, int n) const {
+        constexpr int kMine = kByQueries ? Groups::kGroupsM : Groups::kGroupsN;
+        constexpr int kOthers = kByQueries ? Groups::kGroupsN : Groups::kGroupsM;
+        int found = 0;
+        #pragma unroll
+        for (int mine = 0; mine < kMine; ++mine) {
+            int least = kWhole, most = kHidden;
+            #pragma unroll
+            for (int other = 0; other < kOthers; ++other) {
+                const int i = kByQueries ? mine : other, j = kByQueries ? other : mine;
+                const int sight = of(m * V::kBlockM + i * Groups::kBlockM, n * V::kBlockN + j * Groups::kBlockN);
+                least = min(least, sight), most = max(most, sight);
+            }
+            found |= (most == kHidden ? kHidden : least == kWhole ? kWhole : kInPart) << 2 * mine;
+        }
+        return found;
+    }
+};
+
+// Which list this warp makes.
+struct ListIndex {
+    int block, head, sequence;
+
+    template <class V, class Params>
+    __device__ static ListIndex of(const Params &p, int blocks) {
+        const int heads = MaskOwners::of_lists<V>(p).heads ? p.problem.heads_q : 1, number = ptx::block_index();
+        return {number % blocks, number / blocks % heads, number / blocks / heads};
+    }
+};
+
+#endif  // CUPYFLASH_SIGHTS_CUH

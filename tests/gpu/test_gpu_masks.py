@@ -1,0 +1,86 @@
+"""Block masks on a GPU: nothing waits, a captured call is replayed, empty tiles are not read, FlexAttention agrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import masks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
+
+
+def tensors(seqlen: int, head_dim: int, heads: int = 4) -> list[Any]:
+    import torch
+
+    torch.manual_seed(0)
+    shape = (1, seqlen, heads, head_dim)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_mask_agrees_with_the_same_booleans(head_dim: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch, in float32; long lists, and heads with masks of their own."""
+    import torch
+
+    if family == "sm90" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setenv("CUPYFLASH_FAMILY", family)
+    n = 2100
+    mask = masks.bigbird(n, heads=4, random_blocks=4) & masks.causal_document(np.arange(n) // 700)
+    seen = torch.from_numpy(mask.sees(slice(0, n), slice(0, n))).cuda()
+    q, k, v = tensors(n, head_dim)
+    out = cupyflash.attention(q, k, v, block_mask=mask)
+    dout = torch.randn_like(out)
+    wide = [x.detach().float().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    wanted = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=seen)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    exact = torch.autograd.grad(wanted, wide, dout.float().transpose(1, 2))
+    torch.testing.assert_close(out.float(), wanted.transpose(1, 2), atol=2e-2, rtol=2e-2)
+    for a, b in zip(grads, exact, strict=True):
+        torch.testing.assert_close(a.float(), b.transpose(1, 2), atol=4e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_captured_call_is_replayed(head_dim: int) -> None:
+    import torch
+
+    n = 1000
+    mask = masks.strided(n, stride=64) | masks.local(n, left=10)
+    q, k, v = (x.detach() for x in tensors(n, head_dim))
+    first = cupyflash.attention(q, k, v, block_mask=mask)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cupyflash.attention(q, k, v, block_mask=mask)
+    v.neg_()
+    graph.replay()
+    torch.testing.assert_close(out, -first, atol=0, rtol=0)
+
+
+def test_nothing_waits() -> None:
+    import torch
+
+    mask = masks.local(1000, left=100)
+    q, k, v = tensors(1000, 128)
+    cupyflash.attention(q, k, v, block_mask=mask).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cupyflash.attention(q, k, v, block_mask=mask).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_deterministic_gradients_repeat() -> None:
+    import torch
+
+    mask = masks.bigbird(3000, heads=4)
+    q, k, v = tensors(3000, 128)
+    out = cupyflash.attention(q, k, v, block_mask=mask, deterministic=True)
+    dout = torch.randn_like(out)
+    found = [torch.autograd.grad(out, (q, k, v), dout, retain_graph=True) for _ in range(3)]
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
