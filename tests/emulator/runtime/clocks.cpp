@@ -19,8 +19,7 @@ std::string Clocks::name(int component) const {
     const int warps = threads / 32;
     if (component < threads)
         snprintf(out, sizeof out, "thread %d (warp %d lane %d)", component, component / 32, component % 32);
-    else if (component < threads + mbarriers)
-        snprintf(out, sizeof out, "copy of mbarrier #%d", component - threads);
+    else if (component < threads + mbarriers) snprintf(out, sizeof out, "copy of mbarrier #%d", component - threads);
     else if (component < threads + mbarriers + warps)
         snprintf(out, sizeof out, "wgmma of warp %d", component - threads - mbarriers);
     else snprintf(out, sizeof out, "bulk copy of warp %d", component - threads - mbarriers - warps);
