@@ -109,7 +109,7 @@ def judge(case: cases.Case, dtype: str, stream: Any = None) -> None:
     """A case through the public API, on a stream if one is given; the 2x rule must hold."""
     inputs = case.inputs(dtype)
     q, k, v = (on_gpu(case.in_layout(x), "cupy") for x in inputs[:3])
-    brought = {name: on_gpu(x, "cupy") for name, x in inputs.brought().items()}
+    brought = inputs.given(lambda x: on_gpu(x, "cupy"))
     synchronize()
     with stream or contextlib.nullcontext():
         out, lse = cupyflash.attention(q, k, v, **brought, **case.options(), return_lse=True)

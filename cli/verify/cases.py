@@ -75,7 +75,7 @@ def call(case: Case, inputs: Inputs, framework: Framework, options: dict[str, An
     backward: Callable[..., Any] = api.attention_backward
     if case.packed:
         attention, backward = varlen.attention_varlen, varlen.attention_varlen_backward
-    options = options | {name: framework.from_numpy(x) for name, x in inputs.brought().items()}
+    options = options | inputs.given(framework.from_numpy)
     q, k, v, dout = (framework.from_numpy(case.in_layout(x)) for x in inputs[:4])
     dlse = None if inputs.dlse is None else framework.from_numpy(inputs.dlse)
     out, lse = attention(q, k, v, **options, return_lse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,6 +60,10 @@ class Inputs(NamedTuple):
         found |= {} if self.block_mask is None else {"block_mask": self.block_mask}
         found |= {name: getattr(self, name) for name in self.learned}
         return found if self.dropout_seed is None else found | {"dropout_seed": self.dropout_seed}
+
+    def given(self, convert: Callable[[Array], Any]) -> dict[str, Any]:
+        """`brought`, each array as `convert` makes it; a block mask finds its way to the arrays' device by itself."""
+        return {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in self.brought().items()}
 
     def arrays(self) -> dict[str, Array]:
         """The same by the names of the table of arrays."""

@@ -48,7 +48,7 @@ def check(case: cases.Case, oracle: Oracle, inputs: cases.Inputs, library: str) 
     options, forward, backward = case.options(), cupyflash.attention, cupyflash.attention_backward
     if case.packed:
         forward, backward = cupyflash.attention_varlen, cupyflash.attention_varlen_backward
-    options |= {name: on_gpu(x, library) for name, x in inputs.brought().items()}
+    options |= inputs.given(lambda x: on_gpu(x, library))
     poison(library)
     out, lse = forward(q, k, v, **options, return_lse=True)
     verdicts = oracle.judge_forward(case.in_layout(to_numpy(out)), to_numpy(lse))
