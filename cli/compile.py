@@ -138,7 +138,7 @@ def _problems(
 @click.option("--kv-range", is_flag=True, help="Also the kernels of calls with a kv_range, whatever it is.")
 @click.option("--sink", is_flag=True, help="Also the kernels of calls with sinks, fixed or learned.")
 @click.option("--dropout", is_flag=True, help="Also the kernels of calls with dropout, whatever p is.")
-@click.option("--bias", is_flag=True, help="Also the kernels of calls with a bias, of any shape, fixed or learned.")
+@click.option("--bias", is_flag=True, help="Also the kernels of calls with a mask or a bias, fixed or learned.")
 @click.option(
     "--with-cache", is_flag=True, help="Also the kernels of attention_with_cache: one query, pages of 16 or none."
 )

@@ -30,6 +30,7 @@ def attention(
     kv_range: Any | None = None,
     sink: Any | None = None,
     bias: Any | None = None,
+    mask: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
     block_mask: Any | None = None,
@@ -76,6 +77,7 @@ def attention(
             where it lies and never expanded. -inf hides a key, whatever k and v hold there; a query whose scores are
             all -inf sees none. (Keys that are hidden by -inf are still computed: causal, window and kv_range leave
             them out.) On PyTorch tensors that require grad, and in JAX, it is learned.
+        mask: of bool, likewise: True where a key is visible, else as a bias of -inf. Not yet together with a bias.
         dropout_p: the probability with which each element of the softmax is dropped, from 0 on and below 1, counted in
             steps of 2^-16; what is kept is multiplied by 1 / (1 - dropout_p). lse is that without dropout.
         dropout_seed: what decides, by sequence, head, query and key alone, which elements are dropped (Philox-4x32): an
@@ -127,6 +129,8 @@ def attention(
         arrays["sink"] = sink
     if bias is not None:
         arrays["bias"] = bias
+    if mask is not None:
+        arrays["mask"] = mask
     if block_mask is not None:
         arrays |= arrays_of_mask(block_mask, arrays, call)
     out, lse = forward(arrays, call, want_lse, dropout_seed)
@@ -183,6 +187,7 @@ def attention_backward(
     kv_range: Any | None = None,
     sink: Any | None = None,
     bias: Any | None = None,
+    mask: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
     block_mask: Any | None = None,
@@ -207,7 +212,7 @@ def attention_backward(
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
         deterministic: bitwise reproducible gradients.
-        alibi_slopes, sink, bias, dropout_p, dropout_seed: as in the forward; the seed must be given.
+        alibi_slopes, sink, bias, mask, dropout_p, dropout_seed: as in the forward; the seed must be given.
         gradients_of: the optional arrays, one or several names, whose gradients are wanted too: ``"alibi_slopes"``,
             ``"sink"``, ``"bias"``.
 
@@ -231,7 +236,8 @@ def attention_backward(
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
-    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink, "bias": bias}
+    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink}
+    brought |= {"bias": bias, "mask": mask}
     arrays |= {name: x for name, x in brought.items() if x is not None}
     if block_mask is not None:
         arrays |= arrays_of_mask(block_mask, arrays, call)

@@ -10,7 +10,7 @@ class Bias(NamedTuple):
     """An additive bias of the scores, but for its elements.
 
     Attributes:
-        dtype: that of q, or fp32.
+        dtype: that of q, or fp32; or bool: it is a mask.
         own: along which of (batch, heads_q, seqlen_q, seqlen_k) it has elements of its own; it is broadcast along the
             others.
     """
@@ -23,3 +23,8 @@ class Bias(NamedTuple):
         """That of an array of this shape, which need not fit the scores yet."""
         own = [n != 1 for n in shape[-4:]]
         return cls(dtype, (*[False] * (4 - len(own)), *own))
+
+    @property
+    def argument(self) -> str:
+        """The argument that it came by."""
+        return "mask" if self.dtype == "bool" else "bias"

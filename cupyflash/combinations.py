@@ -5,16 +5,18 @@ from __future__ import annotations
 from .errors import UnsupportedError
 
 
-def check_together(bias: bool, block_mask: bool, packed: bool, dropout_p: float) -> None:
+def check_together(bias: str | None, block_mask: bool, packed: bool, dropout_p: float) -> None:
     """Refuse what is not supported, by name.
+
+    `bias`: "bias" or "mask", what is added to the scores; None without.
 
     Raises:
         UnsupportedError: some of these are given, and do not go together.
     """
     if bias and packed:
         raise UnsupportedError(
-            "bias: a bias of packed sequences is not supported, since each would need one of its own shape; give the "
-            "sequences as a batch, padded, with kv_range"
+            f"{bias}: a {bias} of packed sequences is not supported, since each would need one of its own shape; give "
+            "the sequences as a batch, padded, with kv_range"
         )
     if block_mask and packed:
         raise UnsupportedError(
@@ -23,9 +25,9 @@ def check_together(bias: bool, block_mask: bool, packed: bool, dropout_p: float)
         )
     if block_mask and bias:
         raise UnsupportedError(
-            "block_mask: a bias together with a block mask is not supported yet; let the bias hide keys, by -inf"
+            f"block_mask: a {bias} together with a block mask is not supported yet; let the {bias} hide keys"
         )
     if bias and dropout_p:
-        raise UnsupportedError(f"dropout_p: expected 0 together with a bias, got {dropout_p}; not supported yet")
+        raise UnsupportedError(f"dropout_p: expected 0 together with a {bias}, got {dropout_p}; not supported yet")
     if block_mask and dropout_p:
         raise UnsupportedError(f"dropout_p: expected 0 together with a block_mask, got {dropout_p}; not supported yet")

@@ -126,6 +126,7 @@ TABLE: tuple[Operand | Number, ...] = (
         "query_lists", ("batch", "heads_q", "n_blocks", "1 + 2 * m_blocks"), "int32", feature="block_mask",
         backward=Use(WORKSPACE, optional=True, text=_LISTS),
     ),
+    Operand("mask", SCORES, "bool", broadcasts=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="mask"),
 )  # fmt: skip
 
 

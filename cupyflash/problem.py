@@ -18,7 +18,7 @@ from .scales import vet_scale, vet_softcap
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64")
 HALF = ("fp16", "bf16")
-ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8, "bool": 1}
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
 
@@ -137,7 +137,7 @@ def make_problem(
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
     options = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
-    check_together(bias is not None, block_mask > 0, sequences is not None, options.dropout_p)
+    check_together(bias and bias.argument, block_mask > 0, sequences is not None, options.dropout_p)
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
     _check_keys(shapes, batch, head_dim, options.layout, sequences)

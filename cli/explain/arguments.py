@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
+from cupyflash.bias import Bias
 from cupyflash.problem import Window
 
 
@@ -14,6 +17,15 @@ def bias_dims(ctx: click.Context, param: click.Parameter, text: str | None) -> t
     if not text or not set(text) <= set("bhqk-"):
         raise click.BadParameter(f"{text!r} is not made of the letters b, h, q and k")
     return tuple(d in text for d in "bhqk")
+
+
+def bias_of(options: dict[str, Any]) -> Bias | None:
+    """What --bias or --mask adds to the scores."""
+    if options["bias"] and options["mask"]:
+        raise click.BadParameter("give it or --bias; both together are not supported yet", param_hint="--mask")
+    if options["mask"]:
+        return Bias("bool", options["mask"])
+    return Bias(options["dtype"], options["bias"]) if options["bias"] else None
 
 
 def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) -> Window | None:

@@ -24,13 +24,13 @@ from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import FAMILIES, Launch, Plan, choose, kernels_of, plan_of
 from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
-from cupyflash.problem import DTYPES, LAYOUTS, Bias, Problem, make_problem
+from cupyflash.problem import DTYPES, LAYOUTS, Problem, make_problem
 
 from ..output import emit, exit_codes, human, json_option, quiet
 from . import cached
 from . import report as explain_report
 from . import work as explain_work
-from .arguments import bias_dims, window_bounds
+from .arguments import bias_dims, bias_of, window_bounds
 from .cached import cache_options
 from .packed import packed_options, pairs_of, settle
 from .work import Work
@@ -65,6 +65,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
 @click.option("--dropout", is_flag=True, help="With dropout, of any p.")
 @click.option("--bias", metavar="DIMS", callback=bias_dims, default=None,
               help="With a bias that has elements of its own along these: letters of bhqk, - for none.")  # fmt: skip
+@click.option("--mask", metavar="DIMS", callback=bias_dims, default=None, help="With a mask, likewise.")
 @click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
 @cache_options
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
@@ -97,7 +98,7 @@ def command(**options: Any) -> None:
         raise click.BadParameter(what, param_hint="--learned")
     given = {name: options[name] for name in keep} | {"alibi": int(options["alibi"])}
     given |= {"dropout_p": 0.1, "dropout": 1} if options["dropout"] else {}
-    given["bias"] = options["bias"] and Bias(options["dtype"], options["bias"])
+    given["bias"] = bias_of(options)
     problem = make_problem((q, k, k), (options["dtype"],) * 3, **given, sequences=sequences)
     goes_back = options["backward"] or options["deterministic"] or options["learned"]
     directions = (False, True) if goes_back else (False,)

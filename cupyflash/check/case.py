@@ -53,13 +53,14 @@ class Inputs(NamedTuple):
     bias: Array | None = None
     dropout_seed: Array | None = None
     block_mask: BlockMask | None = None
+    mask: Array | None = None
 
     def brought(self) -> dict[str, Any]:
         """What features bring, as a call's further arguments: arrays, and a block mask."""
         found = {} if self.sequences is None else self.sequences.named()
         found |= {} if self.block_mask is None else {"block_mask": self.block_mask}
-        found |= {name: getattr(self, name) for name in self.learned}
-        return found if self.dropout_seed is None else found | {"dropout_seed": self.dropout_seed}
+        found |= {name: x for name in ("dropout_seed", "mask") if (x := getattr(self, name)) is not None}
+        return found | {name: getattr(self, name) for name in self.learned}
 
     def given(self, convert: Callable[[Array], Any]) -> dict[str, Any]:
         """`brought`, each array as `convert` makes it; a block mask finds its way to the arrays' device by itself."""
@@ -218,7 +219,9 @@ class Case:
         sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
         bias = draw_bias(self.bias, rng, problem, NUMPY_DTYPE[dtype]) if self.bias else None
         words = rng.integers(-(2**31), 2**31, 2).astype(np.int32) if self.dropout_p else None
-        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words, block_mask=mask)
+        is_shown = bias is not None and bias.dtype == bool
+        shown, bias = (bias, None) if is_shown else (None, bias)
+        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words, mask, shown)
 
     def in_layout(self, x: Array) -> Array:
         """A view of an array in bshd, or packed, in the layout of the case, and back again."""

@@ -2,6 +2,7 @@
 their own, by the letters b, h, q, k, and then, in any order,
 
     fp32     not of q's dtype, unless that is fp64
+    bool     it is a mask, which hides as "hides" does
     hides    -inf for a third of the elements, and for all of some rows
     masks    the least number of the dtype (of fp32, if that is fp64) in place of -inf, as models write masks
     far      also elements of hundreds, so that few keys decide a row
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from ..problem import Bias, Problem
 
 Array = NDArray[Any]
-WORDS = ("fp32", "hides", "masks", "far", "turned", "shifted", "whole")
+WORDS = ("fp32", "bool", "hides", "masks", "far", "turned", "shifted", "whole")
 
 
 def form_of(words: str, dtype: str) -> Bias | None:
@@ -33,9 +34,8 @@ def form_of(words: str, dtype: str) -> Bias | None:
     dims, *rest = words.split()
     assert set(dims) <= set("bhqk-"), words
     assert set(rest) <= set(WORDS), words
-    return Bias(
-        "fp32" if "fp32" in rest and dtype != "fp64" else dtype, tuple("whole" in rest or d in dims for d in "bhqk")
-    )
+    kind = "bool" if "bool" in rest else "fp32" if "fp32" in rest and dtype != "fp64" else dtype
+    return Bias(kind, tuple("whole" in rest or d in dims for d in "bhqk"))
 
 
 def draw_bias(words: str, rng: np.random.Generator, p: Problem, dtype: np.dtype[Any]) -> Array:
@@ -48,12 +48,12 @@ def draw_bias(words: str, rng: np.random.Generator, p: Problem, dtype: np.dtype[
         x *= np.where(rng.random(shape) < 0.2, 100, 1)
     single = np.dtype(np.float32)
     dtype = single if "fp32" in rest and dtype.itemsize < 8 else dtype
-    if "hides" in rest or "masks" in rest:
-        least = -np.inf if "hides" in rest else float(ml_dtypes.finfo(single if dtype.itemsize == 8 else dtype).min)
+    if {"hides", "masks", "bool"} & set(rest):
+        least = -np.inf if "masks" not in rest else float(ml_dtypes.finfo(single if dtype.itemsize == 8 else dtype).min)
         x[rng.random(shape) < 0.3] = least
         if x.shape[2] > 1:
             x[:, :, 3::7] = least
-    x = _placed(x.astype(dtype), rest)
+    x = _placed(~np.isneginf(x) if "bool" in rest else x.astype(dtype), rest)
     if "whole" in rest:
         return np.broadcast_to(x, whole)
     while x.ndim and x.shape[0] == 1 and dims[:1] != "bhqk"[4 - x.ndim]:
@@ -66,7 +66,7 @@ def _placed(x: Array, rest: list[str]) -> Array:
     if "turned" in rest:
         x = np.ascontiguousarray(x.swapaxes(2, 3)).swapaxes(2, 3)
     if "shifted" in rest:
-        buffer = np.full(x.size + 1, np.nan, x.dtype)
+        buffer = np.full(x.size + 1, np.nan).astype(x.dtype)
         buffer[1:] = x.ravel()
         x = buffer[1:].reshape(x.shape)
     return x

@@ -52,6 +52,17 @@ BIAS_CASES: tuple[Case, ...] = (
     Case("bias-inf-in-visible-key", "full", 131, 203, 128, values="inf_in_visible_key", bias="qk hides"),
     Case("bias-nan-in-hidden-key", "full", 131, 203, 200, values="nan_in_hidden_key", window=(90, -9), bias="hqk"),
     Case("bias-nan-in-other-batch", "full", 75, 203, 64, batch=2, values="nan_in_other_batch", bias="qk"),
+    # masks
+    Case("mask", "smoke", 201, 322, 64, batch=2, bias="bqk bool", dlse=True),
+    Case("mask-causal-d128", "quick", 203, 323, 128, heads_q=4, heads_k=2, causal=True, bias="hqk bool"),
+    Case("mask-of-keys-d256", "quick", 131, 204, 256, batch=2, heads_q=4, heads_k=2, bias="bk bool"),
+    Case("mask-turned-window", "full", 131, 204, 64, bias="qk bool turned", window=(70, 40), deterministic=True),
+    Case("mask-softcap-alibi", "full", 157, 204, 64, softcap=2.0, alibi=1, bias="bhqk bool shifted", dlse=True),
+    Case("mask-range", "full", 131, 204, 64, batch=2, bias="qk bool whole", values="nan_outside",
+         ranges=((65, 204), (3, 140)), causal=True),
+    Case("mask-nan-in-visible-key", "full", 131, 203, 64, values="nan_in_visible_key", bias="qk bool"),
+    Case("mask-sink", "full", 131, 204, 128, bias="hqk bool", sink=True, dlse=True),
+    Case("mask-empty", "full", 65, 0, batch=2, bias="q bool"),
     # nothing to do
     Case("bias-empty", "quick", 65, 0, batch=2, bias="hq"),
     Case("bias-empty-batch", "full", 65, 66, batch=0, bias="qk"),

@@ -33,6 +33,7 @@ class Features(NamedTuple):
         dropout_seed: (2,) or (2, 2), int32.
         corner: the first sequence and key, as dropout counts.
         block_mask: a `masks.BlockMask`.
+        mask: likewise, of bool; a bias of 0 and -inf that has no gradient.
     """
 
     sequences: Sequences | None = None
@@ -41,15 +42,21 @@ class Features(NamedTuple):
     bias: Array | None = None
     dropout_seed: Array | None = None
     block_mask: Any = None
+    mask: Array | None = None
     corner: tuple[int, int] = (0, 0)
+
+    @property
+    def added(self) -> Array | None:
+        """What is added to the scores."""
+        return self.bias if self.mask is None else np.where(self.mask, 0.0, -np.inf)
 
     def part(self, p: Problem, part: Part) -> Features:
         """Those of one sequence by itself."""
         slopes, i = self.alibi_slopes, part.corner[0]
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[i : i + 1]
-        bias = part_of(self.bias, p, part)
-        mask = None if self.block_mask is None else self.block_mask.part(i, part.keys)
-        own_features = {"alibi_slopes": own, "bias": bias, "block_mask": mask}
+        bias, mask = (part_of(x, p, part) for x in (self.bias, self.mask))
+        blocks = None if self.block_mask is None else self.block_mask.part(i, part.keys)
+        own_features = {"alibi_slopes": own, "bias": bias, "mask": mask, "block_mask": blocks}
         return self._replace(sequences=None, corner=part.corner, **own_features)
 
     def head(self, b: int, h: int) -> OfHead:

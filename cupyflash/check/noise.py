@@ -89,7 +89,7 @@ def _noise(
         return out, dq, dk, dv, learned, dbias, of_rows
     p, a, all_seen = problem, Arithmetic.exact(), reference.visible_pairs(problem)
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
-    distance, u, biases = reference.distances(p), UNIT[p.dtype], broadcast(of.bias, p)
+    distance, u, biases = reference.distances(p), UNIT[p.dtype], broadcast(of.added, p)
     for b, h, h_k in reference.heads(p):
         Q, dO, K, V = a.load(q[b, :, h]), a.load(dout[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])

@@ -105,7 +105,7 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: 
             own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(problem, part)
             out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
-    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
+    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added, problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate)
     for b, h, h_k in heads(p):
@@ -133,7 +133,7 @@ def _backward(
             dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], of_bias = _backward(*own)
             add_part(dbias, problem, part, of_bias)
         return dq, dk, dv, learned, dbias
-    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.bias, problem)
+    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added, problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))
     dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate) if dlse is None else a.load(dlse)

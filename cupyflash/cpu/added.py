@@ -26,7 +26,7 @@ class Added:
 
     Attributes:
         slopes: ALiBi's, (batch * heads_k, group); None: there are none.
-        bias: (batch, heads_q, seqlen_q, seqlen_k), some of stride 0; None: there is none.
+        bias: (batch, heads_q, seqlen_q, seqlen_k), some of stride 0; of bool, it is a mask; None: there is none.
         dslopes, dbias: their gradients if they are wanted, so far: shaped as the slopes, and as the bias with 1 for
             each dimension along which it is broadcast.
     """
@@ -79,6 +79,8 @@ class Added:
         """The bias of a tile, (batch * heads_k, group * rows, keys)."""
         assert self.bias is not None
         tile, p = self.bias[:, :, rows, keys], self.problem
+        if tile.dtype == bool:
+            tile = np.where(tile, np.float32(0), np.float32(-np.inf))
         return tile.reshape(-1, p.heads_q // p.heads_k * tile.shape[2], tile.shape[3])
 
 

@@ -15,9 +15,10 @@ from ..gpu import device as gpu
 from ..launch.passes import contiguous_strides
 
 # XLA_FFI_DataType of what the table of arrays knows.
-CODES = {"int32": 4, "fp16": 10, "fp32": 11, "fp64": 12, "bf16": 16}
+CODES = {"bool": 1, "int32": 4, "fp16": 10, "fp32": 11, "fp64": 12, "bf16": 16}
 _NAMES = {code: name for name, code in CODES.items()}
 _DTYPES: dict[int, Any] = {
+    CODES["bool"]: np.dtype(np.bool_),
     CODES["int32"]: np.dtype(np.int32),
     CODES["fp16"]: np.dtype(np.float16),
     CODES["fp32"]: np.dtype(np.float32),

@@ -74,6 +74,7 @@ def _register() -> None:
 
 DTYPES = {
     "fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "fp64": jnp.float64, "int32": jnp.int32,
+    "bool": jnp.bool_,
 }  # fmt: skip
 CODE_OF = {np.dtype(dtype): CODES[name] for name, dtype in DTYPES.items()}
 

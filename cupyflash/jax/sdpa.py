@@ -47,7 +47,8 @@ def dot_product_attention(
         local_window_size: ``(left, right)`` or one number for both: query i sees keys from i - left to i + right.
         bias: broadcasts to ``(batch, heads, T, S)``; read where it lies, and learned where JAX asks for its gradient.
             One that is neither of query's dtype nor fp32 is cast.
-        mask, query_seq_lengths, key_value_seq_lengths: as in jax.nn, which then computes it: a warning says so once.
+        mask: of bool, which broadcasts likewise: True where a key is visible. Beside a bias jax.nn computes it.
+        query_seq_lengths, key_value_seq_lengths: as in jax.nn, which then computes it: a warning says so once.
         return_residual: also return lse, ``(batch, T, heads)`` in fp32 (without the batch where query has none), not
             differentiable.
 
@@ -64,7 +65,8 @@ def dot_product_attention(
         (2, 128, 8, 64)
     """
     asked = {
-        "mask": mask, "query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths,
+        "query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths,
+        "mask beside a bias": None if bias is None else mask,
     }  # fmt: skip
     given = [name for name, x in asked.items() if x is not None]
     if given:
@@ -82,6 +84,8 @@ def dot_product_attention(
         half = query.dtype in (jnp.float16, jnp.bfloat16)
         fits = bias.dtype == query.dtype or (half and bias.dtype == jnp.float32)
         arrays["bias"] = bias if fits else bias.astype(query.dtype)
+    if mask is not None:
+        arrays["mask"] = mask
     shift = arrays["k"].shape[1] - arrays["q"].shape[1]
     left = right = None
     if local_window_size is not None:
@@ -111,8 +115,6 @@ def flax_attention(
     **ignored: Any,
 ) -> Any:
     """An ``attention_fn`` for flax's MultiHeadAttention: ``(..., length, heads, head_dim)``, any leading dimensions.
-
-    Masks, which cupyflash does not have yet, are left to `jax.nn`.
 
     Raises:
         UnsupportedError: dropout is asked for together with a bias or a mask.

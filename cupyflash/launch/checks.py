@@ -7,7 +7,7 @@ from typing import Any
 
 from ..arrays.adapters import Native, Signature, place
 from ..block_mask import code_of
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
 from ..plan.extents import Extents
@@ -34,8 +34,10 @@ def check(
     alibi, dropout = (len(found[x][0]) if x in found else 0 for x in ("alibi_slopes", "dropout_seed"))
     features: dict[str, Any] = {"alibi": alibi, "dropout": dropout}
     features |= {"kv_range": "kv_range" in lengths, "sink": "sink" in found}
-    if "bias" in found:
-        features["bias"] = Bias.of(found["bias"][0], dtypes["bias"])
+    if "bias" in found and "mask" in found:
+        raise UnsupportedError("mask: a mask together with a bias is not supported yet; give a bias that is -inf there")
+    for name in {"bias", "mask"} & found.keys():
+        features["bias"] = Bias.of(found[name][0], "bool" if name == "mask" else dtypes[name])
     if "block_tiles" in found:
         features["block_mask"] = code_of(found["block_tiles"][0])
     problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)
@@ -68,13 +70,14 @@ def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, devic
     sizes = sizes_of(Extents.of(problem), problem.head_dim)
     shape = shape_of(dims, sizes)
     wanted = "fp64" if (row.dtype, problem.dtype) == ("fp32", "fp64") else row.dtype or problem.dtype
-    if row.broadcasts and problem.dtype in HALF and dtype == "fp32":
+    takes_fp32 = row.broadcasts and not row.dtype and problem.dtype in HALF
+    if takes_fp32 and dtype == "fp32":
         wanted = "fp32"
     if not row.fits(tuple(sig.shape), sizes, problem.packed) or (dtype, sig.device) != (wanted, device):
         words = f"{_words(dims)} = {shape}"
         if row.broadcasts:
             words = f"one that broadcasts to {words}"
-            wanted += " or fp32" * (problem.dtype in HALF)
+            wanted += " or fp32" * takes_fp32
         if row.lacks:
             words += f" or {_words(dims[len(row.lacks) :])} = {shape[len(row.lacks) :]}"
         raise ArgumentError(

@@ -41,7 +41,7 @@ class Given:
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
         alibi, dropout: the numbers of ALiBi's slopes and of dropout's seed; None: there are none.
-        bias: the number of what is added to the scores; None: nothing is.
+        bias: the number of what is added to the scores, or of a mask; None: nothing is.
         broadcast: what broadcasts, given or made, in the table's order.
         block_mask: the number of the tiles of a block mask; None: there is none.
         asked: what all of them say of the spec.
@@ -65,7 +65,7 @@ class Given:
         self.block_mask = number.get("block_tiles")
         of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
         learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
-        self.bias, self.asked = number.get("bias"), Asked(*of_features, *learned)
+        self.bias, self.asked = number.get("bias", number.get("mask")), Asked(*of_features, *learned)
         self.broadcast = tuple(name for name in rows if rows[name].broadcasts and name in self.order)
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]
@@ -105,7 +105,7 @@ class Given:
         if self.bias is None:
             return []
         shape, strides, _, _ = signatures[self.bias]
-        own = {"bias": strides, "dbias": contiguous_strides(shape)}
+        own = {"bias": strides, "mask": strides, "dbias": contiguous_strides(shape)}
         return [score_steps(shape, own[name]) for name in self.broadcast]
 
 

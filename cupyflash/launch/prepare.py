@@ -110,7 +110,7 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
         for i, row in given.others:
             own, _, kind, where = keys[i]
             fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype
-            if row.broadcasts:
+            if row.broadcasts and not row.dtype:
                 fits = fits or (library.dtype_name(kind) == "fp32" and library.dtype_name(dtype) in HALF)
             if not fits or where != device or not row.fits(own, sizes, given.packed is not None):
                 return None

@@ -208,6 +208,8 @@ def _on_host(
 
     plain = dict.fromkeys(which.names(INPUT, where=lambda row: not row.feature))
     plain |= {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
+    if "mask" in plain:  # a bias, as the CPU path has it
+        plain["bias"] = plain.pop("mask")
     compute = _COMPUTE[which.name, lengths is not None]
     if "block_tiles" in plain:
         tiles, bits = (np.asarray(plain.pop(name)) for name in ("block_tiles", "block_bits"))

@@ -34,6 +34,7 @@ class Main(Variant):
     kv_range: bool = False
     bias: bool = False
     wide_bias: bool = False
+    mask: bool = False
     paired_bias: bool = False
     dropout: bool = False
     block_mask: bool = False
@@ -101,6 +102,7 @@ class Convert(Delta):
     kv_range: bool = False
     wide_bias: bool = False
     block_mask: bool = False
+    mask: bool = False
 
 
 @dataclass(frozen=True)

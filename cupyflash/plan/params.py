@@ -16,7 +16,13 @@ import numpy as np
 from ..operands import BACKWARD, FORWARD, INPUT, Number, Operand, Pass
 
 UNBOUNDED = 1 << 30  # kUnbounded: a window side without bound
-_ELEMENTS = {"": "void", "fp32": "float", "int32": "int", "int64": "long long"}  # "": those of q, whichever they are
+_ELEMENTS = {
+    "": "void",
+    "fp32": "float",
+    "int32": "int",
+    "int64": "long long",
+    "bool": "void",
+}  # "": those of q, whichever they are
 
 
 class Field(NamedTuple):

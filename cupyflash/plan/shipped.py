@@ -31,6 +31,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), softcap=50.0), True
     for head_dim in (64, 128):
         yield problem("bf16", head_dim, window=(None, 0), packed=True), True
+    yield problem("bf16", 128, bias=Bias("bool")), True
     for head_dim in (64, 128, 256):
         yield problem("bf16", head_dim, window=(None, 0), alibi=1), True
         yield problem("bf16", head_dim, window=(None, 0), kv_range=True), True
@@ -42,7 +43,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 160."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 176."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
         known = {"aligned": aligned, "paired_bias": problem.bias is not None}
@@ -52,5 +53,6 @@ def shipped(device: Device) -> tuple[Variant, ...]:
             variants.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
         is_usual = (problem.dtype, problem.head_dim, problem.causal, problem.packed) == ("bf16", 64, True, False)
         if is_usual:  # where TMA cannot read on Hopper
-            variants.update(dict.fromkeys(kernels_of(Spec.of(problem, tma=False), device).variants))
+            spec = Spec.of(problem, tma=False, paired_bias=known["paired_bias"])
+            variants.update(dict.fromkeys(kernels_of(spec, device).variants))
     return tuple(variants)

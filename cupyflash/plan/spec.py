@@ -25,8 +25,8 @@ class Spec(NamedTuple):
         kv_range: each sequence has a range of keys.
         sink: each head of q has one.
         dsink: a backward that makes their gradient.
-        bias: scores have a bias; wide_bias: of fp32, not of q's dtype; paired_bias: of which two neighbouring keys are
-            read together.
+        bias: scores have a bias, or a mask; wide_bias: it is of fp32, not of q's dtype; mask: it is a mask;
+            paired_bias: two neighbouring keys of it are read together.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap.
@@ -53,6 +53,7 @@ class Spec(NamedTuple):
     dsink: bool = False
     bias: bool = False
     wide_bias: bool = False
+    mask: bool = False
     paired_bias: bool = False
     dbias: tuple[bool, ...] | None = None
     dropout: int = 0
@@ -80,6 +81,7 @@ class Spec(NamedTuple):
             paired_bias: whether two neighbouring keys of a bias lie in an aligned pair.
             asked: `backward`, `family`, `clocks`.
         """
+        has_mask = problem.bias is not None and problem.bias.dtype == "bool"
         least = LEAST_UNIT if problem.alibi else 0
         return cls(
             problem.dtype,
@@ -97,8 +99,9 @@ class Spec(NamedTuple):
             dsink=dsink and problem.sink and bool(asked.get("backward")),
             bias=problem.bias is not None,
             wide_bias=problem.bias is not None and problem.bias.dtype == "fp32",
+            mask=has_mask,
             paired_bias=problem.bias is not None and paired_bias,
-            dbias=problem.bias.own if problem.bias is not None and dbias and asked.get("backward") else None,
+            dbias=problem.bias.own if problem.bias and dbias and not has_mask and asked.get("backward") else None,
             dropout=problem.dropout,
             dropout_p=problem.dropout_p,
             block_mask=problem.block_mask,

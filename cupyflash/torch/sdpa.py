@@ -28,12 +28,12 @@ def scaled_dot_product_attention(
     Args and result are those of torch's: ``(batch, heads, seqlen, head_dim)``; with `is_causal` query i sees keys up
     to i (aligned at the top left), whatever the lengths.
 
-    attn_mask: of a floating dtype, that of query or fp32, it is a bias, read where it lies, and learned if it
-        requires grad.
+    attn_mask: of bool, it is True where a key is visible; of a floating dtype, that of query or fp32, it is a bias,
+        read where it lies, and learned if it requires grad.
 
-    What cupyflash does not take goes to torch's own: boolean masks, dropout beside an attn_mask, head_dims that are no
-    multiple of 8 or differ, fp32 and fp64 on a GPU, GPUs older than Ampere, broadcast batches, and tensors in host
-    memory, for which torch is faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
+    What cupyflash does not take goes to torch's own: dropout beside an attn_mask, head_dims that are no multiple of 8
+    or differ, fp32 and fp64 on a GPU, GPUs older than Ampere, broadcast batches, and tensors in host memory, for which
+    torch is faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
@@ -54,7 +54,9 @@ def scaled_dot_product_attention(
         )
     window = (None, query.shape[2] - key.shape[2]) if is_causal else None
     options = make_options(scale=scale, window=window, layout="bhsd", dropout_p=dropout_p)
-    arrays = {"q": query, "k": key, "v": value} | ({} if attn_mask is None else {"bias": attn_mask})
+    arrays = {"q": query, "k": key, "v": value}
+    if attn_mask is not None:
+        arrays["mask" if attn_mask.dtype is torch.bool else "bias"] = attn_mask
     if options.dropout_p:
         arrays["dropout_seed"] = seeds.words(None, query, draw=True)
     return autograd.attention(arrays, options, want_lse=False)[0]
@@ -83,12 +85,10 @@ def why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
         return ""
     if torch.overrides.has_torch_function((mask,)) or mask.layout is not torch.strided or mask.device != q.device:
         return "attn_mask is not a plain tensor on the device of query"
-    if mask.dtype is torch.bool:
-        return "there is a boolean attn_mask"
     autocast = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     half = torch.float32 if autocast in _GPU else autocast
-    if mask.dtype not in (autocast, half, q.dtype if autocast in _GPU else half):
-        return "expected attn_mask in the dtype of query or fp32"
+    if mask.dtype not in (torch.bool, autocast, half, q.dtype if autocast in _GPU else half):
+        return "expected attn_mask of bool, of the dtype of query or of fp32"
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     own = tuple(mask.shape)
     if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], shape[::-1], strict=False)):

@@ -1,6 +1,6 @@
 // An additive bias of the scores, read where it lies: any shape that broadcasts to [batch, heads_q, seqlen_q, seqlen_k], by
 // its strides, which are 0 where it is broadcast; of q's element type or, kWideBias, fp32. -inf hides a key: its score is -inf
-// whatever q and k hold.
+// whatever q and k hold. A mask (kMask) is a bias of bytes, 0 where a key is visible and -inf elsewhere.
 #ifndef CUPYFLASH_BIAS_CUH
 #define CUPYFLASH_BIAS_CUH
 #include "attention/sequence.cuh"
@@ -25,6 +25,12 @@ struct Bias {
     __device__ At operator()(int /* queries */, int /* keys */) const { return {}; }
 };
 
+// Whether a key is visible.
+struct Shown { unsigned char raw; };
+__device__ __forceinline__ float bias_if(bool is_shown) {
+    return is_shown ? 0.f : -ptx::infinity();  // @shown-or-hidden
+}
+
 // Two neighbouring elements, and their values.
 template <class T>
 struct BiasPair {
@@ -36,15 +42,22 @@ struct alignas(8) BiasPair<float> {
     float x[2];
     __device__ float value(int i) const { return x[i]; }
 };
+template <>
+struct BiasPair<Shown> {
+    ptx::u16 raw;
+    __device__ float value(int i) const { return bias_if(raw >> 8 * i & 0xff); }
+};
 template <class T>
 __device__ __forceinline__ float bias_value(const T &x) {
     return T::lo(x.raw);
 }
 __device__ __forceinline__ float bias_value(float x) { return x; }
+__device__ __forceinline__ float bias_value(Shown x) { return bias_if(x.raw); }
 
 template <class V>
 struct Bias<V, true> {
-    using Element = typename Either<V::kWideBias, float, typename V::Element>::Type;
+    using Number = typename Either<V::kWideBias, float, typename V::Element>::Type;
+    using Element = typename Either<V::kMask, Shown, Number>::Type;
     struct At {
         float bias;
 
@@ -72,10 +85,10 @@ struct Bias<V, true> {
 
     template <class Params>
     __device__ static Bias of(const Params &p, const Sequence<V::kPacked> &s, int head) {
-        const ScoreStrides &stride = p.bias_stride;
+        const ScoreStrides &stride = V::kMask ? p.mask_stride : p.bias_stride;
         // @bias-of-its-head
-        return {static_cast<const Element *>(p.bias) + s.index * stride.batch + head * stride.head, stride.row,
-                stride.key, s.seqlen_q, s.seqlen_k};
+        return {static_cast<const Element *>(V::kMask ? p.mask : p.bias) + s.index * stride.batch + head * stride.head,
+                stride.row, stride.key, s.seqlen_q, s.seqlen_k};
     }
     // kAlongKeys: this lane has neighbouring keys, from an even one on. Multiples of strides are computed where they are
     // used: a main loop would keep all of them in registers.

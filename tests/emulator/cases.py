@@ -15,7 +15,8 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     name = f"shipped-{problem.dtype}-d{problem.head_dim}-{problem.window[0]}-{problem.window[1]}".replace("None", "all")
     name += "-softcap" * (problem.softcap is not None) + "-packed" * problem.packed
     name += "-alibi" * problem.alibi + "-range" * problem.kv_range + "-sink" * problem.sink
-    name += "-bias" * (problem.bias is not None)
+    of_bias = "" if problem.bias is None else "bhqk bool" if problem.bias.dtype == "bool" else "bhqk"
+    name += "-bias" * bool(of_bias) + "-mask" * ("bool" in of_bias)
     name += "-dropout" * bool(problem.dropout)
     name += "-mask" * (problem.block_mask > 0)
     lengths = ((150, 0, 173), (67, 60, 204)) if problem.packed else (None, None)
@@ -26,7 +27,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
         memory="contiguous" if aligned else "misaligned", dlse=True, dtypes=(problem.dtype,),
         softcap=problem.softcap, alibi=problem.alibi, batch=len(lengths[0] or "1"), lengths_q=lengths[0],
         lengths_k=lengths[1], ranges=((65, 297),) if problem.kv_range else None, sink=problem.sink,
-        bias="bhqk" if problem.bias else "",
+        bias=of_bias,
         dropout_p=problem.dropout_p,
         mask="tiles_of_heads" if problem.block_mask else "",
     )  # fmt: skip

@@ -251,7 +251,8 @@ def draw(s: Spec) -> Inputs:
     lse_shape = (s.shapes[0][0], s.heads * s.group, s.shapes[0][1])
     dlse = rng.standard_normal(lse_shape) if s.dlse else None
     dlse = None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32)
-    x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s), _sinks(s), _bias(s))
+    bias, mask = _bias(s)
+    x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s), _sinks(s), bias, mask=mask)
     return (
         x
         if not s.packed
@@ -259,11 +260,12 @@ def draw(s: Spec) -> Inputs:
     )
 
 
-def _bias(s: Spec) -> np.ndarray | None:
-    """Drawn apart, so that the other arrays are those of the spec without it."""
+def _bias(s: Spec) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """A bias, or a mask. Drawn apart, so that the other arrays are those of the spec without it."""
     if not s.bias:
-        return None
-    return draw_bias(s.bias, np.random.default_rng([s.seed, 1]), s.problem(), s.numpy_dtype)
+        return None, None
+    found = draw_bias(s.bias, np.random.default_rng([s.seed, 1]), s.problem(), s.numpy_dtype)
+    return (None, found) if found.dtype == bool else (found, None)
 
 
 def _slopes(s: Spec) -> np.ndarray | None:

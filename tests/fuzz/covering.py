@@ -18,7 +18,7 @@ from cupyflash.plan.families import variants_of_calls
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
-from .covering_bias import biased
+from .covering_bias import biased, masked
 from .covering_packed import packed, ranged
 from .spec import Spec
 
@@ -249,7 +249,8 @@ def cases() -> dict[str, Spec]:
     ranges = {f"range-{i}": _with_ranges(row, i) for i, row in enumerate(capped())}
     sinks = {f"sink-{i}": _with_sinks(row, i) for i, row in enumerate(capped())}
     biases = {f"bias-{i}": biased(spec(row, i), i) for i, row in enumerate(capped())}
-    features = caps | places | slopes | ranges | sinks | biases
+    masks = {f"mask-{i}": masked(spec(row, i), i) for i, row in enumerate(capped())}
+    features = caps | places | slopes | ranges | sinks | biases | masks
     return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | features
 
 

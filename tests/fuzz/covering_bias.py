@@ -13,6 +13,15 @@ FORMS = (
 )  # fmt: skip
 
 
+MASKS = ("bqk bool", "hqk bool", "bk bool", "qk bool turned", "bhqk bool shifted")
+
+
+def masked(spec: Spec, number: int) -> Spec:
+    """A problem with a mask, some with slopes, too."""
+    sk = spec.sk + spec.sk % 2 if number % 2 == 0 else spec.sk
+    return dataclasses.replace(spec, bias=MASKS[number % len(MASKS)], sk=sk, alibi=int(number % 4 == 1))
+
+
 def biased(spec: Spec, number: int) -> Spec:
     """A problem with a bias: some with slopes, sinks or a softcap, too. Every second one has an even number of keys,
     so that two neighbours may be read together."""

@@ -98,7 +98,7 @@ def _ranges(rng: Random, keys: list[int]) -> str:
 def _bias(rng: Random) -> str:
     """Along any dimensions, in any memory, some elements -inf."""
     dims = "".join(d for d in "bhqk" if rng.random() < 0.7) or "-"
-    words = [word for word in ("fp32", "hides", "turned", "shifted", "whole") if rng.random() < 0.25]
+    words = [word for word in ("fp32", "bool", "hides", "turned", "shifted", "whole") if rng.random() < 0.25]
     return " ".join([dims, *words])
 
 

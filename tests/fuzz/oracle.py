@@ -170,9 +170,10 @@ def _sink(x: Inputs, h: int) -> float:
 
 def _bias(s: Spec, x: Inputs, b: int, h: int) -> Array | None:
     """Of a head, (seqlen_q, seqlen_k)."""
-    if x.bias is None:
+    added = x.bias if x.mask is None else np.where(x.mask, 0.0, -np.inf)
+    if added is None:
         return None
-    found: Array = np.broadcast_to(x.bias, (s.batch, s.heads * s.group, s.sq, s.sk))[b, h].astype(np.float64)
+    found: Array = np.broadcast_to(added, (s.batch, s.heads * s.group, s.sq, s.sk))[b, h].astype(np.float64)
     return found
 
 

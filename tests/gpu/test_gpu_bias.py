@@ -105,6 +105,26 @@ def test_minus_inf_hides(d: int) -> None:
     assert relative(out, plain(q, k, v, bias, False)) < 1e-2
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_a_mask_is_a_bias_of_minus_inf(shape: tuple[int, ...], d: int, causal: bool) -> None:
+    """Against plain fp32; odd lengths, too, of which bytes are read one by one."""
+    import torch
+
+    for seqlen in (SEQLEN, SEQLEN - 1):
+        q, k, v, dout = tensors(seqlen, d)
+        mask = torch.rand([seqlen if n == SEQLEN else n for n in shape], device="cuda") < 0.6
+        mask[..., 5::11] = False
+        bias = torch.where(mask, 0.0, float("-inf"))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, want = cupyflash.attention(q, k, v, causal=causal, mask=mask), plain(q, k, v, bias, causal)
+        assert relative(out, want) < 1e-2
+        found, expected = (torch.autograd.grad(x, leaves, dout.to(x.dtype)) for x in (out, want))
+        for got, exact in zip(found, expected, strict=True):
+            assert relative(got, exact) < 2e-2
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
 @pytest.mark.parametrize("d", [64, 128, 256])
@@ -184,11 +204,13 @@ def test_a_graph_reads_the_bias_when_it_is_replayed() -> None:
         assert got.equal(expected)
 
 
-def test_sdpa_takes_a_float_mask() -> None:
+@pytest.mark.parametrize("of_bool", [False, True])
+def test_sdpa_takes_masks(of_bool: bool) -> None:
     import torch
 
     q, k, v, _ = (x.transpose(1, 2) for x in tensors(300, 64, HEADS))
     mask = torch.randn(BATCH, 1, 300, 300, device="cuda", dtype=torch.bfloat16)
+    mask = mask > -1 if of_bool else mask
     found = cupyflash.torch.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     assert relative(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)) < 1e-2
 

@@ -31,6 +31,7 @@ CASES = {
     "nan-hidden": _case("nan-hidden", "qk hides"),
     "keys": _case("keys", "k fp32", dlse=True),
     "queries": _case("queries", "bq", dlse=True),
+    "mask": _case("mask", "bqk bool", dlse=True),
 }
 
 

@@ -21,7 +21,8 @@ Gradients = tuple[np.ndarray, ...]
 
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
-    more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink, "bias": x.bias, "dropout_seed": x.dropout_seed}
+    more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink, "bias": x.bias if x.mask is None else x.mask}
+    more["dropout_seed"] = x.dropout_seed
     wanted = tuple(f"d{name}" for name in x.learned)
     path = cpu if x.sequences is None else cpu_packed
     if x.sequences is not None:

@@ -391,10 +391,12 @@ def test_what_it_does_not_take_is_jaxs_own_and_said_once(rng: np.random.Generato
     q, k, v = (jnp.asarray(rng.standard_normal((2, 20, 2, 16), dtype=np.float32)) for _ in range(3))
     mask = jnp.asarray(rng.random((2, 1, 20, 20)) < 0.7).at[..., 0].set(True)
     sdpa._say_once.cache_clear()
-    with pytest.warns(UserWarning, match="mask is not supported yet: jax"):
-        got = dot_product_attention(q, k, v, mask=mask)
-    agree(got, jax.nn.dot_product_attention(q, k, v, mask=mask))
-    dot_product_attention(q, k, v, mask=mask)  # a second warning would be an error
+    agree(dot_product_attention(q, k, v, mask=mask), jax.nn.dot_product_attention(q, k, v, mask=mask))
+    bias = jnp.zeros((1, 1, 20, 20))
+    with pytest.warns(UserWarning, match="mask beside a bias is not supported yet: jax"):
+        got = dot_product_attention(q, k, v, bias, mask)
+    agree(got, jax.nn.dot_product_attention(q, k, v, bias, mask))
+    dot_product_attention(q, k, v, bias, mask)  # a second warning would be an error
 
 
 def test_flax_attention(three: list[Any]) -> None:

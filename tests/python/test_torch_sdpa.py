@@ -86,14 +86,13 @@ def test_it_is_compiled_for_all_lengths() -> None:
     for lengths in ((9, 9), (17, 17), (33, 33)):
         x = make(lengths)
         close_all(both(compiled, x, is_causal=True), both(F.scaled_dot_product_attention, x, is_causal=True))
-    with pytest.warns(UserWarning, match="this call is torch's own: there is a boolean attn_mask"):
-        compiled(*x, attn_mask=torch.ones(33, 33, dtype=torch.bool))
+    with pytest.warns(UserWarning, match="this call is torch's own: there is dropout"):
+        compiled(*x, dropout_p=0.5, attn_mask=torch.ones(33, 33))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "mask": ({}, {"attn_mask": torch.ones(9, 9, dtype=torch.bool)}, "there is a boolean attn_mask"),
     "dropout": ({}, {"dropout_p": 0.5, "attn_mask": torch.ones(9, 9)}, "there is dropout"),
     "head_dim": ({"d": 12}, {}, "a multiple of 8"),
 }
