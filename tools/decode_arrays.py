@@ -1,4 +1,4 @@
-"""Problems and arrays of attention over a cache on this GPU, in torch: for check_decode.py and bench_decode.py."""
+"""Problems and arrays of attention over a cache on this GPU, in torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Arrays:
     lse: torch.Tensor
 
     @classmethod
-    def of(cls, p: CacheProblem, lengths: list[int] | None = None, seed: int = 0, poison: bool = False) -> Arrays:
+    def of(cls, p: CacheProblem, lengths: list[int] | None = None, seed: int = 0) -> Arrays:
         g = torch.Generator("cuda").manual_seed(seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -52,28 +52,7 @@ class Arrays:
         if p.page_size:
             order = torch.randperm(p.slots, device="cuda", generator=g)[: p.batch * p.pages_per_sequence]
             named["block_table"] = order.to(torch.int32).view(p.batch, -1)
-        found = cls(p, named, torch.full_like(named["q"], torch.nan), torch.full(p.rows, torch.nan, device="cuda"))
-        if poison:
-            for b, n in enumerate(lengths or []):
-                for name in ("k_cache", "v_cache"):
-                    found.hide(name, b, n)
-        return found
-
-    def hide(self, name: str, b: int, length: int) -> None:
-        """NaN in all rows of a sequence behind its length."""
-        p, cache = self.p, self.named[name]
-        if p.page_size is None:
-            cache[b, length:] = torch.nan
-            return
-        pages = self.named["block_table"][b].long()
-        whole = cache[pages].flatten(0, 1)
-        whole[length:] = torch.nan
-        cache[pages] = whole.view(-1, *cache.shape[1:])
-
-    def keys(self, name: str, b: int, length: int) -> torch.Tensor:
-        cache = self.named[name]
-        own = cache[self.named["block_table"][b].long()].flatten(0, 1) if self.p.page_size else cache[b]
-        return own[:length]
+        return cls(p, named, torch.full_like(named["q"], torch.nan), torch.full(p.rows, torch.nan, device="cuda"))
 
     def prepared(self) -> tuple[CacheCall, Call]:
         signatures = {name: TORCH.describe(name, TORCH.signature(x)) for name, x in self.named.items()}

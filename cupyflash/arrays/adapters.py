@@ -29,8 +29,14 @@ _NUMPY_DTYPES = {
     "fp32": np.dtype(np.float32),
     "fp64": np.dtype(np.float64),
     "int32": np.dtype(np.int32),
+    "bool": np.dtype(np.bool_),
 }
 _NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if name != "int32"}
+
+
+def itemsize(dtype: str) -> int:
+    """The bytes of an element of what the table of arrays knows."""
+    return _NUMPY_DTYPES[dtype].itemsize
 
 
 class Signature(NamedTuple):

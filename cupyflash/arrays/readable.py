@@ -6,13 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, CupyflashError
-from ..operands import BACKWARD, FORWARD
-from .adapters import TORCH, Native
+from .adapters import TORCH, Native, itemsize
 from .vetting import vet_memory, vet_tensor, vet_tracing
-
-_ITEMSIZE = {
-    row.name: 4 if row.dtype else 2 for row in (FORWARD.rows | BACKWARD.rows).values()
-}  # the elements that a kernel reads
 
 
 def unreadable(library: Native, error: Exception, arrays: Mapping[str, Any]) -> CupyflashError:
@@ -39,6 +34,6 @@ def check_addresses(library: Native, pointers: Sequence[int], arrays: Mapping[st
     """Refuse arrays without memory and elements that straddle their own size; empty arrays may lie anywhere."""
     vet_all(library, arrays)
     for (name, x), pointer in zip(arrays.items(), pointers, strict=True):
-        size = _ITEMSIZE.get(name, 2)
+        size = itemsize(library.dtype_name(library.signature(x)[2]))
         if 0 not in x.shape and (pointer == 0 or pointer % size):
             raise ArgumentError(f"{name}: expected an address that is a multiple of {size}, got {pointer:#x}; copy it")

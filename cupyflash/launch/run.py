@@ -141,7 +141,7 @@ def planned(
 
     Its kernels are loaded then, and it says what it will allocate.
     """
-    key = names, *keys, options, True, wanted, wish()
+    key = names, *keys, options, ALIGNED, wanted, wish()
     call = launch.calls.find(key)
     if call is None:
         call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, ALIGNED, 0))
@@ -162,7 +162,7 @@ def _look_at_addresses(which: Pass, library: Native, pointers: Sequence[int], ar
     bits, of_bias = 0, 0
     for name, pointer in zip(arrays, pointers, strict=True):
         row = which.rows[name]
-        if pointer == 0 or pointer & (3 if row.dtype else 1):
+        if pointer == 0 or pointer & 3:
             check_addresses(library, pointers, arrays)
         bits |= pointer if row.strided else 0
         of_bias |= pointer if row.broadcasts else 0

@@ -84,19 +84,22 @@ def _form(
         causal, sliding_window = False, None
     is_alone = q.shape[2] == 1 and cu_seqlens is None  # its causal limit hides nothing, or is in the range
     left = None if is_alone and kv_range is not None else _left(module, causal, sliding_window, k.shape[2])
-    bias = _bias(mask, k.shape[2], others)
-    places = {"kv_range": kv_range, "cu_seqlens": cu_seqlens, "bias": bias}
+    bias, shown = _of_scores(mask, k.shape[2], others)
+    places = {"kv_range": kv_range, "cu_seqlens": cu_seqlens, "bias": bias, "mask": shown}
     return {"q": q, "k": k, "v": v, "causal": causal and not is_alone, "left": left} | places
 
 
-def _bias(mask: Tensor | None, keys: int, others: dict[str, Any]) -> Tensor | None:
-    """What is added to the scores of so many keys; of a static cache a bias of positions may have more."""
+def _of_scores(mask: Tensor | None, keys: int, others: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    """What is added to the scores of so many keys, and the keys that are visible, if a mask of bool says so; of a
+    static cache a bias of positions may have more."""
     bias: Tensor | None = others.get("position_bias")
     if bias is not None and bias.shape[-1] > keys:
         bias = others["position_bias"] = bias[..., :keys]
     if mask is None or masks.is_range_mask(mask) or packing.is_packed_mask(mask):
-        return bias
-    return mask if bias is None or mask.dtype is torch.bool else mask + bias
+        return bias, None
+    if mask.dtype is torch.bool:
+        return (None, mask) if bias is None else (torch.where(mask, bias, -torch.inf), None)
+    return mask if bias is None else mask + bias, None
 
 
 def _left(module: Any, causal: bool, sliding_window: int | None, keys: int) -> int | None:
@@ -147,9 +150,12 @@ def _why_not(call: Call, others: dict[str, Any]) -> str:
         return "there are sinks, and not one for each head of the queries"
     if call.softcap is not None and not 0.001 <= call.softcap <= 1000:
         return "the softcap is not between 0.001 and 1000"
-    if call.bias is not None and call.cu_seqlens is not None:
+    of_scores = call.bias if call.mask is None else call.mask
+    if of_scores is not None and call.cu_seqlens is not None:
         return "there is a bias of packed sequences"
-    return sdpa.why_not(call.q, call.k, call.v, call.dropout) or sdpa.why_not_bias(call.q, call.k, call.bias)
+    if of_scores is not None and call.dropout:
+        return "there is dropout beside a mask that is no range, or a bias"
+    return sdpa.why_not(call.q, call.k, call.v) or sdpa.why_not_bias(call.q, call.k, of_scores)
 
 
 def _attend(call: Call) -> Tensor:
@@ -161,14 +167,15 @@ def _attend(call: Call) -> Tensor:
         "window": None if call.left is None else call.window,
         "softcap": call.softcap,
         "deterministic": call.deterministic,
+        "dropout_p": call.dropout,
     }
     if call.sink is not None:
         options["sink"] = call.sink.flatten().to(torch.float64 if q.dtype is torch.float64 else torch.float32)
     if call.cu_seqlens is None and _is_step(call):
-        del options["deterministic"]
+        del options["deterministic"], options["dropout_p"]
         return _step(q, k, v, call.kv_range, options)
     if call.cu_seqlens is None:
-        return api.attention(q, k, v, kv_range=call.kv_range, bias=call.bias, **options)
+        return api.attention(q, k, v, kv_range=call.kv_range, bias=call.bias, mask=call.mask, **options)
     return varlen.attention_varlen(q[0], k[0], v[0], *call.cu_seqlens, **options)[None]
 
 
@@ -177,7 +184,8 @@ _FEW = 16  # queries of a step: what it costs is reading the keys, which attenti
 
 def _is_step(call: Call) -> bool:
     """Whether a few new queries look at a cache, as in generation; there is nothing to be differentiated then."""
-    if call.q.shape[2] > _FEW or call.bias is not None or is_autocast_on():
+    brings_more = call.bias is not None or call.mask is not None or call.dropout
+    if call.q.shape[2] > _FEW or brings_more or is_autocast_on():
         return False
     brought = (call.q, call.k, call.v, *(() if call.sink is None else (call.sink,)))
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in brought))

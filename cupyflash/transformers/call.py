@@ -18,6 +18,7 @@ class Call(NamedTuple):
         kv_range: (batch, 2), int32; None: all keys.
         cu_seqlens: those of q and of k where sequences are packed, and batch is 1.
         bias: what is added to the scores: a bias of positions, a mask that is no range, or both.
+        mask: a mask that is no range, of bool: True where a key is visible. There is no bias then.
     """
 
     q: Tensor
@@ -28,6 +29,7 @@ class Call(NamedTuple):
     kv_range: Tensor | None
     cu_seqlens: tuple[Tensor, Tensor] | None
     bias: Tensor | None
+    mask: Tensor | None
     scale: float | None
     softcap: float | None
     sink: Tensor | None

@@ -1,10 +1,11 @@
-// For each tile of kBlockM queries of a head, the list of the blocks of kBlockN keys that it visits (blocks.cuh). One warp a list.
+// For each tile of kBlockM queries of a head, the list of the blocks of kBlockN keys that it visits (lists.cuh). One warp a list.
 #ifndef CUPYFLASH_KEY_LISTS_CUH
 #define CUPYFLASH_KEY_LISTS_CUH
 #include "attention/sights.cuh"
 
 template <class V, class Params>
 __device__ __forceinline__ void key_lists(const Params &p) {
+    static_assert(V::kSmemBytes == 0);
     const int m_blocks = ceil_div(p.problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(p.problem.seqlen_k, V::kBlockN);
     const auto at = ListIndex::of<V>(p, m_blocks);
     const Sights<V> sights(p, at.sequence, at.head);

@@ -1,4 +1,4 @@
-// For each block of kBlockN keys as a head of q sees it, the list of the tiles of kBlockM queries that visit it (blocks.cuh). One
+// For each block of kBlockN keys as a head of q sees it, the list of the tiles of kBlockM queries that visit it (lists.cuh). One
 // warp a list. It comes after key_lists.cuh, whose lists say the ranks.
 #ifndef CUPYFLASH_QUERY_LISTS_CUH
 #define CUPYFLASH_QUERY_LISTS_CUH
@@ -17,6 +17,7 @@ __device__ __forceinline__ int rank_in(const int *list, int block) {
 
 template <class V>
 __device__ __forceinline__ void query_lists(const BwdParams &p) {
+    static_assert(V::kSmemBytes == 0);
     const int m_blocks = ceil_div(p.problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(p.problem.seqlen_k, V::kBlockN);
     const auto at = ListIndex::of<V>(p, n_blocks);
     const Sights<V> sights(p, at.sequence, at.head);

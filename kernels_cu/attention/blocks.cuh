@@ -1,7 +1,7 @@
 // Block masks: which keys each query sees, beside what intervals hide (mask.cuh). A mask consists of tiles of 64 queries by 64
 // keys, whatever the tiles of the kernel are: empty, full, or in part, with one bit an element. Batch and heads may broadcast.
 //
-// Kernels do not look for what is not there: block_lists.cuh has listed for each of their tiles the blocks that it visits, with
+// Kernels do not look for what is not there: key_lists.cuh and query_lists.cuh have listed for each of their tiles the blocks that it visits, with
 // what each group of its rows sees of them. Without a block mask (V::kBlockMask) nothing of this is left.
 #ifndef CUPYFLASH_BLOCKS_CUH
 #define CUPYFLASH_BLOCKS_CUH

@@ -5,28 +5,17 @@
 //     O = f (Z * P) V,   dV = (Z * f P)^T dO,   dS = f P * (Z * (dO V^T) - delta / f).
 // The backward has f P and delta / f from row_stats.
 //
-// Random numbers are Philox-4x32's (Salmon et al. 2011) with 7 rounds, the fewest with which it passes BigCrush. One call
-// serves 8 elements with 16 bits each: (i, j) is dropped if its number is less than p * 2^16, rounded. These are what a lane
-// holds of 16 queries and 16 keys in an accumulator whose rows are queries, queries i and i + 8, keys j, j + 1, j + 8, j + 9:
+// One call of Philox (philox.cuh) serves 8 elements with 16 bits each: (i, j) is dropped if its number is less than p * 2^16,
+// rounded. These are what a lane holds of 16 queries and 16 keys in an accumulator whose rows are queries, queries i and i + 8, keys j, j + 1, j + 8, j + 9:
 //     key       seed + offset * 2^64 / golden ratio
 //     counter   key / 16, query / 16 * 32 + lane, head, sequence       lane = 4 (query % 8) + key % 8 / 2
 //     number    word 2 (key / 8 % 2) + query / 8 % 2, its half key % 2.
 // Where rows are keys, two lanes that hold neighbouring keys make a call each and exchange halves.
 #ifndef CUPYFLASH_DROPOUT_CUH
 #define CUPYFLASH_DROPOUT_CUH
+#include "attention/philox.cuh"
 #include "attention/places.cuh"
 #include "tile/tile.cuh"
-
-__device__ __forceinline__ ptx::U128 philox(ptx::U128 counter, ptx::u32 key0, ptx::u32 key1) {
-    ptx::u32(&c)[4] = counter.x;
-    #pragma unroll
-    for (int round = 0; round < 7; ++round, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u) {  // @rounds-of-philox
-        const ptx::u64 a = 0xD2511F53ull * c[0], b = 0xCD9E8D57ull * c[2];
-        c[0] = static_cast<ptx::u32>(b >> 32) ^ c[1] ^ key0, c[1] = static_cast<ptx::u32>(b);
-        c[2] = static_cast<ptx::u32>(a >> 32) ^ c[3] ^ key1, c[3] = static_cast<ptx::u32>(a);
-    }
-    return counter;
-}
 
 // Of a head of q; here there is none.
 template <class V, bool kDropout = V::kDropout>
@@ -75,9 +64,10 @@ struct Dropout<V, true> {
     // The seed is read where this stands: a main loop need not keep it.
     template <class Params>
     __device__ static Dropout of(const Params &p, int sequence, int head) {
-        const auto *seeds = reinterpret_cast<const ptx::u64 *>(ptx::opaque(reinterpret_cast<ptx::i64>(p.dropout_seed)));
-        ptx::u64 seed = seeds[0];
-        if (p.dropout == 2) seed += seeds[1] * 0x9E3779B97F4A7C15ull;  // @offset-of-the-seed
+        const auto *words = reinterpret_cast<const ptx::u32 *>(ptx::opaque(reinterpret_cast<ptx::i64>(p.dropout_seed)));
+        const auto of_words = [&](int i) { return words[i] | static_cast<ptx::u64>(words[i + 1]) << 32; };
+        const ptx::u64 offset = p.dropout == 2 ? of_words(2) : 0;  // @offset-of-the-seed
+        const ptx::u64 seed = of_words(0) + offset * 0x9E3779B97F4A7C15ull;
         return {static_cast<ptx::u32>(p.dropout_limit),
                 {static_cast<ptx::u32>(seed), static_cast<ptx::u32>(seed >> 32)},
                 static_cast<ptx::u32>(sequence),  // @dropout-of-its-sequence

@@ -1,5 +1,5 @@
 // What queries and keys of the kernels' tiles see of each other, by the block mask, the causal bound or window and the range of keys
-// together: what the lists of blocks.cuh are made of.
+// together: what the lists of lists.cuh are made of.
 #ifndef CUPYFLASH_SIGHTS_CUH
 #define CUPYFLASH_SIGHTS_CUH
 #include "attention/lists.cuh"

@@ -1,4 +1,4 @@
-// Which query tiles a block of the backward visits: all that see its keys, or those of its list (blocks.cuh).
+// Which query tiles a block of the backward visits: all that see its keys, or those of its list (lists.cuh).
 #ifndef CUPYFLASH_VISITS_CUH
 #define CUPYFLASH_VISITS_CUH
 #include "attention/lists.cuh"

@@ -24,6 +24,15 @@ DTYPES = {"fp32": np.float32, "int32": np.int32}
 _SWIZZLE_128B = 3
 
 
+def barely_aligned(x: Array) -> Array:
+    """A copy at an address that is a multiple of an element's size, and of no more: what a caller may give."""
+    memory = np.empty(x.nbytes + 16, np.uint8)
+    start = (x.itemsize - memory.ctypes.data) % 16
+    copy: Array = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
 class Buffers:
     """The arrays of one call of a pass in emulated memory: their addresses, and what params structs say of them."""
 
@@ -38,7 +47,7 @@ class Buffers:
         """An input."""
         row = self.which.rows[name]
         if not (row.strided or row.broadcasts):
-            x = np.ascontiguousarray(x, DTYPES[row.dtype])
+            x = barely_aligned(np.ascontiguousarray(x, DTYPES[row.dtype]))
         self.address[name] = self.memory.input(name, x)
         self._keep(name, x.shape, tuple(s // x.itemsize for s in x.strides))
 

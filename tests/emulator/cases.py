@@ -18,7 +18,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     of_bias = "" if problem.bias is None else "bhqk bool" if problem.bias.dtype == "bool" else "bhqk"
     name += "-bias" * bool(of_bias) + "-mask" * ("bool" in of_bias)
     name += "-dropout" * bool(problem.dropout)
-    name += "-mask" * (problem.block_mask > 0)
+    name += "-block-mask" * (problem.block_mask > 0)
     lengths = ((150, 0, 173), (67, 60, 204)) if problem.packed else (None, None)
     return Case(
         name, "full", 323 if problem.head_dim < 200 else 131, 332 if problem.bias else 331, problem.head_dim,

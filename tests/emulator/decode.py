@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyflash.cache.arrays import BY_NAME
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
@@ -19,6 +20,7 @@ from cupyflash.plan.decode_shares import DecodePlan
 from cupyflash.plan.params_decode import DECODE_SM90_PARAMS
 
 from .attention import kernel_of
+from .buffers import barely_aligned
 from .launch import Memory, Mode, tensor_map
 
 Array = NDArray[Any]
@@ -33,6 +35,11 @@ def _writable(memory: Memory, name: str, x: Array) -> tuple[int, Array]:
     start = address - (x.__array_interface__["data"][0] - low)
     data = np.ctypeslib.as_array((ctypes.c_ubyte * (high - low)).from_address(start))
     return address, np.ndarray(x.shape, x.dtype, data, address - start, x.strides)
+
+
+def _given(name: str, x: Array) -> Array:
+    """An array where a caller may have it: one with a dtype of its own at any address that its elements allow."""
+    return barely_aligned(x) if BY_NAME[name].dtype and not BY_NAME[name].strided else x
 
 
 @dataclasses.dataclass
@@ -55,7 +62,7 @@ class CacheSession:
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append; `arrays`: the inputs by name, which stay as they are."""
         with Memory() as memory:
-            address = {name: memory.input(name, x) for name, x in arrays.items() if name not in _CACHES}
+            address = {name: memory.input(name, _given(name, x)) for name, x in arrays.items() if name not in _CACHES}
             caches = {name: _writable(memory, name, arrays[name]) for name in _CACHES}
             address |= {name: where for name, (where, _) in caches.items()}
             strides = {name: tuple(s // x.itemsize for s in x.strides) for name, x in arrays.items()}

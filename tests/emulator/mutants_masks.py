@@ -11,25 +11,25 @@ from .mutants import Bug
 _sm90 = partial(Bug, arch="sm_90")
 
 FORWARD_MASKS = (
-    Bug("mask of the first head for all", change("mask-of-its-head", "(heads ? head : 0)", "0"), "mask-blocks", r"RACE"),
-    Bug("lists of the first sequence for all", change("list-of-its-head", "sequence, head)", "0, head)"), "mask-d256", r"RACE"),
-    Bug("tile of the first row of tiles", change("kind-of-the-tile", "static_cast<long long>(q) * k_tiles + k", "k"), "mask"),
-    Bug("bits of the first row", change("bits-of-the-row", "2 * row + i", "i"), "mask"),
-    Bug("bits not counted from the lane", change("bits-from-the-lane", "(col0 % 32 + 2 * (lane % 4))", "col0 % 32"), "mask"),
-    Bug("sight of the first group for all", change("sight-of-the-group", "entry >> 2 * group & 3", "entry & 3"), "mask-stripes-d128", arch="sm_90"),
-    Bug("whole for the mask, not for the bounds", change("whole-in-mask-and-bounds", "mask.full(q0, k0)", "true"), "mask-everything"),
-    _sm90("no block where nothing is seen", change("block-of-nothing", "count == 0", "false"), "mask-nothing", r"buffer|load|DEADLOCK|key_lists"),
-    _sm90("more blocks passed than there are stages", change("hidden-block-passed-fwd", "passed < smem.kPassedInARow", "true"), "mask-stripes-d256", r"RACE|PHASE OVERRUN|DEADLOCK"),
-    Bug("hidden keys in the sum of a repaired row", without("hidden-key-of-the-sum"), "mask-nan-in-visible-key"),
-    Bug("hidden keys in a repaired row", without("hidden-key-of-the-output"), "mask-holes"),
+    Bug("mask of the first head for all", change("mask-of-its-head", "(heads ? head : 0)", "0"), "block-mask-blocks", r"RACE"),
+    Bug("lists of the first sequence for all", change("list-of-its-head", "sequence, head)", "0, head)"), "block-mask-d256", r"RACE"),
+    Bug("tile of the first row of tiles", change("kind-of-the-tile", "static_cast<long long>(q) * k_tiles + k", "k"), "block-mask"),
+    Bug("bits of the first row", change("bits-of-the-row", "2 * row + i", "i"), "block-mask"),
+    Bug("bits not counted from the lane", change("bits-from-the-lane", "(col0 % 32 + 2 * (lane % 4))", "col0 % 32"), "block-mask"),
+    Bug("sight of the first group for all", change("sight-of-the-group", "entry >> 2 * group & 3", "entry & 3"), "block-mask-stripes-d128", arch="sm_90"),
+    Bug("whole for the mask, not for the bounds", change("whole-in-mask-and-bounds", "mask.full(q0, k0)", "true"), "block-mask-everything"),
+    _sm90("no block where nothing is seen", change("block-of-nothing", "count == 0", "false"), "block-mask-nothing", r"buffer|load|DEADLOCK|key_lists"),
+    _sm90("more blocks passed than there are stages", change("hidden-block-passed-fwd", "passed < smem.kPassedInARow", "true"), "block-mask-stripes-d256", r"RACE|PHASE OVERRUN|DEADLOCK"),
+    Bug("hidden keys in the sum of a repaired row", without("hidden-key-of-the-sum"), "block-mask-nan-in-visible-key"),
+    Bug("hidden keys in a repaired row", without("hidden-key-of-the-output"), "block-mask-holes"),
 )  # fmt: skip
 
 BACKWARD_MASKS = (
-    Bug("next head begins where the last one ended", change("next-head-with-visits", ", i = 0", ""), "mask-d128", r"row_stats|RACE|buffer"),
-    Bug("visits of the first head alone", change("visits-of-all-lists", "n < group", "n < 1"), "mask-d128"),
-    Bug("ranks of another block", change("rank-in-the-list", "at.block)", "at.block + 1)"), "mask-deterministic", r"DEADLOCK"),
-    _sm90("ranks of another block on Hopper", change("rank-in-the-list", "at.block)", "at.block + 1)"), "mask-deterministic", r"DEADLOCK"),
-    _sm90("bits of neighbours", change("two-of-every-eight", "8 * i", "0"), "mask"),
-    Bug("hidden keys in a repaired dq", without("hidden-key-of-dq"), "mask-holes"),
-    _sm90("hidden block of dQ passed without its K", change("hidden-block-passed-dq", "passed < kPassedInARow", "true"), "mask-stripes-d256", r"DEADLOCK"),
+    Bug("next head begins where the last one ended", change("next-head-with-visits", ", i = 0", ""), "block-mask-d128", r"row_stats|RACE|buffer"),
+    Bug("visits of the first head alone", change("visits-of-all-lists", "n < group", "n < 1"), "block-mask-d128"),
+    Bug("ranks of another block", change("rank-in-the-list", "at.block)", "at.block + 1)"), "block-mask-deterministic", r"DEADLOCK"),
+    _sm90("ranks of another block on Hopper", change("rank-in-the-list", "at.block)", "at.block + 1)"), "block-mask-deterministic", r"DEADLOCK"),
+    _sm90("bits of neighbours", change("two-of-every-eight", "8 * i", "0"), "block-mask"),
+    Bug("hidden keys in a repaired dq", without("hidden-key-of-dq"), "block-mask-holes"),
+    _sm90("hidden block of dQ passed without its K", change("hidden-block-passed-dq", "passed < kPassedInARow", "true"), "block-mask-stripes-d256", r"DEADLOCK"),
 )  # fmt: skip

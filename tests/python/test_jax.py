@@ -465,6 +465,6 @@ def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
     codes = dict(re.findall(r"XLA_FFI_DataType_(\w+) = (\d+)", text))
     from cupyflash.jax.buffers import CODES
 
-    names = {"int32": "S32", "fp16": "F16", "fp32": "F32", "fp64": "F64", "bf16": "BF16"}
+    names = {"bool": "PRED", "int32": "S32", "fp16": "F16", "fp32": "F32", "fp64": "F64", "bf16": "BF16"}
     assert {name: int(codes[names[name]]) for name in CODES} == CODES
     assert ctypes.sizeof(ffi.Span) == 16

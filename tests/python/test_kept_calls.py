@@ -16,6 +16,8 @@ from cupyflash.launch import run
 from cupyflash.launch.checks import check
 from cupyflash.launch.kept import Kept
 from cupyflash.launch.passes import Given
+from cupyflash.operands import FORWARD
+from cupyflash.options import make_options
 from cupyflash.plan.extents import Extents
 from cupyflash.problem import Problem
 
@@ -39,9 +41,10 @@ class Gpu:
         self.prepared = 0
 
     def prepare(
-        self, given: Given, library: Any, keys: Any, options: Any, aligned: bool, stream: int, *, vet: Any
+        self, given: Given, library: Any, keys: Any, options: Any, aligned: Any, stream: int, *, vet: Any = None
     ) -> Call:
-        vet()
+        if vet:
+            vet()
         self.prepared += 1
         return Call(given, check(given.which, given.names, library, keys, options)[0], self.launched)
 
@@ -81,6 +84,15 @@ def test_options_count_by_value(function: Callable[..., Any], gpu: Gpu, qkv: Any
                 function(*qkv, scale=scale, window=window, causal=causal)
     assert gpu.prepared == 1
     assert len(gpu.launched) == 64
+
+
+def test_a_call_that_was_planned_is_not_prepared_again(gpu: Gpu, qkv: Any) -> None:
+    """As JAX plans them where it traces."""
+    names, signatures = ("q", "k", "v"), [arrays.NUMPY.signature(x) for x in qkv]
+    run.planned(FORWARD, arrays.NUMPY, names, signatures, make_options(), run.WITH_LSE)
+    cupyflash.attention(*qkv, return_lse=True)
+    assert gpu.prepared == 1
+    assert len(gpu.launched) == 1
 
 
 @both
@@ -170,6 +182,18 @@ def test_row_vectors_at_odd_addresses(gpu: Gpu, qkv: Any) -> None:
         with pytest.raises(ArgumentError, match=f"^{name}: expected an address that is a multiple of 4, got 0x"):
             cupyflash.attention_backward(k, q, k, v, k, lse, dlse=dlse)
     assert not gpu.launched
+
+
+@pytest.mark.parametrize(("name", "dtype", "offset"), [("mask", np.bool_, 1), ("bias", np.float16, 2)])
+def test_elements_at_addresses_that_fit_them(name: str, dtype: Any, offset: int, gpu: Gpu, qkv: Any) -> None:
+    """And no others: those of a mask are bytes, and those of a bias 16 or 32 bits."""
+    memory = np.zeros(4 * 81 + 8, np.uint8).data
+    function = cupyflash.attention
+    function(*qkv, **{name: np.frombuffer(memory, dtype, 81, offset).reshape(9, 9)})
+    assert len(gpu.launched) == 1
+    with pytest.raises(ArgumentError, match=r"^bias: expected an address that is a multiple of 4, got 0x"):
+        function(*qkv, bias=np.frombuffer(memory, np.float32, 81, 2).reshape(9, 9))
+    assert len(gpu.launched) == 1
 
 
 def test_strides_between_elements() -> None:

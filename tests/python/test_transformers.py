@@ -10,9 +10,12 @@ import pytest
 
 pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
+import numpy as np  # noqa: E402
+import transformers  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
-from cupyflash.torch import sdpa  # noqa: E402
+from cupyflash.dropout import kept, limit_of  # noqa: E402
+from cupyflash.torch import sdpa, seeds  # noqa: E402
 from tests import transformers_models as models  # noqa: E402
 from tests.transformers_models import build, greedy, labels_of, logits_and_gradients, padding, tokens  # noqa: E402
 
@@ -271,15 +274,55 @@ def test_masks_of_the_user(name: str, calls: list[str]) -> None:
     assert len(calls) == 2
 
 
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_boolean_mask_of_the_user(name: str, calls: list[str]) -> None:
+    """Of T5 beside its bias of positions, which then hides what the mask does."""
+    eager, ours = pair(name)
+    ids = tokens()
+    seen = torch.rand(3, 1, 17, 17, generator=torch.Generator().manual_seed(3)) < 0.5
+    seen |= torch.eye(17, dtype=torch.bool)
+    mask = torch.zeros(seen.shape).masked_fill_(~seen, -1e38)
+    if name == "t5":
+        found, want = (model.encoder(ids, attention_mask=x)[0] for model, x in ((ours, seen), (eager, mask)))
+    else:
+        found, want = (model(ids, attention_mask=x).logits for model, x in ((ours, seen), (eager, mask)))
+    close(found, want)
+    assert calls == ["forward"] * 2
+
+
+def dropping(module: Any, q: Any, k: Any, v: Any, mask: Any, dropout: float, scaling: float, **_: Any) -> Any:
+    """Attention as the models' eager functions have it, but for which elements are dropped: those of cupyflash."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    batch, heads, n, m = *q.shape[:3], k.shape[2]
+    seed = seeds.words(None, q, draw=True).numpy()
+    numbers = np.divmod(np.arange(batch * heads), heads)
+    z = kept(seed, limit_of(dropout), *numbers, slice(0, n), slice(0, m)).reshape(batch, heads, n, m)
+    scores = (q @ k.transpose(-2, -1) * scaling).masked_fill(~mask, -torch.inf)
+    p = torch.softmax(scores, -1).nan_to_num() * torch.from_numpy(z) / (1 - limit_of(dropout) / 2**16)
+    return (p @ v).transpose(1, 2), None
+
+
+def test_dropout(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The elements that torch's generator says, and none in evaluation."""
+    ours, other = (build("llama", kind, attention_dropout=0.3).train() for kind in ("cupyflash", "sdpa"))
+    monkeypatch.setitem(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", dropping)
+    ids, mask = tokens(), padding("right")
+    found = []
+    for model in (ours, other):
+        torch.manual_seed(5)
+        logits = model(ids, attention_mask=mask).logits[mask.bool()]
+        logits.square().sum().backward()
+        found.append([logits, *(p.grad for p in model.parameters())])
+    for got, want in zip(*found, strict=True):
+        close(got, want, scale=1.0)
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+    again = ours(ids, attention_mask=mask).logits[mask.bool()]
+    assert not torch.equal(again, found[0][0])
+    ours.eval()
+    assert torch.equal(*(ours(ids, attention_mask=mask).logits for _ in range(2)))
+
+
 # ---- What goes to transformers, and why ----
-
-
-def test_a_boolean_mask_of_the_user(calls: list[str]) -> None:
-    ours, other = (build("llama", kind) for kind in ("cupyflash", "sdpa"))
-    ids, seen = tokens(), torch.ones(3, 1, 17, 17, dtype=torch.bool).tril()
-    with pytest.warns(UserWarning, match="there is a boolean attn_mask"):
-        close(ours(ids, attention_mask=seen).logits, other(ids, attention_mask=seen).logits)
-    assert not calls
 
 
 @pytest.mark.filterwarnings("ignore:cupyflash.transformers:UserWarning")
@@ -297,17 +340,15 @@ def test_masks_and_biases_by_transformers() -> None:
         assert torch.equal(*(greedy(model, tokens(), mask, **options) for model in (ours, eager)))
 
 
-def test_dropout(calls: list[str]) -> None:
+def test_dropout_beside_a_mask_that_is_no_range(calls: list[str]) -> None:
     ours, other = (build("llama", kind, attention_dropout=0.3).train() for kind in ("cupyflash", "sdpa"))
-    ids, mask = tokens(), padding("right")
+    ids, seen = tokens(), torch.ones(3, 1, 17, 17, dtype=torch.bool).tril()
     torch.manual_seed(5)
-    with pytest.warns(UserWarning, match="there is dropout"):
-        found = ours(ids, attention_mask=mask).logits
+    with pytest.warns(UserWarning, match="there is dropout beside a mask"):
+        found = ours(ids, attention_mask=seen).logits
     torch.manual_seed(5)
-    close(found[mask.bool()], other(ids, attention_mask=mask).logits[mask.bool()])
+    close(found, other(ids, attention_mask=seen).logits)
     assert not calls
-    ours.eval()(ids)
-    assert calls
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])

@@ -17,13 +17,22 @@ static inline void plain_access(const void *p, u32 bytes, bool write, const void
     global_access(p, bytes, write ? kGlobalWrite : kGlobalRead, write ? "store" : "load", site);
 }
 
+// Of one instruction, which a GPU refuses at an address that is no multiple of its size.
+static inline void aligned_access(const void *p, u32 bytes, bool write, const void *pc) {
+    if (reinterpret_cast<std::uintptr_t>(p) % bytes && find_buffer(p))
+        fail("%s at %s: global address %p is not aligned to %u bytes", write ? "store" : "load",
+             text(Site{static_cast<const char *>(pc), -1}).c_str(), p, bytes);
+    plain_access(p, bytes, write, pc);
+}
+
 }  // namespace emu
 
+using emu::aligned_access;
 using emu::plain_access;
 
 #define ACCESS(size)                                                                                         \
-    void __tsan_read##size(void *p) { plain_access(p, size, false, __builtin_return_address(0)); }           \
-    void __tsan_write##size(void *p) { plain_access(p, size, true, __builtin_return_address(0)); }           \
+    void __tsan_read##size(void *p) { aligned_access(p, size, false, __builtin_return_address(0)); }         \
+    void __tsan_write##size(void *p) { aligned_access(p, size, true, __builtin_return_address(0)); }         \
     void __tsan_unaligned_read##size(void *p) { plain_access(p, size, false, __builtin_return_address(0)); } \
     void __tsan_unaligned_write##size(void *p) { plain_access(p, size, true, __builtin_return_address(0)); }
 
