@@ -1,8 +1,9 @@
-"""What is added to the scores of a tile in NumPy: ALiBi (Press et al. 2022) and a bias; and the gradients of both.
+"""What is added to the scores of a tile in NumPy: ALiBi (Press et al. 2022), a bias, a mask; and the gradients.
 
 S = S - slope * D + B,  D = |i + seqlen_k - seqlen_q - j|       dslope = -sum(dS * D),  dB = dS
 
-dB is summed over the dimensions along which B is broadcast. Where B is -inf the key is hidden.
+dB is summed over the dimensions along which B is broadcast. Where B is -inf or a mask is False, the key is
+hidden.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
-from .tiles import as_given, by_group, of_chunk
+from .features import Features
+from .tiles import by_group
 
 Array = NDArray[Any]
-Chunk = tuple[slice, slice]  # of the batch, and of the heads of k
 
 
 @dataclass
@@ -25,8 +26,9 @@ class Added:
     """Of the heads of a chunk.
 
     Attributes:
+        problem: of the chunk.
         slopes: ALiBi's, (batch * heads_k, group); None: there are none.
-        bias: (batch, heads_q, seqlen_q, seqlen_k), some of stride 0; of bool, it is a mask; None: there is none.
+        bias, mask: (batch, heads_q, seqlen_q, seqlen_k), some of stride 0; None: there is none.
         dslopes, dbias: their gradients if they are wanted, so far: shaped as the slopes, and as the bias with 1 for
             each dimension along which it is broadcast.
     """
@@ -34,6 +36,7 @@ class Added:
     problem: Problem
     slopes: Array | None = None
     bias: Array | None = None
+    mask: Array | None = None
     dslopes: Array | None = None
     dbias: Array | None = None
 
@@ -43,16 +46,16 @@ class Added:
             slopes = np.repeat(self.slopes, rows.stop - rows.start, axis=1)[..., None]
             S = np.subtract(S, slopes * _distances(rows, keys, self.problem, S.dtype), out=S)
         if self.bias is not None:
-            bias = self._tile(rows, keys).astype(S.dtype)
-            S = np.add(S, bias, out=S)
-            np.copyto(S, -np.inf, where=np.isneginf(bias))
+            S = np.add(S, self._tile(self.bias, rows, keys).astype(S.dtype), out=S)
+        if self.may_hide:
+            np.copyto(S, -np.inf, where=self._hidden(rows, keys))
         return S
 
     def visible(self, visible: Array | None, rows: slice, keys: slice, lse: Array | None = None) -> Array | None:
         """What each row of a tile sees, given what the mask leaves of it (None: all), and lse, if it is known."""
-        if self.bias is None:
+        if not self.may_hide:
             return visible
-        hidden = np.isneginf(self._tile(rows, keys))
+        hidden = self._hidden(rows, keys)
         if lse is not None:  # -inf where all scores are
             hidden = hidden | np.isneginf(lse)
         if not hidden.any():
@@ -71,74 +74,42 @@ class Added:
             part = tuple(s if n != 1 else slice(None) for s, n in zip((rows, keys), self.dbias.shape[2:], strict=True))
             self.dbias[..., part[0], part[1]] += tile.sum(axis=shared, keepdims=True)
 
-    def gradients(self) -> tuple[Array, ...]:
-        """Those that are wanted."""
-        return tuple(x for x in (self.dslopes, self.dbias) if x is not None)
+    @property
+    def is_learned(self) -> bool:
+        """Whether a gradient is wanted."""
+        return self.dslopes is not None or self.dbias is not None
 
-    def _tile(self, rows: slice, keys: slice) -> Array:
-        """The bias of a tile, (batch * heads_k, group * rows, keys)."""
-        assert self.bias is not None
-        tile, p = self.bias[:, :, rows, keys], self.problem
-        if tile.dtype == bool:
-            tile = np.where(tile, np.float32(0), np.float32(-np.inf))
+    @property
+    def may_hide(self) -> bool:
+        """Whether all scores of a row may be -inf, which then sees no key."""
+        return self.bias is not None or self.mask is not None
+
+    def _hidden(self, rows: slice, keys: slice) -> Array:
+        """Which keys of a tile a bias or a mask hides."""
+        of_mask = False if self.mask is None else ~self._tile(self.mask, rows, keys)
+        if self.bias is None:
+            return np.asarray(of_mask)
+        hidden: Array = np.isneginf(self._tile(self.bias, rows, keys)) | of_mask
+        return hidden
+
+    def _tile(self, x: Array, rows: slice, keys: slice) -> Array:
+        """A tile of the bias or the mask, (batch * heads_k, group * rows, keys)."""
+        tile, p = x[:, :, rows, keys], self.problem
         return tile.reshape(-1, p.heads_q // p.heads_k * tile.shape[2], tile.shape[3])
 
 
-@dataclass
-class Adds:
-    """What is added to the scores of a call, as the caller gives it, and the gradients that are wanted."""
-
-    problem: Problem
-    alibi_slopes: Array | None = None
-    bias: Array | None = None
-    wanted: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        self._total: dict[str, Array] = {}
-        for name, x in (("dalibi_slopes", self.alibi_slopes), ("dbias", self.bias)):
-            if x is not None and name in self.wanted:
-                double = x.dtype.itemsize == 8
-                self._total[name] = np.zeros(x.shape, np.float64 if double else np.float32)
-
-    def of(self, chunk: Chunk, dtype: np.dtype[Any]) -> Added:
-        """That of the heads of a chunk."""
-        p, found = self.problem, Added(self.problem)
-        if self.alibi_slopes is not None:
-            found.slopes = of_chunk(by_group(self.alibi_slopes, p), chunk, dtype)
-            found.dslopes = np.zeros_like(found.slopes) if "dalibi_slopes" in self._total else None
-        if self.bias is not None:
-            whole = np.broadcast_to(self.bias, (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k))
-            found.bias = whole[chunk[0], self._heads(chunk)]
-            if "dbias" in self._total:
-                own = (1,) * (4 - self.bias.ndim) + self.bias.shape
-                shape = [1 if n == 1 else m for n, m in zip(own, found.bias.shape, strict=True)]
-                found.dbias = np.zeros(shape, dtype)
-        return found
-
-    def keep(self, chunk: Chunk, added: Added) -> None:
-        """Add the gradients of a chunk to those of the call."""
-        p = self.problem
-        if added.dslopes is not None:
-            total = np.zeros((p.batch, p.heads_k, p.heads_q // p.heads_k), added.dslopes.dtype)
-            total[chunk] = added.dslopes.reshape(total[chunk].shape)
-            own = self._total["dalibi_slopes"]
-            own += as_given(total, own, p)
-        if added.dbias is not None:
-            total = self._total["dbias"]
-            shape: tuple[int, ...] = (*[1] * (4 - total.ndim), *total.shape)
-            own = total.reshape(shape)
-            batch = chunk[0] if shape[0] != 1 else slice(None)
-            heads = self._heads(chunk) if shape[1] != 1 else slice(None)
-            own[batch, heads] += added.dbias
-
-    def gradients(self) -> dict[str, Array]:
-        """Those that are wanted, of the call, by name: sums, in fp32 or fp64."""
-        return dict(self._total)
-
-    def _heads(self, chunk: Chunk) -> slice:
-        """The heads of q of a chunk."""
-        group = self.problem.heads_q // self.problem.heads_k
-        return slice(chunk[1].start * group, chunk[1].stop * group)
+def added_of(of: Features, p: Problem, dtype: np.dtype[Any]) -> Added:
+    """That of a chunk, a problem by itself."""
+    found, shape = Added(p), (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
+    if of.alibi_slopes is not None:
+        found.slopes = by_group(of.alibi_slopes, p, dtype)
+        found.dslopes = np.zeros_like(found.slopes) if of.wants("alibi_slopes") else None
+    if of.bias is not None:
+        found.bias = np.broadcast_to(of.bias, shape)
+        found.dbias = np.zeros((1,) * (4 - of.bias.ndim) + of.bias.shape, dtype) if of.wants("bias") else None
+    if of.mask is not None:
+        found.mask = np.broadcast_to(of.mask, shape)
+    return found
 
 
 def _distances(rows: slice, keys: slice, p: Problem, dtype: np.dtype[Any]) -> Array:

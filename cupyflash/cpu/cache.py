@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ..cache.problem import CacheProblem
 from ..cache.values import Part, parts, places
 from . import attention
+from .features import Features, Place
 
 Array = NDArray[Any]
 
@@ -33,15 +34,15 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
     """
     q, cos, sin = arrays["q"], arrays.get("rotary_cos"), arrays.get("rotary_sin")
     out, lse = np.zeros(q.shape, q.dtype), np.full(p.rows, -np.inf, attention.accumulator(q))
-    slopes, sequences = arrays.get("alibi_slopes"), list(parts(p, arrays))
+    of, sequences = Features(arrays.get("alibi_slopes"), arrays.get("sink")), list(parts(p, arrays))
     for part in sequences:
         _append(arrays, p, part)
     for part in sequences:
         b, rows = part.number, (part.rows if p.packed else part.number)
         Q = q[rows] if cos is None or sin is None else rotated(q[rows], cos, sin, part.used, p.rotary_interleaved)
         K, V = (_rows_of(arrays[name], p, arrays, part) for name in ("k_cache", "v_cache"))
-        own = slopes if slopes is None or slopes.ndim == 1 else slopes[b : b + 1]
-        found = attention.forward(Q[None], K[None], V[None], part.problem, own, arrays.get("sink"))
+        own = of.at(Place(slice(b, b + 1)))
+        found = attention.forward(Q[None], K[None], V[None], part.problem, own)
         out[rows], lse[(slice(None), rows) if p.packed else rows] = (x[0] for x in found)
     return out, lse
 

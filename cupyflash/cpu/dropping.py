@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..dropout import STEPS, kept, limit_of
 from ..problem import Problem
+from .features import Features
 from .tiles import by_group
 
 Array = NDArray[Any]
@@ -39,9 +40,9 @@ def dropped(X: Array, Z: Array | None) -> Array:
     return X if Z is None else np.where(Z > 0, X * Z, 0)
 
 
-def dropping_of(seed: Array | None, chunk: tuple[slice, slice], p: Problem, corner: tuple[int, int]) -> Dropping:
-    """That of a chunk. `corner`: the first sequence and key."""
-    sequence = corner[0] + np.arange(p.batch)[:, None] + np.zeros((1, p.heads_q), int)
-    head, group = np.arange(p.heads_q) + np.zeros((p.batch, 1), int), p.heads_q // p.heads_k
-    sequence, head = (by_group(x, p)[chunk].reshape(-1, group) for x in (sequence, head))
-    return Dropping(seed if p.dropout else None, p.dropout_p, sequence, head, corner[1])
+def dropping_of(of: Features, p: Problem) -> Dropping:
+    """That of a chunk, a problem by itself."""
+    sequence, head = of.corner.sequence + np.arange(p.batch)[:, None], of.corner.head + np.arange(p.heads_q)
+    seed = of.dropout_seed if p.dropout else None
+    whole = np.dtype(int)
+    return Dropping(seed, p.dropout_p, by_group(sequence, p, whole), by_group(head, p, whole), of.corner.key)

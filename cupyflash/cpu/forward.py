@@ -9,32 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..block_mask import BlockMask
 from ..problem import Problem
 from . import sink as sinks
-from .added import Added
-from .dropping import Dropping, dropped
+from .chunk import Chunk
+from .dropping import dropped
 from .products import product, scores
 from .tiles import key_tiles, sees_a_key
 
 Array = NDArray[Any]
 
 
-def forward_tile(
-    Q: Array,
-    K: Array,
-    V: Array,
-    rows: slice,
-    p: Problem,
-    added: Added,
-    sink: Array | None,
-    dropping: Dropping,
-    mask: BlockMask | None = None,
-) -> tuple[Array, Array]:
+def forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem, of: Chunk) -> tuple[Array, Array]:
     """O and lse of one tile of queries."""
-    O = np.zeros_like(Q)
-    m, l = sinks.start(sink, (*Q.shape[:2], 1), Q.dtype)
-    for keys, visible in key_tiles(rows, p, mask):
+    O, added = np.zeros_like(Q), of.added
+    m, l = sinks.start(of.sink, (*Q.shape[:2], 1), Q.dtype)
+    for keys, visible in key_tiles(rows, p, of.mask):
         S, visible = added.to(scores(Q, K[:, keys], p), rows, keys), added.visible(visible, rows, keys)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
@@ -43,10 +32,10 @@ def forward_tile(
         P = np.exp(np.subtract(S, shift, out=S), out=S)
         rescale = np.exp(m - shift)
         l = rescale * l + P.sum(axis=-1, keepdims=True)
-        P = dropped(P, dropping.factors(rows, keys, P.dtype))
+        P = dropped(P, of.dropping.factors(rows, keys, P.dtype))
         O = rescale * O + product(P, V[:, keys], visible)
         m = m_new
-    sees = sees_a_key(rows, p, mask)[:, None]
-    if added.bias is not None:  # which may make all scores -inf
+    sees = sees_a_key(rows, p, of.mask)[:, None]
+    if added.may_hide:  # which may make all scores -inf
         sees = sees & (l != 0)
     return np.where(sees, O / l, 0), m + np.log(l)  # every visible score is -inf: out is 0 / 0, as IEEE has it

@@ -114,17 +114,6 @@ def load_rows(x: Array, dtype: np.dtype[Any]) -> Array:
     return np.ascontiguousarray(x, dtype).reshape(b * heads_k, group * block_m, head_dim)
 
 
-def by_group(x: Array, p: Problem) -> Array:
-    """What heads of q have, (heads_q,) or (batch, heads_q), as (batch, heads_k, group)."""
-    return np.broadcast_to(x, (p.batch, p.heads_q)).reshape(p.batch, p.heads_k, p.heads_q // p.heads_k)
-
-
-def as_given(x: Array, given: Array, p: Problem) -> Array:
-    """The inverse, of what was summed up: shaped as `given`."""
-    x = x.reshape(p.batch, p.heads_q)
-    return x.sum(axis=0) if given.ndim == 1 else x
-
-
-def of_chunk(x: Array | None, chunk: tuple[slice, slice], dtype: np.dtype[Any]) -> Array | None:
-    """That of a chunk's heads, of `by_group`'s form, as (batch * heads_k, group)."""
-    return None if x is None else x[chunk].astype(dtype).reshape(-1, x.shape[-1])
+def by_group(x: Array, p: Problem, dtype: np.dtype[Any]) -> Array:
+    """What heads of q have, (heads_q,) or (batch, heads_q), as (batch * heads_k, group)."""
+    return np.broadcast_to(x, (p.batch, p.heads_q)).astype(dtype).reshape(-1, p.heads_q // p.heads_k)

@@ -12,7 +12,8 @@ import numpy as np
 from ..arrays.adapters import CPU, CUPY, NUMPY, Native
 from ..arrays.readable import check_addresses, unreadable, vet_all, vet_new
 from ..block_mask import BlockMask
-from ..cpu import attention, masked, packed
+from ..cpu import call as cpu
+from ..cpu.features import Features
 from ..errors import ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
@@ -77,12 +78,6 @@ def backward(
 
 
 WITH_LSE = ("lse",)
-_COMPUTE: dict[tuple[str, bool], Callable[..., tuple[Any, ...]]] = {  # on the CPU: of a pass, sequence by sequence
-    ("forward", False): attention.forward,
-    ("forward", True): packed.forward,
-    ("backward", False): attention.backward,
-    ("backward", True): packed.backward,
-}
 
 
 def _run(
@@ -206,24 +201,27 @@ def _on_host(
     def bshd(name: str, x: np.ndarray) -> np.ndarray:
         return x.swapaxes(-3, -2) if options.layout == "bhsd" and which.rows[name].has_layout else x
 
-    plain = dict.fromkeys(which.names(INPUT, where=lambda row: not row.feature))
-    plain |= {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
-    if "mask" in plain:  # a bias, as the CPU path has it
-        plain["bias"] = plain.pop("mask")
-    compute = _COMPUTE[which.name, lengths is not None]
-    if "block_tiles" in plain:
-        tiles, bits = (np.asarray(plain.pop(name)) for name in ("block_tiles", "block_bits"))
-        mask = BlockMask(tiles, bits, problem.seqlen_q, problem.seqlen_k)
-        compute = partial(masked.forward if which is FORWARD else masked.backward, compute, mask)
-    more: dict[str, Any] = {} if lengths is None else {"sequences": lengths}
-    if which is BACKWARD:
-        more["wanted"] = wanted
+    plain = {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
+    own = {name: plain.pop(name, None) for name in which.names(INPUT, where=lambda row: not row.feature)}
+    of = _features(plain, problem, lengths, wanted)
     made = which.made(names, wanted if which is BACKWARD else WITH_LSE)
-    found = dict(zip(made, compute(**plain, problem=problem, **more), strict=True))
+    compute: Callable[..., tuple[Any, ...]] = cpu.forward if which is FORWARD else cpu.backward
+    found = dict(zip(made, compute(**own, problem=problem, of=of), strict=True))
     if "dbias" in found:
         with np.errstate(over="ignore"):
             found["dbias"] = found["dbias"].astype(library.to_numpy(arrays["bias"]).dtype, copy=False)
     return [library.from_numpy(_contiguous(bshd(name, x))) for name, x in found.items()]
+
+
+def _features(
+    arrays: dict[str, Any], problem: Problem, sequences: Sequences | None, wanted: tuple[str, ...]
+) -> Features:
+    """Those of a call on the CPU path, of NumPy arrays by the names of the table of arrays."""
+    blocks = None
+    if "block_tiles" in arrays:
+        tiles, bits = (np.asarray(arrays.pop(name)) for name in ("block_tiles", "block_bits"))
+        blocks = BlockMask(tiles, bits, problem.seqlen_q, problem.seqlen_k)
+    return Features(**arrays, block_mask=blocks, sequences=sequences, wanted=wanted)
 
 
 def _contiguous(x: np.ndarray) -> np.ndarray:

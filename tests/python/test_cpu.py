@@ -11,29 +11,19 @@ from hypothesis import strategies as st
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import CASES, NUMPY_DTYPE, Case, Inputs, case
-from cupyflash.cpu import attention as cpu
-from cupyflash.cpu import masked
-from cupyflash.cpu import packed as cpu_packed
+from cupyflash.cpu import call as cpu
 from cupyflash.cpu import tiles as cpu_tiles
+from cupyflash.cpu.features import Features
 from cupyflash.problem import DTYPES, Problem
 
 Gradients = tuple[np.ndarray, ...]
 
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
-    more = {"alibi_slopes": x.alibi_slopes, "sink": x.sink, "bias": x.bias if x.mask is None else x.mask}
-    more["dropout_seed"] = x.dropout_seed
-    wanted = tuple(f"d{name}" for name in x.learned)
-    path = cpu if x.sequences is None else cpu_packed
-    if x.sequences is not None:
-        more["sequences"] = x.sequences
-    if x.block_mask is not None:
-        more |= {"q": x.q, "k": x.k, "v": x.v}
-        out, lse = masked.forward(path.forward, x.block_mask, p, **more)
-        more |= {"dout": x.dout, "out": out, "lse": lse, "dlse": x.dlse}
-        return out, lse, masked.backward(path.backward, x.block_mask, p, wanted, **more)
-    out, lse = path.forward(x.q, x.k, x.v, p, **more)
-    return out, lse, path.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, **more, wanted=wanted)
+    given = {name: getattr(x, name) for name in x._fields if name in Features.__dataclass_fields__}
+    of = Features(**given, wanted=tuple(f"d{name}" for name in x.learned))
+    out, lse = cpu.forward(x.q, x.k, x.v, p, of)
+    return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, of)
 
 
 def check(p: Problem, x: Inputs) -> None:

@@ -56,7 +56,7 @@ PYTHON_ORDER = {
     "check": "cache_reference cache_cases cache_case accuracy noise reference features bias arithmetic comparison "
     "cases cases_bias cases_masks cases_sequences case case_masks case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
-    "cpu": "cache masked packed attention forward added sink dropping products tiles",
+    "cpu": "call cache attention forward chunk added sink dropping features products tiles",
     "gpu": "dependent tensormap device driver",
     "jax": "sdpa op cached call seeds sharding ffi buffers",
     "launch": "cached decode run seeds clocks cached_params prepare alignment prepared filled checks packed passes "
