@@ -264,6 +264,8 @@ def test_torch_sdpa(shape: tuple[int, ...], rng: np.random.Generator) -> None:
     """A floating attn_mask is ours, forward and backward, as torch has it; a boolean one is torch's."""
     import torch
 
+    import cupyflash.torch
+
     ours = cupyflash.torch.scaled_dot_product_attention
     q, k, v = (torch.tensor(rng.standard_normal((B, H, n, 16)), requires_grad=True) for n in (SQ, SK, SK))
     mask = torch.tensor(rng.standard_normal(shape), requires_grad=True)

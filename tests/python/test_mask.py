@@ -117,6 +117,8 @@ def test_torch(shape: tuple[int, ...], arrays: dict[str, Any], rng: np.random.Ge
     """Under autograd, compiled, under vmap; and as torch's own function has it."""
     import torch
 
+    import cupyflash.torch
+
     mask = torch.tensor(rng.random(shape) < 0.7)
     if mask.ndim:
         mask[..., :1] = True  # torch gives NaN or 0, by version, where nothing is seen
