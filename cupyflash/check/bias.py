@@ -20,12 +20,14 @@ def broadcast(bias: Array | None, p: Problem) -> Any:
     return np.broadcast_to(bias, (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k))
 
 
-def seen_of(S: Array, visible: Array, bias: Array | None) -> Array:
+def seen_of(S: Array, visible: Array, bias: Array | None, sink: Any = -np.inf) -> Array:
     """Which query (row) sees which key, given what the mask leaves: none where the bias is -inf, and none of a row
-    whose scores are all -inf."""
+    whose lse is -inf, since all of its scores are and there is no sink."""
     if bias is None:
         return visible
     visible = visible & ~np.isneginf(bias)
+    if sink != -np.inf:
+        return visible
     return visible & ~(np.isneginf(S) | ~visible).all(axis=1, keepdims=True)
 
 

@@ -95,7 +95,7 @@ def _noise(
         dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])
         with np.errstate(all="ignore"):
             S, derivative = reference.scores(Q, K, p, a, of.head(b, h), biases[b][h])
-            visible = seen_of(S, of.seen(all_seen, b, h), biases[b][h])
+            visible = seen_of(S, of.seen(all_seen, b, h), biases[b][h], of.head(b, h).sink)
             P, lse = reference.softmax(S, visible, a, of.head(b, h))
             large = np.abs(np.where(lse == -np.inf, 0, lse))[:, None]
             dots = (p.dtype not in HALF) * abs(p.scale) * _norms(Q) * _norms(K).max(initial=0) + 4 * (p.softcap or 0)

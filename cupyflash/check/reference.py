@@ -8,7 +8,7 @@
     dS = P * (dP - delta)      dQ = scale * dS K         dK = scale * dS^T Q
 
 With a bias each score gains B_ij, and dB = dS, summed where B is broadcast. Where B is -inf the key is hidden, and a
-query whose scores are then all -inf sees none (`bias`).
+query whose scores are then all -inf sees none, unless it has a sink (`bias`).
 
 With ALiBi each score loses slope * D, D = |i + seqlen_k - seqlen_q - j|, and dslope = -sum(dS * D). A sink is the score
 of one more key, whose v is 0: dsink = -sum(P_sink * delta), P_sink = exp(sink - lse).
@@ -113,9 +113,10 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: 
         visible = of.seen(bounds, b, h)
         with np.errstate(all="ignore"):
             S, _ = scores(Q, K, p, a, of.head(b, h), biases[b][h])
-            seen = seen_of(S, visible, biases[b][h])
+            seen = seen_of(S, visible, biases[b][h], of.head(b, h).sink)
             P, lse[b, h] = softmax(S, seen, a, of.head(b, h))
-            out[b, :, h] = a.product(a.rounded(dropped(P, of.kept(p, b, h), a)), V, seen)
+            PZ = P * np.asarray(of.kept(p, b, h), a.accumulate)  # NaN in a row of NaN, even if all of it is dropped
+            out[b, :, h] = a.product(a.rounded(PZ), V, seen)
     return out, lse
 
 
@@ -204,7 +205,7 @@ def _gradients(
 ) -> tuple[Array, Array, Array, OfHead, Array]:
     """dQ of one head of q, what this head adds to dK and dV, and the gradients of its `OfHead` and of its scores."""
     S, derivative = scores(Q, K, p, a, of, bias)
-    visible = seen_of(S, visible, bias)
+    visible = seen_of(S, visible, bias, of.sink)
     P, lse = softmax(S, visible, a, of)
     PZ = a.rounded(dropped(P, Z, a))
     O = a.rounded(a.product(PZ, V, visible))
