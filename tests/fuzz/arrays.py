@@ -10,6 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from cupyflash import masks
 from cupyflash.check.case_bias import draw_bias
 from cupyflash.check.cases import Inputs
 
@@ -253,6 +254,7 @@ def draw(s: Spec) -> Inputs:
     dlse = None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32)
     bias, mask = _bias(s)
     x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s), _sinks(s), bias, mask=mask)
+    x = x._replace(dropout_seed=_dropout_seed(s), block_mask=masks.from_dense(s.seen()) if s.blocks else None)
     return (
         x
         if not s.packed
@@ -266,6 +268,12 @@ def _bias(s: Spec) -> tuple[np.ndarray | None, np.ndarray | None]:
         return None, None
     found = draw_bias(s.bias, np.random.default_rng([s.seed, 1]), s.problem(), s.numpy_dtype)
     return (None, found) if found.dtype == bool else (found, None)
+
+
+def _dropout_seed(s: Spec) -> np.ndarray | None:
+    """Its words, or those of a seed and an offset."""
+    shape = (2, 2)[2 - s.seed_dims :]
+    return np.random.default_rng([s.seed, 3]).integers(-(2**31), 2**31, shape).astype(np.int32) if shape else None
 
 
 def _slopes(s: Spec) -> np.ndarray | None:

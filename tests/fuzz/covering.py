@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from random import Random
 from typing import Any
 
@@ -18,7 +19,7 @@ from cupyflash.plan.families import variants_of_calls
 from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
-from .covering_bias import biased, masked
+from .covering_features import FEATURES, feature_rows, with_features
 from .covering_packed import packed, ranged
 from .spec import Spec
 
@@ -238,25 +239,18 @@ DOMINATED = {
 def cases() -> dict[str, Spec]:
     """All of them by name."""
     pairs = {f"pair-{i}": spec(row, i) for i, row in enumerate(rows())}
-    caps = {
-        f"softcap-{i}": dataclasses.replace(
-            spec(row, i), softcap=1.5 if row["values"] == "nonfinite" else (0.5, 0.8, 1.2)[i % 3]
-        )
-        for i, row in enumerate(capped())
-    }
-    places = {f"packed-{i}": packed(spec(row, i), i) for i, row in enumerate(capped())}
+    caps = {f"softcap-{i}": FEATURES["softcap"](spec(row, i), i) for i, row in enumerate(capped())}
     slopes = {f"alibi-{i}": _with_slopes(row, i) for i, row in enumerate(capped())} | UNSEEN
-    ranges = {f"range-{i}": _with_ranges(row, i) for i, row in enumerate(capped())}
     sinks = {f"sink-{i}": _with_sinks(row, i) for i, row in enumerate(capped())}
-    biases = {f"bias-{i}": biased(spec(row, i), i) for i, row in enumerate(capped())}
-    masks = {f"mask-{i}": masked(spec(row, i), i) for i, row in enumerate(capped())}
-    features = caps | places | slopes | ranges | sinks | biases | masks
-    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | features
+    numbers: Counter[str] = Counter()
+    features = {f"features-{i}": with_features(spec(row, i), of, numbers) for i, (row, of) in enumerate(featured())}
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | slopes | sinks | features
 
 
-def _with_ranges(row: Row, i: int) -> Spec:
-    """Ranges of keys, some packed, some with slopes."""
-    return dataclasses.replace(ranged(spec(row, i), i), alibi=(0, 0, 1, 0, 2)[i % 5])
+@functools.cache
+def featured() -> tuple[tuple[Row, frozenset[str]], ...]:
+    """Rows in which a query sees a key, each with some features."""
+    return feature_rows(tuple(row for row in rows() if _sees(spec(row, 0))), AXES, HIDING)
 
 
 def _with_sinks(row: Row, i: int) -> Spec:

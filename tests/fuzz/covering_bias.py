@@ -1,4 +1,4 @@
-"""Of the covering set, a few problems that show every value of every axis, with a bias."""
+"""Of the covering set, problems with a bias or a mask."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ MASKS = ("bqk bool", "hqk bool", "bk bool", "qk bool turned", "bhqk bool shifted
 
 
 def masked(spec: Spec, number: int) -> Spec:
-    """A problem with a mask, some with slopes, too."""
-    sk = spec.sk + spec.sk % 2 if number % 2 == 0 else spec.sk
-    return dataclasses.replace(spec, bias=MASKS[number % len(MASKS)], sk=sk, alibi=int(number % 4 == 1))
+    """A problem with a mask."""
+    return dataclasses.replace(spec, bias=MASKS[number % len(MASKS)], sk=_even(spec, number))
 
 
 def biased(spec: Spec, number: int) -> Spec:
-    """A problem with a bias: some with slopes, sinks or a softcap, too. Every second one has an even number of keys,
-    so that two neighbours may be read together."""
-    sk = spec.sk + spec.sk % 2 if number % 2 == 0 else spec.sk
-    softcap = 1.1 if number % 4 == 1 and spec.values != "nonfinite" else None
-    alibi = number % 3 if number % 5 == 0 else 0
-    more = {"softcap": softcap, "alibi": alibi, "sink": number % 4 == 2}
-    return dataclasses.replace(spec, bias=FORMS[number % len(FORMS)], sk=sk, **more)
+    """A problem with a bias."""
+    return dataclasses.replace(spec, bias=FORMS[number % len(FORMS)], sk=_even(spec, number))
+
+
+def _even(spec: Spec, number: int) -> int:
+    """How many keys: every second time an even number, so that two neighbours may be read together."""
+    return spec.sk + spec.sk % 2 if number % 2 == 0 else spec.sk

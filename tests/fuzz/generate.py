@@ -6,6 +6,9 @@ import dataclasses
 from random import Random
 from typing import Any
 
+from cupyflash.check.case_masks import MASKS
+from cupyflash.errors import CupyflashError
+
 from .arrays import FOR_RESULTS, MEMORY, UNALIGNED, VALUES
 from .spec import Spec
 
@@ -102,6 +105,30 @@ def _bias(rng: Random) -> str:
     return " ".join([dims, *words])
 
 
+def _dropout(rng: Random) -> float:
+    """From 2^-16 to nearly all."""
+    return rng.choice([2.0**-16, 0.1, 0.1, 0.3, 0.5, float(f"{rng.random():.4f}"), 0.99])
+
+
+def legal(spec: Spec) -> bool:
+    """Whether cupyflash takes it: its checks know which features go together."""
+    try:
+        spec.problem()
+    except CupyflashError:
+        return False
+    return True
+
+
+def _together(rng: Random, spec: Spec) -> Spec:
+    """Without some features, as many as it takes to be legal."""
+    names = ["bias", "dropout", "blocks"]
+    rng.shuffle(names)
+    for name in names:
+        if not legal(spec):
+            spec = dataclasses.replace(spec, **{name: getattr(Spec(), name)})
+    return spec
+
+
 def _few_modes(rng: Random) -> str:
     return rng.choice(["race"] * 4 + ["late", "any", "early", "priority", "starve", "lanes", "race lanes"])
 
@@ -116,7 +143,8 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
         "deterministic": rng.random() < 0.35, "unaligned": rng.random() < 0.2, "softcap": rng.random() < 0.2,
         "packed": rng.random() < 0.3, "alibi": rng.random() < 0.2, "kv_range": rng.random() < 0.25,
-        "sink": rng.random() < 0.2, "bias": rng.random() < 0.3,
+        "sink": rng.random() < 0.2, "bias": rng.random() < 0.3, "dropout": rng.random() < 0.25,
+        "blocks": rng.random() < 0.25,
     }  # fmt: skip
 
 
@@ -154,8 +182,13 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
     )  # fmt: skip
     if of["packed"]:
         spec = dataclasses.replace(spec, **_packed(rng, sq, sk))
-    if of["bias"] and not spec.packed:
+    if of["bias"]:
         spec = dataclasses.replace(spec, bias=_bias(rng))
+    if of["dropout"]:
+        spec = dataclasses.replace(spec, dropout=_dropout(rng))
+    if of["blocks"] and spec.batch:
+        spec = dataclasses.replace(spec, blocks=rng.choice(list(MASKS)))
+    spec = _together(rng, spec)
     if of["kv_range"]:
         keys = [b for _, b, _ in spec.lengths] if of["packed"] else [sk] * spec.batch
         spec = dataclasses.replace(spec, ranges=_ranges(rng, keys))

@@ -8,9 +8,7 @@ import time
 from collections.abc import Iterator
 from random import Random
 
-from cupyflash.errors import CupyflashError
-
-from .generate import kind, problem, simpler
+from .generate import kind, legal, problem, simpler
 from .run import check
 from .spec import Spec
 
@@ -46,7 +44,7 @@ def shrunk(spec: Spec, where: str, seconds: float = 60.0) -> Spec:
         for other in simpler(spec):
             if time.time() > until:
                 return spec
-            if str(other) in tried or not _is_legal(other):
+            if str(other) in tried or not legal(other):
                 continue
             tried.add(str(other))
             if check(other, where):
@@ -54,14 +52,6 @@ def shrunk(spec: Spec, where: str, seconds: float = 60.0) -> Spec:
                 break
         else:
             return spec
-
-
-def _is_legal(spec: Spec) -> bool:
-    try:
-        spec.problem()
-    except CupyflashError:
-        return False
-    return True
 
 
 def fuzz(

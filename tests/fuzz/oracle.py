@@ -13,8 +13,12 @@ With ALiBi s_j loses a |i + seqlen_k - seqlen_q - j| = a D_ij, and da = -sum_ij 
 
 A sink t is one more term exp(t) of the sum, and dt = -sum_i exp(t - lse_i) delta_i.
 
-A bias is added to s_j; where it is -inf the key is not seen, and no key by a query whose s_j are then all -inf. Its
-gradient is ds before the factor g, summed over the rows, keys, heads and sequences that share an element.
+A bias is added to s_j; where it is -inf the key is not seen, and no key by a query whose s_j are then all -inf, unless
+it has a sink. Its gradient is ds before the factor g, summed over the rows, keys, heads and sequences that share an
+element. What a block mask hides is not seen either.
+
+With dropout z_j, 0 or 1 / (1 - p), is a factor of p_j in o and dv and of do . v_j, here and in the bounds below. Where
+it is 0, the two latter are 0 whatever they were; o is NaN where v_j is inf, and of a row whose p_j are NaN.
 
 Bounds are of first order in two unit roundoffs: u of the dtype, to which P, dS, o and the results are rounded once
 each, and e of the fp32 (fp64 for fp64) in which everything else is computed:
@@ -47,7 +51,7 @@ order leaves out.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +59,7 @@ from numpy.typing import NDArray
 from cupyflash.check.accuracy import LIMITS, UNIT_ROUNDOFF
 from cupyflash.check.cases import Inputs
 
+from .dropping import factors
 from .spec import Spec
 
 Array = NDArray[Any]
@@ -88,24 +93,42 @@ class Rounding:
         return self.e * (16 + n / 4)
 
 
+class OfHead(NamedTuple):
+    """What features bring to one head of q; None: they are not given.
+
+    Attributes:
+        slope: ALiBi's; 0 without.
+        sink: -inf without.
+        bias: (seqlen_q, seqlen_k); where a mask hides, -inf.
+        shown: (seqlen_q, seqlen_k), what a block mask lets see.
+        Z: (seqlen_q, seqlen_k), dropout's factors; 1 without.
+    """
+
+    slope: float
+    sink: float
+    bias: Array | None
+    shown: Array | None
+    Z: Array
+
+
 class Head:
     """P, O and lse of one head of q, with their bounds: (seqlen_q, seqlen_k), (seqlen_q, d), (seqlen_q,)."""
 
-    def __init__(
-        self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array, a: float, sink: float, bias: Array | None
-    ) -> None:
+    def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array, of: OfHead) -> None:
         self.seen = np.zeros((s.sq, s.sk), bool)
         self.P, self.rho = np.zeros((s.sq, s.sk)), np.zeros((s.sq, s.sk))
         self.slope, self.d_slope = np.ones((s.sq, s.sk)), np.zeros((s.sq, s.sk))  # g
         self.O, self.dO = np.zeros((s.sq, s.d)), np.zeros((s.sq, s.d))
-        self.bias, self.added = a * distances(s), bias
-        self.sink, self.d_sink = sink, r.e * (8 * abs(sink) + 16) if sink > -np.inf else 0.0
-        self.lse, self.dlse = np.full(s.sq, sink), np.full(s.sq, self.d_sink)
+        self.bias, self.added, self.Z = of.slope * distances(s), of.bias, of.Z
+        self.sink, self.d_sink = of.sink, r.e * (8 * abs(of.sink) + 16) if of.sink > -np.inf else 0.0
+        self.lse, self.dlse = np.full(s.sq, of.sink), np.full(s.sq, self.d_sink)
         for i in range(s.sq):
             first, end = s.visible(i)
             keys = np.arange(first, end)
-            if bias is not None:
-                keys = keys[~np.isneginf(bias[i, keys])]
+            if of.bias is not None:
+                keys = keys[~np.isneginf(of.bias[i, keys])]
+            if of.shown is not None:
+                keys = keys[of.shown[i, keys]]
             if keys.size:
                 self._row(i, keys, s, r, Q[i], K[keys], V[keys])
 
@@ -120,7 +143,7 @@ class Head:
         if self.added is not None:
             added = self.added[i, keys]
             score, d_score = score + added, d_score + 4 * r.e * np.abs(added)
-            if np.isneginf(score).all():
+            if np.isneginf(score).all() and self.sink == -np.inf:
                 return
         top = max(score.max(), self.sink)  # NaN if a score is
         weight = np.exp(score - top)
@@ -134,12 +157,14 @@ class Head:
         common = np.log((p * np.exp(rho)).sum() + of_sink) if np.isfinite(lse) else 0.0
         self.dlse[i] = common + r.e * (4 * np.abs(lse) + 32)
         self.rho[i, keys] = np.expm1(rho + self.dlse[i])
-        self.O[i] = _sum(p, v)
         rounded, rest = p.copy(), 1.0
         if p.max() > DOMINANT / (DOMINANT + 1):
             rounded[p.argmax()], rest = 0.0, 1 - p.max()
+        error = p * (self.rho[i, keys] + r.sum(len(p))) + r.lost
+        p, rounded, error = (self.Z[i, keys] * x for x in (p, rounded, error))
+        self.O[i] = _sum(p, v)
         self.dO[i] = r.inner * (_sum(rounded, np.abs(v)) + rest * np.abs(self.O[i])) + r.u * np.abs(self.O[i]) + r.tiny
-        self.dO[i] += _sum(p * (self.rho[i, keys] + r.sum(len(p))) + r.lost, np.abs(v))
+        self.dO[i] += _sum(error, np.abs(v))
 
     def _capped(self, i: int, keys: Array, c: float, r: Rounding, x: Array, d_x: Array) -> tuple[Array, Array]:
         """Scores and their errors; keeps the derivative."""
@@ -163,18 +188,16 @@ def _slopes(s: Spec, x: Inputs) -> Array:
     return np.broadcast_to(slopes, (batch, s.heads * s.group))
 
 
-def _sink(x: Inputs, h: int) -> float:
-    """That of a head of q; -inf where there is none."""
-    return -np.inf if x.sink is None else float(x.sink[h])
-
-
-def _bias(s: Spec, x: Inputs, b: int, h: int) -> Array | None:
-    """Of a head, (seqlen_q, seqlen_k)."""
-    added = x.bias if x.mask is None else np.where(x.mask, 0.0, -np.inf)
-    if added is None:
-        return None
-    found: Array = np.broadcast_to(added, (s.batch, s.heads * s.group, s.sq, s.sk))[b, h].astype(np.float64)
-    return found
+def _of_head(s: Spec, x: Inputs, slope: float, b: int, h: int, sequence: int, shape: tuple[int, int]) -> OfHead:
+    """What features bring to head h of q of a sequence, which is in the arrays' batch b; its queries and keys."""
+    whole = (s.batch, s.heads * s.group, s.sq, s.sk)
+    bias = x.bias if x.mask is None else np.where(x.mask, 0.0 if x.bias is None else x.bias, -np.inf)
+    if bias is not None:
+        bias = np.broadcast_to(bias, whole)[b, h].astype(np.float64)
+    shown = np.broadcast_to(s.seen(), whole)[b, h] if s.blocks else None
+    sink = -np.inf if x.sink is None else float(x.sink[h])
+    Z = np.ones(shape) if x.dropout_seed is None else factors(x.dropout_seed, s.dropout, sequence, h, shape)
+    return OfHead(slope, sink, bias, shown, Z)
 
 
 def _add(total: Array, b: int, h: int, dS: Array) -> None:
@@ -191,6 +214,11 @@ def _sum(weights: Array, rows: Array) -> Array:
     if np.isfinite(rows).all() and np.isfinite(weights).all():
         return weights @ rows
     return (weights[:, None] * rows).sum(axis=0)
+
+
+def dropped(X: Array, Z: Array) -> Array:
+    """Z * X, and 0 where Z is."""
+    return np.where(Z > 0, Z * X, 0)
 
 
 def _product(W: Array, X: Array, seen: Array) -> Array:
@@ -222,8 +250,8 @@ def forward(s: Spec, x: Inputs) -> tuple[Bounded, ...]:
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(heads):
                 of = (x.q[b, rows, h], x.k[b, keys, h // s.group], x.v[b, keys, h // s.group])
-                more = slopes[i, h], _sink(x, h), _bias(s, x, b, h)
-                head = Head(alone, r, *(a.astype(np.float64) for a in of), *more)
+                more = _of_head(s, x, slopes[i, h], b, h, i, (alone.sq, alone.sk))
+                head = Head(alone, r, *(a.astype(np.float64) for a in of), more)
                 out.exact[b, rows, h], out.bound[b, rows, h] = head.O, head.dO
                 lse.exact[b, h, rows], lse.bound[b, h, rows] = head.lse, head.dlse
     return _given_back(s, out, lse)
@@ -248,8 +276,8 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
                 arrays = (x.q[at_q], x.k[at_k], x.v[at_k], x.dout[at_q], stored[at_q])
                 Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
                 dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
-                more = slopes[i, h], _sink(x, h), _bias(s, x, b, h)
-                *found, by_score = _gradients(alone, r, Q, K, V, G, O, dlse, *more)
+                more = _of_head(s, x, slopes[i, h], b, h, i, (alone.sq, alone.sk))
+                *found, by_score = _gradients(alone, r, Q, K, V, G, O, dlse, more)
                 for total in dbias:
                     _add(total.exact, b, h, by_score.exact)
                     _add(total.bound, b, h, by_score.bound)
@@ -275,18 +303,18 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
 
 
 def _gradients(
-    s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array, slope: float,
-    sink: float, bias: Array | None,
+    s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array, of: OfHead
 ) -> tuple[Bounded, ...]:  # fmt: skip
     """What one head of q gives to dq, dk, dv, dslopes, dsink and a bias, less the rounding of the results."""
-    head = Head(s, r, Q, K, V, slope, sink, bias)
+    head, Z, sink = Head(s, r, Q, K, V, of), of.Z, of.sink
     P, seen, rho = head.P, head.seen, head.rho
     delta = (G * head.O).sum(axis=1) - dlse
     delta = np.where(np.isfinite(delta), delta, (G * stored).sum(axis=1) - dlse)[:, None]
     d_delta = (np.abs(G) * (head.dO + r.sum(s.d) * np.abs(head.O))).sum(axis=1) + 4 * r.e * np.abs(dlse)
-    difference = G @ V.T - delta
+    dP, d_dP = (dropped(x, Z) for x in (G @ V.T, r.sum(s.d) * (np.abs(G) @ np.abs(V).T)))
+    difference = dP - delta
     dS = np.where(seen, P * head.slope * difference, 0)
-    E = P * head.slope * (d_delta[:, None] + r.sum(s.d) * (np.abs(G) @ np.abs(V).T))
+    E = P * head.slope * (d_delta[:, None] + d_dP)
     E += np.abs(dS) * (rho + 2 * r.inner)
     if s.softcap is not None:
         E += P * head.d_slope * np.abs(difference)
@@ -294,10 +322,11 @@ def _gradients(
     E = np.where(seen, E, 0)
     n_keys, n_queries = r.sum(s.sk), r.sum(s.sq * s.group)
     by_score = np.where(seen, P * difference, 0)
-    d_score = P * (d_delta[:, None] + r.sum(s.d) * (np.abs(G) @ np.abs(V).T)) + np.abs(by_score) * (rho + n_queries)
+    d_score = P * (d_delta[:, None] + d_dP) + np.abs(by_score) * (rho + n_queries)
     d_score = np.where(seen, d_score + r.lost * (1 + np.abs(difference)), 0)
     D = distances(s)
     d_P = np.where(seen, P * (rho + r.inner + n_queries) + r.lost, 0)
+    PZ, d_P = dropped(P, Z), dropped(d_P, Z)
     c = s.factor
     of_sink = (0.0, 0.0) if sink == -np.inf else _of_sink(head, delta[:, 0], d_delta, r, n_queries)
     return (
@@ -305,7 +334,7 @@ def _gradients(
         Bounded(
             c * _product(dS.T, Q, seen.T), abs(c) * _product((E + n_queries * np.abs(dS)).T, np.abs(Q), seen.T)
         ),
-        Bounded(_product(P.T, G, seen.T), _product(d_P.T, np.abs(G), seen.T)),
+        Bounded(_product(PZ.T, G, seen.T), _product(d_P.T, np.abs(G), seen.T)),
         Bounded(-(by_score * D).sum(), (d_score * D).sum()),
         Bounded(*of_sink),
         Bounded(by_score, d_score),

@@ -43,7 +43,7 @@ def _calls(s: Spec, x: Inputs, to: Callable[[Any], Any], back: Callable[[Any], A
         return a.swapaxes(-3, -2) if s.layout == "bhsd" else a
 
     options, attention, backward = s.options | {"layout": s.layout}, cupyflash.attention, cupyflash.attention_backward
-    options |= {name: to(a) for name, a in x.brought().items()}
+    options |= x.given(to)
     if s.packed:
         attention, backward = cupyflash.attention_varlen, cupyflash.attention_varlen_backward
     q, k, v, dout = (to(turned(a)) for a in x[:4])

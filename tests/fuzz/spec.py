@@ -6,15 +6,24 @@ A line names what differs from the defaults, as in ``dtype=fp16 d=72 sq=33 causa
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from cupyflash.block_mask import code_of
 from cupyflash.check.case_bias import form_of
+from cupyflash.check.case_masks import MASKS
 from cupyflash.check.cases import NUMPY_DTYPE
 from cupyflash.problem import Problem, make_problem
 from cupyflash.sequences import Sequences
+
+
+@functools.lru_cache(maxsize=4)
+def _seen(blocks: str, seed: int, shape: tuple[int, int, int, int]) -> NDArray[Any]:
+    return MASKS[blocks](np.random.default_rng([seed, 2]), shape)
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,8 @@ class Spec:
         alibi: how many dimensions the slopes have; 0: there are none.
         sink: whether heads of q have sinks.
         bias: what is added to the scores, in the words of `cupyflash.check.case_bias`; empty: nothing.
+        dropout: its p; 0: none. Its seed, alone or with an offset, follows from `seed`.
+        blocks: a block mask, a key of `cupyflash.check.case_masks.MASKS`; empty: none.
         q, k, v, dout: how the inputs lie in memory, keys of `arrays.MEMORY`.
         o, dq, dk, dv: the same for results; in the emulator alone, which takes any strides.
         values: what the inputs hold, a key of `arrays.VALUES`.
@@ -57,6 +68,8 @@ class Spec:
     alibi: int = 0
     sink: bool = False
     bias: str = ""
+    dropout: float = 0.0
+    blocks: str = ""
     layout: str = "bshd"
     dlse: bool = False
     deterministic: bool = False
@@ -144,7 +157,7 @@ class Spec:
         window = None if self.left is None and self.right is None else (self.left, self.right)
         return {
             "causal": self.causal, "window": window, "scale": self.scale, "softcap": self.softcap,
-            "deterministic": self.deterministic,
+            "deterministic": self.deterministic, "dropout_p": self.dropout,
         }  # fmt: skip
 
     def problem(self) -> Problem:
@@ -152,8 +165,19 @@ class Spec:
         q, k = (shape[1:] if self.packed else shape for shape in self.shapes)
         sequences = len(self.lengths) if self.packed else None
         more: dict[str, Any] = {"sequences": sequences, "alibi": self.alibi, "kv_range": bool(self.ranges)}
-        more |= {"sink": self.sink, "bias": form_of(self.bias, self.dtype)}
+        more |= {"sink": self.sink, "bias": form_of(self.bias, self.dtype), "dropout": self.seed_dims}
+        if self.blocks:
+            more["block_mask"] = code_of(self.seen().shape)
         return make_problem((q, k, k), (self.dtype,) * 3, **self.options, **more)
+
+    @property
+    def seed_dims(self) -> int:
+        """Of dropout's seed: 2 with an offset; 0: there is none."""
+        return 1 + self.seed % 2 if self.dropout else 0
+
+    def seen(self) -> NDArray[Any]:
+        """What the block mask lets see: (batch or 1, heads of q or 1, sq, sk) booleans."""
+        return _seen(self.blocks, self.seed, (self.batch, self.heads * self.group, self.sq, self.sk))
 
     @property
     def factor(self) -> float:

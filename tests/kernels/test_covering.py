@@ -12,10 +12,13 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.plan.families import plan_call
 from cupyflash.plan.sm90 import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
 from tests.fuzz import covering, emulated, oracle, run
+from tests.fuzz import covering_features as features
 from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec
 
 CASES = covering.cases()
+ALONE = {name: s for name, s in CASES.items() if not name.startswith("features-")}
+FEATURED = [(row, of, CASES[f"features-{i}"]) for i, (row, of) in enumerate(covering.featured())]
 SHARP = ("normal", "outliers")  # for which the 2x rule holds, too: it sees errors that add up
 
 
@@ -66,41 +69,99 @@ def test_all_pairs_are_covered() -> None:
 def test_a_softcap_meets_everything() -> None:
     """Counted again from the rows. More than a few would each cost a build."""
     rows = covering.capped()
-    assert {f"softcap-{i}" for i in range(len(rows))} == {
-        name
-        for name, s in CASES.items()
-        if s.softcap is not None and not (s.packed or s.alibi or s.ranges or s.sink or s.bias)
-    }
+    capped = {name for name, s in ALONE.items() if s.softcap is not None and not (s.alibi or s.sink)}
+    assert capped == {f"softcap-{i}" for i in range(len(rows))}
     for axis, values in covering.AXES.items():
         met = {row[axis] for row in rows if all(axis == a for a, value in covering.HIDING if row[a] == value)}
         assert met == set(values), axis
     assert len(rows) <= 16
 
 
-def test_packed_sequences_meet_everything() -> None:
-    """Counted again from the specs: every value of every axis but the batch, a softcap, and all that lengths can be."""
-    rows = covering.capped()
-    specs = [CASES[f"packed-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.packed and not (s.alibi or s.ranges or s.sink)} == set(specs)
-    for axis in covering.AXES:
-        if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
-            assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
-    assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
-    assert {row["mask"] for row in rows} == set(covering.AXES["mask"])
-    assert {int(np.sign(s.factor)) for s in specs} == {-1, 0, 1}
-    assert any(s.softcap is not None for s in specs)
+def test_features_meet_everything() -> None:
+    """Counted again from the rows: every value of every axis, and each other feature with which they go together."""
+    for feature in features.MEETING:
+        for axis, values in covering.AXES.items():
+            met = {
+                row[axis]
+                for row, of, _ in FEATURED
+                if feature in of and all(axis == a for a, value in covering.HIDING if row[a] == value)
+            }
+            assert met == set(values), (feature, axis)
+    for a, b in itertools.combinations(features.FEATURES, 2):
+        met_each_other = any({a, b} <= of for row, of, _ in FEATURED if _shows(row))
+        assert met_each_other == features.together(frozenset((a, b))), (a, b)
+
+
+def _shows(row: covering.Row) -> bool:
+    return all(row[axis] != value for axis, value in covering.HIDING)
+
+
+def test_features_go_together_that_should() -> None:
+    """What is refused is little, and never a feature alone."""
+    apart = [x for x in itertools.combinations(features.FEATURES, 2) if not features.together(frozenset(x))]
+    assert len(apart) <= 9, apart
+    assert all(features.together(frozenset((name,))) for name in features.FEATURES)
+    assert {tuple(of) for _, of, _ in FEATURED if len(of) == 1} <= {(name,) for name in features.FEATURES}
+
+
+def _with(feature: str) -> list[Spec]:
+    return [spec for _, of, spec in FEATURED if feature in of]
+
+
+def test_features_are_of_all_kinds() -> None:
+    """Counted again from the specs."""
+    of_spec = {
+        "bias": lambda s: s.bias and "bool" not in s.bias, "mask": lambda s: "bool" in s.bias,
+        "packed": lambda s: s.packed, "ranges": lambda s: s.ranges, "dropout": lambda s: s.dropout,
+        "blocks": lambda s: s.blocks, "softcap": lambda s: s.softcap, "alibi": lambda s: s.alibi,
+        "sink": lambda s: s.sink,
+    }  # fmt: skip
+    for _, of, spec in FEATURED:
+        assert of == {name for name in features.FEATURES if of_spec[name](spec)}, spec
+    assert {s.dropout for s in _with("dropout")} == set(features.P)
+    assert {s.seed_dims for s in _with("dropout")} == {1, 2}
+    assert {s.blocks for s in _with("blocks")} == set(features.BLOCKS)
+    assert {s.alibi for s in _with("alibi")} == {1, 2}
+
+
+def test_packed_sequences_are_of_all_lengths() -> None:
+    specs = _with("packed")
     lengths = [x for s in specs for x in s.lengths]
     assert {0, 1} <= {a for a, _, _ in lengths} & {b for _, b, _ in lengths}
     assert any(0 < used < b for _, b, used in lengths)
     assert {s.sq > 0 for s in specs} == {False, True}
 
 
+def test_ranges_are_of_all_kinds() -> None:
+    specs = _with("ranges")
+    pairs = [(*map(int, r.split(":")), one.sk) for s in specs for r, (*_, one) in zip(s.bounds, s.parts(), strict=True)]
+    assert {(a > 0, b < n) for a, b, n in pairs if a < b} == {(x, y) for x in (False, True) for y in (False, True)}
+    assert any(a == b for a, b, n in pairs)
+    assert {(s.alibi > 0, bool(s.packed)) for s in specs} == set(itertools.product((False, True), repeat=2))
+
+
+def test_biases_and_masks_are_of_all_kinds() -> None:
+    """All words, and read in pairs and one by one."""
+    biases, masks = ([set(s.bias.split()[1:]) for s in _with(name)] for name in ("bias", "mask"))
+    assert set().union(*biases) == {"fp32", "hides", "turned", "shifted", "whole"}
+    assert set().union(*masks) == {"bool", "turned", "shifted"}
+    for d in "bhqk":
+        assert {d in s.bias.split()[0] for s in _with("bias")} == {False, True}
+    for name in ("bias", "mask"):
+        words = [set(s.bias.split()[1:]) for s in _with(name)]
+        is_paired = [
+            s.sk % 2 == 0 and "k" in s.bias.split()[0] and w.isdisjoint(("turned", "shifted"))
+            for s, w in zip(_with(name), words, strict=True)
+        ]
+        found = {(s.family, paired) for s, paired in zip(_with(name), is_paired, strict=True)}
+        assert found == set(itertools.product(("sm80", "sm90"), (False, True)))
+
+
 def test_slopes_meet_everything() -> None:
     """Counted again from the specs: every value of every axis, alone and with a softcap, dense and packed."""
     rows = covering.capped()
     specs = [CASES[f"alibi-{i}"] for i in range(len(rows))]
-    plain = {s for s in CASES.values() if s.alibi and not (s.ranges or s.sink or s.bias)}
-    assert plain == {*specs, *covering.UNSEEN.values()}
+    assert {s for s in ALONE.values() if s.alibi and not s.sink} == {*specs, *covering.UNSEEN.values()}
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
@@ -110,27 +171,11 @@ def test_slopes_meet_everything() -> None:
     assert {(s.alibi, s.softcap is None) for s in specs} >= {(1, True), (2, True), (2, False)}
 
 
-def test_ranges_of_keys_meet_everything() -> None:
-    """Counted again from the specs: every value of every axis but the batch, packed ones, and all kinds of ranges."""
-    rows = covering.capped()
-    specs = [CASES[f"range-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.ranges and not s.sink} == set(specs)
-    for axis in covering.AXES:
-        if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
-            assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
-    assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
-    assert {row["mask"] for row in rows} == set(covering.AXES["mask"])
-    assert {(s.alibi, bool(s.packed)) for s in specs} == set(itertools.product((0, 1, 2), (False, True)))
-    pairs = [(*map(int, r.split(":")), one.sk) for s in specs for r, (*_, one) in zip(s.bounds, s.parts(), strict=True)]
-    assert {(a > 0, b < n) for a, b, n in pairs if a < b} == {(x, y) for x in (False, True) for y in (False, True)}
-    assert any(a == b for a, b, n in pairs)
-
-
 def test_sinks_meet_everything() -> None:
     """Counted again from the specs: every value of every axis; alone, with slopes, packed, and with ranges of keys."""
     rows = covering.capped()
     specs = [CASES[f"sink-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.sink and not s.bias} == set(specs)
+    assert {s for s in ALONE.values() if s.sink} == set(specs)
     for axis in covering.AXES:
         if hasattr(Spec, axis) and axis not in ("sq", "sk", "batch", "scale"):
             assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
@@ -140,44 +185,6 @@ def test_sinks_meet_everything() -> None:
     kinds = {(s.alibi > 0, bool(s.packed), bool(s.ranges)) for s in specs}
     assert kinds >= {(False, False, False), (True, False, False), (False, True, False), (False, False, True)}
     assert {bool(np.isneginf(x)) for s in specs for x in draw(s).sink} == {False, True}
-
-
-def test_biases_meet_everything() -> None:
-    """Counted again from the specs: every value of every axis, all kinds of biases, read in pairs and one by one."""
-    rows = covering.capped()
-    specs = [CASES[f"bias-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if s.bias and "bool" not in s.bias} == set(specs)
-    for axis in covering.AXES:
-        if hasattr(Spec, axis) and axis not in ("sq", "sk", "scale"):
-            assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
-    assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
-    assert {row["mask"] for row in rows} == set(covering.AXES["mask"])
-    words = [set(s.bias.split()[1:]) for s in specs]
-    assert set().union(*words) == {"fp32", "hides", "turned", "shifted", "whole"}
-    for d in "bhqk":
-        assert {d in s.bias.split()[0] for s in specs} == {False, True}
-    is_paired = [s.sk % 2 == 0 and "k" in s.bias.split()[0] and w.isdisjoint(("turned", "shifted"))
-                 for s, w in zip(specs, words, strict=True)]  # fmt: skip
-    assert {(s.family, paired) for s, paired in zip(specs, is_paired, strict=True)} == set(
-        itertools.product(("sm80", "sm90"), (False, True))
-    )
-    assert any(s.alibi for s in specs)
-    assert any(s.sink for s in specs)
-    assert any(s.softcap is not None for s in specs)
-
-
-def test_masks_meet_everything() -> None:
-    """Counted again from the specs: every value of every axis, read in pairs and one by one."""
-    rows = covering.capped()
-    specs = [CASES[f"mask-{i}"] for i in range(len(rows))]
-    assert {s for s in CASES.values() if "bool" in s.bias} == set(specs)
-    for axis in covering.AXES:
-        if hasattr(Spec, axis) and axis not in ("sq", "sk", "scale"):
-            assert {getattr(s, axis) for s in specs} == set(covering.AXES[axis]), axis
-    assert {(s.family, s.d) for s in specs} == set(covering.AXES["kernel"])
-    assert {row["mask"] for row in rows} == set(covering.AXES["mask"])
-    found = {(s.family, s.sk % 2 == 0 and len(s.bias.split()) == 2) for s in specs}
-    assert found == set(itertools.product(("sm80", "sm90"), (False, True)))
 
 
 @pytest.mark.needs("g++")

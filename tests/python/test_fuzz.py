@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cupyflash.check.case_masks import MASKS
 from cupyflash.cpu import attention as cpu
+from cupyflash.dropout import kept, limit_of
 from tests.emulator.markers import change, planted
 from tests.fuzz import arrays, emulated, generate, loop, run
+from tests.fuzz.dropping import factors
 from tests.fuzz.spec import Spec
 
 CPU_BATCHES, CPU_SIZE = 8, 5
@@ -56,6 +59,10 @@ def test_every_kind_of_everything_is_drawn() -> None:
     assert 0.1 < sum(s.softcap is not None for s in specs) / len(specs) < 0.35
     assert 0.1 < sum(s.alibi > 0 for s in specs) / len(specs) < 0.35
     assert 0.1 < sum(s.sink for s in specs) / len(specs) < 0.35
+    assert 0.1 < sum(s.dropout > 0 for s in specs) / len(specs) < 0.35
+    assert {s.seed_dims for s in specs} == {0, 1, 2}
+    assert 0.1 < sum(bool(s.blocks) for s in specs) / len(specs) < 0.35
+    assert {s.blocks for s in specs} == {"", *MASKS}
     assert any((s.left or 0) < 0 for s in specs)
     assert any((s.right or 0) < 0 for s in specs)
     assert {0, 1} <= {s.sq for s in specs} & {s.sk for s in specs}
@@ -64,6 +71,14 @@ def test_every_kind_of_everything_is_drawn() -> None:
     assert any(0 < used < b for _, b, used in lengths)
     assert any(s.packed and s.sq > 0 for s in specs)
     assert 0.2 < sum(bool(s.packed) for s in specs) / len(specs) < 0.4
+
+
+@pytest.mark.parametrize("seed", [np.array([5, -9], np.int32), np.array([[5, -9], [3, 7]], np.int32)])
+def test_what_is_kept_is_what_cupyflash_keeps(seed: np.ndarray) -> None:
+    """Two ways to write the same function."""
+    for sequence, head, shape in ((0, 0, (1, 1)), (2, 5, (77, 53))):
+        of = np.array([sequence]), np.array([head]), slice(0, shape[0]), slice(0, shape[1])
+        np.testing.assert_array_equal(factors(seed, 0.3, sequence, head, shape) > 0, kept(seed, limit_of(0.3), *of)[0])
 
 
 def test_packed_sequences_shrink() -> None:
