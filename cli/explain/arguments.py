@@ -28,6 +28,13 @@ def bias_of(options: dict[str, Any]) -> Bias | None:
     return Bias(options["dtype"], options["bias"]) if options["bias"] else None
 
 
+def check_learned(options: dict[str, Any]) -> None:
+    """Is there something to learn?"""
+    if options["learned"] and not (options["alibi"] or options["sink"] or options["bias"]):
+        what = "there is nothing to learn without --alibi, --sink or --bias"
+        raise click.BadParameter(what, param_hint="--learned")
+
+
 def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) -> Window | None:
     """LEFT or LEFT,RIGHT; an empty side has no bound."""
     if text is None:

@@ -26,11 +26,12 @@ from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import DTYPES, LAYOUTS, Problem, make_problem
 
+from .. import block_masks
 from ..output import emit, exit_codes, human, json_option, quiet
-from . import cached
+from . import cached, masked
 from . import report as explain_report
 from . import work as explain_work
-from .arguments import bias_dims, bias_of, window_bounds
+from .arguments import bias_dims, bias_of, check_learned, window_bounds
 from .cached import cache_options
 from .packed import packed_options, pairs_of, settle
 from .work import Work
@@ -66,6 +67,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
 @click.option("--bias", metavar="DIMS", callback=bias_dims, default=None,
               help="With a bias that has elements of its own along these: letters of bhqk, - for none.")  # fmt: skip
 @click.option("--mask", metavar="DIMS", callback=bias_dims, default=None, help="With a mask, likewise.")
+@click.option("--block-mask", metavar="DENSITY", callback=block_masks.check, default=None, help=block_masks.HELP)
 @click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
 @cache_options
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
@@ -93,12 +95,10 @@ def command(**options: Any) -> None:
     q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
     keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range", "sink")
     sequences = options["batch"] if options["packed"] else None
-    if options["learned"] and not (options["alibi"] or options["sink"] or options["bias"]):
-        what = "there is nothing to learn without --alibi, --sink or --bias"
-        raise click.BadParameter(what, param_hint="--learned")
+    check_learned(options)
     given = {name: options[name] for name in keep} | {"alibi": int(options["alibi"])}
     given |= {"dropout_p": 0.1, "dropout": 1} if options["dropout"] else {}
-    given["bias"] = bias_of(options)
+    given |= {"bias": bias_of(options), "block_mask": int(options["block_mask"] is not None)}
     problem = make_problem((q, k, k), (options["dtype"],) * 3, **given, sequences=sequences)
     goes_back = options["backward"] or options["deterministic"] or options["learned"]
     directions = (False, True) if goes_back else (False,)
@@ -109,6 +109,7 @@ def command(**options: Any) -> None:
         "version": __version__,
         "device": asdict(gpu) | {"arch": gpu.arch},
         "problem": asdict(problem) | {name: options[name] for name in ("layout", "memory", "lengths_q", "lengths_k")},
+        "block_mask": masked.facts(problem, options["block_mask"]),
         "passes": [_document(p, gpu, cubins) for p in passes],
     }
     if options["as_json"]:
@@ -174,6 +175,7 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
         work = explain_work.backward_work(problem, signatures, plan, pairs_of(problem, options))
     else:
         work = explain_work.forward_work(problem, signatures, pairs_of(problem, options))
+    work = masked.list_work(problem, options["block_mask"], plan) + work
     not_taken = []
     for name, reason in reasons.items():
         is_unread = not spec.tma and FAMILIES[name].why_not(spec._replace(tma=True), gpu) is None

@@ -11,6 +11,7 @@ import click
 
 from cupyflash.problem import Problem
 
+from .. import block_masks
 from .work import visible_pairs
 
 Lengths = tuple[int, ...]
@@ -61,7 +62,10 @@ def _evenly(total: int, parts: int) -> Lengths:
 
 
 def pairs_of(problem: Problem, options: dict[str, Any]) -> int:
-    """How many (query, key) pairs the mask lets through, in one head of all sequences."""
+    """How many (query, key) pairs the mask lets through, in one head of all sequences; a block mask, all those of the
+    tiles that are visited."""
+    if options["block_mask"] is not None:
+        return problem.batch * block_masks.visited(options["block_mask"], problem).pairs
     if not problem.packed:
         return problem.batch * visible_pairs(problem)
     counts = Counter(zip(options["lengths_q"], options["lengths_k"], strict=True))

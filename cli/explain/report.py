@@ -18,6 +18,8 @@ def show(document: dict[str, Any], console: Console) -> None:
     smem, l2 = gib(gpu["smem_bytes"]), gib(gpu["l2_bytes"])
     console.print(f"{name}: {gpu['sm_count']} SMs, {smem} shared memory a block, {l2} L2", soft_wrap=True)
     console.print(_problem(document["problem"]), soft_wrap=True)
+    if document["block_mask"]:
+        console.print(_block_mask(document["block_mask"]), soft_wrap=True)
     for found in document["passes"]:
         console.print(f"\n{found['direction']}: {found['family']} family", style="bold")
         for other in found["not_taken"]:
@@ -49,6 +51,13 @@ def _problem(p: dict[str, Any]) -> str:
     return (
         f"{p['dtype']}, {p['layout']}, {p['memory']}, {batch}, {queries}, {keys}, head_dim {p['head_dim']}, "
         f"{mask}{form}"
+    )
+
+
+def _block_mask(x: dict[str, Any]) -> str:
+    return (
+        f"block mask {x['mask']}: {x['visited']} of {x['tiles']} tiles of {x['tile']} x {x['tile']} are visited, "
+        f"density {x['density']:.3g}; {gib(x['bytes'])} on the device; work is that of these tiles"
     )
 
 

@@ -103,6 +103,40 @@ def test_launches_are_those_of_the_plan(arch: str, document: Document) -> None:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_block_masks(arch: str, document: Document) -> None:
+    """Launches and memory are those of the plan, lists first; the work is that of the tiles that are visited."""
+    words = "--arch", arch, "--backward", "--heads=6", "--heads-k=2", "--head-dim=64", "--seqlen=1000", "--batch=2"
+    found = document(*words, "--block-mask=butterfly")
+    shapes = (2, 1000, 6, 64), (2, 1000, 2, 64), (2, 1000, 2, 64)
+    problem = make_problem(shapes, ("bf16",) * 3, block_mask=1)
+    blocks = [min(1000, 128 * i + 128) - 128 * i for i in range(8)]
+    pairs = sum(blocks[i] * blocks[j] for i in range(8) for j in range(8) if i == j or (i ^ j).bit_count() == 1)
+    for backward, shown in enumerate(found["passes"]):
+        plan = plan_call(problem, Device.synthetic(arch), backward=bool(backward))
+        assert [x["symbol"] for x in shown["launches"]] == [x.variant.symbol for x in plan.launches]
+        assert shown["launches"][0]["symbol"].startswith("key_lists")
+        assert set(shown["workspace"]) == set(plan.workspace)
+        assert shown["flops"] == 4 * 64 * pairs * 2 * 6 * (2.5 if backward else 1)
+        lists = [x for x in shown["launches"] if "_lists" in x["symbol"]]
+        sizes = [shown["workspace"][x["symbol"].partition("_lists")[0] + "_lists"] for x in lists]
+        assert [x["bytes"] for x in lists] == [4 * 16 * 16 + n for n in sizes]
+        assert len(lists) == 1 + backward
+    mask = found["block_mask"]
+    assert (mask["tiles"], mask["mask"], mask["bytes"]) == (256, "butterfly", 4 * 256 + 4 * 256)
+    assert mask["density"] == mask["visited"] / 256 == 0.5
+    assert document(*words)["block_mask"] is None
+
+
+def test_block_masks_are_refused_where_calls_are(invoke: Invoke) -> None:
+    assert "packed sequences" in invoke("--block-mask=0.5", "--packed", "--no-compile", code=4).output
+    assert "as many queries as keys" in invoke("--block-mask=bigbird", "--seqlen-q=5", "--no-compile", code=2).output
+    for wrong in ("0", "1.5", "nan", "sparse"):
+        assert "neither a density" in invoke(f"--block-mask={wrong}", "--no-compile", code=2).output
+    said = invoke("--block-mask=0.25", "--no-compile", "--seqlen=1024").output
+    assert "block mask 0.25: 64 of 256 tiles" in " ".join(said.split())
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_packed_sequences(arch: str, document: Document) -> None:
     """Launches are those of the plan; the work is that of each sequence by itself."""
     words = "--arch", arch, "--backward", "--causal", "--heads=6", "--heads-k=2", "--head-dim=64"

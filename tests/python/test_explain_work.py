@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupyflash.arrays.adapters import Signature
+from cupyflash.cli import block_masks
 from cupyflash.cli.explain import work as explain_work
 from cupyflash.gpu.device import Device
 from cupyflash.plan.shipped import shipped
@@ -22,6 +23,32 @@ def test_visible_pairs() -> None:
             problem = Problem("bf16", 1, n, m, 1, 1, 64, 1.0, window)
             expected = sum(end - first for first, end in map(problem.visible, range(n)))
             assert explain_work.visible_pairs(problem) == expected, (n, m, window)
+
+
+@pytest.mark.parametrize("word", [*block_masks.NAMED, "0.3"])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (70, 30), (None, -190), (-50, None)])
+def test_pairs_and_tiles_of_block_masks(word: str, window: tuple[int | None, int | None]) -> None:
+    """Counted element by element."""
+    for n, m in ((200, 200), (1, 1), (150, 333)):
+        if n != m and word in ("bigbird", "strided", "butterfly", "documents"):
+            continue
+        problem = Problem("bf16", 1, n, m, 1, 1, 64, 1.0, window)
+        bounds, seen = np.zeros((n, m), bool), block_masks.make(word, n, m).of(0, 0)
+        for query in range(n):
+            bounds[query, slice(*problem.visible(query))] = True
+        assert block_masks.visible_pairs(word, problem) == (bounds & seen).sum()
+        tiles = [(slice(i, i + 64), slice(j, j + 64)) for i in range(0, n, 64) for j in range(0, m, 64)]
+        reached = [tile for tile in tiles if bounds[tile].any()]
+        visited = [tile for tile in reached if seen[tile].any()]
+        expected = len(reached), len(visited), sum(int(bounds[tile].sum()) for tile in visited)
+        assert block_masks.visited(word, problem) == expected
+
+
+@pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 1])
+def test_random_blocks_are_as_dense_as_they_are_called(density: float) -> None:
+    mask = block_masks.make(str(density), 8192, 8192)
+    assert mask.density == pytest.approx(density, abs=1e-3)
+    assert all(mask.tiles[0, 0, i, i] == 1 for i in range(128))
 
 
 def test_long_sequences_take_no_time() -> None:

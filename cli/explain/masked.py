@@ -1,0 +1,40 @@
+"""What `explain` says of a block mask: the tiles that are visited, and what the kernels do that list them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from cupyflash.operand import MASK_TILE, TILE_WORDS
+from cupyflash.plan.families import Plan
+from cupyflash.problem import Problem
+
+from .. import block_masks
+from .work import Work, workspace_bytes
+
+LISTS = ("key_lists", "query_lists")  # what kernels before the others write
+
+
+def facts(problem: Problem, text: str | None) -> dict[str, Any] | None:
+    """For JSON and the report; None: there is no mask."""
+    if text is None:
+        return None
+    found = block_masks.visited(text, problem)
+    return {"mask": text, "tile": MASK_TILE, "bytes": _bytes(problem, text), "density": found.density,
+            **found._asdict()}  # fmt: skip
+
+
+def list_work(problem: Problem, text: str | None, plan: Plan) -> list[Work]:
+    """Of the launches before the others, which read the mask and write lists of what each tile visits."""
+    if text is None:
+        return []
+    size = workspace_bytes(plan.workspace)
+    tiles = 4 * math.prod(block_masks.make(text, problem.seqlen_q, problem.seqlen_k).tiles.shape)
+    overs = [x.variant.over for x in plan.launches]
+    return [Work(0.0, tiles + size[over]) for over in overs if over in LISTS]
+
+
+def _bytes(problem: Problem, text: str) -> int:
+    """Of the mask on the device: a word a tile, and the bits of those that are seen in part."""
+    mask = block_masks.make(text, problem.seqlen_q, problem.seqlen_k)
+    return int(4 * mask.tiles.size + 4 * len(mask.bits) * TILE_WORDS)
