@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,44 @@ import click
 
 from cupyflash.problem import MAX_SEQLEN
 
+from .. import block_masks
 from .cell import Cell
 from .lengths import DENSE, LONGEST, draw
 
 # lengths, tokens, hidden: on a GPU those of the FlashAttention papers; on the CPU path what ends in seconds
 SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 256, 512), 1024, 256)}
+
+FEATURES = ("bias", "mask", "learned", "dropout")
+
+
+def dims(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    """Letters of bhqk, in this order; - for none, and "" where there is no such array."""
+    if not set(text) <= set("bhqk") and text != "-":
+        raise click.BadParameter(f"{text!r} is not made of the letters b, h, q and k")
+    return "".join(d for d in "bhqk" if d in text) or text
+
+
+def _block_masks(ctx: click.Context, param: click.Parameter, text: str) -> tuple[str, ...]:
+    """Words of `block_masks`; one that is "" without."""
+    words = text.split(",") if text else []
+    return tuple(block_masks.check(ctx, param, word) or "" for word in words) or ("",)
+
+
+def feature_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Those of `FEATURES`, and block masks."""
+    for add in (
+        click.option("--block-mask", "block_masks", callback=_block_masks, metavar="DENSITY,...", default="",
+                     help=f"{block_masks.HELP} FLOPs count visible pairs."),
+        click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0,
+                     help="With dropout of this p."),
+        click.option("--mask", callback=dims, metavar="DIMS", default="",
+                     help="With a random mask that has elements of its own along these, half of them shown."),
+        click.option("--learned", is_flag=True, help="The backward makes the bias's gradient, too."),
+        click.option("--bias", callback=dims, metavar="DIMS", default="",
+                     help="With a bias that has elements of its own along these: letters of bhqk, - for none."),
+    ):  # fmt: skip
+        command = add(command)
+    return command
 
 
 def check_plot(path: Path | None) -> None:
@@ -58,11 +92,14 @@ def make_cells(options: dict[str, Any]) -> list[Cell]:
         if heads[d] % heads_k[d]:
             raise click.BadParameter(f"{heads_k[d]} does not divide the {heads[d]} heads of q", param_hint="--heads-k")
     sequences = _packed(options) if options["packed"] else _unpacked(options)
-    common = {name: options[name] for name in ("dtype", "window", "softcap", "alibi", "sink")}
+    if options["learned"] and not options["bias"]:
+        raise click.BadParameter("there is nothing to learn without --bias", param_hint="--learned")
+    common = {name: options[name] for name in ("dtype", "window", "softcap", "alibi", "sink", *FEATURES)}
     return [
-        Cell(head_dim=d, causal=causal, heads=heads[d], heads_k=heads_k[d], **common, **fields)
+        Cell(head_dim=d, causal=causal, heads=heads[d], heads_k=heads_k[d], block_mask=word, **common, **fields)
         for d in heads
         for causal in masks
+        for word in options["block_masks"]
         for fields in sequences
     ]
 

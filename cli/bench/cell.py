@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -9,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash.problem import ITEMSIZE
+from cupyflash.problem import ITEMSIZE, Problem
+
+from .. import block_masks
 
 DIRECTIONS = ("fwd", "bwd", "both")
 FLOP_FORMULA = "4 * head_dim for each visible query-key pair and head in the forward, 2.5 times that in the backward"
+SHOWN = 0.5  # of the elements of a mask, drawn at random
 _FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
 
 
@@ -20,7 +24,9 @@ _FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
 class Cell:
     """One configuration; seqlen_q and seqlen_k are the same, `window` is the left bound.
 
-    `alibi`: with slopes, `sink`: with sinks.
+    `alibi`: with slopes, `sink`: with sinks. `bias`, `mask`: along which dimensions they have elements of their own,
+    letters of bhqk, - for none; "": there is none. `learned`: the bias has a gradient. `dropout`: its p. `block_mask`:
+    a word of `block_masks`.
 
     Of packed sequences, `packed` names the distribution that `lengths` are drawn from, `seqlen` is the longest that it
     knows, and `batch` says how many there are.
@@ -39,6 +45,11 @@ class Cell:
     lengths: tuple[int, ...] = ()
     alibi: bool = False
     sink: bool = False
+    bias: str = ""
+    mask: str = ""
+    learned: bool = False
+    dropout: float = 0.0
+    block_mask: str = ""
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k, v and dout."""
@@ -79,10 +90,13 @@ class Cell:
         return fields
 
     def visible_pairs(self, seqlen: int) -> float:
-        """Query-key pairs that the mask lets through, in one head of a sequence."""
+        """Query-key pairs that the masks let through, in one head of a sequence; with a mask, on average."""
+        if self.block_mask:
+            window = (self.window, 0 if self.causal else None)
+            return block_masks.visible_pairs(self.block_mask, Problem("bf16", 1, seqlen, seqlen, 1, 1, 8, 1.0, window))
         pairs = seqlen * (seqlen + 1) / 2 if self.causal else seqlen**2
         beyond = 0 if self.window is None else max(0, seqlen - 1 - self.window)  # queries with keys left of it
-        return pairs - beyond * (beyond + 1) / 2
+        return (pairs - beyond * (beyond + 1) / 2) * (SHOWN if self.mask else 1)
 
     def flops(self, direction: str) -> float:
         """`FLOP_FORMULA`, counted."""
@@ -96,19 +110,27 @@ class Cell:
         tensor = rows * self.head_dim
         forward = tensor * item + 4 * rows
         gradients = tensor * (self.heads + 2 * self.heads_k) // self.heads * item
+        gradients += item * math.prod(self.added_shape(self.bias)) if self.learned else 0
         return forward if direction == "fwd" else forward + gradients + 4 * rows + 4 * tensor
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of `attention`."""
         window = None if self.window is None else (self.window, None)
-        return {"causal": self.causal, "window": window, "softcap": self.softcap}
+        dropout = {"dropout_p": self.dropout} if self.dropout else {}
+        return {"causal": self.causal, "window": window, "softcap": self.softcap} | dropout
+
+    def added_shape(self, dims: str) -> tuple[int, ...]:
+        """Of a bias or a mask with elements of its own along these dimensions."""
+        whole = self.batch, self.heads, self.seqlen, self.seqlen
+        return tuple(n if d in dims else 1 for d, n in zip("bhqk", whole, strict=True))
 
     def brought(self) -> dict[str, np.ndarray]:
         """Of those that there are: slopes as Press et al. 2022 have them, for any number of heads, 2^(-8 i / heads), i
-        from 1 on; sinks from -2 to 2.
+        from 1 on; sinks from -2 to 2; a seed of dropout.
         """
         slopes = np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)
         sinks = np.linspace(-2, 2, self.heads, dtype=np.float32)
-        there = {"alibi_slopes": self.alibi, "sink": self.sink}
-        return {name: x for name, x in (("alibi_slopes", slopes), ("sink", sinks)) if there[name]}
+        there = (("alibi_slopes", slopes, self.alibi), ("sink", sinks, self.sink),
+                 ("dropout_seed", np.array([1], np.int64), self.dropout > 0))  # fmt: skip
+        return {name: x for name, x, is_there in there if is_there}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,11 +48,18 @@ class JaxBench(Bench):
     def array(self, x: np.ndarray) -> Any:
         return self.jax.device_put(x, self.device)
 
-    def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
+    def attention(
+        self, name: str, cell: Cell, brought: Mapping[str, Any] | None = None
+    ) -> Callable[[Any, Any, Any], Any]:
+        if cell.learned:
+            raise NotImplementedError("the gradient of a bias is not timed with JAX")
         if name == OURS:
-            return self.ours(cell)[0]
+            return self.ours(cell, brought)[0]
         lacks = ("packed sequences" if cell.packed else "a softcap" if cell.softcap is not None else
-                 "ALiBi" if cell.alibi else "a sink" if cell.sink else None)  # fmt: skip
+                 "ALiBi" if cell.alibi else "a sink" if cell.sink else
+                 "block masks" if cell.block_mask else None)  # fmt: skip
+        if cell.bias or cell.mask or cell.dropout:
+            raise NotImplementedError("jax.nn.dot_product_attention is not timed with a bias, a mask or dropout")
         if lacks:
             raise NotImplementedError(f"jax.nn.dot_product_attention has no {lacks}")
         window = None if cell.window is None else (cell.window, 0 if cell.causal else cell.seqlen)

@@ -25,7 +25,7 @@ from . import cycles as bench_cycles
 from . import plot as bench_plot
 from . import saved as bench_saved
 from . import startup as bench_startup
-from .arguments import check_lengths, check_plot, check_writable, make_cells
+from .arguments import check_lengths, check_plot, check_writable, feature_options, make_cells
 from .cell import DIRECTIONS, FLOP_FORMULA, Cell
 from .frameworks import make
 from .host import measure_host
@@ -58,6 +58,7 @@ from .work import OURS, PEERS, Bench
 @click.option("--softcap", type=click.FloatRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes.")
 @click.option("--sink", is_flag=True, help="With a sink of each head.")
+@feature_options
 @click.option("--framework", type=click.Choice(["torch", "jax", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -80,7 +81,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     Sustained and in turns: in each round all implementations of a configuration run in a new random order, each until
     the clock is steady and then timed with events for a quarter of a second. Reported are the median of the rounds and
     the spread, (slowest - fastest) / median, on random data. FLOPs are 4 * head_dim for each visible query-key pair and
-    head in the forward, and 2.5 times that in the backward.
+    head in the forward, and 2.5 times that in the backward; what a mask or a block mask hides does not count.
     """
     quiet()
     check_lengths(options["seqlens"])

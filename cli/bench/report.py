@@ -118,10 +118,16 @@ def _summary(values: list[tuple[float, Cell]]) -> dict[str, Any]:
 
 
 def mask_name(cell: Cell) -> str:
-    """full or causal, the window, the softcap, ALiBi and sinks."""
-    window = "" if cell.window is None else f", window {cell.window}"
-    softcap = "" if cell.softcap is None else f", softcap {cell.softcap:g}"
-    return ("causal" if cell.causal else "full") + window + softcap + ", ALiBi" * cell.alibi + ", sinks" * cell.sink
+    """full or causal, and the features."""
+    parts = ["causal" if cell.causal else "full"]
+    parts += [] if cell.window is None else [f"window {cell.window}"]
+    parts += [f"block mask {cell.block_mask}"] if cell.block_mask else []
+    parts += [] if cell.softcap is None else [f"softcap {cell.softcap:g}"]
+    parts += ["ALiBi"] * cell.alibi + ["sinks"] * cell.sink
+    parts += [f"{'learned ' * cell.learned}bias {cell.bias}"] if cell.bias else []
+    parts += [f"mask {cell.mask}"] if cell.mask else []
+    parts += [f"dropout {cell.dropout:g}"] if cell.dropout else []
+    return ", ".join(parts)
 
 
 def few_rounds(rounds: int) -> str | None:

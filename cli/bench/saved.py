@@ -14,6 +14,7 @@ from .report import Row
 from .timing import Timing
 
 _CELL = [field.name for field in dataclasses.fields(Cell) if field.name != "lengths"]
+_NEWER = ("bias", "mask", "learned", "dropout", "block_mask")  # which earlier versions did not write
 _HEAD = ("version", "device", "framework", "dtype", "date", "peer_versions", "flop_formula", "matmul_tflops",
          "few_rounds")  # fmt: skip
 _ROW = ("direction", "implementation", "peak_bytes", "reason", "tensor_core_percent", "clock_ghz")
@@ -49,6 +50,7 @@ def load(path: Path, directions: tuple[str, ...] | None) -> tuple[dict[str, Any]
 
 
 def _row(record: dict[str, Any], lengths: dict[tuple[str | None, int], tuple[int, ...]]) -> Row:
-    cell = Cell(**{name: record[name] for name in _CELL}, lengths=lengths.get((record["packed"], record["seqlen"]), ()))
+    known = {name: record[name] for name in _CELL if name in record or name not in _NEWER}
+    cell = Cell(**known, lengths=lengths.get((record["packed"], record["seqlen"]), ()))
     times = record["ms_rounds"]
     return Row(cell, timing=Timing(tuple(times)) if times else None, **{name: record[name] for name in _ROW})

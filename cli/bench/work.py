@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -12,14 +12,16 @@ import numpy as np
 from cupyflash import api, varlen
 from cupyflash.check.cases import NUMPY_DTYPE
 
+from .. import block_masks
 from . import peers as bench_peers
-from .cell import Cell
+from .cell import SHOWN, Cell
+from .flex import flex, flex_is_missing
 from .lengths import DENSE
+from .sdpa import sdpa
 from .timing import Clock, CupyClock, TorchClock, Work
 
 OURS = "cupyflash"
-PEERS = ("flash2", "cudnn", "math", "fa4", "flex", DENSE)
-_BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
+PEERS = ("flash2", "cudnn", "efficient", "math", "fa4", "flex", DENSE)
 
 
 class Bench:
@@ -51,22 +53,38 @@ class Bench:
         """A NumPy array where the inputs are."""
         return x
 
-    def brought(self, cell: Cell) -> dict[str, Any]:
-        """ALiBi's slopes and sinks where the cell has them, as arguments."""
-        return {name: self.array(x) for name, x in cell.brought().items()}
+    def shown(self, shape: tuple[int, ...]) -> Any:
+        """A mask of `SHOWN`."""
+        return self.array(self.rng.random(shape) < SHOWN)
 
-    def ours(self, cell: Cell) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Our forward and backward with the options of the cell."""
+    def brought(self, cell: Cell) -> dict[str, Any]:
+        """What features of the cell bring, as arguments."""
+        found = {name: self.array(x) for name, x in cell.brought().items()}
+        if cell.bias:
+            found["bias"] = self.random(cell.dtype, cell.added_shape(cell.bias))
+        if cell.mask:
+            found["mask"] = self.shown(cell.added_shape(cell.mask))
+        if cell.block_mask:
+            found["block_mask"] = block_masks.make(cell.block_mask, cell.seqlen, cell.seqlen)
+        return found
+
+    def ours(
+        self, cell: Cell, brought: Mapping[str, Any] | None = None
+    ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Our forward and backward with the options of the cell, and what `brought` made."""
         forward, backward, lengths = api.attention, api.attention_backward, {}
         if cell.packed:
             forward, backward = varlen.attention_varlen, varlen.attention_varlen_backward  # type: ignore[assignment]
             lengths = {"cu_seqlens_q": self.array(np.array(cell.cu_seqlens, np.int32))}
-        options = cell.options | lengths | self.brought(cell)
-        return functools.partial(forward, **options), functools.partial(backward, **options)
+        options = cell.options | lengths | dict(self.brought(cell) if brought is None else brought)
+        learned: dict[str, Any] = {"gradients_of": ("bias",)} if cell.learned else {}
+        return functools.partial(forward, **options), functools.partial(backward, **options, **learned)
 
-    def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
-        """(q, k, v) -> out."""
-        return self.ours(cell)[0]
+    def attention(
+        self, name: str, cell: Cell, brought: Mapping[str, Any] | None = None
+    ) -> Callable[[Any, Any, Any], Any]:
+        """(q, k, v) -> out, of arrays that `brought` made."""
+        return self.ours(cell, brought)[0]
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
         """The three directions of one implementation."""
@@ -155,7 +173,7 @@ class TorchBench(Bench):
                 metadata.version("flash-attn-4")
             except metadata.PackageNotFoundError:
                 return "flash-attn-4 is not installed"
-        return "this torch has no flex_attention" if peer == "flex" and bench_peers.flex_is_missing() else None
+        return "this torch has no flex_attention" if peer == "flex" and flex_is_missing() else None
 
     def counts_memory(self, name: str) -> bool:
         return self.on_gpu or name in (OURS, DENSE)  # on the CPU ours allocates through NumPy, which is traced
@@ -167,43 +185,42 @@ class TorchBench(Bench):
     def array(self, x: np.ndarray) -> Any:
         return self.torch.from_numpy(x).to(self.device)
 
-    def attention(self, name: str, cell: Cell) -> Callable[[Any, Any, Any], Any]:
+    def shown(self, shape: tuple[int, ...]) -> Any:
+        return self.torch.rand(shape, device=self.device) < SHOWN
+
+    def attention(
+        self, name: str, cell: Cell, brought: Mapping[str, Any] | None = None
+    ) -> Callable[[Any, Any, Any], Any]:
+        given = self.brought(cell) if brought is None else brought
         if name == OURS:
-            return self.ours(cell)[0]
-        slopes, sinks = (self.brought(cell).get(name) for name in ("alibi_slopes", "sink"))
+            return self.ours(cell, given)[0]
+        slopes, sinks = given.get("alibi_slopes"), given.get("sink")
         if cell.packed:
             if name not in bench_peers.VARLEN:
                 raise NotImplementedError(f"{name} is not timed with packed sequences")
             return bench_peers.VARLEN[name](cell, self.array(np.array(cell.cu_seqlens, np.int32)), slopes, sinks)
         if name == "flex":
-            return bench_peers.flex(cell, self.device, slopes, sinks)
+            return flex(cell, self.device, given)
         if name == "fa4":
             return bench_peers.fa4(cell, sinks)
         if lacks := bench_peers.sdpa_lacks(cell):
             return bench_peers.beyond_sdpa(name, cell, slopes, lacks)
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        backend = getattr(SDPBackend, _BACKENDS[name])
-        sdpa = self.torch.nn.functional.scaled_dot_product_attention
-        options = {"is_causal": cell.causal, "enable_gqa": cell.heads_k != cell.heads}
-
-        def peer(q: Any, k: Any, v: Any) -> Any:
-            with sdpa_kernel(backend):
-                out = sdpa(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
-            return out.transpose(1, 2)
-
-        return peer
+        return sdpa(name, cell, given)
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
         if name == DENSE:
             return self.works(OURS, cell.dense)
-        attention, grad = self.attention(name, cell), self.torch.autograd.grad
+        brought, grad = self.brought(cell), self.torch.autograd.grad
+        learned = [brought["bias"].requires_grad_()] if cell.learned else []
+        attention = forward_only = self.attention(name, cell, brought)
         q, k, v, dout = self.inputs(cell)
         plain = [x.detach() for x in (q, k, v)]  # nothing to record, and no context to enter, which costs host time
-        leaves = [x.requires_grad_() for x in (q, k, v)]
+        leaves = [*(x.requires_grad_() for x in (q, k, v)), *learned]
+        if cell.learned:
+            forward_only = self.attention(name, cell, brought | {"bias": brought["bias"].detach()})
 
         def forward() -> Any:
-            return attention(*plain)
+            return forward_only(*plain)
 
         recorded: list[Any] = []  # the graph that `backward` runs, made by its first call
 

@@ -116,6 +116,42 @@ def test_bench_peers(peer: str) -> None:
     assert (capped["tflops"] is None) == (peer == "cudnn")
 
 
+@pytest.mark.parametrize(
+    ("features", "peers"),
+    [
+        (("--bias", "hqk"), {"efficient": True, "math": True, "flash2": False}),
+        (("--bias", "qk", "--learned"), {"efficient": True, "math": True, "fa4": False}),
+        (("--mask", "bk"), {"efficient": True, "math": True}),
+        (("--dropout", "0.1"), {"flash2": True, "efficient": True, "math": True, "flex": False}),
+        (("--block-mask", "0.25,bigbird"), {"flash2": False, "cudnn": False}),
+    ],
+    ids=str,
+)
+def test_bench_features(features: tuple[str, ...], peers: dict[str, bool]) -> None:
+    """Forward and backward; who has a feature is timed, and who has not says so."""
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    size = ("--head-dim", "64", "--hidden", "256", "--batch", "2", "--seqlens", "1024", "--no-causal")
+    options = ("--quick", "--rounds", "2", "--pass", "fwd,bwd", "--against", ",".join(peers))
+    rows = document("bench", *options, *size, *features)["rows"]
+    for row in rows:
+        runs = {"cupyflash": True, **peers}[row["implementation"]]
+        assert (row["tflops"] is not None) == runs, (row["implementation"], row["reason"])
+        assert runs or row["reason"]
+
+
+def test_bench_flex_with_features() -> None:
+    """A learned bias and a block mask: each a compilation of its own, forward and backward."""
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    size = ("--head-dim", "64", "--hidden", "256", "--batch", "2", "--seqlens", "512", "--no-causal")
+    for features in (("--bias", "hqk", "--learned"), ("--block-mask", "0.25")):
+        options = ("--quick", "--rounds", "2", "--against", "flex", *size, *features)
+        rows = document("bench", *options, seconds=240)["rows"]
+        assert [(r["implementation"], r["reason"]) for r in rows] == [("cupyflash", ""), ("flex", "")] * 2
+        assert all(r["tflops"] > 0 for r in rows)
+
+
 def test_bench_flex() -> None:
     """One cell, forward alone, with all that flex is asked for: each cell and pass is a compilation of its own.
 

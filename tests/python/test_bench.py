@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-import cupyflash
 from cupyflash import cli
-from cupyflash.check.accuracy import Oracle
+from cupyflash.cli import block_masks
 from cupyflash.cli.bench import peers as bench_peers
 from cupyflash.cli.bench import report as bench_report
 from cupyflash.cli.bench import tables as bench_tables
@@ -26,7 +27,6 @@ from cupyflash.cli.bench import work as bench_work
 from cupyflash.cli.bench.cell import Cell
 from cupyflash.cli.bench.timing import QUICK, SUSTAINED, Clock, Effort, Timing, Work
 from cupyflash.cli.output import human
-from cupyflash.problem import make_problem
 
 TINY = ("--backend", "cpu", "--framework", "numpy", "--causal", "--pass", "fwd", "--head-dim", "16", "--tokens", "16",
         "--seqlens", "16", "--hidden", "16")  # fmt: skip
@@ -146,28 +146,100 @@ def test_the_table_gives_the_spread_of_each(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("window", "softcap", "alibi", "sink"),
-    [(None, None, False, False), (None, 0.5, False, True), (7, 0.5, True, False), (0, None, False, True),
-     (None, None, True, False)],
+    "features",
+    [{}, {"softcap": 0.5, "sink": True}, {"window": 7, "softcap": 0.5, "alibi": True}, {"window": 0, "sink": True},
+     {"alibi": True}, {"bias": "hqk"}, {"bias": "bk", "softcap": 0.5}, {"bias": "-", "alibi": True}, {"mask": "qk"},
+     {"mask": "bhqk", "window": 9}, {"block_mask": "0.5"}, {"block_mask": "longformer", "alibi": True}],
+    ids=str,
 )  # fmt: skip
-def test_flex_computes_the_same(
-    causal: bool, window: int | None, softcap: float | None, alibi: bool, sink: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the CPU and not compiled, with fewer key heads."""
+def test_flex_computes_the_same(causal: bool, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU and not compiled, with fewer key heads; random blocks are 16 by 16 here."""
     import torch
     from torch._functorch import config
 
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
-    cell = Cell("fp32", 24, causal, 37, 2, 4, 2, window, softcap, alibi=alibi, sink=sink)
+    monkeypatch.setattr(block_masks, "BLOCK", 16)
+    block_masks.make.cache_clear()
+    cell = Cell("fp32", 24, causal, 37, 2, 4, 2, **features)
     bench = bench_work.TorchBench(on_gpu=False)
-    q, k, v, dout = bench.inputs(cell)
-    problem = make_problem([x.shape for x in (q, k, v)], ["fp32"] * 3, **cell.options, alibi=int(alibi), sink=sink)
-    oracle = Oracle(problem, *map(np.asarray, (q, k, v, dout)), **cell.brought())
+    q, k, v, _ = bench.inputs(cell)
+    given = bench.brought(cell)
     with config.patch(donated_buffer=True):
-        out = bench.attention("flex", cell)(q, k, v)
+        out = bench.attention("flex", cell, given)(q, k, v)
         assert not config.donated_buffer
-    lse = cupyflash.attention(q, k, v, **cell.options, **bench.brought(cell), return_lse=True)[1]
-    assert all(verdict.passed for verdict in oracle.judge_forward(out.numpy(), lse.numpy()))
+    want = bench.attention("cupyflash", cell, given)(q, k, v)
+    block_masks.make.cache_clear()
+    seen = np.ones((37, 37), bool) if not cell.mask else given["mask"].expand(2, 4, 37, 37).numpy()
+    assert seen.any(axis=-1).mean() > 0.9
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("features", [{"bias": "hqk"}, {"bias": "k"}, {"mask": "bqk"}, {"mask": "hk"}], ids=str)
+def test_torch_sdpa_computes_the_same(causal: bool, features: dict[str, str]) -> None:
+    """Its plain backend, on the CPU: gradients too, of a bias as well."""
+    import torch
+
+    learned = "bias" in features
+    cell = Cell("fp32", 16, causal, 37, 2, 4, 2, learned=learned, **features)  # type: ignore[arg-type]
+    bench, given = bench_work.TorchBench(on_gpu=False), {}
+    given |= bench.brought(cell)
+    if "mask" in given:
+        given["mask"][..., :1] = True  # torch gives NaN where a query sees nothing
+    inputs = bench.inputs(cell)
+    bench.brought = lambda _: {n: x.clone() for n, x in given.items()}  # type: ignore[method-assign]
+    bench.inputs = lambda _: [x.clone() for x in inputs]  # type: ignore[method-assign]
+    ours, theirs = (bench.works(name, cell) for name in ("cupyflash", "math"))
+    for direction in ("fwd", "bwd", "both"):
+        a, b = _flat(ours[direction]()), _flat(theirs[direction]())
+        assert len(a) == len(b) == {"fwd": 1, "bwd": 3 + learned, "both": 4 + learned}[direction]
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+    assert not ours["fwd"]().requires_grad
+
+
+def _flat(x: Any) -> list[Any]:
+    return [y for one in x for y in _flat(one)] if isinstance(x, tuple) else [x]
+
+
+@pytest.mark.needs("torch")
+def test_peers_get_dropout_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the backend that is asked for, and no other."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    asked: list[Any] = []
+
+    @contextlib.contextmanager
+    def kernel(backend: Any) -> Iterator[None]:
+        asked.append(backend)
+        yield
+
+    def sdpa(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        asked.append(options)
+        return q
+
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", kernel)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    bench, cell = bench_work.TorchBench(on_gpu=False), Cell("bf16", 16, True, 37, 2, 2, 2, dropout=0.25)
+    q, k, v, _ = bench.inputs(cell)
+    names = ("flash2", "cudnn", "efficient", "math")
+    for name in names:
+        bench.attention(name, cell)(q, k, v)
+    assert asked[::2] == [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("FLASH", "CUDNN", "EFFICIENT")] + [
+        SDPBackend.MATH
+    ]
+    assert all(x == {"dropout_p": 0.25, "is_causal": True, "enable_gqa": False, "attn_mask": None} for x in asked[1::2])
+    for name, what in (("flex", "flex_attention has no dropout"), ("fa4", "FlashAttention-4 has no dropout")):
+        with pytest.raises(NotImplementedError, match=what):
+            bench.attention(name, cell)
+    for name in names:
+        with pytest.raises(NotImplementedError, match="no block masks"):
+            bench.attention(name, replace(cell, dropout=0, block_mask="0.5"))
+    for features in ({"bias": "hqk"}, {"mask": "bk"}):
+        with pytest.raises(NotImplementedError, match="no bias and no mask"):
+            bench.attention("flash2", replace(cell, dropout=0, **features))  # type: ignore[arg-type]
 
 
 @pytest.mark.needs("torch")
@@ -177,7 +249,7 @@ def test_flex_is_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.absent("flex") == "needs a GPU"
     bench.on_gpu = True
     assert bench.absent("flex") is None
-    monkeypatch.setattr(bench_peers, "_has", lambda module: False)
+    monkeypatch.setattr(bench_peers, "has", lambda module: False)
     assert bench.absent("flex") == "this torch has no flex_attention"
     assert bench.absent("cudnn") is None
 
@@ -194,6 +266,52 @@ def test_flops_are_those_of_visible_pairs(causal: bool, window: int | None) -> N
     assert cell.flops("fwd") == 4 * 24 * pairs * 2 * 3
     assert cell.flops("bwd") == 2.5 * cell.flops("fwd")
     assert cell.flops("both") == 3.5 * cell.flops("fwd")
+
+
+def test_flops_of_masks_are_those_of_visible_pairs() -> None:
+    cell = Cell("bf16", 24, True, 300, 2, 3, 3)
+    seen = np.tril(block_masks.make("butterfly", 300, 300).of(0, 0))
+    assert replace(cell, block_mask="butterfly").flops("fwd") == 4 * 24 * seen.sum() * 2 * 3
+    assert replace(cell, mask="bk").flops("bwd") == cell.flops("bwd") / 2
+    assert replace(cell, bias="bhqk").flops("bwd") == replace(cell, dropout=0.5).flops("bwd") == cell.flops("bwd")
+    learned = replace(cell, bias="qk", learned=True)
+    assert learned.ideal_bytes("bwd") == cell.ideal_bytes("bwd") + 2 * 300 * 300
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+@pytest.mark.parametrize(
+    "words", [("--bias", "hqk", "--learned"), ("--mask", "kb"), ("--dropout", "0.1"), ("--block-mask", "bigbird")]
+)
+def test_features_run_on_the_cpu(framework: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    if framework == "torch":
+        pytest.importorskip("torch")
+    options = ["--backend", "cpu", "--framework", framework, "--head-dim", "16", "--tokens", "200", "--seqlens", "100"]
+    options += ["--causal", "--hidden", "32", "--quick", "--rounds", "1", "--json", *words]
+    document = CliRunner().invoke(cli.main, ["bench", *options]).stdout
+    rows = json.loads(document)["rows"]
+    assert [row["ms"] > 0 for row in rows] == [True, True]
+    found = {name: rows[0][name] for name in ("bias", "mask", "learned", "dropout", "block_mask")}
+    want = {"--bias": {"bias": "hqk", "learned": True}, "--mask": {"mask": "bk"}, "--dropout": {"dropout": 0.1},
+            "--block-mask": {"block_mask": "bigbird"}}[words[0]]  # fmt: skip
+    assert found == {"bias": "", "mask": "", "learned": False, "dropout": 0.0, "block_mask": ""} | want
+    saved = tmp_path / "run.json"
+    saved.write_text(document)
+    shown = CliRunner().invoke(cli.main, ["bench", "--saved", str(saved)])
+    assert shown.exit_code == 0, shown.output
+    assert bench_report.mask_name(Cell("bf16", 16, True, 9, 1, 1, 1, **want)) in shown.output  # type: ignore[arg-type]
+
+
+def test_several_block_masks_are_rows_of_their_own() -> None:
+    rows = json.loads(bench("--quick", "--rounds", "1", "--block-mask", "0.25,butterfly,1", "--json").stdout)["rows"]
+    assert [row["block_mask"] for row in rows] == ["0.25", "butterfly", "1"]
+
+
+def test_what_features_cannot_be_is_said() -> None:
+    for words, said in ((("--bias", "xy"), "made of the letters"), (("--learned",), "nothing to learn"),
+                        (("--dropout", "1"), "0<=x<1"), (("--block-mask", "2"), "neither a density")):  # fmt: skip
+        result = CliRunner().invoke(cli.main, ["bench", *TINY, *words])
+        assert result.exit_code == 2
+        assert said in " ".join(result.output.split())
 
 
 @pytest.mark.needs("jax")

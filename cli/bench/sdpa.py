@@ -1,0 +1,53 @@
+"""torch's scaled_dot_product_attention as peers of `bench`, one of its backends each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .cell import Cell
+
+BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+
+
+def sdpa(name: str, cell: Cell, given: Mapping[str, Any]) -> Callable[[Any, Any, Any], Any]:
+    """(q, k, v) -> out in bshd, by this backend alone; what it does not take, it says when it is called.
+
+    Raises:
+        NotImplementedError: no backend takes it.
+    """
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if name == "flash2" and (cell.bias or cell.mask):
+        raise NotImplementedError("FlashAttention-2 takes no bias and no mask")
+    backend = getattr(SDPBackend, BACKENDS[name])
+    attention = torch.nn.functional.scaled_dot_product_attention
+    options: dict[str, Any] = {"enable_gqa": cell.heads_k != cell.heads, "dropout_p": cell.dropout}
+    if not (cell.bias or cell.mask):
+        options["is_causal"] = cell.causal
+    added = None if cell.learned else attn_mask(cell, given)
+
+    def peer(q: Any, k: Any, v: Any) -> Any:
+        options["attn_mask"] = attn_mask(cell, given) if cell.learned else added  # a graph of each call's own
+        with sdpa_kernel(backend):
+            out = attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+        return out.transpose(1, 2)
+
+    return peer
+
+
+def attn_mask(cell: Cell, given: Mapping[str, Any]) -> Any | None:
+    """A bias, a mask, or both in one; with what the causal mask hides, which torch takes beside neither."""
+    import torch
+
+    bias, mask = given.get("bias"), given.get("mask")
+    if bias is None and mask is None:
+        return None
+    if cell.causal:
+        device = (mask if bias is None else bias).device  # type: ignore[union-attr]
+        seen = torch.ones(cell.seqlen, cell.seqlen, dtype=torch.bool, device=device).tril()
+        mask = seen if mask is None else mask & seen
+    if bias is None:
+        return mask
+    return bias if mask is None else bias.masked_fill(~mask, -torch.inf)
