@@ -88,7 +88,7 @@ def variants_of(
         problems += [replace(problem, block_mask=1) for problem in problems if not (problem.packed or problem.dropout)]
     if bias:
         forms = {dtype: dict.fromkeys(form for form, _ in biases_of(dtype, True)) for dtype in dtypes}
-        plain = [problem for problem in problems if not (problem.packed or problem.dropout or problem.block_mask)]
+        plain = [problem for problem in problems if not (problem.packed or problem.block_mask)]
         problems += [replace(problem, bias=form) for problem in plain for form in forms[problem.dtype]]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic

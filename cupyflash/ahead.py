@@ -52,7 +52,7 @@ def warmup(
         alibi: prepare calls with slopes, fixed and learned, instead of those without.
         kv_range: prepare calls with a kv_range (any) instead of those without.
         sink: prepare calls with sinks, fixed and learned, instead of those without.
-        dropout: prepare calls with dropout (any) instead of those without; not together with a bias.
+        dropout: prepare calls with dropout (any) instead of those without.
         bias: prepare calls with a mask or a bias, of q's dtype or fp32, fixed and learned, of any strides, instead of
             those without.
         with_cache: prepare `attention_with_cache` instead of `attention`: one query a sequence, causal, rows appended,

@@ -27,7 +27,5 @@ def check_together(bias: str | None, block_mask: bool, packed: bool, dropout_p: 
         raise UnsupportedError(
             f"block_mask: a {bias} together with a block mask is not supported yet; let the {bias} hide keys"
         )
-    if bias and dropout_p:
-        raise UnsupportedError(f"dropout_p: expected 0 together with a {bias}, got {dropout_p}; not supported yet")
     if block_mask and dropout_p:
         raise UnsupportedError(f"dropout_p: expected 0 together with a block_mask, got {dropout_p}; not supported yet")

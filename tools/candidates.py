@@ -19,8 +19,8 @@ from cupyflash.launch import prepared as launch
 from cupyflash.plan.families import FAMILIES, kernels_of
 from cupyflash.plan.kernels import round_up
 from cupyflash.plan.sm80 import ForwardTile
-from cupyflash.plan.sm90 import HopperForwardTile
 from cupyflash.plan.spec import Spec
+from cupyflash.plan.tiles_sm90 import HopperForwardTile
 from cupyflash.plan.variant import Variant
 
 Tile = ForwardTile | HopperForwardTile

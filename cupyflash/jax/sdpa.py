@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import UnsupportedError
 from ..options import make_options
 from .op import attention_of
 from .seeds import words
@@ -80,12 +79,7 @@ def dot_product_attention(
     has_batch = query.ndim != 3
     if not has_batch:
         arrays = {name: x[None] for name, x in arrays.items()}
-    if bias is not None:
-        half = query.dtype in (jnp.float16, jnp.bfloat16)
-        fits = bias.dtype == query.dtype or (half and bias.dtype == jnp.float32)
-        arrays["bias"] = bias if fits else bias.astype(query.dtype)
-    if mask is not None:
-        arrays["mask"] = mask
+    arrays |= _of_scores(query, bias, mask)
     shift = arrays["k"].shape[1] - arrays["q"].shape[1]
     left = right = None
     if local_window_size is not None:
@@ -102,6 +96,16 @@ def dot_product_attention(
     return out, lse if has_batch else lse[0]
 
 
+def _of_scores(query: Any, bias: Any | None, mask: Any | None) -> dict[str, Any]:
+    """A bias, of a dtype that kernels take, and a mask, by name."""
+    found = {} if mask is None else {"mask": mask}
+    if bias is not None:
+        half = query.dtype in (jnp.float16, jnp.bfloat16)
+        fits = bias.dtype == query.dtype or (half and bias.dtype == jnp.float32)
+        found["bias"] = bias if fits else bias.astype(query.dtype)
+    return found
+
+
 def flax_attention(
     query: Any,
     key: Any,
@@ -114,24 +118,16 @@ def flax_attention(
     deterministic: bool = False,
     **ignored: Any,
 ) -> Any:
-    """An ``attention_fn`` for flax's MultiHeadAttention: ``(..., length, heads, head_dim)``, any leading dimensions.
-
-    Raises:
-        UnsupportedError: dropout is asked for together with a bias or a mask.
-    """
-    dropped = dropout_rate > 0.0 and not deterministic
-    if dropped and not (bias is mask is None):
-        raise UnsupportedError("dropout_rate: expected 0 with a bias or a mask; or pass deterministic=True")
+    """An ``attention_fn`` for flax's MultiHeadAttention: ``(..., length, heads, head_dim)``, any leading dimensions."""
     lead = query.shape[:-3]
     three = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-    if dropped:
-        arrays = {**dict(zip("qkv", three, strict=True)), "dropout_seed": words(dropout_rng)}
-        return attention_of(arrays, make_options(dropout_p=dropout_rate), False)[0].reshape(*lead, *query.shape[-3:])
 
     def folded(x: Any) -> Any:  # what broadcasts to one leading dimension may stay as it is
         if x is None or (x.ndim <= 4 and len(lead) == 1):
             return x
         return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
-    q, k, v = three
-    return dot_product_attention(q, k, v, folded(bias), folded(mask)).reshape(*lead, *query.shape[-3:])
+    arrays, p = {**dict(zip("qkv", three, strict=True)), **_of_scores(query, folded(bias), folded(mask))}, 0.0
+    if dropout_rate > 0.0 and not deterministic:
+        arrays["dropout_seed"], p = words(dropout_rng), dropout_rate
+    return attention_of(arrays, make_options(dropout_p=p), False)[0].reshape(*lead, *query.shape[-3:])

@@ -104,6 +104,13 @@ _BACKWARD_NARROW: tuple[tuple[int, BackwardTile], ...] = (
     *((256, tile) for limit, tile in _BACKWARD if limit == 256),
 )
 
+# With two features (Spec.crowded), likewise: more warps lie along the rows of dQ, so that each has fewer.
+_BACKWARD_CROWDED: tuple[tuple[int, BackwardTile], ...] = (
+    *(row for row in _BACKWARD_BIAS if row[0] <= 64),
+    (128, BackwardTile(64, 64, 8, 1, 1, split_d=2, dq_warps_m=4)),
+    *(row for row in _BACKWARD_BIAS if row[0] > 128),
+)
+
 
 @dataclass(frozen=True)
 class Forward(Main):
@@ -154,6 +161,8 @@ class Sm80(Family):
         d, table = spec.head_dim, _BACKWARD_BIAS if spec.bias else _BACKWARD
         if spec.dropout and device.capability >= (10, 0):  # where the usual tiles spill with it
             table = _BACKWARD_NARROW
+        if spec.crowded:
+            table = _BACKWARD_CROWDED
         tile = next(t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
         columns = round_up(d, 16 * tile.split_d)
         if columns % (8 * tile.warps // tile.dq_warps_m):  # each warp's share of dQ has whole tiles of 8 columns

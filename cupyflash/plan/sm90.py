@@ -11,102 +11,8 @@ from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, Slope
 from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import Spec
+from .tiles_sm90 import HopperBackwardTile, HopperDkvTile, HopperDqTile, HopperForwardTile
 from .variant import Variant
-
-
-def _row_bytes(head_dim: int) -> int:
-    """Of a tile in chunks of 64 columns."""
-    return 128 * -(-head_dim // 64)
-
-
-@dataclass(frozen=True)
-class HopperForwardTile:
-    """Each of `groups` consumer warpgroups computes 64 of `block_m` queries against key blocks of `block_n`.
-
-    K and V have rings of `stages` tiles each, Q one of `q_slots` tiles of 64 rows. A thread of a consumer may use
-    `consumer_registers`, one of the producer `producer_registers`: together they fill the register file.
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    q_slots: int
-    consumer_registers: int
-    producer_registers: int
-    blocks_per_sm = 1
-
-    @property
-    def groups(self) -> int:
-        return self.block_m // 64
-
-    @property
-    def warps(self) -> int:
-        """The consumers' and the producer's."""
-        return 4 * (self.groups + 1)
-
-    @property
-    def name(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_slots}"
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Q, K and V, mbarriers, the queue of work."""
-        barriers = 2 * self.q_slots + 4 * self.stages + 4
-        return (64 * self.q_slots + 2 * self.stages * self.block_n) * _row_bytes(head_dim) + 8 * barriers + 32
-
-
-@dataclass(frozen=True)
-class HopperBackwardTile:
-    """A block keeps `block_n` keys and visits query tiles of `block_m` through `stages`.
-
-    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the
-    first `held_columns` of V in registers, so that shared memory is read less.
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    consumer_registers: int
-    producer_registers: int
-    held_columns: int = 0
-    blocks_per_sm = 1
-
-    @property
-    def warps(self) -> int:
-        """The consumers', 16 keys each, and the producer's."""
-        return self.block_n // 16 + 4
-
-    @property
-    def name(self) -> str:
-        return f"m{self.block_m}n{self.block_n}s{self.stages}"
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """K, V, the stages of Q, dO and row_stats, two dS, two dQ, mbarriers."""
-        m, n, row = self.block_m, self.block_n, _row_bytes(head_dim)
-        queries = self.stages * (2 * m * row + 8 * m)
-        return 2 * n * row + queries + 2 * m * n * 2 + 4 * m * row + 8 * (10 + 3 * self.stages)
-
-
-class HopperDkvTile(HopperBackwardTile):
-    """dK and dV of 64 keys, of whose columns each of two consumer warpgroups has half."""
-
-    warps = 12
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """K, V, the stages of Q, dO and row_stats, two P, mbarriers, the queue."""
-        m, row = self.block_m, _row_bytes(head_dim)
-        return 2 * 64 * row + self.stages * (2 * m * row + 8 * m) + 2 * m * 128 + 8 * (12 + 4 * self.stages) + 32
-
-
-class HopperDqTile(HopperBackwardTile):
-    """dQ: a block keeps `block_m` queries and visits 64 keys at a time, in stages that hold either K or V."""
-
-    warps = 12
-
-    def smem_bytes(self, head_dim: int) -> int:
-        """Q, dO, the ring of V and K, mbarriers, the queue."""
-        m, row = self.block_m, _row_bytes(head_dim)
-        return 2 * m * row + self.stages * 64 * row + 8 * (2 * self.stages + m // 16 + 4) + 32
-
 
 # (largest head_dim, tile); they need the 227 KiB of Hopper. Chosen on an H200 by tensor-core cycles, at 80 with a mask
 # by time (docs/performance.md).
@@ -152,6 +58,13 @@ _BACKWARD_BIAS: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(64, 128, 4, 240, 24)),
     (128, HopperBackwardTile(64, 128, 2, 240, 24)),
 )
+# With two such features (Spec.crowded), likewise; backward, heads beyond 64 are wide.
+_FORWARD_CROWDED: tuple[tuple[int, HopperForwardTile], ...] = (
+    (128, _FORWARD_LISTED),
+    (192, _FORWARD_LISTED_WIDE),
+    (256, HopperForwardTile(128, 32, 4, 3, 232, 40)),
+)
+_BACKWARD_CROWDED = _BACKWARD_BIAS[:1]
 
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail; up to how many
 # keys, with a mask, it pays that dQ's accumulator need not be cleared (docs/performance.md).
@@ -204,14 +117,15 @@ class Sm90(Family):
             return f"it needs compute capability 9.0 exactly, {device.name} has {has}"
         if spec.is_empty:
             return "nothing is to be computed"
+        if spec.crowded and spec.backward and spec.head_dim > _WIDE_BACKWARD[0][0]:
+            return "it has no tiles for dropout beside a bias or a mask at this head_dim"
         if not spec.tma:
             return "TMA reads rows at multiples of 16 bytes, and no dimension with a stride of 0"
         return None
 
     def forward_tile(self, spec: Spec, device: Device) -> HopperForwardTile:
-        if spec.dropout:
-            return next(tile for limit, tile in _FORWARD_DROPOUT if spec.head_dim <= limit)
-        table = _FORWARD_BIAS if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
+        alone = _FORWARD_BIAS if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
+        table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if spec.head_dim <= limit)
         if spec.block_mask and tile.block_m == 192:
             tile = _FORWARD_LISTED if spec.head_dim <= 128 else _FORWARD_LISTED_WIDE
@@ -224,7 +138,8 @@ class Sm90(Family):
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         delta, others = Delta.of(spec, DeltaTile(*rows)), learned(spec, 64, device.smem_bytes)
-        for limit, tile in _BACKWARD_BIAS if spec.bias else _BACKWARD_DROPOUT if spec.dropout else _BACKWARD:
+        alone = _BACKWARD_BIAS if spec.bias else _BACKWARD_DROPOUT if spec.dropout else _BACKWARD
+        for limit, tile in _BACKWARD_CROWDED if spec.crowded else alone:
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
                 lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)

@@ -117,6 +117,12 @@ class Spec(NamedTuple):
         return self.causal or self.window or self.block_mask > 0
 
     @property
+    def crowded(self) -> bool:
+        """Whether elements have so much besides their scores that it does not fit the registers that tiles leave for
+        one feature: two of a bias or mask, and dropout."""
+        return self.bias and self.dropout > 0
+
+    @property
     def uneven(self) -> bool:
         """Whether tiles of work differ in length."""
         return self.masked or self.packed or self.kv_range

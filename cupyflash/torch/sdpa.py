@@ -31,17 +31,16 @@ def scaled_dot_product_attention(
     attn_mask: of bool, it is True where a key is visible; of a floating dtype, that of query or fp32, it is a bias,
         read where it lies, and learned if it requires grad.
 
-    What cupyflash does not take goes to torch's own: dropout beside an attn_mask, head_dims that are no multiple of 8
-    or differ, fp32 and fp64 on a GPU, GPUs older than Ampere, broadcast batches, and tensors in host memory, for which
-    torch is faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
+    What cupyflash does not take goes to torch's own: head_dims that are no multiple of 8 or differ, fp32 and fp64 on a
+    GPU, GPUs older than Ampere, broadcast batches, and tensors in host memory, for which torch is faster (unless
+    CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 128, 64])
     """
-    beside_mask = dropout_p if attn_mask is not None else 0.0
-    reason = why_not(query, key, value, beside_mask) or why_not_bias(query, key, attn_mask)
+    reason = why_not(query, key, value) or why_not_bias(query, key, attn_mask)
     if attn_mask is not None and is_causal:
         reason = "there is an attn_mask beside is_causal"  # an error of torch's
     if not reason and query.shape[1] != key.shape[1] and not enable_gqa:

@@ -153,8 +153,6 @@ def _why_not(call: Call, others: dict[str, Any]) -> str:
     of_scores = call.bias if call.mask is None else call.mask
     if of_scores is not None and call.cu_seqlens is not None:
         return "there is a bias of packed sequences"
-    if of_scores is not None and call.dropout:
-        return "there is dropout beside a mask that is no range, or a bias"
     return sdpa.why_not(call.q, call.k, call.v) or sdpa.why_not_bias(call.q, call.k, of_scores)
 
 

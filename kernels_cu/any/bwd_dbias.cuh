@@ -7,6 +7,7 @@
 // Shared memory: Q | dO | K | V; at the end a row of fp32 sums a warp.
 #ifndef CUPYFLASH_BWD_DBIAS_CUH
 #define CUPYFLASH_BWD_DBIAS_CUH
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
 #include "attention/score.cuh"
@@ -104,6 +105,7 @@ struct DBias {
         const int lane = fresh_lane(), query = q0 + row0 + lane / 4;
         const Mask<V> from_here = mask.from(query, k0 + 2 * (lane % 4));
         const auto places = Places<V>::of(p, s, head).template from_lane<true>(q0 + row0, k0);
+        const auto kept = Dropout<V>::of(p, s.index, head).template kept<true, kRows, N>(q0 + row0, k0);
         float stats[kRows / 8][2];  // of this lane's rows: lse, delta
         #pragma unroll
         for (int r = 0; r < kRows / 8; ++r) {
@@ -114,7 +116,8 @@ struct DBias {
         }
         sum.for_each([&](int row, int col, float &total) {
             const float s_ij = S.x[row / 16][col / 8][row / 8 % 2 * 2 + col % 2];
-            const float dP_ij = dP.x[row / 16][col / 8][row / 8 % 2 * 2 + col % 2];
+            const float raw = dP.x[row / 16][col / 8][row / 8 % 2 * 2 + col % 2];
+            const float dP_ij = Dropout<V>::of_kept(kept(row, col), raw);  // @dbias-of-what-is-kept
             const auto at = places(row, col);
             const float dS = weight_ex2(score.exponent(s_ij, at, stats[row / 8][0])) * (dP_ij - stats[row / 8][1]);
             const bool counts = row < from_here.seqlen_q && from_here.sees(row, col) && !at.hides() &&

@@ -81,7 +81,8 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
                 else stats[0] = static_cast<float>(lse[i] * log2_per_unit);
                 stats[1] = sum - dlse[i];     // @delta-less-dlse
                 if constexpr (V::kDropout) {  // as dropout.cuh asks for
-                    stats[0] -= ptx::lg2(p.dropout_inverse);
+                    // @lse-of-what-is-kept
+                    stats[0] -= ptx::lg2(p.dropout_inverse) * (V::kBias ? kLn2 : 1.f);
                     stats[1] *= 1.f / p.dropout_inverse;  // @delta-of-what-is-kept
                 }
             }

@@ -22,6 +22,8 @@ BACKWARD_DROPOUT = (
     Bug("dropout: halves of the wrong lane", change("halves-exchanged", "lane ^ 4", "lane ^ 8"), "dropout"),
     _sm90("dropout: halves of the wrong lane on Hopper", change("halves-exchanged", "lane ^ 4", "lane"), "dropout"),
     Bug("dropout: delta without its factor", change("delta-of-what-is-kept", "1.f / p.dropout_inverse", "1.f"), "dropout"),
+    Bug("dropout: lse in powers of two beside a bias", change("lse-of-what-is-kept", "(V::kBias ? kLn2 : 1.f)", "1.f"), "bias-dropout"),
+    Bug("dropout: dbias of what is dropped", change("dbias-of-what-is-kept", "Dropout<V>::of_kept(kept(row, col), raw)", "raw"), "bias-dropout"),
     _sm90("dropout: dP of what is dropped", change("zero-where-dropped", "kept ? x : 0.f", "(void)kept, x"), "dropout-gqa-dlse-d256"),
 )  # fmt: skip
 # With an offset beside the seed, as tests/kernels/test_emulator_dropout.py has it.

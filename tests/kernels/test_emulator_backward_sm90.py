@@ -14,11 +14,23 @@ from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case
+from cupyflash.plan.families import FAMILIES
+from cupyflash.plan.spec import Spec
 
 require_compiler()
 
 TESTED_MODES = ("race", "late")
-CASES = {name: case for name, case in (TABLE | SHIPPED).items() if case.backward and can_use_tma(case)}
+
+
+def is_taken(case: Case) -> bool:
+    """Whether the family has tiles for its features together."""
+    spec = Spec.of(case.problem(case.dtypes[0]), backward=True)
+    return FAMILIES["sm90"].why_not(spec, small_device("sm_90")) is None
+
+
+CASES = {
+    name: case for name, case in (TABLE | SHIPPED).items() if case.backward and can_use_tma(case) and is_taken(case)
+}
 
 
 @functools.lru_cache(maxsize=4)

@@ -412,8 +412,10 @@ def test_flax_attention(three: list[Any]) -> None:
     key = jax.random.key(3)
     got = flax_attention(*[x[None] for x in (q, k, v)], dropout_rate=0.1, dropout_rng=key)
     agree(got[0], cupyflash.attention(q, k, v, dropout_p=0.1, dropout_seed=key))
-    with pytest.raises(UnsupportedError, match="dropout_rate: expected 0 with a bias or a mask"):
-        flax_attention(q, k, v, mask=jnp.ones((1, 1, 1, 1), bool), dropout_rate=0.1, dropout_rng=key)
+    bias, mask = jax.random.normal(key, (q.shape[2], q.shape[1], k.shape[1])), jnp.arange(k.shape[1]) % 3 > 0
+    for given in ({"bias": bias}, {"mask": mask}):
+        got = flax_attention(q, k, v, **given, dropout_rate=0.1, dropout_rng=key)
+        agree(got, cupyflash.attention(q, k, v, **given, dropout_p=0.1, dropout_seed=key))
 
 
 # ---- XLA's interface ----

@@ -54,15 +54,15 @@ PYTHON_ORDER = {
     "arrays": "libraries readable placed vetting adapters imported",
     "cache": "pool checks values arrays problem",
     "check": "cache_reference cache_cases cache_case accuracy noise reference features bias arithmetic comparison "
-    "cases cases_bias cases_masks cases_sequences case case_masks case_packed case_bias case_inputs",
+    "cases cases_combined cases_bias cases_masks cases_sequences case case_masks case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache attention forward chunk added sink dropping features products tiles",
     "gpu": "dependent tensormap device driver",
     "jax": "sdpa op cached call seeds sharding ffi buffers",
     "launch": "cached decode run seeds clocks cached_params prepare alignment prepared filled checks packed passes "
     "template counters kept",
-    "plan": "shipped_cache shipped decode families sm90 sm80 family extents decode_shares lists decode_kernels kernels "
-    "params_decode params variant spec",
+    "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_shares lists "
+    "decode_kernels kernels params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd seeds sharding batching ops masks vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }

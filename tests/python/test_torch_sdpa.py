@@ -86,14 +86,13 @@ def test_it_is_compiled_for_all_lengths() -> None:
     for lengths in ((9, 9), (17, 17), (33, 33)):
         x = make(lengths)
         close_all(both(compiled, x, is_causal=True), both(F.scaled_dot_product_attention, x, is_causal=True))
-    with pytest.warns(UserWarning, match="this call is torch's own: there is dropout"):
-        compiled(*x, dropout_p=0.5, attn_mask=torch.ones(33, 33))
+    with pytest.warns(UserWarning, match="this call is torch's own: .* a multiple of 8"):
+        compiled(*make(d=12))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     torch._dynamo.reset()
 
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "dropout": ({}, {"dropout_p": 0.5, "attn_mask": torch.ones(9, 9)}, "there is dropout"),
     "head_dim": ({"d": 12}, {}, "a multiple of 8"),
 }
 
@@ -232,6 +231,17 @@ def test_the_packed_kernels_for_a_gpu() -> None:
         close(list(grads), list(torch.autograd.grad(want, (q, k, v), out)))
     told = aten._flash(lambda reason: reason, *x, cu, cu, 6, 6, 0.1, True, False)
     assert told == "there is dropout"
+
+
+@pytest.mark.parametrize("kind", ["mask", "bias"])
+def test_dropout_beside_an_attn_mask_is_ours(kind: str, calls: list[str]) -> None:
+    x, shown = make(), torch.rand(2, 1, 9, 9) < 0.7
+    given = shown if kind == "mask" else torch.randn(4, 9, 9, dtype=torch.float64)
+    torch.manual_seed(3)
+    found = both(ours.scaled_dot_product_attention, x, attn_mask=given, dropout_p=0.5)
+    assert calls == ["forward", "backward"]
+    torch.manual_seed(3)
+    close_all(found, both(cupyflash.attention, x, layout="bhsd", dropout_p=0.5, **{kind: given}))
 
 
 def test_dropout_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,9 @@ from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Device
 from cupyflash.plan.sm80 import SM80, ForwardTile
-from cupyflash.plan.sm90 import SM90, HopperForwardTile
+from cupyflash.plan.sm90 import SM90
 from cupyflash.plan.spec import Spec
+from cupyflash.plan.tiles_sm90 import HopperForwardTile
 from tools import candidates as tools_candidates
 from tools import tune
 from tools.candidates import Candidate, Speed, candidates, fits_pool, in_use, judge, registers_at_launch, variants

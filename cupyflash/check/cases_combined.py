@@ -1,0 +1,24 @@
+"""The named cases of features that meet: a bias or a mask, dropout.
+
+Each carries several axes besides: head_dims that take other tiles, pairs of keys or single ones, masks, values.
+"""
+
+from __future__ import annotations
+
+from .case import Case
+
+COMBINED_CASES: tuple[Case, ...] = (
+    # dropout beside a bias, as T5 trains with, and beside a mask
+    Case("bias-dropout", "smoke", 201, 322, 64, batch=2, heads_q=4, heads_k=2, bias="hqk", dropout_p=0.2, dlse=True),
+    Case("bias-dropout-d128", "quick", 157, 203, 128, batch=2, bias="bk fp32 hides", dropout_p=0.3, sink=True,
+         deterministic=True, dlse=True),
+    Case("bias-dropout-d256", "quick", 131, 204, 256, heads_q=4, heads_k=2, bias="hqk hides", dropout_p=0.2,
+         causal=True, dlse=True),
+    Case("bias-dropout-nan-in-visible-key", "full", 131, 203, 64, bias="qk hides", dropout_p=0.2, heads_k=1,
+         values="nan_in_visible_key", causal=True),
+    Case("mask-dropout", "quick", 157, 203, 64, heads_q=4, heads_k=2, bias="bqk bool", dropout_p=0.2, alibi=1,
+         softcap=2.0, dlse=True, deterministic=True),
+    Case("mask-dropout-d128", "quick", 203, 322, 128, heads_k=1, bias="hqk bool", dropout_p=0.1, causal=True),
+    Case("mask-dropout-range-d256", "full", 131, 204, 256, batch=2, bias="bk bool", dropout_p=0.2,
+         values="nan_outside", ranges=((65, 204), (3, 140)), causal=True),
+)  # fmt: skip

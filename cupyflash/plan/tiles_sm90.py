@@ -1,0 +1,99 @@
+"""What shapes of work the blocks of the sm90 family take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def _row_bytes(head_dim: int) -> int:
+    """Of a tile in chunks of 64 columns."""
+    return 128 * -(-head_dim // 64)
+
+
+@dataclass(frozen=True)
+class HopperForwardTile:
+    """Each of `groups` consumer warpgroups computes 64 of `block_m` queries against key blocks of `block_n`.
+
+    K and V have rings of `stages` tiles each, Q one of `q_slots` tiles of 64 rows. A thread of a consumer may use
+    `consumer_registers`, one of the producer `producer_registers`: together they fill the register file.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    q_slots: int
+    consumer_registers: int
+    producer_registers: int
+    blocks_per_sm = 1
+
+    @property
+    def groups(self) -> int:
+        return self.block_m // 64
+
+    @property
+    def warps(self) -> int:
+        """The consumers' and the producer's."""
+        return 4 * (self.groups + 1)
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_slots}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Q, K and V, mbarriers, the queue of work."""
+        barriers = 2 * self.q_slots + 4 * self.stages + 4
+        return (64 * self.q_slots + 2 * self.stages * self.block_n) * _row_bytes(head_dim) + 8 * barriers + 32
+
+
+@dataclass(frozen=True)
+class HopperBackwardTile:
+    """A block keeps `block_n` keys and visits query tiles of `block_m` through `stages`.
+
+    A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the
+    first `held_columns` of V in registers, so that shared memory is read less.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    consumer_registers: int
+    producer_registers: int
+    held_columns: int = 0
+    blocks_per_sm = 1
+
+    @property
+    def warps(self) -> int:
+        """The consumers', 16 keys each, and the producer's."""
+        return self.block_n // 16 + 4
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """K, V, the stages of Q, dO and row_stats, two dS, two dQ, mbarriers."""
+        m, n, row = self.block_m, self.block_n, _row_bytes(head_dim)
+        queries = self.stages * (2 * m * row + 8 * m)
+        return 2 * n * row + queries + 2 * m * n * 2 + 4 * m * row + 8 * (10 + 3 * self.stages)
+
+
+class HopperDkvTile(HopperBackwardTile):
+    """dK and dV of 64 keys, of whose columns each of two consumer warpgroups has half."""
+
+    warps = 12
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """K, V, the stages of Q, dO and row_stats, two P, mbarriers, the queue."""
+        m, row = self.block_m, _row_bytes(head_dim)
+        return 2 * 64 * row + self.stages * (2 * m * row + 8 * m) + 2 * m * 128 + 8 * (12 + 4 * self.stages) + 32
+
+
+class HopperDqTile(HopperBackwardTile):
+    """dQ: a block keeps `block_m` queries and visits 64 keys at a time, in stages that hold either K or V."""
+
+    warps = 12
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Q, dO, the ring of V and K, mbarriers, the queue."""
+        m, row = self.block_m, _row_bytes(head_dim)
+        return 2 * m * row + self.stages * 64 * row + 8 * (2 * self.stages + m // 16 + 4) + 32
