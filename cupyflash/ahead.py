@@ -53,8 +53,8 @@ def warmup(
         kv_range: prepare calls with a kv_range (any) instead of those without.
         sink: prepare calls with sinks, fixed and learned, instead of those without.
         dropout: prepare calls with dropout (any) instead of those without.
-        bias: prepare calls with a mask or a bias, of q's dtype or fp32, fixed and learned, of any strides, instead of
-            those without.
+        bias: prepare calls with a mask or a bias, of q's dtype or fp32, fixed and learned, of any strides, or both,
+            instead of those without.
         with_cache: prepare `attention_with_cache` instead of `attention`: one query a sequence, causal, rows appended,
             contiguous or in pages of 16; none of the options above.
         block_mask: prepare calls with a block mask (any) instead of those without.
@@ -117,7 +117,9 @@ def biases_of(dtype: str, has_bias: bool) -> tuple[tuple[Bias | None, bool], ...
     """What kernels know of biases beside arrays of a dtype, and whether they are read in pairs; None: there is none."""
     if not has_bias:
         return ((None, False),)
-    return tuple((Bias(kind), paired) for kind in dict.fromkeys((dtype, "fp32", "bool")) for paired in (True, False))
+    numbers = dict.fromkeys((dtype, "fp32"))
+    forms = *map(Bias, numbers), Bias("bool"), *(Bias(kind, masked=True) for kind in numbers)
+    return tuple((form, paired) for form in forms for paired in (True, False))
 
 
 def _ordinals(devices: Any) -> tuple[int, ...]:

@@ -7,22 +7,24 @@ from typing import NamedTuple
 
 
 class Bias(NamedTuple):
-    """An additive bias of the scores, but for its elements.
+    """What is added to the scores, but for its elements: a bias, a mask, or both.
 
     Attributes:
         dtype: that of q, or fp32; or bool: it is a mask.
         own: along which of (batch, heads_q, seqlen_q, seqlen_k) it has elements of its own; it is broadcast along the
             others.
+        masked: whether a mask stands beside it.
     """
 
     dtype: str
     own: tuple[bool, ...] = (True, True, True, True)
+    masked: bool = False
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: str) -> Bias:
+    def of(cls, shape: Sequence[int], dtype: str, masked: bool = False) -> Bias:
         """That of an array of this shape, which need not fit the scores yet."""
         own = [n != 1 for n in shape[-4:]]
-        return cls(dtype, (*[False] * (4 - len(own)), *own))
+        return cls(dtype, (*[False] * (4 - len(own)), *own), masked)
 
     @property
     def argument(self) -> str:

@@ -22,7 +22,7 @@ def bias_dims(ctx: click.Context, param: click.Parameter, text: str | None) -> t
 def bias_of(options: dict[str, Any]) -> Bias | None:
     """What --bias or --mask adds to the scores."""
     if options["bias"] and options["mask"]:
-        raise click.BadParameter("give it or --bias; both together are not supported yet", param_hint="--mask")
+        raise click.BadParameter("give it or --bias; explain does not take both", param_hint="--mask")
     if options["mask"]:
         return Bias("bool", options["mask"])
     return Bias(options["dtype"], options["bias"]) if options["bias"] else None

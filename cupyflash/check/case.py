@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ..block_mask import BlockMask, code_of
 from ..problem import DTYPES, Problem, Window, make_problem
 from ..sequences import Sequences
-from .case_bias import draw_bias, form_of
+from .case_bias import draw_added, form_of
 from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
 from .case_masks import draw_mask, hide_keys
 from .case_packed import PACKED_VALUES, draw_packed
@@ -217,10 +217,8 @@ class Case:
         dlse = rng.standard_normal(problem.rows).astype(lse_dtype) if self.dlse else None
         slopes = alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None
         sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
-        bias = draw_bias(self.bias, rng, problem, NUMPY_DTYPE[dtype]) if self.bias else None
+        bias, shown = draw_added(self.bias, rng, problem, NUMPY_DTYPE[dtype])
         words = rng.integers(-(2**31), 2**31, 2).astype(np.int32) if self.dropout_p else None
-        is_shown = bias is not None and bias.dtype == bool
-        shown, bias = (bias, None) if is_shown else (None, bias)
         return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words, mask, shown)
 
     def in_layout(self, x: Array) -> Array:

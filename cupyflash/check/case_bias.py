@@ -10,7 +10,8 @@ their own, by the letters b, h, q, k, and then, in any order,
     shifted  it begins one element behind an allocation
     whole    expanded to all four dimensions, with strides of 0
 
-As in "hqk fp32 hides". First dimensions without elements of their own are left out of the shape; "-" has none.
+As in "hqk fp32 hides"; "hqk + bk bool" are a bias and a mask beside it. First dimensions without elements of their own
+are left out of the shape; "-" has none.
 """
 
 from __future__ import annotations
@@ -31,11 +32,23 @@ def form_of(words: str, dtype: str) -> Bias | None:
     """What a problem knows of a bias beside arrays of this dtype; None: there is none."""
     if not words:
         return None
+    words, _, beside = words.partition(" + ")
     dims, *rest = words.split()
     assert set(dims) <= set("bhqk-"), words
     assert set(rest) <= set(WORDS), words
     kind = "bool" if "bool" in rest else "fp32" if "fp32" in rest and dtype != "fp64" else dtype
-    return Bias(kind, tuple("whole" in rest or d in dims for d in "bhqk"))
+    return Bias(kind, tuple("whole" in rest or d in dims for d in "bhqk"), bool(beside))
+
+
+def draw_added(
+    words: str, rng: np.random.Generator, p: Problem, dtype: np.dtype[Any]
+) -> tuple[Array | None, Array | None]:
+    """A bias and a mask of a problem, or None; `dtype`: that of q."""
+    drawn = [draw_bias(each, rng, p, dtype) for each in words.split(" + ") if each]
+    is_mask = [x.dtype == bool for x in drawn]
+    assert sorted(is_mask) == is_mask, words
+    bias = drawn[0] if drawn and not is_mask[0] else None
+    return bias, drawn[-1] if drawn and is_mask[-1] else None
 
 
 def draw_bias(words: str, rng: np.random.Generator, p: Problem, dtype: np.dtype[Any]) -> Array:

@@ -1,4 +1,4 @@
-"""The named cases of features that meet: a bias or a mask, dropout.
+"""The named cases of features that meet: a bias, a mask, dropout.
 
 Each carries several axes besides: head_dims that take other tiles, pairs of keys or single ones, masks, values.
 """
@@ -21,4 +21,12 @@ COMBINED_CASES: tuple[Case, ...] = (
     Case("mask-dropout-d128", "quick", 203, 322, 128, heads_k=1, bias="hqk bool", dropout_p=0.1, causal=True),
     Case("mask-dropout-range-d256", "full", 131, 204, 256, batch=2, bias="bk bool", dropout_p=0.2,
          values="nan_outside", ranges=((65, 204), (3, 140)), causal=True),
+    # a mask beside a bias: of padding and of positions, and any others
+    Case("bias-mask", "smoke", 201, 322, 64, batch=2, heads_q=4, heads_k=2, bias="hqk + bk bool", dlse=True),
+    Case("bias-mask-d128", "quick", 157, 203, 128, batch=2, heads_k=1, bias="bk fp32 hides + hqk bool turned",
+         causal=True, deterministic=True, sink=True),
+    Case("bias-mask-dropout-d256", "full", 131, 204, 256, batch=2, heads_k=1, bias="qk hides + bhqk bool",
+         dropout_p=0.2, causal=True, dlse=True),
+    Case("bias-mask-dropout", "full", 131, 204, 64, bias="hqk + k bool", dropout_p=0.2, alibi=1),
+    Case("bias-mask-nan-in-visible-key", "full", 131, 203, 64, bias="qk hides + qk bool", values="nan_in_visible_key"),
 )  # fmt: skip

@@ -33,7 +33,7 @@ class Features(NamedTuple):
         dropout_seed: (2,) or (2, 2), int32.
         corner: the first sequence and key, as dropout counts.
         block_mask: a `masks.BlockMask`.
-        mask: likewise, of bool; a bias of 0 and -inf that has no gradient.
+        mask: likewise, of bool; a bias of 0 and -inf that has no gradient. Beside a bias it hides what it hides alone.
     """
 
     sequences: Sequences | None = None
@@ -48,7 +48,9 @@ class Features(NamedTuple):
     @property
     def added(self) -> Array | None:
         """What is added to the scores."""
-        return self.bias if self.mask is None else np.where(self.mask, 0.0, -np.inf)
+        if self.mask is None:
+            return self.bias
+        return np.where(self.mask, 0.0 if self.bias is None else self.bias.astype(np.float64), -np.inf)
 
     def part(self, p: Problem, part: Part) -> Features:
         """Those of one sequence by itself."""

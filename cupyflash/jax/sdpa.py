@@ -46,7 +46,7 @@ def dot_product_attention(
         local_window_size: ``(left, right)`` or one number for both: query i sees keys from i - left to i + right.
         bias: broadcasts to ``(batch, heads, T, S)``; read where it lies, and learned where JAX asks for its gradient.
             One that is neither of query's dtype nor fp32 is cast.
-        mask: of bool, which broadcasts likewise: True where a key is visible. Beside a bias jax.nn computes it.
+        mask: of bool, which broadcasts likewise: True where a key is visible.
         query_seq_lengths, key_value_seq_lengths: as in jax.nn, which then computes it: a warning says so once.
         return_residual: also return lse, ``(batch, T, heads)`` in fp32 (without the batch where query has none), not
             differentiable.
@@ -63,10 +63,7 @@ def dot_product_attention(
         >>> dot_product_attention(q, k, v, is_causal=True).shape
         (2, 128, 8, 64)
     """
-    asked = {
-        "query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths,
-        "mask beside a bias": None if bias is None else mask,
-    }  # fmt: skip
+    asked = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     given = [name for name, x in asked.items() if x is not None]
     if given:
         _say_once(f"{', '.join(given)} is not supported yet")

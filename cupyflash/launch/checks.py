@@ -7,7 +7,7 @@ from typing import Any
 
 from ..arrays.adapters import Native, Signature, place
 from ..block_mask import code_of
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
 from ..plan.extents import Extents
@@ -34,10 +34,10 @@ def check(
     alibi, dropout = (len(found[x][0]) if x in found else 0 for x in ("alibi_slopes", "dropout_seed"))
     features: dict[str, Any] = {"alibi": alibi, "dropout": dropout}
     features |= {"kv_range": "kv_range" in lengths, "sink": "sink" in found}
-    if "bias" in found and "mask" in found:
-        raise UnsupportedError("mask: a mask together with a bias is not supported yet; give a bias that is -inf there")
-    for name in {"bias", "mask"} & found.keys():
-        features["bias"] = Bias.of(found[name][0], "bool" if name == "mask" else dtypes[name])
+    if "bias" in found:
+        features["bias"] = Bias.of(found["bias"][0], dtypes["bias"], masked="mask" in found)
+    elif "mask" in found:
+        features["bias"] = Bias.of(found["mask"][0], "bool")
     if "block_tiles" in found:
         features["block_mask"] = code_of(found["block_tiles"][0])
     problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)

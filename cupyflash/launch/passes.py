@@ -65,7 +65,8 @@ class Given:
         self.block_mask = number.get("block_tiles")
         of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
         learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
-        self.bias, self.asked = number.get("bias", number.get("mask")), Asked(*of_features, *learned)
+        self.added = tuple(number[name] for name in ("bias", "mask") if name in number)
+        self.asked = Asked(*of_features, *learned)
         self.broadcast = tuple(name for name in rows if rows[name].broadcasts and name in self.order)
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]
@@ -76,6 +77,8 @@ class Given:
         self.by_hand = taker([number[name] for name in read if which.uses[name].box is None])
         features = tuple(name for name in rows if rows[name].feature and name in number)
         self.kind = _kinds.setdefault((which, self.strided, features, handed), object())
+        at = ((name if name in number else rows[name].like, name in number) for name in self.broadcast)
+        self._broadcast = [(number[name], is_given) for name, is_given in at]
         self._axes = {layout: list(self._places(number, layout)) for layout in ("bshd", "bhsd")}
 
     def _places(self, number: Mapping[str, int], layout: str) -> Iterator[tuple[int, bool, Callable[[Any], Any]]]:
@@ -102,11 +105,11 @@ class Given:
 
     def measure_broadcast(self, signatures: Sequence[tuple[Any, ...]]) -> list[ScoreSteps]:
         """Of all that broadcasts, as `measure`."""
-        if self.bias is None:
-            return []
-        shape, strides, _, _ = signatures[self.bias]
-        own = {"bias": strides, "mask": strides, "dbias": contiguous_strides(shape)}
-        return [score_steps(shape, own[name]) for name in self.broadcast]
+        found = []
+        for i, is_given in self._broadcast:
+            shape, strides, _, _ = signatures[i]
+            found.append(score_steps(shape, strides if is_given else contiguous_strides(shape)))
+        return found
 
 
 @functools.lru_cache(maxsize=256)

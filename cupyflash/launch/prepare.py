@@ -141,11 +141,12 @@ def _bias_of(
     given: Given, library: Native, signatures: Sequence[Plain], extents: Extents, aligned: Aligned
 ) -> tuple[Bias | None, bool]:
     """What the spec must know of a bias: it, and whether it is read in pairs."""
-    if given.bias is None:
+    if not given.added:
         return None, False
-    shape, strides, dtype, _ = signatures[given.bias]
-    is_paired = aligned.bias and has_pairs(shape, strides, extents.seqlen_k)
-    return Bias.of(shape, library.dtype_name(dtype)), is_paired
+    added = [signatures[i] for i in given.added]
+    is_paired = aligned.bias and all(has_pairs(shape, strides, extents.seqlen_k) for shape, strides, _, _ in added)
+    shape, _, dtype, _ = added[0]
+    return Bias.of(shape, library.dtype_name(dtype), masked=len(added) > 1), is_paired
 
 
 def prepare(

@@ -36,6 +36,7 @@ class Main(Variant):
     wide_bias: bool = False
     mask: bool = False
     paired_bias: bool = False
+    masked_bias: bool = False
     dropout: bool = False
     block_mask: bool = False
 
@@ -103,6 +104,7 @@ class Convert(Delta):
     wide_bias: bool = False
     block_mask: bool = False
     mask: bool = False
+    masked_bias: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ class Spec(NamedTuple):
         kv_range: each sequence has a range of keys.
         sink: each head of q has one.
         dsink: a backward that makes their gradient.
-        bias: scores have a bias, or a mask; wide_bias: it is of fp32, not of q's dtype; mask: it is a mask;
-            paired_bias: two neighbouring keys of it are read together.
+        bias: scores have a bias, or a mask, or both; wide_bias: the bias is of fp32, not of q's dtype; mask: there is a
+            mask; masked_bias: beside a bias; paired_bias: two neighbouring keys are read together, of both.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap.
@@ -55,6 +55,7 @@ class Spec(NamedTuple):
     wide_bias: bool = False
     mask: bool = False
     paired_bias: bool = False
+    masked_bias: bool = False
     dbias: tuple[bool, ...] | None = None
     dropout: int = 0
     dropout_p: float = 0.0
@@ -78,10 +79,11 @@ class Spec(NamedTuple):
             tma: whether TMA can read q, k and v (and dout), if they are aligned.
             dalibi, dsink, dbias: whether a backward makes the gradient of the slopes, the sinks, the bias, where there
                 are any.
-            paired_bias: whether two neighbouring keys of a bias lie in an aligned pair.
+            paired_bias: whether two neighbouring keys of a bias (and of a mask) lie in an aligned pair.
             asked: `backward`, `family`, `clocks`.
         """
-        has_mask = problem.bias is not None and problem.bias.dtype == "bool"
+        is_mask = problem.bias is not None and problem.bias.dtype == "bool"
+        masked_bias = problem.bias is not None and problem.bias.masked
         least = LEAST_UNIT if problem.alibi else 0
         return cls(
             problem.dtype,
@@ -99,9 +101,10 @@ class Spec(NamedTuple):
             dsink=dsink and problem.sink and bool(asked.get("backward")),
             bias=problem.bias is not None,
             wide_bias=problem.bias is not None and problem.bias.dtype == "fp32",
-            mask=has_mask,
+            mask=is_mask or masked_bias,
             paired_bias=problem.bias is not None and paired_bias,
-            dbias=problem.bias.own if problem.bias and dbias and not has_mask and asked.get("backward") else None,
+            masked_bias=masked_bias,
+            dbias=problem.bias.own if problem.bias and dbias and not is_mask and asked.get("backward") else None,
             dropout=problem.dropout,
             dropout_p=problem.dropout_p,
             block_mask=problem.block_mask,
@@ -119,8 +122,8 @@ class Spec(NamedTuple):
     @property
     def crowded(self) -> bool:
         """Whether elements have so much besides their scores that it does not fit the registers that tiles leave for
-        one feature: two of a bias or mask, and dropout."""
-        return self.bias and self.dropout > 0
+        one feature: two of a bias, a mask and dropout."""
+        return self.bias + self.masked_bias + (self.dropout > 0) > 1
 
     @property
     def uneven(self) -> bool:

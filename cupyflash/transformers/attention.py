@@ -98,7 +98,7 @@ def _of_scores(mask: Tensor | None, keys: int, others: dict[str, Any]) -> tuple[
     if mask is None or masks.is_range_mask(mask) or packing.is_packed_mask(mask):
         return bias, None
     if mask.dtype is torch.bool:
-        return (None, mask) if bias is None else (torch.where(mask, bias, -torch.inf), None)
+        return bias, mask
     return mask if bias is None else mask + bias, None
 
 
@@ -150,10 +150,11 @@ def _why_not(call: Call, others: dict[str, Any]) -> str:
         return "there are sinks, and not one for each head of the queries"
     if call.softcap is not None and not 0.001 <= call.softcap <= 1000:
         return "the softcap is not between 0.001 and 1000"
-    of_scores = call.bias if call.mask is None else call.mask
-    if of_scores is not None and call.cu_seqlens is not None:
+    of_scores = [x for x in (call.bias, call.mask) if x is not None]
+    if of_scores and call.cu_seqlens is not None:
         return "there is a bias of packed sequences"
-    return sdpa.why_not(call.q, call.k, call.v) or sdpa.why_not_bias(call.q, call.k, of_scores)
+    reasons = (sdpa.why_not_bias(call.q, call.k, x) for x in of_scores)
+    return sdpa.why_not(call.q, call.k, call.v) or next(filter(None, reasons), "")
 
 
 def _attend(call: Call) -> Tensor:

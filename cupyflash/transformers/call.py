@@ -17,8 +17,8 @@ class Call(NamedTuple):
         left: how many keys before its own a query sees at most, and as many after it unless causal; None: all.
         kv_range: (batch, 2), int32; None: all keys.
         cu_seqlens: those of q and of k where sequences are packed, and batch is 1.
-        bias: what is added to the scores: a bias of positions, a mask that is no range, or both.
-        mask: a mask that is no range, of bool: True where a key is visible. There is no bias then.
+        bias: what is added to the scores: a bias of positions, a mask of numbers that is no range, or both.
+        mask: a mask that is no range, of bool: True where a key is visible.
     """
 
     q: Tensor

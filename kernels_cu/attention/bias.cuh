@@ -1,13 +1,14 @@
 // An additive bias of the scores, read where it lies: any shape that broadcasts to [batch, heads_q, seqlen_q, seqlen_k], by
 // its strides, which are 0 where it is broadcast; of q's element type or, kWideBias, fp32. -inf hides a key: its score is -inf
-// whatever q and k hold. A mask (kMask) is a bias of bytes, 0 where a key is visible and -inf elsewhere.
+// whatever q and k hold. A mask (kMask) is a bias of bytes, 0 where a key is visible and -inf elsewhere; it stands alone or, if
+// kMaskedBias, beside one.
 #ifndef CUPYFLASH_BIAS_CUH
 #define CUPYFLASH_BIAS_CUH
 #include "attention/sequence.cuh"
 #include "tile/tile.cuh"
 
 // The bias of a head: of() it; from() a query and a key on. Without one nothing is left of all this.
-template <class V, bool kBias = V::kBias>
+template <class V, int kArrays = V::kBias ? V::kMaskedBias ? 2 : 1 : 0>
 struct Bias {
     struct At {
         __device__ float biased(float s) const { return s; }
@@ -54,16 +55,19 @@ __device__ __forceinline__ float bias_value(const T &x) {
 __device__ __forceinline__ float bias_value(float x) { return x; }
 __device__ __forceinline__ float bias_value(Shown x) { return bias_if(x.raw); }
 
-template <class V>
-struct Bias<V, true> {
-    using Number = typename Either<V::kWideBias, float, typename V::Element>::Type;
-    using Element = typename Either<V::kMask, Shown, Number>::Type;
-    struct At {
-        float bias;
+// What is added to one score.
+struct Addend {
+    float bias;
 
-        __device__ bool hides() const { return bias == -ptx::infinity(); }
-        __device__ float biased(float s) const { return hides() ? bias : s + bias; }  // @bias-that-hides
-    };
+    __device__ bool hides() const { return bias == -ptx::infinity(); }
+    __device__ float biased(float s) const { return hides() ? bias : s + bias; }  // @bias-that-hides
+};
+
+// The bias, or kMask the mask, of a head.
+template <class V, bool kMask>
+struct AddedArray {
+    using Number = typename Either<V::kWideBias, float, typename V::Element>::Type;
+    using Element = typename Either<kMask, Shown, Number>::Type;
     // From an element on. kPairs: two at a time, of which the first begins a pair. (The compiler reads it once.)
     template <bool kPairs>
     struct From {
@@ -71,7 +75,7 @@ struct Bias<V, true> {
         long long row, key;  // strides
         int queries, keys;   // how many there are from here on
 
-        __device__ At operator()(int i, int j) const {
+        __device__ Addend operator()(int i, int j) const {
             if (i >= queries || (kPairs ? j & ~1 : j) >= keys) return {0.f};  // nothing is there @bias-that-exists
             // @strides-of-bias
             const Element *const x = at + i * row + (kPairs ? j & ~1 : V::kPairedBias ? j : j * key);
@@ -84,10 +88,10 @@ struct Bias<V, true> {
     int seqlen_q, seqlen_k;
 
     template <class Params>
-    __device__ static Bias of(const Params &p, const Sequence<V::kPacked> &s, int head) {
-        const ScoreStrides &stride = V::kMask ? p.mask_stride : p.bias_stride;
+    __device__ static AddedArray of(const Params &p, const Sequence<V::kPacked> &s, int head) {
+        const ScoreStrides &stride = kMask ? p.mask_stride : p.bias_stride;
         // @bias-of-its-head
-        return {static_cast<const Element *>(V::kMask ? p.mask : p.bias) + s.index * stride.batch + head * stride.head,
+        return {static_cast<const Element *>(kMask ? p.mask : p.bias) + s.index * stride.batch + head * stride.head,
                 stride.row, stride.key, s.seqlen_q, s.seqlen_k};
     }
     // kAlongKeys: this lane has neighbouring keys, from an even one on. Multiples of strides are computed where they are
@@ -95,6 +99,50 @@ struct Bias<V, true> {
     template <bool kAlongKeys>
     __device__ From<kAlongKeys && V::kPairedBias> from(int query, int key0) const {
         return {head + query * row + key0 * key, ptx::opaque(row), ptx::opaque(key), seqlen_q - query, seqlen_k - key0};
+    }
+};
+
+// One of them.
+template <class V>
+struct Bias<V, 1> : AddedArray<V, V::kMask> {
+    using At = Addend;
+
+    template <class Params>
+    __device__ static Bias of(const Params &p, const Sequence<V::kPacked> &s, int head) {
+        return {AddedArray<V, V::kMask>::of(p, s, head)};
+    }
+};
+
+// Both: what the mask hides is hidden, whatever the bias holds.
+template <class V>
+struct Bias<V, 2> {
+    using Numbers = AddedArray<V, false>;
+    using Mask = AddedArray<V, true>;
+    using Element = typename Numbers::Element;
+    using At = Addend;
+    template <class FromNumbers, class FromMask>
+    struct From {
+        FromNumbers numbers;
+        FromMask mask;
+
+        __device__ Addend operator()(int i, int j) const {
+            const Addend shown = mask(i, j);
+            return shown.hides() ? shown : numbers(i, j);  // @mask-beside-a-bias
+        }
+    };
+    Numbers numbers;
+    Mask mask;
+
+    template <class Params>
+    __device__ static Bias of(const Params &p, const Sequence<V::kPacked> &s, int head) {
+        return {Numbers::of(p, s, head), Mask::of(p, s, head)};
+    }
+    template <bool kAlongKeys>
+    __device__ auto from(int query, int key) const {
+        const auto from_numbers = numbers.template from<kAlongKeys>(query, key);
+        const auto from_mask = mask.template from<kAlongKeys>(query, key);
+        return From<decltype(numbers.template from<kAlongKeys>(0, 0)), decltype(mask.template from<kAlongKeys>(0, 0))>{
+            from_numbers, from_mask};
     }
 };
 

@@ -86,7 +86,9 @@ class Buffers:
     def paired(self, seqlen_k: int) -> bool:
         """Whether two neighbouring keys of a bias lie in a pair."""
         given = [name for name in ("bias", "mask") if name in self.broadcast]
-        return any(self.address[x] % 8 == 0 and has_pairs(self.shape[x], self.broadcast[x], seqlen_k) for x in given)
+        return bool(given) and all(
+            self.address[x] % 8 == 0 and has_pairs(self.shape[x], self.broadcast[x], seqlen_k) for x in given
+        )
 
     def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:
         """The array's tensor map."""

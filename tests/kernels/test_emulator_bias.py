@@ -32,6 +32,7 @@ CASES = {
     "keys": _case("keys", "k fp32", dlse=True),
     "queries": _case("queries", "bq", dlse=True),
     "mask": _case("mask", "bqk bool", dlse=True),
+    "both": _case("both", "hqk + bk bool", dlse=True),
 }
 
 

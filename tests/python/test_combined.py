@@ -12,7 +12,7 @@ from cupyflash.dropout import STEPS, kept, limit_of, words_of
 
 SQ, SK, P, SEED = 21, 34, 0.3, 99
 SHAPES = {"bias": (4, SQ, SK), "mask": (2, 1, 1, SK)}  # as T5 adds positions, as padding hides
-TOGETHER = [("bias",), ("mask",)]
+TOGETHER = [("bias",), ("mask",), ("bias", "mask")]
 
 
 @pytest.fixture(autouse=True)

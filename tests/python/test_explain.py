@@ -378,7 +378,7 @@ def test_a_bias(arch: str, document: Document, invoke: Invoke) -> None:
     assert masked["passes"][0]["bytes"] - before["bytes"] == 300 * 300
     assert "mask" in masked["passes"][0]["launches"][0]["symbol"]
     assert ", no mask, mask along queries\n" in invoke("--no-compile", "--mask", "q").stdout
-    assert "both together are not supported" in invoke("--mask", "q", "--bias", "q", code=2).output
+    assert "does not take both" in invoke("--mask", "q", "--bias", "q", code=2).output
     odd = document("--arch", arch, "--bias", "qk", "--seqlen", "301")
     assert not any("paired_bias" in x["symbol"] for x in odd["passes"][0]["launches"])
     assert "is not made of the letters b, h, q and k" in invoke("--bias", "bsk", code=2).output

@@ -392,11 +392,13 @@ def test_what_it_does_not_take_is_jaxs_own_and_said_once(rng: np.random.Generato
     mask = jnp.asarray(rng.random((2, 1, 20, 20)) < 0.7).at[..., 0].set(True)
     sdpa._say_once.cache_clear()
     agree(dot_product_attention(q, k, v, mask=mask), jax.nn.dot_product_attention(q, k, v, mask=mask))
-    bias = jnp.zeros((1, 1, 20, 20))
-    with pytest.warns(UserWarning, match="mask beside a bias is not supported yet: jax"):
-        got = dot_product_attention(q, k, v, bias, mask)
-    agree(got, jax.nn.dot_product_attention(q, k, v, bias, mask))
-    dot_product_attention(q, k, v, bias, mask)  # a second warning would be an error
+    bias = jnp.asarray(rng.standard_normal((1, 2, 20, 20), dtype=np.float32))
+    agree(dot_product_attention(q, k, v, bias, mask), jax.nn.dot_product_attention(q, k, v, bias, mask))
+    lengths = {"key_value_seq_lengths": jnp.array([20, 13])}
+    with pytest.warns(UserWarning, match="key_value_seq_lengths is not supported yet: jax"):
+        got = dot_product_attention(q, k, v, **lengths)
+    agree(got, jax.nn.dot_product_attention(q, k, v, **lengths))
+    dot_product_attention(q, k, v, **lengths)  # a second warning would be an error
 
 
 def test_flax_attention(three: list[Any]) -> None:

@@ -103,8 +103,6 @@ def test_what_is_wrong_is_refused(change: Callable[[Any], Any], message: str, ar
 
 def test_what_is_not_supported_yet(arrays: dict[str, Any]) -> None:
     q, k, v, mask = arrays["q"], arrays["k"], arrays["v"], np.ones((SQ, SK), bool)
-    with pytest.raises(UnsupportedError, match=r"mask: a mask together with a bias .* -inf"):
-        cupyflash.attention(q, k, v, mask=mask, bias=np.zeros((SQ, SK)))
     with pytest.raises(UnsupportedError, match=r"^mask: a mask of packed sequences .* kv_range"):
         make_problem([(9, 2, 16)] * 3, ["fp32"] * 3, sequences=2, bias=Bias("bool"))
     with pytest.raises(ArgumentError, match=r"gradients_of: expected .*, got 'mask'"):
@@ -171,6 +169,13 @@ def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch
     q, k = np.zeros((2, 40, 4, 64), np.float16), np.zeros((2, 50, 2, 64), np.float16)
     whole, lse = np.zeros((2, 4, 40, 100), bool), np.zeros((2, 4, 40), np.float32)
     for mask, is_paired in ((whole[..., :50], True), (whole[..., ::2], False), (whole[0, 0, 0, :50], True)):
+        for paired in (False, True):  # beside a bias they are read in pairs if both can be
+            gpu.launched.clear()
+            bias = np.zeros((40, 50), np.float16) if paired else np.zeros((40, 1), np.float16)
+            cupyflash.attention(q, k, k, mask=mask, bias=bias)
+            (symbol,) = (launch.symbol for launch in gpu.launched)
+            assert "_masked_bias" in symbol
+            assert ("paired_bias" in symbol) == (paired and is_paired)
         gpu.launched.clear()
         cupyflash.attention(q, k, k, mask=mask)
         cupyflash.attention_backward(q, q, k, k, q, lse, mask=mask)
