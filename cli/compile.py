@@ -85,10 +85,10 @@ def variants_of(
     if dropout:  # p and the seed are not compiled in
         problems += [replace(problem, dropout_p=0.1, dropout=1) for problem in problems]
     if block_mask:
-        problems += [replace(problem, block_mask=1) for problem in problems if not (problem.packed or problem.dropout)]
+        problems += [replace(problem, block_mask=1) for problem in problems if not problem.packed]
     if bias:
         forms = {dtype: dict.fromkeys(form for form, _ in biases_of(dtype, True)) for dtype in dtypes}
-        plain = [problem for problem in problems if not (problem.packed or problem.block_mask)]
+        plain = [problem for problem in problems if not problem.packed]
         problems += [replace(problem, bias=form) for problem in plain for form in forms[problem.dtype]]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic

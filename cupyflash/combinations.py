@@ -5,7 +5,7 @@ from __future__ import annotations
 from .errors import UnsupportedError
 
 
-def check_together(bias: str | None, block_mask: bool, packed: bool, dropout_p: float) -> None:
+def check_together(bias: str | None, block_mask: bool, packed: bool) -> None:
     """Refuse what is not supported, by name.
 
     `bias`: "bias" or "mask", what is added to the scores; None without.
@@ -23,9 +23,3 @@ def check_together(bias: str | None, block_mask: bool, packed: bool, dropout_p: 
             "block_mask: packed sequences with a block mask are not supported yet; pad them, or use `attention` with "
             "masks.causal_document"
         )
-    if block_mask and bias:
-        raise UnsupportedError(
-            f"block_mask: a {bias} together with a block mask is not supported yet; let the {bias} hide keys"
-        )
-    if block_mask and dropout_p:
-        raise UnsupportedError(f"dropout_p: expected 0 together with a block_mask, got {dropout_p}; not supported yet")

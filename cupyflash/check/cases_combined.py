@@ -1,4 +1,4 @@
-"""The named cases of features that meet: a bias, a mask, dropout.
+"""The named cases of features that meet: a bias, a mask, a block mask, dropout.
 
 Each carries several axes besides: head_dims that take other tiles, pairs of keys or single ones, masks, values.
 """
@@ -28,5 +28,17 @@ COMBINED_CASES: tuple[Case, ...] = (
     Case("bias-mask-dropout-d256", "full", 131, 204, 256, batch=2, heads_k=1, bias="qk hides + bhqk bool",
          dropout_p=0.2, causal=True, dlse=True),
     Case("bias-mask-dropout", "full", 131, 204, 64, bias="hqk + k bool", dropout_p=0.2, alibi=1),
+    # block masks
+    Case("block-mask-dropout", "quick", 203, 330, 64, batch=2, heads_q=4, heads_k=2, mask="stripes", dropout_p=0.2,
+         dlse=True, deterministic=True),
+    Case("block-mask-dropout-d128", "quick", 203, 323, 128, batch=2, mask="tiles_of_heads", dropout_p=0.3, causal=True),
+    Case("block-mask-dropout-d256", "full", 131, 330, 256, heads_k=1, mask="stripes", dropout_p=0.2, dlse=True),
+    Case("block-mask-bias", "quick", 203, 330, 64, batch=2, heads_q=4, heads_k=2, mask="tiles_of_heads", dlse=True,
+         bias="hqk"),
+    Case("block-mask-bias-mask-dropout-d128", "full", 157, 323, 128, batch=2, mask="tiles_of_batch", sink=True,
+         bias="qk fp32 hides + bk bool", dropout_p=0.2, causal=True, deterministic=True),
+    Case("block-mask-mask-d256", "full", 131, 204, 256, heads_k=1, mask="tiles", bias="bqk bool", dlse=True),
+    Case("block-mask-bias-holes", "full", 157, 203, 64, mask="holes", values="nan_in_hidden_key", bias="hk hides",
+         dropout_p=0.2),
     Case("bias-mask-nan-in-visible-key", "full", 131, 203, 64, bias="qk hides + qk bool", values="nan_in_visible_key"),
 )  # fmt: skip

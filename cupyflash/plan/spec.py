@@ -122,8 +122,8 @@ class Spec(NamedTuple):
     @property
     def crowded(self) -> bool:
         """Whether elements have so much besides their scores that it does not fit the registers that tiles leave for
-        one feature: two of a bias, a mask and dropout."""
-        return self.bias + self.masked_bias + (self.dropout > 0) > 1
+        one feature: two of a bias, a mask, a block mask and dropout."""
+        return self.bias + self.masked_bias + (self.block_mask > 0) + (self.dropout > 0) > 1
 
     @property
     def uneven(self) -> bool:

@@ -7,6 +7,7 @@
 // Shared memory: Q | dO | K | V; at the end a row of fp32 sums a warp.
 #ifndef CUPYFLASH_BWD_DBIAS_CUH
 #define CUPYFLASH_BWD_DBIAS_CUH
+#include "attention/blocks.cuh"
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
@@ -71,10 +72,17 @@ struct DBias {
                     const int first = max(keys.first, mask.first_key_block(m * M));
                     const int end = min(keys.end, mask.end_key_block(m * M));  // @dbias-of-blocks-that-are-seen
                     #pragma unroll 1
-                    for (int n = first; n < end; ++n) add(sequence, mask, h, m * M, n * N);
+                    for (int n = first; n < end; ++n)
+                        if (!is_empty(b, h, m * M, n * N)) add(sequence, mask, h, m * M, n * N);
                 }
         }
         leave(batches.first, heads.first, queries.first * M, keys.first * N);
+    }
+
+    // Whether a block mask leaves nothing of a tile, which lies within one of its own.
+    __device__ bool is_empty(int sequence, int head, int q0, int k0) const {
+        if constexpr (V::kBlockMask) return BlockMask<V>::of(p, sequence, head).kind(q0, k0) == kEmptyTile;
+        else return false;
     }
 
     // dS of queries [q0, q0 + M) and keys [k0, k0 + N) of a head of q.
@@ -114,15 +122,17 @@ struct DBias {
             const float *const at = row_stats_at<V::kStatsRows>(p, s, head, exists ? query + 8 * r : 0);
             stats[r][0] = at[0], stats[r][1] = at[1];
         }
+        const SeenBits<V, kRows, N, true> seen(p, s.index, head, q0 + row0, k0);
         sum.for_each([&](int row, int col, float &total) {
             const float s_ij = S.x[row / 16][col / 8][row / 8 % 2 * 2 + col % 2];
             const float raw = dP.x[row / 16][col / 8][row / 8 % 2 * 2 + col % 2];
             const float dP_ij = Dropout<V>::of_kept(kept(row, col), raw);  // @dbias-of-what-is-kept
             const auto at = places(row, col);
             const float dS = weight_ex2(score.exponent(s_ij, at, stats[row / 8][0])) * (dP_ij - stats[row / 8][1]);
-            const bool counts = row < from_here.seqlen_q && from_here.sees(row, col) && !at.hides() &&
-                                stats[row / 8][0] != kLseOfNothing;
-            total += counts ? dS : 0.f;  // @dbias-of-what-is-seen
+            bool counts = row < from_here.seqlen_q && from_here.sees(row, col) && !at.hides() &&
+                          stats[row / 8][0] != kLseOfNothing;
+            if constexpr (V::kBlockMask) counts = counts && seen(row, col);  // @dbias-by-the-block-mask
+            total += counts ? dS : 0.f;                                      // @dbias-of-what-is-seen
         });
     }
 

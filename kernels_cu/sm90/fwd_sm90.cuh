@@ -201,7 +201,8 @@ struct FwdGroup {
         }
         softmax.first_maximum(S);
         softmax.exponentiate(S);
-        Dropout<V>::drop(S, kept_of<V, 16, N>(places, q0 + warp_row, first * N));
+        // @first-block-of-a-list-dropped
+        Dropout<V>::drop(S, kept_of<V, 16, N>(places, q0 + warp_row, tile.key_block(first) * N));
         P.from(S);
         release_leaving();
         // Without a mask the first product overwrites O. (With one, that spills.)

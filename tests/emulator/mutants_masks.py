@@ -20,6 +20,7 @@ FORWARD_MASKS = (
     Bug("whole for the mask, not for the bounds", change("whole-in-mask-and-bounds", "mask.full(q0, k0)", "true"), "block-mask-everything"),
     _sm90("no block where nothing is seen", change("block-of-nothing", "count == 0", "false"), "block-mask-nothing", r"buffer|load|DEADLOCK|key_lists"),
     _sm90("more blocks passed than there are stages", change("hidden-block-passed-fwd", "passed < smem.kPassedInARow", "true"), "block-mask-stripes-d256", r"RACE|PHASE OVERRUN|DEADLOCK"),
+    _sm90("first block of a list dropped as the first of all keys", change("first-block-of-a-list-dropped", "tile.key_block(first)", "first"), "block-mask-dropout-d128"),
     Bug("hidden keys in the sum of a repaired row", without("hidden-key-of-the-sum"), "block-mask-nan-in-visible-key"),
     Bug("hidden keys in a repaired row", without("hidden-key-of-the-output"), "block-mask-holes"),
 )  # fmt: skip
@@ -30,6 +31,7 @@ BACKWARD_MASKS = (
     Bug("ranks of another block", change("rank-in-the-list", "at.block)", "at.block + 1)"), "block-mask-deterministic", r"DEADLOCK"),
     _sm90("ranks of another block on Hopper", change("rank-in-the-list", "at.block)", "at.block + 1)"), "block-mask-deterministic", r"DEADLOCK"),
     _sm90("bits of neighbours", change("two-of-every-eight", "8 * i", "0"), "block-mask"),
+    Bug("dbias of what the block mask hides", change("dbias-by-the-block-mask", "counts && seen(row, col)", "counts"), "block-mask-bias"),
     Bug("hidden keys in a repaired dq", without("hidden-key-of-dq"), "block-mask-holes"),
     _sm90("hidden block of dQ passed without its K", change("hidden-block-passed-dq", "passed < kPassedInARow", "true"), "block-mask-stripes-d256", r"DEADLOCK"),
 )  # fmt: skip

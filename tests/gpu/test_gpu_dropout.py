@@ -98,27 +98,28 @@ def test_each_replay_of_a_graph_drops_anew(drawn: bool) -> None:
 
 
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("kind", ["bias", "mask"])
-def test_beside_a_bias_or_a_mask_against_plain_fp32_with_the_same_mask(kind: str, d: int) -> None:
-    """A learned bias of heads, as T5 has it; a mask of padding."""
+@pytest.mark.parametrize("names", [("bias",), ("mask",), ("bias", "mask"), ("bias", "block_mask")], ids="-".join)
+def test_beside_other_features_against_plain_fp32_with_the_same_mask(names: tuple[str, ...], d: int) -> None:
+    """A learned bias of heads, as T5 has it; a mask of padding; a block mask."""
     import torch
 
     n = 700
     q, k, v, dout = tensors(n, d)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    s = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) * d**-0.5
-    if kind == "bias":
-        given = torch.randn(4, n, n, device="cuda", dtype=torch.bfloat16).requires_grad_()
-        leaves, s = [*leaves, given], s + given.float()
-    else:
-        given = (
-            torch.arange(n, device="cuda").expand(2, 1, 1, n)
-            < torch.tensor([n, 501], device="cuda")[:, None, None, None]
-        )
-        s = s.masked_fill(~given, float("-inf"))
-    out = cupyflash.attention(q, k, v, dropout_p=0.2, dropout_seed=77, **{kind: given})
+    s, given = torch.einsum("bihd,bjhd->bhij", q.float(), k.float()) * d**-0.5, {}
+    if "bias" in names:
+        given["bias"] = torch.randn(4, n, n, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        leaves, s = [*leaves, given["bias"]], s + given["bias"].float()
+    if "mask" in names:
+        lengths = torch.tensor([n, 501], device="cuda").reshape(2, 1, 1, 1)
+        given["mask"] = torch.arange(n, device="cuda").expand(2, 1, 1, n) < lengths
+        s = s.masked_fill(~given["mask"], float("-inf"))
+    if "block_mask" in names:
+        given["block_mask"] = cupyflash.masks.strided(n, stride=50)
+        s = s.masked_fill(~torch.tensor(given["block_mask"].of(0, 0), device="cuda"), float("-inf"))
+    out = cupyflash.attention(q, k, v, dropout_p=0.2, dropout_seed=77, **given)
     want = torch.einsum("bhij,bjhd->bihd", s.softmax(-1) * mask(n, 4, 0.2, 77), v.float())
     assert float((out - want).norm() / want.norm()) < 1e-2
     found, expected = (torch.autograd.grad(x, leaves, dout.to(x.dtype)) for x in (out, want))
     for got, exact in zip(found, expected, strict=True):
-        assert float((got - exact).norm() / exact.norm()) < 2e-2
+        assert float((got.float() - exact.float()).norm() / exact.float().norm()) < 2e-2

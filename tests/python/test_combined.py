@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import cupyflash
+from cupyflash import BlockMask, masks
 from cupyflash.dropout import STEPS, kept, limit_of, words_of
 
 SQ, SK, P, SEED = 21, 34, 0.3, 99
@@ -28,7 +29,12 @@ def three(rng: np.random.Generator) -> list[Any]:
 def given(names: tuple[str, ...], rng: np.random.Generator) -> dict[str, Any]:
     """What each of these is."""
     drawn = {"bias": rng.standard_normal(SHAPES["bias"]), "mask": rng.random(SHAPES["mask"]) < 0.7}
-    return {name: drawn[name] for name in names}
+    return {name: drawn[name] for name in names if name in drawn}
+
+
+def blocks(rng: np.random.Generator) -> BlockMask:
+    """A block mask of each head, of which each query sees half."""
+    return masks.from_dense(rng.random((4, SQ, SK)) < 0.5)
 
 
 def dropped() -> Any:
@@ -38,7 +44,7 @@ def dropped() -> Any:
     return Z.reshape(2, 4, SQ, SK) * (STEPS / (STEPS - limit_of(P)))
 
 
-def plain(q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None) -> Any:
+def plain(q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, block_mask: Any = None) -> Any:
     """Causal attention with dropout in torch, score by score."""
     import torch
 
@@ -46,13 +52,15 @@ def plain(q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None) -> Any:
     s = torch.einsum("bihd,bjhd->bhij", q, k) / 4
     s = s if bias is None else s + bias
     s = s if mask is None else s.masked_fill(~mask, -torch.inf)
+    for h in range(4 if block_mask else 0):
+        s[:, h] = s[:, h].masked_fill(~torch.tensor(block_mask.of(0, h)), -torch.inf)
     s = s.masked_fill(torch.ones(SQ, SK, dtype=torch.bool).triu(SK - SQ + 1), -torch.inf)
     return torch.einsum("bhij,bjhd->bihd", s.softmax(-1) * torch.tensor(dropped()), v)
 
 
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("names", TOGETHER, ids="-".join)
+@pytest.mark.parametrize("names", [*TOGETHER, ("block_mask",), ("bias", "mask", "block_mask")], ids="-".join)
 def test_torch(names: tuple[str, ...], compiled: bool, three: list[Any], rng: np.random.Generator) -> None:
     import torch
 
@@ -61,12 +69,14 @@ def test_torch(names: tuple[str, ...], compiled: bool, three: list[Any], rng: np
     if "bias" in more:
         leaves["bias"] = more.pop("bias").requires_grad_()
 
+    own = {"block_mask": blocks(rng)} if "block_mask" in names else {}
+
     def ours(**arrays: Any) -> Any:
-        return cupyflash.attention(**arrays, causal=True, dropout_p=P, dropout_seed=SEED)
+        return cupyflash.attention(**arrays, **own, causal=True, dropout_p=P, dropout_seed=SEED)
 
     torch._dynamo.reset()
     f = torch.compile(ours, backend="aot_eager", fullgraph=True) if compiled else ours
-    out, want = f(**leaves, **more), plain(**leaves, **more)
+    out, want = f(**leaves, **more), plain(**leaves, **more, **own)
     torch.testing.assert_close(out, want)
     found, exact = (torch.autograd.grad(x.square().sum(), list(leaves.values())) for x in (out, want))
     torch.testing.assert_close(found, exact)

@@ -362,7 +362,7 @@ def test_a_bias(arch: str, document: Document, invoke: Invoke) -> None:
     """Its bytes are read by each pass, and its gradient is a launch of two products."""
     options = ("--arch", arch, "--bias", "hqk", "--batch", "2", "--seqlen", "300", "--heads", "6")
     plain, biased = document("--arch", arch, *options[4:], "--backward"), document(*options, "--learned")
-    assert biased["problem"]["bias"] == ["bf16", [False, True, True, True]]
+    assert biased["problem"]["bias"] == ["bf16", [False, True, True, True], False]
     assert plain["problem"]["bias"] is None
     size = 6 * 300 * 300 * 2
     (forward, backward), (before, without) = biased["passes"], plain["passes"]

@@ -130,12 +130,6 @@ def test_a_mask_that_does_not_fit_is_refused(mask: Any, words: str) -> None:
         cupyflash.attention(q, q, q, block_mask=mask)
 
 
-def test_a_bias_beside_a_mask_is_refused() -> None:
-    q = np.zeros((1, N, 2, 64), np.float32)
-    with pytest.raises(cupyflash.UnsupportedError, match="block_mask: a bias together"):
-        cupyflash.attention(q, q, q, bias=np.zeros((N, N), np.float32), block_mask=masks.local(N, left=3))
-
-
 @pytest.mark.needs("torch")
 def test_a_mask_of_flex_attention_is_taken_as_it_is() -> None:
     import torch
