@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import options
 from .arrays.adapters import TORCH
 from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
+from .errors import UnsupportedError
 from .gradients import Gradients as Gradients
 from .gradients import wanted_of as wanted_of
 from .launch import run
@@ -34,6 +35,9 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
     block_mask: Any | None = None,
+    score_mod: str | Callable[..., Any] | None = None,
+    mask_mod: str | Callable[..., Any] | None = None,
+    mod_arrays: Mapping[str, Any] | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention in O(seqlen) memory.
@@ -88,6 +92,16 @@ def attention(
         block_mask: a `BlockMask`, which `cupyflash.masks` makes, or one of torch's flex_attention: which keys each
             query sees, beside what causal, window and kv_range hide. Tiles of 64 by 64 where nobody sees anything are
             not computed. Batch and heads of q may share a mask. Not yet for JAX arrays.
+        score_mod: what becomes of each score, between softcap and ALiBi: a C++ expression of ``score``, ``b``, ``h``,
+            ``q``, ``k`` (sequence, head of q, query, key) and of `mod_arrays`, such as
+            ``"score + table[h, max(0, q - k)]"``, or a Python function of these, as FlexAttention takes them, which is
+            called with symbols: ``lambda score, b, h, q, k: score - abs(q - k)``. It becomes part of the kernel, and so
+            does its derivative by the score. -inf hides a key. Not yet for JAX arrays.
+        mask_mod: whether a key is visible, likewise, of ``b``, ``h``, ``q``, ``k``. Keys that mods hide are computed
+            all the same: causal, window and kv_range leave them out.
+        mod_arrays: the arrays that mods read, by name, of q's library and device: fp32, fp64, fp16, bf16, int32, int64
+            or bool, 1 to 4 dimensions, at most 4 of them. An index beyond an array counts as the nearest in it. A
+            function brings those that its closure or module holds. They get no gradients.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -133,8 +147,21 @@ def attention(
         arrays["mask"] = mask
     if block_mask is not None:
         arrays |= arrays_of_mask(block_mask, arrays, call)
+    if score_mod is not None or mask_mod is not None:
+        call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = forward(arrays, call, want_lse, dropout_seed)
     return (out, lse) if want_lse else out
+
+
+def with_mods(arrays: dict[str, Any], call: Options, score_mod: Any, mask_mod: Any, mod_arrays: Any) -> Options:
+    """The options with these mods, whose arrays join the others by the names of the table of arrays."""
+    from .mods import given
+
+    if type(arrays["q"]).__name__ == "DTensor":
+        raise UnsupportedError("score_mod: expected none for DTensors, whose parts do not know where they lie")
+    text, brought = given.bind(score_mod, mask_mod, mod_arrays)
+    arrays |= brought
+    return call._replace(mods=text)
 
 
 def arrays_of_mask(block_mask: Any, arrays: Mapping[str, Any], call: Options) -> dict[str, Any]:
@@ -151,6 +178,8 @@ def forward(arrays: dict[str, Any], call: Options, want_lse: bool, seed: Any = N
     if library is TORCH:
         return door_of_torch().attention(arrays, call, want_lse)
     if library is JAX:
+        if call.mods:
+            raise UnsupportedError("score_mod: mods of JAX arrays are not supported yet; give a bias")
         from .jax import op
 
         return op.attention_of(arrays, call, want_lse)
@@ -191,6 +220,9 @@ def attention_backward(
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
     block_mask: Any | None = None,
+    score_mod: str | Callable[..., Any] | None = None,
+    mask_mod: str | Callable[..., Any] | None = None,
+    mod_arrays: Mapping[str, Any] | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention`, by recomputing the probabilities from lse, in O(seqlen) memory.
@@ -207,7 +239,7 @@ def attention_backward(
 
     Args:
         dout: gradient of the loss with respect to out, of out's shape and dtype.
-        q, k, v, kv_range, block_mask: the inputs of the forward.
+        q, k, v, kv_range, block_mask, score_mod, mask_mod, mod_arrays: the inputs of the forward.
         out, lse: its results, as `attention(..., return_lse=True)` gave them.
         dlse: gradient of the loss with respect to lse, ``(batch, heads_q, seqlen_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward, and converted as there.
@@ -241,6 +273,8 @@ def attention_backward(
     arrays |= {name: x for name, x in brought.items() if x is not None}
     if block_mask is not None:
         arrays |= arrays_of_mask(block_mask, arrays, call)
+    if score_mod is not None or mask_mod is not None:
+        call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays), dropout_seed))
 
 
@@ -251,6 +285,8 @@ def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...], see
     if library is TORCH:
         return door_of_torch().backward(arrays, call, wanted)
     if library is JAX:
+        if call.mods:
+            raise UnsupportedError("score_mod: mods of JAX arrays are not supported yet; give a bias")
         from .jax import op
 
         return op.backward_of(arrays, call, wanted)

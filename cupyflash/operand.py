@@ -17,6 +17,7 @@ ROWS = ("batch", "heads_q", "seqlen_q")
 SCORES = ("batch", "heads_q", "seqlen_q", "seqlen_k")
 MASK_TILE = 64  # queries and keys of a tile of a block mask, "q_tiles" and "k_tiles" of them in all
 TILE_WORDS = 4 * MASK_TILE  # of 32 bits: a tile's elements, a row for each query and then one for each key
+MOD_LIMIT = 4  # arrays that mods read, and dimensions of each
 # The lengths that a call's inputs and results may have, in the order in which `Operand.shape` takes them.
 SIZES = (
     "batch",
@@ -71,6 +72,7 @@ class Operand:
         broadcasts: it may have any shape that broadcasts to its dimensions, as NumPy has it, and any strides; it has
             `ScoreStrides` in the structs, and may be fp32, too.
         single: dimensions whose length may be 1, since it is the same for all.
+        free: it may have any shape and dtype that mods read, and has `Lengths` in the structs.
         field: its name in the structs, where that is another.
     """
 
@@ -88,6 +90,7 @@ class Operand:
     lacks: tuple[str, ...] = ()
     broadcasts: bool = False
     single: tuple[str, ...] = ()
+    free: bool = False
 
     @property
     def member(self) -> str:
@@ -117,6 +120,8 @@ class Operand:
 
     def fits(self, shape: Sequence[int], sizes: Sequence[int], packed: bool = False) -> bool:
         """Whether an array of this shape is what it must be."""
+        if self.free:
+            return 1 <= len(shape) <= MOD_LIMIT
         wanted = self.shape(sizes, packed)
         if self.broadcasts:
             missing = len(wanted) - len(shape)

@@ -15,8 +15,8 @@ import numpy as np
 from .operand import COUNTER as COUNTER
 from .operand import GRADIENT as GRADIENT
 from .operand import INPUT as INPUT
+from .operand import MOD_LIMIT, ROWS, SCORES, K, Q, Use
 from .operand import RESULT as RESULT
-from .operand import ROWS, SCORES, K, Q, Use
 from .operand import SIZES as SIZES
 from .operand import WORKSPACE as WORKSPACE
 from .operand import Number as Number
@@ -127,6 +127,10 @@ TABLE: tuple[Operand | Number, ...] = (
         backward=Use(WORKSPACE, optional=True, text=_LISTS),
     ),
     Operand("mask", SCORES, "bool", broadcasts=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="mask"),
+    *(
+        Operand(f"mod_array_{i}", (), free=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="mods")
+        for i in range(MOD_LIMIT)
+    ),
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     softcap: float | None = None
     dropout_p: float = 0.0
+    mods: str = ""  # as `mods.bind` makes it
 
 
 def make_options(
@@ -46,6 +47,7 @@ def make_options(
     deterministic: Any = False,
     softcap: Any = None,
     dropout_p: Any = 0.0,
+    mods: str = "",
 ) -> Options:
     """The `Options` that a user's arguments mean.
 
@@ -70,7 +72,7 @@ def make_options(
     if type(dropout_p) is not float:
         dropout_p = number("dropout_p", dropout_p)
     return tuple.__new__(
-        Options, (causal, scale, window, layout, deterministic, softcap, dropout_p)
+        Options, (causal, scale, window, layout, deterministic, softcap, dropout_p, mods)
     )  # Options(...) takes twice as long
 
 

@@ -42,7 +42,8 @@ class Problem:
     q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). With a
     `kv_range`, each sequence has a range of keys beyond which its queries see none.
 
-    `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q.
+    `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q. `mods`: what
+    a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they read.
     """
 
     dtype: str
@@ -64,6 +65,8 @@ class Problem:
     dropout_p: float = 0.0
     dropout: int = 0
     block_mask: int = 0
+    mods: str = ""
+    mod_shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -123,21 +126,21 @@ def make_problem(
     dropout_p: float = 0.0,
     dropout: int = 0,
     block_mask: int = 0,
+    mods: str = "",
+    mod_shapes: tuple[tuple[int, ...], ...] = (),
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
     `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
     `alibi`, `dropout`: how many dimensions the slopes and the seed of dropout have; 0 without.
-    `kv_range`, `sink`: whether each sequence has a range of keys, each head of q a sink.
-    `bias`: what is added to the scores.
-    `block_mask`: 0 without; with one as `Problem` has it.
+    `kv_range`, `sink`, `bias`: whether each sequence has a range, each head of q a sink; a bias. Others: see `Problem`.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
     options = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
-    check_together(bias and bias.argument, block_mask > 0, sequences is not None)
+    check_together(bias and bias.argument, block_mask > 0, sequences is not None, mods)
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
     _check_keys(shapes, batch, head_dim, options.layout, sequences)
@@ -167,6 +170,8 @@ def make_problem(
         dropout_p=options.dropout_p if dropout else 0.0,
         dropout=dropout if options.dropout_p else 0,
         block_mask=block_mask,
+        mods=mods,
+        mod_shapes=mod_shapes,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from . import api, options
@@ -33,6 +33,9 @@ def attention_varlen(
     sink: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
+    score_mod: str | Callable[..., Any] | None = None,
+    mask_mod: str | Callable[..., Any] | None = None,
+    mod_arrays: Mapping[str, Any] | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Exact attention of sequences of any lengths that lie one behind the other, without padding.
@@ -58,7 +61,8 @@ def attention_varlen(
         kv_range: ``(batch, 2)``, int32: as in `attention`, counted from each sequence's own first key; of the keys that
             count. Masks stay aligned by the lengths without it.
         sink: ``(heads_q,)``: as in `attention`, that of all sequences.
-        dropout_p, dropout_seed: as in `attention`; queries and keys count within each sequence.
+        dropout_p, dropout_seed, score_mod, mask_mod, mod_arrays: as in `attention`; queries and keys count within each
+            sequence.
 
     Returns:
         out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
@@ -86,6 +90,8 @@ def attention_varlen(
     arrays = {"q": q, "k": k, "v": v} | _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
     arrays |= {name: x for name, x in (("alibi_slopes", alibi_slopes), ("sink", sink)) if x is not None}
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
+    if score_mod is not None or mask_mod is not None:
+        call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = api.forward(arrays, call, want_lse, dropout_seed)
     return (out, lse) if want_lse else out
 
@@ -115,6 +121,9 @@ def attention_varlen_backward(
     sink: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
+    score_mod: str | Callable[..., Any] | None = None,
+    mask_mod: str | Callable[..., Any] | None = None,
+    mod_arrays: Mapping[str, Any] | None = None,
     gradients_of: str | Iterable[str] = (),
 ) -> Gradients:
     """Gradients of `attention_varlen`: those of `attention_backward` for each sequence.
@@ -129,6 +138,7 @@ def attention_varlen_backward(
         dlse: gradient of the loss with respect to lse, ``(heads_q, total_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward.
         deterministic: bitwise reproducible gradients.
+        score_mod, mask_mod, mod_arrays: the forward's.
         alibi_slopes, sink, dropout_p, dropout_seed, gradients_of: as in `attention_backward`.
 
     Returns:
@@ -153,6 +163,8 @@ def attention_varlen_backward(
     arrays |= {name: x for name, x in brought.items() if x is not None}
     arrays |= _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
+    if score_mod is not None or mask_mod is not None:
+        call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     return Gradients.of(api.backward(arrays, call, wanted_of(gradients_of, arrays), dropout_seed))
 
 

@@ -35,14 +35,15 @@ def make_cache_options(
     Raises:
         ArgumentError: one is not of its type or range.
     """
-    causal, scale, window, _, _, softcap, _ = make_options(causal, scale, window, softcap=softcap)
+    options = make_options(causal, scale, window, softcap=softcap)
     if num_splits is not None:
         num_splits = _splits(num_splits)
     if type(batch_invariant) is not bool:
         batch_invariant = flag("batch_invariant", batch_invariant)
     if type(interleaved) is not bool:
         interleaved = flag("rotary_interleaved", interleaved)
-    return CacheOptions(causal, scale, window, softcap, interleaved, num_splits, batch_invariant)
+    plain = options.causal, options.scale, options.window, options.softcap
+    return CacheOptions(*plain, interleaved, num_splits, batch_invariant)
 
 
 def _splits(num_splits: Any) -> int:

@@ -17,6 +17,7 @@ from ..sequences import Sequences
 from .case_bias import draw_added, form_of
 from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
 from .case_masks import draw_mask, hide_keys
+from .case_mods import ModInputs, draw_mods, with_mods
 from .case_packed import PACKED_VALUES, draw_packed
 
 Array = NDArray[Any]
@@ -54,22 +55,32 @@ class Inputs(NamedTuple):
     dropout_seed: Array | None = None
     block_mask: BlockMask | None = None
     mask: Array | None = None
+    mods: ModInputs | None = None
 
     def brought(self) -> dict[str, Any]:
-        """What features bring, as a call's further arguments: arrays, and a block mask."""
+        """What features bring, as a call's further arguments: arrays, a block mask, mods with their arrays."""
         found = {} if self.sequences is None else self.sequences.named()
         found |= {} if self.block_mask is None else {"block_mask": self.block_mask}
+        found |= {} if self.mods is None else self.mods._asdict()
         found |= {name: x for name in ("dropout_seed", "mask") if (x := getattr(self, name)) is not None}
         return found | {name: getattr(self, name) for name in self.learned}
 
     def given(self, convert: Callable[[Array], Any]) -> dict[str, Any]:
         """`brought`, each array as `convert` makes it; a block mask finds its way to the arrays' device by itself."""
-        return {name: convert(x) if isinstance(x, np.ndarray) else x for name, x in self.brought().items()}
+
+        def converted(x: Any) -> Any:
+            if isinstance(x, dict):
+                return {name: convert(array) for name, array in x.items()}
+            return convert(x) if isinstance(x, np.ndarray) else x
+
+        return {name: converted(x) for name, x in self.brought().items()}
 
     def arrays(self) -> dict[str, Array]:
         """The same by the names of the table of arrays."""
         found = self.brought()
         mask = found.pop("block_mask", None)
+        if self.mods is not None:
+            found = {name: x for name, x in found.items() if name not in ModInputs._fields} | self.mods.bound()[1]
         return found if mask is None else found | {"block_tiles": mask.tiles, "block_bits": mask.bits}
 
     @property
@@ -102,6 +113,7 @@ class Case:
         bias: what is added to the scores, in words of `case_bias`; "" without.
         dropout_p: of dropout; 0 without.
         mask: a block mask, a key of `case_masks.MASKS`; "": none.
+        mods: a key of `case_mods.MODS`; "": none.
     """
 
     name: str
@@ -132,6 +144,7 @@ class Case:
     bias: str = ""
     dropout_p: float = 0.0
     mask: str = ""
+    mods: str = ""
 
     @property
     def packed(self) -> bool:
@@ -141,7 +154,7 @@ class Case:
     @property
     def tags(self) -> frozenset[str]:
         """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
-        alibi, packed, kv_range, sink, bias, dropout, block_mask.
+        alibi, packed, kv_range, sink, bias, dropout, block_mask, mods.
         """
         heads = self.heads_q if self.packed else self.batch * self.heads_q
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
@@ -162,6 +175,7 @@ class Case:
             "bias": bool(self.bias),
             "dropout": self.dropout_p > 0,
             "block_mask": bool(self.mask),
+            "mods": bool(self.mods),
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -174,7 +188,8 @@ class Case:
         more |= {"kv_range": self.ranges is not None, "sink": self.sink, "bias": form_of(self.bias, dtype)}
         if self.mask:
             more["block_mask"] = code_of(self.block_mask().tiles.shape)
-        return make_problem((q, k, k), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
+        plain = make_problem((q, k, k), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
+        return with_mods(plain, draw_mods(self.mods, np.random.default_rng(0), plain))
 
     def block_mask(self) -> BlockMask:
         """The block mask, the same whatever the seed."""
@@ -219,7 +234,8 @@ class Case:
         sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
         bias, shown = draw_added(self.bias, rng, problem, NUMPY_DTYPE[dtype])
         words = rng.integers(-(2**31), 2**31, 2).astype(np.int32) if self.dropout_p else None
-        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words, mask, shown)
+        mods = draw_mods(self.mods, rng, problem)
+        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words, mask, shown, mods)
 
     def in_layout(self, x: Array) -> Array:
         """A view of an array in bshd, or packed, in the layout of the case, and back again."""

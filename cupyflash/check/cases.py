@@ -12,6 +12,7 @@ from .case import Inputs as Inputs
 from .cases_bias import BIAS_CASES as BIAS_CASES
 from .cases_combined import COMBINED_CASES as COMBINED_CASES
 from .cases_masks import MASK_CASES as MASK_CASES
+from .cases_mods import MODS_CASES as MODS_CASES
 from .cases_sequences import PACKED_CASES as PACKED_CASES
 from .cases_sequences import RANGE_CASES as RANGE_CASES
 
@@ -210,7 +211,7 @@ DENSE_CASES: tuple[Case, ...] = (
     Case("empty-seqlens", "full", 0, 0, 128),
 )
 
-CASES = DENSE_CASES + PACKED_CASES + RANGE_CASES + BIAS_CASES + MASK_CASES + COMBINED_CASES
+CASES = DENSE_CASES + PACKED_CASES + RANGE_CASES + BIAS_CASES + MASK_CASES + COMBINED_CASES + MODS_CASES
 
 
 def case(name: str) -> Case:

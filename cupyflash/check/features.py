@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dropout import kept, limit_of
+from ..mods.description import read
 from ..problem import Problem
 from ..sequences import Part, Sequences
 from .bias import part_of
@@ -34,6 +35,7 @@ class Features(NamedTuple):
         corner: the first sequence and key, as dropout counts.
         block_mask: a `masks.BlockMask`.
         mask: likewise, of bool; a bias of 0 and -inf that has no gradient. Beside a bias it hides what it hides alone.
+        mods: a `case_mods.ModInputs`.
     """
 
     sequences: Sequences | None = None
@@ -43,14 +45,27 @@ class Features(NamedTuple):
     dropout_seed: Array | None = None
     block_mask: Any = None
     mask: Array | None = None
+    mods: Any = None
     corner: tuple[int, int] = (0, 0)
 
-    @property
-    def added(self) -> Array | None:
-        """What is added to the scores."""
+    def added(self, p: Problem) -> Array | None:
+        """What is added to the scores; what hides keys is a bias of 0 and -inf."""
+        if self.mods is not None:
+            shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
+            shown = [[self.modified(np.zeros(shape[2:]), p, b, h)[2] for h in range(shape[1])] for b in range(shape[0])]
+            return np.where(np.array(shown, bool).reshape(shape), 0.0, -np.inf)
         if self.mask is None:
             return self.bias
         return np.where(self.mask, 0.0 if self.bias is None else self.bias.astype(np.float64), -np.inf)
+
+    def modified(self, S: Array, p: Problem, b: int, h: int) -> tuple[Any, Any, Any]:
+        """What mods make of the scores of a head of q, by what that changes with the score, and what they show."""
+        if self.mods is None:
+            return S, 1.0, True
+        text, arrays = self.mods.bound()
+        (sequence, first), rows = self.corner, np.arange(p.seqlen_q)[:, None]
+        of = S, sequence + b, h, rows, first + np.arange(p.seqlen_k), tuple(arrays.values())
+        return read(text).of_scores(*of)
 
     def part(self, p: Problem, part: Part) -> Features:
         """Those of one sequence by itself."""

@@ -18,6 +18,8 @@ roundoff of the arithmetic:
 - A bias B_ij is added with an error of 2 u |B_ij|, which joins e_i. Its gradient has the bound E; of one that is
   broadcast, what is said of a slope's gradient holds: 2 r (sum_i (|dO_i O_i| P_ij)^2)^1/2 is added, over the rows
   that an element sums up (P_ij summed over the keys first, where those are broadcast).
+- Each operation of a mod has an error of u times the score before and after it, and in the derivative, which also
+  multiplies d_i. A mod whose terms are larger than these and cancel each other is not covered.
 - dP - delta is a difference of two dot products, each with an error of s u times what it adds up: s = 4 for tensor
   cores, which truncate, else 1. It should be 0 where P is 0 or 1.
 
@@ -41,11 +43,13 @@ All are 0 where they would not be finite: there is nothing to be excused.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..mods.description import read
 from ..problem import Problem
 from ..sequences import parts
 from . import reference
@@ -78,24 +82,24 @@ def _noise(
     """Of out, dq, dk, dv, the numbers of each head, a bias; and squares of what the rounding of O does to the last."""
     dbias, of_rows = (none_of(of.bias, np.float64) for _ in range(2))
     learned = np.zeros((problem.batch, problem.heads_q, len(OfHead._fields)))
+    out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
     if of.sequences is not None:
-        out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
         for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
             own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, of.part(problem, part)
             out[part.q], dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], *found = _noise(*own)
-            for total, one in zip((dbias, of_rows), found, strict=True):
-                add_part(total, problem, part, one)
+            add_part(dbias, problem, part, found[0])
+            add_part(of_rows, problem, part, found[1])
         return out, dq, dk, dv, learned, dbias, of_rows
     p, a, all_seen = problem, Arithmetic.exact(), reference.visible_pairs(problem)
-    out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
-    distance, u, biases = reference.distances(p), UNIT[p.dtype], broadcast(of.added, p)
+    distance, u, biases = reference.distances(p), UNIT[p.dtype], broadcast(of.added(p), p)
     for b, h, h_k in reference.heads(p):
         Q, dO, K, V = a.load(q[b, :, h]), a.load(dout[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])
         with np.errstate(all="ignore"):
-            S, derivative = reference.scores(Q, K, p, a, of.head(b, h), biases[b][h])
-            visible = seen_of(S, of.seen(all_seen, b, h), biases[b][h], of.head(b, h).sink)
+            of_head: Any = of.head(b, h), biases[b][h], partial(of.modified, p=p, b=b, h=h)
+            S, derivative = reference.scores(Q, K, p, a, *of_head)
+            visible = seen_of(S, of.seen(all_seen, b, h), biases[b][h], of_head[0].sink)
             P, lse = reference.softmax(S, visible, a, of.head(b, h))
             large = np.abs(np.where(lse == -np.inf, 0, lse))[:, None]
             dots = (p.dtype not in HALF) * abs(p.scale) * _norms(Q) * _norms(K).max(initial=0) + 4 * (p.softcap or 0)
@@ -103,14 +107,14 @@ def _noise(
             O, squares = a.product(PZ, V, visible), a.product(PZ * Z, V * V, visible)
             std = np.sqrt(np.maximum(squares - O * O, 0))
             out[b, :, h] = 2 * a.product(PZ, np.abs(V), visible) + np.maximum(large / 2, dots) * std
-            added = _of_added(of.head(b, h), distance, biases[b][h])
+            added, dots = _with_mods(_of_added(of_head, distance), dots, S, p.scale * (Q @ K.T), derivative, p)
             out[b, :, h] += a.product(PZ * added, np.abs(V), visible) + (P * added).sum(axis=1)[:, None] * np.abs(O)
             e = 2 + 3 * large + dots + added
             dQ, dK, dV, by_score = _gradients(Q, K, V, dO, dLSE[:, None], P, Z, O, e, visible, p, derivative)
             dslope = (by_score * distance).sum() + _of_delta(dO * O, (P * distance).sum(axis=1), p)
             learned[b, h] = dslope, _of_sink(np.exp(of.head(b, h).sink - lse), dO * O, dLSE, 2 + 3 * large[:, 0], p)
-            for total, one in ((dbias, by_score), (of_rows, np.square(_norms(dO * O) * _along_keys(P, of.bias)))):
-                add_head(total, b, h, one)
+            add_head(dbias, b, h, by_score)
+            add_head(of_rows, b, h, np.square(_norms(dO * O) * _along_keys(P, of.bias)))
             dq[b, :, h] = dQ
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
@@ -137,7 +141,9 @@ def _gradients(
     dP, delta = reference.dropped(dO @ V.T, Z, a), (dO * O).sum(axis=1, keepdims=True) - dLSE
     D = reference.dropped(np.abs(dO) @ np.abs(V).T, Z, a) + np.abs(dO * O).sum(axis=1, keepdims=True)
     by_score = np.where(visible, P * (e * np.abs(dP - delta) + s * D), 0)
-    E = by_score * derivative
+    E = by_score * np.abs(derivative)
+    if p.mods:
+        E = E + _operations(p) * P * np.abs(dP - delta) * (1 + np.abs(derivative))
     if p.softcap is not None:
         E = E + 4 * P * np.abs(dP - delta)
     E = np.where(visible, E, 0)
@@ -147,10 +153,28 @@ def _gradients(
     return dQ, dK, a.product(eP.T, np.abs(dO), visible.T), by_score
 
 
-def _of_added(of: OfHead, distance: Array, bias: Array | None) -> Array:
-    """The error of a score by what is added to it, in units of u."""
+def _of_added(of_head: Any, distance: Array) -> Array:
+    """The error of a score by what is added to it, a slope and a bias, in units of u."""
+    of, bias, _ = of_head
     found = 4 * abs(np.float64(of.slope)) * distance
     return found if bias is None else found + 2 * np.abs(_finite(bias.astype(np.float64)))
+
+
+def _operations(p: Problem) -> int:
+    """How often mods may round."""
+    node = read(p.mods).score
+    return 0 if node is None else node.size
+
+
+def _with_mods(
+    added: Array, dots: Array, S: Array, raw: Array, derivative: Array | float, p: Problem
+) -> tuple[Array, Array]:
+    """Of scores that mods made of raw ones: the error by what is added, mods too, and by dot products."""
+    if not p.mods:
+        return added, dots
+    slope = _finite(np.abs(derivative))
+    by_mods = _operations(p) * (_finite(np.abs(S)) + np.abs(raw) * (1 + slope))
+    return added + by_mods, (dots * slope).max(axis=1, keepdims=True, initial=0)
 
 
 def _along_keys(P: Array, bias: Array | None) -> Array:

@@ -20,6 +20,8 @@ d lse / d S = P, hence the term -dLSE in delta.
 the 2x rule: what attention written with plain matrix products gives in the arrays' own dtype. They differ only in their
 `Arithmetic`.
 
+Mods make of a score, with its softcap, what they say, and dS takes their derivative (`mods.evaluate`).
+
 Hidden pairs of query and key are left out, not multiplied by zero, so a NaN behind the mask cannot leak. Arrays are
 bshd; heads of q share the heads of k and v in groups (GQA). Packed sequences, in (total, heads, head_dim), are computed
 one by one.
@@ -29,7 +31,8 @@ one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,14 +108,14 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: 
             own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(problem, part)
             out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
-    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added, problem)
+    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added(problem), problem)
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate)
     for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         visible = of.seen(bounds, b, h)
         with np.errstate(all="ignore"):
-            S, _ = scores(Q, K, p, a, of.head(b, h), biases[b][h])
+            S, _ = scores(Q, K, p, a, of.head(b, h), biases[b][h], partial(of.modified, p=p, b=b, h=h))
             seen = seen_of(S, visible, biases[b][h], of.head(b, h).sink)
             P, lse[b, h] = softmax(S, seen, a, of.head(b, h))
             PZ = P * np.asarray(of.kept(p, b, h), a.accumulate)  # NaN in a row of NaN, even if all of it is dropped
@@ -134,7 +137,7 @@ def _backward(
             dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], of_bias = _backward(*own)
             add_part(dbias, problem, part, of_bias)
         return dq, dk, dv, learned, dbias
-    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added, problem)
+    p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added(problem), problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
     dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))
     dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate) if dlse is None else a.load(dlse)
@@ -142,7 +145,7 @@ def _backward(
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
         visible = of.seen(bounds, b, h)
         with np.errstate(all="ignore"):
-            of_head = of.head(b, h), biases[b][h], of.kept(p, b, h)
+            of_head = of.head(b, h), biases[b][h], of.kept(p, b, h), partial(of.modified, p=p, b=b, h=h)
             found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, *of_head)
             dq[b, :, h], dK, dV, learned[b, h], by_score = found
             add_head(dbias, b, h, by_score)
@@ -163,14 +166,18 @@ def distances(p: Problem) -> Array:
 
 
 def scores(
-    Q: Array, K: Array, p: Problem, a: Arithmetic, of: OfHead = _NONE, bias: Array | None = None
-) -> tuple[Array, Array | float]:
-    """The scores of one head, and their derivative by ``scale * q . k``."""
+    Q: Array, K: Array, p: Problem, a: Arithmetic, of: OfHead = _NONE, bias: Array | None = None,
+    modified: Callable[[Array], tuple[Any, Any, Any]] | None = None,
+) -> tuple[Array, Array | float]:  # fmt: skip
+    """The scores of one head, and their derivative by ``scale * q . k``; `modified`: `Features.modified` of it."""
     derivative: Array | float = 1.0
     S = p.scale * a.product(Q, K.T)
     if p.softcap is not None:
         t = np.tanh(S / p.softcap)
         S, derivative = p.softcap * t, 1 - t * t
+    if p.mods and modified is not None:
+        S, slope, _ = modified(S)
+        derivative = derivative * slope
     if p.alibi:
         S = S - a.accumulate(of.slope) * distances(p).astype(a.accumulate)
     if bias is not None:
@@ -202,9 +209,10 @@ def _gradients(
     of: OfHead,
     bias: Array | None,
     Z: Array | float,
+    modified: Callable[[Array], tuple[Any, Any, Any]],
 ) -> tuple[Array, Array, Array, OfHead, Array]:
     """dQ of one head of q, what this head adds to dK and dV, and the gradients of its `OfHead` and of its scores."""
-    S, derivative = scores(Q, K, p, a, of, bias)
+    S, derivative = scores(Q, K, p, a, of, bias, modified)
     visible = seen_of(S, visible, bias, of.sink)
     P, lse = softmax(S, visible, a, of)
     PZ = a.rounded(dropped(P, Z, a))

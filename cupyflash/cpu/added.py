@@ -1,4 +1,5 @@
-"""What is added to the scores of a tile in NumPy: ALiBi (Press et al. 2022), a bias, a mask; and the gradients.
+"""What is added to the scores of a tile in NumPy, behind mods: ALiBi (Press et al. 2022), a bias, a mask; and the
+gradients.
 
 S = S - slope * D + B,  D = |i + seqlen_k - seqlen_q - j|       dslope = -sum(dS * D),  dB = dS
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from ..problem import Problem
 from .features import Features
+from .modified import Modified, modified_of
 from .tiles import by_group
 
 Array = NDArray[Any]
@@ -29,6 +31,7 @@ class Added:
         problem: of the chunk.
         slopes: ALiBi's, (batch * heads_k, group); None: there are none.
         bias, mask: (batch, heads_q, seqlen_q, seqlen_k), some of stride 0; None: there is none.
+        mods: what a user makes of scores; None: nothing.
         dslopes, dbias: their gradients if they are wanted, so far: shaped as the slopes, and as the bias with 1 for
             each dimension along which it is broadcast.
     """
@@ -37,25 +40,32 @@ class Added:
     slopes: Array | None = None
     bias: Array | None = None
     mask: Array | None = None
+    mods: Modified | None = None
     dslopes: Array | None = None
     dbias: Array | None = None
 
     def to(self, S: Array, rows: slice, keys: slice) -> Array:
-        """The scores of a tile with what is added to them; in place."""
+        """The scores of a tile with what is made of them and added to them; in place."""
+        hidden = self._hidden(rows, keys, S) if self.may_hide else None
+        if self.mods is not None:
+            S[...] = self.mods.of(S, rows, keys)[0]
         if self.slopes is not None:
             slopes = np.repeat(self.slopes, rows.stop - rows.start, axis=1)[..., None]
             S = np.subtract(S, slopes * _distances(rows, keys, self.problem, S.dtype), out=S)
         if self.bias is not None:
             S = np.add(S, self._tile(self.bias, rows, keys).astype(S.dtype), out=S)
-        if self.may_hide:
-            np.copyto(S, -np.inf, where=self._hidden(rows, keys))
+        if hidden is not None:
+            np.copyto(S, -np.inf, where=hidden)
         return S
 
-    def visible(self, visible: Array | None, rows: slice, keys: slice, lse: Array | None = None) -> Array | None:
-        """What each row of a tile sees, given what the mask leaves of it (None: all), and lse, if it is known."""
+    def visible(
+        self, S: Array, visible: Array | None, rows: slice, keys: slice, lse: Array | None = None
+    ) -> Array | None:
+        """What each row of a tile of scores sees, given what the mask leaves of it (None: all), and lse, if it is
+        known."""
         if not self.may_hide:
             return visible
-        hidden = self._hidden(rows, keys)
+        hidden = self._hidden(rows, keys, S)
         if lse is not None:  # -inf where all scores are
             hidden = hidden | np.isneginf(lse)
         if not hidden.any():
@@ -82,11 +92,13 @@ class Added:
     @property
     def may_hide(self) -> bool:
         """Whether all scores of a row may be -inf, which then sees no key."""
-        return self.bias is not None or self.mask is not None
+        return self.bias is not None or self.mask is not None or self.mods is not None
 
-    def _hidden(self, rows: slice, keys: slice) -> Array:
-        """Which keys of a tile a bias or a mask hides."""
+    def _hidden(self, rows: slice, keys: slice, S: Array) -> Array:
+        """Which keys of a tile of scores a bias, a mask or mods hide."""
         of_mask = False if self.mask is None else ~self._tile(self.mask, rows, keys)
+        if self.mods is not None:
+            of_mask = of_mask | self.mods.hidden(rows, keys, S.shape, S.dtype)
         if self.bias is None:
             return np.asarray(of_mask)
         hidden: Array = np.isneginf(self._tile(self.bias, rows, keys)) | of_mask
@@ -100,7 +112,7 @@ class Added:
 
 def added_of(of: Features, p: Problem, dtype: np.dtype[Any]) -> Added:
     """That of a chunk, a problem by itself."""
-    found, shape = Added(p), (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
+    found, shape = Added(p, mods=modified_of(of, p)), (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k)
     if of.alibi_slopes is not None:
         found.slopes = by_group(of.alibi_slopes, p, dtype)
         found.dslopes = np.zeros_like(found.slopes) if of.wants("alibi_slopes") else None

@@ -162,7 +162,9 @@ def _backward_tile(
     for keys, visible in key_tiles(rows, p, of.mask):
         S = scores(Q, K[:, keys], p)
         derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
-        S, visible = added.to(S, rows, keys), added.visible(visible, rows, keys, LSE)
+        by_mods = None if added.mods is None else added.mods.of(S, rows, keys)[1]
+        S = added.to(S, rows, keys)
+        visible = added.visible(S, visible, rows, keys, LSE)
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
         Z = of.dropping.factors(rows, keys, P.dtype)
         dP = dropped(dO @ V[:, keys].swapaxes(1, 2), Z)
@@ -171,6 +173,8 @@ def _backward_tile(
             added.add_gradients(dS if visible is None else np.where(visible, dS, 0), rows, keys)
         if derivative is not None:
             np.multiply(dS, derivative, out=dS)
+        if by_mods is not None:
+            np.multiply(dS, np.where(P == 0, 0, by_mods), out=dS)
         if visible is not None:
             np.copyto(P, 0, where=~visible)
             np.copyto(dS, 0, where=~visible)

@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 class Corner(NamedTuple):
-    """The first sequence, head of q and key of a part, as dropout counts them."""
+    """The first sequence, head of q and key of a part, as dropout and mods count them."""
 
     sequence: int = 0
     head: int = 0
@@ -63,6 +63,7 @@ class Features:
         mask: likewise, of bool; True where a key is seen.
         dropout_seed: (2,) or (2, 2), int32 (`dropout.key_of`).
         block_mask: which keys each query sees.
+        mod_arrays: what the problem's mods read.
         sequences: where the sequences of a packed call lie, and which of their keys count.
         wanted: "dalibi_slopes", "dsink", "dbias": those whose gradients are.
         corner: where it begins, if it is a part of a call.
@@ -74,6 +75,7 @@ class Features:
     mask: Array | None = None
     dropout_seed: Array | None = None
     block_mask: BlockMask | None = None
+    mod_arrays: tuple[Array, ...] = ()
     sequences: Sequences | None = None
     wanted: tuple[str, ...] = ()
     corner: Corner = _WHOLE

@@ -24,7 +24,8 @@ def forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem, of: Chun
     O, added = np.zeros_like(Q), of.added
     m, l = sinks.start(of.sink, (*Q.shape[:2], 1), Q.dtype)
     for keys, visible in key_tiles(rows, p, of.mask):
-        S, visible = added.to(scores(Q, K[:, keys], p), rows, keys), added.visible(visible, rows, keys)
+        S = added.to(scores(Q, K[:, keys], p), rows, keys)
+        visible = added.visible(S, visible, rows, keys)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
         m_new = np.maximum(m, S.max(axis=-1, keepdims=True))

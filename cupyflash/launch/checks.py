@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays.adapters import Native, Signature, place
 from ..block_mask import code_of
 from ..errors import ArgumentError
+from ..mods.description import read
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
 from ..plan.extents import Extents
@@ -40,6 +41,7 @@ def check(
         features["bias"] = Bias.of(found["mask"][0], "bool")
     if "block_tiles" in found:
         features["block_mask"] = code_of(found["block_tiles"][0])
+    features["mod_shapes"] = _shapes_of_mods(options.mods, found, dtypes)
     problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)
     if packed is None and problem.kv_range:
         check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)
@@ -52,7 +54,7 @@ def check(
     signatures = [library.describe(name, key) for name, key in found.items()]
     for name, sig in zip(names, signatures, strict=True):
         row = which.rows[name]
-        if name not in "qkv" and not row.like and name not in lengths:
+        if name not in "qkv" and not row.like and not row.free and name not in lengths:
             _check_own(row, sig, dtypes[name], problem, device)
         if sig.device != device:
             raise ArgumentError(f"{name}: expected the device of q, {place(device)}, got {place(sig.device)}")
@@ -62,6 +64,19 @@ def check(
                 "make a contiguous copy first"
             )
     return problem, signatures
+
+
+def _shapes_of_mods(
+    mods: str, found: Mapping[str, tuple[Any, ...]], dtypes: Mapping[str, str]
+) -> tuple[tuple[int, ...], ...]:
+    """Of the arrays that mods read, which are what their text says."""
+    given = [name for name in found if name.startswith("mod_array_")]
+    wanted = read(mods).arrays
+    if [(dtypes[x], len(found[x][0])) for x in given] != [(x.dtype, x.dims) for x in wanted]:
+        said = ", ".join(f"{x.name} of {x.dtype} with {x.dims} dimensions" for x in wanted) or "none"
+        got = ", ".join(f"{dtypes[x]} {tuple(found[x][0])}" for x in given) or "none"
+        raise ArgumentError(f"mod_arrays: expected {said}; got {got}")
+    return tuple(tuple(found[x][0]) for x in given)
 
 
 def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, device: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..gpu import tensormap
 from ..gpu.tensormap import TensorMap
+from ..operand import MOD_LIMIT
 from ..operands import Number, Operand, Pass
 from ..plan.extents import Extents, Kernels
 from ..plan.families import Plan
@@ -56,6 +57,8 @@ def fill_plain(params: np.ndarray, rows: Mapping[str, Operand], arrays: Arrays, 
     for name, (shape, strides) in arrays.items():
         if rows[name].broadcasts:
             params[f"{rows[name].member}_stride"] = score_steps(shape, strides)
+        if rows[name].free:
+            params[f"{rows[name].member}_lengths"] = (*shape, 1, 1, 1, 1)[:MOD_LIMIT]
         if rows[name].strided:
             row, head, batch = rows[name].axes(layout)
             params[f"{rows[name].member}_stride"] = strides[batch], strides[row], strides[head]

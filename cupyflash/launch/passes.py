@@ -44,6 +44,7 @@ class Given:
         bias: the number of what is added to the scores, or of a mask; None: nothing is.
         broadcast: what broadcasts, given or made, in the table's order.
         block_mask: the number of the tiles of a block mask; None: there is none.
+        of_mods: the numbers of the arrays that mods read.
         asked: what all of them say of the spec.
         by_tma, by_hand: take the arrays with strides that the sm90 family reads by TMA, and the others of them.
         kind: what of this decides the kernels.
@@ -63,6 +64,7 @@ class Given:
         self.packed = number.get("cu_seqlens_q")
         self.alibi, self.dropout = number.get("alibi_slopes"), number.get("dropout_seed")
         self.block_mask = number.get("block_tiles")
+        self.of_mods = tuple(i for name, i in number.items() if rows[name].free)
         of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
         learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
         self.added = tuple(number[name] for name in ("bias", "mask") if name in number)

@@ -69,14 +69,14 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int],
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int, Any],
     bias: Bias | None, paired_bias: bool, batch: int, aligned: bool, tma: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`dims`: how many dimensions the slopes and the seed of dropout have, and `Problem.block_mask`; `batch`: 0 for any
-    call without work; `wish`: so that another value in the environment is another question."""
+    """`dims`: how many dimensions the slopes and the seed of dropout have, `Problem.block_mask` and `mod_shapes`;
+    `batch`: 0 for any call without work; `wish`: so that another value in the environment is another question."""
     shape, sequences = ((1, 1, head_dim), batch) if of.packed else ((batch, 1, 1, head_dim), None)
     features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
-    features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2]}
+    features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2], "mod_shapes": dims[3]}
     problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
     known: dict[str, Any] = {name: getattr(of, name) for name in ("dalibi", "dsink", "dbias", "clocks")}
     known |= {"backward": backward, "paired_bias": paired_bias, "family": family()}
@@ -109,7 +109,7 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
         sizes = sizes_of(found, head_dim)
         for i, row in given.others:
             own, _, kind, where = keys[i]
-            fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype
+            fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype or row.free
             if row.broadcasts and not row.dtype:
                 fits = fits or (library.dtype_name(kind) == "fp32" and library.dtype_name(dtype) in HALF)
             if not fits or where != device or not row.fits(own, sizes, given.packed is not None):
@@ -188,7 +188,8 @@ def prepare(
     alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
     bias = _bias_of(given, library, signatures, extents, aligned)
     block_mask = 0 if given.block_mask is None else code_of(keys[given.block_mask][0])
-    asks = *asked_of, given.asked, (alibi, dropout, block_mask), *bias, has_work, rows_aligned
+    mod_shapes = tuple(keys[i][0] for i in given.of_mods)
+    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes), *bias, has_work, rows_aligned
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, tma, wish())

@@ -221,7 +221,8 @@ def _features(
     if "block_tiles" in arrays:
         tiles, bits = (np.asarray(arrays.pop(name)) for name in ("block_tiles", "block_bits"))
         blocks = BlockMask(tiles, bits, problem.seqlen_q, problem.seqlen_k)
-    return Features(**arrays, block_mask=blocks, sequences=sequences, wanted=wanted)
+    of_mods = tuple(np.asarray(arrays.pop(name)) for name in list(arrays) if name.startswith("mod_array_"))
+    return Features(**arrays, mod_arrays=of_mods, block_mask=blocks, sequences=sequences, wanted=wanted)
 
 
 def _contiguous(x: np.ndarray) -> np.ndarray:

@@ -137,7 +137,7 @@ def _with_room(shape: DecodeTile, p: CacheProblem, room: int, own: int) -> Decod
     return less.with_stages(max(1, (room - 1024) // own))
 
 
-def _flags(p: CacheProblem, aligned: bool) -> dict[str, bool]:
+def _flags(p: CacheProblem, aligned: bool) -> dict[str, Any]:
     least = LEAST_UNIT if p.alibi else 0
     left, right = p.window
     causal = (left, right) == (None, 0)

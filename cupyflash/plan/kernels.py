@@ -39,6 +39,7 @@ class Main(Variant):
     masked_bias: bool = False
     dropout: bool = False
     block_mask: bool = False
+    mods: str = ""
 
     @property
     def smem_bytes(self) -> int:
@@ -105,6 +106,7 @@ class Convert(Delta):
     block_mask: bool = False
     mask: bool = False
     masked_bias: bool = False
+    mods: str = ""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,11 @@ _SCORE_STRIDES = Struct(
     tuple(Field(name, "long long") for name in ("batch", "head", "row", "key")),
     "The same of what scores have: by sequence, head of q, query and key; 0 where it is broadcast.",
 )
+_LENGTHS = Struct(
+    "Lengths",
+    tuple(Field(name, "int") for name in "abcd"),
+    "Of the dimensions of an array that mods read; 1 of those that it lacks.",
+)
 _PROBLEM = Struct(
     "Problem",
     (
@@ -76,13 +81,13 @@ _SCHEDULE = Struct(
     ),
     "What the plan chose for it.",
 )
-COMMON = (_STRIDES, _SCORE_STRIDES, _PROBLEM, _SCHEDULE)
+COMMON = (_STRIDES, _SCORE_STRIDES, _LENGTHS, _PROBLEM, _SCHEDULE)
 
 
 def _pointer(row: Operand, which: Pass) -> Field:
     use = which.uses[row.name]
     shape = f"like {row.like}" if row.like in which.rows else f"[{', '.join(row.dims)}]"
-    shape = f"broadcasts to {shape}" if row.broadcasts and not row.like else shape
+    shape = f"broadcasts to {shape}" if row.broadcasts and not row.like else "of any shape" if row.free else shape
     facts = [shape if row.strided or row.hopper or row.broadcasts else f"{shape}, contiguous", use.text]
     if row.feature and "null:" not in use.text:
         facts.append("null: not given")
@@ -92,6 +97,8 @@ def _pointer(row: Operand, which: Pass) -> Field:
 
 
 def _strides(row: Operand) -> list[Field]:
+    if row.free:
+        return [Field(f"{row.member}_lengths", "Lengths")]
     kind = "ScoreStrides" if row.broadcasts else "Strides"
     return [Field(f"{row.member}_stride", kind)] * (row.strided or row.broadcasts)
 
@@ -157,9 +164,9 @@ def dtype_of(struct: Struct, inner: Mapping[str, np.dtype[Any]]) -> np.dtype[np.
     return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size})
 
 
-STRIDES, SCORE_STRIDES, PROBLEM, SCHEDULE = (dtype_of(struct, _SCALARS) for struct in COMMON)
+STRIDES, SCORE_STRIDES, LENGTHS, PROBLEM, SCHEDULE = (dtype_of(struct, _SCALARS) for struct in COMMON)
 COMMON_DTYPES = _SCALARS | {
-    struct.name: kind for struct, kind in zip(COMMON, (STRIDES, SCORE_STRIDES, PROBLEM, SCHEDULE), strict=True)
+    struct.name: kind for struct, kind in zip(COMMON, (STRIDES, SCORE_STRIDES, LENGTHS, PROBLEM, SCHEDULE), strict=True)
 }
 
 

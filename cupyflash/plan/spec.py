@@ -30,6 +30,8 @@ class Spec(NamedTuple):
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap.
+        mods: a user's expressions, which count as a bias; mod_shapes: of the arrays that they read, by value like
+            softcap.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -60,6 +62,8 @@ class Spec(NamedTuple):
     dropout: int = 0
     dropout_p: float = 0.0
     block_mask: int = 0
+    mods: str = ""
+    mod_shapes: tuple[tuple[int, ...], ...] = ()
     is_empty: bool = False
     backward: bool = False
     unaligned: bool = False
@@ -99,7 +103,7 @@ class Spec(NamedTuple):
             kv_range=problem.kv_range,
             sink=problem.sink,
             dsink=dsink and problem.sink and bool(asked.get("backward")),
-            bias=problem.bias is not None,
+            bias=problem.bias is not None or bool(problem.mods),
             wide_bias=problem.bias is not None and problem.bias.dtype == "fp32",
             mask=is_mask or masked_bias,
             paired_bias=problem.bias is not None and paired_bias,
@@ -108,6 +112,8 @@ class Spec(NamedTuple):
             dropout=problem.dropout,
             dropout_p=problem.dropout_p,
             block_mask=problem.block_mask,
+            mods=problem.mods,
+            mod_shapes=problem.mod_shapes,
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,

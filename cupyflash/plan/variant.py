@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
+from ..mods.description import Mods, read
 from .spec import Spec
 
 _ELEMENTS = {"bf16": "Bf16", "fp16": "Fp16"}
@@ -81,15 +82,24 @@ class Variant:
     @classmethod
     def of(cls: type[_Kind], spec: Spec, tile: Tile) -> _Kind:
         """The variant that a spec takes: its flags are the spec's fields of these names."""
-        flags = [f.name for f in fields(cls) if f.name not in _NO_FLAGS]
-        return cls(spec.dtype, spec.head_dim, tile, **{name: bool(getattr(spec, name)) for name in flags})
+        flags: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(cls) if f.name not in _NO_FLAGS}
+        flags = {name: x if name == "mods" else bool(x) for name, x in flags.items()}
+        return cls(spec.dtype, spec.head_dim, tile, **flags)
 
     @functools.cached_property
     def constants(self) -> dict[str, int]:
         """What the kernel knows when it is compiled, by name."""
         found = {"head_dim": self.head_dim, "block_m": self.tile.block_m, "warps": self.tile.warps}
         found |= {f.name: getattr(self.tile, f.name) for f in fields(self.tile) if f.name != "blocks_per_sm"}
-        return found | {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NO_FLAGS}
+        found |= {f.name: bool(getattr(self, f.name)) for f in fields(self) if f.name not in _NO_FLAGS}
+        mods = self._mods
+        return found | {"score_mod": mods.score is not None, "mask_mod": mods.mask is not None} if mods else found
+
+    @property
+    def _mods(self) -> Mods | None:
+        """A user's expressions, if the kernel has some."""
+        text = getattr(self, "mods", "")
+        return read(text) if text else None
 
     @functools.cached_property
     def block_m(self) -> int:
@@ -117,6 +127,7 @@ class Variant:
     @functools.cached_property
     def symbol(self) -> str:
         flags = [name for name, value in self.constants.items() if value is True]
+        flags += [hashlib.sha256(self._mods.text.encode()).hexdigest()[:12]] if self._mods else []
         return "_".join([self.header, self.dtype, f"d{self.head_dim}", self.tile.name, *flags])
 
     def source(self) -> str:
@@ -128,7 +139,9 @@ class Variant:
         return (
             f"// kernels_cu {digest()}\n"
             f'#include "{self.folder}/{self.header}.cuh"\n\n'
+            f"{self._mods.source if self._mods else ''}"
             f"struct Variant {{\n    using Element = {_ELEMENTS[self.dtype]};\n{constants}"
+            f"{'    using Mods = mods::Mods;' + chr(10) if self._mods else ''}"
             f"    static constexpr int kSmemBytes = {self.smem_bytes};  // what is launched with\n}};\n\n"
             f"static_assert(sizeof({self.params_name}) == {self.params.itemsize});\n\n"
             f'extern "C" __global__ void __launch_bounds__({self.threads}, {self.tile.blocks_per_sm})'

@@ -227,16 +227,15 @@ def _backward_rule(keys: Any, *values: Any) -> Any:
 def _forward_by_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
     arrays, options, _ = ops.read(FORWARD, values)
     dims = dict(zip(ops.inputs_of(FORWARD), in_dims, strict=False))
-    return batched(FORWARD, lambda x: ops.forward(x, options), info.batch_size, arrays, dims)
+    return batched(FORWARD, lambda x: ops.forward(x, options), info.batch_size, arrays, dims, (), bool(options.mods))
 
 
 def _backward_by_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
     arrays, options, wanted = ops.read(BACKWARD, values)
     dims = dict(zip(ops.inputs_of(BACKWARD), in_dims, strict=False))
     made = BACKWARD.made(arrays, wanted)
-    found, _ = batched(
-        BACKWARD, lambda x: tuple(ops.backward(x, options, wanted).values()), info.batch_size, arrays, dims, wanted
-    )
+    call: Any = lambda x: tuple(ops.backward(x, options, wanted).values())  # noqa: E731
+    found, _ = batched(BACKWARD, call, info.batch_size, arrays, dims, wanted, bool(options.mods))
     results = ops.all_of(BACKWARD, dict(zip(made, found, strict=True)), arrays["q"])
     return results, tuple(0 if name in made else None for name in ops.results_of(BACKWARD))
 

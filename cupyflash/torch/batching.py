@@ -14,7 +14,7 @@ Call = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
 
 def batched(
     which: Pass, call: Call, size: int, arrays: Mapping[str, Tensor], dims: Mapping[str, int | None],
-    wanted: tuple[str, ...] = (),
+    wanted: tuple[str, ...] = (), one_by_one: bool = False,
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # fmt: skip
     """The results of calls for each index of a mapped dimension, and where they have it.
 
@@ -23,13 +23,20 @@ def batched(
         size: the length of the mapped dimension.
         dims: where each array has it; None: nowhere.
         wanted: optional gradients.
+        one_by_one: since the number of a sequence means something.
     """
     mapped = {name: dim for name in arrays if (dim := dims[name]) is not None}
     first = {name: x.movedim(mapped[name], 0) if name in mapped else x for name, x in arrays.items()}
     batch = first["q"].shape[int("q" in mapped)]
-    batched = {name for name, x in first.items() if _has_batch(which, name, x.shape[int(name in mapped) :], batch)}
-    if not {"cu_seqlens_q", "block_tiles"}.isdisjoint(arrays) or not all(
-        name in batched or (name not in mapped and f"d{name}" not in wanted) for name in first
+    batched = {
+        name
+        for name, x in first.items()
+        if not one_by_one and _has_batch(which, name, x.shape[int(name in mapped) :], batch)
+    }
+    if (
+        one_by_one
+        or not {"cu_seqlens_q", "block_tiles"}.isdisjoint(arrays)
+        or not all(name in batched or (name not in mapped and f"d{name}" not in wanted) for name in first)
     ):
         found = [call({name: x[i] if name in mapped else x for name, x in first.items()}) for i in range(size)]
         return tuple(torch.stack(same) for same in zip(*found, strict=True)), (0,) * len(found[0])

@@ -29,6 +29,7 @@ OPTIONS = (
     ("deterministic", "bool"),
     ("softcap", "float?"),
     ("dropout_p", "float"),
+    ("mods", "str"),
 )
 _LSE = ("lse",)
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)

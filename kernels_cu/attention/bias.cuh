@@ -7,8 +7,16 @@
 #include "attention/sequence.cuh"
 #include "tile/tile.cuh"
 
+// What is added to scores: nothing, a bias or a mask, both, or whatever a user's mods make of them (modified.cuh).
+enum AddedKind { kNothingAdded, kBiasOrMask, kBiasAndMask, kModified };
+template <class V>
+constexpr AddedKind added_kind() {
+    if constexpr (!V::kBias) return kNothingAdded;
+    else return V::kMods ? kModified : V::kMaskedBias ? kBiasAndMask : kBiasOrMask;
+}
+
 // The bias of a head: of() it; from() a query and a key on. Without one nothing is left of all this.
-template <class V, int kArrays = V::kBias ? V::kMaskedBias ? 2 : 1 : 0>
+template <class V, AddedKind kKind = added_kind<V>()>
 struct Bias {
     struct At {
         __device__ float biased(float s) const { return s; }
@@ -104,7 +112,7 @@ struct AddedArray {
 
 // One of them.
 template <class V>
-struct Bias<V, 1> : AddedArray<V, V::kMask> {
+struct Bias<V, kBiasOrMask> : AddedArray<V, V::kMask> {
     using At = Addend;
 
     template <class Params>
@@ -115,7 +123,7 @@ struct Bias<V, 1> : AddedArray<V, V::kMask> {
 
 // Both: what the mask hides is hidden, whatever the bias holds.
 template <class V>
-struct Bias<V, 2> {
+struct Bias<V, kBiasAndMask> {
     using Numbers = AddedArray<V, false>;
     using Mask = AddedArray<V, true>;
     using Element = typename Numbers::Element;

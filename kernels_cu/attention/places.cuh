@@ -6,7 +6,7 @@
 // given asks where to read (bias.cuh).
 #ifndef CUPYFLASH_PLACES_CUH
 #define CUPYFLASH_PLACES_CUH
-#include "attention/bias.cuh"
+#include "attention/modified.cuh"
 
 template <class V>
 struct Score;
@@ -85,8 +85,12 @@ struct Places<V, true> {
         typename Alibi<V>::At alibi;
         typename Bias<V>::At bias;
 
-        __device__ float biased(float s) const { return bias.biased(alibi.biased(s)); }
+        __device__ float biased(float s) const {
+            if constexpr (added_kind<V>() == kModified) return alibi.biased(bias.biased(s));  // @alibi-behind-mods
+            else return bias.biased(alibi.biased(s));
+        }
         __device__ bool hides() const { return bias.hides(); }
+        __device__ float derivative(float s) const { return bias.derivative(s); }
     };
     template <class BiasFrom>
     struct From {

@@ -51,7 +51,7 @@ struct Softcap<true, true> : Softcap<true, false> {
 template <class V>
 struct Score {
     using At = typename Places<V>::At;
-    static constexpr bool kNatural = V::kBias;
+    static constexpr bool kNatural = V::kBias, kModded = is_score_modded<V>();
     float scale;        // of the raw score; the gradients with respect to q and k are multiplied by it at their end
     float unit;         // value() times this is the score
     float log2_factor;  // > 0: value() times this is the score in powers of two
@@ -68,10 +68,7 @@ struct Score {
           log2_factor(unit * kLog2e),
           softcap(p) {}
 
-    __device__ float value(float s, At at) const {
-        if constexpr (V::kSoftcap) return at.biased(softcap.value(s));
-        else return at.biased(V::kScaleFirst || kNatural ? s * scale : s);  // @scaled-first
-    }
+    __device__ float value(float s, At at) const { return at.biased(own(s)); }
 
     // P in powers of two; lse too, as row_stats has it.
     __device__ float exponent(float s, At at, float lse) const {
@@ -80,12 +77,27 @@ struct Score {
     }
     __device__ float P(float s, At at, float lse) const { return ptx::ex2(exponent(s, at, lse)); }
     // By which dP - delta is multiplied to make dS. kWeightIsP: it is P.
-    static constexpr bool kWeightIsP = !V::kSoftcap;
-    __device__ float weight(float s, float P) const {
-        if constexpr (V::kSoftcap) return P * softcap.derivative(s);  // @softcap-derived
+    static constexpr bool kWeightIsP = !V::kSoftcap && !kModded;
+    __device__ float weight(float s, float P, At at) const {
+        if constexpr (kModded)
+            return P == 0.f ? 0.f : P * at.derivative(own(s)) * softcap_derivative(s);  // @mod-derived
+        else if constexpr (V::kSoftcap) return P * softcap.derivative(s);               // @softcap-derived
         else return P;
     }
-    __device__ float dS(float s, float P, float dP, float delta) const { return weight(s, P) * (dP - delta); }
+    __device__ float dS(float s, float P, float dP, float delta, At at) const {
+        return weight(s, P, at) * (dP - delta);
+    }
+
+  private:
+    // The score before its place has a say.
+    __device__ float own(float s) const {
+        if constexpr (V::kSoftcap) return softcap.value(s);
+        else return V::kScaleFirst || kNatural ? s * scale : s;  // @scaled-first
+    }
+    __device__ float softcap_derivative(float s) const {
+        if constexpr (V::kSoftcap) return softcap.derivative(s);
+        else return 1.f;
+    }
 };
 
 #endif  // CUPYFLASH_SCORE_CUH

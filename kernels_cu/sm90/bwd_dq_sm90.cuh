@@ -269,7 +269,8 @@ struct BwdDqGroup {
         }
         dP.for_each([&](int row, int col, float &dp) {
             const float s = S.x[0][col / 8][row / 8 * 2 + col % 2];
-            dp = score.dS(s, score.P(s, places(row, col), stats[row / 8][0]), dp, stats[row / 8][1]);
+            const auto at = places(row, col);
+            dp = score.dS(s, score.P(s, at, stats[row / 8][0]), dp, stats[row / 8][1], at);
         });
         bool masked;
         if constexpr (V::kBlockMask) masked = tile.at(number).sight(group) != kWhole;

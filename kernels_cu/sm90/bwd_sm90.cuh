@@ -260,12 +260,14 @@ struct BwdGroup {
                 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
-                    const float s = P.x[0][j][e], p_ij = score.P(s, places(8 * j + e % 2, 8 * (e / 2)), lse);
+                    const auto at = places(8 * j + e % 2, 8 * (e / 2));
+                    const float s = P.x[0][j][e], p_ij = score.P(s, at, lse);
                     const bool keeps = kept(8 * (e / 2), 8 * j + e % 2);
-                    const float dp_ij = dropout.of_kept(keeps, dS.x[0][j][e]), ds_ij = score.dS(s, p_ij, dp_ij, delta);
+                    const float dp_ij = dropout.of_kept(keeps, dS.x[0][j][e]);
+                    const float ds_ij = score.dS(s, p_ij, dp_ij, delta, at);
                     if constexpr (Emitted<V>::kAny) {
                         const float by_score = p_ij * (dp_ij - delta);
-                        emitted.add(!kMasked || visible(j, e) ? by_score : 0.f, places(8 * j + e % 2, 8 * (e / 2)));
+                        emitted.add(!kMasked || visible(j, e) ? by_score : 0.f, at);
                     }
                     P.x[0][j][e] = !kMasked || visible(j, e) ? dropout.of_kept(keeps, p_ij) : 0.f;
                     dS.x[0][j][e] = !kMasked || visible(j, e) ? ds_ij : 0.f;

@@ -47,7 +47,7 @@ class Buffers:
         """An input."""
         row = self.which.rows[name]
         if not (row.strided or row.broadcasts):
-            x = barely_aligned(np.ascontiguousarray(x, DTYPES[row.dtype]))
+            x = barely_aligned(np.ascontiguousarray(x, None if row.free else DTYPES[row.dtype]))
         self.address[name] = self.memory.input(name, x)
         self._keep(name, x.shape, tuple(s // x.itemsize for s in x.strides))
 
@@ -106,7 +106,7 @@ class Buffers:
         rows, (plain, hopper) = self.which.rows, (np.zeros((), kind) for kind in params_of(self.which))
         for name, address in (self._defaults() | self.address).items():
             plain[rows[name].member] = address
-        strides = self.strides | self.broadcast
+        strides = self.strides | self.broadcast | {name: () for name in self.shape if rows[name].free}
         fill_plain(plain, rows, {name: (self.shape[name], own) for name, own in strides.items()}, "bshd")
         fill_problem(plain, self.which, problem, plan)
         hopper["plain"] = plain

@@ -1,0 +1,141 @@
+"""What mods compute, and what they read: from their text to trees and to C++."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import ArgumentError
+from .evaluate import evaluate
+from .expression import BOOL, FUNCTIONS, NAMES, Node
+from .parse import parse
+
+LIMIT = 4  # arrays, and dimensions of each
+# Element types that a mod reads, in C++.
+ELEMENTS = {
+    "fp32": "float", "fp64": "double", "fp16": "Fp16", "bf16": "Bf16", "int32": "int", "int64": "long long",
+    "bool": "unsigned char",
+}  # fmt: skip
+
+
+_HEADS = (
+    "template <class S>\n    __device__ S score_mod(S score, int b, int h, int q, int k) const",
+    "__device__ bool mask_mod(int b, int h, int q, int k) const",
+)
+
+
+class Read(NamedTuple):
+    """An array that mods read."""
+
+    name: str
+    dtype: str
+    dims: int
+
+
+class Mods(NamedTuple):
+    """`score` is None where only keys are hidden, `mask` where none are; arrays are in the order of a call's."""
+
+    arrays: tuple[Read, ...]
+    score: Node | None
+    mask: Node | None
+
+    @property
+    def text(self) -> str:
+        lines = [f"array {x.name} {x.dtype} {x.dims}" for x in self.arrays]
+        lines += [f"{what} {node.text}" for what, node in (("score_mod", self.score), ("mask_mod", self.mask)) if node]
+        return "\n".join(lines)
+
+    @property
+    def source(self) -> str:
+        """The struct that kernels take them from."""
+        members = "".join(f"    ModArray<{ELEMENTS[x.dtype]}, {x.dims}> {x.name};\n" for x in self.arrays)
+        made = [f"{x.name}(p.mod_array_{i}, p.mod_array_{i}_lengths)" for i, x in enumerate(self.arrays)]
+        functions = "".join(
+            f"    {head} {{\n        return {node.text};\n    }}\n"
+            for head, node in zip(_HEADS, (self.score, self.mask), strict=True)
+            if node is not None
+        )
+        return (
+            f"namespace mods {{\nstruct Mods {{\n{members}    template <class Params>\n"
+            f"    __device__ explicit Mods(const Params &p){' : ' * bool(made)}{', '.join(made)} {{}}\n{functions}}};\n"
+            "}  // namespace mods\n\n"
+        )
+
+    def of_scores(self, score: Any, b: Any, h: Any, q: Any, k: Any, arrays: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """(value, derivative by the score, whether the key is visible) of a tile of scores, for NumPy.
+
+        Args:
+            score: of the type in which to compute; b, h, q, k: places, which broadcast to its shape.
+            arrays: those of `self.arrays`.
+        """
+        dtype, named = score.dtype.type, {x.name: array for x, array in zip(self.arrays, arrays, strict=True)}
+        names = {"b": b, "h": h, "q": np.asarray(q, np.int64), "k": np.asarray(k, np.int64)}
+        value, derivative, visible = score, dtype(1), np.ones((), bool)
+        with np.errstate(all="ignore"):
+            if self.score is not None:
+                value, derivative = evaluate(self.score, names | {"score": score}, named, dtype)
+                of_zero, _ = evaluate(self.score, names | {"score": np.zeros_like(score)}, named, dtype)
+                visible = ~np.isneginf(np.asarray(of_zero, dtype))
+            if self.mask is not None:
+                visible = visible & np.asarray(evaluate(self.mask, names, named, dtype)[0]).astype(bool)
+        value, derivative = (np.broadcast_to(np.asarray(x, dtype), score.shape) for x in (value, derivative))
+        return value, derivative, np.broadcast_to(visible, score.shape)
+
+
+@functools.lru_cache(maxsize=256)
+def read(text: str) -> Mods:
+    """The mods of a text.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    arrays, nodes = [], {}
+    for line in text.splitlines():
+        what, _, rest = line.partition(" ")
+        if what == "array":
+            label, dtype, dims = rest.split()
+            arrays.append(Read(label, dtype, int(dims)))
+        else:
+            nodes[what] = parse(rest, what, {x.name: (x.dtype, x.dims) for x in arrays})
+    return make(tuple(arrays), nodes.get("score_mod"), nodes.get("mask_mod"))
+
+
+def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mods:
+    """Mods of these trees, checked.
+
+    Raises:
+        ArgumentError: names, kinds or counts are not what they must be.
+    """
+    if score is not None and score.kind == BOOL:
+        raise ArgumentError("score_mod: expected a number for each score, got a bool; hide keys by mask_mod")
+    if mask is not None and mask.uses_score:
+        raise ArgumentError("mask_mod: expected an expression of b, h, q, k, got one of the score; use score_mod")
+    if mask is not None and mask.kind != BOOL:
+        raise ArgumentError(f"mask_mod: expected True or False for each key, got {mask.kind}; compare it")
+    if len(arrays) > LIMIT:
+        raise ArgumentError(f"mod_arrays: expected at most {LIMIT} that are read, got {len(arrays)}; put some together")
+    for label, dtype, dims in arrays:
+        if not label.isidentifier() or label in NAMES or label in FUNCTIONS or label in _TAKEN or label.startswith("_"):
+            raise ArgumentError(f"mod_arrays: expected names of their own, got {label!r}; rename it")
+        if dtype not in ELEMENTS:
+            raise ArgumentError(
+                f"mod_arrays: {label}: expected one of the dtypes {', '.join(ELEMENTS)}, got {dtype}; cast it"
+            )
+        if not 1 <= dims <= LIMIT:
+            raise ArgumentError(f"mod_arrays: {label}: expected 1 to {LIMIT} dimensions, got {dims}")
+    return Mods(arrays, score, mask)
+
+
+# C++ has its own meaning of these, or the generated source has.
+_TAKEN = {
+    "Dual", "Mods", "S", "Variant", "alignas", "alignof", "and", "asm", "auto", "bool", "break", "case", "catch",
+    "char", "class", "const", "constexpr", "continue", "decltype", "default", "delete", "do", "double", "else",
+    "enum", "explicit", "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline", "int", "kv",
+    "kv_idx", "lane", "long", "mask_mod", "mods", "mutable", "namespace", "new", "noexcept", "not", "nullptr",
+    "operator", "or", "p", "private", "protected", "ptx", "public", "q_idx", "register", "return", "score_mod",
+    "short", "signed", "sizeof", "static", "struct", "switch", "template", "this", "throw", "true", "try",
+    "typedef", "typeid", "typename", "union", "unsigned", "using", "virtual", "void", "volatile", "warp", "while",
+    "xor"
+}  # fmt: skip

@@ -1,0 +1,105 @@
+"""The value of an expression on NumPy arrays, and its derivative by the score: by dual numbers, as in the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .expression import FLOAT, INT, Node
+
+Dual = tuple[Any, Any]  # value, derivative; 0 where the value knows nothing of the score
+
+
+def evaluate(node: Node, names: Mapping[str, Any], arrays: Mapping[str, np.ndarray], dtype: Any) -> Dual:
+    """Value and derivative where `names` says what score and places are; floats of type `dtype`."""
+    if node.op == "number":
+        return (dtype(node.value) if node.kind == FLOAT else node.value), 0
+    if node.op == "name":
+        return (dtype(np.inf), 0) if node.value == "inf" else (names[str(node.value)], dtype(node.value == "score"))
+    found = [evaluate(x, names, arrays, dtype) for x in node.args]
+    values, slopes = [x for x, _ in found], [d for _, d in found]
+    if node.op == "load":
+        x = arrays[str(node.value)]
+        inside = [np.clip(i, 0, max(0, n - 1)) for i, n in zip(values, x.shape, strict=True)]
+        element = x[tuple(inside)] if x.size else np.zeros(np.broadcast(*inside).shape if inside else (), x.dtype)
+        return (
+            element.astype(dtype) if node.kind == FLOAT else element.astype(np.int64) if node.kind == INT else element
+        ), 0
+    if node.op == "?":
+        condition, yes, no = values
+        return np.where(condition, yes, no), np.where(condition, slopes[1], slopes[2])
+    if node.kind == FLOAT:
+        values = [x if np.asarray(x).dtype == dtype else np.asarray(x).astype(dtype) for x in values]
+        rule = _FLOATS[node.op]
+        return rule(*values, *slopes)
+    if node.kind == INT:
+        values = [x.astype(np.int64) if x.dtype == bool else x for x in map(np.asarray, values)]
+    return _OTHERS[node.op](*values), 0
+
+
+def _chosen(pick: Callable[[Any, Any], Any]) -> Callable[..., Dual]:
+    def rule(a: Any, b: Any, da: Any, db: Any) -> Dual:
+        takes_b = pick(a, b)
+        return np.where(takes_b, b, a), np.where(takes_b, db, da)
+
+    return rule
+
+
+def _power(a: Any, b: Any, da: Any, db: Any) -> Dual:
+    value = np.power(a, b)
+    return value, np.where(np.asarray(da) != 0, da * b * np.power(a, b - 1), 0) + np.where(
+        np.asarray(db) != 0, db * value * np.log(a), 0
+    )
+
+
+def _sigmoid(x: Any, d: Any) -> Dual:
+    y = 1 / (1 + np.exp(-x))
+    return y, d * (y * (1 - y))
+
+
+_FLOATS: dict[str, Callable[..., Dual]] = {
+    "+": lambda a, b, da, db: (a + b, da + db),
+    "-": lambda a, b, da, db: (a - b, da - db),
+    "*": lambda a, b, da, db: (a * b, da * b + a * db),
+    "divide": lambda a, b, da, db: (a / b, (da - a / b * db) / b),
+    "neg": lambda a, da: (-a, -da),
+    "abs": lambda a, da: (np.abs(a), np.where(a < 0, -da, da)),
+    "min": _chosen(lambda a, b: b < a),
+    "max": _chosen(lambda a, b: a < b),
+    "floor": lambda a, da: (np.floor(a), 0),
+    "exp": lambda a, da: (np.exp(a), da * np.exp(a)),
+    "exp2": lambda a, da: (np.exp2(a), da * (np.exp2(a) * a.dtype.type(np.log(2)))),
+    "log": lambda a, da: (np.log(a), da / a),
+    "log2": lambda a, da: (np.log2(a), da / (a * a.dtype.type(np.log(2)))),
+    "sqrt": lambda a, da: (np.sqrt(a), da / (2 * np.sqrt(a))),
+    "rsqrt": lambda a, da: (1 / np.sqrt(a), -da / (2 * a * np.sqrt(a))),
+    "tanh": lambda a, da: (np.tanh(a), da * (1 - np.tanh(a) * np.tanh(a))),
+    "sigmoid": _sigmoid,
+    "sin": lambda a, da: (np.sin(a), da * np.cos(a)),
+    "cos": lambda a, da: (np.cos(a), -da * np.sin(a)),
+    "pow": _power,
+}
+
+
+def _truncated(a: Any, b: Any) -> Any:
+    """a / b as C++ has it; 0 where b is."""
+    safe = np.where(np.asarray(b) == 0, 1, b)
+    return np.where(np.asarray(b) == 0, 0, np.sign(a) * np.sign(safe) * (np.abs(a) // np.abs(safe)))
+
+
+def _floored(a: Any, b: Any) -> Any:
+    safe = np.where(np.asarray(b) == 0, 1, b)
+    return np.where(np.asarray(b) == 0, 0, a // safe)
+
+
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "+": np.add, "-": np.subtract, "*": np.multiply, "neg": np.negative, "abs": np.abs,
+    "min": np.minimum, "max": np.maximum, "&": np.bitwise_and, "|": np.bitwise_or, "^": np.bitwise_xor,
+    "~": np.invert, "<<": np.left_shift, ">>": np.right_shift,
+    "<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal, "==": np.equal, "!=": np.not_equal,
+    "&&": np.logical_and, "||": np.logical_or, "!": np.logical_not,
+    "quotient": _truncated, "remainder": lambda a, b: a - b * _truncated(a, b),
+    "floordiv": _floored, "floormod": lambda a, b: a - b * _floored(a, b),
+}  # fmt: skip

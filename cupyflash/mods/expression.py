@@ -1,0 +1,173 @@
+"""Expressions of scores: trees of what a mod computes of a score and its place, typed when they are made.
+
+`text` of a tree is C++ as `kernels_cu/attention/mods.cuh` knows it, and is also what `parse` reads: the one form in
+which a mod is kept, compared and compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import ArgumentError
+
+# Kinds of values.
+BOOL, INT, FLOAT = "bool", "int", "float"
+PLACES = ("b", "h", "q", "k")  # of a score: sequence, head of q, query, key
+NAMES = {"score": FLOAT, **dict.fromkeys(PLACES, INT), "inf": FLOAT}
+
+_ARITHMETIC = ("+", "-", "*")
+_BITS = ("&", "|", "^")
+_COMPARE = ("<", "<=", ">", ">=", "==", "!=")
+_LOGIC = ("&&", "||")
+# Functions of numbers that are floats: name -> how many arguments.
+OF_FLOATS = {
+    "exp": 1, "exp2": 1, "log": 1, "log2": 1, "sqrt": 1, "rsqrt": 1, "tanh": 1, "sigmoid": 1, "sin": 1, "cos": 1,
+    "pow": 2,
+}  # fmt: skip
+OF_INTEGERS = ("quotient", "remainder", "floordiv", "floormod", "<<", ">>")  # of two
+OF_ANY = {"abs": 1, "min": 2, "max": 2}
+FUNCTIONS = (*OF_FLOATS, "quotient", "remainder", "floordiv", "floormod", *OF_ANY, "divide", "floor")
+INT_LIMIT = 2**31
+
+
+@dataclass(frozen=True)
+class Node:
+    """An operation, its operands, and the kind of its value.
+
+    Attributes:
+        op: an operator or function; "name", "number" or "load", of an array.
+        value: the number, the name, or the array's name.
+    """
+
+    op: str
+    args: tuple[Node, ...] = ()
+    kind: str = FLOAT
+    value: str | int | float = ""
+
+    @property
+    def text(self) -> str:
+        """In C++."""
+        a = [x.text for x in self.args]
+        if self.op == "number":
+            return _number_text(self.value)  # type: ignore[arg-type]
+        if self.op == "name":
+            return "inf()" if self.value == "inf" else str(self.value)
+        if self.op == "?":
+            return f"({a[0]} ? {a[1]} : {a[2]})"
+        if self.op in ("neg", "!", "~"):
+            return f"({'-' if self.op == 'neg' else self.op}{a[0]})"
+        if self.op == "load" or self.op in FUNCTIONS:
+            return f"{self.value if self.op == 'load' else self.op}({', '.join(a)})"
+        return f"({a[0]} {self.op} {a[1]})"
+
+    @property
+    def size(self) -> int:
+        """How many operations and values it consists of."""
+        return 1 + sum(x.size for x in self.args)
+
+    @property
+    def uses_score(self) -> bool:
+        return (self.op, self.value) == ("name", "score") or any(x.uses_score for x in self.args)
+
+
+def _number_text(value: float) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    if math.isinf(value):
+        return "inf()" if value > 0 else "(-inf())"
+    return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.f"
+
+
+def name(word: str) -> Node:
+    """`score`, a place or inf."""
+    return Node("name", (), NAMES[word], word)
+
+
+def number(value: float) -> Node:
+    """A constant: True, 1 or 1.0.
+
+    Raises:
+        ArgumentError: it is NaN, or an integer beyond 32 bits.
+    """
+    if isinstance(value, bool):
+        return Node("number", (), BOOL, value)
+    if isinstance(value, int):
+        if not -INT_LIMIT < value < INT_LIMIT:
+            raise ArgumentError(f"expected an integer of 32 bits, got {value}")
+        return Node("number", (), INT, value) if value >= 0 else apply("neg", number(-value))
+    if math.isnan(value):
+        raise ArgumentError("expected a number, got nan")
+    if value < 0:
+        return apply("neg", number(-value))
+    return name("inf") if value == math.inf else Node("number", (), FLOAT, float(value))
+
+
+def apply(op: str, *args: Node) -> Node:
+    """An operation on values.
+
+    Raises:
+        ArgumentError: the operation does not take values of these kinds, or so many.
+    """
+    kinds = [x.kind for x in args]
+    for test, count, kind in _RULES:
+        if test(op):
+            if len(args) != count(op):
+                raise ArgumentError(f"{op}: expected {count(op)} values, got {len(args)}")
+            return Node(op, args, kind(op, kinds))
+    raise ArgumentError(f"{op}: expected one of {', '.join(FUNCTIONS)}")
+
+
+def _numbers(op: str, kinds: list[str]) -> str:
+    """float if one is, else int."""
+    return FLOAT if FLOAT in kinds else INT
+
+
+def _integers(op: str, kinds: list[str]) -> str:
+    if FLOAT in kinds:
+        raise ArgumentError(f"{op}: expected integers, got a float")
+    return INT
+
+
+def _bits(op: str, kinds: list[str]) -> str:
+    _integers(op, kinds)
+    return BOOL if set(kinds) == {BOOL} else INT
+
+
+def _choice(op: str, kinds: list[str]) -> str:
+    return kinds[1] if kinds[1] == kinds[2] else _numbers(op, kinds[1:])
+
+
+_Rule = tuple[Callable[[str], bool], Callable[[str], int], Callable[[str, list[str]], str]]
+_RULES: tuple[_Rule, ...] = (
+    (lambda op: op in _ARITHMETIC, lambda op: 2, _numbers),
+    (lambda op: op == "neg", lambda op: 1, _numbers),
+    (lambda op: op in ("divide",), lambda op: 2, lambda op, kinds: FLOAT),
+    (lambda op: op == "floor", lambda op: 1, lambda op, kinds: FLOAT),
+    (lambda op: op in OF_INTEGERS, lambda op: 2, _integers),
+    (lambda op: op in _BITS, lambda op: 2, _bits),
+    (lambda op: op == "~", lambda op: 1, _integers),
+    (lambda op: op in _COMPARE, lambda op: 2, lambda op, kinds: BOOL),
+    (lambda op: op in _LOGIC, lambda op: 2, lambda op, kinds: BOOL),
+    (lambda op: op == "!", lambda op: 1, lambda op, kinds: BOOL),
+    (lambda op: op == "?", lambda op: 3, _choice),
+    (lambda op: op in OF_ANY, lambda op: OF_ANY[op], _numbers),
+    (lambda op: op in OF_FLOATS, lambda op: OF_FLOATS[op], lambda op, kinds: FLOAT),
+)
+
+
+def load(array: str, dtype: str, dims: int, *indices: Node) -> Node:
+    """An element of an array.
+
+    Raises:
+        ArgumentError: as many indices are not given as it has dimensions, or one is no integer.
+    """
+    if len(indices) != dims:
+        raise ArgumentError(f"{array}: expected an index for each of its {dims} dimensions, got {len(indices)}")
+    if any(x.kind == FLOAT for x in indices):
+        raise ArgumentError(f"{array}: expected integers as indices, got a float")
+    kind = BOOL if dtype == "bool" else INT if dtype.startswith("int") else FLOAT
+    return Node("load", indices, kind, array)

@@ -1,0 +1,79 @@
+"""Mods as a user gives them: expressions, functions, and arrays by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..arrays.imported import is_instance
+from ..errors import ArgumentError, UnsupportedError
+from .description import Mods, Read, make
+from .expression import Node
+from .parse import parse
+from .trace import captured, trace
+
+_DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
+_OPERANDS = tuple(f"mod_array_{i}" for i in range(4))
+
+
+def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+    """The text of mods, and the arrays that they read by the names of the table of arrays.
+
+    Raises:
+        ArgumentError: one is neither an expression nor a function of what it may be of.
+        UnsupportedError: an array asks for a gradient, and would get none.
+    """
+    arrays = dict(mod_arrays or {})
+    for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if mod is not None and not isinstance(mod, str) and not callable(mod):
+            raise ArgumentError(f"{what}: expected a C++ expression or a function, got a {type(mod).__name__}")
+        if callable(mod):
+            for label, x in captured(mod, _is_array).items():
+                if arrays.setdefault(label, x) is not x:
+                    raise ArgumentError(f"{what}: {label!r} is another array in mod_arrays; rename one of them")
+    described = tuple(sorted((label, *_described(label, x)) for label, x in arrays.items()))
+    if not callable(score_mod) and not callable(mask_mod):
+        mods = _of_expressions(score_mod, mask_mod, described)
+    else:
+        mods = _made(score_mod, mask_mod, described)
+    for x in mods.arrays:
+        if getattr(arrays[x.name], "requires_grad", False):
+            raise UnsupportedError(
+                f"mod_arrays: {x.name} requires grad, and mods have no gradient for their arrays; use .detach(), or "
+                "bias=, alibi_slopes= or sink=, which are learned"
+            )
+    return mods.text, {operand: arrays[x.name] for operand, x in zip(_OPERANDS, mods.arrays, strict=False)}
+
+
+def _described(label: str, x: Any) -> tuple[str, int]:
+    """dtype and dimensions of an array of any library."""
+    try:
+        dtype = str(x.dtype).removeprefix("torch.")
+        return _DTYPES.get(dtype, dtype), len(x.shape)
+    except AttributeError:
+        raise ArgumentError(f"mod_arrays: {label}: expected an array, got a {type(x).__name__}") from None
+
+
+def _is_array(x: Any) -> bool:
+    kinds = (("numpy", "ndarray"), ("torch", "Tensor"), ("cupy", "ndarray"), ("jax", "Array"))
+    return any(is_instance(x, *kind) for kind in kinds) and len(x.shape) > 0
+
+
+def _made(score_mod: Any, mask_mod: Any, described: tuple[tuple[str, str, int], ...]) -> Mods:
+    """Mods with the arrays that they read, in the order of names."""
+    known = {label: (dtype, dims) for label, dtype, dims in described}
+    nodes = []
+    for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        of: Callable[..., Node] = parse if isinstance(mod, str) else trace
+        nodes.append(None if mod is None else of(mod, what, known))
+    used = set().union(*(_read_by(node) for node in nodes if node is not None))
+    return make(tuple(Read(*x) for x in described if x[0] in used), *nodes)
+
+
+_of_expressions = functools.lru_cache(maxsize=256)(_made)
+
+
+def _read_by(node: Node) -> set[str]:
+    own = {str(node.value)} if node.op == "load" else set()
+    return own.union(*(_read_by(x) for x in node.args))

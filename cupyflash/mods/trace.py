@@ -1,0 +1,220 @@
+"""Python functions as trees: a function is called once, with symbols that write down what is done to them.
+
+Functions as FlexAttention takes them work as they are: arrays that a function's closure or module holds become arrays
+of the mod, and NumPy's, torch's and Python's own functions of symbols are known by their names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import ArgumentError
+from .expression import BOOL, FLOAT, FUNCTIONS, NAMES, Node, apply, load, name, number
+
+
+class Symbol:
+    """A value of each element: what is done to it is written down."""
+
+    __array_priority__ = 1000
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def __bool__(self) -> bool:
+        raise ArgumentError(
+            "expected an expression without if, and, or, not: a function is called once for all elements; use where(), "
+            "&, | and ~"
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __int__(self) -> int:
+        raise ArgumentError("expected no int() or index of a Python list: it is called once for all elements")
+
+    __index__ = __float__ = __int__
+
+    def __iter__(self) -> Any:
+        raise ArgumentError("expected one value, got a loop over it")
+
+    def __neg__(self) -> Symbol:
+        return made("neg", self)
+
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __abs__(self) -> Symbol:
+        return made("abs", self)
+
+    def __invert__(self) -> Symbol:
+        return made("!" if self.node.kind == BOOL else "~", self)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
+        if method != "__call__" or options:
+            raise ArgumentError(f"np.{ufunc.__name__}: expected a plain call of a function of {', '.join(_CALLS)}")
+        return called(ufunc.__name__, inputs)
+
+    def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Symbol:
+        return called(function.__name__, (*args, *options.values()))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), options: Any = None) -> Symbol:
+        return called(function.__name__, (*args, *(options or {}).values()))
+
+    def _same(self, *_: Any, **__: Any) -> Symbol:
+        return self
+
+    float = to = type = _same  # numbers have one precision
+
+
+def _node(x: Any) -> Node:
+    if isinstance(x, Symbol):
+        return x.node
+    if isinstance(x, ArraySymbol):
+        raise ArgumentError(f"{x.name}: expected an element of it, such as {x.name}[h], got the array")
+    if hasattr(x, "item") and getattr(x, "shape", None) == ():
+        x = x.item()
+    if not isinstance(x, (bool, int, float)):
+        raise ArgumentError(f"expected symbols, numbers and elements of arrays, got a {type(x).__name__}")
+    return number(x)
+
+
+def made(op: str, *args: Any) -> Symbol:
+    """An operation as Python has it, on symbols and numbers."""
+    nodes = [_node(x) for x in args]
+    if op == "/":
+        op = "divide"
+    if op == "//" and FLOAT in [x.kind for x in nodes]:
+        return made("floor", made("divide", *map(Symbol, nodes)))
+    if op == "%" and FLOAT in [x.kind for x in nodes]:
+        a, b = map(Symbol, nodes)
+        return made("-", a, made("*", b, made("//", a, b)))
+    if op == "**":
+        if nodes[1] == number(2):
+            return made("*", *map(Symbol, (nodes[0], nodes[0])))
+        op = "pow"
+    return Symbol(apply({"//": "floordiv", "%": "floormod"}.get(op, op), *nodes))
+
+
+def where(condition: Any, yes: Any, no: Any) -> Symbol:
+    """`yes` where the condition holds, else `no`."""
+    return made("?", condition, yes, no)
+
+
+def _reversed(op: str) -> Callable[[Any, Any], Symbol]:
+    return lambda self, other: made(op, other, self)
+
+
+def _forward(op: str) -> Callable[[Any, Any], Symbol]:
+    return lambda self, other: made(op, self, other)
+
+
+_DUNDERS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+            "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}  # fmt: skip
+for _word, _op in _DUNDERS.items():
+    setattr(Symbol, f"__{_word}__", _forward(_op))
+    setattr(Symbol, f"__r{_word}__", _reversed(_op))
+for _word, _op in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
+    setattr(Symbol, f"__{_word}__", _forward(_op))
+
+# What functions of NumPy and torch are called, where that is another name than ours.
+_CALLS: dict[str, str] = {f: f for f in FUNCTIONS} | {
+    "absolute": "abs", "fabs": "abs", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
+    "power": "**", "pow": "**", "float_power": "**", "negative": "neg", "neg": "neg", "where": "?", "add": "+",
+    "sub": "-", "subtract": "-", "mul": "*", "multiply": "*", "div": "/", "true_divide": "/", "divide": "/",
+    "floor_divide": "//", "remainder": "%", "mod": "%", "fmod": "%", "eq": "==", "equal": "==", "ne": "!=",
+    "not_equal": "!=", "lt": "<", "less": "<", "le": "<=", "less_equal": "<=", "gt": ">", "greater": ">",
+    "ge": ">=", "greater_equal": ">=", "logical_and": "&&", "logical_or": "||", "logical_not": "!",
+    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "invert": "~", "bitwise_not": "~",
+}  # fmt: skip
+
+
+def called(function: str, args: Any) -> Symbol:
+    """A function of NumPy or torch, by its name."""
+    op = _CALLS.get(function.strip("_").removesuffix("_"), "")
+    if function.startswith("__") and function.strip("_").lstrip("r") in _DUNDERS:
+        word = function.strip("_")
+        is_reversed = word not in _DUNDERS
+        return made(_DUNDERS[word.lstrip("r") if is_reversed else word], *(args[::-1] if is_reversed else args))
+    if not op:
+        raise ArgumentError(f"{function}: expected one of the functions {', '.join(sorted(_CALLS))}")
+    return made(op, *args)
+
+
+class ArraySymbol:
+    """An array of a mod: what is asked of it is an element."""
+
+    def __init__(self, label: str, dtype: str, dims: int) -> None:
+        self.name, self.dtype, self.dims = label, dtype, dims
+
+    def __getitem__(self, indices: Any) -> Symbol:
+        listed = indices if isinstance(indices, tuple) else (indices,)
+        return Symbol(load(self.name, self.dtype, self.dims, *map(_node, listed)))
+
+    def __call__(self, *indices: Any) -> Symbol:
+        return self[indices]
+
+
+def captured(function: Callable[..., Any], is_array: Callable[[Any], bool]) -> dict[str, Any]:
+    """The arrays that a Python function's closure, defaults or module holds and its code names."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    found = {word: cell.cell_contents for word, cell in closure if _is_filled(cell)}
+    module = function.__globals__
+    found |= {word: module[word] for word in code.co_names if word in module and word not in found}
+    return {word: x for word, x in found.items() if is_array(x)}
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def trace(function: Callable[..., Any], what: str, arrays: Mapping[str, tuple[str, int]]) -> Node:
+    """The tree of what a function computes.
+
+    Args:
+        function: of score, b, h, q, k (without the score: of a mask), by position, and of arrays by their names.
+        what: the argument that it is.
+        arrays: name -> dtype and dimensions, of those that it may read.
+
+    Raises:
+        ArgumentError: it asks for something else, or does what symbols do not know.
+    """
+    symbols = {label: ArraySymbol(label, *of) for label, of in arrays.items()}
+    positional = [Symbol(name(word)) for word in NAMES if word != "inf" and (what == "score_mod" or word != "score")]
+    try:
+        wanted = list(inspect.signature(function).parameters.values())[len(positional) :]
+        missing = [
+            x.name for x in wanted if x.kind is not x.VAR_KEYWORD and x.name not in symbols and x.default is x.empty
+        ]
+        if missing:
+            raise ArgumentError(
+                f"expected {', '.join(missing)} among mod_arrays ({', '.join(symbols) or 'none given'})"
+            )
+        result = _with(function, symbols)(*positional, **{x.name: symbols[x.name] for x in wanted if x.name in symbols})
+        return _node(result)
+    except ArgumentError as e:
+        raise ArgumentError(f"{what}: {e}") from None
+    except TypeError as e:
+        raise ArgumentError(f"{what}: expected a function of {len(positional)} values and of mod_arrays; {e}") from e
+
+
+def _with(function: Callable[..., Any], symbols: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function with symbols in place of the arrays that it holds."""
+    if not isinstance(function, types.FunctionType):
+        return function
+    cells = tuple(
+        types.CellType(symbols[word]) if word in symbols else cell
+        for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    )
+    module = function.__globals__ | {word: x for word, x in symbols.items() if word in function.__globals__}
+    copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

@@ -1,0 +1,26 @@
+# ruff: noqa: E501 (a bug a line)
+"""Bugs planted in mods."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .markers import change
+from .mutants import Bug
+
+_sm90 = partial(Bug, arch="sm_90")
+
+FORWARD_MODS = (
+    Bug("mods: the score of another key", change("score-of-its-place", "query, key)", "query, key + 1)"), "mods"),
+    Bug("mods: the mask of another query", change("hidden-by-mask-mod", "query, key)", "query + 1, key)"), "mods-documents-d128"),
+    Bug("mods: every head as the first", change("sequence-and-head-of-mods", "head, 0, 0", "0 * head, 0, 0"), "mods"),
+    _sm90("mods: every sequence as the first", change("sequence-and-head-of-mods", "s.index, head", "0 * s.index, head"), "mods-documents-d128"),
+    Bug("mods: an index out of range is not cut", change("index-in-range", "max(0, min(given[i], lengths[i] - 1))", "given[i]"), "mods", r"buffer|load|fault|misaligned"),
+    Bug("mods: ALiBi before them", change("alibi-behind-mods", "alibi.biased(bias.biased(s))", "bias.biased(alibi.biased(s))"), "mods-softcap-alibi"),
+)  # fmt: skip
+BACKWARD_MODS = (
+    Bug("mods: without their derivative", change("mod-derived", "P * at.derivative(own(s))", "P * 1.f"), "mods-capped-d256"),
+    _sm90("mods: without their derivative on Hopper", change("mod-derived", "P * at.derivative(own(s))", "P * 1.f"), "mods-softcap-alibi"),
+    _sm90("mods: without the softcap's derivative", change("mod-derived", "* softcap_derivative(s)", ""), "mods-softcap-alibi"),
+    Bug("mods: half of the product rule", change("product-rule", "a.d * b.x + a.x * b.d", "a.d * b.x"), "mods-every"),
+)  # fmt: skip
