@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays.imported import is_instance
 from ..errors import ArgumentError, UnsupportedError
-from .description import Mods, Read, make
+from .description import Read, make
 from .expression import Node
 from .parse import parse
 from .trace import captured, trace
@@ -33,17 +33,15 @@ def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) ->
                 if arrays.setdefault(label, x) is not x:
                     raise ArgumentError(f"{what}: {label!r} is another array in mod_arrays; rename one of them")
     described = tuple(sorted((label, *_described(label, x)) for label, x in arrays.items()))
-    if not callable(score_mod) and not callable(mask_mod):
-        mods = _of_expressions(score_mod, mask_mod, described)
-    else:
-        mods = _made(score_mod, mask_mod, described)
-    for x in mods.arrays:
-        if getattr(arrays[x.name], "requires_grad", False):
+    are_expressions = not callable(score_mod) and not callable(mask_mod)
+    text, names = (_of_expressions if are_expressions else _made)(score_mod, mask_mod, described)
+    for label in names:
+        if getattr(arrays[label], "requires_grad", False):
             raise UnsupportedError(
-                f"mod_arrays: {x.name} requires grad, and mods have no gradient for their arrays; use .detach(), or "
+                f"mod_arrays: {label} requires grad, and mods have no gradient for their arrays; use .detach(), or "
                 "bias=, alibi_slopes= or sink=, which are learned"
             )
-    return mods.text, {operand: arrays[x.name] for operand, x in zip(_OPERANDS, mods.arrays, strict=False)}
+    return text, {operand: arrays[label] for operand, label in zip(_OPERANDS, names, strict=False)}
 
 
 def _described(label: str, x: Any) -> tuple[str, int]:
@@ -60,18 +58,27 @@ def _is_array(x: Any) -> bool:
     return any(is_instance(x, *kind) for kind in kinds) and len(x.shape) > 0
 
 
-def _made(score_mod: Any, mask_mod: Any, described: tuple[tuple[str, str, int], ...]) -> Mods:
-    """Mods with the arrays that they read, in the order of names."""
+def _made(score_mod: Any, mask_mod: Any, described: tuple[tuple[str, str, int], ...]) -> tuple[str, tuple[str, ...]]:
+    """The text of mods, and the arrays that they read, in the order of names."""
     known = {label: (dtype, dims) for label, dtype, dims in described}
     nodes = []
     for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         of: Callable[..., Node] = parse if isinstance(mod, str) else trace
         nodes.append(None if mod is None else of(mod, what, known))
     used = set().union(*(_read_by(node) for node in nodes if node is not None))
-    return make(tuple(Read(*x) for x in described if x[0] in used), *nodes)
+    read = tuple(Read(*x) for x in described if x[0] in used)
+    return make(read, *nodes).text, tuple(x.name for x in read)
 
 
-_of_expressions = functools.lru_cache(maxsize=256)(_made)
+_kept = functools.lru_cache(maxsize=256)(_made)
+
+
+def _of_expressions(*of: Any) -> tuple[str, tuple[str, ...]]:
+    return _kept(*of)
+
+
+# To torch.compile this is a constant of the program.
+_of_expressions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _read_by(node: Node) -> set[str]:

@@ -293,3 +293,16 @@ def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch
     cupyflash.attention(q, q, q, score_mod="2 * score")
     assert gpu.launched[-1].symbol not in symbols
     assert read(own[0].mods).arrays[0][:] == ("table", "fp32", 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.needs("torch")
+def test_an_expression_inside_a_compiled_program(arrays: dict[str, Any]) -> None:
+    import torch
+
+    q, table = torch.tensor(arrays["q"]), torch.tensor(TABLE)
+
+    def call(q: Any, table: Any) -> Any:
+        return cupyflash.attention(q, q, q, score_mod="score + table(h, k)", mod_arrays={"table": table})
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, table), call(q, table))
