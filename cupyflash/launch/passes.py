@@ -41,7 +41,7 @@ class Given:
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
         alibi, dropout: the numbers of ALiBi's slopes and of dropout's seed; None: there are none.
-        bias: the number of what is added to the scores, or of a mask; None: nothing is.
+        added: the numbers of a bias and of a mask, as far as they are there.
         broadcast: what broadcasts, given or made, in the table's order.
         block_mask: the number of the tiles of a block mask; None: there is none.
         of_mods: the numbers of the arrays that mods read.

@@ -146,16 +146,17 @@ class Sm80(Family):
         )
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
-        """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout
-        warps take 16 rows."""
+        """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout,
+        or a block mask beside a bias, warps take 16 rows."""
         d, table = spec.head_dim, _FORWARD_BIAS if spec.bias else _FORWARD
-        if spec.dropout and d <= 128:
+        if d <= 128 and (spec.dropout or (spec.crowded and spec.block_mask)):
             return _FORWARD_DROPOUT
         tile = next(t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
         if spec.bias and not spec.paired_bias:
             tile = replace(tile, q_in_regs=False)
-        is_full = spec.unaligned or spec.block_mask
-        return replace(tile, block_n=32) if is_full and d > 64 and tile.warps != 8 else tile
+        is_full = d > 64 and (spec.unaligned or spec.block_mask)
+        is_wide = tile.warps != 8 or (spec.crowded and d > 128)
+        return replace(tile, block_n=32) if is_full and is_wide else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
         d, table = spec.head_dim, _BACKWARD_BIAS if spec.bias else _BACKWARD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -59,8 +60,11 @@ def plain(q: Any, k: Any, v: Any, bias: Any = None, mask: Any = None, block_mask
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("names", [*TOGETHER, ("block_mask",), ("bias", "mask", "block_mask")], ids="-".join)
+@pytest.mark.parametrize(
+    ("names", "compiled"),
+    [*itertools.product(TOGETHER, (False, True)), (("block_mask",), False), (("bias", "mask", "block_mask"), False)],
+    ids=lambda x: "-".join(x) if isinstance(x, tuple) else "compiled" if x else "eager",
+)
 def test_torch(names: tuple[str, ...], compiled: bool, three: list[Any], rng: np.random.Generator) -> None:
     import torch
 
