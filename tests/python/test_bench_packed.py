@@ -244,8 +244,8 @@ def test_peers_are_asked_for_the_same(peer: str, options: dict[str, Any], monkey
         without.add("flash_attn.flash_attn_interface")
     if peer == "fa4":
         fake_module(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=fa4_varlen)
-    has = bench_peers._has
-    monkeypatch.setattr(bench_peers, "_has", lambda module: module not in without and has(module))
+    has = bench_peers.has
+    monkeypatch.setattr(bench_peers, "has", lambda module: module not in without and has(module))
     cell, bench = packed(**options), bench_work.TorchBench(on_gpu=False)
     q, k, v, _ = bench.inputs(cell)
     lacks = {"torch": {"softcap"}, "torch-2.10": {"softcap", "window", "heads_k"}}.get(peer, set())
@@ -357,4 +357,4 @@ def test_the_picture_of_a_saved_run(is_packed: bool, tmp_path: Path, monkeypatch
     assert ticks == (["equal\n512", "equal\n1k"] if is_packed else ["512", "1k"])
     named = [t.get_text() for t in figure.legends[0].get_texts()]
     assert named == ["cupyflash", "cuDNN 9.19.0", "FlashAttention-4"]
-    assert len({bench_plot.COLORS[n] for n in bench_work.PEERS} | {bench_plot.COLORS["cupyflash"]}) == 7
+    assert len({bench_plot.COLORS[n] for n in bench_work.PEERS} | {bench_plot.COLORS["cupyflash"]}) == 8
