@@ -88,10 +88,11 @@ class CupyFramework(Framework):
 
     def from_numpy(self, x: Array) -> Any:
         flat = flatten(x)
-        memory = self.cupy.asarray(flat.elements)
+        kind = np.dtype(np.uint8) if x.dtype.name == "float8_e4m3fn" else x.dtype  # which CuPy does not have
+        memory = self.cupy.asarray(flat.elements.view(kind))
         strides = tuple(s * x.itemsize for s in flat.strides)
         view = memory[flat.offset :]
-        return self.cupy.ndarray(x.shape, x.dtype, memptr=view.data, strides=strides)
+        return self.cupy.ndarray(x.shape, kind, memptr=view.data, strides=strides)
 
     def to_numpy(self, x: Any) -> Array:
         return np.array(self.cupy.asnumpy(x))
@@ -149,6 +150,8 @@ class TorchFramework(Framework):
         elements = flat.elements
         if elements.dtype.name == "bfloat16":  # torch does not read NumPy's extension dtypes
             memory = self.torch.from_numpy(elements.view(np.int16)).view(self.torch.bfloat16)
+        elif elements.dtype.name == "float8_e4m3fn":
+            memory = self.torch.from_numpy(elements.view(np.uint8)).view(self.torch.float8_e4m3fn)
         else:
             memory = self.torch.from_numpy(elements)
         return self.torch.as_strided(memory.to(self.device), x.shape, flat.strides, flat.offset)
@@ -159,6 +162,8 @@ class TorchFramework(Framework):
             import ml_dtypes
 
             return np.array(x.contiguous().view(self.torch.int16).numpy()).view(ml_dtypes.bfloat16)
+        if x.dtype == self.torch.float8_e4m3fn:
+            return np.array(x.view(self.torch.uint8).numpy())
         return np.array(x.numpy())
 
     def write(self, target: Any, source: Any) -> None:

@@ -33,6 +33,8 @@ def attention_with_cache(
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
     sink: Any | None = None,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
     num_splits: int | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -53,7 +55,8 @@ def attention_with_cache(
         k_cache, v_cache: ``(batch, capacity, heads_k, head_dim)``, or with `block_table` the pages of a pool,
             ``(pages, page_size, heads_k, head_dim)``, of any page size: arrays like q, with any strides but along the
             last dimension (a cache ``(batch, heads, capacity, head_dim)`` is given as ``x.swapaxes(1, 2)``). What they
-            hold behind the rows in use has no effect, NaN included.
+            hold behind the rows in use has no effect, NaN included. Or both of 8 bits with scales: int8 or
+            float8_e4m3fn, for which uint8 is taken, too, as its bits (CuPy has no such dtype).
         cache_seqlens: ``(batch,)``, int32, of q's device: how many rows of each sequence are in use, those that are
             appended not counted; or one integer for all.
         k, v: ``(batch, seqlen_new, heads_k, head_dim)``: rows to append, in place, v bit by bit; with `cu_seqlens_q`
@@ -73,6 +76,11 @@ def attention_with_cache(
         scale, window, softcap, alibi_slopes, sink: as in `attention`, with keys for seqlen_k.
         kv_range: ``(batch, 2)``, int32: the queries of sequence b see none but the keys ``kv_range[b, 0]`` to
             ``kv_range[b, 1]`` of those that count; for a cache padded on the left.
+        k_scale, v_scale: ``(heads_k,)``, or ``(slots, heads_k)`` with the first dimension of the caches, a page or a
+            sequence, fp32, where the caches are of 8 bits: row r of head h in slot s is ``k_scale[s, h] * k_cache[s, r,
+            h]``. New rows are divided by the scales in fp32, after their rotation, and rounded to the nearest number
+            that can be stored, of two to the even one; larger ones to the largest (127, -128 or 448). NaN stays NaN in
+            e4m3 and becomes 0 in int8.
         num_splits: into how many parts the keys of each sequence are split; None: as is best. Results differ by
             rounding.
         batch_invariant: what a sequence gives does not depend, bit by bit, on the others in the batch.
@@ -115,6 +123,7 @@ def attention_with_cache(
         ("k", k), ("v", v), ("block_table", block_table), ("cache_batch_idx", cache_batch_idx),
         ("cu_seqlens_q", cu_seqlens_q), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin),
         ("alibi_slopes", alibi_slopes), ("kv_range", kv_range), ("sink", sink),
+        ("k_scale", k_scale), ("v_scale", v_scale),
     ):  # fmt: skip
         if x is not None:
             arrays[name] = x

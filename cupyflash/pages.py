@@ -54,6 +54,7 @@ class PagedCache:
         like: Any,
         layers: int = 1,
         max_seqlen: int | None = None,
+        dtype: str | None = None,
     ) -> None:
         """An empty cache.
 
@@ -62,15 +63,19 @@ class PagedCache:
             heads_k, head_dim: of keys and values.
             like: a NumPy, CuPy or PyTorch array, the queries say: the arrays are of its library, dtype and device.
             layers: of the model, which share block tables and lengths.
+            dtype: None: that of like; "int8" or "float8_e4m3fn": 8 bits, uint8 in CuPy for the latter. Every call then
+                gives k_scale and v_scale, one of each head: pages that are copied keep their meaning.
             max_seqlen: tokens that a sequence can have; None: as many as the pool. Block tables have room for them.
 
         Raises:
             ArgumentError, UnsupportedError: an argument is wrong; the message says which.
         """
         self._library = _native(like)
-        dtype = self._library.dtype_name(like.dtype)
-        if dtype not in DTYPES:
-            raise ArgumentError(f"like: expected an array of a floating-point dtype ({', '.join(DTYPES)}), got {dtype}")
+        own = self._library.dtype_name(like.dtype)
+        if own not in DTYPES:
+            raise ArgumentError(f"like: expected an array of a floating-point dtype ({', '.join(DTYPES)}), got {own}")
+        if dtype not in (None, "int8", "float8_e4m3fn"):
+            raise ArgumentError(f"dtype: expected None, for that of like, 'int8' or 'float8_e4m3fn', got {dtype!r}")
         pages, self.page_size = _at_least_one("pages", pages), _at_least_one("page_size", page_size)
         heads_k, layers = _at_least_one("heads_k", heads_k), _at_least_one("layers", layers)
         head_dim = options.whole("head_dim", head_dim)
@@ -78,7 +83,7 @@ class PagedCache:
         longest = pages * self.page_size if max_seqlen is None else _at_least_one("max_seqlen", max_seqlen)
         self.pages_per_sequence = -(-longest // self.page_size)
         shape = (layers, pages, self.page_size, heads_k, head_dim)
-        self.k, self.v = (self._library.empty(shape, dtype, like) for _ in range(2))
+        self.k, self.v = (self._library.empty(shape, dtype or own, like) for _ in range(2))
         self._pool = Pool(pages, self.page_size, self.pages_per_sequence)
 
     def __getitem__(self, layer: int) -> tuple[Any, Any]:

@@ -16,6 +16,8 @@ def on_gpu(x: np.ndarray, library: str) -> Any:
     item = x.itemsize
     offset = x.ctypes.data % 16 // item if x.size else 0
     strides = tuple(s // item for s in x.strides)
+    if x.dtype == ml_dtypes.float8_e4m3fn and library == "cupy":
+        return on_gpu(x.view(np.uint8), library)  # CuPy has no other
     length = offset + 1 + sum((n - 1) * s for n, s in zip(x.shape, strides, strict=True)) if x.size else 1
     flat = np.zeros(length, x.dtype)
     np.lib.stride_tricks.as_strided(flat[offset:], x.shape, x.strides)[...] = x
@@ -25,9 +27,9 @@ def on_gpu(x: np.ndarray, library: str) -> Any:
         return cupy.lib.stride_tricks.as_strided(cupy.asarray(flat)[offset:], x.shape, x.strides)
     import torch
 
-    is_bf16 = x.dtype == ml_dtypes.bfloat16
-    tensor = torch.from_numpy(flat.view(np.int16) if is_bf16 else flat).cuda()
-    return torch.as_strided(tensor.view(torch.bfloat16) if is_bf16 else tensor, x.shape, strides, offset)
+    from cupyflash.arrays.adapters import TORCH
+
+    return torch.as_strided(TORCH.from_numpy(flat).cuda(), x.shape, strides, offset)
 
 
 @contextmanager

@@ -33,5 +33,7 @@ def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8
         ranges=draw(st.none() | st.just(tuple((a, b) for a, b in ranges))),
         num_splits=draw(st.sampled_from([None, None, 1, 3])), batch_invariant=draw(st.booleans()),
         nonfinite=draw(st.sampled_from([False, False, True])),
+        stored=draw(st.sampled_from(["", "", "int8", "e4m3"])), scale_dims=draw(st.integers(1, 2)),
+        scale_spread=draw(st.sampled_from([1.0, 12.0])),
         memory=draw(st.sampled_from(["contiguous", "contiguous", "heads_first", "padded_rows", "misaligned"])),
     )  # fmt: skip

@@ -3,7 +3,8 @@
     python -m tools.bench_decode [--only TEXT] [--tiles]
 
 Times are medians: event-timed batches, or CUDA graph replays where a call is short. K and V rotate through more memory
-than the L2 holds, and who comes first is drawn anew each round. TB/s: bytes of K and V that count over the time.
+than the L2 holds, and who comes first is drawn anew each round. TB/s: bytes of K and V that count over the time. How
+many more tokens a second 8-bit caches give says the time of "B64 8k" over that of "int8 B64 8k".
 """
 
 from __future__ import annotations
@@ -52,6 +53,13 @@ SHAPES: dict[str, CacheProblem] = {
     **{f"pages of {n} B64 8k": problem(64, 8192, page=n) for n in (256, 64, 16, 8, 1)},
     "window 4k B64 8k": problem(64, 8192, window=(4096, 0)),
     "softcap B64 8k": problem(64, 8192, softcap=30.0),
+    **{f"{s} B64 8k": problem(64, 8192, stored=s, scale_dims=1) for s in ("int8", "e4m3")},
+    **{f"fp16, {s} B64 8k": problem(64, 8192, dtype="fp16", stored=s, scale_dims=1) for s in ("int8", "e4m3")},
+    "int8, pages of 16 B64 8k": problem(64, 8192, page=16, stored="int8", scale_dims=2),
+    "e4m3, pages of 16 B64 8k": problem(64, 8192, page=16, stored="e4m3", scale_dims=2),
+    "int8 d64 B64 8k": problem(64, 8192, d=64, stored="int8", scale_dims=1),
+    "int8 d256 B64 8k": problem(64, 8192, d=256, stored="int8", scale_dims=1),
+    "int8 B1 8k": problem(1, 8192, stored="int8", scale_dims=1),
 }
 
 
@@ -129,11 +137,18 @@ def measure(name: str, p: CacheProblem) -> str:
     """A line of the table."""
     rng = random.Random(0)
     lengths = [rng.randint(1, p.capacity) for _ in range(p.batch)] if "ragged" in name else [p.capacity] * p.batch
-    whole = 4 * p.batch * p.capacity * p.heads_k * p.head_dim
+    whole = 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
     sets = [Arrays.of(p, lengths, seed) for seed in range(max(1, min(32, -(-ROTATED_BYTES // whole))))]
     runs = [x.prepared() for x in sets]
     calls: dict[str, list[Call]] = {"ours": [run for _, run in runs]}
-    if not p.page_size and "ragged" not in name and p.seqlen_q == 1 and p.softcap is None and p.window[0] is None:
+    if (
+        not p.stored
+        and not p.page_size
+        and "ragged" not in name
+        and p.seqlen_q == 1
+        and p.softcap is None
+        and p.window[0] is None
+    ):
         calls |= {peer: [_peer(x, backend) for x in sets] for peer, backend in PEERS.items()}
     times: dict[str, list[float]] = {who: [] for who in calls}
     for _ in range(3):
@@ -141,7 +156,7 @@ def measure(name: str, p: CacheProblem) -> str:
             times[who].append((graph_us if whole < SHORT_BYTES else batches_us)(calls[who]))
     us = {who: statistics.median(t) for who, t in times.items()}
     seen = sum(min(n, (p.window[0] or n) + p.seqlen_q) for n in lengths)
-    read, mine = 4 * seen * p.heads_k * p.head_dim, us.pop("ours")
+    read, mine = 2 * p.itemsize * seen * p.heads_k * p.head_dim, us.pop("ours")
     peers = "".join(f" {us.get(who, float('nan')):8.1f}" for who in PEERS)
     best = f"{min(us.values()) / mine:5.2f}" if us else "    -"
     host = host_us(calls["ours"])

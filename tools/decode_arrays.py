@@ -48,10 +48,18 @@ class Arrays:
         shape = p.slots, p.page_size or p.capacity, p.heads_k, p.head_dim
         named = {"q": normal(p.batch, p.seqlen_q, p.heads_q, p.head_dim), "k_cache": normal(*shape)}
         named["v_cache"] = normal(*shape)
+        if p.stored:
+            scale = 6 / (127 if p.stored == "int8" else 448)
+            kind = torch.int8 if p.stored == "int8" else torch.float8_e4m3fn
+            for name in ("k_cache", "v_cache"):
+                named[name] = (named[name].float() / scale).clamp(-127, 127).to(kind)
         named["cache_seqlens"] = torch.tensor(lengths or [p.capacity] * p.batch, dtype=torch.int32, device="cuda")
         if p.page_size:
             order = torch.randperm(p.slots, device="cuda", generator=g)[: p.batch * p.pages_per_sequence]
             named["block_table"] = order.to(torch.int32).view(p.batch, -1)
+        if p.stored:
+            each = (p.slots, p.heads_k)[2 - p.scale_dims :]
+            named |= {name: torch.full(each, scale, device="cuda") for name in ("k_scale", "v_scale")}
         return cls(p, named, torch.full_like(named["q"], torch.nan), torch.full(p.rows, torch.nan, device="cuda"))
 
     def prepared(self) -> tuple[CacheCall, Call]:

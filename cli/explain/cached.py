@@ -15,7 +15,7 @@ from cupyflash.cache.problem import CacheProblem
 from cupyflash.compile import jit
 from cupyflash.gpu.device import Device
 from cupyflash.launch import prepare
-from cupyflash.plan.decode import plan_append, plan_decode
+from cupyflash.plan.decode import plan_append, plan_decode, why_not_tma
 from cupyflash.plan.variant import Variant
 
 from ..output import emit, gib, human
@@ -24,6 +24,9 @@ from ..output import emit, gib, human
 def cache_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that are for such calls."""
     command = click.option("--page-size", type=click.IntRange(1), default=None, help="Of a paged cache.")(command)
+    command = click.option(
+        "--cache-dtype", type=click.Choice(["int8", "float8_e4m3fn"]), default=None, help="Of a cache of 8 bits."
+    )(command)
     about = "Attention over a cache with room for --seqlen keys, of --seqlen-q queries (1), whose keys are appended."
     return click.option("--with-cache", is_flag=True, help=about)(command)
 
@@ -41,7 +44,11 @@ def problem_of(options: dict[str, Any]) -> CacheProblem:
         shapes["block_table"] = batch, -(-capacity // page)
     if options["alibi"]:
         shapes["alibi_slopes"] = (heads_q,)
-    kinds = {"cache_seqlens": "int32", "block_table": "int32", "alibi_slopes": "fp32"}
+    stored = options["cache_dtype"]
+    if stored:
+        shapes |= dict.fromkeys(("k_scale", "v_scale"), (heads_k,))
+    kinds = dict.fromkeys(("k_cache", "v_cache"), stored or options["dtype"]) | {"k_scale": "fp32", "v_scale": "fp32"}
+    kinds |= {"cache_seqlens": "int32", "block_table": "int32", "alibi_slopes": "fp32"}
     plain = make_cache_options(options["causal"], None, options["window"], options["softcap"], False, None, False)
     return make_cache_problem(shapes, {name: kinds.get(name, options["dtype"]) for name in shapes}, plain)
 
@@ -52,12 +59,13 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     plan = plan_decode(p, gpu, aligned=aligned, tma=options["memory"] == "contiguous", family=prepare.family())
     found: list[tuple[Variant, int]] = [append] if (append := plan_append(p, gpu)) else []
     found += [(plan.variant, plan.grid), *([(plan.combine, plan.combine_grid)] if plan.combine else [])]
+    why = why_not_tma(p, aligned) if gpu.capability == (9, 0) else None
     launches = [_launch(variant, grid, gpu, options["no_compile"]) for variant, grid in found]
-    bytes_at_most = 4 * p.batch * p.capacity * p.heads_k * p.head_dim
+    bytes_at_most = 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
     document: dict[str, Any] = {
         "command": "explain", "version": __version__, "device": asdict(gpu) | {"arch": gpu.arch},
         "problem": asdict(p), "shares": plan.shares, "workspace": 4 * plan.places * (p.head_dim + 2),
-        "bytes_at_most": bytes_at_most, "launches": launches,
+        "bytes_at_most": bytes_at_most, "launches": launches, "not_by_tma": why,
     }  # fmt: skip
     if options["as_json"]:
         emit(document)
@@ -72,6 +80,8 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
         compiled = (str(x[name]) if x[name] is not None else "-" for name in ("registers", "spill_bytes"))
         table.add_row(x["symbol"], str(x["grid"]), str(x["threads"]), gib(x["smem_bytes"]), *compiled)
     console.print(table)
+    if why is not None:
+        console.print(f"K and V come by cp.async: {why}", soft_wrap=True)
     console.print(f"K and V: at most {gib(bytes_at_most)}, as lengths on the device say; workspace "
                   f"{gib(document['workspace'])}", soft_wrap=True)  # fmt: skip
 

@@ -30,7 +30,10 @@ _NUMPY_DTYPES = {
     "fp64": np.dtype(np.float64),
     "int32": np.dtype(np.int32),
     "bool": np.dtype(np.bool_),
+    "int8": np.dtype(np.int8),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
+_E4M3 = _NUMPY_DTYPES["float8_e4m3fn"]
 _NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if name != "int32"}
 
 
@@ -135,11 +138,13 @@ class Cupy(Numpy):
         return int(x.data.ptr)
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
-        cupy = sys.modules["cupy"]
+        cupy, kind = sys.modules["cupy"], _NUMPY_DTYPES[dtype]
+        if kind is _E4M3:
+            kind = np.dtype(np.uint8)  # CuPy has no other
         if cupy.cuda.runtime.getDevice() == like.device.id:
-            return cupy.empty(shape, _NUMPY_DTYPES[dtype])
+            return cupy.empty(shape, kind)
         with like.device:
-            return cupy.empty(shape, _NUMPY_DTYPES[dtype])
+            return cupy.empty(shape, kind)
 
     def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
         with like.device:
@@ -159,7 +164,7 @@ class Cupy(Numpy):
         return x.get()
 
     def from_numpy(self, x: np.ndarray) -> Any:
-        return sys.modules["cupy"].asarray(x)
+        return sys.modules["cupy"].asarray(x.view(np.uint8) if x.dtype == _E4M3 else x)
 
 
 class Torch:
@@ -170,7 +175,8 @@ class Torch:
     @functools.cached_property
     def _dtypes(self) -> dict[str, Any]:
         torch = sys.modules["torch"]
-        kinds = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "int32": "int32"}
+        kinds = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+        kinds |= {name: name for name in ("int32", "int8", "float8_e4m3fn")}
         return {name: getattr(torch, kind) for name, kind in kinds.items()}
 
     @functools.cached_property
@@ -222,12 +228,16 @@ class Torch:
         x = x.detach()
         if x.dtype == torch.bfloat16:
             return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        if x.dtype == torch.float8_e4m3fn:
+            return x.view(torch.uint8).numpy().view(_E4M3)
         return x.numpy()
 
     def from_numpy(self, x: np.ndarray) -> Any:
         torch = sys.modules["torch"]
         if x.dtype == ml_dtypes.bfloat16:
             return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        if x.dtype == _E4M3:
+            return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
         return torch.from_numpy(x)
 
 

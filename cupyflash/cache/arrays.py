@@ -15,7 +15,7 @@ class CacheArray(NamedTuple):
 
     Attributes:
         dims: its dimensions; those of `packed` where sequences of different lengths lie one after the other.
-        dtype: "" is that of q, "sum" fp32, and fp64 for fp64.
+        dtype: "" is that of q, "cache" that or one of 8 bits, "sum" fp32, and fp64 for fp64.
         strided: it may have any strides but along its last dimension; others are contiguous.
         optional: a call may lack it.
     """
@@ -40,8 +40,8 @@ _ROTARY = ("rotary_positions", "rotary_dim / 2")
 
 CACHE_ARRAYS = (
     CacheArray("q", _Q, strided=True),
-    CacheArray("k_cache", _CACHE, role=CACHE, strided=True),
-    CacheArray("v_cache", _CACHE, role=CACHE, strided=True),
+    CacheArray("k_cache", _CACHE, "cache", role=CACHE, strided=True),
+    CacheArray("v_cache", _CACHE, "cache", role=CACHE, strided=True),
     CacheArray("cache_seqlens", ("batch",), "int32"),
     CacheArray("k", _NEW, strided=True, optional=True),
     CacheArray("v", _NEW, strided=True, optional=True),
@@ -53,16 +53,21 @@ CACHE_ARRAYS = (
     CacheArray("alibi_slopes", ("batch", "heads_q"), "sum", optional=True),
     CacheArray("kv_range", ("batch", "2"), "int32", optional=True),
     CacheArray("sink", ("heads_q",), "sum", optional=True),
+    CacheArray("k_scale", ("slots", "heads_k"), "fp32", optional=True),
+    CacheArray("v_scale", ("slots", "heads_k"), "fp32", optional=True),
     CacheArray("out", _Q, role=RESULT),
     CacheArray("lse", ("batch", "heads_q", "seqlen_q"), "sum", role=RESULT, optional=True),
 )
 BY_NAME = {array.name: array for array in CACHE_ARRAYS}
+MAY_LACK = ("alibi_slopes", "k_scale", "v_scale")  # their first dimension
 
 
 def shape_of(name: str, p: CacheProblem) -> tuple[int, ...]:
-    """What the array must be, or is made; alibi_slopes may lack the batch (`CacheProblem.alibi`)."""
+    """What the array must be, or is made."""
     array = BY_NAME[name]
     dims = array.packed if p.packed else array.dims
+    if name in MAY_LACK:
+        dims = dims[2 - (p.alibi if name == "alibi_slopes" else p.scale_dims) :]
     return tuple(length_of(d, p) for d in dims)
 
 

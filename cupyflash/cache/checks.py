@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from ..errors import ArgumentError, UnsupportedError
 from ..options import Window, flag, make_options, whole
 from ..problem import DTYPES, MAX_SEQLEN, Problem, make_problem
-from .arrays import BY_NAME, CacheArray, length_of
+from .arrays import BY_NAME, MAY_LACK, CacheArray, length_of
 from .problem import CacheProblem
 
 MAX_SPLITS = 1024
+# What caches of 8 bits hold, by their dtypes; CuPy, which has no float8_e4m3fn, views it as uint8.
+STORED = {"int8": "int8", "float8_e4m3fn": "e4m3", "uint8": "e4m3"}
 Shape = tuple[int, ...]
 
 
@@ -69,6 +71,7 @@ def make_cache_problem(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], o
     for name, shape in shapes.items():
         _check_dims(name, shape, shapes)
     _check_dtypes(dtypes)
+    _check_scales(shapes, dtypes["k_cache"])
     dense = _dense(shapes, dtypes["q"], options)
     problem = _sized(shapes, dtypes, options, dense)
     for name, shape in shapes.items():
@@ -95,7 +98,7 @@ def _check_together(given: Mapping[str, Any]) -> None:
 def _check_dims(name: str, shape: Shape, given: Mapping[str, Any]) -> None:
     array, packed = BY_NAME[name], "cu_seqlens_q" in given
     dims = array.packed if packed else array.dims
-    if name == "alibi_slopes":
+    if name in MAY_LACK:
         fits = len(shape) in (1, 2)
     else:
         fits = len(shape) == len(dims)
@@ -114,14 +117,34 @@ def _check_dtypes(dtypes: Mapping[str, str]) -> None:
         wanted: tuple[str, ...] = (kind or q,)
         if kind == "sum":
             wanted = ("fp64" if q == "fp64" else "fp32",)
+        elif kind == "cache":
+            wanted = (dtypes["k_cache"],) if name == "v_cache" else (q, *STORED)
         elif kind == "rotary":
             wanted = (q,) if q == "fp64" else tuple({q: 0, "fp32": 0})
         if dtype not in wanted:
             of_q = "" if kind else " of q"
+            if kind == "cache":
+                of_q = ", that of k_cache" if name == "v_cache" else ", q's or one of 8 bits with k_scale and v_scale"
             raise ArgumentError(f"{name}: expected dtype {' or '.join(wanted)}{of_q}, got {dtype}; cast it")
     if len({dtypes.get(name) for name in ("rotary_cos", "rotary_sin")}) > 1:
         raise ArgumentError(
             f"rotary_sin: expected the dtype of rotary_cos, {dtypes['rotary_cos']}, got {dtypes['rotary_sin']}"
+        )
+
+
+def _check_scales(shapes: Mapping[str, Shape], dtype: str) -> None:
+    for name in ("k_scale", "v_scale"):
+        if dtype in STORED and name not in shapes:
+            raise ArgumentError(
+                f"{name}: expected an fp32 array of shape (heads_k,) or (slots, heads_k), since k_cache is {dtype}: "
+                "what is stored times it is what is meant; give ones if it means itself"
+            )
+        if dtype not in STORED and name in shapes:
+            raise ArgumentError(f"{name}: expected None, since k_cache is {dtype}; only caches of 8 bits have scales")
+    if "k_scale" in shapes and len(shapes["k_scale"]) != len(shapes["v_scale"]):
+        raise ArgumentError(
+            f"v_scale: expected as many dimensions as k_scale has, {len(shapes['k_scale'])}, got shape "
+            f"{tuple(shapes['v_scale'])}; expand it"
         )
 
 
@@ -187,17 +210,19 @@ def _sized(
         num_splits=options.num_splits,
         batch_invariant=options.batch_invariant,
         sink="sink" in shapes,
+        stored=STORED.get(dtypes["k_cache"], ""),
+        scale_dims=len(shapes.get("k_scale", ())),
     )
 
 
 def _check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
     dims = array.packed if p.packed else array.dims
     wanted = tuple(length_of(d, p) for d in dims)
-    if tuple(shape) == wanted or (array.name == "alibi_slopes" and tuple(shape) == wanted[1:]):
+    if tuple(shape) == wanted or (array.name in MAY_LACK and tuple(shape) == wanted[1:]):
         return
     words = ", ".join(dims) + ("," if len(dims) == 1 else "")
     words = words.replace("seqlen", "total") if p.packed else words
-    more = f" or (heads_q,) = {wanted[1:]}" if array.name == "alibi_slopes" else ""
+    more = f" or ({dims[-1]},) = {wanted[1:]}" if array.name in MAY_LACK else ""
     raise ArgumentError(f"{array.name}: expected shape ({words}) = {wanted}{more}, got {tuple(shape)}")
 
 

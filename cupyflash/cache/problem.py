@@ -22,6 +22,9 @@ class CacheProblem:
     With a sink, softmax and lse count exp(sink[head]) among those of the scores. A query that sees no key has out 0 and
     lse -inf, or the sink. What the cache holds behind the keys has no effect.
 
+    Caches of 8 bits, `stored`, hold multiples of scales: a key is ``k_scale[s, h] * k_cache[s, r, h]`` for head h of
+    the row r that lies in slot s, or ``k_scale[h] * ...``, a value likewise.
+
     Row r of sequence b lies in ``k_cache[s, r]`` with ``s = b``, or ``cache_batch_idx[b]`` where there is one; with
     pages in ``k_cache[block_table[b, r // page_size], r % page_size]``. Sequences and pages are clamped to those that
     the cache has. New rows lie behind: number i goes to row used + i; those beyond the capacity are not written.
@@ -46,6 +49,8 @@ class CacheProblem:
         rotary_dtype: of the tables: dtype or "fp32".
         num_splits: into how many parts the keys of each sequence are split, at most; None: as the plan finds best.
         batch_invariant: whether results must not depend, bit by bit, on what else is in the batch.
+        stored: what the caches hold: "int8", "e4m3"; "": elements of dtype.
+        scale_dims: of k_scale and v_scale: 1, (heads_k,), or 2, (slots, heads_k); 0 without.
     """
 
     dtype: str
@@ -73,6 +78,13 @@ class CacheProblem:
     num_splits: int | None = None
     batch_invariant: bool = False
     sink: bool = False
+    stored: str = ""
+    scale_dims: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the caches, which on a GPU are of 16 bits where they are of dtype."""
+        return 1 if self.stored else 2
 
     @property
     def pages_per_sequence(self) -> int:

@@ -121,22 +121,22 @@ class Oracle:
         dout: Array | None = None,
         dlse: Array | None = None,
         *features: Any,
-        unrounded: tuple[Array, Array] | None = None,
+        unrounded: tuple[Array, Array, Array] | None = None,
         **named: Any,
     ) -> None:
-        """`features`: the fields of `Features`, in their order or by name. `unrounded`: in float64, what q and k are
-        roundings of, where the call under test rounds them itself."""
+        """`features`: the fields of `Features`, in their order or by name. `unrounded`: in float64, what q, k and
+        v are roundings of, where the call under test rounds them itself, or does not."""
         of = Features(*features, **named)
         self.problem, self._forward = problem, (q, k, v, problem, *of)
-        self._unrounded = unrounded or (q, k)
+        self._unrounded = unrounded or (q, k, v)
         self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, *of
         self._names = ["dq", "dk", "dv", *(name for name in GRADIENTS[3:] if getattr(of, name[1:]) is not None)]
 
     @cached_property
     def forward(self) -> tuple[Array, Array]:
         """Exact out and lse."""
-        q, k = self._unrounded
-        return reference.forward(q, k, *self._forward[2:])
+        q, k, v = self._unrounded
+        return reference.forward(q, k, v, *self._forward[3:])
 
     @cached_property
     def plain_forward(self) -> tuple[Array, Array]:

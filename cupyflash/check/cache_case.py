@@ -14,6 +14,8 @@ from ..cache.arrays import BY_NAME, CACHE_ARRAYS
 from ..cache.checks import CacheOptions, make_cache_options, make_cache_problem
 from ..cache.problem import CacheProblem
 from ..problem import DTYPES, Window
+from .cache_stored import DTYPES as STORED_DTYPES
+from .cache_stored import drawn, drawn_scales
 from .case import NUMPY_DTYPE
 
 Array = NDArray[Any]
@@ -38,6 +40,10 @@ class CacheCase:
         positions: rows of the rotary tables; 0: as many as the capacity.
         spare: sequences of the caches that none of the batch is; the others come in some order, by cache_batch_idx.
         nonfinite: NaN and inf in rows in use, of which not all queries see all.
+        stored: what caches of 8 bits hold: "int8", "e4m3"; "": elements of q's dtype.
+        scale_dims: 1: scales of each head; 2: of each page or sequence of the cache, too, of which those that nobody
+            uses have NaN and inf.
+        scale_spread: by how many powers of two those of v may differ from what is usual.
         memory: how the caches lie: "contiguous", "heads_first", "padded_rows", or "misaligned" by one element.
     """
 
@@ -68,6 +74,9 @@ class CacheCase:
     num_splits: int | None = None
     batch_invariant: bool = False
     nonfinite: bool = False
+    stored: str = ""
+    scale_dims: int = 1
+    scale_spread: float = 1.0
     memory: str = "contiguous"
     dtypes: tuple[str, ...] = DTYPES
 
@@ -79,7 +88,7 @@ class CacheCase:
     @property
     def tags(self) -> frozenset[str]:
         """`memory`, and: emulator, paged, append, rotary, packed, gqa, masked, softcap, alibi, kv_range, sink,
-        nonfinite."""
+        nonfinite, stored."""
         rows = sum(self.queries) if isinstance(self.queries, tuple) else self.queries * len(self.lengths)
         facts = {
             "emulator": sum(self.lengths) <= EMULATOR_KEYS and rows * self.heads_q <= EMULATOR_ROWS,
@@ -94,6 +103,7 @@ class CacheCase:
             "kv_range": self.ranges is not None,
             "sink": self.sink,
             "nonfinite": self.nonfinite,
+            "stored": self.stored != "",
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.memory}
 
@@ -116,6 +126,7 @@ class CacheCase:
         found = _draw(self, rng)
         kinds = {"": NUMPY_DTYPE[dtype], "sum": np.dtype(np.float64 if dtype == "fp64" else np.float32)}
         kinds |= {"int32": np.dtype(np.int32), "rotary": kinds["sum"] if self.rotary_fp32 else kinds[""]}
+        kinds |= {"cache": STORED_DTYPES.get(self.stored, kinds[""]), "fp32": np.dtype(np.float32)}
         cast = {name: np.ascontiguousarray(x, kinds[BY_NAME[name].dtype]) for name, x in found.items()}
         for name in ("k_cache", "v_cache"):
             cast[name] = _MEMORY[self.memory](cast[name])
@@ -125,8 +136,8 @@ class CacheCase:
 def problem_of(arrays: dict[str, Array], dtype: str, options: CacheOptions) -> CacheProblem:
     """The checked problem of arrays."""
     shapes = {name: x.shape for name, x in arrays.items()}
-    names = {kind: name for name, kind in NUMPY_DTYPE.items()} | {np.dtype(np.int32): "int32"}
-    return make_cache_problem(shapes, {name: names[x.dtype] for name, x in arrays.items()}, options)
+    names = {kind: name for name, kind in NUMPY_DTYPE.items()}
+    return make_cache_problem(shapes, {name: names.get(x.dtype, str(x.dtype)) for name, x in arrays.items()}, options)
 
 
 def _draw(c: CacheCase, rng: Rng) -> dict[str, Array]:
@@ -147,6 +158,8 @@ def _draw(c: CacheCase, rng: Rng) -> dict[str, Array]:
     shape = (slots, c.page_size or capacity, c.heads_k, c.head_dim)
     found["k_cache"], found["v_cache"] = rng.standard_normal((2, *shape))
     _poison(c, found)
+    if c.stored:
+        _store(c, rng, found, new)
     if c.append:
         new_rows = rows[:1] if packed else (batch, int(new[0]) if batch else 0)
         found["k"], found["v"] = rng.standard_normal((2, *new_rows, c.heads_k, c.head_dim))
@@ -195,6 +208,18 @@ def _poison(c: CacheCase, found: dict[str, Array]) -> None:
             v[place(found, b, used // 2)][-1, 1] = np.inf
 
 
+def _store(c: CacheCase, rng: Rng, found: dict[str, Array], new: Array) -> None:
+    """8 bits and scales in place of the caches' numbers."""
+    shape = found["k_cache"].shape[:3:2][2 - c.scale_dims :]
+    for x, spread in (("k", 1.0), ("v", c.scale_spread)):
+        found[f"{x}_cache"] = drawn(found[f"{x}_cache"], c.stored, 6 / 127 if c.stored == "int8" else 6 / 448)
+        found[f"{x}_scale"] = drawn_scales(rng, shape, c.stored, spread)
+        if c.scale_dims == 2:
+            rows = ((b, row) for b, used in enumerate(c.lengths) for row in range(used + int(new[b])))
+            nobodys = np.setdiff1d(np.arange(shape[0]), [place(found, b, row)[0] for b, row in rows])
+            found[f"{x}_scale"][nobodys] = np.resize((np.nan, np.inf), (len(nobodys), 1))
+
+
 def place(arrays: dict[str, Array], b: int, row: int) -> tuple[int, int]:
     """Where a row of a sequence lies in the caches."""
     if "block_table" in arrays:
@@ -206,7 +231,8 @@ def place(arrays: dict[str, Array], b: int, row: int) -> tuple[int, int]:
 def _with_gaps(x: Array, gap: int, offset: int = 0) -> Array:
     """The same, with gaps of NaN between its rows."""
     slots, rows, heads, columns = x.shape
-    flat = np.full(offset + slots * rows * heads * (columns + gap) + 1, np.nan, x.dtype)
+    gaps = 127 if x.dtype.kind == "i" else np.nan
+    flat = np.full(offset + slots * rows * heads * (columns + gap) + 1, gaps, x.dtype)
     steps = np.array([rows * heads, heads, 1, 0]) * (columns + gap) + [0, 0, 0, 1]
     view = as_strided(flat[offset:], x.shape, tuple(int(s) * x.itemsize for s in steps))
     view[...] = x

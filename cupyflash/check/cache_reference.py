@@ -2,7 +2,8 @@
 
 The call is written as one of packed sequences, which `accuracy.Oracle` knows: the keys of each sequence are fetched one
 by one to where they lie one behind the other. Queries and new keys that are turned by their position are exact in the
-exact result and rounded in the plain one, as the call rounds them.
+exact result and rounded in the plain one, as the call rounds them. What caches of 8 bits mean is exact in the exact
+result, and rounded to q's dtype in the plain one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..problem import Problem
 from ..sequences import Sequences
 from .accuracy import UNIT_ROUNDOFF, Comparison, Oracle
 from .cache_case import place
+from .cache_stored import appended, meant
 
 Array = NDArray[Any]
 
@@ -27,7 +29,8 @@ class CacheOracle:
     """What a call must give, computed from its arrays before they are written.
 
     Attributes:
-        k_cache, v_cache: the caches after the append: what was there, bit by bit, and v; new k rounded once.
+        k_cache, v_cache: the caches after the append: what was there, bit by bit, and v; new k rounded once. Of 8 bits,
+            new rows in fp32 over their scale, rounded.
         rotated: where new keys were turned, which need not be the same bit by bit.
     """
 
@@ -35,7 +38,8 @@ class CacheOracle:
         self.problem = p = problem
         arrays = {name: x.copy() for name, x in arrays.items()}
         self.k_cache, self.v_cache = arrays["k_cache"], arrays["v_cache"]
-        self.exact_k, self.rotated = self.k_cache.astype(np.float64), np.zeros(self.k_cache.shape, bool)
+        self.rotated = np.zeros(self.k_cache.shape, bool)
+        self.exact_k = np.zeros(()) if p.stored else self.k_cache.astype(np.float64)
         queries, rows_at, ranges, lengths = arrays["q"].astype(np.float64), [], [], [0]
         for b in range(p.batch):
             own = self._queries(arrays, b)
@@ -60,7 +64,7 @@ class CacheOracle:
             out = out.reshape(-1, p.heads_q, p.head_dim)
             lse = lse.swapaxes(0, 1).reshape(q.rows)
         found = self._oracle.judge_forward(out, lse)
-        turned = np.where(self.rotated, self.exact_k, np.nan)
+        turned = None if p.stored else np.where(self.rotated, self.exact_k, np.nan)
         return [
             *found,
             self._same("k_cache", k_cache, self.k_cache, turned),
@@ -77,18 +81,29 @@ class CacheOracle:
         k, v = (arrays[name][own] if p.packed else arrays[name][b] for name in "kv")
         for i in range(min(new, p.capacity - used)):
             at = place(dict(arrays), b, used + i)
+            if p.stored:
+                self._store(arrays, at, k[i], v[i], used + i)
+                continue
             exact = self._turned(k[i].astype(np.float64), used + i, arrays) if p.rotary_dim else k[i]
             self.rotated[at] = p.rotary_dim > 0 and used + i < p.rotary_positions
             self.exact_k[at], self.k_cache[at], self.v_cache[at] = exact, exact.astype(k.dtype), v[i]
 
+    def _store(self, arrays: Mapping[str, Array], at: tuple[int, int], k: Array, v: Array, position: int) -> None:
+        """New rows of caches of 8 bits, turned in fp32, each product and sum rounded."""
+        p, wide = self.problem, np.float64 if self.problem.dtype == "fp64" else np.float32
+        k, v = k.astype(wide), v.astype(wide)
+        k = self._turned(k, position, arrays) if p.rotary_dim else k
+        for cache, x, scale in ((self.k_cache, k, arrays["k_scale"]), (self.v_cache, v, arrays["v_scale"])):
+            cache[at] = appended(x, scale[at[0]] if scale.ndim == 2 else scale, p.stored)
+
     def _turned(self, x: Array, position: int, arrays: Mapping[str, Array]) -> Array:
-        """A row (heads, head_dim), each pair of columns turned by the angle of the position; in float64."""
+        """A row (heads, head_dim), each pair of columns turned by the angle of the position; in x's dtype."""
         p, result, half = self.problem, x.copy(), self.problem.rotary_dim // 2
         if position >= p.rotary_positions:
             return result
         for c in range(half):
             a, b = (2 * c, 2 * c + 1) if p.rotary_interleaved else (c, half + c)
-            cos, sin = (np.float64(arrays[name][position, c]) for name in ("rotary_cos", "rotary_sin"))
+            cos, sin = (x.dtype.type(arrays[name][position, c]) for name in ("rotary_cos", "rotary_sin"))
             result[:, a], result[:, b] = x[:, a] * cos - x[:, b] * sin, x[:, a] * sin + x[:, b] * cos
         return result
 
@@ -100,7 +115,11 @@ class CacheOracle:
         cu_q = arrays["cu_seqlens_q"] if p.packed else np.arange(p.batch + 1) * p.seqlen_q
         exact_q = queries.reshape(-1, p.heads_q, p.head_dim)
         q = exact_q.astype(arrays["q"].dtype)
-        k, v, exact_k = (x[rows[:, 0], rows[:, 1]] for x in (self.k_cache, self.v_cache, self.exact_k))
+        held: list[Array] = [self.k_cache, self.v_cache, self.exact_k, self.v_cache]
+        if p.stored:
+            exact = [meant(self.k_cache, arrays["k_scale"]), meant(self.v_cache, arrays["v_scale"])]
+            held = [*(x.astype(q.dtype) for x in exact), *exact]
+        k, v, exact_k, exact_v = (x[rows[:, 0], rows[:, 1]] for x in held)
         packed = Problem(
             p.dtype, p.batch, len(q), len(k), p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,
             softcap=p.softcap, packed=True, alibi=p.alibi, sink=p.sink,
@@ -110,7 +129,7 @@ class CacheOracle:
         packed = replace(packed, kv_range=p.kv_range)
         slopes = arrays.get("alibi_slopes")
         brought: dict[str, Any] = {"sequences": sequences, "alibi_slopes": slopes, "sink": arrays.get("sink")}
-        return Oracle(packed, q, k, v, **brought, unrounded=(exact_q, exact_k))
+        return Oracle(packed, q, k, v, **brought, unrounded=(exact_q, exact_k, exact_v))
 
     def _same(self, name: str, got: Array, wanted: Array, exact: Array | None = None) -> Comparison:
         """Bit by bit, but for what was turned, `exact`, NaN elsewhere: off by one rounding at most, and fp32's."""

@@ -2,7 +2,8 @@
 
     k_cache[row used + i] = rotated(k[i])        v_cache[row used + i] = v[i]        out = softmax(rotated(q) K^T) V
 
-over the rows of the cache in use. A page is looked up for each row, and only rows that a query may see are read.
+over the rows of the cache in use. A page is looked up for each row, and only rows that a query may see are read. Of
+caches of 8 bits K = k_scale * k_cache, V = v_scale * v_cache, and new rows are quotients, rounded (`quantized`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..cache.problem import CacheProblem
 from ..cache.values import Part, parts, places
 from . import attention
 from .features import Features, Place
+from .quantized import dequantized, quantized
 
 Array = NDArray[Any]
 
@@ -40,7 +42,7 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
     for part in sequences:
         b, rows = part.number, (part.rows if p.packed else part.number)
         Q = q[rows] if cos is None or sin is None else rotated(q[rows], cos, sin, part.used, p.rotary_interleaved)
-        K, V = (_rows_of(arrays[name], p, arrays, part) for name in ("k_cache", "v_cache"))
+        K, V = (_rows_of(x, p, arrays, part) for x in "kv")
         own = of.at(Place(slice(b, b + 1)))
         found = attention.forward(Q[None], K[None], V[None], part.problem, own)
         out[rows], lse[(slice(None), rows) if p.packed else rows] = (x[0] for x in found)
@@ -53,22 +55,41 @@ def _append(arrays: Mapping[str, Array], p: CacheProblem, part: Part) -> None:
         return
     new = part.rows if p.packed else part.number
     k, v = arrays["k"][new], arrays["v"][new]
+    if p.stored:
+        k, v = (x.astype(attention.accumulator(x)) for x in (k, v))
     if "rotary_cos" in arrays:
         k = rotated(k, arrays["rotary_cos"], arrays["rotary_sin"], part.used, p.rotary_interleaved)
     fit = min(part.new, p.capacity - part.used)
     at = places(p, arrays, part.number, part.used + np.arange(fit))
-    arrays["k_cache"][at], arrays["v_cache"][at] = k[:fit], v[:fit]
+    for name, rows in (("k", k[:fit]), ("v", v[:fit])):
+        cache = arrays[f"{name}_cache"]
+        if p.stored:
+            rows = quantized(rows, _scales(name, p, arrays, at[0]), p.stored)
+            cache = cache.view(rows.dtype)
+        cache[at] = rows
 
 
-def _rows_of(cache: Array, p: CacheProblem, arrays: Mapping[str, Array], part: Part) -> Array:
-    """The keys or values of one sequence that a query may see: a view, of pages a copy."""
+def _scales(name: str, p: CacheProblem, arrays: Mapping[str, Array], slots: Array | int) -> Array:
+    """Of rows that lie in these slots, (..., heads_k, 1)."""
+    scale = arrays[f"{name}_scale"]
+    return (scale[slots] if p.scale_dims == 2 else scale)[..., None]
+
+
+def _rows_of(name: str, p: CacheProblem, arrays: Mapping[str, Array], part: Part) -> Array:
+    """The keys or values of one sequence that a query may see: a view, of pages a copy; of 8 bits what they mean."""
     keys = part.keys
-    if p.page_size is None:
-        slot = places(p, arrays, part.number, np.zeros(1, int))[0][0] if p.slots else 0
-        return cache[slot, keys]
+    cache = arrays[f"{name}_cache"]
     if keys.start == keys.stop:
-        return np.empty((0, *cache.shape[2:]), cache.dtype)
-    return cache[places(p, arrays, part.number, np.arange(keys.start, keys.stop))]
+        return np.empty((0, *cache.shape[2:]), arrays["q"].dtype)
+    if p.page_size is None:
+        slot = places(p, arrays, part.number, np.zeros(1, int))[0][0]
+        found, slots = cache[slot, keys], slot
+    else:
+        at = places(p, arrays, part.number, np.arange(keys.start, keys.stop))
+        found, slots = cache[at], at[0]
+    if not p.stored:
+        return found
+    return dequantized(found, _scales(name, p, arrays, slots), attention.accumulator(arrays["q"]))
 
 
 def rotated(x: Array, cos: Array, sin: Array, first: int, interleaved: bool) -> Array:

@@ -15,7 +15,9 @@ from ..gpu import device as gpu
 from ..launch.passes import contiguous_strides
 
 # XLA_FFI_DataType of what the table of arrays knows.
-CODES = {"bool": 1, "int32": 4, "fp16": 10, "fp32": 11, "fp64": 12, "bf16": 16}
+CODES = {
+    "bool": 1, "int8": 2, "int32": 4, "uint8": 6, "fp16": 10, "fp32": 11, "fp64": 12, "bf16": 16, "float8_e4m3fn": 20,
+}  # fmt: skip
 _NAMES = {code: name for name, code in CODES.items()}
 _DTYPES: dict[int, Any] = {
     CODES["bool"]: np.dtype(np.bool_),
@@ -24,6 +26,9 @@ _DTYPES: dict[int, Any] = {
     CODES["fp32"]: np.dtype(np.float32),
     CODES["fp64"]: np.dtype(np.float64),
     CODES["bf16"]: np.dtype(ml_dtypes.bfloat16),
+    CODES["int8"]: np.dtype(np.int8),
+    CODES["uint8"]: np.dtype(np.uint8),
+    CODES["float8_e4m3fn"]: np.dtype(ml_dtypes.float8_e4m3fn),
 }
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays.adapters import CPU, TORCH, Native, Signature, place
 from ..arrays.readable import unreadable, vet_all
 from ..cache.arrays import BY_NAME
-from ..cache.checks import CacheOptions, make_cache_problem
+from ..cache.checks import STORED, CacheOptions, make_cache_problem
 from ..cache.problem import CacheProblem
 from ..cache.values import PLACES, check_room, check_values
 from ..cpu import cache
@@ -135,11 +135,13 @@ def _look_at_addresses(library: Native, arrays: Mapping[str, Any], pointers: Seq
     bits = 0
     for (name, x), pointer in zip(arrays.items(), pointers, strict=True):
         row = BY_NAME[name]
-        size = 4 if row.dtype in ("int32", "sum") else 2
+        size = 4 if row.dtype in ("int32", "sum", "fp32") else 2
+        if row.dtype == "cache" and library.dtype_name(library.signature(x)[2]) in STORED:
+            size = 1
         if (pointer == 0 or pointer % size) and 0 not in x.shape:
             vet_all(library, arrays)
             raise ArgumentError(f"{name}: expected an address that is a multiple of {size}, got {pointer:#x}; copy it")
-        bits |= 0 if row.dtype else pointer
+        bits |= pointer if row.dtype in ("", "cache") else 0
     return bits & 15 == 0
 
 

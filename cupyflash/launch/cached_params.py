@@ -20,12 +20,12 @@ DECODE_MEMBERS = {
     "q": "q", "rotated_q": "q", "out": "o", "lse": "lse", "k_cache": "k", "v_cache": "v",
     "cache_seqlens": "cache_seqlens", "block_table": "block_table", "cache_batch_idx": "cache_batch_idx",
     "cu_seqlens_q": "cu_seqlens_q", "alibi_slopes": "alibi_slopes", "kv_range": "kv_range", "sink": "sink",
-    "partial_o": "partial_o", "partial_ml": "partial_ml",
+    "k_scale": "k_scale", "v_scale": "v_scale", "partial_o": "partial_o", "partial_ml": "partial_ml",
 }  # fmt: skip
 APPEND_MEMBERS = {
     "q": "q", "k": "k", "v": "v", "k_cache": "k_cache", "v_cache": "v_cache", "rotated_q": "rotated_q",
     "rotary_cos": "cos", "rotary_sin": "sin", "cache_seqlens": "cache_seqlens", "block_table": "block_table",
-    "cache_batch_idx": "cache_batch_idx", "cu_seqlens_q": "cu_seqlens_q",
+    "cache_batch_idx": "cache_batch_idx", "cu_seqlens_q": "cu_seqlens_q", "k_scale": "k_scale", "v_scale": "v_scale",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def _fill_cache(params: np.ndarray, p: CacheProblem, strides: Mapping[str, Strid
     problem["window_right"] = UNBOUNDED if right is None else right
     for member, name in names.items():
         params[f"{member}_stride"] = tuple(Batched.of(strides[name]))
-    params["places"] = p.slots
+    params["places"], params["scale_stride"] = p.slots, p.heads_k if p.scale_dims == 2 else 0
     if p.page_size is not None:
         params["page_size"], params["table_stride"] = p.page_size, strides["block_table"][0]
 

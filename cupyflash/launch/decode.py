@@ -145,8 +145,9 @@ def _planned(
     aligned: bool, stream: int,
 ) -> tuple[DecodePlan, Struct]:  # fmt: skip
     """A plan, with TMA if it can read the caches and the driver's maps of them are understood, and its struct."""
-    aligned = aligned and all(_rows_aligned(signatures[name]) for name in ("q", *_CACHES))
-    tma = all(tensormap.readable(signatures[name].shape, strides[name]) for name in _CACHES)
+    aligned = aligned and _rows_aligned(signatures["q"], 2)
+    aligned = aligned and all(_rows_aligned(signatures[name], p.itemsize) for name in _CACHES)
+    tma = not p.stored and all(tensormap.readable(signatures[name].shape, strides[name]) for name in _CACHES)
     for can in (tma, False):
         known: dict[str, Any] = {"aligned": aligned, "tma": can, "family": family() if can or not tma else None}
         plan = plan_decode(p, device, **known)
@@ -158,9 +159,11 @@ def _planned(
     raise AssertionError("every GPU has a plan without TMA")
 
 
-def _rows_aligned(signature: Signature) -> bool:
+def _rows_aligned(signature: Signature, itemsize: int) -> bool:
     """Whether every row starts at a multiple of 16 bytes if the array does."""
-    return all(s % 8 == 0 for s, n in zip(signature.strides[:-1], signature.shape[:-1], strict=True) if n > 1)
+    return all(
+        s * itemsize % 16 == 0 for s, n in zip(signature.strides[:-1], signature.shape[:-1], strict=True) if n > 1
+    )
 
 
 def _clusters_fit(plan: DecodePlan, device: Device, stream: int) -> bool:

@@ -35,20 +35,21 @@ def plan_decode(
     Args:
         aligned: whether all rows of q and of the caches start at multiples of 16 bytes.
         tma: whether TMA can read the caches.
-        family: that the user insists on.
+        family: that the user insists on. Caches of 8 bits have kernels with cp.async alone, on every GPU.
         clusters: whether clusters may be used.
 
     Raises:
         UnsupportedError: no kernel of this device can do it.
     """
     _check(p, device)
+    aligned = aligned and p.head_dim * p.itemsize % 16 == 0
     if family == "sm90" and device.capability != (9, 0):
         has = f"{device.capability[0]}.{device.capability[1]}"
         raise UnsupportedError(
             f"CUPYFLASH_FAMILY=sm90: it needs compute capability 9.0 exactly, {device.name} has {has}"
         )
     # What TMA cannot read Hopper reads like any other GPU.
-    hopper = device.capability == (9, 0) and aligned and tma and _boxes(p) > 0 and family != "sm80"
+    hopper = device.capability == (9, 0) and family != "sm80" and tma and why_not_tma(p, aligned) is None
     rows = rows_of(p)
     most = 8 if p.head_dim <= 128 else 4  # 128 wide rows leave too few registers, or stages
     team = next((n for n in (1, 2, 4) if 16 * n >= rows), most)
@@ -59,6 +60,15 @@ def plan_decode(
     kind = DecodeSm90 if hopper else DecodeSm80
     variant = kind(p.dtype, p.head_dim, tile, **_flags(p, aligned))
     return shared_out(p, device, variant)
+
+
+def why_not_tma(p: CacheProblem, aligned: bool) -> str | None:
+    """Why Hopper reads these caches by cp.async, as any other GPU does; None if by TMA."""
+    if p.stored:
+        return f"there is no kernel with TMA for caches of {p.stored} yet"
+    if not aligned:
+        return "rows do not start at multiples of 16 bytes"
+    return None if _boxes(p) else "TMA brings columns by 64 and keys of a page by 8"
 
 
 def _check(p: CacheProblem, device: Device) -> None:
@@ -85,7 +95,7 @@ def _boxes(p: CacheProblem) -> int:
 
 
 def _kv_bytes(p: CacheProblem) -> int:
-    return 4 * p.batch * p.capacity * p.heads_k * p.head_dim
+    return 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
 
 
 def _cluster(p: CacheProblem, team: int) -> tuple[int, int]:
@@ -112,14 +122,15 @@ def _tile(p: CacheProblem, device: Device, team: int, wide: bool, cluster: tuple
     small = device.smem_per_sm_bytes < 160 << 10  # two blocks of four warps leave no room for a ring
     if wide and chunks <= 2 and not small:
         pair = 2 if p.head_dim == 64 and box == SLICE else 1
-        shape = DecodeTile(team, 4, 1, 2, pair, 0, box, blocks_per_sm=2)
+        shape = DecodeTile(team, 4, 1, 2, pair, 0, box, blocks_per_sm=2, kv_bytes=p.itemsize)
     elif wide:
-        shape = DecodeTile(team, 4, 1, 2, 1, 0, box)
+        shape = DecodeTile(team, 4, 1, 2, 1, 0, box, kv_bytes=p.itemsize)
     elif cluster[1] == 2:
         shape = DecodeTile(team, 4, 1, 1, 1, cluster[0], box, blocks_per_sm=2)
     else:
         warps = 4 if team <= 4 and (small or (chunks > 2 and team == 1)) else 8
-        shape = DecodeTile(team, warps, 1, 1, 1, cluster[0], box, columns=64 if (chunks, team) == (2, 2) else 32)
+        columns = 64 if (chunks, team) == (2, 2) else 32
+        shape = DecodeTile(team, warps, 1, 1, 1, cluster[0], box, columns=columns, kv_bytes=p.itemsize)
     blocks = shape.blocks_per_sm
     own = shape.stage_bytes(p.head_dim) * (shape.warps // team)
     ring = _PAIRS_RING_BYTES if shape.pair == 2 else _RING_BYTES
@@ -153,6 +164,8 @@ def _flags(p: CacheProblem, aligned: bool) -> dict[str, Any]:
         "sink": p.sink,
         "paged": p.page_size is not None,
         "unaligned": not aligned,
+        "int8": p.stored == "int8",
+        "e4m3": p.stored == "e4m3",
     }
 
 
@@ -165,7 +178,8 @@ def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
     _check(p, device)
     if not p.seqlen_new or 0 in (p.batch, p.heads_k):
         return None
-    variant = Append(p.dtype, p.head_dim, AppendTile(), packed=p.packed, paged=p.page_size is not None)
+    stored = {"int8": p.stored == "int8", "e4m3": p.stored == "e4m3"}
+    variant = Append(p.dtype, p.head_dim, AppendTile(), packed=p.packed, paged=p.page_size is not None, **stored)
     heads = 2 * p.heads_k + (p.heads_q if p.rotary_dim else 0)
     rows = p.seqlen_new * heads * (1 if p.packed else p.batch)
     return variant, -(-rows // variant.tile.warps)

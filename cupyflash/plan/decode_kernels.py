@@ -23,6 +23,7 @@ class DecodeTile:
         cluster: blocks that split a tile and combine through distributed shared memory; 0: none.
         box_rows: keys of a TMA box.
         columns: of all rows that the merge of teams adds up at a time.
+        kv_bytes: of an element of K and V; of 8-bit ones each key of a unit brings its scales along.
     """
 
     team: int
@@ -35,6 +36,7 @@ class DecodeTile:
     columns: int = 32
     block_n: int = SLICE
     blocks_per_sm: int = 1
+    kv_bytes: int = 2
 
     @property
     def block_m(self) -> int:
@@ -51,8 +53,9 @@ class DecodeTile:
         return found
 
     def stage_bytes(self, head_dim: int) -> int:
-        """A unit of K and V in chunks of 64 columns."""
-        return 2 * self.pair * SLICE * 128 * -(-head_dim // 64)
+        """A unit of K and V in chunks of 128 bytes a key, and the scales."""
+        chunks, scale = -(-round_up(head_dim, 16) * self.kv_bytes // 128), 4 * (self.kv_bytes == 1)
+        return 2 * self.pair * SLICE * (128 * chunks + scale)
 
     def fixed_bytes(self, head_dim: int) -> int:
         """Q, the scratch and the statistics of the merge."""
@@ -79,6 +82,8 @@ class Decode(Main):
     sink: bool = False
     paged: bool = False
     unaligned: bool = False
+    int8: bool = False
+    e4m3: bool = False
 
     @property
     def qualifiers(self) -> str:
@@ -145,6 +150,8 @@ class Combine(Main):
     sink: bool = False
     paged: bool = False
     unaligned: bool = False
+    int8: bool = False
+    e4m3: bool = False
     dependent: bool = False
 
     @classmethod
@@ -181,3 +188,5 @@ class Append(Variant):
     tile: AppendTile
     packed: bool = False
     paged: bool = False
+    int8: bool = False
+    e4m3: bool = False

@@ -58,6 +58,9 @@ DECODE = Struct(
         Field("places", "int", "rows of the cache, or pages of the pool"),
         Field("page_size", "int", "keys of a page; kPaged"),
         Field("alibi", "int", "how many dimensions the slopes have; with 1 all sequences share them"),
+        Field("scale_stride", "int", "of the scales, from one row of the cache or page to the next; 0: all share them"),
+        Field("k_scale", "const float *", "[heads_k] or [rows or pages, heads_k]; kInt8, kE4m3"),
+        Field("v_scale", "const float *", "likewise"),
     ),
 )  # fmt: skip
 APPEND = Struct(
@@ -90,6 +93,9 @@ APPEND = Struct(
         Field("rotary_positions", "int"),
         Field("interleaved", "int", "pairs are neighbours; else columns half of rotary_dim apart"),
         Field("tables_fp32", "int", "cos and sin are; else they are as q"),
+        Field("scale_stride", "int"),
+        Field("k_scale", "const float *"),
+        Field("v_scale", "const float *", "as in DecodeParams"),
     ),
 )
 DECODE_SM90 = Struct(

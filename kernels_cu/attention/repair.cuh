@@ -35,6 +35,13 @@ __device__ __forceinline__ bool row_is_finite(const T *x) {
     return is_clean(trace);
 }
 
+// An element of a row, as fp32.
+template <class T>
+__device__ __forceinline__ float value_of(const T &x) {
+    return T::lo(x.raw);
+}
+__device__ __forceinline__ float value_of(float x) { return x; }
+
 // Whether a term is taken: no, yes, or its weight is NaN, and with it the whole row.
 enum Taken { kNone = 0, kTerm = 1, kNaN = 2 };
 
@@ -62,7 +69,8 @@ struct RowSum {
         for (int i = 0; i < kPairs; ++i) sum[i][0] = sum[i][1] = x;
     }
     // += the terms of [first, end) that are chosen; a lane answers for one of 32. NaN is looked for first, since it needs no
-    // weight. Row j is at src + j * stride: src is a pointer, or what adds up to one.
+    // weight. Row j is src + j * stride, a pointer or what gives
+    // its elements likewise.
     template <class Rows, class Chosen, class Weight>
     __device__ void add(Rows src, long long stride, int first, int end, Chosen chosen, Weight weight) {
         #pragma unroll 1
@@ -78,18 +86,18 @@ struct RowSum {
             const bool whole = ptx::vote_any(takes == kNaN);
             for_each_element([&](int, int, float &x) { x = whole ? ptx::nan() : x; });
             if (!whole)
-                for_each_taken([&](int, const T *row) {
+                for_each_taken([&](int, auto row) {
                     for_each_element([&](int col, int e, float &x) {
-                        const float y = T::lo(row[col + e].raw);
+                        const float y = value_of(row[col + e]);
                         x = y != y ? y : x;
                     });
                     return settled();
                 });
             if (settled()) return;
             const float w = takes != kNone ? weight(mine) : 0.f;
-            for_each_taken([&](int j, const T *row) {
+            for_each_taken([&](int j, auto row) {
                 const float w_j = ptx::shfl_index(w, j);
-                for_each_element([&](int col, int e, float &x) { x = fmaf(w_j, T::lo(row[col + e].raw), x); });
+                for_each_element([&](int col, int e, float &x) { x = fmaf(w_j, value_of(row[col + e]), x); });
                 return false;
             });
         }

@@ -1,12 +1,13 @@
 // New rows into a cache, in place behind those in use, and queries turned by their position,
 //     k_cache[used + i] = rotated(k[i]),   v_cache[used + i] = v[i],   rotated_q[i] = rotated(q[i]),
 // where each pair (a, b) of a row's first rotary_dim columns becomes (a cos - b sin, a sin + b cos) of position used + i
-// (Su et al. 2021), in fp32, rounded once. Positions that the tables do not have are not turned, rows behind the capacity are
-// not written. One warp a row of one head; no shared memory.
+// (Su et al. 2021), in fp32, rounded once. An 8-bit cache (stored.cuh) gets rotated(k[i]) / k_scale and v[i] / v_scale, the
+// scales those of their place, rounded to the nearest, where products, sums and quotients are rounded each. Positions that the
+// tables do not have are not turned, rows behind the capacity are not written. One warp a row of one head; no shared memory.
 #ifndef CUPYFLASH_APPEND_CUH
 #define CUPYFLASH_APPEND_CUH
 #include "decode/cached.cuh"
-#include "tile/tile.cuh"
+#include "decode/stored.cuh"
 
 // Row `token` of q, k and v: number `i` of sequence `b`; none where that is the batch.
 template <class V>
@@ -35,24 +36,33 @@ __device__ __forceinline__ float table_entry(const AppendParams &p, const void *
     return p.tables_fp32 ? static_cast<const float *>(table)[at] : T::lo(static_cast<const T *>(table)[at].raw);
 }
 
-// One row, by one warp. turned: how many columns are.
-template <class T, int D>
-__device__ __forceinline__ void write_row(const AppendParams &p, const T *from, T *to, int position, int turned) {
+// One row, by one warp. turned: how many columns are; scale: of 8-bit elements.
+template <int D, class T, class To>
+__device__ __forceinline__ void write_row(const AppendParams &p, const T *from, To *to, int position, int turned,
+                                          float scale = 1.f) {
+    constexpr bool kScales = !kSame<T, To>;
     #pragma unroll
     for (int c0 = 0; c0 < D; c0 += 32) {
         const int c = c0 + lane(), half = turned / 2;
         if (c >= D) continue;
         T x = from[c];
+        float exact = T::lo(x.raw);
         if (c < turned) {
             const bool first = p.interleaved ? c % 2 == 0 : c < half;  // of its pair
             const int pair = p.interleaved ? c / 2 : c % half;
             const int other = p.interleaved ? c ^ 1 : first ? c + half : c - half;  // @other-of-the-pair
             const float cos = table_entry<T>(p, p.cos, position, pair), sin = table_entry<T>(p, p.sin, position, pair);
             const float own = T::lo(x.raw), its = T::lo(from[other].raw);
-            const float y = first ? own * cos - its * sin : own * cos + its * sin;  // @turned
-            x.raw = static_cast<ptx::u16>(T::pack(y, 0.f));
+            if constexpr (kScales) {
+                const float added = ptx::mul_rn(its, sin);
+                exact = ptx::add_rn(ptx::mul_rn(own, cos), first ? -added : added);
+            } else {
+                const float y = first ? own * cos - its * sin : own * cos + its * sin;  // @turned
+                x.raw = static_cast<ptx::u16>(T::pack(y, 0.f));
+            }
         }
-        to[c] = x;
+        if constexpr (kScales) to[c] = To::rounded(exact / scale);  // @quotient-by-the-scale
+        else to[c] = x;
     }
 }
 
@@ -74,17 +84,21 @@ __device__ __forceinline__ void append(const AppendParams &p) {
     };
     if (slot < heads_q) {
         T *const to = static_cast<T *>(p.rotated_q) + ((batch * problem.seqlen_q + row) * problem.heads_q + slot) * D;
-        return write_row<T, D>(p, given(p.q, p.q_stride, slot), to, position, turned);
+        return write_row<D>(p, given(p.q, p.q_stride, slot), to, position, turned);
     }
     if (position >= problem.seqlen_k) return;  // @room-in-the-cache
     const int place = place_of<V::kPaged>(p, at.b, position), own = row_in_place<V::kPaged>(p, position);
     const int head = (slot - heads_q) % problem.heads_k;
     const auto cache = [&](void *x, const Strides &s) {
-        return static_cast<T *>(x) + place * s.batch + own * s.row + head * s.head;
+        return static_cast<Stored<V> *>(x) + place * s.batch + own * s.row + head * s.head;
     };
+    const auto scale = [&](const float *x) { return kScaled<V> ? x[place * p.scale_stride + head] : 1.f; };
     if (slot < heads_q + problem.heads_k)
-        write_row<T, D>(p, given(p.k, p.k_stride, head), cache(p.k_cache, p.k_cache_stride), position, turned);
-    else write_row<T, D>(p, given(p.v, p.v_stride, head), cache(p.v_cache, p.v_cache_stride), position, 0);
+        write_row<D>(p, given(p.k, p.k_stride, head), cache(p.k_cache, p.k_cache_stride), position, turned,
+                     scale(p.k_scale));
+    else
+        write_row<D>(p, given(p.v, p.v_stride, head), cache(p.v_cache, p.v_cache_stride), position, 0,
+                     scale(p.v_scale));
 }
 
 #endif  // CUPYFLASH_APPEND_CUH

@@ -13,7 +13,9 @@ struct AsyncLoader {
     using Smem = DecodeSmem<V>;
     static constexpr bool kDependent = false;
     static constexpr int kTeams = Smem::kTeams, kBytes = 0, kTeamThreads = 32 * V::kTeam, kThreads = 32 * V::kWarps;
-    static constexpr int kPieces = Smem::D / 8;  // of a row, 16 bytes each
+    static constexpr int kPieces = Smem::D / 8;  // of a row of q, 16 bytes each
+    using Kv = Stored<V>;
+    static constexpr int kPerPiece = 16 / sizeof(Kv), kPiecesKV = Smem::D / kPerPiece;  // of a row of the cache
     static_assert(V::kBoxRows == kSlice && kTeams < 16);
     const DecodeParams &p;
     const DecodeShares<V> &shares;
@@ -77,6 +79,11 @@ struct AsyncLoader {
                 #pragma unroll
                 for (int i = 0; i < V::kPair; ++i)
                     copy(smem.k(stage, i), smem.v(stage, i), head + i, at.tile.cached.length - key);
+                if constexpr (kScaled<V>) {
+                    #pragma unroll
+                    for (int i = 0; i < V::kPair; ++i)
+                        copy_scales(smem.k_scales(stage, i), head + i, at.tile.cached.length - key);
+                }
             }
             to = to + 1 == V::kStages ? 0 : to + 1;
             at.unit += kTeams;
@@ -87,24 +94,37 @@ struct AsyncLoader {
     }
     // K and V of 16 keys of one head, of which the first `keys` exist.
     __device__ void copy(typename Smem::TileKV sK, typename Smem::TileKV sV, int head, int keys) const {
-        constexpr int kLanesPerRow = next_power_of_two(kPieces), kRowsPerPass = kTeamThreads / kLanesPerRow;
+        constexpr int kLanesPerRow = next_power_of_two(kPiecesKV), kRowsPerPass = kTeamThreads / kLanesPerRow;
+        constexpr int kPasses = ceil_div(kSlice, kRowsPerPass);
         const int thread = ptx::thread_index() % kTeamThreads, piece = thread % kLanesPerRow;
         #pragma unroll
-        for (int pass = 0; pass < ceil_div(kSlice, kRowsPerPass); ++pass) {
+        for (int pass = 0; pass < kPasses; ++pass) {
+            // Wide rows of 8 bits would spill: a step that the compiler does not know ends its unrolling.
+            if constexpr (kScaled<V> && Smem::D > 128) pass = ptx::opaque(pass);
             const int key = thread / kLanesPerRow + pass * kRowsPerPass;
             const int its_place = ptx::shfl_index(place, key % kSlice), its_row = ptx::shfl_index(row, key % kSlice);
-            if (key >= kSlice || piece >= kPieces) continue;
-            const bool exists = key < keys && 8 * piece < V::kHeadDim;
+            if (key >= kSlice || piece >= kPiecesKV) continue;
+            const bool exists = key < keys && kPerPiece * piece < V::kHeadDim;
             const auto bring = [&](const void *x, const Strides &s, typename Smem::TileKV tile) {
-                const T *const src = static_cast<const T *>(x) + its_place * s.batch + its_row * s.row + head * s.head +
-                                     (exists ? 8 * piece : 0);
+                const Kv *const src = static_cast<const Kv *>(x) + its_place * s.batch + its_row * s.row +
+                                      head * s.head + (exists ? kPerPiece * piece : 0);
                 const ptx::u32 dst = tile.at(key, piece / 8, piece % 8);
-                if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load8<true>(src) : ptx::U128{});
+                if constexpr (V::kUnaligned && kScaled<V>)
+                    ptx::st_shared_v4_b32(dst, load16(src, exists ? V::kHeadDim - kPerPiece * piece : 0));
+                else if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load8<true>(src) : ptx::U128{});
                 else ptx::cp_async_16(dst, src, exists);
             };
             bring(p.k, p.k_stride, sK);
             bring(p.v, p.v_stride, sV);
         }
+    }
+    // The scales of the keys of one head, those of K and then those of V: a lane brings that of a key of its own.
+    __device__ void copy_scales(ptx::u32 to, int head, int keys) const {
+        const int thread = ptx::thread_index() % kTeamThreads;
+        if (thread >= 2 * kSlice) return;
+        const float *const from = thread < kSlice ? p.k_scale : p.v_scale;
+        ptx::cp_async_4(to + 4 * thread, from + place * p.scale_stride + head,
+                        thread % kSlice < keys);  // @scale-of-its-place
     }
     // One unit ahead of its use.
     __device__ void look_up() {

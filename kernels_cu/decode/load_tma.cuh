@@ -14,7 +14,7 @@ struct TmaLoader {
     static constexpr bool kDependent = true;
     static constexpr int kTeams = Smem::kTeams, kBytes = (2 * kTeams * V::kStages + 1) * 8;
     static constexpr int kBoxes = kSlice / V::kBoxRows;
-    static_assert((kBoxes == 1 || V::kPair == 1) && V::kHeadDim % 64 == 0 && !V::kUnaligned);
+    static_assert((kBoxes == 1 || V::kPair == 1) && V::kHeadDim % 64 == 0 && !V::kUnaligned && !kScaled<V>);
     const DecodeSm90Params &source;
     const DecodeShares<V> &shares;
     const Smem smem;

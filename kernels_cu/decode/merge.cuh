@@ -18,6 +18,7 @@ __device__ __forceinline__ void merge_teams(DecodeWarp<V> &part, AfterUse after_
     #pragma unroll
     for (int i = 0; i < V::kPair; ++i) {
         auto &h = part.head[i];
+        if constexpr (kScaled<V>) h.finish(h.O);
         #pragma unroll
         for (int r = 0; r < 2; ++r)
             h.softmax.l[r] = quad_reduce(h.softmax.l[r], [](float a, float b) { return a + b; });
@@ -33,9 +34,10 @@ __device__ __forceinline__ void merge_teams(DecodeWarp<V> &part, AfterUse after_
                     ptx::st_shared_v2_f32(part.smem.stats(part.team, row), h.softmax.m[r], h.softmax.l[r]);
                 #pragma unroll
                 for (int j = 0; j < D / 8; ++j) {
-                    const float *x = &h.O.x[0][j][r * 2];
-                    if (8 * j >= col0 && 8 * j < col0 + cols)
-                        ptx::st_shared_v2_f32(at(part.team, row, 8 * j - col0 + 2 * (lane() % 4)), x[0], x[1]);
+                    const auto two = columns_of<V>(h.O, r, j);
+                    const int first = kScaled<V> ? two.first : 8 * j;
+                    if (first >= col0 && first < col0 + cols)
+                        ptx::st_shared_v2_f32(at(part.team, row, two.first - col0), two.x[0], two.x[1]);
                 }
             }
             ptx::bar_sync();  // @teams-have-left-theirs

@@ -44,10 +44,13 @@ struct DecodeParams {
     long long table_stride;                          // of block_table, from one sequence to the next
     Problem problem;                                 // seqlen_k: what a sequence can hold; seqlen_q, packed: total_q
     Shares shares;
-    int appended;   // keys more than cache_seqlens says; packed: as many as queries, unless 0
-    int places;     // rows of the cache, or pages of the pool
-    int page_size;  // keys of a page; kPaged
-    int alibi;      // how many dimensions the slopes have; with 1 all sequences share them
+    int appended;          // keys more than cache_seqlens says; packed: as many as queries, unless 0
+    int places;            // rows of the cache, or pages of the pool
+    int page_size;         // keys of a page; kPaged
+    int alibi;             // how many dimensions the slopes have; with 1 all sequences share them
+    int scale_stride;      // of the scales, from one row of the cache or page to the next; 0: all share them
+    const float *k_scale;  // [heads_k] or [rows or pages, heads_k]; kInt8, kE4m3
+    const float *v_scale;  // likewise
 };
 
 struct DecodeSm90Params {
@@ -77,6 +80,9 @@ struct AppendParams {
     int places, page_size;                          // as in DecodeParams
     int rotary_dim, rotary_positions, interleaved;  // pairs are neighbours; else columns half of rotary_dim apart
     int tables_fp32;                                // cos and sin are; else they are as q
+    int scale_stride;
+    const float *k_scale;
+    const float *v_scale;  // as in DecodeParams
 };
 
 #endif  // CUPYFLASH_PARAMS_DECODE_CUH

@@ -4,19 +4,45 @@
 #include "decode/parts.cuh"
 #include "attention/repair_output.cuh"
 
+// A row of 8-bit elements and its scale.
+template <class Kv>
+struct ScaledRow {
+    const Kv *x;
+    float scale;
+
+    __device__ float operator[](int col) const { return scale * x[col].value(); }
+};
+template <class T, int kCols, bool kUnaligned, class Kv>
+__device__ __forceinline__ float dot_rows(const T *q, const ScaledRow<Kv> &row) {
+    float sum = 0.f;
+    #pragma unroll 1
+    for (int col = 0; col < kCols; ++col) sum = fmaf(value_of(q[col]), row.x[col].value(), sum);
+    return sum * row.scale;
+}
+template <class T, int kCols, bool kUnaligned, class Kv>
+__device__ __forceinline__ bool row_is_finite(const ScaledRow<Kv> &row) {
+    float trace = 0.f;
+    #pragma unroll 1
+    for (int col = 0; col < kCols; ++col) trace = fmaf(0.f, row[col], trace);
+    return trace == 0.f;
+}
+
 // Rows of K or V of one head of a sequence, as if they lay one behind the other.
 template <class V>
 struct CachedRows {
-    using T = typename V::Element;
+    using Kv = Stored<V>;
     const DecodeParams &p;
     const void *x;
     const Strides &s;
+    const float *scale;  // of 8-bit elements
     int index, head;
 
-    __device__ const T *operator+(long long key) const {
-        const int row = static_cast<int>(key);
-        return static_cast<const T *>(x) + place_of<V::kPaged>(p, index, row) * s.batch +
-               row_in_place<V::kPaged>(p, row) * s.row + head * s.head;  // @rows-of-the-cache-repair
+    __device__ auto operator+(long long key) const {
+        const int row = static_cast<int>(key), place = place_of<V::kPaged>(p, index, row);
+        const Kv *const its = static_cast<const Kv *>(x) + place * s.batch + row_in_place<V::kPaged>(p, row) * s.row +
+                              head * s.head;  // @rows-of-the-cache-repair
+        if constexpr (kScaled<V>) return ScaledRow<Kv>{its, scale[place * p.scale_stride + head]};
+        else return its;
     }
 };
 // One row in shared memory.
@@ -50,8 +76,8 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         }
         ptx::bar_warp_sync();
         const T *const q = static_cast<const T *>(p.q) + rows.at(p.q_stride, head, row);
-        const CachedRows<V> k{p, p.k, p.k_stride, tile.index, rows.head_k + head};
-        const CachedRows<V> v{p, p.v, p.v_stride, tile.index, rows.head_k + head};
+        const CachedRows<V> k{p, p.k, p.k_stride, p.k_scale, tile.index, rows.head_k + head};
+        const CachedRows<V> v{p, p.v, p.v_stride, p.v_scale, tile.index, rows.head_k + head};
         const int first = mask.first_key(query), last = mask.end_key(query);
         const auto places = Places<V>::of(p, rows.sequence, rows.head_q(head, row)).from(query, 0);
         const auto exponent = [&](int key) {

@@ -1,18 +1,18 @@
-// Slices: 16 keys of one K/V head, the units of work, and shared memory: rings of slices | Q | scratch of the merge |
-// statistics of the merge | what the loader needs.
+// Slices: 16 keys of one K/V head, the units of work, and shared memory: rings of slices, of 8-bit caches with the scales of
+// their keys | Q | scratch of the merge | statistics of the merge | what the loader needs.
 #ifndef CUPYFLASH_SLICES_CUH
 #define CUPYFLASH_SLICES_CUH
-#include "tile/tile.cuh"
+#include "decode/stored.cuh"
 
 constexpr int kSlice = 16;  // keys: the depth of one mma
 
 __device__ constexpr int log2_of(int n) { return n <= 1 ? 0 : 1 + log2_of(n / 2); }
 
-// A slice as TMA writes it: boxes of kBoxRows keys one after the other, in a box chunks of 64 columns, in a chunk 128 bytes
-// a key. The 16-byte piece c of the 128-byte line i is in place c ^ (i % 8); TMA needs it aligned to 1024 bytes.
-template <int kBoxRows, int D>
+// A slice as TMA writes it: boxes of kBoxRows keys one after the other, in a box chunks of 128 bytes a key. The
+// 16-byte piece c of the 128-byte line i is in place c ^ (i % 8); TMA needs it aligned to 1024 bytes.
+template <int kBoxRows, int kRowBytes>
 struct SliceTile {
-    static constexpr int kChunks = ceil_div(D, 64), kBytes = kSlice * kChunks * 128;
+    static constexpr int kChunks = ceil_div(kRowBytes, 128), kBytes = kSlice * kChunks * 128;
     ptx::u32 base;
 
     __device__ ptx::u32 at(int row, int chunk, int piece) const {
@@ -31,8 +31,10 @@ struct DecodeSmem {
     static_assert(kRows == 16 * V::kTeam && kTeams * V::kTeam == V::kWarps);
     static_assert(kGroups * V::kPair == V::kHeads && kMerge * kGroups == kTeams);
     using TileQ = SmemTile<T, kRows, D>;
-    using TileKV = SliceTile<V::kBoxRows, D>;
-    static constexpr int kStageBytes = 2 * V::kPair * TileKV::kBytes;
+    using TileKV = SliceTile<V::kBoxRows, D * sizeof(Stored<V>)>;
+    static_assert(sizeof(Stored<V>) == V::kKvBytes);
+    static constexpr int kScaleBytes = kScaled<V> ? kSlice * 4 : 0;  // of the keys of one of K and V
+    static constexpr int kStageBytes = 2 * V::kPair * (TileKV::kBytes + kScaleBytes);
     static constexpr int kQ = kTeams * V::kStages * kStageBytes, kScratch = kQ + V::kHeads * TileQ::kBytes;
     // The merge: kColumns columns of all rows at a time, or more of fewer rows; a row is padded by 8 floats.
     static constexpr int kStats = kScratch + kTeams * kRows * (V::kColumns + 8) * 4;
@@ -42,6 +44,10 @@ struct DecodeSmem {
     __device__ ptx::u32 stage(int team, int i) const { return base + (team * V::kStages + i) * kStageBytes; }
     __device__ TileKV k(ptx::u32 stage, int head) const { return {stage + head * TileKV::kBytes}; }
     __device__ TileKV v(ptx::u32 stage, int head) const { return {stage + (V::kPair + head) * TileKV::kBytes}; }
+    __device__ ptx::u32 k_scales(ptx::u32 stage, int head) const {
+        return stage + 2 * (V::kPair * TileKV::kBytes + head * kScaleBytes);
+    }
+    __device__ ptx::u32 v_scales(ptx::u32 stage, int head) const { return k_scales(stage, head) + kScaleBytes; }
     __device__ TileQ q(int head) const { return {base + kQ + head * TileQ::kBytes}; }
     __device__ ptx::u32 scratch() const { return base + kScratch; }
     __device__ ptx::u32 stats(int team, int row) const { return base + kStats + (team * kRows + row) * 8; }

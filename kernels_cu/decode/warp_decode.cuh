@@ -1,7 +1,9 @@
 // One warp's part of a tile: 16 packed rows of kPair heads, and the units of its team: S, softmax, O.
 #ifndef CUPYFLASH_WARP_DECODE_CUH
 #define CUPYFLASH_WARP_DECODE_CUH
+#include "decode/fragments.cuh"
 #include "decode/parts.cuh"
+#include "decode/value_unit.cuh"
 #include "attention/softmax.cuh"
 #include "tile/gemm.cuh"
 
@@ -9,10 +11,10 @@ template <class V>
 struct DecodeWarp {
     using T = typename V::Element;
     using Smem = DecodeSmem<V>;
-    static constexpr int D = Smem::D, kThreads = 32 * V::kWarps, kChunks = Smem::TileKV::kChunks;
+    static constexpr int D = Smem::D, kThreads = 32 * V::kWarps;
     static constexpr bool kQInRegisters = D <= 128;
 
-    struct Head {
+    struct Head : UnitOf<kScaled<V>> {
         OnlineSoftmax<16> softmax;
         AccTile<16, D> O;
         FragA<T, 16, kQInRegisters ? D : 16> Q;
@@ -73,36 +75,28 @@ struct DecodeWarp {
         const bool whole = key + kSlice <= end_whole && (!V::kWindow || key >= first_whole);  // @slice-seen-by-all
         #pragma unroll
         for (int i = 0; i < V::kPair; ++i) {
-            if (whole) slice<false>(i, smem.k(stage, i), smem.v(stage, i), key);
-            else slice<true>(i, smem.k(stage, i), smem.v(stage, i), key);
+            if (whole) slice<false>(i, stage, key);
+            else slice<true>(i, stage, key);
         }
     }
 
   private:
     __device__ void fragment_of_q(int i, int k, ptx::u32 (&a)[4]) const {
-        ptx::ldmatrix_x4(a, smem.q(head_of(i)).at(row0 + lane() % 16, 16 * k + lane() / 16 * 8));
+        if constexpr (kScaled<V>) fragment_of_neighbours(smem.q(head_of(i)), row0, k, a);
+        else ptx::ldmatrix_x4(a, smem.q(head_of(i)).at(row0 + lane() % 16, 16 * k + lane() / 16 * 8));
     }
 
     // Keys [key, key + 16) of one head. kEdge: some rows do not see some of them, or they do not exist.
     template <bool kEdge>
-    __device__ void slice(int i, typename Smem::TileKV sK, typename Smem::TileKV sV, int key) {
-        // A lane addresses a row and, of every four pieces of 32 bytes, the same half: only bits 5 and 6 of the place
-        // change along a chunk.
-        ptx::u32 k_at[kChunks], v_at[kChunks];
-        #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-            k_at[c] = sK.at(lane() / 16 * 8 + lane() % 8, c, lane() / 8 % 2);
-            v_at[c] = sV.at(lane() % 16, c, lane() / 16);
-        }
-        const auto place = [](const ptx::u32(&at)[kChunks], int k) { return at[k / 4] ^ (k % 4 * 32); };
-
+    __device__ void slice(int i, ptx::u32 stage, int key) {
+        SliceFragments<V> fragments(smem.k(stage, i), smem.v(stage, i));
         Head &h = head[i];
         AccTile<16, kSlice> S, S_odd;  // two sums: half as many products wait for each other
         S.zero(), S_odd.zero();
         #pragma unroll
         for (int k = 0; k < D / 16; ++k) {  // S = Q K^T
             ptx::u32 b[4];
-            ptx::ldmatrix_x4(b, place(k_at, k));
+            fragments.of_k(k, b);
             if constexpr (!kQInRegisters) fragment_of_q(i, k, h.Q.x[0][0]);
             const ptx::u32(&a)[4] = h.Q.x[kQInRegisters ? k : 0][0];
             auto &sum = k % 2 ? S_odd.x[0] : S.x[0];
@@ -112,17 +106,24 @@ struct DecodeWarp {
         const int lane_key = key + 2 * (lane() % 4);
         #pragma unroll
         for (int j = 0; j < 2; ++j) {
+            float scale[2];
+            if constexpr (kScaled<V>)
+                ptx::ld_shared_v2_f32(scale[0], scale[1], smem.k_scales(stage, i) + 4 * (lane_key - key + 8 * j));
             #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int own_key = lane_key + 8 * j + e % 2;
                 float &s = S.x[0][j][e];
-                s = score.value(s + S_odd.x[0][j][e], h.places[e / 2](0, own_key));
+                s += S_odd.x[0][j][e];
+                if constexpr (kScaled<V>) s *= scale[e % 2];
+                s = score.value(s, h.places[e / 2](0, own_key));
                 if constexpr (kEdge)
                     if (own_key >= limit[e / 2] || (V::kWindow && own_key < first[e / 2])) s = -ptx::infinity();
             }
         }
         h.softmax.step(S, h.O);
-        FragA<T, 16, kSlice> P;
+        if constexpr (kScaled<V>) h.fold(S, h.O, smem.v_scales(stage, i));
+        using OfP = ElementOfP<V>;
+        FragA<OfP, 16, kSlice> P;
         P.from(S);
         ptx::u32 seen[2] = {~0u, ~0u};  // of V's fragments: keys of the first and of the second half
         #pragma unroll
@@ -131,14 +132,16 @@ struct DecodeWarp {
             const int own_key = lane_key + 8 * j;
             seen[j] = (is_seen(own_key) ? 0xffffu : 0) | (is_seen(own_key + 1) ? 0xffff0000u : 0);
         }
+        const auto hide = [&](ptx::u32(&x)[4]) {
+            #pragma unroll
+            for (int e = 0; kEdge && e < 4; ++e) x[e] &= seen[e % 2];  // 0 * NaN of what nobody sees
+        };
         #pragma unroll
         for (int j = 0; j < D / 16; ++j) {  // O += P V
             ptx::u32 b[4];
-            ptx::ldmatrix_x4_trans(b, place(v_at, j));
-            #pragma unroll
-            for (int e = 0; kEdge && e < 4; ++e) b[e] &= seen[e % 2];  // 0 * NaN of what nobody sees
-            T::mma(h.O.x[0][2 * j], P.x[0][0], b[0], b[1]);
-            T::mma(h.O.x[0][2 * j + 1], P.x[0][0], b[2], b[3]);
+            fragments.of_v(j, b, hide);
+            OfP::mma(h.O.x[0][2 * j], P.x[0][0], b[0], b[1]);
+            OfP::mma(h.O.x[0][2 * j + 1], P.x[0][0], b[2], b[3]);
         }
     }
 };

@@ -54,13 +54,15 @@ def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
     name = f"shipped-{call.dtype}-d{call.head_dim}-b{call.batch}-q{call.seqlen_q}-p{call.page_size}"
     name += "-packed" * call.packed + "-softcap" * (call.softcap is not None) + "-alibi" * call.alibi
     name += "-range" * call.kv_range + "-window" * (call.window[0] is not None) + "-append" * (call.seqlen_new > 0)
+    name += f"-{call.stored}" * (call.stored != "")
     name += "-negative" * (call.scale < 0) + "-invariant" * call.batch_invariant + "-unaligned" * (not aligned)
     return CacheCase(
         name, "full", lengths, (5, 17, 1) if call.packed else min(call.seqlen_q, 33), call.head_dim, heads_q=8,
         heads_k=2, page_size=call.page_size, append=call.seqlen_new > 0, scale=None if call.scale > 0 else call.scale,
         window=(40, 0) if call.window[0] is not None else None, softcap=call.softcap, alibi=call.alibi,
         ranges=((17, 150), (0, 9), (33, 70)) if call.kv_range else None, batch_invariant=call.batch_invariant,
-        memory="contiguous" if aligned else "misaligned", dtypes=(call.dtype,),
+        memory="contiguous" if aligned else "misaligned", dtypes=(call.dtype,), stored=call.stored,
+        scale_dims=max(1, call.scale_dims),
     )  # fmt: skip
 
 

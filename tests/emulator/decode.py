@@ -103,12 +103,15 @@ class CacheSession:
     ) -> DecodePlan:  # fmt: skip
         """The device's plan for arrays that lie so."""
         read = [name for name in ("q", "k_cache", "v_cache") if name in address]
+        size = {"q": 2, "k_cache": p.itemsize, "v_cache": p.itemsize}
         aligned = all(
             address[name] % 16 == 0
-            and all(s % 8 == 0 for s, n in zip(strides[name][:-1], shapes[name][:-1], strict=True) if n > 1)
+            and all(
+                s * size[name] % 16 == 0 for s, n in zip(strides[name][:-1], shapes[name][:-1], strict=True) if n > 1
+            )
             for name in read
         )
-        tma = all(tensormap.readable(shapes[name], strides[name]) for name in _CACHES)
+        tma = not p.stored and all(tensormap.readable(shapes[name], strides[name]) for name in _CACHES)
         return plan_decode(p, self.device, aligned=aligned, tma=tma, family=self.family)
 
     def _launch(

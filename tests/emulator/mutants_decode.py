@@ -47,6 +47,11 @@ DECODE = (
     _sm90("no repair of what is combined", change("combined-and-finite", "!finite", "false"), "cache-nonfinite-four-d128"),
     _sm90("repair from the first head", change("rows-of-the-cache-repair", "head * s.head", "0"), "cache-nonfinite-four-d128"),
     _sm90("repair with other scores", change("scores-as-in-decode", "score.log2_factor", "0.1f"), "cache-nonfinite-four-d128"),
+    # 8 bits
+    Bug("scales of the first page", change("scale-of-its-place", "place * p.scale_stride", "0"), "cache-int8-pages"),
+    Bug("O stays in the old unit", without("unit-follows-the-scales"), "cache-int8-pages"),
+    Bug("new rows without their scale", change("quotient-by-the-scale", "exact / scale", "exact"), "cache-int8-pages"),
+    Bug("new rows cut off", change("nearest-e4m3", "0x7ffff", "0"), "cache-e4m3-packed"),
     # append
     Bug("new rows of the sequence before", change("sequences-that-start-before", "vote_ballot(starts)", "vote_ballot(starts && edge != 1)"), "cache-packed"),
     Bug("another column of the pair", change("other-of-the-pair", "c ^ 1", "c ^ 2"), "cache-rotary-pairs-d128"),

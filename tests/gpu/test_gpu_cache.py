@@ -79,6 +79,22 @@ def test_any_call(c: CacheCase, dtype: str, seed: int) -> None:
     assert all(r.passed for r in found), "\n".join(map(str, found))
 
 
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_8_bits_append_what_the_cpu_appends(library: str, rng: np.random.Generator) -> None:
+    """Bit by bit, ties and numbers that are too large included."""
+    for stored in ("int8", "e4m3"):
+        c = CacheCase("bits", "full", (5, 0, 60), 4, 128, append=True, capacity=64, stored=stored, rotary=64)
+        x = c.inputs("bf16")
+        x["k_scale"][...], x["v_scale"][...] = 0.125, 0.25
+        x["v"][...] = rng.integers(-4000, 4000, x["v"].shape) / 8
+        x["v"][0, 0, 0, :3] = np.nan, np.inf, -np.inf
+        y = {name: on_gpu(z, library) for name, z in x.items()}
+        attention_with_cache(**x, **c.keywords())  # on the CPU
+        attention_with_cache(**y, **c.keywords())
+        for name in ("k_cache", "v_cache"):
+            np.testing.assert_array_equal(to_numpy(y[name]).view(np.uint8), x[name].view(np.uint8), err_msg=name)
+
+
 # ---- Calls of one's own ----
 
 

@@ -13,7 +13,24 @@ from tests.small_cache import small
 
 ROWS = np.zeros((3, 1, 2, 16), np.float32)
 TABLE = np.zeros((3, 2), np.int32)
+EIGHT = {name: np.zeros((3, 20, 2, 16), np.int8) for name in ("k_cache", "v_cache")}
+SCALES = {name: np.ones(2, np.float32) for name in ("k_scale", "v_scale")}
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    (EIGHT, "k_scale: expected an fp32 array of shape (heads_k,) or (slots, heads_k), since k_cache is int8"),
+    (EIGHT | {"k_scale": SCALES["k_scale"]}, "v_scale: expected an fp32 array"),
+    (SCALES, "k_scale: expected None, since k_cache is fp32; only caches of 8 bits have scales"),
+    (EIGHT | SCALES | {"v_cache": np.zeros((3, 20, 2, 16), np.uint8)},
+     "v_cache: expected dtype int8, that of k_cache, got uint8; cast it"),
+    ({"k_cache": np.zeros((3, 20, 2, 16), np.int16)},
+     "k_cache: expected dtype fp32 or int8 or float8_e4m3fn or uint8, q's or one of 8 bits with k_scale and v_scale, "
+     "got int16"),
+    (EIGHT | SCALES | {"k_scale": np.ones(3, np.float32)},
+     "k_scale: expected shape (slots, heads_k) = (3, 2) or (heads_k,) = (2,), got (3,)"),
+    (EIGHT | {name: np.ones((2, 2), np.float32) for name in SCALES},
+     "k_scale: expected shape (slots, heads_k) = (3, 2) or (heads_k,) = (2,), got (2, 2)"),
+    (EIGHT | SCALES | {"v_scale": np.ones((3, 2), np.float32)},
+     "v_scale: expected as many dimensions as k_scale has, 1, got shape (3, 2); expand it"),
+    (EIGHT | SCALES | {"v_scale": np.ones(2, np.float16)}, "v_scale: expected dtype fp32, got fp16; cast it"),
     ({"cache_seqlens": np.array([0, 7, 20], np.int32)},
      "cache_seqlens: expected lengths of 0 to 19, a capacity of 20 less 1 new keys, got cache_seqlens[2] = 20; a "
      "longer sequence needs a larger cache"),

@@ -53,11 +53,11 @@ PYTHON_LAYERS = (
 PYTHON_ORDER = {
     "arrays": "libraries readable placed vetting adapters imported",
     "cache": "pool checks values arrays problem",
-    "check": "cache_reference cache_cases cache_case accuracy noise reference features bias arithmetic comparison "
-    "cases cases_combined cases_bias cases_masks cases_mods cases_sequences case case_masks case_mods case_packed "
-    "case_bias case_inputs",
+    "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference features bias arithmetic "
+    "comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case case_masks case_mods "
+    "case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
-    "cpu": "call cache attention forward chunk added modified sink dropping features products tiles",
+    "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles",
     "gpu": "dependent tensormap device driver",
     "jax": "sdpa op cached call seeds sharding ffi buffers",
     "launch": "cached decode run seeds clocks cached_params prepare alignment prepared filled checks packed passes "
@@ -103,7 +103,7 @@ CUDA_ORDER = {
     "attention": "repair_* repair dq_accum visible_sm90 visits softmax sink dropout philox score slopes places "
     "modified bias mods work_sm90 packed_sm90 sights lists blocks mask schedule sequence params_sm90 params",
     "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode repair_decode parts rows "
-    "shares slices cached params_decode",
+    "shares fragments slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",

@@ -112,10 +112,10 @@ void global_access_async(Fiber &f, const void *p, u32 bytes, int kind, int compo
     if (kind != kGlobalRead && !b->writable)
         fail("%s at %s: writes to the input '%s'", op, text(site).c_str(), b->name);
     if (!config.race || !b->writable) return;
-    if (b->cells.empty()) b->cells.resize(b->bytes / kGlobalGranule + 1);
+    if (b->cells.empty()) b->cells.resize(b->bytes / b->granule + 1);
     const GlobalAccess now{f.cluster->serial, component, clock, intern(site), kind == kGlobalAtomic};
-    for (long long a = offset / kGlobalGranule; a <= (offset + bytes - 1) / kGlobalGranule; ++a)
-        check(f, *b, b->cells[a], now, kind, a * kGlobalGranule, site);
+    for (long long a = offset / b->granule; a <= (offset + bytes - 1) / b->granule; ++a)
+        check(f, *b, b->cells[a], now, kind, a * b->granule, site);
 }
 
 void global_access(const void *p, u32 bytes, int kind, const char *op, Site site) {
@@ -221,7 +221,7 @@ extern "C" {
 // Memory between two guards: its end, or with at_start its start, touches one of them.
 constexpr size_t kPage = 4096, kGuard = 1 << 20;
 
-void *emu_alloc(const char *buffer_name, size_t bytes, int at_start) {
+void *emu_alloc(const char *buffer_name, size_t bytes, int at_start, int granule) {
     const size_t body = std::max(kPage, (bytes + kPage - 1) / kPage * kPage);
     char *map = static_cast<char *>(
         mmap(nullptr, body + 2 * kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -231,6 +231,7 @@ void *emu_alloc(const char *buffer_name, size_t bytes, int at_start) {
     snprintf(b.name, sizeof b.name, "%s", buffer_name);
     b.lo = at_start ? map + kGuard : map + kGuard + body - (bytes + 15) / 16 * 16;
     b.bytes = bytes;
+    b.granule = granule;
     b.map = map;
     b.map_bytes = body + 2 * kGuard;
     b.writable = true;

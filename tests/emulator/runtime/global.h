@@ -17,12 +17,11 @@ struct GlobalCell {
     int more = 0;  // further reads and all atomic additions since the last write: index into Buffer::more
 };
 
-constexpr u32 kGlobalGranule = 2;  // bytes with one record: the smallest element
-
 struct Buffer {
     char name[32];
     char *lo;
     size_t bytes;
+    int granule;  // bytes with one record: the smallest element
     char *map;
     size_t map_bytes;
     bool writable;

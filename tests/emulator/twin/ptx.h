@@ -5,6 +5,7 @@
 
 namespace ptx {
 
+using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -75,6 +76,7 @@ inline float shfl_xor(float x, int mask, EMU_HERE) {
 // ---- Asynchronous copies ----
 inline void cp_async_16(u32 dst, const void *src, bool valid, EMU_HERE) { emu_cp_async(dst, src, 16, valid, EMU_SITE); }
 inline void cp_async_8(u32 dst, const void *src, bool valid, EMU_HERE) { emu_cp_async(dst, src, 8, valid, EMU_SITE); }
+inline void cp_async_4(u32 dst, const void *src, bool valid, EMU_HERE) { emu_cp_async(dst, src, 4, valid, EMU_SITE); }
 inline void cp_async_commit_group() { emu_cp_async_commit(); }
 template <int kPending>
 inline void cp_async_wait_group() {
@@ -113,6 +115,25 @@ inline u32 cvt_rn_bf16x2(float lo, float hi) { return cvt_rn_bf16(lo) | cvt_rn_b
 inline u32 cvt_rn_f16(float x) { return x != x ? 0x7fffu : emu_f32_to_f16(x); }
 inline u32 cvt_rn_f16x2(float lo, float hi) { return cvt_rn_f16(lo) | cvt_rn_f16(hi) << 16; }
 inline float cvt_f32_f16(u16 x) { return emu_f16_to_f32(x); }
+inline u32 prmt(u32 a, u32 b, u32 selector) {
+    const u64 both = static_cast<u64>(b) << 32 | a;
+    u32 y = 0;
+    for (int i = 0; i < 4; ++i) y |= (both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return y;
+}
+#if EMULATED_ARCH >= 890
+constexpr bool kHasE4m3 = true;
+#else
+constexpr bool kHasE4m3 = false;
+#endif
+inline float e4m3_to_f32(u32 x) {
+    const int exponent = x >> 3 & 15, mantissa = x & 7;
+    const float size = exponent ? ldexpf(1 + mantissa / 8.f, exponent - 7) : ldexpf(mantissa / 8.f, -6);
+    return (x & 0x7f) == 0x7f ? NAN : x & 0x80 ? -size : size;
+}
+inline u32 cvt_rn_f16x2_e4m3x2(u16 x) { return cvt_rn_f16x2(e4m3_to_f32(x & 0xff), e4m3_to_f32(x >> 8)); }
+inline float mul_rn(float x, float y) { return x * y; }
+inline float add_rn(float x, float y) { return x + y; }
 inline u32 fma_rn_bf16x2(u32 a, u32 b, u32 c) {
     const auto half = [](u32 x, int i) { return uint_as_float((x >> 16 * i) << 16); };
     return cvt_rn_bf16x2(fmaf(half(a, 0), half(b, 0), half(c, 0)), fmaf(half(a, 1), half(b, 1), half(c, 1)));
