@@ -69,8 +69,7 @@ struct RowSum {
         for (int i = 0; i < kPairs; ++i) sum[i][0] = sum[i][1] = x;
     }
     // += the terms of [first, end) that are chosen; a lane answers for one of 32. NaN is looked for first, since it needs no
-    // weight. Row j is src + j * stride, a pointer or what gives
-    // its elements likewise.
+    // weight. Row j is src + j * stride, a pointer or what gives its elements likewise.
     template <class Rows, class Chosen, class Weight>
     __device__ void add(Rows src, long long stride, int first, int end, Chosen chosen, Weight weight) {
         #pragma unroll 1
