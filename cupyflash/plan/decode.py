@@ -112,7 +112,10 @@ def _cluster(p: CacheProblem, team: int) -> tuple[int, int]:
 
 
 def _wide(p: CacheProblem, device: Device) -> bool:
-    """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts."""
+    """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts. Two of 8 bits and
+    a large head_dim do not fit the registers on Blackwell."""
+    if p.stored and p.head_dim > 128 and device.capability >= (10, 0):
+        return False
     return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count
 
 
