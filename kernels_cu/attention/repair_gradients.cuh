@@ -99,8 +99,12 @@ struct GradientRepair {
         // @strides-of-do-and-v-repair
         const float dP = dot_rows<T, D, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
                                                     key_at(p.v, p.v_stride, head_k, key));
-        const auto at = Places<V>::of(p, s, head).from(query, key)(0, 0);
-        return score.dS(raw, P(head, query, key, raw), of_kept(head, query, key, dP), stats(head, query)[1], at);
+        if constexpr (Score<V>::kModded) {
+            const auto at = Places<V>::of(p, s, head).from(query, key)(0, 0);
+            const float kept_dP = of_kept(head, query, key, dP);
+            return score.dS(raw, P(head, query, key, raw), kept_dP, stats(head, query)[1], at);
+        }
+        return score.dS(raw, P(head, query, key, raw), of_kept(head, query, key, dP), stats(head, query)[1]);
     }
     __device__ float of_kept(int head, int query, int key, float x) const {
         const auto dropout = Dropout<V>::of(p, s.index, head);

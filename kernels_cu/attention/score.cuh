@@ -78,11 +78,15 @@ struct Score {
     __device__ float P(float s, At at, float lse) const { return ptx::ex2(exponent(s, at, lse)); }
     // By which dP - delta is multiplied to make dS. kWeightIsP: it is P.
     static constexpr bool kWeightIsP = !V::kSoftcap && !kModded;
-    __device__ float weight(float s, float P, At at) const {
-        if constexpr (kModded)
-            return P == 0.f ? 0.f : P * at.derivative(own(s)) * softcap_derivative(s);  // @mod-derived
-        else if constexpr (V::kSoftcap) return P * softcap.derivative(s);               // @softcap-derived
+    __device__ float weight(float s, float P) const {
+        if constexpr (V::kSoftcap) return P * softcap.derivative(s);  // @softcap-derived
         else return P;
+    }
+    __device__ float dS(float s, float P, float dP, float delta) const { return weight(s, P) * (dP - delta); }
+    // The same at a place, for which mods ask.
+    __device__ float weight(float s, float P, At at) const {
+        if constexpr (kModded) return P == 0.f ? 0.f : weight(s, P) * at.derivative(own(s));  // @mod-derived
+        else return weight(s, P);
     }
     __device__ float dS(float s, float P, float dP, float delta, At at) const {
         return weight(s, P, at) * (dP - delta);
@@ -93,10 +97,6 @@ struct Score {
     __device__ float own(float s) const {
         if constexpr (V::kSoftcap) return softcap.value(s);
         else return V::kScaleFirst || kNatural ? s * scale : s;  // @scaled-first
-    }
-    __device__ float softcap_derivative(float s) const {
-        if constexpr (V::kSoftcap) return softcap.derivative(s);
-        else return 1.f;
     }
 };
 

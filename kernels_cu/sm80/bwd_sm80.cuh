@@ -152,7 +152,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
                         y = Dropout<V>::of_kept(keeps, y);
                         if constexpr (Emitted<V>::kAny)
                             emitted.add(is_seen(key, query) ? x * (y - delta) : 0.f, places(query, key));
-                        y = score.dS(raw, x, y, delta, places(query, key));
+                        if constexpr (Score<V>::kModded) y = score.dS(raw, x, y, delta, places(query, key));
+                        else y = score.dS(raw, x, y, delta);
                         x = Dropout<V>::of_kept(keeps, x);
                     }
                 if (V::kSplitD == 1 && j % 2 == 1) emitted.settle();  // else nothing spills

@@ -211,9 +211,10 @@ struct BwdDkvGroup {
                     for (int e = 0; e < 4; ++e) {
                         float &x = X.x[0][2 * k + j][e];
                         const float s = x;
-                        const auto at = places(16 * k + 8 * j + e % 2, 8 * (e / 2));
-                        x = score.P(s, at, stats[2 * k + j][2 * (e % 2)]);
-                        weight.x[0][j][e] = score.weight(s, x, at);  // @weight-of-the-score
+                        x = score.P(s, places(16 * k + 8 * j + e % 2, 8 * (e / 2)), stats[2 * k + j][2 * (e % 2)]);
+                        weight.x[0][j][e] = score.weight(s, x);  // @weight-of-the-score
+                        if constexpr (Score<V>::kModded)
+                            weight.x[0][j][e] = score.weight(s, x, places(16 * k + 8 * j + e % 2, 8 * (e / 2)));
                         x = Dropout<V>::of_kept(kept(8 * (e / 2), 16 * k + 8 * j + e % 2), x);
                     }
                 if constexpr (!kHandsP) weights[k].from(weight);

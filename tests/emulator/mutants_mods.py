@@ -19,8 +19,8 @@ FORWARD_MODS = (
     Bug("mods: ALiBi before them", change("alibi-behind-mods", "alibi.biased(bias.biased(s))", "bias.biased(alibi.biased(s))"), "mods-softcap-alibi"),
 )  # fmt: skip
 BACKWARD_MODS = (
-    Bug("mods: without their derivative", change("mod-derived", "P * at.derivative(own(s))", "P * 1.f"), "mods-capped-d256"),
-    _sm90("mods: without their derivative on Hopper", change("mod-derived", "P * at.derivative(own(s))", "P * 1.f"), "mods-softcap-alibi"),
-    _sm90("mods: without the softcap's derivative", change("mod-derived", "* softcap_derivative(s)", ""), "mods-softcap-alibi"),
+    Bug("mods: without their derivative", change("mod-derived", "* at.derivative(own(s))", ""), "mods-capped-d256"),
+    _sm90("mods: without their derivative on Hopper", change("mod-derived", "* at.derivative(own(s))", ""), "mods-softcap-alibi"),
+    _sm90("mods: without the softcap's derivative", change("mod-derived", "weight(s, P) *", "P *"), "mods-softcap-alibi"),
     Bug("mods: half of the product rule", change("product-rule", "a.d * b.x + a.x * b.d", "a.d * b.x"), "mods-every"),
 )  # fmt: skip

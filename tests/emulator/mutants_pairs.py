@@ -68,7 +68,7 @@ SOFTCAP = (
     _bug("softcap: tanh without the sign of the scale", change("tanh-of-the-scaled-score", "p.scale /", "fabsf(p.scale) /"), "softcap-9"),
     _bug("softcap: lse in powers of the scale", change("lse-in-units-of-scores", "/ unit", "/ problem.scale"), "softcap-0"),
     _bug("softcap: dkv hands P over", change("weights-handed-over", "kHandsP ? W.x[k][0] : weights[k].x[0][0]", "W.x[k][0]"), "softcap-9"),
-    _bug("softcap: dkv's weights from P instead of the score", change("weight-of-the-score", "score.weight(s, x, at)", "score.weight(x, x, at)"), "softcap-9"),
+    _bug("softcap: dkv's weights from P instead of the score", change("weight-of-the-score", "score.weight(s, x)", "score.weight(x, x)"), "softcap-9"),
     _forward("softcap: forward with another cap", change("unit-of-scores", "? p.softcap", "? 1.f"), "softcap-2"),
 )  # fmt: skip
 ALIBI = (
