@@ -21,7 +21,7 @@ FORWARD_MASKS = (
     _sm90("no block where nothing is seen", change("block-of-nothing", "count == 0", "false"), "block-mask-nothing", r"buffer|load|DEADLOCK|key_lists"),
     _sm90("more blocks passed than there are stages", change("hidden-block-passed-fwd", "passed < smem.kPassedInARow", "true"), "block-mask-stripes-d256", r"RACE|PHASE OVERRUN|DEADLOCK"),
     _sm90("first block of a list dropped as the first of all keys", change("first-block-of-a-list-dropped", "tile.key_block(first)", "first"), "block-mask-dropout-d128"),
-    Bug("hidden keys in the sum of a repaired row", without("hidden-key-of-the-sum"), "block-mask-nan-in-visible-key"),
+    Bug("hidden keys in the sum of a repaired row", without("hidden-key-of-the-sum"), "block-mask-nan-visible"),
     Bug("hidden keys in a repaired row", without("hidden-key-of-the-output"), "block-mask-holes"),
 )  # fmt: skip
 

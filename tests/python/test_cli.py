@@ -150,9 +150,7 @@ def test_verify_cpu(invoke: Invoke) -> None:
         if c["case"] in over_cache:
             assert set(c["results"]) == {"out", "lse", "k_cache", "v_cache"}
             continue
-        of = cases.case(c["case"])
-        features = {"dalibi_slopes": of.alibi, "dsink": of.sink, "dbias": of.bias and "bool" not in of.bias}
-        learned = {name for name, there in features.items() if there}
+        learned = {f"d{name}" for name in cases.case(c["case"]).inputs("fp32").learned}
         assert set(c["results"]) == {"out", "lse", "dq", "dk", "dv"} | learned
     assert {c["check"] for c in document["checks"]} == set(verify_checks.available(frameworks.Framework()))
     assert document["reproduce"] is None

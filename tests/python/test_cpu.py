@@ -21,7 +21,8 @@ Gradients = tuple[np.ndarray, ...]
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
     given = {name: getattr(x, name) for name in x._fields if name in Features.__dataclass_fields__}
-    of = Features(**given, wanted=tuple(f"d{name}" for name in x.learned))
+    arrays = () if x.mods is None else tuple(x.mods.bound()[1].values())
+    of = Features(**given, mod_arrays=arrays, wanted=tuple(f"d{name}" for name in x.learned))
     out, lse = cpu.forward(x.q, x.k, x.v, p, of)
     return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, of)
 

@@ -469,6 +469,8 @@ def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
     codes = dict(re.findall(r"XLA_FFI_DataType_(\w+) = (\d+)", text))
     from cupyflash.jax.buffers import CODES
 
-    names = {"bool": "PRED", "int32": "S32", "fp16": "F16", "fp32": "F32", "fp64": "F64", "bf16": "BF16"}
+    names = {"bool": "PRED", "int32": "S32", "fp16": "F16", "fp32": "F32", "fp64": "F64", "bf16": "BF16"} | {
+        "int8": "S8", "uint8": "U8", "float8_e4m3fn": "F8E4M3FN",
+    }  # fmt: skip
     assert {name: int(codes[names[name]]) for name in CODES} == CODES
     assert ctypes.sizeof(ffi.Span) == 16

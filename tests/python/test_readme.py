@@ -41,7 +41,7 @@ def test_example(code: str) -> None:
 @pytest.mark.needs("torch", "jax")
 def test_the_examples_of_inference() -> None:
     examples = re.findall(r"```python\n(.*?)```", INFERENCE.read_text(), re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     for code in examples:
         names: dict[str, object] = {}
         exec(code, names)
