@@ -219,12 +219,14 @@ class JaxFramework(Framework):
         import jax
 
         super().__init__(on_gpu)
-        jax.config.update("jax_enable_x64", True)  # else fp64 cases would be fp32 ones
         self.jax = jax
         self.device = jax.devices("gpu" if on_gpu else "cpu")[0]
 
     def from_numpy(self, x: Array) -> Any:
-        return self.jax.device_put(np.ascontiguousarray(x), self.device)
+        from cupyflash.jax.op import with_x64
+
+        with with_x64():  # else fp64 cases would be fp32 ones
+            return self.jax.device_put(np.ascontiguousarray(x), self.device)
 
     def synchronize(self) -> None:
         self.jax.effects_barrier()

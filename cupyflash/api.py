@@ -7,6 +7,7 @@ from typing import Any
 
 from . import options
 from .arrays.adapters import TORCH
+from .arrays.imported import is_instance
 from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
 from .errors import UnsupportedError
 from .gradients import Gradients as Gradients
@@ -157,6 +158,8 @@ def with_mods(arrays: dict[str, Any], call: Options, score_mod: Any, mask_mod: A
     """The options with these mods, whose arrays join the others by the names of the table of arrays."""
     from .mods import given
 
+    if is_instance(arrays["q"], "jax", "Array"):
+        raise UnsupportedError("score_mod: mods of JAX arrays are not supported yet; give a bias")
     if type(arrays["q"]).__name__ == "DTensor":
         raise UnsupportedError("score_mod: expected none for DTensors, whose parts do not know where they lie")
     text, brought = given.bind(score_mod, mask_mod, mod_arrays)
@@ -178,8 +181,6 @@ def forward(arrays: dict[str, Any], call: Options, want_lse: bool, seed: Any = N
     if library is TORCH:
         return door_of_torch().attention(arrays, call, want_lse)
     if library is JAX:
-        if call.mods:
-            raise UnsupportedError("score_mod: mods of JAX arrays are not supported yet; give a bias")
         from .jax import op
 
         return op.attention_of(arrays, call, want_lse)
@@ -285,8 +286,6 @@ def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...], see
     if library is TORCH:
         return door_of_torch().backward(arrays, call, wanted)
     if library is JAX:
-        if call.mods:
-            raise UnsupportedError("score_mod: mods of JAX arrays are not supported yet; give a bias")
         from .jax import op
 
         return op.backward_of(arrays, call, wanted)

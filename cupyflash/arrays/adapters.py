@@ -29,17 +29,11 @@ _NUMPY_DTYPES = {
     "fp32": np.dtype(np.float32),
     "fp64": np.dtype(np.float64),
     "int32": np.dtype(np.int32),
-    "bool": np.dtype(np.bool_),
     "int8": np.dtype(np.int8),
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 _E4M3 = _NUMPY_DTYPES["float8_e4m3fn"]
 _NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if name != "int32"}
-
-
-def itemsize(dtype: str) -> int:
-    """The bytes of an element of what the table of arrays knows."""
-    return _NUMPY_DTYPES[dtype].itemsize
 
 
 class Signature(NamedTuple):

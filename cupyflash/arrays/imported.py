@@ -19,7 +19,12 @@ def imported(name: str) -> Any | None:
 
 
 def is_instance(x: Any, module: str, name: str) -> bool:
-    """Whether x is an instance of a class of a module that may be absent, or no more than a stand-in for it."""
+    """Whether x is an instance of a class of a module that may be absent, or no more than a stand-in for it.
+
+    A plain tensor is known by its name: torch.compile, which follows this, could not look into `sys.modules`.
+    """
+    if is_tensor(type(x)):
+        return (module, name) == ("torch", "Tensor")
     kind = getattr(imported(module), name, None)
     return isinstance(kind, type) and isinstance(x, kind)
 

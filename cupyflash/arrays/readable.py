@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, CupyflashError
-from .adapters import TORCH, Native, itemsize
+from .adapters import TORCH, Native
 from .vetting import vet_memory, vet_tensor, vet_tracing
 
 
@@ -34,6 +34,7 @@ def check_addresses(library: Native, pointers: Sequence[int], arrays: Mapping[st
     """Refuse arrays without memory and elements that straddle their own size; empty arrays may lie anywhere."""
     vet_all(library, arrays)
     for (name, x), pointer in zip(arrays.items(), pointers, strict=True):
-        size = itemsize(library.dtype_name(library.signature(x)[2]))
-        if 0 not in x.shape and (pointer == 0 or pointer % size):
-            raise ArgumentError(f"{name}: expected an address that is a multiple of {size}, got {pointer:#x}; copy it")
+        if 0 not in x.shape and (pointer == 0 or pointer % x.itemsize):
+            raise ArgumentError(
+                f"{name}: expected an address that is a multiple of {x.itemsize}, got {pointer:#x}; copy it"
+            )

@@ -52,20 +52,23 @@ class Features(NamedTuple):
         """What is added to the scores; what hides keys is a bias of 0 and -inf."""
         if self.mods is not None:
             shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
-            shown = [[self.modified(np.zeros(shape[2:]), p, b, h)[2] for h in range(shape[1])] for b in range(shape[0])]
-            return np.where(np.array(shown, bool).reshape(shape), 0.0, -np.inf)
+            shown = np.zeros(shape, bool)
+            for b, h in np.ndindex(shape[:2]):
+                shown[b, h] = read(p.mods).shown(shape[2:], np.float64, *self._at(p, b, h))
+            return np.where(shown, 0.0, -np.inf)
         if self.mask is None:
             return self.bias
         return np.where(self.mask, 0.0 if self.bias is None else self.bias.astype(np.float64), -np.inf)
 
-    def modified(self, S: Array, p: Problem, b: int, h: int) -> tuple[Any, Any, Any]:
-        """What mods make of the scores of a head of q, by what that changes with the score, and what they show."""
-        if self.mods is None:
-            return S, 1.0, True
-        text, arrays = self.mods.bound()
-        (sequence, first), rows = self.corner, np.arange(p.seqlen_q)[:, None]
-        of = S, sequence + b, h, rows, first + np.arange(p.seqlen_k), tuple(arrays.values())
-        return read(text).of_scores(*of)
+    def modified(self, S: Array, p: Problem, b: int, h: int) -> tuple[Any, Any]:
+        """What mods make of the scores of a head of q, and its derivative."""
+        return read(p.mods).of_scores(S, *self._at(p, b, h))
+
+    def _at(self, p: Problem, b: int, h: int) -> tuple[Any, tuple[Array, ...]]:
+        """The places of a head of q, and the arrays that mods read."""
+        sequence, first = self.corner
+        places = sequence + b, h, np.arange(p.seqlen_q)[:, None], first + np.arange(p.seqlen_k)
+        return places, tuple(self.mods.bound()[1].values())
 
     def part(self, p: Problem, part: Part) -> Features:
         """Those of one sequence by itself."""

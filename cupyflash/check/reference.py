@@ -167,7 +167,7 @@ def distances(p: Problem) -> Array:
 
 def scores(
     Q: Array, K: Array, p: Problem, a: Arithmetic, of: OfHead = _NONE, bias: Array | None = None,
-    modified: Callable[[Array], tuple[Any, Any, Any]] | None = None,
+    modified: Callable[[Array], tuple[Any, Any]] | None = None,
 ) -> tuple[Array, Array | float]:  # fmt: skip
     """The scores of one head, and their derivative by ``scale * q . k``; `modified`: `Features.modified` of it."""
     derivative: Array | float = 1.0
@@ -176,7 +176,7 @@ def scores(
         t = np.tanh(S / p.softcap)
         S, derivative = p.softcap * t, 1 - t * t
     if p.mods and modified is not None:
-        S, slope, _ = modified(S)
+        S, slope = modified(S)
         derivative = derivative * slope
     if p.alibi:
         S = S - a.accumulate(of.slope) * distances(p).astype(a.accumulate)
@@ -209,7 +209,7 @@ def _gradients(
     of: OfHead,
     bias: Array | None,
     Z: Array | float,
-    modified: Callable[[Array], tuple[Any, Any, Any]],
+    modified: Callable[[Array], tuple[Any, Any]],
 ) -> tuple[Array, Array, Array, OfHead, Array]:
     """dQ of one head of q, what this head adds to dK and dV, and the gradients of its `OfHead` and of its scores."""
     S, derivative = scores(Q, K, p, a, of, bias, modified)

@@ -98,7 +98,7 @@ class Added:
         """Which keys of a tile of scores a bias, a mask or mods hide."""
         of_mask = False if self.mask is None else ~self._tile(self.mask, rows, keys)
         if self.mods is not None:
-            of_mask = of_mask | self.mods.hidden(rows, keys, S.shape, S.dtype)
+            of_mask = of_mask | self.mods.hidden(rows, keys, S.dtype)
         if self.bias is None:
             return np.asarray(of_mask)
         hidden: Array = np.isneginf(self._tile(self.bias, rows, keys)) | of_mask

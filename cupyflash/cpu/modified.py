@@ -29,20 +29,28 @@ class Modified:
     corner: Corner
     arrays: tuple[Array, ...]
 
-    def of(self, S: Array, rows: slice, keys: slice) -> tuple[Array, Array, Array]:
-        """The scores of a tile (batch * heads_k, group * rows, keys), their derivative by S, and which are shown."""
-        p, (sequence, head, key) = self.problem, self.corner
-        group, n = p.heads_q // p.heads_k, rows.stop - rows.start
-        tile = S.reshape(p.batch, p.heads_k, group, n, -1)
-        b = sequence + np.arange(p.batch).reshape(-1, 1, 1, 1, 1)
-        h = head + np.arange(p.heads_q).reshape(p.heads_k, group, 1, 1)
-        q, k = np.arange(rows.start, rows.stop)[:, None], key + np.arange(keys.start, keys.stop)
-        value, derivative, shown = (x.reshape(S.shape) for x in self.mods.of_scores(tile, b, h, q, k, self.arrays))
-        return value, derivative, shown
+    def of(self, S: Array, rows: slice, keys: slice) -> tuple[Array, Array]:
+        """The scores of a tile (batch * heads_k, group * rows, keys), and their derivative by S."""
+        tile = S.reshape(self._shape(rows, keys))
+        value, derivative = self.mods.of_scores(tile, self._places(rows, keys), self.arrays)
+        return value.reshape(S.shape), derivative.reshape(S.shape)
 
-    def hidden(self, rows: slice, keys: slice, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Which keys are hidden, whatever their scores are."""
-        return ~self.of(np.zeros(shape, dtype), rows, keys)[2]
+    def hidden(self, rows: slice, keys: slice, dtype: np.dtype[Any]) -> Array:
+        """Which keys of a tile are hidden, whatever their scores are; `dtype`: of the scores."""
+        batch, heads_k, group, n, m = shape = self._shape(rows, keys)
+        shown: Array = self.mods.shown(shape, dtype, self._places(rows, keys), self.arrays)
+        return ~shown.reshape(batch * heads_k, group * n, m)
+
+    def _shape(self, rows: slice, keys: slice) -> tuple[int, ...]:
+        p = self.problem
+        return p.batch, p.heads_k, p.heads_q // p.heads_k, rows.stop - rows.start, keys.stop - keys.start
+
+    def _places(self, rows: slice, keys: slice) -> tuple[Array, Array, Array, Array]:
+        """b, h, q and k of a tile in `_shape`."""
+        p, (sequence, head, key) = self.problem, self.corner
+        b = sequence + np.arange(p.batch).reshape(-1, 1, 1, 1, 1)
+        h = head + np.arange(p.heads_q).reshape(p.heads_k, -1, 1, 1)
+        return b, h, np.arange(rows.start, rows.stop)[:, None], key + np.arange(keys.start, keys.stop)
 
 
 def modified_of(of: Features, p: Problem) -> Modified | None:

@@ -40,13 +40,18 @@ class Buffer(NamedTuple):
     dtype: int
     device: int
 
+    @property
+    def itemsize(self) -> int:
+        return int(_DTYPES[self.dtype].itemsize)
+
     def numpy(self) -> np.ndarray:
         """The memory itself, of a buffer on the host."""
         dtype = _DTYPES[self.dtype]
-        size = math.prod(self.shape) * dtype.itemsize
+        size = math.prod(self.shape) * self.itemsize
         if size == 0:
             return np.empty(self.shape, dtype)
-        return np.frombuffer((ctypes.c_char * size).from_address(self.address), dtype).reshape(self.shape)
+        memory: Any = (ctypes.c_char * size).from_address(self.address)
+        return np.frombuffer(memory, dtype).reshape(self.shape)
 
 
 class Buffers(Numpy):

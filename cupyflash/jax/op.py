@@ -181,7 +181,14 @@ def _wide(arrays: Mapping[str, Any]) -> Any:
     """Without it jit would narrow arrays of 64 bits where JAX_ENABLE_X64 is not set."""
     if all(x.dtype != np.float64 for x in arrays.values()):
         return contextlib.nullcontext()
-    return jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64(True)
+    return with_x64()
+
+
+def with_x64() -> contextlib.AbstractContextManager[Any]:
+    """Arrays of 64 bits stay so inside, whatever JAX_ENABLE_X64 says."""
+    wide: Any = jax if hasattr(jax, "enable_x64") else jax.experimental
+    found: contextlib.AbstractContextManager[Any] = wide.enable_x64(True)
+    return found
 
 
 def _vet(arrays: Mapping[str, Any]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays.adapters import CPU, TORCH, Native, Signature, place
-from ..arrays.readable import unreadable, vet_all
+from ..arrays.readable import check_addresses, unreadable, vet_all
 from ..cache.arrays import BY_NAME
-from ..cache.checks import STORED, CacheOptions, make_cache_problem
+from ..cache.checks import CacheOptions, make_cache_problem
 from ..cache.problem import CacheProblem
 from ..cache.values import PLACES, check_room, check_values
 from ..cpu import cache
@@ -132,17 +132,8 @@ def _is_contiguous(signature: Signature) -> bool:
 
 def _look_at_addresses(library: Native, arrays: Mapping[str, Any], pointers: Sequence[int]) -> bool:
     """Whether q, k, v and the caches lie at multiples of 16; refuses addresses that no kernel can read."""
-    bits = 0
-    for (name, x), pointer in zip(arrays.items(), pointers, strict=True):
-        row = BY_NAME[name]
-        size = 4 if row.dtype in ("int32", "sum", "fp32") else 2
-        if row.dtype == "cache" and library.dtype_name(library.signature(x)[2]) in STORED:
-            size = 1
-        if (pointer == 0 or pointer % size) and 0 not in x.shape:
-            vet_all(library, arrays)
-            raise ArgumentError(f"{name}: expected an address that is a multiple of {size}, got {pointer:#x}; copy it")
-        bits |= pointer if row.dtype in ("", "cache") else 0
-    return bits & 15 == 0
+    check_addresses(library, pointers, arrays)
+    return not any(x & 15 for name, x in zip(arrays, pointers, strict=True) if BY_NAME[name].dtype in ("", "cache"))
 
 
 def _on_their_way(library: Native, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -41,7 +41,7 @@ def check(
         features["bias"] = Bias.of(found["mask"][0], "bool")
     if "block_tiles" in found:
         features["block_mask"] = code_of(found["block_tiles"][0])
-    features["mod_shapes"] = _shapes_of_mods(options.mods, found, dtypes)
+    features["mod_shapes"] = _shapes_of_mods(options.mods, which, found, dtypes)
     problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)
     if packed is None and problem.kv_range:
         check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)
@@ -67,10 +67,10 @@ def check(
 
 
 def _shapes_of_mods(
-    mods: str, found: Mapping[str, tuple[Any, ...]], dtypes: Mapping[str, str]
+    mods: str, which: Pass, found: Mapping[str, tuple[Any, ...]], dtypes: Mapping[str, str]
 ) -> tuple[tuple[int, ...], ...]:
     """Of the arrays that mods read, which are what their text says."""
-    given = [name for name in found if name.startswith("mod_array_")]
+    given = [name for name in found if which.rows[name].free]
     wanted = read(mods).arrays
     if [(dtypes[x], len(found[x][0])) for x in given] != [(x.dtype, x.dims) for x in wanted]:
         said = ", ".join(f"{x.name} of {x.dtype} with {x.dims} dimensions" for x in wanted) or "none"

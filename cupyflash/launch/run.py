@@ -157,7 +157,7 @@ def _look_at_addresses(which: Pass, library: Native, pointers: Sequence[int], ar
     bits, of_bias = 0, 0
     for name, pointer in zip(arrays, pointers, strict=True):
         row = which.rows[name]
-        if pointer == 0 or pointer & 3:
+        if pointer == 0 or pointer & 7:
             check_addresses(library, pointers, arrays)
         bits |= pointer if row.strided else 0
         of_bias |= pointer if row.broadcasts else 0
@@ -203,7 +203,8 @@ def _on_host(
 
     plain = {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
     own = {name: plain.pop(name, None) for name in which.names(INPUT, where=lambda row: not row.feature)}
-    of = _features(plain, problem, lengths, wanted)
+    of_mods = tuple(plain.pop(name) for name in names if which.rows[name].free)
+    of = _features(plain, of_mods, problem, lengths, wanted)
     made = which.made(names, wanted if which is BACKWARD else WITH_LSE)
     compute: Callable[..., tuple[Any, ...]] = cpu.forward if which is FORWARD else cpu.backward
     found = dict(zip(made, compute(**own, problem=problem, of=of), strict=True))
@@ -214,14 +215,17 @@ def _on_host(
 
 
 def _features(
-    arrays: dict[str, Any], problem: Problem, sequences: Sequences | None, wanted: tuple[str, ...]
+    arrays: dict[str, Any],
+    of_mods: tuple[Any, ...],
+    problem: Problem,
+    sequences: Sequences | None,
+    wanted: tuple[str, ...],
 ) -> Features:
     """Those of a call on the CPU path, of NumPy arrays by the names of the table of arrays."""
     blocks = None
     if "block_tiles" in arrays:
         tiles, bits = (np.asarray(arrays.pop(name)) for name in ("block_tiles", "block_bits"))
         blocks = BlockMask(tiles, bits, problem.seqlen_q, problem.seqlen_k)
-    of_mods = tuple(np.asarray(arrays.pop(name)) for name in list(arrays) if name.startswith("mod_array_"))
     return Features(**arrays, mod_arrays=of_mods, block_mask=blocks, sequences=sequences, wanted=wanted)
 
 

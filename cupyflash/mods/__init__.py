@@ -6,7 +6,6 @@ one line an array and an expression, which compares and hashes by what it says a
 
 from __future__ import annotations
 
-from .description import LIMIT as LIMIT
 from .description import Mods as Mods
 from .description import read as read
 from .given import bind as bind

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import ArgumentError
+from ..operand import MOD_LIMIT
 from .evaluate import evaluate
-from .expression import BOOL, FUNCTIONS, NAMES, Node
+from .expression import BOOL, FUNCTIONS, NAMES, PLACES, Node
 from .parse import parse
 
-LIMIT = 4  # arrays, and dimensions of each
 # Element types that a mod reads, in C++.
 ELEMENTS = {
     "fp32": "float", "fp64": "double", "fp16": "Fp16", "bf16": "Bf16", "int32": "int", "int64": "long long",
     "bool": "unsigned char",
 }  # fmt: skip
-
-
 _HEADS = (
     "template <class S>\n    __device__ S score_mod(S score, int b, int h, int q, int k) const",
     "__device__ bool mask_mod(int b, int h, int q, int k) const",
 )
+
+
+Places = tuple[Any, Any, Any, Any]  # b, h, q, k
 
 
 class Read(NamedTuple):
@@ -63,25 +65,36 @@ class Mods(NamedTuple):
             "}  // namespace mods\n\n"
         )
 
-    def of_scores(self, score: Any, b: Any, h: Any, q: Any, k: Any, arrays: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """(value, derivative by the score, whether the key is visible) of a tile of scores, for NumPy.
+    def of_scores(self, scores: Any, places: Places, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """What becomes of scores, and its derivative by them, in NumPy.
 
         Args:
-            score: of the type in which to compute; b, h, q, k: places, which broadcast to its shape.
+            scores: of the type in which to compute.
+            places: b, h, q and k, which broadcast to their shape.
             arrays: those of `self.arrays`.
         """
-        dtype, named = score.dtype.type, {x.name: array for x, array in zip(self.arrays, arrays, strict=True)}
-        names = {"b": b, "h": h, "q": np.asarray(q, np.int64), "k": np.asarray(k, np.int64)}
-        value, derivative, visible = score, dtype(1), np.ones((), bool)
+        if self.score is None:
+            return scores, np.ones_like(scores)
+        return self._evaluated(self.score, scores, places, arrays)
+
+    def shown(self, shape: tuple[int, ...], dtype: Any, places: Places, arrays: Sequence[Any]) -> Any:
+        """Which keys are visible, whatever their scores are; arguments as above."""
+        zeros = np.zeros(shape, dtype)
+        found = np.ones(shape, bool)
+        if self.score is not None:
+            found &= ~np.isneginf(self._evaluated(self.score, zeros, places, arrays)[0])
+        if self.mask is not None:
+            found &= self._evaluated(self.mask, zeros, places, arrays)[0] != 0
+        return found
+
+    def _evaluated(self, node: Node, scores: Any, places: Places, arrays: Sequence[Any]) -> tuple[Any, Any]:
+        """The value of a tree and its derivative, each of the shape and type of the scores."""
+        names = dict(zip(PLACES, places, strict=True), score=scores)
+        named = {x.name: array for x, array in zip(self.arrays, arrays, strict=True)}
         with np.errstate(all="ignore"):
-            if self.score is not None:
-                value, derivative = evaluate(self.score, names | {"score": score}, named, dtype)
-                of_zero, _ = evaluate(self.score, names | {"score": np.zeros_like(score)}, named, dtype)
-                visible = ~np.isneginf(np.asarray(of_zero, dtype))
-            if self.mask is not None:
-                visible = visible & np.asarray(evaluate(self.mask, names, named, dtype)[0]).astype(bool)
-        value, derivative = (np.broadcast_to(np.asarray(x, dtype), score.shape) for x in (value, derivative))
-        return value, derivative, np.broadcast_to(visible, score.shape)
+            found = evaluate(node, names, named, scores.dtype.type)
+        value, derivative = (np.broadcast_to(np.asarray(x, scores.dtype), scores.shape) for x in found)
+        return value, derivative
 
 
 @functools.lru_cache(maxsize=256)
@@ -114,8 +127,10 @@ def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mod
         raise ArgumentError("mask_mod: expected an expression of b, h, q, k, got one of the score; use score_mod")
     if mask is not None and mask.kind != BOOL:
         raise ArgumentError(f"mask_mod: expected True or False for each key, got {mask.kind}; compare it")
-    if len(arrays) > LIMIT:
-        raise ArgumentError(f"mod_arrays: expected at most {LIMIT} that are read, got {len(arrays)}; put some together")
+    if len(arrays) > MOD_LIMIT:
+        raise ArgumentError(
+            f"mod_arrays: expected at most {MOD_LIMIT} that are read, got {len(arrays)}; put some together"
+        )
     for label, dtype, dims in arrays:
         if not label.isidentifier() or label in NAMES or label in FUNCTIONS or label in _TAKEN or label.startswith("_"):
             raise ArgumentError(f"mod_arrays: expected names of their own, got {label!r}; rename it")
@@ -123,8 +138,8 @@ def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mod
             raise ArgumentError(
                 f"mod_arrays: {label}: expected one of the dtypes {', '.join(ELEMENTS)}, got {dtype}; cast it"
             )
-        if not 1 <= dims <= LIMIT:
-            raise ArgumentError(f"mod_arrays: {label}: expected 1 to {LIMIT} dimensions, got {dims}")
+        if not 1 <= dims <= MOD_LIMIT:
+            raise ArgumentError(f"mod_arrays: {label}: expected 1 to {MOD_LIMIT} dimensions, got {dims}")
     return Mods(arrays, score, mask)
 
 

@@ -24,11 +24,11 @@ _LOGIC = ("&&", "||")
 # Functions of numbers that are floats: name -> how many arguments.
 OF_FLOATS = {
     "exp": 1, "exp2": 1, "log": 1, "log2": 1, "sqrt": 1, "rsqrt": 1, "tanh": 1, "sigmoid": 1, "sin": 1, "cos": 1,
-    "pow": 2,
+    "floor": 1, "pow": 2, "divide": 2,
 }  # fmt: skip
 OF_INTEGERS = ("quotient", "remainder", "floordiv", "floormod", "<<", ">>")  # of two
 OF_ANY = {"abs": 1, "min": 2, "max": 2}
-FUNCTIONS = (*OF_FLOATS, "quotient", "remainder", "floordiv", "floormod", *OF_ANY, "divide", "floor")
+FUNCTIONS = (*OF_FLOATS, "quotient", "remainder", "floordiv", "floormod", *OF_ANY)
 INT_LIMIT = 2**31
 
 
@@ -77,8 +77,6 @@ def _number_text(value: float) -> str:
         return str(value).lower()
     if isinstance(value, int):
         return str(value)
-    if math.isinf(value):
-        return "inf()" if value > 0 else "(-inf())"
     return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.f"
 
 
@@ -145,8 +143,6 @@ _Rule = tuple[Callable[[str], bool], Callable[[str], int], Callable[[str, list[s
 _RULES: tuple[_Rule, ...] = (
     (lambda op: op in _ARITHMETIC, lambda op: 2, _numbers),
     (lambda op: op == "neg", lambda op: 1, _numbers),
-    (lambda op: op in ("divide",), lambda op: 2, lambda op, kinds: FLOAT),
-    (lambda op: op == "floor", lambda op: 1, lambda op, kinds: FLOAT),
     (lambda op: op in OF_INTEGERS, lambda op: 2, _integers),
     (lambda op: op in _BITS, lambda op: 2, _bits),
     (lambda op: op == "~", lambda op: 1, _integers),

@@ -8,13 +8,14 @@ from typing import Any
 
 from ..arrays.imported import is_instance
 from ..errors import ArgumentError, UnsupportedError
+from ..operand import MOD_LIMIT
 from .description import Read, make
 from .expression import Node
 from .parse import parse
 from .trace import captured, trace
 
 _DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
-_OPERANDS = tuple(f"mod_array_{i}" for i in range(4))
+_OPERANDS = tuple(f"mod_array_{i}" for i in range(MOD_LIMIT))
 
 
 def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:

@@ -84,18 +84,17 @@ def _node(x: Any) -> Node:
 def made(op: str, *args: Any) -> Symbol:
     """An operation as Python has it, on symbols and numbers."""
     nodes = [_node(x) for x in args]
-    if op == "/":
-        op = "divide"
     if op == "//" and FLOAT in [x.kind for x in nodes]:
         return made("floor", made("divide", *map(Symbol, nodes)))
     if op == "%" and FLOAT in [x.kind for x in nodes]:
         a, b = map(Symbol, nodes)
         return made("-", a, made("*", b, made("//", a, b)))
-    if op == "**":
-        if nodes[1] == number(2):
-            return made("*", *map(Symbol, (nodes[0], nodes[0])))
-        op = "pow"
-    return Symbol(apply({"//": "floordiv", "%": "floormod"}.get(op, op), *nodes))
+    if op == "**" and nodes[1] == number(2):
+        return made("*", *map(Symbol, (nodes[0], nodes[0])))
+    return Symbol(apply(_OPERATORS.get(op, op), *nodes))
+
+
+_OPERATORS = {"/": "divide", "//": "floordiv", "%": "floormod", "**": "pow"}
 
 
 def where(condition: Any, yes: Any, no: Any) -> Symbol:
@@ -124,7 +123,7 @@ _CALLS: dict[str, str] = {f: f for f in FUNCTIONS} | {
     "absolute": "abs", "fabs": "abs", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
     "power": "**", "pow": "**", "float_power": "**", "negative": "neg", "neg": "neg", "where": "?", "add": "+",
     "sub": "-", "subtract": "-", "mul": "*", "multiply": "*", "div": "/", "true_divide": "/", "divide": "/",
-    "floor_divide": "//", "remainder": "%", "mod": "%", "fmod": "%", "eq": "==", "equal": "==", "ne": "!=",
+    "floor_divide": "//", "remainder": "%", "mod": "%", "eq": "==", "equal": "==", "ne": "!=",
     "not_equal": "!=", "lt": "<", "less": "<", "le": "<=", "less_equal": "<=", "gt": ">", "greater": ">",
     "ge": ">=", "greater_equal": ">=", "logical_and": "&&", "logical_or": "||", "logical_not": "!",
     "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "invert": "~", "bitwise_not": "~",
@@ -133,12 +132,13 @@ _CALLS: dict[str, str] = {f: f for f in FUNCTIONS} | {
 
 def called(function: str, args: Any) -> Symbol:
     """A function of NumPy or torch, by its name."""
-    op = _CALLS.get(function.strip("_").removesuffix("_"), "")
-    if function.startswith("__") and function.strip("_").lstrip("r") in _DUNDERS:
-        word = function.strip("_")
-        is_reversed = word not in _DUNDERS
-        return made(_DUNDERS[word.lstrip("r") if is_reversed else word], *(args[::-1] if is_reversed else args))
-    if not op:
+    word = function.strip("_")
+    if function.startswith("__") and word in _DUNDERS:
+        return made(_DUNDERS[word], *args)
+    if function.startswith("__r") and word[1:] in _DUNDERS:
+        return made(_DUNDERS[word[1:]], *args[::-1])
+    op = _CALLS.get(word)
+    if op is None:
         raise ArgumentError(f"{function}: expected one of the functions {', '.join(sorted(_CALLS))}")
     return made(op, *args)
 

@@ -74,6 +74,7 @@ class Variant:
     over: ClassVar[str] = "q"
     arch_suffix: ClassVar[str] = ""  # "a": uses instructions of one architecture alone
     persistent: ClassVar[bool] = False  # a block computes tile after tile
+    mods = ""  # the text of a user's expressions, in kernels that have some
 
     dtype: str
     head_dim: int
@@ -98,8 +99,7 @@ class Variant:
     @property
     def _mods(self) -> Mods | None:
         """A user's expressions, if the kernel has some."""
-        text = getattr(self, "mods", "")
-        return read(text) if text else None
+        return read(self.mods) if self.mods else None
 
     @functools.cached_property
     def block_m(self) -> int:
@@ -127,7 +127,7 @@ class Variant:
     @functools.cached_property
     def symbol(self) -> str:
         flags = [name for name, value in self.constants.items() if value is True]
-        flags += [hashlib.sha256(self._mods.text.encode()).hexdigest()[:12]] if self._mods else []
+        flags += [hashlib.sha256(self.mods.encode()).hexdigest()[:12]] if self.mods else []
         return "_".join([self.header, self.dtype, f"d{self.head_dim}", self.tile.name, *flags])
 
     def source(self) -> str:

@@ -25,9 +25,6 @@ from .launch import EmulatedKernel, EmulatorError, Memory, Mode
 Array = NDArray[Any]
 
 
-FAR = -64 << 8  # what lists of blocks hold before: an entry that nobody wrote is a block far before the first
-
-
 @functools.lru_cache(maxsize=256)
 def _kernel(source: str, symbol: str, arch: int, headers: tuple[tuple[str, str], ...]) -> EmulatedKernel:
     return EmulatedKernel(source, dict(headers), symbol, arch)
@@ -110,8 +107,6 @@ class Session:
                 del buffers.address["lse"]
             for name, (shape, dtype) in plan.workspace.items():
                 workspace = buffers.make(name, shape, DTYPES[dtype])
-                if name.endswith("_lists"):
-                    workspace[:] = FAR
                 if self.left_over is not None and dtype == "fp32":
                     workspace[:] = self.left_over
             self._launch(plan, problem, buffers)

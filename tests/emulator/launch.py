@@ -96,7 +96,7 @@ def runtime() -> ctypes.CDLL:
     """The emulator, loaded once a process. Kernels find its functions by name, hence RTLD_GLOBAL."""
     library = ctypes.CDLL(str(build.build_runtime()), mode=ctypes.RTLD_GLOBAL)
     library.emu_alloc.restype = ctypes.c_void_p
-    library.emu_alloc.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
+    library.emu_alloc.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     library.emu_free.argtypes = [ctypes.c_void_p]
     library.emu_protect.argtypes = [ctypes.c_void_p, ctypes.c_int]
     return library
@@ -136,10 +136,12 @@ class Memory:
             runtime().emu_free(address)
         self._addresses.clear()
 
-    def raw(self, name: str, n_bytes: int, *, at_start: bool = False, granule: int = 2) -> tuple[int, Array]:
-        """The address and the bytes of a buffer, all 0xff: NaN in every dtype. Copy what you keep. Races are found by
-        pieces of `granule` bytes."""
-        address = runtime().emu_alloc(name.encode(), n_bytes, int(at_start), granule)
+    def raw(
+        self, name: str, n_bytes: int, *, at_start: bool = False, granule: int = 2, pad: int = 0
+    ) -> tuple[int, Array]:
+        """The address and the bytes of a buffer, all 0xff: NaN in every dtype. Copy what you keep. It starts `pad`
+        bytes after a multiple of 16. Races are found by pieces of `granule` bytes."""
+        address = runtime().emu_alloc(name.encode(), n_bytes, int(at_start), granule, pad)
         self._addresses.append(address)
         return address, np.ctypeslib.as_array((ctypes.c_ubyte * n_bytes).from_address(address))
 
@@ -152,12 +154,11 @@ class Memory:
     def input(self, name: str, x: Array, *, writable: bool = False) -> int:
         """The address of a copy of x, with the strides and the alignment of x. Writing to it is an error."""
         low, high = np.lib.array_utils.byte_bounds(x)
-        pad = low % 16
-        address, data = self.raw(name, pad + high - low, granule=min(x.itemsize, 2))
-        data[pad:] = np.ctypeslib.as_array((ctypes.c_ubyte * (high - low)).from_address(low))
+        address, data = self.raw(name, high - low, granule=min(x.itemsize, 2), pad=low % 16)
+        data[:] = np.ctypeslib.as_array((ctypes.c_ubyte * (high - low)).from_address(low))
         if not writable:
             runtime().emu_protect(address, 0)
-        return address + pad + x.__array_interface__["data"][0] - low
+        return address + x.__array_interface__["data"][0] - low
 
 
 class EmulatedKernel:

@@ -161,7 +161,9 @@ def test_verify_cpu(invoke: Invoke) -> None:
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_verify_frameworks(framework: str, invoke: Invoke) -> None:
     pytest.importorskip(framework)
-    invoke("verify", "--level", "smoke", "--backend", "cpu", "--framework", framework, "--dtype", "bf16,fp32")
+    invoke("verify", "--level", "smoke", "--backend", "cpu", "--framework", framework, "--dtype", "bf16,fp64")
+    if framework == "jax":
+        assert not sys.modules["jax"].config.jax_enable_x64, "verify left its setting in the process"
 
 
 def test_verify_compiles_where_nothing_runs(invoke: Invoke) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,8 @@ def test_empty_tensors_need_no_address(gpu: Gpu) -> None:
     assert q.data_ptr() == 0
     cupyflash.attention(q, q, q)
     cupyflash.attention_backward(q, q, q, q, q, torch.zeros(0, 2, 9))
-    assert len(gpu.launched) == 2
+    cupyflash.attention(q, q, q, score_mod="score * seen(k)", mod_arrays={"seen": torch.ones(9, dtype=torch.int64)})
+    assert len(gpu.launched) == 3
 
 
 def test_row_vectors_at_odd_addresses(gpu: Gpu, qkv: Any) -> None:
@@ -193,6 +195,18 @@ def test_elements_at_addresses_that_fit_them(name: str, dtype: Any, offset: int,
     assert len(gpu.launched) == 1
     with pytest.raises(ArgumentError, match=r"^bias: expected an address that is a multiple of 4, got 0x"):
         function(*qkv, bias=np.frombuffer(memory, np.float32, 81, 2).reshape(9, 9))
+    assert len(gpu.launched) == 1
+
+
+def test_arrays_of_mods_lie_where_they_fit(gpu: Gpu, qkv: Any) -> None:
+    """At addresses that are multiples of their own 8 bytes and of no others."""
+    memory = np.zeros(8 * 10, np.uint8)
+    first = -memory.ctypes.data % 8
+    function = partial(cupyflash.attention, *qkv, score_mod="score * seen(k)")
+    function(mod_arrays={"seen": memory[first : first + 72].view(np.int64)})
+    assert len(gpu.launched) == 1
+    with pytest.raises(ArgumentError, match=r"^mod_array_0: expected an address that is a multiple of 8, got 0x"):
+        function(mod_arrays={"seen": memory[first + 4 : first + 76].view(np.int64)})
     assert len(gpu.launched) == 1
 
 

@@ -218,18 +218,19 @@ void emu_nanosleep(Site site) { sleep_current(site); }
 
 // ---- Buffers, for Python ----
 extern "C" {
-// Memory between two guards: its end, or with at_start its start, touches one of them.
+// Memory between two guards: its end, or with at_start its start, touches one of them. It starts `pad` bytes after a
+// multiple of 16.
 constexpr size_t kPage = 4096, kGuard = 1 << 20;
 
-void *emu_alloc(const char *buffer_name, size_t bytes, int at_start, int granule) {
-    const size_t body = std::max(kPage, (bytes + kPage - 1) / kPage * kPage);
+void *emu_alloc(const char *buffer_name, size_t bytes, int at_start, int granule, int pad) {
+    const size_t body = std::max(kPage, (pad + bytes + kPage - 1) / kPage * kPage);
     char *map = static_cast<char *>(
         mmap(nullptr, body + 2 * kGuard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     mprotect(map + kGuard, body, PROT_READ | PROT_WRITE);
     memset(map + kGuard, 0xff, body);
     Buffer b{};
     snprintf(b.name, sizeof b.name, "%s", buffer_name);
-    b.lo = at_start ? map + kGuard : map + kGuard + body - (bytes + 15) / 16 * 16;
+    b.lo = pad + (at_start ? map + kGuard : map + kGuard + body - (pad + bytes + 15) / 16 * 16);
     b.bytes = bytes;
     b.granule = granule;
     b.map = map;
