@@ -20,7 +20,7 @@ from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
 
 from .buffers import DTYPES, Buffers
-from .launch import EmulatedKernel, EmulatorError, Memory, Mode
+from .launch import MODES, EmulatedKernel, EmulatorError, Memory, Mode
 
 Array = NDArray[Any]
 
@@ -67,6 +67,12 @@ class Session:
     wants_lse: bool = True
     left_over: float | None = None
     collectives: int = 0
+
+    @classmethod
+    def of_family(cls, family: str, mode: str = "race", **more: Any) -> Session:
+        """With all passes by this family of kernels, on a small GPU that has it."""
+        device = small_device("sm_80" if family == "sm80" else "sm_90")
+        return cls(device, MODES[mode], family=family, backward_family=family, **more)
 
     def forward(self, inputs: Inputs, problem: Problem, **more: Array) -> tuple[Array, Array]:
         """out, lse; `more`: what features bring, by name."""

@@ -30,6 +30,11 @@ class Bug:
         return self.edits if isinstance(self.edits, tuple) else (self.edits,)
 
     @property
+    def family(self) -> str:
+        """The kernels of that device."""
+        return "sm90" if self.arch == "sm_90" else "sm80"
+
+    @property
     def markers(self) -> tuple[str, ...]:
         return tuple(marker for edit in self.all_edits for marker in edit.markers)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError
-from emulator.attention import Session, small_device
+from emulator import EmulatorError
+from emulator.attention import Session
 from emulator.mutants import Bug
 from emulator.mutants_bias import BACKWARD_BIAS, FORWARD_BIAS
 from emulator.require import require_compiler
@@ -53,10 +53,9 @@ def oracle(name: str) -> Oracle:
     return Oracle(CASES[name].problem("bf16"), *inputs_of(name))
 
 
-def wrong(name: str, *, backward: bool, arch: str = "sm_80", **more: Any) -> list[str]:
+def wrong(name: str, *, backward: bool, family: str = "sm80", **more: Any) -> list[str]:
     """What the kernels get wrong."""
-    x, exact, family = inputs_of(name), oracle(name), "sm90" if arch == "sm_90" else "sm80"
-    session = Session(small_device(arch), MODES["race"], family=family, backward_family=family, **more)
+    x, exact, session = inputs_of(name), oracle(name), Session.of_family(family, **more)
     if backward:
         found = exact.judge_backward(*session.backward(x, *exact.plain_forward, exact.problem))
     else:
@@ -65,16 +64,16 @@ def wrong(name: str, *, backward: bool, arch: str = "sm_80", **more: Any) -> lis
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_wrong_without_bugs(name: str, arch: str, backward: bool) -> None:
-    assert not wrong(name, backward=backward, arch=arch)
+def test_nothing_is_wrong_without_bugs(name: str, family: str, backward: bool) -> None:
+    assert not wrong(name, backward=backward, family=family)
 
 
 @pytest.mark.parametrize("bug", FORWARD_BIAS + BACKWARD_BIAS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_planted_bug_is_reported(bug: Bug) -> None:
     def planted() -> list[str]:
-        return wrong(bug.case, backward=bug in BACKWARD_BIAS, arch=bug.arch, headers=bug.headers())
+        return wrong(bug.case, backward=bug in BACKWARD_BIAS, family=bug.family, headers=bug.headers())
 
     if bug.finds:
         with pytest.raises(EmulatorError, match=bug.finds):
@@ -83,12 +82,12 @@ def test_planted_bug_is_reported(bug: Bug) -> None:
         assert planted()
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", ["pairs", "keys", "queries"])
-def test_the_gradient_repeats_bitwise(name: str, arch: str) -> None:
+def test_the_gradient_repeats_bitwise(name: str, family: str) -> None:
     """Deterministic or not, in any order of blocks and warps."""
-    x, exact, family, found = inputs_of(name), oracle(name), "sm90" if arch == "sm_90" else "sm80", []
+    x, exact, found = inputs_of(name), oracle(name), []
     for mode, seed in (("early", 0), ("any", 1), ("lanes", 2)):
-        session = Session(small_device(arch), MODES[mode], seed, family=family, backward_family=family)
+        session = Session.of_family(family, mode, seed=seed)
         found.append(session.backward(x, *exact.plain_forward, exact.problem)[-1])
     assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES
+from emulator import MODES, EmulatorError
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import TABLE
+from emulator.mutants import Bug
+from emulator.mutants_packed import CLAMPS
 from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
@@ -21,11 +23,6 @@ require_compiler()
 
 FAMILIES = ("sm80", "sm90")
 ORDERS = ("packed-zero-queries-or-keys", "packed-forty-short", "packed-mqa-deterministic", "packed-gqa-softcap-d256")
-
-
-def session(family: str, mode: str = "race", seed: int = 0, **more: Any) -> Session:
-    device = small_device("sm_80" if family == "sm80" else "sm_90")
-    return Session(device, MODES[mode], seed, family=family, backward_family=family, **more)
 
 
 def everything(how: Session, case: Case, inputs: Inputs, dtype: str = "bf16") -> list[np.ndarray]:
@@ -46,7 +43,7 @@ def test_lengths_that_contradict(family: str, head_dim: int, options: dict[str, 
     """
     case = three(head_dim, **options)
     inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong])), case.problem("bf16")
-    how = session(family, "any")
+    how = Session.of_family(family, "any")
     out, lse = how.forward(inputs, problem)
     how.backward(inputs, out, lse, problem)
 
@@ -60,7 +57,7 @@ def test_many_sequences_that_contradict(family: str, rng: np.random.Generator) -
     for _ in range(4):
         q, k = (rng.integers(-20, total + 20, batch + 1).tolist() for total in (total_q, total_k))
         x = inputs._replace(sequences=given(q, k, rng.integers(-3, 9, batch).tolist()))
-        how = session(family, "any")
+        how = Session.of_family(family, "any")
         out, lse = how.forward(x, problem)
         how.backward(x, out, lse, problem)
 
@@ -72,7 +69,7 @@ def test_orders(family: str, name: str, mode: str, order: int, seed: int) -> Non
     case = TABLE[name]
     inputs, problem = inputs_of(case, "bf16")
     exact = Oracle(problem, *inputs)
-    out, lse, *grads = everything(session(family, mode, seed + order), case, inputs)
+    out, lse, *grads = everything(Session.of_family(family, mode, seed=seed + order), case, inputs)
     verdicts = exact.judge_forward(out, lse) + exact.judge_backward(*grads)
     assert all(v.passed for v in verdicts), "\n".join(str(v) for v in verdicts if not v.passed)
 
@@ -85,7 +82,7 @@ def test_rows_that_belong_to_no_sequence(family: str, head_dim: int) -> None:
         "outside", "full", 140, 160, head_dim, 2, 4, 2, lengths_q=(33, 0), lengths_k=(70, 20), used_k=(41, 20),
         values="nan_outside", causal=True,
     )  # fmt: skip
-    out, lse, dq, dk, dv = everything(session(family), case, case.inputs("bf16"))
+    out, lse, dq, dk, dv = everything(Session.of_family(family), case, case.inputs("bf16"))
     assert not out[33:].astype(np.float32).any()
     assert not dq[33:].astype(np.float32).any()
     assert np.isneginf(lse[:, 33:]).all()
@@ -111,8 +108,17 @@ def test_a_sequence_has_the_same_bits_wherever_it_lies(family: str, head_dim: in
         at = [slice(first, first + rows) for first, rows in zip(before, (n, m), strict=True)]
         for x, mine, rows in zip(inputs[:4], own, (at[0], at[1], at[1], at[0]), strict=True):
             x[rows] = mine
-        out, lse, dq, dk, dv = everything(session(family, "any", before[0]), case, inputs, "fp16")
+        out, lse, dq, dk, dv = everything(Session.of_family(family, "any", seed=before[0]), case, inputs, "fp16")
         found.append([out[at[0]], lse[:, at[0]], dq[at[0]], dk[at[1]], dv[at[1]]])
     for other in found[1:]:
         for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found[0], other, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("bug", CLAMPS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_missing_clamp_is_reported(bug: Bug) -> None:
+    case = three(64, causal=True)
+    inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[bug.case])), case.problem("bf16")
+    session = Session(small_device(bug.arch), MODES["any"], headers=bug.headers())
+    with pytest.raises(EmulatorError, match=bug.finds):
+        session.backward(inputs, *session.forward(inputs, problem), problem)
