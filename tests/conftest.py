@@ -67,6 +67,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--emulator-seeds", type=int, default=1, metavar="N", help="run each kernel on the CPU in N random orders"
     )
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="run each case on the CPU in all modes and dtypes instead of in turn; compile all kernels everywhere",
+    )
 
 
 @pytest.hookimpl(trylast=True)  # ids end with the seed's number
@@ -102,8 +107,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores, MAX_WORKERS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Ids are the same in every process: pytest-xdist compares them, `rng` draws by them, a person repeats by them."""
+    if not config.getoption("--thorough"):
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     for item in items:
         if re.search(r"\b0x[0-9a-f]{4}|\bid='\d", item.nodeid):
             raise pytest.UsageError(f"{item.nodeid}: this id holds an address; give the parameters ids")

@@ -1,6 +1,7 @@
 """The sm80 family on the CPU: the case table and one problem a shipped variant, against float64.
 
-Two modes each: the race detector; and asynchronous copies as late as allowed with warps in random order.
+Two modes: the race detector; and asynchronous copies as late as allowed with warps in random order. What is shipped
+runs in both, the table in turn.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from cupyflash.check.cases import Case
 from cupyflash.gpu.device import Device
 from cupyflash.plan import shipped, variant
 from cupyflash.plan.families import variants_of_calls
+from tests.turns import in_turn
 
 require_compiler()
 
@@ -58,8 +60,7 @@ def test_shipped_variant(name: str, mode: str, seed: int) -> None:
     run(case, case.dtypes[0], arch, mode, seed)
 
 
-@pytest.mark.parametrize("mode", TESTED_MODES)
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize(("name", "mode"), in_turn(TABLE, [(mode,) for mode in TESTED_MODES]))
 def test_case(name: str, mode: str, seed: int) -> None:
     index = list(TABLE).index(name)
     dtype = ("bf16", "fp16")[index % 2]

@@ -16,6 +16,7 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case
 from cupyflash.plan.families import FAMILIES
 from cupyflash.plan.spec import Spec
+from tests.turns import in_turn
 
 require_compiler()
 
@@ -39,8 +40,7 @@ def oracle(name: str, dtype: str) -> Oracle:
     return Oracle(problem, *inputs)
 
 
-@pytest.mark.parametrize("mode", TESTED_MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "mode"), in_turn(CASES, [(mode,) for mode in TESTED_MODES], SHIPPED))
 def test_case(name: str, mode: str, seed: int) -> None:
     """One dtype each, in turn; slopes and sinks that are learned under the race detector, and fixed ones."""
     index = list(CASES).index(name) + TESTED_MODES.index(mode)

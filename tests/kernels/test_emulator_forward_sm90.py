@@ -19,21 +19,16 @@ from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.check.cases import Case
 from cupyflash.plan import sm90
 from cupyflash.plan.families import FAMILIES
+from tests.turns import in_turn
 
 require_compiler()
 
 DTYPES = ("bf16", "fp16")
 CASES = {name: case for name, case in (TABLE | SHIPPED).items() if can_use_tma(case)}
-RUNS = [
-    (name, dtype)
-    for i, (name, case) in enumerate(CASES.items())
-    for dtype in (DTYPES[i % 2 :][:1] if case.packed else DTYPES)  # packed: in turn
-    if dtype in case.dtypes
-]
+WAYS = [("race", 0), ("late", 1)]  # mode, which of a case's dtypes
+HARD = ("outliers", "growing_maxima", "falling_maxima", "large_scores", "overflow")
 SATURATED = [
-    (name, dtype)
-    for name, dtype in RUNS
-    if CASES[name].values in ("outliers", "growing_maxima", "falling_maxima", "large_scores", "overflow")
+    (name, dtype) for name, case in CASES.items() for dtype in DTYPES if dtype in case.dtypes and case.values in HARD
 ]
 EVERY_MODE = ("causal-d128", "window", "many-tiles", "many-tiles-d256", "growing-maxima", "nan-in-visible-key-causal")
 
@@ -60,10 +55,10 @@ def run(case: Case, dtype: str, mode: str, seed: int, *, backward: bool = False,
         check(exact.judge_backward(*session.backward(inputs, out, lse, problem)))
 
 
-@pytest.mark.parametrize("mode", ["race", "late"])
-@pytest.mark.parametrize(("name", "dtype"), RUNS)
-def test_case(name: str, dtype: str, mode: str, seed: int) -> None:
-    run(CASES[name], dtype, mode, seed)
+@pytest.mark.parametrize(("name", "mode", "which"), in_turn(CASES, WAYS, SHIPPED))
+def test_case(name: str, mode: str, which: int, seed: int) -> None:
+    dtypes = [dtype for dtype in DTYPES if dtype in CASES[name].dtypes]
+    run(CASES[name], dtypes[which % len(dtypes)], mode, seed)
 
 
 @pytest.mark.parametrize("name", HOPPER_SHAPES)
