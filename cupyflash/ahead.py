@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from . import options
+from .cache.checks import STORED
 from .compile import jit
 from .errors import ArgumentError, DeviceError
 from .gpu import device
@@ -17,6 +19,8 @@ from .plan.shipped_cache import usual
 from .plan.spec import Spec
 from .plan.variant import Variant
 from .problem import Bias, check_head_dim, make_problem
+
+_CACHE_DTYPES = ("int8", "float8_e4m3fn")
 
 
 def warmup(
@@ -35,7 +39,11 @@ def warmup(
     bias: bool = False,
     dropout: bool = False,
     with_cache: bool = False,
+    cache_dtype: str | None = None,
     block_mask: bool = False,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    mod_arrays: Mapping[str, Any] | None = None,
     devices: int | Iterable[int] | None = None,
 ) -> list[str]:
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
@@ -56,8 +64,11 @@ def warmup(
         bias: prepare calls with a mask or a bias, of q's dtype or fp32, fixed and learned, of any strides, or both,
             instead of those without.
         with_cache: prepare `attention_with_cache` instead of `attention`: one query a sequence, causal, rows appended,
-            contiguous or in pages of 16; none of the options above.
+            contiguous or in pages of 16; none of the other options.
+        cache_dtype: of a cache of 8 bits, ``"int8"`` or ``"float8_e4m3fn"``, with a scale a head, or a page and head.
         block_mask: prepare calls with a block mask (any) instead of those without.
+        score_mod, mask_mod, mod_arrays: as `attention` takes them: prepare calls with these mods instead of those
+            without.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -78,39 +89,56 @@ def warmup(
     masks: list[tuple[bool, Window | None]] = [(c, None) for c in options.several("causal", causal, options.flag)]
     if options.flag("window", window):
         masks.append((False, (1, 1)))
-    both, fixed = options.flag("backward", backward), options.flag("deterministic", deterministic)
-    cap = 1.0 if options.flag("softcap", softcap) else None
-    form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None}
+    has_dropout, has_bias = options.flag("dropout", dropout), options.flag("bias", bias)
+    call = Options(
+        deterministic=options.flag("deterministic", deterministic),
+        softcap=1.0 if options.flag("softcap", softcap) else None,
+        dropout_p=0.1 * has_dropout,
+    )
+    form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None, "dropout": int(has_dropout)}
     form |= {"alibi": int(options.flag("alibi", alibi)), "kv_range": options.flag("kv_range", kv_range)}
     form |= {"sink": options.flag("sink", sink), "block_mask": int(options.flag("block_mask", block_mask))}
-    form["dropout"] = int(options.flag("dropout", dropout))
-    cached = tuple(usual(names, sizes)) if options.flag("with_cache", with_cache) else ()
-    ready, has_bias = [], options.flag("bias", bias)
+    if score_mod is not None or mask_mod is not None:
+        call, form["mod_shapes"] = _with_mods(call, score_mod, mask_mod, mod_arrays)
+    both, over_cache = options.flag("backward", backward), options.flag("with_cache", with_cache)
+    stored = "" if cache_dtype is None else STORED[options.choice("cache_dtype", cache_dtype, _CACHE_DTYPES)]
+    ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
-        variants: dict[Variant, None] = {}
-        for over_cache in cached:
-            variants.update(dict.fromkeys(variants_over_cache(over_cache, dev, aligned=True, tma=True)))
-        for dtype in names if not cached else ():
-            for size in sizes:
-                for is_causal, bounds in masks:
-                    call = Options(
-                        causal=is_causal,
-                        window=bounds,
-                        deterministic=fixed,
-                        softcap=cap,
-                        dropout_p=0.1 * form["dropout"],
-                    )
-                    shape = (1, 1, size) if form["sequences"] else (1, 1, 1, size)
-                    for added, paired in biases_of(dtype, has_bias):
-                        problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form, bias=added)
-                        spec = Spec.of(problem, paired_bias=paired)
-                        variants.update(dict.fromkeys(kernels_of(spec, dev).variants))
-                        for learned in (False, True)[: both + both * (form["alibi"] or form["sink"] or has_bias)]:
-                            known = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired}
-                            variants.update(dict.fromkeys(variants_of_calls(problem, dev, **known)))
+        if over_cache:
+            found: list[Iterable[Variant]] = [
+                variants_over_cache(x, dev, aligned=True, tma=True) for x in usual(names, sizes, stored)
+            ]
+        else:
+            calls = [(call._replace(causal=c, window=bounds), size) for size in sizes for c, bounds in masks]
+            found = [_variants(dtype, *x, form, has_bias, both, dev) for dtype in names for x in calls]
+        variants = dict.fromkeys(itertools.chain.from_iterable(found))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
     return ready
+
+
+def _with_mods(
+    call: Options, score_mod: Any, mask_mod: Any, mod_arrays: Any
+) -> tuple[Options, tuple[tuple[int, ...], ...]]:
+    """The options with these mods, and the shapes of the arrays that they read."""
+    from .mods import given
+
+    text, arrays = given.bind(score_mod, mask_mod, mod_arrays)
+    return call._replace(mods=text), tuple(tuple(x.shape) for x in arrays.values())
+
+
+def _variants(
+    dtype: str, call: Options, head_dim: int, form: Mapping[str, Any], has_bias: bool, backward: bool, dev: Device
+) -> Iterator[Variant]:
+    """Of the forward, and of the backward, with fixed and learned arrays."""
+    shape = (1, 1, head_dim) if form["sequences"] else (1, 1, 1, head_dim)
+    for added, paired in biases_of(dtype, has_bias):
+        problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form, bias=added)
+        yield from kernels_of(Spec.of(problem, paired_bias=paired), dev).variants
+        can_learn = problem.alibi or problem.sink or has_bias
+        for learned in (False, True)[: backward * (1 + bool(can_learn))]:
+            known = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired}
+            yield from variants_of_calls(problem, dev, **known)
 
 
 def biases_of(dtype: str, has_bias: bool) -> tuple[tuple[Bias | None, bool], ...]:

@@ -27,13 +27,14 @@ def problem(
     )  # fmt: skip
 
 
-def usual(dtypes: Iterable[str], head_dims: Iterable[int]) -> Iterator[CacheProblem]:
+def usual(dtypes: Iterable[str], head_dims: Iterable[int], stored: str = "") -> Iterator[CacheProblem]:
     """One query a sequence, new rows appended: one sequence, and many, contiguous and in pages."""
+    of_cache: dict[str, Any] = {"stored": stored, "scale_dims": int(bool(stored))}
     for dtype in dtypes:
         for head_dim in head_dims:
             for page_size in (None, 16):
                 for batch in (1, 4, 64):
-                    yield problem(dtype, head_dim, batch, page_size=page_size, seqlen_new=1)
+                    yield problem(dtype, head_dim, batch, page_size=page_size, seqlen_new=1, **of_cache)
 
 
 def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:

@@ -23,8 +23,11 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.compile import jit
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Device
+from cupyflash.mods import bind
 from cupyflash.options import Options, make_options
+from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import variants_of_calls
+from cupyflash.plan.shipped_cache import problem as over_cache
 from cupyflash.problem import Problem, make_problem
 
 
@@ -378,6 +381,7 @@ def test_warmup_takes_one_or_several(one: Any, several: Any, prepared: list[Any]
         *(("backward", x, ArgumentError) for x in ("no", None, 2, [])),
         *(("deterministic", x, ArgumentError) for x in ("no", None, 2, [True])),
         *(("softcap", x, ArgumentError) for x in (50.0, 50, "no", None, [True])),
+        *(("cache_dtype", x, ArgumentError) for x in ("e4m3", "bf16", 8, b"int8")),
         *(("packed", x, ArgumentError) for x in (3, "no", None, [True])),
         *(("devices", x, ArgumentError) for x in (-1, [-1], 2, [0, 99], "0", ["0"], "cuda:0", 0.0, True, [], (), {0: 1},
                                                   [None])),
@@ -425,6 +429,38 @@ def test_warmup_of_packed_sequences(head_dim: int, prepared: list[Any]) -> None:
     cupyflash.warmup(dtypes="bf16", head_dims=head_dim, devices=0)
     assert len(prepared) == len(found)
     assert not found & {v for _, v in prepared}
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])
+def test_warmup_over_a_cache(cache_dtype: str | None, prepared: list[Any]) -> None:
+    """The kernels that a step of generation takes, whatever the scales' shape."""
+    cupyflash.warmup(dtypes="bf16", head_dims=128, with_cache=True, cache_dtype=cache_dtype, devices=0)
+    stored = {None: "", "float8_e4m3fn": "e4m3"}.get(cache_dtype, "int8")
+    wanted = {
+        variant
+        for page_size in (None, 16)
+        for batch in (1, 64)
+        for dims in ((1, 2) if stored else (0,))
+        for variant in variants_over_cache(
+            over_cache("bf16", 128, batch, page_size=page_size, seqlen_new=1, stored=stored, scale_dims=dims),
+            Device.of(0), aligned=True, tma=True,
+        )
+    }  # fmt: skip
+    assert wanted <= {v for _, v in prepared}
+    for kind in ("int8", "e4m3"):
+        assert all((kind in v.symbol) == (kind == stored) for v in wanted)
+
+
+def test_warmup_with_mods(prepared: list[Any]) -> None:
+    """Those of calls with these mods, of arrays of any length, and no others."""
+    mods: dict[str, Any] = {"score_mod": "score + table(h, k)", "mask_mod": lambda b, h, q, k: q >= k}
+    cupyflash.warmup(
+        dtypes="bf16", head_dims=64, causal=False, devices=0, **mods, mod_arrays={"table": np.zeros((3, 5), np.float32)}
+    )
+    text, _ = bind(**mods, mod_arrays={"table": np.zeros((7, 1), np.float32)})
+    problem = make_problem([(2, 1000, 4, 64)] * 3, ["bf16"] * 3, mods=text, mod_shapes=((7, 1),))
+    assert {v for _, v in prepared} == set(variants_of_calls(problem, Device.of(0)))
+    assert len(prepared) > 1
 
 
 def test_warmup_checks_arguments_before_it_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
