@@ -7,7 +7,9 @@ from typing import Any
 import click
 
 from cupyflash.bias import Bias
-from cupyflash.problem import Window
+from cupyflash.problem import Problem, Window, make_problem
+
+from .modded import mods_of
 
 
 def bias_dims(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[bool, ...] | None:
@@ -20,12 +22,20 @@ def bias_dims(ctx: click.Context, param: click.Parameter, text: str | None) -> t
 
 
 def bias_of(options: dict[str, Any]) -> Bias | None:
-    """What --bias or --mask adds to the scores."""
-    if options["bias"] and options["mask"]:
-        raise click.BadParameter("give it or --bias; explain does not take both", param_hint="--mask")
-    if options["mask"]:
-        return Bias("bool", options["mask"])
-    return Bias(options["dtype"], options["bias"]) if options["bias"] else None
+    """What --bias and --mask add to the scores."""
+    if options["bias"]:
+        return Bias(options["dtype"], options["bias"], masked=options["mask"] is not None)
+    return Bias("bool", options["mask"]) if options["mask"] else None
+
+
+def problem_of(options: dict[str, Any], shapes: tuple[tuple[int, ...], ...]) -> Problem:
+    """The call; `shapes`: of q, k and v."""
+    keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range", "sink")
+    given = {name: options[name] for name in keep} | {"alibi": int(options["alibi"])}
+    given |= {"dropout_p": 0.1, "dropout": 1} if options["dropout"] else {}
+    given |= {"bias": bias_of(options), "block_mask": int(options["block_mask"] is not None)} | mods_of(options)
+    given["sequences"] = options["batch"] if options["packed"] else None
+    return make_problem(shapes, (options["dtype"],) * 3, **given)
 
 
 def check_learned(options: dict[str, Any]) -> None:

@@ -24,18 +24,20 @@ from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import FAMILIES, Launch, Plan, choose, kernels_of, plan_of
 from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
-from cupyflash.problem import DTYPES, LAYOUTS, Problem, make_problem
+from cupyflash.problem import DTYPES, LAYOUTS, Problem
 
 from .. import block_masks
 from ..output import emit, exit_codes, human, json_option, quiet
 from . import cached, masked
 from . import report as explain_report
 from . import work as explain_work
-from .arguments import bias_dims, bias_of, check_learned, window_bounds
+from .arguments import bias_dims, check_learned, problem_of, window_bounds
 from .cached import cache_options
+from .modded import mod_options
 from .packed import packed_options, pairs_of, settle
 from .work import Work
 
+_MORE = ("layout", "memory", "lengths_q", "lengths_k", "mask")  # of the problem, as it was given
 MEMORY = ("contiguous", "unaligned", "broadcast")
 UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
     "unaligned": "{}; the addresses of q, k and v are not",
@@ -68,6 +70,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
               help="With a bias that has elements of its own along these: letters of bhqk, - for none.")  # fmt: skip
 @click.option("--mask", metavar="DIMS", callback=bias_dims, default=None, help="With a mask, likewise.")
 @click.option("--block-mask", metavar="DENSITY", callback=block_masks.check, default=None, help=block_masks.HELP)
+@mod_options
 @click.option("--kv-range", is_flag=True, help="With a range of keys for each sequence; work is counted for all keys.")
 @cache_options
 @click.option("--layout", type=click.Choice(LAYOUTS), default="bshd", show_default=True)
@@ -93,13 +96,8 @@ def command(**options: Any) -> None:
     settle(options)
     gpu = _device(options["arch"])
     q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
-    keep = ("causal", "window", "layout", "deterministic", "softcap", "kv_range", "sink")
-    sequences = options["batch"] if options["packed"] else None
     check_learned(options)
-    given = {name: options[name] for name in keep} | {"alibi": int(options["alibi"])}
-    given |= {"dropout_p": 0.1, "dropout": 1} if options["dropout"] else {}
-    given |= {"bias": bias_of(options), "block_mask": int(options["block_mask"] is not None)}
-    problem = make_problem((q, k, k), (options["dtype"],) * 3, **given, sequences=sequences)
+    problem = problem_of(options, (q, k, k))
     goes_back = options["backward"] or options["deterministic"] or options["learned"]
     directions = (False, True) if goes_back else (False,)
     passes = [explained(problem, gpu, options, backward=backward) for backward in directions]
@@ -108,7 +106,7 @@ def command(**options: Any) -> None:
         "command": "explain",
         "version": __version__,
         "device": asdict(gpu) | {"arch": gpu.arch},
-        "problem": asdict(problem) | {name: options[name] for name in ("layout", "memory", "lengths_q", "lengths_k")},
+        "problem": asdict(problem) | {name: options[name] for name in _MORE},
         "block_mask": masked.facts(problem, options["block_mask"]),
         "passes": [_document(p, gpu, cubins) for p in passes],
     }
@@ -171,10 +169,11 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
         spec = spec._replace(tma=False)
         family, reasons = choose(spec, gpu)
     plan = plan_of(kernels_of(spec, gpu), Extents.of(problem))
+    pairs, added = pairs_of(problem, options), explain_work.added_bytes(problem, options)
     if backward:
-        work = explain_work.backward_work(problem, signatures, plan, pairs_of(problem, options))
+        work = explain_work.backward_work(problem, signatures, plan, pairs, added)
     else:
-        work = explain_work.forward_work(problem, signatures, pairs_of(problem, options))
+        work = explain_work.forward_work(problem, signatures, pairs, added)
     work = masked.list_work(problem, options["block_mask"], plan) + work
     not_taken = []
     for name, reason in reasons.items():

@@ -43,8 +43,9 @@ def _problem(p: dict[str, Any]) -> str:
     queries, keys = f"{p['seqlen_q']} queries of {p['heads_q']} heads", f"{p['seqlen_k']} keys of {p['heads_k']} heads"
     form = "" if p["softcap"] is None else f", softcap {p['softcap']:g}"
     form += ", ALiBi" * bool(p["alibi"]) + ", sinks" * p["sink"] + ", dropout" * bool(p["dropout"])
-    kind = "mask" if p["bias"] and p["bias"][0] == "bool" else "bias"
-    form += f", {kind} along {_dims(p['bias'][1])}" if p["bias"] else ""
+    form += f", bias along {_dims(p['bias'][1])}" if p["bias"] and p["bias"][0] != "bool" else ""
+    form += f", mask along {_dims(p['mask'])}" if p["mask"] else ""
+    form += ", mods" * bool(p["mods"])
     form += ", a range of keys each" if p["kv_range"] else ""
     form += ", deterministic" if p["deterministic"] else ""
     batch = f"{p['batch']} packed sequences" if p["packed"] else f"batch {p['batch']}"

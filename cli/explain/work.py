@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupyflash.arrays.adapters import Signature
+from cupyflash.bias import Bias
 from cupyflash.gpu.device import KIB, Device
 from cupyflash.plan.extents import Workspace
 from cupyflash.plan.families import Plan
@@ -87,21 +89,26 @@ def bias_shape(problem: Problem) -> tuple[int, ...]:
     return tuple(n if own else 1 for n, own in zip(whole, problem.bias.own, strict=True))
 
 
-def _bias_bytes(problem: Problem) -> int:
-    """Of a bias; 0 without."""
-    return math.prod(bias_shape(problem)) * ITEMSIZE[problem.bias.dtype] if problem.bias is not None else 0
+def added_bytes(problem: Problem, options: Mapping[str, Any]) -> int:
+    """Of a bias, a mask and the arrays of mods; 0 without."""
+    found: int = options["mod_bytes"]
+    if problem.bias is not None:
+        found += math.prod(bias_shape(problem)) * ITEMSIZE[problem.bias.dtype]
+    if problem.bias is not None and problem.bias.masked:
+        found += math.prod(bias_shape(replace(problem, bias=Bias("bool", options["mask"]))))
+    return found
 
 
-def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int) -> list[Work]:
-    """Reads q, k and v, writes out and lse: 4 head_dim FLOPs for each of so many visible pairs and query head."""
+def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int, added: int) -> list[Work]:
+    """Reads q, k and v, and so many bytes that are added to scores, writes out and lse: 4 head_dim FLOPs for each of so
+    many visible pairs and query head."""
     item = ITEMSIZE[problem.dtype]
     rows = math.prod(problem.rows)
     moved = sum(distinct_bytes(s, item) for s in signatures[:3]) + rows * problem.head_dim * item + 4 * rows
-    moved += _bias_bytes(problem)
-    return [Work(_forward_flops(problem, pairs), moved)]
+    return [Work(_forward_flops(problem, pairs), moved + added)]
 
 
-def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan, pairs: int) -> list[Work]:
+def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan, pairs: int, added: int) -> list[Work]:
     """Of delta, main and convert, or of delta, dK and dV, dQ, and of the sums for slopes and sinks; `signatures`: of
     q, k, v, out and dout."""
     item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
@@ -109,13 +116,12 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
     rows = math.prod(problem.rows)
     dq, dkv = rows * problem.head_dim * item, 2 * item * math.prod(signatures[1].shape)
     lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem, pairs)
-    bias = _bias_bytes(problem)
-    read = q + k + v + dout + stats + bias
+    read = q + k + v + dout + stats + added
     parts = size.get("dalibi_parts", 0)  # written by the last that forms scores, read by a launch of its own
     read_by_sums = {"slopes": parts, "sinks": stats}
     sums = [Work(0.0, read_by_sums[x.variant.over]) for x in plan.launches if x.variant.over in read_by_sums]
     if any(launch.variant.over == "bias" for launch in plan.launches):  # of its gradient, by two products
-        sums.append(Work(flops, read + bias))
+        sums.append(Work(flops, read + added))
     if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
         return [
             Work(0.0, out + dout + lse + stats),

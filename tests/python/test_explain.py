@@ -378,10 +378,30 @@ def test_a_bias(arch: str, document: Document, invoke: Invoke) -> None:
     assert masked["passes"][0]["bytes"] - before["bytes"] == 300 * 300
     assert "mask" in masked["passes"][0]["launches"][0]["symbol"]
     assert ", no mask, mask along queries\n" in invoke("--no-compile", "--mask", "q").stdout
-    assert "does not take both" in invoke("--mask", "q", "--bias", "q", code=2).output
+    both = document("--arch", arch, "--mask", "qk", "--bias", "h", "--seqlen", "300", "--batch", "2", "--heads", "6")
+    assert both["passes"][0]["bytes"] - before["bytes"] == 300 * 300 + 6 * 2
+    assert both["problem"]["bias"] == ["bf16", [False, True, False, False], True]
+    said = invoke("--no-compile", "--mask", "q", "--bias", "h").stdout
+    assert ", no mask, bias along heads, mask along queries\n" in said
     odd = document("--arch", arch, "--bias", "qk", "--seqlen", "301")
     assert not any("paired_bias" in x["symbol"] for x in odd["passes"][0]["launches"])
     assert "is not made of the letters b, h, q and k" in invoke("--bias", "bsk", code=2).output
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_mods(arch: str, document: Document, invoke: Invoke) -> None:
+    """They are compiled, and the arrays that they read count."""
+    options = ("--arch", arch, "--seqlen", "300", "--heads", "6", "--backward")
+    given = ("--score-mod", "score + table[h, k]", "--mask-mod", "q >= k", "--mod-array", "table:bf16:6x300")
+    plain, found = document(*options), document(*options, *given)
+    assert found["problem"]["mod_shapes"] == [[6, 300]]
+    assert found["passes"][0]["bytes"] - plain["passes"][0]["bytes"] == 6 * 300 * 2
+    named = [[x["symbol"] for x in p["launches"]] for p in found["passes"]]
+    assert not {x for p in named for x in p} <= {x["symbol"] for p in plain["passes"] for x in p["launches"]}
+    assert ", no mask, mods\n" in invoke("--no-compile", *given).stdout
+    assert "table" in invoke("--score-mod", "score + table[h, k]", code=2).output
+    assert "is not NAME:DTYPE:SIZES" in invoke(*given[:2], "--mod-array", "table:float:6", code=2).output
+    assert "nothing reads it" in invoke(*given[4:], code=2).output
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
