@@ -11,7 +11,7 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from cupyflash import masks
-from cupyflash.check.case_bias import draw_bias
+from cupyflash.check.case_bias import draw_added
 from cupyflash.check.cases import Inputs
 
 from .spec import Spec
@@ -263,11 +263,8 @@ def draw(s: Spec) -> Inputs:
 
 
 def _bias(s: Spec) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """A bias, or a mask. Drawn apart, so that the other arrays are those of the spec without it."""
-    if not s.bias:
-        return None, None
-    found = draw_bias(s.bias, np.random.default_rng([s.seed, 1]), s.problem(), s.numpy_dtype)
-    return (None, found) if found.dtype == bool else (found, None)
+    """A bias and a mask. Drawn apart, so that the other arrays are those of the spec without them."""
+    return draw_added(s.bias, np.random.default_rng([s.seed, 1]), s.problem(), s.numpy_dtype)
 
 
 def _dropout_seed(s: Spec) -> np.ndarray | None:

@@ -17,8 +17,9 @@ MASKS = ("bqk bool", "hqk bool", "bk bool", "qk bool turned", "bhqk bool shifted
 
 
 def masked(spec: Spec, number: int) -> Spec:
-    """A problem with a mask."""
-    return dataclasses.replace(spec, bias=MASKS[number % len(MASKS)], sk=_even(spec, number))
+    """A problem with a mask, beside a bias if it has one."""
+    beside = f"{spec.bias} + " if spec.bias else ""
+    return dataclasses.replace(spec, bias=beside + MASKS[number % len(MASKS)], sk=_even(spec, number))
 
 
 def biased(spec: Spec, number: int) -> Spec:

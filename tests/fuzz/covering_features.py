@@ -62,10 +62,8 @@ Pair = tuple[str, str, Any]  # a feature, an axis and its value; or a feature, a
 
 @functools.cache
 def together(features: frozenset[str]) -> bool:
-    """Whether these go together; a mask has its words where a bias has its."""
-    return not {"bias", "mask"} <= features and legal(
-        with_features(Spec(sq=70, sk=70, batch=2, heads=2), features, Counter())
-    )
+    """Whether these go together."""
+    return legal(with_features(Spec(sq=70, sk=70, batch=2, heads=2), features, Counter()))
 
 
 def with_features(spec: Spec, features: Iterable[str], numbers: Counter[str]) -> Spec:

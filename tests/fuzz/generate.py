@@ -99,10 +99,15 @@ def _ranges(rng: Random, keys: list[int]) -> str:
 
 
 def _bias(rng: Random) -> str:
-    """Along any dimensions, in any memory, some elements -inf."""
+    """A bias, or a mask, or both: along any dimensions, in any memory, some elements -inf."""
+    found = [_added(rng, is_mask) for is_mask in rng.choice([(False,), (False,), (True,), (False, True)])]
+    return " + ".join(found)
+
+
+def _added(rng: Random, is_mask: bool) -> str:
     dims = "".join(d for d in "bhqk" if rng.random() < 0.7) or "-"
-    words = [word for word in ("fp32", "bool", "hides", "turned", "shifted", "whole") if rng.random() < 0.25]
-    return " ".join([dims, *words])
+    words = [word for word in ("fp32", "hides", "turned", "shifted", "whole") if rng.random() < 0.25]
+    return " ".join([dims, *["bool"] * is_mask, *words])
 
 
 def _dropout(rng: Random) -> float:
@@ -215,11 +220,21 @@ def _simpler_lengths(spec: Spec) -> list[Spec]:
     return [dataclasses.replace(spec, packed=word) for word in dict.fromkeys(words) if word != spec.packed]
 
 
+def _simpler_bias(text: str) -> list[str]:
+    """One of a bias and a mask, or with a word less."""
+    parts = text.split(" + ")
+    found = parts if len(parts) > 1 else []
+    for i, part in enumerate(parts):
+        dims, *words = part.split() or [""]
+        less = [" ".join([dims, *(w for w in words if w != word)]) for word in words if word != "bool" or i == 0]
+        found += [" + ".join([*parts[:i], x, *parts[i + 1 :]]) for x in less]
+    return found
+
+
 def simpler(spec: Spec) -> list[Spec]:
     """Specs that differ from `spec` in one place and are simpler there."""
     default, found = Spec(), _simpler_lengths(spec)
-    dims, *words = spec.bias.split() or [""]
-    found += [dataclasses.replace(spec, bias=" ".join([dims, *(w for w in words if w != word)])) for word in words]
+    found += [dataclasses.replace(spec, bias=text) for text in _simpler_bias(spec.bias)]
     if "," in spec.ranges:
         found += [dataclasses.replace(spec, ranges=r) for r in dict.fromkeys(spec.ranges.split(","))]
     for field in dataclasses.fields(Spec):

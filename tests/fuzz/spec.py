@@ -92,7 +92,8 @@ class Spec:
 
     def __str__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default}
-        words = {n: str(int(x) if isinstance(x, bool) else x).replace(" ", "+") for n, x in given.items()}
+        texts = {n: str(int(x) if isinstance(x, bool) else x) for n, x in given.items()}
+        words = {n: text.replace(" + ", "&").replace(" ", "+") for n, text in texts.items()}
         return " ".join(f"{name}={word}" for name, word in words.items()) or "d=64"
 
     @classmethod
@@ -105,7 +106,10 @@ class Spec:
             if name not in types:
                 raise ValueError(f"{word}: expected name=value with a name of {', '.join(types)}")
             kind = types[name].split(" | ")[0]
-            given[name] = text.replace("+", " ") if kind == "str" else float(text) if kind == "float" else int(text)
+            if kind == "str":
+                given[name] = text.replace("+", " ").replace("&", " + ")
+            else:
+                given[name] = float(text) if kind == "float" else int(text)
             if kind == "bool":
                 given[name] = bool(given[name])
         return cls(**given)

@@ -111,7 +111,7 @@ def _with(feature: str) -> list[Spec]:
 def test_features_are_of_all_kinds() -> None:
     """Counted again from the specs."""
     of_spec = {
-        "bias": lambda s: s.bias and "bool" not in s.bias, "mask": lambda s: "bool" in s.bias,
+        "bias": lambda s: s.bias and "bool" not in s.bias.split(" + ")[0], "mask": lambda s: "bool" in s.bias,
         "packed": lambda s: s.packed, "ranges": lambda s: s.ranges, "dropout": lambda s: s.dropout,
         "blocks": lambda s: s.blocks, "softcap": lambda s: s.softcap, "alibi": lambda s: s.alibi,
         "sink": lambda s: s.sink,
@@ -140,18 +140,20 @@ def test_ranges_are_of_all_kinds() -> None:
     assert {(s.alibi > 0, bool(s.packed)) for s in specs} == set(itertools.product((False, True), repeat=2))
 
 
+_ADDED = ("bias", 0), ("mask", -1)  # which of the words of both
+
+
 def test_biases_and_masks_are_of_all_kinds() -> None:
     """All words, and read in pairs and one by one."""
-    biases, masks = ([set(s.bias.split()[1:]) for s in _with(name)] for name in ("bias", "mask"))
-    assert set().union(*biases) == {"fp32", "hides", "turned", "shifted", "whole"}
-    assert set().union(*masks) == {"bool", "turned", "shifted"}
+    biases, masks = ([s.bias.split(" + ")[which].split() for s in _with(name)] for name, which in _ADDED)
+    assert {word for _, *words in biases for word in words} == {"fp32", "hides", "turned", "shifted", "whole"}
+    assert {word for _, *words in masks for word in words} == {"bool", "turned", "shifted"}
     for d in "bhqk":
-        assert {d in s.bias.split()[0] for s in _with("bias")} == {False, True}
-    for name in ("bias", "mask"):
-        words = [set(s.bias.split()[1:]) for s in _with(name)]
+        assert {d in dims for dims, *_ in biases} == {False, True}
+    for (name, _), each in zip(_ADDED, (biases, masks), strict=True):
         is_paired = [
-            s.sk % 2 == 0 and "k" in s.bias.split()[0] and w.isdisjoint(("turned", "shifted"))
-            for s, w in zip(_with(name), words, strict=True)
+            s.sk % 2 == 0 and "k" in dims and {"turned", "shifted"}.isdisjoint(words)
+            for s, (dims, *words) in zip(_with(name), each, strict=True)
         ]
         found = {(s.family, paired) for s, paired in zip(_with(name), is_paired, strict=True)}
         assert found == set(itertools.product(("sm80", "sm90"), (False, True)))
