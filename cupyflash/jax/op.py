@@ -121,20 +121,33 @@ def _forward(static: Static, want_lse: bool, *arrays: Any) -> Any:
 def _forward_rule(static: Static, want_lse: bool, *given: Any) -> Any:
     arrays = [x.value for x in given]
     out, lse = _as_parts(_sealed(static, *arrays), arrays)
-    followed = _Names(name for name, x in zip(static.names, given, strict=True) if x.perturbed)
-    return ((out, lse) if want_lse else out), (out, lse, arrays, followed)
+    return ((out, lse) if want_lse else out), (out, lse, arrays, _flag(static, given))
 
 
-@jax.tree_util.register_static
-class _Names(tuple[str, ...]):
-    """Names among what is kept for the backward: those of arrays that JAX follows."""
+def _flag(static: Static, given: Sequence[Any]) -> Any:
+    """Which of `_watched` are followed, as bits, as an array so many elements longer than one. Of what a forward keeps,
+    JAX keeps shapes as they were in each trace, but values of Python's as they were in the last."""
+    followed = {name for name, x in zip(static.names, given, strict=True) if x.perturbed}
+    watched = _watched(static)
+    return jnp.zeros(1 + sum((name in followed) << i for i, name in enumerate(watched)), bool) if watched else None
+
+
+def _followed(static: Static, flag: Any) -> list[str]:
+    """Which they were."""
+    return [name for i, name in enumerate(_watched(static)) if (flag.shape[0] - 1) >> i & 1]
+
+
+def _watched(static: Static) -> list[str]:
+    """The arrays for which it matters whether JAX asks for their gradients: learned ones."""
+    return [name for name in static.names if BACKWARD.gradient_of.get(name) in BACKWARD.optional]
 
 
 _IS_ZERO = jax.custom_derivatives.SymbolicZero
 
 
 def _backward_rule(static: Static, want_lse: bool, kept: Any, given: Any) -> Any:
-    out, lse, inputs, followed = kept
+    out, lse, inputs, flag = kept
+    followed = _followed(static, flag)
     dout, dlse = given if want_lse else (given, None)
     named = {**dict(zip(static.names, inputs, strict=True)), "out": out, "lse": lse}
     named["dout"] = jnp.zeros_like(out) if isinstance(dout, _IS_ZERO) else dout

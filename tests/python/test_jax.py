@@ -207,6 +207,25 @@ def test_sinks_and_their_gradient(three: list[Any], rng: np.random.Generator) ->
     )
 
 
+def test_gradients_that_were_not_asked_for_before(three: list[Any]) -> None:
+    """JAX keeps what it traced: for q alone, and for q and the sink, of one program under several transforms."""
+    import jax
+    import jax.numpy as jnp
+
+    sink, attend = jnp.asarray([0.5, -1, 2, 0]), jax.jit(lambda *x: cupyflash.attention(*x[:3], sink=x[3]))
+
+    def loss(q: Any, sink: Any) -> Any:
+        return (attend(q, *three[1:], sink) ** 2).sum()
+
+    def scanned(q: Any, sink: Any) -> Any:
+        return jax.lax.scan(lambda total, _: (total + loss(q, sink), None), 0.0, None, length=1)[0]
+
+    want = jax.grad(loss, (0, 1))(three[0], sink)
+    for f in (loss, jax.checkpoint(loss), scanned, loss, jax.checkpoint(loss)):
+        agree(jax.grad(f)(three[0], sink), want[0])
+        agree(jax.grad(f, (0, 1))(three[0], sink), want)
+
+
 def test_a_backward_of_ones_own(three: list[Any]) -> None:
     import jax
 
