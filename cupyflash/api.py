@@ -7,7 +7,6 @@ from typing import Any
 
 from . import options
 from .arrays.adapters import TORCH
-from .arrays.imported import is_instance
 from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
 from .errors import UnsupportedError
 from .gradients import Gradients as Gradients
@@ -92,12 +91,12 @@ def attention(
             `attention_backward` cannot know; JAX needs one.
         block_mask: a `BlockMask`, which `cupyflash.masks` makes, or one of torch's flex_attention: which keys each
             query sees, beside what causal, window and kv_range hide. Tiles of 64 by 64 where nobody sees anything are
-            not computed. Batch and heads of q may share a mask. Not yet for JAX arrays.
+            not computed. Batch and heads of q may share a mask.
         score_mod: what becomes of each score, between softcap and ALiBi: a C++ expression of ``score``, ``b``, ``h``,
             ``q``, ``k`` (sequence, head of q, query, key) and of `mod_arrays`, such as
             ``"score + table[h, max(0, q - k)]"``, or a Python function of these, as FlexAttention takes them, which is
             called with symbols: ``lambda score, b, h, q, k: score - abs(q - k)``. It becomes part of the kernel, and so
-            does its derivative by the score. -inf hides a key. Not yet for JAX arrays.
+            does its derivative by the score. -inf hides a key.
         mask_mod: whether a key is visible, likewise, of ``b``, ``h``, ``q``, ``k``. Keys that mods hide are computed
             all the same: causal, window and kv_range leave them out.
         mod_arrays: the arrays that mods read, by name, of q's library and device: fp32, fp64, fp16, bf16, int32, int64
@@ -158,8 +157,6 @@ def with_mods(arrays: dict[str, Any], call: Options, score_mod: Any, mask_mod: A
     """The options with these mods, whose arrays join the others by the names of the table of arrays."""
     from .mods import given
 
-    if is_instance(arrays["q"], "jax", "Array"):
-        raise UnsupportedError("score_mod: mods of JAX arrays are not supported yet; give a bias")
     if type(arrays["q"]).__name__ == "DTensor":
         raise UnsupportedError("score_mod: expected none for DTensors, whose parts do not know where they lie")
     text, brought = given.bind(score_mod, mask_mod, mod_arrays)

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays.imported import is_instance
 from .arrays.placed import placed
 from .block_mask import EMPTY as _EMPTY
 from .block_mask import FULL as _FULL
 from .block_mask import TILE as _TILE
 from .block_mask import BlockMask as BlockMask
 from .block_mask import no_bits
-from .errors import ArgumentError, UnsupportedError
+from .errors import ArgumentError
 from .problem import MAX_SEQLEN
 
 __all__ = [
@@ -189,13 +188,10 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
 
     Raises:
         ArgumentError: it is no mask, or one of other lengths.
-        UnsupportedError: that library's arrays are not taken yet.
     """
     if not isinstance(block_mask, BlockMask):
         block_mask = _other(block_mask)
     q, k = arrays["q"], arrays["k"]
-    if is_instance(q, "jax", "Array"):
-        raise UnsupportedError("block_mask: JAX arrays are not supported with one yet; use NumPy, CuPy or PyTorch")
     axis = 1 if layout == "bshd" else 2
     if len(q.shape) == len(k.shape) == 4:  # else checks say more
         lengths = q.shape[axis], k.shape[axis]

@@ -90,8 +90,6 @@ def verify(
     console.print(f"cupyflash {__version__}, {arrays.name} arrays, {report.gpu or 'CPU path'}, level {level}")
     dtypes = dtype or (GPU_DTYPES if on_gpu else DTYPES)
     wanted = choose_cases(level, dtypes, head_dim, name)
-    if arrays.name == "jax" and name is None:  # whose arrays take no block masks and no mods yet
-        wanted = [(case, dtype) for case, dtype in wanted if not case.mask and not case.mods]
     over_cache = cached.chosen(level, dtypes, head_dim, name)
     run_cases(report, [*wanted, *over_cache], arrays, console)
     checks = [n for n in available(arrays) if name in (None, n)]

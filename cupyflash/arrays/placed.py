@@ -23,6 +23,8 @@ def placed(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
         if key not in kept:
             kept[key] = sys.modules["torch"].from_numpy(x).to(like.device)
         return kept[key]
+    if is_instance(like, "jax", "Array"):
+        return _of_jax(x, like, kept)
     if isinstance(like, np.ndarray) or not _is_on_gpu(like):
         return x
     import cupy
@@ -32,6 +34,22 @@ def placed(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
         with cupy.cuda.Device(key[2]):
             kept[key] = cupy.asarray(x)
             cupy.cuda.get_current_stream().synchronize()
+    return kept[key]
+
+
+def _of_jax(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
+    """On all devices of an array that was put on some; else on the default one, whence JAX takes it anywhere: where a
+    program is traced, as a constant of it."""
+    jax, where = sys.modules["jax"], None
+    if not isinstance(like, jax.core.Tracer) and getattr(like, "committed", True):
+        if isinstance(like.sharding, jax.sharding.NamedSharding):
+            where = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
+        elif len(like.sharding.device_set) == 1:
+            where = like.sharding
+    key = id(x), "jax", where
+    if key not in kept:
+        with jax.ensure_compile_time_eval():
+            kept[key] = jax.device_put(x, where)
     return kept[key]
 
 

@@ -16,12 +16,14 @@ from ..launch.passes import contiguous_strides
 
 # XLA_FFI_DataType of what the table of arrays knows.
 CODES = {
-    "bool": 1, "int8": 2, "int32": 4, "uint8": 6, "fp16": 10, "fp32": 11, "fp64": 12, "bf16": 16, "float8_e4m3fn": 20,
+    "bool": 1, "int8": 2, "int32": 4, "int64": 5, "uint8": 6, "fp16": 10, "fp32": 11, "fp64": 12, "bf16": 16,
+    "float8_e4m3fn": 20,
 }  # fmt: skip
 _NAMES = {code: name for name, code in CODES.items()}
 _DTYPES: dict[int, Any] = {
     CODES["bool"]: np.dtype(np.bool_),
     CODES["int32"]: np.dtype(np.int32),
+    CODES["int64"]: np.dtype(np.int64),
     CODES["fp16"]: np.dtype(np.float16),
     CODES["fp32"]: np.dtype(np.float32),
     CODES["fp64"]: np.dtype(np.float64),

@@ -74,7 +74,7 @@ def _register() -> None:
 
 DTYPES = {
     "fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32, "fp64": jnp.float64, "int32": jnp.int32,
-    "bool": jnp.bool_, "int8": jnp.int8, "uint8": jnp.uint8, "float8_e4m3fn": jnp.float8_e4m3fn,
+    "int64": jnp.int64, "bool": jnp.bool_, "int8": jnp.int8, "uint8": jnp.uint8, "float8_e4m3fn": jnp.float8_e4m3fn,
 }  # fmt: skip
 CODE_OF = {np.dtype(dtype): CODES[name] for name, dtype in DTYPES.items()}
 

@@ -13,9 +13,11 @@ import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.run import WITH_LSE
-from ..operands import BACKWARD
+from ..mods.description import read
+from ..operands import BACKWARD, FORWARD
 from ..options import Options
-from .call import PASSES, Static, call, results_of
+from . import parts
+from .call import Static, call, results_of
 from .sharding import divided
 
 
@@ -53,48 +55,41 @@ def _group(static: Static, arrays: Sequence[Any]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _divided(static: Static, group: int) -> Callable[..., Any]:
-    which = PASSES[static.which]
-    made = which.made(static.names, static.wanted)
-    inputs, results = ([which.rows[name] for name in names] for names in (static.names, made))
-    return divided(lambda *arrays: tuple(call(static, *arrays)), inputs, results, static.options.layout, group)
+def _divided(static: Static, dims: tuple[parts.Dims, ...], group: int) -> Callable[..., Any]:
+    where = static.names.index("q"), static.names.index("k")
+    return divided(lambda *arrays: tuple(call(static, *arrays)), dims, parts.made_dims(static), where, group)
 
 
 @functools.lru_cache(maxsize=1024)
 def _mapped(static: Static) -> Callable[..., Any]:
-    """The call, under vmap: the mapped axis joins the batch, where all arrays have one; else one after the other."""
-    rows = [PASSES[static.which].rows[name] for name in static.names]
-
-    def have_batch(shapes: Sequence[Sequence[int]]) -> bool:
-        """Whether arrays of these shapes have a batch, all of them; so what is made of them has one."""
-        same = all(row.dims[0] == "batch" and len(row.dims) == len(x) for row, x in zip(rows, shapes, strict=True))
-        return same and "cu_seqlens_q" not in static.names and not any(
-            row.broadcasts and x[0] != shapes[0][0] for row, x in zip(rows, shapes, strict=True)
-        )  # fmt: skip
-
-    def can_be_divided(arrays: Sequence[Any]) -> bool:
-        """Whether all dimensions of all arrays are there: what is broadcast belongs to all parts."""
-        whole = have_batch([x.shape for x in arrays]) and not _own_axes(*arrays)
-        return whole and not any(row.broadcasts and 1 in x.shape for row, x in zip(rows, arrays, strict=True))
+    """The call, under vmap: the mapped axis joins the batch, where it can; else one after the other."""
 
     @jax.custom_batching.custom_vmap  # type: ignore[untyped-decorator]
     def one(*arrays: Any) -> Any:
         results_of(static, arrays)  # all checks
-        if not can_be_divided(arrays):
+        dims = None if _own_axes(*arrays) else parts.divided_dims(static, [x.shape for x in arrays])
+        if dims is None:
             return tuple(call(static, *arrays))
-        return _divided(static, _group(static, arrays))(*arrays)
+        return _divided(static, dims, _group(static, arrays))(*arrays)
 
     @one.def_vmap  # type: ignore[untyped-decorator]
     def rule(size: int, mapped: Sequence[bool], *arrays: Any) -> Any:
-        given = [x if m else jnp.broadcast_to(x, (size, *x.shape)) for x, m in zip(arrays, mapped, strict=True)]
-        if have_batch([x.shape[1:] for x in given]):
-            found = one(*[x.reshape(size * x.shape[1], *x.shape[2:]) for x in given])
-            found = tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in found)
-        else:
-            found = jax.lax.map(lambda x: one(*x), tuple(given))
-        return found, (True,) * len(found)
+        shapes = [x.shape[1:] if m else x.shape for x, m in zip(arrays, mapped, strict=True)]
+        own = parts.joined(static, shapes, mapped)
+        if own is None:
+            of_each = {i: x for i, (x, m) in enumerate(zip(arrays, mapped, strict=True)) if m}
+            found = jax.lax.map(lambda some: one(*[some.get(i, x) for i, x in enumerate(arrays)]), of_each)
+            return found, (True,) * len(found)
+        found = one(*[_folded(x, size, m) if is_own else x for x, m, is_own in zip(arrays, mapped, own, strict=True)])
+        return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in found), (True,) * len(found)
 
     return one
+
+
+def _folded(x: Any, size: int, is_mapped: bool) -> Any:
+    """(size, batch, ...) or, of one that is not mapped, (batch, ...), as (size * batch, ...)."""
+    x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+    return x.reshape(size * x.shape[1], *x.shape[2:])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -125,8 +120,8 @@ def _forward_rule(static: Static, want_lse: bool, *given: Any) -> Any:
 
 
 def _flag(static: Static, given: Sequence[Any]) -> Any:
-    """Which of `_watched` are followed, as bits, as an array so many elements longer than one. Of what a forward keeps,
-    JAX keeps shapes as they were in each trace, but values of Python's as they were in the last."""
+    """An array whose length says which of `_watched` JAX follows, as bits. Of what a forward hands to the backward, JAX
+    remembers shapes for each trace, but what pytrees say for the last one alone."""
     followed = {name for name, x in zip(static.names, given, strict=True) if x.perturbed}
     watched = _watched(static)
     return jnp.zeros(1 + sum((name in followed) << i for i, name in enumerate(watched)), bool) if watched else None
@@ -138,8 +133,24 @@ def _followed(static: Static, flag: Any) -> list[str]:
 
 
 def _watched(static: Static) -> list[str]:
-    """The arrays for which it matters whether JAX asks for their gradients: learned ones."""
-    return [name for name in static.names if BACKWARD.gradient_of.get(name) in BACKWARD.optional]
+    """The arrays for which it matters whether JAX asks for their gradients: learned ones and those of mods."""
+    optional = {name for name, made in BACKWARD.gradient_of.items() if made in BACKWARD.optional}
+    return [name for name in static.names if name in optional or FORWARD.rows[name].free]
+
+
+def _vet_mods(static: Static, followed: Sequence[str]) -> None:
+    """Refuse arrays of mods of which JAX asks for gradients.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    of_mods = [name for name in static.names if FORWARD.rows[name].free]
+    for name, x in zip(of_mods, read(static.options.mods).arrays, strict=True):
+        if name in followed:
+            raise UnsupportedError(
+                f"mod_arrays: JAX asks for a gradient of {x.name}, and mods have none for their arrays; use "
+                "jax.lax.stop_gradient, or bias=, alibi_slopes= or sink=, which are learned"
+            )
 
 
 _IS_ZERO = jax.custom_derivatives.SymbolicZero
@@ -148,6 +159,7 @@ _IS_ZERO = jax.custom_derivatives.SymbolicZero
 def _backward_rule(static: Static, want_lse: bool, kept: Any, given: Any) -> Any:
     out, lse, inputs, flag = kept
     followed = _followed(static, flag)
+    _vet_mods(static, followed)
     dout, dlse = given if want_lse else (given, None)
     named = {**dict(zip(static.names, inputs, strict=True)), "out": out, "lse": lse}
     named["dout"] = jnp.zeros_like(out) if isinstance(dout, _IS_ZERO) else dout
@@ -192,7 +204,7 @@ def backward_of(arrays: Mapping[str, Any], options: Options, wanted: tuple[str, 
 
 def _wide(arrays: Mapping[str, Any]) -> Any:
     """Without it jit would narrow arrays of 64 bits where JAX_ENABLE_X64 is not set."""
-    if all(x.dtype != np.float64 for x in arrays.values()):
+    if all(x.dtype not in (np.float64, np.int64) for x in arrays.values()):
         return contextlib.nullcontext()
     return with_x64()
 

@@ -11,47 +11,43 @@ from typing import Any
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..operands import Operand
-
+Dims = tuple[str, ...]
 _FACTORS = {"batch": "b", "seqlen_q": "s", "seqlen_k": "t", "head_dim": "d", "heads_k": "h", "2": "e"}
 
 
-def dims_of(row: Operand, layout: str) -> tuple[str, ...]:
-    """Its dimensions as they lie in the caller's layout."""
-    if layout == "bhsd" and row.has_layout:
-        batch, seqlen, heads, head_dim = row.dims
-        return batch, heads, seqlen, head_dim
-    return row.dims
-
-
-def _mapping(row: Operand, layout: str, group: int) -> ArrayMapping:
+def _mapping(number: int, dims: Dims, group: int) -> ArrayMapping:
+    """Of one array, which has that number among all."""
+    found: list[Any] = [_FACTORS.get(d, f"own{number}_{i}") for i, d in enumerate(dims)]
     heads = CompoundFactor("h", "g") if group > 1 else "h"
-    return ArrayMapping(*(heads if d == "heads_q" else _FACTORS[d] for d in dims_of(row, layout)))
+    return ArrayMapping(*(heads if d == "heads_q" else factor for d, factor in zip(dims, found, strict=True)))
 
 
-def _axes(row: Operand, layout: str, batch: Any, heads: Any) -> PartitionSpec:
+def _axes(dims: Dims, batch: Any, heads: Any) -> PartitionSpec:
     named = {"batch": batch, "heads_q": heads, "heads_k": heads}
-    return PartitionSpec(*(named.get(d) for d in dims_of(row, layout)))
+    return PartitionSpec(*(named.get(d) for d in dims))
 
 
 def divided(
-    call: Callable[..., Any], inputs: Sequence[Operand], results: Sequence[Operand], layout: str, group: int
+    call: Callable[..., Any], inputs: Sequence[Dims], results: Sequence[Dims], qk: tuple[int, int], group: int
 ) -> Callable[..., Any]:
     """`call`, divided where its arrays are.
 
     Args:
-        call: of the arrays `inputs`, gives those of `results`; of any batch and number of heads.
+        call: of arrays with the dimensions `inputs`, gives some with those of `results`; of any batch and number of
+            heads. A dimension without a name is whole on each device.
+        qk: which of the inputs are q and k.
         group: query heads of a key head.
     """
-    where = {d: i for i, d in enumerate(dims_of(inputs[0], layout))}  # of q, or of dout's like
+    dims_of_q = inputs[qk[0]]
+    has_group = group > 1 and "heads_q" in dims_of_q
 
-    def shardings(mesh: Any, given: Sequence[Any], rows: Sequence[Operand]) -> tuple[NamedSharding, ...]:
-        q, k = (next(x for x, row in zip(given, inputs, strict=True) if row.name == name) for name in "qk")
-        axes = [*q.sharding.spec, None, None, None, None]
-        batch, heads = axes[where["batch"]], axes[where["heads_q"]]
-        if heads is not None and k.shape[where["heads_q"]] % _parts(mesh, heads):
+    def shardings(mesh: Any, given: Sequence[Any], of: Sequence[Dims]) -> tuple[NamedSharding, ...]:
+        q, k = (given[i] for i in qk)
+        axes = dict(zip(dims_of_q, [*q.sharding.spec, None, None, None, None], strict=False))
+        batch, heads = axes.get("batch"), axes.get("heads_q")
+        if heads is not None and k.shape[dims_of_q.index("heads_q")] % _parts(mesh, heads):
             heads = None  # a key head is not divided
-        return tuple(NamedSharding(mesh, _axes(row, layout, batch, heads)) for row in rows)
+        return tuple(NamedSharding(mesh, _axes(dims, batch, heads)) for dims in of)
 
     def infer(mesh: Any, given: Sequence[Any], shape: Any) -> Any:
         return shardings(mesh, given, results)
@@ -60,13 +56,12 @@ def divided(
         return mesh, call, shardings(mesh, given, results), shardings(mesh, given, inputs)
 
     found = custom_partitioning(call)
+    mappings = [_mapping(i, dims, group) for i, dims in enumerate((*inputs, *results))]
     found.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
         sharding_rule=SdyShardingRule(
-            tuple(_mapping(row, layout, group) for row in inputs),
-            tuple(_mapping(row, layout, group) for row in results),
-            **({"g": group} if group > 1 else {}),
+            tuple(mappings[: len(inputs)]), tuple(mappings[len(inputs) :]), **({"g": group} if has_group else {})
         ),
     )
     return found

@@ -9,4 +9,4 @@ from __future__ import annotations
 from .description import Mods as Mods
 from .description import read as read
 from .given import bind as bind
-from .trace import where as where
+from .symbols import where as where

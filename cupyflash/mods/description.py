@@ -49,6 +49,10 @@ class Mods(NamedTuple):
         lines += [f"{what} {node.text}" for what, node in (("score_mod", self.score), ("mask_mod", self.mask)) if node]
         return "\n".join(lines)
 
+    def uses(self, word: str) -> bool:
+        """Whether they ask for one of the places b, h, q and k."""
+        return any(node.uses(word) for node in (self.score, self.mask) if node is not None)
+
     @property
     def source(self) -> str:
         """The struct that kernels take them from."""
@@ -123,7 +127,7 @@ def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mod
     """
     if score is not None and score.kind == BOOL:
         raise ArgumentError("score_mod: expected a number for each score, got a bool; hide keys by mask_mod")
-    if mask is not None and mask.uses_score:
+    if mask is not None and mask.uses("score"):
         raise ArgumentError("mask_mod: expected an expression of b, h, q, k, got one of the score; use score_mod")
     if mask is not None and mask.kind != BOOL:
         raise ArgumentError(f"mask_mod: expected True or False for each key, got {mask.kind}; compare it")

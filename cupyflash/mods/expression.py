@@ -67,9 +67,9 @@ class Node:
         """How many operations and values it consists of."""
         return 1 + sum(x.size for x in self.args)
 
-    @property
-    def uses_score(self) -> bool:
-        return (self.op, self.value) == ("name", "score") or any(x.uses_score for x in self.args)
+    def uses(self, word: str) -> bool:
+        """Whether it asks for the score, or for one of the places."""
+        return (self.op, self.value) == ("name", word) or any(x.uses(word) for x in self.args)
 
 
 def _number_text(value: float) -> str:

@@ -1,160 +1,21 @@
-"""Python functions as trees: a function is called once, with symbols that write down what is done to them.
+"""Python functions as trees: a function is called once, with symbols.
 
 Functions as FlexAttention takes them work as they are: arrays that a function's closure or module holds become arrays
-of the mod, and NumPy's, torch's and Python's own functions of symbols are known by their names.
+of the mod. JAX's functions take no objects but its own, so those that a function names are replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..arrays.imported import imported
 from ..errors import ArgumentError
-from .expression import BOOL, FLOAT, FUNCTIONS, NAMES, Node, apply, load, name, number
-
-
-class Symbol:
-    """A value of each element: what is done to it is written down."""
-
-    __array_priority__ = 1000
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-
-    def __bool__(self) -> bool:
-        raise ArgumentError(
-            "expected an expression without if, and, or, not: a function is called once for all elements; use where(), "
-            "&, | and ~"
-        )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __int__(self) -> int:
-        raise ArgumentError("expected no int() or index of a Python list: it is called once for all elements")
-
-    __index__ = __float__ = __int__
-
-    def __iter__(self) -> Any:
-        raise ArgumentError("expected one value, got a loop over it")
-
-    def __neg__(self) -> Symbol:
-        return made("neg", self)
-
-    def __pos__(self) -> Symbol:
-        return self
-
-    def __abs__(self) -> Symbol:
-        return made("abs", self)
-
-    def __invert__(self) -> Symbol:
-        return made("!" if self.node.kind == BOOL else "~", self)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
-        if method != "__call__" or options:
-            raise ArgumentError(f"np.{ufunc.__name__}: expected a plain call of a function of {', '.join(_CALLS)}")
-        return called(ufunc.__name__, inputs)
-
-    def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Symbol:
-        return called(function.__name__, (*args, *options.values()))
-
-    @classmethod
-    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), options: Any = None) -> Symbol:
-        return called(function.__name__, (*args, *(options or {}).values()))
-
-    def _same(self, *_: Any, **__: Any) -> Symbol:
-        return self
-
-    float = to = type = _same  # numbers have one precision
-
-
-def _node(x: Any) -> Node:
-    if isinstance(x, Symbol):
-        return x.node
-    if isinstance(x, ArraySymbol):
-        raise ArgumentError(f"{x.name}: expected an element of it, such as {x.name}[h], got the array")
-    if hasattr(x, "item") and getattr(x, "shape", None) == ():
-        x = x.item()
-    if not isinstance(x, (bool, int, float)):
-        raise ArgumentError(f"expected symbols, numbers and elements of arrays, got a {type(x).__name__}")
-    return number(x)
-
-
-def made(op: str, *args: Any) -> Symbol:
-    """An operation as Python has it, on symbols and numbers."""
-    nodes = [_node(x) for x in args]
-    if op == "//" and FLOAT in [x.kind for x in nodes]:
-        return made("floor", made("divide", *map(Symbol, nodes)))
-    if op == "%" and FLOAT in [x.kind for x in nodes]:
-        a, b = map(Symbol, nodes)
-        return made("-", a, made("*", b, made("//", a, b)))
-    if op == "**" and nodes[1] == number(2):
-        return made("*", *map(Symbol, (nodes[0], nodes[0])))
-    return Symbol(apply(_OPERATORS.get(op, op), *nodes))
-
-
-_OPERATORS = {"/": "divide", "//": "floordiv", "%": "floormod", "**": "pow"}
-
-
-def where(condition: Any, yes: Any, no: Any) -> Symbol:
-    """`yes` where the condition holds, else `no`."""
-    return made("?", condition, yes, no)
-
-
-def _reversed(op: str) -> Callable[[Any, Any], Symbol]:
-    return lambda self, other: made(op, other, self)
-
-
-def _forward(op: str) -> Callable[[Any, Any], Symbol]:
-    return lambda self, other: made(op, self, other)
-
-
-_DUNDERS = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
-            "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}  # fmt: skip
-for _word, _op in _DUNDERS.items():
-    setattr(Symbol, f"__{_word}__", _forward(_op))
-    setattr(Symbol, f"__r{_word}__", _reversed(_op))
-for _word, _op in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
-    setattr(Symbol, f"__{_word}__", _forward(_op))
-
-# What functions of NumPy and torch are called, where that is another name than ours.
-_CALLS: dict[str, str] = {f: f for f in FUNCTIONS} | {
-    "absolute": "abs", "fabs": "abs", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
-    "power": "**", "pow": "**", "float_power": "**", "negative": "neg", "neg": "neg", "where": "?", "add": "+",
-    "sub": "-", "subtract": "-", "mul": "*", "multiply": "*", "div": "/", "true_divide": "/", "divide": "/",
-    "floor_divide": "//", "remainder": "%", "mod": "%", "eq": "==", "equal": "==", "ne": "!=",
-    "not_equal": "!=", "lt": "<", "less": "<", "le": "<=", "less_equal": "<=", "gt": ">", "greater": ">",
-    "ge": ">=", "greater_equal": ">=", "logical_and": "&&", "logical_or": "||", "logical_not": "!",
-    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "invert": "~", "bitwise_not": "~",
-}  # fmt: skip
-
-
-def called(function: str, args: Any) -> Symbol:
-    """A function of NumPy or torch, by its name."""
-    word = function.strip("_")
-    if function.startswith("__") and word in _DUNDERS:
-        return made(_DUNDERS[word], *args)
-    if function.startswith("__r") and word[1:] in _DUNDERS:
-        return made(_DUNDERS[word[1:]], *args[::-1])
-    op = _CALLS.get(word)
-    if op is None:
-        raise ArgumentError(f"{function}: expected one of the functions {', '.join(sorted(_CALLS))}")
-    return made(op, *args)
-
-
-class ArraySymbol:
-    """An array of a mod: what is asked of it is an element."""
-
-    def __init__(self, label: str, dtype: str, dims: int) -> None:
-        self.name, self.dtype, self.dims = label, dtype, dims
-
-    def __getitem__(self, indices: Any) -> Symbol:
-        listed = indices if isinstance(indices, tuple) else (indices,)
-        return Symbol(load(self.name, self.dtype, self.dims, *map(_node, listed)))
-
-    def __call__(self, *indices: Any) -> Symbol:
-        return self[indices]
+from .expression import NAMES, Node, name
+from .symbols import ArraySymbol, Symbol, called, node_of
 
 
 def captured(function: Callable[..., Any], is_array: Callable[[Any], bool]) -> dict[str, Any]:
@@ -198,23 +59,75 @@ def trace(function: Callable[..., Any], what: str, arrays: Mapping[str, tuple[st
             raise ArgumentError(
                 f"expected {', '.join(missing)} among mod_arrays ({', '.join(symbols) or 'none given'})"
             )
-        result = _with(function, symbols)(*positional, **{x.name: symbols[x.name] for x in wanted if x.name in symbols})
-        return _node(result)
+        named = {x.name: symbols[x.name] for x in wanted if x.name in symbols}
+        with _numbers_are_known():
+            return node_of(_with(function, symbols)(*positional, **named))
     except ArgumentError as e:
         raise ArgumentError(f"{what}: {e}") from None
     except TypeError as e:
-        raise ArgumentError(f"{what}: expected a function of {len(positional)} values and of mod_arrays; {e}") from e
+        wanted_of = f"a function of {len(positional)} values and of mod_arrays"
+        if Symbol.__name__ in str(e):  # as JAX's functions say what they were given
+            wanted_of = "operators, cupyflash.mods.where, and functions of jax.numpy that the mod itself names"
+        raise ArgumentError(f"{what}: expected {wanted_of}; {e}") from e
+
+
+def _numbers_are_known() -> contextlib.AbstractContextManager[Any]:
+    """What JAX's functions make of numbers inside are numbers, also where JAX traces."""
+    jax = imported("jax")
+    known: contextlib.AbstractContextManager[Any] = (
+        contextlib.nullcontext() if jax is None else jax.ensure_compile_time_eval()
+    )
+    return known
 
 
 def _with(function: Callable[..., Any], symbols: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with symbols in place of the arrays that it holds."""
+    """The function with symbols in place of the arrays that it holds, and with ours in place of JAX's functions."""
     if not isinstance(function, types.FunctionType):
         return function
-    cells = tuple(
-        types.CellType(symbols[word]) if word in symbols else cell
-        for word, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    )
-    module = function.__globals__ | {word: x for word, x in symbols.items() if word in function.__globals__}
-    copy = types.FunctionType(function.__code__, module, function.__name__, function.__defaults__, cells)
+    code, module = function.__code__, function.__globals__
+    cells = []
+    for word, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if word in symbols:
+            cell = types.CellType(symbols[word])
+        elif _is_filled(cell):
+            cell = types.CellType(_taking_symbols(cell.cell_contents))
+        cells.append(cell)
+    module = module | {word: _taking_symbols(module[word]) for word in code.co_names if word in module}
+    module |= {word: x for word, x in symbols.items() if word in module}
+    copy = types.FunctionType(code, module, function.__name__, function.__defaults__, tuple(cells))
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+class _Jax:
+    """A module of JAX whose functions take symbols, too."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, word: str) -> Any:
+        return _taking_symbols(getattr(self._module, word), word)
+
+
+def _taking_symbols(x: Any, word: str = "") -> Any:
+    """A module or function of JAX, which the mod calls `word`, as one that takes symbols; all else as it is."""
+    if isinstance(x, types.ModuleType):
+        return _Jax(x) if _is_of_jax(x.__name__) else x
+    if not callable(x) or isinstance(x, type) or not _is_of_jax(getattr(x, "__module__", None)):
+        return x
+    known = word or getattr(x, "__name__", "")
+
+    def function(*args: Any, **options: Any) -> Any:
+        given = (*args, *options.values())
+        if any(isinstance(value, (Symbol, ArraySymbol)) for value in given):
+            return called(_OF_LAX.get(known, known), given)
+        return x(*args, **options)
+
+    return function
+
+
+_OF_LAX = {"select": "where", "div": "lax.div"}  # whose quotients of integers are cut off
+
+
+def _is_of_jax(module: Any) -> bool:
+    return isinstance(module, str) and module.split(".")[0] in ("jax", "jaxlib")

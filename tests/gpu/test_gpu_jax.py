@@ -118,3 +118,78 @@ def test_arrays_of_the_cpu_stay_there(three: list[Any]) -> None:
     out = jax.jit(ours)(*[jax.device_put(x, cpu) for x in three])
     assert out.devices() == {cpu}
     near(out, plain(*three))
+
+
+def test_mods(three: list[Any]) -> None:
+    """Arrays that are traced, of which each step of a scan has another; calls that vmap joins, and that it does not."""
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v = three
+    tables = jax.random.normal(jax.random.key(1), (2, q.shape[2], 30))
+    kind = jax.random.randint(jax.random.key(2), (q.shape[0], k.shape[1]), 0, 3, jnp.int32)
+
+    def modified(q: Any, k: Any, v: Any, table: Any) -> Any:
+        def score(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return jnp.tanh(score / 3) * 3 + (b + 1) * table[h, jnp.abs(i - j)]
+
+        def shown(b: Any, h: Any, i: Any, j: Any) -> Any:
+            return (kind[b, i] == kind[b, j]) | (j == 0)
+
+        return cupyflash.attention(q, k, v, score_mod=score, mask_mod=shown)
+
+    def written_out(q: Any, k: Any, v: Any, table: Any) -> Any:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+        s = jnp.einsum("bshd,bthd->bhst", q, k, precision="highest") * q.shape[-1] ** -0.5
+        i, j = jnp.arange(s.shape[2])[:, None], jnp.arange(s.shape[3])
+        b = jnp.arange(s.shape[0])[:, None, None, None]
+        s = jnp.tanh(s / 3) * 3 + (b + 1) * table[:, jnp.clip(abs(i - j), 0, 29)]
+        same = kind[:, : s.shape[2], None] == kind[:, None]
+        s = jnp.where((same | (j == 0))[:, None], s, -jnp.inf)
+        return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s), v, precision="highest")
+
+    near(modified(q, k, v, tables[0]), written_out(q, k, v, tables[0]))
+    got = jax.jit(gradients(lambda *x: modified(*x, tables[0])))(q, k, v)
+    near(got, gradients(lambda *x: written_out(*x, tables[0]))(q, k, v))
+    steps = jax.jit(lambda q, tables: jax.lax.scan(lambda x, table: (modified(x, k, v, table), None), q, tables)[0])
+    near(steps(q, tables), written_out(written_out(q, k, v, tables[0]).astype(q.dtype), k, v, tables[1]))
+    many = jnp.stack([q, 2 * q])
+    near(jax.vmap(modified, (0, None, None, 0))(many, k, v, tables)[1], written_out(2 * q, k, v, tables[1]))
+
+    def windowed(q: Any) -> Any:
+        return cupyflash.attention(q, k, v, mask_mod="abs(q - k) < 50")
+
+    near(jax.jit(jax.vmap(windowed))(many), jnp.stack([windowed(q), windowed(2 * q)]))
+
+
+@pytest.mark.parametrize("own", [(1, 1), (2, 8)], ids=str)
+def test_block_masks(own: tuple[int, int], three: list[Any]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from cupyflash import masks
+
+    q, k, v = three
+    lengths = q.shape[1], k.shape[1]
+    mask = masks.from_dense(np.random.default_rng(0).random((*own, *lengths)) < 0.3)
+    mask |= masks.local(*lengths, left=40, right=3)
+
+    def masked(q: Any, k: Any, v: Any) -> Any:
+        return cupyflash.attention(q, k, v, block_mask=mask)
+
+    def written_out(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+        s = jnp.einsum("bshd,bthd->bhst", q, k, precision="highest") * q.shape[-1] ** -0.5
+        s = jnp.where(mask.sees(*map(slice, (0, 0), lengths)), s, -jnp.inf)
+        return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s), v, precision="highest")
+
+    near(masked(q, k, v), written_out(q, k, v))
+    near(jax.jit(masked)(q, k, v), written_out(q, k, v))
+    near(jax.jit(gradients(masked))(q, k, v), gradients(written_out)(q, k, v))
+    mapped = jax.jit(jax.vmap(masked))(*[jnp.stack([x, -x]) for x in three])
+    near(mapped, jnp.stack([masked(q, k, v), masked(-q, -k, -v)]))
+    compiled = jax.jit(lambda *x: masked(*x) + masked(x[0] + 1, *x[1:]))  # a program is replayed with other inputs
+    for i in range(3):
+        near(compiled(q + i, k, v), masked(q + i, k, v) + masked(q + i + 1, k, v))

@@ -248,7 +248,7 @@ def test_dtypes(three: list[Any]) -> None:
 
 
 def test_a_call_that_is_exported_runs_without_being_traced_again(three: list[Any]) -> None:
-    import jax
+    import jax.export
 
     checks = [jax.export.DisabledSafetyCheck.custom_call("cupyflash")]
     agree(jax.export.export(jax.jit(ours), disabled_checks=checks)(*three).call(*three), plain(*three))
@@ -489,7 +489,7 @@ def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
     from cupyflash.jax.buffers import CODES
 
     names = {"bool": "PRED", "int32": "S32", "fp16": "F16", "fp32": "F32", "fp64": "F64", "bf16": "BF16"} | {
-        "int8": "S8", "uint8": "U8", "float8_e4m3fn": "F8E4M3FN",
+        "int8": "S8", "int64": "S64", "uint8": "U8", "float8_e4m3fn": "F8E4M3FN",
     }  # fmt: skip
     assert {name: int(codes[names[name]]) for name in CODES} == CODES
     assert ctypes.sizeof(ffi.Span) == 16

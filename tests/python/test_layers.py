@@ -59,10 +59,10 @@ PYTHON_ORDER = {
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles",
     "gpu": "dependent tensormap device driver",
-    "jax": "sdpa op cached call seeds sharding ffi buffers",
+    "jax": "sdpa op cached parts call seeds sharding ffi buffers",
     "launch": "cached decode run seeds clocks cached_params prepare alignment prepared filled checks packed passes "
     "template counters kept",
-    "mods": "given trace description evaluate parse expression",
+    "mods": "given trace symbols description evaluate parse expression",
     "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_shares lists "
     "decode_kernels kernels params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd seeds sharding batching ops masks vetting followed",
