@@ -35,7 +35,8 @@ struct GradientRepair {
         const T *const k = key_at(p.k, p.k_stride, head_k, 0);
         const Taken taken = reason<true>(head, query);
         const auto block_mask = BlockMask<V>::of(p, s.index, head);
-        if constexpr (V::kBlockMask) {
+        if constexpr (V::kBias) {  // which may hide all keys: each is asked below @nan-of-a-query-that-sees
+        } else if constexpr (V::kBlockMask) {
             if (taken == kNaN && block_mask.sees_any(query, mask.first_key(query), mask.end_key(query))) return;
         } else if (taken == kNaN && mask.first_key(query) < mask.end_key(query)) return;
         repair_row<T, kCols>(tile, row, col0, D, score.scale, [&](auto &sum, bool reasons) {
@@ -46,7 +47,7 @@ struct GradientRepair {
                         if (!counts(head, query, key)) return kNone;
                     if constexpr (V::kBlockMask)
                         if (!block_mask.sees(query, key)) return kNone;  // @hidden-key-of-dq
-                    if (!reasons || taken != kNone) return kTerm;
+                    if (!reasons || taken != kNone) return V::kBias && reasons ? taken : kTerm;
                     return row_is_finite<T, D, kUnaligned>(k + key * p.k_stride.row) ? kNone : kTerm;
                 },
                 [&](int key) { return dS(head, query, head_k, key); });
@@ -69,7 +70,7 @@ struct GradientRepair {
     // Whether a bias leaves a query and a key to each other.
     __device__ bool counts(int head, int query, int key) const {
         // @hidden-by-bias-repair
-        return stats(head, query)[0] != kLseOfNothing && !Places<V>::of(p, s, head).from(query, key)(0, 0).hides();
+        return stats(head, query)[0] != kLseOfNothing && !place(head, query, key).hides();
     }
     // Whether a query's P (and kDS: its dS), O or dO may hold what is not finite: its lse and delta tell.
     template <bool kDS>
@@ -79,6 +80,17 @@ struct GradientRepair {
             if (x[0] == kLseOfNothing) return kNone;
         if (!(fabsf(x[0]) < ptx::infinity()) || (kDS && x[1] != x[1])) return kNaN;
         return fabsf(x[1]) < ptx::infinity() ? kNone : kTerm;
+    }
+    // The same of a key's gradients, with what lse and delta do not tell.
+    template <bool kDS>
+    __device__ Taken reason(int head, int query, int key) const {
+        const Taken taken = reason<kDS>(head, query);
+        if constexpr (V::kDropout && !kDS)  // 0 times dO, whatever P is @p-of-what-is-dropped
+            if (taken == kNaN && !keeps(head, query, key)) return kTerm;
+        if constexpr (kDS && Score<V>::kFiniteOfAnyQ)  // @q-behind-finite-scores
+            if (taken == kNone && !row_is_finite<T, D, kUnaligned>(query_at(p.q, p.q_stride, head, query)))
+                return kTerm;
+        return taken;
     }
     __device__ const T *query_at(const void *x, const Strides &stride, int head, int query) const {
         return static_cast<const T *>(x) + s.q_offset(stride, head) + query * stride.row;
@@ -90,25 +102,25 @@ struct GradientRepair {
         // @strides-of-k-repair
         return dot_rows<T, D, kUnaligned>(query_at(p.q, p.q_stride, head, query), key_at(p.k, p.k_stride, head_k, key));
     }
+    __device__ typename Places<V>::At place(int head, int query, int key) const {
+        return Places<V>::of(p, s, head).from(query, key)(0, 0);
+    }
     __device__ float P(int head, int query, int key, float raw) const {
-        const auto at = Places<V>::of(p, s, head).from(query, key)(0, 0);
-        return weight_ex2(score.exponent(raw, at, stats(head, query)[0]));
+        return weight_ex2(score.exponent(raw, place(head, query, key), stats(head, query)[0]));
     }
     __device__ float dS(int head, int query, int head_k, int key) const {
         const float raw = S(head, query, head_k, key);
         // @strides-of-do-and-v-repair
         const float dP = dot_rows<T, D, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
                                                     key_at(p.v, p.v_stride, head_k, key));
-        if constexpr (Score<V>::kModded) {
-            const auto at = Places<V>::of(p, s, head).from(query, key)(0, 0);
-            const float kept_dP = of_kept(head, query, key, dP);
-            return score.dS(raw, P(head, query, key, raw), kept_dP, stats(head, query)[1], at);
-        }
-        return score.dS(raw, P(head, query, key, raw), of_kept(head, query, key, dP), stats(head, query)[1]);
+        const float weight = score.weight_in_repair(raw, P(head, query, key, raw), place(head, query, key));
+        return weight * (of_kept(head, query, key, dP) - stats(head, query)[1]);
+    }
+    __device__ bool keeps(int head, int query, int key) const {
+        return Dropout<V>::of(p, s.index, head).keeps(query, key);
     }
     __device__ float of_kept(int head, int query, int key, float x) const {
-        const auto dropout = Dropout<V>::of(p, s.index, head);
-        return dropout.of_kept(dropout.keeps(query, key), x);
+        return Dropout<V>::of_kept(keeps(head, query, key), x);
     }
     // The sum of weight(head, query) times that row of x.
     template <int kCols, bool kDS, class Tile, class Weight>
@@ -127,7 +139,7 @@ struct GradientRepair {
                             if (!counts(head, query, key)) return kNone;
                         if constexpr (V::kBlockMask)
                             if (!block_mask.sees(query, key)) return kNone;
-                        return reasons ? reason<kDS>(head, query) : kTerm;
+                        return reasons ? reason<kDS>(head, query, key) : kTerm;
                     },
                     [&](int query) { return weight(head, query); });
             }

@@ -20,6 +20,12 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 // a number can be.
 constexpr float kLseOfNothing = 3.402823466e38f;
 
+// weight * factor, weight >= 0, but 0 only where one of them is; what is too small for fp32 becomes its smallest number.
+__device__ __forceinline__ float product_in_repair(float weight, float factor) {
+    const float product = weight * factor, least = ptx::uint_as_float(1);  // @product-that-is-not-0
+    return product != 0.f || weight == 0.f || factor == 0.f ? product : factor < 0.f ? -least : least;
+}
+
 // tanh(x), x = scale * q . k / c, from r = 1 / (1 + e^2x): 1 - 2 r, and its derivative 4 r (1 - r). Two instructions of the
 // special function unit; tanh.approx would be one, with an error of 2^-11, which for c = 50 is 2.5 % of P.
 // Times c if kNatural.
@@ -35,6 +41,11 @@ struct Softcap<true, false> {
     __device__ explicit Softcap(const Problem &p) : factor(2 * kLog2e * (p.scale / p.softcap)) {}
     __device__ float value(float s) const { return fmaf(-2.f, r(s), 1.f); }
     __device__ float derivative(float s) const { return 4.f * r(s) * (1.f - r(s)); }
+    // The same, but 0 only where that of float64 is, whose tanh is 1 from e^-2|x| = 2^-55 on.
+    __device__ float derivative_in_repair(float s) const {
+        const float x = fabsf(s * factor), r = ptx::rcp(1.f + ptx::ex2(-x));
+        return x > 55.f ? 0.f : 4.f * ptx::ex2(-x) * r * r;  // @derivative-that-is-not-0
+    }
 
   private:
     __device__ float r(float s) const { return ptx::rcp(1.f + ptx::ex2(s * factor)); }
@@ -91,6 +102,15 @@ struct Score {
     __device__ float dS(float s, float P, float dP, float delta, At at) const {
         return weight(s, P, at) * (dP - delta);
     }
+    // The same where NaN and inf are repaired: 0 only where P or a derivative is.
+    __device__ float weight_in_repair(float s, float P, At at) const {
+        float found = P;
+        if constexpr (V::kSoftcap) found = product_in_repair(found, softcap.derivative_in_repair(s));
+        if constexpr (kModded) found = P == 0.f ? 0.f : product_in_repair(found, at.derivative(own(s)));
+        return found;
+    }
+    // Whether lse may be finite though q is not. A sink makes it so, too, where all scores are -inf: not known to this kernel.
+    static constexpr bool kFiniteOfAnyQ = V::kSoftcap || kModded;
 
   private:
     // The score before its place has a say.

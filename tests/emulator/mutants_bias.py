@@ -6,7 +6,7 @@ from __future__ import annotations
 from .markers import change, without
 from .mutants import Bug
 
-_HIDDEN = "!Places<V>::of(p, s, head).from(query, key)(0, 0).hides()"
+_HIDDEN = "!place(head, query, key).hides()"
 
 FORWARD_BIAS = (
     Bug("bias: NaN behind -inf seen", change("bias-that-hides", "hides() ? bias : s + bias", "s + bias"), "nan-hidden"),

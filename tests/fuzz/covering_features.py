@@ -33,12 +33,6 @@ def _capped(spec: Spec, number: int) -> Spec:
     return dataclasses.replace(spec, softcap=1.5 if spec.values == "nonfinite" else (0.5, 0.8, 1.2)[number % 3])
 
 
-def _dropping(spec: Spec, number: int) -> Spec:
-    """Next to nothing beside NaN and inf: of a query whose P is NaN dv takes nothing where it is dropped, but NaN where
-    it is repaired, since an inf in dO reached the same key (repair_gradients.cuh does not ask what is dropped)."""
-    return dataclasses.replace(spec, dropout=2.0**-16 if spec.values == "nonfinite" else P[number % len(P)])
-
-
 # In the order in which they are added to a problem: a bias may change its lengths, and ranges follow from these. They
 # are told how many problems before have them.
 FEATURES: dict[str, Feature] = {
@@ -46,7 +40,7 @@ FEATURES: dict[str, Feature] = {
     "mask": masked,
     "packed": packed,
     "ranges": ranged,
-    "dropout": _dropping,
+    "dropout": lambda spec, number: dataclasses.replace(spec, dropout=P[number % len(P)]),
     "blocks": lambda spec, number: dataclasses.replace(spec, blocks=BLOCKS[number % len(BLOCKS)]),
     "softcap": _capped,
     "alibi": lambda spec, number: dataclasses.replace(spec, alibi=1 + number % 2),
@@ -54,9 +48,6 @@ FEATURES: dict[str, Feature] = {
 }
 # Those that meet the axes here; softcap, slopes and sinks have problems of their own, whose names planted bugs know.
 MEETING = ("bias", "mask", "packed", "ranges", "dropout", "blocks")
-# With a softcap an inf in q leaves lse and delta finite. For a key that an inf in dO reaches, too, dk may be inf where
-# it is NaN in float64: repair_gradients.cuh looks at queries whose lse and delta tell (seen on sm80, with kv_range).
-APART = ("softcap", "nonfinite")
 Pair = tuple[str, str, Any]  # a feature, an axis and its value; or a feature, another one, True
 
 
@@ -113,6 +104,6 @@ def _draw(rng: Random, rows: tuple[Row, ...], wanted: Pair) -> tuple[Row, frozen
     fitting = [row for row in rows if axis in FEATURES or row[axis] == value]
     row = rng.choice(fitting)
     for other in rng.sample(list(FEATURES), len(FEATURES)):
-        if rng.random() < CARRIED and together(features | {other}) and (other, row["values"]) != APART:
+        if rng.random() < CARRIED and together(features | {other}):
             features |= {other}
     return row, features

@@ -11,11 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulator.mutants import Bug
+from emulator.mutants_repair import REPAIRED
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import NUMPY_DTYPE, Inputs
 from cupyflash.cpu import attention as cpu
 from cupyflash.problem import Problem, Window
+from tests.fuzz import run
+from tests.fuzz.arrays import draw
+from tests.fuzz.spec import Spec
 
 GAPS = (0.0, 4.0, 12.0, 18.0, 25.0, 60.0, 86.0, 95.0, 110.0, 400.0, 700.0, 900.0)  # below the row's maximum
 WINDOWS: dict[str, Window] = {"dense": (None, None), "causal": (None, 0), "window": (90, 30)}
@@ -91,3 +96,71 @@ def test_kernels(family: str, dtype: str, window: str, where: str) -> None:
         return out, lse, *session.backward(given, out, lse, problem)
 
     check(run, dtype, WINDOWS[window], where)
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": 0.5},
+    "softcap": {"softcap": 50.0, "scale": 1.0},
+    "bias": {"bias": "hqk", "sink": True},
+}
+# x where 1 - tanh(x)^2 is small: as r (1 - r), r = 1 / (1 + e^2x), it is 0 in fp32 from -9 on; in float64 from 19.1 on.
+STEEP = (3, -3, 6, -6, 9, -9, 12, -12, 15, -15, 18, -18, 21, -21, 30, -30)
+
+
+def featured(name: str, family: str) -> tuple[Spec, Inputs]:
+    """An inf in dO, and beside it what lse and delta of a query do not tell.
+
+    dropout: a query whose P is NaN, but dropped for half of the keys, where dv is inf. softcap: inf in q, whose scores
+    are finite, and keys far beyond the softcap. bias: NaN in dO of a query from which a bias hides all keys, and to
+    which a sink gives a finite lse.
+    """
+    spec = Spec(family=family, sq=70, sk=70, group=2, causal=True, seed=3, **FEATURES[name])
+    x = draw(spec)
+    x.dout[0, 30, 0, 3] = np.inf
+    if name == "dropout":
+        x.q[0, 20, 1, 2] = np.nan
+        x.dout[0, 20, 1, 5] = np.inf  # 0 * inf where it is dropped, too
+    elif name == "softcap":
+        x.q[...] *= 0.01
+        x.k[...] *= 0.01
+        x.q[..., 0] = 1
+        x.k[0, 3:67:4, 0, 0] = [50 * t for t in STEEP]
+        x.q[0, 20, 1, 2] = np.inf
+        x.dout[0, 60, 1, 4] = -np.inf
+    else:
+        assert x.bias is not None
+        x.bias[:, 20] = -np.inf
+        x.dout[0, 20, 1, 3] = np.nan
+    return spec, x
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "cpu",
+        pytest.param("emulator", marks=pytest.mark.needs("g++")),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_reasons_that_meet(name: str, family: str, where: str) -> None:
+    spec, x = featured(name, family)
+    results = run.WHERE[where](spec, x)
+    exact = Oracle(spec.problem(), *x)
+    wrong = run.verdicts(spec, x, results)
+    wrong += [str(c) for c in exact.judge_backward(*results[2:5]) if not c.passed]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize("bug", REPAIRED, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_planted_bug_is_caught(bug: Bug) -> None:
+    from tests.fuzz.emulated import session
+
+    spec, x = featured(bug.case, bug.family)
+    exact, how = Oracle(spec.problem(), *x), session(spec, bug.headers())
+    forward = (a.astype(b) for a, b in zip(exact.forward, (spec.numpy_dtype, np.float32), strict=True))
+    with np.errstate(all="ignore"):
+        gradients = how.backward(x, *forward, spec.problem())
+    assert not all(c.passed for c in exact.judge_backward(*gradients))
