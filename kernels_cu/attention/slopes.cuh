@@ -23,7 +23,7 @@ struct Emitted {
     static constexpr bool kAny = false;
     using At = typename Places<V>::At;
 
-    __device__ void add(float, At) {}
+    __device__ void add(float, At, bool) {}
     __device__ void settle() {}
     template <class Rows, int kRows, int kParts>
     __device__ void leave(const BwdParams &, const Sequence<V::kPacked> &, int, int, int) {}
@@ -35,8 +35,11 @@ struct Emitted<V, true> {
     using At = typename Places<V>::At;
     float sum = 0.f;  // of this lane
 
-    // dS: P * (dP - delta), and 0 where nothing is seen.
-    __device__ void add(float dS, At at) { sum = fmaf(dS, fabsf(at.alibi.distance), sum); }
+    // dS: P * (dP - delta), and 0 where a mask hides. sees: whether a bias leaves the query any key.
+    __device__ void add(float dS, At at, bool sees) {
+        if constexpr (V::kBias) dS = sees && !at.hides() ? dS : 0.f;  // @slopes-of-what-a-bias-shows
+        sum = fmaf(dS, fabsf(at.alibi.distance), sum);
+    }
     // What was added is in the sum from here on. Without a branch that asks for it, ptxas keeps many terms in registers that
     // wait to be added, and spills; this one changes nothing: a NaN of one lane is one of the warp.
     __device__ void settle() {

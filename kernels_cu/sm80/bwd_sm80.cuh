@@ -151,7 +151,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
                         x = score.P(raw, places(query, key), lse);
                         y = Dropout<V>::of_kept(keeps, y);
                         if constexpr (Emitted<V>::kAny)
-                            emitted.add(is_seen(key, query) ? x * (y - delta) : 0.f, places(query, key));
+                            emitted.add(is_seen(key, query) ? x * (y - delta) : 0.f, places(query, key),
+                                        lse != kLseOfNothing);
                         if constexpr (Score<V>::kModded) y = score.dS(raw, x, y, delta, places(query, key));
                         else y = score.dS(raw, x, y, delta);
                         x = Dropout<V>::of_kept(keeps, x);

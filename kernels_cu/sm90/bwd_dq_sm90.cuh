@@ -264,7 +264,7 @@ struct BwdDqGroup {
                 // @queries-that-exist-dq
                 float seen_of = row < from_here.seqlen_q && from_here.sees(row, col) ? by_score : 0.f;
                 if constexpr (V::kBlockMask) seen_of = seen(row, col) ? seen_of : 0.f;
-                emitted.add(seen_of, places(row, col));
+                emitted.add(seen_of, places(row, col), stats[row / 8][0] != kLseOfNothing);
             });
         }
         dP.for_each([&](int row, int col, float &dp) {

@@ -267,7 +267,7 @@ struct BwdGroup {
                     const float ds_ij = score.dS(s, p_ij, dp_ij, delta, at);
                     if constexpr (Emitted<V>::kAny) {
                         const float by_score = p_ij * (dp_ij - delta);
-                        emitted.add(!kMasked || visible(j, e) ? by_score : 0.f, at);
+                        emitted.add(!kMasked || visible(j, e) ? by_score : 0.f, at, lse != kLseOfNothing);
                     }
                     P.x[0][j][e] = !kMasked || visible(j, e) ? dropout.of_kept(keeps, p_ij) : 0.f;
                     dS.x[0][j][e] = !kMasked || visible(j, e) ? ds_ij : 0.f;

@@ -17,4 +17,5 @@ REPAIRED = (
     _sm90("repair: a softcap's derivative that is not 0 where that of float64 is", change("derivative-that-is-not-0", "x > 55.f", "false"), "softcap"),
     Bug("repair: a weight that is 0 as a product", change("product-that-is-not-0", "ptx::uint_as_float(1)", "0.f"), "softcap"),
     _sm90("repair: NaN of a query from which all keys are hidden", change("nan-of-a-query-that-sees", "V::kBias", "false"), "bias"),
+    Bug("slopes: of a key that a bias hides", change("slopes-of-what-a-bias-shows", "!at.hides()", "true"), "bias"),
 )  # fmt: skip

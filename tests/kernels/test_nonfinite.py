@@ -101,7 +101,7 @@ def test_kernels(family: str, dtype: str, window: str, where: str) -> None:
 FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.5},
     "softcap": {"softcap": 50.0, "scale": 1.0},
-    "bias": {"bias": "hqk", "sink": True},
+    "bias": {"bias": "hqk", "sink": True, "alibi": 1},
 }
 # x where 1 - tanh(x)^2 is small: as r (1 - r), r = 1 / (1 + e^2x), it is 0 in fp32 from -9 on; in float64 from 19.1 on.
 STEEP = (3, -3, 6, -6, 9, -9, 12, -12, 15, -15, 18, -18, 21, -21, 30, -30)
