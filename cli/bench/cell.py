@@ -14,6 +14,7 @@ from cupyflash.problem import ITEMSIZE, Problem
 
 from .. import block_masks
 
+OURS = "cupyflash"
 DIRECTIONS = ("fwd", "bwd", "both")
 FLOP_FORMULA = "4 * head_dim for each visible query-key pair and head in the forward, 2.5 times that in the backward"
 SHOWN = 0.5  # of the elements of a mask, drawn at random
@@ -51,6 +52,8 @@ class Cell:
     dropout: float = 0.0
     block_mask: str = ""
 
+    heading, labels = "TFLOP/s (ours / theirs)", ("head_dim", "mask", "seqlen")
+
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k, v and dout."""
         rows = (self.tokens,) if self.packed else (self.batch, self.seqlen)
@@ -83,6 +86,28 @@ class Cell:
         """Their lengths, for a table: 4096, or uniform 1024."""
         return f"{self.packed} {self.seqlen}" if self.packed else str(self.seqlen)
 
+    @property
+    def mask_name(self) -> str:
+        """full or causal, and the features."""
+        parts = ["causal" if self.causal else "full"]
+        parts += [] if self.window is None else [f"window {self.window}"]
+        parts += [f"block mask {self.block_mask}"] if self.block_mask else []
+        parts += [] if self.softcap is None else [f"softcap {self.softcap:g}"]
+        parts += ["ALiBi"] * self.alibi + ["sinks"] * self.sink
+        parts += [f"{'learned ' * self.learned}bias {self.bias}"] if self.bias else []
+        parts += [f"mask {self.mask}"] if self.mask else []
+        parts += [f"dropout {self.dropout:g}"] if self.dropout else []
+        return ", ".join(parts)
+
+    def label(self) -> tuple[str, ...]:
+        """What a table says of it, under `labels`."""
+        return str(self.head_dim), self.mask_name, self.sequences
+
+    @property
+    def where(self) -> str:
+        """For a sentence."""
+        return f"head_dim {self.head_dim}, {self.mask_name}, seqlen {self.sequences}"
+
     def record(self) -> dict[str, Any]:
         """Every field but the list of lengths."""
         fields = asdict(self)
@@ -103,6 +128,15 @@ class Cell:
         lengths = Counter(self.lengths) if self.packed else {self.seqlen: self.batch}
         pairs = sum(n * self.visible_pairs(length) for length, n in lengths.items())
         return _FLOPS[direction] * 4 * self.head_dim * pairs * self.heads
+
+    def speed(self, direction: str, implementation: str, ms: float) -> float:
+        """TFLOP/s."""
+        return self.flops(direction) / ms / 1e9
+
+    def facts(self, direction: str, implementation: str, ms: float | None) -> dict[str, Any]:
+        """What a row says beside times."""
+        speed = None if ms is None else self.speed(direction, implementation, ms)
+        return {"tflops": speed, "ideal_bytes": self.ideal_bytes(direction)}
 
     def ideal_bytes(self, direction: str) -> int:
         """What must be allocated: out and lse; with a backward also dq, dk, dv, delta and one fp32 sum of dq."""

@@ -8,8 +8,9 @@ from cupyflash.arrays import adapters as arrays
 from cupyflash.launch import clocks
 from cupyflash.options import Options
 
-from .cell import Cell
-from .timing import WARM_UP, Clock, CupyClock, TorchClock, Work, sustained_ms
+from .clocks import Clock, CupyClock, TorchClock, Work
+from .decode_cell import AnyCell, DecodeCell
+from .timing import WARM_UP, sustained_ms
 from .work import Bench
 
 FLOPS_PER_CYCLE = 4096  # of one multiprocessor in fp16 and bf16, sm_90: 989.4 TFLOP/s / (132 * 1.83 GHz), data sheet
@@ -27,10 +28,10 @@ def utilisation(flops: float, cycles: np.ndarray, nanoseconds: np.ndarray) -> tu
     return 100 * flops / (FLOPS_PER_CYCLE * lived), lived / float(np.sum(nanoseconds, dtype=np.float64))
 
 
-def profile(bench: Bench, cell: Cell, work: Work) -> tuple[float, float] | None:
+def profile(bench: Bench, cell: AnyCell, work: Work) -> tuple[float, float] | None:
     """`utilisation` of our forward, once `work` has warmed the chip up; None where no kernel counts cycles."""
     library = LIBRARIES.get(type(bench.clock))
-    if library is None or cell.packed:
+    if library is None or isinstance(cell, DecodeCell) or cell.packed:
         return None
     q, k, v, _ = bench.inputs(cell)
     sustained_ms([work], bench.clock, WARM_UP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from .work import Bench, CupyBench, TorchBench
+from .work import Bench, TorchBench
 
 
 def make(framework: str | None, on_gpu: bool) -> Bench:
@@ -17,7 +17,11 @@ def make(framework: str | None, on_gpu: bool) -> Bench:
         from .jax_work import JaxBench
 
         return JaxBench(on_gpu)
-    return CupyBench() if framework == "cupy" else Bench()
+    if framework == "cupy":
+        from .cupy_work import CupyBench
+
+        return CupyBench()
+    return Bench()
 
 
 def _torch_sees(on_gpu: bool) -> bool:

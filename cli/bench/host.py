@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .cell import Cell
+from .cell import OURS, Cell
+from .decode_cell import AnyCell
 from .lengths import DENSE
 from .timing import host_us
-from .work import OURS, Bench
+from .work import Bench
 
 
-def measure_host(bench: Bench, options: dict[str, Any]) -> dict[str, dict[str, float]]:
+def measure_host(bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Microseconds of host time for a call on a small problem: forward without gradients, both passes, new lengths."""
     cell = Cell(options["dtype"], 64, False, 64, 1, 4, 4)
     if options["packed"]:

@@ -9,10 +9,10 @@ import numpy as np
 
 from cupyflash.check.cases import NUMPY_DTYPE
 
-from .cell import Cell
+from .cell import OURS, Cell
+from .clocks import JaxClock, Work
 from .lengths import DENSE
-from .timing import JaxClock, Work
-from .work import OURS, Bench
+from .work import Bench
 
 _IMPLEMENTATIONS = {"cudnn": "cudnn", "math": "xla"}
 

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,20 @@ from cupyflash.problem import DTYPES, MAX_HEAD_DIM, SOFTCAPS
 
 from ..output import emit, exit_codes, human, json_option, list_option, progress, quiet
 from . import cycles as bench_cycles
+from . import decode as bench_decode
+from . import host as bench_host
 from . import plot as bench_plot
 from . import saved as bench_saved
 from . import startup as bench_startup
 from .arguments import check_lengths, check_plot, check_writable, feature_options, make_cells
-from .cell import DIRECTIONS, FLOP_FORMULA, Cell
+from .cell import DIRECTIONS, FLOP_FORMULA, OURS, Cell
+from .decode_cell import BYTES_FORMULA, WIDE, AnyCell, DecodeCell, chosen
 from .frameworks import make
-from .host import measure_host
 from .lengths import DENSE, DISTRIBUTIONS
 from .report import Row, documents, few_rounds, ratios, write_csv
 from .tables import show, show_head
 from .timing import QUICK, ROUNDS, SUSTAINED, Effort, Timing, sustained_ms, timings_ms
-from .work import OURS, PEERS, Bench
+from .work import PEERS, Bench
 
 
 @click.command(
@@ -59,6 +62,7 @@ from .work import OURS, PEERS, Bench
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes.")
 @click.option("--sink", is_flag=True, help="With a sink of each head.")
 @feature_options
+@bench_decode.decode_options
 @click.option("--framework", type=click.Choice(["torch", "jax", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -84,6 +88,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     head in the forward, and 2.5 times that in the backward; what a mask or a block mask hides does not count.
     """
     quiet()
+    bench_decode.check_together(ctx)
     check_lengths(options["seqlens"])
     check_plot(options["plot"])
     check_writable("--csv", options["csv"])
@@ -95,6 +100,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         show_head(document, console)
     else:
         document, rows = measure_all(options, console)
+    if options["plot"] and any(isinstance(row.cell, DecodeCell) for row in rows):
+        raise click.BadParameter(f"{options['saved']} is a run of --decode, which has no picture", param_hint="--plot")
     document |= {"rows": documents(rows), "ratios": ratios(rows)}
     show(document, rows, console)
     if options["csv"]:
@@ -105,16 +112,20 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         emit(document)
 
 
-def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, Any], list[Row]]:
+def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, Any], list[Row[Any]]]:
     """The whole run: its document, which still lacks the rows, and the rows."""
-    cells = make_cells(options)
+    cells: Sequence[AnyCell] = chosen(options) if options["decode"] else make_cells(options)
+    if options["decode"]:
+        own = (WIDE,) if options["cache_dtype"] else ()
+        options |= {"directions": ("decode",), "against": (*options["against"], *own)}
     bench = make_bench(options["framework"], options["backend"])
     effort = dataclasses.replace(QUICK if options["quick"] else SUSTAINED, rounds=options["rounds"])
     document = describe(options, bench, effort) | {"packed": bench_saved.lengths_of(cells)}
     show_head(document, console)
     rows = measure(bench, cells, options, effort, console)
     if options["host"]:
-        document["host_us"] = measure_host(bench, options)
+        measure_host = bench_decode.measure_host if options["decode"] else bench_host.measure_host
+        document["host_us"] = measure_host(bench, cells, options)
     if options["startup"]:
         arch = device.Device.of(0).arch if options["backend"] == "cuda" else "sm_90"
         document["startup"] = bench_startup.measure(gpu_dtype(options["dtype"]), options["head_dim"][-1], arch)
@@ -148,23 +159,26 @@ def describe(options: dict[str, Any], bench: Bench, effort: Effort) -> dict[str,
         "framework_version": bench.version(),
         "peer_versions": bench.versions(options["against"]),
         "dtype": options["dtype"],
-        "flop_formula": FLOP_FORMULA,
+        "flop_formula": None if options["decode"] else FLOP_FORMULA,
+        "bytes_formula": BYTES_FORMULA if options["decode"] else None,
         "rounds": effort.rounds,
         "few_rounds": None if options["memory_only"] else few_rounds(effort.rounds),
         "seconds_each": effort.run_s,
         "matmul_tflops": None,
     }
-    product = None if options["memory_only"] else bench.matmul()
+    product = None if options["memory_only"] or options["decode"] else bench.matmul()
     if product is not None:
         work, flops = product
         document["matmul_tflops"] = flops / sustained_ms([work], bench.clock, effort)[0] / 1e9
     return document
 
 
-def measure(bench: Bench, cells: list[Cell], options: dict[str, Any], effort: Effort, console: Console) -> list[Row]:
+def measure(
+    bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any], effort: Effort, console: Console
+) -> list[Row[Any]]:
     """All rows, cell by cell."""
     names = [OURS, *options["against"]]
-    rows: list[Row] = []
+    rows: list[Row[Any]] = []
     with progress(console) as bar:
         task = bar.add_task("timing", total=len(cells))
         for cell in cells:
@@ -174,7 +188,9 @@ def measure(bench: Bench, cells: list[Cell], options: dict[str, Any], effort: Ef
     return [r for d in options["directions"] for r in rows if r.direction == d]
 
 
-def measure_cell(bench: Bench, cell: Cell, names: list[str], options: dict[str, Any], effort: Effort) -> list[Row]:
+def measure_cell(
+    bench: Bench, cell: AnyCell, names: list[str], options: dict[str, Any], effort: Effort
+) -> list[Row[Any]]:
     """All implementations and directions of one configuration; a peer that fails has a reason instead of numbers."""
     directions, works, reasons = options["directions"], {}, {}
     peaks: dict[tuple[str, str], int | None] = {}
@@ -182,17 +198,18 @@ def measure_cell(bench: Bench, cell: Cell, names: list[str], options: dict[str, 
         try:
             if name != OURS and (reason := bench.absent(name)):
                 raise NotImplementedError(reason)
-            works[name] = bench.works(name, cell)
+            works[name] = bench.works(name, cell) if isinstance(cell, Cell) else bench_decode.works(bench, name, cell)
             for d in directions:
                 works[name][d]()
-                whole = works[name]["fwd" if d == "fwd" else "both"]
-                peaks[name, d] = bench.clock.peak_bytes(whole) if bench.counts_memory(name) else None
+                whole = works[name]["both" if d == "bwd" else d]
+                counted = d != "decode" and bench.counts_memory(name)
+                peaks[name, d] = bench.clock.peak_bytes(whole) if counted else None
         except Exception as e:
             if name == OURS:
                 raise
             works.pop(name, None)
             reasons[name] = str(e).strip().splitlines()[0].split(". ")[0] if str(e).strip() else type(e).__name__
-    rows = []
+    rows: list[Row[Any]] = []
     for d in directions:
         times: list[Timing | None] = [None] * len(works)
         if not options["memory_only"]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .cell import Cell
+from .cell import OURS, Cell
 from .lengths import DENSE
-from .report import TITLES, Row, best_ratio, by_cell, mask_name
-from .work import OURS
+from .report import OWN, TITLES, Row, best_ratio, by_cell
 
 LABELS = {OURS: "cupyflash", "flash2": "FlashAttention-2", "cudnn": "cuDNN", "fa4": "FlashAttention-4",
           "efficient": "torch, memory-efficient",
@@ -24,7 +23,7 @@ LOG_RATIO = 10
 MIB = 2.0**-20
 
 
-def draw(document: dict[str, Any], rows: list[Row], path: Path) -> None:
+def draw(document: dict[str, Any], rows: list[Row[Cell]], path: Path) -> None:
     """Write the figure; the file's ending says in which format. Memory is drawn where nothing was timed.
 
     Raises:
@@ -34,18 +33,18 @@ def draw(document: dict[str, Any], rows: list[Row], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    quantity = "tflops" if any(r.ms is not None for r in rows) else "peak_bytes"
+    quantity = "speed" if any(r.ms is not None for r in rows) else "peak_bytes"
     rows = [r for r in rows if getattr(r, quantity) is not None]
     if quantity == "peak_bytes":  # all that was measured needs it; the last direction most
         rows = [r for r in rows if r.direction == rows[-1].direction]
     columns = list(dict.fromkeys(r.cell.head_dim for r in rows))
-    lines = list(dict.fromkeys((r.direction, mask_name(r.cell)) for r in rows))
+    lines = list(dict.fromkeys((r.direction, r.cell.mask_name) for r in rows))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.2 + 3.4 * len(columns), 1.5 + 2.6 * len(lines)), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(len(lines), len(columns), squeeze=False, sharey="row")
         for panel_row, (direction, mask) in zip(panels, lines, strict=True):
-            chosen = [r for r in rows if r.direction == direction and mask_name(r.cell) == mask]
+            chosen = [r for r in rows if r.direction == direction and r.cell.mask_name == mask]
             for panel, head_dim in zip(panel_row, columns, strict=True):
                 _panel(panel, [r for r in chosen if r.cell.head_dim == head_dim], quantity)
                 panel.set_title(f"head_dim {head_dim}, {mask}")
@@ -59,7 +58,7 @@ def draw(document: dict[str, Any], rows: list[Row], path: Path) -> None:
         figure.savefig(path, dpi=160, facecolor="white")
 
 
-def _rounds(rows: list[Row]) -> str:
+def _rounds(rows: list[Row[Cell]]) -> str:
     """How the figures came about."""
     counts = {len(r.timing.rounds) for r in rows if r.timing is not None}
     order = ", each in a random order" if len({r.implementation for r in rows}) > 1 else ""
@@ -67,7 +66,7 @@ def _rounds(rows: list[Row]) -> str:
 
 
 def _quantity_name(direction: str, quantity: str) -> str:
-    if quantity == "tflops":
+    if quantity == "speed":
         return f"{TITLES[direction]}, TFLOP/s"
     return f"peak extra memory, MiB\n({TITLES['fwd' if direction == 'fwd' else 'both']})"
 
@@ -78,14 +77,14 @@ def _add_legend(figure: Any, panels: Any, quantity: str, versions: dict[str, str
              for handle, name in zip(*panel.get_legend_handles_labels(), strict=True)}  # fmt: skip
     shown = [name for name in LABELS if LABELS[name] in named]
     note = None
-    if quantity == "tflops" and any(panel.texts for panel in panels.flat):
+    if quantity == "speed" and any(panel.texts for panel in panels.flat):
         note = "numbers: speed of cupyflash / the fastest other, in its colour where that one is ahead"
     labels = [f"{LABELS[name]} {versions.get(name, '')}".strip() for name in shown]
     figure.legend([named[LABELS[name]] for name in shown], labels, loc="outside lower center", ncols=max(1, len(shown)),
                   frameon=False, title=note, title_fontsize=10)  # fmt: skip
 
 
-def _share_axis(panel: Any, rows: list[Row], quantity: str) -> None:
+def _share_axis(panel: Any, rows: list[Row[Cell]], quantity: str) -> None:
     """From 0 upwards; logarithmic for memory where an implementation needs many times that of another."""
     values = [getattr(r, quantity) for r in rows]
     if quantity == "peak_bytes" and max(values) > LOG_RATIO * min(values):
@@ -94,20 +93,20 @@ def _share_axis(panel: Any, rows: list[Row], quantity: str) -> None:
         panel.set_ylim(0, (1.12 if rows[0].cell.packed else 1.05) * panel.get_ylim()[1])
 
 
-def _panel(panel: Any, rows: list[Row], quantity: str) -> None:
+def _panel(panel: Any, rows: list[Row[Cell]], quantity: str) -> None:
     """Ours on top of the others; lines by length, or bars by the distribution of packed lengths."""
     packed = any(r.cell.packed for r in rows)
     cells = dict.fromkeys(r.cell for r in rows)
     at = {cell: i if packed else cell.seqlen for i, cell in enumerate(cells)}
     names = sorted({r.implementation for r in rows}, key=lambda n: (n == OURS, list(LABELS).index(n)))
-    scale = 1.0 if quantity == "tflops" else MIB
+    scale = 1.0 if quantity == "speed" else MIB
     for place, name in enumerate(names):
         points = sorted((at[r.cell], scale * getattr(r, quantity)) for r in rows if r.implementation == name)
         if packed:
             _bars(panel, name, points, place, len(names))
         else:
             _line(panel, name, points)
-    if quantity == "tflops":
+    if quantity == "speed":
         for (cell, _), by_name in by_cell(rows).items():
             _write_ratio(panel, at[cell], list(by_name.values()))
     if not packed:
@@ -136,12 +135,12 @@ def _bars(panel: Any, name: str, points: list[tuple[int, float]], place: int, pl
     panel.grid(visible=False, axis="x")
 
 
-def _write_ratio(panel: Any, x: int, rows: list[Row]) -> None:
+def _write_ratio(panel: Any, x: int, rows: list[Row[Cell]]) -> None:
     """How ours compares with the fastest other: below lines, above bars."""
     ratio = best_ratio(rows)
     if ratio is None:
         return
-    fastest = max((r for r in rows if r.implementation not in (OURS, DENSE)), key=lambda r: r.tflops or 0)
+    fastest = max((r for r in rows if r.implementation not in OWN), key=lambda r: r.speed or 0)
     ahead = OURS if ratio >= 1 else fastest.implementation
     behind = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
     panel.text(x, 0.93 if fastest.cell.packed else 0.03, f"{ratio:.2f}", fontsize=10, weight="bold", ha="center",

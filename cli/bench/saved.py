@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from .cell import Cell
+from .decode_cell import AnyCell, DecodeCell
 from .report import Row
 from .timing import Timing
 
-_CELL = [field.name for field in dataclasses.fields(Cell) if field.name != "lengths"]
+_CELL, _DECODE = ([f.name for f in dataclasses.fields(kind) if f.name != "lengths"] for kind in (Cell, DecodeCell))
 _NEWER = ("bias", "mask", "learned", "dropout", "block_mask")  # which earlier versions did not write
 _HEAD = ("version", "device", "framework", "dtype", "date", "peer_versions", "flop_formula", "matmul_tflops",
          "few_rounds")  # fmt: skip
 _ROW = ("direction", "implementation", "peak_bytes", "reason", "tensor_core_percent", "clock_ghz")
 
 
-def lengths_of(cells: list[Cell]) -> list[dict[str, Any]]:
+def lengths_of(cells: Sequence[AnyCell]) -> list[dict[str, Any]]:
     """The lengths of packed sequences, each list once: what the cells' records leave out."""
-    found = {(c.packed, c.seqlen): c.lengths for c in cells if c.packed}
+    found = {(c.packed, c.seqlen): c.lengths for c in cells if isinstance(c, Cell) and c.packed}
     return [{"packed": name, "seqlen": n, "lengths": list(lengths)} for (name, n), lengths in found.items()]
 
 
-def load(path: Path, directions: tuple[str, ...] | None) -> tuple[dict[str, Any], list[Row]]:
+def load(path: Path, directions: tuple[str, ...] | None) -> tuple[dict[str, Any], list[Row[Any]]]:
     """The document and its rows, of these directions alone.
 
     Raises:
@@ -49,8 +51,12 @@ def load(path: Path, directions: tuple[str, ...] | None) -> tuple[dict[str, Any]
     return document, rows
 
 
-def _row(record: dict[str, Any], lengths: dict[tuple[str | None, int], tuple[int, ...]]) -> Row:
-    known = {name: record[name] for name in _CELL if name in record or name not in _NEWER}
-    cell = Cell(**known, lengths=lengths.get((record["packed"], record["seqlen"]), ()))
+def _row(record: dict[str, Any], lengths: dict[tuple[str | None, int], tuple[int, ...]]) -> Row[Any]:
+    cell: AnyCell
+    if record["direction"] == "decode":
+        cell = DecodeCell(**{name: record[name] for name in _DECODE})
+    else:
+        known = {name: record[name] for name in _CELL if name in record or name not in _NEWER}
+        cell = Cell(**known, lengths=lengths.get((record["packed"], record["seqlen"]), ()))
     times = record["ms_rounds"]
     return Row(cell, timing=Timing(tuple(times)) if times else None, **{name: record[name] for name in _ROW})

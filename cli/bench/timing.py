@@ -11,12 +11,11 @@ import math
 import random
 import statistics
 import time
-import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-Work = Callable[[], Any]
+from .clocks import Clock, Recorded, Work
+
 BATCH_MS = 10.0  # calls between two events take at least this long: what the first one costs the host vanishes
 MIN_BATCH, MAX_BATCH = 4, 1000
 ROUNDS = 5  # fewer say little about the spread
@@ -52,122 +51,6 @@ class Timing:
         return (max(self.rounds) - min(self.rounds)) / self.median
 
 
-class Clock:
-    """The CPU's; calls are over when they return."""
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-
-    def batch_ms(self, work: Work, calls: int) -> float:
-        """Milliseconds that one of `calls` calls takes."""
-        start = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return (time.perf_counter() - start) / calls * 1e3
-
-    def peak_bytes(self, work: Work) -> int | None:
-        """The most memory that `work` needs beyond what was there before."""
-        tracemalloc.start()
-        try:
-            kept = work()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            kept = None
-            del kept
-            tracemalloc.stop()
-
-
-class TorchClock(Clock):
-    """CUDA events of torch, and its allocator's counters."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.cuda = torch.cuda
-
-    def synchronize(self) -> None:
-        self.cuda.synchronize()
-
-    def batch_ms(self, work: Work, calls: int) -> float:
-        begin, end = self.cuda.Event(enable_timing=True), self.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(calls):
-            work()
-        end.record()
-        self.cuda.synchronize()
-        return begin.elapsed_time(end) / calls
-
-    def peak_bytes(self, work: Work) -> int | None:
-        self.cuda.synchronize()
-        self.cuda.reset_peak_memory_stats()
-        before = self.cuda.memory_allocated()
-        work()
-        self.cuda.synchronize()
-        return int(self.cuda.max_memory_allocated() - before)
-
-
-class CupyClock(Clock):
-    """CUDA events of CuPy, and a hook that counts what its memory pool hands out."""
-
-    def __init__(self) -> None:
-        import cupy
-
-        self.cuda = cupy.cuda
-
-    def synchronize(self) -> None:
-        self.cuda.runtime.deviceSynchronize()
-
-    def batch_ms(self, work: Work, calls: int) -> float:
-        begin, end = self.cuda.Event(), self.cuda.Event()
-        begin.record()
-        for _ in range(calls):
-            work()
-        end.record()
-        end.synchronize()
-        return self.cuda.get_elapsed_time(begin, end) / calls
-
-    def peak_bytes(self, work: Work) -> int | None:
-        class Count(self.cuda.MemoryHook):  # type: ignore[name-defined]
-            name = "cupyflash bench"
-            now = peak = 0
-
-            def malloc_postprocess(self, **facts: Any) -> None:
-                self.now += facts["mem_size"]
-                self.peak = max(self.peak, self.now)
-
-            def free_postprocess(self, **facts: Any) -> None:
-                self.now -= facts["mem_size"]
-
-        with Count() as hook:
-            work()
-        return int(hook.peak)
-
-
-class JaxClock(Clock):
-    """From the first call to the end of the last, which a device runs one after the other: JAX has no events."""
-
-    def __init__(self, device: Any) -> None:
-        import jax
-        import jax.numpy as jnp
-
-        self.wait = jax.block_until_ready
-        zero = jax.device_put(0.0, device)
-        self.last = lambda: jnp.negative(zero)
-
-    def synchronize(self) -> None:
-        self.wait(self.last())
-
-    def batch_ms(self, work: Work, calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = work()
-        self.wait(result)
-        return (time.perf_counter() - start) / calls * 1e3
-
-    def peak_bytes(self, work: Work) -> None:
-        """Not known."""
-
-
 def orders(contestants: int, rounds: int) -> Iterator[list[int]]:
     """A random order for each round, never that of the round before (where there is more than one)."""
     order = list(range(contestants))
@@ -191,7 +74,11 @@ def in_turns(works: Sequence[Work], rounds: int, measure: Callable[[Work], float
 
 def timings_ms(works: Sequence[Work], clock: Clock, effort: Effort) -> list[Timing]:
     """Milliseconds of each function, in turns; each round's value is a median of its own."""
-    return in_turns(works, effort.rounds, lambda work: _median_ms(work, clock, effort))
+
+    def measure(work: Work) -> float:
+        return _median_ms(work, clock, effort) / (work.calls if isinstance(work, Recorded) else 1)
+
+    return in_turns(works, effort.rounds, measure)
 
 
 def sustained_ms(works: Sequence[Work], clock: Clock, effort: Effort) -> list[float]:

@@ -14,13 +14,13 @@ from cupyflash.check.cases import NUMPY_DTYPE
 
 from .. import block_masks
 from . import peers as bench_peers
-from .cell import SHOWN, Cell
+from .cell import OURS, SHOWN, Cell
+from .clocks import Clock, TorchClock, Work
+from .decode_cell import WIDE
 from .flex import flex, flex_is_missing
 from .lengths import DENSE
 from .sdpa import sdpa
-from .timing import Clock, CupyClock, TorchClock, Work
 
-OURS = "cupyflash"
 PEERS = ("flash2", "cudnn", "efficient", "math", "fa4", "flex", DENSE)
 
 
@@ -36,7 +36,7 @@ class Bench:
 
     def absent(self, peer: str) -> str | None:
         """Why a peer cannot be timed here, or None."""
-        return None if peer == DENSE else "needs torch"
+        return None if peer in (DENSE, WIDE) else "needs torch"
 
     def counts_memory(self, name: str) -> bool:
         """Whether the clock sees what an implementation allocates."""
@@ -121,36 +121,6 @@ class Bench:
         return lambda: a @ a, 2.0 * 1024**3
 
 
-class CupyBench(Bench):
-    """CuPy arrays; random numbers come from NumPy, since a lean CuPy has no cuRAND."""
-
-    name = "cupy"
-
-    def __init__(self) -> None:
-        import cupy
-
-        super().__init__()
-        self.cupy, self.clock = cupy, CupyClock()
-        self.pool: dict[str, Any] = {}
-
-    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        size = int(np.prod(shape))
-        if dtype not in self.pool or self.pool[dtype].size < 4 * size:
-            values = self.rng.standard_normal(4 * size, np.float32).astype(NUMPY_DTYPE[dtype])
-            self.pool[dtype] = self.cupy.asarray(values)
-        start = int(self.rng.integers(0, 3 * size)) // 8 * 8  # rows stay aligned
-        return self.pool[dtype][start : start + size].copy().reshape(shape)
-
-    def array(self, x: np.ndarray) -> Any:
-        return self.cupy.asarray(x)
-
-    def version(self) -> str:
-        return str(self.cupy.__version__)
-
-    def matmul(self) -> None:
-        """A lean CuPy has no cuBLAS."""
-
-
 class TorchBench(Bench):
     """Torch tensors, on a GPU or the CPU; gradients through autograd, for ours as for the peers."""
 
@@ -166,7 +136,7 @@ class TorchBench(Bench):
         torch.manual_seed(0)
 
     def absent(self, peer: str) -> str | None:
-        if not self.on_gpu and peer not in ("math", DENSE):
+        if not self.on_gpu and peer not in ("math", DENSE, WIDE):
             return "needs a GPU"
         if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
             try:

@@ -100,6 +100,26 @@ def test_bench(framework: str) -> None:
     assert found["startup"]["disk_cache"]["loaded_on_gpu"]
 
 
+@pytest.mark.parametrize("framework", ["cupy", "torch"])
+def test_bench_decode(framework: str) -> None:
+    """Short calls, as a graph, and long ones; peers where all lengths are equal; 8 bits beside 16."""
+    peers: tuple[str, ...] = ()
+    if framework == "torch":
+        if not pytest.importorskip("torch").cuda.is_available():
+            pytest.skip("torch has no CUDA")
+        peers = ("--against", "cudnn,flash2")
+    options = ("bench", "--decode", "--quick", "--rounds", "2", "--framework", framework)
+    for only in ("B1 2k", "B8 32k", "ragged"):
+        rows = document(*options, "--only", only, *peers)["rows"]
+        for row in rows:
+            assert row["implementation"] == "cupyflash" or (row["ms"] is None) == (only == "ragged"), row
+            assert row["ms"] is None or 0.05 < row["tb_per_s"] < 20, row
+    found = document(*options, "--only", "pages of 16", "--cache-dtype", "int8,e4m3", "--host")
+    assert all(r["tb_per_s"] > 0 for r in found["rows"])
+    assert found["ratios"]["16-bit"]["decode"]["geomean"] > 0.5
+    assert found["host_us"]["cupyflash"]["fwd"] > 0
+
+
 @pytest.mark.parametrize("peer", ["cudnn", "fa4"])
 def test_bench_peers(peer: str) -> None:
     """Each peer runs with fewer key heads; cuDNN's has neither window nor softcap."""

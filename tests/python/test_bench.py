@@ -25,7 +25,8 @@ from cupyflash.cli.bench import tables as bench_tables
 from cupyflash.cli.bench import timing as bench_timing
 from cupyflash.cli.bench import work as bench_work
 from cupyflash.cli.bench.cell import Cell
-from cupyflash.cli.bench.timing import QUICK, SUSTAINED, Clock, Effort, Timing, Work
+from cupyflash.cli.bench.clocks import Clock, Work
+from cupyflash.cli.bench.timing import QUICK, SUSTAINED, Effort, Timing
 from cupyflash.cli.output import human
 
 TINY = ("--backend", "cpu", "--framework", "numpy", "--causal", "--pass", "fwd", "--head-dim", "16", "--tokens", "16",
@@ -298,7 +299,7 @@ def test_features_run_on_the_cpu(framework: str, words: tuple[str, ...], tmp_pat
     saved.write_text(document)
     shown = CliRunner().invoke(cli.main, ["bench", "--saved", str(saved)])
     assert shown.exit_code == 0, shown.output
-    assert bench_report.mask_name(Cell("bf16", 16, True, 9, 1, 1, 1, **want)) in shown.output  # type: ignore[arg-type]
+    assert Cell("bf16", 16, True, 9, 1, 1, 1, **want).mask_name in shown.output  # type: ignore[arg-type]
 
 
 def test_several_block_masks_are_rows_of_their_own() -> None:

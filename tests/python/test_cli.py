@@ -29,7 +29,8 @@ from cupyflash.cli.bench import cycles as bench_cycles
 from cupyflash.cli.bench import peers as bench_peers
 from cupyflash.cli.bench import report as bench_report
 from cupyflash.cli.bench.cell import Cell
-from cupyflash.cli.bench.timing import Clock, Timing
+from cupyflash.cli.bench.clocks import Clock
+from cupyflash.cli.bench.timing import Timing
 from cupyflash.cli.compile import MEMORY, variants_of
 from cupyflash.cli.doctor import checks as doctor_checks
 from cupyflash.cli.output import Exit

@@ -1,0 +1,208 @@
+"""`cupyflash bench --decode`: which bytes count, what rotates, who is compared with whom."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from cupyflash import cli
+from cupyflash.cli.bench import decode
+from cupyflash.cli.bench import report as bench_report
+from cupyflash.cli.bench.cell import OURS
+from cupyflash.cli.bench.clocks import Clock, Work
+from cupyflash.cli.bench.decode_cell import SHAPES, STORED, WIDE, DecodeCell
+from cupyflash.cli.bench.timing import Effort, Timing, timings_ms
+from cupyflash.cli.bench.work import Bench, TorchBench
+
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
+TINY = ("--decode", "--backend", "cpu", "--quick", "--rounds", "2")
+
+
+def bench(*options: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(cli.main, ["bench", *options])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture
+def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "MOST_SETS", 2)
+    monkeypatch.setattr(decode, "PER_GRAPH", 2)
+
+
+def cells(backend: str, **fields: Any) -> list[DecodeCell]:
+    return [DecodeCell(name, "bf16", **{**known, **fields}) for name, known in SHAPES[backend].items()]
+
+
+@pytest.mark.parametrize("cell", cells("cpu") + cells("cpu", cache_dtype="int8"), ids=lambda cell: cell.where)
+def test_the_bytes_are_those_of_the_keys_that_are_seen(cell: DecodeCell) -> None:
+    """Counted key by key. All but ours read 16 bits."""
+    seen = 0
+    for n in cell.lengths:
+        own = np.arange(n - cell.seqlen_q, n)[:, None]  # each query's own position; the first may lie before the keys
+        shown = np.arange(n) <= own
+        if cell.window is not None:
+            shown &= np.arange(n) >= own - cell.window
+        seen += int(shown.any(axis=0).sum())
+    elements = 2 * seen * cell.heads_k * cell.head_dim
+    assert cell.bytes_of(WIDE) == cell.bytes_of("cudnn") == 2 * elements
+    assert cell.bytes_of(OURS) == (1 if cell.cache_dtype else 2) * elements
+    assert cell.facts("decode", OURS, 2.0)["tb_per_s"] == pytest.approx(cell.bytes_of(OURS) / 2e-3 / 1e12)
+
+
+def test_the_shapes_of_a_gpu() -> None:
+    """What they hold; made small, they are calls that are taken."""
+    shapes = {cell.name: cell for cell in cells("cuda")}
+    assert shapes["B64 8k"].bytes_of(OURS) == 2 * 2 * 64 * 8192 * 8 * 128
+    assert len(set(shapes["ragged B64 1..16k"].lengths)) > 32
+    assert {cell.page for cell in shapes.values()} == {0, 1, 8, 16, 64, 256}
+    for cell in shapes.values():
+        for stored in ("", *STORED):
+            small = replace(cell, batch=2, capacity=70, heads=cell.heads // cell.heads_k, heads_k=1, cache_dtype=stored)
+            out = decode.call_of(Bench(), OURS, small)()
+            assert out.shape == (2, cell.seqlen_q, small.heads, cell.head_dim)
+            assert np.isfinite(out.astype(np.float32)).all()
+
+
+@pytest.mark.needs("torch")
+def test_a_peer_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    own, cell = TorchBench(on_gpu=False), cells("cpu")[0]
+    given = decode.arrays(own, cell)
+    monkeypatch.setattr(decode, "arrays", lambda *_: given)
+    ours, theirs = (decode.call_of(own, name, cell)() for name in (OURS, "math"))
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_caches_of_8_bits_are_random_and_use_their_range(stored: str) -> None:
+    given = decode.arrays(Bench(), replace(cells("cpu")[0], batch=8, capacity=512, cache_dtype=stored))
+    assert given["k_cache"].dtype == {"int8": np.int8, "e4m3": np.uint8}[stored]
+    values = given["k_cache"] if stored == "int8" else given["k_cache"].view(decode.ml_dtypes.float8_e4m3fn)
+    values = values.astype(np.float32) * given["k_scale"][0]
+    assert abs(values.std() - 1) < 0.05
+    assert 3 < abs(values).max() < 6
+    assert not (given["k_cache"] == given["v_cache"]).all()
+
+
+@pytest.mark.parametrize(("whole", "sets"), [(1 << 20, 32), (99_000_000, 11), (1 << 28, 4), (1 << 31, 1)])
+def test_caches_rotate(whole: int, sets: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fill a GiB, at most 32; of short calls, so many as one function that all take part."""
+    made: list[int] = []
+    ran: list[int] = []
+
+    def call_of(*_: Any) -> Work:
+        made.append(len(made))
+        return lambda i=made[-1]: ran.append(i)  # type: ignore[misc]
+
+    monkeypatch.setattr(decode, "call_of", call_of)
+    monkeypatch.setattr(DecodeCell, "whole_bytes", whole)
+    work = decode.works(Bench(), OURS, cells("cpu")[0])["decode"]
+    calls = getattr(work, "calls", 1)
+    assert calls == (max(16, sets) if whole < 1e8 else 1)
+    for _ in range(3):
+        work()
+    assert len(made) == sets
+    assert ran == [i % sets for i in range(calls)] * 3 if calls > 1 else [i % sets for i in range(3)]
+
+
+def test_the_time_is_that_of_one_call() -> None:
+    class Ticks(Clock):
+        def batch_ms(self, work: Work, calls: int) -> float:
+            return 6.0
+
+    works = [Clock().recorded([lambda: None] * 12), lambda: None]
+    assert [t.median for t in timings_ms(works, Ticks(), Effort(1, 0, 0))] == [0.5, 6.0]
+
+
+def test_ratios_are_of_tokens_a_second() -> None:
+    """Twice as many of a cache of half the bytes: the same TB/s, and a ratio of 2. Our own call is no peer."""
+    cell = DecodeCell("B1 2k", "bf16", 1, 2048, cache_dtype="int8")
+    times = {OURS: 1.0, WIDE: 2.0, "cudnn": 3.0}
+    rows = [bench_report.Row(cell, "decode", name, Timing((ms,)), None) for name, ms in times.items()]
+    ours, wide, _ = bench_report.documents(rows)
+    assert ours["tb_per_s"] == wide["tb_per_s"]
+    found = bench_report.ratios(rows)
+    means = {name: found[name]["decode"]["geomean"] for name in found}
+    assert means == pytest.approx({WIDE: 2.0, "cudnn": 3.0, "best": 3.0})
+    assert ours["best"] == 3.0
+    assert found[WIDE]["decode"]["worst_name"] == "B1 2k, int8"
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_a_run(tmp_path: Path) -> None:
+    """JSON, table, CSV, and the same again from the file."""
+    table = tmp_path / "rows.csv"
+    first = bench(*TINY, "--json", "--csv", str(table), "--only", "B2 64", "--host", "--against", "fa4,math")
+    document = json.loads(first.stdout)
+    assert (document["flop_formula"], document["matmul_tflops"], document["packed"]) == (None, None, [])
+    assert "K and V" in document["bytes_formula"]
+    rows = document["rows"]
+    assert list(dict.fromkeys(r["name"] for r in rows)) == [name for name in SHAPES["cpu"] if "B2 64" in name]
+    ours = [r for r in rows if r["implementation"] == OURS]
+    assert all(r["tb_per_s"] > 0 and r["rounds"] == 2 and r["spread"] >= 0 for r in ours)
+    assert {r["implementation"] for r in rows} == {OURS, "fa4", "math"}
+    assert all(r["ms"] is None and r["reason"] for r in rows if r["implementation"] == "fa4")
+    assert document["host_us"][OURS]["fwd"] > 0
+    assert "attention over a cache, TB/s" in first.stderr
+    assert "pages of 16 B2 64" in first.stderr
+    with table.open() as f:
+        assert [line["name"] for line in csv.DictReader(f)] == [r["name"] for r in rows]
+
+    saved = tmp_path / "run.json"
+    saved.write_text(first.stdout)
+    again = bench("--saved", str(saved), "--json")
+    assert json.loads(again.stdout) == document
+    assert again.stderr == first.stderr
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_caches_of_8_bits_beside_16() -> None:
+    options = ("--only", "pages", "--cache-dtype", "int8,e4m3", "--framework", "numpy", "--json")
+    document = json.loads(bench(*TINY, *options).stdout)
+    assert [(r["cache_dtype"], r["implementation"]) for r in document["rows"]] == [
+        (stored, name) for stored in STORED for name in (OURS, WIDE)
+    ]
+    ours, wide = document["rows"][:2]
+    assert 2 * ours["bytes"] == wide["bytes"]
+    assert document["ratios"][WIDE]["decode"]["cells"] == 2
+    assert ours["best"] is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--decode", "--backend", "cpu", "--only", "9k"), "expected a text that one of these has: B2 64,"),
+        (("--decode", "--seqlens", "128"), "'--seqlens': --decode has shapes of its own"),
+        (("--decode", "--causal"), "--decode has shapes of its own"),
+        (("--decode", "--plot", "x.png"), "--decode has shapes of its own"),
+        (("--decode", "--framework", "jax"), "JAX's calls over a cache are not timed"),
+        (("--decode", "--cache-dtype", "int4"), "'int4' is not one of int8, e4m3"),
+        (("--only", "8k"), "which is not asked for"),
+        (("--cache-dtype", "int8"), "which is not asked for"),
+    ],
+)
+def test_what_does_not_go_together(options: tuple[str, ...], message: str) -> None:
+    output = " ".join(bench(*options, code=2).output.replace("│", " ").split())
+    assert message in output
+
+
+@pytest.mark.needs("matplotlib")
+@pytest.mark.usefixtures("few_calls")
+def test_a_saved_run_has_no_picture(tmp_path: Path) -> None:
+    saved = tmp_path / "run.json"
+    saved.write_text(bench(*TINY, "--only", "softcap", "--framework", "numpy", "--json").stdout)
+    assert "no picture" in bench("--saved", str(saved), "--plot", str(tmp_path / "x.png"), code=2).output
+
+
+def test_without_a_gpu() -> None:
+    assert "--backend cpu" in bench("--decode", code=3).output
