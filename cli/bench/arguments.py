@@ -13,11 +13,12 @@ from cupyflash.problem import MAX_SEQLEN
 from .. import block_masks
 from .cell import Cell
 from .lengths import DENSE, LONGEST, draw
+from .mods import MODS
 
 # lengths, tokens, hidden: on a GPU those of the FlashAttention papers; on the CPU path what ends in seconds
 SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 256, 512), 1024, 256)}
 
-FEATURES = ("bias", "mask", "learned", "dropout")
+FEATURES = ("bias", "mask", "learned", "dropout", "mod")
 
 
 def dims(ctx: click.Context, param: click.Parameter, text: str) -> str:
@@ -38,6 +39,8 @@ def feature_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for add in (
         click.option("--block-mask", "block_masks", callback=_block_masks, metavar="DENSITY,...", default="",
                      help=f"{block_masks.HELP} FLOPs count visible pairs."),
+        click.option("--mod", type=click.Choice(tuple(MODS)), callback=lambda ctx, param, name: name or "",
+                     help="With a score_mod: " + "; ".join(f"{n}: {x.expression}" for n, x in MODS.items()) + "."),
         click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0,
                      help="With dropout of this p."),
         click.option("--mask", callback=dims, metavar="DIMS", default="",

@@ -27,7 +27,7 @@ class Cell:
 
     `alibi`: with slopes, `sink`: with sinks. `bias`, `mask`: along which dimensions they have elements of their own,
     letters of bhqk, - for none; "": there is none. `learned`: the bias has a gradient. `dropout`: its p. `block_mask`:
-    a word of `block_masks`.
+    a word of `block_masks`. `mod`: one of `mods.MODS`.
 
     Of packed sequences, `packed` names the distribution that `lengths` are drawn from, `seqlen` is the longest that it
     knows, and `batch` says how many there are.
@@ -51,6 +51,7 @@ class Cell:
     learned: bool = False
     dropout: float = 0.0
     block_mask: str = ""
+    mod: str = ""
 
     heading, labels = "TFLOP/s (ours / theirs)", ("head_dim", "mask", "seqlen")
 
@@ -97,6 +98,7 @@ class Cell:
         parts += [f"{'learned ' * self.learned}bias {self.bias}"] if self.bias else []
         parts += [f"mask {self.mask}"] if self.mask else []
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
+        parts += [f"mod {self.mod}"] if self.mod else []
         return ", ".join(parts)
 
     def label(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from .. import block_masks
 from . import peers as bench_peers
 from .cell import Cell
+from .mods import MODS, ScoreMod
 
 
 def flex_is_missing() -> bool:
@@ -30,7 +31,8 @@ def flex(cell: Cell, device: str, given: Mapping[str, Any]) -> Callable[[Any, An
     config.donated_buffer = False
     torch.compiler.reset()  # each cell has functions of its own, and torch compiles one for eight of them at most
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-    score = with_bias(with_slopes(tanh_cap(cell.softcap), given.get("alibi_slopes")), given.get("bias"))
+    modded = with_mod(tanh_cap(cell.softcap), cell.mod, given.get("mod_arrays"))
+    score = with_bias(with_slopes(modded, given.get("alibi_slopes")), given.get("bias"))
     options: dict[str, Any] = {"score_mod": score, "enable_gqa": cell.heads_k != cell.heads}
     if (mask := seen(cell, device, given.get("mask"))) is not None:
         own = [n if d in cell.mask else None for d, n in (("b", cell.batch), ("h", cell.heads))]
@@ -110,7 +112,12 @@ def _of_blocks(cell: Cell, device: str) -> MaskMod | None:
     return lambda b, h, q, k: there[q // block_masks.BLOCK, k // block_masks.BLOCK]
 
 
-ScoreMod = Callable[[Any, Any, Any, Any, Any], Any]
+def with_mod(capped: ScoreMod | None, name: str, arrays: Mapping[str, Any] | None) -> ScoreMod | None:
+    """(score, batch, head, query, key) -> what a mod of `MODS` makes of the capped score; as it was without one."""
+    if not name:
+        return capped
+    mod, cap = MODS[name].function(arrays or {}), capped or (lambda score, b, h, q, k: score)
+    return lambda score, b, h, q, k: mod(cap(score, b, h, q, k), b, h, q, k)
 
 
 def with_slopes(capped: ScoreMod | None, slopes: Any | None) -> ScoreMod | None:

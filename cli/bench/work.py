@@ -13,6 +13,7 @@ from cupyflash import api, varlen
 from cupyflash.check.cases import NUMPY_DTYPE
 
 from .. import block_masks
+from . import mods
 from . import peers as bench_peers
 from .cell import OURS, SHOWN, Cell
 from .clocks import Clock, TorchClock, Work
@@ -64,6 +65,10 @@ class Bench:
             found["bias"] = self.random(cell.dtype, cell.added_shape(cell.bias))
         if cell.mask:
             found["mask"] = self.shown(cell.added_shape(cell.mask))
+        if cell.mod:
+            arrays = mods.drawn(cell.mod, self.rng, cell.heads, cell.seqlen)
+            found["mod_arrays"] = {name: self.array(x) for name, x in arrays.items()}
+            found["score_mod"] = mods.MODS[cell.mod].expression
         if cell.block_mask:
             found["block_mask"] = block_masks.make(cell.block_mask, cell.seqlen, cell.seqlen)
         return found
@@ -164,6 +169,8 @@ class TorchBench(Bench):
         given = self.brought(cell) if brought is None else brought
         if name == OURS:
             return self.ours(cell, given)[0]
+        if cell.mod and name != "flex":
+            raise NotImplementedError(f"{name} takes no mods in a form of its own that is timed; flex does")
         slopes, sinks = given.get("alibi_slopes"), given.get("sink")
         if cell.packed:
             if name not in bench_peers.VARLEN:

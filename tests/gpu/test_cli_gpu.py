@@ -161,11 +161,11 @@ def test_bench_features(features: tuple[str, ...], peers: dict[str, bool]) -> No
 
 
 def test_bench_flex_with_features() -> None:
-    """A learned bias and a block mask: each a compilation of its own, forward and backward."""
+    """A learned bias, a block mask and a mod: each a compilation of its own, forward and backward."""
     if not pytest.importorskip("torch").cuda.is_available():
         pytest.skip("torch has no CUDA")
     size = ("--head-dim", "64", "--hidden", "256", "--batch", "2", "--seqlens", "512", "--no-causal")
-    for features in (("--bias", "hqk", "--learned"), ("--block-mask", "0.25")):
+    for features in (("--bias", "hqk", "--learned"), ("--block-mask", "0.25"), ("--mod", "table")):
         options = ("--quick", "--rounds", "2", "--against", "flex", *size, *features)
         rows = document("bench", *options, seconds=240)["rows"]
         assert [(r["implementation"], r["reason"]) for r in rows] == [("cupyflash", ""), ("flex", "")] * 2

@@ -150,7 +150,8 @@ def test_the_table_gives_the_spread_of_each(capsys: pytest.CaptureFixture[str]) 
     "features",
     [{}, {"softcap": 0.5, "sink": True}, {"window": 7, "softcap": 0.5, "alibi": True}, {"window": 0, "sink": True},
      {"alibi": True}, {"bias": "hqk"}, {"bias": "bk", "softcap": 0.5}, {"bias": "-", "alibi": True}, {"mask": "qk"},
-     {"mask": "bhqk", "window": 9}, {"block_mask": "0.5"}, {"block_mask": "longformer", "alibi": True}],
+     {"mask": "bhqk", "window": 9}, {"block_mask": "0.5"}, {"block_mask": "longformer", "alibi": True},
+     {"mod": "relative", "window": 9}, {"mod": "table", "softcap": 0.5, "alibi": True}, {"mod": "gates"}],
     ids=str,
 )  # fmt: skip
 def test_flex_computes_the_same(causal: bool, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +245,16 @@ def test_peers_get_dropout_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.needs("torch")
+def test_mods_are_for_flex_alone() -> None:
+    options = ("--mod", "table", "--framework", "torch", "--against", "math")
+    rows = json.loads(bench(*options, "--json").stdout)["rows"]
+    assert {(r["implementation"], r["mod"], r["tflops"] is not None) for r in rows} == {
+        ("cupyflash", "table", True), ("math", "table", False)
+    }  # fmt: skip
+    assert all("takes no mods" in r["reason"] for r in rows if r["implementation"] == "math")
+
+
 def test_flex_is_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench_work.Bench().absent("flex") == "needs torch"
     bench = bench_work.TorchBench(on_gpu=False)
