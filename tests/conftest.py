@@ -170,6 +170,12 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy arrays take the CPU path, wherever the tests run."""
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+
+
+@pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Commands see a machine without a GPU, and what they make of the logger's level does not stay."""
     from cupyflash.gpu import device

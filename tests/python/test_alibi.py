@@ -17,12 +17,9 @@ from cupyflash.plan.spec import LEAST_UNIT, Spec
 from cupyflash.problem import Problem
 from tests import pretended_gpu
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 SHAPES = ((4,), (2, 4))  # of slopes: heads_q, batch and heads_q
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
 
 
 @pytest.fixture

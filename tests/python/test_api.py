@@ -17,10 +17,7 @@ from cupyflash.gpu.device import Device
 from cupyflash.plan.families import plan_call
 from cupyflash.problem import Problem
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 @pytest.fixture

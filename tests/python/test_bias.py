@@ -17,16 +17,13 @@ from cupyflash.plan.families import plan_call
 from cupyflash.problem import Bias, Problem, make_problem
 from tests import pretended_gpu
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 B, SQ, SK, H = 2, 21, 34, 4
 SHAPES = (
     (B, H, SQ, SK), (1, H, SQ, SK), (H, SQ, SK), (B, 1, SQ, SK), (SQ, SK), (B, 1, 1, SK), (SK,), (B, H, SQ, 1),
     (H, 1, 1), (1,), (),
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
 
 
 @pytest.fixture

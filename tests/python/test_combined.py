@@ -12,14 +12,11 @@ import cupyflash
 from cupyflash import BlockMask, masks
 from cupyflash.dropout import STEPS, kept, limit_of, words_of
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 SQ, SK, P, SEED = 21, 34, 0.3, 99
 SHAPES = {"bias": (4, SQ, SK), "mask": (2, 1, 1, SK)}  # as T5 adds positions, as padding hides
 TOGETHER = [("bias",), ("mask",), ("bias", "mask")]
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
 
 
 @pytest.fixture

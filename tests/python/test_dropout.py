@@ -15,10 +15,7 @@ from cupyflash.plan.families import plan_call
 from cupyflash.problem import Problem
 from tests import pretended_gpu
 
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
 
 def written_out(seed: int, sequence: int, head: int, query: int, key: int) -> int:

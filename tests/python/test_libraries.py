@@ -20,13 +20,10 @@ from cupyflash import ArgumentError, UnsupportedError
 from cupyflash.arrays import libraries
 from tests.producer import Producer
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 ARGUMENTS = ("q", "k", "v", "out", "dout", "lse", "dlse")
 Named = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
 
 
 @pytest.fixture

@@ -13,13 +13,10 @@ from cupyflash import ArgumentError, UnsupportedError
 from cupyflash.problem import Bias, make_problem
 from tests import pretended_gpu
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 B, SQ, SK, H = 2, 21, 34, 4
 SHAPES = ((B, H, SQ, SK), (H, SQ, SK), (B, 1, SQ, SK), (SQ, SK), (B, 1, 1, SK), (SK,), (B, H, SQ, 1), ())
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
 
 
 @pytest.fixture

@@ -18,13 +18,10 @@ from cupyflash.mods.expression import Node, apply, name, number
 from cupyflash.mods.parse import parse
 from tests import pretended_gpu
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 BATCH, HEADS, SQ, SK = 2, 4, 21, 33
 TABLE = np.random.default_rng(1).standard_normal((HEADS, 20)).astype(np.float32)
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
 
 
 @pytest.fixture

@@ -16,12 +16,9 @@ from cupyflash.plan.families import plan_call
 from cupyflash.problem import Problem
 from tests import pretended_gpu
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 SINK = np.array([0.5, -3.0, 4.0, -np.inf])
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
 
 
 @pytest.fixture

@@ -20,13 +20,10 @@ from cupyflash.check.cases import PACKED_CASES, Case
 from cupyflash.sequences import Sequences, check_lengths
 from tests.producer import Producer
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")
+
 Lengths = tuple[int, ...]
 Everything = list[np.ndarray]
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
 
 
 def int32(*numbers: int) -> np.ndarray:
