@@ -194,8 +194,9 @@ def _autocast(arrays: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return arrays
     dtype, rows = torch.get_autocast_dtype(kind), FORWARD.rows
 
-    def keeps(name: str, x: Tensor) -> bool:  # its own dtype, as a bias does that is fp32
-        return x.dtype not in _CAST or bool(rows[name].dtype) or (rows[name].broadcasts and x.dtype is torch.float32)
+    def keeps(name: str, x: Tensor) -> bool:  # its own dtype, as a bias does that is fp32, and what mods read
+        own = bool(rows[name].dtype) or rows[name].free
+        return x.dtype not in _CAST or own or (rows[name].broadcasts and x.dtype is torch.float32)
 
     return {name: x if keeps(name, x) else x.to(dtype) for name, x in arrays.items()}
 
