@@ -12,6 +12,7 @@ from .compile import jit
 from .errors import ArgumentError, DeviceError
 from .gpu import device
 from .gpu.device import Device
+from .mods.description import read
 from .options import Options, Window
 from .plan.decode import variants_over_cache
 from .plan.families import GPU_DTYPES, kernels_of, variants_of_calls
@@ -68,7 +69,7 @@ def warmup(
         cache_dtype: of a cache of 8 bits, ``"int8"`` or ``"float8_e4m3fn"``, with a scale a head, or a page and head.
         block_mask: prepare calls with a block mask (any) instead of those without.
         score_mod, mask_mod, mod_arrays: as `attention` takes them: prepare calls with these mods instead of those
-            without.
+            without, with arrays that are all fixed and, unless deterministic, all learned.
         devices: CUDA ordinals, one or several; all usable GPUs by default.
 
     Returns:
@@ -135,9 +136,11 @@ def _variants(
     for added, paired in biases_of(dtype, has_bias):
         problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form, bias=added)
         yield from kernels_of(Spec.of(problem, paired_bias=paired), dev).variants
-        can_learn = problem.alibi or problem.sink or has_bias
+        of_mods = () if problem.deterministic else read(problem.mods).learned  # which are summed up in no order
+        can_learn = problem.alibi or problem.sink or has_bias or of_mods
         for learned in (False, True)[: backward * (1 + bool(can_learn))]:
-            known = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired}
+            known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired}
+            known["dmods"] = of_mods if learned else ()
             yield from variants_of_calls(problem, dev, **known)
 
 

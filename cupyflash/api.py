@@ -101,7 +101,8 @@ def attention(
             all the same: causal, window and kv_range leave them out.
         mod_arrays: the arrays that mods read, by name, of q's library and device: fp32, fp64, fp16, bf16, int32, int64
             or bool, 1 to 4 dimensions, at most 4 of them. An index beyond an array counts as the nearest in it. A
-            function brings those that its closure or module holds. They get no gradients.
+            function brings those that its closure or module holds. On PyTorch tensors that require grad, floats that
+            score_mod reads are learned.
         return_lse: return ``(out, lse)`` instead of out.
 
     Options are taken by their value: a NumPy scalar or a 0-d array of any library (one on a GPU is waited for) counts
@@ -229,9 +230,10 @@ def attention_backward(
         dq = scale * dS k,  dk = scale * dS^T q
 
     with P multiplied by 0 where it was dropped and else by 1 / (1 - dropout_p) in dv, and dout v^T likewise;
-    with ``dS * (1 - tanh(scale * q k^T / softcap)^2)`` for dS in dq and dk where there is a softcap; and if wanted
-    ``dalibi_slopes = -sum(dS * abs(i + seqlen_k - seqlen_q - j))``,
-    ``dsink = -sum(exp(sink - lse) * (rowsum(dout * out) - dlse))``, and ``dbias = dS``, summed where bias is broadcast
+    with ``dS * (1 - tanh(scale * q k^T / softcap)^2)`` for dS in dq and dk where there is a softcap, and where there is
+    a score_mod times its derivative; and if wanted ``dalibi_slopes = -sum(dS * abs(i + seqlen_k - seqlen_q - j))``,
+    ``dsink = -sum(exp(sink - lse) * (rowsum(dout * out) - dlse))``, ``dbias = dS``, summed where bias is broadcast, and
+    of an element of mod_arrays ``sum(dS * d score_mod / d read)`` over all reads of it
 
     (FlashAttention-2, Dao 2023, algorithm 2).
 
@@ -244,12 +246,13 @@ def attention_backward(
         deterministic: bitwise reproducible gradients.
         alibi_slopes, sink, bias, mask, dropout_p, dropout_seed: as in the forward; the seed must be given.
         gradients_of: the optional arrays, one or several names, whose gradients are wanted too: ``"alibi_slopes"``,
-            ``"sink"``, ``"bias"``.
+            ``"sink"``, ``"bias"``, and names of mod_arrays that are of floats. The latter are summed up atomically on a
+            GPU, and not there with deterministic.
 
     Returns:
         Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for queries and
-        keys that take no part. Those of `gradients_of` are its attributes, ``dalibi_slopes``, ``dsink`` and ``dbias``,
-        each of the shape and dtype of its array.
+        keys that take no part. Those of `gradients_of` are its attributes, ``dalibi_slopes``, ``dsink``, ``dbias`` and,
+        by their names there, ``dmod_arrays``, each of the shape and dtype of its array.
 
     Raises:
         ArgumentError, UnsupportedError, CompileError: as `attention`.
@@ -273,7 +276,8 @@ def attention_backward(
         arrays |= arrays_of_mask(block_mask, arrays, call)
     if score_mod is not None or mask_mod is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
-    return Gradients.of(backward(arrays, call, wanted_of(gradients_of, arrays), dropout_seed))
+    wanted = wanted_of(gradients_of, arrays, call.mods)
+    return Gradients.of(backward(arrays, call, wanted, dropout_seed), call.mods)
 
 
 def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...], seed: Any = None) -> dict[str, Any]:

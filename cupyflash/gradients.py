@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from . import options
 from .errors import ArgumentError
+from .mods.description import read
 from .operands import BACKWARD
+from .problem import DTYPES
 
 
 class _Required(NamedTuple):
@@ -17,28 +19,58 @@ class _Required(NamedTuple):
 
 
 class Gradients(_Required):
-    """Gradients with respect to q, k and v, of their shapes and dtypes; those of optional arrays are attributes."""
+    """Gradients with respect to q, k and v, of their shapes and dtypes; those of optional arrays are attributes, those
+    of arrays of mods in `dmod_arrays`, by their names there."""
+
+    dmod_arrays: dict[str, Any]
 
     @classmethod
-    def of(cls, named: Mapping[str, Any]) -> Gradients:
-        """Gradients by their names in the table of arrays."""
+    def of(cls, named: Mapping[str, Any], mods: str = "") -> Gradients:
+        """Gradients by their names in the table of arrays; `mods`: the text of those that were given."""
         found = cls(*(named[name] for name in cls._fields))
+        of_mods = {name: named[made] for name, made, _ in _arrays_of(mods) if made in named}
         for name in named.keys() - set(cls._fields):
-            setattr(found, name, named[name])
+            if not name.startswith("dmod_array"):
+                setattr(found, name, named[name])
+        if of_mods:
+            found.dmod_arrays = of_mods
         return found
 
 
-def wanted_of(gradients_of: Any, given: Mapping[str, Any]) -> tuple[str, ...]:
+def wanted_of(gradients_of: Any, given: Mapping[str, Any], mods: str = "") -> tuple[str, ...]:
     """The names of the gradients that are asked for by `gradients_of`, in the table's order.
+
+    Args:
+        given: the arrays by their names in the table.
+        mods: the text of the mods, whose arrays are asked for by the names that they have there.
 
     Raises:
         ArgumentError: it names what has no such gradient, or was not given.
     """
-    if gradients_of == ():
-        return ()
+    return () if gradients_of == () else _wanted(gradients_of, tuple(given), mods)
+
+
+def _wanted(gradients_of: Any, given: tuple[str, ...], mods: str) -> tuple[str, ...]:
+    names = {name: made for name, made, _ in _arrays_of(mods)}
     of = {name: made for name, made in BACKWARD.gradient_of.items() if made in BACKWARD.optional}
+    of = {name: made for name, made in of.items() if not BACKWARD.rows[name].free and name not in names} | names
     asked = options.several("gradients_of", gradients_of, lambda name, x: options.choice(name, x, tuple(of)))
     for name in asked:
-        if name not in given:
+        if name not in given and name not in names:
             raise ArgumentError(f"gradients_of: expected the names of arrays that are given, and {name} is not")
+    for name, _, dtype in _arrays_of(mods):
+        if name in asked and dtype not in DTYPES:
+            raise ArgumentError(f"gradients_of: expected arrays of floats, and {name} is {dtype}")
+        if name in asked and name in given:
+            raise ArgumentError(f"gradients_of: {name} is an argument and one of mod_arrays; rename it there")
     return tuple(made for name, made in of.items() if name in asked)
+
+
+def _arrays_of(mods: str) -> tuple[tuple[str, str, str], ...]:
+    """Of each array that mods read: its name, that of its gradient in the table, its dtype."""
+    return tuple((x.name, f"dmod_array_{i}", x.dtype) for i, x in enumerate(read(mods).arrays)) if mods else ()
+
+
+# To torch.compile these are constants of the program.
+_wanted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_arrays_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

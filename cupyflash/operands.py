@@ -25,6 +25,7 @@ from .operand import taker as taker
 
 _TILES = "of 64 x 64: 0 empty, 1 full, 2 + its number among block_bits; null: not given"
 _LISTS = "of 1 for batch and heads_q that share theirs (blocks.cuh); null: no block mask"
+_UNWANTED = "null: not wanted"
 _IN, _OPTIONAL = Use(INPUT), Use(INPUT, optional=True)
 TABLE: tuple[Operand | Number, ...] = (
     Operand("q", Q, forward=Use(INPUT, 64), backward=Use(INPUT, "block_m"), strided=True),
@@ -84,7 +85,7 @@ TABLE: tuple[Operand | Number, ...] = (
     Number("alibi", "int", "alibi", "how many dimensions the slopes have; with 1 all sequences share them"),
     Operand(
         "dalibi_slopes", ("batch", "heads_q"), "fp32", like="alibi_slopes",
-        backward=Use(GRADIENT, optional=True, text="null: not wanted"), feature="alibi",
+        backward=Use(GRADIENT, optional=True, text=_UNWANTED), feature="alibi",
     ),
     Operand(
         "dalibi_parts", ("batch", "heads_q", "tiles", "warps"), "fp32",
@@ -95,12 +96,12 @@ TABLE: tuple[Operand | Number, ...] = (
     Operand("kv_range", ("batch", "2"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="kv_range"),
     Operand("sink", ("heads_q",), "fp32", forward=_OPTIONAL, backward=_OPTIONAL, feature="sink"),
     Operand(
-        "dsink", ("heads_q",), "fp32", like="sink", backward=Use(GRADIENT, optional=True, text="null: not wanted"),
+        "dsink", ("heads_q",), "fp32", like="sink", backward=Use(GRADIENT, optional=True, text=_UNWANTED),
         feature="sink",
     ),
     Operand("bias", SCORES, broadcasts=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="bias"),
     Operand(
-        "dbias", SCORES, like="bias", broadcasts=True, backward=Use(GRADIENT, optional=True, text="null: not wanted"),
+        "dbias", SCORES, like="bias", broadcasts=True, backward=Use(GRADIENT, optional=True, text=_UNWANTED),
         feature="bias",
     ),
     Operand(
@@ -129,6 +130,20 @@ TABLE: tuple[Operand | Number, ...] = (
     Operand("mask", SCORES, "bool", broadcasts=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="mask"),
     *(
         Operand(f"mod_array_{i}", (), free=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="mods")
+        for i in range(MOD_LIMIT)
+    ),
+    *(
+        Operand(
+            f"dmod_array_{i}", (), like=f"mod_array_{i}", backward=Use(GRADIENT, optional=True, text=_UNWANTED),
+            feature="mods",
+        )
+        for i in range(MOD_LIMIT)
+    ),
+    *(
+        Operand(
+            f"dmod_sums_{i}", ("elements",), "fp32", feature="mods",
+            backward=Use(WORKSPACE, optional=True, text=f"dmod_array_{i}, while it is summed up; {_UNWANTED}"),
+        )
         for i in range(MOD_LIMIT)
     ),
 )  # fmt: skip

@@ -165,7 +165,8 @@ def attention_varlen_backward(
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     if score_mod is not None or mask_mod is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
-    return Gradients.of(api.backward(arrays, call, wanted_of(gradients_of, arrays), dropout_seed))
+    wanted = wanted_of(gradients_of, arrays, call.mods)
+    return Gradients.of(api.backward(arrays, call, wanted, dropout_seed), call.mods)
 
 
 def _places(cu_seqlens_q: Any, *others: Any) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def problem_of(options: dict[str, Any], shapes: tuple[tuple[int, ...], ...]) -> 
 
 def check_learned(options: dict[str, Any]) -> None:
     """Is there something to learn?"""
-    if options["learned"] and not (options["alibi"] or options["sink"] or options["bias"]):
-        what = "there is nothing to learn without --alibi, --sink or --bias"
+    if options["learned"] and not any(options[name] for name in ("alibi", "sink", "bias", "score_mod")):
+        what = "there is nothing to learn without --alibi, --sink, --bias or --score-mod"
         raise click.BadParameter(what, param_hint="--learned")
 
 

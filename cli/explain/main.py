@@ -63,7 +63,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
               help="Keys that a query sees on each side; a side left empty has no bound.")  # fmt: skip
 @click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes, one a head.")
-@click.option("--learned", is_flag=True, help="Slopes, sinks and a bias have a gradient.")
+@click.option("--learned", is_flag=True, help="Slopes, sinks, a bias and what mods read have a gradient.")
 @click.option("--sink", is_flag=True, help="With a sink of each head.")
 @click.option("--dropout", is_flag=True, help="With dropout, of any p.")
 @click.option("--bias", metavar="DIMS", callback=bias_dims, default=None,
@@ -157,7 +157,7 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
     signatures = _signatures(options, "qkkqq" if backward else "qkk")
     aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
     known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), options["learned"])
-    known["family"] = prepare.family()
+    known |= {"dmods": options["dmods"], "family": prepare.family()}
     if problem.bias is not None:
         shape = explain_work.bias_shape(problem)
         known["paired_bias"] = prepare.has_pairs(shape, contiguous_strides(shape), problem.seqlen_k)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import click
 import numpy as np
 
-from cupyflash.mods import bind
+from cupyflash.mods import bind, read
 
 DTYPES = {
     "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int32": "int32", "int64": "int64", "bool": "bool",
@@ -54,12 +54,13 @@ def mod_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mods_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Of the problem; what the arrays that are read have in bytes goes to the options."""
-    options["mod_bytes"] = 0
+    """Of the problem; what the arrays that are read have in bytes, and which are learned, goes to the options."""
+    options |= {"mod_bytes": 0, "dmods": ()}
     if options["score_mod"] is None and options["mask_mod"] is None:
         if options["mod_arrays"]:
             raise click.BadParameter("nothing reads it without --score-mod or --mask-mod", param_hint="--mod-array")
         return {}
     text, arrays = bind(options["score_mod"], options["mask_mod"], options["mod_arrays"])
     options["mod_bytes"] = sum(x.nbytes for x in arrays.values())
+    options["dmods"] = read(text).learned if options["learned"] else ()
     return {"mods": text, "mod_shapes": tuple(x.shape for x in arrays.values())}

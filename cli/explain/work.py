@@ -109,7 +109,7 @@ def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int, 
 
 
 def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan, pairs: int, added: int) -> list[Work]:
-    """Of delta, main and convert, or of delta, dK and dV, dQ, and of the sums for slopes and sinks; `signatures`: of
+    """Of delta, main and convert, or of delta, dK and dV, dQ, and of the sums for what is learned; `signatures`: of
     q, k, v, out and dout."""
     item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
     q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
@@ -118,10 +118,14 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
     lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem, pairs)
     read = q + k + v + dout + stats + added
     parts = size.get("dalibi_parts", 0)  # written by the last that forms scores, read by a launch of its own
-    read_by_sums = {"slopes": parts, "sinks": stats}
-    sums = [Work(0.0, read_by_sums[x.variant.over]) for x in plan.launches if x.variant.over in read_by_sums]
-    if any(launch.variant.over == "bias" for launch in plan.launches):  # of its gradient, by two products
-        sums.append(Work(flops, read + added))
+    of_mods = sum(n for name, n in size.items() if name.startswith("dmod_sums"))
+    read_by_sums = {"slopes": parts, "sinks": stats, "elements": of_mods}
+    sums = []
+    for variant in (launch.variant for launch in plan.launches):
+        if variant.over in read_by_sums:
+            sums.append(Work(0.0, read_by_sums[variant.over]))
+        elif variant.function in ("bwd_dbias", "bwd_dmods"):  # by two products
+            sums.append(Work(flops, read + added))
     if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
         return [
             Work(0.0, out + dout + lse + stats),

@@ -58,7 +58,7 @@ class NotShownError(Exception):
 
 def differs(a: Results, b: Results) -> str:
     """Which of the results are not bitwise equal, as text; empty if all are."""
-    pairs = zip(Results._fields, a, b, strict=True)
+    pairs = zip((*Results._fields[:5], "learned"), (*a[:5], *a.learned), (*b[:5], *b.learned), strict=False)
     names = [n for n, x, y in pairs if x is not None and y is not None and x.tobytes() != y.tobytes()]
     return f"{', '.join(names)} differ" if names else ""
 

@@ -46,7 +46,9 @@ class Work:
         """The kernels that it takes."""
         problem, device = self.case.problem(self.dtype), attention.small_device(ARCHS[self.family])
         aligned = self.case.memory != "misaligned"
-        known = dict.fromkeys(("dalibi", "dsink", "dbias"), True) | {"tma": self.family == "sm90"}
+        known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), True) | {"tma": self.family == "sm90"}
+        mods = self.case.inputs(self.dtype).mods
+        known["dmods"] = () if mods is None else tuple(mods.learned.values())
         known["paired_bias"] = self.case.seqlen_k % 2 == 0  # in the table, but for odd strides
         return variants_of_calls(problem, device, aligned=aligned, **known)
 

@@ -11,8 +11,8 @@ What fp32 arithmetic costs any tiled algorithm does not count: `Oracle` takes fr
 `noise` says of it, and what is left must obey the rule. That is next to nothing in fp16 and bf16, unless softmax is
 saturated or scores are huge.
 
-The gradients of ALiBi's slopes, of sinks and of a bias obey the rule of the dtype that they are computed from, even
-where they are stored in fp32.
+The gradients of ALiBi's slopes, of sinks, of a bias and of what mods read obey the rule of the dtype that they are
+computed from, even where they are stored in fp32; where they are stored in less, that of this dtype.
 
 Errors of lse are divided by max(1, |exact|), each by its own, and `LSE_ROUNDINGS` roundings of fp32 are its last term.
 
@@ -39,8 +39,10 @@ from .features import Features
 Array = NDArray[Any]
 
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "fp64": 2.0**-53}
+DTYPE_NAME = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 LIMITS = {name: ml_dtypes.finfo(dtype) for name, dtype in NUMPY_DTYPE.items()}
-GRADIENTS = ("dq", "dk", "dv", "dalibi_slopes", "dsink", "dbias")  # in the order of results; the last three may lack
+GRADIENTS = ("dq", "dk", "dv", "dalibi_slopes", "dsink", "dbias")  # in the order of results; the last three may lack,
+# and those of the arrays that mods read come behind
 LONE_ROUNDINGS = 16  # P, dS and the result are rounded, each of the former into sums of like terms; the rest is margin
 LSE_ROUNDINGS = 16  # fast exp2 and log2 of the hardware: 2 ulp each, twice, and as much again for the sum
 
@@ -130,7 +132,11 @@ class Oracle:
         self.problem, self._forward = problem, (q, k, v, problem, *of)
         self._unrounded = unrounded or (q, k, v)
         self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, *of
-        self._names = ["dq", "dk", "dv", *(name for name in GRADIENTS[3:] if getattr(of, name[1:]) is not None)]
+        names = ["dq", "dk", "dv", *(name for name in GRADIENTS[3:] if getattr(of, name[1:]) is not None)]
+        self._dtypes = dict.fromkeys(names, problem.dtype)
+        for name in () if of.mods is None else of.mods.learned:
+            both = problem.dtype, DTYPE_NAME[of.mods.mod_arrays[name].dtype]
+            self._dtypes[f"d{name}"] = max(both, key=lambda dtype: UNIT_ROUNDOFF[dtype])
 
     @cached_property
     def forward(self) -> tuple[Array, Array]:
@@ -145,7 +151,7 @@ class Oracle:
 
     @cached_property
     def backward(self) -> tuple[Array, ...]:
-        """Exact dq, dk, dv, and those of slopes, sinks and a bias that there are."""
+        """Exact dq, dk, dv, and those of what features bring."""
         return reference.backward(*self._backward)
 
     @cached_property
@@ -169,8 +175,8 @@ class Oracle:
     def judge_backward(self, *gradients: Array) -> list[Comparison]:
         """Compare dq, dk, dv (bshd, or packed as the problem) and, if they are given too, those of features."""
         exact = (self.backward, self.plain_backward, self.noise[1])
-        results = zip(self._names, gradients, *exact, strict=False)
-        return [compare(n, got, exact, plain, self.problem.dtype, e) for n, got, exact, plain, e in results]
+        results = zip(self._dtypes.items(), gradients, *exact, strict=False)
+        return [compare(n, got, exact, plain, dtype, e) for (n, dtype), got, exact, plain, e in results]
 
 
 def _places(got: Array, exact: Array, dtype: str) -> tuple[Array, Array]:

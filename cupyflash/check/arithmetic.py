@@ -57,3 +57,8 @@ class Arithmetic:
     def rounded(self, x: Array) -> Array:
         """What is left of x after it was stored in the dtype of the inputs."""
         return x if self.storage is None else x.astype(self.storage).astype(self.accumulate)
+
+
+def dropped(X: Array, Z: Array | float, a: Arithmetic) -> Array:
+    """Z * X, and 0 where Z is."""
+    return X if isinstance(Z, float) else np.where(Z > 0, X * Z.astype(a.accumulate), 0)

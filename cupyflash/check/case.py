@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,8 +16,9 @@ from ..sequences import Sequences
 from .case_bias import draw_added, form_of
 from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
 from .case_masks import draw_mask, hide_keys
-from .case_mods import ModInputs, draw_mods, with_mods
+from .case_mods import draw_mods, with_mods
 from .case_packed import PACKED_VALUES, draw_packed
+from .inputs import Inputs as Inputs
 
 Array = NDArray[Any]
 
@@ -38,60 +38,6 @@ NONFINITE = (
     "nan_in_other_batch",
     *PACKED_VALUES,
 )
-
-
-class Inputs(NamedTuple):
-    """Arrays of one case, indexed as bshd or, packed, as (total, heads, head_dim); strides as its `memory` says."""
-
-    q: Array
-    k: Array
-    v: Array
-    dout: Array
-    dlse: Array | None
-    sequences: Sequences | None = None
-    alibi_slopes: Array | None = None
-    sink: Array | None = None
-    bias: Array | None = None
-    dropout_seed: Array | None = None
-    block_mask: BlockMask | None = None
-    mask: Array | None = None
-    mods: ModInputs | None = None
-
-    def brought(self) -> dict[str, Any]:
-        """What features bring, as a call's further arguments: arrays, a block mask, mods with their arrays."""
-        found = {} if self.sequences is None else self.sequences.named()
-        found |= {} if self.block_mask is None else {"block_mask": self.block_mask}
-        found |= {} if self.mods is None else self.mods._asdict()
-        found |= {name: x for name in ("dropout_seed", "mask") if (x := getattr(self, name)) is not None}
-        return found | {name: getattr(self, name) for name in self.learned}
-
-    def given(self, convert: Callable[[Array], Any]) -> dict[str, Any]:
-        """`brought`, each array as `convert` makes it; a block mask finds its way to the arrays' device by itself."""
-
-        def converted(x: Any) -> Any:
-            if isinstance(x, dict):
-                return {name: convert(array) for name, array in x.items()}
-            return convert(x) if isinstance(x, np.ndarray) else x
-
-        return {name: converted(x) for name, x in self.brought().items()}
-
-    def arrays(self) -> dict[str, Array]:
-        """The same by the names of the table of arrays."""
-        found = self.brought()
-        mask = found.pop("block_mask", None)
-        if self.mods is not None:
-            found = {name: x for name, x in found.items() if name not in ModInputs._fields} | self.mods.bound()[1]
-        return found if mask is None else found | {"block_tiles": mask.tiles, "block_bits": mask.bits}
-
-    @property
-    def gradients(self) -> tuple[str, ...]:
-        """The names of what a backward makes if it is asked for all, in their order."""
-        return "dq", "dk", "dv", *(f"d{name}" for name in self.learned)
-
-    @property
-    def learned(self) -> tuple[str, ...]:
-        """Those of them that have gradients, as the backward's `gradients_of`."""
-        return tuple(name for name in ("alibi_slopes", "sink", "bias") if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True)

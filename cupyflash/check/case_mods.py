@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ..mods.description import read
 from ..mods.given import bind
 from ..problem import Problem
 
@@ -26,6 +28,12 @@ class ModInputs(NamedTuple):
     def bound(self) -> tuple[str, dict[str, Array]]:
         """Their text, and the arrays by the names of the table of arrays."""
         return bind(self.score_mod, self.mask_mod, self.mod_arrays)
+
+    @property
+    def learned(self) -> dict[str, int]:
+        """The numbers of the arrays that have gradients other than 0, by name, in their order."""
+        mods = read(self.bound()[0])
+        return {mods.arrays[i].name: i for i in mods.learned}
 
 
 _Draw = Callable[[Rng, Problem], dict[str, Array]]
@@ -51,6 +59,20 @@ def _all_dtypes(rng: Rng, p: Problem) -> dict[str, Array]:
     }
 
 
+def _scales(rng: Rng, p: Problem) -> dict[str, Array]:
+    """A number for each head, or for each sequence, and one for every seventh key."""
+    scale = rng.uniform(0.5, 1.5, max(p.heads_q, p.batch)).astype(ml_dtypes.bfloat16)
+    return {"scale": scale, "shift": rng.standard_normal(7).astype(np.float32)}
+
+
+def _heat(rng: Rng, p: Problem) -> dict[str, Array]:
+    """A temperature for each query of each head, and an array without elements."""
+    return {
+        "heat": rng.standard_normal((p.heads_q, p.seqlen_q)).astype(np.float16),
+        "none": np.zeros((0, 3), np.float32),
+    }
+
+
 MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
     "relative": ("score + table[h, max(0, q - k)]", None, _relative),
     "documents": (None, "document(b, q) == document(b, k)", _documents),
@@ -62,12 +84,19 @@ MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
         "shown(h, k) && k <= q + 200",
         _all_dtypes,
     ),
-    "functions": (
-        "exp(-0.1f * score * score) + log(1 + score * score) + min(score, 1) + max(k - q, -3) * 0.01f + abs(score)"
-        " + cos(score) + sqrt(2 + score * score) + rsqrt(2 + score * score) + exp2(-score * score)"
-        " + log2(3 + score * score) + pow(1 + abs(score), 0.7f) + floor(h / 2.f)",
+    "scales": (
+        "score * scale[h] + 0.3f * scale[h] * shift[k % 7] + max(0, scale[b] - 0.9f) * scale[b] * score",
         None,
-        lambda rng, p: {},
+        _scales,
+    ),
+    "heated": ("q % 9 == 4 ? score : score * exp(0.3f * heat[h][q]) + none[h, q]", None, _heat),
+    "functions": (
+        "exp(-0.1f * score * score) + log(1 + score * score) + min(score, x[0]) + max(k - q, -3) * 0.01f"
+        " + abs(score - x[1]) + cos(score) + sqrt(2 + score * score) + rsqrt(2 + score * score) + exp2(-score * score)"
+        " + log2(3 + score * score) + pow(1 + abs(score), x[2]) + floor(h / 2.f) + sin(x[3] * k) / (2 + x[4] * x[4])"
+        " + (k < 9 ? 2 : -x[5]) + max(x[6], k % 2) * tanh(x[7]) - (q % 3 == 0 ? x[8] : 1) * sigmoid(x[9] * score)",
+        None,
+        lambda rng, p: {"x": rng.standard_normal(10).astype(np.float32)},
     ),
 }  # fmt: skip
 

@@ -8,10 +8,14 @@ MODS_CASES: tuple[Case, ...] = (
     Case("mods", "smoke", 131, 203, 64, batch=2, mods="relative", dlse=True),
     Case("mods-documents-d128", "quick", 203, 203, 128, batch=2, heads_q=2, heads_k=1, mods="documents", causal=True),
     Case("mods-capped-d256", "quick", 131, 203, 256, heads_q=4, heads_k=2, mods="capped", dlse=True),
-    Case("mods-hides", "quick", 75, 140, 64, mods="hides", values="nan_in_hidden_key", window=(90, -9)),
-    Case("mods-every", "quick", 131, 150, 64, batch=2, heads_q=4, heads_k=2, mods="every", deterministic=True),
+    Case("mods-hides", "quick", 75, 140, 64, mods="hides", values="nan_in_hidden_key", window=(90, -9),
+         deterministic=True),
+    Case("mods-every", "quick", 131, 150, 64, batch=2, heads_q=4, heads_k=2, mods="every"),
     Case("mods-every-d128", "full", 131, 150, 128, batch=2, heads_q=4, heads_k=2, mods="every", causal=True),
     Case("mods-functions", "quick", 65, 131, 64, mods="functions"),
+
+    Case("mods-scales", "quick", 140, 203, 64, batch=2, heads_q=4, heads_k=2, mods="scales", causal=True),
+    Case("mods-heated-d128", "quick", 131, 150, 128, mods="heated", dlse=True, sink=True),
 
     Case("mods-softcap-alibi", "quick", 131, 150, 80, mods="capped", softcap=2.0, alibi=1, sink=True),
     Case("mods-alibi-d256", "full", 131, 150, 256, mods="relative", alibi=2, batch=2),

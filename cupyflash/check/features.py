@@ -54,7 +54,7 @@ class Features(NamedTuple):
             shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
             shown = np.zeros(shape, bool)
             for b, h in np.ndindex(shape[:2]):
-                shown[b, h] = read(p.mods).shown(shape[2:], np.float64, *self._at(p, b, h))
+                shown[b, h] = read(p.mods).shown(shape[2:], np.float64, *self.at(p, b, h))
             return np.where(shown, 0.0, -np.inf)
         if self.mask is None:
             return self.bias
@@ -62,9 +62,9 @@ class Features(NamedTuple):
 
     def modified(self, S: Array, p: Problem, b: int, h: int) -> tuple[Any, Any]:
         """What mods make of the scores of a head of q, and its derivative."""
-        return read(p.mods).of_scores(S, *self._at(p, b, h))
+        return read(p.mods).of_scores(S, *self.at(p, b, h))
 
-    def _at(self, p: Problem, b: int, h: int) -> tuple[Any, tuple[Array, ...]]:
+    def at(self, p: Problem, b: int, h: int) -> tuple[Any, tuple[Array, ...]]:
         """The places of a head of q, and the arrays that mods read."""
         sequence, first = self.corner
         places = sequence + b, h, np.arange(p.seqlen_q)[:, None], first + np.arange(p.seqlen_k)
@@ -97,11 +97,11 @@ class Features(NamedTuple):
         """Of the pairs of query and key that bounds leave, those that a head of q sees."""
         return visible if self.block_mask is None else visible & self.block_mask.of(b, h)
 
-    def gathered(self, found: Array, dbias: Array) -> tuple[Array, ...]:
+    def gathered(self, found: Array, dbias: Array, of_mods: list[Array]) -> tuple[Array, ...]:
         """What was found for each head of each sequence, (batch, heads_q, OfHead), shaped as the arrays given; and
-        that of a bias."""
+        that of a bias, and of what mods read."""
         results = []
         for i, given in enumerate((self.alibi_slopes, self.sink)):
             if given is not None:
                 results.append(found[..., i].sum(axis=0) if given.ndim == 1 else found[..., i])
-        return *results, *([] if self.bias is None else [dbias])
+        return *results, *([] if self.bias is None else [dbias]), *of_mods

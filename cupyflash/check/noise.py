@@ -20,6 +20,8 @@ roundoff of the arithmetic:
   that an element sums up (P_ij summed over the keys first, where those are broadcast).
 - Each operation of a mod has an error of u times the score before and after it, and in the derivative, which also
   multiplies d_i. A mod whose terms are larger than these and cancel each other is not covered.
+- The gradient of an element that mods read is a sum of E_ij by the derivatives r_ij by it, whose errors are those of a
+  mod's operations and of the score that it is given; and what is said of a slope's gradient holds.
 - dP - delta is a difference of two dot products, each with an error of s u times what it adds up: s = 4 for tensor
   cores, which truncate, else 1. It should be 0 where P is 0 or 1.
 
@@ -52,7 +54,7 @@ from numpy.typing import NDArray
 from ..mods.description import read
 from ..problem import Problem
 from ..sequences import parts
-from . import reference
+from . import mods, reference
 from .bias import add_head, add_part, broadcast, none_of, seen_of
 from .features import Features, OfHead
 from .reference import Arithmetic
@@ -70,16 +72,20 @@ def noise(
 ) -> tuple[Array, Gradients]:
     """The bounds for out, and for the gradients, each in its shape; arguments as in `reference.backward`."""
     of = Features(*features)
-    out, *found, learned, dbias, of_rows = _noise(dout, q, k, v, problem, dlse, of)
+    of_mods = mods.none_of(of), mods.none_of(of)
+    out, *found, learned, dbias, of_rows = _noise(dout, q, k, v, problem, dlse, of, of_mods)
     if of.bias is not None and of.bias.shape != (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k):
         dbias = dbias + 2 * STORED[problem.dtype] * np.sqrt(of_rows)
-    return out, (*found, *of.gathered(learned, dbias))
+    bounds = [UNIT[problem.dtype] * x + 2 * STORED[problem.dtype] * np.sqrt(y) for x, y in zip(*of_mods, strict=True)]
+    return out, (*found, *of.gathered(learned, dbias, [_finite(x) for x in bounds]))
 
 
 def _noise(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, of: Features
-) -> tuple[Array, ...]:
-    """Of out, dq, dk, dv, the numbers of each head, a bias; and squares of what the rounding of O does to the last."""
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, of: Features,
+    of_mods: tuple[list[Array], list[Array]],
+) -> tuple[Array, ...]:  # fmt: skip
+    """Of out, dq, dk, dv, the numbers of each head, a bias; and squares of what the rounding of O does to the last.
+    Both of what mods read are added to `of_mods`, not yet in units of u."""
     dbias, of_rows = (none_of(of.bias, np.float64) for _ in range(2))
     learned = np.zeros((problem.batch, problem.heads_q, len(OfHead._fields)))
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
@@ -87,12 +93,12 @@ def _noise(
         for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
             own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, of.part(problem, part)
-            out[part.q], dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], *found = _noise(*own)
+            out[part.q], dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], *found = _noise(*own, of_mods)
             add_part(dbias, problem, part, found[0])
             add_part(of_rows, problem, part, found[1])
         return out, dq, dk, dv, learned, dbias, of_rows
     p, a, all_seen = problem, Arithmetic.exact(), reference.visible_pairs(problem)
-    distance, u, biases = reference.distances(p), UNIT[p.dtype], broadcast(of.added(p), p)
+    distance, biases = reference.distances(p), broadcast(of.added(p), p)
     for b, h, h_k in reference.heads(p):
         Q, dO, K, V = a.load(q[b, :, h]), a.load(dout[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
         dLSE = np.zeros(p.seqlen_q) if dlse is None else a.load(dlse[b, h])
@@ -110,16 +116,16 @@ def _noise(
             added, dots = _with_mods(_of_added(of_head, distance), dots, S, p.scale * (Q @ K.T), derivative, p)
             out[b, :, h] += a.product(PZ * added, np.abs(V), visible) + (P * added).sum(axis=1)[:, None] * np.abs(O)
             e = 2 + 3 * large + dots + added
-            dQ, dK, dV, by_score = _gradients(Q, K, V, dO, dLSE[:, None], P, Z, O, e, visible, p, derivative)
+            dq[b, :, h], dK, dV, by_score, gap = _gradients(Q, K, V, dO, dLSE, P, Z, O, e, visible, p, derivative)
+            if of_mods[0]:
+                _add_of_mods(of_mods, Q, K, P, by_score, gap, _norms(dO * O), dots, p, of, b, h)
             dslope = (by_score * distance).sum() + _of_delta(dO * O, (P * distance).sum(axis=1), p)
             learned[b, h] = dslope, _of_sink(np.exp(of.head(b, h).sink - lse), dO * O, dLSE, 2 + 3 * large[:, 0], p)
             add_head(dbias, b, h, by_score)
             add_head(of_rows, b, h, np.square(_norms(dO * O) * _along_keys(P, of.bias)))
-            dq[b, :, h] = dQ
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
-    out, dq, dk, dv, learned, dbias = (u * _finite(x) for x in (out, dq, dk, dv, learned, dbias))
-    return out, dq, dk, dv, learned, dbias, _finite(of_rows)
+    return *(UNIT[p.dtype] * _finite(x) for x in (out, dq, dk, dv, learned, dbias)), _finite(of_rows)
 
 
 def _gradients(
@@ -136,21 +142,31 @@ def _gradients(
     p: Problem,
     derivative: Array | float,
 ) -> Gradients:
-    """The bounds of one head of q in units of u, named as in the formulas; E by the score itself comes last."""
+    """The bounds of one head of q in units of u, named as in the formulas; E by the score itself, and dP - delta where
+    something is seen, come last."""
     a, s = Arithmetic.exact(), 4 if p.dtype in HALF else 1
-    dP, delta = reference.dropped(dO @ V.T, Z, a), (dO * O).sum(axis=1, keepdims=True) - dLSE
+    difference = reference.dropped(dO @ V.T, Z, a) - (dO * O).sum(axis=1, keepdims=True) + dLSE[:, None]
     D = reference.dropped(np.abs(dO) @ np.abs(V).T, Z, a) + np.abs(dO * O).sum(axis=1, keepdims=True)
-    by_score = np.where(visible, P * (e * np.abs(dP - delta) + s * D), 0)
+    by_score = np.where(visible, P * (e * np.abs(difference) + s * D), 0)
     E = by_score * np.abs(derivative)
     if p.mods:
-        E = E + _operations(p) * P * np.abs(dP - delta) * (1 + np.abs(derivative))
+        E = E + _operations(p) * P * np.abs(difference) * (1 + np.abs(derivative))
     if p.softcap is not None:
-        E = E + 4 * P * np.abs(dP - delta)
+        E = E + 4 * P * np.abs(difference)
     E = np.where(visible, E, 0)
     eP = np.where(visible, reference.dropped(e * P, Z, a), 0)
     dQ = abs(p.scale) * a.product(E, np.abs(K), visible)
     dK = abs(p.scale) * a.product(E.T, np.abs(Q), visible.T)
-    return dQ, dK, a.product(eP.T, np.abs(dO), visible.T), by_score
+    return dQ, dK, a.product(eP.T, np.abs(dO), visible.T), by_score, np.where(visible, difference, 0)
+
+
+def _add_of_mods(
+    totals: tuple[list[Array], list[Array]], Q: Array, K: Array, P: Array, E: Array, gap: Array, dOO: Array,
+    dots: Array, p: Problem, of: Features, b: int, h: int,
+) -> None:  # fmt: skip
+    """Add the bounds, by what mods read, of a head of q; `dots`: the error by dot products."""
+    S, _ = reference.scores(Q, K, mods.before_mods(p), Arithmetic.exact())
+    mods.add_bounds(totals, S, P, E, gap, dOO, _operations(p) * (1 + dots), p, of, b, h)
 
 
 def _of_added(of_head: Any, distance: Array) -> Array:

@@ -20,7 +20,8 @@ d lse / d S = P, hence the term -dLSE in delta.
 the 2x rule: what attention written with plain matrix products gives in the arrays' own dtype. They differ only in their
 `Arithmetic`.
 
-Mods make of a score, with its softcap, what they say, and dS takes their derivative (`mods.evaluate`).
+Mods make of a score, with its softcap, what they say, and dS takes their derivative (`mods.evaluate`); what they read
+has the sum of dS, by what they make of scores, times the derivative by the element that is read.
 
 Hidden pairs of query and key are left out, not multiplied by zero, so a NaN behind the mask cannot leak. Arrays are
 bshd; heads of q share the heads of k and v in groups (GQA). Packed sequences, in (total, heads, head_dim), are computed
@@ -40,7 +41,9 @@ from numpy.typing import NDArray
 
 from ..problem import Problem
 from ..sequences import parts
+from . import mods
 from .arithmetic import Arithmetic as Arithmetic
+from .arithmetic import dropped as dropped
 from .bias import add_head, add_part, broadcast, none_of, seen_of
 from .features import Features as Features
 from .features import OfHead as OfHead
@@ -67,7 +70,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any) -> t
 def backward(
     dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
 ) -> tuple[Array, ...]:
-    """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv; dslopes; dsink; dbias.
+    """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv, and what features have.
 
     Args:
         dout: gradient of out, shaped as q.
@@ -75,8 +78,10 @@ def backward(
         features: as in `forward`.
     """
     of = Features(*features)
-    *found, learned, dbias = _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), of)
-    return *found, *of.gathered(learned, dbias)
+    *found, learned, dbias = _backward(
+        dout, q, k, v, problem, dlse, Arithmetic.exact(), of, of_mods := mods.none_of(of)
+    )
+    return *found, *of.gathered(learned, dbias, of_mods)
 
 
 def plain_forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any) -> tuple[Array, Array]:
@@ -88,12 +93,15 @@ def plain_forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any
 def plain_backward(
     dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
 ) -> tuple[Array, ...]:
-    """Plain gradients in the dtype of q, dslopes and dsink in fp32 (fp64 for fp64), dbias in that of the bias; delta
-    of the rounded out."""
+    """Plain gradients in the dtype of q, dslopes and dsink in fp32 (fp64 for fp64), others in that of their arrays;
+    delta of the rounded out."""
     of = Features(*features)
-    *found, learned, dbias = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), of)
+    *found, learned, dbias = _backward(
+        dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), of, of_mods := mods.none_of(of)
+    )
     dbias = dbias if of.bias is None else _stored(dbias, of.bias.dtype)
-    return *(_stored(x, q.dtype) for x in found), *of.gathered(learned, dbias)
+    of_mods = list(map(_stored, of_mods, mods.dtypes_of(of)))
+    return *(_stored(x, q.dtype) for x in found), *of.gathered(learned, dbias, of_mods)
 
 
 def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -124,9 +132,10 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: 
 
 
 def _backward(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, a: Arithmetic, of: Features
-) -> tuple[Array, ...]:
-    """dq, dk, dv, what each head's `OfHead` has for a gradient, and dbias."""
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None, a: Arithmetic, of: Features,
+    of_mods: list[Array],
+) -> tuple[Array, ...]:  # fmt: skip
+    """dq, dk, dv, what each head's `OfHead` has for a gradient, and dbias; those of mods are added to `of_mods`."""
     learned = np.zeros((problem.batch, problem.heads_q, len(OfHead._fields)), a.accumulate)
     dbias = none_of(of.bias, a.accumulate)
     if of.sequences is not None:
@@ -134,7 +143,7 @@ def _backward(
         for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]
             own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, of.part(problem, part)
-            dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], of_bias = _backward(*own)
+            dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], of_bias = _backward(*own, of_mods)
             add_part(dbias, problem, part, of_bias)
         return dq, dk, dv, learned, dbias
     p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added(problem), problem)
@@ -149,14 +158,11 @@ def _backward(
             found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, *of_head)
             dq[b, :, h], dK, dV, learned[b, h], by_score = found
             add_head(dbias, b, h, by_score)
+            if of_mods:
+                mods.add_head(of_mods, by_score, scores(Q, K, mods.before_mods(p), a)[0], p, of, b, h)
             dk[b, :, h_k] += dK
             dv[b, :, h_k] += dV
     return dq, dk, dv, learned, dbias
-
-
-def dropped(X: Array, Z: Array | float, a: Arithmetic) -> Array:
-    """Z * X, and 0 where Z is."""
-    return X if isinstance(Z, float) else np.where(Z > 0, X * Z.astype(a.accumulate), 0)
 
 
 def distances(p: Problem) -> Array:

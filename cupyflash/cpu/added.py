@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..problem import Problem
 from .features import Features
-from .modified import Modified, modified_of
+from .modified import Modified, Reads, modified_of
 from .tiles import by_group
 
 Array = NDArray[Any]
@@ -72,8 +72,10 @@ class Added:
             return visible
         return ~hidden if visible is None else visible & ~hidden
 
-    def add_gradients(self, dS: Array, rows: slice, keys: slice) -> None:
-        """Add what a tile contributes, whose dS is 0 where nothing is seen."""
+    def add_gradients(self, dS: Array, rows: slice, keys: slice, reads: Reads) -> None:
+        """Add what a tile contributes, whose dS is 0 where nothing is seen; `reads`: of mods."""
+        if self.mods is not None:
+            self.mods.add_gradients(dS, reads)
         if self.dslopes is not None:
             of_rows = (dS * _distances(rows, keys, self.problem, dS.dtype)).sum(axis=-1)
             self.dslopes -= of_rows.reshape(*self.dslopes.shape, -1).sum(axis=-1)
@@ -87,7 +89,8 @@ class Added:
     @property
     def is_learned(self) -> bool:
         """Whether a gradient is wanted."""
-        return self.dslopes is not None or self.dbias is not None
+        of_mods = self.mods is not None and bool(self.mods.sums)
+        return of_mods or self.dslopes is not None or self.dbias is not None
 
     @property
     def may_hide(self) -> bool:

@@ -163,6 +163,7 @@ def _backward_tile(
         S = scores(Q, K[:, keys], p)
         derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
         by_mods = None if added.mods is None else added.mods.of(S, rows, keys)[1]
+        reads = [] if added.mods is None else added.mods.reads(S, rows, keys)
         S = added.to(S, rows, keys)
         visible = added.visible(S, visible, rows, keys, LSE)
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
@@ -170,7 +171,7 @@ def _backward_tile(
         dP = dropped(dO @ V[:, keys].swapaxes(1, 2), Z)
         dS = np.multiply(P, np.subtract(dP, delta, out=dP), out=dP)
         if added.is_learned:
-            added.add_gradients(dS if visible is None else np.where(visible, dS, 0), rows, keys)
+            added.add_gradients(dS if visible is None else np.where(visible, dS, 0), rows, keys, reads)
         if derivative is not None:
             np.multiply(dS, derivative, out=dS)
         if by_mods is not None:

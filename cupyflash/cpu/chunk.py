@@ -50,7 +50,8 @@ class Chunk:
             if x is not None and of_head is not None:
                 by_head = of_head.reshape(-1, x.shape[-1])
                 found.append(by_head.sum(axis=0) if x.ndim == 1 else by_head)
-        return *found, *([] if self.added.dbias is None else [self.added.dbias])
+        found += [] if self.added.dbias is None else [self.added.dbias]
+        return *found, *(() if self.added.mods is None else self.added.mods.sums.values())
 
 
 def chunk_of(of: Features, chunk: tuple[slice, slice], p: Problem, dtype: np.dtype[Any]) -> Chunk:

@@ -19,7 +19,7 @@ from ..sequences import Sequences
 
 Array = NDArray[Any]
 
-LEARNED = ("alibi_slopes", "sink", "bias")  # the arrays that have gradients, in the order of these
+LEARNED = ("alibi_slopes", "sink", "bias")  # the arrays that have gradients, in the order of these; then those of mods
 _ALL = slice(None)
 
 
@@ -32,6 +32,8 @@ class Place(NamedTuple):
 
     def of(self, name: str, x: Array) -> Array:
         """What an array has of them: a view. Dimensions that it lacks or broadcasts hold for all parts."""
+        if name.startswith("mod_array"):
+            return x
         if name == "sink":
             return x[self.heads]
         if name == "alibi_slopes":
@@ -65,7 +67,7 @@ class Features:
         block_mask: which keys each query sees.
         mod_arrays: what the problem's mods read.
         sequences: where the sequences of a packed call lie, and which of their keys count.
-        wanted: "dalibi_slopes", "dsink", "dbias": those whose gradients are.
+        wanted: "dalibi_slopes", "dsink", "dbias", "dmod_array_0" and so on: those whose gradients are.
         corner: where it begins, if it is a part of a call.
     """
 
@@ -91,15 +93,21 @@ class Features:
         """Whether the gradient of one of `LEARNED` is made."""
         return f"d{name}" in self.wanted and getattr(self, name) is not None
 
+    def learned_of_mods(self) -> dict[int, Array]:
+        """The arrays of mods whose gradients are made, by their numbers."""
+        return {i: x for i, x in enumerate(self.mod_arrays) if f"dmod_array_{i}" in self.wanted}
+
 
 class Sums:
-    """The gradients of features that are wanted, shaped as the arrays, in the dtype of sums."""
+    """The gradients of features that are wanted, shaped as the arrays, in the dtype of sums: those of mods fp64."""
 
     def __init__(self, of: Features) -> None:
         self._totals: dict[str, Array] = {}
         for name in filter(of.wants, LEARNED):
             x = getattr(of, name)
             self._totals[name] = np.zeros(x.shape, accumulator(x))
+        for i, x in of.learned_of_mods().items():
+            self._totals[f"mod_array_{i}"] = np.zeros(x.shape)
 
     def add(self, place: Place, found: Iterable[Array]) -> None:
         """Add those of a part, in the order of `LEARNED`."""

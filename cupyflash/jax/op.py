@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.run import WITH_LSE
 from ..mods.description import read
-from ..operands import BACKWARD, FORWARD
+from ..operands import BACKWARD
 from ..options import Options
 from . import parts
 from .call import Static, call, results_of
@@ -133,22 +133,21 @@ def _followed(static: Static, flag: Any) -> list[str]:
 
 
 def _watched(static: Static) -> list[str]:
-    """The arrays for which it matters whether JAX asks for their gradients: learned ones and those of mods."""
+    """The arrays for which it matters whether JAX asks for their gradients."""
     optional = {name for name, made in BACKWARD.gradient_of.items() if made in BACKWARD.optional}
-    return [name for name in static.names if name in optional or FORWARD.rows[name].free]
+    return [name for name in static.names if name in optional]
 
 
-def _vet_mods(static: Static, followed: Sequence[str]) -> None:
-    """Refuse arrays of mods of which JAX asks for gradients.
+def _vet_mods(options: Options, wanted: Sequence[str]) -> None:
+    """Refuse gradients of arrays of mods.
 
     Raises:
-        UnsupportedError: there is one.
+        UnsupportedError: one is wanted.
     """
-    of_mods = [name for name in static.names if FORWARD.rows[name].free]
-    for name, x in zip(of_mods, read(static.options.mods).arrays, strict=True):
-        if name in followed:
+    for i, x in enumerate(read(options.mods).arrays):
+        if f"dmod_array_{i}" in wanted:
             raise UnsupportedError(
-                f"mod_arrays: JAX asks for a gradient of {x.name}, and mods have none for their arrays; use "
+                f"mod_arrays: JAX asks for a gradient of {x.name}, which it cannot have yet; use "
                 "jax.lax.stop_gradient, or bias=, alibi_slopes= or sink=, which are learned"
             )
 
@@ -159,7 +158,6 @@ _IS_ZERO = jax.custom_derivatives.SymbolicZero
 def _backward_rule(static: Static, want_lse: bool, kept: Any, given: Any) -> Any:
     out, lse, inputs, flag = kept
     followed = _followed(static, flag)
-    _vet_mods(static, followed)
     dout, dlse = given if want_lse else (given, None)
     named = {**dict(zip(static.names, inputs, strict=True)), "out": out, "lse": lse}
     named["dout"] = jnp.zeros_like(out) if isinstance(dout, _IS_ZERO) else dout
@@ -196,6 +194,7 @@ def attention_of(arrays: Mapping[str, Any], options: Options, want_lse: bool) ->
 def backward_of(arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...] = ()) -> dict[str, Any]:
     """The gradients by name, of arrays by name."""
     _vet(arrays)
+    _vet_mods(options, wanted)
     static = Static("backward", tuple(arrays), options, wanted)
     with _wide(arrays):
         found = _jit_backward(static, *arrays.values())

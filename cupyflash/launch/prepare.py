@@ -78,7 +78,7 @@ def _asked(
     features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
     features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2], "mod_shapes": dims[3]}
     problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
-    known: dict[str, Any] = {name: getattr(of, name) for name in ("dalibi", "dsink", "dbias", "clocks")}
+    known: dict[str, Any] = {name: getattr(of, name) for name in ("dalibi", "dsink", "dbias", "dmods", "clocks")}
     known |= {"backward": backward, "paired_bias": paired_bias, "family": family()}
     spec = Spec.of(problem, aligned=aligned, tma=tma, **known)
     return _Asked(spec, numbers_of(problem))

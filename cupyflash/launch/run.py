@@ -17,7 +17,7 @@ from ..cpu.features import Features
 from ..errors import ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
-from ..operands import BACKWARD, FORWARD, INPUT, Pass
+from ..operands import BACKWARD, FORWARD, GRADIENT, INPUT, Pass
 from ..options import Options
 from ..plan.families import GPU_DTYPES, check_supported
 from ..problem import Problem
@@ -208,9 +208,11 @@ def _on_host(
     made = which.made(names, wanted if which is BACKWARD else WITH_LSE)
     compute: Callable[..., tuple[Any, ...]] = cpu.forward if which is FORWARD else cpu.backward
     found = dict(zip(made, compute(**own, problem=problem, of=of), strict=True))
-    if "dbias" in found:
-        with np.errstate(over="ignore"):
-            found["dbias"] = found["dbias"].astype(library.to_numpy(arrays["bias"]).dtype, copy=False)
+    with np.errstate(over="ignore"):
+        for name, x in found.items():
+            if which.uses[name].role == GRADIENT and which.rows[name].feature:
+                like = library.to_numpy(arrays[which.rows[name].like])
+                found[name] = x.astype(like.dtype, copy=False)
     return [library.from_numpy(_contiguous(bshd(name, x))) for name, x in found.items()]
 
 

@@ -10,8 +10,9 @@ import numpy as np
 
 from ..errors import ArgumentError
 from ..operand import MOD_LIMIT
-from .evaluate import evaluate
+from .evaluate import SCORE, evaluate, place_of
 from .expression import BOOL, FUNCTIONS, NAMES, PLACES, Node
+from .learned import reads_of, source_of
 from .parse import parse
 
 # Element types that a mod reads, in C++.
@@ -53,9 +54,19 @@ class Mods(NamedTuple):
         """Whether they ask for one of the places b, h, q and k."""
         return any(node.uses(word) for node in (self.score, self.mask) if node is not None)
 
+    def reads(self, learned: Sequence[int]) -> tuple[Node, ...]:
+        """What score_mod reads of the arrays of these numbers that have gradients."""
+        return reads_of(self.score, [self.arrays[i].name for i in learned])
+
     @property
-    def source(self) -> str:
-        """The struct that kernels take them from."""
+    def learned(self) -> tuple[int, ...]:
+        """The numbers of all arrays that have a gradient other than 0."""
+        names = [x.name for x in self.arrays]
+        found = {x.value for x in reads_of(self.score, names)}
+        return tuple(i for i, name in enumerate(names) if name in found)
+
+    def source(self, learned: Sequence[int] = ()) -> str:
+        """The struct that kernels take them from; `learned`: the numbers of the arrays whose gradients they make."""
         members = "".join(f"    ModArray<{ELEMENTS[x.dtype]}, {x.dims}> {x.name};\n" for x in self.arrays)
         made = [f"{x.name}(p.mod_array_{i}, p.mod_array_{i}_lengths)" for i, x in enumerate(self.arrays)]
         functions = "".join(
@@ -63,6 +74,8 @@ class Mods(NamedTuple):
             for head, node in zip(_HEADS, (self.score, self.mask), strict=True)
             if node is not None
         )
+        if self.score is not None and learned:
+            functions += source_of(self.score, {self.arrays[i].name: i for i in learned}, self.reads(learned))
         return (
             f"namespace mods {{\nstruct Mods {{\n{members}    template <class Params>\n"
             f"    __device__ explicit Mods(const Params &p){' : ' * bool(made)}{', '.join(made)} {{}}\n{functions}}};\n"
@@ -81,6 +94,21 @@ class Mods(NamedTuple):
             return scores, np.ones_like(scores)
         return self._evaluated(self.score, scores, places, arrays)
 
+    def by_reads(
+        self, scores: Any, places: Places, arrays: Sequence[Any], learned: Sequence[int]
+    ) -> list[tuple[int, Any, Any]]:
+        """Of each of `reads`: its array's number, the numbers of the elements and the derivative of the score by them,
+        each of the shape of the scores; other arguments as above."""
+        found = []
+        names, named = self._named(scores, places, arrays)
+        numbers = {x.name: i for i, x in enumerate(self.arrays)}
+        for read in self.reads(learned):
+            if named[str(read.value)].size and self.score is not None:
+                elements = place_of(read, names, named, scores.dtype.type)
+                derivative = self._evaluated(self.score, scores, places, arrays, read)[1]
+                found.append((numbers[str(read.value)], np.broadcast_to(elements, scores.shape), derivative))
+        return found
+
     def shown(self, shape: tuple[int, ...], dtype: Any, places: Places, arrays: Sequence[Any]) -> Any:
         """Which keys are visible, whatever their scores are; arguments as above."""
         zeros = np.zeros(shape, dtype)
@@ -91,12 +119,17 @@ class Mods(NamedTuple):
             found &= self._evaluated(self.mask, zeros, places, arrays)[0] != 0
         return found
 
-    def _evaluated(self, node: Node, scores: Any, places: Places, arrays: Sequence[Any]) -> tuple[Any, Any]:
-        """The value of a tree and its derivative, each of the shape and type of the scores."""
+    def _named(self, scores: Any, places: Places, arrays: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the names in a tree say, those of values and those of arrays."""
         names = dict(zip(PLACES, places, strict=True), score=scores)
-        named = {x.name: array for x, array in zip(self.arrays, arrays, strict=True)}
+        return names, {x.name: array for x, array in zip(self.arrays, arrays, strict=True)}
+
+    def _evaluated(
+        self, node: Node, scores: Any, places: Places, arrays: Sequence[Any], by: Node = SCORE
+    ) -> tuple[Any, Any]:
+        """The value of a tree and its derivative, each of the shape and type of the scores."""
         with np.errstate(all="ignore"):
-            found = evaluate(node, names, named, scores.dtype.type)
+            found = evaluate(node, *self._named(scores, places, arrays), scores.dtype.type, by)
         value, derivative = (np.broadcast_to(np.asarray(x, scores.dtype), scores.shape) for x in found)
         return value, derivative
 
@@ -149,12 +182,12 @@ def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mod
 
 # C++ has its own meaning of these, or the generated source has.
 _TAKEN = {
-    "Dual", "Mods", "S", "Variant", "alignas", "alignof", "and", "asm", "auto", "bool", "break", "case", "catch",
-    "char", "class", "const", "constexpr", "continue", "decltype", "default", "delete", "do", "double", "else",
-    "enum", "explicit", "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline", "int", "kv",
-    "kv_idx", "lane", "long", "mask_mod", "mods", "mutable", "namespace", "new", "noexcept", "not", "nullptr",
-    "operator", "or", "p", "private", "protected", "ptx", "public", "q_idx", "register", "return", "score_mod",
-    "short", "signed", "sizeof", "static", "struct", "switch", "template", "this", "throw", "true", "try",
-    "typedef", "typeid", "typename", "union", "unsigned", "using", "virtual", "void", "volatile", "warp", "while",
-    "xor"
+    "Dual", "Emit", "Mods", "Params", "S", "Variant", "Visit", "alignas", "alignof", "and", "asm", "auto", "bool",
+    "break", "case", "catch", "char", "class", "const", "constexpr", "continue", "decltype", "default", "delete",
+    "derive", "do", "double", "each_learned", "else", "emit", "enum", "explicit", "export", "extern", "false",
+    "float", "for", "friend", "goto", "if", "inline", "int", "kv", "kv_idx", "lane", "long", "mask_mod", "mods",
+    "mutable", "namespace", "new", "noexcept", "not", "nullptr", "operator", "or", "p", "private", "protected",
+    "ptx", "public", "q_idx", "register", "return", "score_mod", "short", "signed", "sizeof", "static", "struct",
+    "switch", "template", "this", "throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned",
+    "using", "virtual", "visit", "void", "volatile", "warp", "while", "xor"
 }  # fmt: skip

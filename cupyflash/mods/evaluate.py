@@ -1,32 +1,39 @@
-"""The value of an expression on NumPy arrays, and its derivative by the score: by dual numbers, as in the kernels."""
+"""The value of an expression on NumPy arrays, and its derivative by the score, or by an element that it reads: by dual
+numbers, as in the kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from .expression import FLOAT, INT, Node
+from .expression import FLOAT, INT, Node, name
 
-Dual = tuple[Any, Any]  # value, derivative; 0 where the value knows nothing of the score
+Dual = tuple[Any, Any]  # value, derivative; 0 where the value knows nothing of what it is taken by
+SCORE = name("score")
 
 
-def evaluate(node: Node, names: Mapping[str, Any], arrays: Mapping[str, np.ndarray], dtype: Any) -> Dual:
-    """Value and derivative where `names` says what score and places are; floats of type `dtype`."""
+def evaluate(
+    node: Node, names: Mapping[str, Any], arrays: Mapping[str, np.ndarray], dtype: Any, by: Node = SCORE
+) -> Dual:
+    """Value and derivative where `names` says what score and places are; floats of type `dtype`.
+
+    `by`: what the derivative is taken by, the score or a read of an element.
+    """
     if node.op == "number":
         return (dtype(node.value) if node.kind == FLOAT else node.value), 0
     if node.op == "name":
-        return (dtype(np.inf), 0) if node.value == "inf" else (names[str(node.value)], dtype(node.value == "score"))
-    found = [evaluate(x, names, arrays, dtype) for x in node.args]
+        return (dtype(np.inf), 0) if node.value == "inf" else (names[str(node.value)], dtype(node == by))
+    found = [evaluate(x, names, arrays, dtype, by) for x in node.args]
     values, slopes = [x for x, _ in found], [d for _, d in found]
     if node.op == "load":
         x = arrays[str(node.value)]
-        inside = [np.clip(i, 0, max(0, n - 1)) for i, n in zip(values, x.shape, strict=True)]
-        element = x[tuple(inside)] if x.size else np.zeros(np.broadcast(*inside).shape if inside else (), x.dtype)
+        inside = _inside(values, x.shape)
+        element = x[inside] if x.size else np.zeros(np.broadcast(*inside).shape, x.dtype)
         return (
             element.astype(dtype) if node.kind == FLOAT else element.astype(np.int64) if node.kind == INT else element
-        ), 0
+        ), dtype(node == by)
     if node.op == "?":
         condition, yes, no = values
         return np.where(condition, yes, no), np.where(condition, slopes[1], slopes[2])
@@ -37,6 +44,18 @@ def evaluate(node: Node, names: Mapping[str, Any], arrays: Mapping[str, np.ndarr
     if node.kind == INT:
         values = [x.astype(np.int64) if x.dtype == bool else x for x in map(np.asarray, values)]
     return _OTHERS[node.op](*values), 0
+
+
+def place_of(node: Node, names: Mapping[str, Any], arrays: Mapping[str, np.ndarray], dtype: Any) -> Any:
+    """The numbers of the elements that a node reads of an array, which has some, as they lie one after the other."""
+    indices = [evaluate(x, names, arrays, dtype)[0] for x in node.args]
+    shape = arrays[str(node.value)].shape
+    return np.ravel_multi_index(np.broadcast_arrays(*_inside(indices, shape)), shape)
+
+
+def _inside(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """The nearest indices in an array."""
+    return tuple(np.clip(i, 0, max(0, n - 1)) for i, n in zip(indices, shape, strict=True))
 
 
 def _chosen(pick: Callable[[Any, Any], Any]) -> Callable[..., Dual]:

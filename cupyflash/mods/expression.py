@@ -49,7 +49,11 @@ class Node:
     @property
     def text(self) -> str:
         """In C++."""
-        a = [x.text for x in self.args]
+        return self.written()
+
+    def written(self, seed: Node | None = None) -> str:
+        """The same, of dual numbers whose derivative is that by what `seed` reads, if it is given."""
+        a = [x.written(seed) for x in self.args]
         if self.op == "number":
             return _number_text(self.value)  # type: ignore[arg-type]
         if self.op == "name":
@@ -58,8 +62,11 @@ class Node:
             return f"({a[0]} ? {a[1]} : {a[2]})"
         if self.op in ("neg", "!", "~"):
             return f"({'-' if self.op == 'neg' else self.op}{a[0]})"
-        if self.op == "load" or self.op in FUNCTIONS:
-            return f"{self.value if self.op == 'load' else self.op}({', '.join(a)})"
+        if self.op == "load":
+            read = f"{self.value}({', '.join(a)})"
+            return f"Dual({read}, 1.f)" if self == seed else read
+        if self.op in FUNCTIONS:
+            return f"{self.op}({', '.join(a)})"
         return f"({a[0]} {self.op} {a[1]})"
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..arrays.imported import is_instance
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 from ..operand import MOD_LIMIT
 from .description import Read, make
 from .expression import Node
@@ -23,7 +23,6 @@ def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) ->
 
     Raises:
         ArgumentError: one is neither an expression nor a function of what it may be of.
-        UnsupportedError: an array asks for a gradient, and would get none.
     """
     arrays = dict(mod_arrays or {})
     for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
@@ -36,12 +35,6 @@ def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) ->
     described = tuple(sorted((label, *_described(label, x)) for label, x in arrays.items()))
     are_expressions = not callable(score_mod) and not callable(mask_mod)
     text, names = (_of_expressions if are_expressions else _made)(score_mod, mask_mod, described)
-    for label in names:
-        if getattr(arrays[label], "requires_grad", False):
-            raise UnsupportedError(
-                f"mod_arrays: {label} requires grad, and mods have no gradient for their arrays; use .detach(), or "
-                "bias=, alibi_slopes= or sink=, which are learned"
-            )
     return text, {operand: arrays[label] for operand, label in zip(_OPERANDS, names, strict=False)}
 
 

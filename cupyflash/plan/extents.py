@@ -106,6 +106,8 @@ class Kernels:
                 tiles = extents.heads_q
             elif over == "bias":
                 tiles = self._bias_tiles(extents)
+            elif over == "elements":
+                tiles = blocks(max(math.prod(self.spec.mod_shapes[i]) for i in self.spec.dmods), rows)
             else:
                 length, heads = q if over == "q" else k
                 tiles = self._blocks(length, rows, extents.batch) * heads * self._arrays(extents)
@@ -163,7 +165,7 @@ class Kernels:
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Lists of a block mask, if there is one; delta, main, conversion of dQ; or delta, dK and dV, dQ; then the
-        gradients of slopes, sinks and a bias, if any are wanted.
+        gradients of slopes, sinks, a bias and arrays of mods, if any are wanted.
 
         Q, dO and a fp32 sum of dQ are streamed.
         """
@@ -189,6 +191,7 @@ class Kernels:
                 rows = seqlen_k if variant.tile.over_keys else seqlen_q
                 parts = self._blocks(rows, variant.rows, batch), variant.tile.parts
                 workspace["dalibi_parts"] = ((arrays, heads_q, *parts), "fp32")
+        workspace |= {f"dmod_sums_{i}": ((math.prod(self.spec.mod_shapes[i]),), "fp32") for i in self.spec.dmods}
         sections = self._sections(
             self._of_one(seqlen_q, extents) * row_bytes, arrays * heads_k, self._of_one(n_blocks, extents)
         )

@@ -55,6 +55,16 @@ def check_supported(call: Problem | Spec, device: Device) -> None:
         )
 
 
+def _check_order(spec: Spec) -> None:
+    """Refuse sums in no order where the order must always be the same."""
+    if spec.deterministic and spec.dmods:
+        raise UnsupportedError(
+            "deterministic: expected False where gradients of mod_arrays are wanted, which a GPU sums up by atomic "
+            "additions; leave them out of gradients_of (on PyTorch .detach() the arrays), or give a bias, whose "
+            "gradient is reproducible"
+        )
+
+
 def choose(spec: Spec, device: Device) -> tuple[Family, dict[str, str]]:
     """The family that calls of a spec take, and why they take none of those that are faster: name -> reason.
 
@@ -62,6 +72,7 @@ def choose(spec: Spec, device: Device) -> tuple[Family, dict[str, str]]:
         UnsupportedError: if the device, the dtype or the family asked for cannot do it.
     """
     check_supported(spec, device)
+    _check_order(spec)
     reasons: dict[str, str] = {}
     for family in reversed(FAMILIES.values()):
         reason = family.why_not(spec, device)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, learned, round_up, row_bytes
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, round_up, row_bytes
+from .learned import learned
 from .lists import lists_before
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from ..gpu.device import Device
 from ..operand import MASK_TILE
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, learned
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
+from .learned import learned
 from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import Spec

@@ -31,7 +31,7 @@ class Spec(NamedTuple):
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap.
         mods: a user's expressions, which count as a bias; mod_shapes: of the arrays that they read, by value like
-            softcap.
+            softcap; dmods: the numbers of those whose gradients a backward makes.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -64,6 +64,7 @@ class Spec(NamedTuple):
     block_mask: int = 0
     mods: str = ""
     mod_shapes: tuple[tuple[int, ...], ...] = ()
+    dmods: tuple[int, ...] = ()
     is_empty: bool = False
     backward: bool = False
     unaligned: bool = False
@@ -74,7 +75,7 @@ class Spec(NamedTuple):
     @classmethod
     def of(
         cls, problem: Problem, *, aligned: bool = True, tma: bool = True, dalibi: bool = False, dsink: bool = False,
-        dbias: bool = False, paired_bias: bool = False, **asked: Any,
+        dbias: bool = False, dmods: tuple[int, ...] = (), paired_bias: bool = False, **asked: Any,
     ) -> Spec:  # fmt: skip
         """That of a problem.
 
@@ -83,6 +84,7 @@ class Spec(NamedTuple):
             tma: whether TMA can read q, k and v (and dout), if they are aligned.
             dalibi, dsink, dbias: whether a backward makes the gradient of the slopes, the sinks, the bias, where there
                 are any.
+            dmods: the numbers of the arrays of mods whose gradients a backward makes.
             paired_bias: whether two neighbouring keys of a bias (and of a mask) lie in an aligned pair.
             asked: `backward`, `family`, `clocks`.
         """
@@ -114,6 +116,7 @@ class Spec(NamedTuple):
             block_mask=problem.block_mask,
             mods=problem.mods,
             mod_shapes=problem.mod_shapes,
+            dmods=dmods if asked.get("backward") else (),
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,

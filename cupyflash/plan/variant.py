@@ -69,12 +69,13 @@ class Variant:
     function: ClassVar[str]  # the template it defines
     params_name: ClassVar[str]
     params: ClassVar[np.dtype[np.void]]
-    # A tile of work is some rows of a head of q, or of k ("k"), a slope ("slopes"), a sink ("sinks"), or some of a
-    # bias.
+    # A tile of work is some rows of a head of q, or of k ("k"), a slope ("slopes"), a sink ("sinks"), some of a bias,
+    # or some elements of arrays of mods ("elements").
     over: ClassVar[str] = "q"
     arch_suffix: ClassVar[str] = ""  # "a": uses instructions of one architecture alone
     persistent: ClassVar[bool] = False  # a block computes tile after tile
     mods = ""  # the text of a user's expressions, in kernels that have some
+    dmods = tuple[int, ...]()  # the numbers of the arrays that they read whose gradients a kernel makes
 
     dtype: str
     head_dim: int
@@ -84,7 +85,7 @@ class Variant:
     def of(cls: type[_Kind], spec: Spec, tile: Tile) -> _Kind:
         """The variant that a spec takes: its flags are the spec's fields of these names."""
         flags: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(cls) if f.name not in _NO_FLAGS}
-        flags = {name: x if name == "mods" else bool(x) for name, x in flags.items()}
+        flags = {name: x if name in ("mods", "dmods") else bool(x) for name, x in flags.items()}
         return cls(spec.dtype, spec.head_dim, tile, **flags)
 
     @functools.cached_property
@@ -127,8 +128,9 @@ class Variant:
     @functools.cached_property
     def symbol(self) -> str:
         flags = [name for name, value in self.constants.items() if value is True]
-        flags += [hashlib.sha256(self.mods.encode()).hexdigest()[:12]] if self.mods else []
-        return "_".join([self.header, self.dtype, f"d{self.head_dim}", self.tile.name, *flags])
+        learned = "".join(f" {i}" for i in self.dmods)
+        flags += [hashlib.sha256((self.mods + learned).encode()).hexdigest()[:12]] if self.mods else []
+        return "_".join(filter(None, [self.header, self.dtype, f"d{self.head_dim}", self.tile.name, *flags]))
 
     def source(self) -> str:
         """The entry unit, as handed to NVRTC together with `kernel_sources()`."""
@@ -139,7 +141,7 @@ class Variant:
         return (
             f"// kernels_cu {digest()}\n"
             f'#include "{self.folder}/{self.header}.cuh"\n\n'
-            f"{self._mods.source if self._mods else ''}"
+            f"{self._mods.source(self.dmods) if self._mods else ''}"
             f"struct Variant {{\n    using Element = {_ELEMENTS[self.dtype]};\n{constants}"
             f"{'    using Mods = mods::Mods;' + chr(10) if self._mods else ''}"
             f"    static constexpr int kSmemBytes = {self.smem_bytes};  // what is launched with\n}};\n\n"

@@ -15,6 +15,12 @@ __device__ __forceinline__ int mod_value(int x) { return x; }
 __device__ __forceinline__ int mod_value(long long x) { return static_cast<int>(x); }
 __device__ __forceinline__ bool mod_value(unsigned char x) { return x != 0; }
 
+// The gradient of such a number leaves.
+__device__ __forceinline__ void mod_store(float *to, float x) { *to = x; }
+__device__ __forceinline__ void mod_store(double *to, float x) { *to = x; }
+__device__ __forceinline__ void mod_store(Fp16 *to, float x) { to->raw = static_cast<ptx::u16>(Fp16::pack(x, 0.f)); }
+__device__ __forceinline__ void mod_store(Bf16 *to, float x) { to->raw = static_cast<ptx::u16>(Bf16::pack(x, 0.f)); }
+
 // A contiguous array; an index out of range counts as the nearest one in it, and an array without elements as 0.
 template <class T, int kDims>
 struct ModArray {
@@ -25,16 +31,35 @@ struct ModArray {
 
     template <class... Index>
     __device__ auto operator()(Index... index) const {
+        const long long i = element(index...);
+        return i < 0 ? decltype(mod_value(*at)){} : mod_value(at[i]);
+    }
+    // Where what is read lies in something of this shape; null if there are no elements.
+    template <class... Index>
+    __device__ float *place_of(float *like, Index... index) const {
+        const long long i = element(index...);
+        return i < 0 ? nullptr : like + i;
+    }
+    __device__ long long count() const {
+        return static_cast<long long>(lengths[0]) * lengths[1] * lengths[2] * lengths[3];
+    }
+    // x becomes element i of something of this type and shape.
+    __device__ void store(void *to, long long i, float x) const { mod_store(static_cast<T *>(to) + i, x); }
+
+  private:
+    // The number of an element; -1 if there are none.
+    template <class... Index>
+    __device__ long long element(Index... index) const {
         static_assert(sizeof...(Index) == kDims);
         const int given[kDims] = {static_cast<int>(index)...};
-        long long element = 0;
+        long long found = 0;
         bool is_empty = false;
         #pragma unroll
         for (int i = 0; i < kDims; ++i) {
-            element = element * lengths[i] + max(0, min(given[i], lengths[i] - 1));  // @index-in-range
+            found = found * lengths[i] + max(0, min(given[i], lengths[i] - 1));  // @index-in-range
             is_empty = is_empty || lengths[i] == 0;
         }
-        return is_empty ? decltype(mod_value(*at)){} : mod_value(at[element]);
+        return is_empty ? -1 : found;
     }
 };
 

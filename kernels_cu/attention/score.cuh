@@ -112,7 +112,6 @@ struct Score {
     // Whether lse may be finite though q is not. A sink makes it so, too, where all scores are -inf: not known to this kernel.
     static constexpr bool kFiniteOfAnyQ = V::kSoftcap || kModded;
 
-  private:
     // The score before its place has a say.
     __device__ float own(float s) const {
         if constexpr (V::kSoftcap) return softcap.value(s);

@@ -84,9 +84,9 @@ class Session:
         arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "out": out, "dout": inputs.dout, "lse": lse}
         arrays |= inputs.arrays() | more
         arrays |= {} if inputs.dlse is None else {"dlse": inputs.dlse}
-        wanted = tuple(f"d{name}" for name in inputs.learned) if self.learns else ()
+        wanted = inputs.wanted if self.learns else ()
         made = self._run(BACKWARD, arrays, problem, wanted)
-        return tuple(made[name] for name in inputs.gradients if name in made)
+        return tuple(made[name] for name in ("dq", "dk", "dv", *wanted))
 
     def _run(
         self, which: Pass, arrays: dict[str, Array], problem: Problem, wanted: tuple[str, ...] = ("lse",)
@@ -102,6 +102,7 @@ class Session:
             known |= {
                 name: f"{name}{rest}" in wanted for name, rest in (("dalibi", "_slopes"), ("dsink", ""), ("dbias", ""))
             }
+            known["dmods"] = given.asked.dmods
             known["paired_bias"] = buffers.paired(problem.seqlen_k)
             plan = plan_call(problem, self.device, family=family, **known)
             likes = [arrays[name] for name in given.likes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from .markers import change
+from .markers import change, without
 from .mutants import Bug
 
 _sm90 = partial(Bug, arch="sm_90")
@@ -23,4 +23,12 @@ BACKWARD_MODS = (
     _sm90("mods: without their derivative on Hopper", change("mod-derived", "* at.derivative(own(s))", ""), "mods-softcap-alibi"),
     _sm90("mods: without the softcap's derivative", change("mod-derived", "weight(s, P) *", "P *"), "mods-softcap-alibi"),
     Bug("mods: half of the product rule", change("product-rule", "a.d * b.x + a.x * b.d", "a.d * b.x"), "mods-every"),
+    Bug("dmods: dS alone", change("derivative-by-the-read", "dS * by_it", "dS"), "mods-heated-d128"),
+    Bug("dmods: elements run together", change("sum-of-another-element", "leave(), to = element", "to = element"), "mods"),
+    Bug("dmods: a sum added twice", without("sum-begins-anew"), "mods"),
+    Bug("dmods: the last sums left behind", without("dmods-left-over"), "mods"),
+    Bug("dmods: added without atomics", change("dmods-added", "ptx::red_add(to, sum)", "*to += sum"), "mods", r"RACE"),
+    Bug("dmods: what sums held before", without("dmods-cleared"), "mods"),
+    Bug("dmods: K overwritten while it is read", without("dmods-in-the-place-of-k"), "mods", r"RACE"),
+    Bug("dmods: scores read before they are there", without("dmods-scores-of-all-warps"), "mods", r"RACE"),
 )  # fmt: skip

@@ -55,7 +55,7 @@ def check(case: cases.Case, oracle: Oracle, inputs: cases.Inputs, library: str) 
     if case.backward:
         poison(library)
         grads = backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=inputs.learned, **options)
-        learned = [to_numpy(getattr(grads, f"d{name}")) for name in inputs.learned]
+        learned = [to_numpy(x) for x in inputs.learned_in(grads).values()]
         verdicts += oracle.judge_backward(*(case.in_layout(to_numpy(g)) for g in grads), *learned)
     failed = [str(verdict) for verdict in verdicts if not verdict.passed]
     assert not failed, "\n".join(failed)

@@ -18,13 +18,16 @@ import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import cupyflash
 from cupyflash.compile import jit, nvrtc
 from cupyflash.compile.cache import Cubin
 from cupyflash.gpu.device import Device
+from cupyflash.mods import bind
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache
@@ -113,6 +116,21 @@ def test_shipped_variants_compile_without_spills(arch: str, tmp_path: Path, pyte
         if nvrtc.find().version != NVRTC:
             pytest.skip(f"the code is that of NVRTC {NVRTC[0]}.{NVRTC[1]}; this is {nvrtc.find().version}")
         assert digests(cubins) == json.loads(GOLDEN.read_text())[arch]
+
+
+@pytest.mark.parametrize("arch", PINNED)
+def test_gradients_of_what_mods_read_compile_without_spills(arch: str) -> None:
+    arrays = {"scale": np.zeros(2, np.float32), "table": np.zeros((2, 2, 40), np.float16)}
+    text, _ = bind("tanh(score * scale[h]) * 20 + table[b, h, q - k] + scale[0]", "k % 3 != 1", arrays)
+    shapes = (2,), (2, 2, 40)
+    variants: list[Variant] = []
+    more: tuple[dict[str, Any], ...] = ({"window": (None, 0)}, {"packed": True}, {"block_mask": 4, "dropout": 1})
+    for head_dim, options in zip((64, 128, 256), more, strict=True):
+        problem = Problem("bf16", 1, 1, 1, 1, 1, head_dim, 1.0, mods=text, mod_shapes=shapes, **options)
+        of = variants_of_calls(problem, Device.synthetic(arch), dmods=(0, 1))
+        variants += [v for v in of if v.header == "bwd_dmods"]
+    assert len(variants) == 3
+    assert {c.symbol: c.spill_bytes for c in compiled(variants, arch) if c.spill_bytes} == {}
 
 
 def test_the_products_of_hopper_kernels_overlap() -> None:

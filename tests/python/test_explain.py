@@ -398,6 +398,16 @@ def test_mods(arch: str, document: Document, invoke: Invoke) -> None:
     assert found["passes"][0]["bytes"] - plain["passes"][0]["bytes"] == 6 * 300 * 2
     named = [[x["symbol"] for x in p["launches"]] for p in found["passes"]]
     assert not {x for p in named for x in p} <= {x["symbol"] for p in plain["passes"] for x in p["launches"]}
+    learned = document(*options, *given, "--learned")["passes"][1]
+    backward = found["passes"][1]
+    *before, clear, adds, store = learned["launches"]
+    assert [x["symbol"] for x in before] == [x["symbol"] for x in backward["launches"]]
+    assert [x["symbol"].split("_bf16")[0] for x in (clear, adds, store)] == [
+        "bwd_dmods_sums",
+        "bwd_dmods",
+        "bwd_dmods_sums",
+    ]
+    assert (clear["bytes"], adds["flops"], store["bytes"]) == (6 * 300 * 4, found["passes"][0]["flops"], 6 * 300 * 4)
     assert ", no mask, mods\n" in invoke("--no-compile", *given).stdout
     assert "table" in invoke("--score-mod", "score + table[h, k]", code=2).output
     assert "is not NAME:DTYPE:SIZES" in invoke(*given[:2], "--mod-array", "table:float:6", code=2).output

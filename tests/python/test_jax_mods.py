@@ -298,6 +298,11 @@ def test_a_gradient_of_an_array_is_refused(three: list[Any], table: Any) -> None
     for f in (by_place, jax.jit(by_place)):
         with pytest.raises(UnsupportedError, match=r"JAX asks for a gradient of table, .* jax\.lax\.stop_g"):
             jax.grad(squared(f), (0, 3))(*three, table)
+    q, k, v = three
+    options: dict[str, Any] = {"score_mod": BY_PLACE, "mod_arrays": {"table": table}}
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    with pytest.raises(UnsupportedError, match="JAX asks for a gradient of table"):
+        cupyflash.attention_backward(out, q, k, v, out, lse, gradients_of="table", **options)
 
     def stopped(q: Any, k: Any, v: Any, table: Any) -> Any:
         return by_place(q, k, v, jax.lax.stop_gradient(table))

@@ -53,18 +53,18 @@ PYTHON_LAYERS = (
 PYTHON_ORDER = {
     "arrays": "libraries readable placed vetting adapters imported",
     "cache": "pool checks values arrays problem",
-    "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference features bias arithmetic "
-    "comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case case_masks case_mods "
-    "case_packed case_bias case_inputs",
+    "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods features bias "
+    "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
+    "case_masks case_mods case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles",
     "gpu": "dependent tensormap device driver",
     "jax": "sdpa op cached parts call seeds sharding ffi buffers",
     "launch": "cached decode run seeds clocks cached_params prepare alignment prepared filled checks packed passes "
     "template counters kept",
-    "mods": "given trace symbols description evaluate parse expression",
+    "mods": "given trace symbols description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_shares lists "
-    "decode_kernels kernels params_decode params variant spec",
+    "decode_kernels learned kernels params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd seeds sharding batching ops masks vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }

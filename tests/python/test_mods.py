@@ -263,16 +263,6 @@ def test_what_is_not_supported_yet(arrays: dict[str, Any]) -> None:
 
 
 @pytest.mark.needs("torch")
-def test_an_array_that_would_be_learned_is_refused(arrays: dict[str, Any]) -> None:
-    import torch
-
-    q = torch.tensor(arrays["q"])
-    table = torch.tensor(TABLE, requires_grad=True)
-    with pytest.raises(UnsupportedError, match="table requires grad"):
-        cupyflash.attention(q, q, q, score_mod="score + table(h, 0)", mod_arrays={"table": table})
-
-
-@pytest.mark.needs("torch")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels have the mod in their source; other shapes of an array take the same ones, another mod others."""

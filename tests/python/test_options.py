@@ -452,15 +452,20 @@ def test_warmup_over_a_cache(cache_dtype: str | None, prepared: list[Any]) -> No
 
 
 def test_warmup_with_mods(prepared: list[Any]) -> None:
-    """Those of calls with these mods, of arrays of any length, and no others."""
+    """Those of calls with these mods, of arrays of any length, fixed and learned, and no others."""
     mods: dict[str, Any] = {"score_mod": "score + table(h, k)", "mask_mod": lambda b, h, q, k: q >= k}
     cupyflash.warmup(
         dtypes="bf16", head_dims=64, causal=False, devices=0, **mods, mod_arrays={"table": np.zeros((3, 5), np.float32)}
     )
     text, _ = bind(**mods, mod_arrays={"table": np.zeros((7, 1), np.float32)})
     problem = make_problem([(2, 1000, 4, 64)] * 3, ["bf16"] * 3, mods=text, mod_shapes=((7, 1),))
-    assert {v for _, v in prepared} == set(variants_of_calls(problem, Device.of(0)))
-    assert len(prepared) > 1
+    fixed, learned = (set(variants_of_calls(problem, Device.of(0), dmods=dmods)) for dmods in ((), (0,)))
+    assert {v for _, v in prepared} == fixed | learned
+    assert len(learned - fixed) == 3
+    prepared.clear()
+    given = {"mod_arrays": {"table": np.zeros((3, 5), np.float32)}, "deterministic": True}
+    cupyflash.warmup(dtypes="bf16", head_dims=64, causal=False, devices=0, **mods, **given)
+    assert not any("dmods" in v.symbol for _, v in prepared)
 
 
 def test_warmup_checks_arguments_before_it_asks_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

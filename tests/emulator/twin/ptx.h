@@ -157,6 +157,7 @@ constexpr int kRedWidth = 4;
 constexpr int kRedWidth = 1;
 #endif
 inline void red_add(float *p, const float (&x)[kRedWidth], EMU_HERE) { emu_red_add_f32(p, x, kRedWidth, EMU_SITE); }
+inline void red_add(float *p, float x, EMU_HERE) { emu_red_add_f32(p, &x, 1, EMU_SITE); }
 inline int atomic_add(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, false, EMU_SITE); }
 inline int atomic_add_acq_rel(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, true, EMU_SITE); }
 inline int ld_acquire(const int *p, EMU_HERE) { return emu_ld_acquire(p, EMU_SITE); }

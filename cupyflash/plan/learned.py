@@ -1,0 +1,154 @@
+"""The kernels of the gradients of sinks, of a bias and of arrays of mods: in any family, behind its own."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ..mods.description import read
+from ..mods.learned import walk_of
+from .kernels import Main, round_up, row_bytes
+from .params import BWD_PARAMS
+from .spec import Spec
+from .variant import Variant
+
+
+@dataclass(frozen=True)
+class SinksTile:
+    """A block has `warps`, each of which takes tiles of `block_m` queries, as row_stats has them."""
+
+    block_m: int
+    warps: int = 16
+    blocks_per_sm = 1
+
+    @property
+    def name(self) -> str:
+        return f"q{self.block_m}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """A number of each warp."""
+        return 4 * self.warps
+
+
+@dataclass(frozen=True)
+class Sinks(Variant):
+    """bwd_sink.cuh: the gradient of the sinks from row_stats."""
+
+    folder, header, function, params_name, params = "any", "bwd_sink", "bwd_sink", "BwdParams", BWD_PARAMS
+    over = "sinks"
+
+    tile: SinksTile
+    packed: bool = False
+    bias: bool = False
+
+    @classmethod
+    def after(cls, spec: Spec, block_m: int) -> tuple[Sinks, ...]:
+        """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
+        return (cls.of(spec, SinksTile(block_m)),) if spec.dsink else ()
+
+
+@dataclass(frozen=True)
+class BiasTile:
+    """A block makes the gradient of `block_m` queries and `block_n` keys; row_stats is padded to `stats_rows`."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stats_rows: int
+    blocks_per_sm: int
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}w{self.warps}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Q, dO, K and V."""
+        return 2 * (self.block_m + self.block_n) * row_bytes(round_up(head_dim, 16))
+
+
+@dataclass(frozen=True)
+class BiasGradient(Main):
+    """bwd_dbias.cuh: the gradient of a bias, in whatever family the others are."""
+
+    folder, header, function, params_name, params = "any", "bwd_dbias", "bwd_dbias", "BwdParams", BWD_PARAMS
+    over = "bias"
+
+    unaligned: bool = False
+
+    @classmethod
+    def after(cls, spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[BiasGradient, ...]:
+        """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
+        if spec.dbias is None:
+            return ()
+        columns, blocks = 32 if spec.crowded else 64, 2 if spec.head_dim <= 128 else 1
+        tiles = BiasTile(64, columns, 4, stats_rows, blocks), BiasTile(32, 32, 2, stats_rows, 1)
+        return (cls.of(spec, next(tile for tile in tiles if tile.smem_bytes(spec.head_dim) <= smem_bytes)),)
+
+
+@dataclass(frozen=True)
+class ModsTile(BiasTile):
+    """The same; scores and their gradients, in rows of one float more, take the place of K and V."""
+
+    def smem_bytes(self, head_dim: int) -> int:
+        row = row_bytes(round_up(head_dim, 16))
+        return 2 * self.block_m * row + max(2 * self.block_n * row, 8 * self.block_m * (self.block_n + 1))
+
+
+@dataclass(frozen=True)
+class ModsGradient(Main):
+    """bwd_dmods.cuh: the gradients of what mods read, summed up in fp32."""
+
+    folder, header, function, params_name, params = "any", "bwd_dmods", "bwd_dmods", "BwdParams", BWD_PARAMS
+
+    unaligned: bool = False
+    dmods: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def constants(self) -> dict[str, int]:
+        reads = read(self.mods).reads(self.dmods)
+        return super().constants | {"reads": len(reads), "walk": walk_of(reads)}
+
+
+@dataclass(frozen=True)
+class SumsTile:
+    """A block takes `block_m` elements of each array."""
+
+    block_m: int = 4096
+    warps: int = 8
+    blocks_per_sm = 1
+    name = ""
+
+    def smem_bytes(self, head_dim: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class ModsSums(Variant):
+    """bwd_dmods_sums.cuh: sums of 0; or, where it `stores`, the gradients from their sums."""
+
+    folder, header, function, params_name, params = "any", "bwd_dmods_sums", "bwd_dmods_sums", "BwdParams", BWD_PARAMS
+    over = "elements"
+
+    mods: str = ""
+    dmods: tuple[int, ...] = ()
+    stores: bool = False
+
+
+def _of_mods(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...]:
+    """Sums are cleared, added to and stored; nothing is added where no score depends on the arrays."""
+    if not spec.dmods:
+        return ()
+    columns, blocks = 32 if spec.crowded else 64, 2 if spec.head_dim <= 128 else 1
+    tiles = ModsTile(64, columns, 4, stats_rows, blocks), ModsTile(32, 32, 2, stats_rows, 1)
+    tile = next(tile for tile in tiles if tile.smem_bytes(spec.head_dim) <= smem_bytes)
+    clears, stores = (
+        ModsSums(spec.dtype, spec.head_dim, SumsTile(), spec.mods, spec.dmods, stores) for stores in (False, True)
+    )
+    adds = (ModsGradient.of(spec, tile),) if read(spec.mods).reads(spec.dmods) else ()
+    return clears, *adds, stores
+
+
+def learned(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...]:
+    """What makes these gradients, behind a backward's other kernels."""
+    of_bias = BiasGradient.after(spec, stats_rows, smem_bytes)
+    return *Sinks.after(spec, stats_rows), *of_bias, *_of_mods(spec, stats_rows, smem_bytes)
