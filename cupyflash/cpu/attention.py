@@ -23,25 +23,29 @@ overflows fp32 may fit fp64. How the work is cut into tiles: `tiles`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..problem import Problem
+from . import workers
 from .chunk import Chunk, chunk_of
 from .dropping import dropped
-from .features import Features, Sums
+from .features import Features, Place, Sums
 from .features import accumulator as accumulator
 from .forward import forward_tile
-from .products import product, scores
-from .tiles import chunks, group_heads, group_lse, key_tiles, load, load_rows, query_tiles
+from .products import matmul, product, scores
+from .tiles import chunks, group_heads, group_lse, key_tiles, load, load_rows, query_tiles, scores_of, transposed
 
 Array = NDArray[Any]
 
 _FP32, _FP64 = np.dtype(np.float32), np.dtype(np.float64)
 _DTYPES = {_FP32: (_FP32, _FP64), _FP64: (_FP64,)}  # accumulator -> what to compute in, one after the other
 _NOTHING = Features()
+_Loaded = tuple[Array, Array, Chunk]
 
 
 def forward(q: Array, k: Array, v: Array, problem: Problem, of: Features = _NOTHING) -> tuple[Array, Array]:
@@ -61,21 +65,38 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, of: Features = _NOTH
     out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), accumulate)
     q_heads, out_heads, lse_heads = group_heads(q, p), group_heads(out, p), group_lse(lse, p)
-    for chunk in chunks(p):
-        for dtype in _DTYPES[accumulate]:
-            K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
-            finite, own = True, chunk_of(of, chunk, p, dtype)
+
+    def tasks() -> Iterator[workers.Task]:
+        for chunk in chunks(p):
+            load_chunk = partial(_load_forward, k, v, chunk, p, of)
+            loaded = load_chunk(accumulate)
             for rows in query_tiles(p):
-                target = out_heads[chunk][..., rows, :]
-                Q = load_rows(q_heads[chunk][..., rows, :], dtype)
-                with np.errstate(all="ignore"):
-                    O, LSE = forward_tile(Q, K, V, rows, p, own)
-                    finite = finite and bool(np.isfinite(O).all())
-                    target[...] = O.reshape(target.shape)
-                    lse_heads[chunk][..., rows] = LSE.reshape(target.shape[:-1])
-            if finite:
-                break
+                target = out_heads[chunk][..., rows, :], lse_heads[chunk][..., rows]
+                yield partial(_forward_rows, q_heads[chunk][..., rows, :], target, rows, p, loaded, load_chunk)
+
+    workers.run(tasks(), workers.threads(scores_of(p)))
     return out, lse
+
+
+def _load_forward(k: Array, v: Array, chunk: Any, p: Problem, of: Features, dtype: np.dtype[Any]) -> _Loaded:
+    """K^T, V and features of some heads in one dtype."""
+    K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
+    return transposed(K, p), V, chunk_of(of, chunk, p, dtype)
+
+
+def _forward_rows(
+    q: Array, target: tuple[Array, Array], rows: slice, p: Problem, loaded: _Loaded, again: Callable[..., _Loaded]
+) -> None:
+    """Write out and lse of a tile of queries of some heads; `again`: loads what is `loaded` in another dtype."""
+    out, lse = target
+    for dtype in _DTYPES[loaded[1].dtype]:
+        KT, V, own = loaded if dtype == loaded[1].dtype else again(dtype)
+        with np.errstate(all="ignore"):
+            O, LSE = forward_tile(load_rows(q, dtype), KT, V, rows, p, own)
+            out[...] = O.reshape(out.shape)
+            lse[...] = LSE.reshape(lse.shape)
+            if np.isfinite(O).all():
+                return
 
 
 def backward(
@@ -108,28 +129,33 @@ def backward(
     by_row = [group_heads(x, p) for x in (q, dout, out)]
     lse_heads, dlse_heads = group_lse(lse, p), None if dlse is None else group_lse(dlse, p)
     targets = group_heads(dq, p), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
-    for chunk in chunks(p):
+
+    def task(chunk: Any) -> tuple[Place, tuple[Array, ...]]:
         dlse_chunk = None if dlse_heads is None else dlse_heads[chunk]
         for dtype in _DTYPES[accumulator(q)]:
-            K, V = (load(x.swapaxes(1, 2)[chunk], dtype) for x in (k, v))
+            K, VT = load(k.swapaxes(1, 2)[chunk], dtype), transposed(load(v.swapaxes(1, 2)[chunk], dtype), p)
             own = chunk_of(of, chunk, p, dtype)
-            gradients = _backward_chunk([x[chunk] for x in by_row], K, V, lse_heads[chunk], dlse_chunk, p, own)
+            gradients = _backward_chunk([x[chunk] for x in by_row], K, VT, lse_heads[chunk], dlse_chunk, p, own)
             learned = own.gradients()
             if all(np.isfinite(x).all() for x in (*gradients, *learned)):
                 break
-        sums.add(own.place, learned)
         for target, gradient in zip(targets, gradients, strict=True):
             with np.errstate(all="ignore"):
                 target[chunk] = gradient.reshape(target[chunk].shape)
+        return own.place, learned
+
+    tasks = (partial(task, chunk) for chunk in chunks(p))
+    workers.run(tasks, workers.threads(scores_of(p)), lambda found: sums.add(*found))
     return dq, dk, dv, *sums.found()
 
 
 def _backward_chunk(
-    by_row: list[Array], K: Array, V: Array, lse: Array, dlse: Array | None, p: Problem, of: Chunk
+    by_row: list[Array], K: Array, VT: Array, lse: Array, dlse: Array | None, p: Problem, of: Chunk
 ) -> tuple[Array, Array, Array]:
-    """dQ, dK and dV of some heads in the dtype of K; `by_row`: their q, dout and out."""
+    """dQ, dK and dV of some heads in the dtype of K, and of V transposed; `by_row`: their q, dout and out."""
     dtype = K.dtype
-    dQ, dK, dV = np.zeros(by_row[0].shape, dtype), np.zeros_like(K), np.zeros_like(V)
+    dQ, dK, dV = np.zeros(by_row[0].shape, dtype), np.zeros_like(K), np.zeros_like(K)
+    KT = transposed(K, p)
     for rows in query_tiles(p):
         Q, dO, O = (load_rows(x[..., rows, :], dtype) for x in by_row)
         LSE = lse[..., rows].astype(dtype).reshape(*Q.shape[:2], 1)
@@ -139,15 +165,17 @@ def _backward_chunk(
                 delta -= dlse[..., rows].astype(dtype).reshape(delta.shape)
             of.add_to_sink(LSE, delta)
             target = dQ[..., rows, :]
-            target[...] = _backward_tile(Q, K, V, dO, LSE, delta, dK, dV, rows, p, of).reshape(target.shape)
+            tile = _backward_tile(Q, K, KT, VT, dO, LSE, delta, dK, dV, rows, p, of)
+            target[...] = tile.reshape(target.shape)
     with np.errstate(all="ignore"):
-        return dQ, p.scale * dK, dV
+        return dQ, np.multiply(p.scale, dK, out=dK), dV
 
 
 def _backward_tile(
     Q: Array,
     K: Array,
-    V: Array,
+    KT: Array,
+    VT: Array,
     dO: Array,
     LSE: Array,
     delta: Array,
@@ -157,10 +185,10 @@ def _backward_tile(
     p: Problem,
     of: Chunk,
 ) -> Array:
-    """dQ of one tile of queries; adds what the tile contributes to dV, dK, still without scale, and what is added."""
+    """dQ of one tile of queries, K and V transposed; adds what it contributes to dV, dK, still without scale, and what is added."""
     dQ, added = np.zeros_like(Q), of.added
     for keys, visible in key_tiles(rows, p, of.mask):
-        S = scores(Q, K[:, keys], p)
+        S = scores(Q, KT[..., keys], p)
         derivative = None if p.softcap is None else 1 - np.square(S / p.softcap)  # by scale * q . k
         by_mods = None if added.mods is None else added.mods.of(S, rows, keys)[1]
         reads = [] if added.mods is None else added.mods.reads(S, rows, keys)
@@ -168,7 +196,7 @@ def _backward_tile(
         visible = added.visible(S, visible, rows, keys, LSE)
         P = np.exp(np.subtract(S, LSE, out=S), out=S)
         Z = of.dropping.factors(rows, keys, P.dtype)
-        dP = dropped(dO @ V[:, keys].swapaxes(1, 2), Z)
+        dP = dropped(matmul(dO, VT[..., keys]), Z)
         dS = np.multiply(P, np.subtract(dP, delta, out=dP), out=dP)
         if added.is_learned:
             added.add_gradients(dS if visible is None else np.where(visible, dS, 0), rows, keys, reads)

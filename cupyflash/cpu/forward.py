@@ -19,12 +19,12 @@ from .tiles import key_tiles, sees_a_key
 Array = NDArray[Any]
 
 
-def forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem, of: Chunk) -> tuple[Array, Array]:
-    """O and lse of one tile of queries."""
+def forward_tile(Q: Array, KT: Array, V: Array, rows: slice, p: Problem, of: Chunk) -> tuple[Array, Array]:
+    """O and lse of one tile of queries, of K transposed."""
     O, added = np.zeros_like(Q), of.added
     m, l = sinks.start(of.sink, (*Q.shape[:2], 1), Q.dtype)
     for keys, visible in key_tiles(rows, p, of.mask):
-        S = added.to(scores(Q, K[:, keys], p), rows, keys)
+        S = added.to(scores(Q, KT[..., keys], p), rows, keys)
         visible = added.visible(S, visible, rows, keys)
         if visible is not None:
             np.copyto(S, -np.inf, where=~visible)
@@ -34,7 +34,8 @@ def forward_tile(Q: Array, K: Array, V: Array, rows: slice, p: Problem, of: Chun
         rescale = np.exp(m - shift)
         l = rescale * l + P.sum(axis=-1, keepdims=True)
         P = dropped(P, of.dropping.factors(rows, keys, P.dtype))
-        O = rescale * O + product(P, V[:, keys], visible)
+        O = np.multiply(rescale, O, out=O)
+        O += product(P, V[:, keys], visible)
         m = m_new
     sees = sees_a_key(rows, p, of.mask)[:, None]
     if added.may_hide:  # which may make all scores -inf

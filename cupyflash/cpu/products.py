@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,15 @@ from ..problem import Problem
 
 Array = NDArray[Any]
 
+# Multiplications that OpenBLAS does on the calling thread: 64^3 of two matrices, 4 * 2304 of a matrix and a vector. More
+# of them it hands to threads of its own, which wait for each other by spinning: beside ours (`workers`), or on a machine
+# that others use too, a product then takes a hundred times longer.
+ONE_THREAD, ONE_THREAD_VECTOR = 2**18, 2**13
 
-def scores(Q: Array, K: Array, p: Problem) -> Array:
-    """scale * Q K^T, capped."""
-    S = Q @ K.swapaxes(1, 2)
+
+def scores(Q: Array, KT: Array, p: Problem) -> Array:
+    """scale * Q K^T, capped, of K transposed."""
+    S = matmul(Q, KT)
     if p.softcap is None:
         return np.multiply(S, p.scale, out=S)
     np.tanh(np.multiply(S, p.scale / p.softcap, out=S), out=S)
@@ -28,9 +34,43 @@ def product(A: Array, B: Array, visible: Array | None) -> Array:
     term by term to those rows that see it, since 0 * NaN is NaN.
     """
     if visible is None or np.isfinite(B).all():
-        return A @ B
+        return matmul(A, B)
     finite = np.isfinite(B).all(axis=(0, 2))
     C = A[:, :, finite] @ B[:, finite]
     for t in np.flatnonzero(~finite):
         C += np.where(visible[..., t, None], A[:, :, t, None] * B[:, t, None, :], 0)
     return C
+
+
+def matmul(A: Array, B: Array, out: Array | None = None) -> Array:
+    """A B of (heads, m, k) and (heads, k, n), in blocks that BLAS multiplies on the calling thread."""
+    (heads, rows, depth), columns = A.shape, B.shape[2]
+    C = np.empty((heads, rows, columns), A.dtype) if out is None else out
+    m, n = _block(rows, columns, depth)
+    if m >= rows and n >= columns:
+        return np.matmul(A, B, out=C)
+    i, j = rows // m * m, columns // n * n  # up to where whole blocks reach
+    a = A[:, :i].reshape(heads, i // m, 1, m, depth)
+    b = B[:, :, :j].reshape(heads, 1, depth, j // n, n).swapaxes(2, 3)
+    np.matmul(a, b, out=C[:, :i, :j].reshape(heads, i // m, m, j // n, n).swapaxes(2, 3))
+    if i < rows:
+        matmul(A[:, i:], B, C[:, i:])
+    if j < columns:
+        matmul(A[:, :i], B[:, :, j:], C[:, :i, j:])
+    return C
+
+
+def _block(rows: int, columns: int, depth: int) -> tuple[int, int]:
+    """Rows and columns of a block: powers of two as nearly equal as they can be, or all there are."""
+    if min(rows, columns) <= 1:
+        most = max(1, ONE_THREAD_VECTOR // max(1, depth))
+        return min(rows, most), min(columns, most)
+    most = max(1, ONE_THREAD // max(1, depth))
+    n = min(columns, _power_of_two(math.isqrt(most)))
+    m = rows if rows * n <= most else _power_of_two(most // n)
+    return m, columns if columns * m <= most else _power_of_two(most // m)
+
+
+def _power_of_two(n: int) -> int:
+    """The largest one up to n."""
+    return 1 << n.bit_length() - 1

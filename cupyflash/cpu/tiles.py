@@ -8,6 +8,7 @@ out.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from ..problem import Problem
 
 Array = NDArray[Any]
 
-# On one core of an AMD EPYC (2026-11-20, fp32, causal, forward + backward): tiles of 128 to 512 rows and keys
-# differ by less than 10 %; short sequences take 20 % longer with 2^20 scores at a time than with 2^18.
 TILE_ROWS = 256  # queries of a tile, times heads of q that share a head of k
 BLOCK_M_MIN = 16  # queries of a tile at least, however large the group
-BLOCK_N = 256  # keys of a tile
-CHUNK_SCORES = 2**18  # scores that exist at a time: tiles of as many heads as fit share one NumPy call
+BLOCK_N = 512  # keys of a tile
+CHUNK_SCORES = 2**17  # scores that exist at a time: tiles of as many heads as fit share one NumPy call
+CUT = 64  # keys that all rows of a tile see, from which on they have tiles of their own
+TRANSPOSE_ROWS = 256  # queries of a sequence from which on a transposed copy of its keys pays
 CHUNK_KEYS = 2**24  # elements of K converted to the accumulator's dtype at a time: 64 MiB in fp32
 
 
@@ -40,13 +41,12 @@ def key_tiles(rows: slice, p: Problem, mask: BlockMask | None = None) -> Iterato
     """
     group = p.heads_q // p.heads_k
     first_key, end_key = bounds(np.arange(rows.start, rows.stop)[:, None], p)
-    for start in range(max(0, int(first_key[0, 0])), min(p.seqlen_k, int(end_key[-1, 0])), BLOCK_N):
-        stop = min(start + BLOCK_N, p.seqlen_k, int(end_key[-1, 0]))
+    for keys in _key_slices(first_key, end_key, p):
+        start, stop = keys.start, keys.stop
         visible = None
         if start < first_key[-1, 0] or end_key[0, 0] < stop:
             key = np.arange(start, stop)
             visible = np.tile((first_key <= key) & (key < end_key), (group, 1))
-        keys = slice(start, stop)
         if mask is not None:
             if mask.is_empty(rows, keys):
                 continue
@@ -54,6 +54,16 @@ def key_tiles(rows: slice, p: Problem, mask: BlockMask | None = None) -> Iterato
             seen = seen.reshape(-1, stop - start)
             visible = seen if visible is None else visible & seen
         yield keys, visible
+
+
+def _key_slices(first_key: Array, end_key: Array, p: Problem) -> Iterator[slice]:
+    """The keys that any row sees; those that all rows see are cut off from the others, whose tiles need a mask."""
+    first, end = max(0, int(first_key[0, 0])), min(p.seqlen_k, int(end_key[-1, 0]))
+    whole, partial = max(first, int(first_key[-1, 0])), min(end, int(end_key[0, 0]))
+    cuts = (first, whole, partial, end) if partial - whole >= CUT else (first, end)
+    for a, b in pairwise(cuts):
+        for start in range(a, b, BLOCK_N):
+            yield slice(start, min(start + BLOCK_N, b))
 
 
 def sees_a_key(rows: slice, p: Problem, mask: BlockMask | None = None) -> Array:
@@ -108,6 +118,12 @@ def load(x: Array, dtype: np.dtype[Any]) -> Array:
     return np.ascontiguousarray(x, dtype).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
+def transposed(X: Array, p: Problem) -> Array:
+    """Keys as (batch * heads_k, head_dim, seqlen_k), which BLAS reads faster as a copy."""
+    view = X.swapaxes(1, 2)
+    return np.ascontiguousarray(view) if p.seqlen_q >= TRANSPOSE_ROWS else view
+
+
 def load_rows(x: Array, dtype: np.dtype[Any]) -> Array:
     """A tile (batch, heads_k, group, block_m, head_dim) as (batch * heads_k, group * block_m, head_dim)."""
     b, heads_k, group, block_m, head_dim = x.shape
@@ -117,3 +133,10 @@ def load_rows(x: Array, dtype: np.dtype[Any]) -> Array:
 def by_group(x: Array, p: Problem, dtype: np.dtype[Any]) -> Array:
     """What heads of q have, (heads_q,) or (batch, heads_q), as (batch * heads_k, group)."""
     return np.broadcast_to(x, (p.batch, p.heads_q)).astype(dtype).reshape(-1, p.heads_q // p.heads_k)
+
+
+def scores_of(p: Problem) -> int:
+    """Scores of all heads, hidden ones of a window left out as far as whole rows go."""
+    left, right = p.window
+    seen = p.seqlen_k if left is None or right is None else min(p.seqlen_k, left + right + 1)
+    return p.batch * p.heads_q * p.seqlen_q * seen

@@ -1,0 +1,90 @@
+"""The tasks of a call on as many threads as BLAS takes; NumPy runs side by side in them, since it releases the lock.
+
+Each call starts its threads and ends them: none is left to a fork, to the next call, or to the end of the process.
+Which tasks there are does not depend on how many threads there are, and each of them writes what no other one does:
+results repeat bitwise on any number of threads.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Task = Callable[[], Any]
+
+_LIMITS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")  # as BLAS reads them
+SCORES = 2**18  # that make a thread worth its start: about 0.1 ms of 1 ms
+
+
+def threads(scores: int) -> int:
+    """How many threads compute so many scores: as many as BLAS would take, fewer if there is little to do."""
+    return max(1, min(_cores(), scores // SCORES))
+
+
+def _cores() -> int:
+    """The cores of this process, or fewer if the user said so to BLAS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for name in _LIMITS:
+        limit = os.environ.get(name, "").split(",")[0].strip()
+        if limit.isdecimal() and int(limit) > 0:
+            return min(cores, int(limit))
+    return cores
+
+
+def run(tasks: Iterator[Task], count: int, then: Callable[[Any], None] | None = None) -> None:
+    """Run all tasks on `count` threads, of which the caller's is one.
+
+    Args:
+        tasks: the iterator runs on these threads too, one at a time.
+        then: is given what the tasks return, in their order, one at a time.
+
+    Raises:
+        BaseException: the first one that a task raised; the tasks that had not begun are left out.
+    """
+    work = _Work(tasks, then)
+    helpers = []
+    for _ in range(count - 1):
+        helper = threading.Thread(target=contextvars.copy_context().run, args=(work.go,), name="cupyflash")
+        try:
+            helper.start()
+        except RuntimeError:  # no more threads here: the others do it
+            break
+        helpers.append(helper)
+    work.go()
+    for helper in helpers:
+        helper.join()
+    if work.error is not None:
+        raise work.error
+
+
+class _Work:
+    def __init__(self, tasks: Iterator[Task], then: Callable[[Any], None] | None) -> None:
+        self.error: BaseException | None = None
+        self._tasks, self._then = enumerate(tasks), then
+        self._next, self._done = 0, dict[int, Any]()  # whose turn it is, and results that wait for theirs
+        self._lock = threading.Lock()
+
+    def go(self) -> None:
+        """Take one task after the other."""
+        try:
+            while (found := self._take()) is not None:
+                number, task = found
+                result = task()
+                if self._then is not None:
+                    self._hand_on(number, result, self._then)
+        except BaseException as e:
+            self.error = self.error or e
+
+    def _take(self) -> tuple[int, Task] | None:
+        with self._lock:
+            return None if self.error is not None else next(self._tasks, None)
+
+    def _hand_on(self, number: int, result: Any, then: Callable[[Any], None]) -> None:
+        with self._lock:
+            self._done[number] = result
+            while self._next in self._done:
+                then(self._done.pop(self._next))
+                self._next += 1
