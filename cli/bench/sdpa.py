@@ -7,7 +7,9 @@ from typing import Any
 
 from .cell import Cell
 
-BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+TORCH_CPU = "torch-cpu"  # the fused kernel of torch's CPU, which goes by the name of another algorithm's there
+BACKENDS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH",
+            TORCH_CPU: "FLASH_ATTENTION"}  # fmt: skip
 
 
 def sdpa(name: str, cell: Cell, given: Mapping[str, Any]) -> Callable[[Any, Any, Any], Any]:

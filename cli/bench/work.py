@@ -20,9 +20,9 @@ from .clocks import Clock, TorchClock, Work
 from .decode_cell import WIDE
 from .flex import flex, flex_is_missing
 from .lengths import DENSE
-from .sdpa import sdpa
+from .sdpa import TORCH_CPU, sdpa
 
-PEERS = ("flash2", "cudnn", "efficient", "math", "fa4", "flex", DENSE)
+PEERS = ("flash2", "cudnn", "efficient", "math", TORCH_CPU, "fa4", "flex", DENSE)
 
 
 class Bench:
@@ -141,8 +141,8 @@ class TorchBench(Bench):
         torch.manual_seed(0)
 
     def absent(self, peer: str) -> str | None:
-        if not self.on_gpu and peer not in ("math", DENSE, WIDE):
-            return "needs a GPU"
+        if peer not in ("math", DENSE, WIDE) and self.on_gpu == (peer == TORCH_CPU):
+            return "needs --backend cpu" if self.on_gpu else "needs a GPU"
         if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
             try:
                 metadata.version("flash-attn-4")

@@ -47,7 +47,7 @@ def matmul(A: Array, B: Array, out: Array | None = None) -> Array:
     (heads, rows, depth), columns = A.shape, B.shape[2]
     C = np.empty((heads, rows, columns), A.dtype) if out is None else out
     m, n = _block(rows, columns, depth)
-    if m >= rows and n >= columns:
+    if (m, n) == (rows, columns) or not C.size:
         return np.matmul(A, B, out=C)
     i, j = rows // m * m, columns // n * n  # up to where whole blocks reach
     a = A[:, :i].reshape(heads, i // m, 1, m, depth)

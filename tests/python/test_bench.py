@@ -42,6 +42,11 @@ def bench(*options: str) -> Result:
     return result
 
 
+def bench_of_torch(*options: str) -> Result:
+    """As `bench`, on torch tensors."""
+    return bench("--framework", "torch", *options)
+
+
 class Recorder(Clock):
     """A clock whose times are what the functions return; it writes down which one ran."""
 
@@ -199,6 +204,54 @@ def test_torch_sdpa_computes_the_same(causal: bool, features: dict[str, str]) ->
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
     assert not ours["fwd"]().requires_grad
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("features", [{}, {"mask": "bk"}, {"bias": "hqk"}])
+@pytest.mark.parametrize("causal", [False, True])
+def test_torchs_own_kernel_of_the_cpu(causal: bool, features: dict[str, str]) -> None:
+    """`torch-cpu` is that kernel and no other, forward and backward, and computes the same."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    ran: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ran.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    cell = Cell("fp32", 16, causal, 37, 2, 4, 4, **features)  # type: ignore[arg-type]
+    bench, given = bench_work.TorchBench(on_gpu=False), {}
+    given |= bench.brought(cell)
+    if "mask" in given:
+        given["mask"][..., :1] = True  # torch gives NaN where a query sees nothing
+    inputs = bench.inputs(cell)
+    bench.brought = lambda _: dict(given)  # type: ignore[method-assign]
+    bench.inputs = lambda _: [x.clone() for x in inputs]  # type: ignore[method-assign]
+    ours, theirs = (bench.works(name, cell)["both"] for name in ("cupyflash", "torch-cpu"))
+    with Record():
+        found = theirs()
+    attentions = [name for name in ran if "attention" in name]
+    forward = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert attentions == [forward, f"{forward}_backward"]
+    for x, y in zip(_flat(ours()), _flat(found), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.needs("torch")
+def test_torchs_kernel_of_the_cpu_is_timed_there_alone() -> None:
+    bench = bench_work.TorchBench(on_gpu=False)
+    assert bench.absent("torch-cpu") is None
+    bench.on_gpu = True
+    assert bench.absent("torch-cpu") == "needs --backend cpu"
+    assert bench_work.Bench().absent("torch-cpu") == "needs torch"
+    result = bench_of_torch("--against", "math,torch-cpu", "--rounds", "5", "--quick", "--pass", "fwd,bwd", "--json")
+    rows = json.loads(result.stdout)["rows"]
+    assert [(r["direction"], r["implementation"]) for r in rows] == [
+        (d, name) for d in ("fwd", "bwd") for name in ("cupyflash", "math", "torch-cpu")
+    ]
+    assert all(len(r["ms_rounds"]) == 5 and r["spread"] >= 0 and not r["reason"] for r in rows)
 
 
 def _flat(x: Any) -> list[Any]:

@@ -57,7 +57,7 @@ PYTHON_ORDER = {
     "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
     "case_masks case_mods case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
-    "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles",
+    "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent tensormap device driver",
     "jax": "sdpa op cached parts call seeds sharding ffi buffers",
     "launch": "cached decode run seeds clocks cached_params prepare alignment prepared filled checks packed passes "
