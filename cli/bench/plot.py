@@ -12,13 +12,14 @@ from .sdpa import TORCH_CPU
 
 LABELS = {OURS: "cupyflash", "flash2": "FlashAttention-2", "cudnn": "cuDNN", "fa4": "FlashAttention-4",
           "efficient": "torch, memory-efficient",
-          "math": "plain PyTorch", TORCH_CPU: "torch's CPU kernel", "flex": "FlexAttention", DENSE: "cupyflash, not packed"}  # fmt: skip
+          "math": "plain PyTorch", TORCH_CPU: "torch's CPU kernel",
+          "flex": "FlexAttention", DENSE: "cupyflash, not packed"}  # fmt: skip
 # Told apart by all eyes (Okabe and Ito, 2008), and by their markers in print.
 COLORS = {OURS: "#D55E00", "flash2": "#56B4E9", "cudnn": "#009E73", "fa4": "#0072B2", "math": "#777777",
           "efficient": "#F0E442",
           TORCH_CPU: "#000000", "flex": "#CC79A7", DENSE: "#E69F00"}  # fmt: skip
-MARKERS = {OURS: "o", "flash2": "^", "cudnn": "s", "fa4": "D", "math": "v", "efficient": "<", TORCH_CPU: ">", "flex": "P",
-           DENSE: "X"}  # fmt: skip
+MARKERS = {OURS: "o", "flash2": "^", "cudnn": "s", "fa4": "D", "math": "v", "efficient": "<", TORCH_CPU: ">",
+           "flex": "P", DENSE: "X"}  # fmt: skip
 STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
          "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.25, "hatch.linewidth": 0.6}  # fmt: skip
 LOG_RATIO = 10

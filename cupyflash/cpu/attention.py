@@ -15,8 +15,9 @@ sum l, so that no more than a tile of scores ever exists. Backward recomputes th
     dQ += scale * dS K                      dK += scale * dS^T Q
 
 Memory is linear in the sequence lengths. All arithmetic is fp32 (fp64 for fp64); each result is rounded once. Where one
-is not finite, its heads are computed again in fp64: a weight that fp32 rounds to 0 would turn an inf into NaN, and what
-overflows fp32 may fit fp64. How the work is cut into tiles: `tiles`.
+is not finite, its tile of queries (in the backward its heads) is computed again in fp64: a weight that fp32 rounds to 0
+would turn an inf into NaN, and what overflows fp32 may fit fp64. How the work is cut into tiles: `tiles`; which threads
+do it: `workers`.
 """
 
 # ruff: noqa: E741 (O and l are the paper's names)
@@ -185,7 +186,7 @@ def _backward_tile(
     p: Problem,
     of: Chunk,
 ) -> Array:
-    """dQ of one tile of queries, K and V transposed; adds what it contributes to dV, dK, still without scale, and what is added."""
+    """dQ of one tile of queries; adds what the tile contributes to dV, dK, still without scale, and what is added."""
     dQ, added = np.zeros_like(Q), of.added
     for keys, visible in key_tiles(rows, p, of.mask):
         S = scores(Q, KT[..., keys], p)

@@ -12,9 +12,9 @@ from ..problem import Problem
 
 Array = NDArray[Any]
 
-# Multiplications that OpenBLAS does on the calling thread: 64^3 of two matrices, 4 * 2304 of a matrix and a vector. More
-# of them it hands to threads of its own, which wait for each other by spinning: beside ours (`workers`), or on a machine
-# that others use too, a product then takes a hundred times longer.
+# Multiplications that OpenBLAS does on the calling thread: 64^3 of two matrices, 4 * 2304 of a matrix and a vector.
+# More of them it hands to threads of its own, which wait for each other by spinning: beside ours (`workers`), or beside
+# other processes, a product then takes up to a hundred times longer (docs/performance.md).
 ONE_THREAD, ONE_THREAD_VECTOR = 2**18, 2**13
 
 

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash.check.cases import case
-from cupyflash.cpu import call as cpu
 from cupyflash.cpu import attention, products, tiles, workers
+from cupyflash.cpu import call as cpu
 from cupyflash.cpu.features import Features
 from cupyflash.problem import Problem
 
