@@ -6,8 +6,9 @@ masks of their own. Packed arrays are (total, heads, head_dim), lse is (heads_q,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ from numpy.typing import NDArray
 from ..block_mask import BlockMask
 from ..problem import Problem
 from ..sequences import parts
-from . import attention
+from . import attention, workers
 from .features import Features, Place, Sums
+from .tiles import scores_of
 
 Array = NDArray[Any]
 Index = tuple[Any, ...]
@@ -29,9 +31,12 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, of: Features) -> tup
     if found is None:
         return attention.forward(q, k, v, problem, of)
     out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
-    for part in found:
+
+    def task(part: _Part) -> None:
         one = forward(q[part.q], k[part.k], v[part.k], part.problem, part.features)
         out[part.q], lse[part.lse] = one
+
+    _run(task, found)
     return out, lse
 
 
@@ -44,12 +49,15 @@ def backward(
     if found is None:
         return attention.backward(dout, q, k, v, out, lse, dlse, problem, of)
     (dq, dk, dv), sums = (np.zeros(x.shape, x.dtype) for x in (q, k, v)), Sums(of)
-    for part in found:
+
+    def task(part: _Part) -> tuple[Place, tuple[Array, ...]]:
         dO, Q, K, V, O = dout[part.q], q[part.q], k[part.k], v[part.k], out[part.q]  # noqa: E741 (the paper's name)
         dLSE = None if dlse is None else dlse[part.lse]
         gradients = backward(dO, Q, K, V, O, lse[part.lse], dLSE, part.problem, part.features)
         dq[part.q], dk[part.k], dv[part.k] = gradients[:3]
-        sums.add(part.place, gradients[3:])
+        return part.place, gradients[3:]
+
+    _run(task, found, lambda found: sums.add(*found))
     return dq, dk, dv, *sums.found()
 
 
@@ -62,6 +70,16 @@ class _Part(NamedTuple):
     place: Place
     problem: Problem
     features: Features
+
+
+def _run(task: Callable[[_Part], Any], parts: Iterator[_Part], then: Callable[[Any], None] | None = None) -> None:
+    """A task for each part: side by side if none is so large that the others wait for it, else one after the other."""
+    known = list(parts)
+    scores = [scores_of(part.problem) for part in known]
+    count = workers.threads(sum(scores))
+    if max(scores, default=0) * count > sum(scores):
+        count = 1
+    workers.run((partial(task, part) for part in known), count, then)
 
 
 def _parts(p: Problem, of: Features) -> Iterator[_Part] | None:

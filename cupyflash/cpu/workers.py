@@ -17,11 +17,13 @@ Task = Callable[[], Any]
 
 _LIMITS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")  # as BLAS reads them
 SCORES = 2**18  # that make a thread worth its start: about 0.1 ms of 1 ms
+_side_by_side = contextvars.ContextVar("side_by_side", default=False)  # whether this is a task beside others
 
 
 def threads(scores: int) -> int:
-    """How many threads compute so many scores: as many as BLAS would take, fewer if there is little to do."""
-    return max(1, min(_cores(), scores // SCORES))
+    """How many threads compute so many scores: as many as BLAS would take, fewer if there is little to do, and one
+    within a task."""
+    return 1 if _side_by_side.get() else max(1, min(_cores(), scores // SCORES))
 
 
 def _cores() -> int:
@@ -45,19 +47,29 @@ def run(tasks: Iterator[Task], count: int, then: Callable[[Any], None] | None = 
         BaseException: the first one that a task raised; the tasks that had not begun are left out.
     """
     work = _Work(tasks, then)
-    helpers = []
-    for _ in range(count - 1):
-        helper = threading.Thread(target=contextvars.copy_context().run, args=(work.go,), name="cupyflash")
-        try:
-            helper.start()
-        except RuntimeError:  # no more threads here: the others do it
-            break
-        helpers.append(helper)
-    work.go()
-    for helper in helpers:
-        helper.join()
+    before = _side_by_side.set(_side_by_side.get() or count > 1)
+    try:
+        helpers = _started(work.go, count - 1)
+        work.go()
+        for helper in helpers:
+            helper.join()
+    finally:
+        _side_by_side.reset(before)
     if work.error is not None:
         raise work.error
+
+
+def _started(go: Callable[[], None], count: int) -> list[threading.Thread]:
+    """Threads in the caller's context, NumPy's `errstate` with it: so many, or as many as can be had."""
+    helpers: list[threading.Thread] = []
+    for _ in range(count):
+        helper = threading.Thread(target=contextvars.copy_context().run, args=(go,), name="cupyflash")
+        try:
+            helper.start()
+        except RuntimeError:
+            break
+        helpers.append(helper)
+    return helpers
 
 
 class _Work:

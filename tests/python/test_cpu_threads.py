@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +22,7 @@ from cupyflash.cpu import attention, products, tiles, workers
 from cupyflash.cpu import call as cpu
 from cupyflash.cpu.features import Features
 from cupyflash.problem import Problem
+from cupyflash.sequences import Sequences
 
 # Many tasks of little work: tiles of 16 queries, one head at a time.
 SMALL = {"TILE_ROWS": 16, "BLOCK_N": 32, "CHUNK_SCORES": 1}
@@ -77,6 +79,37 @@ def test_sums_over_heads_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatc
         found.append(bits(cpu.backward(dout, q, k, v, out, lse, None, p, of)))
     assert len(found[0]) == 4
     assert found[1:] == found[:1] * 4
+
+
+@pytest.mark.parametrize("name", ["packed-unequal", "packed-alibi-shared-d160", "block-mask-blocks", "range-left-causal"])
+def test_parts_do_not_depend_on_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do sequences and heads that are computed side by side, each of them on one thread."""
+    p, x = case(name).problem("fp32"), case(name).inputs("fp32")
+    monkeypatch.setattr(workers, "SCORES", 1)
+    started, found = [], []
+    original = workers._started
+    monkeypatch.setattr(workers, "_started", lambda go, n: (started.append(n), original(go, n))[1])
+    for cores in (1, 2, 3):
+        monkeypatch.setattr(workers, "_cores", lambda cores=cores: cores)
+        found.append(bits(run(p, x)))
+    assert found[1:] == found[:1] * 2
+    assert set(started) <= {0, 1, 2}
+
+
+def test_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one size run side by side and start no threads of their own; a large one among small ones does."""
+    started = []
+    original = workers._started
+    monkeypatch.setattr(workers, "_started", lambda go, n: (started.append(n), original(go, n))[1])
+    monkeypatch.setattr(workers, "_cores", lambda: 4)
+    monkeypatch.setattr(workers, "SCORES", 1)
+    for lengths, expected in (([32] * 8, {3: 1, 0: 8}), ([8, 200, 8], {0: 1, 3: 3})):
+        cu = np.cumsum([0, *lengths]).astype(np.int32)
+        q, k, v = np.ones((3, cu[-1], 1, 8), np.float32)
+        p = Problem("fp32", len(lengths), int(cu[-1]), int(cu[-1]), 1, 1, 8, 1.0, packed=True)
+        started.clear()
+        cpu.forward(q, k, v, p, Features(sequences=Sequences.of(cu)))
+        assert Counter(started) == expected
 
 
 def test_calls_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
