@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -60,6 +61,7 @@ def matmul(A: Array, B: Array, out: Array | None = None) -> Array:
     return C
 
 
+@functools.lru_cache(maxsize=256)
 def _block(rows: int, columns: int, depth: int) -> tuple[int, int]:
     """Rows and columns of a block: powers of two as nearly equal as they can be, or all there are."""
     if min(rows, columns) <= 1:
