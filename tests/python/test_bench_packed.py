@@ -357,4 +357,5 @@ def test_the_picture_of_a_saved_run(is_packed: bool, tmp_path: Path, monkeypatch
     assert ticks == (["equal\n512", "equal\n1k"] if is_packed else ["512", "1k"])
     named = [t.get_text() for t in figure.legends[0].get_texts()]
     assert named == ["cupyflash", "cuDNN 9.19.0", "FlashAttention-4"]
-    assert len({bench_plot.COLORS[n] for n in bench_work.PEERS} | {bench_plot.COLORS["cupyflash"]}) == 1 + len(bench_work.PEERS)
+    names = ("cupyflash", *bench_work.PEERS)
+    assert len({bench_plot.COLORS[n] for n in names}) == len({bench_plot.MARKERS[n] for n in names}) == len(names)

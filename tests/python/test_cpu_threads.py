@@ -81,7 +81,10 @@ def test_sums_over_heads_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatc
     assert found[1:] == found[:1] * 4
 
 
-@pytest.mark.parametrize("name", ["packed-unequal", "packed-alibi-shared-d160", "block-mask-blocks", "range-left-causal"])
+PARTS = ("packed-unequal", "packed-alibi-shared-d160", "block-mask-blocks", "range-left-causal")
+
+
+@pytest.mark.parametrize("name", PARTS)
 def test_parts_do_not_depend_on_threads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do sequences and heads that are computed side by side, each of them on one thread."""
     p, x = case(name).problem("fp32"), case(name).inputs("fp32")
