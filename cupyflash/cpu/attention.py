@@ -145,8 +145,8 @@ def backward(
                 target[chunk] = gradient.reshape(target[chunk].shape)
         return own.place, learned
 
-    tasks = (partial(task, chunk) for chunk in chunks(p))
-    workers.run(tasks, workers.threads(scores_of(p)), lambda found: sums.add(*found))
+    tasks = [partial(task, chunk) for chunk in chunks(p)]
+    workers.run(iter(tasks), min(len(tasks), workers.threads(scores_of(p))), lambda found: sums.add(*found))
     return dq, dk, dv, *sums.found()
 
 

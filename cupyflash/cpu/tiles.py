@@ -75,7 +75,7 @@ def _key_slices(first_key: Array, end_key: Array, p: Problem) -> Iterator[slice]
 def _band(m: int, n: int, left: int | None, right: int | None, group: int) -> Array:
     """Whether row i of m sees key j of n: left + i <= j < right + i; once for each head of the group.
 
-    Not to be written: the tiles of a window share a few of them, 64 KiB each at most.
+    Not to be written: the tiles of a window share a few of them, 64 KiB each up to 8 heads a group.
     """
     row, key = np.arange(m, dtype=np.int32)[:, None], np.arange(n, dtype=np.int32)
     band = np.ones((m, n), bool)
@@ -158,7 +158,7 @@ def by_group(x: Array, p: Problem, dtype: np.dtype[Any]) -> Array:
 
 
 def scores_of(p: Problem) -> int:
-    """Scores of all heads, hidden ones of a window left out as far as whole rows go."""
+    """How many scores all heads have at most; of a window with two bounds, those between them."""
     left, right = p.window
     seen = p.seqlen_k if left is None or right is None else min(p.seqlen_k, left + right + 1)
     return p.batch * p.heads_q * p.seqlen_q * seen

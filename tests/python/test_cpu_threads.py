@@ -134,7 +134,7 @@ def test_threads_end_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(workers._Work, "go", go)
     monkeypatch.setattr(workers, "threads", lambda scores: 3)
-    p, x = case("gqa").problem("fp32"), case("gqa").inputs("fp32")
+    p, x = case("many-heads").problem("fp32"), case("many-heads").inputs("fp32")
     run(p, x)
     assert len(seen - before) == 4  # two in each pass beside this one
     assert not any(thread.is_alive() for thread in seen - before)
