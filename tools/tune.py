@@ -27,8 +27,9 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case
 from cupyflash.cli.bench import cycles as bench_cycles
 from cupyflash.cli.bench.cell import Cell
-from cupyflash.cli.bench.timing import QUICK, SUSTAINED, WARM_UP, Effort, Work, sustained_ms
-from cupyflash.cli.bench.work import Bench, CupyBench
+from cupyflash.cli.bench.clocks import Work
+from cupyflash.cli.bench.cupy_work import CupyBench
+from cupyflash.cli.bench.timing import QUICK, SUSTAINED, WARM_UP, Effort, sustained_ms
 from cupyflash.cli.output import Exit, emit, exit_codes, explain, human, json_option, list_option, progress, quiet
 from cupyflash.compile import nvrtc
 from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError
@@ -64,8 +65,7 @@ def check(found: Sequence[Candidate], dtype: str, masks: Sequence[bool]) -> None
     for causal in masks:
         case = Case("tune", "full", 1013, 1031, found[0].head_dim, heads_q=4, causal=causal)  # no tile divides these
         q, k, v = case.inputs(dtype)[:3]
-        oracle = Oracle(case.problem(dtype), q, k, v)
-        on_gpu = [cupy.asarray(x) for x in (q, k, v)]
+        oracle, on_gpu = Oracle(case.problem(dtype), q, k, v), [cupy.asarray(x) for x in (q, k, v)]
         for c in found:
             work, out, lse = launcher(c, on_gpu, causal)
             out.fill(math.nan)
@@ -75,7 +75,7 @@ def check(found: Sequence[Candidate], dtype: str, masks: Sequence[bool]) -> None
             c.reason = c.reason or (f"{WRONG}: {wrong[0]}" if wrong else "")
 
 
-def measure(found: Sequence[Candidate], cell: Cell, bench: Bench, effort: Effort) -> None:
+def measure(found: Sequence[Candidate], cell: Cell, bench: CupyBench, effort: Effort) -> None:
     """One cell: time all candidates in turns, then count the cycles of each while the chip is warm."""
     q, k, v, _ = bench.inputs(cell)
     works, flops = [launcher(c, (q, k, v), cell.causal)[0] for c in found], cell.flops("fwd")
@@ -88,7 +88,7 @@ def measure(found: Sequence[Candidate], cell: Cell, bench: Bench, effort: Effort
         c.speeds.append(Speed(cell.causal, cell.seqlen, flops / ms / 1e9, percent))
 
 
-def narrow(found: list[Candidate], cells: Sequence[Cell], bench: Bench, keep: int) -> list[Candidate]:
+def narrow(found: list[Candidate], cells: Sequence[Cell], bench: CupyBench, keep: int) -> list[Candidate]:
     """The fastest `keep` in a quick round over a cell of each mask, and the tile in use, which comes first."""
     if len(found) <= keep:
         return found

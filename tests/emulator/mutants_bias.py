@@ -22,7 +22,7 @@ FORWARD_BIAS = (
 )  # fmt: skip
 BACKWARD_BIAS = (
     Bug("bias: gradients repaired with keys that it hides", change("hidden-by-bias-repair", _HIDDEN, "true"), "nan-hidden"),
-    Bug("bias: P of a row of -inf", change("lse-of-nothing", "lse[i] == -ptx::infinity() ? kLseOfNothing : lse[i]", "lse[i]"), "hides"),
+    Bug("bias: P of a row of -inf", change("lse-of-nothing", "lse[i] == -ptx::infinity() ? kLseOfNothing : lse[i]", "lse[i]"), "scores-of--inf"),
     Bug("dbias: of one sequence", change("dbias-of-all-sequences", "b < batches.end", "b <= batches.first"), "keys"),
     Bug("dbias: of one head", change("dbias-of-all-heads", "h < heads.end", "h <= heads.first"), "keys"),
     Bug("dbias: last block of keys left out", change("dbias-of-blocks-that-are-seen", "mask.end_key_block(m * M)", "mask.end_full_block(m * M)"), "pairs"),

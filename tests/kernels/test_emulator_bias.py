@@ -29,6 +29,7 @@ CASES = {
     "turned": _case("turned", "qk turned"),
     "hides": _case("hides", "qk hides", dlse=True),
     "nan-hidden": _case("nan-hidden", "qk hides"),
+    "scores-of--inf": _case("scores-of--inf", "hqk", dlse=True),
     "keys": _case("keys", "k fp32", dlse=True),
     "queries": _case("queries", "bq", dlse=True),
     "mask": _case("mask", "bqk bool", dlse=True),
@@ -38,13 +39,17 @@ CASES = {
 
 @functools.cache
 def inputs_of(name: str) -> Inputs:
-    """In "nan-hidden" a key that no query sees is NaN, and one that every second query sees."""
+    """In "nan-hidden" a key that no query sees is NaN, and one that every second query sees; in "scores-of--inf" one
+    query, whose keys no bias hides, has scores of -inf alone."""
     x = CASES[name].inputs("bf16")
     if name == "nan-hidden":
         assert x.bias is not None
         x.bias[:, 37] = -np.inf
         x.bias[::2, 90] = -np.inf
         x.k[:, [37, 90]], x.v[:, [37, 90]] = np.nan, np.nan
+    if name == "scores-of--inf":
+        x.k[..., 0] = np.abs(x.k[..., 0].astype(np.float32)) + 0.5
+        x.q[:, 5, :, 0] = -np.inf
     return x
 
 
