@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from . import options
 from .errors import ArgumentError
 from .mods.description import read
+from .operand import MOD_GRADIENTS
 from .operands import BACKWARD
 from .problem import DTYPES
 
@@ -30,7 +31,7 @@ class Gradients(_Required):
         found = cls(*(named[name] for name in cls._fields))
         of_mods = {name: named[made] for name, made, _ in _arrays_of(mods) if made in named}
         for name in named.keys() - set(cls._fields):
-            if not name.startswith("dmod_array"):
+            if name not in MOD_GRADIENTS:
                 setattr(found, name, named[name])
         if of_mods:
             found.dmod_arrays = of_mods
@@ -68,7 +69,8 @@ def _wanted(gradients_of: Any, given: tuple[str, ...], mods: str) -> tuple[str, 
 
 def _arrays_of(mods: str) -> tuple[tuple[str, str, str], ...]:
     """Of each array that mods read: its name, that of its gradient in the table, its dtype."""
-    return tuple((x.name, f"dmod_array_{i}", x.dtype) for i, x in enumerate(read(mods).arrays)) if mods else ()
+    arrays = read(mods).arrays if mods else ()
+    return tuple((x.name, made, x.dtype) for x, made in zip(arrays, MOD_GRADIENTS, strict=False))
 
 
 # To torch.compile these are constants of the program.

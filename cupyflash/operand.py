@@ -18,6 +18,9 @@ SCORES = ("batch", "heads_q", "seqlen_q", "seqlen_k")
 MASK_TILE = 64  # queries and keys of a tile of a block mask, "q_tiles" and "k_tiles" of them in all
 TILE_WORDS = 4 * MASK_TILE  # of 32 bits: a tile's elements, a row for each query and then one for each key
 MOD_LIMIT = 4  # arrays that mods read, and dimensions of each
+# Those arrays by number, and their gradients.
+MOD_ARRAYS = tuple(f"mod_array_{i}" for i in range(MOD_LIMIT))
+MOD_GRADIENTS = tuple(f"d{name}" for name in MOD_ARRAYS)
 # The lengths that a call's inputs and results may have, in the order in which `Operand.shape` takes them.
 SIZES = (
     "batch",

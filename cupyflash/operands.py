@@ -15,7 +15,7 @@ import numpy as np
 from .operand import COUNTER as COUNTER
 from .operand import GRADIENT as GRADIENT
 from .operand import INPUT as INPUT
-from .operand import MOD_LIMIT, ROWS, SCORES, K, Q, Use
+from .operand import MOD_ARRAYS, MOD_LIMIT, ROWS, SCORES, K, Q, Use
 from .operand import RESULT as RESULT
 from .operand import SIZES as SIZES
 from .operand import WORKSPACE as WORKSPACE
@@ -129,15 +129,14 @@ TABLE: tuple[Operand | Number, ...] = (
     ),
     Operand("mask", SCORES, "bool", broadcasts=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="mask"),
     *(
-        Operand(f"mod_array_{i}", (), free=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="mods")
-        for i in range(MOD_LIMIT)
+        Operand(name, (), free=True, forward=_OPTIONAL, backward=_OPTIONAL, feature="mods")
+        for name in MOD_ARRAYS
     ),
     *(
         Operand(
-            f"dmod_array_{i}", (), like=f"mod_array_{i}", backward=Use(GRADIENT, optional=True, text=_UNWANTED),
-            feature="mods",
+            f"d{name}", (), like=name, backward=Use(GRADIENT, optional=True, text=_UNWANTED), feature="mods",
         )
-        for i in range(MOD_LIMIT)
+        for name in MOD_ARRAYS
     ),
     *(
         Operand(

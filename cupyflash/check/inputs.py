@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..block_mask import BlockMask
+from ..operand import MOD_GRADIENTS
 from ..sequences import Sequences
 from .case_mods import ModInputs
 
@@ -72,7 +73,7 @@ class Inputs(NamedTuple):
     def wanted(self) -> tuple[str, ...]:
         """These gradients by the names of the table of arrays."""
         of_mods = () if self.mods is None else self.mods.learned.values()
-        return *(f"d{name}" for name in self.arguments), *(f"dmod_array_{i}" for i in of_mods)
+        return *(f"d{name}" for name in self.arguments), *(MOD_GRADIENTS[i] for i in of_mods)
 
     def learned_in(self, gradients: Any, asked: tuple[str, ...] | None = None) -> dict[str, Any]:
         """The same, or those of `learned` that were asked for, of what a backward gave back, by the names of

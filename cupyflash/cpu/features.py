@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..block_mask import BlockMask
+from ..operand import MOD_ARRAYS, MOD_GRADIENTS
 from ..sequences import Sequences
 
 Array = NDArray[Any]
@@ -95,7 +96,7 @@ class Features:
 
     def learned_of_mods(self) -> dict[int, Array]:
         """The arrays of mods whose gradients are made, by their numbers."""
-        return {i: x for i, x in enumerate(self.mod_arrays) if f"dmod_array_{i}" in self.wanted}
+        return {i: x for i, x in enumerate(self.mod_arrays) if MOD_GRADIENTS[i] in self.wanted}
 
 
 class Sums:
@@ -107,7 +108,7 @@ class Sums:
             x = getattr(of, name)
             self._totals[name] = np.zeros(x.shape, accumulator(x))
         for i, x in of.learned_of_mods().items():
-            self._totals[f"mod_array_{i}"] = np.zeros(x.shape)
+            self._totals[MOD_ARRAYS[i]] = np.zeros(x.shape)
 
     def add(self, place: Place, found: Iterable[Array]) -> None:
         """Add those of a part, in the order of `LEARNED`."""

@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.run import WITH_LSE
 from ..mods.description import read
+from ..operand import MOD_GRADIENTS
 from ..operands import BACKWARD
 from ..options import Options
 from . import parts
@@ -144,8 +145,8 @@ def _vet_mods(options: Options, wanted: Sequence[str]) -> None:
     Raises:
         UnsupportedError: one is wanted.
     """
-    for i, x in enumerate(read(options.mods).arrays):
-        if f"dmod_array_{i}" in wanted:
+    for x, made in zip(read(options.mods).arrays, MOD_GRADIENTS, strict=False):
+        if made in wanted:
             raise UnsupportedError(
                 f"mod_arrays: JAX asks for a gradient of {x.name}, which it cannot have yet; use "
                 "jax.lax.stop_gradient, or bias=, alibi_slopes= or sink=, which are learned"

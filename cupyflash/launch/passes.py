@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ..operand import MASK_TILE, MOD_LIMIT, TILE_WORDS
+from ..operand import MASK_TILE, MOD_GRADIENTS, TILE_WORDS
 from ..operands import SIZES, Pass, taker
 from ..plan.extents import Extents
 from .template import Lengths, ScoreSteps, Steps
 
-_OF_MODS = tuple(f"dmod_array_{i}" for i in range(MOD_LIMIT))
 _kinds: dict[Any, object] = {}  # whose hashes cost less than those of their keys
 
 
@@ -70,7 +69,7 @@ class Given:
         of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
         learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
         self.added = tuple(number[name] for name in ("bias", "mask") if name in number)
-        dmods = tuple(i for i, name in enumerate(_OF_MODS) if name in wanted)
+        dmods = tuple(i for i, name in enumerate(MOD_GRADIENTS) if name in wanted)
         self.asked = Asked._make((*of_features, *learned, dmods))
         self.broadcast = tuple(name for name in rows if rows[name].broadcasts and name in self.order)
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)

@@ -8,14 +8,13 @@ from typing import Any
 
 from ..arrays.imported import is_instance
 from ..errors import ArgumentError
-from ..operand import MOD_LIMIT
+from ..operand import MOD_ARRAYS
 from .description import Read, make
 from .expression import Node
 from .parse import parse
 from .trace import captured, trace
 
 _DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
-_OPERANDS = tuple(f"mod_array_{i}" for i in range(MOD_LIMIT))
 
 
 def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
@@ -35,7 +34,7 @@ def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) ->
     described = tuple(sorted((label, *_described(label, x)) for label, x in arrays.items()))
     are_expressions = not callable(score_mod) and not callable(mask_mod)
     text, names = (_of_expressions if are_expressions else _made)(score_mod, mask_mod, described)
-    return text, {operand: arrays[label] for operand, label in zip(_OPERANDS, names, strict=False)}
+    return text, {operand: arrays[label] for operand, label in zip(MOD_ARRAYS, names, strict=False)}
 
 
 def _described(label: str, x: Any) -> tuple[str, int]:
