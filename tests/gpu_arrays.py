@@ -55,3 +55,9 @@ def to_numpy(x: Any) -> np.ndarray:
     from cupyflash.arrays.adapters import TORCH
 
     return TORCH.to_numpy(x.cpu())
+
+
+def relative(a: Any, b: Any) -> float:
+    """How far a tensor is from another, as a part of it."""
+    a, b = a.detach().float(), b.detach().float()
+    return float((a - b).norm() / b.norm())

@@ -13,20 +13,10 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError
 from cupyflash.check.cases import Case
-from cupyflash.gpu.device import Device
-from tests.gpu_arrays import on_gpu, to_numpy
+from tests.gpu_arrays import on_gpu, relative, to_numpy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
 HEADS = 8
-
-
-@pytest.fixture(params=["sm80", "sm90"], autouse=True)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels that calls take."""
-    if request.param == "sm90" and Device.of(0).capability != (9, 0):
-        pytest.skip("the sm90 family needs compute capability 9.0")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
-    return str(request.param)
 
 
 def tensors(seqlen: int, d: int, heads_k: int = 2) -> list[Any]:
@@ -57,11 +47,6 @@ def plain(q: Any, k: Any, v: Any, s: Any, causal: bool) -> Any:
     if causal:
         score = score.masked_fill(torch.ones(n, n, device="cuda", dtype=torch.bool).triu(1), float("-inf"))
     return (score.softmax(-1) @ v).transpose(1, 2)
-
-
-def relative(a: Any, b: Any) -> float:
-    a, b = a.detach().float(), b.detach().float()
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -13,24 +13,14 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError
 from cupyflash.check.cases import Case
-from cupyflash.gpu.device import Device
-from tests.gpu_arrays import on_gpu, to_numpy
+from tests.gpu_arrays import on_gpu, relative, to_numpy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
 BATCH, HEADS, SEQLEN = 2, 8, 1100
 SHAPES = (
     (BATCH, HEADS, SEQLEN, SEQLEN), (1, HEADS, SEQLEN, SEQLEN), (SEQLEN, SEQLEN), (BATCH, 1, 1, SEQLEN),
     (HEADS, SEQLEN, 1),
 )  # fmt: skip
-
-
-@pytest.fixture(params=["sm80", "sm90"], autouse=True)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels that calls take."""
-    if request.param == "sm90" and Device.of(0).capability != (9, 0):
-        pytest.skip("the sm90 family needs compute capability 9.0")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
-    return str(request.param)
 
 
 def tensors(seqlen: int, d: int, heads_k: int = 2) -> list[Any]:
@@ -55,11 +45,6 @@ def plain(q: Any, k: Any, v: Any, bias: Any, causal: bool) -> Any:
     nothing = score.isneginf().all(-1, keepdim=True)
     weights = score.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
     return (weights @ v).transpose(1, 2)
-
-
-def relative(a: Any, b: Any) -> float:
-    a, b = a.detach().float(), b.detach().float()
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("causal", [False, True])

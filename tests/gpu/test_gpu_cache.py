@@ -24,18 +24,6 @@ from tests.random_cache import cache_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
 
-FAMILIES = ("sm80", "sm90")
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from cupyflash.gpu.device import Device
-
-    if request.param == "sm90" and Device.of(0).capability != (9, 0):
-        pytest.skip("the sm90 family needs compute capability 9.0")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
-    return str(request.param)
-
 
 # ---- Cases ----
 

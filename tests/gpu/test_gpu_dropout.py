@@ -12,18 +12,8 @@ import pytest
 
 import cupyflash
 from cupyflash.dropout import kept, limit_of, words_of
-from cupyflash.gpu.device import Device
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
-
-
-@pytest.fixture(params=["sm80", "sm90"], autouse=True)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels that calls take."""
-    if request.param == "sm90" and Device.of(0).capability != (9, 0):
-        pytest.skip("the sm90 family needs compute capability 9.0")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
-    return str(request.param)
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
 
 
 def tensors(seqlen: int, d: int, heads: int = 4) -> list[Any]:

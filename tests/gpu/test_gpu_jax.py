@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,21 @@ def ours(q: Any, k: Any, v: Any) -> Any:
     return cupyflash.attention(q, k, v, causal=True)
 
 
-def plain(q: Any, k: Any, v: Any) -> Any:
+def causal(s: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool), s.shape[-1] - s.shape[-2]), s, -jnp.inf)
+
+
+def plain(q: Any, k: Any, v: Any, of_scores: Callable[[Any], Any] = causal) -> Any:
+    """In fp32; `of_scores`: what becomes of scores (batch, heads, queries, keys)."""
     import jax
     import jax.numpy as jnp
 
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     s = jnp.einsum("bshd,bthd->bhst", q, k, precision="highest") * q.shape[-1] ** -0.5
-    s = jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool), s.shape[-1] - s.shape[-2]), s, -jnp.inf)
-    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s), v, precision="highest")
+    return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(of_scores(s)), v, precision="highest")
 
 
 def gradients(f: Any) -> Any:
@@ -139,15 +146,15 @@ def test_mods(three: list[Any]) -> None:
         return cupyflash.attention(q, k, v, score_mod=score, mask_mod=shown)
 
     def written_out(q: Any, k: Any, v: Any, table: Any) -> Any:
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
-        s = jnp.einsum("bshd,bthd->bhst", q, k, precision="highest") * q.shape[-1] ** -0.5
-        i, j = jnp.arange(s.shape[2])[:, None], jnp.arange(s.shape[3])
-        b = jnp.arange(s.shape[0])[:, None, None, None]
-        s = jnp.tanh(s / 3) * 3 + (b + 1) * table[:, jnp.clip(abs(i - j), 0, 29)]
-        same = kind[:, : s.shape[2], None] == kind[:, None]
-        s = jnp.where((same | (j == 0))[:, None], s, -jnp.inf)
-        return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s), v, precision="highest")
+        i, j = jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
+        b = jnp.arange(q.shape[0])[:, None, None, None]
+        same = kind[:, : q.shape[1], None] == kind[:, None]
+
+        def of_scores(s: Any) -> Any:
+            s = jnp.tanh(s / 3) * 3 + (b + 1) * table[:, jnp.clip(abs(i - j), 0, 29)]
+            return jnp.where((same | (j == 0))[:, None], s, -jnp.inf)
+
+        return plain(q, k, v, of_scores)
 
     near(modified(q, k, v, tables[0]), written_out(q, k, v, tables[0]))
     got = jax.jit(gradients(lambda *x: modified(*x, tables[0])))(q, k, v)
@@ -179,11 +186,7 @@ def test_block_masks(own: tuple[int, int], three: list[Any]) -> None:
         return cupyflash.attention(q, k, v, block_mask=mask)
 
     def written_out(q: Any, k: Any, v: Any) -> Any:
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
-        s = jnp.einsum("bshd,bthd->bhst", q, k, precision="highest") * q.shape[-1] ** -0.5
-        s = jnp.where(mask.sees(*map(slice, (0, 0), lengths)), s, -jnp.inf)
-        return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s), v, precision="highest")
+        return plain(q, k, v, lambda s: jnp.where(mask.sees(*map(slice, (0, 0), lengths)), s, -jnp.inf))
 
     near(masked(q, k, v), written_out(q, k, v))
     near(jax.jit(masked)(q, k, v), written_out(q, k, v))

@@ -14,17 +14,6 @@ from tests.gpu_arrays import nothing_waits, to_numpy
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-FAMILIES = ("sm80", "sm90")
-
-
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from cupyflash.gpu.device import Device
-
-    if request.param == "sm90" and Device.of(0).capability != (9, 0):
-        pytest.skip("the sm90 family needs compute capability 9.0")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
-    return str(request.param)
 
 
 def tensors(batch: int, seqlen: int, d: int, heads: int = 2) -> list[Any]:

@@ -11,9 +11,9 @@ import pytest
 
 import cupyflash
 from cupyflash import UnsupportedError
-from cupyflash.gpu.device import Device
+from tests.gpu_arrays import relative
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
 BATCH, HEADS, SEQLEN = 2, 8, 1100
 # What becomes of scores, the same in torch, and which arrays there are: name -> shape, dtype.
 MODS: dict[str, tuple[str, Any, dict[str, tuple[tuple[int, ...], str]]]] = {
@@ -38,15 +38,6 @@ MODS: dict[str, tuple[str, Any, dict[str, tuple[tuple[int, ...], str]]]] = {
         {"near": ((40,), "float32"), "weight": ((BATCH, SEQLEN), "float32")},
     ),
 }
-
-
-@pytest.fixture(params=["sm80", "sm90"], autouse=True)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels that calls take."""
-    if request.param == "sm90" and Device.of(0).capability != (9, 0):
-        pytest.skip("the sm90 family needs compute capability 9.0")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
-    return str(request.param)
 
 
 def tensors(d: int, heads_k: int = 2) -> list[Any]:
@@ -81,11 +72,6 @@ def plain(q: Any, k: Any, v: Any, name: str, arrays: dict[str, Any], causal: boo
     if causal:
         score = score.masked_fill(j > i, float("-inf"))
     return (score.softmax(-1) @ v).transpose(1, 2)
-
-
-def relative(a: Any, b: Any) -> float:
-    a, b = a.detach().float(), b.detach().float()
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -13,20 +13,10 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError
 from cupyflash.check.cases import Case
-from cupyflash.gpu.device import Device
-from tests.gpu_arrays import on_gpu, to_numpy
+from tests.gpu_arrays import on_gpu, relative, to_numpy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
+pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
 HEADS = 8
-
-
-@pytest.fixture(params=["sm80", "sm90"], autouse=True)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels that calls take."""
-    if request.param == "sm90" and Device.of(0).capability != (9, 0):
-        pytest.skip("the sm90 family needs compute capability 9.0")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
-    return str(request.param)
 
 
 def tensors(seqlen: int, d: int) -> list[Any]:
@@ -51,11 +41,6 @@ def plain(q: Any, k: Any, v: Any, sink: Any, causal: bool) -> tuple[Any, Any]:
         score = score.masked_fill(torch.ones(n, n, device="cuda", dtype=torch.bool).triu(1), float("-inf"))
     score = torch.cat((score, sink.reshape(1, -1, 1, 1).expand(2, -1, n, 1)), -1)
     return (score.softmax(-1)[..., :-1] @ v).transpose(1, 2), score.logsumexp(-1)
-
-
-def relative(a: Any, b: Any) -> float:
-    a, b = a.detach().float(), b.detach().float()
-    return float((a - b).norm() / b.norm())
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -18,22 +18,12 @@ from cupyflash import ArgumentError, UnsupportedError, attention_varlen, attenti
 from cupyflash.check import cases
 from cupyflash.check.accuracy import Oracle
 from cupyflash.compile import jit
-from cupyflash.gpu.device import Device
 from cupyflash.launch import prepared
 from tests.gpu_arrays import nothing_waits, on_gpu, to_numpy
 from tests.packed_lengths import TOTAL_K, TOTAL_Q, WRONG
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("family")]
 LENGTHS = (131, 0, 1, 257, 64)
-
-
-@pytest.fixture(params=["sm80", "sm90"], autouse=True)
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels that calls take."""
-    if request.param == "sm90" and Device.of(0).capability != (9, 0):
-        pytest.skip("the sm90 family needs compute capability 9.0")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
-    return str(request.param)
 
 
 def cumulative(lengths: Sequence[int]) -> np.ndarray:

@@ -348,11 +348,16 @@ print("DONE")
 """
 
 
-def test_each_device_computes_its_part() -> None:
+def run_on_four_devices(code: str) -> None:
+    """Run a program to its last line, in a process of its own where the CPU is four devices; `{tests}`: this folder."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    code = SHARDED.format(tests=str(Path(__file__).resolve().parents[1]))
+    code = code.format(tests=str(Path(__file__).resolve().parents[1]))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "DONE", done.stderr[-3000:]
+
+
+def test_each_device_computes_its_part() -> None:
+    run_on_four_devices(SHARDED)
 
 
 # ---- JAX's own signatures ----

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from test_jax import SHAPES, agree, squared
+from test_jax import SHAPES, agree, run_on_four_devices, squared
 
 import cupyflash
 from cupyflash import ArgumentError, BlockMask, UnsupportedError, masks
@@ -527,10 +523,7 @@ print("DONE")
 
 
 def test_a_call_is_divided_where_nobody_asks_for_the_place() -> None:
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    code = SHARDED.format(tests=str(Path(__file__).resolve().parents[1]))
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.strip() == "DONE", done.stderr[-3000:]
+    run_on_four_devices(SHARDED)
 
 
 # ---- On a GPU ----
