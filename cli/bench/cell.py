@@ -83,6 +83,12 @@ class Cell:
         return replace(self, packed=None, lengths=())
 
     @property
+    def brings_arrays(self) -> bool:
+        """Whether its features need arguments beside `options`."""
+        named = self.alibi, self.sink, self.bias, self.mask, self.dropout, self.block_mask, self.mod
+        return any(map(bool, named))
+
+    @property
     def sequences(self) -> str:
         """Their lengths, for a table: 4096, or uniform 1024."""
         return f"{self.packed} {self.seqlen}" if self.packed else str(self.seqlen)

@@ -31,7 +31,7 @@ def utilisation(flops: float, cycles: np.ndarray, nanoseconds: np.ndarray) -> tu
 def profile(bench: Bench, cell: AnyCell, work: Work) -> tuple[float, float] | None:
     """`utilisation` of our forward, once `work` has warmed the chip up; None where no kernel counts cycles."""
     library = LIBRARIES.get(type(bench.clock))
-    if library is None or isinstance(cell, DecodeCell) or cell.packed:
+    if library is None or isinstance(cell, DecodeCell) or cell.packed or cell.brings_arrays:
         return None
     q, k, v, _ = bench.inputs(cell)
     sustained_ms([work], bench.clock, WARM_UP)

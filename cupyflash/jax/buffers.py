@@ -80,11 +80,19 @@ class Buffers(Numpy):
     def pointer(self, x: Any) -> int:
         return int(x.address)
 
+    def _next(self) -> Buffer:
+        for found in self._results:
+            return found
+        raise RuntimeError(
+            "the call was traced for other kernels than it runs: trace, export and run it on GPUs of one kind, "
+            "with one value of CUPYFLASH_FAMILY"
+        )
+
     def empty_like(self, x: Any) -> Any:
-        return next(self._results)
+        return self._next()
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
-        return next(self._results)
+        return self._next()
 
     def stream(self, device: int) -> int:
         return self._stream
@@ -99,6 +107,6 @@ class Buffers(Numpy):
 
     def from_numpy(self, x: np.ndarray) -> Any:
         """Copies a result of the CPU path into XLA's buffer for it."""
-        found = next(self._results)
+        found = self._next()
         found.numpy()[...] = x
         return found

@@ -19,6 +19,7 @@ from ..errors import UnsupportedError
 from ..gpu import device as gpu
 from ..launch import cached
 from ..launch.passes import contiguous_strides
+from ..launch.prepare import family
 from . import ffi
 from .buffers import Buffers
 from .call import CODE_OF, DTYPES
@@ -33,6 +34,7 @@ class _Static(NamedTuple):
 
     names: tuple[str, ...]
     options: CacheOptions
+    family: str | None  # of the kernels that were asked for: another one needs another workspace
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -40,14 +42,14 @@ class _Static(NamedTuple):
         return _CACHES if "k" in self.names else ()
 
     def text(self) -> str:
-        return json.dumps([self.names, self.options._asdict()], separators=(",", ":"))
+        return json.dumps([self.names, self.options._asdict(), self.family], separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: bytes) -> _Static:
-        names, options = json.loads(text)
+        names, options, family = json.loads(text)
         if options["window"] is not None:
             options["window"] = tuple(options["window"])
-        return cls(tuple(names), CacheOptions(**options))
+        return cls(tuple(names), CacheOptions(**options), family)
 
 
 _parse = functools.lru_cache(maxsize=1024)(_Static.parse)
@@ -59,7 +61,7 @@ def attention_with_cache(arrays: dict[str, Any], options: CacheOptions) -> tuple
         cu = arrays.get("cu_seqlens_q")
         batch = arrays["q"].shape[0] if cu is None else cu.shape[0] - 1
         arrays = arrays | {"cache_seqlens": jnp.full((batch,), arrays["cache_seqlens"], jnp.int32)}
-    static = _Static(tuple(arrays), options)
+    static = _Static(tuple(arrays), options, family())
     found = _operation(static)(*arrays.values())
     count = len(static.written)
     return *found[count:], *found[:count]

@@ -21,6 +21,7 @@ from ..gpu import device as gpu
 from ..launch import run
 from ..launch.checks import check
 from ..launch.passes import contiguous_strides, given_of, sizes_of
+from ..launch.prepare import family
 from ..operands import BACKWARD, FORWARD
 from ..options import Options
 from ..plan.extents import Extents
@@ -38,17 +39,22 @@ class Static(NamedTuple):
     names: tuple[str, ...]
     options: Options
     wanted: tuple[str, ...]  # of what is made only where somebody asks for it
+    family: str | None  # of the kernels that were asked for: another one needs another workspace
+
+    @classmethod
+    def of(cls, which: str, names: tuple[str, ...], options: Options, wanted: tuple[str, ...] = ()) -> Static:
+        return cls(which, names, options, wanted, family())
 
     def text(self) -> str:
         """As the custom call carries it, into other processes too."""
-        return json.dumps([self.which, self.names, self.options._asdict(), self.wanted], separators=(",", ":"))
+        return json.dumps([*self[:2], self.options._asdict(), *self[3:]], separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: bytes) -> Static:
-        which, names, options, wanted = json.loads(text)
+        which, names, options, wanted, family = json.loads(text)
         if options["window"] is not None:
             options["window"] = tuple(options["window"])
-        return cls(which, tuple(names), Options(**options), tuple(wanted))
+        return cls(which, tuple(names), Options(**options), tuple(wanted), family)
 
 
 _parse = functools.lru_cache(maxsize=1024)(Static.parse)

@@ -186,7 +186,7 @@ _jit_backward = jax.jit(_sealed, static_argnums=0)
 def attention_of(arrays: Mapping[str, Any], options: Options, want_lse: bool) -> tuple[Any, Any | None]:
     """(out, lse) of arrays by name, concrete or traced."""
     _vet(arrays)
-    static = Static("forward", tuple(arrays), options, WITH_LSE)
+    static = Static.of("forward", tuple(arrays), options, WITH_LSE)
     with _wide(arrays):
         found = _jit_forward(static, want_lse, *arrays.values())
     return found if want_lse else (found, None)
@@ -196,7 +196,7 @@ def backward_of(arrays: Mapping[str, Any], options: Options, wanted: tuple[str, 
     """The gradients by name, of arrays by name."""
     _vet(arrays)
     _vet_mods(options, wanted)
-    static = Static("backward", tuple(arrays), options, wanted)
+    static = Static.of("backward", tuple(arrays), options, wanted)
     with _wide(arrays):
         found = _jit_backward(static, *arrays.values())
     return dict(zip(BACKWARD.made(arrays, wanted), found, strict=True))

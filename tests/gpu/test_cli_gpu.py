@@ -95,8 +95,10 @@ def test_bench(framework: str) -> None:
     for row in found["rows"]:
         assert row["tflops"] > 0, row
         assert row["peak_bytes"] > 0
-    ours = [r for r in found["rows"] if r["implementation"] == "cupyflash"]
-    assert all(r["peak_bytes"] <= 1.1 * r["ideal_bytes"] + (1 << 20) for r in ours)
+    padding = {x["packed"]: 128 * 256 * 4 * len(x["lengths"]) for x in found["packed"]}  # of dq's sums, in fp32
+    for row in found["rows"]:
+        room = padding[row["packed"]] * (row["direction"] != "fwd") + (1 << 20)
+        assert row["implementation"] != "cupyflash" or row["peak_bytes"] <= 1.1 * row["ideal_bytes"] + room, row
     assert found["startup"]["disk_cache"]["loaded_on_gpu"]
 
 

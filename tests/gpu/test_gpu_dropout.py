@@ -12,6 +12,7 @@ import pytest
 
 import cupyflash
 from cupyflash.dropout import kept, limit_of, words_of
+from tests.gpu_arrays import relative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
 
@@ -45,10 +46,10 @@ def test_autograd_against_plain_fp32_with_the_same_mask(d: int, causal: bool) ->
     if causal:
         s = s.masked_fill(torch.ones(700, 700, device="cuda", dtype=torch.bool).triu(1), float("-inf"))
     want = torch.einsum("bhij,bjhd->bihd", s.softmax(-1) * mask(700, 4, 0.2, 77), v.float())
-    assert float((out - want).norm() / want.norm()) < 1e-2
+    assert relative(out, want) < 1e-2
     found, expected = (torch.autograd.grad(x, leaves, dout.to(x.dtype)) for x in (out, want))
     for got, exact in zip(found, expected, strict=True):
-        assert float((got.float() - exact.float()).norm() / exact.float().norm()) < 2e-2
+        assert relative(got, exact) < 2e-2
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -109,7 +110,7 @@ def test_beside_other_features_against_plain_fp32_with_the_same_mask(names: tupl
         s = s.masked_fill(~torch.tensor(given["block_mask"].of(0, 0), device="cuda"), float("-inf"))
     out = cupyflash.attention(q, k, v, dropout_p=0.2, dropout_seed=77, **given)
     want = torch.einsum("bhij,bjhd->bihd", s.softmax(-1) * mask(n, 4, 0.2, 77), v.float())
-    assert float((out - want).norm() / want.norm()) < 1e-2
+    assert relative(out, want) < 1e-2
     found, expected = (torch.autograd.grad(x, leaves, dout.to(x.dtype)) for x in (out, want))
     for got, exact in zip(found, expected, strict=True):
-        assert float((got.float() - exact.float()).norm() / exact.float().norm()) < 2e-2
+        assert relative(got, exact) < 2e-2

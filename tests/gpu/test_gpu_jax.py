@@ -45,6 +45,14 @@ def plain(q: Any, k: Any, v: Any, of_scores: Callable[[Any], Any] = causal) -> A
     return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(of_scores(s)), v, precision="highest")
 
 
+def test_another_family_is_another_trace(three: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels need another workspace."""
+    want = plain(*three), gradients(plain)(*three)
+    for name in ("sm80", "sm90", "sm80"):
+        monkeypatch.setenv("CUPYFLASH_FAMILY", name)
+        near((ours(*three), gradients(ours)(*three)), want)
+
+
 def gradients(f: Any) -> Any:
     import jax
     import jax.numpy as jnp

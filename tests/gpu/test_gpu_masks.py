@@ -9,6 +9,7 @@ import pytest
 
 import cupyflash
 from cupyflash import masks
+from tests.gpu_arrays import nothing_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
 
@@ -63,16 +64,12 @@ def test_a_captured_call_is_replayed(head_dim: int) -> None:
 
 
 def test_nothing_waits() -> None:
-    import torch
 
     mask = masks.local(1000, left=100)
     q, k, v = tensors(1000, 128)
     cupyflash.attention(q, k, v, block_mask=mask).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         cupyflash.attention(q, k, v, block_mask=mask).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_deterministic_gradients_repeat() -> None:

@@ -92,7 +92,9 @@ def test_autograd_against_plain_fp32(name: str, d: int, causal: bool) -> None:
         assert relative(got, exact) < 2e-2
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings(
+    "ignore:flex_attention called without torch.compile", "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
 @pytest.mark.parametrize("d", [64, 128])
 def test_flex_attention_agrees(d: int) -> None:
     """A second oracle, for a function whose closure has what is learned."""

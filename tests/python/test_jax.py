@@ -257,6 +257,29 @@ def test_a_call_that_is_exported_runs_without_being_traced_again(three: list[Any
 # ---- Refused by name ----
 
 
+def test_another_family_is_another_trace(three: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels need another workspace, which XLA allocates as the trace says."""
+    from cupyflash.jax import call
+
+    monkeypatch.setattr(call, "_parse", lambda text: found.append(text) or call.Static.parse(text))
+    texts = []
+    for family in ("sm80", "sm90", "sm80"):
+        monkeypatch.setenv("CUPYFLASH_FAMILY", family)
+        found: list[bytes] = []
+        ours(*three).block_until_ready()
+        texts += found
+    assert len(texts) == 3
+    assert texts[0] == texts[2] != texts[1]
+    assert [call.Static.parse(x).family for x in texts] == ["sm80", "sm90", "sm80"]
+
+
+def test_a_call_of_another_trace_says_so() -> None:
+    from cupyflash.jax.buffers import Buffers
+
+    with pytest.raises(RuntimeError, match="CUPYFLASH_FAMILY"):
+        Buffers([]).empty((1,), "fp32", None)
+
+
 def test_what_is_wrong_is_said_when_it_is_traced(three: list[Any]) -> None:
     import jax
 

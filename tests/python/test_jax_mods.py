@@ -554,7 +554,7 @@ def test_what_runs_on_a_gpu_was_prepared_when_it_was_traced(arch: str, monkeypat
             ("key_lists", "query_lists"),
         ),
     ):
-        static = call.Static(which, tuple(given), Options(mods=text), ("lse",) if which == "forward" else ())
+        static = call.Static.of(which, tuple(given), Options(mods=text), ("lse",) if which == "forward" else ())
         results = call.results_of(static, list(given.values()))
         workspace = call._workspace(static, list(given.values()), len(results))
         assert sum(x.dtype == np.int32 and len(x.shape) == 4 for x in workspace) == len(lists)

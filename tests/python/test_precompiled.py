@@ -349,7 +349,7 @@ def test_calls_run_without_nvrtc(tmp_path: Path) -> None:
     """A machine with a GPU, a layer and no compiler: arrays of all kinds of memory, forward and backward."""
     program = """
 import cupy, numpy as np, cupyflash
-from cupyflash import nvrtc
+from cupyflash.compile import nvrtc
 nvrtc.candidates = lambda: ()
 def check(q, k, v, **options):
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)

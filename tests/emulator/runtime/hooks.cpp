@@ -3,6 +3,8 @@
 // thread's own stack.
 #include "global.h"
 
+#include <cstdint>
+
 namespace emu {
 
 static inline void plain_access(const void *p, u32 bytes, bool write, const void *pc) {
