@@ -80,7 +80,7 @@ class BiasGradient(Main):
         """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
         if spec.dbias is None:
             return ()
-        columns, blocks = 32 if spec.crowded else 64, 2 if spec.head_dim <= 128 else 1
+        columns, blocks = 32 if spec.crowded else 64, 3 if spec.head_dim <= 128 else 1
         tiles = BiasTile(64, columns, 4, stats_rows, blocks), BiasTile(32, 32, 2, stats_rows, 1)
         return (cls.of(spec, next(tile for tile in tiles if tile.smem_bytes(spec.head_dim) <= smem_bytes)),)
 

@@ -50,10 +50,18 @@ _WIDE_BACKWARD: tuple[tuple[int, HopperDkvTile, HopperDqTile], ...] = (
     (256, HopperDkvTile(64, 64, 2, 232, 40), HopperDqTile(128, 64, 3, 232, 40)),
 )
 
-# With a bias: fewer rows, or columns of V held, so that it fits the registers, too. Not measured.
+# With a bias, which is read ahead: fewer rows, or columns of V held, so that it fits the registers, too; where two elements
+# take more than one register, fewer still.
 _FORWARD_BIAS: tuple[tuple[int, HopperForwardTile], ...] = (
     (64, HopperForwardTile(192, 64, 8, 6, 160, 32)),
-    *((limit, tile) for limit, tile in _FORWARD_MASKED if limit > 64),
+    *((limit, tile) for limit, tile in _FORWARD_MASKED if 64 < limit <= 128),
+    (192, HopperForwardTile(128, 64, 2, 4, 232, 40)),
+    (256, HopperForwardTile(128, 64, 2, 3, 232, 40)),
+)
+_FORWARD_BIAS_WIDE = (
+    (64, HopperForwardTile(128, 64, 8, 4, 232, 40)),
+    (128, HopperForwardTile(128, 64, 4, 4, 232, 40)),
+    *_FORWARD_BIAS[-2:],
 )
 _BACKWARD_BIAS: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(64, 128, 4, 240, 24)),
@@ -125,7 +133,9 @@ class Sm90(Family):
         return None
 
     def forward_tile(self, spec: Spec, device: Device) -> HopperForwardTile:
-        alone = _FORWARD_BIAS if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
+        narrow = spec.mods or (spec.paired_bias and not spec.wide_bias)
+        added = _FORWARD_BIAS if narrow else _FORWARD_BIAS_WIDE
+        alone = added if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
         table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if spec.head_dim <= limit)
         if spec.block_mask and tile.block_m == 192:

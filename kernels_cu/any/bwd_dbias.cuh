@@ -25,47 +25,74 @@ struct DBias : ScoreGradient<V> {
             : first(is_broadcast ? 0 : index), end(is_broadcast ? count : index + 1) {}
     };
 
+    // One tile of those that the block adds up: blocks of queries and of keys of a head.
+    struct Visit { int batch, head, m, n; };
+
     const ScoreStrides &to;
+    Range keys, queries, heads, batches;
     Acc sum;
 
-    __device__ explicit DBias(const BwdParams &p) : Base(p), to(p.dbias_stride) { sum.zero(); }
+    __device__ explicit DBias(const BwdParams &p) : DBias(p, p.dbias_stride, ptx::block_index()) {}
 
     __device__ void run() {
-        int index = ptx::block_index();
-        const auto next = [&](bool is_broadcast,
-                              int count) {  // this block's index along a dimension, the last one first
-            const int size = is_broadcast ? 1 : count, found = index % size;
-            index /= size;
-            return Range(is_broadcast, found, count);
-        };
-        const Range keys = next(to.key == 0, ceil_div(problem.seqlen_k, N));
-        const Range queries = next(to.row == 0, ceil_div(problem.seqlen_q, M));
-        const Range heads = next(to.head == 0, problem.heads_q), batches = next(to.batch == 0, problem.batch);
+        Visit next{batches.first, heads.first, queries.first, keys.first - 1};
+        bool exists = advance(next);
+        if (exists) request(next);
         #pragma unroll 1
-        for (int b = batches.first; b < batches.end; ++b) {  // @dbias-of-all-sequences
-            const auto sequence = with_range<V>(Sequence<V::kPacked>::of(p, b), p);
-            const Mask<V> mask(sequence, problem);
-            #pragma unroll 1
-            for (int h = heads.first; h < heads.end; ++h)  // @dbias-of-all-heads
-                #pragma unroll 1
-                for (int m = queries.first; m < queries.end; ++m) {
-                    const int first = max(keys.first, mask.first_key_block(m * M));
-                    const int end = min(keys.end, mask.end_key_block(m * M));  // @dbias-of-blocks-that-are-seen
-                    #pragma unroll 1
-                    for (int n = first; n < end; ++n)
-                        if (!this->is_empty(b, h, m * M, n * N)) add(sequence, mask, h, m * M, n * N);
-                }
+        while (exists) {
+            const Visit now = next;
+            const SequenceOf<V> sequence = sequence_of(now.batch);
+            const auto fetched = this->fetch(sequence, now.head, now.m * M, now.n * N);
+            Acc S, dP;
+            this->multiply(S, dP);
+            exists = advance(next);
+            if (exists) request(next);  // it is on its way while dS is formed
+            this->form(
+                sequence, Mask<V>(sequence, problem), now.head, now.m * M, now.n * N, fetched, S, dP,
+                [&](int row, int col, float, float dS) { sum.x[row / 16][col / 8][row / 8 % 2 * 2 + col % 2] += dS; });
         }
         leave(batches.first, heads.first, queries.first * M, keys.first * N);
     }
 
-    // dS of queries [q0, q0 + M) and keys [k0, k0 + N) of a head of q.
-    __device__ __forceinline__ void add(const SequenceOf<V> &s, const Mask<V> &mask, int head, int q0, int k0) {
-        Acc S, dP;
-        this->multiply(s, head, q0, k0, true, S, dP);
-        this->form(s, mask, head, q0, k0, S, dP, [&](int row, int col, float, float dS) {
-            sum.x[row / 16][col / 8][row / 8 % 2 * 2 + col % 2] += dS;
-        });
+  private:
+    __device__ DBias(const BwdParams &p, const ScoreStrides &to, int index)
+        : Base(p),
+          to(to),
+          keys(next(index, to.key == 0, ceil_div(problem.seqlen_k, N))),
+          queries(next(index, to.row == 0, ceil_div(problem.seqlen_q, M))),
+          heads(next(index, to.head == 0, problem.heads_q)),
+          batches(next(index, to.batch == 0, problem.batch)) {
+        sum.zero();
+    }
+    // The block's index along a dimension, the last one first.
+    __device__ static Range next(int &index, bool is_broadcast, int count) {
+        const int size = is_broadcast ? 1 : count, found = index % size;
+        index /= size;
+        return Range(is_broadcast, found, count);
+    }
+    __device__ SequenceOf<V> sequence_of(int batch) const {
+        return with_range<V>(Sequence<V::kPacked>::of(p, batch), p);
+    }
+    __device__ __forceinline__ void request(const Visit &visit) const {
+        Base::request(sequence_of(visit.batch), visit.head, visit.m * M, visit.n * N, true);
+    }
+    // To the next tile of which something is seen; false if there is none.
+    __device__ __forceinline__ bool advance(Visit &at) const {
+        #pragma unroll 1
+        for (++at.n;; ++at.n) {
+            const Mask<V> mask(sequence_of(at.batch), problem);
+            at.n = max(at.n, max(keys.first, mask.first_key_block(at.m * M)));
+            if (at.n < min(keys.end, mask.end_key_block(at.m * M))) {  // @dbias-of-blocks-that-are-seen
+                if (!this->is_empty(at.batch, at.head, at.m * M, at.n * N)) return true;
+                continue;
+            }
+            at.n = -1;
+            if (++at.m < queries.end) continue;
+            at.m = queries.first;
+            if (++at.head < heads.end) continue;  // @dbias-of-all-heads
+            at.head = heads.first;
+            if (++at.batch >= batches.end) return false;  // @dbias-of-all-sequences
+        }
     }
 
     // What was summed up leaves: as it is, or its rows' sums in the first column, its columns' in the first row, or both.

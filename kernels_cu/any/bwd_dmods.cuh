@@ -70,11 +70,12 @@ struct DMods : ScoreGradient<V> {
         for (int n = mask.first_key_block(q0); n < mask.end_key_block(q0); ++n) {
             if (this->is_empty(sequence.index, tile.head, q0, n * N)) continue;
             Acc S, dP;
-            this->multiply(sequence, tile.head, q0, n * N, is_first, S, dP);
+            this->request(sequence, tile.head, q0, n * N, is_first);
+            this->multiply(S, dP);
             is_first = false;
             ptx::bar_sync();  // every warp is done with K and V @dmods-in-the-place-of-k
             const int row = row0 + fresh_lane() / 4, col = 2 * (fresh_lane() % 4);
-            this->form(sequence, mask, tile.head, q0, n * N, S, dP, [&](int i, int j, float s, float dS) {
+            this->form(sequence, mask, tile.head, q0, n * N, NotFetched{}, S, dP, [&](int i, int j, float s, float dS) {
                 ptx::st_shared_b32(score_at(row + i, col + j), ptx::float_as_uint(this->score.own(s)));
                 ptx::st_shared_b32(dS_at(row + i, col + j), ptx::float_as_uint(dS));
             });

@@ -40,12 +40,12 @@ struct ScoreGradient {
         else return false;
     }
 
-    // S = Q K^T and dP = dO V^T of queries [q0, q0 + M) and keys [k0, k0 + N) of a head of q. loads_queries: Q and dO are not
-    // here from the tile before.
-    __device__ __forceinline__ void multiply(const SequenceOf<V> &s, int head, int q0, int k0, bool loads_queries,
-                                             Acc &S, Acc &dP) const {
+    // Asks for what queries [q0, q0 + M) and keys [k0, k0 + N) of a head of q need, once every warp is done with the tiles
+    // before. loads_queries: Q and dO are not here from then.
+    __device__ __forceinline__ void request(const SequenceOf<V> &s, int head, int q0, int k0,
+                                            bool loads_queries) const {
         const int head_k = head / (problem.heads_q / problem.heads_k);  // @head-of-k-dbias
-        ptx::bar_sync();  // every warp is done with the tiles before @dbias-tiles-free
+        ptx::bar_sync();                                                // @dbias-tiles-free
         const auto load = [&](const auto &tile, const void *src, const Strides &stride, long long offset, int first,
                               int rows) {
             tile.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(static_cast<const T *>(src) + offset,
@@ -57,7 +57,9 @@ struct ScoreGradient {
         if (loads_queries) load(dout(), p.dout, p.dout_stride, s.q_offset(p.dout_stride, head), q0, s.seqlen_q);
         load(v(), p.v, p.v_stride, s.k_offset(p.v_stride, head_k), k0, s.seqlen_k);
         ptx::cp_async_commit_group();
-
+    }
+    // S = Q K^T and dP = dO V^T of what was asked for.
+    __device__ __forceinline__ void multiply(Acc &S, Acc &dP) const {
         S.zero(), dP.zero();
         ptx::cp_async_wait_group<1>();                              // @dbias-q-and-k-copied
         ptx::bar_sync();                                            // Q and K are here @dbias-q-and-k-landed
@@ -67,13 +69,26 @@ struct ScoreGradient {
         gemm_nt<T>(dP, FewSteps<TileQ, kRows>(dout(), row0), v());  // dP = dO V^T
     }
 
+    // What scores add and read ahead, while they are computed.
+    __device__ auto fetch(const SequenceOf<V> &s, int head, int q0, int k0) const {
+        return Places<V>::of(p, s, head).template fetch<true, kRows, N>(q0 + row0, k0);
+    }
     // f(row, column, q . k, dS) of each element that this lane holds, counted from its first one; dS is 0 where nothing is seen.
-    template <class F>
-    __device__ __forceinline__ void form(const SequenceOf<V> &s, const Mask<V> &mask, int head, int q0, int k0, Acc &S,
-                                         const Acc &dP, F f) const {
+    template <class Fetched, class F>
+    __device__ __forceinline__ void form(const SequenceOf<V> &s, const Mask<V> &mask, int head, int q0, int k0,
+                                         const Fetched &fetched, Acc &S, const Acc &dP, F f) const {
+        if (!V::kBlockMask && mask.full(q0, k0) && q0 + M <= s.seqlen_q)
+            form<V::kBlockMask>(s, mask, head, q0, k0, fetched, S, dP, f);
+        else form<true>(s, mask, head, q0, k0, fetched, S, dP, f);
+    }
+
+  private:
+    template <bool kMasked, class Fetched, class F>
+    __device__ __forceinline__ void form(const SequenceOf<V> &s, const Mask<V> &mask, int head, int q0, int k0,
+                                         const Fetched &fetched, Acc &S, const Acc &dP, F f) const {
         const int lane = fresh_lane(), query = q0 + row0 + lane / 4;
         const Mask<V> from_here = mask.from(query, k0 + 2 * (lane % 4));
-        const auto places = Places<V>::of(p, s, head).template from_lane<true>(q0 + row0, k0);
+        const auto places = Places<V>::of(p, s, head).template from_lane<true>(q0 + row0, k0, fetched);
         const auto kept = Dropout<V>::of(p, s.index, head).template kept<true, kRows, N>(q0 + row0, k0);
         float stats[kRows / 8][2];  // of this lane's rows: lse, delta
         #pragma unroll
@@ -83,16 +98,16 @@ struct ScoreGradient {
             const float *const at = row_stats_at<V::kStatsRows>(p, s, head, exists ? query + 8 * r : 0);
             stats[r][0] = at[0], stats[r][1] = at[1];
         }
-        const SeenBits<V, kRows, N, true> seen(p, s.index, head, q0 + row0, k0);
+        const SeenBits<V, kRows, N, true, V::kBlockMask && kMasked> seen(p, s.index, head, q0 + row0, k0);
         S.for_each([&](int row, int col, float &s_ij) {
             const float raw = dP.x[row / 16][col / 8][row / 8 % 2 * 2 + col % 2];
             const float dP_ij = Dropout<V>::of_kept(kept(row, col), raw);  // @dbias-of-what-is-kept
             const auto at = places(row, col);
             const float dS = weight_ex2(score.exponent(s_ij, at, stats[row / 8][0])) * (dP_ij - stats[row / 8][1]);
-            bool counts = row < from_here.seqlen_q && from_here.sees(row, col) && !at.hides() &&
-                          stats[row / 8][0] != kLseOfNothing;
-            if constexpr (V::kBlockMask) counts = counts && seen(row, col);  // @dbias-by-the-block-mask
-            f(row, col, s_ij, counts ? dS : 0.f);                            // @dbias-of-what-is-seen
+            bool counts = !at.hides() && stats[row / 8][0] != kLseOfNothing;
+            if constexpr (kMasked) counts = counts && row < from_here.seqlen_q && from_here.sees(row, col);
+            if constexpr (V::kBlockMask && kMasked) counts = counts && seen(row, col);  // @dbias-by-the-block-mask
+            f(row, col, s_ij, counts ? dS : 0.f);                                       // @dbias-of-what-is-seen
         });
     }
 };

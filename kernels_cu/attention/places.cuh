@@ -71,9 +71,23 @@ struct Places {
     __device__ Places from_lane(int /* query */, int /* key */) const {
         return {};
     }
-    // The same in an accumulator of a warpgroup.
+    // The same, of which something has been fetched.
     template <bool kRowsAreQueries>
-    __device__ Places from_warp(int /* query */, int /* key */) const {
+    __device__ Places from_lane(int /* query */, int /* key */, NotFetched) const {
+        return {};
+    }
+    // In an accumulator of a warpgroup.
+    template <bool kRowsAreQueries>
+    __device__ Places from_warp(int /* query */, int /* key */, NotFetched) const {
+        return {};
+    }
+    // What is read of it ahead, while it is computed.
+    template <bool kRowsAreQueries, int kRows, int kCols>
+    __device__ NotFetched fetch(int /* query */, int /* key */) const {
+        return {};
+    }
+    template <bool kRowsAreQueries, int kCols>
+    __device__ NotFetched fetch_of_warp(int /* query */, int /* key */) const {
         return {};
     }
     __device__ At operator()(int /* queries */, int /* keys */) const { return {}; }
@@ -116,10 +130,31 @@ struct Places<V, true> {
         const int lane = fresh_lane(), row = lane / 4, col = 2 * (lane % 4);
         return from<kRowsAreQueries>(query + (kRowsAreQueries ? row : col), key + (kRowsAreQueries ? col : row));
     }
+    template <bool kRowsAreQueries, class Fetched>
+    __device__ auto from_lane(int query, int key, const Fetched &fetched) const {
+        const int lane = fresh_lane(), row = lane / 4, col = 2 * (lane % 4);
+        const auto of_alibi = alibi.from(query + (kRowsAreQueries ? row : col), key + (kRowsAreQueries ? col : row));
+        return From<Fetched>{of_alibi, fetched};
+    }
     template <bool kRowsAreQueries>
-    __device__ auto from_warp(int query, int key) const {
+    __device__ auto from_lane(int query, int key, NotFetched) const {
+        return from_lane<kRowsAreQueries>(query, key);
+    }
+    template <bool kRowsAreQueries, class Fetched>
+    __device__ auto from_warp(int query, int key, const Fetched &fetched) const {
         const int row = fresh_thread() / 32 % 4 * 16;
-        return from_lane<kRowsAreQueries>(query + (kRowsAreQueries ? row : 0), key + (kRowsAreQueries ? 0 : row));
+        return from_lane<kRowsAreQueries>(query + (kRowsAreQueries ? row : 0), key + (kRowsAreQueries ? 0 : row),
+                                          fetched);
+    }
+    template <bool kRowsAreQueries, int kRows, int kCols>
+    __device__ auto fetch(int query, int key) const {
+        return bias.template fetch<kRowsAreQueries, kRows, kCols>(query, key);
+    }
+    template <bool kRowsAreQueries, int kCols>
+    __device__ auto fetch_of_warp(int query, int key) const {
+        const int row = fresh_thread() / 32 % 4 * 16;
+        return fetch<kRowsAreQueries, 16, kCols>(query + (kRowsAreQueries ? row : 0),
+                                                 key + (kRowsAreQueries ? 0 : row));
     }
 };
 

@@ -244,12 +244,13 @@ struct BwdGroup {
         if constexpr (kHeld) issue_nt<T, kDepth>(dS, rV, sV, sdO);  // dP^T = V dO^T
         else issue_nt<T, kDepth>(dS, sV, sdO);
         const ptx::u32 stats_at = smem.stats(stage) + 16 * (fresh_lane() % 4);
+        const auto fetched = head_places.template fetch_of_warp<false, M>(q0, key0);
         ptx::wgmma_wait_group<0>();
         arrived(P), arrived(dS);
         VisibleQueries<V> visible;
         if constexpr (kMasked) visible = VisibleQueries<V>(mask, q0, key0);
         if constexpr (kMasked && V::kBlockMask) visible.keep(by_block_mask);
-        const auto places = head_places.template from_warp<false>(q0, key0);
+        const auto places = head_places.template from_warp<false>(q0, key0, fetched);
         FragA<T, 16, M> rP, rdS;
         #pragma unroll
         for (int k = 0; k < M / 16; ++k) {

@@ -94,9 +94,16 @@ struct FwdGroup {
             if constexpr (V::kBlockMask) s = seen(row, col) ? s : -ptx::infinity();
         });
     }
-    __device__ void apply_score(const Places<V> &head_places, AccTile<16, N> &S, int q0, int j) const {
-        const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N);
+    template <class Fetched>
+    __device__ void apply_score(const Places<V> &head_places, const Fetched &fetched, AccTile<16, N> &S, int q0,
+                                int j) const {
+        const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N, fetched);
         S.for_each([&](int row, int col, float &s) { s = score.value(s, places(row, col)); });
+    }
+
+    // What it adds and reads ahead.
+    __device__ auto fetch(const Places<V> &head_places, int q0, int j) const {
+        return head_places.template fetch<true, 16, N>(q0 + warp_row, j * N);
     }
 
     __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain}; }
@@ -193,7 +200,7 @@ struct FwdGroup {
         Softmax softmax(score.log2_factor);
         typename Softmax::Rows rescale;
         release_k(ring);
-        apply_score(places, S, q0, tile.key_block(first));
+        apply_score(places, fetch(places, q0, tile.key_block(first)), S, q0, tile.key_block(first));
         if constexpr (V::kBlockMask) {
             if (tile.at(first).sight(group) != kWhole) apply_mask(mask, tile, S, q0, tile.key_block(first));
         } else {
@@ -224,9 +231,10 @@ struct FwdGroup {
             issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
             started = true;
             const auto kept = kept_of<V, 16, N>(places, q0 + warp_row, j * N);
+            const auto fetched = fetch(places, q0, j);
             ptx::wgmma_wait_group<1>();  // @s-complete
             arrived(S);
-            apply_score(places, S, q0, j);
+            apply_score(places, fetched, S, q0, j);
             bool grows = false, good = true;
             if constexpr (kCareful) {
                 if constexpr (kMasked) apply_mask(mask, tile, S, q0, j);
@@ -241,7 +249,7 @@ struct FwdGroup {
             P.from(S);
             if (!good) {                                                      // @k-kept-until-now
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
-                apply_score(places, S, q0, j);
+                apply_score(places, fetched, S, q0, j);
                 softmax.step(S, O);  // @o-follows-scores-again
                 Dropout<V>::drop(S, kept);
                 P.from(S);
