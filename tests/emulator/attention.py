@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from cupyflash.plan.families import Plan, plan_call
 from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
 
+from . import build
 from .buffers import DTYPES, Buffers
 from .launch import MODES, EmulatedKernel, EmulatorError, Memory, Mode
 
@@ -26,15 +27,23 @@ Array = NDArray[Any]
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(source: str, symbol: str, arch: int, headers: tuple[tuple[str, str], ...]) -> EmulatedKernel:
-    return EmulatedKernel(source, dict(headers), symbol, arch)
+def _kernels(variants: tuple[Variant, ...], arch: int, headers: tuple[tuple[str, str], ...]) -> list[EmulatedKernel]:
+    build.build(build.Unit(v.source(), dict(headers), (v.symbol,), arch) for v in variants)
+    return [EmulatedKernel(v.source(), dict(headers), v.symbol, arch) for v in variants]
+
+
+def kernels_of(
+    variants: Sequence[Variant], device: Device, headers: Mapping[str, str] | None = None
+) -> list[EmulatedKernel]:
+    """The variants on the CPU, from the text that NVRTC gets. `headers` replaces some of the kernel sources."""
+    texts = {**kernel_sources(), **(headers or {})}
+    major, minor = device.capability
+    return _kernels(tuple(variants), 100 * major + 10 * minor, tuple(sorted(texts.items())))
 
 
 def kernel_of(variant: Variant, device: Device, headers: Mapping[str, str] | None = None) -> EmulatedKernel:
-    """The variant on the CPU, from the text that NVRTC gets. `headers` replaces some of the kernel sources."""
-    texts = {**kernel_sources(), **(headers or {})}
-    major, minor = device.capability
-    return _kernel(variant.source(), variant.symbol, 100 * major + 10 * minor, tuple(sorted(texts.items())))
+    """One of them."""
+    return kernels_of((variant,), device, headers)[0]
 
 
 def small_device(arch: str, sm_count: int = 3) -> Device:
@@ -122,16 +131,15 @@ class Session:
     def _launch(self, plan: Plan, problem: Problem, buffers: Buffers) -> None:
         mode = dataclasses.replace(self.mode, ordered_red=problem.deterministic and self.mode.race)
         plain, hopper = buffers.params(plan, problem)
-        for launch in plan.launches:
-            if launch.grid == 0:
-                continue
+        launches = [launch for launch in plan.launches if launch.grid]
+        kernels = kernels_of([launch.variant for launch in launches], self.device, self.headers)
+        for launch, kernel in zip(launches, kernels, strict=True):
             variant = launch.variant
             struct = (plain if variant.params == plain.dtype else hopper).copy()
             counter = np.zeros(2, np.int32)
             if variant.persistent and self.counter:
                 struct["counter"], counter = buffers.memory.output("counter", (2,), np.int32)
                 counter[:] = 0
-            kernel = kernel_of(variant, self.device, self.headers)
             kernel(launch.grid, variant.threads, variant.smem_bytes, [struct], mode, self.seed)
             self.collectives += kernel.stats.collectives
             if counter.any():

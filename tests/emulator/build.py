@@ -8,13 +8,15 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock
@@ -27,8 +29,8 @@ RUNTIME, TWIN = HERE / "runtime", HERE / "twin"
 _COMMON = ["-std=c++17", "-fPIC", "-fno-omit-frame-pointer", "-fno-strict-aliasing", "-Wall", "-Wextra"]
 _X86 = ["-mavx2", "-mfma", "-mf16c"]
 _KERNEL = [
-    "-O1",
-    "-g1",  # lines and inlining; for variables in gdb: -O0 -g
+    "-O0",  # most kernels run for less time than g++ takes to optimise them
+    "-g1",  # lines and inlining; for variables in gdb: -g
     "-fsanitize=thread",  # plain loads and stores call runtime/hooks.cpp; libtsan is not linked
     "--param=tsan-instrument-func-entry-exit=0",
     "-fvisibility=hidden",
@@ -43,6 +45,8 @@ _KERNEL = [
 ]
 _STALE_SECONDS = 14 * 24 * 3600
 _TWINS = ("ptx.h", "ptx_sm90.h", "ptx_more.h")
+_INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
+_COMMENT = re.compile(r"^//.*\n", re.MULTILINE)
 
 
 class BuildError(RuntimeError):
@@ -120,7 +124,7 @@ def twin_texts() -> dict[str, str]:
 
 def _remove_stale() -> None:
     """Libraries that no recent source asks for; each edit of a kernel leaves some behind."""
-    for path in build_folder().glob("*.so"):
+    for path in (*build_folder().glob("*.so"), *build_folder().glob("*.lock")):
         if time.time() - path.stat().st_atime > _STALE_SECONDS:
             path.unlink(missing_ok=True)
 
@@ -144,27 +148,87 @@ def build_runtime() -> Path:
     return out
 
 
-def build_kernel(source: str, headers: Mapping[str, str], symbols: Sequence[str], arch: int = 800) -> Path:
-    """The shared library of one entry unit, as handed to NVRTC.
+@dataclass(frozen=True)
+class Unit:
+    """An entry unit, as handed to NVRTC.
 
-    Args:
-        source: the unit; it includes some of `headers` and defines the kernels `symbols`.
+    Attributes:
+        source: includes some of `headers` and defines the kernels `symbols`.
         headers: text by file name; messages call them ``kernels_cu/<name>``.
         arch: what ``__CUDA_ARCH__`` would be, for the twins.
     """
-    flags = [*_COMMON, *_KERNEL, *_machine_flags(), f"-DEMULATED_ARCH={arch}"]
-    key = digest(source, sorted(headers.items()), twin_texts(), flags, symbols)
-    out = build_folder() / f"{symbols[0]}-{key}.so"
-    if out.exists():
-        return out
-    folder = build_folder() / f"headers-{digest(sorted(headers.items()))}"
-    for name, text in headers.items():
+
+    source: str
+    headers: Mapping[str, str]
+    symbols: Sequence[str]
+    arch: int = 800
+
+    @functools.cached_property
+    def included(self) -> dict[str, str]:
+        """The headers that it includes, itself or by others."""
+        found: dict[str, str] = {}
+        todo = _INCLUDE.findall(self.source)
+        while todo:
+            name = todo.pop()
+            if name in self.headers and name not in found:
+                found[name] = self.headers[name]
+                todo += _INCLUDE.findall(found[name])
+        return dict(sorted(found.items()))
+
+    @functools.cached_property
+    def library(self) -> Path:
+        """Where its shared library is, or will be: headers that it does not include make no difference."""
+        text = _COMMENT.sub("", self.source)  # a variant's first line is the digest of all headers
+        key = digest(text, self.included, twin_texts(), _flags(self.arch), tuple(self.symbols))
+        return build_folder() / f"{self.symbols[0]}-{key}.so"
+
+    @property
+    def shared(self) -> str:
+        """What stands before its struct Variant besides includes: a user's expressions, if it has some."""
+        return _INCLUDE.sub("", self.source.partition("struct Variant")[0])
+
+    @property
+    def own(self) -> str:
+        """The rest, and the way in."""
+        _, struct, rest = self.source.partition("struct Variant")
+        return struct + rest + "".join(f"\nEMU_ENTRY({symbol})" for symbol in self.symbols) + "\n"
+
+
+def _flags(arch: int) -> list[str]:
+    return [*_COMMON, *_KERNEL, *_machine_flags(), f"-DEMULATED_ARCH={arch}"]
+
+
+def build(units: Iterable[Unit]) -> None:
+    """Makes the libraries that are missing of some units with the same headers. Those that differ in what is their own
+    alone are compiled as one, so that g++ reads the headers once."""
+    alike: dict[tuple[str, int], list[Unit]] = {}
+    for unit in units:
+        if not unit.library.exists():
+            alike.setdefault((unit.shared, unit.arch), []).append(unit)
+    for some in alike.values():
+        with FileLock(f"{min(unit.library for unit in some)}.lock"):  # another process may be first
+            missing = [unit for unit in some if not unit.library.exists()]
+            if missing:
+                _compile_as_one(missing)
+
+
+def _compile_as_one(units: Sequence[Unit]) -> None:
+    """One library, by the names of all."""
+    included = {name: text for unit in units for name, text in unit.included.items()}
+    folder = build_folder() / f"headers-{digest(included)}"
+    for name, text in included.items():
         _publish(folder / "kernels_cu" / name, text)
-    unit = folder / f"{symbols[0]}-{key}.cpp"
-    _publish(unit, source + "".join(f"\nEMU_ENTRY({symbol})" for symbol in symbols) + "\n")
-    includes = [*(f"-include{TWIN / name}" for name in _TWINS), "-Ikernels_cu"]
+    includes = dict.fromkeys(line[0] for unit in units for line in _INCLUDE.finditer(unit.source))
+    each = (f"namespace of_{i} {{\n{unit.own}}}\n" for i, unit in enumerate(units))
+    source = "".join((*includes, units[0].shared, *each))
+    out = units[0].library
+    file = folder / f"{units[0].symbols[0]}-{digest(source)}.cpp"
+    _publish(file, source)
+    options = [*_flags(units[0].arch), *(f"-include{TWIN / name}" for name in _TWINS), "-Ikernels_cu"]
     with tempfile.TemporaryDirectory() as scratch:  # in two steps: linking with -fsanitize=thread would pull in libtsan
         unit_object = Path(scratch) / "unit.o"
-        _compile([*flags, *includes, "-c", unit.name], unit_object, cwd=folder)
+        _compile([*options, "-c", file.name], unit_object, cwd=folder)
         _compile(["-shared", str(unit_object), "-Wl,-Bsymbolic"], out)
-    return out
+    for unit in units[1:]:
+        with contextlib.suppress(FileExistsError):  # built by another process beside other units
+            os.link(out, unit.library)

@@ -165,7 +165,7 @@ class EmulatedKernel:
     """A kernel on the CPU.
 
     Args:
-        source, headers, symbol: as for NVRTC, see `build.build_kernel`.
+        source, headers, symbol: as for NVRTC, see `build.Unit`.
         arch: 800, 900, ...: what ``__CUDA_ARCH__`` would be.
         unit: all kernels of the source that are used, if more than one: they are compiled together.
     """
@@ -175,7 +175,9 @@ class EmulatedKernel:
     ) -> None:
         runtime()
         self.symbol = symbol
-        self.path = build.build_kernel(source, headers, tuple(unit) or (symbol,), arch)
+        made = build.Unit(source, headers, tuple(unit) or (symbol,), arch)
+        build.build([made])
+        self.path = made.library
         self._entry = getattr(ctypes.CDLL(str(self.path)), f"emu_entry_{symbol}")
         self.stats = Stats()
 

@@ -1,13 +1,28 @@
 // What CUDA C++ gives a kernel besides PTX: qualifiers, a few functions, and the way in.
 #ifndef EMULATOR_CUDA_LANGUAGE_H
 #define EMULATOR_CUDA_LANGUAGE_H
-// Standard headers come before the qualifiers: libstdc++ itself uses __noinline__ as the name of an attribute.
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
-
 #include "../runtime/api.h"
+
+// Those functions of the C library that kernels call. Its headers, read in C++, take longer than a kernel's own.
+extern "C" {
+float copysignf(float x, float sign);
+float cosf(float x);
+float exp2f(float x);
+float expf(float x);
+float fabsf(float x);
+float floorf(float x);
+float fmaf(float x, float y, float z);
+float fmaxf(float x, float y);
+float fminf(float x, float y);
+float ldexpf(float x, int exponent);
+float log2f(float x);
+float logf(float x);
+float powf(float x, float y);
+float sinf(float x);
+float sqrtf(float x);
+float tanhf(float x);
+void *memcpy(void *to, const void *from, size_t bytes);
+}
 
 #define __global__
 #define __device__

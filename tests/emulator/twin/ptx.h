@@ -28,7 +28,8 @@ inline void ld_shared_v2_f32(float &x, float &y, u32 addr, EMU_HERE) {
     emu_ld_shared(addr, 8, both, EMU_SITE);
     x = both[0], y = both[1];
 }
-inline U128 ld_shared_v4_b32(u32 addr, EMU_HERE) {
+// Inlined: a struct that a call returns would be stored before the store is checked.
+__forceinline__ U128 ld_shared_v4_b32(u32 addr, EMU_HERE) {
     U128 v;
     emu_ld_shared(addr, 16, &v, EMU_SITE);
     return v;
@@ -129,7 +130,7 @@ constexpr bool kHasE4m3 = false;
 inline float e4m3_to_f32(u32 x) {
     const int exponent = x >> 3 & 15, mantissa = x & 7;
     const float size = exponent ? ldexpf(1 + mantissa / 8.f, exponent - 7) : ldexpf(mantissa / 8.f, -6);
-    return (x & 0x7f) == 0x7f ? NAN : x & 0x80 ? -size : size;
+    return (x & 0x7f) == 0x7f ? __builtin_nanf("") : x & 0x80 ? -size : size;
 }
 inline u32 cvt_rn_f16x2_e4m3x2(u16 x) { return cvt_rn_f16x2(e4m3_to_f32(x & 0xff), e4m3_to_f32(x >> 8)); }
 inline float mul_rn(float x, float y) { return x * y; }

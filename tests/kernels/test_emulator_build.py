@@ -1,0 +1,74 @@
+"""Which kernels are compiled for the emulator, and which of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import EmulatedKernel, Memory, build, launch
+from emulator.require import require_compiler
+
+require_compiler()
+
+HEADERS = {"a.cuh": "constexpr int kA = 1;\n", "b.cuh": '#include "a.cuh"\n', "c.cuh": "constexpr int kC = 1;\n"}
+
+
+def unit(symbol: str, constant: int, before: str = "", **edited: str) -> build.Unit:
+    """As `Variant.source` writes them."""
+    source = (
+        f'// kernels_cu 1234\n#include "b.cuh"\n\n{before}'
+        f"struct Variant {{\n    static constexpr int k = {constant};\n}};\n\n"
+        f'extern "C" __global__ void {symbol}(int *x) {{ x[ptx::thread_index()] = Variant::k + kA; }}\n'
+    )
+    return build.Unit(source, HEADERS | {f"{name}.cuh": text for name, text in edited.items()}, (symbol,))
+
+
+def written(u: build.Unit) -> int:
+    """What its kernel writes."""
+    with Memory() as memory:
+        address, x = memory.output("x", (32,), np.int32)
+        EmulatedKernel(u.source, u.headers, u.symbols[0])(1, 32, 0, [np.uint64(address)])
+        return int(x[0])
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sources that g++ gets, in an empty folder."""
+    sources, run = [], build._compile
+
+    def recorded(command: Sequence[str], out: Path, cwd: Path | None = None) -> None:
+        if cwd is not None:
+            sources.append((cwd / command[-1]).read_text())
+        run(command, out, cwd)
+
+    launch.runtime()  # lies in the folder of before
+    monkeypatch.setattr(build, "build_folder", lambda: tmp_path)
+    monkeypatch.setattr(build, "_compile", recorded)
+    return sources
+
+
+def test_kernels_are_compiled_at_once(compiled: list[str]) -> None:
+    """Each with constants of its own, and only those that are missing."""
+    build.build([unit("one", 10)])
+    units = [unit(name, constant) for name, constant in (("one", 10), ("two", 20), ("three", 30))]
+    build.build(units)
+    assert ["EMU_ENTRY(one)" in source for source in compiled] == [True, False]
+    assert [written(u) for u in units] == [11, 21, 31]
+    assert len(compiled) == 2
+
+
+def test_kernels_with_other_expressions_are_compiled_apart(compiled: list[str]) -> None:
+    units = [unit("one", 10, "struct Mods {};\n"), unit("two", 20, "struct Mods { int x; };\n")]
+    build.build(units)
+    assert [written(u) for u in units] == [11, 21]
+    assert len(compiled) == 2
+
+
+def test_a_header_makes_new_what_includes_it(compiled: list[str]) -> None:
+    u = unit("one", 10)
+    assert unit("one", 10, c="constexpr int kC = 2;\n").library == u.library
+    assert written(u) == 11
+    assert written(unit("one", 10, a="constexpr int kA = 2;\n")) == 12
+    assert len(compiled) == 2
