@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from emulator import MODES
 from emulator.attention import Session, inputs_of, small_device
-from emulator.cases import SHIPPED, TABLE, can_use_tma
+from emulator.cases import SHIPPED, TABLE
 from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case
-from cupyflash.plan.families import FAMILIES
-from cupyflash.plan.spec import Spec
+from tests.table_turns import not_in, taken_backward
 from tests.turns import in_turn
 
 require_compiler()
@@ -23,15 +22,8 @@ require_compiler()
 TESTED_MODES = ("race", "late")
 
 
-def is_taken(case: Case) -> bool:
-    """Whether the family has tiles for its features together."""
-    spec = Spec.of(case.problem(case.dtypes[0]), backward=True)
-    return FAMILIES["sm90"].why_not(spec, small_device("sm_90")) is None
-
-
-CASES = {
-    name: case for name, case in (TABLE | SHIPPED).items() if case.backward and can_use_tma(case) and is_taken(case)
-}
+CASES = {name: case for name, case in (TABLE | SHIPPED).items() if taken_backward(case)}
+IN_TURN = in_turn(CASES, [(mode,) for mode in TESTED_MODES], SHIPPED, not_in("sm90"))
 
 
 @functools.lru_cache(maxsize=4)
@@ -40,7 +32,7 @@ def oracle(name: str, dtype: str) -> Oracle:
     return Oracle(problem, *inputs)
 
 
-@pytest.mark.parametrize(("name", "mode"), in_turn(CASES, [(mode,) for mode in TESTED_MODES], SHIPPED))
+@pytest.mark.parametrize(("name", "mode"), IN_TURN)
 def test_case(name: str, mode: str, seed: int) -> None:
     """One dtype each, in turn; slopes and sinks that are learned under the race detector, and fixed ones."""
     index = list(CASES).index(name) + TESTED_MODES.index(mode)
