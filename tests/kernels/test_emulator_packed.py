@@ -18,6 +18,7 @@ from emulator.require import require_compiler
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case, Inputs
 from tests.packed_lengths import WRONG, given, three
+from tests.turns import in_turn
 
 require_compiler()
 
@@ -32,16 +33,15 @@ def everything(how: Session, case: Case, inputs: Inputs, dtype: str = "bf16") ->
     return [out, lse, *how.backward(inputs, out, lse, problem)]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("options", [{"causal": True}, {"deterministic": True}], ids=["causal", "deterministic"])
+@pytest.mark.parametrize(("wrong", "option"), in_turn(WRONG, [("causal",), ("deterministic",)]))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lengths_that_contradict(family: str, head_dim: int, options: dict[str, Any], wrong: str) -> None:
+def test_lengths_that_contradict(family: str, head_dim: int, wrong: str, option: str) -> None:
     """Nothing outside of a buffer is touched, no input is written, and it ends: the emulator reports all else.
 
     Sequences may overlap, and then several blocks write the same rows: that is no race to be found here.
     """
-    case = three(head_dim, **options)
+    case = three(head_dim, **{option: True})
     inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong])), case.problem("bf16")
     how = Session.of_family(family, "any")
     out, lse = how.forward(inputs, problem)
