@@ -6,6 +6,7 @@
 namespace emu {
 
 std::vector<Buffer> buffers;
+static const char *lowest, *highest;  // all of them lie between
 
 // What st.release and atomics have published, by address.
 static std::map<const void *, Knowledge> flags;
@@ -23,6 +24,7 @@ void reset_global() {
 
 Buffer *find_buffer(const void *p) {
     const char *c = static_cast<const char *>(p);
+    if (c < lowest || c >= highest) return nullptr;
     static size_t last;
     if (last < buffers.size() && c >= buffers[last].map && c < buffers[last].map + buffers[last].map_bytes)
         return &buffers[last];
@@ -236,6 +238,8 @@ void *emu_alloc(const char *buffer_name, size_t bytes, int at_start, int granule
     b.map = map;
     b.map_bytes = body + 2 * kGuard;
     b.writable = true;
+    lowest = buffers.empty() ? map : std::min<const char *>(lowest, map);
+    highest = buffers.empty() ? map + b.map_bytes : std::max<const char *>(highest, map + b.map_bytes);
     buffers.push_back(b);
     return b.lo;
 }

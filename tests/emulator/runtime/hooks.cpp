@@ -7,10 +7,13 @@
 
 namespace emu {
 
+// Most accesses of kernels that are not optimised: those to the thread's own variables.
+static inline bool is_own(const void *p) {
+    return !current || static_cast<size_t>(static_cast<const char *>(p) - current->stack) < kStackBytes;
+}
+
 static inline void plain_access(const void *p, u32 bytes, bool write, const void *pc) {
-    if (!current) return;
-    const char *c = static_cast<const char *>(p);
-    if (c >= current->stack && c < current->stack + kStackBytes) return;
+    if (is_own(p)) return;
     const Site site{static_cast<const char *>(pc), -1};
     if (!find_buffer(p)) {
         if (!write) return;  // the kernel's arguments and constants; a wild pointer faults by itself
@@ -21,6 +24,7 @@ static inline void plain_access(const void *p, u32 bytes, bool write, const void
 
 // Of one instruction, which a GPU refuses at an address that is no multiple of its size.
 static inline void aligned_access(const void *p, u32 bytes, bool write, const void *pc) {
+    if (is_own(p)) return;
     if (reinterpret_cast<std::uintptr_t>(p) % bytes && find_buffer(p))
         fail("%s at %s: global address %p is not aligned to %u bytes", write ? "store" : "load",
              text(Site{static_cast<const char *>(pc), -1}).c_str(), p, bytes);
