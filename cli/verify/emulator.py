@@ -112,10 +112,10 @@ def compiled_ahead(work: list[Work]) -> Iterator[Callable[[Work], None]]:
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         jobs: dict[tuple[Variant, str], Future[Any]] = {}
         for w in work:
-            for variant in w.variants():
-                if (variant, w.family) not in jobs:
-                    device = attention.small_device(ARCHS[w.family])
-                    jobs[variant, w.family] = pool.submit(attention.kernel_of, variant, device)
+            missing = [variant for variant in w.variants() if (variant, w.family) not in jobs]
+            if missing:
+                job = pool.submit(attention.kernels_of, missing, attention.small_device(ARCHS[w.family]))
+                jobs |= {(variant, w.family): job for variant in missing}
 
         def wait(w: Work) -> None:
             for variant in w.variants():

@@ -19,7 +19,7 @@ from cupyflash.plan.decode import plan_append, plan_decode
 from cupyflash.plan.decode_shares import DecodePlan
 from cupyflash.plan.params_decode import DECODE_SM90_PARAMS
 
-from .attention import kernel_of
+from .attention import kernel_of, kernels_of
 from .buffers import barely_aligned
 from .launch import Memory, Mode, tensor_map
 
@@ -129,10 +129,9 @@ class CacheSession:
                 m = box_map(p, variant.tile, strides[name])
                 words = tensor_map(address[name], m.sizes, m.strides_bytes, m.box, _SWIZZLE_128B)
                 struct[f"map_{DECODE_MEMBERS[name]}"] = words
-        kernel = kernel_of(variant, self.device, self.headers)
+        variants = [variant] if plan.combine is None or not plan.combine_grid else [variant, plan.combine]
+        first, *second = kernels_of(variants, self.device, self.headers)
         cluster = max(1, variant.tile.cluster)
-        kernel(plan.grid, variant.threads, variant.smem_bytes, [struct], self.mode, self.seed, cluster)
-        if plan.combine is not None and plan.combine_grid:
-            second = kernel_of(plan.combine, self.device, self.headers)
-            size = plan.combine.threads, plan.combine.smem_bytes
-            second(plan.combine_grid, *size, [plain], self.mode, self.seed)
+        first(plan.grid, variant.threads, variant.smem_bytes, [struct], self.mode, self.seed, cluster)
+        for kernel, combine in zip(second, variants[1:], strict=True):
+            kernel(plan.combine_grid, combine.threads, combine.smem_bytes, [plain], self.mode, self.seed)
