@@ -132,7 +132,7 @@ def _remove_stale() -> None:
 def build_runtime() -> Path:
     """The emulator itself: one shared library, compiled once."""
     sources = sorted(RUNTIME.glob("*.cpp"))
-    flags = [*_COMMON, *_machine_flags(), "-O2", "-g"]
+    flags = [*_COMMON, *_machine_flags(), "-O2", "-g", "-fno-semantic-interposition"]
     texts = [f.read_text() for f in sorted(RUNTIME.glob("*.*"))]
     out = build_folder() / f"runtime-{digest(texts, flags)}.so"
     with FileLock(f"{out}.lock"):  # one process of the test run builds, with both cores
@@ -144,7 +144,7 @@ def build_runtime() -> Path:
             each = zip(sources, objects, strict=True)
             for job in [pool.submit(_compile, [*flags, "-c", str(source)], to) for source, to in each]:
                 job.result()
-            _compile(["-shared", *map(str, objects), "-ldl"], out)
+            _compile(["-shared", *map(str, objects), "-ldl", "-Wl,-Bsymbolic"], out)
     return out
 
 
