@@ -132,7 +132,7 @@ def _remove_stale() -> None:
 def build_runtime() -> Path:
     """The emulator itself: one shared library, compiled once."""
     sources = sorted(RUNTIME.glob("*.cpp"))
-    flags = [*_COMMON, *_machine_flags(), "-O2", "-g", "-fno-semantic-interposition"]
+    flags = [*_COMMON, *_machine_flags(), "-O3", "-g", "-fno-semantic-interposition"]
     texts = [f.read_text() for f in sorted(RUNTIME.glob("*.*"))]
     out = build_folder() / f"runtime-{digest(texts, flags)}.so"
     with FileLock(f"{out}.lock"):  # one process of the test run builds, with both cores
