@@ -70,7 +70,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough",
         action="store_true",
-        help="run each case on the CPU in all modes and dtypes instead of in turn; compile all kernels everywhere",
+        help="run each case on the CPU in all modes, dtypes and families, not in turn; compile all kernels everywhere",
     )
 
 

@@ -1,7 +1,7 @@
 """Which cases of the table the emulator runs in which family of kernels, unless --thorough runs all in both.
 
-Whatever a case has, each value of each of its fields, is judged in both families, forward and backward; a case that
-would bring a family nothing new runs in the other one alone, in turn. Pairs of values: `fuzz/covering.py`.
+Whatever a case has, each of its `traits`, is judged in both families, forward and backward; a case that would bring a
+family nothing new runs in the other one alone, in turn. Pairs of values, lengths and dtypes: `fuzz/covering.py`.
 """
 
 from __future__ import annotations

@@ -230,5 +230,16 @@ def _compile_as_one(units: Sequence[Unit]) -> None:
         _compile([*options, "-c", file.name], unit_object, cwd=folder)
         _compile(["-shared", str(unit_object), "-Wl,-Bsymbolic"], out)
     for unit in units[1:]:
-        with contextlib.suppress(FileExistsError):  # built by another process beside other units
-            os.link(out, unit.library)
+        _link(out, unit.library)
+
+
+def _link(out: Path, name: Path) -> None:
+    """Gives a library a further name; by a copy where the file system has no links."""
+    try:
+        os.link(out, name)
+    except FileExistsError:
+        pass  # built by another process beside other units
+    except OSError:
+        temporary = name.with_name(f"{name.name}.{os.getpid()}.{threading.get_ident()}")
+        shutil.copyfile(out, temporary)
+        os.replace(temporary, name)

@@ -72,3 +72,14 @@ def test_a_header_makes_new_what_includes_it(compiled: list[str]) -> None:
     assert written(u) == 11
     assert written(unit("one", 10, a="constexpr int kA = 2;\n")) == 12
     assert len(compiled) == 2
+
+
+def test_without_links_libraries_are_copied(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(build.os, "link", refuse)
+    units = [unit("one", 10), unit("two", 20)]
+    build.build(units)
+    assert [written(u) for u in units] == [11, 21]
+    assert len(compiled) == 1
