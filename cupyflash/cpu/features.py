@@ -114,7 +114,8 @@ class Sums:
         """Add those of a part, in the order of `LEARNED`."""
         for (name, total), x in zip(self._totals.items(), found, strict=True):
             target = place.of(name, total)
-            target += x.reshape(target.shape)
+            with np.errstate(all="ignore"):
+                target += x.reshape(target.shape)
 
     def found(self) -> tuple[Array, ...]:
         """All of them, in the order of `LEARNED`."""

@@ -133,6 +133,7 @@ class Backward(Main):
     unaligned: bool = False
     deterministic: bool = False
     dalibi: bool = False
+    sink: bool = False
 
 
 class Sm80(Family):

@@ -101,6 +101,7 @@ class BackwardSm90(Main):
 
     deterministic: bool = False
     dalibi: bool = False
+    sink: bool = False
 
 
 class BackwardDkvSm90(BackwardSm90):
@@ -160,7 +161,8 @@ class Sm90(Family):
         wide = spec._replace(deterministic=False)  # these are by nature
         sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=False))
         lists = lists_before(spec, (dq.block_m, dq.block_n), (dkv.block_m, dkv.block_n))
-        dkv_dq = BackwardDkvSm90.of(wide._replace(dalibi=False), dkv), BackwardDqSm90.of(wide, dq)
+        of_keys, of_queries = wide._replace(dalibi=False), wide._replace(sink=False)
+        dkv_dq = BackwardDkvSm90.of(of_keys, dkv), BackwardDqSm90.of(of_queries, dq)
         return *lists, delta, *dkv_dq, *sums, *others
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:

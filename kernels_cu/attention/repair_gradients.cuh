@@ -87,7 +87,8 @@ struct GradientRepair {
         const Taken taken = reason<kDS>(head, query);
         if constexpr (V::kDropout && !kDS)  // 0 times dO, whatever P is @p-of-what-is-dropped
             if (taken == kNaN && !keeps(head, query, key)) return kTerm;
-        if constexpr (kDS && Score<V>::kFiniteOfAnyQ)  // @q-behind-finite-scores
+        // Behind a sink lse is finite, too, where all scores are -inf. @q-behind-a-finite-lse
+        if constexpr (kDS && (Score<V>::kFiniteOfAnyQ || V::kSink))
             if (taken == kNone && !row_is_finite<T, D, kUnaligned>(query_at(p.q, p.q_stride, head, query)))
                 return kTerm;
         return taken;

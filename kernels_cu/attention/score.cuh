@@ -109,7 +109,7 @@ struct Score {
         if constexpr (kModded) found = P == 0.f ? 0.f : product_in_repair(found, at.derivative(own(s)));
         return found;
     }
-    // Whether lse may be finite though q is not. A sink makes it so, too, where all scores are -inf: not known to this kernel.
+    // Whether scores may be finite though q is not.
     static constexpr bool kFiniteOfAnyQ = V::kSoftcap || kModded;
 
     // The score before its place has a say.

@@ -139,6 +139,15 @@ def infinite_scores(rng: Rng, s: Spec) -> Tensors:
     return q, k, v, dout
 
 
+def infinite_queries(rng: Rng, s: Spec) -> Tensors:
+    """inf in one of ten rows of q, whose scores are all -inf, and in one of dout."""
+    q, k, v, dout = normal(rng, s)
+    k[..., 0] = 0.5 + np.abs(k[..., 0])
+    q[rng.random(q.shape[:3]) < 0.1, 0] = -np.copysign(np.inf, s.factor)
+    dout[tuple(rng.integers(dout.shape))] = np.inf
+    return q, k, v, dout
+
+
 # ---- How they lie in memory; gaps hold NaN ----
 
 
@@ -217,6 +226,7 @@ _VALUES = (
     nonfinite,
     last_infinite,
     infinite_scores,
+    infinite_queries,
 )
 _MEMORY = (contiguous, bhsd, rows_first, padded, misaligned, shifted, every_second, backwards)
 VALUES: dict[str, Callable[[Rng, Spec], Tensors]] = {f.__name__: f for f in _VALUES}

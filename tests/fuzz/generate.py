@@ -23,6 +23,7 @@ BOUNDED = (
     "nonfinite",
     "last_infinite",
     "infinite_scores",
+    "infinite_queries",
 )  # scores must stay where exp does not underflow in float64
 
 

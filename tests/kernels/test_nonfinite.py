@@ -102,6 +102,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dropout": {"dropout": 0.5},
     "softcap": {"softcap": 50.0, "scale": 1.0},
     "bias": {"bias": "hqk", "sink": True, "alibi": 1},
+    "sink": {"sink": True, "d": 136},
 }
 # x where 1 - tanh(x)^2 is small: as r (1 - r), r = 1 / (1 + e^2x), it is 0 in fp32 from -9 on; in float64 from 19.1 on.
 STEEP = (3, -3, 6, -6, 9, -9, 12, -12, 15, -15, 18, -18, 21, -21, 30, -30)
@@ -112,7 +113,7 @@ def featured(name: str, family: str) -> tuple[Spec, Inputs]:
 
     dropout: a query whose P is NaN, but dropped for half of the keys, where dv is inf. softcap: inf in q, whose scores
     are finite, and keys far beyond the softcap. bias: NaN in dO of a query from which a bias hides all keys, and to
-    which a sink gives a finite lse.
+    which a sink gives a finite lse. sink, bias: inf in q, whose scores are all -inf, and a sink's finite lse.
     """
     spec = Spec(family=family, sq=70, sk=70, group=2, causal=True, seed=3, **FEATURES[name])
     x = draw(spec)
@@ -128,7 +129,9 @@ def featured(name: str, family: str) -> tuple[Spec, Inputs]:
         x.q[0, 20, 1, 2] = np.inf
         x.dout[0, 60, 1, 4] = -np.inf
     else:
-        assert x.bias is not None
+        x.k[..., 0] = np.abs(x.k[..., 0]) + 0.5
+        x.q[0, 24, 1, 0] = -np.inf
+    if x.bias is not None:
         x.bias[:, 20] = -np.inf
         x.dout[0, 20, 1, 3] = np.nan
     return spec, x

@@ -13,7 +13,7 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import CASES, NUMPY_DTYPE, Case, Inputs, case
 from cupyflash.cpu import call as cpu
 from cupyflash.cpu import tiles as cpu_tiles
-from cupyflash.cpu.features import Features
+from cupyflash.cpu.features import Features, Place, Sums
 from cupyflash.problem import DTYPES, Problem
 
 Gradients = tuple[np.ndarray, ...]
@@ -148,3 +148,10 @@ def test_memory_is_bounded_for_many_heads() -> None:
     results = [4 * 4 * p.batch * p.seqlen_q * p.heads_q * (p.head_dim + 1) for p in (few, many)]
     working = [peak_bytes(p) - size for p, size in zip((few, many), results, strict=True)]
     assert working[1] < 1.2 * working[0] + 2**20
+
+
+def test_parts_of_a_gradient_that_are_infinite_give_no_warning() -> None:
+    sums = Sums(Features(sink=np.zeros(2, np.float32), wanted=("dsink",)))
+    for x in (np.inf, -np.inf):
+        sums.add(Place(), [np.array([x, x])])
+    assert np.isnan(sums.found()).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from cupyflash import ArgumentError
 from cupyflash.gpu.device import Device
 from cupyflash.launch import run
 from cupyflash.plan.families import plan_call
+from cupyflash.plan.sm80 import Backward
+from cupyflash.plan.sm90 import BackwardSm90
 from cupyflash.problem import Problem
 from tests import pretended_gpu
 
@@ -219,15 +222,18 @@ def test_packed_sequences(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_plan(arch: str, head_dim: int) -> None:
-    """The forward has a kernel of its own, the backward those without a sink, and one more for a gradient."""
+    """The forward and what makes dk have kernels of their own, and so has a gradient; all else is as without a sink."""
     device, with_sink = Device.synthetic(arch), Problem("bf16", 2, 300, 500, 8, 2, head_dim, 0.5, sink=True)
     without = Problem("bf16", 2, 300, 500, 8, 2, head_dim, 0.5)
     (forward,) = plan_call(with_sink, device).launches
     assert forward.variant.symbol == plan_call(without, device).launches[0].variant.symbol + "_sink"
-    plain = plan_call(without, device, backward=True)
-    assert plan_call(with_sink, device, backward=True) == plain
+    plain, fixed = (plan_call(p, device, backward=True) for p in (without, with_sink))
+    of_keys = plain.launches[1].variant
+    assert isinstance(of_keys, (Backward, BackwardSm90))
+    own = dataclasses.replace(plain.launches[1], variant=dataclasses.replace(of_keys, sink=True))
+    assert fixed == dataclasses.replace(plain, launches=(plain.launches[0], own, *plain.launches[2:]))
     learned = plan_call(with_sink, device, backward=True, dsink=True)
-    assert learned.launches[:-1] == plain.launches
+    assert learned.launches[:-1] == fixed.launches
     assert learned.workspace == plain.workspace
     assert (learned.launches[-1].variant.function, learned.launches[-1].grid) == ("bwd_sink", 8)
     assert plan_call(without, device, backward=True, dsink=True) == plain
@@ -244,7 +250,7 @@ def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch
         cupyflash.attention(q, k, k, sink=sink)
         found = cupyflash.attention_backward(q, q, k, k, q, lse, sink=sink, gradients_of=of)
         assert hasattr(found, "dsink") == bool(of)
-        assert ["sink" in x.symbol for x in gpu.launched] == [True, False, False, False] + [True] * bool(of)
+        assert ["sink" in x.symbol for x in gpu.launched] == [True, False, True, False] + [True] * bool(of)
         if of:
             assert found.dsink.shape == (4,)
             assert gpu.launched[4].grid == 4
