@@ -10,7 +10,7 @@ import numpy as np
 
 from .expression import FLOAT, INT, Node, name
 
-Dual = tuple[Any, Any]  # value, derivative; 0 where the value knows nothing of what it is taken by
+Dual = tuple[Any, Any]  # value, derivative; the int 0 where the value knows nothing of what it is taken by
 SCORE = name("score")
 
 
@@ -24,7 +24,7 @@ def evaluate(
     if node.op == "number":
         return (dtype(node.value) if node.kind == FLOAT else node.value), 0
     if node.op == "name":
-        return (dtype(np.inf), 0) if node.value == "inf" else (names[str(node.value)], dtype(node == by))
+        return (dtype(np.inf), 0) if node.value == "inf" else (names[str(node.value)], dtype(1) if node == by else 0)
     found = [evaluate(x, names, arrays, dtype, by) for x in node.args]
     values, slopes = [x for x, _ in found], [d for _, d in found]
     if node.op == "load":
@@ -33,17 +33,27 @@ def evaluate(
         element = x[inside] if x.size else np.zeros(np.broadcast(*inside).shape, x.dtype)
         return (
             element.astype(dtype) if node.kind == FLOAT else element.astype(np.int64) if node.kind == INT else element
-        ), dtype(node == by)
+        ), dtype(1) if node == by else 0
     if node.op == "?":
         condition, yes, no = values
-        return np.where(condition, yes, no), np.where(condition, slopes[1], slopes[2])
+        slope = 0 if _are_constant(slopes) else np.where(condition, slopes[1], slopes[2])
+        return np.where(condition, yes, no), slope
     if node.kind == FLOAT:
         values = [x if np.asarray(x).dtype == dtype else np.asarray(x).astype(dtype) for x in values]
-        rule = _FLOATS[node.op]
-        return rule(*values, *slopes)
+        value, slope = _FLOATS[node.op](*values, *slopes)
+        return value, 0 if _are_constant(slopes) else slope
     if node.kind == INT:
         values = [x.astype(np.int64) if x.dtype == bool else x for x in map(np.asarray, values)]
     return _OTHERS[node.op](*values), 0
+
+
+def _are_constant(slopes: Iterable[Any]) -> bool:
+    return all(isinstance(d, int) for d in slopes)
+
+
+def _times(d: Any, x: Any) -> Any:
+    """d * x; nothing of a constant, whatever x is."""
+    return 0 if isinstance(d, int) else d * x
 
 
 def place_of(node: Node, names: Mapping[str, Any], arrays: Mapping[str, np.ndarray], dtype: Any) -> Any:
@@ -81,8 +91,8 @@ def _sigmoid(x: Any, d: Any) -> Dual:
 _FLOATS: dict[str, Callable[..., Dual]] = {
     "+": lambda a, b, da, db: (a + b, da + db),
     "-": lambda a, b, da, db: (a - b, da - db),
-    "*": lambda a, b, da, db: (a * b, da * b + a * db),
-    "divide": lambda a, b, da, db: (a / b, (da - a / b * db) / b),
+    "*": lambda a, b, da, db: (a * b, _times(da, b) + _times(db, a)),
+    "divide": lambda a, b, da, db: (a / b, (da - _times(db, a / b)) / b),
     "neg": lambda a, da: (-a, -da),
     "abs": lambda a, da: (np.abs(a), np.where(a < 0, -da, da)),
     "min": _chosen(lambda a, b: b < a),

@@ -78,6 +78,9 @@ __device__ __forceinline__ Dual operator-(Dual a, Dual b) { return {a.x - b.x, a
 __device__ __forceinline__ Dual operator*(Dual a, Dual b) {
     return {a.x * b.x, a.d * b.x + a.x * b.d};  // @product-rule
 }
+// Of a constant nothing is added: 0 * inf would be NaN.
+__device__ __forceinline__ Dual operator*(Dual a, float b) { return {a.x * b, a.d * b}; }  // @times-a-constant
+__device__ __forceinline__ Dual operator*(float a, Dual b) { return b * a; }
 __device__ __forceinline__ Dual operator-(Dual a) { return {-a.x, -a.d}; }
 __device__ __forceinline__ bool operator<(Dual a, Dual b) { return a.x < b.x; }
 __device__ __forceinline__ bool operator>(Dual a, Dual b) { return a.x > b.x; }
@@ -91,6 +94,7 @@ __device__ __forceinline__ Dual chain(Dual a, float value, float slope) { return
 
 __device__ __forceinline__ float divide(float a, float b) { return a / b; }
 __device__ __forceinline__ Dual divide(Dual a, Dual b) { return {a.x / b.x, (a.d - a.x / b.x * b.d) / b.x}; }
+__device__ __forceinline__ Dual divide(Dual a, float b) { return {a.x / b, a.d / b}; }  // @by-a-constant
 __device__ __forceinline__ float exp(float a) { return expf(a); }
 __device__ __forceinline__ Dual exp(Dual a) { return chain(a, expf(a.x), expf(a.x)); }
 __device__ __forceinline__ float exp2(float a) { return exp2f(a); }
@@ -118,7 +122,7 @@ __device__ __forceinline__ Dual sin(Dual a) { return chain(a, sinf(a.x), cosf(a.
 __device__ __forceinline__ float cos(float a) { return cosf(a); }
 __device__ __forceinline__ Dual cos(Dual a) { return chain(a, cosf(a.x), -sinf(a.x)); }
 __device__ __forceinline__ float floor(float a) { return floorf(a); }
-__device__ __forceinline__ Dual floor(Dual a) { return {floorf(a.x)}; }
+__device__ __forceinline__ float floor(Dual a) { return floorf(a.x); }
 __device__ __forceinline__ float pow(float a, float b) { return powf(a, b); }
 __device__ __forceinline__ Dual pow(Dual a, Dual b) {
     const float y = powf(a.x, b.x);

@@ -265,6 +265,7 @@ def draw(s: Spec) -> Inputs:
     bias, mask = _bias(s)
     x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s), _sinks(s), bias, mask=mask)
     x = x._replace(dropout_seed=_dropout_seed(s), block_mask=masks.from_dense(s.seen()) if s.blocks else None)
+    x = x._replace(mods=s.mods_given)
     return (
         x
         if not s.packed

@@ -20,7 +20,7 @@ from cupyflash.problem import Problem
 
 from .arrays import NOT_FOR_TMA, UNALIGNED
 from .covering_features import FEATURES, feature_rows, with_features
-from .covering_packed import packed, ranged
+from .covering_packed import SEQUENCES, packed, ranged
 from .spec import Spec
 
 MEMORY = ("contiguous", "bhsd", "padded", "misaligned", "one_head")
@@ -227,6 +227,19 @@ UNSEEN = {
     f"unseen-{family}": Spec(family=family, sq=30, sk=430, left=20, heads=2, group=2, alibi=1)
     for family in ("sm80", "sm90")
 } | {"unseen-wide": Spec(family="sm90", d=200, sq=30, sk=100, right=-9, heads=2, values="hidden", alibi=1)}
+# Gradients of what mods read, along diagonals, keys and queries, beside whatever goes with mods.
+_READS = Spec(sq=75, sk=203, batch=2, heads=2, group=2, dlse=True)
+LEARNED_MODS = {
+    f"learned-{mods}-{family}-d{d}": dataclasses.replace(_READS, mods=mods, family=family, d=d, dtype=dtype, **more)
+    for family, d, dtype, mods, more in (
+        ("sm80", 64, "bf16", "distances", {"packed": SEQUENCES, "dropout": 0.2, "ranges": "0:31,2:5,7:120"}),
+        ("sm90", 200, "fp16", "distances", {"blocks": "tiles_of_heads", "dropout": 0.2, "sink": True}),
+        ("sm80", 200, "fp16", "scaled", {"softcap": 1.2, "causal": True, "alibi": 2}),
+        ("sm90", 64, "bf16", "scaled", {"packed": SEQUENCES, "causal": True, "sink": True}),
+        ("sm80", 80, "bf16", "heated", {"blocks": "stripes", "left": 60, "values": "outliers"}),
+        ("sm90", 72, "fp16", "heated", {"alibi": 1, "softcap": 1.2, "ranges": "9:203,0:66", "scale": -0.08}),
+    )
+}
 # A key that outweighs all others, met after another maximum.
 DOMINATED = {
     f"dominated-{dtype}-d{d}": Spec(dtype=dtype, d=d, sq=70, sk=323, values="dominated", heads=8, scale=2.0**-3)
@@ -244,7 +257,7 @@ def cases() -> dict[str, Spec]:
     sinks = {f"sink-{i}": _with_sinks(row, i) for i, row in enumerate(capped())}
     numbers: Counter[str] = Counter()
     features = {f"features-{i}": with_features(spec(row, i), of, numbers) for i, (row, of) in enumerate(featured())}
-    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | caps | slopes | sinks | features
+    return pairs | MANY_TILES | EDGES | REPAIRS | CLIFFS | DOMINATED | LEARNED_MODS | caps | slopes | sinks | features
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from typing import Any
 from .covering_bias import biased, masked
 from .covering_packed import packed, ranged
 from .generate import legal
+from .modding import LEARNED, MODS
 from .spec import Spec
 
 Row = dict[str, Any]
@@ -33,6 +34,12 @@ def _capped(spec: Spec, number: int) -> Spec:
     return dataclasses.replace(spec, softcap=1.5 if spec.values == "nonfinite" else (0.5, 0.8, 1.2)[number % 3])
 
 
+def _modded(spec: Spec, number: int) -> Spec:
+    """Without gradients of arrays, which not every row may ask for."""
+    names = [name for name in MODS if name not in LEARNED]
+    return dataclasses.replace(spec, mods=names[number % len(names)])
+
+
 # In the order in which they are added to a problem: a bias may change its lengths, and ranges follow from these. They
 # are told how many problems before have them.
 FEATURES: dict[str, Feature] = {
@@ -45,9 +52,12 @@ FEATURES: dict[str, Feature] = {
     "softcap": _capped,
     "alibi": lambda spec, number: dataclasses.replace(spec, alibi=1 + number % 2),
     "sink": lambda spec, number: dataclasses.replace(spec, sink=True),
+    "mods": _modded,
 }
-# Those that meet the axes here; softcap, slopes and sinks have problems of their own, whose names planted bugs know.
-MEETING = ("bias", "mask", "packed", "ranges", "dropout", "blocks")
+# Those that meet the axes here, all of them (()) or some; softcap, slopes and sinks have problems of their own, whose
+# names planted bugs know. Mods are compiled into kernels of their own, which cost seconds each.
+MEETING: dict[str, tuple[str, ...]] = dict.fromkeys(("bias", "mask", "packed", "ranges", "dropout", "blocks"), ())
+MEETING["mods"] = ("kernel",)
 Pair = tuple[str, str, Any]  # a feature, an axis and its value; or a feature, another one, True
 
 
@@ -68,7 +78,7 @@ def with_features(spec: Spec, features: Iterable[str], numbers: Counter[str]) ->
 
 def pairs(axes: dict[str, tuple[Any, ...]]) -> list[Pair]:
     """What is to be covered."""
-    found = [(f, axis, value) for f in MEETING for axis, values in axes.items() for value in values]
+    found = [(f, axis, value) for f, some in MEETING.items() for axis in some or axes for value in axes[axis]]
     return found + [(f, g, True) for f, g in itertools.combinations(FEATURES, 2) if together(frozenset((f, g)))]
 
 

@@ -14,6 +14,8 @@ SHAPES = (
     (((0, 0, 0), (16, 16, 16), (0, 0, 0), (9, 3, 3), (16, 8, 8)), 33),
 )
 
+SEQUENCES = "75:97:90,0:5:5,30:120:120"  # three, to be written down
+
 
 def packed(spec: Spec, number: int) -> Spec:
     """A problem of one batch with sequences as long as its lengths, shorter ones, and rows of none."""

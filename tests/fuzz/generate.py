@@ -10,6 +10,7 @@ from cupyflash.check.case_masks import MASKS
 from cupyflash.errors import CupyflashError
 
 from .arrays import FOR_RESULTS, MEMORY, UNALIGNED, VALUES
+from .modding import LEARNED, MODS
 from .spec import Spec
 
 HEAD_DIMS = (8, 16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 136, 160, 192, 200, 248, 256)
@@ -127,7 +128,7 @@ def legal(spec: Spec) -> bool:
 
 def _together(rng: Random, spec: Spec) -> Spec:
     """Without some features, as many as it takes to be legal."""
-    names = ["bias", "dropout", "blocks"]
+    names = ["bias", "dropout", "blocks", "mods"]
     rng.shuffle(names)
     for name in names:
         if not legal(spec):
@@ -143,7 +144,7 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
     """What kernels are compiled for. `unaligned` and `negative` (a scale that is) are no fields of a spec."""
     dtypes = ("bf16", "fp16") if where != "cpu" else ("bf16", "fp16", "fp32", "fp64")
     arch = rng.choice(["sm_80", "sm_86", "sm_90", "sm_90", "sm_90", "sm_100", "sm_120"])
-    return {
+    found = {
         "dtype": rng.choice(dtypes), "d": rng.choice(HEAD_DIMS), "arch": arch,
         "family": "sm80" if arch == "sm_90" and rng.random() < 0.1 else "",
         "mask": rng.choice(["full", "causal", "window"]), "negative": rng.random() < 0.25,
@@ -152,6 +153,8 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "sink": rng.random() < 0.2, "bias": rng.random() < 0.3, "dropout": rng.random() < 0.25,
         "blocks": rng.random() < 0.25,
     }  # fmt: skip
+    mods = [name for name in MODS if not (found["deterministic"] and name in LEARNED)]
+    return found | {"mods": rng.choice(mods) if rng.random() < 0.2 else ""}
 
 
 def _memory(rng: Random, unaligned: bool, where: str) -> dict[str, str]:
@@ -183,7 +186,7 @@ def problem(rng: Random, where: str, of: dict[str, Any]) -> Spec:
         scale=_scale(rng, of["d"], of["negative"], moderate=values in BOUNDED), deterministic=of["deterministic"],
         softcap=softcap, alibi=rng.choice([1, 2]) if of["alibi"] else 0,
         layout=rng.choice(["bshd", "bhsd"]), dlse=rng.random() < 0.5, values=values, seed=rng.randrange(10**6),
-        sink=of["sink"], family=of["family"], **_window(rng, max(sq, sk), of["mask"]),
+        sink=of["sink"], mods=of["mods"], family=of["family"], **_window(rng, max(sq, sk), of["mask"]),
         **_memory(rng, of["unaligned"], where),
     )  # fmt: skip
     if of["packed"]:

@@ -17,6 +17,10 @@ A bias is added to s_j; where it is -inf the key is not seen, and no key by a qu
 it has a sink. Its gradient is ds before the factor g, summed over the rows, keys, heads and sequences that share an
 element. What a block mask hides is not seen either.
 
+A mod makes f(s_j) of a capped score, before ALiBi (`modding`): g_j is multiplied by f', and what f reads has the
+gradient sum ds f_r, ds before the factor g, by its derivative f_r. What a mod hides is not seen, and no key by a query
+whose scores are then all -inf, unless it has a sink.
+
 With dropout z_j, 0 or 1 / (1 - p), is a factor of p_j in o and dv and of do . v_j, here and in the bounds below. Where
 it is 0, the two latter are 0 whatever they were; o is NaN where v_j is inf, and of a row whose p_j are NaN.
 
@@ -59,6 +63,7 @@ from numpy.typing import NDArray
 from cupyflash.check.accuracy import LIMITS, UNIT_ROUNDOFF
 from cupyflash.check.cases import Inputs
 
+from . import modding
 from .dropping import factors
 from .spec import Spec
 
@@ -102,6 +107,7 @@ class OfHead(NamedTuple):
         bias: (seqlen_q, seqlen_k); where a mask hides, -inf.
         shown: (seqlen_q, seqlen_k), what a block mask lets see.
         Z: (seqlen_q, seqlen_k), dropout's factors; 1 without.
+        mod: what becomes of its scores.
     """
 
     slope: float
@@ -109,6 +115,7 @@ class OfHead(NamedTuple):
     bias: Array | None
     shown: Array | None
     Z: Array
+    mod: modding.OfHead | None
 
 
 class Head:
@@ -119,7 +126,8 @@ class Head:
         self.P, self.rho = np.zeros((s.sq, s.sk)), np.zeros((s.sq, s.sk))
         self.slope, self.d_slope = np.ones((s.sq, s.sk)), np.zeros((s.sq, s.sk))  # g
         self.O, self.dO = np.zeros((s.sq, s.d)), np.zeros((s.sq, s.d))
-        self.bias, self.added, self.Z = of.slope * distances(s), of.bias, of.Z
+        self.bias, self.added, self.Z, self.mod = of.slope * distances(s), of.bias, of.Z, of.mod
+        self.reads: list[tuple[int, Array, modding.Read]] = []  # of a query's scores for some keys
         self.sink, self.d_sink = of.sink, r.e * (8 * abs(of.sink) + 16) if of.sink > -np.inf else 0.0
         self.lse, self.dlse = np.full(s.sq, of.sink), np.full(s.sq, self.d_sink)
         for i in range(s.sq):
@@ -129,6 +137,8 @@ class Head:
                 keys = keys[~np.isneginf(of.bias[i, keys])]
             if of.shown is not None:
                 keys = keys[of.shown[i, keys]]
+            if of.mod is not None:
+                keys = keys[of.mod.shown(i, keys)]
             if keys.size:
                 self._row(i, keys, s, r, Q[i], K[keys], V[keys])
 
@@ -138,13 +148,16 @@ class Head:
         score, d_score = x, d_x
         if s.softcap is not None:
             score, d_score = self._capped(i, keys, s.softcap, r, x, d_x)
+        if self.mod is not None:
+            score, d_score = self._modded(i, keys, self.mod.form(score, d_score, r.e, i, keys))
         if s.alibi:
             score, d_score = score - self.bias[i, keys], d_score + 6 * r.e * np.abs(self.bias[i, keys])
         if self.added is not None:
             added = self.added[i, keys]
             score, d_score = score + added, d_score + 4 * r.e * np.abs(added)
-            if np.isneginf(score).all() and self.sink == -np.inf:
-                return
+        may_hide = self.added is not None or self.mod is not None
+        if may_hide and np.isneginf(score).all() and self.sink == -np.inf:
+            return
         top = max(score.max(), self.sink)  # NaN if a score is
         weight = np.exp(score - top)
         total = weight.sum() + (np.exp(self.sink - top) if self.sink > -np.inf else 0)
@@ -175,6 +188,14 @@ class Head:
         self.d_slope[i, keys] = 2 * np.abs(t) * slope * off + off * off + 12 * r.e
         return c * t, c * ((slope + off) * off + 6 * r.e)
 
+    def _modded(self, i: int, keys: Array, formed: modding.Formed) -> tuple[Array, Array]:
+        """Scores and their errors; keeps the derivative and what is read."""
+        before, d_before = self.slope[i, keys], self.d_slope[i, keys]
+        self.slope[i, keys] = before * formed.slope
+        self.d_slope[i, keys] = (before + d_before) * formed.d_slope + np.abs(formed.slope) * d_before
+        self.reads += [(i, keys, read) for read in formed.reads]
+        return formed.scores, formed.d_scores
+
 
 def distances(s: Spec) -> Array:
     """D: of each key from each query's own position."""
@@ -197,7 +218,8 @@ def _of_head(s: Spec, x: Inputs, slope: float, b: int, h: int, sequence: int, sh
     shown = np.broadcast_to(s.seen(), whole)[b, h] if s.blocks else None
     sink = -np.inf if x.sink is None else float(x.sink[h])
     Z = np.ones(shape) if x.dropout_seed is None else factors(x.dropout_seed, s.dropout, sequence, h, shape)
-    return OfHead(slope, sink, bias, shown, Z)
+    mod = None if x.mods is None else modding.OfHead(modding.MODS[s.mods], x.mods.mod_arrays, sequence, h)
+    return OfHead(slope, sink, bias, shown, Z, mod)
 
 
 def _add(total: Array, b: int, h: int, dS: Array) -> None:
@@ -269,6 +291,7 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
     dslopes = Bounded(np.zeros(slopes.shape), np.zeros(slopes.shape))
     dsink = Bounded(np.zeros(s.heads * s.group), np.zeros(s.heads * s.group))
     dbias = [] if x.bias is None else [Bounded(np.zeros(x.bias.shape), np.zeros(x.bias.shape))]
+    of_mods = modding.Sums(x.mods)
     with np.errstate(all="ignore"):
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(s.heads * s.group):
@@ -277,7 +300,10 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
                 Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
                 dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
                 more = _of_head(s, x, slopes[i, h], b, h, i, (alone.sq, alone.sk))
-                *found, by_score = _gradients(alone, r, Q, K, V, G, O, dlse, more)
+                head = Head(alone, r, Q, K, V, more)
+                *found, by_score = _gradients(alone, r, head, Q, K, V, G, O, dlse)
+                for query, seen, read in head.reads:
+                    of_mods.add(read, by_score.exact[query, seen], by_score.bound[query, seen])
                 for total in dbias:
                     _add(total.exact, b, h, by_score.exact)
                     _add(total.bound, b, h, by_score.bound)
@@ -299,15 +325,16 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
         u = 0.0 if x.bias.dtype.itemsize > 2 else r.u
         exact, bound = dbias[0].exact, dbias[0].bound
         learned.append(Bounded(exact, bound + (u + 32 * r.e) * np.abs(exact) + r.tiny))
+    with np.errstate(all="ignore"):
+        learned += [Bounded(*of) for of in of_mods.found(r.e, r.tiny)]
     return *_given_back(s, dq, dk, dv), *learned
 
 
 def _gradients(
-    s: Spec, r: Rounding, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array, of: OfHead
-) -> tuple[Bounded, ...]:  # fmt: skip
+    s: Spec, r: Rounding, head: Head, Q: Array, K: Array, V: Array, G: Array, stored: Array, dlse: Array
+) -> tuple[Bounded, ...]:
     """What one head of q gives to dq, dk, dv, dslopes, dsink and a bias, less the rounding of the results."""
-    head, Z, sink = Head(s, r, Q, K, V, of), of.Z, of.sink
-    P, seen, rho = head.P, head.seen, head.rho
+    P, seen, rho, Z, sink = head.P, head.seen, head.rho, head.Z, head.sink
     delta = (G * head.O).sum(axis=1) - dlse
     delta = np.where(np.isfinite(delta), delta, (G * stored).sum(axis=1) - dlse)[:, None]
     d_delta = (np.abs(G) * (head.dO + r.sum(s.d) * np.abs(head.O))).sum(axis=1) + 4 * r.e * np.abs(dlse)
@@ -316,7 +343,7 @@ def _gradients(
     dS = np.where(seen, P * head.slope * difference, 0)
     E = P * head.slope * (d_delta[:, None] + d_dP)
     E += np.abs(dS) * (rho + 2 * r.inner)
-    if s.softcap is not None:
+    if s.softcap is not None or s.mods:
         E += P * head.d_slope * np.abs(difference)
     E += r.lost * (1 + np.abs(difference))
     E = np.where(seen, E, 0)

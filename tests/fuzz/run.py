@@ -52,7 +52,7 @@ def _calls(s: Spec, x: Inputs, to: Callable[[Any], Any], back: Callable[[Any], A
     grads: list[Any] = []
     for _ in range(1 + s.deterministic):
         found = backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=x.learned, **options)
-        grads += [turned(back(g)) for g in found] + [back(getattr(found, f"d{name}")) for name in x.learned]
+        grads += [turned(back(g)) for g in found] + [back(g) for g in x.learned_in(found).values()]
     return turned(back(out)), back(lse), *grads
 
 

@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from cupyflash.block_mask import code_of
 from cupyflash.check.case_bias import form_of
 from cupyflash.check.case_masks import MASKS
+from cupyflash.check.case_mods import ModInputs
 from cupyflash.check.cases import NUMPY_DTYPE
 from cupyflash.problem import Problem, make_problem
 from cupyflash.sequences import Sequences
+
+from . import modding
 
 
 @functools.lru_cache(maxsize=4)
@@ -42,6 +45,7 @@ class Spec:
         bias: what is added to the scores, in the words of `cupyflash.check.case_bias`; empty: nothing.
         dropout: its p; 0: none. Its seed, alone or with an offset, follows from `seed`.
         blocks: a block mask, a key of `cupyflash.check.case_masks.MASKS`; empty: none.
+        mods: a key of `modding.MODS`; empty: none.
         q, k, v, dout: how the inputs lie in memory, keys of `arrays.MEMORY`.
         o, dq, dk, dv: the same for results; in the emulator alone, which takes any strides.
         values: what the inputs hold, a key of `arrays.VALUES`.
@@ -70,6 +74,7 @@ class Spec:
     bias: str = ""
     dropout: float = 0.0
     blocks: str = ""
+    mods: str = ""
     layout: str = "bshd"
     dlse: bool = False
     deterministic: bool = False
@@ -172,12 +177,21 @@ class Spec:
         more |= {"sink": self.sink, "bias": form_of(self.bias, self.dtype), "dropout": self.seed_dims}
         if self.blocks:
             more["block_mask"] = code_of(self.seen().shape)
+        if self.mods_given is not None:
+            text, arrays = self.mods_given.bound()
+            more |= {"mods": text, "mod_shapes": tuple(x.shape for x in arrays.values())}
         return make_problem((q, k, k), (self.dtype,) * 3, **self.options, **more)
 
     @property
     def seed_dims(self) -> int:
         """Of dropout's seed: 2 with an offset; 0: there is none."""
         return 1 + self.seed % 2 if self.dropout else 0
+
+    @property
+    def mods_given(self) -> ModInputs | None:
+        """Mods and what they read."""
+        n = len(self.lengths) if self.packed else self.batch
+        return modding.given(self.mods, self.seed, n, self.heads * self.group) if self.mods else None
 
     def seen(self) -> NDArray[Any]:
         """What the block mask lets see: (batch or 1, heads of q or 1, sq, sk) booleans."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +13,20 @@ import pytest
 from cupyflash.check.accuracy import Oracle
 from cupyflash.plan.families import plan_call
 from cupyflash.plan.sm90 import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
-from tests.fuzz import covering, emulated, oracle, run
+from tests.fuzz import covering, emulated, modding, oracle, run
 from tests.fuzz import covering_features as features
 from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec
 
 CASES = covering.cases()
-ALONE = {name: s for name, s in CASES.items() if not name.startswith("features-")}
+ALONE = {name: s for name, s in CASES.items() if not name.startswith(("features-", "learned-"))}
 FEATURED = [(row, of, CASES[f"features-{i}"]) for i, (row, of) in enumerate(covering.featured())]
+OF_SPEC: dict[str, Callable[[Spec], Any]] = {
+    "bias": lambda s: s.bias and "bool" not in s.bias.split(" + ")[0], "mask": lambda s: "bool" in s.bias,
+    "packed": lambda s: s.packed, "ranges": lambda s: s.ranges, "dropout": lambda s: s.dropout,
+    "blocks": lambda s: s.blocks, "softcap": lambda s: s.softcap, "alibi": lambda s: s.alibi,
+    "sink": lambda s: s.sink, "mods": lambda s: s.mods,
+}  # fmt: skip
 SHARP = ("normal", "outliers")  # for which the 2x rule holds, too: it sees errors that add up
 
 
@@ -79,14 +87,14 @@ def test_a_softcap_meets_everything() -> None:
 
 def test_features_meet_everything() -> None:
     """Counted again from the rows: every value of every axis, and each other feature with which they go together."""
-    for feature in features.MEETING:
-        for axis, values in covering.AXES.items():
+    for feature, axes in features.MEETING.items():
+        for axis in axes or covering.AXES:
             met = {
                 row[axis]
                 for row, of, _ in FEATURED
                 if feature in of and all(axis == a for a, value in covering.HIDING if row[a] == value)
             }
-            assert met == set(values), (feature, axis)
+            assert met == set(covering.AXES[axis]), (feature, axis)
     for a, b in itertools.combinations(features.FEATURES, 2):
         met_each_other = any({a, b} <= of for row, of, _ in FEATURED if _shows(row))
         assert met_each_other == features.together(frozenset((a, b))), (a, b)
@@ -110,14 +118,8 @@ def _with(feature: str) -> list[Spec]:
 
 def test_features_are_of_all_kinds() -> None:
     """Counted again from the specs."""
-    of_spec = {
-        "bias": lambda s: s.bias and "bool" not in s.bias.split(" + ")[0], "mask": lambda s: "bool" in s.bias,
-        "packed": lambda s: s.packed, "ranges": lambda s: s.ranges, "dropout": lambda s: s.dropout,
-        "blocks": lambda s: s.blocks, "softcap": lambda s: s.softcap, "alibi": lambda s: s.alibi,
-        "sink": lambda s: s.sink,
-    }  # fmt: skip
     for _, of, spec in FEATURED:
-        assert of == {name for name in features.FEATURES if of_spec[name](spec)}, spec
+        assert of == {name for name in features.FEATURES if OF_SPEC[name](spec)}, spec
     assert {s.dropout for s in _with("dropout")} == set(features.P)
     assert {s.seed_dims for s in _with("dropout")} == {1, 2}
     assert {s.blocks for s in _with("blocks")} == set(features.BLOCKS)
@@ -187,6 +189,16 @@ def test_sinks_meet_everything() -> None:
     kinds = {(s.alibi > 0, bool(s.packed), bool(s.ranges)) for s in specs}
     assert kinds >= {(False, False, False), (True, False, False), (False, True, False), (False, False, True)}
     assert {bool(np.isneginf(x)) for s in specs for x in draw(s).sink} == {False, True}
+
+
+def test_mods_meet_everything() -> None:
+    """Counted again from the specs: each mod, and learned ones in both families beside what goes with mods."""
+    assert {s.mods for s in CASES.values()} == {"", *modding.MODS}
+    learned = [s for s in CASES.values() if s.mods_given is not None and s.mods_given.learned]
+    assert {(s.family, s.mods) for s in learned} == set(itertools.product(("sm80", "sm90"), modding.LEARNED))
+    assert {bool(s.packed) for s in learned} == {s.d > 128 for s in learned} == {False, True}
+    together = [f for f in features.FEATURES if f != "mods" and features.together(frozenset((f, "mods")))]
+    assert all(any(OF_SPEC[feature](s) for s in learned) for feature in together)
 
 
 @pytest.mark.needs("g++")

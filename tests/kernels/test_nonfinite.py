@@ -103,6 +103,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0, "scale": 1.0},
     "bias": {"bias": "hqk", "sink": True, "alibi": 1},
     "sink": {"sink": True, "d": 136},
+    "mods": {"mods": "capped"},
 }
 # x where 1 - tanh(x)^2 is small: as r (1 - r), r = 1 / (1 + e^2x), it is 0 in fp32 from -9 on; in float64 from 19.1 on.
 STEEP = (3, -3, 6, -6, 9, -9, 12, -12, 15, -15, 18, -18, 21, -21, 30, -30)
@@ -113,7 +114,8 @@ def featured(name: str, family: str) -> tuple[Spec, Inputs]:
 
     dropout: a query whose P is NaN, but dropped for half of the keys, where dv is inf. softcap: inf in q, whose scores
     are finite, and keys far beyond the softcap. bias: NaN in dO of a query from which a bias hides all keys, and to
-    which a sink gives a finite lse. sink, bias: inf in q, whose scores are all -inf, and a sink's finite lse.
+    which a sink gives a finite lse. sink, bias: inf in q, whose scores are all -inf, and a sink's finite lse. mods: inf
+    in q, whose scores a mod makes finite.
     """
     spec = Spec(family=family, sq=70, sk=70, group=2, causal=True, seed=3, **FEATURES[name])
     x = draw(spec)

@@ -9,7 +9,7 @@ from cupyflash.check.case_masks import MASKS
 from cupyflash.cpu import attention as cpu
 from cupyflash.dropout import kept, limit_of
 from tests.emulator.markers import change, planted
-from tests.fuzz import arrays, emulated, generate, loop, run
+from tests.fuzz import arrays, emulated, generate, loop, modding, run
 from tests.fuzz.dropping import factors
 from tests.fuzz.spec import Spec
 
@@ -63,6 +63,8 @@ def test_every_kind_of_everything_is_drawn() -> None:
     assert {s.seed_dims for s in specs} == {0, 1, 2}
     assert 0.1 < sum(bool(s.blocks) for s in specs) / len(specs) < 0.35
     assert {s.blocks for s in specs} == {"", *MASKS}
+    assert 0.1 < sum(bool(s.mods) for s in specs) / len(specs) < 0.35
+    assert {s.mods for s in specs} == {"", *modding.MODS}
     assert any((s.left or 0) < 0 for s in specs)
     assert any((s.right or 0) < 0 for s in specs)
     assert {0, 1} <= {s.sq for s in specs} & {s.sk for s in specs}

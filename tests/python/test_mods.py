@@ -205,6 +205,24 @@ def test_derivatives_are_those_of_differences(tree: Node, at: float) -> None:
     np.testing.assert_allclose(slope, differences[0], rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("text", "slope"),
+    [
+        ("tanh(0.5f * score / 2) * 4", 0),
+        ("score * x[0] / x[1]", 1.5),
+        ("(q > 2 ? x[0] : 1.f) * score", 3),
+        ("score * floor(x[0] + 0.5f)", 3),
+        ("divide(2.f, score)", 0),
+    ],
+)
+def test_constants_add_nothing_to_the_derivative_at_an_infinite_score(text: str, slope: float) -> None:
+    tree, arrays = parse(text, "score_mod", {"x": ("fp32", 1)}), {"x": np.array([3.0, 2.0])}
+    for score in (-np.inf, np.inf):
+        names = {"score": np.float64(score), "b": 0, "h": 1, "q": 5, "k": 3}
+        with np.errstate(all="ignore"):
+            assert evaluate(tree, names, arrays, np.float64)[1] == slope
+
+
 def test_arithmetic_is_that_of_the_language() -> None:
     """C++ cuts quotients of integers off, Python rounds them down; neither divides by 0."""
     for text, want in (("q / 2 - h % k", 1), ("(q - 8) / 2", -1), ("(q - 8) % 2", -1), ("q / 0 + q % 0", 5)):
