@@ -5,17 +5,14 @@ from __future__ import annotations
 from .errors import UnsupportedError
 
 
-def check_together(bias: str | None, block_mask: bool, packed: bool, mods: str = "") -> None:
+def check_together(bias: str | None, block_mask: bool, packed: bool) -> None:
     """Refuse what is not supported, by name.
 
-    `bias`: "bias" or "mask", what is added to the scores; None without. `mods`: "" without.
+    `bias`: "bias" or "mask", what is added to the scores; None without.
 
     Raises:
         UnsupportedError: some of these are given, and do not go together.
     """
-    if bias and mods:
-        what = mods.splitlines()[-1].split()[0]
-        raise UnsupportedError(f"{bias}: expected none beside a {what}, which can read it as one of mod_arrays")
     if bias and packed:
         raise UnsupportedError(
             f"{bias}: a {bias} of packed sequences is not supported, since each would need one of its own shape; give "

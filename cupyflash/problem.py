@@ -140,7 +140,7 @@ def make_problem(
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
     options = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
-    check_together(bias and bias.argument, block_mask > 0, sequences is not None, mods)
+    check_together(bias and bias.argument, block_mask > 0, sequences is not None)
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
     _check_keys(shapes, batch, head_dim, options.layout, sequences)

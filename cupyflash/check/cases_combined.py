@@ -40,5 +40,10 @@ COMBINED_CASES: tuple[Case, ...] = (
     Case("block-mask-mask-d256", "full", 131, 204, 256, heads_k=1, mask="tiles", bias="bqk bool", dlse=True),
     Case("block-mask-bias-holes", "full", 157, 203, 64, mask="holes", values="nan_in_hidden_key", bias="hk hides",
          dropout_p=0.2),
+    # mods, to whose scores a bias is added
+    Case("mods-bias", "quick", 131, 203, 64, batch=2, heads_q=4, heads_k=2, mods="relative", bias="hqk", dlse=True),
+    Case("mods-bias-mask-d128", "full", 131, 150, 128, batch=2, heads_k=1, mods="capped", sink=True, alibi=1,
+         bias="qk fp32 hides + bk bool", causal=True, deterministic=True),
+    Case("mods-mask-d256", "full", 131, 204, 256, batch=2, mods="documents", bias="bqk bool", dropout_p=0.2),
     Case("bias-mask-nan-in-visible-key", "full", 131, 203, 64, bias="qk hides + qk bool", values="nan_in_visible_key"),
 )  # fmt: skip

@@ -50,15 +50,16 @@ class Features(NamedTuple):
 
     def added(self, p: Problem) -> Array | None:
         """What is added to the scores; what hides keys is a bias of 0 and -inf."""
-        if self.mods is not None:
-            shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
-            shown = np.zeros(shape, bool)
-            for b, h in np.ndindex(shape[:2]):
-                shown[b, h] = read(p.mods).shown(shape[2:], np.float64, *self.at(p, b, h))
-            return np.where(shown, 0.0, -np.inf)
-        if self.mask is None:
-            return self.bias
-        return np.where(self.mask, 0.0 if self.bias is None else self.bias.astype(np.float64), -np.inf)
+        found = self.bias
+        if self.mask is not None:
+            found = np.where(self.mask, 0.0 if found is None else found.astype(np.float64), -np.inf)
+        if self.mods is None:
+            return found
+        shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
+        shown = np.zeros(shape, bool)
+        for b, h in np.ndindex(shape[:2]):
+            shown[b, h] = read(p.mods).shown(shape[2:], np.float64, *self.at(p, b, h))
+        return np.where(shown, 0.0 if found is None else found.astype(np.float64), -np.inf)
 
     def modified(self, S: Array, p: Problem, b: int, h: int) -> tuple[Any, Any]:
         """What mods make of the scores of a head of q, and its derivative."""

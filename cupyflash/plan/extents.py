@@ -120,7 +120,7 @@ class Kernels:
 
     def _bias_tiles(self, extents: Extents) -> int:
         """Tiles of a bias's gradient: one along each dimension along which it is broadcast (bwd_dbias.cuh)."""
-        tile = self.variants[-1].tile
+        tile = next(variant.tile for variant in self.variants if variant.over == "bias")
         batch, seqlen_q, seqlen_k, heads_q, _ = extents
         counts = batch, heads_q, blocks(seqlen_q, tile.block_m), blocks(seqlen_k, tile.block_n)  # type: ignore[attr-defined]
         assert self.spec.dbias is not None

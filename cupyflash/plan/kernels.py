@@ -39,6 +39,7 @@ class Main(Variant):
     masked_bias: bool = False
     dropout: bool = False
     block_mask: bool = False
+    bias_beside_mods: bool = False
     mods: str = ""
 
     @property
@@ -106,6 +107,7 @@ class Convert(Delta):
     block_mask: bool = False
     mask: bool = False
     masked_bias: bool = False
+    bias_beside_mods: bool = False
     mods: str = ""
 
 

@@ -128,7 +128,7 @@ class Sm90(Family):
         if spec.is_empty:
             return "nothing is to be computed"
         if spec.crowded and spec.backward and spec.head_dim > _WIDE_BACKWARD[0][0]:
-            return "it has no tiles for two of a bias, a mask, a block mask and dropout at this head_dim"
+            return "it has no tiles for two of a bias, a mask, mods, a block mask and dropout at this head_dim"
         if not spec.tma:
             return "TMA reads rows at multiples of 16 bytes, and no dimension with a stride of 0"
         return None

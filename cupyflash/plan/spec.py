@@ -30,8 +30,9 @@ class Spec(NamedTuple):
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap.
-        mods: a user's expressions, which count as a bias; mod_shapes: of the arrays that they read, by value like
-            softcap; dmods: the numbers of those whose gradients a backward makes.
+        mods: a user's expressions, which count as a bias; bias_beside_mods: there is one, or a mask; mod_shapes: of
+            the arrays that they read, by value like softcap; dmods: the numbers of those whose gradients a backward
+            makes.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
@@ -62,6 +63,7 @@ class Spec(NamedTuple):
     dropout: int = 0
     dropout_p: float = 0.0
     block_mask: int = 0
+    bias_beside_mods: bool = False
     mods: str = ""
     mod_shapes: tuple[tuple[int, ...], ...] = ()
     dmods: tuple[int, ...] = ()
@@ -114,6 +116,7 @@ class Spec(NamedTuple):
             dropout=problem.dropout,
             dropout_p=problem.dropout_p,
             block_mask=problem.block_mask,
+            bias_beside_mods=problem.bias is not None and bool(problem.mods),
             mods=problem.mods,
             mod_shapes=problem.mod_shapes,
             dmods=dmods if asked.get("backward") else (),
@@ -131,8 +134,9 @@ class Spec(NamedTuple):
     @property
     def crowded(self) -> bool:
         """Whether elements have so much besides their scores that it does not fit the registers that tiles leave for
-        one feature: two of a bias, a mask, a block mask and dropout."""
-        return self.bias + self.masked_bias + (self.block_mask > 0) + (self.dropout > 0) > 1
+        one feature: two of a bias, a mask, mods, a block mask and dropout."""
+        added = self.bias + self.masked_bias + self.bias_beside_mods
+        return added + (self.block_mask > 0) + (self.dropout > 0) > 1
 
     @property
     def uneven(self) -> bool:

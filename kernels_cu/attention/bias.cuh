@@ -7,12 +7,13 @@
 #include "attention/sequence.cuh"
 #include "tile/tile.cuh"
 
-// What is added to scores: nothing, a bias or a mask, both, or whatever a user's mods make of them (modified.cuh).
-enum AddedKind { kNothingAdded, kBiasOrMask, kBiasAndMask, kModified };
+// What is added to scores: nothing, also where kBias is for a user's mods alone (modified.cuh); a bias or a mask; both.
+enum AddedKind { kNothingAdded, kBiasOrMask, kBiasAndMask };
 template <class V>
 constexpr AddedKind added_kind() {
     if constexpr (!V::kBias) return kNothingAdded;
-    else return V::kMods ? kModified : V::kMaskedBias ? kBiasAndMask : kBiasOrMask;
+    else if constexpr (V::kMods && !V::kBiasBesideMods) return kNothingAdded;
+    else return V::kMaskedBias ? kBiasAndMask : kBiasOrMask;
 }
 
 // That nothing has been read ahead.

@@ -1,53 +1,66 @@
-// Scores as a user's mods make them (mods.cuh), in the place of a bias.
+// Scores as a user's mods make them (mods.cuh), before anything is added to them.
 #ifndef CUPYFLASH_MODIFIED_CUH
 #define CUPYFLASH_MODIFIED_CUH
-#include "attention/bias.cuh"
 #include "attention/mods.cuh"
+#include "attention/sequence.cuh"
 
-// Whether a mod changes the scores that it does not hide.
+// Whether a mod changes the scores that it does not hide. (What has mods has kBias, too: their scores may be -inf.)
 template <class V>
 constexpr bool is_score_modded() {
-    if constexpr (added_kind<V>() == kModified) return V::kScoreMod;
+    if constexpr (!V::kBias) return false;
+    else if constexpr (V::kMods) return V::kScoreMod;
     else return false;
 }
 
-// A user's mods at a place. Their scores, as those with a bias, have no unit, and may be -inf.
-template <class V>
+// The mods of a head: of() it; from() a query and a key on. Without mods nothing is left of all this.
+template <class V, bool kMods = V::kMods>
 struct Modified {
-    typename V::Mods mods;
-    int sequence, head, query, key;
+    struct At {
+        __device__ float modified(float s) const { return s; }
+        __device__ bool hides() const { return false; }
+    };
 
-    // A key that is hidden is so whatever its score is: by the mask, or by a score_mod that gives -inf even to 0.
-    __device__ bool hides() const { return is_masked() || (V::kScoreMod && of(0.f) == -ptx::infinity()); }
-    __device__ float biased(float s) const { return is_masked() ? -ptx::infinity() : of(s); }
-    // d biased / d s.
-    __device__ float derivative(float s) const {
-        if constexpr (V::kScoreMod) return of(mods::Dual(s, 1.f)).d;
-        else return 1.f;
+    template <class Params>
+    __device__ static Modified of(const Params &, const Sequence<V::kPacked> &, int /* head */) {
+        return {};
     }
-
-  private:
-    __device__ bool is_masked() const {
-        if constexpr (V::kMaskMod) return !mods.mask_mod(sequence, head, query, key);  // @hidden-by-mask-mod
-        else return false;
-    }
-    template <class Number>
-    __device__ Number of(Number s) const {
-        if constexpr (V::kScoreMod) return mods.score_mod(s, sequence, head, query, key);  // @score-of-its-place
-        else return s;
-    }
+    __device__ Modified from(int /* query */, int /* key */) const { return {}; }
+    __device__ At operator()(int /* queries */, int /* keys */) const { return {}; }
 };
+
 template <class V>
-struct Bias<V, kModified> {
-    using At = Modified<V>;
+struct Modified<V, true> {
+    struct At {
+        typename V::Mods mods;
+        int sequence, head, query, key;
+
+        // A key that is hidden is so whatever its score is: by the mask, or by a score_mod that gives -inf even to 0.
+        __device__ bool hides() const { return is_masked() || (V::kScoreMod && of(0.f) == -ptx::infinity()); }
+        __device__ float modified(float s) const { return is_masked() ? -ptx::infinity() : of(s); }
+        // d modified / d s.
+        __device__ float derivative(float s) const {
+            if constexpr (V::kScoreMod) return of(mods::Dual(s, 1.f)).d;
+            else return 1.f;
+        }
+
+      private:
+        __device__ bool is_masked() const {
+            if constexpr (V::kMaskMod) return !mods.mask_mod(sequence, head, query, key);  // @hidden-by-mask-mod
+            else return false;
+        }
+        template <class Number>
+        __device__ Number of(Number s) const {
+            if constexpr (V::kScoreMod) return mods.score_mod(s, sequence, head, query, key);  // @score-of-its-place
+            else return s;
+        }
+    };
     At first;
 
     template <class Params>
-    __device__ static Bias of(const Params &p, const Sequence<V::kPacked> &s, int head) {
+    __device__ static Modified of(const Params &p, const Sequence<V::kPacked> &s, int head) {
         return {{typename V::Mods(p), s.index, head, 0, 0}};  // @sequence-and-head-of-mods
     }
-    template <bool kAlongKeys>
-    __device__ Bias from(int query, int key) const {
+    __device__ Modified from(int query, int key) const {
         return {{first.mods, first.sequence, first.head, query, key}};
     }
     template <bool kRowsAreQueries, int kRows, int kCols>

@@ -6,6 +6,7 @@
 // given asks where to read (bias.cuh).
 #ifndef CUPYFLASH_PLACES_CUH
 #define CUPYFLASH_PLACES_CUH
+#include "attention/bias.cuh"
 #include "attention/modified.cuh"
 
 template <class V>
@@ -96,34 +97,41 @@ struct Places {
 template <class V>
 struct Places<V, true> {
     struct At {
+        typename Modified<V>::At mods;
         typename Alibi<V>::At alibi;
         typename Bias<V>::At bias;
 
         __device__ float biased(float s) const {
-            if constexpr (added_kind<V>() == kModified) return alibi.biased(bias.biased(s));  // @alibi-behind-mods
-            else return bias.biased(alibi.biased(s));
+            if constexpr (V::kMods && added_kind<V>() != kNothingAdded)
+                if (mods.hides()) return -ptx::infinity();       // whatever is added @hidden-by-mods-beside-a-bias
+            return bias.biased(alibi.biased(mods.modified(s)));  // @alibi-behind-mods
         }
-        __device__ bool hides() const { return bias.hides(); }
-        __device__ float derivative(float s) const { return bias.derivative(s); }
+        __device__ bool hides() const { return mods.hides() || bias.hides(); }  // @hidden-by-either
+        __device__ float derivative(float s) const { return mods.derivative(s); }
     };
     template <class BiasFrom>
     struct From {
+        Modified<V> mods;
         Alibi<V> alibi;
         BiasFrom bias;
 
-        __device__ At operator()(int queries, int keys) const { return {alibi(queries, keys), bias(queries, keys)}; }
+        __device__ At operator()(int queries, int keys) const {
+            return {mods(queries, keys), alibi(queries, keys), bias(queries, keys)};
+        }
     };
+    Modified<V> mods;
     Alibi<V> alibi;
     Bias<V> bias;
 
     template <class Params>
     __device__ static Places of(const Params &p, const Sequence<V::kPacked> &s, int head) {
-        return {Alibi<V>::of(p, s, head), Bias<V>::of(p, s, head)};
+        return {Modified<V>::of(p, s, head), Alibi<V>::of(p, s, head), Bias<V>::of(p, s, head)};
     }
     template <bool kAlongKeys = false>
     __device__ auto from(int query, int key) const {
         const auto bias_from = bias.template from<kAlongKeys>(query, key);
-        return From<decltype(bias.template from<kAlongKeys>(0, 0))>{alibi.from(query, key), bias_from};
+        return From<decltype(bias.template from<kAlongKeys>(0, 0))>{mods.from(query, key), alibi.from(query, key),
+                                                                    bias_from};
     }
     template <bool kRowsAreQueries>
     __device__ auto from_lane(int query, int key) const {

@@ -1,5 +1,5 @@
 // What happens to a raw score q . k between the GEMM and the softmax, and its derivative. The order of the features is
-// fixed: scale, softcap, ALiBi, bias. Whoever takes the exponential multiplies by log2_factor and uses 2^x.
+// fixed: scale, softcap, mods, ALiBi, bias. Whoever takes the exponential multiplies by log2_factor and uses 2^x.
 //
 // A score is a function of s and of its place (places.cuh).
 //

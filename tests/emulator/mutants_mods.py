@@ -16,7 +16,7 @@ FORWARD_MODS = (
     Bug("mods: every head as the first", change("sequence-and-head-of-mods", "head, 0, 0", "0 * head, 0, 0"), "mods"),
     _sm90("mods: every sequence as the first", change("sequence-and-head-of-mods", "s.index, head", "0 * s.index, head"), "mods-documents-d128"),
     Bug("mods: an index out of range is not cut", change("index-in-range", "max(0, min(given[i], lengths[i] - 1))", "given[i]"), "mods", r"buffer|load|fault|misaligned"),
-    Bug("mods: ALiBi before them", change("alibi-behind-mods", "alibi.biased(bias.biased(s))", "bias.biased(alibi.biased(s))"), "mods-softcap-alibi"),
+    Bug("mods: ALiBi before them", change("alibi-behind-mods", "alibi.biased(mods.modified(s))", "mods.modified(alibi.biased(s))"), "mods-softcap-alibi"),
 )  # fmt: skip
 BACKWARD_MODS = (
     Bug("mods: without their derivative", change("mod-derived", "* at.derivative(own(s))", ""), "mods-capped-d256"),

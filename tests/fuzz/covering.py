@@ -233,10 +233,10 @@ LEARNED_MODS = {
     f"learned-{mods}-{family}-d{d}": dataclasses.replace(_READS, mods=mods, family=family, d=d, dtype=dtype, **more)
     for family, d, dtype, mods, more in (
         ("sm80", 64, "bf16", "distances", {"packed": SEQUENCES, "dropout": 0.2, "ranges": "0:31,2:5,7:120"}),
-        ("sm90", 200, "fp16", "distances", {"blocks": "tiles_of_heads", "dropout": 0.2, "sink": True}),
+        ("sm90", 192, "fp16", "distances", {"bias": "hqk", "sink": True}),
         ("sm80", 200, "fp16", "scaled", {"softcap": 1.2, "causal": True, "alibi": 2}),
         ("sm90", 64, "bf16", "scaled", {"packed": SEQUENCES, "causal": True, "sink": True}),
-        ("sm80", 80, "bf16", "heated", {"blocks": "stripes", "left": 60, "values": "outliers"}),
+        ("sm80", 80, "bf16", "heated", {"blocks": "stripes", "bias": "bqk bool", "left": 60, "values": "outliers"}),
         ("sm90", 72, "fp16", "heated", {"alibi": 1, "softcap": 1.2, "ranges": "9:203,0:66", "scale": -0.08}),
     )
 }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emulator.mutants import Bug
-from emulator.mutants_repair import REPAIRED
+from emulator.mutants_repair import REPAIRED, REPAIRED_FORWARD
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import NUMPY_DTYPE, Inputs
@@ -103,7 +103,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 50.0, "scale": 1.0},
     "bias": {"bias": "hqk", "sink": True, "alibi": 1},
     "sink": {"sink": True, "d": 136},
-    "mods": {"mods": "capped"},
+    "mods": {"mods": "capped", "bias": "hqk"},
 }
 # x where 1 - tanh(x)^2 is small: as r (1 - r), r = 1 / (1 + e^2x), it is 0 in fp32 from -9 on; in float64 from 19.1 on.
 STEEP = (3, -3, 6, -6, 9, -9, 12, -12, 15, -15, 18, -18, 21, -21, 30, -30)
@@ -115,7 +115,7 @@ def featured(name: str, family: str) -> tuple[Spec, Inputs]:
     dropout: a query whose P is NaN, but dropped for half of the keys, where dv is inf. softcap: inf in q, whose scores
     are finite, and keys far beyond the softcap. bias: NaN in dO of a query from which a bias hides all keys, and to
     which a sink gives a finite lse. sink, bias: inf in q, whose scores are all -inf, and a sink's finite lse. mods: inf
-    in q, whose scores a mod makes finite.
+    in q, whose scores a mod makes finite, and NaN in a bias where a mod hides.
     """
     spec = Spec(family=family, sq=70, sk=70, group=2, causal=True, seed=3, **FEATURES[name])
     x = draw(spec)
@@ -136,6 +136,8 @@ def featured(name: str, family: str) -> tuple[Spec, Inputs]:
     if x.bias is not None:
         x.bias[:, 20] = -np.inf
         x.dout[0, 20, 1, 3] = np.nan
+        if spec.mods:
+            x.bias[:, np.add.outer(np.arange(70), np.arange(70)) % 5 == 0] = np.nan
     return spec, x
 
 
@@ -169,3 +171,13 @@ def test_planted_bug_is_caught(bug: Bug) -> None:
     with np.errstate(all="ignore"):
         gradients = how.backward(x, *forward, spec.problem())
     assert not all(c.passed for c in exact.judge_backward(*gradients))
+
+
+@pytest.mark.needs("g++")
+@pytest.mark.parametrize("bug", REPAIRED_FORWARD, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_planted_bug_is_caught_forward(bug: Bug) -> None:
+    from tests.fuzz.emulated import session
+
+    spec, x = featured(bug.case, bug.family)
+    found = session(spec, bug.headers()).forward(x, spec.problem())
+    assert not all(c.passed for c in Oracle(spec.problem(), *x).judge_forward(*found))

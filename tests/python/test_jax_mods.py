@@ -336,8 +336,6 @@ def test_what_is_wrong_with_a_mod_is_said(three: list[Any], table: Any) -> None:
         call("score + x[k]", mod_arrays={"x": np.ones(3)})
     with pytest.raises(ArgumentError, match=r"x: expected one of the dtypes .*, got int16"):
         call("score + x[k]", mod_arrays={"x": jnp.ones(3, jnp.int16)})
-    with pytest.raises(UnsupportedError, match="bias: expected none beside a score_mod"):
-        call("score", bias=jnp.zeros((SQ, SK)))
 
 
 # ---- Block masks ----
@@ -432,24 +430,28 @@ def test_an_exported_call_has_the_block_mask_in_it(three: list[Any]) -> None:
 
 
 def test_all_together(three: list[Any], table: Any) -> None:
-    """With dropout, a sink, slopes, ranges of keys, a window and a softcap."""
+    """With dropout, a sink, slopes, a bias, a mask, ranges of keys, a window and a softcap."""
     import jax
     import jax.numpy as jnp
 
     sink, slopes = jnp.asarray([0.5, 1, -1, 2.0]), jnp.asarray([0.1, 0.2, 0.3, 0.4])
     ranges = jnp.asarray([[3, 40], [0, 45]], jnp.int32)
+    bias, mask = jnp.sin(jnp.arange(SQ * SK, dtype=jnp.float32)).reshape(SQ, SK), jnp.arange(SK) % 11 != 5
 
-    def ours(q: Any, k: Any, v: Any, table: Any, sink: Any, slopes: Any, ranges: Any, layout: str = "bshd") -> Any:
+    def ours(
+        q: Any, k: Any, v: Any, table: Any, sink: Any, slopes: Any, bias: Any, mask: Any, ranges: Any,
+        layout: str = "bshd",
+    ) -> Any:  # fmt: skip
         if layout == "bhsd":
             q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         found = cupyflash.attention(
             q, k, v, score_mod=BY_PLACE, mask_mod="k % 7 != h", mod_arrays={"table": table}, sink=sink, softcap=3.0,
-            alibi_slopes=slopes, kv_range=ranges, block_mask=own_masks(BATCH, HEADS), dropout_p=0.2, dropout_seed=5,
-            window=(30, 12), layout=layout,
+            alibi_slopes=slopes, bias=bias, mask=mask, kv_range=ranges, block_mask=own_masks(BATCH, HEADS),
+            dropout_p=0.2, dropout_seed=5, window=(30, 12), layout=layout,
         )  # fmt: skip
         return found.swapaxes(1, 2) if layout == "bhsd" else found
 
-    brought = table, sink, slopes, ranges
+    brought = table, sink, slopes, bias, mask, ranges
     want = numpy_of(ours, *three, *brought)
     np.testing.assert_array_equal(jax.jit(ours)(*three, *brought), want)
     np.testing.assert_array_equal(ours(*three, *brought, layout="bhsd"), want)

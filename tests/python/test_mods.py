@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 import cupyflash
-from cupyflash import ArgumentError, UnsupportedError
+from cupyflash import ArgumentError
 from cupyflash.mods import bind, read, where
 from cupyflash.mods.evaluate import evaluate
 from cupyflash.mods.expression import Node, apply, name, number
@@ -273,11 +273,20 @@ def test_what_is_wrong_is_refused(options: dict[str, Any], message: str, arrays:
         cupyflash.attention(q, k, v, **{"mod_arrays": {"table": TABLE}} | options)
 
 
-def test_what_is_not_supported_yet(arrays: dict[str, Any]) -> None:
-    q, k, v = (arrays[x] for x in "qkv")
-    for option, x in (("bias", np.zeros((SQ, SK))), ("mask", np.ones((SQ, SK), bool))):
-        with pytest.raises(UnsupportedError, match=f"{option}: expected none beside a score_mod, which can read it"):
-            cupyflash.attention(q, k, v, score_mod="score", **{option: x})
+def test_a_bias_and_a_mask_are_behind_them(arrays: dict[str, Any], rng: np.random.Generator) -> None:
+    """As a mod that reads both; so are their gradients."""
+    q, k, v, dout = (arrays[x] for x in ("q", "k", "v", "dout"))
+    bias, mask = rng.standard_normal((4, SQ, SK)), rng.random((SQ, SK)) < 0.7
+    text, both = "tanh(score) * 2", {"bias": bias, "mask": mask}
+    found = cupyflash.attention(q, k, v, score_mod=text, **both, return_lse=True)
+    as_mod = {"score_mod": f"{text} + bias[h, q, k]", "mask_mod": "mask[q, k]", "mod_arrays": both}
+    for x, y in zip(found, cupyflash.attention(q, k, v, **as_mod, return_lse=True), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-12)
+    options = {"gradients_of": "bias"}
+    grads = cupyflash.attention_backward(dout, q, k, v, *found, score_mod=text, **both, **options)
+    like = cupyflash.attention_backward(dout, q, k, v, *found, **as_mod, **options)
+    for x, y in zip((*grads, grads.dbias), (*like, like.dmod_arrays["bias"]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.needs("torch")

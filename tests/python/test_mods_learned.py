@@ -255,6 +255,22 @@ def test_arrays_keep_their_dtypes(arrays: dict[str, Any]) -> None:
     assert not limit.grad.any()
 
 
+@pytest.mark.needs("torch")
+def test_a_bias_is_learned_beside_them(arrays: dict[str, Any], table: np.ndarray) -> None:
+    """As what a mod reads is."""
+    import torch
+
+    q, k, v = (torch.tensor(arrays[x], requires_grad=True) for x in "qkv")
+    bias = torch.rand(q.shape[1], k.shape[1], dtype=torch.float64, requires_grad=True)
+    learned, scale = torch.tensor(table, requires_grad=True), torch.rand(HEADS, dtype=torch.float64)
+    given, leaves, dout = {"table": learned, "scale": scale}, (q, k, v, learned, bias), torch.tensor(arrays["dout"])
+    out = cupyflash.attention(q, k, v, score_mod=MOD, mod_arrays=given, bias=bias)
+    want = cupyflash.attention(q, k, v, score_mod=MOD + " + bias[q, k]", mod_arrays=given | {"bias": bias})
+    grads = (torch.autograd.grad(x, leaves, dout) for x in (out, want))
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 # ---- What would be launched ----
 
 
