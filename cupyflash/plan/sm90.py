@@ -50,8 +50,8 @@ _WIDE_BACKWARD: tuple[tuple[int, HopperDkvTile, HopperDqTile], ...] = (
     (256, HopperDkvTile(64, 64, 2, 232, 40), HopperDqTile(128, 64, 3, 232, 40)),
 )
 
-# With a bias, which is read ahead: fewer rows, or columns of V held, so that it fits the registers, too; where two elements
-# take more than one register, fewer still.
+# With a bias, which is read ahead: fewer rows, or columns of V held, so that it fits the registers, too; where two
+# elements take more than one register, fewer still.
 _FORWARD_BIAS: tuple[tuple[int, HopperForwardTile], ...] = (
     (64, HopperForwardTile(192, 64, 8, 6, 160, 32)),
     *((limit, tile) for limit, tile in _FORWARD_MASKED if 64 < limit <= 128),

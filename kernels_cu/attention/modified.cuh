@@ -63,10 +63,6 @@ struct Modified<V, true> {
     __device__ Modified from(int query, int key) const {
         return {{first.mods, first.sequence, first.head, query, key}};
     }
-    template <bool kRowsAreQueries, int kRows, int kCols>
-    __device__ NotFetched fetch(int /* query */, int /* key */) const {
-        return {};
-    }
     __device__ At operator()(int i, int j) const {
         return {first.mods, first.sequence, first.head, first.query + i, first.key + j};
     }

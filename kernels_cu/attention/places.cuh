@@ -141,8 +141,8 @@ struct Places<V, true> {
     template <bool kRowsAreQueries, class Fetched>
     __device__ auto from_lane(int query, int key, const Fetched &fetched) const {
         const int lane = fresh_lane(), row = lane / 4, col = 2 * (lane % 4);
-        const auto of_alibi = alibi.from(query + (kRowsAreQueries ? row : col), key + (kRowsAreQueries ? col : row));
-        return From<Fetched>{of_alibi, fetched};
+        query += kRowsAreQueries ? row : col, key += kRowsAreQueries ? col : row;
+        return From<Fetched>{mods.from(query, key), alibi.from(query, key), fetched};
     }
     template <bool kRowsAreQueries>
     __device__ auto from_lane(int query, int key, NotFetched) const {

@@ -1,0 +1,97 @@
+// A bias or a mask of a head where it lies: elements of it one at a time, or those of an accumulator, read ahead.
+#ifndef CUPYFLASH_ADDED_CUH
+#define CUPYFLASH_ADDED_CUH
+#include "attention/addends.cuh"
+#include "attention/sequence.cuh"
+
+// The bias, or kMask the mask, of a head.
+template <class V, bool kMask>
+struct AddedArray {
+    using Number = typename Either<V::kWideBias, float, typename V::Element>::Type;
+    using Element = typename Either<kMask, Shown, Number>::Type;
+    // From an element on. kPairs: two at a time, of which the first begins a pair. (The compiler reads it once.)
+    template <bool kPairs>
+    struct From {
+        const Element *at;
+        long long row, key;  // strides
+        int queries, keys;   // how many there are from here on
+
+        __device__ Addend operator()(int i, int j) const {
+            if (i >= queries || (kPairs ? j & ~1 : j) >= keys) return {0.f};  // nothing is there @bias-that-exists
+            // @strides-of-bias
+            const Element *const x = at + i * row + (kPairs ? j & ~1 : V::kPairedBias ? j : j * key);
+            if constexpr (kPairs) return {reinterpret_cast<const BiasPair<Element> *>(x)->value(j % 2)};
+            else return {bias_value(*x)};
+        }
+        // Of query i, which lies there, key j and the next one; or, not kKeys, the same of the next query. kWhole: all exist.
+        template <bool kKeys, bool kWhole>
+        __device__ BiasPair<Element> pair(const Element *there, int i, int j) const {
+            if constexpr (kPairs) {
+                if (!kWhole && (i >= queries || j >= keys))  // @bias-that-exists-fetched
+                    return BiasPair<Element>::of(bias_of_0<Element>(), bias_of_0<Element>());
+                return *reinterpret_cast<const BiasPair<Element> *>(there + j);
+            } else {
+                const Element first = one<kWhole>(there, i, j);
+                return BiasPair<Element>::of(first, kKeys ? one<kWhole>(there, i, j + 1)
+                                                          : one<kWhole>(there + row, i + 1, j));  // @next-query-fetched
+            }
+        }
+
+      private:
+        template <bool kWhole>
+        __device__ Element one(const Element *there, int i, int j) const {
+            // @single-bias-that-exists-fetched
+            if (!kWhole && (i >= queries || j >= keys)) return bias_of_0<Element>();
+            return there[V::kPairedBias ? j : j * key];  // @stride-of-fetched-keys
+        }
+    };
+    // Not where wide rows of O leave no registers for what takes more than one for two elements.
+    static constexpr bool kFetches = V::kHeadDim <= 128 || (V::kPairedBias && sizeof(Element) < 4);
+    const Element *head;
+    long long row, key;
+    int seqlen_q, seqlen_k;
+
+    template <class Params>
+    __device__ static AddedArray of(const Params &p, const Sequence<V::kPacked> &s, int head) {
+        const ScoreStrides &stride = kMask ? p.mask_stride : p.bias_stride;
+        // @bias-of-its-head
+        return {static_cast<const Element *>(kMask ? p.mask : p.bias) + s.index * stride.batch + head * stride.head,
+                stride.row, stride.key, s.seqlen_q, s.seqlen_k};
+    }
+    // kAlongKeys: this lane has neighbouring keys, from an even one on. Multiples of strides are computed where they are
+    // used: a main loop would keep all of them in registers.
+    template <bool kAlongKeys>
+    __device__ From<kAlongKeys && V::kPairedBias> from(int query, int key0) const {
+        return {head + query * row + key0 * key, ptx::opaque(row), ptx::opaque(key), seqlen_q - query, seqlen_k - key0};
+    }
+    // Of an accumulator of this warp that begins with a query and a key, read here: while tensor cores compute it.
+    template <bool kRowsAreQueries, int kRows, int kCols>
+    __device__ auto fetch(int query, int key0) const {
+        if constexpr (!kFetches) return NotFetched{};
+        else return fetched<kRowsAreQueries, kRows, kCols>(query, key0);
+    }
+
+  private:
+    template <bool kRowsAreQueries, int kRows, int kCols>
+    __device__ auto fetched(int query, int key0) const {
+        const int lane = fresh_lane(), row0 = lane / 4, col0 = 2 * (lane % 4);
+        const auto first =
+            from<kRowsAreQueries>(query + (kRowsAreQueries ? row0 : col0), key0 + (kRowsAreQueries ? col0 : row0));
+        FetchedBias<Element, kRowsAreQueries, kRows, kCols> found;
+        constexpr int kQueries = kRowsAreQueries ? kRows : kCols, kKeys = kRowsAreQueries ? kCols : kRows;
+        const auto read = [&](auto whole) {
+            const Element *at = first.at;
+            #pragma unroll
+            for (int i = 0; i < kQueries; i += 8, at += 8 * first.row)  // @stride-of-fetched-queries
+                #pragma unroll
+                for (int j = 0; j < kKeys; j += 8)
+                    found.pair[(kRowsAreQueries ? i : j) / 8][(kRowsAreQueries ? j : i) / 8] =
+                        first.template pair<kRowsAreQueries, decltype(whole)::value>(at, i, j);
+        };
+        if (query + kQueries <= seqlen_q && key0 + kKeys <= seqlen_k) read(Bool<true>{});  // @whole-tile-of-bias
+        else read(Bool<false>{});
+        return found;
+    }
+};
+
+#endif  // CUPYFLASH_ADDED_CUH

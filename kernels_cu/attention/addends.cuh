@@ -1,0 +1,69 @@
+// The elements of a bias or of a mask, one and two at a time, and what they add to scores.
+#ifndef CUPYFLASH_ADDENDS_CUH
+#define CUPYFLASH_ADDENDS_CUH
+#include "tile/tile.cuh"
+
+// That nothing has been read ahead.
+struct NotFetched {};
+
+// Whether a key is visible.
+struct Shown { unsigned char raw; };
+__device__ __forceinline__ float bias_if(bool is_shown) {
+    return is_shown ? 0.f : -ptx::infinity();  // @shown-or-hidden
+}
+
+// Two neighbouring elements, and their values.
+template <class T>
+struct BiasPair {
+    ptx::u32 raw;
+    __device__ static BiasPair of(T a, T b) { return {a.raw | static_cast<ptx::u32>(b.raw) << 16}; }
+    __device__ float value(int i) const { return i ? T::hi(raw) : T::lo(raw); }
+};
+template <>
+struct alignas(8) BiasPair<float> {
+    float x[2];
+    __device__ static BiasPair of(float a, float b) { return {{a, b}}; }
+    __device__ float value(int i) const { return x[i]; }
+};
+template <>
+struct BiasPair<Shown> {
+    ptx::u16 raw;
+    __device__ static BiasPair of(Shown a, Shown b) { return {static_cast<ptx::u16>(a.raw | b.raw << 8)}; }
+    __device__ float value(int i) const { return bias_if(raw >> 8 * i & 0xff); }
+};
+template <class T>
+__device__ __forceinline__ float bias_value(const T &x) {
+    return T::lo(x.raw);
+}
+__device__ __forceinline__ float bias_value(float x) { return x; }
+__device__ __forceinline__ float bias_value(Shown x) { return bias_if(x.raw); }
+// One whose value is 0.
+template <class T>
+__device__ __forceinline__ T bias_of_0() {
+    return {0};
+}
+template <>
+__device__ __forceinline__ Shown bias_of_0<Shown>() {
+    return {1};
+}
+
+// What is added to one score.
+struct Addend {
+    float bias;
+
+    __device__ bool hides() const { return bias == -ptx::infinity(); }
+    __device__ float biased(float s) const { return hides() ? bias : s + bias; }  // @bias-that-hides
+};
+
+// What is added to the elements that a lane holds of an accumulator, two neighbours of a row in one.
+template <class Element, bool kRowsAreQueries, int kRows, int kCols>
+struct FetchedBias {
+    BiasPair<Element> pair[kRows / 8][kCols / 8];
+
+    __device__ Addend operator()(int queries, int keys) const {
+        const int row = kRowsAreQueries ? queries : keys, col = kRowsAreQueries ? keys : queries;
+        return {pair[row / 8][col / 8].value(col % 2)};
+    }
+};
+
+#endif  // CUPYFLASH_ADDENDS_CUH
