@@ -21,9 +21,9 @@ MAX_GROUP = 512  # quick_divide (shares.cuh)
 _RING_BYTES = 192 << 10  # in flight on a multiprocessor: more made no difference on an H200
 _PAIRS_RING_BYTES = 128 << 10  # of pairs of heads: 3 % faster than with 192 KiB
 _LARGE_BYTES = 200 << 20  # of K and V: from there on rows of the cache are read two heads at a time
-# How many clusters an H200 holds at a time, by their blocks and those of a multiprocessor; it differs from chip to chip
-# (launch/decode.py asks). Larger ones are better, if they keep the memory busy.
-_CLUSTERS = {(8, 1): 15, (4, 1): 30, (4, 2): 62, (2, 1): 66}
+# How many clusters an H200 holds at a time, by their blocks; it differs from chip to chip (launch/decode.py asks).
+# Larger ones are better, if they keep the memory busy.
+_CLUSTERS = {8: 15, 4: 30, 2: 66}
 _ENOUGH_BLOCKS = 56
 
 
@@ -54,8 +54,8 @@ def plan_decode(
     most = 8 if p.head_dim <= 128 else 4  # 128 wide rows leave too few registers, or stages
     team = next((n for n in (1, 2, 4) if 16 * n >= rows), most)
     splits = splits_of(p)
-    cluster = _cluster(p, team) if hopper and clusters and not splits else (0, 1)
-    wide = not (cluster[0] or splits) and team == 1 and _wide(p, device)
+    cluster = _cluster(p, team) if hopper and clusters and not splits else 0
+    wide = not (cluster or splits) and team == 1 and _wide(p, device)
     tile = _tile(p, device, team, wide, cluster, _boxes(p) if hopper else SLICE)
     kind = DecodeSm90 if hopper else DecodeSm80
     variant = kind(p.dtype, p.head_dim, tile, **_flags(p, aligned))
@@ -98,17 +98,17 @@ def _kv_bytes(p: CacheProblem) -> int:
     return 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
 
 
-def _cluster(p: CacheProblem, team: int) -> tuple[int, int]:
-    """(blocks of a cluster, blocks a multiprocessor) where there are few tiles; else none."""
+def _cluster(p: CacheProblem, team: int) -> int:
+    """Blocks of a cluster where there are few tiles; else 0."""
     if p.packed:
-        return 0, 1
+        return 0
     tiles = p.batch * p.heads_k * -(-rows_of(p) // (16 * team))
-    for (size, blocks), most in _CLUSTERS.items():
+    for size, most in _CLUSTERS.items():
         grid = tiles * size
         enough = grid >= _ENOUGH_BLOCKS or _kv_bytes(p) < grid << 20
-        if tiles <= most and enough and (blocks == 1 or (team == 1 and p.head_dim <= 128)):
-            return size, blocks
-    return 0, 1
+        if tiles <= most and enough:
+            return size
+    return 0
 
 
 def _wide(p: CacheProblem, device: Device) -> bool:
@@ -119,7 +119,7 @@ def _wide(p: CacheProblem, device: Device) -> bool:
     return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count
 
 
-def _tile(p: CacheProblem, device: Device, team: int, wide: bool, cluster: tuple[int, int], box: int) -> DecodeTile:
+def _tile(p: CacheProblem, device: Device, team: int, wide: bool, cluster: int, box: int) -> DecodeTile:
     """As many stages as fit: `wide`, two heads in each of two blocks a multiprocessor, or in one of few warps."""
     chunks = -(-p.head_dim // 64)
     small = device.smem_per_sm_bytes < 160 << 10  # two blocks of four warps leave no room for a ring
@@ -128,12 +128,10 @@ def _tile(p: CacheProblem, device: Device, team: int, wide: bool, cluster: tuple
         shape = DecodeTile(team, 4, 1, 2, pair, 0, box, blocks_per_sm=2, kv_bytes=p.itemsize)
     elif wide:
         shape = DecodeTile(team, 4, 1, 2, 1, 0, box, kv_bytes=p.itemsize)
-    elif cluster[1] == 2:
-        shape = DecodeTile(team, 4, 1, 1, 1, cluster[0], box, blocks_per_sm=2)
     else:
         warps = 4 if team <= 4 and (small or (chunks > 2 and team == 1)) else 8
         columns = 64 if (chunks, team) == (2, 2) else 32
-        shape = DecodeTile(team, warps, 1, 1, 1, cluster[0], box, columns=columns, kv_bytes=p.itemsize)
+        shape = DecodeTile(team, warps, 1, 1, 1, cluster, box, columns=columns, kv_bytes=p.itemsize)
     blocks = shape.blocks_per_sm
     own = shape.stage_bytes(p.head_dim) * (shape.warps // team)
     ring = _PAIRS_RING_BYTES if shape.pair == 2 else _RING_BYTES

@@ -101,7 +101,8 @@ CUDA_LAYERS = (("any", "decode", "sm80", "sm90"), ("attention",), ("tile",), ("h
 CUDA_ORDER = {
     "any": "bwd_* score_gradient key_lists query_lists",
     "attention": "repair_* repair dq_accum visible_sm90 visits softmax sink dropout philox score slopes places "
-    "modified bias added addends mods work_sm90 packed_sm90 sights lists blocks mask schedule sequence params_sm90 params",
+    "modified bias added addends mods work_sm90 packed_sm90 sights lists blocks mask schedule sequence params_sm90 "
+    "params",
     "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode repair_decode parts rows "
     "shares fragments slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
