@@ -69,7 +69,7 @@ def test_the_stream_check_finds_a_call_that_does_not_wait(library: str, monkeypa
     assert own_streams > 3
     assert not wrong.passed
     assert wrong.shown
-    assert "out" in wrong.detail
+    assert "differ" in wrong.detail  # of out, or of gradients alone: who is read too early depends on the chip
 
 
 def _jax_has_gpu() -> bool:
@@ -95,10 +95,8 @@ def test_bench(framework: str) -> None:
     for row in found["rows"]:
         assert row["tflops"] > 0, row
         assert row["peak_bytes"] > 0
-    padding = {x["packed"]: 128 * 256 * 4 * len(x["lengths"]) for x in found["packed"]}  # of dq's sums, in fp32
-    for row in found["rows"]:
-        room = padding[row["packed"]] * (row["direction"] != "fwd") + (1 << 20)
-        assert row["implementation"] != "cupyflash" or row["peak_bytes"] <= 1.1 * row["ideal_bytes"] + room, row
+    ours = [r for r in found["rows"] if r["implementation"] == "cupyflash"]
+    assert all(r["peak_bytes"] <= 1.1 * r["ideal_bytes"] + (1 << 20) for r in ours)
     assert found["startup"]["disk_cache"]["loaded_on_gpu"]
 
 
@@ -231,8 +229,10 @@ def test_bench_packed(framework: str, tmp_path: Path) -> None:
     for row in found["rows"]:
         runs = row["implementation"] != "dense" or row["packed"] == "equal"
         assert (row["tflops"] is not None) == runs, row
-    ours = [r for r in found["rows"] if r["implementation"] == "cupyflash"]
-    assert all(r["peak_bytes"] <= 1.1 * r["ideal_bytes"] + (1 << 20) for r in ours)
+    padding = {x["packed"]: 128 * 256 * 4 * len(x["lengths"]) for x in found["packed"]}  # of dq's sums, in fp32
+    for row in found["rows"]:
+        room = padding[row["packed"]] * (row["direction"] != "fwd") + (1 << 20)
+        assert row["implementation"] != "cupyflash" or row["peak_bytes"] <= 1.1 * row["ideal_bytes"] + room, row
     assert {"cupyflash", *peers} == found["host_us"].keys()
     assert found["host_us"]["cupyflash"]["fwd_new_lengths"] > 0
     (tmp_path / "run.json").write_text(json.dumps(found))
