@@ -16,7 +16,11 @@ from .variant import Variant
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """A block computes `block_m` queries against key blocks of `block_n`, through a ring of `stages` K and V tiles."""
+    """A block computes `block_m` queries against key blocks of `block_n`, through a ring of `stages` K and V tiles.
+
+    `split_d` warps, 1 or 2, share the same rows: each forms the scores of its part of the keys, and its part of the
+    columns of O.
+    """
 
     block_m: int
     block_n: int
@@ -24,14 +28,18 @@ class ForwardTile:
     stages: int
     blocks_per_sm: int  # launch bound: caps the registers
     q_in_regs: bool = False
+    split_d: int = 1
 
     @property
     def name(self) -> str:
-        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
+        split = f"d{self.split_d}" if self.split_d > 1 else ""
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}{split}"
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Q and the ring."""
-        return (self.block_m + self.stages * self.block_n) * row_bytes(round_up(head_dim, 16))
+        """Q and the ring; P and row maxima, if exchanged."""
+        row, exchanged = row_bytes(self.block_n // self.split_d), self.split_d > 1
+        ring = (self.block_m + self.stages * self.block_n) * row_bytes(round_up(head_dim, 16))
+        return ring + exchanged * (self.split_d * self.block_m * row + 128 * self.warps)
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,13 @@ class BackwardTile:
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200, 2026-11-20
 # (docs/performance.md), among those that compile without spills with NVRTC 12.9, for all architectures. With 13.0 the
 # forward at head_dim 128 spills 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. Those are not measured.
+# Those at head_dim 256 that need more than 163 KiB: 2026-11-23.
 _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
     (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
     (120, ForwardTile(128, 32, 4, 4, 2)),
     (128, ForwardTile(128, 64, 4, 2, 2)),
+    (248, ForwardTile(128, 64, 8, 2, 1)),
+    (256, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
     (256, ForwardTile(128, 64, 8, 2, 1)),
     (256, ForwardTile(64, 64, 4, 2, 1)),
 )
@@ -80,6 +91,8 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (128, BackwardTile(64, 128, 8, 2, 1, split_d=2)),
     (128, BackwardTile(64, 128, 8, 1, 1, split_d=2, dq_warps_m=4)),
     (128, BackwardTile(64, 64, 8, 1, 1, split_d=2)),
+    (192, BackwardTile(64, 64, 8, 1, 1, split_d=4, dq_warps_m=1)),
+    (256, BackwardTile(64, 64, 8, 2, 1, split_d=4, dq_warps_m=4)),
     (256, BackwardTile(64, 64, 8, 1, 1, split_d=4, dq_warps_m=1)),
     (256, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
 )
@@ -95,14 +108,14 @@ _FORWARD_BIAS: tuple[tuple[int, ForwardTile], ...] = (
 _BACKWARD_BIAS: tuple[tuple[int, BackwardTile], ...] = (
     # Eight warps divide dQ where it has a multiple of 32 columns.
     *((limit, BackwardTile(32, 128, 8, 2, 1) if limit % 32 == 0 else _BACKWARD[0][1]) for limit in (16, 32, 48, 64)),
-    *((limit, tile) for limit, tile in _BACKWARD if limit == 256 or (limit == 128 and tile.block_n == 64)),
+    *((limit, tile) for limit, tile in _BACKWARD if limit > 128 or (limit == 128 and tile.block_n == 64)),
 )
 
 
 # Fewer columns a warp. What compiles without spills; not measured.
 _BACKWARD_NARROW: tuple[tuple[int, BackwardTile], ...] = (
     *(row for row in _BACKWARD_BIAS if row[0] <= 64),
-    *((256, tile) for limit, tile in _BACKWARD if limit == 256),
+    *(row for row in _BACKWARD if row[0] > 128),
 )
 
 # With two features (Spec.crowded), likewise: more warps lie along the rows of dQ, so that each has fewer.
@@ -149,14 +162,17 @@ class Sm80(Family):
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
         """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout,
-        or a block mask beside a bias, warps take 16 rows."""
+        or a block mask beside a bias, warps take 16 rows. Warps that share rows leave none for any of these, nor for a
+        softcap."""
         d, table = spec.head_dim, _FORWARD_BIAS if spec.bias else _FORWARD
         if d <= 128 and (spec.dropout or (spec.crowded and spec.block_mask)):
             return _FORWARD_DROPOUT
-        tile = next(t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        is_full = d > 64 and (spec.unaligned or spec.block_mask)
+        fitting = (t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        may_share = not (is_full or spec.dropout or spec.softcap)
+        tile = next(t for t in fitting if t.split_d == 1 or may_share)
         if spec.bias and not spec.paired_bias:
             tile = replace(tile, q_in_regs=False)
-        is_full = d > 64 and (spec.unaligned or spec.block_mask)
         is_wide = tile.warps != 8 or (spec.crowded and d > 128)
         return replace(tile, block_n=32) if is_full and is_wide else tile
 

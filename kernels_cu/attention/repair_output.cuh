@@ -30,11 +30,11 @@ __device__ __forceinline__ float log2_sum_ex2(int first, int end, X x) {
     return sum == 0.f ? (kMayBeNothing ? -ptx::infinity() : ptx::nan()) : top + ptx::lg2(sum);
 }
 
-// Rows [row0, row0 + kRows) of a tile that holds a warp's share of O, those of queries [query0, ...) of a sequence. That is
-// looked up again: what the main loop knows of it need not be kept.
-template <class V, bool kUnaligned, int kRows, class Tile>
+// Rows [row0, row0 + kRows), columns [col0, col0 + kCols) of a tile that holds a warp's share of O, those of queries
+// [query0, ...) of a sequence. That is looked up again: what the main loop knows of it need not be kept.
+template <class V, bool kUnaligned, int kRows, int kCols = V::kHeadDim, class Tile>
 __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, int head, int query0, const Tile &tile,
-                                              int row0) {
+                                              int row0, int col0 = 0) {
     using T = typename V::Element;
     constexpr int D = V::kHeadDim;
     const Problem &problem = p.problem;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             return exponent(i);
         };
         float lse = 0.f;  // in powers of two
-        repair_row<T, D>(tile, row0 + row, 0, D, Dropout<V>::factor(p), [&](auto &sum, bool reasons) {
+        repair_row<T, kCols>(tile, row0 + row, col0, D, Dropout<V>::factor(p), [&](auto &sum, bool reasons) {
             // @sink-of-the-row
             if (reasons) lse = log2_sum_ex2<V::kBias>(first, end + Sink<V>::kAny, exponent_or_sink);
             if constexpr (V::kBias)
@@ -72,7 +72,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
                 if (lse != lse && block_mask.sees_any(query0 + row, first, end)) return sum.fill(lse);
             } else if (first < end && lse != lse) return sum.fill(lse);
             sum.add(
-                v, p.v_stride.row, first, end,  // @rows-of-v-repair-of-o
+                v + col0, p.v_stride.row, first, end,  // @rows-of-v-repair-of-o
                 [&](int key) {
                     if constexpr (V::kBlockMask)
                         if (!block_mask.sees(query0 + row, key)) return kNone;  // @hidden-key-of-the-output

@@ -2,18 +2,20 @@
 #ifndef CUPYFLASH_SOFTMAX_CUH
 #define CUPYFLASH_SOFTMAX_CUH
 #include "attention/sink.cuh"
-#include "tile/tile.cuh"
+#include "tile/shared_rows.cuh"
 
-// kNatural: of scores that the factor may carry beyond fp32, and that may all be -inf (score.cuh).
-template <int kRows, bool kNatural = false>
-struct OnlineSoftmax {
+// kNatural: of scores that the factor may carry beyond fp32, and that may all be -inf (score.cuh). Shared: with whom the
+// warp shares its rows (shared_rows.cuh).
+template <int kRows, bool kNatural = false, class Shared = SharedRows<kRows, 1>>
+struct OnlineSoftmax : Shared {
     static constexpr int kRowsPerLane = kRows / 8;
     using Rows = float[kRowsPerLane];
     float factor;  // scores times this are powers of two
     Rows m;        // maximum of each row's scores so far, or a score not far below it
     Rows l;        // this lane's part of the row sum of P
 
-    __device__ explicit OnlineSoftmax(float log2_factor) : factor(log2_factor) {
+    __device__ explicit OnlineSoftmax(float log2_factor, Shared shared = Shared())
+        : Shared(shared), factor(log2_factor) {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) m[r] = -ptx::infinity(), l[r] = 0.f;
     }
@@ -38,9 +40,10 @@ struct OnlineSoftmax {
     __device__ bool raise_maximum(const AccTile<kRows, kN> &S, Rows &rescale) {
         Rows top;
         bool grows = false;
+        if constexpr (Shared::kAny) row_maxima(S, top);
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            top[r] = fmaxf(m[r], row_maximum(S, r));
+            top[r] = fmaxf(m[r], Shared::kAny ? top[r] : row_maximum(S, r));
             grows = grows || top[r] > m[r];
         }
         grows = ptx::vote_any(grows);
@@ -107,9 +110,11 @@ struct OnlineSoftmax {
     // sees_nothing(row, whether its sum is 0) marks rows without any key: O = 0, lse = -inf there, or the sink.
     template <class Sink, class SeesNothing>
     __device__ void finish(float unit, const Sink &sink, Rows &lse, Rows &inverse, SeesNothing sees_nothing) {
+        if constexpr (Shared::kAny) row_sums();
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });  // @row-sum-of-four-lanes
+            if (!Shared::kAny)
+                l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });  // @row-sum-of-four-lanes
             bool nothing = sees_nothing(AccTile<kRows, 8>::row(r / 2, 2 * (r % 2)), l[r] == 0.f);
             if constexpr (kNatural) nothing = nothing || l[r] == 0.f;  // all scores are -inf
             if constexpr (Sink::kAny) {
@@ -139,6 +144,18 @@ struct OnlineSoftmax {
         for (int j = 0; j < S.kColTiles; ++j)
             top = fmaxf(top, fmaxf(S.x[r / 2][j][2 * (r % 2)], S.x[r / 2][j][2 * (r % 2) + 1]));
         return quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
+    }
+    // The same of all rows, where two warps share them.
+    template <int kN>
+    __device__ void row_maxima(const AccTile<kRows, kN> &S, Rows &top) const {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) top[r] = row_maximum(S, r);
+        this->reduce(top, [](float a, float b) { return fmaxf(a, b); });  // @maximum-of-both-warps
+    }
+    __device__ void row_sums() {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });
+        this->reduce(l, [](float a, float b) { return a + b; });  // @row-sum-of-both-warps
     }
     // A row that has seen nothing but -inf keeps P = 0 instead of the NaN of -inf - -inf.
     __device__ static float finite_or_zero(float x) { return x == -ptx::infinity() ? 0.f : x; }

@@ -1,8 +1,11 @@
 // Forward attention with mma.sync and cp.async (sm_80 and every later architecture):
 //     O = softmax(scale * Q K^T) V,   lse = ln sum exp(scale * Q K^T),   FlashAttention-2 (Dao 2023), algorithm 1.
 //
-// One block computes kBlockM rows of O for one (batch, head); each warp owns kBlockM / kWarps of them from Q to O, so
-// the softmax never crosses warps. Shared memory: Q | a ring of kStages tiles. K_j and V_j alternate through the ring:
+// One block computes kBlockM rows of O for one (batch, head); each warp owns kBlockM / (kWarps / kSplitD) of them from Q to
+// O. With kSplitD == 1 the softmax never crosses warps. With kSplitD == 2, two warps share their rows: each forms the
+// scores of half of the keys and keeps half of the columns of O, so that a fragment of K or V serves twice as many rows;
+// they exchange the maxima of rows, and P, through shared memory.
+// Shared memory: Q | a ring of kStages tiles | P and row maxima if kSplitD > 1. K_j and V_j alternate through the ring:
 // when tile t is about to be used, tile t + kStages - 1 is requested into the slot of tile t - 1, which all warps have
 // left.
 #ifndef CUPYFLASH_FWD_SM80_CUH
@@ -23,31 +26,53 @@ __device__ __forceinline__ void request_first(Request request) {
     }
 }
 
+// A warp's rows of a block. Of two that share them: which it is, and its first key of a key block, and column of O.
+struct Share { int row0, part, key0, col0; };
+
 template <class V>
 __device__ __forceinline__ void fwd(const FwdParams &p) {
     using T = typename V::Element;
     constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
-    constexpr int kThreads = 32 * V::kWarps, kRows = M / V::kWarps;
-    static_assert(kRows % 16 == 0 && kStages >= 2);
+    constexpr int kThreads = 32 * V::kWarps, kSplitD = V::kSplitD;
+    constexpr int kRows = M / (V::kWarps / kSplitD), kKeys = N / kSplitD, kCols = D / kSplitD;
+    static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 8 == 0 && kStages >= 2);
 
     // Which tile.
     const Problem &problem = p.problem;
     const auto tile = tile_at<V, Queries, M, Mask<V>::kHides>(p, ptx::block_index());
     const auto &sequence = tile.sequence;
     // @head-of-k-fwd-sm80
-    const int q0 = tile.block * M, row0 = warp() * kRows, head_k = tile.head / (problem.heads_q / problem.heads_k);
+    const int q0 = tile.block * M, row0 = warp() / kSplitD * kRows,
+              head_k = tile.head / (problem.heads_q / problem.heads_k);
     if (V::kPacked && q0 >= sequence.seqlen_q) return;
+    // Warps that share rows have no registers left to keep what can be worked out again: their share, the mask, the tile.
+    const auto share = [&]() -> Share {
+        if constexpr (kSplitD == 1) return {row0, 0, 0, 0};
+        const int warp_here = fresh_thread() / 32, part = warp_here % kSplitD;
+        return {warp_here / kSplitD * kRows, part, part * kKeys, part * kCols};
+    };
     const T *q = static_cast<const T *>(p.q) + sequence.q_offset(p.q_stride, tile.head);
     const T *k = static_cast<const T *>(p.k) + sequence.k_offset(p.k_stride, head_k);
     const T *v = static_cast<const T *>(p.v) + sequence.k_offset(p.v_stride, head_k);  // @v-of-its-head-fwd-sm80
 
     using TileQ = SmemTile<T, M, D>;
     using TileKV = SmemTile<T, N, D>;
-    static_assert(TileQ::kBytes + kStages * TileKV::kBytes == V::kSmemBytes);
+    using TileP = SmemTile<T, M, kKeys>;  // of one part
+    using Shared = SharedRows<kRows, kSplitD>;
+    constexpr int kExchanged = kSplitD > 1 ? kSplitD * TileP::kBytes + V::kWarps * Shared::kBytes : 0;
+    static_assert(TileQ::kBytes + kStages * TileKV::kBytes + kExchanged == V::kSmemBytes);
     const TileQ sQ{ptx::dynamic_smem()};
     const auto slot = [&](int t) { return TileKV{sQ.base + TileQ::kBytes + t % kStages * TileKV::kBytes}; };
+    const auto sP = [&](int of_part) {
+        return TileP{sQ.base + TileQ::kBytes + kStages * TileKV::kBytes + of_part * TileP::kBytes};
+    };
+    const Shared shared(sP(kSplitD).base);
 
     const Mask<V> mask(with_range<V>(sequence, p), problem);
+    const auto mask_of = [&](const auto &its) -> decltype(auto) {
+        if constexpr (kSplitD > 1) return Mask<V>(with_range<V>(its, aside(p)), aside(p).problem);
+        else return (mask);
+    };
     const Score<V> score(problem);
     const auto head_places = DroppingPlaces<V, FwdParams>::of(p, sequence, tile.head);
     const KeyVisits<V> visits(p, mask, tile, q0);
@@ -70,28 +95,31 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         ptx::bar_sync();                          // @tile-landed
     };
 
-    AccTile<kRows, D> O;
-    OnlineSoftmax<kRows, V::kBias> softmax(score.log2_factor);
+    AccTile<kRows, kCols> O;
+    using Softmax = OnlineSoftmax<kRows, V::kBias, Shared>;
+    Softmax softmax(score.log2_factor, shared);
     FragA<T, kRows, V::kQInRegs ? D : 16> rQ;
 
     // One key block. kMasked is false for blocks that every row sees in full: the element test is then compiled out.
     const auto step = [&](int i, auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
-        const int k0 = visits.block(i) * N;
+        const Share mine = share();
+        const int k0 = visits.block(i) * N + mine.key0;
 
-        const auto kept = kept_of<V, kRows, N>(head_places, q0 + row0, k0);
+        const auto kept = kept_of<V, kRows, kKeys>(head_places, q0 + mine.row0, k0);
         next_tile_landed();              // K_j is here, and every warp is done with V_{j-1}
         request(i, Int<kStages - 1>{});  // @slot-of-v-free
-        AccTile<kRows, N> S;             // S = Q K^T
+        AccTile<kRows, kKeys> S;         // S = Q K^T
         S.zero();
-        if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, slot(2 * i));
-        else if constexpr (V::kBias) gemm_nt<T>(S, FewSteps<TileQ, kRows>(sQ, row0), slot(2 * i));
-        else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, row0), slot(2 * i));
+        if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, slot(2 * i).rows(mine.key0));
+        else if constexpr (V::kBias) gemm_nt<T>(S, FewSteps<TileQ, kRows>(sQ, mine.row0), slot(2 * i).rows(mine.key0));
+        else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, mine.row0), slot(2 * i).rows(mine.key0));
         const int lane = fresh_lane();
-        const Mask<V> from_here = mask.from(ptx::opaque(tile.block) * M + row0 + lane / 4, k0 + 2 * (lane % 4));
-        const auto places = head_places.template from_lane<true>(q0 + row0, k0);
-        using Seen = SeenBits<V, kRows, N, true, V::kBlockMask && kMasked>;
-        const Seen seen(p, sequence.index, tile.head, q0 + row0, k0);
+        const Mask<V> from_here =
+            mask_of(sequence).from(ptx::opaque(tile.block) * M + mine.row0 + lane / 4, k0 + 2 * (lane % 4));
+        const auto places = head_places.template from_lane<true>(q0 + mine.row0, k0);
+        using Seen = SeenBits<V, kRows, kKeys, true, V::kBlockMask && kMasked>;
+        const Seen seen(p, sequence.index, tile.head, q0 + mine.row0, k0);
         S.for_each([&](int row, int col, float &s) {
             s = score.value(s, places(row, col));
             if constexpr (kMasked) s = from_here.row_sees(row, col) ? s : -ptx::infinity();
@@ -99,12 +127,18 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m
         Dropout<V>::drop(S, kept);
-        FragA<T, kRows, N> P;
+        FragA<T, kRows, kKeys> P;
         P.from(S);
+        const Share still = share();
+        if constexpr (kSplitD > 1) P.store(sP(still.part), still.row0, 0);
 
-        next_tile_landed();  // V_j is here, and every warp is done with K_j
+        next_tile_landed();  // V_j and the other warp's P are here, and every warp is done with K_j
         request(i, Int<kStages>{});
-        gemm_nn<T>(O, P, slot(2 * i + 1));  // O += P V
+        gemm_nn<T>(O, P, slot(2 * i + 1).rows(still.key0), still.col0);  // O += P V
+        if constexpr (kSplitD > 1) {
+            const SmemA<TileP, kRows> other(sP(1 - still.part), still.row0);  // @p-of-the-other-warp
+            gemm_nn<T>(O, other, slot(2 * i + 1).rows(kKeys - still.key0), still.col0);
+        }
     };
 
     sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, sequence.seqlen_q);
@@ -112,7 +146,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     if constexpr (V::kQInRegs) {
         next_tile_landed();
         #pragma unroll
-        for (int d = 0; d < D / 16; ++d) SmemA<TileQ, kRows>(sQ, row0).get(d, rQ.x[d]);
+        for (int d = 0; d < D / 16; ++d) SmemA<TileQ, kRows>(sQ, share().row0).get(d, rQ.x[d]);
     }
     O.zero();
     #pragma unroll 1
@@ -120,33 +154,41 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         if (visits.whole(mask, ptx::opaque(tile.block) * M, i)) step(i, Bool<false>{});
         else step(i, Bool<true>{});
 
-    typename OnlineSoftmax<kRows, V::kBias>::Rows lse, inverse;
-    softmax.finish(score.unit, Sink<V>::of(p, sequence, tile.head), lse, inverse, [&](int row, bool without_sum) {
-        const int qi = q0 + row0 + row;
+    const auto &here = [&]() -> decltype(auto) {
+        if constexpr (kSplitD > 1)
+            return tile_at<V, Queries, M, Mask<V>::kHides>(aside(p), ptx::opaque(ptx::block_index()));
+        else return (tile);
+    }();
+    const Share mine = share();
+    typename Softmax::Rows lse, inverse;
+    softmax.finish(score.unit, Sink<V>::of(p, here.sequence, here.head), lse, inverse, [&](int row, bool without_sum) {
+        const int qi = here.block * M + mine.row0 + row;
         if constexpr (V::kBlockMask)
-            return without_sum && !BlockMask<V>::of(aside(p), sequence.index, tile.head)
+            return without_sum && !BlockMask<V>::of(aside(p), here.sequence.index, here.head)
                                        .sees_any(qi, mask.first_key(qi), mask.end_key(qi));
-        else return mask.sees_nothing(qi);
+        else return mask_of(here.sequence).sees_nothing(qi);
     });
     softmax.multiply_rows(O, inverse);
     Dropout<V>::scale(p, O);
-    const long long lse_row = sequence.lse_row(problem, tile.head);
+    const long long lse_row = here.sequence.lse_row(problem, here.head);
     #pragma unroll
-    for (int r = 0; r < OnlineSoftmax<kRows, V::kBias>::kRowsPerLane; ++r) {
-        const int qi = q0 + row0 + O.row(r / 2, 2 * (r % 2));
-        if (p.lse && lane() % 4 == 0 && qi < sequence.seqlen_q) p.lse[lse_row + qi] = lse[r];
+    for (int r = 0; r < Softmax::kRowsPerLane; ++r) {
+        const int qi = here.block * M + mine.row0 + O.row(r / 2, 2 * (r % 2));
+        if (p.lse && mine.part == 0 && lane() % 4 == 0 && qi < here.sequence.seqlen_q) p.lse[lse_row + qi] = lse[r];
     }
     if (visits.count == 0) {
         ptx::cp_async_wait_group<0>();
         ptx::bar_sync();  // Q has arrived, though no key block waited for it: its tile stages the result
     }
-    if (!ptx::vote_all(stage_rows<T>(sQ, row0, O))) {  // @o-is-finite-sm80
+    if (!ptx::vote_all(stage_rows<T>(sQ, mine.row0, O, mine.col0))) {  // @o-is-finite-sm80
         // @repair-in-its-sequence-fwd-sm80
-        repair_output<V, V::kUnaligned, kRows>(aside(p), sequence.index, tile.head, q0 + row0, sQ, row0);
+        repair_output<V, V::kUnaligned, kRows, kCols>(aside(p), here.sequence.index, here.head,
+                                                      here.block * M + mine.row0, sQ, mine.row0, mine.col0);
         ptx::bar_warp_sync();  // @o-repaired-by-the-warp
     }
-    write_rows<kRows, D, V::kHeadDim>(sQ, row0, static_cast<T *>(p.o) + sequence.q_offset(p.o_stride, tile.head),
-                                      p.o_stride.row, q0 + row0, sequence.seqlen_q);  // @strides-of-o
+    write_rows<kRows, kCols, V::kHeadDim>(
+        sQ, mine.row0, static_cast<T *>(p.o) + here.sequence.q_offset(p.o_stride, here.head), p.o_stride.row,
+        here.block * M + mine.row0, here.sequence.seqlen_q, mine.col0);  // @strides-of-o
 }
 
 #endif  // CUPYFLASH_FWD_SM80_CUH

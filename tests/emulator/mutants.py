@@ -59,11 +59,15 @@ FORWARD = (
     Bug("store out of bounds", change("inside-the-array", "dst_row + row < n_rows && col < kValidCols", "col < kValidCols"), "dense-d64", r"store at kernels_cu/tile/epilogue\.cuh:\d+.*(out of bounds|writes to the input|in no buffer)"),
     Bug("epilogue reads another lane's rows", without("rows-staged-by-the-warp"), "dense-d64", r"RACE, read after write: .*epilogue\.cuh:\d+"),
     Bug("O written before all lanes have repaired it", without("o-repaired-by-the-warp"), "nan-in-visible-key-causal", r"RACE, read after write: .*epilogue\.cuh:\d+"),
-    Bug("NaN of hidden keys let through to O", change("o-is-finite-sm80", "!ptx::vote_all(stage_rows<T>(sQ, row0, O))", "stage_rows<T>(sQ, row0, O); false"), "nan-in-visible-key-causal"),
+    Bug("NaN of hidden keys let through to O", change("o-is-finite-sm80", "!ptx::vote_all(stage_rows<T>(sQ, mine.row0, O, mine.col0))", "stage_rows<T>(sQ, mine.row0, O, mine.col0); false"), "nan-in-visible-key-causal"),
     Bug("softmax of a repaired row without its last keys", change("softmax-of-all-keys", "i < end", "i < end - 32"), "nan-in-visible-key-causal"),
     Bug("O not divided by the sum of P", change("o-divided-by-its-sum", "1.f / l[r]", "1.f"), "dense-d64"),
     Bug("divergent shuffle", change("row-sum-of-four-lanes", "l[r] = quad_reduce", "if (lane() != 5) l[r] = quad_reduce"), "dense-d64", r"warp divergence|DEADLOCK"),
     Bug("divergent barrier", change("tile-landed", "ptx::bar_sync()", "if (lane() != 3) ptx::bar_sync()"), "dense-d64", r"warp divergence|DEADLOCK"),
+    Bug("maximum of one warp's keys alone", without("maximum-of-both-warps"), "dense-d256", arch="sm_100"),
+    Bug("sum of one warp's keys alone", without("row-sum-of-both-warps"), "dense-d256", arch="sm_100"),
+    Bug("maxima read before the other warp has written them", without("rows-of-both-there"), "dense-d256", r"RACE, read after write: .*shared_rows\.cuh:\d+", arch="sm_100"),
+    Bug("O from a warp's own P alone", change("p-of-the-other-warp", "1 - still.part", "still.part"), "dense-d256", arch="sm_100"),
     Bug("rows of a tile overlap", change("rows-lie-apart", "row * kRowBytes", "row * (kRowBytes - 32)"), "dense-d64", r"RACE|outside"),
 )  # fmt: skip
 

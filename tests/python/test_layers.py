@@ -108,7 +108,7 @@ CUDA_ORDER = {
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",
-    "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums tile element sizes",
+    "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums shared_rows tile element sizes",
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
 HARDWARE = re.compile(
