@@ -36,7 +36,7 @@ struct DBias : ScoreGradient<V> {
 
     __device__ void run() {
         Visit next{batches.first, heads.first, queries.first, keys.first - 1};
-        bool exists = advance(next);
+        bool exists = batches.first < batches.end && queries.first < queries.end && advance(next);
         if (exists) request(next);
         #pragma unroll 1
         while (exists) {
