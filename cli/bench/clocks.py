@@ -11,11 +11,16 @@ Work = Callable[[], Any]
 
 
 class Recorded:
-    """So many calls as one function, of which the time of one is asked for."""
+    """Calls as one function, of which the time of one is asked for."""
 
-    def __init__(self, run: Work, calls: int, results: Any = None) -> None:
-        """`results`: what must live as long as the function."""
-        self.run, self.calls, self.results = run, calls, results
+    def __init__(self, run: Work, calls: Sequence[Work], results: Any = None) -> None:
+        """`calls`, whose arrays `run` reads, and `results`, which it writes, live as long as it does."""
+        self.run, self.kept, self.results = run, tuple(calls), results
+
+    @property
+    def calls(self) -> int:
+        """How many."""
+        return len(self.kept)
 
     def __call__(self) -> Any:
         return self.run()
@@ -36,7 +41,7 @@ class Clock:
 
     def recorded(self, calls: Sequence[Work]) -> Recorded:
         """All of them at once, at no cost to the host where the device can do that."""
-        return Recorded(lambda: [call() for call in calls], len(calls))
+        return Recorded(lambda: [call() for call in calls], calls)
 
     def peak_bytes(self, work: Work) -> int | None:
         """The most memory that `work` needs beyond what was there before."""
@@ -79,7 +84,7 @@ class TorchClock(Clock):
         self.cuda.synchronize()
         with self.cuda.graph(graph, stream=side):
             results = [call() for call in calls]
-        return Recorded(graph.replay, len(calls), results)
+        return Recorded(graph.replay, calls, results)
 
     def peak_bytes(self, work: Work) -> int | None:
         self.cuda.synchronize()
@@ -119,7 +124,7 @@ class CupyClock(Clock):
             side.begin_capture(self.cuda.runtime.streamCaptureModeRelaxed)
             results = [call() for call in calls]
             graph = side.end_capture()
-        return Recorded(graph.launch, len(calls), results)
+        return Recorded(graph.launch, calls, results)
 
     def peak_bytes(self, work: Work) -> int | None:
         class Count(self.cuda.MemoryHook):  # type: ignore[name-defined]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from cupyflash import cli
 from cupyflash.cli.bench import decode
 from cupyflash.cli.bench import report as bench_report
 from cupyflash.cli.bench.cell import OURS
-from cupyflash.cli.bench.clocks import Clock, Work
+from cupyflash.cli.bench.clocks import Clock, Recorded, Work
 from cupyflash.cli.bench.decode_cell import SHAPES, STORED, WIDE, DecodeCell
 from cupyflash.cli.bench.timing import Effort, Timing, timings_ms
 from cupyflash.cli.bench.work import Bench, TorchBench
@@ -113,6 +115,21 @@ def test_caches_rotate(whole: int, sets: int, monkeypatch: pytest.MonkeyPatch) -
         work()
     assert len(made) == sets
     assert ran == [i % sets for i in range(calls)] * 3 if calls > 1 else [i % sets for i in range(3)]
+
+
+def test_what_a_graph_reads_lives_as_long_as_it() -> None:
+    """A graph has addresses of arrays, and nothing else of them."""
+
+    class Array:
+        """Which can be looked at without being kept."""
+
+    x = Array()
+    lives = weakref.ref(x)
+    recorded = Recorded(lambda: None, [functools.partial(id, x)])
+    del x
+    assert lives() is not None
+    del recorded
+    assert lives() is None
 
 
 def test_the_time_is_that_of_one_call() -> None:
