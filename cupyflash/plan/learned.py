@@ -65,6 +65,10 @@ class BiasTile:
         """Q, dO, K and V."""
         return 2 * (self.block_m + self.block_n) * row_bytes(round_up(head_dim, 16))
 
+    def fits(self, head_dim: int, smem_bytes: int) -> bool:
+        """Whether so many blocks do, where one can have `smem_bytes` of a multiprocessor's, which has 1 KiB more."""
+        return self.blocks_per_sm * (self.smem_bytes(head_dim) + 1024) <= smem_bytes + 1024
+
 
 @dataclass(frozen=True)
 class BiasGradient(Main):
@@ -80,9 +84,10 @@ class BiasGradient(Main):
         """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
         if spec.dbias is None:
             return ()
-        columns, blocks = 32 if spec.crowded else 64, 3 if spec.head_dim <= 128 else 1
-        tiles = BiasTile(64, columns, 4, stats_rows, blocks), BiasTile(32, 32, 2, stats_rows, 1)
-        return (cls.of(spec, next(tile for tile in tiles if tile.smem_bytes(spec.head_dim) <= smem_bytes)),)
+        columns, most = 32 if spec.crowded else 64, 3 if spec.head_dim <= 128 else 1
+        tiles = [BiasTile(64, columns, 4, stats_rows, blocks) for blocks in range(most, 0, -1)]
+        tiles.append(BiasTile(32, 32, 2, stats_rows, 1))
+        return (cls.of(spec, next(tile for tile in tiles if tile.fits(spec.head_dim, smem_bytes))),)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ FORWARD_BIAS = (
     Bug("bias: pairs fetched behind the last query", change("bias-that-exists-fetched", "i >= queries || j >= keys", "j >= keys"), "pairs", r"buffer", "sm_90"),
     Bug("bias: fetched one by one behind the last key", change("single-bias-that-exists-fetched", "i >= queries || j >= keys", "i >= queries"), "turned", r"buffer", "sm_90"),
     Bug("bias: fetched queries in the stride of keys", change("stride-of-fetched-queries", "8 * first.row", "8 * first.key"), "turned", r"buffer", "sm_90"),
-    Bug("bias: fetched keys in the stride of queries", change("stride-of-fetched-keys", "j * key", "j * row"), "turned", r"buffer", "sm_90"),
+    Bug("bias: fetched keys in the stride of queries", change("stride-of-fetched-keys", "j * key", "j * row"), "turned", "", "sm_90"),
     Bug("bias: O repaired with keys that it hides", change("hidden-by-bias-repair-of-o", "places(0, key).hides()", "false"), "nan-hidden"),
 )  # fmt: skip
 BACKWARD_BIAS = (
