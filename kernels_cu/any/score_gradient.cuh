@@ -77,9 +77,9 @@ struct ScoreGradient {
     template <class Fetched, class F>
     __device__ __forceinline__ void form(const SequenceOf<V> &s, const Mask<V> &mask, int head, int q0, int k0,
                                          const Fetched &fetched, Acc &S, const Acc &dP, F f) const {
-        if (!V::kBlockMask && mask.full(q0, k0) && q0 + M <= s.seqlen_q)
-            form<V::kBlockMask>(s, mask, head, q0, k0, fetched, S, dP, f);
-        else form<true>(s, mask, head, q0, k0, fetched, S, dP, f);
+        if constexpr (!V::kBlockMask)
+            if (mask.full(q0, k0) && q0 + M <= s.seqlen_q) return form<false>(s, mask, head, q0, k0, fetched, S, dP, f);
+        form<true>(s, mask, head, q0, k0, fetched, S, dP, f);
     }
 
   private:
