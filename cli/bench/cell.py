@@ -53,7 +53,7 @@ class Cell:
     block_mask: str = ""
     mod: str = ""
 
-    heading, labels = "TFLOP/s (ours / theirs)", ("head_dim", "mask", "seqlen")
+    heading, labels, unit = "TFLOP/s (ours / theirs)", ("head_dim", "mask", "seqlen"), "TFLOP/s"
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k, v and dout."""
@@ -110,6 +110,21 @@ class Cell:
     def label(self) -> tuple[str, ...]:
         """What a table says of it, under `labels`."""
         return str(self.head_dim), self.mask_name, self.sequences
+
+    @property
+    def panel(self) -> tuple[str, str]:
+        """Of a picture: the row and the column of the panel that has it."""
+        return self.mask_name, f"head_dim {self.head_dim}"
+
+    @property
+    def length(self) -> int:
+        """Along a panel."""
+        return self.seqlen
+
+    @property
+    def length_name(self) -> str:
+        """What `length` is."""
+        return "lengths, the longest" if self.packed else "sequence length"
 
     @property
     def where(self) -> str:

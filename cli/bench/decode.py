@@ -32,7 +32,7 @@ SHORT_BYTES = 100e6  # of K and V: a graph of calls is timed up to there
 PER_GRAPH = 16
 # What may be asked for together with --decode.
 OPTIONS = ("against", "dtype", "framework", "backend", "quick", "rounds", "host", "saved", "csv", "as_json", "decode",
-           "only", "cache_dtype")  # fmt: skip
+           "only", "cache_dtype", "grid", "plot")  # fmt: skip
 _LARGEST = {"int8": 127, "e4m3": 448}
 _DRAWN = 1 << 20  # elements of a cache of 8 bits that are drawn; they repeat
 
@@ -42,6 +42,7 @@ def decode_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for add in (
         list_option("--cache-dtype", choices=STORED, example="int8,e4m3",
                     help=f"With --decode: caches of 8 bits, each beside one of --dtype, {WIDE}."),
+        click.option("--grid", is_flag=True, help="With --decode: batches by lengths, which --plot draws."),
         click.option("--only", default="", metavar="TEXT", help="With --decode: shapes whose names have this text."),
         click.option("--decode", is_flag=True, help="Time attention over a cache, by bytes of K and V."),
     ):  # fmt: skip
@@ -56,7 +57,9 @@ def check_together(ctx: click.Context) -> None:
     for name, param in given.items() if "saved" not in given else ():
         if "decode" in given and name not in OPTIONS:
             raise click.BadParameter("--decode has shapes of its own, by name: see --only", param=param)
-        if "decode" not in given and name in ("only", "cache_dtype"):
+        if "decode" in given and name == "plot" and "grid" not in given:
+            raise click.BadParameter("of --decode it draws a --grid", param=param)
+        if "decode" not in given and name in ("only", "cache_dtype", "grid"):
             raise click.BadParameter("it chooses among what --decode times, which is not asked for", param=param)
     if "decode" in given and ctx.params["framework"] == "jax":
         raise click.BadParameter("JAX's calls over a cache are not timed; torch, cupy and numpy are",

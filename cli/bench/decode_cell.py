@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -53,6 +54,11 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "softcap B2 64": {**_TINY, "softcap": 30.0},
     },
 }
+# Batches, and up to how many keys each; all powers of two from the first one on. In all, up to 4.3 GB of K and V.
+GRID = {
+    "cuda": (512, {1: 131072, 4: 131072, 16: 65536, 64: 16384}),
+    "cpu": (32, {1: 128, 2: 64}),
+}
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,8 @@ class DecodeCell:
     softcap: float | None = None
     cache_dtype: str = ""
 
-    heading, labels = "TB/s (ours / theirs in tokens a second)", ("cache", "K, V", "MB")
+    heading, labels, unit = "TB/s (ours / theirs in tokens a second)", ("cache", "K, V", "MB"), "TB/s"
+    packed, length_name = None, "keys of a sequence"
 
     @property
     def lengths(self) -> list[int]:
@@ -125,6 +132,16 @@ class DecodeCell:
         """For a sentence."""
         return f"{self.name}, {self.cache_dtype or self.dtype}"
 
+    @property
+    def panel(self) -> tuple[str, str]:
+        """Of a picture: the row and the column of the panel that has it."""
+        return self.cache_dtype or self.dtype, f"batch {self.batch}"
+
+    @property
+    def length(self) -> int:
+        """Along a panel."""
+        return self.capacity
+
     def record(self) -> dict[str, Any]:
         """Every field."""
         return asdict(self)
@@ -140,7 +157,7 @@ AnyCell = Cell | DecodeCell
 
 def chosen(options: dict[str, Any]) -> list[DecodeCell]:
     """The cells whose names have the text that is asked for; of caches of 8 bits, those of each kind."""
-    known = SHAPES[options["backend"]]
+    known = _grid(options["backend"]) if options["grid"] else SHAPES[options["backend"]]
     found = [name for name in known if options["only"] in name]
     if not found:
         raise click.BadParameter(
@@ -151,3 +168,23 @@ def chosen(options: dict[str, Any]) -> list[DecodeCell]:
         for name in found
         for stored in options["cache_dtype"] or ("",)
     ]
+
+
+def _grid(backend: str) -> dict[str, dict[str, Any]]:
+    """Shapes by name, as `SHAPES` has them: batches and lengths alone."""
+    first, last = GRID[backend]
+    heads = _TINY if backend == "cpu" else {}
+    return {
+        _grid_name(batch, n): {**heads, "batch": batch, "capacity": n}
+        for batch, most in last.items()
+        for n in (first << i for i in range((most // first).bit_length()))
+    }
+
+
+def _grid_name(batch: int, length: int) -> str:
+    return f"B{batch} {length // 1024}k" if length % 1024 == 0 else f"B{batch} {length}"
+
+
+def are_a_grid(cells: Iterable[AnyCell]) -> bool:
+    """Whether a picture can show them: over a cache, they differ in batch, length and dtype alone."""
+    return all(c.name == _grid_name(c.batch, c.capacity) for c in cells if isinstance(c, DecodeCell))

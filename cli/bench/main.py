@@ -30,7 +30,7 @@ from . import saved as bench_saved
 from . import startup as bench_startup
 from .arguments import check_lengths, check_plot, check_writable, feature_options, make_cells
 from .cell import DIRECTIONS, FLOP_FORMULA, OURS, Cell
-from .decode_cell import BYTES_FORMULA, WIDE, AnyCell, DecodeCell, chosen
+from .decode_cell import BYTES_FORMULA, WIDE, AnyCell, are_a_grid, chosen
 from .frameworks import make
 from .lengths import DENSE, DISTRIBUTIONS
 from .report import Row, documents, few_rounds, ratios, write_csv
@@ -100,8 +100,10 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         show_head(document, console)
     else:
         document, rows = measure_all(options, console)
-    if options["plot"] and any(isinstance(row.cell, DecodeCell) for row in rows):
-        raise click.BadParameter(f"{options['saved']} is a run of --decode, which has no picture", param_hint="--plot")
+    if options["plot"] and not are_a_grid(dict.fromkeys(row.cell for row in rows)):
+        raise click.BadParameter(
+            f"{options['saved']} is a run of --decode without --grid, of which there is no picture", param_hint="--plot"
+        )
     document |= {"rows": documents(rows), "ratios": ratios(rows)}
     show(document, rows, console)
     if options["csv"]:

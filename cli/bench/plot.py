@@ -1,11 +1,15 @@
-"""`bench --plot`: speed, or memory, by sequence length; a column for each head_dim, a row for each pass and mask."""
+"""`bench --plot`: speed, or memory, by sequence length; a column for each head_dim, a row for each pass and mask.
+
+Over a cache: a column for each batch, a row for each dtype.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from .cell import OURS, Cell
+from .cell import OURS
+from .decode_cell import WIDE, AnyCell
 from .lengths import DENSE
 from .report import OWN, TITLES, Row, best_ratio, by_cell
 from .sdpa import TORCH_CPU
@@ -13,20 +17,20 @@ from .sdpa import TORCH_CPU
 LABELS = {OURS: "cupyflash", "flash2": "FlashAttention-2", "cudnn": "cuDNN", "fa4": "FlashAttention-4",
           "efficient": "torch, memory-efficient",
           "math": "plain PyTorch", TORCH_CPU: "torch's CPU kernel",
-          "flex": "FlexAttention", DENSE: "cupyflash, not packed"}  # fmt: skip
+          "flex": "FlexAttention", DENSE: "cupyflash, not packed", WIDE: "cupyflash, 16 bits"}  # fmt: skip
 # Told apart by all eyes (Okabe and Ito, 2008), and by their markers in print.
 COLORS = {OURS: "#D55E00", "flash2": "#56B4E9", "cudnn": "#009E73", "fa4": "#0072B2", "math": "#777777",
           "efficient": "#F0E442",
-          TORCH_CPU: "#000000", "flex": "#CC79A7", DENSE: "#E69F00"}  # fmt: skip
+          TORCH_CPU: "#000000", "flex": "#CC79A7", DENSE: "#E69F00", WIDE: "#882255"}  # fmt: skip
 MARKERS = {OURS: "o", "flash2": "^", "cudnn": "s", "fa4": "D", "math": "v", "efficient": "<", TORCH_CPU: ">",
-           "flex": "P", DENSE: "X"}  # fmt: skip
+           "flex": "P", DENSE: "X", WIDE: "h"}  # fmt: skip
 STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
          "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.25, "hatch.linewidth": 0.6}  # fmt: skip
 LOG_RATIO = 10
 MIB = 2.0**-20
 
 
-def draw(document: dict[str, Any], rows: list[Row[Cell]], path: Path) -> None:
+def draw(document: dict[str, Any], rows: list[Row[Any]], path: Path) -> None:
     """Write the figure; the file's ending says in which format. Memory is drawn where nothing was timed.
 
     Raises:
@@ -40,37 +44,37 @@ def draw(document: dict[str, Any], rows: list[Row[Cell]], path: Path) -> None:
     rows = [r for r in rows if getattr(r, quantity) is not None]
     if quantity == "peak_bytes":  # all that was measured needs it; the last direction most
         rows = [r for r in rows if r.direction == rows[-1].direction]
-    columns = list(dict.fromkeys(r.cell.head_dim for r in rows))
-    lines = list(dict.fromkeys((r.direction, r.cell.mask_name) for r in rows))
+    columns = list(dict.fromkeys(r.cell.panel[1] for r in rows))
+    lines = list(dict.fromkeys((r.direction, r.cell.panel[0]) for r in rows))
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(1.2 + 3.4 * len(columns), 1.5 + 2.6 * len(lines)), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(len(lines), len(columns), squeeze=False, sharey="row")
-        for panel_row, (direction, mask) in zip(panels, lines, strict=True):
-            chosen = [r for r in rows if r.direction == direction and r.cell.mask_name == mask]
-            for panel, head_dim in zip(panel_row, columns, strict=True):
-                _panel(panel, [r for r in chosen if r.cell.head_dim == head_dim], quantity)
-                panel.set_title(f"head_dim {head_dim}, {mask}")
+        for panel_row, (direction, line) in zip(panels, lines, strict=True):
+            chosen = [r for r in rows if (r.direction, r.cell.panel[0]) == (direction, line)]
+            for panel, column in zip(panel_row, columns, strict=True):
+                _panel(panel, [r for r in chosen if r.cell.panel[1] == column], quantity)
+                panel.set_title(f"{column}, {line}")
             _share_axis(panel_row[0], chosen, quantity)
-            panel_row[0].set_ylabel(_quantity_name(direction, quantity))
+            panel_row[0].set_ylabel(_quantity_name(direction, quantity, chosen[0].cell.unit))
         for panel in panels[-1]:
-            panel.set_xlabel("lengths, the longest" if rows and rows[0].cell.packed else "sequence length")
+            panel.set_xlabel(rows[0].cell.length_name)
         _add_legend(figure, panels, quantity, document["peer_versions"])
         title = "{device}, {dtype}, {date}, cupyflash {version}".format_map(document)
         figure.suptitle(title + _rounds(rows), fontsize=12)
         figure.savefig(path, dpi=160, facecolor="white")
 
 
-def _rounds(rows: list[Row[Cell]]) -> str:
+def _rounds(rows: list[Row[Any]]) -> str:
     """How the figures came about."""
     counts = {len(r.timing.rounds) for r in rows if r.timing is not None}
     order = ", each in a random order" if len({r.implementation for r in rows}) > 1 else ""
     return "".join(f"\nmedian of {n} round{'s' * (n > 1)}{order}" for n in counts)
 
 
-def _quantity_name(direction: str, quantity: str) -> str:
+def _quantity_name(direction: str, quantity: str, unit: str) -> str:
     if quantity == "speed":
-        return f"{TITLES[direction]}, TFLOP/s"
+        return f"{TITLES[direction]}, {unit}"
     return f"peak extra memory, MiB\n({TITLES['fwd' if direction == 'fwd' else 'both']})"
 
 
@@ -87,7 +91,7 @@ def _add_legend(figure: Any, panels: Any, quantity: str, versions: dict[str, str
                   frameon=False, title=note, title_fontsize=10)  # fmt: skip
 
 
-def _share_axis(panel: Any, rows: list[Row[Cell]], quantity: str) -> None:
+def _share_axis(panel: Any, rows: list[Row[Any]], quantity: str) -> None:
     """From 0 upwards; logarithmic for memory where an implementation needs many times that of another."""
     values = [getattr(r, quantity) for r in rows]
     if quantity == "peak_bytes" and max(values) > LOG_RATIO * min(values):
@@ -96,11 +100,11 @@ def _share_axis(panel: Any, rows: list[Row[Cell]], quantity: str) -> None:
         panel.set_ylim(0, (1.12 if rows[0].cell.packed else 1.05) * panel.get_ylim()[1])
 
 
-def _panel(panel: Any, rows: list[Row[Cell]], quantity: str) -> None:
+def _panel(panel: Any, rows: list[Row[Any]], quantity: str) -> None:
     """Ours on top of the others; lines by length, or bars by the distribution of packed lengths."""
     packed = any(r.cell.packed for r in rows)
     cells = dict.fromkeys(r.cell for r in rows)
-    at = {cell: i if packed else cell.seqlen for i, cell in enumerate(cells)}
+    at = {cell: i if packed else cell.length for i, cell in enumerate(cells)}
     names = sorted({r.implementation for r in rows}, key=lambda n: (n == OURS, list(LABELS).index(n)))
     scale = 1.0 if quantity == "speed" else MIB
     for place, name in enumerate(names):
@@ -119,8 +123,8 @@ def _panel(panel: Any, rows: list[Row[Cell]], quantity: str) -> None:
     panel.margins(x=0.1)
 
 
-def _length_name(cell: Cell) -> str:
-    length = f"{cell.seqlen // 1024}k" if cell.seqlen % 1024 == 0 else str(cell.seqlen)
+def _length_name(cell: AnyCell) -> str:
+    length = f"{cell.length // 1024}k" if cell.length % 1024 == 0 else str(cell.length)
     return f"{cell.packed}\n{length}" if cell.packed else length
 
 
@@ -138,7 +142,7 @@ def _bars(panel: Any, name: str, points: list[tuple[int, float]], place: int, pl
     panel.grid(visible=False, axis="x")
 
 
-def _write_ratio(panel: Any, x: int, rows: list[Row[Cell]]) -> None:
+def _write_ratio(panel: Any, x: int, rows: list[Row[Any]]) -> None:
     """How ours compares with the fastest other: below lines, above bars."""
     ratio = best_ratio(rows)
     if ratio is None:

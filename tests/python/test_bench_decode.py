@@ -19,7 +19,7 @@ from cupyflash.cli.bench import decode
 from cupyflash.cli.bench import report as bench_report
 from cupyflash.cli.bench.cell import OURS
 from cupyflash.cli.bench.clocks import Clock, Recorded, Work
-from cupyflash.cli.bench.decode_cell import SHAPES, STORED, WIDE, DecodeCell
+from cupyflash.cli.bench.decode_cell import SHAPES, STORED, WIDE, DecodeCell, chosen
 from cupyflash.cli.bench.timing import Effort, Timing, timings_ms
 from cupyflash.cli.bench.work import Bench, TorchBench
 
@@ -201,7 +201,8 @@ def test_caches_of_8_bits_beside_16() -> None:
         (("--decode", "--backend", "cpu", "--only", "9k"), "expected a text that one of these has: B2 64,"),
         (("--decode", "--seqlens", "128"), "'--seqlens': --decode has shapes of its own"),
         (("--decode", "--causal"), "--decode has shapes of its own"),
-        (("--decode", "--plot", "x.png"), "--decode has shapes of its own"),
+        (("--decode", "--plot", "x.png"), "of --decode it draws a --grid"),
+        (("--grid",), "which is not asked for"),
         (("--decode", "--framework", "jax"), "JAX's calls over a cache are not timed"),
         (("--decode", "--cache-dtype", "int4"), "'int4' is not one of int8, e4m3"),
         (("--only", "8k"), "which is not asked for"),
@@ -215,7 +216,47 @@ def test_what_does_not_go_together(options: tuple[str, ...], message: str) -> No
 
 @pytest.mark.needs("matplotlib")
 @pytest.mark.usefixtures("few_calls")
-def test_a_saved_run_has_no_picture(tmp_path: Path) -> None:
+def test_a_grid_has_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column for each batch, a row for each dtype; along each the lengths, with ratios of tokens a second."""
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *x, **o: (figures.append(self), save(self, *x, **o))[1])
+    picture = tmp_path / "x.png"
+    options = ("--grid", "--cache-dtype", "int8", "--framework", "numpy", "--json", "--plot", str(picture))
+    document = json.loads(bench(*TINY, *options).stdout)
+    assert [(r["name"], r["batch"], r["capacity"]) for r in document["rows"] if r["implementation"] == OURS] == [
+        ("B1 32", 1, 32), ("B1 64", 1, 64), ("B1 128", 1, 128), ("B2 32", 2, 32), ("B2 64", 2, 64),
+    ]  # fmt: skip
+    [figure] = figures
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    one, two = figure.axes
+    assert (one.get_title(), two.get_title()) == ("batch 1, int8", "batch 2, int8")
+    assert one.get_ylabel() == "attention over a cache, TB/s"
+    assert [t.get_text() for t in one.get_xticklabels()] == ["32", "64", "128"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["cupyflash", "cupyflash, 16 bits"]
+    speeds = [r["tb_per_s"] for r in document["rows"] if r["implementation"] == OURS and r["batch"] == 2]
+    [line] = [x for x in two.lines if x.get_label() == "cupyflash"]
+    assert list(line.get_ydata()) == speeds
+
+    saved = tmp_path / "run.json"
+    saved.write_text(json.dumps(document))
+    bench("--saved", str(saved), "--plot", str(tmp_path / "again.svg"))
+    assert (tmp_path / "again.svg").exists()
+
+
+def test_the_grid_of_a_gpu_fits_its_memory() -> None:
+    grid = chosen({"backend": "cuda", "grid": True, "only": "", "dtype": "bf16", "cache_dtype": ()})
+    assert max(cell.whole_bytes for cell in grid) < 4.3e9
+    assert {cell.batch for cell in grid} == {1, 4, 16, 64}
+    assert min(cell.capacity for cell in grid) == 512
+    assert len({(cell.batch, cell.capacity) for cell in grid}) == len(grid) == 32
+
+
+@pytest.mark.needs("matplotlib")
+@pytest.mark.usefixtures("few_calls")
+def test_a_saved_run_of_other_shapes_has_no_picture(tmp_path: Path) -> None:
     saved = tmp_path / "run.json"
     saved.write_text(bench(*TINY, "--only", "softcap", "--framework", "numpy", "--json").stdout)
     assert "no picture" in bench("--saved", str(saved), "--plot", str(tmp_path / "x.png"), code=2).output
