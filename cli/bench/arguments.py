@@ -18,7 +18,7 @@ from .mods import MODS
 # lengths, tokens, hidden: on a GPU those of the FlashAttention papers; on the CPU path what ends in seconds
 SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 256, 512), 1024, 256)}
 
-FEATURES = ("bias", "mask", "learned", "dropout", "mod")
+FEATURES = ("bias", "mask", "learned", "dropout", "mod", "padded")
 
 
 def dims(ctx: click.Context, param: click.Parameter, text: str) -> str:
@@ -43,6 +43,8 @@ def feature_options(command: Callable[..., Any]) -> Callable[..., Any]:
                      help="With a score_mod: " + "; ".join(f"{n}: {x.expression}" for n, x in MODS.items()) + "."),
         click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0,
                      help="With dropout of this p."),
+        click.option("--padded", type=click.Choice(("left", "right")), callback=lambda ctx, param, side: side or "",
+                     help="With a kv_range of any length for each sequence, and padding on this side."),
         click.option("--mask", callback=dims, metavar="DIMS", default="",
                      help="With a random mask that has elements of its own along these, half of them shown."),
         click.option("--learned", is_flag=True, help="The backward makes the bias's gradient, too."),
@@ -97,6 +99,8 @@ def make_cells(options: dict[str, Any]) -> list[Cell]:
     sequences = _packed(options) if options["packed"] else _unpacked(options)
     if options["learned"] and not options["bias"]:
         raise click.BadParameter("there is nothing to learn without --bias", param_hint="--learned")
+    if options["padded"] and (options["packed"] or any(options["block_masks"])):
+        raise click.BadParameter("neither with --packed nor with --block-mask", param_hint="--padded")
     common = {name: options[name] for name in ("dtype", "window", "softcap", "alibi", "sink", *FEATURES)}
     return [
         Cell(head_dim=d, causal=causal, heads=heads[d], heads_k=heads_k[d], block_mask=word, **common, **fields)

@@ -27,7 +27,8 @@ class Cell:
 
     `alibi`: with slopes, `sink`: with sinks. `bias`, `mask`: along which dimensions they have elements of their own,
     letters of bhqk, - for none; "": there is none. `learned`: the bias has a gradient. `dropout`: its p. `block_mask`:
-    a word of `block_masks`. `mod`: one of `mods.MODS`.
+    a word of `block_masks`. `mod`: one of `mods.MODS`. `padded`: on which side the keys are that do not
+    count, of each sequence any number of them.
 
     Of packed sequences, `packed` names the distribution that `lengths` are drawn from, `seqlen` is the longest that it
     knows, and `batch` says how many there are.
@@ -52,6 +53,7 @@ class Cell:
     dropout: float = 0.0
     block_mask: str = ""
     mod: str = ""
+    padded: str = ""
 
     heading, labels, unit = "TFLOP/s (ours / theirs)", ("head_dim", "mask", "seqlen"), "TFLOP/s"
 
@@ -85,7 +87,7 @@ class Cell:
     @property
     def brings_arrays(self) -> bool:
         """Whether its features need arguments beside `options`."""
-        named = self.alibi, self.sink, self.bias, self.mask, self.dropout, self.block_mask, self.mod
+        named = self.alibi, self.sink, self.bias, self.mask, self.dropout, self.block_mask, self.mod, self.padded
         return any(map(bool, named))
 
     @property
@@ -99,6 +101,7 @@ class Cell:
         parts = ["causal" if self.causal else "full"]
         parts += [] if self.window is None else [f"window {self.window}"]
         parts += [f"block mask {self.block_mask}"] if self.block_mask else []
+        parts += [f"padded on the {self.padded}"] if self.padded else []
         parts += [] if self.softcap is None else [f"softcap {self.softcap:g}"]
         parts += ["ALiBi"] * self.alibi + ["sinks"] * self.sink
         parts += [f"{'learned ' * self.learned}bias {self.bias}"] if self.bias else []
@@ -146,10 +149,29 @@ class Cell:
         beyond = 0 if self.window is None else max(0, seqlen - 1 - self.window)  # queries with keys left of it
         return (pairs - beyond * (beyond + 1) / 2) * (SHOWN if self.mask else 1)
 
+    def _pairs_within(self, first: int, end: int) -> int:
+        """As `visible_pairs`, of the keys of a range; without a block mask."""
+        queries = np.arange(self.seqlen)
+        left, right = np.full_like(queries, first), np.full_like(queries, end)
+        if self.window is not None:
+            left = np.maximum(left, queries - self.window)
+        if self.causal:
+            right = np.minimum(right, queries + 1)
+        return int(np.maximum(right - left, 0).sum())
+
+    @property
+    def ranges(self) -> np.ndarray:
+        """``(batch, 2)`` of `padded`: lengths are drawn from 1 to seqlen, the same ones each time."""
+        lengths = np.random.default_rng(0).integers(1, self.seqlen + 1, self.batch, np.int32)
+        first = self.seqlen - lengths if self.padded == "left" else np.zeros_like(lengths)
+        return np.stack((first, first + lengths), axis=1)
+
     def flops(self, direction: str) -> float:
         """`FLOP_FORMULA`, counted."""
         lengths = Counter(self.lengths) if self.packed else {self.seqlen: self.batch}
         pairs = sum(n * self.visible_pairs(length) for length, n in lengths.items())
+        if self.padded:
+            pairs = sum(self._pairs_within(first, end) for first, end in self.ranges) * (SHOWN if self.mask else 1)
         return _FLOPS[direction] * 4 * self.head_dim * pairs * self.heads
 
     def speed(self, direction: str, implementation: str, ms: float) -> float:
@@ -184,10 +206,11 @@ class Cell:
 
     def brought(self) -> dict[str, np.ndarray]:
         """Of those that there are: slopes as Press et al. 2022 have them, for any number of heads, 2^(-8 i / heads), i
-        from 1 on; sinks from -2 to 2; a seed of dropout.
+        from 1 on; sinks from -2 to 2; a seed of dropout; ranges of keys.
         """
         slopes = np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)
         sinks = np.linspace(-2, 2, self.heads, dtype=np.float32)
         there = (("alibi_slopes", slopes, self.alibi), ("sink", sinks, self.sink),
-                 ("dropout_seed", np.array([1], np.int64), self.dropout > 0))  # fmt: skip
+                 ("dropout_seed", np.array([1], np.int64), self.dropout > 0),
+                 ("kv_range", self.ranges, bool(self.padded)))  # fmt: skip
         return {name: x for name, x, is_there in there if is_there}

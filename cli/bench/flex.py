@@ -34,8 +34,9 @@ def flex(cell: Cell, device: str, given: Mapping[str, Any]) -> Callable[[Any, An
     modded = with_mod(tanh_cap(cell.softcap), cell.mod, given.get("mod_arrays"))
     score = with_bias(with_slopes(modded, given.get("alibi_slopes")), given.get("bias"))
     options: dict[str, Any] = {"score_mod": score, "enable_gqa": cell.heads_k != cell.heads}
-    if (mask := seen(cell, device, given.get("mask"))) is not None:
-        own = [n if d in cell.mask else None for d, n in (("b", cell.batch), ("h", cell.heads))]
+    if (mask := seen(cell, device, given)) is not None:
+        dims = cell.mask + "b" * bool(cell.padded)
+        own = [n if d in dims else None for d, n in (("b", cell.batch), ("h", cell.heads))]
         options["block_mask"] = create_block_mask(mask, *own, cell.seqlen, cell.seqlen, device=device)
     sinks = given.get("sink")
 
@@ -69,9 +70,10 @@ def visible(cell: Cell) -> MaskMod | None:
     return lambda b, h, q, k: k >= q - window
 
 
-def seen(cell: Cell, device: str, mask: Any | None) -> MaskMod | None:
-    """The same with what a mask and a block mask hide."""
-    mods = [x for x in (visible(cell), _of_mask(mask), _of_blocks(cell, device)) if x is not None]
+def seen(cell: Cell, device: str, given: Mapping[str, Any]) -> MaskMod | None:
+    """The same with what a mask, a range of keys and a block mask hide."""
+    of_arrays = _of_mask(given.get("mask")), _of_ranges(given.get("kv_range"))
+    mods = [x for x in (visible(cell), *of_arrays, _of_blocks(cell, device)) if x is not None]
     if not mods:
         return None
 
@@ -96,6 +98,10 @@ def at(x: Any) -> MaskMod:
 
 def _of_mask(mask: Any | None) -> MaskMod | None:
     return None if mask is None else at(mask)
+
+
+def _of_ranges(ranges: Any | None) -> MaskMod | None:
+    return None if ranges is None else lambda b, h, q, k: (k >= ranges[b, 0]) & (k < ranges[b, 1])
 
 
 def _of_blocks(cell: Cell, device: str) -> MaskMod | None:

@@ -58,8 +58,9 @@ class JaxBench(Bench):
         lacks = ("packed sequences" if cell.packed else "a softcap" if cell.softcap is not None else
                  "ALiBi" if cell.alibi else "a sink" if cell.sink else
                  "block masks" if cell.block_mask else None)  # fmt: skip
-        if cell.bias or cell.mask or cell.dropout or cell.mod:
-            raise NotImplementedError("jax.nn.dot_product_attention is not timed with a bias, a mask, dropout or mods")
+        if cell.bias or cell.mask or cell.dropout or cell.mod or cell.padded:
+            what = "a bias, a mask, dropout, mods or padding"
+            raise NotImplementedError(f"jax.nn.dot_product_attention is not timed with {what}")
         if lacks:
             raise NotImplementedError(f"jax.nn.dot_product_attention has no {lacks}")
         window = None if cell.window is None else (cell.window, 0 if cell.causal else cell.seqlen)

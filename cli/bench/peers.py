@@ -41,6 +41,7 @@ def beyond_sdpa(name: str, cell: Cell, slopes: Any | None, lacks: str) -> Callab
         or cell.bias
         or cell.mask
         or cell.block_mask
+        or cell.padded
         or not has("flash_attn.flash_attn_interface")
     ):
         raise NotImplementedError(f"torch's scaled_dot_product_attention has no {lacks}")
@@ -51,7 +52,11 @@ def beyond_sdpa(name: str, cell: Cell, slopes: Any | None, lacks: str) -> Callab
 
 
 def _fa4_options(cell: Cell, sinks: Any | None) -> dict[str, Any]:
-    for has, what in ((cell.alibi, "ALiBi"), (cell.bias, "biases"), (cell.mask or cell.block_mask, "masks")):
+    for has, what in (
+        (cell.alibi, "ALiBi"),
+        (cell.bias, "biases"),
+        (cell.mask or cell.block_mask or cell.padded, "masks"),
+    ):
         if has:
             raise NotImplementedError(f"FlashAttention-4 has no {what} but by a function of its own language")
     if cell.dropout:

@@ -16,7 +16,7 @@ from .report import Row
 from .timing import Timing
 
 _CELL, _DECODE = ([f.name for f in dataclasses.fields(kind) if f.name != "lengths"] for kind in (Cell, DecodeCell))
-_NEWER = ("bias", "mask", "learned", "dropout", "block_mask", "mod")  # which earlier versions did not write
+_NEWER = ("bias", "mask", "learned", "dropout", "block_mask", "mod", "padded")  # which earlier versions did not write
 _HEAD = ("version", "device", "framework", "dtype", "date", "peer_versions", "flop_formula", "matmul_tflops",
          "few_rounds")  # fmt: skip
 _ROW = ("direction", "implementation", "peak_bytes", "reason", "tensor_core_percent", "clock_ghz")

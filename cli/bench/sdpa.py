@@ -21,12 +21,12 @@ def sdpa(name: str, cell: Cell, given: Mapping[str, Any]) -> Callable[[Any, Any,
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    if name == "flash2" and (cell.bias or cell.mask):
-        raise NotImplementedError("FlashAttention-2 takes no bias and no mask")
+    if name == "flash2" and (cell.bias or cell.mask or cell.padded):
+        raise NotImplementedError("FlashAttention-2 takes no bias, no mask and no padding")
     backend = getattr(SDPBackend, BACKENDS[name])
     attention = torch.nn.functional.scaled_dot_product_attention
     options: dict[str, Any] = {"enable_gqa": cell.heads_k != cell.heads, "dropout_p": cell.dropout}
-    if not (cell.bias or cell.mask):
+    if not (cell.bias or cell.mask or cell.padded):
         options["is_causal"] = cell.causal
     added = None if cell.learned else attn_mask(cell, given)
 
@@ -40,10 +40,14 @@ def sdpa(name: str, cell: Cell, given: Mapping[str, Any]) -> Callable[[Any, Any,
 
 
 def attn_mask(cell: Cell, given: Mapping[str, Any]) -> Any | None:
-    """A bias, a mask, or both in one; with what the causal mask hides, which torch takes beside neither."""
+    """A bias, a mask and ranges of keys in one; with what the causal mask hides, which torch takes beside none."""
     import torch
 
-    bias, mask = given.get("bias"), given.get("mask")
+    bias, mask, ranges = given.get("bias"), given.get("mask"), given.get("kv_range")
+    if ranges is not None:
+        keys = torch.arange(cell.seqlen, device=ranges.device)
+        counts = ((keys >= ranges[:, :1]) & (keys < ranges[:, 1:]))[:, None, None]
+        mask = counts if mask is None else mask & counts
     if bias is None and mask is None:
         return None
     if cell.causal:

@@ -156,6 +156,7 @@ def test_the_table_gives_the_spread_of_each(capsys: pytest.CaptureFixture[str]) 
     [{}, {"softcap": 0.5, "sink": True}, {"window": 7, "softcap": 0.5, "alibi": True}, {"window": 0, "sink": True},
      {"alibi": True}, {"bias": "hqk"}, {"bias": "bk", "softcap": 0.5}, {"bias": "-", "alibi": True}, {"mask": "qk"},
      {"mask": "bhqk", "window": 9}, {"block_mask": "0.5"}, {"block_mask": "longformer", "alibi": True},
+     {"padded": "left"}, {"padded": "right", "mask": "qk", "alibi": True},
      {"mod": "relative", "window": 9}, {"mod": "table", "softcap": 0.5, "alibi": True}, {"mod": "gates"}],
     ids=str,
 )  # fmt: skip
@@ -183,7 +184,12 @@ def test_flex_computes_the_same(causal: bool, features: dict[str, Any], monkeypa
 
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("features", [{"bias": "hqk"}, {"bias": "k"}, {"mask": "bqk"}, {"mask": "hk"}], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [{"bias": "hqk"}, {"bias": "k"}, {"mask": "bqk"}, {"mask": "hk"}, {"padded": "right"},
+     {"padded": "right", "bias": "hqk", "mask": "hk"}],
+    ids=str,
+)  # fmt: skip
 def test_torch_sdpa_computes_the_same(causal: bool, features: dict[str, str]) -> None:
     """Its plain backend, on the CPU: gradients too, of a bias as well."""
     import torch
@@ -292,8 +298,8 @@ def test_peers_get_dropout_or_say_why_not(monkeypatch: pytest.MonkeyPatch) -> No
     for name in names:
         with pytest.raises(NotImplementedError, match="no block masks"):
             bench.attention(name, replace(cell, dropout=0, block_mask="0.5"))
-    for features in ({"bias": "hqk"}, {"mask": "bk"}):
-        with pytest.raises(NotImplementedError, match="no bias and no mask"):
+    for features in ({"bias": "hqk"}, {"mask": "bk"}, {"padded": "left"}):
+        with pytest.raises(NotImplementedError, match="no bias, no mask and no padding"):
             bench.attention("flash2", replace(cell, dropout=0, **features))  # type: ignore[arg-type]
 
 
@@ -333,6 +339,22 @@ def test_flops_are_those_of_visible_pairs(causal: bool, window: int | None) -> N
     assert cell.flops("both") == 3.5 * cell.flops("fwd")
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7), (False, 7)])
+def test_flops_of_padded_sequences_are_those_of_visible_pairs(side: str, causal: bool, window: int | None) -> None:
+    """Counted pair by pair, sequence by sequence; padding is where its name says."""
+    cell = Cell("bf16", 24, causal, 37, 5, 3, 3, window, padded=side)
+    pairs = 0
+    for first, end in cell.ranges:
+        assert (end == 37) if side == "left" else (first == 0)
+        for query in range(37):
+            for key in range(first, end):
+                pairs += (not causal or key <= query) and (window is None or key >= query - window)
+    assert cell.flops("fwd") == 4 * 24 * pairs * 3
+    assert replace(cell, mask="qk").flops("fwd") == cell.flops("fwd") / 2
+    assert len({end - first for first, end in cell.ranges}) > 2
+
+
 def test_flops_of_masks_are_those_of_visible_pairs() -> None:
     cell = Cell("bf16", 24, True, 300, 2, 3, 3)
     seen = np.tril(block_masks.make("butterfly", 300, 300).of(0, 0))
@@ -345,8 +367,10 @@ def test_flops_of_masks_are_those_of_visible_pairs() -> None:
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize(
-    "words", [("--bias", "hqk", "--learned"), ("--mask", "kb"), ("--dropout", "0.1"), ("--block-mask", "bigbird")]
-)
+    "words",
+    [("--bias", "hqk", "--learned"), ("--mask", "kb"), ("--dropout", "0.1"), ("--block-mask", "bigbird"),
+     ("--padded", "left")],
+)  # fmt: skip
 def test_features_run_on_the_cpu(framework: str, words: tuple[str, ...], tmp_path: Path) -> None:
     if framework == "torch":
         pytest.importorskip("torch")
@@ -355,10 +379,11 @@ def test_features_run_on_the_cpu(framework: str, words: tuple[str, ...], tmp_pat
     document = CliRunner().invoke(cli.main, ["bench", *options]).stdout
     rows = json.loads(document)["rows"]
     assert [row["ms"] > 0 for row in rows] == [True, True]
-    found = {name: rows[0][name] for name in ("bias", "mask", "learned", "dropout", "block_mask")}
+    found = {name: rows[0][name] for name in ("bias", "mask", "learned", "dropout", "block_mask", "padded")}
     want = {"--bias": {"bias": "hqk", "learned": True}, "--mask": {"mask": "bk"}, "--dropout": {"dropout": 0.1},
-            "--block-mask": {"block_mask": "bigbird"}}[words[0]]  # fmt: skip
-    assert found == {"bias": "", "mask": "", "learned": False, "dropout": 0.0, "block_mask": ""} | want
+            "--block-mask": {"block_mask": "bigbird"}, "--padded": {"padded": "left"}}[words[0]]  # fmt: skip
+    none = {"bias": "", "mask": "", "learned": False, "dropout": 0.0, "block_mask": "", "padded": ""}
+    assert found == none | want
     saved = tmp_path / "run.json"
     saved.write_text(document)
     shown = CliRunner().invoke(cli.main, ["bench", "--saved", str(saved)])
@@ -373,7 +398,9 @@ def test_several_block_masks_are_rows_of_their_own() -> None:
 
 def test_what_features_cannot_be_is_said() -> None:
     for words, said in ((("--bias", "xy"), "made of the letters"), (("--learned",), "nothing to learn"),
-                        (("--dropout", "1"), "0<=x<1"), (("--block-mask", "2"), "neither a density")):  # fmt: skip
+                        (("--dropout", "1"), "0<=x<1"), (("--block-mask", "2"), "neither a density"),
+                        (("--padded", "left", "--block-mask", "1"), "neither with --packed nor"),
+                        (("--padded", "right", "--packed", "equal"), "neither with --packed nor")):  # fmt: skip
         result = CliRunner().invoke(cli.main, ["bench", *TINY, *words])
         assert result.exit_code == 2
         assert said in " ".join(result.output.split())
