@@ -88,8 +88,7 @@ def variants_of(
         problems += [replace(problem, block_mask=1) for problem in problems if not problem.packed]
     if bias:
         forms = {dtype: dict.fromkeys(form for form, _ in biases_of(dtype, True)) for dtype in dtypes}
-        plain = [problem for problem in problems if not problem.packed]
-        problems += [replace(problem, bias=form) for problem in plain for form in forms[problem.dtype]]
+        problems += [replace(problem, bias=form) for problem in problems for form in forms[problem.dtype]]
     for problem in problems:
         is_common = problem.window in common and not problem.deterministic
         for memory in MEMORY if is_common else MEMORY[:1]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
+
 
 class Bias(NamedTuple):
     """What is added to the scores, but for its elements: a bias, a mask, or both.
@@ -30,3 +32,10 @@ class Bias(NamedTuple):
     def argument(self) -> str:
         """The argument that it came by."""
         return "mask" if self.dtype == "bool" else "bias"
+
+
+def max_seqlens(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """How many queries and keys arrays of these shapes have of each of several sequences: as the first one says that is
+    not broadcast along them; MAX_SEQLEN where all are."""
+    queries, keys = ([shape[i] for shape in shapes if len(shape) >= -i and shape[i] != 1] for i in (-2, -1))
+    return min([*queries[:1], MAX_SEQLEN]), min([*keys[:1], MAX_SEQLEN])

@@ -28,6 +28,8 @@ SIZES = (
     "seqlen_k",
     "heads_q",
     "heads_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
     "head_dim",
     "batch + 1",
     "total_q",
@@ -107,7 +109,10 @@ class Operand:
 
     @property
     def packed(self) -> tuple[str, ...]:
-        """Its dimensions where sequences of different lengths lie one after the other: no batch, whose stride is 0."""
+        """Its dimensions where sequences of different lengths lie one after the other: no batch, whose stride is 0; or,
+        of what broadcasts to scores, room for the longest sequence."""
+        if self.broadcasts:
+            return tuple(d.replace("seqlen", "max_seqlen") for d in self.dims)
         if not any(d.startswith("seqlen") for d in self.dims):
             return self.dims
         return tuple(d.replace("seqlen", "total") for d in self.dims if d != "batch")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .bias import MAX_SEQLEN as MAX_SEQLEN
 from .bias import Bias as Bias
 from .combinations import check_together
 from .dropout import STEPS, limit_of, vet_p
@@ -20,7 +21,6 @@ DTYPES = ("fp16", "bf16", "fp32", "fp64")
 HALF = ("fp16", "bf16")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8, "bool": 1}
 MAX_HEAD_DIM = 256
-MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,9 @@ class Problem:
     `dropout_p`; 0 without.
 
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
-    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). With a
-    `kv_range`, each sequence has a range of keys beyond which its queries see none.
+    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). A bias or a mask
+    then has room for `max_seqlen_q` queries and `max_seqlen_k` keys of each, MAX_SEQLEN if it is broadcast along them.
+    With a `kv_range`, each sequence has a range of keys beyond which its queries see none.
 
     `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q. `mods`: what
     a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they read.
@@ -67,6 +68,8 @@ class Problem:
     block_mask: int = 0
     mods: str = ""
     mod_shapes: tuple[tuple[int, ...], ...] = ()
+    max_seqlen_q: int = MAX_SEQLEN
+    max_seqlen_k: int = MAX_SEQLEN
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -128,19 +131,19 @@ def make_problem(
     block_mask: int = 0,
     mods: str = "",
     mod_shapes: tuple[tuple[int, ...], ...] = (),
+    max_seqlens: tuple[int, int] = (MAX_SEQLEN, MAX_SEQLEN),
 ) -> Problem:
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
     `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
-    `alibi`, `dropout`: how many dimensions the slopes and the seed of dropout have; 0 without.
-    `kv_range`, `sink`, `bias`: whether each sequence has a range, each head of q a sink; a bias. Others: see `Problem`.
+    `max_seqlens`: queries and keys of each of them that a bias has room for. Others: see `Problem`.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
     options = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
-    check_together(bias and bias.argument, block_mask > 0, sequences is not None)
+    check_together(block_mask > 0, sequences is not None)
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
     _check_keys(shapes, batch, head_dim, options.layout, sequences)
@@ -150,14 +153,10 @@ def make_problem(
     _check_lengths(seqlen_q, seqlen_k)
     vet_p(options.dropout_p, dropout)
     scale_of_scores = vet_scale(options.scale, head_dim, dtypes[0])
+    sizes = batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
     return Problem(
-        dtype=dtypes[0],
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        heads_q=heads_q,
-        heads_k=heads_k,
-        head_dim=head_dim,
+        dtypes[0],
+        *sizes,
         scale=scale_of_scores,
         window=_window(options.window, options.causal),
         deterministic=options.deterministic,
@@ -172,6 +171,7 @@ def make_problem(
         block_mask=block_mask,
         mods=mods,
         mod_shapes=mod_shapes,
+        **dict(zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)),
     )
 
 

@@ -113,6 +113,29 @@ def _check_cumulative(name: str, cu: NDArray[Any], rows_of: str, total: int) -> 
         raise ArgumentError(f"{name}: expected {least} as entry {i}, got {name}[{i}] = {cu[i]}; {meaning}")
 
 
+def check_room(sequences: Sequences, problem: Problem) -> None:
+    """Refuse packed sequences that are longer than a bias or a mask has room for; `sequences` as `check_lengths` left
+    them.
+
+    Raises:
+        ArgumentError: names the first one.
+    """
+    for name, room, axis in (("queries", problem.max_seqlen_q, -2), ("keys", problem.max_seqlen_k, -1)):
+        cu = sequences.cu_seqlens_q if axis == -2 else sequences.cu_seqlens_k
+        assert cu is not None
+        used = None if axis == -2 else sequences.seqused_k
+        lengths = np.diff(cu.astype(np.int64)) if used is None else used
+        wrong = np.flatnonzero(lengths > room)
+        if wrong.size:
+            b = wrong[0]
+            argument = "bias" if problem.bias is None else problem.bias.argument
+            argument += " and mask" * (problem.bias is not None and problem.bias.masked)
+            raise ArgumentError(
+                f"{argument}: expected a length of at least {lengths[b]}, the {name} of sequence {b}, along dimension "
+                f"{axis}, got {room}; make room for the longest sequence, or give it length 1, the same for all {name}"
+            )
+
+
 class Part(NamedTuple):
     """One sequence, as arrays with a batch have it: number `batch`, or rows of the only one if they are packed.
 

@@ -31,6 +31,8 @@ def attention_varlen(
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
     sink: Any | None = None,
+    bias: Any | None = None,
+    mask: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
     score_mod: str | Callable[..., Any] | None = None,
@@ -61,6 +63,11 @@ def attention_varlen(
         kv_range: ``(batch, 2)``, int32: as in `attention`, counted from each sequence's own first key; of the keys that
             count. Masks stay aligned by the lengths without it.
         sink: ``(heads_q,)``: as in `attention`, that of all sequences.
+        bias, mask: as in `attention`, of any shape that broadcasts to ``(batch, heads_q, max_seqlen_q, max_seqlen_k)``
+            with room for the longest sequence's queries and keys that count: query i and key j of sequence b, each
+            counted from the sequence's own first, have ``bias[b, h, i, j]``. (1, heads_q, n, n) are T5's biases of
+            relative positions. Where both have a length, it is the same. What is longer than its sequences is not read
+            there, and has a gradient of 0.
         dropout_p, dropout_seed, score_mod, mask_mod, mod_arrays: as in `attention`; queries and keys count within each
             sequence.
 
@@ -74,7 +81,8 @@ def attention_varlen(
         ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths that decrease, reach
             beyond the rows or do not start with 0 are found where the arrays are in host memory, and on a GPU with
             ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for them. Else the kernels clamp them: nothing
-            beyond the arrays is read or written, and the results are of no use.
+            beyond the arrays is read or written, and the results are of no use. So are sequences for which a bias or a
+            mask has no room found: to scores beyond it nothing is added, and nothing is hidden there.
         UnsupportedError, CompileError: as `attention`.
 
     Example:
@@ -88,7 +96,8 @@ def attention_varlen(
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     want_lse = options.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v} | _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
-    arrays |= {name: x for name, x in (("alibi_slopes", alibi_slopes), ("sink", sink)) if x is not None}
+    brought = {"alibi_slopes": alibi_slopes, "sink": sink, "bias": bias, "mask": mask}
+    arrays |= {name: x for name, x in brought.items() if x is not None}
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     if score_mod is not None or mask_mod is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
@@ -119,6 +128,8 @@ def attention_varlen_backward(
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
     sink: Any | None = None,
+    bias: Any | None = None,
+    mask: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
     score_mod: str | Callable[..., Any] | None = None,
@@ -139,7 +150,7 @@ def attention_varlen_backward(
         causal, scale, window, layout, softcap: as in the forward.
         deterministic: bitwise reproducible gradients.
         score_mod, mask_mod, mod_arrays: the forward's.
-        alibi_slopes, sink, dropout_p, dropout_seed, gradients_of: as in `attention_backward`.
+        alibi_slopes, sink, bias, mask, dropout_p, dropout_seed, gradients_of: as in `attention_backward`.
 
     Returns:
         Gradients(dq, dk, dv), contiguous, of the shapes, dtype, library and device of q, k, v; 0 for rows that belong
@@ -159,7 +170,7 @@ def attention_varlen_backward(
     call = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
-    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "sink": sink}
+    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "sink": sink, "bias": bias, "mask": mask}
     arrays |= {name: x for name, x in brought.items() if x is not None}
     arrays |= _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
     _check_totals(arrays, cu_seqlens_k is None, call.layout)

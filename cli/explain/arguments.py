@@ -35,6 +35,8 @@ def problem_of(options: dict[str, Any], shapes: tuple[tuple[int, ...], ...]) -> 
     given |= {"dropout_p": 0.1, "dropout": 1} if options["dropout"] else {}
     given |= {"bias": bias_of(options), "block_mask": int(options["block_mask"] is not None)} | mods_of(options)
     given["sequences"] = options["batch"] if options["packed"] else None
+    if options["packed"]:
+        given["max_seqlens"] = tuple(max(options[name], default=0) for name in ("lengths_q", "lengths_k"))
     return make_problem(shapes, (options["dtype"],) * 3, **given)
 
 

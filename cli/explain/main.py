@@ -102,11 +102,12 @@ def command(**options: Any) -> None:
     directions = (False, True) if goes_back else (False,)
     passes = [explained(problem, gpu, options, backward=backward) for backward in directions]
     cubins = {} if options["no_compile"] else _compile([x.variant for p in passes for x in p.plan.launches], gpu)
+    more = {name: options[name] for name in _MORE}  # which say how long sequences are
     document = {
         "command": "explain",
         "version": __version__,
         "device": asdict(gpu) | {"arch": gpu.arch},
-        "problem": asdict(problem) | {name: options[name] for name in _MORE},
+        "problem": {x: n for x, n in asdict(problem).items() if not x.startswith("max_seqlen")} | more,
         "block_mask": masked.facts(problem, options["block_mask"]),
         "passes": [_document(p, gpu, cubins) for p in passes],
     }
@@ -160,7 +161,7 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
     known |= {"dmods": options["dmods"], "family": prepare.family()}
     if problem.bias is not None:
         shape = explain_work.bias_shape(problem)
-        known["paired_bias"] = prepare.has_pairs(shape, contiguous_strides(shape), problem.seqlen_k)
+        known["paired_bias"] = prepare.has_pairs(shape, contiguous_strides(shape))
     spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, **known)
     family, reasons = choose(spec, gpu)
     unread = UNREADABLE.get(options["memory"], "this driver's tensor maps are not understood")

@@ -83,9 +83,11 @@ def workspace_bytes(workspace: Workspace) -> dict[str, int]:
 
 
 def bias_shape(problem: Problem) -> tuple[int, ...]:
-    """Of a bias that has 1 along dimensions along which it is broadcast."""
+    """Of a bias that has 1 along dimensions along which it is broadcast, packed with room for the longest sequence."""
     assert problem.bias is not None
     whole = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    if problem.packed:
+        whole = *whole[:2], problem.max_seqlen_q, problem.max_seqlen_k
     return tuple(n if own else 1 for n, own in zip(whole, problem.bias.own, strict=True))
 
 

@@ -46,17 +46,22 @@ def add_head(total: Array, b: int, h: int, dS: Array) -> None:
     whole[b if batch != 1 else 0, h if heads != 1 else 0] += dS if keys != 1 else dS.sum(axis=1, keepdims=True)
 
 
-def part_of(bias: Array | None, p: Problem, part: Part) -> Array | None:
-    """That of one sequence of a batch, and of the keys that its queries may see."""
+def part_of(bias: Array | None, part: Part) -> Array | None:
+    """That of one sequence, and of the keys that its queries may see: a view, as broadcast as it was."""
     if bias is None:
         return None
-    whole = np.broadcast_to(bias, (p.batch, p.heads_q, p.seqlen_q, p.seqlen_k))
-    return whole[part.batch : part.batch + 1, :, :, part.keys]
+    sequence, first = part.corner
+    rows, keys = slice(0, part.problem.seqlen_q), slice(first, first + part.problem.seqlen_k)
+    whole = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    for axis, own in ((0, slice(sequence, sequence + 1)), (2, rows), (3, keys)):
+        if whole.shape[axis] != 1:
+            whole = whole[(slice(None),) * axis + (own,)]
+    return whole
 
 
-def add_part(total: Array, p: Problem, part: Part, found: Array) -> None:
+def add_part(total: Array, part: Part, found: Array) -> None:
     """Add what one sequence contributes, if there is a bias."""
-    for h in range(p.heads_q if found.shape != (0,) else 0):
-        own = np.zeros((p.seqlen_q, p.seqlen_k), found.dtype)
-        own[:, part.keys] = found[0, h]
-        add_head(total, part.batch, h, own)
+    if found.shape != (0,):
+        target = part_of(total, part)
+        assert target is not None
+        target += found

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..block_mask import BlockMask, code_of
 from ..problem import DTYPES, Problem, Window, make_problem
 from ..sequences import Sequences
-from .case_bias import draw_added, form_of
+from .case_bias import draw_added, form_of, room_of
 from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
 from .case_masks import draw_mask, hide_keys
 from .case_mods import draw_mods, with_mods
@@ -132,10 +132,19 @@ class Case:
         k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
         more: dict[str, Any] = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
         more |= {"kv_range": self.ranges is not None, "sink": self.sink, "bias": form_of(self.bias, dtype)}
+        if self.packed:
+            more["max_seqlens"] = room_of(self.bias, self.room)
         if self.mask:
             more["block_mask"] = code_of(self.block_mask().tiles.shape)
         plain = make_problem((q, k, k), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
         return with_mods(plain, draw_mods(self.mods, np.random.default_rng(0), plain))
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Queries and keys that a bias of packed sequences has: more than the longest one needs, and if that one has an
+        odd number of keys, a pair of neighbours of which it has one."""
+        keys = self.used_k or self.lengths_k or self.lengths_q
+        return max(self.lengths_q or (), default=0) + 1, max(keys or (), default=0) + 3
 
     def block_mask(self) -> BlockMask:
         """The block mask, the same whatever the seed."""
@@ -179,6 +188,8 @@ class Case:
         slopes = alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None
         sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
         bias, shown = draw_added(self.bias, rng, problem, NUMPY_DTYPE[dtype])
+        if self.packed and bias is not None and bias.ndim > 1:  # what no sequence has must not be read
+            bias[..., self.room[0] - 1 :, :] = bias[..., self.room[1] - 3 :] = np.nan
         words = rng.integers(-(2**31), 2**31, 2).astype(np.int32) if self.dropout_p else None
         mods = draw_mods(self.mods, rng, problem)
         return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words, mask, shown, mods)

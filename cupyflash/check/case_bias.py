@@ -11,7 +11,7 @@ their own, by the letters b, h, q, k, and then, in any order,
     whole    expanded to all four dimensions, with strides of 0
 
 As in "hqk fp32 hides"; "hqk + bk bool" are a bias and a mask beside it. First dimensions without elements of their own
-are left out of the shape; "-" has none.
+are left out of the shape; "-" has none. Packed, they have room for the longest sequence and a little more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import Bias, Problem
+from ..problem import MAX_SEQLEN, Bias, Problem
 
 Array = NDArray[Any]
 WORDS = ("fp32", "bool", "hides", "masks", "far", "turned", "shifted", "whole")
@@ -40,6 +40,13 @@ def form_of(words: str, dtype: str) -> Bias | None:
     return Bias(kind, tuple("whole" in rest or d in dims for d in "bhqk"), bool(beside))
 
 
+def room_of(words: str, longest: tuple[int, int]) -> tuple[int, int]:
+    """How many queries and keys of each of several sequences what these words say has; `longest`: as many it needs."""
+    dims = {d for part in words.split(" + ") if part for d in ("qk" if "whole" in part else part.split()[0])}
+    queries, keys = (n if d in dims else MAX_SEQLEN for d, n in zip("qk", longest, strict=True))
+    return queries, keys
+
+
 def draw_added(
     words: str, rng: np.random.Generator, p: Problem, dtype: np.dtype[Any]
 ) -> tuple[Array | None, Array | None]:
@@ -54,7 +61,8 @@ def draw_added(
 def draw_bias(words: str, rng: np.random.Generator, p: Problem, dtype: np.dtype[Any]) -> Array:
     """One of a problem; `dtype`: that of q."""
     dims, *rest = words.split()
-    whole = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
+    lengths = (p.max_seqlen_q, p.max_seqlen_k) if p.packed else (p.seqlen_q, p.seqlen_k)
+    whole = p.batch, p.heads_q, *lengths
     shape = [n if d in dims else 1 for d, n in zip("bhqk", whole, strict=True)]
     x = rng.standard_normal(shape)
     if "far" in rest:

@@ -58,6 +58,17 @@ PACKED_CASES: tuple[Case, ...] = (
     ),
     _packed("dropout", "quick", (61, 0, 130, 9), (70, 5, 101, 30), heads_q=4, causal=True, dropout_p=0.2, dlse=True),
     _packed("dropout-outside-d160", "full", (70, 9), None, 160, outside=(66, 66), values="nan_outside", dropout_p=0.2),
+    # biases and masks, whose positions are those of each sequence
+    _packed("bias", "smoke", (61, 0, 130, 9), (70, 5, 101, 30), heads_q=4, causal=True, bias="hqk", dlse=True),
+    _packed("bias-used-d128", "quick", (41, 53, 37), (97, 141, 83), 128, used_k=(0, 121, 83), values="nan_outside",
+            bias="bhqk fp32 hides", heads_q=4, dropout_p=0.2),
+    _packed("bias-outside-d160", "full", (70, 9), (133, 101), 160, outside=(66, 3), values="nan_outside", dlse=True,
+            bias="bk hides", sink=True),
+    _packed("bias-of-queries", "full", (99, 3, 70), (90, 65, 72), heads_q=6, bias="hq", deterministic=True, alibi=2),
+    _packed("bias-mask-d160", "quick", (21, 66, 35), None, 160, heads_q=4, bias="qk turned + bk bool", softcap=2.0,
+            window=(50, 3)),
+    _packed("mask-range", "quick", (1, 130, 6, 89), causal=True, values="nan_outside", bias="bqk bool", mods="relative",
+            ranges=((0, 1), (65, 130), (6, 6), (7, 80))),
     # memory
     _packed("bhsd", "quick", (70, 35, 93), heads_q=4, layout="bhsd", memory="bhsd_storage", causal=True),
     _packed("fused-qkv-d128", "quick", (33, 70, 5), None, 128, memory="fused_qkv", causal=True),
@@ -69,7 +80,7 @@ PACKED_CASES: tuple[Case, ...] = (
     _packed(
         "nan-at-borders", "quick", (15, 33, 19, 31, 17, 30, 35, 29, 31), values="nan_at_borders", heads_q=4, causal=True
     ),
-)
+)  # fmt: skip
 
 # Ranges that begin and end within a block of keys, with one, between two; all keys, some, one, none.
 RANGE_CASES: tuple[Case, ...] = (

@@ -30,7 +30,7 @@ class Features(NamedTuple):
         sequences: where the sequences of a packed problem lie, and which of their keys count.
         alibi_slopes: (heads_q,) or (batch, heads_q).
         sink: (heads_q,).
-        bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k).
+        bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k); packed, it has room for the longest sequence.
         dropout_seed: (2,) or (2, 2), int32.
         corner: the first sequence and key, as dropout counts.
         block_mask: a `masks.BlockMask`.
@@ -75,7 +75,7 @@ class Features(NamedTuple):
         """Those of one sequence by itself."""
         slopes, i = self.alibi_slopes, part.corner[0]
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[i : i + 1]
-        bias, mask = (part_of(x, p, part) for x in (self.bias, self.mask))
+        bias, mask = (part_of(x, part) for x in (self.bias, self.mask))
         blocks = None if self.block_mask is None else self.block_mask.part(i, part.keys)
         own_features = {"alibi_slopes": own, "bias": bias, "mask": mask, "block_mask": blocks}
         return self._replace(sequences=None, corner=part.corner, **own_features)

@@ -94,8 +94,8 @@ def _noise(
             dlse_of = None if dlse is None else dlse[part.lse]
             own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, of.part(problem, part)
             out[part.q], dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], *found = _noise(*own, of_mods)
-            add_part(dbias, problem, part, found[0])
-            add_part(of_rows, problem, part, found[1])
+            add_part(dbias, part, found[0])
+            add_part(of_rows, part, found[1])
         return out, dq, dk, dv, learned, dbias, of_rows
     p, a, all_seen = problem, Arithmetic.exact(), reference.visible_pairs(problem)
     distance, biases = reference.distances(p), broadcast(of.added(p), p)

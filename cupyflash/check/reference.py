@@ -144,7 +144,7 @@ def _backward(
             dlse_of = None if dlse is None else dlse[part.lse]
             own = dout[part.q], q[part.q], k[part.k], v[part.k], part.problem, dlse_of, a, of.part(problem, part)
             dq[part.q], dk[part.k], dv[part.k], learned[i : i + 1], of_bias = _backward(*own, of_mods)
-            add_part(dbias, problem, part, of_bias)
+            add_part(dbias, part, of_bias)
         return dq, dk, dv, learned, dbias
     p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added(problem), problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)

@@ -25,11 +25,12 @@ _ALL = slice(None)
 
 
 class Place(NamedTuple):
-    """Which sequences, heads of q and keys of a call are a part of it."""
+    """Which sequences, heads of q, keys and queries of a call are a part of it."""
 
     batch: slice = _ALL
     heads: slice = _ALL
     keys: slice = _ALL
+    rows: slice = _ALL
 
     def of(self, name: str, x: Array) -> Array:
         """What an array has of them: a view. Dimensions that it lacks or broadcasts hold for all parts."""
@@ -39,7 +40,7 @@ class Place(NamedTuple):
             return x[self.heads]
         if name == "alibi_slopes":
             return x[(self.batch, self.heads)[2 - x.ndim :]]
-        own = (self.batch, self.heads, _ALL, self.keys)[4 - x.ndim :]
+        own = (self.batch, self.heads, self.rows, self.keys)[4 - x.ndim :]
         index: tuple[Any, ...] = (*(_ALL if n == 1 else part for part, n in zip(own, x.shape, strict=True)), ...)
         return x[index]
 
@@ -62,7 +63,8 @@ class Features:
     Attributes:
         alibi_slopes: (heads_q,) or (batch, heads_q), as lse.
         sink: (heads_q,), as lse.
-        bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k), any floating dtype.
+        bias: broadcasts to (batch, heads_q, seqlen_q, seqlen_k), any floating dtype; packed, it has room for
+            the longest sequence, and each has its first queries and keys.
         mask: likewise, of bool; True where a key is seen.
         dropout_seed: (2,) or (2, 2), int32 (`dropout.key_of`).
         block_mask: which keys each query sees.
@@ -87,7 +89,7 @@ class Features:
         """Those of a part; its block mask and its sequences are those of the whole."""
         given = {name: getattr(self, name) for name in (*LEARNED, "mask")}
         arrays: dict[str, Any] = {name: None if x is None else place.of(name, x) for name, x in given.items()}
-        first = Corner(*(a + (s.start or 0) for a, s in zip(self.corner, place, strict=True)))
+        first = Corner(*(a + (s.start or 0) for a, s in zip(self.corner, place[:3], strict=True)))
         return replace(self, **arrays, corner=first)
 
     def wants(self, name: str) -> bool:

@@ -43,7 +43,7 @@ class Aligned(NamedTuple):
 ALIGNED = Aligned()
 
 
-def has_pairs(shape: Sequence[int], strides: Sequence[int], seqlen_k: int) -> bool:
+def has_pairs(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two neighbouring keys of a bias lie in a pair, aligned where the array is."""
     *steps, key = score_steps(shape, strides)
-    return key == 1 and seqlen_k % 2 == 0 and not any(step % 2 for step in steps)
+    return key == 1 and shape[-1] % 2 == 0 and not any(step % 2 for step in steps)

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays.adapters import Native, Signature, place
+from ..bias import max_seqlens
 from ..block_mask import code_of
 from ..errors import ArgumentError
 from ..mods.description import read
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
 from ..plan.extents import Extents
-from ..problem import HALF, Bias, Problem, make_problem
+from ..problem import HALF, MAX_SEQLEN, Bias, Problem, make_problem
 from ..sequences import Sequences
 from .packed import check_integers
 from .packed import count as packed_count
@@ -39,6 +40,8 @@ def check(
         features["bias"] = Bias.of(found["bias"][0], dtypes["bias"], masked="mask" in found)
     elif "mask" in found:
         features["bias"] = Bias.of(found["mask"][0], "bool")
+    if packed is not None:
+        features["max_seqlens"] = max_seqlens([found[x][0] for x in ("bias", "mask") if x in found])
     if "block_tiles" in found:
         features["block_mask"] = code_of(found["block_tiles"][0])
     features["mod_shapes"] = _shapes_of_mods(options.mods, which, found, dtypes)
@@ -89,7 +92,7 @@ def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, devic
     if takes_fp32 and dtype == "fp32":
         wanted = "fp32"
     if not row.fits(tuple(sig.shape), sizes, problem.packed) or (dtype, sig.device) != (wanted, device):
-        words = f"{_words(dims)} = {shape}"
+        words = f"{_words(dims)} = {shape}".replace(str(MAX_SEQLEN), "any")
         if row.broadcasts:
             words = f"one that broadcasts to {words}"
             wanted += " or fp32" * takes_fp32

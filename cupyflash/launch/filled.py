@@ -13,7 +13,7 @@ from ..operand import MOD_LIMIT
 from ..operands import Number, Operand, Pass
 from ..plan.extents import Extents, Kernels
 from ..plan.families import Plan
-from ..plan.params import UNBOUNDED, params_of
+from ..plan.params import PROBLEM, UNBOUNDED, params_of
 from ..problem import Problem
 from .passes import Given, contiguous_strides, score_steps
 from .template import SCHEDULE_NUMBERS, Template
@@ -40,7 +40,8 @@ def fill_problem(params: np.ndarray, which: Pass, problem: Problem, plan: Plan) 
     """The run-time facts of `params.cuh`'s Problem and Schedule, and the numbers of features."""
     p = params["problem"]
     for name in (*Extents._fields, "scale"):
-        p[name] = getattr(problem, name)
+        if name in PROBLEM.fields:  # type: ignore[operator]
+            p[name] = getattr(problem, name)
     p["softcap"] = problem.softcap or 0
     left, right = problem.window
     p["window_left"] = UNBOUNDED if left is None else left

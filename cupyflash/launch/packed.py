@@ -8,7 +8,7 @@ from typing import Any
 from ..arrays.adapters import TORCH, Native, place
 from ..errors import ArgumentError
 from ..problem import Problem
-from ..sequences import Sequences, check_lengths
+from ..sequences import Sequences, check_lengths, check_room
 
 
 def count(library: Native, signatures: Mapping[str, tuple[Any, ...]], device: int) -> int:
@@ -57,8 +57,10 @@ def vet_lengths(library: Native, sequences: Sequences, problem: Problem) -> Sequ
     """`on_host`, checked; on a GPU this waits.
 
     Raises:
-        ArgumentError: they contradict each other or the arrays.
+        ArgumentError: they contradict each other or the arrays, or are beyond a bias or a mask.
     """
     lengths = on_host(library, sequences)
     check_lengths(lengths, problem.seqlen_q, problem.seqlen_k)
+    if problem.packed:
+        check_room(lengths, problem)
     return lengths

@@ -124,7 +124,7 @@ def given_of(which: Pass, names: tuple[str, ...], wanted: tuple[str, ...] = ()) 
 
 def sizes_of(extents: Extents, head_dim: int) -> tuple[int, ...]:
     """What `operands.SIZES` counts up."""
-    batch, seqlen_q, seqlen_k, _, _ = extents
+    batch, seqlen_q, seqlen_k, *_ = extents
     q_tiles, k_tiles = -(-seqlen_q // MASK_TILE), -(-seqlen_k // MASK_TILE)
     return (*extents, head_dim, batch + 1, seqlen_q, seqlen_k, 2, q_tiles, k_tiles, TILE_WORDS, -1)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import TORCH, Native
+from ..bias import max_seqlens
 from ..block_mask import code_of
 from ..errors import ArgumentError
 from ..gpu.device import Device
@@ -104,7 +105,8 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
     (seqlen_q, heads_q, seqlen_k, heads_k) = (a, b, c, d) if layout == "bshd" else (b, a, d, c)
     if batch_k != batch or head_dim_k != head_dim or heads_k < 1 or heads_q % heads_k:
         return None
-    found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k)
+    room = max_seqlens([keys[i][0] for i in given.added] if given.packed is not None else ())
+    found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k, *room)
     if given.others:
         sizes = sizes_of(found, head_dim)
         for i, row in given.others:
@@ -137,14 +139,12 @@ def _copied(given: Given, signatures: Sequence[Plain]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _bias_of(
-    given: Given, library: Native, signatures: Sequence[Plain], extents: Extents, aligned: Aligned
-) -> tuple[Bias | None, bool]:
+def _bias_of(given: Given, library: Native, signatures: Sequence[Plain], aligned: Aligned) -> tuple[Bias | None, bool]:
     """What the spec must know of a bias: it, and whether it is read in pairs."""
     if not given.added:
         return None, False
     added = [signatures[i] for i in given.added]
-    is_paired = aligned.bias and all(has_pairs(shape, strides, extents.seqlen_k) for shape, strides, _, _ in added)
+    is_paired = aligned.bias and all(has_pairs(shape, strides) for shape, strides, _, _ in added)
     shape, _, dtype, _ = added[0]
     return Bias.of(shape, library.dtype_name(dtype), masked=len(added) > 1), is_paired
 
@@ -182,11 +182,11 @@ def prepare(
     shape, _, dtype, ordinal = signatures[given.qkv[0]]
     rows_aligned, tma = access(given.by_tma(signatures), aligned.rows, given.by_hand(signatures))
     lengths, steps = given.measure(signatures, options.layout)
-    batch, seqlen_q, seqlen_k, _, _ = extents
+    batch, seqlen_q, seqlen_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
     alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
-    bias = _bias_of(given, library, signatures, extents, aligned)
+    bias = _bias_of(given, library, signatures, aligned)
     block_mask = 0 if given.block_mask is None else code_of(keys[given.block_mask][0])
     mod_shapes = tuple(keys[i][0] for i in given.of_mods)
     asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes), *bias, has_work, rows_aligned

@@ -57,6 +57,7 @@ class Template:
             for part, numbers in (("problem", PROBLEM), ("schedule", SCHEDULE))
             for name, field in _fields(numbers).items()
         }
+        words |= {name: (start + inner[name][1]) // 4 for name in NUMBERS if name in inner}
         self._numbers = tuple(words[name] for name in NUMBERS)
         self._strides = tuple(
             tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))

@@ -24,17 +24,19 @@ Workspace = dict[str, tuple[tuple[int, ...], str]]
 
 
 class Extents(NamedTuple):
-    """The numbers of a problem that decide no kernel, but that there are none of 0."""
+    """The numbers of a problem that decide no kernel, but that there are none of 0; as `Problem` has them."""
 
     batch: int
     seqlen_q: int
     seqlen_k: int
     heads_q: int
     heads_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
 
     @classmethod
     def of(cls, problem: Problem) -> Extents:
-        return cls(problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k)
+        return cls(*(getattr(problem, name) for name in cls._fields))
 
 
 class Numbers(NamedTuple):
@@ -121,7 +123,8 @@ class Kernels:
     def _bias_tiles(self, extents: Extents) -> int:
         """Tiles of a bias's gradient: one along each dimension along which it is broadcast (bwd_dbias.cuh)."""
         tile = next(variant.tile for variant in self.variants if variant.over == "bias")
-        batch, seqlen_q, seqlen_k, heads_q, _ = extents
+        batch, seqlen_q, seqlen_k, heads_q, _, *room = extents
+        seqlen_q, seqlen_k = room if self.spec.packed else (seqlen_q, seqlen_k)
         counts = batch, heads_q, blocks(seqlen_q, tile.block_m), blocks(seqlen_k, tile.block_n)  # type: ignore[attr-defined]
         assert self.spec.dbias is not None
         return math.prod(n if own else 1 for n, own in zip(counts, self.spec.dbias, strict=True))
@@ -156,7 +159,7 @@ class Kernels:
 
     def _forward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Lists of a block mask, if there is one; main. K and V are streamed, so a group's query heads go together."""
-        batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
+        batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
         group = heads_q // heads_k
         head_bytes = 2 * self._of_one(seqlen_k, extents) * self._row_bytes
         m_blocks = self._of_one(self._blocks(seqlen_q, self.variants[-1].block_m, batch), extents)
@@ -170,7 +173,7 @@ class Kernels:
         Q, dO and a fp32 sum of dQ are streamed.
         """
         _, main, last, *sums = (variant for variant in self.variants if not isinstance(variant, KeyLists))
-        batch, seqlen_q, seqlen_k, heads_q, heads_k = extents
+        batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
         arrays = self._arrays(extents)
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)

@@ -29,6 +29,7 @@ struct DBias : ScoreGradient<V> {
     struct Visit { int batch, head, m, n; };
 
     const ScoreStrides &to;
+    const int result_q, result_k;  // queries and keys that a tile of the result may have; packed, of a sequence
     Range keys, queries, heads, batches;
     Acc sum;
 
@@ -58,8 +59,10 @@ struct DBias : ScoreGradient<V> {
     __device__ DBias(const BwdParams &p, const ScoreStrides &to, int index)
         : Base(p),
           to(to),
-          keys(next(index, to.key == 0, ceil_div(problem.seqlen_k, N))),
-          queries(next(index, to.row == 0, ceil_div(problem.seqlen_q, M))),
+          result_q(V::kPacked && to.row != 0 ? p.max_seqlen_q : problem.seqlen_q),  // @dbias-of-its-room
+          result_k(V::kPacked && to.key != 0 ? p.max_seqlen_k : problem.seqlen_k),
+          keys(next(index, to.key == 0, ceil_div(result_k, N))),
+          queries(next(index, to.row == 0, ceil_div(result_q, M))),
           heads(next(index, to.head == 0, problem.heads_q)),
           batches(next(index, to.batch == 0, problem.batch)) {
         sum.zero();
@@ -80,14 +83,18 @@ struct DBias : ScoreGradient<V> {
     __device__ __forceinline__ bool advance(Visit &at) const {
         #pragma unroll 1
         for (++at.n;; ++at.n) {
-            const Mask<V> mask(sequence_of(at.batch), problem);
+            const SequenceOf<V> sequence = sequence_of(at.batch);
+            const Mask<V> mask(sequence, problem);
+            // Of packed sequences each has its own number of queries.
+            const int end_query_block = V::kPacked ? min(queries.end, ceil_div(sequence.seqlen_q, M)) : queries.end;
             at.n = max(at.n, max(keys.first, mask.first_key_block(at.m * M)));
-            if (at.n < min(keys.end, mask.end_key_block(at.m * M))) {  // @dbias-of-blocks-that-are-seen
+            // @dbias-of-blocks-that-are-seen
+            if ((!V::kPacked || at.m < end_query_block) && at.n < min(keys.end, mask.end_key_block(at.m * M))) {
                 if (!this->is_empty(at.batch, at.head, at.m * M, at.n * N)) return true;
                 continue;
             }
             at.n = -1;
-            if (++at.m < queries.end) continue;
+            if (++at.m < end_query_block) continue;
             at.m = queries.first;
             if (++at.head < heads.end) continue;  // @dbias-of-all-heads
             at.head = heads.first;
@@ -100,8 +107,8 @@ struct DBias : ScoreGradient<V> {
         if (to.key == 0) sum_columns(sum);
         // In the place of Q, with which every warp was done when dO and V landed.
         if (to.row == 0) sum_rows<V::kWarps>(sum, ptx::dynamic_smem());
-        const int rows = to.row == 0 ? (row0 == 0 ? 1 : 0) : problem.seqlen_q - q0 - row0;
-        const int columns = to.key == 0 ? 1 : problem.seqlen_k - k0;
+        const int rows = to.row == 0 ? (row0 == 0 ? 1 : 0) : result_q - q0 - row0;
+        const int columns = to.key == 0 ? 1 : result_k - k0;
         const long long at = batch * to.batch + head * to.head + (q0 + row0) * to.row + k0 * to.key;
         const int first_row = fresh_lane() / 4, first_col = 2 * (fresh_lane() % 4);
         using Element = typename Bias<V>::Element;

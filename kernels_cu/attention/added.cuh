@@ -54,9 +54,13 @@ struct AddedArray {
     template <class Params>
     __device__ static AddedArray of(const Params &p, const Sequence<V::kPacked> &s, int head) {
         const ScoreStrides &stride = kMask ? p.mask_stride : p.bias_stride;
+        // Packed, nothing is there beyond what the arrays have of each sequence, however long it says it is.
+        // @bias-of-short-arrays
+        const int queries = V::kPacked ? min(s.seqlen_q, p.max_seqlen_q) : s.seqlen_q;
+        const int keys = V::kPacked ? min(s.seqlen_k, p.max_seqlen_k) : s.seqlen_k;
         // @bias-of-its-head
         return {static_cast<const Element *>(kMask ? p.mask : p.bias) + s.index * stride.batch + head * stride.head,
-                stride.row, stride.key, s.seqlen_q, s.seqlen_k};
+                stride.row, stride.key, queries, keys};
     }
     // kAlongKeys: this lane has neighbouring keys, from an even one on. Multiples of strides are computed where they are
     // used: a main loop would keep all of them in registers.

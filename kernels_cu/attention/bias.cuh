@@ -1,6 +1,7 @@
 // An additive bias of the scores, read where it lies: any shape that broadcasts to [batch, heads_q, seqlen_q, seqlen_k], by
-// its strides, which are 0 where it is broadcast; of q's element type or, kWideBias, fp32. -inf hides a key: its score is -inf
-// whatever q and k hold. A mask (kMask) is a bias of bytes, 0 where a key is visible and -inf elsewhere; it stands alone or, if
+// its strides, which are 0 where it is broadcast; of q's element type or, kWideBias, fp32. Packed, it has max_seqlen_q queries
+// and max_seqlen_k keys for each sequence, of which each has the first. -inf hides a key: its score is -inf whatever q and k
+// hold. A mask (kMask) is a bias of bytes, 0 where a key is visible and -inf elsewhere; it stands alone or, if
 // kMaskedBias, beside one.
 #ifndef CUPYFLASH_BIAS_CUH
 #define CUPYFLASH_BIAS_CUH

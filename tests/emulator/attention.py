@@ -112,7 +112,7 @@ class Session:
                 name: f"{name}{rest}" in wanted for name, rest in (("dalibi", "_slopes"), ("dsink", ""), ("dbias", ""))
             }
             known["dmods"] = given.asked.dmods
-            known["paired_bias"] = buffers.paired(problem.seqlen_k)
+            known["paired_bias"] = buffers.paired()
             plan = plan_call(problem, self.device, family=family, **known)
             likes = [arrays[name] for name in given.likes]
             made = {name: buffers.make(name, x.shape, x.dtype) for name, x in zip(given.made, likes, strict=True)}

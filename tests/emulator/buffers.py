@@ -83,11 +83,11 @@ class Buffers:
             if self.which.uses[name].box is not None
         )
 
-    def paired(self, seqlen_k: int) -> bool:
+    def paired(self) -> bool:
         """Whether two neighbouring keys of a bias lie in a pair."""
         given = [name for name in ("bias", "mask") if name in self.broadcast]
         return bool(given) and all(
-            self.address[x] % 8 == 0 and has_pairs(self.shape[x], self.broadcast[x], seqlen_k) for x in given
+            self.address[x] % 8 == 0 and has_pairs(self.shape[x], self.broadcast[x]) for x in given
         )
 
     def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:

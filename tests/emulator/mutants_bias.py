@@ -24,12 +24,14 @@ FORWARD_BIAS = (
     Bug("bias: fetched one by one behind the last key", change("single-bias-that-exists-fetched", "i >= queries || j >= keys", "i >= queries"), "turned", r"buffer", "sm_90"),
     Bug("bias: fetched queries in the stride of keys", change("stride-of-fetched-queries", "8 * first.row", "8 * first.key"), "turned", r"buffer", "sm_90"),
     Bug("bias: fetched keys in the stride of queries", change("stride-of-fetched-keys", "j * key", "j * row"), "turned", "", "sm_90"),
+    Bug("bias: read beyond short arrays of packed sequences", change("bias-of-short-arrays", "min(s.seqlen_q, p.max_seqlen_q)", "s.seqlen_q"), "short", r"buffer"),
     Bug("bias: O repaired with keys that it hides", change("hidden-by-bias-repair-of-o", "places(0, key).hides()", "false"), "nan-hidden"),
 )  # fmt: skip
 BACKWARD_BIAS = (
     Bug("bias: one query for two", change("next-query-fetched", "there + row", "there"), "pairs", "", "sm_90"),
     Bug("bias: gradients repaired with keys that it hides", change("hidden-by-bias-repair", _HIDDEN, "true"), "nan-hidden"),
     Bug("bias: P of a row of -inf", change("lse-of-nothing", "lse[i] == -ptx::infinity() ? kLseOfNothing : lse[i]", "lse[i]"), "scores-of--inf"),
+    Bug("dbias: of all queries where a sequence has fewer", change("dbias-of-its-room", "V::kPacked && to.row != 0 ? p.max_seqlen_q : problem.seqlen_q", "problem.seqlen_q"), "packed", r"buffer"),
     Bug("dbias: of one sequence", change("dbias-of-all-sequences", "++at.batch >= batches.end", "true"), "keys"),
     Bug("dbias: of one head", change("dbias-of-all-heads", "++at.head < heads.end", "false"), "keys"),
     Bug("dbias: last block of keys left out", change("dbias-of-blocks-that-are-seen", "mask.end_key_block(at.m * M)", "mask.end_full_block(at.m * M)"), "pairs"),

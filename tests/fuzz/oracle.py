@@ -214,7 +214,7 @@ def _of_head(s: Spec, x: Inputs, slope: float, b: int, h: int, sequence: int, sh
     whole = (s.batch, s.heads * s.group, s.sq, s.sk)
     bias = x.bias if x.mask is None else np.where(x.mask, 0.0 if x.bias is None else x.bias, -np.inf)
     if bias is not None:
-        bias = np.broadcast_to(bias, whole)[b, h].astype(np.float64)
+        bias = np.broadcast_to(_of_scores(bias, sequence, h, shape), shape).astype(np.float64)
     shown = np.broadcast_to(s.seen(), whole)[b, h] if s.blocks else None
     sink = -np.inf if x.sink is None else float(x.sink[h])
     Z = np.ones(shape) if x.dropout_seed is None else factors(x.dropout_seed, s.dropout, sequence, h, shape)
@@ -222,13 +222,18 @@ def _of_head(s: Spec, x: Inputs, slope: float, b: int, h: int, sequence: int, sh
     return OfHead(slope, sink, bias, shown, Z, mod)
 
 
-def _add(total: Array, b: int, h: int, dS: Array) -> None:
+def _of_scores(bias: Array, sequence: int, h: int, shape: tuple[int, int]) -> Array:
+    """What a bias, or its gradient, has of the queries and keys of one head: a view, of 1 where they share it."""
+    whole = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+    found: Array = whole[min(sequence, whole.shape[0] - 1), min(h, whole.shape[1] - 1)]
+    queries, keys = (slice(None if n == 1 else end) for n, end in zip(found.shape, shape, strict=True))
+    return found[queries, keys]
+
+
+def _add(total: Array, sequence: int, h: int, dS: Array) -> None:
     """Add what a head gives to the gradient of a bias, or to its bound."""
-    whole = total.reshape((1,) * (4 - total.ndim) + total.shape)
-    for axis in (0, 1):
-        if whole.shape[2 + axis] == 1:
-            dS = dS.sum(axis=axis, keepdims=True)
-    whole[min(b, whole.shape[0] - 1), min(h, whole.shape[1] - 1)] += dS
+    target = _of_scores(total, sequence, h, dS.shape)
+    target += dS.sum(axis=tuple(axis for axis in (0, 1) if target.shape[axis] != dS.shape[axis]), keepdims=True)
 
 
 def _sum(weights: Array, rows: Array) -> Array:
@@ -305,8 +310,8 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
                 for query, seen, read in head.reads:
                     of_mods.add(read, by_score.exact[query, seen], by_score.bound[query, seen])
                 for total in dbias:
-                    _add(total.exact, b, h, by_score.exact)
-                    _add(total.bound, b, h, by_score.bound)
+                    _add(total.exact, i, h, by_score.exact)
+                    _add(total.bound, i, h, by_score.bound)
                 targets = (dq, at_q), (dk, at_k), (dv, at_k), (dslopes, (i, h)), (dsink, h)
                 for (target, at), one in zip(targets, found, strict=True):
                     target.exact[at] += one.exact

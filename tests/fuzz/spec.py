@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyflash.block_mask import code_of
-from cupyflash.check.case_bias import form_of
+from cupyflash.check.case_bias import form_of, room_of
 from cupyflash.check.case_masks import MASKS
 from cupyflash.check.case_mods import ModInputs
 from cupyflash.check.cases import NUMPY_DTYPE
@@ -175,12 +175,20 @@ class Spec:
         sequences = len(self.lengths) if self.packed else None
         more: dict[str, Any] = {"sequences": sequences, "alibi": self.alibi, "kv_range": bool(self.ranges)}
         more |= {"sink": self.sink, "bias": form_of(self.bias, self.dtype), "dropout": self.seed_dims}
+        if self.packed:
+            more["max_seqlens"] = room_of(self.bias, self.room)
         if self.blocks:
             more["block_mask"] = code_of(self.seen().shape)
         if self.mods_given is not None:
             text, arrays = self.mods_given.bound()
             more |= {"mods": text, "mod_shapes": tuple(x.shape for x in arrays.values())}
         return make_problem((q, k, k), (self.dtype,) * 3, **self.options, **more)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Queries and keys that a bias of packed sequences has: as many as the longest one needs, or a few more."""
+        queries, _, used = (max(x) for x in zip(*self.lengths, strict=True))
+        return queries + self.seed % 2, used + self.seed % 3
 
     @property
     def seed_dims(self) -> int:

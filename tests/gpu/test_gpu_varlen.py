@@ -74,7 +74,7 @@ def test_case(name: str, dtype: str) -> None:
     case = cases.case(name)
     inputs = case.inputs(dtype)
     assert inputs.sequences is not None
-    given = {name: on_gpu(x, "torch") for name, x in inputs.brought().items()} | case.options()
+    given = inputs.given(lambda x: on_gpu(x, "torch")) | case.options()
     q, k, v, dout = (on_gpu(case.in_layout(x), "torch") for x in inputs[:4])
     dlse = None if inputs.dlse is None else on_gpu(inputs.dlse, "torch")
     if os.environ["CUPYFLASH_FAMILY"] == "sm90" and (case.memory == "misaligned" or "empty" in case.tags):

@@ -154,7 +154,7 @@ def test_biases_and_masks_are_of_all_kinds() -> None:
         assert {d in dims for dims, *_ in biases} == {False, True}
     for (name, _), each in zip(_ADDED, (biases, masks), strict=True):
         is_paired = [
-            s.sk % 2 == 0 and "k" in dims and {"turned", "shifted"}.isdisjoint(words)
+            (s.room[1] if s.packed else s.sk) % 2 == 0 and "k" in dims and {"turned", "shifted"}.isdisjoint(words)
             for s, (dims, *words) in zip(_with(name), each, strict=True)
         ]
         found = {(s.family, paired) for s, paired in zip(_with(name), is_paired, strict=True)}

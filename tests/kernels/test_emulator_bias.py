@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,13 @@ def _case(name: str, bias: str, **more: Any) -> Case:
     return Case(f"bias-{name}", "full", 70, 132, 64, **shape, bias=bias)
 
 
+def _packed(name: str, bias: str, **more: Any) -> Case:
+    lengths = {"lengths_q": (35, 1, 70, 9), "lengths_k": (40, 5, 101, 71)}
+    shape = {"batch": 4, "heads_q": 2, "heads_k": 1, **lengths, **more}
+    return Case(f"bias-{name}", "full", 120, 220, 64, **shape, bias=bias)
+
+
+ROOM = 50, 90  # queries and keys that the arrays of "short" have of each sequence, of which one has more
 CASES = {
     "pairs": _case("pairs", "bhqk", causal=True, heads_q=4, heads_k=2),
     "turned": _case("turned", "qk turned"),
@@ -34,14 +42,21 @@ CASES = {
     "queries": _case("queries", "bq", dlse=True),
     "mask": _case("mask", "bqk bool", dlse=True),
     "both": _case("both", "hqk + bk bool", dlse=True),
+    "packed": _packed("packed", "bhqk", heads_q=4),
+    "short": _packed("short", "hqk + bqk bool", causal=True),
 }
 
 
 @functools.cache
 def inputs_of(name: str) -> Inputs:
     """In "nan-hidden" a key that no query sees is NaN, and one that every second query sees; in "scores-of--inf" one
-    query, whose keys no bias hides, has scores of -inf alone."""
+    query, whose keys no bias hides, has scores of -inf alone; in "short" nothing is added beyond `ROOM`."""
     x = CASES[name].inputs("bf16")
+    if name == "short":
+        assert x.bias is not None
+        assert x.mask is not None
+        x.bias[:, ROOM[0] :] = x.bias[..., ROOM[1] :] = 0
+        x.mask[..., ROOM[0] :, :] = x.mask[..., ROOM[1] :] = True
     if name == "nan-hidden":
         assert x.bias is not None
         x.bias[:, 37] = -np.inf
@@ -61,10 +76,19 @@ def oracle(name: str) -> Oracle:
 def wrong(name: str, *, backward: bool, family: str = "sm80", **more: Any) -> list[str]:
     """What the kernels get wrong."""
     x, exact, session = inputs_of(name), oracle(name), Session.of_family(family, **more)
+    problem = exact.problem
+    if name == "short":
+        problem = replace(problem, max_seqlen_q=ROOM[0], max_seqlen_k=ROOM[1])
+        x = x._replace(bias=x.bias[:, : ROOM[0], : ROOM[1]].copy(), mask=x.mask[..., : ROOM[0], : ROOM[1]].copy())
     if backward:
-        found = exact.judge_backward(*session.backward(x, *exact.plain_forward, exact.problem))
+        grads = session.backward(x, *exact.plain_forward, problem)
+        if name == "short":
+            whole = exact.plain_backward[-1].copy()
+            whole[:, : ROOM[0], : ROOM[1]] = grads[-1]
+            grads = *grads[:-1], whole
+        found = exact.judge_backward(*grads)
     else:
-        found = exact.judge_forward(*session.forward(x, exact.problem))
+        found = exact.judge_forward(*session.forward(x, problem))
     return [str(c) for c in found if not c.passed]
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, UnsupportedError
+from cupyflash import ArgumentError
 from cupyflash.gpu.device import Device
 from cupyflash.launch import run
 from cupyflash.plan.families import plan_call
-from cupyflash.problem import Bias, Problem, make_problem
+from cupyflash.problem import Bias, Problem
 from tests import pretended_gpu
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -219,11 +219,6 @@ def test_of_16_bits_or_32(arrays: dict[str, Any], rng: np.random.Generator) -> N
     assert all(a.tobytes() == b.tobytes() for a, b in zip(half, single, strict=True))
     with pytest.raises(ArgumentError, match=r"bias: expected .*, dtype fp16 or fp32, on the CPU; got \(21, 34\), fp64"):
         forward(x, bias.astype(np.float64))
-
-
-def test_packed_sequences_have_none() -> None:
-    with pytest.raises(UnsupportedError, match=r"^bias: .* packed sequences .* kv_range"):
-        make_problem([(9, 2, 16)] * 3, ["fp32"] * 3, sequences=2, bias=Bias("fp32"))
 
 
 # ---- Libraries ----

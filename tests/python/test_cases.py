@@ -79,6 +79,7 @@ def test_every_requirement_has_a_packed_case() -> None:
     assert {"none" if u == 0 else "all" if u == m else "part" for u, m in used} == {"none", "all", "part"}
     assert any(c.seqlen_q > sum(q) and c.seqlen_k > sum(k) for c, q, k in lengths)
     assert all("emulator" in c.tags and c.packed for c in PACKED_CASES)
+    assert {bool(c.room[1] % 2) for c in PACKED_CASES if c.bias} == {False, True}  # which are read in pairs
 
 
 def test_packed_inputs() -> None:
