@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .operand import MASK_TILE
+
 MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
 
 
@@ -34,8 +36,12 @@ class Bias(NamedTuple):
         return "mask" if self.dtype == "bool" else "bias"
 
 
-def max_seqlens(shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """How many queries and keys arrays of these shapes have of each of several sequences: as the first one says that is
-    not broadcast along them; MAX_SEQLEN where all are."""
-    queries, keys = ([shape[i] for shape in shapes if len(shape) >= -i and shape[i] != 1] for i in (-2, -1))
-    return min([*queries[:1], MAX_SEQLEN]), min([*keys[:1], MAX_SEQLEN])
+def max_seqlens(shapes: Sequence[Sequence[int]], tiles: Sequence[int] | None = None) -> tuple[int, int]:
+    """How many queries and keys a bias and a mask of these shapes, and a block mask of so many tiles, have of each of
+    several sequences: as the first one says that is not broadcast along them; MAX_SEQLEN where all are."""
+    found = []
+    for i in (-2, -1):
+        lengths = [shape[i] for shape in shapes if len(shape) >= -i and shape[i] != 1]
+        lengths += [] if tiles is None else [MASK_TILE * tiles[i]]
+        found.append(min([*lengths[:1], MAX_SEQLEN]))
+    return found[0], found[1]

@@ -63,12 +63,26 @@ class BlockMask:
         """Whether each sequence, and each head of q, has a mask of its own."""
         return self.tiles.shape[0] > 1, self.tiles.shape[1] > 1
 
-    def part(self, batch: int, keys: slice) -> BlockMask:
-        """That of one sequence and so many of its keys."""
-        b = batch if self.own[0] else 0
-        return replace(
-            self, tiles=self.tiles[b : b + 1], seqlen_k=keys.stop - keys.start, first_key=self.first_key + keys.start
-        )
+    def part(self, batch: int, seqlen_q: int, keys: slice) -> BlockMask:
+        """That of the first queries of one sequence, and of so many of its keys."""
+        b, lengths = batch if self.own[0] else 0, {"seqlen_q": seqlen_q, "seqlen_k": keys.stop - keys.start}
+        return replace(self, tiles=self.tiles[b : b + 1], **lengths, first_key=self.first_key + keys.start)
+
+    def padded(self) -> BlockMask:
+        """The same for whole tiles: queries behind the last one see nothing, and keys there are not seen."""
+        queries, keys = (np.arange(TILE) < (n % TILE or TILE) for n in (self.seqlen_q, self.seqlen_k))
+        if queries.all() and keys.all():
+            return self
+        rows, columns = np.broadcast_arrays(queries[:, None], keys)
+        tiles = np.full((1, 1, *self.tiles.shape[2:]), FULL, np.int32)
+        if not queries.all():
+            tiles[:, :, -1] = FIRST
+        if not keys.all():
+            tiles[..., -1] = FIRST + 1
+        tiles[..., -1, -1] = FIRST + 2
+        seqlen_q, seqlen_k = (TILE * n for n in tiles.shape[2:])
+        whole = replace(self, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        return whole & BlockMask(tiles, bits_of(np.stack([rows, columns, rows & columns])), seqlen_q, seqlen_k)
 
     def of(self, batch: int, head: int) -> Array:
         """Which keys each query of one head sees: (seqlen_q, seqlen_k)."""

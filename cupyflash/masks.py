@@ -1,4 +1,4 @@
-"""Block masks: which keys each query sees, as `attention(..., block_mask=)` takes it.
+"""Block masks: which keys each query sees, as `attention(..., block_mask=)` and `attention_varlen` take it.
 
 Each function here makes a `BlockMask`: tiles of 64 queries by 64 keys that are empty, full, or seen in part. Empty ones
 cost nothing. Masks of the same lengths combine, ``a & b`` and ``a | b``; ``causal`` and ``window`` of the call hide
@@ -7,6 +7,7 @@ further keys. Query i stands at key ``i + seqlen_k - seqlen_q`` (aligned at the 
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -187,24 +188,29 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
     """The arrays of a mask beside q and k, in their library and on their device, by the names of the table of arrays.
 
     Raises:
-        ArgumentError: it is no mask, or one of other lengths.
+        ArgumentError: it is no mask, or one of other lengths; or, beside packed sequences, one of none.
     """
-    if not isinstance(block_mask, BlockMask):
-        block_mask = _other(block_mask)
-    q, k = arrays["q"], arrays["k"]
-    axis = 1 if layout == "bshd" else 2
-    if len(q.shape) == len(k.shape) == 4:  # else checks say more
+    mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
+    q, k, axis, packed = arrays["q"], arrays["k"], 1 if layout == "bshd" else 2, "cu_seqlens_q" in arrays
+    batch = math.prod(np.shape(arrays["cu_seqlens_q"])) - 1 if packed else q.shape[0]
+    if not packed and len(q.shape) == len(k.shape) == 4:  # else checks say more
         lengths = q.shape[axis], k.shape[axis]
-        if lengths != (block_mask.seqlen_q, block_mask.seqlen_k):
+        if lengths != (mask.seqlen_q, mask.seqlen_k):
             raise ArgumentError(
                 f"block_mask: expected one of {lengths[0]} queries and {lengths[1]} keys, as q and k have, got one of "
-                f"{block_mask.seqlen_q} and {block_mask.seqlen_k}"
+                f"{mask.seqlen_q} and {mask.seqlen_k}"
             )
-    tiles, bits = block_mask.tiles, block_mask.bits
-    for i, (name, n) in enumerate((("batch", q.shape[0]), ("heads_q", q.shape[3 - axis]))):
-        if tiles.shape[i] not in (1, n):
-            raise ArgumentError(f"block_mask: expected {name} of 1 or {n}, as q has, got {tiles.shape[i]}")
-    return {"block_tiles": placed(tiles, q, block_mask.kept), "block_bits": placed(bits, q, block_mask.kept)}
+    for i, (name, n) in enumerate((("batch", batch), ("heads_q", q.shape[3 - axis - packed]))):
+        if mask.tiles.shape[i] not in (1, n):
+            raise ArgumentError(f"block_mask: expected {name} of 1 or {n}, as q has, got {mask.tiles.shape[i]}")
+    if packed and mask.tiles.size == 0:
+        raise ArgumentError(
+            "block_mask: expected room for the longest sequence, at least 1 query and 1 key, got a mask of "
+            f"{mask.seqlen_q} and {mask.seqlen_k}"
+        )
+    if packed:  # sequences may end anywhere in its last tiles
+        mask = mask.kept["padded"] if "padded" in mask.kept else mask.kept.setdefault("padded", mask.padded())
+    return {"block_tiles": placed(mask.tiles, q, mask.kept), "block_bits": placed(mask.bits, q, mask.kept)}
 
 
 def _other(mask: Any) -> BlockMask:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from .bias import MAX_SEQLEN as MAX_SEQLEN
 from .bias import Bias as Bias
-from .combinations import check_together
 from .dropout import STEPS, limit_of, vet_p
 from .errors import ArgumentError, UnsupportedError
 from .options import LAYOUTS as LAYOUTS
@@ -143,7 +142,6 @@ def make_problem(
         UnsupportedError: for what is meaningful but beyond this version's limits.
     """
     options = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
-    check_together(block_mask > 0, sequences is not None)
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
     _check_keys(shapes, batch, head_dim, options.layout, sequences)

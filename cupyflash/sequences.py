@@ -114,8 +114,8 @@ def _check_cumulative(name: str, cu: NDArray[Any], rows_of: str, total: int) -> 
 
 
 def check_room(sequences: Sequences, problem: Problem) -> None:
-    """Refuse packed sequences that are longer than a bias or a mask has room for; `sequences` as `check_lengths` left
-    them.
+    """Refuse packed sequences that are longer than a bias, a mask or a block mask has room for; `sequences` as
+    `check_lengths` left them.
 
     Raises:
         ArgumentError: names the first one.
@@ -128,11 +128,12 @@ def check_room(sequences: Sequences, problem: Problem) -> None:
         wrong = np.flatnonzero(lengths > room)
         if wrong.size:
             b = wrong[0]
-            argument = "bias" if problem.bias is None else problem.bias.argument
-            argument += " and mask" * (problem.bias is not None and problem.bias.masked)
+            of_bias = [] if problem.bias is None else [problem.bias.argument, *["mask"] * problem.bias.masked]
+            arguments = " and ".join([*of_bias, *["block_mask"] * (problem.block_mask > 0)])
             raise ArgumentError(
-                f"{argument}: expected a length of at least {lengths[b]}, the {name} of sequence {b}, along dimension "
-                f"{axis}, got {room}; make room for the longest sequence, or give it length 1, the same for all {name}"
+                f"{arguments}: expected room for at least {lengths[b]} {name}, those of sequence {b}, got {room} along "
+                f"dimension {axis}; make room for the longest sequence"
+                + (f", or give it length 1, the same for all {name}" if of_bias else "")
             )
 
 

@@ -35,6 +35,7 @@ def attention_varlen(
     mask: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
+    block_mask: Any | None = None,
     score_mod: str | Callable[..., Any] | None = None,
     mask_mod: str | Callable[..., Any] | None = None,
     mod_arrays: Mapping[str, Any] | None = None,
@@ -68,6 +69,7 @@ def attention_varlen(
             counted from the sequence's own first, have ``bias[b, h, i, j]``. (1, heads_q, n, n) are T5's biases of
             relative positions. Where both have a length, it is the same. What is longer than its sequences is not read
             there, and has a gradient of 0.
+        block_mask: as in `attention`, with room for the longest sequence likewise: of each sequence, or of all.
         dropout_p, dropout_seed, score_mod, mask_mod, mod_arrays: as in `attention`; queries and keys count within each
             sequence.
 
@@ -99,6 +101,8 @@ def attention_varlen(
     brought = {"alibi_slopes": alibi_slopes, "sink": sink, "bias": bias, "mask": mask}
     arrays |= {name: x for name, x in brought.items() if x is not None}
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
+    if block_mask is not None:
+        arrays |= api.arrays_of_mask(block_mask, arrays, call)
     if score_mod is not None or mask_mod is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = api.forward(arrays, call, want_lse, dropout_seed)
@@ -132,6 +136,7 @@ def attention_varlen_backward(
     mask: Any | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any | None = None,
+    block_mask: Any | None = None,
     score_mod: str | Callable[..., Any] | None = None,
     mask_mod: str | Callable[..., Any] | None = None,
     mod_arrays: Mapping[str, Any] | None = None,
@@ -149,7 +154,7 @@ def attention_varlen_backward(
         dlse: gradient of the loss with respect to lse, ``(heads_q, total_q)``; None is zero.
         causal, scale, window, layout, softcap: as in the forward.
         deterministic: bitwise reproducible gradients.
-        score_mod, mask_mod, mod_arrays: the forward's.
+        block_mask, score_mod, mask_mod, mod_arrays: the forward's.
         alibi_slopes, sink, bias, mask, dropout_p, dropout_seed, gradients_of: as in `attention_backward`.
 
     Returns:
@@ -174,6 +179,8 @@ def attention_varlen_backward(
     arrays |= {name: x for name, x in brought.items() if x is not None}
     arrays |= _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
+    if block_mask is not None:
+        arrays |= api.arrays_of_mask(block_mask, arrays, call)
     if score_mod is not None or mask_mod is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     wanted = wanted_of(gradients_of, arrays, call.mods)

@@ -52,7 +52,9 @@ def settle(options: dict[str, Any]) -> None:
         if len(q) != len(k):
             raise click.UsageError(f"--lengths-k: expected as many as --lengths, {len(q)}, got {len(k)}")
         options |= {"packed": True, "batch": len(q), "seqlen_q": sum(q), "seqlen_k": sum(k)}
-    elif options["packed"]:
+    if options["packed"] and options["block_mask"] is not None:
+        raise click.UsageError("--block-mask is explained of a batch: its work depends on which tiles sequences have")
+    if q is None and options["packed"]:
         q, k = (_evenly(options[name], options["batch"]) for name in ("seqlen_q", "seqlen_k"))
     options |= {"lengths_q": q, "lengths_k": k}
 

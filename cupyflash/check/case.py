@@ -133,7 +133,7 @@ class Case:
         more: dict[str, Any] = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
         more |= {"kv_range": self.ranges is not None, "sink": self.sink, "bias": form_of(self.bias, dtype)}
         if self.packed:
-            more["max_seqlens"] = room_of(self.bias, self.room)
+            more["max_seqlens"] = room_of(self.bias, self.room, bool(self.mask))
         if self.mask:
             more["block_mask"] = code_of(self.block_mask().tiles.shape)
         plain = make_problem((q, k, k), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
@@ -148,7 +148,8 @@ class Case:
 
     def block_mask(self) -> BlockMask:
         """The block mask, the same whatever the seed."""
-        return draw_mask(self.mask, self.name, (self.batch, self.heads_q, self.seqlen_q, self.seqlen_k))
+        lengths = self.room if self.packed else (self.seqlen_q, self.seqlen_k)
+        return draw_mask(self.mask, self.name, (self.batch, self.heads_q, *lengths))
 
     def sequences(self) -> Sequences | None:
         """Where the sequences of a packed case lie, and which of their keys count."""

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ..operand import MASK_TILE
 from ..problem import MAX_SEQLEN, Bias, Problem
 
 Array = NDArray[Any]
@@ -40,10 +41,12 @@ def form_of(words: str, dtype: str) -> Bias | None:
     return Bias(kind, tuple("whole" in rest or d in dims for d in "bhqk"), bool(beside))
 
 
-def room_of(words: str, longest: tuple[int, int]) -> tuple[int, int]:
-    """How many queries and keys of each of several sequences what these words say has; `longest`: as many it needs."""
+def room_of(words: str, room: tuple[int, int], has_tiles: bool = False) -> tuple[int, int]:
+    """How many queries and keys of each of several sequences what these words say has, where `room` is made for so
+    many; `has_tiles`: and a block mask."""
     dims = {d for part in words.split(" + ") if part for d in ("qk" if "whole" in part else part.split()[0])}
-    queries, keys = (n if d in dims else MAX_SEQLEN for d, n in zip("qk", longest, strict=True))
+    others = [-(-n // MASK_TILE) * MASK_TILE if has_tiles else MAX_SEQLEN for n in room]
+    queries, keys = (n if d in dims else other for d, n, other in zip("qk", room, others, strict=True))
     return queries, keys
 
 

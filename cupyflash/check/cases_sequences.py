@@ -69,6 +69,13 @@ PACKED_CASES: tuple[Case, ...] = (
             window=(50, 3)),
     _packed("mask-range", "quick", (1, 130, 6, 89), causal=True, values="nan_outside", bias="bqk bool", mods="relative",
             ranges=((0, 1), (65, 130), (6, 6), (7, 80))),
+    # block masks, whose tiles are those of each sequence
+    _packed("block-mask", "smoke", (150, 0, 75, 67), (173, 5, 60, 70), outside=(9, 9), heads_q=4, causal=True,
+            mask="tiles_of_heads", dlse=True),
+    _packed("block-mask-d128", "quick", (99, 3, 130), (190, 65, 71), 128, deterministic=True, mask="tiles_of_batch",
+            values="nan_in_neighbours", alibi=1),
+    _packed("block-mask-bias-range", "full", (130, 89, 6), (150, 101, 70), heads_q=4, mask="tiles", bias="hqk",
+            values="nan_outside", ranges=((0, 150), (65, 101), (6, 6))),
     # memory
     _packed("bhsd", "quick", (70, 35, 93), heads_q=4, layout="bhsd", memory="bhsd_storage", causal=True),
     _packed("fused-qkv-d128", "quick", (33, 70, 5), None, 128, memory="fused_qkv", causal=True),

@@ -76,7 +76,9 @@ class Features(NamedTuple):
         slopes, i = self.alibi_slopes, part.corner[0]
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[i : i + 1]
         bias, mask = (part_of(x, part) for x in (self.bias, self.mask))
-        blocks = None if self.block_mask is None else self.block_mask.part(i, part.keys)
+        first, alone = part.corner[1], part.problem
+        keys = slice(first, first + alone.seqlen_k)
+        blocks = None if self.block_mask is None else self.block_mask.part(i, alone.seqlen_q, keys)
         own_features = {"alibi_slopes": own, "bias": bias, "mask": mask, "block_mask": blocks}
         return self._replace(sequences=None, corner=part.corner, **own_features)
 

@@ -98,7 +98,7 @@ def _by_sequence(p: Problem, of: Features) -> Iterator[_Part]:
         b, first = one.corner
         keys, rows = slice(first, first + one.problem.seqlen_k), slice(0, one.problem.seqlen_q)
         place = Place(slice(b, b + 1), keys=keys, rows=rows)
-        mask = None if of.block_mask is None else of.block_mask.part(b, place.keys)
+        mask = None if of.block_mask is None else of.block_mask.part(b, one.problem.seqlen_q, place.keys)
         features = replace(of.at(place), block_mask=mask, sequences=None)
         yield _Part(one.q, one.k, one.lse, place, one.problem, features)
 

@@ -101,7 +101,8 @@ def results_of(static: Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStru
     which = PASSES[static.which]
     given = given_of(which, static.names, static.wanted)
     problem, _ = check(which, static.names, Buffers(), _keys(static, arrays, CPU), static.options)
-    named, sizes = dict(zip(static.names, arrays, strict=True)), sizes_of(Extents.of(problem), problem.head_dim)
+    named = dict(zip(static.names, arrays, strict=True))
+    sizes = sizes_of(Extents.of(problem), problem.head_dim, problem.packed)
     found = [jax.ShapeDtypeStruct(named[like].shape, named[like].dtype) for like in given.likes]
     for name in given.shaped:
         row = which.rows[name]

@@ -41,7 +41,8 @@ def check(
     elif "mask" in found:
         features["bias"] = Bias.of(found["mask"][0], "bool")
     if packed is not None:
-        features["max_seqlens"] = max_seqlens([found[x][0] for x in ("bias", "mask") if x in found])
+        tiles = found["block_tiles"][0] if "block_tiles" in found else None
+        features["max_seqlens"] = max_seqlens([found[x][0] for x in ("bias", "mask") if x in found], tiles)
     if "block_tiles" in found:
         features["block_mask"] = code_of(found["block_tiles"][0])
     features["mod_shapes"] = _shapes_of_mods(options.mods, which, found, dtypes)
@@ -85,7 +86,7 @@ def _shapes_of_mods(
 def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, device: int) -> None:
     """An array with a shape and a dtype of its own. What is fp32 beside 16-bit arrays is fp64 beside those of fp64."""
     dims = row.packed if problem.packed else row.dims
-    sizes = sizes_of(Extents.of(problem), problem.head_dim)
+    sizes = sizes_of(Extents.of(problem), problem.head_dim, problem.packed)
     shape = shape_of(dims, sizes)
     wanted = "fp64" if (row.dtype, problem.dtype) == ("fp32", "fp64") else row.dtype or problem.dtype
     takes_fp32 = row.broadcasts and not row.dtype and problem.dtype in HALF

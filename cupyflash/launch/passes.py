@@ -95,7 +95,10 @@ class Given:
         """(shape, dtype) of `shaped`."""
         if not self.shaped:
             return []
-        found, sizes = (self.which.rows[name] for name in self.shaped), sizes_of(extents, head_dim)
+        found, sizes = (
+            (self.which.rows[name] for name in self.shaped),
+            sizes_of(extents, head_dim, self.packed is not None),
+        )
         return [(row.shape(sizes, self.packed is not None), row.dtype) for row in found]
 
     def measure(self, signatures: Sequence[tuple[Any, ...]], layout: str) -> tuple[list[Lengths], list[Steps]]:
@@ -122,10 +125,10 @@ def given_of(which: Pass, names: tuple[str, ...], wanted: tuple[str, ...] = ()) 
     return Given(which, names, wanted)
 
 
-def sizes_of(extents: Extents, head_dim: int) -> tuple[int, ...]:
+def sizes_of(extents: Extents, head_dim: int, packed: bool) -> tuple[int, ...]:
     """What `operands.SIZES` counts up."""
-    batch, seqlen_q, seqlen_k, *_ = extents
-    q_tiles, k_tiles = -(-seqlen_q // MASK_TILE), -(-seqlen_k // MASK_TILE)
+    batch, seqlen_q, seqlen_k, _, _, *longest = extents
+    q_tiles, k_tiles = (-(-n // MASK_TILE) for n in (longest if packed else (seqlen_q, seqlen_k)))
     return (*extents, head_dim, batch + 1, seqlen_q, seqlen_k, 2, q_tiles, k_tiles, TILE_WORDS, -1)
 
 

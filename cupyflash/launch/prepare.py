@@ -59,6 +59,7 @@ except AttributeError:
 
 
 Vet = Callable[[], None]
+NO_ROOM = max_seqlens(())  # nothing says how long sequences may be
 
 
 class _Asked(NamedTuple):
@@ -105,10 +106,13 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
     (seqlen_q, heads_q, seqlen_k, heads_k) = (a, b, c, d) if layout == "bshd" else (b, a, d, c)
     if batch_k != batch or head_dim_k != head_dim or heads_k < 1 or heads_q % heads_k:
         return None
-    room = max_seqlens([keys[i][0] for i in given.added] if given.packed is not None else ())
+    room = NO_ROOM
+    if given.packed is not None:
+        tiles = None if given.block_mask is None else keys[given.block_mask][0]
+        room = max_seqlens([keys[i][0] for i in given.added], tiles)
     found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k, *room)
     if given.others:
-        sizes = sizes_of(found, head_dim)
+        sizes = sizes_of(found, head_dim, given.packed is not None)
         for i, row in given.others:
             own, _, kind, where = keys[i]
             fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype or row.free

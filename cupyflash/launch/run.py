@@ -227,7 +227,8 @@ def _features(
     blocks = None
     if "block_tiles" in arrays:
         tiles, bits = (np.asarray(arrays.pop(name)) for name in ("block_tiles", "block_bits"))
-        blocks = BlockMask(tiles, bits, problem.seqlen_q, problem.seqlen_k)
+        longest = problem.max_seqlen_q, problem.max_seqlen_k
+        blocks = BlockMask(tiles, bits, *(longest if problem.packed else (problem.seqlen_q, problem.seqlen_k)))
     return Features(**arrays, mod_arrays=of_mods, block_mask=blocks, sequences=sequences, wanted=wanted)
 
 

@@ -101,7 +101,8 @@ class Kernels:
         found = []
         for over, rows in self._rows:
             if over in ("key_lists", "query_lists"):
-                tiles = math.prod(self._list_owners(extents)) * blocks(q[0] if over == "key_lists" else k[0], rows)
+                length = q[0] if over == "key_lists" else k[0]
+                tiles = math.prod(self._list_owners(extents)) * self._blocks(length, rows, extents.batch)
             elif over == "slopes":
                 tiles = extents.heads_q * (extents.batch if self.spec.alibi == 2 else 1)
             elif over == "sinks":
@@ -123,11 +124,17 @@ class Kernels:
     def _bias_tiles(self, extents: Extents) -> int:
         """Tiles of a bias's gradient: one along each dimension along which it is broadcast (bwd_dbias.cuh)."""
         tile = next(variant.tile for variant in self.variants if variant.over == "bias")
-        batch, seqlen_q, seqlen_k, heads_q, _, *room = extents
-        seqlen_q, seqlen_k = room if self.spec.packed else (seqlen_q, seqlen_k)
-        counts = batch, heads_q, blocks(seqlen_q, tile.block_m), blocks(seqlen_k, tile.block_n)  # type: ignore[attr-defined]
+        seqlen_q, seqlen_k = self._longest(extents)
+        rows = blocks(seqlen_q, tile.block_m), blocks(seqlen_k, tile.block_n)  # type: ignore[attr-defined]
+        counts = extents.batch, extents.heads_q, *rows
         assert self.spec.dbias is not None
         return math.prod(n if own else 1 for n, own in zip(counts, self.spec.dbias, strict=True))
+
+    def _longest(self, extents: Extents) -> tuple[int, int]:
+        """Queries and keys of a sequence; packed, of the longest that a bias or a mask has room for."""
+        if self.spec.packed:
+            return extents.max_seqlen_q, extents.max_seqlen_k
+        return extents.seqlen_q, extents.seqlen_k
 
     def _blocks(self, length: int, rows: int, batch: int) -> int:
         """Tiles of `rows` of one head of a sequence; packed, room for those of all sequences (sequence.cuh)."""
@@ -138,18 +145,23 @@ class Kernels:
         return 1 if self.spec.packed else extents.batch
 
     def _list_owners(self, extents: Extents) -> tuple[int, int]:
-        """How many sequences and heads of q have lists of their own (blocks.cuh)."""
+        """How many sequences and heads of q have lists of their own (blocks.cuh); packed, their tiles are counted
+        together."""
         own = self.spec.block_mask - 1
-        return (extents.batch if own % 2 or self.spec.kv_range else 1), (extents.heads_q if own // 2 else 1)
+        has_batch = (own % 2 or self.spec.kv_range) and not self.spec.packed
+        return (extents.batch if has_batch else 1), (extents.heads_q if own // 2 else 1)
 
     def _lists(self, extents: Extents) -> Workspace:
         """The lists of a block mask, by name."""
         found: Workspace = {}
+        longest_q, longest_k = self._longest(extents)
         for variant in self.variants:
             if isinstance(variant, KeyLists):
-                m_blocks = blocks(extents.seqlen_q, variant.tile.block_m)
-                n_blocks = blocks(extents.seqlen_k, variant.tile.block_n)
-                lists = (m_blocks, 1 + n_blocks) if variant.over == "key_lists" else (n_blocks, 1 + 2 * m_blocks)
+                m, n = variant.tile.block_m, variant.tile.block_n
+                if variant.over == "key_lists":
+                    lists = self._blocks(extents.seqlen_q, m, extents.batch), 1 + blocks(longest_k, n)
+                else:
+                    lists = self._blocks(extents.seqlen_k, n, extents.batch), 1 + 2 * blocks(longest_q, m)
                 found[variant.over] = (*self._list_owners(extents), *lists), "int32"
         return found
 

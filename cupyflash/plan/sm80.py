@@ -183,6 +183,8 @@ class Sm80(Family):
         if spec.crowded:
             table = _BACKWARD_CROWDED
         tile = next(t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        if spec.packed and spec.block_mask and d > 192 and tile.dq_warps_m == 1:
+            tile = replace(tile, dq_warps_m=2)  # else it spills
         columns = round_up(d, 16 * tile.split_d)
         if columns % (8 * tile.warps // tile.dq_warps_m):  # each warp's share of dQ has whole tiles of 8 columns
             tile = replace(tile, dq_warps_m=tile.block_m // 16)

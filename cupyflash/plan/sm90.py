@@ -74,6 +74,9 @@ _FORWARD_CROWDED: tuple[tuple[int, HopperForwardTile], ...] = (
     (256, HopperForwardTile(128, 32, 4, 3, 232, 40)),
 )
 _BACKWARD_CROWDED = _BACKWARD_BIAS[:1]
+# With a block mask of packed sequences, whose visits take most registers, those of the warp that loads, too.
+_BACKWARD_LISTED = (64, HopperBackwardTile(64, 128, 4, 232, 40)), _BACKWARD_BIAS[1]
+_BACKWARD_PACKED_LISTS = _BACKWARD_LISTED, _BACKWARD_LISTED[:1]  # alone, and crowded
 
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail; up to how many
 # keys, with a mask, it pays that dQ's accumulator need not be cleared (docs/performance.md).
@@ -151,7 +154,8 @@ class Sm90(Family):
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         delta, others = Delta.of(spec, DeltaTile(*rows)), learned(spec, 64, device.smem_bytes)
         alone = _BACKWARD_BIAS if spec.bias else _BACKWARD_DROPOUT if spec.dropout else _BACKWARD
-        for limit, tile in _BACKWARD_CROWDED if spec.crowded else alone:
+        alone, crowded = (alone, _BACKWARD_CROWDED) if not (spec.packed and spec.block_mask) else _BACKWARD_PACKED_LISTS
+        for limit, tile in crowded if spec.crowded else alone:
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
                 lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)

@@ -6,14 +6,15 @@
 template <class V, class Params>
 __device__ __forceinline__ void key_lists(const Params &p) {
     static_assert(V::kSmemBytes == 0);
-    const int m_blocks = ceil_div(p.problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(p.problem.seqlen_k, V::kBlockN);
-    const auto at = ListIndex::of<V>(p, m_blocks);
+    const int m_blocks = listed_queries<V>(p), n_blocks = listed_keys<V>(p);
+    const auto at = listed_tile<V, Queries, V::kBlockM>(p, m_blocks);
+    const int end = V::kPacked ? min(n_blocks, ceil_div(at.sequence.seqlen_k, V::kBlockN)) : n_blocks;
     const Sights<V> sights(p, at.sequence, at.head);
     int *const list = key_list<V>(p, at.sequence, at.head, at.block);
     int count = 0;
     #pragma unroll 1
-    for (int first = 0; first < n_blocks; first += 32) {
-        const int n = first + lane(), found = n < n_blocks ? sights.template of_groups<true>(at.block, n) : 0;
+    for (int first = 0; first < end; first += 32) {
+        const int n = first + lane(), found = n < end ? sights.template of_groups<true>(at.block, n) : 0;
         const ptx::u32 visited = ptx::vote_ballot(found != 0);
         const int before = ptx::popc(visited & ((1u << lane()) - 1));
         if (found != 0) list[1 + count + before] = ListedBlock::of(n, found).entry;

@@ -18,13 +18,14 @@ __device__ __forceinline__ int rank_in(const int *list, int block) {
 template <class V>
 __device__ __forceinline__ void query_lists(const BwdParams &p) {
     static_assert(V::kSmemBytes == 0);
-    const int m_blocks = ceil_div(p.problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(p.problem.seqlen_k, V::kBlockN);
-    const auto at = ListIndex::of<V>(p, n_blocks);
+    const int m_blocks = listed_queries<V>(p), n_blocks = listed_keys<V>(p);
+    const auto at = listed_tile<V, Keys, V::kBlockN>(p, n_blocks);
+    const int end = V::kPacked ? min(m_blocks, ceil_div(at.sequence.seqlen_q, V::kBlockM)) : m_blocks;
     const Sights<V> sights(p, at.sequence, at.head);
     int *const list = query_list<V>(p, at.sequence, at.head, at.block);
     int count = 0;
     #pragma unroll 1
-    for (int last = m_blocks - 1; last >= 0; last -= 32) {
+    for (int last = end - 1; last >= 0; last -= 32) {
         const int m = last - lane(), found = m >= 0 ? sights.template of_groups<false>(m, at.block) : 0;
         const ptx::u32 visited = ptx::vote_ballot(found != 0);
         const int i = count + ptx::popc(visited & ((1u << lane()) - 1));

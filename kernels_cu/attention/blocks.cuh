@@ -1,8 +1,9 @@
 // Block masks: which keys each query sees, beside what intervals hide (mask.cuh). A mask consists of tiles of 64 queries by 64
 // keys, whatever the tiles of the kernel are: empty, full, or in part, with one bit an element. Batch and heads may broadcast.
+// Packed, it has tiles for max_seqlen_q queries and max_seqlen_k keys of each sequence.
 //
-// Kernels do not look for what is not there: key_lists.cuh and query_lists.cuh have listed for each of their tiles the blocks that it visits, with
-// what each group of its rows sees of them. Without a block mask (V::kBlockMask) nothing of this is left.
+// Kernels do not look for what is not there: key_lists.cuh and query_lists.cuh have listed for each of their tiles the blocks
+// that it visits, with what each group of its rows sees of them. Without a block mask (V::kBlockMask) nothing of this is left.
 #ifndef CUPYFLASH_BLOCKS_CUH
 #define CUPYFLASH_BLOCKS_CUH
 #include "attention/mask.cuh"
@@ -25,7 +26,7 @@ struct MaskOwners {
     __device__ static MaskOwners of(const Params &p) {
         return {(p.block_mask - 1) % 2 != 0, (p.block_mask - 1) / 2 != 0};
     }
-    // Lists follow the range of keys, too.
+    // Lists follow the range of keys, too; of packed sequences each has its own anyway (lists.cuh).
     template <class V, class Params>
     __device__ static MaskOwners of_lists(const Params &p) {
         const MaskOwners of_mask = of(p);
@@ -33,6 +34,19 @@ struct MaskOwners {
     }
     __device__ long long number(const Problem &p, int sequence, int head) const {
         return (batch ? sequence : 0) * (heads ? p.heads_q : 1) + (heads ? head : 0);  // @mask-of-its-head
+    }
+};
+
+// How many queries and keys a block mask is for; packed, of each sequence, however long it says it is.
+template <class V>
+struct MaskLengths {
+    template <class Params>
+    __device__ static int queries(const Params &p) {
+        return V::kPacked ? p.max_seqlen_q : p.problem.seqlen_q;
+    }
+    template <class Params>
+    __device__ static int keys(const Params &p) {
+        return V::kPacked ? p.max_seqlen_k : p.problem.seqlen_k;
     }
 };
 
@@ -53,14 +67,20 @@ struct BlockMask<V, true> {
     template <class Params>
     __device__ static BlockMask of(const Params &p, int sequence, int head) {
         const Problem &problem = p.problem;
-        const int q_tiles = ceil_div(problem.seqlen_q, kMaskTile), k_tiles = ceil_div(problem.seqlen_k, kMaskTile);
-        const long long number = MaskOwners::of(p).number(problem, sequence, head);
+        const int q_tiles = ceil_div(MaskLengths<V>::queries(p), kMaskTile);
+        const int k_tiles = ceil_div(MaskLengths<V>::keys(p), kMaskTile);
+        const int owner = V::kPacked ? min(sequence, problem.batch - 1) : sequence;  // @mask-of-rows-outside
+        const long long number = MaskOwners::of(p).number(problem, owner, head);
         return {p.block_tiles + number * q_tiles * k_tiles, p.block_bits, q_tiles, k_tiles};
     }
     // The kind of the tile that has a query and a key; rows behind the last one have that of the last one's.
     __device__ int kind(int query, int key) const {
         const int q = min(query / kMaskTile, q_tiles - 1), k = min(key / kMaskTile, k_tiles - 1);
         return tiles[static_cast<long long>(q) * k_tiles + k];  // @kind-of-the-tile
+    }
+    // Whether there is none: of a packed sequence that is longer than the mask.
+    __device__ bool is_beyond(int query, int key) const {
+        return V::kPacked && (query / kMaskTile >= q_tiles || key / kMaskTile >= k_tiles);
     }
     __device__ bool sees(int query, int key) const {
         const int of = kind(query, key);

@@ -21,30 +21,50 @@ struct ListedBlock {
     }
 };
 
+// How many tiles of queries and blocks of keys a list of a sequence may have.
+template <class V, class Params>
+__device__ __forceinline__ int listed_queries(const Params &p) {
+    return ceil_div(MaskLengths<V>::queries(p), V::kBlockM);
+}
+template <class V, class Params>
+__device__ __forceinline__ int listed_keys(const Params &p) {
+    return ceil_div(MaskLengths<V>::keys(p), V::kBlockN);
+}
+// The number among all lists of that of tile `block` of a head, of kRows queries or keys; `tiles`: as many a sequence may have.
+// Packed, tiles have numbers as sequence.cuh has them, and each sequence its own lists.
+template <class V, class Rows, int kRows, class Params>
+__device__ __forceinline__ long long list_number(const Params &p, const Sequence<V::kPacked> &s, int head, int block,
+                                                 int tiles) {
+    using S = Sequence<V::kPacked>;
+    if constexpr (V::kPacked) {
+        const long long of_heads = MaskOwners::of(p).heads ? head : 0;
+        const int first = S::template first_tile<kRows>(Rows::first_row(s), s.index);
+        return of_heads * S::template blocks<kRows>(p.problem, Rows::seqlen(p.problem)) + first +
+               block;  // @list-of-its-sequence
+    } else {
+        return MaskOwners::of_lists<V>(p).number(p.problem, s.index, head) * tiles + block;  // @list-of-its-head
+    }
+}
 // The list of query tile `block` of a head: the key blocks of kBlockN that it visits, in ascending order. At least one is there,
 // though the count may be 0.
 template <class V, class Params>
-__device__ __forceinline__ int *key_list(const Params &p, int sequence, int head, int block) {
-    const Problem &problem = p.problem;
-    const int m_blocks = ceil_div(problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(problem.seqlen_k, V::kBlockN);
-    // @list-of-its-head
-    const long long number = MaskOwners::of_lists<V>(p).number(problem, sequence, head) * m_blocks + block;
-    return p.key_lists + number * (1 + n_blocks);
+__device__ __forceinline__ int *key_list(const Params &p, const Sequence<V::kPacked> &s, int head, int block) {
+    const int m_blocks = listed_queries<V>(p), n_blocks = listed_keys<V>(p);
+    return p.key_lists + list_number<V, Queries, V::kBlockM>(p, s, head, block, m_blocks) * (1 + n_blocks);
 }
 // The list of key block `block` as a head of q sees it: the query tiles of kBlockM that visit it, in descending order; behind
 // them their ranks: how many key blocks each visits before this one.
 template <class V>
-__device__ __forceinline__ int *query_list(const BwdParams &p, int sequence, int head, int block) {
-    const Problem &problem = p.problem;
-    const int m_blocks = ceil_div(problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(problem.seqlen_k, V::kBlockN);
-    const long long number = MaskOwners::of_lists<V>(p).number(problem, sequence, head) * n_blocks + block;
-    return p.query_lists + number * (1 + 2 * m_blocks);
+__device__ __forceinline__ int *query_list(const BwdParams &p, const Sequence<V::kPacked> &s, int head, int block) {
+    const int m_blocks = listed_queries<V>(p), n_blocks = listed_keys<V>(p);
+    return p.query_lists + list_number<V, Keys, V::kBlockN>(p, s, head, block, n_blocks) * (1 + 2 * m_blocks);
 }
 
 // How far the lists of a key block for one head of q lie from those for the next.
 template <class V>
 __device__ __forceinline__ long long query_lists_of_head(const BwdParams &p) {
-    const int m_blocks = ceil_div(p.problem.seqlen_q, V::kBlockM), n_blocks = ceil_div(p.problem.seqlen_k, V::kBlockN);
+    const int m_blocks = listed_queries<V>(p);
+    const int n_blocks = Sequence<V::kPacked>::template blocks<V::kBlockN>(p.problem, p.problem.seqlen_k);
     return MaskOwners::of(p).heads ? n_blocks * static_cast<long long>(1 + 2 * m_blocks) : 0;
 }
 
@@ -68,7 +88,7 @@ struct KeyVisits<V, true> {
 
     template <class Params>
     __device__ KeyVisits(const Params &p, const Mask<V> &, const Tile<V::kPacked> &tile, int /* q0 */)
-        : list(key_list<V>(p, tile.sequence.index, tile.head, tile.block)), count(list[0]) {}
+        : list(key_list<V>(p, tile.sequence, tile.head, tile.block)), count(list[0]) {}
     __device__ ListedBlock at(int i) const { return {list[1 + i]}; }
     __device__ int block(int i) const { return at(i).block(); }
     __device__ bool whole(const Mask<V> &, int /* q0 */, int i) const {

@@ -20,15 +20,15 @@ struct Sights {
     const BlockMask<V> block_mask;
 
     template <class Params>
-    __device__ Sights(const Params &p, int sequence, int head)
-        : mask(with_range<V>(Sequence<false>::of(p, sequence), p), p.problem),
-          block_mask(BlockMask<V>::of(p, sequence, head)) {}
+    __device__ Sights(const Params &p, const Sequence<V::kPacked> &s, int head)
+        : mask(with_range<V>(s, p), p.problem), block_mask(BlockMask<V>::of(p, s.index, head)) {}
 
     // Of one group of queries and one of keys.
     __device__ int of(int q0, int k0) const {
         const int end_query = min(q0 + Groups::kBlockM, mask.seqlen_q);
         if (q0 >= end_query || !mask.some_count(k0)) return kHidden;
         if (k0 >= mask.end_key(end_query - 1) || k0 + Groups::kBlockN <= mask.first_key(q0)) return kHidden;
+        if (block_mask.is_beyond(q0, k0)) return kHidden;
         const int kind = block_mask.kind(q0, k0);
         if (kind == kEmptyTile) return kHidden;
         // @whole-in-mask-and-bounds
@@ -55,15 +55,13 @@ struct Sights {
     }
 };
 
-// Which list this warp makes.
-struct ListIndex {
-    int block, head, sequence;
-
-    template <class V, class Params>
-    __device__ static ListIndex of(const Params &p, int blocks) {
-        const int heads = MaskOwners::of_lists<V>(p).heads ? p.problem.heads_q : 1, number = ptx::block_index();
-        return {number % blocks, number / blocks % heads, number / blocks / heads};
-    }
-};
+// The tile of kRows queries or keys whose list this warp makes; packed, it may have no rows. `tiles`: as many a sequence may
+// have.
+template <class V, class Rows, int kRows, class Params>
+__device__ __forceinline__ Tile<V::kPacked> listed_tile(const Params &p, int tiles) {
+    const int blocks = V::kPacked ? Sequence<true>::blocks<kRows>(p.problem, Rows::seqlen(p.problem)) : tiles;
+    const int heads = MaskOwners::of_lists<V>(p).heads ? p.problem.heads_q : 1, number = ptx::block_index();
+    return tile_of<V, Rows, kRows>(p, {number % blocks, number / blocks % heads, number / blocks / heads});
+}
 
 #endif  // CUPYFLASH_SIGHTS_CUH

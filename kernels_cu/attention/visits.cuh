@@ -44,7 +44,7 @@ struct QueryTiles<V, true> {
     int count;         // visits in all
 
     __device__ QueryTiles(const BwdParams &p, const Mask<V> &, const Tile<V::kPacked> &tile, int group)
-        : p(p), first(query_list<V>(p, tile.sequence.index, tile.head * group, tile.block)), count(0) {
+        : p(p), first(query_list<V>(p, tile.sequence, tile.head * group, tile.block)), count(0) {
         for (int n = 0; n < group; ++n) count += of(n);  // @visits-of-all-lists
     }
     // How many there are of a head, counted from the group's first one.
@@ -55,9 +55,7 @@ struct QueryTiles<V, true> {
     __device__ bool nothing_of(int n) const { return of(n) == 0; }
     // How many key blocks the visit's tile visits before this one, if all go in order.
     __device__ int rank(const ListedVisit &v, const Mask<V> &, int /* block */) const { return rank(v); }
-    __device__ int rank(const ListedVisit &v) const {
-        return v.list[1 + ceil_div(aside(p).problem.seqlen_q, V::kBlockM) + v.i];
-    }
+    __device__ int rank(const ListedVisit &v) const { return v.list[1 + listed_queries<V>(aside(p)) + v.i]; }
 
   private:
     // Whether the heads of q have lists of their own, or one for all, those of a key block lie so far apart.

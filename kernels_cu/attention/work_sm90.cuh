@@ -150,7 +150,7 @@ struct QueryWork : ListOf<V> {
         : block(tile.block), head(tile.head), sequence(with_range<V>(tile.sequence, p)), q0(block * V::kBlockM) {
         if constexpr (V::kBlockMask) {
             first = 0, end = 1;
-            if (exists()) this->list = key_list<V>(p, sequence.index, head, block), end = max(1, this->list[0]);
+            if (exists()) this->list = key_list<V>(p, sequence, head, block), end = max(1, this->list[0]);
         } else {
             const Mask<V> mask(sequence, p.problem);
             first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));

@@ -12,7 +12,9 @@ _sm90 = partial(Bug, arch="sm_90")
 
 FORWARD_MASKS = (
     Bug("mask of the first head for all", change("mask-of-its-head", "(heads ? head : 0)", "0"), "block-mask-blocks", r"RACE"),
-    Bug("lists of the first sequence for all", change("list-of-its-head", "sequence, head)", "0, head)"), "block-mask-d256", r"RACE"),
+    Bug("lists of the first sequence for all", change("list-of-its-head", "s.index, head)", "0, head)"), "block-mask-d256", r"RACE"),
+    Bug("packed: lists of the first sequence for all", change("list-of-its-sequence", "first + block", "block"), "packed-block-mask", r"RACE"),
+    _sm90("packed: a mask for rows behind the last sequence", change("mask-of-rows-outside", "min(sequence, problem.batch - 1)", "sequence"), "packed-block-mask", r"buffer"),
     Bug("tile of the first row of tiles", change("kind-of-the-tile", "static_cast<long long>(q) * k_tiles + k", "k"), "block-mask"),
     Bug("bits of the first row", change("bits-of-the-row", "2 * row + i", "i"), "block-mask"),
     Bug("bits not counted from the lane", change("bits-from-the-lane", "(col0 % 32 + 2 * (lane % 4))", "col0 % 32"), "block-mask"),

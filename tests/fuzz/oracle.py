@@ -209,13 +209,12 @@ def _slopes(s: Spec, x: Inputs) -> Array:
     return np.broadcast_to(slopes, (batch, s.heads * s.group))
 
 
-def _of_head(s: Spec, x: Inputs, slope: float, b: int, h: int, sequence: int, shape: tuple[int, int]) -> OfHead:
-    """What features bring to head h of q of a sequence, which is in the arrays' batch b; its queries and keys."""
-    whole = (s.batch, s.heads * s.group, s.sq, s.sk)
+def _of_head(s: Spec, x: Inputs, slope: float, h: int, sequence: int, shape: tuple[int, int]) -> OfHead:
+    """What features bring to head h of q of a sequence of so many queries and keys."""
     bias = x.bias if x.mask is None else np.where(x.mask, 0.0 if x.bias is None else x.bias, -np.inf)
     if bias is not None:
         bias = np.broadcast_to(_of_scores(bias, sequence, h, shape), shape).astype(np.float64)
-    shown = np.broadcast_to(s.seen(), whole)[b, h] if s.blocks else None
+    shown = _of_scores(s.seen(), sequence, h, shape) if s.blocks else None
     sink = -np.inf if x.sink is None else float(x.sink[h])
     Z = np.ones(shape) if x.dropout_seed is None else factors(x.dropout_seed, s.dropout, sequence, h, shape)
     mod = None if x.mods is None else modding.OfHead(modding.MODS[s.mods], x.mods.mod_arrays, sequence, h)
@@ -277,7 +276,7 @@ def forward(s: Spec, x: Inputs) -> tuple[Bounded, ...]:
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(heads):
                 of = (x.q[b, rows, h], x.k[b, keys, h // s.group], x.v[b, keys, h // s.group])
-                more = _of_head(s, x, slopes[i, h], b, h, i, (alone.sq, alone.sk))
+                more = _of_head(s, x, slopes[i, h], h, i, (alone.sq, alone.sk))
                 head = Head(alone, r, *(a.astype(np.float64) for a in of), more)
                 out.exact[b, rows, h], out.bound[b, rows, h] = head.O, head.dO
                 lse.exact[b, h, rows], lse.bound[b, h, rows] = head.lse, head.dlse
@@ -304,7 +303,7 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
                 arrays = (x.q[at_q], x.k[at_k], x.v[at_k], x.dout[at_q], stored[at_q])
                 Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
                 dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
-                more = _of_head(s, x, slopes[i, h], b, h, i, (alone.sq, alone.sk))
+                more = _of_head(s, x, slopes[i, h], h, i, (alone.sq, alone.sk))
                 head = Head(alone, r, Q, K, V, more)
                 *found, by_score = _gradients(alone, r, head, Q, K, V, G, O, dlse)
                 for query, seen, read in head.reads:

@@ -176,7 +176,7 @@ class Spec:
         more: dict[str, Any] = {"sequences": sequences, "alibi": self.alibi, "kv_range": bool(self.ranges)}
         more |= {"sink": self.sink, "bias": form_of(self.bias, self.dtype), "dropout": self.seed_dims}
         if self.packed:
-            more["max_seqlens"] = room_of(self.bias, self.room)
+            more["max_seqlens"] = room_of(self.bias, self.room, bool(self.blocks))
         if self.blocks:
             more["block_mask"] = code_of(self.seen().shape)
         if self.mods_given is not None:
@@ -202,8 +202,12 @@ class Spec:
         return modding.given(self.mods, self.seed, n, self.heads * self.group) if self.mods else None
 
     def seen(self) -> NDArray[Any]:
-        """What the block mask lets see: (batch or 1, heads of q or 1, sq, sk) booleans."""
-        return _seen(self.blocks, self.seed, (self.batch, self.heads * self.group, self.sq, self.sk))
+        """What the block mask lets see: (batch or 1, heads of q or 1, sq, sk) booleans; packed, with room for all
+        sequences."""
+        batch, lengths = self.batch, (self.sq, self.sk)
+        if self.packed:
+            batch, lengths = len(self.lengths), self.room
+        return _seen(self.blocks, self.seed, (batch, self.heads * self.group, *lengths))
 
     @property
     def factor(self) -> float:

@@ -34,7 +34,7 @@ def check(spec: Spec, where: str) -> None:
     x = draw(spec)
     results = run.WHERE[where](spec, x)
     wrong = run.verdicts(spec, x, results)
-    if spec.values in SHARP:
+    if spec.values in SHARP and any(alone.sk > 1 for *_, alone in spec.parts()):  # else dS is what rounding leaves of 0
         judge = Oracle(spec.problem(), *x)
         comparisons = [*judge.judge_forward(*results[:2]), *judge.judge_backward(*results[2 : 5 + len(x.learned)])]
         wrong += [str(c) for c in comparisons if not c.passed]

@@ -127,8 +127,8 @@ def test_block_masks(arch: str, document: Document) -> None:
     assert document(*words)["block_mask"] is None
 
 
-def test_block_masks_are_refused_where_calls_are(invoke: Invoke) -> None:
-    assert "packed sequences" in invoke("--block-mask=0.5", "--packed", "--no-compile", code=4).output
+def test_block_masks_that_are_refused(invoke: Invoke) -> None:
+    assert "explained of a batch" in invoke("--block-mask=0.5", "--packed", "--no-compile", code=2).output
     assert "as many queries as keys" in invoke("--block-mask=bigbird", "--seqlen-q=5", "--no-compile", code=2).output
     for wrong in ("0", "1.5", "nan", "sparse"):
         assert "neither a density" in invoke(f"--block-mask={wrong}", "--no-compile", code=2).output

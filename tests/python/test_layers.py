@@ -41,7 +41,7 @@ PYTHON_LAYERS = (
     ("sequences",),
     ("problem",),
     ("bias", "block_mask"),
-    ("combinations", "options"),
+    ("options",),
     ("scales", "mods"),
     ("arrays", "gpu"),
     ("operands",),
