@@ -127,6 +127,8 @@ def _packed(options: dict[str, Any]) -> list[dict[str, Any]]:
     """What a cell says of packed sequences."""
     if options["batch"]:
         raise click.BadParameter("--packed draws lengths until --tokens are full", param_hint="--batch")
+    if any(options["block_masks"]):
+        raise click.BadParameter("block masks are timed with a batch, not with --packed", param_hint="--block-mask")
     tokens = options["tokens"] or SIZES[options["backend"]][1]
     found = []
     for distribution in options["packed"]:

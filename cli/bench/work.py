@@ -175,6 +175,8 @@ class TorchBench(Bench):
         if cell.packed:
             if name not in bench_peers.VARLEN:
                 raise NotImplementedError(f"{name} is not timed with packed sequences")
+            if cell.bias or cell.mask:
+                raise NotImplementedError(f"{name} has no bias or mask of packed sequences")
             return bench_peers.VARLEN[name](cell, self.array(np.array(cell.cu_seqlens, np.int32)), slopes, sinks)
         if name == "flex":
             return flex(cell, self.device, given)

@@ -162,10 +162,11 @@ class Sm80(Family):
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
         """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout,
-        or a block mask beside a bias, warps take 16 rows. Warps that share rows leave none for any of these, nor for a
-        softcap."""
+        or a block mask beside a bias or of packed sequences, warps take 16 rows. Warps that share rows leave none for
+        any of these, nor for a softcap."""
         d, table = spec.head_dim, _FORWARD_BIAS if spec.bias else _FORWARD
-        if d <= 128 and (spec.dropout or (spec.crowded and spec.block_mask)):
+        is_listed = spec.block_mask and (spec.crowded or (spec.packed and d > 64))
+        if d <= 128 and (spec.dropout or is_listed):
             return _FORWARD_DROPOUT
         is_full = d > 64 and (spec.unaligned or spec.block_mask)
         fitting = (t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)

@@ -266,6 +266,17 @@ def test_other_peers_have_no_packed_call() -> None:
             bench.attention(peer, packed())
 
 
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("added", [{"bias": "hqk"}, {"mask": "bk"}], ids=str)
+def test_biases_and_masks_are_ours_alone(added: dict[str, Any]) -> None:
+    cell, bench = packed(**added), bench_work.TorchBench(on_gpu=False)
+    q, k, v, _ = bench.inputs(cell)
+    assert bench.attention("cupyflash", cell)(q, k, v).shape == q.shape
+    for peer in ("flash2", "fa4"):
+        with pytest.raises(NotImplementedError, match=f"{peer} has no bias or mask of packed sequences"):
+            bench.attention(peer, cell)
+
+
 def test_our_own_dense_call_is_not_among_the_best() -> None:
     cell = packed()
     ms = {"cupyflash": 2.0, "dense": 1.0, "fa4": 3.0, "flash2": 4.0}

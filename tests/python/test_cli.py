@@ -605,13 +605,13 @@ def test_compile_with_slopes(preset: str) -> None:
 
 
 def test_compile_with_a_bias() -> None:
-    """The same with one of either dtype, fixed and learned, read in pairs or not."""
+    """The same with one of either dtype, fixed and learned, read in pairs or not, packed or not."""
     target = device.Device.synthetic("sm_90")
-    plain = set(variants_of("common", target, ("bf16",), (64, 200)))
-    both = set(variants_of("common", target, ("bf16",), (64, 200), bias=True))
+    plain = set(variants_of("common", target, ("bf16",), (64, 200), packed=True))
+    both = set(variants_of("common", target, ("bf16",), (64, 200), packed=True, bias=True))
     assert plain < both
-    for dtype, own in (("bf16", (True, True, True, True)), ("fp32", (False, False, True, True))):
-        problem = Problem("bf16", 2, 99, 99, 4, 2, 200, 0.125, (None, 0), bias=Bias(dtype, own))
+    for dtype, own, packed in (("bf16", (True,) * 4, False), ("fp32", (False, False, True, True), True)):
+        problem = Problem("bf16", 2, 99, 99, 4, 2, 200, 0.125, (None, 0), packed=packed, bias=Bias(dtype, own))
         for known in itertools.product((False, True), repeat=2):
             more = dict(zip(("dbias", "paired_bias"), known, strict=True))
             for memory in MEMORY:

@@ -28,7 +28,7 @@ from cupyflash.options import Options, make_options
 from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped_cache import problem as over_cache
-from cupyflash.problem import Problem, make_problem
+from cupyflash.problem import Bias, Problem, make_problem
 
 
 class Everything:
@@ -429,6 +429,19 @@ def test_warmup_of_packed_sequences(head_dim: int, prepared: list[Any]) -> None:
     cupyflash.warmup(dtypes="bf16", head_dims=head_dim, devices=0)
     assert len(prepared) == len(found)
     assert not found & {v for _, v in prepared}
+
+
+@pytest.mark.parametrize("given", [{"block_mask": True}, {"bias": True}], ids=str)
+def test_warmup_of_packed_sequences_with_masks(given: dict[str, Any], prepared: list[Any]) -> None:
+    """Whatever the arrays have room for, learned and not."""
+    cupyflash.warmup(dtypes="bf16", head_dims=64, causal=True, packed=True, devices=0, **given)
+    features: dict[str, Any] = {"block_mask": 3} if "block_mask" in given else {"bias": Bias("fp32")}
+    problem = make_problem(
+        [(1000, 4, 64)] * 3, ["bf16"] * 3, causal=True, sequences=7, max_seqlens=(300, 310), **features
+    )
+    for learned in (False, True):
+        calls = variants_of_calls(problem, Device.of(0), paired_bias=True, dbias=learned)
+        assert set(calls) <= {v for _, v in prepared}
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])
