@@ -145,7 +145,7 @@ TABLE: tuple[Operand | Number, ...] = (
         )
         for i in range(MOD_LIMIT)
     ),
-    Number("max_seqlen_q", "int", "packed", "queries and keys that bias and mask have of each sequence; 2^29: any"),
+    Number("max_seqlen_q", "int", "packed", "queries and keys of each sequence that biases and masks have; 2^29: any"),
     Number("max_seqlen_k", "int", "packed"),
 )  # fmt: skip
 

@@ -38,8 +38,8 @@ class Problem:
     `dropout_p`; 0 without.
 
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
-    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). A bias or a mask
-    then has room for `max_seqlen_q` queries and `max_seqlen_k` keys of each, MAX_SEQLEN if it is broadcast along them.
+    q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). Biases and masks
+    then have room for `max_seqlen_q` queries and `max_seqlen_k` keys of each, MAX_SEQLEN if all broadcast along them.
     With a `kv_range`, each sequence has a range of keys beyond which its queries see none.
 
     `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q. `mods`: what

@@ -154,8 +154,8 @@ class Sm90(Family):
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         delta, others = Delta.of(spec, DeltaTile(*rows)), learned(spec, 64, device.smem_bytes)
         alone = _BACKWARD_BIAS if spec.bias else _BACKWARD_DROPOUT if spec.dropout else _BACKWARD
-        alone, crowded = (alone, _BACKWARD_CROWDED) if not (spec.packed and spec.block_mask) else _BACKWARD_PACKED_LISTS
-        for limit, tile in crowded if spec.crowded else alone:
+        tables = _BACKWARD_PACKED_LISTS if spec.packed and spec.block_mask else (alone, _BACKWARD_CROWDED)
+        for limit, tile in tables[spec.crowded]:
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
                 lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)

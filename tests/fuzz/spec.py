@@ -186,9 +186,10 @@ class Spec:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Queries and keys that a bias of packed sequences has: as many as the longest one needs, or a few more."""
+        """Queries and keys that a bias of packed sequences has: as many as the longest one needs, or a few more; not
+        none, of which there are no block masks."""
         queries, _, used = (max(x) for x in zip(*self.lengths, strict=True))
-        return queries + self.seed % 2, used + self.seed % 3
+        return max(1, queries + self.seed % 2), max(1, used + self.seed % 3)
 
     @property
     def seed_dims(self) -> int:

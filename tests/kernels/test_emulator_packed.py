@@ -48,6 +48,21 @@ def test_lengths_that_contradict(family: str, head_dim: int, wrong: str, option:
     how.backward(inputs, out, lse, problem)
 
 
+ADDED: tuple[dict[str, Any], ...] = (
+    {"bias": "bhqk + bk bool", "causal": True}, {"mask": "tiles_of_heads", "deterministic": True},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "family", "added"), in_turn(WRONG, [(f, x) for x in ADDED for f in FAMILIES]))
+def test_lengths_that_contradict_arrays_of_scores(wrong: str, family: str, added: dict[str, Any]) -> None:
+    """The same: sequences may be longer than a bias or a mask, and take the lists of others."""
+    case = three(64, heads_q=4, **added)
+    inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong])), case.problem("bf16")
+    how = Session.of_family(family, "any")
+    out, lse = how.forward(inputs, problem)
+    how.backward(inputs, out, lse, problem)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_sequences_that_contradict(family: str, rng: np.random.Generator) -> None:
     """More than the 31 that one round of the search for a tile's sequence takes."""
