@@ -67,7 +67,7 @@ PACKED_CASES: tuple[Case, ...] = (
     _packed("bias-of-queries", "full", (99, 3, 70), (90, 65, 72), heads_q=6, bias="hq", deterministic=True, alibi=2),
     _packed("bias-mask-d160", "quick", (21, 66, 35), None, 160, heads_q=4, bias="qk turned + bk bool", softcap=2.0,
             window=(50, 3)),
-    _packed("mask-range", "quick", (1, 130, 6, 89), causal=True, values="nan_outside", bias="bqk bool", mods="relative",
+    _packed("mask-range", "quick", (1, 130, 6, 89), causal=True, values="nan_outside", bias="bqk bool", mods="capped",
             ranges=((0, 1), (65, 130), (6, 6), (7, 80))),
     # block masks, whose tiles are those of each sequence
     _packed("block-mask", "smoke", (150, 0, 75, 67), (173, 5, 60, 70), outside=(9, 9), heads_q=4, causal=True,
