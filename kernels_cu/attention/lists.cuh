@@ -37,10 +37,10 @@ __device__ __forceinline__ long long list_number(const Params &p, const Sequence
                                                  int tiles) {
     using S = Sequence<V::kPacked>;
     if constexpr (V::kPacked) {
-        const long long of_heads = MaskOwners::of(p).heads ? head : 0;
+        const long long before = MaskOwners::of(p).heads ? head : 0;
+        const int of_head = S::template blocks<kRows>(p.problem, Rows::seqlen(p.problem));
         const int first = S::template first_tile<kRows>(Rows::first_row(s), s.index);
-        return of_heads * S::template blocks<kRows>(p.problem, Rows::seqlen(p.problem)) + first +
-               block;  // @list-of-its-sequence
+        return before * of_head + first + block;  // @list-of-its-sequence
     } else {
         return MaskOwners::of_lists<V>(p).number(p.problem, s.index, head) * tiles + block;  // @list-of-its-head
     }
