@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,16 +134,14 @@ def build_runtime() -> Path:
     flags = [*_COMMON, *_machine_flags(), "-O3", "-g", "-fno-semantic-interposition"]
     texts = [f.read_text() for f in sorted(RUNTIME.glob("*.*"))]
     out = build_folder() / f"runtime-{digest(texts, flags)}.so"
-    with FileLock(f"{out}.lock"):  # one process of the test run builds, with both cores
+    with FileLock(f"{out}.lock"):  # one process of the test run builds
         if out.exists():
             return out
         _remove_stale()
-        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
-            objects = [Path(folder) / f"{f.stem}.o" for f in sources]
-            each = zip(sources, objects, strict=True)
-            for job in [pool.submit(_compile, [*flags, "-c", str(source)], to) for source, to in each]:
-                job.result()
-            _compile(["-shared", *map(str, objects), "-ldl", "-Wl,-Bsymbolic"], out)
+        with tempfile.TemporaryDirectory() as folder:
+            whole = Path(folder) / "runtime.cpp"  # one unit: small functions are called all the time, across files
+            whole.write_text("".join(f'#include "{source}"\n' for source in sources))
+            _compile([*flags, "-shared", str(whole), "-ldl", "-Wl,-Bsymbolic"], out)
     return out
 
 

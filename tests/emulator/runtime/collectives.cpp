@@ -100,31 +100,48 @@ static void do_stmatrix(void *const *args, Cluster &cluster) {
     }
 }
 
+using Row = float __attribute__((vector_size(32)));
+
 // Fragments of mma.m16n8k16 and k8 (PTX ISA 9.7.14.5.8): lane = 4 g + t.
+template <int kType, int k>
 static void do_mma(void *const *args) {
-    const int k = static_cast<Mma *>(args[0])->k, type = static_cast<Mma *>(args[0])->type;
-    alignas(32) float a[16][16], b[16][8], d[16][8];
+    constexpr int kPerWord = kType == kEmuTf32 ? 1 : 2;  // elements in a register
+    constexpr int kWordsA = 16 * k / 32 / kPerWord, kWordsB = 8 * k / 32 / kPerWord;
+    float a[16][16];
+    union {
+        float at[16][8];
+        Row row[16];
+    } b, d;
     ++stats.matrix_ops;
-    const int per_word = type == kEmuTf32 ? 1 : 2;  // elements in a register
-    const auto element = [&](u32 word, int i) {
-        if (type == kEmuTf32) return bits_to_f32(word & 0xffffe000u);
-        return element_to_f32(static_cast<u16>(word >> (16 * i)), type);
+    const auto element = [](u32 word, int i) {
+        if (kType == kEmuTf32) return bits_to_f32(word & 0xffffe000u);
+        return element_to_f32(static_cast<u16>(word >> (16 * i)), kType);
     };
     for (int l = 0; l < 32; ++l) {
         const auto &lane = *static_cast<Mma *>(args[l]);
-        const int g = l / 4, t = l % 4, words_a = 16 * k / 32 / per_word, words_b = 8 * k / 32 / per_word;
-        for (int w = 0; w < words_a; ++w)
-            for (int i = 0; i < per_word; ++i)
-                a[g + w % 2 * 8][t * per_word + i + w / 2 * 4 * per_word] = element(lane.a[w], i);
-        for (int w = 0; w < words_b; ++w)
-            for (int i = 0; i < per_word; ++i) b[t * per_word + i + w * 4 * per_word][g] = element(lane.b[w], i);
-        for (int i = 0; i < 4; ++i) d[g + i / 2 * 8][2 * t + i % 2] = lane.d[i];
+        const int g = l / 4, t = l % 4;
+        for (int w = 0; w < kWordsA; ++w)
+            for (int i = 0; i < kPerWord; ++i)
+                a[g + w % 2 * 8][t * kPerWord + i + w / 2 * 4 * kPerWord] = element(lane.a[w], i);
+        for (int w = 0; w < kWordsB; ++w)
+            for (int i = 0; i < kPerWord; ++i) b.at[t * kPerWord + i + w * 4 * kPerWord][g] = element(lane.b[w], i);
+        for (int i = 0; i < 4; ++i) d.at[g + i / 2 * 8][2 * t + i % 2] = lane.d[i];
     }
-    for (int row = 0; row < 16; ++row)
-        for (int i = 0; i < k; ++i)
-            for (int col = 0; col < 8; ++col) d[row][col] += a[row][i] * b[i][col];
+    for (int row = 0; row < 16; ++row) {
+        Row sum = d.row[row];
+        for (int i = 0; i < k; ++i) sum += a[row][i] * b.row[i];
+        d.row[row] = sum;
+    }
     for (int l = 0; l < 32; ++l)
-        for (int i = 0; i < 4; ++i) static_cast<Mma *>(args[l])->d[i] = d[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
+        for (int i = 0; i < 4; ++i) static_cast<Mma *>(args[l])->d[i] = d.at[l / 4 + i / 2 * 8][l % 4 * 2 + i % 2];
+}
+
+static void do_mma(void *const *args) {
+    const Mma &x = *static_cast<Mma *>(args[0]);
+    const bool is_short = x.k == 8;
+    if (x.type == kEmuTf32) return do_mma<kEmuTf32, 8>(args);
+    if (x.type == kEmuBf16) return is_short ? do_mma<kEmuBf16, 8>(args) : do_mma<kEmuBf16, 16>(args);
+    return is_short ? do_mma<kEmuF16, 8>(args) : do_mma<kEmuF16, 16>(args);
 }
 
 }  // namespace emu

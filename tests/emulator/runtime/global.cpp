@@ -25,12 +25,16 @@ void reset_global() {
 Buffer *find_buffer(const void *p) {
     const char *c = static_cast<const char *>(p);
     if (c < lowest || c >= highest) return nullptr;
-    static size_t last;
-    if (last < buffers.size() && c >= buffers[last].map && c < buffers[last].map + buffers[last].map_bytes)
-        return &buffers[last];
+    // Guards of 1 MiB lie between them, so what lies in one stretch of that size is of one buffer.
+    static u16 last[256];
+    u16 &likely = last[reinterpret_cast<uintptr_t>(p) >> 20 & 255];
+    const auto has = [&](size_t i) {
+        return i < buffers.size() && c >= buffers[i].map && c < buffers[i].map + buffers[i].map_bytes;
+    };
+    if (has(likely)) return &buffers[likely];
     for (size_t i = 0; i < buffers.size(); ++i)
-        if (c >= buffers[i].map && c < buffers[i].map + buffers[i].map_bytes) {
-            last = i;
+        if (has(i)) {
+            likely = static_cast<u16>(i);
             return &buffers[i];
         }
     return nullptr;
@@ -115,7 +119,7 @@ void global_access_async(Fiber &f, const void *p, u32 bytes, int kind, int compo
         fail("%s at %s: writes to the input '%s'", op, text(site).c_str(), b->name);
     if (!config.race || !b->writable) return;
     if (b->cells.empty()) b->cells.resize(b->bytes / b->granule + 1);
-    const GlobalAccess now{f.cluster->serial, component, clock, intern(site), kind == kGlobalAtomic};
+    const GlobalAccess now{f.cluster->serial, clock, static_cast<i16>(component), intern(site), kind == kGlobalAtomic};
     for (long long a = offset / b->granule; a <= (offset + bytes - 1) / b->granule; ++a)
         check(f, *b, b->cells[a], now, kind, a * b->granule, site);
 }
@@ -174,7 +178,7 @@ int emu_ld_acquire(const int *p, Site site) {
 static void check_store_over_additions(const void *p, Site site) {
     if (!config.race) return;
     const Fiber &f = *current;
-    const GlobalAccess now{f.cluster->serial, f.index, f.cluster->clocks.now(f.index), 0, false};
+    const GlobalAccess now{f.cluster->serial, f.cluster->clocks.now(f.index), static_cast<i16>(f.index), 0, false};
     for (const GlobalAccess &a : additions[p])
         if (!happened_before(f, a))
             report_race("store not ordered after an addition", "buffer '" + std::string(find_buffer(p)->name) + "'",
@@ -194,7 +198,8 @@ int emu_atomic_add_s32(int *p, int x, bool acquire_release, Site site) {
     strong_access(p, "atom.add", site);
     if (config.race) {
         Fiber &f = *current;
-        additions[p].push_back({f.cluster->serial, f.index, f.cluster->clocks.now(f.index), intern(site), true});
+        additions[p].push_back(
+            {f.cluster->serial, f.cluster->clocks.now(f.index), static_cast<i16>(f.index), intern(site), true});
     }
     if (acquire_release) {
         learn_from(p);

@@ -7,9 +7,10 @@ namespace emu {
 
 // An access to global memory by thread or asynchronous component `component` of cluster number `cluster`.
 struct GlobalAccess {
-    int cluster = -1, component = 0;
-    u32 clock = 0, site = 0;
-    bool atomic = false;
+    int cluster = -1;
+    u32 clock = 0;
+    i16 component = 0;
+    u16 site : 15, atomic : 1;
 };
 
 struct GlobalCell {

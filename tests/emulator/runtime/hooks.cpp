@@ -9,11 +9,10 @@ namespace emu {
 
 // Most accesses of kernels that are not optimised: those to the thread's own variables.
 static inline bool is_own(const void *p) {
-    return !current || static_cast<size_t>(static_cast<const char *>(p) - current->stack) < kStackBytes;
+    return static_cast<size_t>(static_cast<const char *>(p) - own_stack) < own_stack_bytes;
 }
 
-static inline void plain_access(const void *p, u32 bytes, bool write, const void *pc) {
-    if (is_own(p)) return;
+[[gnu::noinline]] static void plain_access(const void *p, u32 bytes, bool write, const void *pc) {
     const Site site{static_cast<const char *>(pc), -1};
     if (!find_buffer(p)) {
         if (!write) return;  // the kernel's arguments and constants; a wild pointer faults by itself
@@ -23,8 +22,7 @@ static inline void plain_access(const void *p, u32 bytes, bool write, const void
 }
 
 // Of one instruction, which a GPU refuses at an address that is no multiple of its size.
-static inline void aligned_access(const void *p, u32 bytes, bool write, const void *pc) {
-    if (is_own(p)) return;
+[[gnu::noinline]] static void aligned_access(const void *p, u32 bytes, bool write, const void *pc) {
     if (reinterpret_cast<std::uintptr_t>(p) % bytes && find_buffer(p))
         fail("%s at %s: global address %p is not aligned to %u bytes", write ? "store" : "load",
              text(Site{static_cast<const char *>(pc), -1}).c_str(), p, bytes);
@@ -33,14 +31,15 @@ static inline void aligned_access(const void *p, u32 bytes, bool write, const vo
 
 }  // namespace emu
 
-using emu::aligned_access;
-using emu::plain_access;
-
-#define ACCESS(size)                                                                                         \
-    void __tsan_read##size(void *p) { aligned_access(p, size, false, __builtin_return_address(0)); }         \
-    void __tsan_write##size(void *p) { aligned_access(p, size, true, __builtin_return_address(0)); }         \
-    void __tsan_unaligned_read##size(void *p) { plain_access(p, size, false, __builtin_return_address(0)); } \
-    void __tsan_unaligned_write##size(void *p) { plain_access(p, size, true, __builtin_return_address(0)); }
+#define HOOK(name, check, bytes, write)                                                \
+    void name {                                                                        \
+        if (!emu::is_own(p)) emu::check(p, bytes, write, __builtin_return_address(0)); \
+    }
+#define ACCESS(size)                                                      \
+    HOOK(__tsan_read##size(void *p), aligned_access, size, false)         \
+    HOOK(__tsan_write##size(void *p), aligned_access, size, true)         \
+    HOOK(__tsan_unaligned_read##size(void *p), plain_access, size, false) \
+    HOOK(__tsan_unaligned_write##size(void *p), plain_access, size, true)
 
 extern "C" {
 ACCESS(1)
@@ -48,8 +47,8 @@ ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-void __tsan_read_range(void *p, size_t n) { plain_access(p, n, false, __builtin_return_address(0)); }
-void __tsan_write_range(void *p, size_t n) { plain_access(p, n, true, __builtin_return_address(0)); }
+HOOK(__tsan_read_range(void *p, size_t n), plain_access, n, false)
+HOOK(__tsan_write_range(void *p, size_t n), plain_access, n, true)
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}

@@ -269,7 +269,7 @@ extern "C" int emu_launch(void (*entry)(void **), void **args, const Config *how
             run_grid();
         } catch (const Failure &) {}
     }
-    current = nullptr;
+    make_current(nullptr);
     sigaction(SIGSEGV, &old_segv, nullptr);
     sigaction(SIGBUS, &old_bus, nullptr);
     sigaction(SIGFPE, &old_fpe, nullptr);

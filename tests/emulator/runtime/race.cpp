@@ -8,22 +8,23 @@ namespace emu {
 
 // ---- Reports ----
 static std::vector<Site> sites(1);
-static std::unordered_map<u64, u32> site_index;
+static std::unordered_map<u64, u16> site_index;
 static std::set<u64> reported;
 
-u32 intern(Site site) {
+u16 intern(Site site) {
     static Site last;
-    static u32 last_index;
+    static u16 last_index;
     if (site.file == last.file && site.line == last.line) return last_index;
-    u32 &index = site_index[reinterpret_cast<u64>(site.file) * 0x9E3779B97F4A7C15ull ^ static_cast<u64>(site.line)];
+    u16 &index = site_index[reinterpret_cast<u64>(site.file) * 0x9E3779B97F4A7C15ull ^ static_cast<u64>(site.line)];
     if (!index) {
-        index = static_cast<u32>(sites.size());
+        if (sites.size() > 0x7fff) fail("a kernel accesses memory in more than 32767 places");
+        index = static_cast<u16>(sites.size());
         sites.push_back(site);
     }
     last = site;
     return last_index = index;
 }
-Site site_of(u32 interned) { return sites[interned]; }
+Site site_of(u16 interned) { return sites[interned]; }
 
 void reset_races() {
     reported.clear();
@@ -39,7 +40,7 @@ bool report_once(u64 key) {
 }
 
 void report_race(const char *kind, const std::string &where, const std::string &now, const std::string &before,
-                 Site site, u32 before_site) {
+                 Site site, u16 before_site) {
     if (!report_once(reinterpret_cast<u64>(kind) ^ static_cast<u64>(intern(site)) << 20 ^
                      static_cast<u64>(before_site) << 42))
         return;
@@ -136,22 +137,26 @@ void shared_access(u32 addr, u32 bytes, bool write, Site site) {
     Cluster &cluster = *current->cluster;
     Clocks &clocks = cluster.clocks;
     const int me = current->index;
-    check({cluster, clocks.data_of(me), nullptr, {me, clocks.now(me), intern(site)}, site}, addr, bytes, write);
+    check({cluster, clocks.data_of(me), nullptr, {static_cast<i16>(me), intern(site), clocks.now(me)}, site}, addr,
+          bytes, write);
 }
 
 void shared_access_async(Fiber &issuer, u32 addr, u32 bytes, bool write, int component, u32 clock, Site site) {
     if (!config.race) return;
     Cluster &cluster = *issuer.cluster;
     Clocks &clocks = cluster.clocks;
-    check(
-        {cluster, clocks.data_of(issuer.index), clocks.proxy_of(issuer.index), {component, clock, intern(site)}, site},
-        addr, bytes, write);
+    check({cluster,
+           clocks.data_of(issuer.index),
+           clocks.proxy_of(issuer.index),
+           {static_cast<i16>(component), intern(site), clock},
+           site},
+          addr, bytes, write);
 }
 
 void shared_copy_pending(u32 addr, u32 bytes, bool pending, Site site) {
     if (!config.race) return;
     Cluster &cluster = *current->cluster;
-    const Access landed{current->index, cluster.clocks.now(current->index), intern(site)};
+    const Access landed{static_cast<i16>(current->index), intern(site), cluster.clocks.now(current->index)};
     for (u32 a = addr; a < addr + bytes; a += kGranule) {
         SharedCell &cell = cluster.shadow->cell(a);
         cell.copy_pending = pending;

@@ -10,11 +10,12 @@ constexpr u32 kGranule = 4;  // bytes of shared memory with one record; no wrapp
 
 // An access by component `component` of the cluster's clocks at its time `clock`. component < 0: none.
 struct Access {
-    int component = -1;
-    u32 clock = 0, site = 0;
+    i16 component = -1;
+    u16 site = 0;
+    u32 clock = 0;
 };
 
-struct SharedCell {
+struct alignas(32) SharedCell {  // half a cache line: most of the time goes into fetching them
     Access write, reads[2];
     int more = 0;               // further reads: index into SharedShadow::more, 0 for none
     bool async_write = false;   // the write was asynchronous (TMA)
@@ -38,9 +39,9 @@ void shared_access_async(Fiber &issuer, u32 addr, u32 bytes, bool write, int com
 void shared_copy_pending(u32 addr, u32 bytes, bool pending, Site site);  // cp.async issued, or waited for
 
 void report_race(const char *kind, const std::string &where, const std::string &now, const std::string &before,
-                 Site site, u32 before_site);
-u32 intern(Site site);
-Site site_of(u32 interned);
+                 Site site, u16 before_site);
+u16 intern(Site site);
+Site site_of(u16 interned);
 bool report_once(u64 key);  // counts a race; whether to describe it
 
 // ---- Global memory ----

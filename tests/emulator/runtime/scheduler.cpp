@@ -13,6 +13,8 @@ EmuThread *emu_self;
 namespace emu {
 
 Fiber *current;
+const char *own_stack;
+size_t own_stack_bytes = ~size_t{0};
 std::vector<std::unique_ptr<Cluster>> clusters;
 
 static std::vector<Warp *> warps;  // of all resident clusters
@@ -63,12 +65,18 @@ static void switch_stack(Fiber *from, Fiber *to) {
 }
 #endif
 
+void make_current(Fiber *to) {
+    current = to;
+    emu_self = to;
+    own_stack = to ? to->stack : nullptr;
+    own_stack_bytes = to ? kStackBytes : ~size_t{0};
+}
+
 static void go(Fiber *to) {
     ++stats.switches;
     Fiber *from = current;
     if (to == from) return;
-    current = to;
-    emu_self = to;
+    make_current(to);
     if (to) last_warp = to->warp;
     switch_stack(from, to);
 }
@@ -229,9 +237,9 @@ void thread_exits() {
 
 Cluster *run_until_exit() {
     exited = nullptr;
-    current = nullptr;
+    make_current(nullptr);
     if (Fiber *f = pick()) go(f);
-    current = nullptr;
+    make_current(nullptr);
     if (exited)
         warps.erase(std::remove_if(warps.begin(), warps.end(), [](Warp *w) { return w->cluster == exited; }),
                     warps.end());
@@ -257,7 +265,7 @@ void reset_scheduler() {
     runnable = 0;
     victim = last_warp = nullptr;
     published = woke_for_nothing = false;
-    current = nullptr;
+    make_current(nullptr);
 }
 
 }  // namespace emu

@@ -115,7 +115,10 @@ struct Cluster {
     u8 *smem(u32 addr) { return ctas[addr >> kCtaShift].smem + (addr & (kCtaSpan - 1)); }
 };
 
-extern Fiber *current;  // null outside of fibers
+extern Fiber *current;         // null outside of fibers
+extern const char *own_stack;  // of the running thread; outside of fibers all of memory
+extern size_t own_stack_bytes;
+void make_current(Fiber *fiber);
 extern std::vector<std::unique_ptr<Cluster>> clusters;
 
 // ---- Scheduling (scheduler.cpp) ----
