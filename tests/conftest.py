@@ -15,6 +15,10 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several JAX processes share one GPU
 os.environ.setdefault("MPLBACKEND", "Agg")
+_flags = os.environ.get("XLA_FLAGS", "")
+if "xla_backend_optimization_level" not in _flags and not os.path.exists("/dev/nvidiactl"):
+    # Without a GPU JAX compiles each program for one run; on one, what it is compared with is to be quick.
+    os.environ["XLA_FLAGS"] = f"{_flags} --xla_backend_optimization_level=0".lstrip()
 
 import functools
 import importlib.util

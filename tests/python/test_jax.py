@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import re
@@ -44,6 +45,19 @@ def scores(q: Any, k: Any) -> Any:
     return jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool), s.shape[-1] - s.shape[-2]), s, -jnp.inf)
 
 
+def at_once(f: Callable[..., Any]) -> Callable[..., Any]:
+    """What `f` computes, compiled as a whole: step by step JAX compiles each operation for each shape."""
+
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        import jax
+
+        return jax.jit(f)
+
+    return lambda *x: compiled()(*x)
+
+
+@at_once
 def plain(q: Any, k: Any, v: Any) -> Any:
     import jax
     import jax.numpy as jnp
@@ -149,7 +163,8 @@ def test_packed_sequences_inside_jit(rng: np.random.Generator) -> None:
 
     compiled = jax.jit(jax.grad(squared(packed), (0, 1, 2)))
     for lengths in edges:  # the second with what was compiled for the first
-        agree(compiled(q, k, v, jnp.asarray(lengths, jnp.int32)), jax.grad(squared(each), (0, 1, 2))(q, k, v, lengths))
+        one_by_one = at_once(gradients(functools.partial(each, cu_seqlens=lengths)))
+        agree(compiled(q, k, v, jnp.asarray(lengths, jnp.int32)), one_by_one(q, k, v))
     assert compiled._cache_size() == 1
     mapped = jax.vmap(packed, (None, None, None, 0))(q, k, v, jnp.asarray(edges, jnp.int32))
     agree(mapped, jnp.stack([each(q, k, v, lengths) for lengths in edges]))
@@ -162,6 +177,7 @@ def test_alibi_slopes_and_their_gradient(shape: tuple[int, ...], three: list[Any
 
     slopes = jnp.asarray(rng.uniform(0.1, 0.5, shape), jnp.float32)
 
+    @at_once
     def biased(q: Any, k: Any, v: Any, slopes: Any) -> Any:
         i, j = jnp.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1], jnp.arange(k.shape[1])
         s = scores(q, k) - jnp.broadcast_to(slopes, (2, 4))[:, :, None, None] * abs(i - j)
@@ -187,6 +203,7 @@ def test_sinks_and_their_gradient(three: list[Any], rng: np.random.Generator) ->
 
     sink = jnp.asarray(rng.uniform(-2, 3, 4), jnp.float32)
 
+    @at_once
     def one_key_more(q: Any, k: Any, v: Any, sink: Any) -> Any:
         s = scores(q, k)
         s = jnp.concatenate([s, jnp.broadcast_to(sink[:, None, None], (*s.shape[:3], 1))], -1)
@@ -373,7 +390,8 @@ print("DONE")
 
 def run_on_four_devices(code: str) -> None:
     """Run a program to its last line, in a process of its own where the CPU is four devices; `{tests}`: this folder."""
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     code = code.format(tests=str(Path(__file__).resolve().parents[1]))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == "DONE", done.stderr[-3000:]

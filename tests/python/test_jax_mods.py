@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from test_jax import SHAPES, agree, run_on_four_devices, squared
+from test_jax import SHAPES, agree, at_once, run_on_four_devices, squared
 
 import cupyflash
 from cupyflash import ArgumentError, BlockMask, UnsupportedError, masks
@@ -59,6 +59,7 @@ def plain(q: Any, k: Any, v: Any, score: Callable[..., Any], sees: Any = True) -
     return jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(s), v), jax.nn.logsumexp(s, -1)
 
 
+@at_once
 def plain_by_place(q: Any, k: Any, v: Any, table: Any) -> Any:
     import jax.numpy as jnp
 
@@ -280,7 +281,7 @@ def test_packed_sequences(three: list[Any], table: Any) -> None:
         ]  # fmt: skip
         return jnp.concatenate(found)
 
-    agree(grads, jax.grad(squared(each), (0, 1, 2))(q, k, v))
+    agree(grads, at_once(jax.grad(squared(each), (0, 1, 2)))(q, k, v))
     both = jax.vmap(packed, (None, None, None, 0, None))(q, k, v, jnp.stack([edges, edges // 2]), table)
     np.testing.assert_array_equal(both[1], packed(q, k, v, edges // 2, table))
 
