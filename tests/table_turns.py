@@ -1,4 +1,5 @@
-"""Which cases of the table the emulator runs in which family of kernels, unless --thorough runs all in both.
+"""Which cases of the table the emulator runs in which family of kernels, and the CPU path in which dtypes, unless
+--thorough runs all in all.
 
 Whatever a case has, each of its `traits`, is judged in both families, forward and backward; a case that would bring a
 family nothing new runs in the other one alone, in turn. Pairs of values, lengths and dtypes: `fuzz/covering.py`.
@@ -9,9 +10,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from cupyflash.check.cases import Case
+from cupyflash.check.cases import CASES, Case
 from cupyflash.plan.families import FAMILIES
 from cupyflash.plan.spec import Spec
+from cupyflash.problem import DTYPES
 from tests.emulator.attention import small_device
 from tests.emulator.cases import TABLE, can_use_tma
 
@@ -68,3 +70,20 @@ def families() -> dict[str, tuple[str, ...]]:
 def not_in(family: str) -> set[str]:
     """The cases that run in another family alone."""
     return {name for name, of in families().items() if family not in of}
+
+
+@functools.cache
+def dtypes() -> dict[str, tuple[str, ...]]:
+    """Those in which the CPU path runs a case: all to which it brings something new, else two, in turn."""
+    seen: dict[str, set[Trait]] = {dtype: set() for dtype in DTYPES}
+    found: dict[str, tuple[str, ...]] = {}
+    spare = 0
+    for case in CASES:
+        has = traits(case, "sm80")  # that family takes whatever the CPU path takes
+        needed = tuple(dtype for dtype in DTYPES if not has <= seen[dtype])
+        if not needed:
+            needed, spare = DTYPES[spare % 2 :: 2], spare + 1
+        for dtype in needed:
+            seen[dtype] |= has
+        found[case.name] = needed
+    return found

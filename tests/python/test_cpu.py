@@ -1,4 +1,4 @@
-"""The CPU path against the reference: every named case in every dtype, drawn shapes, special values, memory."""
+"""The CPU path against the reference: every named case, in dtypes in turn, drawn shapes, special values, memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from cupyflash.cpu import call as cpu
 from cupyflash.cpu import tiles as cpu_tiles
 from cupyflash.cpu.features import Features, Place, Sums
 from cupyflash.problem import DTYPES, Problem
+from tests.table_turns import dtypes
 
 Gradients = tuple[np.ndarray, ...]
 
@@ -39,8 +40,14 @@ def check(p: Problem, x: Inputs) -> None:
     assert all(r.passed for r in results), "\n".join(map(str, results))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("c", CASES, ids=lambda c: c.name)
+IN_TURN = [
+    pytest.param(c, dtype, id=f"{c.name}-{dtype}", marks=() if dtype in dtypes()[c.name] else pytest.mark.thorough)
+    for c in CASES
+    for dtype in DTYPES
+]
+
+
+@pytest.mark.parametrize(("c", "dtype"), IN_TURN)
 def test_case(c: Case, dtype: str) -> None:
     check(c.problem(dtype), c.inputs(dtype))
 

@@ -1,11 +1,13 @@
-"""What the emulator leaves out of the table of cases is judged elsewhere."""
+"""What the emulator and the CPU path leave out of the table of cases is judged elsewhere."""
 
 from __future__ import annotations
 
 import pytest
 
+from cupyflash.check.cases import CASES
+from cupyflash.problem import DTYPES
 from tests.emulator.cases import TABLE
-from tests.table_turns import families, traits
+from tests.table_turns import dtypes, families, traits
 from tests.turns import in_turn
 
 
@@ -20,6 +22,13 @@ def test_all_that_cases_have_is_judged_in_both_families(family: str) -> None:
 def test_all_cases_are_run() -> None:
     assert set(families()) == set(TABLE)
     assert all(families().values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_that_cases_have_is_judged_in_all_dtypes_on_the_cpu(dtype: str) -> None:
+    able = set().union(*(traits(case, "sm80") for case in CASES))
+    assert set().union(*(traits(case, "sm80") for case in CASES if dtype in dtypes()[case.name])) == able
+    assert all(len(some) >= 2 for some in dtypes().values())
 
 
 def test_spare_cases_are_run_with_thorough_alone() -> None:
