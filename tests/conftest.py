@@ -192,3 +192,15 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench` measures for as short as it can: these tests look at what it says of times, not at the times."""
+    from cupyflash.cli.bench import cycles, main, timing
+
+    at_once = timing.Effort(warm_s=0.0, run_s=0.001)
+    for module, name in ((main, "QUICK"), (main, "SUSTAINED"), (cycles, "WARM_UP")):
+        monkeypatch.setattr(module, name, at_once)
+    monkeypatch.setattr(timing, "BATCH_MS", 0.1)
+    monkeypatch.setattr(timing.host_us, "__defaults__", (4, 3))  # calls, rounds

@@ -33,7 +33,7 @@ TINY = ("--backend", "cpu", "--framework", "numpy", "--causal", "--pass", "fwd",
         "--seqlens", "16", "--hidden", "16")  # fmt: skip
 
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = pytest.mark.usefixtures("without_gpu", "hurried")
 
 
 def bench(*options: str) -> Result:

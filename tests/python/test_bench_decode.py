@@ -23,7 +23,7 @@ from cupyflash.cli.bench.decode_cell import SHAPES, STORED, WIDE, DecodeCell, ch
 from cupyflash.cli.bench.timing import Effort, Timing, timings_ms
 from cupyflash.cli.bench.work import Bench, TorchBench
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = pytest.mark.usefixtures("without_gpu", "hurried")
 
 TINY = ("--decode", "--backend", "cpu", "--quick", "--rounds", "2")
 

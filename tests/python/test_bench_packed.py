@@ -29,7 +29,7 @@ from cupyflash.cli.bench.cell import Cell
 from cupyflash.cli.bench.lengths import DISTRIBUTIONS, draw
 from cupyflash.cli.bench.timing import Timing
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = pytest.mark.usefixtures("without_gpu", "hurried")
 TINY = ("--backend", "cpu", "--quick", "--rounds", "1", "--head-dim", "16", "--tokens", "64", "--hidden", "32")
 LENGTHS = (5, 1, 0, 37, 19)
 

@@ -51,7 +51,7 @@ LEAVES = [("verify",), ("doctor",), ("bench",), ("explain",), ("run",), ("compil
 Invoke = Callable[..., Result]
 
 
-pytestmark = pytest.mark.usefixtures("without_gpu")
+pytestmark = pytest.mark.usefixtures("without_gpu", "hurried")
 
 
 @pytest.fixture
