@@ -102,8 +102,9 @@ def few(rng: Rng, s: Spec) -> Tensors:
 
 
 def hidden(rng: Rng, s: Spec) -> Tensors:
-    """NaN and inf in keys that no query sees, and in queries that see no key: in the last head of the last sequence, and
-    in some others, since rows that are computed again take the emulator long."""
+    """NaN and inf in keys that no query sees, and in queries that see no key, in the last head of the last sequence and
+    in some others. Rows that are computed again take the emulator long.
+    """
     q, k, v, dout = normal(rng, s)
     seen, blind = np.zeros(s.sk, bool), np.zeros(s.sq, bool)
     for i in range(s.sq):

@@ -197,6 +197,9 @@ class Head:
         return formed.scores, formed.d_scores
 
 
+Heads = dict[tuple[int, int], Head]
+
+
 def distances(s: Spec) -> Array:
     """D: of each key from each query's own position."""
     return np.abs(np.arange(s.sq)[:, None] + s.sk - s.sq - np.arange(s.sk)).astype(np.float64)
@@ -265,29 +268,39 @@ def _given_back(s: Spec, *found: Bounded) -> tuple[Bounded, ...]:
     return tuple(Bounded(x.exact[0], x.bound[0]) for x in found) if s.packed else found
 
 
-def forward(s: Spec, x: Inputs) -> tuple[Bounded, ...]:
-    """out and lse."""
+def heads(s: Spec, x: Inputs) -> Heads:
+    """By sequence and head of q; `forward` and `backward` make their own unless they are given these."""
     r, x = Rounding(s.dtype), _whole(s, x)
-    batch, sq, heads, _ = s.shapes[0]
-    out = Bounded(np.zeros(s.shapes[0]), np.zeros(s.shapes[0]))
-    lse = Bounded(np.full((batch, heads, sq), -np.inf), np.zeros((batch, heads, sq)))
-    slopes = _slopes(s, x)
+    found, slopes = {}, _slopes(s, x)
     with np.errstate(all="ignore"):
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
-            for h in range(heads):
+            for h in range(s.shapes[0][2]):
                 of = (x.q[b, rows, h], x.k[b, keys, h // s.group], x.v[b, keys, h // s.group])
                 more = _of_head(s, x, slopes[i, h], h, i, (alone.sq, alone.sk))
-                head = Head(alone, r, *(a.astype(np.float64) for a in of), more)
-                out.exact[b, rows, h], out.bound[b, rows, h] = head.O, head.dO
-                lse.exact[b, h, rows], lse.bound[b, h, rows] = head.lse, head.dlse
+                found[i, h] = Head(alone, r, *(a.astype(np.float64) for a in of), more)
+    return found
+
+
+def forward(s: Spec, x: Inputs, made: Heads | None = None) -> tuple[Bounded, ...]:
+    """out and lse."""
+    batch, sq, count, _ = s.shapes[0]
+    out = Bounded(np.zeros(s.shapes[0]), np.zeros(s.shapes[0]))
+    lse = Bounded(np.full((batch, count, sq), -np.inf), np.zeros((batch, count, sq)))
+    made = made or heads(s, x)
+    for i, (b, rows, *_) in enumerate(s.parts()):
+        for h in range(count):
+            head = made[i, h]
+            out.exact[b, rows, h], out.bound[b, rows, h] = head.O, head.dO
+            lse.exact[b, h, rows], lse.bound[b, h, rows] = head.lse, head.dlse
     return _given_back(s, out, lse)
 
 
-def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
+def backward(s: Spec, x: Inputs, stored: Array, made: Heads | None = None) -> tuple[Bounded, ...]:
     """dq, dk, dv, and those of what features bring.
 
     `stored`: the out that the backward was given; delta follows from it where it is not finite.
     """
+    made = made or heads(s, x)
     r, x = Rounding(s.dtype), _whole(s, x)
     stored = stored[None] if s.packed else stored
     dq, dk, dv = (Bounded(np.zeros(shape), np.zeros(shape)) for shape in (s.shapes[0], s.shapes[1], s.shapes[1]))
@@ -303,8 +316,7 @@ def backward(s: Spec, x: Inputs, stored: Array) -> tuple[Bounded, ...]:
                 arrays = (x.q[at_q], x.k[at_k], x.v[at_k], x.dout[at_q], stored[at_q])
                 Q, K, V, G, O = (a.astype(np.float64) for a in arrays)  # noqa: E741 (the paper's name)
                 dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
-                more = _of_head(s, x, slopes[i, h], h, i, (alone.sq, alone.sk))
-                head = Head(alone, r, Q, K, V, more)
+                head = made[i, h]
                 *found, by_score = _gradients(alone, r, head, Q, K, V, G, O, dlse)
                 for query, seen, read in head.reads:
                     of_mods.add(read, by_score.exact[query, seen], by_score.bound[query, seen])
