@@ -45,7 +45,8 @@ def test_gradcheck(lengths: dict[str, Any], options: dict[str, Any], qkv: Any) -
         out, lse = attention_varlen(*x, **lengths, **options, return_lse=True)
         return out, torch.where(torch.isfinite(lse), lse, 0)  # -inf has no differences
 
-    assert torch.autograd.gradcheck(function, qkv)
+    one_group = (x.detach()[:, : x.shape[1] // 2].clone().requires_grad_() for x in qkv)
+    assert torch.autograd.gradcheck(function, tuple(one_group))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
