@@ -36,7 +36,13 @@ def _own_axes(*arrays: Any) -> frozenset[str]:
 def _as_parts(found: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
     """What was made of such parts is such parts, which custom calls do not say."""
     axes = _own_axes(*arrays)
-    return tuple(_vary(x, tuple(axes - _own_axes(x))) for x in found)
+    return tuple(_vary(x, tuple(axes - _own_axes(x))) for x in found) if axes else tuple(found)
+
+
+def _shared_by_all(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arrays, inside shard_map as parts along the axes of any of them: what devices share has as its gradient
+    the sum of theirs, which is the derivative of this."""
+    return dict(zip(arrays, _as_parts(list(arrays.values()), list(arrays.values())), strict=True))
 
 
 def _vary(x: Any, axes: tuple[str, ...]) -> Any:
@@ -186,7 +192,7 @@ _jit_backward = jax.jit(_sealed, static_argnums=0)
 def attention_of(arrays: Mapping[str, Any], options: Options, want_lse: bool) -> tuple[Any, Any | None]:
     """(out, lse) of arrays by name, concrete or traced."""
     _vet(arrays)
-    static = Static.of("forward", tuple(arrays), options, WITH_LSE)
+    arrays, static = _shared_by_all(arrays), Static.of("forward", tuple(arrays), options, WITH_LSE)
     with _wide(arrays):
         found = _jit_forward(static, want_lse, *arrays.values())
     return found if want_lse else (found, None)
@@ -196,7 +202,7 @@ def backward_of(arrays: Mapping[str, Any], options: Options, wanted: tuple[str, 
     """The gradients by name, of arrays by name."""
     _vet(arrays)
     _vet_mods(options, wanted)
-    static = Static.of("backward", tuple(arrays), options, wanted)
+    arrays, static = _shared_by_all(arrays), Static.of("backward", tuple(arrays), options, wanted)
     with _wide(arrays):
         found = _jit_backward(static, *arrays.values())
     return dict(zip(BACKWARD.made(arrays, wanted), found, strict=True))

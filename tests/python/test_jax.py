@@ -361,6 +361,12 @@ from cupyflash.jax import call
 keys = jax.random.split(jax.random.key(0), 3)
 three = [jax.random.normal(key, (4, n, heads, 16)) for key, n, heads in zip(keys, (37, 45, 45), (4, 2, 2))]
 want, grads = plain(*three), gradients(plain)(*three)
+def with_sink(q, k, v, sink):
+    return cupyflash.attention(q, k, v, sink=sink)
+def repeated(q, k, v, sink):
+    return with_sink(q, jnp.concatenate([k, k]), jnp.concatenate([v, v]), sink)
+few = three[0], three[1][:2], three[2][:2], jnp.asarray([0.5, -1, 2, 0])
+shared_grads = jax.grad(squared(repeated), (0, 1, 2, 3))(*few)
 seen = []
 run = call.run.forward
 call.run.forward = lambda library, arrays, *more: (seen.append(arrays["q"].shape), run(library, arrays, *more))[1]
@@ -378,6 +384,11 @@ for kind in (AxisType.Auto, AxisType.Explicit):
     for check in (False, True):
         parts = jax.shard_map(ours, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check)
         agree(jax.jit(gradients(parts))(*placed), grads)
+        # What devices share has the sum of their gradients.
+        specs = P("data"), P(), P(), P()
+        parts = jax.shard_map(with_sink, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=check)
+        given = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(few, specs)]
+        agree(jax.jit(jax.grad(squared(parts), (0, 1, 2, 3)))(*given), shared_grads)
     # One key head a device is the most: four devices along the heads are two too many, and are not an error.
     line = jax.make_mesh((4,), ("model",), axis_types=(kind,))
     if kind is AxisType.Auto:
