@@ -79,10 +79,9 @@ def call(case: Case, inputs: Inputs, framework: Framework, options: dict[str, An
     out, lse = attention(q, k, v, **options, return_lse=True)
     if not case.backward:
         return Results(case.in_layout(framework.to_numpy(out)), framework.to_numpy(lse))
-    asked = inputs.arguments if framework.name == "jax" else inputs.learned  # there, mods' arrays have none yet
-    grads = backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=asked, **options)
+    grads = backward(dout, q, k, v, out, lse, dlse=dlse, gradients_of=inputs.learned, **options)
     tensors = [case.in_layout(framework.to_numpy(x)) for x in (out, *grads)]
-    learned = tuple(framework.to_numpy(x) for x in inputs.learned_in(grads, asked).values())
+    learned = tuple(framework.to_numpy(x) for x in inputs.learned_in(grads).values())
     return Results._make((tensors[0], framework.to_numpy(lse), *tensors[1:], learned))
 
 

@@ -75,13 +75,11 @@ class Inputs(NamedTuple):
         of_mods = () if self.mods is None else self.mods.learned.values()
         return *(f"d{name}" for name in self.arguments), *(MOD_GRADIENTS[i] for i in of_mods)
 
-    def learned_in(self, gradients: Any, asked: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """The same, or those of `learned` that were asked for, of what a backward gave back, by the names of
-        `gradients`."""
-        names = self.learned if asked is None else asked
-        arguments, of_mods = self.arguments, () if self.mods is None else self.mods.learned
-        found = {f"d{name}": getattr(gradients, f"d{name}") for name in names if name in arguments}
-        return found | {f"d{name}": gradients.dmod_arrays[name] for name in names if name in of_mods}
+    def learned_in(self, gradients: Any) -> dict[str, Any]:
+        """The same, of what a backward gave back, by the names of `gradients`."""
+        of_mods = () if self.mods is None else self.mods.learned
+        found = {f"d{name}": getattr(gradients, f"d{name}") for name in self.arguments}
+        return found | {f"d{name}": gradients.dmod_arrays[name] for name in of_mods}
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -13,8 +13,6 @@ import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError
 from ..launch.run import WITH_LSE
-from ..mods.description import read
-from ..operand import MOD_GRADIENTS
 from ..operands import BACKWARD
 from ..options import Options
 from . import parts
@@ -64,7 +62,7 @@ def _group(static: Static, arrays: Sequence[Any]) -> int:
 @functools.lru_cache(maxsize=1024)
 def _divided(static: Static, dims: tuple[parts.Dims, ...], group: int) -> Callable[..., Any]:
     where = static.names.index("q"), static.names.index("k")
-    return divided(lambda *arrays: tuple(call(static, *arrays)), dims, parts.made_dims(static), where, group)
+    return divided(lambda *arrays: tuple(call(static, *arrays)), dims, parts.made_dims(static, dims), where, group)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -145,20 +143,6 @@ def _watched(static: Static) -> list[str]:
     return [name for name in static.names if name in optional]
 
 
-def _vet_mods(options: Options, wanted: Sequence[str]) -> None:
-    """Refuse gradients of arrays of mods.
-
-    Raises:
-        UnsupportedError: one is wanted.
-    """
-    for x, made in zip(read(options.mods).arrays, MOD_GRADIENTS, strict=False):
-        if made in wanted:
-            raise UnsupportedError(
-                f"mod_arrays: JAX asks for a gradient of {x.name}, which it cannot have yet; use "
-                "jax.lax.stop_gradient, or bias=, alibi_slopes= or sink=, which are learned"
-            )
-
-
 _IS_ZERO = jax.custom_derivatives.SymbolicZero
 
 
@@ -201,7 +185,6 @@ def attention_of(arrays: Mapping[str, Any], options: Options, want_lse: bool) ->
 def backward_of(arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...] = ()) -> dict[str, Any]:
     """The gradients by name, of arrays by name."""
     _vet(arrays)
-    _vet_mods(options, wanted)
     arrays, static = _shared_by_all(arrays), Static.of("backward", tuple(arrays), options, wanted)
     with _wide(arrays):
         found = _jit_backward(static, *arrays.values())

@@ -27,40 +27,48 @@ def joined(static: Static, shapes: Sequence[Shape], mapped: Sequence[bool]) -> l
     if "batch" in _numbered(static):
         return None
     rows = _rows(static)
-    own = [is_mapped or not _is_common(row, x) for row, x, is_mapped in zip(rows, shapes, mapped, strict=True)]
+    learned = {PASSES[static.which].rows[made].like for made in static.wanted}
+    own = [
+        is_mapped or not _is_shared(row, x) or row.name in learned
+        for row, x, is_mapped in zip(rows, shapes, mapped, strict=True)
+    ]
     have_batch = all(_has_batch(row, x, shapes[0]) for row, x, is_own in zip(rows, shapes, own, strict=True) if is_own)
     return own if have_batch else None
 
 
 def divided_dims(static: Static, shapes: Sequence[Shape]) -> tuple[Dims, ...] | None:
     """The dimensions of the arrays in the caller's layout, "" for those that are whole in each part; None: there are no
-    parts, since some arrays have gradients that are sums over these, or no batch at all."""
+    parts, since some arrays broadcast, or have no batch at all."""
     found, whole = [], _numbered(static)
     for row, x in zip(_rows(static), shapes, strict=True):
-        if not _is_common(row, x) and not _has_batch(row, x, shapes[0]):
+        if not _is_shared(row, x) and not _has_batch(row, x, shapes[0]):
             return None
         if row.broadcasts and 1 in x:
             return None
-        dims = dims_of(row, static.options.layout) or ("",) * len(x)
+        dims = _dims_of(row, x, static.options.layout)
         found.append(
             tuple("" if d in whole or (n == 1 and d in row.single) else d for d, n in zip(dims, x, strict=True))
         )
     return tuple(found)
 
 
-def made_dims(static: Static) -> list[Dims]:
-    """The same of what the call makes."""
+def made_dims(static: Static, dims: Sequence[Dims]) -> list[Dims]:
+    """The same of what the call makes of arrays that have these. What lacks one of them is a sum over the parts."""
     which, whole = PASSES[static.which], _numbered(static)
-    made = [dims_of(which.rows[name], static.options.layout) for name in which.made(static.names, static.wanted)]
-    return [tuple("" if d in whole else d for d in dims) for dims in made]
+    of, found = dict(zip(static.names, dims, strict=True)), []
+    for name in which.made(static.names, static.wanted):
+        row = which.rows[name]
+        own = of[row.like] if row.like else row.dims
+        found.append(tuple("" if d in whole else d for d in own))
+    return found
 
 
-def dims_of(row: Operand, layout: str) -> Dims:
+def _dims_of(row: Operand, shape: Shape, layout: str) -> Dims:
     """Its dimensions as they lie in the caller's layout."""
     if layout == "bhsd" and row.has_layout:
         batch, seqlen, heads, head_dim = row.dims
         return batch, heads, seqlen, head_dim
-    return row.dims
+    return row.dims[len(row.dims) - len(shape) :] if row.dims else ("",) * len(shape)
 
 
 def _rows(static: Static) -> list[Operand]:
@@ -73,9 +81,11 @@ def _numbered(static: Static) -> set[str]:
     return {d for place, dims in _NUMBERS.items() if mods.uses(place) for d in dims}
 
 
-def _is_common(row: Operand, shape: Shape) -> bool:
-    """Whether all sequences share it, and it has no gradient."""
-    return row.free or row.dims[0] == "any" or ("batch" in row.single and shape[0] == 1)
+def _is_shared(row: Operand, shape: Shape) -> bool:
+    """Whether it is the same for all sequences: what mods read, bits of masks, what each head has."""
+    if "batch" in row.single:
+        return shape[0] == 1
+    return row.free or row.dims[-len(shape) :] in (("any", "tile_words"), ("heads_q",))
 
 
 def _has_batch(row: Operand, shape: Shape, of_q: Shape) -> bool:

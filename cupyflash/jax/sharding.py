@@ -1,13 +1,16 @@
-"""How a call is divided among devices: by batch and by heads, each device a call of its own on its part.
+"""How a call is divided among devices: by batch and by heads, each device a call of its own on its part. What the call
+makes of all sequences or heads, such as the gradient of what they share, is the sum of the devices'.
 
 Without this rule XLA would gather all arrays and compute the whole call on every device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,9 +25,25 @@ def _mapping(number: int, dims: Dims, group: int) -> ArrayMapping:
     return ArrayMapping(*(heads if d == "heads_q" else factor for d, factor in zip(dims, found, strict=True)))
 
 
-def _axes(dims: Dims, batch: Any, heads: Any) -> PartitionSpec:
-    named = {"batch": batch, "heads_q": heads, "heads_k": heads}
-    return PartitionSpec(*(named.get(d) for d in dims))
+class _Axes(NamedTuple):
+    """Along which axes of a mesh sequences and heads are divided; None: they are not."""
+
+    batch: Any
+    heads: Any
+
+    def spec(self, dims: Dims) -> PartitionSpec:
+        named = {"batch": self.batch, "heads_q": self.heads, "heads_k": self.heads}
+        return PartitionSpec(*(named.get(d) for d in dims))
+
+    def sum(self, x: Any, dims: Dims) -> Any:
+        """What each device has made of these dimensions, over the parts along those that it lacks."""
+        parts = [self.batch] * ("batch" not in dims) + [self.heads] * {"heads_q", "heads_k"}.isdisjoint(dims)
+        names = tuple(name for axes in parts for name in _names(axes))
+        return jax.lax.psum(x, names) if names else x
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+    return () if axes is None else axes if isinstance(axes, tuple) else (axes,)
 
 
 def divided(
@@ -41,19 +60,28 @@ def divided(
     dims_of_q = inputs[qk[0]]
     has_group = group > 1 and "heads_q" in dims_of_q
 
-    def shardings(mesh: Any, given: Sequence[Any], of: Sequence[Dims]) -> tuple[NamedSharding, ...]:
+    def axes_of(mesh: Any, given: Sequence[Any]) -> _Axes:
         q, k = (given[i] for i in qk)
-        axes = dict(zip(dims_of_q, [*q.sharding.spec, None, None, None, None], strict=False))
-        batch, heads = axes.get("batch"), axes.get("heads_q")
-        if heads is not None and k.shape[dims_of_q.index("heads_q")] % _parts(mesh, heads):
+        found = dict(zip(dims_of_q, [*q.sharding.spec, None, None, None, None], strict=False))
+        heads = found.get("heads_q")
+        count = math.prod(mesh.shape[name] for name in _names(heads))
+        if heads is not None and k.shape[dims_of_q.index("heads_q")] % count:
             heads = None  # a key head is not divided
-        return tuple(NamedSharding(mesh, _axes(dims, batch, heads)) for dims in of)
+        return _Axes(found.get("batch"), heads)
+
+    def shardings(mesh: Any, axes: _Axes, of: Sequence[Dims]) -> tuple[NamedSharding, ...]:
+        return tuple(NamedSharding(mesh, axes.spec(dims)) for dims in of)
 
     def infer(mesh: Any, given: Sequence[Any], shape: Any) -> Any:
-        return shardings(mesh, given, results)
+        return shardings(mesh, axes_of(mesh, given), results)
 
     def partition(mesh: Any, given: Sequence[Any], shape: Any) -> Any:
-        return mesh, call, shardings(mesh, given, results), shardings(mesh, given, inputs)
+        axes = axes_of(mesh, given)
+
+        def part(*arrays: Any) -> tuple[Any, ...]:
+            return tuple(axes.sum(x, dims) for x, dims in zip(call(*arrays), results, strict=True))
+
+        return mesh, part, shardings(mesh, axes, results), shardings(mesh, axes, inputs)
 
     found = custom_partitioning(call)
     mappings = [_mapping(i, dims, group) for i, dims in enumerate((*inputs, *results))]
@@ -65,11 +93,3 @@ def divided(
         ),
     )
     return found
-
-
-def _parts(mesh: Any, axes: Any) -> int:
-    """Into how many parts these axes of a mesh divide."""
-    count = 1
-    for axis in axes if isinstance(axes, tuple) else (axes,):
-        count *= mesh.shape[axis]
-    return count

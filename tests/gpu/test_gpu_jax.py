@@ -53,11 +53,11 @@ def test_another_family_is_another_trace(three: list[Any], monkeypatch: pytest.M
         near((ours(*three), gradients(ours)(*three)), want)
 
 
-def gradients(f: Any) -> Any:
+def gradients(f: Any, of: Any = (0, 1, 2)) -> Any:
     import jax
     import jax.numpy as jnp
 
-    return jax.grad(lambda *x: (f(*x).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
+    return jax.grad(lambda *x: (f(*x).astype(jnp.float32) ** 2).sum(), of)
 
 
 def near(got: Any, want: Any) -> None:
@@ -165,8 +165,10 @@ def test_mods(three: list[Any]) -> None:
         return plain(q, k, v, of_scores)
 
     near(modified(q, k, v, tables[0]), written_out(q, k, v, tables[0]))
-    got = jax.jit(gradients(lambda *x: modified(*x, tables[0])))(q, k, v)
-    near(got, gradients(lambda *x: written_out(*x, tables[0]))(q, k, v))
+    of = 0, 1, 2, 3  # the table is learned, too
+    near(jax.jit(gradients(modified, of))(q, k, v, tables[0]), gradients(written_out, of)(q, k, v, tables[0]))
+    mapped = jax.jit(jax.vmap(gradients(modified, 3), (None, None, None, 0)))(q, k, v, tables)
+    near(mapped[1], gradients(written_out, 3)(q, k, v, tables[1]))
     steps = jax.jit(lambda q, tables: jax.lax.scan(lambda x, table: (modified(x, k, v, table), None), q, tables)[0])
     near(steps(q, tables), written_out(written_out(q, k, v, tables[0]).astype(q.dtype), k, v, tables[1]))
     many = jnp.stack([q, 2 * q])

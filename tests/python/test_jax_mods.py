@@ -12,7 +12,7 @@ import pytest
 from test_jax import SHAPES, agree, at_once, run_on_four_devices, squared
 
 import cupyflash
-from cupyflash import ArgumentError, BlockMask, UnsupportedError, masks
+from cupyflash import ArgumentError, BlockMask, masks
 from cupyflash.mods import bind
 from tests import pretended_gpu
 
@@ -98,11 +98,14 @@ def test_a_mod_is_that_of_numpy_arrays_inside_jit_and_outside(three: list[Any], 
 
 
 def test_gradients_of_a_mod(three: list[Any], table: Any) -> None:
+    """Those of the arrays that it reads, too, by themselves and beside the others."""
     import jax
 
-    want = jax.grad(squared(plain_by_place), (0, 1, 2))(*three, table)
-    agree(jax.grad(squared(by_place), (0, 1, 2))(*three, table), want)
-    agree(jax.jit(jax.grad(squared(jax.checkpoint(by_place)), (0, 1, 2)))(*three, table), want)
+    want = jax.grad(squared(plain_by_place), (0, 1, 2, 3))(*three, table)
+    agree(jax.grad(squared(by_place), (0, 1, 2, 3))(*three, table), want)
+    agree(jax.jit(jax.grad(squared(jax.checkpoint(by_place)), (0, 1, 2)))(*three, table), want[:3])
+    agree(jax.jit(jax.grad(squared(jax.checkpoint(by_place)), (0, 1, 2, 3)))(*three, table), want)
+    agree(jax.grad(squared(by_place), 3)(*three, table), want[3])
 
 
 def test_gradients_of_lse_of_a_mod(three: list[Any]) -> None:
@@ -132,12 +135,13 @@ def test_a_backward_of_ones_own(three: list[Any], table: Any) -> None:
     def both(q: Any, k: Any, v: Any, table: Any) -> Any:
         options = {"score_mod": BY_PLACE, "mod_arrays": {"table": table}, "block_mask": mask}
         out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
-        return tuple(cupyflash.attention_backward(2 * out, q, k, v, out, lse, **options))
+        found = cupyflash.attention_backward(2 * out, q, k, v, out, lse, gradients_of="table", **options)
+        return *found, found.dmod_arrays["table"]
 
-    def ours(q: Any, k: Any, v: Any) -> Any:
+    def ours(q: Any, k: Any, v: Any, table: Any) -> Any:
         return cupyflash.attention(q, k, v, score_mod=BY_PLACE, mod_arrays={"table": table}, block_mask=mask)
 
-    agree(both(*three, table), jax.grad(squared(ours), (0, 1, 2))(*three))
+    agree(both(*three, table), jax.grad(squared(ours), (0, 1, 2, 3))(*three, table))
 
 
 @pytest.mark.parametrize("wide", ["", "kind", "shift", "kind shift"])
@@ -165,13 +169,22 @@ def test_arrays_of_all_dtypes(wide: str, three: list[Any], rng: np.random.Genera
         given = {name: jnp.asarray(x) for name, x in arrays.items()}
     assert {name: x.dtype for name, x in given.items()} == {name: x.dtype for name, x in arrays.items()}
 
-    def ours(q: Any, k: Any, v: Any) -> Any:
-        return cupyflash.attention(q, k, v, **options, mod_arrays=given)
+    def ours(q: Any, k: Any, v: Any, learned: Any = None) -> Any:
+        return cupyflash.attention(q, k, v, **options, mod_arrays=given | (learned or {}))
 
     np.testing.assert_array_equal(ours(*three), want)
     with with_x64() if wide else contextlib.nullcontext():
         np.testing.assert_array_equal(jax.jit(ours)(*three), want)
-        jax.grad(squared(ours), (0, 1, 2))(*three)
+        learned = {name: given[name] for name in ("weight", "shift")}
+        grads = jax.grad(squared(ours), (0, 1, 2, 3))(*three, learned)
+        out, lse = ours(*three), cupyflash.attention(*three, **options, mod_arrays=given, return_lse=True)[1]
+    five = (np.asarray(x) for x in (2 * out, *three, out, lse))
+    own = cupyflash.attention_backward(*five, **options, mod_arrays=arrays, gradients_of=tuple(learned))
+    for got, expected in zip(grads, own, strict=False):
+        np.testing.assert_array_equal(got, expected)
+    for name, x in grads[3].items():
+        assert x.dtype == arrays[name].dtype
+        np.testing.assert_array_equal(x, own.dmod_arrays[name])
 
 
 def test_functions_of_jax_take_symbols(three: list[Any], table: Any) -> None:
@@ -225,7 +238,7 @@ def test_what_a_closure_holds_may_be_traced(three: list[Any], rng: np.random.Gen
         return q
 
     agree(jax.jit(layers)(q, tables), want(q, tables))
-    agree(jax.jit(jax.grad(squared(layers)))(q, tables), jax.grad(squared(want))(q, tables))
+    agree(jax.jit(jax.grad(squared(layers), (0, 1)))(q, tables), jax.grad(squared(want), (0, 1))(q, tables))
 
 
 @pytest.mark.parametrize("axes", [(0, None, None, None), (None, 0, 0, None), (None, None, None, 0), (0, 0, 0, 0)])
@@ -236,8 +249,24 @@ def test_vmap_leaves_places_what_they_are(axes: tuple[int | None, ...], three: l
 
     given = [x if a is None else jnp.stack([x, 2 * x, -x]) for x, a in zip((*three, table), axes, strict=True)]
     agree(jax.vmap(by_place, axes)(*given), jax.vmap(plain_by_place, axes)(*given))
-    got = jax.jit(jax.vmap(jax.grad(squared(by_place), (0, 1)), axes))(*given)
-    agree(got, jax.vmap(jax.grad(squared(plain_by_place), (0, 1)), axes)(*given))
+    got = jax.jit(jax.vmap(jax.grad(squared(by_place), (0, 3)), axes))(*given)
+    agree(got, jax.vmap(jax.grad(squared(plain_by_place), (0, 3)), axes)(*given))
+
+
+def test_a_gradient_of_an_array_that_mapped_calls_share(three: list[Any], table: Any) -> None:
+    """Of each of them where vmap is around grad, and their sum where grad is around vmap."""
+    import jax
+    import jax.numpy as jnp
+
+    def ours(q: Any, table: Any) -> Any:
+        found = cupyflash.attention(q, *three[1:], score_mod="score + table[h, k]", mod_arrays={"table": table})
+        return (found**2).sum()
+
+    many = jnp.stack([three[0], 2 * three[0], -three[0]])
+    want = jnp.stack([jax.grad(ours, 1)(q, table) for q in many])
+    agree(jax.jit(jax.vmap(jax.grad(ours, 1), (0, None)))(many, table), want)
+    summed = jax.grad(lambda table: jax.vmap(ours, (0, None))(many, table).sum())(table)
+    agree(summed, want.sum(0))
 
 
 def test_vmap_joins_the_batch_where_nobody_asks_for_b(three: list[Any], table: Any, calls: list[Any]) -> None:
@@ -270,9 +299,9 @@ def test_packed_sequences(three: list[Any], table: Any) -> None:
 
     edges = jnp.asarray([0, 17, 17, 52], jnp.int32)
     np.testing.assert_array_equal(jax.jit(packed)(q, k, v, edges, table), numpy_of(packed, q, k, v, edges, table))
-    grads = jax.grad(squared(packed), (0, 1, 2))(q, k, v, edges, table)
+    grads = jax.grad(squared(packed), (0, 1, 2, 4))(q, k, v, edges, table)
 
-    def each(q: Any, k: Any, v: Any) -> Any:
+    def each(q: Any, k: Any, v: Any, table: Any) -> Any:
         parts = [(0, slice(0, 17)), (2, slice(17, 52))]
         found = [
             plain(q[None, at], k[None, at], v[None, at], lambda s, b, h, i, j, n=n: jnp.tanh(s)
@@ -281,7 +310,7 @@ def test_packed_sequences(three: list[Any], table: Any) -> None:
         ]  # fmt: skip
         return jnp.concatenate(found)
 
-    agree(grads, at_once(jax.grad(squared(each), (0, 1, 2)))(q, k, v))
+    agree(grads, at_once(jax.grad(squared(each), (0, 1, 2, 3)))(q, k, v, table))
     both = jax.vmap(packed, (None, None, None, 0, None))(q, k, v, jnp.stack([edges, edges // 2]), table)
     np.testing.assert_array_equal(both[1], packed(q, k, v, edges // 2, table))
 
@@ -289,17 +318,10 @@ def test_packed_sequences(three: list[Any], table: Any) -> None:
 # ---- Refused by name ----
 
 
-def test_a_gradient_of_an_array_is_refused(three: list[Any], table: Any) -> None:
+def test_arrays_that_are_not_learned_have_no_gradient(three: list[Any], table: Any) -> None:
+    """What stop_gradient holds back, what a mask alone reads, and integers: 0, or nothing."""
     import jax
-
-    for f in (by_place, jax.jit(by_place)):
-        with pytest.raises(UnsupportedError, match=r"JAX asks for a gradient of table, .* jax\.lax\.stop_g"):
-            jax.grad(squared(f), (0, 3))(*three, table)
-    q, k, v = three
-    options: dict[str, Any] = {"score_mod": BY_PLACE, "mod_arrays": {"table": table}}
-    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
-    with pytest.raises(UnsupportedError, match="JAX asks for a gradient of table"):
-        cupyflash.attention_backward(out, q, k, v, out, lse, gradients_of="table", **options)
+    import jax.numpy as jnp
 
     def stopped(q: Any, k: Any, v: Any, table: Any) -> Any:
         return by_place(q, k, v, jax.lax.stop_gradient(table))
@@ -307,6 +329,16 @@ def test_a_gradient_of_an_array_is_refused(three: list[Any], table: Any) -> None
     dq, dtable = jax.grad(squared(stopped), (0, 3))(*three, table)
     agree(dq, jax.grad(squared(plain_by_place))(*three, table))
     assert not dtable.any()
+
+    def masked(q: Any, limit: Any, kind: Any) -> Any:
+        given = {"limit": limit, "kind": kind}
+        return cupyflash.attention(q, *three[1:], mask_mod="k == 0 || limit[h] < kind[k]", mod_arrays=given)
+
+    limit, kind = jnp.zeros(HEADS), jnp.arange(SK) % 3
+    dlimit, dkind = jax.grad(squared(masked), (1, 2), allow_int=True)(three[0], limit, kind)
+    assert dlimit.shape == (HEADS,)
+    assert not dlimit.any()
+    assert dkind.dtype == jax.dtypes.float0
 
 
 def other(x: Any) -> Any:
@@ -468,7 +500,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from python.test_jax import agree, gradients
+from python.test_jax import agree, gradients, squared
 import cupyflash
 from cupyflash import masks
 from cupyflash.jax import call
@@ -521,6 +553,23 @@ for kind in (AxisType.Auto, AxisType.Explicit):
             parts = jax.shard_map(f, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=check)
             agree(jax.jit(parts)(*given), in_parts(*three))
             agree(jax.jit(gradients(parts))(*given), gradients(in_parts)(*three))
+    # Each device makes its part of what all learn, and these are summed up.
+    def learned(text):
+        def f(q, k, v, table, sink, slopes):
+            return cupyflash.attention(
+                q, k, v, score_mod=text, mod_arrays=dict(table=table), sink=sink, alibi_slopes=slopes
+            )
+        return jax.grad(squared(f), (0, 1, 2, 3, 4, 5))
+    heads = jnp.asarray([0.5, -1, 2, 0]), jnp.asarray([0.1, 0.2, 0.3, 0.4])
+    own = [jax.device_put(x, NamedSharding(mesh, P())) for x in heads]
+    for text, shape in (
+        ("score + table[h, q]", (2, 37, 4, 16)), ("score * table[0, k]", (2, 37, 2, 16)),
+        ("score + table[b, k]", (4, 37, 2, 16)), ("score + table[b, h]", (4, 37, 4, 16)),
+    ):
+        want = learned(text)(*three, table, *heads)
+        seen.clear()
+        agree(jax.block_until_ready(jax.jit(learned(text))(*given, *own)), want)
+        assert set(seen) == {{shape}}, (shape, seen)
 print("DONE")
 """
 
@@ -557,7 +606,8 @@ def test_what_runs_on_a_gpu_was_prepared_when_it_was_traced(arch: str, monkeypat
             ("key_lists", "query_lists"),
         ),
     ):
-        static = call.Static.of(which, tuple(given), Options(mods=text), ("lse",) if which == "forward" else ())
+        wanted = ("lse",) if which == "forward" else ("dmod_array_1",)
+        static = call.Static.of(which, tuple(given), Options(mods=text), wanted)
         results = call.results_of(static, list(given.values()))
         workspace = call._workspace(static, list(given.values()), len(results))
         assert sum(x.dtype == np.int32 and len(x.shape) == 4 for x in workspace) == len(lists)
