@@ -501,6 +501,7 @@ sys.path.insert(0, {tests!r})
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from python.test_jax import agree, gradients, squared
+from tests.two_devices import shard_map
 import cupyflash
 from cupyflash import masks
 from cupyflash.jax import call
@@ -550,7 +551,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
                 return f(*halves, table)
             return jnp.concatenate([jnp.concatenate([part(b, h) for h in (0, 1)], 2) for b in (0, 1)])
         for check in (False, True):
-            parts = jax.shard_map(f, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=check)
+            parts = shard_map(f, check, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec)
             agree(jax.jit(parts)(*given), in_parts(*three))
             agree(jax.jit(gradients(parts))(*given), gradients(in_parts)(*three))
     # Each device makes its part of what all learn, and these are summed up.
