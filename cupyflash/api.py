@@ -147,7 +147,7 @@ def attention(
     if mask is not None:
         arrays["mask"] = mask
     if block_mask is not None:
-        arrays |= arrays_of_mask(block_mask, arrays, call)
+        arrays.update(arrays_of_mask(block_mask, arrays, call))
     if score_mod is not None or mask_mod is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = forward(arrays, call, want_lse, dropout_seed)
@@ -161,7 +161,7 @@ def with_mods(arrays: dict[str, Any], call: Options, score_mod: Any, mask_mod: A
     if type(arrays["q"]).__name__ == "DTensor":
         raise UnsupportedError("score_mod: expected none for DTensors, whose parts do not know where they lie")
     text, brought = given.bind(score_mod, mask_mod, mod_arrays)
-    arrays |= brought
+    arrays.update(brought)
     return call._replace(mods=text)
 
 
@@ -270,10 +270,10 @@ def attention_backward(
         options.warn_of_minus_one(bounds)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink}
-    brought |= {"bias": bias, "mask": mask}
-    arrays |= {name: x for name, x in brought.items() if x is not None}
+    brought.update({"bias": bias, "mask": mask})
+    arrays.update({name: x for name, x in brought.items() if x is not None})
     if block_mask is not None:
-        arrays |= arrays_of_mask(block_mask, arrays, call)
+        arrays.update(arrays_of_mask(block_mask, arrays, call))
     if score_mod is not None or mask_mod is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     wanted = wanted_of(gradients_of, arrays, call.mods)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import options
+from .arrays.imported import constant_in_programs
 from .errors import ArgumentError
 from .mods.description import read
 from .operand import MOD_GRADIENTS
@@ -30,8 +31,8 @@ class Gradients(_Required):
         """Gradients by their names in the table of arrays; `mods`: the text of those that were given."""
         found = cls(*(named[name] for name in cls._fields))
         of_mods = {name: named[made] for name, made, _ in _arrays_of(mods) if made in named}
-        for name in named.keys() - set(cls._fields):
-            if name not in MOD_GRADIENTS:
+        for name in named:
+            if name not in cls._fields and name not in MOD_GRADIENTS:
                 setattr(found, name, named[name])
         if of_mods:
             found.dmod_arrays = of_mods
@@ -51,6 +52,7 @@ def wanted_of(gradients_of: Any, given: Mapping[str, Any], mods: str = "") -> tu
     return () if gradients_of == () else _wanted(gradients_of, tuple(given), mods)
 
 
+@constant_in_programs
 def _wanted(gradients_of: Any, given: tuple[str, ...], mods: str) -> tuple[str, ...]:
     names = {name: made for name, made, _ in _arrays_of(mods)}
     of = {name: made for name, made in BACKWARD.gradient_of.items() if made in BACKWARD.optional}
@@ -67,12 +69,8 @@ def _wanted(gradients_of: Any, given: tuple[str, ...], mods: str) -> tuple[str, 
     return tuple(made for name, made in of.items() if name in asked)
 
 
+@constant_in_programs
 def _arrays_of(mods: str) -> tuple[tuple[str, str, str], ...]:
     """Of each array that mods read: its name, that of its gradient in the table, its dtype."""
     arrays = read(mods).arrays if mods else ()
     return tuple((x.name, made, x.dtype) for x, made in zip(arrays, MOD_GRADIENTS, strict=False))
-
-
-# To torch.compile these are constants of the program.
-_wanted._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_arrays_of._dynamo_marked_constant = True  # type: ignore[attr-defined]

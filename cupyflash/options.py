@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from .arrays.imported import is_instance
+from .arrays.imported import constant_in_programs, is_instance
 from .errors import ArgumentError, UnsupportedError
 
 LAYOUTS = ("bshd", "bhsd")
@@ -71,9 +71,7 @@ def make_options(
         softcap = number("softcap", softcap)
     if type(dropout_p) is not float:
         dropout_p = number("dropout_p", dropout_p)
-    return tuple.__new__(
-        Options, (causal, scale, window, layout, deterministic, softcap, dropout_p, mods)
-    )  # Options(...) takes twice as long
+    return Options(causal, scale, window, layout, deterministic, softcap, dropout_p, mods)
 
 
 def flag(name: str, x: Any) -> bool:
@@ -143,6 +141,7 @@ def _pair(window: Any) -> Window:
 _minus_one_is_known = False
 
 
+@constant_in_programs
 def warn_of_minus_one(window: Window) -> None:
     """Say once in this process what a bound of -1 means here; to users of flash-attn it means "unbounded"."""
     global _minus_one_is_known
@@ -158,10 +157,6 @@ def warn_of_minus_one(window: Window) -> None:
         stacklevel=level,
     )
     _minus_one_is_known = True
-
-
-# To torch.compile this is a constant, which means that it is called, once, when a program is compiled.
-warn_of_minus_one._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _value(name: str, x: Any) -> Any:

@@ -41,7 +41,7 @@ class Sequences(NamedTuple):
 
     def named(self) -> dict[str, Any]:
         """The arrays by their arguments' names, each once."""
-        given = {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
+        given = {name: x for name, x in zip(Sequences._fields, self, strict=True) if x is not None}
         if self.cu_seqlens_k is self.cu_seqlens_q:
             given.pop("cu_seqlens_k", None)
         return given

@@ -97,12 +97,12 @@ def attention_varlen(
     call = make_options(causal, scale, window, layout, deterministic, softcap, dropout_p)
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     want_lse = options.flag("return_lse", return_lse)
-    arrays = {"q": q, "k": k, "v": v} | _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
+    arrays = {"q": q, "k": k, "v": v, **_places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)}
     brought = {"alibi_slopes": alibi_slopes, "sink": sink, "bias": bias, "mask": mask}
-    arrays |= {name: x for name, x in brought.items() if x is not None}
+    arrays.update({name: x for name, x in brought.items() if x is not None})
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     if block_mask is not None:
-        arrays |= api.arrays_of_mask(block_mask, arrays, call)
+        arrays.update(api.arrays_of_mask(block_mask, arrays, call))
     if score_mod is not None or mask_mod is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = api.forward(arrays, call, want_lse, dropout_seed)
@@ -176,11 +176,11 @@ def attention_varlen_backward(
     _check_habits(call, max_seqlen_q, max_seqlen_k)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "sink": sink, "bias": bias, "mask": mask}
-    arrays |= {name: x for name, x in brought.items() if x is not None}
-    arrays |= _places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range)
+    arrays.update({name: x for name, x in brought.items() if x is not None})
+    arrays.update(_places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range))
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     if block_mask is not None:
-        arrays |= api.arrays_of_mask(block_mask, arrays, call)
+        arrays.update(api.arrays_of_mask(block_mask, arrays, call))
     if score_mod is not None or mask_mod is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     wanted = wanted_of(gradients_of, arrays, call.mods)
@@ -189,7 +189,7 @@ def attention_varlen_backward(
 
 def _places(cu_seqlens_q: Any, *others: Any) -> dict[str, Any]:
     """What says where sequences lie and which keys count, by name; cu_seqlens_q whatever it is."""
-    return {"cu_seqlens_q": cu_seqlens_q} | Sequences.of(cu_seqlens_q, *others).named()
+    return {"cu_seqlens_q": cu_seqlens_q, **Sequences.of(cu_seqlens_q, *others).named()}
 
 
 def _check_habits(call: Options, max_seqlen_q: Any, max_seqlen_k: Any) -> None:

@@ -3,6 +3,7 @@
 ``@pytest.mark.gpu`` marks a test that launches kernels, ``@pytest.mark.needs("torch", "g++")`` one that needs a module
 or program; where it is missing the test is skipped. ``CUPYFLASH_REQUIRE=torch,jax,g++`` says what must be there: the
 session stops when one of them (or "gpu") is missing, and any skip but that of a gpu test counts as a failure.
+``needs("torch>=2.6")`` asks for a version; ``CUPYFLASH_REQUIRE=torch==2.4`` for that one, and bears such skips alone.
 """
 # ruff: noqa: E402
 
@@ -21,6 +22,7 @@ if "xla_backend_optimization_level" not in _flags and not os.path.exists("/dev/n
     os.environ["XLA_FLAGS"] = f"{_flags} --xla_backend_optimization_level=0".lstrip()
 
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import random
@@ -52,8 +54,13 @@ def missing(name: str) -> str | None:
     """Why the thing that a test needs is not there, or None when it is."""
     if name == "gpu":
         return _missing_gpu()
+    name, sign, version = re.fullmatch(r"(.*?)(?:(==|>=)(.*))?", name).groups()
     found = shutil.which(name) if name == "g++" else importlib.util.find_spec(name)
-    return None if found else f"{name} is not installed"
+    if not found or not sign:
+        return None if found else f"{name} is not installed"
+    installed, wanted = (tuple(map(int, x.split(".")[:2])) for x in (importlib.metadata.version(name), version))
+    fits = installed == wanted if sign == "==" else installed >= wanted
+    return None if fits else f"{name} is {'.'.join(map(str, installed))}"
 
 
 def _missing_gpu() -> str | None:
@@ -121,7 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    names = [name for marker in item.iter_markers("needs") for name in marker.args]
+    names = _needed(item)
     if item.get_closest_marker("gpu"):
         names.append("gpu")
     for name in names:
@@ -129,10 +136,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {'a usable GPU' if name == 'gpu' else name}: {reason}")
 
 
+def _needed(item: pytest.Item) -> list[str]:
+    return [name for marker in item.iter_markers("needs") for name in marker.args]
+
+
+def _is_too_new(item: pytest.Item) -> bool:
+    """Whether it needs a later version than the one that is required."""
+    asked = {name.partition("==")[0] for name in REQUIRED if "==" in name}
+    return any(name.partition(">=")[0] in asked and missing(name) for name in _needed(item) if ">=" in name)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if not item.get_closest_marker("gpu") and not hasattr(report, "wasxfail"):
+    if not item.get_closest_marker("gpu") and not hasattr(report, "wasxfail") and not _is_too_new(item):
         _fail_if_skipped(report)
     return report
 

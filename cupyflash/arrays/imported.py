@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def imported(name: str) -> Any | None:
@@ -32,3 +35,14 @@ def is_instance(x: Any, module: str, name: str) -> bool:
 def is_tensor(kind: type) -> bool:
     """Whether this is the type of torch's plain tensors, by its name alone: what torch.compile need not watch."""
     return kind.__module__ == "torch" and kind.__name__ == "Tensor"
+
+
+def constant_in_programs(f: F) -> F:
+    """To torch.compile a call of f is a constant of the program: f is called while it compiles, and never again.
+
+    As torch.compiler.assume_constant_result has it, without importing torch. Before 2.6 torch makes the result a global
+    of the caller's module, by the name in f's code: one that nobody else has.
+    """
+    f.__code__ = f.__code__.replace(co_name=f"_cupyflash_{f.__name__}")
+    f._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return f

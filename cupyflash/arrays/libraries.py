@@ -124,8 +124,10 @@ def library_of(name: str, x: Any) -> Native | Foreign:
 
 def _find(name: str, x: Any) -> Native | Foreign:
     kind = type(x)
-    library = next((library for library in _LIBRARIES if library.owns(x)), None)
-    if library is None:
+    for library in _LIBRARIES:
+        if library.owns(x):
+            break
+    else:
         raise ArgumentError(
             f"{name}: expected an array of CuPy, NumPy, PyTorch or JAX, or another with __dlpack__, "
             f"got {kind.__module__}.{kind.__qualname__}"
@@ -152,7 +154,7 @@ def common_library(**arrays: Any) -> Native | Foreign:
     for name, other in libraries.items():
         if other.name != library.name:
             raise ArgumentError(f"{name}: expected an array of {library.name} like {first}, got one of {other.name}")
-    return TORCH_SUBCLASS if TORCH_SUBCLASS in libraries.values() else library
+    return TORCH_SUBCLASS if any(x is TORCH_SUBCLASS for x in libraries.values()) else library
 
 
 def common_library_of_all(arrays: Mapping[str, Any]) -> Native | Foreign:

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..arrays.imported import is_instance
+from ..arrays.imported import constant_in_programs, is_instance
 from ..errors import ArgumentError
 from ..operand import MOD_ARRAYS
 from .description import Read, make
@@ -66,12 +66,9 @@ def _made(score_mod: Any, mask_mod: Any, described: tuple[tuple[str, str, int], 
 _kept = functools.lru_cache(maxsize=256)(_made)
 
 
+@constant_in_programs
 def _of_expressions(*of: Any) -> tuple[str, tuple[str, ...]]:
     return _kept(*of)
-
-
-# To torch.compile this is a constant of the program.
-_of_expressions._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _read_by(node: Node) -> set[str]:

@@ -50,7 +50,7 @@ def attention_with_cache(arrays: dict[str, Any], options: CacheOptions) -> tuple
     if isinstance(arrays["cache_seqlens"], (int, torch.SymInt)):
         cu, q = arrays.get("cu_seqlens_q"), arrays["q"]
         batch = q.shape[0] if cu is None else cu.shape[0] - 1
-        arrays = arrays | {"cache_seqlens": q.new_full((batch,), arrays["cache_seqlens"], dtype=torch.int32)}
+        arrays = {**arrays, "cache_seqlens": q.new_full((batch,), arrays["cache_seqlens"], dtype=torch.int32)}
     op = APPEND_OP if "k" in arrays else READ_OP
     out, lse = op(*[arrays.get(row.name) for row in _INPUTS], *_flat(options))
     return out, lse

@@ -50,11 +50,12 @@ def _register() -> None:
     level = log.level
     log.setLevel(logging.ERROR)  # it warns where Triton is missing, which is nothing to our callers
     try:
-        from torch.utils.flop_counter import register_flop_formula
+        from torch.utils.flop_counter import flop_registry, register_flop_formula
     finally:
         log.setLevel(level)
-    register_flop_formula(torch.ops.cupyflash.forward, get_raw=True)(_forward)
-    register_flop_formula(torch.ops.cupyflash.backward, get_raw=True)(_backward)
+    for operator, count in ((torch.ops.cupyflash.forward, _forward), (torch.ops.cupyflash.backward, _backward)):
+        register_flop_formula(operator, get_raw=True)(count)
+        flop_registry.setdefault(operator, count)  # torch 2.4 registers overloads and looks for operators
 
 
 _register()

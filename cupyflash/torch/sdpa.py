@@ -8,6 +8,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from ..arrays.imported import constant_in_programs
 from ..options import make_options
 from ..problem import MAX_HEAD_DIM
 from . import autograd, seeds
@@ -95,13 +96,18 @@ def why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
     return ""
 
 
+@constant_in_programs  # in which torch 2.4 cannot read the environment
+def _takes_host() -> bool:
+    return os.environ.get("CUPYFLASH_BACKEND") == "cpu"
+
+
 def _why_not_device(q: Tensor) -> str:
     kind = q.device.type
     autocast = torch.is_autocast_enabled(kind) and q.dtype is torch.float32
     if q.layout is not torch.strided or kind not in ("cpu", "cuda"):
         return "expected plain tensors on the CPU or an NVIDIA GPU"
     if kind == "cpu":
-        if os.environ.get("CUPYFLASH_BACKEND") != "cpu":
+        if not _takes_host():
             return "tensors in host memory are faster there; CUPYFLASH_BACKEND=cpu takes them, too"
         return "" if q.dtype in _HOST else "expected a floating-point dtype"
     if torch.cuda.get_device_capability(q.device) < (8, 0):
@@ -125,11 +131,9 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 _told: set[tuple[str, str]] = set()
 
 
+@constant_in_programs
 def tell(what: str, reason: str) -> None:
     """Warn of `what`, once a reason."""
     if (what, reason) not in _told:
         _told.add((what, reason))
         warnings.warn(f"{what}: {reason}", UserWarning, stacklevel=3)
-
-
-tell._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it, once, while compiling

@@ -8,19 +8,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ..arrays.imported import constant_in_programs
 from ..operands import BACKWARD, FORWARD, Operand, Pass
 from . import ops
 
 BATCH, HEADS = ("batch",), ("heads_q", "heads_k")
 
 
+@constant_in_programs
 def ready() -> None:
     """Have DTensor know the operators, if anybody has imported it."""
     if "torch.distributed.tensor" in sys.modules:
         _register()
-
-
-ready._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it while it compiles
 
 
 @functools.cache

@@ -333,6 +333,7 @@ def group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.needs("torch>=2.5")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_distributed_tensors_beside_plain_ones_are_refused(group: None, qkv: Any) -> None:
     from torch.distributed.device_mesh import init_device_mesh
