@@ -15,9 +15,14 @@ from .timing import host_us
 from .work import Bench
 
 
+def small(dtype: str) -> Cell:
+    """A problem that costs the device next to nothing."""
+    return Cell(dtype, 64, False, 64, 1, 4, 4)
+
+
 def measure_host(bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Microseconds of host time for a call on a small problem: forward without gradients, both passes, new lengths."""
-    cell = Cell(options["dtype"], 64, False, 64, 1, 4, 4)
+    cell = small(options["dtype"])
     if options["packed"]:
         cell = replace(cell, batch=2, packed="equal", lengths=(64, 64))
     names, works = [], []

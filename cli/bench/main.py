@@ -32,6 +32,7 @@ from .arguments import check_lengths, check_plot, check_writable, feature_option
 from .cell import DIRECTIONS, FLOP_FORMULA, OURS, Cell
 from .decode_cell import BYTES_FORMULA, WIDE, AnyCell, are_a_grid, chosen
 from .frameworks import make
+from .host_places import measure_places
 from .lengths import DENSE, DISTRIBUTIONS
 from .report import Row, documents, few_rounds, ratios, write_csv
 from .tables import show, show_head
@@ -128,6 +129,8 @@ def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, An
     if options["host"]:
         measure_host = bench_decode.measure_host if options["decode"] else bench_host.measure_host
         document["host_us"] = measure_host(bench, cells, options)
+        if not (options["decode"] or options["packed"]):
+            document["host_places"] = measure_places(bench, bench_host.small(options["dtype"]))
     if options["startup"]:
         arch = device.Device.of(0).arch if options["backend"] == "cuda" else "sm_90"
         document["startup"] = bench_startup.measure(gpu_dtype(options["dtype"]), options["head_dim"][-1], arch)

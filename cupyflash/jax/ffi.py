@@ -134,7 +134,7 @@ def _failed(frame: Any, error: BaseException) -> Any:
     return _CALL(frame.api.contents.Error_Create)(ctypes.addressof(args))
 
 
-def _handler(run: Callable[[Frame], None], device: Callable[[], int] | None) -> Any:
+def _handler(run: Callable[[Frame], None] | None, device: Callable[[], int] | None) -> Any:
     """What XLA calls. device: the ordinal of the GPU that is current; None: the buffers are in host memory."""
 
     def handle(pointer: Any) -> Any:
@@ -147,7 +147,7 @@ def _handler(run: Callable[[Frame], None], device: Callable[[], int] | None) -> 
                     metadata.version.major, metadata.version.minor = _API_VERSION
                     metadata.traits = _COMMAND_BUFFER_COMPATIBLE if device else 0
                     return None
-            if frame.stage != _EXECUTE:
+            if frame.stage != _EXECUTE or run is None:
                 return None
             where = device() if device else CPU
             found = Frame(
@@ -176,8 +176,9 @@ def _finish_before_exit() -> None:
     atexit.register(wait)
 
 
-def register(name: str, run: Callable[[Frame], None], device: Callable[[], int] | None) -> None:
-    """Make `run` XLA's custom call of that name, on GPUs or in host memory."""
+def register(name: str, run: Callable[[Frame], None] | None, device: Callable[[], int] | None) -> None:
+    """Make `run` XLA's custom call of that name, on GPUs or in host memory; None does nothing, not even look at what it
+    is given, and leaves results as they are: what any call costs."""
     _finish_before_exit()
     handler = _handler(run, device)
     _kept.append(handler)
