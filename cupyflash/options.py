@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .arrays.imported import constant_in_programs, is_instance
+from .arrays.torch_private import is_dual
 from .errors import ArgumentError, UnsupportedError
 
 LAYOUTS = ("bshd", "bhsd")
@@ -201,10 +202,7 @@ def _read(name: str, x: Any) -> Any:
 def _is_followed(x: Any) -> bool:
     """Whether torch or JAX would differentiate what is computed with x."""
     if is_instance(x, "torch", "Tensor"):
-        torch = sys.modules["torch"]
-        dual = torch.autograd.forward_ad
-        is_dual = dual._current_level >= 0 and dual.unpack_dual(x).tangent is not None
-        return is_dual or (x.requires_grad and torch.is_grad_enabled())
+        return is_dual(x) or (x.requires_grad and sys.modules["torch"].is_grad_enabled())
     return is_instance(x, "jax", "Array") and isinstance(x, sys.modules["jax"].core.Tracer)
 
 

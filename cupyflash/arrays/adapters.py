@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import ArgumentError
+from . import torch_private
 from .imported import is_instance
 
 CPU = -1  # the device of arrays in host memory
@@ -179,7 +180,7 @@ class Torch:
 
     @functools.cached_property
     def _raw_stream(self) -> Any:
-        return sys.modules["torch"]._C._cuda_getCurrentRawStream
+        return torch_private.raw_stream()
 
     def owns(self, x: Any) -> bool:
         return is_instance(x, "torch", "Tensor")

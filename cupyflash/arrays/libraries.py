@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, CupyflashError, UnsupportedError
+from . import torch_private
 from .adapters import CUPY, NUMPY, TORCH, Native
 from .imported import is_instance, is_tensor
 from .vetting import is_followed_by_torch, vet_type
@@ -94,9 +95,8 @@ class TorchSubclass(Foreign):
     name = "torch"
 
     def adopt(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        torch = sys.modules["torch"]
-        with torch._C.DisableTorchFunctionSubclass():
-            return {name: x.as_subclass(torch.Tensor) for name, x in arrays.items()}
+        with torch_private.without_rules():
+            return {name: x.as_subclass(sys.modules["torch"].Tensor) for name, x in arrays.items()}
 
     def give_back(self, x: Any, like: Any) -> Any:
         return x

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError
+from . import torch_private
 
 # Of arrays that compute by rules of their own: what to give in their place.
 _INSIDE = {
@@ -82,7 +83,7 @@ def vet_tracing(name: str) -> None:
     Raises:
         UnsupportedError: it does.
     """
-    if sys.modules["torch"]._C._get_tracing_state() is not None:
+    if torch_private.is_traced():
         raise UnsupportedError(f"{name}: torch.jit.trace would record the result as a constant; call outside of it")
 
 
@@ -114,6 +115,5 @@ def vet_transforms(name: str, x: Any) -> None:
     Raises:
         UnsupportedError: it does.
     """
-    torch = sys.modules["torch"]
-    if torch._is_functional_tensor(x):
+    if torch_private.is_functional(x):
         raise UnsupportedError(f"{name}: torch.func.functionalize is not supported; call outside of it")

@@ -16,6 +16,7 @@ import torch
 
 from ..errors import UnsupportedError
 from . import aten
+from .followed import unregister
 
 NAME = "cupyflash"
 
@@ -86,7 +87,7 @@ class _Kernels:
 
     def remove(self) -> None:
         for library in self._libraries:
-            library._destroy()
+            unregister(library)
         self._libraries.clear()
 
 

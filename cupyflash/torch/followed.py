@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,23 +33,20 @@ is_autocast_on = _or_else(lambda: torch._C._is_any_autocast_enabled, lambda: Tru
 # Of a gradient in a call with is_grads_batched, which has a vmap of its own.
 is_batched_by_autograd = _or_else(lambda: torch._C._functorch.is_legacy_batchedtensor, lambda x: False)
 
+_dual: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
+
 
 def is_followed() -> bool:
     """Whether torch may be following what is computed with any tensor. Costs 0.2 us."""
     return (
-        are_transforms_active() or _dispatch_modes() > 0 or forward_ad._current_level >= 0
+        are_transforms_active() or _dispatch_modes() > 0 or _dual._current_level >= 0
         or (_function_modes() > 0 and _early_modes() > 0)
     )  # fmt: skip
 
 
 def is_dual_level() -> bool:
     """Whether there may be dual tensors, which have forward-mode derivatives."""
-    return bool(forward_ad._current_level >= 0)
-
-
-def is_dual(x: torch.Tensor) -> bool:
-    """Whether x has a forward-mode derivative."""
-    return is_dual_level() and forward_ad.unpack_dual(x).tangent is not None
+    return bool(_dual._current_level >= 0)
 
 
 def fake_mode() -> Any | None:
@@ -66,6 +64,18 @@ def below_autograd(op: Any, keys: Any, values: Sequence[Any]) -> Any:
     """What an operator's rule for autograd hands on, as torch.library's own rules do."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *values)
+
+
+def assert_later(condition: torch.Tensor, message: str) -> None:
+    """An error of the device where it is False, for which nothing waits; none in a torch that cannot do that."""
+    check = getattr(torch, "_assert_async", None)
+    if check:
+        check(condition, message)
+
+
+def unregister(library: torch.library.Library) -> None:
+    """Take back what a library registered, at once, or where nobody has it any more."""
+    getattr(library, "_destroy", lambda: None)()
 
 
 @contextmanager

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..arrays.torch_private import is_dual
 from ..arrays.vetting import vet_tracing, vet_transforms
 from ..errors import ArgumentError, UnsupportedError
-from .followed import are_transforms_active, fake_mode, is_dual, is_dual_level
+from .followed import are_transforms_active, fake_mode, is_dual_level
 
 
 def vet(arrays: Mapping[str, Tensor]) -> None:

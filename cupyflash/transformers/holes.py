@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..torch.followed import assert_later
 
 _MESSAGE = (
     "attention_mask: a mask of this forward or an earlier one hides keys between others, and what was computed with it "
@@ -40,7 +41,7 @@ def check_masks(always: bool) -> None:
 def found_in(padding: Tensor) -> bool:
     """Whether a row of (batch, keys) of bool is known to be more than one range."""
     if torch.compiler.is_compiling():
-        torch._assert_async(~_are_there(padding), "attention_mask: expected one range of keys that count in each row")
+        assert_later(~_are_there(padding), "attention_mask: expected one range of keys that count in each row")
         return False
     if padding.numel() == 0:
         return False

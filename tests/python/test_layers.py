@@ -51,7 +51,7 @@ PYTHON_LAYERS = (
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
-    "arrays": "libraries readable placed vetting adapters imported",
+    "arrays": "libraries readable placed vetting adapters torch_private imported",
     "cache": "pool checks values arrays problem",
     "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods features bias "
     "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
