@@ -86,7 +86,7 @@ def _form(
     left = None if is_alone and kv_range is not None else _left(module, causal, sliding_window, k.shape[2])
     bias, shown = _of_scores(mask, k.shape[2], others)
     places = {"kv_range": kv_range, "cu_seqlens": cu_seqlens, "bias": bias, "mask": shown}
-    return {"q": q, "k": k, "v": v, "causal": causal and not is_alone, "left": left} | places
+    return {"q": q, "k": k, "v": v, "causal": causal and not is_alone, "left": left, **places}
 
 
 def _of_scores(mask: Tensor | None, keys: int, others: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:

@@ -85,7 +85,7 @@ def mask_of_positions(
     first = kv_offset if queries == kv_length else cache_position[0]
     device = cache_position.device
     return mask(
-        batch_size, queries, kv_length, first, kv_offset, cache_position=cache_position, **(others | {"device": device})
+        batch_size, queries, kv_length, first, kv_offset, cache_position=cache_position, **{**others, "device": device}
     )
 
 
