@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
 from typing import Any
 
 import jax
@@ -12,11 +10,6 @@ import jax.numpy as jnp
 from ..options import make_options
 from .op import attention_of
 from .seeds import words
-
-
-@functools.cache
-def _say_once(reason: str) -> None:
-    warnings.warn(f"cupyflash: {reason}: jax.nn.dot_product_attention computes it", stacklevel=4)
 
 
 def dot_product_attention(
@@ -47,7 +40,8 @@ def dot_product_attention(
         bias: broadcasts to ``(batch, heads, T, S)``; read where it lies, and learned where JAX asks for its gradient.
             One that is neither of query's dtype nor fp32 is cast.
         mask: of bool, which broadcasts likewise: True where a key is visible.
-        query_seq_lengths, key_value_seq_lengths: as in jax.nn, which then computes it: a warning says so once.
+        query_seq_lengths, key_value_seq_lengths: ``(batch,)``, integers: how many queries and keys of each sequence
+            count, the first ones. Keys behind are not read; queries behind give 0.
         return_residual: also return lse, ``(batch, T, heads)`` in fp32 (without the batch where query has none), not
             differentiable.
 
@@ -63,20 +57,13 @@ def dot_product_attention(
         >>> dot_product_attention(q, k, v, is_causal=True).shape
         (2, 128, 8, 64)
     """
-    asked = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    given = [name for name, x in asked.items() if x is not None]
-    if given:
-        _say_once(f"{', '.join(given)} is not supported yet")
-        more = {"return_residual": True} if return_residual else {}
-        return jax.nn.dot_product_attention(
-            query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, **more,
-        )  # fmt: skip
     arrays = {"q": query, "k": key, "v": value}
     has_batch = query.ndim != 3
     if not has_batch:
         arrays = {name: x[None] for name, x in arrays.items()}
     arrays |= _of_scores(query, bias, mask)
+    if key_value_seq_lengths is not None:
+        arrays["kv_range"] = _ranges(key_value_seq_lengths, arrays["k"].shape[1])
     shift = arrays["k"].shape[1] - arrays["q"].shape[1]
     left = right = None
     if local_window_size is not None:
@@ -86,11 +73,21 @@ def dot_product_attention(
         right = -shift if right is None else min(right, -shift)
     window = None if left is None and right is None else (left, right)
     out, lse = attention_of(arrays, make_options(scale=scale, window=window), return_residual)
+    if query_seq_lengths is not None:
+        counts = jnp.arange(out.shape[1]) < query_seq_lengths[:, None]
+        out = jnp.where(counts[..., None, None], out, 0)
+        lse = None if lse is None else jnp.where(counts[:, None], lse, -jnp.inf)
     out = out if has_batch else out[0]
     if lse is None:
         return out
     lse = jax.lax.stop_gradient(jnp.swapaxes(lse, 1, 2))
     return out, lse if has_batch else lse[0]
+
+
+def _ranges(lengths: Any, most: int) -> Any:
+    """Of each sequence the keys from 0 to its length."""
+    end = jnp.clip(lengths, 0, most).astype(jnp.int32)
+    return jnp.stack([jnp.zeros_like(end), end], -1)
 
 
 def _of_scores(query: Any, bias: Any | None, mask: Any | None) -> dict[str, Any]:

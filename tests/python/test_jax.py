@@ -470,23 +470,31 @@ def test_dot_product_attention_without_a_batch_and_with_lse(rng: np.random.Gener
     agree(lse, jax.nn.logsumexp(jnp.einsum("shd,thd->sht", q, k) / 4, -1))
 
 
-def test_what_it_does_not_take_is_jaxs_own_and_said_once(rng: np.random.Generator) -> None:
+def test_dot_product_attention_with_biases_masks_and_lengths(rng: np.random.Generator) -> None:
     import jax
     import jax.numpy as jnp
 
-    from cupyflash.jax import dot_product_attention, sdpa
+    from cupyflash.jax import dot_product_attention as ours
 
     q, k, v = (jnp.asarray(rng.standard_normal((2, 20, 2, 16), dtype=np.float32)) for _ in range(3))
     mask = jnp.asarray(rng.random((2, 1, 20, 20)) < 0.7).at[..., 0].set(True)
-    sdpa._say_once.cache_clear()
-    agree(dot_product_attention(q, k, v, mask=mask), jax.nn.dot_product_attention(q, k, v, mask=mask))
+    agree(ours(q, k, v, mask=mask), jax.nn.dot_product_attention(q, k, v, mask=mask))
     bias = jnp.asarray(rng.standard_normal((1, 2, 20, 20), dtype=np.float32))
-    agree(dot_product_attention(q, k, v, bias, mask), jax.nn.dot_product_attention(q, k, v, bias, mask))
-    lengths = {"key_value_seq_lengths": jnp.array([20, 13])}
-    with pytest.warns(UserWarning, match="key_value_seq_lengths is not supported yet: jax"):
-        got = dot_product_attention(q, k, v, **lengths)
-    agree(got, jax.nn.dot_product_attention(q, k, v, **lengths))
-    dot_product_attention(q, k, v, **lengths)  # a second warning would be an error
+    agree(ours(q, k, v, bias, mask), jax.nn.dot_product_attention(q, k, v, bias, mask))
+    of_keys, of_queries = jnp.array([20, 13]), jnp.array([7, 20])
+    for given in (
+        {"key_value_seq_lengths": of_keys}, {"key_value_seq_lengths": of_keys + 3, "mask": mask},
+        {"key_value_seq_lengths": of_keys, "query_seq_lengths": of_queries, "is_causal": True},
+    ):  # fmt: skip
+
+        def both(f: Any, given: Any = given) -> Any:
+            return jax.jit(lambda *x: (f(*x, **given), jax.grad(squared(lambda *x: f(*x, **given)), (0, 1, 2))(*x)))
+
+        agree(both(ours)(q, k, v), both(jax.nn.dot_product_attention)(q, k, v))
+    out, lse = ours(q, k, v, query_seq_lengths=of_queries, return_residual=True)
+    whole, of_whole = ours(q, k, v, return_residual=True)
+    agree(out, whole.at[0, 7:].set(0))
+    np.testing.assert_array_equal(lse, of_whole.at[0, 7:].set(-jnp.inf))
 
 
 def test_flax_attention(three: list[Any]) -> None:
