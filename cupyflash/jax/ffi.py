@@ -166,12 +166,17 @@ _kept: list[Any] = []  # XLA has their addresses
 
 @functools.cache
 def _finish_before_exit() -> None:
-    """What still runs when the interpreter ends would call into it, and XLA would wait for that for ever."""
+    """What still runs when the interpreter ends would call into it, which ends its thread. Results are waited for. XLA
+    itself is not taken down, since it would wait for the threads of results that nobody has any more, for ever."""
 
     def wait() -> None:
         for x in jax.live_arrays():
             with contextlib.suppress(Exception):
                 x.block_until_ready()
+        for platform in (None, "cpu"):
+            with contextlib.suppress(RuntimeError):  # there is none
+                client = jax.local_devices(backend=platform)[0].client
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
 
     atexit.register(wait)
 
