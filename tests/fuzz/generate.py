@@ -119,6 +119,9 @@ def _dropout(rng: Random) -> float:
 
 def legal(spec: Spec) -> bool:
     """Whether cupyflash takes it: its checks know which features go together."""
+    keys = [used for _, _, used in spec.lengths] if spec.packed else [spec.sk] * spec.batch
+    if any(r and int(r.split(":")[1]) > n for r, n in zip(spec.bounds, keys, strict=True)):
+        return False
     try:
         spec.problem()
     except CupyflashError:

@@ -20,7 +20,9 @@ from cupyflash.check.case_mods import ModInputs
 Array = NDArray[Any]
 Arrays = dict[str, Array]
 Shown = Callable[[Arrays, int, int, int, Array], Array]
+# Of an array's own dtype: the unit roundoff, and what is lost below its smallest numbers (`oracle.Rounding`).
 _UNITS = {"float32": UNIT_ROUNDOFF["fp32"], "float16": UNIT_ROUNDOFF["fp16"], "bfloat16": UNIT_ROUNDOFF["bf16"]}
+_TINY = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
 
 
 class Read(NamedTuple):
@@ -156,6 +158,7 @@ class Sums:
     def __init__(self, mods: ModInputs | None) -> None:
         given = {} if mods is None else {name: mods.mod_arrays[name] for name in mods.learned}
         self.units = {name: _UNITS[str(x.dtype)] for name, x in given.items()}
+        self.tiny = {name: _TINY[str(x.dtype)] for name, x in given.items()}
         self.exact, self.bound, self.size, self.terms = (
             {name: np.zeros(x.shape) for name, x in given.items()} for _ in range(4)
         )
@@ -171,10 +174,10 @@ class Sums:
             np.add.at(total[read.name], elements, x)
         np.add.at(self.terms[read.name], elements, 1)
 
-    def found(self, e: float, tiny: float) -> list[tuple[Array, Array]]:
+    def found(self, e: float) -> list[tuple[Array, Array]]:
         """Values and bounds, with the rounding of sums and of the results to their dtypes."""
         bounds = []
         for name, exact in self.exact.items():
             of_sum = e * (32 + self.terms[name] / 4) * self.size[name]
-            bounds.append((exact, self.bound[name] + of_sum + self.units[name] * np.abs(exact) + tiny))
+            bounds.append((exact, self.bound[name] + of_sum + self.units[name] * np.abs(exact) + self.tiny[name]))
         return bounds

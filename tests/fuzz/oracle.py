@@ -37,7 +37,8 @@ each, and e of the fp32 (fp64 for fp64) in which everything else is computed:
 With a softcap, |d x_j| = e ((16 + d/4) |scale| sum |q||k_j| + 4 |x_j|) takes the place of the first term of rho_j as
 (g_j + |d x_j| / c) |d x_j| + 6 e c: tanh is 1 - 2 / (1 + e^2x), with an error of 6 e whatever x is. Each term of
 |d ds_j| is then multiplied by g_j, and p_j |do . v_j - delta| |d g_j| is one more, where
-|d g_j| = 2 |tanh| g_j |d x_j| / c + (|d x_j| / c)^2 + 12 e.
+|d g_j| = 2 |tanh| g_j |d x_j| / c + (|d x_j| / c)^2 + 12 e. Where the cap is reached g_j is less than its error, so the
+errors of do . v_j - delta count here, too.
 
 ALiBi adds 6 e |a| D_ij to rho_j. Neither ds nor da is rounded to the dtype:
 |d da| = sum_ij (|d ds_ij| + e (16 + n/4) |ds_ij|) D_ij, with u = 0 in |d ds_ij| but for |d delta|.
@@ -342,7 +343,7 @@ def backward(s: Spec, x: Inputs, stored: Array, made: Heads | None = None) -> tu
         exact, bound = dbias[0].exact, dbias[0].bound
         learned.append(Bounded(exact, bound + (u + 32 * r.e) * np.abs(exact) + r.tiny))
     with np.errstate(all="ignore"):
-        learned += [Bounded(*of) for of in of_mods.found(r.e, r.tiny)]
+        learned += [Bounded(*of) for of in of_mods.found(r.e)]
     return *_given_back(s, dq, dk, dv), *learned
 
 
@@ -360,7 +361,7 @@ def _gradients(
     E = P * head.slope * (d_delta[:, None] + d_dP)
     E += np.abs(dS) * (rho + 2 * r.inner)
     if s.softcap is not None or s.mods:
-        E += P * head.d_slope * np.abs(difference)
+        E += P * head.d_slope * (np.abs(difference) + d_delta[:, None] + d_dP)
     E += r.lost * (1 + np.abs(difference))
     E = np.where(seen, E, 0)
     n_keys, n_queries = r.sum(s.sk), r.sum(s.sq * s.group)

@@ -33,6 +33,19 @@ def test_emulator(number: int) -> None:
     assert not failures("emulator", number, EMULATOR_SIZE)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sq=3 sk=1 group=4 softcap=9.33 dropout=0.1225 values=cliff seed=680426",
+        "dtype=fp64 d=8 sq=2 sk=2 heads=4 scale=0.001 mods=scaled seed=57",
+    ],
+    ids=["a cap that is reached", "small gradients in an array's own fp16"],
+)
+def test_bounds_have_room_for(line: str) -> None:
+    """What right results once were called wrong for."""
+    assert not run.check(Spec.parse(line), "cpu")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(4))
 def test_gpu(number: int) -> None:
@@ -90,6 +103,12 @@ def test_packed_sequences_shrink() -> None:
     assert found == {"4:8:5,0:3:3", "9:4:4,0:3:3", "9:8:8,0:3:3", "0:3:3", "9:8:5,0:1:1", "9:8:5"}
     for s in generate.simpler(spec):
         s.problem()
+
+
+def test_ranges_of_keys_that_are_not_there_are_no_problem() -> None:
+    assert generate.legal(Spec(packed="9:8:5", sq=7, ranges="1:5"))
+    assert not generate.legal(Spec(packed="9:8:5", sq=7, ranges="1:6"))
+    assert not generate.legal(Spec(sk=4, ranges="1:5"))
 
 
 def planted_in_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
