@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from random import Random
 
-from .generate import kind, legal, problem, simpler
+from .generate import has_its_ranges, kind, legal, problem, simpler
 from .run import check
 from .spec import Spec
 
@@ -44,7 +44,7 @@ def shrunk(spec: Spec, where: str, seconds: float = 60.0) -> Spec:
         for other in simpler(spec):
             if time.time() > until:
                 return spec
-            if str(other) in tried or not legal(other):
+            if str(other) in tried or not legal(other) or not has_its_ranges(other):
                 continue
             tried.add(str(other))
             if check(other, where):

@@ -106,9 +106,9 @@ def test_packed_sequences_shrink() -> None:
 
 
 def test_ranges_of_keys_that_are_not_there_are_no_problem() -> None:
-    assert generate.legal(Spec(packed="9:8:5", sq=7, ranges="1:5"))
-    assert not generate.legal(Spec(packed="9:8:5", sq=7, ranges="1:6"))
-    assert not generate.legal(Spec(sk=4, ranges="1:5"))
+    assert generate.has_its_ranges(Spec(packed="9:8:5", sq=7, ranges="1:5"))
+    assert not generate.has_its_ranges(Spec(packed="9:8:5", sq=7, ranges="1:6"))
+    assert not generate.has_its_ranges(Spec(sk=4, ranges="1:5"))
 
 
 def planted_in_the_cpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
