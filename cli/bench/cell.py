@@ -13,12 +13,18 @@ import numpy as np
 from cupyflash.problem import ITEMSIZE, Problem
 
 from .. import block_masks
+from ..explain.work import visible_pairs
 
 OURS = "cupyflash"
 DIRECTIONS = ("fwd", "bwd", "both")
 FLOP_FORMULA = "4 * head_dim for each visible query-key pair and head in the forward, 2.5 times that in the backward"
 SHOWN = 0.5  # of the elements of a mask, drawn at random
 _FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
+
+
+def short(length: int) -> str:
+    """For pictures and names: 512, 16k."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
 @dataclass(frozen=True)
@@ -140,24 +146,17 @@ class Cell:
         del fields["lengths"]
         return fields
 
-    def visible_pairs(self, seqlen: int) -> float:
-        """Query-key pairs that the masks let through, in one head of a sequence; with a mask, on average."""
+    def visible_pairs(self, seqlen: int, first: int = 0, end: int | None = None) -> float:
+        """Query-key pairs that the masks let through, in one head of a sequence; with a mask, on average. Of the keys
+        from `first` to `end`, but for a block mask.
+        """
+        keys = (seqlen if end is None else end) - first
+        shift = first + keys - seqlen  # of query i's own position: masks of a problem are aligned at its last key
+        window = (None if self.window is None else self.window + shift, -shift if self.causal else None)
+        problem = Problem("bf16", 1, seqlen, keys, 1, 1, 8, 1.0, window)
         if self.block_mask:
-            window = (self.window, 0 if self.causal else None)
-            return block_masks.visible_pairs(self.block_mask, Problem("bf16", 1, seqlen, seqlen, 1, 1, 8, 1.0, window))
-        pairs = seqlen * (seqlen + 1) / 2 if self.causal else seqlen**2
-        beyond = 0 if self.window is None else max(0, seqlen - 1 - self.window)  # queries with keys left of it
-        return (pairs - beyond * (beyond + 1) / 2) * (SHOWN if self.mask else 1)
-
-    def _pairs_within(self, first: int, end: int) -> int:
-        """As `visible_pairs`, of the keys of a range; without a block mask."""
-        queries = np.arange(self.seqlen)
-        left, right = np.full_like(queries, first), np.full_like(queries, end)
-        if self.window is not None:
-            left = np.maximum(left, queries - self.window)
-        if self.causal:
-            right = np.minimum(right, queries + 1)
-        return int(np.maximum(right - left, 0).sum())
+            return block_masks.visible_pairs(self.block_mask, problem)
+        return visible_pairs(problem) * (SHOWN if self.mask else 1)
 
     @property
     def ranges(self) -> np.ndarray:
@@ -168,10 +167,11 @@ class Cell:
 
     def flops(self, direction: str) -> float:
         """`FLOP_FORMULA`, counted."""
-        lengths = Counter(self.lengths) if self.packed else {self.seqlen: self.batch}
-        pairs = sum(n * self.visible_pairs(length) for length, n in lengths.items())
         if self.padded:
-            pairs = sum(self._pairs_within(first, end) for first, end in self.ranges) * (SHOWN if self.mask else 1)
+            pairs = sum(self.visible_pairs(self.seqlen, first, end) for first, end in self.ranges.tolist())
+        else:
+            lengths = Counter(self.lengths) if self.packed else {self.seqlen: self.batch}
+            pairs = sum(n * self.visible_pairs(length) for length, n in lengths.items())
         return _FLOPS[direction] * 4 * self.head_dim * pairs * self.heads
 
     def speed(self, direction: str, implementation: str, ms: float) -> float:

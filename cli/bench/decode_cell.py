@@ -11,7 +11,7 @@ import click
 
 from cupyflash.problem import ITEMSIZE
 
-from .cell import OURS, Cell
+from .cell import OURS, Cell, short
 
 BYTES_FORMULA = "K and V of the keys that a query sees, once each"
 WIDE = "16-bit"  # the contestant beside caches of 8 bits: our own call on a cache of the dtype
@@ -182,7 +182,7 @@ def _grid(backend: str) -> dict[str, dict[str, Any]]:
 
 
 def _grid_name(batch: int, length: int) -> str:
-    return f"B{batch} {length // 1024}k" if length % 1024 == 0 else f"B{batch} {length}"
+    return f"B{batch} {short(length)}"
 
 
 def are_a_grid(cells: Iterable[AnyCell]) -> bool:

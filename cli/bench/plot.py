@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .cell import OURS
+from .cell import OURS, short
 from .decode_cell import WIDE, AnyCell
 from .lengths import DENSE
 from .report import OWN, TITLES, Row, best_ratio, by_cell
@@ -124,8 +124,7 @@ def _panel(panel: Any, rows: list[Row[Any]], quantity: str) -> None:
 
 
 def _length_name(cell: AnyCell) -> str:
-    length = f"{cell.length // 1024}k" if cell.length % 1024 == 0 else str(cell.length)
-    return f"{cell.packed}\n{length}" if cell.packed else length
+    return f"{cell.packed}\n{short(cell.length)}" if cell.packed else short(cell.length)
 
 
 def _line(panel: Any, name: str, points: list[tuple[int, float]]) -> None:
