@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from cupyflash import ArgumentError, attention, attention_backward, attention_varlen, attention_varlen_backward
-from tests.gpu_arrays import nothing_waits, to_numpy
+from tests.gpu_arrays import captured, nothing_waits, to_numpy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
 LENGTHS, HEADS = (700, 0, 1, 1333, 260), 8
@@ -119,20 +119,13 @@ def test_a_replay_with_other_lengths(d: int) -> None:
     arrays, cu = tensors(sum(several[0]), d), places(several[0])
     bias = torch.randn(1, HEADS, ROOM, ROOM, device="cuda", dtype=torch.bfloat16)
     options = {"causal": True, "deterministic": True, "bias": bias}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        both(*arrays, cu, **options)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both(*arrays, cu, **options)
+    graph, left = captured(lambda: both(*arrays, cu, **options))
     for lengths in (*several[1:], several[0]):
-        for x in captured:
+        for x in left:
             x.fill_(float("nan"))
         cu.copy_(places(lengths))
         bias.normal_()
         graph.replay()
         fresh = both(*arrays, places(lengths), **options)
-        for name, a, c in zip(("out", "dq", "dk", "dv", "dbias"), captured, fresh, strict=True):
+        for name, a, c in zip(("out", "dq", "dk", "dv", "dbias"), left, fresh, strict=True):
             np.testing.assert_array_equal(to_numpy(a), to_numpy(c), err_msg=f"{name}, {lengths}")
