@@ -30,34 +30,33 @@ _FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
 _FORWARD_MASKED: tuple[tuple[int, HopperForwardTile], ...] = tuple(
     (limit, HopperForwardTile(192, 64, 4, 6, 160, 32) if limit == 80 else tile) for limit, tile in _FORWARD
 )
-# With a block mask, in place of 192 queries: a block of keys lies within one tile of the mask, and two warpgroups have
-# the registers that the place in a list takes. Not timed yet.
-_FORWARD_LISTED = HopperForwardTile(128, MASK_TILE, 4, 4, 232, 40)
+# With a block mask, in place of 192 queries: tiles of the mask end where blocks do, and two warpgroups have the
+# registers that the place in a list takes. Packed, a block lies within one tile of the mask, beyond which it may end.
+_FORWARD_LISTED = HopperForwardTile(128, 2 * MASK_TILE, 2, 4, 232, 40)
+_FORWARD_LISTED_NARROW = HopperForwardTile(128, MASK_TILE, 4, 4, 232, 40)
 _FORWARD_LISTED_WIDE = HopperForwardTile(128, MASK_TILE, 2, 4, 232, 40)
 
 _BACKWARD: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(64, 192, 4, 160, 32)),
     (128, HopperBackwardTile(64, 128, 2, 240, 24, 64)),
 )
-# With dropout, whose random numbers take registers: what compiles without spills. Not measured.
+# With dropout, whose random numbers take registers; packed, what compiles without spills.
 _FORWARD_DROPOUT = ((64, HopperForwardTile(192, 64, 8, 6, 160, 32)), *_FORWARD_MASKED[1:])
-_BACKWARD_DROPOUT = (
-    (64, HopperBackwardTile(64, 128, 4, 240, 24)),
-    (128, HopperBackwardTile(64, 128, 2, 240, 24, 64)),
-)
+_BACKWARD_DROPOUT_PACKED = (64, HopperBackwardTile(64, 128, 4, 240, 24)), _BACKWARD[1]
 _WIDE_BACKWARD: tuple[tuple[int, HopperDkvTile, HopperDqTile], ...] = (
     (192, HopperDkvTile(64, 64, 3, 232, 40), HopperDqTile(128, 64, 5, 232, 40)),
     (256, HopperDkvTile(64, 64, 2, 232, 40), HopperDqTile(128, 64, 3, 232, 40)),
 )
 
-# With a bias, which is read ahead: fewer rows, or columns of V held, so that it fits the registers, too; where two
-# elements take more than one register, fewer still.
+# With a bias, which is read ahead: fewer rows, or columns of V held, so that it fits the registers, too; fewer keys
+# where mods read arrays, and packed; where two elements take more than one register, fewer rows still.
 _FORWARD_BIAS: tuple[tuple[int, HopperForwardTile], ...] = (
-    (64, HopperForwardTile(192, 64, 8, 6, 160, 32)),
+    (64, HopperForwardTile(192, 96, 5, 6, 160, 32)),
     *((limit, tile) for limit, tile in _FORWARD_MASKED if 64 < limit <= 128),
     (192, HopperForwardTile(128, 64, 2, 4, 232, 40)),
     (256, HopperForwardTile(128, 64, 2, 3, 232, 40)),
 )
+_FORWARD_BIAS_NARROW = (64, HopperForwardTile(192, 64, 8, 6, 160, 32)), *_FORWARD_BIAS[1:]
 _FORWARD_BIAS_WIDE = (
     (64, HopperForwardTile(128, 64, 8, 4, 232, 40)),
     (128, HopperForwardTile(128, 64, 4, 4, 232, 40)),
@@ -69,7 +68,7 @@ _BACKWARD_BIAS: tuple[tuple[int, HopperBackwardTile], ...] = (
 )
 # With two such features (Spec.crowded), likewise; backward, heads beyond 64 are wide.
 _FORWARD_CROWDED: tuple[tuple[int, HopperForwardTile], ...] = (
-    (128, _FORWARD_LISTED),
+    (128, _FORWARD_LISTED_NARROW),
     (192, _FORWARD_LISTED_WIDE),
     (256, HopperForwardTile(128, 32, 4, 3, 232, 40)),
 )
@@ -137,13 +136,14 @@ class Sm90(Family):
         return None
 
     def forward_tile(self, spec: Spec, device: Device) -> HopperForwardTile:
-        narrow = spec.mods or (spec.paired_bias and not spec.wide_bias)
-        added = _FORWARD_BIAS if narrow else _FORWARD_BIAS_WIDE
+        ahead = _FORWARD_BIAS_NARROW if spec.packed or spec.mod_shapes else _FORWARD_BIAS
+        added = ahead if spec.mods or (spec.paired_bias and not spec.wide_bias) else _FORWARD_BIAS_WIDE
         alone = added if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
         table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if spec.head_dim <= limit)
         if spec.block_mask and tile.block_m == 192:
-            tile = _FORWARD_LISTED if spec.head_dim <= 128 else _FORWARD_LISTED_WIDE
+            narrow = _FORWARD_LISTED_NARROW if spec.packed else _FORWARD_LISTED
+            tile = narrow if spec.head_dim <= 128 else _FORWARD_LISTED_WIDE
         return tile
 
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
@@ -153,7 +153,8 @@ class Sm90(Family):
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         delta, others = Delta.of(spec, DeltaTile(*rows)), learned(spec, 64, device.smem_bytes)
-        alone = _BACKWARD_BIAS if spec.bias else _BACKWARD_DROPOUT if spec.dropout else _BACKWARD
+        plain = _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
+        alone = _BACKWARD_BIAS if spec.bias else plain
         tables = _BACKWARD_PACKED_LISTS if spec.packed and spec.block_mask else (alone, _BACKWARD_CROWDED)
         for limit, tile in tables[spec.crowded]:
             if spec.head_dim <= limit:

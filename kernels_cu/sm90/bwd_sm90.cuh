@@ -270,7 +270,8 @@ struct BwdGroup {
                         const float by_score = p_ij * (dp_ij - delta);
                         emitted.add(!kMasked || visible(j, e) ? by_score : 0.f, at, lse != kLseOfNothing);
                     }
-                    P.x[0][j][e] = !kMasked || visible(j, e) ? dropout.of_kept(keeps, p_ij) : 0.f;
+                    const float seen = !kMasked || visible(j, e) ? p_ij : 0.f;
+                    P.x[0][j][e] = dropout.of_kept(keeps, seen);
                     dS.x[0][j][e] = !kMasked || visible(j, e) ? ds_ij : 0.f;
                 }
             }
