@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .cell import OURS, short
-from .decode_cell import WIDE, AnyCell
+from .decode_cell import WIDE, AnyCell, DecodeCell
 from .lengths import DENSE
 from .report import OWN, TITLES, Row, best_ratio, by_cell
 from .sdpa import TORCH_CPU
@@ -97,7 +97,7 @@ def _share_axis(panel: Any, rows: list[Row[Any]], quantity: str) -> None:
     if quantity == "peak_bytes" and max(values) > LOG_RATIO * min(values):
         panel.set_yscale("log")
     else:
-        panel.set_ylim(0, (1.12 if rows[0].cell.packed else 1.05) * panel.get_ylim()[1])
+        panel.set_ylim(0, (1.12 if _above(rows[0].cell) else 1.05) * panel.get_ylim()[1])
 
 
 def _panel(panel: Any, rows: list[Row[Any]], quantity: str) -> None:
@@ -141,13 +141,18 @@ def _bars(panel: Any, name: str, points: list[tuple[int, float]], place: int, pl
     panel.grid(visible=False, axis="x")
 
 
+def _above(cell: AnyCell) -> bool:
+    """Whether ratios stand above what is drawn: bars, and lines that begin near 0."""
+    return bool(cell.packed) or isinstance(cell, DecodeCell)
+
+
 def _write_ratio(panel: Any, x: int, rows: list[Row[Any]]) -> None:
-    """How ours compares with the fastest other: below lines, above bars."""
+    """How ours compares with the fastest other."""
     ratio = best_ratio(rows)
     if ratio is None:
         return
     fastest = max((r for r in rows if r.implementation not in OWN), key=lambda r: r.speed or 0)
     ahead = OURS if ratio >= 1 else fastest.implementation
     behind = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-    panel.text(x, 0.93 if fastest.cell.packed else 0.03, f"{ratio:.2f}", fontsize=10, weight="bold", ha="center",
+    panel.text(x, 0.93 if _above(fastest.cell) else 0.03, f"{ratio:.2f}", fontsize=10, weight="bold", ha="center",
                color=COLORS[ahead], zorder=4, transform=panel.get_xaxis_transform(), bbox=behind)  # fmt: skip

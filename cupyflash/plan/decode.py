@@ -5,7 +5,7 @@ Lengths live on the device, so no plan depends on them: the blocks find what is 
 
 from __future__ import annotations
 
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 from ..cache.problem import CacheProblem
@@ -21,9 +21,9 @@ MAX_GROUP = 512  # quick_divide (shares.cuh)
 _RING_BYTES = 192 << 10  # in flight on a multiprocessor: more made no difference on an H200
 _PAIRS_RING_BYTES = 128 << 10  # of pairs of heads: 3 % faster than with 192 KiB
 _LARGE_BYTES = 200 << 20  # of K and V: from there on rows of the cache are read two heads at a time
-# How many clusters an H200 holds at a time, by their blocks; it differs from chip to chip (launch/decode.py asks).
-# Larger ones are better, if they keep the memory busy.
-_CLUSTERS = {8: 15, 4: 30, 2: 66}
+# (blocks of a cluster, how many of them an H200 holds at a time, bytes of K and V up to which they are faster); the
+# second differs from chip to chip (launch/decode.py asks). Larger ones are better, if they keep the memory busy.
+_CLUSTERS: tuple[tuple[int, int, float], ...] = (8, 15, inf), (4, 30, inf), (2, 66, 96 << 20)
 _ENOUGH_BLOCKS = 56
 
 
@@ -103,11 +103,11 @@ def _cluster(p: CacheProblem, team: int) -> int:
     if p.packed:
         return 0
     tiles = p.batch * p.heads_k * -(-rows_of(p) // (16 * team))
-    for size, most in _CLUSTERS.items():
+    for size, most, most_bytes in _CLUSTERS:
         grid = tiles * size
         enough = grid >= _ENOUGH_BLOCKS or _kv_bytes(p) < grid << 20
         if tiles <= most and enough:
-            return size
+            return size if _kv_bytes(p) <= most_bytes else 0
     return 0
 
 

@@ -7,9 +7,12 @@ from typing import Any
 
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
-from .decode_kernels import SLICE, Combine, Decode, DecodeSm90
+from .decode_kernels import SLICE, Combine, Decode, DecodeSm90, DecodeTile
 
 SPLIT_KEYS = 1024  # of batch_invariant
+# Of a cache with room for no more keys, a block for each tile wins what the kernel behind costs, where lengths are
+# equal: 1.7 us of 14 with room for 512 keys, 0.8 of 20 for 1024 (docs/performance.md). Else it may lose as much.
+_SHORT_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ def splits_of(p: CacheProblem) -> tuple[int, int] | None:
     return None
 
 
+def _one_each(p: CacheProblem, tile: DecodeTile, tiles: int, device: Device) -> bool:
+    """Whether every tile has a block of its own, so that nothing is left to combine: short ones, as many as blocks."""
+    blocks = device.sm_count * tile.blocks_per_sm
+    return not (tile.cluster or p.packed) and p.capacity <= _SHORT_KEYS and 0.9 * blocks <= tiles <= blocks
+
+
 def _largest_divisor(n: int, limit: int) -> int:
     return max(i for i in range(1, limit + 1) if n % i == 0)
 
@@ -61,9 +70,12 @@ def _largest_divisor(n: int, limit: int) -> int:
 def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
     """The plan with this main kernel."""
     tile, rows, splits = variant.tile, rows_of(p), splits_of(p)
-    gang = 1 if tile.cluster or splits else _largest_divisor(p.heads_k // tile.heads, 4 if tile.heads > 1 else 8)
     all_rows = p.seqlen_q * p.group  # packed: as many as any sequence can have
-    head_turns, row_tiles = p.heads_k // (tile.heads * gang), max(1, -(-all_rows // tile.block_m))
+    row_tiles = max(1, -(-all_rows // tile.block_m))
+    if splits is None and _one_each(p, tile, p.batch * p.heads_k // tile.heads * row_tiles, device):
+        splits = 1, 0
+    gang = 1 if tile.cluster or splits else _largest_divisor(p.heads_k // tile.heads, 4 if tile.heads > 1 else 8)
+    head_turns = p.heads_k // (tile.heads * gang)
     tiles = (p.batch + p.packed) * head_turns * row_tiles
     shares: dict[str, Any] = {"gang": gang, "clusters": tile.cluster, "splits": 0, "split_slices": 0, "even_ranges": 0}
     if tile.cluster:

@@ -16,25 +16,32 @@ _CAUSAL = (None, 0)
 
 
 def problem(
-    dtype: str, head_dim: int, batch: int = 64, heads_q: int = 32, page_size: int | None = None, **options: Any
+    dtype: str,
+    head_dim: int,
+    batch: int = 64,
+    heads_q: int = 32,
+    page_size: int | None = None,
+    capacity: int = 8192,
+    **options: Any,
 ) -> CacheProblem:
-    """Of 8 heads and room for 8192 keys a sequence."""
-    slots = batch if page_size is None else batch * 8192 // page_size
+    """Of 8 heads."""
+    slots = batch if page_size is None else batch * capacity // page_size
     given: dict[str, Any] = {"seqlen_q": 1, "heads_k": 8, "scale": 1.0, "window": _CAUSAL, **options}
     return CacheProblem(
         dtype=dtype, batch=batch, heads_q=heads_q, head_dim=head_dim, head_dim_v=head_dim, slots=slots,
-        page_size=page_size, capacity=8192, **given,
+        page_size=page_size, capacity=capacity, **given,
     )  # fmt: skip
 
 
 def usual(dtypes: Iterable[str], head_dims: Iterable[int], stored: str = "") -> Iterator[CacheProblem]:
-    """One query a sequence, new rows appended: one sequence, and many, contiguous and in pages."""
+    """One query a sequence, new rows appended, contiguous and in pages: one sequence, few, many."""
     of_cache: dict[str, Any] = {"stored": stored, "scale_dims": int(bool(stored))}
     for dtype in dtypes:
         for head_dim in head_dims:
             for page_size in (None, 16):
-                for batch in (1, 4, 64):
-                    yield problem(dtype, head_dim, batch, page_size=page_size, seqlen_new=1, **of_cache)
+                for batch, capacity in ((1, 8192), (4, 4096), (4, 8192), (64, 8192)):
+                    known: dict[str, Any] = {"page_size": page_size, "capacity": capacity, "seqlen_new": 1}
+                    yield problem(dtype, head_dim, batch, **known, **of_cache)
 
 
 def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:

@@ -1,0 +1,56 @@
+"""How blocks share out attention over a cache, by the room that it has: 32 heads of q over 8 of k, head_dim 128."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupyflash.cache.problem import CacheProblem
+from cupyflash.gpu.device import Device
+from cupyflash.plan.decode import plan_decode
+from cupyflash.plan.decode_shares import DecodePlan
+
+
+def plan(
+    batch: int, capacity: int, arch: str = "sm_90", seqlen_q: int = 1, num_splits: int | None = None
+) -> DecodePlan:
+    problem = CacheProblem(
+        "bf16", batch, seqlen_q, 32, 8, 128, 128, batch, None, capacity, 0.088, num_splits=num_splits
+    )
+    return plan_decode(problem, Device.synthetic(arch), aligned=True, tma=arch == "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "cluster"),
+    [
+        (1, 8192, 8),
+        (1, 131072, 8),
+        (2, 8192, 4),
+        (4, 1024, 2),
+        (4, 4096, 2),
+        (4, 8192, 0),
+        (4, 131072, 0),
+        (16, 512, 0),
+    ],
+)
+def test_few_sequences_are_split_by_clusters_while_that_is_faster(batch: int, capacity: int, cluster: int) -> None:
+    assert plan(batch, capacity).variant.tile.cluster == cluster
+
+
+@pytest.mark.parametrize(
+    ("batch", "capacity", "one_each"),
+    [(16, 512, True), (16, 1024, True), (16, 1040, False), (14, 512, False), (15, 512, True), (17, 512, False),
+     (64, 512, False)],
+)  # fmt: skip
+def test_as_many_short_tiles_as_blocks_leave_nothing_to_combine(batch: int, capacity: int, one_each: bool) -> None:
+    found = plan(batch, capacity)
+    assert (found.combine is None) == one_each
+    if one_each:
+        assert (found.grid, found.shares["splits"], found.places) == (8 * batch, 1, 0)
+    assert plan(batch, capacity, num_splits=3).shares["splits"] == 3
+
+
+def test_other_gpus_have_another_number_of_blocks() -> None:
+    device = Device.synthetic("sm_80")
+    alone = device.sm_count // 8
+    assert plan(alone, 512, "sm_80").combine is None
+    assert plan(alone + 1, 512, "sm_80").combine is not None
