@@ -29,6 +29,7 @@ from .followed import (
     is_batched_by_autograd,
     is_compiling,
     is_followed,
+    is_plain,
     one_level,
 )
 from .vetting import vet, vet_dual
@@ -208,18 +209,23 @@ _CAST = {torch.float16, torch.bfloat16, torch.float32}
 
 
 def _forward_rule(keys: Any, *values: Any) -> Any:
-    arrays = ops.read(FORWARD, values)[0]
+    arrays, options, _ = ops.read(FORWARD, values)
     vet_dual(arrays)
-    if not _is_recorded(arrays):
+    recorded = _is_recorded(arrays)
+    if is_plain(keys):  # so that what the dispatcher would do next costs nothing
+        return _apply(tuple(arrays), options, *arrays.values()) if recorded else ops.compute_forward(arrays, options)
+    if not recorded:
         return below_autograd(ops.FORWARD_OP, keys, values)
     with one_level():
         return _apply_by_operator(keys, *values)
 
 
 def _backward_rule(keys: Any, *values: Any) -> Any:
-    arrays = ops.read(BACKWARD, values)[0]
+    arrays, options, wanted = ops.read(BACKWARD, values)
     vet_dual(arrays)
     if not _is_recorded(arrays):
+        if is_plain(keys):
+            return ops.compute_backward(arrays, options, wanted)
         return below_autograd(ops.BACKWARD_OP, keys, values)
     with one_level():
         return _apply_gradients_by_operator(keys, *values)

@@ -66,6 +66,28 @@ def below_autograd(op: Any, keys: Any, values: Sequence[Any]) -> Any:
         return op.redispatch(keys & torch._C._after_autograd_keyset, *values)
 
 
+def _plain_keys() -> frozenset[int]:
+    """Of the keys under which the dispatcher calls an operator's rule for autograd: those that leave the rule and the
+    device's kernel, which no mode, transform or subclass is between."""
+    keys = torch._C.DispatchKey
+
+    def bits(*names: str) -> int:
+        found = torch._C.DispatchKeySet(getattr(keys, names[0]))
+        for name in names[1:]:
+            found = found | torch._C.DispatchKeySet(getattr(keys, name))
+        return int(found.raw_repr())
+
+    return frozenset(bits(kind, f"Autograd{kind}") for kind in ("CPU", "CUDA"))
+
+
+_PLAIN: frozenset[int] = _or_else(lambda: _plain_keys, frozenset)()
+
+
+def is_plain(keys: Any) -> bool:
+    """Whether below an operator's rule for autograd, called under these keys, there is nothing but the kernel."""
+    return keys.raw_repr() in _PLAIN
+
+
 def assert_later(condition: torch.Tensor, message: str) -> None:
     """An error of the device where it is False, for which nothing waits; none in a torch that cannot do that."""
     check = getattr(torch, "_assert_async", None)

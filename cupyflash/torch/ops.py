@@ -7,6 +7,7 @@ is an empty tensor. No argument has a default, since torch leaves out arguments 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ OPTIONS = (
     ("dropout_p", "float"),
     ("mods", "str"),
 )
+_COUNT = len(OPTIONS)
 _LSE = ("lse",)
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -41,9 +43,18 @@ def flat(options: Options) -> tuple[Any, ...]:
     return causal, scale, *(window or (None, None)), *others
 
 
-def _options(values: Sequence[Any]) -> Options:
-    causal, scale, left, right, *others = values
+def _unflat(causal: Any, scale: Any, left: Any, right: Any, *others: Any) -> Options:
     return Options(causal, scale, None if left is None and right is None else (left, right), *others)
+
+
+_known = functools.lru_cache(maxsize=256)(_unflat)  # the schema fixes types: what is equal here means the same
+
+
+def _options(values: Sequence[Any]) -> Options:
+    try:
+        return _known(*values)
+    except TypeError:  # symbolic numbers have no hash
+        return _unflat(*values)
 
 
 def inputs_of(which: Pass) -> tuple[str, ...]:
@@ -53,6 +64,9 @@ def inputs_of(which: Pass) -> tuple[str, ...]:
 def results_of(which: Pass) -> tuple[str, ...]:
     """All that the pass ever makes for a caller."""
     return which.names(RESULT, GRADIENT, where=lambda row: not row.hopper)
+
+
+_inputs_of, _results_of = functools.cache(inputs_of), functools.cache(results_of)  # which dynamo does not see through
 
 
 def schema(which: Pass) -> str:
@@ -74,10 +88,10 @@ def arguments(
 
 def read(which: Pass, values: Sequence[Any]) -> tuple[dict[str, Any], Options, tuple[str, ...]]:
     """The inverse of `arguments`."""
-    names = inputs_of(which)
+    names = _inputs_of(which)
     arrays = {name: x for name, x in zip(names, values, strict=False) if x is not None}
-    rest = values[len(names) :]
-    return arrays, _options(rest[: len(OPTIONS)]), tuple(*rest[len(OPTIONS) :])
+    start, end = len(names), len(names) + _COUNT
+    return arrays, _options(values[start:end]), tuple(*values[end:])
 
 
 def forward(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:
@@ -95,22 +109,31 @@ def backward(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, 
 # ---- What they do ----
 
 
-def _forward(*values: Any) -> tuple[Tensor, Tensor]:
-    arrays, options, _ = read(FORWARD, values)
+def compute_forward(arrays: dict[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:
+    """What the operator does, without it."""
     out, lse = run.forward(TORCH, arrays, options)
     return out, lse
 
 
-def _backward(*values: Any) -> tuple[Tensor, ...]:
-    arrays, options, wanted = read(BACKWARD, values)
+def compute_backward(arrays: dict[str, Tensor], options: Options, wanted: tuple[str, ...]) -> tuple[Tensor, ...]:
+    """What the operator does, without it."""
     if arrays["dout"].stride(-1) != 1:  # an expanded gradient, as of out.sum(), which compiled code does not see
         arrays["dout"] = arrays["dout"].contiguous()
     return all_of(BACKWARD, run.backward(TORCH, arrays, options, wanted), arrays["q"])
 
 
+def _forward(*values: Any) -> tuple[Tensor, Tensor]:
+    arrays, options, _ = read(FORWARD, values)
+    return compute_forward(arrays, options)
+
+
+def _backward(*values: Any) -> tuple[Tensor, ...]:
+    return compute_backward(*read(BACKWARD, values))
+
+
 def all_of(which: Pass, found: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, ...]:
     """What an operator returns: an empty tensor for each result that is not there."""
-    return tuple(found[name] if name in found else like.new_empty(0) for name in results_of(which))
+    return tuple([found[name] if name in found else like.new_empty(0) for name in _results_of(which)])
 
 
 def _fake(which: Pass) -> Callable[..., tuple[Tensor, ...]]:
