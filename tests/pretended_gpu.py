@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +94,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90") -> Gpu:
     monkeypatch.delenv("CUPYFLASH_FAMILY", raising=False)
     for library in (arrays.NUMPY, arrays.TORCH):
         monkeypatch.setattr(library, "signature", lambda x, of=library.signature: (*of(x)[:3], 0))
+        monkeypatch.setattr(library, "look", partial(arrays.Numpy.look, library))
         monkeypatch.setattr(library, "stream", lambda _: 0)
     monkeypatch.setattr(Device, "of", lambda ordinal: device)
     monkeypatch.setattr(Device, "current", lambda self: contextlib.nullcontext())

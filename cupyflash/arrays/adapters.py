@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -83,6 +83,19 @@ class Numpy:
     def pointer(self, x: Any) -> int:
         """The address of the first element."""
         return int(x.ctypes.data)
+
+    def look(self, arrays: Iterable[Any]) -> tuple[list[tuple[Any, ...]], list[int]]:
+        """The `signature` and the `pointer` of each, as fast as they come together."""
+        signature, pointer, keys, pointers = self.signature, self.pointer, [], []
+        for x in arrays:
+            keys.append(signature(x))
+            pointers.append(pointer(x))
+        return keys, pointers
+
+    def make(self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]) -> Any:
+        """A list of new C-contiguous arrays on the device of q: like some of those given, then of (shape, dtype)."""
+        q = arrays["q"]
+        return [self.empty_like(arrays[x]) for x in likes] + [self.empty(shape, dtype, q) for shape, dtype in made]
 
     def empty_like(self, x: Any) -> Any:
         """A new C-contiguous array of x's shape and dtype on x's device."""
@@ -196,6 +209,21 @@ class Torch:
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
+
+    def look(self, arrays: Iterable[Any]) -> tuple[list[tuple[Any, ...]], list[int]]:
+        keys, pointers = [], []
+        for x in arrays:
+            keys.append((x.shape, x.stride(), x.dtype, x.get_device() if x.is_cuda else CPU))
+            pointers.append(x.data_ptr())
+        return keys, pointers
+
+    def make(self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]) -> Any:
+        found = [self.empty_like(arrays[name]) for name in likes]
+        if made:
+            new, dtypes = arrays["q"].new_empty, self._dtypes
+            for shape, dtype in made:
+                found.append(new(shape, dtype=dtypes[dtype]))
+        return found
 
     def empty_like(self, x: Any) -> Any:
         torch = sys.modules["torch"]

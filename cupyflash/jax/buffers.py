@@ -83,10 +83,7 @@ class Buffers(Numpy):
     def _next(self) -> Buffer:
         for found in self._results:
             return found
-        raise RuntimeError(
-            "the call was traced for other kernels than it runs: trace, export and run it on GPUs of one kind, "
-            "with one value of CUPYFLASH_FAMILY"
-        )
+        raise other_trace()
 
     def empty_like(self, x: Any) -> Any:
         return self._next()
@@ -110,3 +107,11 @@ class Buffers(Numpy):
         found = self._next()
         found.numpy()[...] = x
         return found
+
+
+def other_trace() -> RuntimeError:
+    """The error where XLA has not got memory for all that is made."""
+    return RuntimeError(
+        "the call was traced for other kernels than it runs: trace, export and run it on GPUs of one kind, "
+        "with one value of CUPYFLASH_FAMILY"
+    )

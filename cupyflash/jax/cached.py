@@ -102,11 +102,11 @@ def _call(static: _Static, arrays: Sequence[Any]) -> list[Any]:
 def _run(frame: ffi.Frame) -> None:
     """One execution."""
     static = _parse(frame.text)
-    arrays = dict(zip(static.names, frame.inputs, strict=True))
-    for name, result in zip(static.written, frame.results, strict=False):
+    arrays, results = dict(zip(static.names, frame.inputs(), strict=True)), frame.results()
+    for name, result in zip(static.written, results, strict=False):
         if result.address != arrays[name].address and 0 not in result.shape:  # what is appended would be lost
             raise RuntimeError(f"{name}: XLA did not put the result where the argument lies")
-    library = Buffers(frame.results[len(static.written) :], frame.stream)
+    library = Buffers(results[len(static.written) :], frame.stream)
     cached.forward(library, arrays, static.options)
 
 

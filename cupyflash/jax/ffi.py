@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import struct
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -93,69 +95,135 @@ class ErrorArgs(ctypes.Structure):
     _fields_ = [*_HEAD, ("message", ctypes.c_char_p), ("code", ctypes.c_int)]
 
 
-_CALL = ctypes.CFUNCTYPE(_P, _P)  # of the interface's functions: arguments -> error
-_HANDLER = ctypes.CFUNCTYPE(_P, ctypes.POINTER(CallFrame))
+_CALL = ctypes.PYFUNCTYPE(_P, _P)  # of the interface's functions, which are quick: arguments -> error
+_HANDLER = ctypes.CFUNCTYPE(_P, _P)
 
 
-class Frame(NamedTuple):
-    """One execution: the call's text, its buffers, and the stream on a GPU."""
-
-    text: bytes
-    inputs: list[Buffer]
-    results: list[Buffer]
-    stream: int
+def _format(kind: Any) -> str:
+    """A type's fields one after the other, as `struct` names them: all at once they cost less than each by itself."""
+    if not issubclass(kind, ctypes.Structure):
+        return _FORMATS.get(kind, "P")
+    return "".join(_format(field[1]) for field in kind._fields_)
 
 
-def _buffers(given: Any, device: int) -> list[Buffer]:
-    found = []
-    for i in range(given.size):
-        x = given.buffers[i].contents
-        found.append(Buffer(x.data or 0, tuple(x.dims[: x.rank]), x.dtype, device))
+_FORMATS = {ctypes.c_size_t: "N", ctypes.c_int: "i", ctypes.c_int64: "q", ctypes.c_uint32: "I"}
+
+
+_MEMORY = (ctypes.c_char * sys.maxsize).from_address(0)  # all of it: what lies at an address has it as its index
+
+
+def _reader(kind: Any, count: int = 1) -> Callable[[int], tuple[Any, ...]]:
+    """What lies at an address: a struct's fields, those of structs in it among them; or numbers of one kind."""
+    return functools.partial(struct.Struct("@" + _format(kind) * count).unpack_from, _MEMORY)
+
+
+_MOST = 64  # more arrays than a call has, more dimensions than an array
+_read_frame, _read_buffer, _read_span, _read_pointer = map(_reader, (CallFrame, XlaBuffer, Span, _P))
+_read_pointers = [_reader(_P, n) for n in range(_MOST)]
+_read_dims = [_reader(ctypes.c_int64, n) for n in range(_MOST)]
+_function = functools.lru_cache(maxsize=64)(_CALL)
+
+
+class Frame:
+    """One execution: the call's text, its inputs, and the stream on a GPU.
+
+    Attributes:
+        kinds: (shape, XLA's dtype) of the inputs.
+        addresses: of the inputs.
+        device: the ordinal of the GPU, or -1.
+    """
+
+    __slots__ = ("_results", "addresses", "device", "kinds", "stream", "text")
+
+    def __init__(
+        self, text: bytes, kinds: Sequence[Any], addresses: list[int], results: Sequence[int], device: int, stream: int
+    ) -> None:
+        self.text, self.kinds, self.addresses, self._results = text, kinds, addresses, results
+        self.device, self.stream = device, stream
+
+    def inputs(self) -> list[Buffer]:
+        kinds = zip(self.addresses, self.kinds, strict=True)
+        return [Buffer(address, *kind, self.device) for address, kind in kinds]
+
+    def result_addresses(self) -> list[int]:
+        return [_read_pointer(pointer + _DATA)[0] for pointer in self._results]
+
+    def results(self) -> list[Buffer]:
+        kinds, addresses = _buffers(self._results)
+        return [Buffer(address, *kind, self.device) for address, kind in zip(addresses, kinds, strict=True)]
+
+
+def _buffers(pointers: Sequence[int]) -> tuple[list[tuple[tuple[int, ...], int]], list[int]]:
+    """(shape, dtype) and address of XLA's buffers."""
+    kinds, addresses = [], []
+    for pointer in pointers:
+        _, _, dtype, data, rank, dims = _read_buffer(pointer)
+        kinds.append((_read_dims[rank](dims) if rank else (), dtype))
+        addresses.append(data)
+    return kinds, addresses
+
+
+_DATA = XlaBuffer.data.offset
+_free: list[tuple[StreamArgs, int]] = []  # of arguments, and their addresses: threads never share one
+
+
+def _stream(api: int, context: int) -> int:
+    try:
+        args, address = _free.pop()
+    except IndexError:
+        args = StreamArgs(ctypes.sizeof(StreamArgs))
+        address = ctypes.addressof(args)
+    args.context = context
+    if _stream_get(api)(address):
+        raise RuntimeError("XLA gives no stream")
+    found = args.stream or 0
+    _free.append((args, address))
     return found
 
 
-def _stream(frame: Any) -> int:
-    args = StreamArgs(ctypes.sizeof(StreamArgs), None, frame.context, None)
-    error = _CALL(frame.api.contents.Stream_Get)(ctypes.addressof(args))
-    if error:
-        raise RuntimeError("XLA gives no stream")
-    return args.stream or 0
+@functools.lru_cache(maxsize=64)
+def _stream_get(api: int) -> Callable[[int], int | None]:
+    """XLA's function, of a table that stays as it is."""
+    return _function(Api.from_address(api).Stream_Get)
 
 
-def _text(frame: Any) -> bytes:
-    span = ctypes.cast(frame.attrs.values[0], ctypes.POINTER(Span)).contents
-    return ctypes.string_at(span.data, span.size)
-
-
-def _failed(frame: Any, error: BaseException) -> Any:
+def _failed(api: int, error: BaseException) -> Any:
     """XLA's error of an exception."""
     message = f"{type(error).__name__}: {error}".encode()
     args = ErrorArgs(ctypes.sizeof(ErrorArgs), None, message, _INTERNAL)
-    return _CALL(frame.api.contents.Error_Create)(ctypes.addressof(args))
+    return _function(Api.from_address(api).Error_Create)(ctypes.addressof(args))
+
+
+def _tell(extension: int, is_on_gpu: bool) -> bool:
+    """Whether XLA asks what the handler is; then it is told."""
+    found = MetadataExtension.from_address(extension)
+    if found.base.type != _METADATA:
+        return False
+    metadata = found.metadata.contents
+    metadata.version.major, metadata.version.minor = _API_VERSION
+    metadata.traits = _COMMAND_BUFFER_COMPATIBLE if is_on_gpu else 0
+    return True
 
 
 def _handler(run: Callable[[Frame], None] | None, device: Callable[[], int] | None) -> Any:
     """What XLA calls. device: the ordinal of the GPU that is current; None: the buffers are in host memory."""
 
-    def handle(pointer: Any) -> Any:
-        frame = pointer.contents
+    def handle(pointer: int) -> Any:
+        # The heads of the frame, its arguments, results and attributes, and between them what is used.
+        (_, extension, api, context, stage, _, _, given, _, to_given, _, _, made, _, to_made, _, _, _, _, _, to_values,
+         _) = _read_frame(pointer)  # fmt: skip
         try:
-            if frame.extension:
-                extension = ctypes.cast(frame.extension, ctypes.POINTER(MetadataExtension)).contents
-                if extension.base.type == _METADATA:
-                    metadata = extension.metadata.contents
-                    metadata.version.major, metadata.version.minor = _API_VERSION
-                    metadata.traits = _COMMAND_BUFFER_COMPATIBLE if device else 0
-                    return None
-            if frame.stage != _EXECUTE or run is None:
+            if extension and _tell(extension, device is not None):
                 return None
-            where = device() if device else CPU
-            found = Frame(
-                _text(frame), _buffers(frame.args, where), _buffers(frame.rets, where), _stream(frame) if device else 0
-            )
-            run(found)
+            if stage != _EXECUTE or run is None:
+                return None
+            data, size = _read_span(_read_pointer(to_values)[0])
+            kinds, addresses = _buffers(_read_pointers[given](to_given) if given else ())
+            results = _read_pointers[made](to_made) if made else ()
+            where, stream = (device(), _stream(api, context)) if device else (CPU, 0)
+            run(Frame(_MEMORY[data : data + size], kinds, addresses, results, where, stream))
         except BaseException as e:  # what leaves a callback of ctypes is printed and lost
-            return _failed(frame, e)
+            return _failed(api, e)
         return None
 
     return _HANDLER(handle)

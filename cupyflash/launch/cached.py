@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..gpu.device import Device
 from . import decode
 from .kept import Kept
 from .passes import is_contiguous
-from .prepare import wish
+from .variables import is_debug, wish
 
 _MAX_CALLS = 1024
 
@@ -49,21 +48,19 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     Args:
         arrays: by their names in `CACHE_ARRAYS`, in that order; cache_seqlens may be an integer.
     """
-    keys, pointers, bits, length = [], [], 0, arrays["cache_seqlens"]
+    bits, length = 0, arrays["cache_seqlens"]
     try:
         if type(length) is int:
             cu, q = arrays.get("cu_seqlens_q"), arrays["q"]
             arrays["cache_seqlens"] = library.full((len(q) if cu is None else len(cu) - 1,), length, q)
-        for x in arrays.values():
-            keys.append(library.signature(x))
-            pointer = library.pointer(x)
-            pointers.append(pointer)
-            bits |= pointer
+        keys, pointers = library.look(arrays.values())
     except Exception as e:
         raise unreadable(library, e, {name: x for name, x in arrays.items() if type(x) is not int}) from e
     device = keys[0][3]
     if device == CPU:
         return _on_host(library, arrays, keys, options)
+    for pointer in pointers:
+        bits |= pointer
     aligned, stream = bits & 15 == 0, library.stream(device)
     if not aligned or 0 in pointers:
         aligned = _look_at_addresses(library, arrays, pointers)
@@ -73,13 +70,10 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
         call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream))
     if type(length) is int:
         check_room(call.problem, np.array([length]), np.array([0 if call.problem.packed else call.problem.seqlen_new]))
-    if os.environ.get("CUPYFLASH_DEBUG") == "1":
+    if is_debug():
         check_values(call.problem, _on_their_way(library, arrays))
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
-    q = arrays["q"]
-    made = [library.empty_like(q)]
-    for shape, dtype in call.made:
-        made.append(library.empty(shape, dtype, q))
+    made = library.make(("q",), call.made, arrays)
     for x in made:
         pointers.append(library.pointer(x))
     call.launch(pointers, stream)

@@ -23,14 +23,18 @@ _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2  # handles: of the default stream (so 
 
 @functools.cache
 def _get_id() -> Callable[..., int]:
-    """cuStreamGetId, of CUDA 12, as are tensor maps."""
-    return driver_function("cuStreamGetId", is_quick=True) or (lambda stream, to: 1)
+    """cuStreamGetId, of CUDA 12, as are tensor maps; takes two addresses."""
+    found: Any = driver_function("cuStreamGetId", is_quick=True)
+    if found is None:
+        return lambda stream, to: 1
+    found.argtypes = ctypes.c_void_p, ctypes.c_void_p  # which costs less than to have the caller convert them
+    return found  # type: ignore[no-any-return]
 
 
 def _stream_id(stream: int) -> int:
     """What tells a stream from one that had its handle before; 0 where the driver does not say."""
     found = ctypes.c_uint64()
-    return 0 if _get_id()(ctypes.c_void_p(stream), ctypes.byref(found)) else found.value
+    return 0 if _get_id()(stream, ctypes.addressof(found)) else found.value
 
 
 class Counters:

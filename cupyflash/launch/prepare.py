@@ -33,6 +33,7 @@ from .filled import fill, template_of
 from .passes import Asked, Given, contiguous_strides, is_contiguous, sizes_of, with_batch
 from .prepared import Call, Prepared
 from .template import numbers_of
+from .variables import wish
 
 
 def family() -> str | None:
@@ -45,17 +46,6 @@ def family() -> str | None:
     if wish is not None and wish not in FAMILIES:
         raise ArgumentError(f"CUPYFLASH_FAMILY: expected one of {', '.join(FAMILIES)}, got {wish!r}")
     return wish
-
-
-def wish() -> Any:
-    """What CUPYFLASH_FAMILY holds, unchecked, as part of the keys under which calls are kept."""
-    return _look_up(_FAMILY)
-
-
-try:  # `os.environ.get` takes 0.8 us where the variable is not set, its own dictionary 0.05 us
-    _look_up, _FAMILY = os.environ._data.get, os.environ.encodekey("CUPYFLASH_FAMILY")  # type: ignore[attr-defined]
-except AttributeError:
-    _look_up, _FAMILY = os.environ.get, "CUPYFLASH_FAMILY"
 
 
 Vet = Callable[[], None]

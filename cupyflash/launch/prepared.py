@@ -152,8 +152,13 @@ class Call:
         """Whether a kernel of it is."""
         return self.prepared.persistent
 
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch on `stream`; `addresses`: of the arrays that `order` names."""
+    def __call__(self, addresses: Sequence[int], stream: int, is_current: bool = False) -> None:
+        """Launch on `stream`.
+
+        Args:
+            addresses: of the arrays that `order` names.
+            is_current: the GPU and its context are known to be current on this thread.
+        """
         prepared = self.prepared
         try:
             arguments = prepared.free.pop()
@@ -164,8 +169,8 @@ class Call:
         slots = arguments.slots
         for slot, i in self._writes:
             slots[slot] = addresses[i]
-        current = prepared.get_device()
-        if current != prepared.ordinal or not hasattr(_thread, "has_context"):
+        current = prepared.ordinal if is_current else prepared.get_device()
+        if current != prepared.ordinal or not (is_current or hasattr(_thread, "has_context")):
             prepared.set_device(prepared.ordinal)  # also gives a new thread its CUDA context
             _thread.has_context = True
         try:

@@ -27,7 +27,8 @@ from .alignment import ALIGNED, Aligned
 from .checks import check
 from .packed import vet_lengths
 from .passes import given_of
-from .prepare import prepare, wish
+from .prepare import prepare
+from .variables import is_debug, wish
 
 BACKENDS = ("auto", "cuda", "cpu")
 
@@ -84,18 +85,15 @@ def _run(
     which: Pass, library: Native, arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...]
 ) -> Sequence[Any]:
     """What a pass makes, in the order of `Given.made` and `Given.shaped`."""
-    keys, pointers, bits = [], [], 0
     try:
-        for x in arrays.values():
-            keys.append(library.signature(x))
-            pointer = library.pointer(x)
-            pointers.append(pointer)
-            bits |= pointer
+        keys, pointers = library.look(arrays.values())
     except Exception as e:
         raise unreadable(library, e, arrays) from e
-    device = keys[0][3]
+    device, bits = keys[0][3], 0
     if device == CPU:
         return _on_host(which, library, arrays, keys, options, wanted)
+    for pointer in pointers:
+        bits |= pointer
     aligned = ALIGNED
     if bits & 15 or 0 in pointers:
         aligned = _look_at_addresses(which, library, pointers, arrays)
@@ -107,21 +105,34 @@ def _run(
         vet_new(library, arrays)
         given, vet = given_of(which, names, wanted), partial(vet_all, library, arrays)
         call = launch.calls.keep(key, prepare(given, library, keys, options, aligned, stream, vet=vet))
-    if not arrays.keys().isdisjoint(Sequences._fields) and os.environ.get("CUPYFLASH_DEBUG") == "1":
+    if is_debug() and not arrays.keys().isdisjoint(Sequences._fields):
         vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
-    made = []
-    for like in call.likes:
-        x = library.empty_like(arrays[like])
-        made.append(x)
-        pointers.append(library.pointer(x))
-    for shape, dtype in call.made:
-        x = library.empty(shape, dtype, arrays["q"])
-        made.append(x)
-        pointers.append(library.pointer(x))
+    made, pointer_of = library.make(call.likes, call.made, arrays), library.pointer
+    for x in made:
+        pointers.append(pointer_of(x))
     call(pointers, stream)
     del copies
     return made
+
+
+def key_of(
+    names: tuple[str, ...], keys: Sequence[tuple[Any, ...]], options: Options, wanted: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """What the key of a call begins with, where addresses are multiples of 16; the rest is what `wish` says."""
+    return names, *keys, options, ALIGNED, wanted
+
+
+def ready(key: tuple[Any, ...], pointers: Sequence[int]) -> launch.Call | None:
+    """The call that is kept under a key of `key_of`; None where it is not there yet, or more has to be looked at than
+    addresses that are multiples of 16. It takes them and those of what it makes, in the order of `likes` and `made`."""
+    bits = 0
+    for pointer in pointers:
+        bits |= pointer
+    if bits & 15 or 0 in pointers or is_debug():
+        return None
+    call = launch.calls.find((*key, wish()))
+    return None if call is None or call.copied else call
 
 
 def planned(
@@ -136,7 +147,7 @@ def planned(
 
     Its kernels are loaded then, and it says what it will allocate.
     """
-    key = names, *keys, options, ALIGNED, wanted, wish()
+    key = *key_of(names, keys, options, wanted), wish()
     call = launch.calls.find(key)
     if call is None:
         call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, ALIGNED, 0))

@@ -591,6 +591,7 @@ def test_what_runs_on_a_gpu_was_prepared_when_it_was_traced(arch: str, monkeypat
     from cupyflash.jax.buffers import CODES, Buffer
     from cupyflash.launch import run
     from cupyflash.options import Options
+    from tests.xla_frame import XlaFrame
 
     gpu = pretended_gpu.pretend(monkeypatch, arch)
     monkeypatch.setattr("cupyflash.gpu.device.count", lambda: 1)
@@ -618,7 +619,9 @@ def test_what_runs_on_a_gpu_was_prepared_when_it_was_traced(arch: str, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(run, "prepare", None)
             loaded, launched = len(gpu.loaded), len(gpu.launched)
-            call._run(ffi.Frame(static.text().encode(), made[: len(given)], made[len(given) :], 0))
+            frame = XlaFrame(static.text(), made[: len(given)], made[len(given) :])
+            frame.run(ffi._handler(call._run, lambda: 0))
+        assert frame.errors == []
         assert len(gpu.loaded) == loaded
         assert len(gpu.launched) > launched
     assert CODES["bool"] == made[list(given).index("mod_array_0")].dtype

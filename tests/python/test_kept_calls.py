@@ -56,6 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     found = Gpu()
     for library in (arrays.NUMPY, arrays.TORCH):
         monkeypatch.setattr(library, "signature", lambda x, of=library.signature: (*of(x)[:3], 0))
+        monkeypatch.setattr(library, "look", partial(arrays.Numpy.look, library))
         monkeypatch.setattr(library, "stream", lambda device: 0)
     monkeypatch.setattr(run, "prepare", found.prepare)
     monkeypatch.setattr(launch, "calls", Kept(100))
