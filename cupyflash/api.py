@@ -7,7 +7,7 @@ from typing import Any
 
 from . import options
 from .arrays.adapters import TORCH
-from .arrays.libraries import JAX, Foreign, common_library, common_library_of_three
+from .arrays.libraries import JAX, Foreign, common_library_of_all, common_library_of_three
 from .errors import UnsupportedError
 from .gradients import Gradients as Gradients
 from .gradients import wanted_of as wanted_of
@@ -174,7 +174,7 @@ def arrays_of_mask(block_mask: Any, arrays: Mapping[str, Any], call: Options) ->
 
 def forward(arrays: dict[str, Any], call: Options, want_lse: bool, seed: Any = None) -> tuple[Any, Any]:
     """(out, lse) of arrays of any library, by the names of the table of arrays; `seed`: of dropout, as it was given."""
-    library = common_library_of_three(*arrays.values()) if len(arrays) == 3 else common_library(**arrays)
+    library = common_library_of_three(*arrays.values()) if len(arrays) == 3 else common_library_of_all(arrays)
     arrays = with_seed(arrays, library, call, seed, draw=True)
     if library is TORCH:
         return door_of_torch().attention(arrays, call, want_lse)
@@ -282,7 +282,7 @@ def attention_backward(
 
 def backward(arrays: dict[str, Any], call: Options, wanted: tuple[str, ...], seed: Any = None) -> dict[str, Any]:
     """The gradients by name, of arrays of any library, by the names of the table of arrays; `seed` as in `forward`."""
-    library = common_library(**arrays)
+    library = common_library_of_all(arrays)
     arrays = with_seed(arrays, library, call, seed, draw=False)
     if library is TORCH:
         return door_of_torch().backward(arrays, call, wanted)

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cupyflash.jax import ffi
+from cupyflash.jax import structs
 from cupyflash.jax.buffers import Buffer
 
 STREAM, CONTEXT = 0x7F00, 0x77
@@ -23,11 +23,13 @@ class XlaFrame:
     def __init__(self, text: str, inputs: Sequence[Buffer], results: Sequence[Buffer]) -> None:
         self.errors: list[str] = []
         self._kept: list[Any] = []  # what addresses in the frame point to
-        span = self._keep(ffi.Span(ctypes.addressof(self._keep(ctypes.create_string_buffer(text.encode()))), len(text)))
+        span = self._keep(
+            structs.Span(ctypes.addressof(self._keep(ctypes.create_string_buffer(text.encode()))), len(text))
+        )
         values = self._keep((ctypes.c_void_p * 1)(ctypes.addressof(span)))
-        api = self._keep(ffi.Api())
+        api = self._keep(structs.Api())
         api.Stream_Get, api.Error_Create = map(self._function, (self._give_stream, self._take_error))
-        frame = ffi.CallFrame(struct_size=ctypes.sizeof(ffi.CallFrame), context=CONTEXT, stage=3)
+        frame = structs.CallFrame(struct_size=ctypes.sizeof(structs.CallFrame), context=CONTEXT, stage=3)
         frame.api = ctypes.pointer(api)
         for part, buffers in ((frame.args, inputs), (frame.rets, results)):
             part.size, part.buffers = len(buffers), self._pointers(buffers)
@@ -39,20 +41,20 @@ class XlaFrame:
         _FUNCTION(ctypes.cast(handler, ctypes.c_void_p).value)(ctypes.addressof(self._frame))
 
     def _pointers(self, buffers: Sequence[Buffer]) -> Any:
-        found = self._keep((ctypes.POINTER(ffi.XlaBuffer) * len(buffers))())
+        found = self._keep((ctypes.POINTER(structs.XlaBuffer) * len(buffers))())
         for i, x in enumerate(buffers):
             dims = self._keep((ctypes.c_int64 * len(x.shape))(*x.shape))
-            given = ffi.XlaBuffer(data=x.address, dtype=x.dtype, rank=len(x.shape), dims=dims)
+            given = structs.XlaBuffer(data=x.address, dtype=x.dtype, rank=len(x.shape), dims=dims)
             found[i] = ctypes.pointer(self._keep(given))
         return found
 
     def _give_stream(self, address: int) -> None:
-        args = ffi.StreamArgs.from_address(address)
+        args = structs.StreamArgs.from_address(address)
         assert (args.struct_size, args.context) == (ctypes.sizeof(args), CONTEXT)
         args.stream = STREAM
 
     def _take_error(self, address: int) -> int:
-        self.errors.append(ffi.ErrorArgs.from_address(address).message.decode())
+        self.errors.append(structs.ErrorArgs.from_address(address).message.decode())
         return 1
 
     def _function(self, function: Callable[[int], int | None]) -> int | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,14 +15,9 @@ import numpy as np
 from ..errors import ArgumentError
 from . import torch_private
 from .imported import is_instance
-
-CPU = -1  # the device of arrays in host memory
-
-
-def place(device: int) -> str:
-    """A device in words."""
-    return "the CPU" if device == CPU else f"GPU {device}"
-
+from .signature import CPU as CPU
+from .signature import Signature as Signature
+from .signature import place as place
 
 _NUMPY_DTYPES = {
     "fp16": np.dtype(np.float16),
@@ -35,19 +30,6 @@ _NUMPY_DTYPES = {
 }
 _E4M3 = _NUMPY_DTYPES["float8_e4m3fn"]
 _NUMPY_NAMES = {dtype: name for name, dtype in _NUMPY_DTYPES.items() if name != "int32"}
-
-
-class Signature(NamedTuple):
-    """All that a launch depends on but the address: a library's `signature`, spelled out by its `describe`.
-
-    The hot path compares signatures as the plain tuples that the libraries return, and describes them only when a call
-    is new.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
-    dtype: Any  # the library's own object
-    device: int  # CUDA ordinal, or CPU
 
 
 class Numpy:

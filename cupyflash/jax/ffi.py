@@ -1,8 +1,7 @@
 """XLA's foreign function interface, in ctypes: a handler that runs a call where XLA has put its buffers.
 
-The structs are those of xla/ffi/api/c_api.h, which promises not to reorder them; `tests/python/test_jax.py` compares
-them with the header that jaxlib brings. A handler is called for what it is first (its metadata), then for every
-execution, on any thread. It must not wait, allocate, or raise.
+A handler is called for what it is first (its metadata), then for every execution, on any thread. It must not wait,
+allocate, or raise.
 """
 
 from __future__ import annotations
@@ -11,124 +10,48 @@ import atexit
 import contextlib
 import ctypes
 import functools
-import struct
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from ..arrays.adapters import CPU
 from .buffers import Buffer
+from .structs import (
+    MEMORY,
+    Api,
+    CallFrame,
+    ErrorArgs,
+    MetadataExtension,
+    Pointer,
+    Span,
+    StreamArgs,
+    XlaBuffer,
+    reader,
+)
 
-_P = ctypes.c_void_p
-_SIZE = ctypes.c_size_t
-_HEAD: list[tuple[str, Any]] = [("struct_size", _SIZE), ("extension", _P)]  # of every struct
 _METADATA, _EXECUTE = 1, 3  # XLA_FFI_Extension_Type, XLA_FFI_ExecutionStage
 _API_VERSION = 0, 1  # the oldest that XLA accepts: what is used here has been there since
 _COMMAND_BUFFER_COMPATIBLE = 1
 _INTERNAL = 13  # XLA_FFI_Error_Code
 
-
-class Extension(ctypes.Structure):
-    _fields_ = [("struct_size", _SIZE), ("type", ctypes.c_int), ("next", _P)]
-
-
-class Version(ctypes.Structure):
-    _fields_ = [*_HEAD, ("major", ctypes.c_int), ("minor", ctypes.c_int)]
-
-
-class Metadata(ctypes.Structure):
-    _fields_ = [("struct_size", _SIZE), ("version", Version), ("traits", ctypes.c_uint32)]
-
-
-class MetadataExtension(ctypes.Structure):
-    _fields_ = [("base", Extension), ("metadata", ctypes.POINTER(Metadata))]
-
-
-class XlaBuffer(ctypes.Structure):
-    _fields_ = [
-        *_HEAD, ("dtype", ctypes.c_int), ("data", _P), ("rank", ctypes.c_int64),
-        ("dims", ctypes.POINTER(ctypes.c_int64)),
-    ]  # fmt: skip
-
-
-class Buffers(ctypes.Structure):
-    """XLA_FFI_Args and XLA_FFI_Rets."""
-
-    _fields_ = [
-        *_HEAD, ("size", ctypes.c_int64), ("types", _P), ("buffers", ctypes.POINTER(ctypes.POINTER(XlaBuffer))),
-    ]  # fmt: skip
-
-
-class Span(ctypes.Structure):
-    """XLA_FFI_ByteSpan."""
-
-    _fields_ = [("data", _P), ("size", _SIZE)]
-
-
-class Attributes(ctypes.Structure):
-    _fields_ = [*_HEAD, ("size", ctypes.c_int64), ("types", _P), ("names", _P), ("values", ctypes.POINTER(_P))]
-
-
-class Api(ctypes.Structure):
-    """XLA_FFI_Api, as far as it is used; functions are added at its end alone."""
-
-    _fields_ = [
-        *_HEAD, ("version", Version), ("internal", _P), ("Error_Create", _P), ("Error_GetMessage", _P),
-        ("Error_Destroy", _P), ("Handler_Register", _P), ("Stream_Get", _P),
-    ]  # fmt: skip
-
-
-class CallFrame(ctypes.Structure):
-    _fields_ = [
-        *_HEAD, ("api", ctypes.POINTER(Api)), ("context", _P), ("stage", ctypes.c_int), ("args", Buffers),
-        ("rets", Buffers), ("attrs", Attributes), ("future", _P),
-    ]  # fmt: skip
-
-
-class StreamArgs(ctypes.Structure):
-    _fields_ = [*_HEAD, ("context", _P), ("stream", _P)]
-
-
-class ErrorArgs(ctypes.Structure):
-    _fields_ = [*_HEAD, ("message", ctypes.c_char_p), ("code", ctypes.c_int)]
-
-
-_CALL = ctypes.PYFUNCTYPE(_P, _P)  # of the interface's functions, which are quick: arguments -> error
-_HANDLER = ctypes.CFUNCTYPE(_P, _P)
-
-
-def _format(kind: Any) -> str:
-    """A type's fields one after the other, as `struct` names them: all at once they cost less than each by itself."""
-    if not issubclass(kind, ctypes.Structure):
-        return _FORMATS.get(kind, "P")
-    return "".join(_format(field[1]) for field in kind._fields_)
-
-
-_FORMATS = {ctypes.c_size_t: "N", ctypes.c_int: "i", ctypes.c_int64: "q", ctypes.c_uint32: "I"}
-
-
-_MEMORY = (ctypes.c_char * sys.maxsize).from_address(0)  # all of it: what lies at an address has it as its index
-
-
-def _reader(kind: Any, count: int = 1) -> Callable[[int], tuple[Any, ...]]:
-    """What lies at an address: a struct's fields, those of structs in it among them; or numbers of one kind."""
-    return functools.partial(struct.Struct("@" + _format(kind) * count).unpack_from, _MEMORY)
-
-
-_MOST = 64  # more arrays than a call has, more dimensions than an array
-_read_frame, _read_buffer, _read_span, _read_pointer = map(_reader, (CallFrame, XlaBuffer, Span, _P))
-_read_pointers = [_reader(_P, n) for n in range(_MOST)]
-_read_dims = [_reader(ctypes.c_int64, n) for n in range(_MOST)]
+_CALL = ctypes.PYFUNCTYPE(Pointer, Pointer)  # of the interface's functions, which are quick: arguments -> error
+_HANDLER = ctypes.CFUNCTYPE(Pointer, Pointer)
 _function = functools.lru_cache(maxsize=64)(_CALL)
+_MOST = 64  # more arrays than a call has, more dimensions than an array
+_read_frame, _read_buffer, _read_span, _read_pointer = map(reader, (CallFrame, XlaBuffer, Span, Pointer))
+_read_pointers = [reader(Pointer, n) for n in range(_MOST)]
+_read_dims = [reader(ctypes.c_int64, n) for n in range(_MOST)]
+
+
+Kind = tuple[tuple[int, ...], int]  # shape and XLA's dtype
 
 
 class Frame:
     """One execution: the call's text, its inputs, and the stream on a GPU.
 
     Attributes:
-        kinds: (shape, XLA's dtype) of the inputs.
+        kinds: of the inputs.
         addresses: of the inputs.
         device: the ordinal of the GPU, or -1.
     """
@@ -136,26 +59,29 @@ class Frame:
     __slots__ = ("_results", "addresses", "device", "kinds", "stream", "text")
 
     def __init__(
-        self, text: bytes, kinds: Sequence[Any], addresses: list[int], results: Sequence[int], device: int, stream: int
+        self, text: bytes, kinds: Sequence[Kind], addresses: list[int], results: Sequence[int], device: int, stream: int
     ) -> None:
         self.text, self.kinds, self.addresses, self._results = text, kinds, addresses, results
         self.device, self.stream = device, stream
 
     def inputs(self) -> list[Buffer]:
-        kinds = zip(self.addresses, self.kinds, strict=True)
-        return [Buffer(address, *kind, self.device) for address, kind in kinds]
+        return self._with_addresses(self.kinds, self.addresses)
 
     def result_addresses(self) -> list[int]:
         return [_read_pointer(pointer + _DATA)[0] for pointer in self._results]
 
     def results(self) -> list[Buffer]:
-        kinds, addresses = _buffers(self._results)
-        return [Buffer(address, *kind, self.device) for address, kind in zip(addresses, kinds, strict=True)]
+        return self._with_addresses(*_buffers(self._results))
+
+    def _with_addresses(self, kinds: Sequence[Kind], addresses: Sequence[int]) -> list[Buffer]:
+        together = zip(addresses, kinds, strict=True)
+        return [Buffer(address, shape, dtype, self.device) for address, (shape, dtype) in together]
 
 
-def _buffers(pointers: Sequence[int]) -> tuple[list[tuple[tuple[int, ...], int]], list[int]]:
-    """(shape, dtype) and address of XLA's buffers."""
-    kinds, addresses = [], []
+def _buffers(pointers: Sequence[int]) -> tuple[list[Kind], list[int]]:
+    """What XLA's buffers hold, and where."""
+    kinds: list[Kind] = []
+    addresses = []
     for pointer in pointers:
         _, _, dtype, data, rank, dims = _read_buffer(pointer)
         kinds.append((_read_dims[rank](dims) if rank else (), dtype))
@@ -221,7 +147,8 @@ def _handler(run: Callable[[Frame], None] | None, device: Callable[[], int] | No
             kinds, addresses = _buffers(_read_pointers[given](to_given) if given else ())
             results = _read_pointers[made](to_made) if made else ()
             where, stream = (device(), _stream(api, context)) if device else (CPU, 0)
-            run(Frame(_MEMORY[data : data + size], kinds, addresses, results, where, stream))
+            text: Any = MEMORY[data : data + size]
+            run(Frame(text, kinds, addresses, results, where, stream))
         except BaseException as e:  # what leaves a callback of ctypes is printed and lost
             return _failed(api, e)
         return None
@@ -255,7 +182,7 @@ def register(name: str, run: Callable[[Frame], None] | None, device: Callable[[]
     _finish_before_exit()
     handler = _handler(run, device)
     _kept.append(handler)
-    capsule = jax.ffi.pycapsule(ctypes.cast(handler, _P).value)
+    capsule = jax.ffi.pycapsule(ctypes.cast(handler, Pointer).value)
     jax.ffi.register_ffi_target(name, capsule, platform="CUDA" if device else "cpu")
 
 

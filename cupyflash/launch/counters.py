@@ -28,7 +28,7 @@ def _get_id() -> Callable[..., int]:
     if found is None:
         return lambda stream, to: 1
     found.argtypes = ctypes.c_void_p, ctypes.c_void_p  # which costs less than to have the caller convert them
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _stream_id(stream: int) -> int:

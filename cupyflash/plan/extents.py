@@ -19,6 +19,7 @@ from .spec import Spec
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
+_SEQUENCES = ("q", "k")  # over whose rows most launches have their tiles
 
 Workspace = dict[str, tuple[tuple[int, ...], str]]
 
@@ -98,28 +99,34 @@ class Kernels:
     def _tiles(self, extents: Extents) -> tuple[int, ...]:
         """Tiles of work of each launch."""
         q, k = (extents.seqlen_q, extents.heads_q), (extents.seqlen_k, extents.heads_k)
+        batch, arrays = extents.batch, self._arrays(extents)
         found = []
         for over, rows in self._rows:
-            if over in ("key_lists", "query_lists"):
-                length = q[0] if over == "key_lists" else k[0]
-                tiles = math.prod(self._list_owners(extents)) * self._blocks(length, rows, extents.batch)
-            elif over == "slopes":
-                tiles = extents.heads_q * (extents.batch if self.spec.alibi == 2 else 1)
-            elif over == "sinks":
-                tiles = extents.heads_q
-            elif over == "bias":
-                tiles = self._bias_tiles(extents)
-            elif over == "elements":
-                tiles = blocks(max(math.prod(self.spec.mod_shapes[i]) for i in self.spec.dmods), rows)
-            else:
+            if over in _SEQUENCES:
                 length, heads = q if over == "q" else k
-                tiles = self._blocks(length, rows, extents.batch) * heads * self._arrays(extents)
+                tiles = self._blocks(length, rows, batch) * heads * arrays
+            else:
+                tiles = self._tiles_of_feature(over, rows, extents)
             if tiles > MAX_GRID:
                 raise UnsupportedError(
                     f"{over}: expected at most {MAX_GRID} tiles of work, got {tiles}; split the batch"
                 )
             found.append(tiles)
         return tuple(found)
+
+    def _tiles_of_feature(self, over: str, rows: int, extents: Extents) -> int:
+        """Those of a launch that is there for a feature."""
+        if over in ("key_lists", "query_lists"):
+            length = extents.seqlen_q if over == "key_lists" else extents.seqlen_k
+            return math.prod(self._list_owners(extents)) * self._blocks(length, rows, extents.batch)
+        if over == "slopes":
+            return extents.heads_q * (extents.batch if self.spec.alibi == 2 else 1)
+        if over == "sinks":
+            return extents.heads_q
+        if over == "bias":
+            return self._bias_tiles(extents)
+        assert over == "elements", over
+        return blocks(max(math.prod(self.spec.mod_shapes[i]) for i in self.spec.dmods), rows)
 
     def _bias_tiles(self, extents: Extents) -> int:
         """Tiles of a bias's gradient: one along each dimension along which it is broadcast (bwd_dbias.cuh)."""
@@ -154,6 +161,8 @@ class Kernels:
     def _lists(self, extents: Extents) -> Workspace:
         """The lists of a block mask, by name."""
         found: Workspace = {}
+        if not self.spec.block_mask:
+            return found
         longest_q, longest_k = self._longest(extents)
         for variant in self.variants:
             if isinstance(variant, KeyLists):

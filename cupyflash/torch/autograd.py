@@ -22,6 +22,7 @@ from ..operands import BACKWARD, FORWARD
 from ..options import Options
 from . import ops, sharding
 from .batching import batched
+from .casting import cast
 from .followed import (
     below_autograd,
     fast_apply,
@@ -137,7 +138,7 @@ _apply_gradients, _apply_gradients_by_operator = fast_apply(_Gradients), fast_ap
 def attention(arrays: Mapping[str, Tensor], options: Options, want_lse: bool) -> tuple[Tensor, Tensor | None]:
     """(out, lse) of arrays by name; recorded by autograd if any of them asks for it."""
     if is_autocast_on():
-        arrays = _autocast(arrays)
+        arrays = cast(arrays)
     if is_compiling():
         sharding.ready()
         return ops.forward(arrays, options)
@@ -165,7 +166,10 @@ def backward(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, 
     """
     if is_compiling():
         return ops.backward(arrays, options, wanted)
-    followed = is_followed() or any(type(x) is not Tensor or x.is_neg() for x in arrays.values())
+    followed = is_followed()
+    for x in arrays.values():
+        if type(x) is not Tensor or x.is_neg():
+            followed = True
     return _gradients(arrays, options, wanted, followed)
 
 
@@ -185,24 +189,11 @@ def _gradients(
 
 def _is_recorded(arrays: Mapping[str, Tensor]) -> bool:
     """Whether autograd records what is computed with these."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in arrays.values())
-
-
-def _autocast(arrays: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What autocast, where it is on for q's device, makes of the arrays of q's dtype: as of those of torch's own."""
-    kind = arrays["q"].device.type
-    if not torch.is_autocast_enabled(kind):
-        return arrays
-    dtype, rows = torch.get_autocast_dtype(kind), FORWARD.rows
-
-    def keeps(name: str, x: Tensor) -> bool:  # its own dtype, as a bias does that is fp32, and what mods read
-        own = bool(rows[name].dtype) or rows[name].free
-        return x.dtype not in _CAST or own or (rows[name].broadcasts and x.dtype is torch.float32)
-
-    return {name: x if keeps(name, x) else x.to(dtype) for name, x in arrays.items()}
-
-
-_CAST = {torch.float16, torch.bfloat16, torch.float32}
+    if torch.is_grad_enabled():
+        for x in arrays.values():
+            if x.requires_grad:
+                return True
+    return False
 
 
 # ---- The operators' rules ----

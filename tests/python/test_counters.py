@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import sys
 import threading
@@ -183,8 +184,8 @@ def test_a_stream_that_found_no_counter_gets_one_later(runtime: Runtime, monkeyp
 
 
 def test_the_driver_is_asked_for_the_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_id(stream: Any, to: Any) -> int:
-        to._obj.value = stream.value + 1
+    def get_id(stream: int, to: int) -> int:
+        ctypes.c_uint64.from_address(to).value = stream + 1
         return 0
 
     monkeypatch.setattr(counters, "_get_id", lambda: get_id)

@@ -539,7 +539,7 @@ def test_lengths_on_a_gpu_are_copied_before_they_are_looked_at(monkeypatch: pyte
 def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
     import jaxlib
 
-    from cupyflash.jax import ffi
+    from cupyflash.jax import structs
 
     header = Path(jaxlib.__file__).parent / "include/xla/ffi/api/c_api.h"
     if not header.is_file():
@@ -554,17 +554,17 @@ def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
         return [a or b for a, b in named]
 
     same = {
-        "XLA_FFI_CallFrame": ffi.CallFrame, "XLA_FFI_Args": ffi.Buffers, "XLA_FFI_Rets": ffi.Buffers,
-        "XLA_FFI_Buffer": ffi.XlaBuffer, "XLA_FFI_Attrs": ffi.Attributes, "XLA_FFI_ByteSpan": ffi.Span,
-        "XLA_FFI_Extension_Base": ffi.Extension, "XLA_FFI_Metadata_Extension": ffi.MetadataExtension,
-        "XLA_FFI_Api_Version": ffi.Version, "XLA_FFI_Stream_Get_Args": ffi.StreamArgs,
-        "XLA_FFI_Error_Create_Args": ffi.ErrorArgs,
+        "XLA_FFI_CallFrame": structs.CallFrame, "XLA_FFI_Args": structs.Buffers, "XLA_FFI_Rets": structs.Buffers,
+        "XLA_FFI_Buffer": structs.XlaBuffer, "XLA_FFI_Attrs": structs.Attributes, "XLA_FFI_ByteSpan": structs.Span,
+        "XLA_FFI_Extension_Base": structs.Extension, "XLA_FFI_Metadata_Extension": structs.MetadataExtension,
+        "XLA_FFI_Api_Version": structs.Version, "XLA_FFI_Stream_Get_Args": structs.StreamArgs,
+        "XLA_FFI_Error_Create_Args": structs.ErrorArgs,
     }  # fmt: skip
     for name, kind in same.items():
         assert len(fields(name)) == len(kind._fields_), (name, fields(name))
     found = fields("XLA_FFI_Api")
-    assert found.index("Stream_Get") == [name for name, _ in ffi.Api._fields_].index("Stream_Get")
-    assert found.index("Error_Create") == [name for name, _ in ffi.Api._fields_].index("Error_Create")
+    assert found.index("Stream_Get") == [name for name, _ in structs.Api._fields_].index("Stream_Get")
+    assert found.index("Error_Create") == [name for name, _ in structs.Api._fields_].index("Error_Create")
     assert fields("XLA_FFI_Metadata")[:3] == ["struct_size", "api_version", "traits"]
     codes = dict(re.findall(r"XLA_FFI_DataType_(\w+) = (\d+)", text))
     from cupyflash.jax.buffers import CODES
@@ -573,4 +573,4 @@ def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
         "int8": "S8", "int64": "S64", "uint8": "U8", "float8_e4m3fn": "F8E4M3FN",
     }  # fmt: skip
     assert {name: int(codes[names[name]]) for name in CODES} == CODES
-    assert ctypes.sizeof(ffi.Span) == 16
+    assert ctypes.sizeof(structs.Span) == 16

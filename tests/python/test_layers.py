@@ -51,7 +51,7 @@ PYTHON_LAYERS = (
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
-    "arrays": "libraries readable placed vetting adapters torch_private imported",
+    "arrays": "libraries readable placed vetting adapters signature torch_private imported",
     "cache": "pool checks values arrays problem",
     "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods features bias "
     "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
@@ -59,13 +59,13 @@ PYTHON_ORDER = {
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent tensormap device driver",
-    "jax": "sdpa op cached parts call seeds sharding ffi buffers",
+    "jax": "sdpa op cached parts call seeds sharding ffi structs buffers",
     "launch": "cached decode run seeds clocks cached_params prepare alignment prepared filled checks packed passes "
-    "template counters kept",
+    "template counters kept variables",
     "mods": "given trace symbols description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_shares lists "
     "decode_kernels learned kernels params_decode params variant spec",
-    "torch": "flash aten sdpa flops cached autograd seeds sharding batching ops masks vetting followed",
+    "torch": "flash aten sdpa flops cached autograd casting seeds sharding batching ops masks vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }
 # Modules that are kept to some.

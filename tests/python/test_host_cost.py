@@ -1,0 +1,220 @@
+"""What a warm call does on the host, on a pretended GPU: counted, not timed, in functions of ours that Python calls.
+
+A limit is what the way takes today and a few more: a second hop through torch's dispatcher, or structs of XLA's that
+are read field by field, is above it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cupyflash
+from cupyflash.launch import prepared as launch
+from cupyflash.operands import BACKWARD, FORWARD
+from cupyflash.options import Options
+from tests import pretended_gpu
+from tests.pretended_gpu import Gpu
+
+pytestmark = pytest.mark.needs("cupy")
+HOME = str(Path(cupyflash.__file__).parent)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return pretended_gpu.pretend(monkeypatch)
+
+
+def functions_of(call: Callable[[], Any]) -> int:
+    """How many functions of ours a warm call calls."""
+    found: list[str] = []
+
+    def watch(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(HOME) and code.co_name[0] != "<":  # no comprehensions
+            found.append(code.co_name)
+
+    call()
+    call()
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    print(*found)  # which pytest shows where it is too many
+    return len(found)
+
+
+# ---- Torch's operators ----
+
+
+@pytest.mark.needs("torch")
+def test_an_operator_costs_little_more_than_the_call_in_it(gpu: Gpu) -> None:
+    import torch
+
+    from cupyflash.torch import ops
+
+    q = torch.randn(1, 64, 4, 64, dtype=torch.bfloat16)
+    values = ops.arguments(FORWARD, {"q": q, "k": q, "v": q}, Options())
+    eager = functions_of(lambda: cupyflash.attention(q, q, q, return_lse=True))
+    launched = len(gpu.launched)
+    assert functions_of(lambda: ops.FORWARD_OP(*values)) <= eager + 2
+    assert len(gpu.launched) == launched + 3
+    out, lse = ops.FORWARD_OP(*values)
+    values = ops.arguments(BACKWARD, {"q": q, "k": q, "v": q, "out": out, "dout": q, "lse": lse}, Options())
+    eager = functions_of(lambda: cupyflash.attention_backward(q, q, q, q, out, lse))
+    assert functions_of(lambda: ops.BACKWARD_OP(*values)) <= eager + 2
+
+
+@pytest.mark.needs("torch")
+def test_a_recorded_operator_costs_little_more_than_a_recorded_call(gpu: Gpu) -> None:
+    import torch
+
+    from cupyflash.torch import ops
+
+    q = torch.randn(1, 64, 4, 64, dtype=torch.bfloat16, requires_grad=True)
+    values = ops.arguments(FORWARD, {"q": q, "k": q, "v": q}, Options())
+    eager = functions_of(lambda: cupyflash.attention(q, q, q).backward(q.detach()))
+    assert functions_of(lambda: ops.FORWARD_OP(*values)[0].backward(q.detach())) <= eager + 2
+
+
+@pytest.mark.needs("torch")
+def test_what_stands_between_an_operator_and_its_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain tensors go on at once, all others by the dispatcher; results are the same."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from cupyflash.torch import autograd, followed, ops
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+    seen: list[Any] = []
+    hops: list[Any] = []
+    below = autograd.below_autograd
+    monkeypatch.setattr(autograd, "below_autograd", lambda op, *x: hops.append(op) or below(op, *x))
+    x = torch.randn(1, 9, 2, 8, requires_grad=True)
+    call: Callable[..., Any] = lambda x: ops.forward({"q": x, "k": x, "v": x}, Options())[0]  # noqa: E731
+    want = torch.autograd.grad(call(x).sum(), x)[0]
+    assert not hops
+    with Watch():
+        call(x)
+    assert ops.FORWARD_OP in seen
+    assert len(hops) == 1
+    assert torch.equal(torch.func.grad(lambda x: call(x).sum())(x.detach()), want)
+    assert len(hops) > 1
+    hops.clear()
+    assert torch.equal(call(torch._neg_view(x.detach())), call(-x.detach()))
+    assert len(hops) == 1
+    monkeypatch.setattr(followed, "_PLAIN", frozenset())  # as in a torch that does not tell
+    hops.clear()
+    assert torch.equal(torch.autograd.grad(call(x).sum(), x)[0], want)
+    assert hops == [ops.FORWARD_OP, ops.BACKWARD_OP]
+
+
+# ---- JAX's custom calls ----
+
+
+def frame_of(static: Any, shapes: list[Any], results: int | None = None, address: int = 4096) -> Any:
+    """XLA's frame of a call of arrays of bf16 (rows in fp32), with memory for so many results; None: for all."""
+    import jax
+    import numpy as np
+
+    from cupyflash.jax import call
+    from cupyflash.jax.buffers import Buffer
+    from tests.xla_frame import XlaFrame
+
+    given = [jax.ShapeDtypeStruct(shape, "bfloat16" if len(shape) == 4 else "float32") for shape in shapes]
+    made = call.results_of(static, given)
+    made += call._workspace(static, given, len(made))
+    buffers = [
+        Buffer(address + 4096 * i, tuple(x.shape), call.CODE_OF[np.dtype(x.dtype)], 0)
+        for i, x in enumerate([*given, *made])
+    ]
+    end = len(buffers) if results is None else len(given) + results
+    return XlaFrame(static.text(), buffers[: len(given)], buffers[len(given) : end])
+
+
+SHAPE, ROWS = (1, 64, 4, 64), (1, 4, 64)
+CALLS = [("forward", ("q", "k", "v"), [SHAPE] * 3, ("lse",)),
+         ("backward", ("q", "k", "v", "out", "dout", "lse"), [*[SHAPE] * 5, ROWS], ())]  # fmt: skip
+
+
+@pytest.fixture
+def handler(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Any:
+    from cupyflash.jax import call, ffi
+
+    monkeypatch.setattr("cupyflash.gpu.device.count", lambda: 1)
+    return ffi._handler(call._run, lambda: 0)
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize(("which", "names", "shapes", "wanted"), CALLS, ids=["forward", "backward"])
+def test_a_call_of_xlas_goes_from_its_frame_to_the_launch(
+    which: str, names: tuple[str, ...], shapes: list[Any], wanted: tuple[str, ...], gpu: Gpu, handler: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """And what it launches there is what any call launches of such arrays."""
+    from cupyflash.jax import call
+    from cupyflash.launch import run
+
+    static = call.Static.of(which, names, Options(causal=True), wanted)
+    frame = frame_of(static, shapes)
+    assert functions_of(lambda: frame.run(handler)) <= 12
+    assert frame.errors == []
+    count = len(gpu.launched) // 3
+    warm = gpu.launched[-count:]
+    launch.forget()
+    frame.run(handler)  # prepared there
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "ready", lambda *_: None)
+        frame.run(handler)
+    assert gpu.launched[-count:] == gpu.launched[-2 * count : -count] == warm
+    assert frame.errors == []
+
+
+@pytest.mark.needs("jax")
+def test_frames_that_need_another_look(gpu: Gpu, handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other addresses, lengths and streams than those of the call before; too few results; no address at all."""
+    from cupyflash.jax import call
+
+    which, names, shapes, wanted = CALLS[0]
+    static = call.Static.of(which, names, Options(), wanted)
+    frames = [frame_of(static, shapes), frame_of(static, shapes, address=4096 + 8)]
+    frames.append(frame_of(static, [(2, 32, 4, 64)] * 3))
+    for frame in frames:
+        frame.run(handler)
+        assert frame.errors == []
+    aligned, odd, short = gpu.launched
+    assert odd.symbol != aligned.symbol
+    assert short.symbol == aligned.symbol
+    assert short.params != aligned.params
+    frame = frame_of(static, shapes, results=1)
+    frame.run(handler)
+    frame_of(static, [(1, 0, 4, 64), *shapes[1:]], address=-4096).run(handler)  # q lies at -4096, k at 0
+    assert len(gpu.launched) == 3
+    assert "CUPYFLASH_FAMILY" in frame.errors[0]
+
+
+@pytest.mark.needs("jax")
+def test_a_struct_is_read_as_ctypes_reads_it() -> None:
+    import ctypes
+
+    from cupyflash.jax import structs
+
+    def leaves(x: Any) -> list[Any]:
+        if not isinstance(x, ctypes.Structure):
+            return [x if isinstance(x, int) else 0 if x is None else ctypes.cast(x, ctypes.c_void_p).value or 0]
+        return [leaf for name, *_ in x._fields_ for leaf in leaves(getattr(x, name))]
+
+    for kind in (structs.CallFrame, structs.XlaBuffer, structs.Span):
+        memory = ctypes.create_string_buffer(bytes(range(1, 1 + ctypes.sizeof(kind))), ctypes.sizeof(kind))
+        address = ctypes.addressof(memory)
+        assert list(structs.reader(kind)(address)) == leaves(kind.from_address(address))
