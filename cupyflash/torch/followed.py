@@ -66,26 +66,26 @@ def below_autograd(op: Any, keys: Any, values: Sequence[Any]) -> Any:
         return op.redispatch(keys & torch._C._after_autograd_keyset, *values)
 
 
-def _plain_keys() -> frozenset[int]:
-    """Of the keys under which the dispatcher calls an operator's rule for autograd: those that leave the rule and the
-    device's kernel, which no mode, transform or subclass is between."""
-    keys = torch._C.DispatchKey
+def _plain() -> Callable[[Any], bool]:
+    kernels, below = {torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA}, torch._C._after_autograd_keyset
 
-    def bits(*names: str) -> int:
-        found = torch._C.DispatchKeySet(getattr(keys, names[0]))
-        for name in names[1:]:
-            found = found | torch._C.DispatchKeySet(getattr(keys, name))
-        return int(found.raw_repr())
+    def ask(keys: Any) -> bool:
+        return (keys & below).highestPriorityTypeId() in kernels
 
-    return frozenset(bits(kind, f"Autograd{kind}") for kind in ("CPU", "CUDA"))
+    def remember(keys: Any) -> bool:
+        bits = keys.raw_repr()
+        found = known.get(bits)
+        if found is None:
+            found = known[bits] = ask(keys)
+        return found
+
+    known: dict[int, bool] = {}
+    return remember if hasattr(torch._C.DispatchKeySet, "raw_repr") else ask  # torch 2.4 does not tell bits
 
 
-_PLAIN: frozenset[int] = _or_else(lambda: _plain_keys, frozenset)()
-
-
-def is_plain(keys: Any) -> bool:
-    """Whether below an operator's rule for autograd, called under these keys, there is nothing but the kernel."""
-    return keys.raw_repr() in _PLAIN
+# Whether below an operator's rule for autograd, called under these keys, there is nothing but the device's kernel: no
+# mode, transform or subclass. Costs 0.1 us.
+is_plain: Callable[[Any], bool] = _or_else(_plain, lambda keys: False)
 
 
 def assert_later(condition: torch.Tensor, message: str) -> None:

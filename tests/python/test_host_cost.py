@@ -82,43 +82,6 @@ def test_a_recorded_operator_costs_little_more_than_a_recorded_call(gpu: Gpu) ->
     assert functions_of(lambda: ops.FORWARD_OP(*values)[0].backward(q.detach())) <= eager + 2
 
 
-@pytest.mark.needs("torch")
-def test_what_stands_between_an_operator_and_its_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain tensors go on at once, all others by the dispatcher; results are the same."""
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from cupyflash.torch import autograd, followed, ops
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
-    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
-    seen: list[Any] = []
-    hops: list[Any] = []
-    below = autograd.below_autograd
-    monkeypatch.setattr(autograd, "below_autograd", lambda op, *x: hops.append(op) or below(op, *x))
-    x = torch.randn(1, 9, 2, 8, requires_grad=True)
-    call: Callable[..., Any] = lambda x: ops.forward({"q": x, "k": x, "v": x}, Options())[0]  # noqa: E731
-    want = torch.autograd.grad(call(x).sum(), x)[0]
-    assert not hops
-    with Watch():
-        call(x)
-    assert ops.FORWARD_OP in seen
-    assert len(hops) == 1
-    assert torch.equal(torch.func.grad(lambda x: call(x).sum())(x.detach()), want)
-    assert len(hops) > 1
-    hops.clear()
-    assert torch.equal(call(torch._neg_view(x.detach())), call(-x.detach()))
-    assert len(hops) == 1
-    monkeypatch.setattr(followed, "_PLAIN", frozenset())  # as in a torch that does not tell
-    hops.clear()
-    assert torch.equal(torch.autograd.grad(call(x).sum(), x)[0], want)
-    assert hops == [ops.FORWARD_OP, ops.BACKWARD_OP]
-
-
 # ---- JAX's custom calls ----
 
 
@@ -201,20 +164,3 @@ def test_frames_that_need_another_look(gpu: Gpu, handler: Any, monkeypatch: pyte
     frame_of(static, [(1, 0, 4, 64), *shapes[1:]], address=-4096).run(handler)  # q lies at -4096, k at 0
     assert len(gpu.launched) == 3
     assert "CUPYFLASH_FAMILY" in frame.errors[0]
-
-
-@pytest.mark.needs("jax")
-def test_a_struct_is_read_as_ctypes_reads_it() -> None:
-    import ctypes
-
-    from cupyflash.jax import structs
-
-    def leaves(x: Any) -> list[Any]:
-        if not isinstance(x, ctypes.Structure):
-            return [x if isinstance(x, int) else 0 if x is None else ctypes.cast(x, ctypes.c_void_p).value or 0]
-        return [leaf for name, *_ in x._fields_ for leaf in leaves(getattr(x, name))]
-
-    for kind in (structs.CallFrame, structs.XlaBuffer, structs.Span):
-        memory = ctypes.create_string_buffer(bytes(range(1, 1 + ctypes.sizeof(kind))), ctypes.sizeof(kind))
-        address = ctypes.addressof(memory)
-        assert list(structs.reader(kind)(address)) == leaves(kind.from_address(address))

@@ -574,3 +574,17 @@ def test_the_structs_are_those_of_the_header_that_jaxlib_brings() -> None:
     }  # fmt: skip
     assert {name: int(codes[names[name]]) for name in CODES} == CODES
     assert ctypes.sizeof(structs.Span) == 16
+
+
+def test_a_struct_is_read_as_ctypes_reads_it() -> None:
+    from cupyflash.jax import structs
+
+    def leaves(x: Any) -> list[Any]:
+        if not isinstance(x, ctypes.Structure):
+            return [x if isinstance(x, int) else 0 if x is None else ctypes.cast(x, ctypes.c_void_p).value or 0]
+        return [leaf for name, *_ in x._fields_ for leaf in leaves(getattr(x, name))]
+
+    for kind in (structs.CallFrame, structs.XlaBuffer, structs.Span):
+        memory = ctypes.create_string_buffer(bytes(range(1, 1 + ctypes.sizeof(kind))), ctypes.sizeof(kind))
+        address = ctypes.addressof(memory)
+        assert list(structs.reader(kind)(address)) == leaves(kind.from_address(address))

@@ -85,6 +85,40 @@ def test_options_survive_the_operator() -> None:
         assert ops.read(BACKWARD, ops.arguments(BACKWARD, {}, options, ("dq",))) == ({}, options, ("dq",))
 
 
+def test_what_stands_between_an_operator_and_its_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain tensors go on at once, all others by the dispatcher; results are the same."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from cupyflash.torch import autograd
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    hops: list[Any] = []
+    below = autograd.below_autograd
+    monkeypatch.setattr(autograd, "below_autograd", lambda op, *x: hops.append(op) or below(op, *x))
+    x = torch.randn(1, 9, 2, 8, requires_grad=True)
+    call: Callable[..., Any] = lambda x: ops.forward({"q": x, "k": x, "v": x}, Options())[0]  # noqa: E731
+    want = torch.autograd.grad(call(x).sum(), x)[0]
+    assert not hops
+    with Watch():
+        call(x)
+    assert ops.FORWARD_OP in seen
+    assert len(hops) == 1
+    assert torch.equal(torch.func.grad(lambda x: call(x).sum())(x.detach()), want)
+    assert len(hops) > 1
+    hops.clear()
+    assert torch.equal(call(torch._neg_view(x.detach())), call(-x.detach()))
+    assert len(hops) == 1
+    monkeypatch.setattr(autograd, "is_plain", lambda keys: False)  # as in a torch that does not tell
+    hops.clear()
+    assert torch.equal(torch.autograd.grad(call(x).sum(), x)[0], want)
+    assert hops == [ops.FORWARD_OP, ops.BACKWARD_OP]
+
+
 LENGTHS = {"cu_seqlens_q": (0, 2, 5), "seqused_k": (1, 3)}
 
 
