@@ -93,6 +93,14 @@ class Kernels:
         return [(variant.over, variant.rows) for variant in self.variants]
 
     @functools.cached_property
+    def _last_block_m(self) -> int:
+        return self.variants[-1].block_m
+
+    @functools.cached_property
+    def _is_uneven(self) -> bool:
+        return self.spec.uneven
+
+    @functools.cached_property
     def _row_bytes(self) -> int:
         return self.spec.head_dim * ITEMSIZE[self.spec.dtype]
 
@@ -145,7 +153,7 @@ class Kernels:
 
     def _blocks(self, length: int, rows: int, batch: int) -> int:
         """Tiles of `rows` of one head of a sequence; packed, room for those of all sequences (sequence.cuh)."""
-        return length // rows + batch + 1 if self.spec.packed else blocks(length, rows)
+        return length // rows + batch + 1 if self.spec.packed else -(-length // rows)
 
     def _arrays(self, extents: Extents) -> int:
         """Over how many sequences tiles are counted by themselves."""
@@ -183,7 +191,7 @@ class Kernels:
         batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
         group = heads_q // heads_k
         head_bytes = 2 * self._of_one(seqlen_k, extents) * self._row_bytes
-        m_blocks = self._of_one(self._blocks(seqlen_q, self.variants[-1].block_m, batch), extents)
+        m_blocks = self._of_one(self._blocks(seqlen_q, self._last_block_m, batch), extents)
         section, last = self._sections(head_bytes, self._arrays(extents) * heads_k, m_blocks * group)
         return Numbers(tiles, self._lists(extents), (section * group, last * group))
 
@@ -227,6 +235,6 @@ class Kernels:
         With a mask, or packed, tiles differ in length. A section starts with its longest tiles, so that the last one
         ends evenly if it has a few for every multiprocessor.
         """
-        enough = blocks(2 * self.device.sm_count, max(1, tiles_per_head)) if self.spec.uneven else 0
+        enough = blocks(2 * self.device.sm_count, max(1, tiles_per_head)) if self._is_uneven else 0
         section = max(1, min(heads, self.mixed_bytes // max(1, bytes_per_head)))
         return section, min(heads, max(section, enough))
