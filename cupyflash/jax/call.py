@@ -76,7 +76,7 @@ def _run(frame: ffi.Frame) -> None:
             made = frame.result_addresses()
             if len(made) < len(call.likes) + len(call.made):
                 raise other_trace()
-            call(given + made, frame.stream, is_current=True)
+            call(given + made, frame.stream, frame.device)
             return
     static = _parse(frame.text)
     arrays = dict(zip(static.names, frame.inputs(), strict=True))

@@ -42,17 +42,14 @@ _MOST = 64  # more arrays than a call has, more dimensions than an array
 _read_frame, _read_buffer, _read_span, _read_pointer = map(reader, (CallFrame, XlaBuffer, Span, Pointer))
 _read_pointers = [reader(Pointer, n) for n in range(_MOST)]
 _read_dims = [reader(ctypes.c_int64, n) for n in range(_MOST)]
-
-
 Kind = tuple[tuple[int, ...], int]  # shape and XLA's dtype
 
 
 class Frame:
-    """One execution: the call's text, its inputs, and the stream on a GPU.
+    """One execution: the call's text, its inputs and results, and the stream on a GPU.
 
     Attributes:
-        kinds: of the inputs.
-        addresses: of the inputs.
+        kinds, addresses: of the inputs.
         device: the ordinal of the GPU, or -1.
     """
 
@@ -65,9 +62,11 @@ class Frame:
         self.device, self.stream = device, stream
 
     def inputs(self) -> list[Buffer]:
+        """As arrays."""
         return self._with_addresses(self.kinds, self.addresses)
 
     def result_addresses(self) -> list[int]:
+        """All that a launch needs of them."""
         return [_read_pointer(pointer + _DATA)[0] for pointer in self._results]
 
     def results(self) -> list[Buffer]:

@@ -152,12 +152,12 @@ class Call:
         """Whether a kernel of it is."""
         return self.prepared.persistent
 
-    def __call__(self, addresses: Sequence[int], stream: int, is_current: bool = False) -> None:
+    def __call__(self, addresses: Sequence[int], stream: int, current: int | None = None) -> None:
         """Launch on `stream`.
 
         Args:
             addresses: of the arrays that `order` names.
-            is_current: the GPU and its context are known to be current on this thread.
+            current: the GPU that is current on this thread, from whoever knows it.
         """
         prepared = self.prepared
         try:
@@ -169,8 +169,9 @@ class Call:
         slots = arguments.slots
         for slot, i in self._writes:
             slots[slot] = addresses[i]
-        current = prepared.ordinal if is_current else prepared.get_device()
-        if current != prepared.ordinal or not (is_current or hasattr(_thread, "has_context")):
+        if current is None:
+            current = prepared.get_device()
+        if current != prepared.ordinal or not hasattr(_thread, "has_context"):
             prepared.set_device(prepared.ordinal)  # also gives a new thread its CUDA context
             _thread.has_context = True
         try:
