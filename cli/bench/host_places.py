@@ -1,6 +1,6 @@
 """What a call costs the host as a part of something: torch's operator, a compiled region, a program of JAX's.
 
-Beside it stands what the same place costs with torch's own attention, or with a custom call that does nothing.
+Beside it stands what the same place costs with torch's own attention, or with a call or function that does nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ PLACES = {
     "operator": "forward by torch's operator",
     "compiled": "forward in a compiled region",
     "compiled_both": "forward + backward in a compiled region",
+    "autograd": "forward + backward by autograd",
     "jit": "forward inside jit",
 }
 COMPILER = "inductor"
@@ -56,19 +57,37 @@ def _of_torch(bench: Bench, cell: Cell) -> dict[str, Works]:
         region.__code__ = region.__code__.replace()  # torch looks for programs by code: each region has its own
         return torch.compile(region, backend=COMPILER, fullgraph=True)
 
-    def both(attend: Callable[..., Any], given: list[Any], dout: Any) -> Work:
-        region, leaves = compiled(attend), [x.detach().requires_grad_() for x in given]
-        return lambda: torch.autograd.grad(region(*leaves), leaves, dout)
+    def both(call: Callable[..., Any], given: list[Any], dout: Any) -> Work:
+        leaves = [x.detach().requires_grad_() for x in given]
+        return lambda: torch.autograd.grad(call(*leaves), leaves, dout)
 
     forward, of_sdpa = compiled(cupyflash.attention), compiled(sdpa)
     return {
         "operator": {OURS: lambda: ops.FORWARD_OP(*values), SDPA: lambda: sdpa(*theirs)},
         "compiled": {OURS: lambda: forward(*ours), SDPA: lambda: of_sdpa(*theirs)},
         "compiled_both": {
-            OURS: both(cupyflash.attention, ours, dout),
-            SDPA: both(sdpa, theirs, dout.transpose(1, 2)),
+            OURS: both(compiled(cupyflash.attention), ours, dout),
+            SDPA: both(compiled(sdpa), theirs, dout.transpose(1, 2)),
         },
+        "autograd": {OURS: both(cupyflash.attention, ours, dout), EMPTY: both(_empty_function(), ours, dout)},
     }
+
+
+def _empty_function() -> Callable[..., Any]:
+    """A function of q, k and v for autograd that computes nothing: what any costs."""
+    import torch
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+            return torch.empty_like(q)
+
+        @staticmethod
+        def backward(ctx: Any, dout: Any) -> Any:
+            return dout, dout, dout
+
+    found: Callable[..., Any] = Empty.apply
+    return found
 
 
 @functools.cache
