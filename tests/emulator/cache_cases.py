@@ -51,7 +51,7 @@ def tiled(p: CacheProblem, device: Device, facts: dict[str, int], aligned: bool 
 def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
     """Small shapes for one shipped call."""
     lengths = (331,) if call.batch == 1 else (150, 0, 77)
-    name = f"shipped-{call.dtype}-d{call.head_dim}-b{call.batch}-q{call.seqlen_q}-p{call.page_size}"
+    name = f"shipped-{call.dtype}-d{call.head_dim}-b{call.batch}-n{call.capacity}-q{call.seqlen_q}-p{call.page_size}"
     name += "-packed" * call.packed + "-softcap" * (call.softcap is not None) + "-alibi" * call.alibi
     name += "-range" * call.kv_range + "-window" * (call.window[0] is not None) + "-append" * (call.seqlen_new > 0)
     name += f"-{call.stored}" * (call.stored != "")
