@@ -23,17 +23,17 @@ _side_by_side = contextvars.ContextVar("side_by_side", default=False)  # whether
 def threads(scores: int) -> int:
     """How many threads compute so many scores: as many as BLAS would take, fewer if there is little to do, and one
     within a task."""
-    return 1 if _side_by_side.get() else max(1, min(_cores(), scores // SCORES))
+    return 1 if _side_by_side.get() else max(1, min(cores(), scores // SCORES))
 
 
-def _cores() -> int:
+def cores() -> int:
     """The cores of this process, or fewer if the user said so to BLAS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for name in _LIMITS:
         limit = os.environ.get(name, "").split(",")[0].strip()
         if limit.isdecimal() and int(limit) > 0:
-            return min(cores, int(limit))
-    return cores
+            return min(found, int(limit))
+    return found
 
 
 def run(tasks: Iterator[Task], count: int, then: Callable[[Any], None] | None = None) -> None:
@@ -51,8 +51,11 @@ def run(tasks: Iterator[Task], count: int, then: Callable[[Any], None] | None = 
     try:
         helpers = _started(work.go, count - 1)
         work.go()
-        for helper in helpers:
-            helper.join()
+        try:
+            _join(helpers)
+        except BaseException as e:  # Ctrl-C: what tasks write must not be written when this has returned
+            work.error = work.error or e
+            _join(helpers)
     finally:
         _side_by_side.reset(before)
     if work.error is not None:
@@ -70,6 +73,11 @@ def _started(go: Callable[[], None], count: int) -> list[threading.Thread]:
             break
         helpers.append(helper)
     return helpers
+
+
+def _join(helpers: list[threading.Thread]) -> None:
+    for helper in helpers:
+        helper.join()
 
 
 class _Work:

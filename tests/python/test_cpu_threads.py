@@ -93,7 +93,7 @@ def test_parts_do_not_depend_on_threads(name: str, monkeypatch: pytest.MonkeyPat
     original = workers._started
     monkeypatch.setattr(workers, "_started", lambda go, n: (started.append(n), original(go, n))[1])
     for cores in (1, 2, 3):
-        monkeypatch.setattr(workers, "_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(workers, "cores", lambda cores=cores: cores)
         found.append(bits(run(p, x)))
     assert found[1:] == found[:1] * 2
     assert set(started) <= {0, 1, 2}
@@ -104,7 +104,7 @@ def test_no_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     original = workers._started
     monkeypatch.setattr(workers, "_started", lambda go, n: (started.append(n), original(go, n))[1])
-    monkeypatch.setattr(workers, "_cores", lambda: 4)
+    monkeypatch.setattr(workers, "cores", lambda: 4)
     monkeypatch.setattr(workers, "SCORES", 1)
     for lengths, expected in (([32] * 8, {3: 1, 0: 8}), ([8, 200, 8], {0: 1, 3: 3})):
         cu = np.cumsum([0, *lengths]).astype(np.int32)
@@ -268,3 +268,35 @@ def test_products_stay_on_one_thread(
     np.testing.assert_allclose(C, A @ B, rtol=1e-10, atol=1e-10)
     for m, k, n in given:
         assert m * k * n <= (products.ONE_THREAD_VECTOR if min(m, n) <= 1 else products.ONE_THREAD)
+
+
+def test_ctrl_c_while_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for them when it comes waits until they are done; they begin nothing new."""
+    begun, waits, ended, join = threading.Event(), threading.Event(), [], threading.Thread.join
+
+    class Tasks:
+        """For others than the main thread, without end."""
+
+        def __iter__(self) -> Iterator[workers.Task]:
+            return self
+
+        def __next__(self) -> workers.Task:
+            if threading.current_thread() is threading.main_thread():
+                raise StopIteration
+            return task
+
+    def task() -> None:
+        begun.set()
+        waits.wait(30)
+        ended.append(1)
+
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        assert begun.wait(30)
+        monkeypatch.setattr(threading.Thread, "join", join)
+        threading.Timer(0.05, waits.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        workers.run(Tasks(), 2)
+    assert ended == [1]
