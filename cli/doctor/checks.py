@@ -217,8 +217,11 @@ def backend() -> Iterator[Finding]:
     except CupyflashError as e:
         yield Finding("backend", FAIL, str(e), "unset CUPYFLASH_BACKEND")
         return
-    yield Finding("backend", OK, "calls on NumPy arrays run on the GPU" if chosen == "cuda" else
-                  "calls on NumPy arrays run on the CPU path")  # fmt: skip
+    text = "calls on NumPy arrays run on the CPU path"
+    if chosen == "cuda":
+        is_forced = os.environ.get("CUPYFLASH_BACKEND", "auto") == "cuda"
+        text = "calls on NumPy arrays run on the GPU" + ("" if is_forced else ", but where the CPU path is faster")
+    yield Finding("backend", OK, text)
 
 
 CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (

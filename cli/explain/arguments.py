@@ -56,3 +56,11 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
         return int(left) if left.strip() else None, int(right) if right.strip() else None
     except ValueError:
         raise click.BadParameter(f"{text!r} is neither LEFT nor LEFT,RIGHT in whole numbers") from None
+
+
+def shapes_of(options: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of q and k, in the layout asked for."""
+    batch, d = options["batch"], options["head_dim"]
+    pairs = [(options[f"seqlen_{x}"], options[f"heads_{x}"]) for x in "qk"]
+    q, k = ((batch, *(pair if options["layout"] == "bshd" else pair[::-1]), d) for pair in pairs)
+    return q, k

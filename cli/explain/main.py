@@ -28,10 +28,10 @@ from cupyflash.problem import DTYPES, LAYOUTS, Problem
 
 from .. import block_masks
 from ..output import emit, exit_codes, human, json_option, quiet
-from . import cached, masked
+from . import cached, copied, masked
 from . import report as explain_report
 from . import work as explain_work
-from .arguments import bias_dims, check_learned, problem_of, window_bounds
+from .arguments import bias_dims, check_learned, problem_of, shapes_of, window_bounds
 from .cached import cache_options
 from .modded import mod_options
 from .packed import packed_options, pairs_of, settle
@@ -95,7 +95,7 @@ def command(**options: Any) -> None:
             options[name] = options[name.partition("_")[0]]
     settle(options)
     gpu = _device(options["arch"])
-    q, k = (shape[1:] if options["packed"] else shape for shape in _shapes(options))
+    q, k = (shape[1:] if options["packed"] else shape for shape in shapes_of(options))
     check_learned(options)
     problem = problem_of(options, (q, k, k))
     goes_back = options["backward"] or options["deterministic"] or options["learned"]
@@ -109,6 +109,7 @@ def command(**options: Any) -> None:
         "device": asdict(gpu) | {"arch": gpu.arch},
         "problem": {x: n for x, n in asdict(problem).items() if not x.startswith("max_seqlen")} | more,
         "block_mask": masked.facts(problem, options["block_mask"]),
+        "numpy": copied.facts(problem, options, directions),
         "passes": [_document(p, gpu, cubins) for p in passes],
     }
     if options["as_json"]:
@@ -133,17 +134,9 @@ def _device(arch: str | None) -> Device:
     return Device.synthetic(arch or "sm_90")
 
 
-def _shapes(options: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of q and k, in the layout asked for."""
-    batch, d = options["batch"], options["head_dim"]
-    pairs = [(options[f"seqlen_{x}"], options[f"heads_{x}"]) for x in "qk"]
-    q, k = ((batch, *(pair if options["layout"] == "bshd" else pair[::-1]), d) for pair in pairs)
-    return q, k
-
-
 def _signatures(options: dict[str, Any], names: str) -> list[Signature]:
     """Of arrays shaped like q or like k, as `names` says letter by letter."""
-    shapes, heads = dict(zip("qk", _shapes(options), strict=True)), options["layout"].index("h")
+    shapes, heads = dict(zip("qk", shapes_of(options), strict=True)), options["layout"].index("h")
     found = []
     for name in names:
         strides = list(contiguous_strides(shapes[name]))

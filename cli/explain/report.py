@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..output import gib
+from . import copied
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -28,6 +29,9 @@ def show(document: dict[str, Any], console: Console) -> None:
             console.print(_table(_launch(launch)))
             console.print()
         console.print(_table(_sum(found)))
+    console.print()
+    for sentence in copied.sentences(document["numpy"]):
+        console.print(sentence, soft_wrap=True)
 
 
 def _dims(own: Sequence[bool]) -> str:

@@ -89,6 +89,8 @@ def verify(
     watchdog.tell(header=report.header())
     console.print(f"cupyflash {__version__}, {arrays.name} arrays, {report.gpu or 'CPU path'}, level {level}")
     dtypes = dtype or (GPU_DTYPES if on_gpu else DTYPES)
+    if on_gpu and set(dtypes) <= set(GPU_DTYPES):
+        os.environ["CUPYFLASH_BACKEND"] = "cuda"  # NumPy arrays, too, however small
     wanted = choose_cases(level, dtypes, head_dim, name)
     over_cache = cached.chosen(level, dtypes, head_dim, name)
     run_cases(report, [*wanted, *over_cache], arrays, console)

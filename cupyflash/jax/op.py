@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ArgumentError, UnsupportedError
-from ..launch.run import WITH_LSE
+from ..launch.passes import WITH_LSE
 from ..operands import BACKWARD
 from ..options import Options
 from . import parts

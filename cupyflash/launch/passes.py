@@ -12,6 +12,7 @@ from ..operands import SIZES, Pass, taker
 from ..plan.extents import Extents
 from .template import Lengths, ScoreSteps, Steps
 
+WITH_LSE = ("lse",)  # what a forward may be asked for
 _kinds: dict[Any, object] = {}  # whose hashes cost less than those of their keys
 
 

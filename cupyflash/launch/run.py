@@ -11,22 +11,21 @@ import numpy as np
 
 from ..arrays.adapters import CPU, CUPY, NUMPY, Native
 from ..arrays.readable import check_addresses, unreadable, vet_all, vet_new
-from ..block_mask import BlockMask
-from ..cpu import call as cpu
-from ..cpu.features import Features
 from ..errors import ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
-from ..operands import BACKWARD, FORWARD, GRADIENT, INPUT, Pass
+from ..operands import BACKWARD, FORWARD, Pass
 from ..options import Options
 from ..plan.families import GPU_DTYPES, check_supported
 from ..problem import Problem
 from ..sequences import Sequences
+from . import on_cpu, staging, where
 from . import prepared as launch
 from .alignment import ALIGNED, Aligned
 from .checks import check
 from .packed import vet_lengths
-from .passes import given_of
+from .passes import WITH_LSE, given_of
+from .pieces import without_repeats
 from .prepare import prepare
 from .variables import is_debug, wish
 
@@ -76,9 +75,6 @@ def backward(
     """
     found = _run(BACKWARD, library, arrays, options, wanted)
     return dict(zip(given_of(BACKWARD, tuple(arrays), wanted).made, found, strict=False))
-
-
-WITH_LSE = ("lse",)
 
 
 def _run(
@@ -179,13 +175,33 @@ def _sequences(arrays: Mapping[str, Any]) -> Sequences:
     return Sequences.of(**{name: arrays[name] for name in Sequences._fields if name in arrays})
 
 
-def _on_gpu(library: Native, problem: Problem) -> bool:
-    """Whether arrays in host memory are copied to the GPU: NumPy's alone, where it has a kernel for them."""
-    if library is not NUMPY or backend() == "cpu":
+def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool]) -> bool:
+    """Whether arrays in host memory are copied to the GPU: NumPy's alone, where it has a kernel for them and, unless
+    CUPYFLASH_BACKEND asks for it, the call is worth it. No GPU is looked for unless it decides."""
+    if library is not NUMPY:
         return False
-    if os.environ.get("CUPYFLASH_BACKEND") == "cuda":
+    asked = os.environ.get("CUPYFLASH_BACKEND", "auto")
+    if asked == "auto" and not (problem.dtype in GPU_DTYPES and is_worth()):
+        return False
+    if backend() == "cpu":
+        return False
+    if asked == "cuda":
         check_supported(problem, Device.of(0))
-    return problem.dtype in GPU_DTYPES
+    return True
+
+
+def _through_gpu(
+    which: Pass, arrays: Mapping[str, np.ndarray], options: Options, wanted: tuple[str, ...]
+) -> Sequence[np.ndarray]:
+    """`_run` of NumPy arrays by way of the current GPU. What broadcasts to scores is copied without what repeats."""
+    import cupy
+
+    spread = {name for name in arrays if which.rows[name].broadcasts}
+    once = [without_repeats(x) if name in spread else x for name, x in arrays.items()]
+    copies = dict(zip(arrays, staging.to_gpu(once), strict=True))
+    copies |= {name: cupy.broadcast_to(copies[name], arrays[name].shape) for name in spread}
+    given = given_of(which, tuple(arrays), wanted)
+    return staging.to_host(_run(which, CUPY, copies, options, wanted)[: len(given.made) + len(given.shaped)])
 
 
 def _on_host(
@@ -203,46 +219,6 @@ def _on_host(
     lengths = (
         vet_lengths(library, _sequences(arrays), problem) if not arrays.keys().isdisjoint(Sequences._fields) else None
     )
-    if _on_gpu(library, problem):
-        import cupy
-
-        copies, given = {name: cupy.asarray(x) for name, x in arrays.items()}, given_of(which, names, wanted)
-        return [x.get() for x in _run(which, CUPY, copies, options, wanted)[: len(given.made) + len(given.shaped)]]
-
-    def bshd(name: str, x: np.ndarray) -> np.ndarray:
-        return x.swapaxes(-3, -2) if options.layout == "bhsd" and which.rows[name].has_layout else x
-
-    plain = {name: bshd(name, library.to_numpy(x)) for name, x in arrays.items() if name not in Sequences._fields}
-    own = {name: plain.pop(name, None) for name in which.names(INPUT, where=lambda row: not row.feature)}
-    of_mods = tuple(plain.pop(name) for name in names if which.rows[name].free)
-    of = _features(plain, of_mods, problem, lengths, wanted)
-    made = which.made(names, wanted if which is BACKWARD else WITH_LSE)
-    compute: Callable[..., tuple[Any, ...]] = cpu.forward if which is FORWARD else cpu.backward
-    found = dict(zip(made, compute(**own, problem=problem, of=of), strict=True))
-    with np.errstate(over="ignore"):
-        for name, x in found.items():
-            if which.uses[name].role == GRADIENT and which.rows[name].feature:
-                like = library.to_numpy(arrays[which.rows[name].like])
-                found[name] = x.astype(like.dtype, copy=False)
-    return [library.from_numpy(_contiguous(bshd(name, x))) for name, x in found.items()]
-
-
-def _features(
-    arrays: dict[str, Any],
-    of_mods: tuple[Any, ...],
-    problem: Problem,
-    sequences: Sequences | None,
-    wanted: tuple[str, ...],
-) -> Features:
-    """Those of a call on the CPU path, of NumPy arrays by the names of the table of arrays."""
-    blocks = None
-    if "block_tiles" in arrays:
-        tiles, bits = (np.asarray(arrays.pop(name)) for name in ("block_tiles", "block_bits"))
-        longest = problem.max_seqlen_q, problem.max_seqlen_k
-        blocks = BlockMask(tiles, bits, *(longest if problem.packed else (problem.seqlen_q, problem.seqlen_k)))
-    return Features(**arrays, mod_arrays=of_mods, block_mask=blocks, sequences=sequences, wanted=wanted)
-
-
-def _contiguous(x: np.ndarray) -> np.ndarray:
-    """In C order; one of no dimensions keeps them."""
-    return np.ascontiguousarray(x).reshape(x.shape)
+    if _on_gpu(library, problem, partial(where.worth_the_gpu, which, arrays, problem, lengths, wanted)):
+        return _through_gpu(which, arrays, options, wanted)
+    return on_cpu.compute(which, library, arrays, problem, options, lengths, wanted)

@@ -14,3 +14,9 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         pytest.skip("the sm90 family needs compute capability 9.0")
     monkeypatch.setenv("CUPYFLASH_FAMILY", request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def numpy_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy arrays are copied to the GPU, whatever would be faster."""
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cuda")

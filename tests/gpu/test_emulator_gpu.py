@@ -39,6 +39,7 @@ def assert_close(name: str, a: np.ndarray, b: np.ndarray, dtype: str) -> None:
     assert error[at] <= bound, f"{name}: {a[at]} on the GPU, {b[at]} on the emulator at {at}"
 
 
+@pytest.mark.usefixtures("numpy_on_gpu")
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", NAMES)

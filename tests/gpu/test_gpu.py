@@ -290,6 +290,7 @@ def test_jax_arrays_on_the_gpu() -> None:
     assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))
 
 
+@pytest.mark.usefixtures("numpy_on_gpu")
 def test_numpy_arrays_travel_to_the_gpu_and_back() -> None:
     case, inputs, oracle = judged("causal-d64", "fp16")
     q, k, v, dout = inputs[:4]

@@ -150,6 +150,7 @@ def test_what_is_wrong_is_refused() -> None:
                 cupyflash.attention(q, k, v, alibi_slopes=wrong)
 
 
+@pytest.mark.usefixtures("numpy_on_gpu")
 def test_cupy_and_numpy_arrays() -> None:
     """The same bits from arrays of either library."""
     x = Case("slopes", "full", 200, 300, 64, batch=2, causal=True, alibi=2).inputs("bf16")

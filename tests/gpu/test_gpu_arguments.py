@@ -169,7 +169,7 @@ def test_cupy_subclasses(arrays: Named) -> None:
 # ---- NumPy and DLPack ----
 
 
-@pytest.mark.usefixtures("one_family")
+@pytest.mark.usefixtures("one_family", "numpy_on_gpu")
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_numpy_arrays_that_lie_oddly(argument: str, arrays: Named) -> None:
     """They are copied to the GPU element by element, wherever those lie."""

@@ -235,6 +235,7 @@ def test_no_scores_in_memory() -> None:
     assert peaks[1] - peaks[0] < 1 << 20
 
 
+@pytest.mark.usefixtures("numpy_on_gpu")
 def test_cupy_and_numpy_arrays() -> None:
     """The same bits from arrays of either library."""
     x = Case("bias", "full", 200, 300, 64, batch=2, causal=True, bias="hqk").inputs("bf16")

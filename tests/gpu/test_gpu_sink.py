@@ -133,6 +133,7 @@ def test_what_is_wrong_is_refused() -> None:
                 cupyflash.attention(q, k, v, sink=wrong)
 
 
+@pytest.mark.usefixtures("numpy_on_gpu")
 def test_cupy_and_numpy_arrays() -> None:
     """The same bits from arrays of either library."""
     x = Case("sinks", "full", 200, 300, 64, batch=2, causal=True, sink=True).inputs("bf16")

@@ -102,6 +102,7 @@ def test_autograd(judged: tuple[cases.Case, cases.Inputs, Oracle]) -> None:
     judge(oracle, [out.detach(), lse.detach(), *grads])
 
 
+@pytest.mark.usefixtures("numpy_on_gpu")
 @pytest.mark.parametrize("library", ["numpy", "cupy", "jax"])
 def test_other_libraries(library: str, judged: tuple[cases.Case, cases.Inputs, Oracle]) -> None:
     """NumPy arrays are copied to the GPU and back."""
