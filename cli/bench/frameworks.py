@@ -21,6 +21,10 @@ def make(framework: str | None, on_gpu: bool) -> Bench:
         from .cupy_work import CupyBench
 
         return CupyBench()
+    if on_gpu:
+        from .numpy_work import NumpyOnGpu
+
+        return NumpyOnGpu()
     return Bench()
 
 

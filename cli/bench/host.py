@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .cell import OURS, Cell
+from .cell import CPU, OURS, PLAIN, Cell
 from .decode_cell import AnyCell
 from .lengths import DENSE
 from .timing import host_us
@@ -37,7 +37,7 @@ def measure_host(bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any]
         for name, timing in zip(names, host_us([w[d] for w in works], bench.clock), strict=True):
             found[name] |= {d: timing.median, f"{d}_spread": timing.spread}
     for name in names:
-        if name not in ("flex", DENSE):  # the first compiles for each length, the other is no packed call
+        if name not in ("flex", DENSE, PLAIN, CPU):  # the first compiles for each length, the others are calls of ours
             found[name]["fwd_new_lengths"] = new_lengths_us(bench, name, cell)
     return found
 

@@ -25,11 +25,12 @@ from ..output import emit, exit_codes, human, json_option, list_option, progress
 from . import cycles as bench_cycles
 from . import decode as bench_decode
 from . import host as bench_host
+from . import numpy_work as bench_numpy
 from . import plot as bench_plot
 from . import saved as bench_saved
 from . import startup as bench_startup
 from .arguments import check_lengths, check_plot, check_writable, feature_options, make_cells
-from .cell import DIRECTIONS, FLOP_FORMULA, OURS, Cell
+from .cell import CPU, DIRECTIONS, FLOP_FORMULA, OURS, PLAIN, Cell
 from .decode_cell import BYTES_FORMULA, WIDE, AnyCell, are_a_grid, chosen
 from .frameworks import make
 from .host_places import measure_places
@@ -44,7 +45,8 @@ from .work import PEERS, Bench
     epilog=exit_codes("0 measured, 3 there is no usable GPU, 4 not supported, 5 a kernel did not compile")
 )  # fmt: skip
 @list_option("--against", choices=PEERS, example="flash2,cudnn",
-             help=f"Peers, through torch: {', '.join(PEERS)}; {DENSE} is our own call, not packed.")  # fmt: skip
+             help=f"Peers, through torch: {', '.join(PEERS)}; {DENSE} is our own call, not packed, {PLAIN} and {CPU} "
+                  "other ways of NumPy arrays.")  # fmt: skip
 @list_option("--pass", "directions", choices=DIRECTIONS, default="fwd,bwd", example="fwd,bwd,both",
              help="What to time; both is a forward and a backward as one.")  # fmt: skip
 @list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128", example="64,128",
@@ -121,10 +123,14 @@ def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, An
     if options["decode"]:
         own = (WIDE,) if options["cache_dtype"] else ()
         options |= {"directions": ("decode",), "against": (*options["against"], *own)}
+        if options["framework"] == "numpy" and options["backend"] == "cuda":
+            raise click.BadParameter("numpy arrays of caches need --backend cpu", param_hint="--framework")
     bench = make_bench(options["framework"], options["backend"])
     effort = dataclasses.replace(QUICK if options["quick"] else SUSTAINED, rounds=options["rounds"])
     document = describe(options, bench, effort) | {"packed": bench_saved.lengths_of(cells)}
     show_head(document, console)
+    if bench.name == "numpy" and not options["decode"]:
+        document["numpy"] = bench_numpy.facts(cells, options["directions"])
     rows = measure(bench, cells, options, effort, console)
     if options["host"]:
         measure_host = bench_decode.measure_host if options["decode"] else bench_host.measure_host
@@ -141,8 +147,8 @@ def make_bench(framework: str | None, backend: str) -> Bench:
     """Where to run; DeviceError (exit code 3) without a GPU, unless the CPU path was asked for."""
     if backend == "cuda" and not device.count():
         raise DeviceError(f"{device.why_none()}; `--backend cpu` times the CPU path")
-    if (framework == "numpy") != (backend == "cpu") and framework in ("numpy", "cupy"):
-        raise click.BadParameter(f"{framework} arrays are not timed on backend {backend}", param_hint="--framework")
+    if framework == "cupy" and backend == "cpu":
+        raise click.BadParameter("cupy arrays are not timed on backend cpu", param_hint="--framework")
     os.environ["CUPYFLASH_BACKEND"] = backend
     try:
         return make(framework, backend == "cuda")

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from .cell import OURS
 from .host_places import PLACES
+from .numpy_work import table as ways_of_numpy
 from .report import BEST, OWN, PAR, TITLES, Ratios, Row, best_ratio, by_cell, ratio_of
 
 
@@ -32,6 +33,9 @@ def show_head(document: dict[str, Any], console: Console) -> None:
 def show(document: dict[str, Any], rows: list[Row[Any]], console: Console) -> None:
     """Tables and sentences for people."""
     print_rows(rows, console)
+    for direction in dict.fromkeys(x["direction"] for x in document.get("numpy", ())):
+        console.print(f"\nNumPy arrays, {TITLES[direction]}, the time that each way takes", style="bold")
+        _print_table(ways_of_numpy(rows, document["numpy"], direction, document["backend"]), console)
     console.print()
     print_ratios(document["ratios"], console)
     if document["few_rounds"]:

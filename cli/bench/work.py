@@ -15,14 +15,15 @@ from cupyflash.check.cases import NUMPY_DTYPE
 from .. import block_masks
 from . import mods
 from . import peers as bench_peers
-from .cell import OURS, SHOWN, Cell
+from .cell import CPU, OURS, PLAIN, SHOWN, Cell
 from .clocks import Clock, TorchClock, Work
 from .decode_cell import WIDE
 from .flex import flex, flex_is_missing
 from .lengths import DENSE
 from .sdpa import TORCH_CPU, sdpa
 
-PEERS = ("flash2", "cudnn", "efficient", "math", TORCH_CPU, "fa4", "flex", DENSE)
+PEERS = ("flash2", "cudnn", "efficient", "math", TORCH_CPU, "fa4", "flex", DENSE, PLAIN, CPU)
+BY_NUMPY = "a way of --framework numpy where there is a GPU"
 
 
 class Bench:
@@ -37,6 +38,8 @@ class Bench:
 
     def absent(self, peer: str) -> str | None:
         """Why a peer cannot be timed here, or None."""
+        if peer in (PLAIN, CPU):
+            return BY_NUMPY
         return None if peer in (DENSE, WIDE) else "needs torch"
 
     def counts_memory(self, name: str) -> bool:
@@ -141,6 +144,8 @@ class TorchBench(Bench):
         torch.manual_seed(0)
 
     def absent(self, peer: str) -> str | None:
+        if peer in (PLAIN, CPU):
+            return BY_NUMPY
         if peer not in ("math", DENSE, WIDE) and self.on_gpu == (peer == TORCH_CPU):
             return "needs --backend cpu" if self.on_gpu else "needs a GPU"
         if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
