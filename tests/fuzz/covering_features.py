@@ -26,7 +26,7 @@ Feature = Callable[[Spec, int], Spec]
 
 P = (0.2, 0.5, 2.0**-16, 0.05)
 BLOCKS = ("tiles_of_heads", "tiles", "blocks", "stripes", "tiles_of_batch", "holes")
-SEED, CANDIDATES = 12, 60
+SEED, CANDIDATES = 16, 60
 CARRIED = 0.35  # how likely a further feature is
 
 
