@@ -88,7 +88,7 @@ def _buffers(pointers: Sequence[int]) -> tuple[list[Kind], list[int]]:
     return kinds, addresses
 
 
-_DATA = XlaBuffer.data.offset
+_DATA, _STREAM_GET = XlaBuffer.data.offset, Api.Stream_Get.offset
 _free: list[tuple[StreamArgs, int]] = []  # of arguments, and their addresses: threads never share one
 
 
@@ -99,17 +99,11 @@ def _stream(api: int, context: int) -> int:
         args = StreamArgs(ctypes.sizeof(StreamArgs))
         address = ctypes.addressof(args)
     args.context = context
-    if _stream_get(api)(address):
+    if _function(_read_pointer(api + _STREAM_GET)[0])(address):
         raise RuntimeError("XLA gives no stream")
     found = args.stream or 0
     _free.append((args, address))
     return found
-
-
-@functools.lru_cache(maxsize=64)
-def _stream_get(api: int) -> Callable[[int], int | None]:
-    """XLA's function, of a table that stays as it is."""
-    return _function(Api.from_address(api).Stream_Get)
 
 
 def _failed(api: int, error: BaseException) -> Any:

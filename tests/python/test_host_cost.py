@@ -166,3 +166,17 @@ def test_frames_that_need_another_look(gpu: Gpu, handler: Any, monkeypatch: pyte
     frame_of(static, [(1, 0, 4, 64), *shapes[1:]], address=-4096).run(handler)  # q lies at -4096, k at 0
     assert len(gpu.launched) == 3
     assert "CUPYFLASH_FAMILY" in frame.errors[0]
+
+
+@pytest.mark.needs("jax")
+def test_frames_come_and_go(gpu: Gpu, handler: Any) -> None:
+    """XLA's tables of functions may lie where others lay before."""
+    from cupyflash.jax import call
+
+    which, names, shapes, wanted = CALLS[0]
+    static = call.Static.of(which, names, Options(), wanted)
+    for i in range(50):
+        frame, _ = frame_of(static, shapes), [frame_of(static, shapes) for _ in range(i % 5)]
+        frame.run(handler)
+        assert frame.errors == []
+    assert len(gpu.launched) == 50
