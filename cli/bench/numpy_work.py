@@ -18,6 +18,7 @@ from cupyflash.plan.families import GPU_DTYPES
 from cupyflash.problem import Problem
 from cupyflash.sequences import Sequences
 
+from ..explain.copied import estimated
 from .cell import CPU, OURS, PLAIN, Cell
 from .clocks import Work
 from .report import Row, by_cell, ratio_of
@@ -92,11 +93,8 @@ def facts(cells: Sequence[Any], directions: Sequence[str]) -> list[dict[str, Any
             continue
         problem, sizes = _problem_of(cell), _sizes_of(cell)
         for direction in (d for d in directions if d != "both"):
-            backward = direction == "bwd"
-            guess = where.estimate(problem, sizes, backward=backward)
-            more = {"direction": direction, "bytes": where.copied_bytes(problem, backward=backward)}
-            more |= {"least_gpu_ms": 1e3 * guess.gpu_s, "about_cpu_ms": 1e3 * guess.cpu_s}
-            found.append(cell.record() | more | {"taken": "cuda" if guess.on_gpu else "cpu"})
+            about = estimated(problem, sizes, backward=direction == "bwd")
+            found.append(cell.record() | {"direction": direction} | about)
     return found
 
 

@@ -26,15 +26,23 @@ def facts(problem: Problem, options: dict[str, Any], directions: Sequence[bool])
     sizes, added = where.sizes_of(problem, sequences), explain_work.added_bytes(problem, options)
     found = []
     for backward in directions:
-        guess = where.estimate(problem, sizes, added, backward=backward)
-        taken = "cuda" if guess.on_gpu or (backward and options["learned"]) else "cpu"
-        found.append({
-            "direction": "backward" if backward else "forward",
-            "bytes": where.copied_bytes(problem, backward=backward) + added,
-            "least_gpu_ms": 1e3 * guess.gpu_s, "about_cpu_ms": 1e3 * guess.cpu_s,
-            "taken": taken if wish == "auto" else wish, "forced": wish != "auto",
-        })  # fmt: skip
+        about = estimated(problem, sizes, added, backward=backward)
+        if backward and options["learned"]:
+            about["taken"] = "cuda"
+        if wish != "auto":
+            about["taken"] = wish
+        found.append({"direction": "backward" if backward else "forward", **about, "forced": wish != "auto"})
     return found
+
+
+def estimated(problem: Problem, sizes: where.Sizes, more_bytes: int = 0, *, backward: bool) -> dict[str, Any]:
+    """What is predicted of a pass, and which way it takes if nobody says so."""
+    guess = where.estimate(problem, sizes, more_bytes, backward=backward)
+    return {
+        "bytes": where.copied_bytes(problem, backward=backward) + more_bytes,
+        "least_gpu_ms": 1e3 * guess.gpu_s, "about_cpu_ms": 1e3 * guess.cpu_s,
+        "taken": "cuda" if guess.on_gpu else "cpu",
+    }  # fmt: skip
 
 
 def sentences(found: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -42,8 +42,8 @@ def compute(
     of_mods = tuple(plain.pop(name) for name in names if which.rows[name].free)
     of = _features(plain, of_mods, problem, lengths, wanted)
     made = which.made(names, wanted if which is BACKWARD else WITH_LSE)
-    compute: Callable[..., tuple[Any, ...]] = cpu.forward if which is FORWARD else cpu.backward
-    found = dict(zip(made, compute(**own, problem=problem, of=of), strict=True))
+    run: Callable[..., tuple[Any, ...]] = cpu.forward if which is FORWARD else cpu.backward
+    found = dict(zip(made, run(**own, problem=problem, of=of), strict=True))
     with np.errstate(over="ignore"):
         for name, x in found.items():
             if which.uses[name].role == GRADIENT and which.rows[name].feature:

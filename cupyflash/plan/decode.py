@@ -106,8 +106,8 @@ def _cluster(p: CacheProblem, team: int) -> int:
     for size, most, most_bytes in _CLUSTERS:
         grid = tiles * size
         enough = grid >= _ENOUGH_BLOCKS or _kv_bytes(p) < grid << 20
-        if tiles <= most and enough:
-            return size if _kv_bytes(p) <= most_bytes else 0
+        if tiles <= most and enough and _kv_bytes(p) <= most_bytes:
+            return size
     return 0
 
 

@@ -21,27 +21,18 @@ from cupyflash.cpu import workers
 from cupyflash.gpu import device
 from cupyflash.launch import run, staging
 from tests.gpu_arrays import on_gpu
+from tests.numpy_cases import kinds
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("numpy_on_gpu")]
 
 DTYPES = {"fp16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16)}
 KINDS = (
+    *kinds(131, 205, 64, 300),
     Case("odd", "full", 239, 331, 64, batch=3, heads_q=3, heads_k=3, causal=True, dlse=True),
     Case("odd-d72-gqa", "full", 101, 203, 72, batch=2, heads_q=6, heads_k=2),
-    Case("turned", "full", 131, 205, 64, batch=2, layout="bhsd", memory="bhsd_storage", causal=True),
     Case("fused", "full", 205, 205, 64, batch=2, memory="fused_qkv"),
-    Case("every-second", "full", 131, 205, 128, memory="every_second_row"),
-    Case("heads-repeat", "full", 131, 205, 64, memory="broadcast_heads"),
+    Case("wide-every-second", "full", 131, 205, 128, memory="every_second_row"),
     Case("dout-repeats", "full", 131, 205, 64, batch=2, memory="broadcast_dout"),
-    Case("misaligned", "full", 131, 205, 64, batch=2, memory="misaligned"),
-    Case("features", "full", 131, 206, 64, batch=2, alibi=2, sink=True, bias="hk + bqk bool", dropout_p=0.2),
-    Case("bias-repeats", "full", 131, 206, 64, batch=2, bias="bk fp32 whole"),
-    Case("block-mask", "full", 131, 205, 64, mask="tiles_of_heads"),
-    Case("mods", "full", 131, 205, 64, mods="every"),
-    Case("ranges", "full", 131, 205, 64, batch=2, ranges=((3, 170), (10, 11))),
-    Case("packed", "full", 350, 370, 64, batch=3, lengths_q=(50, 0, 300), lengths_k=(60, 10, 300), used_k=(60, 3, 299)),
-    Case("no-rows", "full", 0, 93, 64),
-    Case("no-batch", "full", 67, 93, 64, batch=0),
 )
 
 

@@ -16,6 +16,7 @@ from cupyflash.cli.verify.cases import call
 from cupyflash.launch import run, where
 from cupyflash.problem import Problem
 from cupyflash.sequences import Sequences
+from tests.numpy_cases import kinds
 from tests.pretended_copies import Cuda, pretend_gpu
 
 CACHE = Problem("bf16", 1, 1, 1 << 16, 8, 8, 128, 1.0, kv_range=True)  # of 256 MiB
@@ -103,22 +104,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return pretend_gpu(monkeypatch)
 
 
-# All kinds of arrays and of memory.
 CASES = (
+    *kinds(67, 93, 16, 100),
     Case("causal", "full", 67, 93, 16, batch=2, heads_q=4, causal=True, dlse=True),
-    Case("turned", "full", 67, 93, 16, batch=2, layout="bhsd", memory="bhsd_storage"),
-    Case("every-second", "full", 67, 93, 16, memory="every_second_row"),
-    Case("heads-repeat", "full", 67, 93, 16, memory="broadcast_heads"),
     Case("batch-repeats", "full", 67, 93, 16, batch=3, memory="broadcast_batch"),
-    Case("misaligned", "full", 67, 93, 16, memory="misaligned"),
-    Case("features", "full", 67, 93, 16, batch=2, alibi=2, sink=True, bias="hk + bqk bool", dropout_p=0.2),
-    Case("bias-repeats", "full", 67, 93, 16, batch=2, bias="bk fp32 whole"),
-    Case("block-mask", "full", 67, 193, 16, mask="tiles_of_heads"),
-    Case("mods", "full", 67, 93, 16, mods="every"),
-    Case("ranges", "full", 67, 93, 16, batch=2, ranges=((3, 70), (10, 11))),
-    Case("packed", "full", 150, 170, 16, batch=3, lengths_q=(50, 0, 100), lengths_k=(60, 10, 100), used_k=(60, 3, 99)),
-    Case("no-rows", "full", 0, 93, 16),
-    Case("no-batch", "full", 67, 93, 16, batch=0),
 )
 
 
