@@ -2,7 +2,8 @@
 CPU path.
 
 What is queued runs as late as CUDA may run it: when somebody waits. Whoever writes memory from which a queued copy
-still reads, or reads memory to which none has copied yet, gets wrong data. Each thread begins with GPU 0, as with CUDA.
+still reads, or reads memory to which none has copied yet, gets wrong data. Memory of the host that is not pinned is
+read before a copy of it returns, as CUDA promises. Each thread begins with GPU 0, as with CUDA.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Cuda:
         self.current = Stream(self)
         self.streams: list[Stream] = []
         self.pinned = 0
+        self._pinned: list[ctypes.Array[ctypes.c_uint8]] = []  # kept, so that nothing else comes to lie there
         self.copies: list[tuple[int, int]] = []
         self.fails = -1
         self.can_pin = True
@@ -135,7 +137,12 @@ class Cuda:
         if not self.can_pin:
             raise Error("cudaErrorMemoryAllocation")
         self.pinned += size
-        return (ctypes.c_uint8 * size)()
+        memory = (ctypes.c_uint8 * size)()
+        self._pinned.append(memory)
+        return memory
+
+    def _is_pinned(self, address: int) -> bool:
+        return any(0 <= address - ctypes.addressof(memory) < len(memory) for memory in self._pinned)
 
     def memcpyAsync(self, to: int, source: int, size: int, kind: int, stream: int) -> None:
         if len(self.copies) == self.fails:
@@ -144,7 +151,8 @@ class Cuda:
         self.copies.append((size, kind))
         self.threads.add(threading.get_ident())
         queue = self.current if stream == self.current.ptr else self.streams[stream - 0x1000]
-        queue.queue(lambda: ctypes.memmove(to, source, size) and None)
+        read = None if kind == self.memcpyDeviceToHost or self._is_pinned(source) else ctypes.string_at(source, size)
+        queue.queue(lambda: ctypes.memmove(to, source if read is None else read, size) and None)
 
 
 class _Memory:

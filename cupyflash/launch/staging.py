@@ -5,16 +5,16 @@ array goes by way of a slot: a thread writes a free slot (what is strided is gat
 between) and queues its copy to the GPU, while other slots are on the bus. Results come back the other way round. Each
 slot has an event behind its last copy, for which whoever takes it next waits.
 
-A thread writes slots more slowly than the bus empties them (some 11 against 55 GB/s, PCIe 5), so large arrays take
-several. Small ones share one slot, which the caller's thread writes. Results come by the ring only where many threads
-read slots: CUDA's own copy to pageable memory stages with one thread, too.
+A thread writes slots more slowly than the bus empties them (8.5 against 55 GB/s, PCIe 5), so the ring takes several.
+CUDA's own copy stages with one thread, too, and does not wait for Python: contiguous arrays that are not worth all
+threads go that way, and so do results. What is strided and small shares one slot, which the caller's thread writes.
 
 Copies run on a stream of the ring's own: threads share it, which they could not do with the default stream of a thread.
 On the way in the caller's stream waits for them, and they for what is queued there, on the GPU. A kernel of one caller
 may run while the next one's arrays are copied; within a call copies and kernels take turns.
 
-Not measured yet. Expected of one thread: 11 GB/s to the GPU, where a copy to one pinned array and then to the GPU has
-9; of four: 30 or more, both ways.
+On an H200's host the ring has 21 to 23 GB/s to the GPU with four threads and slots of 8 MiB, CUDA's own copy 16 up to
+64 MiB and 9 at 256 MiB, a copy to one pinned array and then to the GPU 7 to 9 (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .pieces import Piece, batches, rounded
 
 Array = NDArray[Any]
 
-# Of a slot, in 4 pieces: a thread takes 0.4 ms to write it, 0.02 ms of that in Python, the bus 0.08 ms.
-CHUNK_BYTES = 4 << 20
+# Measured on an H200's host with 16 cores.
+CHUNK_BYTES = 8 << 20  # of a slot, in 4 pieces
 THREADS = 4  # that write or read slots; two slots each
-THREAD_BYTES = 4 << 20  # that make a thread worth its start: 0.1 ms of 0.4 ms
+THREAD_BYTES = 8 << 20  # that make a thread worth its start
 
 
 class _Slot:
@@ -108,11 +108,19 @@ class Ring:
 
         Then the arrays may be written again, and the current stream waits for the copies.
         """
+        count = self._worth(arrays)
+        if count < self._threads:
+            self._copy_by_cuda(
+                [(x, at) for x, at in arrays if x.flags.c_contiguous], self._cuda.runtime.memcpyHostToDevice
+            )
+            arrays = [(x, at) for x, at in arrays if not x.flags.c_contiguous]
+            if not arrays:
+                return
         tasks = (partial(self._fill, pieces) for pieces in batches(arrays, self._chunk_bytes))
         with self._lock, self._clean():
             self._event.record(self._cuda.get_current_stream())
             self._stream.wait_event(self._event)
-            workers.run(tasks, self._worth(arrays))
+            workers.run(tasks, count)
             self._event.record(self._stream)
             self._cuda.get_current_stream().wait_event(self._event)
 
@@ -123,8 +131,10 @@ class Ring:
         """
         count = self._worth(arrays)
         if count < self._threads:
-            return self._copy_by_cuda(arrays)
+            self._copy_by_cuda(arrays, self._cuda.runtime.memcpyDeviceToHost)
         self._cuda.get_current_stream().synchronize()
+        if count < self._threads:
+            return
         with self._lock, self._clean():
             workers.run(self._drained(deque(batches(arrays, self._chunk_bytes))), count)
 
@@ -132,13 +142,14 @@ class Ring:
         """As many threads as arrays are worth, and there are cores for."""
         return max(1, min(self._threads, workers.cores(), sum(x.nbytes for x, _ in arrays) // THREAD_BYTES))
 
-    def _copy_by_cuda(self, arrays: Sequence[tuple[Array, int]]) -> None:
-        """Straight to memory that is not pinned."""
-        runtime, stream = self._cuda.runtime, self._cuda.get_current_stream()
+    def _copy_by_cuda(self, arrays: Sequence[tuple[Array, int]], kind: int) -> None:
+        """Straight from or to memory that is not pinned, on the current stream; CUDA has read it when this returns."""
+        runtime, stream = self._cuda.runtime, self._cuda.get_current_stream().ptr
         for x, address in arrays:
             if x.size:
-                runtime.memcpyAsync(x.ctypes.data, address, x.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-        stream.synchronize()
+                host = int(x.ctypes.data)
+                ends = (address, host) if kind == runtime.memcpyHostToDevice else (host, address)
+                runtime.memcpyAsync(*ends, x.nbytes, kind, stream)
 
     @contextlib.contextmanager
     def _clean(self) -> Iterator[None]:

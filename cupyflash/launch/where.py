@@ -22,9 +22,9 @@ from ..problem import ITEMSIZE, Problem
 from ..sequences import Sequences
 from .pieces import without_repeats
 
-# The GPU's way at its fastest. Not measured yet.
-GPU_CALL_S = 100e-6  # the host's part, 80 us with a pretended GPU (AMD EPYC, 2026-11-23), and the least of CUDA's
-BUS_BYTES_S = 50e9  # PCIe 5 x16 from pinned memory; older ones have half of it or a quarter
+# The GPU's way at its fastest, on the host of an H200 (2026-11-23).
+GPU_CALL_S = 150e-6  # a forward on 64 tokens takes 172 at the least
+BUS_BYTES_S = 30e9  # `staging` has 26 at the most; older buses have half of it or a quarter
 SURE = 2.0  # how much faster the CPU path must seem
 
 
