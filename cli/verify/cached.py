@@ -12,6 +12,7 @@ from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.check.cases import LEVELS
 from cupyflash.emulator import attention, decode
+from cupyflash.gpu.device import Device
 from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.variant import Variant
 
@@ -55,6 +56,13 @@ def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> Ca
     return result
 
 
+def variants_of(case: CacheCase, dtype: str, device: Device) -> tuple[Variant, ...]:
+    """The kernels of a case."""
+    p = problem_of(case.inputs(dtype), dtype, case.options())
+    aligned = case.memory != "misaligned"
+    return variants_over_cache(p, device, aligned=aligned, tma=aligned) if 0 not in (p.batch, p.seqlen_q) else ()
+
+
 @dataclass(frozen=True)
 class CacheWork(Work):
     """One case in one dtype by the kernels of one family, in the emulator."""
@@ -62,10 +70,7 @@ class CacheWork(Work):
     case: CacheCase  # type: ignore[assignment]
 
     def variants(self) -> tuple[Variant, ...]:
-        p = problem_of(self.case.inputs(self.dtype), self.dtype, self.case.options())
-        aligned = self.case.memory != "misaligned"
-        device = attention.small_device(ARCHS[self.family])
-        return variants_over_cache(p, device, aligned=aligned, tma=aligned) if 0 not in (p.batch, p.seqlen_q) else ()
+        return variants_of(self.case, self.dtype, attention.small_device(ARCHS[self.family]))
 
     def judged(self, seed: int) -> list[Comparison]:
         arrays = self.case.inputs(self.dtype, seed)

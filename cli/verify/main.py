@@ -154,8 +154,7 @@ def run_cases(report: Report, wanted: list[tuple[Any, str]], arrays: Framework, 
     if not wanted:
         return
     console.print(CASE_HEADER, style="bold")
-    dense = [(case, dtype) for case, dtype in wanted if isinstance(case, cases.Case)]
-    ahead = compiling_ahead(dense, device.Device.of(0)) if report.gpu else nullcontext()
+    ahead = compiling_ahead(wanted, device.Device.of(0)) if report.gpu else nullcontext()
     with ahead, progress(console) as bar:
         task = bar.add_task("cases", total=len(wanted))
         for case, dtype in wanted:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from cupyflash.check import cases
-from cupyflash.cli.verify import kernels
+from cupyflash.cli.verify import cached, kernels
 from cupyflash.errors import CompileError
 from cupyflash.gpu.device import Device
 from cupyflash.plan.families import variants_of_calls
@@ -16,6 +16,10 @@ from cupyflash.plan.families import variants_of_calls
 def test_every_kernel_of_the_cases_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, wanted = Device.synthetic("sm_90"), [(c, "bf16") for c in cases.select("smoke")]
     expected = {v.symbol for case, dtype in wanted for v in variants_of_calls(case.problem(dtype), gpu, dalibi=True)}
+    over_cache = cached.chosen("smoke", ("bf16",), (), None)
+    of_caches = {v.symbol for case, dtype in over_cache for v in cached.variants_of(case, dtype, gpu)}
+    assert any(symbol.startswith("decode") for symbol in of_caches)
+    expected |= of_caches
     asked: list[str] = []
     all_there = threading.Event()
 
@@ -26,7 +30,7 @@ def test_every_kernel_of_the_cases_is_compiled_once(monkeypatch: pytest.MonkeyPa
         raise CompileError(variant.symbol, arch, "no")  # type: ignore[attr-defined]
 
     monkeypatch.setattr(kernels.jit, "compile_kernel", refuse)
-    with kernels.compiling_ahead(wanted, gpu):  # an error is the case's to report
+    with kernels.compiling_ahead([*wanted, *over_cache], gpu):  # an error is the case's to report
         assert all_there.wait(30)
     assert len(asked) == len(expected) > 4
     assert set(asked) == expected
