@@ -6,6 +6,8 @@ import enum
 import json as json_module
 import logging
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -78,6 +80,19 @@ def jsonable(value: Any) -> Any:
 def quiet() -> None:
     """No notices of single compilations: a command that compiles on purpose shows its own progress."""
     logging.getLogger("cupyflash").setLevel(logging.ERROR)
+
+
+@contextmanager
+def ended_by_terminate() -> Iterator[None]:
+    """SIGTERM, as `timeout` sends it, raises KeyboardInterrupt as Ctrl-C does: long work may show what it has."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may ask for signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

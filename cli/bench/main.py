@@ -21,7 +21,7 @@ from cupyflash.gpu import device
 from cupyflash.launch import run
 from cupyflash.problem import DTYPES, MAX_HEAD_DIM, SOFTCAPS
 
-from ..output import emit, exit_codes, human, json_option, list_option, progress, quiet
+from ..output import Exit, emit, ended_by_terminate, exit_codes, human, json_option, list_option, progress, quiet
 from . import cycles as bench_cycles
 from . import decode as bench_decode
 from . import host as bench_host
@@ -42,7 +42,8 @@ from .work import PEERS, Bench
 
 
 @click.command(
-    epilog=exit_codes("0 measured, 3 there is no usable GPU, 4 not supported, 5 a kernel did not compile")
+    epilog=exit_codes("0 measured, 3 there is no usable GPU, 4 not supported, 5 a kernel did not compile; "
+                      "a run that is interrupted shows what it has measured")
 )  # fmt: skip
 @list_option("--against", choices=PEERS, example="flash2,cudnn",
              help=f"Peers, through torch: {', '.join(PEERS)}; {DENSE} is our own call, not packed, {PLAIN} and {CPU} "
@@ -115,6 +116,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
         bench_plot.draw(document, rows, options["plot"])
     if options["as_json"]:
         emit(document)
+    if document.get("not_measured"):
+        ctx.exit(Exit.INTERRUPTED)
 
 
 def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, Any], list[Row[Any]]]:
@@ -131,7 +134,9 @@ def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, An
     show_head(document, console)
     if bench.name == "numpy" and not options["decode"]:
         document["numpy"] = bench_numpy.facts(cells, options["directions"])
-    rows = measure(bench, cells, options, effort, console)
+    rows, document["not_measured"] = measure(bench, cells, options, effort, console)
+    if document["not_measured"]:
+        return document, rows
     if options["host"]:
         measure_host = bench_decode.measure_host if options["decode"] else bench_host.measure_host
         document["host_us"] = measure_host(bench, cells, options)
@@ -186,17 +191,23 @@ def describe(options: dict[str, Any], bench: Bench, effort: Effort) -> dict[str,
 
 def measure(
     bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any], effort: Effort, console: Console
-) -> list[Row[Any]]:
-    """All rows, cell by cell."""
+) -> tuple[list[Row[Any]], int]:
+    """All rows, cell by cell, and of how many cells there are none because somebody ended the run."""
     names = [OURS, *options["against"]]
     rows: list[Row[Any]] = []
-    with progress(console) as bar:
+    done = 0
+    with progress(console) as bar, ended_by_terminate():
         task = bar.add_task("timing", total=len(cells))
-        for cell in cells:
-            rows += measure_cell(bench, cell, names, options, effort)
-            gc.collect()
-            bar.advance(task)
-    return [r for d in options["directions"] for r in rows if r.direction == d]
+        try:
+            for cell in cells:
+                rows += measure_cell(bench, cell, names, options, effort)
+                done += 1
+                gc.collect()
+                bar.advance(task)
+        except KeyboardInterrupt:
+            if not done:
+                raise
+    return [r for d in options["directions"] for r in rows if r.direction == d], len(cells) - done
 
 
 def measure_cell(

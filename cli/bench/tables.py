@@ -33,6 +33,11 @@ def show_head(document: dict[str, Any], console: Console) -> None:
 def show(document: dict[str, Any], rows: list[Row[Any]], console: Console) -> None:
     """Tables and sentences for people."""
     print_rows(rows, console)
+    if left := document.get("not_measured"):
+        cells = left + len(dict.fromkeys(row.cell for row in rows))
+        console.print(
+            f"interrupted: {left} of {cells} configurations are not measured", style="bold yellow", soft_wrap=True
+        )
     for direction in dict.fromkeys(x["direction"] for x in document.get("numpy", ())):
         console.print(f"\nNumPy arrays, {TITLES[direction]}, the time that each way takes", style="bold")
         _print_table(ways_of_numpy(rows, document["numpy"], direction, document["backend"]), console)

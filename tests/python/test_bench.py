@@ -7,6 +7,7 @@ import csv
 import itertools
 import json
 import re
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from click.testing import CliRunner, Result
 
 from cupyflash import cli
 from cupyflash.cli import block_masks
+from cupyflash.cli.bench import main as bench_main
 from cupyflash.cli.bench import peers as bench_peers
 from cupyflash.cli.bench import report as bench_report
 from cupyflash.cli.bench import tables as bench_tables
@@ -45,6 +47,39 @@ def bench(*options: str) -> Result:
 def bench_of_torch(*options: str) -> Result:
     """As `bench`, on torch tensors."""
     return bench("--framework", "torch", *options)
+
+
+@pytest.mark.parametrize("how", ["ctrl-c", "timeout"])
+def test_a_run_that_is_interrupted_shows_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
+    cell, table = bench_main.measure_cell, tmp_path / "rows.csv"
+
+    def measure_cell(bench: bench_work.Bench, at: Cell, *given: Any) -> Any:
+        if at.seqlen == 8 and how == "timeout":
+            signal.raise_signal(signal.SIGTERM)
+        elif at.seqlen == 8:
+            raise KeyboardInterrupt
+        return cell(bench, at, *given)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(bench_main, "measure_cell", measure_cell)
+    options = [*TINY, "--seqlens", "16,8,4", "--csv", str(table)]
+    result = CliRunner().invoke(cli.main, ["bench", *options, "--host", "--json"])
+    assert result.exit_code == 130, result.output
+    document = json.loads(result.stdout)
+    assert {row["seqlen"] for row in document["rows"]} == {16}
+    assert document["not_measured"] == 2
+    assert "interrupted: 2 of 3 configurations are not measured" in result.stderr
+    assert len(table.read_text().splitlines()) == 1 + len(document["rows"])
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_run_that_is_interrupted_at_once_has_nothing_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_main, "measure_cell", interrupt)
+    result = CliRunner().invoke(cli.main, ["bench", *TINY, "--json"])
+    assert (result.exit_code, result.stdout) == (130, "")
 
 
 class Recorder(Clock):
