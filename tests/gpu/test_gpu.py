@@ -14,7 +14,7 @@ import pytest
 import cupyflash
 from cupyflash.check import cases
 from cupyflash.check.accuracy import Oracle
-from tests.gpu_arrays import on_gpu, to_numpy
+from tests.gpu_arrays import captured, on_gpu, to_numpy
 
 pytestmark = pytest.mark.gpu
 
@@ -149,19 +149,12 @@ def test_a_cuda_graph_captures_forward_and_backward() -> None:
         out = cupyflash.attention(q, k, v, causal=True, deterministic=True)
         return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, replayed = captured(step)
     with torch.no_grad():
         for x in (q, k, v):
             x.copy_(torch.randn_like(x))
     graph.replay()
-    for got, expected in zip(captured, step(), strict=True):
+    for got, expected in zip(replayed, step(), strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 

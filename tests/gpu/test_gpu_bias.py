@@ -13,7 +13,7 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError
 from cupyflash.check.cases import Case
-from tests.gpu_arrays import on_gpu, relative, to_numpy
+from tests.gpu_arrays import captured, on_gpu, relative, to_numpy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
 BATCH, HEADS, SEQLEN = 2, 8, 1100
@@ -174,18 +174,11 @@ def test_a_graph_reads_the_bias_when_it_is_replayed() -> None:
         out = cupyflash.attention(q, k, v, causal=True, deterministic=True, bias=bias)
         return out, *torch.autograd.grad(out, leaves, dout)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, replayed = captured(step)
     with torch.no_grad():
         bias.mul_(0.3)
     graph.replay()
-    for got, expected in zip(captured, step(), strict=True):
+    for got, expected in zip(replayed, step(), strict=True):
         assert got.equal(expected)
 
 

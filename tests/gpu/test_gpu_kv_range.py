@@ -9,7 +9,7 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError
-from tests.gpu_arrays import nothing_waits, to_numpy
+from tests.gpu_arrays import captured, nothing_waits, to_numpy
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
 
@@ -37,27 +37,18 @@ def both(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_a_replay_with_other_ranges(family: str, d: int) -> None:
     """Compared with fresh calls bit by bit."""
-    import torch
-
     x = tensors(3, 453, d)
     several = [((0, 453), (70, 453), (0, 130)), ((453, 453), (0, 1), (64, 128)), ((1, 2), (200, 400), (0, 453))]
     given = ranges(*several[0])
     options = {"causal": True, "deterministic": True}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        both(*x, kv_range=given, **options)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both(*x, kv_range=given, **options)
+    graph, replayed = captured(lambda: both(*x, kv_range=given, **options))
     for pairs in (*several[1:], several[0]):
-        for tensor in captured:
+        for tensor in replayed:
             tensor.fill_(float("nan"))
         given.copy_(ranges(*pairs))
         graph.replay()
         fresh = both(*x, kv_range=ranges(*pairs), **options)
-        for name, a, b in zip(NAMES, captured, fresh, strict=True):
+        for name, a, b in zip(NAMES, replayed, fresh, strict=True):
             np.testing.assert_array_equal(to_numpy(a), to_numpy(b), err_msg=f"{name}, {pairs}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import cupyflash
+from tests.gpu_arrays import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,22 +86,15 @@ def test_captured_by_hand(backward: bool) -> None:
         out = cupyflash.attention(*x, causal=True, deterministic=True)
         return [out.detach(), *(torch.autograd.grad(out, x, weight) if backward else ())]
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, replayed = captured(step)
     for _ in range(3):
         with torch.no_grad():
             for t in x:
                 t.normal_()
-        for t in captured:
+        for t in replayed:
             t.fill_(float("nan"))
         graph.replay()
-        for a, b in zip(captured, step(), strict=True):
+        for a, b in zip(replayed, step(), strict=True):
             assert torch.equal(a, b)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.gpu_arrays import captured
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.needs("torch", "transformers"),
@@ -211,19 +213,12 @@ def test_a_captured_forward_is_replayed_with_other_padding() -> None:
         with torch.no_grad():
             return model(ids, attention_mask=mask, use_cache=False).logits
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        forward()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward()
+    graph, replayed = captured(forward)
     for other in (right, left):
         mask.copy_(other)
-        captured.fill_(float("nan"))
+        replayed.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(captured[mask.bool()], forward()[mask.bool()])
+        assert torch.equal(replayed[mask.bool()], forward()[mask.bool()])
 
 
 def test_a_mask_with_holes_is_an_error_after_the_fact() -> None:
