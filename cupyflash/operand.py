@@ -117,6 +117,11 @@ class Operand:
             return self.dims
         return tuple(d.replace("seqlen", "total") for d in self.dims if d != "batch")
 
+    @property
+    def by_lengths(self) -> bool:
+        """Whether its dimensions depend on the lengths of sequences."""
+        return any("seqlen" in d or d.endswith("_tiles") or d == "any" for d in self.dims)
+
     def axes(self, layout: str = "bshd") -> tuple[int, int, int]:
         """Where an array in the caller's layout has its rows, heads and sequences: what its three strides are of."""
         batch, a, b = (next(i for i, d in enumerate(self.dims) if d.startswith(x)) for x in ("batch", "seq", "heads"))

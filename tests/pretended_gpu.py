@@ -113,6 +113,32 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is prepared from now on."""
     monkeypatch.setattr(launch, "calls", Kept(100))
     monkeypatch.setattr(launch, "specs", Kept(100))
+    monkeypatch.setattr(launch, "series", Kept(100))
+
+
+def facts(params: Any) -> dict[str, bytes]:
+    """All that a params struct says but addresses."""
+    plain = params["plain"] if "plain" in params.dtype.names else params
+    found = {
+        name: plain[name].tobytes()
+        for name in plain.dtype.names
+        if name.endswith("_stride") or name in ("problem", "schedule")
+    }
+    return found | {name: params[name][1:].tobytes() for name in params.dtype.names if name.startswith("map_")}
+
+
+def found_in(launched: list[Launched], gpu: Gpu) -> list[tuple[str, int, dict[str, bytes]]]:
+    """The same of what was launched; each map must have the address that the plain params have, or its own result's."""
+    kinds = {variant.symbol: variant.params for variant in gpu.loaded}
+    found = []
+    for symbol, grid, data in launched:
+        params = np.frombuffer(data, kinds[symbol])[0]
+        for name in [n for n in kinds[symbol].names or () if n.startswith("map_")]:
+            assert params[name][0] == params["plain"][name.removeprefix("map_")] != 0, name
+        if "counter" in (kinds[symbol].names or ()):
+            assert params["counter"] in (0, COUNTER)
+        found.append((symbol, grid, facts(params)))
+    return found
 
 
 def random_array(rng: np.random.Generator, lengths: tuple[int, int, int], head_dim: int, layout: str) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,17 @@ def raw_stream() -> Callable[[int], int]:
     return found or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
 
 
+@functools.cache
+def _tracing_state() -> Callable[[], Any]:
+    """What gives None or False unless torch.jit.trace watches."""
+    torch = sys.modules["torch"]
+    found: Callable[[], Any] = getattr(torch._C, "_get_tracing_state", torch.jit.is_tracing)
+    return found
+
+
 def is_traced() -> bool:
     """Whether torch.jit.trace watches."""
-    torch = sys.modules["torch"]
-    get = getattr(torch._C, "_get_tracing_state", None)
-    return bool(get() is not None if get else torch.jit.is_tracing())
+    return _tracing_state()() not in (None, False)
 
 
 def is_functional(x: Any) -> bool:

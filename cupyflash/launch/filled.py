@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..gpu import tensormap
+from ..gpu.forms import understand
 from ..gpu.tensormap import TensorMap
 from ..operand import MOD_LIMIT
 from ..operands import Number, Operand, Pass
@@ -119,7 +120,7 @@ def template_of(given: Given, kernels: Kernels, filled: Filled) -> Template | No
     """What the params of other calls of the spec are made from; None if the driver's tensor maps are not understood."""
     boxes, rows = given.which.boxes(kernels.variants), given.which.rows
     dtype, head_dim = kernels.spec.dtype, kernels.spec.head_dim
-    forms = {box: tensormap.understand(dtype, head_dim, box) for box in set(boxes.values())}
+    forms = {box: understand(dtype, head_dim, box) for box in set(boxes.values())}
     maps = {}
     for name, box in boxes.items():
         form = forms[box]

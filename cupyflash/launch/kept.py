@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Protocol, TypeVar
+from collections.abc import Hashable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 
 class Recent(Protocol):
@@ -17,19 +17,19 @@ class Recent(Protocol):
 V = TypeVar("V", bound=Recent)
 
 
-class Kept(OrderedDict[Hashable, V]):
+class Kept(Generic[V]):
     """At most `limit` values. For a new one the oldest goes; one that was found since it was put in, or since it was
     last spared, is spared once and counts as new. To find a value costs no more than in a dict."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__()
         self._limit = limit
+        self._values: OrderedDict[Hashable, V] = OrderedDict()  # a subclass of it hashes a key three times to drop it
         self._lock = threading.Lock()
 
     def find(self, key: Hashable) -> V | None:
         """The value of `key`; None for a new one, and for keys that cannot be hashed."""
         try:
-            found = self.get(key)
+            found = self._values.get(key)
         except TypeError:
             return None
         if found is not None:
@@ -38,15 +38,34 @@ class Kept(OrderedDict[Hashable, V]):
 
     def keep(self, key: Hashable, value: V) -> V:
         """Keep a value, if its key can be hashed; returns it."""
-        try:
-            hash(key)
-        except TypeError:
-            return value
+        values = self._values
         with self._lock:
-            while len(self) >= self._limit:
-                oldest, old = self.popitem(last=False)
+            value.recent = True  # it is not the one to go, even where all others were found
+            try:
+                values[key] = value
+            except TypeError:
+                return value
+            while len(values) > self._limit:
+                oldest, old = values.popitem(last=False)
                 if old.recent:
                     old.recent = False
-                    self[oldest] = old
-            self[key] = value
+                    values[oldest] = old
+                    values.move_to_end(key)
+            value.recent = False
         return value
+
+    def values(self) -> list[V]:
+        """All that are kept, the oldest first."""
+        return list(self._values.values())
+
+    def clear(self) -> None:
+        self._values.clear()
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._values)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)

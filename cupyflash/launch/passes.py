@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ..operand import MASK_TILE, MOD_GRADIENTS, TILE_WORDS
+from ..operand import MASK_TILE, MOD_GRADIENTS, ROWS, TILE_WORDS
 from ..operands import SIZES, Pass, taker
 from ..plan.extents import Extents
 from .template import Lengths, ScoreSteps, Steps
@@ -50,6 +50,10 @@ class Given:
         asked: what all of them say of the spec.
         by_tma, by_hand: take the arrays with strides that the sm90 family reads by TMA, and the others of them.
         kind: what of this decides the kernels.
+        sources: of all that has strides the array given whose shape it has, and whether it is that one.
+        in_series: how many arrays with strides are given, which are the first; 0: where calls form no series, since
+            the shape of another array depends on lengths in more ways than that of `rows_of_q`.
+        rows_of_q, without_lengths: of those but these that have a number for each query, and the others.
     """
 
     def __init__(self, which: Pass, names: tuple[str, ...], wanted: tuple[str, ...]) -> None:
@@ -85,6 +89,12 @@ class Given:
         at = ((name if name in number else rows[name].like, name in number) for name in self.broadcast)
         self._broadcast = [(number[name], is_given) for name, is_given in at]
         self._axes = {layout: list(self._places(number, layout)) for layout in ("bshd", "bhsd")}
+        self.sources = [(i, is_given) for i, is_given, _ in self._axes["bshd"]]
+        own = [i for i in range(len(names)) if i not in self.alike]
+        self.rows_of_q = [i for i in own if rows[names[i]].dims == ROWS]
+        self.without_lengths = [i for i in own if i not in self.rows_of_q]
+        by_lengths = [names[i] for i in self.without_lengths if rows[names[i]].by_lengths]
+        self.in_series = 0 if by_lengths or self.alike != tuple(range(len(self.alike))) else len(self.alike)
 
     def _places(self, number: Mapping[str, int], layout: str) -> Iterator[tuple[int, bool, Callable[[Any], Any]]]:
         """Of all that has strides: where its shape comes from, whether its strides do too, and its three axes."""

@@ -25,6 +25,7 @@ from ..plan.families import FAMILIES, kernels_of, plan_of
 from ..plan.spec import Spec
 from ..problem import HALF, MAX_SEQLEN, Bias, make_problem
 from . import prepared as launch
+from . import series
 from .alignment import Aligned, Plain
 from .alignment import access as access
 from .alignment import has_pairs as has_pairs
@@ -195,6 +196,8 @@ def prepare(
             launch.specs.keep(key, prepared)
         call = prepared.call(given, extents, asked.numbers, lengths, steps, broadcast, copied, stream)
         if call is not None:
+            if tma:
+                series.begin(given, keys, options, prepared, extents, call, lengths, steps)
             return call
         tma = False  # the driver makes no tensor map of one of these arrays
 

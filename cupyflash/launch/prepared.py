@@ -14,12 +14,12 @@ from typing import Any
 
 from ..compile import jit
 from ..gpu import tensormap
-from ..plan.extents import MAX_GRID, Extents, Kernels
+from ..plan.extents import MAX_GRID, Extents, Kernels, Numbers
 from . import counters
 from .filled import Filled
 from .kept import Kept
 from .passes import Given
-from .template import Lengths, ScoreSteps, Steps, Template, ask_driver
+from .template import Lengths, ScoreSteps, Steps, Template, Words, ask_driver
 
 _MAX_CALLS = 1024  # kept, at about 3 KB each; lengths that change at every call would otherwise fill the memory
 _MAX_SPECS = 512
@@ -34,9 +34,9 @@ class _Arguments:
         self._bytes = ctypes.create_string_buffer(size)
         start = ctypes.addressof(self._bytes)
         self._pointers = (ctypes.c_void_p * 2)(start, start + plain_bytes)
-        self.bytes = memoryview(self._bytes).cast("B")
-        self.slots = self.bytes.cast("Q")
-        self.holds = b""  # the params struct that was copied here last
+        whole = memoryview(self._bytes).cast("B")
+        self.words, self.slots = whole.cast("I"), whole.cast("Q")
+        self.holds: Words | None = None  # the params struct that was copied here last
         self.whole = ctypes.addressof(self._pointers)
         self.plain = self.whole + ctypes.sizeof(ctypes.c_void_p)
 
@@ -49,18 +49,18 @@ class Prepared:
     def __init__(self, kernels: Kernels, filled: Filled, template: Template, stream: int) -> None:
         from cupy.cuda import runtime
 
-        self.kernels, self._template, self._device = kernels, template, kernels.device
+        self.kernels, self.template, self._device = kernels, template, kernels.device
         self.functions = [
             (
                 jit.load(variant, self._device, stream).function,
                 kernels.grid(variant, MAX_GRID),
-                (variant.threads, 1, 1, variant.smem_bytes),
+                (1, 1, variant.threads, 1, 1, variant.smem_bytes),
                 variant.params == filled.params.dtype,
             )
             for variant in kernels.variants
         ]
         self.persistent = any(variant.persistent for variant in kernels.variants)
-        self.ordinal = self._device.ordinal
+        self.ordinal, self.head_dim = self._device.ordinal, kernels.spec.head_dim
         self.size, self.plain_bytes = filled.params.nbytes, filled.plain_bytes
         self._words, self._writes = filled.words, dict[tuple[str, ...], Writes]()
         self._defaults = filled.defaults
@@ -88,21 +88,26 @@ class Prepared:
             lengths, steps, broadcast: as `given.measure` and `given.measure_broadcast` give them.
             copied: the numbers of arrays that it takes contiguous copies of.
         """
-        tiles, workspace, sections, first_stores = self.kernels.numbers(extents)
-        numbers = (*options, *extents, *sections, int(first_stores))
-        params = self._template.write(numbers, lengths, steps, broadcast, self._ask)
-        if params is None:
-            return None
+        numbers = self.kernels.numbers(extents)
+        words = (*options, *extents, *numbers.sections, int(numbers.first_stores))
+        params = self.template.write(words, lengths, steps, broadcast, self._ask)
+        return None if params is None else self.call_of(given, extents, numbers, params, copied, stream)
+
+    def call_of(
+        self, given: Given, extents: Extents, numbers: Numbers, params: Words, copied: tuple[int, ...], stream: int
+    ) -> Call:
+        """A call of these extents, with what the plan chose for them and its params."""
+        tiles, workspace, _, _ = numbers
         if self.counter_slot is not None and self.counters.is_low():
             with self._device.current():
                 self.counters.reserve(stream)
-        launches = [
-            ((function, min(n, most), 1, 1, *block), takes_whole)
-            for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True)
-            if n > 0
-        ]
-        order = (*given.order, *workspace)
-        made = [*given.shapes(extents, self.kernels.spec.head_dim), *workspace.values()]
+        launches = []
+        for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True):
+            if n > 0:
+                launches.append(((function, n if n < most else most, *block), takes_whole))
+        order, made = given.order, given.shapes(extents, self.head_dim) if given.shaped else ()
+        if workspace:
+            order, made = (*order, *workspace), (*made, *workspace.values())
         return Call(self, params, launches, order, self._writes.get(order) or self._find(order), given, made, copied)
 
     def _find(self, order: tuple[str, ...]) -> Writes:
@@ -127,25 +132,27 @@ class Call:
         order: the names of the arrays whose addresses it takes.
         likes: the arrays given that the first results are shaped like.
         made: (shape, dtype) of the other results and of what the launches share.
+        params: the struct of its launches, without addresses.
         copied: the numbers of the arrays given that it takes contiguous copies of.
+        passing: it may be the only one of its lengths, and need not be kept.
     """
 
-    __slots__ = ("_launches", "_params", "_writes", "copied", "likes", "made", "order", "prepared", "recent")
+    __slots__ = ("_launches", "_writes", "copied", "likes", "made", "order", "params", "passing", "prepared", "recent")
 
     def __init__(
         self,
         prepared: Prepared,
-        params: bytes,
+        params: Words,
         launches: list[Any],
         order: tuple[str, ...],
         writes: Writes,
         given: Given,
-        made: list[tuple[tuple[int, ...], str]],
+        made: Sequence[tuple[tuple[int, ...], str]],
         copied: tuple[int, ...],
     ) -> None:
-        self.prepared, self._params, self._launches, self._writes = prepared, params, launches, writes
+        self.prepared, self.params, self._launches, self._writes = prepared, params, launches, writes
         self.order, self.likes, self.made, self.copied = order, given.likes, made, copied
-        self.recent = False
+        self.recent = self.passing = False
 
     @property
     def persistent(self) -> bool:
@@ -164,8 +171,8 @@ class Call:
             arguments = prepared.free.pop()
         except IndexError:
             arguments = _Arguments(prepared.size, prepared.plain_bytes)
-        if arguments.holds is not self._params:
-            arguments.bytes[:] = arguments.holds = self._params
+        if arguments.holds is not self.params:
+            arguments.words[:] = arguments.holds = self.params
         slots = arguments.slots
         for slot, i in self._writes:
             slots[slot] = addresses[i]
@@ -187,9 +194,11 @@ class Call:
 
 calls: Kept[Call] = Kept(_MAX_CALLS)
 specs: Kept[Prepared] = Kept(_MAX_SPECS)
+series: Kept[Any] = Kept(_MAX_SPECS)  # launch/series.py
 
 
 def forget() -> None:
     """Drop what is kept: calls are planned again. For tests and tools that change what a plan rests on."""
     calls.clear()
     specs.clear()
+    series.clear()

@@ -27,6 +27,7 @@ from .packed import vet_lengths
 from .passes import WITH_LSE, given_of
 from .pieces import without_repeats
 from .prepare import prepare
+from .series import again
 from .variables import is_debug, wish
 
 BACKENDS = ("auto", "cuda", "cpu")
@@ -98,9 +99,13 @@ def _run(
     key = names, *keys, options, aligned, wanted, wish()  # no two passes have the same names
     call = launch.calls.find(key)
     if call is None:
-        vet_new(library, arrays)
-        given, vet = given_of(which, names, wanted), partial(vet_all, library, arrays)
-        call = launch.calls.keep(key, prepare(given, library, keys, options, aligned, stream, vet=vet))
+        vet_new(library, arrays, pointers)
+        given = given_of(which, names, wanted)
+        call = again(given, keys, options, stream) if aligned.rows else None
+        if call is None:
+            call = prepare(given, library, keys, options, aligned, stream, vet=partial(vet_all, library, arrays))
+        if not call.passing:
+            launch.calls.keep(key, call)
     if is_debug() and not arrays.keys().isdisjoint(Sequences._fields):
         vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..gpu.tensormap import ANYWHERE, Form, TensorMap, encode
+from ..gpu.forms import Form
+from ..gpu.tensormap import ANYWHERE, TensorMap, encode
 from ..plan.extents import Extents
 from ..plan.params import PROBLEM, SCHEDULE, SCORE_STRIDES, STRIDES, UNBOUNDED
 from ..problem import Problem
@@ -20,6 +22,7 @@ Lengths = tuple[int, int, int]  # seqlen, heads, batch
 Steps = tuple[int, int, int]  # from one row, head and sequence to the next, in elements
 ScoreSteps = tuple[int, int, int, int]  # from one sequence, head, query and key to the next, likewise; 0: broadcast
 Encode = Callable[[TensorMap], "bytes | None"]
+Words: TypeAlias = "array[int]"  # a params struct in words of 32 bits: what is copied and written to at the least cost
 
 
 def numbers_of(problem: Problem) -> tuple[int, int, int]:
@@ -35,8 +38,31 @@ def _fields(dtype: np.dtype[np.void]) -> Any:
     return dtype.fields
 
 
+class MapPlace(NamedTuple):
+    """A tensor map in a params struct.
+
+    Attributes:
+        number: of the array that it is of, among those with strides.
+        start: its first word of 32 bits.
+        slots: the words of its numbers, as in `Form`.
+        form: what is known of it; `like`: the map of any array of that form.
+    """
+
+    number: int
+    start: int
+    slots: tuple[int, ...]
+    form: Form
+    like: TensorMap
+
+
 class Template:
-    """A params struct, filled in for one call; `write` makes it that of another one."""
+    """A params struct, filled in for one call; `write` makes it that of another one.
+
+    Attributes:
+        numbers: the words of 32 bits of `NUMBERS`.
+        strides: those of 64 bits of the strides of row, head and batch, of each array that has some.
+        maps: where tensor maps lie.
+    """
 
     def __init__(
         self, params: np.ndarray, arrays: Sequence[str], broadcast: Sequence[str],
@@ -58,8 +84,8 @@ class Template:
             for name, field in _fields(numbers).items()
         }
         words |= {name: (start + inner[name][1]) // 4 for name in NUMBERS if name in inner}
-        self._numbers = tuple(words[name] for name in NUMBERS)
-        self._strides = tuple(
+        self.numbers = tuple(words[name] for name in NUMBERS)
+        self.strides = tuple(
             tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))
             for name in arrays
         )
@@ -67,33 +93,35 @@ class Template:
             tuple((start + inner[f"{name}_stride"][1] + offset) // 8 for _, offset in _fields(SCORE_STRIDES).values())
             for name in broadcast
         )
-        self._maps = []
+        self.maps: list[MapPlace] = []
         data = bytearray(params.tobytes())
         for name, (form, like) in maps.items():
             byte = fields[f"map_{name}"][1]
             data[byte : byte + 128] = form.words  # those of `params` may say more: that its array is small
             slots = tuple(byte // 4 + slot for slot in form.slots or ())
-            self._maps.append((arrays.index(name), byte, slots, form, like))
-        self._bytes = bytes(data)
+            self.maps.append(MapPlace(arrays.index(name), byte // 4, slots, form, like))
+        self._words = array("I", bytes(data))
 
     def write(
         self, numbers: Sequence[int], lengths: Sequence[Lengths], steps: Sequence[Steps],
         broadcast: Sequence[ScoreSteps], ask: Encode,
-    ) -> bytes | None:  # fmt: skip
+    ) -> Words | None:  # fmt: skip
         """The struct of another call; None if the driver, which `ask` asks for maps, refuses one."""
-        data = bytearray(self._bytes)
-        view = memoryview(data)
-        words, longs = view.cast("I"), view.cast("q")
-        for slot, number in zip(self._numbers, numbers, strict=True):
+        words = self._words[:]
+        longs = memoryview(words).cast("B").cast("q")
+        for slot, number in zip(self.numbers, numbers, strict=True):
             words[slot] = number
-        for (a, b, c), (row, head, sequence) in zip(self._strides, steps, strict=True):
+        for (a, b, c), (row, head, sequence) in zip(self.strides, steps, strict=True):
             longs[a], longs[b], longs[c] = row, head, sequence
         for slots, own in zip(self._broadcast, broadcast, strict=True):
             for slot, step in zip(slots, own, strict=True):
                 longs[slot] = step
-        for i, byte, slots, form, like in self._maps:
+        for i, start, slots, form, like in self.maps:
             (seqlen, heads, batch), (row, head, sequence) = lengths[i], steps[i]
-            if form.tells(lengths[i], steps[i]):
+            marks = form.marks(lengths[i], steps[i])
+            if marks is not None:
+                for slot, number in marks:
+                    words[start + slot] = number
                 a, b, c, d, e, f = slots
                 words[a], words[b], words[c] = seqlen - 1, heads - 1, batch - 1
                 # As TensorMap.of has it: the stride of a dimension of size 1 says nothing.
@@ -105,8 +133,8 @@ class Template:
             whole = ask(TensorMap(like.dtype, (like.sizes[0], seqlen, heads, batch), strides, like.rows))
             if whole is None:
                 return None
-            view[byte : byte + 128] = whole
-        return bytes(data)
+            words[start : start + 32] = array("I", whole)
+        return words
 
 
 def ask_driver(tensor: TensorMap) -> bytes | None:

@@ -19,7 +19,6 @@ from .spec import Spec
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
-_SEQUENCES = ("q", "k")  # over whose rows most launches have their tiles
 
 Workspace = dict[str, tuple[tuple[int, ...], str]]
 
@@ -93,12 +92,18 @@ class Kernels:
         return [(variant.over, variant.rows) for variant in self.variants]
 
     @functools.cached_property
+    def _computing(self) -> list[Variant]:
+        """All but those that make lists: a forward's main kernel; a backward's three and those of features."""
+        return [variant for variant in self.variants if not isinstance(variant, KeyLists)]
+
+    @functools.cached_property
     def _last_block_m(self) -> int:
         return self.variants[-1].block_m
 
     @functools.cached_property
-    def _is_uneven(self) -> bool:
-        return self.spec.uneven
+    def _tail_tiles(self) -> int:
+        """Enough to even out the tail: with a mask, or packed, tiles differ in length."""
+        return 2 * self.device.sm_count if self.spec.uneven else 0
 
     @functools.cached_property
     def _row_bytes(self) -> int:
@@ -106,13 +111,13 @@ class Kernels:
 
     def _tiles(self, extents: Extents) -> tuple[int, ...]:
         """Tiles of work of each launch."""
-        q, k = (extents.seqlen_q, extents.heads_q), (extents.seqlen_k, extents.heads_k)
-        batch, arrays = extents.batch, self._arrays(extents)
-        found = []
+        batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
+        arrays, found, more = (1, [], batch + 1) if self.spec.packed else (batch, [], 0)
         for over, rows in self._rows:
-            if over in _SEQUENCES:
-                length, heads = q if over == "q" else k
-                tiles = self._blocks(length, rows, batch) * heads * arrays
+            if over == "q":
+                tiles = (seqlen_q // rows + more if more else -(-seqlen_q // rows)) * heads_q * arrays
+            elif over == "k":
+                tiles = (seqlen_k // rows + more if more else -(-seqlen_k // rows)) * heads_k * arrays
             else:
                 tiles = self._tiles_of_feature(over, rows, extents)
             if tiles > MAX_GRID:
@@ -167,10 +172,8 @@ class Kernels:
         return (extents.batch if has_batch else 1), (extents.heads_q if own // 2 else 1)
 
     def _lists(self, extents: Extents) -> Workspace:
-        """The lists of a block mask, by name."""
+        """The lists of a block mask that is there, by name."""
         found: Workspace = {}
-        if not self.spec.block_mask:
-            return found
         longest_q, longest_k = self._longest(extents)
         for variant in self.variants:
             if isinstance(variant, KeyLists):
@@ -188,12 +191,15 @@ class Kernels:
 
     def _forward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Lists of a block mask, if there is one; main. K and V are streamed, so a group's query heads go together."""
-        batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
-        group = heads_q // heads_k
-        head_bytes = 2 * self._of_one(seqlen_k, extents) * self._row_bytes
-        m_blocks = self._of_one(self._blocks(seqlen_q, self._last_block_m, batch), extents)
-        section, last = self._sections(head_bytes, self._arrays(extents) * heads_k, m_blocks * group)
-        return Numbers(tiles, self._lists(extents), (section * group, last * group))
+        batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
+        group, heads, m_blocks = heads_q // heads_k, heads_k, self._blocks(seqlen_q, self._last_block_m, batch)
+        if self.spec.packed:
+            seqlen_k, m_blocks = self._of_one(seqlen_k, extents), self._of_one(m_blocks, extents)
+        else:
+            heads *= batch
+        section, last = self._sections(2 * seqlen_k * self._row_bytes, heads, m_blocks * group)
+        lists = self._lists(extents) if self.spec.block_mask else {}
+        return Numbers(tiles, lists, (section * group, last * group))
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Lists of a block mask, if there is one; delta, main, conversion of dQ; or delta, dK and dV, dQ; then the
@@ -201,29 +207,29 @@ class Kernels:
 
         Q, dO and a fp32 sum of dQ are streamed.
         """
-        _, main, last, *sums = (variant for variant in self.variants if not isinstance(variant, KeyLists))
-        batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
+        _, main, last, *sums = self._computing
+        batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
         arrays = self._arrays(extents)
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
-        workspace: Workspace = self._lists(extents) | {
-            "row_stats": ((arrays, heads_q, m_blocks * main.block_m, 2), "fp32")
-        }
+        workspace = self._lists(extents) if self.spec.block_mask else {}
+        workspace["row_stats"] = (arrays, heads_q, m_blocks * main.block_m, 2), "fp32"
         first_stores = False
         if isinstance(last, Convert):
             first_stores = self._of_one(seqlen_k, extents) <= self.first_stores_limit
             columns = round_up(self.spec.head_dim, 16 * last.tile.split_d)
-            workspace["dq_accum"] = ((arrays, heads_q, m_blocks, main.block_m * columns), "fp32")
+            workspace["dq_accum"] = (arrays, heads_q, m_blocks, main.block_m * columns), "fp32"
             if self.spec.deterministic or first_stores:
-                workspace["dq_turn"] = ((arrays, heads_q, m_blocks), "int32")
+                workspace["dq_turn"] = (arrays, heads_q, m_blocks), "int32"
                 if self.spec.packed:
-                    workspace["lengths_contradict"] = ((1,), "int32")
+                    workspace["lengths_contradict"] = (1,), "int32"
         for variant in sums:
             if isinstance(variant, Slopes):
                 rows = seqlen_k if variant.tile.over_keys else seqlen_q
                 parts = self._blocks(rows, variant.rows, batch), variant.tile.parts
                 workspace["dalibi_parts"] = ((arrays, heads_q, *parts), "fp32")
-        workspace |= {f"dmod_sums_{i}": ((math.prod(self.spec.mod_shapes[i]),), "fp32") for i in self.spec.dmods}
+        for i in self.spec.dmods:
+            workspace[f"dmod_sums_{i}"] = (math.prod(self.spec.mod_shapes[i]),), "fp32"
         sections = self._sections(
             self._of_one(seqlen_q, extents) * row_bytes, arrays * heads_k, self._of_one(n_blocks, extents)
         )
@@ -232,9 +238,12 @@ class Kernels:
     def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int) -> tuple[int, int]:
         """How many heads are scheduled together: those of `mixed_bytes`, and at last enough to even out the tail.
 
-        With a mask, or packed, tiles differ in length. A section starts with its longest tiles, so that the last one
-        ends evenly if it has a few for every multiprocessor.
+        A section starts with its longest tiles, so that the last one ends evenly if it has a few for every
+        multiprocessor.
         """
-        enough = blocks(2 * self.device.sm_count, max(1, tiles_per_head)) if self._is_uneven else 0
-        section = max(1, min(heads, self.mixed_bytes // max(1, bytes_per_head)))
-        return section, min(heads, max(section, enough))
+        section = self.mixed_bytes // (bytes_per_head or 1)
+        section = (heads if section > heads else section) or 1
+        last = -(-self._tail_tiles // (tiles_per_head or 1))
+        if last < section:
+            last = section
+        return section, heads if last > heads else last

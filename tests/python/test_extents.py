@@ -23,7 +23,7 @@ from cupyflash.plan import families as plan
 from cupyflash.plan.spec import Spec
 from cupyflash.problem import Bias, Problem, make_problem
 from tests import pretended_gpu
-from tests.pretended_gpu import COUNTER, Gpu, Launched, random_array
+from tests.pretended_gpu import Gpu, facts, found_in, random_array
 
 pytestmark = pytest.mark.needs("cupy")
 Arrays = tuple[np.ndarray, ...]
@@ -65,17 +65,6 @@ def test_new_numbers_load_nothing_and_learn_nothing(gpu: Gpu, rng: np.random.Gen
     assert gpu.encoded > encoded
 
 
-def facts(params: Any) -> dict[str, bytes]:
-    """All that a params struct says but addresses."""
-    plain = params["plain"] if "plain" in params.dtype.names else params
-    found = {
-        name: plain[name].tobytes()
-        for name in plain.dtype.names
-        if name.endswith("_stride") or name in ("problem", "schedule")
-    }
-    return found | {name: params[name][1:].tobytes() for name in params.dtype.names if name.startswith("map_")}
-
-
 def planned(which: Pass, x: Arrays, options: dict[str, Any]) -> list[tuple[str, int, dict[str, bytes]]]:
     """(symbol, grid, facts) of the launches that the plan of these arrays by itself has."""
     given = passes.given_of(which, NAMES[: 3 if which is FORWARD else 5])
@@ -89,20 +78,6 @@ def planned(which: Pass, x: Arrays, options: dict[str, Any]) -> list[tuple[str, 
     for n in chosen.launches:
         is_whole = n.variant.params == filled.params.dtype
         found.append((n.variant.symbol, n.grid, facts(filled.params if is_whole else filled.params["plain"])))
-    return found
-
-
-def found_in(launched: list[Launched], gpu: Gpu) -> list[tuple[str, int, dict[str, bytes]]]:
-    """The same of what was launched; each map must have the address that the plain params have, or its own result's."""
-    kinds = {variant.symbol: variant.params for variant in gpu.loaded}
-    found = []
-    for symbol, grid, data in launched:
-        params = np.frombuffer(data, kinds[symbol])[0]
-        for name in [n for n in kinds[symbol].names or () if n.startswith("map_")]:
-            assert params[name][0] == params["plain"][name.removeprefix("map_")] != 0, name
-        if "counter" in (kinds[symbol].names or ()):
-            assert params["counter"] in (0, COUNTER)
-        found.append((symbol, grid, facts(params)))
     return found
 
 
@@ -145,15 +120,49 @@ def test_maps_that_are_not_understood_cost_one_question_each(gpu: Gpu, rng: np.r
     assert gpu.encoded == encoded + 4 + 7
 
 
-def test_small_arrays_with_a_mark_alone_cost_questions(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_between_small_and_large_alone_arrays_cost_questions(gpu: Gpu) -> None:
+    """Where small arrays have a mark: it is understood, but not from how many bytes on there is none."""
     gpu.place = pretended_gpu.with_a_mark
-    big, small = (np.zeros((n, 600, 2, 64), np.float16) for n in (9, 3))  # 1.4 MB and less
-    for x in (big, big[:8]):
+    cupyflash.attention(*[np.zeros((1, 5000, 2, 64), np.float16)] * 3)
+    for seqlen, questions in (
+        (770, 0),
+        (360, 0),
+        (500, 4),
+        (770, 0),
+        (300, 0),
+        (380, 0),
+        (400, 4),
+    ):  # rows of 256 bytes
         encoded = gpu.encoded
+        cupyflash.attention(*[np.zeros((1, seqlen, 2, 64), np.float16)] * 3)
+        assert gpu.encoded == encoded + questions, seqlen
+
+
+def bit_by_batch(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> None:
+    """A mark that depends on more than how large an array is."""
+    pretended_gpu.with_a_mark(longs, words, lengths, strides)
+    words[3] |= (lengths[3] > 1) << 5 if words[3] else 0
+
+
+def late(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> None:
+    """A mark that larger arrays have, too."""
+    pretended_gpu.plain(longs, words, lengths, strides)
+    if sum((n - 1) * step for n, step in zip(lengths[1:], strides, strict=True)) < 1 << 19:
+        words[3] |= 1 << 21
+
+
+@pytest.mark.parametrize(("place", "free"), [(bit_by_batch, (1 << 18,)), (late, (1 << 14, 1 << 20))])
+def test_marks_that_are_understood_in_part(place: Any, free: tuple[int, ...], gpu: Gpu) -> None:
+    """The driver is asked wherever a map is not known to be what it would be."""
+    gpu.place = place
+    cupyflash.attention(*[np.zeros((1, 9000, 2, 64), np.float16)] * 3)
+    for n_bytes in (1 << 14, 1 << 17, 1 << 18, 1 << 20):
+        encoded = gpu.encoded
+        x = np.zeros((1, n_bytes // 256 + 7, 2, 64), np.float16)
+        gpu.launched.clear()
         cupyflash.attention(x, x, x)
-    assert gpu.encoded == encoded
-    cupyflash.attention(small, small, small)
-    assert gpu.encoded == encoded + 4
+        assert (gpu.encoded == encoded) == (n_bytes in free or n_bytes == 1 << 20)
+        assert found_in(gpu.launched, gpu) == planned(FORWARD, (x, x, x), {"layout": "bshd"})
 
 
 def test_a_map_that_the_driver_refuses(gpu: Gpu) -> None:
@@ -290,7 +299,7 @@ def test_what_is_found_is_spared_once() -> None:
     kept: Kept[Value] = Kept(3)
     for key in "abc":
         kept.keep(key, Value())
-    assert kept.find("a") is kept["a"]
+    assert kept.find("a") is kept.values()[0]
     kept.keep("d", Value())
     assert list(kept) == ["c", "a", "d"]
     for key in "efg":

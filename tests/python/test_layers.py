@@ -58,10 +58,10 @@ PYTHON_ORDER = {
     "case_masks case_mods case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
-    "gpu": "dependent tensormap device driver",
+    "gpu": "dependent forms tensormap device driver",
     "jax": "sdpa op cached parts call seeds sharding ffi structs buffers",
-    "launch": "cached decode run where staging pieces on_cpu seeds clocks cached_params prepare alignment prepared "
-    "filled checks packed passes template counters kept variables",
+    "launch": "cached decode run where staging pieces on_cpu seeds clocks cached_params prepare series alignment "
+    "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace symbols description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_shares lists "
     "decode_kernels learned kernels params_decode params variant spec",

@@ -1,0 +1,240 @@
+"""Series: calls that differ in their lengths alone, and in what follows from these.
+
+Two calls are of one series if their arrays agree in all but how many rows they have and the strides of what lies around
+these: of the batch and, where all rows of a head lie together, of heads. What the first of them was checked for holds
+for the others, its kernels are theirs, and so are its params but for some words. Hence a call of new lengths costs
+little arithmetic. One that is not of a series, or of which this does not say all, is prepared by itself (prepare.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..options import Options
+from ..plan.extents import Extents
+from ..problem import MAX_SEQLEN
+from . import prepared as launch
+from .passes import Given, contiguous_strides
+from .prepared import Call, Prepared
+from .template import NUMBERS, SCHEDULE_NUMBERS, Lengths, Steps, Words
+from .variables import wish
+
+_MAX_SEEN = 4096  # lengths that a series remembers to have met: a call is kept once it comes again
+_BEFORE_ROWS = -1  # in place of a stride that lengths decide
+_UNIT = 8  # elements of 16 bits: rows of an array that TMA reads start at multiples of 16 bytes
+
+
+# What signatures say: all that calls of a series have in common; how many rows each array given with strides has; the
+# strides around rows of each, as its library counts them.
+Read = tuple[tuple[Any, ...], list[int], list[int]]
+
+
+def read(given: Given, keys: Sequence[tuple[Any, ...]], options: Options) -> Read | None:
+    """None where no series is looked for."""
+    count = given.in_series
+    if not count:
+        return None
+    common: list[Any] = [given, options, wish()]
+    lengths: list[int] = []
+    steps: list[int] = []
+    try:
+        if given.packed is not None:
+            for (n, heads, head_dim), strides, dtype, device in keys[:count]:
+                lengths.append(n)
+                common += heads, head_dim, strides, dtype, device
+        else:
+            is_bshd = options.layout == "bshd"
+            for shape, strides, dtype, device in keys[:count]:
+                if is_bshd:
+                    batch, n, heads, head_dim = shape
+                    step, row, head, one = strides
+                else:
+                    batch, heads, n, head_dim = shape
+                    step, head, row, one = strides
+                lengths.append(n)
+                steps.append(step)
+                if head > row:
+                    steps.append(head)
+                    head = _BEFORE_ROWS
+                common += batch, heads, head_dim, row, head, one, dtype, device
+    except ValueError:  # other dimensions
+        return None
+    seqlen_q, seqlen_k, other, *like_q = lengths
+    if other != seqlen_k or not 0 < seqlen_q <= MAX_SEQLEN or not 0 < seqlen_k <= MAX_SEQLEN:
+        return None
+    if count < len(keys):
+        others = _read_others(given, keys, seqlen_q)
+        if others is None or like_q.count(seqlen_q) != len(like_q):
+            return None
+        common += others
+    # The stride of a dimension of size 1 says nothing, so one row is another series.
+    common += seqlen_q == 1, seqlen_k == 1
+    return tuple(common), lengths, steps
+
+
+def _read_others(given: Given, keys: Sequence[tuple[Any, ...]], seqlen_q: int) -> list[Any] | None:
+    """What the other arrays have in common: all but lengths. None where one with a number for each query is not of
+    these queries, or has gaps."""
+    common: list[Any] = [keys[i] for i in given.without_lengths]
+    for i in given.rows_of_q:
+        shape, strides, dtype, device = keys[i]
+        unit = strides[-1]  # which libraries count in elements or in bytes
+        dense = contiguous_strides(shape)
+        if shape[-1] != seqlen_q or strides != (dense if unit == 1 else tuple([unit * step for step in dense])):
+            return None
+        common += shape[:-1], unit, dtype, device
+    return common
+
+
+class Series:
+    """What calls of one series have in common. Each has the params of the first but for some words.
+
+    These come from a list of numbers that `call` makes: `SCHEDULE_NUMBERS`, then of each array given with strides how
+    many rows it has, the strides around these, those of results, and last what is the same in all calls. Below, a place
+    is a word of 32 bits and which of the numbers goes there.
+    """
+
+    recent = False
+
+    def __init__(
+        self, given: Given, prepared: Prepared, extents: Extents, call: Call, layout: str, unit: int,
+        lengths: Sequence[Lengths], steps: Sequence[Steps],
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            call: the first of the series.
+            unit: what its library counts for an element's stride.
+            lengths, steps: as `Prepared.call` gets them.
+        """
+        template, at = prepared.template, _Numbers(given, layout, lengths, steps)
+        self._given, self._prepared, self._extents, self._copied = given, prepared, extents, call.copied
+        self._seen: set[int] = set()
+        self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
+        names = [*SCHEDULE_NUMBERS, "seqlen_q", "seqlen_k"]
+        self._plain = [(template.numbers[NUMBERS.index(name)], i) for i, name in enumerate(names)]
+        for slots, own, axes in zip(template.strides, at.steps, at.axes, strict=True):
+            self._plain += [(2 * slots[axis], own[axis]) for axis in axes]
+        self._words, self._rows, self._eighths, self._sized = call.params[:], [], [], []
+        for j, start, slots, form, _ in template.maps:
+            _, heads, batch = lengths[j]
+            self._rows.append((slots[0], at.rows[j]))
+            self._eighths += [(slots[3 + axis], at.steps[j][axis]) for axis in at.axes[j] if lengths[j][axis] > 1]
+            if form.least_bytes:
+                self._sized.append((start, form, at.rows[j], heads, batch, at.steps[j]))
+            for slot, _ in form.marked or ():
+                self._words[start + slot] = int.from_bytes(form.words[4 * slot : 4 * slot + 4], "little")
+
+    def call(self, lengths: Sequence[int], steps: Sequence[int], stream: int) -> Call | None:
+        """The call of these, as `read` gives them; None where more must be asked."""
+        bits = 0
+        for step in steps:
+            bits |= step
+        if bits & self._odd_steps or 0 in steps:
+            return None
+        if self._unit != 1:
+            steps = [step // self._unit for step in steps]
+        batch, _, _, heads_q, heads_k, room_q, room_k = self._extents
+        seqlen_q, seqlen_k = lengths[0], lengths[1]
+        extents = tuple.__new__(Extents, (batch, seqlen_q, seqlen_k, heads_q, heads_k, room_q, room_k))
+        numbers = self._prepared.kernels.numbers(extents)
+        all_numbers = [*numbers.sections, numbers.first_stores, *lengths, *steps]
+        for i, width in self._made:
+            all_numbers.append(all_numbers[i] * width)
+        words = self._words[:]
+        try:
+            for place, i in self._plain:
+                words[place] = all_numbers[i]
+            for place, i in self._rows:
+                words[place] = all_numbers[i] - 1
+            for place, i in self._eighths:
+                words[place] = all_numbers[i] >> 3
+        except OverflowError:  # longer strides, which take more than a word, and negative ones
+            return None
+        if self._sized and not self._mark(words, [*all_numbers, *self._fixed]):
+            return None
+        call = self._prepared.call_of(self._given, extents, numbers, words, self._copied, stream)
+        both = seqlen_q << 32 | seqlen_k
+        if both not in self._seen:
+            if len(self._seen) >= _MAX_SEEN:
+                self._seen.clear()
+            self._seen.add(both)
+            call.passing = True
+        return call
+
+    def _mark(self, words: Words, numbers: Sequence[int]) -> bool:
+        """Write what maps of small arrays have otherwise; False if the driver must say it."""
+        for start, form, rows, heads, batch, (row, head, sequence) in self._sized:
+            marks = form.marks((numbers[rows], heads, batch), (numbers[row], numbers[head], numbers[sequence]))
+            if marks is None:
+                return False
+            for slot, word in marks:
+                words[start + slot] = word
+        return True
+
+
+class _Numbers:
+    """Where the numbers of a call lie in `Series.call`.
+
+    Attributes:
+        axes: of each array with strides, given or made, which of `Steps` lie around its rows.
+        rows, steps: likewise, where its length and its strides are.
+        made: of such strides of results, like the rows of which array, and how many elements lie in one.
+        fixed: the strides that are the same in all calls.
+    """
+
+    def __init__(self, given: Given, layout: str, lengths: Sequence[Lengths], steps: Sequence[Steps]) -> None:
+        first_length = len(SCHEDULE_NUMBERS)
+        self.rows = [first_length + i for i, _ in given.sources]
+        is_packed = given.packed is not None
+        self.axes = [_axes(own, is_packed and known) for own, (_, known) in zip(steps, given.sources, strict=True)]
+        self.made: list[tuple[int, int]] = []
+        self.fixed: list[int] = []
+        self.steps = [[0, 0, 0] for _ in steps]
+        n = first_length + given.in_series
+        order = sorted(range(len(steps)), key=lambda j: (not given.sources[j][1], given.sources[j][0]))
+        for j in order:  # those given in the order of their names, then results
+            for axis in self.axes[j]:
+                self.steps[j][axis] = n
+                n += 1
+                if not given.sources[j][1]:
+                    self.made.append((self.rows[j], steps[j][axis] // lengths[j][0]))
+        for j in order:
+            for axis in (axis for axis in range(3) if axis not in self.axes[j]):
+                self.steps[j][axis] = n
+                n += 1
+                self.fixed.append(steps[j][axis])
+
+
+def _axes(steps: Steps, is_packed: bool) -> tuple[int, ...]:
+    """Which strides lie around rows: that of sequences, which packed arrays have not, and, where all rows of a head lie
+    together, that of heads."""
+    row, head, _ = steps
+    return () if is_packed else (2, 1) if head > row else (2,)
+
+
+def again(given: Given, keys: Sequence[tuple[Any, ...]], options: Options, stream: int) -> Call | None:
+    """The call of arrays of these signatures, at addresses that are multiples of 16, if its series is there and says
+    all that it takes."""
+    found = read(given, keys, options)
+    if found is None:
+        return None
+    series: Series | None = launch.series.find(found[0])
+    return None if series is None else series.call(found[1], found[2], stream)
+
+
+def begin(
+    given: Given, keys: Sequence[tuple[Any, ...]], options: Options, prepared: Prepared, extents: Extents, call: Call,
+    lengths: Sequence[Lengths], steps: Sequence[Steps],
+) -> None:  # fmt: skip
+    """Begin the series of a call whose arrays TMA can read, if what must be known of its maps is.
+
+    Args:
+        lengths, steps: as `Prepared.call` gets them.
+    """
+    found = read(given, keys, options)
+    if found and found[0] in launch.series:
+        return  # whose calls do not say all
+    if found and all(x.form.marks(lengths[x.number], steps[x.number]) is not None for x in prepared.template.maps):
+        unit = keys[0][1][-1]
+        launch.series.keep(found[0], Series(given, prepared, extents, call, options.layout, unit, lengths, steps))
