@@ -24,12 +24,13 @@ class Kept(Generic[V]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._values: OrderedDict[Hashable, V] = OrderedDict()  # a subclass of it hashes a key three times to drop it
+        self._get = self._values.get
         self._lock = threading.Lock()
 
     def find(self, key: Hashable) -> V | None:
         """The value of `key`; None for a new one, and for keys that cannot be hashed."""
         try:
-            found = self._values.get(key)
+            found = self._get(key)
         except TypeError:
             return None
         if found is not None:
