@@ -55,7 +55,7 @@ class Form:
 
 _Probe = tuple[tuple[int, int, int], tuple[int, int, int]]  # seqlen, heads and batch, and their strides in bytes
 _WORD_STEP = 8 << 32  # elements; longer strides take more than one word
-_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 96 << 10, 192 << 10, 1 << 20
+_SMALL_BYTES, _MIDDLE_BYTES, _LARGE_BYTES = 120 << 10, 136 << 10, 1 << 20
 # No two numbers of a probe are the same, neither as they are nor as they are stored: each is found in one place.
 _FIRST: _Probe = (70001, 3003, 509), (16 * 8101, 16 * 90007, 16 * 12345701)
 _SECOND: _Probe = (1234, 47, 23459), (16 * 765433, 16 * 3571, 16 * 80000011)
@@ -68,19 +68,19 @@ _LARGE: tuple[_Probe, ...] = (
 )
 # Just beyond _MIDDLE_BYTES, along one dimension and along several.
 _MIDDLE: tuple[_Probe, ...] = (
-    ((385, 1, 1), (512, 16, 16)),
-    ((1, 13, 1), (16, 16384, 16)),
-    ((1, 1, 4), (16, 16, 65536)),
-    ((97, 4, 2), (1024, 256, 98304)),
+    ((273, 1, 1), (512, 16, 16)),
+    ((1, 18, 1), (16, 8192, 16)),
+    ((1, 1, 5), (16, 16, 34816)),
+    ((69, 4, 2), (1024, 256, 69632)),
 )
 # Up to _SMALL_BYTES.
 _SMALL: tuple[_Probe, ...] = (
     ((1, 1, 1), (16, 16, 16)),
     ((17, 2, 1), (1024, 512, 16)),
     ((1, 8, 5), (16, 512, 4096)),
-    ((191, 1, 1), (512, 16, 16)),
-    ((1, 5, 1), (16, 16384, 16)),
-    ((46, 4, 2), (1024, 256, 24576)),
+    ((239, 1, 1), (512, 16, 16)),
+    ((1, 7, 1), (16, 16384, 16)),
+    ((58, 4, 2), (1024, 256, 30720)),
 )
 
 

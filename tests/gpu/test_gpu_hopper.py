@@ -233,6 +233,7 @@ def test_more_calls_prepared_than_are_kept(monkeypatch: pytest.MonkeyPatch) -> N
     """Dropping prepared calls drops no work that is queued."""
     monkeypatch.setattr(launch, "calls", Kept(2))
     monkeypatch.setattr(launch, "specs", Kept(2))
+    monkeypatch.setattr(launch, "series", Kept(2))
     expected, calls = [quiet(i) for i in NUMBERS], [make(i) for i in NUMBERS]
     outs = [call() for _ in range(10) for call in calls]
     synchronize()

@@ -124,15 +124,8 @@ def test_between_small_and_large_alone_arrays_cost_questions(gpu: Gpu) -> None:
     """Where small arrays have a mark: it is understood, but not from how many bytes on there is none."""
     gpu.place = pretended_gpu.with_a_mark
     cupyflash.attention(*[np.zeros((1, 5000, 2, 64), np.float16)] * 3)
-    for seqlen, questions in (
-        (770, 0),
-        (360, 0),
-        (500, 4),
-        (770, 0),
-        (300, 0),
-        (380, 0),
-        (400, 4),
-    ):  # rows of 256 bytes
+    rows_of_256_bytes = {770: 0, 360: 0, 500: 4, 771: 0, 300: 0, 470: 0, 490: 4, 550: 0}
+    for seqlen, questions in rows_of_256_bytes.items():
         encoded = gpu.encoded
         cupyflash.attention(*[np.zeros((1, seqlen, 2, 64), np.float16)] * 3)
         assert gpu.encoded == encoded + questions, seqlen

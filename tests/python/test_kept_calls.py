@@ -61,6 +61,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(library, "stream", lambda device: 0)
     monkeypatch.setattr(run, "prepare", found.prepare)
     monkeypatch.setattr(launch, "calls", Kept(100))
+    monkeypatch.setattr(launch, "series", Kept(100))
     return found
 
 

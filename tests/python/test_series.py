@@ -18,19 +18,8 @@ from tests.pretended_gpu import Gpu, found_in
 pytestmark = pytest.mark.needs("cupy")
 Lengths = tuple[int, int]
 # In order: the first of each series, then others; of one row, of few (whose maps have a mark), of many.
-LENGTHS = [
-    (70, 300),
-    (71, 300),
-    (70, 13),
-    (1, 40),
-    (1, 3000),
-    (3000, 2),
-    (5000, 4096),
-    (129, 1),
-    (2, 1),
-    (1, 1),
-    (1, 1),
-]
+FEW = [(70, 300), (71, 300), (70, 13)]
+LENGTHS = [*FEW, (1, 40), (1, 3000), (3000, 2), (5000, 4096), (129, 1), (2, 1), (1, 1), (1, 1)]
 
 
 @pytest.fixture
@@ -123,7 +112,7 @@ def test_with_what_features_bring(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> 
     """What does not depend on lengths is part of a series; a bias, a mask and tiles of a block mask have none."""
     slopes, sink, ranges = np.zeros(4, np.float32), np.zeros(4, np.float32), np.zeros((1, 2), np.int32)
     calls = []
-    for m, n in LENGTHS[:3]:
+    for m, n in FEW:
         arrays: list[dict[str, Any]] = [{"alibi_slopes": slopes}, {"alibi_slopes": slopes[None]}, {"sink": sink}]
         arrays += [{"kv_range": ranges}, {"bias": np.zeros((m, n), np.float16)}, {"mask": np.zeros((m, n), bool)}]
         calls += [lambda m=m, n=n, x=x: dense((m, n), "bshd", **x) for x in arrays]
