@@ -174,10 +174,6 @@ class Torch:
         return {dtype: name for name, dtype in self._dtypes.items() if name != "int32"}
 
     @functools.cached_property
-    def _empty_like(self) -> Any:
-        return sys.modules["torch"].empty_like
-
-    @functools.cached_property
     def _raw_stream(self) -> Any:
         return torch_private.raw_stream()
 
@@ -204,20 +200,17 @@ class Torch:
         return keys, pointers
 
     def make(self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]) -> Any:
-        empty_like, found = self._empty_like, []
-        for name in likes:
-            x = arrays[name]
-            found.append(empty_like(x) if x.is_contiguous() else self.empty_like(x))
+        new = sys.modules["torch"].empty_like
+        found = [new(x) if x.is_contiguous() else self.empty_like(x) for x in [arrays[name] for name in likes]]
         if made:
             new, dtypes = arrays["q"].new_empty, self._dtypes
-            for shape, dtype in made:
-                found.append(new(shape, dtype=dtypes[dtype]))
+            found += [new(shape, dtype=dtypes[dtype]) for shape, dtype in made]
         return found
 
     def empty_like(self, x: Any) -> Any:
-        if x.is_contiguous():  # asking costs less than naming the format
-            return self._empty_like(x)
         torch = sys.modules["torch"]
+        if x.is_contiguous():  # asking costs less than naming the format
+            return torch.empty_like(x)
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:

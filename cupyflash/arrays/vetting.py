@@ -74,7 +74,7 @@ def vet_tensor(name: str, x: Any) -> None:
         raise ArgumentError(f"{name}: expected a tensor on the CPU or an NVIDIA GPU, got device {x.device}")
     if x.is_neg():
         raise ArgumentError(f"{name}: expected a tensor without the negative bit; give x.resolve_neg()")
-    vet_memory(name, x, x.data_ptr())  # torch's zero tensors have no address
+    vet_memory(name, x)
 
 
 def vet_tracing(name: str) -> None:
@@ -87,13 +87,13 @@ def vet_tracing(name: str) -> None:
         raise UnsupportedError(f"{name}: torch.jit.trace would record the result as a constant; call outside of it")
 
 
-def vet_memory(name: str, x: Any, address: int) -> None:
+def vet_memory(name: str, x: Any) -> None:
     """Refuse a torch tensor that reaches beyond its memory, or has none. Costs the host 0.4 us.
 
     Raises:
         ArgumentError: it does.
     """
-    size, needed = x.untyped_storage().nbytes() if address else 0, x.nbytes
+    size, needed = x.untyped_storage().nbytes() if x.data_ptr() else 0, x.nbytes  # torch's zero tensors have no address
     if not needed:
         return
     if not x.is_contiguous():

@@ -99,7 +99,7 @@ def _run(
     key = names, *keys, options, aligned, wanted, wish()  # no two passes have the same names
     call = launch.calls.find(key)
     if call is None:
-        vet_new(library, arrays, pointers)
+        vet_new(library, arrays)
         given = given_of(which, names, wanted)
         call = again(given, keys, options, stream) if aligned.rows else None
         if call is None:

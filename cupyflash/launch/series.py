@@ -136,6 +136,7 @@ class Series:
             steps = [step // self._unit for step in steps]
         batch, _, _, heads_q, heads_k, room_q, room_k = self._extents
         seqlen_q, seqlen_k = lengths[0], lengths[1]
+        # Extents(...) takes twice as long.
         extents = tuple.__new__(Extents, (batch, seqlen_q, seqlen_k, heads_q, heads_k, room_q, room_k))
         numbers = self._prepared.kernels.numbers(extents)
         all_numbers = [*numbers.sections, numbers.first_stores, *lengths, *steps]

@@ -113,7 +113,7 @@ class Kernels:
         """Tiles of work of each launch."""
         batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
         arrays, found, more = (1, [], batch + 1) if self.spec.packed else (batch, [], 0)
-        for over, rows in self._rows:
+        for over, rows in self._rows:  # as `_blocks` has it, whose calls cost more than the rest
             if over == "q":
                 tiles = (seqlen_q // rows + more if more else -(-seqlen_q // rows)) * heads_q * arrays
             elif over == "k":
