@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -185,3 +186,20 @@ def test_lengths_that_come_once_are_not_kept(gpu: Gpu) -> None:
         cupyflash.attention(*[np.zeros((1, 20, 2, 64), np.float16)] * 3)
     assert len(launch.calls) == 2
     assert len(launch.series) == 1
+
+
+def test_threads_share_a_series(gpu: Gpu) -> None:
+    """Each launches what its own lengths say."""
+    lengths = range(10, 200)
+    cupyflash.attention(*[np.zeros((1, 5, 2, 64), np.float16)] * 3)
+    gpu.launched.clear()
+
+    def call(m: int) -> None:
+        cupyflash.attention(*[np.zeros((1, m, 2, 64), np.float16)] * 3)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(call, lengths))
+    problems = [facts["problem"] for _, _, facts in found_in(gpu.launched, gpu)]
+    assert sorted(int.from_bytes(x[4:8], "little") for x in problems) == list(lengths)
+    assert all(x[4:8] == x[8:12] for x in problems)
+    assert len(launch.calls) == len(launch.series) == 1
