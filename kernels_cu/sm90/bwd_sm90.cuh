@@ -153,6 +153,8 @@ struct BwdGroup {
     using Smem = BwdSm90Smem<V>;
     static constexpr int M = V::kBlockM, D = V::kHeadDim, kDepth = round_up(D, 16), kHeld = V::kHeldColumns;
     static_assert(M == 64 && V::kBlockN % 64 == 0 && kHeld <= kDepth);
+    // Whether dS leaves under the products of dK and dV. Three warpgroups do not gain by it, and have no registers left.
+    static constexpr bool kHandsOverLate = D > 64 && !Emitted<V>::kAny;
 
     const BwdSm90Params &p;
     const Problem &problem;
@@ -278,10 +280,11 @@ struct BwdGroup {
             emitted.settle();
             rP.from(P, k), rdS.from(dS, k);
         }
-        hand_over(rdS);
-        issue_nn<T, M>(dV, rP, sdO);  // dV += P^T dO
+        if constexpr (!kHandsOverLate) hand_over(rdS);
         issue_nn<T, M>(dK, rdS, sQ);  // dK += dS^T Q
-        ptx::wgmma_wait_group<0>();   // @dk-and-dv-complete
+        issue_nn<T, M>(dV, rP, sdO);  // dV += P^T dO
+        if constexpr (kHandsOverLate) hand_over(rdS);
+        ptx::wgmma_wait_group<0>();  // @dk-and-dv-complete
         arrived(dV), arrived(dK);
         arrive_warp(smem.empty(stage));  // @visit-released
     }

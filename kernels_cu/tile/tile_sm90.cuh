@@ -164,8 +164,8 @@ __device__ __forceinline__ void stage_transposed(const Tile &tile, int col0, con
     const int lane = fresh_lane();
     #pragma unroll
     for (int k = 0; k < kRows / 16; ++k) {
-        const ptx::u32 r[4] = {a.x[k][0][0], a.x[k][0][2], a.x[k][0][1], a.x[k][0][3]};
-        ptx::stmatrix_x4_trans(tile.at(16 * k + lane % 16, col0 + lane / 16 * 8), r);
+        // The order of the four matrices is that of the operand's registers: none is moved.
+        ptx::stmatrix_x4_trans(tile.at(16 * k + lane / 16 * 8 + lane % 8, col0 + lane / 8 % 2 * 8), a.x[k][0]);
     }
 }
 
