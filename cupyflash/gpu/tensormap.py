@@ -21,7 +21,7 @@ BOX_COLUMNS = 64  # of 16 bits: 128 bytes, the span of the swizzle
 ROW_BYTES = 16  # TMA's unit
 _MAX_STRIDE_BYTES = 1 << 40
 _FLOAT16, _BFLOAT16 = 6, 9  # CUtensorMapDataType
-_SWIZZLE_128B, _L2_PROMOTION_256B = 3, 3
+_SWIZZLES, _L2_PROMOTION_256B = {64: 2, 128: 3}, 3  # CUtensorMapSwizzle by the bytes of a box's row
 L2_PROMOTION_128B = 2  # CUtensorMapL2promotion
 
 
@@ -52,15 +52,15 @@ class TensorMap:
         return cls(dtype, (head_dim, *lengths), (used[0], used[1], used[2]), rows)
 
 
-def readable(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether TMA can read an array of 16-bit elements whose address is a multiple of 16; strides in elements."""
+def readable(shape: Sequence[int], strides: Sequence[int], itemsize: int = 2) -> bool:
+    """Whether TMA can read an array whose address is a multiple of 16; strides in elements, itemsize: their bytes."""
     a, b, c, _ = shape
     i, j, k, _ = strides
-    return (a < 2 or _is_step(i)) and (b < 2 or _is_step(j)) and (c < 2 or _is_step(k))
+    return (a < 2 or _is_step(i * itemsize)) and (b < 2 or _is_step(j * itemsize)) and (c < 2 or _is_step(k * itemsize))
 
 
-def _is_step(step: int) -> bool:
-    return 0 < 2 * step < _MAX_STRIDE_BYTES and 2 * step % ROW_BYTES == 0
+def _is_step(step_bytes: int) -> bool:
+    return 0 < step_bytes < _MAX_STRIDE_BYTES and step_bytes % ROW_BYTES == 0
 
 
 @functools.cache
@@ -84,6 +84,11 @@ class BoxMap:
     box: tuple[int, ...]
     promotion: int = L2_PROMOTION_128B
 
+    @property
+    def swizzle(self) -> int:
+        """That over all of a box's row."""
+        return _SWIZZLES[2 * self.box[0]]
+
 
 _Storage = ctypes.c_uint64 * 24
 _DTYPES = {"fp16": ctypes.c_int(_FLOAT16), "bf16": ctypes.c_int(_BFLOAT16)}
@@ -100,7 +105,7 @@ def encode(tensor: TensorMap | BoxMap, address: int) -> NDArray[np.uint64] | Non
     n, storage = len(tensor.sizes), _Storage()
     start = ctypes.addressof(storage)
     skip = -start % 64  # the driver wants 64-byte alignment
-    modes = 0, _SWIZZLE_128B, tensor.promotion, 0  # not interleaved; zeros outside of the tensor
+    modes = 0, tensor.swizzle, tensor.promotion, 0  # not interleaved; zeros outside of the tensor
     status = function(
         ctypes.c_void_p(start + skip),
         _DTYPES[tensor.dtype],

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..cache.problem import CacheProblem
-from ..gpu.tensormap import BoxMap
+from ..gpu.tensormap import BOX_COLUMNS, BoxMap
 from ..plan.decode_kernels import DecodeTile
 from ..plan.decode_shares import DecodePlan
 from ..plan.params import UNBOUNDED
@@ -90,14 +90,16 @@ def workspace(p: CacheProblem, plan: DecodePlan) -> dict[str, tuple[tuple[int, .
 
 
 def box_map(p: CacheProblem, tile: DecodeTile, strides: Strides) -> BoxMap:
-    """How TMA sees a cache. Of 128 columns each half is an index of a dimension of its own."""
-    chunks, rows = p.head_dim // 64, p.page_size or p.capacity
-    sizes = (64, rows, chunks, p.heads_k, p.slots)
-    slot, row, head = strides[:3]
-    steps = ((row, rows), (64, chunks), (head, p.heads_k), (slot, p.slots))
+    """How TMA sees a cache, 8-bit elements two at a time. Of 256 bytes each half is an index of its own dimension."""
+    row_bytes, rows = p.head_dim * p.itemsize, p.page_size or p.capacity
+    line = min(BOX_COLUMNS, row_bytes // 2)
+    chunks = row_bytes // (2 * line)
+    sizes = (line, rows, chunks, p.heads_k, p.slots)
+    slot, row, head = (p.itemsize * step for step in strides[:3])
+    steps = ((row, rows), (128, chunks), (head, p.heads_k), (slot, p.slots))
     # The stride of a dimension of size 1 says nothing, but the driver checks it.
     return BoxMap(
-        p.dtype, sizes, tuple(2 * step if n > 1 else 16 for step, n in steps), (64, tile.box_rows, chunks, tile.pair, 1)
+        p.dtype, sizes, tuple(step if n > 1 else 16 for step, n in steps), (line, tile.box_rows, chunks, tile.pair, 1)
     )
 
 

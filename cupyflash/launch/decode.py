@@ -147,7 +147,7 @@ def _planned(
     """A plan, with TMA if it can read the caches and the driver's maps of them are understood, and its struct."""
     aligned = aligned and _rows_aligned(signatures["q"], 2)
     aligned = aligned and all(_rows_aligned(signatures[name], p.itemsize) for name in _CACHES)
-    tma = not p.stored and all(tensormap.readable(signatures[name].shape, strides[name]) for name in _CACHES)
+    tma = all(tensormap.readable(signatures[name].shape, strides[name], p.itemsize) for name in _CACHES)
     for can in (tma, False):
         known: dict[str, Any] = {"aligned": aligned, "tma": can, "family": family() if can or not tma else None}
         plan = plan_decode(p, device, **known)

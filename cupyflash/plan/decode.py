@@ -13,6 +13,7 @@ from ..errors import UnsupportedError
 from ..gpu.device import MIN_CAPABILITY, Device
 from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile
 from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
+from .decode_stored import SMALL_BYTES, stored_shape, stored_team
 from .families import GPU_DTYPES
 from .spec import LEAST_UNIT
 from .variant import Variant
@@ -35,7 +36,7 @@ def plan_decode(
     Args:
         aligned: whether all rows of q and of the caches start at multiples of 16 bytes.
         tma: whether TMA can read the caches.
-        family: that the user insists on. Caches of 8 bits have kernels with cp.async alone, on every GPU.
+        family: that the user insists on.
         clusters: whether clusters may be used.
 
     Raises:
@@ -50,13 +51,18 @@ def plan_decode(
         )
     # What TMA cannot read Hopper reads like any other GPU.
     hopper = device.capability == (9, 0) and family != "sm80" and tma and why_not_tma(p, aligned) is None
-    rows = rows_of(p)
-    most = 8 if p.head_dim <= 128 else 4  # 128 wide rows leave too few registers, or stages
-    team = next((n for n in (1, 2, 4) if 16 * n >= rows), most)
+    team, warp_rows = stored_team(p, hopper) if p.stored else _team(p)
     splits = splits_of(p)
-    cluster = _cluster(p, team) if hopper and clusters and not splits else 0
+    cluster = _cluster(p, team * warp_rows) if hopper and clusters and not splits else 0
+    if cluster and p.stored and warp_rows * p.head_dim > 2048:  # a cluster's own numbers take registers
+        team, warp_rows = 2 * team, warp_rows // 2
     wide = not (cluster or splits) and team == 1 and _wide(p, device)
-    tile = _tile(p, device, team, wide, cluster, _boxes(p) if hopper else SLICE)
+    box = _boxes(p) if hopper else SLICE
+    if p.stored:
+        shape = stored_shape(p, device, hopper, (team, warp_rows), wide, cluster, box)
+    else:
+        shape = _shape(p, device, team, wide, cluster, box)
+    tile = _with_stages(shape, p, device)
     kind = DecodeSm90 if hopper else DecodeSm80
     variant = kind(p.dtype, p.head_dim, tile, **_flags(p, aligned))
     return shared_out(p, device, variant)
@@ -64,11 +70,10 @@ def plan_decode(
 
 def why_not_tma(p: CacheProblem, aligned: bool) -> str | None:
     """Why Hopper reads these caches by cp.async, as any other GPU does; None if by TMA."""
-    if p.stored:
-        return f"there is no kernel with TMA for caches of {p.stored} yet"
+    columns = "64 columns or multiples of 128" if p.stored else "columns by 64"
     if not aligned:
         return "rows do not start at multiples of 16 bytes"
-    return None if _boxes(p) else "TMA brings columns by 64 and keys of a page by 8"
+    return None if _boxes(p) else f"TMA brings {columns} and keys of a page by 8"
 
 
 def _check(p: CacheProblem, device: Device) -> None:
@@ -88,7 +93,8 @@ def _check(p: CacheProblem, device: Device) -> None:
 
 def _boxes(p: CacheProblem) -> int:
     """Keys of a TMA box; 0 if TMA cannot bring slices of this cache."""
-    if p.head_dim % 64 or 0 in (p.slots, p.capacity):
+    row_bytes = p.head_dim * p.itemsize
+    if (row_bytes % 128 and not (p.stored and row_bytes == 64)) or 0 in (p.slots, p.capacity):
         return 0
     box = gcd(p.page_size, SLICE) if p.page_size else SLICE
     return box if box >= 8 else 0
@@ -98,11 +104,17 @@ def _kv_bytes(p: CacheProblem) -> int:
     return 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
 
 
-def _cluster(p: CacheProblem, team: int) -> int:
+def _team(p: CacheProblem) -> tuple[int, int]:
+    """Warps that share slices of 16 bits, and query rows of each."""
+    most = 8 if p.head_dim <= 128 else 4  # 128 wide rows leave too few registers, or stages
+    return next((n for n in (1, 2, 4) if 16 * n >= rows_of(p)), most), 16
+
+
+def _cluster(p: CacheProblem, block_m: int) -> int:
     """Blocks of a cluster where there are few tiles; else 0."""
     if p.packed:
         return 0
-    tiles = p.batch * p.heads_k * -(-rows_of(p) // (16 * team))
+    tiles = p.batch * p.heads_k * -(-rows_of(p) // block_m)
     for size, most, most_bytes in _CLUSTERS:
         grid = tiles * size
         enough = grid >= _ENOUGH_BLOCKS or _kv_bytes(p) < grid << 20
@@ -112,28 +124,27 @@ def _cluster(p: CacheProblem, team: int) -> int:
 
 
 def _wide(p: CacheProblem, device: Device) -> bool:
-    """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts. Two of 8 bits and
-    a large head_dim do not fit the registers on Blackwell."""
-    if p.stored and p.head_dim > 128 and device.capability >= (10, 0):
-        return False
+    """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts."""
     return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count
 
 
-def _tile(p: CacheProblem, device: Device, team: int, wide: bool, cluster: int, box: int) -> DecodeTile:
-    """As many stages as fit: `wide`, two heads in each of two blocks a multiprocessor, or in one of few warps."""
+def _shape(p: CacheProblem, device: Device, team: int, wide: bool, cluster: int, box: int) -> DecodeTile:
+    """Of 16 bits: `wide`, two heads in each of two blocks a multiprocessor, or in one of few warps."""
     chunks = -(-p.head_dim // 64)
-    small = device.smem_per_sm_bytes < 160 << 10  # two blocks of four warps leave no room for a ring
+    small = device.smem_per_sm_bytes < SMALL_BYTES
     if wide and chunks <= 2 and not small:
         pair = 2 if p.head_dim == 64 and box == SLICE else 1
-        shape = DecodeTile(team, 4, 1, 2, pair, 0, box, blocks_per_sm=2, kv_bytes=p.itemsize)
-    elif wide:
-        shape = DecodeTile(team, 4, 1, 2, 1, 0, box, kv_bytes=p.itemsize)
-    else:
-        warps = 4 if team <= 4 and (small or (chunks > 2 and team == 1)) else 8
-        columns = 64 if (chunks, team) == (2, 2) else 32
-        shape = DecodeTile(team, warps, 1, 1, 1, cluster, box, columns=columns, kv_bytes=p.itemsize)
+        return DecodeTile(team, 4, 1, 2, pair, 0, box, blocks_per_sm=2)
+    if wide:
+        return DecodeTile(team, 4, 1, 2, 1, 0, box)
+    warps = 4 if team <= 4 and (small or (chunks > 2 and team == 1)) else 8
+    return DecodeTile(team, warps, 1, 1, 1, cluster, box, columns=64 if (chunks, team) == (2, 2) else 32)
+
+
+def _with_stages(shape: DecodeTile, p: CacheProblem, device: Device) -> DecodeTile:
+    """As many as fit."""
     blocks = shape.blocks_per_sm
-    own = shape.stage_bytes(p.head_dim) * (shape.warps // team)
+    own = shape.stage_bytes(p.head_dim) * (shape.warps // shape.team)
     ring = _PAIRS_RING_BYTES if shape.pair == 2 else _RING_BYTES
     room = min(device.smem_bytes, device.smem_per_sm_bytes // blocks - 1024) - shape.fixed_bytes(p.head_dim)
     stages = min(ring // blocks, room - 1024) // own

@@ -14,7 +14,7 @@ COMBINE_WARPS = 8
 
 @dataclass(frozen=True)
 class DecodeTile:
-    """What a block takes: `heads` neighbouring K/V heads, with 16 packed query rows for each warp of a team.
+    """What a block takes: `heads` neighbouring K/V heads, with `warp_rows` packed query rows for each warp of a team.
 
     Attributes:
         team: warps that share slices of K and V.
@@ -23,7 +23,9 @@ class DecodeTile:
         cluster: blocks that split a tile and combine through distributed shared memory; 0: none.
         box_rows: keys of a TMA box.
         columns: of all rows that the merge of teams adds up at a time.
-        kv_bytes: of an element of K and V; of 8-bit ones each key of a unit brings its scales along.
+        kv_bytes: of an element of K and V.
+        warp_rows: query rows of a warp.
+        scale_bytes: of a scale, where each key of a unit brings its own along.
     """
 
     team: int
@@ -37,25 +39,28 @@ class DecodeTile:
     block_n: int = SLICE
     blocks_per_sm: int = 1
     kv_bytes: int = 2
+    warp_rows: int = 16
+    scale_bytes: int = 0
 
     @property
     def block_m(self) -> int:
-        return 16 * self.team
+        return self.warp_rows * self.team
 
     @property
     def name(self) -> str:
         found = f"m{self.block_m}w{self.warps}s{self.stages}"
         for letter, n, usual in (
             ("h", self.heads, 1), ("p", self.pair, 1), ("c", self.cluster, 0), ("b", self.box_rows, SLICE),
-            ("x", self.columns, 32),
+            ("x", self.columns, 32), ("r", self.warp_rows, 16),
         ):  # fmt: skip
             found += f"{letter}{n}" if n != usual else ""
         return found
 
     def stage_bytes(self, head_dim: int) -> int:
-        """A unit of K and V in chunks of 128 bytes a key, and the scales."""
-        chunks, scale = -(-round_up(head_dim, 16) * self.kv_bytes // 128), 4 * (self.kv_bytes == 1)
-        return 2 * self.pair * SLICE * (128 * chunks + scale)
+        """A unit of K and V in chunks of 128 bytes a key, or two keys in one, and the scales."""
+        row = round_up(head_dim, 16) * self.kv_bytes
+        whole = row if (row, self.kv_bytes) == (64, 1) else round_up(row, 128)
+        return 2 * self.pair * SLICE * (whole + self.scale_bytes)
 
     def fixed_bytes(self, head_dim: int) -> int:
         """Q, the scratch and the statistics of the merge."""
@@ -117,6 +122,7 @@ class CombineTile:
     team: int
     heads: int
     pair: int
+    warp_rows: int = 16
     warps: int = COMBINE_WARPS
     cluster: int = 0
     block_n: int = SLICE
@@ -124,11 +130,11 @@ class CombineTile:
 
     @classmethod
     def of(cls, tile: DecodeTile) -> CombineTile:
-        return cls(tile.team, tile.heads, tile.pair)
+        return cls(tile.team, tile.heads, tile.pair, tile.warp_rows)
 
     @property
     def block_m(self) -> int:
-        return 16 * self.team
+        return self.warp_rows * self.team
 
     @property
     def name(self) -> str:

@@ -65,7 +65,8 @@ def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:
         yield problem("bf16", head_dim), _TMA
     for dtype, head_dim, stored, more in (  # 8 bits
         ("bf16", 128, "int8", {"seqlen_new": 1}), ("bf16", 128, "e4m3", {"seqlen_q": 4, "seqlen_new": 4}),
-        ("fp16", 64, "e4m3", {"page_size": 16}), ("bf16", 256, "int8", {}),
+        ("fp16", 64, "e4m3", {"page_size": 16}), ("bf16", 256, "int8", {}), ("bf16", 128, "int8", {"batch": 1}),
+        ("bf16", 128, "e4m3", {"heads_q": 256}),
     ):  # fmt: skip
         yield problem(dtype, head_dim, stored=stored, scale_dims=2 if more.get("page_size") else 1, **more), _TMA
     yield problem("fp16", 64), _ASYNC

@@ -39,9 +39,25 @@ struct OwnUnits {
     }
 };
 
+// The first head of a tile: kept over an 8-bit cache, whose units are short.
+template <class V, bool kKeeps>
+struct FirstHead {
+    __device__ void keep_head(const DecodeShares<V> &, const DecodeTile<V> &) {}
+    __device__ int head_k(const DecodeShares<V> &shares, const DecodeTile<V> &tile) const {
+        return shares.head_k(tile);
+    }
+};
+template <class V>
+struct FirstHead<V, true> {
+    int head;
+
+    __device__ void keep_head(const DecodeShares<V> &shares, const DecodeTile<V> &tile) { head = shares.head_k(tile); }
+    __device__ int head_k(const DecodeShares<V> &, const DecodeTile<V> &) const { return head; }
+};
+
 // Goes through units and, with them, through tiles.
 template <class V>
-struct DecodeCursor {
+struct DecodeCursor : FirstHead<V, kScaled<V>> {
     DecodeTile<V> tile;
     int unit;
     CachedSequence<V::kPacked> next;  // of the next sequence, asked for in time
@@ -49,6 +65,7 @@ struct DecodeCursor {
     __device__ DecodeCursor(const DecodeShares<V> &shares, const DecodeTile<V> &tile, int unit)
         : tile(tile), unit(unit), next(tile.cached) {
         ask(shares);
+        this->keep_head(shares, tile);
         catch_up(shares);
     }
     // After `unit` has grown: the tile that holds it, if there is one.
@@ -62,7 +79,9 @@ struct DecodeCursor {
                 tile.turn = 0, tile.cached = next;
                 ask(shares);
             }
-            if (tile.index < shares.sequences()) tile.end += shares.units(tile.cached);
+            if (tile.index >= shares.sequences()) continue;
+            tile.end += shares.units(tile.cached);
+            this->keep_head(shares, tile);
         }
     }
     __device__ int key(const DecodeShares<V> &shares) const {

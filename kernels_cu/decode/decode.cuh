@@ -3,11 +3,11 @@
 // bound by how fast K and V are read. No host ever sees a length.
 //
 // The query rows of all heads that share a K/V head are packed into the rows of one mma tile (rows.cuh). Every block has a
-// contiguous range of units of work (shares.cuh, slices.cuh). In it a team of kTeam warps, one for every 16 packed rows, works
-// for itself: it takes every kTeams-th unit, brings K and V into its own ring of stages (load_*.cuh), computes S, P, O and
-// softmax statistics (warp_decode.cuh), and asks for the next unit, of the next tile too. No other team is waited for until the
-// tile ends. There is no producer: with kStages units in flight in every team, it does not matter that those who ask also
-// compute.
+// contiguous range of units of work (shares.cuh, slices.cuh). In it a team of kTeam warps, one for every kWarpRows packed
+// rows, works for itself: it takes every kTeams-th unit, brings K and V into its own ring of stages (load_*.cuh), computes S, P,
+// O and softmax statistics (warp_decode.cuh; of 8-bit caches warp_stored.cuh), and asks for the next unit, of the next tile too.
+// No other team is waited for until the tile ends. There is no producer: with kStages units in flight in every team, it does
+// not matter that those who ask also compute.
 //
 // Whole rows. A row of the cache holds all heads, and DRAM is 2 to 7 % faster if those of one row are read at the same time.
 // kHeads > 1: units of neighbouring heads follow each other; the number of teams is a multiple of that of units a slice, so a
@@ -24,14 +24,14 @@
 #include "decode/repair_decode.cuh"
 
 // The end of a tile that a cluster shares.
-template <class V>
-__device__ __forceinline__ void combine_in_cluster(const DecodeShares<V> &shares, DecodeWarp<V> &part,
+template <class V, class Part>
+__device__ __forceinline__ void combine_in_cluster(const DecodeShares<V> &shares, Part &part,
                                                    const DecodeTile<V> &tile) {
     const DecodeCluster<V> cluster{part.smem.base};
     const auto leave = [&](const PartialSum &sum, int, int row, int col) {
         cluster.leave((row * V::kHeadDim + col) / 4, sum);
     };
-    merge_teams(part, [] {}, leave);
+    merge_teams<V>(part, [] {}, leave);
     const int all = part.rows.count * (V::kHeadDim / 4), share = ceil_div(all, V::kCluster);
     const int first = min(all, static_cast<int>(ptx::cluster_ctarank()) * share), last = min(all, first + share);
     const bool finite = cluster.combine(part.rows, first, last);
@@ -41,6 +41,7 @@ __device__ __forceinline__ void combine_in_cluster(const DecodeShares<V> &shares
 template <class V, class Loader>
 __device__ __forceinline__ void decode_keys(const typename Loader::Source &source) {
     using Smem = DecodeSmem<V>;
+    using Part = typename Either<kScaled<V>, StoredWarp<V, typename Loader::Scales>, DecodeWarp<V>>::Type;
     constexpr int kThreads = 32 * V::kWarps, kTeams = Smem::kTeams;
     static_assert(Smem::kBars + Loader::kBytes == V::kSmemBytes);
     const DecodeParams &p = Loader::plain(source);
@@ -64,8 +65,14 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
     #pragma unroll 1
     while (true) {
         loader.wait_q();
-        DecodeWarp<V> part(shares, smem, at.tile, warp_index);
         const int first_key = at.tile.cached.first_slice * kSlice;
+        const int own_first = first_key + (own_from(at.unit) - at.tile.begin) / Smem::kGroups * kSlice;
+        if constexpr (kScaled<V>) {
+            StoredQueries<V>::prepare(smem, PackedRows<V>(shares, at.tile).count);
+            Loader::show_q_to_copies();
+            ptx::bar_sync();  // @q-is-prepared
+        }
+        Part part(shares, smem, at.tile, warp_index, own_first);
         #pragma unroll 1
         for (int unit = own_from(at.unit); unit < min(own.end, at.tile.end); unit += kTeams) {
             const ptx::u32 stage = loader.wait();
@@ -84,7 +91,7 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
         const auto request_next_q = [&] {
             if (more) loader.request_q(at.tile);
         };
-        merge_teams(part, request_next_q, [&](PartialSum &sum, int head, int row, int col) {
+        merge_teams<V>(part, request_next_q, [&](PartialSum &sum, int head, int row, int col) {
             if (whole) {
                 finite = sum.store(part.rows, head, row, col) && finite;
             } else {

@@ -3,26 +3,29 @@
 // (kUnaligned) are read in time, one after the other.
 #ifndef CUPYFLASH_LOAD_ASYNC_CUH
 #define CUPYFLASH_LOAD_ASYNC_CUH
+#include "decode/copies_stored.cuh"
 #include "decode/cursor.cuh"
-#include "decode/rows.cuh"
+#include "decode/scales.cuh"
+
+struct NoCopies { const DecodeParams &p; };
 
 template <class V>
 struct AsyncLoader {
     using T = typename V::Element;
     using Source = DecodeParams;
     using Smem = DecodeSmem<V>;
+    using Scales = ScalesInRing<V>;
     static constexpr bool kDependent = false;
     static constexpr int kTeams = Smem::kTeams, kBytes = 0, kTeamThreads = 32 * V::kTeam, kThreads = 32 * V::kWarps;
     static constexpr int kPieces = Smem::D / 8;  // of a row of q, 16 bytes each
-    using Kv = Stored<V>;
-    static constexpr int kPerPiece = 16 / sizeof(Kv), kPiecesKV = Smem::D / kPerPiece;  // of a row of the cache
     static_assert(V::kBoxRows == kSlice && kTeams < 16);
     const DecodeParams &p;
     const DecodeShares<V> &shares;
     const Smem smem;
     const int team, end;
-    DecodeCursor<V> at;    // the unit that comes next
-    int to = 0, from = 0;  // stages
+    DecodeCursor<V> at;                                                   // the unit that comes next
+    int to = 0, from = 0;                                                 // stages
+    typename Either<kScaled<V>, StoredCopies<V>, NoCopies>::Type stored;  // instead, of 8 bits
     int place = 0,
         row = 0;  // where the key of this lane (of 16) of that unit lies: page or row of the cache, row therein
 
@@ -33,7 +36,7 @@ struct AsyncLoader {
     // The team's units are [unit, end), kTeams apart. Asks for the first of them, and for the tile's Q.
     __device__ AsyncLoader(const Source &p, const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile,
                            int warp, int unit, int end)
-        : p(p), shares(shares), smem(smem), team(warp / V::kTeam), end(end), at(shares, tile, unit) {
+        : p(p), shares(shares), smem(smem), team(warp / V::kTeam), end(end), at(shares, tile, unit), stored{p} {
         look_up();
         #pragma unroll 1
         for (int i = 0; i < V::kStages; ++i) request();
@@ -52,6 +55,7 @@ struct AsyncLoader {
         }
     }
     __device__ void wait_q() {}
+    __device__ static void show_q_to_copies() {}
     // The stage of the next unit, which is there.
     __device__ ptx::u32 wait() {
         ptx::cp_async_wait_group<V::kStages - 1>();  // @unit-has-been-copied
@@ -73,16 +77,15 @@ struct AsyncLoader {
     // Asks for one more unit, if there is one; by the whole team, once the stage is free. A group of copies either way.
     __device__ void request() {
         if (at.unit < end) {
-            const int key = at.key(shares), head = shares.head_k(at.tile) + team % Smem::kGroups * V::kPair;
+            const int key = at.key(shares), head = at.head_k(shares, at.tile) + team % Smem::kGroups * V::kPair;
             const ptx::u32 stage = smem.stage(team, to);
             if (key < at.tile.cached.length) {
-                #pragma unroll
-                for (int i = 0; i < V::kPair; ++i)
-                    copy(smem.k(stage, i), smem.v(stage, i), head + i, at.tile.cached.length - key);
                 if constexpr (kScaled<V>) {
+                    stored.copy(smem, stage, head, at.tile.cached.length - key);
+                } else {
                     #pragma unroll
                     for (int i = 0; i < V::kPair; ++i)
-                        copy_scales(smem.k_scales(stage, i), head + i, at.tile.cached.length - key);
+                        copy(smem.k(stage, i), smem.v(stage, i), head + i, at.tile.cached.length - key);
                 }
             }
             to = to + 1 == V::kStages ? 0 : to + 1;
@@ -94,41 +97,31 @@ struct AsyncLoader {
     }
     // K and V of 16 keys of one head, of which the first `keys` exist.
     __device__ void copy(typename Smem::TileKV sK, typename Smem::TileKV sV, int head, int keys) const {
-        constexpr int kLanesPerRow = next_power_of_two(kPiecesKV), kRowsPerPass = kTeamThreads / kLanesPerRow;
+        constexpr int kLanesPerRow = next_power_of_two(kPieces), kRowsPerPass = kTeamThreads / kLanesPerRow;
         constexpr int kPasses = ceil_div(kSlice, kRowsPerPass);
         const int thread = ptx::thread_index() % kTeamThreads, piece = thread % kLanesPerRow;
         #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-            // Wide rows of 8 bits would spill: a step that the compiler does not know ends its unrolling.
-            if constexpr (kScaled<V> && Smem::D > 128) pass = ptx::opaque(pass);
             const int key = thread / kLanesPerRow + pass * kRowsPerPass;
             const int its_place = ptx::shfl_index(place, key % kSlice), its_row = ptx::shfl_index(row, key % kSlice);
-            if (key >= kSlice || piece >= kPiecesKV) continue;
-            const bool exists = key < keys && kPerPiece * piece < V::kHeadDim;
+            if (key >= kSlice || piece >= kPieces) continue;
+            const bool exists = key < keys && 8 * piece < V::kHeadDim;
             const auto bring = [&](const void *x, const Strides &s, typename Smem::TileKV tile) {
-                const Kv *const src = static_cast<const Kv *>(x) + its_place * s.batch + its_row * s.row +
-                                      head * s.head + (exists ? kPerPiece * piece : 0);
+                const T *const src = static_cast<const T *>(x) + its_place * s.batch + its_row * s.row + head * s.head +
+                                     (exists ? 8 * piece : 0);
                 const ptx::u32 dst = tile.at(key, piece / 8, piece % 8);
-                if constexpr (V::kUnaligned && kScaled<V>)
-                    ptx::st_shared_v4_b32(dst, load16(src, exists ? V::kHeadDim - kPerPiece * piece : 0));
-                else if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load8<true>(src) : ptx::U128{});
+                if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load8<true>(src) : ptx::U128{});
                 else ptx::cp_async_16(dst, src, exists);
             };
             bring(p.k, p.k_stride, sK);
             bring(p.v, p.v_stride, sV);
         }
     }
-    // The scales of the keys of one head, those of K and then those of V: a lane brings that of a key of its own.
-    __device__ void copy_scales(ptx::u32 to, int head, int keys) const {
-        const int thread = ptx::thread_index() % kTeamThreads;
-        if (thread >= 2 * kSlice) return;
-        const float *const from = thread < kSlice ? p.k_scale : p.v_scale;
-        ptx::cp_async_4(to + 4 * thread, from + place * p.scale_stride + head,
-                        thread % kSlice < keys);  // @scale-of-its-place
-    }
     // One unit ahead of its use.
     __device__ void look_up() {
         if (at.unit >= end) return;
+        if constexpr (kScaled<V>)
+            return stored.look_up(at.tile, at.key(shares), at.head_k(shares, at.tile) + team % Smem::kGroups);
         const int key = min(at.key(shares) + lane() % kSlice, max(at.tile.cached.length - 1, 0));
         place = place_of_key(p, at.tile, key), row = row_in_place<V::kPaged>(p, key);
     }

@@ -3,7 +3,7 @@
 #ifndef CUPYFLASH_LOAD_TMA_CUH
 #define CUPYFLASH_LOAD_TMA_CUH
 #include "decode/cursor.cuh"
-#include "decode/rows.cuh"
+#include "decode/scales.cuh"
 #include "tile/pipeline_sm90.cuh"
 
 template <class V>
@@ -11,10 +11,11 @@ struct TmaLoader {
     using T = typename V::Element;
     using Source = DecodeSm90Params;
     using Smem = DecodeSmem<V>;
+    using Scales = ScalesOfPlaces<V>;
     static constexpr bool kDependent = true;
     static constexpr int kTeams = Smem::kTeams, kBytes = (2 * kTeams * V::kStages + 1) * 8;
     static constexpr int kBoxes = kSlice / V::kBoxRows;
-    static_assert((kBoxes == 1 || V::kPair == 1) && V::kHeadDim % 64 == 0 && !V::kUnaligned && !kScaled<V>);
+    static_assert((kBoxes == 1 || V::kPair == 1) && V::kHeadDim % 64 == 0 && !V::kUnaligned && V::kScaleBytes == 0);
     const DecodeSm90Params &source;
     const DecodeShares<V> &shares;
     const Smem smem;
@@ -81,6 +82,8 @@ struct TmaLoader {
         ptx::mbarrier_wait(q_full(smem), q_phase);  // @q-has-arrived
         q_phase ^= 1;
     }
+    // By all threads that have written to Q; a barrier follows.
+    __device__ static void show_q_to_copies() { ptx::fence_proxy_async(); }  // @prepared-q-shown-to-tma
     // The stage of the next unit, which is there.
     __device__ ptx::u32 wait() {
         ptx::mbarrier_wait(full(smem, team, from.stage), from.phase);  // @unit-has-arrived
@@ -112,13 +115,13 @@ struct TmaLoader {
     // Asks for one more unit, if there is one. By the whole first warp, once the stage is free.
     __device__ void request() {
         if (at.unit >= end) return;
-        const int key = at.key(shares), head = shares.head_k(at.tile) + team % Smem::kGroups * V::kPair;
+        const int key = at.key(shares), head = at.head_k(shares, at.tile) + team % Smem::kGroups * V::kPair;
         const ptx::u32 bar = full(smem, team, to.stage), stage = smem.stage(team, to.stage);
         const bool copies = key < at.tile.cached.length;
         if (lane() == 0) ptx::mbarrier_arrive_expect_tx(bar, copies ? Smem::kStageBytes : 0);
         const auto copy = [&](const ptx::TensorMap &map, ptx::u32 dst, int box) {
             const int row = key + box * V::kBoxRows;
-            ptx::tma_load_5d(dst + box * V::kBoxRows * 2 * V::kHeadDim, map, bar, 0,
+            ptx::tma_load_5d(dst + box * V::kBoxRows * V::kKvBytes * V::kHeadDim, map, bar, 0,
                              row_in_place<V::kPaged>(shares.p, row), 0, head, place, ptx::kEvictFirst);
         };
         if constexpr (kBoxes > 1) ptx::bar_warp_sync();  // a box a lane, which the barrier expects by now

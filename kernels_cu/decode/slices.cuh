@@ -1,4 +1,4 @@
-// Slices: 16 keys of one K/V head, the units of work, and shared memory: rings of slices, of 8-bit caches with the scales of
+// Slices: 16 keys of one K/V head, the units of work, and shared memory: rings of slices, where kScaleBytes with the scales of
 // their keys | Q | scratch of the merge | statistics of the merge | what the loader needs.
 #ifndef CUPYFLASH_SLICES_CUH
 #define CUPYFLASH_SLICES_CUH
@@ -13,6 +13,7 @@ __device__ constexpr int log2_of(int n) { return n <= 1 ? 0 : 1 + log2_of(n / 2)
 template <int kBoxRows, int kRowBytes>
 struct SliceTile {
     static constexpr int kChunks = ceil_div(kRowBytes, 128), kBytes = kSlice * kChunks * 128;
+    static constexpr int kChunkBytes = kBoxRows * 128;  // of all keys of a box
     ptx::u32 base;
 
     __device__ ptx::u32 at(int row, int chunk, int piece) const {
@@ -21,19 +22,33 @@ struct SliceTile {
     }
 };
 
-// Teams of kTeam warps share slices. A stage of a team's ring holds K and V of one slice of kPair heads: a unit. Of each slice
+// Of rows of 64 bytes, two to a line of 128: the piece c of a row of the line i is in place c ^ (i % 4) of its half (TMA's 64-byte
+// swizzle, aligned to 512 bytes).
+template <int kBoxRows>
+struct HalfLines {
+    static constexpr int kChunks = 1, kBytes = kSlice * 64, kChunkBytes = kBytes;
+    ptx::u32 base;
+
+    __device__ ptx::u32 at(int row, int /* chunk */, int piece) const {
+        return base + row * 64 + (piece ^ row / 2 % 4) * 16;  // @pieces-swizzled-in-halves
+    }
+};
+
+// Teams of kTeam warps share slices, of kWarpRows query rows each. A stage of a team's ring holds K and V of one slice of kPair heads: a unit. Of each slice
 // of the block's kHeads heads there are kGroups units, and kMerge teams take those of the same heads.
 template <class V>
 struct DecodeSmem {
     using T = typename V::Element;
     static constexpr int D = round_up(V::kHeadDim, 16), kRows = V::kBlockM;
     static constexpr int kTeams = V::kWarps / V::kTeam, kGroups = V::kHeads / V::kPair, kMerge = kTeams / kGroups;
-    static_assert(kRows == 16 * V::kTeam && kTeams * V::kTeam == V::kWarps);
+    static_assert(kRows == V::kWarpRows * V::kTeam && kTeams * V::kTeam == V::kWarps);
     static_assert(kGroups * V::kPair == V::kHeads && kMerge * kGroups == kTeams);
     using TileQ = SmemTile<T, kRows, D>;
-    using TileKV = SliceTile<V::kBoxRows, D * sizeof(Stored<V>)>;
+    static constexpr int kRowBytes = D * sizeof(Stored<V>);
+    using TileKV =
+        typename Either<kScaled<V> && kRowBytes == 64, HalfLines<V::kBoxRows>, SliceTile<V::kBoxRows, kRowBytes>>::Type;
     static_assert(sizeof(Stored<V>) == V::kKvBytes);
-    static constexpr int kScaleBytes = kScaled<V> ? kSlice * 4 : 0;  // of the keys of one of K and V
+    static constexpr int kScaleBytes = kSlice * V::kScaleBytes;  // of the keys of one of K and V
     static constexpr int kStageBytes = 2 * V::kPair * (TileKV::kBytes + kScaleBytes);
     static constexpr int kQ = kTeams * V::kStages * kStageBytes, kScratch = kQ + V::kHeads * TileQ::kBytes;
     // The merge: kColumns columns of all rows at a time, or more of fewer rows; a row is padded by 8 floats.
@@ -44,10 +59,7 @@ struct DecodeSmem {
     __device__ ptx::u32 stage(int team, int i) const { return base + (team * V::kStages + i) * kStageBytes; }
     __device__ TileKV k(ptx::u32 stage, int head) const { return {stage + head * TileKV::kBytes}; }
     __device__ TileKV v(ptx::u32 stage, int head) const { return {stage + (V::kPair + head) * TileKV::kBytes}; }
-    __device__ ptx::u32 k_scales(ptx::u32 stage, int head) const {
-        return stage + 2 * (V::kPair * TileKV::kBytes + head * kScaleBytes);
-    }
-    __device__ ptx::u32 v_scales(ptx::u32 stage, int head) const { return k_scales(stage, head) + kScaleBytes; }
+    __device__ ptx::u32 scales(ptx::u32 stage) const { return stage + 2 * V::kPair * TileKV::kBytes; }
     __device__ TileQ q(int head) const { return {base + kQ + head * TileQ::kBytes}; }
     __device__ ptx::u32 scratch() const { return base + kScratch; }
     __device__ ptx::u32 stats(int team, int row) const { return base + kStats + (team * kRows + row) * 8; }

@@ -1,9 +1,8 @@
-// One warp's part of a tile: 16 packed rows of kPair heads, and the units of its team: S, softmax, O.
+// One warp's part of a tile over a cache of 16 bits: 16 packed rows of kPair heads, and the units of its team: S, softmax, O.
 #ifndef CUPYFLASH_WARP_DECODE_CUH
 #define CUPYFLASH_WARP_DECODE_CUH
 #include "decode/fragments.cuh"
 #include "decode/parts.cuh"
-#include "decode/value_unit.cuh"
 #include "attention/softmax.cuh"
 #include "tile/gemm.cuh"
 
@@ -14,7 +13,7 @@ struct DecodeWarp {
     static constexpr int D = Smem::D, kThreads = 32 * V::kWarps;
     static constexpr bool kQInRegisters = D <= 128;
 
-    struct Head : UnitOf<kScaled<V>> {
+    struct Head {
         OnlineSoftmax<16> softmax;
         AccTile<16, D> O;
         FragA<T, 16, kQInRegisters ? D : 16> Q;
@@ -37,7 +36,8 @@ struct DecodeWarp {
     __device__ int head_of(int i) const { return team % Smem::kGroups * V::kPair + i; }
 
     // Q has arrived.
-    __device__ DecodeWarp(const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile, int warp)
+    __device__ DecodeWarp(const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile, int warp,
+                          int /* first_key */)
         : p(shares.p),
           smem(smem),
           score(p.problem),
@@ -80,10 +80,32 @@ struct DecodeWarp {
         }
     }
 
+    // The end of the tile, before leave(): all of a row's sum of the i-th head in each of its lanes.
+    __device__ void finish(int i) {
+        #pragma unroll
+        for (int r = 0; r < 2; ++r)
+            head[i].softmax.l[r] = quad_reduce(head[i].softmax.l[r], [](float a, float b) { return a + b; });
+    }
+    // What the i-th head has of columns [col0, col0 + cols), in shared memory: at(team, row, column) of them.
+    template <class At>
+    __device__ void leave(int i, int col0, int cols, At at) const {
+        const Head &h = head[i];
+        #pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int row = row_of(r);
+            if (row >= rows.count) continue;
+            if (lane() % 4 == 0) ptx::st_shared_v2_f32(smem.stats(team, row), h.softmax.m[r], h.softmax.l[r]);
+            #pragma unroll
+            for (int j = 0; j < D / 8; ++j)
+                if (8 * j >= col0 && 8 * j < col0 + cols)
+                    ptx::st_shared_v2_f32(at(team, row, 8 * j + 2 * (lane() % 4) - col0), h.O.x[0][j][2 * r],
+                                          h.O.x[0][j][2 * r + 1]);
+        }
+    }
+
   private:
     __device__ void fragment_of_q(int i, int k, ptx::u32 (&a)[4]) const {
-        if constexpr (kScaled<V>) fragment_of_neighbours(smem.q(head_of(i)), row0, k, a);
-        else ptx::ldmatrix_x4(a, smem.q(head_of(i)).at(row0 + lane() % 16, 16 * k + lane() / 16 * 8));
+        ptx::ldmatrix_x4(a, smem.q(head_of(i)).at(row0 + lane() % 16, 16 * k + lane() / 16 * 8));
     }
 
     // Keys [key, key + 16) of one head. kEdge: some rows do not see some of them, or they do not exist.
@@ -106,24 +128,18 @@ struct DecodeWarp {
         const int lane_key = key + 2 * (lane() % 4);
         #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            float scale[2];
-            if constexpr (kScaled<V>)
-                ptx::ld_shared_v2_f32(scale[0], scale[1], smem.k_scales(stage, i) + 4 * (lane_key - key + 8 * j));
             #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int own_key = lane_key + 8 * j + e % 2;
                 float &s = S.x[0][j][e];
                 s += S_odd.x[0][j][e];
-                if constexpr (kScaled<V>) s *= scale[e % 2];
                 s = score.value(s, h.places[e / 2](0, own_key));
                 if constexpr (kEdge)
                     if (own_key >= limit[e / 2] || (V::kWindow && own_key < first[e / 2])) s = -ptx::infinity();
             }
         }
         h.softmax.step(S, h.O);
-        if constexpr (kScaled<V>) h.fold(S, h.O, smem.v_scales(stage, i));
-        using OfP = ElementOfP<V>;
-        FragA<OfP, 16, kSlice> P;
+        FragA<T, 16, kSlice> P;
         P.from(S);
         ptx::u32 seen[2] = {~0u, ~0u};  // of V's fragments: keys of the first and of the second half
         #pragma unroll
@@ -139,9 +155,10 @@ struct DecodeWarp {
         #pragma unroll
         for (int j = 0; j < D / 16; ++j) {  // O += P V
             ptx::u32 b[4];
-            fragments.of_v(j, b, hide);
-            OfP::mma(h.O.x[0][2 * j], P.x[0][0], b[0], b[1]);
-            OfP::mma(h.O.x[0][2 * j + 1], P.x[0][0], b[2], b[3]);
+            fragments.of_v(j, b);
+            hide(b);
+            T::mma(h.O.x[0][2 * j], P.x[0][0], b[0], b[1]);
+            T::mma(h.O.x[0][2 * j + 1], P.x[0][0], b[2], b[3]);
         }
     }
 };

@@ -21,6 +21,22 @@ EXTRA = {
         CacheCase("cache-many-units-of-teams", "full", (1700,), 9, 128, heads_k=1, num_splits=1),
         CacheCase("cache-equal", "full", (64,) * 6),
         CacheCase("cache-equal-many", "full", (33,) * 70),
+        CacheCase("cache-int8-many", "full", tuple(7 * b % 41 for b in range(70)), stored="int8"),
+        CacheCase("cache-e4m3-mqa-32", "full", (99, 41), 1, 128, heads_q=32, heads_k=1, stored="e4m3"),
+        CacheCase("cache-int8-33-rows", "full", (99, 41), 11, 128, heads_q=6, heads_k=2, stored="int8", window=(50, 0)),
+        CacheCase("cache-int8-one-mqa", "full", (700,), 1, 128, heads_q=32, heads_k=1, stored="int8"),
+        CacheCase(
+            "cache-int8-pages-of-8",
+            "full",
+            (99, 41),
+            2,
+            128,
+            page_size=8,
+            stored="int8",
+            scale_dims=2,
+            scale_spread=5.0,
+        ),
+        CacheCase("cache-e4m3-many-units", "full", (1700,), 1, 256, heads_q=2, heads_k=1, stored="e4m3", num_splits=1),
         CacheCase("cache-many", "full", tuple(7 * b % 41 for b in range(70))),
     )
 }

@@ -24,7 +24,6 @@ from .buffers import barely_aligned
 from .launch import Memory, Mode, tensor_map
 
 Array = NDArray[Any]
-_SWIZZLE_128B = 3
 _CACHES = ("k_cache", "v_cache")
 
 
@@ -111,7 +110,7 @@ class CacheSession:
             )
             for name in read
         )
-        tma = not p.stored and all(tensormap.readable(shapes[name], strides[name]) for name in _CACHES)
+        tma = all(tensormap.readable(shapes[name], strides[name], p.itemsize) for name in _CACHES)
         return plan_decode(p, self.device, aligned=aligned, tma=tma, family=self.family)
 
     def _launch(
@@ -127,7 +126,7 @@ class CacheSession:
             struct["plain"] = plain
             for name in _CACHES:
                 m = box_map(p, variant.tile, strides[name])
-                words = tensor_map(address[name], m.sizes, m.strides_bytes, m.box, _SWIZZLE_128B)
+                words = tensor_map(address[name], m.sizes, m.strides_bytes, m.box, m.swizzle)
                 struct[f"map_{DECODE_MEMBERS[name]}"] = words
         variants = [variant] if plan.combine is None or not plan.combine_grid else [variant, plan.combine]
         first, *second = kernels_of(variants, self.device, self.headers)

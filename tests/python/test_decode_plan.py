@@ -54,3 +54,30 @@ def test_other_gpus_have_another_number_of_blocks() -> None:
     alone = device.sm_count // 8
     assert plan(alone, 512, "sm_80").combine is None
     assert plan(alone + 1, 512, "sm_80").combine is not None
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_q", "head_dim", "expected"),
+    [
+        # header, cluster, rows of a warp, warps of a team, warps of a multiprocessor
+        (64, 32, 128, ("decode_sm90", 0, 8, 1, 12)),
+        (64, 128, 128, ("decode_sm90", 0, 16, 1, 12)),
+        (64, 256, 128, ("decode_sm90", 0, 32, 1, 8)),
+        (64, 32, 64, ("decode_sm90", 0, 8, 1, 12)),
+        (64, 32, 256, ("decode_sm90", 0, 8, 1, 12)),
+        (1, 32, 128, ("decode_sm90", 8, 8, 1, 12)),
+        (1, 256, 128, ("decode_sm90", 8, 16, 2, 8)),
+        (64, 32, 80, ("decode_sm80", 0, 8, 1, 12)),
+    ],
+)
+def test_caches_of_8_bits_have_rows_as_columns(
+    batch: int, heads_q: int, head_dim: int, expected: tuple[str, int, int, int, int]
+) -> None:
+    problem = CacheProblem(
+        "bf16", batch, 1, heads_q, 8, head_dim, head_dim, batch, None, 8192, 0.088, stored="int8", scale_dims=1
+    )
+    variant = plan_decode(problem, Device.synthetic("sm_90"), aligned=True, tma=True).variant
+    tile = variant.tile
+    warps = tile.warps * tile.blocks_per_sm
+    assert (variant.header, tile.cluster, tile.warp_rows, tile.team, warps) == expected
+    assert (tile.scale_bytes, tile.kv_bytes) == (0 if variant.header == "decode_sm90" else 4, 1)

@@ -63,8 +63,8 @@ PYTHON_ORDER = {
     "launch": "cached decode run where staging pieces on_cpu seeds clocks cached_params prepare series alignment "
     "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace symbols description learned evaluate parse expression",
-    "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_shares lists "
-    "decode_kernels learned kernels params_decode params variant spec",
+    "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_stored decode_shares "
+    "lists decode_kernels learned kernels params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd casting seeds sharding batching ops masks vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }
@@ -103,8 +103,9 @@ CUDA_ORDER = {
     "attention": "repair_* repair dq_accum visible_sm90 visits softmax sink dropout philox score slopes places "
     "modified bias added addends mods work_sm90 packed_sm90 sights lists blocks mask schedule sequence params_sm90 "
     "params",
-    "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode repair_decode parts rows "
-    "shares fragments slices stored value_unit cached params_decode",
+    "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored repair_decode parts "
+    "edges_stored copies_stored scales rows shares products_stored queries fragments fragments_stored column_softmax "
+    "slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",

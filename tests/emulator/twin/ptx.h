@@ -87,6 +87,11 @@ inline void cp_async_wait_group() {
 // ---- Matrix fragments ----
 inline void ldmatrix_x4(u32 (&r)[4], u32 addr, EMU_HERE) { emu_ldmatrix(r, 4, addr, false, EMU_SITE); }
 inline void ldmatrix_x4_trans(u32 (&r)[4], u32 addr, EMU_HERE) { emu_ldmatrix(r, 4, addr, true, EMU_SITE); }
+inline u32 movmatrix_trans(u32 x, EMU_HERE) {
+    const int row = (emu_self->thread & 31) / 4, column = (emu_self->thread & 31) % 4 * 2;  // of the transpose
+    const u32 low = emu_shfl(x, column * 4 + row / 2, EMU_SITE), high = emu_shfl(x, column * 4 + 4 + row / 2, EMU_SITE);
+    return (low >> row % 2 * 16 & 0xffff) | (high >> row % 2 * 16) << 16;
+}
 inline void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE) {
     const u32 b[2] = {b0, b1};
     emu_mma(d, a, b, 16, kEmuBf16, EMU_SITE);
@@ -132,7 +137,10 @@ inline float e4m3_to_f32(u32 x) {
     const float size = exponent ? ldexpf(1 + mantissa / 8.f, exponent - 7) : ldexpf(mantissa / 8.f, -6);
     return (x & 0x7f) == 0x7f ? __builtin_nanf("") : x & 0x80 ? -size : size;
 }
-inline u32 cvt_rn_f16x2_e4m3x2(u16 x) { return cvt_rn_f16x2(e4m3_to_f32(x & 0xff), e4m3_to_f32(x >> 8)); }
+template <int kUpper>
+inline u32 cvt_rn_f16x2_e4m3x2(u32 x) {
+    return cvt_rn_f16x2(e4m3_to_f32(x >> 16 * kUpper & 0xff), e4m3_to_f32(x >> (16 * kUpper + 8) & 0xff));
+}
 inline float mul_rn(float x, float y) { return x * y; }
 inline float add_rn(float x, float y) { return x + y; }
 inline u32 fma_rn_bf16x2(u32 a, u32 b, u32 c) {

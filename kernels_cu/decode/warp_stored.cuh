@@ -1,0 +1,154 @@
+// One warp's part of a tile over an 8-bit cache: kWarpRows packed rows of a head, and the units of its team: S, softmax, O, with
+// keys as the rows of the products and queries as columns, kTiles times 8 of them (products_stored.cuh). Lanes g = lane / 4,
+// t = lane % 4 have keys g and g + 8 of queries 2 t and 2 t + 1; P^T becomes an operand by movmatrix.
+#ifndef CUPYFLASH_WARP_STORED_CUH
+#define CUPYFLASH_WARP_STORED_CUH
+#include "decode/edges_stored.cuh"
+#include "decode/parts.cuh"
+#include "decode/products_stored.cuh"
+#include "decode/scales.cuh"
+#include "decode/value_unit.cuh"
+
+template <class V, class Scales>
+struct StoredWarp {
+    using Smem = DecodeSmem<V>;
+    using Queries = StoredQueries<V>;
+    static constexpr int kTiles = V::kWarpRows / 8;
+    using Columns = typename ColumnSoftmax<kTiles>::Columns;
+    using Scores = typename ColumnSoftmax<kTiles>::Scores;
+    // Whether scores are what K and Q make of them, so that the exponent's factor takes powers of Q along.
+    static constexpr bool kPlain = !V::kSoftcap && !V::kScaleFirst && !V::kAlibi;
+    static constexpr bool kHasPowers = Queries::kHasPowers, kKeepsPowers = kHasPowers && kTiles <= 2;
+    static_assert(V::kPair == 1 && 8 * kTiles == V::kWarpRows);
+
+    const DecodeParams &p;
+    const Smem &smem;
+    const Score<V> score;
+    const int team, row0;  // row0: its first
+    const PackedRows<V> rows;
+    const int length;
+    Scales scales;
+    StoredProducts<V, kTiles> products;
+    ColumnSoftmax<kTiles> softmax;
+    ValueUnit unit_of_v;
+    Columns kept;                                        // what takes a query's power of Q back; kKeepsPowers
+    decltype(Places<V>{}.from(0, 0)) places[kTiles][2];  // of a query and key 0
+    int first_whole, end_whole;                          // all rows see all of these keys
+
+    __device__ int row_of(int n, int c) const { return row0 + 8 * n + 2 * (lane() % 4) + c; }
+
+    // Q has been prepared. key: of the team's first unit of the tile.
+    __device__ StoredWarp(const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile, int warp, int key)
+        : p(shares.p),
+          smem(smem),
+          score(p.problem),
+          team(warp / V::kTeam),
+          row0(warp % V::kTeam * V::kWarpRows),
+          rows(shares, tile),
+          length(tile.cached.length),
+          scales(p, tile, rows.head_k + team % Smem::kGroups, key),
+          products(smem.q(team % Smem::kGroups), row0) {
+        const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
+        first_whole = mask.first_key(rows.query(rows.count - 1)), end_whole = mask.end_key(rows.query0);
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int row = min(row_of(n, c), rows.count - 1), head = rows.head_q(team % Smem::kGroups, row);
+                // @slope-of-a-packed-row-stored
+                places[n][c] = Places<V>::of(p, rows.sequence, head).from(rows.query(row), 0);
+                if constexpr (kKeepsPowers) kept[n][c] = Queries::power(products.sQ, row_of(n, c));
+            }
+    }
+
+    // The keys from `key` on of a unit that is in shared memory.
+    __device__ void unit(ptx::u32 stage, int key) {
+        const SliceScales own = scales.take(smem, stage, key);
+        // An empty sequence; rows that there are not.
+        if (key >= length || (V::kTeam > 1 && row0 >= rows.count)) return;
+        const bool whole =
+            key + kSlice <= end_whole && (!V::kWindow || key >= first_whole);  // @slice-seen-by-all-stored
+        if (whole) slice<false>(stage, key, own);
+        else slice<true>(stage, key, own);
+    }
+
+    // The end of the tile, before leave(): O as it is, and all of a query's sum in each of its lanes.
+    __device__ void finish(int) {
+        softmax.finish();
+        Columns by;
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n) by[n][0] = by[n][1] = unit_of_v.of_o();
+        products.scale(by);
+    }
+    // Its part of columns [col0, col0 + cols) in shared memory, at(team, row, column) of them.
+    template <class At>
+    __device__ void leave(int, int col0, int cols, At at) const {
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const int row = row_of(n, c);
+                if (row >= rows.count) continue;
+                if (lane() / 4 == 0)
+                    ptx::st_shared_v2_f32(smem.stats(team, row), softmax.maximum(n, c, score.log2_factor),
+                                          softmax.l[n][c]);
+                products.for_each_two(n, c, [&](int col, float x, float y) {
+                    if (col >= col0 && col < col0 + cols) ptx::st_shared_v2_f32(at(team, row, col - col0), x, y);
+                });
+            }
+    }
+
+  private:
+    // Keys [key, key + 16). kEdge: some rows do not see some of them, or they do not exist.
+    template <bool kEdge>
+    __device__ void slice(ptx::u32 stage, int key, const SliceScales &own) {
+        Scores S;
+        products.multiply_k(smem.k(stage, 0), S);
+        Columns power, factor;
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                power[n][c] = kKeepsPowers ? kept[n][c] : kHasPowers ? Queries::power(products.sQ, row_of(n, c)) : 1.f;
+                factor[n][c] = score.log2_factor * (kPlain ? power[n][c] : 1.f);
+            }
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float &s = S[n][e];
+                s *= own.k[e / 2];
+                if constexpr (kHasPowers && !kPlain) s *= power[n][e % 2];
+                s = score.value(s, places[n][e % 2](0, key + lane() / 4 + e / 2 * 8));
+            }
+        if constexpr (kEdge) hide_scores<V>(rows, row0, key, S);
+        const float largest = ValueUnit::power(fmaxf(fabsf(own.v[0]), fabsf(own.v[1])));
+        // @maxima-and-unit-by-one-vote
+        if (ptx::vote_any(softmax.exceeded_by(S, factor) || largest > unit_of_v.unit)) rescale(S, factor, largest);
+        softmax.exponentiate(S, factor);
+        ptx::u32 P[kTiles][2];
+        const float by = unit_of_v.of_scales(), weight[2] = {own.v[0] * by, own.v[1] * by};
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int r = 0; r < 2; ++r)
+                P[n][r] = ptx::movmatrix_trans(Fp16::pack(S[n][2 * r] * weight[r], S[n][2 * r + 1] * weight[r]));
+        ptx::u32 seen[2] = {~0u, ~0u};  // of V's fragments: keys of the first and of the second half
+        if constexpr (kEdge) see_values<V>(rows, key, seen);
+        products.multiply_v(smem.v(stage, 0), P, [&](ptx::u32(&x)[4]) {
+            #pragma unroll
+            for (int e = 0; kEdge && e < 4; ++e) x[e] &= seen[e % 2];  // 0 * NaN of what nobody sees
+        });
+    }
+    // Maxima follow S, the unit of V's scales `largest`, a power of two, and O both.
+    __device__ void rescale(const Scores &S, const Columns &factor, float largest) {
+        Columns by;
+        softmax.raise(S, factor, by);
+        const float of_unit = unit_of_v.follow(column_reduce(largest, [](float a, float b) { return fmaxf(a, b); }));
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n) by[n][0] *= of_unit, by[n][1] *= of_unit;  // @unit-follows-the-scales
+        products.scale(by);
+    }
+};
+
+#endif  // CUPYFLASH_WARP_STORED_CUH
