@@ -200,18 +200,17 @@ class Torch:
         return keys, pointers
 
     def make(self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]) -> Any:
-        found, empty_like = [], sys.modules["torch"].empty_like
-        for x in map(arrays.__getitem__, likes):
-            found.append(empty_like(x) if x.is_contiguous() else self.empty_like(x))
+        found = [self.empty_like(arrays[name]) for name in likes]
         if made:
             new, dtypes = arrays["q"].new_empty, self._dtypes
             found += [new(shape, dtype=dtypes[dtype]) for shape, dtype in made]
         return found
 
     def empty_like(self, x: Any) -> Any:
+        torch = sys.modules["torch"]
         if x.is_contiguous():  # asking costs less than naming the format
-            return sys.modules["torch"].empty_like(x)
-        return sys.modules["torch"].empty_like(x, memory_format=sys.modules["torch"].contiguous_format)
+            return torch.empty_like(x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
         return like.new_empty(shape, dtype=self._dtypes[dtype])

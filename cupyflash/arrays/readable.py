@@ -25,8 +25,9 @@ def vet_all(library: Native, arrays: Mapping[str, Any]) -> None:
 def vet_new(library: Native, arrays: Mapping[str, Any]) -> None:
     """What must be looked at in every call that is not as one before."""
     if library is TORCH:
-        vet_tracing("q")
-        for name, x in arrays.items():  # most lie as a whole from their memory's start on
+        vet_tracing(next(iter(arrays)))
+        # Most lie as a whole from their memory's start on. Those without an address have been found by it (run.py).
+        for name, x in arrays.items():
             if x.storage_offset() or not x.is_contiguous() or x.nbytes > x.untyped_storage().nbytes():
                 vet_memory(name, x)
 

@@ -129,14 +129,13 @@ class Ring:
 
         The kernels of one caller are over before the ring is taken, which others need meanwhile.
         """
-        count = self._worth(arrays)
-        if count < self._threads:
+        stream = self._cuda.get_current_stream()
+        if self._worth(arrays) < self._threads:
             self._copy_by_cuda(arrays, self._cuda.runtime.memcpyDeviceToHost)
-        self._cuda.get_current_stream().synchronize()
-        if count < self._threads:
-            return
+            return stream.synchronize()
+        stream.synchronize()
         with self._lock, self._clean():
-            workers.run(self._drained(deque(batches(arrays, self._chunk_bytes))), count)
+            workers.run(self._drained(deque(batches(arrays, self._chunk_bytes))), self._threads)
 
     def _worth(self, arrays: Sequence[tuple[Array, int]]) -> int:
         """As many threads as arrays are worth, and there are cores for."""

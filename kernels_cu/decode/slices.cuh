@@ -34,8 +34,8 @@ struct HalfLines {
     }
 };
 
-// Teams of kTeam warps share slices, of kWarpRows query rows each. A stage of a team's ring holds K and V of one slice of kPair heads: a unit. Of each slice
-// of the block's kHeads heads there are kGroups units, and kMerge teams take those of the same heads.
+// Teams of kTeam warps, of kWarpRows query rows each, share slices. A stage of a team's ring holds K and V of one slice of kPair
+// heads: a unit. Of each slice of the block's kHeads heads there are kGroups units, and kMerge teams take those of the same heads.
 template <class V>
 struct DecodeSmem {
     using T = typename V::Element;
