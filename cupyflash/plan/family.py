@@ -31,11 +31,11 @@ class Family:
         """As of `Kernels`: half of the L2 where tiles differ in length; else a head goes by itself."""
         return device.l2_bytes // 2 if spec.uneven else 0
 
-    def first_stores_limit(self, spec: Spec) -> int:
+    def first_stores_limit(self, spec: Spec, device: Device) -> int:
         """As of `Kernels`."""
         return -1
 
     def kernels(self, spec: Spec, device: Device) -> Kernels:
         """The kernels that a spec takes, with what the plan needs to know of them."""
-        rules = self.mixed_bytes(spec, device), self.first_stores_limit(spec)
+        rules = self.mixed_bytes(spec, device), self.first_stores_limit(spec, device)
         return Kernels(self.variants(spec, device), spec, device, *rules)

@@ -13,7 +13,7 @@
 // Shared memory: K | V | kStages x Q | kStages x dO | two dS | two dQ | kStages x row_stats | mbarriers.
 #ifndef CUPYFLASH_BWD_SM90_CUH
 #define CUPYFLASH_BWD_SM90_CUH
-#include "attention/dq_accum.cuh"
+#include "attention/dq_visits.cuh"
 #include "attention/dropout.cuh"
 #include "attention/params_sm90.cuh"
 #include "attention/work_sm90.cuh"
@@ -85,7 +85,7 @@ struct BwdSm90Smem {
 
 // K and V once, then Q, dO and row_stats of every visit; by one thread.
 template <class V>
-__device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, BwdVisits<V> visit) {
+__device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
     constexpr int M = V::kBlockM;
     const Sequence<V::kPacked> &sequence = visit.sequence;
     const int batch = sequence.batch();
@@ -109,27 +109,26 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
 }
 
 // Every dQ, from shared memory to the accumulator; by one thread. dq_turn counts the shares that others wait for: with
-// first_stores that of the tile's first key block, which stores where they add; in deterministic order every one. Key
-// blocks before this one have a lower block index, so they are running.
+// first_stores that of the tile's first key block, or of whoever is there first (dq_visits.cuh), which stores where they
+// add; in deterministic order every one. Key blocks before this one have a lower block index, so they are running.
 template <class V>
-__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, BwdVisits<V> visit) {
+__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
     constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
-    const Problem &problem = p.plain.problem;
+    constexpr bool kClaimed = DqVisits<V>::kClaimed;
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
         const auto at = RingPosition<2>::of(i);
         float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
         int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
-        const int rank = [&] {
-            if constexpr (V::kBlockMask) return visit.rank();
-            // @rank-in-the-query-tile-sm90
-            else return visit.block - Mask<V>(visit.sequence, problem).first_key_block(visit.q0());
-        }();
-        const bool stores = p.plain.schedule.first_stores && rank == 0;
+        const int rank = kClaimed ? 0 : visit.rank(p.plain);
+        bool stores = p.plain.schedule.first_stores && rank == 0;
         if (V::kDeterministic || p.plain.schedule.first_stores) {
+            if constexpr (kClaimed) stores = visit.is_first(turn);
             // @turn-awaited-sm90
-            while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1)) && !lengths_contradict<V>(p.plain))
-                ptx::nanosleep();
+            else
+                while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1)) &&
+                       !lengths_contradict<V>(p.plain))
+                    ptx::nanosleep();
             ptx::fence_proxy_async_global();  // @earlier-shares-shown-to-tma
         }
         ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);                    // @dq-full
@@ -139,9 +138,9 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
         ptx::cp_async_bulk_wait_group_read<0>();  // @dq-has-left
         ptx::mbarrier_arrive(smem.dq_empty(at.stage));
         if (V::kDeterministic || stores) {
-            ptx::cp_async_bulk_wait_group<0>();  // @share-is-written
-            ptx::fence_proxy_async_global();     // @share-shown-to-others
-            ptx::atomic_add_acq_rel(turn, 1);    // @turn-passed-on-sm90
+            ptx::cp_async_bulk_wait_group<0>();                           // @share-is-written
+            ptx::fence_proxy_async_global();                              // @share-shown-to-others
+            ptx::atomic_add_acq_rel(turn, kClaimed ? visit.kStored : 1);  // @turn-passed-on-sm90
         }
     }
 }
@@ -172,7 +171,7 @@ struct BwdGroup {
         dK.zero(), dV.zero();
     }
 
-    __device__ void run(BwdVisits<V> visit) {
+    __device__ void run(DqVisits<V> visit) {
         const int key0 = uniform(visit.k0 + 64 * group), count = uniform(visit.count);
         const int first = uniform(mask.first_query_block(key0));
         const int end = uniform(mask.some_count(key0) ? mask.end_query_block(key0) : 0);
@@ -210,7 +209,7 @@ struct BwdGroup {
     }
 
     // What was emitted of a head of q. Only tiles with keys have a place for it.
-    __device__ void leave_emitted(const BwdVisits<V> &visit, int head) {
+    __device__ void leave_emitted(const DqVisits<V> &visit, int head) {
         const int block = visit.block * Smem::kGroups + group, part = fresh_thread() / 32 % 4;
         if (64 * block < visit.sequence.seqlen_k)  // @slopes-of-keys-that-exist
             emitted.template leave<Keys, 64, 4>(p.plain, visit.sequence, head, block, part);
@@ -227,7 +226,7 @@ struct BwdGroup {
 
     // One query tile. kMasked: some elements are to be hidden.
     template <bool kMasked>
-    __device__ __forceinline__ void step(const BwdVisits<V> &visit, int q0, int key0) {
+    __device__ __forceinline__ void step(const DqVisits<V> &visit, int q0, int key0) {
         const auto head_places = Places<V>::of(p.plain, visit.sequence, visit.head);
         const auto ring = RingPosition<V::kStages>::of(i);
         const int stage = ring.stage;
@@ -323,7 +322,7 @@ struct BwdGroup {
 
     // dK and dV leave through the shared memory of K and V.
     __device__ void finish() {
-        const BwdVisits<V> visits(p.plain, ptx::opaque(ptx::block_index()));
+        const DqVisits<V> visits(p.plain, ptx::opaque(ptx::block_index()));
         const Sequence<V::kPacked> &sequence = visits.sequence;
         const int key0 = visits.k0 + 64 * group;
         const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
@@ -369,8 +368,8 @@ template <class V>
 __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
     prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
     // Packed, they are looked up once, here, which takes a while; else each role works them out.
-    const BwdVisits<V> visits(p.plain);
-    const auto mine = [&] { return V::kPacked ? visits : BwdVisits<V>(p.plain); };
+    const DqVisits<V> visits(p.plain);
+    const auto mine = [&] { return V::kPacked ? visits : DqVisits<V>(p.plain); };
     if (V::kPacked && visits.k0 >= visits.sequence.rows_k) return;
     const BwdSm90Smem<V> smem{ptx::dynamic_smem_1024()};
     if (ptx::thread_index() == 0) smem.init();
@@ -384,7 +383,7 @@ __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
         if (warp_in_group == 1 && lane() == 0) bwd_add_dq<V>(p, smem, mine());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
-        const BwdVisits<V> visit = mine();
+        const DqVisits<V> visit = mine();
         SequenceOf<V> sequence = visit.sequence;
         if (V::kPacked) sequence.seqlen_q = uniform(sequence.seqlen_q), sequence.seqlen_k = uniform(sequence.seqlen_k);
         BwdGroup<V>(p, smem, sequence, role).run(visit);

@@ -118,7 +118,7 @@ ORDER = (
     _bug("sm90: order of the first three shares only", change("turn-awaited-sm90", "? rank :", "? min(rank, 3) :"), "shares-sm90-d64"),
     _bug("turns shared by batches", change("turn-of-its-sequence", "s.template", "Sequence<kPacked>::of(p, 0).template"), "pair-129"),
     _bug("sm80: rank counted from the first key", change("rank-in-the-query-tile-sm80", "- mask.first_key_block(v.m_block * V::kBlockM)", ""), "rank-sm80"),
-    _bug("sm90: rank counted from the first key", change("rank-in-the-query-tile-sm90", "- Mask<V>(visit.sequence, problem).first_key_block(visit.q0())", ""), "unseen-sm90"),
+    _bug("sm90: rank counted from the first key", change("rank-in-the-query-tile-sm90", "- Mask<V>(this->sequence, p.problem).first_key_block(this->q0())", ""), "unseen-sm90"),
 )  # fmt: skip
 SCHEDULE = (
     _bug("section before the last not cut", change("size-of-the-section", "min(p.section, last_start - section_start)", "p.section"), "pair-38"),

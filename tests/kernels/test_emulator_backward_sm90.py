@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case
+from cupyflash.plan.extents import Extents
+from cupyflash.plan.families import kernels_of
+from cupyflash.plan.spec import Spec
 from tests.table_turns import not_in, taken_backward
 from tests.turns import in_turn
 
@@ -57,6 +61,26 @@ def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str, seed
     inputs, problem = inputs_of(case, "bf16")
     exact = Oracle(problem, *inputs)
     session = Session(small_device("sm_90"), MODES[mode], seed, backward_family="sm90")
+    results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+    assert all(r.passed for r in results), "\n".join(map(str, results))
+
+
+@pytest.mark.parametrize("mode", ["race", "any", "starve", "late"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(("head_dim", "seqlen_q"), [(64, 517), (64, 130), (128, 300)])
+def test_key_blocks_that_begin_at_different_tiles(
+    head_dim: int, seqlen_q: int, deterministic: bool, mode: str, seed: int
+) -> None:
+    """Four of a head, whoever runs; in deterministic mode all of them."""
+    seqlen_k = {64: 700, 128: 500}[head_dim]
+    case = Case("turned", "full", seqlen_q, seqlen_k, head_dim, heads_q=4, heads_k=2, deterministic=deterministic)
+    inputs, problem = inputs_of(case, "bf16")
+    gpu = small_device("sm_90", 64)
+    kernels = kernels_of(Spec.of(problem, backward=True), gpu)
+    assert kernels.numbers(Extents.of(problem)).first_stores
+    exact = Oracle(problem, *inputs)
+    resident = 4 if deterministic else MODES[mode].resident
+    session = Session(gpu, replace(MODES[mode], resident=resident), seed, backward_family="sm90")
     results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
     assert all(r.passed for r in results), "\n".join(map(str, results))
 

@@ -250,13 +250,29 @@ def test_work_is_counted_once(document: Document) -> None:
     assert list(backward["workspace"]) == ["row_stats"]
 
 
-@pytest.mark.parametrize("mask", ["dense", "causal"])
-def test_what_is_stored_first_need_not_be_cleared(mask: str, document: Document) -> None:
-    size = ("--arch", "sm_90", "--batch", "3", "--seqlen", "1000", "--heads", "8", "--head-dim", "64", "--backward")
-    backward = document(*size, *(["--causal"] if mask == "causal" else []))["passes"][1]
-    rows, workspace = 3 * 1000 * 8, backward["workspace"]
-    cleared = 0 if mask == "causal" else workspace["dq_accum"]
-    assert ("dq_turn" in workspace) == (mask == "causal")
+@pytest.mark.parametrize(
+    ("seqlen", "mask", "is_stored"), [(1000, [], True), (3000, [], False), (3000, ["--causal"], True)]
+)
+def test_what_is_stored_first_need_not_be_cleared(
+    seqlen: int, mask: list[str], is_stored: bool, document: Document
+) -> None:
+    size = (
+        "--arch",
+        "sm_90",
+        "--batch",
+        "3",
+        "--seqlen",
+        str(seqlen),
+        "--heads",
+        "8",
+        "--head-dim",
+        "64",
+        "--backward",
+    )
+    backward = document(*size, *mask)["passes"][1]
+    rows, workspace = 3 * seqlen * 8, backward["workspace"]
+    cleared = 0 if is_stored else workspace["dq_accum"]
+    assert ("dq_turn" in workspace) == is_stored
     assert backward["launches"][0]["bytes"] == 2 * 2 * rows * 64 + 4 * rows + workspace["row_stats"] + cleared
 
 

@@ -20,6 +20,7 @@ from cupyflash.launch import prepared as launch
 from cupyflash.launch.kept import Kept
 from cupyflash.operands import BACKWARD, FORWARD, Pass
 from cupyflash.plan import families as plan
+from cupyflash.plan.extents import Extents
 from cupyflash.plan.spec import Spec
 from cupyflash.problem import Bias, Problem, make_problem
 from tests import pretended_gpu
@@ -324,3 +325,26 @@ def test_calls_kept_stay_few(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(launch.calls) <= 5
         assert first in launch.calls.values()
     assert len(launch.specs) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sm_count", "limit"),
+    [
+        ({}, 16, 2048),
+        ({"deterministic": True}, 132, 1024),
+        ({"deterministic": True}, 16, -1),  # blocks that wait for each other might not all run
+        ({"window": (None, 0)}, 16, 4096),
+        ({"window": (None, 0), "deterministic": True}, 16, 4096),
+        ({"packed": True}, 132, -1),
+    ],
+    ids=str,
+)
+def test_up_to_how_many_keys_dq_is_not_cleared(options: dict[str, Any], sm_count: int, limit: int) -> None:
+    gpu = replace(Device.synthetic("sm_90"), sm_count=sm_count)
+    for seqlen in (1, 1024, 1025, 2048, 2049, 4096, 4097):
+        problem = Problem("bf16", 1, seqlen, seqlen, 2, 2, 64, scale=1.0, **{"window": (None, None)} | options)
+        numbers = plan.kernels_of(Spec.of(problem, backward=True), gpu).numbers(Extents.of(problem))
+        assert numbers.first_stores == (seqlen <= limit)
+        assert ("dq_turn" in numbers.workspace) == (numbers.first_stores or problem.deterministic)
+        if limit == 1024:
+            assert numbers.sections == (1, 1)  # the blocks of a head begin one after the other

@@ -1,0 +1,71 @@
+// In which order a block of the backward visits query tiles where each visit adds a share to dQ (dq_accum.cuh), and who
+// stores the first share of a tile.
+//
+// Where every key block visits all query tiles and first_stores is on, block b of n begins after b / n of them. In the first
+// n-th of its visits it meets tiles that nobody was at, and it comes to the others' once these have stored theirs: all store
+// equally many shares, and hardly anybody waits. In deterministic mode, too, whose order of shares follows: that of who
+// stores, then the block before, and so on. There blocks wait for such with a higher index: the plan sees to it that all of
+// a head run at the same time.
+#ifndef CUPYFLASH_DQ_VISITS_CUH
+#define CUPYFLASH_DQ_VISITS_CUH
+#include "attention/dq_accum.cuh"
+#include "attention/visits.cuh"
+
+template <class V>
+struct DqVisits : BwdVisits<V> {
+    static constexpr bool kTurned = !Mask<V>::kHides && !V::kPacked && !V::kBlockMask;
+    // Whether the first share of a tile is that of whichever block counts itself in its turn first.
+    static constexpr bool kClaimed = kTurned && !V::kDeterministic;
+    static constexpr int kStored = 1 << 16;  // kClaimed: is added to the turn once that share is stored
+    int begin;                               // kTurned: of each head, the query tile that is visited first
+
+    __device__ explicit DqVisits(const BwdParams &p, int number = ptx::block_index()) : BwdVisits<V>(p, number) {
+        if constexpr (kTurned) {
+            if (p.schedule.first_stores) this->m_block -= this->block * this->blocks / key_blocks();
+            begin = this->m_block;
+        }
+    }
+    __device__ void next() {
+        if constexpr (kTurned) {
+            this->m_block = after();
+            if (this->m_block == begin) ++this->head;
+        } else {
+            BwdVisits<V>::next();
+        }
+    }
+    __device__ bool is_last_of_head() const {
+        if constexpr (kTurned) return after() == begin;
+        else return BwdVisits<V>::is_last_of_head();
+    }
+    // How many key blocks come to the visit's tile before this one, if all go in order.
+    __device__ int rank(const BwdParams &p) const {
+        if constexpr (V::kBlockMask) {
+            return BwdVisits<V>::rank();
+        } else {
+            if constexpr (kTurned) {
+                if (p.schedule.first_stores) return turned_rank();
+            }
+            // @rank-in-the-query-tile-sm90
+            return this->block - Mask<V>(this->sequence, p.problem).first_key_block(this->q0());
+        }
+    }
+
+    // Whether this block is the first at the visit's tile, and stores; for the others once that is done. Who is first runs,
+    // so nobody waits in vain.
+    __device__ static bool is_first(int *turn) {
+        if (ptx::atomic_add_acq_rel(turn, 1) == 0) return true;    // @first-share-claimed
+        while (ptx::ld_acquire(turn) < kStored) ptx::nanosleep();  // @claimed-share-awaited
+        return false;
+    }
+
+  private:
+    __device__ int turned_rank() const {
+        const int n = key_blocks(), place = this->blocks - 1 - this->m_block;
+        const int stores = ((place + 1) * n - 1) / this->blocks;  // the block that does
+        return stores - this->block + (stores < this->block ? n : 0);
+    }
+    __device__ int after() const { return this->m_block > 0 ? this->m_block - 1 : this->blocks - 1; }
+    __device__ int key_blocks() const { return ceil_div(this->sequence.seqlen_k, V::kBlockN); }
+};
+
+#endif  // CUPYFLASH_DQ_VISITS_CUH
