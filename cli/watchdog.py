@@ -25,6 +25,7 @@ import click
 from .output import Exit
 
 START = "the start: imports and the first look at the GPU"
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 _END_SECONDS = 10.0  # that a child which was killed, or has closed its end, gets to be gone
 _parent: Connection | None = None  # in the child
 
@@ -63,7 +64,7 @@ def watch(arguments: list[str], timeout: float, on_end: Callable[[Progress, str,
     context = multiprocessing.get_context("spawn")  # a fork would inherit locks and, from some libraries, threads
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(theirs, arguments), daemon=True)
-    with _interrupts_ignored():  # and so by the child: Ctrl-C reaches both, and the parent ends the child
+    with _interrupts_ignored(), _one_blas_thread():  # and so in the child: Ctrl-C reaches both, and we end the child
         child.start()
     theirs.close()
     try:
@@ -99,6 +100,19 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Unless the user says how many. BLAS's threads wait for each other by spinning: beside compilations on all cores the
+    reference took many times as long with them as with one."""
+    added = [name for name in _BLAS_THREADS if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, "1"))
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _listen(ours: Connection, timeout: float) -> tuple[Progress, bool]:

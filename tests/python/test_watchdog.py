@@ -23,6 +23,7 @@ SECONDS = 8  # enough for the imports of the child on a busy machine
 PROGRAM = """
 import ctypes, os, signal, sys, time
 from cupyflash import api, cli
+from cupyflash.cli import watchdog
 right = api.attention
 
 def attention(*arrays, **options):
@@ -39,6 +40,7 @@ FAULTS = {
     "sleeps": "time.sleep(1000)",
     "sleeps with Python's lock held": "ctypes.PyDLL(None).sleep(1000)",
     "crashes": "os.kill(os.getpid(), signal.SIGSEGV)",
+    "says its threads": "print('threads', *map(os.environ.get, watchdog._BLAS_THREADS), file=sys.stderr, flush=True)",
 }
 
 
@@ -46,7 +48,8 @@ def start(tmp_path: Path, fault: str, *arguments: str) -> subprocess.Popen[str]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(fault=FAULTS[fault]))
     command = [sys.executable, str(program), "verify", "--level", "smoke", "--backend", "cpu", "--dtype", "fp32"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = {name: x for name, x in os.environ.items() if name not in watchdog._BLAS_THREADS}
+    environment |= {"PYTHONPATH": str(ROOT), "MKL_NUM_THREADS": "3"}
     pipe = subprocess.PIPE
     return subprocess.Popen([*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -130,3 +133,15 @@ def test_exit_codes_of_the_child(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stderr.count("no case is called") == 1
+
+
+def test_blas_has_one_thread_unless_the_user_says_how_many(tmp_path: Path) -> None:
+    """With more, the reference waits beside compilations on all cores."""
+    before = dict(os.environ)
+    run = start(tmp_path, "says its threads")
+    _, stderr = run.communicate(timeout=60)
+    assert run.returncode == 0
+    assert set(re.findall(r"^threads (.*)$", stderr, flags=re.MULTILINE)) == {"1 1 3"}
+    with watchdog._one_blas_thread():
+        pass
+    assert dict(os.environ) == before
