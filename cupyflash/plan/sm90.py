@@ -79,11 +79,11 @@ _BACKWARD_PACKED_LISTS = _BACKWARD_LISTED, _BACKWARD_LISTED[:1]  # alone, and cr
 
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
 _SECTION_BYTES = 4 << 20, 16 << 20
-# Up to how many keys it pays that dQ's accumulator need not be cleared (docs/performance.md): with a mask; without one,
-# as dq_visits.cuh has it, and so in deterministic mode. There the key blocks of a head wait for each other, 8 at most
-# since each has 128 keys: all run at the same time, even if they share a GPU of so many multiprocessors with others.
+# Up to how many keys it pays that dQ's accumulator need not be cleared (docs/performance.md): with a mask; and without
+# one, as dq_visits.cuh has it. There the key blocks of a head wait for each other, 8 at most since each has 128 keys:
+# all run at the same time, even if they share a GPU of so many multiprocessors with others.
 _FIRST_STORES_LIMIT = 4096
-_TURNED_LIMIT, _TURNED_SM_COUNT = (2048, 1024), 64
+_TURNED_LIMIT, _TURNED_SM_COUNT = 1024, 64
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,7 @@ class Sm90(Family):
     def first_stores_limit(self, spec: Spec, device: Device) -> int:
         if spec.masked:
             return _FIRST_STORES_LIMIT
-        if spec.packed or (spec.deterministic and device.sm_count < _TURNED_SM_COUNT):
-            return -1
-        return _TURNED_LIMIT[spec.deterministic]
+        return -1 if spec.packed or device.sm_count < _TURNED_SM_COUNT else _TURNED_LIMIT
 
 
 SM90 = Sm90()

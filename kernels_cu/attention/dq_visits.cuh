@@ -2,9 +2,9 @@
 // stores the first share of a tile.
 //
 // Where every key block visits all query tiles and first_stores is on, block b of n begins after b / n of them. In the first
-// n-th of its visits it meets tiles that nobody was at, and it comes to the others' once these have stored theirs: all store
-// equally many shares, and hardly anybody waits. In deterministic mode, too, whose order of shares follows: that of who
-// stores, then the block before, and so on. There blocks wait for such with a higher index: the plan sees to it that all of
+// n-th of its visits it meets tiles that nobody was at, and stores its share; it comes to the others' once these have stored
+// theirs. All store equally many, and hardly anybody waits. In deterministic mode, too, whose order of shares follows: that
+// of who stores, then the block before, and so on. Blocks wait for such with a higher index: the plan sees to it that all of
 // a head run at the same time.
 #ifndef CUPYFLASH_DQ_VISITS_CUH
 #define CUPYFLASH_DQ_VISITS_CUH
@@ -14,10 +14,7 @@
 template <class V>
 struct DqVisits : BwdVisits<V> {
     static constexpr bool kTurned = !Mask<V>::kHides && !V::kPacked && !V::kBlockMask;
-    // Whether the first share of a tile is that of whichever block counts itself in its turn first.
-    static constexpr bool kClaimed = kTurned && !V::kDeterministic;
-    static constexpr int kStored = 1 << 16;  // kClaimed: is added to the turn once that share is stored
-    int begin;                               // kTurned: of each head, the query tile that is visited first
+    int begin;  // kTurned: of each head, the query tile that is visited first
 
     __device__ explicit DqVisits(const BwdParams &p, int number = ptx::block_index()) : BwdVisits<V>(p, number) {
         if constexpr (kTurned) {
@@ -48,14 +45,6 @@ struct DqVisits : BwdVisits<V> {
             // @rank-in-the-query-tile-sm90
             return this->block - Mask<V>(this->sequence, p.problem).first_key_block(this->q0());
         }
-    }
-
-    // Whether this block is the first at the visit's tile, and stores; for the others once that is done. Who is first runs,
-    // so nobody waits in vain.
-    __device__ static bool is_first(int *turn) {
-        if (ptx::atomic_add_acq_rel(turn, 1) == 0) return true;    // @first-share-claimed
-        while (ptx::ld_acquire(turn) < kStored) ptx::nanosleep();  // @claimed-share-awaited
-        return false;
     }
 
   private:

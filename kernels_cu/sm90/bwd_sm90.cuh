@@ -109,26 +109,22 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
 }
 
 // Every dQ, from shared memory to the accumulator; by one thread. dq_turn counts the shares that others wait for: with
-// first_stores that of the tile's first key block, or of whoever is there first (dq_visits.cuh), which stores where they
-// add; in deterministic order every one. Key blocks before this one have a lower block index, so they are running.
+// first_stores that of the tile's first key block, which stores where they add; in deterministic order every one. Key blocks
+// before this one are running: they have a lower block index, or the plan sees to it (dq_visits.cuh).
 template <class V>
 __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
     constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
-    constexpr bool kClaimed = DqVisits<V>::kClaimed;
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
         const auto at = RingPosition<2>::of(i);
         float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
         int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
-        const int rank = kClaimed ? 0 : visit.rank(p.plain);
-        bool stores = p.plain.schedule.first_stores && rank == 0;
+        const int rank = visit.rank(p.plain);
+        const bool stores = p.plain.schedule.first_stores && rank == 0;
         if (V::kDeterministic || p.plain.schedule.first_stores) {
-            if constexpr (kClaimed) stores = visit.is_first(turn);
             // @turn-awaited-sm90
-            else
-                while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1)) &&
-                       !lengths_contradict<V>(p.plain))
-                    ptx::nanosleep();
+            while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1)) && !lengths_contradict<V>(p.plain))
+                ptx::nanosleep();
             ptx::fence_proxy_async_global();  // @earlier-shares-shown-to-tma
         }
         ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);                    // @dq-full
@@ -138,9 +134,9 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
         ptx::cp_async_bulk_wait_group_read<0>();  // @dq-has-left
         ptx::mbarrier_arrive(smem.dq_empty(at.stage));
         if (V::kDeterministic || stores) {
-            ptx::cp_async_bulk_wait_group<0>();                           // @share-is-written
-            ptx::fence_proxy_async_global();                              // @share-shown-to-others
-            ptx::atomic_add_acq_rel(turn, kClaimed ? visit.kStored : 1);  // @turn-passed-on-sm90
+            ptx::cp_async_bulk_wait_group<0>();  // @share-is-written
+            ptx::fence_proxy_async_global();     // @share-shown-to-others
+            ptx::atomic_add_acq_rel(turn, 1);    // @turn-passed-on-sm90
         }
     }
 }

@@ -330,9 +330,9 @@ def test_calls_kept_stay_few(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "sm_count", "limit"),
     [
-        ({}, 16, 2048),
+        ({}, 132, 1024),
         ({"deterministic": True}, 132, 1024),
-        ({"deterministic": True}, 16, -1),  # blocks that wait for each other might not all run
+        ({}, 16, -1),  # blocks that wait for each other might not all run
         ({"window": (None, 0)}, 16, 4096),
         ({"window": (None, 0), "deterministic": True}, 16, 4096),
         ({"packed": True}, 132, -1),
