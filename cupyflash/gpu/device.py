@@ -30,6 +30,7 @@ _SYNTHETIC: dict[str, tuple[int, int, int]] = {
 }
 ARCHS = tuple(_SYNTHETIC)
 MIN_CAPABILITY = (8, 0)
+_SMALL_BYTES = 160 * KIB
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,11 @@ class Device:
     def arch(self) -> str:
         """The plain architecture that the ``sm80`` family is compiled for, such as ``sm_90``."""
         return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a multiprocessor's shared memory leaves no room for many stages, nor for two large blocks."""
+        return self.smem_per_sm_bytes < _SMALL_BYTES
 
     @classmethod
     def synthetic(cls, arch: str) -> Device:

@@ -12,7 +12,7 @@ from ..cache.problem import CacheProblem
 from ..errors import UnsupportedError
 from ..gpu.device import MIN_CAPABILITY, Device
 from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile
-from .decode_shares import DecodePlan, is_small, rows_of, shared_out, splits_of
+from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import stored_shape, stored_team
 from .families import GPU_DTYPES
 from .spec import LEAST_UNIT
@@ -131,7 +131,7 @@ def _wide(p: CacheProblem, device: Device) -> bool:
 def _shape(p: CacheProblem, device: Device, team: int, wide: bool, cluster: int, box: int) -> DecodeTile:
     """Of 16 bits: `wide`, two heads in each of two blocks a multiprocessor, or in one of few warps."""
     chunks = -(-p.head_dim // 64)
-    small = is_small(device)
+    small = device.is_small
     if wide and chunks <= 2 and not small:
         pair = 2 if p.head_dim == 64 and box == SLICE else 1
         return DecodeTile(team, 4, 1, 2, pair, 0, box, blocks_per_sm=2)

@@ -13,12 +13,6 @@ SPLIT_KEYS = 1024  # of batch_invariant
 # Of a cache with room for no more keys, a block for each tile wins what the kernel behind costs, where lengths are
 # equal: 1.7 us of 14 with room for 512 keys, 0.8 of 20 for 1024 (docs/performance.md). Else it may lose as much.
 _SHORT_KEYS = 1024
-_SMALL_BYTES = 160 << 10
-
-
-def is_small(device: Device) -> bool:
-    """Whether the shared memory of a multiprocessor leaves no room for many rings of stages."""
-    return device.smem_per_sm_bytes < _SMALL_BYTES
 
 
 @dataclass(frozen=True)

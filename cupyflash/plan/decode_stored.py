@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from .decode_kernels import DecodeTile
-from .decode_shares import is_small, rows_of
+from .decode_shares import rows_of
 
 
 def stored_team(p: CacheProblem, hopper: bool) -> tuple[int, int]:
@@ -22,7 +22,7 @@ def stored_shape(
 ) -> DecodeTile:
     """12 warps a multiprocessor where their rows of O leave them the registers, and rings the shared memory; else 8, or
     4. `wide`: two heads in each of two blocks."""
-    small = is_small(device)
+    small = device.is_small
     few = team[1] == 8 and p.head_dim <= (256 if hopper else 128)
     few = few or (team[1] == 16 and not cluster and p.head_dim <= (128 if hopper else 64))
     warps = 12 if few and not small else 4 if small and p.head_dim > 128 and team[0] < 8 else 8
