@@ -84,6 +84,20 @@ _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
     (256, ForwardTile(64, 64, 4, 2, 1)),
 )
 
+# The same for GPUs with 100 KiB a multiprocessor, where a block of four warps would run alone, and wait for its own
+# softmax. Chosen by time on an H200 with no more shared memory (tools.as_gpu), 2026-11-23, at head_dim 96, 128, 192 and
+# 256. At 104 and 112 two blocks of 48 keys do not fit.
+_FORWARD_SMALL: tuple[tuple[int, ForwardTile], ...] = (
+    *_FORWARD[:1],
+    (80, _FORWARD[1][1]),
+    (96, ForwardTile(128, 48, 4, 2, 2)),
+    (112, ForwardTile(128, 32, 4, 2, 2)),
+    (128, ForwardTile(256, 48, 8, 2, 1)),
+    (128, ForwardTile(128, 64, 4, 2, 2)),
+    (208, ForwardTile(128, 48, 8, 2, 1)),
+    (256, ForwardTile(128, 32, 8, 2, 1)),
+)
+
 _FORWARD_DROPOUT = ForwardTile(128, 64, 8, 2, 1)  # what compiles without spills; not measured
 
 _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
@@ -95,6 +109,17 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (256, BackwardTile(64, 64, 8, 2, 1, split_d=4, dq_warps_m=4)),
     (256, BackwardTile(64, 64, 8, 1, 1, split_d=4, dq_warps_m=1)),
     (256, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
+)
+
+# For GPUs with 100 KiB a multiprocessor, chosen likewise at head_dim 64, 96, 128 and 192. Eight warps do not divide the
+# columns of dQ at 112: there, what is best at 128 of those that have them padded.
+_BACKWARD_SMALL: tuple[tuple[int, BackwardTile], ...] = (
+    (64, BackwardTile(64, 64, 4, 1, 2)),
+    (96, BackwardTile(32, 64, 4, 1, 2)),
+    (112, BackwardTile(64, 64, 8, 1, 1, split_d=4, dq_warps_m=4)),
+    (128, BackwardTile(32, 128, 8, 1, 1)),
+    (224, BackwardTile(32, 64, 8, 1, 1, split_d=2)),
+    _BACKWARD[-1],
 )
 
 
@@ -163,22 +188,26 @@ class Sm80(Family):
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
         """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout,
         or a block mask beside a bias or of packed sequences, warps take 16 rows. Warps that share rows leave none for
-        any of these, nor for a softcap."""
-        d, table = spec.head_dim, _FORWARD_BIAS if spec.bias else _FORWARD
+        any of these, nor for a softcap; 256 rows a block leave none for packed sequences, nor for a range of keys where
+        scores are scaled first or capped. Tiles of a block mask have no whole blocks of 48."""
+        d = spec.head_dim
+        table = _FORWARD_BIAS if spec.bias else _FORWARD_SMALL if device.is_small else _FORWARD
         is_listed = spec.block_mask and (spec.crowded or (spec.packed and d > 64))
         if d <= 128 and (spec.dropout or is_listed):
             return _FORWARD_DROPOUT
         is_full = d > 64 and (spec.unaligned or spec.block_mask)
         fitting = (t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
         may_share = not (is_full or spec.dropout or spec.softcap)
-        tile = next(t for t in fitting if t.split_d == 1 or may_share)
+        may_be_tall = not (is_full or spec.packed or (spec.kv_range and (spec.softcap or spec.scale_first)))
+        tile = next(t for t in fitting if (t.split_d == 1 or may_share) and (t.block_m <= 128 or may_be_tall))
         if spec.bias and not spec.paired_bias:
             tile = replace(tile, q_in_regs=False)
-        is_wide = tile.warps != 8 or (spec.crowded and d > 128)
+        is_wide = tile.warps != 8 or tile.block_n == 48 or (spec.crowded and d > 128)
         return replace(tile, block_n=32) if is_full and is_wide else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
-        d, table = spec.head_dim, _BACKWARD_BIAS if spec.bias else _BACKWARD
+        d = spec.head_dim
+        table = _BACKWARD_BIAS if spec.bias else _BACKWARD_SMALL if device.is_small else _BACKWARD
         if spec.dropout and device.capability >= (10, 0):  # where the usual tiles spill with it
             table = _BACKWARD_NARROW
         if spec.crowded:

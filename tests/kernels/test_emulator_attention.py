@@ -19,7 +19,7 @@ from emulator.require import require_compiler
 from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.check.cases import Case
 from cupyflash.gpu.device import Device
-from cupyflash.plan import shipped, variant
+from cupyflash.plan import shipped, sm80, variant
 from cupyflash.plan.families import variants_of_calls
 from tests.table_turns import not_in
 from tests.turns import in_turn
@@ -28,11 +28,17 @@ require_compiler()
 
 ARCHS = ("sm_80", "sm_86", "sm_90")  # much shared memory, little, and 16-byte reductions
 TESTED_MODES = ("race", "late")
+# The tiles for little shared memory; 104 and 192 are not multiples of what tiles at their limits are.
+SMALL_HEAD_DIMS = sorted({104, 192, *(limit for limit, _ in (*sm80._FORWARD_SMALL, *sm80._BACKWARD_SMALL))})
+SMALL = {
+    case.name: case
+    for case in (Case(f"small-d{d}", "full", 301, 333, d, causal=True, heads_q=2, heads_k=1) for d in SMALL_HEAD_DIMS)
+}
 
 
 @functools.lru_cache(maxsize=4)
 def oracle(name: str, dtype: str) -> Oracle:
-    inputs, problem = inputs_of((SHIPPED | TABLE)[name], dtype)
+    inputs, problem = inputs_of((SHIPPED | TABLE | SMALL)[name], dtype)
     return Oracle(problem, *inputs)
 
 
@@ -57,7 +63,8 @@ def run(case: Case, dtype: str, arch: str, mode: str, seed: int) -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_variant(name: str, mode: str, seed: int) -> None:
     case = SHIPPED[name]
-    run(case, case.dtypes[0], ARCHS[list(SHIPPED).index(name) % 2 * 2], mode, seed)
+    turn = list(SHIPPED).index(name) + TESTED_MODES.index(mode)
+    run(case, case.dtypes[0], ARCHS[turn % 3], mode, seed)
 
 
 @pytest.mark.parametrize(("name", "mode"), in_turn(TABLE, [(mode,) for mode in TESTED_MODES], spare=not_in("sm80")))
@@ -67,6 +74,11 @@ def test_case(name: str, mode: str, seed: int) -> None:
     if dtype not in TABLE[name].dtypes:
         dtype = "bf16"
     run(TABLE[name], dtype, ARCHS[index % 3], mode, seed)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_tile_for_little_shared_memory(name: str, seed: int) -> None:
+    run(SMALL[name], "bf16", "sm_86", "race", seed)
 
 
 def test_every_shipped_variant_is_run() -> None:
