@@ -104,8 +104,8 @@ def _interrupts_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_blas_thread() -> Iterator[None]:
-    """Unless the user says how many. BLAS's threads wait for each other by spinning: beside compilations on all cores the
-    reference took many times as long with them as with one."""
+    """Unless the user says how many. BLAS's threads wait for each other by spinning: beside compilations on all cores,
+    the reference took many times as long with them as with one."""
     added = [name for name in _BLAS_THREADS if name not in os.environ]
     os.environ.update(dict.fromkeys(added, "1"))
     try:
