@@ -113,10 +113,9 @@ def _cache_folder(config: pytest.Config) -> Path:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """`-n auto`: one process more than cores that this process may use, since tests wait for others that they start;
-    within what the memory of a GPU bears."""
+    """`-n auto`: one process a core that this process may use, within what the memory of a GPU bears."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores + 1, MAX_WORKERS)
+    return min(cores, MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -534,7 +534,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
     given = [jax.device_put(x, NamedSharding(mesh, spec)) for x in three]
     given.append(jax.device_put(table, NamedSharding(mesh, P())))
     for f, of_parts, shape in CALLS:
-        want, grads = f(*three, table), gradients(f)(*three, table)
+        want, grads = jax.block_until_ready((f(*three, table), gradients(f)(*three, table)))
         for g, expected in ((f, want), (jax.jit(f), want), (jax.jit(gradients(f)), grads)):
             jax.effects_barrier()
             seen.clear()
@@ -567,7 +567,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
         ("score + table[h, q]", (2, 37, 4, 16)), ("score * table[0, k]", (2, 37, 2, 16)),
         ("score + table[b, k]", (4, 37, 2, 16)), ("score + table[b, h]", (4, 37, 4, 16)),
     ):
-        want = learned(text)(*three, table, *heads)
+        want = jax.block_until_ready(learned(text)(*three, table, *heads))
         seen.clear()
         agree(jax.block_until_ready(jax.jit(learned(text))(*given, *own)), want)
         assert set(seen) == {{shape}}, (shape, seen)
