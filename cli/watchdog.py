@@ -63,8 +63,8 @@ def watch(arguments: list[str], timeout: float, on_end: Callable[[Progress, str,
     """
     context = multiprocessing.get_context("spawn")  # a fork would inherit locks and, from some libraries, threads
     ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(theirs, arguments), daemon=True)
-    with _interrupts_ignored(), _one_blas_thread():  # and so in the child: Ctrl-C reaches both, and we end the child
+    with _interrupts_ignored(), _one_blas_thread() as added:  # and so in the child: Ctrl-C reaches both, and we end it
+        child = context.Process(target=_child, args=(theirs, arguments, added), daemon=True)
         child.start()
     theirs.close()
     try:
@@ -103,13 +103,13 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    """Unless the user says how many. BLAS's threads wait for each other by spinning: beside compilations on all cores,
-    the reference took many times as long with them as with one."""
+def _one_blas_thread() -> Iterator[list[str]]:
+    """Unless the user says how many; the variables that say so. BLAS's threads wait for each other by spinning: beside
+    compilations on all cores, the reference took many times as long with them as with one."""
     added = [name for name in _BLAS_THREADS if name not in os.environ]
     os.environ.update(dict.fromkeys(added, "1"))
     try:
-        yield
+        yield added
     finally:
         for name in added:
             del os.environ[name]
@@ -137,9 +137,11 @@ def _kill(child: SpawnProcess, code: int = Exit.INTERRUPTED) -> None:
         os._exit(code)
 
 
-def _child(theirs: Connection, arguments: list[str]) -> None:
+def _child(theirs: Connection, arguments: list[str], added: list[str]) -> None:
     from . import main
 
+    for name in added:  # BLAS is loaded and has read them; our own threads, which are verified too, go by them as well
+        del os.environ[name]
     global _parent
     _parent = theirs
     main(arguments, prog_name="cupyflash")

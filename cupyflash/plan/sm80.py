@@ -81,7 +81,6 @@ _FORWARD: tuple[tuple[int, ForwardTile], ...] = (
     (248, ForwardTile(128, 64, 8, 2, 1)),
     (256, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
     (256, ForwardTile(128, 64, 8, 2, 1)),
-    (256, ForwardTile(64, 64, 4, 2, 1)),
 )
 
 # The same for GPUs with 100 KiB a multiprocessor, where a block of four warps would run alone, and wait for its own
