@@ -76,7 +76,7 @@ class Cache:
         if self.path is not None and reason is None:
             try:
                 kept = cubin.write(self.path, key, kernel)
-                upkeep.prune(self.path)
+                upkeep.wrote(self.path, len(kernel.data))
                 return kept
             except OSError as e:
                 reason = str(e)

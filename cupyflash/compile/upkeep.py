@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from pathlib import Path
 from . import cubin
 
 MAX_BYTES = 256 << 20
+SHARE = 16  # of `MAX_BYTES`: so much may be written before a process looks again what must go
 LOCKS, EMULATOR = "locks", "emulator"
 _ORPHAN_SECONDS = 3600.0
+_counting = threading.Lock()
+_left: dict[Path, int] = {}  # bytes that this process may write to a folder before it looks again
 _EMULATOR_NAME = re.compile(r"\w+-[0-9a-f]{16}\.so(\.lock)?|headers-[0-9a-f]{16}")
 
 
@@ -81,6 +85,19 @@ def clear_emulator(folder: Path) -> list[OSError]:
     with contextlib.suppress(OSError):  # it is not empty
         (folder / EMULATOR).rmdir()
     return errors
+
+
+def wrote(folder: Path, size: int) -> None:
+    """To be called for each kernel that is written, of so many bytes: `prune`, at the first one and then now and then.
+
+    To look at a folder of 1700 kernels takes 0.1 s of system calls, and threads that compile would wait for each other
+    at every one of them.
+    """
+    with _counting:
+        left = _left.get(folder, 0) - size
+        _left[folder] = left if left >= 0 else MAX_BYTES // SHARE
+    if left < 0:
+        prune(folder)
 
 
 def prune(folder: Path, max_bytes: float = MAX_BYTES) -> None:

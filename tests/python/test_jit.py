@@ -130,6 +130,21 @@ def test_the_cache_is_bounded_by_dropping_what_was_used_longest_ago(folder: Path
     assert store.entries() == []
 
 
+def test_what_must_go_is_looked_for_now_and_then(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every kernel, the threads of `verify` spent more time on that than on compiling."""
+    store, kernel = cache.default(), jit.compile_kernel(SMALL, "sm_80")
+    size, looked = len(kernel.data), []
+    prune = upkeep.prune
+    monkeypatch.setattr(upkeep, "prune", lambda path: (looked.append(path), prune(path, upkeep.MAX_BYTES)))
+    monkeypatch.setattr(upkeep, "MAX_BYTES", 20 * size)
+    monkeypatch.setattr(upkeep, "SHARE", 4)
+    upkeep._left.clear()
+    for i in range(60):
+        store.write(f"{i:040x}", kernel)
+    assert len(looked) == 10  # the first, and then one of six: a fourth of the most, and the one beyond it
+    assert len(store.entries()) <= 25
+
+
 def test_processes_compile_a_kernel_once(folder: Path) -> None:
     program = (
         "from cupyflash.compile import jit; from cupyflash.plan import kernels;"
