@@ -5,22 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash.check.cache_case import CacheCase
-from cupyflash.check.cases import Case
 from cupyflash.compile import jit
 from cupyflash.compile.cache import Cubin
 from cupyflash.errors import CompileError
 from cupyflash.gpu.device import Device
-from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
-
-from . import cached
 
 SUPPORTED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 SMOKE_ARCH = "sm_90"
@@ -59,28 +53,6 @@ def selection(level: str) -> list[tuple[Variant, str]]:
             variants = tuple({type(v): v for v in reversed(variants)}.values())
         work += [(v, arch) for v in variants]
     return work
-
-
-@contextmanager
-def compiling_ahead(wanted: list[tuple[Case | CacheCase, str]], gpu: Device) -> Iterator[None]:
-    """Compile the kernels of these cases side by side, in their order, into the cache, while the cases run.
-
-    A kernel that does not compile is the matter of the case that needs it: its call meets the same error.
-    """
-    variants: dict[Variant, None] = {}
-    for case, dtype in wanted:
-        if isinstance(case, CacheCase):
-            needed = cached.variants_of(case, dtype, gpu)
-        else:
-            needed = variants_of_calls(case.problem(dtype), gpu, dalibi=True)
-        variants.update(dict.fromkeys(needed))
-    pool = ThreadPoolExecutor(os.cpu_count() or 1)
-    for variant in variants:
-        pool.submit(jit.compile_kernel, variant, gpu.arch)
-    try:
-        yield
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def compile_all(work: list[tuple[Variant, str]]) -> Iterator[KernelResult]:

@@ -29,9 +29,10 @@ from ..frameworks import Framework, make
 from ..output import emit, exit_codes, human, json_option, list_option, progress, quiet
 from . import cached
 from . import emulator as verify_emulator
+from .ahead import compiling_ahead
 from .cases import run_case
 from .checks import NAMES, Context, available, run_check
-from .kernels import compile_all, compiling_ahead, selection
+from .kernels import compile_all, selection
 from .report import CASE_HEADER, CHECK_HEADER, Report, case_line, check_line, emulator_header, print_kernels, report_end
 
 

@@ -1,52 +1,97 @@
-"""`verify` on a GPU compiles the kernels of its cases side by side while they run."""
+"""`verify` on a GPU compiles the kernels of its cases side by side while they run, in a process of its own."""
 
 from __future__ import annotations
 
-import threading
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
 from cupyflash.check import cases
-from cupyflash.cli.verify import cached, kernels
-from cupyflash.errors import CompileError
+from cupyflash.cli.verify import ahead, cached
+from cupyflash.compile import cache, jit, nvrtc
 from cupyflash.gpu.device import Device
 from cupyflash.plan.families import variants_of_calls
 
+GPU = Device.synthetic("sm_90")
 
-def test_every_kernel_of_the_cases_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, wanted = Device.synthetic("sm_90"), [(c, "bf16") for c in cases.select("smoke")]
-    expected = {v.symbol for case, dtype in wanted for v in variants_of_calls(case.problem(dtype), gpu, dalibi=True)}
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def wait_for(folder: Path, count: int) -> None:
+    until = time.monotonic() + 60
+    while len(cache.default().entries()) < count:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_every_kernel_of_the_cases_once() -> None:
+    wanted = [(c, "bf16") for c in cases.select("smoke")]
     over_cache = cached.chosen("smoke", ("bf16",), (), None)
-    of_caches = {v.symbol for case, dtype in over_cache for v in cached.variants_of(case, dtype, gpu)}
-    assert any(symbol.startswith("decode") for symbol in of_caches)
-    expected |= of_caches
-    asked: list[str] = []
-    all_there = threading.Event()
-
-    def refuse(variant: object, arch: str) -> None:
-        asked.append(variant.symbol)  # type: ignore[attr-defined]
-        if len(asked) == len(expected):
-            all_there.set()
-        raise CompileError(variant.symbol, arch, "no")  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(kernels.jit, "compile_kernel", refuse)
-    with kernels.compiling_ahead([*wanted, *over_cache], gpu):  # an error is the case's to report
-        assert all_there.wait(30)
-    assert len(asked) == len(expected) > 4
-    assert set(asked) == expected
+    found = ahead.needed([*wanted, *over_cache, *wanted], GPU)
+    of_caches = {v for case, dtype in over_cache for v in cached.variants_of(case, dtype, GPU)}
+    expected = {v for case, dtype in wanted for v in variants_of_calls(case.problem(dtype), GPU, dalibi=True)}
+    assert any(v.symbol.startswith("decode") for v in of_caches)
+    assert len(found) == len(set(found)) > 4
+    assert set(found) == expected | of_caches
+    assert pickle.loads(pickle.dumps(found)) == found
 
 
-def test_the_end_does_not_wait_for_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, go = Device.synthetic("sm_90"), threading.Event()
-    begun: list[object] = []
+@pytest.mark.skipif(not nvrtc.candidates(), reason="there is no NVRTC")
+def test_they_are_in_the_cache_before_they_are_asked_for(folder: Path) -> None:
+    wanted = [(cases.case("dense-d8"), "bf16")]
+    expected = ahead.needed(wanted, GPU)
+    with ahead.compiling_ahead(wanted, GPU):
+        wait_for(folder, len(expected))
+    assert all(jit.compile_kernel(variant, GPU.arch).from_cache for variant in expected)
+
+
+def test_the_end_does_not_wait_for_what_has_not_begun(folder: Path) -> None:
     wanted = [(c, "bf16") for c in cases.select("full") if "bf16" in c.dtypes]
-
-    def wait(variant: object, arch: str) -> None:
-        begun.append(variant)
-        go.wait(30)
-
-    monkeypatch.setattr(kernels.jit, "compile_kernel", wait)
-    with kernels.compiling_ahead(wanted, gpu):
+    begin = time.monotonic()
+    with ahead.compiling_ahead(wanted, GPU):
         pass
-    go.set()
-    assert 0 < len(begun) <= (kernels.os.cpu_count() or 1)
+    assert time.monotonic() - begin < 30  # they would take minutes
+    assert len(cache.default().entries()) < len(ahead.needed(wanted, GPU)) / 2
+
+
+def test_it_ends_with_the_process_that_it_works_for(folder: Path) -> None:
+    """That one may be killed, as by the watchdog when a kernel hangs."""
+    program = (
+        "import os, subprocess, time\n"
+        "from cupyflash.check import cases\n"
+        "from cupyflash.cli.verify import ahead\n"
+        "from cupyflash.gpu.device import Device\n"
+        "start = subprocess.Popen\n"
+        "def noted(*a, **k):\n"
+        "    process = start(*a, **k)\n"
+        "    print(process.pid, flush=True)\n"
+        "    return process\n"
+        "subprocess.Popen = noted\n"
+        "wanted = [(c, 'bf16') for c in cases.select('full') if 'bf16' in c.dtypes]\n"
+        "with ahead.compiling_ahead(wanted, Device.synthetic('sm_90')):\n"
+        "    time.sleep(100)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as killed:
+        assert killed.stdout is not None
+        helper = Path("/proc", killed.stdout.readline().strip())
+        is_there = helper.exists()
+        killed.kill()
+    if not is_there:
+        pytest.skip("no /proc here")
+    until = time.monotonic() + 30
+    while helper.exists() and helper.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.05)
