@@ -74,7 +74,7 @@ def not_in(family: str) -> set[str]:
 
 @functools.cache
 def dtypes() -> dict[str, tuple[str, ...]]:
-    """Those in which the CPU path runs a case: all to which it brings something new, else two, in turn."""
+    """Those in which the CPU path runs a case: all to which it brings something new, else one, in turn."""
     seen: dict[str, set[Trait]] = {dtype: set() for dtype in DTYPES}
     found: dict[str, tuple[str, ...]] = {}
     spare = 0
@@ -82,7 +82,7 @@ def dtypes() -> dict[str, tuple[str, ...]]:
         has = traits(case, "sm80")  # that family takes whatever the CPU path takes
         needed = tuple(dtype for dtype in DTYPES if not has <= seen[dtype])
         if not needed:
-            needed, spare = DTYPES[spare % 2 :: 2], spare + 1
+            needed, spare = (DTYPES[spare % len(DTYPES)],), spare + 1
         for dtype in needed:
             seen[dtype] |= has
         found[case.name] = needed
