@@ -7,19 +7,26 @@ each of them takes from the system.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from cupyflash.arrays.adapters import NUMPY
 from cupyflash.check.cache_case import CacheCase
 from cupyflash.check.cases import Case
 from cupyflash.compile import jit
 from cupyflash.gpu.device import Device
-from cupyflash.plan.families import variants_of_calls
+from cupyflash.launch.alignment import access, has_pairs
+from cupyflash.launch.passes import with_batch
+from cupyflash.launch.prepare import family
+from cupyflash.plan.families import kernels_of
+from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
 
 from . import cached
@@ -44,7 +51,7 @@ def compiling_ahead(wanted: Sequence[tuple[Case | CacheCase, str]], gpu: Device)
     assert process.stdin is not None
     try:
         with contextlib.suppress(BrokenPipeError):
-            for each in (sys.path, (needed(wanted, gpu), gpu.arch)):
+            for each in (sys.path, (wanted, gpu)):
                 pickle.dump(each, process.stdin)
             process.stdin.flush()
         yield
@@ -55,26 +62,49 @@ def compiling_ahead(wanted: Sequence[tuple[Case | CacheCase, str]], gpu: Device)
             process.stdin.close()
 
 
-def needed(wanted: Sequence[tuple[Case | CacheCase, str]], gpu: Device) -> list[Variant]:
+def needed(wanted: Iterable[tuple[Case | CacheCase, str]], gpu: Device) -> Iterator[Variant]:
     """The kernels of these cases, each once."""
-    found: dict[Variant, None] = {}
+    found: set[Variant] = set()
     for case, dtype in wanted:
-        if isinstance(case, CacheCase):
-            found.update(dict.fromkeys(cached.variants_of(case, dtype, gpu)))
-        else:
-            found.update(dict.fromkeys(variants_of_calls(case.problem(dtype), gpu, dalibi=True)))
-    return list(found)
+        for variant in _of(case, dtype, gpu):
+            if variant not in found:
+                found.add(variant)
+                yield variant
+
+
+def _of(case: Case | CacheCase, dtype: str, gpu: Device) -> Iterable[Variant]:
+    if isinstance(case, CacheCase):
+        return cached.variants_of(case, dtype, gpu)
+    return itertools.chain.from_iterable(kernels_of(spec, gpu).variants for spec in specs(case, dtype))
+
+
+def specs(case: Case, dtype: str) -> Iterator[Spec]:
+    """Of the forward, and of the backward with all gradients if there is one, of arrays that lie as the case's do."""
+    inputs, problem = case.inputs(dtype), case.problem(dtype)
+    arrays = [case.in_layout(x) for x in inputs[:4]]
+    added = [x for x in (inputs.bias, inputs.mask) if x is not None]
+    pairs = [has_pairs(*NUMPY.describe("bias", NUMPY.signature(x))[:2]) and NUMPY.pointer(x) % 8 == 0 for x in added]
+    known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), True)
+    known["dmods"] = () if inputs.mods is None else tuple(inputs.mods.learned.values())
+    known |= {"paired_bias": all(pairs), "family": family()}
+    for backward in (False, True)[: 1 + case.backward]:
+        read = arrays[: 3 + backward]
+        signatures: list[Any] = [NUMPY.describe("q", NUMPY.signature(x)) for x in read]
+        if case.packed:
+            signatures = [with_batch(x) for x in signatures]
+        aligned, tma = access(signatures, not any(NUMPY.pointer(x) % 16 for x in read))
+        yield Spec.of(problem, backward=backward, aligned=aligned, tma=tma, **known)
 
 
 def work() -> None:
     """In that process: compile what the other one says, until it is done or the other one is gone."""
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
-    variants, arch = pickle.load(sys.stdin.buffer)
+    wanted, gpu = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_the_other, daemon=True).start()
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for variant in variants:
-            pool.submit(jit.compile_kernel, variant, arch)
+        for variant in needed(wanted, gpu):
+            pool.submit(jit.compile_kernel, variant, gpu.arch)
 
 
 def _end_with_the_other() -> None:

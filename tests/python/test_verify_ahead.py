@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 import time
@@ -12,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from cupyflash.check import cases
+from cupyflash.cli.frameworks import make
 from cupyflash.cli.verify import ahead, cached
+from cupyflash.cli.verify.cases import call
 from cupyflash.compile import cache, jit, nvrtc
 from cupyflash.gpu.device import Device
-from cupyflash.plan.families import variants_of_calls
+from tests import pretended_gpu
 
 GPU = Device.synthetic("sm_90")
 
@@ -34,22 +35,32 @@ def wait_for(folder: Path, count: int) -> None:
         time.sleep(0.05)
 
 
-def test_every_kernel_of_the_cases_once() -> None:
+def test_all_that_the_cases_load_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of three, so that each family of kernels, memory and feature comes; what is missing would be compiled one by
+    one by the calls that need it."""
+    wanted = [(c, "bf16") for c in cases.select("full") if "bf16" in c.dtypes][::3]
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+    arrays = make("numpy", False)
+    gpu = pretended_gpu.pretend(monkeypatch)
+    for case, dtype in wanted:
+        gpu.loaded.clear()
+        pretended_gpu.forget(monkeypatch)
+        call(case, case.inputs(dtype), arrays)
+        assert set(ahead.needed([(case, dtype)], GPU)) == set(gpu.loaded), case.name
+
+
+def test_each_kernel_once() -> None:
     wanted = [(c, "bf16") for c in cases.select("smoke")]
     over_cache = cached.chosen("smoke", ("bf16",), (), None)
-    found = ahead.needed([*wanted, *over_cache, *wanted], GPU)
-    of_caches = {v for case, dtype in over_cache for v in cached.variants_of(case, dtype, GPU)}
-    expected = {v for case, dtype in wanted for v in variants_of_calls(case.problem(dtype), GPU, dalibi=True)}
-    assert any(v.symbol.startswith("decode") for v in of_caches)
+    found = list(ahead.needed([*wanted, *over_cache, *wanted], GPU))
+    assert any(v.symbol.startswith("decode") for v in found)
     assert len(found) == len(set(found)) > 4
-    assert set(found) == expected | of_caches
-    assert pickle.loads(pickle.dumps(found)) == found
 
 
 @pytest.mark.skipif(not nvrtc.candidates(), reason="there is no NVRTC")
 def test_they_are_in_the_cache_before_they_are_asked_for(folder: Path) -> None:
     wanted = [(cases.case("dense-d8"), "bf16")]
-    expected = ahead.needed(wanted, GPU)
+    expected = list(ahead.needed(wanted, GPU))
     with ahead.compiling_ahead(wanted, GPU):
         wait_for(folder, len(expected))
     assert all(jit.compile_kernel(variant, GPU.arch).from_cache for variant in expected)
@@ -61,7 +72,7 @@ def test_the_end_does_not_wait_for_what_has_not_begun(folder: Path) -> None:
     with ahead.compiling_ahead(wanted, GPU):
         pass
     assert time.monotonic() - begin < 30  # they would take minutes
-    assert len(cache.default().entries()) < len(ahead.needed(wanted, GPU)) / 2
+    assert len(cache.default().entries()) < 100  # of 900
 
 
 def test_it_ends_with_the_process_that_it_works_for(folder: Path) -> None:
