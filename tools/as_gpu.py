@@ -1,7 +1,9 @@
 """Runs a command of cupyflash as if this GPU had no more shared memory than those of another architecture.
 
     python -m tools.as_gpu sm_86 bench --pass fwd,bwd --head-dim 128
-    python -m tools.as_gpu sm_80 verify
+    OPENBLAS_NUM_THREADS=1 python -m tools.as_gpu sm_80 verify
+
+`verify` is not watched here by a process that would see to the threads of BLAS itself (cli/watchdog.py).
 
 Kernels are of the `sm80` family, with the tiles that fit there. They ask for more shared memory than they use, so that
 a multiprocessor holds as many of their blocks as one there. All else is this GPU's: the instructions they are compiled
