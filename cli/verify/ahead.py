@@ -20,7 +20,7 @@ from typing import Any
 from cupyflash.arrays.adapters import NUMPY
 from cupyflash.check.cache_case import CacheCase
 from cupyflash.check.cases import Case
-from cupyflash.compile import jit
+from cupyflash.compile import cache, jit
 from cupyflash.gpu.device import Device
 from cupyflash.launch.alignment import access, has_pairs
 from cupyflash.launch.passes import with_batch
@@ -43,8 +43,11 @@ def compiling_ahead(wanted: Sequence[tuple[Case | CacheCase, str]], gpu: Device)
     """Compile the kernels of these cases side by side, in their order, into the cache, while the cases run.
 
     A kernel that does not compile is the matter of the case that needs it: its call meets the same error. So is one
-    that is not there yet: its call waits for it, or compiles it.
+    that is not there yet: its call waits for it, or compiles it. Where nothing is kept, nothing is compiled ahead.
     """
+    if cache.default().problem:
+        yield
+        return
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -75,6 +75,14 @@ def test_the_end_does_not_wait_for_what_has_not_begun(folder: Path) -> None:
     assert len(cache.default().entries()) < 100  # of 900
 
 
+def test_nothing_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with ahead.compiling_ahead([(cases.case("dense-d8"), "bf16")], GPU):
+        pass
+
+
 def test_it_ends_with_the_process_that_it_works_for(folder: Path) -> None:
     """That one may be killed, as by the watchdog when a kernel hangs."""
     program = (
