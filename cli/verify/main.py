@@ -43,8 +43,8 @@ from .report import CASE_HEADER, CHECK_HEADER, Report, case_line, check_line, em
                       "6 a case did not end within --timeout")
 )  # fmt: skip
 @click.option("--level", type=click.Choice(cases.LEVELS), default="quick", show_default=True,
-              help="smoke: seconds, without a GPU up to a minute. quick: up to 90 s. full: every case, every shipped "
-              "kernel, minutes.")  # fmt: skip
+              help="smoke: one case in eleven, without a GPU up to a minute. quick: half of them. full: every case and "
+              "shipped kernel. The first time, kernels are compiled, which takes minutes.")  # fmt: skip
 @list_option("--dtype", choices=DTYPES, example="bf16,fp16", help="Unless given: all that the backend has.")
 @list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), example="64,128", help="Only those cases.")
 @click.option("--framework", type=click.Choice(["numpy", "cupy", "torch", "jax"]), default=None,

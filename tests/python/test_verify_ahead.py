@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kernel_files import empty_cache
 
 from cupyflash.check import cases
 from cupyflash.cli.frameworks import make
@@ -22,13 +24,12 @@ GPU = Device.synthetic("sm_90")
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path))
-    return tmp_path
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with empty_cache(monkeypatch) as path:
+        yield path
 
 
-def wait_for(folder: Path, count: int) -> None:
+def wait_for(count: int) -> None:
     until = time.monotonic() + 60
     while len(cache.default().entries()) < count:
         assert time.monotonic() < until
@@ -62,7 +63,7 @@ def test_they_are_in_the_cache_before_they_are_asked_for(folder: Path) -> None:
     wanted = [(cases.case("dense-d8"), "bf16")]
     expected = list(ahead.needed(wanted, GPU))
     with ahead.compiling_ahead(wanted, GPU):
-        wait_for(folder, len(expected))
+        wait_for(len(expected))
     assert all(jit.compile_kernel(variant, GPU.arch).from_cache for variant in expected)
 
 
