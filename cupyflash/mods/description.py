@@ -26,6 +26,10 @@ _HEADS = (
 )
 
 
+# From this cost on an expression is a function that kernels call. Otherwise they hold it once for each score of a lane,
+# 64 times and more, and the compiler takes minutes. Below, a call makes them slower (docs/performance.md).
+_CALLED_FROM = 12.0
+
 Places = tuple[Any, Any, Any, Any]  # b, h, q, k
 
 
@@ -70,7 +74,7 @@ class Mods(NamedTuple):
         members = "".join(f"    ModArray<{ELEMENTS[x.dtype]}, {x.dims}> {x.name};\n" for x in self.arrays)
         made = [f"{x.name}(p.mod_array_{i}, p.mod_array_{i}_lengths)" for i, x in enumerate(self.arrays)]
         functions = "".join(
-            f"    {head} {{\n        return {node.text};\n    }}\n"
+            f"    {_called(head, node)} {{\n        return {node.text};\n    }}\n"
             for head, node in zip(_HEADS, (self.score, self.mask), strict=True)
             if node is not None
         )
@@ -132,6 +136,11 @@ class Mods(NamedTuple):
             found = evaluate(node, *self._named(scores, places, arrays), scores.dtype.type, by)
         value, derivative = (np.broadcast_to(np.asarray(x, scores.dtype), scores.shape) for x in found)
         return value, derivative
+
+
+def _called(head: str, node: Node) -> str:
+    """The head of a tree's function."""
+    return head.replace("__device__", "__device__ __noinline__") if node.cost >= _CALLED_FROM else head
 
 
 @functools.lru_cache(maxsize=256)

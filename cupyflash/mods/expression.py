@@ -28,6 +28,8 @@ OF_FLOATS = {
 }  # fmt: skip
 OF_INTEGERS = ("quotient", "remainder", "floordiv", "floormod", "<<", ">>")  # of two
 OF_ANY = {"abs": 1, "min": 2, "max": 2}
+# What a function costs, in those of a few dozen instructions; other operations are a sixteenth of that.
+_COSTS = dict.fromkeys((*OF_FLOATS, *OF_INTEGERS[:4]), 1.0) | {"sin": 3.0, "cos": 3.0, "pow": 3.0}
 FUNCTIONS = (*OF_FLOATS, "quotient", "remainder", "floordiv", "floormod", *OF_ANY)
 INT_LIMIT = 2**31
 
@@ -73,6 +75,11 @@ class Node:
     def size(self) -> int:
         """How many operations and values it consists of."""
         return 1 + sum(x.size for x in self.args)
+
+    @property
+    def cost(self) -> float:
+        """About how much code it is, in functions of a few dozen instructions."""
+        return _COSTS.get(self.op, 1 / 16) + sum(x.cost for x in self.args)
 
     def uses(self, word: str) -> bool:
         """Whether it asks for the score, or for one of the places."""

@@ -320,3 +320,12 @@ def test_an_expression_inside_a_compiled_program(arrays: dict[str, Any]) -> None
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, table), call(q, table))
+
+
+def test_what_is_long_is_called() -> None:
+    """A mod of many functions is one function in the kernel, whatever reads it; a short one stands where it is used."""
+    long = " + ".join(f"sin({i} * score)" for i in range(4))
+    for text, is_called in ((long, True), ("sin(score) * tanh(score)", False), ("score", False)):
+        source = read(f"score_mod {text}\nmask_mod (q >= k)").source()
+        assert ("__noinline__ S score_mod" in source) == is_called
+        assert "__device__ bool mask_mod" in source
