@@ -94,10 +94,12 @@ def variants_of(
         for memory in MEMORY if is_common else MEMORY[:1]:
             for learned, paired in _forms(problem):
                 known = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired, **memory}
-                found.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
+                for heads_q in (1, 2):  # as many as of k, and groups of them
+                    call = replace(problem, heads_q=heads_q)
+                    found.update(dict.fromkeys(variants_of_calls(call, device, **known)))
     if with_cache:
-        for call in usual(dtypes, head_dims or default_head_dims):
-            found.update(dict.fromkeys(variants_over_cache(call, device, aligned=True, tma=True)))
+        for over in usual(dtypes, head_dims or default_head_dims):
+            found.update(dict.fromkeys(variants_over_cache(over, device, aligned=True, tma=True)))
     if preset == "all":
         every = *shipped(device), *shipped_over_cache(device)
         rest = (v for v in every if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))

@@ -131,10 +131,10 @@ def _with_mods(
 def _variants(
     dtype: str, call: Options, head_dim: int, form: Mapping[str, Any], has_bias: bool, backward: bool, dev: Device
 ) -> Iterator[Variant]:
-    """Of the forward, and of the backward, with fixed and learned arrays."""
-    shape = (1, 1, head_dim) if form["sequences"] else (1, 1, 1, head_dim)
-    for added, paired in biases_of(dtype, has_bias):
-        problem = make_problem([shape] * 3, [dtype] * 3, **call._asdict(), **form, bias=added)
+    """Of the forward, and of the backward, with fixed and learned arrays, with as many heads of k as of q and fewer."""
+    one, two = ((1, heads, head_dim) if form["sequences"] else (1, 1, heads, head_dim) for heads in (1, 2))
+    for heads_q, (added, paired) in itertools.product((one, two), biases_of(dtype, has_bias)):
+        problem = make_problem([heads_q, one, one], [dtype] * 3, **call._asdict(), **form, bias=added)
         yield from kernels_of(Spec.of(problem, paired_bias=paired), dev).variants
         of_mods = () if problem.deterministic else read(problem.mods).learned  # which are summed up in no order
         can_learn = problem.alibi or problem.sink or has_bias or of_mods

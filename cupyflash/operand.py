@@ -161,12 +161,14 @@ class Number:
 
     Attributes:
         type: in C++, "int" or "float".
+        planned: the plan chooses it, and the backward alone has it.
     """
 
     name: str
     type: str
     feature: str
     text: str = ""
+    planned: bool = False
 
 
 def taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

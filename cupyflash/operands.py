@@ -147,6 +147,17 @@ TABLE: tuple[Operand | Number, ...] = (
     ),
     Number("max_seqlen_q", "int", "packed", "queries and keys of each sequence that biases and masks have; 2^29: any"),
     Number("max_seqlen_k", "int", "packed"),
+    Number(
+        "shares", "int", "grouped", "into how many a group's query heads are divided for dK and dV (shares.cuh)",
+        planned=True,
+    ),
+    *(
+        Operand(
+            f"{name}_shares", ("batch", "heads_k * shares", "seqlen_k", "head_dim"), "fp32", feature="grouped",
+            backward=Use(WORKSPACE, optional=True, text="null: there is one share"),
+        )
+        for name in ("dk", "dv")
+    ),
 )  # fmt: skip
 
 
@@ -181,13 +192,16 @@ class Pass:
         self.name = name
         self.rows = {row.name: row for row, use in found if use}
         self.uses = {row.name: use for row, use in found if use}
-        self.brought = [row for row in table if row.feature and (isinstance(row, Number) or row.name in self.rows)]
+        self.brought = [row for row in table if row.feature and self._has(row)]
         self.optional = {row.name for row, use in found if use and (use.optional or row.feature)}
         self.defaults = {row.name: row.default for row, use in found if use and row.default}
         self.gradient_of = {self.rows[made].like: made for made in self.names(GRADIENT)}
         for row, use in found:
             if row.feature and use and (use.box is not None or row.hopper):
                 raise ValueError(f"{row.name}: what lies before a struct's end is of no feature")
+
+    def _has(self, row: Operand | Number) -> bool:
+        return row.name in self.rows if isinstance(row, Operand) else not row.planned or self.name == "backward"
 
     def names(self, *roles: str, where: Callable[[Operand], object] = lambda row: True) -> tuple[str, ...]:
         """The arrays of these roles."""

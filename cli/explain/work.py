@@ -111,8 +111,8 @@ def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int, 
 
 
 def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan, pairs: int, added: int) -> list[Work]:
-    """Of delta, main and convert, or of delta, dK and dV, dQ, and of the sums for what is learned; `signatures`: of
-    q, k, v, out and dout."""
+    """Of delta, main and convert, or of delta, dK and dV, dQ, and of the sums of shares and for what is learned;
+    `signatures`: of q, k, v, out and dout."""
     item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
     q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
     rows = math.prod(problem.rows)
@@ -120,18 +120,21 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
     lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem, pairs)
     read = q + k + v + dout + stats + added
     parts = size.get("dalibi_parts", 0)  # written by the last that forms scores, read by a launch of its own
+    shares = sum(n for name, n in size.items() if name.endswith("_shares"))  # in place of dK and dV, or 0
     of_mods = sum(n for name, n in size.items() if name.startswith("dmod_sums"))
     read_by_sums = {"slopes": parts, "sinks": stats, "elements": of_mods}
     sums = []
     for variant in (launch.variant for launch in plan.launches):
         if variant.over in read_by_sums:
             sums.append(Work(0.0, read_by_sums[variant.over]))
+        elif variant.function == "bwd_shares":
+            sums.append(Work(0.0, shares + dkv))
         elif variant.function in ("bwd_dbias", "bwd_dmods"):  # by two products
             sums.append(Work(flops, read + added))
     if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
         return [
             Work(0.0, out + dout + lse + stats),
-            Work(2 * flops, read + dkv),
+            Work(2 * flops, read + (shares or dkv)),
             Work(1.5 * flops, read + dq + parts),
             *sums,
         ]
@@ -139,7 +142,7 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
     cleared = 0 if plan.first_stores else accum  # written by the first, read by the second
     return [
         Work(0.0, out + dout + lse + stats + cleared),
-        Work(2.5 * flops, read + dkv + cleared + accum + parts),
+        Work(2.5 * flops, read + (shares or dkv) + cleared + accum + parts),
         Work(0.0, accum + dq),
         *sums,
     ]

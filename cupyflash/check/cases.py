@@ -165,6 +165,8 @@ DENSE_CASES: tuple[Case, ...] = (
     Case("gqa", "smoke", 113, 323, 64, heads_q=4, heads_k=2, causal=True),
     Case("gqa-six-to-two", "full", 77, 259, 128, heads_q=6, heads_k=2),
     Case("mqa", "quick", 113, 259, 64, heads_q=5, heads_k=1, causal=True),
+    Case("mqa-d200", "quick", 131, 70, 200, heads_q=4, heads_k=1, causal=True, dlse=True),
+    Case("mqa-d96", "full", 77, 140, 96, heads_q=6, heads_k=1),
     # memory
     Case("bhsd", "quick", 111, 205, batch=2, heads_q=4, heads_k=2, layout="bhsd", memory="bhsd_storage", causal=True),
     Case("fused-qkv", "smoke", 203, 203, 64, batch=2, memory="fused_qkv", causal=True),

@@ -47,11 +47,11 @@ def fill_problem(params: np.ndarray, which: Pass, problem: Problem, plan: Plan) 
     left, right = problem.window
     p["window_left"] = UNBOUNDED if left is None else left
     p["window_right"] = UNBOUNDED if right is None else right
-    for name, number in zip(SCHEDULE_NUMBERS, (*plan.sections, plan.first_stores), strict=True):
+    for name, number in zip(SCHEDULE_NUMBERS, (*plan.sections, plan.first_stores), strict=False):
         params["schedule"][name] = number
     for row in which.brought:
         if isinstance(row, Number):
-            params[row.name] = getattr(problem, row.name) or 0
+            params[row.name] = plan.shares if row.planned else getattr(problem, row.name) or 0
 
 
 def fill_plain(params: np.ndarray, rows: Mapping[str, Operand], arrays: Arrays, layout: str) -> None:

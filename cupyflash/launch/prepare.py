@@ -62,15 +62,21 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int, Any],
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int, Any], group: int,
     bias: Bias | None, paired_bias: bool, batch: int, aligned: bool, tma: bool, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`dims`: how many dimensions the slopes and the seed of dropout have, `Problem.block_mask` and `mod_shapes`;
-    `batch`: 0 for any call without work; `wish`: so that another value in the environment is another question."""
-    shape, sequences = ((1, 1, head_dim), batch) if of.packed else ((batch, 1, 1, head_dim), None)
+    `group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `wish`: so that
+    another value in the environment is another question."""
+    shapes: list[tuple[int, ...]] = [
+        (batch, heads, 1, head_dim) if options.layout == "bhsd" else (batch, 1, heads, head_dim)
+        for heads in (group, 1, 1)
+    ]
+    if of.packed:
+        shapes = [shape[1:] for shape in shapes]
     features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
     features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2], "mod_shapes": dims[3]}
-    problem = make_problem([shape] * 3, [dtype] * 3, **options._asdict(), sequences=sequences, **features)
+    problem = make_problem(shapes, [dtype] * 3, **options._asdict(), sequences=batch if of.packed else None, **features)
     known: dict[str, Any] = {name: getattr(of, name) for name in ("dalibi", "dsink", "dbias", "dmods", "clocks")}
     known |= {"backward": backward, "paired_bias": paired_bias, "family": family()}
     spec = Spec.of(problem, aligned=aligned, tma=tma, **known)
@@ -177,14 +183,15 @@ def prepare(
     shape, _, dtype, ordinal = signatures[given.qkv[0]]
     rows_aligned, tma = access(given.by_tma(signatures), aligned.rows, given.by_hand(signatures))
     lengths, steps = given.measure(signatures, options.layout)
-    batch, seqlen_q, seqlen_k, *_ = extents
+    batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
     alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
     bias = _bias_of(given, library, signatures, aligned)
     block_mask = 0 if given.block_mask is None else code_of(keys[given.block_mask][0])
     mod_shapes = tuple(keys[i][0] for i in given.of_mods)
-    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes), *bias, has_work, rows_aligned
+    group = 1 + (heads_q > heads_k)
+    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes), group, *bias, has_work, rows_aligned
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, tma, wish())

@@ -89,7 +89,7 @@ class Prepared:
             copied: the numbers of arrays that it takes contiguous copies of.
         """
         numbers = self.kernels.numbers(extents)
-        words = (*options, *extents, *numbers.sections, int(numbers.first_stores))
+        words = (*options, *extents, *numbers.sections, int(numbers.first_stores), numbers.shares)
         params = self.template.write(words, lengths, steps, broadcast, self._ask)
         return None if params is None else self.call_of(given, extents, numbers, params, copied, stream)
 
@@ -97,7 +97,7 @@ class Prepared:
         self, given: Given, extents: Extents, numbers: Numbers, params: Words, copied: tuple[int, ...], stream: int
     ) -> Call:
         """A call of these extents, with what the plan chose for them and its params."""
-        tiles, workspace, _, _ = numbers
+        tiles, workspace, *_ = numbers
         if self.counter_slot is not None and self.counters.is_low():
             with self._device.current():
                 self.counters.reserve(stream)

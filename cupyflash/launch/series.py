@@ -17,7 +17,7 @@ from ..problem import MAX_SEQLEN
 from . import prepared as launch
 from .passes import Given, contiguous_strides
 from .prepared import Call, Prepared
-from .template import NUMBERS, SCHEDULE_NUMBERS, Lengths, Steps, Words
+from .template import SCHEDULE_NUMBERS, Lengths, Steps, Words
 from .variables import wish
 
 _MAX_SEEN = 4096  # lengths that a series remembers to have met: a call is kept once it comes again
@@ -112,7 +112,8 @@ class Series:
         self._seen: set[int] = set()
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
         names = [*SCHEDULE_NUMBERS, "seqlen_q", "seqlen_k"]
-        self._plain = [(template.numbers[NUMBERS.index(name)], i) for i, name in enumerate(names)]
+        places = dict(zip(template.names, template.numbers, strict=True))
+        self._plain = [(places[name], i) for i, name in enumerate(names) if name in places]
         for slots, own, axes in zip(template.strides, at.steps, at.axes, strict=True):
             self._plain += [(2 * slots[axis], own[axis]) for axis in axes]
         self._words, self._rows, self._eighths, self._sized = call.params[:], [], [], []
@@ -139,7 +140,7 @@ class Series:
         # Extents(...) takes twice as long.
         extents = tuple.__new__(Extents, (batch, seqlen_q, seqlen_k, heads_q, heads_k, room_q, room_k))
         numbers = self._prepared.kernels.numbers(extents)
-        all_numbers = [*numbers.sections, numbers.first_stores, *lengths, *steps]
+        all_numbers = [*numbers.sections, numbers.first_stores, numbers.shares, *lengths, *steps]
         for i, width in self._made:
             all_numbers.append(all_numbers[i] * width)
         words = self._words[:]

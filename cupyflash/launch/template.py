@@ -16,7 +16,7 @@ from ..problem import Problem
 
 # The numbers of a call, in the order in which `write` gets them; other fields are part of a template.
 OPTION_NUMBERS = ("window_left", "window_right", "scale")
-SCHEDULE_NUMBERS = ("section", "last_section", "first_stores")
+SCHEDULE_NUMBERS = ("section", "last_section", "first_stores", "shares")  # the last one is the backward's
 NUMBERS = (*OPTION_NUMBERS, *Extents._fields, *SCHEDULE_NUMBERS)
 Lengths = tuple[int, int, int]  # seqlen, heads, batch
 Steps = tuple[int, int, int]  # from one row, head and sequence to the next, in elements
@@ -59,7 +59,7 @@ class Template:
     """A params struct, filled in for one call; `write` makes it that of another one.
 
     Attributes:
-        numbers: the words of 32 bits of `NUMBERS`.
+        names: of `NUMBERS`, those that the struct has; numbers: their words of 32 bits.
         strides: those of 64 bits of the strides of row, head and batch, of each array that has some.
         maps: where tensor maps lie.
     """
@@ -84,7 +84,8 @@ class Template:
             for name, field in _fields(numbers).items()
         }
         words |= {name: (start + inner[name][1]) // 4 for name in NUMBERS if name in inner}
-        self.numbers = tuple(words[name] for name in NUMBERS)
+        self.names = tuple(name for name in NUMBERS if name in words)
+        self.numbers = tuple(words[name] for name in self.names)
         self.strides = tuple(
             tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))
             for name in arrays
@@ -109,7 +110,7 @@ class Template:
         """The struct of another call; None if the driver, which `ask` asks for maps, refuses one."""
         words = self._words[:]
         longs = memoryview(words).cast("B").cast("q")
-        for slot, number in zip(self.numbers, numbers, strict=True):
+        for slot, number in zip(self.numbers, numbers, strict=False):
             words[slot] = number
         for (a, b, c), (row, head, sequence) in zip(self.strides, steps, strict=True):
             longs[a], longs[b], longs[c] = row, head, sequence

@@ -15,6 +15,7 @@ from ..gpu.device import Device
 from ..problem import ITEMSIZE, Problem
 from .kernels import Convert, Slopes, round_up
 from .lists import KeyLists
+from .shares import divide
 from .spec import Spec
 from .variant import Variant
 
@@ -47,12 +48,14 @@ class Numbers(NamedTuple):
         workspace: the arrays that the launches share: name -> (shape, dtype).
         sections: heads scheduled together, and the last of them (schedule.cuh).
         first_stores: the first share of each tile of dQ is stored, the others are added (dq_accum.cuh).
+        shares: into how many a group's query heads are divided for dK and dV (shares.cuh).
     """
 
     tiles: tuple[int, ...]
     workspace: Workspace
     sections: tuple[int, int]
     first_stores: bool = False
+    shares: int = 1
 
 
 def blocks(n: int, size: int) -> int:
@@ -95,10 +98,6 @@ class Kernels:
     def _computing(self) -> list[Variant]:
         """All but those that make lists: a forward's main kernel; a backward's three and those of features."""
         return [variant for variant in self.variants if not isinstance(variant, KeyLists)]
-
-    @functools.cached_property
-    def _last_block_m(self) -> int:
-        return self.variants[-1].block_m
 
     @functools.cached_property
     def _tail_tiles(self) -> int:
@@ -160,10 +159,6 @@ class Kernels:
         """Tiles of `rows` of one head of a sequence; packed, room for those of all sequences (sequence.cuh)."""
         return length // rows + batch + 1 if self.spec.packed else -(-length // rows)
 
-    def _arrays(self, extents: Extents) -> int:
-        """Over how many sequences tiles are counted by themselves."""
-        return 1 if self.spec.packed else extents.batch
-
     def _list_owners(self, extents: Extents) -> tuple[int, int]:
         """How many sequences and heads of q have lists of their own (blocks.cuh); packed, their tiles are counted
         together."""
@@ -192,7 +187,7 @@ class Kernels:
     def _forward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Lists of a block mask, if there is one; main. K and V are streamed, so a group's query heads go together."""
         batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
-        group, heads, m_blocks = heads_q // heads_k, heads_k, self._blocks(seqlen_q, self._last_block_m, batch)
+        group, heads, m_blocks = heads_q // heads_k, heads_k, self._blocks(seqlen_q, self.variants[-1].block_m, batch)
         if self.spec.packed:
             seqlen_k, m_blocks = self._of_one(seqlen_k, extents), self._of_one(m_blocks, extents)
         else:
@@ -209,10 +204,17 @@ class Kernels:
         """
         _, main, last, *sums = self._computing
         batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
-        arrays = self._arrays(extents)
+        arrays = 1 if self.spec.packed else batch  # over how many sequences tiles are counted by themselves
+        workspace, shares = self._lists(extents) if self.spec.block_mask else {}, 1
+        if self.spec.grouped:
+            visits = blocks(self._of_one(seqlen_q, extents), main.block_m)
+            shares, tiles = divide(self.variants, self.device, self.spec, extents, visits, tiles)
+            heads_k *= shares
+            if shares > 1:
+                of_each = (arrays, heads_k, seqlen_k, self.spec.head_dim), "fp32"
+                workspace |= {"dk_shares": of_each, "dv_shares": of_each}
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
-        workspace = self._lists(extents) if self.spec.block_mask else {}
         workspace["row_stats"] = (arrays, heads_q, m_blocks * main.block_m, 2), "fp32"
         first_stores = False
         if isinstance(last, Convert):
@@ -230,10 +232,9 @@ class Kernels:
                 workspace["dalibi_parts"] = ((arrays, heads_q, *parts), "fp32")
         for i in self.spec.dmods:
             workspace[f"dmod_sums_{i}"] = (math.prod(self.spec.mod_shapes[i]),), "fp32"
-        sections = self._sections(
-            self._of_one(seqlen_q, extents) * row_bytes, arrays * heads_k, self._of_one(n_blocks, extents)
-        )
-        return Numbers(tiles, workspace, sections, first_stores)
+        streamed = self._of_one(seqlen_q, extents) * row_bytes
+        sections = self._sections(streamed, arrays * heads_k, self._of_one(n_blocks, extents))
+        return Numbers(tiles, workspace, sections, first_stores, shares)
 
     def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int) -> tuple[int, int]:
         """How many heads are scheduled together: those of `mixed_bytes`, and at last enough to even out the tail.

@@ -39,6 +39,7 @@ class Plan:
     workspace: Workspace
     sections: tuple[int, int]
     first_stores: bool = False
+    shares: int = 1
 
 
 def check_supported(call: Problem | Spec, device: Device) -> None:
@@ -103,7 +104,7 @@ def plan_of(kernels: Kernels, extents: Extents) -> Plan:
     """
     numbers = kernels.numbers(extents)
     launches = (Launch(v, kernels.grid(v, n), n) for v, n in zip(kernels.variants, numbers.tiles, strict=True))
-    return Plan(tuple(launches), numbers.workspace, numbers.sections, numbers.first_stores)
+    return Plan(tuple(launches), numbers.workspace, *numbers[2:])
 
 
 def plan_call(problem: Problem, device: Device, **known: Any) -> Plan:

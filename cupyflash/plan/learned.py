@@ -9,6 +9,7 @@ from ..mods.description import read
 from ..mods.learned import walk_of
 from .kernels import Main, round_up, row_bytes
 from .params import BWD_PARAMS
+from .shares import Shares
 from .spec import Spec
 from .variant import Variant
 
@@ -155,5 +156,5 @@ def _of_mods(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...
 
 def learned(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...]:
     """What makes these gradients, behind a backward's other kernels."""
-    of_bias = BiasGradient.after(spec, stats_rows, smem_bytes)
-    return *Sinks.after(spec, stats_rows), *of_bias, *_of_mods(spec, stats_rows, smem_bytes)
+    of_heads = *Shares.after(spec, stats_rows), *Sinks.after(spec, stats_rows)
+    return *of_heads, *BiasGradient.after(spec, stats_rows, smem_bytes), *_of_mods(spec, stats_rows, smem_bytes)

@@ -16,7 +16,8 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
     """(problem, aligned) of what is compiled for every architecture in tests and by ``cupyflash compile``."""
 
     def problem(dtype: str, head_dim: int, **options: object) -> Problem:
-        return Problem(dtype, 1, 1, 1, 1, 1, head_dim, **{"scale": 1.0, **options})  # type: ignore[arg-type]
+        sizes = {"heads_q": 1, "heads_k": 1, "scale": 1.0}
+        return Problem(dtype, 1, 1, 1, head_dim=head_dim, **{**sizes, **options})  # type: ignore[arg-type]
 
     for dtype in ("bf16", "fp16"):
         for head_dim in (64, 128, 256):
@@ -25,6 +26,8 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
                     yield problem(dtype, head_dim, window=window), True
     for head_dim in (8, 72, 96, 200):  # sizes that the padding, the ring and the split treat differently
         yield problem("bf16", head_dim, window=(None, 0)), True
+    for head_dim in (64, 128, 200, 256):
+        yield problem("bf16", head_dim, window=(None, 0), heads_q=2), True
     yield problem("bf16", 128, window=(64, 0), deterministic=True), True
     yield problem("fp16", 64, window=(64, 64), scale=-1.0), False
     for head_dim in (64, 128, 256):

@@ -171,6 +171,7 @@ class Backward(Main):
     deterministic: bool = False
     dalibi: bool = False
     sink: bool = False
+    grouped: bool = False
 
 
 class Sm80(Family):

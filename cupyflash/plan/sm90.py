@@ -107,6 +107,7 @@ class BackwardSm90(Main):
     deterministic: bool = False
     dalibi: bool = False
     sink: bool = False
+    grouped: bool = False
 
 
 class BackwardDkvSm90(BackwardSm90):
@@ -169,7 +170,7 @@ class Sm90(Family):
         wide = spec._replace(deterministic=False)  # these are by nature
         sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=False))
         lists = lists_before(spec, (dq.block_m, dq.block_n), (dkv.block_m, dkv.block_n))
-        of_keys, of_queries = wide._replace(dalibi=False), wide._replace(sink=False)
+        of_keys, of_queries = wide._replace(dalibi=False), wide._replace(sink=False, grouped=False)
         dkv_dq = BackwardDkvSm90.of(of_keys, dkv), BackwardDqSm90.of(of_queries, dq)
         return *lists, delta, *dkv_dq, *sums, *others
 

@@ -34,7 +34,7 @@ class Spec(NamedTuple):
             the arrays that they read, by value like softcap; dmods: the numbers of those whose gradients a backward
             makes.
         is_empty: there are no queries, keys or sequences.
-        backward: the backward, not the forward.
+        backward: the backward, not the forward; grouped: of fewer heads of k than of q.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes.
         tma: TMA can read the arrays.
         family: the family that the user insists on.
@@ -69,6 +69,7 @@ class Spec(NamedTuple):
     dmods: tuple[int, ...] = ()
     is_empty: bool = False
     backward: bool = False
+    grouped: bool = False
     unaligned: bool = False
     tma: bool = True
     family: str | None = None
@@ -120,6 +121,7 @@ class Spec(NamedTuple):
             mods=problem.mods,
             mod_shapes=problem.mod_shapes,
             dmods=dmods if asked.get("backward") else (),
+            grouped=bool(asked.get("backward")) and problem.heads_q != problem.heads_k,
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,

@@ -6,14 +6,6 @@
 #include "tile/epilogue.cuh"
 #include "attention/repair_gradients.cuh"
 
-// For GradientRepair: whatever the mask, but for a range of keys; a window that is not there has no bounds. Any scale may be
-// applied first; a slope in its unit needs one that is not 0.
-template <class V>
-struct AnyMask : V {
-    static constexpr bool kCausal = false, kWindow = true, kScaleFirst = V::kAlibi, kPairedBias = false;
-    static constexpr int kBlockN = 64;
-};
-
 template <class V>
 __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
     using T = typename V::Element;

@@ -26,7 +26,7 @@ struct KeptTiles {
     // Tile `number`; it may hold no rows.
     __device__ Tile<true> at(int number) const {
         const int blocks = S::template blocks<kRows>(p.problem, Rows::seqlen(p.problem));
-        const auto index = TileIndex::at<false>(number, p.schedule, blocks, Rows::heads(p.problem), 1);
+        const auto index = TileIndex::at<false>(number, p.schedule, blocks, Rows::heads(p), 1);
         const int lane = 32 - ptx::popc(ptx::vote_ballot(end > index.block));
         if (lane == 32)  // rows behind the last sequence
             // @kept-tile-of-rows-outside

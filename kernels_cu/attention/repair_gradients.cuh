@@ -6,6 +6,14 @@
 #include "attention/repair.cuh"
 #include "attention/score.cuh"
 
+// For kernels that know no mask: whatever the mask, but for a range of keys; a window that is not there has no bounds. Any scale may be
+// applied first; a slope in its unit needs one that is not 0.
+template <class V>
+struct AnyMask : V {
+    static constexpr bool kCausal = false, kWindow = true, kScaleFirst = V::kAlibi, kPairedBias = false;
+    static constexpr int kBlockN = 64;
+};
+
 // Rows of dQ, dK and dV. kStatsRows: of the query tiles to which row_stats is padded.
 template <class V, int kStatsRows, bool kUnaligned>
 struct GradientRepair {

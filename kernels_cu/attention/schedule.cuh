@@ -28,7 +28,10 @@ struct TileIndex {
 struct Queries {
     static constexpr bool kAreQueries = true;
     __device__ static int seqlen(const Problem &p) { return p.seqlen_q; }
-    __device__ static int heads(const Problem &p) { return p.heads_q; }
+    template <class Params>
+    __device__ static int heads(const Params &p) {
+        return p.problem.heads_q;
+    }
     template <bool kPacked>
     __device__ static int first_row(const Sequence<kPacked> &s) {
         return s.row_q;
@@ -41,7 +44,10 @@ struct Queries {
 struct Keys {
     static constexpr bool kAreQueries = false;
     __device__ static int seqlen(const Problem &p) { return p.seqlen_k; }
-    __device__ static int heads(const Problem &p) { return p.heads_k; }
+    template <class Params>
+    __device__ static int heads(const Params &p) {
+        return p.problem.heads_k;
+    }
     template <bool kPacked>
     __device__ static int first_row(const Sequence<kPacked> &s) {
         return s.row_k;
@@ -61,10 +67,10 @@ struct Tile {
 };
 
 // How many tiles there are, those without rows included.
-template <class V, class Rows, int kRows>
-__device__ __forceinline__ int count_tiles(const Problem &p) {
+template <class V, class Rows, int kRows, class Params>
+__device__ __forceinline__ int count_tiles(const Params &p) {
     using S = Sequence<V::kPacked>;
-    return S::template blocks<kRows>(p, Rows::seqlen(p)) * Rows::heads(p) * S::count(p);
+    return S::template blocks<kRows>(p.problem, Rows::seqlen(p.problem)) * Rows::heads(p) * S::count(p.problem);
 }
 // One of those, by a whole warp if packed; it may lie behind the end of its sequence then, without rows. Packed, the blocks
 // of all sequences are counted together.
@@ -84,7 +90,7 @@ __device__ __forceinline__ Tile<V::kPacked> tile_at(const Params &p, int number)
     using S = Sequence<V::kPacked>;
     const Problem &problem = p.problem;
     const int blocks = S::template blocks<kRows>(problem, Rows::seqlen(problem));
-    const auto index = TileIndex::at<kDescending>(number, p.schedule, blocks, Rows::heads(problem), S::count(problem));
+    const auto index = TileIndex::at<kDescending>(number, p.schedule, blocks, Rows::heads(p), S::count(problem));
     return tile_of<V, Rows, kRows>(p, index);
 }
 

@@ -1,7 +1,7 @@
 // Which query tiles a block of the backward visits: all that see its keys, or those of its list (lists.cuh).
 #ifndef CUPYFLASH_VISITS_CUH
 #define CUPYFLASH_VISITS_CUH
-#include "attention/lists.cuh"
+#include "attention/shares.cuh"
 
 // One visit: a query tile of a head.
 struct Visit { int head, m_block; };
@@ -75,7 +75,7 @@ struct QueryTiles<V, true> {
 // The keys of a block, and the query tiles that it visits: head by head of the group, each in descending order.
 template <class V, bool kListed = V::kBlockMask>
 struct BwdVisits {
-    int head_k;
+    int key_head;  // as tiles are counted (shares.cuh)
     SequenceOf<V> sequence;
     int k0, block;             // first key, and the block's number in the sequence
     int first, blocks, count;  // query tiles [first, first + blocks) of each head; visits in all
@@ -83,14 +83,17 @@ struct BwdVisits {
 
     // Those of this block, where each block computes one tile; and of any tile.
     __device__ explicit BwdVisits(const BwdParams &p, int number = ptx::block_index())
-        : BwdVisits(p, tile_at<V, Keys, V::kBlockN, false>(p, number)) {}
+        : BwdVisits(p, tile_at<V, KeysOf<V>, V::kBlockN, false>(p, number)) {}
     __device__ BwdVisits(const BwdParams &p, const Tile<V::kPacked> &tile)
-        : head_k(tile.head), sequence(with_range<V>(tile.sequence, p)), k0(tile.block * V::kBlockN), block(tile.block) {
+        : key_head(tile.head),
+          sequence(with_range<V>(tile.sequence, p)),
+          k0(tile.block * V::kBlockN),
+          block(tile.block) {
         const Mask<V> mask(sequence, p.problem);
-        const int group = p.problem.heads_q / p.problem.heads_k;
+        const int group = KeysOf<V>::group(p);
         const QueryTiles<V> tiles(mask, k0, group);
         first = tiles.first, blocks = tiles.blocks, count = tiles.count;
-        head = head_k * group, m_block = first + blocks - 1;  // @first-head-of-the-group-sm90
+        head = key_head * group, m_block = first + blocks - 1;  // @first-head-of-the-group-sm90
     }
     __device__ void next() {
         if (--m_block < first) ++head, m_block = first + blocks - 1;
@@ -102,7 +105,7 @@ struct BwdVisits {
 
 template <class V>
 struct BwdVisits<V, true> {
-    int head_k;
+    int key_head;
     SequenceOf<V> sequence;
     int k0, block;
     QueryTiles<V> tiles;
@@ -110,21 +113,19 @@ struct BwdVisits<V, true> {
     ListedVisit current;
 
     __device__ explicit BwdVisits(const BwdParams &p, int number = ptx::block_index())
-        : BwdVisits(p, tile_at<V, Keys, V::kBlockN, false>(p, number)) {}
+        : BwdVisits(p, tile_at<V, KeysOf<V>, V::kBlockN, false>(p, number)) {}
     __device__ BwdVisits(const BwdParams &p, const Tile<V::kPacked> &tile)
-        : head_k(tile.head),
+        : key_head(tile.head),
           sequence(with_range<V>(tile.sequence, p)),
           k0(tile.block * V::kBlockN),
           block(tile.block),
-          tiles(p, Mask<V>(sequence, p.problem), tile, p.problem.heads_q / p.problem.heads_k),
+          tiles(p, Mask<V>(sequence, p.problem), tile, KeysOf<V>::group(p)),
           count(tiles.count) {
-        visit(tiles.begin(head_k * (p.problem.heads_q / p.problem.heads_k)));
+        visit(tiles.begin(key_head * KeysOf<V>::group(p)));
     }
     __device__ void next() { visit(tiles.after(current)); }
     __device__ bool is_last_of_head() const { return tiles.is_last_of_head(current); }
-    __device__ bool nothing_of(int head) const {
-        return tiles.of(head - head_k * (tiles.p.problem.heads_q / tiles.p.problem.heads_k)) == 0;
-    }
+    __device__ bool nothing_of(int head) const { return tiles.of(head - key_head * KeysOf<V>::group(tiles.p)) == 0; }
     __device__ int q0() const { return m_block * V::kBlockM; }
     __device__ int rank() const { return tiles.rank(current); }
     // What a group of 64 of the keys sees of the tile.

@@ -64,7 +64,7 @@ struct TileSource {
     const int count;
 
     __device__ TileSource(const Params &p, int *counter, const TileQueue<false> &queue)
-        : p(p), numbers(counter), queue(queue), count(count_tiles<V, Rows, kRows>(p.problem)) {}
+        : p(p), numbers(counter), queue(queue), count(count_tiles<V, Rows, kRows>(p)) {}
 
     __device__ bool leads() const { return true; }
     __device__ void draw() { numbers.draw(); }
@@ -100,7 +100,7 @@ __device__ __forceinline__ void schedule_tiles(const Tiles &tiles, int count, in
 }
 template <class V, class Rows, int kRows, bool kDescending, class Params>
 __device__ __forceinline__ void schedule_tiles(const Params &p, int *counter, const TileQueue<true> &queue) {
-    const int count = count_tiles<V, Rows, kRows>(p.problem);
+    const int count = count_tiles<V, Rows, kRows>(p);
     if (p.problem.batch <= 32)
         schedule_tiles<Rows, kRows>(KeptTiles<V, Rows, kRows, kDescending, Params>(p), count, counter, queue);
     else schedule_tiles<Rows, kRows>(SearchedTiles<V, Rows, kRows, kDescending, Params>{p}, count, counter, queue);

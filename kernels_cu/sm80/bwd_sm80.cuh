@@ -33,12 +33,12 @@ struct QueryStage {
 
 // K or V of the block's keys.
 template <class V, class SmemTileKV>
-__device__ __forceinline__ void load_keys(const SmemTileKV &dst, const void *src, const Strides &stride,
-                                          const Tile<V::kPacked> &tile) {
+__device__ __forceinline__ void load_keys(const BwdParams &p, const SmemTileKV &dst, const void *src,
+                                          const Strides &stride, const Tile<V::kPacked> &tile) {
     using T = typename V::Element;
     dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
-        static_cast<const T *>(src) + tile.sequence.k_offset(stride, tile.head), stride.row, tile.block * V::kBlockN,
-        tile.sequence.seqlen_k);
+        static_cast<const T *>(src) + tile.sequence.k_offset(stride, KeysOf<V>::head_k(p, tile.head)), stride.row,
+        tile.block * V::kBlockN, tile.sequence.seqlen_k);
 }
 
 template <class V>
@@ -51,9 +51,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     // Which keys. With a mask, the first key blocks are the longest.
     const Problem &problem = p.problem;
-    const auto tile = tile_at<V, Keys, N, false>(p, ptx::block_index());
+    const auto tile = tile_at<V, KeysOf<V>, N, false>(p, ptx::block_index());  // of a key head
     const auto &sequence = tile.sequence;
-    const int group = problem.heads_q / problem.heads_k, k0 = tile.block * N;
+    const int group = KeysOf<V>::group(p), k0 = tile.block * N;
     if (V::kPacked && k0 >= sequence.rows_k) return;  // @tiles-of-unused-keys
     const int key0 = warp() % (N / kRows) * kRows;    // this warp's keys
     const int part = warp() / (N / kRows);            // and its share of them, if kSplitD > 1
@@ -110,7 +110,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     // What was emitted of a head of q. Where the block is, is worked out again here, too.
     const auto leave_emitted = [&](int head) {
-        const auto here = tile_at<V, Keys, N, false>(aside(p), ptx::opaque(ptx::block_index()));
+        const auto here = tile_at<V, KeysOf<V>, N, false>(aside(p), ptx::opaque(ptx::block_index()));
         emitted.template leave<Keys, N, V::kWarps>(aside(p), here.sequence, head, here.block, fresh_thread() / 32);
     };
 
@@ -207,8 +207,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         turn.pass(rank);
     };
 
-    load_keys<V>(sK, p.k, p.k_stride, tile);
-    load_keys<V>(sV, p.v, p.v_stride, tile);     // @strides-of-v-bwd-sm80
+    load_keys<V>(p, sK, p.k, p.k_stride, tile);
+    load_keys<V>(p, sV, p.v, p.v_stride, tile);  // @strides-of-v-bwd-sm80
     auto now = visits.begin(tile.head * group);  // @first-head-of-the-group-sm80
     request(0, now);
     #pragma unroll 1
@@ -226,9 +226,19 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     dK.scale(score.scale);  // @dk-scaled-sm80
     // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
     // block is, is worked out again: the main loop has no registers left to keep it.
-    const auto here = tile_at<V, Keys, N, false>(aside(p), ptx::opaque(ptx::block_index()));
+    const auto here = tile_at<V, KeysOf<V>, N, false>(aside(p), ptx::opaque(ptx::block_index()));
     const int thread_warp = fresh_thread() / 32, row0 = thread_warp % (N / kRows) * kRows;
     const int first_col = thread_warp / (N / kRows) * kCols, first_key = here.block * N;
+    if constexpr (V::kGrouped) {
+        if (KeysOf<V>::are_shared(aside(p))) {
+            const auto leave_one = [&](float *shares, AccTile<kRows, kCols> &acc) {
+                leave_share<V>(aside(p), shares, here.sequence, here.head, first_key + row0, acc, first_col);
+            };
+            leave_one(p.dk_shares, dK), leave_one(p.dv_shares, dV);
+            return;
+        }
+    }
+    const auto head_k = [&] { return KeysOf<V>::head_k(aside(p), here.head); };
     const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,
                            auto repair) {
         if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, first_col))) {  // @dk-and-dv-finite-sm80
@@ -240,14 +250,14 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         }
         // @unused-keys-written-sm80
         write_rows<kRows, kCols, V::kHeadDim>(staging, row0,
-                                              static_cast<T *>(dst) + here.sequence.k_offset(stride, here.head),
+                                              static_cast<T *>(dst) + here.sequence.k_offset(stride, head_k()),
                                               stride.row, first_key + row0, here.sequence.rows_k, first_col);
     };
     leave(sK, dK, p.dk, p.dk_stride, [&](const auto &again, int row) {  // @strides-of-dk
-        again.template dk<kCols>(here.head, first_key + row, sK, row, first_col);
+        again.template dk<kCols>(head_k(), first_key + row, sK, row, first_col);
     });
     leave(sV, dV, p.dv, p.dv_stride, [&](const auto &again, int row) {  // @strides-of-dv
-        again.template dv<kCols>(here.head, first_key + row, sV, row, first_col);
+        again.template dv<kCols>(head_k(), first_key + row, sV, row, first_col);
     });
 }
 

@@ -80,17 +80,18 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
     constexpr int M = V::kBlockM;
     RingPosition<V::kStages> ring;
     RingPosition<1> tiles;
-    auto source = producer_tiles<V, Keys, V::kBlockN, false>(p.plain, p.counter, smem.queue());
+    auto source = producer_tiles<V, KeysOf<V>, V::kBlockN, false>(p.plain, p.counter, smem.queue());
     for (;; source.draw(), tiles.next()) {
         const auto tile = source.next();
         if (tile.block < 0) break;
         if (!source.leads()) continue;
         BwdVisits<V> visit(p.plain, tile);
         const Sequence<V::kPacked> &sequence = visit.sequence;
+        const int head_k = KeysOf<V>::head_k(p.plain, visit.key_head);
         const auto load_resident = [&](int role, const ptx::TensorMap &map) {
             ptx::mbarrier_wait(smem.resident_empty(role), tiles.phase ^ 1);
-            smem.resident(role).load(map, smem.resident_full(role), sequence.row_k + visit.k0, visit.head_k,
-                                     sequence.batch(), ptx::kEvictFirst);
+            smem.resident(role).load(map, smem.resident_full(role), sequence.row_k + visit.k0, head_k, sequence.batch(),
+                                     ptx::kEvictFirst);
         };
         const auto load = [&](int role, const ptx::TensorMap &map, int more_bytes) {
             ptx::mbarrier_wait(smem.empty(role, ring.stage), ring.phase ^ 1);
@@ -261,13 +262,23 @@ struct BwdDkvGroup {
     __device__ void finish(const BwdVisits<V> &visit, AccTile<16, D> &dKV) const {
         const auto tile = smem.resident(kRole);
         if constexpr (kRole == kRoleDS) dKV.scale(score.scale);  // @dk-scaled-dkv
+        if constexpr (V::kGrouped) {
+            if (KeysOf<V>::are_shared(p.plain)) {
+                float *const shares = kRole == kRoleP ? p.plain.dv_shares : p.plain.dk_shares;
+                leave_share<V>(p.plain, shares, visit.sequence, visit.key_head, visit.k0 + key0, dKV);
+                ptx::bar_sync(kGroupBarrier + kRole, 128);  // K or V has been read by all warps @shared-operand-read
+                if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(smem.resident_empty(kRole));
+                return;
+            }
+        }
+        const int head_k = KeysOf<V>::head_k(p.plain, visit.key_head);
         if (!ptx::vote_all(stage<T>(tile, key0, dKV))) {
             ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
             const GradientRepair<V, M, false> again(p.plain, visit.sequence.index);  // @repair-in-its-sequence-dkv
             #pragma unroll 1
             for (int row = key0; row < key0 + 16; ++row)
-                if constexpr (kRole == kRoleDS) again.dk(visit.head_k, visit.k0 + row, tile, row);
-                else again.dv(visit.head_k, visit.k0 + row, tile, row);  // @repair-of-its-head-dkv
+                if constexpr (kRole == kRoleDS) again.dk(head_k, visit.k0 + row, tile, row);
+                else again.dv(head_k, visit.k0 + row, tile, row);  // @repair-of-its-head-dkv
         }
         const Sequence<V::kPacked> &sequence = visit.sequence;
         // Behind the last key TMA would write those of the next sequence. @wide-dkv-beside-its-neighbour
@@ -278,16 +289,15 @@ struct BwdDkvGroup {
             T *const dst = static_cast<T *>(kRole == kRoleP ? plain.dv : plain.dk);
             ptx::bar_warp_sync();
             // @unused-keys-written-dkv
-            write_rows<16, kDepth, D>(tile, key0, dst + sequence.k_offset(stride, visit.head_k), stride.row,
-                                      visit.k0 + key0, sequence.rows_k);
+            write_rows<16, kDepth, D>(tile, key0, dst + sequence.k_offset(stride, head_k), stride.row, visit.k0 + key0,
+                                      sequence.rows_k);
         }
         ptx::fence_proxy_async();  // @dkv-shown-to-tma
         ptx::bar_sync(kGroupBarrier + kRole, 128);
         if (ptx::thread_index() % 128 == 0) {
             // @dv-and-dk-in-place
             if (!shared)
-                tile.store(kRole == kRoleP ? p.map_dv : p.map_dk, sequence.row_k + visit.k0, visit.head_k,
-                           sequence.batch());
+                tile.store(kRole == kRoleP ? p.map_dv : p.map_dk, sequence.row_k + visit.k0, head_k, sequence.batch());
             ptx::cp_async_bulk_wait_group_read<0>();
             ptx::mbarrier_arrive(smem.resident_empty(kRole));
         }
@@ -307,7 +317,7 @@ __device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
         const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && (V::kPacked || lane() == 0)) bwd_dkv_load<V>(p, smem);
         if constexpr (V::kPacked)
-            if (warp_in_group == 3) schedule_tiles<V, Keys, V::kBlockN, false>(p.plain, p.counter, smem.queue());
+            if (warp_in_group == 3) schedule_tiles<V, KeysOf<V>, V::kBlockN, false>(p.plain, p.counter, smem.queue());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         if (role == kRoleP) BwdDkvGroup<V, kRoleP>(p, smem).run();

@@ -88,7 +88,7 @@ template <class V>
 __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
     constexpr int M = V::kBlockM;
     const Sequence<V::kPacked> &sequence = visit.sequence;
-    const int batch = sequence.batch();
+    const int batch = sequence.batch(), head_k = KeysOf<V>::head_k(p.plain, visit.key_head);
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
         const auto ring = RingPosition<V::kStages>::of(i);
@@ -98,13 +98,11 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
                            8 * M);
         ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, sequence, visit.head, q0), 8 * M,
                                 smem.q_full(stage));  // @statistics-of-the-visit-sm90
-        if (i == 0)
-            smem.k().load(p.map_k, smem.k_full(), sequence.row_k + visit.k0, visit.head_k, batch, ptx::kEvictNormal);
+        if (i == 0) smem.k().load(p.map_k, smem.k_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
         smem.dout(stage).load(p.map_dout, smem.dout_full(stage), sequence.row_q + q0, visit.head, batch,
                               ptx::kEvictNormal);
         // @v-of-its-head-bwd-sm90
-        if (i == 0)
-            smem.v().load(p.map_v, smem.v_full(), sequence.row_k + visit.k0, visit.head_k, batch, ptx::kEvictNormal);
+        if (i == 0) smem.v().load(p.map_v, smem.v_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
     }
 }
 
@@ -177,12 +175,12 @@ struct BwdGroup {
             if (kHeld) rV.load(smem.v(), 64 * group + fresh_thread() / 32 % 4 * 16);  // @rows-of-v-held
         }
         if constexpr (Emitted<V>::kAny && V::kBlockMask) {
-            const int heads = problem.heads_q / problem.heads_k;
+            const int heads = KeysOf<V>::group(p.plain);
             for (int n = 0; n < heads; ++n)
-                if (visit.tiles.nothing_of(n)) leave_emitted(visit, visit.head_k * heads + n);
+                if (visit.tiles.nothing_of(n)) leave_emitted(visit, visit.key_head * heads + n);
         } else if (Emitted<V>::kAny && count == 0) {  // @slopes-without-visits-sm90
-            const int heads = problem.heads_q / problem.heads_k;
-            for (int n = 0; n < heads; ++n) leave_emitted(visit, visit.head_k * heads + n);
+            const int heads = KeysOf<V>::group(p.plain);
+            for (int n = 0; n < heads; ++n) leave_emitted(visit, visit.key_head * heads + n);
         }
         #pragma unroll 1
         for (;; ++i, visit.next()) {
@@ -320,10 +318,17 @@ struct BwdGroup {
     __device__ void finish() {
         const DqVisits<V> visits(p.plain, ptx::opaque(ptx::block_index()));
         const Sequence<V::kPacked> &sequence = visits.sequence;
-        const int key0 = visits.k0 + 64 * group;
+        const int key0 = visits.k0 + 64 * group, head_k = KeysOf<V>::head_k(p.plain, visits.key_head);
         const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
         const int row0 = fresh_thread() / 32 % 4 * 16;
         dK.scale(score.scale);  // @dk-scaled-sm90
+        if constexpr (V::kGrouped) {
+            if (KeysOf<V>::are_shared(p.plain)) {
+                leave_share<V>(p.plain, p.plain.dk_shares, sequence, visits.key_head, key0 + row0, dK);
+                leave_share<V>(p.plain, p.plain.dv_shares, sequence, visits.key_head, key0 + row0, dV);
+                return;
+            }
+        }
         // @repair-in-its-sequence-bwd-sm90
         const GradientRepair<GroupKeys<V>, M, false> again(p.plain, sequence.index);
         // Stages a result; repair(row) computes one of its rows again where that is not finite.
@@ -333,17 +338,17 @@ struct BwdGroup {
             #pragma unroll 1
             for (int row = row0; row < row0 + 16; ++row) repair(row);
         };
-        leave(sdV, dV, [&](int row) { again.dv(visits.head_k, key0 + row, sdV, row); });
+        leave(sdV, dV, [&](int row) { again.dv(head_k, key0 + row, sdV, row); });
         #pragma unroll
         for (int before = 1; before <= 2; ++before) {  // K has been read for the last two dQ @last-two-dq
             const auto at = RingPosition<2>::of(i - before);
             if (i >= before) ptx::mbarrier_wait(smem.ds_empty(at.stage), at.phase);  // @k-read-for-dq
         }
-        leave(sdK, dK, [&](int row) { again.dk(visits.head_k, key0 + row, sdK, row); });
+        leave(sdK, dK, [&](int row) { again.dk(head_k, key0 + row, sdK, row); });
         if (V::kPacked &&
             key0 + 64 > sequence.rows_k) {  // TMA would write the next sequence's too @dkv-beside-its-neighbour
             const auto write = [&](const auto &tile, void *dst, const Strides &stride) {
-                write_rows<16, kDepth, D>(tile, row0, static_cast<T *>(dst) + sequence.k_offset(stride, visits.head_k),
+                write_rows<16, kDepth, D>(tile, row0, static_cast<T *>(dst) + sequence.k_offset(stride, head_k),
                                           stride.row, key0 + row0, sequence.rows_k);
             };
             ptx::bar_warp_sync();
@@ -353,8 +358,8 @@ struct BwdGroup {
         ptx::fence_proxy_async();
         ptx::bar_sync(kGroupBarrier + group, 128);
         if (ptx::thread_index() % 128 == 0 && key0 < sequence.rows_k) {  // @keys-that-exist
-            sdK.store(p.map_dk, sequence.row_k + key0, visits.head_k, sequence.batch());
-            sdV.store(p.map_dv, sequence.row_k + key0, visits.head_k, sequence.batch());
+            sdK.store(p.map_dk, sequence.row_k + key0, head_k, sequence.batch());
+            sdV.store(p.map_dv, sequence.row_k + key0, head_k, sequence.batch());
             ptx::cp_async_bulk_wait_group_read<0>();
         }
     }

@@ -16,7 +16,7 @@ class Bug:
         edits: one, or several that make one bug.
         case: name in the case table.
         finds: what the message of the race detector matches; "" if the numbers are wrong.
-        arch: which device is planned for.
+        arch: which device is planned for; sm_count: with how many multiprocessors.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Bug:
     case: str
     finds: str = ""
     arch: str = "sm_80"
+    sm_count: int = 2
 
     @property
     def all_edits(self) -> tuple[Edit, ...]:

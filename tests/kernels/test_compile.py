@@ -39,7 +39,7 @@ try:
 except cupyflash.UnsupportedError as reason:
     pytest.skip(str(reason), allow_module_level=True)
 
-MARGIN = 32  # registers; on another generation a kernel takes up to 22 more (NVRTC 12.9), which the test watches
+MARGIN = 40  # registers; on another generation a kernel takes up to 38 more (NVRTC 12.9), which the test watches
 PARTS = 12  # tests that share the kernels, for processes side by side
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "machine_code.json"
 NVRTC = (12, 9)  # another compiler makes other code

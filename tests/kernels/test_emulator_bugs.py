@@ -14,6 +14,7 @@ from emulator.mutants_masks import BACKWARD_MASKS, FORWARD_MASKS
 from emulator.mutants_mods import BACKWARD_MODS, FORWARD_MODS
 from emulator.mutants_packed import BACKWARD_PACKED, FORWARD_PACKED
 from emulator.mutants_range import BACKWARD_RANGE, FORWARD_RANGE
+from emulator.mutants_shares import BACKWARD_SHARES
 from emulator.mutants_sm90 import FORWARD_SM90
 from emulator.require import require_compiler
 
@@ -26,7 +27,7 @@ FORWARD = (
 )  # fmt: skip
 BACKWARD = (
     *mutants.BACKWARD, *BACKWARD_SM90, *BACKWARD_PACKED, *BACKWARD_RANGE, *BACKWARD_MASKS, *BACKWARD_DROPOUT,
-    *BACKWARD_MODS,
+    *BACKWARD_MODS, *BACKWARD_SHARES,
 )  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def oracle(name: str) -> Oracle:
 def judged(bug: Bug) -> list[Comparison]:
     exact = oracle(bug.case)
     inputs, problem = inputs_of(find_case(bug.case), "bf16")
-    session = Session(small_device(bug.arch, 2), MODES["race"], headers=bug.headers(), left_over=3.0)
+    session = Session(small_device(bug.arch, bug.sm_count), MODES["race"], headers=bug.headers(), left_over=3.0)
     if bug in FORWARD:
         return exact.judge_forward(*session.forward(inputs, problem))
     return exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))

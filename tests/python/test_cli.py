@@ -545,8 +545,8 @@ def test_tensor_core_cycles(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> 
 def kernels_of_calls(arch: str, dtypes: tuple[str, ...], head_dim: int) -> set[Variant]:
     """What the plan takes for dense and causal calls with arrays of any strides and alignment."""
     memory = [{"aligned": True, "tma": True}, {"aligned": True, "tma": False}, {"aligned": False, "tma": False}]
-    problems = [Problem(dtype, 2, 99, 99, 4, 2, head_dim, 0.125, (None, right)) for dtype in dtypes
-                for right in (None, 0)]  # fmt: skip
+    problems = [Problem(dtype, 2, 99, 99, 4, heads_k, head_dim, 0.125, (None, right)) for dtype in dtypes
+                for right in (None, 0) for heads_k in (2, 4)]  # fmt: skip
     target = device.Device.synthetic(arch)
     return {v for p in problems for options in memory for v in variants_of_calls(p, target, **options)}
 

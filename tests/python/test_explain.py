@@ -241,10 +241,17 @@ def test_work_is_counted_once(document: Document) -> None:
     (broadcast,) = document(*size, "--memory", "broadcast")["passes"]
     assert found["bytes"] - broadcast["bytes"] == 2 * 2 * (rows // 2 - 3 * 1000) * 64
     backward = document(*size, "--backward")["passes"][1]
-    delta, main, convert = backward["launches"]
-    assert (delta["flops"], main["flops"], convert["flops"]) == (0, 2.5 * found["flops"], 0)
+    delta, main, convert, shares = backward["launches"]
+    assert [x["flops"] for x in (delta, main, convert, shares)] == [0, 2.5 * found["flops"], 0, 0]
+    assert shares["grid"] == 0
+    assert not any(name.endswith("_shares") for name in backward["workspace"])
     assert convert["bytes"] == backward["workspace"]["dq_accum"] + 2 * rows * 64
     assert backward["bytes"] == sum(x["bytes"] for x in backward["launches"])
+    one = ("--batch", "1", "--seqlen", "512", "--heads", "8", "--heads-k", "1", "--head-dim", "64")
+    shared = document(*one, "--backward")["passes"][1]
+    left = shared["workspace"]["dk_shares"] + shared["workspace"]["dv_shares"]
+    assert left == 2 * 4 * 8 * 512 * 64  # eight shares
+    assert shared["launches"][3]["bytes"] == left + 2 * 2 * 512 * 64
     wide, backward = document("--seqlen", "1000", "--head-dim", "256", "--backward")["passes"]
     assert [x["flops"] / wide["flops"] for x in backward["launches"]] == [0, 2, 1.5]
     assert list(backward["workspace"]) == ["row_stats"]

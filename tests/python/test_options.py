@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 import sys
 import types
@@ -403,8 +404,8 @@ def test_warmup_with_a_softcap(head_dim: int, deterministic: bool, prepared: lis
     )
     found, calls = {v for _, v in prepared}, set()
     masks: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (300, 2)}]
-    for mask in masks:
-        shapes = [(2, 1000, 4, head_dim), *[(2, 900, 2, head_dim)] * 2]
+    for mask, heads_k in itertools.product(masks, (2, 4)):
+        shapes = [(2, 1000, 4, head_dim), *[(2, 900, heads_k, head_dim)] * 2]
         problem = make_problem(shapes, ["bf16"] * 3, softcap=30.0, deterministic=deterministic, **mask)
         calls |= set(variants_of_calls(problem, Device.of(0)))
     assert found == calls
@@ -419,9 +420,9 @@ def test_warmup_of_packed_sequences(head_dim: int, prepared: list[Any]) -> None:
     """All kernels that `attention_varlen` takes, however many sequences there are, and none of `attention`."""
     cupyflash.warmup(dtypes="bf16", head_dims=head_dim, packed=True, devices=0)
     found, calls = {v for _, v in prepared}, set()
-    for batch in (1, 7):
+    for batch, heads_k in ((1, 2), (7, 4)):
         for causal in (False, True):
-            shapes = [(1000, 4, head_dim), *[(900, 2, head_dim)] * 2]
+            shapes = [(1000, 4, head_dim), *[(900, heads_k, head_dim)] * 2]
             problem = make_problem(shapes, ["bf16"] * 3, causal=causal, sequences=batch)
             calls |= set(variants_of_calls(problem, Device.of(0)))
     assert found == calls
@@ -471,8 +472,12 @@ def test_warmup_with_mods(prepared: list[Any]) -> None:
         dtypes="bf16", head_dims=64, causal=False, devices=0, **mods, mod_arrays={"table": np.zeros((3, 5), np.float32)}
     )
     text, _ = bind(**mods, mod_arrays={"table": np.zeros((7, 1), np.float32)})
-    problem = make_problem([(2, 1000, 4, 64)] * 3, ["bf16"] * 3, mods=text, mod_shapes=((7, 1),))
-    fixed, learned = (set(variants_of_calls(problem, Device.of(0), dmods=dmods)) for dmods in ((), (0,)))
+    fixed, learned = set(), set()
+    for heads_k in (2, 4):
+        shapes = [(2, 1000, 4, 64), *[(2, 1000, heads_k, 64)] * 2]
+        problem = make_problem(shapes, ["bf16"] * 3, mods=text, mod_shapes=((7, 1),))
+        fixed |= set(variants_of_calls(problem, Device.of(0)))
+        learned |= set(variants_of_calls(problem, Device.of(0), dmods=(0,)))
     assert {v for _, v in prepared} == fixed | learned
     assert len(learned - fixed) == 3
     prepared.clear()

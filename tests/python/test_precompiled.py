@@ -148,7 +148,7 @@ def test_a_layer_of_real_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not missing([problem], "sm_90", only_usual=True)
     kernels = {arch: {e.symbol.split("_bf16")[0] for e in found} for arch, found in cache.default().layers().items()}
     assert kernels["sm_90a"] == {"fwd_sm90", "bwd_sm90"}
-    assert kernels["sm_90"] == {"bwd_delta", "bwd_convert"}
+    assert kernels["sm_90"] == {"bwd_delta", "bwd_convert", "bwd_shares"}
 
 
 def test_startup_times_what_a_call_takes(folder: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,8 @@ def test_packed_sequences(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_plan(arch: str, head_dim: int) -> None:
-    """The forward and what makes dk have kernels of their own, and so has a gradient; all else is as without a sink."""
+    """The forward, what makes dk and what adds up its shares have kernels of their own, and so has a gradient; all else
+    is as without a sink."""
     device, with_sink = Device.synthetic(arch), Problem("bf16", 2, 300, 500, 8, 2, head_dim, 0.5, sink=True)
     without = Problem("bf16", 2, 300, 500, 8, 2, head_dim, 0.5)
     (forward,) = plan_call(with_sink, device).launches
@@ -230,8 +231,12 @@ def test_plan(arch: str, head_dim: int) -> None:
     plain, fixed = (plan_call(p, device, backward=True) for p in (without, with_sink))
     of_keys = plain.launches[1].variant
     assert isinstance(of_keys, (Backward, BackwardSm90))
-    own = dataclasses.replace(plain.launches[1], variant=dataclasses.replace(of_keys, sink=True))
-    assert fixed == dataclasses.replace(plain, launches=(plain.launches[0], own, *plain.launches[2:]))
+    delta, main, last, shares = plain.launches
+    own = [
+        dataclasses.replace(x, variant=dataclasses.replace(x.variant, sink=True))  # type: ignore[call-arg]
+        for x in (main, shares)
+    ]
+    assert fixed == dataclasses.replace(plain, launches=(delta, own[0], last, own[1]))
     learned = plan_call(with_sink, device, backward=True, dsink=True)
     assert learned.launches[:-1] == fixed.launches
     assert learned.workspace == plain.workspace
