@@ -33,6 +33,7 @@ _KERNEL = [
     "-fsanitize=thread",  # plain loads and stores call runtime/hooks.cpp; libtsan is not linked
     "--param=tsan-instrument-func-entry-exit=0",
     "-fvisibility=hidden",
+    "-fno-exceptions",  # nothing that a kernel calls throws, and no C++ runtime is linked
     "-fno-gnu-unique",  # else statics of two kernels with the same name are one
     "-Wno-unknown-pragmas",
     "-Wno-unused-parameter",
@@ -42,6 +43,8 @@ _KERNEL = [
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
 ]
+# Kernels use the C library alone: to read libstdc++ would take most of a link.
+_LINK = ["-shared", "-nostdlib", "-Wl,-Bsymbolic"]
 _STALE_SECONDS = 14 * 24 * 3600
 _TWINS = ("ptx.h", "ptx_sm90.h", "ptx_more.h")
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
@@ -225,7 +228,7 @@ def _compile_as_one(units: Sequence[Unit]) -> None:
     with tempfile.TemporaryDirectory() as scratch:  # in two steps: linking with -fsanitize=thread would pull in libtsan
         unit_object = Path(scratch) / "unit.o"
         _compile([*options, "-c", file.name], unit_object, cwd=folder)
-        _compile(["-shared", str(unit_object), "-Wl,-Bsymbolic"], out)
+        _compile([*_LINK, str(unit_object), "-lm", "-lc"], out)
     for unit in units[1:]:
         _link(out, unit.library)
 
