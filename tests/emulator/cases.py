@@ -18,11 +18,11 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     of_bias = "" if problem.bias is None else "bhqk bool" if problem.bias.dtype == "bool" else "bhqk"
     name += "-bias" * bool(of_bias) + "-mask" * ("bool" in of_bias)
     name += "-dropout" * bool(problem.dropout)
-    name += "-block-mask" * (problem.block_mask > 0)
+    name += "-block-mask" * (problem.block_mask > 0) + "-group" * (problem.heads_q > problem.heads_k)
     lengths = ((150, 0, 173), (67, 60, 204)) if problem.packed else (None, None)
     return Case(
         name, "full", 323 if problem.head_dim < 200 else 131, 332 if problem.bias else 331, problem.head_dim,
-        heads_q=2, heads_k=1, window=window,
+        heads_q=2, heads_k=2 * problem.heads_k // problem.heads_q, window=window,
         scale=problem.scale if problem.scale != 1 else None, deterministic=problem.deterministic,
         memory="contiguous" if aligned else "misaligned", dlse=True, dtypes=(problem.dtype,),
         softcap=problem.softcap, alibi=problem.alibi, batch=len(lengths[0] or "1"), lengths_q=lengths[0],
