@@ -18,8 +18,10 @@ from cupyflash.errors import UnsupportedError
 from cupyflash.gpu import device, tensormap
 from cupyflash.gpu.device import ARCHS, Device
 from cupyflash.gpu.tensormap import TensorMap
-from cupyflash.launch import prepare
-from cupyflash.launch.passes import contiguous_strides
+from cupyflash.launch.alignment import Aligned, access_of
+from cupyflash.launch.passes import contiguous_strides, given_of
+from cupyflash.launch.prepare import family
+from cupyflash.operands import BACKWARD, FORWARD
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import FAMILIES, Launch, Plan, choose, kernels_of, plan_of
 from cupyflash.plan.spec import Spec
@@ -148,20 +150,22 @@ def _signatures(options: dict[str, Any], names: str) -> list[Signature]:
 
 def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backward: bool) -> Pass:
     """The way of `prepare.prepare`, arrays and kernels apart."""
-    signatures = _signatures(options, "qkkqq" if backward else "qkk")
-    aligned, tma = prepare.access(signatures, options["memory"] != "unaligned")
-    known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), options["learned"])
-    known |= {"dmods": options["dmods"], "family": prepare.family()}
+    signatures, names = _signatures(options, "qkkqq" if backward else "qkk"), ["q", "k", "v", "out", "dout"]
+    arrays: dict[str, Signature] = dict(zip(names, signatures, strict=False))
     if problem.bias is not None:
         shape = explain_work.bias_shape(problem)
-        known["paired_bias"] = prepare.has_pairs(shape, contiguous_strides(shape))
-    spec = Spec.of(problem, backward=backward, aligned=aligned, tma=tma, **known)
-    family, reasons = choose(spec, gpu)
+        arrays["bias"] = Signature(shape, contiguous_strides(shape), None, 0)
+    given = given_of(BACKWARD if backward else FORWARD, tuple(arrays))
+    access = access_of(given, list(arrays.values()), Aligned(rows=options["memory"] != "unaligned"))
+    known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), options["learned"])
+    known |= {"dmods": options["dmods"], "family": family()}
+    spec = Spec.of(problem, backward=backward, **known, **access._asdict())
+    chosen, reasons = choose(spec, gpu)
     unread = UNREADABLE.get(options["memory"], "this driver's tensor maps are not understood")
-    needs_maps = family.why_not(spec._replace(tma=False), gpu) is not None
+    needs_maps = chosen.why_not(spec._replace(tma=False), gpu) is not None
     if needs_maps and gpu.ordinal >= 0 and not _maps_are_understood(signatures, gpu, options):
         spec = spec._replace(tma=False)
-        family, reasons = choose(spec, gpu)
+        chosen, reasons = choose(spec, gpu)
     plan = plan_of(kernels_of(spec, gpu), Extents.of(problem))
     pairs, added = pairs_of(problem, options), explain_work.added_bytes(problem, options)
     if backward:
@@ -176,7 +180,7 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
     if spec.unaligned:
         reason = "not every row of the arrays starts at a multiple of 16 bytes; elements are loaded one by one"
         not_taken.append({"path": "copies of 16 bytes", "reason": reason})
-    return Pass("backward" if backward else "forward", family.name, plan, work, not_taken)
+    return Pass("backward" if backward else "forward", chosen.name, plan, work, not_taken)
 
 
 def _maps_are_understood(signatures: Sequence[Signature], gpu: Device, options: dict[str, Any]) -> bool:

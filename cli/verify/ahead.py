@@ -7,7 +7,6 @@ each of them takes from the system.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import pickle
 import subprocess
@@ -15,21 +14,16 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-from cupyflash.arrays.adapters import NUMPY
 from cupyflash.check.cache_case import CacheCase
 from cupyflash.check.cases import Case
 from cupyflash.compile import cache, jit
 from cupyflash.gpu.device import Device
-from cupyflash.launch.alignment import access, has_pairs
-from cupyflash.launch.passes import with_batch
 from cupyflash.launch.prepare import family
-from cupyflash.plan.families import kernels_of
-from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
 
 from . import cached
+from .needed import variants_of
 
 _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
@@ -78,25 +72,7 @@ def needed(wanted: Iterable[tuple[Case | CacheCase, str]], gpu: Device) -> Itera
 def _of(case: Case | CacheCase, dtype: str, gpu: Device) -> Iterable[Variant]:
     if isinstance(case, CacheCase):
         return cached.variants_of(case, dtype, gpu)
-    return itertools.chain.from_iterable(kernels_of(spec, gpu).variants for spec in specs(case, dtype))
-
-
-def specs(case: Case, dtype: str) -> Iterator[Spec]:
-    """Of the forward, and of the backward with all gradients if there is one, of arrays that lie as the case's do."""
-    inputs, problem = case.inputs(dtype), case.problem(dtype)
-    arrays = [case.in_layout(x) for x in inputs[:4]]
-    added = [x for x in (inputs.bias, inputs.mask) if x is not None]
-    pairs = [has_pairs(*NUMPY.describe("bias", NUMPY.signature(x))[:2]) and NUMPY.pointer(x) % 8 == 0 for x in added]
-    known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), True)
-    known["dmods"] = () if inputs.mods is None else tuple(inputs.mods.learned.values())
-    known |= {"paired_bias": all(pairs), "family": family()}
-    for backward in (False, True)[: 1 + case.backward]:
-        read = arrays[: 3 + backward]
-        signatures: list[Any] = [NUMPY.describe("q", NUMPY.signature(x)) for x in read]
-        if case.packed:
-            signatures = [with_batch(x) for x in signatures]
-        aligned, tma = access(signatures, not any(NUMPY.pointer(x) % 16 for x in read))
-        yield Spec.of(problem, backward=backward, aligned=aligned, tma=tma, **known)
+    return variants_of(case, dtype, gpu, family())
 
 
 def work() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from cupyflash.check import cases
 from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.emulator import attention, build, launch
 from cupyflash.emulator.cases import can_use_tma
-from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.variant import Variant
 
 from .cases import CaseResult
+from .needed import variants_of
 
 ARCHS = {"sm80": "sm_80", "sm90": "sm_90"}  # for which a family's kernels are planned
 DTYPES = ("bf16", "fp16")
@@ -42,15 +42,9 @@ class Work:
         device = attention.small_device(ARCHS[self.family])
         return attention.Session(device, MODE, seed, family=self.family, backward_family=self.family)
 
-    def variants(self) -> tuple[Variant, ...]:
+    def variants(self) -> Sequence[Variant]:
         """The kernels that it takes."""
-        problem, device = self.case.problem(self.dtype), attention.small_device(ARCHS[self.family])
-        aligned = self.case.memory != "misaligned"
-        known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), True) | {"tma": self.family == "sm90"}
-        mods = self.case.inputs(self.dtype).mods
-        known["dmods"] = () if mods is None else tuple(mods.learned.values())
-        known["paired_bias"] = self.case.seqlen_k % 2 == 0  # in the table, but for odd strides
-        return variants_of_calls(problem, device, aligned=aligned, **known)
+        return variants_of(self.case, self.dtype, attention.small_device(ARCHS[self.family]), self.family)
 
     def judged(self, seed: int) -> list[Comparison]:
         """What the kernels make of the case, compared."""

@@ -10,7 +10,7 @@ from ..arrays.adapters import Native
 from ..gpu.device import Device
 from ..operands import FORWARD
 from ..options import Options
-from .alignment import Aligned
+from .alignment import aligned_at
 from .passes import given_of
 from .prepare import prepare
 
@@ -26,7 +26,7 @@ def forward_clocks(library: Native, q: Any, k: Any, v: Any, options: Options) ->
     pointers = {name: library.pointer(x) for name, x in arrays.items()}
     ordinal = signatures[0][3]
     stream = library.stream(ordinal)
-    aligned = Aligned(all(p % 16 == 0 for p in pointers.values()))
+    aligned = aligned_at(FORWARD, pointers, pointers.values())
     given = given_of(FORWARD, tuple(arrays), ("clocks",))
     call = prepare(given, library, signatures, options, aligned, stream)
     if not call.persistent:

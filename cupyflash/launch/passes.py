@@ -28,6 +28,10 @@ class Asked(NamedTuple):
     clocks: bool
     dmods: tuple[int, ...] = ()
 
+    def made(self) -> dict[str, Any]:
+        """What is made only if asked for, which no problem says, by the names of `Spec.of`."""
+        return {name: getattr(self, name) for name in ("dalibi", "dsink", "dbias", "clocks", "dmods")}
+
 
 class Given:
     """What the table says of a pass that is given arrays of these names, in this order; made once for them.
@@ -150,6 +154,14 @@ def with_batch(signature: tuple[Any, ...]) -> tuple[Any, ...]:
     """The signature of a packed array as that of a batch of one."""
     shape, strides, dtype, device = signature
     return (1, *shape), (0, *strides), dtype, device
+
+
+def as_batch(given: Given, signatures: Sequence[tuple[Any, ...]]) -> Sequence[tuple[Any, ...]]:
+    """The signatures of a call's arrays; of packed ones, where they have strides, as of a batch of one."""
+    if given.packed is None:
+        return signatures
+    rows = given.which.rows
+    return [with_batch(s) if rows[name].strided else s for name, s in zip(given.names, signatures, strict=True)]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -26,12 +26,10 @@ from ..plan.spec import Spec
 from ..problem import HALF, MAX_SEQLEN, Bias, make_problem
 from . import prepared as launch
 from . import series
-from .alignment import Aligned, Plain
-from .alignment import access as access
-from .alignment import has_pairs as has_pairs
+from .alignment import Access, Aligned, Plain, access_of
 from .checks import check
 from .filled import fill, template_of
-from .passes import Asked, Given, contiguous_strides, is_contiguous, sizes_of, with_batch
+from .passes import Asked, Given, as_batch, contiguous_strides, is_contiguous, sizes_of
 from .prepared import Call, Prepared
 from .template import numbers_of
 from .variables import wish
@@ -63,7 +61,7 @@ class _Asked(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _asked(
     backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int, Any], group: int,
-    bias: Bias | None, paired_bias: bool, batch: int, aligned: bool, tma: bool, wish: Any,
+    bias: Bias | None, batch: int, access: Access, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`dims`: how many dimensions the slopes and the seed of dropout have, `Problem.block_mask` and `mod_shapes`;
     `group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `wish`: so that
@@ -77,9 +75,7 @@ def _asked(
     features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
     features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2], "mod_shapes": dims[3]}
     problem = make_problem(shapes, [dtype] * 3, **options._asdict(), sequences=batch if of.packed else None, **features)
-    known: dict[str, Any] = {name: getattr(of, name) for name in ("dalibi", "dsink", "dbias", "dmods", "clocks")}
-    known |= {"backward": backward, "paired_bias": paired_bias, "family": family()}
-    spec = Spec.of(problem, aligned=aligned, tma=tma, **known)
+    spec = Spec.of(problem, backward=backward, **of.made(), **access._asdict(), family=family())
     return _Asked(spec, numbers_of(problem))
 
 
@@ -120,12 +116,6 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
     return found if max(seqlen_q, seqlen_k) <= MAX_SEQLEN else None
 
 
-def _with_batch(given: Given, signatures: Sequence[Plain]) -> list[Plain]:
-    """Those of packed arrays that have strides as of a batch of one; the others as they are."""
-    rows = given.which.rows
-    return [with_batch(s) if rows[name].strided else s for name, s in zip(given.names, signatures, strict=True)]
-
-
 def _copied(given: Given, signatures: Sequence[Plain]) -> tuple[int, ...]:
     """The numbers of arrays that a kernel reads as contiguous and that are not."""
     found = []
@@ -140,14 +130,12 @@ def _copied(given: Given, signatures: Sequence[Plain]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _bias_of(given: Given, library: Native, signatures: Sequence[Plain], aligned: Aligned) -> tuple[Bias | None, bool]:
-    """What the spec must know of a bias: it, and whether it is read in pairs."""
+def _bias_of(given: Given, library: Native, signatures: Sequence[Plain]) -> Bias | None:
+    """What the spec must know of a bias, but for how it lies."""
     if not given.added:
-        return None, False
-    added = [signatures[i] for i in given.added]
-    is_paired = aligned.bias and all(has_pairs(shape, strides) for shape, strides, _, _ in added)
-    shape, _, dtype, _ = added[0]
-    return Bias.of(shape, library.dtype_name(dtype), masked=len(added) > 1), is_paired
+        return None
+    shape, _, dtype, _ = signatures[given.added[0]]
+    return Bias.of(shape, library.dtype_name(dtype), masked=len(given.added) > 1)
 
 
 def prepare(
@@ -168,9 +156,7 @@ def prepare(
         aligned: what is known of their addresses.
         vet: is called before the first call of a spec: raises where the arrays are not what they seem to be.
     """
-    signatures: Sequence[Plain] = keys
-    if given.packed is not None:
-        signatures = _with_batch(given, keys)
+    signatures = as_batch(given, keys)
     extents = _extents(given, library, signatures, options.layout)
     if extents is None:
         vet()
@@ -181,20 +167,20 @@ def prepare(
         if signatures[i][1][-1] != 1:
             check(given.which, given.names, library, keys, options)
     shape, _, dtype, ordinal = signatures[given.qkv[0]]
-    rows_aligned, tma = access(given.by_tma(signatures), aligned.rows, given.by_hand(signatures))
+    access = access_of(given, signatures, aligned)
     lengths, steps = given.measure(signatures, options.layout)
     batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
     alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
-    bias = _bias_of(given, library, signatures, aligned)
+    bias = _bias_of(given, library, signatures)
     block_mask = 0 if given.block_mask is None else code_of(keys[given.block_mask][0])
     mod_shapes = tuple(keys[i][0] for i in given.of_mods)
     group = 1 + (heads_q > heads_k)
-    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes), group, *bias, has_work, rows_aligned
+    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes), group, bias, has_work
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
-        asked = _asked(*asks, tma, wish())
+        asked = _asked(*asks, access, wish())
         key = ordinal, given.kind, asked.spec
         prepared = launch.specs.find(key)
         if prepared is None:
@@ -203,10 +189,10 @@ def prepare(
             launch.specs.keep(key, prepared)
         call = prepared.call(given, extents, asked.numbers, lengths, steps, broadcast, copied, stream)
         if call is not None:
-            if tma:
+            if access.tma:
                 series.begin(given, keys, options, prepared, extents, call, lengths, steps)
             return call
-        tma = False  # the driver makes no tensor map of one of these arrays
+        access = access._replace(tma=False)  # the driver makes no tensor map of one of these arrays
 
 
 def _first(
@@ -220,7 +206,7 @@ def _first(
     """What the first call of a spec prepares: with TMA if it can read the arrays and the driver makes maps of them."""
     which = given.which
     problem, checked = check(which, given.names, library, keys, options)
-    signatures = checked if given.packed is None else _with_batch(given, checked)
+    signatures = as_batch(given, checked)
     device = Device.of(checked[0].device)
     with device.current():  # drivers encode tensor maps for a thread with a context alone
         for tma in (spec.tma, False):

@@ -21,7 +21,7 @@ from ..problem import Problem
 from ..sequences import Sequences
 from . import on_cpu, staging, where
 from . import prepared as launch
-from .alignment import ALIGNED, Aligned
+from .alignment import ALIGNED, aligned_at
 from .checks import check
 from .packed import vet_lengths
 from .passes import WITH_LSE, given_of
@@ -93,7 +93,9 @@ def _run(
         bits |= pointer
     aligned = ALIGNED
     if bits & 15 or 0 in pointers:
-        aligned = _look_at_addresses(which, library, pointers, arrays)
+        if bits & 7 or 0 in pointers:
+            check_addresses(library, pointers, arrays)
+        aligned = aligned_at(which, arrays, pointers)
     stream = library.stream(device)
     names = tuple(arrays)
     key = names, *keys, options, aligned, wanted, wish()  # no two passes have the same names
@@ -162,18 +164,6 @@ def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], 
     for i, x in zip(numbers, copies, strict=True):
         pointers[i] = library.pointer(x)
     return copies
-
-
-def _look_at_addresses(which: Pass, library: Native, pointers: Sequence[int], arrays: Mapping[str, Any]) -> Aligned:
-    """How the arrays lie; refuses addresses that no kernel can read."""
-    bits, of_bias = 0, 0
-    for name, pointer in zip(arrays, pointers, strict=True):
-        row = which.rows[name]
-        if pointer == 0 or pointer & 7:
-            check_addresses(library, pointers, arrays)
-        bits |= pointer if row.strided else 0
-        of_bias |= pointer if row.broadcasts else 0
-    return Aligned(bits & 15 == 0, of_bias & 7 == 0)
 
 
 def _sequences(arrays: Mapping[str, Any]) -> Sequences:

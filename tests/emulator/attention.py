@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyflash.arrays.adapters import NUMPY
 from cupyflash.check.cases import Case, Inputs, case
 from cupyflash.gpu.device import Device
+from cupyflash.launch.alignment import known_of
 from cupyflash.launch.passes import given_of
 from cupyflash.operands import BACKWARD, FORWARD, Pass
 from cupyflash.plan.extents import Extents
@@ -107,13 +109,8 @@ class Session:
             buffers = Buffers(memory, which)
             for name, x in arrays.items():
                 buffers.add(name, x)
-            known = {"backward": which is BACKWARD, "aligned": buffers.aligned(), "tma": buffers.readable()}
-            known |= {
-                name: f"{name}{rest}" in wanted for name, rest in (("dalibi", "_slopes"), ("dsink", ""), ("dbias", ""))
-            }
-            known["dmods"] = given.asked.dmods
-            known["paired_bias"] = buffers.paired()
-            plan = plan_call(problem, self.device, family=family, **known)
+            known = known_of(given, NUMPY, arrays.values())  # whose copies lie as they do
+            plan = plan_call(problem, self.device, **known, family=family)
             likes = [arrays[name] for name in given.likes]
             made = {name: buffers.make(name, x.shape, x.dtype) for name, x in zip(given.made, likes, strict=True)}
             shapes = given.shapes(Extents.of(problem), problem.head_dim)

@@ -11,7 +11,6 @@ from cupyflash.gpu import tensormap
 from cupyflash.gpu.tensormap import TensorMap
 from cupyflash.launch.filled import fill_plain, fill_problem
 from cupyflash.launch.passes import contiguous_strides, with_batch
-from cupyflash.launch.prepare import has_pairs
 from cupyflash.operands import Pass
 from cupyflash.plan.families import Plan
 from cupyflash.plan.params import params_of
@@ -66,29 +65,6 @@ class Buffers:
                 shape, strides, *_ = with_batch((shape, strides, None, None))
             self.strides[name] = strides
         self.shape[name] = shape
-
-    def aligned(self) -> bool:
-        """Whether every row of all inputs starts at a multiple of 16 bytes."""
-        return all(
-            self.address[name] % 16 == 0
-            and all(s % 8 == 0 for s, n in zip(strides[:-1], self.shape[name][:-1], strict=True) if n > 1)
-            for name, strides in self.strides.items()
-        )
-
-    def readable(self) -> bool:
-        """Whether TMA can read the inputs that it reads."""
-        return all(
-            self.address[name] % 16 == 0 and tensormap.readable(self.shape[name], strides)
-            for name, strides in self.strides.items()
-            if self.which.uses[name].box is not None
-        )
-
-    def paired(self) -> bool:
-        """Whether two neighbouring keys of a bias lie in a pair."""
-        given = [name for name in ("bias", "mask") if name in self.broadcast]
-        return bool(given) and all(
-            self.address[x] % 8 == 0 and has_pairs(self.shape[x], self.broadcast[x]) for x in given
-        )
 
     def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:
         """The array's tensor map."""

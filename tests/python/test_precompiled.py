@@ -23,7 +23,9 @@ from cupyflash.cli.bench import startup as bench_startup
 from cupyflash.cli.doctor import checks as doctor_checks
 from cupyflash.compile import cache, jit, layer, nvrtc
 from cupyflash.gpu.device import ARCHS, Device
-from cupyflash.launch.prepare import access
+from cupyflash.launch.alignment import Aligned, access_of
+from cupyflash.launch.passes import given_of
+from cupyflash.operands import BACKWARD
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import Problem
@@ -76,12 +78,13 @@ STRIDES = {
 
 def launched(problem: Problem, device: Device) -> Iterator[Variant]:
     """What calls on arrays that lie in all these ways, at good addresses and odd ones, would launch."""
+    given = given_of(BACKWARD, ("q", "k", "v", "dout"))
     s, h, d = problem.seqlen_q, problem.heads_q, problem.head_dim
     for strides in STRIDES.values():
         arrays = [Signature((2, s, h, d), strides(s, h, d), None, 0)] * 4
         for is_good_address in (True, False):
-            aligned, tma = access(arrays, is_good_address)
-            yield from variants_of_calls(problem, device, aligned=aligned, tma=tma)
+            access = access_of(given, arrays, Aligned(rows=is_good_address))
+            yield from variants_of_calls(problem, device, **access._asdict())
 
 
 def calls(dtype: str, head_dim: int, windows: tuple[object, ...], determinism: tuple[bool, ...]) -> Iterator[Problem]:
