@@ -19,7 +19,7 @@ from cupyflash.arrays import adapters as arrays
 from cupyflash.compile import jit
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
-from cupyflash.launch import counters
+from cupyflash.launch import cached, counters, decode
 from cupyflash.launch import prepared as launch
 from cupyflash.launch.kept import Kept
 from cupyflash.plan.variant import Variant
@@ -57,12 +57,13 @@ def crossed(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> N
 
 
 class Gpu:
-    """Attributes: what was launched, the variants loaded, the tensor maps encoded, and those that are refused."""
+    """Attributes: what was launched, the variants loaded, the tensor maps encoded, and those that are refused; how many
+    clusters of blocks run at the same time."""
 
     def __init__(self) -> None:
         self.launched: list[Launched] = []
         self.loaded: list[Variant] = []
-        self.encoded = 0
+        self.encoded, self.clusters = 0, 1000
         self.place: Place = plain
         self.refuses: Callable[[list[int]], bool] = lambda lengths: False
 
@@ -75,6 +76,9 @@ class Gpu:
         assert pointer is not None
         params = ctypes.string_at(pointer, variant.params.itemsize)
         self.launched.append(Launched(variant.symbol, grid, params))
+
+    def dependent(self, function: int, grid: int, *block: int) -> Callable[[int, int], None]:
+        return lambda stream, arguments: self.launch(function, grid, stream, arguments, 0)
 
     def encode(self, to: Any, dtype: Any, rank: Any, address: Any, sizes: Any, strides: Any, box: Any, *_: Any) -> int:
         self.encoded += 1
@@ -105,6 +109,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90") -> Gpu:
     monkeypatch.setattr(jit, "load", found.load)
     monkeypatch.setattr(jit, "launcher", lambda: found.launch)
     monkeypatch.setattr(tensormap, "_encoder", lambda: found.encode)
+    monkeypatch.setattr(decode, "_active_clusters", lambda variant, device, stream: found.clusters)
+    monkeypatch.setattr(decode, "DependentLaunch", found.dependent)
     forget(monkeypatch)
     return found
 
@@ -114,6 +120,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "calls", Kept(100))
     monkeypatch.setattr(launch, "specs", Kept(100))
     monkeypatch.setattr(launch, "series", Kept(100))
+    monkeypatch.setattr(cached, "calls", Kept(100))
 
 
 def facts(params: Any) -> dict[str, bytes]:

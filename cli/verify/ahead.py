@@ -22,8 +22,7 @@ from cupyflash.gpu.device import Device
 from cupyflash.launch.prepare import family
 from cupyflash.plan.variant import Variant
 
-from . import cached
-from .needed import variants_of
+from .needed import variants_of, variants_over_cache_of
 
 _PROGRAM = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
@@ -71,7 +70,7 @@ def needed(wanted: Iterable[tuple[Case | CacheCase, str]], gpu: Device) -> Itera
 
 def _of(case: Case | CacheCase, dtype: str, gpu: Device) -> Iterable[Variant]:
     if isinstance(case, CacheCase):
-        return cached.variants_of(case, dtype, gpu)
+        return variants_over_cache_of(case, dtype, gpu, family())
     return variants_of(case, dtype, gpu, family())
 
 

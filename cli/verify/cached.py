@@ -12,13 +12,12 @@ from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.check.cases import LEVELS
 from cupyflash.emulator import attention, decode
-from cupyflash.gpu.device import Device
-from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.variant import Variant
 
 from ..frameworks import Framework
 from .cases import CaseResult
 from .emulator import ARCHS, MODE, Work
+from .needed import variants_over_cache_of
 
 BY_NAME = {case.name: case for case in CACHE_CASES}
 SMOKE = ("cache-append", "cache-pages-of-16")  # in the emulator: rows that are new, and pages
@@ -56,13 +55,6 @@ def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> Ca
     return result
 
 
-def variants_of(case: CacheCase, dtype: str, device: Device) -> tuple[Variant, ...]:
-    """The kernels of a case."""
-    p = problem_of(case.inputs(dtype), dtype, case.options())
-    aligned = case.memory != "misaligned"
-    return variants_over_cache(p, device, aligned=aligned, tma=aligned) if 0 not in (p.batch, p.seqlen_q) else ()
-
-
 @dataclass(frozen=True)
 class CacheWork(Work):
     """One case in one dtype by the kernels of one family, in the emulator."""
@@ -70,7 +62,7 @@ class CacheWork(Work):
     case: CacheCase  # type: ignore[assignment]
 
     def variants(self) -> tuple[Variant, ...]:
-        return variants_of(self.case, self.dtype, attention.small_device(ARCHS[self.family]))
+        return variants_over_cache_of(self.case, self.dtype, attention.small_device(ARCHS[self.family]), None)
 
     def judged(self, seed: int) -> list[Comparison]:
         arrays = self.case.inputs(self.dtype, seed)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from cupyflash.arrays.adapters import NUMPY
+from cupyflash.check.cache_case import CacheCase, problem_of
 from cupyflash.check.cases import Case
 from cupyflash.gpu.device import Device
-from cupyflash.launch.alignment import known_of
+from cupyflash.launch.alignment import known_of, known_of_cache
 from cupyflash.launch.passes import given_of
 from cupyflash.operands import BACKWARD, FORWARD
+from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import kernels_of
 from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import Variant
@@ -24,3 +26,10 @@ def variants_of(case: Case, dtype: str, device: Device, family: str | None) -> l
         spec = Spec.of(problem, **known_of(given, NUMPY, arrays.values()), family=family)
         found += kernels_of(spec, device).variants
     return found
+
+
+def variants_over_cache_of(case: CacheCase, dtype: str, device: Device, family: str | None) -> tuple[Variant, ...]:
+    """Of a call over a cache, on a GPU that holds all its clusters of blocks at the same time."""
+    arrays = case.inputs(dtype)
+    p = problem_of(arrays, dtype, case.options())
+    return variants_over_cache(p, device, **known_of_cache(NUMPY, arrays, p.itemsize), family=family)

@@ -5,10 +5,11 @@ Rows, and neighbours of a bias, may start where kernels can read many bytes at o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import Native
+from ..cache.arrays import BY_NAME
 from ..gpu import tensormap
 from ..operands import BACKWARD, Pass
 from .passes import Given, as_batch, score_steps
@@ -80,6 +81,37 @@ def known_of(given: Given, library: Native, arrays: Iterable[Any]) -> dict[str, 
     signatures = [library.describe(name, key) for name, key in zip(given.names, keys, strict=True)]
     access = access_of(given, as_batch(given, signatures), aligned_at(given.which, given.names, addresses))
     return {"backward": given.which is BACKWARD, **given.asked.made(), **access._asdict()}
+
+
+def cache_aligned_at(names: Iterable[str], addresses: Iterable[int]) -> bool:
+    """Whether q, k, v and the caches, of the arrays of these names, lie at multiples of 16."""
+    return not any(x & 15 for name, x in zip(names, addresses, strict=True) if BY_NAME[name].dtype in ("", "cache"))
+
+
+def access_to_cache(signatures: Mapping[str, Plain], aligned: bool, itemsize: int) -> dict[str, bool]:
+    """What `plan_decode` is told of how arrays lie.
+
+    Args:
+        signatures: of the arrays given, by their names; strides in elements.
+        aligned: as `cache_aligned_at` says.
+        itemsize: the bytes of an element of the caches.
+    """
+    q, *caches = (signatures[name] for name in ("q", "k_cache", "v_cache"))
+    aligned = aligned and _rows_aligned(q, 2) and all(_rows_aligned(x, itemsize) for x in caches)
+    return {"aligned": aligned, "tma": all(tensormap.readable(x[0], x[1], itemsize) for x in caches)}
+
+
+def known_of_cache(library: Native, arrays: Mapping[str, Any], itemsize: int) -> dict[str, bool]:
+    """The same of arrays, as `launch.decode` does."""
+    keys, addresses = library.look(arrays.values())
+    signatures = {name: library.describe(name, key) for name, key in zip(arrays, keys, strict=True)}
+    return access_to_cache(signatures, cache_aligned_at(arrays, addresses), itemsize)
+
+
+def _rows_aligned(signature: Plain, itemsize: int) -> bool:
+    """Whether every row starts at a multiple of 16 bytes if the array does."""
+    shape, strides, _, _ = signature
+    return all(s * itemsize % 16 == 0 for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1)
 
 
 def _has_pairs(shape: Sequence[int], strides: Sequence[int]) -> bool:

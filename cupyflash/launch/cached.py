@@ -17,6 +17,7 @@ from ..cpu import cache
 from ..errors import ArgumentError
 from ..gpu.device import Device
 from . import decode
+from .alignment import cache_aligned_at
 from .kept import Kept
 from .passes import is_contiguous
 from .variables import is_debug, wish
@@ -127,7 +128,7 @@ def _is_contiguous(signature: Signature) -> bool:
 def _look_at_addresses(library: Native, arrays: Mapping[str, Any], pointers: Sequence[int]) -> bool:
     """Whether q, k, v and the caches lie at multiples of 16; refuses addresses that no kernel can read."""
     check_addresses(library, pointers, arrays)
-    return not any(x & 15 for name, x in zip(arrays, pointers, strict=True) if BY_NAME[name].dtype in ("", "cache"))
+    return cache_aligned_at(arrays, pointers)
 
 
 def _on_their_way(library: Native, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:

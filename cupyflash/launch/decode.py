@@ -24,6 +24,7 @@ from ..plan.decode_kernels import Decode, DecodeSm90
 from ..plan.decode_shares import DecodePlan
 from ..plan.params_decode import DECODE_SM90_PARAMS
 from ..plan.variant import Variant
+from .alignment import access_to_cache
 from .cached_params import APPEND_MEMBERS, DECODE_MEMBERS, box_map, fill, fill_append, words_of, workspace
 from .passes import contiguous_strides
 from .prepare import family
@@ -145,11 +146,9 @@ def _planned(
     aligned: bool, stream: int,
 ) -> tuple[DecodePlan, Struct]:  # fmt: skip
     """A plan, with TMA if it can read the caches and the driver's maps of them are understood, and its struct."""
-    aligned = aligned and _rows_aligned(signatures["q"], 2)
-    aligned = aligned and all(_rows_aligned(signatures[name], p.itemsize) for name in _CACHES)
-    tma = all(tensormap.readable(signatures[name].shape, strides[name], p.itemsize) for name in _CACHES)
-    for can in (tma, False):
-        known: dict[str, Any] = {"aligned": aligned, "tma": can, "family": family() if can or not tma else None}
+    access = access_to_cache(signatures, aligned, p.itemsize)
+    for tma in (access["tma"], False):
+        known: dict[str, Any] = {**access, "tma": tma, "family": family() if tma or not access["tma"] else None}
         plan = plan_decode(p, device, **known)
         if plan.variant.tile.cluster and not _clusters_fit(plan, device, stream):
             plan = plan_decode(p, device, **known, clusters=False)
@@ -157,13 +156,6 @@ def _planned(
         if struct is not None:
             return plan, struct
     raise AssertionError("every GPU has a plan without TMA")
-
-
-def _rows_aligned(signature: Signature, itemsize: int) -> bool:
-    """Whether every row starts at a multiple of 16 bytes if the array does."""
-    return all(
-        s * itemsize % 16 == 0 for s, n in zip(signature.strides[:-1], signature.shape[:-1], strict=True) if n > 1
-    )
 
 
 def _clusters_fit(plan: DecodePlan, device: Device, stream: int) -> bool:

@@ -199,5 +199,9 @@ def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
 
 def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[Variant, ...]:
     """The kernels of a call, in launch order; `known`: what `plan_decode` may be told."""
-    append, plan = plan_append(p, device), plan_decode(p, device, **known)
-    return *(append[:1] if append else ()), plan.variant, *(v for v in (plan.combine,) if v is not None)
+    append = plan_append(p, device)
+    found: list[Variant] = [append[0]] if append else []
+    if 0 not in p.rows:
+        plan = plan_decode(p, device, **known)
+        found += [plan.variant] if plan.combine is None else [plan.variant, plan.combine]
+    return tuple(found)

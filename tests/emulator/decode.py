@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyflash.arrays.adapters import NUMPY
 from cupyflash.cache.arrays import BY_NAME
 from cupyflash.cache.problem import CacheProblem
-from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
+from cupyflash.launch.alignment import known_of_cache
 from cupyflash.launch.cached_params import APPEND_MEMBERS, DECODE_MEMBERS, box_map, fill, fill_append, workspace
 from cupyflash.plan.decode import plan_append, plan_decode
 from cupyflash.plan.decode_shares import DecodePlan
@@ -48,7 +49,6 @@ class CacheSession:
     Attributes:
         plan: instead of the device's own for the problem.
         headers: patched kernel sources by file name; the others are as shipped.
-        family: of the main kernel; None: as planned.
     """
 
     device: Device
@@ -56,7 +56,6 @@ class CacheSession:
     seed: int = 0
     plan: DecodePlan | None = None
     headers: Mapping[str, str] | None = None
-    family: str | None = None
 
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append; `arrays`: the inputs by name, which stay as they are."""
@@ -71,7 +70,7 @@ class CacheSession:
             strides["out"] = tuple(s // out.itemsize for s in out.strides)
             self._append(p, q, address, strides, memory)
             if q.size:
-                plan = self.plan or self.planned(p, address, strides, {name: x.shape for name, x in arrays.items()})
+                plan = self.plan or plan_decode(p, self.device, **known_of_cache(NUMPY, arrays, p.itemsize))
                 for name, (shape, _) in workspace(p, plan).items():
                     address[name], _ = memory.output(name, shape, np.float32)
                 self._launch(p, plan, address, strides)
@@ -95,23 +94,6 @@ class CacheSession:
         kernel(grid, variant.threads, variant.smem_bytes, [params], self.mode, self.seed)
         if p.rotary_dim:
             address["q"], strides["q"] = address["rotated_q"], strides["out"]
-
-    def planned(
-        self, p: CacheProblem, address: Mapping[str, int], strides: Mapping[str, tuple[int, ...]],
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> DecodePlan:  # fmt: skip
-        """The device's plan for arrays that lie so."""
-        read = [name for name in ("q", "k_cache", "v_cache") if name in address]
-        size = {"q": 2, "k_cache": p.itemsize, "v_cache": p.itemsize}
-        aligned = all(
-            address[name] % 16 == 0
-            and all(
-                s * size[name] % 16 == 0 for s, n in zip(strides[name][:-1], shapes[name][:-1], strict=True) if n > 1
-            )
-            for name in read
-        )
-        tma = all(tensormap.readable(shapes[name], strides[name], p.itemsize) for name in _CACHES)
-        return plan_decode(p, self.device, aligned=aligned, tma=tma, family=self.family)
 
     def _launch(
         self, p: CacheProblem, plan: DecodePlan, address: Mapping[str, int], strides: Mapping[str, tuple[int, ...]]

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 from kernel_files import empty_cache
 
+from cupyflash import attention_with_cache
 from cupyflash.check import cases
+from cupyflash.check.cache_case import CacheCase
+from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.cli.frameworks import make
 from cupyflash.cli.verify import ahead, cached
 from cupyflash.cli.verify.cases import call
@@ -21,6 +24,7 @@ from cupyflash.gpu.device import Device
 from tests import pretended_gpu
 
 GPU = Device.synthetic("sm_90")
+NO_QUERIES = CacheCase("cache-no-queries", "full", (70, 3), 0, append=True, new=2)
 
 
 @pytest.fixture
@@ -48,6 +52,17 @@ def test_all_that_the_cases_load_and_nothing_else(monkeypatch: pytest.MonkeyPatc
         pretended_gpu.forget(monkeypatch)
         call(case, case.inputs(dtype), arrays)
         assert set(ahead.needed([(case, dtype)], GPU)) == set(gpu.loaded), case.name
+
+
+@pytest.mark.parametrize("family", ["", "sm80", "sm90"])
+@pytest.mark.parametrize("case", [*CACHE_CASES, NO_QUERIES], ids=lambda c: c.name)
+def test_all_that_cases_over_a_cache_load(case: CacheCase, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the family that the environment insists on, too."""
+    gpu = pretended_gpu.pretend(monkeypatch)
+    gpu.place = pretended_gpu.crossed  # maps of five dimensions
+    monkeypatch.setenv("CUPYFLASH_FAMILY", family)
+    attention_with_cache(**case.inputs("bf16"), **case.keywords())
+    assert set(ahead.needed([(case, "bf16")], GPU)) == set(gpu.loaded)
 
 
 def test_each_kernel_once() -> None:
