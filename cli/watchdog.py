@@ -22,10 +22,11 @@ from typing import Any
 
 import click
 
+from cupyflash.cpu.workers import BLAS_LIMITS
+
 from .output import Exit
 
 START = "the start: imports and the first look at the GPU"
-_BLAS_THREADS = "OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 _END_SECONDS = 10.0  # that a child which was killed, or has closed its end, gets to be gone
 _parent: Connection | None = None  # in the child
 
@@ -106,7 +107,7 @@ def _interrupts_ignored() -> Iterator[None]:
 def _one_blas_thread() -> Iterator[list[str]]:
     """Unless the user says how many; the variables that say so. BLAS's threads wait for each other by spinning: beside
     compilations on all cores, the reference took many times as long with them as with one."""
-    added = [name for name in _BLAS_THREADS if name not in os.environ]
+    added = [name for name in BLAS_LIMITS if name not in os.environ]
     os.environ.update(dict.fromkeys(added, "1"))
     try:
         yield added

@@ -10,9 +10,13 @@ session stops when one of them (or "gpu") is missing, and any skip but that of a
 from __future__ import annotations
 
 import os
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Before NumPy loads: one thread a process, since pytest-xdist already runs one process a core.
-for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+for _name in runpy.run_path(str(ROOT / "cupyflash" / "cpu" / "workers.py"))["BLAS_LIMITS"]:
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several JAX processes share one GPU
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -32,7 +36,6 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Generator, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest

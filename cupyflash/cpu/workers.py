@@ -15,7 +15,8 @@ from typing import Any
 
 Task = Callable[[], Any]
 
-_LIMITS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")  # as BLAS reads them
+# How many threads BLAS may take: the variables of the environment, in the order in which it reads them.
+BLAS_LIMITS = "OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"
 SCORES = 2**18  # that make a thread worth its start: about 0.1 ms of 1 ms
 _side_by_side = contextvars.ContextVar("side_by_side", default=False)  # whether this is a task beside others
 
@@ -29,7 +30,7 @@ def threads(scores: int) -> int:
 def cores() -> int:
     """The cores of this process, or fewer if the user said so to BLAS."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for name in _LIMITS:
+    for name in BLAS_LIMITS:
         limit = os.environ.get(name, "").split(",")[0].strip()
         if limit.isdecimal() and int(limit) > 0:
             return min(found, int(limit))

@@ -226,7 +226,7 @@ def test_where_no_thread_can_start_the_caller_does_it_all(monkeypatch: pytest.Mo
 
 
 def test_as_many_threads_as_blas_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in workers._LIMITS:
+    for name in workers.BLAS_LIMITS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     large = 2**40

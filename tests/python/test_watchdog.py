@@ -23,7 +23,7 @@ SECONDS = 8  # enough for the imports of the child on a busy machine
 PROGRAM = """
 import ctypes, os, signal, sys, time
 from cupyflash.cli import watchdog
-at_first = [*map(os.environ.get, watchdog._BLAS_THREADS)]
+at_first = [*map(os.environ.get, watchdog.BLAS_LIMITS)]
 from cupyflash import api, cli
 right = api.attention
 
@@ -41,7 +41,7 @@ FAULTS = {
     "sleeps": "time.sleep(1000)",
     "sleeps with Python's lock held": "ctypes.PyDLL(None).sleep(1000)",
     "crashes": "os.kill(os.getpid(), signal.SIGSEGV)",
-    "says its threads": "print('threads', *at_first, *map(os.environ.get, watchdog._BLAS_THREADS), file=sys.stderr)",
+    "says its threads": "print('threads', *at_first, *map(os.environ.get, watchdog.BLAS_LIMITS), file=sys.stderr)",
 }
 
 
@@ -49,7 +49,7 @@ def start(tmp_path: Path, fault: str, *arguments: str) -> subprocess.Popen[str]:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(fault=FAULTS[fault]))
     command = [sys.executable, str(program), "verify", "--level", "smoke", "--backend", "cpu", "--dtype", "fp32"]
-    environment = {name: x for name, x in os.environ.items() if name not in watchdog._BLAS_THREADS}
+    environment = {name: x for name, x in os.environ.items() if name not in watchdog.BLAS_LIMITS}
     environment |= {"PYTHONPATH": str(ROOT), "MKL_NUM_THREADS": "3"}
     pipe = subprocess.PIPE
     return subprocess.Popen([*command, *arguments], env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -143,7 +143,7 @@ def test_blas_has_one_thread_unless_the_user_says_how_many(tmp_path: Path) -> No
     _, stderr = run.communicate(timeout=60)
     assert run.returncode == 0
     # As BLAS reads it when it is loaded, and behind that for our own threads.
-    assert set(re.findall(r"^threads (.*)$", stderr, flags=re.MULTILINE)) == {"1 1 3 None None 3"}
+    assert set(re.findall(r"^threads (.*)$", stderr, flags=re.MULTILINE)) == {"1 1 3 1 None None 3 None"}
     with watchdog._one_blas_thread():
         pass
     assert dict(os.environ) == before
