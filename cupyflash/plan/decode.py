@@ -11,9 +11,10 @@ from typing import Any
 from ..cache.problem import CacheProblem
 from ..errors import UnsupportedError
 from ..gpu.device import MIN_CAPABILITY, Device
+from .decode_elements import HALVES
 from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile
 from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
-from .decode_stored import stored_shape, stored_team
+from .decode_stored import STORED
 from .families import GPU_DTYPES
 from .spec import LEAST_UNIT
 from .variant import Variant
@@ -26,6 +27,7 @@ _LARGE_BYTES = 200 << 20  # of K and V: from there on rows of the cache are read
 # second differs from chip to chip (launch/decode.py asks). Larger ones are better, if they keep the memory busy.
 _CLUSTERS: tuple[tuple[int, int, float], ...] = (8, 15, inf), (4, 30, inf), (2, 66, 96 << 20)
 _ENOUGH_BLOCKS = 56
+_ELEMENTS = {"": HALVES, "int8": STORED, "e4m3": STORED}  # of a cache, by what is stored in it
 
 
 def plan_decode(
@@ -51,18 +53,14 @@ def plan_decode(
         )
     # What TMA cannot read Hopper reads like any other GPU.
     hopper = device.capability == (9, 0) and family != "sm80" and tma and why_not_tma(p, aligned) is None
-    team, warp_rows = stored_team(p, hopper) if p.stored else _team(p)
-    splits = splits_of(p)
-    cluster = _cluster(p, team * warp_rows) if hopper and clusters and not splits else 0
-    if cluster and p.stored and warp_rows * p.head_dim > 2048:  # a cluster's own numbers take registers
-        team, warp_rows = 2 * team, warp_rows // 2
-    wide = not (cluster or splits) and team == 1 and _wide(p, device)
+    elements, splits = _ELEMENTS[p.stored], splits_of(p)
+    team = elements.team(p, hopper)
+    cluster = _cluster(p, team.warps * team.rows) if hopper and clusters and not splits else 0
+    if cluster:
+        team = elements.in_cluster(p, team)
+    wide = not (cluster or splits) and team.warps == 1 and _wide(p, device)
     box = _boxes(p) if hopper else SLICE
-    if p.stored:
-        shape = stored_shape(p, device, hopper, (team, warp_rows), wide, cluster, box)
-    else:
-        shape = _shape(p, device, team, wide, cluster, box)
-    tile = _with_stages(shape, p, device)
+    tile = _with_stages(elements.shape(p, device, hopper, team, wide, cluster, box), p, device)
     kind = DecodeSm90 if hopper else DecodeSm80
     variant = kind(p.dtype, p.head_dim, tile, **_flags(p, aligned))
     return shared_out(p, device, variant)
@@ -70,10 +68,9 @@ def plan_decode(
 
 def why_not_tma(p: CacheProblem, aligned: bool) -> str | None:
     """Why Hopper reads these caches by cp.async, as any other GPU does; None if by TMA."""
-    columns = "64 columns or multiples of 128" if p.stored else "columns by 64"
     if not aligned:
         return "rows do not start at multiples of 16 bytes"
-    return None if _boxes(p) else f"TMA brings {columns} and keys of a page by 8"
+    return None if _boxes(p) else f"TMA brings {_ELEMENTS[p.stored].tma_columns} and keys of a page by 8"
 
 
 def _check(p: CacheProblem, device: Device) -> None:
@@ -93,8 +90,7 @@ def _check(p: CacheProblem, device: Device) -> None:
 
 def _boxes(p: CacheProblem) -> int:
     """Keys of a TMA box; 0 if TMA cannot bring slices of this cache."""
-    row_bytes = p.head_dim * p.itemsize
-    if (row_bytes % 128 and not (p.stored and row_bytes == 64)) or 0 in (p.slots, p.capacity):
+    if not _ELEMENTS[p.stored].by_tma(p.head_dim * p.itemsize) or 0 in (p.slots, p.capacity):
         return 0
     box = gcd(p.page_size, SLICE) if p.page_size else SLICE
     return box if box >= 8 else 0
@@ -102,12 +98,6 @@ def _boxes(p: CacheProblem) -> int:
 
 def _kv_bytes(p: CacheProblem) -> int:
     return 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
-
-
-def _team(p: CacheProblem) -> tuple[int, int]:
-    """Warps that share slices of 16 bits, and query rows of each."""
-    most = 8 if p.head_dim <= 128 else 4  # 128 wide rows leave too few registers, or stages
-    return next((n for n in (1, 2, 4) if 16 * n >= rows_of(p)), most), 16
 
 
 def _cluster(p: CacheProblem, block_m: int) -> int:
@@ -126,19 +116,6 @@ def _cluster(p: CacheProblem, block_m: int) -> int:
 def _wide(p: CacheProblem, device: Device) -> bool:
     """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts."""
     return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count
-
-
-def _shape(p: CacheProblem, device: Device, team: int, wide: bool, cluster: int, box: int) -> DecodeTile:
-    """Of 16 bits: `wide`, two heads in each of two blocks a multiprocessor, or in one of few warps."""
-    chunks = -(-p.head_dim // 64)
-    small = device.is_small
-    if wide and chunks <= 2 and not small:
-        pair = 2 if p.head_dim == 64 and box == SLICE else 1
-        return DecodeTile(team, 4, 1, 2, pair, 0, box, blocks_per_sm=2)
-    if wide:
-        return DecodeTile(team, 4, 1, 2, 1, 0, box)
-    warps = 4 if team <= 4 and (small or (chunks > 2 and team == 1)) else 8
-    return DecodeTile(team, warps, 1, 1, 1, cluster, box, columns=64 if (chunks, team) == (2, 2) else 32)
 
 
 def _with_stages(shape: DecodeTile, p: CacheProblem, device: Device) -> DecodeTile:
@@ -176,9 +153,13 @@ def _flags(p: CacheProblem, aligned: bool) -> dict[str, Any]:
         "sink": p.sink,
         "paged": p.page_size is not None,
         "unaligned": not aligned,
-        "int8": p.stored == "int8",
-        "e4m3": p.stored == "e4m3",
+        **_stored(p),
     }
+
+
+def _stored(p: CacheProblem) -> dict[str, bool]:
+    """The flags that say what a cache of 8 bits holds."""
+    return {name: p.stored == name for name in _ELEMENTS if name}
 
 
 def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
@@ -190,8 +171,7 @@ def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
     _check(p, device)
     if not p.seqlen_new or 0 in (p.batch, p.heads_k):
         return None
-    stored = {"int8": p.stored == "int8", "e4m3": p.stored == "e4m3"}
-    variant = Append(p.dtype, p.head_dim, AppendTile(), packed=p.packed, paged=p.page_size is not None, **stored)
+    variant = Append(p.dtype, p.head_dim, AppendTile(), packed=p.packed, paged=p.page_size is not None, **_stored(p))
     heads = 2 * p.heads_k + (p.heads_q if p.rotary_dim else 0)
     rows = p.seqlen_new * heads * (1 if p.packed else p.batch)
     return variant, -(-rows // variant.tile.warps)

@@ -63,8 +63,8 @@ PYTHON_ORDER = {
     "launch": "cached decode run where staging pieces on_cpu seeds clocks cached_params prepare series alignment "
     "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace symbols description learned evaluate parse expression",
-    "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_stored decode_shares "
-    "lists decode_kernels learned shares kernels params_decode params variant spec",
+    "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_stored decode_elements "
+    "decode_shares lists decode_kernels learned shares kernels params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd casting seeds sharding batching ops masks vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }
