@@ -66,7 +66,7 @@ def divide(
     room = device.sm_count * variants[main].tile.blocks_per_sm
     most = max(_MOST_BYTES, of_q) // max(1, of_share)
     uneven = spec.uneven and (spec.kv_range or not spec.window)  # in a window nearly all blocks see as much
-    shares = _cheapest(heads_q // heads_k, tiles[main], room, visits, uneven, most)
+    shares = 1 if spec.is_empty else _cheapest(heads_q // heads_k, tiles[main], room, visits, uneven, most)
     found = list(tiles)
     found[main] *= shares
     if shares == 1:

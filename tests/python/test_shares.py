@@ -68,3 +68,14 @@ def test_shares_are_equal_and_bounded(
         assert shapes == [(batch, heads_k * plan.shares, seqlen, head_dim)] * 2
         assert sum(sums) == -(-seqlen // 16) * heads_k * batch
         assert 4 * sum(map(math.prod, shapes)) <= max(128 * MIB, 2 * batch * seqlen * p.heads_q * head_dim)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("extents", [(0, 100, 5000), (3, 0, 5000), (3, 100, 0)], ids=str)
+def test_nothing_is_divided_where_nothing_is_computed(extents: tuple[int, int, int], packed: bool) -> None:
+    """Packed rows of no sequence count, too: their shares would take memory."""
+    call = Problem("bf16", *extents, 32, 1, 64, 0.1, (None, 0), packed=packed)
+    plan = plan_call(call, Device.synthetic("sm_90"), backward=True)
+    assert plan.shares == 1
+    assert not any(name.endswith("_shares") for name in plan.workspace)
+    assert not any(launch.grid for launch in plan.launches if isinstance(launch.variant, Shares))
