@@ -129,7 +129,7 @@ def facts(params: Any) -> dict[str, bytes]:
     found = {
         name: plain[name].tobytes()
         for name in plain.dtype.names
-        if name.endswith("_stride") or name in ("problem", "schedule")
+        if name.endswith("_stride") or name in ("problem", "schedule", "shares")
     }
     return found | {name: params[name][1:].tobytes() for name in params.dtype.names if name.startswith("map_")}
 
@@ -142,6 +142,9 @@ def found_in(launched: list[Launched], gpu: Gpu) -> list[tuple[str, int, dict[st
         params = np.frombuffer(data, kinds[symbol])[0]
         for name in [n for n in kinds[symbol].names or () if n.startswith("map_")]:
             assert params[name][0] == params["plain"][name.removeprefix("map_")] != 0, name
+        plain = params["plain"] if "plain" in (kinds[symbol].names or ()) else params
+        if "shares" in plain.dtype.names and plain["shares"] > 1:
+            assert plain["dk_shares"] != plain["dv_shares"] != 0 != plain["dk_shares"]
         if "counter" in (kinds[symbol].names or ()):
             assert params["counter"] in (0, COUNTER)
         found.append((symbol, grid, facts(params)))

@@ -13,6 +13,7 @@ import cupyflash
 from cupyflash import ArgumentError
 from cupyflash.launch import prepared as launch
 from cupyflash.launch import run
+from cupyflash.plan import extents
 from tests import pretended_gpu
 from tests.pretended_gpu import Gpu, found_in
 
@@ -122,13 +123,16 @@ def test_with_what_features_bring(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_sweep(gpu: Gpu, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forms, heads, batches and masks alternate; lengths come again."""
-    calls = []
+    calls, shares = [], set[int]()
+    divide = extents.divide
+    monkeypatch.setattr(extents, "divide", lambda *x: (found := divide(*x), shares.add(found[0]))[0])
     for _ in range(60):
         lengths = tuple(int(n) for n in rng.choice([1, 2, 64, 65, 511, 2049], 2))
-        form, batch, heads = str(rng.choice(FORMS)), int(rng.integers(1, 3)), [(2, 1), (3, 3)][rng.integers(2)]
+        form, batch, heads = str(rng.choice(FORMS)), int(rng.integers(1, 3)), [(2, 1), (3, 3), (8, 1)][rng.integers(3)]
         window = [None, (5, 0)][rng.integers(2)]
         calls.append(lambda a=(lengths, form, batch, heads), w=window: dense(*a, window=w))
     assert compare(gpu, monkeypatch, calls) > 10
+    assert shares > {1, 2}  # of a group's heads, which lengths decide
 
 
 def test_steps_that_a_series_does_not_say(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
