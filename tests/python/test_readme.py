@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from cupyflash.check import cases
+from cupyflash.cli.verify import ahead, cached
 from cupyflash.gpu import device
+from cupyflash.gpu.device import Device
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 EXAMPLES = re.findall(r"```python\n(import (\w+).*?)```", README.read_text(), re.DOTALL)
@@ -46,6 +49,21 @@ def test_the_examples_of_inference() -> None:
         names: dict[str, object] = {}
         exec(code, names)
         assert names["out"].shape == names["q"].shape  # type: ignore[attr-defined]
+
+
+def test_how_much_verify_does() -> None:
+    """Cases of both dtypes, and their kernels."""
+    gpu, cases_of, kernels = Device.synthetic("sm_90"), [], []
+    for level in cases.LEVELS:
+        wanted = [(c, d) for c in cases.select(level) for d in ("bf16", "fp16") if d in c.dtypes]
+        work = [*wanted, *cached.chosen(level, ("bf16", "fp16"), (), None)]
+        cases_of.append(len(work))
+        kernels.append(len(list(ahead.needed(work, gpu))))
+    text = README.read_text()
+    said = re.findall(r"(\d+) for `--level smoke`, (\d+) for `quick` \(the default\), (\d+) for `full`", text)
+    assert [[*map(int, numbers)] for numbers in said] == [cases_of]
+    said = re.findall(r"compiles their kernels, (\d+), (\d+) and (\d+) on Hopper", text)
+    assert [[*map(int, numbers)] for numbers in said] == [kernels]
 
 
 def test_the_support_table_names_only_known_architectures() -> None:
