@@ -43,7 +43,7 @@ def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> Ca
     start = time.perf_counter()
     try:
         arrays = case.inputs(dtype, seed)
-        oracle = CacheOracle(problem_of(arrays, dtype, case.options()), arrays)
+        oracle = CacheOracle(problem_of(arrays, case.options()), arrays)
         given = {name: framework.from_numpy(x) for name, x in arrays.items()}
         with framework.poisoned():
             out, lse, *written = kvcache.attention_with_cache(**given, **case.keywords(), return_lse=True)
@@ -66,7 +66,7 @@ class CacheWork(Work):
 
     def judged(self, seed: int) -> list[Comparison]:
         arrays = self.case.inputs(self.dtype, seed)
-        p = problem_of(arrays, self.dtype, self.case.options())
+        p = problem_of(arrays, self.case.options())
         session = decode.CacheSession(attention.small_device(ARCHS[self.family]), MODE, seed)
         return CacheOracle(p, arrays).judge(*session.run(arrays, p))
 

@@ -31,5 +31,5 @@ def variants_of(case: Case, dtype: str, device: Device, family: str | None) -> l
 def variants_over_cache_of(case: CacheCase, dtype: str, device: Device, family: str | None) -> tuple[Variant, ...]:
     """Of a call over a cache, on a GPU that holds all its clusters of blocks at the same time."""
     arrays = case.inputs(dtype)
-    p = problem_of(arrays, dtype, case.options())
+    p = problem_of(arrays, case.options())
     return variants_over_cache(p, device, **known_of_cache(NUMPY, arrays, p.itemsize), family=family)

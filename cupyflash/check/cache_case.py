@@ -118,7 +118,7 @@ class CacheCase:
 
     def problem(self, dtype: str) -> CacheProblem:
         """The checked problem in `dtype`."""
-        return problem_of(self.inputs(dtype), dtype, self.options())
+        return problem_of(self.inputs(dtype), self.options())
 
     def inputs(self, dtype: str, seed: int = 0) -> dict[str, Array]:
         """Fresh arrays by their names, in the order of `CACHE_ARRAYS`: the same numbers on every machine."""
@@ -133,7 +133,7 @@ class CacheCase:
         return {row.name: cast[row.name] for row in CACHE_ARRAYS if row.name in cast}
 
 
-def problem_of(arrays: dict[str, Array], dtype: str, options: CacheOptions) -> CacheProblem:
+def problem_of(arrays: dict[str, Array], options: CacheOptions) -> CacheProblem:
     """The checked problem of arrays."""
     shapes = {name: x.shape for name, x in arrays.items()}
     names = {kind: name for name, kind in NUMPY_DTYPE.items()}

@@ -98,7 +98,7 @@ class Series:
     recent = False
 
     def __init__(
-        self, given: Given, prepared: Prepared, extents: Extents, call: Call, layout: str, unit: int,
+        self, given: Given, prepared: Prepared, extents: Extents, call: Call, unit: int,
         lengths: Sequence[Lengths], steps: Sequence[Steps],
     ) -> None:  # fmt: skip
         """
@@ -107,7 +107,7 @@ class Series:
             unit: what its library counts for an element's stride.
             lengths, steps: as `Prepared.call` gets them.
         """
-        template, at = prepared.template, _Numbers(given, layout, lengths, steps)
+        template, at = prepared.template, _Numbers(given, lengths, steps)
         self._given, self._prepared, self._extents, self._copied = given, prepared, extents, call.copied
         self._seen: set[int] = set()
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
@@ -185,7 +185,7 @@ class _Numbers:
         fixed: the strides that are the same in all calls.
     """
 
-    def __init__(self, given: Given, layout: str, lengths: Sequence[Lengths], steps: Sequence[Steps]) -> None:
+    def __init__(self, given: Given, lengths: Sequence[Lengths], steps: Sequence[Steps]) -> None:
         first_length = len(SCHEDULE_NUMBERS)
         self.rows = [first_length + i for i, _ in given.sources]
         is_packed = given.packed is not None
@@ -239,4 +239,4 @@ def begin(
         return  # whose calls do not say all
     if found and all(x.form.marks(lengths[x.number], steps[x.number]) is not None for x in prepared.template.maps):
         unit = keys[0][1][-1]
-        launch.series.keep(found[0], Series(given, prepared, extents, call, options.layout, unit, lengths, steps))
+        launch.series.keep(found[0], Series(given, prepared, extents, call, unit, lengths, steps))

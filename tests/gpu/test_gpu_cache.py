@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
 @functools.lru_cache(maxsize=4)
 def judge_of(c: CacheCase, dtype: str) -> CacheOracle:
     x = c.inputs(dtype)
-    return CacheOracle(problem_of(x, dtype, c.options()), x)
+    return CacheOracle(problem_of(x, c.options()), x)
 
 
 def check(c: CacheCase, dtype: str, library: str) -> None:
@@ -59,7 +59,7 @@ def test_case_torch(c: CacheCase) -> None:
 )
 def test_any_call(c: CacheCase, dtype: str, seed: int) -> None:
     host = c.inputs(dtype, seed)
-    oracle = CacheOracle(problem_of(host, dtype, c.options()), host)
+    oracle = CacheOracle(problem_of(host, c.options()), host)
     x = {name: on_gpu(y, "cupy") for name, y in host.items()}
     poison("cupy")
     out, lse = attention_with_cache(**x, **c.keywords(), return_lse=True)
@@ -165,7 +165,7 @@ def test_lengths_and_pages_out_of_range_are_clamped(family: str, page: int) -> N
 
     host = {name: TORCH.to_numpy(y.cpu()).copy() for name, y in x.items()}
     options = CacheCase("clamped", "full", ()).options()
-    expected, _ = cache.forward(host, problem_of(host, "bf16", options))
+    expected, _ = cache.forward(host, problem_of(host, options))
     out = attention_with_cache(**x, causal=True)
     for name in ("k_cache", "v_cache"):
         same(x[name], host[name], name)

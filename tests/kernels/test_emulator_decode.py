@@ -34,7 +34,7 @@ def session(arch: str, mode: str = "race", **more: Any) -> CacheSession:
 
 def judge(how: CacheSession, case: CacheCase, dtype: str) -> None:
     arrays = case.inputs(dtype)
-    p = problem_of(arrays, dtype, case.options())
+    p = problem_of(arrays, case.options())
     found = CacheOracle(p, arrays).judge(*how.run(arrays, p))
     assert all(r.passed for r in found), "\n".join(map(str, found))
 
@@ -51,7 +51,7 @@ def test_case(name: str, arch: str, seed: int) -> None:
 def test_tiles_of_large_problems(name: str, arch: str, seed: int) -> None:
     case, facts = TILES[name]
     arrays = case.inputs("bf16")
-    plan = tiled(problem_of(arrays, "bf16", case.options()), small_device(arch, BLOCKS), facts)
+    plan = tiled(problem_of(arrays, case.options()), small_device(arch, BLOCKS), facts)
     judge(session(arch, seed=seed, plan=plan), case, "bf16")
 
 
@@ -61,7 +61,7 @@ def test_shipped(name: str, arch: str, seed: int) -> None:
     """The kernels that a large problem gets, on a small one."""
     case, call, known = SHIPPED[name]
     variant = plan_decode(call, Device.synthetic(arch), **known).variant
-    p, small = problem_of(case.inputs(call.dtype), call.dtype, case.options()), small_device(arch, BLOCKS)
+    p, small = problem_of(case.inputs(call.dtype), case.options()), small_device(arch, BLOCKS)
     judge(session(arch, seed=seed, plan=shared_out(p, small, variant)), case, call.dtype)
 
 
@@ -69,7 +69,7 @@ def test_every_shipped_variant_is_run() -> None:
     for arch in ARCHS:
         device, found = Device.synthetic(arch), set()
         for case, call, known in SHIPPED.values():
-            p = problem_of(case.inputs(call.dtype), call.dtype, case.options())
+            p = problem_of(case.inputs(call.dtype), case.options())
             plan = shared_out(p, small_device(arch, BLOCKS), plan_decode(call, device, **known).variant)
             found |= {plan.variant, plan.combine} | {(plan_append(p, device) or (None,))[0]}
             assert set(variants_over_cache(call, device, **known)) <= found
@@ -81,7 +81,7 @@ def test_every_shipped_variant_is_run() -> None:
 def test_results_do_not_depend_on_the_schedule(arch: str, mode: str, seed: int) -> None:
     case = TABLE["cache-packed"]
     arrays = case.inputs("bf16")
-    p = problem_of(arrays, "bf16", case.options())
+    p = problem_of(arrays, case.options())
     first, second = (session(arch, how, seed=seed).run(arrays, p) for how in ("early", mode))
     for a, b in zip(first, second, strict=True):
         assert a.tobytes() == b.tobytes()
@@ -94,10 +94,10 @@ def test_batch_invariant(arch: str, splits: int | None) -> None:
     lengths = (1100, 0, 1024, 1025, 33)
     case = CacheCase("invariant", "full", lengths, 2, 64, batch_invariant=True, num_splits=splits)
     arrays = case.inputs("bf16")
-    together = session(arch, "any").run(arrays, problem_of(arrays, "bf16", case.options()))
+    together = session(arch, "any").run(arrays, problem_of(arrays, case.options()))
     for b in range(len(lengths)):
         own = {name: x[b : b + 1] for name, x in arrays.items()}
-        alone = session(arch, "any").run(own, problem_of(own, "bf16", case.options()))
+        alone = session(arch, "any").run(own, problem_of(own, case.options()))
         for x, y in zip(together[:2], alone[:2], strict=True):
             assert x[b].tobytes() == y[0].tobytes()
 
@@ -131,7 +131,7 @@ def wild(name: str) -> tuple[dict[str, Any], dict[str, Any], CacheCase]:
     for cache in ("k_cache", "v_cache"):
         arrays[cache] = rng.standard_normal(arrays[cache].shape).astype(arrays[cache].dtype)
     given = {n: np.array(garbage[n], np.int32) if n in garbage else x for n, x in arrays.items()}
-    p = problem_of(given, "bf16", case.options())
+    p = problem_of(given, case.options())
     taken = dict(given)
     taken["cache_seqlens"] = np.clip(given["cache_seqlens"], 0, p.capacity)
     for n in {"block_table", "cache_batch_idx"} & given.keys():
@@ -143,7 +143,7 @@ def wild(name: str) -> tuple[dict[str, Any], dict[str, Any], CacheCase]:
 @pytest.mark.parametrize("name", WILD)
 def test_what_is_out_of_range_is_clamped(name: str, arch: str) -> None:
     given, taken, case = wild(name)
-    p = problem_of(given, "bf16", case.options())
+    p = problem_of(given, case.options())
     found = CacheOracle(p, taken).judge(*session(arch).run(given, p))
     assert all(r.passed for r in found), "\n".join(map(str, found))
 
@@ -161,7 +161,7 @@ def test_planted_bug_is_reported(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", CLAMPED_CACHE, ids=lambda bug: f"{bug.name.replace(' ', '-')}")
 def test_a_missing_clamp_is_reported(bug: Bug) -> None:
     given, taken, case = wild(bug.case)
-    p = problem_of(given, "bf16", case.options())
+    p = problem_of(given, case.options())
     how = session(bug.arch, headers=bug.headers())
     if bug.finds:
         with pytest.raises(EmulatorError, match=bug.finds):

@@ -30,7 +30,7 @@ BY_NAME = {c.name: c for c in CACHE_CASES}
 
 def judged(c: CacheCase, dtype: str, compute: Callable[[Arrays], Any]) -> list[Any]:
     x = c.inputs(dtype)
-    oracle = CacheOracle(problem_of(x, dtype, c.options()), x)
+    oracle = CacheOracle(problem_of(x, c.options()), x)
     out, lse = compute(x)
     return oracle.judge(out, lse, x["k_cache"], x["v_cache"])
 
@@ -45,7 +45,7 @@ def test_case(c: CacheCase, dtype: str) -> None:
 @hypothesis.given(c=cache_cases(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 10**6))
 def test_any_call(c: CacheCase, dtype: str, seed: int) -> None:
     x = c.inputs(dtype, seed)
-    oracle = CacheOracle(problem_of(x, dtype, c.options()), x)
+    oracle = CacheOracle(problem_of(x, c.options()), x)
     out, lse = attention_with_cache(**x, **c.keywords(), return_lse=True)
     found = oracle.judge(out, lse, x["k_cache"], x["v_cache"])
     assert all(r.passed for r in found), "\n".join(map(str, found))
@@ -94,7 +94,7 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, change = FAULTS[fault]
     monkeypatch.setattr(cpu, "parts", lambda p, x: [_again(change(part)) for part in parts(p, x)])
     c = BY_NAME[name]
-    found = judged(c, "fp16", lambda x: cpu.forward(x, problem_of(x, "fp16", c.options())))
+    found = judged(c, "fp16", lambda x: cpu.forward(x, problem_of(x, c.options())))
     assert not all(r.passed for r in found)
 
 
@@ -109,8 +109,8 @@ def _again(part: Any) -> Any:
 def test_one_bit_of_the_cache_is_found(wrong: str) -> None:
     c = BY_NAME["cache-append"]
     x = c.inputs("bf16")
-    oracle = CacheOracle(problem_of(x, "bf16", c.options()), x)
-    out, lse = cpu.forward(x, problem_of(x, "bf16", c.options()))
+    oracle = CacheOracle(problem_of(x, c.options()), x)
+    out, lse = cpu.forward(x, problem_of(x, c.options()))
     x[wrong].view(np.uint16)[2, 5, 1, 7] ^= 1
     assert [r.name for r in oracle.judge(out, lse, x["k_cache"], x["v_cache"]) if not r.passed] == [wrong]
 
@@ -207,14 +207,14 @@ def test_numbers_out_of_range_are_clamped_by_the_algorithm(rng: np.random.Genera
     x = small(rng)
     x["cache_seqlens"] = np.array([-5, 20, 1000], np.int32)
     caches = x["k_cache"].copy(), x["v_cache"].copy()
-    problem = problem_of(x, "fp32", CacheCase("clamped", "full", ()).options())
+    problem = problem_of(x, CacheCase("clamped", "full", ()).options())
     out, _ = cpu.forward(x, problem)
     assert np.isfinite(out).all()
     np.testing.assert_array_equal(x["k_cache"][0, 0], x["k"][0, 0])  # a length below 0 is 0
     np.testing.assert_array_equal(x["k_cache"][1:], caches[0][1:])  # there is no room for a row more
     np.testing.assert_array_equal(x["v_cache"][:, 1:], caches[1][:, 1:])
     paged = small(rng) | {"block_table": np.array([[-9], [2**31 - 1], [2]], np.int32)}
-    cpu.forward(paged, problem_of(paged, "fp32", CacheCase("clamped", "full", ()).options()))
+    cpu.forward(paged, problem_of(paged, CacheCase("clamped", "full", ()).options()))
     np.testing.assert_array_equal(paged["k_cache"][0, 0], paged["k"][0, 0])
     np.testing.assert_array_equal(paged["k_cache"][2, 7], paged["k"][1, 0])
 
