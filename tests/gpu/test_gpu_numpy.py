@@ -94,7 +94,7 @@ def assert_same(found: list[Any], expected: list[bytes]) -> None:
 def test_large_arrays_have_the_bits_of_cupy_arrays(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By four threads, with slots as large as they are; strided ones too. The second call finds the slots made."""
     monkeypatch.setattr(workers, "cores", lambda: staging.THREADS)
-    arrays = drawn(3, 2111, 17, 64, dtype=dtype)
+    arrays = drawn(5, 2111, 17, 64, dtype=dtype)
     assert sum(x.nbytes for x in arrays[:3]) > 2 * staging.THREADS * staging.THREAD_BYTES
     expected = bits(both(*(on_gpu(x, "cupy") for x in arrays)))
     for given in (arrays, arrays, [x.swapaxes(1, 2).copy().swapaxes(1, 2) for x in arrays]):
