@@ -78,6 +78,7 @@ def gradients(f: Callable[..., Any]) -> Callable[..., Any]:
 def agree(got: Any, want: Any) -> None:
     import jax
 
+    jax.block_until_ready(got)  # on all its devices: a comparison of copies waits for one of them
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 * float(abs(np.asarray(y)).max()))
 
