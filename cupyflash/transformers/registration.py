@@ -105,6 +105,6 @@ def _wrap_masks() -> None:
 
 
 def _asks_for_functions(model: type[Any]) -> bool:
-    """Whether a model calls the function that is registered; one that does not (GPT-J) has a class for each name."""
+    """Whether a model calls the function that is registered; one that does not (MPT) has a class for each name."""
     ask = getattr(model, "_can_set_attn_implementation", None)
     return ask is None or bool(ask())

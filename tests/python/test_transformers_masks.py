@@ -225,9 +225,9 @@ def test_models_take_the_name_as_it_is() -> None:
 
 
 def test_models_with_attention_of_their_own() -> None:
-    config = transformers.GPTJConfig(vocab_size=128, n_embd=64, n_layer=2, n_head=4, n_positions=64, rotary_dim=8)
-    with pytest.warns(UserWarning, match="GPTJForCausalLM has attention of its own"):
-        model = transformers.GPTJForCausalLM._from_config(config, attn_implementation="cupyflash")
+    config = transformers.MptConfig(vocab_size=128, d_model=64, n_layers=2, n_heads=4, max_seq_len=64)
+    with pytest.warns(UserWarning, match="MptForCausalLM has attention of its own"):
+        model = transformers.MptForCausalLM._from_config(config, attn_implementation="cupyflash")
     assert model.config._attn_implementation == "eager"
 
 
