@@ -154,7 +154,8 @@ def _of_mods(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...
     return clears, *adds, stores
 
 
-def learned(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...]:
-    """What makes these gradients, behind a backward's other kernels."""
+def learned(spec: Spec, stats_rows: int, smem_bytes: int, of_bias: Variant | None = None) -> tuple[Variant, ...]:
+    """What makes these gradients, behind a backward's other kernels; `of_bias`: a family's own of a bias."""
     of_heads = *Shares.after(spec, stats_rows), *Sinks.after(spec, stats_rows)
-    return *of_heads, *BiasGradient.after(spec, stats_rows, smem_bytes), *_of_mods(spec, stats_rows, smem_bytes)
+    bias = BiasGradient.after(spec, stats_rows, smem_bytes) if of_bias is None else (of_bias,)
+    return *of_heads, *bias, *_of_mods(spec, stats_rows, smem_bytes)

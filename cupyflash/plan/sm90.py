@@ -12,7 +12,7 @@ from .learned import learned
 from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import Spec
-from .tiles_sm90 import HopperBackwardTile, HopperDkvTile, HopperDqTile, HopperForwardTile
+from .tiles_sm90 import HopperBackwardTile, HopperBiasTile, HopperDkvTile, HopperDqTile, HopperForwardTile
 from .variant import Variant
 
 # (largest head_dim, tile); they need the 227 KiB of Hopper. Chosen on an H200 by tensor-core cycles, at 80 with a mask
@@ -77,6 +77,12 @@ _BACKWARD_CROWDED = _BACKWARD_BIAS[:1]
 _BACKWARD_LISTED = (64, HopperBackwardTile(64, 128, 4, 232, 40)), _BACKWARD_BIAS[1]
 _BACKWARD_PACKED_LISTS = _BACKWARD_LISTED, _BACKWARD_LISTED[:1]  # alone, and crowded
 
+# The gradient of a bias, beside backward tiles of 64 queries and 128 keys, whose boxes TMA brings it.
+_BIAS_GRADIENT: tuple[tuple[int, HopperBiasTile], ...] = (
+    (64, HopperBiasTile(128, 128, 6, 64, 232, 40)),
+    (128, HopperBiasTile(128, 128, 3, 64, 232, 40)),
+)
+
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
 _SECTION_BYTES = 4 << 20, 16 << 20
 # Up to how many keys it pays that dQ's accumulator need not be cleared (docs/performance.md): with a mask; and without
@@ -122,6 +128,27 @@ class BackwardDqSm90(BackwardSm90):
     header, function, persistent, over = "bwd_dq_sm90", "bwd_dq", True, "q"
 
 
+@dataclass(frozen=True)
+class BiasGradientSm90(Main):
+    """bwd_dbias_sm90.cuh: the gradient of a bias."""
+
+    folder, header, function, params_name, params = (
+        "sm90",
+        "bwd_dbias_sm90",
+        "bwd_dbias",
+        "BwdSm90Params",
+        BWD_SM90_PARAMS,
+    )
+    arch_suffix, persistent, over = "a", True, "bias"
+
+    @classmethod
+    def beside(cls, spec: Spec, tile: HopperBackwardTile) -> BiasGradientSm90 | None:
+        """That of a spec whose dK and dV have such a tile; None if there is none, or another kernel's."""
+        if spec.dbias is None or (tile.block_m, tile.block_n) != (64, 128):
+            return None
+        return cls.of(spec, next(tile for limit, tile in _BIAS_GRADIENT if spec.head_dim <= limit))
+
+
 class Sm90(Family):
     """For wide heads, dQ has a kernel of its own."""
 
@@ -156,7 +183,7 @@ class Sm90(Family):
             return *lists_before(spec, (ahead.block_m, ahead.block_n)), ForwardSm90.of(spec, ahead)
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
-        delta, others = Delta.of(spec, DeltaTile(*rows)), learned(spec, 64, device.smem_bytes)
+        delta = Delta.of(spec, DeltaTile(*rows))
         plain = _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
         alone = _BACKWARD_BIAS if spec.bias else plain
         tables = _BACKWARD_PACKED_LISTS if spec.packed and spec.block_mask else (alone, _BACKWARD_CROWDED)
@@ -165,6 +192,7 @@ class Sm90(Family):
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
                 lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
                 main = delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+                others = learned(spec, 64, device.smem_bytes, BiasGradientSm90.beside(spec, tile))
                 return *lists, *main, *sums, *others
         dkv, dq = next((dkv, dq) for limit, dkv, dq in _WIDE_BACKWARD if spec.head_dim <= limit)
         wide = spec._replace(deterministic=False)  # these are by nature
@@ -172,7 +200,7 @@ class Sm90(Family):
         lists = lists_before(spec, (dq.block_m, dq.block_n), (dkv.block_m, dkv.block_n))
         of_keys, of_queries = wide._replace(dalibi=False), wide._replace(sink=False, grouped=False)
         dkv_dq = BackwardDkvSm90.of(of_keys, dkv), BackwardDqSm90.of(of_queries, dq)
-        return *lists, delta, *dkv_dq, *sums, *others
+        return *lists, delta, *dkv_dq, *sums, *learned(spec, 64, device.smem_bytes)
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:
         return super().mixed_bytes(spec, device) if spec.backward else _SECTION_BYTES[spec.uneven]

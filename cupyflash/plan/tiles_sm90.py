@@ -97,3 +97,33 @@ class HopperDqTile(HopperBackwardTile):
         """Q, dO, the ring of V and K, mbarriers, the queue."""
         m, row = self.block_m, _row_bytes(head_dim)
         return 2 * m * row + self.stages * 64 * row + 8 * (2 * self.stages + m // 16 + 4) + 32
+
+
+@dataclass(frozen=True)
+class HopperBiasTile:
+    """The gradient of a bias: a block sums up `block_m` queries and `block_n` keys of it.
+
+    A stage of `stages` holds either Q and K or dO and V. row_stats is padded to `stats_rows`.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    stats_rows: int
+    consumer_registers: int
+    producer_registers: int
+    blocks_per_sm = 1
+
+    @property
+    def warps(self) -> int:
+        """The consumers', 16 rows each, and the producer's."""
+        return self.block_m // 16 + 4
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}s{self.stages}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """The stages, a row of sums a warp, mbarriers."""
+        pair = (self.block_m + self.block_n) * _row_bytes(head_dim)
+        return self.stages * (pair + 16) + 4 * self.block_n * self.block_m // 16

@@ -9,7 +9,7 @@
 // Shared memory: Q | dO | K | V; S | dS in fp32 in the place of K and V.
 #ifndef CUPYFLASH_BWD_DMODS_CUH
 #define CUPYFLASH_BWD_DMODS_CUH
-#include "any/score_gradient.cuh"
+#include "attention/score_gradient.cuh"
 
 // What a thread adds to an element, as long as it is the same one.
 struct ElementSum {

@@ -17,10 +17,10 @@ __device__ __forceinline__ void sum_columns(AccTile<kRows, kCols> &acc) {
         }
 }
 
-// The sum of each column over all warps of the block, into the first row of each. Takes kCols floats of shared memory a warp,
-// from `sums` on.
-template <int kWarps, int kRows, int kCols>
-__device__ __forceinline__ void sum_rows(AccTile<kRows, kCols> &acc, ptx::u32 sums) {
+// The sum of each column over kWarps warps, the first ones of the block, into the first row of each. Takes kCols floats of shared
+// memory a warp, from `sums` on; `sync` brings these warps together.
+template <int kWarps, int kRows, int kCols, class Sync>
+__device__ __forceinline__ void sum_rows(AccTile<kRows, kCols> &acc, ptx::u32 sums, Sync sync) {
     const int lane = fresh_lane();
     const ptx::u32 mine = sums + 8 * (lane % 4);
     #pragma unroll
@@ -34,7 +34,7 @@ __device__ __forceinline__ void sum_rows(AccTile<kRows, kCols> &acc, ptx::u32 su
             for (int mask = 4; mask < 32; mask *= 2) total += ptx::shfl_xor(total, mask);  // @sum-of-a-column
             if (lane < 4) ptx::st_shared_b32(mine + 4 * (kCols * warp() + 8 * j + e), ptx::float_as_uint(total));
         }
-    ptx::bar_sync();  // all warps' sums are there @column-sums-of-all-warps
+    sync();  // all warps' sums are there @column-sums-of-all-warps
     #pragma unroll
     for (int j = 0; j < acc.kColTiles; ++j)
         #pragma unroll

@@ -47,4 +47,12 @@ BACKWARD_BIAS = (
     Bug("dbias: one key of a row for all", change("sum-of-a-row", "quad_reduce(total, [](float x, float y) { return x + y; })", "total"), "queries"),
     Bug("dbias: one query of a column for all", change("sum-of-a-column", "total += ptx::shfl_xor(total, mask)", "(void)mask"), "keys"),
     Bug("dbias: sums read before they are written", without("column-sums-of-all-warps"), "keys", r"RACE"),
+    Bug("dbias on Hopper: K of another head", change("head-of-k-dbias-sm90", "at.head / (problem.heads_q / problem.heads_k)", "at.head % problem.heads_k"), "pairs", "", "sm_90"),
+    Bug("dbias on Hopper: pairs overwritten while they are read", without("pair-free-dbias"), "many", r"RACE|arrivals", "sm_90"),
+    Bug("dbias on Hopper: sums overwritten while they are read", without("sums-read-dbias"), "columns", r"RACE", "sm_90"),
+    Bug("dbias on Hopper: Q and K used before they are here", without("q-and-k-here-dbias"), "keys", r"RACE", "sm_90"),
+    Bug("dbias on Hopper: dO and V used before they are here", without("do-and-v-here-dbias"), "keys", r"RACE", "sm_90"),
+    Bug("dbias on Hopper: products used before they are complete", without("products-complete-dbias"), "pairs", r"wgmma|RACE", "sm_90"),
+    Bug("dbias on Hopper: both parts in the first", change("part-of-the-sum", "8 * part + col / 8", "col / 8"), "pairs", "", "sm_90"),
+    Bug("dbias: pairs written where they are not aligned", change("pairs-of-dbias", "reinterpret_cast<unsigned long long>(mine) % (2 * sizeof(Element)) == 0", "true"), "odd", r"align", "sm_90"),
 )  # fmt: skip

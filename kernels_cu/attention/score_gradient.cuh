@@ -26,8 +26,9 @@ struct ScoreGradient {
     const Score<V> score;
     const int row0;
 
-    __device__ explicit ScoreGradient(const BwdParams &p)
-        : p(p), problem(p.problem), score(problem), row0(warp() * kRows) {}
+    __device__ explicit ScoreGradient(const BwdParams &p) : ScoreGradient(p, warp() * kRows) {}
+    // row0: this warp's first row.
+    __device__ ScoreGradient(const BwdParams &p, int row0) : p(p), problem(p.problem), score(problem), row0(row0) {}
 
     __device__ static TileQ q() { return {ptx::dynamic_smem()}; }
     __device__ static TileQ dout() { return {q().base + TileQ::kBytes}; }

@@ -1,0 +1,161 @@
+// The gradient of a bias on Hopper (sm_90a): dS, summed over the dimensions along which the bias is broadcast (bias_visits.cuh).
+//     S = Q K^T,  P = exp(S - lse),  dP = dO V^T,  dS = P * (dP - delta).
+//
+// A persistent block takes tiles of kBlockM = 128 queries and kBlockN keys of the result, visits all that each stands for, and
+// writes the sum once. Two warpgroups consume: each owns 64 rows, with the sum in registers, and forms dS of 64 keys at a time,
+// while the products of the other keep the tensor cores busy. In the third warpgroup one thread produces Q and K, then dO and V
+// of each visit, through one ring of stages that hold such pairs, and runs ahead into the tiles to come.
+//
+// Shared memory: ring of pairs | a row of fp32 sums a consumer warp | mbarriers.
+#ifndef CUPYFLASH_BWD_DBIAS_SM90_CUH
+#define CUPYFLASH_BWD_DBIAS_SM90_CUH
+#include "attention/score_gradient.cuh"
+#include "attention/bias_visits.cuh"
+#include "attention/params_sm90.cuh"
+#include "tile/pipeline_sm90.cuh"
+#include "tile/tile_sm90.cuh"
+
+template <class V>
+struct DBiasSmem {
+    using T = typename V::Element;
+    static constexpr int N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
+    static constexpr int kGroups = V::kBlockM / 64, kWarps = 4 * kGroups;
+    using TileQ = SwizzledTile<T, 64, D>;  // Q or dO of a group
+    using TileK = SwizzledTile<T, N, D>;   // K or V
+    static constexpr int kStageBytes = kGroups * TileQ::kBytes + TileK::kBytes;
+    static constexpr int kSums = kStages * kStageBytes, kBars = kSums + 4 * N * kWarps;
+    static_assert(kBars + 8 * 2 * kStages == V::kSmemBytes);
+    ptx::u32 base;
+
+    __device__ TileQ rows(int stage, int group) const { return {base + stage * kStageBytes + group * TileQ::kBytes}; }
+    __device__ TileK keys(int stage) const { return {base + stage * kStageBytes + kGroups * TileQ::kBytes}; }
+    __device__ ptx::u32 sums() const { return base + kSums; }
+    __device__ ptx::u32 full(int stage) const { return base + kBars + 8 * stage; }
+    __device__ ptx::u32 empty(int stage) const { return full(kStages + stage); }
+
+    __device__ void init() const {  // by one thread
+        #pragma unroll 1
+        for (int i = 0; i < kStages; ++i) {
+            ptx::mbarrier_init(full(i), kGroups + 1);
+            ptx::mbarrier_init(empty(i), kWarps);
+        }
+        ptx::fence_mbarrier_init();
+    }
+};
+
+// Q and K, dO and V of every visit, by one thread.
+template <class V>
+__device__ __forceinline__ void bwd_dbias_load(const BwdSm90Params &p, const DBiasSmem<V> &smem) {
+    const Problem &problem = p.plain.problem;
+    RingPosition<V::kStages> ring;
+    const int count = BiasVisits<V>::count(p.plain);
+    #pragma unroll 1
+    for (int index = ptx::block_index(); index < count; index += ptx::grid_size()) {
+        const BiasVisits<V> visits(p.plain, index);
+        typename BiasVisits<V>::Visit at;
+        #pragma unroll 1
+        for (bool exists = visits.begin(at); exists; exists = visits.advance(at)) {
+            const auto sequence = visits.sequence_of(at.batch);
+            const int head_k = at.head / (problem.heads_q / problem.heads_k);  // @head-of-k-dbias-sm90
+            const auto load = [&](const ptx::TensorMap &of_rows, const ptx::TensorMap &of_keys) {
+                ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);  // @pair-free-dbias
+                const ptx::u32 full = smem.full(ring.stage);
+                #pragma unroll
+                for (int group = 0; group < smem.kGroups; ++group)
+                    smem.rows(ring.stage, group)
+                        .load(of_rows, full, sequence.row_q + at.m * V::kBlockM + 64 * group, at.head, sequence.batch(),
+                              ptx::kEvictNormal);
+                smem.keys(ring.stage)
+                    .load(of_keys, full, sequence.row_k + at.n * V::kBlockN, head_k, sequence.batch(),
+                          ptx::kEvictNormal);
+                ring.next();
+            };
+            load(p.map_q, p.map_k);
+            load(p.map_dout, p.map_v);
+        }
+    }
+}
+
+// The part of a tile of which a warpgroup forms dS at a time.
+template <class V>
+struct GroupPart : V {
+    static constexpr int kBlockM = 64, kBlockN = 64, kWarps = 4;
+};
+
+// One consumer warpgroup.
+template <class V>
+struct DBiasGroup : ScoreGradient<GroupPart<V>> {
+    using Part = GroupPart<V>;
+    using Base = ScoreGradient<Part>;
+    using Base::problem, Base::row0;
+    using typename Base::Acc, typename Base::T;
+    using Visit = typename BiasVisits<V>::Visit;
+    static constexpr int N = V::kBlockN, kDepth = round_up(V::kHeadDim, 16);
+
+    const DBiasSmem<V> &smem;
+    const int group;
+    RingPosition<V::kStages> ring;
+
+    __device__ DBiasGroup(const BwdParams &p, const DBiasSmem<V> &smem, int group)
+        : Base(p, warp() % 4 * 16), smem(smem), group(group) {}
+
+    __device__ void run() {
+        const int count = BiasVisits<V>::count(this->p);
+        #pragma unroll 1
+        for (int index = ptx::block_index(); index < count; index += ptx::grid_size()) {
+            const BiasVisits<V> visits(this->p, index);
+            AccTile<16, N> sum;
+            sum.zero();
+            Visit at;
+            #pragma unroll 1
+            for (bool exists = visits.begin(at); exists; exists = visits.advance(at))
+                add(visits.sequence_of(at.batch), at, sum);
+            const auto sync = [] { ptx::bar_sync(kGroupBarrier, 32 * DBiasSmem<V>::kWarps); };
+            visits.template leave<DBiasSmem<V>::kWarps>(sum, 64 * group + row0, smem.sums(), sync);
+            if (visits.to.row == 0) sync();  // the sums are read, before those of the next tile @sums-read-dbias
+        }
+    }
+
+  private:
+    __device__ __forceinline__ void add(const SequenceOf<V> &sequence, const Visit &at, AccTile<16, N> &sum) {
+        const int q0 = at.m * V::kBlockM + 64 * group;
+        const Mask<Part> mask(sequence, problem);
+        const RingPosition<V::kStages> scores = ring;
+        ring.next();
+        #pragma unroll
+        for (int part = 0; part < N / 64; ++part) {
+            const int k0 = at.n * N + 64 * part;
+            const auto fetched = this->fetch(sequence, at.head, q0, k0);
+            Acc S, dP;
+            if (part == 0) ptx::mbarrier_wait(smem.full(scores.stage), scores.phase);  // @q-and-k-here-dbias
+            issue_nt<T, kDepth>(S, smem.rows(scores.stage, group), smem.keys(scores.stage).from_row(64 * part));
+            if (part == 0) ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);  // @do-and-v-here-dbias
+            issue_nt<T, kDepth>(dP, smem.rows(ring.stage, group), smem.keys(ring.stage).from_row(64 * part));
+            ptx::wgmma_wait_group<0>();  // @products-complete-dbias
+            arrived(S), arrived(dP);
+            if (part == N / 64 - 1) arrive_warp(smem.empty(scores.stage)), arrive_warp(smem.empty(ring.stage));
+            this->form(sequence, mask, at.head, q0, k0, fetched, S, dP, [&](int row, int col, float, float dS) {
+                sum.x[0][8 * part + col / 8][row / 8 * 2 + col % 2] += dS;  // @part-of-the-sum
+            });
+        }
+        ring.next();
+    }
+};
+
+template <class V>
+__device__ __forceinline__ void bwd_dbias(const BwdSm90Params &p) {
+    const DBiasSmem<V> smem{ptx::dynamic_smem_1024()};
+    if (ptx::thread_index() == 0) smem.init();
+    ptx::bar_sync();
+
+    const int role = uniform(ptx::thread_index() / 128);
+    if (role == smem.kGroups) {
+        ptx::setmaxnreg_dec<V::kProducerRegisters>();
+        if (ptx::thread_index() % 128 == 0) bwd_dbias_load<V>(p, smem);
+    } else {
+        ptx::setmaxnreg_inc<V::kConsumerRegisters>();
+        DBiasGroup<V>(p.plain, smem, role).run();
+    }
+}
+
+#endif  // CUPYFLASH_BWD_DBIAS_SM90_CUH
