@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .params import BWD_PARAMS
 from .spec import Spec
@@ -41,11 +41,12 @@ class Main(Variant):
     block_mask: bool = False
     bias_beside_mods: bool = False
     mods: str = ""
+    has_queue: ClassVar[bool] = True  # persistent blocks draw their tiles
 
     @property
     def smem_bytes(self) -> int:
         """Packed tiles bring their sequence along in the queue of persistent blocks (work_sm90.cuh)."""
-        return super().smem_bytes + (32 if self.packed and self.persistent else 0)
+        return super().smem_bytes + (32 if self.packed and self.persistent and self.has_queue else 0)
 
     @functools.cached_property
     def block_n(self) -> int:

@@ -139,7 +139,7 @@ class BiasGradientSm90(Main):
         "BwdSm90Params",
         BWD_SM90_PARAMS,
     )
-    arch_suffix, persistent, over = "a", True, "bias"
+    arch_suffix, persistent, has_queue, over = "a", True, False, "bias"
 
     @classmethod
     def beside(cls, spec: Spec, tile: HopperBackwardTile) -> BiasGradientSm90 | None:

@@ -28,7 +28,17 @@ struct BiasVisits {
     const int result_q, result_k;  // queries and keys that a tile of the result may have; packed, of a sequence
     Range keys, queries, heads, batches;
 
-    __device__ BiasVisits(const BwdParams &p, int index) : BiasVisits(p, p.dbias_stride, index, 0) {}
+    // Of the index-th tile of the result.
+    __device__ BiasVisits(const BwdParams &p, int index)
+        : p(p),
+          problem(p.problem),
+          to(p.dbias_stride),
+          result_q(V::kPacked && to.row != 0 ? p.max_seqlen_q : problem.seqlen_q),  // @dbias-of-its-room
+          result_k(V::kPacked && to.key != 0 ? p.max_seqlen_k : problem.seqlen_k),
+          keys(next(index, to.key == 0, ceil_div(result_k, N))),
+          queries(next(index, to.row == 0, ceil_div(result_q, M))),
+          heads(next(index, to.head == 0, problem.heads_q)),
+          batches(next(index, to.batch == 0, problem.batch)) {}
 
     // How many tiles the result has.
     __device__ static int count(const BwdParams &p) {
@@ -117,16 +127,6 @@ struct BiasVisits {
         *reinterpret_cast<BiasPair<float> *>(to) = BiasPair<float>::of(x, y);
     }
 
-    __device__ BiasVisits(const BwdParams &p, const ScoreStrides &to, int index, int)
-        : p(p),
-          problem(p.problem),
-          to(to),
-          result_q(V::kPacked && to.row != 0 ? p.max_seqlen_q : problem.seqlen_q),  // @dbias-of-its-room
-          result_k(V::kPacked && to.key != 0 ? p.max_seqlen_k : problem.seqlen_k),
-          keys(next(index, to.key == 0, ceil_div(result_k, N))),
-          queries(next(index, to.row == 0, ceil_div(result_q, M))),
-          heads(next(index, to.head == 0, problem.heads_q)),
-          batches(next(index, to.batch == 0, problem.batch)) {}
     // The tile's index along a dimension, the last one first.
     __device__ static Range next(int &index, bool is_broadcast, int count) {
         const int size = is_broadcast ? 1 : count, found = index % size;
