@@ -1,7 +1,8 @@
 // The gradient of scores for what is learned of them: dS = P * (dO V^T - delta), P = exp(S - lse), of a tile of kBlockM queries
-// and kBlockN keys, by mma.sync. Each warp has kBlockM / kWarps rows. No more exists of dS than a tile.
+// and kBlockN keys. Each warp has kBlockM / kWarps rows. No more exists of dS than a tile.
 //
-// Shared memory: Q | dO | K | V.
+// `request` and `multiply` are for products by mma.sync, with Q | dO | K | V in shared memory; whoever has S and dP already calls
+// `fetch` and `form` alone.
 #ifndef CUPYFLASH_SCORE_GRADIENT_CUH
 #define CUPYFLASH_SCORE_GRADIENT_CUH
 #include "attention/blocks.cuh"

@@ -110,6 +110,7 @@ struct DBiasGroup : ScoreGradient<GroupPart<V>> {
             #pragma unroll 1
             for (bool exists = visits.begin(at); exists; exists = visits.advance(at))
                 add(visits.sequence_of(at.batch), at, sum);
+            // Of both groups: none needs one of its own here.
             const auto sync = [] { ptx::bar_sync(kGroupBarrier, 32 * DBiasSmem<V>::kWarps); };
             visits.template leave<DBiasSmem<V>::kWarps>(sum, 64 * group + row0, smem.sums(), sync);
             if (visits.to.row == 0) sync();  // the sums are read, before those of the next tile @sums-read-dbias

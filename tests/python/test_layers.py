@@ -102,8 +102,7 @@ CUDA_ORDER = {
     "any": "bwd_* key_lists query_lists",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
     "softmax sink dropout philox score slopes places modified bias added addends mods work_sm90 "
-    "packed_sm90 sights lists blocks mask schedule sequence "
-    "params_sm90 params",
+    "packed_sm90 sights lists blocks mask schedule sequence params_sm90 params",
     "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored repair_decode parts "
     "edges_stored copies_stored scales rows shares products_stored queries fragments fragments_stored column_softmax "
     "slices stored value_unit cached params_decode",
