@@ -48,7 +48,7 @@ if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
 _HOMES = {"Gradients": "api", "attention": "api", "attention_backward": "api", "warmup": "ahead"}
 _HOMES |= {"attention_with_cache": "kvcache", "combine": "partials", "PagedCache": "pages"}
 _HOMES |= {"attention_varlen": "varlen", "attention_varlen_backward": "varlen"}
-_HOMES |= {"BlockMask": "block_mask"}
+_HOMES |= {"BlockMask": "masks"}
 
 
 def __getattr__(name: str) -> Any:

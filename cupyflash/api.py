@@ -167,9 +167,9 @@ def with_mods(arrays: dict[str, Any], call: Options, score_mod: Any, mask_mod: A
 
 def arrays_of_mask(block_mask: Any, arrays: Mapping[str, Any], call: Options) -> dict[str, Any]:
     """A block mask by the names of the table of arrays, beside these."""
-    from . import masks
+    from . import mask_arrays
 
-    return masks.arrays_of(block_mask, arrays, call.layout)
+    return mask_arrays.arrays_of(block_mask, arrays, call.layout)
 
 
 def forward(arrays: dict[str, Any], call: Options, want_lse: bool, seed: Any = None) -> tuple[Any, Any]:

@@ -31,10 +31,11 @@ def code_of(tiles: tuple[int, ...]) -> int:
 class BlockMask:
     """Which keys each query sees, tile by tile: what `attention` takes as `block_mask`, and `cupyflash.masks` makes.
 
-    Masks of the same lengths combine: ``a & b`` sees what both see, ``a | b`` what either does.
+    Masks of the same lengths combine: ``a & b`` sees what both see, ``a | b`` what either does. One of the two may be
+    torch's, of flex_attention.
 
     Attributes:
-        tiles, bits: as above, in NumPy arrays that nobody writes to.
+        tiles, bits: as above, in NumPy arrays that nobody can write to.
         seqlen_q, seqlen_k: how many queries and keys it is for.
         first_key: of these, counted in its tiles.
         kept: copies on other devices.
@@ -47,11 +48,21 @@ class BlockMask:
     first_key: int = 0
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def __and__(self, other: BlockMask) -> BlockMask:
-        return self._combined(other, with_or=False)
+    __array_ufunc__ = None  # booleans of NumPy ask a mask once, not for each of them
 
-    def __or__(self, other: BlockMask) -> BlockMask:
-        return self._combined(other, with_or=True)
+    def __post_init__(self) -> None:
+        for label in ("tiles", "bits"):
+            view = getattr(self, label).view()
+            view.flags.writeable = False
+            object.__setattr__(self, label, view)
+
+    def __and__(self, other: Any) -> BlockMask:
+        return self._combined(_ours(other), with_or=False)
+
+    def __or__(self, other: Any) -> BlockMask:
+        return self._combined(_ours(other), with_or=True)
+
+    __rand__, __ror__ = __and__, __or__
 
     @property
     def density(self) -> float:
@@ -152,13 +163,14 @@ class BlockMask:
 
     def _combined(self, other: BlockMask, with_or: bool) -> BlockMask:
         """What both see, or what either does."""
-        if not isinstance(other, BlockMask):
-            return NotImplemented
         if (self.seqlen_q, self.seqlen_k) != (other.seqlen_q, other.seqlen_k):
             raise ArgumentError(
                 f"block masks: expected two of the same lengths, got one of {self.seqlen_q} queries and "
                 f"{self.seqlen_k} keys and one of {other.seqlen_q} and {other.seqlen_k}"
             )
+        for label, x, y in zip(("batch", "heads"), self.tiles.shape, other.tiles.shape, strict=False):
+            if x != y and 1 not in (x, y):
+                raise ArgumentError(f"block masks: expected two of the same {label}, or one of 1, got {x} and {y}")
         a, b = np.broadcast_arrays(self.tiles, other.tiles)
         absorbing, neutral = (FULL, EMPTY) if with_or else (EMPTY, FULL)
         tiles = np.where(a == neutral, np.where(b >= FIRST, b + len(self.bits), b), a)
@@ -177,6 +189,18 @@ class BlockMask:
         return replace(self, tiles=tiles, bits=np.concatenate(bits)).compact()
 
 
+def _ours(mask: Any) -> BlockMask:
+    """A mask, or another library's, as `mask_arrays` takes it.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    return mask if isinstance(mask, BlockMask) else converters[-1](mask)
+
+
+converters: list[Callable[[Any], BlockMask]] = []  # `mask_arrays` brings its own, which stands further up
+
+
 def _by_tiles(reduce: Any, seen: Array, seqlen_k: int) -> Array:
     """(batch, heads, k_tiles) of (batch, heads, queries, seqlen_k)."""
     found: Array = reduce.reduceat(reduce.reduce(seen, axis=2), np.arange(0, seqlen_k, TILE), axis=2)
@@ -190,7 +214,7 @@ def no_bits() -> Array:
 def bits_of(elements: Array) -> Array:
     """Rows of bits, of (n, 64, 64) booleans."""
     packed = [np.packbits(x, axis=-1, bitorder="little") for x in (elements, elements.swapaxes(1, 2))]
-    return np.stack(packed, axis=1).reshape(len(elements), -1).view(np.int32)
+    return np.stack(packed, axis=1).reshape(len(elements), 4 * TILE_WORDS).view(np.int32)
 
 
 def elements(bits: Array) -> Array:

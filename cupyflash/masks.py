@@ -7,22 +7,20 @@ further keys. Query i stands at key ``i + seqlen_k - seqlen_q`` (aligned at the 
 
 from __future__ import annotations
 
-import math
-import sys
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays.placed import placed
 from .block_mask import EMPTY as _EMPTY
 from .block_mask import FULL as _FULL
 from .block_mask import TILE as _TILE
 from .block_mask import BlockMask as BlockMask
 from .block_mask import no_bits
 from .errors import ArgumentError
+from .mask_arrays import from_torch as from_torch
+from .options import whole
 from .problem import MAX_SEQLEN
 
 __all__ = [
@@ -60,10 +58,11 @@ def from_blocks(
         seqlen_q, seqlen_k: how many queries and keys there are; as many keys as queries by default.
     """
     seqlen_k = _check_lengths(seqlen_q, seqlen_k)
-    rows, keys = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    rows, keys = (_whole("block_size", n, 1) for n in sizes)
     x = np.asarray(blocks)
-    wanted = -(-seqlen_q // max(1, rows)), -(-seqlen_k // max(1, keys))
-    if x.dtype != bool or not 2 <= x.ndim <= 4 or x.shape[-2:] != wanted or min(rows, keys) < 1:
+    wanted = -(-seqlen_q // rows), -(-seqlen_k // keys)
+    if x.dtype != bool or not 2 <= x.ndim <= 4 or x.shape[-2:] != wanted:
         raise ArgumentError(
             f"blocks: expected booleans (..., {wanted[0]}, {wanted[1]}) for {seqlen_q} queries and {seqlen_k} keys in "
             f"blocks of {rows} x {keys}, got {x.dtype} of shape {x.shape}"
@@ -79,9 +78,12 @@ def from_blocks(
     return BlockMask(np.ascontiguousarray(cut), no_bits(), seqlen_q, seqlen_k)
 
 
-def local(seqlen_q: int, seqlen_k: int | None = None, *, left: int, right: int = 0) -> BlockMask:
-    """Sliding window: query i sees the keys up to `left` before and `right` behind its own position."""
-    return _of_pairs(seqlen_q, seqlen_k, lambda i, j: (j >= i - left) & (j <= i + right))
+def local(seqlen_q: int, seqlen_k: int | None = None, *, left: int | None, right: int | None = 0) -> BlockMask:
+    """Sliding window: query i sees the keys up to `left` before and `right` behind its own position, all for None."""
+    before, behind = (
+        MAX_SEQLEN if n is None else _whole(name, n, None) for name, n in (("left", left), ("right", right))
+    )
+    return _of_pairs(seqlen_q, seqlen_k, lambda i, j: (j >= i - before) & (j <= i + behind))
 
 
 def global_local(
@@ -92,9 +94,16 @@ def global_local(
     Args:
         global_tokens: their positions, or how many they are, from the first on.
     """
-    seqlen_k = _check_lengths(seqlen_q, seqlen_k)
-    is_global = np.zeros(seqlen_k, bool)
-    is_global[slice(global_tokens) if isinstance(global_tokens, int) else np.asarray(global_tokens, int)] = True
+    seqlen_k, window = _check_lengths(seqlen_q, seqlen_k), _whole("window", window, 0)
+    is_global, tokens = np.zeros(seqlen_k, bool), np.asarray(global_tokens)
+    if tokens.ndim == 0:
+        is_global[: _whole("global_tokens", global_tokens, 0)] = True
+    elif tokens.size:
+        if tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= seqlen_k:
+            raise ArgumentError(
+                f"global_tokens: expected how many, or positions from 0 to {seqlen_k - 1}, got {global_tokens!r:.60}"
+            )
+        is_global[tokens] = True
 
     def sees(i: Array, j: Array) -> Array:
         position = np.clip(i, 0, seqlen_k - 1)
@@ -112,12 +121,14 @@ def bigbird(
     Query block i sees the first `global_blocks`, the `window_blocks` around itself, and `random_blocks` of the others,
     drawn without replacement (all, where there are fewer). The first `global_blocks` see everything.
     """
-    n, half, rng = -(-_check_lengths(seqlen, None) // block), window_blocks // 2, np.random.default_rng(seed)
-    i = np.arange(n)
-    fixed = (abs(i[:, None] - i) <= half) | (i < global_blocks) | (i[:, None] < global_blocks)
-    if window_blocks % 2 == 0 or window_blocks < 0:
+    n, rng = -(-_check_lengths(seqlen, None) // _whole("block", block, 1)), np.random.default_rng(seed)
+    for name, x in (("global_blocks", global_blocks), ("random_blocks", random_blocks)):
+        _whole(name, x, 0)
+    if _whole("window_blocks", window_blocks, 1) % 2 == 0:
         raise ArgumentError(f"window_blocks: expected an odd number, with the block itself, got {window_blocks}")
-    seen = np.repeat(fixed[None], heads, 0)
+    i = np.arange(n)
+    fixed = (abs(i[:, None] - i) <= window_blocks // 2) | (i < global_blocks) | (i[:, None] < global_blocks)
+    seen = np.repeat(fixed[None], _whole("heads", heads, 1), 0)
     for h in range(heads):
         for row in range(n):
             others = np.flatnonzero(~fixed[row])
@@ -128,7 +139,8 @@ def bigbird(
 def strided(seqlen: int, *, stride: int, window: int | None = None) -> BlockMask:
     """Sparse Transformer (Child et al. 2019), causal: the last `window` keys, by default `stride` of them, and each key
     a multiple of `stride` before."""
-    reach = stride if window is None else window
+    stride = _whole("stride", stride, 1)
+    reach = stride if window is None else _whole("window", window, 0)
     return _of_pairs(seqlen, None, lambda i, j: (j <= i) & ((i - j < reach) | ((i - j) % stride == 0)))
 
 
@@ -137,7 +149,7 @@ def butterfly(seqlen: int, *, block: int = 128) -> BlockMask:
 
     Block i sees itself and the blocks whose number differs from i in one bit: log2 of them in each row.
     """
-    i = np.arange(-(-_check_lengths(seqlen, None) // block))
+    i = np.arange(-(-_check_lengths(seqlen, None) // _whole("block", block, 1)))
     differ = i[:, None] ^ i
     return from_blocks((differ & (differ - 1)) == 0, block, seqlen)
 
@@ -165,71 +177,29 @@ def causal_document(document_ids: Any) -> BlockMask:
 def prefix(seqlen_q: int, seqlen_k: int | None = None, *, length: int | Sequence[int]) -> BlockMask:
     """Prefix LM: everybody sees the first `length` keys, of each sequence if there are several, and behind these the
     mask is causal."""
-    lengths = np.atleast_1d(np.asarray(length))[:, None, None, None]
-    return _of_pairs(seqlen_q, seqlen_k, lambda i, j: (j < lengths) | (j <= i), batch=len(lengths))
-
-
-def from_torch(mask: Any) -> BlockMask:
-    """That of a `torch.nn.attention.flex_attention.BlockMask`; its mask_mod is asked once, in its partial blocks.
-
-    `attention` takes such masks as they are, and converts each once. Converting waits for the GPU that it is on.
-    """
-    if mask not in _converted:
-        import cupyflash.torch.masks
-
-        _converted[mask] = cupyflash.torch.masks.convert(mask)
-    return _converted[mask]
-
-
-_converted: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
-
-
-def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """The arrays of a mask beside q and k, in their library and on their device, by the names of the table of arrays.
-
-    Raises:
-        ArgumentError: it is no mask, or one of other lengths; or, beside packed sequences, one of none.
-    """
-    mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
-    q, k, axis, packed = arrays["q"], arrays["k"], 1 if layout == "bshd" else 2, "cu_seqlens_q" in arrays
-    batch = math.prod(np.shape(arrays["cu_seqlens_q"])) - 1 if packed else q.shape[0]
-    if not packed and len(q.shape) == len(k.shape) == 4:  # else checks say more
-        lengths = q.shape[axis], k.shape[axis]
-        if lengths != (mask.seqlen_q, mask.seqlen_k):
-            raise ArgumentError(
-                f"block_mask: expected one of {lengths[0]} queries and {lengths[1]} keys, as q and k have, got one of "
-                f"{mask.seqlen_q} and {mask.seqlen_k}"
-            )
-    for i, (name, n) in enumerate((("batch", batch), ("heads_q", q.shape[3 - axis - packed]))):
-        if mask.tiles.shape[i] not in (1, n):
-            raise ArgumentError(f"block_mask: expected {name} of 1 or {n}, as q has, got {mask.tiles.shape[i]}")
-    if packed and mask.tiles.size == 0:
-        raise ArgumentError(
-            "block_mask: expected room for the longest sequence, at least 1 query and 1 key, got a mask of "
-            f"{mask.seqlen_q} and {mask.seqlen_k}"
-        )
-    if packed:  # sequences may end anywhere in its last tiles
-        mask = mask.kept["padded"] if "padded" in mask.kept else mask.kept.setdefault("padded", mask.padded())
-    return {"block_tiles": placed(mask.tiles, q, mask.kept), "block_bits": placed(mask.bits, q, mask.kept)}
-
-
-def _other(mask: Any) -> BlockMask:
-    flex = sys.modules.get("torch.nn.attention.flex_attention")
-    if flex is not None and isinstance(mask, flex.BlockMask):
-        return from_torch(mask)
-    raise ArgumentError(
-        f"block_mask: expected a cupyflash.BlockMask, of cupyflash.masks, or one of torch's flex_attention, got a "
-        f"{type(mask).__module__}.{type(mask).__qualname__}; masks.from_dense takes booleans"
-    )
+    lengths = np.atleast_1d(np.asarray(length))
+    if lengths.ndim != 1 or not lengths.size or lengths.dtype.kind not in "iu" or lengths.min() < 0:
+        raise ArgumentError(f"length: expected a number of keys from 0 on, or one a sequence, got {length!r:.60}")
+    of_each = lengths.astype(np.int64)[:, None, None, None]
+    return _of_pairs(seqlen_q, seqlen_k, lambda i, j: (j < of_each) | (j <= i), batch=len(lengths))
 
 
 def _check_lengths(seqlen_q: int, seqlen_k: int | None) -> int:
     """seqlen_k, or seqlen_q in its place."""
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     for name, n in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if not 0 <= n <= MAX_SEQLEN:
+        if not 0 <= _whole(name, n, None) <= MAX_SEQLEN:
             raise ArgumentError(f"{name}: expected a length from 0 to {MAX_SEQLEN}, got {n}")
     return seqlen_k
+
+
+def _whole(name: str, x: Any, least: int | None) -> int:
+    """An integer, of at least so much."""
+    wanted = "an integer" if least is None else f"an integer from {least} on"
+    n = whole(name, x, wanted)
+    if least is not None and n < least:
+        raise ArgumentError(f"{name}: expected {wanted}, got {n}")
+    return n
 
 
 def _of_pairs(seqlen_q: int, seqlen_k: int | None, sees: Callable[[Array, Array], Array], batch: int = 1) -> BlockMask:

@@ -21,7 +21,7 @@ def placed(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
     if is_instance(like, "torch", "Tensor"):
         key = id(x), like.device
         if key not in kept:
-            kept[key] = sys.modules["torch"].from_numpy(x).to(like.device)
+            kept[key] = sys.modules["torch"].from_numpy(x.copy()).to(like.device)
         return kept[key]
     if is_instance(like, "jax", "Array"):
         return _of_jax(x, like, kept)

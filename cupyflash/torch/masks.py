@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..block_mask import FIRST, FULL, TILE, BlockMask, bits_of, no_bits
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 
 Array = NDArray[Any]
 ELEMENTS_AT_ONCE = 1 << 24
@@ -20,6 +20,7 @@ def convert(mask: Any) -> BlockMask:
 
     Raises:
         UnsupportedError: its blocks are not of multiples of 64 queries and keys.
+        ArgumentError: its lists are not those of all its queries.
     """
     rows, keys = mask.BLOCK_SIZE
     if rows % TILE or keys % TILE:
@@ -28,9 +29,8 @@ def convert(mask: Any) -> BlockMask:
     if lengths is None:
         lengths = mask.shape[-2:]
     seqlen_q, seqlen_k = (int(n) for n in lengths)
-    batch, heads, q_blocks, _ = mask.kv_indices.shape
+    batch, heads, q_blocks, k_blocks = _shape_of(mask, -(-seqlen_q // rows), -(-seqlen_k // keys))
     m, n = rows // TILE, keys // TILE
-    k_blocks = -(-seqlen_k // keys)
     tiles = np.zeros((batch, heads, q_blocks, m, k_blocks, n), np.int32)
     bits, count = [], 0
     if mask.full_kv_num_blocks is not None:
@@ -52,6 +52,17 @@ def convert(mask: Any) -> BlockMask:
     tiles = tiles.reshape(batch, heads, q_blocks * m, k_blocks * n)
     cut = np.ascontiguousarray(tiles[:, :, : -(-seqlen_q // TILE), : -(-seqlen_k // TILE)])
     return BlockMask(cut, np.concatenate(bits) if bits else no_bits(), seqlen_q, seqlen_k).compact()
+
+
+def _shape_of(mask: Any, q_blocks: int, k_blocks: int) -> tuple[int, ...]:
+    """Batch, heads, query blocks and key blocks: as torch's own kernels read them, which know no other lists."""
+    counts, of = tuple(mask.kv_num_blocks.shape), tuple(mask.kv_indices.shape)
+    if len(of) != 4 or counts != of[:3] or of[2] < q_blocks:
+        raise ArgumentError(
+            f"block_mask: expected kv_num_blocks (batch, heads, {q_blocks}) and kv_indices (batch, heads, {q_blocks}, "
+            f"...), as flex_attention's kernels read them, got {counts} and {of}; give both all dimensions"
+        )
+    return *of[:3], k_blocks
 
 
 def _listed(num_blocks: Any, indices: Any) -> tuple[Array, Array, Array, Array]:

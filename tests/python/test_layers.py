@@ -32,6 +32,7 @@ PYTHON_LAYERS = (
     ("kvcache", "pages", "partials", "varlen"),
     ("ahead", "api"),
     ("masks",),
+    ("mask_arrays",),
     ("gradients", "seeds"),
     ("torch", "jax"),
     ("launch",),
@@ -51,8 +52,8 @@ PYTHON_LAYERS = (
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
-    "arrays": "libraries readable placed vetting adapters signature torch_private imported",
-    "cache": "pool checks values arrays problem",
+    "arrays": "repeated libraries readable placed vetting adapters signature torch_private imported",
+    "cache": "pool lengths checks values arrays problem",
     "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods features bias "
     "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
     "case_masks case_mods case_packed case_bias case_inputs",

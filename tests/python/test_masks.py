@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,103 @@ def test_a_mask_that_does_not_fit_is_refused(mask: Any, words: str) -> None:
     q = np.zeros((2, N, 2, 64), np.float32)
     with pytest.raises(cupyflash.ArgumentError, match=words):
         cupyflash.attention(q, q, q, block_mask=mask)
+
+
+def test_a_window_may_have_no_bound() -> None:
+    i, j = pairs()
+    assert (dense(masks.local(N, left=None)) == (j <= i)).all()
+    assert dense(masks.local(N, left=None, right=None)).all()
+
+
+def test_a_number_of_global_tokens_may_be_one_of_numpy() -> None:
+    found = masks.global_local(N, window=4, global_tokens=np.int64(3))  # type: ignore[arg-type]
+    assert (dense(found) == dense(masks.global_local(N, window=4, global_tokens=3))).all()
+
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: masks.strided(N, stride=0), "stride: expected an integer from 1 on, got 0"),
+    (lambda: masks.strided(N, stride=5, window=-1), "window: expected an integer from 0 on, got -1"),
+    (lambda: masks.bigbird(N, block=0), "block: expected an integer from 1 on, got 0"),
+    (lambda: masks.bigbird(N, window_blocks=2), "window_blocks: expected an odd number"),
+    (lambda: masks.bigbird(N, random_blocks=-1), "random_blocks: expected an integer from 0 on, got -1"),
+    (lambda: masks.bigbird(N, heads=0), "heads: expected an integer from 1 on, got 0"),
+    (lambda: masks.butterfly(N, block=0), "block: expected an integer from 1 on, got 0"),
+    (lambda: masks.global_local(100, window=3, global_tokens=[500]), "global_tokens: expected how many, or positions"),
+    (lambda: masks.global_local(100, window=3, global_tokens=[-1]), r"positions from 0 to 99, got \[-1\]"),
+    (lambda: masks.global_local(100, window=3, global_tokens=-1), "global_tokens: expected an integer from 0 on"),
+    (lambda: masks.global_local(100, window=-3, global_tokens=1), "window: expected an integer from 0 on, got -3"),
+    (lambda: masks.local(N, left="3"), "left: expected an integer, got"),  # type: ignore[arg-type]
+    (lambda: masks.local(2.5, left=3), "seqlen_q: expected an integer, got"),  # type: ignore[arg-type]
+    (lambda: masks.prefix(N, length=-1), "length: expected a number of keys from 0 on, or one a sequence, got -1"),
+    (lambda: masks.prefix(N, length=[3, 1.5]), "length: expected a number"),  # type: ignore[list-item]
+    (lambda: masks.from_blocks(np.ones((2, 2), bool), 0, 100), "block_size: expected an integer from 1 on, got 0"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_a_pattern_that_is_none_is_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(cupyflash.ArgumentError, match=words):
+        make()
+
+
+def test_masks_that_do_not_combine_are_refused() -> None:
+    two, three = (masks.from_dense(np.ones((n, 1, 5, 5), bool)) for n in (2, 3))
+    with pytest.raises(cupyflash.ArgumentError, match="the same batch, or one of 1, got 2 and 3"):
+        two & three
+    one, booleans = masks.local(5, left=1), np.ones((5, 5), bool)
+    for combine in (lambda: one & booleans, lambda: booleans | one, lambda: one | True):
+        with pytest.raises(cupyflash.ArgumentError, match=r"masks\.from_dense takes booleans"):
+            combine()
+
+
+def test_nobody_writes_to_a_mask() -> None:
+    mask = masks.local(70, left=3) & masks.prefix(70, length=2)
+    for x in (mask.tiles, mask.bits):
+        with pytest.raises(ValueError, match="read-only"):
+            x[...] = 0
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("at_once", [1, 1 << 24])
+def test_a_mask_of_flex_attention_whose_partial_blocks_have_no_partial_tile(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of 128 is partial to torch where its last tile is cut off, or where its tiles are empty and full."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    import cupyflash.torch.masks
+
+    monkeypatch.setattr(cupyflash.torch.masks, "ELEMENTS_AT_ONCE", at_once)
+    for n, mod in ((200, lambda b, h, q, k: k >= 0), (N, lambda b, h, q, k: q // 64 == k // 64)):
+        i, j = np.arange(n)[:, None], np.arange(n)
+        found = masks.from_torch(flex.create_block_mask(mod, None, None, n, n, device="cpu"))
+        assert (dense(found) == mod(0, 0, i, j)).all()
+        assert len(found.bits) == 1
+
+
+@pytest.mark.needs("torch")
+def test_a_mask_of_flex_attention_combines() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    theirs = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, N, N, device="cpu")
+    i, j = pairs()
+    window = masks.local(N, left=40, right=9)
+    seen = (j >= i - 40) & (j <= i + 9)
+    for both in (window & theirs, theirs & window):
+        assert (dense(both) == (seen & (j <= i))).all()
+    for either in (window | theirs, theirs | window):
+        assert (dense(either) == (seen | (j <= i))).all()
+
+
+@pytest.mark.needs("torch")
+def test_lists_of_flex_attention_that_its_kernels_do_not_read_are_refused() -> None:
+    import torch
+
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    for dims, length in ((3, 128), (2, 128), (4, 129)):
+        counts = torch.ones((1,) * (dims - 1), dtype=torch.int32)
+        indices = torch.arange(2, dtype=torch.int32).reshape((1,) * (dims - 1) + (2,))
+        made = flex.BlockMask.from_kv_blocks(counts, indices, seq_lengths=(length, 256))
+        with pytest.raises(cupyflash.ArgumentError, match=r"block_mask: expected kv_num_blocks \(batch, heads"):
+            masks.from_torch(made)
 
 
 @pytest.mark.needs("torch")

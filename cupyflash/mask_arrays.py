@@ -1,0 +1,72 @@
+"""Block masks as calls take them: ours, or torch's, of flex_attention, and their arrays beside q and k."""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .arrays.placed import placed
+from .block_mask import BlockMask, converters
+from .errors import ArgumentError
+
+
+def from_torch(mask: Any) -> BlockMask:
+    """That of a `torch.nn.attention.flex_attention.BlockMask`; its mask_mod is asked once, in its partial blocks.
+
+    `attention` takes such masks as they are, and converts each once. Converting waits for the GPU that it is on.
+    """
+    if mask not in _converted:
+        import cupyflash.torch.masks
+
+        _converted[mask] = cupyflash.torch.masks.convert(mask)
+    return _converted[mask]
+
+
+_converted: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
+
+
+def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[str, Any]:
+    """The arrays of a mask beside q and k, in their library and on their device, by the names of the table of arrays.
+
+    Raises:
+        ArgumentError: it is no mask, or one of other lengths; or, beside packed sequences, one of none.
+    """
+    mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
+    q, k, axis, packed = arrays["q"], arrays["k"], 1 if layout == "bshd" else 2, "cu_seqlens_q" in arrays
+    batch = math.prod(np.shape(arrays["cu_seqlens_q"])) - 1 if packed else q.shape[0]
+    if not packed and len(q.shape) == len(k.shape) == 4:  # else checks say more
+        lengths = q.shape[axis], k.shape[axis]
+        if lengths != (mask.seqlen_q, mask.seqlen_k):
+            raise ArgumentError(
+                f"block_mask: expected one of {lengths[0]} queries and {lengths[1]} keys, as q and k have, got one of "
+                f"{mask.seqlen_q} and {mask.seqlen_k}"
+            )
+    for i, (name, n) in enumerate((("batch", batch), ("heads_q", q.shape[3 - axis - packed]))):
+        if mask.tiles.shape[i] not in (1, n):
+            raise ArgumentError(f"block_mask: expected {name} of 1 or {n}, as q has, got {mask.tiles.shape[i]}")
+    if packed and mask.tiles.size == 0:
+        raise ArgumentError(
+            "block_mask: expected room for the longest sequence, at least 1 query and 1 key, got a mask of "
+            f"{mask.seqlen_q} and {mask.seqlen_k}"
+        )
+    if packed:  # sequences may end anywhere in its last tiles
+        mask = mask.kept["padded"] if "padded" in mask.kept else mask.kept.setdefault("padded", mask.padded())
+    return {"block_tiles": placed(mask.tiles, q, mask.kept), "block_bits": placed(mask.bits, q, mask.kept)}
+
+
+def _other(mask: Any) -> BlockMask:
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is not None and isinstance(mask, flex.BlockMask):
+        return from_torch(mask)
+    raise ArgumentError(
+        f"block_mask: expected a cupyflash.BlockMask, of cupyflash.masks, or one of torch's flex_attention, got a "
+        f"{type(mask).__module__}.{type(mask).__qualname__}; masks.from_dense takes booleans"
+    )
+
+
+converters.append(_other)
