@@ -8,6 +8,7 @@ from . import options
 from .arrays.adapters import TORCH
 from .arrays.libraries import JAX, Foreign, common_library_of_all
 from .cache.checks import CacheOptions, make_cache_options
+from .cache.lengths import one_length
 from .launch import cached
 from .options import Window
 
@@ -58,7 +59,7 @@ def attention_with_cache(
             hold behind the rows in use has no effect, NaN included. Or both of 8 bits with scales: int8 or
             float8_e4m3fn, for which uint8 is taken, too, as its bits (CuPy has no such dtype).
         cache_seqlens: ``(batch,)``, int32, of q's device: how many rows of each sequence are in use, those that are
-            appended not counted; or one integer for all.
+            appended not counted; or one integer for all, which may be an array without dimensions.
         k, v: ``(batch, seqlen_new, heads_k, head_dim)``: rows to append, in place, v bit by bit; with `cu_seqlens_q`
             packed as q is. JAX arrays cannot be written: of them the caches after the append are returned.
         block_table: ``(batch, pages_per_sequence)``, int32: row r of sequence b lies in page
@@ -136,10 +137,11 @@ def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, ...]:
     """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too."""
     lengths, given = arrays["cache_seqlens"], arrays
     if type(lengths) is int or (lengths is not None and getattr(lengths, "shape", ()) == ()):
-        if type(lengths) is not int:
-            arrays["cache_seqlens"] = options.whole("cache_seqlens", lengths, "an int32 array or an integer")
         given = {name: x for name, x in arrays.items() if name != "cache_seqlens"}
     library = common_library_of_all(given)
+    if given is not arrays:
+        lengths = arrays["cache_seqlens"] = one_length(library, arrays)
+        given = given if type(lengths) is int else arrays
     if library is JAX:
         from .jax import cached as of_jax
 

@@ -69,7 +69,7 @@ def make_cache_problem(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], o
     """
     _check_together(shapes)
     for name, shape in shapes.items():
-        _check_dims(name, shape, shapes)
+        check_dims(name, shape, shapes)
     _check_dtypes(dtypes)
     _check_scales(shapes, dtypes["k_cache"])
     dense = _dense(shapes, dtypes["q"], options)
@@ -95,7 +95,7 @@ def _check_together(given: Mapping[str, Any]) -> None:
         )
 
 
-def _check_dims(name: str, shape: Shape, given: Mapping[str, Any]) -> None:
+def check_dims(name: str, shape: Shape, given: Mapping[str, Any]) -> None:
     array, packed = BY_NAME[name], "cu_seqlens_q" in given
     dims = array.packed if packed else array.dims
     if name in MAY_LACK:

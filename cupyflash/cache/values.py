@@ -90,6 +90,11 @@ def check_values(p: CacheProblem, arrays: Mapping[str, Array]) -> None:
         _check_ranges(arrays["kv_range"].astype(np.int64), p.capacity)
 
 
+def check_length(p: CacheProblem, length: int) -> None:
+    """`check_room` of one length for all; how many rows packed sequences append is not known."""
+    check_room(p, np.array([length]), np.array([0 if p.packed else p.seqlen_new]))
+
+
 def check_room(p: CacheProblem, used: Array, new: Array) -> None:
     """Refuse lengths for which the cache has no room.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,9 @@ import numpy as np
 
 from ..arrays.adapters import CPU
 from ..cache.checks import CacheOptions
+from ..cache.lengths import batch_of
+from ..cache.problem import CacheProblem
+from ..cache.values import check_length
 from ..errors import UnsupportedError
 from ..gpu import device as gpu
 from ..launch import cached
@@ -57,10 +60,10 @@ _parse = functools.lru_cache(maxsize=1024)(_Static.parse)
 
 def attention_with_cache(arrays: dict[str, Any], options: CacheOptions) -> tuple[Any, ...]:
     """(out, lse), and the caches after the append where there is one."""
-    if type(arrays["cache_seqlens"]) is int:
-        cu = arrays.get("cu_seqlens_q")
-        batch = arrays["q"].shape[0] if cu is None else cu.shape[0] - 1
-        arrays = arrays | {"cache_seqlens": jnp.full((batch,), arrays["cache_seqlens"], jnp.int32)}
+    length = arrays["cache_seqlens"]
+    if type(length) is int:
+        arrays = arrays | {"cache_seqlens": jnp.full((batch_of(arrays),), length, jnp.int32)}
+        check_length(_problem(arrays, options), length)
     static = _Static(tuple(arrays), options, family())
     found = _operation(static)(*arrays.values())
     count = len(static.written)
@@ -126,10 +129,15 @@ def _keys(arrays: Sequence[Any], device: int) -> list[tuple[Any, ...]]:
     ]
 
 
+def _problem(arrays: Mapping[str, Any], options: CacheOptions) -> CacheProblem:
+    """All checks of shapes and dtypes."""
+    return cached.check(Buffers(), arrays, _keys(tuple(arrays.values()), CPU), options)[0]
+
+
 def _results(static: _Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The caches that are written, out and lse, after all checks of shapes and dtypes."""
+    """The caches that are written, out and lse, after all checks."""
     named = dict(zip(static.names, arrays, strict=True))
-    problem, _ = cached.check(Buffers(), named, _keys(arrays, CPU), static.options)
+    problem = _problem(named, static.options)
     found = [jax.ShapeDtypeStruct(named[name].shape, named[name].dtype) for name in (*static.written, "q")]
     return [*found, jax.ShapeDtypeStruct(problem.rows, DTYPES["fp64" if problem.dtype == "fp64" else "fp32"])]
 

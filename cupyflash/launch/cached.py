@@ -11,8 +11,9 @@ from ..arrays.adapters import CPU, TORCH, Native, Signature, place
 from ..arrays.readable import check_addresses, unreadable, vet_all
 from ..cache.arrays import BY_NAME
 from ..cache.checks import CacheOptions, make_cache_problem
+from ..cache.lengths import batch_of
 from ..cache.problem import CacheProblem
-from ..cache.values import PLACES, check_room, check_values
+from ..cache.values import PLACES, check_length, check_values
 from ..cpu import cache
 from ..errors import ArgumentError
 from ..gpu.device import Device
@@ -52,9 +53,10 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     bits, length = 0, arrays["cache_seqlens"]
     try:
         if type(length) is int:
-            cu, q = arrays.get("cu_seqlens_q"), arrays["q"]
-            arrays["cache_seqlens"] = library.full((len(q) if cu is None else len(cu) - 1,), length, q)
+            arrays["cache_seqlens"] = library.full((batch_of(arrays),), length, arrays["q"])
         keys, pointers = library.look(arrays.values())
+    except ArgumentError:
+        raise
     except Exception as e:
         raise unreadable(library, e, {name: x for name, x in arrays.items() if type(x) is not int}) from e
     device = keys[0][3]
@@ -70,7 +72,7 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     if call is None:
         call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream))
     if type(length) is int:
-        check_room(call.problem, np.array([length]), np.array([0 if call.problem.packed else call.problem.seqlen_new]))
+        check_length(call.problem, length)
     if is_debug():
         check_values(call.problem, _on_their_way(library, arrays))
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..arrays.adapters import TORCH
 from ..cache.arrays import CACHE, CACHE_ARRAYS, RESULT
 from ..cache.checks import CacheOptions
+from ..cache.lengths import batch_of
 from ..errors import UnsupportedError
 from ..launch import cached
 from .followed import are_transforms_active, is_compiling, is_followed
@@ -48,9 +49,8 @@ def attention_with_cache(arrays: dict[str, Any], options: CacheOptions) -> tuple
             "q: attention over a cache has no rule for the transforms of torch.func; call it outside"
         )
     if isinstance(arrays["cache_seqlens"], (int, torch.SymInt)):
-        cu, q = arrays.get("cu_seqlens_q"), arrays["q"]
-        batch = q.shape[0] if cu is None else cu.shape[0] - 1
-        arrays = {**arrays, "cache_seqlens": q.new_full((batch,), arrays["cache_seqlens"], dtype=torch.int32)}
+        lengths = arrays["q"].new_full((batch_of(arrays),), arrays["cache_seqlens"], dtype=torch.int32)
+        arrays = {**arrays, "cache_seqlens": lengths}
     op = APPEND_OP if "k" in arrays else READ_OP
     out, lse = op(*[arrays.get(row.name) for row in _INPUTS], *_flat(options))
     return out, lse

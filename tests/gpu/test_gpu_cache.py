@@ -19,7 +19,7 @@ from cupyflash.check.cache_case import CacheCase, problem_of
 from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from tests.gpu.test_gpu import poison
-from tests.gpu_arrays import nothing_waits, on_gpu, to_numpy
+from tests.gpu_arrays import captured, nothing_waits, on_gpu, to_numpy
 from tests.random_cache import cache_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
@@ -199,6 +199,7 @@ def test_nothing_waits(family: str, page: int) -> None:
             attention_with_cache(**x, **more)
             x["cache_seqlens"] += 1
         attention_with_cache(**x | {"cache_seqlens": 7}, **more)
+        attention_with_cache(**x | {"cache_seqlens": x["cache_seqlens"][0]}, **more)
         cache = PagedCache(64, 16, heads_k=2, head_dim=128, like=q)
         one, two = cache.allocate(), cache.allocate()
         places = cache.append([one, two], 5)
@@ -206,6 +207,30 @@ def test_nothing_waits(family: str, page: int) -> None:
         cache.append([one, two, three], 1)
         cache.append([one, two], 1, into=places)
         combine(torch.stack((q, q)), torch.zeros(2, 4, 8, 1, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_one_length_on_the_device(library: str, dtype: str, rng: np.random.Generator) -> None:
+    """An array without dimensions."""
+    q = on_gpu(rng.standard_normal((3, 1, 4, 64)).astype(np.float16), library)
+    k, v = (on_gpu(rng.standard_normal((3, 50, 2, 64)).astype(np.float16), library) for _ in range(2))
+    found = attention_with_cache(q, k, v, cache_seqlens=on_gpu(np.array([17], dtype), library)[0])
+    same(found, attention_with_cache(q, k, v, cache_seqlens=17))
+
+
+def test_one_length_in_a_graph() -> None:
+    """It is read at each replay; what int32 cannot hold is as long as the cache."""
+    import torch
+
+    x = draw(4, 96)
+    x["cache_seqlens"] = torch.tensor(3, device="cuda")
+    graph, (out,) = captured(lambda: (attention_with_cache(**x, causal=True),))
+    for length in (5, 50, 2**40):
+        x["cache_seqlens"].fill_(length)
+        graph.replay()
+        fresh = copied(x) | {"cache_seqlens": torch.full((4,), min(length, 96), dtype=torch.int32, device="cuda")}
+        same(out, attention_with_cache(**fresh, causal=True), f"{length}")
 
 
 @pytest.mark.parametrize("page", [0, 16])
@@ -243,14 +268,14 @@ def test_splits_agree(family: str, num_splits: int | None) -> None:
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_ragged_steps(library: str, rng: np.random.Generator) -> None:
-    """600 steps of sequences that grow by 0 to 3 keys and end, in pages that go from one to another; each 20th compared
-    with attention to all keys of each sequence, and the caches with what was written, bit by bit."""
+    """3000 steps of sequences that grow by 0 to 3 keys and end, in pages that go from one to another; each 100th
+    compared with attention to all keys of each sequence, and the caches with what was written, bit by bit."""
     heads, heads_k, d, batch = 4, 2, 64, 5
     like = on_gpu(np.zeros(1, np.float16), library)
     cache = PagedCache(80, 16, heads_k=heads_k, head_dim=d, like=like, max_seqlen=320)
     sequences = [cache.allocate() for _ in range(batch)]
     written: list[list[list[np.ndarray]]] = [[[], []] for _ in range(batch)]
-    for step in range(600):
+    for step in range(3000):
         counts = rng.integers(0, 4, batch)
         for b in range(batch):
             if cache.length(sequences[b]) + counts[b] > 150 + 30 * b:
@@ -268,7 +293,7 @@ def test_ragged_steps(library: str, rng: np.random.Generator) -> None:
         for b in range(batch):
             for one, new in zip(written[b], (k, v), strict=True):
                 one.extend(new[starts[b] : starts[b + 1]])
-        if step % 20:
+        if step % 100:
             continue
         found, caches = to_numpy(out), [to_numpy(y) for y in cache[0]]
         table = to_numpy(places["block_table"])
@@ -289,7 +314,7 @@ def test_a_graph_over_a_paged_cache() -> None:
     steps = [[torch.randn(2, 1, heads, 64, device="cuda").bfloat16() for heads in (8, 2, 2)] for _ in range(60)]
     like = steps[0][0]
     found: list[list[Any]] = []
-    for captured in (True, False):
+    for replayed in (True, False):
         cache = PagedCache(24, 4, heads_k=2, head_dim=64, like=like, max_seqlen=64)
         given, outs = [x.clone() for x in steps[0]], []
         sequences = [cache.allocate(), cache.allocate()]
@@ -300,7 +325,7 @@ def test_a_graph_over_a_paged_cache() -> None:
             return attention_with_cache(q, *cache[0], k=k, v=v, **places, causal=True)
 
         run = step
-        if captured:
+        if replayed:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

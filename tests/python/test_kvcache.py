@@ -28,6 +28,18 @@ Arrays = dict[str, np.ndarray]
 BY_NAME = {c.name: c for c in CACHE_CASES}
 
 
+def of_library(x: Arrays, library: str) -> dict[str, Any]:
+    if library == "torch":
+        import torch
+
+        return {name: torch.from_numpy(y) for name, y in x.items()}
+    if library == "jax":
+        import jax.numpy as jnp
+
+        return {name: jnp.asarray(y) for name, y in x.items()}
+    return dict(x)
+
+
 def judged(c: CacheCase, dtype: str, compute: Callable[[Arrays], Any]) -> list[Any]:
     x = c.inputs(dtype)
     oracle = CacheOracle(problem_of(x, c.options()), x)
@@ -321,3 +333,86 @@ def test_a_range_may_end_where_the_cache_does(rng: np.random.Generator) -> None:
     for b, (start, keys) in enumerate(((0, 1), (3, 8), (5, 20))):
         alone = attention(x["q"][b : b + 1], *(x[name][b : b + 1, start:keys] for name in ("k_cache", "v_cache")))
         np.testing.assert_allclose(out[b], alone[0], rtol=1e-6)
+
+
+# ---- One length for all ----
+
+
+@pytest.mark.needs("torch", "jax")
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("length", [2**40, 2**32 + 3, 2**31, -1, np.int64(2**33)])
+def test_one_length_does_not_wrap(length: Any, library: str, rng: np.random.Generator) -> None:
+    x = of_library(small(rng), library)
+    with pytest.raises(ArgumentError, match=rf"cache_seqlens: expected 0 to 536870912, got {int(length)}"):
+        attention_with_cache(**x | {"cache_seqlens": length})
+
+
+@pytest.mark.needs("torch", "jax")
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_one_length_is_checked_by_the_capacity(library: str, rng: np.random.Generator) -> None:
+    x = of_library(small(rng), library)
+    with pytest.raises(ArgumentError, match="cache_seqlens: expected lengths of 0 to 19, a capacity of 20 less 1"):
+        attention_with_cache(**x | {"cache_seqlens": 20})
+
+
+@pytest.mark.needs("torch", "jax")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_an_array_without_dimensions_is_not_read(
+    library: str, packed: bool, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it would wait for a GPU."""
+    plain = small(rng)
+    if packed:
+        plain |= {name: plain[name][:, 0] for name in "qkv"} | {"cu_seqlens_q": np.arange(4, dtype=np.int32)}
+    x = of_library(plain, library)
+    expected = attention_with_cache(**x | {"cache_seqlens": 11})
+    with monkeypatch.context() as no_reading:
+        no_reading.setattr(type(x["q"]), "item", None)
+        for kind in ("int32", "int8", "uint8"):
+            length = of_library({"": np.array(11, kind)}, library)[""]
+            found = attention_with_cache(**x | {"cache_seqlens": length})
+            for a, b in zip(*(y if library == "jax" else (y,) for y in (found, expected)), strict=True):
+                np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("length", [2**40, 2**32 + 3, -(2**40)])
+def test_a_tensor_without_dimensions_does_not_wrap(length: int, rng: np.random.Generator) -> None:
+    import torch
+
+    x = of_library(small(rng), "torch")
+    with pytest.raises(ArgumentError, match=r"expected lengths of 0 to 19.*cache_seqlens\[0\] = (2147|-1)"):
+        attention_with_cache(**x | {"cache_seqlens": torch.tensor(length)})
+
+
+@pytest.mark.needs("torch", "jax")
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_an_array_without_dimensions_holds_an_integer(library: str, rng: np.random.Generator) -> None:
+    x = of_library(small(rng), library)
+    for wrong in (np.array(2.0, np.float32), np.array(True)):
+        with pytest.raises(ArgumentError, match="cache_seqlens: expected an int32 array or an integer, got"):
+            attention_with_cache(**x | {"cache_seqlens": of_library({"": wrong}, library)[""]})
+
+
+@pytest.mark.needs("jax")
+def test_jax_one_length_that_is_traced(rng: np.random.Generator) -> None:
+    """The index of a loop, and an argument of a jit."""
+    import jax
+    import jax.numpy as jnp
+
+    x = of_library({name: y[:, :5] if name.endswith("_cache") else y for name, y in small(rng).items()}, "jax")
+    del x["cache_seqlens"]
+
+    def step(i: Any, state: Any) -> Any:
+        return attention_with_cache(x["q"], *state[1:], cache_seqlens=i, k=x["k"] * i, v=x["v"])
+
+    caches = x["k_cache"], x["v_cache"]
+    found = jax.jit(lambda: jax.lax.fori_loop(1, 4, step, (x["q"], *caches)))()
+    expected: Any = (x["q"], *caches)
+    for i in range(1, 4):
+        expected = step(jnp.int32(i), expected)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    one = jax.jit(lambda n: attention_with_cache(**x, cache_seqlens=n))(3)
+    np.testing.assert_array_equal(np.asarray(one[0]), np.asarray(attention_with_cache(**x, cache_seqlens=3)[0]))
