@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from . import options
 from .arrays.adapters import CUPY, NUMPY, TORCH, Native
 from .arrays.libraries import library_of
-from .cache.pool import Pool
+from .cache.pool import Pool, Tokens
+from .cache.tables import Tables
 from .errors import ArgumentError, UnsupportedError
 from .problem import DTYPES, check_head_dim
-
-Integers = NDArray[np.int32]
 
 
 class PagedCache:
@@ -85,6 +84,7 @@ class PagedCache:
         shape = (layers, pages, self.page_size, heads_k, head_dim)
         self.k, self.v = (self._library.empty(shape, dtype or own, like) for _ in range(2))
         self._pool = Pool(pages, self.page_size, self.pages_per_sequence)
+        self._tables = Tables(self._library, self.k, self.pages_per_sequence)
 
     def __getitem__(self, layer: int) -> tuple[Any, Any]:
         """k_cache and v_cache of a layer, ``(pages, page_size, heads_k, head_dim)``."""
@@ -124,48 +124,46 @@ class PagedCache:
         Args:
             sequences: their numbers, in the order of the batch.
             counts: tokens of each, or one number for all.
-            into: what an earlier call for as many sequences returned: it is written anew, where it lies, for CUDA
-                graphs that read it.
+            into: what an earlier call for as many sequences returned, with counts of the same kind: it is written
+                anew, where it lies, for CUDA graphs that read it.
 
         Returns:
             Arguments of `attention_with_cache` that append k and v in each layer: block_table, cache_seqlens (before
             the append) and, where counts are given one by one, cu_seqlens_q.
 
         Raises:
-            CacheFullError: there are too few free pages; nothing has changed then.
-            ArgumentError: a number is of no sequence, or a sequence would be longer than `max_seqlen`.
+            CacheFullError: there are too few free pages.
+            ArgumentError: a number is of no sequence, a sequence would be longer than `max_seqlen`, or `into` is not
+                what such a call returned. In each case nothing has changed.
         """
-        each = _counts(counts, len(sequences))
-        chosen = self._pool.chosen(sequences)
-        used = np.array([tokens.length for tokens in chosen], np.int32)
-        for old, new in self._pool.grow(sequences, each):
+        numbers, listed = _numbers(sequences), not isinstance(counts, (int, np.integer))
+        each = _counts(counts, len(numbers))
+        chosen = self._pool.chosen(numbers)
+        found = self._tables.ready(into, len(chosen), listed=listed)
+        used = _lengths(chosen)
+        for old, new in self._pool.grow(numbers, each):
             for x in (self.k, self.v):
                 x[:, new] = x[:, old]
-        found = {"block_table": self._pool.table(chosen), "cache_seqlens": used}
-        if not isinstance(counts, (int, np.integer)):
-            found["cu_seqlens_q"] = np.concatenate(([0], np.cumsum(each))).astype(np.int32)
-        return self._on_device(found, into)
+        arrays = {"block_table": self._pool.table(chosen), "cache_seqlens": used}
+        if listed:
+            arrays["cu_seqlens_q"] = np.concatenate(([0], np.cumsum(each))).astype(np.int32)
+        self._tables.write(found, arrays)
+        return found
 
     def places(self, sequences: Sequence[int], into: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The arguments of `attention_with_cache` that read what the sequences have, and append nothing."""
-        chosen = self._pool.chosen(sequences)
-        lengths = np.array([tokens.length for tokens in chosen], np.int32)
-        return self._on_device({"block_table": self._pool.table(chosen), "cache_seqlens": lengths}, into)
+        """The arguments of `attention_with_cache` that read what the sequences have, and append nothing; `into` is what
+        such a call returned, or an append of one number for all.
+        """
+        chosen = self._pool.chosen(_numbers(sequences))
+        found = self._tables.ready(into, len(chosen), listed=False)
+        self._tables.write(found, {"block_table": self._pool.table(chosen), "cache_seqlens": _lengths(chosen)})
+        return found
 
     def _length(self, sequence: int, x: Any) -> int:
         length, most = options.whole("length", x), self._pool.of(sequence).length
         if not 0 <= length <= most:
             raise ArgumentError(f"length: expected 0 to {most}, the tokens of sequence {sequence}, got {length}")
         return length
-
-    def _on_device(self, arrays: dict[str, Integers], into: dict[str, Any] | None) -> dict[str, Any]:
-        if into is None:
-            into = {name: self._library.empty(x.shape, "int32", self.k) for name, x in arrays.items()}
-        for name, x in arrays.items():
-            if name not in into or tuple(into[name].shape) != x.shape:
-                raise ArgumentError(f"into: expected what a call for {len(x)} sequences returned, with {name} in it")
-            self._library.put(into[name], x)
-        return into
 
 
 def _native(like: Any) -> Native:
@@ -184,9 +182,26 @@ def _at_least_one(name: str, x: Any) -> int:
     return value
 
 
+def _listed(name: str, x: Any, what: str) -> list[Any]:
+    try:
+        return list(x)
+    except TypeError:
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise ArgumentError(f"{name}: expected {what}, got {kind}") from None
+
+
+def _numbers(sequences: Any) -> list[Any]:
+    return _listed("sequences", sequences, "numbers of sequences, such as a list")
+
+
+def _lengths(chosen: Sequence[Tokens]) -> NDArray[np.int32]:
+    return np.array([tokens.length for tokens in chosen], np.int32)
+
+
 def _counts(counts: Any, sequences: int) -> list[int]:
-    each = [counts] * sequences if isinstance(counts, (int, np.integer)) else list(counts)
-    found = [options.whole("counts", count, "integers, one a sequence, or one integer") for count in each]
+    what = "integers, one a sequence, or one integer"
+    each = [counts] * sequences if isinstance(counts, (int, np.integer)) else _listed("counts", counts, what)
+    found = [options.whole("counts", count, what) for count in each]
     if len(found) != sequences or min(found, default=0) < 0:
         raise ArgumentError(f"counts: expected {sequences} numbers of at least 0, one a sequence, got {found}")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,24 +34,25 @@ class Pool:
         self._sequences: dict[int, Tokens] = {}
         self._next = 0
 
-    def of(self, sequence: int) -> Tokens:
+    def of(self, sequence: Any) -> Tokens:
         """The sequence of this number.
 
         Raises:
             ArgumentError: there is none.
         """
-        tokens = self._sequences.get(sequence)
+        tokens = self._sequences.get(int(sequence)) if isinstance(sequence, (int, np.integer)) else None
         if tokens is None:
             raise ArgumentError(
                 f"sequence: expected a number that allocate or fork gave, and not freed, got {sequence!r}"
             )
         return tokens
 
-    def chosen(self, sequences: Sequence[int]) -> list[Tokens]:
+    def chosen(self, sequences: Sequence[Any]) -> list[Tokens]:
         """Several, each once."""
+        found = [self.of(sequence) for sequence in sequences]
         if len(set(sequences)) != len(sequences):
             raise ArgumentError(f"sequences: expected each once, got {list(sequences)}")
-        return [self.of(sequence) for sequence in sequences]
+        return found
 
     def begin(self, tokens: Tokens | None = None, length: int = 0) -> int:
         """A new sequence, with the first `length` of some tokens in the same pages; its number."""

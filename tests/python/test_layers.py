@@ -53,14 +53,14 @@ PYTHON_LAYERS = (
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
     "arrays": "repeated libraries readable placed vetting adapters signature torch_private imported",
-    "cache": "pool lengths checks values arrays problem",
+    "cache": "pool tables lengths checks values writes arrays problem",
     "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods features bias "
     "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
     "case_masks case_mods case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
-    "jax": "sdpa op cached parts call seeds sharding ffi structs buffers",
+    "jax": "flax sdpa op cached parts call seeds sharding ffi structs buffers",
     "launch": "cached decode run where staging pieces on_cpu seeds clocks cached_params prepare series alignment "
     "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace symbols description learned evaluate parse expression",

@@ -126,6 +126,66 @@ def test_tables_are_written_where_they_lie() -> None:
     assert places["block_table"] is table
     np.testing.assert_array_equal(lengths, [3, 3])
     assert cache.free_pages == 4
+    cache.truncate(a, 1)
+    cache.places([b, a], into=places)
+    np.testing.assert_array_equal(lengths, [4, 1])
+    fresh = cache.places([b, a])
+    np.testing.assert_array_equal(table[0, :2], fresh["block_table"][0, :2])
+    assert table[1, 0] == fresh["block_table"][1, 0]
+
+
+def test_lists_of_any_kind() -> None:
+    cache = cache_of(8, 2)
+    numbers = [cache.allocate() for _ in range(2)]
+    for i, (sequences, counts) in enumerate((
+        (numbers, [1, 1]), (np.array(numbers), np.array([1, 1])), (dict.fromkeys(numbers).keys(), (1, 1)),
+        ((x for x in numbers), (1 for _ in numbers)),
+    )):  # fmt: skip
+        np.testing.assert_array_equal(cache.append(sequences, counts)["cache_seqlens"], [i, i])  # type: ignore[arg-type]
+
+
+INTO = {"block_table": np.zeros((1, 4), np.int32), "cache_seqlens": np.zeros(1, np.int32)}
+LISTED = INTO | {"cu_seqlens_q": np.zeros(2, np.int32)}
+LOCKED = np.zeros(1, np.int32)
+LOCKED.flags.writeable = False
+WRONG_INTO: tuple[tuple[Any, Any, str], ...] = (
+    (1, {}, "into: expected block_table, cache_seqlens, as such a call for 1 sequences returns, got nothing"),
+    (1, LISTED, "got block_table, cache_seqlens, cu_seqlens_q; with cu_seqlens_q are those of counts one by one"),
+    ([1], INTO, "into: expected block_table, cache_seqlens, cu_seqlens_q, as such a call for 1 sequences returns, got"),
+    (None, LISTED, "got block_table, cache_seqlens, cu_seqlens_q; with cu_seqlens_q are those of counts one by one"),
+    (1, [1], "into: expected None or what a call for 1 sequences returned, got builtins.list"),
+    (1, INTO | {"block_table": np.zeros((1, 4), np.int64)},
+     "into['block_table']: expected int32 of shape (1, 4) on the CPU, as such a call for 1 sequences returns, got "
+     "int64 of shape (1, 4) on the CPU"),
+    (1, INTO | {"cache_seqlens": np.zeros(1)}, "into['cache_seqlens']: expected int32 of shape (1,) on the CPU"),
+    (1, INTO | {"block_table": np.zeros((1, 3), np.int32)}, "into['block_table']: expected int32 of shape (1, 4)"),
+    (1, INTO | {"cache_seqlens": LOCKED}, "into['cache_seqlens']: expected an array that can be written"),
+    (1, INTO | {"cache_seqlens": [0]}, "into['cache_seqlens']: expected an array of CuPy, NumPy, PyTorch or JAX"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("counts", "into", "message"), WRONG_INTO, ids=range(len(WRONG_INTO)))
+def test_where_nothing_can_be_written_nothing_changes(counts: Any, into: Any, message: str) -> None:
+    """None: a call of places."""
+    cache = cache_of(3, 4, max_seqlen=16)
+    one = cache.allocate()
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        cache.places([one], into) if counts is None else cache.append([one], counts, into)
+    assert (cache.length(one), cache.free_pages) == (0, 3)
+
+
+@pytest.mark.needs("torch")
+def test_into_is_of_the_library_of_the_cache() -> None:
+    import torch
+
+    cache = cache_of(3, 4, max_seqlen=16)
+    one = cache.allocate()
+    into = {name: torch.from_numpy(x) for name, x in INTO.items()}
+    with pytest.raises(
+        ArgumentError, match=re.escape("into['block_table']: expected an array of numpy, got one of torch")
+    ):
+        cache.append([one], 1, into)
+    assert cache.length(one) == 0
 
 
 WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
@@ -140,7 +200,15 @@ WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
     ("fork", (0, 1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got 1"),
     ("truncate", (0, -1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got -1"),
     ("free", (1,), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 1"),
-    ("append", ([0], 1, {}), ArgumentError, "into: expected what a call for 1 sequences returned, with"),
+    ("append", (None, 1), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.None"),
+    ("append", (0, 1), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.int"),
+    ("places", (0,), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.int"),
+    ("append", ([[0]], 1), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got"),
+    ("fork", ([0],), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got [0]"),
+    ("append", ([0], np.array(1)), ArgumentError,
+     "counts: expected integers, one a sequence, or one integer, got numpy.ndarray"),
+    ("append", ([0], None), ArgumentError,
+     "counts: expected integers, one a sequence, or one integer, got builtins.NoneType"),
 )  # fmt: skip
 
 
