@@ -6,10 +6,11 @@
 from importlib import import_module
 from typing import Any
 
+_MODULES = {"dot_product_attention": ".sdpa", "flax_attention": ".flax"}
 __all__ = ["dot_product_attention", "flax_attention"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".sdpa", __name__), name)
+    return getattr(import_module(_MODULES[name], __name__), name)

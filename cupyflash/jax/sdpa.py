@@ -1,4 +1,4 @@
-"""Attention with the signatures of `jax.nn.dot_product_attention` and of flax's `attention_fn`."""
+"""Attention with the signature of `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..errors import ArgumentError
 from ..options import make_options
 from .op import attention_of
-from .seeds import words
 
 
 def dot_product_attention(
@@ -24,6 +24,7 @@ def dot_product_attention(
     query_seq_lengths: Any | None = None,
     key_value_seq_lengths: Any | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
     """`jax.nn.dot_product_attention` by cupyflash's kernels.
@@ -42,6 +43,7 @@ def dot_product_attention(
         mask: of bool, which broadcasts likewise: True where a key is visible.
         query_seq_lengths, key_value_seq_lengths: ``(batch,)``, integers: how many queries and keys of each sequence
             count, the first ones. Keys behind are not read; queries behind give 0.
+        implementation: None, "xla" or "cudnn", of which each is cupyflash here: so that a call can be left as it is.
         return_residual: also return lse, ``(batch, T, heads)`` in fp32 (without the batch where query has none), not
             differentiable.
 
@@ -57,21 +59,16 @@ def dot_product_attention(
         >>> dot_product_attention(q, k, v, is_causal=True).shape
         (2, 128, 8, 64)
     """
+    if implementation not in (None, "xla", "cudnn"):
+        raise ArgumentError(f'implementation: expected None, "xla" or "cudnn", got "{implementation}"')
     arrays = {"q": query, "k": key, "v": value}
     has_batch = query.ndim != 3
     if not has_batch:
         arrays = {name: x[None] for name, x in arrays.items()}
-    arrays |= _of_scores(query, bias, mask)
+    arrays |= of_scores(query, bias, mask)
     if key_value_seq_lengths is not None:
         arrays["kv_range"] = _ranges(key_value_seq_lengths, arrays["k"].shape[1])
-    shift = arrays["k"].shape[1] - arrays["q"].shape[1]
-    left = right = None
-    if local_window_size is not None:
-        left, right = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
-        left, right = left + shift, right - shift
-    if is_causal:
-        right = -shift if right is None else min(right, -shift)
-    window = None if left is None and right is None else (left, right)
+    window = window_of(is_causal, local_window_size, arrays["k"].shape[1] - arrays["q"].shape[1])
     out, lse = attention_of(arrays, make_options(scale=scale, window=window), return_residual)
     if query_seq_lengths is not None:
         counts = jnp.arange(out.shape[1]) < query_seq_lengths[:, None]
@@ -84,13 +81,24 @@ def dot_product_attention(
     return out, lse if has_batch else lse[0]
 
 
+def window_of(is_causal: bool, local: int | tuple[int, int] | None, shift: int) -> tuple[int | None, int] | None:
+    """Our window, aligned at the bottom right, of what is aligned at the top left; shift: keys less queries."""
+    left = right = None
+    if local is not None:
+        left, right = (local, local) if isinstance(local, int) else local
+        left, right = left + shift, right - shift
+    if is_causal:
+        right = -shift if right is None else min(right, -shift)
+    return None if right is None else (left, right)
+
+
 def _ranges(lengths: Any, most: int) -> Any:
     """Of each sequence the keys from 0 to its length."""
     end = jnp.clip(lengths, 0, most).astype(jnp.int32)
     return jnp.stack([jnp.zeros_like(end), end], -1)
 
 
-def _of_scores(query: Any, bias: Any | None, mask: Any | None) -> dict[str, Any]:
+def of_scores(query: Any, bias: Any | None, mask: Any | None) -> dict[str, Any]:
     """A bias, of a dtype that kernels take, and a mask, by name."""
     found = {} if mask is None else {"mask": mask}
     if bias is not None:
@@ -98,30 +106,3 @@ def _of_scores(query: Any, bias: Any | None, mask: Any | None) -> dict[str, Any]
         fits = bias.dtype == query.dtype or (half and bias.dtype == jnp.float32)
         found["bias"] = bias if fits else bias.astype(query.dtype)
     return found
-
-
-def flax_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any | None = None,
-    mask: Any | None = None,
-    *,
-    dropout_rng: Any | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    **ignored: Any,
-) -> Any:
-    """An ``attention_fn`` for flax's MultiHeadAttention: ``(..., length, heads, head_dim)``, any leading dimensions."""
-    lead = query.shape[:-3]
-    three = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-
-    def folded(x: Any) -> Any:  # what broadcasts to one leading dimension may stay as it is
-        if x is None or (x.ndim <= 4 and len(lead) == 1):
-            return x
-        return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
-
-    arrays, p = {**dict(zip("qkv", three, strict=True)), **_of_scores(query, folded(bias), folded(mask))}, 0.0
-    if dropout_rate > 0.0 and not deterministic:
-        arrays["dropout_seed"], p = words(dropout_rng), dropout_rate
-    return attention_of(arrays, make_options(dropout_p=p), False)[0].reshape(*lead, *query.shape[-3:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import itertools
 import os
 import re
@@ -461,6 +462,25 @@ def test_dot_product_attention(
     some = sees.any(1)  # JAX gives the mean of v to a query that sees no key
     np.testing.assert_allclose(got[:, some], want[:, some], rtol=2e-5, atol=2e-5)
     assert not np.asarray(got)[:, ~some].any()
+
+
+def test_dot_product_attention_has_the_arguments_of_jax(three: list[Any]) -> None:
+    import jax
+
+    from cupyflash.jax import dot_product_attention
+
+    def parameters(f: Any) -> list[tuple[Any, ...]]:
+        return [(x.name, x.kind, x.default) for x in inspect.signature(f).parameters.values()]
+
+    # JAX 0.6 has no return_residual.
+    theirs = parameters(jax.nn.dot_product_attention)
+    assert [x for x in parameters(dot_product_attention) if x[0] != "return_residual"] == [
+        x for x in theirs if x[0] != "return_residual"
+    ]
+    for implementation in (None, "xla", "cudnn"):
+        agree(dot_product_attention(*three, implementation=implementation), dot_product_attention(*three))
+    with pytest.raises(ArgumentError, match='implementation: expected None, "xla" or "cudnn", got "triton"'):
+        dot_product_attention(*three, implementation="triton")
 
 
 def test_dot_product_attention_without_a_batch_and_with_lse(rng: np.random.Generator) -> None:
