@@ -93,7 +93,7 @@ class PagedCache:
     @property
     def free_pages(self) -> int:
         """Pages that no sequence has."""
-        return len(self._pool.free)
+        return self._pool.free
 
     def length(self, sequence: int) -> int:
         """How many tokens a sequence has."""
@@ -141,7 +141,7 @@ class PagedCache:
         chosen = self._pool.chosen(numbers)
         found = self._tables.ready(into, len(chosen), listed=listed)
         used = _lengths(chosen)
-        for old, new in self._pool.grow(numbers, each):
+        for old, new in self._pool.grow(numbers, chosen, each):
             for x in (self.k, self.v):
                 x[:, new] = x[:, old]
         arrays = {"block_table": self._pool.table(chosen), "cache_seqlens": used}
@@ -200,8 +200,10 @@ def _lengths(chosen: Sequence[Tokens]) -> NDArray[np.int32]:
 
 def _counts(counts: Any, sequences: int) -> list[int]:
     what = "integers, one a sequence, or one integer"
-    each = [counts] * sequences if isinstance(counts, (int, np.integer)) else _listed("counts", counts, what)
-    found = [options.whole("counts", count, what) for count in each]
+    if isinstance(counts, (int, np.integer)):
+        found = [options.whole("counts", counts, what)] * sequences
+    else:
+        found = [options.whole("counts", count, what) for count in _listed("counts", counts, what)]
     if len(found) != sequences or min(found, default=0) < 0:
         raise ArgumentError(f"counts: expected {sequences} numbers of at least 0, one a sequence, got {found}")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,41 @@ from numpy.typing import NDArray
 
 from ..errors import ArgumentError, CacheFullError
 
+Integers = NDArray[np.int32]
+
 
 class Tokens:
-    """A sequence: its pages in their order, and how many tokens they hold."""
+    """A sequence: its pages in their order, and how many tokens they hold.
 
-    def __init__(self, pages: list[int], length: int) -> None:
-        self.pages, self.length = pages, length
+    Attributes:
+        count: how many pages it has.
+    """
+
+    def __init__(self, pages: Integers, length: int) -> None:
+        self._room, self.count, self.length = pages, len(pages), length
+
+    @property
+    def pages(self) -> Integers:
+        """The row of a table; a view."""
+        return self._room[: self.count]
+
+    @property
+    def last(self) -> int:
+        """The last page."""
+        return int(self._room[self.count - 1])
+
+    def add(self, pages: Integers) -> None:
+        """More of them, in an array that doubles where it is full."""
+        before, self.count = self.count, self.count + len(pages)
+        if self.count > len(self._room):
+            self._room = np.resize(self._room[:before], max(self.count, 2 * before))
+        self._room[before : self.count] = pages
+
+    def cut(self, count: int) -> Integers:
+        """Those behind the first `count`, which it no longer has."""
+        gone = self.pages[count:].copy()
+        self.count = count
+        return gone
 
 
 class Pool:
@@ -23,14 +53,15 @@ class Pool:
 
     Attributes:
         owners: how many sequences have each page.
-        free: pages that none has, the next one last.
+        free: how many pages none has.
         pages_per_sequence: how many a sequence can have.
     """
 
     def __init__(self, pages: int, page_size: int, pages_per_sequence: int) -> None:
         self.page_size, self.pages_per_sequence = page_size, pages_per_sequence
         self.owners = np.zeros(pages, np.int64)
-        self.free = list(range(pages))[::-1]
+        self.free = pages
+        self._stack = np.arange(pages, dtype=np.int32)[::-1].copy()  # its first `free` have no owner; the next one last
         self._sequences: dict[int, Tokens] = {}
         self._next = 0
 
@@ -56,7 +87,7 @@ class Pool:
 
     def begin(self, tokens: Tokens | None = None, length: int = 0) -> int:
         """A new sequence, with the first `length` of some tokens in the same pages; its number."""
-        shared = [] if tokens is None else tokens.pages[: self._pages_for(length)]
+        shared = np.empty(0, np.int32) if tokens is None else tokens.pages[: self._pages_for(length)].copy()
         self.owners[shared] += 1
         number, self._next = self._next, self._next + 1
         self._sequences[number] = Tokens(shared, length)
@@ -64,24 +95,24 @@ class Pool:
 
     def shorten(self, tokens: Tokens, length: int) -> None:
         """Keep the first `length` tokens and their pages."""
-        keep = self._pages_for(length)
-        gone, tokens.pages, tokens.length = tokens.pages[keep:], tokens.pages[:keep], length
+        gone, tokens.length = tokens.cut(self._pages_for(length))[::-1], length
         self.owners[gone] -= 1
-        self.free += [page for page in reversed(gone) if not self.owners[page]]
+        gone = gone[self.owners[gone] == 0]
+        self._stack[self.free : self.free + len(gone)] = gone
+        self.free += len(gone)
 
     def end(self, sequence: int) -> None:
         self.shorten(self.of(sequence), 0)
         del self._sequences[sequence]
 
-    def grow(self, sequences: Sequence[int], counts: Sequence[int]) -> list[tuple[int, int]]:
-        """So many tokens more for each sequence; the copies (from page, to page) that must be made before they are
-        written: of a partly filled page that others have, too.
+    def grow(self, sequences: Sequence[int], chosen: Sequence[Tokens], counts: Sequence[int]) -> list[tuple[int, int]]:
+        """So many tokens more for each sequence, of these numbers; the copies (from page, to page) that must be made
+        before they are written: of a partly filled page that others have, too.
 
         Raises:
             ArgumentError: a sequence would be too long.
             CacheFullError: there are too few free pages. Nothing has changed then.
         """
-        chosen = self.chosen(sequences)
         for number, tokens, count in zip(sequences, chosen, counts, strict=True):
             room = self.pages_per_sequence * self.page_size - tokens.length
             if count > room:
@@ -89,19 +120,19 @@ class Pool:
                     f"counts: expected at most {room} more tokens of sequence {number}, which has {tokens.length}, got "
                     f"{count}; give PagedCache a larger max_seqlen"
                 )
-        missing = self._needed(chosen, counts) - len(self.free)
+        missing = self._needed(chosen, counts) - self.free
         if missing > 0:
             raise CacheFullError(
-                f"PagedCache: {missing} pages too few: {len(self.free)} of {len(self.owners)} are free; free or "
+                f"PagedCache: {missing} pages too few: {self.free} of {len(self.owners)} are free; free or "
                 "truncate a sequence, append to fewer at a time, or make the pool larger"
             )
         return [copy for tokens, count in zip(chosen, counts, strict=True) for copy in self._extend(tokens, count)]
 
-    def table(self, chosen: Sequence[Tokens]) -> NDArray[np.int32]:
-        """The pages of each; entries behind the last are 0."""
-        table = np.zeros((len(chosen), self.pages_per_sequence), np.int32)
+    def table(self, chosen: Sequence[Tokens]) -> Integers:
+        """The pages of each, as wide as the longest has; entries behind its last are 0."""
+        table = np.zeros((len(chosen), max((tokens.count for tokens in chosen), default=0)), np.int32)
         for row, tokens in zip(table, chosen, strict=True):
-            row[: len(tokens.pages)] = tokens.pages
+            row[: tokens.count] = tokens.pages
         return table
 
     def _pages_for(self, length: int) -> int:
@@ -109,25 +140,33 @@ class Pool:
 
     def _needed(self, chosen: Sequence[Tokens], counts: Sequence[int]) -> int:
         """How many pages are taken. The last one who has a page that all want to write needs no copy."""
-        owners, needed = self.owners.copy(), 0
+        left: Counter[int] = Counter()  # how many owners of a page get a copy
+        needed = 0
         for tokens, count in zip(chosen, counts, strict=True):
-            needed += self._pages_for(tokens.length + count) - len(tokens.pages)
-            if count and tokens.length % self.page_size and owners[tokens.pages[-1]] > 1:
-                owners[tokens.pages[-1]] -= 1
+            needed += self._pages_for(tokens.length + count) - tokens.count
+            if self._is_shared(tokens, count) and self.owners[tokens.last] - left[tokens.last] > 1:
+                left[tokens.last] += 1
                 needed += 1
         return needed
 
+    def _is_shared(self, tokens: Tokens, count: int) -> bool:
+        """Whether the first of so many new tokens goes to a page that others have, too."""
+        return bool(count and tokens.length % self.page_size and self.owners[tokens.last] > 1)
+
     def _extend(self, tokens: Tokens, count: int) -> list[tuple[int, int]]:
         copies = []
-        if count and tokens.length % self.page_size and self.owners[tokens.pages[-1]] > 1:
-            copies = [(tokens.pages[-1], self._take())]
-            self.owners[tokens.pages[-1]] -= 1
-            tokens.pages[-1] = copies[0][1]
+        if self._is_shared(tokens, count):
+            (new,), (old,) = self._take(1), tokens.cut(tokens.count - 1)
+            self.owners[old] -= 1
+            tokens.add(np.array([new], np.int32))
+            copies = [(int(old), int(new))]
         tokens.length += count
-        tokens.pages += [self._take() for _ in range(self._pages_for(tokens.length) - len(tokens.pages))]
+        if (more := self._pages_for(tokens.length) - tokens.count) > 0:
+            tokens.add(self._take(more))
         return copies
 
-    def _take(self) -> int:
-        page = self.free.pop()
-        self.owners[page] = 1
-        return page
+    def _take(self, count: int) -> Integers:
+        self.free -= count
+        pages = self._stack[self.free : self.free + count][::-1]
+        self.owners[pages] = 1
+        return pages

@@ -34,7 +34,8 @@ class Tables:
         if listed:
             shapes["cu_seqlens_q"] = (sequences + 1,)
         if into is None:
-            return {name: self.library.empty(shape, "int32", self.like) for name, shape in shapes.items()}
+            table = {"block_table": self.library.full(shapes.pop("block_table"), 0, self.like)}
+            return table | {name: self.library.empty(shape, "int32", self.like) for name, shape in shapes.items()}
         if not isinstance(into, dict):
             raise ArgumentError(
                 f"into: expected None or what a call for {sequences} sequences returned, got "
@@ -50,9 +51,11 @@ class Tables:
         return into
 
     def write(self, into: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int32]]) -> None:
-        """Queued on the current stream; nothing waits."""
+        """Queued on the current stream; nothing waits. Columns of a table that none of the sequences has stay as they
+        are: at page size 1 a table is soon larger than what a step attends to.
+        """
         for name, x in arrays.items():
-            self.library.put(into[name], x)
+            self.library.put(into[name][:, : x.shape[1]] if x.ndim == 2 else into[name], x)
 
     def _check(self, name: str, x: Any, shape: tuple[int, ...], sequences: int) -> None:
         found = library_of(name, x)
