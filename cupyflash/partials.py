@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,15 +46,16 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
         >>> bool(np.allclose(out, attention(q, k, v)))
         True
     """
-    named = _named("outs", outs) | _named("lses", lses)
+    named_lses = _named("lses", lses)
+    named = _named("outs", outs) | named_lses
     library = common_library(**named)
     if isinstance(library, Foreign) and library is not JAX and library.name != TORCH.name:
         found = combine(*(_adopted(library, x) for x in (outs, lses)))
         first = next(iter(named.values()))
         return library.give_back(found[0], first), library.give_back(found[1], first)
     o, l = (_stacked(library, x) for x in (outs, lses))  # noqa: E741 the paper's names
-    name = TORCH.dtype_name(o.dtype) if library.name == TORCH.name else NUMPY.dtype_name(np.dtype(o.dtype))
-    _check(tuple(o.shape), tuple(l.shape), name)
+    name = _dtype(library, o)
+    _check(tuple(o.shape), tuple(l.shape), name, {part: _dtype(library, x) for part, x in named_lses.items()})
     return _combined(library, o, l, "float64" if name == "fp64" else "float32")
 
 
@@ -122,9 +123,21 @@ def _stacked(library: Native | Foreign, x: Any) -> Any:
     return _namespace(library).stack(list(x))
 
 
-def _check(outs: Sequence[int], lses: Sequence[int], dtype: str) -> None:
+def _dtype(library: Native | Foreign, x: Any) -> str:
+    return TORCH.dtype_name(x.dtype) if library.name == TORCH.name else NUMPY.dtype_name(np.dtype(x.dtype))
+
+
+def _check(outs: Sequence[int], lses: Sequence[int], dtype: str, of_lses: Mapping[str, str]) -> None:
+    """`of_lses`: the dtype of each array of lses, by its name."""
     if dtype not in DTYPES:
         raise ArgumentError(f"outs: expected a floating-point dtype ({', '.join(DTYPES)}), got {dtype}")
+    wanted = "fp64" if dtype == "fp64" else "fp32"
+    for name, found in of_lses.items():
+        if found != wanted:
+            raise ArgumentError(
+                f"{name}: expected {wanted}, beside outs of {dtype}, got {found}; with return_lse=True the functions "
+                "here return it so"
+            )
     if len(outs) not in (4, 5) or outs[0] == 0:
         raise ArgumentError(
             "outs: expected one or more parts (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim), "

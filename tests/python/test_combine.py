@@ -173,7 +173,25 @@ WRONG: tuple[tuple[Any, Any, str], ...] = (
         "outs, lses: expected parts of one shape each, got [(1, 2, 4, 8), (1",
     ),
     (ZEROS[0].astype(int), ZEROS[1], "outs: expected a floating-point dtype"),
+    (ZEROS[0], ZEROS[1].astype(int), "lses: expected fp64, beside outs of fp64, got int64"),
+    (ZEROS[0], ZEROS[1].astype(np.float32), "lses: expected fp64, beside outs of fp64, got fp32"),
+    (ZEROS[0].astype(np.float32), ZEROS[1], "lses: expected fp32, beside outs of fp32, got fp64"),
+    (ZEROS[0].astype(np.float16), ZEROS[1].astype(np.float16), "lses: expected fp32, beside outs of fp16, got fp16"),
+    (list(ZEROS[0]), [ZEROS[1][0], ZEROS[1][1].astype(int)], "lses[1]: expected fp64, beside outs of fp64, got int64"),
 )
+
+
+@pytest.mark.needs("torch", "jax")
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_lse_is_of_fp32_in_every_library(library: str) -> None:
+    import jax.numpy as jnp
+    import torch
+
+    of = torch.from_numpy if library == "torch" else jnp.asarray
+    outs, lses = (x.astype(np.float32) for x in ZEROS)
+    for kind, name in ((np.int32, "int32"), (np.float16, "fp16")):
+        with pytest.raises(ArgumentError, match=f"lses: expected fp32, beside outs of fp32, got {name}"):
+            combine(of(outs), of(lses.astype(kind)))
 
 
 @pytest.mark.parametrize(("outs", "lses", "message"), WRONG, ids=range(len(WRONG)))
