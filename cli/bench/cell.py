@@ -17,6 +17,7 @@ from ..explain.work import visible_pairs
 
 OURS = "cupyflash"
 PLAIN, CPU = "plain", "cpu"  # other ways of our calls on NumPy arrays
+SM80 = "sm80"  # our calls by the kernels of this family
 DIRECTIONS = ("fwd", "bwd", "both")
 FLOP_FORMULA = "4 * head_dim for each visible query-key pair and head in the forward, 2.5 times that in the backward"
 SHOWN = 0.5  # of the elements of a mask, drawn at random

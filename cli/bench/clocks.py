@@ -26,6 +26,17 @@ class Recorded:
         return self.run()
 
 
+class Stepped:
+    """A function before each call of which something happens whose time is not asked for."""
+
+    def __init__(self, call: Work, step: Work) -> None:
+        self.call, self.step = call, step
+
+    def __call__(self) -> Any:
+        self.step()
+        return self.call()
+
+
 class Clock:
     """The CPU's; calls are over when they return."""
 

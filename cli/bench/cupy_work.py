@@ -18,6 +18,7 @@ class CupyBench(Bench):
     """CuPy arrays; random numbers come from NumPy, since a lean CuPy has no cuRAND."""
 
     name = "cupy"
+    on_gpu = True
 
     def __init__(self) -> None:
         import cupy

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .cell import CPU, OURS, PLAIN, Cell
+from .cell import CPU, OURS, PLAIN, SM80, Cell
 from .decode_cell import AnyCell
+from .host_places import measure_places
 from .lengths import DENSE
 from .timing import host_us
 from .work import Bench
@@ -20,13 +21,21 @@ def small(dtype: str) -> Cell:
     return Cell(dtype, 64, False, 64, 1, 4, 4)
 
 
+def measure(bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any]) -> dict[str, Any]:
+    """For a document, what it says of hosts."""
+    found: dict[str, Any] = {"host_us": measure_host(bench, cells, options)}
+    if not options["packed"]:
+        found["host_places"] = measure_places(bench, small(options["dtype"]))
+    return found
+
+
 def measure_host(bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Microseconds of host time for a call on a small problem: forward without gradients, both passes, new lengths."""
     cell = small(options["dtype"])
     if options["packed"]:
         cell = replace(cell, batch=2, packed="equal", lengths=(64, 64))
     names, works = [], []
-    for name in [OURS, *(name for name in options["against"] if not bench.absent(name))]:
+    for name in [OURS, *(name for name in options["against"] if name != SM80 and not bench.absent(name))]:
         try:
             works.append(bench.works(name, cell))
             names.append(name)

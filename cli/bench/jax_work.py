@@ -9,7 +9,7 @@ import numpy as np
 
 from cupyflash.check.cases import NUMPY_DTYPE
 
-from .cell import OURS, Cell
+from .cell import OURS, SM80, Cell
 from .clocks import JaxClock, Work
 from .lengths import DENSE
 from .work import Bench
@@ -34,6 +34,8 @@ class JaxBench(Bench):
     def absent(self, peer: str) -> str | None:
         if peer == DENSE or peer == "math":
             return None
+        if peer == SM80:
+            return "a program of JAX's keeps its family"
         if peer not in _IMPLEMENTATIONS:
             return "jax.nn has cudnn and math"
         return None if self.on_gpu else "needs a GPU"

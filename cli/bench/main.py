@@ -23,17 +23,19 @@ from cupyflash.problem import DTYPES, MAX_HEAD_DIM, SOFTCAPS
 
 from ..output import Exit, emit, ended_by_terminate, exit_codes, human, json_option, list_option, progress, quiet
 from . import cycles as bench_cycles
-from . import decode as bench_decode
+from . import decode_host as bench_decode_host
 from . import host as bench_host
 from . import numpy_work as bench_numpy
 from . import plot as bench_plot
 from . import saved as bench_saved
 from . import startup as bench_startup
 from .arguments import check_lengths, check_plot, check_writable, feature_options, make_cells
-from .cell import CPU, DIRECTIONS, FLOP_FORMULA, OURS, PLAIN, Cell
-from .decode_cell import BYTES_FORMULA, WIDE, AnyCell, are_a_grid, chosen
+from .cell import CPU, DIRECTIONS, FLOP_FORMULA, OURS, PLAIN, SM80
+from .contestants import works_of
+from .decode import check_together, decode_options
+from .decode_cell import BYTES_FORMULA, COPY, PARTS, WIDE, AnyCell
+from .decode_shapes import are_a_grid, chosen
 from .frameworks import make
-from .host_places import measure_places
 from .lengths import DENSE, DISTRIBUTIONS
 from .report import Row, documents, few_rounds, ratios, write_csv
 from .tables import show, show_head
@@ -46,8 +48,9 @@ from .work import PEERS, Bench
                       "a run that is interrupted shows what it has measured")
 )  # fmt: skip
 @list_option("--against", choices=PEERS, example="flash2,cudnn",
-             help=f"Peers, through torch: {', '.join(PEERS)}; {DENSE} is our own call, not packed, {PLAIN} and {CPU} "
-                  "other ways of NumPy arrays.")  # fmt: skip
+             help=f"Peers, through torch: {', '.join(PEERS)}; {DENSE} is our own call, not packed or without a "
+                  f"cache, {PARTS} two calls over it, {SM80} by those kernels, {COPY} reads K and V, {PLAIN} and {CPU} "
+                  "are other ways of NumPy arrays.")  # fmt: skip
 @list_option("--pass", "directions", choices=DIRECTIONS, default="fwd,bwd", example="fwd,bwd,both",
              help="What to time; both is a forward and a backward as one.")  # fmt: skip
 @list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128", example="64,128",
@@ -66,7 +69,7 @@ from .work import PEERS, Bench
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes.")
 @click.option("--sink", is_flag=True, help="With a sink of each head.")
 @feature_options
-@bench_decode.decode_options
+@decode_options
 @click.option("--framework", type=click.Choice(["torch", "jax", "cupy", "numpy"]), default=None,
               help="Whose arrays, and whose events to time with.  [default: torch where it is installed]")  # fmt: skip
 @click.option("--backend", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
@@ -92,7 +95,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     head in the forward, and 2.5 times that in the backward; what a mask or a block mask hides does not count.
     """
     quiet()
-    bench_decode.check_together(ctx)
+    check_together(ctx)
     check_lengths(options["seqlens"])
     check_plot(options["plot"])
     check_writable("--csv", options["csv"])
@@ -138,10 +141,8 @@ def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, An
     if document["not_measured"]:
         return document, rows
     if options["host"]:
-        measure_host = bench_decode.measure_host if options["decode"] else bench_host.measure_host
-        document["host_us"] = measure_host(bench, cells, options)
-        if not (options["decode"] or options["packed"]):
-            document["host_places"] = measure_places(bench, bench_host.small(options["dtype"]))
+        measure_host = bench_decode_host.measure if options["decode"] else bench_host.measure
+        document |= measure_host(bench, cells, options)
     if options["startup"]:
         arch = device.Device.of(0).arch if options["backend"] == "cuda" else "sm_90"
         document["startup"] = bench_startup.measure(gpu_dtype(options["dtype"]), options["head_dim"][-1], arch)
@@ -220,7 +221,7 @@ def measure_cell(
         try:
             if name != OURS and (reason := bench.absent(name)):
                 raise NotImplementedError(reason)
-            works[name] = bench.works(name, cell) if isinstance(cell, Cell) else bench_decode.works(bench, name, cell)
+            works[name] = works_of(bench, name, cell)
             for d in directions:
                 works[name][d]()
                 whole = works[name]["both" if d == "bwd" else d]

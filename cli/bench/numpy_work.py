@@ -31,6 +31,8 @@ _FIELDS = sorted(set(Cell.__dataclass_fields__) - {"lengths"})
 class NumpyOnGpu(Bench):
     """NumPy arrays where there is a GPU. A call has its results in host memory when it returns."""
 
+    on_gpu = True
+
     def absent(self, peer: str) -> str | None:
         return None if peer in (PLAIN, CPU) else super().absent(peer)
 

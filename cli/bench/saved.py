@@ -16,7 +16,9 @@ from .report import Row
 from .timing import Timing
 
 _CELL, _DECODE = ([f.name for f in dataclasses.fields(kind) if f.name != "lengths"] for kind in (Cell, DecodeCell))
-_NEWER = ("bias", "mask", "learned", "dropout", "block_mask", "mod", "padded")  # which earlier versions did not write
+# What earlier versions did not write, of a cell and of one over a cache.
+_NEWER = ("bias", "mask", "learned", "dropout", "block_mask", "mod", "padded")
+_NEWER_DECODE = ("chunk", "alibi", "sink", "kv_range")
 _HEAD = ("version", "device", "framework", "dtype", "date", "peer_versions", "flop_formula", "matmul_tflops",
          "few_rounds")  # fmt: skip
 _ROW = ("direction", "implementation", "peak_bytes", "reason", "tensor_core_percent", "clock_ghz")
@@ -54,7 +56,7 @@ def load(path: Path, directions: tuple[str, ...] | None) -> tuple[dict[str, Any]
 def _row(record: dict[str, Any], lengths: dict[tuple[str | None, int], tuple[int, ...]]) -> Row[Any]:
     cell: AnyCell
     if record["direction"] == "decode":
-        cell = DecodeCell(**{name: record[name] for name in _DECODE})
+        cell = DecodeCell(**{name: record[name] for name in _DECODE if name in record or name not in _NEWER_DECODE})
     else:
         known = {name: record[name] for name in _CELL if name in record or name not in _NEWER}
         cell = Cell(**known, lengths=lengths.get((record["packed"], record["seqlen"]), ()))

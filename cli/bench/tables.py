@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .cell import OURS
+from .decode_host import PLACES as OVER_A_CACHE
 from .host_places import PLACES
 from .numpy_work import table as ways_of_numpy
 from .report import BEST, OWN, PAR, TITLES, Ratios, Row, best_ratio, by_cell, ratio_of
@@ -53,7 +54,7 @@ def show(document: dict[str, Any], rows: list[Row[Any]], console: Console) -> No
             console.print(f"host, {name}: forward of lengths never seen {new:.1f} us a call", soft_wrap=True)
     for place, costs in document.get("host_places", {}).items():
         found = (f"{name} {cost['us']:.1f} us (spread {cost['spread']:.1%})" for name, cost in costs.items())
-        console.print(f"host, {PLACES[place]}: {', '.join(found)} a call", soft_wrap=True)
+        console.print(f"host, {(PLACES | OVER_A_CACHE)[place]}: {', '.join(found)} a call", soft_wrap=True)
     for kind, label in (("cold", "compiled cold"), ("disk_cache", "from the disk cache")):
         for kernel in document.get("startup", {}).get(kind, {}).get("kernels", []):
             console.print(f"{label}: {kernel['symbol']} {1e3 * kernel['seconds']:.1f} ms", soft_wrap=True)

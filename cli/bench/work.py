@@ -15,14 +15,14 @@ from cupyflash.check.cases import NUMPY_DTYPE
 from .. import block_masks
 from . import mods
 from . import peers as bench_peers
-from .cell import CPU, OURS, PLAIN, SHOWN, Cell
+from .cell import CPU, OURS, PLAIN, SHOWN, SM80, Cell
 from .clocks import Clock, TorchClock, Work
-from .decode_cell import WIDE
+from .decode_cell import COPY, PARTS, WIDE
 from .flex import flex, flex_is_missing
 from .lengths import DENSE
 from .sdpa import TORCH_CPU, sdpa
 
-PEERS = ("flash2", "cudnn", "efficient", "math", TORCH_CPU, "fa4", "flex", DENSE, PLAIN, CPU)
+PEERS = ("flash2", "cudnn", "efficient", "math", TORCH_CPU, "fa4", "flex", DENSE, PARTS, SM80, COPY, PLAIN, CPU)
 BY_NUMPY = "a way of --framework numpy where there is a GPU"
 
 
@@ -30,6 +30,7 @@ class Bench:
     """Functions on NumPy arrays, ours alone, and the interface of the others."""
 
     name = "numpy"
+    on_gpu = False
     clock: Clock
 
     def __init__(self) -> None:
@@ -40,7 +41,9 @@ class Bench:
         """Why a peer cannot be timed here, or None."""
         if peer in (PLAIN, CPU):
             return BY_NUMPY
-        return None if peer in (DENSE, WIDE) else "needs torch"
+        if peer in (SM80, COPY):
+            return None if self.on_gpu else "needs a GPU"
+        return None if peer in (DENSE, WIDE, PARTS) else "needs torch"
 
     def counts_memory(self, name: str) -> bool:
         """Whether the clock sees what an implementation allocates."""
@@ -146,7 +149,7 @@ class TorchBench(Bench):
     def absent(self, peer: str) -> str | None:
         if peer in (PLAIN, CPU):
             return BY_NUMPY
-        if peer not in ("math", DENSE, WIDE) and self.on_gpu == (peer == TORCH_CPU):
+        if peer not in ("math", DENSE, WIDE, PARTS) and self.on_gpu == (peer == TORCH_CPU):
             return "needs --backend cpu" if self.on_gpu else "needs a GPU"
         if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
             try:

@@ -10,16 +10,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from cupyflash import cli
-from cupyflash.cli.bench import decode
+from cupyflash.cli.bench import decode, decode_calls
 from cupyflash.cli.bench import report as bench_report
 from cupyflash.cli.bench.cell import OURS
 from cupyflash.cli.bench.clocks import Clock, Recorded, Work
-from cupyflash.cli.bench.decode_cell import SHAPES, STORED, WIDE, DecodeCell, chosen
+from cupyflash.cli.bench.decode_arrays import arrays
+from cupyflash.cli.bench.decode_cell import PARTS, STORED, WIDE, DecodeCell
+from cupyflash.cli.bench.decode_shapes import SHAPES, chosen
+from cupyflash.cli.bench.lengths import DENSE
 from cupyflash.cli.bench.timing import Effort, Timing, timings_ms
 from cupyflash.cli.bench.work import Bench, TorchBench
 
@@ -48,9 +52,9 @@ def cells(backend: str, **fields: Any) -> list[DecodeCell]:
 def test_the_bytes_are_those_of_the_keys_that_are_seen(cell: DecodeCell) -> None:
     """Counted key by key. All but ours read 16 bits."""
     seen = 0
-    for n in cell.lengths:
-        own = np.arange(n - cell.seqlen_q, n)[:, None]  # each query's own position; the first may lie before the keys
-        shown = np.arange(n) <= own
+    for n, queries, (first, end) in zip(cell.lengths, cell.queries, cell.ranges, strict=True):
+        own = np.arange(n - queries, n)[:, None]  # each query's own position; the first may lie before the keys
+        shown = (np.arange(n) <= own) & (np.arange(n) >= first) & (np.arange(n) < end)
         if cell.window is not None:
             shown &= np.arange(n) >= own - cell.window
         seen += int(shown.any(axis=0).sum())
@@ -65,12 +69,15 @@ def test_the_shapes_of_a_gpu() -> None:
     shapes = {cell.name: cell for cell in cells("cuda")}
     assert shapes["B64 8k"].bytes_of(OURS) == 2 * 2 * 64 * 8192 * 8 * 128
     assert len(set(shapes["ragged B64 1..16k"].lengths)) > 32
-    assert {cell.page for cell in shapes.values()} == {0, 1, 8, 16, 64, 256}
+    assert {cell.page for cell in shapes.values()} == {0, 1, 2, 4, 8, 16, 64, 256}
+    assert shapes["mixed 63x1 + 1x256 8k"].queries == [1] * 63 + [256]
+    assert len(set(shapes["kv_range B64 8k"].ranges)) > 32
     for cell in shapes.values():
         for stored in ("", *STORED):
             small = replace(cell, batch=2, capacity=70, heads=cell.heads // cell.heads_k, heads_k=1, cache_dtype=stored)
             out = decode.call_of(Bench(), OURS, small)()
-            assert out.shape == (2, cell.seqlen_q, small.heads, cell.head_dim)
+            rows = (1 + cell.chunk,) if cell.chunk else (2, cell.seqlen_q)
+            assert out.shape == (*rows, small.heads, cell.head_dim)
             assert np.isfinite(out.astype(np.float32)).all()
 
 
@@ -79,17 +86,46 @@ def test_a_peer_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     own, cell = TorchBench(on_gpu=False), cells("cpu")[0]
-    given = decode.arrays(own, cell)
-    monkeypatch.setattr(decode, "arrays", lambda *_: given)
+    given = arrays(own, cell)
+    monkeypatch.setattr(decode_calls, "arrays", lambda *_: given)
     ours, theirs = (decode.call_of(own, name, cell)() for name in (OURS, "math"))
     torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("cell", cells("cpu"), ids=lambda cell: cell.name)
+def test_our_other_calls_compute_the_same(cell: DecodeCell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cache, all but pages; in two calls, where queries differ in number."""
+    cell, own = replace(cell, dtype="fp32"), Bench()
+    given = arrays(own, cell)
+    monkeypatch.setattr(decode_calls, "arrays", lambda *_: given)
+    ours = decode.call_of(own, OURS, cell)()
+    for name, lacks, reason in ((DENSE, cell.page, "has no pages"), (PARTS, not cell.chunk, "differ in queries")):
+        if lacks:
+            with pytest.raises(NotImplementedError, match=reason):
+                decode.call_of(own, name, cell)
+            continue
+        found = decode.call_of(own, name, cell)()
+        if name == PARTS:
+            one, many = found
+            assert (one.shape[:2], many.shape[:2]) == ((cell.batch - 1, cell.seqlen_q), (1, cell.chunk))
+            found = np.concatenate([x.reshape(-1, *x.shape[-2:]) for x in found])
+        np.testing.assert_allclose(found.reshape(ours.shape), ours, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{"page": 16}, {"cache_dtype": "int8"}, {"kv_range": True, "alibi": True}], ids=str)
+def test_two_calls_share_what_the_one_has(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = DecodeCell("", "fp32", 3, 64, 4, 2, 16, chunk=20, **fields)
+    given = arrays(Bench(), cell)
+    monkeypatch.setattr(decode_calls, "arrays", lambda *_: given)
+    ours, parts = (decode.call_of(Bench(), name, cell)() for name in (OURS, PARTS))
+    np.testing.assert_allclose(np.concatenate([x.reshape(-1, 4, 16) for x in parts]), ours, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("stored", STORED)
 def test_caches_of_8_bits_are_random_and_use_their_range(stored: str) -> None:
-    given = decode.arrays(Bench(), replace(cells("cpu")[0], batch=8, capacity=512, cache_dtype=stored))
+    given = arrays(Bench(), replace(cells("cpu")[0], batch=8, capacity=512, cache_dtype=stored))
     assert given["k_cache"].dtype == {"int8": np.int8, "e4m3": np.uint8}[stored]
-    values = given["k_cache"] if stored == "int8" else given["k_cache"].view(decode.ml_dtypes.float8_e4m3fn)
+    values = given["k_cache"] if stored == "int8" else given["k_cache"].view(ml_dtypes.float8_e4m3fn)
     values = values.astype(np.float32) * given["k_scale"][0]
     assert abs(values.std() - 1) < 0.05
     assert 3 < abs(values).max() < 6
@@ -184,7 +220,7 @@ def test_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_calls")
 def test_caches_of_8_bits_beside_16() -> None:
-    options = ("--only", "pages", "--cache-dtype", "int8,e4m3", "--framework", "numpy", "--json")
+    options = ("--only", "pages of 16", "--cache-dtype", "int8,e4m3", "--framework", "numpy", "--json")
     document = json.loads(bench(*TINY, *options).stdout)
     assert [(r["cache_dtype"], r["implementation"]) for r in document["rows"]] == [
         (stored, name) for stored in STORED for name in (OURS, WIDE)
@@ -195,10 +231,45 @@ def test_caches_of_8_bits_beside_16() -> None:
     assert ours["best"] is None
 
 
+@pytest.mark.usefixtures("few_calls")
+def test_other_ways_of_ours_stand_beside_it(tmp_path: Path) -> None:
+    """Where they are calls at all; none of them is a peer. Files of earlier versions lack the cells' newer fields."""
+    options = ("--only", "mixed,20 rows,^pages of 2 B2", "--against", "dense,parts", "--framework", "numpy", "--json")
+    result = bench(*TINY, *options)
+    document = json.loads(result.stdout)
+    ran = {(r["name"], r["implementation"]) for r in document["rows"] if r["ms"] is not None}
+    names = "20 rows B1 64", "mixed 2x1 + 1x20 64", "pages of 2 B2 64"
+    assert ran == {(name, OURS) for name in names} | {(name, DENSE) for name in names[:2]} | {(names[1], PARTS)}
+    assert {r["chunk"] for r in document["rows"]} == {0, 20}
+    assert {r["best"] for r in document["rows"]} == {None}
+    assert "parts: parts are two calls in place of one whose sequences differ in queries" in result.stderr
+
+    newer = ("chunk", "alibi", "sink", "kv_range")
+    old = [{name: x for name, x in r.items() if name not in newer} for r in document["rows"] if not r["chunk"]]
+    (tmp_path / "old.json").write_text(json.dumps(document | {"rows": old}))
+    again = json.loads(bench("--saved", str(tmp_path / "old.json"), "--json").stdout)
+    assert again["rows"] == [r for r in document["rows"] if not r["chunk"]]
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        (("pages of 2 ", "^B64 4k$"), ["B64 4k", "pages of 2 B64 8k"]),
+        (("^B64",), ["B64 8k", "B64 4k"]),
+        (("128k$", "rows B1"), ["B1 128k", "256 rows B1 32k"]),
+        ((), list(SHAPES["cuda"])),
+    ],
+    ids=str,
+)
+def test_which_shapes_are_meant(only: tuple[str, ...], names: list[str]) -> None:
+    options = {"backend": "cuda", "grid": False, "only": only, "dtype": "bf16", "cache_dtype": ()}
+    assert [cell.name for cell in chosen(options)] == names
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--decode", "--backend", "cpu", "--only", "9k"), "expected a text that one of these has: B2 64,"),
+        (("--decode", "--backend", "cpu", "--only", "B2,9k"), "expected a text that one of these has: B2 64,"),
         (("--decode", "--seqlens", "128"), "'--seqlens': --decode has shapes of its own"),
         (("--decode", "--causal"), "--decode has shapes of its own"),
         (("--decode", "--plot", "x.png"), "of --decode it draws a --grid"),
@@ -206,6 +277,13 @@ def test_caches_of_8_bits_beside_16() -> None:
         (("--decode", "--framework", "jax"), "JAX's calls over a cache are not timed"),
         (("--decode", "--cache-dtype", "int4"), "'int4' is not one of int8, e4m3"),
         (("--only", "8k"), "which is not asked for"),
+        (
+            ("--decode", "--backend", "cpu", "--against", "copy"),
+            "copy runs a kernel, for which --backend cpu has no GPU",
+        ),
+        (("--backend", "cpu", "--against", "sm80"), "sm80 runs a kernel, for which --backend cpu has no GPU"),
+        (("--against", "copy"), "copy is timed with --decode alone"),
+        (("--against", "parts"), "parts is timed with --decode alone"),
         (("--cache-dtype", "int8"), "which is not asked for"),
     ],
 )
@@ -247,7 +325,7 @@ def test_a_grid_has_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_grid_of_a_gpu_fits_its_memory() -> None:
-    grid = chosen({"backend": "cuda", "grid": True, "only": "", "dtype": "bf16", "cache_dtype": ()})
+    grid = chosen({"backend": "cuda", "grid": True, "only": (), "dtype": "bf16", "cache_dtype": ()})
     assert max(cell.whole_bytes for cell in grid) < 4.3e9
     assert {cell.batch for cell in grid} == {1, 4, 16, 64}
     assert min(cell.capacity for cell in grid) == 512
