@@ -96,10 +96,11 @@ def attention_with_cache(
         graph can be replayed with others. There are no gradients.
 
     Raises:
-        ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths beyond the capacity and
-            numbers of pages and sequences that the cache does not have are found where the arrays are in host memory,
-            and on a GPU with ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for them. Else the kernels
-            clamp them: nothing beyond the arrays is read or written, and rows that do not fit are not appended.
+        ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths beyond the capacity,
+            numbers of pages and sequences that the cache does not have, and rows appended where another sequence
+            appends or has some, are found where the arrays are in host memory, and on a GPU with
+            ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for them. Else the kernels clamp numbers: nothing
+            beyond the arrays is read or written, and rows that do not fit are not appended.
         UnsupportedError: as `attention`; a tensor that requires grad; derivatives and vmap of JAX.
         CompileError: NVRTC refused a kernel.
 

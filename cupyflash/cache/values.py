@@ -12,6 +12,7 @@ from ..errors import ArgumentError
 from ..problem import Problem
 from ..sequences import Sequences, check_lengths, shortened
 from .problem import CacheProblem
+from .writes import check_writes
 
 Array = NDArray[Any]
 # Those that say where things lie: read here, and on a GPU by the kernels alone.
@@ -68,7 +69,8 @@ def places(p: CacheProblem, arrays: Mapping[str, Array], b: int, rows: Array) ->
 
 
 def check_values(p: CacheProblem, arrays: Mapping[str, Array]) -> None:
-    """Refuse lengths and places beyond the caches; entries of block_table behind the last page in use may be anything.
+    """Refuse lengths and places beyond the caches, and appends where others have rows; entries of block_table behind
+    the last page in use may be anything.
 
     Raises:
         ArgumentError: names the first wrong entry.
@@ -88,6 +90,7 @@ def check_values(p: CacheProblem, arrays: Mapping[str, Array]) -> None:
         _check_slots("block_table", table, p.slots if columns.any() else 1, "pages of the pool")
     if p.kv_range:
         _check_ranges(arrays["kv_range"].astype(np.int64), p.capacity)
+    check_writes(p, arrays, used, new)
 
 
 def check_length(p: CacheProblem, length: int) -> None:

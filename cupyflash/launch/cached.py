@@ -14,6 +14,7 @@ from ..cache.checks import CacheOptions, make_cache_problem
 from ..cache.lengths import batch_of
 from ..cache.problem import CacheProblem
 from ..cache.values import PLACES, check_length, check_values
+from ..cache.writes import check_caches_apart
 from ..cpu import cache
 from ..errors import ArgumentError
 from ..gpu.device import Device
@@ -48,7 +49,8 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     """(out, lse) of arrays of one native library; the caches are written where there is a k.
 
     Args:
-        arrays: by their names in `CACHE_ARRAYS`, in that order; cache_seqlens may be an integer.
+        arrays: by their names in `CACHE_ARRAYS`, in that order: q, k_cache and v_cache are the first. cache_seqlens may
+            be an integer.
     """
     bits, length = 0, arrays["cache_seqlens"]
     try:
@@ -61,7 +63,7 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
         raise unreadable(library, e, {name: x for name, x in arrays.items() if type(x) is not int}) from e
     device = keys[0][3]
     if device == CPU:
-        return _on_host(library, arrays, keys, options)
+        return _on_host(library, arrays, keys, pointers, options)
     for pointer in pointers:
         bits |= pointer
     aligned, stream = bits & 15 == 0, library.stream(device)
@@ -71,6 +73,8 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     call = calls.find(key)
     if call is None:
         call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream))
+    if pointers[1] == pointers[2]:
+        check_caches_apart(call.problem)
     if type(length) is int:
         check_length(call.problem, length)
     if is_debug():
@@ -158,11 +162,17 @@ def check(
 
 
 def _on_host(
-    library: Native, arrays: Mapping[str, Any], keys: Sequence[tuple[Any, ...]], options: CacheOptions
+    library: Native,
+    arrays: Mapping[str, Any],
+    keys: Sequence[tuple[Any, ...]],
+    pointers: Sequence[int],
+    options: CacheOptions,
 ) -> tuple[Any, Any]:
     """`forward` of arrays in host memory."""
     vet_all(library, arrays)
     problem, _ = check(library, arrays, keys, options)
+    if pointers[1] == pointers[2]:
+        check_caches_apart(problem)
     plain = {name: library.to_numpy(x) for name, x in arrays.items()}
     check_values(problem, plain)
     for name in ("k_cache", "v_cache") if "k" in arrays else ():

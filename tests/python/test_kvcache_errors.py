@@ -67,6 +67,16 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
      "cache_batch_idx: expected None together with block_table"),
     ({"block_table": TABLE + np.array([[0, 0], [3, 9], [0, 0]], np.int32)},
      "block_table: expected numbers of the 3 pages of the pool, from 0, got block_table[1, 0] = 3"),
+    ({"cache_batch_idx": np.array([2, 1, 2], np.int32)},
+     "cache_batch_idx: expected each sequence of the cache once, since k is appended to it, got cache_batch_idx[0] = "
+     "cache_batch_idx[2] = 2; append in one call for each"),
+    ({"block_table": np.array([[0, 1], [2, 0], [0, 2]], np.int32), "cache_seqlens": np.array([3, 23, 7], np.int32)},
+     "block_table: expected pages that no other sequence of the call has, where k is appended, but sequences 0 and 1 "
+     "both write row 3 of page 0; copy the page first, as PagedCache.append does"),
+    ({"block_table": np.array([[0, 1], [2, 0], [0, 0]], np.int32), "cache_seqlens": np.array([3, 7, 8], np.int32)},
+     "but sequence 0 writes row 3 of page 0, which sequence 2 has in use"),
+    ({"block_table": np.array([[0, 0], [1, 1], [2, 0]], np.int32), "cache_seqlens": np.array([25, 7, 8], np.int32)},
+     "but sequence 0 writes row 5 of page 0, which sequence 0 has in use"),
     ({"block_table": TABLE.astype(np.int64)}, "block_table: expected dtype int32, got int64"),
     ({"block_table": TABLE[:2]}, "block_table: expected shape (batch, pages_per_sequence) = (3, 2), got (2, 2)"),
     ({"rotary_cos": np.ones((20, 8), np.float32)}, "rotary_sin: expected an array, since rotary_cos is given"),
@@ -129,6 +139,27 @@ def test_what_is_wrong_of_packed_queries(change: dict[str, Any], message: str, r
     attention_with_cache(**packed)
     with pytest.raises(ArgumentError, match=re.escape(message)):
         attention_with_cache(**packed | change)
+
+
+def test_shared_pages_that_are_read_are_no_error(rng: np.random.Generator) -> None:
+    """Nor those that others write behind what each has, nor, where a window hides the first keys, what they become."""
+    x = small(rng) | {"cache_seqlens": np.array([21, 22, 5], np.int32)}
+    pool = {name: rng.standard_normal((4, 20, 2, 16)).astype(np.float32) for name in ("k_cache", "v_cache")}
+    attention_with_cache(**x | pool, block_table=np.array([[0, 1], [0, 2], [3, 9]], np.int32))
+    without = {name: y for name, y in x.items() if name not in "kv"}
+    attention_with_cache(**without | pool, block_table=np.array([[0, 1], [0, 1], [0, 9]], np.int32))
+    attention_with_cache(**x | pool, block_table=np.array([[0, 0], [1, 1], [3, 9]], np.int32), window=(0, None))
+    attention_with_cache(**without | {"cache_batch_idx": np.zeros(3, np.int32), "cache_seqlens": 7})
+    same = without | {"cache_seqlens": 7, "v_cache": x["k_cache"]}
+    attention_with_cache(**same)
+
+
+def test_two_caches_at_one_address(rng: np.random.Generator) -> None:
+    x = small(rng)
+    message = "v_cache: expected memory of its own, since k and v are appended, got that of k_cache"
+    with pytest.raises(ArgumentError, match=message):
+        attention_with_cache(**x | {"v_cache": x["k_cache"][:]})
+    attention_with_cache(**{name: y[:0] for name, y in x.items()})
 
 
 @pytest.mark.needs("torch")

@@ -105,6 +105,13 @@ def test_alignment(gpu: Launches, rng: np.random.Generator) -> None:
         attention_with_cache(**x | {"cache_seqlens": some[start : start + 12].view(np.int32)})
 
 
+def test_two_caches_at_one_address(gpu: Launches, rng: np.random.Generator) -> None:
+    x = small(rng, np.float16)
+    with pytest.raises(ArgumentError, match="v_cache: expected memory of its own"):
+        attention_with_cache(**x | {"v_cache": x["k_cache"]})
+    assert not gpu.launched
+
+
 def test_lengths_are_checked_on_demand(
     gpu: Launches, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +125,8 @@ def test_lengths_are_checked_on_demand(
         attention_with_cache(**x | wrong)
     with pytest.raises(ArgumentError, match=r"block_table: expected numbers of the 3 pages of the pool.*\[1, 0\] = 9"):
         attention_with_cache(**x | pages)
+    with pytest.raises(ArgumentError, match=r"block_table: .* sequences 0 and 1 both write row 3 of page 1"):
+        attention_with_cache(**x | {"cache_seqlens": 3, "block_table": np.ones((3, 2), np.int32)})
     assert len(gpu.launched) == 2
     attention_with_cache(**x)
     with pytest.raises(ArgumentError, match=r"cache_seqlens: expected lengths of 0 to 19"):
