@@ -21,11 +21,17 @@ def evaluate(
 
     `by`: what the derivative is taken by, the score or a read of an element.
     """
+    return node.fold(lambda x, found: _evaluated(x, found, names, arrays, dtype, by))
+
+
+def _evaluated(
+    node: Node, found: list[Dual], names: Mapping[str, Any], arrays: Mapping[str, np.ndarray], dtype: Any, by: Node
+) -> Dual:
+    """Those of an operation, from those of its operands."""
     if node.op == "number":
         return (dtype(node.value) if node.kind == FLOAT else node.value), 0
     if node.op == "name":
         return (dtype(np.inf), 0) if node.value == "inf" else (names[str(node.value)], dtype(1) if node == by else 0)
-    found = [evaluate(x, names, arrays, dtype, by) for x in node.args]
     values, slopes = [x for x, _ in found], [d for _, d in found]
     if node.op == "load":
         x = arrays[str(node.value)]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
 
 from ..errors import ArgumentError
 
@@ -32,21 +34,64 @@ OF_ANY = {"abs": 1, "min": 2, "max": 2}
 _COSTS = dict.fromkeys((*OF_FLOATS, *OF_INTEGERS[:4]), 1.0) | {"sin": 3.0, "cos": 3.0, "pow": 3.0}
 FUNCTIONS = (*OF_FLOATS, "quotient", "remainder", "floordiv", "floormod", *OF_ANY)
 INT_LIMIT = 2**31
+SIZE_LIMIT = 4096  # of a tree: NVRTC takes seconds for so many, and the host some 30 ms a call
+_LEAST, _MOST = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))  # of normal numbers in fp32
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
 class Node:
-    """An operation, its operands, and the kind of its value.
+    """An operation, its operands, and the kind of its value; never changed.
 
     Attributes:
         op: an operator or function; "name", "number" or "load", of an array.
         value: the number, the name, or the array's name.
+        size: how many operations and values it consists of; those that are used twice count twice.
+        cost: about how much code it is, in functions of a few dozen instructions.
     """
 
-    op: str
-    args: tuple[Node, ...] = ()
-    kind: str = FLOAT
-    value: str | int | float = ""
+    __slots__ = ("_hash", "args", "cost", "kind", "op", "size", "value")
+
+    def __init__(self, op: str, args: tuple[Node, ...] = (), kind: str = FLOAT, value: str | float = "") -> None:
+        self.op, self.args, self.kind, self.value = op, args, kind, value
+        self.size: int = 1 + sum(x.size for x in args)
+        self.cost: float = _COSTS.get(op, 1 / 16) + sum(x.cost for x in args)
+        self._hash: int = hash((op, tuple(x._hash for x in args), kind, value))
+        if self.size > SIZE_LIMIT:
+            raise ArgumentError(
+                f"expected at most {SIZE_LIMIT} operations and values, each counted wherever it is used, got "
+                f"{self.size}; read what depends on places alone from mod_arrays"
+            )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Node) or self._hash != other._hash:
+            return self is other
+        pairs = zip(self.nodes(), other.nodes(), strict=False)
+        return self.size == other.size and all(
+            (x.op, len(x.args), x.kind, x.value) == (y.op, len(y.args), y.kind, y.value) for x, y in pairs
+        )
+
+    def __repr__(self) -> str:
+        return self.text
+
+    def nodes(self) -> list[Node]:
+        """All that it consists of, operands before their operation. Without recursion: chains are long."""
+        found, left = [], [self]
+        while left:
+            x = left.pop()
+            found.append(x)
+            left.extend(x.args)
+        return found[::-1]
+
+    def fold(self, value: Callable[[Node, list[T]], T]) -> T:
+        """What `value` makes of it and of what it made of each operand."""
+        made: list[T] = []
+        for x in self.nodes():
+            first = len(made) - len(x.args)
+            made[first:] = [value(x, made[first:])]
+        return made[0]
 
     @property
     def text(self) -> str:
@@ -55,35 +100,33 @@ class Node:
 
     def written(self, seed: Node | None = None) -> str:
         """The same, of dual numbers whose derivative is that by what `seed` reads, if it is given."""
-        a = [x.written(seed) for x in self.args]
-        if self.op == "number":
-            return _number_text(self.value)  # type: ignore[arg-type]
-        if self.op == "name":
-            return "inf()" if self.value == "inf" else str(self.value)
-        if self.op == "?":
-            return f"({a[0]} ? {a[1]} : {a[2]})"
-        if self.op in ("neg", "!", "~"):
-            return f"({'-' if self.op == 'neg' else self.op}{a[0]})"
-        if self.op == "load":
-            read = f"{self.value}({', '.join(a)})"
-            return f"Dual({read}, 1.f)" if self == seed else read
-        if self.op in FUNCTIONS:
-            return f"{self.op}({', '.join(a)})"
-        return f"({a[0]} {self.op} {a[1]})"
 
-    @property
-    def size(self) -> int:
-        """How many operations and values it consists of."""
-        return 1 + sum(x.size for x in self.args)
+        def of_node(node: Node, a: list[str]) -> str:
+            text = _written(node, a)
+            return f"Dual({text}, 1.f)" if node.op == "load" and node == seed else text
 
-    @property
-    def cost(self) -> float:
-        """About how much code it is, in functions of a few dozen instructions."""
-        return _COSTS.get(self.op, 1 / 16) + sum(x.cost for x in self.args)
+        return self.fold(of_node)
 
     def uses(self, word: str) -> bool:
         """Whether it asks for the score, or for one of the places."""
-        return (self.op, self.value) == ("name", word) or any(x.uses(word) for x in self.args)
+        return any((x.op, x.value) == ("name", word) for x in self.nodes())
+
+
+def _written(node: Node, a: list[str]) -> str:
+    """An operation in C++ on operands in C++."""
+    if node.op == "number":
+        return _number_text(node.value)  # type: ignore[arg-type]
+    if node.op == "name":
+        return "inf()" if node.value == "inf" else str(node.value)
+    if node.op == "?":
+        return f"({a[0]} ? {a[1]} : {a[2]})"
+    if node.op in ("neg", "!", "~"):
+        return f"({'-' if node.op == 'neg' else node.op}{a[0]})"
+    if node.op == "load":
+        return f"{node.value}({', '.join(a)})"
+    if node.op in FUNCTIONS:
+        return f"{node.op}({', '.join(a)})"
+    return f"({a[0]} {node.op} {a[1]})"
 
 
 def _number_text(value: float) -> str:
@@ -100,7 +143,8 @@ def name(word: str) -> Node:
 
 
 def number(value: float) -> Node:
-    """A constant: True, 1 or 1.0.
+    """A constant: True, 1 or 1.0. What is beyond fp32 or too small for it is what a kernel would hold: inf, 0 or the
+    nearest number.
 
     Raises:
         ArgumentError: it is NaN, or an integer beyond 32 bits.
@@ -115,6 +159,9 @@ def number(value: float) -> Node:
         raise ArgumentError("expected a number, got nan")
     if value < 0:
         return apply("neg", number(-value))
+    if value and not _LEAST <= value <= _MOST:
+        with np.errstate(over="ignore", under="ignore"):
+            value = float(np.float32(value))
     return name("inf") if value == math.inf else Node("number", (), FLOAT, float(value))
 
 

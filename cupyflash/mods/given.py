@@ -72,5 +72,4 @@ def _of_expressions(*of: Any) -> tuple[str, tuple[str, ...]]:
 
 
 def _read_by(node: Node) -> set[str]:
-    own = {str(node.value)} if node.op == "load" else set()
-    return own.union(*(_read_by(x) for x in node.args))
+    return {str(x.value) for x in node.nodes() if x.op == "load"}

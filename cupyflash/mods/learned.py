@@ -22,12 +22,14 @@ def reads_of(node: Node | None, names: Sequence[str]) -> tuple[Node, ...]:
 
 
 def _reads(node: Node) -> Iterator[Node]:
-    if node.kind != FLOAT or node.op == "floor":  # what decides, counts or is rounded has no derivative
-        return
-    if node.op == "load":
-        yield node
-    for x in node.args:
-        yield from _reads(x)
+    left = [node]
+    while left:
+        x = left.pop()
+        if x.kind != FLOAT or x.op == "floor":  # what decides, counts or is rounded has no derivative
+            continue
+        if x.op == "load":
+            yield x
+        left.extend(x.args[::-1])
 
 
 def walk_of(reads: Sequence[Node]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from .expression import FLOAT, FUNCTIONS, NAMES, Node, apply, load, name, number
@@ -14,9 +15,12 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[fF]?)|(?P<word>[A-Za-z_]\w*)"
     r"|(?P<op><<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>!~&|^?:()\[\],]))"
 )
-# From what binds least to what binds most, as in C.
+# From what binds least to what binds most, as in C. A choice binds less than all; what stands before a value, more.
 _BINARY = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"),
            ("*", "/", "%"))  # fmt: skip
+_BINDS = {op: i for i, ops in enumerate(_BINARY) for op in ops}
+_OPEN, _CHOICE, _BEFORE = -2, -1, len(_BINARY)
+_ENDS = {"(": ")", "[": "]", "?": ":"}
 _SPELLED = {"fabs": "abs", "fabsf": "abs", "fmin": "min", "fminf": "min", "fmax": "max", "fmaxf": "max"} | {
     f"{f}f": f for f in ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "pow", "floor")
 }
@@ -36,20 +40,41 @@ def parse(text: str, what: str, arrays: Arrays) -> Node:
     return _Parser(text, what, arrays).whole()
 
 
+class _Open(NamedTuple):
+    """What waits for values behind it: an operator, or something that is to be closed.
+
+    Attributes:
+        what: the operator, ":" of a choice, or "(", "[" and "?", which wait for their ends.
+        binds: how much; what waits for an end, less than all.
+        takes: how many values an operator takes; for what is closed, how many there were before its own.
+        name: the function or the array whose list was opened; "" of mere parentheses.
+    """
+
+    what: str
+    at: int
+    binds: int
+    takes: int
+    name: str = ""
+
+
 class _Parser:
+    """By two stacks, one of values and one of what waits for more; without recursion, since chains are long."""
+
     def __init__(self, text: str, what: str, arrays: Arrays) -> None:
         self.text, self.what, self.arrays = text, what, arrays
         self.tokens: list[tuple[str, str, int]] = []  # kind, text, where it begins
-        at = 0
-        while at < len(text.rstrip()):
+        at, end = 0, len(text.rstrip())
+        while at < end:
             found = _TOKEN.match(text, at)
             if not found:
                 raise self.wrong("expected a C++ expression", at + len(text[at:]) - len(text[at:].lstrip()))
             kind = str(found.lastgroup)
             self.tokens.append((kind, found[kind], found.start(kind)))
             at = found.end()
-        self.tokens.append(("end", "", len(text.rstrip())))
+        self.tokens.append(("end", "", end))
         self.i = 0
+        self.values: list[Node] = []
+        self.open: list[_Open] = []
 
     def wrong(self, message: str, at: int | None = None) -> ArgumentError:
         """With the line, and a mark below the place."""
@@ -58,109 +83,120 @@ class _Parser:
         line = self.text[start:].split("\n")[0]
         return ArgumentError(f"{self.what}: {message}\n    {line}\n    {' ' * (at - start)}^")
 
-    def take(self, *wanted: str) -> str:
-        """The next token if it is one of these operators, else ""."""
-        kind, text, _ = self.tokens[self.i]
-        if kind == "op" and text in wanted:
-            self.i += 1
-            return text
-        return ""
+    def expected(self, wanted: str) -> ArgumentError:
+        return self.wrong(f"expected {wanted}, got {self.tokens[self.i][1] or 'the end'!r}")
 
-    def expect(self, wanted: str) -> None:
-        if not self.take(wanted):
-            raise self.wrong(f"expected {wanted!r}, got {self.tokens[self.i][1] or 'the end'!r}")
-
-    def made(self, at: int, op: str, *args: Node) -> Node:
+    def make(self, at: int, make: Callable[..., Node], *args: Any) -> None:
+        """A new value; what is wrong with it is wrong at this place."""
         try:
-            return apply(op, *args)
+            self.values.append(make(*args))
         except ArgumentError as e:
             raise self.wrong(str(e), at) from None
 
     def whole(self) -> Node:
-        found = self.choice()
-        if self.tokens[self.i][0] != "end":
-            raise self.wrong(f"expected an operator or the end, got {self.tokens[self.i][1]!r}")
+        self.value()
+        while self.tokens[self.i][0] != "end":
+            if self.goes_on():
+                self.value()
+        self.reduce(_CHOICE)
+        if self.open:
+            raise self.expected(repr(_ENDS[self.open[-1].what]))
+        return self.values[0]
+
+    def value(self) -> None:
+        """One value, and what stands before it."""
+        waits = True
+        while waits:
+            kind, text, at = self.tokens[self.i]
+            if kind not in ("number", "word") and text not in ("-", "+", "!", "~", "("):
+                raise self.expected("a value")
+            self.i += 1
+            waits = kind == "op" or (kind == "word" and self.opens(text, at))
+            if text == "(":
+                self.open.append(_Open(text, at, _OPEN, len(self.values)))
+            elif kind == "op":
+                self.open.append(_Open(text, at, _BEFORE, 1))
+            elif kind == "number":
+                self.make(at, number, int(text) if text.isdigit() else float(text.rstrip("fF")))
+            elif not waits:
+                self.word(text, at)
+
+    def opens(self, text: str, at: int) -> bool:
+        """Whether a name stands before a list: of indices, or of arguments."""
+        bracket, label = self.tokens[self.i][1], text if text in self.arrays else _SPELLED.get(text, text)
+        found = bracket in ("(", "[") if text in self.arrays else bracket == "(" and label in FUNCTIONS
+        if found:
+            self.i += 1
+            self.open.append(_Open(bracket, at, _OPEN, len(self.values), label))
         return found
 
-    def choice(self) -> Node:
-        condition, at = self.binary(0), self.tokens[self.i][2]
-        if not self.take("?"):
-            return condition
-        yes = self.choice()
-        self.expect(":")
-        return self.made(at, "?", condition, yes, self.choice())
-
-    def binary(self, level: int) -> Node:
-        if level == len(_BINARY):
-            return self.unary()
-        left = self.binary(level + 1)
-        while True:
-            at = self.tokens[self.i][2]
-            op = self.take(*_BINARY[level])
-            if not op:
-                return left
-            right = self.binary(level + 1)
-            if op == "/":
-                op = "divide" if FLOAT in (left.kind, right.kind) else "quotient"
-            left = self.made(at, "remainder" if op == "%" else op, left, right)
-
-    def unary(self) -> Node:
-        at = self.tokens[self.i][2]
-        op = self.take("-", "+", "!", "~")
-        if not op:
-            return self.primary()
-        operand = self.unary()
-        return operand if op == "+" else self.made(at, "neg" if op == "-" else op, operand)
-
-    def primary(self) -> Node:
-        kind, text, at = self.tokens[self.i]
-        if self.take("("):
-            found = self.choice()
-            self.expect(")")
-            return found
-        self.i += 1
-        if kind == "number":
-            is_int = text.isdigit()
-            try:
-                return number(int(text) if is_int else float(text.rstrip("fF")))
-            except ArgumentError as e:
-                raise self.wrong(str(e), at) from None
-        if kind == "word":
-            return self.word(text, at)
-        self.i -= 1
-        raise self.wrong(f"expected a value, got {text or 'the end'!r}")
-
-    def word(self, text: str, at: int) -> Node:
+    def word(self, text: str, at: int) -> None:
+        """The value of a name alone."""
         if text in self.arrays:
-            try:
-                return load(text, *self.arrays[text], *self.indices())
-            except ArgumentError as e:
-                raise e if "\n" in str(e) else self.wrong(str(e), at) from None
+            return self.make(at, load, text, *self.arrays[text])
         text = _OTHERS.get(text, text)
         if text in ("true", "false"):
-            return number(text == "true")
-        if text in NAMES:
-            if text == "inf" and self.take("("):
-                self.expect(")")
-            return name(text)
-        function = _SPELLED.get(text, text)
-        if function in FUNCTIONS and self.tokens[self.i][:2] == ("op", "("):
-            return self.made(at, function, *self.indices())
-        known = ", ".join((*NAMES, *self.arrays, *FUNCTIONS))
-        raise self.wrong(f"{text!r}: expected one of {known}; name arrays by mod_arrays", at)
+            return self.make(at, number, text == "true")
+        if text not in NAMES:
+            known = ", ".join((*NAMES, *self.arrays, *FUNCTIONS))
+            raise self.wrong(f"{text!r}: expected one of {known}; name arrays by mod_arrays", at)
+        if text == "inf" and self.tokens[self.i][1] == "(":
+            self.i += 1
+            if self.tokens[self.i][1] != ")":
+                raise self.expected("')'")
+            self.i += 1
+        return self.make(at, name, text)
 
-    def indices(self) -> list[Node]:
-        """(i, j), [i, j] or [i][j]."""
-        if self.take("("):
-            return self.listed(")")
-        found = []
-        while self.take("["):
-            found += self.listed("]")
-        return found
+    def goes_on(self) -> bool:
+        """What stands behind a value; whether another one is to follow."""
+        _, text, at = self.tokens[self.i]
+        if text in _BINDS:
+            self.reduce(_BINDS[text])
+            self.open.append(_Open(text, at, _BINDS[text], 2))
+        elif text == "?":
+            self.reduce(_CHOICE + 1)
+            self.open.append(_Open(text, at, _OPEN, len(self.values)))
+        else:
+            self.reduce(_CHOICE)
+            last = self.open[-1] if self.open else None
+            wanted = _ENDS[last.what] if last else ""
+            if last is None or (text != wanted and not (text == "," and last.name)):
+                raise self.expected(repr(wanted) if last else "an operator or the end")
+            if text == ":":
+                self.open[-1] = _Open(text, last.at, _CHOICE, 3)
+            elif text != ",":
+                self.i += 1
+                return self.close(last)
+        self.i += 1
+        return True
 
-    def listed(self, end: str) -> list[Node]:
-        found = [self.choice()]
-        while self.take(","):
-            found.append(self.choice())
-        self.expect(end)
-        return found
+    def close(self, list_: _Open) -> bool:
+        """The value of what was in brackets; whether more indices are to follow."""
+        if list_.what == "[" and self.tokens[self.i][1] == "[":
+            self.i += 1
+            return True
+        self.open.pop()
+        if list_.name:
+            args, self.values = self.values[list_.takes :], self.values[: list_.takes]
+            of_array = (list_.name, *self.arrays[list_.name]) if list_.name in self.arrays else ()
+            self.make(list_.at, *((load, *of_array) if of_array else (apply, list_.name)), *args)
+        return False
+
+    def reduce(self, binds: int) -> None:
+        """Do what binds at least so much."""
+        while self.open and self.open[-1].binds >= binds:
+            x = self.open.pop()
+            args = self.values[-x.takes :]
+            del self.values[-x.takes :]
+            self.make(x.at, _applied, x, args)
+
+
+def _applied(x: _Open, args: list[Node]) -> Node:
+    """An operator of C on values."""
+    if x.what == "+" and x.takes == 1:
+        return args[0]
+    if x.what == "-" and x.takes == 1:
+        return apply("neg", *args)
+    if x.what == "/":
+        return apply("divide" if FLOAT in (args[0].kind, args[1].kind) else "quotient", *args)
+    return apply({":": "?", "%": "remainder"}.get(x.what, x.what), *args)
