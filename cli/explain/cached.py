@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.table import Table
 
 from cupyflash import __version__
@@ -20,6 +21,12 @@ from cupyflash.plan.variant import Variant
 
 from ..output import emit, gib, human
 
+_OWN = ("page_size", "cache_dtype")  # of such calls
+_TAKEN = (
+    *_OWN, "with_cache", "dtype", "head_dim", "batch", "seqlen", "seqlen_q", "heads", "heads_q", "heads_k", "causal",
+    "window", "softcap", "alibi", "sink", "kv_range", "memory", "arch", "no_compile", "as_json",
+)  # fmt: skip
+
 
 def cache_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that are for such calls."""
@@ -29,6 +36,20 @@ def cache_options(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
     about = "Attention over a cache with room for --seqlen keys, of --seqlen-q queries (1), whose keys are appended."
     return click.option("--with-cache", is_flag=True, help=about)(command)
+
+
+def check_options(context: click.Context) -> None:
+    """Refuse what such calls do not have, and what only they have where it is another one."""
+    options = context.params
+    for param in context.command.params:
+        name = param.name or ""
+        if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE or options[name] == param.default:
+            continue
+        if options["with_cache"] and name not in _TAKEN:
+            more = ", whose room is --seqlen" if name == "seqlen_k" else ": attention_with_cache has no such option"
+            raise click.UsageError(f"{param.opts[0]}: expected none together with --with-cache{more}")
+        if not options["with_cache"] and name in _OWN:
+            raise click.UsageError(f"{param.opts[0]}: expected --with-cache beside it")
 
 
 def problem_of(options: dict[str, Any]) -> CacheProblem:
@@ -42,13 +63,17 @@ def problem_of(options: dict[str, Any]) -> CacheProblem:
     shapes |= dict.fromkeys(("k", "v"), (batch, rows, heads_k, d))
     if page is not None:
         shapes["block_table"] = batch, -(-capacity // page)
-    if options["alibi"]:
-        shapes["alibi_slopes"] = (heads_q,)
+    for option, name, shape in (
+        ("alibi", "alibi_slopes", (heads_q,)), ("kv_range", "kv_range", (batch, 2)), ("sink", "sink", (heads_q,)),
+    ):  # fmt: skip
+        if options[option]:
+            shapes[name] = shape
     stored = options["cache_dtype"]
     if stored:
         shapes |= dict.fromkeys(("k_scale", "v_scale"), (heads_k,))
     kinds = dict.fromkeys(("k_cache", "v_cache"), stored or options["dtype"]) | {"k_scale": "fp32", "v_scale": "fp32"}
-    kinds |= {"cache_seqlens": "int32", "block_table": "int32", "alibi_slopes": "fp32"}
+    kinds |= dict.fromkeys(("cache_seqlens", "block_table", "kv_range"), "int32")
+    kinds |= dict.fromkeys(("alibi_slopes", "sink"), "fp64" if options["dtype"] == "fp64" else "fp32")
     plain = make_cache_options(options["causal"], None, options["window"], options["softcap"], False, None, False)
     return make_cache_problem(shapes, {name: kinds.get(name, options["dtype"]) for name in shapes}, plain)
 

@@ -34,7 +34,7 @@ from . import cached, copied, masked
 from . import report as explain_report
 from . import work as explain_work
 from .arguments import bias_dims, check_learned, problem_of, shapes_of, window_bounds
-from .cached import cache_options
+from .cached import cache_options, check_options
 from .modded import mod_options
 from .packed import packed_options, pairs_of, settle
 from .work import Work
@@ -90,6 +90,7 @@ def command(**options: Any) -> None:
     Compiles the kernels as the call would, unless they are in the cache, but launches nothing and needs no GPU.
     """
     quiet()
+    check_options(click.get_current_context())
     if options["with_cache"]:
         return cached.explain(options, _device(options["arch"]))
     for name in ("seqlen_q", "seqlen_k", "heads_q", "heads_k"):

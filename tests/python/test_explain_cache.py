@@ -1,0 +1,95 @@
+"""`cupyflash explain --with-cache`: the kernels are those of the call that the options describe, or there is none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from cupyflash import cli
+from cupyflash.cache.checks import CacheOptions
+from cupyflash.check.cache_case import problem_of
+from cupyflash.gpu import device
+from cupyflash.gpu.device import Device
+from cupyflash.plan.decode import plan_append, plan_decode
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUPYFLASH_FAMILY", raising=False)
+    monkeypatch.setattr(device, "_probe", lambda: (0, "there is no GPU in this test"))
+
+
+def run(*arguments: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli.main, ["explain", "--no-compile", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    assert result.exit_code == code, result.output
+    return result
+
+
+def document(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("--with-cache", "--json", *arguments).stdout)
+    return found
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_launches_are_those_of_the_plan(arch: str) -> None:
+    gpu, half = Device.synthetic(arch), np.float16
+    found = document(
+        "--arch", arch, "--dtype", "fp16", "--batch", "3", "--seqlen", "1000", "--seqlen-q", "2", "--heads", "8",
+        "--heads-k", "2", "--page-size", "16", "--sink", "--kv-range", "--alibi", "--softcap", "20", "--window", "99,0",
+    )  # fmt: skip
+    caches = dict.fromkeys(("k_cache", "v_cache"), np.zeros((3 * 63, 16, 2, 128), half))
+    new = dict.fromkeys("kv", np.zeros((3, 2, 2, 128), half))
+    places = {"block_table": np.zeros((3, 63), np.int32), "kv_range": np.zeros((3, 2), np.int32)}
+    more = {name: np.zeros(8, np.float32) for name in ("alibi_slopes", "sink")} | places
+    given = {"q": np.zeros((3, 2, 8, 128), half), "cache_seqlens": np.zeros(3, np.int32), **caches, **new, **more}
+    p = problem_of(given, CacheOptions(window=(99, 0), softcap=20.0))
+    append, plan = plan_append(p, gpu), plan_decode(p, gpu, aligned=True, tma=True, family=None)
+    assert append
+    assert plan.combine
+    expected = [(append[0], append[1]), (plan.variant, plan.grid), (plan.combine, plan.combine_grid)]
+    assert [(x["symbol"], x["grid"]) for x in found["launches"]] == [(v.symbol, grid) for v, grid in expected]
+
+
+@pytest.mark.parametrize(
+    ("words", "field", "mark"), [(("--sink",), "sink", "sink"), (("--kv-range",), "kv_range", "range")]
+)
+def test_what_a_call_has_is_in_its_kernels(words: tuple[str, ...], field: str, mark: str) -> None:
+    plain, found = document(), document(*words)
+    assert (plain["problem"][field], found["problem"][field]) == (False, True)
+    assert [any(mark in x["symbol"] for x in y["launches"]) for y in (plain, found)] == [False, True]
+
+
+REFUSED = (
+    ("--bias", "hq"), ("--mask", "bqk"), ("--block-mask", "0.5"), ("--score-mod", "score * 2"), ("--mask-mod", "q > k"),
+    ("--mod-array", "table:fp32:16"), ("--dropout",), ("--learned",), ("--backward",), ("--deterministic",),
+    ("--layout", "bhsd"), ("--packed",), ("--lengths", "3,4"), ("--lengths-k", "3,4"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=lambda words: words[0])
+def test_options_that_no_such_call_has(words: tuple[str, ...]) -> None:
+    output = run("--with-cache", *words, code=2).output
+    assert f"{words[0]}: expected none together with --with-cache" in output
+
+
+def test_room_is_seqlen() -> None:
+    output = run("--with-cache", "--seqlen-k", "100", code=2).output
+    assert "--seqlen-k: expected none together with --with-cache, whose room is --seqlen" in output
+
+
+@pytest.mark.parametrize("words", [("--page-size", "16"), ("--cache-dtype", "int8")], ids=lambda words: words[0])
+def test_options_of_a_cache_alone(words: tuple[str, ...]) -> None:
+    assert f"{words[0]}: expected --with-cache beside it" in run(*words, code=2).output
+
+
+def test_defaults_that_are_spelled_out() -> None:
+    assert document("--layout", "bshd")["launches"] == document()["launches"]
+
+
+def test_what_has_no_kernel() -> None:
+    assert "fp32 has no GPU kernel" in run("--with-cache", "--dtype", "fp32", code=4).output
