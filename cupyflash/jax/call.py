@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays.adapters import CPU
-from ..errors import ArgumentError
+from ..errors import ArgumentError, UnsupportedError
 from ..gpu import device as gpu
 from ..launch import run
 from ..launch.checks import check
@@ -109,6 +109,8 @@ def _keys(static: Static, arrays: Sequence[Any], device: int) -> list[tuple[Any,
         found.append((tuple(x.shape), contiguous_strides(x.shape), CODE_OF.get(dtype, dtype.name), device))
         if not x.shape and name in "qkv":
             raise ArgumentError(f"{name}: expected 4 dimensions, got a scalar")
+        if not all(isinstance(n, int) for n in x.shape):
+            raise UnsupportedError(f"{name}: expected a shape of numbers, got {x.shape}; export once for each shape")
     return found
 
 

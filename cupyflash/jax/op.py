@@ -17,6 +17,7 @@ from ..operands import BACKWARD
 from ..options import Options
 from . import parts
 from .call import Static, call, results_of
+from .explicit import as_auto
 from .sharding import divided
 
 
@@ -100,7 +101,7 @@ def _folded(x: Any, size: int, is_mapped: bool) -> Any:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sealed(static: Static, *arrays: Any) -> Any:
     """The call; a derivative of it is an error that says what is missing."""
-    return _mapped(static)(*arrays)
+    return as_auto(_mapped(static), static, arrays)
 
 
 def _no_derivative(static: Static, kept: Any, given: Any) -> Any:
@@ -109,7 +110,7 @@ def _no_derivative(static: Static, kept: Any, given: Any) -> Any:
     )
 
 
-_sealed.defvjp(lambda static, *arrays: (_mapped(static)(*arrays), None), _no_derivative)
+_sealed.defvjp(lambda static, *arrays: (as_auto(_mapped(static), static, arrays), None), _no_derivative)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -62,7 +62,8 @@ def divided(
 
     def axes_of(mesh: Any, given: Sequence[Any]) -> _Axes:
         q, k = (given[i] for i in qk)
-        found = dict(zip(dims_of_q, [*q.sharding.spec, None, None, None, None], strict=False))
+        spec = getattr(q.sharding, "spec", ())  # of what is whole everywhere XLA may not give one
+        found = dict(zip(dims_of_q, [*spec, None, None, None, None], strict=False))
         heads = found.get("heads_q")
         count = math.prod(mesh.shape[name] for name in _names(heads))
         if heads is not None and k.shape[dims_of_q.index("heads_q")] % count:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -271,6 +272,10 @@ def test_a_call_that_is_exported_runs_without_being_traced_again(three: list[Any
 
     checks = [jax.export.DisabledSafetyCheck.custom_call("cupyflash")]
     agree(jax.export.export(jax.jit(ours), disabled_checks=checks)(*three).call(*three), plain(*three))
+    (batch,) = jax.export.symbolic_shape("batch")
+    symbolic = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in three]
+    with pytest.raises(UnsupportedError, match=r"q: expected a shape of numbers, got \(batch, 37, 4, 16\)"):
+        jax.export.export(jax.jit(ours), disabled_checks=checks)(*symbolic)
 
 
 # ---- Refused by name ----
@@ -358,9 +363,10 @@ def test_a_program_that_ends_before_its_results_are_there(kept: str) -> None:
 SHARDED = """
 import sys
 sys.path.insert(0, {tests!r})
+import contextlib
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from python.test_jax import agree, gradients, ours, plain, squared
+from python.test_jax import agree, gradients, mesh_is_set, ours, plain, squared
 from tests.two_devices import shard_map
 import cupyflash
 from cupyflash.jax import call
@@ -380,13 +386,15 @@ for kind in (AxisType.Auto, AxisType.Explicit):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
     spec = P("data", None, "model")
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in three]
-    for f, expected in ((ours, want), (jax.jit(ours), want), (jax.jit(gradients(ours)), grads)):
-        seen.clear()
-        found = f(*placed)
-        agree(found, expected)
-        specs = [tuple(x.sharding.spec)[:3] for x in jax.tree.leaves(found)]
-        assert set(specs) == {{tuple(spec)}}, specs
-        assert set(seen) == {{(2, 37, 2, 16)}} and len(seen) == 4, seen
+    for context in (contextlib.nullcontext(), mesh_is_set(mesh)):
+        with context:
+            for f, expected in ((ours, want), (jax.jit(ours), want), (jax.jit(gradients(ours)), grads)):
+                seen.clear()
+                found = f(*placed)
+                agree(found, expected)
+                specs = [tuple(x.sharding.spec)[:3] for x in jax.tree.leaves(found)]
+                assert set(specs) == {{tuple(spec)}}, specs
+                assert set(seen) == {{(2, 37, 2, 16)}} and len(seen) == 4, seen
     for check in (False, True):
         parts = shard_map(ours, check, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
         agree(jax.jit(gradients(parts))(*placed), grads)
@@ -403,6 +411,97 @@ for kind in (AxisType.Auto, AxisType.Explicit):
         agree(jax.jit(ours)(q, k, v), want)
 print("DONE")
 """
+
+
+# Inside set_mesh types say how arrays lie along explicit axes, and JAX checks those of gradients.
+EXPLICIT = """
+import sys
+sys.path.insert(0, {tests!r})
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from python.test_jax import agree, gradients, ours, plain, squared
+import cupyflash
+from cupyflash.jax import dot_product_attention
+keys = jax.random.split(jax.random.key(0), 3)
+three = [jax.random.normal(key, (4, n, heads, 16)) for key, n, heads in zip(keys, (37, 45, 45), (4, 2, 2))]
+with_lse = lambda q, k, v: cupyflash.attention(q, k, v, causal=True, return_lse=True)
+swapped = lambda *x: cupyflash.attention(*(x.swapaxes(1, 2) for x in x), layout="bhsd", return_lse=True)
+lengths, some = jnp.asarray([3, 4, 5, 45]), jnp.arange(45) % 3 > 0
+with_more = lambda q, k, v: cupyflash.attention(
+    q, k, v, kv_range=jnp.stack([0 * lengths, lengths], -1).astype("int32"), mask=some, dropout_p=0.2, dropout_seed=3)
+def theirs(q, k, v):
+    return dot_product_attention(q, k, v, is_causal=True, key_value_seq_lengths=lengths, query_seq_lengths=lengths)
+def packed(q, k, v):
+    ends = jnp.asarray([0, 5, 37])
+    return cupyflash.attention_varlen(q[0], k[0, :37], v[0, :37], ends, ends, return_lse=True)
+def learned(q, k, v, sink, bias):
+    return cupyflash.attention(q, k, v, sink=sink, bias=bias)
+def layers(f):
+    one = jax.checkpoint(lambda q, kv: (q + f(q, *kv), None))
+    return lambda q, k, v: jax.lax.scan(one, q, (jnp.stack([k, 2 * k]), jnp.stack([v, v])))[0]
+shared = jnp.asarray([0.5, -1, 2, 0]), jax.random.normal(keys[0], (4, 37, 45))
+many = [jnp.stack([x, -x, 2 * x, x]) for x in three]
+want = dict(
+    fwd=plain(*three), bwd=gradients(plain)(*three), lse=with_lse(*three), swapped=swapped(*three),
+    theirs=gradients(theirs)(*three), packed=packed(*three), more=gradients(with_more)(*three),
+    learned=jax.grad(squared(learned), (0, 3, 4))(*three, *shared), layers=gradients(layers(plain))(*three),
+    many=jax.vmap(plain)(*many), grads_of_many=jax.vmap(gradients(plain))(*many),
+    back=cupyflash.attention_backward(three[0], *three, *with_lse(*three), causal=True),
+)
+want = jax.block_until_ready(want)
+E, A = AxisType.Explicit, AxisType.Auto
+for types in ((E, E), (A, E), (E, A)):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=types)
+    own = [name if kind is E else None for name, kind in zip(mesh.axis_names, types)]
+    data, model = own
+    def lies(x, *spec):
+        found = tuple(jax.typeof(x).sharding.spec)
+        assert found + (None,) * (len(spec) - len(found)) == spec, (found, spec)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, P("data", None, "model"))) for x in three]
+        compiled = jax.jit(ours).lower(*placed).compile().as_text()
+        assert "all-gather" not in compiled
+        agree(jax.jit(ours)(*placed), want["fwd"])
+        found = jax.jit(gradients(ours))(*placed)
+        agree(found, want["bwd"])
+        agree(gradients(ours)(*placed), want["bwd"])
+        for x in found:
+            lies(x, data, None, model, None)
+        out, lse = jax.jit(with_lse)(*placed)
+        agree((out, lse), want["lse"])
+        lies(lse, data, model, None)
+        if A in types:
+            continue
+        out, lse = jax.jit(swapped)(*placed)
+        agree((out, lse), want["swapped"])
+        lies(out, data, model, None, None)
+        lies(lse, data, model, None)
+        agree(jax.jit(gradients(theirs))(*placed), want["theirs"])
+        agree(jax.jit(gradients(with_more))(*placed), want["more"])
+        agree(jax.jit(jax.grad(squared(learned), (0, 3, 4)))(*placed, *shared), want["learned"])
+        for f in (gradients(layers(ours)), jax.jit(gradients(layers(ours)))):
+            agree(f(*placed), want["layers"])
+        found = jax.jit(lambda *x: cupyflash.attention_backward(x[0], *x, *with_lse(*x), causal=True))(*placed)
+        agree(found, want["back"])
+        for spec in (P(None, "data", None, "model"), P("data", None, None, "model"), P()):
+            given = [jax.device_put(x, NamedSharding(mesh, spec)) for x in many]
+            agree(jax.jit(jax.vmap(ours))(*given), want["many"])
+            agree(jax.jit(jax.vmap(gradients(ours)))(*given), want["grads_of_many"])
+        for spec in (P(None, None, None, "model"), P()):  # what is not divided, or lies on one device
+            given = [jax.device_put(x, NamedSharding(mesh, spec)) for x in three]
+            agree(jax.jit(gradients(ours))(*given), want["bwd"])
+        agree(jax.jit(gradients(ours))(*three), want["bwd"])
+        flat = [jax.device_put(x, NamedSharding(mesh, P(None, None, "model"))) for x in three]
+        agree(jax.jit(packed)(*flat), want["packed"])
+print("DONE")
+"""
+
+
+def mesh_is_set(mesh: Any) -> Any:
+    """A context in which a mesh is JAX's; none where JAX has no such thing, before 0.7.1."""
+    import jax
+
+    return jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else contextlib.nullcontext()
 
 
 def run_on_devices(count: int, *command: str) -> None:
@@ -423,6 +522,11 @@ def run_on_four_devices(code: str) -> None:
 
 def test_each_device_computes_its_part() -> None:
     run_on_four_devices(SHARDED)
+
+
+@pytest.mark.needs("jax>=0.8")  # versions are compared by two numbers, and set_mesh came with 0.7.1
+def test_axes_that_types_tell() -> None:
+    run_on_four_devices(EXPLICIT)
 
 
 def test_two_devices_are_as_exact_as_one() -> None:

@@ -500,7 +500,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from python.test_jax import agree, gradients, squared
+from python.test_jax import agree, gradients, mesh_is_set, squared
 from tests.two_devices import shard_map
 import cupyflash
 from cupyflash import masks
@@ -535,6 +535,11 @@ for kind in (AxisType.Auto, AxisType.Explicit):
     given.append(jax.device_put(table, NamedSharding(mesh, P())))
     for f, of_parts, shape in CALLS:
         want, grads = jax.block_until_ready((f(*three, table), gradients(f)(*three, table)))
+        with mesh_is_set(mesh):  # in which results along explicit axes lie as q, k and v do
+            found = jax.jit(f)(*given), jax.jit(gradients(f))(*given)
+            agree(found, (want, grads))
+            if kind is AxisType.Explicit:
+                assert {{padded(x.sharding.spec) for x in jax.tree.leaves(found)}} == {{padded(spec)}}
         for g, expected in ((f, want), (jax.jit(f), want), (jax.jit(gradients(f)), grads)):
             jax.effects_barrier()
             seen.clear()

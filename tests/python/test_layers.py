@@ -60,10 +60,10 @@ PYTHON_ORDER = {
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
-    "jax": "flax sdpa op cached parts call seeds sharding ffi structs buffers",
+    "jax": "flax sdpa op cached explicit parts call seeds sharding ffi structs buffers",
     "launch": "cached decode run where staging pieces on_cpu seeds clocks cached_params prepare series alignment "
     "prepared filled checks packed passes template counters kept variables",
-    "mods": "given trace symbols description learned evaluate parse expression",
+    "mods": "given trace symbols functions description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_stored decode_elements "
     "decode_shares lists decode_kernels learned shares kernels params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd casting seeds sharding batching ops masks vetting followed",
