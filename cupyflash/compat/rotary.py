@@ -86,7 +86,26 @@ def apply_rotary_emb_kv_(
     return kv
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
+    """Each pair of columns (a, b) as (-b, a); pairs as in `apply_rotary_emb`."""
+    return _rotated(x, 0, 1, interleaved)
+
+
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """`apply_rotary_emb` in the dtype to which torch promotes x, cos and sin, with gradients for all three.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim).
+        cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2), of as many positions as x has rows.
+    """
+    columns = 2 * cos.shape[-1]
+    if columns > x.shape[-1]:
+        raise ArgumentError(f"cos: expected rotary_dim / 2 of at most {x.shape[-1] // 2}, got {cos.shape[-1]}")
+    rotated = _rotated(x[..., :columns], cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved)
+    return torch.cat((rotated, x[..., columns:]), dim=-1)
+
+
+def _rotated(x: Tensor, cos: Tensor | int, sin: Tensor | int, interleaved: bool) -> Tensor:
     """Each pair of columns (a, b) as (a cos - b sin, a sin + b cos)."""
     a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     pair = a * cos - b * sin, a * sin + b * cos

@@ -51,6 +51,8 @@ SIGNATURES = {
     "rotary.apply_rotary_emb_qkv_": "qkv,cos,sin,cos_k=None,sin_k=None,interleaved=False,seqlen_offsets=0,"
     "num_heads_q=None",
     "rotary.apply_rotary_emb_kv_": "kv,cos,sin,interleaved=False,seqlen_offsets=0",
+    "rotary.apply_rotary_emb_torch": "x,cos,sin,interleaved=False",
+    "rotary.rotate_half": "x,interleaved=False",
     "rotary.RotaryEmbedding": "dim,base=10000.0,interleaved=False,scale_base=None,device=None",
 }
 

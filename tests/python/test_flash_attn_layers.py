@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from cupyflash import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
-from cupyflash.compat import options  # noqa: E402
+from cupyflash.compat import einops_names, options  # noqa: E402
 from cupyflash.compat.flash_attn import bert_padding, flash_attn_with_kvcache  # noqa: E402
 from cupyflash.compat.flash_attn.layers import rotary  # noqa: E402
 from tests.torch_exact import exact  # noqa: E402
@@ -80,6 +82,18 @@ def test_first_axis() -> None:
     put = bert_padding.index_put_first_axis(picked, indices, 7)
     assert torch.equal(put[[4, 0, 5]], picked)
     assert not put[[1, 2, 3, 6]].any()
+
+
+def test_functions_of_einops_are_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl imports rearrange from here; where einops is not installed, only a call is an error."""
+    for module in (bert_padding, rotary):
+        assert (module.rearrange, module.repeat) == (einops_names.rearrange, einops_names.repeat)
+    monkeypatch.setitem(sys.modules, "einops", types.SimpleNamespace(rearrange=torch.reshape))
+    assert einops_names._named("rearrange") is torch.reshape
+    monkeypatch.setitem(sys.modules, "einops", None)  # importing it is an ImportError
+    found = einops_names._named("rearrange")
+    with pytest.raises(UnsupportedError, match="rearrange: it is einops', which is not installed; pip install einops"):
+        found(torch.ones(2, 3), "a b -> (a b)")
 
 
 # ---- rotary ----
@@ -182,6 +196,21 @@ def test_rotary_embedding(kind: str, scale_base: int | None) -> None:
             got = module(torch.cat((q, k, v), 2), None, offsets, positions, 4).split((4, 2, 2), dim=2)
         for a, b in zip(got, (want_q, want_k, v), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_by_torch(interleaved: bool) -> None:
+    x, (cos, sin) = random(2, 5, 3, 8, grad=True), random(2, 5, 3).unbind(0)
+    got = rotary.apply_rotary_emb_torch(x, cos, sin, interleaved)
+    assert_same(got, rotary.apply_rotary_emb(x, cos, sin, interleaved))
+    assert_same(rotary.apply_rotary_emb_torch(x, cos.expand(2, 5, 3), sin.expand(2, 5, 3), interleaved), got)
+    whole = torch.zeros(5, 4, dtype=x.dtype), torch.ones(5, 4, dtype=x.dtype)  # a quarter turn
+    assert_same(rotary.rotate_half(x, interleaved), rotary.apply_rotary_emb(x, *whole, interleaved))
+    assert rotary.apply_rotary_emb_torch(x.bfloat16(), cos.bfloat16(), sin.bfloat16()).dtype is torch.bfloat16
+    cos.requires_grad_()
+    assert torch.autograd.grad(rotary.apply_rotary_emb_torch(x, cos, sin).sum(), cos)[0].shape == cos.shape
+    with pytest.raises(ArgumentError, match="cos: expected rotary_dim / 2 of at most 4, got 5"):
+        rotary.apply_rotary_emb_torch(x, random(5, 5), random(5, 5))
 
 
 def test_packed_rotary_is_checked() -> None:

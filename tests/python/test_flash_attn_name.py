@@ -24,7 +24,7 @@ assert importlib.metadata.version("flash_attn") == importlib.metadata.version("f
 assert importlib.metadata.packages_distributions()["flash_attn"][0] == "flash-attn"
 import flash_attn
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, __version__
-from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+from flash_attn.bert_padding import index_first_axis, pad_input, rearrange, unpad_input
 from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_backward
 import flash_attn.layers.rotary
 from flash_attn.layers.rotary import apply_rotary_emb

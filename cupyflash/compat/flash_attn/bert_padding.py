@@ -8,6 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..einops_names import rearrange, repeat
+
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "rearrange",
+    "repeat",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """The rows of input (rows, ...) that indices (n,) name."""

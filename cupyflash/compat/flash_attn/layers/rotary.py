@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+from ...einops_names import rearrange, repeat
+from ...rotary import (
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+    rotate_half,
+)
 
 apply_rotary_emb_func = apply_rotary_emb
 
@@ -17,6 +24,10 @@ __all__ = [
     "apply_rotary_emb_func",
     "apply_rotary_emb_kv_",
     "apply_rotary_emb_qkv_",
+    "apply_rotary_emb_torch",
+    "rearrange",
+    "repeat",
+    "rotate_half",
 ]
 
 
