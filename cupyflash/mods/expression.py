@@ -49,13 +49,14 @@ class Node:
         cost: about how much code it is, in functions of a few dozen instructions.
     """
 
-    __slots__ = ("_hash", "args", "cost", "kind", "op", "size", "value")
+    __slots__ = ("args", "cost", "kind", "op", "size", "value")
 
     def __init__(self, op: str, args: tuple[Node, ...] = (), kind: str = FLOAT, value: str | float = "") -> None:
         self.op, self.args, self.kind, self.value = op, args, kind, value
-        self.size: int = 1 + sum(x.size for x in args)
-        self.cost: float = _COSTS.get(op, 1 / 16) + sum(x.cost for x in args)
-        self._hash: int = hash((op, tuple(x._hash for x in args), kind, value))
+        self.size, self.cost = 1, _COSTS.get(op, 1 / 16)
+        for x in args:
+            self.size += x.size
+            self.cost += x.cost
         if self.size > SIZE_LIMIT:
             raise ArgumentError(
                 f"expected at most {SIZE_LIMIT} operations and values, each counted wherever it is used, got "
@@ -63,15 +64,16 @@ class Node:
             )
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.text)
 
     def __eq__(self, other: object) -> bool:
-        if self is other or not isinstance(other, Node) or self._hash != other._hash:
+        if self is other or not isinstance(other, Node) or self._own != other._own:
             return self is other
-        pairs = zip(self.nodes(), other.nodes(), strict=False)
-        return self.size == other.size and all(
-            (x.op, len(x.args), x.kind, x.value) == (y.op, len(y.args), y.kind, y.value) for x, y in pairs
-        )
+        return all(x._own == y._own for x, y in zip(self.nodes(), other.nodes(), strict=True))
+
+    @property
+    def _own(self) -> tuple[str, str, str | float, int, int]:
+        return self.op, self.kind, self.value, len(self.args), self.size
 
     def __repr__(self) -> str:
         return self.text
@@ -171,13 +173,12 @@ def apply(op: str, *args: Node) -> Node:
     Raises:
         ArgumentError: the operation does not take values of these kinds, or so many.
     """
-    kinds = [x.kind for x in args]
-    for test, count, kind in _RULES:
-        if test(op):
-            if len(args) != count(op):
-                raise ArgumentError(f"{op}: expected {count(op)} values, got {len(args)}")
-            return Node(op, args, kind(op, kinds))
-    raise ArgumentError(f"{op}: expected one of {', '.join(FUNCTIONS)}")
+    if op not in _RULES:
+        raise ArgumentError(f"{op}: expected one of {', '.join(FUNCTIONS)}")
+    count, kind = _RULES[op]
+    if len(args) != count:
+        raise ArgumentError(f"{op}: expected {count} values, got {len(args)}")
+    return Node(op, args, kind(op, [x.kind for x in args]))
 
 
 def _numbers(op: str, kinds: list[str]) -> str:
@@ -200,20 +201,27 @@ def _choice(op: str, kinds: list[str]) -> str:
     return kinds[1] if kinds[1] == kinds[2] else _numbers(op, kinds[1:])
 
 
-_Rule = tuple[Callable[[str], bool], Callable[[str], int], Callable[[str, list[str]], str]]
-_RULES: tuple[_Rule, ...] = (
-    (lambda op: op in _ARITHMETIC, lambda op: 2, _numbers),
-    (lambda op: op == "neg", lambda op: 1, _numbers),
-    (lambda op: op in OF_INTEGERS, lambda op: 2, _integers),
-    (lambda op: op in _BITS, lambda op: 2, _bits),
-    (lambda op: op == "~", lambda op: 1, _integers),
-    (lambda op: op in _COMPARE, lambda op: 2, lambda op, kinds: BOOL),
-    (lambda op: op in _LOGIC, lambda op: 2, lambda op, kinds: BOOL),
-    (lambda op: op == "!", lambda op: 1, lambda op, kinds: BOOL),
-    (lambda op: op == "?", lambda op: 3, _choice),
-    (lambda op: op in OF_ANY, lambda op: OF_ANY[op], _numbers),
-    (lambda op: op in OF_FLOATS, lambda op: OF_FLOATS[op], lambda op, kinds: FLOAT),
-)
+def _bool(op: str, kinds: list[str]) -> str:
+    return BOOL
+
+
+def _float(op: str, kinds: list[str]) -> str:
+    return FLOAT
+
+
+# Of each operation: how many values it takes, and of which kind is what it makes of kinds.
+_RULES: dict[str, tuple[int, Callable[[str, list[str]], str]]] = {
+    **dict.fromkeys(_ARITHMETIC, (2, _numbers)),
+    **dict.fromkeys(OF_INTEGERS, (2, _integers)),
+    **dict.fromkeys(_BITS, (2, _bits)),
+    **dict.fromkeys((*_COMPARE, *_LOGIC), (2, _bool)),
+    "neg": (1, _numbers),
+    "~": (1, _integers),
+    "!": (1, _bool),
+    "?": (3, _choice),
+    **{op: (count, _numbers) for op, count in OF_ANY.items()},
+    **{op: (count, _float) for op, count in OF_FLOATS.items()},
+}
 
 
 def load(array: str, dtype: str, dims: int, *indices: Node) -> Node:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from ..arrays.imported import constant_in_programs, is_instance
@@ -24,16 +25,21 @@ def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) ->
         ArgumentError: one is neither an expression nor a function of what it may be of.
     """
     arrays = dict(mod_arrays or {})
+    labels = {id(x): label for label, x in arrays.items()}
     for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not isinstance(mod, str) and not callable(mod):
             raise ArgumentError(f"{what}: expected a C++ expression or a function, got a {type(mod).__name__}")
         if callable(mod):
-            for label, x in captured(mod, _is_array).items():
-                if arrays.setdefault(label, x) is not x:
+            for label, x, is_own in captured(mod, _is_array):
+                if is_own and arrays.get(label, x) is not x and label in (mod_arrays or {}):
                     raise ArgumentError(f"{what}: {label!r} is another array in mod_arrays; rename one of them")
+                if id(x) not in labels:
+                    labels[id(x)] = _new(label, arrays)
+                    arrays[labels[id(x)]] = x
     described = tuple(sorted((label, *_described(label, x)) for label, x in arrays.items()))
     are_expressions = not callable(score_mod) and not callable(mask_mod)
-    text, names = (_of_expressions if are_expressions else _made)(score_mod, mask_mod, described)
+    mods = score_mod, mask_mod, described
+    text, names = _of_expressions(*mods) if are_expressions else _made(*mods, labels)
     return text, {operand: arrays[label] for operand, label in zip(MOD_ARRAYS, names, strict=False)}
 
 
@@ -51,13 +57,22 @@ def _is_array(x: Any) -> bool:
     return any(is_instance(x, *kind) for kind in kinds) and len(x.shape) > 0
 
 
-def _made(score_mod: Any, mask_mod: Any, described: tuple[tuple[str, str, int], ...]) -> tuple[str, tuple[str, ...]]:
-    """The text of mods, and the arrays that they read, in the order of names."""
+def _new(label: str, arrays: Mapping[str, Any]) -> str:
+    """A name that no array has."""
+    return next(x for x in itertools.chain([label], (f"{label}_{i}" for i in itertools.count(2))) if x not in arrays)
+
+
+def _made(
+    score_mod: Any, mask_mod: Any, described: tuple[tuple[str, str, int], ...], labels: Mapping[int, str] | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """The text of mods, and the arrays that they read, in the order of names; `labels` as in `trace`."""
     known = {label: (dtype, dims) for label, dtype, dims in described}
-    nodes = []
+    nodes: list[Node | None] = []
     for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        of: Callable[..., Node] = parse if isinstance(mod, str) else trace
-        nodes.append(None if mod is None else of(mod, what, known))
+        if mod is None:
+            nodes.append(None)
+        else:
+            nodes.append(parse(mod, what, known) if isinstance(mod, str) else trace(mod, what, known, labels or {}))
     used = set().union(*(_read_by(node) for node in nodes if node is not None))
     read = tuple(Read(*x) for x in described if x[0] in used)
     return make(read, *nodes).text, tuple(x.name for x in read)

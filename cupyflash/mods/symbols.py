@@ -5,11 +5,16 @@ NumPy's, torch's, JAX's and Python's own functions of symbols are known by their
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import ArgumentError
-from .expression import BOOL, FLOAT, FUNCTIONS, Node, apply, load, number
+from .expression import BOOL, INT, Node, load, number
+from .functions import KNOWN, cast, constant, known, operation
+
+
+class Unknown(ArgumentError, AttributeError):
+    """A method or attribute that symbols do not have."""
 
 
 class Symbol:
@@ -22,14 +27,17 @@ class Symbol:
 
     def __bool__(self) -> bool:
         raise ArgumentError(
-            "expected an expression without if, and, or, not: a function is called once for all elements; use where(), "
-            "&, | and ~"
+            "expected an expression without if, and, or, not, min() and max(): a function is called once for all "
+            "elements; use where(), &, |, ~, minimum() and maximum()"
         )
 
     __hash__ = None  # type: ignore[assignment]
 
     def __int__(self) -> int:
-        raise ArgumentError("expected no int() or index of a Python list: it is called once for all elements")
+        raise ArgumentError(
+            "expected no int(), float(), or index of a list, or of an array that neither mod_arrays nor the function "
+            "itself names: it is called once for all elements"
+        )
 
     __index__ = __float__ = __int__
 
@@ -46,29 +54,65 @@ class Symbol:
         return made("abs", self)
 
     def __invert__(self) -> Symbol:
-        return made("!" if self.node.kind == BOOL else "~", self)
+        return made("~", self)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
         if method != "__call__" or options:
-            raise ArgumentError(f"np.{ufunc.__name__}: expected a plain call of a function of {', '.join(_CALLS)}")
+            raise ArgumentError(f"np.{ufunc.__name__}: expected a plain call, without options and methods")
         return called(ufunc.__name__, inputs)
 
     def __array_function__(self, function: Any, kinds: Any, args: Any, options: Any) -> Symbol:
-        return called(function.__name__, (*args, *options.values()))
+        if function.__name__ in ("shape", "ndim", "size"):  # which JAX asks of what it does not know
+            raise TypeError("a Symbol has no shape")
+        return called(function.__name__, args, options)
 
     @classmethod
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), options: Any = None) -> Symbol:
-        return called(function.__name__, (*args, *(options or {}).values()))
+        return called(function.__name__, args, options)
 
-    def _same(self, *_: Any, **__: Any) -> Symbol:
+    def __getattr__(self, word: str) -> Any:
+        if word.startswith("__"):
+            raise AttributeError(word)
+        if word not in KNOWN and word not in _FILLED:
+            raise Unknown(
+                f"{word}: symbols have no such method or attribute; expected one of {', '.join(sorted(KNOWN))}"
+            )
+        return lambda *args, **options: called(word, (self, *args), options)
+
+    device = dtype = None  # where another value is made beside it, it may be made anywhere
+
+    def where(self, condition: Any, other: Any) -> Symbol:
+        return made("?", condition, self, other)
+
+    def to(self, *args: Any, **options: Any) -> Symbol:
+        """As another dtype; devices and the like say nothing."""
+        found = self
+        for x in (*args, *options.values()):
+            found = Symbol(cast(found.node, _dtype_in(x)))
+        return found
+
+    astype = type = type_as = to
+
+    def clone(self, *_: Any, **__: Any) -> Symbol:
         return self
 
-    float = to = type = _same  # numbers have one precision
+    contiguous = clone
 
-    def astype(self, dtype: Any, *_: Any) -> Symbol:
-        if self.node.kind == FLOAT and "float" not in str(dtype):
-            raise ArgumentError(f"astype: expected a dtype of floats, got {dtype}; use floor")
-        return self
+
+def _as(dtype: str) -> Callable[[Symbol], Symbol]:
+    return lambda self: self.to(dtype)
+
+
+_DTYPES = ("float", "double", "half", "bfloat16", "int", "long", "short", "bool")  # numbers have one precision
+for _word in _DTYPES:
+    setattr(Symbol, _word, _as(_word))
+
+
+def _dtype_in(x: Any) -> str:
+    """What an argument of `to` says of a dtype."""
+    if isinstance(x, Symbol):
+        return {BOOL: "bool", INT: "int"}.get(x.node.kind, "float")
+    return str(x.dtype if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type) else x)
 
 
 def node_of(x: Any) -> Node:
@@ -80,7 +124,7 @@ def node_of(x: Any) -> Node:
     if isinstance(x, Symbol):
         return x.node
     if isinstance(x, ArraySymbol):
-        raise ArgumentError(f"{x.name}: expected an element of it, such as {x.name}[h], got the array")
+        raise ArgumentError(f"{x.name}: expected an index for each of its {x.dims} dimensions, got {len(x._of[1])}")
     if hasattr(x, "item") and getattr(x, "shape", None) == ():
         x = _number_in(x)
     if not isinstance(x, (bool, int, float)):
@@ -101,18 +145,7 @@ def _number_in(x: Any) -> Any:
 
 def made(op: str, *args: Any) -> Symbol:
     """An operation as Python has it, on symbols and numbers."""
-    nodes = [node_of(x) for x in args]
-    if op == "//" and FLOAT in [x.kind for x in nodes]:
-        return made("floor", made("divide", *map(Symbol, nodes)))
-    if op == "%" and FLOAT in [x.kind for x in nodes]:
-        a, b = map(Symbol, nodes)
-        return made("-", a, made("*", b, made("//", a, b)))
-    if op == "**" and nodes[1] == number(2):
-        return made("*", *map(Symbol, (nodes[0], nodes[0])))
-    return Symbol(apply(_OPERATORS.get(op, op), *nodes))
-
-
-_OPERATORS = {"/": "divide", "//": "floordiv", "%": "floormod", "**": "pow"}
+    return Symbol(operation(op, *map(node_of, args)))
 
 
 def where(condition: Any, yes: Any, no: Any) -> Symbol:
@@ -136,40 +169,79 @@ for _word, _op in _DUNDERS.items():
 for _word, _op in {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}.items():
     setattr(Symbol, f"__{_word}__", _forward(_op))
 
-# What functions of NumPy and torch are called, where that is another name than ours.
-_CALLS: dict[str, str] = {f: f for f in FUNCTIONS} | {
-    "absolute": "abs", "fabs": "abs", "minimum": "min", "maximum": "max", "fmin": "min", "fmax": "max",
-    "power": "**", "pow": "**", "float_power": "**", "negative": "neg", "neg": "neg", "where": "?", "add": "+",
-    "sub": "-", "subtract": "-", "mul": "*", "multiply": "*", "div": "/", "true_divide": "/", "divide": "/",
-    "floor_divide": "//", "remainder": "%", "mod": "%", "eq": "==", "equal": "==", "ne": "!=",
-    "not_equal": "!=", "lt": "<", "less": "<", "le": "<=", "less_equal": "<=", "gt": ">", "greater": ">",
-    "ge": ">=", "greater_equal": ">=", "logical_and": "&&", "logical_or": "||", "logical_not": "!",
-    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "invert": "~", "bitwise_not": "~",
-}  # fmt: skip
 
-
-def called(function: str, args: Any) -> Symbol:
+def called(function: str, args: Any, options: Mapping[str, Any] | None = None) -> Symbol:
     """A function of NumPy, torch or JAX, by its name."""
-    word = function.strip("_")
-    if function.startswith("__") and word in _DUNDERS:
-        return made(_DUNDERS[word], *args)
-    if function.startswith("__r") and word[1:] in _DUNDERS:
-        return made(_DUNDERS[word[1:]], *args[::-1])
-    op = _CALLS.get(word)
-    if op is None:
-        raise ArgumentError(f"{function}: expected one of the functions {', '.join(sorted(_CALLS))}")
-    return made(op, *args)
+    word, options = function.strip("_"), options or {}
+    if function.startswith("__"):
+        if word in _DUNDERS:
+            return made(_DUNDERS[word], *args)
+        if word[:1] == "r" and word[1:] in _DUNDERS:
+            return made(_DUNDERS[word[1:]], *args[::-1])
+        if word == "getitem":
+            raise ArgumentError(
+                "expected arrays of mod_arrays, or such that the function itself names, in its closure or module, got "
+                "an element of another one; give it in mod_arrays, or a name of its own before"
+            )
+    if function in _FILLED:
+        return _filled(function, *args, **options)
+    return Symbol(known(function, [_given(x) for x in args], {word: _given(x) for word, x in options.items()}))
+
+
+def _given(x: Any) -> Any:
+    """A value as a tree; what says how to compute as it is."""
+    return x if x is None or x is False or isinstance(x, str) else node_of(x)
+
+
+# Values without dimensions that torch's functions and methods make beside others.
+_FILLED = {"new_ones": 1, "new_zeros": 0, "ones_like": 1, "zeros_like": 0, "new_full": None, "full_like": None,
+           "new_tensor": None}  # fmt: skip
+
+
+def _filled(function: str, like: Any, *args: Any, size: Any = (), dtype: Any = None, **options: Any) -> Symbol:
+    values = [*args, *(options[word] for word in ("fill_value", "data") if word in options)]
+    if function in ("new_ones", "new_zeros", "new_full") and len(values) > (function == "new_full"):
+        size = values.pop(0)
+    values = values if _FILLED[function] is None else [_FILLED[function]]
+    if not isinstance(size, (tuple, list)) or len(size) > 0 or len(values) != 1:
+        raise ArgumentError(
+            f"{function}: expected one value, of size (), got {size} and {values}; symbols have no shape"
+        )
+    if isinstance(values[0], Symbol):
+        return values[0]
+    return Symbol(constant(values[0], node_of(like), "" if dtype is None else str(dtype)))
 
 
 class ArraySymbol:
-    """An array of a mod: what is asked of it is an element."""
+    """An array of a mod, or a part of it: what is asked of it is an element."""
 
-    def __init__(self, label: str, dtype: str, dims: int) -> None:
-        self.name, self.dtype, self.dims = label, dtype, dims
+    def __init__(self, label: str, dtype: str, dims: int, *indices: Any) -> None:
+        self.name, self.dims, self._of = label, dims, (dtype, indices)
 
-    def __getitem__(self, indices: Any) -> Symbol:
-        listed = indices if isinstance(indices, tuple) else (indices,)
-        return Symbol(load(self.name, self.dtype, self.dims, *map(node_of, listed)))
+    def __getitem__(self, indices: Any) -> Any:
+        dtype, before = self._of
+        listed = (*before, *(indices if isinstance(indices, tuple) else (indices,)))
+        for i in listed:
+            if not isinstance(i, Symbol) and isinstance(i, int) and i < 0:
+                raise ArgumentError(
+                    f"{self.name}: expected an index from 0 on, got {i}; it is not counted from the end"
+                )
+            if i is None or isinstance(i, (slice, type(...))):
+                raise ArgumentError(f"{self.name}: expected an index for each of its {self.dims} dimensions, got {i}")
+        if len(listed) < self.dims:
+            return ArraySymbol(self.name, dtype, self.dims, *listed)
+        return Symbol(load(self.name, dtype, self.dims, *map(node_of, listed)))
 
-    def __call__(self, *indices: Any) -> Symbol:
+    def __call__(self, *indices: Any) -> Any:
         return self[indices]
+
+    def __iter__(self) -> Any:
+        raise ArgumentError(f"{self.name}: expected an element of it, such as {self.name}[h], got a loop over it")
+
+    def __getattr__(self, word: str) -> Any:
+        if word.startswith("__"):
+            raise AttributeError(word)
+        raise Unknown(
+            f"{self.name}.{word}: expected elements alone, such as {self.name}[h]; lengths and the like are not known "
+            "where a mod is compiled, and a number may be computed outside the function"
+        )

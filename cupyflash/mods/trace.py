@@ -1,7 +1,7 @@
 """Python functions as trees: a function is called once, with symbols.
 
-Functions as FlexAttention takes them work as they are: arrays that a function's closure or module holds become arrays
-of the mod. JAX's functions take no objects but its own, so those that a function names are replaced.
+Functions as FlexAttention takes them are called as they are: arrays that a function's closure or module holds become
+arrays of the mod. JAX's functions take no objects but its own, so those that a function names are replaced.
 """
 
 from __future__ import annotations
@@ -18,16 +18,49 @@ from .expression import NAMES, Node, name
 from .symbols import ArraySymbol, Symbol, called, node_of
 
 
-def captured(function: Callable[..., Any], is_array: Callable[[Any], bool]) -> dict[str, Any]:
-    """The arrays that a Python function's closure, defaults or module holds and its code names."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return {}
+def captured(function: Callable[..., Any], is_array: Callable[[Any], bool]) -> list[tuple[str, Any, bool]]:
+    """Name, array and whether the function itself has it: all that its closure, defaults or module hold and its code
+    names, and likewise functions that it names or holds (torch's and_masks holds several)."""
+    return [(word, x, of is function) for of in _functions_in(function) for word, x in _held(of).items() if is_array(x)]
+
+
+def _functions_in(function: Any) -> list[types.FunctionType]:
+    """A function of Python, and those of the user's that it calls by name."""
+    found: dict[int, types.FunctionType] = {}
+    left = [function]
+    while left:
+        x = left.pop(0)
+        if isinstance(x, (tuple, list)) and all(map(callable, x)):
+            left.extend(x)
+        elif isinstance(x, types.FunctionType) and id(x) not in found and (x is function or _is_of_user(x)):
+            found[id(x)] = x
+            left.extend(_held(x).values())
+    return list(found.values())
+
+
+def _is_of_user(function: types.FunctionType) -> bool:
+    home = str(function.__module__)
+    return home == "torch.nn.attention.flex_attention" or home.split(".")[0] not in (
+        "builtins", "cupy", "cupyflash", "jax", "jaxlib", "numpy", "torch",
+    )  # fmt: skip
+
+
+def _held(function: types.FunctionType) -> dict[str, Any]:
+    """What a function's code names, in its defaults, its module and its closure."""
+    code, module = function.__code__, function.__globals__
+    found = {word: module[word] for word in _names_in(code) if word in module}
+    defaults = function.__defaults__ or ()
+    arguments = code.co_varnames[: code.co_argcount]
+    found |= dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    found |= function.__kwdefaults__ or {}
     closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    found = {word: cell.cell_contents for word, cell in closure if _is_filled(cell)}
-    module = function.__globals__
-    found |= {word: module[word] for word in code.co_names if word in module and word not in found}
-    return {word: x for word, x in found.items() if is_array(x)}
+    return found | {word: cell.cell_contents for word, cell in closure if _is_filled(cell)}
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Names that code and what is defined in it look up in the module."""
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def _is_filled(cell: Any) -> bool:
@@ -37,13 +70,16 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def trace(function: Callable[..., Any], what: str, arrays: Mapping[str, tuple[str, int]]) -> Node:
+def trace(
+    function: Callable[..., Any], what: str, arrays: Mapping[str, tuple[str, int]], labels: Mapping[int, str]
+) -> Node:
     """The tree of what a function computes.
 
     Args:
         function: of score, b, h, q, k (without the score: of a mask), by position, and of arrays by their names.
         what: the argument that it is.
         arrays: name -> dtype and dimensions, of those that it may read.
+        labels: the names of arrays that it may hold, by their ids.
 
     Raises:
         ArgumentError: it asks for something else, or does what symbols do not know.
@@ -61,7 +97,8 @@ def trace(function: Callable[..., Any], what: str, arrays: Mapping[str, tuple[st
             )
         named = {x.name: symbols[x.name] for x in wanted if x.name in symbols}
         with _numbers_are_known():
-            return node_of(_with(function, symbols)(*positional, **named))
+            copies = _Copies(function, {key: symbols[label] for key, label in labels.items()})
+            return node_of(copies.instead(function)(*positional, **named))
     except ArgumentError as e:
         raise ArgumentError(f"{what}: {e}") from None
     except TypeError as e:
@@ -80,23 +117,39 @@ def _numbers_are_known() -> contextlib.AbstractContextManager[Any]:
     return known
 
 
-def _with(function: Callable[..., Any], symbols: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function with symbols in place of the arrays that it holds, and with ours in place of JAX's functions."""
-    if not isinstance(function, types.FunctionType):
-        return function
-    code, module = function.__code__, function.__globals__
-    cells = []
-    for word, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        if word in symbols:
-            cell = types.CellType(symbols[word])
-        elif _is_filled(cell):
-            cell = types.CellType(_taking_symbols(cell.cell_contents))
-        cells.append(cell)
-    module = module | {word: _taking_symbols(module[word]) for word in code.co_names if word in module}
-    module |= {word: x for word, x in symbols.items() if word in module}
-    copy = types.FunctionType(code, module, function.__name__, function.__defaults__, tuple(cells))
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+class _Copies:
+    """Functions with symbols in place of the arrays that they hold, and with ours in place of JAX's functions."""
+
+    def __init__(self, function: Any, symbols: Mapping[int, ArraySymbol]) -> None:
+        self.symbols, self.made = symbols, dict[int, Any]()
+        self.of = {id(x) for x in _functions_in(function)}
+
+    def of_function(self, function: types.FunctionType) -> Any:
+        if id(function) in self.made:
+            return self.made[id(function)]
+        code, module = function.__code__, dict(function.__globals__)
+        cells = tuple(types.CellType() for _ in code.co_freevars)
+        copy = types.FunctionType(code, module, function.__name__, function.__defaults__, cells)
+        copy.__kwdefaults__ = function.__kwdefaults__
+        copy.__dict__.update(function.__dict__)
+        self.made[id(function)] = copy  # before its closure, which may have it
+        copy.__defaults__ = None if function.__defaults__ is None else tuple(map(self.instead, function.__defaults__))
+        copy.__kwdefaults__ = {word: self.instead(x) for word, x in (function.__kwdefaults__ or {}).items()}
+        module.update({word: self.instead(module[word]) for word in _names_in(code) if word in module})
+        for cell, old in zip(cells, function.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # it is not filled yet
+                cell.cell_contents = self.instead(old.cell_contents)
+        return copy
+
+    def instead(self, x: Any) -> Any:
+        """What stands in place of a value."""
+        if id(x) in self.symbols:
+            return self.symbols[id(x)]
+        if id(x) in self.of:
+            return self.of_function(x)
+        if type(x) in (tuple, list) and x and all(map(callable, x)):
+            return type(x)(map(self.instead, x))
+        return _taking_symbols(x)
 
 
 class _Jax:
@@ -118,15 +171,14 @@ def _taking_symbols(x: Any, word: str = "") -> Any:
     known = word or getattr(x, "__name__", "")
 
     def function(*args: Any, **options: Any) -> Any:
-        given = (*args, *options.values())
-        if any(isinstance(value, (Symbol, ArraySymbol)) for value in given):
-            return called(_OF_LAX.get(known, known), given)
+        if any(isinstance(value, (Symbol, ArraySymbol)) for value in (*args, *options.values())):
+            return called(_OF_LAX.get(known, known), args, options)
         return x(*args, **options)
 
     return function
 
 
-_OF_LAX = {"select": "where", "div": "lax.div"}  # whose quotients of integers are cut off
+_OF_LAX = {"select": "where", "div": "lax.div", "clamp": "lax.clamp"}  # which differ from torch's of these names
 
 
 def _is_of_jax(module: Any) -> bool:

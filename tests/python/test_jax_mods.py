@@ -357,8 +357,8 @@ def test_what_is_wrong_with_a_mod_is_said(three: list[Any], table: Any) -> None:
     for mod, message in (
         (lambda score, b, h, q, k: other(score), "expected operators, cupyflash.mods.where, and functions of jax.nu"),
         (lambda score, b, h, q, k: jnp.arctan(score), "score_mod: arctan: expected one of the functions"),
-        (lambda score, b, h, q, k: jax.lax.div(score, 2), "score_mod: lax.div: expected one of the functions"),
-        (lambda score, b, h, q, k: score.astype(jnp.int32), "astype: expected a dtype of floats, got .*int32"),
+        (lambda score, b, h, q, k: jax.lax.erf(score), "score_mod: erf: expected one of the functions"),
+        (lambda score, b, h, q, k: score.astype(jnp.int32), "expected a dtype of floats for a float, got .*int32"),
         (lambda score, b, h, q, k: score + table[0], "table: expected an index for each of its 2 dimensions, got 1"),
     ):
         with pytest.raises(ArgumentError, match=message):
