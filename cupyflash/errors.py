@@ -41,15 +41,17 @@ class CompileError(CupyflashError, RuntimeError):
         symbol: name of the kernel.
         arch: architecture it was compiled for, such as ``sm_90``.
         log: the whole compiler log.
+        mods: what the kernel has of a user's own expressions, as text.
     """
 
-    def __init__(self, symbol: str, arch: str, log: str) -> None:
+    def __init__(self, symbol: str, arch: str, log: str, mods: str = "") -> None:
         first_error = next((line for line in log.splitlines() if "error" in line), log.strip()[:200])
         super().__init__(
             f"kernel {symbol}: NVRTC could not compile it for {arch}: {first_error}\n"
-            "Please report this together with the output of `cupyflash doctor --json`."
+            + "".join(f"It has {line:.500}\n" for line in mods.splitlines())
+            + "Please report this together with the output of `cupyflash doctor --json`."
         )
-        self.symbol, self.arch, self.log = symbol, arch, log
+        self.symbol, self.arch, self.log, self.mods = symbol, arch, log, mods
 
-    def __reduce__(self) -> tuple[type[CompileError], tuple[str, str, str]]:
-        return type(self), (self.symbol, self.arch, self.log)
+    def __reduce__(self) -> tuple[type[CompileError], tuple[str, str, str, str]]:
+        return type(self), (self.symbol, self.arch, self.log, self.mods)

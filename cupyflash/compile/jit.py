@@ -98,7 +98,7 @@ def _compile(variant: Variant, arch: str, compiler: nvrtc.Nvrtc) -> Cubin:
     try:
         data, text = compiler.compile(variant.source(), f"{variant.symbol}.cu", kernel_sources(), _options(target))
     except nvrtc.NvrtcError as e:
-        raise CompileError(variant.symbol, target, e.log) from e
+        raise CompileError(variant.symbol, target, e.log, variant.mods) from e
     finally:
         notice.cancel()
     seconds = time.perf_counter() - start

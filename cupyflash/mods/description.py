@@ -178,8 +178,10 @@ def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mod
             f"mod_arrays: expected at most {MOD_LIMIT} that are read, got {len(arrays)}; put some together"
         )
     for label, dtype, dims in arrays:
-        if not label.isidentifier() or label in NAMES or label in FUNCTIONS or label in _TAKEN or label.startswith("_"):
-            raise ArgumentError(f"mod_arrays: expected names of their own, got {label!r}; rename it")
+        if not _is_free(label):
+            raise ArgumentError(
+                f"mod_arrays: expected names of their own, of ASCII letters, digits and _, got {label!r}; rename it"
+            )
         if dtype not in ELEMENTS:
             raise ArgumentError(
                 f"mod_arrays: {label}: expected one of the dtypes {', '.join(ELEMENTS)}, got {dtype}; cast it"
@@ -189,14 +191,27 @@ def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mod
     return Mods(arrays, score, mask)
 
 
-# C++ has its own meaning of these, or the generated source has.
-_TAKEN = {
-    "Dual", "Emit", "Mods", "Params", "S", "Variant", "Visit", "alignas", "alignof", "and", "asm", "auto", "bool",
-    "break", "case", "catch", "char", "class", "const", "constexpr", "continue", "decltype", "default", "delete",
-    "derive", "do", "double", "each_learned", "else", "emit", "enum", "explicit", "export", "extern", "false",
-    "float", "for", "friend", "goto", "if", "inline", "int", "kv", "kv_idx", "lane", "long", "mask_mod", "mods",
-    "mutable", "namespace", "new", "noexcept", "not", "nullptr", "operator", "or", "p", "private", "protected",
-    "ptx", "public", "q_idx", "register", "return", "score_mod", "short", "signed", "sizeof", "static", "struct",
-    "switch", "template", "this", "throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned",
-    "using", "virtual", "visit", "void", "volatile", "warp", "while", "xor"
+# Words of C++, up to C++20, and those that macros of its headers take.
+_OF_CPP = {
+    "alignas", "alignof", "and", "and_eq", "asm", "assert", "auto", "bitand", "bitor", "bool", "break", "case",
+    "catch", "char", "char8_t", "char16_t", "char32_t", "class", "co_await", "co_return", "co_yield", "compl",
+    "concept", "const", "const_cast", "consteval", "constexpr", "constinit", "continue", "decltype", "default",
+    "delete", "do", "double", "dynamic_cast", "else", "enum", "explicit", "export", "extern", "false", "float",
+    "for", "friend", "goto", "if", "inline", "int", "long", "mutable", "namespace", "new", "noexcept", "not",
+    "not_eq", "nullptr", "NULL", "operator", "or", "or_eq", "private", "protected", "public", "register",
+    "reinterpret_cast", "requires", "return", "short", "signed", "sizeof", "static", "static_assert", "static_cast",
+    "struct", "switch", "template", "this", "thread_local", "throw", "true", "try", "typedef", "typeid", "typename",
+    "union", "unsigned", "using", "virtual", "void", "volatile", "wchar_t", "while", "xor", "xor_eq",
 }  # fmt: skip
+# CUDA's own variables and types, and what the generated struct and what reads it call theirs.
+_OF_KERNELS = {
+    "Bf16", "Dual", "Emit", "Fp16", "ModArray", "Mods", "Params", "S", "Variant", "Visit", "blockDim", "blockIdx",
+    "derive", "dim3", "each_learned", "emit", "gridDim", "kv", "kv_idx", "lane", "mask_mod", "mods", "p", "ptx",
+    "q_idx", "score_mod", "threadIdx", "visit", "warp", "warpSize",
+}  # fmt: skip
+
+
+def _is_free(label: str) -> bool:
+    """Whether an array may have this name, which is that of a member in C++."""
+    taken = label in NAMES or label in FUNCTIONS or label in _OF_CPP or label in _OF_KERNELS
+    return label.isascii() and label.isidentifier() and not taken and not label.startswith(("_", "CUPYFLASH_"))

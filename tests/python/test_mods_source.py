@@ -1,0 +1,117 @@
+"""What a kernel's source has of mods: names that C++ takes, and what is said where a compiler refuses it."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyflash import ArgumentError, CompileError, UnsupportedError
+from cupyflash.compile import jit, nvrtc
+from cupyflash.gpu.device import Device
+from cupyflash.mods import bind, description, read
+from cupyflash.mods.expression import FUNCTIONS, NAMES
+from cupyflash.plan.families import plan_call
+from cupyflash.plan.variant import kernel_sources
+from cupyflash.problem import make_problem
+
+# Names that only look taken.
+FREE = ("table", "bias", "kernel", "threads", "size_t", "std", "float4", "isnan", "main", "out", "lse", "params", "emits",
+        "Table", "lengths", "at", "count", "store", "place_of", "mod_value", "x1", "final")  # fmt: skip
+
+
+def struct_of(label: str) -> str:
+    """A struct with an array of this name among those of other dtypes."""
+    text = (
+        "array X_ fp32 1\narray a_ fp16 1\narray b_ bf16 1\narray c_ fp64 1\n"
+        "score_mod tanh(score) * abs(X_(k) + a_(k) + b_(k) + c_(k)) + pow(score, max(0, q % 3))\nmask_mod X_[q] < inf"
+    )
+    return read(text).source().replace("X_", label)
+
+
+def refused(structs: list[str]) -> set[int]:
+    """Numbers of the structs that NVRTC refuses; of several, perhaps the first alone."""
+    members = "".join(f"const void *mod_array_{i}; Lengths mod_array_{i}_lengths; " for i in range(4))
+    lines = [f'#include "attention/mods.cuh"\nstruct Given {{ {members} }};']
+    for i, struct in enumerate(structs):
+        start, end = f"namespace mods {{ namespace n{i} {{", "} }"
+        inside = struct.replace("namespace mods {", start).replace("}  // namespace mods", end).replace("\n", " ")
+        score = f"mods::n{i}::Mods(p).score_mod(mods::Dual(1.f), 0, 1, 2, 3).d"
+        lines.append(f"{inside} __device__ float use{i}(Given p) {{ return {score}; }}")
+    try:
+        nvrtc.find().compile("\n".join(lines), "t.cu", kernel_sources(), jit._options("sm_80"))
+    except nvrtc.NvrtcError as e:
+        return {int(n) - 3 for n in re.findall(r"t\.cu\((\d+)\): (?:catastrophic )?error", e.log)}
+    return set()
+
+
+@pytest.fixture(scope="module")
+def _with_nvrtc() -> None:
+    try:
+        nvrtc.find()
+    except UnsupportedError as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.mark.usefixtures("_with_nvrtc")
+def test_free_names_compile() -> None:
+    assert all(map(description._is_free, FREE))
+    assert not refused([struct_of(label) for label in FREE])
+
+
+@pytest.mark.usefixtures("_with_nvrtc")
+def test_names_of_headers_are_free_or_compile() -> None:
+    """Every word of the headers, so that one that a header takes tomorrow is missed today no longer."""
+    words = {word for text in kernel_sources().values() for word in re.findall(r"\b[A-Za-z]\w*", text)}
+    free = sorted(word for word in words if description._is_free(word))
+    assert len(free) > 2000
+    assert not [free[i] for i in refused([struct_of(word) for word in free])]
+
+
+@pytest.mark.usefixtures("_with_nvrtc")
+@pytest.mark.parametrize(
+    "label", ["and_eq", "xor_eq", "NULL", "wchar_t", "thread_local", "static_cast", "ModArray", "Fp16"]
+)
+def test_names_that_c_takes_would_not_compile(label: str) -> None:
+    assert refused([struct_of(label)])
+
+
+TAKEN = (
+    "and_eq", "bitand", "bitor", "char8_t", "char16_t", "char32_t", "co_await", "compl", "concept", "const_cast",
+    "consteval", "constinit", "dynamic_cast", "ModArray", "not_eq", "NULL", "or_eq", "reinterpret_cast", "requires",
+    "static_assert", "static_cast", "thread_local", "wchar_t", "xor_eq", "blockIdx", "Fp16", "CUPYFLASH_MODS_CUH",
+    "_table", "größe", *NAMES, *FUNCTIONS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("label", TAKEN)
+def test_names_that_are_taken_are_refused(label: str) -> None:
+    with pytest.raises(ArgumentError, match="mod_arrays: expected names of their own"):
+        description.make((description.Read(label, "fp32", 1),), None, None)
+
+
+# ---- Errors of a compiler ----
+
+
+def test_what_a_compiler_refuses_is_said_with_the_mods() -> None:
+    def refuses(*_: Any) -> tuple[bytes, str]:
+        raise nvrtc.NvrtcError("kernel.cu(7): error: expression must have a constant value")
+
+    text, _ = bind("score + table[h]", "q >= k", {"table": np.ones(4, np.float32)})
+    problem = make_problem(((1, 64, 4, 64),) * 3, ("fp16",) * 3, mods=text, mod_shapes=((4,),))
+    variant = next(x.variant for x in plan_call(problem, Device.synthetic("sm_80")).launches if x.variant.mods)
+    compiler: Any = SimpleNamespace(archs=("sm_80",), name="12.9", compile=refuses)
+    with pytest.raises(CompileError) as error:
+        jit._compile(variant, "sm_80", compiler)
+    for words in (
+        "constant value\nIt has array table",
+        "It has score_mod (score + table(h))\nIt has mask_mod (q >= k)\nPlease",
+    ):
+        assert words in str(error.value)
+    assert error.value.mods == text
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+    assert "It has" not in str(CompileError("fwd", "sm_80", "error: no"))
