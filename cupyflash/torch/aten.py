@@ -56,7 +56,7 @@ def _sdpa(
     by_torch: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    reason = why_not(q, k, v, dropout_p) or ("a debug mask is asked for" if return_debug_mask else "")
+    reason = why_not(q, k, v, dropout_p, scale=scale) or ("a debug mask is asked for" if return_debug_mask else "")
     if reason:
         return by_torch(reason)
     out, lse = _forward(q, k, v, Options(is_causal, scale))
@@ -74,7 +74,7 @@ def _sdpa_backward(
     cum_seq_k: Any, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *state: Tensor,
     scale: float | None = None,
 ) -> Any:  # fmt: skip
-    if reason := why_not(q, k, v, dropout_p):
+    if reason := why_not(q, k, v, dropout_p, scale=scale):
         return by_torch(reason)
     grads = _backward(dout, q, k, v, out, lse, Options(is_causal, scale))
     return tuple(_like(g, x) for g, x in zip(grads, (q, k, v), strict=True))
@@ -84,7 +84,7 @@ def _sdpa_on_host(
     by_torch: Any, q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    if reason := why_not(q, k, v, dropout_p, attn_mask):
+    if reason := why_not(q, k, v, dropout_p, attn_mask, scale):
         return by_torch(reason)
     out, lse = _forward(q, k, v, Options(scale=scale, window=_top_left(q, k, is_causal)))
     return out, lse.transpose(1, 2).contiguous().transpose(1, 2)
@@ -94,7 +94,7 @@ def _sdpa_on_host_backward(
     by_torch: Any, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout_p: float,
     is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
-    if reason := why_not(q, k, v, dropout_p, attn_mask):
+    if reason := why_not(q, k, v, dropout_p, attn_mask, scale):
         return by_torch(reason)
     grads = _backward(dout, q, k, v, out, lse, Options(scale=scale, window=_top_left(q, k, is_causal)))
     return tuple(g.transpose(1, 2).contiguous().transpose(1, 2) for g in grads)
@@ -114,7 +114,7 @@ def _flash(
     **more: Any,
 ) -> Any:  # fmt: skip
     rest = any(x is not None and not (name == "num_splits" and x <= 1) for name, x in more.items())
-    reason = _why_not_flash(q, k, v, dropout_p) or (
+    reason = _why_not_flash(q, k, v, dropout_p, scale) or (
         "it asks for more than we have" if rest or return_debug_mask else ""
     )
     if reason:
@@ -129,7 +129,7 @@ def _flash_backward(
     cum_seq_k: Tensor | None, max_q: int, max_k: int, dropout_p: float, is_causal: bool, *state: Tensor,
     scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
 ) -> Any:  # fmt: skip
-    if reason := _why_not_flash(q, k, v, dropout_p):
+    if reason := _why_not_flash(q, k, v, dropout_p, scale):
         return by_torch(reason)
     arrays = _places({"q": q, "k": k, "v": v}, cum_seq_q, cum_seq_k, None)
     arrays |= {"out": out, "dout": dout if dout.stride(-1) == 1 else dout.contiguous(), "lse": lse.contiguous()}
@@ -138,10 +138,10 @@ def _flash_backward(
     return tuple(_like(grads[f"d{name}"], arrays[name]) for name in "qkv")
 
 
-def _why_not_flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> str:
+def _why_not_flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None) -> str:
     """`why_not` of arrays with rows before heads, packed or not."""
     q, k, v = ((x[None] if x.dim() == 3 else x).transpose(1, 2) for x in (q, k, v))
-    return why_not(q, k, v, dropout_p)
+    return why_not(q, k, v, dropout_p, scale=scale)
 
 
 def _places(

@@ -7,7 +7,6 @@ is no derivative of gradients, and none forward; both are errors.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,10 +52,13 @@ class _Attention(torch.autograd.Function):
         if arrays is None:
             return (None,) * (2 + len(ctx.names))
         dout = arrays["dout"]
-        of, optional = _gradients_of(ctx.names)
+        of, optional = ops.gradients_of(ctx.names)
         wanted = tuple([of[i] for i in optional if ctx.needs_input_grad[2 + i]]) if optional else ()
-        followed = is_followed() or dout.is_neg() or is_batched_by_autograd(dout)
-        grads = _gradients(arrays, ctx.options, wanted, followed)
+        if is_compiling():  # by compiled autograd
+            grads = ops.backward(arrays, ctx.options, wanted)
+        else:
+            followed = is_followed() or dout.is_neg() or is_batched_by_autograd(dout)
+            grads = _gradients(arrays, ctx.options, wanted, followed)
         return None, None, *[grads.get(name) for name in of]
 
 
@@ -78,7 +80,7 @@ class _AttentionByOperator(torch.autograd.Function):
         arrays = _to_backward(ctx, dout, dlse)
         if arrays is None:
             return (None,) * len(ctx.needs_input_grad)
-        of, optional = _gradients_of(ops.inputs_of(FORWARD))
+        of, optional = ops.gradients_of(ops.inputs_of(FORWARD))
         wanted = tuple([of[i] for i in optional if ctx.needs_input_grad[1 + i]])
         grads = ops.backward(arrays, ctx.options, wanted)
         return None, *[grads.get(name) for name in of], *[None for _ in ops.OPTIONS]
@@ -97,13 +99,6 @@ def _to_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> dict[str
     if dlse is not None:
         arrays["dlse"] = dlse
     return arrays
-
-
-@functools.lru_cache(maxsize=256)
-def _gradients_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The names of these arrays' gradients, "" for those that have none; the numbers of those made only if wanted."""
-    of = tuple(BACKWARD.gradient_of.get(name, "") for name in names)
-    return of, tuple(i for i, name in enumerate(of) if name in BACKWARD.optional)
 
 
 class _Gradients(torch.autograd.Function):

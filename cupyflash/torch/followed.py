@@ -1,7 +1,7 @@
 """Whether torch follows what is computed, by means that see its own operators alone: modes, transforms, tracers.
 
 Names that torch keeps to itself stand here and nowhere else; without one of them all is taken to be followed, which
-costs some microseconds a call and nothing else.
+costs some microseconds a call and nothing else. Of those that operators cannot do without, an error says which is gone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+from ..errors import UnsupportedError
 
 
 def _or_else(find: Callable[[], Any], substitute: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,8 +64,15 @@ def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 def below_autograd(op: Any, keys: Any, values: Sequence[Any]) -> Any:
     """What an operator's rule for autograd hands on, as torch.library's own rules do."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *values)
+    try:
+        below, after = torch._C._AutoDispatchBelowAutograd, torch._C._after_autograd_keyset
+    except AttributeError as error:
+        raise UnsupportedError(
+            f"attention: torch {torch.__version__} has no {error.name} any more, which calls need that torch follows "
+            "(a mode, a transform, a compiler or a subclass); give plain tensors, or use torch 2.13"
+        ) from error
+    with below():
+        return op.redispatch(keys & after, *values)
 
 
 def _plain() -> Callable[[Any], bool]:
@@ -103,13 +112,14 @@ def unregister(library: torch.library.Library) -> None:
 @contextmanager
 def one_level() -> Iterator[None]:
     """Lets an autograd.Function record for the level of torch.func that asks, which the levels below do likewise."""
-    functorch = torch._C._functorch
-    if not hasattr(functorch, "set_single_level_autograd_function_allowed"):
+    functorch, name = getattr(torch._C, "_functorch", None), "single_level_autograd_function_allowed"
+    get, allow = (getattr(functorch, f"{verb}_{name}", None) for verb in ("get", "set"))
+    if not get or not allow:  # torch.func says so itself, should it need them
         yield
         return
-    before = functorch.get_single_level_autograd_function_allowed()
-    functorch.set_single_level_autograd_function_allowed(True)
+    before = get()
+    allow(True)
     try:
         yield
     finally:
-        functorch.set_single_level_autograd_function_allowed(before)
+        allow(before)

@@ -19,6 +19,7 @@ from ..launch import run
 from ..launch.checks import check
 from ..operands import BACKWARD, FORWARD, GRADIENT, INPUT, RESULT, Operand, Pass
 from ..options import Options
+from .followed import is_compiling
 
 # The options as an operator's arguments.
 OPTIONS = (
@@ -67,6 +68,19 @@ def results_of(which: Pass) -> tuple[str, ...]:
 
 
 _inputs_of, _results_of = functools.cache(inputs_of), functools.cache(results_of)  # which dynamo does not see through
+
+
+def gradients_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The names of these arrays' gradients, "" for those that have none; the numbers of those made only if wanted."""
+    return _look_up(names) if is_compiling() else _looked_up(names)
+
+
+def _look_up(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    of = tuple([BACKWARD.gradient_of.get(name, "") for name in names])
+    return of, tuple([i for i, name in enumerate(of) if name in BACKWARD.optional])
+
+
+_looked_up = functools.lru_cache(maxsize=256)(_look_up)
 
 
 def schema(which: Pass) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 
@@ -33,15 +34,18 @@ def scaled_dot_product_attention(
         read where it lies, and learned if it requires grad.
 
     What cupyflash does not take goes to torch's own: head_dims that are no multiple of 8 or differ, fp32 and fp64 on a
-    GPU, GPUs older than Ampere, broadcast batches, and tensors in host memory, for which torch is faster (unless
-    CUPYFLASH_BACKEND is "cpu"). A warning says why, once a reason.
+    GPU, GPUs older than Ampere, broadcast batches, a dropout_p of 1, a scale that is not finite, meta tensors, and
+    tensors in host memory, for which torch is faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a
+    reason.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 128, 64])
     """
-    reason = why_not(query, key, value) or why_not_bias(query, key, attn_mask)
+    reason = why_not(query, key, value, scale=scale) or why_not_bias(query, key, attn_mask)
+    if not 0.0 <= dropout_p < 1.0:
+        reason = "expected a dropout_p from 0 on and below 1"
     if attn_mask is not None and is_causal:
         reason = "there is an attn_mask beside is_causal"  # an error of torch's
     if not reason and query.shape[1] != key.shape[1] and not enable_gqa:
@@ -66,7 +70,9 @@ _GPU = (torch.float16, torch.bfloat16)
 _HOST = (*_GPU, torch.float32, torch.float64)
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tensor | None = None) -> str:
+def why_not(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tensor | None = None, scale: float | None = None
+) -> str:
     """Why a call in the layout bhsd is torch's; "" if it is ours. No reason depends on lengths."""
     if torch.overrides.has_torch_function((q, k, v)):
         return "a tensor has rules of its own"
@@ -74,6 +80,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tenso
         return "there is an attn_mask"
     if dropout_p:
         return "there is dropout"
+    if scale is not None and not -math.inf < scale < math.inf:
+        return "expected a finite scale"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "expected 4 dimensions"
     return _why_not_device(q) or _why_not_shapes(q, k, v)
@@ -103,9 +111,9 @@ def _takes_host() -> bool:
 
 def _why_not_device(q: Tensor) -> str:
     kind = q.device.type
-    autocast = torch.is_autocast_enabled(kind) and q.dtype is torch.float32
     if q.layout is not torch.strided or kind not in ("cpu", "cuda"):
         return "expected plain tensors on the CPU or an NVIDIA GPU"
+    autocast = torch.is_autocast_enabled(kind) and q.dtype is torch.float32  # an error for kinds without autocast
     if kind == "cpu":
         if not _takes_host():
             return "tensors in host memory are faster there; CUPYFLASH_BACKEND=cpu takes them, too"

@@ -250,6 +250,33 @@ def test_the_backward_is_compiled_by_itself(compiler: Any) -> None:
         close(a, b)
 
 
+@pytest.mark.needs("torch>=2.6")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's own look
+def test_backwards_of_eager_calls_are_compiled(backend: str, compiler: Any) -> None:
+    """By compiled autograd, which traces what autograd would run."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    ends = torch.tensor([0, 2, 5], dtype=torch.int32)
+
+    def packed(q: Any, k: Any, v: Any) -> Any:
+        return attention_varlen(q[0], k[0], v[0], ends, ends)
+
+    def with_lse(q: Any, k: Any, v: Any) -> Any:
+        return torch.cat([x.flatten() for x in attention(q, k, v, return_lse=True)])
+
+    def followed(q: Any, k: Any, v: Any) -> Any:  # by a mode, for which it is the operator's
+        with FlopCounterMode(display=False):
+            return attention(q, k, v)
+
+    for f in (attention, packed, with_lse, followed):
+        x = make(grad=True)
+        want = torch.autograd.grad(loss(f)(*x), x)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
+            loss(f)(*x).backward()
+        close([t.grad for t in x], list(want))
+
+
 def test_wrong_arguments_are_named_by_compiled_code(compiler: Any) -> None:
     x = torch.randn(2, 5, 2, 8), torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8)
     with pytest.raises(RuntimeError, match="expected heads_k to divide heads_q = 2, got heads_k = 3"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -90,6 +91,32 @@ def test_without_names_all_is_taken_to_be_followed(monkeypatch: pytest.MonkeyPat
         assert followed.is_followed()
         assert torch.equal(torch.autograd.grad(cupyflash.attention(x, x, x).sum(), x)[0], want)
     assert followed._or_else(lambda: torch.no_such_name, max) is max
+
+
+def under_a_mode(x: Any) -> Any:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False):
+        return cupyflash.attention(x, x, x)
+
+
+@pytest.mark.parametrize("name", ["_AutoDispatchBelowAutograd", "_after_autograd_keyset"])
+def test_what_operators_cannot_do_without_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 9, 2, 8)
+    want = under_a_mode(x)
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._C, name)
+        with pytest.raises(UnsupportedError, match=rf"torch {re.escape(torch.__version__)} has no {name} any more"):
+            under_a_mode(x)
+        assert torch.equal(cupyflash.attention(x, x, x), want)  # plain tensors ask for no operator
+
+
+@pytest.mark.parametrize("verb", ["get", "set"])
+def test_without_levels_of_transforms(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 9, 2, 8, requires_grad=True)
+    want = torch.autograd.grad(under_a_mode(x).sum(), x)[0]
+    monkeypatch.delattr(torch._C._functorch, f"{verb}_single_level_autograd_function_allowed")
+    assert torch.equal(torch.autograd.grad(under_a_mode(x).sum(), x)[0], want)
 
 
 @pytest.mark.usefixtures("without")

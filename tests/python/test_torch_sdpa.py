@@ -108,6 +108,9 @@ def test_compiling_leaves_globals_as_they_are() -> None:
 
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "head_dim": ({"d": 12}, {}, "a multiple of 8"),
+    "dropout of all": ({}, {"dropout_p": 1.0}, "expected a dropout_p from 0 on and below 1"),
+    "a scale of NaN": ({}, {"scale": float("nan")}, "expected a finite scale"),
+    "an infinite scale": ({}, {"scale": float("inf")}, "expected a finite scale"),
 }
 
 
@@ -118,8 +121,22 @@ def test_what_we_do_not_take_is_torchs(arrays: Any, options: Any, reason: str, c
     with pytest.warns(UserWarning, match=f"scaled_dot_product_attention: this call is torch's own: .*{reason}"):
         found = ours.scaled_dot_product_attention(*x, **options)
     torch.manual_seed(1)
-    close(found, F.scaled_dot_product_attention(*x, **options))
+    close(found, F.scaled_dot_product_attention(*x, **options), equal_nan=True)
     ours.scaled_dot_product_attention(*x, **options)  # the reason is known now
+    assert not calls
+
+
+def test_tensors_without_memory_are_torchs() -> None:
+    x = [t.detach().to("meta") for t in make()]
+    with pytest.warns(UserWarning, match="this call is torch's own: expected plain tensors on the CPU or an NVIDIA"):
+        found = ours.scaled_dot_product_attention(*x, is_causal=True)
+    assert (found.device.type, found.shape) == ("meta", x[0].shape)
+
+
+@pytest.mark.filterwarnings("ignore:scaled_dot_product_attention")
+def test_a_wrong_dropout_is_torchs_error(calls: list[str]) -> None:
+    with pytest.raises(RuntimeError, match=r"between 0 and 1, but got 2"):
+        ours.scaled_dot_product_attention(*make(), dropout_p=2.0)
     assert not calls
 
 
