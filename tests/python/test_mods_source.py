@@ -20,8 +20,8 @@ from cupyflash.plan.variant import kernel_sources
 from cupyflash.problem import make_problem
 
 # Names that only look taken.
-FREE = ("table", "bias", "kernel", "threads", "size_t", "std", "float4", "isnan", "main", "out", "lse", "params", "emits",
-        "Table", "lengths", "at", "count", "store", "place_of", "mod_value", "x1", "final")  # fmt: skip
+FREE = ("table", "bias", "kernel", "threads", "size_t", "std", "float4", "isnan", "main", "out", "lse", "params",
+        "emits", "Table", "lengths", "at", "count", "store", "place_of", "mod_value", "x1", "final")  # fmt: skip
 
 
 def struct_of(label: str) -> str:
