@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .kvcache import attention_with_cache
     from .pages import PagedCache
     from .partials import combine
+    from .raw import RawKernel, raw_kernel
     from .varlen import attention_varlen, attention_varlen_backward
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ __all__ = [
     "DeviceError",
     "Gradients",
     "PagedCache",
+    "RawKernel",
     "UnsupportedError",
     "__version__",
     "attention",
@@ -36,6 +38,7 @@ __all__ = [
     "attention_varlen_backward",
     "attention_with_cache",
     "combine",
+    "raw_kernel",
     "warmup",
 ]
 
@@ -48,7 +51,7 @@ if (_root / "kernels_cu").is_dir() and (_root / "pyproject.toml").is_file():
 _HOMES = {"Gradients": "api", "attention": "api", "attention_backward": "api", "warmup": "ahead"}
 _HOMES |= {"attention_with_cache": "kvcache", "combine": "partials", "PagedCache": "pages"}
 _HOMES |= {"attention_varlen": "varlen", "attention_varlen_backward": "varlen"}
-_HOMES |= {"BlockMask": "masks"}
+_HOMES |= {"BlockMask": "masks", "RawKernel": "raw", "raw_kernel": "raw"}
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,7 @@ PYTHON_LAYERS = (
     ("transformers", "distributed"),
     ("compat",),
     ("kvcache", "pages", "partials", "varlen"),
-    ("ahead", "api"),
+    ("ahead", "api", "raw"),
     ("masks",),
     ("mask_arrays",),
     ("gradients", "seeds"),
