@@ -253,8 +253,8 @@ def test_the_backward_is_compiled_by_itself(compiler: Any) -> None:
 @pytest.mark.needs("torch>=2.6")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's own look
-def test_backwards_of_eager_calls_are_compiled(backend: str, compiler: Any) -> None:
-    """By compiled autograd, which traces what autograd would run."""
+def test_compiled_autograd(backend: str, compiler: Any) -> None:
+    """It traces what autograd would run: of eager calls, and of compiled ones."""
     from torch.utils.flop_counter import FlopCounterMode
 
     ends = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -269,7 +269,7 @@ def test_backwards_of_eager_calls_are_compiled(backend: str, compiler: Any) -> N
         with FlopCounterMode(display=False):
             return attention(q, k, v)
 
-    for f in (attention, packed, with_lse, followed):
+    for f in (attention, packed, with_lse, followed, torch.compile(attention, backend=backend, fullgraph=True)):
         x = make(grad=True)
         want = torch.autograd.grad(loss(f)(*x), x)
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True)):
