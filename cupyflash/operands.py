@@ -60,7 +60,7 @@ TABLE: tuple[Operand | Number, ...] = (
         "counter", ("2",), "int32", hopper=True,
         forward=Use(COUNTER, optional=True, text="zeros, left as zeros: tiles drawn, blocks that are done; null: tiles "
                                                  "in a fixed stride"),
-        backward=Use(COUNTER, optional=True, text="as in the forward; of bwd_dkv and bwd_dq"),
+        backward=Use(COUNTER, optional=True, text="as in the forward; of bwd_dkv, bwd_dq and bwd_dbias"),
     ),
     Operand(
         "clocks", ("blocks", "2"), "int64", hopper=True,

@@ -124,6 +124,6 @@ class HopperBiasTile:
         return f"m{self.block_m}n{self.block_n}s{self.stages}"
 
     def smem_bytes(self, head_dim: int) -> int:
-        """The stages, a row of sums a warp, mbarriers."""
+        """The stages, a row of sums a warp, the queue of tiles, mbarriers."""
         pair = (self.block_m + self.block_n) * _row_bytes(head_dim)
-        return self.stages * (pair + 16) + 4 * self.block_n * self.block_m // 16
+        return self.stages * (pair + 16) + 4 * self.block_n * self.block_m // 16 + 64

@@ -51,6 +51,8 @@ struct BiasVisits {
     __device__ SequenceOf<V> sequence_of(int batch) const {
         return with_range<V>(Sequence<V::kPacked>::of(p, batch), p);
     }
+    // The first tile, seen or not.
+    __device__ Visit first() const { return {batches.first, heads.first, queries.first, keys.first}; }
     // To the first tile of which something is seen; false if there is none.
     __device__ __forceinline__ bool begin(Visit &at) const {
         at = {batches.first, heads.first, queries.first, keys.first - 1};

@@ -19,7 +19,7 @@ struct BwdSm90Params {
     // (q, dout), kBlockN (k, v) or 64 (dq, dk, dv) rows; kernels that share the struct share the boxes, those of the
     // first.
     ptx::TensorMap map_q, map_k, map_v, map_dout, map_dq, map_dk, map_dv;
-    int *counter;     // [2]; as in the forward; of bwd_dkv and bwd_dq
+    int *counter;     // [2]; as in the forward; of bwd_dkv, bwd_dq and bwd_dbias
     BwdParams plain;  // the same arrays, for what is not TMA's
 };
 

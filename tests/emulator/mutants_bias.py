@@ -53,6 +53,8 @@ BACKWARD_BIAS = (
     Bug("dbias on Hopper: Q and K used before they are here", without("q-and-k-here-dbias"), "keys", r"RACE", "sm_90"),
     Bug("dbias on Hopper: dO and V used before they are here", without("do-and-v-here-dbias"), "keys", r"RACE", "sm_90"),
     Bug("dbias on Hopper: products used before they are complete", without("products-complete-dbias"), "pairs", r"wgmma|RACE", "sm_90"),
-    Bug("dbias on Hopper: both parts in the first", change("part-of-the-sum", "8 * part + col / 8", "col / 8"), "pairs", "", "sm_90"),
+    Bug("dbias on Hopper: both parts in the first", change("part-of-the-sum", "Part::kBlockN / 8 * part + col / 8", "col / 8"), "pairs", "", "sm_90"),
+    Bug("dbias on Hopper: bias of the first part for all", change("bias-of-its-part", "kept.part[part]", "kept.part[0]"), "pairs", "", "sm_90"),
+    Bug("dbias on Hopper: packed, bias of the first sequence for all", change("bias-is-kept", "!V::kPacked &&", ""), "packed-shared", "", "sm_90"),
     Bug("dbias: pairs written where they are not aligned", change("pairs-of-dbias", "reinterpret_cast<unsigned long long>(mine) % (2 * sizeof(Element)) == 0", "true"), "odd", r"align", "sm_90"),
 )  # fmt: skip

@@ -46,6 +46,7 @@ CASES = {
     "mask": _case("mask", "bqk bool", dlse=True),
     "both": _case("both", "hqk + bk bool", dlse=True),
     "packed": _packed("packed", "bhqk", heads_q=4),
+    "packed-shared": _packed("packed-shared", "hqk"),
     "short": _packed("short", "hqk + bqk bool", causal=True),
 }
 
