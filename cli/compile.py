@@ -21,6 +21,7 @@ from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import GPU_DTYPES, variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache, usual
+from cupyflash.plan.spec import CHUNKS, PAIRS
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
 
@@ -107,10 +108,10 @@ def variants_of(
     return list(found)
 
 
-def _forms(problem: Problem) -> list[tuple[bool, bool]]:
-    """Whether what can be learned is, and whether a bias is read in pairs."""
+def _forms(problem: Problem) -> list[tuple[bool, int]]:
+    """Whether what can be learned is, and how neighbouring keys of a bias lie."""
     learned = (False, True) if problem.alibi or problem.sink or problem.bias else (False,)
-    return list(itertools.product(learned, (False, True) if problem.bias else (False,)))
+    return list(itertools.product(learned, (0, PAIRS, CHUNKS) if problem.bias else (0,)))
 
 
 def _problems(

@@ -17,7 +17,7 @@ from .options import Options, Window
 from .plan.decode import variants_over_cache
 from .plan.families import GPU_DTYPES, kernels_of, variants_of_calls
 from .plan.shipped_cache import usual
-from .plan.spec import Spec
+from .plan.spec import CHUNKS, PAIRS, Spec
 from .plan.variant import Variant
 from .problem import Bias, check_head_dim, make_problem
 
@@ -144,13 +144,13 @@ def _variants(
             yield from variants_of_calls(problem, dev, **known)
 
 
-def biases_of(dtype: str, has_bias: bool) -> tuple[tuple[Bias | None, bool], ...]:
-    """What kernels know of biases beside arrays of a dtype, and whether they are read in pairs; None: there is none."""
+def biases_of(dtype: str, has_bias: bool) -> tuple[tuple[Bias | None, int], ...]:
+    """What kernels know of biases beside arrays of a dtype, and how they lie (`Access`); None: there is none."""
     if not has_bias:
-        return ((None, False),)
+        return ((None, 0),)
     numbers = dict.fromkeys((dtype, "fp32"))
     forms = *map(Bias, numbers), Bias("bool"), *(Bias(kind, masked=True) for kind in numbers)
-    return tuple((form, paired) for form in forms for paired in (True, False))
+    return tuple((form, paired) for form in forms for paired in (CHUNKS, PAIRS, 0))
 
 
 def _ordinals(devices: Any) -> tuple[int, ...]:

@@ -10,6 +10,9 @@ BIAS_CASES: tuple[Case, ...] = (
     Case("bias-causal-d128", "smoke", 323, 324, 128, batch=2, causal=True, bias="hqk fp32"),
     Case("bias-odd", "quick", 101, 323, 64, batch=2, bias="bhqk"),
     Case("bias-odd-d128", "full", 101, 201, 128, bias="qk fp32", causal=True),
+    # rows of whole chunks of 16 bytes
+    Case("bias-chunks", "smoke", 201, 328, 64, batch=2, heads_q=4, heads_k=2, bias="bhqk", causal=True, dlse=True),
+    Case("bias-chunks-window", "quick", 203, 200, 40, batch=2, bias="hqk hides", window=(70, 30), deterministic=True),
     # broadcast along each dimension
     Case("bias-of-heads-and-keys", "quick", 131, 204, 64, batch=2, heads_q=4, heads_k=2, bias="hk"),
     Case("bias-of-keys", "quick", 131, 204, 128, batch=3, heads_q=4, heads_k=2, bias="bk fp32 hides", dlse=True),

@@ -12,6 +12,7 @@ from ..arrays.adapters import Native
 from ..cache.arrays import BY_NAME
 from ..gpu import tensormap
 from ..operands import BACKWARD, Pass
+from ..plan.spec import CHUNKS, PAIRS
 from .passes import Given, as_batch, score_steps
 
 Plain = tuple[Any, ...]  # a Signature, or the same as a plain tuple
@@ -34,10 +35,10 @@ def _of_rows(signatures: Sequence[Plain], others: Sequence[Plain]) -> tuple[bool
 
 
 class Aligned(NamedTuple):
-    """Whether addresses are multiples of 16, of the arrays with strides; and of 8, that of a bias."""
+    """Whether addresses are multiples of 16, of the arrays with strides; and what that of a bias allows (`Access`)."""
 
     rows: bool = True
-    bias: bool = True
+    bias: int = CHUNKS
 
 
 ALIGNED = Aligned()
@@ -50,7 +51,7 @@ def aligned_at(which: Pass, names: Iterable[str], addresses: Iterable[int]) -> A
         row = which.rows[name]
         bits |= address if row.strided else 0
         of_bias |= address if row.broadcasts else 0
-    return Aligned(bits & 15 == 0, of_bias & 7 == 0)
+    return Aligned(bits & 15 == 0, CHUNKS if of_bias & 15 == 0 else PAIRS if of_bias & 7 == 0 else 0)
 
 
 class Access(NamedTuple):
@@ -59,19 +60,20 @@ class Access(NamedTuple):
     Attributes:
         aligned: every row of the arrays with strides starts at a multiple of 16 bytes.
         tma: TMA can read those that some kernel reads by it.
-        paired_bias: two neighbouring keys of a bias, and of a mask, lie in an aligned pair; False where there is none.
+        paired_bias: how neighbouring keys of a bias lie, and of a mask: PAIRS, two in an aligned pair; CHUNKS, eight in
+            four of them, of rows that queries have of their own; 0: neither, or there are none.
     """
 
     aligned: bool
     tma: bool
-    paired_bias: bool
+    paired_bias: int
 
 
 def access_of(given: Given, signatures: Sequence[Plain], aligned: Aligned) -> Access:
     """That of arrays; `signatures`: strides in elements, as `as_batch` gives them."""
     rows = _of_rows(given.by_tma(signatures), given.by_hand(signatures)) if aligned.rows else (False, False)
     added = [signatures[i] for i in given.added]
-    return Access(*rows, bool(added) and aligned.bias and all(_has_pairs(x[0], x[1]) for x in added))
+    return Access(*rows, min([aligned.bias, *(_pairs_of(x[0], x[1]) for x in added)]) if added else 0)
 
 
 def known_of(given: Given, library: Native, arrays: Iterable[Any]) -> dict[str, Any]:
@@ -114,7 +116,13 @@ def _rows_aligned(signature: Plain, itemsize: int) -> bool:
     return all(s * itemsize % 16 == 0 for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1)
 
 
-def _has_pairs(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two neighbouring keys of a bias lie in a pair, aligned where the array is."""
+def _pairs_of(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How neighbouring keys of a bias lie where the array is aligned."""
     *steps, key = score_steps(shape, strides)
-    return key == 1 and shape[-1] % 2 == 0 and not any(step % 2 for step in steps)
+
+    def in_units_of(n: int) -> bool:
+        return key == 1 and shape[-1] % n == 0 and not any(step % n for step in steps)
+
+    if in_units_of(8) and steps[-1]:
+        return CHUNKS
+    return PAIRS if in_units_of(2) else 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..gpu.device import Device
 from ..problem import Bias, Problem
 from .families import kernels_of, variants_of_calls
-from .spec import Spec
+from .spec import CHUNKS, Spec
 from .variant import Variant
 
 
@@ -49,7 +49,7 @@ def shipped(device: Device) -> tuple[Variant, ...]:
     """The finite list of variants that tests and precompiled layers cover on one architecture; at most 176."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
-        known = {"aligned": aligned, "paired_bias": problem.bias is not None}
+        known = {"aligned": aligned, "paired_bias": CHUNKS if problem.bias else 0}
         variants.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
         if problem.alibi or problem.sink or problem.bias:  # that are learned
             known |= dict.fromkeys(("dalibi", "dsink", "dbias"), True)

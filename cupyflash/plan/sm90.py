@@ -11,7 +11,7 @@ from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, Slope
 from .learned import learned
 from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
-from .spec import Spec
+from .spec import CHUNKS, Spec
 from .tiles_sm90 import HopperBackwardTile, HopperBiasTile, HopperDkvTile, HopperDqTile, HopperForwardTile
 from .variant import Variant
 
@@ -66,6 +66,10 @@ _BACKWARD_BIAS: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(64, 128, 4, 240, 24)),
     (128, HopperBackwardTile(64, 128, 2, 240, 24)),
 )
+# Where it comes through shared memory; fewer keys where others would spill, and with its gradient, whose kernel needs
+# boxes of 128.
+_BACKWARD_COPIED_BIAS = (64, HopperBackwardTile(64, 192, 3, 160, 32, copies_bias=True)), _BACKWARD_BIAS[1]
+_BACKWARD_COPIED_BIAS_NARROW = (64, HopperBackwardTile(64, 128, 4, 240, 24, copies_bias=True)), _BACKWARD_BIAS[1]
 # With two such features (Spec.crowded), likewise; backward, heads beyond 64 are wide.
 _FORWARD_CROWDED: tuple[tuple[int, HopperForwardTile], ...] = (
     (128, _FORWARD_LISTED_NARROW),
@@ -149,6 +153,12 @@ class BiasGradientSm90(Main):
         return cls.of(spec, next(tile for limit, tile in _BIAS_GRADIENT if spec.head_dim <= limit))
 
 
+def _copies_bias(spec: Spec) -> bool:
+    """Whether a backward reads its bias through shared memory (bias_copies.cuh)."""
+    alone = not (spec.mask or spec.mods or spec.crowded)
+    return spec.paired_bias == CHUNKS and alone and not (spec.wide_bias or spec.packed)
+
+
 class Sm90(Family):
     """For wide heads, dQ has a kernel of its own."""
 
@@ -185,7 +195,9 @@ class Sm90(Family):
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         delta = Delta.of(spec, DeltaTile(*rows))
         plain = _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
-        alone = _BACKWARD_BIAS if spec.bias else plain
+        fewer_keys = spec.dbias or spec.dalibi or spec.softcap
+        copied = _BACKWARD_COPIED_BIAS_NARROW if fewer_keys else _BACKWARD_COPIED_BIAS
+        alone = copied if _copies_bias(spec) else _BACKWARD_BIAS if spec.bias else plain
         tables = _BACKWARD_PACKED_LISTS if spec.packed and spec.block_mask else (alone, _BACKWARD_CROWDED)
         for limit, tile in tables[spec.crowded]:
             if spec.head_dim <= limit:

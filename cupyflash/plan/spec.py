@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ..problem import Problem
 
 LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
+PAIRS, CHUNKS = 1, 2  # how neighbouring keys of a bias lie (launch/alignment.py)
 
 
 class Spec(NamedTuple):
@@ -26,7 +27,8 @@ class Spec(NamedTuple):
         sink: each head of q has one.
         dsink: a backward that makes their gradient.
         bias: scores have a bias, or a mask, or both; wide_bias: the bias is of fp32, not of q's dtype; mask: there is a
-            mask; masked_bias: beside a bias; paired_bias: two neighbouring keys are read together, of both.
+            mask; masked_bias: beside a bias; paired_bias: two neighbouring keys are read together, of both,
+            by value: PAIRS or CHUNKS.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap.
@@ -57,7 +59,7 @@ class Spec(NamedTuple):
     bias: bool = False
     wide_bias: bool = False
     mask: bool = False
-    paired_bias: bool = False
+    paired_bias: int = 0
     masked_bias: bool = False
     dbias: tuple[bool, ...] | None = None
     dropout: int = 0
@@ -78,7 +80,7 @@ class Spec(NamedTuple):
     @classmethod
     def of(
         cls, problem: Problem, *, aligned: bool = True, tma: bool = True, dalibi: bool = False, dsink: bool = False,
-        dbias: bool = False, dmods: tuple[int, ...] = (), paired_bias: bool = False, **asked: Any,
+        dbias: bool = False, dmods: tuple[int, ...] = (), paired_bias: int = 0, **asked: Any,
     ) -> Spec:  # fmt: skip
         """That of a problem.
 
@@ -88,7 +90,7 @@ class Spec(NamedTuple):
             dalibi, dsink, dbias: whether a backward makes the gradient of the slopes, the sinks, the bias, where there
                 are any.
             dmods: the numbers of the arrays of mods whose gradients a backward makes.
-            paired_bias: whether two neighbouring keys of a bias (and of a mask) lie in an aligned pair.
+            paired_bias: how neighbouring keys of a bias (and of a mask) lie, as `Access` has it.
             asked: `backward`, `family`, `clocks`.
         """
         is_mask = problem.bias is not None and problem.bias.dtype == "bool"
@@ -111,7 +113,7 @@ class Spec(NamedTuple):
             bias=problem.bias is not None or bool(problem.mods),
             wide_bias=problem.bias is not None and problem.bias.dtype == "fp32",
             mask=is_mask or masked_bias,
-            paired_bias=problem.bias is not None and paired_bias,
+            paired_bias=0 if problem.bias is None else int(paired_bias),
             masked_bias=masked_bias,
             dbias=problem.bias.own if problem.bias and dbias and not is_mask and asked.get("backward") else None,
             dropout=problem.dropout,

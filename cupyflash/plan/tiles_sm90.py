@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .kernels import row_bytes
+
 
 def _row_bytes(head_dim: int) -> int:
     """Of a tile in chunks of 64 columns."""
@@ -50,7 +52,8 @@ class HopperBackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m` through `stages`.
 
     A thread of a consumer may use `consumer_registers`, one of the producer `producer_registers`. Consumers hold the
-    first `held_columns` of V in registers, so that shared memory is read less.
+    first `held_columns` of V in registers, so that shared memory is read less. `copies_bias`: a bias comes through
+    shared memory (bias_copies.cuh).
     """
 
     block_m: int
@@ -59,6 +62,7 @@ class HopperBackwardTile:
     consumer_registers: int
     producer_registers: int
     held_columns: int = 0
+    copies_bias: bool = False
     blocks_per_sm = 1
 
     @property
@@ -71,10 +75,10 @@ class HopperBackwardTile:
         return f"m{self.block_m}n{self.block_n}s{self.stages}"
 
     def smem_bytes(self, head_dim: int) -> int:
-        """K, V, the stages of Q, dO and row_stats, two dS, two dQ, mbarriers."""
+        """K, V, the stages of Q, dO and row_stats, two dS, two dQ, a bias, mbarriers."""
         m, n, row = self.block_m, self.block_n, _row_bytes(head_dim)
-        queries = self.stages * (2 * m * row + 8 * m)
-        return 2 * n * row + queries + 2 * m * n * 2 + 4 * m * row + 8 * (10 + 3 * self.stages)
+        queries, bias = self.stages * (2 * m * row + 8 * m), self.copies_bias * n // 16 * m * row_bytes(16)
+        return 2 * n * row + queries + 2 * m * n * 2 + 4 * m * row + bias + 8 * (10 + 3 * self.stages)
 
 
 class HopperDkvTile(HopperBackwardTile):

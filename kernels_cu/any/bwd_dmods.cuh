@@ -22,7 +22,7 @@ struct ElementSum {
     }
     __device__ void leave() {
         if (to) ptx::red_add(to, sum);  // @dmods-added
-        sum = 0.f;                      // @sum-begins-anew
+        sum = 0.f;                      // @sum-begins-again
     }
 };
 

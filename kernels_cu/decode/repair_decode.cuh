@@ -1,4 +1,4 @@
-// Elements of O that are not finite, computed again (attention/repair.cuh), from the rows of the cache, each found anew.
+// Elements of O that are not finite, computed again (attention/repair.cuh), from the rows of the cache, each looked up again.
 #ifndef CUPYFLASH_REPAIR_DECODE_CUH
 #define CUPYFLASH_REPAIR_DECODE_CUH
 #include "decode/parts.cuh"

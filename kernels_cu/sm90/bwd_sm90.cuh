@@ -13,131 +13,13 @@
 // Shared memory: K | V | kStages x Q | kStages x dO | two dS | two dQ | kStages x row_stats | mbarriers.
 #ifndef CUPYFLASH_BWD_SM90_CUH
 #define CUPYFLASH_BWD_SM90_CUH
-#include "attention/dq_visits.cuh"
 #include "attention/dropout.cuh"
-#include "attention/params_sm90.cuh"
-#include "attention/work_sm90.cuh"
-#include "tile/pipeline_sm90.cuh"
 #include "attention/repair_gradients.cuh"
 #include "attention/score.cuh"
 #include "attention/slopes.cuh"
-#include "tile/tile_sm90.cuh"
 #include "attention/visible_sm90.cuh"
+#include "sm90/bwd_load_sm90.cuh"
 #include "tile/epilogue.cuh"
-
-// As dq_accum.cuh sees the warpgroup that computes dQ: as if it had four warps for every 64 columns of the tile.
-template <class V>
-struct DqSm90 : V {
-    static constexpr int kDqWarpsM = V::kBlockM / 16, kWarps = ceil_div(V::kHeadDim, 64) * kDqWarpsM, kSplitD = 4;
-};
-
-template <class V>
-struct BwdSm90Smem {
-    using T = typename V::Element;
-    static constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
-    static constexpr int kGroups = N / 64, kChunks = ceil_div(D, 64);
-    using TileKV = SwizzledTile<T, N, D>;
-    using TileQ = SwizzledTile<T, M, D>;
-    using TileDS = SwizzledTile<T, M, N>;
-    static constexpr int kDqBytes = 4 * M * 64 * kChunks;
-    static constexpr int kV = TileKV::kBytes, kQ = 2 * TileKV::kBytes, kDO = kQ + kStages * TileQ::kBytes;
-    static constexpr int kDS = kDO + kStages * TileQ::kBytes, kDQ = kDS + 2 * TileDS::kBytes;
-    static constexpr int kStats = kDQ + 2 * kDqBytes, kBars = kStats + kStages * 8 * M;
-    static constexpr int kBarriers = 10 + 3 * kStages;
-    static_assert(kBars + 8 * kBarriers == V::kSmemBytes);
-    ptx::u32 base;
-
-    __device__ TileKV k() const { return {base}; }
-    __device__ TileKV v() const { return {base + kV}; }
-    __device__ TileQ q(int stage) const { return {base + kQ + stage * TileQ::kBytes}; }
-    __device__ TileQ dout(int stage) const { return {base + kDO + stage * TileQ::kBytes}; }
-    __device__ TileDS ds(int stage) const { return {base + kDS + stage * TileDS::kBytes}; }
-    __device__ ptx::u32 dq(int stage) const { return base + kDQ + stage * kDqBytes; }
-    __device__ ptx::u32 stats(int stage) const { return base + kStats + stage * 8 * M; }  // [M][2]: lse, delta
-    __device__ ptx::u32 k_full() const { return bar(0); }
-    __device__ ptx::u32 v_full() const { return bar(1); }
-    __device__ ptx::u32 ds_full(int stage) const { return bar(2 + stage); }
-    __device__ ptx::u32 ds_empty(int stage) const { return bar(4 + stage); }
-    __device__ ptx::u32 dq_full(int stage) const { return bar(6 + stage); }
-    __device__ ptx::u32 dq_empty(int stage) const { return bar(8 + stage); }
-    __device__ ptx::u32 q_full(int stage) const { return bar(10 + stage); }
-    __device__ ptx::u32 dout_full(int stage) const { return bar(10 + kStages + stage); }
-    __device__ ptx::u32 empty(int stage) const { return bar(10 + 2 * kStages + stage); }  // of Q, dO and row_stats
-
-    __device__ void init() const {  // by one thread
-        ptx::mbarrier_init(k_full(), 1), ptx::mbarrier_init(v_full(), 1);
-        #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {
-            ptx::mbarrier_init(ds_full(i), 4 * kGroups), ptx::mbarrier_init(ds_empty(i), 4);
-            ptx::mbarrier_init(dq_full(i), 4), ptx::mbarrier_init(dq_empty(i), 1);
-        }
-        #pragma unroll 1
-        for (int i = 0; i < kStages; ++i) {
-            ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(dout_full(i), 1);
-            ptx::mbarrier_init(empty(i), 4 * kGroups);
-        }
-        ptx::fence_mbarrier_init();
-    }
-
-  private:
-    __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
-};
-
-// K and V once, then Q, dO and row_stats of every visit; by one thread.
-template <class V>
-__device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
-    constexpr int M = V::kBlockM;
-    const Sequence<V::kPacked> &sequence = visit.sequence;
-    const int batch = sequence.batch(), head_k = KeysOf<V>::head_k(p.plain, visit.key_head);
-    #pragma unroll 1
-    for (int i = 0; i < visit.count; ++i, visit.next()) {
-        const auto ring = RingPosition<V::kStages>::of(i);
-        const int stage = ring.stage, q0 = visit.q0();
-        ptx::mbarrier_wait(smem.empty(stage), ring.phase ^ 1);
-        smem.q(stage).load(p.map_q, smem.q_full(stage), sequence.row_q + q0, visit.head, batch, ptx::kEvictNormal,
-                           8 * M);
-        ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, sequence, visit.head, q0), 8 * M,
-                                smem.q_full(stage));  // @statistics-of-the-visit-sm90
-        if (i == 0) smem.k().load(p.map_k, smem.k_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
-        smem.dout(stage).load(p.map_dout, smem.dout_full(stage), sequence.row_q + q0, visit.head, batch,
-                              ptx::kEvictNormal);
-        // @v-of-its-head-bwd-sm90
-        if (i == 0) smem.v().load(p.map_v, smem.v_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
-    }
-}
-
-// Every dQ, from shared memory to the accumulator; by one thread. dq_turn counts the shares that others wait for: with
-// first_stores that of the tile's first key block, which stores where they add; in deterministic order every one. Key blocks
-// before this one are running: they have a lower block index, or the plan sees to it (dq_visits.cuh).
-template <class V>
-__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
-    constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
-    #pragma unroll 1
-    for (int i = 0; i < visit.count; ++i, visit.next()) {
-        const auto at = RingPosition<2>::of(i);
-        float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
-        int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
-        const int rank = visit.rank(p.plain);
-        const bool stores = p.plain.schedule.first_stores && rank == 0;
-        if (V::kDeterministic || p.plain.schedule.first_stores) {
-            // @turn-awaited-sm90
-            while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1)) && !lengths_contradict<V>(p.plain))
-                ptx::nanosleep();
-            ptx::fence_proxy_async_global();  // @earlier-shares-shown-to-tma
-        }
-        ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);                    // @dq-full
-        if (stores) ptx::cp_async_bulk_store(accum, smem.dq(at.stage), kBytes);  // @first-share-stored
-        else ptx::cp_reduce_async_bulk_add_f32(accum, smem.dq(at.stage), kBytes);
-        ptx::cp_async_bulk_commit_group();
-        ptx::cp_async_bulk_wait_group_read<0>();  // @dq-has-left
-        ptx::mbarrier_arrive(smem.dq_empty(at.stage));
-        if (V::kDeterministic || stores) {
-            ptx::cp_async_bulk_wait_group<0>();  // @share-is-written
-            ptx::fence_proxy_async_global();     // @share-shown-to-others
-            ptx::atomic_add_acq_rel(turn, 1);    // @turn-passed-on-sm90
-        }
-    }
-}
 
 // One consumer warpgroup: 64 keys.
 template <class V>
@@ -182,16 +64,17 @@ struct BwdGroup {
             const int heads = KeysOf<V>::group(p.plain);
             for (int n = 0; n < heads; ++n) leave_emitted(visit, visit.key_head * heads + n);
         }
+        if (count > 0) ask_for(visit, key0);
         #pragma unroll 1
         for (;; ++i, visit.next()) {
             if (i < count) {
                 const int q0 = visit.q0();
                 if constexpr (V::kBlockMask) {
                     const int sees = visit.sight(group);
-                    if (sees == kHidden) skip();
+                    if (sees == kHidden) skip(visit, key0);
                     else if (sees == kInPart) step<true>(visit, q0, key0);
                     else step<false>(visit, q0, key0);
-                } else if (visit.m_block < first || visit.m_block >= end) skip();
+                } else if (visit.m_block < first || visit.m_block >= end) skip(visit, key0);
                 else if (!mask.full(q0, key0) || q0 + M > visit.sequence.seqlen_q) step<true>(visit, q0, key0);
                 else step<false>(visit, q0, key0);
                 if (Emitted<V>::kAny && visit.is_last_of_head()) leave_emitted(visit, visit.head);
@@ -209,8 +92,24 @@ struct BwdGroup {
             emitted.template leave<Keys, 64, 4>(p.plain, visit.sequence, head, block, part);
     }
 
+    // The bias of a visit, if it is copied; and of the one behind it, once it has been taken.
+    __device__ void ask_for(const DqVisits<V> &visit, int key0) const {
+        if constexpr (V::kCopiesBias)
+            copied_bias().request(Places<V>::of(p.plain, visit.sequence, visit.head).bias, visit.q0(),
+                                  key0 + fresh_thread() / 32 % 4 * 16);
+    }
+    __device__ void ask_for_next(const DqVisits<V> &visit, int key0) const {
+        if constexpr (V::kCopiesBias) {
+            DqVisits<V> next = visit;
+            next.next();
+            if (i + 1 < visit.count) ask_for(next, key0);  // @bias-of-the-next-visit
+        }
+    }
+    __device__ auto copied_bias() const { return smem.bias(4 * group + fresh_thread() / 32 % 4); }
+
     // A query tile of which no query sees these keys.
-    __device__ void skip() const {
+    __device__ void skip(const DqVisits<V> &visit, int key0) const {
+        if constexpr (V::kCopiesBias) copied_bias().await(), ask_for_next(visit, key0);  // @skipped-bias
         const auto ring = RingPosition<V::kStages>::of(i);
         ptx::mbarrier_wait(smem.q_full(ring.stage), ring.phase);     // nobody runs ahead of the loads @skipped-q-full
         ptx::mbarrier_wait(smem.dout_full(ring.stage), ring.phase);  // @skipped-do-full
@@ -239,16 +138,26 @@ struct BwdGroup {
         if constexpr (kHeld) issue_nt<T, kDepth>(dS, rV, sV, sdO);  // dP^T = V dO^T
         else issue_nt<T, kDepth>(dS, sV, sdO);
         const ptx::u32 stats_at = smem.stats(stage) + 16 * (fresh_lane() % 4);
-        const auto fetched = head_places.template fetch_of_warp<false, M>(q0, key0);
+        const auto fetched = [&] {
+            if constexpr (V::kCopiesBias) return NotFetched{};
+            else return head_places.template fetch_of_warp<false, M>(q0, key0);
+        }();
         ptx::wgmma_wait_group<0>();
         arrived(P), arrived(dS);
         VisibleQueries<V> visible;
         if constexpr (kMasked) visible = VisibleQueries<V>(mask, q0, key0);
         if constexpr (kMasked && V::kBlockMask) visible.keep(by_block_mask);
-        const auto places = head_places.template from_warp<false>(q0, key0, fetched);
+        const auto all_places = head_places.template from_warp<false>(q0, key0, fetched);
+        const auto places_of = [&](int first) {  // of 16 queries
+            if constexpr (V::kCopiesBias)
+                return head_places.template from_warp<false>(q0, key0, copied_bias().take(first));
+            else return all_places;
+        };
+        if constexpr (V::kCopiesBias) copied_bias().await();
         FragA<T, 16, M> rP, rdS;
         #pragma unroll
         for (int k = 0; k < M / 16; ++k) {
+            const auto places = places_of(16 * k);
             #pragma unroll
             for (int j = 2 * k; j < 2 * k + 2; ++j) {
                 float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
@@ -273,6 +182,7 @@ struct BwdGroup {
             emitted.settle();
             rP.from(P, k), rdS.from(dS, k);
         }
+        ask_for_next(visit, key0);
         if constexpr (!kHandsOverLate) hand_over(rdS);
         issue_nn<T, M>(dK, rdS, sQ);  // dK += dS^T Q
         issue_nn<T, M>(dV, rP, sdO);  // dV += P^T dO

@@ -28,7 +28,7 @@ FORWARD_BIAS = (
     Bug("bias: O repaired with keys that it hides", change("hidden-by-bias-repair-of-o", "places(0, key).hides()", "false"), "nan-hidden"),
 )  # fmt: skip
 BACKWARD_BIAS = (
-    Bug("bias: one query for two", change("next-query-fetched", "there + row", "there"), "pairs", "", "sm_90"),
+    Bug("bias: one query for two", change("next-query-fetched", "there + row", "there"), "turned", "", "sm_90"),
     Bug("bias: gradients repaired with keys that it hides", change("hidden-by-bias-repair", _HIDDEN, "true"), "nan-hidden"),
     Bug("bias: P of a row of -inf", change("lse-of-nothing", "lse[i] == -ptx::infinity() ? kLseOfNothing : lse[i]", "lse[i]"), "scores-of--inf"),
     Bug("dbias: of all queries where a sequence has fewer", change("dbias-of-its-room", "V::kPacked && to.row != 0 ? p.max_seqlen_q : problem.seqlen_q", "problem.seqlen_q"), "packed", r"buffer"),
@@ -58,3 +58,43 @@ BACKWARD_BIAS = (
     Bug("dbias on Hopper: packed, bias of the first sequence for all", change("bias-is-kept", "!V::kPacked &&", ""), "packed-shared", "", "sm_90"),
     Bug("dbias: pairs written where they are not aligned", change("pairs-of-dbias", "reinterpret_cast<unsigned long long>(mine) % (2 * sizeof(Element)) == 0", "true"), "odd", r"align", "sm_90"),
 )  # fmt: skip
+# Where the bias comes through shared memory.
+FIXED_BIAS = (
+    Bug("copied bias: taken before it is here", without("copy-of-bias-landed"), "chunks", r"RACE", "sm_90"),
+    Bug(
+        "copied bias: taken before that of other lanes is here",
+        without("copy-of-bias-of-all-lanes"),
+        "chunks",
+        r"RACE",
+        "sm_90",
+    ),
+    Bug(
+        "copied bias: overwritten before all lanes have taken it",
+        without("copy-of-bias-taken"),
+        "chunks",
+        r"RACE",
+        "sm_90",
+    ),
+    Bug(
+        "copied bias: keys beyond the last one",
+        change("copied-bias-that-exists", "key < bias.seqlen_k", "true"),
+        "chunks",
+        r"buffer",
+        "sm_90",
+    ),
+    Bug(
+        "copied bias: the first queries for all",
+        change("queries-of-the-copy", "query * kRowBytes", "(query - first) * kRowBytes"),
+        "chunks",
+        "",
+        "sm_90",
+    ),
+    Bug(
+        "copied bias: that of this visit for the next one",
+        change("bias-of-the-next-visit", "ask_for(next, key0)", "ask_for(visit, key0)"),
+        "chunks",
+        "",
+        "sm_90",
+    ),
+    Bug("copied bias: that of a skipped visit for the next one", without("skipped-bias"), "chunks", "", "sm_90"),
+)

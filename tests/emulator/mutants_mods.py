@@ -25,7 +25,7 @@ BACKWARD_MODS = (
     Bug("mods: half of the product rule", change("product-rule", "a.d * b.x + a.x * b.d", "a.d * b.x"), "mods-functions"),
     Bug("dmods: dS alone", change("derivative-by-the-read", "dS * by_it", "dS"), "mods-heated-d128"),
     Bug("dmods: elements run together", change("sum-of-another-element", "leave(), to = element", "to = element"), "mods"),
-    Bug("dmods: a sum added twice", without("sum-begins-anew"), "mods"),
+    Bug("dmods: a sum added twice", without("sum-begins-again"), "mods"),
     Bug("dmods: the last sums left behind", without("dmods-left-over"), "mods"),
     Bug("dmods: added without atomics", change("dmods-added", "ptx::red_add(to, sum)", "*to += sum"), "mods", r"RACE"),
     Bug("dmods: what sums held before", without("dmods-cleared"), "mods"),

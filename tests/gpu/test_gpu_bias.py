@@ -70,6 +70,30 @@ def test_autograd_against_plain_fp32(dtype: str, shape: tuple[int, ...], d: int,
         assert float(found[3].float().abs().max()) < 1
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [40, 64, 128])
+@pytest.mark.parametrize("seqlen", [200, 1104])
+def test_rows_in_chunks(seqlen: int, d: int, causal: bool, deterministic: bool) -> None:
+    """Rows of a bias in chunks of 16 bytes, fixed or learned, are as good as rows that are not."""
+    import torch
+
+    q, k, v, dout = tensors(seqlen, d)
+    bias = torch.randn(1, HEADS, seqlen, seqlen, device="cuda", dtype=torch.bfloat16)
+    bias[:, :, 3, 7] = bias[:, :, 70:90, 0] = float("-inf")
+    odd = torch.zeros(1, HEADS, seqlen, seqlen + 2, device="cuda", dtype=torch.bfloat16)[..., :seqlen].copy_(bias)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    exact = torch.autograd.grad(plain(*leaves, bias, causal), leaves, dout.float())
+    more = {"causal": causal, "deterministic": deterministic}
+    with torch.no_grad():
+        found = cupyflash.attention(q, k, v, causal=causal, bias=bias, return_lse=True)
+        expected = cupyflash.attention_backward(dout, q, k, v, *found, bias=odd, **more)
+        for wanted in ((), "bias"):
+            grads = cupyflash.attention_backward(dout, q, k, v, *found, bias=bias, gradients_of=wanted, **more)
+            for one, other, x in zip(grads, expected, exact, strict=True):
+                assert relative(one, x) <= 1.1 * relative(other, x)
+
+
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_minus_inf_hides(d: int) -> None:
     """Padding on the right, and rows of nothing: no NaN, and 0 where nothing is seen."""

@@ -1,0 +1,57 @@
+// A bias brought into shared memory ahead of the scores that it is added to: each warp copies that of its own tile while the tile
+// before is computed (cp.async), and reads it as fragments (ldmatrix) where scores are formed. Copies take no registers while they
+// are under way, and read lines as they lie; what added.cuh fetches into registers arrives when scores have waited for it.
+//
+// For a bias of 16-bit elements whose rows lie in chunks of 16 bytes, where a tile leaves room (kCopiesBias).
+#ifndef CUPYFLASH_BIAS_COPIES_CUH
+#define CUPYFLASH_BIAS_COPIES_CUH
+#include "attention/bias.cuh"
+
+// That of 16 keys by kQueries, an accumulator whose rows are the keys.
+template <class V, int kQueries>
+struct BiasCopy {
+    using Element = typename V::Element;
+    // A chunk more than 16 keys have, so that eight rows of a column of chunks lie in different banks.
+    static constexpr int kChunks = 2, kRowBytes = 16 * (kChunks + 1), kBytes = kQueries * kRowBytes;  // of each warp
+    static_assert(kQueries % 16 == 0);
+    ptx::u32 base;  // this warp's
+
+    // 16 queries from `first` on, by their places in the whole.
+    struct Taken {
+        FetchedBias<Element, false, 16, 16> part;
+        int first;
+
+        __device__ Addend operator()(int queries, int keys) const { return part(queries - first, keys); }
+    };
+
+    // Asks for the elements from a query and key on, once all lanes have taken what was asked for before.
+    __device__ __forceinline__ void request(const AddedArray<V, false> &bias, int query, int key0) const {
+        ptx::bar_warp_sync();  // @copy-of-bias-taken
+        const int lane = fresh_lane(), chunk = lane % kChunks, key = key0 + 8 * chunk;
+        #pragma unroll 1
+        for (int n = 0; n < kQueries * kChunks / 32; ++n) {
+            const int row = 32 / kChunks * n + lane / kChunks;
+            const bool exists = query + row < bias.seqlen_q && key < bias.seqlen_k;  // else 0 @copied-bias-that-exists
+            const Element *const from = exists ? bias.head + (query + row) * bias.row + key : bias.head;
+            ptx::cp_async_16(base + row * kRowBytes + 16 * chunk, from, exists);
+        }
+        ptx::cp_async_commit_group();
+    }
+    // What was asked for is here.
+    __device__ __forceinline__ void await() const {
+        ptx::cp_async_wait_group<0>();  // @copy-of-bias-landed
+        ptx::bar_warp_sync();           // of all lanes @copy-of-bias-of-all-lanes
+    }
+    __device__ __forceinline__ Taken take(int first) const {
+        // Matrices of 8 by 8: of keys 0 and 8, then the same of the next eight queries.
+        const int lane = fresh_lane(), query = first + lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
+        ptx::u32 x[4];
+        ptx::ldmatrix_x4_trans(x, base + query * kRowBytes + 16 * chunk);  // @queries-of-the-copy
+        Taken found{{}, first};
+        #pragma unroll
+        for (int n = 0; n < 4; ++n) found.part.pair[n % 2][n / 2] = {x[n]};
+        return found;
+    }
+};
+
+#endif  // CUPYFLASH_BIAS_COPIES_CUH

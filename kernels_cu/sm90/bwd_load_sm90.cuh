@@ -1,0 +1,128 @@
+// Those warps of bwd_sm90.cuh that move data, and what they share with the consumers: the layout of shared memory.
+#ifndef CUPYFLASH_BWD_LOAD_SM90_CUH
+#define CUPYFLASH_BWD_LOAD_SM90_CUH
+#include "attention/bias_copies.cuh"
+#include "attention/dq_visits.cuh"
+#include "attention/params_sm90.cuh"
+#include "attention/work_sm90.cuh"
+#include "tile/pipeline_sm90.cuh"
+#include "tile/tile_sm90.cuh"
+
+// As dq_accum.cuh sees the warpgroup that computes dQ: as if it had four warps for every 64 columns of the tile.
+template <class V>
+struct DqSm90 : V {
+    static constexpr int kDqWarpsM = V::kBlockM / 16, kWarps = ceil_div(V::kHeadDim, 64) * kDqWarpsM, kSplitD = 4;
+};
+
+template <class V>
+struct BwdSm90Smem {
+    using T = typename V::Element;
+    static constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
+    static constexpr int kGroups = N / 64, kChunks = ceil_div(D, 64);
+    using TileKV = SwizzledTile<T, N, D>;
+    using TileQ = SwizzledTile<T, M, D>;
+    using TileDS = SwizzledTile<T, M, N>;
+    static constexpr int kDqBytes = 4 * M * 64 * kChunks;
+    static constexpr int kV = TileKV::kBytes, kQ = 2 * TileKV::kBytes, kDO = kQ + kStages * TileQ::kBytes;
+    static constexpr int kDS = kDO + kStages * TileQ::kBytes, kDQ = kDS + 2 * TileDS::kBytes;
+    using CopiedBias = BiasCopy<V, M>;  // of a warp of the consumers
+    static constexpr int kStats = kDQ + 2 * kDqBytes, kBias = kStats + kStages * 8 * M;
+    static constexpr int kBars = kBias + (V::kCopiesBias ? 4 * kGroups * CopiedBias::kBytes : 0);
+    static constexpr int kBarriers = 10 + 3 * kStages;
+    static_assert(kBars + 8 * kBarriers == V::kSmemBytes);
+    ptx::u32 base;
+
+    __device__ TileKV k() const { return {base}; }
+    __device__ TileKV v() const { return {base + kV}; }
+    __device__ TileQ q(int stage) const { return {base + kQ + stage * TileQ::kBytes}; }
+    __device__ TileQ dout(int stage) const { return {base + kDO + stage * TileQ::kBytes}; }
+    __device__ TileDS ds(int stage) const { return {base + kDS + stage * TileDS::kBytes}; }
+    __device__ ptx::u32 dq(int stage) const { return base + kDQ + stage * kDqBytes; }
+    __device__ ptx::u32 stats(int stage) const { return base + kStats + stage * 8 * M; }  // [M][2]: lse, delta
+    __device__ CopiedBias bias(int warp) const { return {base + kBias + warp * CopiedBias::kBytes}; }
+    __device__ ptx::u32 k_full() const { return bar(0); }
+    __device__ ptx::u32 v_full() const { return bar(1); }
+    __device__ ptx::u32 ds_full(int stage) const { return bar(2 + stage); }
+    __device__ ptx::u32 ds_empty(int stage) const { return bar(4 + stage); }
+    __device__ ptx::u32 dq_full(int stage) const { return bar(6 + stage); }
+    __device__ ptx::u32 dq_empty(int stage) const { return bar(8 + stage); }
+    __device__ ptx::u32 q_full(int stage) const { return bar(10 + stage); }
+    __device__ ptx::u32 dout_full(int stage) const { return bar(10 + kStages + stage); }
+    __device__ ptx::u32 empty(int stage) const { return bar(10 + 2 * kStages + stage); }  // of Q, dO and row_stats
+
+    __device__ void init() const {  // by one thread
+        ptx::mbarrier_init(k_full(), 1), ptx::mbarrier_init(v_full(), 1);
+        #pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+            ptx::mbarrier_init(ds_full(i), 4 * kGroups), ptx::mbarrier_init(ds_empty(i), 4);
+            ptx::mbarrier_init(dq_full(i), 4), ptx::mbarrier_init(dq_empty(i), 1);
+        }
+        #pragma unroll 1
+        for (int i = 0; i < kStages; ++i) {
+            ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(dout_full(i), 1);
+            ptx::mbarrier_init(empty(i), 4 * kGroups);
+        }
+        ptx::fence_mbarrier_init();
+    }
+
+  private:
+    __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
+};
+
+// K and V once, then Q, dO and row_stats of every visit; by one thread.
+template <class V>
+__device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
+    constexpr int M = V::kBlockM;
+    const Sequence<V::kPacked> &sequence = visit.sequence;
+    const int batch = sequence.batch(), head_k = KeysOf<V>::head_k(p.plain, visit.key_head);
+    #pragma unroll 1
+    for (int i = 0; i < visit.count; ++i, visit.next()) {
+        const auto ring = RingPosition<V::kStages>::of(i);
+        const int stage = ring.stage, q0 = visit.q0();
+        ptx::mbarrier_wait(smem.empty(stage), ring.phase ^ 1);
+        smem.q(stage).load(p.map_q, smem.q_full(stage), sequence.row_q + q0, visit.head, batch, ptx::kEvictNormal,
+                           8 * M);
+        ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, sequence, visit.head, q0), 8 * M,
+                                smem.q_full(stage));  // @statistics-of-the-visit-sm90
+        if (i == 0) smem.k().load(p.map_k, smem.k_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
+        smem.dout(stage).load(p.map_dout, smem.dout_full(stage), sequence.row_q + q0, visit.head, batch,
+                              ptx::kEvictNormal);
+        // @v-of-its-head-bwd-sm90
+        if (i == 0) smem.v().load(p.map_v, smem.v_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
+    }
+}
+
+// Every dQ, from shared memory to the accumulator; by one thread. dq_turn counts the shares that others wait for: with
+// first_stores that of the tile's first key block, which stores where they add; in deterministic order every one. Key blocks
+// before this one are running: they have a lower block index, or the plan sees to it (dq_visits.cuh).
+template <class V>
+__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
+    constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
+    #pragma unroll 1
+    for (int i = 0; i < visit.count; ++i, visit.next()) {
+        const auto at = RingPosition<2>::of(i);
+        float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
+        int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
+        const int rank = visit.rank(p.plain);
+        const bool stores = p.plain.schedule.first_stores && rank == 0;
+        if (V::kDeterministic || p.plain.schedule.first_stores) {
+            // @turn-awaited-sm90
+            while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1)) && !lengths_contradict<V>(p.plain))
+                ptx::nanosleep();
+            ptx::fence_proxy_async_global();  // @earlier-shares-shown-to-tma
+        }
+        ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);                    // @dq-full
+        if (stores) ptx::cp_async_bulk_store(accum, smem.dq(at.stage), kBytes);  // @first-share-stored
+        else ptx::cp_reduce_async_bulk_add_f32(accum, smem.dq(at.stage), kBytes);
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read<0>();  // @dq-has-left
+        ptx::mbarrier_arrive(smem.dq_empty(at.stage));
+        if (V::kDeterministic || stores) {
+            ptx::cp_async_bulk_wait_group<0>();  // @share-is-written
+            ptx::fence_proxy_async_global();     // @share-shown-to-others
+            ptx::atomic_add_acq_rel(turn, 1);    // @turn-passed-on-sm90
+        }
+    }
+}
+
+#endif  // CUPYFLASH_BWD_LOAD_SM90_CUH
