@@ -18,7 +18,7 @@ from ..cache.writes import check_caches_apart
 from ..cpu import cache
 from ..errors import ArgumentError
 from ..gpu.device import Device
-from . import decode
+from . import decode, prefill
 from .alignment import cache_aligned_at
 from .kept import Kept
 from .passes import is_contiguous
@@ -33,13 +33,16 @@ class _Kept:
     Attributes:
         copied: the numbers of the arrays that it takes contiguous, and that are not.
         made: (shape, dtype) of lse and of the workspaces.
+        is_prefill: the launches append alone (launch/prefill.py).
     """
 
     recent = False
 
-    def __init__(self, launch: decode.CacheCall, problem: CacheProblem, copied: Sequence[int]) -> None:
-        self.launch, self.problem, self.copied = launch, problem, tuple(copied)
-        self.made = ((problem.rows, "fp32"), *launch.made)
+    def __init__(
+        self, launch: decode.CacheCall, problem: CacheProblem, copied: Sequence[int], is_prefill: bool = False
+    ) -> None:
+        self.launch, self.problem, self.copied, self.is_prefill = launch, problem, tuple(copied), is_prefill
+        self.made = (*launch.made,) if is_prefill else ((problem.rows, "fp32"), *launch.made)
 
 
 calls: Kept[_Kept] = Kept(_MAX_CALLS)
@@ -69,10 +72,11 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     aligned, stream = bits & 15 == 0, library.stream(device)
     if not aligned or 0 in pointers:
         aligned = _look_at_addresses(library, arrays, pointers)
-    key = *arrays, *keys, options, aligned, wish()
+    is_long = keys[0][0][-3] >= prefill.QUERIES and prefill.is_for(library)
+    key = *arrays, *keys, options, aligned, wish(), is_long
     call = calls.find(key)
     if call is None:
-        call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream))
+        call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream, is_long))
     if pointers[1] == pointers[2]:
         check_caches_apart(call.problem)
     if type(length) is int:
@@ -80,11 +84,15 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     if is_debug():
         check_values(call.problem, _on_their_way(library, arrays))
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
-    made = library.make(("q",), call.made, arrays)
+    made = library.make(() if call.is_prefill else ("q",), call.made, arrays)
     for x in made:
         pointers.append(library.pointer(x))
     call.launch(pointers, stream)
     del copies
+    if call.is_prefill:
+        return prefill.attend(
+            library, arrays, made[-1] if call.problem.rotary_dim else arrays["q"], call.problem, options
+        )
     return made[0], made[1]
 
 
@@ -103,7 +111,7 @@ def planned(
     """(shape, dtype) of the workspaces of the call that arrays on a GPU will find, of these signatures, at addresses
     that are multiples of 16. Its kernels are loaded then.
     """
-    key = *names, *keys, options, True, wish()
+    key = *names, *keys, options, True, wish(), False
     call = calls.find(key)
     if call is None:
         call = calls.keep(key, _prepare(library, dict.fromkeys(names), keys, options, True, 0))
@@ -117,14 +125,17 @@ def _prepare(
     options: CacheOptions,
     aligned: bool,
     stream: int,
+    is_long: bool = False,
 ) -> _Kept:
-    """A call of a kind that is new."""
+    """A call of a kind that is new; `is_long`: which may have queries enough for the forward."""
     vet_all(library, arrays)
     problem, signatures = check(library, arrays, keys, options)
     copied = [name for name, s in signatures.items() if not BY_NAME[name].strided and not _is_contiguous(s)]
     names, device = (*arrays, "out", "lse"), Device.of(signatures["q"].device)
-    launch = decode.prepare(problem, names, signatures, device, aligned=aligned, stream=stream)
-    return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)])
+    is_prefill = is_long and prefill.suits(problem, device.sm_count) and prefill.in_rows(problem, signatures)
+    names = names[:-2] if is_prefill else names
+    launch = decode.prepare(problem, names, signatures, device, aligned=aligned, stream=stream, attends=not is_prefill)
+    return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], is_prefill)
 
 
 def _is_contiguous(signature: Signature) -> bool:

@@ -103,8 +103,9 @@ def prepare(
     *,
     aligned: bool,
     stream: int,
+    attends: bool = True,
 ) -> CacheCall:
-    """The call of these arrays; its kernels are loaded.
+    """The call of these arrays, or, unless it `attends`, what it appends alone; its kernels are loaded.
 
     Args:
         names: the inputs given, in the order of `cache.arrays.CACHE_ARRAYS`, then out and lse.
@@ -131,7 +132,7 @@ def prepare(
             kernels.append(variant.symbol)
             if problem.rotary_dim:
                 strides["q"] = strides["out"]
-        if 0 not in signatures["q"].shape:
+        if attends and 0 not in signatures["q"].shape:
             plan, struct = _planned(problem, signatures, strides, device, aligned, stream)
             made |= workspace(problem, plan)
             block = Block(*struct, (*names, *made))

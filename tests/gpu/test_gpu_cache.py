@@ -266,6 +266,48 @@ def test_splits_agree(family: str, num_splits: int | None) -> None:
         torch.testing.assert_close(lse[b : b + 1], expected_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["causal", "window", "softcap", "alibi", "sink", "range", "append", "rotary"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_queries(family: str, d: int, how: str) -> None:
+    """Which take the forward: as good as one split of attention over a cache, and the same rows are appended."""
+    import torch
+
+    torch.manual_seed(d)
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    lengths = torch.tensor([0, 700, 650, 130, -3, 3000], device="cuda", dtype=torch.int32)
+    x = {"q": torch.randn(6, 200, 16, d, **like), "cache_seqlens": lengths}
+    pools = [torch.randn(6, 1000, 4, d, **like) for _ in "kv"]
+    for b, n in enumerate((0, 700, 650, 130, 0, 1000)):
+        for pool in pools:
+            pool[b, n:] = float("nan")
+    more: dict[str, Any] = {
+        "causal": {"causal": True},
+        "window": {"window": (100, 3)},
+        "softcap": {"softcap": 2.0, "scale": -0.1},
+        "alibi": {"alibi_slopes": torch.rand(6, 16, device="cuda"), "causal": True},
+        "sink": {"sink": torch.randn(16, device="cuda"), "causal": True},
+        "range": {"kv_range": torch.tensor([[5, 600]] * 6, device="cuda", dtype=torch.int32)},
+    }.get(how, {"causal": True})
+    if how in ("append", "rotary"):
+        more |= {name: torch.randn(6, 200, 4, d, **like) for name in "kv"}
+    if how == "rotary":
+        more |= {f"rotary_{name}": torch.rand(1000, d // 2, device="cuda") for name in ("cos", "sin")}
+    found, kept = [], []
+    for splits in (None, 1):
+        own = [pool.clone() for pool in pools]
+        found.append(cupyflash.attention_with_cache(
+            **x, k_cache=own[0], v_cache=own[1], num_splits=splits, return_lse=True, **more))  # fmt: skip
+        kept.append(own)
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(*kept, strict=True))
+    (out, lse), (expected, expected_lse) = found
+    assert (out.shape, lse.shape) == (expected.shape, expected_lse.shape)
+    assert torch.isfinite(out).all()
+    assert float((out.float() - expected.float()).norm() / expected.float().norm()) < 1e-2
+    assert torch.equal(lse.isneginf(), expected_lse.isneginf())
+    seen = ~lse.isneginf()
+    assert float((lse - expected_lse)[seen].abs().max()) < 2e-2
+
+
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_ragged_steps(library: str, rng: np.random.Generator) -> None:
     """3000 steps of sequences that grow by 0 to 3 keys and end, in pages that go from one to another; each 100th

@@ -93,3 +93,26 @@ def test_defaults_that_are_spelled_out() -> None:
 
 def test_what_has_no_kernel() -> None:
     assert "fp32 has no GPU kernel" in run("--with-cache", "--dtype", "fp32", code=4).output
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "is_prefill"), [("256", "32", True), ("256", "8", False), ("64", "32", False)]
+)
+def test_many_queries_take_the_forward(rows: str, heads: str, is_prefill: bool) -> None:
+    """Said beside the kernels, and only where it is so."""
+    asked = (
+        "--arch",
+        "sm_90",
+        "--batch",
+        "1",
+        "--seqlen",
+        "8192",
+        "--seqlen-q",
+        rows,
+        "--heads-q",
+        heads,
+        "--heads-k",
+        "8",
+    )
+    assert document(*asked)["is_prefill"] is is_prefill
+    assert ("--packed" in run("--with-cache", *asked).stdout) is is_prefill

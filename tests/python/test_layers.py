@@ -52,7 +52,7 @@ PYTHON_LAYERS = (
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
-    "arrays": "repeated libraries readable placed vetting adapters signature torch_private imported",
+    "arrays": "repeated steps libraries readable placed vetting adapters signature torch_private imported",
     "cache": "pool tables lengths checks values writes arrays problem",
     "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods features bias "
     "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
@@ -61,7 +61,8 @@ PYTHON_ORDER = {
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
     "jax": "flax sdpa op cached explicit parts call seeds sharding ffi structs buffers",
-    "launch": "cached decode run where staging pieces on_cpu seeds clocks cached_params prepare series alignment "
+    "launch": "cached prefill decode run where staging pieces on_cpu seeds clocks cached_params prepare series "
+    "alignment "
     "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace symbols functions description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_stored decode_elements "
@@ -102,14 +103,14 @@ CUDA_LAYERS = (("any", "decode", "sm80", "sm90"), ("attention",), ("tile",), ("h
 CUDA_ORDER = {
     "any": "bwd_* key_lists query_lists",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
-    "softmax sink dropout philox score slopes places modified bias added addends mods work_sm90 "
+    "softmax sink dropout philox score slopes places modified bias_copies bias added addends mods work_sm90 "
     "packed_sm90 sights lists blocks mask schedule sequence params_sm90 params",
     "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored repair_decode parts "
     "edges_stored copies_stored scales rows shares products_stored queries fragments fragments_stored column_softmax "
     "slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
-    "sm90": "fwd_sm90 fwd_load_sm90 bwd_*",
+    "sm90": "fwd_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_load_sm90",
     "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums shared_rows tile element sizes",
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.

@@ -1,0 +1,164 @@
+"""Many new queries over a cache take the forward of packed sequences: which calls do, and that it is one attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyflash import attention_with_cache
+from cupyflash.arrays.adapters import CUPY, NUMPY, TORCH, Signature
+from cupyflash.cache.checks import make_cache_options
+from cupyflash.cache.problem import CacheProblem
+from cupyflash.launch import cached, prefill
+from tests import pretended_gpu
+
+PROBLEM = CacheProblem("bf16", 4, 256, 32, 8, 128, 128, 4, None, 4096, 0.1)
+OPTIONS = dict.fromkeys(("causal", "scale", "window", "softcap", "interleaved", "num_splits", "batch_invariant"))
+FEATURES = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window": (50, 7)},
+    "softcap": {"softcap": 2.0, "scale": -0.3, "causal": True},
+    "alibi": {"alibi_slopes": (4,)},
+    "alibi of each sequence": {"alibi_slopes": (5, 4), "causal": True},
+    "sink": {"sink": (4,), "window": (20, 0)},
+    "range": {"kv_range": (5, 2), "causal": True},
+}
+
+
+def caches(capacity: int, row: int, slot: int) -> dict[str, Signature]:
+    like = Signature((4, capacity, 8, 128), (slot, row, 128, 1), None, 0)
+    return {"k_cache": like, "v_cache": like}
+
+
+def test_which_calls() -> None:
+    assert prefill.suits(PROBLEM, 132)
+    assert prefill.suits(replace(PROBLEM, batch=1, slots=1), 132)
+    for other in (
+        {"seqlen_q": 127}, {"batch": 3}, {"packed": True}, {"page_size": 16}, {"chosen": True}, {"stored": "int8"},
+        {"num_splits": 1}, {"batch_invariant": True}, {"heads_q": 8, "seqlen_q": 128}, {"capacity": 2**28},
+    ):  # fmt: skip
+        assert not prefill.suits(replace(PROBLEM, **other), 132)  # type: ignore[arg-type]
+    assert prefill.in_rows(PROBLEM, caches(4096, 1024, 4096 * 1024))
+    assert prefill.in_rows(replace(PROBLEM, batch=1, slots=1), caches(4096, 1024, 7))
+    assert not prefill.in_rows(PROBLEM, caches(4096, 1024, 4096 * 1024 + 8))
+    assert not prefill.in_rows(PROBLEM, caches(4096, 128, 4096 * 1024))  # rows of one head lie together
+    assert [prefill.is_for(library) for library in (NUMPY, CUPY, TORCH)] == [False, True, True]
+
+
+@pytest.mark.parametrize("appends", [False, True])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=list(FEATURES))
+def test_it_is_the_same_attention(features: dict[str, Any], appends: bool, rng: np.random.Generator) -> None:
+    """On the CPU path; sequences without keys, full ones, and lengths that nobody can have."""
+    x: dict[str, Any] = {"q": rng.standard_normal((5, 130, 4, 16))}
+    x |= {name: rng.standard_normal((5, 290, 2, 16)) for name in ("k_cache", "v_cache")}
+    x["cache_seqlens"] = np.array([0, 160, 150, 37, 3], np.int32)
+    given = {name: rng.standard_normal(of) for name, of in features.items() if name in ("alibi_slopes", "sink")}
+    if "kv_range" in features:
+        given["kv_range"] = np.array([[0, 290], [5, 100], [100, 100], [20, 30], [0, 0]], np.int32)
+    call = {name: value for name, value in features.items() if name not in given}
+    new = {name: rng.standard_normal((5, 130, 2, 16)) for name in ("k", "v")} if appends else {}
+    expected = attention_with_cache(**x, **new, **given, **call, return_lse=True)
+
+    options = make_cache_options(
+        *({**OPTIONS, "causal": False, "interleaved": False, "batch_invariant": False} | call).values()
+    )
+    arrays = x | new | given
+    keys = [NUMPY.signature(a) for a in arrays.values()]
+    problem, _ = cached.check(NUMPY, arrays, keys, options)
+    found = prefill.attend(NUMPY, arrays, x["q"], problem, options)
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        assert a.flags.c_contiguous
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("heads", [4, 64])
+def test_what_is_launched(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch's tensors that seem to lie on a GPU: with heads enough to fill it the forward, by its own params."""
+    import torch
+
+    gpu = pretended_gpu.pretend(monkeypatch, "sm_80")
+    like = {"dtype": torch.bfloat16}
+    x = {"q": torch.zeros(2, 130, heads, 64, **like), "cache_seqlens": torch.tensor([3, 300], dtype=torch.int32)}
+    x |= {name: torch.zeros(2, 500, 2, 64, **like) for name in ("k_cache", "v_cache")}
+    x |= {name: torch.zeros(2, 130, 2, 64, **like) for name in ("k", "v")}
+    for _ in range(2):
+        out, lse = attention_with_cache(**x, causal=True, return_lse=True)
+        assert (out.shape, lse.shape) == (x["q"].shape, (2, heads, 130))
+        assert out.is_contiguous()
+        assert lse.is_contiguous()
+        append, attend, *others = (launched.symbol for launched in gpu.launched)
+        assert append.startswith("append")
+        if heads == 4:
+            assert attend.startswith("decode")
+        else:
+            assert attend.startswith("fwd_sm80")
+            assert "packed" in attend
+            assert not others
+        gpu.launched.clear()
+
+
+@pytest.mark.needs("torch")
+def test_torch_tensors(rng: np.random.Generator) -> None:
+    """What is done to them on the way, on the CPU."""
+    import torch
+
+    x = {"q": rng.standard_normal((3, 130, 4, 16)), "cache_seqlens": np.array([0, 200, 77], np.int32)}
+    x |= {name: rng.standard_normal((3, 200, 2, 16)) for name in ("k_cache", "v_cache")}
+    arrays = {name: torch.from_numpy(a) for name, a in x.items()}
+    options = make_cache_options(True, None, None, None, False, None, False)
+    problem, _ = cached.check(TORCH, arrays, [TORCH.signature(a) for a in arrays.values()], options)
+    found = prefill.attend(TORCH, arrays, arrays["q"], problem, options)
+    expected = attention_with_cache(**x, causal=True, return_lse=True)
+    for a, b in zip(found, expected, strict=True):
+        assert a.is_contiguous()
+        np.testing.assert_allclose(a.numpy(), b, rtol=1e-9, atol=1e-9)
+
+
+def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """What is launched for one only appends; the queries are those that it rotated."""
+    import dataclasses
+
+    from cupyflash.gpu.device import Device
+    from cupyflash.launch import decode
+    from cupyflash.launch.kept import Kept
+
+    asked: list[Any] = []
+
+    class Launches:
+        copied: tuple[str, ...] = ()
+
+        def __init__(self, problem: Any, names: Any, signatures: Any, device: Any, **more: Any) -> None:
+            self.made = [((2, 400, 16, 8), "fp16")] if problem.rotary_dim else []
+            asked.append((names, more["attends"]))
+
+        def __call__(self, addresses: list[int], stream: int) -> None:
+            asked.append(len(addresses))
+
+    device = dataclasses.replace(Device.synthetic("sm_90"), ordinal=0)
+    monkeypatch.setattr(NUMPY, "signature", lambda x, of=NUMPY.signature: (*of(x)[:3], 0))
+    monkeypatch.setattr(NUMPY, "stream", lambda _: 77)
+    monkeypatch.setattr(Device, "of", lambda ordinal: device)
+    monkeypatch.setattr(cached, "calls", Kept(100))
+    monkeypatch.setattr(decode, "prepare", Launches)
+    monkeypatch.setattr(prefill, "is_for", lambda library: True)
+    monkeypatch.setattr(prefill, "attend", lambda library, arrays, q, p, options: (q, p))
+    x = {"q": np.zeros((2, 400, 16, 8), np.float16), "cache_seqlens": 0}
+    x |= {name: np.zeros((2, 500, 2, 8), np.float16) for name in ("k_cache", "v_cache")}
+    new = {name: np.zeros((2, 400, 2, 8), np.float16) for name in "kv"}
+    q, problem = attention_with_cache(**x, **new, return_lse=True)
+    assert q is x["q"]
+    assert problem.seqlen_new == 400
+    names = "q", "k_cache", "v_cache", "cache_seqlens", "k", "v"
+    assert asked == [(names, False), len(names)]
+    tables = {name: np.zeros((500, 4), np.float16) for name in ("rotary_cos", "rotary_sin")}
+    q, _ = attention_with_cache(**x, **new, **tables, return_lse=True)
+    assert q is not x["q"]
+    assert q.shape == x["q"].shape
+    attention_with_cache(**x, **new, num_splits=1)
+    assert asked[-2] == ((*names, "out", "lse"), True)
