@@ -11,6 +11,8 @@ import click
 from cupyflash.problem import MAX_SEQLEN
 
 from .. import block_masks
+from ..output import list_option
+from . import features
 from .cell import Cell
 from .lengths import DENSE, LONGEST, draw
 from .mods import MODS
@@ -50,6 +52,8 @@ def feature_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--learned", is_flag=True, help="The backward makes the bias's gradient, too."),
         click.option("--bias", callback=dims, metavar="DIMS", default="",
                      help="With a bias that has elements of its own along these: letters of bhqk, - for none."),
+        list_option("--feature", choices=tuple(features.NAMED), example="bias,softcap",
+                    help=f"Time each of these alone: {', '.join(features.NAMED)}."),
     ):  # fmt: skip
         command = add(command)
     return command
@@ -88,7 +92,11 @@ def check_writable(option: str, path: Path | None) -> None:
 
 
 def make_cells(options: dict[str, Any]) -> list[Cell]:
-    """Every configuration, lengths innermost."""
+    """Every configuration, lengths innermost, feature by feature."""
+    return [cell for one in features.each(options) for cell in _cells(one)]
+
+
+def _cells(options: dict[str, Any]) -> list[Cell]:
     hidden = options["hidden"] or SIZES[options["backend"]][2]
     masks = (False, True) if options["causal"] is None else (options["causal"],)
     heads = {d: max(1, hidden // d) for d in options["head_dim"]}

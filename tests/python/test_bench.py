@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 
 from cupyflash import cli
 from cupyflash.cli import block_masks
+from cupyflash.cli.bench import features as bench_features
 from cupyflash.cli.bench import main as bench_main
 from cupyflash.cli.bench import peers as bench_peers
 from cupyflash.cli.bench import report as bench_report
@@ -28,6 +29,7 @@ from cupyflash.cli.bench import timing as bench_timing
 from cupyflash.cli.bench import work as bench_work
 from cupyflash.cli.bench.cell import Cell
 from cupyflash.cli.bench.clocks import Clock, Work
+from cupyflash.cli.bench.features import NAMED, WITHOUT
 from cupyflash.cli.bench.timing import QUICK, SUSTAINED, Effort, Timing
 from cupyflash.cli.output import human
 
@@ -424,6 +426,24 @@ def test_features_run_on_the_cpu(framework: str, words: tuple[str, ...], tmp_pat
     shown = CliRunner().invoke(cli.main, ["bench", "--saved", str(saved)])
     assert shown.exit_code == 0, shown.output
     assert Cell("bf16", 16, True, 9, 1, 1, 1, **want).mask_name in shown.output  # type: ignore[arg-type]
+
+
+def test_features_by_name() -> None:
+    """Each alone, in one run, by what the options in detail say; beside such an option it is wrong usage."""
+    assert {name for sets in NAMED.values() for name in sets} == set(WITHOUT)
+    options = WITHOUT | {"feature": ()}
+    assert bench_features.each(options) == [options]
+    found = bench_features.each(options | {"feature": tuple(NAMED)})
+    assert [{k: v for k, v in one.items() if v != options[k] and k != "feature"} for one in found] == [*NAMED.values()]
+    words = "--quick", "--rounds", "1", "--pass", "bwd"
+    rows = json.loads(bench(*words, "--feature", "learned-bias,padding,softcap", "--json").stdout)["rows"]
+    assert [*dict.fromkeys((x["bias"], x["learned"], x["padded"], x["softcap"]) for x in rows)] == [
+        ("hqk", True, "", None), ("", False, "left", None), ("", False, "", 30.0),
+    ]  # fmt: skip
+    for other in (("--bias", "k"), ("--block-mask", "1"), ("--sink",), ("--window", "0")):
+        wrong = CliRunner().invoke(cli.main, ["bench", "--backend", "cpu", "--feature", "softcap", *other])
+        assert wrong.exit_code == 2
+        assert other[0] in wrong.stderr
 
 
 def test_several_block_masks_are_rows_of_their_own() -> None:
