@@ -87,7 +87,7 @@ def attention(
         dropout_seed: what decides, by sequence, head, query and key alone, which elements are dropped (Philox-4x32): an
             integer; an int64 array on q's device of one element or two, a seed and an offset, read when the kernels
             run, so that a CUDA graph can advance it; or, in JAX, a key of jax.random. None draws one, with PyTorch from
-            its generator, anew at each replay of a graph; with NumPy and CuPy from NumPy's global one, which
+            its generator, another at each replay of a graph; with NumPy and CuPy from NumPy's global one, which
             `attention_backward` cannot know; JAX needs one.
         block_mask: a `BlockMask`, which `cupyflash.masks` makes, or one of torch's flex_attention: which keys each
             query sees, beside what causal, window and kv_range hide. Tiles of 64 by 64 where nobody sees anything are

@@ -116,7 +116,7 @@ def bigbird(
     seqlen: int, *, block: int = 64, window_blocks: int = 3, global_blocks: int = 2, random_blocks: int = 3,
     heads: int = 1, seed: int = 0,
 ) -> BlockMask:  # fmt: skip
-    """BigBird (Zaheer et al. 2020), by blocks: global ones, a window, and some drawn at random, for each head anew.
+    """BigBird (Zaheer et al. 2020), by blocks: global ones, a window, and some drawn at random for each head.
 
     Query block i sees the first `global_blocks`, the `window_blocks` around itself, and `random_blocks` of the others,
     drawn without replacement (all, where there are fewer). The first `global_blocks` see everything.

@@ -125,7 +125,7 @@ class PagedCache:
             sequences: their numbers, in the order of the batch.
             counts: tokens of each, or one number for all.
             into: what an earlier call for as many sequences returned, with counts of the same kind: it is written
-                anew, where it lies, for CUDA graphs that read it.
+                again, where it lies, for CUDA graphs that read it.
 
         Returns:
             Arguments of `attention_with_cache` that append k and v in each layer: block_table, cache_seqlens (before

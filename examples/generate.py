@@ -8,7 +8,7 @@ two letters before (an induction head; Olsson et al. 2022), so what it says can 
     layer 1  looks for letters that came after the same two (head 0) or the same one (head 1), and copies them
 
 Prompts of different lengths go into the cache packed, in one call; then each call adds one letter to each text. Every
-letter is compared with that of the whole text computed anew, without a cache.
+letter is compared with that of the whole text computed without a cache.
 
 \b
     python -m examples.generate
