@@ -19,6 +19,7 @@ from . import run
 
 QUERIES = 128  # of a sequence, from which on it is tried
 _ROWS = 48  # queries of all sequences and heads, for each multiprocessor
+_PAIRS = 1 << 25  # of these and keys that there is room for: less is not worth what more launches cost the host
 _FEATURES = "kv_range", "alibi_slopes", "sink"
 
 
@@ -31,9 +32,9 @@ def suits(p: CacheProblem, sm_count: int) -> bool:
     """Whether a call is one of these on a GPU of so many multiprocessors, where its caches lie as `in_rows` says."""
     if p.packed or p.page_size or p.chosen or p.stored or p.batch_invariant or p.num_splits is not None:
         return False
-    fills = p.batch * p.heads_q * p.seqlen_q >= _ROWS * sm_count
-    fits = p.slots == p.batch and 0 < p.batch * p.capacity <= MAX_SEQLEN
-    return fills and fits and p.seqlen_q >= QUERIES
+    rows = p.batch * p.heads_q * p.seqlen_q
+    pays = p.seqlen_q >= QUERIES and rows >= _ROWS * sm_count and rows * p.capacity >= _PAIRS
+    return pays and p.slots == p.batch and p.batch * p.capacity <= MAX_SEQLEN
 
 
 def in_rows(p: CacheProblem, signatures: Mapping[str, Signature]) -> bool:

@@ -276,8 +276,8 @@ def test_many_queries(family: str, d: int, how: str) -> None:
     like = {"device": "cuda", "dtype": torch.bfloat16}
     lengths = torch.tensor([0, 700, 650, 130, -3, 3000], device="cuda", dtype=torch.int32)
     x = {"q": torch.randn(6, 200, 16, d, **like), "cache_seqlens": lengths}
-    pools = [torch.randn(6, 1000, 4, d, **like) for _ in "kv"]
-    for b, n in enumerate((0, 700, 650, 130, 0, 1000)):
+    pools = [torch.randn(6, 2000, 4, d, **like) for _ in "kv"]
+    for b, n in enumerate((0, 700, 650, 130, 0, 2000)):
         for pool in pools:
             pool[b, n:] = float("nan")
     more: dict[str, Any] = {

@@ -40,6 +40,7 @@ def test_which_calls() -> None:
     for other in (
         {"seqlen_q": 127}, {"batch": 3}, {"packed": True}, {"page_size": 16}, {"chosen": True}, {"stored": "int8"},
         {"num_splits": 1}, {"batch_invariant": True}, {"heads_q": 8, "seqlen_q": 128}, {"capacity": 2**28},
+        {"capacity": 1000},
     ):  # fmt: skip
         assert not prefill.suits(replace(PROBLEM, **other), 132)  # type: ignore[arg-type]
     assert prefill.in_rows(PROBLEM, caches(4096, 1024, 4096 * 1024))
@@ -85,7 +86,7 @@ def test_what_is_launched(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = pretended_gpu.pretend(monkeypatch, "sm_80")
     like = {"dtype": torch.bfloat16}
     x = {"q": torch.zeros(2, 130, heads, 64, **like), "cache_seqlens": torch.tensor([3, 300], dtype=torch.int32)}
-    x |= {name: torch.zeros(2, 500, 2, 64, **like) for name in ("k_cache", "v_cache")}
+    x |= {name: torch.zeros(2, 2100, 2, 64, **like) for name in ("k_cache", "v_cache")}
     x |= {name: torch.zeros(2, 130, 2, 64, **like) for name in ("k", "v")}
     for _ in range(2):
         out, lse = attention_with_cache(**x, causal=True, return_lse=True)
@@ -149,7 +150,7 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     monkeypatch.setattr(prefill, "is_for", lambda library: True)
     monkeypatch.setattr(prefill, "attend", lambda library, arrays, q, p, options: (q, p))
     x = {"q": np.zeros((2, 400, 16, 8), np.float16), "cache_seqlens": 0}
-    x |= {name: np.zeros((2, 500, 2, 8), np.float16) for name in ("k_cache", "v_cache")}
+    x |= {name: np.zeros((2, 2700, 2, 8), np.float16) for name in ("k_cache", "v_cache")}
     new = {name: np.zeros((2, 400, 2, 8), np.float16) for name in "kv"}
     q, problem = attention_with_cache(**x, **new, return_lse=True)
     assert q is x["q"]
