@@ -72,11 +72,11 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     aligned, stream = bits & 15 == 0, library.stream(device)
     if not aligned or 0 in pointers:
         aligned = _look_at_addresses(library, arrays, pointers)
-    is_long = keys[0][0][-3] >= prefill.QUERIES and prefill.is_for(library)
-    key = *arrays, *keys, options, aligned, wish(), is_long
+    may_prefill = prefill.is_for(library)
+    key = *arrays, *keys, options, aligned, wish(), may_prefill
     call = calls.find(key)
     if call is None:
-        call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream, is_long))
+        call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream, may_prefill))
     if pointers[1] == pointers[2]:
         check_caches_apart(call.problem)
     if type(length) is int:
@@ -90,9 +90,8 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     call.launch(pointers, stream)
     del copies
     if call.is_prefill:
-        return prefill.attend(
-            library, arrays, made[-1] if call.problem.rotary_dim else arrays["q"], call.problem, options
-        )
+        q = made[-1] if call.problem.rotary_dim else arrays["q"]
+        return prefill.attend(library, arrays, q, call.problem, options)
     return made[0], made[1]
 
 
@@ -125,15 +124,15 @@ def _prepare(
     options: CacheOptions,
     aligned: bool,
     stream: int,
-    is_long: bool = False,
+    may_prefill: bool = False,
 ) -> _Kept:
-    """A call of a kind that is new; `is_long`: which may have queries enough for the forward."""
+    """A call of a kind that is new; `may_prefill`: the forward may take it, if it suits."""
     vet_all(library, arrays)
     problem, signatures = check(library, arrays, keys, options)
     copied = [name for name, s in signatures.items() if not BY_NAME[name].strided and not _is_contiguous(s)]
-    names, device = (*arrays, "out", "lse"), Device.of(signatures["q"].device)
-    is_prefill = is_long and prefill.suits(problem, device.sm_count) and prefill.in_rows(problem, signatures)
-    names = names[:-2] if is_prefill else names
+    device = Device.of(signatures["q"].device)
+    is_prefill = may_prefill and prefill.suits(problem, device.sm_count) and prefill.in_rows(problem, signatures)
+    names = *arrays, *(() if is_prefill else ("out", "lse"))
     launch = decode.prepare(problem, names, signatures, device, aligned=aligned, stream=stream, attends=not is_prefill)
     return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], is_prefill)
 

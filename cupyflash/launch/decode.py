@@ -108,7 +108,7 @@ def prepare(
     """The call of these arrays, or, unless it `attends`, what it appends alone; its kernels are loaded.
 
     Args:
-        names: the inputs given, in the order of `cache.arrays.CACHE_ARRAYS`, then out and lse.
+        names: the inputs given, in the order of `cache.arrays.CACHE_ARRAYS`, then, if it `attends`, out and lse.
         signatures: of the inputs.
         aligned: whether all of q, k_cache, v_cache, k and v lie at multiples of 16 bytes.
 

@@ -17,7 +17,7 @@ from ..options import Options
 from ..problem import MAX_SEQLEN
 from . import run
 
-QUERIES = 128  # of a sequence, from which on it is tried
+_QUERIES = 128  # of a sequence, from which on it is tried
 _ROWS = 48  # queries of all sequences and heads, for each multiprocessor
 _PAIRS = 1 << 25  # of these and keys that there is room for: less is not worth what more launches cost the host
 _FEATURES = "kv_range", "alibi_slopes", "sink"
@@ -33,7 +33,7 @@ def suits(p: CacheProblem, sm_count: int) -> bool:
     if p.packed or p.page_size or p.chosen or p.stored or p.batch_invariant or p.num_splits is not None:
         return False
     rows = p.batch * p.heads_q * p.seqlen_q
-    pays = p.seqlen_q >= QUERIES and rows >= _ROWS * sm_count and rows * p.capacity >= _PAIRS
+    pays = p.seqlen_q >= _QUERIES and rows >= _ROWS * sm_count and rows * p.capacity >= _PAIRS
     return pays and p.slots == p.batch and p.batch * p.capacity <= MAX_SEQLEN
 
 

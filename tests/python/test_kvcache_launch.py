@@ -131,3 +131,11 @@ def test_lengths_are_checked_on_demand(
     attention_with_cache(**x)
     with pytest.raises(ArgumentError, match=r"cache_seqlens: expected lengths of 0 to 19"):
         attention_with_cache(**x | {"cache_seqlens": 20})
+
+
+def test_dimensions_are_told_by_name(gpu: Launches, rng: np.random.Generator) -> None:
+    """Nothing looks at a shape before the checks do."""
+    x = small(rng, np.float16)
+    with pytest.raises(ArgumentError, match=r"^q: expected"):
+        attention_with_cache(**x | {"q": x["q"][0, 0]})
+    assert not gpu.prepared
