@@ -11,13 +11,12 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError
-from cupyflash.compile import jit, nvrtc
-from cupyflash.mods import bind, read
+from cupyflash.mods import bind
 from cupyflash.mods.evaluate import evaluate
 from cupyflash.mods.functions import KNOWN
 from cupyflash.mods.symbols import called
 from cupyflash.mods.trace import trace
-from cupyflash.plan.variant import kernel_sources
+from tests.mod_unit import compile_mod
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -157,10 +156,6 @@ def _of_score(f: Callable[[Any], Any]) -> Callable[..., Any]:
 
 def test_every_function_compiles() -> None:
     """Of the score, of integers and with a derivative, by NVRTC, for which it has to be C++."""
-    try:
-        compiler = nvrtc.find()
-    except cupyflash.UnsupportedError as reason:
-        pytest.skip(str(reason))
     every = CALLS | OF_TORCH
     others = ("equal", "expit", "integer_pow", "lax.clamp", "lax.div", "log_sigmoid", "max", "min", "rem", "swish")
     assert set(KNOWN) <= {*every, *INTEGERS, *others, "floordiv", "floormod", "quotient"}
@@ -170,13 +165,7 @@ def test_every_function_compiles() -> None:
         return functools.reduce(lambda x, y: x + y, (f(x, functools.partial(_called, n)) for x, n, f in of))
 
     text, _ = bind(mod, None, None)
-    source = (
-        f'#include "attention/mods.cuh"\n{read(text).source()}struct None {{}};\n'
-        'extern "C" __global__ void kernel(float *x) {\n'
-        "    const mods::Mods m{None{}};\n"
-        "    x[0] = m.score_mod(mods::Dual(x[0], 1.f), 0, 1, 2, 3).d + m.score_mod(x[1], 0, 1, 2, 3);\n}\n"
-    )
-    compiler.compile(source, "kernel.cu", kernel_sources(), jit._options("sm_80"))
+    compile_mod(text)
 
 
 @pytest.mark.needs("torch")

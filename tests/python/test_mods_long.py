@@ -10,11 +10,10 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError
-from cupyflash.compile import jit, nvrtc
-from cupyflash.mods import bind, read
+from cupyflash.mods import bind
 from cupyflash.mods.expression import SIZE_LIMIT, Node, apply, name, number
 from cupyflash.mods.parse import parse
-from cupyflash.plan.variant import kernel_sources
+from tests.mod_unit import compile_mod
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 X = np.random.default_rng(0).standard_normal((1, 9, 2, 16)).astype(np.float32)
@@ -103,14 +102,4 @@ def test_a_number_beyond_fp32_hides_a_key_on_every_path() -> None:
 
 @pytest.mark.parametrize("text", [LONG["sum"], *(f"score * {said} + {said}" for said, _ in CONSTANTS), "score * 1e-45"])
 def test_they_compile(text: str) -> None:
-    try:
-        compiler = nvrtc.find()
-    except cupyflash.UnsupportedError as reason:
-        pytest.skip(str(reason))
-    source = (
-        f'#include "attention/mods.cuh"\n{read(bind(text, None, None)[0]).source()}struct None {{}};\n'
-        'extern "C" __global__ void kernel(float *x) {\n'
-        "    const mods::Mods m{None{}};\n"
-        "    x[0] = m.score_mod(mods::Dual(x[0], 1.f), 0, 1, 2, 3).d + m.score_mod(x[1], 0, 1, 2, 3);\n}\n"
-    )
-    compiler.compile(source, "kernel.cu", kernel_sources(), jit._options("sm_80"))
+    compile_mod(bind(text, None, None)[0])
