@@ -41,12 +41,12 @@ class Main(Variant):
     block_mask: bool = False
     bias_beside_mods: bool = False
     mods: str = ""
-    has_queue: ClassVar[bool] = True  # persistent blocks draw their tiles
+    queues_sequences: ClassVar[bool] = True  # persistent blocks hand on packed tiles with their sequences
 
     @property
     def smem_bytes(self) -> int:
         """Packed tiles bring their sequence along in the queue of persistent blocks (work_sm90.cuh)."""
-        return super().smem_bytes + (32 if self.packed and self.persistent and self.has_queue else 0)
+        return super().smem_bytes + (32 if self.packed and self.persistent and self.queues_sequences else 0)
 
     @functools.cached_property
     def block_n(self) -> int:

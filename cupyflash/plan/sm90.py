@@ -143,7 +143,7 @@ class BiasGradientSm90(Main):
         "BwdSm90Params",
         BWD_SM90_PARAMS,
     )
-    arch_suffix, persistent, has_queue, over = "a", True, False, "bias"
+    arch_suffix, persistent, queues_sequences, over = "a", True, False, "bias"
 
     @classmethod
     def beside(cls, spec: Spec, tile: HopperBackwardTile) -> BiasGradientSm90 | None:
@@ -157,6 +157,16 @@ def _copies_bias(spec: Spec) -> bool:
     """Whether a backward reads its bias through shared memory (bias_copies.cuh)."""
     alone = not (spec.mask or spec.mods or spec.crowded)
     return spec.paired_bias == CHUNKS and alone and not (spec.wide_bias or spec.packed)
+
+
+def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
+    """Those that keep dQ's sum, of a backward that is not crowded."""
+    if _copies_bias(spec):
+        fewer_keys = spec.dbias or spec.dalibi or spec.softcap
+        return _BACKWARD_COPIED_BIAS_NARROW if fewer_keys else _BACKWARD_COPIED_BIAS
+    if spec.bias:
+        return _BACKWARD_BIAS
+    return _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
 
 
 class Sm90(Family):
@@ -194,11 +204,8 @@ class Sm90(Family):
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         delta = Delta.of(spec, DeltaTile(*rows))
-        plain = _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
-        fewer_keys = spec.dbias or spec.dalibi or spec.softcap
-        copied = _BACKWARD_COPIED_BIAS_NARROW if fewer_keys else _BACKWARD_COPIED_BIAS
-        alone = copied if _copies_bias(spec) else _BACKWARD_BIAS if spec.bias else plain
-        tables = _BACKWARD_PACKED_LISTS if spec.packed and spec.block_mask else (alone, _BACKWARD_CROWDED)
+        is_listed = spec.packed and spec.block_mask
+        tables = _BACKWARD_PACKED_LISTS if is_listed else (_backward_tiles(spec), _BACKWARD_CROWDED)
         for limit, tile in tables[spec.crowded]:
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))

@@ -1,4 +1,5 @@
-// Those warps of bwd_sm90.cuh that move data, and what they share with the consumers: the layout of shared memory.
+// Those warps of bwd_sm90.cuh that move data, by one thread each, and what they share with the consumers: the layout of shared
+// memory.
 #ifndef CUPYFLASH_BWD_LOAD_SM90_CUH
 #define CUPYFLASH_BWD_LOAD_SM90_CUH
 #include "attention/bias_copies.cuh"

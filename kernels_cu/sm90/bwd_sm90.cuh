@@ -8,9 +8,10 @@
 // memory. dQ = dS K needs the dS of all: the warpgroups take turns, and whose turn it is computes the dQ of the visit
 // before, so that nobody waits for the others' dS of this one. While one warpgroup turns S into dS, the products of the
 // others keep the tensor cores busy. In the last warpgroup one thread loads, and another one adds dQ to its accumulator
-// in global memory (dq_accum.cuh).
+// in global memory (dq_accum.cuh). kCopiesBias: a warp asks for its part of the next visit's bias once it has formed dS of
+// this one (bias_copies.cuh).
 //
-// Shared memory: K | V | kStages x Q | kStages x dO | two dS | two dQ | kStages x row_stats | mbarriers.
+// Shared memory: K | V | kStages x Q | kStages x dO | two dS | two dQ | kStages x row_stats | a bias of each warp | mbarriers.
 #ifndef CUPYFLASH_BWD_SM90_CUH
 #define CUPYFLASH_BWD_SM90_CUH
 #include "attention/dropout.cuh"
