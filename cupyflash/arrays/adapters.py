@@ -4,7 +4,6 @@ where results are allocated. None of them but NumPy is imported here: whoever ha
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,11 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from ..errors import ArgumentError
-from . import torch_private
 from .imported import is_instance
 from .signature import CPU as CPU
 from .signature import Signature as Signature
 from .signature import place as place
+from .tensors import Torch
 
 _NUMPY_DTYPES = {
     "fp16": np.dtype(np.float16),
@@ -36,6 +35,7 @@ class Numpy:
     """NumPy arrays; strides of NumPy are in bytes."""
 
     name = "numpy"
+    allocates = False  # new arrays on a GPU: several that nobody is given may be one
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, np.ndarray)
@@ -79,6 +79,14 @@ class Numpy:
         q = arrays["q"]
         return [self.empty_like(arrays[x]) for x in likes] + [self.empty(shape, dtype, q) for shape, dtype in made]
 
+    def forms(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """What `make_like` takes to make arrays like these, C-contiguous ones; none, where `make` costs no more."""
+        return ()
+
+    def make_like(self, forms: Sequence[Any], pointers: list[int]) -> list[Any]:
+        """A list of new arrays of these forms, whose addresses join the others."""
+        raise AssertionError(f"{self.name} has no forms")
+
     def empty_like(self, x: Any) -> Any:
         """A new C-contiguous array of x's shape and dtype on x's device."""
         return self.empty(x.shape, self.dtype_name(x.dtype), x)
@@ -117,6 +125,7 @@ class Cupy(Numpy):
     """CuPy arrays."""
 
     name = "cupy"
+    allocates = True
 
     def owns(self, x: Any) -> bool:
         return is_instance(x, "cupy", "ndarray")
@@ -155,94 +164,6 @@ class Cupy(Numpy):
 
     def from_numpy(self, x: np.ndarray) -> Any:
         return sys.modules["cupy"].asarray(x.view(np.uint8) if x.dtype == _E4M3 else x)
-
-
-class Torch:
-    """PyTorch tensors. The attribute reads below are the cheapest that torch offers: this is the hot path."""
-
-    name = "torch"
-
-    @functools.cached_property
-    def _dtypes(self) -> dict[str, Any]:
-        torch = sys.modules["torch"]
-        kinds = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-        kinds |= {name: name for name in ("int32", "int8", "float8_e4m3fn")}
-        return {name: getattr(torch, kind) for name, kind in kinds.items()}
-
-    @functools.cached_property
-    def _names(self) -> dict[Any, str]:
-        return {dtype: name for name, dtype in self._dtypes.items() if name != "int32"}
-
-    @functools.cached_property
-    def _raw_stream(self) -> Any:
-        return torch_private.raw_stream()
-
-    def owns(self, x: Any) -> bool:
-        return is_instance(x, "torch", "Tensor")
-
-    def signature(self, x: Any) -> tuple[Any, ...]:
-        return x.shape, x.stride(), x.dtype, x.get_device() if x.is_cuda else CPU
-
-    def describe(self, name: str, signature: tuple[Any, ...]) -> Signature:
-        return tuple.__new__(Signature, signature)  # Signature(...) takes twice as long
-
-    def dtype_name(self, dtype: Any) -> str:
-        return self._names.get(dtype, str(dtype).removeprefix("torch."))
-
-    def pointer(self, x: Any) -> int:
-        return x.data_ptr()
-
-    def look(self, arrays: Iterable[Any]) -> tuple[list[tuple[Any, ...]], list[int]]:
-        keys, pointers = [], []
-        for x in arrays:
-            keys.append((x.shape, x.stride(), x.dtype, x.get_device() if x.is_cuda else CPU))
-            pointers.append(x.data_ptr())
-        return keys, pointers
-
-    def make(self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]) -> Any:
-        found = [self.empty_like(arrays[name]) for name in likes]
-        if made:
-            new, dtypes = arrays["q"].new_empty, self._dtypes
-            found += [new(shape, dtype=dtypes[dtype]) for shape, dtype in made]
-        return found
-
-    def empty_like(self, x: Any) -> Any:
-        torch = sys.modules["torch"]
-        if x.is_contiguous():  # asking costs less than naming the format
-            return torch.empty_like(x)
-        return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
-        return like.new_empty(shape, dtype=self._dtypes[dtype])
-
-    def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
-        return like.new_full(shape, value, dtype=self._dtypes["int32"])
-
-    def put(self, x: Any, values: np.ndarray) -> None:
-        x.copy_(self.from_numpy(values), non_blocking=True)  # CUDA has taken the values when this returns
-
-    def contiguous(self, x: Any) -> Any:
-        return x.contiguous()
-
-    def stream(self, device: int) -> int:
-        return self._raw_stream(device)
-
-    def to_numpy(self, x: Any) -> np.ndarray:
-        torch = sys.modules["torch"]
-        x = x.detach()
-        if x.dtype == torch.bfloat16:
-            return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        if x.dtype == torch.float8_e4m3fn:
-            return x.view(torch.uint8).numpy().view(_E4M3)
-        return x.numpy()
-
-    def from_numpy(self, x: np.ndarray) -> Any:
-        torch = sys.modules["torch"]
-        if x.dtype == ml_dtypes.bfloat16:
-            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-        if x.dtype == _E4M3:
-            return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
-        return torch.from_numpy(x)
 
 
 Native = Numpy | Cupy | Torch

@@ -8,6 +8,7 @@ addresses into the params struct and hands it to the driver; one with new length
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from .template import Lengths, ScoreSteps, Steps, Template, Words, ask_driver
 _MAX_CALLS = 1024  # kept, at about 3 KB each; lengths that change at every call would otherwise fill the memory
 _MAX_SPECS = 512
 _thread = threading.local()
+_UNIT = 64  # elements: a workspace begins at a multiple of 256 bytes, as what the driver allocates does
+Made = tuple[tuple[int, ...], str]
 Writes = tuple[tuple[int, int], ...]  # (word of 64 bits in the params struct, which of a call's addresses goes there)
 
 
@@ -105,10 +108,11 @@ class Prepared:
         for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True):
             if n > 0:
                 launches.append(((function, n if n < most else most, *block), takes_whole))
-        order, made = given.order, given.shapes(extents, self.head_dim) if given.shaped else ()
+        order, shaped = given.order, given.shapes(extents, self.head_dim) if given.shaped else ()
         if workspace:
-            order, made = (*order, *workspace), (*made, *workspace.values())
-        return Call(self, params, launches, order, self._writes.get(order) or self._find(order), given, made, copied)
+            order = (*order, *workspace)
+        writes = self._writes.get(order) or self._find(order)
+        return Call(self, params, launches, order, writes, given, shaped, tuple(workspace.values()), copied)
 
     def _find(self, order: tuple[str, ...]) -> Writes:
         """Where the addresses of a call go that has them in this order; kept for all such calls."""
@@ -130,14 +134,19 @@ class Call:
 
     Attributes:
         order: the names of the arrays whose addresses it takes.
-        likes: the arrays given that the first results are shaped like.
-        made: (shape, dtype) of the other results and of what the launches share.
+        names: of the first results; likes: the arrays given that these are shaped like.
+        shaped: (shape, dtype) of the other results; made: of these, and then of what the launches share.
+        offsets: where the latter lies, in bytes from the start of one block of memory; room: the block's, in fp32.
+        forms: what a library makes all of this like, as its `forms` says; None: nothing yet.
         params: the struct of its launches, without addresses.
         copied: the numbers of the arrays given that it takes contiguous copies of.
         passing: it may be the only one of its lengths, and need not be kept.
     """
 
-    __slots__ = ("_launches", "_writes", "copied", "likes", "made", "order", "params", "passing", "prepared", "recent")
+    __slots__ = (
+        "_launches", "_writes", "copied", "forms", "likes", "made", "names", "offsets", "order", "params", "passing",
+        "prepared", "recent", "room", "shaped",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -147,11 +156,15 @@ class Call:
         order: tuple[str, ...],
         writes: Writes,
         given: Given,
-        made: Sequence[tuple[tuple[int, ...], str]],
+        shaped: Sequence[Made],
+        workspace: Sequence[Made],
         copied: tuple[int, ...],
     ) -> None:
         self.prepared, self.params, self._launches, self._writes = prepared, params, launches, writes
-        self.order, self.likes, self.made, self.copied = order, given.likes, made, copied
+        self.order, self.names, self.likes, self.copied = order, given.made, given.likes, copied
+        self.shaped, self.made = shaped, (*shaped, *workspace) if workspace else shaped
+        self.offsets, self.room = _packed(workspace) if workspace else ((), 0)
+        self.forms: Sequence[Any] | None = None
         self.recent = self.passing = False
 
     @property
@@ -190,6 +203,15 @@ class Call:
             if current != prepared.ordinal:
                 prepared.set_device(current)
             prepared.free.append(arguments)
+
+
+def _packed(workspace: Sequence[Made]) -> tuple[tuple[int, ...], int]:
+    """`Call.offsets` and `Call.room`: one allocation costs the host less than several. All elements have 4 bytes."""
+    offsets, end = [], 0
+    for shape, _ in workspace:
+        offsets.append(4 * end)
+        end += -(-math.prod(shape) // _UNIT) * _UNIT
+    return tuple(offsets), end
 
 
 calls: Kept[Call] = Kept(_MAX_CALLS)

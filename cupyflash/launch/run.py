@@ -23,6 +23,7 @@ from . import on_cpu, staging, where
 from . import prepared as launch
 from .alignment import ALIGNED, aligned_at
 from .checks import check
+from .made import make
 from .packed import vet_lengths
 from .passes import WITH_LSE, given_of
 from .pieces import without_repeats
@@ -30,6 +31,7 @@ from .prepare import prepare
 from .series import again
 from .variables import is_debug, wish
 
+Found = tuple[tuple[str, ...], Sequence[Any]]
 BACKENDS = ("auto", "cuda", "cpu")
 
 
@@ -61,7 +63,7 @@ def forward(
     Args:
         arrays: q, k, v and what features bring, by the names of the table of arrays.
     """
-    found = _run(FORWARD, library, arrays, options, WITH_LSE if want_lse else ())
+    _, found = _run(FORWARD, library, arrays, options, WITH_LSE if want_lse else ())
     return found[0], found[1] if want_lse else None
 
 
@@ -74,14 +76,11 @@ def backward(
         arrays: q, k, v, out, dout, lse, and what of dlse and of features there is, by the names of the table of arrays.
         wanted: the gradients that are made only where somebody asks for them.
     """
-    found = _run(BACKWARD, library, arrays, options, wanted)
-    return dict(zip(given_of(BACKWARD, tuple(arrays), wanted).made, found, strict=False))
+    return dict(zip(*_run(BACKWARD, library, arrays, options, wanted), strict=False))
 
 
-def _run(
-    which: Pass, library: Native, arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...]
-) -> Sequence[Any]:
-    """What a pass makes, in the order of `Given.made` and `Given.shaped`."""
+def _run(which: Pass, library: Native, arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...]) -> Found:
+    """What a pass makes, in the order of `Given.made` and `Given.shaped`, after the names of the first of it."""
     try:
         keys, pointers = library.look(arrays.values())
     except Exception as e:
@@ -111,12 +110,16 @@ def _run(
     if is_debug() and not arrays.keys().isdisjoint(Sequences._fields):
         vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
-    made, pointer_of = library.make(call.likes, call.made, arrays), library.pointer
-    for x in made:
-        pointers.append(pointer_of(x))
+    if call.forms:
+        made = library.make_like(call.forms, pointers)
+        if call.room:
+            start = pointers.pop()
+            pointers += [start + offset for offset in call.offsets]
+    else:
+        made = make(library, call, arrays, pointers)
     call(pointers, stream)
     del copies
-    return made
+    return call.names, made
 
 
 def key_of(
@@ -185,9 +188,7 @@ def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool]) -> 
     return True
 
 
-def _through_gpu(
-    which: Pass, arrays: Mapping[str, np.ndarray], options: Options, wanted: tuple[str, ...]
-) -> Sequence[np.ndarray]:
+def _through_gpu(which: Pass, arrays: Mapping[str, np.ndarray], options: Options, wanted: tuple[str, ...]) -> Found:
     """`_run` of NumPy arrays by way of the current GPU. What broadcasts to scores is copied without what repeats."""
     import cupy
 
@@ -196,7 +197,8 @@ def _through_gpu(
     copies = dict(zip(arrays, staging.to_gpu(once), strict=True))
     copies |= {name: cupy.broadcast_to(copies[name], arrays[name].shape) for name in spread}
     given = given_of(which, tuple(arrays), wanted)
-    return staging.to_host(_run(which, CUPY, copies, options, wanted)[: len(given.made) + len(given.shaped)])
+    names, found = _run(which, CUPY, copies, options, wanted)
+    return names, staging.to_host(found[: len(given.made) + len(given.shaped)])
 
 
 def _on_host(
@@ -206,7 +208,7 @@ def _on_host(
     keys: Sequence[tuple[Any, ...]],
     options: Options,
     wanted: tuple[str, ...],
-) -> Sequence[Any]:
+) -> Found:
     """`_run` of arrays in host memory; whatever a pass can make, it makes."""
     vet_all(library, arrays)
     names = tuple(arrays)
@@ -216,4 +218,5 @@ def _on_host(
     )
     if _on_gpu(library, problem, partial(where.worth_the_gpu, which, arrays, problem, lengths, wanted)):
         return _through_gpu(which, arrays, options, wanted)
-    return on_cpu.compute(which, library, arrays, problem, options, lengths, wanted)
+    found = on_cpu.compute(which, library, arrays, problem, options, lengths, wanted)
+    return given_of(which, names, wanted).made, found

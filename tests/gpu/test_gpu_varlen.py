@@ -242,7 +242,13 @@ def test_lengths_that_contradict(wrong: str, d: int, monkeypatch: pytest.MonkeyP
     def empty_like(self: Any, x: Any) -> Any:
         return walled(x.shape, x.dtype)
 
+    def make_like(self: Any, forms: Sequence[Any], pointers: list[int]) -> list[Any]:
+        found = [walled(x.shape, x.dtype) for x in forms]
+        pointers += [x.data_ptr() for x in found]
+        return found
+
     monkeypatch.setattr(type(TORCH), "empty_like", empty_like)
+    monkeypatch.setattr(type(TORCH), "make_like", make_like)
     inputs = []
     for x in (*spread(TOTAL_Q, TOTAL_K, d), spread(TOTAL_Q, 1, d)[0]):
         inputs.append(walled(x.shape, x.dtype))

@@ -58,7 +58,7 @@ def functions_of(call: Callable[[], Any]) -> int:
 def test_new_lengths_cost_little_more_than_known_ones(
     family: str, place: pretended_gpu.Place, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each such call is prepared by itself, a forward takes 44 functions more, a backward 64, a packed one 54."""
+    """Where each such call is prepared by itself, a forward takes 44 functions more, a backward 71, a packed one 54."""
     import torch
 
     monkeypatch.setenv("CUPYFLASH_FAMILY", family)
@@ -76,7 +76,7 @@ def test_new_lengths_cost_little_more_than_known_ones(
     def packed(m: int) -> None:
         cupyflash.attention_varlen(x[0, :m], x[0], x[0], cu_seqlens_q=ends, cu_seqlens_k=ends)
 
-    for call, limit in ((forward, 23), (backward, 36), (packed, 25)):
+    for call, limit in ((forward, 23), (backward, 43), (packed, 25)):
         lengths = iter(range(10, 60))
         known = functions_of(lambda call=call: call(60))
         assert functions_of(lambda call=call, lengths=lengths: call(next(lengths))) <= known + limit

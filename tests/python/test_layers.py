@@ -52,7 +52,7 @@ PYTHON_LAYERS = (
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
-    "arrays": "repeated steps libraries readable placed vetting adapters signature torch_private imported",
+    "arrays": "repeated steps libraries readable placed vetting adapters tensors signature torch_private imported",
     "cache": "pool tables lengths checks values writes arrays problem",
     "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods features bias "
     "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
@@ -62,7 +62,7 @@ PYTHON_ORDER = {
     "gpu": "dependent forms tensormap device driver",
     "jax": "flax sdpa op cached explicit parts call seeds sharding ffi structs buffers",
     "launch": "cached prefill decode run where staging pieces on_cpu seeds clocks cached_params prepare series "
-    "alignment "
+    "made alignment "
     "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace symbols functions description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_stored decode_elements "

@@ -1,0 +1,125 @@
+"""PyTorch tensors, as `adapters` has the arrays of other libraries; torch is not imported here."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from . import torch_private
+from .imported import is_instance
+from .signature import CPU, Signature
+
+_E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+class Torch:
+    """PyTorch tensors. The attribute reads below are the cheapest that torch offers: this is the hot path."""
+
+    name = "torch"
+    allocates = True
+
+    @functools.cached_property
+    def _dtypes(self) -> dict[str, Any]:
+        torch = sys.modules["torch"]
+        kinds = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+        kinds |= {name: name for name in ("int32", "int8", "float8_e4m3fn")}
+        return {name: getattr(torch, kind) for name, kind in kinds.items()}
+
+    @functools.cached_property
+    def _names(self) -> dict[Any, str]:
+        return {dtype: name for name, dtype in self._dtypes.items() if name != "int32"}
+
+    @functools.cached_property
+    def _quick(self) -> tuple[Any, Any]:
+        torch = sys.modules["torch"]
+        return torch.empty_like, torch.Tensor.data_ptr
+
+    @functools.cached_property
+    def _raw_stream(self) -> Any:
+        return torch_private.raw_stream()
+
+    def owns(self, x: Any) -> bool:
+        return is_instance(x, "torch", "Tensor")
+
+    def signature(self, x: Any) -> tuple[Any, ...]:
+        return x.shape, x.stride(), x.dtype, x.get_device() if x.is_cuda else CPU
+
+    def describe(self, name: str, signature: tuple[Any, ...]) -> Signature:
+        return tuple.__new__(Signature, signature)  # Signature(...) takes twice as long
+
+    def dtype_name(self, dtype: Any) -> str:
+        return self._names.get(dtype, str(dtype).removeprefix("torch."))
+
+    def pointer(self, x: Any) -> int:
+        return x.data_ptr()
+
+    def look(self, arrays: Iterable[Any]) -> tuple[list[tuple[Any, ...]], list[int]]:
+        keys, pointers = [], []
+        for x in arrays:
+            keys.append((x.shape, x.stride(), x.dtype, x.get_device() if x.is_cuda else CPU))
+            pointers.append(x.data_ptr())
+        return keys, pointers
+
+    def make(self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]) -> Any:
+        found = [self.empty_like(arrays[name]) for name in likes]
+        if made:
+            new, dtypes = arrays["q"].new_empty, self._dtypes
+            found += [new(shape, dtype=dtypes[dtype]) for shape, dtype in made]
+        return found
+
+    def forms(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Tensors without memory. To make others like them takes one function of torch for all shapes and dtypes, half
+        as long as to say what they are; where it runs for the first time after the core slept, a third."""
+        found = [sys.modules["torch"].empty_like(x) for x in arrays]
+        for x in found:
+            x.untyped_storage().resize_(0)
+        return found
+
+    def make_like(self, forms: Sequence[Any], pointers: list[int]) -> list[Any]:
+        empty_like, data_ptr = self._quick
+        found = [*map(empty_like, forms)]
+        pointers += map(data_ptr, found)
+        return found
+
+    def empty_like(self, x: Any) -> Any:
+        torch = sys.modules["torch"]
+        if x.is_contiguous():  # asking costs less than naming the format
+            return torch.empty_like(x)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
+        return like.new_empty(shape, dtype=self._dtypes[dtype])
+
+    def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
+        return like.new_full(shape, value, dtype=self._dtypes["int32"])
+
+    def put(self, x: Any, values: np.ndarray) -> None:
+        x.copy_(self.from_numpy(values), non_blocking=True)  # CUDA has taken the values when this returns
+
+    def contiguous(self, x: Any) -> Any:
+        return x.contiguous()
+
+    def stream(self, device: int) -> int:
+        return self._raw_stream(device)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        torch = sys.modules["torch"]
+        x = x.detach()
+        if x.dtype == torch.bfloat16:
+            return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        if x.dtype == torch.float8_e4m3fn:
+            return x.view(torch.uint8).numpy().view(_E4M3)
+        return x.numpy()
+
+    def from_numpy(self, x: np.ndarray) -> Any:
+        torch = sys.modules["torch"]
+        if x.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        if x.dtype == _E4M3:
+            return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
+        return torch.from_numpy(x)

@@ -1,0 +1,114 @@
+"""What a warm call on torch tensors makes, on a pretended GPU: results like forms, and one block for all workspaces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import cupyflash
+from cupyflash.arrays.adapters import TORCH
+from cupyflash.launch import prepared as launch
+from cupyflash.operands import BACKWARD, WORKSPACE
+from tests import pretended_gpu
+from tests.pretended_gpu import Gpu
+
+pytestmark = [pytest.mark.needs("cupy"), pytest.mark.needs("torch")]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return pretended_gpu.pretend(monkeypatch)
+
+
+@pytest.fixture
+def qkv() -> Any:
+    """Three tensors whose rows lie apart."""
+    import torch
+
+    return torch.randn(3, 1, 4, 64, 64, dtype=torch.bfloat16).transpose(2, 3)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_results_are_new_and_contiguous(family: str, gpu: Gpu, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first call, which makes them one by one, and in those that make them like its own."""
+    import torch
+
+    monkeypatch.setenv("CUPYFLASH_FAMILY", family)
+    found = [cupyflash.attention(*qkv, return_lse=True) for _ in range(3)]
+    dout = torch.randn_like(found[0][0])
+    grads = [tuple(cupyflash.attention_backward(dout, *qkv, *found[0])) for _ in range(3)]
+    for same in (found, grads):
+        for other in same[1:]:
+            for x, y in zip(same[0], other, strict=True):
+                assert (y.shape, y.dtype, y.stride()) == (x.shape, x.dtype, x.stride())
+                assert y.is_contiguous()
+        made = [x for results in same for x in results]
+        assert len({x.data_ptr() for x in made}) == len(made)
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in made)
+
+
+def test_forms_have_no_memory(gpu: Gpu, qkv: Any) -> None:
+    """out and lse; three gradients and, of three workspaces, one block."""
+    out, lse = cupyflash.attention(*qkv, return_lse=True)
+    cupyflash.attention_backward(out, *qkv, out, lse)
+    forward, backward = launch.calls.values()
+    assert (len(backward.made), len(backward.offsets)) == (3, 3)
+    for call, count in ((forward, 2), (backward, 4)):
+        assert call.forms is not None
+        assert len(call.forms) == count
+        assert all(x.untyped_storage().nbytes() == 0 and x.numel() > 0 for x in call.forms)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_workspaces_lie_apart_in_one_block(family: str, gpu: Gpu, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At multiples of 256 bytes; in the first call, and in the next one, which makes all of it like a form."""
+    monkeypatch.setenv("CUPYFLASH_FAMILY", family)
+    out, lse = cupyflash.attention(*qkv, return_lse=True)
+    blocks, launched = [], []
+    make_like, empty, run = TORCH.make_like, TORCH.empty, launch.Call.__call__
+
+    def watch_forms(forms: Any, pointers: list[int]) -> Any:
+        made = make_like(forms, pointers)
+        blocks.append(made[-1])
+        return made
+
+    def watch_empty(*arguments: Any) -> Any:
+        blocks.append(empty(*arguments))
+        return blocks[-1]
+
+    def watch_launch(call: launch.Call, addresses: Any, stream: int) -> None:
+        launched.append(dict(zip(call.order, addresses, strict=True)))
+        run(call, addresses, stream)
+
+    monkeypatch.setattr(TORCH, "make_like", watch_forms)
+    monkeypatch.setattr(TORCH, "empty", watch_empty)
+    monkeypatch.setattr(launch.Call, "__call__", watch_launch)
+    for _ in range(3):
+        cupyflash.attention_backward(out, *qkv, out, lse, deterministic=True)
+    call = launch.calls.values()[-1]
+    names = call.order[-len(call.made) :]
+    assert names == ("row_stats", "dq_accum", "dq_turn")
+    for block, at in zip(blocks, launched, strict=True):
+        end = block.data_ptr()
+        for name, (shape, _) in zip(names, call.made, strict=True):
+            assert at[name] % 256 == block.data_ptr() % 256
+            assert at[name] >= end
+            end = at[name] + 4 * math.prod(shape)
+        assert end <= block.data_ptr() + block.nbytes
+
+
+def test_elements_of_workspaces_have_four_bytes() -> None:
+    """Which is what `launch.prepared` counts in."""
+    assert {BACKWARD.rows[name].dtype for name in BACKWARD.names(WORKSPACE)} == {"fp32", "int32"}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_decides_for_each_call(first: bool, gpu: Gpu, qkv: Any) -> None:
+    """Whether results are its tensors, wherever forms come from."""
+    import torch
+
+    for is_on in (first, not first, first):
+        with torch.inference_mode(is_on):
+            assert cupyflash.attention(*qkv).is_inference() == is_on
