@@ -72,7 +72,7 @@ _inputs_of, _results_of = functools.cache(inputs_of), functools.cache(results_of
 
 def gradients_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The names of these arrays' gradients, "" for those that have none; the numbers of those made only if wanted."""
-    return _look_up(names) if is_compiling() else _looked_up(names)
+    return _look_up(names) if is_compiling() else known_gradients_of(names)
 
 
 def _look_up(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -80,7 +80,7 @@ def _look_up(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     return of, tuple([i for i, name in enumerate(of) if name in BACKWARD.optional])
 
 
-_looked_up = functools.lru_cache(maxsize=256)(_look_up)
+known_gradients_of = functools.lru_cache(maxsize=256)(_look_up)  # the same, where no compiler follows
 
 
 def schema(which: Pass) -> str:

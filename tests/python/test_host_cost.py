@@ -82,6 +82,20 @@ def test_new_lengths_cost_little_more_than_known_ones(
         assert functions_of(lambda call=call, lengths=lengths: call(next(lengths))) <= known + limit
 
 
+# ---- Torch's autograd ----
+
+
+@pytest.mark.needs("torch")
+def test_a_recorded_pair_costs_little(gpu: Gpu) -> None:
+    """On a GPU torch runs the backward on a thread of its own, where each function costs twice what it does here."""
+    import torch
+
+    q, k, v = (torch.randn(1, 64, 4, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    dout = torch.randn_like(q)
+    assert functions_of(lambda: cupyflash.attention(q, k, v)) <= 28
+    assert functions_of(lambda: torch.autograd.grad(cupyflash.attention(q, k, v), (q, k, v), dout)) <= 52
+
+
 # ---- Torch's operators ----
 
 

@@ -112,3 +112,18 @@ def test_inference_mode_decides_for_each_call(first: bool, gpu: Gpu, qkv: Any) -
     for is_on in (first, not first, first):
         with torch.inference_mode(is_on):
             assert cupyflash.attention(*qkv).is_inference() == is_on
+
+
+# ---- Recorded calls ----
+
+
+@pytest.mark.parametrize("want_lse", [False, True])
+def test_lse_is_a_result_of_the_node_if_it_is_asked_for(want_lse: bool, gpu: Gpu, qkv: Any) -> None:
+    leaves = [x.clone().requires_grad_() for x in qkv.unbind()]
+    found = cupyflash.attention(*leaves, return_lse=want_lse)
+    out = found[0] if want_lse else found
+    gradients: list[Any] = []
+    out.grad_fn.register_prehook(gradients.append)
+    out.backward(out.detach())
+    assert [len(x) for x in gradients] == [1 + want_lse]
+    assert all(x.grad.shape == x.shape for x in leaves)

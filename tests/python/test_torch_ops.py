@@ -89,7 +89,7 @@ def test_what_stands_between_an_operator_and_its_kernel_is_asked(monkeypatch: py
     """Plain tensors go on at once, all others by the dispatcher; results are the same."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from cupyflash.torch import autograd
+    from cupyflash.torch import autograd, recorded
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +99,8 @@ def test_what_stands_between_an_operator_and_its_kernel_is_asked(monkeypatch: py
     seen: list[Any] = []
     hops: list[Any] = []
     below = autograd.below_autograd
-    monkeypatch.setattr(autograd, "below_autograd", lambda op, *x: hops.append(op) or below(op, *x))
+    for module in (autograd, recorded):
+        monkeypatch.setattr(module, "below_autograd", lambda op, *x: hops.append(op) or below(op, *x))
     x = torch.randn(1, 9, 2, 8, requires_grad=True)
     call: Callable[..., Any] = lambda x: ops.forward({"q": x, "k": x, "v": x}, Options())[0]  # noqa: E731
     want = torch.autograd.grad(call(x).sum(), x)[0]

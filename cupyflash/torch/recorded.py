@@ -1,0 +1,177 @@
+"""What autograd records of a call: its Functions, those for plain tensors and those around the operators.
+
+There is no derivative of gradients, which is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arrays.adapters import TORCH
+from ..errors import UnsupportedError
+from ..launch import run
+from ..operands import FORWARD
+from ..options import Options
+from . import ops, sharding
+from .followed import below_autograd, fast_apply, is_batched_by_autograd, is_compiling, is_followed
+from .vetting import vet
+
+# What a call is but for its arrays: their names; the options; the names of their gradients, "" where there is none; the
+# numbers of those arrays whose gradients are made only if wanted.
+_Asked = tuple[tuple[str, ...], Options, tuple[str, ...], tuple[int, ...]]
+
+
+class _Attention(torch.autograd.Function):
+    """out = attention of arrays, given what is asked of them and then themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: _Asked, *arrays: Tensor) -> Tensor:
+        return _compute(ctx, asked, arrays)[0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        names, options, of, optional = ctx.asked
+        arrays = _to_backward(ctx, names, dout, dlse)
+        if arrays is None:
+            return (None,) * (1 + len(names))
+        wanted = tuple([of[i] for i in optional if ctx.needs_input_grad[1 + i]]) if optional else ()
+        if is_compiling():  # by compiled autograd
+            found = ops.backward(arrays, options, wanted)
+        else:
+            dout = arrays["dout"]
+            followed = is_followed() or dout.is_neg() or is_batched_by_autograd(dout)
+            found = gradients(arrays, options, wanted, followed)
+        return None, *map(found.get, of)
+
+
+class _AttentionWithLse(_Attention):
+    """(out, lse), likewise; both are differentiable. A result that nobody has asked for would cost the host 10 us."""
+
+    @staticmethod
+    def forward(ctx: Any, asked: _Asked, *arrays: Tensor) -> tuple[Tensor, Tensor]:
+        return _compute(ctx, asked, arrays)
+
+
+def _compute(ctx: Any, asked: _Asked, arrays: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    ctx.asked = asked
+    out, lse = run.forward(TORCH, dict(zip(asked[0], arrays, strict=True)), asked[1])
+    ctx.save_for_backward(*arrays, out, lse)
+    ctx.set_materialize_grads(False)
+    return out, lse
+
+
+class _AttentionByOperator(torch.autograd.Function):
+    """The same of the operator's arguments, on their way to what it does."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, *values: Any) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():  # for outer levels of torch.func
+            out, lse = below_autograd(ops.FORWARD_OP, keys, values)
+        arrays, ctx.options, _ = ops.read(FORWARD, values)
+        ctx.names = tuple(arrays)
+        ctx.save_for_backward(*arrays.values(), out, lse)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        arrays = _to_backward(ctx, ctx.names, dout, dlse)
+        if arrays is None:
+            return (None,) * len(ctx.needs_input_grad)
+        of, optional = ops.gradients_of(ops.inputs_of(FORWARD))
+        wanted = tuple([of[i] for i in optional if ctx.needs_input_grad[1 + i]])
+        grads = ops.backward(arrays, ctx.options, wanted)
+        return None, *[grads.get(name) for name in of], *[None for _ in ops.OPTIONS]
+
+
+def _to_backward(
+    ctx: Any, names: tuple[str, ...], dout: Tensor | None, dlse: Tensor | None
+) -> dict[str, Tensor] | None:
+    """What the backward is given; None where there is no gradient."""
+    *inputs, out, lse = ctx.saved_tensors
+    if dout is None:
+        if dlse is None:
+            return None
+        dout = torch.zeros_like(out)
+    elif dout.stride(-1) != 1:  # an expanded gradient, as of out.sum()
+        dout = dout.contiguous()
+    arrays = dict(zip(names, inputs, strict=True))
+    arrays["out"], arrays["dout"], arrays["lse"] = out, dout, lse
+    if dlse is not None:
+        arrays["dlse"] = dlse
+    return arrays
+
+
+class _Gradients(torch.autograd.Function):
+    """So many gradients, given them and all that they depend on; there is no derivative of them."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            "attention: second derivatives are not supported: gradients that were computed with create_graph=True (by "
+            "a gradient penalty, a Hessian or torch.autograd.functional) cannot be differentiated again"
+        )
+
+
+class _GradientsByOperator(_Gradients):
+    """The same of an operator's arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, *values: Any) -> Any:
+        with torch.enable_grad():
+            return below_autograd(ops.BACKWARD_OP, keys, values)
+
+
+# Function.apply without its Python half, which serves Functions that torch.func takes as one.
+_apply, _apply_with_lse = fast_apply(_Attention), fast_apply(_AttentionWithLse)
+apply_by_operator = fast_apply(_AttentionByOperator)
+_apply_gradients, apply_gradients_by_operator = fast_apply(_Gradients), fast_apply(_GradientsByOperator)
+
+
+def _asked(arrays: Mapping[str, Tensor], options: Options) -> _Asked:
+    names = tuple(arrays)
+    return names, options, *ops.known_gradients_of(names)
+
+
+def out_of(arrays: Mapping[str, Tensor], options: Options) -> Tensor:
+    """out, recorded."""
+    out: Tensor = _apply(_asked(arrays, options), *arrays.values())
+    return out
+
+
+def both_of(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:
+    """(out, lse), recorded."""
+    out, lse = _apply_with_lse(_asked(arrays, options), *arrays.values())
+    return out, lse
+
+
+def gradients(
+    arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...], followed: bool
+) -> dict[str, Tensor]:
+    """The gradients by name, recorded where autograd would; `followed`: the operator computes them."""
+    if followed:
+        vet(arrays)
+        sharding.ready()
+        return ops.backward(arrays, options, wanted)
+    if not is_recorded(arrays):
+        return run.backward(TORCH, arrays, options, wanted)
+    with torch.no_grad():
+        grads = run.backward(TORCH, arrays, options, wanted)
+    return dict(zip(grads, _apply_gradients(len(grads), *grads.values(), *arrays.values()), strict=True))
+
+
+def is_recorded(arrays: Mapping[str, Tensor]) -> bool:
+    """Whether autograd records what is computed with these."""
+    if torch.is_grad_enabled():
+        for x in arrays.values():
+            if x.requires_grad:
+                return True
+    return False
