@@ -79,8 +79,10 @@ class Numpy:
         q = arrays["q"]
         return [self.empty_like(arrays[x]) for x in likes] + [self.empty(shape, dtype, q) for shape, dtype in made]
 
-    def forms(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """What `make_like` takes to make arrays like these, C-contiguous ones; none, where `make` costs no more."""
+    def forms(
+        self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]
+    ) -> Sequence[Any]:
+        """What `make_like` takes to make all that `make` would; nothing, where that costs no less."""
         return ()
 
     def make_like(self, forms: Sequence[Any], pointers: list[int]) -> list[Any]:

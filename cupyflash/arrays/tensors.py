@@ -72,12 +72,19 @@ class Torch:
             found += [new(shape, dtype=dtypes[dtype]) for shape, dtype in made]
         return found
 
-    def forms(self, arrays: Sequence[Any]) -> Sequence[Any]:
+    def forms(
+        self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]
+    ) -> Sequence[Any]:
         """Tensors without memory. To make others like them takes one function of torch for all shapes and dtypes, half
-        as long as to say what they are; where it runs for the first time after the core slept, a third."""
-        found = [sys.modules["torch"].empty_like(x) for x in arrays]
-        for x in found:
-            x.untyped_storage().resize_(0)
+        as long as to say what they are; where it runs for the first time after the core slept, a third.
+
+        Each gives its memory back before there is another: a large call needs no more than it has.
+        """
+        torch, found = sys.modules["torch"], []
+        for like in likes:
+            found.append(_without_memory(torch.empty_like(arrays[like], memory_format=torch.contiguous_format)))
+        for shape, dtype in made:
+            found.append(_without_memory(self.empty(shape, dtype, arrays["q"])))
         return found
 
     def make_like(self, forms: Sequence[Any], pointers: list[int]) -> list[Any]:
@@ -123,3 +130,8 @@ class Torch:
         if x.dtype == _E4M3:
             return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
         return torch.from_numpy(x)
+
+
+def _without_memory(x: Any) -> Any:
+    x.untyped_storage().resize_(0)
+    return x

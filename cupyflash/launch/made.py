@@ -15,12 +15,12 @@ def make(library: Native, call: Call, arrays: Mapping[str, Any], pointers: list[
     A call that is kept gets its `forms`, from which the next one makes them at less cost.
     """
     in_one = library.allocates and call.room
-    made: list[Any] = library.make(call.likes, call.shaped if in_one else call.made, arrays)
+    kinds = (*call.shaped, ((call.room,), "fp32")) if in_one else call.made
+    if call.forms is None and not call.passing:
+        call.forms = library.forms(call.likes, kinds, arrays)
+    made: list[Any] = library.make(call.likes, kinds, arrays)
     pointers += map(library.pointer, made)
     if in_one:
-        made.append(library.empty((call.room,), "fp32", arrays["q"]))
-        start = library.pointer(made[-1])
+        start = pointers.pop()
         pointers += [start + offset for offset in call.offsets]
-    if call.forms is None and not call.passing:
-        call.forms = library.forms(made)
     return made

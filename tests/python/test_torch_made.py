@@ -61,29 +61,59 @@ def test_forms_have_no_memory(gpu: Gpu, qkv: Any) -> None:
         assert all(x.untyped_storage().nbytes() == 0 and x.numel() > 0 for x in call.forms)
 
 
+def test_forms_need_no_memory_beside_what_is_made(gpu: Gpu, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made before it, and each gives back what it had before there is the next one."""
+    import torch
+
+    forms, make, seen = TORCH.forms, TORCH.make, list[Any]()
+
+    def watch(make: Any) -> Any:
+        def made(*arguments: Any, **options: Any) -> Any:
+            assert all(x.untyped_storage().nbytes() == 0 for x in seen)
+            seen.append(make(*arguments, **options))
+            return seen[-1]
+
+        return made
+
+    def watched_forms(*arguments: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty_like", watch(torch.empty_like))
+            patch.setattr(TORCH, "empty", watch(TORCH.empty))
+            return forms(*arguments)
+
+    def watched_make(*arguments: Any) -> Any:
+        assert len(seen) == 2
+        return make(*arguments)
+
+    monkeypatch.setattr(TORCH, "forms", watched_forms)
+    monkeypatch.setattr(TORCH, "make", watched_make)
+    cupyflash.attention(*qkv, return_lse=True)
+
+
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_workspaces_lie_apart_in_one_block(family: str, gpu: Gpu, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At multiples of 256 bytes; in the first call, and in the next one, which makes all of it like a form."""
     monkeypatch.setenv("CUPYFLASH_FAMILY", family)
     out, lse = cupyflash.attention(*qkv, return_lse=True)
     blocks, launched = [], []
-    make_like, empty, run = TORCH.make_like, TORCH.empty, launch.Call.__call__
+    make_like, make, run = TORCH.make_like, TORCH.make, launch.Call.__call__
 
     def watch_forms(forms: Any, pointers: list[int]) -> Any:
         made = make_like(forms, pointers)
         blocks.append(made[-1])
         return made
 
-    def watch_empty(*arguments: Any) -> Any:
-        blocks.append(empty(*arguments))
-        return blocks[-1]
+    def watch_make(*arguments: Any) -> Any:
+        made = make(*arguments)
+        blocks.append(made[-1])
+        return made
 
     def watch_launch(call: launch.Call, addresses: Any, stream: int) -> None:
         launched.append(dict(zip(call.order, addresses, strict=True)))
         run(call, addresses, stream)
 
     monkeypatch.setattr(TORCH, "make_like", watch_forms)
-    monkeypatch.setattr(TORCH, "empty", watch_empty)
+    monkeypatch.setattr(TORCH, "make", watch_make)
     monkeypatch.setattr(launch.Call, "__call__", watch_launch)
     for _ in range(3):
         cupyflash.attention_backward(out, *qkv, out, lse, deterministic=True)
