@@ -54,8 +54,13 @@ _HOMES |= {"attention_varlen": "varlen", "attention_varlen_backward": "varlen"}
 _HOMES |= {"BlockMask": "masks", "RawKernel": "raw", "raw_kernel": "raw"}
 
 
+_MODULES = "compat", "jax", "masks", "mods", "torch", "transformers"  # that users name without importing them
+
+
 def __getattr__(name: str) -> Any:
     """Load the module of a public function when it is first used, so that the command line starts without it."""
+    if name in _MODULES:
+        return import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f".{_HOMES[name]}", __name__)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -257,3 +259,10 @@ def test_old_gpus_and_odd_dtypes_are_refused_before_cuda() -> None:
         plan_call(Problem("fp32", 1, 9, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"), backward=True)
     with pytest.raises(UnsupportedError, match="split the batch"):
         plan_call(Problem("fp16", 2**20, 2**20, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"))
+
+
+def test_modules_need_no_import_of_their_own() -> None:
+    """In a process that has imported nothing else."""
+    code = "import cupyflash as c; c.masks.local(8, left=1); c.mods.where; c.compat; c.masks.nothing"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "AttributeError: module 'cupyflash.masks' has no attribute 'nothing'"
