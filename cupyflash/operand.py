@@ -161,7 +161,8 @@ class Number:
 
     Attributes:
         type: in C++, "int" or "float".
-        planned: the plan chooses it, and the backward alone has it.
+        planned: the plan chooses it.
+        only: the pass that has it alone; "": both have it.
     """
 
     name: str
@@ -169,6 +170,7 @@ class Number:
     feature: str
     text: str = ""
     planned: bool = False
+    only: str = ""
 
 
 def taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:

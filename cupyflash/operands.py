@@ -29,8 +29,8 @@ _UNWANTED = "null: not wanted"
 _IN, _OPTIONAL = Use(INPUT), Use(INPUT, optional=True)
 TABLE: tuple[Operand | Number, ...] = (
     Operand("q", Q, forward=Use(INPUT, 64), backward=Use(INPUT, "block_m"), strided=True),
-    Operand("k", K, forward=Use(INPUT, "block_n"), backward=Use(INPUT, "block_n"), strided=True),
-    Operand("v", K, like="k", forward=Use(INPUT, "block_n"), backward=Use(INPUT, "block_n"), strided=True),
+    Operand("k", K, forward=Use(INPUT, "key_rows"), backward=Use(INPUT, "block_n"), strided=True),
+    Operand("v", K, like="k", forward=Use(INPUT, "key_rows"), backward=Use(INPUT, "block_n"), strided=True),
     Operand("out", Q, like="q", forward=Use(RESULT, 64), backward=_IN, strided=True, field="o"),
     Operand("dout", Q, like="q", backward=Use(INPUT, "block_m"), strided=True),
     Operand(
@@ -149,7 +149,7 @@ TABLE: tuple[Operand | Number, ...] = (
     Number("max_seqlen_k", "int", "packed"),
     Number(
         "shares", "int", "grouped", "into how many a group's query heads are divided for dK and dV (shares.cuh)",
-        planned=True,
+        planned=True, only="backward",
     ),
     *(
         Operand(
@@ -158,6 +158,9 @@ TABLE: tuple[Operand | Number, ...] = (
         )
         for name in ("dk", "dv")
     ),
+    Operand("block_table", ("batch", "any"), "int32", forward=_OPTIONAL, feature="pages"),
+    Number("page_size", "int", "pages", "k, v: [pages, page_size, heads_k, head_dim] (pages.cuh)", only="forward"),
+    Number("pages", "int", "pages", only="forward"),
 )  # fmt: skip
 
 
@@ -201,7 +204,7 @@ class Pass:
                 raise ValueError(f"{row.name}: what lies before a struct's end is of no feature")
 
     def _has(self, row: Operand | Number) -> bool:
-        return row.name in self.rows if isinstance(row, Operand) else not row.planned or self.name == "backward"
+        return row.name in self.rows if isinstance(row, Operand) else row.only in ("", self.name)
 
     def names(self, *roles: str, where: Callable[[Operand], object] = lambda row: True) -> tuple[str, ...]:
         """The arrays of these roles."""

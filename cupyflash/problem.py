@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .bias import MAX_SEQLEN as MAX_SEQLEN
 from .bias import Bias as Bias
@@ -20,6 +21,8 @@ DTYPES = ("fp16", "bf16", "fp32", "fp64")
 HALF = ("fp16", "bf16")
 ITEMSIZE = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8, "bool": 1}
 MAX_HEAD_DIM = 256
+NO_PAGES = 0, 0, False
+KEY_BLOCK = 64  # keys that are read at a time where they lie in pages
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,9 @@ class Problem:
     With a `kv_range`, each sequence has a range of keys beyond which its queries see none.
 
     `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q. `mods`: what
-    a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they read.
+    a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they read. `pages`: packed
+    keys lie in so many, of `page_size` rows, in the order of a table (launch/prefill.py), 0 without; `whole_pages`:
+    64 of them that begin at a multiple of 64 lie in one page.
     """
 
     dtype: str
@@ -69,6 +74,9 @@ class Problem:
     mod_shapes: tuple[tuple[int, ...], ...] = ()
     max_seqlen_q: int = MAX_SEQLEN
     max_seqlen_k: int = MAX_SEQLEN
+    page_size: int = 0
+    pages: int = 0
+    whole_pages: bool = False
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -111,31 +119,17 @@ class Problem:
 
 
 def make_problem(
-    shapes: Sequence[Sequence[int]],
-    dtypes: Sequence[str],
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: Window | None = None,
-    layout: str = "bshd",
-    deterministic: bool = False,
-    softcap: float | None = None,
-    sequences: int | None = None,
-    alibi: int = 0,
-    kv_range: bool = False,
-    sink: bool = False,
-    bias: Bias | None = None,
-    dropout_p: float = 0.0,
-    dropout: int = 0,
-    block_mask: int = 0,
-    mods: str = "",
-    mod_shapes: tuple[tuple[int, ...], ...] = (),
-    max_seqlens: tuple[int, int] = (MAX_SEQLEN, MAX_SEQLEN),
-) -> Problem:
+    shapes: Sequence[Sequence[int]], dtypes: Sequence[str], *, causal: bool = False, scale: float | None = None,
+    window: Window | None = None, layout: str = "bshd", deterministic: bool = False, softcap: float | None = None,
+    sequences: int | None = None, alibi: int = 0, kv_range: bool = False, sink: bool = False, bias: Bias | None = None,
+    dropout_p: float = 0.0, dropout: int = 0, block_mask: int = 0, mods: str = "",
+    mod_shapes: tuple[tuple[int, ...], ...] = (), max_seqlens: tuple[int, int] = (MAX_SEQLEN, MAX_SEQLEN),
+    pages: tuple[int, int, bool] = NO_PAGES,
+) -> Problem:  # fmt: skip
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
     `sequences`: how many there are of packed arrays, which have no dimension for the batch; None: arrays that have one.
-    `max_seqlens`: queries and keys of each of them that a bias has room for. Others: see `Problem`.
+    `max_seqlens`: queries and keys of each of them that a bias has room for. `pages`: size, number. Others: `Problem`.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
@@ -151,10 +145,10 @@ def make_problem(
     _check_lengths(seqlen_q, seqlen_k)
     vet_p(options.dropout_p, dropout)
     scale_of_scores = vet_scale(options.scale, head_dim, dtypes[0])
-    sizes = batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim
+    names = "max_seqlen_q", "max_seqlen_k", "page_size", "pages", "whole_pages"
+    rooms: dict[str, Any] = dict(zip(names, (*max_seqlens, *pages), strict=True))
     return Problem(
-        dtypes[0],
-        *sizes,
+        dtypes[0], batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim,
         scale=scale_of_scores,
         window=_window(options.window, options.causal),
         deterministic=options.deterministic,
@@ -169,8 +163,8 @@ def make_problem(
         block_mask=block_mask,
         mods=mods,
         mod_shapes=mod_shapes,
-        **dict(zip(("max_seqlen_q", "max_seqlen_k"), max_seqlens, strict=True)),
-    )
+        **rooms,
+    )  # fmt: skip
 
 
 def _bshd(name: str, shape: Sequence[int], layout: str, sequences: int | None) -> tuple[int, int, int, int]:

@@ -15,8 +15,10 @@ from cupyflash.cache.checks import make_cache_options, make_cache_problem
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.compile import jit
 from cupyflash.gpu.device import Device
-from cupyflash.launch import prefill, prepare
+from cupyflash.launch import prepare
 from cupyflash.plan.decode import plan_append, plan_decode, why_not_tma
+from cupyflash.plan.families import kernels_of
+from cupyflash.plan.prefill import Lie, spec_of, way_of
 from cupyflash.plan.variant import Variant
 
 from ..output import emit, gib, human
@@ -86,12 +88,13 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     found += [(plan.variant, plan.grid), *([(plan.combine, plan.combine_grid)] if plan.combine else [])]
     why = why_not_tma(p, aligned) if gpu.capability == (9, 0) else None
     launches = [_launch(variant, grid, gpu, options["no_compile"]) for variant, grid in found]
-    is_prefill = options["memory"] == "contiguous" and prefill.suits(p, gpu.sm_count)
+    way = way_of(p, gpu, Lie(), prepare.family()) if options["memory"] == "contiguous" else None
+    forward = None if way is None else kernels_of(spec_of(p, way), gpu).variants[-1].symbol
     bytes_at_most = 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
     document: dict[str, Any] = {
         "command": "explain", "version": __version__, "device": asdict(gpu) | {"arch": gpu.arch},
         "problem": asdict(p), "shares": plan.shares, "workspace": 4 * plan.places * (p.head_dim + 2),
-        "bytes_at_most": bytes_at_most, "launches": launches, "not_by_tma": why, "is_prefill": is_prefill,
+        "bytes_at_most": bytes_at_most, "launches": launches, "not_by_tma": why, "forward": forward,
     }  # fmt: skip
     if options["as_json"]:
         emit(document)
@@ -108,9 +111,9 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     console.print(table)
     if why is not None:
         console.print(f"K and V come by cp.async: {why}", soft_wrap=True)
-    if is_prefill:
-        console.print("These are the kernels for JAX arrays. With so many queries those of CuPy and torch append, and "
-                      "then take the forward: cupyflash explain --packed", soft_wrap=True)  # fmt: skip
+    if forward is not None:
+        console.print("These are the kernels for JAX arrays. Of CuPy's and torch's, so many new rows are appended, and "
+                      f"then the forward attends: {forward}", soft_wrap=True)  # fmt: skip
     console.print(f"K and V: at most {gib(bytes_at_most)}, as lengths on the device say; workspace "
                   f"{gib(document['workspace'])}", soft_wrap=True)  # fmt: skip
 

@@ -51,6 +51,8 @@ class CacheProblem:
         batch_invariant: whether results must not depend, bit by bit, on what else is in the batch.
         stored: what the caches hold: "int8", "e4m3"; "": elements of dtype.
         scale_dims: of k_scale and v_scale: 1, (heads_k,), or 2, (slots, heads_k); 0 without.
+        most_queries: packed, of the sequences that are attended to: those that have more are appended to alone, and
+            left to the forward (plan/prefill.py); None: any.
     """
 
     dtype: str
@@ -80,6 +82,7 @@ class CacheProblem:
     sink: bool = False
     stored: str = ""
     scale_dims: int = 0
+    most_queries: int | None = None
 
     @property
     def itemsize(self) -> int:

@@ -18,10 +18,12 @@ from ..cache.writes import check_caches_apart
 from ..cpu import cache
 from ..errors import ArgumentError
 from ..gpu.device import Device
+from ..plan.prefill import Way, way_of
 from . import decode, prefill
 from .alignment import cache_aligned_at
 from .kept import Kept
 from .passes import is_contiguous
+from .prepare import family
 from .variables import is_debug, wish
 
 _MAX_CALLS = 1024
@@ -33,16 +35,17 @@ class _Kept:
     Attributes:
         copied: the numbers of the arrays that it takes contiguous, and that are not.
         made: (shape, dtype) of lse and of the workspaces.
-        is_prefill: the launches append alone (launch/prefill.py).
+        way: how it takes the forward, beside what is launched here or behind what is appended; None: it does not.
     """
 
     recent = False
 
     def __init__(
-        self, launch: decode.CacheCall, problem: CacheProblem, copied: Sequence[int], is_prefill: bool = False
+        self, launch: decode.CacheCall, problem: CacheProblem, copied: Sequence[int], way: Way | None = None
     ) -> None:
-        self.launch, self.problem, self.copied, self.is_prefill = launch, problem, tuple(copied), is_prefill
-        self.made = (*launch.made,) if is_prefill else ((problem.rows, "fp32"), *launch.made)
+        self.launch, self.problem, self.copied, self.way = launch, problem, tuple(copied), way
+        self.attends = way is None or way.beside
+        self.made = ((problem.rows, "fp32"), *launch.made) if self.attends else (*launch.made,)
 
 
 calls: Kept[_Kept] = Kept(_MAX_CALLS)
@@ -84,15 +87,16 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     if is_debug():
         check_values(call.problem, _on_their_way(library, arrays))
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
-    made = library.make(() if call.is_prefill else ("q",), call.made, arrays)
+    made = library.make(("q",) if call.attends else (), call.made, arrays)
     for x in made:
         pointers.append(library.pointer(x))
     call.launch(pointers, stream)
     del copies
-    if call.is_prefill:
-        q = made[-1] if call.problem.rotary_dim else arrays["q"]
-        return prefill.attend(library, arrays, q, call.problem, options)
-    return made[0], made[1]
+    if call.way is None:
+        return made[0], made[1]
+    results = (made[0], made[1]) if call.attends else None
+    q = made[2 * call.attends] if call.problem.rotary_dim else arrays["q"]
+    return prefill.attend(library, arrays, q, call.problem, options, call.way, results)
 
 
 def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
@@ -131,10 +135,13 @@ def _prepare(
     problem, signatures = check(library, arrays, keys, options)
     copied = [name for name, s in signatures.items() if not BY_NAME[name].strided and not _is_contiguous(s)]
     device = Device.of(signatures["q"].device)
-    is_prefill = may_prefill and prefill.suits(problem, device.sm_count) and prefill.in_rows(problem, signatures)
-    names = *arrays, *(() if is_prefill else ("out", "lse"))
-    launch = decode.prepare(problem, names, signatures, device, aligned=aligned, stream=stream, attends=not is_prefill)
-    return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], is_prefill)
+    lie = prefill.lie_of(problem, signatures, aligned)
+    way = way_of(problem, device, lie, family()) if may_prefill else None
+    attends = way is None or way.beside
+    names = *arrays, *(("out", "lse") if attends else ())
+    own = problem if way is None else way.left(problem)
+    launch = decode.prepare(own, names, signatures, device, aligned=aligned, stream=stream, attends=attends)
+    return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], way)
 
 
 def _is_contiguous(signature: Signature) -> bool:

@@ -13,6 +13,7 @@ from ..plan.decode_kernels import DecodeTile
 from ..plan.decode_shares import DecodePlan
 from ..plan.params import UNBOUNDED
 from ..plan.params_decode import APPEND_PARAMS, DECODE_PARAMS
+from ..problem import MAX_SEQLEN
 
 Strides = Sequence[int]  # in elements
 # The names of arrays (cache/arrays.py) -> of their pointers; those of rotated queries stand for q.
@@ -69,6 +70,7 @@ def fill(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, Strides]) -> n
     for name, number in plan.shares.items():
         params["shares"][name] = number
     params["appended"], params["alibi"] = p.seqlen_new, p.alibi
+    params["most_queries"] = MAX_SEQLEN if p.most_queries is None else p.most_queries
     return params
 
 

@@ -13,11 +13,11 @@ from ..mods.description import read
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
 from ..plan.extents import Extents
-from ..problem import HALF, MAX_SEQLEN, Bias, Problem, make_problem
+from ..problem import HALF, MAX_SEQLEN, NO_PAGES, Bias, Problem, make_problem
 from ..sequences import Sequences
 from .packed import check_integers
 from .packed import count as packed_count
-from .passes import sizes_of
+from .passes import pages_of, sizes_of
 
 
 def check(
@@ -32,9 +32,9 @@ def check(
     dtypes = {name: library.dtype_name(key[2]) for name, key in found.items()}
     device, lengths = found["q"][3], {name: key for name, key in found.items() if name in Sequences._fields}
     packed = packed_count(library, lengths, device) if "cu_seqlens_q" in lengths else None
-    three = [found[x][0] for x in "qkv"], [dtypes[x] for x in "qkv"]
+    shapes, pages = _shapes_by_table(found)
     alibi, dropout = (len(found[x][0]) if x in found else 0 for x in ("alibi_slopes", "dropout_seed"))
-    features: dict[str, Any] = {"alibi": alibi, "dropout": dropout}
+    features: dict[str, Any] = {"alibi": alibi, "dropout": dropout, "pages": pages, "sequences": packed}
     features |= {"kv_range": "kv_range" in lengths, "sink": "sink" in found}
     if "bias" in found:
         features["bias"] = Bias.of(found["bias"][0], dtypes["bias"], masked="mask" in found)
@@ -46,7 +46,7 @@ def check(
     if "block_tiles" in found:
         features["block_mask"] = code_of(found["block_tiles"][0])
     features["mod_shapes"] = _shapes_of_mods(options.mods, which, found, dtypes)
-    problem = make_problem(three[0], three[1], **options._asdict(), sequences=packed, **features)
+    problem = make_problem(shapes, [dtypes[x] for x in "qkv"], **options._asdict(), **features)
     if packed is None and problem.kv_range:
         check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)
     shape = tuple(found["q"][0])
@@ -68,6 +68,15 @@ def check(
                 "make a contiguous copy first"
             )
     return problem, signatures
+
+
+def _shapes_by_table(found: Mapping[str, tuple[Any, ...]]) -> tuple[list[Any], tuple[int, int, bool]]:
+    """Of q, k and v; in pages, of the rows that a block table counts, and what `make_problem` is told of them."""
+    q, k, v = (found[x][0] for x in "qkv")
+    if "block_table" not in found:
+        return [q, k, v], NO_PAGES
+    pages, rows = pages_of(k, found["block_table"][0])
+    return [q, rows, rows], pages
 
 
 def _shapes_of_mods(

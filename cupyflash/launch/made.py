@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays.adapters import Native
 from .prepared import Call
 
 
-def make(library: Native, call: Call, arrays: Mapping[str, Any], pointers: list[int]) -> list[Any]:
+def make(
+    library: Native, call: Call, arrays: Mapping[str, Any], pointers: list[int], into: Sequence[Any] | None = None
+) -> Sequence[Any]:
     """New arrays for a call on these, whose addresses join the others'. Where nobody is given workspaces they are one.
 
     A call that is kept gets its `forms`, from which the next one makes them at less cost.
+
+    Args:
+        into: arrays that it writes in place of new ones.
     """
+    if into is not None:
+        pointers += map(library.pointer, into)
+        return into
     in_one = library.allocates and call.room
     kinds = (*call.shaped, ((call.room,), "fp32")) if in_one else call.made
     if call.forms is None and not call.passing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from ..operand import MASK_TILE, MOD_GRADIENTS, ROWS, TILE_WORDS
 from ..operands import SIZES, Pass, taker
 from ..plan.extents import Extents
+from ..problem import KEY_BLOCK
 from .template import Lengths, ScoreSteps, Steps
 
 WITH_LSE = ("lse",)  # what a forward may be asked for
@@ -46,6 +48,7 @@ class Given:
         alike: of those with strides and the dtype of q.
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
+        table: the number of the block table by which keys lie in pages; None: there are no pages.
         alibi, dropout: the numbers of ALiBi's slopes and of dropout's seed; None: there are none.
         added: the numbers of a bias and of a mask, as far as they are there.
         broadcast: what broadcasts, given or made, in the table's order.
@@ -71,7 +74,7 @@ class Given:
         self.order = (*names, *self.made, *self.shaped, *handed)
         self.strided = tuple(name for name in rows if rows[name].strided and name in self.order)
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
-        self.packed = number.get("cu_seqlens_q")
+        self.packed, self.table = number.get("cu_seqlens_q"), number.get("block_table")
         self.alibi, self.dropout = number.get("alibi_slopes"), number.get("dropout_seed")
         self.block_mask = number.get("block_tiles")
         self.of_mods = tuple(i for name, i in number.items() if rows[name].free)
@@ -161,7 +164,18 @@ def as_batch(given: Given, signatures: Sequence[tuple[Any, ...]]) -> Sequence[tu
     if given.packed is None:
         return signatures
     rows = given.which.rows
-    return [with_batch(s) if rows[name].strided else s for name, s in zip(given.names, signatures, strict=True)]
+    return [
+        with_batch(s) if rows[name].strided and len(s[0]) == len(rows[name].packed) else s
+        for name, s in zip(given.names, signatures, strict=True)
+    ]
+
+
+def pages_of(pool: Sequence[int], table: Sequence[int]) -> tuple[tuple[int, int, bool], tuple[int, ...]]:
+    """Of keys in pages, (pages, page_size, heads_k, head_dim), by a block table of that shape: what `make_problem` is
+    told of the pages, and the shape of the rows that the table counts."""
+    pages, page_size, *of_row = pool
+    is_whole = table[1] == 1 or page_size % KEY_BLOCK == 0
+    return (page_size, pages, is_whole), (math.prod(table) * page_size, *of_row)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

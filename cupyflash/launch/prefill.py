@@ -1,7 +1,6 @@
 """Many new queries of each sequence over a cache: once theirs is appended, the forward of packed sequences attends.
 
-Attention over a cache has tiles for few rows, which read the keys once and multiply by mma.sync. The forward multiplies
-as fast as the GPU can, and pays from some hundred queries a sequence on, where there are tiles enough to fill the GPU.
+Which calls take it says plan/prefill.py.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from ..arrays.adapters import CUPY, TORCH, Native, Signature
 from ..arrays.steps import steps
 from ..cache.checks import CacheOptions
 from ..cache.problem import CacheProblem
+from ..gpu import tensormap
 from ..options import Options
-from ..problem import MAX_SEQLEN
+from ..plan.prefill import Lie, Way
 from . import run
+from .alignment import access_to_cache
+from .passes import is_contiguous
 
-_QUERIES = 128  # of a sequence, from which on it is tried
-_ROWS = 48  # queries of all sequences and heads, for each multiprocessor
-_PAIRS = 1 << 25  # of these and keys that there is room for: less is not worth what more launches cost the host
 _FEATURES = "kv_range", "alibi_slopes", "sink"
 
 
@@ -28,38 +27,69 @@ def is_for(library: Native) -> bool:
     return library is TORCH or library is CUPY
 
 
-def suits(p: CacheProblem, sm_count: int) -> bool:
-    """Whether a call is one of these on a GPU of so many multiprocessors, where its caches lie as `in_rows` says."""
-    if p.packed or p.page_size or p.chosen or p.stored or p.batch_invariant or p.num_splits is not None:
-        return False
-    rows = p.batch * p.heads_q * p.seqlen_q
-    pays = p.seqlen_q >= _QUERIES and rows >= _ROWS * sm_count and rows * p.capacity >= _PAIRS
-    return pays and p.slots == p.batch and p.batch * p.capacity <= MAX_SEQLEN
-
-
-def in_rows(p: CacheProblem, signatures: Mapping[str, Signature]) -> bool:
-    """Whether the rows of the caches lie one behind the other, sequence by sequence."""
-    caches = (signatures[name] for name in ("k_cache", "v_cache"))
-    return all(p.slots == 1 or s.strides[0] == p.capacity * s.strides[1] for s in caches)
+def lie_of(p: CacheProblem, signatures: Mapping[str, Signature], aligned: bool) -> Lie:
+    """How arrays of these signatures lie; `aligned`: q and the caches lie at multiples of 16 bytes."""
+    caches = [signatures[name] for name in ("k_cache", "v_cache")]
+    in_rows = all(p.slots == 1 or s.strides[0] == p.capacity * s.strides[1] for s in caches)
+    access = access_to_cache(signatures, aligned, p.itemsize)
+    shape, strides, *_ = signatures["q"]
+    lies_in_rows = p.packed or p.batch == 1 or strides[0] == shape[1] * strides[1]
+    reads_q = lies_in_rows and tensormap.readable((1, *shape[-3:]), (0, *strides[-3:]))
+    table = signatures.get("block_table")
+    whole = table is None or is_contiguous(table.shape, table.strides)
+    return Lie(in_rows, access["aligned"] and access["tma"] and reads_q, whole)
 
 
 def attend(
-    library: Native, arrays: Mapping[str, Any], q: Any, p: CacheProblem, options: CacheOptions
-) -> tuple[Any, Any]:
-    """(out, lse) of a call that `suits`; q: rotated, where it is."""
+    library: Native, arrays: Mapping[str, Any], q: Any, p: CacheProblem, options: CacheOptions, way: Way,
+    into: tuple[Any, Any] | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(out, lse) of a call of that way.
+
+    Args:
+        q: rotated, where it is.
+        into: out and lse of a packed call, of which those of some sequences are written.
+    """
+    call = Options(options.causal, options.scale, options.window, softcap=options.softcap)
+    out, lse = run.forward(library, rows_of(library, arrays, q, p, way), call, into=into)
+    assert lse is not None
+    if p.packed:
+        return out, lse
+    by_sequence = lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
+    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim), library.contiguous(by_sequence)
+
+
+def rows_of(library: Native, arrays: Mapping[str, Any], q: Any, p: CacheProblem, way: Way) -> dict[str, Any]:
+    """The arrays that the forward is given."""
+    rows = {"q": q if p.packed else q.reshape(p.batch * p.seqlen_q, p.heads_q, p.head_dim)}
+    rows |= _by_table(library, arrays, p, q) if way.paged else _in_rows(library, arrays, p, q)
+    return rows | {name: arrays[name] for name in _FEATURES if name in arrays}
+
+
+def _in_rows(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any) -> dict[str, Any]:
+    """The caches as packed keys, of which as many count as are used by now."""
     used = arrays["cache_seqlens"]
     if p.seqlen_new:
         used = used.clip(0, p.capacity) + p.seqlen_new
-    rows = {
-        "q": q.reshape(p.batch * p.seqlen_q, p.heads_q, p.head_dim),
+    return {
         **{name: arrays[f"{name}_cache"].reshape(-1, p.heads_k, p.head_dim) for name in "kv"},
         "cu_seqlens_q": steps(library, p.batch + 1, p.seqlen_q, q),
         "cu_seqlens_k": steps(library, p.batch + 1, p.capacity, q),
         "seqused_k": used,
-        **{name: arrays[name] for name in _FEATURES if name in arrays},
     }
-    call = Options(options.causal, options.scale, options.window, softcap=options.softcap)
-    out, lse = run.forward(library, rows, call)
-    assert lse is not None
-    by_sequence = lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
-    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim), library.contiguous(by_sequence)
+
+
+def _by_table(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any) -> dict[str, Any]:
+    """The caches as they are, in pages; the kernel counts used keys and new ones together (pages.cuh)."""
+    found = {name: arrays[f"{name}_cache"] for name in "kv"}
+    found["cu_seqlens_q"] = arrays["cu_seqlens_q"] if p.packed else steps(library, p.batch + 1, p.seqlen_q, q)
+    if not p.seqlen_new:
+        found["cu_seqlens_k"] = library.full((p.batch + 1,), 0, q)
+    elif p.seqlen_new != p.seqlen_q:
+        found["cu_seqlens_k"] = steps(library, p.batch + 1, p.seqlen_new, q)
+    found["seqused_k"] = arrays["cache_seqlens"]
+    table = arrays.get("block_table")
+    if table is None:
+        table = arrays["cache_batch_idx"] if p.chosen else steps(library, p.batch, 1, q)
+        table = table.reshape(p.batch, 1)
+    return found | {"block_table": table}

@@ -23,13 +23,13 @@ from ..options import Options
 from ..plan.extents import Extents
 from ..plan.families import FAMILIES, kernels_of, plan_of
 from ..plan.spec import Spec
-from ..problem import HALF, MAX_SEQLEN, Bias, make_problem
+from ..problem import HALF, MAX_SEQLEN, NO_PAGES, Bias, make_problem
 from . import prepared as launch
 from . import series
 from .alignment import Access, Aligned, Plain, access_of
 from .checks import check
 from .filled import fill, template_of
-from .passes import Asked, Given, as_batch, contiguous_strides, is_contiguous, sizes_of
+from .passes import Asked, Given, as_batch, contiguous_strides, is_contiguous, pages_of, sizes_of
 from .prepared import Call, Prepared
 from .template import numbers_of
 from .variables import wish
@@ -60,12 +60,12 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int, Any], group: int,
-    bias: Bias | None, batch: int, access: Access, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int, Any, Any],
+    group: int, bias: Bias | None, batch: int, access: Access, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`dims`: how many dimensions the slopes and the seed of dropout have, `Problem.block_mask` and `mod_shapes`;
-    `group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `wish`: so that
-    another value in the environment is another question."""
+    """`dims`: how many dimensions the slopes and the seed of dropout have, `Problem.block_mask` and `mod_shapes`, size
+    and number of pages; `group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work;
+    `wish`: so that another value in the environment is another question."""
     shapes: list[tuple[int, ...]] = [
         (batch, heads, 1, head_dim) if options.layout == "bhsd" else (batch, 1, heads, head_dim)
         for heads in (group, 1, 1)
@@ -74,6 +74,7 @@ def _asked(
         shapes = [shape[1:] for shape in shapes]
     features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
     features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2], "mod_shapes": dims[3]}
+    features["pages"] = dims[4]
     problem = make_problem(shapes, [dtype] * 3, **options._asdict(), sequences=batch if of.packed else None, **features)
     spec = Spec.of(problem, backward=backward, **of.made(), **access._asdict(), family=family())
     return _Asked(spec, numbers_of(problem))
@@ -96,6 +97,8 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
     batch_k, c, d, head_dim_k = key_shape
     if given.packed is not None:
         batch = batch_k = math.prod(keys[given.packed][0]) - 1
+    if given.table is not None:
+        c = pages_of(key_shape, keys[given.table][0])[1][0]
     (seqlen_q, heads_q, seqlen_k, heads_k) = (a, b, c, d) if layout == "bshd" else (b, a, d, c)
     if batch_k != batch or head_dim_k != head_dim or heads_k < 1 or heads_q % heads_k:
         return None
@@ -177,7 +180,8 @@ def prepare(
     block_mask = 0 if given.block_mask is None else code_of(keys[given.block_mask][0])
     mod_shapes = tuple(keys[i][0] for i in given.of_mods)
     group = 1 + (heads_q > heads_k)
-    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes), group, bias, has_work
+    pages = NO_PAGES if given.table is None else pages_of(keys[given.qkv[1]][0], keys[given.table][0])[0]
+    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes, pages), group, bias, has_work
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, access, wish())

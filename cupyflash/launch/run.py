@@ -54,7 +54,11 @@ def backend() -> str:
 
 
 def forward(
-    library: Native, arrays: Mapping[str, Any], options: Options, want_lse: bool = True
+    library: Native,
+    arrays: Mapping[str, Any],
+    options: Options,
+    want_lse: bool = True,
+    into: Sequence[Any] | None = None,
 ) -> tuple[Any, Any | None]:
     """(out, lse) of arrays of one native library; out is contiguous, in the caller's layout.
 
@@ -62,8 +66,9 @@ def forward(
 
     Args:
         arrays: q, k, v and what features bring, by the names of the table of arrays.
+        into: the arrays on a GPU that it writes, as it would make them; None: new ones.
     """
-    _, found = _run(FORWARD, library, arrays, options, WITH_LSE if want_lse else ())
+    _, found = _run(FORWARD, library, arrays, options, WITH_LSE if want_lse else (), into)
     return found[0], found[1] if want_lse else None
 
 
@@ -79,8 +84,16 @@ def backward(
     return dict(zip(*_run(BACKWARD, library, arrays, options, wanted), strict=False))
 
 
-def _run(which: Pass, library: Native, arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...]) -> Found:
-    """What a pass makes, in the order of `Given.made` and `Given.shaped`, after the names of the first of it."""
+def _run(
+    which: Pass,
+    library: Native,
+    arrays: Mapping[str, Any],
+    options: Options,
+    wanted: tuple[str, ...],
+    into: Sequence[Any] | None = None,
+) -> Found:
+    """What a pass makes, in the order of `Given.made` and `Given.shaped`, after the names of the first of it; `into`:
+    as of `forward`."""
     try:
         keys, pointers = library.look(arrays.values())
     except Exception as e:
@@ -107,16 +120,16 @@ def _run(which: Pass, library: Native, arrays: Mapping[str, Any], options: Optio
             call = prepare(given, library, keys, options, aligned, stream, vet=partial(vet_all, library, arrays))
         if not call.passing:
             launch.calls.keep(key, call)
-    if is_debug() and not arrays.keys().isdisjoint(Sequences._fields):
+    if is_debug() and "block_table" not in arrays and not arrays.keys().isdisjoint(Sequences._fields):
         vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
-    if call.forms:
-        made = library.make_like(call.forms, pointers)
+    if call.forms and into is None:
+        made: Sequence[Any] = library.make_like(call.forms, pointers)
         if call.room:
             start = pointers.pop()
             pointers += [start + offset for offset in call.offsets]
     else:
-        made = make(library, call, arrays, pointers)
+        made = make(library, call, arrays, pointers, into)
     call(pointers, stream)
     del copies
     return call.names, made

@@ -15,7 +15,8 @@ from .decode_elements import HALVES
 from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile
 from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import STORED
-from .families import GPU_DTYPES
+from .families import GPU_DTYPES, kernels_of
+from .prefill import Lie, spec_of, way_of
 from .spec import LEAST_UNIT
 from .variant import Variant
 
@@ -181,7 +182,10 @@ def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[
     """The kernels of a call, in launch order; `known`: what `plan_decode` may be told."""
     append = plan_append(p, device)
     found: list[Variant] = [append[0]] if append else []
-    if 0 not in p.rows:
-        plan = plan_decode(p, device, **known)
+    if 0 in p.rows:
+        return tuple(found)
+    way = way_of(p, device, Lie(tma=known["aligned"] and known["tma"]), known.get("family"))
+    if way is None or way.beside:
+        plan = plan_decode(p if way is None else way.left(p), device, **known)
         found += [plan.variant] if plan.combine is None else [plan.variant, plan.combine]
-    return tuple(found)
+    return tuple(found) if way is None else (*found, *kernels_of(spec_of(p, way), device).variants)

@@ -42,10 +42,15 @@ class DecodePlan:
 
 def rows_of(p: CacheProblem) -> int:
     """Packed rows of a sequence; where nobody knows how many queries each has, of one with as many as others. What is
-    independent of the batch is to be so of this number too."""
+    independent of the batch is to be so of this number too. Where sequences of many are left to the forward, others
+    decode one token each, unless the numbers suggest that all have as many.
+    """
     if not p.packed:
         return p.seqlen_q * p.group
-    return (4 if p.batch_invariant else -(-p.seqlen_q // max(1, p.batch))) * p.group
+    of_each, rest = divmod(p.seqlen_q, max(1, p.batch))
+    if p.batch_invariant:
+        return 4 * p.group
+    return (1 if p.most_queries is not None and rest else of_each + (rest > 0)) * p.group
 
 
 def splits_of(p: CacheProblem) -> tuple[int, int] | None:
@@ -70,7 +75,8 @@ def _largest_divisor(n: int, limit: int) -> int:
 def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
     """The plan with this main kernel."""
     tile, rows, splits = variant.tile, rows_of(p), splits_of(p)
-    all_rows = p.seqlen_q * p.group  # packed: as many as any sequence can have
+    most = p.seqlen_q if p.most_queries is None else min(p.most_queries, p.seqlen_q)
+    all_rows = most * p.group  # packed: as many as any sequence can have
     row_tiles = max(1, -(-all_rows // tile.block_m))
     if splits is None and _one_each(p, tile, p.batch * p.heads_k // tile.heads * row_tiles, device):
         splits = 1, 0

@@ -80,8 +80,10 @@ def choose(spec: Spec, device: Device) -> tuple[Family, dict[str, str]]:
         if reason is None and spec.family in (None, family.name):
             return family, reasons
         reasons[family.name] = reason or f"CUPYFLASH_FAMILY={spec.family}"
+    if spec.family is None:
+        raise UnsupportedError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     raise UnsupportedError(
-        f"CUPYFLASH_FAMILY={spec.family}: {reasons[str(spec.family)]}; unset it to let the library choose"
+        f"CUPYFLASH_FAMILY={spec.family}: {reasons[spec.family]}; unset it to let the library choose"
     )
 
 

@@ -41,6 +41,8 @@ class Main(Variant):
     block_mask: bool = False
     bias_beside_mods: bool = False
     mods: str = ""
+    paged: bool = False
+    whole_pages: bool = False
     queues_sequences: ClassVar[bool] = True  # persistent blocks hand on packed tiles with their sequences
 
     @property
@@ -51,6 +53,11 @@ class Main(Variant):
     @functools.cached_property
     def block_n(self) -> int:
         return int(self.tile.block_n)
+
+    @property
+    def key_rows(self) -> int:
+        """Rows of K and V that a copy brings."""
+        return self.block_n
 
     @functools.cached_property
     def rows(self) -> int:

@@ -61,6 +61,7 @@ DECODE = Struct(
         Field("scale_stride", "int", "of the scales, from one row of the cache or page to the next; 0: all share them"),
         Field("k_scale", "const float *", "[heads_k] or [rows or pages, heads_k]; kInt8, kE4m3"),
         Field("v_scale", "const float *", "likewise"),
+        Field("most_queries", "int", "packed: sequences that have more are left to another kernel"),
     ),
 )  # fmt: skip
 APPEND = Struct(

@@ -56,6 +56,7 @@ def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:
         yield problem("bf16", 128, seqlen_q=rows), _TMA
     yield problem("bf16", 256, seqlen_q=64), _TMA
     yield problem("bf16", 128, seqlen_q=64, packed=True, seqlen_new=64), _TMA
+    yield problem("bf16", 128, page_size=16, seqlen_q=319, packed=True, seqlen_new=319), _TMA  # one of many queries
     yield problem("bf16", 128, page_size=8), _TMA
     yield problem("bf16", 128, page_size=1), _TMA
     for options in ({"window": (4096, 0)}, {"softcap": 50.0}, {"scale": -1.0}, {"alibi": 1}, {"kv_range": True}):

@@ -181,9 +181,9 @@ class Sm80(Family):
 
     def why_not(self, spec: Spec, device: Device) -> str | None:
         capability = f"{device.capability[0]}.{device.capability[1]}"
-        return (
-            None if device.capability >= (8, 0) else f"it needs compute capability 8.0, {device.name} has {capability}"
-        )
+        if device.capability < (8, 0):
+            return f"it needs compute capability 8.0, {device.name} has {capability}"
+        return "it reads no pages by the forward" if spec.paged else None
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
         """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout,

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from ..gpu.device import Device
 from ..operand import MASK_TILE
+from ..problem import KEY_BLOCK
 from .family import Family
 from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
 from .learned import learned
 from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import CHUNKS, Spec
-from .tiles_sm90 import HopperBackwardTile, HopperBiasTile, HopperDkvTile, HopperDqTile, HopperForwardTile
+from .tiles_sm90 import (
+    LEAST_QUERIES,
+    PAGE_UNIT,
+    HopperBackwardTile,
+    HopperBiasTile,
+    HopperDkvTile,
+    HopperDqTile,
+    HopperForwardTile,
+)
 from .variant import Variant
 
 # (largest head_dim, tile); they need the 227 KiB of Hopper. Chosen on an H200 by tensor-core cycles, at 80 with a mask
@@ -30,6 +40,8 @@ _FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
 _FORWARD_MASKED: tuple[tuple[int, HopperForwardTile], ...] = tuple(
     (limit, HopperForwardTile(192, 64, 4, 6, 160, 32) if limit == 80 else tile) for limit, tile in _FORWARD
 )
+# In pages, whose blocks of keys are all of the same size.
+_FORWARD_PAGED = tuple((limit, _FORWARD[3][1] if tile.block_n != KEY_BLOCK else tile) for limit, tile in _FORWARD)
 # With a block mask, in place of 192 queries: tiles of the mask end where blocks do, and two warpgroups have the
 # registers that the place in a list takes. Packed, a block lies within one tile of the mask, beyond which it may end.
 _FORWARD_LISTED = HopperForwardTile(128, 2 * MASK_TILE, 2, 4, 232, 40)
@@ -106,6 +118,14 @@ class ForwardSm90(Main):
     clocks: bool = False
     sink: bool = False
 
+    @property
+    def key_rows(self) -> int:
+        return PAGE_UNIT if self.paged and not self.whole_pages else self.block_n
+
+    @functools.cached_property
+    def constants(self) -> dict[str, int]:
+        return super().constants | ({"least_queries": LEAST_QUERIES} if self.paged else {})
+
 
 @dataclass(frozen=True)
 class BackwardSm90(Main):
@@ -136,13 +156,8 @@ class BackwardDqSm90(BackwardSm90):
 class BiasGradientSm90(Main):
     """bwd_dbias_sm90.cuh: the gradient of a bias."""
 
-    folder, header, function, params_name, params = (
-        "sm90",
-        "bwd_dbias_sm90",
-        "bwd_dbias",
-        "BwdSm90Params",
-        BWD_SM90_PARAMS,
-    )
+    folder, header, function = "sm90", "bwd_dbias_sm90", "bwd_dbias"
+    params_name, params = "BwdSm90Params", BWD_SM90_PARAMS
     arch_suffix, persistent, queues_sequences, over = "a", True, False, "bias"
 
     @classmethod
@@ -189,7 +204,7 @@ class Sm90(Family):
     def forward_tile(self, spec: Spec, device: Device) -> HopperForwardTile:
         ahead = _FORWARD_BIAS_NARROW if spec.packed or spec.mod_shapes else _FORWARD_BIAS
         added = ahead if spec.mods or (spec.paired_bias and not spec.wide_bias) else _FORWARD_BIAS_WIDE
-        alone = added if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
+        alone = added if spec.bias else _FORWARD_PAGED if spec.paged else _FORWARD_MASKED if spec.masked else _FORWARD
         table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if spec.head_dim <= limit)
         if spec.block_mask and tile.block_m == 192:

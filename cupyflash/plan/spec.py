@@ -41,6 +41,7 @@ class Spec(NamedTuple):
         tma: TMA can read the arrays.
         family: the family that the user insists on.
         clocks: blocks record how long each took, where the family has such a form.
+        page_size, pages: of a forward over a cache, by value like softcap; whole_pages: blocks of keys lie in one each.
     """
 
     dtype: str
@@ -76,6 +77,9 @@ class Spec(NamedTuple):
     tma: bool = True
     family: str | None = None
     clocks: bool = False
+    page_size: int = 0
+    pages: int = 0
+    whole_pages: bool = False
 
     @classmethod
     def of(
@@ -127,8 +131,16 @@ class Spec(NamedTuple):
             is_empty=0 in (problem.batch, problem.seqlen_q, problem.seqlen_k),
             unaligned=not aligned,
             tma=tma and aligned,
+            page_size=problem.page_size,
+            pages=problem.pages,
+            whole_pages=problem.whole_pages,
             **asked,
         )
+
+    @property
+    def paged(self) -> bool:
+        """Whether keys lie in pages."""
+        return self.page_size > 0
 
     @property
     def masked(self) -> bool:

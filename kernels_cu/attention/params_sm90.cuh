@@ -7,7 +7,7 @@
 
 struct FwdSm90Params {
     // [head_dim, seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64 columns by 64 (q, o)
-    // or kBlockN (k, v) rows; kernels that share the struct share the boxes, those of the first.
+    // or kKeyRows (k, v) rows; kernels that share the struct share the boxes, those of the first.
     ptx::TensorMap map_q, map_k, map_v, map_o;
     int *counter;       // [2]; zeros, left as zeros: tiles drawn, blocks that are done; null: tiles in a fixed stride
     long long *clocks;  // [blocks, 2]; cycles and nanoseconds that each block took; kClocks only

@@ -4,6 +4,7 @@
 #define CUPYFLASH_REPAIR_OUTPUT_CUH
 #include "attention/blocks.cuh"
 #include "attention/dropout.cuh"
+#include "attention/pages.cuh"
 #include "attention/repair.cuh"
 #include "attention/sink.cuh"
 
@@ -38,13 +39,12 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
     using T = typename V::Element;
     constexpr int D = V::kHeadDim;
     const Problem &problem = p.problem;
-    const auto s = with_range<V>(Sequence<V::kPacked>::of(p, sequence), p);
+    const auto s = with_range<V>(Sequence<V::kPacked>::of(sequences_of<V>(p), sequence), p);
     const Mask<V> mask(s, problem);
     const Score<V> score(problem);
     const auto block_mask = BlockMask<V>::of(p, sequence, head);
-    const int head_k = head / (problem.heads_q / problem.heads_k);  // @head-of-k-repair-of-o
-    const T *const k = static_cast<const T *>(p.k) + s.k_offset(p.k_stride, head_k);
-    const T *const v = static_cast<const T *>(p.v) + s.k_offset(p.v_stride, head_k);  // @heads-of-v-repair-of-o
+    const int head_k = head / (problem.heads_q / problem.heads_k);                        // @head-of-k-repair-of-o
+    const KeyRows<V> k(p, p.k, p.k_stride, s, head_k), v(p, p.v, p.v_stride, s, head_k);  // @heads-of-v-repair-of-o
     #pragma unroll 1
     for (int row = 0; row < min(kRows, s.seqlen_q - query0); ++row) {
         const T *const q = static_cast<const T *>(p.q) + s.q_offset(p.q_stride, head) + (query0 + row) * p.q_stride.row;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
         const auto exponent = [&](int key) {
             if constexpr (V::kBlockMask)
                 if (!block_mask.sees(query0 + row, key)) return -ptx::infinity();  // @hidden-key-of-the-sum
-            const float raw = dot_rows<T, D, kUnaligned>(q, k + key * p.k_stride.row);
+            const float raw = dot_rows<T, D, kUnaligned>(q, k.row(key));
             return score.value(raw, places(0, key)) * score.log2_factor;  // @scores-as-in-the-kernel
         };
         const auto sink = Sink<V>::of(p, s, head);
@@ -72,13 +72,13 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
                 if (lse != lse && block_mask.sees_any(query0 + row, first, end)) return sum.fill(lse);
             } else if (first < end && lse != lse) return sum.fill(lse);
             sum.add(
-                v + col0, p.v_stride.row, first, end,  // @rows-of-v-repair-of-o
+                v.from_column(col0), v.step(), first, end,  // @rows-of-v-repair-of-o
                 [&](int key) {
                     if constexpr (V::kBlockMask)
                         if (!block_mask.sees(query0 + row, key)) return kNone;  // @hidden-key-of-the-output
                     if constexpr (V::kBias)
                         if (places(0, key).hides()) return kNone;  // @hidden-by-bias-repair-of-o
-                    return reasons && row_is_finite<T, D, kUnaligned>(v + key * p.v_stride.row) ? kNone : kTerm;
+                    return reasons && row_is_finite<T, D, kUnaligned>(v.row(key)) ? kNone : kTerm;
                 },
                 [&](int key) {
                     const float weight = weight_ex2(exponent(key) - lse);

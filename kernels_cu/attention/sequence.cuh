@@ -110,7 +110,8 @@ struct Sequence {
     }
 
   private:
-    __device__ static int edge_of(const int *cu_seqlens, int b, int batch, int total) {
+    template <class Edges>
+    __device__ static int edge_of(Edges cu_seqlens, int b, int batch, int total) {
         // @edges-within-the-rows
         return b == 0 ? 0 : b > batch ? total : max(0, min(cu_seqlens[b], total));
     }

@@ -51,6 +51,7 @@ struct DecodeParams {
     int scale_stride;      // of the scales, from one row of the cache or page to the next; 0: all share them
     const float *k_scale;  // [heads_k] or [rows or pages, heads_k]; kInt8, kE4m3
     const float *v_scale;  // likewise
+    int most_queries;      // packed: sequences that have more are left to another kernel
 };
 
 struct DecodeSm90Params {

@@ -95,6 +95,7 @@ struct DecodeShares {
         if constexpr (V::kPacked) {
             c.first = Sequence<true>::start_q(p, b), c.count = max(0, Sequence<true>::start_q(p, b + 1) - c.first);
             more = more && b < problem.batch ? c.count : 0;
+            if (b < problem.batch && c.count > p.most_queries) c.count = 0;  // @many-queries-left-out
         }
         c.length = min(used_rows(p, b) + more, problem.seqlen_k);  // @keys-with-the-new-ones
         const int seqlen_q = c.seqlen_q(problem);

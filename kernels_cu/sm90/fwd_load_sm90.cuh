@@ -1,7 +1,9 @@
 // The producer of fwd_sm90.cuh, and what it shares with the consumers: the layout of shared memory and the tiles of work.
 #ifndef CUPYFLASH_FWD_LOAD_SM90_CUH
 #define CUPYFLASH_FWD_LOAD_SM90_CUH
+#include "attention/pages.cuh"
 #include "attention/params_sm90.cuh"
+#include "attention/prefill_sm90.cuh"
 #include "attention/work_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
 #include "tile/tile_sm90.cuh"
@@ -26,6 +28,7 @@ struct FwdSm90Smem {
     // next. Copies of all of them must find a stage, or the number of the next tile would never come.
     static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);
     static_assert(V::kBlockMask || !Mask<V>::kHides || kStages > kPassed);
+    static_assert(!V::kPaged || V::kBlockN == 64);  // whole pages hold that many
     // With a block mask it passes no more than these in a row, since K of the block after them must find a stage, too.
     static constexpr int kPassedInARow = kStages - (kJoint ? 2 : 1);
     ptx::u32 base;
@@ -51,13 +54,17 @@ struct FwdSm90Smem {
             if (!kJoint) ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), 4 * kGroups);
         }
         // @followers-fwd-sm90
-        TileQueue<V::kPacked>::init(bar(2 * kSlots + 4 * kStages), 4 * kGroups + 1 + V::kPacked);
+        TileQueue<V::kPacked>::init(bar(2 * kSlots + 4 * kStages), 4 * kGroups + 1 + V::kPacked + V::kPaged);
         ptx::fence_mbarrier_init();
     }
 
   private:
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
+
+// How many keys one copy brings: those of a block, or as many as lie in one page whatever its size, a multiple of 16.
+template <class V>
+constexpr int kKeyRows = V::kPaged && !V::kWholePages ? 16 : V::kBlockN;
 
 // K and V, by one thread, which also decides what is computed; if packed by one lane of a warp, which another one tells that.
 template <class V>
@@ -78,6 +85,46 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
             if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
             // @v-of-its-head-fwd-sm90
             smem.v(ring.stage).load(p.map_v, smem.v_full(ring.stage), row, head, batch, ptx::kEvictLast);
+        }
+    }
+}
+
+// K or V in pages, by a warp, of which each lane brings rows from one page; zeros where there is none of that number. The warp
+// of K also asks for the next tile.
+template <class V, bool kIsV>
+__device__ __forceinline__ void fwd_load_pages(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
+    using Tile = typename FwdSm90Smem<V>::TileKV;
+    const int lane = ptx::thread_index() % 32;
+    const bool brings = lane < V::kBlockN / kKeyRows<V>;
+    RingPosition<V::kStages> ring;
+    TileFollower<true, FwdParams> tiles{p.plain, smem.queue()};
+    for (;;) {
+        const QueryWork<V> tile(tiles.next(), p.plain);
+        if (!tile.exists()) break;
+        const int head = tile.head_k(p.plain.problem);
+        const auto look = [&](int j) {
+            const int key = j * V::kBlockN + lane * kKeyRows<V>;
+            // @keys-that-count-paged
+            const bool counts = brings && key < tile.sequence.seqlen_k;
+            return counts ? page_row(p.plain, tile.sequence.row_k + key) : PageRow{p.plain.pages, 0};
+        };
+        PageRow next = look(tile.first);
+        #pragma unroll 1
+        for (int j = tile.first; j < tile.end; ++j, ring.next()) {
+            const PageRow from = next;
+            next = look(j + 1);
+            if (!kIsV && j == tile.end - 1) tiles.draw();
+            const ptx::u32 full = kIsV ? smem.v_full(ring.stage) : smem.k_full(ring.stage);
+            // @stage-empty-paged
+            ptx::mbarrier_wait(kIsV ? smem.v_empty(ring.stage) : smem.k_empty(ring.stage), ring.phase ^ 1);
+            if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
+            ptx::bar_warp_sync();
+            if (!brings) continue;
+            const Tile rows = (kIsV ? smem.v(ring.stage) : smem.k(ring.stage)).from_row(kKeyRows<V> * lane);
+            #pragma unroll
+            for (int c = 0; c < Tile::kChunks; ++c)  // @chunks-of-a-page
+                ptx::tma_load_4d(rows.from_chunk(c).base, kIsV ? p.map_v : p.map_k, full, 64 * c, from.row, head,
+                                 from.page, ptx::kEvictLast);
         }
     }
 }

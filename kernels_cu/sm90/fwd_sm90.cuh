@@ -366,11 +366,19 @@ __device__ __forceinline__ void fwd(const FwdSm90Params &p) {
     if (role == smem.kGroups) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
-        if (warp_in_group == 0 && (V::kPacked || lane() == 0)) fwd_load_kv<V>(p, smem);
+        if constexpr (V::kPaged) {
+            if (warp_in_group == 0) fwd_load_pages<V, false>(p, smem);
+            if (warp_in_group == 2) fwd_load_pages<V, true>(p, smem);
+        } else {
+            if (warp_in_group == 0 && (V::kPacked || lane() == 0)) fwd_load_kv<V>(p, smem);
+        }
         if (warp_in_group == 1) fwd_load_q<V>(p, smem);
-        if constexpr (V::kPacked)
+        if constexpr (V::kPaged) {
+            if (warp_in_group == 3) schedule_long_sequences<V>(p.plain, p.counter, smem.queue());
+        } else if constexpr (V::kPacked) {
             if (warp_in_group == 3)
                 schedule_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
+        }
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         FwdGroup<V>(p, smem, role).run();

@@ -49,6 +49,7 @@ class CacheSession:
     Attributes:
         plan: instead of the device's own for the problem.
         headers: patched kernel sources by file name; the others are as shipped.
+        attends: else it only appends, and out and lse are as they were.
     """
 
     device: Device
@@ -56,6 +57,7 @@ class CacheSession:
     seed: int = 0
     plan: DecodePlan | None = None
     headers: Mapping[str, str] | None = None
+    attends: bool = True
 
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append; `arrays`: the inputs by name, which stay as they are."""
@@ -69,7 +71,7 @@ class CacheSession:
             address["lse"], lse = memory.output("lse", p.rows, np.float32)
             strides["out"] = tuple(s // out.itemsize for s in out.strides)
             self._append(p, q, address, strides, memory)
-            if q.size:
+            if q.size and self.attends:
                 plan = self.plan or plan_decode(p, self.device, **known_of_cache(NUMPY, arrays, p.itemsize))
                 for name, (shape, _) in workspace(p, plan).items():
                     address[name], _ = memory.output(name, shape, np.float32)

@@ -169,7 +169,7 @@ FORWARD_HEADS = (
 FORWARD_REPAIR = (
     _forward("O repaired with another head of K for groups beyond four", change("head-of-k-repair-of-o", "problem.heads_q / problem.heads_k", "min(problem.heads_q / problem.heads_k, 4)"), "repair-sm80-d64-5"),
     _forward("O repaired with heads of V at those of K", change("heads-of-v-repair-of-o", "p.v_stride", "p.k_stride"), "repair-sm80-d64-5"),
-    _forward("O repaired with rows of V at those of K", change("rows-of-v-repair-of-o", "p.v_stride.row", "p.k_stride.row"), "repair-sm80-d64-5"),
+    _forward("O repaired with rows of V at those of K", change("rows-of-v-repair-of-o", "v.step()", "k.step()"), "repair-sm80-d64-5"),
     _forward("O repaired from the first key on", change("keys-of-the-row", "mask.first_key(query0 + row)", "0"), "repair-sm80-d64-5"),
     _forward("O repaired without the scale where it is applied first", change("scores-as-in-the-kernel", "score.value(raw, places(0, key))", "raw"), "repair-sm90-d64-8"),
 )  # fmt: skip

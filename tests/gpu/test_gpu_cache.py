@@ -308,6 +308,72 @@ def test_many_queries(family: str, d: int, how: str) -> None:
     assert float((lse - expected_lse)[seen].abs().max()) < 2e-2
 
 
+@pytest.mark.parametrize("lies", ["pages of 16", "pages of 48", "chosen", "heads first", "mixed", "mixed pages of 32"])
+@pytest.mark.parametrize("how", ["plain", "append", "append some", "features"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_many_queries_by_table(family: str, d: int, how: str, lies: str) -> None:
+    """Of pages and other caches, and beside sequences of few queries: as good as one split of the other way."""
+    import torch
+
+    torch.manual_seed(d)
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    queries = [1, 300, 0, 128, 127, 700] if "mixed" in lies else [200] * 6
+    room, page = 2016, int(lies.split()[-1]) if "pages" in lies else 0
+    pools = [torch.randn(*((6 * room // page + 5, page) if page else (9, room)), 4, d, **like) for _ in "kv"]
+    if lies == "heads first":
+        pools = [pool.transpose(1, 2).contiguous().transpose(1, 2)[:6] for pool in pools]
+    elif lies == "mixed":
+        pools = [pool[:6] for pool in pools]
+    x: dict[str, Any] = {"q": torch.randn(*((sum(queries),) if "mixed" in lies else (6, 200)), 16, d, **like)}
+    x["cache_seqlens"] = torch.tensor([0, 700, 650, 130, 17, 1200], device="cuda", dtype=torch.int32)
+    if page:
+        pages = torch.randperm(len(pools[0]), device="cuda", dtype=torch.int32)
+        x["block_table"] = pages[: 6 * room // page].reshape(6, -1)
+    elif lies == "chosen":
+        x["cache_batch_idx"] = torch.randperm(9, device="cuda", dtype=torch.int32)[:6]
+    if "mixed" in lies:
+        x["cu_seqlens_q"] = torch.tensor([0, *queries], device="cuda").cumsum(0).to(torch.int32)
+    new = {"append": x["q"].shape[:-2], "append some": None if "mixed" in lies else (6, 7)}.get(how)
+    if new is not None:
+        x |= {name: torch.randn(*new, 4, d, **like) for name in "kv"}
+    more: dict[str, Any] = {"causal": how != "plain"}
+    if how == "features":
+        more |= {"alibi_slopes": torch.rand(16, device="cuda"), "sink": torch.randn(16, device="cuda"), "softcap": 5.0}
+    found, kept = [], []
+    for splits in (None, 1):
+        own = [pool.clone() for pool in pools]  # which keeps their strides
+        found.append(cupyflash.attention_with_cache(
+            **x, k_cache=own[0], v_cache=own[1], num_splits=splits, return_lse=True, **more))  # fmt: skip
+        kept.append(own)
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+    (out, lse), (expected, expected_lse) = found
+    assert (out.shape, lse.shape) == (expected.shape, expected_lse.shape)
+    assert float((out.float() - expected.float()).norm() / expected.float().norm()) < 1e-2
+    assert torch.equal(lse.isneginf(), expected_lse.isneginf())
+    seen = ~lse.isneginf()
+    assert float((lse - expected_lse)[seen].abs().max()) < 2e-2
+
+
+def test_many_queries_by_table_in_a_graph() -> None:
+    """Lengths, pages and which sequences have many queries are read on the device."""
+    import torch
+
+    torch.manual_seed(0)
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    x: dict[str, Any] = {name: torch.randn(800, 16, 4, 128, **like) for name in ("k_cache", "v_cache")}
+    x |= {"q": torch.randn(600, 16, 128, **like), "causal": True}
+    x["cache_seqlens"] = torch.tensor([100, 200, 300], device="cuda", dtype=torch.int32)
+    x["block_table"] = torch.randperm(800, device="cuda", dtype=torch.int32)[:750].reshape(3, 250)
+    x["cu_seqlens_q"] = torch.tensor([0, 1, 401, 600], device="cuda", dtype=torch.int32)
+    graph, (out,) = captured(lambda: (attention_with_cache(**x),))
+    for edges, lengths in (((0, 300, 301, 600), (900, 0, 1300)), ((0, 5, 10, 600), (7, 1000, 1))):
+        x["cu_seqlens_q"].copy_(torch.tensor(edges, dtype=torch.int32))
+        x["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        x["block_table"].copy_(x["block_table"].flip(0).clone())
+        graph.replay()
+        same(out, attention_with_cache(**x), str(edges))
+
+
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_ragged_steps(library: str, rng: np.random.Generator) -> None:
     """3000 steps of sequences that grow by 0 to 3 keys and end, in pages that go from one to another; each 100th

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.plan.decode import plan_decode
-from cupyflash.plan.decode_shares import DecodePlan
+from cupyflash.plan.decode_shares import DecodePlan, rows_of
+from cupyflash.plan.shipped_cache import problem
 
 
 def plan(
@@ -81,3 +84,11 @@ def test_caches_of_8_bits_have_rows_as_columns(
     warps = tile.warps * tile.blocks_per_sm
     assert (variant.header, tile.cluster, tile.warp_rows, tile.team, warps) == expected
     assert (tile.scale_bytes, tile.kv_bytes) == (0 if variant.header == "decode_sm90" else 4, 1)
+
+
+@pytest.mark.parametrize(("queries", "rows"), [(319, 4), (320, 20), (64, 4)])
+def test_rows_beside_the_forward(queries: int, rows: int) -> None:
+    """One query each, unless all may have as many."""
+    p = problem("bf16", 128, 64, packed=True, seqlen_q=queries)
+    assert rows_of(replace(p, most_queries=127)) == rows
+    assert rows_of(p) == 4 * -(-queries // 64)

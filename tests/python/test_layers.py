@@ -65,8 +65,8 @@ PYTHON_ORDER = {
     "made alignment "
     "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace symbols functions description learned evaluate parse expression",
-    "plan": "shipped_cache shipped decode families sm90 tiles_sm90 sm80 family extents decode_stored decode_elements "
-    "decode_shares lists decode_kernels learned shares kernels params_decode params variant spec",
+    "plan": "shipped_cache shipped decode prefill families sm90 tiles_sm90 sm80 family extents decode_stored "
+    "decode_elements decode_shares lists decode_kernels learned shares kernels params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops masks vetting "
     "followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
@@ -104,8 +104,8 @@ CUDA_LAYERS = (("any", "decode", "sm80", "sm90"), ("attention",), ("tile",), ("h
 CUDA_ORDER = {
     "any": "bwd_* key_lists query_lists",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
-    "softmax sink dropout philox score slopes places modified bias_copies bias added addends mods work_sm90 "
-    "packed_sm90 sights lists blocks mask schedule sequence params_sm90 params",
+    "softmax sink dropout philox score slopes places modified bias_copies bias added addends mods prefill_sm90 "
+    "work_sm90 packed_sm90 pages sights lists blocks mask schedule sequence params_sm90 params",
     "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored repair_decode parts "
     "edges_stored copies_stored scales rows shares products_stored queries fragments fragments_stored column_softmax "
     "slices stored value_unit cached params_decode",

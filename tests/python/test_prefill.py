@@ -12,7 +12,9 @@ from cupyflash import attention_with_cache
 from cupyflash.arrays.adapters import CUPY, NUMPY, TORCH, Signature
 from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
+from cupyflash.gpu.device import Device
 from cupyflash.launch import cached, prefill
+from cupyflash.plan.prefill import Lie, Way, spec_of, way_of
 from tests import pretended_gpu
 
 PROBLEM = CacheProblem("bf16", 4, 256, 32, 8, 128, 128, 4, None, 4096, 0.1)
@@ -29,24 +31,69 @@ FEATURES = {
 }
 
 
-def caches(capacity: int, row: int, slot: int) -> dict[str, Signature]:
+HOPPER, AMPERE = (Device.synthetic(arch) for arch in ("sm_90", "sm_80"))
+BY_TABLE, BESIDE = Way(paged=True), Way(paged=True, beside=True)
+
+
+def signatures(capacity: int, row: int, slot: int, **q: Any) -> dict[str, Signature]:
     like = Signature((4, capacity, 8, 128), (slot, row, 128, 1), None, 0)
-    return {"k_cache": like, "v_cache": like}
+    queries = {"shape": (4, 256, 32, 128), "strides": (256 * 4096, 4096, 128, 1)} | q
+    return {"q": Signature(queries["shape"], queries["strides"], None, 0), "k_cache": like, "v_cache": like}
 
 
 def test_which_calls() -> None:
-    assert prefill.suits(PROBLEM, 132)
-    assert prefill.suits(replace(PROBLEM, batch=1, slots=1), 132)
+    for call in (PROBLEM, replace(PROBLEM, batch=1, slots=1)):
+        assert (way_of(call, HOPPER, Lie()), way_of(call, AMPERE, Lie())) == (BY_TABLE, Way())
     for other in (
-        {"seqlen_q": 127}, {"batch": 3}, {"packed": True}, {"page_size": 16}, {"chosen": True}, {"stored": "int8"},
-        {"num_splits": 1}, {"batch_invariant": True}, {"heads_q": 8, "seqlen_q": 128}, {"capacity": 2**28},
-        {"capacity": 1000},
+        {"seqlen_q": 127}, {"stored": "int8"}, {"num_splits": 1}, {"batch_invariant": True},
+        {"heads_q": 8, "seqlen_q": 128}, {"capacity": 2**28}, {"capacity": 1000}, {"page_size": 8},
+        {"packed": True, "seqlen_q": 130},
     ):  # fmt: skip
-        assert not prefill.suits(replace(PROBLEM, **other), 132)  # type: ignore[arg-type]
-    assert prefill.in_rows(PROBLEM, caches(4096, 1024, 4096 * 1024))
-    assert prefill.in_rows(replace(PROBLEM, batch=1, slots=1), caches(4096, 1024, 7))
-    assert not prefill.in_rows(PROBLEM, caches(4096, 1024, 4096 * 1024 + 8))
-    assert not prefill.in_rows(PROBLEM, caches(4096, 128, 4096 * 1024))  # rows of one head lie together
+        assert way_of(replace(PROBLEM, **other), HOPPER, Lie()) is None, other  # type: ignore[arg-type]
+
+
+def test_which_calls_read_pages() -> None:
+    """By Hopper's forward alone, if TMA can."""
+    for other, way, without in (
+        ({}, BY_TABLE, Way()), ({"page_size": 16}, BY_TABLE, None), ({"page_size": 48}, BY_TABLE, None),
+        ({"chosen": True}, BY_TABLE, None), ({"packed": True}, BESIDE, None),
+        ({"packed": True, "page_size": 16}, BESIDE, None), ({"packed": True, "batch": 120}, BESIDE, None),
+    ):  # fmt: skip
+        call = replace(PROBLEM, **other)  # type: ignore[arg-type]
+        assert way_of(call, HOPPER, Lie()) == way_of(call, HOPPER, Lie(in_rows=False), "sm90") == way
+        refused = (HOPPER, Lie(tma=False)), (HOPPER, Lie(whole_table=False)), (AMPERE, Lie()), (HOPPER, Lie(), "sm80")
+        assert {way_of(call, *known) for known in refused} == {without}
+    assert way_of(PROBLEM, AMPERE, Lie(in_rows=False)) is None
+
+
+def test_the_kernel_of_a_call() -> None:
+    assert not spec_of(PROBLEM, Way()).paged
+    for other, pages, whole in (
+        ({}, (4096, 4), True), ({"page_size": 16, "slots": 999}, (16, 999), False),
+        ({"page_size": 4096}, (4096, 4), True), ({"page_size": 64}, (64, 4), True),
+        ({"page_size": 96, "capacity": 96}, (96, 4), True),
+    ):  # fmt: skip
+        found = spec_of(replace(PROBLEM, **other), BY_TABLE)  # type: ignore[arg-type]
+        assert ((found.page_size, found.pages), found.whole_pages) == (pages, whole)
+
+
+def test_how_arrays_lie() -> None:
+    def lie(*caches: int, aligned: bool = True, p: CacheProblem = PROBLEM, **q: Any) -> Lie:
+        return prefill.lie_of(p, signatures(*caches, **q), aligned)
+
+    assert lie(4096, 1024, 4096 * 1024) == Lie()
+    assert lie(4096, 1024, 4096 * 1024 + 8) == Lie(in_rows=False)
+    assert lie(4096, 128, 4096 * 1024) == Lie(in_rows=False)  # rows of one head lie together
+    assert lie(4096, 1024, 8, p=replace(PROBLEM, batch=1, slots=1)) == Lie()
+    assert not lie(4096, 1024, 4096 * 1024, aligned=False).tma
+    assert not lie(4096, 1020, 4096 * 1024).tma
+    assert not lie(4096, 1024, 4096 * 1024, strides=(0, 4096, 128, 1)).tma
+    packed: dict[str, Any] = {"p": replace(PROBLEM, packed=True), "shape": (1024, 32, 128)}
+    assert lie(4096, 1024, 4096 * 1024, strides=(8192, 128, 1), **packed).tma
+    assert not lie(4096, 1024, 4096 * 1024, strides=(0, 128, 1), **packed).tma
+    for strides, whole in (((256, 1), True), ((300, 1), False)):
+        given = signatures(16, 1024, 16384) | {"block_table": Signature((4, 256), strides, None, 0)}
+        assert prefill.lie_of(replace(PROBLEM, page_size=16), given, True).whole_table is whole
     assert [prefill.is_for(library) for library in (NUMPY, CUPY, TORCH)] == [False, True, True]
 
 
@@ -70,7 +117,7 @@ def test_it_is_the_same_attention(features: dict[str, Any], appends: bool, rng: 
     arrays = x | new | given
     keys = [NUMPY.signature(a) for a in arrays.values()]
     problem, _ = cached.check(NUMPY, arrays, keys, options)
-    found = prefill.attend(NUMPY, arrays, x["q"], problem, options)
+    found = prefill.attend(NUMPY, arrays, x["q"], problem, options, Way())
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert a.flags.c_contiguous
@@ -114,7 +161,7 @@ def test_torch_tensors(rng: np.random.Generator) -> None:
     arrays = {name: torch.from_numpy(a) for name, a in x.items()}
     options = make_cache_options(True, None, None, None, False, None, False)
     problem, _ = cached.check(TORCH, arrays, [TORCH.signature(a) for a in arrays.values()], options)
-    found = prefill.attend(TORCH, arrays, arrays["q"], problem, options)
+    found = prefill.attend(TORCH, arrays, arrays["q"], problem, options, Way())
     expected = attention_with_cache(**x, causal=True, return_lse=True)
     for a, b in zip(found, expected, strict=True):
         assert a.is_contiguous()
@@ -125,7 +172,6 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     """What is launched for one only appends; the queries are those that it rotated."""
     import dataclasses
 
-    from cupyflash.gpu.device import Device
     from cupyflash.launch import decode
     from cupyflash.launch.kept import Kept
 
@@ -148,7 +194,7 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     monkeypatch.setattr(cached, "calls", Kept(100))
     monkeypatch.setattr(decode, "prepare", Launches)
     monkeypatch.setattr(prefill, "is_for", lambda library: True)
-    monkeypatch.setattr(prefill, "attend", lambda library, arrays, q, p, options: (q, p))
+    monkeypatch.setattr(prefill, "attend", lambda library, arrays, q, p, options, way, into: (q, p))
     x = {"q": np.zeros((2, 400, 16, 8), np.float16), "cache_seqlens": 0}
     x |= {name: np.zeros((2, 2700, 2, 8), np.float16) for name in ("k_cache", "v_cache")}
     new = {name: np.zeros((2, 400, 2, 8), np.float16) for name in "kv"}

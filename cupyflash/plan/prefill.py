@@ -1,0 +1,85 @@
+"""Many new queries over a cache: which calls take the forward of packed sequences, and how it finds the keys.
+
+Attention over a cache has tiles for few rows, which read the keys once and multiply by mma.sync. The forward multiplies
+as fast as the GPU can, and pays from some hundred queries a sequence on, where there are tiles enough to fill the GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..cache.problem import CacheProblem
+from ..gpu.device import Device
+from ..problem import KEY_BLOCK, MAX_SEQLEN, Problem
+from .spec import Spec
+from .tiles_sm90 import LEAST_QUERIES, PAGE_UNIT
+
+_ROWS = 48  # queries of all sequences and heads, for each multiprocessor
+_PAIRS = 1 << 25  # of these and keys that there is room for: less is not worth what more launches cost the host
+
+
+class Lie(NamedTuple):
+    """How the arrays of a call lie.
+
+    Attributes:
+        in_rows: the rows of the caches lie one behind the other, sequence by sequence.
+        tma: all rows of q and of the caches start at multiples of 16 bytes, and TMA can read them.
+        whole_table: the block table, if there is one, is contiguous.
+    """
+
+    in_rows: bool = True
+    tma: bool = True
+    whole_table: bool = True
+
+
+class Way(NamedTuple):
+    """How a call takes the forward.
+
+    Attributes:
+        paged: it reads keys by a table of pages; a cache without pages has one of its length for each sequence.
+        beside: it takes the sequences of many queries alone, beside attention over a cache, which takes the others.
+    """
+
+    paged: bool = False
+    beside: bool = False
+
+    def left(self, p: CacheProblem) -> CacheProblem:
+        """What is left to attention over a cache."""
+        return replace(p, most_queries=LEAST_QUERIES - 1) if self.beside else p
+
+
+def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None) -> Way | None:
+    """That of a call; None: it takes attention over a cache alone.
+
+    Args:
+        family: that the user insists on.
+    """
+    if p.stored or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
+        return None
+    # Packed, nobody here knows how many queries each has: at least one may have many where the others have one.
+    if p.seqlen_q < LEAST_QUERIES + (p.batch - 1 if p.packed else 0):
+        return None
+    rows = (1 if p.packed else p.batch) * p.heads_q * p.seqlen_q
+    if rows < _ROWS * device.sm_count or rows * p.capacity < _PAIRS:
+        return None
+    reads_pages = device.capability == (9, 0) and family in (None, "sm90") and lie.tma and lie.whole_table
+    if reads_pages and (p.page_size or 0) % PAGE_UNIT == 0:
+        return Way(paged=True, beside=p.packed)
+    return Way() if not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch else None
+
+
+def problem_of(p: CacheProblem, way: Way) -> Problem:
+    """What the forward is asked for by a call of that way."""
+    rows = p.seqlen_q if p.packed else p.batch * p.seqlen_q
+    return Problem(
+        p.dtype, p.batch, rows, p.batch * p.capacity, p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,
+        softcap=p.softcap, packed=True, alibi=p.alibi, kv_range=p.kv_range, sink=p.sink,
+        page_size=(p.page_size or p.capacity) if way.paged else 0, pages=p.slots if way.paged else 0,
+        whole_pages=way.paged and (p.pages_per_sequence < 2 or (p.page_size or 0) % KEY_BLOCK == 0),
+    )  # fmt: skip
+
+
+def spec_of(p: CacheProblem, way: Way) -> Spec:
+    """That of the forward which such a call takes."""
+    return Spec.of(problem_of(p, way))

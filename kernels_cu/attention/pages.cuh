@@ -1,0 +1,93 @@
+// Where rows of k and v lie. In pages (V::kPaged; packed sequences alone) those that sequence.cuh counts are the table's: sequence
+// b has page_size of them for each of its entries, one after the other, and row r of all is row r % page_size of page
+// block_table[r / page_size]. Whatever the table says, nothing outside of the arrays is read.
+#ifndef CUPYFLASH_PAGES_CUH
+#define CUPYFLASH_PAGES_CUH
+#include "attention/sequence.cuh"
+
+constexpr int kMostKeys = 1 << 29;  // of any sequence
+
+// Lengths as sequence.cuh asks for them. Of keys in pages, each sequence has its part of the table, of which seqused_k[b] were
+// in use before as many were appended as lie between its edges of cu_seqlens_k.
+template <class Params>
+struct PagedSequences {
+    struct Edges {
+        int step;
+        __device__ int operator[](int b) const { return b * step; }
+    };
+    struct Used {
+        const Params &p;
+        int capacity;
+        __device__ operator bool() const { return true; }
+        __device__ int operator[](int b) const {
+            const int used = max(0, min(p.seqused_k[b], capacity));
+            const auto edge = [&](int i) { return max(0, min(p.cu_seqlens_k[i], kMostKeys)); };
+            return used + edge(b + 1) - edge(b);  // @keys-with-the-new-ones-paged
+        }
+    };
+    const Problem &problem;
+    const Schedule &schedule;
+    const int *cu_seqlens_q;
+    Edges cu_seqlens_k;
+    Used seqused_k;
+
+    __device__ explicit PagedSequences(const Params &p)
+        : problem(p.problem),
+          schedule(p.schedule),
+          cu_seqlens_q(p.cu_seqlens_q),
+          cu_seqlens_k{p.problem.seqlen_k / p.problem.batch},
+          seqused_k{p, cu_seqlens_k.step} {}
+};
+template <class V, class Params>
+__device__ __forceinline__ decltype(auto) sequences_of(const Params &p) {
+    if constexpr (V::kPaged) return PagedSequences<Params>(p);
+    else return (p);
+}
+
+struct PageRow { int page, row; };
+
+template <class Params>
+__device__ __forceinline__ PageRow page_row(const Params &p, int row) {
+    const int entry = row / p.page_size;
+    return {p.block_table[entry], row - entry * p.page_size};  // @page-of-the-row
+}
+
+// The rows of one head of a sequence, from column 0 on: key `key` is behind + key * step().
+template <class V, bool kPaged = V::kPaged>
+struct KeyRows {
+    using T = typename V::Element;
+    const T *behind;
+    const Strides &stride;
+
+    template <class Params>
+    __device__ KeyRows(const Params &, const void *x, const Strides &stride, const Sequence<V::kPacked> &s, int head)
+        : behind(static_cast<const T *>(x) + s.k_offset(stride, head)), stride(stride) {}
+    __device__ const T *row(int key) const { return behind + key * stride.row; }
+    __device__ const T *from_column(int col) const { return behind + col; }
+    __device__ long long step() const { return stride.row; }
+};
+template <class V>
+struct KeyRows<V, true> {
+    using T = typename V::Element;
+    struct Behind {
+        const KeyRows &rows;
+        int col;
+        __device__ const T *operator+(long long key) const { return rows.row(key) + col; }
+    };
+    const FwdParams &p;
+    const T *x;
+    const Strides &stride;
+    const int row0;
+
+    __device__ KeyRows(const FwdParams &p, const void *x, const Strides &stride, const Sequence<true> &s, int head)
+        : p(p), x(static_cast<const T *>(x) + head * stride.head), stride(stride), row0(s.row_k) {}
+    __device__ const T *row(int key) const {
+        const PageRow at = page_row(p, row0 + key);
+        const int page = max(0, min(at.page, p.pages - 1));  // @page-within-the-array
+        return x + page * stride.batch + at.row * stride.row;
+    }
+    __device__ Behind from_column(int col) const { return {*this, col}; }
+    __device__ int step() const { return 1; }
+};
+
+#endif  // CUPYFLASH_PAGES_CUH

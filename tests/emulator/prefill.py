@@ -1,0 +1,52 @@
+"""Runs a call over a cache that takes the forward, on the emulator: append, attention beside it, forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cupyflash.arrays.adapters import NUMPY
+from cupyflash.cache.problem import CacheProblem
+from cupyflash.launch.prefill import rows_of
+from cupyflash.operands import FORWARD
+from cupyflash.plan.prefill import Way, problem_of
+
+from .attention import Session, small_device
+from .decode import CacheSession
+from .launch import MODES
+
+Array = NDArray[Any]
+
+
+@dataclasses.dataclass
+class PrefillSession:
+    """One run of one call by Hopper's kernels.
+
+    Attributes:
+        headers: patched kernel sources by file name; the others are as shipped.
+    """
+
+    mode: str = "race"
+    seed: int = 0
+    headers: Mapping[str, str] | None = None
+
+    def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
+        """out, lse, and the caches after the append. Each row is written by one of both, or by none."""
+        way = Way(paged=True, beside=p.packed)
+        how: dict[str, Any] = {"attends": way.beside, "headers": self.headers}
+        beside = CacheSession(small_device("sm_90", 4), MODES[self.mode], self.seed, **how)
+        out, lse, k_cache, v_cache = beside.run(arrays, way.left(p))
+        after = {**arrays, "k_cache": k_cache, "v_cache": v_cache}
+        forward = Session.of_family("sm90", self.mode, seed=self.seed, headers=self.headers)
+        made = forward._run(FORWARD, rows_of(NUMPY, after, arrays["q"], p, way), problem_of(p, way))
+        found, found_lse = made["out"], made["lse"]
+        if not p.packed:
+            by_sequence = found_lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
+            return found.reshape(arrays["q"].shape), by_sequence, k_cache, v_cache
+        writes = [~np.isnan(x.astype(np.float32)).all(axis=(1, 2)) for x in (out, found)]
+        assert not (writes[0] & writes[1]).any(), "rows written twice"
+        return np.where(writes[1][:, None, None], found, out), np.where(writes[1], found_lse, lse), k_cache, v_cache

@@ -1,0 +1,85 @@
+"""Many queries over a cache on the CPU: Hopper's forward by a table of pages, alone and beside other queries."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulator import EmulatorError
+from emulator.mutants import Bug
+from emulator.mutants_prefill import CLAMPED_PAGES, PAGES
+from emulator.prefill import PrefillSession
+from emulator.require import require_compiler
+
+from cupyflash.check.cache_case import GARBAGE, CacheCase, problem_of
+from cupyflash.check.cache_reference import CacheOracle
+
+require_compiler()
+
+CASES = {
+    case.name: case
+    for case in (
+        CacheCase("pages", "full", (33, 0, 70), 130, page_size=16, append=True),
+        CacheCase("pages-of-48-d128", "full", (300, 131), 128, 128, page_size=48, window=(90, 5), causal=False),
+        CacheCase("pages-of-some-new-d72", "full", (150, 60), 130, 72, page_size=32, append=True, new=7),
+        CacheCase("pages-nonfinite", "full", (250, 160), 140, page_size=16, nonfinite=True),
+        CacheCase("chosen-d256", "full", (203, 160), 129, 256, spare=2, softcap=3.0),
+        CacheCase("contiguous", "full", (101, 40), 150, capacity=255, append=True, alibi=2, memory="heads_first"),
+        CacheCase("mixed", "full", (90, 20, 0, 33, 7), (1, 140, 130, 127, 0), page_size=16, append=True, sink=True),
+        CacheCase("mixed-many", "full", (3,) * 38, (*(0, 1) * 18, 131, 129), heads_q=2, heads_k=1, append=True),
+        CacheCase("mixed-ranges-d128", "full", (200, 150), (128, 3), 128, page_size=64, ranges=((20, 190), (5, 100))),
+        CacheCase(
+            "mixed-d256", "full", (90, 50, 5), (1, 300, 129), 256, heads_q=2, heads_k=1, page_size=64, append=True
+        ),
+        CacheCase("mixed-none-appended", "full", (150, 160), (5, 140), page_size=16, scale=-0.2),
+    )
+}
+
+
+def failures(how: PrefillSession, case: CacheCase, dtype: str = "bf16") -> list[str]:
+    arrays = case.inputs(dtype)
+    p = problem_of(arrays, case.options())
+    return [str(x) for x in CacheOracle(p, arrays).judge(*how.run(arrays, p)) if not x.passed]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(name: str, seed: int) -> None:
+    dtype = ("bf16", "fp16")[list(CASES).index(name) % 2]
+    assert not failures(PrefillSession(seed=seed), CASES[name], dtype)
+
+
+@pytest.mark.parametrize("mode", ["starve", "race lanes"])
+def test_orders(mode: str, seed: int) -> None:
+    assert not failures(PrefillSession(mode, seed), CASES["mixed"])
+
+
+WILD = CacheCase("wild", "full", (40, 60, 9), (130, 140, 2), page_size=16)
+
+
+def run_wild(how: PrefillSession) -> None:
+    arrays = WILD.inputs("bf16")
+    arrays["cache_seqlens"] = np.array([-5, 2**31 - 1, 9], np.int32)
+    arrays["block_table"] = np.resize(np.array((0, *GARBAGE), np.int32), arrays["block_table"].shape)
+    for name in ("k_cache", "v_cache"):  # so that pages are read again where rows are repaired
+        arrays[name][...] = np.nan
+    how.run(arrays, problem_of(arrays, WILD.options()))
+
+
+def test_tables_that_say_anything() -> None:
+    """Nothing outside of a buffer is touched: the emulator would report it."""
+    run_wild(PrefillSession("any"))
+
+
+@pytest.mark.parametrize("bug", PAGES, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_planted_bug_is_found(bug: Bug) -> None:
+    how = PrefillSession(headers=bug.headers())
+    if bug.finds:
+        with pytest.raises((EmulatorError, AssertionError), match=bug.finds):
+            assert not failures(how, CASES[bug.case])
+    else:
+        assert failures(how, CASES[bug.case])
+
+
+@pytest.mark.parametrize("bug", CLAMPED_PAGES, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_missing_clamp_is_reported(bug: Bug) -> None:
+    with pytest.raises(EmulatorError, match=bug.finds):
+        run_wild(PrefillSession("any", headers=bug.headers()))
