@@ -8,9 +8,21 @@ from torch import Tensor
 
 from ..api import attention
 from ..errors import ArgumentError
+from ..torch.followed import are_transforms_active
 from ..varlen import attention_varlen
+from .kvcache import packed_over_pages
 from .options import Given
-from .tensors import head_dim_of, lengths_of, may_be_empty, narrowed, no_probabilities, readied, to_theirs, unpaged
+from .tensors import (
+    head_dim_of,
+    lengths_of,
+    may_be_empty,
+    narrowed,
+    needs_gradients,
+    no_probabilities,
+    readied,
+    to_theirs,
+    unpaged,
+)
 
 
 def flash_attn_func(
@@ -113,8 +125,8 @@ def flash_attn_varlen_func(
         q, k, v, dropout_p to return_attn_probs: as in `flash_attn_func`; masks are aligned sequence by sequence.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,), int32: 0, and the lengths added up.
         max_seqlen_q, max_seqlen_k: not needed and not looked at.
-        block_table: (batch, pages), int32: k and v are then (blocks, page, heads_k, head_dim), of any page size; the
-            pages are copied one behind the other first.
+        block_table: (batch, pages), int32: k and v are then (blocks, page, heads_k, head_dim), of any page size. Where
+            gradients are wanted, or there is dropout, pages are copied one behind the other first.
 
     Returns:
         As `flash_attn_func`, with softmax_lse (heads_q, total_q).
@@ -124,6 +136,10 @@ def flash_attn_varlen_func(
     keywords = given.ours(head_dim)
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k)
     if block_table is not None:
+        if not (dropout_p or are_transforms_active() or needs_gradients(q, k, v, alibi_slopes)):
+            out, lse = packed_over_pages(q, k, v, block_table, lengths, keywords)
+            out = narrowed(out, head_dim)
+            return (out, to_theirs(lse), no_probabilities(q)) if return_attn_probs else out
         k, v, lengths = unpaged(k, v, cu_seqlens_k, block_table, lengths)
     if not return_attn_probs:
         return narrowed(attention_varlen(q, k, v, **lengths, **keywords), head_dim)

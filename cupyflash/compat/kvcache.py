@@ -79,6 +79,24 @@ def flash_attn_with_kvcache(
         return (out, to_theirs(lse)) if return_softmax_lse else out
 
 
+def packed_over_pages(
+    q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, lengths: dict[str, Any], keywords: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out and lse of packed queries over pages, where nobody asks for gradients: pages are read where they lie.
+
+    Args:
+        lengths: as `tensors.lengths_of` gives them.
+        keywords: the other options of `attention_varlen`.
+    """
+    used = lengths["seqused_k"]
+    where = {"cache_seqlens": lengths["cu_seqlens_k"].diff() if used is None else used, "block_table": block_table}
+    where = {name: x.to(torch.int32) for name, x in where.items()} | {"cu_seqlens_q": lengths["cu_seqlens_q"]}
+    options = {name: x for name, x in keywords.items() if name not in ("deterministic", "dropout_p")}
+    with torch.no_grad():
+        out, lse = attention_with_cache(q, k, v, **where, **options, return_lse=True)
+    return out, lse
+
+
 def _turned(
     q: Tensor, k: Tensor | None, cos: Tensor | None, sin: Tensor | None, interleaved: bool, used: Any, keywords: Any
 ) -> tuple[Tensor, Tensor | None, dict[str, Any]]:

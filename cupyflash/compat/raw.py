@@ -14,6 +14,7 @@ from torch import Tensor
 from ..api import Gradients, attention, attention_backward
 from ..errors import UnsupportedError
 from ..varlen import attention_varlen, attention_varlen_backward
+from .kvcache import packed_over_pages
 from .options import Given
 from .tensors import (
     lengths_of,
@@ -85,10 +86,14 @@ def _flash_attn_varlen_forward(
     keywords = Given(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes).ours(q.shape[-1])
     lengths, state = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_k), _random_state(q, keywords)
     with torch.no_grad():
-        if block_table is not None:
+        if block_table is not None and dropout_p:
             k, v, lengths = unpaged(k, v, cu_seqlens_k, block_table, lengths)
+            block_table = None
         q, k, v = map(maybe_contiguous, (q, k, v))
-        out, lse = attention_varlen(q, k, v, **lengths, **keywords, return_lse=True)
+        if block_table is not None:
+            out, lse = packed_over_pages(q, k, v, block_table, lengths, keywords)
+        else:
+            out, lse = attention_varlen(q, k, v, **lengths, **keywords, return_lse=True)
     return out, to_theirs(lse), no_probabilities(q), state
 
 

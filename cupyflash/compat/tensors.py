@@ -87,6 +87,11 @@ def gathered(cache: Tensor, block_table: Tensor) -> Tensor:
     return cache[table].flatten(1, 2)
 
 
+def needs_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd watches one of them."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def lengths_of(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, seqused_k: Tensor | None = None) -> dict[str, Any]:
     """The arguments of `attention_varlen` that say where sequences lie."""
     return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}

@@ -12,7 +12,7 @@ import cupyflash
 from cupyflash import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
-from cupyflash.compat import flash_attn, options, raw  # noqa: E402
+from cupyflash.compat import flash_attn, functions, options, raw  # noqa: E402
 from cupyflash.compat.flash_attn import bert_padding, flash_attn_interface  # noqa: E402
 from cupyflash.compat.flash_attn.layers import rotary  # noqa: E402
 from tests.torch_exact import exact, exact_packed  # noqa: E402
@@ -174,6 +174,27 @@ def test_varlen_with_pages() -> None:
         q, pages_k, pages_v, cu_q, cu_k, 3, 5, 0.0, None, True, block_table=table
     )
     assert_same(raw[:2], tuple(x.detach() for x in want))
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True, "softcap": 3.0}, {"window_size": (1, 0), "softmax_scale": -0.3}])
+def test_pages_stay_where_nobody_wants_gradients(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 5], [0, 5, 8]))
+    q, pages_k, pages_v = random(5, 2, 12), random(7, 4, 1, 12), random(7, 4, 1, 12)
+    table = torch.tensor([[5, 2], [3, -9]], dtype=torch.int64)
+    arguments = q, pages_k, pages_v, cu_q, cu_k, 3, 5
+    want = flash_attn.flash_attn_varlen_func(*arguments, **more, return_attn_probs=True, block_table=table)
+    for module in (functions, raw):
+        monkeypatch.setattr(module, "unpaged", None)
+    with torch.no_grad():
+        got = flash_attn.flash_attn_varlen_func(*arguments, **more, return_attn_probs=True, block_table=table)
+        alone = flash_attn.flash_attn_varlen_func(*arguments, **more, block_table=table)
+    for found, expected in zip((*got, alone), (*want, want[0]), strict=True):
+        assert_same((found,), (expected.detach(),))
+    left, right = more.get("window_size", (-1, -1))
+    rest = 0.0, more.get("softmax_scale", 12**-0.5), more.get("causal", False), left, right, more.get("softcap", 0.0)
+    wide = (torch.nn.functional.pad(x, (0, 4)) for x in (q, pages_k, pages_v))
+    out, lse, *_ = interface._flash_attn_varlen_forward(*wide, *arguments[3:], *rest, block_table=table)
+    assert_same((out[..., :12], lse), tuple(x.detach() for x in want[:2]))
 
 
 def test_positions_of_arguments() -> None:
