@@ -55,6 +55,8 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     Args:
         family: that the user insists on.
     """
+    if 0 in (p.batch, p.slots):  # no keys, whatever room there is: the forward has no place to read
+        return None
     if p.stored or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
         return None
     # Packed, nobody here knows how many queries each has: at least one may have many where the others have one.
