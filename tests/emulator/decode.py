@@ -50,6 +50,7 @@ class CacheSession:
         plan: instead of the device's own for the problem.
         headers: patched kernel sources by file name; the others are as shipped.
         attends: else it only appends, and out and lse are as they were.
+        turned: q of the last run by its positions, where it has rotary tables.
     """
 
     device: Device
@@ -58,6 +59,7 @@ class CacheSession:
     plan: DecodePlan | None = None
     headers: Mapping[str, str] | None = None
     attends: bool = True
+    turned: Array | None = dataclasses.field(default=None, init=False)
 
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append; `arrays`: the inputs by name, which stay as they are."""
@@ -88,7 +90,7 @@ class CacheSession:
         variant, grid = found
         params = fill_append(p, strides)
         if p.rotary_dim:
-            address["rotated_q"], _ = memory.output("rotated_q", q.shape, q.dtype)
+            address["rotated_q"], turned = memory.output("rotated_q", q.shape, q.dtype)
         for name, member in APPEND_MEMBERS.items():
             if name in address:
                 params[member] = address[name]
@@ -96,6 +98,7 @@ class CacheSession:
         kernel(grid, variant.threads, variant.smem_bytes, [params], self.mode, self.seed)
         if p.rotary_dim:
             address["q"], strides["q"] = address["rotated_q"], strides["out"]
+            self.turned = turned.copy()
 
     def _launch(
         self, p: CacheProblem, plan: DecodePlan, address: Mapping[str, int], strides: Mapping[str, tuple[int, ...]]

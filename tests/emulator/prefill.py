@@ -42,7 +42,8 @@ class PrefillSession:
         out, lse, k_cache, v_cache = beside.run(arrays, way.left(p))
         after = {**arrays, "k_cache": k_cache, "v_cache": v_cache}
         forward = Session.of_family("sm90", self.mode, seed=self.seed, headers=self.headers)
-        made = forward._run(FORWARD, rows_of(NUMPY, after, arrays["q"], p, way), problem_of(p, way))
+        q = arrays["q"] if beside.turned is None else beside.turned
+        made = forward._run(FORWARD, rows_of(NUMPY, after, q, p, way), problem_of(p, way))
         found, found_lse = made["out"], made["lse"]
         if not p.packed:
             by_sequence = found_lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)

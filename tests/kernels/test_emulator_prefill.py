@@ -31,6 +31,7 @@ CASES = {
             "mixed-d256", "full", (90, 50, 5), (1, 300, 129), 256, heads_q=2, heads_k=1, page_size=64, append=True
         ),
         CacheCase("mixed-none-appended", "full", (150, 160), (5, 140), page_size=16, scale=-0.2),
+        CacheCase("mixed-many-alone", "full", (3, 40), (130, 140), page_size=16, append=True, rotary=32),
     )
 }
 
