@@ -89,7 +89,8 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     why = why_not_tma(p, aligned) if gpu.capability == (9, 0) else None
     launches = [_launch(variant, grid, gpu, options["no_compile"]) for variant, grid in found]
     way = way_of(p, gpu, Lie(), prepare.family()) if options["memory"] == "contiguous" else None
-    forward = None if way is None else kernels_of(spec_of(p, way), gpu).variants[-1].symbol
+    spec = None if way is None else spec_of(p, way, Lie(), prepare.family())
+    forward = None if spec is None else kernels_of(spec, gpu).variants[-1].symbol
     bytes_at_most = 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
     document: dict[str, Any] = {
         "command": "explain", "version": __version__, "device": asdict(gpu) | {"arch": gpu.arch},

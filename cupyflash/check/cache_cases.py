@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .cache_case import CacheCase
 
+_HALF = "fp16", "bf16"
 _RAGGED = (0, 1, 37, 64, 129, 200)
 
 CACHE_CASES: tuple[CacheCase, ...] = (
@@ -116,4 +117,9 @@ CACHE_CASES: tuple[CacheCase, ...] = (
     CacheCase("cache-nonfinite", "quick", (70, 33), 1, nonfinite=True),
     CacheCase("cache-nonfinite-four-d128", "quick", (70, 33), 4, 128, nonfinite=True),
     CacheCase("cache-nonfinite-paged", "full", (150, 90), 3, nonfinite=True, window=(30, 0), page_size=16),
+    # so many queries that the forward attends (plan/prefill.py)
+    CacheCase("cache-many-queries", "full", (150, 0), 256, 128, heads_q=16, heads_k=4, append=True, softcap=9.0,
+              capacity=4200, dtypes=_HALF),
+    CacheCase("cache-many-queries-mixed", "full", (90, 40, 60), (400, 1, 300), heads_q=16, page_size=16, append=True,
+              sink=True, capacity=3304, dtypes=_HALF),
 )  # fmt: skip

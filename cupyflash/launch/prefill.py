@@ -37,7 +37,7 @@ def lie_of(p: CacheProblem, signatures: Mapping[str, Signature], aligned: bool) 
     reads_q = lies_in_rows and tensormap.readable((1, *shape[-3:]), (0, *strides[-3:]))
     table = signatures.get("block_table")
     whole = table is None or is_contiguous(table.shape, table.strides)
-    return Lie(in_rows, access["aligned"] and access["tma"] and reads_q, whole)
+    return Lie(in_rows, access["aligned"], access["aligned"] and access["tma"] and reads_q, whole)
 
 
 def attend(

@@ -184,8 +184,9 @@ def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[
     found: list[Variant] = [append[0]] if append else []
     if 0 in p.rows:
         return tuple(found)
-    way = way_of(p, device, Lie(tma=known["aligned"] and known["tma"]), known.get("family"))
+    lie, family = Lie(aligned=known["aligned"], tma=known["aligned"] and known["tma"]), known.get("family")
+    way = way_of(p, device, lie, family)
     if way is None or way.beside:
         plan = plan_decode(p if way is None else way.left(p), device, **known)
         found += [plan.variant] if plan.combine is None else [plan.variant, plan.combine]
-    return tuple(found) if way is None else (*found, *kernels_of(spec_of(p, way), device).variants)
+    return tuple(found) if way is None else (*found, *kernels_of(spec_of(p, way, lie, family), device).variants)

@@ -10,6 +10,9 @@ from .params import BWD_PARAMS
 from .spec import Spec
 from .variant import Variant
 
+LEAST_QUERIES = 128  # of the sequences over a cache that the forward takes
+PAGE_UNIT = 16  # it reads pages of a multiple of so many rows
+
 
 def row_bytes(columns: int) -> int:
     """Bytes of one row of a shared-memory tile of 16-bit elements: an odd number of 16-byte chunks (tile.cuh)."""
@@ -53,6 +56,10 @@ class Main(Variant):
     @functools.cached_property
     def block_n(self) -> int:
         return int(self.tile.block_n)
+
+    @functools.cached_property
+    def constants(self) -> dict[str, int]:
+        return super().constants | ({"least_queries": LEAST_QUERIES} if self.paged else {})
 
     @property
     def key_rows(self) -> int:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from ..problem import KEY_BLOCK, MAX_SEQLEN, Problem
+from .kernels import LEAST_QUERIES, PAGE_UNIT
 from .spec import Spec
-from .tiles_sm90 import LEAST_QUERIES, PAGE_UNIT
 
 _ROWS = 48  # queries of all sequences and heads, for each multiprocessor
 _PAIRS = 1 << 25  # of these and keys that there is room for: less is not worth what more launches cost the host
@@ -24,11 +24,13 @@ class Lie(NamedTuple):
 
     Attributes:
         in_rows: the rows of the caches lie one behind the other, sequence by sequence.
-        tma: all rows of q and of the caches start at multiples of 16 bytes, and TMA can read them.
+        aligned: all rows of q and of the caches start at multiples of 16 bytes.
+        tma: TMA can read them.
         whole_table: the block table, if there is one, is contiguous.
     """
 
     in_rows: bool = True
+    aligned: bool = True
     tma: bool = True
     whole_table: bool = True
 
@@ -65,10 +67,12 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     rows = (1 if p.packed else p.batch) * p.heads_q * p.seqlen_q
     if rows < _ROWS * device.sm_count or rows * p.capacity < _PAIRS:
         return None
-    reads_pages = device.capability == (9, 0) and family in (None, "sm90") and lie.tma and lie.whole_table
-    if reads_pages and (p.page_size or 0) % PAGE_UNIT == 0:
+    is_plain = not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch
+    by_tma = device.capability == (9, 0) and family in (None, "sm90") and lie.tma
+    reads_pages = lie.aligned and lie.whole_table and (p.page_size or 0) % PAGE_UNIT == 0
+    if reads_pages and (by_tma or not is_plain):
         return Way(paged=True, beside=p.packed)
-    return Way() if not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch else None
+    return Way() if is_plain else None
 
 
 def problem_of(p: CacheProblem, way: Way) -> Problem:
@@ -82,6 +86,6 @@ def problem_of(p: CacheProblem, way: Way) -> Problem:
     )  # fmt: skip
 
 
-def spec_of(p: CacheProblem, way: Way) -> Spec:
+def spec_of(p: CacheProblem, way: Way, lie: Lie, family: str | None = None) -> Spec:
     """That of the forward which such a call takes."""
-    return Spec.of(problem_of(p, way))
+    return Spec.of(problem_of(p, way), aligned=lie.aligned, tma=lie.tma, family=family)

@@ -183,7 +183,7 @@ class Sm80(Family):
         capability = f"{device.capability[0]}.{device.capability[1]}"
         if device.capability < (8, 0):
             return f"it needs compute capability 8.0, {device.name} has {capability}"
-        return "it reads no pages by the forward" if spec.paged else None
+        return "it reads pages where rows start at multiples of 16 bytes" if spec.paged and spec.unaligned else None
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
         """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout,

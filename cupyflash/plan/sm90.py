@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from ..gpu.device import Device
 from ..operand import MASK_TILE
 from ..problem import KEY_BLOCK
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
+from .kernels import PAGE_UNIT, Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
 from .learned import learned
 from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import CHUNKS, Spec
 from .tiles_sm90 import (
-    LEAST_QUERIES,
-    PAGE_UNIT,
     HopperBackwardTile,
     HopperBiasTile,
     HopperDkvTile,
@@ -121,10 +118,6 @@ class ForwardSm90(Main):
     @property
     def key_rows(self) -> int:
         return PAGE_UNIT if self.paged and not self.whole_pages else self.block_n
-
-    @functools.cached_property
-    def constants(self) -> dict[str, int]:
-        return super().constants | ({"least_queries": LEAST_QUERIES} if self.paged else {})
 
 
 @dataclass(frozen=True)

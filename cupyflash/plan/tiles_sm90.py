@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from .kernels import row_bytes
 
-PAGE_UNIT = 16  # the forward reads pages of a multiple of so many rows (fwd_load_sm90.cuh)
-LEAST_QUERIES = 128  # of the sequences over a cache that it takes
-
 
 def _row_bytes(head_dim: int) -> int:
     """Of a tile in chunks of 64 columns."""

@@ -4,6 +4,7 @@
 #ifndef CUPYFLASH_PAGES_CUH
 #define CUPYFLASH_PAGES_CUH
 #include "attention/sequence.cuh"
+#include "tile/tile.cuh"
 
 constexpr int kMostKeys = 1 << 29;  // of any sequence
 
@@ -89,5 +90,36 @@ struct KeyRows<V, true> {
     __device__ Behind from_column(int col) const { return {*this, col}; }
     __device__ int step() const { return 1; }
 };
+
+// Rows [row0, row0 + Tile::kRows) of k or v into shared memory by cp.async, as SmemTile::load_async brings rows that lie one behind
+// the other; those from n_rows on become zero. A lane looks up the page of 16 rows, which all are then told.
+template <int kThreads, class V, class Tile>
+__device__ __forceinline__ void load_pages_async(const Tile &tile, const FwdParams &p, const void *x,
+                                                 const Strides &stride, const Sequence<true> &s, int head, int row0,
+                                                 int n_rows) {
+    using T = typename V::Element;
+    constexpr int kUnit = 16, kChunks = Tile::kChunks, kLanesPerRow = next_power_of_two(kChunks);
+    constexpr int kRowsPerPass = kThreads / kLanesPerRow;
+    static_assert(Tile::kRows % kUnit == 0 && Tile::kRows / kUnit <= 32);
+    const int unit = fresh_lane() * kUnit;
+    PageRow own{0, 0};
+    // @units-that-exist
+    if (unit < Tile::kRows && row0 + unit < n_rows) own = page_row(p, s.row_k + row0 + unit);
+    own.page = max(0, min(own.page, p.pages - 1));  // @page-within-the-array-sm80
+    const ptx::u32 thread = fresh_thread();
+    const int chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
+    #pragma unroll
+    for (int pass = 0; pass < ceil_div(Tile::kRows, kRowsPerPass); ++pass) {
+        const int row = first + pass * kRowsPerPass;
+        // @page-of-the-unit
+        const int page = ptx::shfl_index(own.page, row / kUnit),
+                  at = ptx::shfl_index(own.row, row / kUnit) + row % kUnit;
+        if (row >= Tile::kRows || chunk >= kChunks) continue;
+        const T *const from =
+            static_cast<const T *>(x) + head * stride.head + page * stride.batch + at * stride.row + 8 * chunk;
+        // @rows-of-a-page-that-exist
+        ptx::cp_async_16(tile.at(row, 8 * chunk), from, row0 + row < n_rows && 8 * chunk < V::kHeadDim);
+    }
+}
 
 #endif  // CUPYFLASH_PAGES_CUH

@@ -39,12 +39,14 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     // Which tile.
     const Problem &problem = p.problem;
-    const auto tile = tile_at<V, Queries, M, Mask<V>::kHides>(p, ptx::block_index());
+    const auto tile = tile_at<V, Queries, M, Mask<V>::kHides>(sequences_of<V>(p), ptx::block_index());
     const auto &sequence = tile.sequence;
     // @head-of-k-fwd-sm80
     const int q0 = tile.block * M, row0 = warp() / kSplitD * kRows,
               head_k = tile.head / (problem.heads_q / problem.heads_k);
     if (V::kPacked && q0 >= sequence.seqlen_q) return;
+    if constexpr (V::kPaged)  // others are left to attention over a cache @few-queries-left-out-sm80
+        if (sequence.seqlen_q < V::kLeastQueries || sequence.index >= problem.batch) return;
     // Warps that share rows have no registers left to keep what can be worked out again: their share, the mask, the tile.
     const auto share = [&]() -> Share {
         if constexpr (kSplitD == 1) return {row0, 0, 0, 0};
@@ -82,12 +84,17 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const auto request = [&](int i, auto ahead) {
         constexpr int kAhead = decltype(ahead)::value;
         const int block = i + kAhead / 2;
-        // @rows-of-v-fwd-sm80
-        if (block < visits.count)
-            slot(2 * i + kAhead)
-                .template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k,
-                                                                           kAhead % 2 ? p.v_stride.row : p.k_stride.row,
-                                                                           visits.block(block) * N, sequence.seqlen_k);
+        if (block < visits.count) {
+            const auto to = slot(2 * i + kAhead);
+            const Strides &stride = kAhead % 2 ? p.v_stride : p.k_stride;  // @rows-of-v-fwd-sm80
+            const int row = visits.block(block) * N;
+            if constexpr (V::kPaged)
+                load_pages_async<kThreads, V>(to, p, kAhead % 2 ? p.v : p.k, stride, sequence, head_k, row,
+                                              sequence.seqlen_k);
+            else
+                to.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k, stride.row, row,
+                                                                             sequence.seqlen_k);
+        }
         ptx::cp_async_commit_group();  // @one-group-a-tile
     };
     const auto next_tile_landed = [] {
@@ -156,7 +163,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     const auto &here = [&]() -> decltype(auto) {
         if constexpr (kSplitD > 1)
-            return tile_at<V, Queries, M, Mask<V>::kHides>(aside(p), ptx::opaque(ptx::block_index()));
+            return tile_at<V, Queries, M, Mask<V>::kHides>(sequences_of<V>(aside(p)), ptx::opaque(ptx::block_index()));
         else return (tile);
     }();
     const Share mine = share();

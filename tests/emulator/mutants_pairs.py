@@ -155,7 +155,7 @@ REPAIR = (
 )  # fmt: skip
 FORWARD_HEADS = (
     _forward("sm80 forward: head of K wrong for groups beyond four", change("head-of-k-fwd-sm80", "problem.heads_q / problem.heads_k", "min(problem.heads_q / problem.heads_k, 4)"), "pair-133"),
-    _forward("sm80 forward: rows of V at those of K", change("rows-of-v-fwd-sm80", "kAhead % 2 ? p.v_stride.row : p.k_stride.row", "p.k_stride.row"), "sink-6"),
+    _forward("sm80 forward: rows of V at those of K", change("rows-of-v-fwd-sm80", "kAhead % 2 ? p.v_stride : p.k_stride", "p.k_stride"), "sink-6"),
     _forward("sm80 forward: heads of V at those of K", change("v-of-its-head-fwd-sm80", "p.v_stride", "p.k_stride"), "pair-77"),
     _forward("sm80 forward: lse of another batch", change("lse-of-its-sequence", "index * p.heads_q", "min(index, 1) * p.heads_q"), "pair-90"),
     _forward("sm80 forward: O written with the strides of Q", change("strides-of-o", "p.o_stride.row", "p.q_stride.row"), "sink-6"),

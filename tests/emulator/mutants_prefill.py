@@ -3,20 +3,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from .markers import change, without
 from .mutants import Bug
 
+_sm90 = partial(Bug, arch="sm_90")
+
 PAGES = (
-    Bug("pages in their own order", change("page-of-the-row", "p.block_table[entry]", "entry"), "pages"),
-    Bug("new keys do not count", change("keys-with-the-new-ones-paged", "used + edge(b + 1) - edge(b)", "used"), "pages"),
-    Bug("pages are whole columns of the next", change("chunks-of-a-page", "rows.from_chunk(c).base", "rows.base"), "pages-of-48-d128"),
-    Bug("stage of pages filled while it is read", without("stage-empty-paged"), "chosen-d256", "more arrivals|RACE"),
-    Bug("rows of the table behind the keys that count", change("keys-that-count-paged", "brings && key < tile.sequence.seqlen_k", "brings"), "pages", r"load at .*block_table|buffer"),
-    Bug("tiles of whole rows counted as the rest", change("whole-tiles-first", "is_whole ? index.block : index.block - whole", "index.block"), "chosen-d256", "RACE|FAILED|NaN"),
-    Bug("few queries computed twice", change("few-queries-left-out", "rows < V::kLeastQueries ? 0 : rows", "rows"), "mixed", "written twice"),
-    Bug("many queries computed twice", without("many-queries-left-out"), "mixed", "written twice"),
+    _sm90("pages in their own order", change("page-of-the-row", "p.block_table[entry]", "entry"), "pages"),
+    _sm90("new keys do not count", change("keys-with-the-new-ones-paged", "used + edge(b + 1) - edge(b)", "used"), "pages"),
+    _sm90("pages are whole columns of the next", change("chunks-of-a-page", "rows.from_chunk(c).base", "rows.base"), "pages-of-48-d128"),
+    _sm90("stage of pages filled while it is read", without("stage-empty-paged"), "chosen-d256", "more arrivals|RACE"),
+    _sm90("rows of the table behind the keys that count", change("keys-that-count-paged", "brings && key < tile.sequence.seqlen_k", "brings"), "pages", r"load at .*block_table|buffer"),
+    _sm90("tiles of whole rows counted as the rest", change("whole-tiles-first", "is_whole ? index.block : index.block - whole", "index.block"), "chosen-d256", "RACE|FAILED|NaN"),
+    _sm90("few queries computed twice", change("few-queries-left-out", "rows < V::kLeastQueries ? 0 : rows", "rows"), "mixed", "written twice"),
+    _sm90("many queries computed twice", without("many-queries-left-out"), "mixed", "written twice"),
+    Bug("few queries computed twice by the sm80 family", change("few-queries-left-out-sm80", "sequence.seqlen_q < V::kLeastQueries || sequence.index >= problem.batch", "false"), "mixed", "written twice"),
+    Bug("table read behind the keys that count", change("units-that-exist", "unit < Tile::kRows && row0 + unit < n_rows", "true"), "pages", r"load at .*block_table|buffer"),
+    Bug("rows of another page", change("page-of-the-unit", "own.page, row / kUnit", "own.page, 0"), "pages"),
+    Bug("rows of a page behind the keys that count", change("rows-of-a-page-that-exist", "row0 + row < n_rows && 8 * chunk < V::kHeadDim", "true"), "pages-of-some-new-d72", "buffer|copy|cp.async|bytes"),
 )  # fmt: skip
 
 CLAMPED_PAGES = (
-    Bug("page that is none", change("page-within-the-array", "max(0, min(at.page, p.pages - 1))", "at.page"), "", r"load at|memory fault"),
+    _sm90("page that is none", change("page-within-the-array", "max(0, min(at.page, p.pages - 1))", "at.page"), "", r"load at|memory fault"),
+    Bug("page that is none in the sm80 family", change("page-within-the-array-sm80", "max(0, min(own.page, p.pages - 1))", "own.page"), "", r"cp.async at|memory fault|buffer"),
 )  # fmt: skip

@@ -24,24 +24,27 @@ Array = NDArray[Any]
 
 @dataclasses.dataclass
 class PrefillSession:
-    """One run of one call by Hopper's kernels.
+    """One run of one call.
 
     Attributes:
+        family: the kernels' family.
         headers: patched kernel sources by file name; the others are as shipped.
     """
 
     mode: str = "race"
     seed: int = 0
     headers: Mapping[str, str] | None = None
+    family: str = "sm90"
 
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append. Each row is written by one of both, or by none."""
         way = Way(paged=True, beside=p.packed)
         how: dict[str, Any] = {"attends": way.beside, "headers": self.headers}
-        beside = CacheSession(small_device("sm_90", 4), MODES[self.mode], self.seed, **how)
+        device = small_device("sm_90" if self.family == "sm90" else "sm_80", 4)
+        beside = CacheSession(device, MODES[self.mode], self.seed, **how)
         out, lse, k_cache, v_cache = beside.run(arrays, way.left(p))
         after = {**arrays, "k_cache": k_cache, "v_cache": v_cache}
-        forward = Session.of_family("sm90", self.mode, seed=self.seed, headers=self.headers)
+        forward = Session.of_family(self.family, self.mode, seed=self.seed, headers=self.headers)
         q = arrays["q"] if beside.turned is None else beside.turned
         made = forward._run(FORWARD, rows_of(NUMPY, after, q, p, way), problem_of(p, way))
         found, found_lse = made["out"], made["lse"]

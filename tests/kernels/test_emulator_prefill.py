@@ -1,4 +1,4 @@
-"""Many queries over a cache on the CPU: Hopper's forward by a table of pages, alone and beside other queries."""
+"""Many queries over a cache on the CPU: the forward by a table of pages, alone and beside other queries."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from cupyflash.check.cache_case import GARBAGE, CacheCase, problem_of
 from cupyflash.check.cache_reference import CacheOracle
 
 require_compiler()
+
+FAMILIES = ("sm80", "sm90")
 
 CASES = {
     case.name: case
@@ -42,15 +44,17 @@ def failures(how: PrefillSession, case: CacheCase, dtype: str = "bf16") -> list[
     return [str(x) for x in CacheOracle(p, arrays).judge(*how.run(arrays, p)) if not x.passed]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str, seed: int) -> None:
+def test_case(name: str, family: str, seed: int) -> None:
     dtype = ("bf16", "fp16")[list(CASES).index(name) % 2]
-    assert not failures(PrefillSession(seed=seed), CASES[name], dtype)
+    assert not failures(PrefillSession(seed=seed, family=family), CASES[name], dtype)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["starve", "race lanes"])
-def test_orders(mode: str, seed: int) -> None:
-    assert not failures(PrefillSession(mode, seed), CASES["mixed"])
+def test_orders(mode: str, family: str, seed: int) -> None:
+    assert not failures(PrefillSession(mode, seed, family=family), CASES["mixed"])
 
 
 WILD = CacheCase("wild", "full", (40, 60, 9), (130, 140, 2), page_size=16)
@@ -65,14 +69,15 @@ def run_wild(how: PrefillSession) -> None:
     how.run(arrays, problem_of(arrays, WILD.options()))
 
 
-def test_tables_that_say_anything() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tables_that_say_anything(family: str) -> None:
     """Nothing outside of a buffer is touched: the emulator would report it."""
-    run_wild(PrefillSession("any"))
+    run_wild(PrefillSession("any", family=family))
 
 
 @pytest.mark.parametrize("bug", PAGES, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    how = PrefillSession(headers=bug.headers())
+    how = PrefillSession(headers=bug.headers(), family=bug.family)
     if bug.finds:
         with pytest.raises((EmulatorError, AssertionError), match=bug.finds):
             assert not failures(how, CASES[bug.case])
@@ -83,4 +88,4 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", CLAMPED_PAGES, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_a_missing_clamp_is_reported(bug: Bug) -> None:
     with pytest.raises(EmulatorError, match=bug.finds):
-        run_wild(PrefillSession("any", headers=bug.headers()))
+        run_wild(PrefillSession("any", headers=bug.headers(), family=bug.family))

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyflash import attention_with_cache
+from cupyflash import UnsupportedError, attention_with_cache
 from cupyflash.arrays.adapters import CUPY, NUMPY, TORCH, Signature
 from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.launch import cached, prefill
+from cupyflash.plan.families import kernels_of
 from cupyflash.plan.prefill import Lie, Way, spec_of, way_of
 from tests import pretended_gpu
 
@@ -53,28 +54,36 @@ def test_which_calls() -> None:
 
 
 def test_which_calls_read_pages() -> None:
-    """By Hopper's forward alone, if TMA can."""
-    for other, way, without in (
-        ({}, BY_TABLE, Way()), ({"page_size": 16}, BY_TABLE, None), ({"page_size": 48}, BY_TABLE, None),
-        ({"chosen": True}, BY_TABLE, None), ({"packed": True}, BESIDE, None),
-        ({"packed": True, "page_size": 16}, BESIDE, None), ({"packed": True, "batch": 120}, BESIDE, None),
+    """Where the rows of a cache do not lie one behind the other, and on Hopper all, if TMA can."""
+    for other, way in (
+        ({}, Way()), ({"page_size": 16}, BY_TABLE), ({"page_size": 48}, BY_TABLE), ({"chosen": True}, BY_TABLE),
+        ({"packed": True}, BESIDE), ({"packed": True, "page_size": 16}, BESIDE),
+        ({"packed": True, "batch": 120}, BESIDE),
     ):  # fmt: skip
         call = replace(PROBLEM, **other)  # type: ignore[arg-type]
-        assert way_of(call, HOPPER, Lie()) == way_of(call, HOPPER, Lie(in_rows=False), "sm90") == way
-        refused = (HOPPER, Lie(tma=False)), (HOPPER, Lie(whole_table=False)), (AMPERE, Lie()), (HOPPER, Lie(), "sm80")
-        assert {way_of(call, *known) for known in refused} == {without}
-    assert way_of(PROBLEM, AMPERE, Lie(in_rows=False)) is None
+        by_table = BESIDE if call.packed else BY_TABLE
+        for lie in (Lie(), Lie(in_rows=False)):
+            assert way_of(call, HOPPER, lie) == way_of(call, HOPPER, lie, "sm90") == by_table
+        for known in ((HOPPER, Lie(tma=False)), (AMPERE, Lie()), (HOPPER, Lie(), "sm80")):
+            assert way_of(call, *known) == way
+        for lie in (Lie(whole_table=False), Lie(aligned=False, tma=False)):
+            assert {way_of(call, HOPPER, lie), way_of(call, AMPERE, lie)} == {Way() if way == Way() else None}
+    assert way_of(PROBLEM, AMPERE, Lie(in_rows=False)) == BY_TABLE
 
 
 def test_the_kernel_of_a_call() -> None:
-    assert not spec_of(PROBLEM, Way()).paged
+    assert not spec_of(PROBLEM, Way(), Lie()).paged
     for other, pages, whole in (
         ({}, (4096, 4), True), ({"page_size": 16, "slots": 999}, (16, 999), False),
         ({"page_size": 4096}, (4096, 4), True), ({"page_size": 64}, (64, 4), True),
         ({"page_size": 96, "capacity": 96}, (96, 4), True),
     ):  # fmt: skip
-        found = spec_of(replace(PROBLEM, **other), BY_TABLE)  # type: ignore[arg-type]
+        found = spec_of(replace(PROBLEM, **other), BY_TABLE, Lie())  # type: ignore[arg-type]
         assert ((found.page_size, found.pages), found.whole_pages) == (pages, whole)
+    for lie, family in ((Lie(), "sm90"), (Lie(tma=False), "sm80")):
+        assert kernels_of(spec_of(PROBLEM, BY_TABLE, lie), HOPPER).variants[-1].symbol.startswith(f"fwd_{family}")
+    with pytest.raises(UnsupportedError, match="sm80: it reads pages where rows start at multiples of 16 bytes"):
+        kernels_of(spec_of(PROBLEM, BY_TABLE, Lie(aligned=False, tma=False)), HOPPER)
 
 
 def test_how_arrays_lie() -> None:
@@ -85,8 +94,8 @@ def test_how_arrays_lie() -> None:
     assert lie(4096, 1024, 4096 * 1024 + 8) == Lie(in_rows=False)
     assert lie(4096, 128, 4096 * 1024) == Lie(in_rows=False)  # rows of one head lie together
     assert lie(4096, 1024, 8, p=replace(PROBLEM, batch=1, slots=1)) == Lie()
-    assert not lie(4096, 1024, 4096 * 1024, aligned=False).tma
-    assert not lie(4096, 1020, 4096 * 1024).tma
+    for other in (lie(4096, 1024, 4096 * 1024, aligned=False), lie(4096, 1020, 4096 * 1024)):
+        assert (other.tma, other.aligned) == (False, False)
     assert not lie(4096, 1024, 4096 * 1024, strides=(0, 4096, 128, 1)).tma
     packed: dict[str, Any] = {"p": replace(PROBLEM, packed=True), "shape": (1024, 32, 128)}
     assert lie(4096, 1024, 4096 * 1024, strides=(8192, 128, 1), **packed).tma
