@@ -8,6 +8,8 @@
 // O in registers, and for each key block issues S_j = Q K_j^T and O += P_{j-1} V_{j-1} together, then turns S_j into P_j
 // while the products of the other warpgroups keep the tensor cores busy. The last O += P V of a tile goes together with
 // the first S of the next. A warpgroup visits only the key blocks that its own rows see, and merely releases the others.
+// Where keys lie in pages, one warp brings K and one V, and of a batch the sequences of many queries alone are computed
+// (pages.cuh, prefill_sm90.cuh).
 //
 // Key blocks are visited from the first to the last: the first one is whole, so that its maxima are worth having, the
 // diagonal comes last, and of a causal tile the warpgroups end one after the other, not all at once.
