@@ -21,9 +21,11 @@ struct PagedSequences {
         int capacity;
         __device__ operator bool() const { return true; }
         __device__ int operator[](int b) const {
-            const int used = max(0, min(p.seqused_k[b], capacity));
-            const auto edge = [&](int i) { return max(0, min(p.cu_seqlens_k[i], kMostKeys)); };
-            return used + edge(b + 1) - edge(b);  // @keys-with-the-new-ones-paged
+            const int used = max(0, min(p.seqused_k[b], capacity));  // @used-within-the-capacity
+            // Where as many are new as there are queries, those that are appended: edges within the rows of q.
+            const int end = p.cu_seqlens_k == p.cu_seqlens_q ? p.problem.seqlen_q : kMostKeys;
+            const auto edge = [&](int i) { return i ? max(0, min(p.cu_seqlens_k[i], end)) : 0; };  // @edges-of-new-keys
+            return used + max(0, edge(b + 1) - edge(b));  // @keys-with-the-new-ones-paged
         }
     };
     const Problem &problem;

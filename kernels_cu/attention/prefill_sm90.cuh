@@ -41,7 +41,7 @@ struct LongSequences {
                 b = b0 + found, left -= ptx::shfl_index(upto - own, found);
                 break;
             }
-            left -= ptx::shfl_index(upto, 31);
+            left -= ptx::shfl_index(upto, 31);  // @tiles-of-32-sequences
         }
         const Sequence<true> s = Sequence<true>::of(p, b);
         return {is_whole ? s.seqlen_q / kRows - 1 - left : s.seqlen_q / kRows, index.head, s};

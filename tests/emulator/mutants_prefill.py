@@ -12,11 +12,12 @@ _sm90 = partial(Bug, arch="sm_90")
 
 PAGES = (
     _sm90("pages in their own order", change("page-of-the-row", "p.block_table[entry]", "entry"), "pages"),
-    _sm90("new keys do not count", change("keys-with-the-new-ones-paged", "used + edge(b + 1) - edge(b)", "used"), "pages"),
+    _sm90("new keys do not count", change("keys-with-the-new-ones-paged", "used + max(0, edge(b + 1) - edge(b))", "used"), "pages"),
     _sm90("pages are whole columns of the next", change("chunks-of-a-page", "rows.from_chunk(c).base", "rows.base"), "pages-of-48-d128"),
     _sm90("stage of pages filled while it is read", without("stage-empty-paged"), "chosen-d256", "more arrivals|RACE"),
     _sm90("rows of the table behind the keys that count", change("keys-that-count-paged", "brings && key < tile.sequence.seqlen_k", "brings"), "pages", r"load at .*block_table|buffer"),
     _sm90("tiles of whole rows counted as the rest", change("whole-tiles-first", "is_whole ? index.block : index.block - whole", "index.block"), "chosen-d256", "RACE|FAILED|NaN"),
+    _sm90("tiles of 32 sequences counted again", without("tiles-of-32-sequences"), "mixed-many"),
     _sm90("few queries computed twice", change("few-queries-left-out", "rows < V::kLeastQueries ? 0 : rows", "rows"), "mixed", "written twice"),
     _sm90("many queries computed twice", without("many-queries-left-out"), "mixed", "written twice"),
     Bug("few queries computed twice by the sm80 family", change("few-queries-left-out-sm80", "sequence.seqlen_q < V::kLeastQueries || sequence.index >= problem.batch", "false"), "mixed", "written twice"),
@@ -28,4 +29,11 @@ PAGES = (
 CLAMPED_PAGES = (
     _sm90("page that is none", change("page-within-the-array", "max(0, min(at.page, p.pages - 1))", "at.page"), "", r"load at|memory fault"),
     Bug("page that is none in the sm80 family", change("page-within-the-array-sm80", "max(0, min(own.page, p.pages - 1))", "own.page"), "", r"cp.async at|memory fault|buffer"),
+)  # fmt: skip
+
+LENGTHS = (
+    _sm90("lengths beyond the capacity", change("used-within-the-capacity", "min(p.seqused_k[b], capacity)", "p.seqused_k[b]"), ""),
+    _sm90("negative lengths", change("used-within-the-capacity", "max(0, min(p.seqused_k[b], capacity))", "min(p.seqused_k[b], capacity)"), ""),
+    _sm90("more new keys than rows", change("edges-of-new-keys", "min(p.cu_seqlens_k[i], end)", "p.cu_seqlens_k[i]"), ""),
+    _sm90("new keys from the first edge on", change("edges-of-new-keys", "i ? max(0, min(p.cu_seqlens_k[i], end)) : 0", "max(0, min(p.cu_seqlens_k[i], end))"), ""),
 )  # fmt: skip

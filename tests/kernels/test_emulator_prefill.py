@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulator import EmulatorError
+from emulator.attention import small_device
+from emulator.decode import CacheSession
+from emulator.launch import MODES
 from emulator.mutants import Bug
-from emulator.mutants_prefill import CLAMPED_PAGES, PAGES
+from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, PAGES
 from emulator.prefill import PrefillSession
 from emulator.require import require_compiler
 
@@ -27,7 +30,7 @@ CASES = {
         CacheCase("chosen-d256", "full", (203, 160), 129, 256, spare=2, softcap=3.0),
         CacheCase("contiguous", "full", (101, 40), 150, capacity=255, append=True, alibi=2, memory="heads_first"),
         CacheCase("mixed", "full", (90, 20, 0, 33, 7), (1, 140, 130, 127, 0), page_size=16, append=True, sink=True),
-        CacheCase("mixed-many", "full", (3,) * 38, (*(0, 1) * 18, 131, 129), heads_q=2, heads_k=1, append=True),
+        CacheCase("mixed-many", "full", (3,) * 38, (130, *(0, 1) * 17, 1, 131, 129), heads_q=2, heads_k=1, append=True),
         CacheCase("mixed-ranges-d128", "full", (200, 150), (128, 3), 128, page_size=64, ranges=((20, 190), (5, 100))),
         CacheCase(
             "mixed-d256", "full", (90, 50, 5), (1, 300, 129), 256, heads_q=2, heads_k=1, page_size=64, append=True
@@ -89,3 +92,32 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
 def test_a_missing_clamp_is_reported(bug: Bug) -> None:
     with pytest.raises(EmulatorError, match=bug.finds):
         run_wild(PrefillSession("any", headers=bug.headers(), family=bug.family))
+
+
+ROWS = CacheCase("rows", "full", (0, 30, 0, 20), (130, 5, 140, 150), page_size=16, capacity=320, append=True)
+
+
+def run_clamped(how: PrefillSession) -> None:
+    """Lengths and edges beyond what there is, which both ways clamp alike."""
+    arrays = ROWS.inputs("bf16")
+    arrays["cache_seqlens"] = np.array([-5, 30, 2**31 - 1, 20], np.int32)
+    arrays["cu_seqlens_q"] = np.array([7, 130, 135, 275, 2_000_000], np.int32)
+    table = arrays["block_table"]
+    table[...] = np.arange(table.size).reshape(table.shape)
+    for name in ("k_cache", "v_cache"):
+        arrays[name][...] = np.random.default_rng(0).standard_normal(arrays[name].shape)
+    p = problem_of(arrays, ROWS.options())
+    alone = CacheSession(small_device("sm_80", 4), MODES["any"]).run(arrays, p)
+    for found, expected in zip(how.run(arrays, p), alone, strict=True):
+        np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=3e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lengths_that_contradict(family: str) -> None:
+    run_clamped(PrefillSession("any", family=family))
+
+
+@pytest.mark.parametrize("bug", LENGTHS, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_lengths_clamped_in_another_way_are_found(bug: Bug) -> None:
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        run_clamped(PrefillSession("any", headers=bug.headers(), family=bug.family))
