@@ -82,15 +82,15 @@ def problem_of(options: dict[str, Any]) -> CacheProblem:
 
 def explain(options: dict[str, Any], gpu: Device) -> None:
     """Print what the call would do."""
-    p, aligned = problem_of(options), options["memory"] != "unaligned"
-    plan = plan_decode(p, gpu, aligned=aligned, tma=options["memory"] == "contiguous", family=prepare.family())
+    p, family = problem_of(options), prepare.family()
+    lie = Lie(aligned=options["memory"] != "unaligned", tma=options["memory"] == "contiguous")
+    plan = plan_decode(p, gpu, aligned=lie.aligned, tma=lie.tma, family=family)
     found: list[tuple[Variant, int]] = [append] if (append := plan_append(p, gpu)) else []
     found += [(plan.variant, plan.grid), *([(plan.combine, plan.combine_grid)] if plan.combine else [])]
-    why = why_not_tma(p, aligned) if gpu.capability == (9, 0) else None
+    why = why_not_tma(p, lie.aligned) if gpu.capability == (9, 0) else None
     launches = [_launch(variant, grid, gpu, options["no_compile"]) for variant, grid in found]
-    way = way_of(p, gpu, Lie(), prepare.family()) if options["memory"] == "contiguous" else None
-    spec = None if way is None else spec_of(p, way, Lie(), prepare.family())
-    forward = None if spec is None else kernels_of(spec, gpu).variants[-1].symbol
+    way = way_of(p, gpu, lie, family)
+    forward = None if way is None else kernels_of(spec_of(p, way, lie, family), gpu).variants[-1].symbol
     bytes_at_most = 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
     document: dict[str, Any] = {
         "command": "explain", "version": __version__, "device": asdict(gpu) | {"arch": gpu.arch},

@@ -107,3 +107,14 @@ def test_many_queries_take_the_forward(rows: str, heads: str, page: str | None, 
     found = document(*asked)["forward"]
     assert found is None if forward is None else found.startswith("fwd_sm90") and found.endswith(forward)
     assert (str(found) in run("--with-cache", *asked).stdout) is (forward is not None)
+
+
+@pytest.mark.parametrize(
+    ("page", "memory", "forward"),
+    [("16", "unaligned", None), ("16", "broadcast", "fwd_sm80"), (None, "unaligned", "fwd_sm80"),
+     ("16", "contiguous", "fwd_sm90")],
+)  # fmt: skip
+def test_the_forward_of_caches_that_tma_cannot_read(page: str | None, memory: str, forward: str | None) -> None:
+    asked = ["--arch", "sm_90", "--batch", "1", "--seqlen", "8192", "--seqlen-q", "256", "--heads-q", "32"]
+    found = document(*asked, "--heads-k", "8", "--memory", memory, *(["--page-size", page] if page else []))["forward"]
+    assert found is None if forward is None else found.startswith(forward)
