@@ -209,9 +209,9 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(device, "count", lambda: 1)
     monkeypatch.setattr(device.Device, "of", lambda ordinal: device.Device.synthetic("sm_90"))
 
-    def kernels(which: Any, library: Any, arrays: Any, options: Any, wanted: Any) -> Any:
+    def kernels(which: Any, library: Any, arrays: Any, options: Any, wanted: Any, into: Any = None) -> Any:
         if library is not CUPY:
-            return real(which, library, arrays, options, wanted)
+            return real(which, library, arrays, options, wanted, into)
         given = run.given_of(which, tuple(arrays), wanted)
         cuda.current.synchronize()
         plain = {name: x.x for name, x in arrays.items()}
@@ -222,7 +222,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         made = [GpuArray(np.full_like(x, 0.125), cuda) for x in results]
         for to, x in zip(made, results, strict=True):
             cuda.current.queue(lambda to=to, x=x: np.copyto(to.x, x))
-        return [*made, "a workspace"]
+        return given.made, [*made, "a workspace"]
 
     monkeypatch.setattr(run, "_run", kernels)
     return cuda
