@@ -113,8 +113,8 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     if why is not None:
         console.print(f"K and V come by cp.async: {why}", soft_wrap=True)
     if forward is not None:
-        console.print("These are the kernels for JAX arrays. Of CuPy's and torch's, so many new rows are appended, and "
-                      f"then the forward attends: {forward}", soft_wrap=True)  # fmt: skip
+        console.print("These are the kernels for JAX arrays. With so many queries those of CuPy and torch append, and "
+                      f"then take the forward: {forward}", soft_wrap=True)  # fmt: skip
     console.print(f"K and V: at most {gib(bytes_at_most)}, as lengths on the device say; workspace "
                   f"{gib(document['workspace'])}", soft_wrap=True)  # fmt: skip
 

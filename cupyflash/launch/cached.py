@@ -135,8 +135,9 @@ def _prepare(
     problem, signatures = check(library, arrays, keys, options)
     copied = [name for name, s in signatures.items() if not BY_NAME[name].strided and not _is_contiguous(s)]
     device = Device.of(signatures["q"].device)
-    lie = prefill.lie_of(problem, signatures, aligned)
-    way = way_of(problem, device, lie, family()) if may_prefill else None
+    way = None
+    if may_prefill:
+        way = way_of(problem, device, prefill.lie_of(problem, signatures, aligned), family())
     attends = way is None or way.beside
     names = *arrays, *(("out", "lse") if attends else ())
     own = problem if way is None else way.left(problem)

@@ -105,6 +105,7 @@ __device__ __forceinline__ void schedule_tiles(const Params &p, int *counter, co
         schedule_tiles<Rows, kRows>(KeptTiles<V, Rows, kRows, kDescending, Params>(p), count, counter, queue);
     else schedule_tiles<Rows, kRows>(SearchedTiles<V, Rows, kRows, kDescending, Params>{p}, count, counter, queue);
 }
+
 // The same tiles as a warp finds them in the queue.
 template <bool kPacked, class Params>
 struct TileFollower {
