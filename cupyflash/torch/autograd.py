@@ -91,13 +91,13 @@ def _backward_rule(keys: Any, *values: Any) -> Any:
 
 def _forward_by_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
     arrays, options, _ = ops.read(FORWARD, values)
-    dims = dict(zip(ops.inputs_of(FORWARD), in_dims, strict=False))
+    dims = dict(zip(ops.names_of(FORWARD, values), in_dims, strict=True))
     return batched(FORWARD, lambda x: ops.forward(x, options), info.batch_size, arrays, dims, (), bool(options.mods))
 
 
 def _backward_by_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
     arrays, options, wanted = ops.read(BACKWARD, values)
-    dims = dict(zip(ops.inputs_of(BACKWARD), in_dims, strict=False))
+    dims = dict(zip(ops.names_of(BACKWARD, values), in_dims, strict=True))
     made = BACKWARD.made(arrays, wanted)
     call: Any = lambda x: tuple(ops.backward(x, options, wanted).values())  # noqa: E731
     found, _ = batched(BACKWARD, call, info.batch_size, arrays, dims, wanted, bool(options.mods))

@@ -1,14 +1,12 @@
 """The operators `torch.ops.cupyflash.forward` and `backward`: what torch.compile, export and modes see of a call.
 
-Their schemas follow from the table of arrays and the list of options: inputs in the table's order, those that a call
-may lack as None; then the options, flat; and all results that the pass ever makes. A result that a call does not make
-is an empty tensor. No argument has a default, since torch leaves out arguments that are equal to theirs.
+Each returns all results that its pass ever makes. A result that a call does not make is an empty tensor.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,57 +15,20 @@ from torch import Tensor
 from ..arrays.adapters import TORCH
 from ..launch import run
 from ..launch.checks import check
-from ..operands import BACKWARD, FORWARD, GRADIENT, INPUT, RESULT, Operand, Pass
+from ..operands import BACKWARD, FORWARD, Operand, Pass
 from ..options import Options
+from .arguments import OPTIONS as OPTIONS
+from .arguments import arguments as arguments
+from .arguments import flat as flat
+from .arguments import names_of as names_of
+from .arguments import read as read
+from .arguments import results_of as results_of
+from .arguments import schema as schema
 from .followed import is_compiling
 
-# The options as an operator's arguments.
-OPTIONS = (
-    ("causal", "bool"),
-    ("scale", "float?"),
-    ("window_left", "SymInt?"),
-    ("window_right", "SymInt?"),
-    ("layout", "str"),
-    ("deterministic", "bool"),
-    ("softcap", "float?"),
-    ("dropout_p", "float"),
-    ("mods", "str"),
-)
-_COUNT = len(OPTIONS)
 _LSE = ("lse",)
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def flat(options: Options) -> tuple[Any, ...]:
-    """The values of `OPTIONS`."""
-    causal, scale, window, *others = options
-    return causal, scale, *(window or (None, None)), *others
-
-
-def _unflat(causal: Any, scale: Any, left: Any, right: Any, *others: Any) -> Options:
-    return Options(causal, scale, None if left is None and right is None else (left, right), *others)
-
-
-_known = functools.lru_cache(maxsize=256)(_unflat)  # the schema fixes types: what is equal here means the same
-
-
-def _options(values: Sequence[Any]) -> Options:
-    try:
-        return _known(*values)
-    except TypeError:  # symbolic numbers have no hash
-        return _unflat(*values)
-
-
-def inputs_of(which: Pass) -> tuple[str, ...]:
-    return which.names(INPUT)
-
-
-def results_of(which: Pass) -> tuple[str, ...]:
-    """All that the pass ever makes for a caller."""
-    return which.names(RESULT, GRADIENT, where=lambda row: not row.hopper)
-
-
-_inputs_of, _results_of = functools.cache(inputs_of), functools.cache(results_of)  # which dynamo does not see through
+_results_of = functools.cache(results_of)  # which dynamo does not see through
 
 
 def gradients_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -81,31 +42,6 @@ def _look_up(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 known_gradients_of = functools.lru_cache(maxsize=256)(_look_up)  # the same, where no compiler follows
-
-
-def schema(which: Pass) -> str:
-    """The operator's schema."""
-    arrays = [f"Tensor{'?' * (name in which.optional)} {name}" for name in inputs_of(which)]
-    options = [f"{kind} {name}" for name, kind in OPTIONS]
-    wanted = ["str[] wanted"] if which.name == "backward" else []
-    results = ", ".join(f"Tensor {name}" for name in results_of(which))
-    return f"{which.name}({', '.join([*arrays, *options, *wanted])}) -> ({results})"
-
-
-def arguments(
-    which: Pass, arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...] | None = None
-) -> tuple[Any, ...]:
-    """What an operator is called with."""
-    given = [arrays.get(name) for name in inputs_of(which)]
-    return (*given, *flat(options), *(() if which.name == "forward" else (list(wanted or ()),)))
-
-
-def read(which: Pass, values: Sequence[Any]) -> tuple[dict[str, Any], Options, tuple[str, ...]]:
-    """The inverse of `arguments`."""
-    names = _inputs_of(which)
-    arrays = {name: x for name, x in zip(names, values, strict=False) if x is not None}
-    start, end = len(names), len(names) + _COUNT
-    return arrays, _options(values[start:end]), tuple(*values[end:])
 
 
 def forward(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ class _AttentionByOperator(torch.autograd.Function):
         with torch.enable_grad():  # for outer levels of torch.func
             out, lse = below_autograd(ops.FORWARD_OP, keys, values)
         arrays, ctx.options, _ = ops.read(FORWARD, values)
-        ctx.names = tuple(arrays)
+        ctx.names, ctx.arguments = tuple(arrays), ops.names_of(FORWARD, values)
         ctx.save_for_backward(*arrays.values(), out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -82,10 +82,10 @@ class _AttentionByOperator(torch.autograd.Function):
         arrays = _to_backward(ctx, ctx.names, dout, dlse)
         if arrays is None:
             return (None,) * len(ctx.needs_input_grad)
-        of, optional = ops.gradients_of(ops.inputs_of(FORWARD))
+        of, optional = ops.gradients_of(ctx.arguments)
         wanted = tuple([of[i] for i in optional if ctx.needs_input_grad[1 + i]])
         grads = ops.backward(arrays, ctx.options, wanted)
-        return None, *[grads.get(name) for name in of], *[None for _ in ops.OPTIONS]
+        return None, *[grads.get(name) for name in of]
 
 
 def _to_backward(

@@ -40,6 +40,7 @@ def _shardings(which: Pass, *values: Any) -> list[tuple[list[Any], list[Any]]]:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     arrays, options, wanted = ops.read(which, values)
+    names = ops.names_of(which, values)
     packed = "cu_seqlens_q" in arrays
     made = which.made(arrays, ("lse", *wanted))
 
@@ -58,8 +59,7 @@ def _shardings(which: Pass, *values: Any) -> list[tuple[list[Any], list[Any]]]:
 
         sums = Partial() if split and which is BACKWARD else Replicate()
         results = [place(which.rows[x], sums) if x in made else Replicate() for x in ops.results_of(which)]
-        inputs = [place(which.rows[x], Replicate()) if x in arrays else None for x in ops.inputs_of(which)]
-        return results, inputs + [None] * (len(values) - len(inputs))
+        return results, [place(which.rows[x], Replicate()) if x in arrays else None for x in names]
 
     if "block_tiles" in arrays:  # of which one may serve all sequences or heads
         return [one(())]

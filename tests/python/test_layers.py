@@ -67,8 +67,8 @@ PYTHON_ORDER = {
     "mods": "given trace symbols functions description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode prefill families sm90 tiles_sm90 sm80 family extents decode_stored "
     "decode_elements decode_shares lists decode_kernels learned shares kernels params_decode params variant spec",
-    "torch": "flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops masks vetting "
-    "followed",
+    "torch": "flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops arguments masks "
+    "vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
 }
 # Modules that are kept to some.

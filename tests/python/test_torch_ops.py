@@ -71,18 +71,45 @@ def test_the_schema_follows_the_table() -> None:
     more = Operand("more", ("batch",), feature="more", forward=Use(INPUT), backward=Use(INPUT))
     dmore = Operand("dmore", ("batch",), like="more", feature="more", backward=Use(GRADIENT, optional=True))
     table = (*TABLE, more, dmore)
-    assert ops.schema(Pass("forward", table)) == ops.schema(FORWARD).replace(
-        ", bool causal", ", Tensor? more, bool causal"
-    )
-    grown = ops.schema(BACKWARD).replace(", bool causal", ", Tensor? more, bool causal")[:-1] + ", Tensor dmore)"
-    assert ops.schema(Pass("backward", table)) == grown
+    forward, backward = (ops.schema(x).replace(") ->", ", Tensor? more=None) ->") for x in (FORWARD, BACKWARD))
+    assert ops.schema(Pass("forward", table)) == forward
+    assert ops.schema(Pass("backward", table)) == backward[:-1] + ", Tensor dmore)"
 
 
 def test_options_survive_the_operator() -> None:
-    assert {name.removesuffix("_left").removesuffix("_right") for name, _ in ops.OPTIONS} == set(Options._fields)
-    for options in (Options(), Options(True, 0.5, (None, 3), "bhsd", True, 2.0), Options(window=(2, None))):
-        assert ops.read(FORWARD, ops.arguments(FORWARD, {}, options)) == ({}, options, ())
-        assert ops.read(BACKWARD, ops.arguments(BACKWARD, {}, options, ("dq",))) == ({}, options, ("dq",))
+    assert {name.removesuffix("_left").removesuffix("_right") for name, *_ in ops.OPTIONS} == set(Options._fields)
+    assert Options(*[x for name, _, x in ops.OPTIONS if name != "window_right"]) == Options()
+    q, k, v = make()
+    given = {"q": q, "k": k, "v": v}
+    back = {**given, "out": q, "dout": k, "lse": v}
+    every = (Options(), Options(True, 0.5, (None, 3), "bhsd", True, 2.0), Options(window=(2, None)), Options(mods="x"))
+    for options in every:
+        for more in ({}, {"mask": q}, {"cu_seqlens_q": v, "mod_array_0": k}):
+            forward, backward = given | more, back | more
+            assert ops.read(FORWARD, ops.arguments(FORWARD, forward, options)) == (forward, options, ())
+            for wanted in ((), ("dbias",)):
+                values = ops.arguments(BACKWARD, backward, options, wanted)
+                assert ops.read(BACKWARD, values) == (backward, options, wanted)
+
+
+def test_arguments_that_are_as_their_defaults_are_left_out() -> None:
+    """By us and by torch: what a rule is given ends with the last that is not. Without them the call is the same."""
+    q, k, v = make(1, 5, 2, 8)
+    arrays = {"q": q, "k": k, "v": v}
+    assert ops.arguments(FORWARD, arrays, Options()) == (q, k, v)
+    assert ops.arguments(FORWARD, arrays, Options(True)) == (q, k, v, True)
+    assert len(ops.arguments(FORWARD, arrays | {"cu_seqlens_q": q}, Options())) == 3 + len(ops.OPTIONS) + 1
+    assert ops.arguments(BACKWARD, arrays | {"out": q, "dout": q, "lse": q}, Options()) == (q, k, v, q, q, q, [])
+    defaults = [x for *_, x in ops.OPTIONS]
+    for options in (Options(), Options(True), Options(True, 0.5)):
+        want = torch.ops.cupyflash.forward(*ops.arguments(FORWARD, arrays, options))
+        whole = [*(*arrays.values(), *ops.flat(options)), *[None] * 16]
+        assert len(whole) == len(torch.ops.cupyflash.forward.default._schema.arguments)
+        for x, y in zip(torch.ops.cupyflash.forward(*whole), want, strict=True):
+            assert torch.equal(x, y)
+    assert ops.flat(Options()) == tuple(defaults)
+    by_name = torch.ops.cupyflash.forward(q, k, v, window_left=1, mask=torch.ones(5, 5, dtype=torch.bool))[0]
+    assert torch.equal(by_name, attention(q, k, v, window=(1, None), mask=torch.ones(5, 5, dtype=torch.bool)))
 
 
 def test_what_stands_between_an_operator_and_its_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
