@@ -22,7 +22,7 @@ from cupyflash.arrays.adapters import CUPY, NUMPY
 from cupyflash.gpu import device
 from cupyflash.launch import on_cpu, run, staging
 from cupyflash.launch.checks import check
-from cupyflash.launch.packed import vet_lengths
+from cupyflash.launch.packed import sequences_of, vet_lengths
 
 
 class Stream:
@@ -216,7 +216,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         cuda.current.synchronize()
         plain = {name: x.x for name, x in arrays.items()}
         problem, _ = check(which, tuple(plain), NUMPY, [NUMPY.signature(x) for x in plain.values()], options)
-        lengths = vet_lengths(NUMPY, run._sequences(plain), problem) if problem.packed or problem.kv_range else None
+        lengths = vet_lengths(NUMPY, sequences_of(plain), problem) if problem.packed or problem.kv_range else None
         results = on_cpu.compute(which, NUMPY, plain, problem, options, lengths, wanted)
         results = results[: len(given.made) + len(given.shaped)]
         made = [GpuArray(np.full_like(x, 0.125), cuda) for x in results]

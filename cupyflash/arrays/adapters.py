@@ -36,6 +36,7 @@ class Numpy:
 
     name = "numpy"
     allocates = False  # new arrays on a GPU: several that nobody is given may be one
+    compares = False  # arrays with others, all at once, by `comparison`
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, np.ndarray)
@@ -65,6 +66,10 @@ class Numpy:
     def pointer(self, x: Any) -> int:
         """The address of the first element."""
         return int(x.ctypes.data)
+
+    def pointers(self, arrays: Iterable[Any]) -> list[int]:
+        """The `pointer` of each."""
+        return [*map(self.pointer, arrays)]
 
     def look(self, arrays: Iterable[Any]) -> tuple[list[tuple[Any, ...]], list[int]]:
         """The `signature` and the `pointer` of each, as fast as they come together."""

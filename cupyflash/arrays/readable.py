@@ -26,10 +26,15 @@ def vet_new(library: Native, arrays: Mapping[str, Any]) -> None:
     """What must be looked at in every call that is not as one before."""
     if library is TORCH:
         vet_tracing(next(iter(arrays)))
-        # Most lie as a whole from their memory's start on. Those without an address have been found by it (run.py).
-        for name, x in arrays.items():
-            if x.storage_offset() or not x.is_contiguous() or x.nbytes > x.untyped_storage().nbytes():
-                vet_memory(name, x)
+        vet_lengths(arrays)
+
+
+def vet_lengths(arrays: Mapping[str, Any]) -> None:
+    """The part of it for tensors of which no more than lengths and strides is new."""
+    for name, x in arrays.items():
+        # Most lie as a whole from their memory's start on. Those without an address have been found by it (find.py).
+        if x.nbytes > x.untyped_storage().nbytes() or x.storage_offset() or not x.is_contiguous():
+            vet_memory(name, x)
 
 
 def check_addresses(library: Native, pointers: Sequence[int], arrays: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +22,7 @@ class Torch:
 
     name = "torch"
     allocates = True
+    compares = True
 
     @functools.cached_property
     def _dtypes(self) -> dict[str, Any]:
@@ -58,6 +59,10 @@ class Torch:
     def pointer(self, x: Any) -> int:
         return x.data_ptr()
 
+    def pointers(self, arrays: Iterable[Any]) -> list[int]:
+        """The `pointer` of each."""
+        return [*map(self._quick[1], arrays)]
+
     def look(self, arrays: Iterable[Any]) -> tuple[list[tuple[Any, ...]], list[int]]:
         keys, pointers = [], []
         for x in arrays:
@@ -65,8 +70,22 @@ class Torch:
             pointers.append(x.data_ptr())
         return keys, pointers
 
+    def comparison(
+        self, arrays: Collection[Any], sizes: list[list[int | None]] | None = None,
+        strides: list[list[int | None]] | None = None,
+    ) -> Callable[..., bool] | None:  # fmt: skip
+        """Of other arrays, True only where the `signature` of each is that of one of these; None: there is no such.
+
+        Args:
+            sizes, strides: of each array, None where others may have any.
+        """
+        return torch_private.comparison(arrays, sizes, strides)
+
     def make(self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]) -> Any:
-        found = [self.empty_like(arrays[name]) for name in likes]
+        empty_like, found = self._quick[0], []
+        for name in likes:
+            x = arrays[name]
+            found.append(empty_like(x) if x.is_contiguous() else self.empty_like(x))
         if made:
             new, dtypes = arrays["q"].new_empty, self._dtypes
             found += [new(shape, dtype=dtypes[dtype]) for shape, dtype in made]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 
@@ -45,3 +45,26 @@ def without_rules() -> contextlib.AbstractContextManager[Any]:
 def is_dual(x: Any) -> bool:
     """Whether x has a forward-mode derivative."""
     return sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None  # also where there is no level
+
+
+@functools.cache
+def _comparison() -> Any | None:
+    """The class by which torch.compile asks whether a program is good for tensors."""
+    guards = getattr(getattr(sys.modules["torch"]._C, "_dynamo", None), "guards", None)
+    return getattr(guards, "TensorGuards", None)
+
+
+def comparison(
+    tensors: Collection[Any], sizes: list[list[int | None]] | None, strides: list[list[int | None]] | None
+) -> Callable[..., bool] | None:
+    """What says whether other tensors agree with these in type, dtype, device, shape, strides, and in how torch follows
+    them. It does not keep them. None also where one of these comes twice, to which it always says no.
+
+    Args:
+        sizes, strides: of each tensor, None where others may have any; None: nowhere.
+    """
+    kind = _comparison()
+    if kind is None or len({*map(id, tensors)}) < len(tensors):
+        return None
+    found: Callable[..., bool] = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return found

@@ -18,7 +18,7 @@ import numpy as np
 from ..arrays.adapters import CPU
 from ..errors import ArgumentError, UnsupportedError
 from ..gpu import device as gpu
-from ..launch import run
+from ..launch import find, run
 from ..launch.checks import check
 from ..launch.passes import contiguous_strides, given_of, sizes_of
 from ..launch.prepare import family
@@ -65,13 +65,13 @@ def _key(text: bytes, device: int, *kinds: tuple[tuple[int, ...], int]) -> tuple
     """Under what the call is kept."""
     static = _parse(text)
     keys = [(shape, contiguous_strides(shape), dtype, device) for shape, dtype in kinds]
-    return run.key_of(static.names, keys, static.options, static.wanted)
+    return find.key_of(static.names, keys, static.options, static.wanted)
 
 
 def _run(frame: ffi.Frame) -> None:
     """One execution. A call that was prepared takes the addresses as they are."""
     if frame.device != CPU:
-        call, given = run.ready(_key(frame.text, frame.device, *frame.kinds), frame.addresses), frame.addresses
+        call, given = find.ready(_key(frame.text, frame.device, *frame.kinds), frame.addresses), frame.addresses
         if call is not None:
             made = frame.result_addresses()
             if len(made) < len(call.likes) + len(call.made):
@@ -135,7 +135,7 @@ def _workspace(static: Static, arrays: Sequence[Any], results: int) -> list[jax.
     which, found = PASSES[static.which], []
     for ordinal in range(gpu.count()):
         keys = _keys(static, arrays, ordinal)
-        planned = run.planned(which, Buffers(), static.names, keys, static.options, static.wanted)
+        planned = find.planned(which, Buffers(), static.names, keys, static.options, static.wanted)
         made = planned.made[results - len(planned.likes) :]
         found = [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape, dtype in made]
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Recent(Protocol):
@@ -19,10 +19,15 @@ V = TypeVar("V", bound=Recent)
 
 class Kept(Generic[V]):
     """At most `limit` values. For a new one the oldest goes; one that was found since it was put in, or since it was
-    last spared, is spared once and counts as new. To find a value costs no more than in a dict."""
+    last spared, is spared once and counts as new. To find a value costs no more than in a dict.
+
+    Attributes:
+        last: the values that were found last, for who knows them at less cost than by their keys (last.py).
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self.last: dict[Hashable, Any] = {}
         self._values: OrderedDict[Hashable, V] = OrderedDict()  # a subclass of it hashes a key three times to drop it
         self._get = self._values.get
         self._lock = threading.Lock()
@@ -61,6 +66,7 @@ class Kept(Generic[V]):
 
     def clear(self) -> None:
         self._values.clear()
+        self.last.clear()
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._values)

@@ -20,14 +20,14 @@ def make(
         into: arrays that it writes in place of new ones.
     """
     if into is not None:
-        pointers += map(library.pointer, into)
+        pointers += library.pointers(into)
         return into
     in_one = library.allocates and call.room
     kinds = (*call.shaped, ((call.room,), "fp32")) if in_one else call.made
     if call.forms is None and not call.passing:
         call.forms = library.forms(call.likes, kinds, arrays)
     made: list[Any] = library.make(call.likes, kinds, arrays)
-    pointers += map(library.pointer, made)
+    pointers += library.pointers(made)
     if in_one:
         start = pointers.pop()
         pointers += [start + offset for offset in call.offsets]

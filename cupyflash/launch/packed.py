@@ -53,6 +53,11 @@ def on_host(library: Native, sequences: Sequences) -> Sequences:
     return Sequences.of(**{name: library.to_numpy(wait(x)) for name, x in sequences.named().items()})
 
 
+def sequences_of(arrays: Mapping[str, Any]) -> Sequences:
+    """Those among a call's arrays by name."""
+    return Sequences.of(**{name: arrays[name] for name in Sequences._fields if name in arrays})
+
+
 def vet_lengths(library: Native, sequences: Sequences, problem: Problem) -> Sequences:
     """`on_host`, checked; on a GPU this waits.
 

@@ -24,9 +24,11 @@ from .template import Lengths, ScoreSteps, Steps, Template, Words, ask_driver
 
 _MAX_CALLS = 1024  # kept, at about 3 KB each; lengths that change at every call would otherwise fill the memory
 _MAX_SPECS = 512
+_MAX_LAUNCHES = 1024  # of a spec
 _thread = threading.local()
 _UNIT = 64  # elements: a workspace begins at a multiple of 256 bytes, as what the driver allocates does
 Made = tuple[tuple[int, ...], str]
+Launches = list[tuple[tuple[int, ...], bool]]  # what the driver takes, up to the stream; whether it is the whole struct
 Writes = tuple[tuple[int, int], ...]  # (word of 64 bits in the params struct, which of a call's addresses goes there)
 
 
@@ -66,6 +68,7 @@ class Prepared:
         self.ordinal, self.head_dim = self._device.ordinal, kernels.spec.head_dim
         self.size, self.plain_bytes = filled.params.nbytes, filled.plain_bytes
         self._words, self._writes = filled.words, dict[tuple[str, ...], Writes]()
+        self._launches: dict[tuple[int, ...], Launches] = {}
         self._defaults = filled.defaults
         self.counter_slot = next(iter(filled.words["counter"]), None) if self.persistent else None
         self.counters = counters.of(self.ordinal)
@@ -104,15 +107,23 @@ class Prepared:
         if self.counter_slot is not None and self.counters.is_low():
             with self._device.current():
                 self.counters.reserve(stream)
-        launches = []
-        for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True):
-            if n > 0:
-                launches.append(((function, n if n < most else most, *block), takes_whole))
+        launches = self._launches.get(tiles) or self._launch(tiles)
         order, shaped = given.order, given.shapes(extents, self.head_dim) if given.shaped else ()
         if workspace:
             order = (*order, *workspace)
         writes = self._writes.get(order) or self._find(order)
         return Call(self, params, launches, order, writes, given, shaped, tuple(workspace.values()), copied)
+
+    def _launch(self, tiles: tuple[int, ...]) -> Launches:
+        """The launches for so many tiles of work of each, kept for other calls."""
+        found: Launches = []
+        for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True):
+            if n > 0:
+                found.append(((function, min(n, most), *block), takes_whole))
+        if len(self._launches) >= _MAX_LAUNCHES:
+            self._launches.clear()
+        self._launches[tiles] = found
+        return found
 
     def _find(self, order: tuple[str, ...]) -> Writes:
         """Where the addresses of a call go that has them in this order; kept for all such calls."""
@@ -152,7 +163,7 @@ class Call:
         self,
         prepared: Prepared,
         params: Words,
-        launches: list[Any],
+        launches: Launches,
         order: tuple[str, ...],
         writes: Writes,
         given: Given,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.adapters import CPU, CUPY, NUMPY, Native
-from ..arrays.readable import check_addresses, unreadable, vet_all, vet_new
+from ..arrays.readable import unreadable, vet_all
 from ..errors import ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
@@ -20,15 +20,13 @@ from ..plan.families import GPU_DTYPES, check_supported
 from ..problem import Problem
 from ..sequences import Sequences
 from . import on_cpu, staging, where
-from . import prepared as launch
-from .alignment import ALIGNED, aligned_at
 from .checks import check
+from .find import find
+from .last import recall
 from .made import make
-from .packed import vet_lengths
+from .packed import sequences_of, vet_lengths
 from .passes import WITH_LSE, given_of
 from .pieces import without_repeats
-from .prepare import prepare
-from .series import again
 from .variables import is_debug, wish
 
 Found = tuple[tuple[str, ...], Sequence[Any]]
@@ -94,34 +92,21 @@ def _run(
 ) -> Found:
     """What a pass makes, in the order of `Given.made` and `Given.shaped`, after the names of the first of it; `into`:
     as of `forward`."""
-    try:
-        keys, pointers = library.look(arrays.values())
-    except Exception as e:
-        raise unreadable(library, e, arrays) from e
-    device, bits = keys[0][3], 0
-    if device == CPU:
-        return _on_host(which, library, arrays, keys, options, wanted)
-    for pointer in pointers:
-        bits |= pointer
-    aligned = ALIGNED
-    if bits & 15 or 0 in pointers:
-        if bits & 7 or 0 in pointers:
-            check_addresses(library, pointers, arrays)
-        aligned = aligned_at(which, arrays, pointers)
-    stream = library.stream(device)
-    names = tuple(arrays)
-    key = names, *keys, options, aligned, wanted, wish()  # no two passes have the same names
-    call = launch.calls.find(key)
-    if call is None:
-        vet_new(library, arrays)
-        given = given_of(which, names, wanted)
-        call = again(given, keys, options, stream) if aligned.rows else None
-        if call is None:
-            call = prepare(given, library, keys, options, aligned, stream, vet=partial(vet_all, library, arrays))
-        if not call.passing:
-            launch.calls.keep(key, call)
-    if is_debug() and "block_table" not in arrays and not arrays.keys().isdisjoint(Sequences._fields):
-        vet_lengths(library, _sequences(arrays), check(which, names, library, keys, options)[0])
+    kind = tuple(arrays), options, wanted, wish()
+    found = recall(kind, arrays) if library.compares and not is_debug() else None
+    if found is None:
+        try:
+            keys, pointers = library.look(arrays.values())
+        except Exception as e:
+            raise unreadable(library, e, arrays) from e
+        device = keys[0][3]
+        if device == CPU:
+            return _on_host(which, library, arrays, keys, options, wanted)
+        stream = library.stream(device)
+        call = find(which, library, arrays, keys, pointers, kind, stream)
+    else:
+        call, device, pointers = found
+        stream = library.stream(device)
     copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
     if call.forms and into is None:
         made: Sequence[Any] = library.make_like(call.forms, pointers)
@@ -135,44 +120,6 @@ def _run(
     return call.names, made
 
 
-def key_of(
-    names: tuple[str, ...], keys: Sequence[tuple[Any, ...]], options: Options, wanted: tuple[str, ...]
-) -> tuple[Any, ...]:
-    """What the key of a call begins with, where addresses are multiples of 16; the rest is what `wish` says."""
-    return names, *keys, options, ALIGNED, wanted
-
-
-def ready(key: tuple[Any, ...], pointers: Sequence[int]) -> launch.Call | None:
-    """The call that is kept under a key of `key_of`; None where it is not there yet, or more has to be looked at than
-    addresses that are multiples of 16. It takes them and those of what it makes, in the order of `likes` and `made`."""
-    bits = 0
-    for pointer in pointers:
-        bits |= pointer
-    if bits & 15 or 0 in pointers or is_debug():
-        return None
-    call = launch.calls.find((*key, wish()))
-    return None if call is None or call.copied else call
-
-
-def planned(
-    which: Pass,
-    library: Native,
-    names: tuple[str, ...],
-    keys: Sequence[tuple[Any, ...]],
-    options: Options,
-    wanted: tuple[str, ...],
-) -> launch.Call:
-    """The call that arrays on a GPU will find, of these signatures, at addresses that are multiples of 16.
-
-    Its kernels are loaded then, and it says what it will allocate.
-    """
-    key = *key_of(names, keys, options, wanted), wish()
-    call = launch.calls.find(key)
-    if call is None:
-        call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, ALIGNED, 0))
-    return call
-
-
 def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
     """Contiguous copies of some of the arrays, whose addresses take the place of theirs."""
     given = list(arrays.values())
@@ -180,10 +127,6 @@ def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], 
     for i, x in zip(numbers, copies, strict=True):
         pointers[i] = library.pointer(x)
     return copies
-
-
-def _sequences(arrays: Mapping[str, Any]) -> Sequences:
-    return Sequences.of(**{name: arrays[name] for name in Sequences._fields if name in arrays})
 
 
 def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool]) -> bool:
@@ -227,7 +170,7 @@ def _on_host(
     names = tuple(arrays)
     problem, _ = check(which, names, library, keys, options)
     lengths = (
-        vet_lengths(library, _sequences(arrays), problem) if not arrays.keys().isdisjoint(Sequences._fields) else None
+        vet_lengths(library, sequences_of(arrays), problem) if not arrays.keys().isdisjoint(Sequences._fields) else None
     )
     if _on_gpu(library, problem, partial(where.worth_the_gpu, which, arrays, problem, lengths, wanted)):
         return _through_gpu(which, arrays, options, wanted)

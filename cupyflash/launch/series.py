@@ -164,6 +164,10 @@ class Series:
             call.passing = True
         return call
 
+    def has_met(self, seqlen_q: int, seqlen_k: int) -> bool:
+        """Whether there was a call of these lengths before, so that one that comes now is kept."""
+        return (seqlen_q << 32 | seqlen_k) in self._seen
+
     def _mark(self, words: Words, numbers: Sequence[int]) -> bool:
         """Write what maps of small arrays have otherwise; False if the driver must say it."""
         for start, form, rows, heads, batch, (row, head, sequence) in self._sized:
@@ -215,14 +219,13 @@ def _axes(steps: Steps, is_packed: bool) -> tuple[int, ...]:
     return () if is_packed else (2, 1) if head > row else (2,)
 
 
-def again(given: Given, keys: Sequence[tuple[Any, ...]], options: Options, stream: int) -> Call | None:
-    """The call of arrays of these signatures, at addresses that are multiples of 16, if its series is there and says
-    all that it takes."""
+def again(given: Given, keys: Sequence[tuple[Any, ...]], options: Options, stream: int) -> tuple[Series, Call] | None:
+    """The series of arrays of these signatures, at addresses that are multiples of 16, and their call, if the series is
+    there and says all that it takes."""
     found = read(given, keys, options)
-    if found is None:
-        return None
-    series: Series | None = launch.series.find(found[0])
-    return None if series is None else series.call(found[1], found[2], stream)
+    series: Series | None = None if found is None else launch.series.find(found[0])
+    call = None if found is None or series is None else series.call(found[1], found[2], stream)
+    return None if series is None or call is None else (series, call)
 
 
 def begin(

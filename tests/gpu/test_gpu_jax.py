@@ -115,14 +115,14 @@ def test_scan_vmap_and_packed(three: list[Any]) -> None:
 def test_nothing_is_prepared_where_it_runs(three: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     import jax
 
-    from cupyflash.launch import run
+    from cupyflash.launch import find
 
     compiled = jax.jit(lambda *x: cupyflash.attention(*x, scale=0.21)).lower(*three).compile()
 
     def fails(*_: Any, **__: Any) -> None:
         raise AssertionError("prepared while XLA runs")
 
-    monkeypatch.setattr(run, "prepare", fails)
+    monkeypatch.setattr(find, "prepare", fails)
     jax.block_until_ready(compiled(*three))
 
 

@@ -594,7 +594,7 @@ def test_what_runs_on_a_gpu_was_prepared_when_it_was_traced(arch: str, monkeypat
 
     from cupyflash.jax import call, ffi
     from cupyflash.jax.buffers import CODES, Buffer
-    from cupyflash.launch import run
+    from cupyflash.launch import find
     from cupyflash.options import Options
     from tests.xla_frame import XlaFrame
 
@@ -622,7 +622,7 @@ def test_what_runs_on_a_gpu_was_prepared_when_it_was_traced(arch: str, monkeypat
         made = [Buffer(4096 * (1 + i), tuple(x.shape), call.CODE_OF[np.dtype(x.dtype)], 0)
                 for i, x in enumerate([*given.values(), *results, *workspace])]  # fmt: skip
         with monkeypatch.context() as patch:
-            patch.setattr(run, "prepare", None)
+            patch.setattr(find, "prepare", None)
             loaded, launched = len(gpu.loaded), len(gpu.launched)
             frame = XlaFrame(static.text(), made[: len(given)], made[len(given) :])
             frame.run(ffi._handler(call._run, lambda: 0))

@@ -12,8 +12,8 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError, UnsupportedError
 from cupyflash.arrays import adapters as arrays
+from cupyflash.launch import find, run
 from cupyflash.launch import prepared as launch
-from cupyflash.launch import run
 from cupyflash.launch.checks import check
 from cupyflash.launch.kept import Kept
 from cupyflash.launch.passes import Given
@@ -60,7 +60,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         monkeypatch.setattr(library, "signature", lambda x, of=library.signature: (*of(x)[:3], 0))
         monkeypatch.setattr(library, "look", partial(arrays.Numpy.look, library))
         monkeypatch.setattr(library, "stream", lambda device: 0)
-    monkeypatch.setattr(run, "prepare", found.prepare)
+    monkeypatch.setattr(find, "prepare", found.prepare)
     monkeypatch.setattr(launch, "calls", Kept(100))
     monkeypatch.setattr(launch, "series", Kept(100))
     return found
@@ -94,7 +94,7 @@ def test_options_count_by_value(function: Callable[..., Any], gpu: Gpu, qkv: Any
 def test_a_call_that_was_planned_is_not_prepared_again(gpu: Gpu, qkv: Any) -> None:
     """As JAX plans them where it traces."""
     names, signatures = ("q", "k", "v"), [arrays.NUMPY.signature(x) for x in qkv]
-    run.planned(FORWARD, arrays.NUMPY, names, signatures, make_options(), run.WITH_LSE)
+    find.planned(FORWARD, arrays.NUMPY, names, signatures, make_options(), run.WITH_LSE)
     cupyflash.attention(*qkv, return_lse=True)
     assert gpu.prepared == 1
     assert len(gpu.launched) == 1

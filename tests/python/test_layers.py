@@ -61,8 +61,8 @@ PYTHON_ORDER = {
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
     "jax": "flax sdpa op cached explicit parts call seeds sharding ffi structs buffers",
-    "launch": "cached prefill decode run where staging pieces on_cpu seeds clocks cached_params prepare series "
-    "made alignment "
+    "launch": "cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params prepare last "
+    "series made alignment "
     "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace symbols functions description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode prefill families sm90 tiles_sm90 sm80 family extents decode_stored "

@@ -12,7 +12,7 @@ import pytest
 import cupyflash
 from cupyflash import ArgumentError
 from cupyflash.launch import prepared as launch
-from cupyflash.launch import run
+from cupyflash.launch import series
 from cupyflash.plan import extents
 from tests import pretended_gpu
 from tests.pretended_gpu import Gpu, found_in
@@ -78,12 +78,12 @@ def compare(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, calls: list[Callable[[], 
         found.append(call is not None)
         return call
 
-    again = run.again
+    again = series.again
     with monkeypatch.context() as patch:
-        patch.setattr(run, "again", watch)
+        patch.setattr(series, "again", watch)
         got = [launched_by(gpu, call) for call in calls]
     launch.forget()
-    monkeypatch.setattr(run, "again", lambda *_: None)
+    monkeypatch.setattr(series, "again", lambda *_: None)
     assert [launched_by(gpu, call) for call in calls] == got
     return sum(found)
 
