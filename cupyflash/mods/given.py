@@ -12,8 +12,9 @@ from ..errors import ArgumentError
 from ..operand import MOD_ARRAYS
 from .description import Read, make
 from .expression import Node
+from .held import Held, Unknown, captured
 from .parse import parse
-from .trace import captured, trace
+from .trace import trace
 
 _DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 
@@ -39,7 +40,7 @@ def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) ->
     described = tuple(sorted((label, *_described(label, x)) for label, x in arrays.items()))
     are_expressions = not callable(score_mod) and not callable(mask_mod)
     mods = score_mod, mask_mod, described
-    text, names = _of_expressions(*mods) if are_expressions else _made(*mods, labels)
+    text, names = _of_expressions(*mods) if are_expressions else _of_functions(*mods, labels)
     return text, {operand: arrays[label] for operand, label in zip(MOD_ARRAYS, names, strict=False)}
 
 
@@ -72,7 +73,7 @@ def _made(
         if mod is None:
             nodes.append(None)
         else:
-            nodes.append(parse(mod, what, known) if isinstance(mod, str) else trace(mod, what, known, labels or {}))
+            nodes.append(parse(mod, what, known) if isinstance(mod, str) else _traced(mod, what, known, labels or {}))
     used = set().union(*(_read_by(node) for node in nodes if node is not None))
     read = tuple(Read(*x) for x in described if x[0] in used)
     return make(read, *nodes).text, tuple(x.name for x in read)
@@ -84,6 +85,27 @@ _kept = functools.lru_cache(maxsize=256)(_made)
 @constant_in_programs
 def _of_expressions(*of: Any) -> tuple[str, tuple[str, ...]]:
     return _kept(*of)
+
+
+def _of_functions(
+    score_mod: Any, mask_mod: Any, described: tuple[tuple[str, str, int], ...], labels: Mapping[int, str]
+) -> tuple[str, tuple[str, ...]]:
+    """Traced again only if a function holds something else than before."""
+    try:
+        mods = [Held(mod, labels) if callable(mod) else mod for mod in (score_mod, mask_mod)]
+    except Unknown:
+        return _made(score_mod, mask_mod, described, labels)
+    found = _kept(*mods, described)
+    for mod in mods:
+        if isinstance(mod, Held):
+            mod.release()
+    return found
+
+
+def _traced(mod: Any, what: str, known: Mapping[str, tuple[str, int]], labels: Mapping[int, str]) -> Node:
+    if isinstance(mod, Held):
+        mod, labels = mod.function, mod.labels
+    return trace(mod, what, known, labels)
 
 
 def _read_by(node: Node) -> set[str]:

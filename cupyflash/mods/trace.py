@@ -15,59 +15,8 @@ from typing import Any
 from ..arrays.imported import imported
 from ..errors import ArgumentError
 from .expression import NAMES, Node, name
+from .held import functions_in, names_in
 from .symbols import ArraySymbol, Symbol, called, node_of
-
-
-def captured(function: Callable[..., Any], is_array: Callable[[Any], bool]) -> list[tuple[str, Any, bool]]:
-    """Name, array and whether the function itself has it: all that its closure, defaults or module hold and its code
-    names, and likewise functions that it names or holds (torch's and_masks holds several)."""
-    return [(word, x, of is function) for of in _functions_in(function) for word, x in _held(of).items() if is_array(x)]
-
-
-def _functions_in(function: Any) -> list[types.FunctionType]:
-    """A function of Python, and those of the user's that it calls by name."""
-    found: dict[int, types.FunctionType] = {}
-    left = [function]
-    while left:
-        x = left.pop(0)
-        if isinstance(x, (tuple, list)) and all(map(callable, x)):
-            left.extend(x)
-        elif isinstance(x, types.FunctionType) and id(x) not in found and (x is function or _is_of_user(x)):
-            found[id(x)] = x
-            left.extend(_held(x).values())
-    return list(found.values())
-
-
-def _is_of_user(function: types.FunctionType) -> bool:
-    home = str(function.__module__)
-    return home == "torch.nn.attention.flex_attention" or home.split(".")[0] not in (
-        "builtins", "cupy", "cupyflash", "jax", "jaxlib", "numpy", "torch",
-    )  # fmt: skip
-
-
-def _held(function: types.FunctionType) -> dict[str, Any]:
-    """What a function's code names, in its defaults, its module and its closure."""
-    code, module = function.__code__, function.__globals__
-    found = {word: module[word] for word in _names_in(code) if word in module}
-    defaults = function.__defaults__ or ()
-    arguments = code.co_varnames[: code.co_argcount]
-    found |= dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
-    found |= function.__kwdefaults__ or {}
-    closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    return found | {word: cell.cell_contents for word, cell in closure if _is_filled(cell)}
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """Names that code and what is defined in it look up in the module."""
-    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def trace(
@@ -122,7 +71,7 @@ class _Copies:
 
     def __init__(self, function: Any, symbols: Mapping[int, ArraySymbol]) -> None:
         self.symbols, self.made = symbols, dict[int, Any]()
-        self.of = {id(x) for x in _functions_in(function)}
+        self.of = {id(x) for x in functions_in(function)}
 
     def of_function(self, function: types.FunctionType) -> Any:
         if id(function) in self.made:
@@ -135,7 +84,7 @@ class _Copies:
         self.made[id(function)] = copy  # before its closure, which may have it
         copy.__defaults__ = None if function.__defaults__ is None else tuple(map(self.instead, function.__defaults__))
         copy.__kwdefaults__ = {word: self.instead(x) for word, x in (function.__kwdefaults__ or {}).items()}
-        module.update({word: self.instead(module[word]) for word in _names_in(code) if word in module})
+        module.update({word: self.instead(module[word]) for word in names_in(code) if word in module})
         for cell, old in zip(cells, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # it is not filled yet
                 cell.cell_contents = self.instead(old.cell_contents)
