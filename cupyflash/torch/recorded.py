@@ -5,6 +5,7 @@ There is no derivative of gradients, which is an error.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,6 +45,8 @@ class _Attention(torch.autograd.Function):
         else:
             dout = arrays["dout"]
             followed = is_followed() or dout.is_neg() or is_batched_by_autograd(dout)
+            if not followed and not torch.is_grad_enabled():
+                return None, *run.backward_in_order(TORCH, arrays, options, wanted, of)
             found = gradients(arrays, options, wanted, followed)
         return None, *map(found.get, of)
 
@@ -92,15 +95,14 @@ def _to_backward(
     ctx: Any, names: tuple[str, ...], dout: Tensor | None, dlse: Tensor | None
 ) -> dict[str, Tensor] | None:
     """What the backward is given; None where there is no gradient."""
-    *inputs, out, lse = ctx.saved_tensors
+    if dout is None and dlse is None:
+        return None
+    *inputs, lse = ctx.saved_tensors  # and out, the last of inputs
     if dout is None:
-        if dlse is None:
-            return None
-        dout = torch.zeros_like(out)
+        dout = torch.zeros_like(inputs[-1])
     elif dout.stride(-1) != 1:  # an expanded gradient, as of out.sum()
         dout = dout.contiguous()
-    arrays = dict(zip(names, inputs, strict=True))
-    arrays["out"], arrays["dout"], arrays["lse"] = out, dout, lse
+    arrays = dict(zip((*names, "out", "dout", "lse"), (*inputs, dout, lse), strict=True))
     if dlse is not None:
         arrays["dlse"] = dlse
     return arrays
@@ -136,20 +138,20 @@ apply_by_operator = fast_apply(_AttentionByOperator)
 _apply_gradients, apply_gradients_by_operator = fast_apply(_Gradients), fast_apply(_GradientsByOperator)
 
 
-def _asked(arrays: Mapping[str, Tensor], options: Options) -> _Asked:
-    names = tuple(arrays)
+@functools.lru_cache(maxsize=256)
+def _asked(names: tuple[str, ...], options: Options) -> _Asked:
     return names, options, *ops.known_gradients_of(names)
 
 
 def out_of(arrays: Mapping[str, Tensor], options: Options) -> Tensor:
     """out, recorded."""
-    out: Tensor = _apply(_asked(arrays, options), *arrays.values())
+    out: Tensor = _apply(_asked(tuple(arrays), options), *arrays.values())
     return out
 
 
 def both_of(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse), recorded."""
-    out, lse = _apply_with_lse(_asked(arrays, options), *arrays.values())
+    out, lse = _apply_with_lse(_asked(tuple(arrays), options), *arrays.values())
     return out, lse
 
 
