@@ -22,6 +22,7 @@ from ..launch import find, run
 from ..launch.checks import check
 from ..launch.passes import contiguous_strides, given_of, sizes_of
 from ..launch.prepare import family
+from ..launch.variables import wish
 from ..operands import BACKWARD, FORWARD
 from ..options import Options
 from ..plan.extents import Extents
@@ -60,18 +61,19 @@ class Static(NamedTuple):
 _parse = functools.lru_cache(maxsize=1024)(Static.parse)
 
 
-@functools.lru_cache(maxsize=1024)
-def _key(text: bytes, device: int, *kinds: tuple[tuple[int, ...], int]) -> tuple[Any, ...]:
+def _key(frame: ffi.Frame) -> tuple[Any, ...]:
     """Under what the call is kept."""
-    static = _parse(text)
-    keys = [(shape, contiguous_strides(shape), dtype, device) for shape, dtype in kinds]
+    static = _parse(frame.text)
+    keys = [(shape, contiguous_strides(shape), dtype, frame.device) for shape, dtype in frame.kinds]
     return find.key_of(static.names, keys, static.options, static.wanted)
 
 
 def _run(frame: ffi.Frame) -> None:
     """One execution. A call that was prepared takes the addresses as they are."""
     if frame.device != CPU:
-        call, given = find.ready(_key(frame.text, frame.device, *frame.kinds), frame.addresses), frame.addresses
+        given = frame.addresses
+        kind = frame.text, frame.device, wish(), *frame.kinds
+        call = find.ready(kind, functools.partial(_key, frame), given)
         if call is not None:
             made = frame.result_addresses()
             if len(made) < len(call.likes) + len(call.made):

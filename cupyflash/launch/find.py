@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,16 +67,26 @@ def key_of(
     return names, *keys, options, ALIGNED, wanted
 
 
-def ready(key: tuple[Any, ...], pointers: Sequence[int]) -> launch.Call | None:
+def ready(kind: Hashable, key: Callable[[], tuple[Any, ...]], pointers: Sequence[int]) -> launch.Call | None:
     """The call that is kept under a key of `key_of`; None where it is not there yet, or more has to be looked at than
-    addresses that are multiples of 16. It takes them and those of what it makes, in the order of `likes` and `made`."""
+    addresses that are multiples of 16. It takes them and those of what it makes, in the order of `likes` and `made`.
+
+    Args:
+        kind: all that decides the call, at less cost than by its key, which is asked for where the kind is new.
+    """
     bits = 0
     for pointer in pointers:
         bits |= pointer
     if bits & 15 or 0 in pointers or is_debug():
         return None
-    call = launch.calls.find((*key, wish()))
-    return None if call is None or call.copied else call
+    call: launch.Call | None = launch.calls.last.get(kind)
+    if call is None:
+        call = launch.calls.find((*key(), wish()))
+        if call is None or call.copied:
+            return None
+        last.keep(launch.calls.last, kind, call)
+    call.recent = True
+    return call
 
 
 def planned(

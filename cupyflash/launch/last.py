@@ -105,7 +105,7 @@ def remember(kind: Hashable, call: Call, device: int, arrays: Mapping[str, Any])
     """This call was found for these tensors. Where calls of a kind take turns, none is worth a comparison."""
     before: _Last | None = launch.calls.last.get(kind)
     is_again = before is not None and before.call is call
-    _keep(launch.calls.last, kind, _Last(call, device, TORCH.comparison(arrays.values()) if is_again else None))
+    keep(launch.calls.last, kind, _Last(call, device, TORCH.comparison(arrays.values()) if is_again else None))
     launch.series.last.pop(kind, None)
 
 
@@ -117,7 +117,7 @@ def remember_series(
     found = _LastSeries(series, device, None)
     if before is not None and before.series is series:
         found = _compared(found, arrays, given, options)
-    _keep(launch.series.last, kind, found)
+    keep(launch.series.last, kind, found)
 
 
 def _compared(last: _LastSeries, arrays: Mapping[str, Any], given: Given, options: Options) -> _LastSeries:
@@ -139,7 +139,8 @@ def _compared(last: _LastSeries, arrays: Mapping[str, Any], given: Given, option
     return last._replace(is_alike=TORCH.comparison(arrays.values(), sizes, strides))
 
 
-def _keep(last: dict[Hashable, Any], kind: Hashable, value: Any) -> None:
+def keep(last: dict[Hashable, Any], kind: Hashable, value: Any) -> None:
+    """The value is the last of its kind; where there are too many kinds, all begin anew."""
     if len(last) >= _MOST and kind not in last:
         last.clear()
     last[kind] = value

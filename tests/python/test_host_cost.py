@@ -217,6 +217,37 @@ def test_frames_that_need_another_look(gpu: Gpu, handler: Any, monkeypatch: pyte
 
 
 @pytest.mark.needs("jax")
+def test_all_that_decides_a_call_of_xlas_is_asked(gpu: Gpu, handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once calls of each kind were found: the text, the shapes, the GPU, the family, and what is kept."""
+    from cupyflash.jax import call, ffi
+
+    which, names, shapes, wanted = CALLS[0]
+    statics = [call.Static.of(which, names, options, wanted) for options in (Options(), Options(causal=True))]
+    frames = [frame_of(static, x) for static in statics for x in (shapes, [(1, 64, 2, 64)] * 3, [(1, 80, 4, 64)] * 3)]
+    found: list[Any] = []
+    for _ in range(3):
+        for frame in frames:
+            frame.run(handler)
+            found.append(gpu.launched[-1])
+    assert found == found[:6] * 3
+    assert len(set(found)) == 6
+    with monkeypatch.context() as patch:
+        patch.setenv("CUPYFLASH_FAMILY", "sm80")
+        frames[0].run(handler)
+        assert gpu.launched[-1].symbol[:8] == "fwd_sm80"
+    frames[0].run(handler)
+    assert gpu.launched[-1] == found[0]
+    launched = len(gpu.launched)
+    launch.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(call.run, "forward", lambda *_: None)
+        frames[0].run(handler)
+        frames[0].run(ffi._handler(call._run, lambda: 1))  # on a GPU for which nothing is kept
+    assert len(gpu.launched) == launched
+    assert not any(frame.errors for frame in frames)
+
+
+@pytest.mark.needs("jax")
 def test_frames_come_and_go(gpu: Gpu, handler: Any) -> None:
     """XLA's tables of functions may lie where others lay before."""
     from cupyflash.jax import call
