@@ -53,6 +53,8 @@ struct Addend {
 
     __device__ bool hides() const { return bias == -ptx::infinity(); }
     __device__ float biased(float s) const { return hides() ? bias : s + bias; }  // @bias-that-hides
+    // The same, but NaN stays NaN where it is hidden.
+    __device__ float added(float s) const { return s + bias; }
 };
 
 // What is added to the elements that a lane holds of an accumulator, two neighbours of a row in one.

@@ -21,6 +21,7 @@ template <class V, AddedKind kKind = added_kind<V>()>
 struct Bias {
     struct At {
         __device__ float biased(float s) const { return s; }
+        __device__ float added(float s) const { return s; }
         __device__ bool hides() const { return false; }
     };
 

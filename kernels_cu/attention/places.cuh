@@ -59,6 +59,7 @@ template <class V, bool kAny = V::kAlibi || V::kBias>
 struct Places {
     struct At {
         __device__ float biased(float s) const { return s; }
+        __device__ float added(float s) const { return s; }
         __device__ bool hides() const { return false; }
     };
 
@@ -105,6 +106,11 @@ struct Places<V, true> {
             if constexpr (V::kMods && added_kind<V>() != kNothingAdded)
                 if (mods.hides()) return -ptx::infinity();       // whatever is added @hidden-by-mods-beside-a-bias
             return bias.biased(alibi.biased(mods.modified(s)));  // @alibi-behind-mods
+        }
+        // The same, where a NaN that a bias hides may stay. (To test a byte of a mask costs no more than to add it.)
+        __device__ float added(float s) const {
+            if constexpr (V::kMods || V::kMask || V::kMaskedBias) return biased(s);
+            else return bias.added(alibi.biased(s));
         }
         __device__ bool hides() const { return mods.hides() || bias.hides(); }  // @hidden-by-either
         __device__ float derivative(float s) const { return mods.derivative(s); }

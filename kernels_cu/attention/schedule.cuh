@@ -90,7 +90,16 @@ __device__ __forceinline__ Tile<V::kPacked> tile_at(const Params &p, int number)
     using S = Sequence<V::kPacked>;
     const Problem &problem = p.problem;
     const int blocks = S::template blocks<kRows>(problem, Rows::seqlen(problem));
-    const auto index = TileIndex::at<kDescending>(number, p.schedule, blocks, Rows::heads(p), S::count(problem));
+    const int heads = Rows::heads(p), sequences = S::count(problem);
+    auto index = TileIndex::at<kDescending>(number, p.schedule, blocks, heads, sequences);
+    if constexpr (V::kBias && !V::kPacked) {
+        // What heads have of their own and sequences share: those come one after the other, so that it is read once for all.
+        const ScoreStrides &bias = p.bias_stride, &mask = p.mask_stride;
+        if (bias.batch == 0 && mask.batch == 0 && (bias.head != 0 || mask.head != 0)) {
+            const int all = index.sequence * heads + index.head;
+            index.head = all / sequences, index.sequence = all % sequences;  // @sequences-that-share-a-bias
+        }
+    }
     return tile_of<V, Rows, kRows>(p, index);
 }
 

@@ -80,6 +80,9 @@ struct Score {
           softcap(p) {}
 
     __device__ float value(float s, At at) const { return at.biased(own(s)); }
+    // The same in a forward: a NaN stays where a bias of -inf hides it. Such rows are computed again (repair_output.cuh), and a
+    // test of each score less costs less than they do.
+    __device__ float value_or_nan(float s, At at) const { return at.added(own(s)); }
 
     // P in powers of two; lse too, as row_stats has it.
     __device__ float exponent(float s, At at, float lse) const {

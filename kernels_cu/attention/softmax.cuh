@@ -85,14 +85,14 @@ struct OnlineSoftmax : Shared {
         float largest = 0.f, all = 0.f;
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            const float base = m[r] * factor;
+            const float base = kNatural ? m[r] : m[r] * factor;
             float part[2] = {0.f, 0.f};
             #pragma unroll
             for (int j = 0; j < S.kColTiles; ++j)
                 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float &s = S.x[r / 2][j][2 * (r % 2) + c];
-                    s = ptx::ex2(fmaf(s, factor, -base));
+                    s = ptx::ex2(kNatural ? (s - base) * factor : fmaf(s, factor, -base));
                     part[c] += s;
                 }
             sum[r] = part[0] + part[1];

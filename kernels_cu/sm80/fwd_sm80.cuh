@@ -128,7 +128,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         using Seen = SeenBits<V, kRows, kKeys, true, V::kBlockMask && kMasked>;
         const Seen seen(p, sequence.index, tile.head, q0 + mine.row0, k0);
         S.for_each([&](int row, int col, float &s) {
-            s = score.value(s, places(row, col));
+            s = score.value_or_nan(s, places(row, col));
             if constexpr (kMasked) s = from_here.row_sees(row, col) ? s : -ptx::infinity();
             if constexpr (V::kBlockMask && kMasked) s = seen(row, col) ? s : -ptx::infinity();
         });

@@ -29,6 +29,10 @@ struct FwdGroup {
     using T = typename V::Element;
     static constexpr int N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16);
     using Softmax = OnlineSoftmax<16, V::kBias>;
+    // Whether what is added to a block's scores is asked for while those of the block before become P: where nothing else needs
+    // the registers that it waits in.
+    static constexpr bool kAsksEarly = added_kind<V>() == kBiasOrMask && !V::kMask && V::kHeadDim <= 128 &&
+                                       !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
 
     const FwdSm90Params &p;
     const Problem &problem;
@@ -100,7 +104,7 @@ struct FwdGroup {
     __device__ void apply_score(const Places<V> &head_places, const Fetched &fetched, AccTile<16, N> &S, int q0,
                                 int j) const {
         const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N, fetched);
-        S.for_each([&](int row, int col, float &s) { s = score.value(s, places(row, col)); });
+        S.for_each([&](int row, int col, float &s) { s = score.value_or_nan(s, places(row, col)); });
     }
 
     // What it adds and reads ahead.
@@ -134,7 +138,7 @@ struct FwdGroup {
     // The key blocks of a list, from the second on. Those of which these rows see nothing are passed, but for one of so many in
     // a row (kPassedInARow): V of the block before is held, since it has not been used.
     template <class Step>
-    __device__ void visit_list(const QueryWork<V> &tile, int &passed, Step step) {
+    __device__ void visit_list(const QueryWork<V> &tile, int &passed, const bool &hopeful, Step step) {
         bool follows_cut = tile.at(tile.first).sight(group) != kWhole;
         #pragma unroll 1
         for (int j = tile.first + 1; j < tile.end; ++j) {
@@ -145,7 +149,7 @@ struct FwdGroup {
                 continue;
             }
             const bool cut = listed.sight(group) != kWhole;
-            if (cut || follows_cut) step(listed.block(), Bool<true>{});
+            if (cut || follows_cut || (V::kBias && !hopeful)) step(listed.block(), Bool<true>{});
             else step(listed.block(), Bool<false>{});
             follows_cut = cut, passed = 0;
         }
@@ -202,7 +206,9 @@ struct FwdGroup {
         Softmax softmax(score.log2_factor);
         typename Softmax::Rows rescale;
         release_k(ring);
-        apply_score(places, fetch(places, q0, tile.key_block(first)), S, q0, tile.key_block(first));
+        auto fetched = fetch(places, q0, tile.key_block(first));
+        apply_score(places, fetched, S, q0, tile.key_block(first));
+        if (kAsksEarly && first + 1 < end) fetched = fetch(places, q0, first + 1);  // @bias-of-the-second-block
         if constexpr (V::kBlockMask) {
             if (tile.at(first).sight(group) != kWhole) apply_mask(mask, tile, S, q0, tile.key_block(first));
         } else {
@@ -219,10 +225,12 @@ struct FwdGroup {
         if (started) O.zero();
 
         // One key block. kMasked: it may hide keys or follow one that did, so that a row has seen few. Its maximum counts then,
-        // and where scores climb from block to block, as towards the diagonal by ALiBi, or by a bias.
+        // and where scores climb from block to block, as towards the diagonal by ALiBi.
         int passed = 0;  // with a block mask: blocks since the one before, whose V is held
+        bool hopeful =
+            true;  // by a bias scores may climb, too: so they do once hope has failed, and all that follow are kMasked
         const auto step = [&](int j, auto masked) {
-            constexpr bool kMasked = decltype(masked)::value, kCareful = kMasked || V::kAlibi || V::kBias;
+            constexpr bool kMasked = decltype(masked)::value, kCareful = kMasked || V::kAlibi;
             RingPosition<V::kStages> before = ring;
             if constexpr (V::kBlockMask) before = ring.before(passed);
             ring.next();
@@ -233,10 +241,11 @@ struct FwdGroup {
             issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
             started = true;
             const auto kept = kept_of<V, 16, N>(places, q0 + warp_row, j * N);
-            const auto fetched = fetch(places, q0, j);
+            if constexpr (!kAsksEarly) fetched = fetch(places, q0, j);
             ptx::wgmma_wait_group<1>();  // @s-complete
             arrived(S);
             apply_score(places, fetched, S, q0, j);
+            if (kAsksEarly && j + 1 < end) fetched = fetch(places, q0, j + 1);  // @bias-of-the-next-block
             bool grows = false, good = true;
             if constexpr (kCareful) {
                 if constexpr (kMasked) apply_mask(mask, tile, S, q0, j);
@@ -251,8 +260,9 @@ struct FwdGroup {
             P.from(S);
             if (!good) {                                                      // @k-kept-until-now
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
-                apply_score(places, fetched, S, q0, j);
+                apply_score(places, fetch(places, q0, j), S, q0, j);
                 softmax.step(S, O);  // @o-follows-scores-again
+                hopeful = false;
                 Dropout<V>::drop(S, kept);
                 P.from(S);
             }
@@ -261,14 +271,14 @@ struct FwdGroup {
         };
         int j = first + 1;
         if constexpr (V::kBlockMask) {
-            visit_list(tile, passed, step);
+            visit_list(tile, passed, hopeful, step);
         } else {
             if constexpr (V::kWindow) {
                 #pragma unroll 1
                 for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{});
             }
             #pragma unroll 1
-            for (; j < min(end, cut); ++j) step(j, Bool<false>{});
+            for (; j < min(end, cut) && (!V::kBias || hopeful); ++j) step(j, Bool<false>{});
             #pragma unroll 1
             for (; j < end; ++j) step(j, Bool<true>{});  // @up-to-the-last-block
         }

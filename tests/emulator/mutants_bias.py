@@ -25,6 +25,10 @@ FORWARD_BIAS = (
     Bug("bias: fetched queries in the stride of keys", change("stride-of-fetched-queries", "8 * first.row", "8 * first.key"), "turned", r"buffer", "sm_90"),
     Bug("bias: fetched keys in the stride of queries", change("stride-of-fetched-keys", "j * key", "j * row"), "turned", "", "sm_90"),
     Bug("bias: read beyond short arrays of packed sequences", change("bias-of-short-arrays", "min(s.seqlen_q, p.max_seqlen_q)", "s.seqlen_q"), "short", r"buffer"),
+    Bug("bias: heads of sequences that share one mixed up", change("sequences-that-share-a-bias", "all / sequences", "all % sequences"), "wide", r"RACE"),
+    Bug("bias: the second block's is the first one's", change("bias-of-the-second-block", "fetch(places, q0, first + 1)", "fetch(places, q0, first)"), "wide", "", "sm_90"),
+    Bug("bias: the next block's is this one's", change("bias-of-the-next-block", "fetch(places, q0, j + 1)", "fetch(places, q0, j)"), "wide", "", "sm_90"),
+    Bug("bias: lse of a row with a hidden NaN left NaN", without("lse-repaired"), "nan-hidden"),
     Bug("bias: O repaired with keys that it hides", change("hidden-by-bias-repair-of-o", "places(0, key).hides()", "false"), "nan-hidden"),
 )  # fmt: skip
 BACKWARD_BIAS = (
