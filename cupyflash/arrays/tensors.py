@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -94,22 +95,26 @@ class Torch:
     def forms(
         self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]
     ) -> Sequence[Any]:
-        """Tensors without memory. To make others like them takes one function of torch for all shapes and dtypes, half
-        as long as to say what they are; where it runs for the first time after the core slept, a third.
+        """To make others like them takes one function for all shapes and dtypes, a third of what it takes to say what
+        they are; where it runs for the first time after the core slept, less."""
+        q, dtypes = arrays["q"], self._dtypes
+        kinds = [(tuple(arrays[name].shape), arrays[name].dtype) for name in likes]
+        kinds += [(tuple(shape), dtypes[dtype]) for shape, dtype in made]
+        make = torch_private.empty_strided(q.device.type)
+        if make is None:
+            tensors = [_without_memory(q.new_empty(shape, dtype=dtype)) for shape, dtype in kinds]
+            return _Forms(self._quick[0], [(x,) for x in tensors], q.get_device())
+        meta = sys.modules["torch"].empty
+        arguments = [(shape, meta(shape, device="meta").stride(), dtype) for shape, dtype in kinds]
+        return _Forms(make, arguments, q.get_device())
 
-        Each gives its memory back before there is another: a large call needs no more than it has.
-        """
-        torch, found = sys.modules["torch"], []
-        for like in likes:
-            found.append(_without_memory(torch.empty_like(arrays[like], memory_format=torch.contiguous_format)))
-        for shape, dtype in made:
-            found.append(_without_memory(self.empty(shape, dtype, arrays["q"])))
-        return found
-
-    def make_like(self, forms: Sequence[Any], pointers: list[int]) -> list[Any]:
-        empty_like, data_ptr = self._quick
-        found = [*map(empty_like, forms)]
-        pointers += map(data_ptr, found)
+    def make_like(self, forms: Any, pointers: list[int]) -> list[Any]:
+        make, arguments, device = forms
+        found = [*starmap(make, arguments)]
+        if found[0].get_device() != device:  # another GPU is current
+            with sys.modules["torch"].cuda.device(device):
+                found = [*starmap(make, arguments)]
+        pointers += map(self._quick[1], found)
         return found
 
     def empty_like(self, x: Any) -> Any:
@@ -151,6 +156,16 @@ class Torch:
         return torch.from_numpy(x)
 
 
+class _Forms(NamedTuple):
+    """What makes tensors on a device, of which arguments each."""
+
+    make: Callable[..., Any]
+    arguments: list[tuple[Any, ...]]
+    device: int
+
+
 def _without_memory(x: Any) -> Any:
+    """Of tensors of which others are made it has given its own back before there is another: a large call needs no more
+    than it has."""
     x.untyped_storage().resize_(0)
     return x

@@ -48,10 +48,15 @@ def is_dual(x: Any) -> bool:
 
 
 @functools.cache
-def _comparison() -> Any | None:
-    """The class by which torch.compile asks whether a program is good for tensors."""
-    guards = getattr(getattr(sys.modules["torch"]._C, "_dynamo", None), "guards", None)
-    return getattr(guards, "TensorGuards", None)
+def _of_programs(name: str) -> Any | None:
+    """What programs of torch.compile are served by."""
+    return getattr(getattr(getattr(sys.modules["torch"]._C, "_dynamo", None), "guards", None), name, None)
+
+
+def empty_strided(kind: str) -> Callable[..., Any] | None:
+    """What makes a new tensor of (size, strides, dtype) on the current device of this kind, at half of what torch's
+    functions take."""
+    return _of_programs(f"_empty_strided_{kind}")
 
 
 def comparison(
@@ -63,7 +68,7 @@ def comparison(
     Args:
         sizes, strides: of each tensor, None where others may have any; None: nowhere.
     """
-    kind = _comparison()
+    kind = _of_programs("TensorGuards")  # by which torch.compile asks whether a program is good for tensors
     if kind is None or len({*map(id, tensors)}) < len(tensors):
         return None
     found: Callable[..., bool] = kind(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check

@@ -210,7 +210,7 @@ def test_kinds_stay_few(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_torch_that_compares_nothing(gpu: Gpu, looked_for: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_private, "_comparison", lambda: None)
+    monkeypatch.setattr(torch_private, "_of_programs", lambda name: None)
     want = launched_by(gpu, lambda: both(three()))
     for m in (64, 63, 62, 61, 64, 64):
         both({name: x[:, :m] for name, x in three().items()})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import cupyflash
+from cupyflash.arrays import torch_private
 from cupyflash.arrays.adapters import TORCH
 from cupyflash.launch import prepared as launch
 from cupyflash.operands import BACKWARD, WORKSPACE
@@ -49,6 +52,13 @@ def test_results_are_new_and_contiguous(family: str, gpu: Gpu, qkv: Any, monkeyp
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in made)
 
 
+@pytest.fixture
+def like_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a torch that makes new tensors by no cheaper function."""
+    monkeypatch.setattr(torch_private, "empty_strided", lambda kind: None)
+
+
+@pytest.mark.usefixtures("like_tensors")
 def test_forms_have_no_memory(gpu: Gpu, qkv: Any) -> None:
     """out and lse; three gradients and, of three workspaces, one block."""
     out, lse = cupyflash.attention(*qkv, return_lse=True)
@@ -56,11 +66,40 @@ def test_forms_have_no_memory(gpu: Gpu, qkv: Any) -> None:
     forward, backward = launch.calls.values()
     assert (len(backward.made), len(backward.offsets)) == (3, 3)
     for call, count in ((forward, 2), (backward, 4)):
-        assert call.forms is not None
-        assert len(call.forms) == count
-        assert all(x.untyped_storage().nbytes() == 0 and x.numel() > 0 for x in call.forms)
+        forms: Any = call.forms
+        assert len(forms.arguments) == count
+        assert all(x.untyped_storage().nbytes() == 0 and x.numel() > 0 for (x,) in forms.arguments)
 
 
+@pytest.mark.usefixtures("like_tensors")
+def test_results_like_tensors_are_the_same(gpu: Gpu, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("sm80", "sm90"):
+        test_results_are_new_and_contiguous(family, gpu, qkv, monkeypatch)
+
+
+def test_results_lie_on_the_gpu_of_the_call(gpu: Gpu, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another one is current: then all are made again."""
+    import torch
+
+    current: list[int] = []
+
+    @contextlib.contextmanager
+    def device(ordinal: int) -> Iterator[None]:
+        current.append(ordinal)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for _ in range(3):
+        cupyflash.attention(*qkv)
+    assert not current
+    (call,) = launch.calls.values()
+    forms: Any = call.forms
+    call.forms = forms._replace(device=3)
+    cupyflash.attention(*qkv)
+    assert current == [3]
+
+
+@pytest.mark.usefixtures("like_tensors")
 def test_forms_need_no_memory_beside_what_is_made(gpu: Gpu, qkv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are made before it, and each gives back what it had before there is the next one."""
     import torch
@@ -77,8 +116,7 @@ def test_forms_need_no_memory_beside_what_is_made(gpu: Gpu, qkv: Any, monkeypatc
 
     def watched_forms(*arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch, "empty_like", watch(torch.empty_like))
-            patch.setattr(TORCH, "empty", watch(TORCH.empty))
+            patch.setattr(torch.Tensor, "new_empty", watch(torch.Tensor.new_empty))
             return forms(*arguments)
 
     def watched_make(*arguments: Any) -> Any:
