@@ -23,7 +23,7 @@ from cupyflash.gpu.device import Device
 from cupyflash.plan import shipped, sm80, variant
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.spec import CHUNKS
-from tests.table_turns import not_in
+from tests.table_turns import learns, not_in
 from tests.turns import in_turn
 
 require_compiler()
@@ -38,13 +38,8 @@ SMALL = {
 }
 
 
-def _learns(case: Case) -> bool:
-    """Whether its kernels differ by what is asked for."""
-    return bool(case.alibi or case.sink or case.bias)
-
-
 SHIPPED_RUNS = [
-    pytest.param(name, mode, marks=() if mode == "race" or _learns(case) else pytest.mark.thorough)
+    pytest.param(name, mode, marks=() if mode == "race" or learns(case) else pytest.mark.thorough)
     for name, case in SHIPPED.items()
     for mode in TESTED_MODES
 ]

@@ -6,8 +6,9 @@ import pytest
 
 from cupyflash.check.cases import CASES
 from cupyflash.problem import DTYPES
+from tests.emulator.attention import EXTRA
 from tests.emulator.cases import TABLE
-from tests.table_turns import dtypes, families, traits
+from tests.table_turns import dtypes, families, pairs, taken_in_turn, traits
 from tests.turns import in_turn
 
 
@@ -19,9 +20,22 @@ def test_all_that_cases_have_is_judged_in_both_families(family: str) -> None:
     assert judged == able
 
 
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_what_is_left_out_shows_no_two_traits_that_others_do_not_show(family: str) -> None:
+    runs = {name for name, of in taken_in_turn().items() if family in of}
+    kept = {name for name, of in families().items() if family in of}
+    assert kept <= runs
+    assert len(runs - kept) <= len(runs) // 5
+    shown = [set().union(*(pairs(name, family) for name in some)) for some in (runs, kept)]
+    assert shown[0] == shown[1]
+    assert any("lengths" in (a[1], b[1]) for a, b in shown[0])
+
+
 def test_all_cases_are_run() -> None:
-    assert set(families()) == set(TABLE)
-    assert all(families().values())
+    """In a family, or by others that show all that they show; those that some barriers need, all in one."""
+    assert set(families()) == set(taken_in_turn()) == set(TABLE)
+    assert all(taken_in_turn().values())
+    assert all(families()[name] for name in EXTRA)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
