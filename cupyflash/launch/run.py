@@ -82,17 +82,6 @@ def backward(
     return dict(zip(*_run(BACKWARD, library, arrays, options, wanted), strict=False))
 
 
-def backward_in_order(
-    library: Native, arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...], order: tuple[str, ...]
-) -> Sequence[Any]:
-    """The gradients of these names, None for those that are not made."""
-    names, found = _run(BACKWARD, library, arrays, options, wanted)
-    if names == order:  # which costs less than to look for each
-        return found[: len(order)]
-    named = dict(zip(names, found, strict=False))
-    return [named.get(name) for name in order]
-
-
 def _run(
     which: Pass,
     library: Native,

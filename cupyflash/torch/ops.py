@@ -130,8 +130,13 @@ def dims_of(row: Operand, layout: str, packed: bool) -> list[str]:
 LIBRARY = torch.library.Library("cupyflash", "DEF")  # lives as long as this module, and the operators as long as it
 
 
+# A compiler may lay inputs out as it likes, if dimensions keep their order: elements of a row stay together. One that
+# has to keep strides as they are names every argument in the programs that it makes, defaults too.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+
 def _define(which: Pass, function: Callable[..., Any]) -> Any:
-    LIBRARY.define(schema(which), tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(schema(which), tags=_TAGS)
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(which.name, function, key)
     torch.library.register_fake(f"cupyflash::{which.name}", _fake(which), lib=LIBRARY)

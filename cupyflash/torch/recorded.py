@@ -45,9 +45,10 @@ class _Attention(torch.autograd.Function):
         else:
             dout = arrays["dout"]
             followed = is_followed() or dout.is_neg() or is_batched_by_autograd(dout)
-            if not followed and not torch.is_grad_enabled():
-                return None, *run.backward_in_order(TORCH, arrays, options, wanted, of)
-            found = gradients(arrays, options, wanted, followed)
+            if followed or torch.is_grad_enabled():
+                found = gradients(arrays, options, wanted, followed)
+            else:
+                found = run.backward(TORCH, arrays, options, wanted)
         return None, *map(found.get, of)
 
 

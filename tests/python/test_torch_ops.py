@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -263,6 +264,21 @@ def test_modes_around_compiled_calls(compiler: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert compiled(*x).dtype is torch.bfloat16
     close(compiled(torch.nn.Parameter(x[0].detach()), *x[1:]), attention(*x))
+
+
+@pytest.mark.needs("torch>=2.6", "g++")
+def test_programs_leave_out_what_is_as_its_default(compiler: Any) -> None:
+    """Inputs keep the order of their dimensions, so that rows stay whole."""
+    from torch._inductor import config, utils
+
+    region = lambda q, k, v: attention(2 * q.transpose(0, 1), k, v.transpose(0, 1), causal=True) + 1  # noqa: E731
+    x = [torch.randn(shape) for shape in ((5, 2, 2, 8), (2, 5, 2, 8), (5, 2, 2, 8))]
+    with config.patch(fx_graph_cache=False):
+        found, programs = utils.run_and_get_code(torch.compile(region, backend="inductor", fullgraph=True), *x)
+    close(found, region(*x))
+    (call,) = re.findall(r"cupyflash\.forward\.default\((.*)\)", "".join(programs))
+    assert call.endswith(", True")
+    assert "=" not in call
 
 
 @pytest.mark.needs("torch>=2.6")
