@@ -3,6 +3,8 @@
 They follow from the table of arrays and the list of options: the inputs that every call has, in the table's order; of a
 backward, which gradients are wanted; the options, flat; then the inputs that a call may lack. Options and what stands
 behind them have defaults. Those at the end that are equal to theirs, torch does not hand on: each would cost 0.1 us.
+Inductor writes what was left out into its programs again, by name, which costs twice as much. So a call that may become
+part of a program has a last argument that is not as its default, and nothing is left out.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ OPTIONS: tuple[tuple[str, str, Any], ...] = (
     ("mods", "str", ""),
 )
 
+_WHOLE = "whole"
+
 
 def flat(options: Options) -> tuple[Any, ...]:
     """The values of `OPTIONS`."""
@@ -55,7 +59,7 @@ class _Arguments(NamedTuple):
     """The arguments of an operator.
 
     Attributes:
-        names: of all; first, last: of the arrays before and after the others.
+        names: of all, of which the last says that it is given; first, last: of the arrays before and after the others.
         options, end: where options begin and end; before them stands what is wanted, of a backward.
         defaults: of the options and the last arrays.
     """
@@ -74,7 +78,8 @@ def _look_at(which: Pass) -> _Arguments:
     before = (*first, *(("wanted",) if which.name == "backward" else ()))
     options = tuple([name for name, _, _ in OPTIONS])
     defaults = (*[default for _, _, default in OPTIONS], *[None for _ in last])
-    return _Arguments((*before, *options, *last), first, last, len(before), len(before) + len(options), defaults)
+    names, end = (*before, *options, *last, _WHOLE), len(before) + len(options)
+    return _Arguments(names, first, last, len(before), end, defaults)
 
 
 _known_arguments = functools.cache(_look_at)
@@ -100,7 +105,7 @@ def schema(which: Pass) -> str:
     arrays = [f"Tensor {name}" for name in of.first]
     wanted = ["str[] wanted"] if "wanted" in of.names else []
     options = [f"{kind} {name}={_written(default)}" for name, kind, default in OPTIONS]
-    more = [f"Tensor? {name}=None" for name in of.last]
+    more = [*(f"Tensor? {name}=None" for name in of.last), f"bool {_WHOLE}=False"]
     results = ", ".join(f"Tensor {name}" for name in results_of(which))
     return f"{which.name}({', '.join([*arrays, *wanted, *options, *more])}) -> ({results})"
 
@@ -110,14 +115,16 @@ def _written(default: Any) -> str:
 
 
 def arguments(
-    which: Pass, arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...] = ()
+    which: Pass, arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...] = (), whole: bool = False
 ) -> tuple[Any, ...]:
-    """What an operator is called with, up to the last argument that is not as its default."""
+    """What an operator is called with, up to the last argument that is not as its default; `whole`: all."""
     of = _arguments(which)
     before = [arrays.get(name) for name in of.first]
     if of.options > len(before):
         before.append(list(wanted))
     values = [*flat(options), *[arrays.get(name) for name in of.last]]
+    if whole:
+        return (*before, *values, True)
     count = len(values)
     while count and _is_default(values[count - 1], of.defaults[count - 1]):
         count -= 1

@@ -46,13 +46,15 @@ known_gradients_of = functools.lru_cache(maxsize=256)(_look_up)  # the same, whe
 
 def forward(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) by the operator."""
-    out, lse = FORWARD_OP(*arguments(FORWARD, arrays, options))
+    out, lse = FORWARD_OP(*arguments(FORWARD, arrays, options, whole=True))
     return out, lse
 
 
 def backward(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...]) -> dict[str, Tensor]:
     """The gradients by name, by the operator."""
-    found = dict(zip(results_of(BACKWARD), BACKWARD_OP(*arguments(BACKWARD, arrays, options, wanted)), strict=True))
+    found = dict(
+        zip(results_of(BACKWARD), BACKWARD_OP(*arguments(BACKWARD, arrays, options, wanted, True)), strict=True)
+    )
     return {name: found[name] for name in BACKWARD.made(arrays, wanted)}
 
 
@@ -130,13 +132,8 @@ def dims_of(row: Operand, layout: str, packed: bool) -> list[str]:
 LIBRARY = torch.library.Library("cupyflash", "DEF")  # lives as long as this module, and the operators as long as it
 
 
-# A compiler may lay inputs out as it likes, if dimensions keep their order: elements of a row stay together. One that
-# has to keep strides as they are names every argument in the programs that it makes, defaults too.
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
-
-
 def _define(which: Pass, function: Callable[..., Any]) -> Any:
-    LIBRARY.define(schema(which), tags=_TAGS)
+    LIBRARY.define(schema(which), tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         LIBRARY.impl(which.name, function, key)
     torch.library.register_fake(f"cupyflash::{which.name}", _fake(which), lib=LIBRARY)

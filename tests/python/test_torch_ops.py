@@ -72,7 +72,8 @@ def test_the_schema_follows_the_table() -> None:
     more = Operand("more", ("batch",), feature="more", forward=Use(INPUT), backward=Use(INPUT))
     dmore = Operand("dmore", ("batch",), like="more", feature="more", backward=Use(GRADIENT, optional=True))
     table = (*TABLE, more, dmore)
-    forward, backward = (ops.schema(x).replace(") ->", ", Tensor? more=None) ->") for x in (FORWARD, BACKWARD))
+    end = ", bool whole"
+    forward, backward = (ops.schema(x).replace(end, f", Tensor? more=None{end}") for x in (FORWARD, BACKWARD))
     assert ops.schema(Pass("forward", table)) == forward
     assert ops.schema(Pass("backward", table)) == backward[:-1] + ", Tensor dmore)"
 
@@ -104,7 +105,7 @@ def test_arguments_that_are_as_their_defaults_are_left_out() -> None:
     defaults = [x for *_, x in ops.OPTIONS]
     for options in (Options(), Options(True), Options(True, 0.5)):
         want = torch.ops.cupyflash.forward(*ops.arguments(FORWARD, arrays, options))
-        whole = [*(*arrays.values(), *ops.flat(options)), *[None] * 16]
+        whole = [*(*arrays.values(), *ops.flat(options)), *[None] * 16, True]
         assert len(whole) == len(torch.ops.cupyflash.forward.default._schema.arguments)
         for x, y in zip(torch.ops.cupyflash.forward(*whole), want, strict=True):
             assert torch.equal(x, y)
@@ -267,18 +268,22 @@ def test_modes_around_compiled_calls(compiler: Any) -> None:
 
 
 @pytest.mark.needs("torch>=2.6", "g++")
-def test_programs_leave_out_what_is_as_its_default(compiler: Any) -> None:
-    """Inputs keep the order of their dimensions, so that rows stay whole."""
+def test_what_programs_hand_to_an_operator(compiler: Any) -> None:
+    """All arguments, none by its name, which would cost more; inputs as they lie, no copy of what is broadcast."""
     from torch._inductor import config, utils
 
-    region = lambda q, k, v: attention(2 * q.transpose(0, 1), k, v.transpose(0, 1), causal=True) + 1  # noqa: E731
-    x = [torch.randn(shape) for shape in ((5, 2, 2, 8), (2, 5, 2, 8), (5, 2, 2, 8))]
+    def region(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        k, v = ((2 * x).expand(2, 5, 2, 8) for x in (k, v))
+        return attention(2 * q.transpose(0, 1), k, v, bias=(2 * bias).expand(2, 2, 5, 5), causal=True) + 1
+
+    x = [torch.randn(shape) for shape in ((5, 2, 2, 8), (2, 5, 1, 8), (2, 5, 1, 8), (5, 5))]
     with config.patch(fx_graph_cache=False):
         found, programs = utils.run_and_get_code(torch.compile(region, backend="inductor", fullgraph=True), *x)
     close(found, region(*x))
     (call,) = re.findall(r"cupyflash\.forward\.default\((.*)\)", "".join(programs))
     assert call.endswith(", True")
     assert "=" not in call
+    assert re.findall(r"reinterpret_tensor\(\w+, (\(.*?\)), (\(.*?\))", call)[-1] == ("(2, 2, 5, 5)", "(0, 0, 5, 1)")
 
 
 @pytest.mark.needs("torch>=2.6")
