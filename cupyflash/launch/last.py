@@ -97,6 +97,7 @@ def _of_series(last: _LastSeries, arrays: Mapping[str, Any]) -> Found | None:
     if pointers is None or last.series.has_met(seqlen_q, seqlen_k):
         return None
     vet_lengths(arrays)
+    last.series.recent = True
     call = last.series.call((seqlen_q, seqlen_k, seqlen_k), steps, TORCH.stream(last.device))
     return None if call is None else (call, last.device, pointers)
 
