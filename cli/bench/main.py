@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import gc
 import os
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from cupyflash import __version__
 from cupyflash.compile import nvrtc
-from cupyflash.errors import DeviceError
+from cupyflash.errors import CupyflashError, DeviceError
 from cupyflash.gpu import device
 from cupyflash.launch import run
 from cupyflash.problem import DTYPES, MAX_HEAD_DIM, SOFTCAPS
@@ -145,7 +146,8 @@ def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, An
         document |= measure_host(bench, cells, options)
     if options["startup"]:
         arch = device.Device.of(0).arch if options["backend"] == "cuda" else "sm_90"
-        document["startup"] = bench_startup.measure(gpu_dtype(options["dtype"]), options["head_dim"][-1], arch)
+        dtype = options["dtype"] if options["dtype"] in ("bf16", "fp16") else "bf16"  # one that has kernels
+        document["startup"] = bench_startup.measure(dtype, options["head_dim"][-1], arch)
     return document, rows
 
 
@@ -193,7 +195,7 @@ def describe(options: dict[str, Any], bench: Bench, effort: Effort) -> dict[str,
 def measure(
     bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any], effort: Effort, console: Console
 ) -> tuple[list[Row[Any]], int]:
-    """All rows, cell by cell, and of how many cells there are none because somebody ended the run."""
+    """All rows, cell by cell, and of how many cells there are none because somebody, or an error, ended the run."""
     names = [OURS, *options["against"]]
     rows: list[Row[Any]] = []
     done = 0
@@ -205,9 +207,11 @@ def measure(
                 done += 1
                 gc.collect()
                 bar.advance(task)
-        except KeyboardInterrupt:
-            if not done:
+        except (KeyboardInterrupt, Exception) as e:
+            if not done or isinstance(e, CupyflashError):
                 raise
+            if isinstance(e, Exception):  # a peer's illegal access, say, after which no CUDA call works
+                traceback.print_exc()
     return [r for d in options["directions"] for r in rows if r.direction == d], len(cells) - done
 
 
@@ -243,8 +247,3 @@ def measure_cell(
                  for name, timing in zip(works, times, strict=True)]  # fmt: skip
         rows += [Row(cell, d, name, None, None, reason) for name, reason in reasons.items()]
     return rows
-
-
-def gpu_dtype(dtype: str) -> str:
-    """A dtype that has kernels."""
-    return dtype if dtype in ("bf16", "fp16") else "bf16"

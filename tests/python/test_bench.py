@@ -51,7 +51,7 @@ def bench_of_torch(*options: str) -> Result:
     return bench("--framework", "torch", *options)
 
 
-@pytest.mark.parametrize("how", ["ctrl-c", "timeout"])
+@pytest.mark.parametrize("how", ["ctrl-c", "timeout", "error"])
 def test_a_run_that_is_interrupted_shows_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
     cell, table = bench_main.measure_cell, tmp_path / "rows.csv"
 
@@ -59,7 +59,7 @@ def test_a_run_that_is_interrupted_shows_what_it_has(monkeypatch: pytest.MonkeyP
         if at.seqlen == 8 and how == "timeout":
             signal.raise_signal(signal.SIGTERM)
         elif at.seqlen == 8:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt if how == "ctrl-c" else RuntimeError("an illegal memory access")
         return cell(bench, at, *given)
 
     before = signal.getsignal(signal.SIGTERM)
@@ -71,6 +71,7 @@ def test_a_run_that_is_interrupted_shows_what_it_has(monkeypatch: pytest.MonkeyP
     assert {row["seqlen"] for row in document["rows"]} == {16}
     assert document["not_measured"] == 2
     assert "interrupted: 2 of 3 configurations are not measured" in result.stderr
+    assert ("RuntimeError: an illegal memory access" in result.stderr) == (how == "error")
     assert len(table.read_text().splitlines()) == 1 + len(document["rows"])
     assert signal.getsignal(signal.SIGTERM) == before
 
