@@ -35,7 +35,7 @@ def test_each_name_is_one_of_torchs() -> None:
         assert hasattr(torch._C, name), name
     for name in ("_is_functional_tensor", "_assert_async"):
         assert hasattr(torch, name), name
-    for name in ("TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"):  # which test_last and test_torch_made miss
+    for name in ("TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"):  # test_last, test_torch_made
         assert hasattr(torch._C._dynamo.guards, name), name
     assert hasattr(torch.library.Library, "_destroy")
     assert hasattr(torch.autograd.forward_ad, "_current_level")
