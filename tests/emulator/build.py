@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,10 @@ def digest(*parts: object) -> str:
     return hashlib.sha256(repr((_compiler(), *parts)).encode()).hexdigest()[:16]
 
 
+_includes = functools.lru_cache(maxsize=1024)(_INCLUDE.findall)  # the headers that a text names
+_digest_of = functools.lru_cache(maxsize=1024)(lambda headers: digest(headers, twin_texts()))
+
+
 def _publish(path: Path, text: str) -> None:
     """Write a file so that another process never sees half of it."""
     if path.exists():
@@ -167,19 +172,19 @@ class Unit:
     def included(self) -> dict[str, str]:
         """The headers that it includes, itself or by others."""
         found: dict[str, str] = {}
-        todo = _INCLUDE.findall(self.source)
+        todo = [*_includes(self.source)]
         while todo:
             name = todo.pop()
             if name in self.headers and name not in found:
                 found[name] = self.headers[name]
-                todo += _INCLUDE.findall(found[name])
+                todo += _includes(found[name])
         return dict(sorted(found.items()))
 
     @functools.cached_property
     def library(self) -> Path:
         """Where its shared library is, or will be: headers that it does not include make no difference."""
         text = _COMMENT.sub("", self.source)  # a variant's first line is the digest of all headers
-        key = digest(text, self.included, twin_texts(), _flags(self.arch), tuple(self.symbols))
+        key = digest(text, _digest_of(tuple(self.included.items())), _flags(self.arch), tuple(self.symbols))
         return build_folder() / f"{self.symbols[0]}-{key}.so"
 
     @property
@@ -201,14 +206,14 @@ def _flags(arch: int) -> list[str]:
 def build(units: Iterable[Unit]) -> None:
     """Makes the libraries that are missing of some units with the same headers. Those that differ in what is their own
     alone are compiled as one, so that g++ reads the headers once."""
-    alike: dict[tuple[str, int], list[Unit]] = {}
-    for unit in units:
-        if not unit.library.exists():
-            alike.setdefault((unit.shared, unit.arch), []).append(unit)
+    alike: dict[tuple[str, int, int], list[Unit]] = {}
+    named: Counter[str] = Counter()
+    for unit in {unit.library: unit for unit in units if not unit.library.exists()}.values():
+        named[name := f"{unit.symbols}, {unit.arch}"] += 1  # one of a name in a library
+        alike.setdefault((unit.shared, unit.arch, named[name]), []).append(unit)
     for some in alike.values():
         with FileLock(f"{min(unit.library for unit in some)}.lock"):  # another process may be first
-            missing = [unit for unit in some if not unit.library.exists()]
-            if missing:
+            if missing := [unit for unit in some if not unit.library.exists()]:
                 _compile_as_one(missing)
 
 

@@ -13,6 +13,8 @@ import pytest
 from cupyflash.check.accuracy import Oracle
 from cupyflash.plan.families import plan_call
 from cupyflash.plan.sm90 import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
+from tests.ahead import Ahead
+from tests.emulator import attention
 from tests.fuzz import covering, emulated, modding, oracle, run
 from tests.fuzz import covering_features as features
 from tests.fuzz.arrays import draw
@@ -41,6 +43,9 @@ def check(spec: Spec, where: str) -> None:
     assert not wrong, "\n".join([str(spec), *wrong])
 
 
+AHEAD = Ahead(lambda name: emulated.run(CASES[name], draw(CASES[name])), attention)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_cpu(name: str) -> None:
     check(CASES[name], "cpu")
@@ -48,7 +53,8 @@ def test_cpu(name: str) -> None:
 
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("name", CASES)
-def test_emulator(name: str) -> None:
+def test_emulator(name: str, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
     check(CASES[name], "emulator")
 
 

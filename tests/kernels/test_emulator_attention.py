@@ -12,7 +12,7 @@ import itertools
 
 import numpy as np
 import pytest
-from emulator import MODES
+from emulator import MODES, attention
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import SHIPPED, TABLE
 from emulator.require import require_compiler
@@ -23,6 +23,7 @@ from cupyflash.gpu.device import Device
 from cupyflash.plan import shipped, sm80, variant
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.spec import CHUNKS
+from tests.ahead import Ahead
 from tests.table_turns import learns, not_in
 from tests.turns import in_turn
 
@@ -56,32 +57,56 @@ def check(results: list[Comparison]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def run(case: Case, dtype: str, arch: str, mode: str, seed: int) -> None:
+def session_of(arch: str, mode: str, seed: int = 0) -> Session:
     """Slopes and sinks that are learned under the race detector, and fixed ones."""
+    learns = mode == "race"
+    return Session(Device.synthetic(arch), MODES[mode], seed, family="sm80", backward_family="sm80", learns=learns)
+
+
+def run(case: Case, dtype: str, arch: str, mode: str, seed: int) -> None:
     exact = oracle(case.name, dtype)
     inputs, problem = inputs_of(case, dtype)
-    device, learns = Device.synthetic(arch), mode == "race"
-    session = Session(device, MODES[mode], seed, family="sm80", backward_family="sm80", learns=learns)
+    session = session_of(arch, mode, seed)
     out, lse = session.forward(inputs, problem)
     check(exact.judge_forward(out, lse))
     if case.backward:
         check(exact.judge_backward(*session.backward(inputs, out, lse, problem)))
 
 
+def shipped_way(name: str, mode: str) -> tuple[Case, str, str]:
+    """Case, dtype and architecture."""
+    case, turn = SHIPPED[name], list(SHIPPED).index(name) + TESTED_MODES.index(mode)
+    return case, case.dtypes[0], ARCHS[turn % 3]
+
+
+def way_of(name: str) -> tuple[Case, str, str]:
+    case, index = TABLE[name], list(TABLE).index(name)
+    dtype = ("bf16", "fp16")[index % 2]
+    return case, dtype if dtype in case.dtypes else "bf16", ARCHS[index % 3]
+
+
+def _rehearse(name: str, mode: str, **_: int) -> None:
+    case, dtype, arch = shipped_way(name, mode) if name in SHIPPED else way_of(name)
+    inputs, problem = inputs_of(case, dtype)
+    session = session_of(arch, mode)
+    out, lse = session.forward(inputs, problem)
+    if case.backward:
+        session.backward(inputs, out, lse, problem)
+
+
+AHEAD = Ahead(_rehearse, attention)
+
+
 @pytest.mark.parametrize(("name", "mode"), SHIPPED_RUNS)
-def test_shipped_variant(name: str, mode: str, seed: int) -> None:
-    case = SHIPPED[name]
-    turn = list(SHIPPED).index(name) + TESTED_MODES.index(mode)
-    run(case, case.dtypes[0], ARCHS[turn % 3], mode, seed)
+def test_shipped_variant(name: str, mode: str, seed: int, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    run(*shipped_way(name, mode), mode, seed)
 
 
 @pytest.mark.parametrize(("name", "mode"), in_turn(TABLE, [(mode,) for mode in TESTED_MODES], spare=not_in("sm80")))
-def test_case(name: str, mode: str, seed: int) -> None:
-    index = list(TABLE).index(name)
-    dtype = ("bf16", "fp16")[index % 2]
-    if dtype not in TABLE[name].dtypes:
-        dtype = "bf16"
-    run(TABLE[name], dtype, ARCHS[index % 3], mode, seed)
+def test_case(name: str, mode: str, seed: int, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    run(*way_of(name), mode, seed)
 
 
 @pytest.mark.parametrize("name", SMALL)

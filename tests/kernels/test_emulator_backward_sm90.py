@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES
+from emulator import MODES, attention
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import SHIPPED, TABLE
 from emulator.require import require_compiler
@@ -18,6 +18,7 @@ from cupyflash.check.cases import Case
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of
 from cupyflash.plan.spec import Spec
+from tests.ahead import Ahead
 from tests.table_turns import learns, not_in, taken_backward
 from tests.turns import in_turn
 
@@ -46,20 +47,36 @@ def oracle(name: str, dtype: str) -> Oracle:
     return Oracle(problem, *inputs)
 
 
-@pytest.mark.parametrize(("name", "mode"), IN_TURN + SHIPPED_RUNS)
-def test_case(name: str, mode: str, seed: int) -> None:
-    """One dtype each, in turn; slopes and sinks that are learned under the race detector, and fixed ones."""
+def dtype_of(name: str, mode: str) -> str:
+    """One each, in turn."""
     index = list(CASES).index(name) + TESTED_MODES.index(mode)
     dtype = ("bf16", "fp16")[index % 2]
-    if dtype not in CASES[name].dtypes:
-        dtype = CASES[name].dtypes[0]
-    exact = oracle(name, dtype)
-    inputs, problem = inputs_of(CASES[name], dtype)
+    return dtype if dtype in CASES[name].dtypes else CASES[name].dtypes[0]
+
+
+def session_of(name: str, mode: str, seed: int = 0) -> Session:
+    """Slopes and sinks that are learned under the race detector, and fixed ones."""
     device, how = small_device("sm_90"), MODES[mode]
     if CASES[name].heads_k == 1:  # room for shares, and all blocks run at a time, as the plan counts on
         device, how = small_device("sm_90", 32), replace(how, resident=32)
-    session = Session(device, how, seed, backward_family="sm90", learns=mode == "race")
-    results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+    return Session(device, how, seed, backward_family="sm90", learns=mode == "race")
+
+
+def _rehearse(name: str, mode: str, **_: int) -> None:
+    inputs, problem = inputs_of(CASES[name], dtype_of(name, mode))
+    lse = np.zeros(problem.rows, np.float32)
+    session_of(name, mode).backward(inputs, inputs.q, lse, problem)
+
+
+AHEAD = Ahead(_rehearse, attention)
+
+
+@pytest.mark.parametrize(("name", "mode"), IN_TURN + SHIPPED_RUNS)
+def test_case(name: str, mode: str, seed: int, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    exact = oracle(name, dtype_of(name, mode))
+    inputs, problem = inputs_of(CASES[name], dtype_of(name, mode))
+    results = exact.judge_backward(*session_of(name, mode, seed).backward(inputs, *exact.plain_forward, problem))
     wrong = [str(r) for r in results if not r.passed]
     assert not wrong, "\n".join(wrong)
 

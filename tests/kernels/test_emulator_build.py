@@ -66,6 +66,13 @@ def test_kernels_with_other_expressions_are_compiled_apart(compiled: list[str]) 
     assert len(compiled) == 2
 
 
+def test_of_kernels_with_one_name_each_has_its_library(compiled: list[str]) -> None:
+    units = [unit("one", 10), unit("one", 20), unit("two", 30), unit("two", 30)]
+    build.build(units)
+    assert [written(u) for u in units] == [11, 21, 31, 31]
+    assert len(compiled) == 2
+
+
 def test_a_header_makes_new_what_includes_it(compiled: list[str]) -> None:
     u = unit("one", 10)
     assert unit("one", 10, c="constexpr int kC = 2;\n").library == u.library

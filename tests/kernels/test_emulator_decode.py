@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError
+from emulator import MODES, EmulatorError, decode
 from emulator.attention import small_device
 from emulator.cache_cases import ALL, SHIPPED, TABLE, TILES, tiled
 from emulator.decode import CacheSession
@@ -26,6 +26,7 @@ from cupyflash.plan.kernels import Main
 from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
+from tests.ahead import Ahead
 
 require_compiler()
 
@@ -44,11 +45,31 @@ def judge(how: CacheSession, case: CacheCase, dtype: str) -> None:
     assert all(r.passed for r in found), "\n".join(map(str, found))
 
 
+def run_of(name: str, arch: str, seed: int) -> tuple[CacheSession, CacheCase, str]:
+    """Of a case of the table, or of one that is shipped: the kernels that a large problem gets, on a small one."""
+    if name in TABLE:
+        dtype = ("bf16", "fp16")[(list(TABLE).index(name) + ARCHS.index(arch)) % 2]
+        return session(arch, seed=seed), TABLE[name], dtype
+    case, call, known = SHIPPED[name]
+    variant = variant_of(call, Device.synthetic(arch), known)
+    p, small = problem_of(case.inputs(call.dtype), case.options()), small_device(arch, BLOCKS)
+    return session(arch, seed=seed, plan=shared_out(p, small, variant)), case, call.dtype
+
+
+def _rehearse(name: str, arch: str, **_: int) -> None:
+    how, case, dtype = run_of(name, arch, 0)
+    arrays = case.inputs(dtype)
+    how.run(arrays, problem_of(arrays, case.options()))
+
+
+AHEAD = Ahead(_rehearse, decode)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", TABLE)
-def test_case(name: str, arch: str, seed: int) -> None:
-    dtype = ("bf16", "fp16")[(list(TABLE).index(name) + ARCHS.index(arch)) % 2]
-    judge(session(arch, seed=seed), TABLE[name], dtype)
+def test_case(name: str, arch: str, seed: int, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    judge(*run_of(name, arch, seed))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -73,12 +94,9 @@ def is_own(v: Variant) -> bool:
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped(name: str, arch: str, seed: int) -> None:
-    """The kernels that a large problem gets, on a small one."""
-    case, call, known = SHIPPED[name]
-    variant = variant_of(call, Device.synthetic(arch), known)
-    p, small = problem_of(case.inputs(call.dtype), case.options()), small_device(arch, BLOCKS)
-    judge(session(arch, seed=seed, plan=shared_out(p, small, variant)), case, call.dtype)
+def test_shipped(name: str, arch: str, seed: int, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    judge(*run_of(name, arch, seed))
 
 
 def test_every_shipped_variant_is_run() -> None:

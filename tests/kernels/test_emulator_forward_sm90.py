@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES
+from emulator import MODES, attention
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import HOPPER_SHAPES, SHIPPED, TABLE, can_use_tma
 from emulator.require import require_compiler
@@ -19,6 +19,7 @@ from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.check.cases import Case
 from cupyflash.plan import sm90
 from cupyflash.plan.families import FAMILIES
+from tests.ahead import Ahead
 from tests.table_turns import not_in
 from tests.turns import in_turn
 
@@ -66,10 +67,22 @@ def run(case: Case, dtype: str, mode: str, seed: int, *, backward: bool = False,
         check(exact.judge_backward(*session.backward(inputs, out, lse, problem)))
 
 
-@pytest.mark.parametrize(("name", "mode", "which"), RUNS)
-def test_case(name: str, mode: str, which: int, seed: int) -> None:
+def dtype_of(name: str, which: int) -> str:
     dtypes = [dtype for dtype in DTYPES if dtype in CASES[name].dtypes]
-    run(CASES[name], dtypes[which % len(dtypes)], mode, seed)
+    return dtypes[which % len(dtypes)]
+
+
+def _rehearse(name: str, which: int, **_: object) -> None:
+    Session(small_device("sm_90"), MODES["race"], family="sm90").forward(*inputs_of(CASES[name], dtype_of(name, which)))
+
+
+AHEAD = Ahead(_rehearse, attention)
+
+
+@pytest.mark.parametrize(("name", "mode", "which"), RUNS)
+def test_case(name: str, mode: str, which: int, seed: int, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    run(CASES[name], dtype_of(name, which), mode, seed)
 
 
 @pytest.mark.parametrize("name", HOPPER_SHAPES)
