@@ -80,6 +80,7 @@ def _made(
 
 
 _kept = functools.lru_cache(maxsize=256)(_made)
+_find: Any = _kept.__call__  # which torch.compile runs as it is; of the other it would warn, and look into it
 
 
 @constant_in_programs
@@ -93,9 +94,9 @@ def _of_functions(
     """Traced again only if a function holds something else than before."""
     try:
         mods = [Held(mod, labels) if callable(mod) else mod for mod in (score_mod, mask_mod)]
-    except Unknown:
+    except (Unknown, RecursionError):  # a list that holds itself
         return _made(score_mod, mask_mod, described, labels)
-    found = _kept(*mods, described)
+    found = _find(*mods, described)
     for mod in mods:
         if isinstance(mod, Held):
             mod.release()

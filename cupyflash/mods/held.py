@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
+import sys
 import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -10,6 +13,11 @@ from typing import Any
 _LIBRARIES = ("builtins", "cupy", "cupyflash", "jax", "jaxlib", "numpy", "torch")
 _CONSTANT = (*_LIBRARIES, "math", "operator", "_operator")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_BUILTINS = vars(builtins)
+_IMPORT = dis.opmap["IMPORT_NAME"]
+# How names begin of what looks up something that code does not name, or asks what differs from call to call.
+_ASKING = ("__import__", "eval", "exec", "globals", "input", "locals", "open", "vars",
+           "current_", "get_", "initial_seed", "is_", "normal", "rand")  # fmt: skip
 
 
 def captured(function: Callable[..., Any], is_array: Callable[[Any], bool]) -> list[tuple[str, Any, bool]]:
@@ -39,14 +47,20 @@ def _is_of_user(function: types.FunctionType) -> bool:
 
 def held(function: types.FunctionType) -> dict[str, Any]:
     """What a function's code names, in its defaults, its module and its closure."""
+    module, defaults, closure = _parts(function)
+    return module | defaults | closure
+
+
+def _parts(function: types.FunctionType) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """That of its module, its defaults and its closure, which may have one name for different things."""
     code, module = function.__code__, function.__globals__
-    found = {word: module[word] for word in names_in(code) if word in module}
+    named = {word: module[word] for word in names_in(code) if word in module}
     defaults = function.__defaults__ or ()
     arguments = code.co_varnames[: code.co_argcount]
-    found |= dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
-    found |= function.__kwdefaults__ or {}
+    given = dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
     closure = zip(code.co_freevars, function.__closure__ or (), strict=True)
-    return found | {word: cell.cell_contents for word, cell in closure if _is_filled(cell)}
+    around = {word: cell.cell_contents for word, cell in closure if _is_filled(cell)}
+    return named, given | (function.__kwdefaults__ or {}), around
 
 
 def names_in(code: types.CodeType) -> set[str]:
@@ -60,6 +74,16 @@ def _is_filled(cell: Any) -> bool:
         return cell.cell_contents is not None
     except ValueError:
         return False
+
+
+def _imports(code: types.CodeType) -> bool:
+    """Whether code, or what is defined in it, imports something."""
+    return _IMPORT in code.co_code[::2] or any(_imports(x) for x in code.co_consts if isinstance(x, types.CodeType))
+
+
+def _is_constant(home: str, word: str) -> bool:
+    """Whether what a library calls so computes the same in each call."""
+    return home.split(".")[0] in _CONSTANT and not word.startswith(_ASKING) and ".rand" not in home
 
 
 class Unknown(Exception):
@@ -97,21 +121,31 @@ class Held:
         return isinstance(other, Held) and self._key == other._key
 
     def _of_function(self, function: types.FunctionType) -> Hashable:
-        if function.__dict__:
+        code, module = function.__code__, function.__globals__
+        others = [word for word in names_in(code) if word not in module]
+        if function.__dict__ or _imports(code) or any(word.startswith(_ASKING) for word in others):
             raise Unknown
-        return function.__code__, tuple((word, self._of(x)) for word, x in held(function).items())
+        parts = (*_parts(function), {word: _BUILTINS[word] for word in others if word in _BUILTINS})
+        return code, *(tuple((word, self._of(x)) for word, x in part.items()) for part in parts)
 
     def _of(self, x: Any) -> Hashable:
         kind = type(x)
         if id(x) in self.labels:
             return "array", self.labels[id(x)]
-        if kind in _PLAIN or (kind.__module__ == "numpy" and not getattr(x, "shape", None) and hasattr(x, "dtype")):
+        if kind in _PLAIN:
             return kind, repr(x)
+        if kind.__module__ == "numpy" and getattr(x, "shape", None) == () and not x.dtype.hasobject:
+            return kind, x.dtype, x.tobytes()
         if kind in (tuple, list):
+            if any(id(item) in self.labels for item in x):  # for which a trace has no symbols there
+                raise Unknown
             return kind, tuple(map(self._of, x))
         if id(x) in self._numbers:
             return "function", self._numbers[id(x)]
-        home = x.__name__ if kind is types.ModuleType else getattr(x, "__module__", None) if callable(x) else None
-        if isinstance(home, str) and home.split(".")[0] in _CONSTANT:
-            return "library", id(x)  # its library keeps it
+        word = getattr(x, "__name__", None)
+        home = word if kind is types.ModuleType else getattr(x, "__module__", None) if callable(x) else None
+        if isinstance(home, str) and isinstance(word, str) and _is_constant(home, word):
+            library = sys.modules.get(home)
+            if x is library or x is getattr(library, word, None):  # else an object of a class, or somebody's own
+                return "library", id(x)  # its library keeps it
         raise Unknown

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
+import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+import cupyflash
 from cupyflash.mods import bind, given, where
 
 FACTOR: Any = 0.5
@@ -156,3 +160,213 @@ def test_no_array_is_kept_alive(traced: mock.Mock) -> None:
     traced.reset_mock()
     gc.collect()
     assert gone() is None
+
+
+# ---- What changes unseen: no equal key may say that it is the same ----
+
+
+def by_import(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    from settings_of_a_user import factor  # type: ignore[import-not-found]
+
+    return score * factor
+
+
+def by_globals(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * globals()["FACTOR"]
+
+
+def by_text(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * eval("FACTOR")
+
+
+def by_builtin(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * FACTOR_OF_ALL  # type: ignore[name-defined]  # noqa: F821
+
+
+def by_hidden_name(score: Any, b: Any, h: Any, q: Any, k: Any, FACTOR: Any = 1.0) -> Any:
+    def of_module() -> Any:
+        global FACTOR
+        return FACTOR
+
+    return score * FACTOR * of_module()
+
+
+@functools.wraps(np.tanh)
+def like_tanh(x: Any) -> Any:
+    return np.tanh(x) * FACTOR
+
+
+def by_wrapper(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return like_tanh(score)
+
+
+def by_random(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * np.random.uniform()  # noqa: NPY002
+
+
+def by_class(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * Constants.factor
+
+
+class Constants:
+    factor: Any = 0.5
+
+
+def by_list(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score * FACTORS[0]
+
+
+FACTORS: list[Any] = [0.5, 2.0]
+
+
+def by_dict(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return OF_NAMES["f"](score)
+
+
+OF_NAMES: Any = {"f": twice}
+
+
+def by_absolute(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return abs(score) * 2
+
+
+@pytest.mark.parametrize(
+    ("mod", "target", "value"),
+    [
+        (by_import, "settings_of_a_user.factor", 0.75),
+        (by_globals, f"{__name__}.FACTOR", 0.75),
+        (by_text, f"{__name__}.FACTOR", 0.75),
+        (by_builtin, "builtins.FACTOR_OF_ALL", 0.75),
+        (by_hidden_name, f"{__name__}.FACTOR", 0.75),
+        (by_wrapper, f"{__name__}.FACTOR", 0.75),
+        (by_random, "numpy.random.uniform", lambda: 0.75),
+        (by_class, f"{__name__}.Constants.factor", 0.75),
+        (by_list, f"{__name__}.FACTORS", [0.75, 2.0]),
+        (by_dict, f"{__name__}.OF_NAMES", {"f": abs}),
+        (by_absolute, f"{__name__}.abs", twice),
+        (by_absolute, "builtins.abs", twice),
+        (by_function, f"{__name__}.twice.__code__", (lambda x: 3 * x).__code__),
+        (by_global, f"{__name__}.by_global.__code__", by_absolute.__code__),
+    ],
+)
+def test_what_a_function_finds_elsewhere(
+    mod: Mod, target: str, value: Any, traced: mock.Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "settings_of_a_user", types.SimpleNamespace(factor=0.5))
+    monkeypatch.setattr("builtins.FACTOR_OF_ALL", 0.5, raising=False)
+    before = text(mod)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, value, raising=False)
+        after = text(mod)
+        given._kept.cache_clear()
+        assert after == text(mod) != before
+
+
+def test_numbers_and_functions_change_in_place(traced: mock.Mock) -> None:
+    factors, functions = [0.5, [0.25]], [abs, twice]
+    mods: list[Mod] = [
+        lambda score, b, h, q, k: score * factors[0],
+        lambda score, b, h, q, k: score * factors[1][0],  # type: ignore[index]
+        lambda score, b, h, q, k: functions[0](score) * 2,
+    ]
+    before = [text(mod) for mod in mods]
+    factors[:], functions[0] = [0.75, [0.75]], twice
+    assert all(text(mod) != old for mod, old in zip(mods, before, strict=True))
+
+
+@pytest.mark.parametrize("shown", [{}, {"precision": 2}, {"legacy": "1.13"}])
+def test_all_digits_of_arrays_without_dimensions_count(traced: mock.Mock, shown: Any) -> None:
+    with np.printoptions(**shown):
+        for one, other in ((np.array(0.501), np.array(0.502)), (np.array(1 / 3), np.array(np.nextafter(1 / 3, 1)))):
+            assert text(holding(one)) != text(holding(other))
+            assert text(holding(one[()])) != text(holding(other[()]))
+
+
+def test_numbers_of_arrays_in_a_tuple(traced: mock.Mock) -> None:
+    """They are read while it is traced, also where the array has a name as well."""
+
+    def mod_of(x: Any) -> Mod:
+        several = (x, 1)
+        return lambda score, b, h, q, k: score * float(several[0][0]) + x[k]
+
+    one = np.full(8, 0.5, np.float32)
+    assert text(mod_of(one)) != text(mod_of(2 * one))
+
+
+def test_arrays_that_change_places(traced: mock.Mock) -> None:
+    def mod_of(x: Any, y: Any) -> Mod:
+        return lambda score, b, h, q, k: score + 2 * x[k] + y[q]
+
+    one, other = np.ones(8, np.float32), np.zeros(8, np.float32)
+    for x, y in ((one, other), (other, one), (one, one), (other, one)):
+        found, arrays = bind(mod_of(x, y), None, None)
+        assert all(a is b for a, b in zip(arrays.values(), (x, y), strict=False))
+        assert len(arrays) == 1 + (x is not y)
+        given._kept.cache_clear()
+        assert found == text(mod_of(x, y))
+    assert bind(mod_of(one, other.astype(np.float64)), None, None)[0] != bind(mod_of(one, other), None, None)[0]
+
+
+def test_functions_made_in_a_loop_and_by_a_function_that_calls_itself(traced: mock.Mock) -> None:
+    mods: list[Mod] = [lambda score, b, h, q, k: score * i for i in (1, 2)]  # noqa: B023
+    assert text(mods[0]) == text(mods[1])  # Python binds late
+
+    def power(factor: float) -> Mod:
+        def times(x: Any, depth: int = 2) -> Any:
+            return times(x * factor, depth - 1) if depth else x
+
+        return lambda score, b, h, q, k: times(score)
+
+    assert text(power(2.0)) != text(power(3.0))
+    assert text(power(2.0)) == text(power(2.0))
+
+
+def test_a_list_that_holds_itself(traced: mock.Mock) -> None:
+    several: list[Any] = [0.5]
+    several.append(several)
+    mod: Mod = lambda score, b, h, q, k: score * several[0]  # noqa: E731
+    before = text(mod)
+    several[0] = 0.75
+    assert text(mod) != before
+
+
+@pytest.mark.needs("torch")
+def test_what_torch_knows_of_its_state_and_its_modules(traced: mock.Mock) -> None:
+    import torch
+
+    module = torch.nn.Identity()
+    module.factor = 0.5  # type: ignore[assignment]
+    mods: list[Mod] = [
+        lambda score, b, h, q, k: score * (0.5 if torch.is_grad_enabled() else 0.75),
+        lambda score, b, h, q, k: score * module.factor,
+    ]
+    before = [text(mod) for mod in mods]
+    module.factor = 0.75  # type: ignore[assignment]
+    with torch.no_grad():
+        assert all(text(mod) != old for mod, old in zip(mods, before, strict=True))
+
+
+def test_functions_of_libraries_are_known(traced: mock.Mock) -> None:
+    tanh, of_user = np.tanh, holding
+
+    def ours(x: Any) -> Any:
+        return tanh(np.exp(x)) * operator.neg(math.sqrt(2)) * len((of_user,))
+
+    mod: Mod = lambda score, b, h, q, k: where(ours(score) > 0, abs(score), 1.0)  # noqa: E731
+    assert text(mod) == text(mod)
+    assert traced.call_count == 1
+
+
+@pytest.mark.needs("torch")
+def test_programs_take_functions_without_a_warning(traced: mock.Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    x = torch.randn(1, 9, 2, 8)
+
+    def call(x: Any) -> Any:
+        return cupyflash.attention(x, x, x, score_mod=by_global)
+
+    compiled = torch.compile(call, backend="eager")
+    for factor in (0.5, 0.5, 3.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        torch.testing.assert_close(compiled(x), call(x))
