@@ -6,7 +6,7 @@
 namespace emu {
 
 std::vector<Buffer> buffers;
-static const char *lowest, *highest;  // all of them lie between
+const char *lowest, *highest;
 
 // What st.release and atomics have published, by address.
 static std::map<const void *, Knowledge> flags;

@@ -31,6 +31,7 @@ struct Buffer {
 };
 
 extern std::vector<Buffer> buffers;
+extern const char *lowest, *highest;  // all of them lie between
 Buffer *find_buffer(const void *p);
 void put_fault(const void *address);  // describes an access that hit a guard page
 void reset_global();

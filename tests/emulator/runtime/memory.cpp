@@ -54,6 +54,7 @@ void emu_cp_async(u32 dst, const void *src, int bytes, bool valid, Site site) {
 
 void emu_cp_async_commit() {
     current->copy_groups.push_back(std::move(current->copies));
+    current->copies = std::move(current->copies_of_before);
     current->copies.clear();
 }
 
@@ -64,6 +65,7 @@ void emu_cp_async_wait(int pending) {
             if (!c.done) perform(c);
             shared_copy_pending(c.dst, c.bytes, false, c.site);
         }
+        current->copies_of_before = std::move(groups.front());
         groups.erase(groups.begin());
     }
 }

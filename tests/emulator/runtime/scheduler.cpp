@@ -40,7 +40,9 @@ emu_switch:
 static void *main_sp;
 
 static void prepare_stack(Fiber &f, void (*entry)()) {
-    void **sp = reinterpret_cast<void **>((reinterpret_cast<uintptr_t>(f.stack) + kStackBytes - 64) & ~uintptr_t{15});
+    // Each at a place of its own in its page: else the threads of a warp would take turns with a few lines of the cache.
+    const uintptr_t top = reinterpret_cast<uintptr_t>(f.stack) + kStackBytes - 64 - f.index % 16 * 256;
+    void **sp = reinterpret_cast<void **>(top & ~uintptr_t{15});
     *--sp = nullptr;  // return address of entry: never used, but keeps the stack aligned as after a call
     *--sp = reinterpret_cast<void *>(entry);
     for (int i = 0; i < 6; ++i) *--sp = nullptr;

@@ -37,6 +37,7 @@ struct Fiber : EmuThread {
     Knowledge known_blocks;
     std::vector<CpAsync> copies;                    // cp.async, open group
     std::vector<std::vector<CpAsync>> copy_groups;  // committed, oldest first
+    std::vector<CpAsync> copies_of_before;          // room for a group to come
     std::vector<int> bulk;                          // bulk copies, open group: indices into Cluster::bulk
     std::vector<std::vector<int>> bulk_groups;
 };
