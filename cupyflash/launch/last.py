@@ -125,14 +125,16 @@ def _compared(last: _LastSeries, arrays: Mapping[str, Any], given: Given, option
     """With what compares other tensors with these, where no more than lengths of q, k and v, and strides that are alike
     in all three, follow from lengths."""
     of_series = [*arrays.values()][: given.in_series]
-    row, head = (1, 2) if options.layout == "bshd" else (2, 1)
     is_dense = given.packed is None
-    around_heads = {is_dense and x.stride(head) > x.stride(row) for x in of_series}
+    row, head = (0, 0) if not is_dense else (1, 2) if options.layout == "bshd" else (2, 1)
+    around_heads = {x.stride(head) > x.stride(row) for x in of_series}
     if len(of_series) > len(given.qkv) or given.rows_of_q or len(around_heads) > 1:
+        return last
+    if any(x.shape[row] == 1 for x in of_series):  # one row is another series, of which no other lengths are
         return last
     sizes: list[list[int | None]] = [[*x.shape] for x in arrays.values()]
     strides: list[list[int | None]] = [[*x.stride()] for x in arrays.values()]
-    last = last._replace(row=row if is_dense else 0, around=is_dense, head=head if True in around_heads else 0)
+    last = last._replace(row=row, around=is_dense, head=head if True in around_heads else 0)
     for own_sizes, own in zip(sizes[: len(of_series)], strides, strict=False):
         own_sizes[last.row] = None
         for axis in (0, last.head) if is_dense else ():

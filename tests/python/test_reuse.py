@@ -1,0 +1,287 @@
+"""Two calls that differ in one respect: the second launches what it would were it the first, or raises the same error.
+
+The tests of comparisons (test_last) begin with ordinary calls; these are the pairs that would be taken for each other
+by a comparison that forgets something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import CupyflashError
+from cupyflash.arrays.adapters import TORCH
+from cupyflash.launch import last
+from cupyflash.launch import prepared as launch
+from tests import pretended_gpu
+from tests.pretended_gpu import Gpu, found_in
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.needs("cupy")
+HALF = torch.float16
+One = Callable[[], Any]
+
+
+def zeros(*shape: int, dtype: Any = HALF) -> Any:
+    return torch.zeros(shape or (2, 4, 4, 64), dtype=dtype)
+
+
+def dense(**given: Any) -> One:
+    """Attention of as many queries as keys as heads, but for what is given."""
+    arrays = {name: given.pop(name, None) for name in "qkv"}
+    arrays = {name: zeros() if x is None else x for name, x in arrays.items()}
+    return partial(cupyflash.attention, **arrays, **given)
+
+
+def packed(**given: Any) -> One:
+    arrays = {name: given.pop(name, None) for name in "qkv"}
+    arrays = {name: zeros(9, 4, 64) if x is None else x for name, x in arrays.items()}
+    return partial(cupyflash.attention_varlen, **arrays, **{"cu_seqlens_q": ends(0, 5, 9), **given})
+
+
+def ends(*of: int, dtype: Any = torch.int32) -> Any:
+    return torch.tensor(of, dtype=dtype)
+
+
+def apart(*strides: int) -> Any:
+    """(2, 4, 4, 64) with these strides."""
+    return torch.zeros(1 << 16, dtype=HALF).as_strided((2, 4, 4, 64), strides)
+
+
+def without_memory(x: Any) -> Any:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def bias(*shape: int, dtype: Any = HALF) -> Any:
+    return torch.zeros(shape, dtype=dtype)
+
+
+# Calls whose arrays differ, of one kind.
+ARRAYS: dict[str, tuple[Callable[[], One], Callable[[], One]]] = {
+    "rows and heads change places": (dense, lambda: dense(k=zeros().transpose(1, 2))),
+    "the stride of one head": (
+        lambda: dense(**{name: zeros(2, 9, 1, 64) for name in "qkv"}),
+        lambda: dense(q=zeros(2, 9, 64, 1).transpose(2, 3), k=zeros(2, 9, 1, 64), v=zeros(2, 9, 1, 64)),
+    ),
+    "one head for all": (dense, lambda: dense(k=zeros(2, 4, 1, 64).expand(2, 4, 4, 64))),
+    "one sequence for all": (dense, lambda: dense(v=zeros(1, 4, 4, 64).expand(2, 4, 4, 64))),
+    "sequences at odd strides": (dense, lambda: dense(q=apart(1025, 256, 64, 1))),
+    "sequences overlap": (dense, lambda: dense(k=apart(256, 256, 64, 1))),
+    "elements apart": (dense, lambda: dense(v=apart(2048, 512, 128, 2))),
+    "dtype of k": (dense, lambda: dense(k=zeros(dtype=torch.bfloat16))),
+    "integers": (dense, lambda: dense(**{name: zeros(dtype=torch.int16) for name in "qkv"})),
+    "head_dim of k": (dense, lambda: dense(k=zeros(2, 4, 4, 72))),
+    "three dimensions": (dense, lambda: dense(q=zeros(8, 4, 64))),
+    "no batch": (dense, lambda: dense(**{name: zeros(0, 4, 4, 64) for name in "qkv"})),
+    "no keys": (dense, lambda: dense(k=zeros(2, 0, 4, 64), v=zeros(2, 0, 4, 64))),
+    "heads that do not divide": (dense, lambda: dense(k=zeros(2, 4, 3, 64), v=zeros(2, 4, 3, 64))),
+    "fewer values than keys": (dense, lambda: dense(v=zeros(2, 3, 4, 64))),
+    "memory given back": (dense, lambda: dense(v=without_memory(zeros()))),
+    "slopes of sequences": (
+        lambda: dense(alibi_slopes=torch.zeros(4)),
+        lambda: dense(alibi_slopes=torch.zeros(2, 4)),
+    ),
+    "slopes in fp64": (
+        lambda: dense(alibi_slopes=torch.zeros(4)),
+        lambda: dense(alibi_slopes=torch.zeros(4).double()),
+    ),
+    "too many sinks": (lambda: dense(sink=torch.zeros(4)), lambda: dense(sink=torch.zeros(5))),
+    "a bias for all": (lambda: dense(bias=bias(2, 4, 4, 4)), lambda: dense(bias=bias(1, 1, 4, 4))),
+    "a bias of keys": (lambda: dense(bias=bias(2, 4, 4, 4)), lambda: dense(bias=bias(2, 4, 1, 4))),
+    "a bias by columns": (lambda: dense(bias=bias(4, 4)), lambda: dense(bias=bias(4, 4).t())),
+    "a bias in fp32": (lambda: dense(bias=bias(4, 4)), lambda: dense(bias=bias(4, 4, dtype=torch.float32))),
+    "a mask in rows apart": (
+        lambda: dense(mask=bias(4, 4, dtype=torch.bool)),
+        lambda: dense(mask=bias(4, 8, dtype=torch.bool)[:, :4]),
+    ),
+    "ranges of one sequence": (
+        lambda: dense(kv_range=ends(0, 1, 0, 1).view(2, 2)),
+        lambda: dense(kv_range=ends(0, 1).view(1, 2)),
+    ),
+    "ends in int64": (packed, lambda: packed(cu_seqlens_q=ends(0, 5, 9, dtype=torch.int64))),
+    "more sequences": (packed, lambda: packed(cu_seqlens_q=ends(0, 3, 5, 9))),
+    "other ends of keys": (
+        lambda: packed(cu_seqlens_k=ends(0, 4, 9)),
+        lambda: packed(cu_seqlens_k=ends(0, 3, 4, 9)),
+    ),
+    "lengths of one sequence": (lambda: packed(seqused_k=ends(1, 2)), lambda: packed(seqused_k=ends(1))),
+    "an array of a mod": (
+        lambda: dense(score_mod="score + x(h)", mod_arrays={"x": torch.zeros(4)}),
+        lambda: dense(score_mod="score + x(h)", mod_arrays={"x": torch.zeros(5)}),
+    ),
+}
+
+# Calls that differ otherwise, or by more.
+KINDS: dict[str, tuple[Callable[[], One], Callable[[], One]]] = {
+    "layout": (dense, lambda: dense(layout="bhsd")),
+    "no scale": (dense, lambda: dense(scale=0.0)),
+    "scale below 0": (lambda: dense(scale=0.5), lambda: dense(scale=-0.5)),
+    "scale that is no number": (lambda: dense(scale=0.5), lambda: dense(scale=float("nan"))),
+    "a window open to the left": (lambda: dense(window=(0, 0)), lambda: dense(window=(None, 0))),
+    "a window": (lambda: dense(window=(1, 0)), lambda: dense(window=(0, 1))),
+    "dropout": (lambda: dense(dropout_p=0.1, dropout_seed=1), lambda: dense(dropout_p=0.2, dropout_seed=1)),
+    "dropout of all": (lambda: dense(dropout_p=0.1, dropout_seed=1), lambda: dense(dropout_p=1.5, dropout_seed=1)),
+    "seeds that are no integers": (
+        lambda: dense(dropout_p=0.1, dropout_seed=torch.zeros(2, dtype=torch.int64)),
+        lambda: dense(dropout_p=0.1, dropout_seed=torch.zeros(2)),
+    ),
+    "a mod": (lambda: dense(score_mod="score + 1"), lambda: dense(score_mod="score + 2")),
+    "a mod of masks": (lambda: dense(mask_mod="q >= k"), lambda: dense(mask_mod="q > k")),
+    "the name of an array": (
+        lambda: dense(alibi_slopes=torch.zeros(4)),
+        lambda: dense(sink=torch.zeros(4)),
+    ),
+    "bias or mask": (
+        lambda: dense(mask=bias(4, 4, dtype=torch.bool)),
+        lambda: dense(bias=bias(4, 4, dtype=torch.bool)),
+    ),
+    "ends or lengths": (lambda: packed(cu_seqlens_k=ends(0, 4, 9)), lambda: packed(seqused_k=ends(0, 4))),
+}
+PAIRS = ARRAYS | KINDS
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    return pretended_gpu.pretend(monkeypatch)
+
+
+def outcome(gpu: Gpu, call: One) -> Any:
+    """What a call launches, and what its results look like; or its error."""
+    gpu.launched.clear()
+    try:
+        out = call()
+    except CupyflashError as e:
+        return type(e), str(e)
+    return out.shape, out.dtype, [there(gpu, *one) for one in gpu.launched], found_in(gpu.launched, gpu)
+
+
+def there(gpu: Gpu, symbol: str, grid: int, data: bytes) -> list[str]:
+    """The arrays that a launch has addresses of."""
+    params = np.frombuffer(data, next(x.params for x in gpu.loaded if x.symbol == symbol))[0]
+    plain = params["plain"] if "plain" in params.dtype.names else params
+    return [name for name in plain.dtype.names if plain.dtype[name] == np.uint64 and plain[name]]
+
+
+def alone(gpu: Gpu, call: One) -> Any:
+    """That of a call that is the first."""
+    launch.forget()
+    return outcome(gpu, call)
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_second_call_gets_its_own(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+    first, second = PAIRS[name]
+    want, other = alone(gpu, second()), alone(gpu, first())
+    assert want != other
+    for _ in range(3):
+        assert outcome(gpu, first()) == other
+    assert [outcome(gpu, second()) for _ in range(3)] == [want] * 3
+    assert outcome(gpu, first()) == other
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_a_comparison_that_forgets_would_be_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the test above would prove nothing."""
+    gpu = pretended_gpu.pretend(monkeypatch)
+    first, second = ARRAYS[name]
+    want = alone(gpu, second())
+    monkeypatch.setattr(TORCH, "comparison", lambda *_: lambda *_: True)
+    monkeypatch.setattr(last, "_pointers", lambda arrays: [x.data_ptr() or 16 for x in arrays.values()])
+    launch.forget()
+    for _ in range(3):
+        outcome(gpu, first())
+    assert outcome(gpu, second()) != want
+
+
+# ---- Lengths that are new ----
+
+
+def rows(*lengths: int, form: str = "bshd", **given: Any) -> One:
+    """Of so many rows of q, k and v, the last as often as it takes."""
+    m, n, n_of_v = (*lengths, lengths[-1], lengths[-1])[:3]
+    made = {}
+    for name, count in zip("qkv", (m, n, n_of_v), strict=True):
+        whole = zeros(2, 4, count, 64).transpose(1, 2) if form == "whole heads" else zeros(2, count, 4, 64)
+        made[name] = whole.transpose(1, 2) if form == "bhsd" else whole[0] if form == "packed" else whole
+    if form == "packed":
+        return packed(**made, **given)
+    return dense(**made, layout="bhsd" if form == "bhsd" else "bshd", **given)
+
+
+FORMS = ["bshd", "bhsd", "whole heads", "packed"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "known", [[(1, 9), (1, 10), (1, 11), (1, 12)], [(9, 1), (10, 1), (11, 1), (12, 1)], [(1, 1)] * 4]
+)
+def test_one_row_is_another_series(known: list[tuple[int, int]], form: str, gpu: Gpu) -> None:
+    """Whose maps say nothing of the stride of rows: after the steps of a decoder, say, comes a prompt."""
+    new = [(5, 13), (5, 1), (1, 13), (70, 300), (6, 6), (1, 14)]
+    want = [alone(gpu, rows(*lengths, form=form)) for lengths in new]
+    launch.forget()
+    for lengths in known:
+        outcome(gpu, rows(*lengths, form=form))
+    assert [outcome(gpu, rows(*lengths, form=form)) for lengths in new] == want
+
+
+def odd_address() -> Any:
+    return torch.zeros(2 * 80 * 4 * 64 + 1, dtype=HALF)[1:].view(2, 80, 4, 64)
+
+
+def in_buffer(step: int, row: int = 256, head: int = 64) -> Any:
+    """(2, 80, 4, 64) with sequences so far apart."""
+    return torch.zeros(1 << 17, dtype=HALF).as_strided((2, 80, 4, 64), (step, row, head, 1))
+
+
+# New lengths, and one respect more in which arrays are not those of the series.
+BEYOND: dict[str, Callable[[], One]] = {
+    "one row": lambda: rows(1, 80),
+    "one key": lambda: rows(80, 1),
+    "no key": lambda: rows(80, 0),
+    "fewer values": lambda: rows(80, 80, 79),
+    "odd address": lambda: of_80(q=odd_address()),
+    "sequences at odd strides": lambda: of_80(q=in_buffer(80 * 256 + 4)),
+    "one sequence for all": lambda: of_80(k=in_buffer(0)),
+    "sequences apart": lambda: of_80(k=in_buffer(100 * 256)),
+    "heads before rows": lambda: of_80(v=in_buffer(80 * 256, 64, 80 * 64)),
+    "rows apart": lambda: of_80(v=in_buffer(80 * 512, 512)),
+    "one head for all": lambda: of_80(k=in_buffer(80 * 256, 256, 0)),
+    "bf16": lambda: of_80(k=zeros(2, 80, 4, 64, dtype=torch.bfloat16)),
+    "half of the memory": lambda: of_80(k=half_of_memory()),
+    "more heads": lambda: of_80(q=zeros(2, 80, 8, 64)),
+    "another batch": lambda: of_80(q=zeros(3, 80, 4, 64)),
+    "slopes": lambda: of_80(alibi_slopes=torch.zeros(4)),
+    "causal": lambda: of_80(causal=True),
+}
+
+
+def of_80(**given: Any) -> One:
+    return dense(**{**{name: zeros(2, 80, 4, 64) for name in "qkv"}, **given})
+
+
+def half_of_memory() -> Any:
+    x = zeros(2, 80, 4, 64)
+    x.untyped_storage().resize_(x.nbytes // 2)
+    return x
+
+
+@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+def test_a_series_takes_no_more_than_lengths(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+    want, plain = alone(gpu, BEYOND[name]()), alone(gpu, of_80())
+    assert want != plain
+    launch.forget()
+    for m in (60, 61, 62, 63):
+        outcome(gpu, rows(m, m + 10))
+    assert [outcome(gpu, BEYOND[name]()) for _ in range(3)] == [want] * 3
+    assert outcome(gpu, of_80()) == plain
