@@ -6,7 +6,12 @@ by a comparison that forgets something.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -18,6 +23,7 @@ from cupyflash import CupyflashError
 from cupyflash.arrays.adapters import TORCH
 from cupyflash.launch import last
 from cupyflash.launch import prepared as launch
+from cupyflash.launch.kept import Kept
 from tests import pretended_gpu
 from tests.pretended_gpu import Gpu, found_in
 
@@ -285,3 +291,189 @@ def test_a_series_takes_no_more_than_lengths(name: str, arch: str, monkeypatch: 
         outcome(gpu, rows(m, m + 10))
     assert [outcome(gpu, BEYOND[name]()) for _ in range(3)] == [want] * 3
     assert outcome(gpu, of_80()) == plain
+
+
+# ---- JAX's custom calls, of one text ----
+
+BUFFERS: dict[str, dict[str, Any]] = {
+    "the same": {},
+    "rows": {"rows": (9, 70)},
+    "keys": {"rows": (64, 65)},
+    "rows and heads change places": {"rows": (4, 4), "heads": (64, 64)},
+    "heads of k": {"heads": (4, 2)},
+    "dtype": {"dtype": "bfloat16"},
+    "head_dim": {"head_dim": 128},
+    "batch": {"batch": 2},
+    "family": {"family": "sm80"},
+    "addresses": {"offset": 8},
+    "an unknown family": {"family": "sm70"},
+}
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_call_of_xlas_gets_its_own(name: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cupyflash.jax import call, ffi
+
+    monkeypatch.setattr("cupyflash.gpu.device.count", lambda: 1)
+    handler = ffi._handler(call._run, lambda: 0)
+
+    def run(family: str = "sm90", **given: Any) -> Any:
+        monkeypatch.setenv("CUPYFLASH_FAMILY", "sm90")  # of which the text tells
+        frame = frame_of(**given)
+        monkeypatch.setenv("CUPYFLASH_FAMILY", family)
+        gpu.launched.clear()
+        frame.run(handler)
+        return frame.errors, found_in(gpu.launched, gpu)
+
+    second = BUFFERS[name]
+    want, plain = run(**second), run()
+    assert (want != plain) == (name != "the same")
+    launch.forget()
+    for _ in range(3):
+        assert run() == plain
+    assert [run(**second) for _ in range(3)] == [want] * 3
+    assert run() == plain
+
+
+def frame_of(
+    rows: tuple[int, int] = (64, 70), heads: tuple[int, int] = (4, 4), batch: int = 1, head_dim: int = 64,
+    dtype: str = "float16", offset: int = 0,
+) -> Any:  # fmt: skip
+    """XLA's frame of a causal forward."""
+    import jax
+
+    from cupyflash.jax import call
+    from cupyflash.jax.buffers import Buffer
+    from cupyflash.options import Options
+    from tests.xla_frame import XlaFrame
+
+    q, k = (jax.ShapeDtypeStruct((batch, n, h, head_dim), dtype) for n, h in zip(rows, heads, strict=True))
+    static = call.Static.of("forward", ("q", "k", "v"), Options(causal=True), ("lse",))
+    results = call.results_of(static, [q, k, k])
+    found = [
+        Buffer(4096 * 1024 * (1 + i) + offset, tuple(x.shape), call.CODE_OF[np.dtype(x.dtype)], 0)
+        for i, x in enumerate([q, k, k, *results])
+    ]
+    return XlaFrame(static.text(), found[:3], found[3:])
+
+
+# ---- What decides a call beside its arguments ----
+
+
+def neg_of(x: Any) -> Any:
+    return torch._neg_view(x)
+
+
+class Named(torch.Tensor):
+    """A subclass without rules of its own."""
+
+
+CONTEXTS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
+    "a plain tensor": (lambda x: x, contextlib.nullcontext),
+    "one that requires grad": (lambda x: x.requires_grad_(), contextlib.nullcontext),
+    "a parameter": (torch.nn.Parameter, contextlib.nullcontext),
+    "without grad": (lambda x: x.requires_grad_(), torch.no_grad),
+    "inference": (lambda x: x, torch.inference_mode),
+    "a tensor of inference": (lambda x: zeros(), torch.inference_mode),
+    "a negative view": (neg_of, contextlib.nullcontext),
+    "a subclass": (lambda x: x.as_subclass(Named), contextlib.nullcontext),
+    "autocast": (lambda x: x, lambda: torch.autocast("cpu", torch.bfloat16)),
+    "a mode": (lambda x: x, lambda: torch.device("cpu")),
+}
+
+
+def in_context(gpu: Gpu, name: str) -> Any:
+    change, context = CONTEXTS[name]
+    q, k, v = zeros(), zeros(), zeros()
+    q.fill_(1.0)
+    with context():
+        q = change(q)
+        gpu.launched.clear()
+        try:
+            out = cupyflash.attention(q, k, v)
+        except CupyflashError as e:
+            return type(e), str(e)
+    return type(out), out.dtype, out.requires_grad, out.is_inference(), found_in(gpu.launched, gpu)
+
+
+def test_calls_of_all_contexts_in_all_orders(gpu: Gpu, rng: Any) -> None:
+    want = {}
+    for name in CONTEXTS:
+        launch.forget()
+        want[name] = in_context(gpu, name)
+    names = [name for name in CONTEXTS for _ in range(10)]
+    for i in rng.permutation(len(names)):
+        for _ in range(1 + i % 3):
+            assert in_context(gpu, names[i]) == want[names[i]], names[i]
+
+
+@pytest.mark.parametrize("value", ["sm80", "sm70"])
+def test_a_family_that_is_asked_for_between_calls(value: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (of_80, packed):
+        plain = alone(gpu, call())
+        with monkeypatch.context() as patch:
+            patch.setenv("CUPYFLASH_FAMILY", value)
+            want = alone(gpu, call())
+        launch.forget()
+        assert want != plain
+        assert [outcome(gpu, call()) for _ in range(4)] == [plain] * 4
+        with monkeypatch.context() as patch:
+            patch.setenv("CUPYFLASH_FAMILY", value)
+            assert [outcome(gpu, call()) for _ in range(4)] == [want] * 4
+        assert outcome(gpu, call()) == plain
+
+
+def test_calls_that_went_for_others(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recalled may no longer be kept elsewhere."""
+    monkeypatch.setattr(launch, "calls", Kept(2))
+    monkeypatch.setattr(launch, "specs", Kept(1))
+    monkeypatch.setattr(launch, "series", Kept(1))
+    calls = [lambda n=n, scale=scale: rows(n, n, scale=scale) for n in (8, 9, 9, 9, 30, 31, 32) for scale in (1.0, 0.5)]
+    want = [outcome(gpu, call()) for call in calls]
+    assert [outcome(gpu, call()) for _ in range(3) for call in calls] == 3 * want
+
+
+def test_threads_get_their_own(gpu: Gpu) -> None:
+    """Of the calls of several threads, each launches what it would alone."""
+    lengths = [(m, n) for m in (1, 5, 64) for n in (1, 7, 65)]
+    want = {both: alone(gpu, rows(*both))[-1][0] for both in lengths}
+    launch.forget()
+    gpu.launched.clear()
+    asked: dict[int, tuple[int, int]] = {}
+    kept: list[Any] = []  # so that addresses stay different
+
+    def work(first: int) -> None:
+        for i in range(60):
+            m, n = lengths[(first + i // 3) % len(lengths)]
+            q = zeros(2, m, 4, 64)
+            kept.append(q)
+            asked[q.data_ptr()] = m, n
+            cupyflash.attention(q, zeros(2, n, 4, 64), zeros(2, n, 4, 64))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert len(gpu.launched) == 4 * 60
+    for one in gpu.launched:
+        params = np.frombuffer(one.params, next(x.params for x in gpu.loaded if x.symbol == one.symbol))[0]
+        address = int((params["plain"] if "plain" in params.dtype.names else params)["q"])
+        assert found_in([one], gpu) == [want[asked[address]]]
+
+
+def test_no_tensor_is_kept_alive(gpu: Gpu) -> None:
+    seen: list[Any] = []
+    for n in (60, 61, 62, 63, 63, 63, 63):
+        q, k, v, of_each = zeros(2, n, 4, 64), zeros(2, n, 4, 64), zeros(2, n, 4, 64), ends(0, n)
+        out, lse = cupyflash.attention(q, k, v, return_lse=True)
+        cupyflash.attention_backward(out, q, k, v, out, lse)
+        cupyflash.attention_varlen(q[0], k[0], v[0], cu_seqlens_q=of_each)
+        seen += map(weakref.ref, (q, k, v, of_each, out, lse))
+        cupyflash.attention(q.requires_grad_(), k, v).sum().backward()
+    del q, k, v, of_each, out, lse
+    gc.collect()
+    assert [x() for x in seen] == [None] * len(seen)
