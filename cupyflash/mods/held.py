@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import dis
 import sys
 import types
@@ -13,7 +12,6 @@ from typing import Any
 _LIBRARIES = ("builtins", "cupy", "cupyflash", "jax", "jaxlib", "numpy", "torch")
 _CONSTANT = (*_LIBRARIES, "math", "operator", "_operator")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
-_BUILTINS = vars(builtins)
 _IMPORT = dis.opmap["IMPORT_NAME"]
 # How names begin of what looks up something that code does not name, or asks what differs from call to call.
 _ASKING = ("__import__", "eval", "exec", "globals", "input", "locals", "open", "vars",
@@ -125,7 +123,8 @@ class Held:
         others = [word for word in names_in(code) if word not in module]
         if function.__dict__ or _imports(code) or any(word.startswith(_ASKING) for word in others):
             raise Unknown
-        parts = (*_parts(function), {word: _BUILTINS[word] for word in others if word in _BUILTINS})
+        below: Any = function.__builtins__  # type: ignore[attr-defined]
+        parts = (*_parts(function), {word: below[word] for word in others if word in below})
         return code, *(tuple((word, self._of(x)) for word, x in part.items()) for part in parts)
 
     def _of(self, x: Any) -> Hashable:

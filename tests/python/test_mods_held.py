@@ -262,6 +262,15 @@ def test_what_a_function_finds_elsewhere(
         assert after == text(mod) != before
 
 
+def test_builtins_of_its_own(traced: mock.Mock) -> None:
+    texts = []
+    for factor in (0.5, 0.75):
+        module: dict[str, Any] = {"__builtins__": {"factor": factor}}
+        exec("def mod(score, b, h, q, k): return score * factor", module)
+        texts.append(text(module["mod"]))
+    assert texts[0] != texts[1]
+
+
 def test_numbers_and_functions_change_in_place(traced: mock.Mock) -> None:
     factors, functions = [0.5, [0.25]], [abs, twice]
     mods: list[Mod] = [
