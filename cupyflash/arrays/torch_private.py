@@ -43,8 +43,17 @@ def without_rules() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_dual(x: Any) -> bool:
-    """Whether x has a forward-mode derivative."""
-    return sys.modules["torch"].autograd.forward_ad.unpack_dual(x).tangent is not None  # also where there is no level
+    """Whether x has a forward-mode derivative. torch.compile, which follows this, cannot look into `sys.modules`."""
+    import torch.autograd.forward_ad
+
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None  # also where there is no level
+
+
+def is_recorded(x: Any) -> bool:
+    """Whether autograd follows x. (Likewise.)"""
+    import torch
+
+    return bool(x.requires_grad and torch.is_grad_enabled())
 
 
 @functools.cache
