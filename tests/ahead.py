@@ -68,7 +68,7 @@ class Ahead:
         some = [
             item
             for item in items[at : at + COUNT]
-            if isinstance(item, pytest.Function) and item.originalname == request.node.originalname
+            if isinstance(item, pytest.Function) and item.function is request.function
         ]
         build(unit for item in some for unit in units(self.rehearse, item.callspec.params, self.modules))
         self.done.update(item.nodeid for item in some)

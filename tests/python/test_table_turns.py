@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from cupyflash.check.cases import CASES
+from cupyflash.check.cases import CASES, Case
 from cupyflash.problem import DTYPES
+from tests import table_turns
 from tests.emulator.attention import EXTRA
 from tests.emulator.cases import TABLE
 from tests.table_turns import dtypes, families, pairs, taken_in_turn, traits
@@ -50,3 +53,9 @@ def test_spare_cases_are_run_with_thorough_alone() -> None:
     parameters = in_turn(["a", "b", "c"], [(0,), (1,)], every=["b"], spare=["a"])
     run = [p.values for p in parameters if not p.marks]
     assert run == [("b", 0), ("b", 1), ("c", 1)]
+
+
+def test_every_field_of_a_case_is_a_trait_or_known_to_be_none() -> None:
+    """Else the emulator would leave cases of a new feature out."""
+    known = {*table_turns._AS_THEY_ARE, *table_turns._WHETHER, *table_turns._OTHERWISE}
+    assert known - {"packed"} == {field.name for field in dataclasses.fields(Case)}
