@@ -66,12 +66,13 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
         repair_row<T, kCols>(tile, row0 + row, col0, D, Dropout<V>::factor(p), [&](auto &sum, bool reasons) {
             // @sink-of-the-row
             if (reasons) lse = log2_sum_ex2<V::kBias>(first, end + Sink<V>::kAny, exponent_or_sink);
-            if constexpr (V::kBias)
-                // By the lane that stored the NaN which a hidden key may have left there. @lse-repaired
-                if (reasons && p.lse && fresh_lane() == row % 8 * 4)
+            if constexpr (V::kBias) {
+                // By the lane that stored the NaN which a hidden key may have left there. (None is where no key is seen.)
+                // @lse-repaired
+                if (reasons && first < end && p.lse && fresh_lane() == row % 8 * 4)
                     p.lse[s.lse_row(problem, head) + query0 + row] = lse * kLn2;
-            if constexpr (V::kBias)
                 if (lse == -ptx::infinity()) return;  // all scores are: the row sees nothing
+            }
             if constexpr (V::kBlockMask) {
                 if (lse != lse && block_mask.sees_any(query0 + row, first, end)) return sum.fill(lse);
             } else if (first < end && lse != lse) return sum.fill(lse);

@@ -28,6 +28,7 @@ FORWARD_BIAS = (
     Bug("bias: heads of sequences that share one mixed up", change("sequences-that-share-a-bias", "all / sequences", "all % sequences"), "wide", r"RACE"),
     Bug("bias: the second block's is the first one's", change("bias-of-the-second-block", "fetch(places, q0, first + 1)", "fetch(places, q0, first)"), "wide", "", "sm_90"),
     Bug("bias: the next block's is this one's", change("bias-of-the-next-block", "fetch(places, q0, j + 1)", "fetch(places, q0, j)"), "wide", "", "sm_90"),
+    Bug("bias: lse of a row without keys repaired, without its sink", change("lse-repaired", "first < end", "true"), "no-keys"),
     Bug("bias: lse of a row with a hidden NaN left NaN", without("lse-repaired"), "nan-hidden"),
     Bug("bias: O repaired with keys that it hides", change("hidden-by-bias-repair-of-o", "places(0, key).hides()", "false"), "nan-hidden"),
 )  # fmt: skip

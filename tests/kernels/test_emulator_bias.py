@@ -39,6 +39,7 @@ CASES = {
     "hides": _case("hides", "qk hides", dlse=True),
     "nan-hidden": _case("nan-hidden", "qk hides"),
     "scores-of--inf": _case("scores-of--inf", "hqk", dlse=True),
+    "no-keys": Case("bias-no-keys", "full", 70, 40, 64, 2, 2, 1, bias="qk", causal=True, sink=True),
     "keys": _case("keys", "k fp32", dlse=True),
     "many": _case("many", "k fp32", batch=3, heads_q=6, heads_k=2),
     "columns": _case("columns", "bhk", heads_q=3),
@@ -57,7 +58,8 @@ CASES = {
 @functools.cache
 def inputs_of(name: str) -> Inputs:
     """In "nan-hidden" a key that no query sees is NaN, and one that every second query sees; in "scores-of--inf" one
-    query, whose keys no bias hides, has scores of -inf alone; in "short" nothing is added beyond `ROOM`."""
+    query, whose keys no bias hides, has scores of -inf alone; in "no-keys" a value is NaN, and the first queries, which
+    see none, share a tile with others that see it; in "short" nothing is added beyond `ROOM`."""
     x = CASES[name].inputs("bf16")
     if name == "short":
         assert x.bias is not None
@@ -69,6 +71,8 @@ def inputs_of(name: str) -> Inputs:
         x.bias[:, 37] = -np.inf
         x.bias[::2, 90] = -np.inf
         x.k[:, [37, 90]], x.v[:, [37, 90]] = np.nan, np.nan
+    if name == "no-keys":
+        x.v[:, 5] = np.nan
     if name == "scores-of--inf":
         x.k[..., 0] = np.abs(x.k[..., 0].astype(np.float32)) + 0.5
         x.q[:, 5, :, 0] = -np.inf
