@@ -123,7 +123,8 @@ class Held:
         others = [word for word in names_in(code) if word not in module]
         if function.__dict__ or _imports(code) or any(word.startswith(_ASKING) for word in others):
             raise Unknown
-        below: Any = function.__builtins__  # type: ignore[attr-defined]
+        untyped: Any = function  # not every version of typeshed knows its builtins
+        below = untyped.__builtins__
         parts = (*_parts(function), {word: below[word] for word in others if word in below})
         return code, *(tuple((word, self._of(x)) for word, x in part.items()) for part in parts)
 
