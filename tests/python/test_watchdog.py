@@ -38,6 +38,7 @@ def attention(*arrays, **options):
 
 api.attention = attention
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which what a shell starts in the background ignores
     cli.main(sys.argv[1:], prog_name="cupyflash")
 """
 FAULTS = {
