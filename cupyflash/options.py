@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from .arrays.imported import constant_in_programs, is_instance
-from .arrays.torch_private import is_dual, is_recorded
+from .arrays.torch_private import is_differentiated
 from .errors import ArgumentError, UnsupportedError
 
 LAYOUTS = ("bshd", "bhsd")
@@ -202,7 +202,7 @@ def _read(name: str, x: Any) -> Any:
 def _is_followed(x: Any) -> bool:
     """Whether torch or JAX would differentiate what is computed with x."""
     if is_instance(x, "torch", "Tensor"):
-        return is_dual(x) or is_recorded(x)
+        return is_differentiated(x)
     return is_instance(x, "jax", "Array") and isinstance(x, sys.modules["jax"].core.Tracer)
 
 

@@ -49,11 +49,11 @@ def is_dual(x: Any) -> bool:
     return torch.autograd.forward_ad.unpack_dual(x).tangent is not None  # also where there is no level
 
 
-def is_recorded(x: Any) -> bool:
-    """Whether autograd follows x. (Likewise.)"""
+def is_differentiated(x: Any) -> bool:
+    """Whether torch would differentiate what is computed with x, forwards or backwards. (Likewise.)"""
     import torch
 
-    return bool(x.requires_grad and torch.is_grad_enabled())
+    return bool(is_dual(x) or (x.requires_grad and torch.is_grad_enabled()))
 
 
 @functools.cache

@@ -143,7 +143,7 @@ def _compared(last: _LastSeries, arrays: Mapping[str, Any], given: Given, option
 
 
 def keep(last: dict[Hashable, Any], kind: Hashable, value: Any) -> None:
-    """The value is the last of its kind; where there are too many kinds, all begin anew."""
+    """The value is the last of its kind; where there are too many kinds, those before are forgotten."""
     if len(last) >= _MOST and kind not in last:
         last.clear()
     last[kind] = value
