@@ -163,8 +163,9 @@ struct BwdDkvGroup {
                 ptx::mbarrier_wait(smem.full(kOther, before.stage), before.phase);  // @operand-of-the-other-full
                 issue_nn<T, M>(dKV, W, smem.streamed(kOther, before.stage));  // dV += P^T dO, dK += dS^T Q: tile before
                 ptx::mbarrier_wait(smem.full(kRole, ring.stage), ring.phase);
-                issue_nt<T, kDepth>(X, resident, smem.streamed(kRole, ring.stage));  // S^T = K Q^T, dP^T = V dO^T
-                ptx::wgmma_wait_group<1>();                                          // @product-complete-dkv
+                // S^T = K Q^T, dP^T = V dO^T
+                issue_nt<T, kDepth>(X, resident.fresh(), smem.streamed(kRole, ring.stage));
+                ptx::wgmma_wait_group<1>();  // @product-complete-dkv
                 arrived(dKV);
                 arrive_warp(smem.empty(kOther, before.stage));  // @operand-of-the-other-released
                 ptx::wgmma_wait_group<0>();

@@ -228,20 +228,15 @@ struct BwdDqGroup {
         finish(tile, q0, dQ);
     }
 
-    // A tile whose address is computed again: descriptors of Q and dO kept through the loop would spill.
-    template <class Tile>
-    __device__ static Tile fresh(const Tile &tile) {
-        return {static_cast<ptx::u32>(ptx::opaque(static_cast<int>(tile.base)))};
-    }
     // dP = dO V^T and S = Q K^T, in this order; leave `ring` at K.
     __device__ void issue_dp(AccTile<16, N> &dP) {
         ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
-        issue_nt<T, kDepth>(dP, fresh(smem.dout(group)), smem.kv(ring.stage));
+        issue_nt<T, kDepth>(dP, smem.dout(group).fresh(), smem.kv(ring.stage));
         ring.next();
     }
     __device__ void issue_s(AccTile<16, N> &S) {
         ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
-        issue_nt<T, kDepth>(S, fresh(smem.q(group)), smem.kv(ring.stage));
+        issue_nt<T, kDepth>(S, smem.q(group).fresh(), smem.kv(ring.stage));
     }
     // The stage before the ring's.
     __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }  // @stage-of-v

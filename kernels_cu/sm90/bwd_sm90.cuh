@@ -22,6 +22,16 @@
 #include "sm90/bwd_load_sm90.cuh"
 #include "tile/epilogue.cuh"
 
+// Of two neighbouring queries.
+struct RowStats {
+    float x[4];  // lse, delta, lse, delta
+
+    // Those of a lane in columns [8 j, 8 j + 8) of an accumulator; from: where its first ones lie.
+    __device__ void load(ptx::u32 from, int j) { ptx::ld_shared_v4_f32(x, from + 64 * j); }
+    __device__ float lse(int query) const { return x[2 * query]; }
+    __device__ float delta(int query) const { return x[2 * query + 1]; }
+};
+
 // One consumer warpgroup: 64 keys.
 template <class V>
 struct BwdGroup {
@@ -31,6 +41,11 @@ struct BwdGroup {
     static_assert(M == 64 && V::kBlockN % 64 == 0 && kHeld <= kDepth);
     // Whether dS leaves under the products of dK and dV. Three warpgroups do not gain by it, and have no registers left.
     static constexpr bool kHandsOverLate = D > 64 && !Emitted<V>::kAny;
+    // Whether P is formed while dP is still being multiplied, and how many columns of S find their lse loaded when they arrive.
+    // Two warpgroups do not gain by it. Where a score is asked for again or for its place, no registers are left.
+    static constexpr bool kFormsPEarly =
+        D <= 64 && Score<V>::kWeightIsP && !Dropout<V>::kAny && !V::kAlibi && !V::kBias;
+    static constexpr int kAhead = kFormsPEarly ? 2 : 0;
 
     const BwdSm90Params &p;
     const Problem &problem;
@@ -143,8 +158,12 @@ struct BwdGroup {
             if constexpr (V::kCopiesBias) return NotFetched{};
             else return head_places.template fetch_of_warp<false, M>(q0, key0);
         }();
-        ptx::wgmma_wait_group<0>();
-        arrived(P), arrived(dS);
+        RowStats ahead[kAhead + 1];
+        #pragma unroll
+        for (int j = 0; j < kAhead; ++j) ahead[j].load(stats_at, j);
+        ptx::wgmma_wait_group<kFormsPEarly>();  // @s-complete-bwd
+        arrived(P);
+        if constexpr (!kFormsPEarly) arrived(dS);
         VisibleQueries<V> visible;
         if constexpr (kMasked) visible = VisibleQueries<V>(mask, q0, key0);
         if constexpr (kMasked && V::kBlockMask) visible.keep(by_block_mask);
@@ -155,19 +174,34 @@ struct BwdGroup {
             else return all_places;
         };
         if constexpr (V::kCopiesBias) copied_bias().await();
+        if constexpr (kFormsPEarly) {
+            #pragma unroll
+            for (int j = 0; j < M / 8; ++j) {
+                RowStats stats = ahead[min(j, kAhead)];
+                if (j >= kAhead) stats.load(stats_at, j);
+                #pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    float &x = P.x[0][j][e];
+                    x = score.P(x, all_places(8 * j + e % 2, 8 * (e / 2)), stats.lse(e % 2));
+                }
+            }
+            arrived(P);                  // not moved behind the wait
+            ptx::wgmma_wait_group<0>();  // @dp-complete-bwd
+            arrived(dS);
+        }
         FragA<T, 16, M> rP, rdS;
         #pragma unroll
         for (int k = 0; k < M / 16; ++k) {
             const auto places = places_of(16 * k);
             #pragma unroll
             for (int j = 2 * k; j < 2 * k + 2; ++j) {
-                float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
-                ptx::ld_shared_v4_f32(stats, stats_at + 64 * j);
+                RowStats stats;
+                stats.load(stats_at, j);
                 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
-                    const float lse = stats[2 * (e % 2)], delta = stats[2 * (e % 2) + 1];
+                    const float lse = stats.lse(e % 2), delta = stats.delta(e % 2);
                     const auto at = places(8 * j + e % 2, 8 * (e / 2));
-                    const float s = P.x[0][j][e], p_ij = score.P(s, at, lse);
+                    const float s = P.x[0][j][e], p_ij = kFormsPEarly ? s : score.P(s, at, lse);
                     const bool keeps = kept(8 * (e / 2), 8 * j + e % 2);
                     const float dp_ij = dropout.of_kept(keeps, dS.x[0][j][e]);
                     const float ds_ij = score.dS(s, p_ij, dp_ij, delta, at);

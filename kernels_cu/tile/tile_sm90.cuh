@@ -37,16 +37,21 @@ struct SwizzledTile {
         ptx::cp_async_bulk_commit_group();
     }
 
+    // The same tile; its address and the descriptors that follow from it are computed again, not kept. Kept through a loop
+    // they would spill, or come back to uniform registers one by one.
+    __device__ SwizzledTile fresh() const { return {static_cast<ptx::u32>(ptx::opaque(static_cast<int>(base)))}; }
+
     // Matrix descriptors of 16 columns (K-major) or 16 rows (MN-major), the k-th such slice: wgmma's operand of depth
     // step k. Fields: address, leading and stride byte offset, each / 16; 128-byte swizzle (PTX ISA 9.7.15.5.1.2).
     // @depth-steps-across-chunks
-    __device__ ptx::u64 columns(int k) const { return descriptor(16) + ((k / 4 * kChunkBytes + k % 4 * 32) >> 4); }
-    __device__ ptx::u64 rows(int k) const { return descriptor(kChunkBytes) + (k * 16 * 128 >> 4); }  // @leading-bytes
+    __device__ ptx::u64 columns(int k) const { return descriptor(16, k / 4 * kChunkBytes + k % 4 * 32); }
+    __device__ ptx::u64 rows(int k) const { return descriptor(kChunkBytes, k * 16 * 128); }  // @leading-bytes
 
   private:
-    __device__ ptx::u64 descriptor(ptx::u32 leading_bytes) const {
-        return static_cast<ptx::u64>((base & 0x3ffff) >> 4) | static_cast<ptx::u64>(leading_bytes >> 4) << 16 |
-               static_cast<ptx::u64>(1024 >> 4) << 32 | 1ull << 62;  // @stride-bytes
+    // Of what lies `offset` bytes behind the tile's begin: in shared memory, so below 256 KiB, and no field overflows.
+    __device__ ptx::u64 descriptor(ptx::u32 leading_bytes, ptx::u32 offset) const {
+        const ptx::u32 low = (base >> 4) + (leading_bytes >> 4 << 16) + (offset >> 4);
+        return static_cast<ptx::u64>(1u << 30 | 1024 >> 4) << 32 | low;  // @stride-bytes
     }
 };
 
