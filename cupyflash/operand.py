@@ -58,6 +58,13 @@ class Use(NamedTuple):
     text: str = ""
 
 
+class Box(NamedTuple):
+    """What one copy of TMA moves of an array: so many rows; `interleaved`: of the tile that copies fill, some of it."""
+
+    rows: int
+    interleaved: bool = False
+
+
 @dataclass(frozen=True)
 class Operand:
     """One row of the table.

@@ -15,7 +15,7 @@ import numpy as np
 from .operand import COUNTER as COUNTER
 from .operand import GRADIENT as GRADIENT
 from .operand import INPUT as INPUT
-from .operand import MOD_ARRAYS, MOD_LIMIT, ROWS, SCORES, K, Q, Use
+from .operand import MOD_ARRAYS, MOD_LIMIT, ROWS, SCORES, Box, K, Q, Use
 from .operand import RESULT as RESULT
 from .operand import SIZES as SIZES
 from .operand import WORKSPACE as WORKSPACE
@@ -174,6 +174,8 @@ class HasParams(Protocol):
 
     @property
     def params(self) -> np.dtype[np.void]: ...
+    @property
+    def interleaved(self) -> tuple[str, ...]: ...
 
 
 class Pass:
@@ -221,13 +223,16 @@ class Pass:
 
         return self.names(RESULT, GRADIENT, where=is_due)
 
-    def boxes(self, variants: Iterable[HasParams]) -> dict[str, int]:
-        """The rows of the boxes that TMA moves of each array; none in the sm80 family. The launches of a call share one
-        struct, so the first of its variants that has tensor maps decides."""
+    def boxes(self, variants: Iterable[HasParams]) -> dict[str, Box]:
+        """The boxes that TMA moves of each array; none in the sm80 family. The launches of a call share one struct, so
+        the first of its variants that has tensor maps decides."""
         for variant in variants:
             if "plain" in (variant.params.names or ()):
                 found = ((name, use.box) for name, use in self.uses.items() if use.box is not None)
-                return {name: box if isinstance(box, int) else getattr(variant, box) for name, box in found}
+                return {
+                    name: Box(box if isinstance(box, int) else getattr(variant, box), name in variant.interleaved)
+                    for name, box in found
+                }
         return {}
 
 

@@ -38,8 +38,8 @@ class Launched(NamedTuple):
 
 def plain(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> None:
     """Lengths less 1, strides in units of 16 bytes, and what is left of long strides in a word of its own."""
-    words[8:12] = [n - 1 for n in lengths]
-    words[16:19] = [step >> 4 & 0xFFFFFFFF for step in strides]
+    words[8 : 8 + len(lengths)] = [n - 1 for n in lengths]
+    words[16 : 16 + len(strides)] = [step >> 4 & 0xFFFFFFFF for step in strides]
     words[20] = sum(step >> 36 << 4 * i for i, step in enumerate(strides))
 
 

@@ -13,6 +13,12 @@ BIAS_CASES: tuple[Case, ...] = (
     # rows of whole chunks of 16 bytes
     Case("bias-chunks", "smoke", 201, 328, 64, batch=2, heads_q=4, heads_k=2, bias="bhqk", causal=True, dlse=True),
     Case("bias-chunks-window", "quick", 203, 200, 40, batch=2, bias="hqk hides", window=(70, 30), deterministic=True),
+    Case("bias-chunks-d128", "quick", 131, 200, 128, batch=2, heads_q=4, heads_k=2, causal=True, bias="hqk fp32"),
+    Case("bias-chunks-bhsd", "full", 111, 208, batch=2, layout="bhsd", memory="bhsd_storage", bias="bqk", sink=True),
+    Case("bias-chunks-alibi-d80", "full", 131, 264, 80, softcap=2.0, alibi=1, bias="bhqk", window=(70, 30)),
+    Case("bias-chunks-far", "full", 75, 328, 64, bias="hqk far"),
+    Case("bias-chunks-nan-in-hidden-key", "full", 131, 200, 128, values="nan_in_hidden_key", window=(90, -9),
+         bias="hqk"),
     # broadcast along each dimension
     Case("bias-of-heads-and-keys", "quick", 131, 204, 64, batch=2, heads_q=4, heads_k=2, bias="hk"),
     Case("bias-of-keys", "quick", 131, 204, 128, batch=3, heads_q=4, heads_k=2, bias="bk fp32 hides", dlse=True),
@@ -57,6 +63,7 @@ BIAS_CASES: tuple[Case, ...] = (
     Case("bias-nan-in-other-batch", "full", 75, 203, 64, batch=2, values="nan_in_other_batch", bias="qk"),
     # masks
     Case("mask", "smoke", 201, 322, 64, batch=2, bias="bqk bool", dlse=True),
+    Case("mask-chunks", "quick", 201, 328, 64, batch=2, bias="bqk bool", window=(70, 40)),
     Case("mask-causal-d128", "quick", 203, 323, 128, heads_q=4, heads_k=2, causal=True, bias="hqk bool"),
     Case("mask-of-keys-d256", "quick", 131, 204, 256, batch=2, heads_q=4, heads_k=2, bias="bk bool"),
     Case("mask-turned-window", "full", 131, 204, 64, bias="qk bool turned", window=(70, 40), deterministic=True),

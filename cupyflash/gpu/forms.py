@@ -84,20 +84,24 @@ _SMALL: tuple[_Probe, ...] = (
 )
 
 
-def understand(dtype: str, head_dim: int, rows: int) -> Form | None:
-    """The `Form` of maps with boxes of `rows`, found by comparing some; None if not even the address is understood."""
+def understand(dtype: str, head_dim: int, rows: int, interleaved: bool = False) -> Form | None:
+    """The `Form` of maps with boxes of `rows`, found by comparing some; None if not even the address is understood. Of
+    `interleaved` ones it knows no more than that."""
+
+    def map_of(probe: _Probe) -> TensorMap:
+        return TensorMap(dtype, (head_dim, *probe[0]), probe[1], rows, interleaved)
 
     def words(probe: _Probe) -> NDArray[np.uint32] | None:
-        found = encode(TensorMap(dtype, (head_dim, *probe[0]), probe[1], rows), ANYWHERE)
+        found = encode(map_of(probe), ANYWHERE)
         return None if found is None else found.view(np.uint32)
 
-    address = address_slot(TensorMap(dtype, (head_dim, *_FIRST[0]), _FIRST[1], rows))
+    address = address_slot(map_of(_FIRST))
     first, second = words(_FIRST), words(_SECOND)
     if address is None or first is None:
         return None
     form = Form(first.tobytes(), address)
     slots = () if second is None else _slots(first, second)
-    if len(slots) < 6:
+    if interleaved or len(slots) < 6:
         return form
     known = replace(form, slots=slots)
     if not all(_is_told(known, words(probe), probe) for probe in (_SECOND, *_LARGE)):

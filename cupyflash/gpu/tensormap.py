@@ -19,6 +19,7 @@ from .driver import driver_function
 
 BOX_COLUMNS = 64  # of 16 bits: 128 bytes, the span of the swizzle
 ROW_BYTES = 16  # TMA's unit
+EIGHT = 8  # keys that a lane has of a row where they are interleaved
 _MAX_STRIDE_BYTES = 1 << 40
 _FLOAT16, _BFLOAT16 = 6, 9  # CUtensorMapDataType
 _SWIZZLES, _L2_PROMOTION_256B = {64: 2, 128: 3}, 3  # CUtensorMapSwizzle by the bytes of a box's row
@@ -33,15 +34,20 @@ class TensorMap:
         sizes: (head_dim, seqlen, heads, batch).
         strides_bytes: of all dimensions but the innermost.
         rows: of a box, which has `BOX_COLUMNS` columns.
+        interleaved: four copies fill a tile of so many rows, each with two of every eight (key_order.cuh); seqlen is a
+            multiple of 8.
     """
 
     dtype: str
     sizes: tuple[int, int, int, int]
     strides_bytes: tuple[int, int, int]
     rows: int
+    interleaved: bool = False
 
     @classmethod
-    def of(cls, dtype: str, shape: Sequence[int], strides: Sequence[int], layout: str, rows: int) -> TensorMap:
+    def of(
+        cls, dtype: str, shape: Sequence[int], strides: Sequence[int], layout: str, rows: int, interleaved: bool = False
+    ) -> TensorMap:
         """The map of an array in the caller's layout; strides in elements."""
         batch, a, b, head_dim = shape
         lengths, steps = (a, b, batch), (strides[1], strides[2], strides[0])
@@ -49,7 +55,18 @@ class TensorMap:
             lengths, steps = (b, a, batch), (strides[2], strides[1], strides[0])
         # The stride of a dimension of size 1 says nothing, but the driver checks it.
         used = [2 * step if n > 1 else ROW_BYTES for n, step in zip(lengths, steps, strict=True)]
-        return cls(dtype, (head_dim, *lengths), (used[0], used[1], used[2]), rows)
+        return cls(dtype, (head_dim, *lengths), (used[0], used[1], used[2]), rows, interleaved)
+
+    @property
+    def whole(self) -> BoxMap:
+        """All that the driver is told."""
+        (head_dim, seqlen, *others), (row, *apart) = self.sizes, self.strides_bytes
+        if not self.interleaved:
+            box = BOX_COLUMNS, self.rows, 1, 1
+            return BoxMap(self.dtype, self.sizes, self.strides_bytes, box, _L2_PROMOTION_256B)
+        sizes = head_dim, EIGHT, seqlen // EIGHT, *others
+        strides = row, EIGHT * row if seqlen > EIGHT else ROW_BYTES, *apart
+        return BoxMap(self.dtype, sizes, strides, (BOX_COLUMNS, 2, self.rows // EIGHT, 1, 1), _L2_PROMOTION_256B)
 
 
 def readable(shape: Sequence[int], strides: Sequence[int], itemsize: int = 2) -> bool:
@@ -100,8 +117,7 @@ def encode(tensor: TensorMap | BoxMap, address: int) -> NDArray[np.uint64] | Non
     if function is None:
         return None
     if isinstance(tensor, TensorMap):
-        box = BOX_COLUMNS, tensor.rows, 1, 1
-        tensor = BoxMap(tensor.dtype, tensor.sizes, tensor.strides_bytes, box, _L2_PROMOTION_256B)
+        tensor = tensor.whole
     n, storage = len(tensor.sizes), _Storage()
     start = ctypes.addressof(storage)
     skip = -start % 64  # the driver wants 64-byte alignment

@@ -106,8 +106,8 @@ def fill(
         return Filled(params, words_of(which, plain, {}), which.defaults)
     whole, slots = np.zeros((), hopper), {}
     whole["plain"] = params
-    for name, rows in boxes.items():
-        tensor = TensorMap.of(problem.dtype, *arrays[name], layout, rows)
+    for name, box in boxes.items():
+        tensor = TensorMap.of(problem.dtype, *arrays[name], layout, *box)
         slot, words = tensormap.address_slot(tensor), tensormap.encode(tensor, tensormap.ANYWHERE)
         if slot is None or words is None:
             return None
@@ -120,12 +120,12 @@ def template_of(given: Given, kernels: Kernels, filled: Filled) -> Template | No
     """What the params of other calls of the spec are made from; None if the driver's tensor maps are not understood."""
     boxes, rows = given.which.boxes(kernels.variants), given.which.rows
     dtype, head_dim = kernels.spec.dtype, kernels.spec.head_dim
-    forms = {box: understand(dtype, head_dim, box) for box in set(boxes.values())}
+    forms = {box: understand(dtype, head_dim, *box) for box in set(boxes.values())}
     maps = {}
     for name, box in boxes.items():
         form = forms[box]
         if form is None:
             return None
-        maps[rows[name].member] = form, TensorMap(dtype, (head_dim, 1, 1, 1), (16, 16, 16), box)
+        maps[rows[name].member] = form, TensorMap(dtype, (head_dim, 1, 1, 1), (16, 16, 16), *box)
     strided, broadcast = ([rows[name].member for name in names] for names in (given.strided, given.broadcast))
     return Template(filled.params, strided, broadcast, maps)

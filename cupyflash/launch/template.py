@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -131,7 +132,7 @@ class Template:
                 words[f] = sequence >> 3 if batch > 1 else 1
                 continue
             strides = (2 * row if seqlen > 1 else 16, 2 * head if heads > 1 else 16, 2 * sequence if batch > 1 else 16)
-            whole = ask(TensorMap(like.dtype, (like.sizes[0], seqlen, heads, batch), strides, like.rows))
+            whole = ask(replace(like, sizes=(like.sizes[0], seqlen, heads, batch), strides_bytes=strides))
             if whole is None:
                 return None
             words[start : start + 32] = array("I", whole)

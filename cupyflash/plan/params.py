@@ -133,6 +133,7 @@ def hopper_struct(which: Pass) -> Struct:
     first = (
         "[head_dim, seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64 columns by "
         f"{', '.join(rows[:-1])} or {rows[-1]} rows; kernels that share the struct share the boxes, those of the first."
+        " Arrays whose rows a kernel interleaves have five dimensions (tile_sm90.cuh)."
     )
     return Struct(plain.name.replace("Params", "Sm90Params"), tuple(fields), first=first)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
 from ..operand import MASK_TILE
@@ -119,6 +119,10 @@ class ForwardSm90(Main):
     def key_rows(self) -> int:
         return PAGE_UNIT if self.paged and not self.whole_pages else self.block_n
 
+    @property
+    def interleaved(self) -> tuple[str, ...]:
+        return ("k", "v") if self.tile.interleaves_keys else ()
+
 
 @dataclass(frozen=True)
 class BackwardSm90(Main):
@@ -203,6 +207,9 @@ class Sm90(Family):
         if spec.block_mask and tile.block_m == 192:
             narrow = _FORWARD_LISTED_NARROW if spec.packed else _FORWARD_LISTED
             tile = narrow if spec.head_dim <= 128 else _FORWARD_LISTED_WIDE
+        fits = spec.head_dim <= 128 and tile.block_n % 32 == 0  # wider ones spill with a window
+        if spec.paired_bias == CHUNKS and fits and not (spec.crowded or spec.packed):
+            tile = replace(tile, interleaves_keys=True)
         return tile
 
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:

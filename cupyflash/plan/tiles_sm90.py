@@ -18,6 +18,7 @@ class HopperForwardTile:
 
     K and V have rings of `stages` tiles each, Q one of `q_slots` tiles of 64 rows. A thread of a consumer may use
     `consumer_registers`, one of the producer `producer_registers`: together they fill the register file.
+    `interleaves_keys`: the keys of a tile lie in an order in which a lane has eight neighbours (key_order.cuh).
     """
 
     block_m: int
@@ -26,6 +27,7 @@ class HopperForwardTile:
     q_slots: int
     consumer_registers: int
     producer_registers: int
+    interleaves_keys: bool = False
     blocks_per_sm = 1
 
     @property

@@ -116,6 +116,11 @@ class Variant:
         return 32 * self.tile.warps
 
     @property
+    def interleaved(self) -> tuple[str, ...]:
+        """The arrays whose rows TMA brings in another order (key_order.cuh)."""
+        return ()
+
+    @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
         return self.tile.smem_bytes(self.head_dim)

@@ -37,6 +37,15 @@ struct AddedArray {
             }
         }
 
+        // The same of eight keys, which all exist or none.
+        template <bool kWhole>
+        __device__ BiasRun<Element> run(const Element *there, int i, int j) const {
+            static_assert(kPairs);
+            // @run-of-bias-that-exists
+            if (!kWhole && (i >= queries || j >= keys)) return BiasRun<Element>::of(bias_of_0<Element>());
+            return *reinterpret_cast<const BiasRun<Element> *>(there + j);
+        }
+
       private:
         template <bool kWhole>
         __device__ Element one(const Element *there, int i, int j) const {
@@ -69,13 +78,32 @@ struct AddedArray {
         return {head + query * row + key0 * key, ptx::opaque(row), ptx::opaque(key), seqlen_q - query, seqlen_k - key0};
     }
     // Of an accumulator of this warp that begins with a query and a key, read here: while tensor cores compute it.
-    template <bool kRowsAreQueries, int kRows, int kCols>
+    template <bool kRowsAreQueries, int kRows, int kCols, class Keys = KeysInOrder>
     __device__ auto fetch(int query, int key0) const {
-        if constexpr (!kFetches) return NotFetched{};
+        if constexpr (Keys::kNeighbours == 8) return fetched_runs<kRows, kCols, Keys>(query, key0);
+        else if constexpr (!kFetches) return NotFetched{};
         else return fetched<kRowsAreQueries, kRows, kCols>(query, key0);
     }
 
   private:
+    template <int kRows, int kCols, class Keys>
+    __device__ FetchedRuns<Element, kRows, kCols> fetched_runs(int query, int key0) const {
+        static_assert(kFetches);
+        const int lane = fresh_lane();
+        const auto first = from<true>(query + lane / 4, key0 + Keys::of_lane(lane));
+        FetchedRuns<Element, kRows, kCols> found;
+        const auto read = [&](auto whole) {
+            const Element *at = first.at;
+            #pragma unroll
+            for (int i = 0; i < kRows; i += 8, at += 8 * first.row)  // @stride-of-fetched-runs
+                #pragma unroll
+                for (int j = 0; j < kCols; j += 32)
+                    found.run[i / 8][j / 32] = first.template run<decltype(whole)::value>(at, i, j);
+        };
+        if (query + kRows <= seqlen_q && key0 + kCols <= seqlen_k) read(Bool<true>{});  // @whole-tile-of-runs
+        else read(Bool<false>{});
+        return found;
+    }
     template <bool kRowsAreQueries, int kRows, int kCols>
     __device__ auto fetched(int query, int key0) const {
         const int lane = fresh_lane(), row0 = lane / 4, col0 = 2 * (lane % 4);

@@ -1,6 +1,7 @@
 // The elements of a bias or of a mask, one and two at a time, and what they add to scores.
 #ifndef CUPYFLASH_ADDENDS_CUH
 #define CUPYFLASH_ADDENDS_CUH
+#include "tile/key_order.cuh"
 #include "tile/tile.cuh"
 
 // That nothing has been read ahead.
@@ -47,6 +48,26 @@ __device__ __forceinline__ Shown bias_of_0<Shown>() {
     return {1};
 }
 
+// Eight neighbours, which lie at a multiple of as many bytes as one load takes.
+template <class T>
+struct alignas(8 * sizeof(T) < 16 ? 8 * sizeof(T) : 16) BiasRun {
+    BiasPair<T> pair[4];
+    __device__ static BiasRun of(T x) {
+        const auto two = BiasPair<T>::of(x, x);
+        return {{two, two, two, two}};
+    }
+    __device__ float value(int i) const { return pair[i / 2].value(i % 2); }
+};
+template <>
+struct alignas(8) BiasRun<Shown> {
+    ptx::u32 raw[2];
+    __device__ static BiasRun of(Shown x) {
+        const ptx::u32 four = x.raw * 0x01010101u;
+        return {{four, four}};
+    }
+    __device__ float value(int i) const { return bias_if(raw[i / 4] >> 8 * (i % 4) & 0xff); }
+};
+
 // What is added to one score.
 struct Addend {
     float bias;
@@ -66,6 +87,13 @@ struct FetchedBias {
         const int row = kRowsAreQueries ? queries : keys, col = kRowsAreQueries ? keys : queries;
         return {pair[row / 8][col / 8].value(col % 2)};
     }
+};
+// The same where rows are queries and keys are interleaved, eight neighbours in one.
+template <class Element, int kRows, int kCols>
+struct FetchedRuns {
+    BiasRun<Element> run[kRows / 8][kCols / 32];
+
+    __device__ Addend operator()(int queries, int keys) const { return {run[queries / 8][keys / 32].value(keys % 32)}; }
 };
 
 #endif  // CUPYFLASH_ADDENDS_CUH

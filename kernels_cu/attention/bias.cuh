@@ -33,7 +33,7 @@ struct Bias {
     __device__ Bias from(int /* query */, int /* key */) const {
         return {};
     }
-    template <bool kRowsAreQueries, int kRows, int kCols>
+    template <bool kRowsAreQueries, int kRows, int kCols, class Keys = KeysInOrder>
     __device__ NotFetched fetch(int /* query */, int /* key */) const {
         return {};
     }
@@ -71,8 +71,9 @@ struct Bias<V, kBiasAndMask> {
     Numbers numbers;
     Mask mask;
 
-    template <bool kRowsAreQueries, int kRows, int kCols>
+    template <bool kRowsAreQueries, int kRows, int kCols, class Keys = KeysInOrder>
     __device__ auto fetch(int query, int key) const {
+        static_assert(Keys::kNeighbours == KeysInOrder::kNeighbours);
         if constexpr (!Numbers::kFetches) {
             return NotFetched{};
         } else {

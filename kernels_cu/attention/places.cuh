@@ -73,8 +73,8 @@ struct Places {
     __device__ Places from_lane(int /* query */, int /* key */) const {
         return {};
     }
-    // The same, of which something has been fetched.
-    template <bool kRowsAreQueries>
+    // The same, of which something has been fetched. Keys: which of them columns are (key_order.cuh).
+    template <bool kRowsAreQueries, class Keys = KeysInOrder>
     __device__ Places from_lane(int /* query */, int /* key */, NotFetched) const {
         return {};
     }
@@ -84,7 +84,7 @@ struct Places {
         return {};
     }
     // What is read of it ahead, while it is computed.
-    template <bool kRowsAreQueries, int kRows, int kCols>
+    template <bool kRowsAreQueries, int kRows, int kCols, class Keys = KeysInOrder>
     __device__ NotFetched fetch(int /* query */, int /* key */) const {
         return {};
     }
@@ -141,17 +141,18 @@ struct Places<V, true> {
     }
     template <bool kRowsAreQueries>
     __device__ auto from_lane(int query, int key) const {
-        const int lane = fresh_lane(), row = lane / 4, col = 2 * (lane % 4);
+        const int lane = fresh_lane(), row = lane / 4, col = KeysInOrder::of_lane(lane);
         return from<kRowsAreQueries>(query + (kRowsAreQueries ? row : col), key + (kRowsAreQueries ? col : row));
     }
-    template <bool kRowsAreQueries, class Fetched>
+    template <bool kRowsAreQueries, class Keys = KeysInOrder, class Fetched>
     __device__ auto from_lane(int query, int key, const Fetched &fetched) const {
-        const int lane = fresh_lane(), row = lane / 4, col = 2 * (lane % 4);
+        const int lane = fresh_lane(), row = lane / 4, col = Keys::of_lane(lane);
         query += kRowsAreQueries ? row : col, key += kRowsAreQueries ? col : row;
         return From<Fetched>{mods.from(query, key), alibi.from(query, key), fetched};
     }
-    template <bool kRowsAreQueries>
+    template <bool kRowsAreQueries, class Keys = KeysInOrder>
     __device__ auto from_lane(int query, int key, NotFetched) const {
+        static_assert(Keys::kNeighbours == KeysInOrder::kNeighbours);
         return from_lane<kRowsAreQueries>(query, key);
     }
     template <bool kRowsAreQueries, class Fetched>
@@ -160,9 +161,9 @@ struct Places<V, true> {
         return from_lane<kRowsAreQueries>(query + (kRowsAreQueries ? row : 0), key + (kRowsAreQueries ? 0 : row),
                                           fetched);
     }
-    template <bool kRowsAreQueries, int kRows, int kCols>
+    template <bool kRowsAreQueries, int kRows, int kCols, class Keys = KeysInOrder>
     __device__ auto fetch(int query, int key) const {
-        return bias.template fetch<kRowsAreQueries, kRows, kCols>(query, key);
+        return bias.template fetch<kRowsAreQueries, kRows, kCols, Keys>(query, key);
     }
     template <bool kRowsAreQueries, int kCols>
     __device__ auto fetch_of_warp(int query, int key) const {

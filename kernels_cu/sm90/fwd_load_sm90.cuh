@@ -66,6 +66,14 @@ struct FwdSm90Smem {
 template <class V>
 constexpr int kKeyRows = V::kPaged && !V::kWholePages ? 16 : V::kBlockN;
 
+// A tile of K or V, its rows in the order that columns of S have.
+template <class V, class Tile>
+__device__ __forceinline__ void load_keys(const Tile &tile, const ptx::TensorMap &map, ptx::u32 full, int row, int head,
+                                          int batch) {
+    if constexpr (V::kInterleavesKeys) tile.load_interleaved(map, full, row, head, batch, ptx::kEvictLast);
+    else tile.load(map, full, row, head, batch, ptx::kEvictLast);
+}
+
 // K and V, by one thread, which also decides what is computed; if packed by one lane of a warp, which another one tells that.
 template <class V>
 __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
@@ -81,10 +89,10 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
             if (!tiles.leads()) continue;
             const int row = tile.sequence.row_k + tile.key_block(j) * V::kBlockN;  // @keys-of-its-sequence
             ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);          // @k-empty
-            smem.k(ring.stage).load(p.map_k, smem.k_full(ring.stage), row, head, batch, ptx::kEvictLast);
+            load_keys<V>(smem.k(ring.stage), p.map_k, smem.k_full(ring.stage), row, head, batch);
             if (!smem.kJoint) ptx::mbarrier_wait(smem.v_empty(ring.stage), ring.phase ^ 1);
             // @v-of-its-head-fwd-sm90
-            smem.v(ring.stage).load(p.map_v, smem.v_full(ring.stage), row, head, batch, ptx::kEvictLast);
+            load_keys<V>(smem.v(ring.stage), p.map_v, smem.v_full(ring.stage), row, head, batch);
         }
     }
 }

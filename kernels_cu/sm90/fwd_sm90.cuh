@@ -11,6 +11,9 @@
 // Where keys lie in pages, one warp brings K and one V, and of a batch the sequences of many queries alone are computed
 // (pages.cuh, prefill_sm90.cuh).
 //
+// With a bias whose rows lie in chunks the keys of a block lie in another order, and so do the columns of S and the rows of V
+// (kInterleavesKeys, key_order.cuh).
+//
 // Key blocks are visited from the first to the last: the first one is whole, so that its maxima are worth having, the
 // diagonal comes last, and of a causal tile the warpgroups end one after the other, not all at once.
 //
@@ -29,9 +32,12 @@ struct FwdGroup {
     using T = typename V::Element;
     static constexpr int N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16);
     using Softmax = OnlineSoftmax<16, V::kBias>;
+    using Keys = typename Either<V::kInterleavesKeys, InterleavedKeys<N>, KeysInOrder>::Type;  // of S's columns
+    static_assert(!V::kInterleavesKeys || !(V::kDropout || V::kBlockMask || V::kPacked));
     // Whether what is added to a block's scores is asked for while those of the block before become P: where nothing else needs
     // the registers that it waits in.
-    static constexpr bool kAsksEarly = added_kind<V>() == kBiasOrMask && !V::kMask && V::kHeadDim <= 128 &&
+    static constexpr bool kAsksEarly = added_kind<V>() == kBiasOrMask && V::kHeadDim <= 128 &&
+                                       (!V::kMask || (V::kInterleavesKeys && V::kHeadDim <= 64)) &&
                                        !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
 
     const FwdSm90Params &p;
@@ -93,23 +99,23 @@ struct FwdGroup {
                                int j) const {
         const int lane = fresh_lane();
         // @mask-from-the-lane-fwd-sm90
-        const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
+        const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + Keys::of_lane(lane));
         const SeenBits<V, 16, N, true> seen(p.plain, tile.sequence.index, tile.head, q0 + warp_row, j * N);
         S.for_each([&](int row, int col, float &s) {
-            s = from_here.row_sees(row, col) ? s : -ptx::infinity();
+            s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
             if constexpr (V::kBlockMask) s = seen(row, col) ? s : -ptx::infinity();
         });
     }
     template <class Fetched>
     __device__ void apply_score(const Places<V> &head_places, const Fetched &fetched, AccTile<16, N> &S, int q0,
                                 int j) const {
-        const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N, fetched);
-        S.for_each([&](int row, int col, float &s) { s = score.value_or_nan(s, places(row, col)); });
+        const auto places = head_places.template from_lane<true, Keys>(q0 + warp_row, j * N, fetched);
+        S.for_each([&](int row, int col, float &s) { s = score.value_or_nan(s, places(row, Keys::of_column(col))); });
     }
 
     // What it adds and reads ahead.
     __device__ auto fetch(const Places<V> &head_places, int q0, int j) const {
-        return head_places.template fetch<true, 16, N>(q0 + warp_row, j * N);
+        return head_places.template fetch<true, 16, N, Keys>(q0 + warp_row, j * N);
     }
 
     __device__ QueryWork<V> next_tile() { return {unpack_tile<V::kPacked>(p.plain, queue.next()), p.plain}; }

@@ -30,6 +30,19 @@ struct SwizzledTile {
         for (int c = 0; c < kChunks; ++c)
             ptx::tma_load_4d(base + c * kChunkBytes, map, full, 64 * c, row, head, batch, policy);
     }
+    // The same of rows in the order of InterleavedKeys (key_order.cuh), from a multiple of 8 on; the map's dimensions are
+    // [head_dim, 8, seqlen / 8, heads, batch].
+    __device__ void load_interleaved(const ptx::TensorMap &map, ptx::u32 full, int row, int head, int batch,
+                                     ptx::u64 policy) const {
+        ptx::mbarrier_arrive_expect_tx(full, kBytes);  // @bytes-of-the-interleaved-tile
+        #pragma unroll
+        for (int c = 0; c < kChunks; ++c)
+            #pragma unroll
+            for (int i = 0; i < 4; ++i)
+                // @two-rows-of-every-eight
+                ptx::tma_load_5d(from_chunk(c).from_row(i * kRows / 4).base, map, full, 64 * c, 2 * i, row / 8, head,
+                                 batch, policy);
+    }
     // The way back, as one bulk group; what lies outside of the tensor is not written.
     __device__ void store(const ptx::TensorMap &map, int row, int head, int batch) const {
         #pragma unroll

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash.gpu import tensormap
 from cupyflash.gpu.tensormap import TensorMap
 from cupyflash.launch.filled import fill_plain, fill_problem
 from cupyflash.launch.passes import contiguous_strides, with_batch
+from cupyflash.operand import Box
 from cupyflash.operands import Pass
 from cupyflash.plan.families import Plan
 from cupyflash.plan.params import params_of
@@ -66,11 +66,10 @@ class Buffers:
             self.strides[name] = strides
         self.shape[name] = shape
 
-    def map(self, name: str, dtype: str, rows: int) -> NDArray[np.uint64]:
+    def map(self, name: str, dtype: str, box: Box) -> NDArray[np.uint64]:
         """The array's tensor map."""
-        m = TensorMap.of(dtype, self.shape[name], self.strides[name], "bshd", rows)
-        box = tensormap.BOX_COLUMNS, rows, 1, 1
-        return tensor_map(self.address[name], m.sizes, m.strides_bytes, box, _SWIZZLE_128B)
+        m = TensorMap.of(dtype, self.shape[name], self.strides[name], "bshd", *box).whole
+        return tensor_map(self.address[name], m.sizes, m.strides_bytes, m.box, _SWIZZLE_128B)
 
     def _defaults(self) -> dict[str, int]:
         """The addresses of what stands for arrays that may not be given."""

@@ -58,7 +58,7 @@ NUMBERS = (
     _bug("wrong leading byte offset", change("leading-bytes", "kChunkBytes", "16"), "dense-d128"),
     _bug("wrong stride byte offset", change("stride-bytes", "1024 >> 4", "512 >> 4"), "dense-d64", r"RACE, .*tile_sm90\.cuh:\d+"),
     _bug("depth steps beyond the first 64 columns", change("depth-steps-across-chunks", "k / 4 * kChunkBytes + k % 4 * 32", "k * 32"), "dense-d128", r"RACE, .*tile_sm90\.cuh:\d+"),
-    _bug("mask of the sm90 forward off by one", change("mask-from-the-lane-fwd-sm90", "2 * (lane % 4)", "2 * (lane % 4) - 1"), "causal-d64"),
+    _bug("mask of the sm90 forward off by one", change("mask-from-the-lane-fwd-sm90", "Keys::of_lane(lane)", "Keys::of_lane(lane) - 1"), "causal-d64"),
     _bug("blocks that hide keys taken for whole ones", change("first-cut-block", "/ N", "/ N + 1"), "causal-d128"),
     _bug("window's left side ignored", change("first-whole-block", "q0 + M - 1", "q0"), "falling-maxima-window"),
     _bug("last block of the range left out", change("up-to-the-last-block", "j < end", "j < end - 1"), "dense-d64"),

@@ -254,6 +254,25 @@ LEARNED_MODS = {
         ("sm90", 72, "fp16", "heated", {"alibi": 1, "softcap": 1.2, "ranges": "9:203,0:66", "scale": -0.08}),
     )
 }
+# A bias or a mask whose rows lie in chunks, of which a forward on Hopper interleaves the keys, beside all that goes
+# with it there.
+CHUNKED = {
+    f"chunks-{i}": Spec(family="sm90", d=d, dtype=dtype, bias=bias, sq=203, sk=328, heads=2, batch=2, **more)
+    for i, (d, dtype, bias, more) in enumerate(
+        (
+            (64, "bf16", "hqk", {"causal": True, "group": 2, "dlse": True}),
+            (64, "fp16", "bhqk fp32", {"left": 113, "right": 82, "softcap": 1.2, "alibi": 1}),
+            (40, "fp16", "qk hides", {"right": -37, "values": "outliers", "sink": True}),
+            (80, "bf16", "bqk", {"scale": -0.08, "causal": True, "alibi": 2, "k": "padded", "v": "bhsd"}),
+            (128, "fp16", "hqk", {"values": "nonfinite", "deterministic": True}),
+            (128, "bf16", "bhqk fp32", {"values": "hidden", "right": -9, "mode": "any"}),
+            (64, "bf16", "bhqk bool", {"ranges": "9:200,0:66", "mode": "lanes"}),
+            (128, "fp16", "qk bool", {"causal": True, "k": "every_second", "softcap": 1.2, "values": "dominated"}),
+            (64, "bf16", "hqk bool", {"left": 82, "values": "nonfinite", "sink": True}),
+            (8, "bf16", "qk fp32", {"causal": True, "values": "cliff", "mode": "starve"}),
+        )
+    )
+}
 # A key that outweighs all others, met after another maximum.
 DOMINATED = {
     f"dominated-{dtype}-d{d}": Spec(dtype=dtype, d=d, sq=70, sk=323, values="dominated", heads=8, scale=2.0**-3)
@@ -271,7 +290,7 @@ def cases() -> dict[str, Spec]:
     sinks = {f"sink-{i}": _with_sinks(row, i) for i, row in enumerate(capped())}
     numbers: Counter[str] = Counter()
     features = {f"features-{i}": with_features(spec(row, i), of, numbers) for i, (row, of) in enumerate(featured())}
-    by_hand = MANY_TILES | EDGES | RANKS | REPAIRS | CLIFFS | DOMINATED | LEARNED_MODS
+    by_hand = MANY_TILES | EDGES | RANKS | REPAIRS | CLIFFS | DOMINATED | LEARNED_MODS | CHUNKED
     return pairs | by_hand | caps | slopes | sinks | features
 
 

@@ -13,6 +13,7 @@ import pytest
 from cupyflash.check.accuracy import Oracle
 from cupyflash.plan.families import plan_call
 from cupyflash.plan.sm90 import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
+from cupyflash.plan.spec import CHUNKS
 from tests.ahead import Ahead
 from tests.emulator import attention
 from tests.fuzz import covering, emulated, modding, oracle, run
@@ -21,7 +22,7 @@ from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec
 
 CASES = covering.cases()
-ALONE = {name: s for name, s in CASES.items() if not name.startswith(("features-", "learned-"))}
+ALONE = {name: s for name, s in CASES.items() if not name.startswith(("features-", "learned-", "chunks-"))}
 FEATURED = [(row, of, CASES[f"features-{i}"]) for i, (row, of) in enumerate(covering.featured())]
 OF_SPEC: dict[str, Callable[[Spec], Any]] = {
     "bias": lambda s: s.bias and "bool" not in s.bias.split(" + ")[0], "mask": lambda s: "bool" in s.bias,
@@ -165,6 +166,22 @@ def test_biases_and_masks_are_of_all_kinds() -> None:
         ]
         found = {(s.family, paired) for s, paired in zip(_with(name), is_paired, strict=True)}
         assert found == set(itertools.product(("sm80", "sm90"), (False, True)))
+
+
+def test_keys_are_interleaved() -> None:
+    """Counted again from the plans, with all that such a forward may have."""
+    variants = []
+    for spec in (s for name, s in CASES.items() if name.startswith("chunks-")):
+        plan = plan_call(spec.problem(), emulated.small_device(spec.arch), family="sm90", paired_bias=CHUNKS)
+        variants.append(plan.launches[-1].variant)
+    assert {v.dtype for v in variants} == {"bf16", "fp16"}
+    assert {v.constants["block_n"] for v in variants} == {64, 96}
+    met = {name: {bool(v.constants[name]) for v in variants} for name in variants[0].constants}
+    assert met["interleaves_keys"] == {True}
+    without = {name for name, values in met.items() if values == {False}}
+    assert without == {
+        "packed", "masked_bias", "dropout", "block_mask", "bias_beside_mods", "mods", "paged", "whole_pages", "clocks"
+    }  # fmt: skip
 
 
 def test_slopes_meet_everything() -> None:

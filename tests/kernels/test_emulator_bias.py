@@ -50,6 +50,13 @@ CASES = {
     "packed": _packed("packed", "bhqk", heads_q=4),
     "chunks": Case("bias-chunks", "full", 201, 200, 64, 2, 4, 2, bias="bhqk", causal=True, dlse=True),
     "chunks-hides": Case("bias-chunks-hides", "full", 140, 264, 40, 1, 2, 2, bias="hqk hides", window=(70, 30)),
+    "chunks-wide": Case("bias-chunks-wide", "full", 128, 200, 64, 2, 2, 1, bias="hqk fp32", causal=True),
+    "chunks-alibi": Case(
+        "bias-chunks-alibi", "full", 75, 264, 128, 2, 2, bias="bhqk", softcap=2.0, alibi=1, sink=True, window=(70, 30)
+    ),
+    "chunks-mask": Case("bias-chunks-mask", "full", 140, 328, 64, 2, 2, 1, bias="bqk bool", window=(70, 30)),
+    "chunks-far": Case("bias-chunks-far", "full", 75, 328, 64, 1, 2, 2, bias="hqk far"),
+    "chunks-nan-hidden": Case("bias-chunks-nan-hidden", "full", 70, 200, 128, 2, 2, 1, bias="qk hides"),
     "packed-shared": _packed("packed-shared", "hqk"),
     "short": _packed("short", "hqk + bqk bool", causal=True),
 }
@@ -57,16 +64,16 @@ CASES = {
 
 @functools.cache
 def inputs_of(name: str) -> Inputs:
-    """In "nan-hidden" a key that no query sees is NaN, and one that every second query sees; in "scores-of--inf" one
-    query, whose keys no bias hides, has scores of -inf alone; in "no-keys" a value is NaN, and the first queries, which
-    see none, share a tile with others that see it; in "short" nothing is added beyond `ROOM`."""
+    """In "nan-hidden", also of chunks, a key that no query sees is NaN, and one that every second query sees; in
+    "scores-of--inf" one query, whose keys no bias hides, has scores of -inf alone; in "no-keys" a value is NaN, and the
+    first queries, which see none, share a tile with others that see it; in "short" nothing is added beyond `ROOM`."""
     x = CASES[name].inputs("bf16")
     if name == "short":
         assert x.bias is not None
         assert x.mask is not None
         x.bias[:, ROOM[0] :] = x.bias[..., ROOM[1] :] = 0
         x.mask[..., ROOM[0] :, :] = x.mask[..., ROOM[1] :] = True
-    if name == "nan-hidden":
+    if name.endswith("nan-hidden"):
         assert x.bias is not None
         x.bias[:, 37] = -np.inf
         x.bias[::2, 90] = -np.inf

@@ -112,7 +112,7 @@ CUDA_ORDER = {
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_load_sm90",
-    "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums shared_rows tile element sizes",
+    "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums shared_rows tile element key_order sizes",
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
 HARDWARE = re.compile(

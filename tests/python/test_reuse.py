@@ -293,6 +293,25 @@ def test_a_series_takes_no_more_than_lengths(name: str, arch: str, monkeypatch: 
     assert outcome(gpu, of_80()) == plain
 
 
+@pytest.mark.parametrize("place", [pretended_gpu.plain, pretended_gpu.crossed])
+def test_new_lengths_of_interleaved_keys(place: pretended_gpu.Place, gpu: Gpu) -> None:
+    """Whose maps the driver makes; a bias whose rows are no whole chunks has another kernel."""
+
+    def biased(m: int, n: int, form: str) -> One:
+        return rows(m, n, form=form, bias=bias(1, 4, m, n))
+
+    gpu.place = place
+    new = [(5, 16), (70, 304), (6, 8), (1, 16), (6, 14), (6, 1)]
+    for form in ("bshd", "bhsd", "whole heads"):
+        want = [alone(gpu, biased(m, n, form)) for m, n in new]
+        symbols = [symbol for _, _, _, ((symbol, *_),) in want]
+        assert [("interleaves_keys" in symbol) for symbol in symbols] == [True, True, True, False, False, False]
+        launch.forget()
+        for m in (2, 3, 4):
+            outcome(gpu, biased(m, 8 * m, form))
+        assert [outcome(gpu, biased(m, n, form)) for m, n in new] == want
+
+
 # ---- JAX's custom calls, of one text ----
 
 BUFFERS: dict[str, dict[str, Any]] = {

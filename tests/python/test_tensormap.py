@@ -40,11 +40,12 @@ class Encoder:
         interleave: Any, swizzle: Any, promotion: Any, fill: Any,
     ) -> int:  # fmt: skip
         assert to.value % 64 == 0
-        assert (rank.value, list(steps), interleave.value, fill.value) == (4, [1, 1, 1, 1], 0, 0)
+        assert (len(sizes), list(steps), interleave.value, fill.value) == (rank.value, [1] * rank.value, 0, 0)
         if address.value % 16 or any(s % 16 or not 0 < s < 1 << 40 for s in strides) or any(n < 1 for n in sizes):
             return REFUSED
         words = (ctypes.c_uint64 * 16).from_address(to.value)
-        words[8:12], words[12:14] = list(sizes), [box[0] | box[1] << 32, dtype.value]
+        words[6 : 6 + rank.value] = list(sizes)
+        words[12:14] = [box[0] | box[1] << 32, dtype.value]
         self.place(words, address.value)
         self.calls.append({"dtype": dtype.value, "sizes": list(sizes), "strides": list(strides), "box": list(box),
                            "swizzle": swizzle.value})  # fmt: skip
@@ -146,6 +147,18 @@ def test_encode_hands_the_array_to_the_driver(driver: Any) -> None:
     assert encoder.calls == [{"dtype": 9, "sizes": [128, 300, 4, 2], "strides": strides, "box": [64, 64, 1, 1],
                               "swizzle": 3}]  # fmt: skip
     assert tensormap.encode(MAP, 0x7F0000000008) is None
+
+
+@pytest.mark.parametrize(("keys", "step"), [(304, 8192), (8, 16)])
+def test_four_copies_of_interleaved_rows_make_a_tile(keys: int, step: int, driver: Any) -> None:
+    """Each brings two of every eight rows; the stride of eights says nothing where there is one."""
+    encoder = driver(whole)
+    tensor = TensorMap("bf16", (128, keys, 4, 2), (1024, 256, 307200), 96, interleaved=True)
+    assert tensormap.encode(tensor, 1 << 32) is not None
+    assert encoder.calls == [
+        {"dtype": 9, "sizes": [128, 8, keys // 8, 4, 2], "strides": [1024, step, 256, 307200],
+         "box": [64, 2, 12, 1, 1], "swizzle": 3}
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("place", [scattered, shifted, twice, shared])
