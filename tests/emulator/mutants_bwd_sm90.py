@@ -25,6 +25,8 @@ ONE_KERNEL = (
     _bug("dQ not shown to the copy", without("dq-shown-to-tma"), "dense-d64", _NO_FENCE),
     _bug("dQ overwritten before it has left", without("dq-has-left"), "dense-d64", r"RACE, write after read"),
     _bug("dQ added before it is there", without("dq-full"), "dense-d64", _RACE + "|PHASE"),
+    _bug("S read before it is complete, backward", without("s-complete-bwd"), "dense-d64"),
+    _bug("dP read before it is complete", without("dp-complete-bwd"), "dense-d64"),
     _bug("Q released before dK is complete", postpone("dk-and-dv-complete", behind="visit-released"), "dense-d64", r"RACE, write after read"),
     _bug("K given up before the last dQ is complete", without("k-read-for-dq"), "dense-d64", r"RACE, write after read"),
     _bug("K given up after the last dQ alone", change("last-two-dq", "before <= 2", "before <= 1"), "dense-d64", r"RACE, write after read"),

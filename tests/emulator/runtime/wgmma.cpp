@@ -1,5 +1,5 @@
 // wgmma.mma_async: each warp computes its own 16 of the 64 rows. Queued at issue, performed at wgmma.wait_group; the
-// accumulators hold NaN in between.
+// accumulators hold kNotYet in between.
 #include "mbarrier.h"
 #include "race.h"
 #include "swizzle.h"
@@ -7,6 +7,7 @@
 namespace emu {
 
 constexpr int kMaxN = 256;
+constexpr float kNotYet = 5.f;  // not NaN: the kernels compute rows that are not finite again, and nobody would notice
 
 struct WgmmaArgs {
     float *d;
@@ -153,7 +154,7 @@ static void issue(void **args, Warp &w) {
         op->saved = true;
         for (auto &lane : op->lanes) {
             lane.d_before.assign(lane.d, lane.d + first.n / 2);
-            std::fill(lane.d, lane.d + first.n / 2, bits_to_f32(0x7fc1dead));
+            std::fill(lane.d, lane.d + first.n / 2, kNotYet);
         }
     }
     w.wgmma.open.push_back(op);
