@@ -214,7 +214,7 @@ class Kernels:
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
         workspace["row_stats"] = (arrays, heads_q, m_blocks * main.block_m, 2), "fp32"
-        workspace |= {"key_tiles": ((n_blocks, 8), "int32")} if delta.tile.listed_rows else {}
+        workspace |= {"key_tiles": ((n_blocks, 8), "int32")} if delta.constants.get("listed_rows") else {}
         first_stores = False
         if isinstance(last, Convert):
             first_stores = self._of_one(seqlen_k, extents) <= self.first_stores_limit
