@@ -161,6 +161,11 @@ TABLE: tuple[Operand | Number, ...] = (
     Operand("block_table", ("batch", "any"), "int32", forward=_OPTIONAL, feature="pages"),
     Number("page_size", "int", "pages", "k, v: [pages, page_size, heads_k, head_dim] (pages.cuh)", only="forward"),
     Number("pages", "int", "pages", only="forward"),
+    Operand(
+        "key_tiles", ("n_blocks", "8"), "int32", feature="packed",
+        backward=Use(WORKSPACE, optional=True, text="tiles of keys, with their sequences (tile_list.cuh); null: nobody "
+                                                    "asks"),
+    ),
 )  # fmt: skip
 
 

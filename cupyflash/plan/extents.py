@@ -198,11 +198,9 @@ class Kernels:
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Lists of a block mask, if there is one; delta, main, conversion of dQ; or delta, dK and dV, dQ; then the
-        gradients of slopes, sinks, a bias and arrays of mods, if any are wanted.
-
-        Q, dO and a fp32 sum of dQ are streamed.
+        gradients of slopes, sinks, a bias and arrays of mods, if wanted. Q, dO and a fp32 sum of dQ are streamed.
         """
-        _, main, last, *sums = self._computing
+        delta, main, last, *sums = self._computing
         batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
         arrays = 1 if self.spec.packed else batch  # over how many sequences tiles are counted by themselves
         workspace, shares = self._lists(extents) if self.spec.block_mask else {}, 1
@@ -216,6 +214,7 @@ class Kernels:
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
         workspace["row_stats"] = (arrays, heads_q, m_blocks * main.block_m, 2), "fp32"
+        workspace |= {"key_tiles": ((n_blocks, 8), "int32")} if delta.constants.get("listed_rows") else {}
         first_stores = False
         if isinstance(last, Convert):
             first_stores = self._of_one(seqlen_k, extents) <= self.first_stores_limit

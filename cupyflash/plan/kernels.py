@@ -73,17 +73,19 @@ class Main(Variant):
 
 @dataclass(frozen=True)
 class DeltaTile:
-    """A block takes `block_m` queries; `warps`, `split_d` and `dq_warps_m`: as the main kernel's sum of dQ lies."""
+    """A block takes `block_m` queries; `warps`, `split_d` and `dq_warps_m`: as the main kernel's sum of dQ lies.
+    `listed_rows`: of packed keys, tiles of so many are listed for it; 0: none."""
 
     block_m: int
     warps: int
     split_d: int
     dq_warps_m: int
+    listed_rows: int = 0
     blocks_per_sm = 1
 
     @property
     def name(self) -> str:
-        return f"m{self.block_m}w{self.warps}"
+        return f"m{self.block_m}w{self.warps}" + (f"k{self.listed_rows}" if self.listed_rows else "")
 
     def smem_bytes(self, head_dim: int) -> int:
         return 0

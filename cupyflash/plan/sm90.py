@@ -218,13 +218,13 @@ class Sm90(Family):
             return *lists_before(spec, (ahead.block_m, ahead.block_n)), ForwardSm90.of(spec, ahead)
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
-        delta = Delta.of(spec, DeltaTile(*rows))
         is_listed = spec.packed and spec.block_mask
         tables = _BACKWARD_PACKED_LISTS if is_listed else (_backward_tiles(spec), _BACKWARD_CROWDED)
         for limit, tile in tables[spec.crowded]:
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
                 lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
+                delta = Delta.of(spec, DeltaTile(*rows, tile.block_n if spec.packed else 0))
                 main = delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
                 others = learned(spec, 64, device.smem_bytes, BiasGradientSm90.beside(spec, tile))
                 return *lists, *main, *sums, *others
@@ -234,6 +234,7 @@ class Sm90(Family):
         lists = lists_before(spec, (dq.block_m, dq.block_n), (dkv.block_m, dkv.block_n))
         of_keys, of_queries = wide._replace(dalibi=False), wide._replace(sink=False, grouped=False)
         dkv_dq = BackwardDkvSm90.of(of_keys, dkv), BackwardDqSm90.of(of_queries, dq)
+        delta = Delta.of(spec, DeltaTile(*rows))
         return *lists, delta, *dkv_dq, *sums, *learned(spec, 64, device.smem_bytes)
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:

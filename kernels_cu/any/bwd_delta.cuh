@@ -2,11 +2,13 @@
 //     delta = rowsum(dO * O) - dLSE,   row_stats = (lse * log2(e), delta),
 // since dS = P * (dP - rowsum(dP * P)) + P * dLSE and rowsum(dP * P) = rowsum(dO * O). One block takes the rows of one
 // query tile of the main kernel, a few lanes a row, and clears that tile's accumulator of dQ, unless it is to be stored
-// first, and the count of what is in it (dq_accum.cuh).
+// first, and the count of what is in it (dq_accum.cuh). kListedRows: the first blocks also list the main kernel's tiles of
+// packed keys (tile_list.cuh).
 #ifndef CUPYFLASH_BWD_DELTA_CUH
 #define CUPYFLASH_BWD_DELTA_CUH
 #include "attention/dq_accum.cuh"
 #include "attention/score.cuh"
+#include "attention/tile_list.cuh"
 
 // Packed: whether lengths decrease somewhere, by one block.
 template <class V>
@@ -30,6 +32,10 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     const Problem &problem = p.problem;
     if constexpr (V::kPacked)
         if (p.lengths_contradict && ptx::block_index() == 0) look_at_lengths<V>(p);
+    if constexpr (V::kListedRows > 0) {
+        const int first = 32 * ptx::block_index();  // @sequences-of-the-block
+        if (first <= problem.batch && ptx::thread_index() < 32) TileList<V::kListedRows>::write(p, first);
+    }
     const auto tile = tile_at<V, Queries, M, false>(p, ptx::block_index());
     const auto &sequence = tile.sequence;
     if (V::kPacked && tile.block * M >= sequence.seqlen_q) return;

@@ -9,6 +9,7 @@
 #ifndef CUPYFLASH_DQ_VISITS_CUH
 #define CUPYFLASH_DQ_VISITS_CUH
 #include "attention/dq_accum.cuh"
+#include "attention/tile_list.cuh"
 #include "attention/visits.cuh"
 
 template <class V>
@@ -16,7 +17,8 @@ struct DqVisits : BwdVisits<V> {
     static constexpr bool kTurned = !Mask<V>::kHides && !V::kPacked && !V::kBlockMask;
     int begin;  // kTurned: of each head, the query tile that is visited first
 
-    __device__ explicit DqVisits(const BwdParams &p, int number = ptx::block_index()) : BwdVisits<V>(p, number) {
+    __device__ explicit DqVisits(const BwdParams &p, int number = ptx::block_index())
+        : BwdVisits<V>(p, key_tile(p, number)) {
         if constexpr (kTurned) {
             if (p.schedule.first_stores) this->m_block -= this->block * this->blocks / key_blocks();
             begin = this->m_block;
@@ -48,6 +50,14 @@ struct DqVisits : BwdVisits<V> {
     }
 
   private:
+    __device__ static Tile<V::kPacked> key_tile(const BwdParams &p, int number) {
+        if constexpr (V::kPacked) {
+            const int tiles = TileList<V::kBlockN>::size(p);
+            return TileList<V::kBlockN>::at(p, TileIndex::at<false>(number, p.schedule, tiles, KeysOf<V>::heads(p), 1));
+        } else {
+            return tile_at<V, KeysOf<V>, V::kBlockN, false>(p, number);
+        }
+    }
     __device__ int turned_rank() const {
         const int n = key_blocks(), place = this->blocks - 1 - this->m_block;
         const int stores = ((place + 1) * n - 1) / this->blocks;  // the block that does

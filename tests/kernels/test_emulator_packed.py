@@ -4,6 +4,7 @@ arrays, rows that belong to no sequence, orders, and where a sequence lies.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from emulator import MODES, EmulatorError
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import TABLE
+from emulator.markers import change
 from emulator.mutants import Bug
 from emulator.mutants_packed import CLAMPS
 from emulator.require import require_compiler
@@ -75,6 +77,22 @@ def test_many_sequences_that_contradict(family: str, rng: np.random.Generator) -
         how = Session.of_family(family, "any")
         out, lse = how.forward(x, problem)
         how.backward(x, out, lse, problem)
+
+
+MANY_TILES = Bug("room in the list of tiles", change("room-in-the-list", "i >= size(p)", "false"), "")
+
+
+@pytest.mark.parametrize("bug", [None, MANY_TILES], ids=["", "planted"])
+def test_lengths_of_more_tiles_than_there_is_room_for(bug: Bug | None) -> None:
+    """Sequences that lie over each other have more tiles of keys than others; a list of tiles keeps its end."""
+    batch, total = 8, 261
+    case = Case("over", "full", total, total, 128, batch, 1, 1, lengths_q=(0,) * batch, lengths_k=(0,) * batch)
+    over = [total * (b % 2) for b in range(batch + 1)]
+    inputs, problem = case.inputs("bf16")._replace(sequences=given(over, over, None)), case.problem("bf16")
+    how = Session(small_device("sm_90"), MODES["any"], headers=bug.headers() if bug else None)
+    out, lse = how.forward(inputs, problem)
+    with pytest.raises(EmulatorError, match="key_tiles") if bug else contextlib.nullcontext():
+        how.backward(inputs, out, lse, problem)
 
 
 @pytest.mark.parametrize(("mode", "order"), [("race", 1), ("race", 2), ("starve", 3), ("race lanes", 4)])

@@ -105,7 +105,7 @@ CUDA_ORDER = {
     "any": "bwd_* key_lists query_lists",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
     "softmax sink dropout philox score slopes places modified bias_copies bias added addends mods prefill_sm90 "
-    "work_sm90 packed_sm90 pages sights lists blocks mask schedule sequence params_sm90 params",
+    "work_sm90 packed_sm90 tile_list pages sights lists blocks mask schedule sequence params_sm90 params",
     "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored repair_decode parts "
     "edges_stored copies_stored scales rows shares products_stored queries fragments fragments_stored column_softmax "
     "slices stored value_unit cached params_decode",
