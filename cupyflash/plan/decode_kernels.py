@@ -9,7 +9,7 @@ from .params_decode import APPEND_PARAMS, DECODE_PARAMS, DECODE_SM90_PARAMS
 from .variant import Variant
 
 SLICE = 16  # keys: kSlice
-COMBINE_WARPS = 8
+COMBINE_WARPS, COMBINE_BLOCKS = 8, 3  # of a block; blocks of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class CombineTile:
     warps: int = COMBINE_WARPS
     cluster: int = 0
     block_n: int = SLICE
-    blocks_per_sm: int = 1
+    blocks_per_sm: int = COMBINE_BLOCKS
 
     @classmethod
     def of(cls, tile: DecodeTile) -> CombineTile:

@@ -7,12 +7,13 @@ from typing import Any
 
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
-from .decode_kernels import SLICE, Combine, Decode, DecodeSm90, DecodeTile
+from .decode_kernels import COMBINE_BLOCKS, COMBINE_WARPS, SLICE, Combine, Decode, DecodeSm90, DecodeTile
 
 SPLIT_KEYS = 1024  # of batch_invariant
 # Of a cache with room for no more keys, a block for each tile wins what the kernel behind costs, where lengths are
 # equal: 1.7 us of 14 with room for 512 keys, 0.8 of 20 for 1024 (docs/performance.md). Else it may lose as much.
 _SHORT_KEYS = 1024
+_PARTS_AT_ONCE = 4  # that a thread of the kernel behind reads: kAtOnce (parts.cuh)
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,24 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
         grid, parts = ranges * gang, -(-ranges // max(1, turns))
         shares["even_ranges"] = 0 if p.packed else _even(turns, ranges)
     shares |= {"ranges": ranges, "row_tiles": row_tiles, "head_turns": head_turns}
-    shares["combine_elements"] = 128 if parts <= 16 else 32
+    combined_rows = tile.block_m if p.packed else min(tile.block_m, all_rows)
+    cut, of_tile = (tiles if splits else ranges - 1) * gang, tile.heads * combined_rows * (p.head_dim // 4)
+    shares["combine_elements"] = _combine_elements(cut, of_tile, parts, COMBINE_BLOCKS * device.sm_count)
     shares |= _numbers(p, variant, all_rows, gang, row_tiles * head_turns)
     if (tile.cluster and p.batch == 1) or splits == (1, 0):
         return DecodePlan(variant, grid, None, 0, shares)
-    combined_rows = tile.block_m if p.packed else min(tile.block_m, all_rows)
-    pieces = -(-tile.heads * combined_rows * (p.head_dim // 4) // shares["combine_elements"])
     combine = Combine.behind(variant, dependent=isinstance(variant, DecodeSm90))
-    return DecodePlan(variant, grid, combine, (tiles if splits else ranges - 1) * gang * pieces, shares)
+    return DecodePlan(variant, grid, combine, cut * -(-of_tile // shares["combine_elements"]), shares)
+
+
+def _combine_elements(tiles: int, of_tile: int, parts: int, blocks: int) -> int:
+    """Of a block that combines: so many that its threads read all parts at once, or more, up to one a thread, where
+    else not all blocks are there at the same time."""
+    threads = 32 * COMBINE_WARPS
+    elements = min(threads, max(16, 1 << (threads * _PARTS_AT_ONCE // parts).bit_length() - 1))
+    while elements < threads and tiles * -(-of_tile // elements) > blocks:
+        elements *= 2
+    return elements
 
 
 def _numbers(p: CacheProblem, variant: Decode, all_rows: int, gang: int, turns: int) -> dict[str, Any]:

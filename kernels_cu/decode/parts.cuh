@@ -69,7 +69,7 @@ struct PartialSum {
 template <class V, int kThreads, class Place>
 __device__ __forceinline__ bool combine_parts(const PackedRows<V> &rows, int first, int last, Place place, int begin,
                                               int end, ptx::u32 scratch) {
-    constexpr int D = V::kHeadDim, kAtOnce = 8;
+    constexpr int D = V::kHeadDim, kAtOnce = 4;  // 64 registers for most: four blocks a multiprocessor
     const DecodeParams &p = rows.p;
     const float factor = p.shares.unit * kLog2e;
     end = min(end, V::kHeads * rows.count * (D / 4));
