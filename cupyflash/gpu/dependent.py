@@ -41,15 +41,15 @@ class DependentLaunch:
 
     def __init__(self, function: int, grid: int, threads: int, smem_bytes: int) -> None:
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        self._launch, self._facts = _launcher(), (grid, 1, 1, threads, 1, 1, smem_bytes)
-        self._function = ctypes.c_void_p(function)
+        self._config = _Config(grid, 1, 1, threads, 1, 1, smem_bytes, None, ctypes.addressof(self._attribute), 1)
+        self._launch, self._at, self._function = _launcher(), ctypes.byref(self._config), ctypes.c_void_p(function)
 
     def __call__(self, stream: int, arguments: int) -> None:
-        """`arguments`: the address of the array of pointers to the kernel's parameters."""
-        config = _Config(*self._facts, stream, ctypes.addressof(self._attribute), 1)
+        """By one thread at a time; `arguments`: the address of the array of pointers to the kernel's parameters."""
         if self._launch is None:
             raise DeviceError("the NVIDIA driver has no cuLaunchKernelEx, which CUDA 12 has; install a newer one")
-        status = self._launch(ctypes.byref(config), self._function, ctypes.c_void_p(arguments), None)
+        self._config.stream = stream
+        status = self._launch(self._at, self._function, ctypes.c_void_p(arguments), None)
         if status:
             raise DeviceError(f"cuLaunchKernelEx: the driver returned {status}")
 

@@ -193,20 +193,25 @@ def _struct(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, tuple[int, 
 
 def _launches(plan: DecodePlan, block: Block, device: Device, stream: int) -> Iterator[Launch]:
     """Of the main kernel, and of the one behind it."""
-    yield _launch(plan.variant, plan.grid, block.whole, device, stream)
+    yield _launch(plan.variant, plan.grid, block.whole, device, stream, isinstance(plan.variant, DecodeSm90))
     behind = plan.combine
-    if behind is None or not plan.combine_grid:
-        return
-    if behind.dependent:
-        function = jit.load(behind, device, stream).function
-        dependent = DependentLaunch(function, plan.combine_grid, behind.threads, behind.smem_bytes)
-        yield lambda on: dependent(on, block.plain)
-    else:
-        yield _launch(behind, plan.combine_grid, block.plain, device, stream)
+    if behind is not None and plan.combine_grid:
+        yield _launch(behind, plan.combine_grid, block.plain, device, stream, behind.dependent)
 
 
-def _launch(variant: Variant, grid: int, arguments: int, device: Device, stream: int) -> Launch:
-    """A kernel, loaded; `arguments`: the address of the array of pointers to its parameters."""
-    launch, function = jit.launcher(), jit.load(variant, device, stream).function
+def _launch(
+    variant: Variant, grid: int, arguments: int, device: Device, stream: int, dependent: bool = False
+) -> Launch:
+    """A kernel, loaded.
+
+    Args:
+        arguments: the address of the array of pointers to its parameters.
+        dependent: whether it may start before what is in front of it has ended, for which it waits itself.
+    """
+    function = jit.load(variant, device, stream).function
+    if dependent:
+        early = DependentLaunch(function, grid, variant.threads, variant.smem_bytes)
+        return lambda on: early(on, arguments)
+    launch = jit.launcher()
     facts = function, grid, 1, 1, variant.threads, 1, 1, variant.smem_bytes
     return lambda on: launch(*facts, on, arguments, 0)

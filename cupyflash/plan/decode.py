@@ -24,10 +24,11 @@ MAX_GROUP = 512  # quick_divide (shares.cuh)
 _RING_BYTES = 192 << 10  # in flight on a multiprocessor: more made no difference on an H200
 _PAIRS_RING_BYTES = 128 << 10  # of pairs of heads: 3 % faster than with 192 KiB
 _LARGE_BYTES = 200 << 20  # of K and V: from there on rows of the cache are read two heads at a time
-# (blocks of a cluster, how many of them an H200 holds at a time, bytes of K and V up to which they are faster); the
-# second differs from chip to chip (launch/decode.py asks). Larger ones are better, if they keep the memory busy.
+# (blocks of a cluster, how many of them an H200 holds at a time, bytes of K and V up to which they are faster where
+# they leave multiprocessors without work); the second differs from chip to chip (launch/decode.py asks). Larger ones
+# are better, if they keep the memory busy.
 _CLUSTERS: tuple[tuple[int, int, float], ...] = (8, 15, inf), (4, 30, inf), (2, 66, 96 << 20)
-_ENOUGH_BLOCKS = 56
+_ENOUGH_BLOCKS, _FILLED = 56, 0.9  # the latter: of the multiprocessors
 _ELEMENTS = {"": HALVES, "int8": STORED, "e4m3": STORED}  # of a cache, by what is stored in it
 
 
@@ -56,7 +57,7 @@ def plan_decode(
     hopper = device.capability == (9, 0) and family != "sm80" and tma and why_not_tma(p, aligned) is None
     elements, splits = _ELEMENTS[p.stored], splits_of(p)
     team = elements.team(p, hopper)
-    cluster = _cluster(p, team.warps * team.rows) if hopper and clusters and not splits else 0
+    cluster = _cluster(p, team.warps * team.rows, device) if hopper and clusters and not splits else 0
     if cluster:
         team = elements.in_cluster(p, team)
     wide = not (cluster or splits) and team.warps == 1 and _wide(p, device)
@@ -101,7 +102,7 @@ def _kv_bytes(p: CacheProblem) -> int:
     return 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
 
 
-def _cluster(p: CacheProblem, block_m: int) -> int:
+def _cluster(p: CacheProblem, block_m: int, device: Device) -> int:
     """Blocks of a cluster where there are few tiles; else 0."""
     if p.packed:
         return 0
@@ -109,7 +110,7 @@ def _cluster(p: CacheProblem, block_m: int) -> int:
     for size, most, most_bytes in _CLUSTERS:
         grid = tiles * size
         enough = grid >= _ENOUGH_BLOCKS or _kv_bytes(p) < grid << 20
-        if tiles <= most and enough and _kv_bytes(p) <= most_bytes:
+        if tiles <= most and enough and (_kv_bytes(p) <= most_bytes or grid >= _FILLED * device.sm_count):
             return size
     return 0
 

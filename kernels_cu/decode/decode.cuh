@@ -45,10 +45,13 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
     constexpr int kThreads = 32 * V::kWarps, kTeams = Smem::kTeams;
     static_assert(Smem::kBars + Loader::kBytes == V::kSmemBytes);
     const DecodeParams &p = Loader::plain(source);
-    if constexpr (Loader::kDependent) ptx::griddepcontrol_launch_dependents();
     const Smem smem{Loader::shared_memory()};
     const int warp_index = ptx::shfl_index(warp(), 0), team = warp_index / V::kTeam;
-    Loader::prepare(smem, warp_index);
+    Loader::prepare(source, smem, warp_index);
+    if constexpr (Loader::kDependent) {  // nothing that others may have written has been read yet
+        ptx::griddepcontrol_launch_dependents();
+        ptx::griddepcontrol_wait();
+    }
 
     const int block = ptx::block_index();
     const int gang = p.shares.gang,

@@ -30,6 +30,7 @@ template <class V>
 __device__ __forceinline__ void decode_combine(const DecodeParams &p) {
     constexpr int kThreads = 32 * V::kWarps;
     static_assert(24 * kThreads == V::kSmemBytes);
+    if constexpr (V::kDependent) ptx::griddepcontrol_launch_dependents();
     const Shares &s = p.shares;
     const int rows = V::kPacked ? V::kBlockM : min(V::kBlockM, p.problem.seqlen_q * s.group);
     const int pieces = ceil_div(V::kHeads * rows * (V::kHeadDim / 4), s.combine_elements);

@@ -31,7 +31,7 @@ struct AsyncLoader {
 
     __device__ static const DecodeParams &plain(const Source &source) { return source; }
     __device__ static ptx::u32 shared_memory() { return ptx::dynamic_smem(); }
-    __device__ static void prepare(const Smem &, int) {}
+    __device__ static void prepare(const Source &, const Smem &, int) {}
 
     // The team's units are [unit, end), kTeams apart. Asks for the first of them, and for the tile's Q.
     __device__ AsyncLoader(const Source &p, const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile,

@@ -30,8 +30,9 @@ struct TmaLoader {
     __device__ static const DecodeParams &plain(const Source &source) { return source.plain; }
     __device__ static ptx::u32 shared_memory() { return ptx::dynamic_smem_1024(); }
 
-    // Before anything else: the barriers of this warp's team.
-    __device__ static void prepare(const Smem &smem, int warp) {
+    // Before anything else: the barriers of this warp's team, and the maps brought near.
+    __device__ static void prepare(const Source &source, const Smem &smem, int warp) {
+        if (ptx::thread_index() == 0) ptx::prefetch_tensormap(source.map_k), ptx::prefetch_tensormap(source.map_v);
         if (lane() == 0 && warp % V::kTeam == 0) {
             #pragma unroll 1
             for (int i = 0; i < V::kStages; ++i) {

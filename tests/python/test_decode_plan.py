@@ -32,11 +32,24 @@ def plan(
         (4, 4096, 2),
         (4, 8192, 0),
         (4, 131072, 0),
+        (7, 8192, 0),
+        (8, 8192, 2),
+        (8, 131072, 2),
         (16, 512, 0),
     ],
 )
 def test_few_sequences_are_split_by_clusters_while_that_is_faster(batch: int, capacity: int, cluster: int) -> None:
     assert plan(batch, capacity).variant.tile.cluster == cluster
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads_k", "elements"), [(64, 1, 256), (70, 1, 256), (9, 1, 256), (4, 8, 256), (3, 8, 128)]
+)
+def test_blocks_that_combine_are_there_at_the_same_time(batch: int, heads_k: int, elements: int) -> None:
+    call = problem("bf16", 128, batch, heads_k=heads_k)
+    found = plan_decode(call, Device.synthetic("sm_90"), aligned=True, tma=True, clusters=False)
+    assert found.shares["combine_elements"] == elements
+    assert found.combine_grid <= 4 * 132  # those of 64 registers
 
 
 @pytest.mark.parametrize(
