@@ -28,7 +28,7 @@ _LARGE_BYTES = 200 << 20  # of K and V: from there on rows of the cache are read
 # they leave multiprocessors without work); the second differs from chip to chip (launch/decode.py asks). Larger ones
 # are better, if they keep the memory busy.
 _CLUSTERS: tuple[tuple[int, int, float], ...] = (8, 15, inf), (4, 30, inf), (2, 66, 96 << 20)
-_ENOUGH_BLOCKS, _FILLED = 56, 0.9  # the latter: of the multiprocessors
+_ENOUGH_BLOCKS, _FEW_ROWS, _FILLED = 56, 16, 0.9  # the last one: of the multiprocessors
 _ELEMENTS = {"": HALVES, "int8": STORED, "e4m3": STORED}  # of a cache, by what is stored in it
 
 
@@ -109,8 +109,10 @@ def _cluster(p: CacheProblem, block_m: int, device: Device) -> int:
     tiles = p.batch * p.heads_k * -(-rows_of(p) // block_m)
     for size, most, most_bytes in _CLUSTERS:
         grid = tiles * size
-        enough = grid >= _ENOUGH_BLOCKS or _kv_bytes(p) < grid << 20
-        if tiles <= most and enough and (_kv_bytes(p) <= most_bytes or grid >= _FILLED * device.sm_count):
+        filled, small = grid >= _FILLED * device.sm_count, _kv_bytes(p) < grid << 20
+        # Half of the multiprocessors keep the memory busy, but do not multiply fast enough for many rows.
+        enough = filled or small or (grid >= _ENOUGH_BLOCKS and rows_of(p) <= _FEW_ROWS)
+        if tiles <= most and enough and (filled or _kv_bytes(p) <= most_bytes):
             return size
     return 0
 

@@ -26,6 +26,12 @@
 #include "attention/softmax.cuh"
 #include "tile/epilogue.cuh"
 
+// What happens rarely, aside: in line it stands in the way of what each tile does next.
+template <class V, class Tile>
+__device__ __noinline__ void repair_aside(const FwdParams &p, int sequence, int head, int query0, Tile tile, int row0) {
+    repair_output<V, false, 16>(p, sequence, head, query0, tile, row0);
+}
+
 // One consumer warpgroup.
 template <class V>
 struct FwdGroup {
@@ -39,6 +45,10 @@ struct FwdGroup {
     static constexpr bool kAsksEarly = added_kind<V>() == kBiasOrMask && V::kHeadDim <= 128 &&
                                        (!V::kMask || (V::kInterleavesKeys && V::kHeadDim <= 64)) &&
                                        !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
+
+    // Whether repairs stand aside: where tiles follow each other fast, and the call leaves registers enough.
+    static constexpr bool kRepairsAside =
+        V::kHeadDim > 64 && !(Mask<V>::kHides || V::kBlockMask || V::kPacked || V::kBias || V::kMods || V::kDropout);
 
     const FwdSm90Params &p;
     const Problem &problem;
@@ -332,8 +342,10 @@ struct FwdGroup {
                 }
                 ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows @o-staged-by-the-warp
                 // @repair-in-its-sequence-fwd-sm90
-                repair_output<OneGroup<V>, false, 16>(p.plain, tile.sequence.index, tile.head, q0 + warp_row, sQ,
-                                                      warp_row);
+                const int sequence = tile.sequence.index, query0 = q0 + warp_row;
+                if constexpr (kRepairsAside)
+                    repair_aside<OneGroup<V>>(p.plain, sequence, tile.head, query0, sQ, warp_row);
+                else repair_output<OneGroup<V>, false, 16>(p.plain, sequence, tile.head, query0, sQ, warp_row);
                 if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row, smem.k(ring.stage));
             }
             // Behind the last query are those of the next sequence, which TMA would write too. @o-beside-its-neighbour
