@@ -269,9 +269,10 @@ def attention_backward(
     if bounds is not None and -1 in bounds:
         options.warn_of_minus_one(bounds)
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
-    brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink}
-    brought.update({"bias": bias, "mask": mask})
-    arrays.update({name: x for name, x in brought.items() if x is not None})
+    if not (dlse is alibi_slopes is kv_range is sink is bias is mask is None):
+        brought = {"dlse": dlse, "alibi_slopes": alibi_slopes, "kv_range": kv_range, "sink": sink}
+        brought.update({"bias": bias, "mask": mask})
+        arrays.update({name: x for name, x in brought.items() if x is not None})
     if block_mask is not None:
         arrays.update(arrays_of_mask(block_mask, arrays, call))
     if score_mod is not None or mask_mod is not None:

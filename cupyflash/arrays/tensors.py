@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import starmap
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +14,9 @@ from . import torch_private
 from .imported import is_instance
 from .signature import CPU, Signature
 
+# What makes tensors, of which arguments each, and on which GPU; a NamedTuple would take longer to read.
+Forms = tuple[Callable[..., Any], Sequence[tuple[Any, ...]], int]
+Making = tuple[Callable[..., Any], Mapping[str, Any], int]
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
@@ -94,7 +96,7 @@ class Torch:
 
     def forms(
         self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]
-    ) -> Sequence[Any]:
+    ) -> Forms:
         """To make others like them takes one function for all shapes and dtypes, a third of what it takes to say what
         they are; where it runs for the first time after the core slept, less."""
         q, dtypes = arrays["q"], self._dtypes
@@ -103,18 +105,28 @@ class Torch:
         make = torch_private.empty_strided(q.device.type)
         if make is None:
             tensors = [_without_memory(q.new_empty(shape, dtype=dtype)) for shape, dtype in kinds]
-            return _Forms(self._quick[0], [(x,) for x in tensors], q.get_device())
+            return self._quick[0], [(x,) for x in tensors], q.get_device()
         meta = sys.modules["torch"].empty
         arguments = [(shape, meta(shape, device="meta").stride(), dtype) for shape, dtype in kinds]
-        return _Forms(make, arguments, q.get_device())
+        return make, arguments, q.get_device()
 
-    def make_like(self, forms: Any, pointers: list[int]) -> list[Any]:
+    def making(self, x: Any) -> Making | None:
+        """What makes tensors, dtypes by name, that of x by "", and where x is: for the `forms` of such as lie beside x;
+        None: this torch has no such function."""
+        make = torch_private.empty_strided(x.device.type)
+        return None if make is None else (make, {**self._dtypes, "": x.dtype}, x.get_device())
+
+    def make_like(self, forms: Forms, pointers: list[int]) -> list[Any]:
         make, arguments, device = forms
-        found = [*starmap(make, arguments)]
-        if found[0].get_device() != device:  # another GPU is current
+        found = []
+        for one in arguments:
+            x = make(*one)
+            found.append(x)
+            pointers.append(x.data_ptr())
+        if x.get_device() != device:  # another GPU is current
             with sys.modules["torch"].cuda.device(device):
-                found = [*starmap(make, arguments)]
-        pointers += map(self._quick[1], found)
+                found = [make(*one) for one in arguments]
+            pointers[-len(found) :] = self.pointers(found)
         return found
 
     def empty_like(self, x: Any) -> Any:
@@ -154,14 +166,6 @@ class Torch:
         if x.dtype == _E4M3:
             return torch.from_numpy(x.view(np.uint8)).view(torch.float8_e4m3fn)
         return torch.from_numpy(x)
-
-
-class _Forms(NamedTuple):
-    """What makes tensors on a device, of which arguments each."""
-
-    make: Callable[..., Any]
-    arguments: list[tuple[Any, ...]]
-    device: int
 
 
 def _without_memory(x: Any) -> Any:

@@ -63,7 +63,8 @@ def fill_plain(params: np.ndarray, rows: Mapping[str, Operand], arrays: Arrays, 
             params[f"{rows[name].member}_lengths"] = (*shape, 1, 1, 1, 1)[:MOD_LIMIT]
         if rows[name].strided:
             row, head, batch = rows[name].axes(layout)
-            params[f"{rows[name].member}_stride"] = strides[batch], strides[row], strides[head]
+            of_batch = strides[batch] if shape[batch] > 1 else 0
+            params[f"{rows[name].member}_stride"] = of_batch, strides[row], strides[head]
 
 
 def words_of(which: Pass, dtype: np.dtype[np.void], slots: Mapping[str, int]) -> dict[str, tuple[int, ...]]:

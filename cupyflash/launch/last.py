@@ -6,140 +6,204 @@ core has slept, as that of the thread of torch's autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from ..arrays.adapters import TORCH
-from ..arrays.readable import vet_lengths
+from ..arrays.imported import is_tensor
+from ..arrays.tensors import Forms, Making
 from ..options import Options
 from ..problem import MAX_SEQLEN
 from . import prepared as launch
-from .passes import Given
+from .passes import Given, contiguous_strides
 from .prepared import Call
 from .series import Series
 
 _MOST = 256  # kinds
+# How far an array reaches in memory: of which length its rows are; elements, those of each row, and what strides around
+# rows add to them (`_reach`); their bytes.
+_Reach = tuple[int, int, int, list[tuple[int, int]], int]
+_Form = TypeVar("_Form")
 IsAlike = Callable[..., bool]
-Found = tuple[Call, int, list[int]]  # a call, the GPU of its arrays, and their addresses
+Found = tuple[Call, int, list[int]]  # a call, the stream of its arrays, and their addresses
 
 
-class _Last(NamedTuple):
-    """A call that is kept, the GPU of its arrays, and what compares others with these; None: nothing does yet."""
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """A call that is kept, and what compares others with it.
+
+    Attributes:
+        device: the GPU of its arrays.
+        is_alike: says whether tensors are like its own; None: nothing does yet.
+        is_plain: these are known to be plain tensors, which need no gradient.
+    """
 
     call: Call
     device: int
-    is_alike: IsAlike | None
+    is_alike: IsAlike | None = None
+    is_plain: bool = False
+
+    def recalled(self, arrays: Mapping[str, Any]) -> Found | None:
+        pointers, bits = [], 0
+        for x in arrays.values():
+            pointer = x.data_ptr()
+            bits |= pointer
+            pointers.append(pointer)
+        if bits & 15 or 0 in pointers:
+            return None
+        self.call.recent = True
+        return self.call, TORCH.stream(self.device), pointers
 
 
-class _LastSeries(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _LastSeries:
     """Likewise of a series.
 
     Attributes:
         row: the dimension of rows.
-        around: strides of sequences differ with lengths; head: those of heads do, which are this dimension; 0: not.
+        reaches: how far each array reaches in memory, as `_reach` has it.
+        before, after: what stands around seqlen_q in the shape of q, and of out.
+        making: as `Torch.making` has it.
     """
 
     series: Series
     device: int
-    is_alike: IsAlike | None
+    is_alike: IsAlike | None = None
+    is_plain: bool = False
     row: int = 0
-    around: bool = False
-    head: int = 0
+    reaches: Sequence[_Reach] = ()
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    making: Making | None = None
+
+    def recalled(self, arrays: Mapping[str, Any]) -> Found | None:
+        """A call of lengths that are new to the series, as `series.read` and `Series.call` have it."""
+        q, k, v, *_ = tensors = arrays.values()
+        row, series = self.row, self.series
+        lengths = seqlen_q, seqlen_k = q.shape[row], k.shape[row]
+        if v.shape[row] != seqlen_k or not 1 < seqlen_q <= MAX_SEQLEN or not 1 < seqlen_k <= MAX_SEQLEN:
+            return None
+        steps: list[int] = []
+        pointers, bits = [], 0
+        for x, (of, elements, row_step, around, itemsize) in zip(tensors, self.reaches):  # noqa: B905
+            elements += lengths[of] * row_step
+            if around:
+                strides = x.stride()
+                for axis, count in around:
+                    step = strides[axis]
+                    elements += count * step
+                    steps.append(step)
+            if (x.storage_offset() + elements) * itemsize > x.untyped_storage().nbytes():
+                return None  # which whoever looks for the call will say
+            pointer = x.data_ptr()
+            bits |= pointer
+            pointers.append(pointer)
+        if bits & 15 or 0 in pointers or series.meets(seqlen_q, seqlen_k):
+            return None
+        stream = TORCH.stream(self.device)
+        call = series.call(seqlen_q, seqlen_k, steps, stream)
+        if call is None:
+            return None
+        series.recent = True
+        call.forms = self._forms(call, seqlen_q)
+        return call, stream, pointers
+
+    def _forms(self, call: Call, seqlen_q: int) -> Forms:
+        """Of what the call makes, `forms` as torch has them."""
+        assert self.making is not None
+        make, dtypes, device = self.making
+        shape = (*self.before, seqlen_q, *self.after)
+        made = [(shape, contiguous_strides(shape), dtypes[""])]
+        for shape, dtype in call.shaped:
+            made.append((shape, contiguous_strides(shape), dtypes[dtype]))
+        return make, made, device
 
 
-def recall(kind: Hashable, arrays: Mapping[str, Any]) -> Found | None:
+def recall(kind: Hashable, arrays: Mapping[str, Any], are_plain: bool = False) -> Found | None:
     """The last call of its kind, or one of its last series, if these tensors are as its own were, and lie at multiples
     of 16; None: it must be looked for.
 
     Args:
         kind: all that decides a call but its arrays.
+        are_plain: only if these are plain tensors, which need no gradient.
     """
-    last: _Last | None = launch.calls.last.get(kind)
-    if last is not None and last.is_alike is not None and last.is_alike(*arrays.values()):
-        pointers = _pointers(arrays)
-        if pointers is None:
-            return None
-        last.call.recent = True
-        return last.call, last.device, pointers
-    varied: _LastSeries | None = launch.series.last.get(kind)
-    if varied is not None and varied.is_alike is not None and varied.is_alike(*arrays.values()):
-        return _of_series(varied, arrays)
+    for last in launch.calls.last.get(kind, ()):
+        if last.is_alike is not None and (last.is_plain or not are_plain) and last.is_alike(*arrays.values()):
+            found: Found | None = last.recalled(arrays)
+            return found
     return None
-
-
-def _pointers(arrays: Mapping[str, Any]) -> list[int] | None:
-    found, bits = [], 0
-    for x in arrays.values():
-        pointer = x.data_ptr()
-        if not pointer:
-            return None
-        bits |= pointer
-        found.append(pointer)
-    return None if bits & 15 else found
-
-
-def _of_series(last: _LastSeries, arrays: Mapping[str, Any]) -> Found | None:
-    """A call of lengths that are new to the series, as `series.read` and `Series.call` have it."""
-    q, k, v, *_ = arrays.values()
-    row, steps = last.row, []
-    seqlen_q, seqlen_k = q.shape[row], k.shape[row]
-    if v.shape[row] != seqlen_k or not 1 < seqlen_q <= MAX_SEQLEN or not 1 < seqlen_k <= MAX_SEQLEN:
-        return None
-    if last.around:
-        for x in (q, k, v):
-            strides = x.stride()
-            steps.append(strides[0])
-            if last.head:
-                if strides[last.head] <= strides[row]:
-                    return None
-                steps.append(strides[last.head])
-    pointers = _pointers(arrays)
-    if pointers is None or last.series.has_met(seqlen_q, seqlen_k):
-        return None
-    vet_lengths(arrays)
-    last.series.recent = True
-    call = last.series.call((seqlen_q, seqlen_k, seqlen_k), steps, TORCH.stream(last.device))
-    return None if call is None else (call, last.device, pointers)
 
 
 def remember(kind: Hashable, call: Call, device: int, arrays: Mapping[str, Any]) -> None:
     """This call was found for these tensors. Where calls of a kind take turns, none is worth a comparison."""
-    before: _Last | None = launch.calls.last.get(kind)
-    is_again = before is not None and before.call is call
-    keep(launch.calls.last, kind, _Last(call, device, TORCH.comparison(arrays.values()) if is_again else None))
-    launch.series.last.pop(kind, None)
+    before = _known(kind, _Last)
+    found = _Last(call, device)
+    if before is not None and before.call is call:
+        found = _Last(call, device, TORCH.comparison(arrays.values()), _are_plain(arrays))
+    keep(launch.calls.last, kind, [found])
 
 
 def remember_series(
     kind: Hashable, series: Series, device: int, arrays: Mapping[str, Any], given: Given, options: Options
 ) -> None:
-    """A call of lengths that are new was found in this series, for these tensors."""
-    before: _LastSeries | None = launch.series.last.get(kind)
-    found = _LastSeries(series, device, None)
+    """A call of lengths that are new was found in this series, for these tensors. A comparison takes series in which no
+    more than lengths of q, k and v, and strides, follow from lengths."""
+    if given.in_series > len(given.qkv) or given.rows_of_q:
+        return
+    call, before = _known(kind, _Last), _known(kind, _LastSeries)
+    found = _LastSeries(series, device)
     if before is not None and before.series is series:
         found = _compared(found, arrays, given, options)
-    keep(launch.series.last, kind, found)
+    keep(launch.calls.last, kind, [found] if call is None else [call, found])  # a call says no at less cost
+
+
+def _known(kind: Hashable, form: type[_Form]) -> _Form | None:
+    return next((last for last in launch.calls.last.get(kind, ()) if type(last) is form), None)
+
+
+def _are_plain(arrays: Mapping[str, Any]) -> bool:
+    return not any(not is_tensor(type(x)) or x.requires_grad or x.is_neg() for x in arrays.values())
+
+
+def _reach(x: Any, of: int, row: int | None, around: list[tuple[int, int]]) -> _Reach:
+    """Of an array with so many rows as which of both lengths says.
+
+    Args:
+        row: where these are; None: it has none.
+        around: of each stride around them: which it is, how often it counts.
+    """
+    row_step, free = 0 if row is None else x.stride(row), {row, *[axis for axis, _ in around]}
+    own = enumerate(zip(x.shape, x.stride(), strict=True))
+    inside = sum([(n - 1) * step for axis, (n, step) in own if axis not in free])
+    return of, 1 + inside - row_step, row_step, around, x.element_size()
 
 
 def _compared(last: _LastSeries, arrays: Mapping[str, Any], given: Given, options: Options) -> _LastSeries:
-    """With what compares other tensors with these, where no more than lengths of q, k and v, and strides that are alike
-    in all three, follow from lengths."""
-    of_series = [*arrays.values()][: given.in_series]
-    is_dense = given.packed is None
-    row, head = (0, 0) if not is_dense else (1, 2) if options.layout == "bshd" else (2, 1)
-    around_heads = {x.stride(head) > x.stride(row) for x in of_series}
-    if len(of_series) > len(given.qkv) or given.rows_of_q or len(around_heads) > 1:
-        return last
-    if any(x.shape[row] == 1 for x in of_series):  # one row is another series, of which no other lengths are
+    """With what compares other tensors with these."""
+    q, k, *_ = arrays.values()
+    row, head = (0, 0) if given.packed is not None else (1, 2) if options.layout == "bshd" else (2, 1)
+    making = TORCH.making(q)
+    if making is None or 1 in (q.shape[row], k.shape[row]):  # one row is another series, of which no other lengths are
         return last
     sizes: list[list[int | None]] = [[*x.shape] for x in arrays.values()]
     strides: list[list[int | None]] = [[*x.stride()] for x in arrays.values()]
-    last = last._replace(row=row, around=is_dense, head=head if True in around_heads else 0)
-    for own_sizes, own in zip(sizes[: len(of_series)], strides, strict=False):
-        own_sizes[last.row] = None
-        for axis in (0, last.head) if is_dense else ():
-            own[axis] = None
-    return last._replace(is_alike=TORCH.comparison(arrays.values(), sizes, strides))
+    reaches = [_reach(x, 0, None, []) for x in arrays.values()]
+    for i, x in enumerate([*arrays.values()][: given.in_series]):
+        around = []
+        if head:
+            strides[i][0] = None  # also that of one sequence, which says nothing
+            if x.shape[0] > 1:
+                around.append((0, x.shape[0] - 1))
+            if x.stride(head) > x.stride(row):
+                strides[i][head] = None
+                around.append((head, x.shape[head] - 1))
+        sizes[i][row] = None
+        reaches[i] = _reach(x, min(i, 1), row, around)
+    return replace(
+        last, is_alike=TORCH.comparison(arrays.values(), sizes, strides), is_plain=_are_plain(arrays),
+        row=row, reaches=reaches, before=tuple(q.shape[:row]), after=tuple(q.shape[row + 1 :]), making=making,
+    )  # fmt: skip
 
 
 def keep(last: dict[Hashable, Any], kind: Hashable, value: Any) -> None:

@@ -120,12 +120,15 @@ class Given:
         return [(row.shape(sizes, self.packed is not None), row.dtype) for row in found]
 
     def measure(self, signatures: Sequence[tuple[Any, ...]], layout: str) -> tuple[list[Lengths], list[Steps]]:
-        """Of all that has strides; `signatures`: of the arrays given, strides in elements."""
+        """Of all that has strides; `signatures`: of the arrays given, strides in elements. From a sequence to the next
+        it is 0 where there is one: what its stride says would be new to each call of new lengths."""
         lengths, steps = [], []
         for i, is_given, axes_of in self._axes[layout]:
             shape, strides, _, _ = signatures[i]
-            lengths.append(axes_of(shape))
-            steps.append(axes_of(strides if is_given else contiguous_strides(shape)))
+            own = axes_of(shape)
+            row, head, sequence = axes_of(strides if is_given else contiguous_strides(shape))
+            lengths.append(own)
+            steps.append((row, head, sequence if own[2] > 1 else 0))
         return lengths, steps
 
     def measure_broadcast(self, signatures: Sequence[tuple[Any, ...]]) -> list[ScoreSteps]:

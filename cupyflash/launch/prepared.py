@@ -15,7 +15,7 @@ from typing import Any
 
 from ..compile import jit
 from ..gpu import tensormap
-from ..plan.extents import MAX_GRID, Extents, Kernels, Numbers
+from ..plan.extents import MAX_GRID, Extents, Kernels
 from . import counters
 from .filled import Filled
 from .kept import Kept
@@ -97,18 +97,22 @@ class Prepared:
         numbers = self.kernels.numbers(extents)
         words = (*options, *extents, *numbers.sections, int(numbers.first_stores), numbers.shares)
         params = self.template.write(words, lengths, steps, broadcast, self._ask)
-        return None if params is None else self.call_of(given, extents, numbers, params, copied, stream)
+        if params is None:
+            return None
+        shaped = given.shapes(extents, self.head_dim) if given.shaped else ()
+        return self.call_of(given, shaped, numbers, params, copied, stream)
 
     def call_of(
-        self, given: Given, extents: Extents, numbers: Numbers, params: Words, copied: tuple[int, ...], stream: int
-    ) -> Call:
-        """A call of these extents, with what the plan chose for them and its params."""
-        tiles, workspace, *_ = numbers
+        self, given: Given, shaped: Sequence[Made], numbers: Sequence[Any], params: Words,
+        copied: tuple[int, ...], stream: int,
+    ) -> Call:  # fmt: skip
+        """A call with the `Numbers` that the plan chose for it, its params, and what `shaped` says of its results."""
+        tiles, workspace = numbers[0], numbers[1]
         if self.counter_slot is not None and self.counters.is_low():
             with self._device.current():
                 self.counters.reserve(stream)
         launches = self._launches.get(tiles) or self._launch(tiles)
-        order, shaped = given.order, given.shapes(extents, self.head_dim) if given.shaped else ()
+        order = given.order
         if workspace:
             order = (*order, *workspace)
         writes = self._writes.get(order) or self._find(order)
@@ -175,7 +179,7 @@ class Call:
         self.order, self.names, self.likes, self.copied = order, given.made, given.likes, copied
         self.shaped, self.made = shaped, (*shaped, *workspace) if workspace else shaped
         self.offsets, self.room = _packed(workspace) if workspace else ((), 0)
-        self.forms: Sequence[Any] | None = None
+        self.forms: Any = None
         self.recent = self.passing = False
 
     @property

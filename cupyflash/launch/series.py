@@ -1,9 +1,9 @@
 """Series: calls that differ in their lengths alone, and in what follows from these.
 
 Two calls are of one series if their arrays agree in all but how many rows they have and the strides of what lies around
-these: of the batch and, where all rows of a head lie together, of heads. What the first of them was checked for holds
-for the others, its kernels are theirs, and so are its params but for some words. Hence a call of new lengths costs
-little arithmetic. One that is not of a series, or of which this does not say all, is prepared by itself (prepare.py).
+these: of sequences, if there are several, and, where all rows of a head lie together, of heads. What the first of them
+was checked for holds for the others, its kernels are theirs, and so are its params but for some words. Hence new
+lengths cost little arithmetic. A call of which a series does not say all is prepared by itself (prepare.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from .prepared import Call, Prepared
 from .template import SCHEDULE_NUMBERS, Lengths, Steps, Words
 from .variables import wish
 
+_NAMES = (*SCHEDULE_NUMBERS, "seqlen_q", "seqlen_k", "seqlen_q less 1", "seqlen_k less 1")
+_LESS_1 = 2  # so far behind a length is what is less
 _MAX_SEEN = 4096  # lengths that a series remembers to have met: a call is kept once it comes again
 _BEFORE_ROWS = -1  # in place of a stride that lengths decide
 _UNIT = 8  # elements of 16 bits: rows of an array that TMA reads start at multiples of 16 bytes
@@ -53,7 +55,8 @@ def read(given: Given, keys: Sequence[tuple[Any, ...]], options: Options) -> Rea
                     batch, heads, n, head_dim = shape
                     step, head, row, one = strides
                 lengths.append(n)
-                steps.append(step)
+                if batch > 1:
+                    steps.append(step)
                 if head > row:
                     steps.append(head)
                     head = _BEFORE_ROWS
@@ -90,9 +93,9 @@ def _read_others(given: Given, keys: Sequence[tuple[Any, ...]], seqlen_q: int) -
 class Series:
     """What calls of one series have in common. Each has the params of the first but for some words.
 
-    These come from a list of numbers that `call` makes: `SCHEDULE_NUMBERS`, then of each array given with strides how
-    many rows it has, the strides around these, those of results, and last what is the same in all calls. Below, a place
-    is a word of 32 bits and which of the numbers goes there.
+    These come from a list of numbers that `call` makes: `_NAMES`, of each array given with strides those around its
+    rows, then those of results, and last what is the same in all calls. Below, a place is a word of 32 bits and which
+    of the numbers goes there.
     """
 
     recent = False
@@ -108,26 +111,26 @@ class Series:
             lengths, steps: as `Prepared.call` gets them.
         """
         template, at = prepared.template, _Numbers(given, lengths, steps)
-        self._given, self._prepared, self._extents, self._copied = given, prepared, extents, call.copied
+        self._given, self._prepared, self._copied, self._shaped = given, prepared, call.copied, call.shaped
+        self._numbers = prepared.kernels.by_lengths(extents)
         self._seen: set[int] = set()
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
-        names = [*SCHEDULE_NUMBERS, "seqlen_q", "seqlen_k"]
         places = dict(zip(template.names, template.numbers, strict=True))
-        self._plain = [(places[name], i) for i, name in enumerate(names) if name in places]
+        self._plain = [(places[name], i) for i, name in enumerate(_NAMES) if name in places]
         for slots, own, axes in zip(template.strides, at.steps, at.axes, strict=True):
             self._plain += [(2 * slots[axis], own[axis]) for axis in axes]
-        self._words, self._rows, self._eighths, self._sized = call.params[:], [], [], []
+        self._words, self._eighths, self._sized = call.params[:], [], []
         for j, start, slots, form, _ in template.maps:
             _, heads, batch = lengths[j]
-            self._rows.append((slots[0], at.rows[j]))
+            self._plain.append((slots[0], at.rows[j] + _LESS_1))
             self._eighths += [(slots[3 + axis], at.steps[j][axis]) for axis in at.axes[j] if lengths[j][axis] > 1]
             if form.least_bytes:
                 self._sized.append((start, form, at.rows[j], heads, batch, at.steps[j]))
             for slot, _ in form.marked or ():
                 self._words[start + slot] = int.from_bytes(form.words[4 * slot : 4 * slot + 4], "little")
 
-    def call(self, lengths: Sequence[int], steps: Sequence[int], stream: int) -> Call | None:
-        """The call of these, as `read` gives them; None where more must be asked."""
+    def call(self, seqlen_q: int, seqlen_k: int, steps: Sequence[int], stream: int) -> Call | None:
+        """The call of these lengths and strides, as `read` gives them; None where more must be asked."""
         bits = 0
         for step in steps:
             bits |= step
@@ -135,38 +138,33 @@ class Series:
             return None
         if self._unit != 1:
             steps = [step // self._unit for step in steps]
-        batch, _, _, heads_q, heads_k, room_q, room_k = self._extents
-        seqlen_q, seqlen_k = lengths[0], lengths[1]
-        # Extents(...) takes twice as long.
-        extents = tuple.__new__(Extents, (batch, seqlen_q, seqlen_k, heads_q, heads_k, room_q, room_k))
-        numbers = self._prepared.kernels.numbers(extents)
-        all_numbers = [*numbers.sections, numbers.first_stores, numbers.shares, *lengths, *steps]
+        numbers = self._numbers(seqlen_q, seqlen_k)
+        _, _, (section, last), first_stores, shares = numbers
+        found = [section, last, first_stores, shares, seqlen_q, seqlen_k, seqlen_q - 1, seqlen_k - 1, *steps]
         for i, width in self._made:
-            all_numbers.append(all_numbers[i] * width)
+            found.append(found[i] * width)
         words = self._words[:]
         try:
             for place, i in self._plain:
-                words[place] = all_numbers[i]
-            for place, i in self._rows:
-                words[place] = all_numbers[i] - 1
+                words[place] = found[i]
             for place, i in self._eighths:
-                words[place] = all_numbers[i] >> 3
+                words[place] = found[i] >> 3
         except OverflowError:  # longer strides, which take more than a word, and negative ones
             return None
-        if self._sized and not self._mark(words, [*all_numbers, *self._fixed]):
+        if self._sized and not self._mark(words, [*found, *self._fixed]):
             return None
-        call = self._prepared.call_of(self._given, extents, numbers, words, self._copied, stream)
-        both = seqlen_q << 32 | seqlen_k
-        if both not in self._seen:
-            if len(self._seen) >= _MAX_SEEN:
-                self._seen.clear()
-            self._seen.add(both)
-            call.passing = True
-        return call
+        shaped = [((*shape[:-1], seqlen_q), dtype) for shape, dtype in self._shaped] if self._shaped else ()
+        return self._prepared.call_of(self._given, shaped, numbers, words, self._copied, stream)
 
-    def has_met(self, seqlen_q: int, seqlen_k: int) -> bool:
-        """Whether there was a call of these lengths before, so that one that comes now is kept."""
-        return (seqlen_q << 32 | seqlen_k) in self._seen
+    def meets(self, seqlen_q: int, seqlen_k: int) -> bool:
+        """Whether these lengths came before, so that their call is worth keeping; from now on they did."""
+        both = seqlen_q << 32 | seqlen_k
+        if both in self._seen:
+            return True
+        if len(self._seen) >= _MAX_SEEN:
+            self._seen.clear()
+        self._seen.add(both)
+        return False
 
     def _mark(self, words: Words, numbers: Sequence[int]) -> bool:
         """Write what maps of small arrays have otherwise; False if the driver must say it."""
@@ -184,20 +182,19 @@ class _Numbers:
 
     Attributes:
         axes: of each array with strides, given or made, which of `Steps` lie around its rows.
-        rows, steps: likewise, where its length and its strides are.
+        rows, steps: likewise, where its length, that of q or of k, and its strides are.
         made: of such strides of results, like the rows of which array, and how many elements lie in one.
         fixed: the strides that are the same in all calls.
     """
 
     def __init__(self, given: Given, lengths: Sequence[Lengths], steps: Sequence[Steps]) -> None:
-        first_length = len(SCHEDULE_NUMBERS)
-        self.rows = [first_length + i for i, _ in given.sources]
-        is_packed = given.packed is not None
-        self.axes = [_axes(own, is_packed and known) for own, (_, known) in zip(steps, given.sources, strict=True)]
+        is_of_k = [i in given.qkv[1:] for i, _ in given.sources]
+        self.rows = [len(SCHEDULE_NUMBERS) + of_k for of_k in is_of_k]
+        self.axes = [_axes(given, own, batch) for own, (_, _, batch) in zip(steps, lengths, strict=True)]
         self.made: list[tuple[int, int]] = []
         self.fixed: list[int] = []
         self.steps = [[0, 0, 0] for _ in steps]
-        n = first_length + given.in_series
+        n = len(_NAMES)
         order = sorted(range(len(steps)), key=lambda j: (not given.sources[j][1], given.sources[j][0]))
         for j in order:  # those given in the order of their names, then results
             for axis in self.axes[j]:
@@ -212,11 +209,13 @@ class _Numbers:
                 self.fixed.append(steps[j][axis])
 
 
-def _axes(steps: Steps, is_packed: bool) -> tuple[int, ...]:
-    """Which strides lie around rows: that of sequences, which packed arrays have not, and, where all rows of a head lie
-    together, that of heads."""
+def _axes(given: Given, steps: Steps, batch: int) -> tuple[int, ...]:
+    """Which strides lie around rows: that of several sequences and, where all rows of a head lie together, that of
+    heads; of packed arrays none."""
     row, head, _ = steps
-    return () if is_packed else (2, 1) if head > row else (2,)
+    if given.packed is not None:
+        return ()
+    return (*((2,) if batch > 1 else ()), *((1,) if head > row else ()))
 
 
 def again(given: Given, keys: Sequence[tuple[Any, ...]], options: Options, stream: int) -> tuple[Series, Call] | None:
@@ -224,8 +223,14 @@ def again(given: Given, keys: Sequence[tuple[Any, ...]], options: Options, strea
     there and says all that it takes."""
     found = read(given, keys, options)
     series: Series | None = None if found is None else launch.series.find(found[0])
-    call = None if found is None or series is None else series.call(found[1], found[2], stream)
-    return None if series is None or call is None else (series, call)
+    if found is None or series is None:
+        return None
+    (seqlen_q, seqlen_k, *_), steps = found[1:]
+    call = series.call(seqlen_q, seqlen_k, steps, stream)
+    if call is None:
+        return None
+    call.passing = not series.meets(seqlen_q, seqlen_k)
+    return series, call
 
 
 def begin(

@@ -1,4 +1,4 @@
-"""Extents: the numbers of a call, and what its plan chooses for them once its kernels are known.
+"""What a plan chooses for the numbers of a call, its extents, once its kernels are known.
 
 It is done for every call with lengths not seen before: a few microseconds of arithmetic.
 """
@@ -8,58 +8,29 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..errors import UnsupportedError
 from ..gpu.device import Device
-from ..problem import ITEMSIZE, Problem
+from ..problem import ITEMSIZE
 from .kernels import Convert, Slopes, round_up
 from .lists import KeyLists
+from .numbers import ByLengths as ByLengths
+from .numbers import Extents as Extents
+from .numbers import Numbers as Numbers
+from .numbers import Workspace as Workspace
 from .shares import divide
 from .spec import Spec
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
 
-Workspace = dict[str, tuple[tuple[int, ...], str]]
-
-
-class Extents(NamedTuple):
-    """The numbers of a problem that decide no kernel, but that there are none of 0; as `Problem` has them."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int
-    heads_k: int
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> Extents:
-        return cls(*(getattr(problem, name) for name in cls._fields))
-
-
-class Numbers(NamedTuple):
-    """What the plan chooses for some extents.
-
-    Attributes:
-        tiles: of work, for each launch.
-        workspace: the arrays that the launches share: name -> (shape, dtype).
-        sections: heads scheduled together, and the last of them (schedule.cuh).
-        first_stores: the first share of each tile of dQ is stored, the others are added (dq_accum.cuh).
-        shares: into how many a group's query heads are divided for dK and dV (shares.cuh).
-    """
-
-    tiles: tuple[int, ...]
-    workspace: Workspace
-    sections: tuple[int, int]
-    first_stores: bool = False
-    shares: int = 1
-
 
 def blocks(n: int, size: int) -> int:
     return -(-n // size)
+
+
+def _too_many(over: str, tiles: int) -> UnsupportedError:
+    return UnsupportedError(f"{over}: expected at most {MAX_GRID} tiles of work, got {tiles}; split the batch")
 
 
 @dataclass(frozen=True)
@@ -87,8 +58,22 @@ class Kernels:
         Raises:
             UnsupportedError: if it has too many tiles of work.
         """
-        tiles = self._tiles(extents)
-        return self._backward(extents, tiles) if self.spec.backward else self._forward(extents, tiles)
+        return Numbers(*self.by_lengths(extents)(extents.seqlen_q, extents.seqlen_k))
+
+    def by_lengths(self, extents: Extents) -> ByLengths:
+        """What gives the `numbers` of extents that differ from these in seqlen_q and seqlen_k alone."""
+        batch, _, _, *others = extents
+        if not self.spec.backward and not self.spec.block_mask:
+            return self._forward(extents)
+
+        def numbers(seqlen_q: int, seqlen_k: int) -> Numbers:
+            own = Extents(batch, seqlen_q, seqlen_k, *others)
+            tiles = self._tiles(own)
+            if self.spec.backward:
+                return self._backward(own, tiles)
+            return Numbers(tiles, self._lists(own), *self._forward(own)(seqlen_q, seqlen_k)[2:])
+
+        return numbers
 
     @functools.cached_property
     def _rows(self) -> list[tuple[str, int]]:
@@ -120,9 +105,7 @@ class Kernels:
             else:
                 tiles = self._tiles_of_feature(over, rows, extents)
             if tiles > MAX_GRID:
-                raise UnsupportedError(
-                    f"{over}: expected at most {MAX_GRID} tiles of work, got {tiles}; split the batch"
-                )
+                raise _too_many(over, tiles)
             found.append(tiles)
         return tuple(found)
 
@@ -184,17 +167,23 @@ class Kernels:
         """Of what all sequences of a head have, what one has: packed, on average, since nobody here knows lengths."""
         return n // max(1, extents.batch) if self.spec.packed else n
 
-    def _forward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
-        """Lists of a block mask, if there is one; main. K and V are streamed, so a group's query heads go together."""
-        batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
-        group, heads, m_blocks = heads_q // heads_k, heads_k, self._blocks(seqlen_q, self.variants[-1].block_m, batch)
-        if self.spec.packed:
-            seqlen_k, m_blocks = self._of_one(seqlen_k, extents), self._of_one(m_blocks, extents)
-        else:
-            heads *= batch
-        section, last = self._sections(2 * seqlen_k * self._row_bytes, heads, m_blocks * group)
-        lists = self._lists(extents) if self.spec.block_mask else {}
-        return tuple.__new__(Numbers, (tiles, lists, (section * group, last * group), False, 1))  # at half the cost
+    def _forward(self, extents: Extents) -> ByLengths:
+        """Main alone. K and V are streamed, so a group's query heads go together."""
+        batch, _, _, heads_q, heads_k, _, _ = extents
+        is_packed, rows, group = self.spec.packed, self.variants[-1].rows, heads_q // heads_k
+        arrays, more, heads = (1, batch + 1, heads_k) if is_packed else (batch, 0, heads_k * batch)
+        bytes_per_key, all_heads, sections = 2 * self._row_bytes, heads_q * arrays, self._sections
+        of_one = max(1, batch) if is_packed else 1  # packed, on average, since nobody here knows lengths
+
+        def numbers(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, ...], Workspace, tuple[int, int], bool, int]:
+            blocks = seqlen_q // rows + more if more else -(-seqlen_q // rows)
+            tiles = blocks * all_heads
+            if tiles > MAX_GRID:
+                raise _too_many("q", tiles)
+            section, last = sections(seqlen_k // of_one * bytes_per_key, heads, blocks // of_one * group)
+            return (tiles,), {}, (section * group, last * group), False, 1
+
+        return numbers
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Lists of a block mask, if there is one; delta, main, conversion of dQ; or delta, dK and dV, dQ; then the

@@ -48,6 +48,9 @@ def _unflat(causal: Any = False, scale: Any = None, left: Any = None, right: Any
 _known = functools.lru_cache(maxsize=256)(_unflat)  # the schema fixes types: what is equal here means the same
 
 
+_DEFAULTS = Options()
+
+
 def _options(values: Sequence[Any]) -> Options:
     try:
         return _known(*values)
@@ -137,9 +140,17 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def read(which: Pass, values: Sequence[Any]) -> tuple[dict[str, Any], Options, tuple[str, ...]]:
-    """The inverse of `arguments`."""
-    _, first, last, start, end, _ = _arguments(which)
-    arrays = dict(zip(first, values, strict=False))
-    if len(values) > end:
+    """The inverse of `arguments`, which no compiler follows."""
+    first, last, start, end = _places(which)
+    arrays, count = dict(zip(first, values)), len(values)  # noqa: B905
+    if count > end:
         arrays.update({name: x for name, x in zip(last, values[end:], strict=False) if x is not None})
-    return arrays, _options(values[start:end]), tuple(*values[len(first) : start])
+    options = _options(values[start:end]) if count > start else _DEFAULTS
+    return arrays, options, tuple(*values[len(first) : start])
+
+
+@functools.cache
+def _places(which: Pass) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
+    """What `read` takes of an `_Arguments`, which would take longer to take apart."""
+    _, first, last, start, end, _ = _look_at(which)
+    return first, last, start, end

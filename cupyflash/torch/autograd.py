@@ -21,7 +21,7 @@ from ..options import Options
 from . import ops, sharding
 from .batching import batched
 from .casting import cast
-from .followed import below_autograd, is_autocast_on, is_compiling, is_followed, is_plain, one_level
+from .followed import below_autograd, is_autocast_on, is_compiling, is_dual_level, is_followed, is_plain, one_level
 from .recorded import apply_by_operator, apply_gradients_by_operator, both_of, gradients, is_recorded, out_of
 from .vetting import vet, vet_dual
 
@@ -34,6 +34,10 @@ def attention(arrays: Mapping[str, Tensor], options: Options, want_lse: bool) ->
         sharding.ready()
         return ops.forward(arrays, options)
     followed, needs_grad = is_followed(), False
+    if not followed and not arrays["q"].requires_grad:
+        found = run.forward_again(arrays, options, want_lse)
+        if found is not None:
+            return found
     for x in arrays.values():
         kind = type(x)
         if (kind is not Tensor and kind is not Parameter) or x.is_neg():
@@ -68,6 +72,10 @@ def backward(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, 
 
 def _forward_rule(keys: Any, *values: Any) -> Any:
     arrays, options, _ = ops.read(FORWARD, values)
+    if is_plain(keys) and not is_dual_level():
+        found = run.forward_again(arrays, options, want_lse=True)
+        if found is not None:
+            return found
     vet_dual(arrays)
     recorded = is_recorded(arrays)
     if is_plain(keys):  # so that what the dispatcher would do next costs nothing

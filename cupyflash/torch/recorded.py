@@ -26,12 +26,15 @@ from .vetting import vet
 _Asked = tuple[tuple[str, ...], Options, tuple[str, ...], tuple[int, ...]]
 
 
+_Given = tuple[_Asked, Mapping[str, Tensor]]
+
+
 class _Attention(torch.autograd.Function):
-    """out = attention of arrays, given what is asked of them and then themselves."""
+    """out = attention of arrays, given what is asked of them, the arrays by name, and then themselves."""
 
     @staticmethod
-    def forward(ctx: Any, asked: _Asked, *arrays: Tensor) -> Tensor:
-        return _compute(ctx, asked, arrays)[0]
+    def forward(ctx: Any, given: _Given, *arrays: Tensor) -> Tensor:
+        return _compute(ctx, given, arrays)[0]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -56,13 +59,14 @@ class _AttentionWithLse(_Attention):
     """(out, lse), likewise; both are differentiable. A result that nobody has asked for would cost the host 10 us."""
 
     @staticmethod
-    def forward(ctx: Any, asked: _Asked, *arrays: Tensor) -> tuple[Tensor, Tensor]:
-        return _compute(ctx, asked, arrays)
+    def forward(ctx: Any, given: _Given, *arrays: Tensor) -> tuple[Tensor, Tensor]:
+        return _compute(ctx, given, arrays)
 
 
-def _compute(ctx: Any, asked: _Asked, arrays: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def _compute(ctx: Any, given: _Given, arrays: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    asked, named = given
     ctx.asked = asked
-    out, lse = run.forward(TORCH, dict(zip(asked[0], arrays, strict=True)), asked[1])
+    out, lse = run.forward(TORCH, named, asked[1])
     ctx.save_for_backward(*arrays, out, lse)
     ctx.set_materialize_grads(False)
     return out, lse
@@ -103,7 +107,7 @@ def _to_backward(
         dout = torch.zeros_like(inputs[-1])
     elif dout.stride(-1) != 1:  # an expanded gradient, as of out.sum()
         dout = dout.contiguous()
-    arrays = dict(zip((*names, "out", "dout", "lse"), (*inputs, dout, lse), strict=True))
+    arrays = dict(zip((*names, "out", "dout", "lse"), (*inputs, dout, lse)))  # noqa: B905 (which costs the host)
     if dlse is not None:
         arrays["dlse"] = dlse
     return arrays
@@ -146,13 +150,13 @@ def _asked(names: tuple[str, ...], options: Options) -> _Asked:
 
 def out_of(arrays: Mapping[str, Tensor], options: Options) -> Tensor:
     """out, recorded."""
-    out: Tensor = _apply(_asked(tuple(arrays), options), *arrays.values())
+    out: Tensor = _apply((_asked(tuple(arrays), options), arrays), *arrays.values())
     return out
 
 
 def both_of(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse), recorded."""
-    out, lse = _apply_with_lse(_asked(tuple(arrays), options), *arrays.values())
+    out, lse = _apply_with_lse((_asked(tuple(arrays), options), arrays), *arrays.values())
     return out, lse
 
 

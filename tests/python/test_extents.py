@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import fields, replace
 from typing import Any
@@ -348,3 +349,47 @@ def test_up_to_how_many_keys_dq_is_not_cleared(options: dict[str, Any], sm_count
         assert ("dq_turn" in numbers.workspace) == (numbers.first_stores or problem.deterministic)
         if limit == 1024:
             assert numbers.sections == (1, 1)  # the blocks of a head begin one after the other
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_numbers_by_lengths(family: str, packed: bool, rng: np.random.Generator) -> None:
+    """One function of lengths says what the plan says of each call: of a forward tiles and sections as they are
+    defined, of a backward what it says of the extents as a whole."""
+    device = Device.synthetic("sm_90")
+    for backward in (False, True):
+        spec = Spec("bf16", 64, backward=backward, packed=packed, family=family, causal=True, tma=True, grouped=True)
+        kernels = plan.kernels_of(spec, device)
+        for _ in range(20):
+            batch, heads_k, group = (int(n) for n in rng.integers((1, 1, 2), (9, 40, 5)))
+            first = Extents(batch, 64, 64, heads_k * group, heads_k, 0, 0)
+            of_lengths = kernels.by_lengths(first)
+            for m, n in rng.integers(1, (2000, 400_000), (10, 2)).tolist():
+                found = of_lengths(m, n)
+                assert found == kernels.numbers(first._replace(seqlen_q=m, seqlen_k=n))
+                if not backward:
+                    check_forward(kernels, first, found, m, n)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_too_many_tiles_of_new_lengths(backward: bool) -> None:
+    kernels = plan.kernels_of(Spec("bf16", 64, tma=True, backward=backward), Device.synthetic("sm_90"))
+    of_lengths = kernels.by_lengths(Extents(1 << 20, 64, 64, 64, 64, 0, 0))
+    assert of_lengths(64, 64)[0][0] == 1 << 26
+    with pytest.raises(UnsupportedError, match=r"^q: expected at most 2147483647 tiles of work, got \d+"):
+        of_lengths(1 << 14, 64)
+
+
+def check_forward(kernels: Any, extents: Extents, found: Any, m: int, n: int) -> None:
+    """Tiles of queries, and so many heads of k together as K and V of `mixed_bytes` are."""
+    batch, _, _, heads_q, heads_k, *_ = extents
+    rows, packed = kernels.variants[0].block_m, kernels.spec.packed
+    of_head = m // rows + batch + 1 if packed else math.ceil(m / rows)
+    tiles, workspace, (section, last), *others = found
+    assert (tiles, workspace, others) == ((of_head * heads_q * (1 if packed else batch),), {}, [False, 1])
+    group, heads = heads_q // heads_k, heads_k * (1 if packed else batch)
+    keys, of_one = (n // batch, of_head // batch) if packed else (n, of_head)
+    key_bytes = 2 * 2 * kernels.spec.head_dim
+    assert section == group * max(1, min(heads, kernels.mixed_bytes // max(1, keys * key_bytes)))
+    tail = 2 * kernels.device.sm_count if kernels.spec.uneven else 0
+    assert last == group * min(heads, max(section // group, math.ceil(tail / max(1, of_one * group))))

@@ -106,8 +106,8 @@ def test_an_operator_costs_little_more_than_the_call_in_it(gpu: Gpu) -> None:
 
     from cupyflash.torch import ops
 
-    q = torch.randn(1, 64, 4, 64, dtype=torch.bfloat16)
-    arrays = {"q": q, "k": q, "v": q}
+    q, k, v = (torch.randn(1, 64, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    arrays = {"q": q, "k": k, "v": v}
     values = ops.arguments(FORWARD, arrays, Options())
     inner = functions_of(lambda: ops.compute_forward(arrays, Options()))
     launched = len(gpu.launched)

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import CupyflashError
+from cupyflash import ArgumentError, CupyflashError
 from cupyflash.arrays.adapters import TORCH
-from cupyflash.launch import last
+from cupyflash.launch import last, run
 from cupyflash.launch import prepared as launch
 from cupyflash.launch.kept import Kept
 from tests import pretended_gpu
@@ -200,7 +200,9 @@ def test_a_comparison_that_forgets_would_be_noticed(name: str, monkeypatch: pyte
     first, second = ARRAYS[name]
     want = alone(gpu, second())
     monkeypatch.setattr(TORCH, "comparison", lambda *_: lambda *_: True)
-    monkeypatch.setattr(last, "_pointers", lambda arrays: [x.data_ptr() or 16 for x in arrays.values()])
+    monkeypatch.setattr(
+        last._Last, "recalled", lambda self, arrays: (self.call, 0, [x.data_ptr() or 16 for x in arrays.values()])
+    )
     launch.forget()
     for _ in range(3):
         outcome(gpu, first())
@@ -278,6 +280,61 @@ def half_of_memory() -> Any:
     x = zeros(2, 80, 4, 64)
     x.untyped_storage().resize_(x.nbytes // 2)
     return x
+
+
+def of_one(step: int) -> One:
+    """Of one sequence, whose stride says nothing."""
+    x = torch.zeros(80 * 256, dtype=HALF)
+    return dense(q=x.as_strided((1, 80, 4, 64), (step, 256, 64, 1)), k=zeros(1, 90, 4, 64), v=zeros(1, 90, 4, 64))
+
+
+@pytest.mark.parametrize("step", [0, 3, 80 * 256, 1 << 40])
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+def test_the_stride_of_one_sequence_says_nothing(step: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+    want = alone(gpu, of_one(80 * 256))
+    assert alone(gpu, of_one(step)) == want
+    launch.forget()
+    for n in (60, 61, 62, 63):
+        outcome(gpu, dense(**{name: zeros(1, n, 4, 64) for name in "qkv"}))
+    asked = len(launch.calls)
+    monkeypatch.setattr(run, "find", None)  # nobody looks for it
+    assert outcome(gpu, of_one(step)) == want
+    assert len(launch.calls) == asked
+
+
+def test_memory_that_ends_in_a_series(gpu: Gpu) -> None:
+    """A tensor may begin anywhere in its memory, whose last element is the last that it needs."""
+    for n in (60, 61, 62, 63):
+        outcome(gpu, rows(n, n))
+    size = 80 * 4 * 64
+    for step, needed in ((size, 2 * size), (2 * size, 3 * size)):
+        for missing in (0, 1):
+            v = torch.zeros(8 + needed, dtype=HALF).as_strided((2, 80, 4, 64), (step, 256, 64, 1), 8)
+            v.untyped_storage().resize_(2 * (8 + needed - missing))
+            found = outcome(gpu, dense(q=zeros(2, 70 + missing, 4, 64), k=zeros(2, 80, 4, 64), v=v))
+            assert (found[0] is ArgumentError) == bool(missing)
+            assert len(gpu.launched) == 1 - missing
+
+
+def test_heads_that_lie_around_rows_and_inside(gpu: Gpu) -> None:
+    """At the same strides of rows: a series of the one says all of the other, too, but not where heads are one."""
+
+    def call(n: int, head: int) -> Any:
+        x = torch.zeros(1 << 19, dtype=HALF)
+        q, k, v = (x.as_strided((2, n, 4, 64), (1 << 18, 256, head, 1), i << 10) for i in range(3))
+        return outcome(gpu, dense(q=q, k=k, v=v))
+
+    heads = [64, 0, 200 * 256, 68]
+    launch.forget()
+    want = []
+    for i, head in enumerate(heads):
+        launch.forget()
+        want.append(call(80 + i, head))
+    launch.forget()
+    for n in (60, 61, 62, 63):
+        call(n, n * 256)
+    assert [call(80 + i, head) for i, head in enumerate(heads)] == want
 
 
 @pytest.mark.parametrize("name", BEYOND)
@@ -399,32 +456,66 @@ CONTEXTS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any]]] = {
     "a subclass": (lambda x: x.as_subclass(Named), contextlib.nullcontext),
     "autocast": (lambda x: x, lambda: torch.autocast("cpu", torch.bfloat16)),
     "a mode": (lambda x: x, lambda: torch.device("cpu")),
+    "forward mode": (lambda x: torch.autograd.forward_ad.make_dual(x, x), torch.autograd.forward_ad.dual_level),
+    "a mode that sees operators": (lambda x: x, lambda: torch.utils.flop_counter.FlopCounterMode(display=False)),
+}
+WAYS: dict[str, Callable[..., Any]] = {
+    "attention": cupyflash.attention,
+    "with lse": partial(cupyflash.attention, return_lse=True),
+    "the operator": lambda *x: torch.ops.cupyflash.forward(*x),
 }
 
 
-def in_context(gpu: Gpu, name: str) -> Any:
+def in_context(gpu: Gpu, name: str, way: str, seqlen: int = 4) -> Any:
     change, context = CONTEXTS[name]
-    q, k, v = zeros(), zeros(), zeros()
+    q, k, v = (zeros(2, seqlen, 4, 64) for _ in "qkv")
     q.fill_(1.0)
     with context():
         q = change(q)
         gpu.launched.clear()
         try:
-            out = cupyflash.attention(q, k, v)
+            found = WAYS[way](q, k, v)
         except CupyflashError as e:
             return type(e), str(e)
-    return type(out), out.dtype, out.requires_grad, out.is_inference(), found_in(gpu.launched, gpu)
+    results = found if isinstance(found, tuple) else (found,)
+    facts = [(type(x), x.shape, x.stride(), x.dtype, x.requires_grad, x.is_inference()) for x in results]
+    return facts, found_in(gpu.launched, gpu)
 
 
-def test_calls_of_all_contexts_in_all_orders(gpu: Gpu, rng: Any) -> None:
-    want = {}
-    for name in CONTEXTS:
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_calls_of_all_contexts_in_all_orders(way: str, gpu: Gpu, rng: Any) -> None:
+    """Of lengths that come again, and of new ones."""
+    import cupyflash.torch.ops  # noqa: F401
+
+    want, kinds = {}, [(name, seqlen) for name in CONTEXTS for seqlen in (4, 5, 6, 7, 8)]
+    for kind in kinds:
         launch.forget()
-        want[name] = in_context(gpu, name)
-    names = [name for name in CONTEXTS for _ in range(10)]
-    for i in rng.permutation(len(names)):
-        for _ in range(1 + i % 3):
-            assert in_context(gpu, names[i]) == want[names[i]], names[i]
+        want[kind] = in_context(gpu, kind[0], way, kind[1])
+    order = [*kinds, *[(name, 4) for name in CONTEXTS for _ in range(6)]]
+    for _ in range(3):
+        launch.forget()
+        for i in rng.permutation(len(order)):
+            name, seqlen = order[i]
+            for again in range(1 if seqlen > 4 else 1 + i % 3):
+                assert in_context(gpu, name, way, seqlen) == want[name, seqlen], (name, seqlen, again)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_context_after_plain_calls(way: str, name: str, gpu: Gpu) -> None:
+    """Known by a comparison, of a call and of a series."""
+    want = {}
+    for seqlen in (4, 30):
+        launch.forget()
+        want[seqlen] = in_context(gpu, name, way, seqlen)
+    for known in ([4] * 4, [20, 21, 22, 23]):
+        launch.forget()
+        for seqlen in known:
+            in_context(gpu, "a plain tensor", way, seqlen)
+        for seqlen in (4, 30):
+            assert in_context(gpu, name, way, seqlen) == want[seqlen]
 
 
 @pytest.mark.parametrize("value", ["sm80", "sm70"])

@@ -1,0 +1,48 @@
+"""Extents: the numbers of a call; and the numbers that its plan chooses for them (extents.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..problem import Problem
+
+Workspace = dict[str, tuple[tuple[int, ...], str]]
+
+
+class Extents(NamedTuple):
+    """The numbers of a problem that decide no kernel, but that there are none of 0; as `Problem` has them."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_k: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> Extents:
+        return cls(*(getattr(problem, name) for name in cls._fields))
+
+
+class Numbers(NamedTuple):
+    """What the plan chooses for some extents.
+
+    Attributes:
+        tiles: of work, for each launch.
+        workspace: the arrays that the launches share: name -> (shape, dtype).
+        sections: heads scheduled together, and the last of them (schedule.cuh).
+        first_stores: the first share of each tile of dQ is stored, the others are added (dq_accum.cuh).
+        shares: into how many a group's query heads are divided for dK and dV (shares.cuh).
+    """
+
+    tiles: tuple[int, ...]
+    workspace: Workspace
+    sections: tuple[int, int]
+    first_stores: bool = False
+    shares: int = 1
+
+
+# What gives `Numbers` of seqlen_q and seqlen_k, or a plain tuple of them, which costs less to make and to read.
+ByLengths = Callable[[int, int], tuple[tuple[int, ...], Workspace, tuple[int, int], bool, int]]
