@@ -23,31 +23,13 @@ from filelock import FileLock
 
 from cupyflash.compile import cache
 
+from .flags import LINK, flags_of_kernels, flags_of_runtime
+
 HERE = Path(__file__).resolve().parent
 RUNTIME, TWIN = HERE / "runtime", HERE / "twin"
-# Frame pointers: messages carry the call stack of the CUDA thread.
-_COMMON = ["-std=c++17", "-fPIC", "-fno-omit-frame-pointer", "-fno-strict-aliasing", "-Wall", "-Wextra"]
-_X86 = ["-mavx2", "-mfma", "-mf16c"]
-_KERNEL = [
-    "-O0",  # most kernels run for less time than g++ takes to optimise them
-    "-g1",  # lines and inlining; for variables in gdb: -g
-    "-fsanitize=thread",  # plain loads and stores call runtime/hooks.cpp; libtsan is not linked
-    "--param=tsan-instrument-func-entry-exit=0",
-    "-fvisibility=hidden",
-    "-fno-exceptions",  # nothing that a kernel calls throws, and no C++ runtime is linked
-    "-fno-gnu-unique",  # else statics of two kernels with the same name are one
-    "-Wno-unknown-pragmas",
-    "-Wno-unused-parameter",
-    "-Wno-unused-function",
-    "-Wno-unused-variable",
-    "-Wno-unused-but-set-variable",
-    "-Wno-maybe-uninitialized",
-    "-Wno-uninitialized",
-]
-# Kernels use the C library alone: to read libstdc++ would take most of a link.
-_LINK = ["-shared", "-nostdlib", "-Wl,-Bsymbolic"]
 _STALE_SECONDS = 14 * 24 * 3600
 _TWINS = ("ptx.h", "ptx_sm90.h", "ptx_more.h")
+_ARCH_ASKED_FOR = re.compile(r"\bEMULATED_ARCH >= (\d+)\b")
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 _COMMENT = re.compile(r"^//.*\n", re.MULTILINE)
 
@@ -71,10 +53,6 @@ def missing_compiler() -> str | None:
 def _compiler() -> str:
     done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[0]
-
-
-def _machine_flags() -> list[str]:
-    return _X86 if platform.machine() in ("x86_64", "AMD64") else []
 
 
 @functools.cache
@@ -129,6 +107,12 @@ def twin_texts() -> dict[str, str]:
     return {f.name: f.read_text() for f in files}
 
 
+@functools.cache
+def _archs_told_apart() -> set[int]:
+    """Those with which something in the twins begins."""
+    return {int(arch) for text in twin_texts().values() for arch in _ARCH_ASKED_FOR.findall(text)}
+
+
 def _remove_stale() -> None:
     """Libraries that no recent source asks for; each edit of a kernel leaves some behind."""
     for path in (*build_folder().glob("*.so"), *build_folder().glob("*.lock")):
@@ -139,7 +123,7 @@ def _remove_stale() -> None:
 def build_runtime() -> Path:
     """The emulator itself: one shared library, compiled once."""
     sources = sorted(RUNTIME.glob("*.cpp"))
-    flags = [*_COMMON, *_machine_flags(), "-O3", "-g", "-fno-semantic-interposition"]
+    flags = flags_of_runtime()
     texts = [f.read_text() for f in sorted(RUNTIME.glob("*.*"))]
     out = build_folder() / f"runtime-{digest(texts, flags)}.so"
     with FileLock(f"{out}.lock"):  # one process of the test run builds
@@ -168,6 +152,11 @@ class Unit:
     symbols: Sequence[str]
     arch: int = 800
 
+    @property
+    def twin_arch(self) -> int:
+        """The oldest architecture that has the same twins."""
+        return max((arch for arch in _archs_told_apart() if arch <= self.arch), default=800)
+
     @functools.cached_property
     def included(self) -> dict[str, str]:
         """The headers that it includes, itself or by others."""
@@ -184,7 +173,8 @@ class Unit:
     def library(self) -> Path:
         """Where its shared library is, or will be: headers that it does not include make no difference."""
         text = _COMMENT.sub("", self.source)  # a variant's first line is the digest of all headers
-        key = digest(text, _digest_of(tuple(self.included.items())), _flags(self.arch), tuple(self.symbols))
+        headers = _digest_of(tuple(self.included.items()))
+        key = digest(text, headers, flags_of_kernels(self.twin_arch), tuple(self.symbols))
         return build_folder() / f"{self.symbols[0]}-{key}.so"
 
     @property
@@ -199,18 +189,14 @@ class Unit:
         return struct + rest + "".join(f"\nEMU_ENTRY({symbol})" for symbol in self.symbols) + "\n"
 
 
-def _flags(arch: int) -> list[str]:
-    return [*_COMMON, *_KERNEL, *_machine_flags(), f"-DEMULATED_ARCH={arch}"]
-
-
 def build(units: Iterable[Unit]) -> None:
     """Makes the libraries that are missing of some units with the same headers. Those that differ in what is their own
-    alone are compiled as one, so that g++ reads the headers once."""
+    alone, and have the same twins, are compiled as one, so that g++ reads the headers once."""
     alike: dict[tuple[str, int, int], list[Unit]] = {}
     named: Counter[str] = Counter()
     for unit in {unit.library: unit for unit in units if not unit.library.exists()}.values():
-        named[name := f"{unit.symbols}, {unit.arch}"] += 1  # one of a name in a library
-        alike.setdefault((unit.shared, unit.arch, named[name]), []).append(unit)
+        named[name := f"{unit.symbols}, {unit.twin_arch}"] += 1  # one of a name in a library
+        alike.setdefault((unit.shared, unit.twin_arch, named[name]), []).append(unit)
     for some in alike.values():
         with FileLock(f"{min(unit.library for unit in some)}.lock"):  # another process may be first
             if missing := [unit for unit in some if not unit.library.exists()]:
@@ -229,11 +215,11 @@ def _compile_as_one(units: Sequence[Unit]) -> None:
     out = units[0].library
     file = folder / f"{units[0].symbols[0]}-{digest(source)}.cpp"
     _publish(file, source)
-    options = [*_flags(units[0].arch), *(f"-include{TWIN / name}" for name in _TWINS), "-Ikernels_cu"]
+    options = [*flags_of_kernels(units[0].twin_arch), *(f"-include{TWIN / name}" for name in _TWINS), "-Ikernels_cu"]
     with tempfile.TemporaryDirectory() as scratch:  # in two steps: linking with -fsanitize=thread would pull in libtsan
         unit_object = Path(scratch) / "unit.o"
         _compile([*options, "-c", file.name], unit_object, cwd=folder)
-        _compile([*_LINK, str(unit_object), "-lm", "-lc"], out)
+        _compile([*LINK, str(unit_object), "-lm", "-lc"], out)
     for unit in units[1:]:
         _link(out, unit.library)
 

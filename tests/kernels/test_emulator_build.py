@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -71,6 +73,16 @@ def test_of_kernels_with_one_name_each_has_its_library(compiled: list[str]) -> N
     build.build(units)
     assert [written(u) for u in units] == [11, 21, 31, 31]
     assert len(compiled) == 2
+
+
+def test_architectures_share_a_library_unless_twins_tell_them_apart() -> None:
+    libraries = {arch: dataclasses.replace(unit("one", 10), arch=arch).library for arch in (800, 860, 890, 900, 1200)}
+    assert libraries[800] == libraries[860]
+    assert libraries[900] == libraries[1200]
+    assert len(set(libraries.values())) == 3
+    asking = [line for text in build.twin_texts().values() for line in text.splitlines() if "EMULATED_ARCH" in line]
+    assert asking
+    assert all(re.fullmatch(r"#if EMULATED_ARCH >= \d+", line) for line in asking), "else build.py does not see it"
 
 
 def test_a_header_makes_new_what_includes_it(compiled: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import EmulatorError
+from emulator import EmulatorError, attention, decode
 from emulator.attention import small_device
 from emulator.decode import CacheSession
 from emulator.launch import MODES
@@ -15,6 +15,7 @@ from emulator.require import require_compiler
 
 from cupyflash.check.cache_case import GARBAGE, CacheCase, problem_of
 from cupyflash.check.cache_reference import CacheOracle
+from tests.ahead import Ahead
 
 require_compiler()
 
@@ -41,6 +42,18 @@ CASES = {
 }
 
 
+def dtype_of(name: str) -> str:
+    return ("bf16", "fp16")[list(CASES).index(name) % 2]
+
+
+def _rehearse(name: str, family: str, **_: int) -> None:
+    arrays = CASES[name].inputs(dtype_of(name))
+    PrefillSession(family=family).run(arrays, problem_of(arrays, CASES[name].options()))
+
+
+AHEAD = Ahead(_rehearse, attention, decode)
+
+
 def failures(how: PrefillSession, case: CacheCase, dtype: str = "bf16") -> list[str]:
     arrays = case.inputs(dtype)
     p = problem_of(arrays, case.options())
@@ -49,9 +62,9 @@ def failures(how: PrefillSession, case: CacheCase, dtype: str = "bf16") -> list[
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str, family: str, seed: int) -> None:
-    dtype = ("bf16", "fp16")[list(CASES).index(name) % 2]
-    assert not failures(PrefillSession(seed=seed, family=family), CASES[name], dtype)
+def test_case(name: str, family: str, seed: int, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    assert not failures(PrefillSession(seed=seed, family=family), CASES[name], dtype_of(name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -59,6 +59,51 @@ void SharedShadow::reset(int ctas, u32 smem_bytes) {
     free_more.clear();
 }
 
+int SharedShadow::new_more() {
+    if (free_more.empty()) {
+        free_more.push_back(static_cast<int>(more.size()));
+        more.emplace_back();
+    }
+    const int index = free_more.back();
+    free_more.pop_back();
+    more[index].clear();
+    return index;
+}
+
+void SharedShadow::split(SharedCell *line) {
+    line->whole = false;
+    for (u32 i = 1; i < kLine / kGranule; ++i) {
+        line[i] = *line;
+        if (!line->more) continue;
+        line[i].more = new_more();
+        more[line[i].more] = more[line->more];
+    }
+}
+
+// f(record, address) for all records of some bytes. If that leaves the same in all granules of a line, they have one.
+template <class F>
+static void for_each_record(SharedShadow &shadow, u32 addr, u32 bytes, bool leaves_the_same, F f) {
+    const u32 end = addr + bytes;
+    for (u32 a = addr / kGranule * kGranule; a < end;) {
+        SharedCell *line = shadow.line(a);
+        if (a % kLine || end - a < kLine) {
+            if (line->whole) shadow.split(line);
+            f(line[a % kLine / kGranule], a);
+            a += kGranule;
+            continue;
+        }
+        if (line->whole) {
+            f(*line, a);
+        } else {
+            for (u32 i = 0; i < kLine / kGranule; ++i) f(line[i], a + i * kGranule);
+            line->whole = leaves_the_same && std::all_of(line, line + kLine / kGranule, [=](const SharedCell &c) {
+                              return c.copy_pending == line->copy_pending;
+                          });
+        }
+        a += kLine;
+    }
+}
+
 // One access that is being checked, and who makes it.
 struct Check {
     Cluster &cluster;
@@ -97,15 +142,7 @@ static void record_read(const Check &c, SharedShadow &shadow, SharedCell &cell) 
             r = c.access;
             return;
         }
-    if (!cell.more) {
-        if (shadow.free_more.empty()) {
-            shadow.free_more.push_back(static_cast<int>(shadow.more.size()));
-            shadow.more.emplace_back();
-        }
-        cell.more = shadow.free_more.back();
-        shadow.free_more.pop_back();
-        shadow.more[cell.more].clear();
-    }
+    if (!cell.more) cell.more = shadow.new_more();
     std::vector<Access> &more = shadow.more[cell.more];
     for (Access &r : more)
         if (c.after(r)) {
@@ -117,8 +154,7 @@ static void record_read(const Check &c, SharedShadow &shadow, SharedCell &cell) 
 
 static void check(const Check &c, u32 addr, u32 bytes, bool write) {
     SharedShadow &shadow = *c.cluster.shadow;
-    for (u32 a = addr / kGranule * kGranule; a < addr + bytes; a += kGranule) {
-        SharedCell &cell = shadow.cell(a);
+    for_each_record(shadow, addr, bytes, write, [&](SharedCell &cell, u32 a) {
         ++stats.accesses;
         if (cell.copy_pending && !c.proxy)
             c.report("access to the destination of cp.async before its wait_group", a, cell.write);
@@ -129,7 +165,7 @@ static void check(const Check &c, u32 addr, u32 bytes, bool write) {
         }
         if (write) check_write(c, shadow, cell, a);
         else record_read(c, shadow, cell);
-    }
+    });
 }
 
 void shared_access(u32 addr, u32 bytes, bool write, Site site) {
@@ -157,11 +193,10 @@ void shared_copy_pending(u32 addr, u32 bytes, bool pending, Site site) {
     if (!config.race) return;
     Cluster &cluster = *current->cluster;
     const Access landed{static_cast<i16>(current->index), intern(site), cluster.clocks.now(current->index)};
-    for (u32 a = addr; a < addr + bytes; a += kGranule) {
-        SharedCell &cell = cluster.shadow->cell(a);
+    for_each_record(*cluster.shadow, addr, bytes, false, [&](SharedCell &cell, u32) {
         cell.copy_pending = pending;
         if (!pending) cell.write = landed, cell.async_write = false;  // ordered by the wait, not by the issue
-    }
+    });
 }
 
 }  // namespace emu

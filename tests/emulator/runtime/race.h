@@ -7,6 +7,7 @@
 namespace emu {
 
 constexpr u32 kGranule = 4;  // bytes of shared memory with one record; no wrapper accesses fewer
+constexpr u32 kLine = 16;    // bytes that most accesses take at once: while all do, one record stands for its granules
 
 // An access by component `component` of the cluster's clocks at its time `clock`. component < 0: none.
 struct Access {
@@ -20,6 +21,7 @@ struct alignas(32) SharedCell {  // half a cache line: most of the time goes int
     int more = 0;               // further reads: index into SharedShadow::more, 0 for none
     bool async_write = false;   // the write was asynchronous (TMA)
     bool copy_pending = false;  // cp.async is under way
+    bool whole = true;          // of a line's first granule: its record is that of all
 };
 
 struct SharedShadow {
@@ -29,7 +31,15 @@ struct SharedShadow {
     u32 cta_cells;
 
     void reset(int ctas, u32 smem_bytes);
-    SharedCell &cell(u32 addr) { return cells[(addr >> kCtaShift) * cta_cells + (addr & (kCtaSpan - 1)) / kGranule]; }
+    SharedCell *line(u32 addr) {
+        return &cells[(addr >> kCtaShift) * cta_cells + (addr & (kCtaSpan - 1)) / kLine * (kLine / kGranule)];
+    }
+    const SharedCell &cell(u32 addr) {
+        const SharedCell *first = line(addr);
+        return first->whole ? *first : first[addr % kLine / kGranule];
+    }
+    void split(SharedCell *line);  // gives each granule a record of its own
+    int new_more();
 };
 
 // An ordinary access of the running thread.

@@ -3,6 +3,8 @@
 #define CUPYFLASH_PTX_CUH
 #include "cuda_language.h"
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")  // see cuda_language.h
 namespace ptx {
 
 using u8 = unsigned char;
@@ -178,5 +180,6 @@ inline i64 opaque(i64 x) { return x; }
 inline int opaque(int x) { return x; }
 
 }  // namespace ptx
+#pragma GCC pop_options
 
 #endif

@@ -3,6 +3,8 @@
 #define CUPYFLASH_PTX_MORE_CUH
 #include "ptx_sm90.h"
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")  // see cuda_language.h
 namespace ptx {
 
 inline void ldmatrix_x1(u32 &r, u32 addr, EMU_HERE) { emu_ldmatrix(&r, 1, addr, false, EMU_SITE); }
@@ -83,5 +85,6 @@ EMU_TMA(5, EMU_LIST(int c0, int c1, int c2, int c3, int c4), EMU_LIST(c0, c1, c2
 #undef EMU_LIST
 
 }  // namespace ptx
+#pragma GCC pop_options
 
 #endif

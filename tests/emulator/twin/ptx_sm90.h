@@ -3,6 +3,8 @@
 #define CUPYFLASH_PTX_SM90_CUH
 #include "ptx.h"
 
+#pragma GCC push_options
+#pragma GCC optimize("O2")  // see cuda_language.h
 namespace ptx {
 
 inline u32 dynamic_smem_1024() { return emu_smem_base(); }
@@ -121,5 +123,6 @@ EMU_WGMMA(wgmma_f16, kEmuF16)
 #undef EMU_WGMMA
 
 }  // namespace ptx
+#pragma GCC pop_options
 
 #endif

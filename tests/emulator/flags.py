@@ -1,0 +1,39 @@
+"""What g++ is told: of the emulator, and of the kernels that run on it."""
+
+from __future__ import annotations
+
+import platform
+
+# Frame pointers: messages carry the call stack of the CUDA thread.
+_COMMON = ["-std=c++17", "-fPIC", "-fno-omit-frame-pointer", "-fno-strict-aliasing", "-Wall", "-Wextra"]
+_X86 = ["-mavx2", "-mfma", "-mf16c"]
+_KERNEL = [
+    "-O0",  # most kernels run for less time than g++ takes to optimise them; the twins are optimised
+    "-g1",  # lines and inlining; for variables in gdb: -g
+    "-fsanitize=thread",  # plain loads and stores call runtime/hooks.cpp; libtsan is not linked
+    "--param=tsan-instrument-func-entry-exit=0",
+    "-fvisibility=hidden",
+    "-fno-exceptions",  # nothing that a kernel calls throws, and no C++ runtime is linked
+    "-fno-gnu-unique",  # else statics of two kernels with the same name are one
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-parameter",
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Wno-unused-but-set-variable",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
+# Kernels use the C library alone: to read libstdc++ would take most of a link.
+LINK = ["-shared", "-nostdlib", "-Wl,-Bsymbolic"]
+
+
+def flags_of_runtime() -> list[str]:
+    return [*_COMMON, *_machine_flags(), "-O3", "-g", "-fno-semantic-interposition"]
+
+
+def flags_of_kernels(arch: int) -> list[str]:
+    return [*_COMMON, *_KERNEL, *_machine_flags(), f"-DEMULATED_ARCH={arch}"]
+
+
+def _machine_flags() -> list[str]:
+    return _X86 if platform.machine() in ("x86_64", "AMD64") else []
