@@ -99,7 +99,9 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
     shares |= {"ranges": ranges, "row_tiles": row_tiles, "head_turns": head_turns}
     combined_rows = tile.block_m if p.packed else min(tile.block_m, all_rows)
     cut, of_tile = (tiles if splits else ranges - 1) * gang, tile.heads * combined_rows * (p.head_dim // 4)
-    shares["combine_elements"] = _combine_elements(cut, of_tile, parts, COMBINE_BLOCKS * device.sm_count)
+    at_once = COMBINE_BLOCKS * device.sm_count
+    # In which order parts are added follows from it: it must not follow from the batch.
+    shares["combine_elements"] = _combine_elements(0 if p.batch_invariant else cut, of_tile, parts, at_once)
     shares |= _numbers(p, variant, all_rows, gang, row_tiles * head_turns)
     if (tile.cluster and p.batch == 1) or splits == (1, 0):
         return DecodePlan(variant, grid, None, 0, shares)
@@ -111,7 +113,7 @@ def _combine_elements(tiles: int, of_tile: int, parts: int, blocks: int) -> int:
     """Of a block that combines: so many that its threads read all parts at once, or more, up to one a thread, where
     else not all blocks are there at the same time."""
     threads = 32 * COMBINE_WARPS
-    elements = min(threads, max(16, 1 << (threads * _PARTS_AT_ONCE // parts).bit_length() - 1))
+    elements = min(threads, max(16, 1 << max(1, threads * _PARTS_AT_ONCE // parts).bit_length() - 1))
     while elements < threads and tiles * -(-of_tile // elements) > blocks:
         elements *= 2
     return elements

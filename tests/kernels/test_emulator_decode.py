@@ -136,6 +136,18 @@ def test_batch_invariant(arch: str, splits: int | None) -> None:
             assert x[b].tobytes() == y[0].tobytes()
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_batch_invariant_of_many_parts(arch: str) -> None:
+    """So many that several threads add those of one element, unless there are as many elements as threads."""
+    lengths = (4200, 900, 33, 1100)
+    case = CacheCase("invariant", "full", lengths, heads_q=32, heads_k=2, head_dim=64, batch_invariant=True)
+    arrays = case.inputs("bf16")
+    own = {name: x[:1] for name, x in arrays.items()}
+    together, alone = (session(arch, "early").run(x, problem_of(x, case.options()))[:2] for x in (arrays, own))
+    for x, y in zip(together, alone, strict=True):
+        assert x[0].tobytes() == y[0].tobytes()
+
+
 # ---- Lengths and tables that say anything ----
 
 WILD: dict[str, tuple[CacheCase, dict[str, list[Any]]]] = {

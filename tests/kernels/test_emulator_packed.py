@@ -12,9 +12,8 @@ import pytest
 from emulator import MODES, EmulatorError
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import TABLE
-from emulator.markers import change
 from emulator.mutants import Bug
-from emulator.mutants_packed import CLAMPS
+from emulator.mutants_packed import CLAMPS, MANY_TILES
 from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
@@ -79,10 +78,7 @@ def test_many_sequences_that_contradict(family: str, rng: np.random.Generator) -
         how.backward(x, out, lse, problem)
 
 
-MANY_TILES = Bug("room in the list of tiles", change("room-in-the-list", "i >= size(p)", "false"), "")
-
-
-@pytest.mark.parametrize("bug", [None, MANY_TILES], ids=["", "planted"])
+@pytest.mark.parametrize("bug", [None, *MANY_TILES], ids=["", "planted"])
 def test_lengths_of_more_tiles_than_there_is_room_for(bug: Bug | None) -> None:
     """Sequences that lie over each other have more tiles of keys than others; a list of tiles keeps its end."""
     batch, total = 8, 261
@@ -91,7 +87,7 @@ def test_lengths_of_more_tiles_than_there_is_room_for(bug: Bug | None) -> None:
     inputs, problem = case.inputs("bf16")._replace(sequences=given(over, over, None)), case.problem("bf16")
     how = Session(small_device("sm_90"), MODES["any"], headers=bug.headers() if bug else None)
     out, lse = how.forward(inputs, problem)
-    with pytest.raises(EmulatorError, match="key_tiles") if bug else contextlib.nullcontext():
+    with pytest.raises(EmulatorError, match=bug.finds) if bug else contextlib.nullcontext():
         how.backward(inputs, out, lse, problem)
 
 

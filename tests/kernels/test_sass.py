@@ -1,4 +1,5 @@
-"""The main loop of the Hopper forward, as the machine runs it: unused features leave no instruction behind.
+"""The main loop of the Hopper forward, as the machine runs it: unused features leave no instruction behind; and when
+kernels over a cache let others begin.
 
 The opcodes of the loop over ordinary key blocks, without mask, window or score hooks, are pinned in golden/. A change
 that means to touch them writes the file again, with ``python tests/kernels/test_sass.py``, and shows it in its commit.
@@ -12,7 +13,9 @@ import pytest
 
 from cupyflash.compile import jit, nvrtc
 from cupyflash.gpu.device import Device
+from cupyflash.plan.decode import plan_decode
 from cupyflash.plan.families import kernels_of
+from cupyflash.plan.shipped_cache import problem
 from cupyflash.plan.spec import Spec
 from tests.sass import opcodes
 
@@ -54,6 +57,16 @@ def test_what_the_loop_is_made_of(head_dim: int, tmp_path: Path) -> None:
     assert elements <= loop.count("FADD") <= elements + 8
     assert not {"FSEL", "SHFL", "STL", "LDL", "LDG", "BAR", "I2F"} & set(loop)
     assert loop.count("FMUL") + loop.count("FMNMX") <= 4  # the bases of two rows, and the test of their sums
+
+
+def test_a_kernel_over_a_cache_waits_before_anything_else(tmp_path: Path) -> None:
+    """For all that stands in front of it: before it reads, and before the kernel behind it may begin, which reads
+    lengths without waiting for those who wrote them."""
+    plan = plan_decode(problem("bf16", 128), Device.synthetic("sm_90"), aligned=True, tma=True)
+    found = [op.split(".")[0] for op in opcodes(jit.compile_kernel(plan.variant, "sm_90").data, tmp_path)]
+    waits, allows = found.index("ACQBULK"), found.index("PREEXIT")
+    assert waits < allows < found.index("LDG")
+    assert waits < min(found.index(op) for op in ("UTMALDG", "UBLKCP", "STG"))
 
 
 if __name__ == "__main__":

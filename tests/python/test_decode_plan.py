@@ -105,3 +105,22 @@ def test_rows_beside_the_forward(queries: int, rows: int) -> None:
     p = problem("bf16", 128, 64, packed=True, seqlen_q=queries)
     assert rows_of(replace(p, most_queries=127)) == rows
     assert rows_of(p) == 4 * -(-queries // 64)
+
+
+@pytest.mark.parametrize("heads_q", [32, 128])
+def test_the_order_of_parts_does_not_follow_from_the_batch(heads_q: int) -> None:
+    """How many threads share an element of a result says in which order its parts are added (parts.cuh)."""
+
+    def elements(batch: int) -> int:
+        call = problem("bf16", 128, batch, heads_q, batch_invariant=True)
+        return plan_decode(call, Device.synthetic("sm_90"), aligned=True, tma=True).shares["combine_elements"]
+
+    assert len({elements(batch) for batch in (1, 4, 64, 500)}) == 1
+
+
+@pytest.mark.parametrize("capacity", [1 << 20, (1 << 20) + 1, 1 << 22])
+def test_a_cache_of_more_parts_than_threads_read_at_once(capacity: int) -> None:
+    call = problem("bf16", 128, 1, capacity=capacity, batch_invariant=True)
+    found = plan_decode(call, Device.synthetic("sm_90"), aligned=True, tma=True)
+    assert found.shares["splits"] == -(-capacity // 1024)
+    assert found.shares["combine_elements"] == 16
