@@ -17,7 +17,7 @@ struct TileList {
     __device__ static void write(const BwdParams &p, int first) {
         const int lane = ptx::thread_index() % 32, sequences = p.problem.batch + 1;
         int before = 0;  // tiles of the sequences before
-        #pragma unroll 1
+        #pragma unroll 4
         for (int b = lane; b < first; b += 32) before += tiles_of(S::of(p, b));
         #pragma unroll
         for (int i = 1; i < 32; i *= 2) before += ptx::shfl_xor(before, i);
@@ -51,8 +51,8 @@ struct TileList {
     __device__ static int tiles_of(const S &s) { return ceil_div(s.rows_k, kRows); }
     // Lengths that contradict may make more tiles than there is room for.
     __device__ static void put(const BwdParams &p, int i, const Tile<true> &tile) {
-        if (i >= size(p)) return;  // @room-in-the-list
         const auto u = [](int x) { return static_cast<ptx::u32>(x); };
+        if (u(i) >= u(size(p))) return;  // @room-in-the-list
         const S &s = tile.sequence;
         auto *const to = reinterpret_cast<ptx::U128 *>(p.key_tiles + i * kWords);
         to[0] = {u(tile.block), u(s.index), u(s.seqlen_q), u(s.seqlen_k)};
