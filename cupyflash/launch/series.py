@@ -117,9 +117,11 @@ class Series:
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
         places = dict(zip(template.names, template.numbers, strict=True))
         self._plain = [(places[name], i) for i, name in enumerate(_NAMES) if name in places]
-        for slots, own, axes in zip(template.strides, at.steps, at.axes, strict=True):
-            self._plain += [(2 * slots[axis], own[axis]) for axis in axes]
         self._words, self._eighths, self._sized = call.params[:], [], []
+        for slots, own, axes in zip(template.strides, at.steps, at.axes, strict=True):
+            for axis in axes:
+                self._plain.append((2 * slots[axis], own[axis]))
+                self._words[2 * slots[axis] + 1] = 0  # the first call's stride may take more than a word
         for j, start, slots, form, _ in template.maps:
             _, heads, batch = lengths[j]
             self._plain.append((slots[0], at.rows[j] + _LESS_1))
