@@ -160,6 +160,17 @@ def test_a_series_begins_with_steps_longer_than_a_word(
     assert compare(gpu, monkeypatch, calls) == 2
 
 
+def test_a_series_begins_with_sequences_in_reverse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of out, which no kernel of the backward reads by TMA."""
+
+    def backward(m: int, step: int) -> None:
+        q, lse = np.zeros((2, m, 2, 64), np.float16), np.zeros((2, 2, m), np.float32)
+        cupyflash.attention_backward(q, q, q, q, q[::step], lse)
+
+    calls = [lambda x=x: backward(*x) for x in ((70, -1), (71, 1), (72, -1), (73, 1))]
+    assert compare(gpu, monkeypatch, calls) == 2
+
+
 @pytest.mark.needs("torch")
 def test_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
