@@ -25,8 +25,6 @@ _LESS_1 = 2  # so far behind a length is what is less
 _MAX_SEEN = 4096  # lengths that a series remembers to have met: a call is kept once it comes again
 _BEFORE_ROWS = -1  # in place of a stride that lengths decide
 _UNIT = 8  # elements of 16 bits: rows of an array that TMA reads start at multiples of 16 bytes
-
-
 # What signatures say: all that calls of a series have in common; how many rows each array given with strides has; the
 # strides around rows of each, as its library counts them.
 Read = tuple[tuple[Any, ...], list[int], list[int]]
