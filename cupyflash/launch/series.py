@@ -25,8 +25,6 @@ _LESS_1 = 2  # so far behind a length is what is less
 _MAX_SEEN = 4096  # lengths that a series remembers to have met: a call is kept once it comes again
 _BEFORE_ROWS = -1  # in place of a stride that lengths decide
 _UNIT = 8  # elements of 16 bits: rows of an array that TMA reads start at multiples of 16 bytes
-
-
 # What signatures say: all that calls of a series have in common; how many rows each array given with strides has; the
 # strides around rows of each, as its library counts them.
 Read = tuple[tuple[Any, ...], list[int], list[int]]
@@ -117,9 +115,11 @@ class Series:
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
         places = dict(zip(template.names, template.numbers, strict=True))
         self._plain = [(places[name], i) for i, name in enumerate(_NAMES) if name in places]
-        for slots, own, axes in zip(template.strides, at.steps, at.axes, strict=True):
-            self._plain += [(2 * slots[axis], own[axis]) for axis in axes]
         self._words, self._eighths, self._sized = call.params[:], [], []
+        for slots, own, axes in zip(template.strides, at.steps, at.axes, strict=True):
+            for axis in axes:
+                self._plain.append((2 * slots[axis], own[axis]))
+                self._words[2 * slots[axis] + 1] = 0  # the first call's stride may take more than a word
         for j, start, slots, form, _ in template.maps:
             _, heads, batch = lengths[j]
             self._plain.append((slots[0], at.rows[j] + _LESS_1))

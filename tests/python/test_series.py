@@ -145,6 +145,32 @@ def test_steps_that_a_series_does_not_say(gpu: Gpu, monkeypatch: pytest.MonkeyPa
     compare(gpu, monkeypatch, calls)
 
 
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("axis", [0, 2])
+def test_a_series_begins_with_steps_longer_than_a_word(
+    axis: int, family: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first call nothing of them is left in the others."""
+    monkeypatch.setenv("CUPYFLASH_FAMILY", family)
+    k = np.zeros((2, 50, 2, 64), np.float16)
+    steps = (1 << 34, 128, 6400, 2) if axis == 0 else (12800, 128, 1 << 34, 2)
+    far = np.lib.stride_tricks.as_strided(k, k.shape, steps)
+    near = np.zeros((2, 2, 50, 64), np.float16).swapaxes(1, 2)
+    calls = [lambda x=x: cupyflash.attention(k[:, : x.shape[1]], x, x) for x in (far, near[:, :40], near[:, :30])]
+    assert compare(gpu, monkeypatch, calls) == 2
+
+
+def test_a_series_begins_with_sequences_in_reverse(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of out, which no kernel of the backward reads by TMA."""
+
+    def backward(m: int, step: int) -> None:
+        q, lse = np.zeros((2, m, 2, 64), np.float16), np.zeros((2, 2, m), np.float32)
+        cupyflash.attention_backward(q, q, q, q, q[::step], lse)
+
+    calls = [lambda x=x: backward(*x) for x in ((70, -1), (71, 1), (72, -1), (73, 1))]
+    assert compare(gpu, monkeypatch, calls) == 2
+
+
 @pytest.mark.needs("torch")
 def test_tensors(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
