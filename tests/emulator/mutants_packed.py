@@ -50,4 +50,6 @@ CLAMPS = (
 )  # fmt: skip
 
 # With sequences that lie over each other.
-MANY_TILES = (Bug("room in the list of tiles", change("room-in-the-list", "u(i) >= u(size(p))", "false"), "", "key_tiles"),)
+MANY_TILES = (
+    Bug("room in the list of tiles", change("room-in-the-list", "u(i) >= u(size(p))", "false"), "", "key_tiles"),
+)
