@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import math
 import sys
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from .arrays.imported import constant_in_programs
 from .arrays.placed import placed
 from .block_mask import BlockMask, converters
-from .errors import ArgumentError
+from .errors import ArgumentError, UnsupportedError
 
 
 def from_torch(mask: Any) -> BlockMask:
     """That of a `torch.nn.attention.flex_attention.BlockMask`; its mask_mod is asked once, in its partial blocks.
 
-    `attention` takes such masks as they are, and converts each once. Converting waits for the GPU that it is on.
+    `attention` takes such masks as they are, and converts each once, and again where its mask_mod, lengths or lists
+    have been replaced. Converting waits for the GPU that it is on.
     """
-    if mask not in _converted:
+    _convert(mask)
+    found: BlockMask = mask._cupyflash_mask
+    return found
+
+
+@constant_in_programs
+def _convert(mask: Any) -> None:
+    """See to it that a mask has, as an attribute, what it says now. (A dictionary of all masks would be one more thing
+    whose changes a compiled program watches.)"""
+    if not hasattr(mask, "BLOCK_SIZE"):  # as torch.compile knows those that a program makes
+        raise UnsupportedError("block_mask: expected a mask that is made outside of the program of torch.compile")
+    parts = [getattr(mask, name, None) for name in _PARTS]
+    before = vars(mask).get("_cupyflash_parts", [])
+    if len(before) != len(parts) or any(x is not y for x, y in zip(parts, before, strict=True)):
         import cupyflash.torch.masks
 
-        _converted[mask] = cupyflash.torch.masks.convert(mask)
-    return _converted[mask]
+        mask._cupyflash_mask, mask._cupyflash_parts = cupyflash.torch.masks.convert(mask), parts
 
 
-_converted: weakref.WeakKeyDictionary[Any, BlockMask] = weakref.WeakKeyDictionary()
+# What says which keys a mask of torch shows.
+_PARTS = "mask_mod", "seq_lengths", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 
 
 def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..block_mask import FIRST, FULL, TILE, BlockMask, bits_of, no_bits
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError
 
 Array = NDArray[Any]
 ELEMENTS_AT_ONCE = 1 << 24
@@ -19,17 +19,16 @@ def convert(mask: Any) -> BlockMask:
     """The same mask. Waits for the device that it is on.
 
     Raises:
-        UnsupportedError: its blocks are not of multiples of 64 queries and keys.
         ArgumentError: its lists are not those of all its queries.
     """
     rows, keys = mask.BLOCK_SIZE
-    if rows % TILE or keys % TILE:
-        raise UnsupportedError(f"block_mask: expected a BLOCK_SIZE of multiples of {TILE}, got {(rows, keys)}")
     lengths = getattr(mask, "seq_lengths", None)  # torch before 2.7 rounds them up to blocks
     if lengths is None:
         lengths = mask.shape[-2:]
     seqlen_q, seqlen_k = (int(n) for n in lengths)
     batch, heads, q_blocks, k_blocks = _shape_of(mask, -(-seqlen_q // rows), -(-seqlen_k // keys))
+    if rows % TILE or keys % TILE:
+        return _of_stripes(mask, (batch, heads, seqlen_q, seqlen_k), (q_blocks, k_blocks))
     m, n = rows // TILE, keys // TILE
     tiles = np.zeros((batch, heads, q_blocks, m, k_blocks, n), np.int32)
     bits, count = [], 0
@@ -52,6 +51,28 @@ def convert(mask: Any) -> BlockMask:
     tiles = tiles.reshape(batch, heads, q_blocks * m, k_blocks * n)
     cut = np.ascontiguousarray(tiles[:, :, : -(-seqlen_q // TILE), : -(-seqlen_k // TILE)])
     return BlockMask(cut, np.concatenate(bits) if bits else no_bits(), seqlen_q, seqlen_k).compact()
+
+
+def _of_stripes(mask: Any, shape: tuple[int, int, int, int], blocks: tuple[int, int]) -> BlockMask:
+    """That of blocks of any size: mask_mod is asked for 64 queries and all keys at a time."""
+    device, (batch, heads, _, seqlen_k) = mask.kv_indices.device, shape
+    full, partial = np.zeros((2, batch, heads, *blocks), bool)
+    partial[_listed(mask.kv_num_blocks, mask.kv_indices)] = True
+    if mask.full_kv_num_blocks is not None:
+        full[_listed(mask.full_kv_num_blocks, mask.full_kv_indices)] = True
+    of_key = np.arange(seqlen_k) // mask.BLOCK_SIZE[1]
+    ask = mask.mask_mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        ask = torch.vmap(ask, in_dims=dims)
+    b, h, k = (torch.arange(n, device=device) for n in (batch, heads, seqlen_k))
+
+    def stripe(rows: slice) -> Array:
+        of_query = np.arange(rows.start, rows.stop) // mask.BLOCK_SIZE[0]
+        in_full, in_partial = (x[:, :, of_query][..., of_key] for x in (full, partial))
+        shown: Array = ask(b, h, torch.arange(rows.start, rows.stop, device=device), k).cpu().numpy().astype(bool)
+        return in_full | (in_partial & shown)
+
+    return BlockMask.from_stripes(shape, stripe)
 
 
 def _shape_of(mask: Any, q_blocks: int, k_blocks: int) -> tuple[int, ...]:

@@ -252,3 +252,69 @@ def test_a_mask_of_flex_attention_is_taken_as_it_is() -> None:
         torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(wanted, (q, k, v), dout), strict=True
     ):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("size", [32, 96, (1, 128), (128, 50)])
+def test_blocks_of_flex_attention_of_any_size(size: Any) -> None:
+    import torch
+
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    documents = torch.arange(N) // 70
+
+    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (documents[q] == documents[k]) & (q >= k) | (h == 1) & (k < 5) & (b == 0)
+
+    made = flex.create_block_mask(mod, 2, 2, 200, N, device="cpu", BLOCK_SIZE=size)
+    places = (torch.from_numpy(x) for x in np.ix_(*(np.arange(n) for n in (2, 2, 200, N))))
+    assert (dense(masks.from_torch(made)) == mod(*places).numpy()).all()
+
+
+@pytest.mark.needs("torch")
+def test_a_mask_of_flex_attention_whose_parts_are_replaced_is_another_one() -> None:
+    """As a step of text generation cuts a row of blocks out of a mask, and gives it the step's own mask_mod."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    row = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, N, N, device="cpu")[:, :, 2]
+    row.seq_lengths = 1, N
+    for position in (260, 300, N - 1):
+        row.mask_mod = lambda b, h, q, k, position=position: q + position >= k
+        assert (dense(masks.from_torch(row))[0, 0, 0] == (np.arange(N) <= position)).all()
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_a_compiled_program_takes_a_mask_of_flex_attention_that_is_new_to_it(is_argument: bool) -> None:
+    import torch
+
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, N, N, device="cpu")
+    x = torch.randn(1, N, 2, 16, dtype=torch.float64, requires_grad=True)
+    torch._dynamo.reset()
+
+    def of_argument(x: Any, given: Any) -> Any:
+        return cupyflash.attention(x, x, x, block_mask=given)
+
+    def of_closure(x: Any, _: Any) -> Any:
+        return cupyflash.attention(x, x, x, block_mask=mask)
+
+    attend = torch.compile(of_argument if is_argument else of_closure, fullgraph=True, backend="aot_eager")
+    wanted = cupyflash.attention(x, x, x, causal=True)
+    for _ in range(2):
+        out = attend(x, mask if is_argument else None)
+        torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, wanted)))
+
+
+@pytest.mark.needs("torch")
+def test_a_mask_of_flex_attention_that_a_program_makes_is_refused_by_name() -> None:
+    import torch
+
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    torch._dynamo.reset()
+
+    def attend(x: Any) -> Any:
+        mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, N, N, device="cpu")
+        return cupyflash.attention(x, x, x, block_mask=mask)
+
+    with pytest.raises(Exception, match=r"block_mask: expected a mask that is made outside of the program"):
+        torch.compile(attend, backend="eager")(torch.randn(1, N, 2, 16))
