@@ -49,7 +49,8 @@ def wanted_of(gradients_of: Any, given: Mapping[str, Any], mods: str = "") -> tu
     Raises:
         ArgumentError: it names what has no such gradient, or was not given.
     """
-    return () if gradients_of == () else _wanted(gradients_of, tuple(given), mods)
+    is_empty = isinstance(gradients_of, (tuple, list, set, frozenset)) and not gradients_of
+    return () if is_empty else _wanted(gradients_of, tuple(given), mods)
 
 
 @constant_in_programs

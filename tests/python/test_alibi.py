@@ -137,13 +137,20 @@ def test_what_is_wrong_is_refused(change: Callable[[Any], Any], message: str, ar
         (("alibi_slopes", "softcap"), "gradients_of: expected .*, got 'softcap'"),
         (3, 'gradients_of: expected "alibi_slopes" or "sink" or "bias", got 3'),
         ("alibi_slopes", "gradients_of: expected the names of arrays that are given, and alibi_slopes is not"),
-        ([], "gradients_of: expected at least one value"),
     ],
 )
 def test_gradients_that_there_are_not(of: Any, message: str, arrays: dict[str, Any]) -> None:
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     with pytest.raises(ArgumentError, match=message):
         cupyflash.attention_backward(dout, q, k, v, q, arrays["dlse"], gradients_of=of)
+
+
+@pytest.mark.parametrize("of", [(), [], set()])
+def test_no_gradients_may_be_asked_for(of: Any, arrays: dict[str, Any]) -> None:
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    out, lse = cupyflash.attention(q, k, v, alibi_slopes=np.full(4, 0.5), return_lse=True)
+    grads = cupyflash.attention_backward(dout, q, k, v, out, lse, alibi_slopes=np.full(4, 0.5), gradients_of=of)
+    assert not hasattr(grads, "dalibi_slopes")
 
 
 @pytest.mark.needs("torch")
