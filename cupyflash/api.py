@@ -160,7 +160,7 @@ def with_mods(arrays: dict[str, Any], call: Options, score_mod: Any, mask_mod: A
 
     if type(arrays["q"]).__name__ == "DTensor":
         raise UnsupportedError("score_mod: expected none for DTensors, whose parts do not know where they lie")
-    text, brought = given.bind(score_mod, mask_mod, mod_arrays)
+    text, brought = given.bind(score_mod, mask_mod, mod_arrays, arrays["q"])
     arrays.update(brought)
     return call._replace(mods=text)
 

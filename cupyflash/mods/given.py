@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arrays.imported import constant_in_programs, is_instance
+from ..arrays.libraries import common_library_of_all
 from ..errors import ArgumentError
 from ..operand import MOD_ARRAYS
 from .description import Read, make
@@ -19,11 +20,14 @@ from .trace import trace
 _DTYPES = {"float32": "fp32", "float64": "fp64", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) -> tuple[str, dict[str, Any]]:
+def bind(
+    score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None, q: Any = None
+) -> tuple[str, dict[str, Any]]:
     """The text of mods, and the arrays that they read by the names of the table of arrays.
 
     Raises:
-        ArgumentError: one is neither an expression nor a function of what it may be of.
+        ArgumentError: one is neither an expression nor a function of what it may be of; or an array is not of q's
+            library.
     """
     arrays = dict(mod_arrays or {})
     labels = {id(x): label for label, x in arrays.items()}
@@ -41,6 +45,8 @@ def bind(score_mod: Any, mask_mod: Any, mod_arrays: Mapping[str, Any] | None) ->
     are_expressions = not callable(score_mod) and not callable(mask_mod)
     mods = score_mod, mask_mod, described
     text, names = _of_expressions(*mods) if are_expressions else _of_functions(*mods, labels)
+    if q is not None:  # here, where arrays have the names that the caller knows
+        common_library_of_all({"q": q, **{f"mod_arrays: {label}": arrays[label] for label in names}})
     return text, {operand: arrays[label] for operand, label in zip(MOD_ARRAYS, names, strict=False)}
 
 

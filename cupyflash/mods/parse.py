@@ -8,12 +8,16 @@ from typing import Any, NamedTuple
 
 from ..errors import ArgumentError
 from .expression import FLOAT, FUNCTIONS, NAMES, Node, apply, load, name, number
+from .functions import cast
 
 Arrays = Mapping[str, tuple[str, int]]  # name -> dtype, dimensions
 
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_KIND = "float|double|int|bool"
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[fF]?)|(?P<word>[A-Za-z_]\w*)"
-    r"|(?P<op><<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>!~&|^?:()\[\],]))"
+    r"\s*(?:(?P<number>0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[fF]?)"
+    rf"|(?P<cast>\(\s*(?:{_KIND})\s*\)|static_cast\s*<\s*(?:{_KIND})\s*>(?=\s*\())"
+    r"|(?:std::)?(?P<word>[A-Za-z_]\w*)|(?P<op><<|>>|<=|>=|==|!=|&&|\|\||[-+*/%<>!~&|^?:()\[\],]))"
 )
 # From what binds least to what binds most, as in C. A choice binds less than all; what stands before a value, more.
 _BINARY = (("||",), ("&&",), ("|",), ("^",), ("&",), ("==", "!="), ("<", "<=", ">", ">="), ("<<", ">>"), ("+", "-"),
@@ -24,7 +28,8 @@ _ENDS = {"(": ")", "[": "]", "?": ":"}
 _SPELLED = {"fabs": "abs", "fabsf": "abs", "fmin": "min", "fminf": "min", "fmax": "max", "fmaxf": "max"} | {
     f"{f}f": f for f in ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sin", "cos", "pow", "floor")
 }
-_OTHERS = {"kv": "k", "q_idx": "q", "kv_idx": "k"}  # as FlexAttention names them
+_CASTS = tuple(_KIND.split("|"))
+_OTHERS = {"kv": "k", "q_idx": "q", "kv_idx": "k", "INFINITY": "inf"}  # as FlexAttention and C name them
 
 
 def parse(text: str, what: str, arrays: Arrays) -> Node:
@@ -63,6 +68,7 @@ class _Parser:
     def __init__(self, text: str, what: str, arrays: Arrays) -> None:
         self.text, self.what, self.arrays = text, what, arrays
         self.tokens: list[tuple[str, str, int]] = []  # kind, text, where it begins
+        text = _COMMENT.sub(lambda found: re.sub(r"\S", " ", found[0]), text)  # places stay what they are
         at, end = 0, len(text.rstrip())
         while at < end:
             found = _TOKEN.match(text, at)
@@ -108,23 +114,23 @@ class _Parser:
         waits = True
         while waits:
             kind, text, at = self.tokens[self.i]
-            if kind not in ("number", "word") and text not in ("-", "+", "!", "~", "("):
+            if kind not in ("number", "word", "cast") and text not in ("-", "+", "!", "~", "("):
                 raise self.expected("a value")
             self.i += 1
-            waits = kind == "op" or (kind == "word" and self.opens(text, at))
+            waits = kind in ("op", "cast") or (kind == "word" and self.opens(text, at))
             if text == "(":
                 self.open.append(_Open(text, at, _OPEN, len(self.values)))
-            elif kind == "op":
+            elif kind != "number" and kind != "word":
                 self.open.append(_Open(text, at, _BEFORE, 1))
             elif kind == "number":
-                self.make(at, number, int(text) if text.isdigit() else float(text.rstrip("fF")))
+                self.make(at, _number, text)
             elif not waits:
                 self.word(text, at)
 
     def opens(self, text: str, at: int) -> bool:
         """Whether a name stands before a list: of indices, or of arguments."""
         bracket, label = self.tokens[self.i][1], text if text in self.arrays else _SPELLED.get(text, text)
-        found = bracket in ("(", "[") if text in self.arrays else bracket == "(" and label in FUNCTIONS
+        found = bracket in ("(", "[") if text in self.arrays else bracket == "(" and label in (*FUNCTIONS, *_CASTS)
         if found:
             self.i += 1
             self.open.append(_Open(bracket, at, _OPEN, len(self.values), label))
@@ -179,7 +185,8 @@ class _Parser:
         if list_.name:
             args, self.values = self.values[list_.takes :], self.values[: list_.takes]
             of_array = (list_.name, *self.arrays[list_.name]) if list_.name in self.arrays else ()
-            self.make(list_.at, *((load, *of_array) if of_array else (apply, list_.name)), *args)
+            operation = (_cast, list_.name) if list_.name in _CASTS else (apply, list_.name)
+            self.make(list_.at, *((load, *of_array) if of_array else operation), *args)
         return False
 
     def reduce(self, binds: int) -> None:
@@ -192,7 +199,9 @@ class _Parser:
 
 
 def _applied(x: _Open, args: list[Node]) -> Node:
-    """An operator of C on values."""
+    """An operator of C, or a cast, on values."""
+    if x.what not in _BINDS and (to := re.search(_KIND, x.what)):
+        return _cast(to[0], *args)
     if x.what == "+" and x.takes == 1:
         return args[0]
     if x.what == "-" and x.takes == 1:
@@ -200,3 +209,22 @@ def _applied(x: _Open, args: list[Node]) -> Node:
     if x.what == "/":
         return apply("divide" if FLOAT in (args[0].kind, args[1].kind) else "quotient", *args)
     return apply({":": "?", "%": "remainder"}.get(x.what, x.what), *args)
+
+
+def _cast(to: str, *args: Node) -> Node:
+    """A value as another kind of number; no float becomes an integer."""
+    if len(args) != 1:
+        raise ArgumentError(f"{to}: expected 1 value, got {len(args)}")
+    is_whole = to in ("float", "double") and args[0].kind != FLOAT
+    return apply("+", args[0], number(0.0)) if is_whole else cast(args[0], to)
+
+
+def _number(text: str) -> Node:
+    """A constant as C writes it."""
+    if text[:2] in ("0x", "0X"):
+        return number(int(text, 16))
+    if not text.isdigit():
+        return number(float(text.rstrip("fF")))
+    if text != "0" and text[0] == "0":
+        raise ArgumentError(f"expected a number, and {text} is octal to C++; leave the first 0 out")
+    return number(int(text))

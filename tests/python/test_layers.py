@@ -64,7 +64,7 @@ PYTHON_ORDER = {
     "launch": "cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params prepare last "
     "series made alignment "
     "prepared filled checks packed passes template counters kept variables",
-    "mods": "given trace held symbols functions description learned evaluate parse expression",
+    "mods": "given trace held symbols description learned evaluate parse functions expression",
     "plan": "shipped_cache shipped decode prefill families sm90 tiles_sm90 sm80 family extents decode_stored "
     "decode_elements decode_shares numbers lists decode_kernels learned shares kernels params_decode params variant "
     "spec",

@@ -233,6 +233,23 @@ def test_arithmetic_is_that_of_the_language() -> None:
     assert "floormod((q - 8), 2)" in floored
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("score + float(q - k) / 3", "score + divide((q - k) + 0.f, 3)"),
+        ("score * (float)h / k", "divide(score * (h + 0.f), k)"),
+        ("(float)-q * score", "(-q + 0.f) * score"),
+        ("static_cast<float>(q) / static_cast<int>(q > k)", "divide(q + 0.f, (q > k) + 0)"),
+        ("(float)score + (q) - (k)", "score + q - k"),
+        ("bool(q) ? score : -INFINITY", "q != 0 ? score : -inf"),
+        ("std::max(score, 0.f) + fminf(0x1F, score)", "max(score, 0.f) + min(31, score)"),
+        ("score // of a pair\n  /* less\n its distance */ - abs(q - k) //", "score - abs(q - k)"),
+    ],
+)
+def test_what_else_c_has(text: str, says: str) -> None:
+    assert parse(text, "score_mod", {}) == parse(says, "score_mod", {})
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"score_mod": "score + bais[h]"},
@@ -243,6 +260,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"score_mod": "table(h)"}, "table: expected an index for each of its 2 dimensions, got 1"),
     ({"score_mod": "table(h, score)"}, "table: expected integers as indices"),
     ({"score_mod": "score < 3"}, "score_mod: expected a number for each score, got a bool"),
+    ({"score_mod": "score //\n + 1 /* 2 */ + bad"}, r"'bad'.*\n     \+ 1 /\* 2 \*/ \+ bad\n {19}\^"),
+    ({"score_mod": "int(score)"}, "score_mod: expected a dtype of floats for a float, got int"),
+    ({"score_mod": "float(q, k)"}, "score_mod: float: expected 1 value, got 2"),
+    ({"score_mod": "score + 010"}, "score_mod: expected a number, and 010 is octal to C\\+\\+"),
+    ({"mod_arrays": {"table": [1.0]}, "score_mod": "score"}, "mod_arrays: table: expected an array, got a list"),
     ({"mask_mod": "score > 0"}, "mask_mod: expected an expression of b, h, q, k, got one of the score"),
     ({"mask_mod": "q - k"}, "mask_mod: expected True or False for each key, got int"),
     ({"score_mod": 3}, "score_mod: expected a C\\+\\+ expression or a function, got a int"),

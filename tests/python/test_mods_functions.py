@@ -309,3 +309,12 @@ def test_symbols_say_that_they_lack_what_they_lack() -> None:
         return s.tanh() if hasattr(s, "tanh") and not hasattr(s, "cumsum") else s
 
     assert bind(mod, None, None)[0] == "score_mod tanh(score)"
+
+
+@pytest.mark.needs("torch")
+def test_an_array_of_another_library_is_named_as_the_caller_names_it(rng: np.random.Generator) -> None:
+    import torch
+
+    q = rng.standard_normal((1, 8, 2, 16))
+    with pytest.raises(ArgumentError, match="mod_arrays: slopes: expected an array of numpy like q, got one of torch"):
+        cupyflash.attention(q, q, q, score_mod="score * slopes[h]", mod_arrays={"slopes": torch.ones(2)})
