@@ -29,6 +29,8 @@ def bind(
         ArgumentError: one is neither an expression nor a function of what it may be of; or an array is not of q's
             library.
     """
+    if mod_arrays is not None and not isinstance(mod_arrays, Mapping):
+        raise ArgumentError(f"mod_arrays: expected arrays by their names, a dict, got a {type(mod_arrays).__name__}")
     arrays = dict(mod_arrays or {})
     labels = {id(x): label for label, x in arrays.items()}
     for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):

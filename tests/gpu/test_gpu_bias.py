@@ -5,6 +5,7 @@ CUPYFLASH_FAMILY is set for each family in turn; sm90 is left out where the GPU 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -184,6 +185,28 @@ def test_strides() -> None:
             )
             for a, b in zip((*grads, grads.dbias), (*wanted, wanted.dbias), strict=True):
                 assert relative(a, b) < 1e-2
+
+
+def test_elements_further_apart_than_32_bits_count() -> None:
+    """Heads, queries or keys 2^25 and 2^32 elements apart: the bits of a copy whose elements are near each other."""
+    import torch
+
+    n, far = 130, torch.empty(130 << 25, device="cuda", dtype=torch.bfloat16)  # 8.7 GB
+    places = ((2, n, n), (1 << 32, 144, 1)), ((n, n), (1 << 25, 1)), ((n, n), (1, 1 << 25))
+    for d, (shape, strides) in itertools.product((64, 128, 256), places):
+        q, k, v, dout = (x[..., :2, :] for x in tensors(n, d, HEADS))
+        for name, memory in (("bias", far), ("mask", far.view(torch.bool))):
+            x = memory.as_strided(shape, strides)
+            x.copy_(torch.randn(shape, device="cuda") if name == "bias" else torch.rand(shape, device="cuda") < 0.8)
+            copy, results = torch.empty(2 * n * 144, device="cuda", dtype=x.dtype), []
+            copy = copy.as_strided(shape, [min(step, 144 * n if step >> 32 else 144) for step in strides]).copy_(x)
+            for given in (x, copy):
+                more = {name: given, "deterministic": True}
+                out, lse = cupyflash.attention(q, k, v, return_lse=True, **more)
+                of = "bias" if name == "bias" else ()
+                grads = cupyflash.attention_backward(dout, q, k, v, out, lse, gradients_of=of, **more)
+                results.append([out, lse, *grads, *([grads.dbias] if of else [])])
+            assert all(a.equal(b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # of the step that is not captured

@@ -264,6 +264,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"score_mod": "int(score)"}, "score_mod: expected a dtype of floats for a float, got int"),
     ({"score_mod": "float(q, k)"}, "score_mod: float: expected 1 value, got 2"),
     ({"score_mod": "score + 010"}, "score_mod: expected a number, and 010 is octal to C\\+\\+"),
+    ({"mod_arrays": [TABLE], "score_mod": "score"}, "mod_arrays: expected arrays by their names, a dict, got a list"),
     ({"mod_arrays": {"table": [1.0]}, "score_mod": "score"}, "mod_arrays: table: expected an array, got a list"),
     ({"mask_mod": "score > 0"}, "mask_mod: expected an expression of b, h, q, k, got one of the score"),
     ({"mask_mod": "q - k"}, "mask_mod: expected True or False for each key, got int"),
