@@ -46,6 +46,42 @@ def test_a_mask_agrees_with_the_same_booleans(head_dim: int, family: str, monkey
         torch.testing.assert_close(a.float(), b.transpose(1, 2), atol=4e-2, rtol=4e-2)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("head_dim", "size"), [(64, 128), (128, (64, 256)), (256, 96)])
+def test_flex_attention_agrees(head_dim: int, size: Any, compiled: bool) -> None:
+    """A second oracle, of its own mask on the GPU as it is, also where a compiled program is the first to see it."""
+    import torch
+
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    n, documents = 1000, torch.arange(1000, device="cuda") // 230
+
+    def mod(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (documents[i] == documents[j]) & (i >= j) | (h == 1) & (j < 70)
+
+    mask = flex.create_block_mask(mod, None, 4, n, n, device="cuda", BLOCK_SIZE=size)
+    q, k, v = tensors(n, head_dim)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return cupyflash.attention(q, k, v, block_mask=mask, layout="bhsd")
+
+    torch._dynamo.reset()
+    attend = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    wide = [x.detach().float().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    wanted = flex.flex_attention(
+        *(x.detach() for x in wide), block_mask=mask
+    )  # not compiled, so that it runs on any GPU
+    out = attend(*(x.transpose(1, 2) for x in (q, k, v)))
+    dout = torch.randn_like(out)
+    torch.testing.assert_close(out.float(), wanted, atol=2e-2, rtol=2e-2)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        *wide, attn_mask=flex.create_mask(mod, 1, 4, n, n, device="cuda")
+    )
+    grads, exact = torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(dense, wide, dout.float())
+    for a, b in zip(grads, exact, strict=True):
+        torch.testing.assert_close(a.float(), b.transpose(1, 2), atol=4e-2, rtol=4e-2)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_captured_call_is_replayed(head_dim: int) -> None:
     import torch
