@@ -70,7 +70,8 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
         )
     if packed:  # sequences may end anywhere in its last tiles
         mask = mask.kept["padded"] if "padded" in mask.kept else mask.kept.setdefault("padded", mask.padded())
-    return {"block_tiles": placed(mask.tiles, q, mask.kept), "block_bits": placed(mask.bits, q, mask.kept)}
+    arrays = {"block_tiles": mask.tiles, "block_bits": mask.bits}
+    return {name: placed(name, x, q, mask.kept) for name, x in arrays.items()}
 
 
 def _other(mask: Any) -> BlockMask:

@@ -11,25 +11,26 @@ import numpy as np
 from .imported import is_instance
 
 
-def placed(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
+def placed(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
     """A copy of x in the library of `like` and on its device; x itself where that is NumPy's.
 
     Args:
+        name: by which it is kept, and not by what it is: a program of torch.compile would be one for each.
         kept: what was placed before; work on a GPU is ordered behind the copy on any stream, since it waits for it.
     """
     key: tuple[Any, ...]
     if is_instance(like, "torch", "Tensor"):
-        key = id(x), like.device
+        key = name, like.device
         if key not in kept:
             kept[key] = sys.modules["torch"].from_numpy(x.copy()).to(like.device)
         return kept[key]
     if is_instance(like, "jax", "Array"):
-        return _of_jax(x, like, kept)
+        return _of_jax(name, x, like, kept)
     if isinstance(like, np.ndarray) or not _is_on_gpu(like):
         return x
     import cupy
 
-    key = id(x), "cupy", int(like.__dlpack_device__()[1])
+    key = name, "cupy", int(like.__dlpack_device__()[1])
     if key not in kept:
         with cupy.cuda.Device(key[2]):
             kept[key] = cupy.asarray(x)
@@ -37,7 +38,7 @@ def placed(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
     return kept[key]
 
 
-def _of_jax(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
+def _of_jax(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
     """On all devices of an array that was put on some; else on the default one, whence JAX takes it anywhere: where a
     program is traced, as a constant of it."""
     jax, where = sys.modules["jax"], None
@@ -46,7 +47,7 @@ def _of_jax(x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
             where = jax.sharding.NamedSharding(like.sharding.mesh, jax.sharding.PartitionSpec())
         elif len(like.sharding.device_set) == 1:
             where = like.sharding
-    key = id(x), "jax", where
+    key = name, "jax", where
     if key not in kept:
         with jax.ensure_compile_time_eval():
             kept[key] = jax.device_put(x, where)

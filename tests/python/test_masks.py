@@ -318,3 +318,33 @@ def test_a_mask_of_flex_attention_that_a_program_makes_is_refused_by_name() -> N
 
     with pytest.raises(Exception, match=r"block_mask: expected a mask that is made outside of the program"):
         torch.compile(attend, backend="eager")(torch.randn(1, N, 2, 16))
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_compiled_program_serves_all_masks(theirs: bool) -> None:
+    """Of documents, say, which each batch has others of; with as many patterns, and with others."""
+    import torch
+    from torch._dynamo.testing import CompileCounter
+
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def mask_of(ids: Any) -> BlockMask:
+        if not theirs:
+            return masks.causal_document(ids)
+
+        def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+            return (ids[b, q] == ids[b, k]) & (q >= k)
+
+        ids = torch.from_numpy(ids)
+        return masks.from_torch(flex.create_block_mask(mod, 2, None, N, N, device="cpu"))
+
+    torch._dynamo.reset()
+    programs = CompileCounter()
+    attend = torch.compile(lambda x, mask: cupyflash.attention(x, x, x, block_mask=mask), backend=programs)
+    rng, x = np.random.default_rng(0), torch.randn(2, N, 2, 16, dtype=torch.float64)
+    for _ in range(6):
+        mask = mask_of(np.sort(rng.integers(0, 6, (2, N)), 1))
+        for _ in range(2):  # new to the device, and on it
+            torch.testing.assert_close(attend(x, mask), cupyflash.attention(x, x, x, block_mask=mask))
+    assert programs.frame_count <= 4
