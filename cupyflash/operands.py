@@ -161,6 +161,20 @@ TABLE: tuple[Operand | Number, ...] = (
     Operand("block_table", ("batch", "any"), "int32", forward=_OPTIONAL, feature="pages"),
     Number("page_size", "int", "pages", "k, v: [pages, page_size, heads_k, head_dim] (pages.cuh)", only="forward"),
     Number("pages", "int", "pages", only="forward"),
+    Number(
+        "key_splits", "int", "pages", "into how many parts the keys of a sequence are divided (key_parts.cuh)",
+        planned=True, only="forward",
+    ),
+    *(
+        Operand(
+            name, ("heads_q", "key_splits", *dims), "fp32", feature="pages",
+            forward=Use(WORKSPACE, optional=True, text=text),
+        )
+        for name, dims, text in (
+            ("o_parts", ("seqlen_q", "head_dim"), "O by the keys of each part; null: there is one"),
+            ("lse_parts", ("seqlen_q",), "likewise"),
+        )
+    ),
     Operand(
         "key_tiles", ("n_blocks", "8"), "int32", feature="packed",
         backward=Use(WORKSPACE, optional=True, text="tiles of keys, with their sequences (tile_list.cuh); null: nobody "

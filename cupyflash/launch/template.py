@@ -17,7 +17,8 @@ from ..problem import Problem
 
 # The numbers of a call, in the order in which `write` gets them; other fields are part of a template.
 OPTION_NUMBERS = ("window_left", "window_right", "scale")
-SCHEDULE_NUMBERS = ("section", "last_section", "first_stores", "shares")  # the last one is the backward's
+# "shares" is the backward's, "key_splits" the forward's.
+SCHEDULE_NUMBERS = ("section", "last_section", "first_stores", "shares", "key_splits")
 NUMBERS = (*OPTION_NUMBERS, *Extents._fields, *SCHEDULE_NUMBERS)
 Lengths = tuple[int, int, int]  # seqlen, heads, batch
 Steps = tuple[int, int, int]  # from one row, head and sequence to the next, in elements

@@ -66,8 +66,8 @@ PYTHON_ORDER = {
     "prepared filled checks packed passes template counters kept variables",
     "mods": "given trace held symbols functions description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode prefill families sm90 tiles_sm90 sm80 family extents decode_stored "
-    "decode_elements decode_shares numbers lists decode_kernels learned shares kernels params_decode params variant "
-    "spec",
+    "decode_elements decode_shares numbers lists decode_kernels learned shares splits kernels params_decode params "
+    "variant spec",
     "torch": "flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops arguments masks "
     "vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns call",
