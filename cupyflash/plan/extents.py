@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from ..errors import UnsupportedError
 from ..gpu.device import Device
@@ -22,7 +21,7 @@ from .numbers import Numbers as Numbers
 from .numbers import Workspace as Workspace
 from .shares import divide
 from .spec import Spec
-from .splits import Parts, key_splits
+from .splits import in_parts
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
@@ -173,8 +172,8 @@ class Kernels:
     def _forward(self, extents: Extents) -> ByLengths:
         """Main alone, or in parts. K and V are streamed, so a group's query heads go together."""
         batch, _, _, heads_q, heads_k, _, _ = extents
-        main, divides = self._computing[0], len(self._computing) > 1
-        is_packed, rows, group = self.spec.packed, main.rows, heads_q // heads_k
+        divides, rows = len(self._computing) > 1, self._computing[0].rows
+        is_packed, group = self.spec.packed, heads_q // heads_k
         arrays, more, heads = (1, batch + 1, heads_k) if is_packed else (batch, 0, heads_k * batch)
         bytes_per_key, all_heads, sections = 2 * self._row_bytes, heads_q * arrays, self._sections
         of_one = max(1, batch) if is_packed else 1  # packed, on average, since nobody here knows lengths
@@ -187,28 +186,11 @@ class Kernels:
             section, last = sections(seqlen_k // of_one * bytes_per_key, heads, blocks // of_one * group)
             found = (section * group, last * group), False, 1
             if divides:
-                return self._in_parts(extents._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k), tiles, *found)
+                own = extents._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+                return in_parts(self._computing, self.device, own, tiles, *found)
             return (tiles,), {}, *found, 1
 
         return numbers
-
-    def _in_parts(self, extents: Extents, tiles: int, *found: Any) -> Chosen:
-        """Of a forward that may divide its keys; `tiles`: of its main kernel, `found`: what else is chosen for it."""
-        whole, _, parts = self._computing
-        assert isinstance(parts, Parts)
-        rows, of_one = extents.seqlen_q, extents.seqlen_k // max(1, extents.batch)
-        tile = whole.tile
-        splits = key_splits(
-            self.device, self.spec.head_dim, rows, extents.heads_q, of_one, tile.block_m, tile.blocks_per_sm
-        )
-        if splits == 1:
-            return (tiles, 0, 0), {}, *found, 1
-        if tiles * splits > MAX_GRID:
-            raise _too_many("q", tiles * splits)
-        of_rows = extents.heads_q, splits, rows
-        workspace: Workspace = {"o_parts": ((*of_rows, self.spec.head_dim), "fp32"), "lse_parts": (of_rows, "fp32")}
-        pieces = self._blocks(rows, parts.rows, extents.batch) * extents.heads_q
-        return (0, tiles * splits, pieces), workspace, *found, splits
 
     def _backward(self, extents: Extents, tiles: tuple[int, ...]) -> Numbers:
         """Lists of a block mask, if there is one; delta, main, conversion of dQ; or delta, dK and dV, dQ; then the

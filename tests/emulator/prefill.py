@@ -49,7 +49,7 @@ class PrefillSession:
         after = {**arrays, "k_cache": k_cache, "v_cache": v_cache}
         forward = Session.of_family(self.family, self.mode, seed=self.seed, headers=self.headers)
         q = arrays["q"] if beside.turned is None else beside.turned
-        with patch("cupyflash.plan.extents.key_splits", lambda *_: self.splits):
+        with patch("cupyflash.plan.splits.key_splits", lambda *_: self.splits):
             made = forward._run(FORWARD, rows_of(NUMPY, after, q, p, way), problem_of(p, way))
         found, found_lse = made["out"], made["lse"]
         if not p.packed:
