@@ -27,6 +27,7 @@ _TILES = "of 64 x 64: 0 empty, 1 full, 2 + its number among block_bits; null: no
 _LISTS = "of 1 for batch and heads_q that share theirs (blocks.cuh); null: no block mask"
 _UNWANTED = "null: not wanted"
 _IN, _OPTIONAL = Use(INPUT), Use(INPUT, optional=True)
+_PARTS = Use(WORKSPACE, optional=True, text="null: there is one part")
 TABLE: tuple[Operand | Number, ...] = (
     Operand("q", Q, forward=Use(INPUT, 64), backward=Use(INPUT, "block_m"), strided=True),
     Operand("k", K, forward=Use(INPUT, "key_rows"), backward=Use(INPUT, "block_n"), strided=True),
@@ -161,6 +162,9 @@ TABLE: tuple[Operand | Number, ...] = (
     Operand("block_table", ("batch", "any"), "int32", forward=_OPTIONAL, feature="pages"),
     Number("page_size", "int", "pages", "k, v: [pages, page_size, heads_k, head_dim] (pages.cuh)", only="forward"),
     Number("pages", "int", "pages", only="forward"),
+    Number("key_splits", "int", "pages", "parts of a sequence's keys (key_parts.cuh)", planned=True, only="forward"),
+    Operand("o_parts", ("heads_q", "key_splits", "seqlen_q", "head_dim"), "fp32", forward=_PARTS, feature="pages"),
+    Operand("lse_parts", ("heads_q", "key_splits", "seqlen_q"), "fp32", forward=_PARTS, feature="pages"),
     Operand(
         "key_tiles", ("n_blocks", "8"), "int32", feature="packed",
         backward=Use(WORKSPACE, optional=True, text="tiles of keys, with their sequences (tile_list.cuh); null: nobody "

@@ -17,8 +17,10 @@ from cupyflash.compile import jit
 from cupyflash.gpu.device import Device
 from cupyflash.launch import prepare
 from cupyflash.plan.decode import plan_append, plan_decode, why_not_tma
-from cupyflash.plan.families import kernels_of
-from cupyflash.plan.prefill import Lie, spec_of, way_of
+from cupyflash.plan.extents import Extents, Kernels
+from cupyflash.plan.families import kernels_of, plan_of
+from cupyflash.plan.prefill import Lie, Way, spec_of, way_of
+from cupyflash.plan.prefill import problem_of as forward_of
 from cupyflash.plan.variant import Variant
 
 from ..output import emit, gib, human
@@ -90,12 +92,13 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     why = why_not_tma(p, lie.aligned) if gpu.capability == (9, 0) else None
     launches = [_launch(variant, grid, gpu, options["no_compile"]) for variant, grid in found]
     way = way_of(p, gpu, lie, family)
-    forward = None if way is None else kernels_of(spec_of(p, way, lie, family), gpu).variants[-1].symbol
+    forward, key_splits = (None, 1) if way is None else _forward(p, way, kernels_of(spec_of(p, way, lie, family), gpu))
     bytes_at_most = 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
     document: dict[str, Any] = {
         "command": "explain", "version": __version__, "device": asdict(gpu) | {"arch": gpu.arch},
         "problem": asdict(p), "shares": plan.shares, "workspace": 4 * plan.places * (p.head_dim + 2),
         "bytes_at_most": bytes_at_most, "launches": launches, "not_by_tma": why, "forward": forward,
+        "key_splits": key_splits,
     }  # fmt: skip
     if options["as_json"]:
         emit(document)
@@ -114,9 +117,16 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
         console.print(f"K and V come by cp.async: {why}", soft_wrap=True)
     if forward is not None:
         console.print("These are the kernels for JAX arrays. With so many queries those of CuPy and torch append, and "
-                      f"then take the forward: {forward}", soft_wrap=True)  # fmt: skip
+                      f"then take the forward: {forward}" + (f", by {key_splits} parts of the keys" * (key_splits > 1)),
+                      soft_wrap=True)  # fmt: skip
     console.print(f"K and V: at most {gib(bytes_at_most)}, as lengths on the device say; workspace "
                   f"{gib(document['workspace'])}", soft_wrap=True)  # fmt: skip
+
+
+def _forward(p: CacheProblem, way: Way, kernels: Kernels) -> tuple[str, int]:
+    """The kernel that attends, and by how many parts of the keys."""
+    plan = plan_of(kernels, Extents.of(forward_of(p, way)))
+    return next(launch.variant.symbol for launch in plan.launches if launch.grid), plan.key_splits
 
 
 def _launch(variant: Variant, grid: int, gpu: Device, no_compile: bool) -> dict[str, Any]:

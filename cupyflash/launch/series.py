@@ -139,8 +139,8 @@ class Series:
         if self._unit != 1:
             steps = [step // self._unit for step in steps]
         numbers = self._numbers(seqlen_q, seqlen_k)
-        _, _, (section, last), first_stores, shares = numbers
-        found = [section, last, first_stores, shares, seqlen_q, seqlen_k, seqlen_q - 1, seqlen_k - 1, *steps]
+        _, _, (section, last), *others = numbers
+        found = [section, last, *others, seqlen_q, seqlen_k, seqlen_q - 1, seqlen_k - 1, *steps]
         for i, width in self._made:
             found.append(found[i] * width)
         words = self._words[:]

@@ -17,7 +17,8 @@ from ..problem import Problem
 
 # The numbers of a call, in the order in which `write` gets them; other fields are part of a template.
 OPTION_NUMBERS = ("window_left", "window_right", "scale")
-SCHEDULE_NUMBERS = ("section", "last_section", "first_stores", "shares")  # the last one is the backward's
+# "shares" is the backward's, "key_splits" the forward's.
+SCHEDULE_NUMBERS = ("section", "last_section", "first_stores", "shares", "key_splits")
 NUMBERS = (*OPTION_NUMBERS, *Extents._fields, *SCHEDULE_NUMBERS)
 Lengths = tuple[int, int, int]  # seqlen, heads, batch
 Steps = tuple[int, int, int]  # from one row, head and sequence to the next, in elements
@@ -87,6 +88,7 @@ class Template:
         words |= {name: (start + inner[name][1]) // 4 for name in NUMBERS if name in inner}
         self.names = tuple(name for name in NUMBERS if name in words)
         self.numbers = tuple(words[name] for name in self.names)
+        self._places = tuple((words[name], i) for i, name in enumerate(NUMBERS) if name in words)
         self.strides = tuple(
             tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))
             for name in arrays
@@ -111,8 +113,8 @@ class Template:
         """The struct of another call; None if the driver, which `ask` asks for maps, refuses one."""
         words = self._words[:]
         longs = memoryview(words).cast("B").cast("q")
-        for slot, number in zip(self.numbers, numbers, strict=False):
-            words[slot] = number
+        for slot, i in self._places:
+            words[slot] = numbers[i]
         for (a, b, c), (row, head, sequence) in zip(self.strides, steps, strict=True):
             longs[a], longs[b], longs[c] = row, head, sequence
         for slots, own in zip(self._broadcast, broadcast, strict=True):

@@ -15,11 +15,13 @@ from ..problem import ITEMSIZE
 from .kernels import Convert, Slopes, round_up
 from .lists import KeyLists
 from .numbers import ByLengths as ByLengths
+from .numbers import Chosen as Chosen
 from .numbers import Extents as Extents
 from .numbers import Numbers as Numbers
 from .numbers import Workspace as Workspace
 from .shares import divide
 from .spec import Spec
+from .splits import in_parts
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
@@ -168,20 +170,25 @@ class Kernels:
         return n // max(1, extents.batch) if self.spec.packed else n
 
     def _forward(self, extents: Extents) -> ByLengths:
-        """Main alone. K and V are streamed, so a group's query heads go together."""
+        """Main alone, or in parts. K and V are streamed, so a group's query heads go together."""
         batch, _, _, heads_q, heads_k, _, _ = extents
-        is_packed, rows, group = self.spec.packed, self.variants[-1].rows, heads_q // heads_k
+        divides, rows = len(self._computing) > 1, self._computing[0].rows
+        is_packed, group = self.spec.packed, heads_q // heads_k
         arrays, more, heads = (1, batch + 1, heads_k) if is_packed else (batch, 0, heads_k * batch)
         bytes_per_key, all_heads, sections = 2 * self._row_bytes, heads_q * arrays, self._sections
         of_one = max(1, batch) if is_packed else 1  # packed, on average, since nobody here knows lengths
 
-        def numbers(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, ...], Workspace, tuple[int, int], bool, int]:
+        def numbers(seqlen_q: int, seqlen_k: int) -> Chosen:
             blocks = seqlen_q // rows + more if more else -(-seqlen_q // rows)
             tiles = blocks * all_heads
             if tiles > MAX_GRID:
                 raise _too_many("q", tiles)
             section, last = sections(seqlen_k // of_one * bytes_per_key, heads, blocks // of_one * group)
-            return (tiles,), {}, (section * group, last * group), False, 1
+            found = (section * group, last * group), False, 1
+            if divides:
+                own = extents._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+                return in_parts(self._computing, self.device, own, tiles, *found)
+            return (tiles,), {}, *found, 1
 
         return numbers
 

@@ -40,6 +40,7 @@ class Plan:
     sections: tuple[int, int]
     first_stores: bool = False
     shares: int = 1
+    key_splits: int = 1
 
 
 def check_supported(call: Problem | Spec, device: Device) -> None:

@@ -46,6 +46,7 @@ class Main(Variant):
     mods: str = ""
     paged: bool = False
     whole_pages: bool = False
+    split_keys: bool = False
     queues_sequences: ClassVar[bool] = True  # persistent blocks hand on packed tiles with their sequences
 
     @property

@@ -35,6 +35,7 @@ class Numbers(NamedTuple):
         sections: heads scheduled together, and the last of them (schedule.cuh).
         first_stores: the first share of each tile of dQ is stored, the others are added (dq_accum.cuh).
         shares: into how many a group's query heads are divided for dK and dV (shares.cuh).
+        key_splits: into how many parts the keys of a sequence are divided (key_parts.cuh).
     """
 
     tiles: tuple[int, ...]
@@ -42,7 +43,10 @@ class Numbers(NamedTuple):
     sections: tuple[int, int]
     first_stores: bool = False
     shares: int = 1
+    key_splits: int = 1
 
 
-# What gives `Numbers` of seqlen_q and seqlen_k, or a plain tuple of them, which costs less to make and to read.
-ByLengths = Callable[[int, int], tuple[tuple[int, ...], Workspace, tuple[int, int], bool, int]]
+Chosen = tuple[
+    tuple[int, ...], Workspace, tuple[int, int], bool, int, int
+]  # `Numbers`, at less cost to make and to read
+ByLengths = Callable[[int, int], Chosen]  # of seqlen_q and seqlen_k

@@ -11,6 +11,7 @@ from .learned import learned
 from .lists import lists_before
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
+from .splits import forward_kernels
 from .variant import Variant
 
 
@@ -225,7 +226,7 @@ class Sm80(Family):
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
         if not spec.backward:
             ahead = self.forward_tile(spec, device)
-            return *lists_before(spec, (ahead.block_m, ahead.block_n)), Forward.of(spec, ahead)
+            return *lists_before(spec, (ahead.block_m, ahead.block_n)), *forward_kernels(spec, Forward, ahead)
         tile = self.backward_tile(spec, device)
         lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
         rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m

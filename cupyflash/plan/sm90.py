@@ -13,6 +13,7 @@ from .learned import learned
 from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import CHUNKS, Spec
+from .splits import forward_kernels
 from .tiles_sm90 import (
     HopperBackwardTile,
     HopperBiasTile,
@@ -215,7 +216,7 @@ class Sm90(Family):
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
         if not spec.backward:
             ahead = self.forward_tile(spec, device)
-            return *lists_before(spec, (ahead.block_m, ahead.block_n)), ForwardSm90.of(spec, ahead)
+            return *lists_before(spec, (ahead.block_m, ahead.block_n)), *forward_kernels(spec, ForwardSm90, ahead)
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         is_listed = spec.packed and spec.block_mask

@@ -42,6 +42,7 @@ class Spec(NamedTuple):
         family: the family that the user insists on.
         clocks: blocks record how long each took, where the family has such a form.
         page_size, pages: of a forward over a cache, by value like softcap; whole_pages: blocks of keys lie in one each.
+        split_keys: not of a call, but of those of its kernels that divide keys (splits.py).
     """
 
     dtype: str
@@ -80,6 +81,7 @@ class Spec(NamedTuple):
     page_size: int = 0
     pages: int = 0
     whole_pages: bool = False
+    split_keys: bool = False
 
     @classmethod
     def of(

@@ -47,6 +47,14 @@ __device__ __forceinline__ decltype(auto) sequences_of(const Params &p) {
     else return (p);
 }
 
+// Whether a sequence is none of the forward's: one of few queries is left to attention over a cache, as are rows of no sequence.
+template <class V, class Params>
+__device__ __forceinline__ bool is_left_out(const Params &p, const Sequence<V::kPacked> &s) {
+    if constexpr (V::kPaged)
+        return s.seqlen_q < V::kLeastQueries || s.index >= p.problem.batch;  // @few-queries-left-out-sm80
+    else return false;
+}
+
 struct PageRow { int page, row; };
 
 template <class Params>
@@ -94,33 +102,40 @@ struct KeyRows<V, true> {
 };
 
 // Rows [row0, row0 + Tile::kRows) of k or v into shared memory by cp.async, as SmemTile::load_async brings rows that lie one behind
-// the other; those from n_rows on become zero. A lane looks up the page of 16 rows, which all are then told.
+// the other; those from n_rows on become zero. A lane looks up where 16 rows lie, which all are then told.
 template <int kThreads, class V, class Tile>
 __device__ __forceinline__ void load_pages_async(const Tile &tile, const FwdParams &p, const void *x,
                                                  const Strides &stride, const Sequence<true> &s, int head, int row0,
                                                  int n_rows) {
     using T = typename V::Element;
     constexpr int kUnit = 16, kChunks = Tile::kChunks, kLanesPerRow = next_power_of_two(kChunks);
-    constexpr int kRowsPerPass = kThreads / kLanesPerRow;
+    constexpr int kRowsPerPass = kThreads / kLanesPerRow, kPassesPerUnit = ceil_div(kUnit, kRowsPerPass);
     static_assert(Tile::kRows % kUnit == 0 && Tile::kRows / kUnit <= 32);
+    static_assert(kUnit % kRowsPerPass == 0 || kRowsPerPass % kUnit == 0);
     const int unit = fresh_lane() * kUnit;
-    PageRow own{0, 0};
+    long long own = 0;  // where the first of this lane's rows lies
     // @units-that-exist
-    if (unit < Tile::kRows && row0 + unit < n_rows) own = page_row(p, s.row_k + row0 + unit);
-    own.page = max(0, min(own.page, p.pages - 1));  // @page-within-the-array-sm80
+    if (unit < Tile::kRows && row0 + unit < n_rows) {
+        const PageRow at = page_row(p, s.row_k + row0 + unit);
+        own = max(0, min(at.page, p.pages - 1)) * stride.batch + at.row * stride.row;  // @page-within-the-array-sm80
+    }
     const ptx::u32 thread = fresh_thread();
     const int chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
+    const T *const behind = static_cast<const T *>(x) + head * stride.head + first % kUnit * stride.row + 8 * chunk;
+    long long of_unit = 0;
     #pragma unroll
     for (int pass = 0; pass < ceil_div(Tile::kRows, kRowsPerPass); ++pass) {
-        const int row = first + pass * kRowsPerPass;
-        // @page-of-the-unit
-        const int page = ptx::shfl_index(own.page, row / kUnit),
-                  at = ptx::shfl_index(own.row, row / kUnit) + row % kUnit;
+        const int row = first + pass * kRowsPerPass, in_unit = pass % kPassesPerUnit;
+        if (in_unit == 0) {
+            const int from = row / kUnit;  // @page-of-the-unit
+            of_unit =
+                static_cast<long long>(static_cast<ptx::u64>(ptx::shfl_index(static_cast<int>(own >> 32), from)) << 32 |
+                                       static_cast<ptx::u32>(ptx::shfl_index(static_cast<int>(own), from)));
+        }
         if (row >= Tile::kRows || chunk >= kChunks) continue;
-        const T *const from =
-            static_cast<const T *>(x) + head * stride.head + page * stride.batch + at * stride.row + 8 * chunk;
         // @rows-of-a-page-that-exist
-        ptx::cp_async_16(tile.at(row, 8 * chunk), from, row0 + row < n_rows && 8 * chunk < V::kHeadDim);
+        ptx::cp_async_16(tile.at(row, 8 * chunk), behind + (of_unit + in_unit * kRowsPerPass * stride.row),
+                         row0 + row < n_rows && 8 * chunk < V::kHeadDim);
     }
 }
 

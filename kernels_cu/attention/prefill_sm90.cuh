@@ -3,6 +3,7 @@
 #ifndef CUPYFLASH_PREFILL_SM90_CUH
 #define CUPYFLASH_PREFILL_SM90_CUH
 #include "attention/pages.cuh"
+#include "attention/key_parts.cuh"
 #include "attention/work_sm90.cuh"
 
 // Whole tiles first, of each sequence from its last one on, and then what is left of each: where queries are few beside keys, that
@@ -55,12 +56,28 @@ struct LongSequences {
     }
 };
 
+// The same by the parts of their keys; a tile's head says which one, too (QueryWork).
+template <class Tiles>
+struct TilesByParts {
+    const FwdParams &p;
+    const Tiles &tiles;
+
+    __device__ Tile<true> at(int number) const {
+        Tile<true> tile = tiles.at(number / p.key_splits);
+        tile.head = tile.head * p.key_splits + number % p.key_splits;  // @head-and-part
+        return tile;
+    }
+};
+
 template <class V>
 __device__ __forceinline__ void schedule_long_sequences(const FwdParams &p, int *counter,
                                                         const TileQueue<true> &queue) {
     const PagedSequences<FwdParams> lengths(p);
     const LongSequences<V, PagedSequences<FwdParams>> tiles(lengths);
-    schedule_tiles<Queries, V::kBlockM>(tiles, tiles.count(), counter, queue);
+    if constexpr (V::kSplitKeys)
+        schedule_tiles<Queries, V::kBlockM>(TilesByParts<decltype(tiles)>{p, tiles}, tiles.count() * p.key_splits,
+                                            counter, queue);
+    else schedule_tiles<Queries, V::kBlockM>(tiles, tiles.count(), counter, queue);
 }
 
 #endif  // CUPYFLASH_PREFILL_SM90_CUH

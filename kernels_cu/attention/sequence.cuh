@@ -137,9 +137,16 @@ struct RangedSequence : Sequence<kPacked> {
     template <class Params>
     __device__ RangedSequence(const Sequence<kPacked> &s, const Params &p) : Sequence<kPacked>(s) {
         if (s.index >= p.problem.batch) return;  // behind the last sequence no key counts @no-range-outside
-        // @range-within-the-keys
-        const int first = max(0, p.kv_range[2 * s.index]), end = min(s.seqlen_k, p.kv_range[2 * s.index + 1]);
-        if (first < end) first_key = first, end_key = end;  // @no-key-in-range
+        see(p.kv_range[2 * s.index], p.kv_range[2 * s.index + 1]);
+    }
+    __device__ RangedSequence(const Sequence<kPacked> &s, int first, int end) : Sequence<kPacked>(s) {
+        see(first, end);
+    }
+
+  private:
+    __device__ void see(int from, int to) {
+        const int first = max(0, from), end = min(this->seqlen_k, to);  // @range-within-the-keys
+        if (first < end) first_key = first, end_key = end;              // @no-key-in-range
     }
 };
 template <bool kPacked, bool kRanged>

@@ -5,7 +5,7 @@
 #ifndef CUPYFLASH_SHARES_CUH
 #define CUPYFLASH_SHARES_CUH
 #include "attention/lists.cuh"
-#include "tile/tile.cuh"
+#include "tile/float_rows.cuh"
 
 // Keys, whose tiles are counted by key heads.
 template <class V>
@@ -22,27 +22,6 @@ struct KeysOf : Keys {
         else return 1;
     }
 };
-
-struct alignas(8) FloatPair { float x, y; };
-
-// f(element (row, column) of an accumulator and its neighbour, where they lie in a share) for each pair of a warp's rows that has
-// a key. first_key: that of row 0, whose share begins at `share`, as does column col0.
-template <int kColumns, int kRows, int kCols, class F>
-__device__ __forceinline__ void for_each_pair(AccTile<kRows, kCols> &acc, float *share, int first_key, int col0,
-                                              int keys, F f) {
-    #pragma unroll
-    for (int a = 0; a < acc.kRowTiles; ++a)
-        #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int key = first_key + acc.row(a, 2 * h);
-            if (key >= keys) continue;  // @keys-of-the-share
-            float *const row = share + key * static_cast<long long>(kColumns) + col0 + acc.col(0, 0);
-            #pragma unroll
-            for (int j = 0; j < acc.kColTiles; ++j)
-                if (kColumns % (8 * acc.kColTiles) == 0 || col0 + 8 * j < kColumns)
-                    f(acc.x[a][j][2 * h], acc.x[a][j][2 * h + 1], reinterpret_cast<FloatPair *>(row + 8 * j));
-        }
-}
 
 // Where the share of a key head begins in dk_shares or dv_shares, [batch, key heads, seqlen_k, head_dim]: that of the sequence's
 // first key.

@@ -3,6 +3,7 @@
 #define CUPYFLASH_WORK_SM90_CUH
 #include "attention/lists.cuh"
 #include "attention/packed_sm90.cuh"
+#include "attention/key_parts.cuh"
 #include "tile/pipeline_sm90.cuh"
 
 // The numbers of the tiles that a block computes: its own index, then what it draws from a counter that all blocks share.
@@ -144,10 +145,15 @@ struct QueryWork : ListOf<V> {
     int block, head;  // block: along the sequence; -1: there are no more tiles
     SequenceOf<V> sequence;
     int q0, first, end;
+    int part;  // of the sequence's keys
 
     template <class Params>
     __device__ QueryWork(const Tile<V::kPacked> &tile, const Params &p)
-        : block(tile.block), head(tile.head), sequence(with_range<V>(tile.sequence, p)), q0(block * V::kBlockM) {
+        : block(tile.block),
+          head(tile_number<V>(p, tile.head)),
+          sequence(with_part<V>(tile.sequence, p, part_number<V>(p, tile.head))),
+          q0(block * V::kBlockM),
+          part(part_number<V>(p, tile.head)) {
         if constexpr (V::kBlockMask) {
             first = 0, end = 1;
             if (exists()) this->list = key_list<V>(p, sequence, head, block), end = max(1, this->list[0]);

@@ -14,6 +14,7 @@
 #include "tile/gemm.cuh"
 #include "attention/dropout.cuh"
 #include "attention/lists.cuh"
+#include "attention/key_parts.cuh"
 #include "attention/repair_output.cuh"
 #include "attention/softmax.cuh"
 
@@ -39,14 +40,15 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     // Which tile.
     const Problem &problem = p.problem;
-    const auto tile = tile_at<V, Queries, M, Mask<V>::kHides>(sequences_of<V>(p), ptx::block_index());
+    const int part = part_number<V>(p, ptx::block_index());
+    const auto tile =
+        tile_at<V, Queries, M, Mask<V>::kHides>(sequences_of<V>(p), tile_number<V>(p, ptx::block_index()));
     const auto &sequence = tile.sequence;
     // @head-of-k-fwd-sm80
     const int q0 = tile.block * M, row0 = warp() / kSplitD * kRows,
               head_k = tile.head / (problem.heads_q / problem.heads_k);
     if (V::kPacked && q0 >= sequence.seqlen_q) return;
-    if constexpr (V::kPaged)  // others are left to attention over a cache @few-queries-left-out-sm80
-        if (sequence.seqlen_q < V::kLeastQueries || sequence.index >= problem.batch) return;
+    if (is_left_out<V>(p, sequence)) return;
     // Warps that share rows have no registers left to keep what can be worked out again: their share, the mask, the tile.
     const auto share = [&]() -> Share {
         if constexpr (kSplitD == 1) return {row0, 0, 0, 0};
@@ -70,9 +72,11 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     };
     const Shared shared(sP(kSplitD).base);
 
-    const Mask<V> mask(with_range<V>(sequence, p), problem);
+    const Mask<V> mask(with_part<V>(sequence, p, part), problem);
     const auto mask_of = [&](const auto &its) -> decltype(auto) {
-        if constexpr (kSplitD > 1) return Mask<V>(with_range<V>(its, aside(p)), aside(p).problem);
+        if constexpr (kSplitD > 1)
+            return Mask<V>(with_part<V>(its, aside(p), part_number<V>(aside(p), ptx::opaque(ptx::block_index()))),
+                           aside(p).problem);
         else return (mask);
     };
     const Score<V> score(problem);
@@ -163,7 +167,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     const auto &here = [&]() -> decltype(auto) {
         if constexpr (kSplitD > 1)
-            return tile_at<V, Queries, M, Mask<V>::kHides>(sequences_of<V>(aside(p)), ptx::opaque(ptx::block_index()));
+            return tile_at<V, Queries, M, Mask<V>::kHides>(sequences_of<V>(aside(p)),
+                                                           tile_number<V>(aside(p), ptx::opaque(ptx::block_index())));
         else return (tile);
     }();
     const Share mine = share();
@@ -177,15 +182,21 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     });
     softmax.multiply_rows(O, inverse);
     Dropout<V>::scale(p, O);
-    const long long lse_row = here.sequence.lse_row(problem, here.head);
+    const int of_part = part_number<V>(aside(p), ptx::opaque(ptx::block_index()));
+    const long long lse_row = lse_row_of<V>(p, here.sequence, here.head, of_part);
     #pragma unroll
     for (int r = 0; r < Softmax::kRowsPerLane; ++r) {
         const int qi = here.block * M + mine.row0 + O.row(r / 2, 2 * (r % 2));
-        if (p.lse && mine.part == 0 && lane() % 4 == 0 && qi < here.sequence.seqlen_q) p.lse[lse_row + qi] = lse[r];
+        if (lse_of<V>(p) && mine.part == 0 && lane() % 4 == 0 && qi < here.sequence.seqlen_q)
+            lse_of<V>(p)[lse_row + qi] = lse[r];
     }
     if (visits.count == 0) {
         ptx::cp_async_wait_group<0>();
         ptx::bar_sync();  // Q has arrived, though no key block waited for it: its tile stages the result
+    }
+    if constexpr (V::kSplitKeys) {
+        leave_part<V>(p, here.sequence, here.head, of_part, here.block * M + mine.row0, O, mine.col0);
+        return;
     }
     if (!ptx::vote_all(stage_rows<T>(sQ, mine.row0, O, mine.col0))) {  // @o-is-finite-sm80
         // @repair-in-its-sequence-fwd-sm80

@@ -321,11 +321,12 @@ struct FwdGroup {
                     return without_sum && !block_mask.sees_any(qi, mask.first_key(qi), mask.end_key(qi));
                 } else return mask.sees_nothing(qi);
             });
-            const long long lse_row = tile.sequence.lse_row(problem, tile.head);
+            const long long lse_row = lse_row_of<V>(p.plain, tile.sequence, tile.head, tile.part);
             #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const int qi = q0 + warp_row + O.row(0, 2 * r);
-                if (p.plain.lse && lane() % 4 == 0 && qi < tile.sequence.seqlen_q) p.plain.lse[lse_row + qi] = lse[r];
+                if (lse_of<V>(p.plain) && lane() % 4 == 0 && qi < tile.sequence.seqlen_q)
+                    lse_of<V>(p.plain)[lse_row + qi] = lse[r];
             }
         };
         // Once it is done. kBegun: the next tile's S is under way.
@@ -335,6 +336,12 @@ struct FwdGroup {
             release_v(last);
             softmax.multiply_rows(O, inverse);
             Dropout<V>::scale(p.plain, O);
+            if constexpr (V::kSplitKeys) {
+                leave_part<V>(p.plain, tile.sequence, tile.head, tile.part, q0 + warp_row, O);
+                sync();  // all warps have read Q @q-read-by-all
+                if (leads()) ptx::mbarrier_arrive(smem.q_empty(slot));
+                return;
+            }
             if (!ptx::vote_all(stage<T>(sQ, warp_row, O))) {  // @o-is-finite-sm90
                 if constexpr (kBegun) {                       // its registers are needed: S is formed again afterwards
                     ptx::wgmma_wait_group<0>();

@@ -20,15 +20,31 @@ PAGES = (
     _sm90("tiles of 32 sequences counted again", without("tiles-of-32-sequences"), "mixed-many"),
     _sm90("few queries computed twice", change("few-queries-left-out", "rows < V::kLeastQueries ? 0 : rows", "rows"), "mixed", "written twice"),
     _sm90("many queries computed twice", without("many-queries-left-out"), "mixed", "written twice"),
-    Bug("few queries computed twice by the sm80 family", change("few-queries-left-out-sm80", "sequence.seqlen_q < V::kLeastQueries || sequence.index >= problem.batch", "false"), "mixed", "written twice"),
+    Bug("few queries computed twice by the sm80 family", change("few-queries-left-out-sm80", "s.seqlen_q < V::kLeastQueries || s.index >= p.problem.batch", "false"), "mixed", "written twice"),
     Bug("table read behind the keys that count", change("units-that-exist", "unit < Tile::kRows && row0 + unit < n_rows", "true"), "pages", r"load at .*block_table|buffer"),
-    Bug("rows of another page", change("page-of-the-unit", "own.page, row / kUnit", "own.page, 0"), "pages"),
+    Bug("rows of another page", change("page-of-the-unit", "row / kUnit", "0"), "pages"),
     Bug("rows of a page behind the keys that count", change("rows-of-a-page-that-exist", "row0 + row < n_rows && 8 * chunk < V::kHeadDim", "true"), "pages-of-some-new-d72", "buffer|copy|cp.async|bytes"),
+)  # fmt: skip
+
+# Where keys are divided.
+PARTS = (
+    _sm90("all parts are the first one", change("head-and-part", "number % p.key_splits", "0"), "one-long-d128", "RACE|NaN|FAILED|^$"),
+    _sm90("keys between two parts left out", change("keys-of-the-part", "part * keys, (part + 1) * keys", "part * keys + 1, (part + 1) * keys"), "one-long-d128"),
+    Bug("keys of a part and of the next one", change("keys-of-the-part", "(part + 1) * keys", "(part + 1) * keys + 1"), "one-long-d128"),
+    Bug("parts of all heads in one place", change("rows-of-the-part", "static_cast<long long>(head) * p.key_splits + part", "static_cast<long long>(part)"), "one-long-d128", r"RACE, write after write"),
+    _sm90("rows of a part behind the last query", change("float-rows-that-exist", "i >= rows", "false"), "mixed-long", r"RACE|outside|out of bounds|in no buffer"),
+    _sm90("every other column of a part", change("part-left", "{x, y}", "{x, 0.f}"), "one-long-d128"),
+    _sm90("one part left out", change("all-parts", "i < p.key_splits", "i < p.key_splits - 1"), "one-long-d128"),
+    _sm90("weights without a base", change("weight-of-the-part", "weight_of(r, i, lse[r])", "weight_of(r, i, 0.f)"), "one-long-d128"),
+    _sm90("parts without keys count", change("part-without-keys", "x == -ptx::infinity() ? 0.f : ", ""), "unseen"),
+    _sm90("NaN of hidden keys let through to a sum of parts", change("o-is-finite-parts", "!ptx::vote_all(stage_rows<T>(rows, 0, O, col0))", "stage_rows<T>(rows, 0, O, col0); false"), "pages-nonfinite"),
+    _sm90("sum of parts written before all lanes have repaired it", without("o-repaired-by-the-warp-parts"), "pages-nonfinite", r"RACE, read after write: .*epilogue\.cuh:\d+"),
+    _sm90("Q handed back while warps multiply by it", without("q-read-by-all"), "one-long-d128", r"RACE|arrivals"),
 )  # fmt: skip
 
 CLAMPED_PAGES = (
     _sm90("page that is none", change("page-within-the-array", "max(0, min(at.page, p.pages - 1))", "at.page"), "", r"load at|memory fault"),
-    Bug("page that is none in the sm80 family", change("page-within-the-array-sm80", "max(0, min(own.page, p.pages - 1))", "own.page"), "", r"cp.async at|memory fault|buffer"),
+    Bug("page that is none in the sm80 family", change("page-within-the-array-sm80", "max(0, min(at.page, p.pages - 1))", "at.page"), "", r"cp.async at|memory fault|buffer"),
 )  # fmt: skip
 
 LENGTHS = (

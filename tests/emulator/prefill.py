@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,12 +30,14 @@ class PrefillSession:
     Attributes:
         family: the kernels' family.
         headers: patched kernel sources by file name; the others are as shipped.
+        splits: into how many parts keys are divided, in place of what the plan finds for so few.
     """
 
     mode: str = "race"
     seed: int = 0
     headers: Mapping[str, str] | None = None
     family: str = "sm90"
+    splits: int = 1
 
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append. Each row is written by one of both, or by none."""
@@ -46,7 +49,8 @@ class PrefillSession:
         after = {**arrays, "k_cache": k_cache, "v_cache": v_cache}
         forward = Session.of_family(self.family, self.mode, seed=self.seed, headers=self.headers)
         q = arrays["q"] if beside.turned is None else beside.turned
-        made = forward._run(FORWARD, rows_of(NUMPY, after, q, p, way), problem_of(p, way))
+        with patch("cupyflash.plan.splits.key_splits", lambda *_: self.splits):
+            made = forward._run(FORWARD, rows_of(NUMPY, after, q, p, way), problem_of(p, way))
         found, found_lse = made["out"], made["lse"]
         if not p.packed:
             by_sequence = found_lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)

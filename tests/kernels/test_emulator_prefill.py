@@ -9,7 +9,7 @@ from emulator.attention import small_device
 from emulator.decode import CacheSession
 from emulator.launch import MODES
 from emulator.mutants import Bug
-from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, PAGES
+from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, PAGES, PARTS
 from emulator.prefill import PrefillSession
 from emulator.require import require_compiler
 
@@ -37,9 +37,19 @@ CASES = {
             "mixed-d256", "full", (90, 50, 5), (1, 300, 129), 256, heads_q=2, heads_k=1, page_size=64, append=True
         ),
         CacheCase("mixed-none-appended", "full", (150, 160), (5, 140), page_size=16, scale=-0.2),
+        CacheCase("one-long-d128", "full", (500,), 200, 128, page_size=16, append=True, softcap=4.0),
+        CacheCase("unseen", "full", (100,), 140, page_size=16),
+        CacheCase("mixed-long", "full", (700, 0, 90), (131, 129, 2), 72, page_size=32, append=True, nonfinite=True),
         CacheCase("mixed-many-alone", "full", (3, 40), (130, 140), page_size=16, append=True, rotary=32),
     )
 }
+
+
+# Into how many parts keys are divided: also more than there are blocks of keys.
+SPLITS = {
+    "pages": 2, "pages-nonfinite": 3, "chosen-d256": 2, "one-long-d128": 3, "unseen": 2, "mixed-d256": 7,
+    "mixed-long": 4,
+}  # fmt: skip
 
 
 def dtype_of(name: str) -> str:
@@ -48,7 +58,8 @@ def dtype_of(name: str) -> str:
 
 def _rehearse(name: str, family: str, **_: int) -> None:
     arrays = CASES[name].inputs(dtype_of(name))
-    PrefillSession(family=family).run(arrays, problem_of(arrays, CASES[name].options()))
+    how = PrefillSession(family=family, splits=SPLITS.get(name, 1))
+    how.run(arrays, problem_of(arrays, CASES[name].options()))
 
 
 AHEAD = Ahead(_rehearse, attention, decode)
@@ -64,7 +75,8 @@ def failures(how: PrefillSession, case: CacheCase, dtype: str = "bf16") -> list[
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, family: str, seed: int, request: pytest.FixtureRequest) -> None:
     AHEAD(request)
-    assert not failures(PrefillSession(seed=seed, family=family), CASES[name], dtype_of(name))
+    how = PrefillSession(seed=seed, family=family, splits=SPLITS.get(name, 1))
+    assert not failures(how, CASES[name], dtype_of(name))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -91,9 +103,9 @@ def test_tables_that_say_anything(family: str) -> None:
     run_wild(PrefillSession("any", family=family))
 
 
-@pytest.mark.parametrize("bug", PAGES, ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize("bug", PAGES + PARTS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    how = PrefillSession(headers=bug.headers(), family=bug.family)
+    how = PrefillSession(headers=bug.headers(), family=bug.family, splits=SPLITS.get(bug.case, 1))
     if bug.finds:
         with pytest.raises((EmulatorError, AssertionError), match=bug.finds):
             assert not failures(how, CASES[bug.case])

@@ -97,15 +97,17 @@ def test_what_has_no_kernel() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "heads", "page", "forward"),
-    [("256", "32", None, "packed_paged_whole_pages"), ("256", "32", "16", "packed_paged"), ("256", "32", "8", None),
-     ("256", "8", None, None), ("64", "32", None, None)],
+    [("256", "32", None, "paged_whole_pages_split_keys"), ("256", "32", "16", "paged_split_keys"),
+     ("256", "32", "8", None), ("256", "8", None, None), ("64", "32", None, None)],
 )  # fmt: skip
 def test_many_queries_take_the_forward(rows: str, heads: str, page: str | None, forward: str | None) -> None:
     """Said beside the kernels, and only where it is so."""
     asked = ["--arch", "sm_90", "--batch", "1", "--seqlen", "8192", "--seqlen-q", rows, "--heads-q", heads]
     asked += ["--heads-k", "8", *(["--page-size", page] if page else [])]
-    found = document(*asked)["forward"]
+    said = document(*asked)
+    found, splits = said["forward"], said["key_splits"]
     assert found is None if forward is None else found.startswith("fwd_sm90") and found.endswith(forward)
+    assert splits == 1 if forward is None else f", by {splits} parts of the keys" in run("--with-cache", *asked).stdout
     assert (str(found) in run("--with-cache", *asked).stdout) is (forward is not None)
 
 

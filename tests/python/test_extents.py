@@ -386,7 +386,7 @@ def check_forward(kernels: Any, extents: Extents, found: Any, m: int, n: int) ->
     rows, packed = kernels.variants[0].block_m, kernels.spec.packed
     of_head = m // rows + batch + 1 if packed else math.ceil(m / rows)
     tiles, workspace, (section, last), *others = found
-    assert (tiles, workspace, others) == ((of_head * heads_q * (1 if packed else batch),), {}, [False, 1])
+    assert (tiles, workspace, others) == ((of_head * heads_q * (1 if packed else batch),), {}, [False, 1, 1])
     group, heads = heads_q // heads_k, heads_k * (1 if packed else batch)
     keys, of_one = (n // batch, of_head // batch) if packed else (n, of_head)
     key_bytes = 2 * 2 * kernels.spec.head_dim

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +15,9 @@ from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.launch import cached, prefill
-from cupyflash.plan.families import kernels_of
-from cupyflash.plan.prefill import Lie, Way, spec_of, way_of
+from cupyflash.plan.extents import Extents
+from cupyflash.plan.families import kernels_of, plan_of
+from cupyflash.plan.prefill import Lie, Way, problem_of, spec_of, way_of
 from tests import pretended_gpu
 
 PROBLEM = CacheProblem("bf16", 4, 256, 32, 8, 128, 128, 4, None, 4096, 0.1)
@@ -81,9 +83,63 @@ def test_the_kernel_of_a_call() -> None:
         found = spec_of(replace(PROBLEM, **other), BY_TABLE, Lie())  # type: ignore[arg-type]
         assert ((found.page_size, found.pages), found.whole_pages) == (pages, whole)
     for lie, family in ((Lie(), "sm90"), (Lie(tma=False), "sm80")):
-        assert kernels_of(spec_of(PROBLEM, BY_TABLE, lie), HOPPER).variants[-1].symbol.startswith(f"fwd_{family}")
+        assert kernels_of(spec_of(PROBLEM, BY_TABLE, lie), HOPPER).variants[0].symbol.startswith(f"fwd_{family}")
     with pytest.raises(UnsupportedError, match="sm80: it reads pages where rows start at multiples of 16 bytes"):
         kernels_of(spec_of(PROBLEM, BY_TABLE, Lie(aligned=False, tma=False)), HOPPER)
+
+
+def splits_of(arch: str = "sm_90", **other: Any) -> int:
+    """Into how many parts the plan divides the keys of such a call, whose launches it looks at."""
+    call = replace(PROBLEM, **({"batch": 1, "slots": 1, "capacity": 32768, "window": (None, 0)} | other))
+    way = Way(paged=True, beside=call.packed)
+    device, problem = Device.synthetic(arch), problem_of(call, way)
+    plan = plan_of(kernels_of(spec_of(call, way, Lie()), device), Extents.of(problem))
+    symbols = [launch.variant.symbol for launch in plan.launches if launch.grid]
+    if plan.key_splits == 1:
+        assert ["split_keys" in symbol for symbol in symbols] == [False]
+        assert not plan.workspace
+    else:
+        assert ["split_keys" in symbol for symbol in symbols] == [True, False]
+        assert symbols[1].startswith("fwd_parts")
+        of_rows = call.heads_q, plan.key_splits, problem.seqlen_q
+        assert plan.workspace == {"o_parts": ((*of_rows, call.head_dim), "fp32"), "lse_parts": (of_rows, "fp32")}
+        assert 4 * math.prod(plan.workspace["o_parts"][0]) <= 128 << 20
+    return plan.key_splits
+
+
+def test_into_how_many_parts_keys_are_divided() -> None:
+    """As few queries as leave multiprocessors idle, beside many keys. Measured on an H100: docs/performance.md."""
+    assert [splits_of(seqlen_q=n) for n in (256, 512, 1024, 2048, 8192)] == [4, 4, 2, 1, 1]
+    assert [splits_of(capacity=n) for n in (1024, 4096, 131072)] == [1, 2, 4]
+    assert splits_of(head_dim=64, head_dim_v=64) == 4
+    assert splits_of(batch=4, slots=4) == 1
+    assert splits_of("sm_80", page_size=16, slots=2048) > 1
+    # Many sequences of which one may have many queries; many prompts.
+    assert splits_of(packed=True, batch=64, seqlen_q=319, slots=64, capacity=8192) > 1
+    assert splits_of(packed=True, batch=64, seqlen_q=64 * 500, slots=64, capacity=8192) == 1
+    for feature in ({"alibi": 1}, {"kv_range": True}, {"sink": True}):
+        assert splits_of(**feature) == 1
+    assert splits_of(softcap=3.0) == splits_of(window=(None, None)) == 4
+
+
+@pytest.mark.needs("torch")
+def test_what_the_kernels_of_parts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    gpu = pretended_gpu.pretend(monkeypatch, "sm_90")
+    like = {"dtype": torch.bfloat16}
+    x = {"q": torch.zeros(1, 256, 32, 64, **like), "cache_seqlens": torch.tensor([9000], dtype=torch.int32)}
+    x |= {name: torch.zeros(1, 9000, 8, 64, **like) for name in ("k_cache", "v_cache")}
+    for _ in range(2):
+        attention_with_cache(**x, causal=True)
+        of_parts, behind = gpu.launched
+        assert ("split_keys" in of_parts.symbol, behind.symbol[:9]) == (True, "fwd_parts")
+        kinds = {variant.symbol: variant.params for variant in gpu.loaded}
+        hopper, plain = (np.frombuffer(launched.params, kinds[launched.symbol])[0] for launched in gpu.launched)
+        for params in (hopper["plain"], plain):
+            assert params["key_splits"] == splits_of(head_dim=64, head_dim_v=64, capacity=9000)
+            assert params["lse_parts"] != params["o_parts"] != 0 != params["lse_parts"]
+        gpu.launched.clear()
 
 
 def test_how_arrays_lie() -> None:
