@@ -16,6 +16,7 @@ from .kernels import LEAST_QUERIES, PAGE_UNIT
 from .spec import Spec
 
 _ROWS = 48  # queries of all sequences and heads, for each multiprocessor
+_FEW_ROWS, _MANY_KEYS = 128, 8192  # rows for each multiprocessor that are a tile or less, beside so many keys
 _PAIRS = 1 << 25  # of these and keys that there is room for: less is not worth what more launches cost the host
 
 
@@ -70,7 +71,9 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     is_plain = not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch
     by_tma = device.capability == (9, 0) and family in (None, "sm90") and lie.tma
     reads_pages = lie.aligned and lie.whole_table and (p.page_size or 0) % PAGE_UNIT == 0
-    if reads_pages and (by_tma or not is_plain):
+    # Where keys are divided (splits.py), that is worth more than reading rows by a table costs.
+    divides = rows <= _FEW_ROWS * device.sm_count and p.capacity >= _MANY_KEYS and not (p.alibi or p.kv_range or p.sink)
+    if reads_pages and (by_tma or divides or not is_plain):
         return Way(paged=True, beside=p.packed)
     return Way() if is_plain else None
 

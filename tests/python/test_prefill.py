@@ -71,6 +71,10 @@ def test_which_calls_read_pages() -> None:
         for lie in (Lie(whole_table=False), Lie(aligned=False, tma=False)):
             assert {way_of(call, HOPPER, lie), way_of(call, AMPERE, lie)} == {Way() if way == Way() else None}
     assert way_of(PROBLEM, AMPERE, Lie(in_rows=False)) == BY_TABLE
+    alone = replace(PROBLEM, batch=1, slots=1, capacity=8192)
+    assert way_of(alone, AMPERE, Lie()) == BY_TABLE  # whose keys are divided
+    for other in ({"capacity": 8191}, {"seqlen_q": 512}, {"sink": True}):
+        assert way_of(replace(alone, **other), AMPERE, Lie()) == Way()  # type: ignore[arg-type]
 
 
 def test_the_kernel_of_a_call() -> None:
