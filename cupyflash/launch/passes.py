@@ -9,8 +9,9 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..operand import MASK_TILE, MOD_GRADIENTS, ROWS, TILE_WORDS
-from ..operands import SIZES, Pass, taker
+from ..operands import BACKWARD, SIZES, Pass, taker
 from ..plan.extents import Extents
+from ..plan.spec import LEARNED
 from ..problem import KEY_BLOCK
 from .template import Lengths, ScoreSteps, Steps
 
@@ -32,7 +33,7 @@ class Asked(NamedTuple):
 
     def made(self) -> dict[str, Any]:
         """What is made only if asked for, which no problem says, by the names of `Spec.of`."""
-        return {name: getattr(self, name) for name in ("dalibi", "dsink", "dbias", "clocks", "dmods")}
+        return {name: getattr(self, name) for name in (*LEARNED, "clocks", "dmods")}
 
 
 class Given:
@@ -78,11 +79,11 @@ class Given:
         self.alibi, self.dropout = number.get("alibi_slopes"), number.get("dropout_seed")
         self.block_mask = number.get("block_tiles")
         self.of_mods = tuple(i for name, i in number.items() if rows[name].free)
-        of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
-        learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
+        learned = {f"d{BACKWARD.rows[name].feature}": f"d{name}" in wanted for name in BACKWARD.learned}
         self.added = tuple(number[name] for name in ("bias", "mask") if name in number)
         dmods = tuple(i for i, name in enumerate(MOD_GRADIENTS) if name in wanted)
-        self.asked = Asked._make((*of_features, *learned, dmods))
+        of_features = {"packed": self.packed is not None, "kv_range": "kv_range" in number, "sink": "sink" in number}
+        self.asked = Asked(**of_features, **learned, clocks="clocks" in wanted, dmods=dmods)
         self.broadcast = tuple(name for name in rows if rows[name].broadcasts and name in self.order)
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]

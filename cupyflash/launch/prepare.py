@@ -58,23 +58,31 @@ class _Asked(NamedTuple):
     numbers: tuple[int, int, int]
 
 
+class _Brought(NamedTuple):
+    """What shapes say of features, by the names of `make_problem`."""
+
+    alibi: int
+    dropout: int
+    block_mask: int
+    mod_shapes: tuple[tuple[int, ...], ...]
+    pages: tuple[int, int, bool]
+    bias: Bias | None
+
+
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int, Any, Any],
-    group: int, bias: Bias | None, batch: int, access: Access, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, brought: _Brought,
+    group: int, batch: int, access: Access, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`dims`: how many dimensions the slopes and the seed of dropout have, `Problem.block_mask` and `mod_shapes`, size
-    and number of pages; `group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work;
-    `wish`: so that another value in the environment is another question."""
+    """`group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `wish`: so that
+    another value in the environment is another question."""
     shapes: list[tuple[int, ...]] = [
         (batch, heads, 1, head_dim) if options.layout == "bhsd" else (batch, 1, heads, head_dim)
         for heads in (group, 1, 1)
     ]
     if of.packed:
         shapes = [shape[1:] for shape in shapes]
-    features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
-    features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2], "mod_shapes": dims[3]}
-    features["pages"] = dims[4]
+    features = {**brought._asdict(), "kv_range": of.kv_range, "sink": of.sink}
     problem = make_problem(shapes, [dtype] * 3, **options._asdict(), sequences=batch if of.packed else None, **features)
     spec = Spec.of(problem, backward=backward, **of.made(), **access._asdict(), family=family())
     return _Asked(spec, numbers_of(problem))
@@ -133,12 +141,21 @@ def _copied(given: Given, signatures: Sequence[Plain]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _bias_of(given: Given, library: Native, signatures: Sequence[Plain]) -> Bias | None:
-    """What the spec must know of a bias, but for how it lies."""
-    if not given.added:
-        return None
-    shape, _, dtype, _ = signatures[given.added[0]]
-    return Bias.of(shape, library.dtype_name(dtype), masked=len(given.added) > 1)
+def _brought_by(given: Given, library: Native, keys: Sequence[tuple[Any, ...]]) -> _Brought:
+    """Of arrays that fit each other."""
+    alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
+    bias = None
+    if given.added:
+        shape, _, dtype, _ = keys[given.added[0]]
+        bias = Bias.of(shape, library.dtype_name(dtype), masked=len(given.added) > 1)
+    return _Brought(
+        alibi=alibi,
+        dropout=dropout,
+        block_mask=0 if given.block_mask is None else code_of(keys[given.block_mask][0]),
+        mod_shapes=tuple(keys[i][0] for i in given.of_mods),
+        pages=NO_PAGES if given.table is None else pages_of(keys[given.qkv[1]][0], keys[given.table][0])[0],
+        bias=bias,
+    )
 
 
 def prepare(
@@ -175,13 +192,7 @@ def prepare(
     batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
-    alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
-    bias = _bias_of(given, library, signatures)
-    block_mask = 0 if given.block_mask is None else code_of(keys[given.block_mask][0])
-    mod_shapes = tuple(keys[i][0] for i in given.of_mods)
-    group = 1 + (heads_q > heads_k)
-    pages = NO_PAGES if given.table is None else pages_of(keys[given.qkv[1]][0], keys[given.table][0])[0]
-    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes, pages), group, bias, has_work
+    asks = *asked_of, given.asked, _brought_by(given, library, keys), 1 + (heads_q > heads_k), has_work
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, access, wish())

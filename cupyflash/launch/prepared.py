@@ -95,7 +95,7 @@ class Prepared:
             copied: the numbers of arrays that it takes contiguous copies of.
         """
         numbers = self.kernels.numbers(extents)
-        words = (*options, *extents, *numbers.sections, int(numbers.first_stores), numbers.shares)
+        words = (*options, *extents, *numbers[2:])  # `template.NUMBERS`
         params = self.template.write(words, lengths, steps, broadcast, self._ask)
         if params is None:
             return None

@@ -71,7 +71,8 @@ class Kernels:
             tiles = self._tiles(own)
             if self.spec.backward:
                 return self._backward(own, tiles)
-            return Numbers(tiles, self._lists(own), *self._forward(own)(seqlen_q, seqlen_k)[2:])
+            found = Numbers(*self._forward(own)(seqlen_q, seqlen_k))
+            return found._replace(tiles=tiles, workspace=self._lists(own))
 
         return numbers
 
@@ -175,13 +176,13 @@ class Kernels:
         bytes_per_key, all_heads, sections = 2 * self._row_bytes, heads_q * arrays, self._sections
         of_one = max(1, batch) if is_packed else 1  # packed, on average, since nobody here knows lengths
 
-        def numbers(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, ...], Workspace, tuple[int, int], bool, int]:
+        def numbers(seqlen_q: int, seqlen_k: int) -> tuple[tuple[int, ...], Workspace, int, int, bool, int]:
             blocks = seqlen_q // rows + more if more else -(-seqlen_q // rows)
             tiles = blocks * all_heads
             if tiles > MAX_GRID:
                 raise _too_many("q", tiles)
             section, last = sections(seqlen_k // of_one * bytes_per_key, heads, blocks // of_one * group)
-            return (tiles,), {}, (section * group, last * group), False, 1
+            return (tiles,), {}, section * group, last * group, False, 1
 
         return numbers
 
@@ -222,7 +223,7 @@ class Kernels:
             workspace[f"dmod_sums_{i}"] = (math.prod(self.spec.mod_shapes[i]),), "fp32"
         streamed = self._of_one(seqlen_q, extents) * row_bytes
         sections = self._sections(streamed, arrays * heads_k, self._of_one(n_blocks, extents))
-        return Numbers(tiles, workspace, sections, first_stores, shares)
+        return Numbers(tiles, workspace, *sections, first_stores=first_stores, shares=shares)
 
     def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int) -> tuple[int, int]:
         """How many heads are scheduled together: those of `mixed_bytes`, and at last enough to even out the tail.

@@ -32,17 +32,19 @@ class Numbers(NamedTuple):
     Attributes:
         tiles: of work, for each launch.
         workspace: the arrays that the launches share: name -> (shape, dtype).
-        sections: heads scheduled together, and the last of them (schedule.cuh).
+        section, last_section: heads scheduled together, and the last of them (schedule.cuh).
         first_stores: the first share of each tile of dQ is stored, the others are added (dq_accum.cuh).
         shares: into how many a group's query heads are divided for dK and dV (shares.cuh).
     """
 
     tiles: tuple[int, ...]
     workspace: Workspace
-    sections: tuple[int, int]
+    section: int
+    last_section: int
     first_stores: bool = False
     shares: int = 1
 
 
 # What gives `Numbers` of seqlen_q and seqlen_k, or a plain tuple of them, which costs less to make and to read.
-ByLengths = Callable[[int, int], tuple[tuple[int, ...], Workspace, tuple[int, int], bool, int]]
+ByLengths = Callable[[int, int], tuple[tuple[int, ...], Workspace, int, int, bool, int]]
+SCHEDULE_NUMBERS = Numbers._fields[2:]  # those that a params struct has
