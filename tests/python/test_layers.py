@@ -27,7 +27,7 @@ PYTHON_LAYERS = (
     ("cli",),
     ("emulator",),
     ("__init__",),
-    ("transformers", "distributed"),
+    ("transformers",),
     ("compat",),
     ("kvcache", "pages", "partials", "varlen"),
     ("ahead", "api", "raw"),
@@ -79,24 +79,22 @@ PYTHON_PRIVATE = {
     "compile.layer": {"compile.cache", "cli", "compile.jit"},
     "compile.nvrtc": {"cli", "compile.jit"},
     "compile.upkeep": {"compile.cache", "cli"},
-    # The plan has one door, plan.families; those who fill in the structs of the sm90 family tell its kernels apart.
-    "plan.sm80": {"plan.families"},
-    "plan.sm90": {"emulator", "launch.passes", "plan.families"},
+    "plan.sm80": {"plan.families"},  # the plan's one door
+    "plan.sm90": {"plan.families"},
 }
 # Who may import what is not in the standard library. NumPy and ml_dtypes are everybody's.
 OUTSIDE = {
     "click": {"cli"},
-    "cuda": {"cli", "gpu.device", "compile.nvrtc"},  # cuda-pathfinder, which comes with CuPy
     "cupy": {"arrays", "cli", "compile.jit", "gpu.device", "launch"},
     "filelock": {"compile.cache", "emulator"},
-    "jax": {"arrays", "cli", "jax"},
+    "jax": {"cli", "jax"},
     "matplotlib": {"cli"},
     "ml_dtypes": None,
     "numpy": None,
     "platformdirs": {"compile.cache"},
     "pytest": {"emulator"},
     "rich": {"cli"},
-    "torch": {"arrays", "cli", "compat", "distributed", "torch", "transformers"},
+    "torch": {"arrays", "cli", "compat", "torch", "transformers"},
     "transformers": {"transformers"},
 }
 
@@ -228,9 +226,32 @@ def test_python_layers(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_tables_name_what_is_there() -> None:
+    """No layer, place or permission outlives what it was for."""
+    units = {unit_of(module_of(file)[1:]) for file in PYTHON_FILES}
+    headers = {(path.parent.name, path.stem) for path in CUDA_FILES}
+    missing = {name for names in PYTHON_LAYERS for name in names} - {unit.partition(".")[0] for unit in units}
+    missing |= {f"{folder}.{name}" for folder, names in PYTHON_ORDER.items() for name in names.split()} - units
+    missing |= {name for names in CUDA_LAYERS for name in names} - {folder for folder, _ in headers}
+    for folder, patterns in CUDA_ORDER.items():
+        found = {next(x for x in patterns.split() if fnmatch(name, x)) for where, name in headers if where == folder}
+        missing |= {f"{folder}/{pattern}" for pattern in {*patterns.split()} - found}
+    missing |= {name for name in LONG if not (ROOT / name.partition("::")[0]).exists()}
+    assert not missing
+    uses: set[tuple[str, str]] = set()
+    for path in PYTHON_FILES:
+        user = unit_of(module_of(path)[1:])
+        for _, (top, *rest) in imports_of(path):
+            used = next((u for u in (".".join(rest[:2]), *rest[:1]) if u in units), "") if top == "cupyflash" else top
+            uses |= {(user, used), (user.partition(".")[0], used)}
+    given = [*PYTHON_PRIVATE.items(), *OUTSIDE.items()]
+    unused = [(user, used) for used, users in given for user in users or () if (user, used) not in uses]
+    assert not unused
+
+
 def test_import_is_light() -> None:
     """No array library, and nothing of the command line, is loaded before the user asks for it."""
-    integrations = {"torch", "jax", "transformers", "distributed", "compat", "cli", "emulator", "__main__"}
+    integrations = {"torch", "jax", "transformers", "compat", "cli", "emulator", "__main__"}
     units = {unit_of(module_of(file)[1:]) for file in PYTHON_FILES}
     modules = sorted(unit for unit in units if unit.split(".")[0] not in integrations)
     code = (
