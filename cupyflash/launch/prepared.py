@@ -18,7 +18,7 @@ from ..gpu import tensormap
 from ..plan.extents import MAX_GRID, Extents, Kernels
 from . import counters
 from .filled import Filled
-from .kept import Kept
+from .kept import Kept, make_room
 from .passes import Given
 from .template import Lengths, ScoreSteps, Steps, Template, Words, ask_driver
 
@@ -124,8 +124,7 @@ class Prepared:
         for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True):
             if n > 0:
                 found.append(((function, min(n, most), *block), takes_whole))
-        if len(self._launches) >= _MAX_LAUNCHES:
-            self._launches.clear()
+        make_room(self._launches, _MAX_LAUNCHES)
         self._launches[tiles] = found
         return found
 

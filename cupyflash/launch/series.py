@@ -15,6 +15,7 @@ from ..options import Options
 from ..plan.numbers import SCHEDULE_NUMBERS, Extents
 from ..problem import MAX_SEQLEN
 from . import prepared as launch
+from .kept import make_room
 from .passes import Given, contiguous_strides
 from .prepared import Call, Prepared
 from .template import Lengths, Steps, Words
@@ -111,7 +112,7 @@ class Series:
         template, at = prepared.template, _Numbers(given, lengths, steps)
         self._given, self._prepared, self._copied, self._shaped = given, prepared, call.copied, call.shaped
         self._numbers = prepared.kernels.by_lengths(extents)
-        self._seen: set[int] = set()
+        self._seen: dict[int, None] = {}
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
         self._plain = [(template.numbers[name], i) for i, name in enumerate(_NAMES) if name in template.numbers]
         self._words, self._eighths, self._sized = call.params[:], [], []
@@ -159,9 +160,8 @@ class Series:
         both = seqlen_q << 32 | seqlen_k
         if both in self._seen:
             return True
-        if len(self._seen) >= _MAX_SEEN:
-            self._seen.clear()
-        self._seen.add(both)
+        make_room(self._seen, _MAX_SEEN)
+        self._seen[both] = None
         return False
 
     def _mark(self, words: Words, numbers: Sequence[int]) -> bool:
