@@ -15,18 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import TORCH, Native
-from ..bias import max_seqlens
-from ..block_mask import code_of
 from ..errors import ArgumentError
 from ..gpu.device import Device
 from ..options import Options
 from ..plan.extents import Extents
 from ..plan.families import FAMILIES, kernels_of, plan_of
 from ..plan.spec import Spec
-from ..problem import HALF, MAX_SEQLEN, NO_PAGES, Bias, make_problem
+from ..problem import HALF, MAX_SEQLEN, make_problem
 from . import prepared as launch
 from . import series
 from .alignment import Access, Aligned, Plain, access_of
+from .brought import Brought, brought_by, room_of
 from .checks import check
 from .filled import fill, template_of
 from .passes import Asked, Given, as_batch, contiguous_strides, is_contiguous, pages_of, sizes_of
@@ -48,7 +47,6 @@ def family() -> str | None:
 
 
 Vet = Callable[[], None]
-NO_ROOM = max_seqlens(())  # nothing says how long sequences may be
 
 
 class _Asked(NamedTuple):
@@ -58,20 +56,9 @@ class _Asked(NamedTuple):
     numbers: tuple[int, int, int]
 
 
-class _Brought(NamedTuple):
-    """What shapes say of features, by the names of `make_problem`."""
-
-    alibi: int
-    dropout: int
-    block_mask: int
-    mod_shapes: tuple[tuple[int, ...], ...]
-    pages: tuple[int, int, bool]
-    bias: Bias | None
-
-
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, brought: _Brought,
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, brought: Brought,
     group: int, batch: int, access: Access, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `wish`: so that
@@ -82,8 +69,8 @@ def _asked(
     ]
     if of.packed:
         shapes = [shape[1:] for shape in shapes]
-    features = {**brought._asdict(), "kv_range": of.kv_range, "sink": of.sink}
-    problem = make_problem(shapes, [dtype] * 3, **options._asdict(), sequences=batch if of.packed else None, **features)
+    features = {**brought._asdict(), "sequences": batch if of.packed else None}
+    problem = make_problem(shapes, [dtype] * 3, **options._asdict(), **features)
     spec = Spec.of(problem, backward=backward, **of.made(), **access._asdict(), family=family())
     return _Asked(spec, numbers_of(problem))
 
@@ -110,11 +97,7 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
     (seqlen_q, heads_q, seqlen_k, heads_k) = (a, b, c, d) if layout == "bshd" else (b, a, d, c)
     if batch_k != batch or head_dim_k != head_dim or heads_k < 1 or heads_q % heads_k:
         return None
-    room = NO_ROOM
-    if given.packed is not None:
-        tiles = None if given.block_mask is None else keys[given.block_mask][0]
-        room = max_seqlens([keys[i][0] for i in given.added], tiles)
-    found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k, *room)
+    found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k, *room_of(given, keys))
     if given.others:
         sizes = sizes_of(found, head_dim, given.packed is not None)
         for i, row in given.others:
@@ -139,23 +122,6 @@ def _copied(given: Given, signatures: Sequence[Plain]) -> tuple[int, ...]:
         ):
             found.append(i)
     return tuple(found)
-
-
-def _brought_by(given: Given, library: Native, keys: Sequence[tuple[Any, ...]]) -> _Brought:
-    """Of arrays that fit each other."""
-    alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
-    bias = None
-    if given.added:
-        shape, _, dtype, _ = keys[given.added[0]]
-        bias = Bias.of(shape, library.dtype_name(dtype), masked=len(given.added) > 1)
-    return _Brought(
-        alibi=alibi,
-        dropout=dropout,
-        block_mask=0 if given.block_mask is None else code_of(keys[given.block_mask][0]),
-        mod_shapes=tuple(keys[i][0] for i in given.of_mods),
-        pages=NO_PAGES if given.table is None else pages_of(keys[given.qkv[1]][0], keys[given.table][0])[0],
-        bias=bias,
-    )
 
 
 def prepare(
@@ -192,7 +158,7 @@ def prepare(
     batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
-    asks = *asked_of, given.asked, _brought_by(given, library, keys), 1 + (heads_q > heads_k), has_work
+    asks = *asked_of, given.asked, brought_by(given, library, keys), 1 + (heads_q > heads_k), has_work
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, access, wish())

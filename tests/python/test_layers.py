@@ -63,7 +63,7 @@ PYTHON_ORDER = {
     "jax": "flax sdpa op cached explicit parts call seeds sharding ffi structs buffers",
     "launch": "cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params prepare last "
     "series made alignment "
-    "prepared filled checks packed passes template counters kept variables",
+    "prepared filled checks brought packed passes template counters kept variables",
     "mods": "given trace held symbols functions description learned evaluate parse expression",
     "plan": "shipped_cache shipped decode prefill families sm90 tiles_sm90 sm80 family extents decode_stored "
     "decode_elements decode_shares numbers lists decode_kernels learned shares kernels params_decode params variant "
