@@ -119,6 +119,10 @@ HARDWARE = re.compile(
     r"|__(?:any|all|activemask|reduce_\w+)_sync|__cvta\w+|__ldg\w*|__ldcg|__uint_as_float|__float_as_uint|atomic[A-Z]\w+)\b"
 )
 
+# What says where sequences lie and how long they are, and who reads it: pages.cuh, to say the same of a cache.
+LENGTHS = re.compile(r"\bp\.(cu_seqlens_[qk]|seqused_k|kv_range|block_table)\b")
+READ_LENGTHS = {"kernels_cu/attention/sequence.cuh", "kernels_cu/attention/pages.cuh"}
+
 # Lines at which to stop and think (in headers without comments and empty lines); the first pattern that fits counts.
 LINES = (
     ("kernels_cu/hw/*.cuh", 350),  # one wrapper an instruction
@@ -294,6 +298,12 @@ def test_cuda_layers(path: Path) -> None:
         elif not may_use(user, f"{header[1]}.{header[2]}", CUDA_LAYERS, CUDA_ORDER):
             wrong.append(f"{user} may not include {header[1]}.{header[2]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_one_header_reads_lengths() -> None:
+    """Of attention without a cache; over one, decode/ has another."""
+    read = {name_of(path) for path in CUDA_FILES if path.parent.name != "decode" and LENGTHS.search(code_of(path))}
+    assert read == READ_LENGTHS
 
 
 @pytest.mark.parametrize("path", [file for file in CUDA_FILES if not file.stem.startswith("ptx")], ids=name_of)
