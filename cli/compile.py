@@ -21,7 +21,7 @@ from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import GPU_DTYPES, variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache, usual
-from cupyflash.plan.spec import CHUNKS, PAIRS
+from cupyflash.plan.spec import CHUNKS, LEARNED, PAIRS
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
 
@@ -94,7 +94,7 @@ def variants_of(
         is_common = problem.window in common and not problem.deterministic
         for memory in MEMORY if is_common else MEMORY[:1]:
             for learned, paired in _forms(problem):
-                known = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired, **memory}
+                known = dict.fromkeys(LEARNED, learned) | {"paired_bias": paired, **memory}
                 for heads_q in (1, 2):  # as many as of k, and groups of them
                     call = replace(problem, heads_q=heads_q)
                     found.update(dict.fromkeys(variants_of_calls(call, device, **known)))

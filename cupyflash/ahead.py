@@ -17,7 +17,7 @@ from .options import Options, Window
 from .plan.decode import variants_over_cache
 from .plan.families import GPU_DTYPES, kernels_of, variants_of_calls
 from .plan.shipped_cache import usual
-from .plan.spec import CHUNKS, PAIRS, Spec
+from .plan.spec import CHUNKS, LEARNED, PAIRS, Spec
 from .plan.variant import Variant
 from .problem import Bias, check_head_dim, make_problem
 
@@ -139,7 +139,7 @@ def _variants(
         of_mods = () if problem.deterministic else read(problem.mods).learned  # which are summed up in no order
         can_learn = problem.alibi or problem.sink or has_bias or of_mods
         for learned in (False, True)[: backward * (1 + bool(can_learn))]:
-            known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"paired_bias": paired}
+            known: dict[str, Any] = dict.fromkeys(LEARNED, learned) | {"paired_bias": paired}
             known["dmods"] = of_mods if learned else ()
             yield from variants_of_calls(problem, dev, **known)
 

@@ -197,6 +197,7 @@ class Pass:
         defaults: what stands for some of them.
         brought: arrays and numbers of features, in the table's order.
         gradient_of: name of an input -> that of its gradient.
+        learned: those inputs that features bring, but for what mods read.
     """
 
     def __init__(self, name: str, table: Iterable[Operand | Number] = TABLE) -> None:
@@ -210,6 +211,7 @@ class Pass:
         self.optional = {row.name for row, use in found if use and (use.optional or row.feature)}
         self.defaults = {row.name: row.default for row, use in found if use and row.default}
         self.gradient_of = {self.rows[made].like: made for made in self.names(GRADIENT)}
+        self.learned = tuple(x for x in self.gradient_of if self.rows[x].feature and not self.rows[x].free)
         for row, use in found:
             if row.feature and use and (use.box is not None or row.hopper):
                 raise ValueError(f"{row.name}: what lies before a struct's end is of no feature")

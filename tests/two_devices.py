@@ -38,7 +38,7 @@ def check(case: Case, dtype: str) -> None:
     """All ways to divide it."""
     inputs = case.inputs(dtype)
     oracle, names = Oracle(case.problem(dtype), *inputs), inputs.learned
-    mods = inputs.mods
+    mods = inputs.features.mods
     options = {**case.options(), **({} if mods is None else {"score_mod": mods.score_mod, "mask_mod": mods.mask_mod})}
     brought = inputs.brought() if mods is None else mods.mod_arrays
     three = [jnp.asarray(x) for x in inputs[:3]]

@@ -126,7 +126,7 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
 def _forward(p: CacheProblem, way: Way, kernels: Kernels) -> tuple[str, int]:
     """The kernel that attends, and by how many parts of the keys."""
     plan = plan_of(kernels, Extents.of(forward_of(p, way)))
-    return next(launch.variant.symbol for launch in plan.launches if launch.grid), plan.key_splits
+    return next(launch.variant.symbol for launch in plan.launches if launch.grid), plan.numbers.key_splits
 
 
 def _launch(variant: Variant, grid: int, gpu: Device, no_compile: bool) -> dict[str, Any]:

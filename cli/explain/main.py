@@ -24,7 +24,7 @@ from cupyflash.launch.prepare import family
 from cupyflash.operands import BACKWARD, FORWARD
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import FAMILIES, Launch, Plan, choose, kernels_of, plan_of
-from cupyflash.plan.spec import Spec
+from cupyflash.plan.spec import LEARNED, Spec
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import DTYPES, LAYOUTS, Problem
 
@@ -158,7 +158,7 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
         arrays["bias"] = Signature(shape, contiguous_strides(shape), None, 0)
     given = given_of(BACKWARD if backward else FORWARD, tuple(arrays))
     access = access_of(given, list(arrays.values()), Aligned(rows=options["memory"] != "unaligned"))
-    known: dict[str, Any] = dict.fromkeys(("dalibi", "dsink", "dbias"), options["learned"])
+    known: dict[str, Any] = dict.fromkeys(LEARNED, options["learned"])
     known |= {"dmods": options["dmods"], "family": family()}
     spec = Spec.of(problem, backward=backward, **known, **access._asdict())
     chosen, reasons = choose(spec, gpu)
@@ -212,7 +212,7 @@ def _document(p: Pass, gpu: Device, cubins: dict[Variant, Cubin]) -> dict[str, A
         "direction": p.direction,
         "family": p.family,
         "not_taken": p.not_taken,
-        "sections": p.plan.sections,
+        "sections": (p.plan.numbers.section, p.plan.numbers.last_section),
         "workspace": explain_work.workspace_bytes(p.plan.workspace),
         "flops": sum(w.flops for w in work_left),
         "bytes": sum(w.bytes for w in work_left),

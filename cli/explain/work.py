@@ -139,7 +139,7 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
             *sums,
         ]
     accum = size["dq_accum"]
-    cleared = 0 if plan.first_stores else accum  # written by the first, read by the second
+    cleared = 0 if plan.numbers.first_stores else accum  # written by the first, read by the second
     return [
         Work(0.0, out + dout + lse + stats + cleared),
         Work(2.5 * flops, read + (shares or dkv) + cleared + accum + parts),

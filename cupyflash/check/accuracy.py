@@ -41,8 +41,7 @@ Array = NDArray[Any]
 UNIT_ROUNDOFF = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "fp64": 2.0**-53}
 DTYPE_NAME = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 LIMITS = {name: ml_dtypes.finfo(dtype) for name, dtype in NUMPY_DTYPE.items()}
-GRADIENTS = ("dq", "dk", "dv", "dalibi_slopes", "dsink", "dbias")  # in the order of results; the last three may lack,
-# and those of the arrays that mods read come behind
+_PLAIN = Features()
 LONE_ROUNDINGS = 16  # P, dS and the result are rounded, each of the former into sums of like terms; the rest is margin
 LSE_ROUNDINGS = 16  # fast exp2 and log2 of the hardware: 2 ulp each, twice, and as much again for the sum
 
@@ -122,17 +121,17 @@ class Oracle:
         v: Array,
         dout: Array | None = None,
         dlse: Array | None = None,
-        *features: Any,
+        features: Features = _PLAIN,
+        *,
         unrounded: tuple[Array, Array, Array] | None = None,
-        **named: Any,
     ) -> None:
-        """`features`: the fields of `Features`, in their order or by name. `unrounded`: in float64, what q, k and
-        v are roundings of, where the call under test rounds them itself, or does not."""
-        of = Features(*features, **named)
-        self.problem, self._forward = problem, (q, k, v, problem, *of)
+        """`unrounded`: in float64, what q, k and v are roundings of, where the call under test rounds them itself, or
+        does not."""
+        of = features
+        self.problem, self._forward = problem, (q, k, v, problem, of)
         self._unrounded = unrounded or (q, k, v)
-        self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, *of
-        names = ["dq", "dk", "dv", *(name for name in GRADIENTS[3:] if getattr(of, name[1:]) is not None)]
+        self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, of
+        names = ["dq", "dk", "dv", *(f"d{name}" for name in of.learned)]
         self._dtypes = dict.fromkeys(names, problem.dtype)
         for name in () if of.mods is None else of.mods.learned:
             both = problem.dtype, DTYPE_NAME[of.mods.mod_arrays[name].dtype]

@@ -21,6 +21,7 @@ from ..sequences import Sequences
 from .accuracy import UNIT_ROUNDOFF, Comparison, Oracle
 from .cache_case import place
 from .cache_stored import appended, meant
+from .features import Features
 
 Array = NDArray[Any]
 
@@ -128,8 +129,8 @@ class CacheOracle:
         sequences = Sequences(np.array(cu_q), np.array(cu_k), None, kv_range)
         packed = replace(packed, kv_range=p.kv_range)
         slopes = arrays.get("alibi_slopes")
-        brought: dict[str, Any] = {"sequences": sequences, "alibi_slopes": slopes, "sink": arrays.get("sink")}
-        return Oracle(packed, q, k, v, **brought, unrounded=(exact_q, exact_k, exact_v))
+        features = Features(sequences=sequences, alibi_slopes=slopes, sink=arrays.get("sink"))
+        return Oracle(packed, q, k, v, features=features, unrounded=(exact_q, exact_k, exact_v))
 
     def _same(self, name: str, got: Array, wanted: Array, exact: Array | None = None) -> Comparison:
         """Bit by bit, but for what was turned, `exact`, NaN elsewhere: off by one rounding at most, and fp32's."""

@@ -18,6 +18,7 @@ from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
 from .case_masks import draw_mask, hide_keys
 from .case_mods import draw_mods, with_mods
 from .case_packed import PACKED_VALUES, draw_packed
+from .features import Features
 from .inputs import Inputs as Inputs
 
 Array = NDArray[Any]
@@ -186,14 +187,18 @@ class Case:
         q, k, v, dout = (x[0] for x in tensors) if self.packed else tensors
         lse_dtype = np.float64 if dtype == "fp64" else np.float32
         dlse = rng.standard_normal(problem.rows).astype(lse_dtype) if self.dlse else None
-        slopes = alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None
-        sink = sink_logits(rng, problem).astype(lse_dtype) if self.sink else None
+        features = Features(
+            sequences=sequences,
+            alibi_slopes=alibi_slopes(rng, problem).astype(lse_dtype) if self.alibi else None,
+            sink=sink_logits(rng, problem).astype(lse_dtype) if self.sink else None,
+            block_mask=mask,
+        )
         bias, shown = draw_added(self.bias, rng, problem, NUMPY_DTYPE[dtype])
         if self.packed and bias is not None and bias.ndim > 1:  # what no sequence has must not be read
             bias[..., self.room[0] - 1 :, :] = bias[..., self.room[1] - 3 :] = np.nan
         words = rng.integers(-(2**31), 2**31, 2).astype(np.int32) if self.dropout_p else None
         mods = draw_mods(self.mods, rng, problem)
-        return Inputs(q, k, v, dout, dlse, sequences, slopes, sink, bias, words, mask, shown, mods)
+        return Inputs(q, k, v, dout, dlse, features._replace(bias=bias, mask=shown, dropout_seed=words, mods=mods))
 
     def in_layout(self, x: Array) -> Array:
         """A view of an array in bshd, or packed, in the layout of the case, and back again."""

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..dropout import kept, limit_of
 from ..mods.description import read
+from ..operands import BACKWARD
 from ..problem import Problem
 from ..sequences import Part, Sequences
 from .bias import part_of
@@ -17,9 +18,9 @@ Array = NDArray[Any]
 
 
 class OfHead(NamedTuple):
-    """What one head of q has of them, and as an array of these numbers their gradients."""
+    """What one head of q has of the arrays of these names, and as an array of these numbers their gradients."""
 
-    slope: Any = 0.0
+    alibi_slopes: Any = 0.0
     sink: Any = -np.inf
 
 
@@ -47,6 +48,10 @@ class Features(NamedTuple):
     mask: Array | None = None
     mods: Any = None
     corner: tuple[int, int] = (0, 0)
+
+    def named(self) -> dict[str, Any]:
+        """What is given, by name."""
+        return {name: x for name, x in self._asdict().items() if x is not None and name != "corner"}
 
     def added(self, p: Problem) -> Array | None:
         """What is added to the scores; what hides keys is a bias of 0 and -inf."""
@@ -86,7 +91,7 @@ class Features(NamedTuple):
         """Those of a head of q."""
         slopes = self.alibi_slopes
         slope = 0.0 if slopes is None else slopes[h] if slopes.ndim == 1 else slopes[b, h]
-        return OfHead(slope, -np.inf if self.sink is None else self.sink[h])
+        return OfHead(alibi_slopes=slope, sink=-np.inf if self.sink is None else self.sink[h])
 
     def kept(self, p: Problem, b: int, h: int) -> Array | float:
         """Z of a head of q, (seqlen_q, seqlen_k): 1 / (1 - p) where an element is kept, else 0; 1 without dropout."""
@@ -103,8 +108,13 @@ class Features(NamedTuple):
     def gathered(self, found: Array, dbias: Array, of_mods: list[Array]) -> tuple[Array, ...]:
         """What was found for each head of each sequence, (batch, heads_q, OfHead), shaped as the arrays given; and
         that of a bias, and of what mods read."""
-        results = []
-        for i, given in enumerate((self.alibi_slopes, self.sink)):
-            if given is not None:
-                results.append(found[..., i].sum(axis=0) if given.ndim == 1 else found[..., i])
-        return *results, *([] if self.bias is None else [dbias]), *of_mods
+        results = {"bias": dbias}
+        for i, name in enumerate(OfHead._fields):
+            lacks_batch = np.ndim(getattr(self, name)) == 1
+            results[name] = found[..., i].sum(axis=0) if lacks_batch else found[..., i]
+        return *(results[name] for name in self.learned), *of_mods
+
+    @property
+    def learned(self) -> tuple[str, ...]:
+        """The arrays that have gradients, but for those of mods."""
+        return tuple(name for name in BACKWARD.learned if getattr(self, name) is not None)

@@ -62,16 +62,16 @@ from .reference import Arithmetic
 Array = NDArray[Any]
 Gradients = tuple[Array, ...]
 
+_PLAIN = Features()
 UNIT = {"fp16": 2.0**-24, "bf16": 2.0**-24, "fp32": 2.0**-24, "fp64": 2.0**-53}  # of the arithmetic
 STORED = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 2.0**-24, "fp64": 2.0**-53}
 HALF = ("fp16", "bf16")  # stored with fewer digits than computed, on tensor cores
 
 
 def noise(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, of: Features = _PLAIN
 ) -> tuple[Array, Gradients]:
     """The bounds for out, and for the gradients, each in its shape; arguments as in `reference.backward`."""
-    of = Features(*features)
     of_mods = mods.none_of(of), mods.none_of(of)
     out, *found, learned, dbias, of_rows = _noise(dout, q, k, v, problem, dlse, of, of_mods)
     if of.bias is not None and of.bias.shape != (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k):
@@ -106,7 +106,7 @@ def _noise(
             of_head: Any = of.head(b, h), biases[b][h], partial(of.modified, p=p, b=b, h=h)
             S, derivative = reference.scores(Q, K, p, a, *of_head)
             visible = seen_of(S, of.seen(all_seen, b, h), biases[b][h], of_head[0].sink)
-            P, lse = reference.softmax(S, visible, a, of.head(b, h))
+            P, lse = reference.softmax(S, visible, a, of_head[0])
             large = np.abs(np.where(lse == -np.inf, 0, lse))[:, None]
             dots = (p.dtype not in HALF) * abs(p.scale) * _norms(Q) * _norms(K).max(initial=0) + 4 * (p.softcap or 0)
             PZ = reference.dropped(P, Z := of.kept(p, b, h), a)
@@ -120,7 +120,7 @@ def _noise(
             if of_mods[0]:
                 _add_of_mods(of_mods, Q, K, P, by_score, gap, _norms(dO * O), dots, p, of, b, h)
             dslope = (by_score * distance).sum() + _of_delta(dO * O, (P * distance).sum(axis=1), p)
-            learned[b, h] = dslope, _of_sink(np.exp(of.head(b, h).sink - lse), dO * O, dLSE, 2 + 3 * large[:, 0], p)
+            learned[b, h] = OfHead(alibi_slopes=dslope, sink=_of_sink(of_head[0].sink - lse, dO * O, dLSE, large, p))
             add_head(dbias, b, h, by_score)
             add_head(of_rows, b, h, np.square(_norms(dO * O) * _along_keys(P, of.bias)))
             dk[b, :, h_k] += dK
@@ -172,7 +172,7 @@ def _add_of_mods(
 def _of_added(of_head: Any, distance: Array) -> Array:
     """The error of a score by what is added to it, a slope and a bias, in units of u."""
     of, bias, _ = of_head
-    found = 4 * abs(np.float64(of.slope)) * distance
+    found = 4 * abs(np.float64(of.alibi_slopes)) * distance
     return found if bias is None else found + 2 * np.abs(_finite(bias.astype(np.float64)))
 
 
@@ -207,9 +207,9 @@ def _of_delta(dOO: Array, weight: Array, p: Problem) -> Any:
     return 2 * STORED[p.dtype] / UNIT[p.dtype] * np.sqrt(np.square(_norms(dOO)[:, 0] * weight).sum())
 
 
-def _of_sink(P: Array, dOO: Array, dLSE: Array, e: Array, p: Problem) -> Any:
-    """The bound of dsink of one head, in units of u."""
-    s = 4 if p.dtype in HALF else 1
+def _of_sink(score: Array, dOO: Array, dLSE: Array, large: Array, p: Problem) -> Any:
+    """The bound of dsink of one head, in units of u; `score`: the sink less lse, `large`: |lse|, a column."""
+    s, P, e = 4 if p.dtype in HALF else 1, np.exp(score), 2 + 3 * large[:, 0]
     return (P * (e * np.abs(dOO.sum(axis=1) - dLSE) + s * np.abs(dOO).sum(axis=1))).sum() + _of_delta(dOO, P, p)
 
 

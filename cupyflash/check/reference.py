@@ -49,56 +49,52 @@ from .features import Features as Features
 from .features import OfHead as OfHead
 
 Array = NDArray[Any]
-_NONE = OfHead()
+_PLAIN, _NONE = Features(), OfHead()
 
 
-def forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any) -> tuple[Array, Array]:
+def forward(q: Array, k: Array, v: Array, problem: Problem, of: Features = _PLAIN) -> tuple[Array, Array]:
     """Exact attention in float64.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), any floating dtype and strides.
         k, v: (batch, seqlen_k, heads_k, head_dim).
         problem: options; a query that sees no key gets out 0 and lse -inf, or the sink.
-        features: the fields of `Features`.
+        of: what features bring.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim) and lse (batch, heads_q, seqlen_q), natural log, both float64.
     """
-    return _forward(q, k, v, problem, Arithmetic.exact(), Features(*features))
+    return _forward(q, k, v, problem, Arithmetic.exact(), of)
 
 
 def backward(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, of: Features = _PLAIN
 ) -> tuple[Array, ...]:
     """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv, and what features have.
 
     Args:
         dout: gradient of out, shaped as q.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
-        features: as in `forward`.
+        of: as in `forward`.
     """
-    of = Features(*features)
-    *found, learned, dbias = _backward(
-        dout, q, k, v, problem, dlse, Arithmetic.exact(), of, of_mods := mods.none_of(of)
-    )
+    of_mods = mods.none_of(of)
+    *found, learned, dbias = _backward(dout, q, k, v, problem, dlse, Arithmetic.exact(), of, of_mods)
     return *found, *of.gathered(learned, dbias, of_mods)
 
 
-def plain_forward(q: Array, k: Array, v: Array, problem: Problem, *features: Any) -> tuple[Array, Array]:
+def plain_forward(q: Array, k: Array, v: Array, problem: Problem, of: Features = _PLAIN) -> tuple[Array, Array]:
     """Plain attention in the dtype of q: out in that dtype, lse in fp32 (fp64 for fp64)."""
-    out, lse = _forward(q, k, v, problem, Arithmetic.plain(q.dtype), Features(*features))
+    out, lse = _forward(q, k, v, problem, Arithmetic.plain(q.dtype), of)
     return _stored(out, q.dtype), lse
 
 
 def plain_backward(
-    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, *features: Any
+    dout: Array, q: Array, k: Array, v: Array, problem: Problem, dlse: Array | None = None, of: Features = _PLAIN
 ) -> tuple[Array, ...]:
     """Plain gradients in the dtype of q, dslopes and dsink in fp32 (fp64 for fp64), others in that of their arrays;
     delta of the rounded out."""
-    of = Features(*features)
-    *found, learned, dbias = _backward(
-        dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), of, of_mods := mods.none_of(of)
-    )
+    of_mods = mods.none_of(of)
+    *found, learned, dbias = _backward(dout, q, k, v, problem, dlse, Arithmetic.plain(q.dtype), of, of_mods)
     dbias = dbias if of.bias is None else _stored(dbias, of.bias.dtype)
     of_mods = list(map(_stored, of_mods, mods.dtypes_of(of)))
     return *(_stored(x, q.dtype) for x in found), *of.gathered(learned, dbias, of_mods)
@@ -185,7 +181,7 @@ def scores(
         S, slope = modified(S)
         derivative = derivative * slope
     if p.alibi:
-        S = S - a.accumulate(of.slope) * distances(p).astype(a.accumulate)
+        S = S - a.accumulate(of.alibi_slopes) * distances(p).astype(a.accumulate)
     if bias is not None:
         S = np.where(np.isneginf(bias), -np.inf, S + a.load(bias)).astype(a.accumulate)
     return S, derivative
@@ -232,7 +228,7 @@ def _gradients(
     dV = a.product(PZ.T, dO, visible.T)
     dQ = p.scale * a.product(dS, K, visible)
     dK = p.scale * a.product(dS.T, Q, visible.T)
-    return dQ, dK, dV, OfHead(dslope, dsink), by_score
+    return dQ, dK, dV, OfHead(alibi_slopes=dslope, sink=dsink), by_score
 
 
 def heads(p: Problem) -> Iterator[tuple[int, int, int]]:

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from ..block_mask import BlockMask
 from ..operand import MOD_ARRAYS, MOD_GRADIENTS
+from ..operands import BACKWARD
 from ..sequences import Sequences
 
 Array = NDArray[Any]
 
-LEARNED = ("alibi_slopes", "sink", "bias")  # the arrays that have gradients, in the order of these; then those of mods
+LEARNED = BACKWARD.learned  # the arrays that have gradients, in the order of these; then those of mods
 _ALL = slice(None)
 
 

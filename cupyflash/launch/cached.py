@@ -22,6 +22,7 @@ from ..plan.prefill import Way, way_of
 from . import decode, prefill
 from .alignment import cache_aligned_at
 from .kept import Kept
+from .made import copied
 from .passes import is_contiguous
 from .prepare import family
 from .variables import is_debug, wish
@@ -86,7 +87,7 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
         check_length(call.problem, length)
     if is_debug():
         check_values(call.problem, _on_their_way(library, arrays))
-    copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
+    copies = copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
     made = library.make(("q",) if call.attends else (), call.made, arrays)
     for x in made:
         pointers.append(library.pointer(x))
@@ -97,15 +98,6 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     results = (made[0], made[1]) if call.attends else None
     q = made[2 * call.attends] if call.problem.rotary_dim else arrays["q"]
     return prefill.attend(library, arrays, q, call.problem, options, call.way, results)
-
-
-def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
-    """Contiguous copies of some of the arrays, whose addresses take the place of theirs."""
-    given = list(arrays.values())
-    copies = [library.contiguous(given[i]) for i in numbers]
-    for i, x in zip(numbers, copies, strict=True):
-        pointers[i] = library.pointer(x)
-    return copies
 
 
 def planned(

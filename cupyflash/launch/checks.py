@@ -6,18 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..arrays.adapters import Native, Signature, place
-from ..bias import max_seqlens
-from ..block_mask import code_of
 from ..errors import ArgumentError
 from ..mods.description import read
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
 from ..plan.extents import Extents
-from ..problem import HALF, MAX_SEQLEN, NO_PAGES, Bias, Problem, make_problem
+from ..problem import HALF, MAX_SEQLEN, Problem, make_problem
 from ..sequences import Sequences
+from .brought import brought_by, room_of
 from .packed import check_integers
 from .packed import count as packed_count
-from .passes import pages_of, sizes_of
+from .passes import Given, given_of, pages_of, sizes_of
 
 
 def check(
@@ -32,20 +31,12 @@ def check(
     dtypes = {name: library.dtype_name(key[2]) for name, key in found.items()}
     device, lengths = found["q"][3], {name: key for name, key in found.items() if name in Sequences._fields}
     packed = packed_count(library, lengths, device) if "cu_seqlens_q" in lengths else None
-    shapes, pages = _shapes_by_table(found)
-    alibi, dropout = (len(found[x][0]) if x in found else 0 for x in ("alibi_slopes", "dropout_seed"))
-    features: dict[str, Any] = {"alibi": alibi, "dropout": dropout, "pages": pages, "sequences": packed}
-    features |= {"kv_range": "kv_range" in lengths, "sink": "sink" in found}
-    if "bias" in found:
-        features["bias"] = Bias.of(found["bias"][0], dtypes["bias"], masked="mask" in found)
-    elif "mask" in found:
-        features["bias"] = Bias.of(found["mask"][0], "bool")
-    if packed is not None:
-        tiles = found["block_tiles"][0] if "block_tiles" in found else None
-        features["max_seqlens"] = max_seqlens([found[x][0] for x in ("bias", "mask") if x in found], tiles)
-    if "block_tiles" in found:
-        features["block_mask"] = code_of(found["block_tiles"][0])
-    features["mod_shapes"] = _shapes_of_mods(options.mods, which, found, dtypes)
+    given = given_of(which, tuple(names))
+    _check_mods(options.mods, given, found, dtypes)
+    features = {**brought_by(given, library, keys)._asdict(), "sequences": packed, "max_seqlens": room_of(given, keys)}
+    shapes = [keys[i][0] for i in given.qkv]
+    if given.table is not None:
+        shapes[1:] = [pages_of(shapes[1], keys[given.table][0])[1]] * 2
     problem = make_problem(shapes, [dtypes[x] for x in "qkv"], **options._asdict(), **features)
     if packed is None and problem.kv_range:
         check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)
@@ -70,26 +61,14 @@ def check(
     return problem, signatures
 
 
-def _shapes_by_table(found: Mapping[str, tuple[Any, ...]]) -> tuple[list[Any], tuple[int, int, bool]]:
-    """Of q, k and v; in pages, of the rows that a block table counts, and what `make_problem` is told of them."""
-    q, k, v = (found[x][0] for x in "qkv")
-    if "block_table" not in found:
-        return [q, k, v], NO_PAGES
-    pages, rows = pages_of(k, found["block_table"][0])
-    return [q, rows, rows], pages
-
-
-def _shapes_of_mods(
-    mods: str, which: Pass, found: Mapping[str, tuple[Any, ...]], dtypes: Mapping[str, str]
-) -> tuple[tuple[int, ...], ...]:
-    """Of the arrays that mods read, which are what their text says."""
-    given = [name for name in found if which.rows[name].free]
+def _check_mods(mods: str, given: Given, found: Mapping[str, tuple[Any, ...]], dtypes: Mapping[str, str]) -> None:
+    """The arrays that mods read must be what their text says."""
+    names = [given.names[i] for i in given.of_mods]
     wanted = read(mods).arrays
-    if [(dtypes[x], len(found[x][0])) for x in given] != [(x.dtype, x.dims) for x in wanted]:
+    if [(dtypes[x], len(found[x][0])) for x in names] != [(x.dtype, x.dims) for x in wanted]:
         said = ", ".join(f"{x.name} of {x.dtype} with {x.dims} dimensions" for x in wanted) or "none"
-        got = ", ".join(f"{dtypes[x]} {tuple(found[x][0])}" for x in given) or "none"
+        got = ", ".join(f"{dtypes[x]} {tuple(found[x][0])}" for x in names) or "none"
         raise ArgumentError(f"mod_arrays: expected {said}; got {got}")
-    return tuple(tuple(found[x][0]) for x in given)
 
 
 def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, device: int) -> None:

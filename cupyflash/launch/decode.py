@@ -165,7 +165,7 @@ def _clusters_fit(plan: DecodePlan, device: Device, stream: int) -> bool:
     return plan.grid // v.tile.cluster <= _active_clusters(v, device, stream)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # streams come and go
 def _active_clusters(variant: Decode, device: Device, stream: int) -> int:
     function = jit.load(variant, device, stream).function
     return max_active_clusters(function, variant.tile.cluster, variant.threads, variant.smem_bytes)

@@ -14,10 +14,10 @@ from ..operand import MOD_LIMIT
 from ..operands import Number, Operand, Pass
 from ..plan.extents import Extents, Kernels
 from ..plan.families import Plan
-from ..plan.params import PROBLEM, UNBOUNDED, params_of
+from ..plan.params import PROBLEM, SCHEDULE, UNBOUNDED, params_of
 from ..problem import Problem
 from .passes import Given, contiguous_strides, score_steps
-from .template import SCHEDULE_NUMBERS, Template
+from .template import Template
 
 Arrays = Mapping[str, tuple[Sequence[int], Sequence[int]]]  # name -> shape, strides in elements
 
@@ -47,11 +47,11 @@ def fill_problem(params: np.ndarray, which: Pass, problem: Problem, plan: Plan) 
     left, right = problem.window
     p["window_left"] = UNBOUNDED if left is None else left
     p["window_right"] = UNBOUNDED if right is None else right
-    for name, number in zip(SCHEDULE_NUMBERS, (*plan.sections, plan.first_stores), strict=False):
-        params["schedule"][name] = number
+    for name in SCHEDULE.names or ():
+        params["schedule"][name] = getattr(plan.numbers, name)
     for row in which.brought:
         if isinstance(row, Number):
-            params[row.name] = getattr(plan if row.planned else problem, row.name) or 0
+            params[row.name] = getattr(plan.numbers, row.name) if row.planned else getattr(problem, row.name) or 0
 
 
 def fill_plain(params: np.ndarray, rows: Mapping[str, Operand], arrays: Arrays, layout: str) -> None:

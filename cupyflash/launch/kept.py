@@ -17,6 +17,13 @@ class Recent(Protocol):
 V = TypeVar("V", bound=Recent)
 
 
+def make_room(values: dict[Any, Any], limit: int) -> None:
+    """Where as many are kept as may be, drop the older half of them."""
+    if len(values) >= limit:
+        for key in [*values][: -(-limit // 2)]:
+            values.pop(key, None)
+
+
 class Kept(Generic[V]):
     """At most `limit` values. For a new one the oldest goes; one that was found since it was put in, or since it was
     last spared, is spared once and counts as new. To find a value costs no more than in a dict.

@@ -16,6 +16,7 @@ from ..arrays.tensors import Forms, Making
 from ..options import Options
 from ..problem import MAX_SEQLEN
 from . import prepared as launch
+from .kept import make_room
 from .passes import Given, contiguous_strides
 from .prepared import Call
 from .series import Series
@@ -207,7 +208,7 @@ def _compared(last: _LastSeries, arrays: Mapping[str, Any], given: Given, option
 
 
 def keep(last: dict[Hashable, Any], kind: Hashable, value: Any) -> None:
-    """The value is the last of its kind; where there are too many kinds, those before are forgotten."""
-    if len(last) >= _MOST and kind not in last:
-        last.clear()
+    """The value is the last of its kind; where there are too many kinds, the older half is forgotten."""
+    if kind not in last:
+        make_room(last, _MOST)
     last[kind] = value

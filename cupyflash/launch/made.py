@@ -1,4 +1,4 @@
-"""What a call makes: its results, and the workspaces that its launches share."""
+"""What a call makes: its results, the workspaces that its launches share, and copies of arrays."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def make(
         start = pointers.pop()
         pointers += [start + offset for offset in call.offsets]
     return made
+
+
+def copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
+    """Contiguous copies of some of the arrays, whose addresses take the place of theirs."""
+    given = list(arrays.values())
+    copies = [library.contiguous(given[i]) for i in numbers]
+    for i, x in zip(numbers, copies, strict=True):
+        pointers[i] = library.pointer(x)
+    return copies

@@ -9,8 +9,9 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..operand import MASK_TILE, MOD_GRADIENTS, ROWS, TILE_WORDS
-from ..operands import SIZES, Pass, taker
+from ..operands import BACKWARD, SIZES, Pass, taker
 from ..plan.extents import Extents
+from ..plan.spec import LEARNED
 from ..problem import KEY_BLOCK
 from .template import Lengths, ScoreSteps, Steps
 
@@ -22,8 +23,6 @@ class Asked(NamedTuple):
     """What the names of a call's arrays say of its spec: features, and what is made only if asked for."""
 
     packed: bool
-    kv_range: bool
-    sink: bool
     dalibi: bool
     dsink: bool
     dbias: bool
@@ -32,7 +31,7 @@ class Asked(NamedTuple):
 
     def made(self) -> dict[str, Any]:
         """What is made only if asked for, which no problem says, by the names of `Spec.of`."""
-        return {name: getattr(self, name) for name in ("dalibi", "dsink", "dbias", "clocks", "dmods")}
+        return {name: getattr(self, name) for name in (*LEARNED, "clocks", "dmods")}
 
 
 class Given:
@@ -49,6 +48,7 @@ class Given:
         like_q, others: of those but q, k and v that are shaped like q, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
         table: the number of the block table by which keys lie in pages; None: there are no pages.
+        has_kv_range, has_sink: whether there are such.
         alibi, dropout: the numbers of ALiBi's slopes and of dropout's seed; None: there are none.
         added: the numbers of a bias and of a mask, as far as they are there.
         broadcast: what broadcasts, given or made, in the table's order.
@@ -75,14 +75,14 @@ class Given:
         self.strided = tuple(name for name in rows if rows[name].strided and name in self.order)
         self.qkv = tuple(number[name] for name in ("q", "k", "v"))
         self.packed, self.table = number.get("cu_seqlens_q"), number.get("block_table")
+        self.has_kv_range, self.has_sink = "kv_range" in number, "sink" in number
         self.alibi, self.dropout = number.get("alibi_slopes"), number.get("dropout_seed")
         self.block_mask = number.get("block_tiles")
         self.of_mods = tuple(i for name, i in number.items() if rows[name].free)
-        of_features = (x in number for x in ("cu_seqlens_q", "kv_range", "sink"))
-        learned = (x in wanted for x in ("dalibi_slopes", "dsink", "dbias", "clocks"))
+        learned = {f"d{BACKWARD.rows[name].feature}": f"d{name}" in wanted for name in BACKWARD.learned}
         self.added = tuple(number[name] for name in ("bias", "mask") if name in number)
         dmods = tuple(i for i, name in enumerate(MOD_GRADIENTS) if name in wanted)
-        self.asked = Asked._make((*of_features, *learned, dmods))
+        self.asked = Asked(self.packed is not None, **learned, clocks="clocks" in wanted, dmods=dmods)
         self.broadcast = tuple(name for name in rows if rows[name].broadcasts and name in self.order)
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]

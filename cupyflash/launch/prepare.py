@@ -15,18 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import TORCH, Native
-from ..bias import max_seqlens
-from ..block_mask import code_of
 from ..errors import ArgumentError
 from ..gpu.device import Device
 from ..options import Options
 from ..plan.extents import Extents
 from ..plan.families import FAMILIES, kernels_of, plan_of
 from ..plan.spec import Spec
-from ..problem import HALF, MAX_SEQLEN, NO_PAGES, Bias, make_problem
+from ..problem import HALF, MAX_SEQLEN, make_problem
 from . import prepared as launch
 from . import series
 from .alignment import Access, Aligned, Plain, access_of
+from .brought import Brought, brought_by, room_of
 from .checks import check
 from .filled import fill, template_of
 from .passes import Asked, Given, as_batch, contiguous_strides, is_contiguous, pages_of, sizes_of
@@ -48,7 +47,6 @@ def family() -> str | None:
 
 
 Vet = Callable[[], None]
-NO_ROOM = max_seqlens(())  # nothing says how long sequences may be
 
 
 class _Asked(NamedTuple):
@@ -60,22 +58,19 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, dims: tuple[int, int, int, Any, Any],
-    group: int, bias: Bias | None, batch: int, access: Access, wish: Any,
+    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, brought: Brought,
+    group: int, batch: int, access: Access, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`dims`: how many dimensions the slopes and the seed of dropout have, `Problem.block_mask` and `mod_shapes`, size
-    and number of pages; `group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work;
-    `wish`: so that another value in the environment is another question."""
+    """`group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `wish`: so that
+    another value in the environment is another question."""
     shapes: list[tuple[int, ...]] = [
         (batch, heads, 1, head_dim) if options.layout == "bhsd" else (batch, 1, heads, head_dim)
         for heads in (group, 1, 1)
     ]
     if of.packed:
         shapes = [shape[1:] for shape in shapes]
-    features: dict[str, Any] = {"alibi": dims[0], "dropout": dims[1]}
-    features |= {"kv_range": of.kv_range, "sink": of.sink, "bias": bias, "block_mask": dims[2], "mod_shapes": dims[3]}
-    features["pages"] = dims[4]
-    problem = make_problem(shapes, [dtype] * 3, **options._asdict(), sequences=batch if of.packed else None, **features)
+    features = {**brought._asdict(), "sequences": batch if of.packed else None}
+    problem = make_problem(shapes, [dtype] * 3, **options._asdict(), **features)
     spec = Spec.of(problem, backward=backward, **of.made(), **access._asdict(), family=family())
     return _Asked(spec, numbers_of(problem))
 
@@ -102,11 +97,7 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
     (seqlen_q, heads_q, seqlen_k, heads_k) = (a, b, c, d) if layout == "bshd" else (b, a, d, c)
     if batch_k != batch or head_dim_k != head_dim or heads_k < 1 or heads_q % heads_k:
         return None
-    room = NO_ROOM
-    if given.packed is not None:
-        tiles = None if given.block_mask is None else keys[given.block_mask][0]
-        room = max_seqlens([keys[i][0] for i in given.added], tiles)
-    found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k, *room)
+    found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k, *room_of(given, keys))
     if given.others:
         sizes = sizes_of(found, head_dim, given.packed is not None)
         for i, row in given.others:
@@ -131,14 +122,6 @@ def _copied(given: Given, signatures: Sequence[Plain]) -> tuple[int, ...]:
         ):
             found.append(i)
     return tuple(found)
-
-
-def _bias_of(given: Given, library: Native, signatures: Sequence[Plain]) -> Bias | None:
-    """What the spec must know of a bias, but for how it lies."""
-    if not given.added:
-        return None
-    shape, _, dtype, _ = signatures[given.added[0]]
-    return Bias.of(shape, library.dtype_name(dtype), masked=len(given.added) > 1)
 
 
 def prepare(
@@ -175,13 +158,7 @@ def prepare(
     batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
-    alibi, dropout = (0 if i is None else len(keys[i][0]) for i in (given.alibi, given.dropout))
-    bias = _bias_of(given, library, signatures)
-    block_mask = 0 if given.block_mask is None else code_of(keys[given.block_mask][0])
-    mod_shapes = tuple(keys[i][0] for i in given.of_mods)
-    group = 1 + (heads_q > heads_k)
-    pages = NO_PAGES if given.table is None else pages_of(keys[given.qkv[1]][0], keys[given.table][0])[0]
-    asks = *asked_of, given.asked, (alibi, dropout, block_mask, mod_shapes, pages), group, bias, has_work
+    asks = *asked_of, given.asked, brought_by(given, library, keys), 1 + (heads_q > heads_k), has_work
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, access, wish())

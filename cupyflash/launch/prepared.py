@@ -18,7 +18,7 @@ from ..gpu import tensormap
 from ..plan.extents import MAX_GRID, Extents, Kernels
 from . import counters
 from .filled import Filled
-from .kept import Kept
+from .kept import Kept, make_room
 from .passes import Given
 from .template import Lengths, ScoreSteps, Steps, Template, Words, ask_driver
 
@@ -95,7 +95,7 @@ class Prepared:
             copied: the numbers of arrays that it takes contiguous copies of.
         """
         numbers = self.kernels.numbers(extents)
-        words = (*options, *extents, *numbers.sections, int(numbers.first_stores), numbers.shares, numbers.key_splits)
+        words = (*options, *extents, *numbers[2:])  # `template.NUMBERS`
         params = self.template.write(words, lengths, steps, broadcast, self._ask)
         if params is None:
             return None
@@ -124,8 +124,7 @@ class Prepared:
         for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True):
             if n > 0:
                 found.append(((function, min(n, most), *block), takes_whole))
-        if len(self._launches) >= _MAX_LAUNCHES:
-            self._launches.clear()
+        make_room(self._launches, _MAX_LAUNCHES)
         self._launches[tiles] = found
         return found
 

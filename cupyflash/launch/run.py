@@ -23,7 +23,7 @@ from . import on_cpu, staging, where
 from .checks import check
 from .find import find
 from .last import recall
-from .made import make
+from .made import copied, make
 from .packed import sequences_of, vet_lengths
 from .passes import WITH_LSE, given_of
 from .pieces import without_repeats
@@ -126,7 +126,7 @@ def _launch(
 ) -> Sequence[Any]:
     """What a call makes, on a stream, with the addresses of its arrays."""
     call, stream, pointers = found
-    copies = _copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
+    copies = copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
     if call.forms and into is None:
         made: Sequence[Any] = library.make_like(call.forms, pointers)
         if call.room:
@@ -137,15 +137,6 @@ def _launch(
     call(pointers, stream)
     del copies
     return made
-
-
-def _copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
-    """Contiguous copies of some of the arrays, whose addresses take the place of theirs."""
-    given = list(arrays.values())
-    copies = [library.contiguous(given[i]) for i in numbers]
-    for i, x in zip(numbers, copies, strict=True):
-        pointers[i] = library.pointer(x)
-    return copies
 
 
 def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool]) -> bool:

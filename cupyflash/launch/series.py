@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..options import Options
-from ..plan.extents import Extents
+from ..plan.numbers import SCHEDULE_NUMBERS, Extents
 from ..problem import MAX_SEQLEN
 from . import prepared as launch
+from .kept import make_room
 from .passes import Given, contiguous_strides
 from .prepared import Call, Prepared
-from .template import SCHEDULE_NUMBERS, Lengths, Steps, Words
+from .template import Lengths, Steps, Words
 from .variables import wish
 
 _NAMES = (*SCHEDULE_NUMBERS, "seqlen_q", "seqlen_k", "seqlen_q less 1", "seqlen_k less 1")
@@ -111,10 +112,9 @@ class Series:
         template, at = prepared.template, _Numbers(given, lengths, steps)
         self._given, self._prepared, self._copied, self._shaped = given, prepared, call.copied, call.shaped
         self._numbers = prepared.kernels.by_lengths(extents)
-        self._seen: set[int] = set()
+        self._seen: dict[int, None] = {}
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
-        places = dict(zip(template.names, template.numbers, strict=True))
-        self._plain = [(places[name], i) for i, name in enumerate(_NAMES) if name in places]
+        self._plain = [(template.numbers[name], i) for i, name in enumerate(_NAMES) if name in template.numbers]
         self._words, self._eighths, self._sized = call.params[:], [], []
         for slots, own, axes in zip(template.strides, at.steps, at.axes, strict=True):
             for axis in axes:
@@ -139,8 +139,7 @@ class Series:
         if self._unit != 1:
             steps = [step // self._unit for step in steps]
         numbers = self._numbers(seqlen_q, seqlen_k)
-        _, _, (section, last), *others = numbers
-        found = [section, last, *others, seqlen_q, seqlen_k, seqlen_q - 1, seqlen_k - 1, *steps]
+        found = [*numbers[2:], seqlen_q, seqlen_k, seqlen_q - 1, seqlen_k - 1, *steps]
         for i, width in self._made:
             found.append(found[i] * width)
         words = self._words[:]
@@ -161,9 +160,8 @@ class Series:
         both = seqlen_q << 32 | seqlen_k
         if both in self._seen:
             return True
-        if len(self._seen) >= _MAX_SEEN:
-            self._seen.clear()
-        self._seen.add(both)
+        make_room(self._seen, _MAX_SEEN)
+        self._seen[both] = None
         return False
 
     def _mark(self, words: Words, numbers: Sequence[int]) -> bool:

@@ -11,14 +11,12 @@ import numpy as np
 
 from ..gpu.forms import Form
 from ..gpu.tensormap import ANYWHERE, TensorMap, encode
-from ..plan.extents import Extents
+from ..plan.numbers import SCHEDULE_NUMBERS, Extents
 from ..plan.params import PROBLEM, SCHEDULE, SCORE_STRIDES, STRIDES, UNBOUNDED
 from ..problem import Problem
 
 # The numbers of a call, in the order in which `write` gets them; other fields are part of a template.
 OPTION_NUMBERS = ("window_left", "window_right", "scale")
-# "shares" is the backward's, "key_splits" the forward's.
-SCHEDULE_NUMBERS = ("section", "last_section", "first_stores", "shares", "key_splits")
 NUMBERS = (*OPTION_NUMBERS, *Extents._fields, *SCHEDULE_NUMBERS)
 Lengths = tuple[int, int, int]  # seqlen, heads, batch
 Steps = tuple[int, int, int]  # from one row, head and sequence to the next, in elements
@@ -61,7 +59,7 @@ class Template:
     """A params struct, filled in for one call; `write` makes it that of another one.
 
     Attributes:
-        names: of `NUMBERS`, those that the struct has; numbers: their words of 32 bits.
+        numbers: of `NUMBERS` those that the struct has, and their words of 32 bits.
         strides: those of 64 bits of the strides of row, head and batch, of each array that has some.
         maps: where tensor maps lie.
     """
@@ -86,9 +84,8 @@ class Template:
             for name, field in _fields(numbers).items()
         }
         words |= {name: (start + inner[name][1]) // 4 for name in NUMBERS if name in inner}
-        self.names = tuple(name for name in NUMBERS if name in words)
-        self.numbers = tuple(words[name] for name in self.names)
-        self._places = tuple((words[name], i) for i, name in enumerate(NUMBERS) if name in words)
+        self.numbers = {name: words[name] for name in NUMBERS if name in words}
+        self._numbers = tuple((words[name], i) for i, name in enumerate(NUMBERS) if name in words)
         self.strides = tuple(
             tuple((start + inner[f"{name}_stride"][1] + order[part][1]) // 8 for part in ("row", "head", "batch"))
             for name in arrays
@@ -113,7 +110,7 @@ class Template:
         """The struct of another call; None if the driver, which `ask` asks for maps, refuses one."""
         words = self._words[:]
         longs = memoryview(words).cast("B").cast("q")
-        for slot, i in self._places:
+        for slot, i in self._numbers:
             words[slot] = numbers[i]
         for (a, b, c), (row, head, sequence) in zip(self.strides, steps, strict=True):
             longs[a], longs[b], longs[c] = row, head, sequence

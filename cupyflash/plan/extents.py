@@ -73,7 +73,8 @@ class Kernels:
             tiles = self._tiles(own)
             if self.spec.backward:
                 return self._backward(own, tiles)
-            return Numbers(tiles, self._lists(own), *self._forward(own)(seqlen_q, seqlen_k)[2:])
+            found = Numbers(*self._forward(own)(seqlen_q, seqlen_k))
+            return found._replace(tiles=tiles, workspace=self._lists(own))
 
         return numbers
 
@@ -184,7 +185,7 @@ class Kernels:
             if tiles > MAX_GRID:
                 raise _too_many("q", tiles)
             section, last = sections(seqlen_k // of_one * bytes_per_key, heads, blocks // of_one * group)
-            found = (section * group, last * group), False, 1
+            found = section * group, last * group, False, 1
             if divides:
                 own = extents._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
                 return in_parts(self._computing, self.device, own, tiles, *found)
@@ -229,7 +230,7 @@ class Kernels:
             workspace[f"dmod_sums_{i}"] = (math.prod(self.spec.mod_shapes[i]),), "fp32"
         streamed = self._of_one(seqlen_q, extents) * row_bytes
         sections = self._sections(streamed, arrays * heads_k, self._of_one(n_blocks, extents))
-        return Numbers(tiles, workspace, sections, first_stores, shares)
+        return Numbers(tiles, workspace, *sections, first_stores=first_stores, shares=shares)
 
     def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int) -> tuple[int, int]:
         """How many heads are scheduled together: those of `mixed_bytes`, and at last enough to even out the tail.

@@ -11,8 +11,9 @@ from typing import Any
 from ..errors import UnsupportedError
 from ..gpu.device import MIN_CAPABILITY, Device
 from ..problem import Problem
-from .extents import Extents, Kernels, Workspace
+from .extents import Extents, Kernels
 from .family import Family
+from .numbers import Numbers, Workspace
 from .sm80 import SM80
 from .sm90 import SM90
 from .spec import Spec
@@ -36,11 +37,12 @@ class Plan:
     """The launches of one call, in order, and the `Numbers` chosen for it."""
 
     launches: tuple[Launch, ...]
-    workspace: Workspace
-    sections: tuple[int, int]
-    first_stores: bool = False
-    shares: int = 1
-    key_splits: int = 1
+    numbers: Numbers
+
+    @property
+    def workspace(self) -> Workspace:
+        """The arrays that the launches share."""
+        return self.numbers.workspace
 
 
 def check_supported(call: Problem | Spec, device: Device) -> None:
@@ -107,7 +109,7 @@ def plan_of(kernels: Kernels, extents: Extents) -> Plan:
     """
     numbers = kernels.numbers(extents)
     launches = (Launch(v, kernels.grid(v, n), n) for v, n in zip(kernels.variants, numbers.tiles, strict=True))
-    return Plan(tuple(launches), numbers.workspace, *numbers[2:])
+    return Plan(tuple(launches), numbers)
 
 
 def plan_call(problem: Problem, device: Device, **known: Any) -> Plan:

@@ -32,7 +32,7 @@ class Numbers(NamedTuple):
     Attributes:
         tiles: of work, for each launch.
         workspace: the arrays that the launches share: name -> (shape, dtype).
-        sections: heads scheduled together, and the last of them (schedule.cuh).
+        section, last_section: heads scheduled together, and the last of them (schedule.cuh).
         first_stores: the first share of each tile of dQ is stored, the others are added (dq_accum.cuh).
         shares: into how many a group's query heads are divided for dK and dV (shares.cuh).
         key_splits: into how many parts the keys of a sequence are divided (key_parts.cuh).
@@ -40,13 +40,14 @@ class Numbers(NamedTuple):
 
     tiles: tuple[int, ...]
     workspace: Workspace
-    sections: tuple[int, int]
+    section: int
+    last_section: int
     first_stores: bool = False
     shares: int = 1
     key_splits: int = 1
 
 
-Chosen = tuple[
-    tuple[int, ...], Workspace, tuple[int, int], bool, int, int
-]  # `Numbers`, at less cost to make and to read
+# `Numbers` as a plain tuple, which costs less to make and to read.
+Chosen = tuple[tuple[int, ...], Workspace, int, int, bool, int, int]
 ByLengths = Callable[[int, int], Chosen]  # of seqlen_q and seqlen_k
+SCHEDULE_NUMBERS = Numbers._fields[2:]  # those that a params struct has

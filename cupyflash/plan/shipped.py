@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..gpu.device import Device
 from ..problem import Bias, Problem
 from .families import kernels_of, variants_of_calls
-from .spec import CHUNKS, Spec
+from .spec import CHUNKS, LEARNED, Spec
 from .variant import Variant
 
 
@@ -52,7 +52,7 @@ def shipped(device: Device) -> tuple[Variant, ...]:
         known = {"aligned": aligned, "paired_bias": CHUNKS if problem.bias else 0}
         variants.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
         if problem.alibi or problem.sink or problem.bias:  # that are learned
-            known |= dict.fromkeys(("dalibi", "dsink", "dbias"), True)
+            known |= dict.fromkeys(LEARNED, True)
             variants.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
         is_usual = (problem.dtype, problem.head_dim, problem.causal, problem.packed) == ("bf16", 64, True, False)
         if is_usual:  # where TMA cannot read on Hopper

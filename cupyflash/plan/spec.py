@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..operands import BACKWARD
 from ..problem import Problem
 
 LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
+# The gradients that a backward makes if asked to, but for those of mods: each that a feature brings is a field below.
+LEARNED = tuple(f"d{BACKWARD.rows[name].feature}" for name in BACKWARD.learned)
 PAIRS, CHUNKS = 1, 2  # how neighbouring keys of a bias lie (launch/alignment.py)
 
 

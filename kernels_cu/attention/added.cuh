@@ -92,16 +92,9 @@ struct AddedArray {
         const int lane = fresh_lane();
         const auto first = from<true>(query + lane / 4, key0 + Keys::of_lane(lane));
         FetchedRuns<Element, kRows, kCols> found;
-        const auto read = [&](auto whole) {
-            const Element *at = first.at;
-            #pragma unroll
-            for (int i = 0; i < kRows; i += 8, at += 8 * first.row)  // @stride-of-fetched-runs
-                #pragma unroll
-                for (int j = 0; j < kCols; j += 32)
-                    found.run[i / 8][j / 32] = first.template run<decltype(whole)::value>(at, i, j);
-        };
-        if (query + kRows <= seqlen_q && key0 + kCols <= seqlen_k) read(Bool<true>{});  // @whole-tile-of-runs
-        else read(Bool<false>{});
+        read<kRows, kCols, 32>(first, query, key0, [&](auto whole, const Element *at, int i, int j) {
+            found.run[i / 8][j / 32] = first.template run<decltype(whole)::value>(at, i, j);
+        });
         return found;
     }
     template <bool kRowsAreQueries, int kRows, int kCols>
@@ -111,18 +104,25 @@ struct AddedArray {
             from<kRowsAreQueries>(query + (kRowsAreQueries ? row0 : col0), key0 + (kRowsAreQueries ? col0 : row0));
         FetchedBias<Element, kRowsAreQueries, kRows, kCols> found;
         constexpr int kQueries = kRowsAreQueries ? kRows : kCols, kKeys = kRowsAreQueries ? kCols : kRows;
-        const auto read = [&](auto whole) {
+        read<kQueries, kKeys, 8>(first, query, key0, [&](auto whole, const Element *at, int i, int j) {
+            found.pair[(kRowsAreQueries ? i : j) / 8][(kRowsAreQueries ? j : i) / 8] =
+                first.template pair<kRowsAreQueries, decltype(whole)::value>(at, i, j);
+        });
+        return found;
+    }
+    // f(whether all exist, where query i lies, i, j) for every 8th query and every kStep-th key of a tile, from a lane's first
+    // ones on.
+    template <int kQueries, int kKeys, int kStep, class From, class F>
+    __device__ void read(const From &first, int query, int key0, F f) const {
+        const auto each = [&](auto whole) {
             const Element *at = first.at;
             #pragma unroll
             for (int i = 0; i < kQueries; i += 8, at += 8 * first.row)  // @stride-of-fetched-queries
                 #pragma unroll
-                for (int j = 0; j < kKeys; j += 8)
-                    found.pair[(kRowsAreQueries ? i : j) / 8][(kRowsAreQueries ? j : i) / 8] =
-                        first.template pair<kRowsAreQueries, decltype(whole)::value>(at, i, j);
+                for (int j = 0; j < kKeys; j += kStep) f(whole, at, i, j);
         };
-        if (query + kQueries <= seqlen_q && key0 + kKeys <= seqlen_k) read(Bool<true>{});  // @whole-tile-of-bias
-        else read(Bool<false>{});
-        return found;
+        if (query + kQueries <= seqlen_q && key0 + kKeys <= seqlen_k) each(Bool<true>{});  // @whole-tile-of-bias
+        else each(Bool<false>{});
     }
 };
 

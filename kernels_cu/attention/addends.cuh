@@ -77,6 +77,12 @@ struct Addend {
     // The same, but NaN stays NaN where it is hidden.
     __device__ float added(float s) const { return s + bias; }
 };
+// Nothing.
+struct NothingAdded {
+    __device__ float biased(float s) const { return s; }
+    __device__ float added(float s) const { return s; }
+    __device__ bool hides() const { return false; }
+};
 
 // What is added to the elements that a lane holds of an accumulator, two neighbours of a row in one.
 template <class Element, bool kRowsAreQueries, int kRows, int kCols>

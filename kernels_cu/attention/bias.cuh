@@ -19,11 +19,7 @@ constexpr AddedKind added_kind() {
 // The bias of a head: of() it; from() a query and a key on. Without one nothing is left of all this.
 template <class V, AddedKind kKind = added_kind<V>()>
 struct Bias {
-    struct At {
-        __device__ float biased(float s) const { return s; }
-        __device__ float added(float s) const { return s; }
-        __device__ bool hides() const { return false; }
-    };
+    using At = NothingAdded;
 
     template <class Params>
     __device__ static Bias of(const Params &, const Sequence<V::kPacked> &, int /* head */) {

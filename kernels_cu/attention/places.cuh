@@ -57,11 +57,7 @@ struct Alibi<V, true> {
 // Places of a head: of() it; from() a query and a key on. The (i, j)-th of them is i queries and j keys further on.
 template <class V, bool kAny = V::kAlibi || V::kBias>
 struct Places {
-    struct At {
-        __device__ float biased(float s) const { return s; }
-        __device__ float added(float s) const { return s; }
-        __device__ bool hides() const { return false; }
-    };
+    using At = NothingAdded;
 
     template <class Params>
     __device__ static Places of(const Params &, const Sequence<V::kPacked> &, int /* head */) {

@@ -31,12 +31,7 @@ struct LongSequences {
         #pragma unroll 1
         for (int b0 = 0; b0 < p.problem.batch; b0 += 32) {
             const int rows = rows_of(b0 + lane()), own = is_whole ? rows / kRows : rows % kRows > 0;
-            int upto = own;  // inclusive prefix sum
-            #pragma unroll
-            for (int i = 1; i < 32; i *= 2) {
-                const int other = ptx::shfl_index(upto, max(0, lane() - i));
-                upto += lane() >= i ? other : 0;
-            }
+            const int upto = prefix_sum(own);
             const int found = ptx::popc(ptx::vote_ballot(upto <= left));
             if (found < 32) {
                 b = b0 + found, left -= ptx::shfl_index(upto - own, found);

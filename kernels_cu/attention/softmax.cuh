@@ -58,18 +58,23 @@ struct OnlineSoftmax : Shared {
         return grows;
     }
 
+    // exp(s - m), from what base_of makes of m.
+    __device__ float base_of(float m) const { return kNatural ? m : m * factor; }
+    __device__ float power(float s, float base) const {
+        return ptx::ex2(kNatural ? (s - base) * factor : fmaf(s, factor, -base));
+    }
     // Scores S become P, and are added to l.
     template <int kN>
     __device__ void exponentiate(AccTile<kRows, kN> &S) {
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            const float base = kNatural ? finite_or_zero(m[r]) : finite_or_zero(m[r]) * factor;
+            const float base = base_of(finite_or_zero(m[r]));
             #pragma unroll
             for (int j = 0; j < S.kColTiles; ++j)
                 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float &s = S.x[r / 2][j][2 * (r % 2) + c];
-                    s = ptx::ex2(kNatural ? (s - base) * factor : fmaf(s, factor, -base));
+                    s = power(s, base);
                     l[r] += s;
                 }
         }
@@ -85,14 +90,14 @@ struct OnlineSoftmax : Shared {
         float largest = 0.f, all = 0.f;
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            const float base = kNatural ? m[r] : m[r] * factor;
+            const float base = base_of(m[r]);
             float part[2] = {0.f, 0.f};
             #pragma unroll
             for (int j = 0; j < S.kColTiles; ++j)
                 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float &s = S.x[r / 2][j][2 * (r % 2) + c];
-                    s = ptx::ex2(kNatural ? (s - base) * factor : fmaf(s, factor, -base));
+                    s = power(s, base);
                     part[c] += s;
                 }
             sum[r] = part[0] + part[1];

@@ -4,6 +4,7 @@
 #ifndef CUPYFLASH_TILE_LIST_CUH
 #define CUPYFLASH_TILE_LIST_CUH
 #include "attention/schedule.cuh"
+#include "tile/tile.cuh"
 
 template <int kRows>
 struct TileList {
@@ -23,12 +24,7 @@ struct TileList {
         for (int i = 1; i < 32; i *= 2) before += ptx::shfl_xor(before, i);
         const S mine = S::of(p, min(first + lane, sequences - 1));
         const int own = first + lane < sequences ? tiles_of(mine) : 0;
-        int end = before + own;  // @tiles-of-the-lanes-before
-        #pragma unroll
-        for (int i = 1; i < 32; i *= 2) {
-            const int other = ptx::shfl_index(end, max(0, lane - i)) - before;
-            end += lane >= i ? other : 0;
-        }
+        const int end = prefix_sum(own, before);  // @tiles-of-the-lanes-before
         #pragma unroll 1
         for (int block = 0; block < own; ++block) put(p, end - own + block, {block, 0, mine});
         const int all = ptx::shfl_index(end, 31);

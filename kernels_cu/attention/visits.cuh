@@ -81,9 +81,6 @@ struct BwdVisits {
     int first, blocks, count;  // query tiles [first, first + blocks) of each head; visits in all
     int head, m_block;         // the current visit
 
-    // Those of this block, where each block computes one tile; and of any tile.
-    __device__ explicit BwdVisits(const BwdParams &p, int number = ptx::block_index())
-        : BwdVisits(p, tile_at<V, KeysOf<V>, V::kBlockN, false>(p, number)) {}
     __device__ BwdVisits(const BwdParams &p, const Tile<V::kPacked> &tile)
         : key_head(tile.head),
           sequence(with_range<V>(tile.sequence, p)),
@@ -112,8 +109,6 @@ struct BwdVisits<V, true> {
     int count, head, m_block;
     ListedVisit current;
 
-    __device__ explicit BwdVisits(const BwdParams &p, int number = ptx::block_index())
-        : BwdVisits(p, tile_at<V, KeysOf<V>, V::kBlockN, false>(p, number)) {}
     __device__ BwdVisits(const BwdParams &p, const Tile<V::kPacked> &tile)
         : key_head(tile.head),
           sequence(with_range<V>(tile.sequence, p)),

@@ -121,12 +121,7 @@ struct DecodeShares {
         #pragma unroll 1
         for (int b0 = 0; !of_each; b0 += 32) {
             const int mine = b0 + lane(), own = mine < sequences() ? all_units(cached(mine)) : 0;
-            int upto = own;  // inclusive prefix sum
-            #pragma unroll
-            for (int i = 1; i < 32; i *= 2) {
-                const int other = ptx::shfl_index(upto, max(0, lane() - i));
-                upto += lane() >= i ? other : 0;
-            }
+            const int upto = prefix_sum(own);
             const int all = ptx::shfl_index(upto, 31);
             if (unit < before + all) {
                 const int i = ptx::popc(ptx::vote_ballot(before + upto <= unit));

@@ -94,6 +94,17 @@ __device__ __forceinline__ float quad_reduce(float v, Op op) {
     return op(v, ptx::shfl_xor(v, 2));
 }
 
+// `before`, the same for all lanes, and the sum of their numbers up to this lane's.
+__device__ __forceinline__ int prefix_sum(int own, int before = 0) {
+    int upto = before + own;
+    #pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+        const int other = ptx::shfl_index(upto, max(0, lane() - i)) - before;
+        upto += lane() >= i ? other : 0;
+    }
+    return upto;
+}
+
 // The sum over all threads of a block, in a fixed order: each warp leaves its own in shared memory, a float each; then any
 // thread adds them up.
 __device__ __forceinline__ void leave_sum_of_warp(float x) {

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from cupyflash import masks
 from cupyflash.check.case_bias import draw_added
 from cupyflash.check.cases import Inputs
+from cupyflash.check.features import Features
 
 from .spec import Spec
 
@@ -269,9 +270,17 @@ def draw(s: Spec) -> Inputs:
     dlse = rng.standard_normal(lse_shape) if s.dlse else None
     dlse = None if dlse is None else dlse.astype(np.float64 if s.dtype == "fp64" else np.float32)
     bias, mask = _bias(s)
-    x = Inputs(q, k, v, dout, dlse, s.sequences(), _slopes(s), _sinks(s), bias, mask=mask)
-    x = x._replace(dropout_seed=_dropout_seed(s), block_mask=masks.from_dense(s.seen()) if s.blocks else None)
-    x = x._replace(mods=s.mods_given)
+    features = Features(
+        sequences=s.sequences(),
+        alibi_slopes=_slopes(s),
+        sink=_sinks(s),
+        bias=bias,
+        mask=mask,
+        dropout_seed=_dropout_seed(s),
+        block_mask=masks.from_dense(s.seen()) if s.blocks else None,
+        mods=s.mods_given,
+    )
+    x = Inputs(q, k, v, dout, dlse, features)
     return (
         x
         if not s.packed

@@ -47,7 +47,8 @@ class FuzzSession(Session):
         total = (1 if problem.packed else problem.batch) * problem.heads_k
         group = problem.heads_q // problem.heads_k if is_forward else 1
         section = min(self.spec.section, total)
-        return dataclasses.replace(plan, sections=(section * group, min(section + 1, total) * group))
+        last = min(section + 1, total) * group
+        return dataclasses.replace(plan, numbers=plan.numbers._replace(section=section * group, last_section=last))
 
 
 def _move(name: str, buffers: Buffers, spec: Spec, kind: str) -> tuple[int, NDArray[np.uint8], NDArray[Any]]:

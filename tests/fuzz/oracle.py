@@ -209,19 +209,21 @@ def distances(s: Spec) -> Array:
 def _slopes(s: Spec, x: Inputs) -> Array:
     """Of each sequence and head of q; zeros where there are none."""
     batch = len(s.lengths) if s.packed else s.batch
-    slopes = np.zeros(()) if x.alibi_slopes is None else x.alibi_slopes.astype(np.float64)
+    given = x.features.alibi_slopes
+    slopes = np.zeros(()) if given is None else given.astype(np.float64)
     return np.broadcast_to(slopes, (batch, s.heads * s.group))
 
 
 def _of_head(s: Spec, x: Inputs, slope: float, h: int, sequence: int, shape: tuple[int, int]) -> OfHead:
     """What features bring to head h of q of a sequence of so many queries and keys."""
-    bias = x.bias if x.mask is None else np.where(x.mask, 0.0 if x.bias is None else x.bias, -np.inf)
+    of = x.features
+    bias = of.bias if of.mask is None else np.where(of.mask, 0.0 if of.bias is None else of.bias, -np.inf)
     if bias is not None:
         bias = np.broadcast_to(_of_scores(bias, sequence, h, shape), shape).astype(np.float64)
     shown = _of_scores(s.seen(), sequence, h, shape) if s.blocks else None
-    sink = -np.inf if x.sink is None else float(x.sink[h])
-    Z = np.ones(shape) if x.dropout_seed is None else factors(x.dropout_seed, s.dropout, sequence, h, shape)
-    mod = None if x.mods is None else modding.OfHead(modding.MODS[s.mods], x.mods.mod_arrays, sequence, h)
+    sink = -np.inf if of.sink is None else float(of.sink[h])
+    Z = np.ones(shape) if of.dropout_seed is None else factors(of.dropout_seed, s.dropout, sequence, h, shape)
+    mod = None if of.mods is None else modding.OfHead(modding.MODS[s.mods], of.mods.mod_arrays, sequence, h)
     return OfHead(slope, sink, bias, shown, Z, mod)
 
 
@@ -308,8 +310,9 @@ def backward(s: Spec, x: Inputs, stored: Array, made: Heads | None = None) -> tu
     slopes = _slopes(s, x)
     dslopes = Bounded(np.zeros(slopes.shape), np.zeros(slopes.shape))
     dsink = Bounded(np.zeros(s.heads * s.group), np.zeros(s.heads * s.group))
-    dbias = [] if x.bias is None else [Bounded(np.zeros(x.bias.shape), np.zeros(x.bias.shape))]
-    of_mods = modding.Sums(x.mods)
+    bias = x.features.bias
+    dbias = [] if bias is None else [Bounded(np.zeros(bias.shape), np.zeros(bias.shape))]
+    of_mods = modding.Sums(x.features.mods)
     with np.errstate(all="ignore"):
         for i, (b, rows, keys, alone) in enumerate(s.parts()):
             for h in range(s.heads * s.group):
@@ -331,15 +334,15 @@ def backward(s: Spec, x: Inputs, stored: Array, made: Heads | None = None) -> tu
         for target in (dq, dk, dv):
             target.bound += r.u * np.abs(target.exact) + r.tiny
     learned: list[Bounded] = []
-    if x.alibi_slopes is not None:
+    if x.features.alibi_slopes is not None:
         if s.alibi == 1:
             dslopes = Bounded(dslopes.exact.sum(axis=0), dslopes.bound.sum(axis=0))
         learned.append(dslopes)
-    if x.sink is not None:
+    if x.features.sink is not None:
         learned.append(dsink)
     learned = [Bounded(a.exact, a.bound + 32 * r.e * np.abs(a.exact) + r.tiny) for a in learned]
-    if x.bias is not None:
-        u = 0.0 if x.bias.dtype.itemsize > 2 else r.u
+    if bias is not None:
+        u = 0.0 if bias.dtype.itemsize > 2 else r.u
         exact, bound = dbias[0].exact, dbias[0].bound
         learned.append(Bounded(exact, bound + (u + 32 * r.e) * np.abs(exact) + r.tiny))
     with np.errstate(all="ignore"):

@@ -149,7 +149,7 @@ def test_cupy_and_numpy_arrays() -> None:
     x = Case("slopes", "full", 200, 300, 64, batch=2, causal=True, alibi=2).inputs("bf16")
     found = []
     for to in (lambda a: a, lambda a: on_gpu(a, "cupy"), lambda a: on_gpu(a, "torch")):
-        q, k, v, dout, s = (to(a) for a in (*x[:4], x.alibi_slopes))
+        q, k, v, dout, s = (to(a) for a in (*x[:4], x.features.alibi_slopes))
         out, lse = cupyflash.attention(q, k, v, causal=True, alibi_slopes=s, return_lse=True)
         more = {"causal": True, "alibi_slopes": s, "gradients_of": "alibi_slopes", "deterministic": True}
         grads = cupyflash.attention_backward(dout, q, k, v, out, lse, **more)

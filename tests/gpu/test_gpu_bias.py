@@ -281,7 +281,7 @@ def test_cupy_and_numpy_arrays() -> None:
     x = Case("bias", "full", 200, 300, 64, batch=2, causal=True, bias="hqk").inputs("bf16")
     found = []
     for to in (lambda a: a, lambda a: on_gpu(a, "cupy"), lambda a: on_gpu(a, "torch")):
-        q, k, v, dout, bias = (to(a) for a in (*x[:4], x.bias))
+        q, k, v, dout, bias = (to(a) for a in (*x[:4], x.features.bias))
         out, lse = cupyflash.attention(q, k, v, causal=True, bias=bias, return_lse=True)
         more = {"causal": True, "bias": bias, "gradients_of": "bias", "deterministic": True}
         grads = cupyflash.attention_backward(dout, q, k, v, out, lse, **more)

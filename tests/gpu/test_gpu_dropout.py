@@ -64,7 +64,7 @@ def test_the_mask_is_exact(d: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 @pytest.mark.parametrize("drawn", [True, False])
-def test_each_replay_of_a_graph_drops_anew(drawn: bool) -> None:
+def test_each_replay_of_a_graph_drops_others(drawn: bool) -> None:
     """By torch's generator, or by a seed on the device that somebody advances."""
     import torch
 

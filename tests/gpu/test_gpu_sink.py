@@ -132,7 +132,7 @@ def test_cupy_and_numpy_arrays() -> None:
     x = Case("sinks", "full", 200, 300, 64, batch=2, causal=True, sink=True).inputs("bf16")
     found = []
     for to in (lambda a: a, lambda a: on_gpu(a, "cupy"), lambda a: on_gpu(a, "torch")):
-        q, k, v, dout, sink = (to(a) for a in (*x[:4], x.sink))
+        q, k, v, dout, sink = (to(a) for a in (*x[:4], x.features.sink))
         out, lse = cupyflash.attention(q, k, v, causal=True, sink=sink, return_lse=True)
         more = {"causal": True, "sink": sink, "gradients_of": "sink", "deterministic": True}
         grads = cupyflash.attention_backward(dout, q, k, v, out, lse, **more)

@@ -73,7 +73,7 @@ def judged(request: pytest.FixtureRequest) -> tuple[cases.Case, cases.Inputs, Or
 def test_case(name: str, dtype: str) -> None:
     case = cases.case(name)
     inputs = case.inputs(dtype)
-    assert inputs.sequences is not None
+    assert inputs.features.sequences is not None
     given = inputs.given(lambda x: on_gpu(x, "torch")) | case.options()
     q, k, v, dout = (on_gpu(case.in_layout(x), "torch") for x in inputs[:4])
     dlse = None if inputs.dlse is None else on_gpu(inputs.dlse, "torch")
@@ -93,8 +93,8 @@ def test_autograd(judged: tuple[cases.Case, cases.Inputs, Oracle]) -> None:
     import torch
 
     case, inputs, oracle = judged
-    assert inputs.sequences is not None
-    given = {name: on_gpu(x, "torch") for name, x in inputs.sequences.named().items()} | case.options()
+    assert inputs.features.sequences is not None
+    given = {name: on_gpu(x, "torch") for name, x in inputs.features.sequences.named().items()} | case.options()
     q, k, v, dout = (on_gpu(x, "torch") for x in inputs[:4])
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = attention_varlen(*leaves, **given, return_lse=True)
@@ -107,12 +107,12 @@ def test_autograd(judged: tuple[cases.Case, cases.Inputs, Oracle]) -> None:
 def test_other_libraries(library: str, judged: tuple[cases.Case, cases.Inputs, Oracle]) -> None:
     """NumPy arrays are copied to the GPU and back."""
     case, inputs, oracle = judged
-    assert inputs.sequences is not None
+    assert inputs.features.sequences is not None
     module = pytest.importorskip(library)
     if library == "jax" and module.default_backend() != "gpu":
         pytest.skip("JAX sees no GPU")
     to = {"numpy": lambda x: x, "cupy": lambda x: on_gpu(x, "cupy"), "jax": lambda x: module.numpy.asarray(x)}[library]
-    given = {name: to(x) for name, x in inputs.sequences.named().items()} | case.options()
+    given = {name: to(x) for name, x in inputs.features.sequences.named().items()} | case.options()
     found = both(*(to(x) for x in inputs[:4]), **given)
     kind = {"numpy": "ndarray", "cupy": "ndarray", "jax": "ArrayImpl"}[library]
     assert {type(x).__name__ for x in found} == {kind}

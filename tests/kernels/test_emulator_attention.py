@@ -22,7 +22,7 @@ from cupyflash.check.cases import Case
 from cupyflash.gpu.device import Device
 from cupyflash.plan import shipped, sm80, variant
 from cupyflash.plan.families import variants_of_calls
-from cupyflash.plan.spec import CHUNKS
+from cupyflash.plan.spec import CHUNKS, LEARNED
 from tests.ahead import Ahead
 from tests.table_turns import learns, not_in
 from tests.turns import in_turn
@@ -121,7 +121,7 @@ def test_every_shipped_variant_is_run() -> None:
         for case in SHIPPED.values():
             problem, aligned = case.problem(case.dtypes[0]), case.memory == "contiguous"
             for family, learned in itertools.product(("sm80", None), (False, True)):
-                more = dict.fromkeys(("dalibi", "dsink", "dbias"), learned) | {"family": family}
+                more = dict.fromkeys(LEARNED, learned) | {"family": family}
                 more["paired_bias"] = CHUNKS if case.bias else 0
                 symbols |= {v.symbol for v in variants_of_calls(problem, device, aligned=aligned, **more)}
         assert symbols >= {v.symbol for v in shipped.shipped(device)}

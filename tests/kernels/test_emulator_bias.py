@@ -68,15 +68,16 @@ def inputs_of(name: str) -> Inputs:
     "scores-of--inf" one query, whose keys no bias hides, has scores of -inf alone; in "no-keys" a value is NaN, and the
     first queries, which see none, share a tile with others that see it; in "short" nothing is added beyond `ROOM`."""
     x = CASES[name].inputs("bf16")
+    bias, mask = x.features.bias, x.features.mask
     if name == "short":
-        assert x.bias is not None
-        assert x.mask is not None
-        x.bias[:, ROOM[0] :] = x.bias[..., ROOM[1] :] = 0
-        x.mask[..., ROOM[0] :, :] = x.mask[..., ROOM[1] :] = True
+        assert bias is not None
+        assert mask is not None
+        bias[:, ROOM[0] :] = bias[..., ROOM[1] :] = 0
+        mask[..., ROOM[0] :, :] = mask[..., ROOM[1] :] = True
     if name.endswith("nan-hidden"):
-        assert x.bias is not None
-        x.bias[:, 37] = -np.inf
-        x.bias[::2, 90] = -np.inf
+        assert bias is not None
+        bias[:, 37] = -np.inf
+        bias[::2, 90] = -np.inf
         x.k[:, [37, 90]], x.v[:, [37, 90]] = np.nan, np.nan
     if name == "no-keys":
         x.v[:, 5] = np.nan
@@ -97,7 +98,8 @@ def wrong(name: str, *, backward: bool, family: str = "sm80", **more: Any) -> li
     problem = exact.problem
     if name == "short":
         problem = replace(problem, max_seqlen_q=ROOM[0], max_seqlen_k=ROOM[1])
-        x = x._replace(bias=x.bias[:, : ROOM[0], : ROOM[1]].copy(), mask=x.mask[..., : ROOM[0], : ROOM[1]].copy())
+        bias, mask = (a[..., : ROOM[0], : ROOM[1]].copy() for a in (x.features.bias, x.features.mask))
+        x = x.having(bias=bias, mask=mask)
     if backward:
         grads = session.backward(x, *exact.plain_forward, problem)
         if name == "short":

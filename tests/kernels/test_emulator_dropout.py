@@ -22,9 +22,9 @@ require_compiler()
 
 def with_offset(inputs: Inputs, problem: Problem) -> tuple[Inputs, Problem]:
     """A seed with an offset."""
-    assert inputs.dropout_seed is not None
-    seed = np.stack([inputs.dropout_seed, np.array([3, -7], np.int32)])
-    return inputs._replace(dropout_seed=seed), dataclasses.replace(problem, dropout=2)
+    assert inputs.features.dropout_seed is not None
+    seed = np.stack([inputs.features.dropout_seed, np.array([3, -7], np.int32)])
+    return inputs.having(dropout_seed=seed), dataclasses.replace(problem, dropout=2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -41,7 +41,7 @@ def test_the_mask_is_exactly_that_of_the_reference(family: str, head_dim: int) -
     how = Session.of_family(family)
     out, lse = how.forward(inputs, problem)
     want = [
-        kept(inputs.dropout_seed, limit_of(0.3), np.zeros(1, int), np.array([h]), slice(0, n), slice(0, n))[0]
+        kept(inputs.features.dropout_seed, limit_of(0.3), np.zeros(1, int), np.array([h]), slice(0, n), slice(0, n))[0]
         for h in (0, 1)
     ]
     for h in (0, 1):

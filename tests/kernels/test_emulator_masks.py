@@ -36,11 +36,11 @@ def test_a_packed_sequence_beyond_the_mask(family: str, deterministic: bool) -> 
     lengths = {"lengths_q": (30, 200, 100), "lengths_k": (60, 150, 64), "deterministic": deterministic}
     case = Case("short", "full", 330, 274, 64, batch=3, heads_q=2, heads_k=1, mask="tiles_of_heads", **lengths)
     x, _ = inputs_of(case, "bf16")
-    assert x.block_mask is not None
-    short = masks.from_dense(x.block_mask.sees(slice(0, 128), slice(0, 64)))
+    assert x.features.block_mask is not None
+    short = masks.from_dense(x.features.block_mask.sees(slice(0, 128), slice(0, 64)))
     problem = replace(case.problem("bf16"), max_seqlen_q=128, max_seqlen_k=64)
     exact = Oracle(case.problem("bf16"), *x)
-    session, given = Session.of_family(family), x._replace(block_mask=short)
+    session, given = Session.of_family(family), x.having(block_mask=short)
     out, lse = session.forward(given, problem)
     found, want = [out, *session.backward(given, out, lse, problem)], [exact.plain_forward[0], *exact.plain_backward]
     queries, keys = np.r_[0:30, 230:330], np.r_[0:60, 210:274]

@@ -43,7 +43,7 @@ def test_lengths_that_contradict(family: str, head_dim: int, wrong: str, option:
     Sequences may overlap, and then several blocks write the same rows: that is no race to be found here.
     """
     case = three(head_dim, **{option: True})
-    inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong])), case.problem("bf16")
+    inputs, problem = case.inputs("bf16").having(sequences=given(*WRONG[wrong])), case.problem("bf16")
     how = Session.of_family(family, "any")
     out, lse = how.forward(inputs, problem)
     how.backward(inputs, out, lse, problem)
@@ -58,7 +58,7 @@ ADDED: tuple[dict[str, Any], ...] = (
 def test_lengths_that_contradict_arrays_of_scores(wrong: str, family: str, added: dict[str, Any]) -> None:
     """The same: sequences may be longer than a bias or a mask, and take the lists of others."""
     case = three(64, heads_q=4, **added)
-    inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[wrong])), case.problem("bf16")
+    inputs, problem = case.inputs("bf16").having(sequences=given(*WRONG[wrong])), case.problem("bf16")
     how = Session.of_family(family, "any")
     out, lse = how.forward(inputs, problem)
     how.backward(inputs, out, lse, problem)
@@ -72,7 +72,7 @@ def test_many_sequences_that_contradict(family: str, rng: np.random.Generator) -
     inputs, problem = case.inputs("bf16"), case.problem("bf16")
     for _ in range(4):
         q, k = (rng.integers(-20, total + 20, batch + 1).tolist() for total in (total_q, total_k))
-        x = inputs._replace(sequences=given(q, k, rng.integers(-3, 9, batch).tolist()))
+        x = inputs.having(sequences=given(q, k, rng.integers(-3, 9, batch).tolist()))
         how = Session.of_family(family, "any")
         out, lse = how.forward(x, problem)
         how.backward(x, out, lse, problem)
@@ -84,7 +84,7 @@ def test_lengths_of_more_tiles_than_there_is_room_for(bug: Bug | None) -> None:
     batch, total = 8, 261
     case = Case("over", "full", total, total, 128, batch, 1, 1, lengths_q=(0,) * batch, lengths_k=(0,) * batch)
     over = [total * (b % 2) for b in range(batch + 1)]
-    inputs, problem = case.inputs("bf16")._replace(sequences=given(over, over, None)), case.problem("bf16")
+    inputs, problem = case.inputs("bf16").having(sequences=given(over, over, None)), case.problem("bf16")
     how = Session(small_device("sm_90"), MODES["any"], headers=bug.headers() if bug else None)
     out, lse = how.forward(inputs, problem)
     with pytest.raises(EmulatorError, match=bug.finds) if bug else contextlib.nullcontext():
@@ -147,7 +147,7 @@ def test_a_sequence_has_the_same_bits_wherever_it_lies(family: str, head_dim: in
 @pytest.mark.parametrize("bug", CLAMPS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_a_missing_clamp_is_reported(bug: Bug) -> None:
     case = three(64, causal=True)
-    inputs, problem = case.inputs("bf16")._replace(sequences=given(*WRONG[bug.case])), case.problem("bf16")
+    inputs, problem = case.inputs("bf16").having(sequences=given(*WRONG[bug.case])), case.problem("bf16")
     session = Session(small_device(bug.arch), MODES["any"], headers=bug.headers())
     with pytest.raises(EmulatorError, match=bug.finds):
         session.backward(inputs, *session.forward(inputs, problem), problem)

@@ -31,8 +31,8 @@ def six(head_dim: int, **more: Any) -> Case:
 
 
 def contradicting(inputs: Inputs, ranges: tuple[tuple[int, int], ...] = CONTRADICT) -> Inputs:
-    assert inputs.sequences is not None
-    return inputs._replace(sequences=inputs.sequences._replace(kv_range=np.array(ranges, np.int32)))
+    assert inputs.features.sequences is not None
+    return inputs.having(sequences=inputs.features.sequences._replace(kv_range=np.array(ranges, np.int32)))
 
 
 def everything(how: Session, inputs: Inputs, case: Case) -> list[np.ndarray]:

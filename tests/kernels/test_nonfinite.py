@@ -133,11 +133,11 @@ def featured(name: str, family: str) -> tuple[Spec, Inputs]:
     else:
         x.k[..., 0] = np.abs(x.k[..., 0]) + 0.5
         x.q[0, 24, 1, 0] = -np.inf
-    if x.bias is not None:
-        x.bias[:, 20] = -np.inf
+    if x.features.bias is not None:
+        x.features.bias[:, 20] = -np.inf
         x.dout[0, 20, 1, 3] = np.nan
         if spec.mods:
-            x.bias[:, np.add.outer(np.arange(70), np.arange(70)) % 5 == 0] = np.nan
+            x.features.bias[:, np.add.outer(np.arange(70), np.arange(70)) % 5 == 0] = np.nan
     return spec, x
 
 

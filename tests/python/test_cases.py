@@ -84,16 +84,16 @@ def test_every_requirement_has_a_packed_case() -> None:
 
 def test_packed_inputs() -> None:
     x = next(c for c in PACKED_CASES if c.name == "packed-used").inputs("fp32")
-    assert x.sequences is not None
-    places = x.sequences.named().values()
+    assert x.features.sequences is not None
+    places = x.features.sequences.named().values()
     assert [a.tolist() for a in places] == [[0, 41, 94, 131], [0, 97, 158, 241], [0, 37, 83]]
     assert {a.dtype for a in places} == {np.dtype(np.int32)}
     unused = np.r_[0:97, 134:158]
     assert np.isnan(x.k[unused]).all()
     assert np.isfinite(np.delete(x.v, unused, axis=0)).all()
     x = next(c for c in PACKED_CASES if c.name == "packed-nan-in-neighbours").inputs("fp32")
-    assert x.sequences is not None
-    assert x.sequences.cu_seqlens_k is x.sequences.cu_seqlens_q
+    assert x.features.sequences is not None
+    assert x.features.sequences.cu_seqlens_k is x.features.sequences.cu_seqlens_q
     assert np.flatnonzero(np.isnan(x.dout).all(axis=(1, 2))).tolist() == [*range(63, 129), 194]
     x = next(c for c in PACKED_CASES if c.name == "packed-nan-at-borders").inputs("fp32")
     firsts = [int(np.flatnonzero(np.isnan(a).any(axis=(1, 2)))[0]) for a in (x.k, x.v, x.q, x.dout)]

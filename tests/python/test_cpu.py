@@ -25,8 +25,9 @@ Gradients = tuple[np.ndarray, ...]
 
 
 def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
-    given = {name: getattr(x, name) for name in x._fields if name in Features.__dataclass_fields__}
-    arrays = () if x.mods is None else tuple(x.mods.bound()[1].values())
+    given = x.features.named()
+    mods = given.pop("mods", None)
+    arrays = () if mods is None else tuple(mods.bound()[1].values())
     of = Features(**given, mod_arrays=arrays, wanted=x.wanted)
     out, lse = cpu.forward(x.q, x.k, x.v, p, of)
     return out, lse, cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, of)
@@ -35,7 +36,7 @@ def run(p: Problem, x: Inputs) -> tuple[np.ndarray, np.ndarray, Gradients]:
 def check(p: Problem, x: Inputs) -> None:
     out, lse, gradients = run(p, x)
     assert {a.dtype for a in (out, *gradients[:3])} == {NUMPY_DTYPE[p.dtype]}
-    of_mods = 0 if x.mods is None else len(x.mods.learned)
+    of_mods = 0 if x.features.mods is None else len(x.features.mods.learned)
     sums = gradients[3 : len(gradients) - of_mods]
     assert {a.dtype for a in (lse, *sums)} == {np.dtype(np.float64 if p.dtype == "fp64" else np.float32)}
     assert len(gradients) == len(x.gradients)

@@ -35,8 +35,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(p: Problem, x: Any) -> tuple[np.ndarray, ...]:
-    given = {name: getattr(x, name) for name in x._fields if name in Features.__dataclass_fields__}
-    arrays = () if x.mods is None else tuple(x.mods.bound()[1].values())
+    given = x.features.named()
+    mods = given.pop("mods", None)
+    arrays = () if mods is None else tuple(mods.bound()[1].values())
     of = Features(**given, mod_arrays=arrays, wanted=tuple(f"d{name}" for name in x.learned))
     out, lse = cpu.forward(x.q, x.k, x.v, p, of)
     return out, lse, *cpu.backward(x.dout, x.q, x.k, x.v, out, lse, x.dlse, p, of)

@@ -348,7 +348,7 @@ def test_up_to_how_many_keys_dq_is_not_cleared(options: dict[str, Any], sm_count
         assert numbers.first_stores == (seqlen <= limit)
         assert ("dq_turn" in numbers.workspace) == (numbers.first_stores or problem.deterministic)
         if limit == 1024:
-            assert numbers.sections == (1, 1)  # the blocks of a head begin one after the other
+            assert (numbers.section, numbers.last_section) == (1, 1)  # the blocks of a head begin one after the other
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -385,7 +385,7 @@ def check_forward(kernels: Any, extents: Extents, found: Any, m: int, n: int) ->
     batch, _, _, heads_q, heads_k, *_ = extents
     rows, packed = kernels.variants[0].block_m, kernels.spec.packed
     of_head = m // rows + batch + 1 if packed else math.ceil(m / rows)
-    tiles, workspace, (section, last), *others = found
+    tiles, workspace, section, last, *others = found
     assert (tiles, workspace, others) == ((of_head * heads_q * (1 if packed else batch),), {}, [False, 1, 1])
     group, heads = heads_q // heads_k, heads_k * (1 if packed else batch)
     keys, of_one = (n // batch, of_head // batch) if packed else (n, of_head)

@@ -206,6 +206,9 @@ def test_kinds_stay_few(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         for m in (64, 63, 62, 61):
             cupyflash.attention(x["q"][:, :m], x["k"], x["v"], scale=1.0 + i)
         assert len(launch.calls.last) <= 5
+    kinds = [*launch.calls.last]
+    last.keep(launch.calls.last, "new", None)
+    assert kinds[-1] in launch.calls.last
 
 
 def test_a_torch_that_compares_nothing(gpu: Gpu, looked_for: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ PYTHON_LAYERS = (
     ("cli",),
     ("emulator",),
     ("__init__",),
-    ("transformers", "distributed"),
+    ("transformers",),
     ("compat",),
     ("kvcache", "pages", "partials", "varlen"),
     ("ahead", "api", "raw"),
@@ -54,16 +54,16 @@ PYTHON_LAYERS = (
 PYTHON_ORDER = {
     "arrays": "repeated steps libraries readable placed vetting adapters tensors signature torch_private imported",
     "cache": "pool tables lengths checks values writes arrays problem",
-    "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods features bias "
-    "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs "
-    "case_masks case_mods case_packed case_bias case_inputs",
+    "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods arithmetic comparison "
+    "cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs features bias case_masks "
+    "case_mods case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
     "jax": "flax sdpa op cached explicit parts call seeds sharding ffi structs buffers",
     "launch": "cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params prepare last "
     "series made alignment "
-    "prepared filled checks packed passes template counters kept variables",
+    "prepared filled checks brought packed passes template counters kept variables",
     "mods": "given trace held symbols description learned evaluate parse functions expression",
     "plan": "shipped_cache shipped decode prefill families sm90 tiles_sm90 sm80 family extents decode_stored "
     "decode_elements decode_shares splits numbers lists decode_kernels learned shares kernels params_decode params "
@@ -79,24 +79,22 @@ PYTHON_PRIVATE = {
     "compile.layer": {"compile.cache", "cli", "compile.jit"},
     "compile.nvrtc": {"cli", "compile.jit"},
     "compile.upkeep": {"compile.cache", "cli"},
-    # The plan has one door, plan.families; those who fill in the structs of the sm90 family tell its kernels apart.
-    "plan.sm80": {"plan.families"},
-    "plan.sm90": {"emulator", "launch.passes", "plan.families"},
+    "plan.sm80": {"plan.families"},  # the plan's one door
+    "plan.sm90": {"plan.families"},
 }
 # Who may import what is not in the standard library. NumPy and ml_dtypes are everybody's.
 OUTSIDE = {
     "click": {"cli"},
-    "cuda": {"cli", "gpu.device", "compile.nvrtc"},  # cuda-pathfinder, which comes with CuPy
     "cupy": {"arrays", "cli", "compile.jit", "gpu.device", "launch"},
     "filelock": {"compile.cache", "emulator"},
-    "jax": {"arrays", "cli", "jax"},
+    "jax": {"cli", "jax"},
     "matplotlib": {"cli"},
     "ml_dtypes": None,
     "numpy": None,
     "platformdirs": {"compile.cache"},
     "pytest": {"emulator"},
     "rich": {"cli"},
-    "torch": {"arrays", "cli", "compat", "distributed", "torch", "transformers"},
+    "torch": {"arrays", "cli", "compat", "torch", "transformers"},
     "transformers": {"transformers"},
 }
 
@@ -120,6 +118,10 @@ HARDWARE = re.compile(
     r"\b(asm|threadIdx|blockIdx|blockDim|gridDim|warpSize|__shared__|__constant__|__sync\w+|__shfl\w+|__ballot\w+"
     r"|__(?:any|all|activemask|reduce_\w+)_sync|__cvta\w+|__ldg\w*|__ldcg|__uint_as_float|__float_as_uint|atomic[A-Z]\w+)\b"
 )
+
+# What says where sequences lie and how long they are, and who reads it: pages.cuh, to say the same of a cache.
+LENGTHS = re.compile(r"\bp\.(cu_seqlens_[qk]|seqused_k|kv_range|block_table)\b")
+READ_LENGTHS = {"kernels_cu/attention/sequence.cuh", "kernels_cu/attention/pages.cuh"}
 
 # Lines at which to stop and think (in headers without comments and empty lines); the first pattern that fits counts.
 LINES = (
@@ -229,9 +231,32 @@ def test_python_layers(path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_tables_name_what_is_there() -> None:
+    """No layer, place or permission outlives what it was for."""
+    units = {unit_of(module_of(file)[1:]) for file in PYTHON_FILES}
+    headers = {(path.parent.name, path.stem) for path in CUDA_FILES}
+    missing = {name for names in PYTHON_LAYERS for name in names} - {unit.partition(".")[0] for unit in units}
+    missing |= {f"{folder}.{name}" for folder, names in PYTHON_ORDER.items() for name in names.split()} - units
+    missing |= {name for names in CUDA_LAYERS for name in names} - {folder for folder, _ in headers}
+    for folder, patterns in CUDA_ORDER.items():
+        found = {next(x for x in patterns.split() if fnmatch(name, x)) for where, name in headers if where == folder}
+        missing |= {f"{folder}/{pattern}" for pattern in {*patterns.split()} - found}
+    missing |= {name for name in LONG if not (ROOT / name.partition("::")[0]).exists()}
+    assert not missing
+    uses: set[tuple[str, str]] = set()
+    for path in PYTHON_FILES:
+        user = unit_of(module_of(path)[1:])
+        for _, (top, *rest) in imports_of(path):
+            used = next((u for u in (".".join(rest[:2]), *rest[:1]) if u in units), "") if top == "cupyflash" else top
+            uses |= {(user, used), (user.partition(".")[0], used)}
+    given = [*PYTHON_PRIVATE.items(), *OUTSIDE.items()]
+    unused = [(user, used) for used, users in given for user in users or () if (user, used) not in uses]
+    assert not unused
+
+
 def test_import_is_light() -> None:
     """No array library, and nothing of the command line, is loaded before the user asks for it."""
-    integrations = {"torch", "jax", "transformers", "distributed", "compat", "cli", "emulator", "__main__"}
+    integrations = {"torch", "jax", "transformers", "compat", "cli", "emulator", "__main__"}
     units = {unit_of(module_of(file)[1:]) for file in PYTHON_FILES}
     modules = sorted(unit for unit in units if unit.split(".")[0] not in integrations)
     code = (
@@ -274,6 +299,12 @@ def test_cuda_layers(path: Path) -> None:
         elif not may_use(user, f"{header[1]}.{header[2]}", CUDA_LAYERS, CUDA_ORDER):
             wrong.append(f"{user} may not include {header[1]}.{header[2]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_one_header_reads_lengths() -> None:
+    """Of attention without a cache; over one, decode/ has another."""
+    read = {name_of(path) for path in CUDA_FILES if path.parent.name != "decode" and LENGTHS.search(code_of(path))}
+    assert read == READ_LENGTHS
 
 
 @pytest.mark.parametrize("path", [file for file in CUDA_FILES if not file.stem.startswith("ptx")], ids=name_of)

@@ -12,6 +12,7 @@ import cupyflash
 from cupyflash import BlockMask, masks
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.case import NUMPY_DTYPE
+from cupyflash.check.features import Features
 from cupyflash.problem import make_problem
 
 Array = np.ndarray
@@ -106,7 +107,9 @@ def attend(mask: Any, **options: Any) -> None:
     q, k, v, dout = rng.standard_normal((4, 2, N, 2, 64)).astype(NUMPY_DTYPE["fp32"])
     out, lse = cupyflash.attention(q, k, v, block_mask=mask, return_lse=True, **options)
     grads = cupyflash.attention_backward(dout, q, k, v, out, lse, block_mask=mask, **options)
-    oracle = Oracle(make_problem((q.shape,) * 3, ("fp32",) * 3, **options), q, k, v, dout, block_mask=mask)
+    oracle = Oracle(
+        make_problem((q.shape,) * 3, ("fp32",) * 3, **options), q, k, v, dout, features=Features(block_mask=mask)
+    )
     results = oracle.judge_forward(out, lse) + oracle.judge_backward(*grads)
     assert all(r.passed for r in results), "\n".join(map(str, results))
 

@@ -56,18 +56,19 @@ def differences(f: Any, x: np.ndarray) -> np.ndarray:
 def test_the_reference_is_that_of_differences(mods: str, dropout_p: float) -> None:
     case = Case(mods, "quick", 9, 47, 8, 2, 4, 2, causal=True, softcap=3.0, mods=mods, dlse=True, dropout_p=dropout_p)
     x, plain = case.inputs("fp64"), case.problem("fp64")
-    assert x.mods is not None
-    assert x.dlse is not None
-    doubles = {name: a.astype(np.float64) if a.dtype.kind in "fV" else a for name, a in x.mods.mod_arrays.items()}
-    own = ModInputs(x.mods.score_mod, x.mods.mask_mod, doubles)
-    x, dlse = x._replace(mods=own), x.dlse
+    drawn, dlse = x.features.mods, x.dlse
+    assert drawn is not None
+    assert dlse is not None
+    doubles = {name: a.astype(np.float64) if a.dtype.kind in "fV" else a for name, a in drawn.mod_arrays.items()}
+    own = ModInputs(drawn.score_mod, drawn.mask_mod, doubles)
+    x = x.having(mods=own)
     problem = plain.__class__(**plain.__dict__ | {"mods": own.bound()[0]})
 
     def loss() -> float:
-        out, lse = reference.forward(*x[:3], problem, *x[5:])
+        out, lse = reference.forward(*x[:3], problem, x.features)
         return float((out * x.dout).sum() + (np.where(np.isinf(lse), 0, lse) * dlse).sum())
 
-    found = reference.backward(x.dout, *x[:3], problem, dlse, *x[5:])[3:]
+    found = reference.backward(x.dout, *x[:3], problem, dlse, x.features)[3:]
     assert len(found) == len(own.learned)
     for name, got in zip(own.learned, found, strict=True):
         np.testing.assert_allclose(got, differences(loss, doubles[name]), rtol=1e-5, atol=1e-7)

@@ -99,16 +99,16 @@ def splits_of(arch: str = "sm_90", **other: Any) -> int:
     device, problem = Device.synthetic(arch), problem_of(call, way)
     plan = plan_of(kernels_of(spec_of(call, way, Lie()), device), Extents.of(problem))
     symbols = [launch.variant.symbol for launch in plan.launches if launch.grid]
-    if plan.key_splits == 1:
+    if plan.numbers.key_splits == 1:
         assert ["split_keys" in symbol for symbol in symbols] == [False]
         assert not plan.workspace
     else:
         assert ["split_keys" in symbol for symbol in symbols] == [True, False]
         assert symbols[1].startswith("fwd_parts")
-        of_rows = call.heads_q, plan.key_splits, problem.seqlen_q
+        of_rows = call.heads_q, plan.numbers.key_splits, problem.seqlen_q
         assert plan.workspace == {"o_parts": ((*of_rows, call.head_dim), "fp32"), "lse_parts": (of_rows, "fp32")}
         assert 4 * math.prod(plan.workspace["o_parts"][0]) <= 128 << 20
-    return plan.key_splits
+    return plan.numbers.key_splits
 
 
 def test_into_how_many_parts_keys_are_divided() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from cupyflash.check import noise, reference
 from cupyflash.check.accuracy import compare_lse
+from cupyflash.check.features import Features
 from cupyflash.problem import Problem
 from cupyflash.sequences import Sequences
 
@@ -88,11 +89,12 @@ def test_packed_sequences_equal_loops(rng: np.random.Generator) -> None:
             found[name][0] for name in ("out", "lse", "dq")
         )
         expected["dk"][keys], expected["dv"][keys] = found["dk"][0], found["dv"][0]
-    out, lse = reference.forward(x["q"], x["k"], x["v"], packed, sequences)
-    grads = reference.backward(x["dout"], x["q"], x["k"], x["v"], packed, x["dlse"], sequences)
+    of = Features(sequences=sequences)
+    out, lse = reference.forward(x["q"], x["k"], x["v"], packed, of)
+    grads = reference.backward(x["dout"], x["q"], x["k"], x["v"], packed, x["dlse"], of)
     for (name, value), got in zip(expected.items(), (out, *grads, lse), strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-12, atol=1e-13, err_msg=name)
-    noise_of_out, noise_of_grads = noise.noise(x["dout"], x["q"], x["k"], x["v"], packed, x["dlse"], sequences)
+    noise_of_out, noise_of_grads = noise.noise(x["dout"], x["q"], x["k"], x["v"], packed, x["dlse"], of)
     for bound, value in zip((noise_of_out, *noise_of_grads), expected.values(), strict=False):
         assert (bound.shape, bound.any(axis=-1).tolist()) == (value.shape, value.any(axis=-1).tolist())
 

@@ -218,6 +218,20 @@ def test_lengths_that_come_once_are_not_kept(gpu: Gpu) -> None:
     assert len(launch.series) == 1
 
 
+def test_what_came_lately_is_remembered(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no room for more lengths, and for launches on more grids, the older half of them goes."""
+    monkeypatch.setattr(series, "_MAX_SEEN", 4)
+    monkeypatch.setattr(launch, "_MAX_LAUNCHES", 4)
+    for n in (100, 200, 300, 400, 500, 600):
+        dense((n, n), "bshd")
+    assert all(2 <= len(prepared._launches) <= 4 for prepared in launch.specs.values())
+    count = len(launch.calls)
+    dense((400, 400), "bshd")
+    assert len(launch.calls) == count + 2
+    dense((200, 200), "bshd")
+    assert len(launch.calls) == count + 2
+
+
 def test_threads_share_a_series(gpu: Gpu) -> None:
     """Each launches what its own lengths say."""
     lengths = range(10, 200)

@@ -44,7 +44,7 @@ def problem(heads_q: int, heads_k: int, seqlen: int, head_dim: int, causal: bool
 def test_the_choice_is_near_the_best_that_was_measured(call: tuple[int, int, int, int, bool]) -> None:
     h200 = dataclasses.replace(Device.synthetic("sm_90"), sm_count=132)
     took = MEASURED[call]
-    assert took[plan_call(problem(*call), h200, backward=True).shares] <= 1.05 * min(took.values())
+    assert took[plan_call(problem(*call), h200, backward=True).numbers.shares] <= 1.05 * min(took.values())
 
 
 @hypothesis.given(
@@ -57,15 +57,15 @@ def test_shares_are_equal_and_bounded(
 ) -> None:
     p = problem(group * heads_k, heads_k, seqlen, head_dim, causal, batch)
     plan = plan_call(p, Device.synthetic(arch), backward=True)
-    assert group % plan.shares == 0
+    assert group % plan.numbers.shares == 0
     sums = [launch.grid for launch in plan.launches if isinstance(launch.variant, Shares)]
     assert len(sums) == (group > 1)
     shapes = [plan.workspace[name][0] for name in ("dk_shares", "dv_shares") if name in plan.workspace]
-    if plan.shares == 1:
+    if plan.numbers.shares == 1:
         assert shapes == []
         assert sum(sums) == 0
     else:
-        assert shapes == [(batch, heads_k * plan.shares, seqlen, head_dim)] * 2
+        assert shapes == [(batch, heads_k * plan.numbers.shares, seqlen, head_dim)] * 2
         assert sum(sums) == -(-seqlen // 16) * heads_k * batch
         assert 4 * sum(map(math.prod, shapes)) <= max(128 * MIB, 2 * batch * seqlen * p.heads_q * head_dim)
 
@@ -76,6 +76,6 @@ def test_nothing_is_divided_where_nothing_is_computed(extents: tuple[int, int, i
     """Packed rows of no sequence count, too: their shares would take memory."""
     call = Problem("bf16", *extents, 32, 1, 64, 0.1, (None, 0), packed=packed)
     plan = plan_call(call, Device.synthetic("sm_90"), backward=True)
-    assert plan.shares == 1
+    assert plan.numbers.shares == 1
     assert not any(name.endswith("_shares") for name in plan.workspace)
     assert not any(launch.grid for launch in plan.launches if isinstance(launch.variant, Shares))

@@ -70,7 +70,7 @@ def one_by_one(
 @pytest.mark.parametrize("case", PACKED_CASES, ids=lambda c: c.name)
 def test_case(case: Case, dtype: str) -> None:
     inputs, given = case.inputs(dtype), case.options()
-    sequences = inputs.sequences
+    sequences = inputs.features.sequences
     assert sequences is not None
     q, k, v, dout = (case.in_layout(x) for x in inputs[:4])
     brought = inputs.brought()
