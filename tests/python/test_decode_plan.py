@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.plan.decode import plan_decode
+from cupyflash.plan.decode_kernels import SLICE
 from cupyflash.plan.decode_shares import DecodePlan, rows_of
 from cupyflash.plan.shipped_cache import problem
 
@@ -108,14 +111,64 @@ def test_rows_beside_the_forward(queries: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("heads_q", [32, 128])
-def test_the_order_of_parts_does_not_follow_from_the_batch(heads_q: int) -> None:
-    """How many threads share an element of a result says in which order its parts are added (parts.cuh)."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_order_of_parts_does_not_follow_from_the_batch(heads_q: int, packed: bool) -> None:
+    """How many threads share an element of a result says in which order its parts are added (parts.cuh): nor does it
+    follow from the room in a block table, which may be as wide as its longest sequence."""
 
-    def elements(batch: int) -> int:
-        call = problem("bf16", 128, batch, heads_q, batch_invariant=True)
+    def elements(batch: int, capacity: int) -> int:
+        how = {"batch_invariant": True, "packed": packed, "seqlen_q": 3 * batch if packed else 1, "capacity": capacity}
+        call = problem("bf16", 128, batch, heads_q, **how)
         return plan_decode(call, Device.synthetic("sm_90"), aligned=True, tma=True).shares["combine_elements"]
 
-    assert len({elements(batch) for batch in (1, 4, 64, 500)}) == 1
+    assert len({elements(batch, room) for batch in (1, 4, 64, 500) for room in (512, 4096, 1 << 17, 1 << 20)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "how"),
+    [
+        (64, 64, {"packed": True}),
+        (64, 4096, {"packed": True}),
+        (256, 2048, {"packed": True, "batch_invariant": False, "num_splits": 8}),
+        (8, 256, {}),
+        (1, 8192, {}),
+    ],
+)
+def test_parts_do_not_take_a_gpus_memory(batch: int, queries: int, how: dict[str, Any]) -> None:
+    """A prompt beside sequences that decode, and prompts alone, in a cache with room for 32k each."""
+    call = replace(problem("bf16", 128, batch, capacity=1 << 15, seqlen_q=queries), **{"batch_invariant": True} | how)
+    for arch in ("sm_80", "sm_90"):
+        found = plan_decode(call, Device.synthetic(arch), aligned=True, tma=arch == "sm_90")
+        assert found.places * call.head_dim * 4 < 600e6
+        assert found.combine_grid < 100_000
+
+
+@pytest.mark.parametrize("how", [{"batch_invariant": True}, {"num_splits": 5}, {"num_splits": 1}])
+def test_packed_parts_have_blocks(how: dict[str, Any], rng: np.random.Generator) -> None:
+    """However rows are divided among sequences, and however long these are: as the kernels count (shares.cuh)."""
+    fullest = 0.0
+    for turn in range(300):
+        batch, queries = int(rng.integers(1, 20)), int(rng.integers(1, 300))
+        call = replace(problem("bf16", 128, batch, capacity=20_000, seqlen_q=queries, packed=True), **how)
+        found = plan_decode(call, Device.synthetic("sm_90"), aligned=True, tma=True)
+        edges = rng.integers(0, queries + 1, batch) if rng.random() < 0.7 else np.minimum(np.arange(batch), queries)
+        goes_back = turn % 3 == 0
+        edges = np.concatenate(([0], edges if goes_back else np.sort(edges), [queries]))
+        counts = np.maximum(0, np.diff(edges))  # the last one: rows behind the last sequence
+        lengths = rng.choice([1, 1025, 7000, 20_000], len(counts))
+        slices = np.maximum(1, -(-lengths // SLICE))
+        row_tiles = -(-counts * call.group // found.variant.tile.block_m)
+        of_part = found.shares["split_slices"] * row_tiles
+        of_part = np.where(of_part > 0, of_part, -(-slices // found.shares["splits"]))
+        parts = np.repeat(-(-slices // of_part), row_tiles * found.shares["head_turns"])  # of each tile
+        pieces = -(-found.variant.tile.block_m * call.head_dim // 4 // found.shares["combine_elements"])
+        combined = found.combine_grid // pieces
+        assert parts[:combined].sum() <= found.shares["ranges"] == found.grid
+        if not goes_back:
+            assert parts.sum() <= found.grid
+            assert found.combine is None or len(parts) <= combined
+        fullest = max(fullest, parts.sum() / found.grid)
+    assert fullest > 0.6
 
 
 @pytest.mark.parametrize("capacity", [1 << 20, (1 << 20) + 1, 1 << 22])
