@@ -144,7 +144,7 @@ def _combine_elements(tiles: int, of_tile: int, parts: int, blocks: int) -> int:
 def _invariant_elements(of_tile: int) -> int:
     """The same where it must not follow from the batch, nor from the width of a block table, which its longest sequence
     may decide: in which order parts are added follows from it. An eighth of a tile."""
-    return min(32 * COMBINE_WARPS, max(16, 1 << (of_tile // 8).bit_length() - 1))
+    return min(32 * COMBINE_WARPS, max(16, 1 << max(1, of_tile // 8).bit_length() - 1))
 
 
 def _numbers(p: CacheProblem, variant: Decode, all_rows: int, gang: int, turns: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -100,6 +101,28 @@ def test_caches_of_8_bits_have_rows_as_columns(
     warps = tile.warps * tile.blocks_per_sm
     assert (variant.header, tile.cluster, tile.warp_rows, tile.team, warps) == expected
     assert (tile.scale_bytes, tile.kv_bytes) == (0 if variant.header == "decode_sm90" else 4, 1)
+
+
+@pytest.mark.parametrize("stored", ["", "int8"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_every_tile_can_be_launched(arch: str, stored: str) -> None:
+    """Teams of whole warps, which fit the shared memory, for any number of rows."""
+    device = Device.synthetic(arch)
+    for head_dim, rows, batch, heads_k in itertools.product(
+        (8, 64, 80, 128, 192, 256), (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300), (1, 4, 16, 64), (1, 8)
+    ):
+        for tma, capacity in itertools.product((True, False), (512, 1 << 15)):
+            call = CacheProblem(
+                "bf16", batch, rows, heads_k, heads_k, head_dim, head_dim, batch, None, capacity, 0.1, stored=stored,
+                scale_dims=int(bool(stored)),
+            )  # fmt: skip
+            variant = plan_decode(call, device, aligned=True, tma=tma).variant
+            tile = variant.tile
+            assert tile.warps % tile.team == 0, call
+            assert tile.warps // tile.team % (tile.heads // tile.pair) == 0, call
+            assert variant.smem_bytes <= min(
+                device.smem_bytes, device.smem_per_sm_bytes // tile.blocks_per_sm - 1024
+            ), call
 
 
 @pytest.mark.parametrize(("queries", "rows"), [(319, 4), (320, 20), (64, 4)])
