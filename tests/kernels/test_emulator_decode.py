@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from emulator import MODES, EmulatorError, decode
@@ -27,6 +29,7 @@ from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
 from tests.ahead import Ahead
+from tests.random_cache import cache_cases
 
 require_compiler()
 
@@ -70,6 +73,16 @@ AHEAD = Ahead(_rehearse, decode)
 def test_case(name: str, arch: str, seed: int, request: pytest.FixtureRequest) -> None:
     AHEAD(request)
     judge(*run_of(name, arch, seed))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(c=cache_cases(150, (64,)), dtype=st.sampled_from(["fp16", "bf16"]))
+def test_any_call(arch: str, c: CacheCase, dtype: str) -> None:
+    """What no table of cases thought of; --hypothesis-seed draws others."""
+    rows = sum(c.queries) if isinstance(c.queries, tuple) else c.queries * len(c.lengths)
+    hypothesis.assume(rows <= 80)
+    judge(session(arch), c, dtype)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
