@@ -30,9 +30,10 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
         lses: of each ``(batch, heads_q, seqlen_q)`` or ``(heads_q, total_q)``, in fp32 (fp64 for fp64): likewise.
 
     Returns:
-        (out, lse), in the shapes and dtypes of one part; computed in fp32, fp64 for fp64, and rounded once. A part
-        whose lse is -inf counts for nothing, whatever its out is; where all are, out is 0 and lse -inf. Differentiable
-        in PyTorch and JAX, as often as one likes, and inside jit and torch.compile: made of their own operations.
+        (out, lse), in the shapes and dtypes of one part, out in fp32 where those of outs differ; computed in fp32, fp64
+        for fp64, and rounded once. A part whose lse is -inf counts for nothing, whatever its out is; where all are, out
+        is 0 and lse -inf. Differentiable in PyTorch and JAX, as often as one likes, and inside jit and torch.compile:
+        made of their own operations.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it.
@@ -46,17 +47,23 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
         >>> bool(np.allclose(out, attention(q, k, v)))
         True
     """
-    named_lses = _named("lses", lses)
-    named = _named("outs", outs) | named_lses
+    named_outs, named_lses = _named("outs", outs), _named("lses", lses)
+    named = named_outs | named_lses
     library = common_library(**named)
     if isinstance(library, Foreign) and library is not JAX and library.name != TORCH.name:
         found = combine(*(_adopted(library, x) for x in (outs, lses)))
         first = next(iter(named.values()))
         return library.give_back(found[0], first), library.give_back(found[1], first)
+    of_outs, of_lses = ({part: _dtype(library, x) for part, x in some.items()} for some in (named_outs, named_lses))
+    accumulate = _check_dtypes(of_outs, of_lses)
+    if isinstance(outs, (tuple, list)) and len(set(of_outs.values())) > 1:
+        outs = [_cast(_namespace(library), x, accumulate) for x in outs]
     o, l = (_stacked(library, x) for x in (outs, lses))  # noqa: E741 the paper's names
-    name = _dtype(library, o)
-    _check(tuple(o.shape), tuple(l.shape), name, {part: _dtype(library, x) for part, x in named_lses.items()})
-    return _combined(library, o, l, "float64" if name == "fp64" else "float32")
+    _check_shapes(tuple(o.shape), tuple(l.shape))
+    if library is NUMPY:
+        with np.errstate(invalid="ignore"):  # inf - inf: an lse of inf, which NaN follows from
+            return _combined(library, o, l, accumulate)
+    return _combined(library, o, l, accumulate)
 
 
 def _combined(library: Native | Foreign, outs: Any, lses: Any, accumulate: str) -> tuple[Any, Any]:
@@ -127,17 +134,23 @@ def _dtype(library: Native | Foreign, x: Any) -> str:
     return TORCH.dtype_name(x.dtype) if library.name == TORCH.name else NUMPY.dtype_name(np.dtype(x.dtype))
 
 
-def _check(outs: Sequence[int], lses: Sequence[int], dtype: str, of_lses: Mapping[str, str]) -> None:
-    """`of_lses`: the dtype of each array of lses, by its name."""
-    if dtype not in DTYPES:
-        raise ArgumentError(f"outs: expected a floating-point dtype ({', '.join(DTYPES)}), got {dtype}")
-    wanted = "fp64" if dtype == "fp64" else "fp32"
-    for name, found in of_lses.items():
+def _check_dtypes(outs: Mapping[str, str], lses: Mapping[str, str]) -> str:
+    """The dtype of sums; `outs`, `lses`: the dtype of each array by its name."""
+    for name, found in outs.items():
+        if found not in DTYPES:
+            raise ArgumentError(f"{name}: expected a floating-point dtype ({', '.join(DTYPES)}), got {found}")
+    wanted = "fp64" if "fp64" in outs.values() else "fp32"
+    beside = ", ".join(sorted(set(outs.values())))
+    for name, found in lses.items():
         if found != wanted:
             raise ArgumentError(
-                f"{name}: expected {wanted}, beside outs of {dtype}, got {found}; with return_lse=True the functions "
+                f"{name}: expected {wanted}, beside outs of {beside}, got {found}; with return_lse=True the functions "
                 "here return it so"
             )
+    return "float64" if wanted == "fp64" else "float32"
+
+
+def _check_shapes(outs: Sequence[int], lses: Sequence[int]) -> None:
     if len(outs) not in (4, 5) or outs[0] == 0:
         raise ArgumentError(
             "outs: expected one or more parts (batch, seqlen_q, heads_q, head_dim) or (total_q, heads_q, head_dim), "

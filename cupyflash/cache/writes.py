@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,20 @@ def check_caches_apart(p: CacheProblem) -> None:
     """
     if p.seqlen_new and p.slots and p.capacity:
         raise ArgumentError("v_cache: expected memory of its own, since k and v are appended, got that of k_cache")
+
+
+def check_rows_apart(name: str, shape: Sequence[int], strides: Sequence[int]) -> None:
+    """Refuse a cache in which rows are the same memory, where k is appended.
+
+    Raises:
+        ArgumentError: sequences, or heads, would be written over each other.
+    """
+    for i, (n, step) in enumerate(zip(shape, strides, strict=True)):
+        if step == 0 and n > 1:
+            raise ArgumentError(
+                f"{name}: expected memory of its own for each row, since k is appended, got a stride of 0 along "
+                f"dimension {i}; copy it first"
+            )
 
 
 def check_writes(p: CacheProblem, arrays: Mapping[str, Array], used: Array, new: Array) -> None:

@@ -97,6 +97,7 @@ CACHE_CASES: tuple[CacheCase, ...] = (
     CacheCase("cache-one-split", "quick", (323, 40), num_splits=1),
     CacheCase("cache-five-splits", "quick", (323, 40, 2), 2, num_splits=5, append=True),
     CacheCase("cache-batch-invariant", "quick", (323, 40, 2), batch_invariant=True),
+    CacheCase("cache-packed-splits", "quick", (0, 99, 133, 7), (1, 17, 0, 5), append=True, num_splits=3),
     # 8 bits and scales
     CacheCase("cache-int8", "smoke", _RAGGED, capacity=200, stored="int8"),
     CacheCase("cache-int8-append-d128", "quick", (0, 70, 33), 3, 128, stored="int8", append=True, rotary=64),

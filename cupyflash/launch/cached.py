@@ -9,12 +9,12 @@ import numpy as np
 
 from ..arrays.adapters import CPU, TORCH, Native, Signature, place
 from ..arrays.readable import check_addresses, unreadable, vet_all
-from ..cache.arrays import BY_NAME
+from ..cache.arrays import BY_NAME, CACHE
 from ..cache.checks import CacheOptions, make_cache_problem
 from ..cache.lengths import batch_of
 from ..cache.problem import CacheProblem
 from ..cache.values import PLACES, check_length, check_values
-from ..cache.writes import check_caches_apart
+from ..cache.writes import check_caches_apart, check_rows_apart
 from ..cpu import cache
 from ..errors import ArgumentError
 from ..gpu.device import Device
@@ -168,6 +168,8 @@ def check(
         last = signature.strides[-1] if signature.strides else 1
         if BY_NAME[name].strided and last != 1 and signature.shape[-1] > 1 and 0 not in signature.shape:
             raise ArgumentError(f"{name}: expected a stride of 1 along its last dimension, got {last}; copy it first")
+        if problem.seqlen_new and BY_NAME[name].role == CACHE:
+            check_rows_apart(name, signature.shape, signature.strides)
     return problem, signatures
 
 

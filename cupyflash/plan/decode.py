@@ -62,7 +62,7 @@ def plan_decode(
         team = elements.in_cluster(p, team)
     wide = not (cluster or splits) and team.warps == 1 and _wide(p, device)
     box = _boxes(p) if hopper else SLICE
-    tile = _with_stages(elements.shape(p, device, hopper, team, wide, cluster, box), p, device)
+    tile = _with_stages(elements.shape(p, device, hopper, team, wide, cluster, box), p, device, hopper)
     kind = DecodeSm90 if hopper else DecodeSm80
     variant = kind(p.dtype, p.head_dim, tile, **_flags(p, aligned))
     return shared_out(p, device, variant)
@@ -122,13 +122,13 @@ def _wide(p: CacheProblem, device: Device) -> bool:
     return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count
 
 
-def _with_stages(shape: DecodeTile, p: CacheProblem, device: Device) -> DecodeTile:
-    """As many as fit."""
-    blocks = shape.blocks_per_sm
-    own = shape.stage_bytes(p.head_dim) * (shape.warps // shape.team)
+def _with_stages(shape: DecodeTile, p: CacheProblem, device: Device, hopper: bool) -> DecodeTile:
+    """As many as fit, with their mbarriers on Hopper."""
+    blocks, teams = shape.blocks_per_sm, shape.warps // shape.team
+    own = shape.stage_bytes(p.head_dim) * teams
     ring = _PAIRS_RING_BYTES if shape.pair == 2 else _RING_BYTES
     room = min(device.smem_bytes, device.smem_per_sm_bytes // blocks - 1024) - shape.fixed_bytes(p.head_dim)
-    stages = min(ring // blocks, room - 1024) // own
+    stages = min(min(ring // blocks, room - 1024) // own, (room - 8) // (own + 16 * teams * hopper))
     if stages < 2 and shape.columns > 8:  # a smaller scratch
         return _with_room(shape, p, room, own)
     return shape.with_stages(max(1, stages))

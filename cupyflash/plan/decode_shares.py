@@ -9,7 +9,7 @@ from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from .decode_kernels import COMBINE_BLOCKS, COMBINE_WARPS, SLICE, Combine, Decode, DecodeSm90, DecodeTile
 
-SPLIT_KEYS = 1024  # of batch_invariant
+SPLIT_KEYS = 1024  # of batch_invariant, times the tiles of a sequence's rows: else its parts would take too much memory
 # Of a cache with room for no more keys, a block for each tile wins what the kernel behind costs, where lengths are
 # equal: 1.7 us of 14 with room for 512 keys, 0.8 of 20 for 1024 (docs/performance.md). Else it may lose as much.
 _SHORT_KEYS = 1024
@@ -54,13 +54,32 @@ def rows_of(p: CacheProblem) -> int:
     return (1 if p.most_queries is not None and rest else of_each + (rest > 0)) * p.group
 
 
-def splits_of(p: CacheProblem) -> tuple[int, int] | None:
-    """(splits of a tile at most, slices of each; 0: shared out evenly), where ranges are not wanted."""
+def splits_of(p: CacheProblem, row_tiles: int = 1) -> tuple[int, int] | None:
+    """(splits of a tile at most, slices of each; 0: shared out evenly), where ranges are not wanted.
+
+    Args:
+        row_tiles: of a sequence's rows.
+    """
     if p.num_splits is not None:
         return p.num_splits, 0
     if p.batch_invariant:
-        return max(1, -(-p.capacity // SPLIT_KEYS)), SPLIT_KEYS // SLICE
+        each = SPLIT_KEYS * (1 if p.packed else row_tiles)  # packed, the device knows how many (shares.cuh)
+        return max(1, -(-p.capacity // each)), each // SLICE
     return None
+
+
+def _packed_tiles(p: CacheProblem, block_m: int) -> int:
+    """Tiles of all rows and one head, at most: each sequence may have one that is not full, and so may the rows behind
+    the last."""
+    return (p.seqlen_q * p.group + (block_m - 1) * (p.batch + 1)) // block_m
+
+
+def _packed_parts(p: CacheProblem, block_m: int, splits: tuple[int, int]) -> int:
+    """Parts of these tiles, at most. A part of one of n tiles of a sequence has n times split_slices: those of all n
+    are fewer than `splits` and n together. Where edges go back, this holds for the tiles that are combined.
+    """
+    tiles, (most, slices) = _packed_tiles(p, block_m), splits
+    return (p.batch + 1) * (most - 1) + tiles if slices else tiles * most
 
 
 def _one_each(p: CacheProblem, tile: DecodeTile, tiles: int, device: Device) -> bool:
@@ -75,22 +94,24 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
     """The plan with this main kernel."""
-    tile, rows, splits = variant.tile, rows_of(p), splits_of(p)
+    tile, rows = variant.tile, rows_of(p)
     most = p.seqlen_q if p.most_queries is None else min(p.most_queries, p.seqlen_q)
     all_rows = most * p.group  # packed: as many as any sequence can have
     row_tiles = max(1, -(-all_rows // tile.block_m))
+    splits = splits_of(p, row_tiles)
     if splits is None and _one_each(p, tile, p.batch * p.heads_k // tile.heads * row_tiles, device):
         splits = 1, 0
     gang = 1 if tile.cluster or splits else _largest_divisor(p.heads_k // tile.heads, 4 if tile.heads > 1 else 8)
     head_turns = p.heads_k // (tile.heads * gang)
-    tiles = (p.batch + p.packed) * head_turns * row_tiles
+    tiles = head_turns * (_packed_tiles(p, tile.block_m) if p.packed else p.batch * row_tiles)
     shares: dict[str, Any] = {"gang": gang, "clusters": tile.cluster, "splits": 0, "split_slices": 0, "even_ranges": 0}
     if tile.cluster:
         ranges = grid = tiles * tile.cluster
         parts = tile.cluster
     elif splits:
         shares["splits"], shares["split_slices"] = splits
-        ranges, grid, parts = tiles, tiles * splits[0] * gang, splits[0]
+        ranges = head_turns * _packed_parts(p, tile.block_m, splits) if p.packed else tiles * splits[0]
+        grid, parts = ranges, splits[0]
     else:
         turns = p.batch * head_turns * (max(1, -(-rows // tile.block_m)) if p.packed else row_tiles)
         ranges = max(1, device.sm_count * tile.blocks_per_sm // gang)
@@ -100,8 +121,9 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
     combined_rows = tile.block_m if p.packed else min(tile.block_m, all_rows)
     cut, of_tile = (tiles if splits else ranges - 1) * gang, tile.heads * combined_rows * (p.head_dim // 4)
     at_once = COMBINE_BLOCKS * device.sm_count
-    # In which order parts are added follows from it: it must not follow from the batch.
-    shares["combine_elements"] = _combine_elements(0 if p.batch_invariant else cut, of_tile, parts, at_once)
+    shares["combine_elements"] = (
+        _invariant_elements(of_tile) if p.batch_invariant else _combine_elements(cut, of_tile, parts, at_once)
+    )
     shares |= _numbers(p, variant, all_rows, gang, row_tiles * head_turns)
     if (tile.cluster and p.batch == 1) or splits == (1, 0):
         return DecodePlan(variant, grid, None, 0, shares)
@@ -117,6 +139,12 @@ def _combine_elements(tiles: int, of_tile: int, parts: int, blocks: int) -> int:
     while elements < threads and tiles * -(-of_tile // elements) > blocks:
         elements *= 2
     return elements
+
+
+def _invariant_elements(of_tile: int) -> int:
+    """The same where it must not follow from the batch, nor from the width of a block table, which its longest sequence
+    may decide: in which order parts are added follows from it. An eighth of a tile."""
+    return min(32 * COMBINE_WARPS, max(16, 1 << max(1, of_tile // 8).bit_length() - 1))
 
 
 def _numbers(p: CacheProblem, variant: Decode, all_rows: int, gang: int, turns: int) -> dict[str, Any]:

@@ -32,11 +32,12 @@ class _Stored(Elements):
     def shape(
         self, p: CacheProblem, device: Device, hopper: bool, team: Team, wide: bool, cluster: int, box: int
     ) -> DecodeTile:
-        """12 warps a multiprocessor where their rows of O leave them the registers, and rings the shared memory; else
-        8, or 4. `wide`: two heads in each of two blocks."""
+        """12 warps a multiprocessor where they are whole teams, their rows of O leave them the registers, and rings the
+        shared memory; else 8, or 4. `wide`: two heads in each of two blocks."""
         small = device.is_small
         few = team.rows == 8 and p.head_dim <= (256 if hopper else 128)
         few = few or (team.rows == 16 and not cluster and p.head_dim <= (128 if hopper else 64))
+        few = few and 12 % team.warps == 0
         warps = 12 if few and not small else 4 if small and p.head_dim > 128 and team.warps < 8 else 8
         blocks = 2 if wide and not small and (hopper or p.head_dim <= 128) else 1
         return DecodeTile(

@@ -14,9 +14,14 @@ SHARES = Struct(
         Field("ranges", "int", "their product is the number of blocks; gang * kHeads divides heads_k"),
         Field("even_ranges", "int", "instead of ranges, where all sequences have the same units; 0: never"),
         Field("clusters", "int", "blocks of a cluster, in which equal sequences are split; 0: never"),
-        Field("splits", "int", "0: ranges; else the blocks of a tile, and ranges counts tiles"),
-        Field("split_slices", "int", "slices of each of them, but the last; 0: a tile's, shared out evenly"),
-        Field("row_tiles", "int", "of a sequence's packed rows, kBlockM each; packed: most"),
+        Field("splits", "int", "0: ranges; else the blocks of a tile, packed at most"),
+        Field(
+            "split_slices",
+            "int",
+            "slices of each of them, but the last; packed, times the tiles of a sequence's "
+            "rows; 0: a tile's, shared out evenly",
+        ),
+        Field("row_tiles", "int", "of a sequence's packed rows, kBlockM each"),
         Field("head_turns", "int", "heads_k / (kHeads * gang)"),
         Field("group", "int", "heads_q / heads_k"),
         Field("log_rows", "int", "of a tile's rows, rounded up to a power of two from 4 to kBlockM"),

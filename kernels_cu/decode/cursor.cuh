@@ -24,9 +24,9 @@ struct OwnUnits {
             }
         }
         if (s.splits) {
-            const int index = block / s.gang / s.splits, rank = block / s.gang % s.splits;
-            start = shares.tile_at(index);
-            const int own = shares.split_units(start);
+            int rank;
+            start = shares.tile_of_part(block / s.gang, rank);
+            const int own = shares.split_units(start.cached);
             begin = min(rank * own, start.end), end = min(begin + own, start.end);
             whole = own >= start.end, place = static_cast<long long>(block) * (V::kHeads * V::kBlockM);
         } else {

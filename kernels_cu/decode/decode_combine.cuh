@@ -15,7 +15,7 @@ struct CombinedTile {
     __device__ CombinedTile(const DecodeShares<V> &shares, int index, int begin) : begin(begin) {
         const Shares &s = shares.p.shares;
         if (s.splits) {
-            tile = shares.tile_at(index), last = tile.end ? ceil_div(tile.end, shares.split_units(tile)) - 1 : 0;
+            tile = shares.tile_at(index), last = tile.end ? shares.parts(tile.cached) - 1 : 0;
             return;
         }
         const int cut = shares.begin(index + 1);
@@ -41,10 +41,14 @@ __device__ __forceinline__ void decode_combine(const DecodeParams &p) {
     if constexpr (V::kDependent)
         if (own.first < own.last || ptx::block_index() == 0) ptx::griddepcontrol_wait();
     if (own.first == own.last) return;
+    int before = 0;  // packed splits: parts of other tiles
+    if constexpr (V::kPacked)
+        if (s.splits) before = shares.first_part(own.tile);
     const int end = own.begin + s.combine_elements;
     const auto place = [&](int r) {
         if (!s.splits) return shares.place(own.tile, r);
-        return static_cast<long long>((index * s.splits + r) * s.gang + shares.member) * (V::kHeads * V::kBlockM);
+        const int part = (V::kPacked ? before : index * s.splits) + r;
+        return static_cast<long long>(part * s.gang + shares.member) * (V::kHeads * V::kBlockM);
     };
     const bool finite =
         combine_parts<V, kThreads>({shares, own.tile}, own.first, own.last, place, own.begin, end, ptx::dynamic_smem());

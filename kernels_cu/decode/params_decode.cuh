@@ -10,9 +10,10 @@ struct Shares {
     int gang, ranges;                      // their product is the number of blocks; gang * kHeads divides heads_k
     int even_ranges;                       // instead of ranges, where all sequences have the same units; 0: never
     int clusters;                          // blocks of a cluster, in which equal sequences are split; 0: never
-    int splits;                            // 0: ranges; else the blocks of a tile, and ranges counts tiles
-    int split_slices;                      // slices of each of them, but the last; 0: a tile's, shared out evenly
-    int row_tiles;                         // of a sequence's packed rows, kBlockM each; packed: most
+    int splits;                            // 0: ranges; else the blocks of a tile, packed at most
+    int split_slices;                      // slices of each of them, but the last; packed, times the tiles of a
+                                           // sequence's rows; 0: a tile's, shared out evenly
+    int row_tiles;                         // of a sequence's packed rows, kBlockM each
     int head_turns;                        // heads_k / (kHeads * gang)
     int group;                             // heads_q / heads_k
     int log_rows;                          // of a tile's rows, rounded up to a power of two from 4 to kBlockM

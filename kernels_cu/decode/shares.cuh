@@ -3,44 +3,16 @@
 //     ranges    every block takes an equal, contiguous part of it, found from the lengths on the device ("stream-K"): blocks
 //               end together however ragged the batch is, and leave at most two partial results each;
 //     splits    every tile has as many blocks, or as many as it has parts of split_slices: what a block computes then does not
-//               depend on other sequences;
+//               depend on other sequences. Packed, blocks find their parts among those of all tiles, as in ranges;
 //     clusters  likewise, kCluster blocks that combine through distributed shared memory; only if all sequences have the same
 //               units: else ranges.
 // Lengths, and which rows of the cache are whose, are read here only; what is out of range is clamped.
 #ifndef CUPYFLASH_SHARES_CUH
 #define CUPYFLASH_SHARES_CUH
+#include "decode/tiles.cuh"
 #include "decode/cached.cuh"
 #include "decode/slices.cuh"
 #include "attention/mask.cuh"
-
-// n / d for small n and d (n * d < 2^20), with by = 2^20 / d rounded up.
-__device__ __forceinline__ int quick_divide(int n, unsigned by) { return static_cast<unsigned>(n) * by >> 20; }
-
-// What is read of a sequence: its keys, and the slices that hold those that some query sees; packed, its query rows.
-struct CachedKeys { int length, first_slice, slices; };
-template <bool kPacked>
-struct CachedSequence : CachedKeys {
-    __device__ int row_q() const { return 0; }
-    __device__ int seqlen_q(const Problem &p) const { return p.seqlen_q; }
-};
-template <>
-struct CachedSequence<true> : CachedKeys {
-    int first, count;
-    __device__ int row_q() const { return first; }
-    __device__ int seqlen_q(const Problem &) const { return count; }
-};
-
-template <class V>
-struct DecodeTile {
-    int index;       // of the sequence
-    int turn;        // which of its tiles
-    int begin, end;  // its units
-    CachedSequence<V::kPacked> cached;
-
-    __device__ Sequence<V::kPacked> sequence(const Problem &p) const {
-        return {index, cached.seqlen_q(p), cached.length, cached.row_q(), 0, cached.length};
-    }
-};
 
 // Which units there are, and which are a block's.
 template <class V>
@@ -112,15 +84,27 @@ struct DecodeShares {
         return V::kPacked ? ceil_div(c.seqlen_q(p.problem) * p.shares.group, V::kBlockM) : p.shares.row_tiles;
     }
     __device__ int turns(const Cached &c) const { return row_tiles(c) * p.shares.head_turns; }
-    __device__ int all_units(const Cached &c) const { return units(c) * turns(c); }
+    // What of a tile stands in the row of all: its units; packed splits, whose number of tiles nobody but the device knows, have
+    // one of their parts, and one of the tiles themselves.
+    template <bool kTiles = false>
+    __device__ int counted(const Cached &c) const {
+        if constexpr (V::kPacked)
+            if (p.shares.splits) return kTiles ? 1 : parts(c);  // @parts-or-tiles
+        return units(c);
+    }
+    template <bool kTiles = false>
+    __device__ int all_units(const Cached &c) const {
+        return counted<kTiles>(c) * turns(c);
+    }
 
-    // The tile that holds a unit. By whole warps.
+    // The tile that holds a unit; packed splits, behind the last one that is of no sequence. By whole warps.
+    template <bool kTiles = false>
     __device__ Tile find(int unit) const {
-        int before = 0, b = 0;
+        int before = 0, b = V::kPacked ? sequences() : 0;
         if (of_each) b = unit / of_each, before = b * of_each;  // @sequence-of-a-unit
         #pragma unroll 1
-        for (int b0 = 0; !of_each; b0 += 32) {
-            const int mine = b0 + lane(), own = mine < sequences() ? all_units(cached(mine)) : 0;
+        for (int b0 = 0; !of_each && (!V::kPacked || b0 < sequences()); b0 += 32) {
+            const int mine = b0 + lane(), own = mine < sequences() ? all_units<kTiles>(cached(mine)) : 0;
             const int upto = prefix_sum(own);
             const int all = ptx::shfl_index(upto, 31);
             if (unit < before + all) {
@@ -131,21 +115,47 @@ struct DecodeShares {
             before += all;
         }
         const Cached c = cached(b);
-        const int n = units(c), turn = (unit - before) / n;
+        const int n = counted<kTiles>(c), turn = (unit - before) / n;
         return {b, turn, before + turn * n, before + (turn + 1) * n, c};
     }
-    // Splits: tile number i, whose units are counted by themselves; none where i's sequence has fewer.
+    // Splits: tile number i, whose units are counted by themselves; packed, without any behind the last.
     __device__ Tile tile_at(int i) const {
+        if constexpr (V::kPacked) return by_itself(find<true>(i));
         const int most = p.shares.row_tiles * p.shares.head_turns;
         const int b = V::kCluster ? quick_divide(i, p.shares.by_turns) : i / most;
         const Cached c = cached(b);
-        const int turn = i - b * most;
-        return {b, turn, 0, !V::kPacked || turn < turns(c) ? units(c) : 0, c};
+        return {b, i - b * most, 0, units(c), c};
     }
-    // Units of a split of such a tile.
-    __device__ int split_units(const Tile &tile) const {
-        const int all = tile.end / kGroups, own = p.shares.split_slices;
-        return (own ? own : ceil_div(all, p.shares.splits)) * kGroups;
+    __device__ Tile by_itself(const Tile &tile) const {
+        const bool exists = 0 <= tile.turn && tile.turn < turns(tile.cached);
+        return {tile.index, tile.turn, 0, exists ? units(tile.cached) : 0, tile.cached};
+    }
+    // Units of a split of such a tile. Packed, a sequence of many rows has larger ones: those of all its tiles are not many
+    // more than a tile's.
+    __device__ int split_units(const Cached &c) const {
+        int own = p.shares.split_slices;
+        if constexpr (V::kPacked) own *= row_tiles(c);
+        return (own ? own : ceil_div(c.slices, p.shares.splits)) * kGroups;
+    }
+    __device__ int parts(const Cached &c) const { return ceil_div(units(c), split_units(c)); }
+    // The tile of which a block has a part, and which of its parts that is.
+    __device__ Tile tile_of_part(int number, int &rank) const {
+        if constexpr (V::kPacked) {
+            const Tile tile = find(number);
+            rank = number - tile.begin;  // @part-of-its-tile
+            return by_itself(tile);
+        }
+        rank = number % p.shares.splits;
+        return tile_at(number / p.shares.splits);
+    }
+    // Packed: the number of the first part of a tile. By whole warps.
+    __device__ int first_part(const Tile &tile) const {
+        int before = 0;
+        #pragma unroll 1
+        for (int b = lane(); b < tile.index; b += 32) before += all_units(cached(b));
+        #pragma unroll
+        for (int i = 1; i < 32; i *= 2) before += ptx::shfl_index(before, lane() ^ i);
+        return before + tile.turn * parts(tile.cached);
     }
 
     __device__ int row_tile(const Tile &tile) const {

@@ -24,6 +24,9 @@ EXTRA = {
         CacheCase("cache-int8-many", "full", tuple(7 * b % 41 for b in range(70)), stored="int8"),
         CacheCase("cache-e4m3-mqa-32", "full", (99, 41), 1, 128, heads_q=32, heads_k=1, stored="e4m3"),
         CacheCase("cache-int8-33-rows", "full", (99, 41), 11, 128, heads_q=6, heads_k=2, stored="int8", window=(50, 0)),
+        CacheCase("cache-e4m3-128-rows", "full", (104, 3), 16, heads_q=8, heads_k=1, page_size=1, stored="e4m3"),
+        CacheCase("cache-int8-16-rows", "full", (150, 70, 33), 4, heads_q=8, heads_k=2, stored="int8"),
+        CacheCase("cache-int8-64-rows-d256", "full", (170,), 33, 256, heads_q=2, heads_k=2, stored="int8"),
         CacheCase("cache-int8-one-mqa", "full", (700,), 1, 128, heads_q=32, heads_k=1, stored="int8"),
         CacheCase(
             "cache-int8-pages-of-8",

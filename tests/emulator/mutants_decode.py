@@ -23,6 +23,8 @@ DECODE = (
     _sm90("slope of the first head", change("slope-of-a-packed-row", "rows.head_q(head_of(i), row)", "rows.head_k"), "cache-alibi"),
     _sm90("pages of the first sequence", change("page-of-its-sequence", "b * p.table_stride", "0"), "cache-pages-of-16"),
     _sm90("units of the sequence before", change("sequence-of-a-unit", "before = b * of_each", "before = 0"), "cache-equal-many", "RACE|FAILED|buffer|DEADLOCK"),
+    _sm90("a row of tiles counts parts", change("parts-or-tiles", "kTiles ? 1 : parts(c)", "parts(c)"), "cache-packed-splits", "RACE|FAILED"),
+    _sm90("every part is the first of its tile", change("part-of-its-tile", "number - tile.begin", "0"), "cache-packed-splits", "RACE|FAILED"),
     # loads
     _sm90("pieces as they come", change("pieces-swizzled", "piece ^ line % 8", "piece"), _ONE),
     _sm90("mbarriers not shown to TMA", without("barriers-shown-to-tma"), _ONE, "fence|RACE"),

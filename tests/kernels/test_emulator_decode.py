@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from emulator import MODES, EmulatorError, decode
@@ -27,6 +29,7 @@ from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
 from tests.ahead import Ahead
+from tests.random_cache import cache_cases
 
 require_compiler()
 
@@ -70,6 +73,16 @@ AHEAD = Ahead(_rehearse, decode)
 def test_case(name: str, arch: str, seed: int, request: pytest.FixtureRequest) -> None:
     AHEAD(request)
     judge(*run_of(name, arch, seed))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(c=cache_cases(150, (64,)), dtype=st.sampled_from(["fp16", "bf16"]))
+def test_any_call(arch: str, c: CacheCase, dtype: str) -> None:
+    """What no table of cases thought of; --hypothesis-seed draws others."""
+    rows = sum(c.queries) if isinstance(c.queries, tuple) else c.queries * len(c.lengths)
+    hypothesis.assume(rows <= 80)
+    judge(session(arch), c, dtype)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -148,6 +161,49 @@ def test_batch_invariant_of_many_parts(arch: str) -> None:
         assert x[0].tobytes() == y[0].tobytes()
 
 
+def packed_among_others(width: int) -> tuple[CacheCase, dict[str, Any]]:
+    """Sequences of one tile, of two and three with parts of their own size, and of none; tables of so many columns."""
+    case = CacheCase("invariant-packed", "full", (1100, 2070, 70, 2060, 1024), (1, 9, 0, 20, 2), page_size=64,
+                     append=True, batch_invariant=True)  # fmt: skip
+    arrays = case.inputs("bf16")
+    table = arrays["block_table"]
+    arrays["block_table"] = np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
+    return case, arrays
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_batch_invariant_of_packed_queries(arch: str) -> None:
+    """Alone in a narrower table, too."""
+    case, arrays = packed_among_others(40)
+    p = problem_of(arrays, case.options())
+    results = session(arch, "any").run(arrays, p)
+    found = CacheOracle(p, arrays).judge(*results)
+    assert all(r.passed for r in found), "\n".join(map(str, found))
+    edges = arrays["cu_seqlens_q"]
+    for b in range(len(case.lengths)):
+        rows, pages = slice(edges[b], edges[b + 1]), -(-(case.lengths[b] + edges[b + 1] - edges[b]) // 64)
+        if rows.start == rows.stop:
+            continue
+        own = dict(arrays) | {name: arrays[name][rows] for name in "qkv"}
+        own |= {"cache_seqlens": arrays["cache_seqlens"][b : b + 1]}
+        own |= {"block_table": np.ascontiguousarray(arrays["block_table"][b : b + 1, :pages])}
+        own |= {"cu_seqlens_q": np.array([0, rows.stop - rows.start], np.int32)}
+        out, lse, *_ = session(arch, "any").run(own, problem_of(own, case.options()))
+        assert out.tobytes() == results[0][rows].tobytes()
+        assert lse.tobytes() == results[1][:, rows].tobytes()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_batch_invariant_in_tables_of_any_width(arch: str) -> None:
+    """In which order parts are added does not follow from how many there might be."""
+    case = CacheCase("invariant-wide", "full", (4200,), heads_q=2, heads_k=1, page_size=64, batch_invariant=True)
+    arrays = case.inputs("bf16")
+    narrow, wide = ({**arrays, "block_table": np.pad(arrays["block_table"], ((0, 0), (0, n)))} for n in (0, 512))
+    first, second = (session(arch, "early").run(x, problem_of(x, case.options())) for x in (narrow, wide))
+    for a, b in zip(first[:2], second[:2], strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
 # ---- Lengths and tables that say anything ----
 
 WILD: dict[str, tuple[CacheCase, dict[str, list[Any]]]] = {
@@ -167,6 +223,14 @@ WILD: dict[str, tuple[CacheCase, dict[str, list[Any]]]] = {
         {"cache_batch_idx": [-3, 2**31 - 1, 1]},
     ),
 }  # fmt: skip
+
+
+# Edges of packed queries that go back: several sequences have all rows, more together than there are.
+BACK = (
+    CacheCase("wild-ranges", "full", (60, 33, 70, 64, 64), (2, 9, 7, 1, 1), append=True),
+    CacheCase("wild-splits", "full", (60, 33, 70, 64, 64), (2, 9, 7, 1, 1), num_splits=2),
+    CacheCase("wild-invariant", "full", (1100, 33, 1030, 64, 64), (1, 0, 0, 0, 0), batch_invariant=True),
+)
 
 
 def wild(name: str) -> tuple[dict[str, Any], dict[str, Any], CacheCase]:
@@ -192,6 +256,15 @@ def test_what_is_out_of_range_is_clamped(name: str, arch: str) -> None:
     p = problem_of(given, case.options())
     found = CacheOracle(p, taken).judge(*session(arch).run(given, p))
     assert all(r.passed for r in found), "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("case", BACK, ids=lambda case: case.name)
+def test_edges_that_go_back(case: CacheCase, arch: str) -> None:
+    """Nothing beyond the arrays is read or written; what rows of several sequences hold is left to chance."""
+    arrays = case.inputs("bf16")
+    arrays["cu_seqlens_q"] = np.array([0, *[len(arrays["q"]), 0] * 3], np.int32)[: len(case.lengths) + 1]
+    session(arch, "any").run(arrays, problem_of(arrays, case.options()))
 
 
 # ---- Planted bugs ----

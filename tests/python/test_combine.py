@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cupyflash import ArgumentError, attention, attention_varlen, attention_with_cache, combine
+from cupyflash.check.case import NUMPY_DTYPE
 
 CUTS = (0, 3, 3, 40, 67)  # one part has no key
 
@@ -159,6 +160,39 @@ def test_bf16_of_numpy(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(found.astype(np.float32), out, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.needs("torch", "jax")
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize("kinds", [("fp16", "bf16"), ("bf16", "fp32"), ("fp32", "fp16")])
+def test_parts_of_different_dtypes(kinds: tuple[str, ...], library: str, rng: np.random.Generator) -> None:
+    """Sums that are kept in fp32, say, and another part in 16 bits: the result is in fp32."""
+    import jax.numpy as jnp
+    import torch
+
+    def given(x: np.ndarray) -> Any:
+        if library == "torch":
+            is_bf16 = x.dtype == ml_dtypes.bfloat16
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if is_bf16 else torch.from_numpy(x)
+        return jnp.asarray(x) if library == "jax" else x
+
+    outs, lses, _ = pieces(rng, np.float32)
+    rounded = [x.astype(NUMPY_DTYPE[kind]) for x, kind in zip(outs[:2], kinds, strict=True)]
+    expected = combine([x.astype(np.float32) for x in rounded], lses[:2])
+    found = combine([given(x) for x in rounded], [given(x) for x in lses[:2]])
+    assert str(found[0].dtype).endswith("float32")
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-5)
+
+
+def test_an_lse_of_inf_says_nothing(rng: np.random.Generator) -> None:
+    """A query that has seen a score of inf gives NaN, without a warning of NumPy's."""
+    outs, lses, _ = pieces(rng, np.float32)
+    lses[0][0, 1, 2] = np.inf
+    out, lse = combine(outs, lses)
+    assert np.isnan(out[0, 2, 1]).all()
+    assert np.isnan(lse[0, 1, 2])
+    assert np.isfinite(out[0, :2]).all()
+
+
 ZEROS = np.zeros((2, 1, 3, 4, 8)), np.zeros((2, 1, 4, 3))
 WRONG: tuple[tuple[Any, Any, str], ...] = (
     ([], ZEROS[1], "outs: expected at least one array, got none"),
@@ -173,6 +207,12 @@ WRONG: tuple[tuple[Any, Any, str], ...] = (
         "outs, lses: expected parts of one shape each, got [(1, 2, 4, 8), (1",
     ),
     (ZEROS[0].astype(int), ZEROS[1], "outs: expected a floating-point dtype"),
+    ([ZEROS[0][0], ZEROS[0][1].astype(int)], ZEROS[1], "outs[1]: expected a floating-point dtype (fp16, bf16, fp32, "),
+    (
+        [ZEROS[0][0], ZEROS[0][1].astype(np.float32)],
+        ZEROS[1].astype(np.float32),
+        "lses: expected fp64, beside outs of fp32, fp64, got fp32",
+    ),
     (ZEROS[0], ZEROS[1].astype(int), "lses: expected fp64, beside outs of fp64, got int64"),
     (ZEROS[0], ZEROS[1].astype(np.float32), "lses: expected fp64, beside outs of fp64, got fp32"),
     (ZEROS[0].astype(np.float32), ZEROS[1], "lses: expected fp32, beside outs of fp32, got fp64"),

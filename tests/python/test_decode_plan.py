@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.plan.decode import plan_decode
+from cupyflash.plan.decode_kernels import SLICE
 from cupyflash.plan.decode_shares import DecodePlan, rows_of
 from cupyflash.plan.shipped_cache import problem
 
@@ -99,6 +103,28 @@ def test_caches_of_8_bits_have_rows_as_columns(
     assert (tile.scale_bytes, tile.kv_bytes) == (0 if variant.header == "decode_sm90" else 4, 1)
 
 
+@pytest.mark.parametrize("stored", ["", "int8"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_every_tile_can_be_launched(arch: str, stored: str) -> None:
+    """Teams of whole warps, which fit the shared memory, for any number of rows."""
+    device = Device.synthetic(arch)
+    for head_dim, rows, batch, heads_k in itertools.product(
+        (8, 64, 80, 128, 192, 256), (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300), (1, 4, 16, 64), (1, 8)
+    ):
+        for tma, capacity in itertools.product((True, False), (512, 1 << 15)):
+            call = CacheProblem(
+                "bf16", batch, rows, heads_k, heads_k, head_dim, head_dim, batch, None, capacity, 0.1, stored=stored,
+                scale_dims=int(bool(stored)),
+            )  # fmt: skip
+            variant = plan_decode(call, device, aligned=True, tma=tma).variant
+            tile = variant.tile
+            assert tile.warps % tile.team == 0, call
+            assert tile.warps // tile.team % (tile.heads // tile.pair) == 0, call
+            assert variant.smem_bytes <= min(
+                device.smem_bytes, device.smem_per_sm_bytes // tile.blocks_per_sm - 1024
+            ), call
+
+
 @pytest.mark.parametrize(("queries", "rows"), [(319, 4), (320, 20), (64, 4)])
 def test_rows_beside_the_forward(queries: int, rows: int) -> None:
     """One query each, unless all may have as many."""
@@ -108,14 +134,64 @@ def test_rows_beside_the_forward(queries: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("heads_q", [32, 128])
-def test_the_order_of_parts_does_not_follow_from_the_batch(heads_q: int) -> None:
-    """How many threads share an element of a result says in which order its parts are added (parts.cuh)."""
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_order_of_parts_does_not_follow_from_the_batch(heads_q: int, packed: bool) -> None:
+    """How many threads share an element of a result says in which order its parts are added (parts.cuh): nor does it
+    follow from the room in a block table, which may be as wide as its longest sequence."""
 
-    def elements(batch: int) -> int:
-        call = problem("bf16", 128, batch, heads_q, batch_invariant=True)
+    def elements(batch: int, capacity: int) -> int:
+        how = {"batch_invariant": True, "packed": packed, "seqlen_q": 3 * batch if packed else 1, "capacity": capacity}
+        call = problem("bf16", 128, batch, heads_q, **how)
         return plan_decode(call, Device.synthetic("sm_90"), aligned=True, tma=True).shares["combine_elements"]
 
-    assert len({elements(batch) for batch in (1, 4, 64, 500)}) == 1
+    assert len({elements(batch, room) for batch in (1, 4, 64, 500) for room in (512, 4096, 1 << 17, 1 << 20)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "how"),
+    [
+        (64, 64, {"packed": True}),
+        (64, 4096, {"packed": True}),
+        (256, 2048, {"packed": True, "batch_invariant": False, "num_splits": 8}),
+        (8, 256, {}),
+        (1, 8192, {}),
+    ],
+)
+def test_parts_do_not_take_a_gpus_memory(batch: int, queries: int, how: dict[str, Any]) -> None:
+    """A prompt beside sequences that decode, and prompts alone, in a cache with room for 32k each."""
+    call = replace(problem("bf16", 128, batch, capacity=1 << 15, seqlen_q=queries), **{"batch_invariant": True} | how)
+    for arch in ("sm_80", "sm_90"):
+        found = plan_decode(call, Device.synthetic(arch), aligned=True, tma=arch == "sm_90")
+        assert found.places * call.head_dim * 4 < 600e6
+        assert found.combine_grid < 100_000
+
+
+@pytest.mark.parametrize("how", [{"batch_invariant": True}, {"num_splits": 5}, {"num_splits": 1}])
+def test_packed_parts_have_blocks(how: dict[str, Any], rng: np.random.Generator) -> None:
+    """However rows are divided among sequences, and however long these are: as the kernels count (shares.cuh)."""
+    fullest = 0.0
+    for turn in range(300):
+        batch, queries = int(rng.integers(1, 20)), int(rng.integers(1, 300))
+        call = replace(problem("bf16", 128, batch, capacity=20_000, seqlen_q=queries, packed=True), **how)
+        found = plan_decode(call, Device.synthetic("sm_90"), aligned=True, tma=True)
+        edges = rng.integers(0, queries + 1, batch) if rng.random() < 0.7 else np.minimum(np.arange(batch), queries)
+        goes_back = turn % 3 == 0
+        edges = np.concatenate(([0], edges if goes_back else np.sort(edges), [queries]))
+        counts = np.maximum(0, np.diff(edges))  # the last one: rows behind the last sequence
+        lengths = rng.choice([1, 1025, 7000, 20_000], len(counts))
+        slices = np.maximum(1, -(-lengths // SLICE))
+        row_tiles = -(-counts * call.group // found.variant.tile.block_m)
+        of_part = found.shares["split_slices"] * row_tiles
+        of_part = np.where(of_part > 0, of_part, -(-slices // found.shares["splits"]))
+        parts = np.repeat(-(-slices // of_part), row_tiles * found.shares["head_turns"])  # of each tile
+        pieces = -(-found.variant.tile.block_m * call.head_dim // 4 // found.shares["combine_elements"])
+        combined = found.combine_grid // pieces
+        assert parts[:combined].sum() <= found.shares["ranges"] == found.grid
+        if not goes_back:
+            assert parts.sum() <= found.grid
+            assert found.combine is None or len(parts) <= combined
+        fullest = max(fullest, parts.sum() / found.grid)
+    assert fullest > 0.6
 
 
 @pytest.mark.parametrize("capacity", [1 << 20, (1 << 20) + 1, 1 << 22])

@@ -11,6 +11,12 @@ import pytest
 from cupyflash import ArgumentError, attention_with_cache
 from tests.small_cache import small
 
+
+def read_only(x: np.ndarray) -> np.ndarray:
+    x.flags.writeable = False
+    return x
+
+
 ROWS = np.zeros((3, 1, 2, 16), np.float32)
 TABLE = np.zeros((3, 2), np.int32)
 EIGHT = {name: np.zeros((3, 20, 2, 16), np.int8) for name in ("k_cache", "v_cache")}
@@ -59,8 +65,11 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
      "k_cache: expected shape (batch of the cache, capacity, heads_k, head_dim), got (3, 20, 32)"),
     ({"k_cache": np.zeros((3, 20, 2, 32), np.float32)[..., ::2]},
      "k_cache: expected a stride of 1 along its last dimension, got 2"),
-    ({"k_cache": np.broadcast_to(np.zeros((1, 20, 2, 16), np.float32), (3, 20, 2, 16))},
+    ({"k_cache": read_only(np.zeros((3, 20, 2, 16), np.float32))},
      "k_cache: expected an array that can be written, since k is appended to it"),
+    ({"v_cache": np.broadcast_to(np.zeros((1, 20, 2, 16), np.float32), (3, 20, 2, 16))},
+     "v_cache: expected memory of its own for each row, since k is appended, got a stride of 0 along dimension "
+     "0; copy it first"),
     ({"cache_batch_idx": np.array([0, 1, 3], np.int32)},
      "cache_batch_idx: expected numbers of the 3 sequences of the cache, from 0, got cache_batch_idx[2] = 3"),
     ({"cache_batch_idx": np.array([0, 1, 2], np.int32), "block_table": TABLE},
@@ -160,6 +169,25 @@ def test_two_caches_at_one_address(rng: np.random.Generator) -> None:
     with pytest.raises(ArgumentError, match=message):
         attention_with_cache(**x | {"v_cache": x["k_cache"][:]})
     attention_with_cache(**{name: y[:0] for name, y in x.items()})
+
+
+@pytest.mark.needs("torch")
+def test_an_expanded_cache(rng: np.random.Generator) -> None:
+    """Sequences would write over each other's rows; to read it is no error."""
+    import torch
+
+    x = {name: torch.from_numpy(y) for name, y in small(rng).items()}
+    x |= {"k_cache": x["k_cache"][:, :, :1].expand(-1, -1, 2, -1)}
+    message = (
+        "k_cache: expected memory of its own for each row, since k is appended, got a stride of 0 along dimension 2"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        attention_with_cache(**x)
+    del x["k"], x["v"]
+    attention_with_cache(**x)
+    one = {name: y[:1] for name, y in small(rng, k_cache=np.zeros((1, 20, 2, 16), np.float32)).items()}
+    one["k_cache"] = np.lib.stride_tricks.as_strided(one["k_cache"], strides=(0, *one["k_cache"].strides[1:]))
+    attention_with_cache(**one)  # of one sequence the stride says nothing
 
 
 @pytest.mark.needs("torch")

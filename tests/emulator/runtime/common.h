@@ -25,7 +25,7 @@ constexpr int kStackBytes = 128 * 1024;                    // of one CUDA thread
 constexpr u32 kSmemBytes = 232448;                         // largest dynamic shared memory of any GPU, 227 KiB
 constexpr u32 kCtaShift = 18, kCtaSpan = 1u << kCtaShift;  // shared address space of one block in its cluster
 constexpr int kMaxCluster = 8;
-constexpr int kMaxMbarriers = 112;  // of one block
+constexpr int kMaxMbarriers = 256;  // of one block
 
 enum Scheduler { kInOrder = 0, kRandom = 1, kPriority = 2, kStarve = 3 };
 enum Completion { kEarly = 0, kLate = 1, kAnyTime = 2 };
