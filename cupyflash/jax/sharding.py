@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
 Dims = tuple[str, ...]
@@ -19,9 +20,14 @@ _FACTORS = {"batch": "b", "seqlen_q": "s", "seqlen_k": "t", "head_dim": "d", "he
 
 
 def _mapping(number: int, dims: Dims, group: int) -> ArrayMapping:
-    """Of one array, which has that number among all."""
-    found: list[Any] = [_FACTORS.get(d, f"own{number}_{i}") for i, d in enumerate(dims)]
-    heads = CompoundFactor("h", "g") if group > 1 else "h"
+    """Of one array, which has that number among all.
+
+    Grouped query heads have a factor of their own: as a product of key heads and those of a group, an axis of more
+    devices than there are key heads would be split between the two, which JAX cannot write down, and one key head alone
+    would make a factor of 1, which is an error.
+    """
+    found = [_FACTORS.get(d, f"own{number}_{i}") for i, d in enumerate(dims)]
+    heads = "g" if group > 1 else "h"
     return ArrayMapping(*(heads if d == "heads_q" else factor for d, factor in zip(dims, found, strict=True)))
 
 
@@ -39,7 +45,7 @@ class _Axes(NamedTuple):
         """What each device has made of these dimensions, over the parts along those that it lacks."""
         parts = [self.batch] * ("batch" not in dims) + [self.heads] * {"heads_q", "heads_k"}.isdisjoint(dims)
         names = tuple(name for axes in parts for name in _names(axes))
-        return jax.lax.psum(x, names) if names else x
+        return jax.lax.psum(x.astype(jnp.promote_types(x.dtype, jnp.float32)), names).astype(x.dtype) if names else x
 
 
 def _names(axes: Any) -> tuple[str, ...]:
@@ -57,8 +63,7 @@ def divided(
         qk: which of the inputs are q and k.
         group: query heads of a key head.
     """
-    dims_of_q = inputs[qk[0]]
-    has_group = group > 1 and "heads_q" in dims_of_q
+    dims_of_q, dims_of_k = (inputs[i] for i in qk)
 
     def axes_of(mesh: Any, given: Sequence[Any]) -> _Axes:
         q, k = (given[i] for i in qk)
@@ -66,8 +71,8 @@ def divided(
         found = dict(zip(dims_of_q, [*spec, None, None, None, None], strict=False))
         heads = found.get("heads_q")
         count = math.prod(mesh.shape[name] for name in _names(heads))
-        if heads is not None and k.shape[dims_of_q.index("heads_q")] % count:
-            heads = None  # a key head is not divided
+        if heads is not None and "heads_k" in dims_of_k and k.shape[dims_of_k.index("heads_k")] % count:
+            heads = None  # query heads stay with their key heads
         return _Axes(found.get("batch"), heads)
 
     def shardings(mesh: Any, axes: _Axes, of: Sequence[Dims]) -> tuple[NamedSharding, ...]:
@@ -89,8 +94,6 @@ def divided(
     found.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
-        sharding_rule=SdyShardingRule(
-            tuple(mappings[: len(inputs)]), tuple(mappings[len(inputs) :]), **({"g": group} if has_group else {})
-        ),
+        sharding_rule=SdyShardingRule(tuple(mappings[: len(inputs)]), tuple(mappings[len(inputs) :])),
     )
     return found

@@ -413,6 +413,45 @@ print("DONE")
 """
 
 
+# Fewer key heads than devices along the heads. One that all query heads share is whole on each device, and its gradient
+# is the sum of the devices'; several are no error, and not divided.
+FEW_KEY_HEADS = """
+import sys
+sys.path.insert(0, {tests!r})
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from python.test_jax import agree, mesh_is_set, squared
+import cupyflash
+from cupyflash.jax import call
+def f(q, k, v, sink):
+    return cupyflash.attention(q, k, v, sink=sink, causal=True, layout=layout)
+seen = []
+run = call.run.forward
+call.run.forward = lambda library, arrays, *more: (seen.append(arrays["q"].shape), run(library, arrays, *more))[1]
+keys = jax.random.split(jax.random.key(0), 3)
+sink = jnp.asarray([0.5, -1, 2, 0])
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(kind,))
+    for heads_k, layout in ((1, "bshd"), (1, "bhsd"), (2, "bshd")):
+        shapes = (2, 21, 4, 16), (2, 29, heads_k, 16), (2, 29, heads_k, 16)
+        three = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
+        three = three if layout == "bshd" else [x.swapaxes(1, 2) for x in three]
+        grads = jax.value_and_grad(squared(f), (0, 1, 2, 3))
+        want = jax.block_until_ready(grads(*three, sink))
+        by_heads = P(None, None, "model") if layout == "bshd" else P(None, "model")
+        places = [NamedSharding(mesh, spec) for spec in (by_heads, P(), P(), P("model"))]
+        given = [jax.device_put(x, place) for x, place in zip((*three, sink), places)]
+        with mesh_is_set(mesh):
+            compiled = jax.jit(grads).lower(*given).compile()
+            seen.clear()
+            agree(compiled(*given), want)
+        if heads_k == 1:
+            assert "all-gather" not in compiled.as_text()
+            assert set(seen) == {{(2, 21, 1, 16) if layout == "bshd" else (2, 1, 21, 16)}}, seen
+print("DONE")
+"""
+
+
 # Inside set_mesh types say how arrays lie along explicit axes, and JAX checks those of gradients.
 EXPLICIT = """
 import sys
@@ -522,6 +561,10 @@ def run_on_four_devices(code: str) -> None:
 
 def test_each_device_computes_its_part() -> None:
     run_on_four_devices(SHARDED)
+
+
+def test_fewer_key_heads_than_devices() -> None:
+    run_on_four_devices(FEW_KEY_HEADS)
 
 
 @pytest.mark.needs("jax>=0.8")  # versions are compared by two numbers, and set_mesh came with 0.7.1
