@@ -630,6 +630,22 @@ def test_dot_product_attention_has_the_arguments_of_jax(three: list[Any]) -> Non
         dot_product_attention(*three, implementation="triton")
 
 
+def test_dot_product_attention_takes_arrays_of_numpy(rng: np.random.Generator) -> None:
+    """As jax.nn's does: masks and lengths are often made by NumPy."""
+    import jax
+
+    from cupyflash.jax import dot_product_attention as ours
+
+    q, k, v = (rng.standard_normal((2, 20, 2, 16), dtype=np.float32) for _ in range(3))
+    given = {"bias": rng.standard_normal((1, 2, 20, 20)), "mask": np.tri(20, dtype=bool)[None, None]}
+    lengths = {"query_seq_lengths": np.array([20, 20]), "key_value_seq_lengths": np.array([20, 13])}
+    for f in (lambda f: lambda q: f(q, k, v), lambda f: lambda q: f(q, k, v, **given, **lengths)):
+        for x in (q, jax.numpy.asarray(q)):
+            want = jax.nn.dot_product_attention
+            agree(f(ours)(x), f(want)(x))
+            agree(jax.jit(f(ours))(x), f(want)(x))
+
+
 def test_dot_product_attention_without_a_batch_and_with_lse(rng: np.random.Generator) -> None:
     import jax
     import jax.numpy as jnp
