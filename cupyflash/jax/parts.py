@@ -37,8 +37,8 @@ def joined(static: Static, shapes: Sequence[Shape], mapped: Sequence[bool]) -> l
 
 
 def divided_dims(static: Static, shapes: Sequence[Shape]) -> tuple[Dims, ...] | None:
-    """The dimensions of the arrays in the caller's layout, "" for those that are whole in each part, as a key head that
-    all query heads share; None: there are no parts, since some arrays broadcast, or have no batch at all."""
+    """The dimensions of the arrays in the caller's layout, "" for those that are whole in each part; None: there are no
+    parts, since some arrays broadcast, or have no batch at all."""
     found, whole = [], _numbered(static)
     for row, x in zip(_rows(static), shapes, strict=True):
         if not _is_shared(row, x) and not _has_batch(row, x, shapes[0]):
@@ -46,8 +46,9 @@ def divided_dims(static: Static, shapes: Sequence[Shape]) -> tuple[Dims, ...] | 
         if row.broadcasts and 1 in x:
             return None
         dims = _dims_of(row, x, static.options.layout)
-        single = {*row.single, "heads_k"}
-        found.append(tuple("" if d in whole or (n == 1 and d in single) else d for d, n in zip(dims, x, strict=True)))
+        found.append(
+            tuple("" if d in whole or (n == 1 and d in row.single) else d for d, n in zip(dims, x, strict=True))
+        )
     return tuple(found)
 
 
