@@ -49,7 +49,7 @@ def register(name: str = NAME, *, check_masks: bool = False) -> None:
     """
     if not isinstance(name, str) or not name or name.startswith("paged|"):
         raise ArgumentError(f"name: expected a word, got {name!r}")
-    if name in {"eager", *AttentionInterface._global_mapping} - _names:
+    if name in {"eager", *AttentionInterface()} - _names:
         raise ArgumentError(f'name: expected one that transformers does not use, got "{name}"')
     holes.check_masks(check_masks)
     _wrap_checks()
