@@ -7,6 +7,7 @@ from typing import Any
 
 from . import options
 from .arrays.adapters import TORCH
+from .arrays.imported import is_tensor
 from .arrays.libraries import JAX, Foreign, common_library_of_all, common_library_of_three
 from .errors import UnsupportedError
 from .gradients import Gradients as Gradients
@@ -160,6 +161,8 @@ def with_mods(arrays: dict[str, Any], call: Options, score_mod: Any, mask_mod: A
 
     if type(arrays["q"]).__name__ == "DTensor":
         raise UnsupportedError("score_mod: expected none for DTensors, whose parts do not know where they lie")
+    if is_tensor(type(arrays["q"])):
+        door_of_torch().vet_mods(score_mod, mask_mod)
     text, brought = given.bind(score_mod, mask_mod, mod_arrays, arrays["q"])
     arrays.update(brought)
     return call._replace(mods=text)

@@ -1,7 +1,7 @@
 """`python -m tests.two_devices`: JAX on the first two devices, GPUs or a CPU's, against float64 by the 2x rule.
 
-A call and its gradients, divided by XLA in a jitted program and by shard_map, along sequences and along heads; what
-both devices share is learned, too.
+A call and its gradients, divided by XLA in a jitted program and by shard_map, along sequences and along heads, also of
+one key head for both devices; what they share is learned, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from cupyflash.check.case import Case
 
 SHAPE = (157, 189, 64, 2, 4, 2)
 CASES = (
+    Case("of-one-key-head", "quick", 157, 189, 64, 2, 4, 1, causal=True, sink=True),
     Case("of-heads", "quick", *SHAPE, causal=True, sink=True, alibi=1, dlse=True),
     Case("of-mods", "quick", *SHAPE, causal=True, mods="functions"),
 )
@@ -64,14 +65,16 @@ def check(case: Case, dtype: str) -> None:
 
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     for spec, of_lse, of_shared in ((P("x"), P("x"), P()), (P(None, None, "x"), P(None, "x"), P("x"))):
-        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in three]
+        of_keys = P() if case.heads_k == 1 and spec != P("x") else spec
+        places = spec, of_keys, of_keys
+        placed = [jax.device_put(x, NamedSharding(mesh, place)) for x, place in zip(three, places, strict=True)]
         whole = {name: jax.device_put(x, NamedSharding(mesh, P())) for name, x in shared.items()}
         judge(call, *placed, whole)
         if mods is not None and spec != P("x"):  # it asks for h, which in shard_map counts the heads of a part
             continue
         parts = {name: of_shared if x.shape == (case.heads_q,) else P() for name, x in shared.items()}
         for is_checked in (False, True):
-            specs = {"mesh": mesh, "in_specs": (spec, spec, spec, parts), "out_specs": (spec, of_lse)}
+            specs = {"mesh": mesh, "in_specs": (*places, parts), "out_specs": (spec, of_lse)}
             judge(shard_map(call, is_checked, **specs), *placed, whole)
 
 

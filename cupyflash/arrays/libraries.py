@@ -21,6 +21,9 @@ from .vetting import is_followed_by_torch, vet_type
 
 _OWN_RULES = {"numpy": ("__array_ufunc__", "__array_function__"), "torch": ("__torch_dispatch__",)}
 _OWN_RULES["cupy"] = _OWN_RULES["numpy"]
+# What makes an array of a library of another's.
+_MAKES = {"numpy": "numpy.asarray({x})", "cupy": "cupy.asarray({x})", "jax": "jax.numpy.asarray({x})"}
+_MAKES["torch"] = "torch.as_tensor({x}, device={first}.device)"
 
 
 class Foreign:
@@ -153,7 +156,10 @@ def common_library(**arrays: Any) -> Native | Foreign:
     first, library = next(iter(libraries.items()))
     for name, other in libraries.items():
         if other.name != library.name:
-            raise ArgumentError(f"{name}: expected an array of {library.name} like {first}, got one of {other.name}")
+            make = _MAKES.get(library.name, "arrays of one library").format(x=name, first=first)
+            raise ArgumentError(
+                f"{name}: expected an array of {library.name} like {first}, got one of {other.name}; give {make}"
+            )
     return TORCH_SUBCLASS if any(x is TORCH_SUBCLASS for x in libraries.values()) else library
 
 

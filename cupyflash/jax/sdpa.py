@@ -61,6 +61,7 @@ def dot_product_attention(
     """
     if implementation not in (None, "xla", "cudnn"):
         raise ArgumentError(f'implementation: expected None, "xla" or "cudnn", got "{implementation}"')
+    query, key, value = map(as_jax, (query, key, value))
     arrays = {"q": query, "k": key, "v": value}
     has_batch = query.ndim != 3
     if not has_batch:
@@ -71,7 +72,7 @@ def dot_product_attention(
     window = window_of(is_causal, local_window_size, arrays["k"].shape[1] - arrays["q"].shape[1])
     out, lse = attention_of(arrays, make_options(scale=scale, window=window), return_residual)
     if query_seq_lengths is not None:
-        counts = jnp.arange(out.shape[1]) < query_seq_lengths[:, None]
+        counts = jnp.arange(out.shape[1]) < as_jax(query_seq_lengths)[:, None]
         out = jnp.where(counts[..., None, None], out, 0)
         lse = None if lse is None else jnp.where(counts[:, None], lse, -jnp.inf)
     out = out if has_batch else out[0]
@@ -94,15 +95,21 @@ def window_of(is_causal: bool, local: int | tuple[int, int] | None, shift: int) 
 
 def _ranges(lengths: Any, most: int) -> Any:
     """Of each sequence the keys from 0 to its length."""
-    end = jnp.clip(lengths, 0, most).astype(jnp.int32)
+    end = jnp.clip(as_jax(lengths), 0, most).astype(jnp.int32)
     return jnp.stack([jnp.zeros_like(end), end], -1)
 
 
 def of_scores(query: Any, bias: Any | None, mask: Any | None) -> dict[str, Any]:
     """A bias, of a dtype that kernels take, and a mask, by name."""
-    found = {} if mask is None else {"mask": mask}
+    found = {} if mask is None else {"mask": as_jax(mask)}
     if bias is not None:
+        bias = as_jax(bias)
         half = query.dtype in (jnp.float16, jnp.bfloat16)
         fits = bias.dtype == query.dtype or (half and bias.dtype == jnp.float32)
         found["bias"] = bias if fits else bias.astype(query.dtype)
     return found
+
+
+def as_jax(x: Any) -> Any:
+    """What JAX makes of a NumPy array or a number, as its own functions do."""
+    return x if isinstance(x, jax.Array) else jnp.asarray(x)

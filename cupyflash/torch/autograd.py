@@ -24,6 +24,7 @@ from .casting import cast
 from .followed import below_autograd, is_autocast_on, is_compiling, is_dual_level, is_followed, is_plain, one_level
 from .recorded import apply_by_operator, apply_gradients_by_operator, both_of, gradients, is_recorded, out_of
 from .vetting import vet, vet_dual
+from .vetting import vet_mods as vet_mods
 
 
 def attention(arrays: Mapping[str, Tensor], options: Options, want_lse: bool) -> tuple[Tensor, Tensor | None]:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from ..operands import Pass
 
+# Where one of these is, sequences of several calls are no batch: it has none, or dropout counts its sequences.
+_ALONE = frozenset(("cu_seqlens_q", "block_tiles", "dropout_seed"))
+
 Call = Callable[[Mapping[str, Tensor]], tuple[Tensor, ...]]
 
 
@@ -35,7 +38,7 @@ def batched(
     }
     if (
         one_by_one
-        or not {"cu_seqlens_q", "block_tiles"}.isdisjoint(arrays)
+        or not _ALONE.isdisjoint(arrays)
         or not all(name in batched or (name not in mapped and f"d{name}" not in wanted) for name in first)
     ):
         found = [call({name: x[i] if name in mapped else x for name, x in first.items()}) for i in range(size)]

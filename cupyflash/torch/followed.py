@@ -57,8 +57,21 @@ def fake_mode() -> Any | None:
     return get(keys.FAKE) if get and keys else None
 
 
-def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+_of_one_level: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.autograd.Function)
+
+
+class SingleLevelFunction(_of_one_level):
+    """Records for one level of torch.func at a time; from 2.14 on torch lets no other Function do so."""
+
+    # Compiled autograd asks for it, which the base lacks.
+    _compiled_autograd_key = staticmethod(getattr(torch.autograd.Function, "_compiled_autograd_key", lambda ctx: ()))
+
+
+def fast_apply(function: Any) -> Callable[..., Any]:
     """Its `apply` without the Python half, which serves transforms and torch.compile and costs 15 us."""
+    if not issubclass(function, torch.autograd.Function):  # has no such half
+        found: Callable[..., Any] = function.apply
+        return found
     return _or_else(lambda: super(torch.autograd.Function, function).apply, function.apply)
 
 
@@ -111,7 +124,7 @@ def unregister(library: torch.library.Library) -> None:
 
 @contextmanager
 def one_level() -> Iterator[None]:
-    """Lets an autograd.Function record for the level of torch.func that asks, which the levels below do likewise."""
+    """Lets a `SingleLevelFunction` record for the level of torch.func that asks, which the levels below do likewise."""
     functorch, name = getattr(torch._C, "_functorch", None), "single_level_autograd_function_allowed"
     get, allow = (getattr(functorch, f"{verb}_{name}", None) for verb in ("get", "set"))
     if not get or not allow:  # torch.func says so itself, should it need them

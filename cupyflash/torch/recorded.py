@@ -18,7 +18,14 @@ from ..launch import run
 from ..operands import FORWARD
 from ..options import Options
 from . import ops, sharding
-from .followed import below_autograd, fast_apply, is_batched_by_autograd, is_compiling, is_followed
+from .followed import (
+    SingleLevelFunction,
+    below_autograd,
+    fast_apply,
+    is_batched_by_autograd,
+    is_compiling,
+    is_followed,
+)
 from .vetting import vet
 
 # What a call is but for its arrays: their names; the options; the names of their gradients, "" where there is none; the
@@ -72,7 +79,7 @@ def _compute(ctx: Any, given: _Given, arrays: tuple[Tensor, ...]) -> tuple[Tenso
     return out, lse
 
 
-class _AttentionByOperator(torch.autograd.Function):
+class _AttentionByOperator(SingleLevelFunction):
     """The same of the operator's arguments, on their way to what it does."""
 
     @staticmethod
@@ -122,19 +129,27 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise UnsupportedError(
-            "attention: second derivatives are not supported: gradients that were computed with create_graph=True (by "
-            "a gradient penalty, a Hessian or torch.autograd.functional) cannot be differentiated again"
-        )
+        raise _no_second_derivatives()
 
 
-class _GradientsByOperator(_Gradients):
+def _no_second_derivatives() -> UnsupportedError:
+    return UnsupportedError(
+        "attention: second derivatives are not supported: gradients that were computed with create_graph=True (by "
+        "a gradient penalty, a Hessian or torch.autograd.functional) cannot be differentiated again"
+    )
+
+
+class _GradientsByOperator(SingleLevelFunction):
     """The same of an operator's arguments."""
 
     @staticmethod
     def forward(ctx: Any, keys: Any, *values: Any) -> Any:
         with torch.enable_grad():
             return below_autograd(ops.BACKWARD_OP, keys, values)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise _no_second_derivatives()
 
 
 # Function.apply without its Python half, which serves Functions that torch.func takes as one.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -10,7 +11,7 @@ from torch.nn import Parameter
 from ..arrays.torch_private import is_dual
 from ..arrays.vetting import vet_tracing, vet_transforms
 from ..errors import ArgumentError, UnsupportedError
-from .followed import are_transforms_active, fake_mode, is_dual_level
+from .followed import are_transforms_active, fake_mode, is_compiling, is_dual_level
 
 
 def vet(arrays: Mapping[str, Tensor]) -> None:
@@ -58,3 +59,17 @@ def vet_dual(arrays: Mapping[str, Tensor]) -> None:
         for name, x in arrays.items():
             if is_dual(x):
                 raise UnsupportedError(f"{name}: forward-mode derivatives (dual tensors, jvp) are not supported yet")
+
+
+def vet_mods(score_mod: Any, mask_mod: Any) -> None:
+    """Raise where torch.compile follows, which lets nobody read a Python function.
+
+    Raises:
+        UnsupportedError: a mod is one.
+    """
+    for name, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if callable(mod) and is_compiling():
+            raise UnsupportedError(
+                f"{name}: expected an expression, as text, inside torch.compile, which lets nobody read a Python "
+                "function; or compile without fullgraph=True, which calls it in between"
+            )

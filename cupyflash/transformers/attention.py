@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from .. import api, varlen
 from ..kvcache import attention_with_cache
 from ..torch import sdpa
 from ..torch.followed import is_autocast_on
-from . import fallback, holes, masks, packing
+from . import fallback, holes, packing, ranges
 from .call import Call, Output
+
+# From 4.53 on. Before, models make their masks themselves, whole, and of packed sequences as if they were one.
+HAS_MASK_FUNCTIONS = hasattr(transformers, "AttentionMaskInterface")
 
 
 def attention(
@@ -47,7 +51,9 @@ def attention(
     if cache is not None:  # of continuous batching: it puts the keys of all requests one behind the other
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others)
         attention_mask = None
-    is_known = attention_mask is None or masks.is_range_mask(attention_mask) or packing.is_packed_mask(attention_mask)
+    if not HAS_MASK_FUNCTIONS and attention_mask is not None:
+        attention_mask = _made_by_model(module, query, key, attention_mask, others)
+    is_known = attention_mask is None or ranges.is_range_mask(attention_mask) or packing.is_packed_mask(attention_mask)
     own_mask = None if is_known else attention_mask
     form = _form(module, query, key, value, attention_mask, is_causal, sliding_window, others)
     deterministic = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
@@ -58,6 +64,19 @@ def attention(
     else:
         out, weights = _attend(call), None
     return out.reshape(query.shape[0], query.shape[2], *out.shape[2:]), weights
+
+
+def _made_by_model(module: Any, q: Tensor, k: Tensor, mask: Tensor, others: dict[str, Any]) -> Tensor | None:
+    """A mask that says all, of one that a model made itself: that may be longer than the keys, or leave to the model
+    what is causal (GPT-2). None of packed sequences."""
+    if others.get("cu_seq_lens_q") is not None:
+        return None
+    mask = mask[..., : k.shape[2]]
+    is_alone = mask.shape[2] == 1 < q.shape[2] and not getattr(module, "is_cross_attention", False)
+    if not is_alone or not getattr(module, "is_causal", False):
+        return mask
+    seen = ranges.in_full(q.shape[2], k.shape[2], k.shape[2], (None, 0), None, q.device)
+    return mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
 
 
 def _form(
@@ -76,8 +95,8 @@ def _form(
     cu_seqlens = _cu_seqlens(q, k, mask, others)
     if cu_seqlens is not None:
         q, k, v = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))
-    elif masks.is_range_mask(mask):
-        kv_range, causal = masks.kv_range_of(mask), masks.is_causal(mask)
+    elif ranges.is_range_mask(mask):
+        kv_range, causal = ranges.kv_range_of(mask), ranges.is_causal(mask)
         if q.shape[2] > 1 and mask.shape[2] < k.shape[2]:
             k, v = k[:, :, : mask.shape[2]], v[:, :, : mask.shape[2]]
     elif mask is not None:  # one that says all
@@ -95,7 +114,7 @@ def _of_scores(mask: Tensor | None, keys: int, others: dict[str, Any]) -> tuple[
     bias: Tensor | None = others.get("position_bias")
     if bias is not None and bias.shape[-1] > keys:
         bias = others["position_bias"] = bias[..., :keys]
-    if mask is None or masks.is_range_mask(mask) or packing.is_packed_mask(mask):
+    if mask is None or ranges.is_range_mask(mask) or packing.is_packed_mask(mask):
         return bias, None
     if mask.dtype is torch.bool:
         return bias, mask

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..errors import UnsupportedError
 from ..torch.sdpa import tell
-from . import masks
+from . import ranges
 from .call import Call, Output
 
 
@@ -33,7 +33,7 @@ def by_transformers(
     if not by_eager:
         return sdpa_attention_forward(module, call.q, call.k, call.v, mask, is_causal=is_causal, **options, **others)
     if mask is not None and mask.dtype is torch.bool:
-        mask = masks.as_bias(mask, call.q.dtype)
+        mask = ranges.as_bias(mask, call.q.dtype)
     brought = {"softcap": call.softcap, "s_aux": call.sink}
     given = {name: x for name, x in brought.items() if x is not None}
     return _eager_of(module)(module, call.q, call.k, call.v, mask, **options, **given, **others)
@@ -47,7 +47,7 @@ def _mask_of(call: Call, is_needed: bool) -> Tensor | None:
     sees_all, is_known = not call.causal, queries == keys and not is_needed
     if call.kv_range is None and call.left is None and (sees_all or is_known):
         return None
-    return masks.in_full(queries, keys, keys, call.window, call.kv_range, device)
+    return ranges.in_full(queries, keys, keys, call.window, call.kv_range, device)
 
 
 def _mask_of_packed(call: Call) -> Tensor:

@@ -1,10 +1,4 @@
-"""The masks of transformers as ranges of keys: what models hand from their mask function to their attention.
-
-A range mask says of each sequence which keys count, ``[start, end)``, in int32 on the device, and by its shape
-``(batch, 1 or 2, keys, 2)`` what the host must know: the second dimension is 2 where masks are causal, the third is the
-number of keys in use, of which there may be fewer than a static cache has room for. All but the last dimension, and the
-first, are broadcast. It has four dimensions because generate() applies the mask function twice for static caches and
-hands on untouched what has four.
+"""The mask function of transformers: what models hand to their attention, as ranges of keys where that says all.
 
 A single query needs no alignment: all that it sees is one range, made on the device, where a static cache keeps its
 length. `packed` masks hold cu_seqlens, as ``(1, 1, sequences + 1, 1)``.
@@ -12,7 +6,7 @@ length. `packed` masks hold cu_seqlens, as ``(1, 1, sequences + 1, 1)``.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +14,7 @@ from transformers import masking_utils
 
 from . import holes, packing
 from .patterns import Pattern, pattern_of
+from .ranges import as_bias, as_range_mask
 
 
 def mask(
@@ -114,55 +109,14 @@ def _ranges(
         end = (start + counts.sum(1, dtype=torch.int32)).clamp(max=used)
         start = torch.minimum(start, end)
     if q_length > 1:
-        return _as_mask(start, end, pattern.right == 0, used)
+        return as_range_mask(start, end, pattern.right == 0, used)
     if pattern.left is not None:
         start = torch.maximum(start, _int32(first - pattern.left, start))
     if pattern.right is not None:
         end = torch.minimum(end, _int32(first + pattern.right + 1, end))
-    return _as_mask(torch.minimum(start, end), end, False, 1)
+    return as_range_mask(torch.minimum(start, end), end, False, 1)
 
 
 def _int32(x: int | Tensor, like: Tensor) -> Tensor:
     """A number, or a tensor with one, as one that `like` can be compared with; nothing is copied from the host."""
     return x.to(torch.int32).reshape(()) if isinstance(x, Tensor) else torch.full_like(like, x)
-
-
-def _as_mask(start: Tensor, end: Tensor, causal: bool, used: int) -> Tensor:
-    return torch.stack([start, end], 1)[:, None, None].expand(-1, 2 if causal else 1, used, -1)
-
-
-def is_range_mask(x: Tensor | None) -> TypeGuard[Tensor]:
-    return x is not None and x.dtype is torch.int32 and x.dim() == 4 and x.shape[3] == 2
-
-
-def is_causal(ranges: Tensor) -> bool:
-    return ranges.shape[1] == 2
-
-
-def kv_range_of(ranges: Tensor) -> Tensor:
-    """(batch, 2), contiguous: a view of what `mask` made; a copy where it was moved to another device on the way."""
-    return ranges[:, 0, 0].contiguous()
-
-
-def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a key is seen, the least number where it is not: a query that sees none sees all alike, as if eager."""
-    return torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
-
-
-def in_full(
-    queries: int, keys: int, used: int, window: tuple[int | None, int | None], kv_range: Tensor | None, device: Any
-) -> Tensor:
-    """(batch, 1, queries, keys): which keys each query sees, for those who take no ranges. The last query stands at the
-    last of the `used` keys; window is counted from there."""
-    i = torch.arange(queries, device=device)[:, None] + (used - queries)
-    j = torch.arange(keys, device=device)
-    seen = (j < used).expand(queries, keys)
-    left, right = window
-    if left is not None:
-        seen = seen & (j >= i - left)
-    if right is not None:
-        seen = seen & (j <= i + right)
-    if kv_range is None:
-        return seen[None, None]
-    start, end = kv_range[:, :, None, None, None].unbind(1)
-    return seen & (j >= start) & (j < end)

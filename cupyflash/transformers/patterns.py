@@ -10,18 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
-
-from ..errors import UnsupportedError
-
-try:
-    from transformers import masking_utils
-except ImportError as error:
-    raise UnsupportedError(
-        "cupyflash.transformers: expected a transformers whose mask functions can be exchanged, 4.57 or newer, got "
-        f"{transformers.__version__}"
-    ) from error
+from transformers import masking_utils
 
 MaskFunction = Callable[..., Any]
 

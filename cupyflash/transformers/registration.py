@@ -1,25 +1,26 @@
 """Makes a name known to transformers, and the models that are asked for it take it.
 
 To transformers each name with "flash" in it is flash-attn's or a kernel's from its hub: models look for its functions,
-and some replace it by a kernel of their choice; masks by chunks are refused. Two functions that transformers keeps to
-itself are wrapped for that, here and nowhere else.
+and some replace it by a kernel of their choice; masks by chunks are refused. Before 4.54 any name will do, and a model
+with attention of its own fails with it. The functions that transformers keeps to itself and that are wrapped for all
+that are wrapped here and nowhere else.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import warnings
 from typing import Any
 
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, PreTrainedModel
 
 from ..errors import ArgumentError
 from ..torch.sdpa import tell
 from . import holes
-from .attention import attention
-from .masks import mask, mask_of_positions
+from .attention import HAS_MASK_FUNCTIONS, attention
 
 NAME = "cupyflash"
 _names: set[str] = set()
@@ -48,33 +49,50 @@ def register(name: str = NAME, *, check_masks: bool = False) -> None:
     """
     if not isinstance(name, str) or not name or name.startswith("paged|"):
         raise ArgumentError(f"name: expected a word, got {name!r}")
-    if name in {"eager", *AttentionInterface._global_mapping} - _names:
+    if name in {"eager", *AttentionInterface()} - _names:
         raise ArgumentError(f'name: expected one that transformers does not use, got "{name}"')
     holes.check_masks(check_masks)
     _wrap_checks()
-    _wrap_masks()
     _names.add(name)
     AttentionInterface.register(name, attention)
+    if HAS_MASK_FUNCTIONS:
+        _register_masks(name)
+
+
+def _register_masks(name: str) -> None:
+    from transformers import AttentionMaskInterface, masking_utils
+
+    from .masks import mask, mask_of_positions
+
+    _wrap_masks(masking_utils)
     by_positions = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
     AttentionMaskInterface.register(name, mask_of_positions if by_positions else mask)
 
 
 _IS_FLASH = "is_flash_attention_requested"
 _CHECK = "_check_and_adjust_attn_implementation"
+_OLD_CHECK = "_autoset_attn_implementation"  # before 4.54
 _ORIGINAL = "_without_cupyflash"  # an attribute of what wraps: what was there before
 
 
 def _wrap_checks() -> None:
-    """Models take the name as it is: they neither look for flash-attn's functions nor put another kernel there."""
-    own = getattr(PreTrainedModel, _CHECK, None)
-    if own is None:
+    if hasattr(PreTrainedModel, _CHECK):
+        _wrap_check()
+    elif hasattr(PreTrainedModel, _OLD_CHECK):
+        _wrap_old_check()
+    else:
         warnings.warn(
             f'transformers {transformers.__version__} has no {_CHECK}: should models refuse a name with "flash" in it, '
             'call cupyflash.transformers.register("cupy_fa") and use that name',
             UserWarning,
             stacklevel=3,
         )
-    if own is None or hasattr(own, _ORIGINAL):
+
+
+def _wrap_check() -> None:
+    """Models take the name as it is: they neither look for flash-attn's functions nor put another kernel there."""
+    own = getattr(PreTrainedModel, _CHECK)
+    if hasattr(own, _ORIGINAL):
         return
 
     @functools.wraps(own)
@@ -82,7 +100,6 @@ def _wrap_checks() -> None:
         if attn_implementation not in _names:
             return own(self, attn_implementation, *args, **kwargs)
         if not _asks_for_functions(type(self)):
-            tell("cupyflash.transformers", f"{type(self).__name__} has attention of its own, which cannot be exchanged")
             return own(self, None, *args, **kwargs)
         return attn_implementation
 
@@ -90,7 +107,23 @@ def _wrap_checks() -> None:
     setattr(PreTrainedModel, _CHECK, check)
 
 
-def _wrap_masks() -> None:
+def _wrap_old_check() -> None:
+    """Models with attention of their own, which would look for a class by the name, are given their default."""
+    own = getattr(PreTrainedModel, _OLD_CHECK)
+    if hasattr(own, _ORIGINAL):
+        return
+
+    @functools.wraps(own)
+    def check(cls: type[Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+        if config._attn_implementation in _names and not _asks_for_functions(cls):
+            config._attn_implementation = None
+        return own.__func__(cls, config, *args, **kwargs)
+
+    setattr(check, _ORIGINAL, own)
+    setattr(PreTrainedModel, _OLD_CHECK, classmethod(check))
+
+
+def _wrap_masks(masking_utils: Any) -> None:
     """Masks by chunks (Llama 4) are made: they are added to the scores."""
     own = getattr(masking_utils, _IS_FLASH, None)
     if own is None or hasattr(own, _ORIGINAL):
@@ -105,6 +138,10 @@ def _wrap_masks() -> None:
 
 
 def _asks_for_functions(model: type[Any]) -> bool:
-    """Whether a model calls the function that is registered; one that does not (MPT) has a class for each name."""
+    """Whether a model calls the function that is registered; of one that does not (MPT), which has a class for each
+    name, this is told."""
     ask = getattr(model, "_can_set_attn_implementation", None)
-    return ask is None or bool(ask())
+    found = bool(ask()) if ask else hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS")
+    if not found:
+        tell("cupyflash.transformers", f"{model.__name__} has attention of its own, which cannot be exchanged")
+    return found

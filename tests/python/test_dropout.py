@@ -290,20 +290,26 @@ def test_torch_compile(rng: np.random.Generator) -> None:
 
 @pytest.mark.needs("torch")
 def test_torch_vmap(rng: np.random.Generator) -> None:
-    """What vmap makes one batch of drops as that batch does; a seed of each index is its own."""
+    """Each index is the call that it would be by itself, whether it has a seed of its own or shares one."""
     import torch
 
-    x = torch.tensor(rng.standard_normal((3, 4, 2, 21, 2, 16)))[:3].unbind(0)
-    q, k, v = (t[:3] for t in x)
-    found = torch.vmap(lambda q, k, v: cupyflash.attention(q, k, v, dropout_p=0.3, dropout_seed=5))(q, k, v)
-    want = cupyflash.attention(*(t.flatten(0, 1) for t in (q, k, v)), dropout_p=0.3, dropout_seed=5)
-    torch.testing.assert_close(found.flatten(0, 1), want)
-    seeds = torch.arange(3)
-    found = torch.vmap(lambda q, k, v, s: cupyflash.attention(q, k, v, dropout_p=0.3, dropout_seed=s[None]))(
-        q, k, v, seeds
-    )
-    for i in range(3):
-        torch.testing.assert_close(found[i], cupyflash.attention(q[i], k[i], v[i], dropout_p=0.3, dropout_seed=i))
+    x = list(torch.tensor(rng.standard_normal((3, 3, 2, 21, 2, 16))))
+
+    def attend(q: Any, k: Any, v: Any, seed: Any) -> Any:
+        return cupyflash.attention(q, k, v, dropout_p=0.3, dropout_seed=seed)
+
+    def gradient(*given: Any) -> Any:
+        return torch.func.grad(lambda *x: attend(*x).square().sum())(*given)
+
+    for seeds, dim in ((torch.arange(3)[:, None], 0), (torch.tensor([[5]] * 3), 0), (torch.tensor([5]), None)):
+        for f in (attend, gradient):
+            found = torch.vmap(f, (0, 0, 0, dim))(*x, seeds)
+            want = [f(*(t[i] for t in x), seeds if dim is None else seeds[i]) for i in range(3)]
+            torch.testing.assert_close(found, torch.stack(want))
+    q = x[0][:1].expand(2, -1, -1, -1, -1)
+    for randomness, same in (("same", True), ("different", False)):
+        drawn = torch.vmap(lambda q: cupyflash.attention(q, q, q, dropout_p=0.3), randomness=randomness)(q)
+        assert drawn[0].equal(drawn[1]) is same
 
 
 # ---- JAX ----

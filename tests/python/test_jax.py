@@ -413,6 +413,46 @@ print("DONE")
 """
 
 
+# Fewer key heads than devices along the heads: k and v are whole on each device, which takes the key head of its query
+# heads, and the gradient of a key head is the sum of the devices'. Where that does not come out even, it is no error.
+FEW_KEY_HEADS = """
+import sys
+sys.path.insert(0, {tests!r})
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from python.test_jax import agree, mesh_is_set, squared
+import cupyflash
+from cupyflash.jax import call
+def f(q, k, v, sink):
+    return cupyflash.attention(q, k, v, sink=sink, causal=True, layout=layout)
+seen = []
+run = call.run.forward
+call.run.forward = lambda library, arrays, *more: (seen.append(arrays["q"].shape), run(library, arrays, *more))[1]
+keys = jax.random.split(jax.random.key(0), 3)
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(kind,))
+    for heads_q, heads_k, layout in ((4, 1, "bshd"), (4, 1, "bhsd"), (4, 2, "bshd"), (8, 2, "bhsd"), (12, 3, "bshd")):
+        sink = jax.random.normal(keys[0], (heads_q,))
+        shapes = (2, 21, heads_q, 16), (2, 29, heads_k, 16), (2, 29, heads_k, 16)
+        three = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes)]
+        three = three if layout == "bshd" else [x.swapaxes(1, 2) for x in three]
+        grads = jax.value_and_grad(squared(f), (0, 1, 2, 3))
+        want = jax.block_until_ready(grads(*three, sink))
+        by_heads = P(None, None, "model") if layout == "bshd" else P(None, "model")
+        places = [NamedSharding(mesh, spec) for spec in (by_heads, P(), P(), P("model"))]
+        given = [jax.device_put(x, place) for x, place in zip((*three, sink), places)]
+        with mesh_is_set(mesh):
+            compiled = jax.jit(grads).lower(*given).compile()
+            seen.clear()
+            agree(compiled(*given), want)
+        if heads_k < 3:
+            own = heads_q // 4
+            assert "all-gather" not in compiled.as_text()
+            assert set(seen) == {{(2, 21, own, 16) if layout == "bshd" else (2, own, 21, 16)}}, seen
+print("DONE")
+"""
+
+
 # Inside set_mesh types say how arrays lie along explicit axes, and JAX checks those of gradients.
 EXPLICIT = """
 import sys
@@ -524,6 +564,10 @@ def test_each_device_computes_its_part() -> None:
     run_on_four_devices(SHARDED)
 
 
+def test_fewer_key_heads_than_devices() -> None:
+    run_on_four_devices(FEW_KEY_HEADS)
+
+
 @pytest.mark.needs("jax>=0.8")  # versions are compared by two numbers, and set_mesh came with 0.7.1
 def test_axes_that_types_tell() -> None:
     run_on_four_devices(EXPLICIT)
@@ -585,6 +629,22 @@ def test_dot_product_attention_has_the_arguments_of_jax(three: list[Any]) -> Non
         agree(dot_product_attention(*three, implementation=implementation), dot_product_attention(*three))
     with pytest.raises(ArgumentError, match='implementation: expected None, "xla" or "cudnn", got "triton"'):
         dot_product_attention(*three, implementation="triton")
+
+
+def test_dot_product_attention_takes_arrays_of_numpy(rng: np.random.Generator) -> None:
+    """As jax.nn's does: masks and lengths are often made by NumPy."""
+    import jax
+
+    from cupyflash.jax import dot_product_attention as ours
+
+    q, k, v = (rng.standard_normal((2, 20, 2, 16), dtype=np.float32) for _ in range(3))
+    given = {"bias": rng.standard_normal((1, 2, 20, 20)), "mask": np.tri(20, dtype=bool)[None, None]}
+    lengths = {"query_seq_lengths": np.array([20, 20]), "key_value_seq_lengths": np.array([20, 13])}
+    for f in (lambda f: lambda q: f(q, k, v), lambda f: lambda q: f(q, k, v, **given, **lengths)):
+        for x in (q, jax.numpy.asarray(q)):
+            want = jax.nn.dot_product_attention
+            agree(f(ours)(x), f(want)(x))
+            agree(jax.jit(f(ours))(x), f(want)(x))
 
 
 def test_dot_product_attention_without_a_batch_and_with_lse(rng: np.random.Generator) -> None:

@@ -68,7 +68,8 @@ def test_masks_as_flax_makes_them(kind: str, x: Any) -> None:
     tokens = jnp.ones((BATCH, LENGTH))
     causal = linen.make_causal_mask(tokens)
     valid = tokens.at[0, 17:].set(0)
-    for mask in (causal, linen.combine_masks(causal, linen.make_attention_mask(tokens, valid)), causal.astype(bool)):
+    combined = linen.combine_masks(causal, linen.make_attention_mask(tokens, valid))
+    for mask in (causal, combined, causal.astype(bool), np.asarray(combined)):
         agree(ours(x, mask=mask), theirs(x, mask=mask))
 
 

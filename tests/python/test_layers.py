@@ -70,7 +70,7 @@ PYTHON_ORDER = {
     "variant spec",
     "torch": "flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops arguments masks "
     "vetting followed",
-    "transformers": "registration attention fallback masks holes packing patterns call",
+    "transformers": "registration attention fallback masks holes packing patterns ranges call",
 }
 # Modules that are kept to some.
 PYTHON_PRIVATE = {

@@ -310,7 +310,12 @@ def test_libraries_are_not_mixed(others: str, argument: str, named: Named) -> No
     convert = torch.from_numpy if others == "torch" else Producer
     made = {n: x if n == argument else convert(x) for n, x in named.items()}
     wrong = "k" if argument == "q" else argument
-    with pytest.raises(ArgumentError, match=rf"^{wrong}: expected an array of \w+ like q, got one of "):
+    fix = {
+        "numpy": rf"numpy\.asarray\({wrong}\)",
+        "torch": rf"torch\.as_tensor\({wrong}, device=q\.device\)",
+        "dlpack": "arrays of one library",
+    }["numpy" if argument == "q" else others]
+    with pytest.raises(ArgumentError, match=rf"^{wrong}: expected an array of \w+ like q, got one of \w+; give {fix}$"):
         cupyflash.attention_backward(**made)
 
 

@@ -383,3 +383,18 @@ for FACTOR in (0.5, 0.5, 3.0):
 def test_programs_take_functions_without_a_warning() -> None:
     """By itself: torch.compile looks through all modules that there are, and not all bear it."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
+def test_programs_that_are_to_be_whole_take_expressions_alone(name: str) -> None:
+    import torch
+
+    import cupyflash
+
+    def call(x: Any) -> Any:
+        return cupyflash.attention(x, x, x, **{name: lambda *places: places[-1] < 3})
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=f"{name}: expected an expression, as text, inside torch.compile"):
+        compiled(torch.randn(1, 9, 2, 8))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from cupyflash.arrays import torch_private
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("torch._dynamo")  # which would be imported, in part, while names are missing
-from cupyflash.torch import followed  # noqa: E402
+from cupyflash.torch import followed, recorded  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 NAMES = "_get_tracing_state", "DisableTorchFunctionSubclass"
@@ -37,6 +40,8 @@ def test_each_name_is_one_of_torchs() -> None:
         assert hasattr(torch, name), name
     for name in ("TensorGuards", "_empty_strided_cpu", "_empty_strided_cuda"):  # test_last, test_torch_made
         assert hasattr(torch._C._dynamo.guards, name), name
+    for name in ("_SingleLevelFunction", "Function"):
+        assert hasattr(torch.autograd.function, name), name
     assert hasattr(torch.library.Library, "_destroy")
     assert hasattr(torch.autograd.forward_ad, "_current_level")
 
@@ -119,6 +124,34 @@ def test_without_levels_of_transforms(verb: str, monkeypatch: pytest.MonkeyPatch
     want = torch.autograd.grad(under_a_mode(x).sum(), x)[0]
     monkeypatch.delattr(torch._C._functorch, f"{verb}_single_level_autograd_function_allowed")
     assert torch.equal(torch.autograd.grad(under_a_mode(x).sum(), x)[0], want)
+
+
+def test_levels_of_transforms_are_recorded_by_what_torch_lets_do_so() -> None:
+    """torch 2.14 refuses any other Function inside torch.func."""
+    for function in (recorded._AttentionByOperator, recorded._GradientsByOperator):
+        assert issubclass(function, torch.autograd.function._SingleLevelFunction)
+
+
+WITHOUT_SINGLE_LEVELS = """
+import torch, torch._dynamo, torch._functorch.autograd_function
+from torch.utils.flop_counter import FlopCounterMode
+base = torch.autograd.function._SingleLevelFunction
+del torch.autograd.function._SingleLevelFunction
+import cupyflash, cupyflash.torch
+torch.autograd.function._SingleLevelFunction = base
+assert issubclass(cupyflash.torch.autograd.apply_by_operator.__self__, torch.autograd.Function)
+x = torch.randn(1, 9, 2, 8, requires_grad=True)
+want, = torch.autograd.grad(cupyflash.attention(x, x, x).sum(), x)
+with FlopCounterMode(display=False):
+    got, = torch.autograd.grad(cupyflash.attention(x, x, x).sum(), x)
+assert torch.equal(got, want)
+"""
+
+
+def test_without_functions_of_one_level() -> None:
+    """As when torch had no other than autograd.Function."""
+    environment = os.environ | {"CUPYFLASH_BACKEND": "cpu"}
+    subprocess.run([sys.executable, "-c", WITHOUT_SINGLE_LEVELS], check=True, env=environment)
 
 
 @pytest.mark.usefixtures("without")

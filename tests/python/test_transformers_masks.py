@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import masking_utils  # noqa: E402
 import cupyflash.transformers  # noqa: E402
 from cupyflash import ArgumentError, UnsupportedError  # noqa: E402
 from cupyflash.torch import sdpa  # noqa: E402
-from cupyflash.transformers import holes, masks, packing, registration  # noqa: E402
+from cupyflash.transformers import attention, fallback, holes, masks, packing, ranges, registration  # noqa: E402
 from cupyflash.transformers.patterns import FULL, Pattern, pattern_of  # noqa: E402
 from tests import transformers_models as models  # noqa: E402
 
@@ -80,13 +81,13 @@ def test_the_names_of_transformers_that_are_read() -> None:
 def whole(mask: Any, kind: str, queries: int, keys: int) -> Any:
     """(batch, 1, queries, keys): what attention makes of a mask of this kind."""
     window: tuple[int | None, int | None] = (None, None)
-    causal = True if mask is None else masks.is_causal(mask)
+    causal = True if mask is None else ranges.is_causal(mask)
     if queries > 1 or mask is None:
         causal = causal and kind in ("causal", "window")
         window = {"window": (3, 0), "window to both sides": (4, 4)}.get(kind, (None, 0 if causal else None))
     used = keys if mask is None or queries == 1 else mask.shape[2]
-    kv_range = None if mask is None else masks.kv_range_of(mask)
-    return masks.in_full(queries, keys, used, window, kv_range, "cpu")
+    kv_range = None if mask is None else ranges.kv_range_of(mask)
+    return ranges.in_full(queries, keys, used, window, kv_range, "cpu")
 
 
 PLACES = [  # queries, their offset, keys, the keys' offset
@@ -146,7 +147,7 @@ def test_every_padding_mask() -> None:
         if sum(a < b for a, b in itertools.pairwise((False, *row))) > 1:
             assert mask.dtype is torch.float32
         else:
-            start, end = masks.kv_range_of(mask)[0].tolist()
+            start, end = ranges.kv_range_of(mask)[0].tolist()
             assert [start <= i < end for i in range(6)] == list(row)
 
 
@@ -155,9 +156,9 @@ def test_a_range_mask_is_a_view() -> None:
     mask = masks.mask(2, 4096, 4096, attention_mask=torch.ones(2, 4096, dtype=torch.bool))
     assert mask is not None
     assert (mask.dim(), mask.untyped_storage().nbytes()) == (4, 16)
-    assert masks.kv_range_of(mask).data_ptr() == mask.data_ptr()
+    assert ranges.kv_range_of(mask).data_ptr() == mask.data_ptr()
     moved = mask.clone(memory_format=torch.contiguous_format)
-    assert torch.equal(masks.kv_range_of(moved), masks.kv_range_of(mask))
+    assert torch.equal(ranges.kv_range_of(moved), ranges.kv_range_of(mask))
 
 
 # ---- Verdicts that come later ----
@@ -241,3 +242,85 @@ def test_a_transformers_without_the_check(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(transformers.PreTrainedModel, registration._CHECK)
     with pytest.warns(UserWarning, match='register\\("cupy_fa"\\)'):
         cupyflash.transformers.register()
+
+
+# ---- Before 4.53: models make their masks themselves ----
+
+
+@pytest.fixture
+def _without_mask_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attention, registration):
+        monkeypatch.setattr(module, "HAS_MASK_FUNCTIONS", False)
+
+
+def attended(module: Any, mask: Any, **more: Any) -> Any:
+    q, k, v = torch.randn(3, 2, 2, 7, 16, generator=torch.Generator().manual_seed(0))
+    return attention.attention(module, q, k, v, mask, scaling=0.3, **more)[0]
+
+
+def wanted(seen: Any) -> Any:
+    q, k, v = torch.randn(3, 2, 2, 7, 16, generator=torch.Generator().manual_seed(0))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=0.3).transpose(1, 2)
+
+
+LOWER = torch.ones(7, 7, dtype=torch.bool).tril()
+PADDED = torch.tensor([[1] * 7, [1] * 5 + [0] * 2]).bool()[:, None, None]
+
+
+@pytest.mark.usefixtures("_without_mask_functions")
+@pytest.mark.parametrize(
+    ("module", "is_causal", "mask", "seen"),
+    [
+        ({"is_causal": True}, None, torch.nn.functional.pad(LOWER & PADDED, (0, 1)), LOWER & PADDED),
+        ({"is_causal": True, "is_cross_attention": False}, False, PADDED, LOWER & PADDED),
+        ({"is_causal": True, "is_cross_attention": True}, False, PADDED, PADDED),
+        ({"is_causal": False}, None, PADDED, PADDED),
+    ],
+    ids=["longer than the keys", "of padding alone", "across", "of an encoder"],
+)
+@pytest.mark.parametrize("backend", ["cpu", "auto"])  # ours, transformers'
+def test_masks_that_models_make(
+    module: Any, is_causal: bool | None, mask: Any, seen: Any, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUPYFLASH_BACKEND", backend)
+    monkeypatch.setattr(fallback, "tell", lambda *told: None)
+    bias = ranges.as_bias(mask, torch.float32)
+    found = attended(SimpleNamespace(**module), bias, is_causal=is_causal)
+    torch.testing.assert_close(found, wanted(seen), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_without_mask_functions")
+def test_packed_sequences_beside_a_mask_of_the_model() -> None:
+    cu = torch.tensor([0, 3, 7])
+    q, k, v = torch.randn(3, 1, 2, 7, 16, generator=torch.Generator().manual_seed(0))
+    mask = ranges.as_bias(LOWER[None, None], torch.float32)
+    given = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "scaling": 0.3}
+    found, _ = attention.attention(SimpleNamespace(is_causal=True), q, k, v, mask, **given)
+    number = (torch.arange(7) >= 3)[:, None]
+    seen = LOWER & (number == number.T)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, scale=0.3).transpose(1, 2)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_without_mask_functions")
+def test_models_with_attention_of_their_own_before_there_was_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the name of a class follows from that of the implementation."""
+
+    class Old:
+        @classmethod
+        def _autoset_attn_implementation(cls, config: Any, torch_dtype: Any = None) -> Any:
+            config._attn_implementation = config._attn_implementation or "sdpa"
+            return config
+
+    from transformers.models.llama import modeling_llama
+
+    monkeypatch.setattr(registration, "PreTrainedModel", Old)
+    own = type("OwnModel", (Old,), {"__module__": __name__})
+    shared = type("SharedModel", (Old,), {"__module__": modeling_llama.__name__})
+    for _ in range(2):
+        cupyflash.transformers.register()
+    config = SimpleNamespace(_attn_implementation="cupyflash")
+    assert shared._autoset_attn_implementation(config, torch_dtype=None)._attn_implementation == "cupyflash"
+    with pytest.warns(UserWarning, match="OwnModel has attention of its own"):
+        assert own._autoset_attn_implementation(config)._attn_implementation == "sdpa"
+    assert not hasattr(Old._autoset_attn_implementation.__func__._without_cupyflash, "_without_cupyflash")
