@@ -46,6 +46,7 @@ def test_a_mask_agrees_with_the_same_booleans(head_dim: int, family: str, monkey
         torch.testing.assert_close(a.float(), b.transpose(1, 2), atol=4e-2, rtol=4e-2)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of torch itself, as it compiles
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("head_dim", "size"), [(64, 128), (128, (64, 256)), (256, 96)])
