@@ -18,6 +18,7 @@ from cupyflash import ArgumentError, PagedCache, UnsupportedError, attention, at
 from cupyflash.check.cache_case import CacheCase, problem_of
 from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
+from cupyflash.plan.splits import key_splits
 from tests.gpu.test_gpu import poison
 from tests.gpu_arrays import captured, nothing_waits, on_gpu, to_numpy
 from tests.random_cache import cache_cases
@@ -352,6 +353,53 @@ def test_many_queries_by_table(family: str, d: int, how: str, lies: str) -> None
     assert torch.equal(lse.isneginf(), expected_lse.isneginf())
     seen = ~lse.isneginf()
     assert float((lse - expected_lse)[seen].abs().max()) < 2e-2
+
+
+@pytest.mark.parametrize("lies", ["contiguous", "pages of 16", "mixed pages of 64"])
+@pytest.mark.parametrize("how", ["causal", "full", "softcap", "append"])
+@pytest.mark.parametrize("d", [64, 72, 128, 256])
+def test_keys_in_parts(family: str, d: int, how: str, lies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few queries that the plan divides the keys: as good as one split of the other way; a captured call finds other
+    lengths, of which some leave parts without keys, and rows without any."""
+    import torch
+
+    torch.manual_seed(d)
+    like = {"device": "cuda", "dtype": torch.bfloat16}
+    room, page = 12288, int(lies.split()[-1]) if "pages" in lies else 0
+    queries = [1, 260, 3] if "mixed" in lies else [260]
+    n = len(queries)
+    pools = [torch.randn(*((n * room // page + 3, page) if page else (n, room)), 4, d, **like) for _ in "kv"]
+    x: dict[str, Any] = {"q": torch.randn(*((sum(queries),) if "mixed" in lies else (1, 260)), 32, d, **like)}
+    x["cache_seqlens"] = torch.tensor([500, 11000, 70][:n] if n > 1 else [11000], device="cuda", dtype=torch.int32)
+    if page:
+        pages = torch.randperm(len(pools[0]), device="cuda", dtype=torch.int32)
+        x["block_table"] = pages[: n * room // page].reshape(n, -1)
+    if "mixed" in lies:
+        x["cu_seqlens_q"] = torch.tensor([0, *queries], device="cuda").cumsum(0).to(torch.int32)
+    if how == "append":
+        x |= {name: torch.randn(*x["q"].shape[:-2], 4, d, **like) for name in "kv"}
+    x |= {"causal": how != "full", "softcap": 5.0 if how == "softcap" else None, "return_lse": True}
+
+    def call(num_splits: int | None) -> Any:
+        return cupyflash.attention_with_cache(**x, k_cache=pools[0], v_cache=pools[1], num_splits=num_splits)
+
+    def agree(found: Any, expected: Any) -> None:
+        (out, lse), (other, other_lse) = found, expected
+        assert float((out.float() - other.float()).norm() / other.float().norm()) < 1e-2
+        assert torch.equal(lse.isneginf(), other_lse.isneginf())
+        seen = ~lse.isneginf()
+        assert float((lse - other_lse)[seen].abs().max()) < 2e-2
+
+    planned = list[int]()
+    spy = lambda *asked: planned.append(key_splits(*asked)) or planned[-1]  # noqa: E731
+    monkeypatch.setattr("cupyflash.plan.splits.key_splits", spy)
+    agree(call(None), call(1))
+    assert min(planned) > 1
+    graph, found = captured(lambda: call(None))
+    for length in (0, 100, 1100, 12000):
+        x["cache_seqlens"].fill_(length)
+        graph.replay()
+        agree(found, call(1))
 
 
 def test_many_queries_by_table_in_a_graph() -> None:
