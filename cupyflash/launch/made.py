@@ -17,16 +17,17 @@ def make(
     A call that is kept gets its `forms`, from which the next one makes them at less cost.
 
     Args:
-        into: arrays that it writes in place of new ones.
+        into: results that it writes in place of new ones.
     """
-    if into is not None:
-        pointers += library.pointers(into)
-        return into
     in_one = library.allocates and call.room
     kinds = (*call.shaped, ((call.room,), "fp32")) if in_one else call.made
-    if call.forms is None and not call.passing:
-        call.forms = library.forms(call.likes, kinds, arrays)
-    made: list[Any] = library.make(call.likes, kinds, arrays)
+    made: list[Any]
+    if into is None:
+        if call.forms is None and not call.passing:
+            call.forms = library.forms(call.likes, kinds, arrays)
+        made = library.make(call.likes, kinds, arrays)
+    else:
+        made = [*into, *library.make((), kinds[len(call.shaped) :], arrays)]
     pointers += library.pointers(made)
     if in_one:
         start = pointers.pop()

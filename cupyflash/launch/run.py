@@ -65,7 +65,7 @@ def forward(
 
     Args:
         arrays: q, k, v and what features bring, by the names of the table of arrays.
-        into: the arrays on a GPU that it writes, as it would make them; None: new ones.
+        into: the results on a GPU that it writes, as it would make them; None: new ones.
     """
     _, found = _run(FORWARD, library, arrays, options, WITH_LSE if want_lse else (), into)
     return found[0], found[1] if want_lse else None

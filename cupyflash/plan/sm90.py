@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
 from ..operand import MASK_TILE
-from ..problem import KEY_BLOCK
+from ..problem import KEY_BLOCK, MAX_SEQLEN
 from .family import Family
 from .kernels import PAGE_UNIT, Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
 from .learned import learned
 from .lists import lists_before
 from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
-from .spec import CHUNKS, Spec
+from .spec import CHUNKS, NARROW, Spec
 from .splits import forward_kernels
 from .tiles_sm90 import (
     HopperBackwardTile,
@@ -99,10 +99,9 @@ _BIAS_GRADIENT: tuple[tuple[int, HopperBiasTile], ...] = (
 
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
 _SECTION_BYTES = 4 << 20, 16 << 20
-# Up to how many keys it pays that dQ's accumulator need not be cleared (docs/performance.md): with a mask; and without
-# one, as dq_visits.cuh has it. There the key blocks of a head wait for each other, 8 at most since each has 128 keys:
-# all run at the same time, even if they share a GPU of so many multiprocessors with others.
-_FIRST_STORES_LIMIT = 4096
+# Up to how many keys it pays that dQ's accumulator need not be cleared (docs/performance.md): with a mask, of those that
+# queries may see; without one, as dq_visits.cuh has it. There the key blocks of a head wait for each other, 8 at most since
+# each has 128 keys: all run at the same time, even if they share a GPU of so many multiprocessors with others.
 _TURNED_LIMIT, _TURNED_SM_COUNT = 1024, 64
 
 
@@ -243,7 +242,7 @@ class Sm90(Family):
 
     def first_stores_limit(self, spec: Spec, device: Device) -> int:
         if spec.masked:
-            return _FIRST_STORES_LIMIT
+            return MAX_SEQLEN if spec.narrow else NARROW
         return -1 if spec.packed or device.sm_count < _TURNED_SM_COUNT else _TURNED_LIMIT
 
 

@@ -8,6 +8,7 @@ from ..operands import BACKWARD
 from ..problem import Problem
 
 LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
+NARROW = 4096  # keys
 # The gradients that a backward makes if asked to, but for those of mods: each that a feature brings is a field below.
 LEARNED = tuple(f"d{BACKWARD.rows[name].feature}" for name in BACKWARD.learned)
 PAIRS, CHUNKS = 1, 2  # how neighbouring keys of a bias lie (launch/alignment.py)
@@ -21,6 +22,7 @@ class Spec(NamedTuple):
     Attributes:
         causal, window: the mask is the causal one, is another one; neither where there is none. With ranges of
             keys it is a window.
+        narrow: by its window no query sees more than `NARROW` keys.
         scale_first: scores are scaled before their maximum is taken.
         softcap: by value, since prepared params hold it.
         packed: sequences lie one behind the other.
@@ -85,6 +87,7 @@ class Spec(NamedTuple):
     pages: int = 0
     whole_pages: bool = False
     split_keys: bool = False
+    narrow: bool = False
 
     @classmethod
     def of(
@@ -139,6 +142,7 @@ class Spec(NamedTuple):
             page_size=problem.page_size,
             pages=problem.pages,
             whole_pages=problem.whole_pages,
+            narrow=None not in problem.window and sum(problem.window) < NARROW,  # type: ignore[arg-type]
             **asked,
         )
 

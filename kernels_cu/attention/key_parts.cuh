@@ -18,6 +18,12 @@ __device__ __forceinline__ int part_number(const Params &p, int number) {
     if constexpr (V::kSplitKeys) return number % p.key_splits;
     else return 0;
 }
+// That of a block with a tile of its own, worked out again.
+template <class V, class Params>
+__device__ __forceinline__ int part_again(const Params &p) {
+    if constexpr (V::kSplitKeys) return part_number<V>(aside(p), ptx::opaque(ptx::block_index()));
+    else return 0;
+}
 
 // A sequence with the keys that a tile of it visits: those of its part. Parts begin at whole blocks of keys.
 template <class V, class Params>

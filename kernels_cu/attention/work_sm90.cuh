@@ -138,22 +138,33 @@ struct ListOf<V, true> {
     __device__ int key_block(int j) const { return at(j).block(); }
 };
 
+// Which part of the keys a tile visits; here there is one.
+template <bool kSplitKeys>
+struct PartOf {
+    static constexpr int part = 0;
+    __device__ PartOf(int) {}
+};
+template <>
+struct PartOf<true> {
+    int part;
+    __device__ PartOf(int part) : part(part) {}
+};
+
 // A tile of kBlockM queries, and which key blocks [first, end) its rows see. An empty range is widened to one block, in which
 // the mask then hides everything. With a block mask these are numbers in the tile's list.
 template <class V>
-struct QueryWork : ListOf<V> {
+struct QueryWork : ListOf<V>, PartOf<V::kSplitKeys> {
     int block, head;  // block: along the sequence; -1: there are no more tiles
     SequenceOf<V> sequence;
     int q0, first, end;
-    int part;  // of the sequence's keys
 
     template <class Params>
     __device__ QueryWork(const Tile<V::kPacked> &tile, const Params &p)
-        : block(tile.block),
+        : PartOf<V::kSplitKeys>(part_number<V>(p, tile.head)),
+          block(tile.block),
           head(tile_number<V>(p, tile.head)),
-          sequence(with_part<V>(tile.sequence, p, part_number<V>(p, tile.head))),
-          q0(block * V::kBlockM),
-          part(part_number<V>(p, tile.head)) {
+          sequence(with_part<V>(tile.sequence, p, this->part)),
+          q0(block * V::kBlockM) {
         if constexpr (V::kBlockMask) {
             first = 0, end = 1;
             if (exists()) this->list = key_list<V>(p, sequence, head, block), end = max(1, this->list[0]);

@@ -74,9 +74,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
     const Mask<V> mask(with_part<V>(sequence, p, part), problem);
     const auto mask_of = [&](const auto &its) -> decltype(auto) {
-        if constexpr (kSplitD > 1)
-            return Mask<V>(with_part<V>(its, aside(p), part_number<V>(aside(p), ptx::opaque(ptx::block_index()))),
-                           aside(p).problem);
+        if constexpr (kSplitD > 1) return Mask<V>(with_part<V>(its, aside(p), part_again<V>(p)), aside(p).problem);
         else return (mask);
     };
     const Score<V> score(problem);
@@ -182,7 +180,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     });
     softmax.multiply_rows(O, inverse);
     Dropout<V>::scale(p, O);
-    const int of_part = part_number<V>(aside(p), ptx::opaque(ptx::block_index()));
+    const int of_part = part_again<V>(p);
     const long long lse_row = lse_row_of<V>(p, here.sequence, here.head, of_part);
     #pragma unroll
     for (int r = 0; r < Softmax::kRowsPerLane; ++r) {

@@ -336,13 +336,17 @@ def test_calls_kept_stay_few(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, 16, -1),  # blocks that wait for each other might not all run
         ({"window": (None, 0)}, 16, 4096),
         ({"window": (None, 0), "deterministic": True}, 16, 4096),
+        ({"window": (2047, 2048)}, 132, 1 << 20),  # of which no query sees more than 4096
+        ({"window": (5, 7), "packed": True}, 132, 1 << 20),
+        ({"window": (2048, 2048)}, 132, 4096),
+        ({"window": (5, None)}, 132, 4096),
         ({"packed": True}, 132, -1),
     ],
     ids=str,
 )
 def test_up_to_how_many_keys_dq_is_not_cleared(options: dict[str, Any], sm_count: int, limit: int) -> None:
     gpu = replace(Device.synthetic("sm_90"), sm_count=sm_count)
-    for seqlen in (1, 1024, 1025, 2048, 2049, 4096, 4097):
+    for seqlen in (1, 1024, 1025, 2048, 2049, 4096, 4097, 1 << 20):
         problem = Problem("bf16", 1, seqlen, seqlen, 2, 2, 64, scale=1.0, **{"window": (None, None)} | options)
         numbers = plan.kernels_of(Spec.of(problem, backward=True), gpu).numbers(Extents.of(problem))
         assert numbers.first_stores == (seqlen <= limit)

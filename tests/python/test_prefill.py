@@ -127,19 +127,23 @@ def test_into_how_many_parts_keys_are_divided() -> None:
 
 
 @pytest.mark.needs("torch")
-def test_what_the_kernels_of_parts_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_the_kernels_of_parts_are_told(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     gpu = pretended_gpu.pretend(monkeypatch, "sm_90")
     like = {"dtype": torch.bfloat16}
     x = {"q": torch.zeros(1, 256, 32, 64, **like), "cache_seqlens": torch.tensor([9000], dtype=torch.int32)}
     x |= {name: torch.zeros(1, 9000, 8, 64, **like) for name in ("k_cache", "v_cache")}
+    if packed:
+        x |= {"q": x["q"][0], "cu_seqlens_q": torch.tensor([0, 256], dtype=torch.int32)}
     for _ in range(2):
-        attention_with_cache(**x, causal=True)
-        of_parts, behind = gpu.launched
+        out, lse = attention_with_cache(**x, causal=True, return_lse=True)
+        assert (out.shape, lse.shape[-1]) == (x["q"].shape, 256)
+        of_parts, behind = gpu.launched[-2:]  # packed, attention over a cache comes first
         assert ("split_keys" in of_parts.symbol, behind.symbol[:9]) == (True, "fwd_parts")
         kinds = {variant.symbol: variant.params for variant in gpu.loaded}
-        hopper, plain = (np.frombuffer(launched.params, kinds[launched.symbol])[0] for launched in gpu.launched)
+        hopper, plain = (np.frombuffer(launched.params, kinds[launched.symbol])[0] for launched in gpu.launched[-2:])
         for params in (hopper["plain"], plain):
             assert params["key_splits"] == splits_of(head_dim=64, head_dim_v=64, capacity=9000)
             assert params["lse_parts"] != params["o_parts"] != 0 != params["lse_parts"]
