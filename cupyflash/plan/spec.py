@@ -14,6 +14,12 @@ LEARNED = tuple(f"d{BACKWARD.rows[name].feature}" for name in BACKWARD.learned)
 PAIRS, CHUNKS = 1, 2  # how neighbouring keys of a bias lie (launch/alignment.py)
 
 
+def _width(window: Window) -> float:
+    """How many keys a query may see by it."""
+    left, right = window
+    return math.inf if left is None or right is None else left + right + 1
+
+
 class Spec(NamedTuple):
     """What calls that have the same kernels on a device have in common.
 
@@ -22,7 +28,7 @@ class Spec(NamedTuple):
     Attributes:
         causal, window: the mask is the causal one, is another one; neither where there is none. With ranges of
             keys it is a window.
-        narrow: by its window no query sees more than `NARROW` keys.
+        narrow: a backward by whose window no query sees more than `NARROW` keys.
         scale_first: scores are scaled before their maximum is taken.
         softcap: by value, since prepared params hold it.
         packed: sequences lie one behind the other.
@@ -142,7 +148,7 @@ class Spec(NamedTuple):
             page_size=problem.page_size,
             pages=problem.pages,
             whole_pages=problem.whole_pages,
-            narrow=None not in problem.window and sum(problem.window) < NARROW,  # type: ignore[arg-type]
+            narrow=bool(asked.get("backward")) and _width(problem.window) <= NARROW,
             **asked,
         )
 
