@@ -100,8 +100,8 @@ _BIAS_GRADIENT: tuple[tuple[int, HopperBiasTile], ...] = (
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
 _SECTION_BYTES = 4 << 20, 16 << 20
 # Up to how many keys, of those that queries may see, it pays that dQ's accumulator need not be cleared
-# (docs/performance.md): with a mask `NARROW`; without one these, as dq_visits.cuh has it. There key blocks of a head wait
-# for each other, 8 at most since each has 128 keys: all run at the same time, even if they share such a GPU.
+# (docs/performance.md): with a mask `NARROW`; without one these, as dq_visits.cuh has it. There key blocks of a head
+# wait for each other, 8 at most since each has 128 keys: all run at the same time, even if they share such a GPU.
 _TURNED_LIMIT, _TURNED_SM_COUNT = 1024, 64
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from ..operands import BACKWARD
+from ..options import Window
 from ..problem import Problem
 
 LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
