@@ -226,7 +226,10 @@ class Sm80(Family):
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
         if not spec.backward:
             ahead = self.forward_tile(spec, device)
-            return *lists_before(spec, (ahead.block_m, ahead.block_n)), *forward_kernels(spec, Forward, ahead)
+            # With the usual tiles, the kernel of parts spills there.
+            spills = device.is_small and device.capability >= (10, 0) and 80 < spec.head_dim <= 128
+            of_parts = _FORWARD_DROPOUT if spills else ahead
+            return *lists_before(spec, (ahead.block_m, ahead.block_n)), *forward_kernels(spec, Forward, ahead, of_parts)
         tile = self.backward_tile(spec, device)
         lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
         rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m

@@ -46,14 +46,14 @@ class Parts(Main):
     sink: bool = False
 
 
-def forward_kernels(spec: Spec, kind: type[Main], tile: Tile) -> tuple[Variant, ...]:
+def forward_kernels(spec: Spec, kind: type[Main], tile: Tile, tile_of_parts: Tile | None = None) -> tuple[Variant, ...]:
     """A forward's main kernel, of a kind; and over a cache that of parts of the keys and the one behind it. A part is a
     range of keys, so there is none beside `kv_range`, and a sink counts once."""
     main = kind.of(spec, tile)
     if not spec.paged or spec.alibi or spec.kv_range or spec.sink:
         return (main,)
     whole = spec._replace(causal=False, window=True)
-    of_parts = kind.of(whole._replace(kv_range=True, split_keys=True), tile)
+    of_parts = kind.of(whole._replace(kv_range=True, split_keys=True), tile_of_parts or tile)
     return main, of_parts, Parts.of(whole, PartsTile(round_up(spec.head_dim, 64) // 64))
 
 
@@ -86,7 +86,8 @@ def in_parts(kernels: Sequence[Variant], device: Device, extents: Extents, tiles
         tiles: that the first one has room for.
         found: what else is chosen.
     """
-    main, _, behind = kernels
+    whole_keys, main, behind = kernels
+    assert whole_keys.block_m == main.block_m
     batch, rows, keys, heads_q, *_ = extents
     # Nobody here knows how many queries a sequence has, nor how many keys of those that there is room for.
     sequences = max(1, min(batch, rows // LEAST_QUERIES))
