@@ -39,7 +39,7 @@ def check(
     if "bias" in found:
         features["bias"] = Bias.of(found["bias"][0], dtypes["bias"], masked="mask" in found)
     elif "mask" in found:
-        features["bias"] = Bias.of(found["mask"][0], "bool")
+        features["bias"] = Bias.of(found["mask"][0], "bool", strides=found["mask"][1])
     if packed is not None:
         tiles = found["block_tiles"][0] if "block_tiles" in found else None
         features["max_seqlens"] = max_seqlens([found[x][0] for x in ("bias", "mask") if x in found], tiles)

@@ -137,8 +137,9 @@ def _bias_of(given: Given, library: Native, signatures: Sequence[Plain]) -> Bias
     """What the spec must know of a bias, but for how it lies."""
     if not given.added:
         return None
-    shape, _, dtype, _ = signatures[given.added[0]]
-    return Bias.of(shape, library.dtype_name(dtype), masked=len(given.added) > 1)
+    shape, strides, dtype, _ = signatures[given.added[0]]
+    kind = library.dtype_name(dtype)
+    return Bias.of(shape, kind, len(given.added) > 1, strides if kind == "bool" else ())
 
 
 def prepare(
