@@ -112,13 +112,17 @@ TABLE: tuple[Operand | Number, ...] = (
     Number("dropout_inverse", "float", "dropout", "1 / (1 - p) of that p"),
     Operand(
         "block_tiles", ("batch", "heads_q", "q_tiles", "k_tiles"), "int32", single=("batch", "heads_q"),
-        forward=Use(INPUT, optional=True, text=_TILES), backward=Use(INPUT, optional=True, text=_TILES),
-        feature="block_mask",
+        forward=Use(INPUT, optional=True, text=_TILES, made=True), feature="block_mask",
+        backward=Use(INPUT, optional=True, text=_TILES, made=True),
     ),
     Operand(
-        "block_bits", ("any", "tile_words"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="block_mask",
+        "block_bits", ("any", "tile_words"), "int32", forward=Use(INPUT, optional=True, made=True),
+        backward=Use(INPUT, optional=True, made=True), feature="block_mask",
     ),
-    Number("block_mask", "int", "block_mask", "1, 1 more if each sequence has its own mask, 2 more if each head of q"),
+    Number(
+        "block_mask", "int", "block_mask", "1, 1 more if each sequence has its own mask, 2 more if each head of q",
+        planned=True,
+    ),
     Operand(
         "key_lists", ("batch", "heads_q", "m_blocks", "1 + n_blocks"), "int32", feature="block_mask",
         forward=Use(WORKSPACE, optional=True, text=_LISTS), backward=Use(WORKSPACE, optional=True, text=_LISTS),

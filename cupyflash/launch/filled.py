@@ -51,7 +51,7 @@ def fill_problem(params: np.ndarray, which: Pass, problem: Problem, plan: Plan) 
         params["schedule"][name] = number
     for row in which.brought:
         if isinstance(row, Number):
-            params[row.name] = plan.shares if row.planned else getattr(problem, row.name) or 0
+            params[row.name] = getattr(plan if row.planned else problem, row.name) or 0
 
 
 def fill_plain(params: np.ndarray, rows: Mapping[str, Operand], arrays: Arrays, layout: str) -> None:

@@ -40,6 +40,7 @@ class Plan:
     sections: tuple[int, int]
     first_stores: bool = False
     shares: int = 1
+    block_mask: int = 0
 
 
 def check_supported(call: Problem | Spec, device: Device) -> None:
@@ -106,7 +107,7 @@ def plan_of(kernels: Kernels, extents: Extents) -> Plan:
     """
     numbers = kernels.numbers(extents)
     launches = (Launch(v, kernels.grid(v, n), n) for v, n in zip(kernels.variants, numbers.tiles, strict=True))
-    return Plan(tuple(launches), numbers.workspace, *numbers[2:])
+    return Plan(tuple(launches), numbers.workspace, *numbers[2:], kernels.spec.block_mask)
 
 
 def plan_call(problem: Problem, device: Device, **known: Any) -> Plan:
