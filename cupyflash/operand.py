@@ -50,14 +50,12 @@ class Use(NamedTuple):
         box: the rows of the boxes that TMA moves of it, or the variant's field that has them; None: no tensor map.
         optional: its pointer may be null.
         text: what the kernels must know beside its shape.
-        made: of an input, that a kernel may make it where it is not given: it is a workspace then.
     """
 
     role: str
     box: int | str | None = None
     optional: bool = False
     text: str = ""
-    made: bool = False
 
 
 class Box(NamedTuple):

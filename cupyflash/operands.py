@@ -112,12 +112,11 @@ TABLE: tuple[Operand | Number, ...] = (
     Number("dropout_inverse", "float", "dropout", "1 / (1 - p) of that p"),
     Operand(
         "block_tiles", ("batch", "heads_q", "q_tiles", "k_tiles"), "int32", single=("batch", "heads_q"),
-        forward=Use(INPUT, optional=True, text=_TILES, made=True), feature="block_mask",
-        backward=Use(INPUT, optional=True, text=_TILES, made=True),
+        forward=Use(INPUT, optional=True, text=_TILES), backward=Use(INPUT, optional=True, text=_TILES),
+        feature="block_mask",
     ),
     Operand(
-        "block_bits", ("any", "tile_words"), "int32", forward=Use(INPUT, optional=True, made=True),
-        backward=Use(INPUT, optional=True, made=True), feature="block_mask",
+        "block_bits", ("any", "tile_words"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="block_mask",
     ),
     Number(
         "block_mask", "int", "block_mask", "1, 1 more if each sequence has its own mask, 2 more if each head of q",

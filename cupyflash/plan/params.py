@@ -92,9 +92,7 @@ def _pointer(row: Operand, which: Pass) -> Field:
     if row.feature and "null:" not in use.text:
         facts.append("null: not given")
     return Field(
-        row.member,
-        f"{'const ' * (use.role == INPUT and not use.made)}{_ELEMENTS[row.dtype]} *",
-        "; ".join(filter(None, facts)),
+        row.member, f"{'const ' * (use.role == INPUT)}{_ELEMENTS[row.dtype]} *", "; ".join(filter(None, facts))
     )
 
 

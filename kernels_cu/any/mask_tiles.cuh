@@ -9,6 +9,9 @@
 #include "attention/addends.cuh"
 #include "attention/blocks.cuh"
 
+// What the other kernels only read, and who calls gives them unless it is made here.
+__device__ __forceinline__ int *made(const int *x) { return const_cast<int *>(x); }
+
 // The 64 keys of a query of a tile, a bit each.
 struct KeyBits { ptx::u32 word[2]; };
 
@@ -96,7 +99,7 @@ struct OwnTile {
     __device__ void store(const Params &p, int kind) const {
         const int along_k = k_tiles / own_k, count = q_tiles / own_q * along_k;
         const long long of_owner = MaskOwners::of(p).number(p.problem, sequence, head);
-        int *const tiles = p.block_tiles + of_owner * q_tiles * k_tiles;
+        int *const tiles = made(p.block_tiles) + of_owner * q_tiles * k_tiles;
         #pragma unroll 1
         for (int i = ptx::thread_index(); i < count; i += kMaskTile)  // @all-tiles-that-are-one
             tiles[static_cast<long long>(q + i / along_k) * k_tiles + k + i % along_k] = kind;
@@ -127,7 +130,7 @@ __device__ __forceinline__ void mask_tiles(const Params &p) {
     // @kind-of-a-tile
     tile.store(p, !some ? kEmptyTile : !hidden ? kFullTile : kFirstBits + number);
     if (!some || !hidden) return;
-    int *const bits = p.block_bits + static_cast<long long>(number) * kMaskTileWords;
+    int *const bits = made(p.block_bits) + static_cast<long long>(number) * kMaskTileWords;
     #pragma unroll
     for (int i = 0; i < 2; ++i) {
         bits[2 * (row0 + lane()) + i] = seen.word[i];
