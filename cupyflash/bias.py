@@ -25,9 +25,10 @@ class Bias(NamedTuple):
     masked: bool = False
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: str, masked: bool = False) -> Bias:
-        """That of an array of this shape, which need not fit the scores yet."""
-        own = [n != 1 for n in shape[-4:]]
+    def of(cls, shape: Sequence[int], dtype: str, masked: bool = False, strides: Sequence[int] = ()) -> Bias:
+        """That of an array of this shape, which need not fit the scores yet; `strides`: of one that has no gradient,
+        which is broadcast along dimensions of stride 0, too."""
+        own = [n != 1 and step != 0 for n, step in zip(shape, strides or (1,) * len(shape), strict=True)][-4:]
         return cls(dtype, (*[False] * (4 - len(own)), *own), masked)
 
     @property

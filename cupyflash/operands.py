@@ -119,7 +119,7 @@ TABLE: tuple[Operand | Number, ...] = (
     Operand(
         "block_bits", ("any", "tile_words"), "int32", forward=_OPTIONAL, backward=_OPTIONAL, feature="block_mask",
     ),
-    Number("block_mask", "int", "block_mask", "1, 1 more if each sequence has its own mask, 2 more if each head of q"),
+    Number("block_mask", "int", "block_mask", "1; 1 more: each sequence has its own, 2 more: each head", planned=True),
     Operand(
         "key_lists", ("batch", "heads_q", "m_blocks", "1 + n_blocks"), "int32", feature="block_mask",
         forward=Use(WORKSPACE, optional=True, text=_LISTS), backward=Use(WORKSPACE, optional=True, text=_LISTS),

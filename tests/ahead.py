@@ -20,7 +20,7 @@ COUNT = 12  # tests; more would save little, and two processes would more often 
 class _Silent:
     """A kernel that does nothing."""
 
-    stats = SimpleNamespace(collectives=0)
+    stats = SimpleNamespace(collectives=0, matrix_ops=0)
 
     def __call__(self, *_: Any) -> None:
         pass

@@ -169,11 +169,13 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
         chosen, reasons = choose(spec, gpu)
     plan = plan_of(kernels_of(spec, gpu), Extents.of(problem))
     pairs, added = pairs_of(problem, options), explain_work.added_bytes(problem, options)
+    ahead = masked.list_work(problem, options["block_mask"], plan)
+    added += masked.bits_instead(problem, plan)
     if backward:
         work = explain_work.backward_work(problem, signatures, plan, pairs, added)
     else:
         work = explain_work.forward_work(problem, signatures, pairs, added)
-    work = masked.list_work(problem, options["block_mask"], plan) + work
+    work = ahead + work
     not_taken = []
     for name, reason in reasons.items():
         is_unread = not spec.tma and FAMILIES[name].why_not(spec._replace(tma=True), gpu) is None

@@ -10,7 +10,7 @@ from cupyflash.plan.families import Plan
 from cupyflash.problem import Problem
 
 from .. import block_masks
-from .work import Work, workspace_bytes
+from .work import Work, bias_shape, workspace_bytes
 
 LISTS = ("key_lists", "query_lists")  # what kernels before the others write
 
@@ -24,14 +24,25 @@ def facts(problem: Problem, text: str | None) -> dict[str, Any] | None:
             **found._asdict()}  # fmt: skip
 
 
+def bits_instead(problem: Problem, plan: Plan) -> int:
+    """How many bytes more other kernels read where a mask becomes a block mask, all of which may be seen in part."""
+    bits = workspace_bytes(plan.workspace).get("block_bits", 0)
+    return bits - math.prod(bias_shape(problem)) if bits else 0
+
+
 def list_work(problem: Problem, text: str | None, plan: Plan) -> list[Work]:
-    """Of the launches before the others, which read the mask and write lists of what each tile visits."""
-    if text is None:
-        return []
-    size = workspace_bytes(plan.workspace)
-    tiles = 4 * math.prod(block_masks.make(text, problem.seqlen_q, problem.seqlen_k).tiles.shape)
-    overs = [x.variant.over for x in plan.launches]
-    return [Work(0.0, tiles + size[over]) for over in overs if over in LISTS]
+    """Of the launches before the others, which make a block mask of a mask, or read one and write lists of what each
+    tile visits."""
+    size, found = workspace_bytes(plan.workspace), []
+    tiles = size.get("block_tiles", 0)
+    if text is not None:
+        tiles = 4 * math.prod(block_masks.make(text, problem.seqlen_q, problem.seqlen_k).tiles.shape)
+    for over in (x.variant.over for x in plan.launches):
+        if over == "mask_tiles":
+            found.append(Work(0.0, math.prod(bias_shape(problem)) + tiles + size["block_bits"]))
+        elif over in LISTS:
+            found.append(Work(0.0, tiles + size[over]))
+    return found
 
 
 def _bytes(problem: Problem, text: str) -> int:

@@ -4,6 +4,9 @@ their own, by the letters b, h, q, k, and then, in any order,
     fp32     not of q's dtype, unless that is fp64
     bool     it is a mask, which hides as "hides" does
     hides    -inf for a third of the elements, and for all of some rows
+    tiles    of a mask: a third of its tiles of 64 by 64 hide all, and a third nothing
+    all      of a mask: it shows every key
+    none     of a mask: it hides every key
     masks    the least number of the dtype (of fp32, if that is fp64) in place of -inf, as models write masks
     far      also elements of hundreds, so that few keys decide a row
     turned   the last two dimensions lie in the other order: no stride is 1
@@ -26,7 +29,7 @@ from ..operand import MASK_TILE
 from ..problem import MAX_SEQLEN, Bias, Problem
 
 Array = NDArray[Any]
-WORDS = ("fp32", "bool", "hides", "masks", "far", "turned", "shifted", "whole")
+WORDS = ("fp32", "bool", "hides", "tiles", "all", "none", "masks", "far", "turned", "shifted", "whole")
 
 
 def form_of(words: str, dtype: str) -> Bias | None:
@@ -38,7 +41,8 @@ def form_of(words: str, dtype: str) -> Bias | None:
     assert set(dims) <= set("bhqk-"), words
     assert set(rest) <= set(WORDS), words
     kind = "bool" if "bool" in rest else "fp32" if "fp32" in rest and dtype != "fp64" else dtype
-    return Bias(kind, tuple("whole" in rest or d in dims for d in "bhqk"), bool(beside))
+    is_whole = "whole" in rest and kind != "bool"  # whose strides of 0 say more (Bias.of)
+    return Bias(kind, tuple(is_whole or d in dims for d in "bhqk"), bool(beside))
 
 
 def room_of(words: str, room: tuple[int, int], has_tiles: bool = False) -> tuple[int, int]:
@@ -77,12 +81,24 @@ def draw_bias(words: str, rng: np.random.Generator, p: Problem, dtype: np.dtype[
         x[rng.random(shape) < 0.3] = least
         if x.shape[2] > 1:
             x[:, :, 3::7] = least
-    x = _placed(~np.isneginf(x) if "bool" in rest else x.astype(dtype), rest)
+    x = _placed(_shown(rest, rng, x) if "bool" in rest else x.astype(dtype), rest)
     if "whole" in rest:
         return np.broadcast_to(x, whole)
     while x.ndim and x.shape[0] == 1 and dims[:1] != "bhqk"[4 - x.ndim]:
         x = x.reshape(x.shape[1:])
     return x
+
+
+def _shown(rest: list[str], rng: np.random.Generator, x: Array) -> Array:
+    """What a mask shows that hides where a bias is -inf."""
+    if "all" in rest or "none" in rest:
+        return np.full(x.shape, "all" in rest)
+    shown: Array = ~np.isneginf(x)
+    if "tiles" in rest:
+        kinds = rng.integers(0, 3, (*x.shape[:2], *(-(-n // MASK_TILE) for n in x.shape[2:])))
+        whole = np.repeat(np.repeat(kinds, MASK_TILE, 2), MASK_TILE, 3)[:, :, : x.shape[2], : x.shape[3]]
+        shown = np.where(whole == 0, False, np.where(whole == 1, True, shown))
+    return shown
 
 
 def _placed(x: Array, rest: list[str]) -> Array:

@@ -35,8 +35,9 @@ class Features(NamedTuple):
         dropout_seed: (2,) or (2, 2), int32.
         corner: the first sequence and key, as dropout counts.
         block_mask: a `masks.BlockMask`.
-        mask: likewise, of bool; a bias of 0 and -inf that has no gradient. Beside a bias it hides what it hides alone.
+        mask: likewise, of bool; beside others, or packed, a bias of 0 and -inf that has no gradient.
         mods: a `case_mods.ModInputs`.
+        packed: whether it is one of packed sequences.
     """
 
     sequences: Sequences | None = None
@@ -48,15 +49,22 @@ class Features(NamedTuple):
     mask: Array | None = None
     mods: Any = None
     corner: tuple[int, int] = (0, 0)
+    packed: bool = False
+
+    @property
+    def has_mask_alone(self) -> bool:
+        """Whether a mask says what queries see, as a block mask does: one with nothing beside it, not packed."""
+        others = self.bias, self.mods, self.block_mask
+        return self.mask is not None and all(x is None for x in others) and not self.packed
 
     def named(self) -> dict[str, Any]:
         """What is given, by name."""
-        return {name: x for name, x in self._asdict().items() if x is not None and name != "corner"}
+        return {name: x for name, x in self._asdict().items() if x is not None and name not in ("corner", "packed")}
 
     def added(self, p: Problem) -> Array | None:
-        """What is added to the scores; what hides keys is a bias of 0 and -inf."""
+        """What is added to the scores; what hides keys is a bias of 0 and -inf, unless it is a mask alone."""
         found = self.bias
-        if self.mask is not None:
+        if self.mask is not None and not self.has_mask_alone:
             found = np.where(self.mask, 0.0 if found is None else found.astype(np.float64), -np.inf)
         if self.mods is None:
             return found
@@ -85,7 +93,7 @@ class Features(NamedTuple):
         keys = slice(first, first + alone.seqlen_k)
         blocks = None if self.block_mask is None else self.block_mask.part(i, alone.seqlen_q, keys)
         own_features = {"alibi_slopes": own, "bias": bias, "mask": mask, "block_mask": blocks}
-        return self._replace(sequences=None, corner=part.corner, **own_features)
+        return self._replace(sequences=None, corner=part.corner, packed=p.packed, **own_features)
 
     def head(self, b: int, h: int) -> OfHead:
         """Those of a head of q."""
@@ -103,6 +111,10 @@ class Features(NamedTuple):
 
     def seen(self, visible: Array, b: int, h: int) -> Array:
         """Of the pairs of query and key that bounds leave, those that a head of q sees."""
+        if self.mask is not None and self.has_mask_alone:
+            whole: Array = self.mask.reshape((1,) * (4 - self.mask.ndim) + self.mask.shape)
+            batch, heads, *_ = whole.shape
+            return visible & whole[b % batch, h % heads]
         return visible if self.block_mask is None else visible & self.block_mask.of(b, h)
 
     def gathered(self, found: Array, dbias: Array, of_mods: list[Array]) -> tuple[Array, ...]:

@@ -32,6 +32,8 @@ class Added:
         slopes: ALiBi's, (batch * heads_k, group); None: there are none.
         bias, mask: (batch, heads_q, seqlen_q, seqlen_k), some of stride 0; None: there is none.
         mods: what a user makes of scores; None: nothing.
+        has_mask_alone: whether the mask says what queries see, as a block mask does: one with nothing beside it, not
+            packed. Others are a bias of 0 and -inf.
         dslopes, dbias: their gradients if they are wanted, so far: shaped as the slopes, and as the bias with 1 for
             each dimension along which it is broadcast.
     """
@@ -41,6 +43,7 @@ class Added:
     bias: Array | None = None
     mask: Array | None = None
     mods: Modified | None = None
+    has_mask_alone: bool = False
     dslopes: Array | None = None
     dbias: Array | None = None
 
@@ -66,7 +69,7 @@ class Added:
         if not self.may_hide:
             return visible
         hidden = self._hidden(rows, keys, S)
-        if lse is not None:  # -inf where all scores are
+        if lse is not None and not self.has_mask_alone:  # -inf where all scores are
             hidden = hidden | np.isneginf(lse)
         if not hidden.any():
             return visible
@@ -94,7 +97,7 @@ class Added:
 
     @property
     def may_hide(self) -> bool:
-        """Whether all scores of a row may be -inf, which then sees no key."""
+        """Whether keys are hidden one by one; unless by a mask alone, a row whose scores are all -inf sees none."""
         return self.bias is not None or self.mask is not None or self.mods is not None
 
     def _hidden(self, rows: slice, keys: slice, S: Array) -> Array:
@@ -124,6 +127,7 @@ def added_of(of: Features, p: Problem, dtype: np.dtype[Any]) -> Added:
         found.dbias = np.zeros((1,) * (4 - of.bias.ndim) + of.bias.shape, dtype) if of.wants("bias") else None
     if of.mask is not None:
         found.mask = np.broadcast_to(of.mask, shape)
+        found.has_mask_alone = of.bias is None and not p.mods and of.block_mask is None and not of.packed
     return found
 
 

@@ -99,7 +99,7 @@ def _by_sequence(p: Problem, of: Features) -> Iterator[_Part]:
         keys, rows = slice(first, first + one.problem.seqlen_k), slice(0, one.problem.seqlen_q)
         place = Place(slice(b, b + 1), keys=keys, rows=rows)
         mask = None if of.block_mask is None else of.block_mask.part(b, one.problem.seqlen_q, place.keys)
-        features = replace(of.at(place), block_mask=mask, sequences=None)
+        features = replace(of.at(place), block_mask=mask, sequences=None, packed=p.packed)
         yield _Part(one.q, one.k, one.lse, place, one.problem, features)
 
 

@@ -73,6 +73,7 @@ class Features:
         sequences: where the sequences of a packed call lie, and which of their keys count.
         wanted: "dalibi_slopes", "dsink", "dbias", "dmod_array_0" and so on: those whose gradients are.
         corner: where it begins, if it is a part of a call.
+        packed: whether it is a part of one of packed sequences.
     """
 
     alibi_slopes: Array | None = None
@@ -85,6 +86,7 @@ class Features:
     sequences: Sequences | None = None
     wanted: tuple[str, ...] = ()
     corner: Corner = _WHOLE
+    packed: bool = False
 
     def at(self, place: Place) -> Features:
         """Those of a part; its block mask and its sequences are those of the whole."""

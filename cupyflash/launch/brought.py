@@ -34,7 +34,7 @@ def brought_by(given: Given, library: Native, keys: Sequence[tuple[Any, ...]]) -
     if given.added:
         first, *others = given.added
         dtype = "bool" if given.names[first] == "mask" else library.dtype_name(keys[first][2])
-        bias = Bias.of(keys[first][0], dtype, masked=bool(others))
+        bias = Bias.of(keys[first][0], dtype, bool(others), keys[first][1] if dtype == "bool" else ())
     return Brought(
         kv_range=given.has_kv_range,
         sink=given.has_sink,

@@ -51,7 +51,7 @@ def fill_problem(params: np.ndarray, which: Pass, problem: Problem, plan: Plan) 
         params["schedule"][name] = getattr(plan.numbers, name)
     for row in which.brought:
         if isinstance(row, Number):
-            params[row.name] = getattr(plan.numbers, row.name) if row.planned else getattr(problem, row.name) or 0
+            params[row.name] = plan.chosen(row.name) if row.planned else getattr(problem, row.name) or 0
 
 
 def fill_plain(params: np.ndarray, rows: Mapping[str, Operand], arrays: Arrays, layout: str) -> None:

@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 from ..gpu.device import Device
 from ..problem import ITEMSIZE
 from .kernels import Convert, Slopes, round_up
-from .lists import KeyLists
+from .lists import Ahead, KeyLists, block_mask_of, own_tiles
 from .numbers import ByLengths as ByLengths
 from .numbers import Chosen as Chosen
 from .numbers import Extents as Extents
@@ -84,8 +84,9 @@ class Kernels:
 
     @functools.cached_property
     def _computing(self) -> list[Variant]:
-        """All but those that make lists: a forward's main kernel; a backward's three and those of features."""
-        return [variant for variant in self.variants if not isinstance(variant, KeyLists)]
+        """All but those that make a block mask and lists: a forward's main kernel; a backward's three and those of
+        features."""
+        return [variant for variant in self.variants if not isinstance(variant, Ahead)]
 
     @functools.cached_property
     def _tail_tiles(self) -> int:
@@ -114,6 +115,8 @@ class Kernels:
 
     def _tiles_of_feature(self, over: str, rows: int, extents: Extents) -> int:
         """Those of a launch that is there for a feature."""
+        if over == "mask_tiles":
+            return math.prod(own_tiles(self.spec, extents))
         if over in ("key_lists", "query_lists"):
             length = extents.seqlen_q if over == "key_lists" else extents.seqlen_k
             return math.prod(self._list_owners(extents)) * self._blocks(length, rows, extents.batch)
@@ -153,8 +156,8 @@ class Kernels:
         return (extents.batch if has_batch else 1), (extents.heads_q if own // 2 else 1)
 
     def _lists(self, extents: Extents) -> Workspace:
-        """The lists of a block mask that is there, by name."""
-        found: Workspace = {}
+        """The lists of a block mask that is there, and the block mask of a mask, by name."""
+        found = block_mask_of(self.spec, extents) if self.spec.mask_tiles else {}
         longest_q, longest_k = self._longest(extents)
         for variant in self.variants:
             if isinstance(variant, KeyLists):

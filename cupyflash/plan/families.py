@@ -38,11 +38,16 @@ class Plan:
 
     launches: tuple[Launch, ...]
     numbers: Numbers
+    block_mask: int = 0  # of the spec
 
     @property
     def workspace(self) -> Workspace:
         """The arrays that the launches share."""
         return self.numbers.workspace
+
+    def chosen(self, name: str) -> int:
+        """A number of the params struct that the plan chooses."""
+        return self.block_mask if name == "block_mask" else int(getattr(self.numbers, name))
 
 
 def check_supported(call: Problem | Spec, device: Device) -> None:
@@ -109,7 +114,7 @@ def plan_of(kernels: Kernels, extents: Extents) -> Plan:
     """
     numbers = kernels.numbers(extents)
     launches = (Launch(v, kernels.grid(v, n), n) for v, n in zip(kernels.variants, numbers.tiles, strict=True))
-    return Plan(tuple(launches), numbers)
+    return Plan(tuple(launches), numbers, kernels.spec.block_mask)
 
 
 def plan_call(problem: Problem, device: Device, **known: Any) -> Plan:

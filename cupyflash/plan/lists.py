@@ -1,10 +1,14 @@
-"""The kernels that come before others where there is a block mask: they list what each tile visits (blocks.cuh)."""
+"""The kernels that come before others where there is a block mask (blocks.cuh): they make it of a mask of booleans, and
+list what each tile visits."""
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
+from ..operand import MASK_TILE, TILE_WORDS
+from .numbers import Extents, Workspace
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
 from .variant import Variant
@@ -29,11 +33,45 @@ class ListTile:
 
 
 @dataclass(frozen=True)
-class KeyLists(Variant):
+class MaskTile:
+    """A block takes a tile of a mask: two warps, a lane a query. Many fit, for each waits once for what it reads."""
+
+    block_m: int = MASK_TILE
+    warps: int = 2
+    blocks_per_sm = 16
+    name = ""
+
+    def smem_bytes(self, head_dim: int) -> int:
+        return 0
+
+
+class Ahead(Variant):
+    """Base of these kernels."""
+
+    folder, params_name, params = "any", "FwdParams", FWD_PARAMS
+
+
+@dataclass(frozen=True)
+class MaskTiles(Ahead):
+    """mask_tiles.cuh: the block mask of a mask of booleans."""
+
+    header, function, over = "mask_tiles", "mask_tiles", "mask_tiles"
+
+    tile: MaskTile
+    backward: bool = False
+
+
+class BackwardMaskTiles(MaskTiles):
+    """The same for a backward."""
+
+    params_name, params = "BwdParams", BWD_PARAMS
+
+
+@dataclass(frozen=True)
+class KeyLists(Ahead):
     """key_lists.cuh: which key blocks each tile of queries visits, by a block mask."""
 
-    folder, header, function, params_name, params = "any", "key_lists", "key_lists", "FwdParams", FWD_PARAMS
-    over = "key_lists"
+    header, function, over = "key_lists", "key_lists", "key_lists"
 
     tile: ListTile
     backward: bool = False
@@ -60,7 +98,7 @@ class QueryLists(BackwardKeyLists):
         return self.tile.block_n
 
 
-def lists_before(spec: Spec, *tiles: tuple[int, int], ranks: bool = False) -> tuple[KeyLists, ...]:
+def lists_before(spec: Spec, *tiles: tuple[int, int], ranks: bool = False) -> tuple[Ahead, ...]:
     """What comes before a call's other kernels: nothing, unless there is a block mask.
 
     Args:
@@ -70,5 +108,21 @@ def lists_before(spec: Spec, *tiles: tuple[int, int], ranks: bool = False) -> tu
     if not spec.block_mask:
         return ()
     keys, *queries = tiles
-    first = (BackwardKeyLists if spec.backward else KeyLists).of(spec, ListTile(*keys))
-    return first, *(QueryLists.of(spec, ListTile(*tile, ranks)) for tile in queries)
+    of_mask, of_keys = (BackwardMaskTiles, BackwardKeyLists) if spec.backward else (MaskTiles, KeyLists)
+    made = (of_mask.of(spec, MaskTile()),) if spec.mask_tiles else ()
+    first = of_keys.of(spec, ListTile(*keys))
+    return *made, first, *(QueryLists.of(spec, ListTile(*tile, ranks)) for tile in queries)
+
+
+def own_tiles(spec: Spec, extents: Extents) -> tuple[int, ...]:
+    """How many tiles a mask has that it does not share: along sequences, heads of q, queries and keys."""
+    assert spec.mask_tiles is not None
+    rows = (-(-n // MASK_TILE) for n in (extents.seqlen_q, extents.seqlen_k))
+    counts = extents.batch, extents.heads_q, *rows
+    return tuple(n if own else 1 for n, own in zip(counts, spec.mask_tiles, strict=True))
+
+
+def block_mask_of(spec: Spec, extents: Extents) -> Workspace:
+    """What a mask becomes, by name: bits have room for each tile that it does not share, a quarter of its bytes."""
+    own, rows = own_tiles(spec, extents), (-(-n // MASK_TILE) for n in (extents.seqlen_q, extents.seqlen_k))
+    return {"block_tiles": ((*own[:2], *rows), "int32"), "block_bits": ((math.prod(own), TILE_WORDS), "int32")}

@@ -34,7 +34,8 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), softcap=50.0), True
     for head_dim in (64, 128):
         yield problem("bf16", head_dim, window=(None, 0), packed=True), True
-    yield problem("bf16", 128, bias=Bias("bool")), True
+    yield problem("bf16", 128, window=(None, 0), bias=Bias("bool")), True
+    yield problem("bf16", 128, packed=True, bias=Bias("bool")), True
     for head_dim in (64, 128, 256):
         yield problem("bf16", head_dim, window=(None, 0), alibi=1), True
         yield problem("bf16", head_dim, window=(None, 0), kv_range=True), True
@@ -46,7 +47,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 176."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 180."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
         known = {"aligned": aligned, "paired_bias": CHUNKS if problem.bias else 0}

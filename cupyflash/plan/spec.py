@@ -44,7 +44,9 @@ class Spec(NamedTuple):
             by value: PAIRS or CHUNKS.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
-        block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap.
+        block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap. mask_tiles:
+            it is made of a mask, which no other kernel then reads: along which dimensions the mask has elements of its
+            own, likewise.
         mods: a user's expressions, which count as a bias; bias_beside_mods: there is one, or a mask; mod_shapes: of
             the arrays that they read, by value like softcap; dmods: the numbers of those whose gradients a backward
             makes.
@@ -80,6 +82,7 @@ class Spec(NamedTuple):
     dropout: int = 0
     dropout_p: float = 0.0
     block_mask: int = 0
+    mask_tiles: tuple[bool, ...] | None = None
     bias_beside_mods: bool = False
     mods: str = ""
     mod_shapes: tuple[tuple[int, ...], ...] = ()
@@ -113,8 +116,7 @@ class Spec(NamedTuple):
             paired_bias: how neighbouring keys of a bias (and of a mask) lie, as `Access` has it.
             asked: `backward`, `family`, `clocks`.
         """
-        is_mask = problem.bias is not None and problem.bias.dtype == "bool"
-        masked_bias = problem.bias is not None and problem.bias.masked
+        learns_bias = dbias and problem.bias is not None and problem.bias.dtype != "bool"
         least = LEAST_UNIT if problem.alibi else 0
         return cls(
             problem.dtype,
@@ -130,16 +132,9 @@ class Spec(NamedTuple):
             kv_range=problem.kv_range,
             sink=problem.sink,
             dsink=dsink and problem.sink and bool(asked.get("backward")),
-            bias=problem.bias is not None or bool(problem.mods),
-            wide_bias=problem.bias is not None and problem.bias.dtype == "fp32",
-            mask=is_mask or masked_bias,
-            paired_bias=0 if problem.bias is None else int(paired_bias),
-            masked_bias=masked_bias,
-            dbias=problem.bias.own if problem.bias and dbias and not is_mask and asked.get("backward") else None,
+            dbias=problem.bias.own if problem.bias and learns_bias and asked.get("backward") else None,
             dropout=problem.dropout,
             dropout_p=problem.dropout_p,
-            block_mask=problem.block_mask,
-            bias_beside_mods=problem.bias is not None and bool(problem.mods),
             mods=problem.mods,
             mod_shapes=problem.mod_shapes,
             dmods=dmods if asked.get("backward") else (),
@@ -151,6 +146,7 @@ class Spec(NamedTuple):
             pages=problem.pages,
             whole_pages=problem.whole_pages,
             narrow=bool(asked.get("backward")) and _width(problem.window) <= NARROW,
+            **_added(problem, paired_bias),
             **asked,
         )
 
@@ -175,3 +171,25 @@ class Spec(NamedTuple):
     def uneven(self) -> bool:
         """Whether tiles of work differ in length."""
         return self.masked or self.packed or self.kv_range
+
+
+def _added(problem: Problem, paired_bias: int) -> dict[str, Any]:
+    """What is added to scores, and what hides keys by element, by the names of fields.
+
+    A mask becomes a block mask, unless there is a bias or a block mask beside it; or sequences are packed, since what
+    it has room for does not end where they do.
+    """
+    bias = problem.bias
+    is_mask = bias is not None and bias.dtype == "bool"
+    tiled = bias if is_mask and not problem.packed and not problem.block_mask else None
+    bias, has_mods = None if tiled else bias, bool(problem.mods)
+    return {
+        "bias": bias is not None or has_mods,
+        "wide_bias": bias is not None and bias.dtype == "fp32",
+        "mask": bias is not None and (is_mask or bias.masked),
+        "paired_bias": 0 if bias is None else int(paired_bias),
+        "masked_bias": bias is not None and bias.masked,
+        "bias_beside_mods": bias is not None and has_mods,
+        "block_mask": 1 + tiled.own[0] + 2 * tiled.own[1] if tiled else problem.block_mask,
+        "mask_tiles": tiled.own if tiled else None,
+    }

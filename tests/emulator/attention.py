@@ -64,7 +64,7 @@ class Session:
         learns: whether gradients of what features bring are asked for.
         wants_lse: else the forward gets no address for lse, and returns NaN.
         left_over: what the backward's floating-point workspace holds before; None: NaN.
-        collectives: shuffles, votes and the like of all launches so far.
+        collectives: shuffles, votes and the like of all launches so far; matrix_ops: products of tensor cores.
     """
 
     device: Device
@@ -78,6 +78,7 @@ class Session:
     wants_lse: bool = True
     left_over: float | None = None
     collectives: int = 0
+    matrix_ops: int = 0
 
     @classmethod
     def of_family(cls, family: str, mode: str = "race", **more: Any) -> Session:
@@ -139,6 +140,7 @@ class Session:
                 counter[:] = 0
             kernel(launch.grid, variant.threads, variant.smem_bytes, [struct], mode, self.seed)
             self.collectives += kernel.stats.collectives
+            self.matrix_ops += kernel.stats.matrix_ops
             if counter.any():
                 raise EmulatorError(f"{variant.symbol}, seed {self.seed}: the counter is left as {counter}")
 

@@ -14,7 +14,7 @@ FORWARD_BIAS = (
     Bug("bias: read behind the last query", change("bias-that-exists", "i >= queries || (kPairs ? j & ~1 : j) >= keys", "(kPairs ? j & ~1 : j) >= keys"), "pairs", r"buffer|load|beyond|outside"),
     Bug("mask: beside a bias it hides nothing", change("mask-beside-a-bias", "shown.hides() ? shown : numbers(i, j)", "(void)shown, numbers(i, j)"), "both"),
     Bug("mask: beside a bias the bias is left out", change("mask-beside-a-bias", "shown : numbers(i, j)", "shown : shown"), "both"),
-    Bug("mask: what is hidden is seen", change("shown-or-hidden", "is_shown ? 0.f", "!is_shown ? 0.f"), "mask"),
+    Bug("mask: what is hidden is seen", change("shown-or-hidden", "is_shown ? 0.f", "!is_shown ? 0.f"), "packed-mask"),
     Bug("bias: queries in the stride of keys", change("strides-of-bias", "i * row", "i * key"), "turned", r"buffer"),
     Bug("bias: of the first sequence", change("bias-of-its-head", "s.index * stride.batch", "0 * stride.batch"), "pairs"),
     Bug("bias: of the first head", change("bias-of-its-head", "head * stride.head", "0 * stride.head"), "pairs"),

@@ -1,5 +1,7 @@
 # ruff: noqa: E501 (a bug a line)
-"""Bugs planted in what block masks bring."""
+"""Bugs planted in what block masks bring; and in what makes one of a mask, with cases of
+`tests/kernels/test_emulator_mask_tiles.py`.
+"""
 
 from __future__ import annotations
 
@@ -37,4 +39,23 @@ BACKWARD_MASKS = (
     Bug("dbias of what the block mask hides", change("dbias-by-the-block-mask", "counts && seen(row, col)", "counts"), "block-mask-bias"),
     Bug("hidden keys in a repaired dq", without("hidden-key-of-dq"), "block-mask-holes"),
     _sm90("hidden block of dQ passed without its K", change("hidden-block-passed-dq", "passed < kPassedInARow", "true"), "block-mask-stripes-d256", r"DEADLOCK"),
+)  # fmt: skip
+
+FORWARD_MASK_TILES = (
+    Bug("mask tiles: keys of the first query for all", change("query-of-the-lane", "offset_of(lane())", "offset_of(0)"), "chunks"),
+    Bug("mask tiles: queries read behind the last one", change("last-query-behind-it", "min(first + i, queries - 1)", "(first + i)"), "ragged", r"buffer"),
+    Bug("mask tiles: keys read behind the last one", change("last-key-behind-it", "min(32 * (n % 2) + lane(), keys - 1)", "32 * (n % 2) + lane()"), "ragged", r"buffer"),
+    Bug("mask tiles: lowest bit of a byte alone", change("any-byte-but-0", "x | ((x & 0x7f7f7f7fu) + 0x7f7f7f7fu)", "x << 7"), "bytes"),
+    Bug("mask tiles: of the first sequence", change("mask-of-its-tile", "sequence * to.batch", "0 * to.batch"), "chunks"),
+    Bug("mask tiles: of the first head", change("mask-of-its-tile", "head * to.head", "0 * to.head"), "ragged"),
+    Bug("mask tiles: of the first queries", change("mask-of-its-tile", "q0 * to.row", "0 * to.row"), "chunks"),
+    Bug("mask tiles: of the first keys", change("mask-of-its-tile", "k0 * to.key", "0 * to.key"), "keys"),
+    Bug("mask tiles: the first of those that are one", change("all-tiles-that-are-one", "i < count", "i < 1"), "keys"),
+    Bug("mask tiles: seen by the first warp", without("seen-by-either-warp"), "chunks"),
+    Bug("mask tiles: hidden from the first warp", without("hidden-from-either-warp"), "chunks"),
+    Bug("mask tiles: bits of the first tile for all", change("kind-of-a-tile", "kFirstBits + number", "kFirstBits"), "chunks"),
+)  # fmt: skip
+
+BACKWARD_MASK_TILES = (
+    Bug("mask tiles: bits by keys as by queries", change("bits-transposed", "(other & low) << n", "(other & low)"), "chunks"),
 )  # fmt: skip

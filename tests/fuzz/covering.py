@@ -254,7 +254,7 @@ LEARNED_MODS = {
         ("sm90", 72, "fp16", "heated", {"alibi": 1, "softcap": 1.2, "ranges": "9:203,0:66", "scale": -0.08}),
     )
 }
-# A bias or a mask whose rows lie in chunks, of which a forward on Hopper interleaves the keys, beside all that goes
+# A bias whose rows lie in chunks, of which a forward on Hopper interleaves the keys, beside all that goes
 # with it there.
 CHUNKED = {
     f"chunks-{i}": Spec(family="sm90", d=d, dtype=dtype, bias=bias, sq=203, sk=328, heads=2, batch=2, **more)
@@ -266,10 +266,25 @@ CHUNKED = {
             (80, "bf16", "bqk", {"scale": -0.08, "causal": True, "alibi": 2, "k": "padded", "v": "bhsd"}),
             (128, "fp16", "hqk", {"values": "nonfinite", "deterministic": True}),
             (128, "bf16", "bhqk fp32", {"values": "hidden", "right": -9, "mode": "any"}),
-            (64, "bf16", "bhqk bool", {"ranges": "9:200,0:66", "mode": "lanes"}),
-            (128, "fp16", "qk bool", {"causal": True, "k": "every_second", "softcap": 1.2, "values": "dominated"}),
-            (64, "bf16", "hqk bool", {"left": 82, "values": "nonfinite", "sink": True}),
+            (64, "bf16", "bhqk", {"ranges": "9:200,0:66", "mode": "lanes"}),
+            (128, "fp16", "qk hides", {"causal": True, "k": "every_second", "softcap": 1.2, "values": "dominated"}),
+            (64, "bf16", "hqk hides", {"left": 82, "values": "nonfinite", "sink": True}),
             (8, "bf16", "qk fp32", {"causal": True, "values": "cliff", "mode": "starve"}),
+        )
+    )
+}
+# A mask alone, which becomes a block mask.
+MASKED = {
+    f"masked-{i}": Spec(family=family, d=d, dtype=dtype, bias=bias, sq=203, sk=sk, heads=2, batch=2, **more)
+    for i, (family, d, dtype, bias, sk, more) in enumerate(
+        (
+            ("sm90", 64, "bf16", "bhqk bool tiles", 328, {"ranges": "9:200,0:66", "mode": "lanes"}),
+            ("sm90", 128, "fp16", "qk bool tiles", 336, {"causal": True, "k": "every_second", "values": "dominated"}),
+            ("sm90", 64, "bf16", "hqk bool tiles", 327, {"left": 82, "values": "nonfinite", "sink": True}),
+            ("sm80", 64, "bf16", "bqk bool tiles whole", 336, {"values": "nonfinite", "deterministic": True}),
+            ("sm80", 72, "fp16", "bk bool tiles", 328, {"softcap": 1.2, "alibi": 2, "group": 2, "dlse": True}),
+            ("sm90", 256, "bf16", "bhqk bool tiles turned", 70, {"values": "hidden", "right": -9, "mode": "any"}),
+            ("sm80", 40, "bf16", "qk bool tiles", 336, {"dropout": 0.3, "values": "outliers"}),
         )
     )
 }
@@ -290,7 +305,7 @@ def cases() -> dict[str, Spec]:
     sinks = {f"sink-{i}": _with_sinks(row, i) for i, row in enumerate(capped())}
     numbers: Counter[str] = Counter()
     features = {f"features-{i}": with_features(spec(row, i), of, numbers) for i, (row, of) in enumerate(featured())}
-    by_hand = MANY_TILES | EDGES | RANKS | REPAIRS | CLIFFS | DOMINATED | LEARNED_MODS | CHUNKED
+    by_hand = MANY_TILES | EDGES | RANKS | REPAIRS | CLIFFS | DOMINATED | LEARNED_MODS | CHUNKED | MASKED
     return pairs | by_hand | caps | slopes | sinks | features
 
 

@@ -15,7 +15,8 @@ A sink t is one more term exp(t) of the sum, and dt = -sum_i exp(t - lse_i) delt
 
 A bias is added to s_j; where it is -inf the key is not seen, and no key by a query whose s_j are then all -inf, unless
 it has a sink. Its gradient is ds before the factor g, summed over the rows, keys, heads and sequences that share an
-element. What a block mask hides is not seen either.
+element. What a block mask hides is not seen either. A mask hides as a bias of -inf does where there is a bias, a block
+mask or a mod, too, and of packed sequences; alone it hides as a block mask.
 
 A mod makes f(s_j) of a capped score, before ALiBi (`modding`): g_j is multiplied by f', and what f reads has the
 gradient sum ds f_r, ds before the factor g, by its derivative f_r. What a mod hides is not seen, and no key by a query
@@ -105,8 +106,8 @@ class OfHead(NamedTuple):
     Attributes:
         slope: ALiBi's; 0 without.
         sink: -inf without.
-        bias: (seqlen_q, seqlen_k); where a mask hides, -inf.
-        shown: (seqlen_q, seqlen_k), what a block mask lets see.
+        bias: (seqlen_q, seqlen_k); where a mask hides, -inf, unless it is alone.
+        shown: (seqlen_q, seqlen_k), what a block mask lets see, or a mask alone.
         Z: (seqlen_q, seqlen_k), dropout's factors; 1 without.
         mod: what becomes of its scores.
     """
@@ -217,10 +218,14 @@ def _slopes(s: Spec, x: Inputs) -> Array:
 def _of_head(s: Spec, x: Inputs, slope: float, h: int, sequence: int, shape: tuple[int, int]) -> OfHead:
     """What features bring to head h of q of a sequence of so many queries and keys."""
     of = x.features
-    bias = of.bias if of.mask is None else np.where(of.mask, 0.0 if of.bias is None else of.bias, -np.inf)
+    is_alone = of.bias is None and of.mods is None and not (s.blocks or s.packed)
+    bias = of.bias
+    if of.mask is not None and not is_alone:
+        bias = np.where(of.mask, 0.0 if of.bias is None else of.bias, -np.inf)
     if bias is not None:
         bias = np.broadcast_to(_of_scores(bias, sequence, h, shape), shape).astype(np.float64)
-    shown = _of_scores(s.seen(), sequence, h, shape) if s.blocks else None
+    shown = s.seen() if s.blocks else of.mask if is_alone else None
+    shown = None if shown is None else np.broadcast_to(_of_scores(shown, sequence, h, shape), shape)
     sink = -np.inf if of.sink is None else float(of.sink[h])
     Z = np.ones(shape) if of.dropout_seed is None else factors(of.dropout_seed, s.dropout, sequence, h, shape)
     mod = None if of.mods is None else modding.OfHead(modding.MODS[s.mods], of.mods.mod_arrays, sequence, h)

@@ -22,7 +22,7 @@ from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec
 
 CASES = covering.cases()
-ALONE = {name: s for name, s in CASES.items() if not name.startswith(("features-", "learned-", "chunks-"))}
+ALONE = {name: s for name, s in CASES.items() if not name.startswith(("features-", "learned-", "chunks-", "masked-"))}
 FEATURED = [(row, of, CASES[f"features-{i}"]) for i, (row, of) in enumerate(covering.featured())]
 OF_SPEC: dict[str, Callable[[Spec], Any]] = {
     "bias": lambda s: s.bias and "bool" not in s.bias.split(" + ")[0], "mask": lambda s: "bool" in s.bias,
@@ -180,7 +180,8 @@ def test_keys_are_interleaved() -> None:
     assert met["interleaves_keys"] == {True}
     without = {name for name, values in met.items() if values == {False}}
     assert without == {
-        "packed", "masked_bias", "dropout", "block_mask", "bias_beside_mods", "mods", "paged", "whole_pages", "clocks"
+        "packed", "mask", "masked_bias", "dropout", "block_mask", "bias_beside_mods", "mods", "paged", "whole_pages",
+        "clocks",
     }  # fmt: skip
 
 

@@ -45,7 +45,6 @@ CASES = {
     "columns": _case("columns", "bhk", heads_q=3),
     "odd": Case("bias-odd", "full", 70, 133, 64, 2, 2, 1, bias="hqk"),
     "queries": _case("queries", "bq", dlse=True),
-    "mask": _case("mask", "bqk bool", dlse=True),
     "both": _case("both", "hqk + bk bool", dlse=True),
     "packed": _packed("packed", "bhqk", heads_q=4),
     "chunks": Case("bias-chunks", "full", 201, 200, 64, 2, 4, 2, bias="bhqk", causal=True, dlse=True),
@@ -54,9 +53,9 @@ CASES = {
     "chunks-alibi": Case(
         "bias-chunks-alibi", "full", 75, 264, 128, 2, 2, bias="bhqk", softcap=2.0, alibi=1, sink=True, window=(70, 30)
     ),
-    "chunks-mask": Case("bias-chunks-mask", "full", 140, 328, 64, 2, 2, 1, bias="bqk bool", window=(70, 30)),
     "chunks-far": Case("bias-chunks-far", "full", 75, 328, 64, 1, 2, 2, bias="hqk far"),
     "chunks-nan-hidden": Case("bias-chunks-nan-hidden", "full", 70, 200, 128, 2, 2, 1, bias="qk hides"),
+    "packed-mask": _packed("packed-mask", "bqk bool", dlse=True),
     "packed-shared": _packed("packed-shared", "hqk"),
     "short": _packed("short", "hqk + bqk bool", causal=True),
 }
@@ -121,7 +120,7 @@ def test_nothing_is_wrong_without_bugs(name: str, family: str, backward: bool) -
     assert not wrong(name, backward=backward, family=family)
 
 
-@pytest.mark.parametrize("name", ["chunks", "chunks-hides", "pairs", "wide", "mask", "both"])
+@pytest.mark.parametrize("name", ["chunks", "chunks-hides", "pairs", "wide", "packed-mask", "both"])
 def test_nothing_is_wrong_of_a_fixed_bias(name: str) -> None:
     """Whose backward has other tiles on Hopper."""
     assert not wrong(name, backward=True, family="sm90", learns=False)

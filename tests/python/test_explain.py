@@ -399,8 +399,11 @@ def test_a_bias(arch: str, document: Document, invoke: Invoke) -> None:
     assert ", no mask, bias along heads, queries, keys\n" in invoke("--no-compile", *options).stdout
     assert ", no mask, bias along nothing\n" in invoke("--no-compile", "--bias", "-").stdout
     masked = document("--arch", arch, "--mask", "qk", "--seqlen", "300", "--batch", "2", "--heads", "6")
-    assert masked["passes"][0]["bytes"] - before["bytes"] == 300 * 300
-    assert "mask" in masked["passes"][0]["launches"][0]["symbol"]
+    bits, tiles = 25 * 1024, 25 * 4  # by tile of 64 x 64: written and read, tiles by who makes the lists
+    lists = masked["passes"][0]["workspace"]["key_lists"]
+    assert masked["passes"][0]["bytes"] - before["bytes"] == 300 * 300 + 2 * (bits + tiles) + lists
+    assert [x["symbol"].split("_bf16")[0] for x in masked["passes"][0]["launches"][:2]] == ["mask_tiles", "key_lists"]
+    assert masked["passes"][0]["workspace"] == {"block_tiles": tiles, "block_bits": bits, "key_lists": lists}
     assert ", no mask, mask along queries\n" in invoke("--no-compile", "--mask", "q").stdout
     both = document("--arch", arch, "--mask", "qk", "--bias", "h", "--seqlen", "300", "--batch", "2", "--heads", "6")
     assert both["passes"][0]["bytes"] - before["bytes"] == 300 * 300 + 6 * 2

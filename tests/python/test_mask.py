@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,11 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError
+from cupyflash.gpu.device import Device
+from cupyflash.plan.extents import Extents
+from cupyflash.plan.families import kernels_of, plan_of
+from cupyflash.plan.spec import CHUNKS, Spec
+from cupyflash.problem import MAX_SEQLEN, Bias, Problem
 from tests import pretended_gpu
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -62,6 +69,19 @@ def test_written_out(arrays: dict[str, Any], rng: np.random.Generator) -> None:
                 np.testing.assert_allclose(lse[b, h, i], np.log(p.sum()) if seen.any() else -np.inf, rtol=1e-9)
     assert not grads[0][:, 4].any()
     assert all(np.isfinite(x).all() for x in grads)
+
+
+def test_a_query_all_of_whose_scores_are_minus_inf(arrays: dict[str, Any]) -> None:
+    """It sees keys where a mask alone says so, as a block mask does; beside a bias it counts as one that sees none."""
+    arrays["q"][..., 0], arrays["k"][..., 0] = 1, -np.inf
+    mask = np.ones((SQ, SK), bool)
+    mask[6] = False
+    of_query = np.where(np.arange(SQ) == 6, 0, np.nan)[:, None, None]
+    for options, wanted in (({}, of_query), ({"bias": np.zeros(SK)}, 0.0)):
+        out, lse, dq, *_ = everything(arrays, mask=mask, **options)
+        assert np.isneginf(lse).all()
+        for found in (out, dq):
+            np.testing.assert_array_equal(found, np.broadcast_to(wanted, found.shape))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -174,7 +194,51 @@ def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch
         cupyflash.attention(q, k, k, mask=mask)
         cupyflash.attention_backward(q, q, k, k, q, lse, mask=mask)
         symbols = [launch.symbol for launch in gpu.launched]
-        assert len(symbols) == 4
-        assert all("_bias" in symbol for symbol in symbols)
-        assert all("_mask" in s for s in symbols if "delta" not in s)
-        assert {"paired_bias" in s for s in symbols if s.startswith(("fwd", "bwd_sm"))} == {is_paired}
+        kinds = ["mask_tiles", "key_lists", "fwd", "mask_tiles", "key_lists", "query_lists", "bwd", "bwd", "bwd"]
+        assert [next(x for x in kinds if symbol.startswith(x)) for symbol in symbols] == kinds
+        assert not any("bias" in symbol for symbol in symbols)
+        assert all("_block_mask" in s for s in symbols if not s.startswith(("mask_tiles", "bwd_delta")))
+
+
+def spec_of(mask: np.ndarray, *, backward: bool = False, **options: Any) -> Spec:
+    problem = Problem("bf16", 3, 200, 330, 4, 2, 64, 0.1, bias=Bias.of(mask.shape, "bool", strides=mask.strides))
+    return Spec.of(replace(problem, **options), backward=backward, paired_bias=CHUNKS)
+
+
+@pytest.mark.parametrize(
+    ("shape", "code", "own"),
+    [
+        ((3, 4, 200, 330), 4, (3, 4, 4, 6)),
+        ((3, 1, 200, 330), 2, (3, 1, 4, 6)),
+        ((4, 200, 330), 3, (1, 4, 4, 6)),
+        ((200, 330), 1, (1, 1, 4, 6)),
+        ((3, 1, 1, 330), 2, (3, 1, 1, 6)),
+        ((200, 1), 1, (1, 1, 4, 1)),
+        ((), 1, (1, 1, 1, 1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_mask_alone_becomes_a_block_mask(
+    arch: str, backward: bool, shape: tuple[int, ...], code: int, own: tuple[int, ...]
+) -> None:
+    """Each of its tiles that differ has room for bits: a quarter of its bytes. What is expanded has no more of them."""
+    whole = np.broadcast_to(np.zeros(shape, bool), (3, 4, 200, 330))
+    for mask in (np.zeros(shape, bool), whole):
+        spec = spec_of(mask, backward=backward)
+        assert (spec.block_mask, spec.bias, spec.mask, spec.paired_bias) == (code, False, False, 0)
+        plan = plan_of(kernels_of(spec, Device.synthetic(arch)), Extents(3, 200, 330, 4, 2, MAX_SEQLEN, MAX_SEQLEN))
+        assert plan.block_mask == code
+        assert plan.workspace["block_tiles"] == ((*own[:2], 4, 6), "int32")
+        assert plan.workspace["block_bits"] == ((math.prod(own), 256), "int32")
+        assert (plan.launches[0].variant.function, plan.launches[0].grid) == ("mask_tiles", math.prod(own))
+        lists = {name: shape[:2] for name, (shape, _) in plan.workspace.items() if name.endswith("_lists")}
+        assert lists == dict.fromkeys(("key_lists", *["query_lists"] * backward), own[:2])
+
+
+@pytest.mark.parametrize("options", [{"packed": True}, {"block_mask": 1}, {"bias": Bias("bf16", masked=True)}], ids=str)
+def test_a_mask_that_is_not_alone_is_read_by_element(options: dict[str, Any]) -> None:
+    spec = spec_of(np.zeros((200, 330), bool), **options)
+    assert (spec.mask_tiles, spec.bias, spec.mask) == (None, True, True)
+    assert spec.block_mask == options.get("block_mask", 0)

@@ -1,0 +1,133 @@
+"""A mask that becomes a block mask on the device: planted bugs (`emulator/mutants_masks.py`), and tiles that are left
+out.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator import EmulatorError
+from emulator.attention import Session
+from emulator.mutants import Bug
+from emulator.mutants_masks import BACKWARD_MASK_TILES, FORWARD_MASK_TILES
+from emulator.require import require_compiler
+
+from cupyflash import masks
+from cupyflash.check.accuracy import Oracle
+from cupyflash.check.cases import Case, Inputs
+from cupyflash.problem import Bias
+
+require_compiler()
+
+
+def _case(name: str, seqlen_q: int, seqlen_k: int, bias: str, **more: Any) -> Case:
+    shape = {"batch": 2, "heads_q": 2, "heads_k": 1, **more}
+    return Case(f"mask-tiles-{name}", "full", seqlen_q, seqlen_k, 64, **shape, bias=bias)
+
+
+CASES = {
+    "ragged": _case("ragged", 203, 330, "bhqk bool tiles"),
+    "chunks": _case("chunks", 200, 336, "bqk bool tiles"),
+    "bytes": _case("bytes", 200, 336, "qk bool tiles"),
+    "heads": _case("heads", 200, 330, "hqk bool tiles", causal=True),
+    "keys": _case("keys", 200, 330, "bk bool tiles"),
+    "queries": _case("queries", 200, 330, "bq bool tiles"),
+    "one": _case("one", 200, 330, "b bool"),
+    "turned": _case("turned", 200, 330, "qk bool tiles turned"),
+    "expanded": _case("expanded", 200, 330, "bqk bool tiles whole"),
+}
+
+
+@functools.cache
+def inputs_of(name: str) -> Inputs:
+    """One query sees nothing. Where keys differ, some are hidden from all, by element and by tile, and hold NaN; where
+    both differ, half of the queries of a tile see all of it, and the others nothing."""
+    x = CASES[name].inputs("bf16")
+    assert x.mask is not None
+    mask = x.mask.copy()
+    if min(mask.shape[-2:]) > 1:
+        mask[..., :32, :64] = mask[..., 96:128, 64:128] = True
+        mask[..., 32:64, :64] = mask[..., 64:96, 64:128] = False
+    if mask.shape[-2] > 1:
+        mask[..., 5, :] = False
+    if mask.shape[-1] > 1:
+        mask[..., 130] = mask[..., 192:256] = False
+        x.k[:, [130, 200]], x.v[:, [130, 200]] = np.nan, np.inf
+    return x._replace(mask=mask)
+
+
+@functools.cache
+def oracle(name: str) -> Oracle:
+    return Oracle(CASES[name].problem("bf16"), *inputs_of(name))
+
+
+def given(name: str) -> Inputs:
+    """The mask as kernels get it."""
+    x = inputs_of(name)
+    assert x.mask is not None
+    if name == "bytes":  # any but 0 shows a key
+        bytes_of = np.random.default_rng(0).integers(1, 256, x.mask.shape).astype(np.uint8)
+        return x._replace(mask=np.where(x.mask, bytes_of, 0).astype(np.uint8).view(bool))
+    if name == "turned":
+        return x._replace(mask=np.ascontiguousarray(x.mask.swapaxes(-1, -2)).swapaxes(-1, -2))
+    if name == "expanded":
+        return x._replace(mask=np.broadcast_to(x.mask[:, :1], x.mask.shape))
+    return x
+
+
+def wrong(name: str, family: str, *, backward: bool, **more: Any) -> list[str]:
+    exact, session = oracle(name), Session.of_family(family, **more)
+    if backward:
+        found = exact.judge_backward(*session.backward(given(name), *exact.plain_forward, exact.problem))
+    else:
+        found = exact.judge_forward(*session.forward(given(name), exact.problem))
+    return [str(c) for c in found if not c.passed]
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_wrong_without_bugs(name: str, family: str, backward: bool) -> None:
+    assert not wrong(name, family, backward=backward)
+
+
+@pytest.mark.parametrize("bug", FORWARD_MASK_TILES + BACKWARD_MASK_TILES, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_planted_bug_is_reported(bug: Bug) -> None:
+    def planted() -> list[str]:
+        return wrong(bug.case, bug.family, backward=bug in BACKWARD_MASK_TILES, headers=bug.headers())
+
+    if bug.finds:
+        with pytest.raises(EmulatorError, match=bug.finds):
+            planted()
+    else:
+        assert planted()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_hidden_tiles_are_not_computed(family: str, backward: bool) -> None:
+    """As many products as with the block mask of the same keys: of four documents, less than 0.6 of those of all tiles,
+    which a mask that stands beside a bias takes."""
+    case = Case("documents", "full", 512, 512, 64, bias="qk bool")
+    x, problem = case.inputs("bf16"), case.problem("bf16")
+    document = np.arange(512) // 128
+    mask = document[:, None] == document
+
+    def products(inputs: Inputs, **more: Any) -> int:
+        own, session = replace(problem, **more), Session.of_family(family, "early", learns=False)
+        if backward:
+            session.backward(inputs, x.q, np.zeros(own.rows, np.float32), own)
+        else:
+            session.forward(inputs, own)
+        return session.matrix_ops
+
+    alone = products(x._replace(mask=mask))
+    block_mask = x._replace(mask=None, block_mask=masks.from_dense(mask))
+    assert alone == products(block_mask, bias=None, block_mask=1)
+    zeros = np.zeros((1, 512), x.q.dtype)
+    beside = products(x._replace(mask=mask, bias=zeros), bias=Bias("bf16", (False, False, False, True), masked=True))
+    assert alone < 0.6 * beside
