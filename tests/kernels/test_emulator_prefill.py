@@ -9,7 +9,7 @@ from emulator.attention import small_device
 from emulator.decode import CacheSession
 from emulator.launch import MODES
 from emulator.mutants import Bug
-from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, PAGES, PARTS
+from emulator.mutants_prefill import CLAMPED_PAGES, DROPPED_PART, LENGTHS, PAGES, PARTS
 from emulator.prefill import PrefillSession
 from emulator.require import require_compiler
 
@@ -77,6 +77,43 @@ def test_case(name: str, family: str, seed: int, request: pytest.FixtureRequest)
     AHEAD(request)
     how = PrefillSession(seed=seed, family=family, splits=SPLITS.get(name, 1))
     assert not failures(how, CASES[name], dtype_of(name))
+
+
+def outweighed(where: str) -> tuple[CacheCase, dict[str, np.ndarray]]:
+    """Keys from 190 on weigh 0 in float64, too, and the last of four parts holds none but such: of some v is not
+    finite. `where`: they lie "far" below the others, or have scores of -inf, these alone or "all" keys.
+    """
+    case = CacheCase("outweighed", "full", (250,), 140, page_size=16, scale=1.0, causal=False)
+    arrays = case.inputs("bf16")
+    arrays["q"][..., 0] = 1
+    if where == "far":
+        arrays["q"][:, ::3, :, 0] = 0  # one in three sees them among the others
+    pages = arrays["block_table"][0]
+    key = np.arange(250)
+    low = -2000 if where == "far" else -np.inf
+    arrays["k_cache"][pages[key // 16], key % 16, :, 0] = np.where((key < 190) & (where != "all"), 0, low)[:, None]
+    for number, x in ((200, np.inf), (201, np.nan)):
+        arrays["v_cache"][pages[number // 16], number % 16, :, number % 16] = x
+    return case, arrays
+
+
+def failures_outweighed(how: PrefillSession, where: str) -> list[str]:
+    case, arrays = outweighed(where)
+    p = problem_of(arrays, case.options())
+    return [str(x) for x in CacheOracle(p, arrays).judge(*how.run(arrays, p)) if not x.passed]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("where", ["far", "inf", "all"])
+def test_parts_that_weigh_nothing(where: str, family: str) -> None:
+    """0 times NaN is NaN, whether a part has that weight or a key of it."""
+    for splits in (1, 4):
+        assert not failures_outweighed(PrefillSession(family=family, splits=splits), where)
+
+
+def test_a_part_that_is_dropped_is_found() -> None:
+    bug = PrefillSession(headers=DROPPED_PART.headers(), family="sm80", splits=4)
+    assert failures_outweighed(bug, "far")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
