@@ -134,10 +134,11 @@ def run_wild(how: PrefillSession) -> None:
     how.run(arrays, problem_of(arrays, WILD.options()))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tables_that_say_anything(family: str) -> None:
+def test_tables_that_say_anything(family: str, splits: int) -> None:
     """Nothing outside of a buffer is touched: the emulator would report it."""
-    run_wild(PrefillSession("any", family=family))
+    run_wild(PrefillSession("any", family=family, splits=splits))
 
 
 @pytest.mark.parametrize("bug", PAGES + PARTS, ids=lambda bug: bug.name.replace(" ", "-"))
@@ -174,9 +175,10 @@ def run_clamped(how: PrefillSession) -> None:
         np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=3e-2)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lengths_that_contradict(family: str) -> None:
-    run_clamped(PrefillSession("any", family=family))
+def test_lengths_that_contradict(family: str, splits: int) -> None:
+    run_clamped(PrefillSession("any", family=family, splits=splits))
 
 
 @pytest.mark.parametrize("bug", LENGTHS, ids=lambda bug: bug.name.replace(" ", "-"))
