@@ -42,11 +42,9 @@ PARTS = (
     _sm90("Q handed back while warps multiply by it", without("q-read-by-all"), "one-long-d128", r"RACE|arrivals"),
 )  # fmt: skip
 
-DROPPED_PART = Bug(
-    "parts without weight left out",
-    change("nothing-is-dropped", "O.x[0][j][c] = fmaf(", "if (weight[c / 2] != 0.f) O.x[0][j][c] = fmaf("),
-    "",
-)
+OUTWEIGHED = (
+    Bug("parts without weight left out", change("nothing-is-dropped", "O.x[0][j][c] = fmaf(", "if (weight[c / 2] != 0.f) O.x[0][j][c] = fmaf("), ""),
+)  # fmt: skip
 
 CLAMPED_PAGES = (
     _sm90("page that is none", change("page-within-the-array", "max(0, min(at.page, p.pages - 1))", "at.page"), "", r"load at|memory fault"),

@@ -9,7 +9,7 @@ from emulator.attention import small_device
 from emulator.decode import CacheSession
 from emulator.launch import MODES
 from emulator.mutants import Bug
-from emulator.mutants_prefill import CLAMPED_PAGES, DROPPED_PART, LENGTHS, PAGES, PARTS
+from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, PARTS
 from emulator.prefill import PrefillSession
 from emulator.require import require_compiler
 
@@ -111,9 +111,9 @@ def test_parts_that_weigh_nothing(where: str, family: str) -> None:
         assert not failures_outweighed(PrefillSession(family=family, splits=splits), where)
 
 
-def test_a_part_that_is_dropped_is_found() -> None:
-    bug = PrefillSession(headers=DROPPED_PART.headers(), family="sm80", splits=4)
-    assert failures_outweighed(bug, "far")
+@pytest.mark.parametrize("bug", OUTWEIGHED, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_part_that_is_left_out_is_found(bug: Bug) -> None:
+    assert failures_outweighed(PrefillSession(headers=bug.headers(), family=bug.family, splits=4), "far")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
