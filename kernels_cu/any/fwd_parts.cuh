@@ -58,10 +58,10 @@ __device__ __forceinline__ void fwd_parts(const FwdParams &p) {
         #pragma unroll
         for (int j = 0; j < O.kColTiles; ++j)
             #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const float w = weight[c / 2], x = part.x[0][j][c];
-                O.x[0][j][c] += w == 0.f ? 0.f : w * x;  // hidden keys may have left NaN there @nothing-of-hidden-keys
-            }
+            for (int c = 0; c < 4; ++c)
+                // Not finite where anything there is, whatever it weighs, seen or hidden: then O is computed again.
+                // @nothing-is-dropped
+                O.x[0][j][c] = fmaf(weight[c / 2], part.x[0][j][c], O.x[0][j][c]);
     }
     #pragma unroll
     for (int r = 0; r < 2; ++r) {

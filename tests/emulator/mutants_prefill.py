@@ -42,6 +42,10 @@ PARTS = (
     _sm90("Q handed back while warps multiply by it", without("q-read-by-all"), "one-long-d128", r"RACE|arrivals"),
 )  # fmt: skip
 
+OUTWEIGHED = (
+    Bug("parts without weight left out", change("nothing-is-dropped", "O.x[0][j][c] = fmaf(", "if (weight[c / 2] != 0.f) O.x[0][j][c] = fmaf("), ""),
+)  # fmt: skip
+
 CLAMPED_PAGES = (
     _sm90("page that is none", change("page-within-the-array", "max(0, min(at.page, p.pages - 1))", "at.page"), "", r"load at|memory fault"),
     Bug("page that is none in the sm80 family", change("page-within-the-array-sm80", "max(0, min(at.page, p.pages - 1))", "at.page"), "", r"cp.async at|memory fault|buffer"),

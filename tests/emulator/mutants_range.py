@@ -27,7 +27,7 @@ BACKWARD_RANGE = (
 
 # With ranges that contradict, as tests/kernels/test_emulator_range.py has them.
 CLAMPED_RANGE = (
-    Bug("range begins before the keys", change("range-within-the-keys", "max(0, p.kv_range[2 * s.index])", "p.kv_range[2 * s.index]"), ""),
-    Bug("range ends behind the keys", change("range-within-the-keys", "min(s.seqlen_k, p.kv_range[2 * s.index + 1])", "p.kv_range[2 * s.index + 1]"), ""),
+    Bug("range begins before the keys", change("range-within-the-keys", "max(0, from)", "from"), ""),
+    Bug("range ends behind the keys", change("range-within-the-keys", "min(this->seqlen_k, to)", "to"), ""),
     Bug("range that ends before it starts", change("no-key-in-range", "first < end", "true"), ""),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from emulator.attention import small_device
 from emulator.decode import CacheSession
 from emulator.launch import MODES
 from emulator.mutants import Bug
-from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, PAGES, PARTS
+from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, PARTS
 from emulator.prefill import PrefillSession
 from emulator.require import require_compiler
 
@@ -79,6 +79,43 @@ def test_case(name: str, family: str, seed: int, request: pytest.FixtureRequest)
     assert not failures(how, CASES[name], dtype_of(name))
 
 
+def outweighed(where: str) -> tuple[CacheCase, dict[str, np.ndarray]]:
+    """Keys from 190 on weigh 0 in float64, too, and the last of four parts holds none but such: of some v is not
+    finite. `where`: they lie "far" below the others, or have scores of -inf, these alone or "all" keys.
+    """
+    case = CacheCase("outweighed", "full", (250,), 140, page_size=16, scale=1.0, causal=False)
+    arrays = case.inputs("bf16")
+    arrays["q"][..., 0] = 1
+    if where == "far":
+        arrays["q"][:, ::3, :, 0] = 0  # one in three sees them among the others
+    pages = arrays["block_table"][0]
+    key = np.arange(250)
+    low = -2000 if where == "far" else -np.inf
+    arrays["k_cache"][pages[key // 16], key % 16, :, 0] = np.where((key < 190) & (where != "all"), 0, low)[:, None]
+    for number, x in ((200, np.inf), (201, np.nan)):
+        arrays["v_cache"][pages[number // 16], number % 16, :, number % 16] = x
+    return case, arrays
+
+
+def failures_outweighed(how: PrefillSession, where: str) -> list[str]:
+    case, arrays = outweighed(where)
+    p = problem_of(arrays, case.options())
+    return [str(x) for x in CacheOracle(p, arrays).judge(*how.run(arrays, p)) if not x.passed]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("where", ["far", "inf", "all"])
+def test_parts_that_weigh_nothing(where: str, family: str) -> None:
+    """0 times NaN is NaN, whether a part has that weight or a key of it."""
+    for splits in (1, 4):
+        assert not failures_outweighed(PrefillSession(family=family, splits=splits), where)
+
+
+@pytest.mark.parametrize("bug", OUTWEIGHED, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_a_part_that_is_left_out_is_found(bug: Bug) -> None:
+    assert failures_outweighed(PrefillSession(headers=bug.headers(), family=bug.family, splits=4), "far")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["starve", "race lanes"])
 def test_orders(mode: str, family: str, seed: int) -> None:
@@ -97,10 +134,11 @@ def run_wild(how: PrefillSession) -> None:
     how.run(arrays, problem_of(arrays, WILD.options()))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tables_that_say_anything(family: str) -> None:
+def test_tables_that_say_anything(family: str, splits: int) -> None:
     """Nothing outside of a buffer is touched: the emulator would report it."""
-    run_wild(PrefillSession("any", family=family))
+    run_wild(PrefillSession("any", family=family, splits=splits))
 
 
 @pytest.mark.parametrize("bug", PAGES + PARTS, ids=lambda bug: bug.name.replace(" ", "-"))
@@ -137,9 +175,10 @@ def run_clamped(how: PrefillSession) -> None:
         np.testing.assert_allclose(found.astype(np.float32), expected.astype(np.float32), atol=3e-2)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lengths_that_contradict(family: str) -> None:
-    run_clamped(PrefillSession("any", family=family))
+def test_lengths_that_contradict(family: str, splits: int) -> None:
+    run_clamped(PrefillSession("any", family=family, splits=splits))
 
 
 @pytest.mark.parametrize("bug", LENGTHS, ids=lambda bug: bug.name.replace(" ", "-"))
