@@ -359,6 +359,40 @@ def test_a_mask_of_flex_attention_that_a_program_makes_is_refused_by_name() -> N
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.parametrize("first", ["inference_mode", "grad", "fake", "export"])
+def test_a_mask_that_was_first_used_where_torch_follows(first: str) -> None:
+    """Its copy on a device serves all calls, also those that are trained, and is not in the way of FakeTensors."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mask, x = masks.causal_document(np.arange(N) // 70), torch.randn(1, N, 2, 16, requires_grad=True)
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return cupyflash.attention(x, x, x, block_mask=mask)
+
+    attend = Module()
+
+    def followed() -> None:
+        plain = x.detach()
+        if first == "inference_mode":
+            with torch.inference_mode():
+                attend(plain)
+        elif first == "grad":
+            torch.func.grad(lambda x: attend(x).sum())(plain)
+        elif first == "export":
+            torch.export.export(attend, (plain,), strict=False)
+        else:
+            with FakeTensorMode() as mode:
+                assert attend(mode.from_tensor(plain)).shape == x.shape
+
+    for _ in range(2):
+        followed()
+        torch.testing.assert_close(attend(x), cupyflash.attention(x, x, x, mask=torch.from_numpy(dense(mask))))
+        assert torch.isfinite(torch.autograd.grad(attend(x).sum(), x)[0]).all()
+
+
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("theirs", [False, True])
 def test_a_compiled_program_serves_all_masks(theirs: bool) -> None:
     """Of documents, say, which each batch has others of; with as many patterns, and with others."""
