@@ -23,6 +23,9 @@ def from_torch(mask: Any) -> BlockMask:
     """
     _convert(mask)
     found: BlockMask = mask._cupyflash_mask
+    for x in (found, mask.mask_mod, *(getattr(mask, name) for name in _LISTS)):
+        if x is not None:
+            id(x)  # which a program of torch.compile then watches: with another one it is another program
     return found
 
 
@@ -41,7 +44,8 @@ def _convert(mask: Any) -> None:
 
 
 # What says which keys a mask of torch shows.
-_PARTS = "mask_mod", "seq_lengths", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+_LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
+_PARTS = "mask_mod", "seq_lengths", *_LISTS
 
 
 def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[str, Any]:

@@ -30,10 +30,10 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
         lses: of each ``(batch, heads_q, seqlen_q)`` or ``(heads_q, total_q)``, in fp32 (fp64 for fp64): likewise.
 
     Returns:
-        (out, lse), in the shapes and dtypes of one part, out in fp32 where those of outs differ; computed in fp32, fp64
-        for fp64, and rounded once. A part whose lse is -inf counts for nothing, whatever its out is; where all are, out
-        is 0 and lse -inf. Differentiable in PyTorch and JAX, as often as one likes, and inside jit and torch.compile:
-        made of their own operations.
+        (out, lse), in the shapes and dtypes of one part; where those of outs differ, in what is computed with: fp32, or
+        fp64 if one of them is. Rounded once. A part whose lse is -inf counts for nothing, whatever its out is; where
+        all are, out is 0 and lse -inf. Differentiable in PyTorch and JAX, as often as one likes, and inside jit and
+        torch.compile: made of their own operations.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it.
@@ -58,6 +58,8 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
     accumulate = _check_dtypes(of_outs, of_lses)
     if isinstance(outs, (tuple, list)) and len(set(of_outs.values())) > 1:
         outs = [_cast(_namespace(library), x, accumulate) for x in outs]
+    if isinstance(lses, (tuple, list)) and len(set(of_lses.values())) > 1:
+        lses = [_cast(_namespace(library), x, accumulate) for x in lses]
     o, l = (_stacked(library, x) for x in (outs, lses))  # noqa: E741 the paper's names
     _check_shapes(tuple(o.shape), tuple(l.shape))
     if library is NUMPY:
@@ -139,15 +141,16 @@ def _check_dtypes(outs: Mapping[str, str], lses: Mapping[str, str]) -> str:
     for name, found in outs.items():
         if found not in DTYPES:
             raise ArgumentError(f"{name}: expected a floating-point dtype ({', '.join(DTYPES)}), got {found}")
-    wanted = "fp64" if "fp64" in outs.values() else "fp32"
+    wide = "fp64" if "fp64" in outs.values() else "fp32"
     beside = ", ".join(sorted(set(outs.values())))
     for name, found in lses.items():
-        if found != wanted:
+        own = outs.get(name.replace("lses", "outs"), wide)
+        if found != wide and (found != "fp32" or own == "fp64" or name == "lses"):
             raise ArgumentError(
-                f"{name}: expected {wanted}, beside outs of {beside}, got {found}; with return_lse=True the functions "
+                f"{name}: expected {wide}, beside outs of {beside}, got {found}; with return_lse=True the functions "
                 "here return it so"
             )
-    return "float64" if wanted == "fp64" else "float32"
+    return "float64" if wide == "fp64" else "float32"
 
 
 def _check_shapes(outs: Sequence[int], lses: Sequence[int]) -> None:

@@ -156,7 +156,7 @@ def common_library(**arrays: Any) -> Native | Foreign:
     first, library = next(iter(libraries.items()))
     for name, other in libraries.items():
         if other.name != library.name:
-            make = _MAKES.get(library.name, "arrays of one library").format(x=name, first=first)
+            make = _MAKES.get(library.name, "arrays of one library").format(x=name.split()[-1], first=first)
             raise ArgumentError(
                 f"{name}: expected an array of {library.name} like {first}, got one of {other.name}; give {make}"
             )

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .imported import is_instance
+from . import torch_private
+from .imported import is_instance, is_tensor
 
 
 def placed(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
@@ -21,9 +22,12 @@ def placed(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) 
     key: tuple[Any, ...]
     if is_instance(like, "torch", "Tensor"):
         key = name, like.device
-        if key not in kept:
-            kept[key] = sys.modules["torch"].from_numpy(x.copy()).to(like.device)
-        return kept[key]
+        if key in kept and type(like).__name__ != "FakeTensor":
+            return kept[key]
+        made = _of_torch(x, like.device)
+        if is_tensor(type(made)):
+            kept[key] = made
+        return made
     if is_instance(like, "jax", "Array"):
         return _of_jax(name, x, like, kept)
     if isinstance(like, np.ndarray) or not _is_on_gpu(like):
@@ -36,6 +40,16 @@ def placed(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) 
             kept[key] = cupy.asarray(x)
             cupy.cuda.get_current_stream().synchronize()
     return kept[key]
+
+
+def _of_torch(x: np.ndarray, device: Any) -> Any:
+    """Out of sight of transforms and inference_mode, since calls outside of them get it later; a FakeTensor where one
+    is asked for."""
+    torch = sys.modules["torch"]
+    if torch.compiler.is_dynamo_compiling():
+        return torch.from_numpy(x.copy()).to(device)
+    with torch.inference_mode(False), torch_private.without_transforms():
+        return torch.from_numpy(x.copy()).to(device)
 
 
 def _of_jax(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:

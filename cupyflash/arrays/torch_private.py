@@ -42,6 +42,13 @@ def without_rules() -> contextlib.AbstractContextManager[Any]:
     return context
 
 
+def without_transforms() -> contextlib.AbstractContextManager[Any]:
+    """What is made inside is no tensor of one of torch.func's levels."""
+    found: Any = getattr(sys.modules["torch"]._C, "_DisableFuncTorch", contextlib.nullcontext)
+    context: contextlib.AbstractContextManager[Any] = found()
+    return context
+
+
 def is_dual(x: Any) -> bool:
     """Whether x has a forward-mode derivative. torch.compile, which follows this, cannot look into `sys.modules`."""
     import torch.autograd.forward_ad

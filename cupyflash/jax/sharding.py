@@ -101,8 +101,10 @@ def divided(
         devices = math.prod(mesh.shape[name] for name in _names(heads))
         heads_k = k.shape[dims_of_k.index("heads_k")] if "heads_k" in dims_of_k else 1
         shared = bool(heads_k % devices)
-        if shared and devices % heads_k:
-            heads, shared = None, False  # query heads of a device would be of several key heads, and not of all of each
+        # Else query heads of a device would be of several key heads, and not of all of each; or there would be none for
+        # some devices, where XLA has others that nobody gave.
+        if shared and (devices % heads_k or q.shape[dims_of_q.index("heads_q")] % devices):
+            heads, shared = None, False
         return _Axes(found.get("batch"), heads, shared), devices, heads_k
 
     def shardings(mesh: Any, axes: _Axes, of: Sequence[Dims]) -> tuple[NamedSharding, ...]:

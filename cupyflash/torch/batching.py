@@ -41,6 +41,9 @@ def batched(
         or not _ALONE.isdisjoint(arrays)
         or not all(name in batched or (name not in mapped and f"d{name}" not in wanted) for name in first)
     ):
+        if not size:  # results have the shapes of one call's
+            none = call({name: x.new_zeros(x.shape[1:]) if name in mapped else x for name, x in first.items()})
+            return tuple(x.new_empty((0, *x.shape)) for x in none), (0,) * len(none)
         found = [call({name: x[i] if name in mapped else x for name, x in first.items()}) for i in range(size)]
         return tuple(torch.stack(same) for same in zip(*found, strict=True)), (0,) * len(found[0])
     folded = {name: _fold(x, size, name in mapped) if name in batched else x for name, x in first.items()}

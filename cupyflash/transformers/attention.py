@@ -51,9 +51,9 @@ def attention(
     if cache is not None:  # of continuous batching: it puts the keys of all requests one behind the other
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others)
         attention_mask = None
-    if not HAS_MASK_FUNCTIONS and attention_mask is not None:
-        attention_mask = _made_by_model(module, query, key, attention_mask, others)
     is_known = attention_mask is None or ranges.is_range_mask(attention_mask) or packing.is_packed_mask(attention_mask)
+    if not is_known:
+        attention_mask = _made_by_model(module, query, key, attention_mask, others)
     own_mask = None if is_known else attention_mask
     form = _form(module, query, key, value, attention_mask, is_causal, sliding_window, others)
     deterministic = bool(others.get("deterministic")) or torch.are_deterministic_algorithms_enabled()
@@ -67,8 +67,10 @@ def attention(
 
 
 def _made_by_model(module: Any, q: Tensor, k: Tensor, mask: Tensor, others: dict[str, Any]) -> Tensor | None:
-    """A mask that says all, of one that a model made itself: that may be longer than the keys, or leave to the model
-    what is causal (GPT-2). None of packed sequences."""
+    """A mask that says all, of one that a model made itself: that may be longer than the keys (GPT-2 of 4.53, too), or
+    leave to the model what is causal. None of packed sequences."""
+    if HAS_MASK_FUNCTIONS:
+        return mask[..., : k.shape[2]]
     if others.get("cu_seq_lens_q") is not None:
         return None
     mask = mask[..., : k.shape[2]]

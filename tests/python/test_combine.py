@@ -183,6 +183,21 @@ def test_parts_of_different_dtypes(kinds: tuple[str, ...], library: str, rng: np
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_part_of_fp64_beside_one_of_fp32(library: str, rng: np.random.Generator) -> None:
+    """Each with the lse that its call returned: the result is in fp64."""
+    import torch
+
+    outs, lses, _ = pieces(rng)
+    parts = [(outs[0], lses[0]), (outs[3].astype(np.float32), lses[3].astype(np.float32))]
+    expected = combine(*zip(*[[x.astype(np.float64) for x in part] for part in parts], strict=True))
+    given = parts if library == "numpy" else [[torch.from_numpy(x) for x in part] for part in parts]
+    for a, b in zip(combine(*zip(*given, strict=True)), expected, strict=True):
+        assert str(a.dtype).endswith("float64")
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-12)
+
+
 def test_an_lse_of_inf_says_nothing(rng: np.random.Generator) -> None:
     """A query that has seen a score of inf gives NaN, without a warning of NumPy's."""
     outs, lses, _ = pieces(rng, np.float32)
@@ -212,6 +227,11 @@ WRONG: tuple[tuple[Any, Any, str], ...] = (
         [ZEROS[0][0], ZEROS[0][1].astype(np.float32)],
         ZEROS[1].astype(np.float32),
         "lses: expected fp64, beside outs of fp32, fp64, got fp32",
+    ),
+    (
+        [ZEROS[0][0], ZEROS[0][1].astype(np.float32)],
+        list(ZEROS[1].astype(np.float32)),
+        "lses[0]: expected fp64, beside outs of fp32, fp64, got fp32",
     ),
     (ZEROS[0], ZEROS[1].astype(int), "lses: expected fp64, beside outs of fp64, got int64"),
     (ZEROS[0], ZEROS[1].astype(np.float32), "lses: expected fp64, beside outs of fp64, got fp32"),

@@ -306,6 +306,8 @@ def test_torch_vmap(rng: np.random.Generator) -> None:
             found = torch.vmap(f, (0, 0, 0, dim))(*x, seeds)
             want = [f(*(t[i] for t in x), seeds if dim is None else seeds[i]) for i in range(3)]
             torch.testing.assert_close(found, torch.stack(want))
+    none = torch.vmap(gradient, (0, 0, 0, None))(*(t[:0] for t in x), torch.tensor([5]))
+    assert none.shape == (0, *x[0].shape[1:])
     q = x[0][:1].expand(2, -1, -1, -1, -1)
     for randomness, same in (("same", True), ("different", False)):
         drawn = torch.vmap(lambda q: cupyflash.attention(q, q, q, dropout_p=0.3), randomness=randomness)(q)

@@ -449,6 +449,14 @@ for kind in (AxisType.Auto, AxisType.Explicit):
             own = heads_q // 4
             assert "all-gather" not in compiled.as_text()
             assert set(seen) == {{(2, 21, own, 16) if layout == "bshd" else (2, own, 21, 16)}}, seen
+# Inside a program query heads, too, may lie along more devices than they divide into.
+mesh, layout = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,)), "bshd"
+by_heads = NamedSharding(mesh, P(None, None, "model"))
+for heads_q, heads_k in ((2, 2), (2, 1), (6, 2), (6, 1)):
+    given = [jax.random.normal(key, (2, 21, n, 16)) for key, n in zip(keys, (heads_q, heads_k, heads_k))]
+    given.append(jax.random.normal(keys[0], (heads_q,)))
+    uneven = lambda q, *more: squared(f)(jax.lax.with_sharding_constraint(q, by_heads), *more)
+    agree(*(jax.jit(jax.value_and_grad(g, (0, 1, 2, 3)))(*given) for g in (uneven, squared(f))))
 print("DONE")
 """
 

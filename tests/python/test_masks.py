@@ -308,6 +308,41 @@ def test_a_compiled_program_takes_a_mask_of_flex_attention_that_is_new_to_it(is_
     torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, wanted)))
 
 
+@pytest.mark.needs("torch>=2.13")  # before, not every version's programs watch which function a mask has
+@pytest.mark.parametrize("is_asked_between", [True, False])
+def test_a_compiled_program_sees_that_parts_of_a_mask_are_replaced(is_asked_between: bool) -> None:
+    """By functions of one code, back to one that it had, and by lists."""
+    import torch
+
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def nearer_than(n: int) -> Any:
+        return lambda b, h, q, k: (q - k).abs() < n
+
+    near, far = nearer_than(9), nearer_than(40)
+    mask = flex.create_block_mask(far, None, None, N, N, device="cpu")
+    x = torch.randn(1, N, 2, 16, dtype=torch.float64)
+    torch._dynamo.reset()
+
+    def attend(x: Any) -> Any:
+        return cupyflash.attention(x, x, x, block_mask=mask)
+
+    program = torch.compile(attend, fullgraph=True, backend="eager")
+
+    def check(wanted: BlockMask) -> None:
+        if is_asked_between:
+            masks.from_torch(mask)
+        for _ in range(2):  # the first finds no copy on the device, and is another program
+            torch.testing.assert_close(program(x), cupyflash.attention(x, x, x, block_mask=wanted))
+
+    ours = {mod: masks.from_torch(flex.create_block_mask(mod, None, None, N, N, device="cpu")) for mod in (near, far)}
+    for mod in (far, near, far):
+        mask.mask_mod = mod
+        check(ours[mod])
+    mask.kv_num_blocks = torch.zeros_like(mask.kv_num_blocks)
+    check(ours[far] & masks.from_torch(mask))
+
+
 @pytest.mark.needs("torch")
 def test_a_mask_of_flex_attention_that_a_program_makes_is_refused_by_name() -> None:
     import torch
@@ -321,6 +356,40 @@ def test_a_mask_of_flex_attention_that_a_program_makes_is_refused_by_name() -> N
 
     with pytest.raises(Exception, match=r"block_mask: expected a mask that is made outside of the program"):
         torch.compile(attend, backend="eager")(torch.randn(1, N, 2, 16))
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("first", ["inference_mode", "grad", "fake", "export"])
+def test_a_mask_that_was_first_used_where_torch_follows(first: str) -> None:
+    """Its copy on a device serves all calls, also those that are trained, and is not in the way of FakeTensors."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mask, x = masks.causal_document(np.arange(N) // 70), torch.randn(1, N, 2, 16, requires_grad=True)
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return cupyflash.attention(x, x, x, block_mask=mask)
+
+    attend = Module()
+
+    def followed() -> None:
+        plain = x.detach()
+        if first == "inference_mode":
+            with torch.inference_mode():
+                attend(plain)
+        elif first == "grad":
+            torch.func.grad(lambda x: attend(x).sum())(plain)
+        elif first == "export":
+            torch.export.export(attend, (plain,), strict=False)
+        else:
+            with FakeTensorMode() as mode:
+                assert attend(mode.from_tensor(plain)).shape == x.shape
+
+    for _ in range(2):
+        followed()
+        torch.testing.assert_close(attend(x), cupyflash.attention(x, x, x, mask=torch.from_numpy(dense(mask))))
+        assert torch.isfinite(torch.autograd.grad(attend(x).sum(), x)[0]).all()
 
 
 @pytest.mark.needs("torch")

@@ -20,7 +20,7 @@ pytest.importorskip("torch._dynamo")  # which would be imported, in part, while 
 from cupyflash.torch import followed, recorded  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("on_the_cpu"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
-NAMES = "_get_tracing_state", "DisableTorchFunctionSubclass"
+NAMES = "_get_tracing_state", "DisableTorchFunctionSubclass", "_DisableFuncTorch"
 
 
 @pytest.fixture

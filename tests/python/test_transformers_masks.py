@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -287,6 +288,16 @@ def test_masks_that_models_make(
     bias = ranges.as_bias(mask, torch.float32)
     found = attended(SimpleNamespace(**module), bias, is_causal=is_causal)
     torch.testing.assert_close(found, wanted(seen), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_longer_than_the_keys_is_ours_to_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 of 4.53 makes such a one, as every model did before."""
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+    bias = ranges.as_bias(torch.nn.functional.pad(LOWER & PADDED, (0, 1)), torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # that it is transformers' own
+        found = attended(SimpleNamespace(is_causal=True), bias, is_causal=False)
+    torch.testing.assert_close(found, wanted(LOWER & PADDED), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("_without_mask_functions")
