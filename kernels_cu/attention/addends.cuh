@@ -58,15 +58,6 @@ struct alignas(8 * sizeof(T) < 16 ? 8 * sizeof(T) : 16) BiasRun {
     }
     __device__ float value(int i) const { return pair[i / 2].value(i % 2); }
 };
-template <>
-struct alignas(8) BiasRun<Shown> {
-    ptx::u32 raw[2];
-    __device__ static BiasRun of(Shown x) {
-        const ptx::u32 four = x.raw * 0x01010101u;
-        return {{four, four}};
-    }
-    __device__ float value(int i) const { return bias_if(raw[i / 4] >> 8 * (i % 4) & 0xff); }
-};
 
 // What is added to one score.
 struct Addend {
