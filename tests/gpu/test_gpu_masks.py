@@ -47,6 +47,7 @@ def test_a_mask_agrees_with_the_same_booleans(head_dim: int, family: str, monkey
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # of torch itself, as it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # likewise
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("head_dim", "size"), [(64, 128), (128, (64, 256)), (256, 96)])
