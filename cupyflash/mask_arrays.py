@@ -21,7 +21,14 @@ def from_torch(mask: Any) -> BlockMask:
     `attention` takes such masks as they are, and converts each once, and again where its mask_mod, lengths or lists
     have been replaced. Converting waits for the GPU that it is on.
     """
-    _convert(mask)
+    if not _takes_objects() and sys.modules["torch"].compiler.is_dynamo_compiling():
+        if not _is_converted(mask):
+            raise UnsupportedError(
+                "block_mask: expected a mask that has been converted, as PyTorch before 2.13 compiles: call "
+                "cupyflash.masks.from_torch(mask) before the program does"
+            )
+    else:
+        _convert(mask)
     found: BlockMask = mask._cupyflash_mask
     for x in (found, mask.mask_mod, *(getattr(mask, name) for name in _LISTS)):
         if x is not None:
@@ -35,17 +42,30 @@ def _convert(mask: Any) -> None:
     whose changes a compiled program watches.)"""
     if not hasattr(mask, "BLOCK_SIZE"):  # as torch.compile knows those that a program makes
         raise UnsupportedError("block_mask: expected a mask that is made outside of the program of torch.compile")
-    parts = [getattr(mask, name, None) for name in _PARTS]
-    before = vars(mask).get("_cupyflash_parts", [])
-    if len(before) != len(parts) or any(x is not y for x, y in zip(parts, before, strict=True)):
+    if not _is_converted(mask):
         import cupyflash.torch.masks
 
+        parts = [getattr(mask, name, None) for name in _PARTS]
         mask._cupyflash_mask, mask._cupyflash_parts = cupyflash.torch.masks.convert(mask), parts
+
+
+def _is_converted(mask: Any) -> bool:
+    """Whether a mask has that already, and none of its parts has been replaced since."""
+    parts = getattr(mask, "_cupyflash_parts", None)
+    if parts is None or getattr(mask, _PARTS[0], None) != parts[0]:  # a tuple, which torch.compile knows by its value
+        return False
+    return all(getattr(mask, name) is x for name, x in zip(_PARTS[1:], parts[1:], strict=True))
+
+
+@constant_in_programs
+def _takes_objects() -> bool:
+    """Whether torch.compile hands any object to a function like these: from 2.13 on."""
+    return tuple(int(n) for n in sys.modules["torch"].__version__.split(".")[:2]) >= (2, 13)
 
 
 # What says which keys a mask of torch shows.
 _LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
-_PARTS = "mask_mod", "seq_lengths", *_LISTS
+_PARTS = "seq_lengths", "mask_mod", *_LISTS
 
 
 def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[str, Any]:

@@ -285,12 +285,16 @@ def test_a_mask_of_flex_attention_whose_parts_are_replaced_is_another_one() -> N
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.parametrize("is_converted", [pytest.param(False, marks=pytest.mark.needs("torch>=2.13")), True])
 @pytest.mark.parametrize("is_argument", [True, False])
-def test_a_compiled_program_takes_a_mask_of_flex_attention_that_is_new_to_it(is_argument: bool) -> None:
+def test_a_compiled_program_takes_a_mask_of_flex_attention(is_argument: bool, is_converted: bool) -> None:
+    """Also one that nobody has used before, where torch hands it on."""
     import torch
 
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     mask = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, N, N, device="cpu")
+    if is_converted:
+        masks.from_torch(mask)
     x = torch.randn(1, N, 2, 16, dtype=torch.float64, requires_grad=True)
     torch._dynamo.reset()
 
@@ -343,7 +347,7 @@ def test_a_compiled_program_sees_that_parts_of_a_mask_are_replaced(is_asked_betw
     check(ours[far] & masks.from_torch(mask))
 
 
-@pytest.mark.needs("torch")
+@pytest.mark.needs("torch>=2.13")
 def test_a_mask_of_flex_attention_that_a_program_makes_is_refused_by_name() -> None:
     import torch
 
