@@ -47,8 +47,8 @@ def inputs_of(name: str) -> Inputs:
     """One query sees nothing. Where keys differ, some are hidden from all, by element and by tile, and hold NaN; where
     both differ, half of the queries of a tile see all of it, and the others nothing."""
     x = CASES[name].inputs("bf16")
-    assert x.mask is not None
-    mask = x.mask.copy()
+    assert x.features.mask is not None
+    mask = x.features.mask.copy()
     if min(mask.shape[-2:]) > 1:
         mask[..., :32, :64] = mask[..., 96:128, 64:128] = True
         mask[..., 32:64, :64] = mask[..., 64:96, 64:128] = False
@@ -57,7 +57,7 @@ def inputs_of(name: str) -> Inputs:
     if mask.shape[-1] > 1:
         mask[..., 130] = mask[..., 192:256] = False
         x.k[:, [130, 200]], x.v[:, [130, 200]] = np.nan, np.inf
-    return x._replace(mask=mask)
+    return x.having(mask=mask)
 
 
 @functools.cache
@@ -68,14 +68,14 @@ def oracle(name: str) -> Oracle:
 def given(name: str) -> Inputs:
     """The mask as kernels get it."""
     x = inputs_of(name)
-    assert x.mask is not None
+    assert x.features.mask is not None
     if name == "bytes":  # any but 0 shows a key
-        bytes_of = np.random.default_rng(0).integers(1, 256, x.mask.shape).astype(np.uint8)
-        return x._replace(mask=np.where(x.mask, bytes_of, 0).astype(np.uint8).view(bool))
+        bytes_of = np.random.default_rng(0).integers(1, 256, x.features.mask.shape).astype(np.uint8)
+        return x.having(mask=np.where(x.features.mask, bytes_of, 0).astype(np.uint8).view(bool))
     if name == "turned":
-        return x._replace(mask=np.ascontiguousarray(x.mask.swapaxes(-1, -2)).swapaxes(-1, -2))
+        return x.having(mask=np.ascontiguousarray(x.features.mask.swapaxes(-1, -2)).swapaxes(-1, -2))
     if name == "expanded":
-        return x._replace(mask=np.broadcast_to(x.mask[:, :1], x.mask.shape))
+        return x.having(mask=np.broadcast_to(x.features.mask[:, :1], x.features.mask.shape))
     return x
 
 
@@ -125,9 +125,9 @@ def test_hidden_tiles_are_not_computed(family: str, backward: bool) -> None:
             session.forward(inputs, own)
         return session.matrix_ops
 
-    alone = products(x._replace(mask=mask))
-    block_mask = x._replace(mask=None, block_mask=masks.from_dense(mask))
+    alone = products(x.having(mask=mask))
+    block_mask = x.having(mask=None, block_mask=masks.from_dense(mask))
     assert alone == products(block_mask, bias=None, block_mask=1)
     zeros = np.zeros((1, 512), x.q.dtype)
-    beside = products(x._replace(mask=mask, bias=zeros), bias=Bias("bf16", (False, False, False, True), masked=True))
+    beside = products(x.having(mask=mask, bias=zeros), bias=Bias("bf16", (False, False, False, True), masked=True))
     assert alone < 0.6 * beside
