@@ -37,7 +37,7 @@ CASES = {
             "mixed-d256", "full", (90, 50, 5), (1, 300, 129), 256, heads_q=2, heads_k=1, page_size=64, append=True
         ),
         CacheCase("mixed-none-appended", "full", (150, 160), (5, 140), page_size=16, scale=-0.2),
-        CacheCase("one-long-d128", "full", (500,), 200, 128, page_size=16, append=True, softcap=4.0),
+        CacheCase("one-long-d128", "full", (250,), 130, 128, page_size=16, append=True, softcap=4.0),
         CacheCase("unseen", "full", (100,), 140, page_size=16),
         CacheCase("mixed-long", "full", (700, 0, 90), (131, 129, 2), 72, page_size=32, append=True, nonfinite=True),
         CacheCase("mixed-many-alone", "full", (3, 40), (130, 140), page_size=16, append=True, rotary=32),
@@ -47,7 +47,7 @@ CASES = {
 
 # Into how many parts keys are divided: also more than there are blocks of keys.
 SPLITS = {
-    "pages": 2, "pages-nonfinite": 3, "chosen-d256": 2, "one-long-d128": 3, "unseen": 2, "mixed-d256": 7,
+    "pages": 2, "pages-nonfinite": 3, "chosen-d256": 2, "one-long-d128": 3, "unseen": 4, "mixed-d256": 3,
     "mixed-long": 4,
 }  # fmt: skip
 
