@@ -14,6 +14,7 @@ from ..gpu.device import Device
 from ..problem import KEY_BLOCK, MAX_SEQLEN, Problem
 from .kernels import LEAST_QUERIES, PAGE_UNIT
 from .spec import Spec
+from .splits import may_divide
 
 _ROWS = 48  # queries of all sequences and heads, for each multiprocessor
 _FEW_ROWS, _MANY_KEYS = 128, 8192  # rows for each multiprocessor that are a tile or less, beside so many keys
@@ -72,7 +73,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     by_tma = device.capability == (9, 0) and family in (None, "sm90") and lie.tma
     reads_pages = lie.aligned and lie.whole_table and (p.page_size or 0) % PAGE_UNIT == 0
     # Where keys are divided (splits.py), that is worth more than reading rows by a table costs.
-    divides = rows <= _FEW_ROWS * device.sm_count and p.capacity >= _MANY_KEYS and not (p.alibi or p.kv_range or p.sink)
+    divides = rows <= _FEW_ROWS * device.sm_count and p.capacity >= _MANY_KEYS and may_divide(p)
     if reads_pages and (by_tma or divides or not is_plain):
         return Way(paged=True, beside=p.packed)
     return Way() if is_plain else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from .kernels import LEAST_QUERIES, Main, round_up, row_bytes
 from .numbers import Chosen, Extents, Workspace
@@ -46,11 +47,16 @@ class Parts(Main):
     sink: bool = False
 
 
+def may_divide(call: Spec | CacheProblem) -> bool:
+    """Whether features let the keys of a call over a cache be divided: a part is a range of keys, so not beside
+    `kv_range`; a sink counts once; beside ALiBi it has not been tried."""
+    return not (call.alibi or call.kv_range or call.sink)
+
+
 def forward_kernels(spec: Spec, kind: type[Main], tile: Tile, tile_of_parts: Tile | None = None) -> tuple[Variant, ...]:
-    """A forward's main kernel, of a kind; and over a cache that of parts of the keys and the one behind it. A part is a
-    range of keys, so there is none beside `kv_range`, and a sink counts once."""
+    """A forward's main kernel, of a kind; and over a cache that of parts of the keys and the one behind it."""
     main = kind.of(spec, tile)
-    if not spec.paged or spec.alibi or spec.kv_range or spec.sink:
+    if not (spec.paged and may_divide(spec)):
         return (main,)
     whole = spec._replace(causal=False, window=True)
     of_parts = kind.of(whole._replace(kv_range=True, split_keys=True), tile_of_parts or tile)

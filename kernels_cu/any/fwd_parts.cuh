@@ -6,17 +6,12 @@
 #include "attention/repair_output.cuh"
 #include "tile/epilogue.cuh"
 
-// For a kernel that knows no mask: whatever the mask, over all keys.
-template <class V>
-struct WholeRows : V {
-    static constexpr bool kCausal = false, kWindow = true;
-};
-
 template <class V>
 __device__ __forceinline__ void fwd_parts(const FwdParams &p) {
     using T = typename V::Element;
     constexpr int M = V::kBlockM, D = V::kHeadDim, kCols = 64, kChunks = ceil_div(D, kCols);
     static_assert(M == 16 && V::kWarps == kChunks);
+    static_assert(V::kWindow && !V::kCausal && !V::kKvRange);  // a repair takes any mask, over all keys
     const auto tile = tile_at<V, Queries, M, false>(sequences_of<V>(p), ptx::block_index());
     const auto &sequence = tile.sequence;
     const int q0 = tile.block * M, col0 = warp() * kCols;
@@ -73,7 +68,7 @@ __device__ __forceinline__ void fwd_parts(const FwdParams &p) {
     const SmemTile<T, M, kCols * kChunks> rows{ptx::dynamic_smem()};
     static_assert(rows.kBytes == V::kSmemBytes);
     if (!ptx::vote_all(stage_rows<T>(rows, 0, O, col0))) {  // @o-is-finite-parts
-        repair_output<WholeRows<V>, false, M, kCols>(p, sequence.index, tile.head, q0, rows, 0, col0);
+        repair_output<V, false, M, kCols>(p, sequence.index, tile.head, q0, rows, 0, col0);
         ptx::bar_warp_sync();  // @o-repaired-by-the-warp-parts
     }
     write_rows<M, kCols, D>(rows, 0, static_cast<T *>(p.o) + sequence.q_offset(p.o_stride, tile.head), p.o_stride.row,
