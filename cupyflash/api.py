@@ -92,8 +92,7 @@ def attention(
             its generator, another at each replay of a graph; with NumPy and CuPy from NumPy's global one, which
             `attention_backward` cannot know; JAX needs one.
         block_mask: a `BlockMask`, which `cupyflash.masks` makes, or one of torch's flex_attention: which keys each
-            query sees, beside what causal, window and kv_range hide. Tiles of 64 by 64 where nobody sees anything are
-            not computed. Batch and heads of q may share a mask.
+            query sees, beside what causal, window and kv_range hide; tiles as of a mask. Batch and heads may share it.
         score_mod: what becomes of each score, between softcap and ALiBi, before a bias: a C++ expression of ``score``,
             ``b``, ``h``, ``q``, ``k`` (sequence, head of q, query, key) and of `mod_arrays`, such as
             ``"score + table[h, max(0, q - k)]"``, or a Python function of these, as FlexAttention takes them, which is
