@@ -51,8 +51,8 @@ class Main(Variant):
 
     @property
     def smem_bytes(self) -> int:
-        """Packed tiles bring their sequence along in the queue of persistent blocks (work_sm90.cuh)."""
-        return super().smem_bytes + (32 if self.packed and self.persistent and self.queues_sequences else 0)
+        """Packed tiles bring their sequence in the queue of persistent blocks (work_sm90.cuh), and are asked for."""
+        return super().smem_bytes + (48 if self.packed and self.persistent and self.queues_sequences else 0)
 
     @functools.cached_property
     def block_n(self) -> int:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..gpu.device import Device
 from ..operand import MASK_TILE
 from ..problem import KEY_BLOCK, MAX_SEQLEN
 from .family import Family
-from .kernels import PAGE_UNIT, Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Slopes, SlopesTile
+from .kernels_sm90 import BackwardDkvSm90, BackwardDqSm90, BackwardSm90, BiasGradientSm90, ForwardSm90
 from .learned import learned
 from .lists import lists_before
-from .params import BWD_SM90_PARAMS, FWD_SM90_PARAMS
 from .spec import CHUNKS, NARROW, Spec
 from .splits import forward_kernels
 from .tiles_sm90 import (
     HopperBackwardTile,
-    HopperBiasTile,
     HopperDkvTile,
     HopperDqTile,
     HopperForwardTile,
@@ -91,78 +90,12 @@ _BACKWARD_CROWDED = _BACKWARD_BIAS[:1]
 _BACKWARD_LISTED = (64, HopperBackwardTile(64, 128, 4, 232, 40)), _BACKWARD_BIAS[1]
 _BACKWARD_PACKED_LISTS = _BACKWARD_LISTED, _BACKWARD_LISTED[:1]  # alone, and crowded
 
-# The gradient of a bias, beside backward tiles of 64 queries and 128 keys, whose boxes TMA brings it.
-_BIAS_GRADIENT: tuple[tuple[int, HopperBiasTile], ...] = (
-    (64, HopperBiasTile(128, 128, 6, 64, 232, 40)),
-    (128, HopperBiasTile(128, 128, 3, 64, 232, 40)),
-)
-
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
 _SECTION_BYTES = 4 << 20, 16 << 20
 # Up to how many keys, of those that queries may see, it pays that dQ's accumulator need not be cleared
 # (docs/performance.md): with a mask `NARROW`; without one these, as dq_visits.cuh has it. There key blocks of a head
 # wait for each other, 8 at most since each has 128 keys: all run at the same time, even if they share such a GPU.
 _TURNED_LIMIT, _TURNED_SM_COUNT = 1024, 64
-
-
-@dataclass(frozen=True)
-class ForwardSm90(Main):
-    """fwd_sm90.cuh."""
-
-    folder, header, function, params_name, params = "sm90", "fwd_sm90", "fwd", "FwdSm90Params", FWD_SM90_PARAMS
-    arch_suffix, persistent = "a", True
-
-    clocks: bool = False
-    sink: bool = False
-
-    @property
-    def key_rows(self) -> int:
-        return PAGE_UNIT if self.paged and not self.whole_pages else self.block_n
-
-    @property
-    def interleaved(self) -> tuple[str, ...]:
-        return ("k", "v") if self.tile.interleaves_keys else ()
-
-
-@dataclass(frozen=True)
-class BackwardSm90(Main):
-    """bwd_sm90.cuh: dK, dV, and the sum of dQ."""
-
-    folder, header, function, params_name, params = "sm90", "bwd_sm90", "bwd", "BwdSm90Params", BWD_SM90_PARAMS
-    arch_suffix, over = "a", "k"
-
-    deterministic: bool = False
-    dalibi: bool = False
-    sink: bool = False
-    grouped: bool = False
-
-
-class BackwardDkvSm90(BackwardSm90):
-    """bwd_dkv_sm90.cuh: dK and dV."""
-
-    header, function, persistent = "bwd_dkv_sm90", "bwd_dkv", True
-
-
-class BackwardDqSm90(BackwardSm90):
-    """bwd_dq_sm90.cuh: dQ."""
-
-    header, function, persistent, over = "bwd_dq_sm90", "bwd_dq", True, "q"
-
-
-@dataclass(frozen=True)
-class BiasGradientSm90(Main):
-    """bwd_dbias_sm90.cuh: the gradient of a bias."""
-
-    folder, header, function = "sm90", "bwd_dbias_sm90", "bwd_dbias"
-    params_name, params = "BwdSm90Params", BWD_SM90_PARAMS
-    arch_suffix, persistent, queues_sequences, over = "a", True, False, "bias"
-
-    @classmethod
-    def beside(cls, spec: Spec, tile: HopperBackwardTile) -> BiasGradientSm90 | None:
-        """That of a spec whose dK and dV have such a tile; None if there is none, or another kernel's."""
-        if spec.dbias is None or (tile.block_m, tile.block_n) != (64, 128):
-            return None
-        return cls.of(spec, next(tile for limit, tile in _BIAS_GRADIENT if spec.head_dim <= limit))
 
 
 def _copies_bias(spec: Spec) -> bool:

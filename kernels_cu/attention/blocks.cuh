@@ -103,9 +103,8 @@ struct BlockMask<V, true> {
     }
 };
 
-// Which elements of a warp's accumulator are seen, as far as a block mask says: rows are queries, or keys. Its rows lie within
-// one tile of the mask, and so do its columns, or they begin where one does. (row, col) counts from the lane's first element,
-// as AccTile::for_each does.
+// Which elements of a warp's accumulator are seen, as far as a block mask says: rows are queries, or keys. It lies within one
+// tile of the mask. (row, col) counts from the lane's first element, as AccTile::for_each does.
 template <class V, int kRows, int kCols, bool kRowsAreQueries, bool kBlockMask = V::kBlockMask>
 struct SeenBits {
     template <class Params>
@@ -114,7 +113,7 @@ struct SeenBits {
 
 template <class V, int kRows, int kCols, bool kRowsAreQueries>
 struct SeenBits<V, kRows, kCols, kRowsAreQueries, true> {
-    static_assert(kRows <= kMaskTile);
+    static_assert(kRows <= kMaskTile && kCols <= kMaskTile);
     static constexpr int kWords = ceil_div(kCols, 32);
     ptx::u32 word[kRows / 8][kWords];
 
@@ -122,25 +121,21 @@ struct SeenBits<V, kRows, kCols, kRowsAreQueries, true> {
     template <class Params>
     __device__ SeenBits(const Params &p, int sequence, int head, int query, int key) {
         const auto mask = BlockMask<V>::of(aside(p), sequence, head);
+        const int kind = mask.kind(query, key), lane = fresh_lane();
+        const int row0 = (kRowsAreQueries ? query : key) % kMaskTile + lane / 4;
+        const int col0 = (kRowsAreQueries ? key : query) % kMaskTile;
         #pragma unroll
-        for (int first = 0; first < kCols; first += kMaskTile) {
-            // @kind-of-each-tile
-            const int kind = kRowsAreQueries ? mask.kind(query, key + first) : mask.kind(query + first, key);
-            const int lane = fresh_lane(), row0 = (kRowsAreQueries ? query : key) % kMaskTile + lane / 4;
-            const int col0 = (kRowsAreQueries ? key : query) % kMaskTile;
+        for (int r = 0; r < kRows / 8; ++r)
             #pragma unroll
-            for (int r = 0; r < kRows / 8; ++r)
-                #pragma unroll
-                for (int w = 0; w < kWords && 32 * w < kMaskTile; ++w) {
-                    ptx::u32 &bits = word[r][first / 32 + w];
-                    bits = kind == kFullTile ? ~0u : 0u;
-                    if (kind >= kFirstBits)  // @bits-from-the-lane
-                        bits = mask.word(kind, kRowsAreQueries, row0 + 8 * r, col0 / 32 + w) >>
-                               (col0 % 32 + 2 * (lane % 4));
-                }
-        }
+            for (int w = 0; w < kWords; ++w) {
+                ptx::u32 &bits = word[r][w];
+                bits = kind == kFullTile ? ~0u : 0u;
+                if (kind >= kFirstBits)  // @bits-from-the-lane
+                    bits =
+                        mask.word(kind, kRowsAreQueries, row0 + 8 * r, col0 / 32 + w) >> (col0 % 32 + 2 * (lane % 4));
+            }
     }
-    __device__ bool operator()(int row, int col) const { return word[row / 8][col / 32] >> col % 32 & 1; }
+    __device__ bool operator()(int row, int col) const { return word[row / 8][col / 32] & 1u << col % 32; }
 };
 
 #endif  // CUPYFLASH_BLOCKS_CUH

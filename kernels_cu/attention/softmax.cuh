@@ -58,6 +58,14 @@ struct OnlineSoftmax : Shared {
         return grows;
     }
 
+    // Whether each of the warp's rows has seen a key.
+    __device__ bool has_maxima() const {
+        float least = m[0];
+        #pragma unroll
+        for (int r = 1; r < kRowsPerLane; ++r) least = fminf(least, m[r]);
+        return ptx::vote_all(least > -ptx::infinity());
+    }
+
     // exp(s - m), from what base_of makes of m.
     __device__ float base_of(float m) const { return kNatural ? m : m * factor; }
     __device__ float power(float s, float base) const {

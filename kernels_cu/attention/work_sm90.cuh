@@ -38,7 +38,7 @@ __device__ __forceinline__ void draw_by_warp(TileNumbers &numbers) {
 
 // Items of the queue: a tile. Its sequence is looked up again, but if packed, where that would take a while.
 template <bool kPacked>
-using TileQueue = WorkQueue<kPacked ? 2 : 1>;
+using TileQueue = WorkQueue<kPacked ? 2 : 1, kPacked>;
 
 template <bool kPacked>
 __device__ __forceinline__ typename TileQueue<kPacked>::Item pack_tile(const Tile<kPacked> &tile) {
@@ -67,7 +67,6 @@ struct TileSource {
     __device__ TileSource(const Params &p, int *counter, const TileQueue<false> &queue)
         : p(p), numbers(counter), queue(queue), count(count_tiles<V, Rows, kRows>(p)) {}
 
-    __device__ bool leads() const { return true; }
     __device__ void draw() { numbers.draw(); }
     __device__ Tile<false> next() {
         Tile<false> tile{-1, 0, {}};
@@ -93,7 +92,7 @@ __device__ __forceinline__ void schedule_tiles(const Tiles &tiles, int count, in
         if (lane() == 0) queue.publish(pack_tile(tile));
         is_wanted = tile.block >= 0;
         if (is_wanted) {
-            ptx::bar_sync(kWantedBarrier, 64);
+            queue.wait_until_asked();
             draw_by_warp(numbers);
         }
     }
@@ -107,21 +106,21 @@ __device__ __forceinline__ void schedule_tiles(const Params &p, int *counter, co
     else schedule_tiles<Rows, kRows>(SearchedTiles<V, Rows, kRows, kDescending, Params>{p}, count, counter, queue);
 }
 
-// The same tiles as a warp finds them in the queue.
-template <bool kPacked, class Params>
+// The same tiles as one thread finds them in the queue, and asks for the next. A lane of a warp whose others wait for it, step by
+// step, is told 5 % later that a stage is empty (docs/performance.md).
+template <class Params>
 struct TileFollower {
     const Params &p;
-    TileQueue<kPacked> queue;
+    TileQueue<true> queue;
 
-    __device__ bool leads() const { return lane() == 0; }
-    __device__ void draw() const { ptx::bar_arrive(kWantedBarrier, 64); }
-    __device__ Tile<kPacked> next() { return unpack_tile<kPacked>(p, queue.next()); }
+    __device__ void draw() const { queue.ask(); }
+    __device__ Tile<true> next() { return unpack_tile<true>(p, queue.next_alone()); }
 };
 
-// The tiles of the producer of K and V.
+// The tiles of the producer of K and V, one thread.
 template <class V, class Rows, int kRows, bool kDescending, class Params>
 __device__ __forceinline__ auto producer_tiles(const Params &p, int *counter, const TileQueue<V::kPacked> &queue) {
-    if constexpr (V::kPacked) return TileFollower<true, Params>{p, queue};
+    if constexpr (V::kPacked) return TileFollower<Params>{p, queue};
     else return TileSource<V, Rows, kRows, kDescending, Params>(p, counter, queue);
 }
 

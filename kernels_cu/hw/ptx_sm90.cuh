@@ -61,11 +61,6 @@ __device__ __forceinline__ void ld_shared_cluster_v2_f32(float &x, float &y, u32
     asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(addr) : "memory");
 }
 
-// ---- Named barriers (9.7.13.1), as bar_sync of ptx.cuh ----
-__device__ __forceinline__ void bar_arrive(int id, int threads) {
-    asm volatile("bar.arrive %0, %1;" : : "r"(id), "r"(threads) : "memory");
-}
-
 // ---- mbarrier (9.7.13.15): 8 bytes of shared memory ----
 __device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(bar), "r"(count) : "memory");

@@ -73,8 +73,8 @@ struct BwdDkvSmem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
-// K and V once a tile, Q, dO and row_stats of every visit; by one thread, which also decides what is computed; by one warp if
-// packed, of which one lane loads.
+// K and V once a tile, Q, dO and row_stats of every visit; by one thread, which also decides what is computed; if packed, a
+// warp tells it that.
 template <class V>
 __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDkvSmem<V> &smem) {
     constexpr int M = V::kBlockM;
@@ -84,7 +84,6 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
     for (;; source.draw(), tiles.next()) {
         const auto tile = source.next();
         if (tile.block < 0) break;
-        if (!source.leads()) continue;
         BwdVisits<V> visit(p.plain, tile);
         const Sequence<V::kPacked> &sequence = visit.sequence;
         const int head_k = KeysOf<V>::head_k(p.plain, visit.key_head);
@@ -316,7 +315,7 @@ __device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
     if (role == 2) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
-        if (warp_in_group == 0 && (V::kPacked || lane() == 0)) bwd_dkv_load<V>(p, smem);
+        if (warp_in_group == 0 && lane() == 0) bwd_dkv_load<V>(p, smem);
         if constexpr (V::kPacked)
             if (warp_in_group == 3) schedule_tiles<V, KeysOf<V>, V::kBlockN, false>(p.plain, p.counter, smem.queue());
     } else {

@@ -61,8 +61,7 @@ struct BwdDqSmem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
-// V and K of every key block, by one thread, which also decides what is computed; by one warp if packed, of which one lane
-// loads.
+// V and K of every key block, by one thread, which also decides what is computed; if packed, a warp tells it that.
 template <class V>
 __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const BwdDqSmem<V> &smem) {
     RingPosition<V::kStages> ring;
@@ -70,7 +69,6 @@ __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const Bwd
     for (;; source.draw()) {
         const QueryWork<V> tile(source.next(), p.plain);
         if (!tile.exists()) break;
-        if (!source.leads()) continue;
         const int head_k = tile.head_k(p.plain.problem), row0 = tile.sequence.row_k, batch = tile.sequence.batch();
         const auto load = [&](const ptx::TensorMap &map, int j) {
             ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
@@ -322,7 +320,7 @@ __device__ __forceinline__ void bwd_dq(const BwdSm90Params &p) {
     if (role == smem.kGroups) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
-        if (warp_in_group == 0 && (V::kPacked || lane() == 0)) bwd_dq_load_kv<V>(p, smem);
+        if (warp_in_group == 0 && lane() == 0) bwd_dq_load_kv<V>(p, smem);
         if (warp_in_group > 0 && warp_in_group <= smem.kGroups) bwd_dq_load_rows<V>(p, smem, warp_in_group - 1);
         if constexpr (V::kPacked)
             if (warp_in_group == 3)

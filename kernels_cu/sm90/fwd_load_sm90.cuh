@@ -1,12 +1,17 @@
 // The producer of fwd_sm90.cuh, and what it shares with the consumers: the layout of shared memory and the tiles of work.
 #ifndef CUPYFLASH_FWD_LOAD_SM90_CUH
 #define CUPYFLASH_FWD_LOAD_SM90_CUH
+#include "attention/mask_copies.cuh"
 #include "attention/pages.cuh"
 #include "attention/params_sm90.cuh"
 #include "attention/prefill_sm90.cuh"
 #include "attention/work_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
 #include "tile/tile_sm90.cuh"
+
+// How many keys one copy brings: those of a block, or as many as lie in one page whatever its size, a multiple of 16.
+template <class V>
+constexpr int kKeyRows = V::kPaged && !V::kWholePages ? 16 : V::kBlockN;
 
 template <class V>
 struct FwdSm90Smem {
@@ -17,11 +22,14 @@ struct FwdSm90Smem {
     // Where there are stages to spare, K and V of a stage have their barriers in common: one wait and one arrival a step
     // less, but K stays until V is done with (docs/performance.md).
     static constexpr bool kJoint = kStages > 4;
+    // The copies of a block of K or V, each of them by a thread that arrives by itself.
+    static constexpr int kKeyCopies = V::kBlockN / kKeyRows<V>, kKeyThreads = V::kPaged ? 2 * kKeyCopies : 1;
     // Whether every group has its next Q beside the one in use: then it begins its next tile before it ends this one.
     static constexpr bool kPipelined = kSlots >= 2 * kGroups;
     static_assert(kSlots % kGroups == 0 || kGroups == 2);  // see FwdGroup::wait_q
+    using Copies = MaskCopies<V>;
     static constexpr int kK = kSlots * TileQ::kBytes, kV = kK + kStages * TileKV::kBytes;
-    static constexpr int kBars = kV + kStages * TileKV::kBytes;
+    static constexpr int kBits = kV + kStages * TileKV::kBytes, kBars = kBits + kStages * Copies::kBytes;
     static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + TileQueue<V::kPacked>::kBarriers);
     static_assert(kQueue + TileQueue<V::kPacked>::kBytes == V::kSmemBytes);
     // A group holds V of its last block while it passes blocks that others need: of this tile and, with a window, of the
@@ -36,6 +44,7 @@ struct FwdSm90Smem {
     __device__ TileQ q(int slot) const { return {base + slot * TileQ::kBytes}; }
     __device__ TileKV k(int stage) const { return {base + kK + stage * TileKV::kBytes}; }
     __device__ TileKV v(int stage) const { return {base + kV + stage * TileKV::kBytes}; }
+    __device__ Copies mask(int stage) const { return {base + kBits + stage * Copies::kBytes}; }
     __device__ ptx::u32 q_full(int slot) const { return bar(slot); }
     __device__ ptx::u32 q_empty(int slot) const { return bar(kSlots + slot); }
     __device__ ptx::u32 k_full(int stage) const { return bar(2 * kSlots + stage); }
@@ -50,21 +59,19 @@ struct FwdSm90Smem {
         #pragma unroll 1
         for (int i = 0; i < kStages; ++i) {
             // @k-released-by-all-warps
-            ptx::mbarrier_init(k_full(i), kJoint ? 2 : 1), ptx::mbarrier_init(k_empty(i), 4 * kGroups);
-            if (!kJoint) ptx::mbarrier_init(v_full(i), 1), ptx::mbarrier_init(v_empty(i), 4 * kGroups);
+            ptx::mbarrier_init(k_full(i), (kJoint ? 2 : 1) * kKeyCopies + Copies::kTiles);
+            ptx::mbarrier_init(k_empty(i), 4 * kGroups);
+            if (!kJoint) ptx::mbarrier_init(v_full(i), kKeyCopies), ptx::mbarrier_init(v_empty(i), 4 * kGroups);
         }
         // @followers-fwd-sm90
-        TileQueue<V::kPacked>::init(bar(2 * kSlots + 4 * kStages), 4 * kGroups + 1 + V::kPacked + V::kPaged);
+        TileQueue<V::kPacked>::init(bar(2 * kSlots + 4 * kStages),
+                                    4 * kGroups + 1 + Copies::kTiles + (V::kPacked ? kKeyThreads : 0));
         ptx::fence_mbarrier_init();
     }
 
   private:
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
-
-// How many keys one copy brings: those of a block, or as many as lie in one page whatever its size, a multiple of 16.
-template <class V>
-constexpr int kKeyRows = V::kPaged && !V::kWholePages ? 16 : V::kBlockN;
 
 // A tile of K or V, its rows in the order that columns of S have.
 template <class V, class Tile>
@@ -74,7 +81,7 @@ __device__ __forceinline__ void load_keys(const Tile &tile, const ptx::TensorMap
     else tile.load(map, full, row, head, batch, ptx::kEvictLast);
 }
 
-// K and V, by one thread, which also decides what is computed; if packed by one lane of a warp, which another one tells that.
+// K and V, by one thread, which also decides what is computed; if packed, a warp tells it that.
 template <class V>
 __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
     RingPosition<V::kStages> ring;
@@ -85,8 +92,7 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
         const int head = tile.head_k(p.plain.problem), batch = tile.sequence.batch();
         #pragma unroll 1
         for (int j = tile.first; j < tile.end; ++j, ring.next()) {
-            if (j == tile.end - 1) tiles.draw();  // the answer takes as long as a load
-            if (!tiles.leads()) continue;
+            if (j == tile.end - 1) tiles.draw();                                   // the answer takes as long as a load
             const int row = tile.sequence.row_k + tile.key_block(j) * V::kBlockN;  // @keys-of-its-sequence
             ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);          // @k-empty
             load_keys<V>(smem.k(ring.stage), p.map_k, smem.k_full(ring.stage), row, head, batch);
@@ -97,42 +103,61 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
     }
 }
 
-// K or V in pages, by a warp, of which each lane brings rows from one page; zeros where there is none of that number. The warp
-// of K also asks for the next tile.
+// K or V in pages, by a thread for each of a block's copies; zeros where there is no page of that number. The first of K also
+// asks for the next tile.
 template <class V, bool kIsV>
 __device__ __forceinline__ void fwd_load_pages(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
-    using Tile = typename FwdSm90Smem<V>::TileKV;
-    const int lane = ptx::thread_index() % 32;
-    const bool brings = lane < V::kBlockN / kKeyRows<V>;
+    using Smem = FwdSm90Smem<V>;
+    constexpr int kBytes = Smem::TileKV::kBytes / Smem::kKeyCopies;
+    const int row0 = kKeyRows<V> * lane();
     RingPosition<V::kStages> ring;
-    TileFollower<true, FwdParams> tiles{p.plain, smem.queue()};
+    TileFollower<FwdParams> tiles{p.plain, smem.queue()};
     for (;;) {
         const QueryWork<V> tile(tiles.next(), p.plain);
         if (!tile.exists()) break;
         const int head = tile.head_k(p.plain.problem);
         const auto look = [&](int j) {
-            const int key = j * V::kBlockN + lane * kKeyRows<V>;
+            const int key = j * V::kBlockN + row0;
             // @keys-that-count-paged
-            const bool counts = brings && key < tile.sequence.seqlen_k;
-            return counts ? page_row(p.plain, tile.sequence.row_k + key) : PageRow{p.plain.pages, 0};
+            return key < tile.sequence.seqlen_k ? page_row(p.plain, tile.sequence.row_k + key)
+                                                : PageRow{p.plain.pages, 0};
         };
         PageRow next = look(tile.first);
         #pragma unroll 1
         for (int j = tile.first; j < tile.end; ++j, ring.next()) {
             const PageRow from = next;
             next = look(j + 1);
-            if (!kIsV && j == tile.end - 1) tiles.draw();
+            if (!kIsV && row0 == 0 && j == tile.end - 1) tiles.draw();
             const ptx::u32 full = kIsV ? smem.v_full(ring.stage) : smem.k_full(ring.stage);
             // @stage-empty-paged
             ptx::mbarrier_wait(kIsV ? smem.v_empty(ring.stage) : smem.k_empty(ring.stage), ring.phase ^ 1);
-            if (lane == 0) ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes);
-            ptx::bar_warp_sync();
-            if (!brings) continue;
-            const Tile rows = (kIsV ? smem.v(ring.stage) : smem.k(ring.stage)).from_row(kKeyRows<V> * lane);
+            ptx::mbarrier_arrive_expect_tx(full, kBytes);
+            const auto rows = (kIsV ? smem.v(ring.stage) : smem.k(ring.stage)).from_row(row0);
             #pragma unroll
-            for (int c = 0; c < Tile::kChunks; ++c)  // @chunks-of-a-page
+            for (int c = 0; c < rows.kChunks; ++c)  // @chunks-of-a-page
                 ptx::tma_load_4d(rows.from_chunk(c).base, kIsV ? p.map_v : p.map_k, full, 64 * c, from.row, head,
                                  from.page, ptx::kEvictLast);
+        }
+    }
+}
+
+// The bits of a block mask, by a thread for each of its tiles that a block of keys has.
+template <class V>
+__device__ __forceinline__ void fwd_load_bits(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
+    const int mine = lane();
+    auto queue = smem.queue();
+    for (RingPosition<V::kStages> ring;;) {
+        const QueryWork<V> tile(unpack_tile<V::kPacked>(p.plain, queue.next_alone()), p.plain);
+        if (!tile.exists()) break;
+        const auto mask = BlockMask<V>::of(p.plain, tile.sequence.index, tile.head);
+        const auto look = [&](int j) { return smem.mask(0).kind_of(mask, tile.at(j), tile.q0, mine); };
+        int next = look(tile.first);
+        #pragma unroll 1
+        for (int j = tile.first; j < tile.end; ++j, ring.next()) {
+            const int kind = next;
+            if (j + 1 < tile.end) next = look(j + 1);
+            ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);  // @bits-empty
+            smem.mask(ring.stage).bring(mask, kind, mine, smem.k_full(ring.stage));
         }
     }
 }

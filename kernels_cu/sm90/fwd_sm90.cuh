@@ -8,7 +8,7 @@
 // O in registers, and for each key block issues S_j = Q K_j^T and O += P_{j-1} V_{j-1} together, then turns S_j into P_j
 // while the products of the other warpgroups keep the tensor cores busy. The last O += P V of a tile goes together with
 // the first S of the next. A warpgroup visits only the key blocks that its own rows see, and merely releases the others.
-// Where keys lie in pages, one warp brings K and one V, and of a batch the sequences of many queries alone are computed
+// Where keys lie in pages, K and V have a thread for each copy of a block, and of a batch the sequences of many queries alone are computed
 // (pages.cuh, prefill_sm90.cuh).
 //
 // With a bias whose rows lie in chunks the keys of a block lie in another order, and so do the columns of S and the rows of V
@@ -20,17 +20,10 @@
 // Shared memory: Q ring | K ring | V ring | mbarriers | queue of work. O leaves through its Q tile.
 #ifndef CUPYFLASH_FWD_SM90_CUH
 #define CUPYFLASH_FWD_SM90_CUH
+#include "sm90/fwd_aside_sm90.cuh"
 #include "sm90/fwd_load_sm90.cuh"
 #include "attention/dropout.cuh"
-#include "attention/repair_output.cuh"
 #include "attention/softmax.cuh"
-#include "tile/epilogue.cuh"
-
-// What happens rarely, aside: in line it stands in the way of what each tile does next.
-template <class V, class Tile>
-__device__ __noinline__ void repair_aside(const FwdParams &p, int sequence, int head, int query0, Tile tile, int row0) {
-    repair_output<V, false, 16>(p, sequence, head, query0, tile, row0);
-}
 
 // One consumer warpgroup.
 template <class V>
@@ -46,9 +39,13 @@ struct FwdGroup {
                                        (!V::kMask || (V::kInterleavesKeys && V::kHeadDim <= 64)) &&
                                        !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
 
+    // Whether what a block mask says of elements comes along with K, which is held until that has been read.
+    static constexpr bool kCopiesBits = FwdSm90Smem<V>::Copies::kTiles > 0;
+    // Whether bits then hold the bounds, too; those of a window are tested one by one, or registers spill.
+    static constexpr bool kKeepsBounds = kCopiesBits && !V::kWindow;
     // Whether repairs stand aside: where tiles follow each other fast, and the call leaves registers enough.
     static constexpr bool kRepairsAside =
-        V::kHeadDim > 64 && !(Mask<V>::kHides || V::kBlockMask || V::kPacked || V::kBias || V::kMods || V::kDropout);
+        V::kHeadDim > 64 && !(Mask<V>::kHides || V::kBlockMask || V::kBias || V::kMods || V::kDropout);
 
     const FwdSm90Params &p;
     const Problem &problem;
@@ -104,15 +101,25 @@ struct FwdGroup {
         leaving = -1;
     }
 
-    // Of a tile of a head, S of key block j.
-    __device__ void apply_mask(const Mask<OneGroup<V>> &mask, const QueryWork<V> &tile, AccTile<16, N> &S, int q0,
+    // What a block mask says of S of key block j, which the stage `ring` has.
+    template <bool kMasked = true>
+    __device__ auto seen_of(const Mask<OneGroup<V>> &mask, const QueryWork<V> &tile, int q0, int j) const {
+        using Seen = SeenBits<V, 16, N, true, V::kBlockMask && kMasked>;
+        if constexpr (kCopiesBits && kMasked) {
+            CopiedBits<V, 16> seen(smem.mask(ring.stage), group, warp_row);
+            const int lane = fresh_lane();
+            if (kKeepsBounds) seen.keep(mask, q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
+            return seen;
+        } else return Seen(p.plain, tile.sequence.index, tile.head, q0 + warp_row, j * N);
+    }
+    template <class Seen>
+    __device__ void apply_mask(const Mask<OneGroup<V>> &mask, const Seen &seen, AccTile<16, N> &S, int q0,
                                int j) const {
         const int lane = fresh_lane();
         // @mask-from-the-lane-fwd-sm90
         const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + Keys::of_lane(lane));
-        const SeenBits<V, 16, N, true> seen(p.plain, tile.sequence.index, tile.head, q0 + warp_row, j * N);
         S.for_each([&](int row, int col, float &s) {
-            s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
+            if constexpr (!kKeepsBounds) s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
             if constexpr (V::kBlockMask) s = seen(row, col) ? s : -ptx::infinity();
         });
     }
@@ -155,7 +162,6 @@ struct FwdGroup {
     // a row (kPassedInARow): V of the block before is held, since it has not been used.
     template <class Step>
     __device__ void visit_list(const QueryWork<V> &tile, int &passed, const bool &hopeful, Step step) {
-        bool follows_cut = tile.at(tile.first).sight(group) != kWhole;
         #pragma unroll 1
         for (int j = tile.first + 1; j < tile.end; ++j) {
             const ListedBlock listed = tile.at(j);
@@ -164,10 +170,9 @@ struct FwdGroup {
                 release_both();
                 continue;
             }
-            const bool cut = listed.sight(group) != kWhole;
-            if (cut || follows_cut || (V::kBias && !hopeful)) step(listed.block(), Bool<true>{});
+            if (listed.sight(group) != kWhole || (V::kBias && !hopeful)) step(listed.block(), Bool<true>{});
             else step(listed.block(), Bool<false>{});
-            follows_cut = cut, passed = 0;
+            passed = 0;
         }
     }
 
@@ -221,14 +226,17 @@ struct FwdGroup {
         FragA<T, 16, N> P;
         Softmax softmax(score.log2_factor);
         typename Softmax::Rows rescale;
-        release_k(ring);
+        if constexpr (!kCopiesBits) release_k(ring);  // @k-released-at-once
         auto fetched = fetch(places, q0, tile.key_block(first));
         apply_score(places, fetched, S, q0, tile.key_block(first));
         if (kAsksEarly && first + 1 < end) fetched = fetch(places, q0, first + 1);  // @bias-of-the-second-block
         if constexpr (V::kBlockMask) {
-            if (tile.at(first).sight(group) != kWhole) apply_mask(mask, tile, S, q0, tile.key_block(first));
+            if (tile.at(first).sight(group) != kWhole)
+                apply_mask(mask, seen_of(mask, tile, q0, tile.key_block(first)), S, q0, tile.key_block(first));
+            if constexpr (kCopiesBits) release_k(ring);  // @bits-of-the-first-block-read
         } else {
-            if (first < whole || first >= cut) apply_mask(mask, tile, S, q0, first);  // @first-block-masked
+            if (first < whole || first >= cut)
+                apply_mask(mask, seen_of(mask, tile, q0, first), S, q0, first);  // @first-block-masked
         }
         softmax.first_maximum(S);
         softmax.exponentiate(S);
@@ -241,12 +249,14 @@ struct FwdGroup {
         if (started) O.zero();
 
         // One key block. kMasked: it may hide keys or follow one that did, so that a row has seen few. Its maximum counts then,
-        // and where scores climb from block to block, as towards the diagonal by ALiBi.
+        // and where scores climb from block to block, as towards the diagonal by ALiBi. With a block mask most blocks may be
+        // such: once each row has seen a key there is hope, as in others.
         int passed = 0;  // with a block mask: blocks since the one before, whose V is held
         bool hopeful =
             true;  // by a bias scores may climb, too: so they do once hope has failed, and all that follow are kMasked
         const auto step = [&](int j, auto masked) {
-            constexpr bool kMasked = decltype(masked)::value, kCareful = kMasked || V::kAlibi;
+            constexpr bool kMasked = decltype(masked)::value, kHopes = kMasked && V::kBlockMask && !V::kAlibi;
+            constexpr bool kCareful = (kMasked && !kHopes) || V::kAlibi;
             RingPosition<V::kStages> before = ring;
             if constexpr (V::kBlockMask) before = ring.before(passed);
             ring.next();
@@ -258,25 +268,29 @@ struct FwdGroup {
             started = true;
             const auto kept = kept_of<V, 16, N>(places, q0 + warp_row, j * N);
             if constexpr (!kAsksEarly) fetched = fetch(places, q0, j);
-            ptx::wgmma_wait_group<1>();  // @s-complete
+            const auto seen = seen_of<kMasked>(mask, tile, q0, j);  // read while the products run
+            ptx::wgmma_wait_group<1>();                             // @s-complete
             arrived(S);
             apply_score(places, fetched, S, q0, j);
             if (kAsksEarly && j + 1 < end) fetched = fetch(places, q0, j + 1);  // @bias-of-the-next-block
             bool grows = false, good = true;
+            if constexpr (kMasked) apply_mask(mask, seen, S, q0, j);
             if constexpr (kCareful) {
-                if constexpr (kMasked) apply_mask(mask, tile, S, q0, j);
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
             ptx::wgmma_wait_group<0>();  // @pv-complete
             arrived(O);
-            release_v(before);                                                       // @v-released
-            if constexpr (!kCareful) good = softmax.exponentiate_optimistically(S);  // @hope-checked
+            release_v(before);  // @v-released
+            const bool hopes = !kCareful && (!kHopes || ((hopeful || !V::kBias) && softmax.has_maxima()));
+            if (hopes) good = softmax.exponentiate_optimistically(S);  // @hope-checked
+            else if (kHopes) softmax.step(S, O);
             Dropout<V>::drop(S, kept);
             P.from(S);
             if (!good) {                                                      // @k-kept-until-now
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
                 apply_score(places, fetch(places, q0, j), S, q0, j);
+                if constexpr (kHopes) apply_mask(mask, seen_of(mask, tile, q0, j), S, q0, j);  // @mask-again
                 softmax.step(S, O);  // @o-follows-scores-again
                 hopeful = false;
                 Dropout<V>::drop(S, kept);
@@ -355,13 +369,10 @@ struct FwdGroup {
                 else repair_output<OneGroup<V>, false, 16>(p.plain, sequence, tile.head, query0, sQ, warp_row);
                 if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row, smem.k(ring.stage));
             }
-            // Behind the last query are those of the next sequence, which TMA would write too. @o-beside-its-neighbour
-            const bool shared = V::kPacked && q0 + 64 > tile.sequence.seqlen_q;
+            const bool shared = V::kPacked && q0 + 64 > tile.sequence.seqlen_q;  // @o-beside-its-neighbour
             if (shared) {
                 ptx::bar_warp_sync();
-                write_rows<16, kDepth, D>(
-                    sQ, warp_row, static_cast<T *>(p.plain.o) + tile.sequence.q_offset(p.plain.o_stride, tile.head),
-                    p.plain.o_stride.row, q0 + warp_row, tile.sequence.seqlen_q);
+                write_aside<V>(p.plain, tile.sequence, tile.head, q0 + warp_row, sQ, warp_row);
             }
             ptx::fence_proxy_async();  // @o-shown-to-tma
             sync();                    // @o-staged-by-the-group
@@ -404,12 +415,14 @@ __device__ __forceinline__ void fwd(const FwdSm90Params &p) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
         if constexpr (V::kPaged) {
-            if (warp_in_group == 0) fwd_load_pages<V, false>(p, smem);
-            if (warp_in_group == 2) fwd_load_pages<V, true>(p, smem);
+            if (warp_in_group == 0 && lane() < smem.kKeyCopies) fwd_load_pages<V, false>(p, smem);
+            if (warp_in_group == 2 && lane() < smem.kKeyCopies) fwd_load_pages<V, true>(p, smem);
         } else {
-            if (warp_in_group == 0 && (V::kPacked || lane() == 0)) fwd_load_kv<V>(p, smem);
+            if (warp_in_group == 0 && lane() == 0) fwd_load_kv<V>(p, smem);
         }
         if (warp_in_group == 1) fwd_load_q<V>(p, smem);
+        if constexpr (FwdSm90Smem<V>::Copies::kTiles > 0)
+            if (warp_in_group == 2 && lane() < FwdSm90Smem<V>::Copies::kTiles) fwd_load_bits<V>(p, smem);
         if constexpr (V::kPaged) {
             if (warp_in_group == 3) schedule_long_sequences<V>(p.plain, p.counter, smem.queue());
         } else if constexpr (V::kPacked) {

@@ -6,8 +6,7 @@
 #include "tile/tile.cuh"
 
 // Named barriers, of which a block has 16; 0 is that of all threads.
-constexpr int kGroupBarrier = 1;   // + g: the four warps of consumer warpgroup g
-constexpr int kWantedBarrier = 8;  // the producer asks for the next tile (work_sm90.cuh)
+constexpr int kGroupBarrier = 1;  // + g: the four warps of consumer warpgroup g
 
 // The same number in all lanes, and known to be to the compiler, which then keeps it and what follows from it, above all
 // the matrix descriptors, in uniform registers.
@@ -43,19 +42,21 @@ __device__ __forceinline__ void arrive_warp(ptx::u32 bar) {
     if (lane() == 0) ptx::mbarrier_arrive(bar);
 }
 
-// What the roles of a persistent block do next, handed from the thread that decides to all others through two slots of
-// kWords * 16 bytes.
-template <int kWords>
+// What the roles of a persistent block do next, handed from who decides to all others through two slots of kWords * 16 bytes.
+// kAsked: the next item is decided when one of the others asks for it.
+template <int kWords, bool kAsked = false>
 struct WorkQueue {
     struct Item { ptx::U128 x[kWords]; };
-    ptx::u32 bars, slots;  // full, full, empty, empty; two items
+    ptx::u32 bars, slots;  // full, full, empty, empty, asked if there is; two items
     RingPosition<2> at;
+    RingPosition<1> requests;
 
-    static constexpr int kBarriers = 4, kBytes = 2 * 16 * kWords;
-    // `followers`: warps that call next.
+    static constexpr int kBarriers = kAsked ? 6 : 4, kBytes = 2 * 16 * kWords;  // of 6 one keeps the items aligned
+    // `followers`: warps or threads that call next.
     __device__ static void init(ptx::u32 bars, int followers) {
         #pragma unroll 1
-        for (int i = 0; i < kBarriers; ++i) ptx::mbarrier_init(bars + 8 * i, i < 2 ? 1 : followers);
+        for (int i = 0; i < 4; ++i) ptx::mbarrier_init(bars + 8 * i, i < 2 ? 1 : followers);
+        if (kAsked) ptx::mbarrier_init(bars + 32, 1);
     }
     __device__ WorkQueue(ptx::u32 bars, ptx::u32 slots) : bars(bars), slots(slots) {}
 
@@ -66,17 +67,36 @@ struct WorkQueue {
         ptx::mbarrier_arrive(full());
         at.next();
     }
+    // By a warp.
     __device__ Item next() {
-        ptx::mbarrier_wait(full(), at.phase);  // @slot-of-queue-full
-        Item item;
-        #pragma unroll
-        for (int i = 0; i < kWords; ++i) item.x[i] = ptx::ld_shared_v4_b32(slot() + 16 * i);
+        const Item item = read();
         arrive_warp(empty());
         at.next();
         return item;
     }
+    // By a thread that follows alone.
+    __device__ Item next_alone() {
+        const Item item = read();
+        ptx::mbarrier_arrive(empty());
+        at.next();
+        return item;
+    }
+    __device__ void ask() const { ptx::mbarrier_arrive(bars + 32); }
+    // By the warp that publishes.
+    __device__ void wait_until_asked() {
+        ptx::mbarrier_wait(bars + 32, requests.phase);
+        ptx::bar_warp_sync();  // before it can be asked again @all-lanes-asked
+        requests.next();
+    }
 
   private:
+    __device__ Item read() const {
+        ptx::mbarrier_wait(full(), at.phase);  // @slot-of-queue-full
+        Item item;
+        #pragma unroll
+        for (int i = 0; i < kWords; ++i) item.x[i] = ptx::ld_shared_v4_b32(slot() + 16 * i);
+        return item;
+    }
     __device__ ptx::u32 full() const { return bars + 8 * at.stage; }
     __device__ ptx::u32 empty() const { return bars + 16 + 8 * at.stage; }
     __device__ ptx::u32 slot() const { return slots + 16 * kWords * at.stage; }

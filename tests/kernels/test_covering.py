@@ -12,7 +12,7 @@ import pytest
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.plan.families import plan_call
-from cupyflash.plan.sm90 import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
+from cupyflash.plan.kernels_sm90 import BackwardDkvSm90, BackwardDqSm90, ForwardSm90
 from cupyflash.plan.spec import CHUNKS
 from tests.ahead import Ahead
 from tests.emulator import attention

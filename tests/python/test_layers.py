@@ -65,9 +65,9 @@ PYTHON_ORDER = {
     "series made alignment "
     "prepared filled checks brought packed passes template counters kept variables",
     "mods": "given trace held symbols description learned evaluate parse functions expression",
-    "plan": "shipped_cache shipped decode prefill families sm90 tiles_sm90 sm80 family extents decode_stored "
-    "decode_elements decode_shares splits lists numbers decode_kernels learned shares kernels params_decode params "
-    "variant spec",
+    "plan": "shipped_cache shipped decode prefill families sm90 sm80 family extents decode_stored "
+    "decode_elements decode_shares splits lists numbers decode_kernels learned shares kernels_sm90 tiles_sm90 kernels "
+    "params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops arguments masks "
     "vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns ranges call",
@@ -104,13 +104,14 @@ CUDA_ORDER = {
     "any": "bwd_* fwd_parts mask_tiles key_lists query_lists",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
     "softmax sink dropout philox score slopes places modified bias_copies bias added addends mods prefill_sm90 "
-    "work_sm90 packed_sm90 tile_list key_parts pages sights lists blocks mask schedule sequence params_sm90 params",
+    "work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists blocks mask schedule sequence "
+    "params_sm90 params",
     "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored repair_decode parts "
     "edges_stored copies_stored scales rows shares tiles products_stored queries fragments fragments_stored "
     "column_softmax slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
-    "sm90": "fwd_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_load_sm90",
+    "sm90": "fwd_sm90 fwd_aside_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_load_sm90",
     "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums shared_rows float_rows tile element key_order sizes",
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
@@ -139,7 +140,7 @@ FUNCTION_LINES = 40  # without signature and docstring
 LONG: dict[str, int] = {
     "cupyflash/problem.py::make_problem": 45,  # a line a field
     "kernels_cu/sm80/bwd_sm80.cuh": 225,  # visits of bounds and of lists, results and shares
-    "kernels_cu/sm90/fwd_sm90.cuh": 355,  # O as a whole and in parts
+    "kernels_cu/sm90/fwd_sm90.cuh": 370,  # O as a whole and in parts, lists of blocks
     "cli/compile.py": 255,  # three lines a feature
     "cupyflash/api.py": 300,  # each argument stands in two signatures and a docstring
 }

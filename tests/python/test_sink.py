@@ -14,8 +14,8 @@ from cupyflash import ArgumentError
 from cupyflash.gpu.device import Device
 from cupyflash.launch import run
 from cupyflash.plan.families import plan_call
+from cupyflash.plan.kernels_sm90 import BackwardSm90
 from cupyflash.plan.sm80 import Backward
-from cupyflash.plan.sm90 import BackwardSm90
 from cupyflash.problem import Problem
 from tests import pretended_gpu
 

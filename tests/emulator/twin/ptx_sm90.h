@@ -37,9 +37,6 @@ inline void ld_shared_cluster_v2_f32(float &x, float &y, u32 addr, EMU_HERE) {
     x = both[0], y = both[1];
 }
 
-// ---- Named barriers ----
-inline void bar_arrive(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarArrive, false, EMU_SITE); }
-
 // ---- mbarrier ----
 inline void mbarrier_init(u32 bar, u32 count, EMU_HERE) { emu_mbarrier_init(bar, count, EMU_SITE); }
 inline void fence_mbarrier_init() { emu_fence_proxy_async(); }

@@ -1,0 +1,84 @@
+// The bits of a block mask in shared memory, where a producer brings them along with K: of a block of keys those of each mask tile
+// (blocks.cuh), for each group of 64 queries that sees the block in part.
+#ifndef CUPYFLASH_MASK_COPIES_CUH
+#define CUPYFLASH_MASK_COPIES_CUH
+#include "attention/lists.cuh"
+#include "hw/ptx_sm90.cuh"
+
+// A stage of them. Blocks of fewer keys than a mask tile read bits where they lie (SeenBits).
+template <class V, bool kAny = V::kBlockMask && V::kBlockN % kMaskTile == 0>
+struct MaskCopies {
+    static constexpr int kTiles = 0, kBytes = 0;
+};
+
+template <class V>
+struct MaskCopies<V, true> {
+    static constexpr int kAlong = V::kBlockN / kMaskTile, kTiles = V::kBlockM / kMaskTile * kAlong;
+    static constexpr int kTileBytes = 2 * 4 * kMaskTile, kBytes = kTiles * kTileBytes + 16;  // bits, kinds
+    static_assert(kTiles <= 4);
+    ptx::u32 base;
+
+    __device__ ptx::u32 bits(int tile) const { return base + tile * kTileBytes; }
+    __device__ ptx::u32 kind(int tile) const { return base + kTiles * kTileBytes + 4 * tile; }
+
+    // The kind of a mask tile, as the one thread that brings it sees it: hidden and whole ones have no bits.
+    __device__ static int kind_of(const BlockMask<V> &mask, const ListedBlock &listed, int q0, int tile) {
+        const int group = tile / kAlong, sight = listed.sight(group);
+        if (sight != kInPart) return sight == kWhole ? kFullTile : kEmptyTile;
+        const int along = tile % kAlong * kMaskTile;  // @kind-of-each-tile
+        return mask.kind(q0 + group * kMaskTile, listed.block() * V::kBlockN + along);
+    }
+    // Brings it; `full` is told. Bits that no bulk copy can read, since they lie at no multiple of 16 bytes, it writes itself.
+    __device__ void bring(const BlockMask<V> &mask, int kind, int tile, ptx::u32 full) const {
+        // @bits-of-the-tile
+        const int *const from = mask.bits + (kind - kFirstBits) * static_cast<long long>(kMaskTileWords);
+        const bool has_bits = kind >= kFirstBits, copies = reinterpret_cast<unsigned long long>(mask.bits) % 16 == 0;
+        ptx::st_shared_b32(this->kind(tile), static_cast<ptx::u32>(min(kind, static_cast<int>(kFirstBits))));
+        #pragma unroll 1
+        for (int i = 0; has_bits && !copies && i < kTileBytes / 4; ++i)
+            ptx::st_shared_b32(bits(tile) + 4 * i, static_cast<ptx::u32>(from[i]));
+        ptx::mbarrier_arrive_expect_tx(full, has_bits && copies ? kTileBytes : 0);
+        if (has_bits && copies) ptx::cp_async_bulk_load(bits(tile), from, kTileBytes, full);
+    }
+};
+
+// Which elements of a warp's accumulator are seen, as SeenBits says it; row0 counts within the group.
+template <class V, int kRows>
+struct CopiedBits {
+    static constexpr int kAlong = MaskCopies<V>::kAlong;
+    ptx::u32 word[kRows / 8][2 * kAlong];
+
+    __device__ CopiedBits(const MaskCopies<V> &copies, int group, int row0) {
+        const int lane = fresh_lane();
+        #pragma unroll
+        for (int i = 0; i < kAlong; ++i) {
+            const int tile = group * kAlong + i;  // @tile-of-the-group
+            const ptx::u32 kind = ptx::ld_shared_b32(copies.kind(tile)), whole = kind == kFullTile ? ~0u : 0u;
+            #pragma unroll
+            for (int r = 0; r < kRows / 8; ++r)
+                #pragma unroll
+                for (int w = 0; w < 2; ++w) {
+                    const ptx::u32 bits = ptx::ld_shared_b32(copies.bits(tile) + 8 * (row0 + lane / 4 + 8 * r) + 4 * w);
+                    word[r][2 * i + w] =
+                        (kind == kFirstBits ? bits : whole) >> 2 * (lane % 4);  // @copied-bits-from-the-lane
+                }
+        }
+    }
+    // Of those only what bounds show, too; query and key are the lane's first.
+    template <class Bounds>
+    __device__ void keep(const Bounds &mask, int query, int key) {
+        #pragma unroll
+        for (int r = 0; r < kRows / 8; ++r) {
+            const int first = mask.first_key(query + 8 * r) - key, end = mask.end_key(query + 8 * r) - key;
+            #pragma unroll
+            for (int w = 0; w < 2 * kAlong; ++w)
+                word[r][w] &= before(end - 32 * w) & ~before(first - 32 * w);  // @bits-within-bounds
+        }
+    }
+    __device__ bool operator()(int row, int col) const { return word[row / 8][col / 32] & 1u << col % 32; }
+
+  private:
+    __device__ static ptx::u32 before(int n) { return n < 32 ? (1u << max(0, n)) - 1 : ~0u; }
+};
+
+#endif  // CUPYFLASH_MASK_COPIES_CUH
