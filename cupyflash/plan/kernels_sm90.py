@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..operand import MASK_TILE
 from .kernels import PAGE_UNIT, Main
@@ -15,6 +16,11 @@ _BIAS_GRADIENT: tuple[tuple[int, HopperBiasTile], ...] = (
     (64, HopperBiasTile(128, 128, 6, 64, 232, 40)),
     (128, HopperBiasTile(128, 128, 3, 64, 232, 40)),
 )
+
+
+def mask_copies_bytes(tiles: int) -> int:
+    """Of the bits of so many tiles of a block mask, and their kinds (mask_copies.cuh)."""
+    return 8 * MASK_TILE * tiles + 16 if tiles else 0
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class ForwardSm90(Main):
     def smem_bytes(self) -> int:
         """With a block mask, its bits come along with K (mask_copies.cuh)."""
         tiles = self.block_m // MASK_TILE * (self.block_n // MASK_TILE) if self.block_mask else 0
-        return super().smem_bytes + (self.tile.stages * (8 * MASK_TILE * tiles + 16) if tiles else 0)
+        return super().smem_bytes + self.tile.stages * mask_copies_bytes(tiles)
 
     @property
     def key_rows(self) -> int:
@@ -49,22 +55,30 @@ class BackwardSm90(Main):
     folder, header, function, params_name, params = "sm90", "bwd_sm90", "bwd", "BwdSm90Params", BWD_SM90_PARAMS
     arch_suffix, over = "a", "k"
 
+    copies_bits: ClassVar[bool] = True  # of a block mask
+
     deterministic: bool = False
     dalibi: bool = False
     sink: bool = False
     grouped: bool = False
 
+    @property
+    def smem_bytes(self) -> int:
+        """With a block mask, the bits of a visit have a place for each group of keys (bwd_load_sm90.cuh)."""
+        groups = self.block_n // MASK_TILE if self.block_mask and self.copies_bits else 0
+        return super().smem_bytes + mask_copies_bytes(groups) + 2 * 8 * groups
+
 
 class BackwardDkvSm90(BackwardSm90):
     """bwd_dkv_sm90.cuh: dK and dV."""
 
-    header, function, persistent = "bwd_dkv_sm90", "bwd_dkv", True
+    header, function, persistent, copies_bits = "bwd_dkv_sm90", "bwd_dkv", True, False
 
 
 class BackwardDqSm90(BackwardSm90):
     """bwd_dq_sm90.cuh: dQ."""
 
-    header, function, persistent, over = "bwd_dq_sm90", "bwd_dq", True, "q"
+    header, function, persistent, copies_bits, over = "bwd_dq_sm90", "bwd_dq", True, False, "q"
 
 
 @dataclass(frozen=True)

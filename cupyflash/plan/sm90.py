@@ -79,16 +79,15 @@ _BACKWARD_BIAS: tuple[tuple[int, HopperBackwardTile], ...] = (
 # boxes of 128.
 _BACKWARD_COPIED_BIAS = (64, HopperBackwardTile(64, 192, 3, 160, 32, copies_bias=True)), _BACKWARD_BIAS[1]
 _BACKWARD_COPIED_BIAS_NARROW = (64, HopperBackwardTile(64, 128, 4, 240, 24, copies_bias=True)), _BACKWARD_BIAS[1]
-# With two such features (Spec.crowded), likewise; backward, heads beyond 64 are wide.
+# With two such features (Spec.crowded), likewise.
 _FORWARD_CROWDED: tuple[tuple[int, HopperForwardTile], ...] = (
     (128, _FORWARD_LISTED_NARROW),
     (192, _FORWARD_LISTED_WIDE),
     (256, HopperForwardTile(128, 32, 4, 3, 232, 40)),
 )
-_BACKWARD_CROWDED = _BACKWARD_BIAS[:1]
-# With a block mask of packed sequences, whose visits take most registers, those of the warp that loads, too.
-_BACKWARD_LISTED = (64, HopperBackwardTile(64, 128, 4, 232, 40)), _BACKWARD_BIAS[1]
-_BACKWARD_PACKED_LISTS = _BACKWARD_LISTED, _BACKWARD_LISTED[:1]  # alone, and crowded
+# With a block mask, whose bits a thread brings, which takes registers, too; fewer keys if packed or crowded.
+_BACKWARD_LISTED = (64, HopperBackwardTile(64, 192, 4, 160, 32)), (128, HopperBackwardTile(64, 128, 2, 232, 40, 32))
+_BACKWARD_LISTED_NARROW = (64, HopperBackwardTile(64, 128, 4, 232, 40)), _BACKWARD_LISTED[1]
 
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
 _SECTION_BYTES = 4 << 20, 16 << 20
@@ -105,13 +104,19 @@ def _copies_bias(spec: Spec) -> bool:
 
 
 def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
-    """Those that keep dQ's sum, of a backward that is not crowded."""
-    if _copies_bias(spec):
+    """Those that keep dQ's sum; crowded, heads beyond 64 are wide."""
+    if spec.block_mask:
+        found = _BACKWARD_LISTED_NARROW if spec.packed or spec.crowded else _BACKWARD_LISTED
+    elif spec.crowded:
+        found = _BACKWARD_BIAS
+    elif _copies_bias(spec):
         fewer_keys = spec.dbias or spec.dalibi or spec.softcap
-        return _BACKWARD_COPIED_BIAS_NARROW if fewer_keys else _BACKWARD_COPIED_BIAS
-    if spec.bias:
-        return _BACKWARD_BIAS
-    return _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
+        found = _BACKWARD_COPIED_BIAS_NARROW if fewer_keys else _BACKWARD_COPIED_BIAS
+    elif spec.bias:
+        found = _BACKWARD_BIAS
+    else:
+        found = _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
+    return found[:1] if spec.crowded else found
 
 
 class Sm90(Family):
@@ -151,9 +156,7 @@ class Sm90(Family):
             return *lists_before(spec, (ahead.block_m, ahead.block_n)), *forward_kernels(spec, ForwardSm90, ahead)
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
-        is_listed = spec.packed and spec.block_mask
-        tables = _BACKWARD_PACKED_LISTS if is_listed else (_backward_tiles(spec), _BACKWARD_CROWDED)
-        for limit, tile in tables[spec.crowded]:
+        for limit, tile in _backward_tiles(spec):
             if spec.head_dim <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
                 lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)

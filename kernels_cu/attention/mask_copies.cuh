@@ -1,37 +1,28 @@
-// The bits of a block mask in shared memory, where a producer brings them along with K: of a block of keys those of each mask tile
-// (blocks.cuh), for each group of 64 queries that sees the block in part.
+// The bits of a block mask in shared memory, where a thread brings those of each mask tile (blocks.cuh) that is seen in part, before
+// they are needed: read where they lie, they cost two loads behind one another (docs/performance.md).
 #ifndef CUPYFLASH_MASK_COPIES_CUH
 #define CUPYFLASH_MASK_COPIES_CUH
 #include "attention/lists.cuh"
 #include "hw/ptx_sm90.cuh"
 
-// A stage of them. Blocks of fewer keys than a mask tile read bits where they lie (SeenBits).
-template <class V, bool kAny = V::kBlockMask && V::kBlockN % kMaskTile == 0>
+// Those of kCount mask tiles, and behind them what kind each is.
+template <int kCount>
 struct MaskCopies {
-    static constexpr int kTiles = 0, kBytes = 0;
-};
-
-template <class V>
-struct MaskCopies<V, true> {
-    static constexpr int kAlong = V::kBlockN / kMaskTile, kTiles = V::kBlockM / kMaskTile * kAlong;
-    static constexpr int kTileBytes = 2 * 4 * kMaskTile, kBytes = kTiles * kTileBytes + 16;  // bits, kinds
+    static constexpr int kTiles = kCount, kTileBytes = 2 * 4 * kMaskTile;
+    static constexpr int kBytes = kTiles > 0 ? kTiles * kTileBytes + 16 : 0;
     static_assert(kTiles <= 4);
     ptx::u32 base;
 
-    __device__ ptx::u32 bits(int tile) const { return base + tile * kTileBytes; }
+    __device__ ptx::u32 bits(int tile, int row = 0) const { return base + tile * kTileBytes + 8 * row; }
     __device__ ptx::u32 kind(int tile) const { return base + kTiles * kTileBytes + 4 * tile; }
 
-    // The kind of a mask tile, as the one thread that brings it sees it: hidden and whole ones have no bits.
-    __device__ static int kind_of(const BlockMask<V> &mask, const ListedBlock &listed, int q0, int tile) {
-        const int group = tile / kAlong, sight = listed.sight(group);
-        if (sight != kInPart) return sight == kWhole ? kFullTile : kEmptyTile;
-        const int along = tile % kAlong * kMaskTile;  // @kind-of-each-tile
-        return mask.kind(q0 + group * kMaskTile, listed.block() * V::kBlockN + along);
-    }
-    // Brings it; `full` is told. Bits that no bulk copy can read, since they lie at no multiple of 16 bytes, it writes itself.
+    // Brings the bits of a tile, a row of keys for each query (kByQueries) or one of queries for each key; `full` is told. Those
+    // that no bulk copy can read, since they lie at no multiple of 16 bytes, are written one by one.
+    template <bool kByQueries, class V>
     __device__ void bring(const BlockMask<V> &mask, int kind, int tile, ptx::u32 full) const {
+        constexpr int kFirst = kByQueries ? 0 : kTileBytes / 4;
         // @bits-of-the-tile
-        const int *const from = mask.bits + (kind - kFirstBits) * static_cast<long long>(kMaskTileWords);
+        const int *const from = mask.bits + (kind - kFirstBits) * static_cast<long long>(kMaskTileWords) + kFirst;
         const bool has_bits = kind >= kFirstBits, copies = reinterpret_cast<unsigned long long>(mask.bits) % 16 == 0;
         ptx::st_shared_b32(this->kind(tile), static_cast<ptx::u32>(min(kind, static_cast<int>(kFirstBits))));
         #pragma unroll 1
@@ -40,29 +31,53 @@ struct MaskCopies<V, true> {
         ptx::mbarrier_arrive_expect_tx(full, has_bits && copies ? kTileBytes : 0);
         if (has_bits && copies) ptx::cp_async_bulk_load(bits(tile), from, kTileBytes, full);
     }
+    // The two words of a row.
+    __device__ void read(int tile, int row, ptx::u32 (&word)[2]) const {
+        const ptx::u32 kind = ptx::ld_shared_b32(this->kind(tile)), whole = kind == kFullTile ? ~0u : 0u;
+        #pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            const ptx::u32 found = ptx::ld_shared_b32(bits(tile, row) + 4 * w);
+            word[w] = kind == kFirstBits ? found : whole;
+        }
+    }
+};
+
+// A stage of the forward: of a block of keys those tiles that each group of 64 queries sees. Blocks of fewer keys than a mask tile
+// read bits where they lie (SeenBits).
+template <class V, bool kAny = V::kBlockMask && V::kBlockN % kMaskTile == 0>
+struct ForwardMask : MaskCopies<0> {};
+
+template <class V>
+struct ForwardMask<V, true> : MaskCopies<V::kBlockM / kMaskTile *(V::kBlockN / kMaskTile)> {
+    static constexpr int kAlong = V::kBlockN / kMaskTile;
+
+    // The kind of a tile as groups see it: hidden and whole ones have no bits.
+    __device__ static int kind_of(const BlockMask<V> &mask, const ListedBlock &listed, int q0, int tile) {
+        const int group = tile / kAlong, sight = listed.sight(group);
+        if (sight != kInPart) return sight == kWhole ? kFullTile : kEmptyTile;
+        const int along = tile % kAlong * kMaskTile;  // @kind-of-each-tile
+        return mask.kind(q0 + group * kMaskTile, listed.block() * V::kBlockN + along);
+    }
 };
 
 // Which elements of a warp's accumulator are seen, as SeenBits says it; row0 counts within the group.
 template <class V, int kRows>
 struct CopiedBits {
-    static constexpr int kAlong = MaskCopies<V>::kAlong;
+    static constexpr int kAlong = ForwardMask<V>::kAlong;
     ptx::u32 word[kRows / 8][2 * kAlong];
 
-    __device__ CopiedBits(const MaskCopies<V> &copies, int group, int row0) {
+    __device__ CopiedBits(const ForwardMask<V> &copies, int group, int row0) {
         const int lane = fresh_lane();
         #pragma unroll
-        for (int i = 0; i < kAlong; ++i) {
-            const int tile = group * kAlong + i;  // @tile-of-the-group
-            const ptx::u32 kind = ptx::ld_shared_b32(copies.kind(tile)), whole = kind == kFullTile ? ~0u : 0u;
+        for (int i = 0; i < kAlong; ++i)
             #pragma unroll
-            for (int r = 0; r < kRows / 8; ++r)
+            for (int r = 0; r < kRows / 8; ++r) {
+                ptx::u32 of_row[2];
+                copies.read(group * kAlong + i, row0 + lane / 4 + 8 * r, of_row);  // @tile-of-the-group
                 #pragma unroll
-                for (int w = 0; w < 2; ++w) {
-                    const ptx::u32 bits = ptx::ld_shared_b32(copies.bits(tile) + 8 * (row0 + lane / 4 + 8 * r) + 4 * w);
-                    word[r][2 * i + w] =
-                        (kind == kFirstBits ? bits : whole) >> 2 * (lane % 4);  // @copied-bits-from-the-lane
-                }
-        }
+                for (int w = 0; w < 2; ++w)
+                    word[r][2 * i + w] = of_row[w] >> 2 * (lane % 4);  // @copied-bits-from-the-lane
+            }
     }
     // Of those only what bounds show, too; query and key are the lane's first.
     template <class Bounds>

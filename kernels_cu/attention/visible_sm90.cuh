@@ -1,6 +1,7 @@
 // Which elements a lane of the Hopper backward sees, in an accumulator whose rows are the 64 keys of a warpgroup.
 #ifndef CUPYFLASH_VISIBLE_SM90_CUH
 #define CUPYFLASH_VISIBLE_SM90_CUH
+#include "attention/mask_copies.cuh"
 #include "attention/visits.cuh"
 
 // Which queries of a tile see this lane's two keys: bit 2 j + b of a word stands for query 8 j + b, counted from the
@@ -18,17 +19,17 @@ struct VisibleQueries {
         }
     }
     // The same by a block mask: of a key's 64 bits, two of every eight.
-    __device__ VisibleQueries(const BwdParams &p, const BwdVisits<V> &visit, int q0, int key0) {
-        const auto block_mask = BlockMask<V>::of(aside(p), visit.sequence.index, visit.head);
-        const int kind = block_mask.kind(q0, key0), thread = fresh_thread() % 128, lane = thread % 32;
+    template <int kCount>
+    __device__ VisibleQueries(const MaskCopies<kCount> &copies, int group) {
+        const int thread = fresh_thread() % 128, lane = thread % 32;
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            word[r] = kind == kFullTile ? ~0u : 0u;
-            if (kind < kFirstBits) continue;
+            ptx::u32 of_key[2];
+            copies.read(group, thread / 32 * 16 + lane / 4 + 8 * r, of_key);  // @bits-of-the-key
+            word[r] = 0;
             #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int key = thread / 32 * 16 + lane / 4 + 8 * r;
-                ptx::u32 x = block_mask.word(kind, false, key, i) >> 2 * (lane % 4) & 0x03030303u;
+                ptx::u32 x = of_key[i] >> 2 * (lane % 4) & 0x03030303u;
                 x = (x | x >> 6) & 0x000f000fu;
                 word[r] |= ((x | x >> 12) & 0xffu) << 8 * i;  // @two-of-every-eight
             }

@@ -4,6 +4,7 @@
 #define CUPYFLASH_BWD_LOAD_SM90_CUH
 #include "attention/bias_copies.cuh"
 #include "attention/dq_visits.cuh"
+#include "attention/mask_copies.cuh"
 #include "attention/params_sm90.cuh"
 #include "attention/work_sm90.cuh"
 #include "tile/pipeline_sm90.cuh"
@@ -28,8 +29,11 @@ struct BwdSm90Smem {
     static constexpr int kDS = kDO + kStages * TileQ::kBytes, kDQ = kDS + 2 * TileDS::kBytes;
     using CopiedBias = BiasCopy<V, M>;  // of a warp of the consumers
     static constexpr int kStats = kDQ + 2 * kDqBytes, kBias = kStats + kStages * 8 * M;
-    static constexpr int kBars = kBias + (V::kCopiesBias ? 4 * kGroups * CopiedBias::kBytes : 0);
-    static constexpr int kBarriers = 10 + 3 * kStages;
+    // The bits of a block mask for one visit, each group's as soon as it has taken those of the visit before.
+    using Copies = MaskCopies<V::kBlockMask ? kGroups : 0>;
+    static constexpr int kBits = kBias + (V::kCopiesBias ? 4 * kGroups * CopiedBias::kBytes : 0);
+    static constexpr int kBars = kBits + Copies::kBytes, kBarriers = 10 + 3 * kStages + 2 * Copies::kTiles;
+    static_assert(Copies::kTiles == 0 || M == kMaskTile);
     static_assert(kBars + 8 * kBarriers == V::kSmemBytes);
     ptx::u32 base;
 
@@ -41,6 +45,7 @@ struct BwdSm90Smem {
     __device__ ptx::u32 dq(int stage) const { return base + kDQ + stage * kDqBytes; }
     __device__ ptx::u32 stats(int stage) const { return base + kStats + stage * 8 * M; }  // [M][2]: lse, delta
     __device__ CopiedBias bias(int warp) const { return {base + kBias + warp * CopiedBias::kBytes}; }
+    __device__ Copies mask() const { return {base + kBits}; }
     __device__ ptx::u32 k_full() const { return bar(0); }
     __device__ ptx::u32 v_full() const { return bar(1); }
     __device__ ptx::u32 ds_full(int stage) const { return bar(2 + stage); }
@@ -50,6 +55,8 @@ struct BwdSm90Smem {
     __device__ ptx::u32 q_full(int stage) const { return bar(10 + stage); }
     __device__ ptx::u32 dout_full(int stage) const { return bar(10 + kStages + stage); }
     __device__ ptx::u32 empty(int stage) const { return bar(10 + 2 * kStages + stage); }  // of Q, dO and row_stats
+    __device__ ptx::u32 bits_full(int group) const { return bar(10 + 3 * kStages + group); }
+    __device__ ptx::u32 bits_empty(int group) const { return bar(10 + 3 * kStages + Copies::kTiles + group); }
 
     __device__ void init() const {  // by one thread
         ptx::mbarrier_init(k_full(), 1), ptx::mbarrier_init(v_full(), 1);
@@ -63,6 +70,9 @@ struct BwdSm90Smem {
             ptx::mbarrier_init(q_full(i), 1), ptx::mbarrier_init(dout_full(i), 1);
             ptx::mbarrier_init(empty(i), 4 * kGroups);
         }
+        #pragma unroll 1
+        for (int i = 0; i < Copies::kTiles; ++i)
+            ptx::mbarrier_init(bits_full(i), 1), ptx::mbarrier_init(bits_empty(i), 4);
         ptx::fence_mbarrier_init();
     }
 
@@ -90,6 +100,22 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
                               ptx::kEvictNormal);
         // @v-of-its-head-bwd-sm90
         if (i == 0) smem.v().load(p.map_v, smem.v_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
+    }
+}
+
+// The bits of a block mask, of every visit that the group of keys sees in part; by a thread for each group.
+template <class V>
+__device__ __forceinline__ void bwd_load_bits(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
+    const int group = lane();
+    RingPosition<1> slot;
+    #pragma unroll 1
+    for (int i = 0; i < visit.count; ++i, visit.next()) {
+        if (visit.sight(group) != kInPart) continue;
+        const auto mask = BlockMask<V>::of(p.plain, visit.sequence.index, visit.head);
+        const int kind = mask.kind(visit.q0(), visit.k0 + group * kMaskTile);  // @kind-of-the-visit
+        ptx::mbarrier_wait(smem.bits_empty(group), slot.phase ^ 1);            // @bits-taken
+        smem.mask().template bring<false>(mask, kind, group, smem.bits_full(group));
+        slot.next();
     }
 }
 

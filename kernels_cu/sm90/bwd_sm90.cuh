@@ -57,6 +57,7 @@ struct BwdGroup {
     Emitted<V> emitted;
     FragA<T, 16, kHeld ? kHeld : 16> rV;  // the first kHeld columns of V, which each visit would read again
     int i = 0;                            // number of the visit
+    RingPosition<1> bits;                 // of those that a block mask shows in part
 
     __device__ BwdGroup(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, const SequenceOf<V> &sequence, int group)
         : p(p), problem(p.plain.problem), smem(smem), mask(sequence, problem), score(problem), group(group) {
@@ -144,7 +145,7 @@ struct BwdGroup {
         const auto dropout = Dropout<V>::of(p.plain, visit.sequence.index, visit.head);
         const auto kept = dropout.template kept<false, 16, M>(q0, key0 + dropout.warp_row());
         VisibleQueries<V> by_block_mask;  // read while nothing else needs registers
-        if constexpr (kMasked && V::kBlockMask) by_block_mask = VisibleQueries<V>(p.plain, visit, q0, key0);
+        if constexpr (kMasked && V::kBlockMask) by_block_mask = take_bits();
 
         ptx::mbarrier_wait(smem.q_full(stage), ring.phase);         // @visit-q-full
         AccTile<16, M> P, dS;                                       // transposed: rows are keys
@@ -225,6 +226,15 @@ struct BwdGroup {
         ptx::wgmma_wait_group<0>();  // @dk-and-dv-complete
         arrived(dV), arrived(dK);
         arrive_warp(smem.empty(stage));  // @visit-released
+    }
+
+    // What a block mask says of this visit.
+    __device__ VisibleQueries<V> take_bits() {
+        ptx::mbarrier_wait(smem.bits_full(group), bits.phase);  // @bits-full
+        const VisibleQueries<V> seen(smem.mask(), group);
+        arrive_warp(smem.bits_empty(group));  // @bits-released
+        bits.next();
+        return seen;
     }
 
     // This group's dS, transposed back, for dQ.
@@ -327,6 +337,8 @@ __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
         const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && lane() == 0) bwd_load<V>(p, smem, mine());
         if (warp_in_group == 1 && lane() == 0) bwd_add_dq<V>(p, smem, mine());
+        if constexpr (V::kBlockMask)
+            if (warp_in_group == 2 && lane() < smem.kGroups) bwd_load_bits<V>(p, smem, mine());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         const DqVisits<V> visit = mine();

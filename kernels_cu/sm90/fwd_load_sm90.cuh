@@ -27,7 +27,7 @@ struct FwdSm90Smem {
     // Whether every group has its next Q beside the one in use: then it begins its next tile before it ends this one.
     static constexpr bool kPipelined = kSlots >= 2 * kGroups;
     static_assert(kSlots % kGroups == 0 || kGroups == 2);  // see FwdGroup::wait_q
-    using Copies = MaskCopies<V>;
+    using Copies = ForwardMask<V>;
     static constexpr int kK = kSlots * TileQ::kBytes, kV = kK + kStages * TileKV::kBytes;
     static constexpr int kBits = kV + kStages * TileKV::kBytes, kBars = kBits + kStages * Copies::kBytes;
     static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + TileQueue<V::kPacked>::kBarriers);
@@ -44,7 +44,7 @@ struct FwdSm90Smem {
     __device__ TileQ q(int slot) const { return {base + slot * TileQ::kBytes}; }
     __device__ TileKV k(int stage) const { return {base + kK + stage * TileKV::kBytes}; }
     __device__ TileKV v(int stage) const { return {base + kV + stage * TileKV::kBytes}; }
-    __device__ Copies mask(int stage) const { return {base + kBits + stage * Copies::kBytes}; }
+    __device__ Copies mask(int stage) const { return {{base + kBits + stage * Copies::kBytes}}; }
     __device__ ptx::u32 q_full(int slot) const { return bar(slot); }
     __device__ ptx::u32 q_empty(int slot) const { return bar(kSlots + slot); }
     __device__ ptx::u32 k_full(int stage) const { return bar(2 * kSlots + stage); }
@@ -157,7 +157,7 @@ __device__ __forceinline__ void fwd_load_bits(const FwdSm90Params &p, const FwdS
             const int kind = next;
             if (j + 1 < tile.end) next = look(j + 1);
             ptx::mbarrier_wait(smem.k_empty(ring.stage), ring.phase ^ 1);  // @bits-empty
-            smem.mask(ring.stage).bring(mask, kind, mine, smem.k_full(ring.stage));
+            smem.mask(ring.stage).template bring<true>(mask, kind, mine, smem.k_full(ring.stage));
         }
     }
 }
