@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..arrays.adapters import CUPY, TORCH, Native, Signature
+from ..arrays.adapters import Native, Signature
 from ..arrays.steps import steps
 from ..cache.checks import CacheOptions
 from ..cache.problem import CacheProblem
@@ -20,11 +20,6 @@ from .alignment import access_to_cache
 from .passes import is_contiguous
 
 _FEATURES = "kv_range", "alibi_slopes", "sink"
-
-
-def is_for(library: Native) -> bool:
-    """Whether arrays of a library may take this way: those of JAX bring the workspaces that another plan asked for."""
-    return library is TORCH or library is CUPY
 
 
 def lie_of(p: CacheProblem, signatures: Mapping[str, Signature], aligned: bool) -> Lie:
@@ -50,17 +45,27 @@ def attend(
         q: rotated, where it is.
         into: out and lse of a packed call, of which those of some sequences are written.
     """
-    call = Options(options.causal, options.scale, options.window, softcap=options.softcap)
-    out, lse = run.forward(library, rows_of(library, arrays, q, p, way), call, into=into)
+    out, lse = run.forward(library, rows_of(library, arrays, q, p, way), options_of(options), into=into)
     assert lse is not None
     if p.packed:
         return out, lse
-    by_sequence = lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
-    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim), library.contiguous(by_sequence)
+    out, lse = by_sequence(out, lse, p)
+    return out, library.contiguous(lse)
+
+
+def options_of(options: CacheOptions) -> Options:
+    """What the forward is asked for."""
+    return Options(options.causal, options.scale, options.window, softcap=options.softcap)
+
+
+def by_sequence(out: Any, lse: Any, p: CacheProblem) -> tuple[Any, Any]:
+    """The results of packed rows as those of sequences that are not packed."""
+    rows = lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
+    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim), rows
 
 
 def rows_of(library: Native, arrays: Mapping[str, Any], q: Any, p: CacheProblem, way: Way) -> dict[str, Any]:
-    """The arrays that the forward is given."""
+    """The arrays that the forward is given; `library`: makes those that hold the same numbers in every call."""
     rows = {"q": q if p.packed else q.reshape(p.batch * p.seqlen_q, p.heads_q, p.head_dim)}
     rows |= _by_table(library, arrays, p, q) if way.paged else _in_rows(library, arrays, p, q)
     return rows | {name: arrays[name] for name in _FEATURES if name in arrays}

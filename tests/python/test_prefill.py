@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from cupyflash import UnsupportedError, attention_with_cache
-from cupyflash.arrays.adapters import CUPY, NUMPY, TORCH, Signature
+from cupyflash.arrays.adapters import NUMPY, TORCH, Signature
 from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
@@ -167,7 +167,6 @@ def test_how_arrays_lie() -> None:
     for strides, whole in (((256, 1), True), ((300, 1), False)):
         given = signatures(16, 1024, 16384) | {"block_table": Signature((4, 256), strides, None, 0)}
         assert prefill.lie_of(replace(PROBLEM, page_size=16), given, True).whole_table is whole
-    assert [prefill.is_for(library) for library in (NUMPY, CUPY, TORCH)] == [False, True, True]
 
 
 @pytest.mark.parametrize("appends", [False, True])
@@ -266,7 +265,6 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     monkeypatch.setattr(Device, "of", lambda ordinal: device)
     monkeypatch.setattr(cached, "calls", Kept(100))
     monkeypatch.setattr(decode, "prepare", Launches)
-    monkeypatch.setattr(prefill, "is_for", lambda library: True)
     monkeypatch.setattr(prefill, "attend", lambda library, arrays, q, p, options, way, into: (q, p))
     x = {"q": np.zeros((2, 400, 16, 8), np.float16), "cache_seqlens": 0}
     x |= {name: np.zeros((2, 2700, 2, 8), np.float16) for name in ("k_cache", "v_cache")}
