@@ -125,8 +125,8 @@ def _on_gpu(
     problem = _problem(named, static.options)
     named |= zip(static.written, begun, strict=False)
     into = begun[count : count + 2] if way.beside else ()
-    q = begun[len(made) - len(workspace)] if problem.rotary_dim else named["q"]  # rotated
-    rows = prefill.rows_of(NUMPY, named, q, problem, way)  # whose own numbers are constants of the program
+    named = prefill.ready(named, begun[len(made) - len(workspace) :], problem, way)
+    rows = prefill.rows_of(NUMPY, named, problem, way)  # whose own numbers are constants of the program
     forward = Static.of("forward", tuple(rows), prefill.options_of(static.options), WITH_LSE)
     out, lse = forward_on_gpu(forward, tuple(rows.values()), into)
     if not problem.packed:

@@ -100,8 +100,8 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, deci
     if decided:
         return None, None
     results = (made[0], made[1]) if call.attends else None
-    q = made[2 * call.attends] if call.problem.rotary_dim else arrays["q"]
-    return prefill.attend(library, arrays, q, call.problem, options, call.way, results)
+    arrays = prefill.ready(arrays, made[2 * call.attends :], call.problem, call.way)
+    return prefill.attend(library, arrays, call.problem, options, call.way, results)
 
 
 def way(library: Native, names: Sequence[str], keys: Sequence[tuple[Any, ...]], options: CacheOptions) -> Way | None:
@@ -146,7 +146,8 @@ def _prepare(
     attends = taken is None or taken.beside
     names = *arrays, *(("out", "lse") if attends else ())
     own = problem if taken is None else taken.left(problem)
-    launch = decode.prepare(own, names, signatures, device, aligned=aligned, stream=stream, attends=attends)
+    does = {"attends": attends, "dequantizes": taken is not None and taken.dequantized}
+    launch = decode.prepare(own, names, signatures, device, aligned=aligned, stream=stream, **does)
     return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], taken)
 
 

@@ -227,6 +227,9 @@ def many(how: str, rng: np.random.Generator) -> dict[str, Any]:
     x: dict[str, Any] = {"q": draw(*((400,) if packed else (batch, 200)), heads, 64)}
     x |= {f"{name}_cache": draw(*pool, 4, 64) for name in "kv"}
     x["cache_seqlens"] = np.array(LENGTHS[:batch], np.int32)
+    if "int8" in how:
+        x |= {f"{name}_cache": rng.integers(-127, 128, (*pool, 4, 64)).astype(np.int8) for name in "kv"}
+        x |= {f"{name}_scale": (rng.random((pool[0], 4)) / 50).astype(np.float32) for name in "kv"}
     if paged:
         x["block_table"] = rng.permutation(pool[0])[: batch * room // 16].reshape(batch, -1).astype(np.int32)
     else:
@@ -234,7 +237,7 @@ def many(how: str, rng: np.random.Generator) -> dict[str, Any]:
             x["k_cache"][b, LENGTHS[b] :], x["v_cache"][b, LENGTHS[b] :] = np.nan, np.nan
     if packed:
         x["cu_seqlens_q"] = np.array([0, 1, 400], np.int32)
-    if how not in ("read", "pages"):
+    if how not in ("read", "pages", "int8, pages"):
         x |= {name: draw(*x["q"].shape[:-2], 4, 64) for name in "kv"}
     if "rotary" in how:
         turns = rng.uniform(-3, 3, (2000, 16))
@@ -247,7 +250,18 @@ def many(how: str, rng: np.random.Generator) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "how",
-    ["read", "append", "rotary", "features", "in parts", "pages", "append, pages", "packed", "packed pages, rotary"],
+    [
+        "read",
+        "append",
+        "rotary",
+        "features",
+        "in parts",
+        "pages",
+        "append, pages",
+        "int8, pages",
+        "packed",
+        "packed pages, rotary",
+    ],
 )
 def test_many_queries_over_a_cache(how: str, family: str, three: list[Any], rng: np.random.Generator) -> None:
     """By the forward, against float64; eager, inside jit, and where the caches are donated."""
@@ -256,9 +270,11 @@ def test_many_queries_over_a_cache(how: str, family: str, three: list[Any], rng:
 
     x = many(how, rng)
     options = {name: y for name, y in x.items() if not isinstance(y, np.ndarray)}
-    wide = {name: y.astype(np.float64) if y.dtype == np.float32 else y for name, y in x.items() if name not in options}
+    exact = ("k_scale", "v_scale")
+    wide = {name: y.astype(np.float64) if y.dtype == np.float32 and name not in exact else y
+            for name, y in x.items() if name not in options}  # fmt: skip
     of_16_bits = ("q", "k", "v", "k_cache", "v_cache")
-    given = {name: jnp.asarray(y, jnp.bfloat16 if name in of_16_bits else y.dtype)
+    given = {name: jnp.asarray(y, jnp.bfloat16 if name in of_16_bits and y.dtype == np.float32 else y.dtype)
              for name, y in x.items() if name not in options}  # fmt: skip
 
     def call(**x: Any) -> Any:

@@ -41,6 +41,24 @@ CASES = {
         CacheCase("unseen", "full", (100,), 140, page_size=16),
         CacheCase("mixed-long", "full", (700, 0, 90), (131, 129, 2), 72, page_size=32, append=True, nonfinite=True),
         CacheCase("mixed-many-alone", "full", (3, 40), (130, 140), page_size=16, append=True, rotary=32),
+        CacheCase("int8", "full", (101, 0), 130, append=True, stored="int8"),
+        CacheCase(
+            "int8-pages", "full", (250, 40), 130, 128, page_size=48, append=True, new=7, stored="int8", scale_dims=2
+        ),
+        CacheCase("int8-chosen", "full", (60, 33), 129, spare=2, stored="int8", scale_dims=2, memory="heads_first"),
+        CacheCase(
+            "e4m3-mixed",
+            "full",
+            (90, 20, 0, 33),
+            (1, 140, 130, 127),
+            page_size=16,
+            append=True,
+            stored="e4m3",
+            scale_dims=2,
+            nonfinite=True,
+            rotary=32,
+        ),
+        CacheCase("e4m3-d96", "full", (333,), 128, 96, capacity=400, stored="e4m3", nonfinite=True, scale_spread=6.0),
     )
 }
 

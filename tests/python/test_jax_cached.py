@@ -36,6 +36,15 @@ CALLS: dict[str, dict[str, Any]] = {
     "packed pages": {"cu_seqlens_q": (3,), "caches": (600, 16), "block_table": (2, 256)},
     "packed, rotated": {"cu_seqlens_q": (3,), "new": 256, "rotary_cos": (4096, 32), "rotary_sin": (4096, 32)},
     "features": {"alibi_slopes": (2, 32), "sink": (32,), "kv_range": (2, 2)},
+    "int8": {"caches": (600, 16), "block_table": (2, 256), "new": 256, "k_scale": (600, 8), "v_scale": (600, 8)},
+    "int8, packed": {
+        "cu_seqlens_q": (3,),
+        "k_scale": (8,),
+        "v_scale": (8,),
+        "new": 256,
+        "rotary_cos": (4096, 32),
+        "rotary_sin": (4096, 32),
+    },
     "in parts": {"batch": 1, "caches": (1, 8192), "new": 256},
 }
 OPTIONS = {
@@ -51,10 +60,11 @@ def arrays_of(batch: int = 2, caches: tuple[int, int] = (2, 4096), new: int = 0,
     packed = "cu_seqlens_q" in others
     rows = (lambda n: (batch * n,)) if packed else (lambda n: (batch, n))
     found = {"q": np.zeros((*rows(256), 32, 64), BF16)}
-    found |= {name: np.zeros((*caches, 8, 64), BF16) for name in ("k_cache", "v_cache")}
+    stored = np.int8 if "k_scale" in others else BF16
+    found |= {name: np.zeros((*caches, 8, 64), stored) for name in ("k_cache", "v_cache")}
     found["cache_seqlens"] = np.zeros(batch, np.int32)
     found |= {name: np.zeros((*rows(new), 8, 64), BF16) for name in NEW if new}
-    floats = {"alibi_slopes": np.float32, "sink": np.float32}
+    floats = dict.fromkeys(("alibi_slopes", "sink", "k_scale", "v_scale"), np.float32)
     return found | {
         name: np.zeros(shape, np.int32 if name in INTEGERS else floats.get(name, BF16))
         for name, shape in others.items()
@@ -161,11 +171,14 @@ def test_it_launches_what_torch_launches(name: str, arch: str, monkeypatch: pyte
     assert (out.shape, lse.shape, lse.dtype) == (x["q"].shape, rows, np.float32)
     ours = all_but_addresses(gpu)
     given = pointers(gpu, next(x for x in gpu.launched if x.symbol.startswith("fwd")))
-    assert given["k"] == x["k_cache"].ctypes.data
+    first = xla.made[0][count + 2 * packed :] if count or packed else []  # what launches before the forward share
+    stored = "k_scale" in x
+    k = first["rotary_cos" in x] if stored else x["k_cache"]
+    assert given["k"] == k.ctypes.data
+    assert k.dtype == BF16
     assert np.shares_memory(out, xla.made[-1][0])
     if "rotary_cos" in x:
-        rotated = xla.made[0][count + 2 * packed]
-        assert given["q"] == rotated.ctypes.data != x["q"].ctypes.data
+        assert given["q"] == first[0].ctypes.data != x["q"].ctypes.data
     else:
         assert given["q"] == x["q"].ctypes.data
     if packed:  # rows of sequences with few queries are those of the first call
