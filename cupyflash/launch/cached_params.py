@@ -13,6 +13,7 @@ from ..plan.decode_kernels import DecodeTile
 from ..plan.decode_shares import DecodePlan
 from ..plan.params import UNBOUNDED
 from ..plan.params_decode import APPEND_PARAMS, DECODE_PARAMS, DEQUANTIZE_PARAMS
+from ..plan.prefill import dequantized
 from ..problem import MAX_SEQLEN
 
 Strides = Sequence[int]  # in elements
@@ -31,8 +32,8 @@ APPEND_MEMBERS = {
 DEQUANTIZE_MEMBERS = {
     name: name
     for name in (
-        "k_cache", "v_cache", "k_rows", "v_rows", "cache_seqlens", "block_table", "cache_batch_idx", "cu_seqlens_q",
-        "k_scale", "v_scale",
+        "k_cache", "v_cache", "k_rows", "v_rows", "slots", "cache_seqlens", "block_table", "cache_batch_idx",
+        "cu_seqlens_q", "k_scale", "v_scale",
     )
 }  # fmt: skip
 
@@ -101,7 +102,8 @@ def fill_dequantize(p: CacheProblem, strides: Mapping[str, Strides]) -> np.ndarr
 
 def dequantized_rows(p: CacheProblem) -> dict[str, tuple[tuple[int, ...], str]]:
     """What it writes: name -> (shape, dtype)."""
-    return dict.fromkeys(("k_rows", "v_rows"), ((p.batch, p.capacity, p.heads_k, p.head_dim), p.dtype))
+    rows = (dequantized(p).slots, p.capacity, p.heads_k, p.head_dim), p.dtype
+    return {"k_rows": rows, "v_rows": rows} | ({"slots": ((p.batch, 1), "int32")} if p.packed else {})
 
 
 def workspace(p: CacheProblem, plan: DecodePlan) -> dict[str, tuple[tuple[int, ...], str]]:

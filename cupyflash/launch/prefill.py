@@ -39,7 +39,8 @@ def ready(arrays: Mapping[str, Any], made: Sequence[Any], p: CacheProblem, way: 
     """The arrays that are attended to, after all launches before the forward.
 
     Args:
-        made: what these launches share: q rotated, where it is, and rows of q's dtype, where they stand for the caches.
+        made: what these launches share: q rotated, where it is, and rows of q's dtype, where they stand for the caches,
+            packed with the slots of sequences among them.
     """
     found, rest = dict(arrays), iter(made)
     if p.rotary_dim:
@@ -47,6 +48,8 @@ def ready(arrays: Mapping[str, Any], made: Sequence[Any], p: CacheProblem, way: 
     if way.dequantized:
         found |= {"k_cache": next(rest), "v_cache": next(rest)}
         found.pop("block_table", None)
+        if p.packed:
+            found["block_table"] = next(rest)
     return found
 
 

@@ -16,7 +16,7 @@ from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, D
 from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import STORED
 from .families import GPU_DTYPES, kernels_of
-from .prefill import Lie, spec_of, way_of
+from .prefill import Lie, dequantized, spec_of, way_of
 from .spec import LEAST_UNIT
 from .variant import Variant
 
@@ -185,7 +185,7 @@ def plan_dequantize(p: CacheProblem) -> tuple[Dequantize, int]:
     """The kernel that writes a cache of 8 bits as rows of q's dtype, and its grid."""
     tile = DequantizeTile()
     variant = Dequantize(p.dtype, p.head_dim, tile, packed=p.packed, paged=p.page_size is not None, **_stored(p))
-    return variant, p.batch * -(-p.capacity // tile.block_m)
+    return variant, dequantized(p).slots * -(-p.capacity // tile.block_m)
 
 
 def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[Variant, ...]:

@@ -109,8 +109,9 @@ DEQUANTIZE = Struct(
     (
         Field("k_cache", "const void *", "as in DecodeParams"),
         Field("v_cache", "const void *", "like k_cache"),
-        Field("k_rows", "void *", "[batch, seqlen_k, heads_k, head_dim], contiguous, of q's type"),
+        Field("k_rows", "void *", "[slots, seqlen_k, heads_k, head_dim], contiguous, of q's type"),
         Field("v_rows", "void *", "like k_rows"),
+        Field("slots", "int *", "[batch]: of a sequence, among k_rows; kPacked"),
         Field("k_scale", "const float *"),
         Field("v_scale", "const float *"),
         Field("cache_seqlens", "const int *"),

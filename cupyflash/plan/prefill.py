@@ -72,7 +72,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
         return None
     if p.stored:
         way = way_of(dequantized(p), device, lie._replace(in_rows=True, whole_table=True), family)
-        fits = 4 * p.batch * p.capacity * p.heads_k * p.head_dim <= _ROW_BYTES
+        fits = 4 * dequantized(p).slots * p.capacity * p.heads_k * p.head_dim <= _ROW_BYTES
         is_read = lie.aligned and p.head_dim % _COLUMNS == 0
         return way._replace(dequantized=True) if way and fits and is_read else None
     if p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
@@ -94,8 +94,10 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
 
 
 def dequantized(p: CacheProblem) -> CacheProblem:
-    """A call over a cache of 8 bits as one over rows of q's dtype: whole sequences, one behind the other."""
-    return replace(p, stored="", scale_dims=0, page_size=None, chosen=False, slots=p.batch)
+    """A call over a cache of 8 bits as one over rows of q's dtype: whole sequences, one behind the other; packed, as
+    many as can have many queries."""
+    slots = min(p.batch, p.seqlen_q // LEAST_QUERIES) if p.packed else p.batch
+    return replace(p, stored="", scale_dims=0, page_size=None, chosen=False, slots=slots)
 
 
 def problem_of(p: CacheProblem, way: Way) -> Problem:

@@ -90,8 +90,9 @@ struct AppendParams {
 struct DequantizeParams {
     const void *k_cache;  // as in DecodeParams
     const void *v_cache;  // like k_cache
-    void *k_rows;         // [batch, seqlen_k, heads_k, head_dim], contiguous, of q's type
+    void *k_rows;         // [slots, seqlen_k, heads_k, head_dim], contiguous, of q's type
     void *v_rows;         // like k_rows
+    int *slots;           // [batch]: of a sequence, among k_rows; kPacked
     const float *k_scale;
     const float *v_scale;
     const int *cache_seqlens;

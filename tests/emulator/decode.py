@@ -122,8 +122,8 @@ class CacheSession:
     ) -> None:
         variant, grid = plan_dequantize(p)
         params, made = fill_dequantize(p, strides), []
-        for name, (shape, _) in dequantized_rows(p).items():
-            address[name], rows = memory.output(name, shape, dtype)
+        for name, (shape, kind) in dequantized_rows(p).items():
+            address[name], rows = memory.output(name, shape, np.int32 if kind == "int32" else dtype)
             made.append(rows)
         for name, member in DEQUANTIZE_MEMBERS.items():
             if name in address:

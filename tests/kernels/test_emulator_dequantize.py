@@ -16,6 +16,7 @@ from emulator.require import require_compiler
 from cupyflash.check.cache_case import GARBAGE, CacheCase, place, problem_of
 from cupyflash.check.cache_stored import meant
 from cupyflash.plan.kernels import LEAST_QUERIES
+from cupyflash.plan.prefill import dequantized
 
 require_compiler()
 
@@ -32,6 +33,7 @@ CASES = {
             "e4m3-mixed", "full", (90, 20, 0, 33), (1, 140, 130, 127), page_size=16, append=True, stored="e4m3",
             scale_dims=2, nonfinite=True,
         ),
+        CacheCase("int8-many", "full", (3,) * 38, (130, *(0, 1) * 17, 128, 131, 129), heads_q=2, stored="int8"),
         CacheCase("int8-large", "full", (100, 30), 128, stored="int8", dtypes=("fp16",)),
     )
 }  # fmt: skip
@@ -46,37 +48,42 @@ def arrays_of(name: str, dtype: str) -> dict[str, Any]:
     return arrays
 
 
-def rows_wanted(arrays: dict[str, Any], name: str, caches: tuple[Any, Any]) -> list[Any]:
-    """The rows of K and of V: products, zeros, and NaN where nothing is written."""
-    c = CASES[name]
-    p = problem_of(arrays, c.options())
+def wanted(arrays: dict[str, Any], name: str, caches: tuple[Any, Any]) -> list[Any]:
+    """The rows of K and of V: products, zeros, and NaN where nothing is written; packed, the slots of sequences."""
+    p = problem_of(arrays, CASES[name].options())
+    queries = np.diff(arrays["cu_seqlens_q"]) if p.packed else np.full(p.batch, LEAST_QUERIES)
+    taken = np.flatnonzero(queries >= LEAST_QUERIES)
+    new = queries * (p.seqlen_new > 0) if p.packed else np.full(p.batch, p.seqlen_new)
     found = []
     for stored, scale in zip(caches, ("k_scale", "v_scale"), strict=True):
-        products, rows = meant(stored, arrays[scale]), np.full((p.batch, p.capacity, p.heads_k, p.head_dim), np.nan)
+        products = meant(stored, arrays[scale])
         if p.dtype == "fp16":
             products = np.where(np.isfinite(products), np.clip(products, -65504, 65504), products)
-        for b in range(p.batch):
-            queries = c.queries[b] if isinstance(c.queries, tuple) else LEAST_QUERIES
-            new = (c.queries[b] if isinstance(c.queries, tuple) else p.seqlen_new) if p.seqlen_new else 0
-            keys = min(int(np.clip(arrays["cache_seqlens"][b], 0, p.capacity)) + new, p.capacity)
-            if queries < LEAST_QUERIES or not keys:
+        rows = np.full((dequantized(p).slots, p.capacity, p.heads_k, p.head_dim), np.nan)
+        for slot, b in enumerate(taken):
+            keys = min(int(np.clip(arrays["cache_seqlens"][b], 0, p.capacity)) + new[b], p.capacity)
+            if not keys:
                 continue
-            rows[b, keys : keys + BEHIND] = 0
+            rows[slot, keys : keys + BEHIND] = 0
             for row in range(keys):
                 at = place(arrays, b, row)
-                rows[b, row] = products[int(np.clip(at[0], 0, p.slots - 1)), at[1]]
+                rows[slot, row] = products[int(np.clip(at[0], 0, p.slots - 1)), at[1]]
         found.append(rows)
-    return found
+    return [*found, taken] if p.packed else found
 
 
 def check(name: str, dtype: str, how: CacheSession, **changed: Any) -> None:
     arrays = arrays_of(name, dtype) | changed
     p = problem_of(arrays, CASES[name].options())
     *_, k_cache, v_cache = how.run(arrays, p)
-    for found, wanted in zip(how.shared, rows_wanted(arrays, name, (k_cache, v_cache)), strict=True):
+    k, v, *taken = wanted(arrays, name, (k_cache, v_cache))
+    for found, rows in zip(how.shared, (k, v), strict=False):
         with np.errstate(over="ignore"):
-            rounded = wanted.astype(np.float32).astype(found.dtype)
+            rounded = rows.astype(np.float32).astype(found.dtype)
         np.testing.assert_array_equal(found.astype(np.float32), rounded.astype(np.float32))
+    assert len(how.shared) == 2 + len(taken)
+    for each in taken:
+        np.testing.assert_array_equal(how.shared[2][each, 0], np.arange(len(each)))
 
 
 def session(mode: str = "race", **more: Any) -> CacheSession:

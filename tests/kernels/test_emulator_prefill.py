@@ -159,6 +159,18 @@ def test_tables_that_say_anything(family: str, splits: int) -> None:
     run_wild(PrefillSession("any", family=family, splits=splits))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_sequences_of_many_queries_than_rows_are_for(family: str) -> None:
+    """Edges that go back: of three such sequences of 8 bits two have a slot. Nothing outside of a buffer is touched."""
+    case = CacheCase("wild-8-bits", "full", (40, 60, 9, 7, 150), (140, 132, 0, 0, 0), page_size=16, stored="e4m3",
+                     scale_dims=2)  # fmt: skip
+    arrays = case.inputs("bf16")
+    arrays["cu_seqlens_q"] = np.array([0, 272, 0, 272, 0, 272], np.int32)
+    arrays["cache_seqlens"][1] = 2**31 - 1
+    arrays["block_table"] = np.resize(np.array((0, *GARBAGE), np.int32), arrays["block_table"].shape)
+    PrefillSession("any", family=family).run(arrays, problem_of(arrays, case.options()))
+
+
 @pytest.mark.parametrize("bug", PAGES + PARTS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_a_planted_bug_is_found(bug: Bug) -> None:
     how = PrefillSession(headers=bug.headers(), family=bug.family, splits=SPLITS.get(bug.case, 1))

@@ -17,7 +17,7 @@ from cupyflash.gpu.device import Device
 from cupyflash.launch import cached, prefill
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of, plan_of
-from cupyflash.plan.prefill import Lie, Way, problem_of, spec_of, way_of
+from cupyflash.plan.prefill import Lie, Way, dequantized, problem_of, spec_of, way_of
 from tests import pretended_gpu
 
 PROBLEM = CacheProblem("bf16", 4, 256, 32, 8, 128, 128, 4, None, 4096, 0.1)
@@ -70,6 +70,10 @@ def test_which_calls_over_8_bits() -> None:
     for capacity, fits in ((65536, True), (65537, False)):  # 1 GiB of rows
         assert (way_of(replace(stored, capacity=capacity), HOPPER, Lie()) is not None) is fits
         assert way_of(replace(PROBLEM, capacity=capacity), HOPPER, Lie()) is not None
+    mixed = replace(stored, packed=True, batch=64, seqlen_q=319, slots=64, capacity=8192)  # two may have many queries
+    assert way_of(mixed, HOPPER, Lie()) == Way(True, True, True)
+    assert dequantized(mixed).slots == spec_of(mixed, Way(True, True, True), Lie()).pages == 2
+    assert way_of(replace(mixed, seqlen_q=64 * 500), HOPPER, Lie()) is None
     spec = spec_of(replace(stored, page_size=1, slots=9999), Way(True, dequantized=True), Lie())
     assert ((spec.page_size, spec.pages), spec.whole_pages) == ((4096, 4), True)
 
@@ -274,6 +278,8 @@ def test_what_is_launched_over_8_bits(arch: str, packed: bool, monkeypatch: pyte
             assert rows[f"{name}_cache"] == x[f"{name}_cache"].data_ptr()
             assert rows[f"{name}_scale"] == x[f"{name}_scale"].data_ptr()
             assert forward[name] == rows[f"{name}_rows"] != rows[f"{name}_cache"]
+        if packed:
+            assert forward["block_table"] == rows["slots"] != 0
         assert (rows["problem"]["seqlen_k"], rows["page_size"], rows["places"], rows["scale_stride"]) == (
             2048,
             16,
