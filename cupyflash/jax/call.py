@@ -90,7 +90,9 @@ def _run(frame: ffi.Frame) -> None:
 
 
 def _run_into(frame: ffi.Frame) -> None:
-    """The same, where the last two inputs lie where its results do."""
+    """The same, where the last two inputs lie where its results do, of which some rows are to stay."""
+    if frame.addresses[-2:] != frame.result_addresses()[:2]:
+        raise RuntimeError("out: XLA did not put the result where the argument lies")
     del frame.kinds[-2:], frame.addresses[-2:]
     _run(frame)
 

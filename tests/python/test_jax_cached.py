@@ -322,6 +322,20 @@ def test_it_is_the_same_attention(
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_results_that_lie_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of sequences of few queries would be lost."""
+    gpu, xla = pretend(monkeypatch, "sm_90")
+    x, call = arrays_of(**CALLS["packed"]), xla.call
+    monkeypatch.setattr("cupyflash.jax.ffi.call", lambda *given: call(*given[:4]))
+    with pytest.raises(AssertionError, match="k_cache: XLA did not put the result where the argument lies"):
+        run(x, CacheOptions())
+    monkeypatch.setattr("cupyflash.jax.ffi.call", lambda *given: call(*given[: 4 + (given[0] == "cupyflash_cache")]))
+    gpu.launched.clear()
+    with pytest.raises(AssertionError, match="out: XLA did not put the result where the argument lies"):
+        run(x, CacheOptions())
+    assert not any(launched.symbol.startswith("fwd") for launched in gpu.launched)
+
+
 def test_a_forward_into_results(rng: np.random.Generator) -> None:
     """By XLA on the CPU."""
     import jax
