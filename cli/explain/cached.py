@@ -116,9 +116,10 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     if why is not None:
         console.print(f"K and V come by cp.async: {why}", soft_wrap=True)
     if forward is not None:
-        console.print("These are the kernels for JAX arrays. With so many queries those of CuPy and torch append, and "
-                      f"then take the forward: {forward}" + (f", by {key_splits} parts of the keys" * (key_splits > 1)),
-                      soft_wrap=True)  # fmt: skip
+        parts = f", by {key_splits} parts of the keys" * (key_splits > 1)
+        rows = f", write the cache as rows of {p.dtype}, {gib(2 * bytes_at_most)}" * way.dequantized if way else ""
+        console.print(f"Calls of so many queries append{rows}, and then take the forward: {forward}{parts}; unless "
+                      "they have num_splits or batch_invariant", soft_wrap=True)  # fmt: skip
     console.print(f"K and V: at most {gib(bytes_at_most)}, as lengths on the device say; workspace "
                   f"{gib(document['workspace'])}", soft_wrap=True)  # fmt: skip
 

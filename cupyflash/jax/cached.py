@@ -13,19 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays.adapters import CPU
+from ..arrays.adapters import CPU, NUMPY
 from ..cache.checks import CacheOptions
 from ..cache.lengths import batch_of
 from ..cache.problem import CacheProblem
 from ..cache.values import check_length
 from ..errors import UnsupportedError
 from ..gpu import device as gpu
-from ..launch import cached
-from ..launch.passes import contiguous_strides
+from ..launch import cached, prefill
+from ..launch.passes import WITH_LSE, contiguous_strides
 from ..launch.prepare import family
+from ..plan.prefill import Way
 from . import ffi
 from .buffers import Buffers
-from .call import CODE_OF, DTYPES
+from .call import CODE_OF, DTYPES, Static, forward_on_gpu
 
 _TARGET = "cupyflash_cache"
 _CACHES = ("k_cache", "v_cache")
@@ -38,6 +39,7 @@ class _Static(NamedTuple):
     names: tuple[str, ...]
     options: CacheOptions
     family: str | None  # of the kernels that were asked for: another one needs another workspace
+    way: Way | None = None  # how it takes the forward, a custom call of its own behind this one, on a GPU
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -45,14 +47,14 @@ class _Static(NamedTuple):
         return _CACHES if "k" in self.names else ()
 
     def text(self) -> str:
-        return json.dumps([self.names, self.options._asdict(), self.family], separators=(",", ":"))
+        return json.dumps([self.names, self.options._asdict(), self.family, self.way], separators=(",", ":"))
 
     @classmethod
     def parse(cls, text: bytes) -> _Static:
-        names, options, family = json.loads(text)
+        names, options, family, way = json.loads(text)
         if options["window"] is not None:
             options["window"] = tuple(options["window"])
-        return cls(tuple(names), CacheOptions(**options), family)
+        return cls(tuple(names), CacheOptions(**options), family, None if way is None else Way(*way))
 
 
 _parse = functools.lru_cache(maxsize=1024)(_Static.parse)
@@ -93,13 +95,43 @@ def _call(static: _Static, arrays: Sequence[Any]) -> list[Any]:
     _register()
     results = _results(static, arrays)
 
-    def on(workspace: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., list[Any]]:
-        same = {static.names.index(name): i for i, name in enumerate(static.written)}
-        return lambda *x: ffi.call(_TARGET, [*results, *workspace], x, static.text(), same)[: len(results)]
+    def whole(*x: Any) -> list[Any]:
+        return _begin(static, results, x)
 
     if not gpu.count() or arrays[0].dtype not in _HALF:  # else the handler says what is missing
-        return on(())(*arrays)
-    return list(jax.lax.platform_dependent(*arrays, cpu=on(()), cuda=on(_workspace(static, arrays))))
+        return whole(*arrays)
+    way = cached.way(Buffers(), static.names, _keys(arrays, 0), static.options)
+    own = static._replace(way=way)
+    on_gpu = functools.partial(_on_gpu, own, results, _workspace(own, arrays))
+    return list(jax.lax.platform_dependent(*arrays, cpu=whole, cuda=on_gpu))
+
+
+def _begin(static: _Static, made: Sequence[jax.ShapeDtypeStruct], arrays: Sequence[Any]) -> list[Any]:
+    """The custom call; what it makes."""
+    same = {static.names.index(name): i for i, name in enumerate(static.written)}
+    return ffi.call(_TARGET, made, arrays, static.text(), same)
+
+
+def _on_gpu(
+    static: _Static, results: Sequence[jax.ShapeDtypeStruct], workspace: Sequence[jax.ShapeDtypeStruct], *arrays: Any
+) -> list[Any]:
+    """The results: of one custom call, or of one that appends and attends to some, and the forward behind it."""
+    way, count = static.way, len(static.written)
+    if way is None:
+        return _begin(static, [*results, *workspace], arrays)[: len(results)]
+    made = [*results[: None if way.beside else count], *workspace]
+    begun = _begin(static, made, arrays) if made else []
+    named = dict(zip(static.names, arrays, strict=True))
+    problem = _problem(named, static.options)
+    named |= zip(static.written, begun, strict=False)
+    into = begun[count : count + 2] if way.beside else ()
+    named = prefill.ready(named, begun[len(made) - len(workspace) :], problem, way)
+    rows = prefill.rows_of(NUMPY, named, problem, way)  # whose own numbers are constants of the program
+    forward = Static.of("forward", tuple(rows), prefill.options_of(static.options), WITH_LSE)
+    out, lse = forward_on_gpu(forward, tuple(rows.values()), into)
+    if not problem.packed:
+        out, lse = prefill.by_sequence(out, lse, problem)
+    return [*begun[:count], out, lse]
 
 
 def _run(frame: ffi.Frame) -> None:
@@ -110,7 +142,7 @@ def _run(frame: ffi.Frame) -> None:
         if result.address != arrays[name].address and 0 not in result.shape:  # what is appended would be lost
             raise RuntimeError(f"{name}: XLA did not put the result where the argument lies")
     library = Buffers(results[len(static.written) :], frame.stream)
-    cached.forward(library, arrays, static.options)
+    cached.forward(library, arrays, static.options, (static.way,))
 
 
 @functools.cache
@@ -143,9 +175,9 @@ def _results(static: _Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruc
 
 
 def _workspace(static: _Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """What the kernels need beside results on this machine's GPUs, on each of which they are loaded."""
+    """What its kernels need beside results on this machine's GPUs, on each of which they are loaded."""
     found = []
     for ordinal in range(gpu.count()):
-        made = cached.planned(Buffers(), static.names, _keys(arrays, ordinal), static.options)
+        made = cached.planned(Buffers(), static.names, _keys(arrays, ordinal), static.options, (static.way,))
         found = [jax.ShapeDtypeStruct(shape, DTYPES[dtype]) for shape, dtype in made]
     return found

@@ -29,7 +29,7 @@ from ..plan.extents import Extents
 from . import ffi
 from .buffers import CODES, Buffers, other_trace
 
-_TARGET = "cupyflash"
+_TARGET, _TARGET_INTO = "cupyflash", "cupyflash_into"
 PASSES = {which.name: which for which in (FORWARD, BACKWARD)}
 
 
@@ -89,11 +89,20 @@ def _run(frame: ffi.Frame) -> None:
         run.backward(library, arrays, static.options, static.wanted)
 
 
+def _run_into(frame: ffi.Frame) -> None:
+    """The same, where the last two inputs lie where its results do, of which some rows are to stay."""
+    if frame.addresses[-2:] != frame.result_addresses()[:2]:
+        raise RuntimeError("out: XLA did not put the result where the argument lies")
+    del frame.kinds[-2:], frame.addresses[-2:]
+    _run(frame)
+
+
 @functools.cache
 def _register() -> None:
-    ffi.register(_TARGET, _run, None)
-    if gpu.count():
-        ffi.register(_TARGET, _run, gpu.current())
+    for target, run_one in ((_TARGET, _run), (_TARGET_INTO, _run_into)):
+        ffi.register(target, run_one, None)
+        if gpu.count():
+            ffi.register(target, run_one, gpu.current())
 
 
 DTYPES = {
@@ -154,3 +163,18 @@ def call(static: Static, *arrays: Any) -> list[Any]:
     if not gpu.count() or arrays[0].dtype not in (jnp.float16, jnp.bfloat16):  # else the handler says what is missing
         return on(())(*arrays)
     return list(jax.lax.platform_dependent(*arrays, cpu=on(()), cuda=on(_workspace(static, arrays, len(results)))))
+
+
+def forward_on_gpu(static: Static, arrays: Sequence[Any], into: Sequence[Any] = ()) -> list[Any]:
+    """(out, lse) of the custom call of a forward, where only a GPU gets to.
+
+    Args:
+        into: out and lse, of whose rows it writes those of its sequences; else they are new.
+    """
+    _register()
+    results = results_of(static, arrays)
+    made, given = [*results, *_workspace(static, arrays, len(results))], (*arrays, *into)
+    if not into:
+        return ffi.call(_TARGET, made, given, static.text())[:2]
+    same = {len(arrays) + i: i for i in range(2)}
+    return ffi.call(_TARGET_INTO, made, given, static.text(), same)[:2]

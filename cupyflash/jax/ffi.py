@@ -56,7 +56,7 @@ class Frame:
     __slots__ = ("_results", "addresses", "device", "kinds", "stream", "text")
 
     def __init__(
-        self, text: bytes, kinds: Sequence[Kind], addresses: list[int], results: Sequence[int], device: int, stream: int
+        self, text: bytes, kinds: list[Kind], addresses: list[int], results: Sequence[int], device: int, stream: int
     ) -> None:
         self.text, self.kinds, self.addresses, self._results = text, kinds, addresses, results
         self.device, self.stream = device, stream

@@ -28,6 +28,7 @@ from .prepare import family
 from .variables import is_debug, wish
 
 _MAX_CALLS = 1024
+Decided = tuple[Way | None] | tuple[()]
 
 
 class _Kept:
@@ -52,12 +53,14 @@ class _Kept:
 calls: Kept[_Kept] = Kept(_MAX_CALLS)
 
 
-def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> tuple[Any, Any]:
+def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, decided: Decided = ()) -> tuple[Any, Any]:
     """(out, lse) of arrays of one native library; the caches are written where there is a k.
 
     Args:
         arrays: by their names in `CACHE_ARRAYS`, in that order: q, k_cache and v_cache are the first. cache_seqlens may
             be an integer.
+        decided: how it takes the forward, which then is the caller's to run: (None, None), unless it does not. Else
+            `way_of` says how, and it runs.
     """
     bits, length = 0, arrays["cache_seqlens"]
     try:
@@ -76,11 +79,10 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     aligned, stream = bits & 15 == 0, library.stream(device)
     if not aligned or 0 in pointers:
         aligned = _look_at_addresses(library, arrays, pointers)
-    may_prefill = prefill.is_for(library)
-    key = *arrays, *keys, options, aligned, wish(), may_prefill
+    key = *arrays, *keys, options, aligned, wish(), *decided
     call = calls.find(key)
     if call is None:
-        call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream, may_prefill))
+        call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream, decided))
     if pointers[1] == pointers[2]:
         check_caches_apart(call.problem)
     if type(length) is int:
@@ -95,22 +97,35 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions) -> t
     del copies
     if call.way is None:
         return made[0], made[1]
+    if decided:
+        return None, None
     results = (made[0], made[1]) if call.attends else None
-    q = made[2 * call.attends] if call.problem.rotary_dim else arrays["q"]
-    return prefill.attend(library, arrays, q, call.problem, options, call.way, results)
+    arrays = prefill.ready(arrays, made[2 * call.attends :], call.problem, call.way)
+    return prefill.attend(library, arrays, call.problem, options, call.way, results)
+
+
+def way(library: Native, names: Sequence[str], keys: Sequence[tuple[Any, ...]], options: CacheOptions) -> Way | None:
+    """How arrays on a GPU of these signatures, at addresses that are multiples of 16, take the forward."""
+    return _way(*check(library, dict.fromkeys(names), keys, options), True)
 
 
 def planned(
-    library: Native, names: Sequence[str], keys: Sequence[tuple[Any, ...]], options: CacheOptions
+    library: Native,
+    names: Sequence[str],
+    keys: Sequence[tuple[Any, ...]],
+    options: CacheOptions,
+    decided: tuple[Way | None],
 ) -> Sequence[tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of the workspaces of the call that arrays on a GPU will find, of these signatures, at addresses
-    that are multiples of 16. Its kernels are loaded then.
+    """(shape, dtype) of the workspaces of the call that the same arrays will find. Its kernels are loaded then.
+
+    Args:
+        decided: as of `forward`.
     """
-    key = *names, *keys, options, True, wish(), False
+    key = *names, *keys, options, True, wish(), *decided
     call = calls.find(key)
     if call is None:
-        call = calls.keep(key, _prepare(library, dict.fromkeys(names), keys, options, True, 0))
-    return call.made[1:]
+        call = calls.keep(key, _prepare(library, dict.fromkeys(names), keys, options, True, 0, decided))
+    return call.launch.made
 
 
 def _prepare(
@@ -120,21 +135,25 @@ def _prepare(
     options: CacheOptions,
     aligned: bool,
     stream: int,
-    may_prefill: bool = False,
+    decided: Decided,
 ) -> _Kept:
-    """A call of a kind that is new; `may_prefill`: the forward may take it, if it suits."""
+    """A call of a kind that is new."""
     vet_all(library, arrays)
     problem, signatures = check(library, arrays, keys, options)
     copied = [name for name, s in signatures.items() if not BY_NAME[name].strided and not _is_contiguous(s)]
     device = Device.of(signatures["q"].device)
-    way = None
-    if may_prefill:
-        way = way_of(problem, device, prefill.lie_of(problem, signatures, aligned), family())
-    attends = way is None or way.beside
+    taken = decided[0] if decided else _way(problem, signatures, aligned)
+    attends = taken is None or taken.beside
     names = *arrays, *(("out", "lse") if attends else ())
-    own = problem if way is None else way.left(problem)
-    launch = decode.prepare(own, names, signatures, device, aligned=aligned, stream=stream, attends=attends)
-    return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], way)
+    own = problem if taken is None else taken.left(problem)
+    does = {"attends": attends, "dequantizes": taken is not None and taken.dequantized}
+    launch = decode.prepare(own, names, signatures, device, aligned=aligned, stream=stream, **does)
+    return _Kept(launch, problem, [names.index(name) for name in (*copied, *launch.copied)], taken)
+
+
+def _way(problem: CacheProblem, signatures: Mapping[str, Signature], aligned: bool) -> Way | None:
+    lie = prefill.lie_of(problem, signatures, aligned)
+    return way_of(problem, Device.of(signatures["q"].device), lie, family())
 
 
 def _is_contiguous(signature: Signature) -> bool:

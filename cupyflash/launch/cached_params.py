@@ -12,7 +12,8 @@ from ..gpu.tensormap import BOX_COLUMNS, BoxMap
 from ..plan.decode_kernels import DecodeTile
 from ..plan.decode_shares import DecodePlan
 from ..plan.params import UNBOUNDED
-from ..plan.params_decode import APPEND_PARAMS, DECODE_PARAMS
+from ..plan.params_decode import APPEND_PARAMS, DECODE_PARAMS, DEQUANTIZE_PARAMS
+from ..plan.prefill import dequantized
 from ..problem import MAX_SEQLEN
 
 Strides = Sequence[int]  # in elements
@@ -27,6 +28,13 @@ APPEND_MEMBERS = {
     "q": "q", "k": "k", "v": "v", "k_cache": "k_cache", "v_cache": "v_cache", "rotated_q": "rotated_q",
     "rotary_cos": "cos", "rotary_sin": "sin", "cache_seqlens": "cache_seqlens", "block_table": "block_table",
     "cache_batch_idx": "cache_batch_idx", "cu_seqlens_q": "cu_seqlens_q", "k_scale": "k_scale", "v_scale": "v_scale",
+}  # fmt: skip
+DEQUANTIZE_MEMBERS = {
+    name: name
+    for name in (
+        "k_cache", "v_cache", "k_rows", "v_rows", "slots", "cache_seqlens", "block_table", "cache_batch_idx",
+        "cu_seqlens_q", "k_scale", "v_scale",
+    )
 }  # fmt: skip
 
 
@@ -82,6 +90,20 @@ def fill_append(p: CacheProblem, strides: Mapping[str, Strides]) -> np.ndarray:
     params["rotary_dim"], params["rotary_positions"] = p.rotary_dim, p.rotary_positions
     params["interleaved"], params["tables_fp32"] = p.rotary_interleaved, p.rotary_dtype == "fp32"
     return params
+
+
+def fill_dequantize(p: CacheProblem, strides: Mapping[str, Strides]) -> np.ndarray:
+    """That of the kernel that dequantizes, without addresses; `strides`: of the caches and block_table."""
+    params = np.zeros((), DEQUANTIZE_PARAMS)
+    _fill_cache(params, p, strides, {name: name for name in ("k_cache", "v_cache")})
+    params["appended"] = p.seqlen_new
+    return params
+
+
+def dequantized_rows(p: CacheProblem) -> dict[str, tuple[tuple[int, ...], str]]:
+    """What it writes: name -> (shape, dtype)."""
+    rows = (dequantized(p).slots, p.capacity, p.heads_k, p.head_dim), p.dtype
+    return {"k_rows": rows, "v_rows": rows} | ({"slots": ((p.batch, 1), "int32")} if p.packed else {})
 
 
 def workspace(p: CacheProblem, plan: DecodePlan) -> dict[str, tuple[tuple[int, ...], str]]:

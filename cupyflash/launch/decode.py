@@ -19,13 +19,24 @@ from ..compile import jit
 from ..gpu import tensormap
 from ..gpu.dependent import DependentLaunch, max_active_clusters
 from ..gpu.device import Device
-from ..plan.decode import plan_append, plan_decode
+from ..plan.decode import plan_append, plan_decode, plan_dequantize
 from ..plan.decode_kernels import Decode, DecodeSm90
 from ..plan.decode_shares import DecodePlan
 from ..plan.params_decode import DECODE_SM90_PARAMS
 from ..plan.variant import Variant
 from .alignment import access_to_cache
-from .cached_params import APPEND_MEMBERS, DECODE_MEMBERS, box_map, fill, fill_append, words_of, workspace
+from .cached_params import (
+    APPEND_MEMBERS,
+    DECODE_MEMBERS,
+    DEQUANTIZE_MEMBERS,
+    box_map,
+    dequantized_rows,
+    fill,
+    fill_append,
+    fill_dequantize,
+    words_of,
+    workspace,
+)
 from .passes import contiguous_strides
 from .prepare import family
 
@@ -104,8 +115,11 @@ def prepare(
     aligned: bool,
     stream: int,
     attends: bool = True,
+    dequantizes: bool = False,
 ) -> CacheCall:
     """The call of these arrays, or, unless it `attends`, what it appends alone; its kernels are loaded.
+
+    If it `dequantizes`, the forward attends to rows that it makes of a cache of 8 bits.
 
     Args:
         names: the inputs given, in the order of `cache.arrays.CACHE_ARRAYS`, then, if it `attends`, out and lse.
@@ -132,6 +146,13 @@ def prepare(
             kernels.append(variant.symbol)
             if problem.rotary_dim:
                 strides["q"] = strides["out"]
+        if dequantizes:
+            own, blocks_of_rows = plan_dequantize(problem)
+            made |= dequantized_rows(problem)
+            params = fill_dequantize(problem, strides)
+            blocks.append(Block(params, words_of(params.dtype, DEQUANTIZE_MEMBERS), (*names, *made)))
+            launches.append(_launch(own, blocks_of_rows, blocks[-1].whole, device, stream))
+            kernels.append(own.symbol)
         if attends and 0 not in signatures["q"].shape:
             plan, struct = _planned(problem, signatures, strides, device, aligned, stream)
             made |= workspace(problem, plan)

@@ -5,26 +5,21 @@ Which calls take it says plan/prefill.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..arrays.adapters import CUPY, TORCH, Native, Signature
+from ..arrays.adapters import Native, Signature
 from ..arrays.steps import steps
 from ..cache.checks import CacheOptions
 from ..cache.problem import CacheProblem
 from ..gpu import tensormap
 from ..options import Options
-from ..plan.prefill import Lie, Way
+from ..plan.prefill import Lie, Way, dequantized
 from . import run
 from .alignment import access_to_cache
 from .passes import is_contiguous
 
 _FEATURES = "kv_range", "alibi_slopes", "sink"
-
-
-def is_for(library: Native) -> bool:
-    """Whether arrays of a library may take this way: those of JAX bring the workspaces that another plan asked for."""
-    return library is TORCH or library is CUPY
 
 
 def lie_of(p: CacheProblem, signatures: Mapping[str, Signature], aligned: bool) -> Lie:
@@ -40,27 +35,56 @@ def lie_of(p: CacheProblem, signatures: Mapping[str, Signature], aligned: bool) 
     return Lie(in_rows, access["aligned"], access["aligned"] and access["tma"] and reads_q, whole)
 
 
+def ready(arrays: Mapping[str, Any], made: Sequence[Any], p: CacheProblem, way: Way) -> dict[str, Any]:
+    """The arrays that are attended to, after all launches before the forward.
+
+    Args:
+        made: what these launches share: q rotated, where it is, and rows of q's dtype, where they stand for the caches,
+            packed with the slots of sequences among them.
+    """
+    found, rest = dict(arrays), iter(made)
+    if p.rotary_dim:
+        found["q"] = next(rest)
+    if way.dequantized:
+        found |= {"k_cache": next(rest), "v_cache": next(rest)}
+        found.pop("block_table", None)
+        if p.packed:
+            found["block_table"] = next(rest)
+    return found
+
+
 def attend(
-    library: Native, arrays: Mapping[str, Any], q: Any, p: CacheProblem, options: CacheOptions, way: Way,
+    library: Native, arrays: Mapping[str, Any], p: CacheProblem, options: CacheOptions, way: Way,
     into: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(out, lse) of a call of that way.
 
     Args:
-        q: rotated, where it is.
+        arrays: as `ready` has them.
         into: out and lse of a packed call, of which those of some sequences are written.
     """
-    call = Options(options.causal, options.scale, options.window, softcap=options.softcap)
-    out, lse = run.forward(library, rows_of(library, arrays, q, p, way), call, into=into)
+    out, lse = run.forward(library, rows_of(library, arrays, p, way), options_of(options), into=into)
     assert lse is not None
     if p.packed:
         return out, lse
-    by_sequence = lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
-    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim), library.contiguous(by_sequence)
+    out, lse = by_sequence(out, lse, p)
+    return out, library.contiguous(lse)
 
 
-def rows_of(library: Native, arrays: Mapping[str, Any], q: Any, p: CacheProblem, way: Way) -> dict[str, Any]:
-    """The arrays that the forward is given."""
+def options_of(options: CacheOptions) -> Options:
+    """What the forward is asked for."""
+    return Options(options.causal, options.scale, options.window, softcap=options.softcap)
+
+
+def by_sequence(out: Any, lse: Any, p: CacheProblem) -> tuple[Any, Any]:
+    """The results of packed rows as those of sequences that are not packed."""
+    rows = lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
+    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim), rows
+
+
+def rows_of(library: Native, arrays: Mapping[str, Any], p: CacheProblem, way: Way) -> dict[str, Any]:
+    """The arrays that the forward is given; `library`: makes those that hold the same numbers in every call."""
+    p, q = dequantized(p) if way.dequantized else p, arrays["q"]
     rows = {"q": q if p.packed else q.reshape(p.batch * p.seqlen_q, p.heads_q, p.head_dim)}
     rows |= _by_table(library, arrays, p, q) if way.paged else _in_rows(library, arrays, p, q)
     return rows | {name: arrays[name] for name in _FEATURES if name in arrays}

@@ -12,11 +12,11 @@ from ..cache.problem import CacheProblem
 from ..errors import UnsupportedError
 from ..gpu.device import MIN_CAPABILITY, Device
 from .decode_elements import HALVES
-from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile
+from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile, Dequantize, DequantizeTile
 from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import STORED
 from .families import GPU_DTYPES, kernels_of
-from .prefill import Lie, spec_of, way_of
+from .prefill import Lie, dequantized, spec_of, way_of
 from .spec import LEAST_UNIT
 from .variant import Variant
 
@@ -181,6 +181,13 @@ def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
     return variant, -(-rows // variant.tile.warps)
 
 
+def plan_dequantize(p: CacheProblem) -> tuple[Dequantize, int]:
+    """The kernel that writes a cache of 8 bits as rows of q's dtype, and its grid."""
+    tile = DequantizeTile()
+    variant = Dequantize(p.dtype, p.head_dim, tile, packed=p.packed, paged=p.page_size is not None, **_stored(p))
+    return variant, dequantized(p).slots * -(-p.capacity // tile.block_m)
+
+
 def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[Variant, ...]:
     """The kernels of a call, in launch order; `known`: what `plan_decode` may be told."""
     append = plan_append(p, device)
@@ -189,6 +196,8 @@ def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[
         return tuple(found)
     lie, family = Lie(aligned=known["aligned"], tma=known["aligned"] and known["tma"]), known.get("family")
     way = way_of(p, device, lie, family)
+    if way is not None and way.dequantized:
+        found.append(plan_dequantize(p)[0])
     if way is None or way.beside:
         plan = plan_decode(p if way is None else way.left(p), device, **known)
         found += [plan.variant] if plan.combine is None else [plan.variant, plan.combine]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields, replace
 
-from .kernels import Main, round_up, row_bytes
-from .params_decode import APPEND_PARAMS, DECODE_PARAMS, DECODE_SM90_PARAMS
+from .kernels import LEAST_QUERIES, Main, round_up, row_bytes
+from .params_decode import APPEND_PARAMS, DECODE_PARAMS, DECODE_SM90_PARAMS, DEQUANTIZE_PARAMS
 from .variant import Variant
 
 SLICE = 16  # keys: kSlice
@@ -196,3 +197,37 @@ class Append(Variant):
     paged: bool = False
     int8: bool = False
     e4m3: bool = False
+
+
+@dataclass(frozen=True)
+class DequantizeTile:
+    """A block takes so many rows of a sequence, of all heads."""
+
+    block_m: int = 16
+    warps: int = 8
+    blocks_per_sm: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}w{self.warps}"
+
+    def smem_bytes(self, head_dim: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Dequantize(Variant):
+    """dequantize.cuh."""
+
+    folder, header, function, params_name, params = (
+        "decode", "dequantize", "dequantize", "DequantizeParams", DEQUANTIZE_PARAMS,
+    )  # fmt: skip
+    tile: DequantizeTile
+    packed: bool = False
+    paged: bool = False
+    int8: bool = False
+    e4m3: bool = False
+
+    @functools.cached_property
+    def constants(self) -> dict[str, int]:
+        return super().constants | {"least_queries": LEAST_QUERIES}

@@ -104,6 +104,30 @@ APPEND = Struct(
         Field("v_scale", "const float *", "as in DecodeParams"),
     ),
 )
+DEQUANTIZE = Struct(
+    "DequantizeParams",
+    (
+        Field("k_cache", "const void *", "as in DecodeParams"),
+        Field("v_cache", "const void *", "like k_cache"),
+        Field("k_rows", "void *", "[slots, seqlen_k, heads_k, head_dim], contiguous, of q's type"),
+        Field("v_rows", "void *", "like k_rows"),
+        Field("slots", "int *", "[batch]: of a sequence, among k_rows; kPacked"),
+        Field("k_scale", "const float *"),
+        Field("v_scale", "const float *"),
+        Field("cache_seqlens", "const int *"),
+        Field("block_table", "const int *"),
+        Field("cache_batch_idx", "const int *"),
+        Field("cu_seqlens_q", "const int *", "as in DecodeParams"),
+        Field("k_cache_stride", "Strides"),
+        Field("v_cache_stride", "Strides"),
+        Field("table_stride", "long long"),
+        Field("problem", "Problem"),
+        Field("places", "int"),
+        Field("page_size", "int"),
+        Field("scale_stride", "int"),
+        Field("appended", "int", "as in DecodeParams"),
+    ),
+)
 DECODE_SM90 = Struct(
     "DecodeSm90Params",
     (
@@ -119,4 +143,5 @@ SHARES_DTYPE = dtype_of(SHARES, COMMON_DTYPES)
 DECODE_PARAMS: np.dtype[np.void] = dtype_of(DECODE, COMMON_DTYPES | {"Shares": SHARES_DTYPE})
 DECODE_SM90_PARAMS: np.dtype[np.void] = dtype_of(DECODE_SM90, COMMON_DTYPES | {"DecodeParams": DECODE_PARAMS})
 APPEND_PARAMS: np.dtype[np.void] = dtype_of(APPEND, COMMON_DTYPES)
-STRUCTS = (SHARES, DECODE, DECODE_SM90, APPEND)
+DEQUANTIZE_PARAMS: np.dtype[np.void] = dtype_of(DEQUANTIZE, COMMON_DTYPES)
+STRUCTS = (SHARES, DECODE, DECODE_SM90, APPEND, DEQUANTIZE)

@@ -2,6 +2,11 @@
 
 Attention over a cache has tiles for few rows, which read the keys once and multiply by mma.sync. The forward multiplies
 as fast as the GPU can, and pays from some hundred queries a sequence on, where there are tiles enough to fill the GPU.
+
+Caches of 8 bits are written before as rows of q's dtype (kernels_cu/decode/dequantize.cuh), scales multiplied in: the
+forward needs no scales then, neither of heads nor of pages, and is as good as over a cache of that dtype. Scales on
+scores and on P, as attention over a cache has them, would spare a rounding, but not the rows: TMA and wgmma take two
+bytes an element.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ from .splits import may_divide
 
 _ROWS = 48  # queries of all sequences and heads, for each multiprocessor
 _FEW_ROWS, _MANY_KEYS = 128, 8192  # rows for each multiprocessor that are a tile or less, beside so many keys
+_ROW_BYTES = 1 << 30  # that rows of q's dtype may take beside a cache of 8 bits, of which they are twice its size
+_COLUMNS = 16  # of 8 bits that are read at a time
 _PAIRS = 1 << 25  # of these and keys that there is room for: less is not worth what more launches cost the host
 
 
@@ -43,10 +50,12 @@ class Way(NamedTuple):
     Attributes:
         paged: it reads keys by a table of pages; a cache without pages has one of its length for each sequence.
         beside: it takes the sequences of many queries alone, beside attention over a cache, which takes the others.
+        dequantized: it reads rows of q's dtype that stand for a cache of 8 bits, as `dequantized` has them.
     """
 
     paged: bool = False
     beside: bool = False
+    dequantized: bool = False
 
     def left(self, p: CacheProblem) -> CacheProblem:
         """What is left to attention over a cache."""
@@ -61,7 +70,12 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     """
     if 0 in (p.batch, p.slots):  # no keys, whatever room there is: the forward has no place to read
         return None
-    if p.stored or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
+    if p.stored:
+        way = way_of(dequantized(p), device, lie._replace(in_rows=True, whole_table=True), family)
+        fits = 4 * dequantized(p).slots * p.capacity * p.heads_k * p.head_dim <= _ROW_BYTES
+        is_read = lie.aligned and p.head_dim % _COLUMNS == 0
+        return way._replace(dequantized=True) if way and fits and is_read else None
+    if p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
         return None
     # Packed, nobody here knows how many queries each has: at least one may have many where the others have one.
     if p.seqlen_q < LEAST_QUERIES + (p.batch - 1 if p.packed else 0):
@@ -79,8 +93,16 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     return Way() if is_plain else None
 
 
+def dequantized(p: CacheProblem) -> CacheProblem:
+    """A call over a cache of 8 bits as one over rows of q's dtype: whole sequences, one behind the other; packed, as
+    many as can have many queries."""
+    slots = min(p.batch, p.seqlen_q // LEAST_QUERIES) if p.packed else p.batch
+    return replace(p, stored="", scale_dims=0, page_size=None, chosen=False, slots=slots)
+
+
 def problem_of(p: CacheProblem, way: Way) -> Problem:
     """What the forward is asked for by a call of that way."""
+    p = dequantized(p) if way.dequantized else p
     rows = p.seqlen_q if p.packed else p.batch * p.seqlen_q
     return Problem(
         p.dtype, p.batch, rows, p.batch * p.capacity, p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,

@@ -87,4 +87,22 @@ struct AppendParams {
     const float *v_scale;  // as in DecodeParams
 };
 
+struct DequantizeParams {
+    const void *k_cache;  // as in DecodeParams
+    const void *v_cache;  // like k_cache
+    void *k_rows;         // [slots, seqlen_k, heads_k, head_dim], contiguous, of q's type
+    void *v_rows;         // like k_rows
+    int *slots;           // [batch]: of a sequence, among k_rows; kPacked
+    const float *k_scale;
+    const float *v_scale;
+    const int *cache_seqlens;
+    const int *block_table;
+    const int *cache_batch_idx;
+    const int *cu_seqlens_q;  // as in DecodeParams
+    Strides k_cache_stride, v_cache_stride;
+    long long table_stride;
+    Problem problem;
+    int places, page_size, scale_stride, appended;  // as in DecodeParams
+};
+
 #endif  // CUPYFLASH_PARAMS_DECODE_CUH

@@ -1,4 +1,5 @@
-"""Runs a call of attention over a cache by its plan on the emulator: append, decode and combine, on NumPy arrays."""
+"""Runs a call of attention over a cache by its plan on the emulator: append, dequantize, decode and combine, on NumPy
+arrays."""
 
 from __future__ import annotations
 
@@ -15,8 +16,18 @@ from cupyflash.cache.arrays import BY_NAME
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.launch.alignment import known_of_cache
-from cupyflash.launch.cached_params import APPEND_MEMBERS, DECODE_MEMBERS, box_map, fill, fill_append, workspace
-from cupyflash.plan.decode import plan_append, plan_decode
+from cupyflash.launch.cached_params import (
+    APPEND_MEMBERS,
+    DECODE_MEMBERS,
+    DEQUANTIZE_MEMBERS,
+    box_map,
+    dequantized_rows,
+    fill,
+    fill_append,
+    fill_dequantize,
+    workspace,
+)
+from cupyflash.plan.decode import plan_append, plan_decode, plan_dequantize
 from cupyflash.plan.decode_shares import DecodePlan
 from cupyflash.plan.params_decode import DECODE_SM90_PARAMS
 
@@ -50,7 +61,9 @@ class CacheSession:
         plan: instead of the device's own for the problem.
         headers: patched kernel sources by file name; the others are as shipped.
         attends: else it only appends, and out and lse are as they were.
-        turned: q of the last run by its positions, where it has rotary tables.
+        dequantizes: a cache of 8 bits, for the forward.
+        shared: of the last run, what launches before the forward make: q by its positions, where it has rotary tables,
+            and the rows that stand for the cache.
     """
 
     device: Device
@@ -59,7 +72,8 @@ class CacheSession:
     plan: DecodePlan | None = None
     headers: Mapping[str, str] | None = None
     attends: bool = True
-    turned: Array | None = dataclasses.field(default=None, init=False)
+    dequantizes: bool = False
+    shared: list[Array] = dataclasses.field(default_factory=list, init=False)
 
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append; `arrays`: the inputs by name, which stay as they are."""
@@ -72,7 +86,10 @@ class CacheSession:
             address["out"], out = memory.output("out", q.shape, q.dtype)
             address["lse"], lse = memory.output("lse", p.rows, np.float32)
             strides["out"] = tuple(s // out.itemsize for s in out.strides)
+            self.shared = []
             self._append(p, q, address, strides, memory)
+            if self.dequantizes:
+                self._dequantize(p, q.dtype, address, strides, memory)
             if q.size and self.attends:
                 plan = self.plan or plan_decode(p, self.device, **known_of_cache(NUMPY, arrays, p.itemsize))
                 for name, (shape, _) in workspace(p, plan).items():
@@ -98,7 +115,22 @@ class CacheSession:
         kernel(grid, variant.threads, variant.smem_bytes, [params], self.mode, self.seed)
         if p.rotary_dim:
             address["q"], strides["q"] = address["rotated_q"], strides["out"]
-            self.turned = turned.copy()
+            self.shared.append(turned.copy())
+
+    def _dequantize(
+        self, p: CacheProblem, dtype: Any, address: dict[str, int], strides: dict[str, tuple[int, ...]], memory: Memory
+    ) -> None:
+        variant, grid = plan_dequantize(p)
+        params, made = fill_dequantize(p, strides), []
+        for name, (shape, kind) in dequantized_rows(p).items():
+            address[name], rows = memory.output(name, shape, np.int32 if kind == "int32" else dtype)
+            made.append(rows)
+        for name, member in DEQUANTIZE_MEMBERS.items():
+            if name in address:
+                params[member] = address[name]
+        kernel = kernel_of(variant, self.device, self.headers)
+        kernel(grid, variant.threads, variant.smem_bytes, [params], self.mode, self.seed)
+        self.shared += [rows.copy() for rows in made]
 
     def _launch(
         self, p: CacheProblem, plan: DecodePlan, address: Mapping[str, int], strides: Mapping[str, tuple[int, ...]]

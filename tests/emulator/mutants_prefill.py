@@ -57,3 +57,14 @@ LENGTHS = (
     _sm90("more new keys than rows", change("edges-of-new-keys", "min(p.cu_seqlens_k[i], end)", "p.cu_seqlens_k[i]"), ""),
     _sm90("new keys from the first edge on", change("edges-of-new-keys", "i ? max(0, min(p.cu_seqlens_k[i], end)) : 0", "max(0, min(p.cu_seqlens_k[i], end))"), ""),
 )  # fmt: skip
+
+# In the kernel that dequantizes; cases are those of tests/kernels/test_emulator_dequantize.py.
+DEQUANTIZE = (
+    Bug("new keys are no rows", change("keys-with-the-new-ones-dequantized", "+ appended", ""), "int8"),
+    Bug("slots from the next 32 sequences on", without("slots-of-32-sequences"), "int8-many"),
+    Bug("no slot told", without("slot-of-the-sequence"), "e4m3-mixed"),
+    Bug("keys of few queries dequantized", change("few-queries-left-out-of-rows", "V::kLeastQueries", "1"), "e4m3-mixed"),
+    Bug("nothing behind the keys", change("zeros-behind-the-keys", "keys + kBehind", "keys"), "int8"),
+    Bug("rows dequantized by the first scale", change("scale-of-its-place-in-rows", "place * p.scale_stride + head", "head"), "int8-pages"),
+    Bug("what fp16 has no number for becomes inf", change("finite-in-fp16", "fabsf(y) <= kInfinite", "false"), "int8-large"),
+)  # fmt: skip

@@ -1,4 +1,5 @@
-"""Runs a call over a cache that takes the forward, on the emulator: append, attention beside it, forward."""
+"""Runs a call over a cache that takes the forward, on the emulator: append, rows of 8-bit caches, attention beside it,
+forward."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from cupyflash.arrays.adapters import NUMPY
 from cupyflash.cache.problem import CacheProblem
-from cupyflash.launch.prefill import rows_of
+from cupyflash.launch.prefill import ready, rows_of
 from cupyflash.operands import FORWARD
 from cupyflash.plan.prefill import Way, problem_of
 
@@ -41,16 +42,15 @@ class PrefillSession:
 
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append. Each row is written by one of both, or by none."""
-        way = Way(paged=True, beside=p.packed)
-        how: dict[str, Any] = {"attends": way.beside, "headers": self.headers}
+        way = Way(paged=True, beside=p.packed, dequantized=p.stored != "")
+        how: dict[str, Any] = {"attends": way.beside, "dequantizes": way.dequantized, "headers": self.headers}
         device = small_device("sm_90" if self.family == "sm90" else "sm_80", 4)
         beside = CacheSession(device, MODES[self.mode], self.seed, **how)
         out, lse, k_cache, v_cache = beside.run(arrays, way.left(p))
-        after = {**arrays, "k_cache": k_cache, "v_cache": v_cache}
+        after = ready({**arrays, "k_cache": k_cache, "v_cache": v_cache}, beside.shared, p, way)
         forward = Session.of_family(self.family, self.mode, seed=self.seed, headers=self.headers)
-        q = arrays["q"] if beside.turned is None else beside.turned
         with patch("cupyflash.plan.splits.key_splits", lambda *_: self.splits):
-            made = forward._run(FORWARD, rows_of(NUMPY, after, q, p, way), problem_of(p, way))
+            made = forward._run(FORWARD, rows_of(NUMPY, after, p, way), problem_of(p, way))
         found, found_lse = made["out"], made["lse"]
         if not p.packed:
             by_sequence = found_lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)

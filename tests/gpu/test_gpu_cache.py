@@ -18,6 +18,8 @@ from cupyflash import ArgumentError, PagedCache, UnsupportedError, attention, at
 from cupyflash.check.cache_case import CacheCase, problem_of
 from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
+from cupyflash.gpu.device import Device
+from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.splits import key_splits
 from tests.gpu.test_gpu import poison
 from tests.gpu_arrays import captured, nothing_waits, on_gpu, to_numpy
@@ -404,6 +406,57 @@ def test_keys_in_parts(family: str, d: int, how: str, lies: str, monkeypatch: py
         x["cache_seqlens"].fill_(length)
         graph.replay()
         agree(found, call(1))
+
+
+_MANY = {"heads_q": 16, "heads_k": 4, "capacity": 5248}  # room enough to take the forward
+MANY_OF_8_BITS = (
+    CacheCase("many-int8", "full", (700, 1500), 200, 64, append=True, rotary=32, stored="int8", **_MANY),
+    CacheCase("many-e4m3-pages", "full", (700, 1500), 200, 128, page_size=16, append=True, new=7, stored="e4m3",
+              scale_dims=2, nonfinite=True, scale_spread=6.0, **_MANY),
+    CacheCase("many-int8-chosen", "full", (0, 4000), 200, 128, spare=3, stored="int8", scale_dims=2, softcap=5.0,
+              memory="heads_first", **_MANY),
+    CacheCase("many-int8-mixed", "full", (700, 900, 300), (1, 400, 127), 64, page_size=48, stored="int8", scale_dims=2,
+              sink=True, window=(500, 0), **_MANY),
+    CacheCase("many-e4m3-mixed", "full", (700, 0, 300), (1, 400, 127), 96, append=True, stored="e4m3", **_MANY),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("c", MANY_OF_8_BITS, ids=lambda c: c.name)
+def test_many_queries_over_8_bits(c: CacheCase, dtype: str, family: str) -> None:
+    """By the forward, over rows that stand for the cache; against float64."""
+    way = way_of(c.problem(dtype), Device.of(0), Lie(), family)
+    assert way is not None
+    assert way.dequantized
+    check(c, dtype, "torch" if dtype == "bf16" else "cupy")
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("lies", ["whole", "pages", "mixed"])
+def test_many_queries_over_8_bits_in_a_graph(lies: str, dims: int) -> None:
+    """Replayed with other lengths, queries and scales; as a fresh call, bit by bit."""
+    import torch
+
+    torch.manual_seed(0)
+    slots, rows = (700, 16) if lies == "pages" else (2, 5248)
+    x: dict[str, Any] = {"q": torch.randn(2, 200, 16, 64, device="cuda", dtype=torch.bfloat16), "causal": True}
+    x |= {
+        f"{name}_cache": torch.randint(-127, 128, (slots, rows, 4, 64), device="cuda").to(torch.int8) for name in "kv"
+    }
+    x |= {f"{name}_scale": torch.rand((slots, 4)[2 - dims :], device="cuda") / 50 for name in "kv"}
+    x["cache_seqlens"] = torch.tensor([100, 3000], device="cuda", dtype=torch.int32)
+    if lies == "pages":
+        x["block_table"] = torch.randperm(700, device="cuda", dtype=torch.int32)[:656].reshape(2, 328)
+    elif lies == "mixed":
+        x["q"] = x["q"].flatten(0, 1)
+        x["cu_seqlens_q"] = torch.tensor([0, 3, 400], device="cuda", dtype=torch.int32)
+    graph, (out,) = captured(lambda: (attention_with_cache(**x),))
+    for lengths in ((0, 5248), (2000, 17), (5248, 0)):
+        x["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        x["q"].normal_()
+        x["v_scale"].mul_(1.25)
+        graph.replay()
+        same(out, attention_with_cache(**x), str(lengths))
 
 
 def test_many_queries_by_table_in_a_graph() -> None:

@@ -206,3 +206,119 @@ def test_block_masks(own: tuple[int, int], three: list[Any]) -> None:
     compiled = jax.jit(lambda *x: masked(*x) + masked(x[0] + 1, *x[1:]))  # a program is replayed with other inputs
     for i in range(3):
         near(compiled(q + i, k, v), masked(q + i, k, v) + masked(q + i + 1, k, v))
+
+
+# ---- Many queries over a cache ----
+
+LENGTHS = 700, 3000
+
+
+def many(how: str, rng: np.random.Generator) -> dict[str, Any]:
+    """Arrays of fp32 whose numbers bf16 has, and options: 200 queries of each sequence, or 1 and 399 of them packed."""
+    import ml_dtypes
+
+    def draw(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    packed, paged, room = "packed" in how, "pages" in how, 5248
+    batch = 1 if how == "in parts" else 2
+    pool = (batch * room // 16 + 3, 16) if paged else (batch, 8192 if how == "in parts" else room)
+    heads = 32 if how == "in parts" else 16
+    x: dict[str, Any] = {"q": draw(*((400,) if packed else (batch, 200)), heads, 64)}
+    x |= {f"{name}_cache": draw(*pool, 4, 64) for name in "kv"}
+    x["cache_seqlens"] = np.array(LENGTHS[:batch], np.int32)
+    if "int8" in how:
+        x |= {f"{name}_cache": rng.integers(-127, 128, (*pool, 4, 64)).astype(np.int8) for name in "kv"}
+        x |= {f"{name}_scale": (rng.random((pool[0], 4)) / 50).astype(np.float32) for name in "kv"}
+    if paged:
+        x["block_table"] = rng.permutation(pool[0])[: batch * room // 16].reshape(batch, -1).astype(np.int32)
+    else:
+        for b in range(batch):
+            x["k_cache"][b, LENGTHS[b] :], x["v_cache"][b, LENGTHS[b] :] = np.nan, np.nan
+    if packed:
+        x["cu_seqlens_q"] = np.array([0, 1, 400], np.int32)
+    if how not in ("read", "pages", "int8, pages"):
+        x |= {name: draw(*x["q"].shape[:-2], 4, 64) for name in "kv"}
+    if "rotary" in how:
+        turns = rng.uniform(-3, 3, (2000, 16))
+        x |= {"rotary_cos": np.cos(turns).astype(np.float32), "rotary_sin": np.sin(turns).astype(np.float32)}
+    if "features" in how:
+        x |= {"sink": rng.standard_normal(heads).astype(np.float32), "window": (500, 2), "softcap": 5.0}
+        x["kv_range"] = np.array([[5, 600], [0, 5000]], np.int32)
+    return x | {"causal": how != "read"}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "read",
+        "append",
+        "rotary",
+        "features",
+        "in parts",
+        "pages",
+        "append, pages",
+        "int8, pages",
+        "packed",
+        "packed pages, rotary",
+    ],
+)
+def test_many_queries_over_a_cache(how: str, family: str, three: list[Any], rng: np.random.Generator) -> None:
+    """By the forward, against float64; eager, inside jit, and where the caches are donated."""
+    import jax
+    import jax.numpy as jnp
+
+    x = many(how, rng)
+    options = {name: y for name, y in x.items() if not isinstance(y, np.ndarray)}
+    exact = ("k_scale", "v_scale")
+    wide = {name: y.astype(np.float64) if y.dtype == np.float32 and name not in exact else y
+            for name, y in x.items() if name not in options}  # fmt: skip
+    of_16_bits = ("q", "k", "v", "k_cache", "v_cache")
+    given = {name: jnp.asarray(y, jnp.bfloat16 if name in of_16_bits and y.dtype == np.float32 else y.dtype)
+             for name, y in x.items() if name not in options}  # fmt: skip
+
+    def call(**x: Any) -> Any:
+        return cupyflash.attention_with_cache(**x, **options, return_lse=True)
+
+    assert "target_name=cupyflash" in str(jax.make_jaxpr(lambda x: call(**x))(given)).replace("cupyflash_cache", "")
+    append = ("k_cache", "v_cache") if "k" in x else ()
+    expected = cupyflash.attention_with_cache(**wide, **options, return_lse=True)
+    expected = (*expected, *(wide[name] for name in append))
+    calls = [call, jax.jit(call), jax.jit(call, donate_argnames=append)]
+    found = [f(**given) for f in calls]
+    for results in found:
+        assert len(results) == len(expected)
+        for a, b in zip(results, expected, strict=True):
+            is_number = np.isfinite(b)
+            assert np.array_equal(np.isfinite(np.asarray(a, np.float32)), is_number)
+            near(np.where(is_number, np.asarray(a, np.float32), 0), np.where(is_number, b, 0))
+        for a, b in zip(results, found[0], strict=True):
+            assert np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+def test_a_prompt_in_chunks(three: list[Any]) -> None:
+    """A scan of calls that append and take the forward, in place: each as a causal call on all has it. The program is
+    replayed with other inputs."""
+    import jax
+    import jax.numpy as jnp
+
+    chunks, size = 8, 256
+    q = jax.random.normal(jax.random.key(0), (1, chunks * size, 32, 64), "bfloat16")
+    k, v = (jax.random.normal(jax.random.key(i), (1, chunks * size, 8, 64), "bfloat16") for i in (1, 2))
+
+    def step(state: Any, new: Any) -> Any:
+        *caches, length = state
+        out, *caches = cupyflash.attention_with_cache(
+            new[0], *caches, cache_seqlens=length, k=new[1], v=new[2], causal=True
+        )
+        return (*caches, length + size), out
+
+    @jax.jit
+    def prompt(*rows: Any) -> Any:
+        empty = jnp.zeros((1, 8192, 8, 64), jnp.bfloat16)
+        cut = [jnp.moveaxis(x.reshape(1, chunks, size, *x.shape[2:]), 1, 0) for x in rows]
+        _, outs = jax.lax.scan(step, (empty, empty, jnp.zeros(1, jnp.int32)), cut)
+        return jnp.moveaxis(outs, 0, 1).reshape(rows[0].shape)
+
+    for i in range(3):
+        near(prompt(q + i, k, v), ours(q + i, k, v))

@@ -13,6 +13,7 @@ as it was. A change that means to touch it writes the digests again, with
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -25,6 +26,7 @@ import cupyflash
 from cupyflash.compile import nvrtc
 from cupyflash.gpu.device import Device
 from cupyflash.mods import bind
+from cupyflash.plan.decode_kernels import Dequantize, DequantizeTile
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache
@@ -148,6 +150,22 @@ def test_gradients_of_what_mods_read_compile_without_spills(arch: str) -> None:
     assert [v.symbol for v, _, facts in made if facts.spills != "no"] == []
 
 
+def dequantizing() -> list[Variant]:
+    """Kernels that write caches of 8 bits as rows of 16."""
+    asked = itertools.product(("bf16", "fp16"), (64, 128), ("int8", "e4m3"), (False, True))
+    return [
+        Dequantize(dtype, d, DequantizeTile(), packed=some, paged=some, **{stored: True})
+        for dtype, d, stored, some in asked
+    ]
+
+
+@pytest.mark.parametrize("arch", PINNED)
+def test_kernels_that_dequantize_compile_without_spills(arch: str) -> None:
+    made = facts_of((v, arch) for v in dequantizing())
+    assert [v.symbol for v, _, facts in made if facts.spills != "no"] == []
+    assert max(facts.registers for _, _, facts in made) <= 64
+
+
 def of_hopper() -> list[Variant]:
     """All masks and both dtypes, and head_dims that are no multiple of 64."""
     windows = ((None, None), (None, 0), (64, 64))
@@ -217,7 +235,10 @@ def test_a_kernel_that_has_changed_is_not_known(monkeypatch: pytest.MonkeyPatch)
 if __name__ == "__main__":
     made = [each for part in range(PARTS) for each in made_of_part(part)]
     made += facts_of(
-        [*((v, arch) for arch in PINNED for v in reading_mods(arch)), *((v, "sm_90") for v in of_hopper())]
+        [
+            *((v, arch) for arch in PINNED for v in (*reading_mods(arch), *dequantizing())),
+            *((v, "sm_90") for v in of_hopper()),
+        ]
     )
     compiled.keep(made)
     code = {(v.symbol, arch): facts.code for v, arch, facts in made}

@@ -41,6 +41,24 @@ CASES = {
         CacheCase("unseen", "full", (100,), 140, page_size=16),
         CacheCase("mixed-long", "full", (700, 0, 90), (131, 129, 2), 72, page_size=32, append=True, nonfinite=True),
         CacheCase("mixed-many-alone", "full", (3, 40), (130, 140), page_size=16, append=True, rotary=32),
+        CacheCase("int8", "full", (101, 0), 130, append=True, stored="int8"),
+        CacheCase(
+            "int8-pages", "full", (250, 40), 130, 128, page_size=48, append=True, new=7, stored="int8", scale_dims=2
+        ),
+        CacheCase("int8-chosen", "full", (60, 33), 129, spare=2, stored="int8", scale_dims=2, memory="heads_first"),
+        CacheCase(
+            "e4m3-mixed",
+            "full",
+            (90, 20, 0, 33),
+            (1, 140, 130, 127),
+            page_size=16,
+            append=True,
+            stored="e4m3",
+            scale_dims=2,
+            nonfinite=True,
+            rotary=32,
+        ),
+        CacheCase("e4m3-d96", "full", (333,), 128, 96, capacity=400, stored="e4m3", nonfinite=True, scale_spread=6.0),
     )
 }
 
@@ -139,6 +157,18 @@ def run_wild(how: PrefillSession) -> None:
 def test_tables_that_say_anything(family: str, splits: int) -> None:
     """Nothing outside of a buffer is touched: the emulator would report it."""
     run_wild(PrefillSession("any", family=family, splits=splits))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_sequences_of_many_queries_than_rows_are_for(family: str) -> None:
+    """Edges that go back: of three such sequences of 8 bits two have a slot. Nothing outside of a buffer is touched."""
+    case = CacheCase("wild-8-bits", "full", (40, 60, 9, 7, 150), (140, 132, 0, 0, 0), page_size=16, stored="e4m3",
+                     scale_dims=2)  # fmt: skip
+    arrays = case.inputs("bf16")
+    arrays["cu_seqlens_q"] = np.array([0, 272, 0, 272, 0, 272], np.int32)
+    arrays["cache_seqlens"][1] = 2**31 - 1
+    arrays["block_table"] = np.resize(np.array((0, *GARBAGE), np.int32), arrays["block_table"].shape)
+    PrefillSession("any", family=family).run(arrays, problem_of(arrays, case.options()))
 
 
 @pytest.mark.parametrize("bug", PAGES + PARTS, ids=lambda bug: bug.name.replace(" ", "-"))

@@ -30,6 +30,7 @@ MIRRORS: dict[str, np.dtype[np.void]] = {
     "DecodeParams": params_decode.DECODE_PARAMS,
     "DecodeSm90Params": params_decode.DECODE_SM90_PARAMS,
     "AppendParams": params_decode.APPEND_PARAMS,
+    "DequantizeParams": params_decode.DEQUANTIZE_PARAMS,
 }
 SCALARS: dict[str, np.dtype[Any]] = {
     "int": np.dtype("i4"),

@@ -111,6 +111,14 @@ def test_many_queries_take_the_forward(rows: str, heads: str, page: str | None, 
     assert (str(found) in run("--with-cache", *asked).stdout) is (forward is not None)
 
 
+@pytest.mark.parametrize(("head_dim", "said"), [("128", "write the cache as rows of fp16, 32.0 MiB"), ("72", None)])
+def test_many_queries_over_8_bits(head_dim: str, said: str | None) -> None:
+    asked = ["--arch", "sm_90", "--batch", "1", "--seqlen", "8192", "--seqlen-q", "256", "--heads-q", "32"]
+    asked += ["--heads-k", "8", "--head-dim", head_dim, "--cache-dtype", "int8", "--dtype", "fp16", "--no-compile"]
+    found = run("--with-cache", *asked).stdout
+    assert ("take the forward" in found, said in found if said else False) == (said is not None,) * 2
+
+
 @pytest.mark.parametrize(
     ("page", "memory", "forward"),
     [("16", "unaligned", None), ("16", "broadcast", "fwd_sm80"), (None, "unaligned", "fwd_sm80"),

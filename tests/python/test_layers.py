@@ -106,9 +106,9 @@ CUDA_ORDER = {
     "softmax sink dropout philox score slopes places modified bias_copies bias added addends mods prefill_sm90 "
     "work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists blocks mask schedule sequence "
     "params_sm90 params",
-    "decode": "append decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored repair_decode parts "
-    "edges_stored copies_stored scales rows shares tiles products_stored queries fragments fragments_stored "
-    "column_softmax slices stored value_unit cached params_decode",
+    "decode": "append dequantize decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored "
+    "repair_decode parts edges_stored copies_stored scales rows shares tiles products_stored queries fragments "
+    "fragments_stored column_softmax slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_*",
     "sm90": "fwd_sm90 fwd_aside_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_load_sm90",

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from cupyflash import UnsupportedError, attention_with_cache
-from cupyflash.arrays.adapters import CUPY, NUMPY, TORCH, Signature
+from cupyflash.arrays.adapters import NUMPY, TORCH, Signature
 from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.launch import cached, prefill
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of, plan_of
-from cupyflash.plan.prefill import Lie, Way, problem_of, spec_of, way_of
+from cupyflash.plan.prefill import Lie, Way, dequantized, problem_of, spec_of, way_of
 from tests import pretended_gpu
 
 PROBLEM = CacheProblem("bf16", 4, 256, 32, 8, 128, 128, 4, None, 4096, 0.1)
@@ -48,11 +48,34 @@ def test_which_calls() -> None:
     for call in (PROBLEM, replace(PROBLEM, batch=1, slots=1)):
         assert (way_of(call, HOPPER, Lie()), way_of(call, AMPERE, Lie())) == (BY_TABLE, Way())
     for other in (
-        {"seqlen_q": 127}, {"stored": "int8"}, {"num_splits": 1}, {"batch_invariant": True},
+        {"seqlen_q": 127}, {"num_splits": 1}, {"batch_invariant": True},
         {"heads_q": 8, "seqlen_q": 128}, {"capacity": 2**28}, {"capacity": 1000}, {"page_size": 8},
         {"packed": True, "seqlen_q": 130},
     ):  # fmt: skip
         assert way_of(replace(PROBLEM, **other), HOPPER, Lie()) is None, other  # type: ignore[arg-type]
+
+
+def test_which_calls_over_8_bits() -> None:
+    """As those over a cache of 16 bits, in whole rows, wherever the 8 bits lie; unless these rows are too many."""
+    stored = replace(PROBLEM, stored="int8", scale_dims=2)
+    for other in ({}, {"chosen": True, "slots": 9}, {"page_size": 1, "slots": 9999}, {"packed": True}):
+        call = replace(stored, **other)  # type: ignore[arg-type]
+        for lie in (Lie(), Lie(in_rows=False, whole_table=False)):
+            assert way_of(call, HOPPER, lie) == Way(True, call.packed, dequantized=True)
+            assert way_of(call, AMPERE, lie) == Way(call.packed, call.packed, dequantized=True)
+        assert way_of(call, HOPPER, Lie(aligned=False, tma=False)) is None
+    assert way_of(replace(stored, seqlen_q=127), HOPPER, Lie()) is None
+    for head_dim, way in ((72, None), (80, Way(paged=True, dequantized=True))):
+        assert way_of(replace(stored, head_dim=head_dim, head_dim_v=head_dim), HOPPER, Lie()) == way
+    for capacity, fits in ((65536, True), (65537, False)):  # 1 GiB of rows
+        assert (way_of(replace(stored, capacity=capacity), HOPPER, Lie()) is not None) is fits
+        assert way_of(replace(PROBLEM, capacity=capacity), HOPPER, Lie()) is not None
+    mixed = replace(stored, packed=True, batch=64, seqlen_q=319, slots=64, capacity=8192)  # two may have many queries
+    assert way_of(mixed, HOPPER, Lie()) == Way(True, True, True)
+    assert dequantized(mixed).slots == spec_of(mixed, Way(True, True, True), Lie()).pages == 2
+    assert way_of(replace(mixed, seqlen_q=64 * 500), HOPPER, Lie()) is None
+    spec = spec_of(replace(stored, page_size=1, slots=9999), Way(True, dequantized=True), Lie())
+    assert ((spec.page_size, spec.pages), spec.whole_pages) == ((4096, 4), True)
 
 
 def test_which_calls_read_pages() -> None:
@@ -167,7 +190,6 @@ def test_how_arrays_lie() -> None:
     for strides, whole in (((256, 1), True), ((300, 1), False)):
         given = signatures(16, 1024, 16384) | {"block_table": Signature((4, 256), strides, None, 0)}
         assert prefill.lie_of(replace(PROBLEM, page_size=16), given, True).whole_table is whole
-    assert [prefill.is_for(library) for library in (NUMPY, CUPY, TORCH)] == [False, True, True]
 
 
 @pytest.mark.parametrize("appends", [False, True])
@@ -190,7 +212,7 @@ def test_it_is_the_same_attention(features: dict[str, Any], appends: bool, rng: 
     arrays = x | new | given
     keys = [NUMPY.signature(a) for a in arrays.values()]
     problem, _ = cached.check(NUMPY, arrays, keys, options)
-    found = prefill.attend(NUMPY, arrays, x["q"], problem, options, Way())
+    found = prefill.attend(NUMPY, arrays, problem, options, Way())
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape
         assert a.flags.c_contiguous
@@ -225,6 +247,50 @@ def test_what_is_launched(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_what_is_launched_over_8_bits(arch: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward reads the rows that the kernel before it makes of pages."""
+    import torch
+
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+    like = {"dtype": torch.bfloat16}
+    x = {"q": torch.zeros(2, 256, 64, 64, **like), "cache_seqlens": torch.tensor([3, 300], dtype=torch.int32)}
+    x |= {name: torch.zeros(500, 16, 2, 64, dtype=torch.int8) for name in ("k_cache", "v_cache")}
+    x |= {name: torch.ones(500, 2) for name in ("k_scale", "v_scale")}
+    x |= {name: torch.zeros(2, 256, 2, 64, **like) for name in ("k", "v")}
+    x |= {name: torch.ones(1000, 16) for name in ("rotary_cos", "rotary_sin")}
+    x["block_table"] = torch.zeros(2, 128, dtype=torch.int32)
+    if packed:
+        x |= {name: x[name].flatten(0, 1) for name in "qkv"} | {"cu_seqlens_q": torch.tensor([0, 1, 512]).int()}
+    for _ in range(2):
+        out, lse = attention_with_cache(**x, causal=True, return_lse=True)
+        assert out.shape == x["q"].shape
+        assert lse.shape == ((64, 512) if packed else (2, 64, 256))
+        names = [launched.symbol.split("_")[0] for launched in gpu.launched]
+        assert names == ["append", "dequantize", *["decode"] * (len(names) - 3), "fwd"]
+        assert (len(names) > 3) is packed
+        kinds = {variant.symbol: variant.params for variant in gpu.loaded}
+        append, rows, *_, forward = (np.frombuffer(x.params, kinds[x.symbol])[0] for x in gpu.launched)
+        forward = forward["plain"] if "plain" in (forward.dtype.names or ()) else forward
+        assert forward["q"] == append["rotated_q"] != x["q"].data_ptr()
+        for name in "kv":
+            assert rows[f"{name}_cache"] == x[f"{name}_cache"].data_ptr()
+            assert rows[f"{name}_scale"] == x[f"{name}_scale"].data_ptr()
+            assert forward[name] == rows[f"{name}_rows"] != rows[f"{name}_cache"]
+        if packed:
+            assert forward["block_table"] == rows["slots"] != 0
+        assert (rows["problem"]["seqlen_k"], rows["page_size"], rows["places"], rows["scale_stride"]) == (
+            2048,
+            16,
+            500,
+            2,
+        )
+        assert rows["appended"] == (512 if packed else 256)
+        gpu.launched.clear()
+
+
+@pytest.mark.needs("torch")
 def test_torch_tensors(rng: np.random.Generator) -> None:
     """What is done to them on the way, on the CPU."""
     import torch
@@ -234,7 +300,7 @@ def test_torch_tensors(rng: np.random.Generator) -> None:
     arrays = {name: torch.from_numpy(a) for name, a in x.items()}
     options = make_cache_options(True, None, None, None, False, None, False)
     problem, _ = cached.check(TORCH, arrays, [TORCH.signature(a) for a in arrays.values()], options)
-    found = prefill.attend(TORCH, arrays, arrays["q"], problem, options, Way())
+    found = prefill.attend(TORCH, arrays, problem, options, Way())
     expected = attention_with_cache(**x, causal=True, return_lse=True)
     for a, b in zip(found, expected, strict=True):
         assert a.is_contiguous()
@@ -266,8 +332,7 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     monkeypatch.setattr(Device, "of", lambda ordinal: device)
     monkeypatch.setattr(cached, "calls", Kept(100))
     monkeypatch.setattr(decode, "prepare", Launches)
-    monkeypatch.setattr(prefill, "is_for", lambda library: True)
-    monkeypatch.setattr(prefill, "attend", lambda library, arrays, q, p, options, way, into: (q, p))
+    monkeypatch.setattr(prefill, "attend", lambda library, arrays, p, *_: (arrays["q"], p))
     x = {"q": np.zeros((2, 400, 16, 8), np.float16), "cache_seqlens": 0}
     x |= {name: np.zeros((2, 2700, 2, 8), np.float16) for name in ("k_cache", "v_cache")}
     new = {name: np.zeros((2, 400, 2, 8), np.float16) for name in "kv"}

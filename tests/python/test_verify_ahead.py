@@ -21,7 +21,6 @@ from cupyflash.cli.verify import ahead, cached
 from cupyflash.cli.verify.cases import call
 from cupyflash.compile import cache, jit, nvrtc
 from cupyflash.gpu.device import Device
-from cupyflash.launch import prefill
 from tests import pretended_gpu
 
 GPU = Device.synthetic("sm_90")
@@ -61,7 +60,6 @@ def test_all_that_cases_over_a_cache_load(case: CacheCase, family: str, monkeypa
     """In the family that the environment insists on, too."""
     gpu = pretended_gpu.pretend(monkeypatch)
     gpu.place = pretended_gpu.crossed  # maps of five dimensions
-    monkeypatch.setattr(prefill, "is_for", lambda library: True)  # as of those that verify uses on a GPU
     monkeypatch.setenv("CUPYFLASH_FAMILY", family)
     attention_with_cache(**case.inputs("bf16"), **case.keywords())
     assert set(ahead.needed([(case, "bf16")], GPU)) == set(gpu.loaded)
