@@ -105,6 +105,7 @@ def _copies_bias(spec: Spec) -> bool:
 
 def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
     """Those that keep dQ's sum; crowded, heads beyond 64 are wide."""
+    found: tuple[tuple[int, HopperBackwardTile], ...]
     if spec.block_mask:
         found = _BACKWARD_LISTED_NARROW if spec.packed or spec.crowded else _BACKWARD_LISTED
     elif spec.crowded:
