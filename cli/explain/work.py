@@ -139,7 +139,8 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
             *sums,
         ]
     accum = size["dq_accum"]
-    cleared = 0 if plan.numbers.first_stores else accum  # written by the first, read by the second
+    keys = problem.seqlen_k // max(1, problem.batch) if problem.packed else 0
+    cleared = 0 if plan.numbers.first_stores > keys else accum  # written by the first, read by the second
     return [
         Work(0.0, out + dout + lse + stats + cleared),
         Work(2.5 * flops, read + (shares or dkv) + cleared + accum + parts),

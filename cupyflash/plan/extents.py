@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..errors import UnsupportedError
 from ..gpu.device import Device
 from ..problem import ITEMSIZE
+from .first_shares import stored_first
 from .kernels import Convert, Slopes, round_up
 from .lists import Ahead, KeyLists, block_mask_of, own_tiles
 from .numbers import ByLengths as ByLengths
@@ -215,9 +216,9 @@ class Kernels:
         row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
         workspace["row_stats"] = (arrays, heads_q, m_blocks * main.block_m, 2), "fp32"
         workspace |= {"key_tiles": ((n_blocks, 8), "int32")} if delta.constants.get("listed_rows") else {}
-        first_stores = False
+        first_stores, most_heads = 0, arrays * heads_k
         if isinstance(last, Convert):
-            first_stores = self._of_one(seqlen_k, extents) <= self.first_stores_limit
+            first_stores, most_heads = stored_first(self.spec, self.first_stores_limit, self._of_one(seqlen_k, extents))
             columns = round_up(self.spec.head_dim, 16 * last.tile.split_d)
             workspace["dq_accum"] = (arrays, heads_q, m_blocks, main.block_m * columns), "fp32"
             if self.spec.deterministic or first_stores:
@@ -232,10 +233,10 @@ class Kernels:
         for i in self.spec.dmods:
             workspace[f"dmod_sums_{i}"] = (math.prod(self.spec.mod_shapes[i]),), "fp32"
         streamed = self._of_one(seqlen_q, extents) * row_bytes
-        sections = self._sections(streamed, arrays * heads_k, self._of_one(n_blocks, extents))
+        sections = self._sections(streamed, arrays * heads_k, self._of_one(n_blocks, extents), most_heads)
         return Numbers(tiles, workspace, *sections, first_stores=first_stores, shares=shares)
 
-    def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int) -> tuple[int, int]:
+    def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int, most: int = MAX_GRID) -> tuple[int, int]:
         """How many heads are scheduled together: those of `mixed_bytes`, and at last enough to even out the tail.
 
         A section starts with its longest tiles, so that the last one ends evenly if it has a few for every
@@ -246,4 +247,4 @@ class Kernels:
         last = -(-self._tail_tiles // (tiles_per_head or 1))
         if last < section:
             last = section
-        return section, heads if last > heads else last
+        return min(section, most), min(last, heads, most)

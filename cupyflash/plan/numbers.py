@@ -33,7 +33,8 @@ class Numbers(NamedTuple):
         tiles: of work, for each launch.
         workspace: the arrays that the launches share: name -> (shape, dtype).
         section, last_section: heads scheduled together, and the last of them (schedule.cuh).
-        first_stores: the first share of each tile of dQ is stored, the others are added (dq_accum.cuh).
+        first_stores: 1: the first share of each tile of dQ is stored, the others are added (dq_accum.cuh); packed, of
+            sequences of fewer keys than that.
         shares: into how many a group's query heads are divided for dK and dV (shares.cuh).
         key_splits: into how many parts the keys of a sequence are divided (key_parts.cuh).
     """
@@ -42,12 +43,12 @@ class Numbers(NamedTuple):
     workspace: Workspace
     section: int
     last_section: int
-    first_stores: bool = False
+    first_stores: int = 0
     shares: int = 1
     key_splits: int = 1
 
 
 # `Numbers` as a plain tuple, which costs less to make and to read.
-Chosen = tuple[tuple[int, ...], Workspace, int, int, bool, int, int]
+Chosen = tuple[tuple[int, ...], Workspace, int, int, int, int, int]
 ByLengths = Callable[[int, int], Chosen]  # of seqlen_q and seqlen_k
 SCHEDULE_NUMBERS = Numbers._fields[2:]  # those that a params struct has

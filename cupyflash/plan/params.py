@@ -77,7 +77,7 @@ _SCHEDULE = Struct(
     (
         Field("section", "int"),
         Field("last_section", "int", "heads taken together; the last ones, which even out the tail (schedule.cuh)"),
-        Field("first_stores", "int", "backward: a query tile's first key block stores its dQ, not adds (dq_accum.cuh)"),
+        Field("first_stores", "int", "backward: whether the first share of dQ is stored (dq_accum.cuh)"),
     ),
     "What the plan chose for it.",
 )

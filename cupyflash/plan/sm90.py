@@ -180,7 +180,7 @@ class Sm90(Family):
     def first_stores_limit(self, spec: Spec, device: Device) -> int:
         if spec.masked:
             return MAX_SEQLEN if spec.narrow else NARROW
-        return -1 if spec.packed or device.sm_count < _TURNED_SM_COUNT else _TURNED_LIMIT
+        return -1 if device.sm_count < _TURNED_SM_COUNT else _TURNED_LIMIT
 
 
 SM90 = Sm90()

@@ -26,7 +26,7 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
             x[0] = from[0];
         }
     });
-    if (p.schedule.first_stores && *dq_turn<V>(p, sequence, tile.head, tile.block) == 0)
+    if (first_share_is_stored(p, sequence) && *dq_turn<V>(p, sequence, tile.head, tile.block) == 0)
         dQ.zero();            // no query of it sees a key @unseen-queries-zero
     dQ.scale(problem.scale);  // @dq-scaled-convert
 

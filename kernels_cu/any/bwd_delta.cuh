@@ -42,7 +42,7 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     const T *o = static_cast<const T *>(p.o) + sequence.q_offset(p.o_stride, tile.head);
     const T *dout = static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, tile.head);  // @heads-of-do-delta
 
-    if (p.dq_accum && !p.schedule.first_stores) {
+    if (p.dq_accum && !first_share_is_stored(p, sequence)) {
         auto *accum = reinterpret_cast<ptx::U128 *>(DqTile<V>::accum(p, sequence, tile.head, tile.block));
         #pragma unroll
         for (int i = ptx::thread_index(); i < M * DqTile<V>::kDim / 4; i += kThreads) accum[i] = ptx::U128{};

@@ -1,6 +1,5 @@
 // How dQ leaves the backward's main loop: every key block adds its share to an fp32 accumulator in global memory. It starts
-// at zero; or with first_stores the first key block of a query tile stores its share, and the others add once that is
-// done. A query tile lies there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the
+// at zero; or the first key block of a query tile stores its share, and the others add once that is done. A query tile lies there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the
 // same order.
 #ifndef CUPYFLASH_DQ_ACCUM_CUH
 #define CUPYFLASH_DQ_ACCUM_CUH
@@ -49,6 +48,13 @@ struct DqTile {
                       mine + ((a * Acc::kColTiles + j) * 4 + i) * 32);
     }
 };
+
+// Whether the first share is stored; packed, that of sequences of fewer keys than the plan says.
+template <bool kPacked>
+__device__ __forceinline__ bool first_share_is_stored(const BwdParams &p, const Sequence<kPacked> &s) {
+    if constexpr (kPacked) return s.seqlen_k < p.schedule.first_stores;  // @sequences-of-few-keys
+    else return p.schedule.first_stores;
+}
 
 // How many shares of query tile m_block of a head are there, where somebody waits for them.
 template <class V, bool kPacked>

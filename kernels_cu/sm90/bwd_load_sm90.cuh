@@ -119,9 +119,9 @@ __device__ __forceinline__ void bwd_load_bits(const BwdSm90Params &p, const BwdS
     }
 }
 
-// Every dQ, from shared memory to the accumulator; by one thread. dq_turn counts the shares that others wait for: with
-// first_stores that of the tile's first key block, which stores where they add; in deterministic order every one. Key blocks
-// before this one are running: they have a lower block index, or the plan sees to it (dq_visits.cuh).
+// Every dQ, from shared memory to the accumulator; by one thread. dq_turn counts the shares that others wait for: that of the
+// tile's first key block, where it stores and they add; in deterministic order every one. Key blocks before this one are
+// running: they have a lower block index, or the plan sees to it (dq_visits.cuh).
 template <class V>
 __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
     constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
@@ -131,8 +131,8 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
         float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
         int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
         const int rank = visit.rank(p.plain);
-        const bool stores = p.plain.schedule.first_stores && rank == 0;
-        if (V::kDeterministic || p.plain.schedule.first_stores) {
+        const bool first_stores = first_share_is_stored(p.plain, visit.sequence), stores = first_stores && rank == 0;
+        if (V::kDeterministic || first_stores) {
             // @turn-awaited-sm90
             while (ptx::ld_acquire(turn) < (V::kDeterministic ? rank : min(rank, 1)) && !lengths_contradict<V>(p.plain))
                 ptx::nanosleep();

@@ -113,6 +113,23 @@ def test_key_blocks_that_begin_at_different_tiles(
     assert all(r.passed for r in results), "\n".join(map(str, results))
 
 
+@pytest.mark.parametrize("mode", ["race", "any", "starve", "late"])
+@pytest.mark.parametrize(("options"), [{}, {"deterministic": True}, {"heads_q": 2, "dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_key_blocks_of_packed_sequences(head_dim: int, options: dict[str, Any], mode: str, seed: int) -> None:
+    """Of those with few keys, which begin at different tiles, and of one with many; some have no queries or keys."""
+    lengths = {"lengths_q": (130, 0, 70, 200, 65), "lengths_k": (500, 90, 1100, 0, 300)}
+    case = Case("turned", "full", 465, 1990, head_dim, **{"batch": 5, "heads_q": 4, "heads_k": 2} | lengths | options)
+    inputs, problem = inputs_of(case, "bf16")
+    gpu = small_device("sm_90", 64)
+    numbers = kernels_of(Spec.of(problem, backward=True), gpu).numbers(Extents.of(problem))
+    assert min(lengths["lengths_k"]) < numbers.first_stores <= max(lengths["lengths_k"])
+    exact = Oracle(problem, *inputs)
+    session = Session(gpu, replace(MODES[mode], resident=8), seed, backward_family="sm90")
+    results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+    assert all(r.passed for r in results), "\n".join(map(str, results))
+
+
 @pytest.mark.parametrize("what", ["lse", "dout"])
 @pytest.mark.parametrize("name", ["causal-d64", "causal-d128", "window"])
 def test_what_is_nan_by_right_is_not_recomputed(name: str, what: str) -> None:

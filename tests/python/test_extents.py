@@ -340,7 +340,7 @@ def test_calls_kept_stay_few(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"window": (5, 7), "packed": True}, 132, 1 << 20),
         ({"window": (2048, 2048)}, 132, 4096),
         ({"window": (5, None)}, 132, 4096),
-        ({"packed": True}, 132, -1),
+        ({"packed": True}, 16, -1),
     ],
     ids=str,
 )
@@ -349,10 +349,22 @@ def test_up_to_how_many_keys_dq_is_not_cleared(options: dict[str, Any], sm_count
     for seqlen in (1, 1024, 1025, 2048, 2049, 4096, 4097, 1 << 20):
         problem = Problem("bf16", 1, seqlen, seqlen, 2, 2, 64, scale=1.0, **{"window": (None, None)} | options)
         numbers = plan.kernels_of(Spec.of(problem, backward=True), gpu).numbers(Extents.of(problem))
-        assert numbers.first_stores == (seqlen <= limit)
-        assert ("dq_turn" in numbers.workspace) == (numbers.first_stores or problem.deterministic)
+        assert bool(numbers.first_stores) == (seqlen <= limit)
+        assert ("dq_turn" in numbers.workspace) == (bool(numbers.first_stores) or problem.deterministic)
         if limit == 1024:
             assert (numbers.section, numbers.last_section) == (1, 1)  # the blocks of a head begin one after the other
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"softcap": 3.0}], ids=str)
+def test_packed_sequences_of_few_keys_are_not_cleared(options: dict[str, Any]) -> None:
+    """Whatever their average; of up to 8 heads at a time, whose up to 8 key blocks then wait for each other."""
+    for batch, seqlen in ((1, 1 << 20), (64, 4096)):
+        problem = Problem("bf16", batch, seqlen, seqlen, 32, 32, 64, scale=1.0, packed=True, **options)
+        kernels = plan.kernels_of(Spec.of(problem, backward=True), Device.synthetic("sm_90"))
+        numbers = kernels.numbers(Extents.of(problem))
+        assert numbers.first_stores == 1025
+        assert {"dq_turn", "lengths_contradict"} <= set(numbers.workspace)
+        assert max(numbers.section, numbers.last_section) <= 8
 
 
 @pytest.mark.parametrize("packed", [False, True])
