@@ -82,6 +82,7 @@ struct TileSource {
 template <class Rows, int kRows, class Tiles>
 __device__ __forceinline__ void schedule_tiles(const Tiles &tiles, int count, int *counter, TileQueue<true> queue) {
     TileNumbers numbers(counter);
+    RingPosition<1> requests;
     for (bool is_wanted = true; is_wanted;) {
         Tile<true> tile{-1, 0, {}};
         while (tile.block < 0 && numbers.number < count) {
@@ -92,7 +93,7 @@ __device__ __forceinline__ void schedule_tiles(const Tiles &tiles, int count, in
         if (lane() == 0) queue.publish(pack_tile(tile));
         is_wanted = tile.block >= 0;
         if (is_wanted) {
-            queue.wait_until_asked();
+            queue.wait_until_asked(requests);
             draw_by_warp(numbers);
         }
     }

@@ -49,7 +49,6 @@ struct WorkQueue {
     struct Item { ptx::U128 x[kWords]; };
     ptx::u32 bars, slots;  // full, full, empty, empty, asked if there is; two items
     RingPosition<2> at;
-    RingPosition<1> requests;
 
     static constexpr int kBarriers = kAsked ? 6 : 4, kBytes = 2 * 16 * kWords;  // of 6 one keeps the items aligned
     // `followers`: warps or threads that call next.
@@ -82,8 +81,8 @@ struct WorkQueue {
         return item;
     }
     __device__ void ask() const { ptx::mbarrier_arrive(bars + 32); }
-    // By the warp that publishes.
-    __device__ void wait_until_asked() {
+    // By the warp that publishes; `requests` is its own.
+    __device__ void wait_until_asked(RingPosition<1> &requests) const {
         ptx::mbarrier_wait(bars + 32, requests.phase);
         ptx::bar_warp_sync();  // before it can be asked again @all-lanes-asked
         requests.next();
