@@ -147,8 +147,8 @@ class Memory:
 
     def output(self, name: str, shape: Sequence[int], dtype: Any) -> tuple[int, Array]:
         """A buffer that kernels write, poisoned with NaN; the array is a view of it."""
-        n_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        address, data = self.raw(name, n_bytes)
+        size = np.dtype(dtype).itemsize
+        address, data = self.raw(name, int(np.prod(shape)) * size, granule=min(size, 4))
         return address, data.view(dtype).reshape(shape)
 
     def input(self, name: str, x: Array, *, writable: bool = False) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import EmulatorError
+from emulator import EmulatorError, attention
 from emulator.attention import Session
 from emulator.mutants import Bug
 from emulator.mutants_bias import BACKWARD_BIAS, FIXED_BIAS, FORWARD_BIAS
@@ -16,6 +16,7 @@ from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case, Inputs
+from tests.ahead import Ahead
 
 require_compiler()
 
@@ -113,10 +114,14 @@ def wrong(name: str, *, backward: bool, family: str = "sm80", **more: Any) -> li
     return [str(c) for c in found if not c.passed]
 
 
+AHEAD = Ahead(wrong, attention)
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_wrong_without_bugs(name: str, family: str, backward: bool) -> None:
+def test_nothing_is_wrong_without_bugs(name: str, family: str, backward: bool, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
     assert not wrong(name, backward=backward, family=family)
 
 

@@ -71,19 +71,15 @@ def assert_gone(stderr: str) -> None:
     raise AssertionError(f"process {pid} is still there")
 
 
-@pytest.mark.parametrize(
-    ("fault", "as_json"),
-    [("sleeps", False), ("sleeps with Python's lock held", True), ("crashes", False), ("crashes", True)],
-)
-def test_the_case_is_named(fault: str, as_json: bool, tmp_path: Path) -> None:
-    began = time.monotonic()
-    process = start(tmp_path, fault, "--timeout", str(SECONDS), *(["--json"] if as_json else []))
-    stdout, stderr = process.communicate(timeout=60)
+def start_with(tmp_path: Path, fault: str, as_json: bool) -> subprocess.Popen[str]:
+    return start(tmp_path, fault, "--timeout", str(SECONDS), *(["--json"] if as_json else []))
+
+
+def assert_named(process: subprocess.Popen[str], why: str, as_json: bool, before: str = "") -> None:
+    """The process ends and says why it has; `before`: what was read of its messages."""
+    stdout, rest = process.communicate(timeout=60)
+    stderr = before + rest
     assert_gone(stderr)
-    hangs = fault != "crashes"
-    assert process.returncode == (6 if hangs else 1)
-    assert not hangs or time.monotonic() - began >= SECONDS
-    why = f"did not end within {SECONDS} s" if hangs else "ended the process (SIGSEGV)"
     verdict = f"FAILED: case causal-d64 (fp32) {why}; what comes after it was not run"
     reproduce = "cupyflash verify --case causal-d64 --dtype fp32 --framework numpy --backend cpu"
     text = stderr if as_json else stdout
@@ -94,6 +90,29 @@ def test_the_case_is_named(fault: str, as_json: bool, tmp_path: Path) -> None:
         assert (document["verdict"], document["reproduce"]) == (verdict, reproduce)
         assert (document["exit_code"], document["ran"], document["gpu"]) == (process.returncode, ["cpu"], None)
         assert [(c["case"], c["passed"]) for c in document["cases"]] == [("dense-d64", True)]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_case_that_crashes_is_named(as_json: bool, tmp_path: Path) -> None:
+    process = start_with(tmp_path, "crashes", as_json)
+    assert_named(process, "ended the process (SIGSEGV)", as_json)
+    assert process.returncode == 1
+
+
+def test_a_case_that_hangs_is_named(tmp_path: Path) -> None:
+    """One run begins when the other hangs, so that they wait at the same time."""
+    runs = []
+    for fault, as_json in (("sleeps", False), ("sleeps with Python's lock held", True)):
+        process = start_with(tmp_path, fault, as_json)
+        assert process.stderr is not None
+        read = ""
+        while "pid" not in read and (line := process.stderr.readline()):
+            read += line
+        runs.append((process, as_json, read, time.monotonic()))
+    for process, as_json, read, began in runs:
+        assert_named(process, f"did not end within {SECONDS} s", as_json, read)
+        assert process.returncode == 6
+        assert time.monotonic() - began >= SECONDS - 1  # it is counted from the step before
 
 
 def test_ctrl_c_ends_both_processes(tmp_path: Path) -> None:

@@ -4,25 +4,25 @@
 
 namespace emu {
 
-void Clocks::reset(int thread_count, int warps) {
+void Clocks::reset(int thread_count) {
     threads = thread_count;
-    mbarriers = kMaxMbarriers * config.cluster;
-    size = threads + mbarriers + 2 * warps;
-    data.assign(static_cast<size_t>(threads) * size, 0);
-    proxy.assign(static_cast<size_t>(threads) * size, 0);
+    has_mbarriers(0);
+    stride = mbarrier_component(kMaxMbarriers * config.cluster);
+    data.assign(static_cast<size_t>(threads) * stride, 0);
+    proxy.assign(static_cast<size_t>(threads) * stride, 0);
     cause.assign(static_cast<size_t>(threads) * threads, 0);
     for (int t = 0; t < threads; ++t) data_of(t)[t] = 1;
 }
 
 std::string Clocks::name(int component) const {
     char out[64];
-    const int warps = threads / 32;
     if (component < threads)
         snprintf(out, sizeof out, "thread %d (warp %d lane %d)", component, component / 32, component % 32);
-    else if (component < threads + mbarriers) snprintf(out, sizeof out, "copy of mbarrier #%d", component - threads);
-    else if (component < threads + mbarriers + warps)
-        snprintf(out, sizeof out, "wgmma of warp %d", component - threads - mbarriers);
-    else snprintf(out, sizeof out, "bulk copy of warp %d", component - threads - mbarriers - warps);
+    else if (component < bulk_component(0))
+        snprintf(out, sizeof out, "wgmma of warp %d", component - wgmma_component(0));
+    else if (component < mbarrier_component(0))
+        snprintf(out, sizeof out, "bulk copy of warp %d", component - bulk_component(0));
+    else snprintf(out, sizeof out, "copy of mbarrier #%d", component - mbarrier_component(0));
     return out;
 }
 
@@ -31,8 +31,9 @@ static void maximum(u32 *to, const u32 *from, int n) {
 }
 
 void join(Clock &to, const u32 *from, int n) {
-    if (to.empty()) to.assign(from, from + n);
-    else maximum(to.data(), from, n);
+    const int known = std::min(n, static_cast<int>(to.size()));
+    maximum(to.data(), from, known);
+    to.insert(to.end(), from + known, from + n);
 }
 
 void join(Knowledge &to, const Knowledge &from) {
@@ -60,9 +61,9 @@ void release(Fiber &f, Released &to) {
 void acquire(Fiber &f, const Released &from) {
     if (!config.race) return;
     Clocks &c = f.cluster->clocks;
-    if (!from.data.empty()) maximum(c.data_of(f.index), from.data.data(), c.size);
-    if (!from.proxy.empty()) maximum(c.proxy_of(f.index), from.proxy.data(), c.size);
-    if (!from.cause.empty()) maximum(c.cause_of(f.index), from.cause.data(), c.threads);
+    maximum(c.data_of(f.index), from.data.data(), static_cast<int>(from.data.size()));
+    maximum(c.proxy_of(f.index), from.proxy.data(), static_cast<int>(from.proxy.size()));
+    maximum(c.cause_of(f.index), from.cause.data(), static_cast<int>(from.cause.size()));
     join(f.known_blocks, from.blocks);
 }
 

@@ -1,7 +1,7 @@
 // Vector clocks: which access happens before which.
 //
-// A cluster's clocks have one component for each thread, each mbarrier (the copies that complete on it) and two for each
-// warp (its asynchronous reads: wgmma, and bulk copies out of shared memory). Every thread has
+// A cluster's clocks have one component for each thread, two for each warp (its asynchronous reads: wgmma, and bulk copies
+// out of shared memory) and one for each mbarrier (the copies that complete on it). Every thread has
 //   data   what happens before its next access;
 //   proxy  what happens before its next asynchronous access: follows `data` only at fence.proxy.async;
 //   cause  like data, but also along asynchronous work (a copy cannot arrive before it was issued); orders no memory.
@@ -16,7 +16,7 @@
 
 namespace emu {
 
-using Clock = std::vector<u32>;
+using Clock = std::vector<u32>;  // components that were added since are 0
 // Serial number of a cluster -> what of its threads is known to have happened.
 using Knowledge = std::shared_ptr<const std::map<int, Clock>>;
 
@@ -31,17 +31,19 @@ struct Fiber;
 
 // The clocks of one cluster.
 struct Clocks {
-    int threads = 0, mbarriers = 0, size = 0;
-    std::vector<u32> data, proxy, cause;  // [threads][size], [threads][size], [threads][threads]
+    int threads = 0, size = 0;  // components so far: those of mbarriers come last, as these are initialised
+    int stride = 0;
+    std::vector<u32> data, proxy, cause;  // [threads][stride], [threads][stride], [threads][threads]
 
-    void reset(int threads, int warps);
-    u32 *data_of(int thread) { return &data[static_cast<size_t>(thread) * size]; }
-    u32 *proxy_of(int thread) { return &proxy[static_cast<size_t>(thread) * size]; }
+    void reset(int threads);
+    u32 *data_of(int thread) { return &data[static_cast<size_t>(thread) * stride]; }
+    u32 *proxy_of(int thread) { return &proxy[static_cast<size_t>(thread) * stride]; }
     u32 *cause_of(int thread) { return &cause[static_cast<size_t>(thread) * threads]; }
     u32 now(int thread) { return data_of(thread)[thread]; }
-    int mbarrier_component(int i) const { return threads + i; }
-    int wgmma_component(int warp) const { return threads + mbarriers + warp; }
-    int bulk_component(int warp) const { return threads + mbarriers + threads / 32 + warp; }
+    int wgmma_component(int warp) const { return threads + warp; }
+    int bulk_component(int warp) const { return threads + threads / 32 + warp; }
+    int mbarrier_component(int i) const { return threads + threads / 32 * 2 + i; }
+    void has_mbarriers(int n) { size = mbarrier_component(n); }
     std::string name(int component) const;
 };
 

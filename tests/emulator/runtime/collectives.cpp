@@ -100,8 +100,6 @@ static void do_stmatrix(void *const *args, Cluster &cluster) {
     }
 }
 
-using Row = float __attribute__((vector_size(32)));
-
 // Fragments of mma.m16n8k16 and k8 (PTX ISA 9.7.14.5.8): lane = 4 g + t.
 template <int kType, int k>
 static void do_mma(void *const *args) {

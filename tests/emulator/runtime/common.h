@@ -66,6 +66,7 @@ std::string pc_token(const void *pc);  // "{pc+0x..}"
 std::string text(Site site);           // "kernels_cu/x.cuh:12"
 
 // ---- Numbers ----
+using Row = float __attribute__((vector_size(32)));  // eight of a matrix
 float f16_to_f32(u16 x);
 u16 f32_to_f16(float x);
 inline float bits_to_f32(u32 x) {

@@ -7,6 +7,8 @@ namespace emu {
 
 std::vector<Buffer> buffers;
 const char *lowest, *highest;
+Bounds loaded[256];
+static void forget_bounds() { std::fill(std::begin(loaded), std::end(loaded), Bounds{}); }
 
 // What st.release and atomics have published, by address.
 static std::map<const void *, Knowledge> flags;
@@ -14,6 +16,7 @@ static std::map<const void *, Knowledge> flags;
 static std::map<const void *, std::vector<GlobalAccess>> additions;
 
 void reset_global() {
+    forget_bounds();
     flags.clear();
     additions.clear();
     for (Buffer &b : buffers) {
@@ -57,7 +60,8 @@ static bool happened_before(const Fiber &f, const GlobalAccess &a) {
         return a.component == f.index || a.clock <= f.cluster->clocks.data_of(f.index)[a.component];
     if (!f.known_blocks) return false;
     const auto known = f.known_blocks->find(a.cluster);
-    return known != f.known_blocks->end() && a.clock <= known->second[a.component];
+    return known != f.known_blocks->end() && a.component < static_cast<int>(known->second.size()) &&
+           a.clock <= known->second[a.component];
 }
 
 static std::string name(const GlobalAccess &a, const Fiber &f) {
@@ -71,16 +75,22 @@ static void check(Fiber &f, Buffer &b, GlobalCell &cell, const GlobalAccess &now
         report_race(what, "buffer '" + std::string(b.name) + "' + " + std::to_string(offset), name(now, f),
                     name(before, f), site, before.site);
     };
+    const auto by_the_same = [&](const GlobalAccess &a) {  // thread; what is asynchronous is ordered by who issues it
+        return a.component == f.index && now.component == f.index && a.cluster == now.cluster;
+    };
+    std::vector<GlobalAccess> *more = cell.more ? &b.more[cell.more] : nullptr;
+    if (kind == kGlobalRead && !more && by_the_same(cell.read)) {  // nothing was written since, which forgets reads
+        cell.read = now;
+        return;
+    }
     if (!happened_before(f, cell.write))
         report(kind == kGlobalRead ? "read after write" : "write after write", cell.write);
-    std::vector<GlobalAccess> *more = cell.more ? &b.more[cell.more] : nullptr;
     if (more)
         for (const GlobalAccess &a : *more)
-            if (!happened_before(f, a)) {
-                if (a.atomic && kind == kGlobalAtomic) {
-                    if (config.ordered_red) report("additions in no fixed order", a);
-                } else if (a.atomic || kind != kGlobalRead)
+            if ((a.atomic || kind != kGlobalRead) && !happened_before(f, a)) {
+                if (!a.atomic || kind != kGlobalAtomic)
                     report(a.atomic ? "plain access after an addition" : "write after read", a);
+                else if (config.ordered_red) report("additions in no fixed order", a);
             }
     if (kind != kGlobalRead && !happened_before(f, cell.read)) report("write after read", cell.read);
     if (kind == kGlobalWrite) {
@@ -99,12 +109,13 @@ static void check(Fiber &f, Buffer &b, GlobalCell &cell, const GlobalAccess &now
         b.more.emplace_back();
         more = &b.more.back();
     }
-    for (GlobalAccess &a : *more)
-        if (a.atomic == now.atomic && happened_before(f, a)) {
-            a = now;
-            return;
-        }
-    more->push_back(now);
+    auto same = std::find_if(more->begin(), more->end(),
+                             [&](const GlobalAccess &a) { return a.atomic == now.atomic && by_the_same(a); });
+    if (same == more->end())
+        same = std::find_if(more->begin(), more->end(),
+                            [&](const GlobalAccess &a) { return a.atomic == now.atomic && happened_before(f, a); });
+    if (same == more->end()) more->push_back(now);
+    else *same = now;
 }
 
 void global_access_async(Fiber &f, const void *p, u32 bytes, int kind, int component, u32 clock, const char *op,
@@ -117,7 +128,10 @@ void global_access_async(Fiber &f, const void *p, u32 bytes, int kind, int compo
              offset, offset + bytes, b->name, b->bytes);
     if (kind != kGlobalRead && !b->writable)
         fail("%s at %s: writes to the input '%s'", op, text(site).c_str(), b->name);
-    if (!config.race || !b->writable) return;
+    if (!config.race || !b->writable) {
+        if (kind == kGlobalRead) loaded_near(p) = {b->lo, b->lo + b->bytes};
+        return;
+    }
     if (b->cells.empty()) b->cells.resize(b->bytes / b->granule + 1);
     const GlobalAccess now{f.cluster->serial, clock, static_cast<i16>(component), intern(site), kind == kGlobalAtomic};
     for (long long a = offset / b->granule; a <= (offset + bytes - 1) / b->granule; ++a)
@@ -252,11 +266,13 @@ void *emu_alloc(const char *buffer_name, size_t bytes, int at_start, int granule
 void emu_protect(void *p, int writable) {
     Buffer *b = find_buffer(p);
     if (!b) return;
+    forget_bounds();
     b->writable = writable;
     mprotect(b->map + kGuard, b->map_bytes - 2 * kGuard, writable ? PROT_READ | PROT_WRITE : PROT_READ);
 }
 
 void emu_free(void *p) {
+    forget_bounds();
     if (Buffer *b = find_buffer(p)) {
         munmap(b->map, b->map_bytes);
         buffers.erase(buffers.begin() + (b - buffers.data()));

@@ -32,6 +32,10 @@ struct Buffer {
 
 extern std::vector<Buffer> buffers;
 extern const char *lowest, *highest;  // all of them lie between
+// Buffers of which a load has found that loads need nothing but these bounds, by the MiB: most loads are of such ones.
+struct Bounds { const char *lo, *hi; };
+extern Bounds loaded[256];
+inline Bounds &loaded_near(const void *p) { return loaded[reinterpret_cast<uintptr_t>(p) >> 20 & 255]; }
 Buffer *find_buffer(const void *p);
 void put_fault(const void *address);  // describes an access that hit a guard page
 void reset_global();

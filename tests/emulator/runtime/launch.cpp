@@ -105,12 +105,12 @@ static void start_cluster(int slot, int serial) {
         w.in_cta = i % static_cast<int>(config.threads / 32);
         w.cta = &c.ctas[i / static_cast<int>(config.threads / 32)];
         w.runnable = ~0u;
-        w.parked = 0;
+        w.done = w.parked = 0;
         w.max_registers = share;
         w.cluster_phase = 0;
     }
     if (config.race) {
-        c.clocks.reset(c.threads, c.threads / 32);
+        c.clocks.reset(c.threads);
         c.shadow = std::make_unique<SharedShadow>();
         c.shadow->reset(config.cluster, config.smem_bytes);
     }
@@ -148,7 +148,7 @@ void put_deadlock() {
             for (int l = 0; l < 32; ++l) {
                 const Fiber &f = w.lanes[l];
                 std::string what = "exited";
-                if (f.state != State::kDone) {
+                if (!(w.done >> l & 1)) {
                     what = f.waits_for + std::string(" at ") + text(f.site);
                     if (strncmp(f.waits_for, "mbar", 4) == 0)
                         what += " (shared memory + " + std::to_string(f.operand & (kCtaSpan - 1)) + ")";

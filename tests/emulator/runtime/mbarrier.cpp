@@ -92,7 +92,7 @@ void complete_tx(Cluster &cluster, BulkOp &op, u32 bytes) {
     m.tx -= bytes;
     if (config.race) {
         Clocks &c = cluster.clocks;
-        if (m.collecting.data.empty()) m.collecting.data.assign(c.size, 0);
+        m.collecting.data.resize(c.size);
         u32 &copies = m.collecting.data[op.component];
         copies = std::max(copies, op.clock);
         join(m.collecting.cause, op.cause.data(), c.threads);
@@ -119,6 +119,7 @@ void emu_mbarrier_init(u32 bar, u32 count, Site site) {
     m.count = m.pending = count;
     m.number = number;
     m.site = site;
+    if (!again) current->cluster->clocks.has_mbarriers(number + 1);
     const u64 c = cookie(bar);
     memcpy(p, &c, 8);
 }

@@ -53,8 +53,10 @@ void report_race(const char *kind, const std::string &where, const std::string &
 
 // ---- Shared memory ----
 void SharedShadow::reset(int ctas, u32 smem_bytes) {
-    cta_cells = smem_bytes / kGranule + 4;
-    cells.assign(static_cast<size_t>(ctas) * cta_cells, SharedCell());
+    cta_lines = smem_bytes / kLine + 1;
+    lines.assign(static_cast<size_t>(ctas) * cta_lines, SharedCell());
+    parts.clear();
+    free_parts.clear();
     more.assign(1, {});
     free_more.clear();
 }
@@ -70,14 +72,29 @@ int SharedShadow::new_more() {
     return index;
 }
 
-void SharedShadow::split(SharedCell *line) {
-    line->whole = false;
-    for (u32 i = 1; i < kLine / kGranule; ++i) {
-        line[i] = *line;
-        if (!line->more) continue;
-        line[i].more = new_more();
-        more[line[i].more] = more[line->more];
+SharedShadow::Parts &SharedShadow::split(SharedCell &line) {
+    if (!line.whole) return parts[line.more];
+    if (free_parts.empty()) {
+        free_parts.push_back(static_cast<int>(parts.size()));
+        parts.emplace_back();
     }
+    const int index = free_parts.back();
+    free_parts.pop_back();
+    Parts &own = parts[index];
+    own.fill(line);
+    if (line.more)
+        for (u32 i = 1; i < own.size(); ++i) {
+            own[i].more = new_more();
+            more[own[i].more] = more[line.more];
+        }
+    line.whole = false;
+    line.more = index;
+    return own;
+}
+
+void SharedShadow::join(SharedCell &line) {
+    free_parts.push_back(line.more);
+    line = parts[line.more][0];
 }
 
 // f(record, address) for all records of some bytes. If that leaves the same in all granules of a line, they have one.
@@ -85,20 +102,21 @@ template <class F>
 static void for_each_record(SharedShadow &shadow, u32 addr, u32 bytes, bool leaves_the_same, F f) {
     const u32 end = addr + bytes;
     for (u32 a = addr / kGranule * kGranule; a < end;) {
-        SharedCell *line = shadow.line(a);
+        SharedCell &line = shadow.line(a);
         if (a % kLine || end - a < kLine) {
-            if (line->whole) shadow.split(line);
-            f(line[a % kLine / kGranule], a);
+            f(shadow.split(line)[a % kLine / kGranule], a);
             a += kGranule;
             continue;
         }
-        if (line->whole) {
-            f(*line, a);
+        if (line.whole) {
+            f(line, a);
         } else {
-            for (u32 i = 0; i < kLine / kGranule; ++i) f(line[i], a + i * kGranule);
-            line->whole = leaves_the_same && std::all_of(line, line + kLine / kGranule, [=](const SharedCell &c) {
-                              return c.copy_pending == line->copy_pending;
-                          });
+            SharedShadow::Parts &own = shadow.parts[line.more];
+            for (u32 i = 0; i < own.size(); ++i) f(own[i], a + i * kGranule);
+            if (leaves_the_same && std::all_of(own.begin(), own.end(), [&](const SharedCell &c) {
+                    return c.copy_pending == own[0].copy_pending;
+                }))
+                shadow.join(line);
         }
         a += kLine;
     }

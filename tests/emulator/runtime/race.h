@@ -2,6 +2,8 @@
 // schedule in which both accesses occur.
 #ifndef EMULATOR_RACE_H
 #define EMULATOR_RACE_H
+#include <array>
+
 #include "threads.h"
 
 namespace emu {
@@ -21,24 +23,25 @@ struct alignas(32) SharedCell {  // half a cache line: most of the time goes int
     int more = 0;               // further reads: index into SharedShadow::more, 0 for none
     bool async_write = false;   // the write was asynchronous (TMA)
     bool copy_pending = false;  // cp.async is under way
-    bool whole = true;          // of a line's first granule: its record is that of all
+    bool whole = true;          // of a line: its record is that of all granules; else they are in parts[more]
 };
 
 struct SharedShadow {
-    std::vector<SharedCell> cells;  // of all blocks of the cluster, one after the other
+    using Parts = std::array<SharedCell, kLine / kGranule>;
+    std::vector<SharedCell> lines;  // of all blocks of the cluster, one after the other
+    std::vector<Parts> parts;       // the granules of lines that are not whole
     std::vector<std::vector<Access>> more;
-    std::vector<int> free_more;
-    u32 cta_cells;
+    std::vector<int> free_parts, free_more;
+    u32 cta_lines;
 
     void reset(int ctas, u32 smem_bytes);
-    SharedCell *line(u32 addr) {
-        return &cells[(addr >> kCtaShift) * cta_cells + (addr & (kCtaSpan - 1)) / kLine * (kLine / kGranule)];
-    }
+    SharedCell &line(u32 addr) { return lines[(addr >> kCtaShift) * cta_lines + (addr & (kCtaSpan - 1)) / kLine]; }
     const SharedCell &cell(u32 addr) {
-        const SharedCell *first = line(addr);
-        return first->whole ? *first : first[addr % kLine / kGranule];
+        const SharedCell &all = line(addr);
+        return all.whole ? all : parts[all.more][addr % kLine / kGranule];
     }
-    void split(SharedCell *line);  // gives each granule a record of its own
+    Parts &split(SharedCell &line);  // gives each granule a record of its own, unless it has one
+    void join(SharedCell &line);     // those are all the same: one record for them
     int new_more();
 };
 

@@ -88,10 +88,7 @@ void leave_fiber() {
     abort();
 }
 
-void start_fiber(Fiber &f, void (*entry)()) {
-    prepare_stack(f, entry);
-    f.state = State::kRunnable;
-}
+void start_fiber(Fiber &f, void (*entry)()) { prepare_stack(f, entry); }
 
 // ---- Choosing ----
 static Fiber *any_lane(Warp &w, u32 lanes) {
@@ -146,11 +143,7 @@ static bool wake_sleepers() {
     return true;
 }
 
-static Fiber *pick() {
-    if (!config.lanes_alone && current) {  // the lanes of a warp stay together
-        const u32 lanes = current->warp->runnable & ~current->warp->parked;
-        if (lanes) return &current->warp->lanes[__builtin_ctz(lanes)];
-    }
+static Fiber *pick_warp() {
     for (;;) {
         if (config.completion == kAnyTime && one_in(8)) complete_one_bulk();
         if (!sleepers.empty() && published && one_in(4)) wake_sleepers();
@@ -165,13 +158,20 @@ static Fiber *pick() {
     }
 }
 
+static inline Fiber *pick() {
+    if (!config.lanes_alone && current) {  // the lanes of a warp stay together
+        const u32 lanes = current->warp->runnable & ~current->warp->parked;
+        if (lanes) return &current->warp->lanes[__builtin_ctz(lanes)];
+    }
+    return pick_warp();
+}
+
 static void yield() {
     if (Fiber *f = pick()) go(f);
 }
 
-static void make_waiting(State state, const char *what, Site site, u32 operand) {
+static void make_waiting(const char *what, Site site, u32 operand) {
     Fiber &f = *current;
-    f.state = state;
     f.waits_for = what;
     f.site = site;
     f.operand = operand;
@@ -180,13 +180,13 @@ static void make_waiting(State state, const char *what, Site site, u32 operand) 
 }
 
 void block_current(const char *what, Site site, u32 operand) {
-    make_waiting(State::kBlocked, what, site, operand);
+    make_waiting(what, site, operand);
     go(pick());
 }
 
 void sleep_current(Site site) {
     sleepers.push_back(current);
-    make_waiting(State::kSleeping, "nanosleep", site, 0);
+    make_waiting("nanosleep", site, 0);
     go(pick());
 }
 
@@ -195,16 +195,15 @@ void publish() {
     woke_for_nothing = false;
 }
 
-void wake(Fiber &f) {
-    if (f.state != State::kBlocked && f.state != State::kSleeping) return;
-    f.state = State::kRunnable;
-    f.warp->runnable |= 1u << f.lane;
-    ++runnable;
+static void wake_lanes(Warp &w, u32 lanes) {
+    lanes &= ~(w.runnable | w.done);
+    w.runnable |= lanes;
+    runnable += __builtin_popcount(lanes);
 }
 
-void wake_warp(Warp &w) {
-    for (int i = 0; i < 32; ++i) wake(w.lanes[i]);
-}
+void wake(Fiber &f) { wake_lanes(*f.warp, 1u << f.lane); }
+
+void wake_warp(Warp &w) { wake_lanes(w, ~0u); }
 
 void preempt() {
     if (config.scheduler == kInOrder) return;
@@ -225,7 +224,7 @@ void gather() {
 
 void thread_exits() {
     Fiber &f = *current;
-    f.state = State::kDone;
+    f.warp->done |= 1u << f.lane;
     f.warp->runnable &= ~(1u << f.lane);
     --runnable;
     --f.cta->live;

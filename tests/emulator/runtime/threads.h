@@ -18,21 +18,19 @@ struct CpAsync {
     Site site;
 };
 
-enum class State { kRunnable, kBlocked, kSleeping, kDone };
-
 // One CUDA thread: a stack of its own, switched to by hand.
-struct Fiber : EmuThread {
+struct alignas(64) Fiber : EmuThread {
+    int lane;
     void *sp = nullptr;
     char *stack = nullptr;
     Warp *warp;
-    Cta *cta;
-    Cluster *cluster;
-    int index;  // in the cluster: its component of vector clocks
-    int lane;
-    State state;
     const char *waits_for;
     Site site;    // where it waits
     u32 operand;  // address or id it waits for
+    // Those above are touched each time that threads take turns, and cache lines are what this costs.
+    int index;  // in the cluster: its component of vector clocks
+    Cta *cta;
+    Cluster *cluster;
     bool result;  // of bar.red
     Knowledge known_blocks;
     std::vector<CpAsync> copies;                    // cp.async, open group
@@ -64,6 +62,7 @@ struct Warp {
     int index;     // in the cluster
     int in_cta;    // in its block
     u32 runnable;  // lanes
+    u32 done;      // lanes that have exited
     u32 parked;    // lanes that have reached a wait, while others of the warp may still come
     int priority;
     Collective collective;

@@ -20,21 +20,35 @@ struct WgmmaArgs {
 struct WgmmaOp {
     WgmmaArgs args;  // of lane 0; the same in all but d and a
     Site site;
-    bool done = false, saved = false;
+    bool done, saved;
     struct Lane {
         float *d;
         const u32 *a_registers;
         u32 a[4];
-        std::vector<float> d_before;
+        float d_before[kMaxN / 2];
     } lanes[32];
 };
+
+static std::vector<std::unique_ptr<WgmmaOp>> unused;  // room for operations to come
+
+static WgmmaOp *make_op(const WgmmaArgs &args, Site site) {
+    if (unused.empty()) unused.push_back(std::make_unique<WgmmaOp>());
+    WgmmaOp *op = unused.back().release();
+    unused.pop_back();
+    op->args = args;
+    op->site = site;
+    op->done = op->saved = false;
+    return op;
+}
+
+static void drop(WgmmaOp *op) { unused.emplace_back(op); }
 
 Cluster::Cluster() = default;
 Cluster::~Cluster() {
     for (Warp &w : warps) {  // what a failed launch has left in flight
-        for (WgmmaOp *op : w.wgmma.open) delete op;
+        for (WgmmaOp *op : w.wgmma.open) drop(op);
         for (auto &g : w.wgmma.groups)
-            for (WgmmaOp *op : g) delete op;
+            for (WgmmaOp *op : g) drop(op);
     }
 }
 
@@ -72,13 +86,57 @@ static void for_each_chunk(const Descriptor &d, int row0, int rows, bool mn_majo
 
 static u32 cta_base(const Warp &w) { return static_cast<u32>(w.lanes[0].cluster_rank) << kCtaShift; }
 
-template <class Store>
-static void load_operand(Warp &w, u64 descriptor, int row0, int rows, bool mn_major, int type, Store store) {
-    for_each_chunk(Descriptor(descriptor), row0, rows, mn_major, [&](u32 addr, int row, int k) {
-        u16 x[8];
-        memcpy(x, w.cluster->smem(cta_base(w) + addr), 16);
-        for (int i = 0; i < 8; ++i) store(row + (mn_major ? i : 0), k + (mn_major ? 0 : i), element_to_f32(x[i], type));
-    });
+using Eight = u16 __attribute__((vector_size(16)));  // elements of an operand that lie together
+
+static Row to_f32(Eight x, int type) {
+    Row y;
+    if (type == kEmuBf16) {
+        using Bits = u32 __attribute__((vector_size(32)));
+        const Bits bits = __builtin_convertvector(x, Bits) << 16;
+        memcpy(&y, &bits, sizeof y);
+    } else {
+        for (int i = 0; i < 8; ++i) y[i] = f16_to_f32(x[i]);
+    }
+    return y;
+}
+
+static void transpose(Eight (&x)[8]) {
+    constexpr Eight kLow = {0, 8, 1, 9, 2, 10, 3, 11}, kHigh = {4, 12, 5, 13, 6, 14, 7, 15};
+    for (int round = 0; round < 3; ++round) {
+        Eight y[8];
+        for (int i = 0; i < 4; ++i) {
+            y[2 * i] = __builtin_shuffle(x[i], x[i + 4], kLow);
+            y[2 * i + 1] = __builtin_shuffle(x[i], x[i + 4], kHigh);
+        }
+        memcpy(x, y, sizeof x);
+    }
+}
+
+// Rows row0 ... of an operand: to[row][k], or with kByK to[k][row].
+template <bool kByK, int kColumns>
+static void load_operand(Warp &w, u64 descriptor, int row0, int rows, bool mn_major, int type,
+                         float (&to)[16][kColumns]) {
+    const Descriptor d(descriptor);
+    for (int row = 0; row < rows; row += 8)
+        for (int k = 0; k < 16; k += 8) {
+            Eight x[8];
+            for (int i = 0; i < 8; ++i) {
+                const u32 addr = d.address(row0 + row + (mn_major ? 0 : i), k + (mn_major ? i : 0), mn_major);
+                memcpy(&x[i], w.cluster->smem(cta_base(w) + addr), 16);
+            }
+            if (mn_major != kByK) transpose(x);
+            for (int i = 0; i < 8; ++i) {
+                const Row y = to_f32(x[i], type);
+                memcpy(kByK ? &to[k + i][row] : &to[row + i][k], &y, sizeof y);
+            }
+        }
+}
+
+// Accumulators as two of a row at a time: f(of the tile, of lane l, which of its pairs).
+template <class F>
+static void for_each_pair(float (&d)[16][kMaxN], int n, F f) {
+    for (int l = 0; l < 32; ++l)
+        for (int i = 0; i < n / 4; ++i) f(&d[l / 4 + i % 2 * 8][i / 2 * 8 + l % 4 * 2], l, 2 * i);
 }
 
 static void perform(Warp &w, WgmmaOp &op) {
@@ -98,22 +156,27 @@ static void perform(Warp &w, WgmmaOp &op) {
                     element_to_f32(static_cast<u16>(lane.a[i / 2] >> (16 * (i % 2))), x.type);
         }
     } else {
-        load_operand(w, x.desc_a, w.in_cta % 4 * 16, 16, x.a_mn_major, x.type,
-                     [&](int row, int k, float e) { a[row][k] = e; });
+        load_operand<false>(w, x.desc_a, w.in_cta % 4 * 16, 16, x.a_mn_major, x.type, a);
     }
-    load_operand(w, x.desc_b, 0, x.n, x.b_mn_major, x.type, [&](int col, int k, float e) { b[k][col] = e; });
-    const auto for_each_element = [&](auto f) {
-        for (int l = 0; l < 32; ++l)
-            for (int i = 0; i < x.n / 2; ++i)
-                f(op.lanes[l], i, d[l / 4 + i / 2 % 2 * 8][i / 4 * 8 + l % 4 * 2 + i % 2]);
-    };
-    for_each_element([&](WgmmaOp::Lane &lane, int i, float &e) {
-        e = !x.accumulate ? 0.f : op.saved ? lane.d_before[i] : lane.d[i];
-    });
+    load_operand<true>(w, x.desc_b, 0, x.n, x.b_mn_major, x.type, b);
+    if (x.accumulate)
+        for_each_pair(d, x.n, [&](float *of_tile, int l, int i) {
+            memcpy(of_tile, (op.saved ? op.lanes[l].d_before : op.lanes[l].d) + i, 8);
+        });
+    else
+        for (auto &row : d) std::fill(row, row + x.n, 0.f);
     for (int row = 0; row < 16; ++row)
-        for (int k = 0; k < 16; ++k)
-            for (int col = 0; col < x.n; ++col) d[row][col] += a[row][k] * b[k][col];
-    for_each_element([](WgmmaOp::Lane &lane, int i, float &e) { lane.d[i] = e; });
+        for (int col = 0; col < x.n; col += 8) {
+            Row sum;
+            memcpy(&sum, &d[row][col], sizeof sum);
+            for (int k = 0; k < 16; ++k) {
+                Row of_b;
+                memcpy(&of_b, &b[k][col], sizeof of_b);
+                sum += a[row][k] * of_b;
+            }
+            memcpy(&d[row][col], &sum, sizeof sum);
+        }
+    for_each_pair(d, x.n, [&](float *of_tile, int l, int i) { memcpy(op.lanes[l].d + i, of_tile, 8); });
 }
 
 // Whether an operation in flight already owns these accumulators: the next one then continues from its result.
@@ -129,7 +192,7 @@ static void issue(void **args, Warp &w) {
     const Site site = w.collective.site;
     if (!w.wgmma.fenced) fail("wgmma at %s: no wgmma.fence since the last wait", text(site).c_str());
     if (first.n % 8 || first.n > kMaxN) fail("wgmma at %s: n = %d", text(site).c_str(), first.n);
-    auto *op = new WgmmaOp{first, site, false, false, {}};
+    WgmmaOp *op = make_op(first, site);
     for (int l = 0; l < 32; ++l) {
         const auto &x = *static_cast<WgmmaArgs *>(args[l]);
         if (x.desc_a != first.desc_a || x.desc_b != first.desc_b || x.accumulate != first.accumulate)
@@ -153,7 +216,7 @@ static void issue(void **args, Warp &w) {
     if (config.poison && config.completion != kEarly && !in_flight(w.wgmma, first.d)) {
         op->saved = true;
         for (auto &lane : op->lanes) {
-            lane.d_before.assign(lane.d, lane.d + first.n / 2);
+            memcpy(lane.d_before, lane.d, first.n / 2 * sizeof(float));
             std::fill(lane.d, lane.d + first.n / 2, kNotYet);
         }
     }
@@ -166,7 +229,7 @@ static void wait(Warp &w, int pending) {
     while (static_cast<int>(s.groups.size()) > pending) {
         for (WgmmaOp *op : s.groups.front()) {
             if (!op->done) perform(w, *op);
-            delete op;
+            drop(op);
         }
         s.groups.erase(s.groups.begin());
     }

@@ -122,7 +122,14 @@ inline u32 cvt_rn_bf16(float x) {
 inline u32 cvt_rn_bf16x2(float lo, float hi) { return cvt_rn_bf16(lo) | cvt_rn_bf16(hi) << 16; }
 inline u32 cvt_rn_f16(float x) { return x != x ? 0x7fffu : emu_f32_to_f16(x); }
 inline u32 cvt_rn_f16x2(float lo, float hi) { return cvt_rn_f16(lo) | cvt_rn_f16(hi) << 16; }
-inline float cvt_f32_f16(u16 x) { return emu_f16_to_f32(x); }
+inline float cvt_f32_f16(u16 x) {
+#ifdef __F16C__
+    using Halves = short __attribute__((vector_size(16)));
+    return __builtin_ia32_vcvtph2ps(Halves{static_cast<short>(x)})[0];
+#else
+    return emu_f16_to_f32(x);
+#endif
+}
 inline u32 prmt(u32 a, u32 b, u32 selector) {
     const u64 both = static_cast<u64>(b) << 32 | a;
     u32 y = 0;
