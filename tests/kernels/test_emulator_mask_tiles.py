@@ -24,9 +24,9 @@ from cupyflash.problem import Bias
 require_compiler()
 
 
-def _case(name: str, seqlen_q: int, seqlen_k: int, bias: str, **more: Any) -> Case:
+def _case(name: str, seqlen_q: int, seqlen_k: int, bias: str, head_dim: int = 64, **more: Any) -> Case:
     shape = {"batch": 2, "heads_q": 2, "heads_k": 1, **more}
-    return Case(f"mask-tiles-{name}", "full", seqlen_q, seqlen_k, 64, **shape, bias=bias)
+    return Case(f"mask-tiles-{name}", "full", seqlen_q, seqlen_k, head_dim, **shape, bias=bias)
 
 
 CASES = {
@@ -39,6 +39,7 @@ CASES = {
     "one": _case("one", 200, 330, "b bool"),
     "turned": _case("turned", 200, 330, "qk bool tiles turned"),
     "expanded": _case("expanded", 200, 330, "bqk bool tiles whole"),
+    "d128": _case("d128", 200, 330, "bqk bool tiles", 128, batch=1),
 }
 
 
