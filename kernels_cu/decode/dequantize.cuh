@@ -1,8 +1,8 @@
 // An 8-bit cache (stored.cuh) as rows of q's type, which the forward then reads (plan/prefill.py),
 //     k_rows[s, r] = k_scale * k_cache[where row r of sequence b lies],   v_rows likewise,
 // products in fp32, rounded once; what is finite stays so. s is b; packed, those that the forward takes have a slot each, in order,
-// which slots[b] tells it. Rows are the keys after the append, and zeros behind: the forward may read as far as a block beyond, and
-// would repair rows if NaN were there.
+// which slots[b] tells it. Rows are the keys after the append, if there are any, and zeros behind: the forward may read as far as a
+// block beyond, without pages of a sequence without keys, too, and would repair rows if NaN were there.
 // A block takes kBlockM rows of all heads, a thread 16 columns of K and V at a time. No shared memory.
 #ifndef CUPYFLASH_DEQUANTIZE_CUH
 #define CUPYFLASH_DEQUANTIZE_CUH
@@ -70,7 +70,7 @@ __device__ __forceinline__ void dequantize(const DequantizeParams &p) {
     if (V::kPacked && row0 == 0 && ptx::thread_index() == 0) p.slots[b] = slot;  // @slot-of-the-sequence
     const int appended = V::kPacked && p.appended ? queries_of(p, b) : p.appended;
     const int keys = min(used_rows(p, b) + appended, problem.seqlen_k);  // @keys-with-the-new-ones-dequantized
-    const int end = keys ? min(keys + kBehind, problem.seqlen_k) : 0;    // @zeros-behind-the-keys
+    const int end = min(keys + kBehind, problem.seqlen_k);               // @zeros-behind-the-keys
     const int of_row = problem.heads_k * kChunks, count = min(V::kBlockM, end - row0) * of_row;
     #pragma unroll 1
     for (int i = ptx::thread_index(); i < count; i += 32 * V::kWarps) {

@@ -34,6 +34,7 @@ CASES = {
             scale_dims=2, nonfinite=True,
         ),
         CacheCase("int8-many", "full", (3,) * 38, (130, *(0, 1) * 17, 128, 131, 129), heads_q=2, stored="int8"),
+        CacheCase("int8-none", "full", (100, 0), 130, capacity=100, stored="int8"),
         CacheCase("int8-large", "full", (100, 30), 128, stored="int8", dtypes=("fp16",)),
     )
 }  # fmt: skip
@@ -62,8 +63,6 @@ def wanted(arrays: dict[str, Any], name: str, caches: tuple[Any, Any]) -> list[A
         rows = np.full((dequantized(p).slots, p.capacity, p.heads_k, p.head_dim), np.nan)
         for slot, b in enumerate(taken):
             keys = min(int(np.clip(arrays["cache_seqlens"][b], 0, p.capacity)) + new[b], p.capacity)
-            if not keys:
-                continue
             rows[slot, keys : keys + BEHIND] = 0
             for row in range(keys):
                 at = place(arrays, b, row)

@@ -5,6 +5,7 @@ arrays, rows that belong to no sequence, orders, and where a sequence lies.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,16 @@ def test_lengths_that_contradict(family: str, head_dim: int, wrong: str, option:
     how = Session.of_family(family, "any")
     out, lse = how.forward(inputs, problem)
     how.backward(inputs, out, lse, problem)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_lengths_that_contradict_where_first_shares_are_stored(wrong: str, deterministic: bool) -> None:
+    """Nobody waits for ever for a share of dQ: the GPU is large enough for key blocks to wait for each other."""
+    case = three(128, deterministic=deterministic)
+    inputs, problem = case.inputs("bf16").having(sequences=given(*WRONG[wrong])), case.problem("bf16")
+    how = Session(small_device("sm_90", 64), replace(MODES["any"], resident=8), backward_family="sm90")
+    how.backward(inputs, inputs.q, np.zeros(problem.rows, np.float32), problem)
 
 
 ADDED: tuple[dict[str, Any], ...] = (
