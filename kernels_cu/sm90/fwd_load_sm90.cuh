@@ -58,9 +58,8 @@ struct FwdSm90Smem {
         for (int i = 0; i < 2 * kSlots; ++i) ptx::mbarrier_init(bar(i), 1);
         #pragma unroll 1
         for (int i = 0; i < kStages; ++i) {
-            // @k-released-by-all-warps
             ptx::mbarrier_init(k_full(i), (kJoint ? 2 : 1) * kKeyCopies + Copies::kTiles);
-            ptx::mbarrier_init(k_empty(i), 4 * kGroups);
+            ptx::mbarrier_init(k_empty(i), 4 * kGroups);  // @k-released-by-all-warps
             if (!kJoint) ptx::mbarrier_init(v_full(i), kKeyCopies), ptx::mbarrier_init(v_empty(i), 4 * kGroups);
         }
         // @followers-fwd-sm90

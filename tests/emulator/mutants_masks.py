@@ -23,7 +23,7 @@ FORWARD_MASKS = (
     _sm90("copied bits: of a block's first tile for all of it", change("kind-of-each-tile", "tile % kAlong", "0"), "block-mask-d128"),
     Bug("sight of the first group for all", change("sight-of-the-group", "entry >> 2 * group & 3", "entry & 3"), "block-mask-stripes-d128", arch="sm_90"),
     Bug("whole for the mask, not for the bounds", change("whole-in-mask-and-bounds", "mask.full(q0, k0)", "true"), "block-mask-everything"),
-    _sm90("no block where nothing is seen", change("block-of-nothing", "count == 0", "false"), "block-mask-nothing", r"buffer|load|DEADLOCK|key_lists"),
+    _sm90("a block of which nothing is seen for a whole one", change("block-of-nothing", "kInPart", "kWhole"), "block-mask-nothing"),
     _sm90("more blocks passed than there are stages", change("hidden-block-passed-fwd", "passed < smem.kPassedInARow", "true"), "block-mask-stripes-d256", r"RACE|PHASE OVERRUN|DEADLOCK"),
     _sm90("first block of a list dropped as the first of all keys", change("first-block-of-a-list-dropped", "tile.key_block(first)", "first"), "block-mask-dropout-d128"),
     _sm90("copied bits: a block's before it is free", without("bits-empty"), "block-mask-d128", r"RACE|more arrivals|PHASE OVERRUN"),
