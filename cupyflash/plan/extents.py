@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..errors import UnsupportedError
 from ..gpu.device import Device
 from ..problem import ITEMSIZE
-from .first_shares import stored_first
+from .first_shares import StoredFirst
 from .kernels import Convert, Slopes, round_up
 from .lists import Ahead, KeyLists, block_mask_of, own_tiles
 from .numbers import ByLengths as ByLengths
@@ -42,14 +42,14 @@ class Kernels:
 
     Attributes:
         mixed_bytes: how much of the operands that are streamed (K and V; Q, dO and dQ) heads scheduled together have.
-        first_stores_limit: up to so many keys it pays that dQ's accumulator need not be cleared.
+        stored_first: where dQ's accumulator need not be cleared.
     """
 
     variants: tuple[Variant, ...]
     spec: Spec
     device: Device
     mixed_bytes: int
-    first_stores_limit: int = -1
+    stored_first: StoredFirst
 
     def grid(self, variant: Variant, tiles: int) -> int:
         """How many blocks compute so many tiles."""
@@ -218,7 +218,8 @@ class Kernels:
         workspace |= {"key_tiles": ((n_blocks, 8), "int32")} if delta.constants.get("listed_rows") else {}
         first_stores, most_heads = 0, arrays * heads_k
         if isinstance(last, Convert):
-            first_stores, most_heads = stored_first(self.spec, self.first_stores_limit, self._of_one(seqlen_k, extents))
+            limit, stored, most_heads = self.stored_first
+            first_stores = stored if self._of_one(seqlen_k, extents) <= limit else 0
             columns = round_up(self.spec.head_dim, 16 * last.tile.split_d)
             workspace["dq_accum"] = (arrays, heads_q, m_blocks, main.block_m * columns), "fp32"
             if self.spec.deterministic or first_stores:
@@ -245,6 +246,5 @@ class Kernels:
         section = self.mixed_bytes // (bytes_per_head or 1)
         section = (heads if section > heads else section) or 1
         last = -(-self._tail_tiles // (tiles_per_head or 1))
-        if last < section:
-            last = section
-        return min(section, most), min(last, heads, most)
+        last = section if last < section else heads if last > heads else last
+        return (section, last) if last <= most else (most if section > most else section, most)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from ..gpu.device import Device
 from .extents import Kernels
+from .first_shares import StoredFirst
 from .spec import Spec
 from .variant import Tile, Variant
 
@@ -32,10 +33,10 @@ class Family:
         return device.l2_bytes // 2 if spec.uneven else 0
 
     def first_stores_limit(self, spec: Spec, device: Device) -> int:
-        """As of `Kernels`."""
+        """Up to so many keys it pays that dQ's accumulator need not be cleared (first_shares.py)."""
         return -1
 
     def kernels(self, spec: Spec, device: Device) -> Kernels:
         """The kernels that a spec takes, with what the plan needs to know of them."""
-        rules = self.mixed_bytes(spec, device), self.first_stores_limit(spec, device)
-        return Kernels(self.variants(spec, device), spec, device, *rules)
+        stored_first = StoredFirst.of(spec, self.first_stores_limit(spec, device))
+        return Kernels(self.variants(spec, device), spec, device, self.mixed_bytes(spec, device), stored_first)

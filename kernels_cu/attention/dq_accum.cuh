@@ -52,7 +52,7 @@ struct DqTile {
 // Whether the first share is stored; packed, that of sequences of fewer keys than the plan says.
 template <bool kPacked>
 __device__ __forceinline__ bool first_share_is_stored(const BwdParams &p, const Sequence<kPacked> &s) {
-    if constexpr (kPacked) return s.seqlen_k < p.schedule.first_stores;  // @sequences-of-few-keys
+    if constexpr (kPacked) return s.seqlen_k < p.schedule.first_stores;
     else return p.schedule.first_stores;
 }
 

@@ -45,6 +45,7 @@ BACKWARD_MASKS = (
     _sm90("bits of neighbours", change("two-of-every-eight", "8 * i", "0"), "block-mask"),
     _sm90("copied bits: a visit's before those of the last one are taken", without("bits-taken"), "block-mask", r"RACE|more arrivals|PHASE OVERRUN|DEADLOCK"),
     _sm90("copied bits: taken before they are there", without("bits-full"), "block-mask", r"RACE|uninitialised|PHASE OVERRUN"),
+    _sm90("copied bits: their place is not handed back", without("bits-released"), "block-mask", r"DEADLOCK"),
     _sm90("copied bits: of another tile of queries", change("kind-of-the-visit", "visit.q0()", "0"), "block-mask"),
     _sm90("copied bits: of the first group's keys", change("kind-of-the-visit", "visit.k0 + group * kMaskTile", "visit.k0"), "block-mask"),
     _sm90("copied bits: keys of the first warp for all", change("bits-of-the-key", "thread / 32 * 16 + ", ""), "block-mask"),

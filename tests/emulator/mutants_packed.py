@@ -53,3 +53,8 @@ CLAMPS = (
 MANY_TILES = (
     Bug("room in the list of tiles", change("room-in-the-list", "u(i) >= u(size(p))", "false"), "", "key_tiles"),
 )
+
+# With lanes that run by themselves.
+LANES = (
+    Bug("next tile asked for again before all lanes have seen it asked for", without("all-lanes-asked"), "packed-zero-queries-or-keys", "PHASE OVERRUN", "sm_90"),
+)  # fmt: skip

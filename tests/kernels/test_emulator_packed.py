@@ -14,7 +14,7 @@ from emulator import MODES, EmulatorError
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import TABLE
 from emulator.mutants import Bug
-from emulator.mutants_packed import CLAMPS, MANY_TILES
+from emulator.mutants_packed import CLAMPS, LANES, MANY_TILES
 from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
@@ -112,6 +112,13 @@ def test_orders(family: str, name: str, mode: str, order: int, seed: int) -> Non
     out, lse, *grads = everything(Session.of_family(family, mode, seed=seed + order), case, inputs)
     verdicts = exact.judge_forward(out, lse) + exact.judge_backward(*grads)
     assert all(v.passed for v in verdicts), "\n".join(str(v) for v in verdicts if not v.passed)
+
+
+@pytest.mark.parametrize("bug", LANES, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_planted_bug_of_lanes_is_reported(bug: Bug) -> None:
+    inputs, problem = inputs_of(TABLE[bug.case], "bf16")
+    with pytest.raises(EmulatorError, match=bug.finds):
+        Session.of_family(bug.family, "race lanes", headers=bug.headers()).forward(inputs, problem)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
