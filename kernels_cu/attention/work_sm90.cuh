@@ -107,8 +107,8 @@ __device__ __forceinline__ void schedule_tiles(const Params &p, int *counter, co
     else schedule_tiles<Rows, kRows>(SearchedTiles<V, Rows, kRows, kDescending, Params>{p}, count, counter, queue);
 }
 
-// The same tiles as one thread finds them in the queue, and asks for the next. A lane of a warp whose others wait for it, step by
-// step, is told 5 % later that a stage is empty (docs/performance.md).
+// The same tiles as one thread finds them in the queue, and asks for the next. As a lane of a warp whose others wait for it in
+// each step, it costs a forward 5 % of its time (docs/performance.md).
 template <class Params>
 struct TileFollower {
     const Params &p;
