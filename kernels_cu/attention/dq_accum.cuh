@@ -1,6 +1,6 @@
 // How dQ leaves the backward's main loop: every key block adds its share to an fp32 accumulator in global memory. It starts
-// at zero; or the first key block of a query tile stores its share, and the others add once that is done. A query tile lies there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the
-// same order.
+// at zero; or the first key block of a query tile stores its share, and the others add once that is done. A query tile lies
+// there in fragment order, so that each addition of a warp is contiguous; bwd_convert.cuh reads the same order.
 #ifndef CUPYFLASH_DQ_ACCUM_CUH
 #define CUPYFLASH_DQ_ACCUM_CUH
 #include "attention/schedule.cuh"

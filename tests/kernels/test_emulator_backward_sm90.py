@@ -114,7 +114,7 @@ def test_key_blocks_that_begin_at_different_tiles(
 
 
 @pytest.mark.parametrize("mode", ["race", "any", "starve", "late"])
-@pytest.mark.parametrize(("options"), [{}, {"deterministic": True}, {"heads_q": 2, "dropout_p": 0.3}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"heads_q": 2, "dropout_p": 0.3}], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_key_blocks_of_packed_sequences(head_dim: int, options: dict[str, Any], mode: str, seed: int) -> None:
     """Of those with few keys, which begin at different tiles, and of one with many; some have no queries or keys."""
