@@ -71,6 +71,17 @@ class BackwardTile:
         return 2 * self.block_n * row + self.stages * (2 * self.block_m * row + 8 * self.block_m) + exchanged
 
 
+@dataclass(frozen=True)
+class WideTile(BackwardTile):
+    """Two groups of four warps, of P and of dS; each warp forms its share of dQ in `dq_parts` steps."""
+
+    dq_parts: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{super().name}q{self.dq_warps_m}p{self.dq_parts}"
+
+
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200, 2026-11-20
 # (docs/performance.md), among those that compile without spills with NVRTC 12.9, for all architectures. With 13.0 the
 # forward at head_dim 128 spills 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. Those are not measured.
@@ -99,6 +110,8 @@ _FORWARD_SMALL: tuple[tuple[int, ForwardTile], ...] = (
 )
 
 _FORWARD_DROPOUT = ForwardTile(128, 64, 8, 2, 1)  # what compiles without spills; not measured
+
+_BACKWARD_WIDE = WideTile(64, 64, 8, 2, 1, split_d=4, dq_warps_m=2)
 
 _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1, dq_unroll=4)),
@@ -175,6 +188,13 @@ class Backward(Main):
     grouped: bool = False
 
 
+@dataclass(frozen=True)
+class BackwardWide(Backward):
+    """bwd_wide_sm80.cuh: the same."""
+
+    header, function = "bwd_wide_sm80", "bwd_wide"
+
+
 class Sm80(Family):
     """Takes everything."""
 
@@ -206,8 +226,18 @@ class Sm80(Family):
         is_wide = tile.warps != 8 or tile.block_n == 48 or (spec.crowded and d > 128)
         return replace(tile, block_n=32) if is_full and is_wide else tile
 
+    def is_wide(self, spec: Spec) -> bool:
+        """Two groups of warps know no bias, no dropout and nothing that changes the weight of a score."""
+        features = spec.bias, spec.dropout, spec.softcap, spec.mods, spec.block_mask, spec.dalibi, spec.sink, spec.unaligned
+        return spec.head_dim > 128 and not any(features)
+
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
         d = spec.head_dim
+        if self.is_wide(spec):
+            tiles = (replace(_BACKWARD_WIDE, stages=n) for n in (2, 1))
+            tile = next((t for t in tiles if t.smem_bytes(d) <= device.smem_bytes), None)
+            if tile:
+                return tile
         table = _BACKWARD_BIAS if spec.bias else _BACKWARD_SMALL if device.is_small else _BACKWARD
         if spec.dropout and device.capability >= (10, 0):  # where the usual tiles spill with it
             table = _BACKWARD_NARROW
@@ -233,7 +263,7 @@ class Sm80(Family):
         tile = self.backward_tile(spec, device)
         lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
         rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m
-        main = Delta.of(spec, DeltaTile(*rows)), Backward.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+        main = Delta.of(spec, DeltaTile(*rows)), (BackwardWide if isinstance(tile, WideTile) else Backward).of(spec, tile), Convert.of(spec, ConvertTile(*rows))
         sums = Slopes.after(spec, SlopesTile(tile.block_n, tile.warps, over_keys=True))
         return *lists, *main, *sums, *learned(spec, tile.block_m, device.smem_bytes)
 

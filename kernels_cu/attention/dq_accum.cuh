@@ -33,19 +33,20 @@ struct DqTile {
         return warp_index * (kRows * kCols) + (group + i / ptx::kRedWidth * ptx::kRedWidth) * 32 +
                owner * ptx::kRedWidth + i % ptx::kRedWidth;
     }
-    // f(accumulator elements, where they lie) for each group of elements that one instruction adds.
-    template <class F>
-    __device__ static void for_each_group(Acc &acc, float *accum, F f) {
+    // f(accumulator elements, where they lie) for each group of elements that one instruction adds; of the warp's columns
+    // [first_col, first_col + kSomeCols).
+    template <int kSomeCols, class F>
+    __device__ static void for_each_group(AccTile<kRows, kSomeCols> &acc, float *accum, F f, int first_col = 0) {
         const int thread = fresh_thread();
         float *mine = accum + thread / 32 * (kRows * kCols) + thread % 32 * ptx::kRedWidth;
         #pragma unroll
         for (int a = 0; a < Acc::kRowTiles; ++a)
             #pragma unroll
-            for (int j = 0; j < Acc::kColTiles; ++j)
+            for (int j = 0; j < acc.kColTiles; ++j)
                 #pragma unroll
                 for (int i = 0; i < 4; i += ptx::kRedWidth)
                     f(reinterpret_cast<float (&)[ptx::kRedWidth]>(acc.x[a][j][i]),
-                      mine + ((a * Acc::kColTiles + j) * 4 + i) * 32);
+                      mine + ((a * Acc::kColTiles + first_col / 8 + j) * 4 + i) * 32);
     }
 };
 
