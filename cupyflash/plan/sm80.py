@@ -111,7 +111,7 @@ _FORWARD_SMALL: tuple[tuple[int, ForwardTile], ...] = (
 
 _FORWARD_DROPOUT = ForwardTile(128, 64, 8, 2, 1)  # what compiles without spills; not measured
 
-_BACKWARD_WIDE = WideTile(64, 64, 8, 2, 1, split_d=4, dq_warps_m=2)
+_BACKWARD_WIDE = tuple(WideTile(64, 64, 8, stages, 1, split_d=4, dq_warps_m=2) for stages in (2, 1))
 
 _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1, dq_unroll=4)),
@@ -234,8 +234,7 @@ class Sm80(Family):
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
         d = spec.head_dim
         if self.is_wide(spec):
-            tiles = (replace(_BACKWARD_WIDE, stages=n) for n in (2, 1))
-            tile = next((t for t in tiles if t.smem_bytes(d) <= device.smem_bytes), None)
+            tile = next((t for t in _BACKWARD_WIDE if t.smem_bytes(d) <= device.smem_bytes), None)
             if tile:
                 return tile
         table = _BACKWARD_BIAS if spec.bias else _BACKWARD_SMALL if device.is_small else _BACKWARD

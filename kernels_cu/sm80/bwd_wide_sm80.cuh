@@ -13,7 +13,7 @@
 enum WideRole { kOfP = 0, kOfDS = 1 };
 
 // Hardware barriers.
-enum WideBarrier { kPComplete = 1, kDSWritten = 2, kDSComplete = 3 };
+enum WideBarrier { kPComplete = 1, kDSWritten = 2, kDSComplete = 3, kLanded = 4 };
 
 template <class V>
 __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
@@ -22,6 +22,8 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     constexpr int M = V::kBlockM, N = V::kBlockN, D = Dq::kDim, kStages = V::kStages, kThreads = 32 * V::kWarps;
     constexpr int kRows = N / 2, kQueries = M / 2, kCols = D / 4;
     static_assert(V::kWarps == 8 && M <= kThreads && kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0);
+    // The second group forms its share of dQ once the first is at the next query tile: while one forms P, the other multiplies.
+    constexpr bool kLate = kStages == 2 && !V::kDeterministic;
     static_assert(!V::kBias && !V::kBlockMask && !Emitted<V>::kAny && !Dropout<V>::kAny && Score<V>::kWeightIsP);
 
     // Which keys. With a mask, the first key blocks are the longest.
@@ -68,15 +70,22 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     AccTile<N, kCols> dKV;  // dV, or dK
     dKV.zero();
 
+    // Q and dO of the next query tile are here, and every warp is done with those of the one before.
+    const auto landed = [] {
+        ptx::cp_async_wait_group<0>();
+        ptx::bar_sync(kLanded, kThreads);
+    };
+
     // One query tile.
     const auto step = [&](int i, const Visit &now) {
         const int q0 = now.m_block * M;
         const bool masked = !(mask_again().full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q);
         const Stage s = stage(i);
 
-        ptx::cp_async_wait_group<0>();
-        ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before
-        if constexpr (kStages == 2) request(i + 1, visits.after(now));
+        if constexpr (!kLate) {
+            landed();
+            if constexpr (kStages == 2) request(i + 1, visits.after(now));
+        }
 
         const int warp_again = fresh_thread() / 32, role = warp_again / 4;
         const int key0 = warp_again % 2 * kRows, query0 = warp_again / 2 % 2 * kQueries;
@@ -132,6 +141,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
                 if (masked) hide();
                 W.from(X);
                 W.store(sdS, key0, query0);
+                if constexpr (kLate) ptx::bar_arrive(kDSComplete, kThreads);
                 ptx::bar_sync(kDSWritten, kThreads / 2);
             }
         }
@@ -140,7 +150,8 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
             const TileQ streamed{s.sQ.base + (1 - role) * TileQ::kBytes};
             gemm_nn<T>(dKV, SmemA<TileP, N>(weights, 0), streamed, warp_again % 4 * kCols);
         }
-        ptx::bar_sync(kDSComplete, kThreads);
+        if (!kLate || role == kOfP) ptx::bar_sync(kDSComplete, kThreads);
+        else landed();
         if constexpr (kStages == 1) request(i + 1, visits.after(now));
 
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
@@ -161,12 +172,20 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
                 dQ, accum, [](float (&x)[ptx::kRedWidth], float *to) { ptx::red_add(to, x); }, part * kPart);
         }
         turn.pass(rank);
+        if constexpr (kLate) {
+            if (role == kOfP) landed();
+            request(i + 2, visits.after(visits.after(now)));
+        }
     };
 
     load_keys<V>(p, sK, p.k, p.k_stride, tile);
     load_keys<V>(p, sV, p.v, p.v_stride, tile);
     auto now = visits.begin(tile.head * group);
     request(0, now);
+    if constexpr (kLate) {
+        landed();
+        request(1, visits.after(now));
+    }
     #pragma unroll 1
     for (int i = 0; i < visits.count; ++i, now = visits.after(now)) step(i, now);
 

@@ -33,6 +33,7 @@ EDITS = (
     (r"(?<!void )\b(?:arrive_warp|release_\w+|wait_[kqv])\((?:[^();{]|\([^()]*\))*\);", ";"),
     (r"ptx::atomic_add_acq_rel\(", "ptx::atomic_add("),
     (r"ptx::bar_warp_sync\(\);", ";"),
+    (r"ptx::bar_arrive\([^;]*\);", ";"),
     (r"ptx::cp_async_wait_group<[^;]*>\(\);", ";"),
     (r"ptx::cp_async_commit_group\(\);", ";"),
     (r"ptx::cp_async_bulk_\w*(?:wait|commit)_group\w*(?:<[^;]*>)?\(\);", ";"),

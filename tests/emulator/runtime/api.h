@@ -22,7 +22,7 @@ void emu_ld_shared(uint32_t addr, uint32_t bytes, void *out, EmuSite site);
 void emu_st_shared(uint32_t addr, uint32_t bytes, const void *in, EmuSite site);
 
 // Barriers of a block, and of a warp. threads < 0: the whole block. Returns the disjunction of `value` (kind 2).
-enum { kEmuBarSync = 1, kEmuBarRedOr = 2 };
+enum { kEmuBarArrive = 0, kEmuBarSync = 1, kEmuBarRedOr = 2 };
 bool emu_bar(int id, int threads, int kind, bool value, EmuSite site);
 void emu_bar_warp_sync(EmuSite site);
 uint32_t emu_ballot(bool p, EmuSite site);

@@ -55,10 +55,10 @@ static bool arrive_at_barrier(void **args, Warp &w) {
     }
     release_warp(w, b.released);
     b.arrived += 32;
-    b.waiting.push_back(&w);
+    if (first.kind != kEmuBarArrive) b.waiting.push_back(&w);
     const bool last = b.arrived == expected;
     if (last) complete(b);
-    return last;
+    return last || first.kind == kEmuBarArrive;
 }
 
 static void arrive_at_cluster(Warp &w) {
@@ -97,7 +97,11 @@ using namespace emu;
 
 bool emu_bar(int id, int threads, int kind, bool value, Site site) {
     BarrierArgs mine{id, threads, kind, value};
-    collective(kind == kEmuBarRedOr ? "bar.red" : "bar.sync", &mine, site, arrive_at_barrier);
+    if (kind == kEmuBarArrive) preempt();
+    collective(kind == kEmuBarRedOr  ? "bar.red"
+               : kind == kEmuBarSync ? "bar.sync"
+                                     : "bar.arrive",
+               &mine, site, arrive_at_barrier);
     return current->result;
 }
 

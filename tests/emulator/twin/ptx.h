@@ -51,6 +51,7 @@ inline void st_shared_v4_b32(u32 addr, const U128 &v, EMU_HERE) { emu_st_shared(
 // ---- Barriers and warp collectives ----
 inline void bar_sync(EMU_HERE) { emu_bar(0, -1, kEmuBarSync, false, EMU_SITE); }
 inline void bar_sync(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarSync, false, EMU_SITE); }
+inline void bar_arrive(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarArrive, false, EMU_SITE); }
 inline bool bar_red_or(int id, int threads, bool p, EMU_HERE) {
     return emu_bar(id, threads, kEmuBarRedOr, p, EMU_SITE);
 }
