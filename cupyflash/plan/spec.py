@@ -99,6 +99,7 @@ class Spec(NamedTuple):
     whole_pages: bool = False
     split_keys: bool = False
     narrow: bool = False
+    head_dim_v: int = 0
 
     @classmethod
     def of(
@@ -146,6 +147,7 @@ class Spec(NamedTuple):
             pages=problem.pages,
             whole_pages=problem.whole_pages,
             narrow=bool(asked.get("backward")) and _width(problem.window) <= NARROW,
+            head_dim_v=problem.head_dim_v if problem.head_dim_v != problem.head_dim else 0,
             **_added(problem, paired_bias),
             **asked,
         )
