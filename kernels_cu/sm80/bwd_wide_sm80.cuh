@@ -49,21 +49,6 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     };
     const Score<V> score(problem);
     const QueryTiles<V> visits(p, mask, tile, group);
-    // Without a mask, key block b of n begins after b / n of the query tiles, so that few add to the same one at a time.
-    constexpr bool kTurned = kLate && !Mask<V>::kHides && !V::kPacked;
-    const auto first_visit = [&](int head) -> Visit {
-        Visit v = visits.begin(head);
-        if constexpr (kTurned) v.m_block -= tile.block * visits.blocks / ceil_div(sequence.seqlen_k, N);
-        return v;
-    };
-    const auto after = [&](const Visit &v) -> Visit {
-        if constexpr (kTurned) {
-            const int m_block = v.m_block > 0 ? v.m_block - 1 : visits.blocks - 1;
-            return {v.head + (m_block == first_visit(0).m_block), m_block};
-        } else {
-            return visits.after(v);
-        }
-    };
     const auto request = [&](int i, const Visit &visit) {
         if (i < visits.count) {
             const int head = visit.head, q0 = visit.m_block * M;
@@ -99,7 +84,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
 
         if constexpr (!kLate) {
             landed();
-            if constexpr (kStages == 2) request(i + 1, after(now));
+            if constexpr (kStages == 2) request(i + 1, visits.after(now));
         }
 
         const int warp_again = fresh_thread() / 32, role = warp_again / 4;
@@ -167,7 +152,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         }
         if (!kLate || role == kOfP) ptx::bar_sync(kDSComplete, kThreads);
         else landed();
-        if constexpr (kStages == 1) request(i + 1, after(now));
+        if constexpr (kStages == 1) request(i + 1, visits.after(now));
 
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
         const int rank = visits.rank(now, mask_again(), tile.block);
@@ -189,20 +174,20 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         turn.pass(rank);
         if constexpr (kLate) {
             if (role == kOfP) landed();
-            request(i + 2, after(after(now)));
+            request(i + 2, visits.after(visits.after(now)));
         }
     };
 
     load_keys<V>(p, sK, p.k, p.k_stride, tile);
     load_keys<V>(p, sV, p.v, p.v_stride, tile);
-    auto now = first_visit(tile.head * group);
+    auto now = visits.begin(tile.head * group);
     request(0, now);
     if constexpr (kLate) {
         landed();
-        request(1, after(now));
+        request(1, visits.after(now));
     }
     #pragma unroll 1
-    for (int i = 0; i < visits.count; ++i, now = after(now)) step(i, now);
+    for (int i = 0; i < visits.count; ++i, now = visits.after(now)) step(i, now);
 
     ptx::cp_async_wait_group<0>();
     ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
