@@ -73,13 +73,13 @@ class BackwardTile:
 
 @dataclass(frozen=True)
 class WideTile(BackwardTile):
-    """Two groups of four warps, of P and of dS; each warp forms its share of dQ in `dq_parts` steps."""
+    """Two groups of four warps, of P and of dS. Each warp forms the columns of its share of dQ in `dq_parts` steps."""
 
     dq_parts: int = 1
 
     @property
     def name(self) -> str:
-        return f"{super().name}q{self.dq_warps_m}p{self.dq_parts}"
+        return super().name + (f"p{self.dq_parts}" if self.dq_parts > 1 else "")
 
 
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200, 2026-11-20
@@ -111,8 +111,6 @@ _FORWARD_SMALL: tuple[tuple[int, ForwardTile], ...] = (
 
 _FORWARD_DROPOUT = ForwardTile(128, 64, 8, 2, 1)  # what compiles without spills; not measured
 
-_BACKWARD_WIDE = tuple(WideTile(64, 64, 8, stages, 1, split_d=4, dq_warps_m=2) for stages in (2, 1))
-
 _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1, dq_unroll=4)),
     (128, BackwardTile(64, 128, 8, 2, 1, split_d=2)),
@@ -134,6 +132,11 @@ _BACKWARD_SMALL: tuple[tuple[int, BackwardTile], ...] = (
     (224, BackwardTile(32, 64, 8, 1, 1, split_d=2)),
     _BACKWARD[-1],
 )
+
+
+# For head_dims beyond 128, chosen by time on an H200 at 192 and 256, 2026-11-26. In two steps of dQ without a mask: 1 %
+# slower.
+_BACKWARD_WIDE = tuple(WideTile(64, 64, 8, stages, 1, split_d=4) for stages in (2, 1))
 
 
 # With a bias: fewer scores a thread, so that those of the bias fit the registers, too. Chosen among tiles that compile
@@ -190,7 +193,7 @@ class Backward(Main):
 
 @dataclass(frozen=True)
 class BackwardWide(Backward):
-    """bwd_wide_sm80.cuh: the same."""
+    """bwd_wide_sm80.cuh: the same at head_dims beyond 128."""
 
     header, function = "bwd_wide_sm80", "bwd_wide"
 
@@ -226,17 +229,19 @@ class Sm80(Family):
         is_wide = tile.warps != 8 or tile.block_n == 48 or (spec.crowded and d > 128)
         return replace(tile, block_n=32) if is_full and is_wide else tile
 
-    def is_wide(self, spec: Spec) -> bool:
-        """Two groups of warps know no bias, no dropout and nothing that changes the weight of a score."""
-        features = spec.bias, spec.dropout, spec.softcap, spec.mods, spec.block_mask, spec.dalibi, spec.sink, spec.unaligned
-        return spec.head_dim > 128 and not any(features)
+    def wide_tile(self, spec: Spec, device: Device) -> WideTile | None:
+        """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits."""
+        others = spec.softcap, spec.mods, spec.dropout, spec.block_mask, spec.dalibi, spec.head_dim_v
+        if spec.head_dim <= 128 or any(others):
+            return None
+        tile = next((t for t in _BACKWARD_WIDE if t.smem_bytes(spec.head_dim) <= device.smem_bytes), None)
+        takes_registers = spec.masked or spec.bias or spec.unaligned
+        return replace(tile, dq_parts=2) if tile and takes_registers else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
+        if wide := self.wide_tile(spec, device):
+            return wide
         d = spec.head_dim
-        if self.is_wide(spec):
-            tile = next((t for t in _BACKWARD_WIDE if t.smem_bytes(d) <= device.smem_bytes), None)
-            if tile:
-                return tile
         table = _BACKWARD_BIAS if spec.bias else _BACKWARD_SMALL if device.is_small else _BACKWARD
         if spec.dropout and device.capability >= (10, 0):  # where the usual tiles spill with it
             table = _BACKWARD_NARROW
@@ -262,7 +267,8 @@ class Sm80(Family):
         tile = self.backward_tile(spec, device)
         lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
         rows = tile.block_m, tile.warps, tile.split_d, tile.dq_warps_m
-        main = Delta.of(spec, DeltaTile(*rows)), (BackwardWide if isinstance(tile, WideTile) else Backward).of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+        kind = BackwardWide if isinstance(tile, WideTile) else Backward
+        main = Delta.of(spec, DeltaTile(*rows)), kind.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
         sums = Slopes.after(spec, SlopesTile(tile.block_n, tile.warps, over_keys=True))
         return *lists, *main, *sums, *learned(spec, tile.block_m, device.smem_bytes)
 

@@ -18,28 +18,7 @@
 #include "attention/repair_gradients.cuh"
 #include "attention/slopes.cuh"
 #include "attention/visits.cuh"
-
-// One query tile in shared memory.
-template <class T, int M, int D>
-struct QueryStage {
-    using Tile = SmemTile<T, M, D>;
-    static constexpr int kBytes = 2 * Tile::kBytes + 8 * M;
-    Tile sQ, sdO;
-    ptx::u32 stats;  // [M][2] floats: lse in powers of two, delta
-
-    __device__ explicit QueryStage(ptx::u32 base)
-        : sQ{base}, sdO{base + Tile::kBytes}, stats{base + 2 * Tile::kBytes} {}
-};
-
-// K or V of the block's keys.
-template <class V, class SmemTileKV>
-__device__ __forceinline__ void load_keys(const BwdParams &p, const SmemTileKV &dst, const void *src,
-                                          const Strides &stride, const Tile<V::kPacked> &tile) {
-    using T = typename V::Element;
-    dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
-        static_cast<const T *>(src) + tile.sequence.k_offset(stride, KeysOf<V>::head_k(p, tile.head)), stride.row,
-        tile.block * V::kBlockN, tile.sequence.seqlen_k);
-}
+#include "sm80/bwd_load_sm80.cuh"
 
 template <class V>
 __device__ __forceinline__ void bwd(const BwdParams &p) {
@@ -80,20 +59,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     const Score<V> score(problem);
     const QueryTiles<V> visits(p, mask, tile, group);  // in step i, one is used and the next may be requested
     const auto request = [&](int i, const auto &visit) {
-        if (i < visits.count) {
-            const int head = visit.head, q0 = visit.m_block * M;
-            const Stage s = stage(i);
-            s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
-                static_cast<const T *>(p.q) + sequence.q_offset(p.q_stride, head), p.q_stride.row, q0,
-                sequence.seqlen_q);
-            s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
-                static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, head), p.dout_stride.row, q0,
-                sequence.seqlen_q);  // @strides-of-do-bwd-sm80
-            const int r = fresh_thread();
-            if (r < M)
-                ptx::cp_async_8(s.stats + 8 * r, row_stats_at<M>(p, sequence, head, q0 + r),
-                                q0 + r < sequence.seqlen_q);  // @statistics-of-the-visit-sm80
-        }
+        if (i < visits.count) load_queries<V>(p, sequence, visit.head, visit.m_block * M, stage(i));
         ptx::cp_async_commit_group();
     };
 

@@ -1,0 +1,47 @@
+// What blocks of the sm80 family's backward copy to shared memory: K and V of their keys once, and a query tile of Q and dO
+// with its row_stats for each visit. Asynchronous (cp.async; commit and wait outside) unless rows are not aligned.
+#ifndef CUPYFLASH_BWD_LOAD_SM80_CUH
+#define CUPYFLASH_BWD_LOAD_SM80_CUH
+#include "attention/shares.cuh"
+#include "tile/tile.cuh"
+
+// One query tile in shared memory.
+template <class T, int M, int D>
+struct QueryStage {
+    using Tile = SmemTile<T, M, D>;
+    static constexpr int kBytes = 2 * Tile::kBytes + 8 * M;
+    Tile sQ, sdO;
+    ptx::u32 stats;  // [M][2] floats: lse in powers of two, delta
+
+    __device__ explicit QueryStage(ptx::u32 base)
+        : sQ{base}, sdO{base + Tile::kBytes}, stats{base + 2 * Tile::kBytes} {}
+};
+
+// K or V of the block's keys.
+template <class V, class SmemTileKV>
+__device__ __forceinline__ void load_keys(const BwdParams &p, const SmemTileKV &dst, const void *src,
+                                          const Strides &stride, const Tile<V::kPacked> &tile) {
+    using T = typename V::Element;
+    dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
+        static_cast<const T *>(src) + tile.sequence.k_offset(stride, KeysOf<V>::head_k(p, tile.head)), stride.row,
+        tile.block * V::kBlockN, tile.sequence.seqlen_k);
+}
+
+// Rows [q0, q0 + kBlockM) of a head of q, those that exist.
+template <class V, class Stage>
+__device__ __forceinline__ void load_queries(const BwdParams &p, const Sequence<V::kPacked> &sequence, int head, int q0,
+                                             const Stage &s) {
+    using T = typename V::Element;
+    constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
+    s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
+        static_cast<const T *>(p.q) + sequence.q_offset(p.q_stride, head), p.q_stride.row, q0, sequence.seqlen_q);
+    s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
+        static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, head), p.dout_stride.row, q0,
+        sequence.seqlen_q);  // @strides-of-do-bwd-sm80
+    const int r = fresh_thread();
+    if (r < M)
+        ptx::cp_async_8(s.stats + 8 * r, row_stats_at<M>(p, sequence, head, q0 + r),
+                        q0 + r < sequence.seqlen_q);  // @statistics-of-the-visit-sm80
+}
+
+#endif  // CUPYFLASH_BWD_LOAD_SM80_CUH
