@@ -57,6 +57,7 @@ class Spec(NamedTuple):
         family: the family that the user insists on.
         clocks: blocks record how long each took, where the family has such a form.
         page_size, pages: of a forward over a cache, by value like softcap; whole_pages: blocks of keys lie in one each.
+        head_dim_v: that of v, out and their gradients, where it differs from that of q and k; else 0.
         split_keys: not of a call, but of those of its kernels that divide keys (splits.py).
     """
 
@@ -99,6 +100,7 @@ class Spec(NamedTuple):
     whole_pages: bool = False
     split_keys: bool = False
     narrow: bool = False
+    head_dim_v: int = 0
 
     @classmethod
     def of(
@@ -146,9 +148,20 @@ class Spec(NamedTuple):
             pages=problem.pages,
             whole_pages=problem.whole_pages,
             narrow=bool(asked.get("backward")) and _width(problem.window) <= NARROW,
+            head_dim_v=problem.head_dim_v if problem.head_dim_v != problem.head_dim else 0,
             **_added(problem, paired_bias),
             **asked,
         )
+
+    @property
+    def width_v(self) -> int:
+        """head_dim of v."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def widest(self) -> int:
+        """The larger head_dim, by which tiles are chosen."""
+        return max(self.head_dim, self.width_v)
 
     @property
     def paged(self) -> bool:
