@@ -13,6 +13,7 @@ INPUT, RESULT, GRADIENT, WORKSPACE, COUNTER = "input", "result", "gradient", "wo
 
 Q = ("batch", "seqlen_q", "heads_q", "head_dim")
 K = ("batch", "seqlen_k", "heads_k", "head_dim")
+OUT, V = (*Q[:3], "head_dim_v"), (*K[:3], "head_dim_v")
 ROWS = ("batch", "heads_q", "seqlen_q")
 SCORES = ("batch", "heads_q", "seqlen_q", "seqlen_k")
 MASK_TILE = 64  # queries and keys of a tile of a block mask, "q_tiles" and "k_tiles" of them in all
@@ -31,6 +32,7 @@ SIZES = (
     "max_seqlen_q",
     "max_seqlen_k",
     "head_dim",
+    "head_dim_v",
     "batch + 1",
     "total_q",
     "total_k",
@@ -72,7 +74,7 @@ class Operand:
     Attributes:
         dims: its dimensions, in the layout bshd.
         dtype: "" is that of q.
-        like: the array whose shape and dtype it has.
+        like: the array whose shape and dtype it has; width: another one, whose last dimension it has.
         forward, backward: what it is to that pass; None: nothing.
         strided: it may have any strides but along its last dimension, and has `Strides` in the structs; others are
             contiguous.
@@ -92,6 +94,7 @@ class Operand:
     dims: tuple[str, ...]
     dtype: str = ""
     like: str = ""
+    width: str = ""
     forward: Use | None = None
     backward: Use | None = None
     strided: bool = False
@@ -112,7 +115,7 @@ class Operand:
     @property
     def has_layout(self) -> bool:
         """Whether its dimensions are in the order of the caller's layout."""
-        return len(self.dims) == 4 and self.dims[3] == "head_dim"
+        return len(self.dims) == 4 and self.dims[3].startswith("head_dim")
 
     @property
     def packed(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from .operand import COUNTER as COUNTER
 from .operand import GRADIENT as GRADIENT
 from .operand import INPUT as INPUT
-from .operand import MOD_ARRAYS, MOD_LIMIT, ROWS, SCORES, Box, K, Q, Use
+from .operand import MOD_ARRAYS, MOD_LIMIT, OUT, ROWS, SCORES, Box, K, Q, Use, V
 from .operand import RESULT as RESULT
 from .operand import SIZES as SIZES
 from .operand import WORKSPACE as WORKSPACE
@@ -31,9 +31,9 @@ _PARTS = Use(WORKSPACE, optional=True, text="null: there is one part")
 TABLE: tuple[Operand | Number, ...] = (
     Operand("q", Q, forward=Use(INPUT, 64), backward=Use(INPUT, "block_m"), strided=True),
     Operand("k", K, forward=Use(INPUT, "key_rows"), backward=Use(INPUT, "block_n"), strided=True),
-    Operand("v", K, like="k", forward=Use(INPUT, "key_rows"), backward=Use(INPUT, "block_n"), strided=True),
-    Operand("out", Q, like="q", forward=Use(RESULT, 64), backward=_IN, strided=True, field="o"),
-    Operand("dout", Q, like="q", backward=Use(INPUT, "block_m"), strided=True),
+    Operand("v", V, like="k", width="v", forward=Use(INPUT, "key_rows"), backward=Use(INPUT, "block_n"), strided=True),
+    Operand("out", OUT, like="q", width="v", forward=Use(RESULT, 64), backward=_IN, strided=True, field="o"),
+    Operand("dout", OUT, like="q", width="v", backward=Use(INPUT, "block_m"), strided=True),
     Operand(
         "lse", ROWS, "fp32",
         forward=Use(RESULT, optional=True, text="natural log; null: not wanted"),
@@ -42,7 +42,7 @@ TABLE: tuple[Operand | Number, ...] = (
     Operand("dlse", ROWS, "fp32", backward=Use(INPUT, optional=True, text="null: zero")),
     Operand("dq", Q, like="q", backward=Use(GRADIENT, 64), strided=True),
     Operand("dk", K, like="k", backward=Use(GRADIENT, 64), strided=True),
-    Operand("dv", K, like="v", backward=Use(GRADIENT, 64), strided=True),
+    Operand("dv", V, like="v", backward=Use(GRADIENT, 64), strided=True),
     Operand(
         "row_stats", ("batch", "heads_q", "m_blocks * block_m", "2"), "fp32",
         backward=Use(WORKSPACE, text="LSE * log2(e), delta = rowsum(dO * O) - dLSE; beyond seqlen_q inf and 0, which "
@@ -154,10 +154,10 @@ TABLE: tuple[Operand | Number, ...] = (
     ),
     *(
         Operand(
-            f"{name}_shares", ("batch", "heads_k * shares", "seqlen_k", "head_dim"), "fp32", feature="grouped",
+            f"{name}_shares", ("batch", "heads_k * shares", "seqlen_k", width), "fp32", feature="grouped",
             backward=Use(WORKSPACE, optional=True, text="null: there is one share"),
         )
-        for name in ("dk", "dv")
+        for name, width in (("dk", "head_dim"), ("dv", "head_dim_v"))
     ),
     Operand("block_table", ("batch", "any"), "int32", forward=_OPTIONAL, feature="pages"),
     Number("page_size", "int", "pages", "k, v: [pages, page_size, heads_k, head_dim] (pages.cuh)", only="forward"),

@@ -40,6 +40,8 @@ class Problem:
     more key. `dropout`: how many dimensions the seed has by which elements of the softmax are dropped, each with
     `dropout_p`; 0 without.
 
+    `head_dim_v`: of v and out; 0 when made: that of q and k.
+
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
     q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). Biases and masks
     then have room for `max_seqlen_q` queries and `max_seqlen_k` keys of each, MAX_SEQLEN if all broadcast along them.
@@ -77,11 +79,20 @@ class Problem:
     page_size: int = 0
     pages: int = 0
     whole_pages: bool = False
+    head_dim_v: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The shape of lse."""
         return (self.heads_q, self.seqlen_q) if self.packed else (self.batch, self.heads_q, self.seqlen_q)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The head_dims, of q and k, and of v."""
+        return self.head_dim, self.head_dim_v
 
     @property
     def dropout_limit(self) -> int:
@@ -139,9 +150,11 @@ def make_problem(
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
     _check_keys(shapes, batch, head_dim, options.layout, sequences)
+    head_dim_v = int(shapes[2][-1])
     _check_dtypes(dtypes)
     _check_heads(heads_q, heads_k)
     check_head_dim("q", head_dim)
+    check_head_dim("v", head_dim_v)
     _check_lengths(seqlen_q, seqlen_k)
     vet_p(options.dropout_p, dropout)
     scale_of_scores = vet_scale(options.scale, head_dim, dtypes[0])
@@ -163,6 +176,7 @@ def make_problem(
         block_mask=block_mask,
         mods=mods,
         mod_shapes=mod_shapes,
+        head_dim_v=head_dim_v,
         **rooms,
     )  # fmt: skip
 
@@ -183,14 +197,12 @@ def _check_keys(shapes: Sequence[Sequence[int]], batch: int, head_dim: int, layo
         b, _, _, d = _bshd(name, shape, layout, sequences)
         if b != batch:
             raise ArgumentError(f"{name}: expected the batch size of q, {batch}, got {b} (shape {tuple(shape)})")
-        if d != head_dim:
-            kind = UnsupportedError if name == "v" else ArgumentError
-            raise kind(
-                f"{name}: expected the head_dim of q, {head_dim}, got {d} (shape {tuple(shape)})"
-                + ("; a head_dim of v that differs from that of q and k is not supported yet" if name == "v" else "")
-            )
-    if tuple(shapes[2]) != tuple(shapes[1]):
-        raise ArgumentError(f"v: expected the shape of k, {tuple(shapes[1])}, got {tuple(shapes[2])}")
+        if d != head_dim and name == "k":
+            raise ArgumentError(f"k: expected the head_dim of q, {head_dim}, got {d} (shape {tuple(shape)})")
+    if tuple(shapes[2][:-1]) != tuple(shapes[1][:-1]):
+        raise ArgumentError(
+            f"v: expected the shape of k but for head_dim, {(*shapes[1][:-1], shapes[2][-1])}, got {tuple(shapes[2])}"
+        )
 
 
 def _check_lengths(*lengths: int) -> None:

@@ -23,6 +23,7 @@ from cupyflash.gpu import device
 from cupyflash.launch import on_cpu, run, staging
 from cupyflash.launch.checks import check
 from cupyflash.launch.packed import sequences_of, vet_lengths
+from cupyflash.launch.passes import given_of
 
 
 class Stream:
@@ -212,7 +213,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     def kernels(which: Any, library: Any, arrays: Any, options: Any, wanted: Any, into: Any = None) -> Any:
         if library is not CUPY:
             return real(which, library, arrays, options, wanted, into)
-        given = run.given_of(which, tuple(arrays), wanted)
+        given = given_of(which, tuple(arrays), wanted)
         cuda.current.synchronize()
         plain = {name: x.x for name, x in arrays.items()}
         problem, _ = check(which, tuple(plain), NUMPY, [NUMPY.signature(x) for x in plain.values()], options)

@@ -61,6 +61,7 @@ class Case:
         dropout_p: of dropout; 0 without.
         mask: a block mask, a key of `case_masks.MASKS`; "": none.
         mods: a key of `case_mods.MODS`; "": none.
+        head_dim_v: of v; None: that of q and k.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Case:
     dropout_p: float = 0.0
     mask: str = ""
     mods: str = ""
+    head_dim_v: int | None = None
 
     @property
     def packed(self) -> bool:
@@ -101,7 +103,8 @@ class Case:
     @property
     def tags(self) -> frozenset[str]:
         """`values`, `memory`, and: emulator, nonfinite, strided, gqa, masked, empty, dlse, deterministic, softcap,
-        alibi, packed, kv_range, sink, bias, dropout, block_mask, mods.
+        alibi, packed, kv_range, sink, bias, dropout, block_mask, mods,
+        own_v.
         """
         heads = self.heads_q if self.packed else self.batch * self.heads_q
         small = max(self.seqlen_q, self.seqlen_k) <= EMULATOR_SEQLEN and heads <= EMULATOR_HEADS
@@ -123,6 +126,7 @@ class Case:
             "dropout": self.dropout_p > 0,
             "block_mask": bool(self.mask),
             "mods": bool(self.mods),
+            "own_v": self.head_dim_v is not None,
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.values, self.memory}
 
@@ -131,13 +135,14 @@ class Case:
         batch, sequences = ((), self.batch) if self.packed else ((self.batch,), None)
         q = (*batch, self.seqlen_q, self.heads_q, self.head_dim)
         k = (*batch, self.seqlen_k, self.heads_k, self.head_dim)
+        v = (*k[:-1], self.head_dim_v or self.head_dim)
         more: dict[str, Any] = self.options(layout="bshd") | {"sequences": sequences, "alibi": self.alibi}
         more |= {"kv_range": self.ranges is not None, "sink": self.sink, "bias": form_of(self.bias, dtype)}
         if self.packed:
             more["max_seqlens"] = room_of(self.bias, self.room, bool(self.mask))
         if self.mask:
             more["block_mask"] = code_of(self.block_mask().tiles.shape)
-        plain = make_problem((q, k, k), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
+        plain = make_problem((q, k, v), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
         return with_mods(plain, draw_mods(self.mods, np.random.default_rng(0), plain))
 
     @property

@@ -24,9 +24,9 @@ GROWING_BLOCK = 32  # keys that share a maximum in `growing_maxima`
 
 def normal(rng: Rng, p: Problem) -> Tensors:
     """N(0, 1)."""
-    shape_q = (p.batch, p.seqlen_q, p.heads_q, p.head_dim)
-    shape_k = (p.batch, p.seqlen_k, p.heads_k, p.head_dim)
-    q, k, v, dout = (rng.standard_normal(shape) for shape in (shape_q, shape_k, shape_k, shape_q))
+    rows_q, rows_k = (p.batch, p.seqlen_q, p.heads_q), (p.batch, p.seqlen_k, p.heads_k)
+    shapes = (*rows_q, p.head_dim), (*rows_k, p.head_dim), (*rows_k, p.head_dim_v), (*rows_q, p.head_dim_v)
+    q, k, v, dout = (rng.standard_normal(shape) for shape in shapes)
     return q, k, v, dout
 
 

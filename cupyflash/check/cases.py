@@ -15,6 +15,7 @@ from .cases_masks import MASK_CASES as MASK_CASES
 from .cases_mods import MODS_CASES as MODS_CASES
 from .cases_sequences import PACKED_CASES as PACKED_CASES
 from .cases_sequences import RANGE_CASES as RANGE_CASES
+from .cases_widths import WIDTH_CASES as WIDTH_CASES
 
 LEVELS = ("smoke", "quick", "full")  # each contains the one before
 
@@ -213,7 +214,7 @@ DENSE_CASES: tuple[Case, ...] = (
     Case("empty-seqlens", "full", 0, 0, 128),
 )
 
-CASES = DENSE_CASES + PACKED_CASES + RANGE_CASES + BIAS_CASES + MASK_CASES + COMBINED_CASES + MODS_CASES
+CASES = DENSE_CASES + PACKED_CASES + RANGE_CASES + BIAS_CASES + MASK_CASES + COMBINED_CASES + MODS_CASES + WIDTH_CASES
 
 
 def case(name: str) -> Case:

@@ -88,7 +88,7 @@ def _noise(
     Both of what mods read are added to `of_mods`, not yet in units of u."""
     dbias, of_rows = (none_of(of.bias, np.float64) for _ in range(2))
     learned = np.zeros((problem.batch, problem.heads_q, len(OfHead._fields)))
-    out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
+    out, dq, dk, dv = (np.zeros(x.shape) for x in (dout, q, k, v))
     if of.sequences is not None:
         for i, part in enumerate(parts(problem, of.sequences)):
             dlse_of = None if dlse is None else dlse[part.lse]

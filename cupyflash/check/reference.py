@@ -57,12 +57,12 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, of: Features = _PLAI
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), any floating dtype and strides.
-        k, v: (batch, seqlen_k, heads_k, head_dim).
+        k, v: (batch, seqlen_k, heads_k, head_dim), v (..., head_dim_v).
         problem: options; a query that sees no key gets out 0 and lse -inf, or the sink.
         of: what features bring.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim) and lse (batch, heads_q, seqlen_q), natural log, both float64.
+        out (batch, seqlen_q, heads_q, head_dim_v) and lse (batch, heads_q, seqlen_q), natural log, both float64.
     """
     return _forward(q, k, v, problem, Arithmetic.exact(), of)
 
@@ -73,7 +73,7 @@ def backward(
     """Exact gradients of ``sum(out * dout) + sum(lse * dlse)`` in float64: dq, dk, dv, and what features have.
 
     Args:
-        dout: gradient of out, shaped as q.
+        dout: gradient of out, shaped as it.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
         of: as in `forward`.
     """
@@ -107,13 +107,14 @@ def _stored(x: Array, dtype: np.dtype[Any]) -> Array:
 
 def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: Features) -> tuple[Array, Array]:
     if of.sequences is not None:
-        out, lse = np.zeros(q.shape, a.accumulate), np.full(problem.rows, -np.inf, a.accumulate)
+        out = np.zeros((*q.shape[:-1], v.shape[-1]), a.accumulate)
+        lse = np.full(problem.rows, -np.inf, a.accumulate)
         for part in parts(problem, of.sequences):
             own = q[part.q], k[part.k], v[part.k], part.problem, a, of.part(problem, part)
             out[part.q], lse[part.lse] = _forward(*own)
         return out, lse
     p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added(problem), problem)
-    out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
+    out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v), a.accumulate)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate)
     for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
@@ -144,7 +145,7 @@ def _backward(
         return dq, dk, dv, learned, dbias
     p, bounds, biases = problem, visible_pairs(problem), broadcast(of.added(problem), problem)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), a.accumulate)
-    dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), a.accumulate) for _ in range(2))
+    dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, width), a.accumulate) for width in p.widths)
     dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate) if dlse is None else a.load(dlse)
     for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])

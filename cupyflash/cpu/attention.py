@@ -54,16 +54,16 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, of: Features = _NOTH
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), fp16, bf16 (ml_dtypes), fp32 or fp64, any strides; never written.
-        k, v: (batch, seqlen_k, heads_k, head_dim), same dtype.
+        k, v: (batch, seqlen_k, heads_k, head_dim), same dtype; v (..., head_dim_v).
         problem: shapes and options.
         of: features, without sequences; all of batch and heads of k share a block mask. See `call` for others.
 
     Returns:
-        out, shape and dtype of q, and lse (batch, heads_q, seqlen_q), natural log, fp32 (fp64 for fp64). A query that
-        sees no key has out 0 and lse -inf, or the sink.
+        out, (batch, seqlen_q, heads_q, head_dim_v) in the dtype of q, and lse (batch, heads_q, seqlen_q), natural log,
+        fp32 (fp64 for fp64). A query that sees no key has out 0 and lse -inf, or the sink.
     """
     p, accumulate = problem, accumulator(q)
-    out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
+    out = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim_v), q.dtype)
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), accumulate)
     q_heads, out_heads, lse_heads = group_heads(q, p), group_heads(out, p), group_lse(lse, p)
 
@@ -114,7 +114,7 @@ def backward(
     """Gradients of ``sum(out * dout) + sum(lse * dlse)`` with respect to q, k and v, bitwise reproducible.
 
     Args:
-        dout: gradient of out, shaped as q.
+        dout: gradient of out, shaped as it.
         q, k, v: as in `forward`.
         out, lse: what `forward` returned.
         dlse: gradient of lse (batch, heads_q, seqlen_q); None is zero.
@@ -126,7 +126,7 @@ def backward(
     """
     p, sums = problem, Sums(of)
     dq = np.zeros((p.batch, p.seqlen_q, p.heads_q, p.head_dim), q.dtype)
-    dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, p.head_dim), q.dtype) for _ in range(2))
+    dk, dv = (np.zeros((p.batch, p.seqlen_k, p.heads_k, width), q.dtype) for width in p.widths)
     by_row = [group_heads(x, p) for x in (q, dout, out)]
     lse_heads, dlse_heads = group_lse(lse, p), None if dlse is None else group_lse(dlse, p)
     targets = group_heads(dq, p), dk.swapaxes(1, 2), dv.swapaxes(1, 2)
@@ -155,7 +155,7 @@ def _backward_chunk(
 ) -> tuple[Array, Array, Array]:
     """dQ, dK and dV of some heads in the dtype of K, and of V transposed; `by_row`: their q, dout and out."""
     dtype = K.dtype
-    dQ, dK, dV = np.zeros(by_row[0].shape, dtype), np.zeros_like(K), np.zeros_like(K)
+    dQ, dK, dV = np.zeros(by_row[0].shape, dtype), np.zeros_like(K), np.zeros((*K.shape[:2], VT.shape[1]), dtype)
     KT = transposed(K, p)
     for rows in query_tiles(p):
         Q, dO, O = (load_rows(x[..., rows, :], dtype) for x in by_row)

@@ -30,7 +30,7 @@ def forward(q: Array, k: Array, v: Array, problem: Problem, of: Features) -> tup
     found = _parts(problem, of)
     if found is None:
         return attention.forward(q, k, v, problem, of)
-    out, lse = np.zeros(q.shape, q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
+    out, lse = np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), np.full(problem.rows, -np.inf, attention.accumulator(q))
 
     def task(part: _Part) -> None:
         one = forward(q[part.q], k[part.k], v[part.k], part.problem, part.features)

@@ -21,7 +21,7 @@ Array = NDArray[Any]
 
 def forward_tile(Q: Array, KT: Array, V: Array, rows: slice, p: Problem, of: Chunk) -> tuple[Array, Array]:
     """O and lse of one tile of queries, of K transposed."""
-    O, added = np.zeros_like(Q), of.added
+    O, added = np.zeros((*Q.shape[:2], V.shape[2]), Q.dtype), of.added
     m, l = sinks.start(of.sink, (*Q.shape[:2], 1), Q.dtype)
     is_shown = np.zeros(m.shape, bool)
     for keys, visible in key_tiles(rows, p, of.mask):

@@ -118,7 +118,7 @@ def chunks(p: Problem) -> Iterator[tuple[slice, slice]]:
         return
     rows = next((t.stop - t.start for t in query_tiles(p)), 1) * (p.heads_q // p.heads_k)
     scores = CHUNK_SCORES // (rows * max(1, min(p.seqlen_k, BLOCK_N)))
-    heads = max(1, min(scores, CHUNK_KEYS // max(1, p.seqlen_k * p.head_dim)))
+    heads = max(1, min(scores, CHUNK_KEYS // max(1, p.seqlen_k * max(p.widths))))
     batch_step, head_step = max(1, heads // p.heads_k), min(heads, p.heads_k)
     for b in range(0, p.batch, batch_step):
         for h in range(0, p.heads_k, head_step):
@@ -126,8 +126,8 @@ def chunks(p: Problem) -> Iterator[tuple[slice, slice]]:
 
 
 def group_heads(x: Array, p: Problem) -> Array:
-    """View of a bshd array of queries as (batch, heads_k, group, seqlen_q, head_dim)."""
-    return x.reshape(p.batch, p.seqlen_q, p.heads_k, p.heads_q // p.heads_k, p.head_dim).transpose(0, 2, 3, 1, 4)
+    """View of a bshd array of queries as (batch, heads_k, group, seqlen_q, its head_dim)."""
+    return x.reshape(*x.shape[:2], p.heads_k, p.heads_q // p.heads_k, x.shape[3]).transpose(0, 2, 3, 1, 4)
 
 
 def group_lse(x: Array, p: Problem) -> Array:

@@ -20,7 +20,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..gpu import device as gpu
 from ..launch import find, run
 from ..launch.checks import check
-from ..launch.passes import contiguous_strides, given_of, sizes_of
+from ..launch.passes import contiguous_strides, given_of, has_own_v
 from ..launch.prepare import family
 from ..launch.variables import wish
 from ..operands import BACKWARD, FORWARD
@@ -128,16 +128,14 @@ def _keys(static: Static, arrays: Sequence[Any], device: int) -> list[tuple[Any,
 def results_of(static: Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """What a pass makes, after all checks of shapes and dtypes."""
     which = PASSES[static.which]
-    given = given_of(which, static.names, static.wanted)
-    problem, _ = check(which, static.names, Buffers(), _keys(static, arrays, CPU), static.options)
+    keys = _keys(static, arrays, CPU)
+    problem, _ = check(which, static.names, Buffers(), keys, static.options)
+    given = given_of(which, static.names, static.wanted, has_own_v(static.names, keys))
     named = dict(zip(static.names, arrays, strict=True))
-    sizes = sizes_of(Extents.of(problem), problem.head_dim, problem.packed)
     found = [jax.ShapeDtypeStruct(named[like].shape, named[like].dtype) for like in given.likes]
-    for name in given.shaped:
-        row = which.rows[name]
-        wide = row.dtype == "fp32" and problem.dtype == "fp64"
-        dtype = DTYPES["fp64" if wide else row.dtype]
-        found.append(jax.ShapeDtypeStruct(row.shape(sizes, problem.packed), dtype))
+    for shape, dtype in given.shapes(Extents.of(problem), problem.widths, problem.dtype, static.options.layout):
+        wide = dtype == "fp32" and problem.dtype == "fp64"
+        found.append(jax.ShapeDtypeStruct(shape, DTYPES["fp64" if wide else dtype]))
     return found
 
 

@@ -59,6 +59,7 @@ def made_dims(static: Static, dims: Sequence[Dims]) -> list[Dims]:
     for name in which.made(static.names, static.wanted):
         row = which.rows[name]
         own = of[row.like] if row.like else row.dims
+        own = (*own[:-1], of[row.width][-1]) if row.width else own
         found.append(tuple("" if d in whole else d for d in own))
     return found
 

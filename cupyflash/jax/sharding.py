@@ -16,7 +16,15 @@ from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, 
 from jax.sharding import NamedSharding, PartitionSpec
 
 Dims = tuple[str, ...]
-_FACTORS = {"batch": "b", "seqlen_q": "s", "seqlen_k": "t", "head_dim": "d", "heads_k": "h", "2": "e"}
+_FACTORS = {
+    "batch": "b",
+    "seqlen_q": "s",
+    "seqlen_k": "t",
+    "head_dim": "d",
+    "head_dim_v": "v",
+    "heads_k": "h",
+    "2": "e",
+}
 
 
 def _mapping(number: int, dims: Dims, group: int) -> ArrayMapping:

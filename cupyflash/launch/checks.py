@@ -36,15 +36,17 @@ def check(
     features = {**brought_by(given, library, keys)._asdict(), "sequences": packed, "max_seqlens": room_of(given, keys)}
     shapes = [keys[i][0] for i in given.qkv]
     if given.table is not None:
-        shapes[1:] = [pages_of(shapes[1], keys[given.table][0])[1]] * 2
+        shapes[1:] = [pages_of(shape, keys[given.table][0])[1] for shape in shapes[1:]]
     problem = make_problem(shapes, [dtypes[x] for x in "qkv"], **options._asdict(), **features)
     if packed is None and problem.kv_range:
         check_integers(library, "kv_range", lengths["kv_range"], problem.batch, device)
-    shape = tuple(found["q"][0])
+    shape = (*found["q"][0][:-1], problem.head_dim_v)
     for name, key in found.items():
         if which.rows[name].like == "q" and (tuple(key[0]), dtypes[name]) != (shape, dtypes["q"]):
+            of_v = "" if problem.head_dim_v == problem.head_dim else ", with the head_dim of v"
             raise ArgumentError(
-                f"{name}: expected shape {shape} and dtype {dtypes['q']} of q, got {tuple(key[0])} and {dtypes[name]}"
+                f"{name}: expected shape {shape} and dtype {dtypes['q']} of q{of_v}, got {tuple(key[0])} and "
+                f"{dtypes[name]}"
             )
     signatures = [library.describe(name, key) for name, key in found.items()]
     for name, sig in zip(names, signatures, strict=True):
@@ -74,7 +76,7 @@ def _check_mods(mods: str, given: Given, found: Mapping[str, tuple[Any, ...]], d
 def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, device: int) -> None:
     """An array with a shape and a dtype of its own. What is fp32 beside 16-bit arrays is fp64 beside those of fp64."""
     dims = row.packed if problem.packed else row.dims
-    sizes = sizes_of(Extents.of(problem), problem.head_dim, problem.packed)
+    sizes = sizes_of(Extents.of(problem), problem.widths, problem.packed)
     shape = shape_of(dims, sizes)
     wanted = "fp64" if (row.dtype, problem.dtype) == ("fp32", "fp64") else row.dtype or problem.dtype
     takes_fp32 = row.broadcasts and not row.dtype and problem.dtype in HALF

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..gpu import tensormap
-from ..gpu.forms import understand
+from ..gpu.forms import Form, understand
 from ..gpu.tensormap import TensorMap
 from ..operand import MOD_LIMIT
 from ..operands import Number, Operand, Pass
@@ -84,8 +84,11 @@ def words_of(which: Pass, dtype: np.dtype[np.void], slots: Mapping[str, int]) ->
 def arrays_of(given: Given, signatures: Sequence[tuple[Any, ...]]) -> Arrays:
     """Shape and strides of the arrays given and of the results that are shaped like them."""
     found = {name: (s[0], s[1]) for name, s in zip(given.names, signatures, strict=True)}
-    for name, like in zip(given.made, given.likes, strict=True):
-        found[name] = found[like][0], contiguous_strides(found[like][0])
+    rows = given.which.rows
+    for name in (name for name in (*given.made, *given.shaped) if rows[name].like):
+        shape = found[rows[name].like][0]
+        shape = (*shape[:-1], found[rows[name].width][0][-1]) if rows[name].width else shape
+        found[name] = shape, contiguous_strides(shape)
     return found
 
 
@@ -120,13 +123,14 @@ def fill(
 def template_of(given: Given, kernels: Kernels, filled: Filled) -> Template | None:
     """What the params of other calls of the spec are made from; None if the driver's tensor maps are not understood."""
     boxes, rows = given.which.boxes(kernels.variants), given.which.rows
-    dtype, head_dim = kernels.spec.dtype, kernels.spec.head_dim
-    forms = {box: understand(dtype, head_dim, *box) for box in set(boxes.values())}
-    maps = {}
+    spec, forms, maps = kernels.spec, dict[Any, Form | None](), {}
     for name, box in boxes.items():
-        form = forms[box]
+        width = (rows[name].dims[3] == "head_dim_v" and spec.head_dim_v) or spec.head_dim
+        if (width, box) not in forms:
+            forms[width, box] = understand(spec.dtype, width, *box)
+        form = forms[width, box]
         if form is None:
             return None
-        maps[rows[name].member] = form, TensorMap(dtype, (head_dim, 1, 1, 1), (16, 16, 16), *box)
+        maps[rows[name].member] = form, TensorMap(spec.dtype, (width, 1, 1, 1), (16, 16, 16), *box)
     strided, broadcast = ([rows[name].member for name in names] for names in (given.strided, given.broadcast))
     return Template(filled.params, strided, broadcast, maps)

@@ -16,7 +16,7 @@ from . import prepared as launch
 from .alignment import ALIGNED, aligned_at
 from .checks import check
 from .packed import sequences_of, vet_lengths
-from .passes import given_of
+from .passes import given_of, has_own_v
 from .prepare import prepare
 from .variables import is_debug, wish
 
@@ -43,7 +43,7 @@ def find(
     call = launch.calls.find(key)
     if call is None:
         vet_new(library, arrays)
-        given = given_of(which, names, wanted)
+        given = given_of(which, names, wanted, has_own_v(names, keys))
         found = series.again(given, keys, options, stream) if aligned.rows else None
         if found is None:
             call = prepare(given, library, keys, options, aligned, stream, vet=partial(vet_all, library, arrays))
@@ -104,5 +104,6 @@ def planned(
     key = *key_of(names, keys, options, wanted), wish()
     call = launch.calls.find(key)
     if call is None:
-        call = launch.calls.keep(key, prepare(given_of(which, names, wanted), library, keys, options, ALIGNED, 0))
+        given = given_of(which, names, wanted, has_own_v(names, keys))
+        call = launch.calls.keep(key, prepare(given, library, keys, options, ALIGNED, 0))
     return call

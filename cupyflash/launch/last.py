@@ -150,7 +150,7 @@ def remember_series(
 ) -> None:
     """A call of lengths that are new was found in this series, for these tensors. A comparison takes series in which no
     more than lengths of q, k and v, and strides, follow from lengths."""
-    if given.in_series > len(given.qkv) or given.rows_of_q:
+    if given.own_v or given.in_series > len(given.qkv) or given.rows_of_q:
         return
     call, before = _known(kind, _Last), _known(kind, _LastSeries)
     found = _LastSeries(series, device)

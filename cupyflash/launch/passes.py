@@ -9,12 +9,13 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..operand import MASK_TILE, MOD_GRADIENTS, ROWS, TILE_WORDS
-from ..operands import BACKWARD, SIZES, Pass, taker
+from ..operands import BACKWARD, SIZES, Operand, Pass, taker
 from ..plan.extents import Extents
 from ..plan.spec import LEARNED
 from ..problem import KEY_BLOCK
 from .template import Lengths, ScoreSteps, Steps
 
+Shape = tuple[int, ...]
 WITH_LSE = ("lse",)  # what a forward may be asked for
 _kinds: dict[Any, object] = {}  # whose hashes cost less than those of their keys
 
@@ -39,13 +40,14 @@ class Given:
 
     Attributes:
         wanted: what it makes only if asked to.
+        own_v: whether the head_dim of v is another than that of q.
         made: the results that are shaped like arrays given; `likes`: like which of those.
         shaped: the other results.
         order: all these and the arrays given: a call's addresses, before those of its workspace.
         strided: what has strides, given or made, in the table's order.
         qkv: the numbers of q, k and v among the arrays given.
         alike: of those with strides and the dtype of q.
-        like_q, others: of those but q, k and v that are shaped like q, and that are not.
+        like_out, others: of those but q, k and v that are shaped like out, and that are not.
         packed: the number of what says where the sequences of a packed call lie; None: there is a batch.
         table: the number of the block table by which keys lie in pages; None: there are no pages.
         has_kv_range, has_sink: whether there are such.
@@ -63,13 +65,13 @@ class Given:
         rows_of_q, without_lengths: of those but these that have a number for each query, and the others.
     """
 
-    def __init__(self, which: Pass, names: tuple[str, ...], wanted: tuple[str, ...]) -> None:
+    def __init__(self, which: Pass, names: tuple[str, ...], wanted: tuple[str, ...], own_v: bool) -> None:
         rows, number = which.rows, {name: i for i, name in enumerate(names)}
         results = which.made(names, wanted)
-        self.which, self.names, self.wanted = which, names, wanted
-        self.made = tuple(name for name in results if rows[name].like)
+        self.which, self.names, self.wanted, self.own_v = which, names, wanted, own_v
+        self.made = tuple(name for name in results if rows[name].like and not (own_v and rows[name].width))
         self.likes = tuple(rows[name].like for name in self.made)
-        self.shaped = tuple(name for name in results if not rows[name].like and not rows[name].hopper)
+        self.shaped = tuple(name for name in results if name not in self.made and not rows[name].hopper)
         handed = tuple(name for name in results if rows[name].hopper)
         self.order = (*names, *self.made, *self.shaped, *handed)
         self.strided = tuple(name for name in rows if rows[name].strided and name in self.order)
@@ -86,47 +88,55 @@ class Given:
         self.broadcast = tuple(name for name in rows if rows[name].broadcasts and name in self.order)
         self.alike = tuple(number[name] for name in self.strided if name in number and not rows[name].dtype)
         more = [(i, rows[name]) for name, i in number.items() if i not in self.qkv]
-        self.like_q = tuple(i for i, row in more if row.like == "q")
+        self.like_out = tuple(i for i, row in more if row.like == "q")
         self.others = tuple((i, row) for i, row in more if row.like != "q")
         read = [name for name in self.strided if name in number]
         self.by_tma = taker([number[name] for name in read if which.uses[name].box is not None])
         self.by_hand = taker([number[name] for name in read if which.uses[name].box is None])
         features = tuple(name for name in rows if rows[name].feature and name in number)
-        self.kind = _kinds.setdefault((which, self.strided, features, handed), object())
+        self.kind = _kinds.setdefault((which, own_v, self.strided, features, handed), object())
         at = ((name if name in number else rows[name].like, name in number) for name in self.broadcast)
         self._broadcast = [(number[name], is_given) for name, is_given in at]
         self._axes = {layout: list(self._places(number, layout)) for layout in ("bshd", "bhsd")}
-        self.sources = [(i, is_given) for i, is_given, _ in self._axes["bshd"]]
+        self.sources = [(i, is_given) for i, _, is_given, _ in self._axes["bshd"]]
         own = [i for i in range(len(names)) if i not in self.alike]
         self.rows_of_q = [i for i in own if rows[names[i]].dims == ROWS]
         self.without_lengths = [i for i in own if i not in self.rows_of_q]
         by_lengths = [names[i] for i in self.without_lengths if rows[names[i]].by_lengths]
         self.in_series = 0 if by_lengths or self.alike != tuple(range(len(self.alike))) else len(self.alike)
 
-    def _places(self, number: Mapping[str, int], layout: str) -> Iterator[tuple[int, bool, Callable[[Any], Any]]]:
-        """Of all that has strides: where its shape comes from, whether its strides do too, and its three axes."""
+    def _places(self, number: Mapping[str, int], layout: str) -> Iterator[tuple[int, int, bool, Callable[[Any], Any]]]:
+        """Of all that has strides: where its shape comes from, and its last dimension; whether its strides do too; and
+        its three axes."""
         for name in self.strided:
             row = self.which.rows[name]
-            yield number[name if name in number else row.like], name in number, itemgetter(*row.axes(layout))
+            source = name if name in number else row.like
+            width = row.width if row.width and name not in number else source
+            yield number[source], number[width], name in number, itemgetter(*row.axes(layout))
 
-    def shapes(self, extents: Extents, head_dim: int) -> list[tuple[tuple[int, ...], str]]:
-        """(shape, dtype) of `shaped`."""
+    def shapes(self, extents: Extents, widths: tuple[int, int], dtype: str, layout: str) -> list[tuple[Shape, str]]:
+        """(shape, dtype) of `shaped`.
+
+        Args:
+            widths: the head_dims, of q and k, and of v.
+            dtype: of q.
+        """
         if not self.shaped:
             return []
-        found, sizes = (
-            (self.which.rows[name] for name in self.shaped),
-            sizes_of(extents, head_dim, self.packed is not None),
-        )
-        return [(row.shape(sizes, self.packed is not None), row.dtype) for row in found]
+        packed, sizes = self.packed is not None, sizes_of(extents, widths, self.packed is not None)
+        rows = [self.which.rows[name] for name in self.shaped]
+        return [(in_layout(row, row.shape(sizes, packed), layout), row.dtype or dtype) for row in rows]
 
     def measure(self, signatures: Sequence[tuple[Any, ...]], layout: str) -> tuple[list[Lengths], list[Steps]]:
         """Of all that has strides; `signatures`: of the arrays given, strides in elements. From a sequence to the next
         it is 0 where there is one: what its stride says would be new to each call of new lengths."""
         lengths, steps = [], []
-        for i, is_given, axes_of in self._axes[layout]:
+        for i, width, is_given, axes_of in self._axes[layout]:
             shape, strides, _, _ = signatures[i]
             own = axes_of(shape)
-            row, head, sequence = axes_of(strides if is_given else contiguous_strides(shape))
+            if not is_given:
+                strides = contiguous_strides((*shape[:-1], signatures[width][0][-1]))
+            row, head, sequence = axes_of(strides)
             lengths.append(own)
             steps.append((row, head, sequence if own[2] > 1 else 0))
         return lengths, steps
@@ -141,16 +151,30 @@ class Given:
 
 
 @functools.lru_cache(maxsize=256)
-def given_of(which: Pass, names: tuple[str, ...], wanted: tuple[str, ...] = ()) -> Given:
+def given_of(which: Pass, names: tuple[str, ...], wanted: tuple[str, ...] = (), own_v: bool = False) -> Given:
     """The `Given` of these names."""
-    return Given(which, names, wanted)
+    return Given(which, names, wanted, own_v)
 
 
-def sizes_of(extents: Extents, head_dim: int, packed: bool) -> tuple[int, ...]:
-    """What `operands.SIZES` counts up."""
+def has_own_v(names: Sequence[str], keys: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether the head_dim of v is another than that of q, of arrays with these signatures."""
+    q, v = keys[names.index("q")][0], keys[names.index("v")][0]
+    return bool(q and v and q[-1] != v[-1])
+
+
+def in_layout(row: Operand, shape: Shape, layout: str) -> Shape:
+    """The shape of an array in the caller's layout; packed, it has no batch."""
+    if layout == "bshd" or not row.has_layout:
+        return shape
+    *batch, seqlen, heads, head_dim = shape
+    return (*batch, heads, seqlen, head_dim)
+
+
+def sizes_of(extents: Extents, widths: tuple[int, int], packed: bool) -> tuple[int, ...]:
+    """What `operands.SIZES` counts up; `widths`: the head_dims, of q and k, and of v."""
     batch, seqlen_q, seqlen_k, _, _, *longest = extents
     q_tiles, k_tiles = (-(-n // MASK_TILE) for n in (longest if packed else (seqlen_q, seqlen_k)))
-    return (*extents, head_dim, batch + 1, seqlen_q, seqlen_k, 2, q_tiles, k_tiles, TILE_WORDS, -1)
+    return (*extents, *widths, batch + 1, seqlen_q, seqlen_k, 2, q_tiles, k_tiles, TILE_WORDS, -1)
 
 
 assert SIZES[: len(Extents._fields)] == Extents._fields

@@ -58,14 +58,15 @@ class _Asked(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _asked(
-    backward: bool, dtype: str, head_dim: int, options: Options, of: Asked, brought: Brought,
+    backward: bool, dtype: str, widths: tuple[int, int], options: Options, of: Asked, brought: Brought,
     group: int, batch: int, access: Access, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `wish`: so that
     another value in the environment is another question."""
+    head_dim, head_dim_v = widths
     shapes: list[tuple[int, ...]] = [
-        (batch, heads, 1, head_dim) if options.layout == "bhsd" else (batch, 1, heads, head_dim)
-        for heads in (group, 1, 1)
+        (batch, heads, 1, width) if options.layout == "bhsd" else (batch, 1, heads, width)
+        for heads, width in ((group, head_dim), (1, head_dim), (1, head_dim_v))
     ]
     if of.packed:
         shapes = [shape[1:] for shape in shapes]
@@ -79,16 +80,18 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
     """The extents of arrays that fit each other; None where `check` must look closer. Costs the host 1 us."""
     i, j, k = given.qkv
     shape, _, dtype, device = keys[i]
-    key_shape = keys[j][0]
-    if len(shape) != 4 or len(key_shape) != 4 or keys[k][0] != key_shape:
+    key_shape, of_v = keys[j][0], keys[k][0]
+    if len(shape) != 4 or len(key_shape) != 4 or (of_v != key_shape and of_v[:-1] != key_shape[:-1]):
         return None
+    if given.own_v:
+        shape = (*shape[:-1], of_v[-1])
     for i in given.alike:
         if keys[i][2] != dtype or keys[i][3] != device:
             return None
-    for i in given.like_q:
+    for i in given.like_out:
         if keys[i][0] != shape:
             return None
-    batch, a, b, head_dim = shape
+    batch, a, b, head_dim = keys[given.qkv[0]][0]
     batch_k, c, d, head_dim_k = key_shape
     if given.packed is not None:
         batch = batch_k = math.prod(keys[given.packed][0]) - 1
@@ -99,7 +102,7 @@ def _extents(given: Given, library: Native, keys: Sequence[tuple[Any, ...]], lay
         return None
     found = Extents(batch, seqlen_q, seqlen_k, heads_q, heads_k, *room_of(given, keys))
     if given.others:
-        sizes = sizes_of(found, head_dim, given.packed is not None)
+        sizes = sizes_of(found, (head_dim, of_v[-1]), given.packed is not None)
         for i, row in given.others:
             own, _, kind, where = keys[i]
             fits = library.dtype_name(kind) == row.dtype if row.dtype else kind == dtype or row.free
@@ -153,11 +156,12 @@ def prepare(
         if signatures[i][1][-1] != 1:
             check(given.which, given.names, library, keys, options)
     shape, _, dtype, ordinal = signatures[given.qkv[0]]
+    widths = shape[3], signatures[given.qkv[2]][0][3]
     access = access_of(given, signatures, aligned)
     lengths, steps = given.measure(signatures, options.layout)
     batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
-    asked_of = given.which.name == "backward", library.dtype_name(dtype), shape[3], options
+    asked_of = given.which.name == "backward", library.dtype_name(dtype), widths, options
     asks = *asked_of, given.asked, brought_by(given, library, keys), 1 + (heads_q > heads_k), has_work
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
@@ -168,7 +172,7 @@ def prepare(
             vet()
             prepared = _first(given, library, keys, options, asked.spec, stream)
             launch.specs.keep(key, prepared)
-        call = prepared.call(given, extents, asked.numbers, lengths, steps, broadcast, copied, stream)
+        call = prepared.call(given, extents, asked.numbers, lengths, steps, broadcast, copied, options.layout, stream)
         if call is not None:
             if access.tma:
                 series.begin(given, keys, options, prepared, extents, call, lengths, steps)

@@ -65,7 +65,11 @@ class Prepared:
             for variant in kernels.variants
         ]
         self.persistent = any(variant.persistent for variant in kernels.variants)
-        self.ordinal, self.head_dim = self._device.ordinal, kernels.spec.head_dim
+        spec = kernels.spec
+        self.ordinal, self.made_of = (
+            self._device.ordinal,
+            ((spec.head_dim, spec.head_dim_v or spec.head_dim), spec.dtype),
+        )
         self.size, self.plain_bytes = filled.params.nbytes, filled.plain_bytes
         self._words, self._writes = filled.words, dict[tuple[str, ...], Writes]()
         self._launches: dict[tuple[int, ...], Launches] = {}
@@ -85,6 +89,7 @@ class Prepared:
         steps: Sequence[Steps],
         broadcast: Sequence[ScoreSteps],
         copied: tuple[int, ...],
+        layout: str,
         stream: int,
     ) -> Call | None:
         """A call of these extents; None if the driver refuses a tensor map of one of its arrays.
@@ -93,13 +98,14 @@ class Prepared:
             options: as `template.numbers_of` gives them.
             lengths, steps, broadcast: as `given.measure` and `given.measure_broadcast` give them.
             copied: the numbers of arrays that it takes contiguous copies of.
+            layout: the caller's.
         """
         numbers = self.kernels.numbers(extents)
         words = (*options, *extents, *numbers[2:])  # `template.NUMBERS`
         params = self.template.write(words, lengths, steps, broadcast, self._ask)
         if params is None:
             return None
-        shaped = given.shapes(extents, self.head_dim) if given.shaped else ()
+        shaped = given.shapes(extents, *self.made_of, layout) if given.shaped else ()
         return self.call_of(given, shaped, numbers, params, copied, stream)
 
     def call_of(

@@ -25,7 +25,7 @@ from .find import find
 from .last import recall
 from .made import copied, make
 from .packed import sequences_of, vet_lengths
-from .passes import WITH_LSE, given_of
+from .passes import WITH_LSE, given_of, has_own_v
 from .pieces import without_repeats
 from .prepared import Call
 from .variables import is_debug, wish
@@ -162,9 +162,9 @@ def _through_gpu(which: Pass, arrays: Mapping[str, np.ndarray], options: Options
     once = [without_repeats(x) if name in spread else x for name, x in arrays.items()]
     copies = dict(zip(arrays, staging.to_gpu(once), strict=True))
     copies |= {name: cupy.broadcast_to(copies[name], arrays[name].shape) for name in spread}
-    given = given_of(which, tuple(arrays), wanted)
     names, found = _run(which, CUPY, copies, options, wanted)
-    return names, staging.to_host(found[: len(given.made) + len(given.shaped)])
+    made = [name for name in which.made(arrays, wanted) if not which.rows[name].hopper]
+    return names, staging.to_host(found[: len(made)])
 
 
 def _on_host(
@@ -185,4 +185,4 @@ def _on_host(
     if _on_gpu(library, problem, partial(where.worth_the_gpu, which, arrays, problem, lengths, wanted)):
         return _through_gpu(which, arrays, options, wanted)
     found = on_cpu.compute(which, library, arrays, problem, options, lengths, wanted)
-    return given_of(which, names, wanted).made, found
+    return given_of(which, names, wanted, has_own_v(names, keys)).made, found

@@ -62,12 +62,12 @@ def read(given: Given, keys: Sequence[tuple[Any, ...]], options: Options) -> Rea
                 common += batch, heads, head_dim, row, head, one, dtype, device
     except ValueError:  # other dimensions
         return None
-    seqlen_q, seqlen_k, other, *like_q = lengths
+    seqlen_q, seqlen_k, other, *like_out = lengths
     if other != seqlen_k or not 0 < seqlen_q <= MAX_SEQLEN or not 0 < seqlen_k <= MAX_SEQLEN:
         return None
     if count < len(keys):
         others = _read_others(given, keys, seqlen_q)
-        if others is None or like_q.count(seqlen_q) != len(like_q):
+        if others is None or like_out.count(seqlen_q) != len(like_out):
             return None
         common += others
     # The stride of a dimension of size 1 says nothing, so one row is another series.
@@ -100,7 +100,7 @@ class Series:
     recent = False
 
     def __init__(
-        self, given: Given, prepared: Prepared, extents: Extents, call: Call, unit: int,
+        self, given: Given, options: Options, prepared: Prepared, extents: Extents, call: Call, unit: int,
         lengths: Sequence[Lengths], steps: Sequence[Steps],
     ) -> None:  # fmt: skip
         """
@@ -110,7 +110,11 @@ class Series:
             lengths, steps: as `Prepared.call` gets them.
         """
         template, at = prepared.template, _Numbers(given, lengths, steps)
-        self._given, self._prepared, self._copied, self._shaped = given, prepared, call.copied, call.shaped
+        self._given, self._prepared, self._copied = given, prepared, call.copied
+        self._shaped = [
+            (shape[:axis], shape[axis + 1 :], dtype)
+            for axis, (shape, dtype) in zip(_row_axes(given, options), call.shaped, strict=True)
+        ]
         self._numbers = prepared.kernels.by_lengths(extents)
         self._seen: dict[int, None] = {}
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
@@ -152,7 +156,7 @@ class Series:
             return None
         if self._sized and not self._mark(words, [*found, *self._fixed]):
             return None
-        shaped = [((*shape[:-1], seqlen_q), dtype) for shape, dtype in self._shaped] if self._shaped else ()
+        shaped = [((*a, seqlen_q, *b), dtype) for a, b, dtype in self._shaped] if self._shaped else ()
         return self._prepared.call_of(self._given, shaped, numbers, words, self._copied, stream)
 
     def meets(self, seqlen_q: int, seqlen_k: int) -> bool:
@@ -207,6 +211,17 @@ class _Numbers:
                 self.fixed.append(steps[j][axis])
 
 
+def _row_axes(given: Given, options: Options) -> list[int]:
+    """Where the results that have a shape of their own have their rows, which are as many as q has."""
+    packed = given.packed is not None
+    rows = [given.which.rows[name] for name in given.shaped]
+    found = [
+        next(i for i, d in enumerate(row.packed if packed else row.dims) if d.endswith(("seqlen_q", "total_q")))
+        for row in rows
+    ]
+    return [i + (row.has_layout and options.layout == "bhsd") for i, row in zip(found, rows, strict=True)]
+
+
 def _axes(given: Given, steps: Steps, batch: int) -> tuple[int, ...]:
     """Which strides lie around rows: that of several sequences and, where all rows of a head lie together, that of
     heads; of packed arrays none."""
@@ -245,4 +260,4 @@ def begin(
         return  # whose calls do not say all
     if found and all(x.form.marks(lengths[x.number], steps[x.number]) is not None for x in prepared.template.maps):
         unit = keys[0][1][-1]
-        launch.series.keep(found[0], Series(given, prepared, extents, call, unit, lengths, steps))
+        launch.series.keep(found[0], Series(given, options, prepared, extents, call, unit, lengths, steps))

@@ -87,9 +87,10 @@ def sizes_of(p: Problem, sequences: Sequences | None = None) -> Sizes:
 def copied_bytes(p: Problem, *, backward: bool) -> int:
     """Of q, k, v, out and lse; in the backward also of dout and the gradients of q, k and v."""
     rows, keys = (n if p.packed else p.batch * n for n in (p.seqlen_q, p.seqlen_k))
-    of_q, of_k = (n * heads * p.head_dim * ITEMSIZE[p.dtype] for n, heads in ((rows, p.heads_q), (keys, p.heads_k)))
+    width = ITEMSIZE[p.dtype] * sum(p.widths)
+    of_q, of_k = (n * heads * width for n, heads in ((rows, p.heads_q), (keys, p.heads_k)))
     lse = 4 * rows * p.heads_q
-    return 4 * of_q + 4 * of_k + lse if backward else 2 * of_q + 2 * of_k + lse
+    return 2 * of_q + 2 * of_k + lse if backward else of_q + of_k + lse
 
 
 def estimate(p: Problem, sizes: Sizes, more_bytes: int = 0, *, backward: bool) -> Estimate:
@@ -98,16 +99,18 @@ def estimate(p: Problem, sizes: Sizes, more_bytes: int = 0, *, backward: bool) -
         gpu_s = GPU_CALL_S + bytes / BUS_BYTES_S
         cpu_s = parts * call_s + elements * element_s + scores * (FLOPs of one / flops_s + score_s + feature_s)
 
-    with the elements of q, k, v and out that take part, and of their gradients, and 4 head_dim FLOPs a score, 10 in the
-    backward. The GPU's own work is left out, feature_s too where nothing is added to scores.
+    with the elements of q, k, v and out that take part, and of their gradients, and 2 (head_dim + head_dim_v) FLOPs a
+    score, in the backward 6 head_dim + 4 head_dim_v. The GPU's own work is left out, feature_s too where nothing is
+    added to scores.
 
     Args:
         more_bytes: of the arrays that features bring.
     """
     rates = _BACKWARD if backward else _FORWARD
-    elements = p.head_dim * (sizes.rows * p.heads_q + sizes.keys * p.heads_k) * (4 if backward else 2)
+    elements = sum(p.widths) * (sizes.rows * p.heads_q + sizes.keys * p.heads_k) * (2 if backward else 1)
     has_more = p.bias is not None or p.mods or p.dropout or p.alibi or p.softcap is not None or p.block_mask
-    score_s = (10 if backward else 4) * p.head_dim / rates.flops_s + rates.score_s + rates.feature_s * bool(has_more)
+    flops = 6 * p.head_dim + 4 * p.head_dim_v if backward else 2 * sum(p.widths)
+    score_s = flops / rates.flops_s + rates.score_s + rates.feature_s * bool(has_more)
     return Estimate(
         GPU_CALL_S + (copied_bytes(p, backward=backward) + more_bytes) / BUS_BYTES_S,
         sizes.parts * rates.call_s + elements * rates.element_s[p.dtype] + sizes.scores * score_s,

@@ -86,7 +86,8 @@ COMMON = (_STRIDES, _SCORE_STRIDES, _LENGTHS, _PROBLEM, _SCHEDULE)
 
 def _pointer(row: Operand, which: Pass) -> Field:
     use = which.uses[row.name]
-    shape = f"like {row.like}" if row.like in which.rows else f"[{', '.join(row.dims)}]"
+    is_like = row.like in which.rows and not row.width
+    shape = f"like {row.like}" if is_like else f"[{', '.join(row.dims)}]"
     shape = f"broadcasts to {shape}" if row.broadcasts and not row.like else "of any shape" if row.free else shape
     facts = [shape if row.strided or row.hopper or row.broadcasts else f"{shape}, contiguous", use.text]
     if row.feature and "null:" not in use.text:
@@ -131,7 +132,8 @@ def hopper_struct(which: Pass) -> Struct:
             by_rows.setdefault(box, []).append(name)
     rows = [f"{_constant(box)} ({', '.join(names)})" for box, names in by_rows.items()]
     first = (
-        "[head_dim, seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64 columns by "
+        "[head_dim (or head_dim_v), seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64 "
+        "columns by "
         f"{', '.join(rows[:-1])} or {rows[-1]} rows; kernels that share the struct share the boxes, those of the first."
         " Arrays whose rows a kernel interleaves have five dimensions (tile_sm90.cuh)."
     )

@@ -1,7 +1,8 @@
 """What torch's FlopCounterMode counts of the operators: all products, masked or not, as of torch's own attention.
 
-The forward has two products of matrices, the backward five. Packed sequences count by their lengths, which are read (a
-GPU is waited for); where there are none to read, as of FakeTensors, by equal ones.
+The forward has two products of matrices, one as wide as q and one as v; the backward three and two. Packed sequences
+count by their lengths, which are read (a GPU is waited for); where there are none to read, as of FakeTensors, by equal
+ones.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from ..operands import BACKWARD, FORWARD, Pass
 from . import ops
 
 
-def _count(which: Pass, products: int, *values: Any) -> int:
+def _count(which: Pass, products: tuple[int, int], *values: Any) -> int:
     arrays, options, _ = ops.read(which, values)
     packed = "cu_seqlens_q" in arrays
     sizes: dict[str, int] = {}
-    for name in ("q", "k"):
+    for name in ("q", "k", "v"):
         dims = ops.dims_of(which.rows[name], options.layout, packed)
         sizes |= dict(zip(dims, arrays[name].shape, strict=True))
     pairs = _pairs(arrays, sizes) if packed else sizes["batch"] * sizes["seqlen_q"] * sizes["seqlen_k"]
-    return int(products * 2 * pairs * sizes["heads_q"] * sizes["head_dim"])
+    of_q, of_v = products
+    return int(2 * pairs * sizes["heads_q"] * (of_q * sizes["head_dim"] + of_v * sizes["head_dim_v"]))
 
 
 def _pairs(arrays: dict[str, Tensor], sizes: dict[str, int]) -> int:
@@ -38,11 +40,11 @@ def _pairs(arrays: dict[str, Tensor], sizes: dict[str, int]) -> int:
 
 
 def _forward(*values: Any, **_: Any) -> int:
-    return _count(FORWARD, 2, *values)
+    return _count(FORWARD, (1, 1), *values)
 
 
 def _backward(*values: Any, **_: Any) -> int:
-    return _count(BACKWARD, 5, *values)
+    return _count(BACKWARD, (3, 2), *values)
 
 
 def _register() -> None:

@@ -110,6 +110,8 @@ def _fake(which: Pass) -> Callable[..., tuple[Tensor, ...]]:
 def _empty(row: Operand, arrays: Mapping[str, Tensor], layout: str) -> Tensor:
     """A result of a call."""
     q = arrays["q"]
+    if row.width:
+        return q.new_empty((*arrays[row.like].shape[:-1], arrays[row.width].shape[-1]))
     if row.like:
         return torch.empty_like(arrays[row.like], memory_format=torch.contiguous_format)
     packed = "cu_seqlens_q" in arrays

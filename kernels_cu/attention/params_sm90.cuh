@@ -6,9 +6,9 @@
 #include "hw/ptx_sm90.cuh"
 
 struct FwdSm90Params {
-    // [head_dim, seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64 columns by 64 (q, o)
-    // or kKeyRows (k, v) rows; kernels that share the struct share the boxes, those of the first. Arrays whose rows a
-    // kernel interleaves have five dimensions (tile_sm90.cuh).
+    // [head_dim (or head_dim_v), seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64
+    // columns by 64 (q, o) or kKeyRows (k, v) rows; kernels that share the struct share the boxes, those of the first.
+    // Arrays whose rows a kernel interleaves have five dimensions (tile_sm90.cuh).
     ptx::TensorMap map_q, map_k, map_v, map_o;
     int *counter;       // [2]; zeros, left as zeros: tiles drawn, blocks that are done; null: tiles in a fixed stride
     long long *clocks;  // [blocks, 2]; cycles and nanoseconds that each block took; kClocks only
@@ -16,9 +16,9 @@ struct FwdSm90Params {
 };
 
 struct BwdSm90Params {
-    // [head_dim, seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64 columns by kBlockM
-    // (q, dout), kBlockN (k, v) or 64 (dq, dk, dv) rows; kernels that share the struct share the boxes, those of the
-    // first. Arrays whose rows a kernel interleaves have five dimensions (tile_sm90.cuh).
+    // [head_dim (or head_dim_v), seqlen, heads, batch], innermost first, with the 128-byte swizzle, in boxes of 64
+    // columns by kBlockM (q, dout), kBlockN (k, v) or 64 (dq, dk, dv) rows; kernels that share the struct share the
+    // boxes, those of the first. Arrays whose rows a kernel interleaves have five dimensions (tile_sm90.cuh).
     ptx::TensorMap map_q, map_k, map_v, map_dout, map_dq, map_dk, map_dv;
     int *counter;     // [2]; as in the forward; of bwd_dkv, bwd_dq and bwd_dbias
     BwdParams plain;  // the same arrays, for what is not TMA's

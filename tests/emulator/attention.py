@@ -14,7 +14,7 @@ from cupyflash.arrays.adapters import NUMPY
 from cupyflash.check.cases import Case, Inputs, case
 from cupyflash.gpu.device import Device
 from cupyflash.launch.alignment import known_of
-from cupyflash.launch.passes import given_of
+from cupyflash.launch.passes import given_of, has_own_v
 from cupyflash.operands import BACKWARD, FORWARD, Pass
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import Plan, plan_call
@@ -104,7 +104,9 @@ class Session:
         self, which: Pass, arrays: dict[str, Array], problem: Problem, wanted: tuple[str, ...] = ("lse",)
     ) -> dict[str, Array]:
         """All that a pass makes of arrays, by name."""
-        given = given_of(which, tuple(arrays), wanted)
+        names = tuple(arrays)
+        own_v = has_own_v(names, [(x.shape,) for x in arrays.values()])
+        given = given_of(which, names, wanted, own_v)
         family = self.family if which is FORWARD else self.backward_family
         with Memory() as memory:
             buffers = Buffers(memory, which)
@@ -114,9 +116,9 @@ class Session:
             plan = plan_call(problem, self.device, **known, family=family)
             likes = [arrays[name] for name in given.likes]
             made = {name: buffers.make(name, x.shape, x.dtype) for name, x in zip(given.made, likes, strict=True)}
-            shapes = given.shapes(Extents.of(problem), problem.head_dim)
+            shapes = given.shapes(Extents.of(problem), problem.widths, problem.dtype, "bshd")
             for name, (shape, dtype) in zip(given.shaped, shapes, strict=True):
-                made[name] = buffers.make(name, shape, DTYPES[dtype])
+                made[name] = buffers.make(name, shape, DTYPES.get(dtype) or arrays["q"].dtype)
             if not self.wants_lse and which is FORWARD:
                 del buffers.address["lse"]
             for name, (shape, dtype) in plan.workspace.items():

@@ -164,7 +164,7 @@ WRONG: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
     (arrays(k=(1, 9, 4, 16)), {}, ArgumentError, "k: expected the batch size of q, 2, got 1"),
     (arrays(k=(2, 9, 4, 24)), {}, ArgumentError, "k: expected the head_dim of q, 16, got 24"),
     (arrays(v=(2, 9, 4, 24)), {}, UnsupportedError, "v: expected the head_dim of q, 16, got 24"),
-    (arrays(v=(2, 8, 4, 16)), {}, ArgumentError, r"v: expected the shape of k, \(2, 9, 4, 16\), got \(2, 8, 4, 16\)"),
+    (arrays(v=(2, 8, 4, 16)), {}, ArgumentError, r"v: expected the shape of k but for head_dim, \(2, 9, 4, 16\), got \(2, 8, 4, 16\)"),
     (arrays(**dict.fromkeys("qkv", (1, 2, 1, 20))), {}, UnsupportedError, "multiple of 8 and at most 256, got 20"),
     (arrays(**dict.fromkeys("qkv", (1, 2, 1, 264))), {}, UnsupportedError, "multiple of 8 and at most 256, got 264"),
     (arrays(**dict.fromkeys("qkv", (1, 2, 1, 0))), {}, ArgumentError, "head_dim of at least 8, got 0"),

@@ -105,8 +105,9 @@ def test_inputs(c: Case) -> None:
     for dtype in c.dtypes:
         p, x = c.problem(dtype), c.inputs(dtype)
         batch = () if c.packed else (p.batch,)
-        assert x.q.shape == x.dout.shape == (*batch, p.seqlen_q, p.heads_q, p.head_dim)
-        assert x.k.shape == x.v.shape == (*batch, p.seqlen_k, p.heads_k, p.head_dim)
+        assert x.q.shape == (*batch, p.seqlen_q, p.heads_q, p.head_dim)
+        assert x.k.shape == (*batch, p.seqlen_k, p.heads_k, p.head_dim)
+        assert (x.dout.shape, x.v.shape) == ((*x.q.shape[:-1], p.head_dim_v), (*x.k.shape[:-1], p.head_dim_v))
         assert {a.dtype for a in x[:4]} == {NUMPY_DTYPE[dtype]}
         assert (x.dlse is not None) == c.dlse
         assert "nonfinite" in c.tags or all(np.isfinite(a).all() for a in x[:4])

@@ -55,8 +55,8 @@ PYTHON_ORDER = {
     "arrays": "repeated steps libraries readable placed vetting adapters tensors signature torch_private imported",
     "cache": "pool tables lengths checks values writes arrays problem",
     "check": "cache_reference cache_cases cache_case cache_stored accuracy noise reference mods arithmetic comparison "
-    "cases cases_combined cases_bias cases_masks cases_mods cases_sequences case inputs features bias case_masks "
-    "case_mods case_packed case_bias case_inputs",
+    "cases cases_combined cases_bias cases_masks cases_mods cases_sequences cases_widths case inputs features bias "
+    "case_masks case_mods case_packed case_bias case_inputs",
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",

@@ -231,7 +231,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"q": np.ones((1, 20, 4, 16))}, "q: expected 3 dimensions (total, heads, head_dim), got shape (1, 20, 4, 16)"),
     ({"layout": "bhsd", "k": np.ones((1, 2, 30, 16))}, "k: expected 3 dimensions (heads, total, head_dim)"),
     ({"k": np.ones((30, 3, 16)), "v": np.ones((30, 3, 16))}, "heads_k to divide heads_q = 4, got heads_k = 3"),
-    ({"v": np.ones((29, 2, 16))}, "v: expected the shape of k, (30, 2, 16), got (29, 2, 16)"),
+    ({"v": np.ones((29, 2, 16))}, "v: expected the shape of k but for head_dim, (30, 2, 16), got (29, 2, 16)"),
     ({"q": np.ones((20, 4, 32))[..., ::2]}, "q: expected a stride of 1 along head_dim, got 2"),
     ({"window": (-5, 3)}, "window: expected left + right >= 0"),
 ]  # fmt: skip
