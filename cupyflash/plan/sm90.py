@@ -123,8 +123,8 @@ def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
 
 
 def _forward_width(spec: Spec) -> int:
-    """The head_dim by which a forward's tile is chosen. Q and K take shared memory alone, as much at 192 as at 160; V has
-    O's registers, too."""
+    """The head_dim by which a forward's tile is chosen. Q and K take shared memory alone, as much at 192 as at 160, V
+    also registers: those of O."""
     return max(spec.width_v, min(spec.head_dim, 160) if spec.head_dim <= 192 else spec.head_dim)
 
 
