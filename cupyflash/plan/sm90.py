@@ -124,8 +124,9 @@ def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
 
 def _forward_width(spec: Spec) -> int:
     """The head_dim by which a forward's tile is chosen. Q and K take shared memory alone, as much at 192 as at 160, V
-    also registers: those of O."""
-    return max(spec.width_v, min(spec.head_dim, 160) if spec.head_dim <= 192 else spec.head_dim)
+    also registers: those of O. With dropout of packed sequences that spills."""
+    as_narrow = spec.head_dim <= 192 and not (spec.dropout and spec.packed)
+    return max(spec.width_v, min(spec.head_dim, 160) if as_narrow else spec.head_dim)
 
 
 class Sm90(Family):
