@@ -28,11 +28,12 @@ __device__ __forceinline__ void add_shares(const BwdParams &p, bool is_dv) {
     sum.zero();
     #pragma unroll 4
     for (int i = 0; i < p.shares; ++i)  // @all-shares
-        for_each_pair<kColumns>(sum, share_at<V, kColumns>(p, shares, sequence, tile.head * p.shares + i), k0, col0,
-                                sequence.rows_k, [](float &x, float &y, const FloatPair *at) {
-                                    const FloatPair two = *at;
-                                    x += two.x, y += two.y;
-                                });
+        for_each_pair<kColumns, round_up(kColumns, kCols)>(
+            sum, share_at<V, kColumns>(p, shares, sequence, tile.head * p.shares + i), k0, col0, sequence.rows_k,
+            [](float &x, float &y, const FloatPair *at) {
+                const FloatPair two = *at;
+                x += two.x, y += two.y;
+            });
 
     using Rows = SmemTile<T, M, kCols * kChunks>;
     static_assert(2 * Rows::kBytes == V::kSmemBytes);

@@ -285,7 +285,8 @@ struct BwdDkvGroup {
         if constexpr (V::kGrouped) {
             if (KeysOf<V>::are_shared(p.plain)) {
                 float *const shares = kRole == kRoleP ? p.plain.dv_shares : p.plain.dk_shares;
-                leave_share<V, kColumns>(p.plain, shares, visit.sequence, visit.key_head, visit.k0 + key0, dKV);
+                leave_share<V, kColumns, kColumns>(p.plain, shares, visit.sequence, visit.key_head, visit.k0 + key0,
+                                                   dKV);
                 ptx::bar_sync(kGroupBarrier + kRole, 128);  // K or V has been read by all warps @shared-operand-read
                 if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(smem.resident_empty(kRole));
                 return;

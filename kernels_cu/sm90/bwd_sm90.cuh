@@ -282,8 +282,8 @@ struct BwdGroup {
         dK.scale(score.scale);  // @dk-scaled-sm90
         if constexpr (V::kGrouped) {
             if (KeysOf<V>::are_shared(p.plain)) {
-                leave_share<V, D>(p.plain, p.plain.dk_shares, sequence, visits.key_head, key0 + row0, dK);
-                leave_share<V, kDimV>(p.plain, p.plain.dv_shares, sequence, visits.key_head, key0 + row0, dV);
+                leave_share<V, D, D>(p.plain, p.plain.dk_shares, sequence, visits.key_head, key0 + row0, dK);
+                leave_share<V, kDimV, kDimV>(p.plain, p.plain.dv_shares, sequence, visits.key_head, key0 + row0, dV);
                 return;
             }
         }
