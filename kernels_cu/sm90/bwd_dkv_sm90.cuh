@@ -133,9 +133,10 @@ template <class V, int kRole>
 struct BwdDkvGroup {
     using T = typename V::Element;
     static constexpr int M = V::kBlockM, N = V::kBlockN, kOther = 1 - kRole;
-    static constexpr int kDepth = round_up(kRole == kRoleP ? V::kHeadDim : V::kHeadDimV, 16);  // of X
-    static constexpr int kColumns = kRole == kRoleP ? V::kHeadDimV : V::kHeadDim;              // of dKV
-    static constexpr bool kHandsP = Score<V>::kWeightIsP && !Dropout<V>::kAny;  // what is handed on is the P of dV
+    static constexpr int kDepth =
+        round_up(kRole == kRoleP ? V::kHeadDim : V::kHeadDimV, 16);                // of X @depth-of-the-role-dkv
+    static constexpr int kColumns = kRole == kRoleP ? V::kHeadDimV : V::kHeadDim;  // of dKV
+    static constexpr bool kHandsP = Score<V>::kWeightIsP && !Dropout<V>::kAny;     // what is handed on is the P of dV
     static_assert(M == 64 && N == 64);
 
     const BwdSm90Params &p;

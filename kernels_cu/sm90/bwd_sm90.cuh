@@ -38,7 +38,7 @@ struct BwdGroup {
     using T = typename V::Element;
     using Smem = BwdSm90Smem<V>;
     static constexpr int M = V::kBlockM, D = V::kHeadDim, kDimV = V::kHeadDimV;
-    static constexpr int kDepth = round_up(D, 16), kDepthV = round_up(kDimV, 16);
+    static constexpr int kDepth = round_up(D, 16), kDepthV = round_up(kDimV, 16);  // of S, of dP @depth-of-dp-bwd-sm90
     static constexpr int kHeld = V::kHeldColumns < kDepthV ? V::kHeldColumns : kDepthV;
     static_assert(M == 64 && V::kBlockN % 64 == 0);
     // Whether dS leaves under the products of dK and dV. Three warpgroups do not gain by it, and have no registers left.
