@@ -143,7 +143,8 @@ struct BwdGroup {
         const auto head_places = Places<V>::of(p.plain, visit.sequence, visit.head);
         const auto ring = RingPosition<V::kStages>::of(i);
         const int stage = ring.stage;
-        const auto sQ = smem.q(stage), sdO = smem.dout(stage);
+        const auto sQ = smem.q(stage);
+        const auto sdO = smem.dout(stage);
 
         const auto dropout = Dropout<V>::of(p.plain, visit.sequence.index, visit.head);
         const auto kept = dropout.template kept<false, 16, M>(q0, key0 + dropout.warp_row());
@@ -277,7 +278,8 @@ struct BwdGroup {
         const DqVisits<V> visits(p.plain, ptx::opaque(ptx::block_index()));
         const Sequence<V::kPacked> &sequence = visits.sequence;
         const int key0 = visits.k0 + 64 * group, head_k = KeysOf<V>::head_k(p.plain, visits.key_head);
-        const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
+        const auto sdK = smem.k().from_row(64 * group);
+        const auto sdV = smem.v().from_row(64 * group);
         const int row0 = fresh_thread() / 32 % 4 * 16;
         dK.scale(score.scale);  // @dk-scaled-sm90
         if constexpr (V::kGrouped) {
