@@ -203,7 +203,7 @@ def test_refused_in_the_same_words_where_the_kernels_are_ready(gpu: Gpu) -> None
     """What is new about a call is checked, however much of it is known."""
     q, k = np.zeros((2, 70, 4, 64), np.float16), np.zeros((2, 50, 2, 64), np.float16)
     wrong: list[Arrays] = [
-        (q[0], k, k), (q, k[0], k[0]), (q, k, k[:, 1:]), (q, k[:1], k[:1]), (q[..., :32], k, k), (q, k, k[..., :32]),
+        (q[0], k, k), (q, k[0], k[0]), (q, k, k[:, 1:]), (q, k[:1], k[:1]), (q[..., :32], k, k), (q, k, k[..., :36]),
         (q, k[:, :, :0], k[:, :, :0]), (q[:, :, :3], k, k), (q, k.astype(np.float32), k), (q[..., ::2], k[..., ::2], k),
         (q[..., ::2], *[k[..., ::2]] * 2), (q, k, k.astype(np.float32)), (q[..., :60], *[k[..., :60]] * 2),
         (q.astype(np.int32), *[k.astype(np.int32)] * 2),
