@@ -21,18 +21,18 @@ __device__ __forceinline__ void add_shares(const BwdParams &p, bool is_dv) {
     const auto &sequence = tile.sequence;
     const int k0 = tile.block * M, col0 = warp() % kChunks * kCols;
     if (k0 >= sequence.rows_k) return;
-    if (kColumns != kWidest<V> && col0 >= kColumns) return;  // @columns-of-the-narrower
 
     float *const shares = is_dv ? p.dv_shares : p.dk_shares;
     AccTile<M, kCols> sum;
     sum.zero();
     #pragma unroll 4
     for (int i = 0; i < p.shares; ++i)  // @all-shares
-        for_each_pair<kColumns>(sum, share_at<V, kColumns>(p, shares, sequence, tile.head * p.shares + i), k0, col0,
-                                sequence.rows_k, [](float &x, float &y, const FloatPair *at) {
-                                    const FloatPair two = *at;
-                                    x += two.x, y += two.y;
-                                });
+        for_each_pair<kColumns, kCols * kChunks>(
+            sum, share_at<V, kColumns>(p, shares, sequence, tile.head * p.shares + i), k0, col0, sequence.rows_k,
+            [](float &x, float &y, const FloatPair *at) {
+                const FloatPair two = *at;
+                x += two.x, y += two.y;
+            });
 
     using Rows = SmemTile<T, M, kCols * kChunks>;
     static_assert(2 * Rows::kBytes == V::kSmemBytes);

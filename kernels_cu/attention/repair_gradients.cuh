@@ -137,6 +137,7 @@ struct GradientRepair {
                                  const Tile &tile, int row, int col0, Weight weight) const {
         if (key >= s.rows_k) return;
         const int end = mask.end_query(key);
+        // @columns-of-dv-repaired
         repair_row<T, kCols>(tile, row, col0, kDS ? D : kDimV, factor, [&](auto &sum, bool reasons) {
             #pragma unroll 1
             for (int head = head_k * group; head < (head_k + 1) * group; ++head) {  // @repair-over-all-heads

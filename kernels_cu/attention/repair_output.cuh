@@ -63,6 +63,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             return exponent(i);
         };
         float lse = 0.f;  // in powers of two
+        // @columns-of-o-repaired
         repair_row<T, kCols>(tile, row0 + row, col0, kDimV, Dropout<V>::factor(p), [&](auto &sum, bool reasons) {
             // @sink-of-the-row
             if (reasons) lse = log2_sum_ex2<V::kBias>(first, end + Sink<V>::kAny, exponent_or_sink);

@@ -33,12 +33,12 @@ __device__ __forceinline__ float *share_at(const BwdParams &p, float *shares, co
     return shares + (head * p.problem.seqlen_k + s.row_k) * kColumns;
 }
 
-// A warp's rows of dK or dV leave as a share.
-template <class V, int kColumns, int kRows, int kCols>
+// A warp's rows of dK or dV leave as a share; kColumns and kCovered as of for_each_pair.
+template <class V, int kColumns, int kCovered, int kRows, int kCols>
 __device__ __forceinline__ void leave_share(const BwdParams &p, float *shares, const Sequence<V::kPacked> &s,
                                             int key_head, int first_key, AccTile<kRows, kCols> &acc, int col0 = 0) {
-    for_each_pair<kColumns>(acc, share_at<V, kColumns>(p, shares, s, key_head), first_key, col0, s.rows_k,
-                            [](float x, float y, FloatPair *at) { *at = {x, y}; });  // @share-left
+    for_each_pair<kColumns, kCovered>(acc, share_at<V, kColumns>(p, shares, s, key_head), first_key, col0, s.rows_k,
+                                      [](float x, float y, FloatPair *at) { *at = {x, y}; });  // @share-left
 }
 
 #endif  // CUPYFLASH_SHARES_CUH

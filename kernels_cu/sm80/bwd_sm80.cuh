@@ -243,8 +243,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     if constexpr (V::kGrouped) {
         if (KeysOf<V>::are_shared(aside(p))) {
             const auto leave_one = [&](auto columns, float *shares, auto &acc, int col) {
-                leave_share<V, decltype(columns)::value>(aside(p), shares, here.sequence, here.head, first_key + row0,
-                                                         acc, col);
+                constexpr int kColumns = decltype(columns)::value, kCovered = round_up(kColumns, 16 * V::kSplitD);
+                leave_share<V, kColumns, kCovered>(aside(p), shares, here.sequence, here.head, first_key + row0, acc,
+                                                   col);
             };
             leave_one(Int<V::kHeadDim>{}, p.dk_shares, dK, first_col);
             leave_one(Int<V::kHeadDimV>{}, p.dv_shares, dV, first_col_v);

@@ -72,7 +72,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const TileQ sQ{ptx::dynamic_smem()};
     const auto slot = [&](int t) { return sQ.base + kQBytes + t % kStages * kSlotBytes; };
     const auto sK = [&](int i) { return TileK{slot(2 * i)}; };
-    const auto sV = [&](int i) { return TileV{slot(2 * i + 1)}; };  // @v-in-its-slot
+    const auto sV = [&](int i) { return TileV{slot(2 * i + 1)}; };
     const auto sP = [&](int of_part) {
         return TileP{sQ.base + kQBytes + kStages * kSlotBytes + of_part * TileP::kBytes};
     };

@@ -107,7 +107,8 @@ struct DBiasGroup : ScoreGradient<GroupPart<V>> {
     using typename Base::Acc, typename Base::T;
     using Visit = typename BiasVisits<V>::Visit;
     static constexpr int N = V::kBlockN, kParts = N / Part::kBlockN;
-    static constexpr int kDepth = round_up(V::kHeadDim, 16), kDepthV = round_up(V::kHeadDimV, 16);
+    static constexpr int kDepth = round_up(V::kHeadDim, 16),
+                         kDepthV = round_up(V::kHeadDimV, 16);  // @depth-of-dp-dbias
     // A tile is visited along the dimensions along which the bias is broadcast, so what is added is the same at each visit. Not
     // packed, where a sequence may have less of it than the next one. @bias-is-kept
     static constexpr bool kKeepsBias = !V::kPacked && !V::kWideBias && added_kind<V>() == kBiasOrMask;

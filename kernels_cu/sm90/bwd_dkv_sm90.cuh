@@ -133,9 +133,10 @@ template <class V, int kRole>
 struct BwdDkvGroup {
     using T = typename V::Element;
     static constexpr int M = V::kBlockM, N = V::kBlockN, kOther = 1 - kRole;
-    static constexpr int kDepth = round_up(kRole == kRoleP ? V::kHeadDim : V::kHeadDimV, 16);  // of X
-    static constexpr int kColumns = kRole == kRoleP ? V::kHeadDimV : V::kHeadDim;              // of dKV
-    static constexpr bool kHandsP = Score<V>::kWeightIsP && !Dropout<V>::kAny;  // what is handed on is the P of dV
+    static constexpr int kDepth =
+        round_up(kRole == kRoleP ? V::kHeadDim : V::kHeadDimV, 16);                // of X @depth-of-the-role-dkv
+    static constexpr int kColumns = kRole == kRoleP ? V::kHeadDimV : V::kHeadDim;  // of dKV
+    static constexpr bool kHandsP = Score<V>::kWeightIsP && !Dropout<V>::kAny;     // what is handed on is the P of dV
     static_assert(M == 64 && N == 64);
 
     const BwdSm90Params &p;
@@ -285,7 +286,8 @@ struct BwdDkvGroup {
         if constexpr (V::kGrouped) {
             if (KeysOf<V>::are_shared(p.plain)) {
                 float *const shares = kRole == kRoleP ? p.plain.dv_shares : p.plain.dk_shares;
-                leave_share<V, kColumns>(p.plain, shares, visit.sequence, visit.key_head, visit.k0 + key0, dKV);
+                leave_share<V, kColumns, kColumns>(p.plain, shares, visit.sequence, visit.key_head, visit.k0 + key0,
+                                                   dKV);
                 ptx::bar_sync(kGroupBarrier + kRole, 128);  // K or V has been read by all warps @shared-operand-read
                 if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(smem.resident_empty(kRole));
                 return;

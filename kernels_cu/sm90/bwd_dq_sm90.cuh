@@ -112,7 +112,7 @@ template <class V>
 struct BwdDqGroup {
     using T = typename V::Element;
     static constexpr int N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16);
-    static constexpr int kDepthV = round_up(V::kHeadDimV, 16);
+    static constexpr int kDepthV = round_up(V::kHeadDimV, 16);  // of dP @depth-of-dp-dq
 
     const BwdSm90Params &p;
     const Problem &problem;

@@ -38,7 +38,7 @@ struct BwdGroup {
     using T = typename V::Element;
     using Smem = BwdSm90Smem<V>;
     static constexpr int M = V::kBlockM, D = V::kHeadDim, kDimV = V::kHeadDimV;
-    static constexpr int kDepth = round_up(D, 16), kDepthV = round_up(kDimV, 16);
+    static constexpr int kDepth = round_up(D, 16), kDepthV = round_up(kDimV, 16);  // of S, of dP @depth-of-dp-bwd-sm90
     static constexpr int kHeld = V::kHeldColumns < kDepthV ? V::kHeldColumns : kDepthV;
     static_assert(M == 64 && V::kBlockN % 64 == 0);
     // Whether dS leaves under the products of dK and dV. Three warpgroups do not gain by it, and have no registers left.
@@ -143,7 +143,8 @@ struct BwdGroup {
         const auto head_places = Places<V>::of(p.plain, visit.sequence, visit.head);
         const auto ring = RingPosition<V::kStages>::of(i);
         const int stage = ring.stage;
-        const auto sQ = smem.q(stage), sdO = smem.dout(stage);
+        const auto sQ = smem.q(stage);
+        const auto sdO = smem.dout(stage);
 
         const auto dropout = Dropout<V>::of(p.plain, visit.sequence.index, visit.head);
         const auto kept = dropout.template kept<false, 16, M>(q0, key0 + dropout.warp_row());
@@ -277,13 +278,14 @@ struct BwdGroup {
         const DqVisits<V> visits(p.plain, ptx::opaque(ptx::block_index()));
         const Sequence<V::kPacked> &sequence = visits.sequence;
         const int key0 = visits.k0 + 64 * group, head_k = KeysOf<V>::head_k(p.plain, visits.key_head);
-        const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
+        const auto sdK = smem.k().from_row(64 * group);
+        const auto sdV = smem.v().from_row(64 * group);
         const int row0 = fresh_thread() / 32 % 4 * 16;
         dK.scale(score.scale);  // @dk-scaled-sm90
         if constexpr (V::kGrouped) {
             if (KeysOf<V>::are_shared(p.plain)) {
-                leave_share<V, D>(p.plain, p.plain.dk_shares, sequence, visits.key_head, key0 + row0, dK);
-                leave_share<V, kDimV>(p.plain, p.plain.dv_shares, sequence, visits.key_head, key0 + row0, dV);
+                leave_share<V, D, D>(p.plain, p.plain.dk_shares, sequence, visits.key_head, key0 + row0, dK);
+                leave_share<V, kDimV, kDimV>(p.plain, p.plain.dv_shares, sequence, visits.key_head, key0 + row0, dV);
                 return;
             }
         }
