@@ -58,7 +58,7 @@ def attention(
             256. Any strides are fine as long as the last is 1. A subclass counts as the plain array it is (parameters,
             memory maps); one with rules of its own (masks, units) is refused, except torch's DTensor and FakeTensor.
         k, v: ``(batch, seqlen_k, heads_k, head_dim)``, of q's library, dtype and device. heads_q is a multiple of
-            heads_k: query head h uses key head ``h // (heads_q // heads_k)``.
+            heads_k: query head h uses key head ``h // (heads_q // heads_k)``. v, and so out, may have another head_dim.
         causal: query i sees keys up to ``i + seqlen_k - seqlen_q`` (aligned at the bottom right).
         scale: factor of the scores, a finite number; ``head_dim ** -0.5`` by default.
         window: ``(left, right)``, integers or None: query i sees keys from ``i + seqlen_k - seqlen_q - left`` to

@@ -40,8 +40,6 @@ class Problem:
     more key. `dropout`: how many dimensions the seed has by which elements of the softmax are dropped, each with
     `dropout_p`; 0 without.
 
-    `head_dim_v`: of v and out; 0 when made: that of q and k.
-
     Of a packed problem, batch is the number of sequences and seqlen_q and seqlen_k are total_q and total_k, all rows of
     q and of k; what is said of lengths above holds for each sequence with its own (`sequences.parts`). Biases and masks
     then have room for `max_seqlen_q` queries and `max_seqlen_k` keys of each, MAX_SEQLEN if all broadcast along them.
@@ -50,7 +48,7 @@ class Problem:
     `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q. `mods`: what
     a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they read. `pages`: packed
     keys lie in so many, of `page_size` rows, in the order of a table (launch/prefill.py), 0 without; `whole_pages`:
-    64 of them that begin at a multiple of 64 lie in one page.
+    64 of them that begin at a multiple of 64 lie in one page. `head_dim_v`: of v and out; made with 0, that of q and k.
     """
 
     dtype: str
@@ -150,11 +148,10 @@ def make_problem(
     batch, seqlen_q, heads_q, head_dim = _bshd("q", shapes[0], options.layout, sequences)
     _, seqlen_k, heads_k, _ = _bshd("k", shapes[1], options.layout, sequences)
     _check_keys(shapes, batch, head_dim, options.layout, sequences)
-    head_dim_v = int(shapes[2][-1])
     _check_dtypes(dtypes)
     _check_heads(heads_q, heads_k)
     check_head_dim("q", head_dim)
-    check_head_dim("v", head_dim_v)
+    check_head_dim("v", int(shapes[2][-1]))
     _check_lengths(seqlen_q, seqlen_k)
     vet_p(options.dropout_p, dropout)
     scale_of_scores = vet_scale(options.scale, head_dim, dtypes[0])
@@ -176,7 +173,7 @@ def make_problem(
         block_mask=block_mask,
         mods=mods,
         mod_shapes=mod_shapes,
-        head_dim_v=head_dim_v,
+        head_dim_v=int(shapes[2][-1]),
         **rooms,
     )  # fmt: skip
 
@@ -197,12 +194,11 @@ def _check_keys(shapes: Sequence[Sequence[int]], batch: int, head_dim: int, layo
         b, _, _, d = _bshd(name, shape, layout, sequences)
         if b != batch:
             raise ArgumentError(f"{name}: expected the batch size of q, {batch}, got {b} (shape {tuple(shape)})")
-        if d != head_dim and name == "k":
+        if name == "k" and d != head_dim:
             raise ArgumentError(f"k: expected the head_dim of q, {head_dim}, got {d} (shape {tuple(shape)})")
-    if tuple(shapes[2][:-1]) != tuple(shapes[1][:-1]):
-        raise ArgumentError(
-            f"v: expected the shape of k but for head_dim, {(*shapes[1][:-1], shapes[2][-1])}, got {tuple(shapes[2])}"
-        )
+    wanted = (*shapes[1][:-1], shapes[2][-1])
+    if tuple(shapes[2]) != wanted:
+        raise ArgumentError(f"v: expected the shape of k but for head_dim, {wanted}, got {tuple(shapes[2])}")
 
 
 def _check_lengths(*lengths: int) -> None:

@@ -52,7 +52,8 @@ def attention_varlen(
 
     Args:
         q: ``(total_q, heads_q, head_dim)``, of the libraries and dtypes that `attention` takes.
-        k, v: ``(total_k, heads_k, head_dim)``, of q's library, dtype and device.
+        k, v: ``(total_k, heads_k, head_dim)``, of q's library, dtype and device; v, and so out, may have another
+            head_dim.
         cu_seqlens_q: ``(batch + 1,)``, int32, of q's library and device: 0, and the lengths added up. Any
             sequence may be empty, and rows may be left over behind the last.
         cu_seqlens_k: the same for the rows of k and v; None if they are those of q. total_k is then total_q.

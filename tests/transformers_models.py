@@ -36,6 +36,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         _GQA | {"head_dim": 16, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2},
     ),
 }
+# With another head_dim for v (MLA).
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        _COMMON
+        | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+        | {"num_key_value_heads": 4, "first_k_dense_replace": 2},
+    ),
+}
 CHUNKED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": (
         "Llama4ForCausalLM",
@@ -60,7 +69,7 @@ SEQ2SEQ: dict[str, tuple[str, dict[str, Any]]] = {
         _SEQ2SEQ | {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
     ),
 }
-EVERY = MODELS | CHUNKED | ENCODERS | SEQ2SEQ
+EVERY = MODELS | LATENT | CHUNKED | ENCODERS | SEQ2SEQ
 
 cupyflash.transformers.register()
 logging.getLogger("transformers").setLevel(logging.ERROR)

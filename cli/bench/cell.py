@@ -19,9 +19,12 @@ OURS = "cupyflash"
 PLAIN, CPU = "plain", "cpu"  # other ways of our calls on NumPy arrays
 SM80 = "sm80"  # our calls by the kernels of this family
 DIRECTIONS = ("fwd", "bwd", "both")
-FLOP_FORMULA = "4 * head_dim for each visible query-key pair and head in the forward, 2.5 times that in the backward"
+FLOP_FORMULA = (
+    "2 * (head_dim + head_dim_v) for each visible query-key pair and head in the forward, "
+    "6 * head_dim + 4 * head_dim_v in the backward"
+)
 SHOWN = 0.5  # of the elements of a mask, drawn at random
-_FLOPS = {"fwd": 1.0, "bwd": 2.5, "both": 3.5}
+_FLOPS = {"fwd": (2.0, 2.0), "bwd": (6.0, 4.0), "both": (8.0, 6.0)}  # by head_dim, by that of v
 
 
 def short(length: int) -> str:
@@ -36,7 +39,7 @@ class Cell:
     `alibi`: with slopes, `sink`: with sinks. `bias`, `mask`: along which dimensions they have elements of their own,
     letters of bhqk, - for none; "": there is none. `learned`: the bias has a gradient. `dropout`: its p. `block_mask`:
     a word of `block_masks`. `mod`: one of `mods.MODS`. `padded`: on which side the keys are that do not
-    count, of each sequence any number of them.
+    count, of each sequence any number of them. `head_dim_v`: of v and out; 0: head_dim.
 
     Of packed sequences, `packed` names the distribution that `lengths` are drawn from, `seqlen` is the longest that it
     knows, and `batch` says how many there are.
@@ -62,14 +65,25 @@ class Cell:
     block_mask: str = ""
     mod: str = ""
     padded: str = ""
+    head_dim_v: int = 0
 
     heading, labels, unit = "TFLOP/s (ours / theirs)", ("head_dim", "mask", "seqlen"), "TFLOP/s"
 
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Of q, k, v and dout."""
         rows = (self.tokens,) if self.packed else (self.batch, self.seqlen)
-        q, k = ((*rows, heads, self.head_dim) for heads in (self.heads, self.heads_k))
-        return q, k, k, q
+        (q, out), (k, v) = ([(*rows, n, d) for d in (self.head_dim, self.width_v)] for n in (self.heads, self.heads_k))
+        return q, k, v, out
+
+    @property
+    def width_v(self) -> int:
+        """The head_dim of v."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def widths(self) -> str:
+        """Of a head, for a table: 128, or 192/128 where that of v is another."""
+        return f"{self.head_dim}/{self.head_dim_v}" if self.head_dim_v else str(self.head_dim)
 
     @property
     def tokens(self) -> int:
@@ -120,12 +134,12 @@ class Cell:
 
     def label(self) -> tuple[str, ...]:
         """What a table says of it, under `labels`."""
-        return str(self.head_dim), self.mask_name, self.sequences
+        return self.widths, self.mask_name, self.sequences
 
     @property
     def panel(self) -> tuple[str, str]:
         """Of a picture: the row and the column of the panel that has it."""
-        return self.mask_name, f"head_dim {self.head_dim}"
+        return self.mask_name, f"head_dim {self.widths}"
 
     @property
     def length(self) -> int:
@@ -140,7 +154,7 @@ class Cell:
     @property
     def where(self) -> str:
         """For a sentence."""
-        return f"head_dim {self.head_dim}, {self.mask_name}, seqlen {self.sequences}"
+        return f"head_dim {self.widths}, {self.mask_name}, seqlen {self.sequences}"
 
     def record(self) -> dict[str, Any]:
         """Every field but the list of lengths."""
@@ -174,7 +188,8 @@ class Cell:
         else:
             lengths = Counter(self.lengths) if self.packed else {self.seqlen: self.batch}
             pairs = sum(n * self.visible_pairs(length) for length, n in lengths.items())
-        return _FLOPS[direction] * 4 * self.head_dim * pairs * self.heads
+        of_q, of_v = _FLOPS[direction]
+        return (of_q * self.head_dim + of_v * self.width_v) * pairs * self.heads
 
     def speed(self, direction: str, implementation: str, ms: float) -> float:
         """TFLOP/s."""
@@ -188,11 +203,11 @@ class Cell:
     def ideal_bytes(self, direction: str) -> int:
         """What must be allocated: out and lse; with a backward also dq, dk, dv, delta and one fp32 sum of dq."""
         item, rows = ITEMSIZE[self.dtype], self.heads * self.tokens
-        tensor = rows * self.head_dim
-        forward = tensor * item + 4 * rows
-        gradients = tensor * (self.heads + 2 * self.heads_k) // self.heads * item
+        of_q, of_v, group = rows * self.head_dim, rows * self.width_v, self.heads // self.heads_k
+        forward = of_v * item + 4 * rows
+        gradients = (of_q + (of_q + of_v) // group) * item
         gradients += item * math.prod(self.added_shape(self.bias)) if self.learned else 0
-        return forward if direction == "fwd" else forward + gradients + 4 * rows + 4 * tensor
+        return forward if direction == "fwd" else forward + gradients + 4 * rows + 4 * of_q
 
     @property
     def options(self) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from .work import PEERS, Bench
              help="What to time; both is a forward and a backward as one.")  # fmt: skip
 @list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128", example="64,128",
              help="Sizes of a head.")  # fmt: skip
+@click.option("--head-dim-v", type=click.IntRange(0, MAX_HEAD_DIM), default=0, help="Of v.  [default: as --head-dim]")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
 @click.option("--causal/--no-causal", default=None, help="One mask alone.  [default: both]")
 @list_option("--seqlens", item=int, example="1024,4096", help="Lengths.  [default: 1024 to 16384; CPU: 128 to 512]")
@@ -93,7 +94,8 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     Sustained and in turns: in each round all implementations of a configuration run in a new random order, each until
     the clock is steady and then timed with events for a quarter of a second. Reported are the median of the rounds and
     the spread, (slowest - fastest) / median, on random data. FLOPs are 4 * head_dim for each visible query-key pair and
-    head in the forward, and 2.5 times that in the backward; what a mask or a block mask hides does not count.
+    head in the forward, and 2.5 times that in the backward (products with v by --head-dim-v); what a mask or a block
+    mask hides does not count.
     """
     quiet()
     check_together(ctx)

@@ -58,9 +58,13 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
         raise click.BadParameter(f"{text!r} is neither LEFT nor LEFT,RIGHT in whole numbers") from None
 
 
-def shapes_of(options: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of q and k, in the layout asked for."""
-    batch, d = options["batch"], options["head_dim"]
-    pairs = [(options[f"seqlen_{x}"], options[f"heads_{x}"]) for x in "qk"]
-    q, k = ((batch, *(pair if options["layout"] == "bshd" else pair[::-1]), d) for pair in pairs)
-    return q, k
+def shapes_of(options: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+    """Of q, k, v and out, in the layout asked for."""
+    batch, d, d_v = options["batch"], options["head_dim"], options["head_dim_v"] or options["head_dim"]
+    pairs = [
+        (options[f"seqlen_{x}"], options[f"heads_{x}"], width)
+        for x, width in (("q", d), ("k", d), ("k", d_v), ("q", d_v))
+    ]
+    return tuple(
+        (batch, *((n, heads) if options["layout"] == "bshd" else (heads, n)), width) for n, heads, width in pairs
+    )

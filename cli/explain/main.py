@@ -39,6 +39,7 @@ from .modded import mod_options
 from .packed import packed_options, pairs_of, settle
 from .work import Work
 
+_NAMES = ["q", "k", "v", "out", "dout"]
 _MORE = ("layout", "memory", "lengths_q", "lengths_k", "mask")  # of the problem, as it was given
 MEMORY = ("contiguous", "unaligned", "broadcast")
 UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
@@ -52,6 +53,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
 @click.option("--head-dim", type=int, default=128, show_default=True)
+@click.option("--head-dim-v", type=int, default=0, help="Of v.  [default: as --head-dim]")
 @click.option("--batch", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--seqlen", type=click.IntRange(0), default=4096, show_default=True, help="Of q and of k.")
 @click.option("--seqlen-q", type=click.IntRange(0), default=None, help="Where q's differs.")
@@ -98,9 +100,9 @@ def command(**options: Any) -> None:
             options[name] = options[name.partition("_")[0]]
     settle(options)
     gpu = _device(options["arch"])
-    q, k = (shape[1:] if options["packed"] else shape for shape in shapes_of(options))
+    q, k, v, _ = (shape[1:] if options["packed"] else shape for shape in shapes_of(options))
     check_learned(options)
-    problem = problem_of(options, (q, k, k))
+    problem = problem_of(options, (q, k, v))
     goes_back = options["backward"] or options["deterministic"] or options["learned"]
     directions = (False, True) if goes_back else (False,)
     passes = [explained(problem, gpu, options, backward=backward) for backward in directions]
@@ -137,13 +139,14 @@ def _device(arch: str | None) -> Device:
     return Device.synthetic(arch or "sm_90")
 
 
-def _signatures(options: dict[str, Any], names: str) -> list[Signature]:
-    """Of arrays shaped like q or like k, as `names` says letter by letter."""
-    shapes, heads = dict(zip("qk", shapes_of(options), strict=True)), options["layout"].index("h")
+def _signatures(options: dict[str, Any], names: Sequence[str]) -> list[Signature]:
+    """Of arrays of these names."""
+    shapes, heads = dict(zip(_NAMES, shapes_of(options), strict=False)), options["layout"].index("h")
+    shapes["dout"] = shapes["out"]
     found = []
     for name in names:
         strides = list(contiguous_strides(shapes[name]))
-        if name == "k" and options["memory"] == "broadcast":
+        if name in "kv" and options["memory"] == "broadcast":
             strides[heads] = 0
         found.append(Signature(shapes[name], tuple(strides), options["dtype"], 0))
     return found
@@ -151,12 +154,13 @@ def _signatures(options: dict[str, Any], names: str) -> list[Signature]:
 
 def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backward: bool) -> Pass:
     """The way of `prepare.prepare`, arrays and kernels apart."""
-    signatures, names = _signatures(options, "qkkqq" if backward else "qkk"), ["q", "k", "v", "out", "dout"]
-    arrays: dict[str, Signature] = dict(zip(names, signatures, strict=False))
+    names = _NAMES if backward else _NAMES[:3]
+    signatures = _signatures(options, names)
+    arrays: dict[str, Signature] = dict(zip(names, signatures, strict=True))
     if problem.bias is not None:
         shape = explain_work.bias_shape(problem)
         arrays["bias"] = Signature(shape, contiguous_strides(shape), None, 0)
-    given = given_of(BACKWARD if backward else FORWARD, tuple(arrays))
+    given = given_of(BACKWARD if backward else FORWARD, tuple(arrays), (), problem.head_dim != problem.head_dim_v)
     access = access_of(given, list(arrays.values()), Aligned(rows=options["memory"] != "unaligned"))
     known: dict[str, Any] = dict.fromkeys(LEARNED, options["learned"])
     known |= {"dmods": options["dmods"], "family": family()}
@@ -232,7 +236,7 @@ def _launch(launch: Launch, work: Work, gpu: Device, cubin: Cubin | None) -> dic
     return {
         "symbol": v.symbol,
         "arch": gpu.arch + v.arch_suffix,
-        "tile": {n: x for n, x in v.constants.items() if type(x) is int and n != "head_dim"},
+        "tile": {n: x for n, x in v.constants.items() if type(x) is int and not n.startswith("head_dim")},
         "flags": [n for n, x in v.constants.items() if x is True],
         "threads": v.threads,
         "smem_bytes": v.smem_bytes,

@@ -54,9 +54,12 @@ def _problem(p: dict[str, Any]) -> str:
     form += ", deterministic" if p["deterministic"] else ""
     batch = f"{p['batch']} packed sequences" if p["packed"] else f"batch {p['batch']}"
     return (
-        f"{p['dtype']}, {p['layout']}, {p['memory']}, {batch}, {queries}, {keys}, head_dim {p['head_dim']}, "
-        f"{mask}{form}"
+        f"{p['dtype']}, {p['layout']}, {p['memory']}, {batch}, {queries}, {keys}, head_dim {_widths(p)}, {mask}{form}"
     )
+
+
+def _widths(p: dict[str, Any]) -> str:
+    return f"{p['head_dim']}" if p["head_dim_v"] == p["head_dim"] else f"{p['head_dim']} (of v {p['head_dim_v']})"
 
 
 def _block_mask(x: dict[str, Any]) -> str:

@@ -102,11 +102,11 @@ def added_bytes(problem: Problem, options: Mapping[str, Any]) -> int:
 
 
 def forward_work(problem: Problem, signatures: Sequence[Signature], pairs: int, added: int) -> list[Work]:
-    """Reads q, k and v, and so many bytes that are added to scores, writes out and lse: 4 head_dim FLOPs for each of so
-    many visible pairs and query head."""
+    """Reads q, k and v, and so many bytes that are added to scores, writes out and lse: 2 (head_dim + head_dim_v) FLOPs
+    for each of so many visible pairs and query head."""
     item = ITEMSIZE[problem.dtype]
     rows = math.prod(problem.rows)
-    moved = sum(distinct_bytes(s, item) for s in signatures[:3]) + rows * problem.head_dim * item + 4 * rows
+    moved = sum(distinct_bytes(s, item) for s in signatures[:3]) + rows * problem.head_dim_v * item + 4 * rows
     return [Work(_forward_flops(problem, pairs), moved + added)]
 
 
@@ -116,8 +116,9 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
     item, size = ITEMSIZE[problem.dtype], workspace_bytes(plan.workspace)
     q, k, v, out, dout = (distinct_bytes(s, item) for s in signatures)
     rows = math.prod(problem.rows)
-    dq, dkv = rows * problem.head_dim * item, 2 * item * math.prod(signatures[1].shape)
-    lse, stats, flops = 4 * rows, size["row_stats"], _forward_flops(problem, pairs)
+    dq, dkv = rows * problem.head_dim * item, item * sum(math.prod(s.shape) for s in signatures[1:3])
+    lse, stats = 4 * rows, size["row_stats"]
+    of_q, of_v = (2.0 * width * pairs * problem.heads_q for width in problem.widths)  # of a product
     read = q + k + v + dout + stats + added
     parts = size.get("dalibi_parts", 0)  # written by the last that forms scores, read by a launch of its own
     shares = sum(n for name, n in size.items() if name.endswith("_shares"))  # in place of dK and dV, or 0
@@ -130,12 +131,12 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
         elif variant.function == "bwd_shares":
             sums.append(Work(0.0, shares + dkv))
         elif variant.function in ("bwd_dbias", "bwd_dmods"):  # by two products
-            sums.append(Work(flops, read + added))
+            sums.append(Work(of_q + of_v, read + added))
     if "dq_accum" not in size:  # both recompute the scores and dP: four products, then three
         return [
             Work(0.0, out + dout + lse + stats),
-            Work(2 * flops, read + (shares or dkv)),
-            Work(1.5 * flops, read + dq + parts),
+            Work(2 * (of_q + of_v), read + (shares or dkv)),
+            Work(2 * of_q + of_v, read + dq + parts),
             *sums,
         ]
     accum = size["dq_accum"]
@@ -143,14 +144,14 @@ def backward_work(problem: Problem, signatures: Sequence[Signature], plan: Plan,
     cleared = 0 if plan.numbers.first_stores > keys else accum  # written by the first, read by the second
     return [
         Work(0.0, out + dout + lse + stats + cleared),
-        Work(2.5 * flops, read + (shares or dkv) + cleared + accum + parts),
+        Work(3 * of_q + 2 * of_v, read + (shares or dkv) + cleared + accum + parts),
         Work(0.0, accum + dq),
         *sums,
     ]
 
 
 def _forward_flops(problem: Problem, pairs: int) -> float:
-    return 4.0 * problem.head_dim * pairs * problem.heads_q
+    return 2.0 * sum(problem.widths) * pairs * problem.heads_q
 
 
 def least_times(work: Sequence[Work], device: Device) -> tuple[list[dict[str, Any]], str]:

@@ -55,8 +55,8 @@ def flash_attn_func(
         +inf for a query that sees no key, and an empty S_dmask, also with dropout.
     """
     given = Given(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    head_dim, (q, k, v) = head_dim_of(q), readied(q, k, v)
-    keywords = given.ours(head_dim)
+    head_dim, keywords = head_dim_of(v), given.ours(head_dim_of(q))
+    q, k, v = readied(q, k, v)
     if not return_attn_probs:
         return narrowed(attention(q, k, v, **keywords), head_dim)
     out, lse = attention(q, k, v, **keywords, return_lse=True)
@@ -132,8 +132,8 @@ def flash_attn_varlen_func(
         As `flash_attn_func`, with softmax_lse (heads_q, total_q).
     """
     given = Given(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    head_dim, (q, k, v) = head_dim_of(q), readied(q, k, v)
-    keywords = given.ours(head_dim)
+    head_dim, keywords = head_dim_of(v), given.ours(head_dim_of(q))
+    q, k, v = readied(q, k, v)
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k)
     if block_table is not None:
         if not (dropout_p or are_transforms_active() or needs_gradients(q, k, v, alibi_slopes)):

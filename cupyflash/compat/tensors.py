@@ -12,9 +12,9 @@ from ..errors import ArgumentError
 _HEAD_DIMS = 8  # head_dim is padded with zeros to a multiple of this
 
 
-def head_dim_of(q: Tensor) -> int:
-    """The head_dim that the user gave; 0 for what has none, which `attention` refuses."""
-    return q.shape[-1] if isinstance(q, Tensor) and q.dim() else 0
+def head_dim_of(x: Tensor) -> int:
+    """The head_dim of q or v that the user gave; 0 for what has none, which `attention` refuses."""
+    return x.shape[-1] if isinstance(x, Tensor) and x.dim() else 0
 
 
 def readied(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -127,6 +127,18 @@ class Given:
         rows = [self.which.rows[name] for name in self.shaped]
         return [(in_layout(row, row.shape(sizes, packed), layout), row.dtype or dtype) for row in rows]
 
+    def around_rows(self, shaped: Sequence[tuple[Shape, str]], layout: str) -> list[tuple[Shape, Shape, str]]:
+        """What `shapes` gives, without the number of rows: what stands before it, and behind."""
+        found = []
+        for name, (shape, dtype) in zip(self.shaped, shaped, strict=True):
+            row = self.which.rows[name]
+            at = next(
+                i for i, d in enumerate(row.dims if self.packed is None else row.packed) if d in ("seqlen_q", "total_q")
+            )
+            at += layout == "bhsd" and row.has_layout
+            found.append((shape[:at], shape[at + 1 :], dtype))
+        return found
+
     def measure(self, signatures: Sequence[tuple[Any, ...]], layout: str) -> tuple[list[Lengths], list[Steps]]:
         """Of all that has strides; `signatures`: of the arrays given, strides in elements. From a sequence to the next
         it is 0 where there is one: what its stride says would be new to each call of new lengths."""

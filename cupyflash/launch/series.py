@@ -111,10 +111,7 @@ class Series:
         """
         template, at = prepared.template, _Numbers(given, lengths, steps)
         self._given, self._prepared, self._copied = given, prepared, call.copied
-        self._shaped = [
-            (shape[:axis], shape[axis + 1 :], dtype)
-            for axis, (shape, dtype) in zip(_row_axes(given, options), call.shaped, strict=True)
-        ]
+        self._shaped = given.around_rows(call.shaped, options.layout)
         self._numbers = prepared.kernels.by_lengths(extents)
         self._seen: dict[int, None] = {}
         self._unit, self._odd_steps, self._made, self._fixed = unit, unit * _UNIT - 1, at.made, at.fixed
@@ -209,17 +206,6 @@ class _Numbers:
                 self.steps[j][axis] = n
                 n += 1
                 self.fixed.append(steps[j][axis])
-
-
-def _row_axes(given: Given, options: Options) -> list[int]:
-    """Where the results that have a shape of their own have their rows, which are as many as q has."""
-    packed = given.packed is not None
-    rows = [given.which.rows[name] for name in given.shaped]
-    found = [
-        next(i for i, d in enumerate(row.packed if packed else row.dims) if d.endswith(("seqlen_q", "total_q")))
-        for row in rows
-    ]
-    return [i + (row.has_layout and options.layout == "bhsd") for i, row in zip(found, rows, strict=True)]
 
 
 def _axes(given: Given, steps: Steps, batch: int) -> tuple[int, ...]:

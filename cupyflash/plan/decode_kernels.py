@@ -83,7 +83,7 @@ class DecodeTile:
 class Decode(Main):
     """decode.cuh."""
 
-    folder, function = "decode", "decode"
+    folder, function, one_width = "decode", "decode", True
     tile: DecodeTile
     sink: bool = False
     paged: bool = False
@@ -150,8 +150,8 @@ class CombineTile:
 class Combine(Main):
     """decode_combine.cuh."""
 
-    folder, header, function, params_name, params = (
-        "decode", "decode_combine", "decode_combine", "DecodeParams", DECODE_PARAMS,
+    folder, header, function, params_name, params, one_width = (
+        "decode", "decode_combine", "decode_combine", "DecodeParams", DECODE_PARAMS, True,
     )  # fmt: skip
     tile: CombineTile
     sink: bool = False
@@ -192,6 +192,7 @@ class Append(Variant):
     """append.cuh."""
 
     folder, header, function, params_name, params = "decode", "append", "append", "AppendParams", APPEND_PARAMS
+    one_width = True
     tile: AppendTile
     packed: bool = False
     paged: bool = False
@@ -219,8 +220,8 @@ class DequantizeTile:
 class Dequantize(Variant):
     """dequantize.cuh."""
 
-    folder, header, function, params_name, params = (
-        "decode", "dequantize", "dequantize", "DequantizeParams", DEQUANTIZE_PARAMS,
+    folder, header, function, params_name, params, one_width = (
+        "decode", "dequantize", "dequantize", "DequantizeParams", DEQUANTIZE_PARAMS, True,
     )  # fmt: skip
     tile: DequantizeTile
     packed: bool = False

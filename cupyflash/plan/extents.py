@@ -95,8 +95,9 @@ class Kernels:
         return 2 * self.device.sm_count if self.spec.uneven else 0
 
     @functools.cached_property
-    def _row_bytes(self) -> int:
-        return self.spec.head_dim * ITEMSIZE[self.spec.dtype]
+    def _pair_bytes(self) -> int:
+        """Of a row of K and one of V, or of Q and of dO."""
+        return (self.spec.head_dim + self.spec.width_v) * ITEMSIZE[self.spec.dtype]
 
     def _tiles(self, extents: Extents) -> tuple[int, ...]:
         """Tiles of work of each launch."""
@@ -180,7 +181,7 @@ class Kernels:
         divides, rows = len(self._computing) > 1, self._computing[0].rows
         is_packed, group = self.spec.packed, heads_q // heads_k
         arrays, more, heads = (1, batch + 1, heads_k) if is_packed else (batch, 0, heads_k * batch)
-        bytes_per_key, all_heads, sections = 2 * self._row_bytes, heads_q * arrays, self._sections
+        bytes_per_key, all_heads, sections = self._pair_bytes, heads_q * arrays, self._sections
         of_one = max(1, batch) if is_packed else 1  # packed, on average, since nobody here knows lengths
 
         def numbers(seqlen_q: int, seqlen_k: int) -> Chosen:
@@ -210,10 +211,11 @@ class Kernels:
             shares, tiles = divide(self.variants, self.device, self.spec, extents, visits, tiles)
             heads_k *= shares
             if shares > 1:
-                of_each = (arrays, heads_k, seqlen_k, self.spec.head_dim), "fp32"
-                workspace |= {"dk_shares": of_each, "dv_shares": of_each}
+                of_each = arrays, heads_k, seqlen_k
+                workspace["dk_shares"] = (*of_each, self.spec.head_dim), "fp32"
+                workspace["dv_shares"] = (*of_each, self.spec.width_v), "fp32"
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
-        row_bytes = (2 * self._row_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
+        row_bytes = (self._pair_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
         workspace["row_stats"] = (arrays, heads_q, m_blocks * main.block_m, 2), "fp32"
         workspace |= {"key_tiles": ((n_blocks, 8), "int32")} if delta.constants.get("listed_rows") else {}
         first_stores, most_heads = 0, arrays * heads_k

@@ -88,14 +88,14 @@ class DeltaTile:
     def name(self) -> str:
         return f"m{self.block_m}w{self.warps}" + (f"k{self.listed_rows}" if self.listed_rows else "")
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         return 0
 
 
 class ConvertTile(DeltaTile):
     """The same, with the rows of dQ in shared memory."""
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         return self.block_m * row_bytes(round_up(head_dim, 16 * self.split_d))
 
 
@@ -144,7 +144,7 @@ class SlopesTile:
     def name(self) -> str:
         return f"{'k' if self.over_keys else 'q'}{self.block_m}p{self.parts}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """A number of each warp."""
         return 4 * self.warps
 

@@ -94,4 +94,4 @@ class BiasGradientSm90(Main):
         """That of a spec whose dK and dV have such a tile; None if there is none, or another kernel's."""
         if spec.dbias is None or (tile.block_m, tile.block_n) != (64, 128):
             return None
-        return cls.of(spec, next(tile for limit, tile in _BIAS_GRADIENT if spec.head_dim <= limit))
+        return cls.of(spec, next(tile for limit, tile in _BIAS_GRADIENT if spec.widest <= limit))

@@ -26,7 +26,7 @@ class SinksTile:
     def name(self) -> str:
         return f"q{self.block_m}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """A number of each warp."""
         return 4 * self.warps
 
@@ -48,6 +48,11 @@ class Sinks(Variant):
         return (cls.of(spec, SinksTile(block_m)),) if spec.dsink else ()
 
 
+def _pair_bytes(head_dim: int, head_dim_v: int) -> int:
+    """Of a row of Q or K, and one of dO or V."""
+    return sum(row_bytes(round_up(width, 16)) for width in (head_dim, head_dim_v or head_dim))
+
+
 @dataclass(frozen=True)
 class BiasTile:
     """A block makes the gradient of `block_m` queries and `block_n` keys; row_stats is padded to `stats_rows`."""
@@ -62,13 +67,13 @@ class BiasTile:
     def name(self) -> str:
         return f"m{self.block_m}n{self.block_n}w{self.warps}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """Q, dO, K and V."""
-        return 2 * (self.block_m + self.block_n) * row_bytes(round_up(head_dim, 16))
+        return (self.block_m + self.block_n) * _pair_bytes(head_dim, head_dim_v)
 
-    def fits(self, head_dim: int, smem_bytes: int) -> bool:
+    def fits(self, spec: Spec, smem_bytes: int) -> bool:
         """Whether so many blocks do, where one can have `smem_bytes` of a multiprocessor's, which has 1 KiB more."""
-        return self.blocks_per_sm * (self.smem_bytes(head_dim) + 1024) <= smem_bytes + 1024
+        return self.blocks_per_sm * (self.smem_bytes(spec.head_dim, spec.head_dim_v) + 1024) <= smem_bytes + 1024
 
 
 @dataclass(frozen=True)
@@ -85,19 +90,19 @@ class BiasGradient(Main):
         """What comes behind a backward's other kernels: nothing, unless the gradient is wanted."""
         if spec.dbias is None:
             return ()
-        columns, most = 32 if spec.crowded else 64, 3 if spec.head_dim <= 128 else 1
+        columns, most = 32 if spec.crowded else 64, 3 if spec.widest <= 128 else 1
         tiles = [BiasTile(64, columns, 4, stats_rows, blocks) for blocks in range(most, 0, -1)]
         tiles.append(BiasTile(32, 32, 2, stats_rows, 1))
-        return (cls.of(spec, next(tile for tile in tiles if tile.fits(spec.head_dim, smem_bytes))),)
+        return (cls.of(spec, next(tile for tile in tiles if tile.fits(spec, smem_bytes))),)
 
 
 @dataclass(frozen=True)
 class ModsTile(BiasTile):
     """The same; scores and their gradients, in rows of one float more, take the place of K and V."""
 
-    def smem_bytes(self, head_dim: int) -> int:
-        row = row_bytes(round_up(head_dim, 16))
-        return 2 * self.block_m * row + max(2 * self.block_n * row, 8 * self.block_m * (self.block_n + 1))
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+        pair = _pair_bytes(head_dim, head_dim_v)
+        return self.block_m * pair + max(self.block_n * pair, 8 * self.block_m * (self.block_n + 1))
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class SumsTile:
     blocks_per_sm = 1
     name = ""
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         return 0
 
 
@@ -144,9 +149,9 @@ def _of_mods(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...
     """Sums are cleared, added to and stored; nothing is added where no score depends on the arrays."""
     if not spec.dmods:
         return ()
-    columns, blocks = 32 if spec.crowded else 64, 2 if spec.head_dim <= 128 else 1
+    columns, blocks = 32 if spec.crowded else 64, 2 if spec.widest <= 128 else 1
     tiles = ModsTile(64, columns, 4, stats_rows, blocks), ModsTile(32, 32, 2, stats_rows, 1)
-    tile = next(tile for tile in tiles if tile.smem_bytes(spec.head_dim) <= smem_bytes)
+    tile = next(tile for tile in tiles if tile.smem_bytes(spec.head_dim, spec.head_dim_v) <= smem_bytes)
     clears, stores = (
         ModsSums(spec.dtype, spec.head_dim, SumsTile(), spec.mods, spec.dmods, stores) for stores in (False, True)
     )

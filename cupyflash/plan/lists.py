@@ -28,7 +28,7 @@ class ListTile:
     def name(self) -> str:
         return f"m{self.block_m}n{self.block_n}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         return 0
 
 
@@ -41,7 +41,7 @@ class MaskTile:
     blocks_per_sm = 16
     name = ""
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         return 0
 
 

@@ -19,7 +19,8 @@ _MOST_BYTES = 128 << 20  # of all shares; or as many as q has, if it has more
 
 @dataclass(frozen=True)
 class SharesTile:
-    """A block takes `block_m` keys, a warp 64 columns of dK or of dV; row_stats is padded to `stats_rows`."""
+    """A block takes `block_m` keys, a warp 64 columns of dK or of dV, as many for either; row_stats is padded to
+    `stats_rows`."""
 
     stats_rows: int
     warps: int
@@ -27,9 +28,9 @@ class SharesTile:
     blocks_per_sm = 1
     name = ""
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """Rows of both results."""
-        return 2 * self.block_m * row_bytes(round_up(head_dim, 64))
+        return 2 * self.block_m * row_bytes(round_up(max(head_dim, head_dim_v), 64))
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Shares(Convert):
     @classmethod
     def after(cls, spec: Spec, stats_rows: int) -> tuple[Shares, ...]:
         """What comes behind a backward's other kernels: nothing where each head of q has its own of k."""
-        warps = 2 * round_up(spec.head_dim, 64) // 64
+        warps = 2 * round_up(spec.widest, 64) // 64
         return (cls.of(spec, SharesTile(stats_rows, warps)),) if spec.grouped else ()
 
 
@@ -62,7 +63,8 @@ def divide(
     main = next(i for i, variant in enumerate(variants) if getattr(variant, "grouped", False))
     batch, seqlen_q, seqlen_k, heads_q, heads_k, _, _ = extents
     sequences = 1 if spec.packed else batch
-    of_q, of_share = (sequences * n * spec.head_dim for n in (2 * heads_q * seqlen_q, 8 * heads_k * seqlen_k))
+    of_q = 2 * sequences * heads_q * seqlen_q * spec.head_dim
+    of_share = 4 * sequences * heads_k * seqlen_k * (spec.head_dim + spec.width_v)
     room = device.sm_count * variants[main].tile.blocks_per_sm
     most = max(_MOST_BYTES, of_q) // max(1, of_share)
     uneven = spec.uneven and (spec.kv_range or not spec.window)  # in a window nearly all blocks see as much

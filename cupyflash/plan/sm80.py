@@ -36,10 +36,10 @@ class ForwardTile:
         split = f"d{self.split_d}" if self.split_d > 1 else ""
         return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}{split}"
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Q and the ring; P and row maxima, if exchanged."""
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+        """Q, in whose place O leaves, and the ring, whose slots take K or V; P and row maxima, if exchanged."""
         row, exchanged = row_bytes(self.block_n // self.split_d), self.split_d > 1
-        ring = (self.block_m + self.stages * self.block_n) * row_bytes(round_up(head_dim, 16))
+        ring = (self.block_m + self.stages * self.block_n) * row_bytes(round_up(max(head_dim, head_dim_v), 16))
         return ring + exchanged * (self.split_d * self.block_m * row + 128 * self.warps)
 
 
@@ -64,11 +64,11 @@ class BackwardTile:
     def name(self) -> str:
         return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """K, V, the query stages with their row_stats, dS and, if exchanged, P."""
-        row = row_bytes(round_up(head_dim, 16 * self.split_d))
+        rows = sum(row_bytes(round_up(width, 16 * self.split_d)) for width in (head_dim, head_dim_v or head_dim))
         exchanged = (2 if self.split_d > 1 else 1) * self.block_n * row_bytes(self.block_m)
-        return 2 * self.block_n * row + self.stages * (2 * self.block_m * row + 8 * self.block_m) + exchanged
+        return self.block_n * rows + self.stages * (self.block_m * rows + 8 * self.block_m) + exchanged
 
 
 @dataclass(frozen=True)
@@ -198,6 +198,16 @@ class BackwardWide(Backward):
     header, function = "bwd_wide_sm80", "bwd_wide"
 
 
+def _fits(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
+    return tile.smem_bytes(spec.head_dim, spec.head_dim_v) <= device.smem_bytes
+
+
+def _divides_dq(tile: BackwardTile, head_dim: int, dq_warps_m: int = 0) -> bool:
+    """Whether each warp's share of dQ has whole tiles of 8 columns; with so many warps along its rows, or with most."""
+    columns = round_up(head_dim, 16 * tile.split_d)
+    return columns % (8 * tile.warps // (dq_warps_m or tile.block_m // 16)) == 0
+
+
 class Sm80(Family):
     """Takes everything."""
 
@@ -214,14 +224,14 @@ class Sm80(Family):
         or a block mask beside a bias or of packed sequences, warps take 16 rows. Warps that share rows leave none for
         any of these, nor for a softcap; 256 rows a block leave none for packed sequences, nor for a range of keys where
         scores are scaled first or capped. Tiles of a block mask have no whole blocks of 48."""
-        d = spec.head_dim
+        d = spec.widest
         table = _FORWARD_BIAS if spec.bias else _FORWARD_SMALL if device.is_small else _FORWARD
         is_listed = spec.block_mask and (spec.crowded or (spec.packed and d > 64))
         if d <= 128 and (spec.dropout or is_listed):
             return _FORWARD_DROPOUT
         is_full = d > 64 and (spec.unaligned or spec.block_mask)
-        fitting = (t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
-        may_share = not (is_full or spec.dropout or spec.softcap)
+        fitting = (t for limit, t in table if d <= limit and _fits(t, spec, device))
+        may_share = not (is_full or spec.dropout or spec.softcap or spec.head_dim_v)
         may_be_tall = not (is_full or spec.packed or (spec.kv_range and (spec.softcap or spec.scale_first)))
         tile = next(t for t in fitting if (t.split_d == 1 or may_share) and (t.block_m <= 128 or may_be_tall))
         if spec.bias and not spec.paired_bias:
@@ -235,23 +245,22 @@ class Sm80(Family):
         if spec.head_dim <= 128 or any(others):
             return None
         tile = next((t for t in _BACKWARD_WIDE if t.smem_bytes(spec.head_dim) <= device.smem_bytes), None)
-        takes_registers = spec.masked or spec.bias or spec.unaligned
+        takes_registers = spec.masked or spec.packed or spec.bias or spec.unaligned
         return replace(tile, dq_parts=2) if tile and takes_registers else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
         if wide := self.wide_tile(spec, device):
             return wide
-        d = spec.head_dim
+        d = spec.widest
         table = _BACKWARD_BIAS if spec.bias else _BACKWARD_SMALL if device.is_small else _BACKWARD
         if spec.dropout and device.capability >= (10, 0):  # where the usual tiles spill with it
             table = _BACKWARD_NARROW
         if spec.crowded:
             table = _BACKWARD_CROWDED
-        tile = next(t for limit, t in table if d <= limit and t.smem_bytes(d) <= device.smem_bytes)
+        tile = next(t for limit, t in table if d <= limit and _fits(t, spec, device) and _divides_dq(t, spec.head_dim))
         if spec.packed and spec.block_mask and d > 192 and tile.dq_warps_m == 1:
             tile = replace(tile, dq_warps_m=2)  # else it spills
-        columns = round_up(d, 16 * tile.split_d)
-        if columns % (8 * tile.warps // tile.dq_warps_m):  # each warp's share of dQ has whole tiles of 8 columns
+        if not _divides_dq(tile, spec.head_dim, tile.dq_warps_m):
             tile = replace(tile, dq_warps_m=tile.block_m // 16)
         if spec.causal and tile.split_d == 2 and tile.block_n == 128:  # 5 % slower unmasked, but spills with this one
             tile = replace(tile, dq_unroll=4)
@@ -261,7 +270,7 @@ class Sm80(Family):
         if not spec.backward:
             ahead = self.forward_tile(spec, device)
             # With the usual tiles, the kernel of parts spills there.
-            spills = device.is_small and device.capability >= (10, 0) and 80 < spec.head_dim <= 128
+            spills = device.is_small and device.capability >= (10, 0) and 80 < spec.widest <= 128
             of_parts = _FORWARD_DROPOUT if spills else ahead
             return *lists_before(spec, (ahead.block_m, ahead.block_n)), *forward_kernels(spec, Forward, ahead, of_parts)
         tile = self.backward_tile(spec, device)

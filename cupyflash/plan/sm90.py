@@ -122,6 +122,13 @@ def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
     return found[:1] if spec.crowded else found
 
 
+def _forward_width(spec: Spec) -> int:
+    """The head_dim by which a forward's tile is chosen. Q and K take shared memory alone, as much at 192 as at 160, V
+    also registers: those of O. With dropout of packed sequences that spills."""
+    as_narrow = spec.head_dim <= 192 and not (spec.dropout and spec.packed)
+    return max(spec.width_v, min(spec.head_dim, 160) if as_narrow else spec.head_dim)
+
+
 class Sm90(Family):
     """For wide heads, dQ has a kernel of its own."""
 
@@ -133,7 +140,7 @@ class Sm90(Family):
             return f"it needs compute capability 9.0 exactly, {device.name} has {has}"
         if spec.is_empty:
             return "nothing is to be computed"
-        if spec.crowded and spec.backward and spec.head_dim > _WIDE_BACKWARD[0][0]:
+        if spec.crowded and spec.backward and spec.widest > _WIDE_BACKWARD[0][0]:
             return "it has no tiles for two of a bias, a mask, mods, a block mask and dropout at this head_dim"
         if not spec.tma:
             return "TMA reads rows at multiples of 16 bytes, and no dimension with a stride of 0"
@@ -144,12 +151,12 @@ class Sm90(Family):
         added = ahead if spec.mods or (spec.paired_bias and not spec.wide_bias) else _FORWARD_BIAS_WIDE
         alone = added if spec.bias else _FORWARD_PAGED if spec.paged else _FORWARD_MASKED if spec.masked else _FORWARD
         table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
-        tile = next(tile for limit, tile in table if spec.head_dim <= limit)
+        tile = next(tile for limit, tile in table if _forward_width(spec) <= limit)
         if spec.block_mask and tile.block_m == 192:
             listed = _FORWARD_MASK_TILES if spec.mask_tiles else _FORWARD_LISTED
             narrow = _FORWARD_LISTED_NARROW if spec.packed else listed
-            tile = narrow if spec.head_dim <= 128 else _FORWARD_LISTED_WIDE
-        fits = spec.head_dim <= 128 and tile.block_n % 32 == 0  # wider ones spill with a window
+            tile = narrow if spec.widest <= 128 else _FORWARD_LISTED_WIDE
+        fits = spec.widest <= 128 and tile.block_n % 32 == 0  # wider ones spill with a window
         if spec.paired_bias == CHUNKS and fits and not (spec.crowded or spec.packed):
             tile = replace(tile, interleaves_keys=True)
         return tile
@@ -161,14 +168,14 @@ class Sm90(Family):
         # dQ lies as a warpgroup leaves it, 64 columns at a time.
         rows = 64, 4 * -(-spec.head_dim // 64), 4, 4
         for limit, tile in _backward_tiles(spec):
-            if spec.head_dim <= limit:
+            if spec.widest <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
                 lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
                 delta = Delta.of(spec, DeltaTile(*rows, tile.block_n if spec.packed else 0))
                 main = delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
                 others = learned(spec, 64, device.smem_bytes, BiasGradientSm90.beside(spec, tile))
                 return *lists, *main, *sums, *others
-        dkv, dq = next((dkv, dq) for limit, dkv, dq in _WIDE_BACKWARD if spec.head_dim <= limit)
+        dkv, dq = next((dkv, dq) for limit, dkv, dq in _WIDE_BACKWARD if spec.widest <= limit)
         wide = spec._replace(deterministic=False)  # these are by nature
         sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=False))
         lists = lists_before(spec, (dq.block_m, dq.block_n), (dkv.block_m, dkv.block_n))

@@ -57,6 +57,7 @@ class Spec(NamedTuple):
         family: the family that the user insists on.
         clocks: blocks record how long each took, where the family has such a form.
         page_size, pages: of a forward over a cache, by value like softcap; whole_pages: blocks of keys lie in one each.
+        head_dim_v: that of v, out and their gradients, where it differs from that of q and k; else 0.
         split_keys: not of a call, but of those of its kernels that divide keys (splits.py).
     """
 
@@ -151,6 +152,16 @@ class Spec(NamedTuple):
             **_added(problem, paired_bias),
             **asked,
         )
+
+    @property
+    def width_v(self) -> int:
+        """head_dim of v."""
+        return self.head_dim_v or self.head_dim
+
+    @property
+    def widest(self) -> int:
+        """The larger head_dim, by which tiles are chosen."""
+        return max(self.head_dim, self.width_v)
 
     @property
     def paged(self) -> bool:

@@ -12,6 +12,11 @@ def _row_bytes(head_dim: int) -> int:
     return 128 * -(-head_dim // 64)
 
 
+def _pair_bytes(head_dim: int, head_dim_v: int) -> int:
+    """Of a row of Q or K, and one of dO or V."""
+    return _row_bytes(head_dim) + _row_bytes(head_dim_v or head_dim)
+
+
 @dataclass(frozen=True)
 class HopperForwardTile:
     """Each of `groups` consumer warpgroups computes 64 of `block_m` queries against key blocks of `block_n`.
@@ -43,10 +48,11 @@ class HopperForwardTile:
     def name(self) -> str:
         return f"m{self.block_m}n{self.block_n}s{self.stages}q{self.q_slots}"
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Q, K and V, mbarriers, the queue of work."""
-        barriers = 2 * self.q_slots + 4 * self.stages + 4
-        return (64 * self.q_slots + 2 * self.stages * self.block_n) * _row_bytes(head_dim) + 8 * barriers + 32
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+        """Q, through whose tiles O leaves, K and V, mbarriers, the queue of work."""
+        barriers, of_q = 2 * self.q_slots + 4 * self.stages + 4, _row_bytes(max(head_dim, head_dim_v))
+        ring = self.stages * self.block_n * _pair_bytes(head_dim, head_dim_v)
+        return 64 * self.q_slots * of_q + ring + 8 * barriers + 32
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,12 @@ class HopperBackwardTile:
     def name(self) -> str:
         return f"m{self.block_m}n{self.block_n}s{self.stages}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """K, V, the stages of Q, dO and row_stats, two dS, two dQ, a bias, mbarriers."""
-        m, n, row = self.block_m, self.block_n, _row_bytes(head_dim)
-        queries, bias = self.stages * (2 * m * row + 8 * m), self.copies_bias * n // 16 * m * row_bytes(16)
-        return 2 * n * row + queries + 2 * m * n * 2 + 4 * m * row + bias + 8 * (10 + 3 * self.stages)
+        m, n, pair = self.block_m, self.block_n, _pair_bytes(head_dim, head_dim_v)
+        queries, bias = self.stages * (m * pair + 8 * m), self.copies_bias * n // 16 * m * row_bytes(16)
+        of_dq = 4 * m * _row_bytes(head_dim)
+        return n * pair + queries + 2 * m * n * 2 + of_dq + bias + 8 * (10 + 3 * self.stages)
 
 
 class HopperDkvTile(HopperBackwardTile):
@@ -88,10 +95,11 @@ class HopperDkvTile(HopperBackwardTile):
 
     warps = 12
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """K, V, the stages of Q, dO and row_stats, two P, mbarriers, the queue."""
-        m, row = self.block_m, _row_bytes(head_dim)
-        return 2 * 64 * row + self.stages * (2 * m * row + 8 * m) + 2 * m * 128 + 8 * (12 + 4 * self.stages) + 32
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+        """K and V, in whose places dV and dK leave, the stages of Q, dO and row_stats, two P, mbarriers, the queue."""
+        m, resident = self.block_m, 2 * 64 * _row_bytes(max(head_dim, head_dim_v))
+        queries = self.stages * (m * _pair_bytes(head_dim, head_dim_v) + 8 * m)
+        return resident + queries + 2 * m * 128 + 8 * (12 + 4 * self.stages) + 32
 
 
 class HopperDqTile(HopperBackwardTile):
@@ -99,10 +107,10 @@ class HopperDqTile(HopperBackwardTile):
 
     warps = 12
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """Q, dO, the ring of V and K, mbarriers, the queue."""
-        m, row = self.block_m, _row_bytes(head_dim)
-        return 2 * m * row + self.stages * 64 * row + 8 * (2 * self.stages + m // 16 + 4) + 32
+        m, ring = self.block_m, self.stages * 64 * _row_bytes(max(head_dim, head_dim_v))
+        return m * _pair_bytes(head_dim, head_dim_v) + ring + 8 * (2 * self.stages + m // 16 + 4) + 32
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ class HopperBiasTile:
     def name(self) -> str:
         return f"m{self.block_m}n{self.block_n}s{self.stages}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """The stages, a row of sums a warp, the queue of tiles, mbarriers."""
-        pair = (self.block_m + self.block_n) * _row_bytes(head_dim)
+        pair = (self.block_m + self.block_n) * _row_bytes(max(head_dim, head_dim_v))
         return self.stages * (pair + 16) + 4 * self.block_n * self.block_m // 16 + 64

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -51,7 +51,7 @@ class Tile(Protocol):
     def blocks_per_sm(self) -> int: ...  # launch bound: caps the registers
     @property
     def name(self) -> str: ...  # the tile's part of the symbol
-    def smem_bytes(self, head_dim: int) -> int: ...  # dynamic shared memory of one block
+    def smem_bytes(self, head_dim: int, /) -> int: ...  # dynamic shared memory of one block
 
 
 _Kind = TypeVar("_Kind", bound="Variant")
@@ -61,7 +61,7 @@ _Kind = TypeVar("_Kind", bound="Variant")
 class Variant:
     """Base of the kernels' variants, whose further fields are flags.
 
-    The head_dim, the tile's fields and the flags become ``kCamelCase`` constants; what is set of them ends the symbol.
+    The head_dims, the tile's fields and the flags become ``kCamelCase`` constants; what is set of them ends the symbol.
     """
 
     folder: ClassVar[str]  # kernels_cu/<folder>/<header>.cuh
@@ -74,28 +74,36 @@ class Variant:
     over: ClassVar[str] = "q"
     arch_suffix: ClassVar[str] = ""  # "a": uses instructions of one architecture alone
     persistent: ClassVar[bool] = False  # a block computes tile after tile
+    one_width: ClassVar[bool] = False  # v has the head_dim of q and k in any case
     mods = ""  # the text of a user's expressions, in kernels that have some
     dmods = tuple[int, ...]()  # the numbers of the arrays that they read whose gradients a kernel makes
 
     dtype: str
     head_dim: int
     tile: Tile
+    head_dim_v: int = field(default=0, kw_only=True)  # where it differs
 
     @classmethod
     def of(cls: type[_Kind], spec: Spec, tile: Tile) -> _Kind:
         """The variant that a spec takes: its flags are the spec's fields of these names."""
         flags: dict[str, Any] = {f.name: getattr(spec, f.name) for f in fields(cls) if f.name not in _NO_FLAGS}
         flags = {name: x if name in ("mods", "dmods") else bool(x) for name, x in flags.items()}
-        return cls(spec.dtype, spec.head_dim, tile, **flags)
+        return cls(spec.dtype, spec.head_dim, tile, head_dim_v=spec.head_dim_v, **flags)
 
     @functools.cached_property
     def constants(self) -> dict[str, int]:
         """What the kernel knows when it is compiled, by name."""
-        found = {"head_dim": self.head_dim, "block_m": self.tile.block_m, "warps": self.tile.warps}
+        found = {"head_dim": self.head_dim} | ({} if self.one_width else {"head_dim_v": self.head_dims[-1]})
+        found |= {"block_m": self.tile.block_m, "warps": self.tile.warps}
         found |= {f.name: getattr(self.tile, f.name) for f in fields(self.tile) if f.name != "blocks_per_sm"}
         found |= {f.name: bool(getattr(self, f.name)) for f in fields(self) if f.name not in _NO_FLAGS}
         mods = self._mods
         return found | {"score_mod": mods.score is not None, "mask_mod": mods.mask is not None} if mods else found
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """That of q and k, and that of v where it differs."""
+        return (self.head_dim, self.head_dim_v) if self.head_dim_v else (self.head_dim,)
 
     @property
     def _mods(self) -> Mods | None:
@@ -123,7 +131,7 @@ class Variant:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
-        return self.tile.smem_bytes(self.head_dim)
+        return self.tile.smem_bytes(*self.head_dims)
 
     @property
     def qualifiers(self) -> str:
@@ -135,7 +143,8 @@ class Variant:
         flags = [name for name, value in self.constants.items() if value is True]
         learned = "".join(f" {i}" for i in self.dmods)
         flags += [hashlib.sha256((self.mods + learned).encode()).hexdigest()[:12]] if self.mods else []
-        return "_".join(filter(None, [self.header, self.dtype, f"d{self.head_dim}", self.tile.name, *flags]))
+        width = f"d{self.head_dim}" + (f"v{self.head_dim_v}" if self.head_dim_v else "")
+        return "_".join(filter(None, [self.header, self.dtype, width, self.tile.name, *flags]))
 
     def source(self) -> str:
         """The entry unit, as handed to NVRTC together with `kernel_sources()`."""

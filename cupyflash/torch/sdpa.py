@@ -128,7 +128,7 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
         return "expected the same batch, and heads and length of value as of key"
     d = q.shape[3]
     if k.shape[3] != d or any(n % 8 or not 0 < n <= MAX_HEAD_DIM for n in (d, v.shape[3])):
-        return f"expected the head_dim of query for key, and multiples of 8 and at most {MAX_HEAD_DIM}"
+        return f"expected key to have the head_dim of query, and each to be a multiple of 8 and at most {MAX_HEAD_DIM}"
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         return "expected the heads of key to divide those of query"
     if any(x.stride(3) != 1 and x.shape[3] > 1 for x in (q, k, v)):

@@ -14,7 +14,8 @@ struct DBias : ScoreGradient<V> {
     using Base::M, Base::N, Base::problem, Base::row0;
     using typename Base::Acc;
     using Visit = typename BiasVisits<V>::Visit;
-    static_assert(2 * Base::TileQ::kBytes + 2 * Base::TileK::kBytes == V::kSmemBytes &&
+    static_assert(Base::TileQ::kBytes + Base::TileDO::kBytes + Base::TileK::kBytes + Base::TileV::kBytes ==
+                      V::kSmemBytes &&
                   4 * N * V::kWarps <= Base::TileQ::kBytes);
 
     const BiasVisits<V> visits;

@@ -26,7 +26,8 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     using T = typename V::Element;
     static_assert(V::kSmemBytes == 0);
     constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
-    constexpr int kChunks = V::kHeadDim / 8, kLanesPerRow = next_power_of_two(kChunks),
+    // @columns-of-o-delta
+    constexpr int kChunks = V::kHeadDimV / 8, kLanesPerRow = next_power_of_two(kChunks),
                   kRowsPerPass = kThreads / kLanesPerRow;
     constexpr int kPasses = ceil_div(M, kRowsPerPass), kBatch = kPasses < 4 ? kPasses : 4;  // loaded together
     const Problem &problem = p.problem;

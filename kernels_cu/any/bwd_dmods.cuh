@@ -49,9 +49,8 @@ struct DMods : ScoreGradient<V> {
     using Base::M, Base::N, Base::p, Base::row0;
     using typename Base::Acc;
     static constexpr int kStride = N + 1;  // so that neighbours of a row and of a column lie in different banks
-    static_assert(V::kSmemBytes ==
-                  2 * Base::TileQ::kBytes +
-                      (2 * Base::TileK::kBytes > 8 * M * kStride ? 2 * Base::TileK::kBytes : 8 * M * kStride));
+    static_assert(V::kSmemBytes == Base::TileQ::kBytes + Base::TileDO::kBytes +
+                                       larger(Base::TileK::kBytes + Base::TileV::kBytes, 8 * M * kStride));
     ElementSum sums[V::kReads];
 
     __device__ explicit DMods(const BwdParams &p) : Base(p) {}

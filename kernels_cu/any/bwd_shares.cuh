@@ -1,16 +1,17 @@
 // dK and dV from the shares of a group's query heads (shares.cuh), rounded to the element type: one block 16 keys of a head of
-// k, a warp 64 columns of dK or of dV. Shared memory: the rows of both.
+// k, a warp 64 columns of dK or of dV. Shared memory: the rows of both, equally wide.
 #ifndef CUPYFLASH_BWD_SHARES_CUH
 #define CUPYFLASH_BWD_SHARES_CUH
 #include "attention/repair_gradients.cuh"
 #include "attention/shares.cuh"
 #include "tile/epilogue.cuh"
 
-template <class V>
-__device__ __forceinline__ void bwd_shares(const BwdParams &p) {
+// dV or dK, of kColumns.
+template <class V, int kColumns>
+__device__ __forceinline__ void add_shares(const BwdParams &p, bool is_dv) {
     using T = typename V::Element;
     using S = Sequence<V::kPacked>;
-    constexpr int M = V::kBlockM, D = V::kHeadDim, kCols = 64, kChunks = ceil_div(D, kCols);
+    constexpr int M = V::kBlockM, kCols = 64, kChunks = ceil_div(kWidest<V>, kCols);
     static_assert(M == 16 && V::kWarps == 2 * kChunks);
     const Problem &problem = p.problem;
     // The plan's sections are those of key heads, of which there are more.
@@ -21,17 +22,17 @@ __device__ __forceinline__ void bwd_shares(const BwdParams &p) {
     const int k0 = tile.block * M, col0 = warp() % kChunks * kCols;
     if (k0 >= sequence.rows_k) return;
 
-    const bool is_dv = warp() >= kChunks;
     float *const shares = is_dv ? p.dv_shares : p.dk_shares;
     AccTile<M, kCols> sum;
     sum.zero();
     #pragma unroll 4
     for (int i = 0; i < p.shares; ++i)  // @all-shares
-        for_each_pair<D>(sum, share_at<V>(p, shares, sequence, tile.head * p.shares + i), k0, col0, sequence.rows_k,
-                         [](float &x, float &y, const FloatPair *at) {
-                             const FloatPair two = *at;
-                             x += two.x, y += two.y;
-                         });
+        for_each_pair<kColumns, kCols * kChunks>(
+            sum, share_at<V, kColumns>(p, shares, sequence, tile.head * p.shares + i), k0, col0, sequence.rows_k,
+            [](float &x, float &y, const FloatPair *at) {
+                const FloatPair two = *at;
+                x += two.x, y += two.y;
+            });
 
     using Rows = SmemTile<T, M, kCols * kChunks>;
     static_assert(2 * Rows::kBytes == V::kSmemBytes);
@@ -46,7 +47,15 @@ __device__ __forceinline__ void bwd_shares(const BwdParams &p) {
     }
     const Strides &stride = is_dv ? p.dv_stride : p.dk_stride;
     T *const dst = static_cast<T *>(is_dv ? p.dv : p.dk) + sequence.k_offset(stride, tile.head);
-    write_rows<M, kCols, D>(rows, 0, dst, stride.row, k0, sequence.rows_k, col0);
+    write_rows<M, kCols, kColumns>(rows, 0, dst, stride.row, k0, sequence.rows_k, col0);
+}
+
+template <class V>
+__device__ __forceinline__ void bwd_shares(const BwdParams &p) {
+    const bool is_dv = warp() >= V::kWarps / 2;
+    if constexpr (V::kHeadDimV == V::kHeadDim) add_shares<V, V::kHeadDim>(p, is_dv);
+    else if (is_dv) add_shares<V, V::kHeadDimV>(p, true);
+    else add_shares<V, V::kHeadDim>(p, false);
 }
 
 #endif  // CUPYFLASH_BWD_SHARES_CUH

@@ -10,7 +10,7 @@ template <class V>
 __device__ __forceinline__ void fwd_parts(const FwdParams &p) {
     using T = typename V::Element;
     constexpr int M = V::kBlockM, D = V::kHeadDim, kCols = 64, kChunks = ceil_div(D, kCols);
-    static_assert(M == 16 && V::kWarps == kChunks);
+    static_assert(M == 16 && V::kWarps == kChunks && V::kHeadDimV == D);
     static_assert(V::kWindow && !V::kCausal && !V::kKvRange);  // a repair takes any mask, over all keys
     const auto tile = tile_at<V, Queries, M, false>(sequences_of<V>(p), ptx::block_index());
     const auto &sequence = tile.sequence;
@@ -46,10 +46,11 @@ __device__ __forceinline__ void fwd_parts(const FwdParams &p) {
         for (int r = 0; r < 2; ++r) weight[r] = weight_of(r, i, lse[r]);  // @weight-of-the-part
         part.zero();
         float *const rows = p.o_parts + part_row<V>(p, sequence, tile.head, i) * D;
-        for_each_pair<D>(part, rows, q0, col0, sequence.seqlen_q, [](float &x, float &y, const FloatPair *at) {
-            const FloatPair two = *at;
-            x = two.x, y = two.y;
-        });
+        for_each_pair<D, kCols * kChunks>(part, rows, q0, col0, sequence.seqlen_q,
+                                          [](float &x, float &y, const FloatPair *at) {
+                                              const FloatPair two = *at;
+                                              x = two.x, y = two.y;
+                                          });
         #pragma unroll
         for (int j = 0; j < O.kColTiles; ++j)
             #pragma unroll

@@ -45,9 +45,9 @@ __device__ __forceinline__ long long part_row(const FwdParams &p, const Sequence
 template <class V, int kRows, int kCols>
 __device__ __forceinline__ void leave_part(const FwdParams &p, const Sequence<V::kPacked> &s, int head, int part,
                                            int first_query, AccTile<kRows, kCols> &O, int col0 = 0) {
-    float *const rows = p.o_parts + part_row<V>(p, s, head, part) * V::kHeadDim;
-    for_each_pair<V::kHeadDim>(O, rows, first_query, col0, s.seqlen_q,
-                               [](float x, float y, FloatPair *at) { *at = {x, y}; });  // @part-left
+    float *const rows = p.o_parts + part_row<V>(p, s, head, part) * V::kHeadDimV;
+    for_each_pair<V::kHeadDimV, round_up(V::kHeadDimV, kCols)>(
+        O, rows, first_query, col0, s.seqlen_q, [](float x, float y, FloatPair *at) { *at = {x, y}; });  // @part-left
 }
 // Where lse of a tile goes, and the row of its sequence's first query there.
 template <class V>

@@ -108,6 +108,7 @@ __device__ __forceinline__ void load_pages_async(const Tile &tile, const FwdPara
                                                  const Strides &stride, const Sequence<true> &s, int head, int row0,
                                                  int n_rows) {
     using T = typename V::Element;
+    static_assert(V::kHeadDimV == V::kHeadDim);
     constexpr int kUnit = 16, kChunks = Tile::kChunks, kLanesPerRow = next_power_of_two(kChunks);
     constexpr int kRowsPerPass = kThreads / kLanesPerRow, kPassesPerUnit = ceil_div(kUnit, kRowsPerPass);
     static_assert(Tile::kRows % kUnit == 0 && Tile::kRows / kUnit <= 32);

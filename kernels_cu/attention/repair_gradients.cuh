@@ -18,7 +18,7 @@ struct AnyMask : V {
 template <class V, int kStatsRows, bool kUnaligned>
 struct GradientRepair {
     using T = typename V::Element;
-    static constexpr int D = V::kHeadDim;
+    static constexpr int D = V::kHeadDim, kDimV = V::kHeadDimV;
     const BwdParams &p;
     const Problem &problem;
     const SequenceOf<V> s;
@@ -66,7 +66,7 @@ struct GradientRepair {
         over_queries<kCols, true>(p.q, p.q_stride, score.scale, head_k, key, tile, row, col0,
                                   [&](int head, int query) { return dS(head, query, head_k, key); });
     }
-    template <int kCols = D, class Tile>
+    template <int kCols = kDimV, class Tile>
     __device__ void dv(int head_k, int key, const Tile &tile, int row, int col0 = 0) const {
         over_queries<kCols, false>(p.dout, p.dout_stride, 1.f, head_k, key, tile, row, col0, [&](int head, int query) {
             return of_kept(head, query, key, P(head, query, key, S(head, query, head_k, key)));
@@ -120,8 +120,8 @@ struct GradientRepair {
     __device__ float dS(int head, int query, int head_k, int key) const {
         const float raw = S(head, query, head_k, key);
         // @strides-of-do-and-v-repair
-        const float dP = dot_rows<T, D, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
-                                                    key_at(p.v, p.v_stride, head_k, key));
+        const float dP = dot_rows<T, kDimV, kUnaligned>(query_at(p.dout, p.dout_stride, head, query),
+                                                        key_at(p.v, p.v_stride, head_k, key));
         const float weight = score.weight_in_repair(raw, P(head, query, key, raw), place(head, query, key));
         return weight * (of_kept(head, query, key, dP) - stats(head, query)[1]);
     }
@@ -137,7 +137,8 @@ struct GradientRepair {
                                  const Tile &tile, int row, int col0, Weight weight) const {
         if (key >= s.rows_k) return;
         const int end = mask.end_query(key);
-        repair_row<T, kCols>(tile, row, col0, D, factor, [&](auto &sum, bool reasons) {
+        // @columns-of-dv-repaired
+        repair_row<T, kCols>(tile, row, col0, kDS ? D : kDimV, factor, [&](auto &sum, bool reasons) {
             #pragma unroll 1
             for (int head = head_k * group; head < (head_k + 1) * group; ++head) {  // @repair-over-all-heads
                 const auto block_mask = BlockMask<V>::of(p, s.index, head);

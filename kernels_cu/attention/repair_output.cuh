@@ -33,11 +33,11 @@ __device__ __forceinline__ float log2_sum_ex2(int first, int end, X x) {
 
 // Rows [row0, row0 + kRows), columns [col0, col0 + kCols) of a tile that holds a warp's share of O, those of queries
 // [query0, ...) of a sequence. That is looked up again: what the main loop knows of it need not be kept.
-template <class V, bool kUnaligned, int kRows, int kCols = V::kHeadDim, class Tile>
+template <class V, bool kUnaligned, int kRows, int kCols = V::kHeadDimV, class Tile>
 __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, int head, int query0, const Tile &tile,
                                               int row0, int col0 = 0) {
     using T = typename V::Element;
-    constexpr int D = V::kHeadDim;
+    constexpr int D = V::kHeadDim, kDimV = V::kHeadDimV;
     const Problem &problem = p.problem;
     const auto s = with_range<V>(Sequence<V::kPacked>::of(sequences_of<V>(p), sequence), p);
     const Mask<V> mask(s, problem);
@@ -63,7 +63,8 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             return exponent(i);
         };
         float lse = 0.f;  // in powers of two
-        repair_row<T, kCols>(tile, row0 + row, col0, D, Dropout<V>::factor(p), [&](auto &sum, bool reasons) {
+        // @columns-of-o-repaired
+        repair_row<T, kCols>(tile, row0 + row, col0, kDimV, Dropout<V>::factor(p), [&](auto &sum, bool reasons) {
             // @sink-of-the-row
             if (reasons) lse = log2_sum_ex2<V::kBias>(first, end + Sink<V>::kAny, exponent_or_sink);
             if constexpr (V::kBias) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
                         if (!block_mask.sees(query0 + row, key)) return kNone;  // @hidden-key-of-the-output
                     if constexpr (V::kBias)
                         if (places(0, key).hides()) return kNone;  // @hidden-by-bias-repair-of-o
-                    return reasons && row_is_finite<T, D, kUnaligned>(v.row(key)) ? kNone : kTerm;
+                    return reasons && row_is_finite<T, kDimV, kUnaligned>(v.row(key)) ? kNone : kTerm;
                 },
                 [&](int key) {
                     const float weight = weight_ex2(exponent(key) - lse);

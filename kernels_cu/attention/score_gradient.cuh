@@ -15,11 +15,14 @@
 template <class V>
 struct ScoreGradient {
     using T = typename V::Element;
-    static constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kThreads = 32 * V::kWarps;
+    static constexpr int M = V::kBlockM, N = V::kBlockN, kThreads = 32 * V::kWarps;
+    static constexpr int D = round_up(V::kHeadDim, 16), kDimV = round_up(V::kHeadDimV, 16);
     static constexpr int kRows = M / V::kWarps;
     static_assert(kRows % 16 == 0 && N % 16 == 0);
     using TileQ = SmemTile<T, M, D>;
+    using TileDO = SmemTile<T, M, kDimV>;
     using TileK = SmemTile<T, N, D>;
+    using TileV = SmemTile<T, N, kDimV>;
     using Acc = AccTile<kRows, N>;
 
     const BwdParams &p;
@@ -32,9 +35,9 @@ struct ScoreGradient {
     __device__ ScoreGradient(const BwdParams &p, int row0) : p(p), problem(p.problem), score(problem), row0(row0) {}
 
     __device__ static TileQ q() { return {ptx::dynamic_smem()}; }
-    __device__ static TileQ dout() { return {q().base + TileQ::kBytes}; }
-    __device__ static TileK k() { return {q().base + 2 * TileQ::kBytes}; }
-    __device__ static TileK v() { return {k().base + TileK::kBytes}; }
+    __device__ static TileDO dout() { return {q().base + TileQ::kBytes}; }
+    __device__ static TileK k() { return {q().base + (TileQ::kBytes + TileDO::kBytes)}; }
+    __device__ static TileV v() { return {k().base + TileK::kBytes}; }
 
     // Whether a block mask leaves nothing of a tile, which lies within one of its own.
     __device__ bool is_empty(int sequence, int head, int q0, int k0) const {
@@ -48,27 +51,31 @@ struct ScoreGradient {
                                             bool loads_queries) const {
         const int head_k = head / (problem.heads_q / problem.heads_k);  // @head-of-k-dbias
         ptx::bar_sync();                                                // @dbias-tiles-free
-        const auto load = [&](const auto &tile, const void *src, const Strides &stride, long long offset, int first,
-                              int rows) {
-            tile.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(static_cast<const T *>(src) + offset,
-                                                                           stride.row, first, rows);
+        const auto load = [&](auto columns, const auto &tile, const void *src, const Strides &stride, long long offset,
+                              int first, int rows) {
+            constexpr int kColumns = decltype(columns)::value;
+            tile.template load_async<kThreads, kColumns, V::kUnaligned>(static_cast<const T *>(src) + offset,
+                                                                        stride.row, first, rows);
         };
-        if (loads_queries) load(q(), p.q, p.q_stride, s.q_offset(p.q_stride, head), q0, s.seqlen_q);
-        load(k(), p.k, p.k_stride, s.k_offset(p.k_stride, head_k), k0, s.seqlen_k);
+        const Int<V::kHeadDim> all;
+        const Int<V::kHeadDimV> all_of_v;  // @columns-of-do-and-v-dbias
+        if (loads_queries) load(all, q(), p.q, p.q_stride, s.q_offset(p.q_stride, head), q0, s.seqlen_q);
+        load(all, k(), p.k, p.k_stride, s.k_offset(p.k_stride, head_k), k0, s.seqlen_k);
         ptx::cp_async_commit_group();
-        if (loads_queries) load(dout(), p.dout, p.dout_stride, s.q_offset(p.dout_stride, head), q0, s.seqlen_q);
-        load(v(), p.v, p.v_stride, s.k_offset(p.v_stride, head_k), k0, s.seqlen_k);
+        if (loads_queries)
+            load(all_of_v, dout(), p.dout, p.dout_stride, s.q_offset(p.dout_stride, head), q0, s.seqlen_q);
+        load(all_of_v, v(), p.v, p.v_stride, s.k_offset(p.v_stride, head_k), k0, s.seqlen_k);
         ptx::cp_async_commit_group();
     }
     // S = Q K^T and dP = dO V^T of what was asked for.
     __device__ __forceinline__ void multiply(Acc &S, Acc &dP) const {
         S.zero(), dP.zero();
-        ptx::cp_async_wait_group<1>();                              // @dbias-q-and-k-copied
-        ptx::bar_sync();                                            // Q and K are here @dbias-q-and-k-landed
-        gemm_nt<T>(S, FewSteps<TileQ, kRows>(q(), row0), k());      // S = Q K^T
-        ptx::cp_async_wait_group<0>();                              // @dbias-do-and-v-copied
-        ptx::bar_sync();                                            // dO and V are here @dbias-do-and-v-landed
-        gemm_nt<T>(dP, FewSteps<TileQ, kRows>(dout(), row0), v());  // dP = dO V^T
+        ptx::cp_async_wait_group<1>();                               // @dbias-q-and-k-copied
+        ptx::bar_sync();                                             // Q and K are here @dbias-q-and-k-landed
+        gemm_nt<T>(S, FewSteps<TileQ, kRows>(q(), row0), k());       // S = Q K^T
+        ptx::cp_async_wait_group<0>();                               // @dbias-do-and-v-copied
+        ptx::bar_sync();                                             // dO and V are here @dbias-do-and-v-landed
+        gemm_nt<T>(dP, FewSteps<TileDO, kRows>(dout(), row0), v());  // dP = dO V^T
     }
 
     // What scores add and read ahead, while they are computed.

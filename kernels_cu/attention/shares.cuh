@@ -23,22 +23,22 @@ struct KeysOf : Keys {
     }
 };
 
-// Where the share of a key head begins in dk_shares or dv_shares, [batch, key heads, seqlen_k, head_dim]: that of the sequence's
+// Where the share of a key head begins in dk_shares or dv_shares, [batch, key heads, seqlen_k, kColumns]: that of the sequence's
 // first key.
-template <class V>
+template <class V, int kColumns>
 __device__ __forceinline__ float *share_at(const BwdParams &p, float *shares, const Sequence<V::kPacked> &s,
                                            int key_head) {
     // @share-of-its-head
     const long long head = (V::kPacked ? 0 : s.index) * p.problem.heads_k * p.shares + key_head;
-    return shares + (head * p.problem.seqlen_k + s.row_k) * V::kHeadDim;
+    return shares + (head * p.problem.seqlen_k + s.row_k) * kColumns;
 }
 
-// A warp's rows of dK or dV leave as a share.
-template <class V, int kRows, int kCols>
+// A warp's rows of dK or dV leave as a share; kColumns and kCovered as of for_each_pair.
+template <class V, int kColumns, int kCovered, int kRows, int kCols>
 __device__ __forceinline__ void leave_share(const BwdParams &p, float *shares, const Sequence<V::kPacked> &s,
                                             int key_head, int first_key, AccTile<kRows, kCols> &acc, int col0 = 0) {
-    for_each_pair<V::kHeadDim>(acc, share_at<V>(p, shares, s, key_head), first_key, col0, s.rows_k,
-                               [](float x, float y, FloatPair *at) { *at = {x, y}; });  // @share-left
+    for_each_pair<kColumns, kCovered>(acc, share_at<V, kColumns>(p, shares, s, key_head), first_key, col0, s.rows_k,
+                                      [](float x, float y, FloatPair *at) { *at = {x, y}; });  // @share-left
 }
 
 #endif  // CUPYFLASH_SHARES_CUH

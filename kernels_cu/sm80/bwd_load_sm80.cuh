@@ -6,23 +6,25 @@
 #include "tile/tile.cuh"
 
 // One query tile in shared memory.
-template <class T, int M, int D>
+template <class T, int M, int D, int kDimV>
 struct QueryStage {
-    using Tile = SmemTile<T, M, D>;
-    static constexpr int kBytes = 2 * Tile::kBytes + 8 * M;
-    Tile sQ, sdO;
+    using TileQ = SmemTile<T, M, D>;
+    using TileDO = SmemTile<T, M, kDimV>;
+    static constexpr int kBytes = TileQ::kBytes + TileDO::kBytes + 8 * M;
+    TileQ sQ;
+    TileDO sdO;
     ptx::u32 stats;  // [M][2] floats: lse in powers of two, delta
 
     __device__ explicit QueryStage(ptx::u32 base)
-        : sQ{base}, sdO{base + Tile::kBytes}, stats{base + 2 * Tile::kBytes} {}
+        : sQ{base}, sdO{base + TileQ::kBytes}, stats{base + (TileQ::kBytes + TileDO::kBytes)} {}
 };
 
-// K or V of the block's keys.
-template <class V, class SmemTileKV>
+// K or V of the block's keys, kColumns of them.
+template <class V, int kColumns, class SmemTileKV>
 __device__ __forceinline__ void load_keys(const BwdParams &p, const SmemTileKV &dst, const void *src,
                                           const Strides &stride, const Tile<V::kPacked> &tile) {
     using T = typename V::Element;
-    dst.template load_async<32 * V::kWarps, V::kHeadDim, V::kUnaligned>(
+    dst.template load_async<32 * V::kWarps, kColumns, V::kUnaligned>(
         static_cast<const T *>(src) + tile.sequence.k_offset(stride, KeysOf<V>::head_k(p, tile.head)), stride.row,
         tile.block * V::kBlockN, tile.sequence.seqlen_k);
 }
@@ -35,7 +37,7 @@ __device__ __forceinline__ void load_queries(const BwdParams &p, const Sequence<
     constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
     s.sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
         static_cast<const T *>(p.q) + sequence.q_offset(p.q_stride, head), p.q_stride.row, q0, sequence.seqlen_q);
-    s.sdO.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(
+    s.sdO.template load_async<kThreads, V::kHeadDimV, V::kUnaligned>(
         static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, head), p.dout_stride.row, q0,
         sequence.seqlen_q);  // @strides-of-do-bwd-sm80
     const int r = fresh_thread();

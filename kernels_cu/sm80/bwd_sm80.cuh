@@ -25,8 +25,11 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     using T = typename V::Element;
     using Dq = DqTile<V>;
     constexpr int M = V::kBlockM, N = V::kBlockN, D = Dq::kDim, kStages = V::kStages, kThreads = 32 * V::kWarps;
-    constexpr int kRows = N / (V::kWarps / V::kSplitD), kQueries = M / V::kSplitD, kCols = D / V::kSplitD;
-    static_assert(M <= kThreads && kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0 && kStages <= 2);
+    constexpr int kDimV = round_up(V::kHeadDimV, 16 * V::kSplitD);
+    constexpr int kRows = N / (V::kWarps / V::kSplitD), kQueries = M / V::kSplitD;
+    constexpr int kCols = D / V::kSplitD, kColsV = kDimV / V::kSplitD;  // of dK, of dV
+    static_assert(M <= kThreads && kRows % 16 == 0 && kQueries % 16 == 0 && kStages <= 2);
+    static_assert(kCols % 16 == 0 && kColsV % 16 == 0);
 
     // Which keys. With a mask, the first key blocks are the longest.
     const Problem &problem = p.problem;
@@ -36,19 +39,23 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     if (V::kPacked && k0 >= sequence.rows_k) return;  // @tiles-of-unused-keys
     const int key0 = warp() % (N / kRows) * kRows;    // this warp's keys
     const int part = warp() / (N / kRows);            // and its share of them, if kSplitD > 1
-    const int query0 = part * kQueries, col0 = part * kCols;
+    const int query0 = part * kQueries, col0 = part * kCols, col0_v = part * kColsV;  // @columns-of-dv-bwd-sm80
 
-    using TileKV = SmemTile<T, N, D>;
+    using TileK = SmemTile<T, N, D>;
+    using TileV = SmemTile<T, N, kDimV>;
     using TileP = SmemTile<T, N, M>;
-    using Stage = QueryStage<T, M, D>;
-    constexpr bool kFewSteps = V::kBias && (D > 128);  // else it spills
-    using KeysA = typename Either<kFewSteps, FewSteps<TileKV, kRows>, SmemA<TileKV, kRows>>::Type;
+    using Stage = QueryStage<T, M, D, kDimV>;
+    constexpr bool kFewSteps = V::kBias && (larger(D, kDimV) > 128);  // else it spills
+    using RowsK = typename Either<kFewSteps, FewSteps<TileK, kRows>, SmemA<TileK, kRows>>::Type;
+    using RowsV = typename Either<kFewSteps, FewSteps<TileV, kRows>, SmemA<TileV, kRows>>::Type;
+    constexpr int kKeysBytes = TileK::kBytes + TileV::kBytes;
     constexpr int kExchanged = V::kSplitD > 1 ? 2 : 1;  // dS, P
-    static_assert(2 * TileKV::kBytes + kStages * Stage::kBytes + kExchanged * TileP::kBytes == V::kSmemBytes);
-    const TileKV sK{ptx::dynamic_smem()}, sV{sK.base + TileKV::kBytes};
+    static_assert(kKeysBytes + kStages * Stage::kBytes + kExchanged * TileP::kBytes == V::kSmemBytes);
+    const TileK sK{ptx::dynamic_smem()};
+    const TileV sV{sK.base + TileK::kBytes};
     // @slot-of-the-step
-    const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
-    const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
+    const auto stage = [&](int i) { return Stage(sV.base + TileV::kBytes + i % kStages * Stage::kBytes); };
+    const TileP sdS{sV.base + TileV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
 
     const Mask<V> mask(with_range<V>(sequence, p), problem);
     // The same in the main loop, which has no registers left to keep a range of keys: that is read again.
@@ -70,7 +77,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         return mask_again().full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q;
     };
 
-    AccTile<kRows, kCols> dK, dV;
+    AccTile<kRows, kCols> dK;
+    AccTile<kRows, kColsV> dV;
     dK.zero(), dV.zero();
     Emitted<V> emitted;
 
@@ -95,8 +103,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
         AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
         P.zero(), dS.zero();
-        gemm_nt<T>(P, KeysA(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
-        gemm_nt<T>(dS, KeysA(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
+        gemm_nt<T>(P, RowsK(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
+        gemm_nt<T>(dS, RowsV(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
         const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
         const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0);
         // S and dP become P and dS. is_seen(key, query) is asked for what is emitted alone.
@@ -150,12 +158,12 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         if constexpr (V::kSplitD > 1) rP.store(sP, key0, query0);
 
         if constexpr (V::kSplitD == 1) {
-            gemm_nn<T>(dV, rP, s.sdO, col0);  // dV += P^T dO
-            gemm_nn<T>(dK, rdS, s.sQ, col0);  // dK += dS^T Q
-            ptx::bar_sync();                  // dS is complete, and every warp is done with Q and dO @ds-complete
+            gemm_nn<T>(dV, rP, s.sdO, col0_v);  // dV += P^T dO
+            gemm_nn<T>(dK, rdS, s.sQ, col0);    // dK += dS^T Q
+            ptx::bar_sync();                    // dS is complete, and every warp is done with Q and dO @ds-complete
         } else {
             ptx::bar_sync();  // P and dS are complete @p-and-ds-complete
-            gemm_nn<T>(dV, SmemA<TileP, kRows>(sP, key0), s.sdO, col0);
+            gemm_nn<T>(dV, SmemA<TileP, kRows>(sP, key0), s.sdO, col0_v);
             gemm_nn<T>(dK, SmemA<TileP, kRows>(sdS, key0), s.sQ, col0);
             if constexpr (kStages == 1) ptx::bar_sync();  // every warp is done with Q and dO
         }
@@ -173,9 +181,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         turn.pass(rank);
     };
 
-    load_keys<V>(p, sK, p.k, p.k_stride, tile);
-    load_keys<V>(p, sV, p.v, p.v_stride, tile);  // @strides-of-v-bwd-sm80
-    auto now = visits.begin(tile.head * group);  // @first-head-of-the-group-sm80
+    load_keys<V, V::kHeadDim>(p, sK, p.k, p.k_stride, tile);
+    load_keys<V, V::kHeadDimV>(p, sV, p.v, p.v_stride, tile);  // @strides-of-v-bwd-sm80
+    auto now = visits.begin(tile.head * group);                // @first-head-of-the-group-sm80
     request(0, now);
     #pragma unroll 1
     for (int i = 0; i < visits.count; ++i, now = visits.after(now)) {
@@ -194,20 +202,25 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     // block is, is worked out again: the main loop has no registers left to keep it.
     const auto here = tile_at<V, KeysOf<V>, N, false>(aside(p), ptx::opaque(ptx::block_index()));
     const int thread_warp = fresh_thread() / 32, row0 = thread_warp % (N / kRows) * kRows;
-    const int first_col = thread_warp / (N / kRows) * kCols, first_key = here.block * N;
+    const int own_part = thread_warp / (N / kRows), first_key = here.block * N;
+    const int first_col = own_part * kCols, first_col_v = own_part * kColsV;
     if constexpr (V::kGrouped) {
         if (KeysOf<V>::are_shared(aside(p))) {
-            const auto leave_one = [&](float *shares, AccTile<kRows, kCols> &acc) {
-                leave_share<V>(aside(p), shares, here.sequence, here.head, first_key + row0, acc, first_col);
+            const auto leave_one = [&](auto columns, float *shares, auto &acc, int col) {
+                constexpr int kColumns = decltype(columns)::value, kCovered = round_up(kColumns, 16 * V::kSplitD);
+                leave_share<V, kColumns, kCovered>(aside(p), shares, here.sequence, here.head, first_key + row0, acc,
+                                                   col);
             };
-            leave_one(p.dk_shares, dK), leave_one(p.dv_shares, dV);
+            leave_one(Int<V::kHeadDim>{}, p.dk_shares, dK, first_col);
+            leave_one(Int<V::kHeadDimV>{}, p.dv_shares, dV, first_col_v);
             return;
         }
     }
     const auto head_k = [&] { return KeysOf<V>::head_k(aside(p), here.head); };
-    const auto leave = [&](const TileKV &staging, const AccTile<kRows, kCols> &acc, void *dst, const Strides &stride,
-                           auto repair) {
-        if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, first_col))) {  // @dk-and-dv-finite-sm80
+    const auto leave = [&](auto columns, const auto &staging, const auto &acc, int col, void *dst,
+                           const Strides &stride, auto repair) {
+        constexpr int kColumns = decltype(columns)::value;
+        if (!ptx::vote_all(stage_rows<T>(staging, row0, acc, col))) {  // @dk-and-dv-finite-sm80
             // @repair-in-its-sequence-bwd-sm80
             const GradientRepair<V, M, V::kUnaligned> again(aside(p), here.sequence.index);
             #pragma unroll 1
@@ -215,15 +228,16 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             ptx::bar_warp_sync();  // @dk-repaired-by-the-warp
         }
         // @unused-keys-written-sm80
-        write_rows<kRows, kCols, V::kHeadDim>(staging, row0,
-                                              static_cast<T *>(dst) + here.sequence.k_offset(stride, head_k()),
-                                              stride.row, first_key + row0, here.sequence.rows_k, first_col);
+        write_rows<kRows, round_up(kColumns, 16 * V::kSplitD) / V::kSplitD, kColumns>(
+            staging, row0, static_cast<T *>(dst) + here.sequence.k_offset(stride, head_k()), stride.row,
+            first_key + row0, here.sequence.rows_k, col);
     };
-    leave(sK, dK, p.dk, p.dk_stride, [&](const auto &again, int row) {  // @strides-of-dk
-        again.template dk<kCols>(head_k(), first_key + row, sK, row, first_col);
-    });
-    leave(sV, dV, p.dv, p.dv_stride, [&](const auto &again, int row) {  // @strides-of-dv
-        again.template dv<kCols>(head_k(), first_key + row, sV, row, first_col);
+    // @strides-of-dk
+    leave(Int<V::kHeadDim>{}, sK, dK, first_col, p.dk, p.dk_stride,
+          [&](const auto &again, int row) { again.template dk<kCols>(head_k(), first_key + row, sK, row, first_col); });
+    // @strides-of-dv
+    leave(Int<V::kHeadDimV>{}, sV, dV, first_col_v, p.dv, p.dv_stride, [&](const auto &again, int row) {
+        again.template dv<kColsV>(head_k(), first_key + row, sV, row, first_col_v);
     });
 }
 

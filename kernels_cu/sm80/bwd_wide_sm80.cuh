@@ -3,29 +3,29 @@
 //     dK = scale * dS^T Q,  dQ = scale * dS K,   FlashAttention-2 (Dao 2023), algorithm 2.
 //
 // One block owns kBlockN keys of one (batch, head_k), keeps K, V, dK and dV, and visits query tiles as bwd_sm80.cuh does.
-// Two groups of four warps divide the products, so that each warp multiplies square tiles, which read least of shared
-// memory for a product, and while one group forms P or dS, the other multiplies:
-//     kOfP:  S^T = K Q^T, P, dV += P^T dO          S^T, dP^T: a warp has half of the keys and half of the queries
-//     kOfDS: dP^T = V dO^T, dS, dK += dS^T Q       dV, dK: all keys, a quarter of the columns
-// dQ = dS K is formed by all warps, two along its rows, in kDqParts steps: there are no registers for all of its columns
-// beside a mask. It leaves by additions to global memory (dq_accum.cuh).
+// Two groups of four warps divide the products:
+//     kOfP:   S^T = K Q^T, P, dV += P^T dO        S^T and dP^T: a warp has half of the keys and half of the queries
+//     kOfDS:  dP^T = V dO^T, dS, dK += dS^T Q     dV and dK: all keys, a quarter of the columns
+// So a warp multiplies square tiles, which read least of shared memory for a product, and while one group forms P or dS, the
+// other multiplies. dQ = dS K is formed by all warps, each in kDqParts steps: what a mask asks for leaves no registers for
+// all of its columns. It leaves by additions to global memory (dq_accum.cuh).
 //
-// dS takes P as rounded, from the first group. The second one has no scores: what changes their derivative (a softcap,
-// mods), dropout, and what is summed up of dS (learned slopes) are bwd_sm80.cuh's, and so are lists of visits.
+// The second group has no scores, and takes P as rounded from the first one. So what changes their derivative (a softcap,
+// mods), what is dropped, and what is summed up of dS (learned slopes) are left to bwd_sm80.cuh, and so are lists of visits.
 //
 // Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T.
 //
-// With two stages (kStaggered) the second group adds its share of dQ while the first is at the next query tile. Visit i:
-//     kOfP                                    kOfDS
-//     S of stage i, P -> sP                   dP of stage i
-//     block: P is complete, and all of the second group are done with sdS
-//     dV                                      sP, dS -> sdS; arrives: dS is written; kDSOfGroup: by the whole group
-//                                             dK
-//     kDSComplete: waits for dS               kLanded: waits for the first group
-//     its share of dQ                         its share of dQ
-//     kLanded: stage i + 1 has been copied, all are done with stage i and sP, the first group with sdS
-//     requests stage i + 2                    requests stage i + 2
-// Otherwise all wait at kLanded before a visit and at kDSComplete before dQ, which then are the whole block's.
+// With two stages (kStaggered) the second group adds its share of dQ while the first is at S and P of the next visit:
+//     kOfP                                             kOfDS
+//     S, P to sP                                       dP
+//     the block's barrier: P is complete, and the second group is done with dS of the visit before
+//     dV                                               dS to sdS; arrives at kDSComplete; kDSOfGroup; dK
+//     kDSComplete                                      kLanded
+//     its share of dQ                                  its share of dQ, then S of the next visit is under way
+//     kLanded: the next stage is here; all are done with this one and with P, and the first group with dS
+//     requests the stage behind the next               requests the stage behind the next
+// In deterministic mode all add to dQ at once, each block in its turn, and with one stage that is requested meanwhile: then
+// all wait at kLanded before a visit, and at kDSComplete before dQ.
 #ifndef CUPYFLASH_BWD_WIDE_SM80_CUH
 #define CUPYFLASH_BWD_WIDE_SM80_CUH
 #include "attention/dq_accum.cuh"
@@ -40,7 +40,8 @@
 // The groups of warps.
 enum WideGroup { kOfP = 0, kOfDS = 1 };
 
-// Hardware barriers; 0 is the block's.
+// Hardware barriers besides the block's. dS is complete for the group that forms it; dS is complete for the other group; Q and
+// dO are here.
 enum WideBarrier { kDSOfGroup = 1, kDSComplete = 2, kLanded = 3 };
 
 template <class V>
@@ -51,19 +52,19 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     constexpr int kRows = N / 2, kQueries = M / 2, kCols = D / 4;  // of S^T and dP^T; of dV and dK
     constexpr bool kStaggered = kStages == 2 && !V::kDeterministic;
     static_assert(V::kWarps == 8 && M <= kThreads && kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0);
-    static_assert(Score<V>::kWeightIsP && !Dropout<V>::kAny && !Emitted<V>::kAny && !V::kBlockMask);
+    static_assert(Score<V>::kWeightIsP && !V::kDropout && !V::kDalibi && !V::kBlockMask && V::kHeadDimV == V::kHeadDim);
 
     // Which keys. With a mask, the first key blocks are the longest.
     const Problem &problem = p.problem;
     const auto tile = tile_at<V, KeysOf<V>, N, false>(p, ptx::block_index());  // of a key head
     const auto &sequence = tile.sequence;
     const int group = KeysOf<V>::group(p), k0 = tile.block * N;
-    if (V::kPacked && k0 >= sequence.rows_k) return;  // @tiles-of-unused-wide-keys
+    if (V::kPacked && k0 >= sequence.rows_k) return;  // @tiles-of-unused-keys-wide
 
     using TileKV = SmemTile<T, N, D>;
     using TileP = SmemTile<T, N, M>;
     using TileQ = SmemTile<T, M, D>;
-    using Stage = QueryStage<T, M, D>;
+    using Stage = QueryStage<T, M, D, D>;
     static_assert(2 * TileKV::kBytes + kStages * Stage::kBytes + 2 * TileP::kBytes == V::kSmemBytes);
     const TileKV sK{ptx::dynamic_smem()}, sV{sK.base + TileKV::kBytes};
     // @slot-of-the-step-wide
@@ -77,7 +78,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         else return mask;
     };
     const Score<V> score(problem);
-    const QueryTiles<V> visits(p, mask, tile, group);
+    const QueryTiles<V> visits(p, mask, tile, group);  // in step i, one is used and the next two may be requested
     const auto request = [&](int i, const Visit &visit) {
         if (i < visits.count) load_queries<V>(p, sequence, visit.head, visit.m_block * M, stage(i));
         ptx::cp_async_commit_group();
@@ -96,22 +97,22 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         const bool masked = !(mask_again().full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q);
         const Stage s = stage(i);
         if constexpr (!kStaggered) {
-            landed();
+            landed();  // and every warp is done with the step before
             if constexpr (kStages == 2) request(i + 1, visits.after(now));
         }
 
-        const int own_warp = fresh_thread() / 32, own_group = own_warp / 4;
+        const int own_warp = fresh_thread() / 32, own_group = own_warp / 4, other_group = 1 - own_group;
         {
             const int key0 = own_warp % 2 * kRows, query0 = own_warp / 2 % 2 * kQueries;
             const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
             AccTile<kRows, kQueries> X;  // S, then P; or dP, then dS. Transposed: rows are keys
-            FragA<T, kRows, kQueries> rounded;
             X.zero();
             const TileKV keys{sK.base + own_group * TileKV::kBytes};     // K, or V
             const TileQ queries{s.sQ.base + own_group * TileQ::kBytes};  // Q, or dO
             gemm_nt<T>(X, SmemA<TileKV, kRows>(keys, key0), queries.rows(query0));
-            // form(element, its a, j, e, lse, delta) of each.
-            const auto for_each = [&](auto form) {
+            FragA<T, kRows, kQueries> rX;
+            // Each element becomes form(element, where it is in X, its query's lse and delta); then it is rounded and stored.
+            const auto form_all = [&](const TileP &dst, auto form) {
                 #pragma unroll
                 for (int j = 0; j < X.kColTiles; ++j) {
                     float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
@@ -120,44 +121,39 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
                     for (int a = 0; a < X.kRowTiles; ++a)
                         #pragma unroll
                         for (int e = 0; e < 4; ++e)
-                            form(X.x[a][j][e], a, j, e, stats[2 * (e % 2)], stats[2 * (e % 2) + 1]);
+                            X.x[a][j][e] = form(X.x[a][j][e], a, j, e, stats[2 * (e % 2)], stats[2 * (e % 2) + 1]);
                 }
-            };
-            const auto hide = [&] {
-                // @mask-from-the-lane-wide
-                const Mask<V> from_here = mask_again().from(q0 + first_query, k0 + key0 + lane / 4);
-                X.for_each([&](int key, int query, float &x) {
-                    if (query >= from_here.seqlen_q || !from_here.sees(query, key))
-                        x = 0.f;  // @queries-that-exist-wide
-                });
+                if (masked) {
+                    // @mask-from-the-lane-wide
+                    const Mask<V> from_here = mask_again().from(q0 + first_query, k0 + key0 + lane / 4);
+                    X.for_each([&](int key, int query, float &x) {
+                        if (query >= from_here.seqlen_q || !from_here.sees(query, key)) x = 0.f;
+                    });
+                }
+                rX.from(X);
+                rX.store(dst, key0, query0);
             };
             if (own_group == kOfP) {
                 const auto head_places = Places<V>::of(p, sequence, now.head);
                 const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0);
-                for_each([&](float &x, int a, int j, int e, float lse, float) {
-                    x = score.P(x, places(8 * j + e % 2, 16 * a + 8 * (e / 2)), lse);
+                form_all(sP, [&](float S, int a, int j, int e, float lse, float) {
+                    return score.P(S, places(8 * j + e % 2, 16 * a + 8 * (e / 2)), lse);
                 });
-                if (masked) hide();
-                rounded.from(X);
-                rounded.store(sP, key0, query0);
             }
-            ptx::bar_sync();  // P is complete, and the second group done with dS of the visit before @p-complete-wide
+            ptx::bar_sync();  // P is complete, and the other group is done with dS of the step before @p-complete-wide
             if (own_group == kOfDS) {
-                rounded.load(TileP{sP.at(0, query0)}, key0);  // @p-of-the-same-scores
-                for_each([&](float &x, int a, int j, int e, float, float delta) {
-                    const ptx::u32 pair = rounded.x[j / 2][a][j % 2 * 2 + e / 2];
-                    x = (e % 2 ? T::hi(pair) : T::lo(pair)) * (x - delta);
+                rX.load(TileP{sP.at(0, query0)}, key0);  // @p-of-the-same-scores
+                form_all(sdS, [&](float dP, int a, int j, int e, float, float delta) {
+                    const ptx::u32 pair = rX.x[j / 2][a][j % 2 * 2 + e / 2];
+                    return (e % 2 ? T::hi(pair) : T::lo(pair)) * (dP - delta);
                 });
-                if (masked) hide();
-                rounded.from(X);
-                rounded.store(sdS, key0, query0);
-                if constexpr (kStaggered) ptx::bar_arrive(kDSComplete, kThreads);
-                ptx::bar_sync(kDSOfGroup, kThreads / 2);  // dS is complete, for this group @ds-of-the-group
+                if constexpr (kStaggered) ptx::bar_arrive(kDSComplete, kThreads);  // @ds-handed-over
+                ptx::bar_sync(kDSOfGroup, kThreads / 2);                           // @ds-of-the-group
             }
         }
         // dV += P^T dO, or dK += dS^T Q.
-        const TileP weights{sdS.base + (1 - own_group) * TileP::kBytes};
-        const TileQ queries{s.sQ.base + (1 - own_group) * TileQ::kBytes};
+        const TileP weights{sdS.base + other_group * TileP::kBytes};  // @weights-of-the-group
+        const TileQ queries{s.sQ.base + other_group * TileQ::kBytes};
         gemm_nn<T>(dKV, SmemA<TileP, N>(weights, 0), queries, own_warp % 4 * kCols);
         if (!kStaggered || own_group == kOfP) ptx::bar_sync(kDSComplete, kThreads);  // @ds-complete-wide
         else landed();
@@ -167,28 +163,29 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         const int rank = visits.rank(now, mask_again(), tile.block);
         turn.wait(rank);
         float *const accum = Dq::accum(aside(p), sequence, now.head, now.m_block);
-        FragA<T, Dq::kRows, N> dS_rows;
-        const SmemATransposed<TileP, Dq::kRows, 0> dS_columns(sdS, Dq::row0());
+        FragA<T, Dq::kRows, N> rdS;
+        const SmemATransposed<TileP, Dq::kRows, 0> dS_rows(sdS, Dq::row0());
         #pragma unroll
-        for (int k = 0; k < dS_rows.kSteps; ++k) dS_columns.get(k, dS_rows.x[k]);
+        for (int k = 0; k < rdS.kSteps; ++k) dS_rows.get(k, rdS.x[k]);
         constexpr int kPart = Dq::kCols / V::kDqParts;
         #pragma unroll 1
-        for (int col = 0; col < Dq::kCols; col += kPart) {
+        for (int col = 0; col < Dq::kCols; col += kPart) {  // @all-columns-of-dq
             AccTile<Dq::kRows, kPart> dQ;
             dQ.zero();
-            gemm_nn<T>(dQ, dS_rows, sK, Dq::col0() + col);
-            Dq::for_each_group(dQ, accum, [](float (&x)[ptx::kRedWidth], float *to) { ptx::red_add(to, x); }, col);
+            gemm_nn<T>(dQ, rdS, sK, Dq::col0() + col);                                            // dQ = dS K
+            const auto add = [](float (&x)[ptx::kRedWidth], float *to) { ptx::red_add(to, x); };  // @dq-added-wide
+            Dq::for_each_group(dQ, accum, add, col);
         }
         turn.pass(rank);
         if constexpr (kStaggered) {
-            if (own_group == kOfP) landed();
-            request(i + 2, visits.after(visits.after(now)));
+            if (own_group == kOfP) landed();                  // @stage-released-wide
+            request(i + 2, visits.after(visits.after(now)));  // @stage-requested-wide
         }
     };
 
-    load_keys<V>(p, sK, p.k, p.k_stride, tile);
-    load_keys<V>(p, sV, p.v, p.v_stride, tile);
-    auto now = visits.begin(tile.head * group);
+    load_keys<V, V::kHeadDim>(p, sK, p.k, p.k_stride, tile);
+    load_keys<V, V::kHeadDim>(p, sV, p.v, p.v_stride, tile);  // @strides-of-v-wide
+    auto now = visits.begin(tile.head * group);               // @first-head-of-the-group-wide
     request(0, now);
     if constexpr (kStaggered) {
         landed();
@@ -198,31 +195,36 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     for (int i = 0; i < visits.count; ++i, now = visits.after(now)) step(i, now);
 
     ptx::cp_async_wait_group<0>();
-    ptx::bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results
+    // @keys-read-by-all-wide
+    ptx::
+        bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results, V that of the first group
+    // Where the block is, is worked out again: the main loop has no registers left to keep it.
     const auto here = tile_at<V, KeysOf<V>, N, false>(aside(p), ptx::opaque(ptx::block_index()));
-    const int own_group = fresh_thread() / 128, col0 = fresh_thread() / 32 % 4 * kCols, first_key = here.block * N;
-    if (own_group == kOfDS) dKV.scale(score.scale);
+    const bool has_dV = fresh_thread() / 32 < 4;
+    const int col0 = fresh_thread() / 32 % 4 * kCols, first_key = here.block * N;
+    if (!has_dV) dKV.scale(score.scale);  // @dk-scaled-wide
     if constexpr (V::kGrouped) {
         if (KeysOf<V>::are_shared(aside(p))) {
-            leave_share<V>(aside(p), own_group == kOfP ? p.dv_shares : p.dk_shares, here.sequence, here.head, first_key,
-                           dKV, col0);
+            float *const shares = has_dV ? p.dv_shares : p.dk_shares;
+            leave_share<V, V::kHeadDim, D>(aside(p), shares, here.sequence, here.head, first_key, dKV, col0);
             return;
         }
     }
     const auto head_k = [&] { return KeysOf<V>::head_k(aside(p), here.head); };
-    const TileKV staging{sV.base - own_group * TileKV::kBytes};
-    if (!ptx::vote_all(stage_rows<T>(staging, 0, dKV, col0))) {
+    const TileKV staging{has_dV ? sV.base : sK.base};
+    if (!ptx::vote_all(stage_rows<T>(staging, 0, dKV, col0))) {  // @dk-and-dv-finite-wide
+        // @repair-in-its-sequence-wide
         const GradientRepair<V, M, V::kUnaligned> again(aside(p), here.sequence.index);
         #pragma unroll 1
         for (int row = 0; row < N; ++row)
-            if (own_group == kOfP) again.template dv<kCols>(head_k(), first_key + row, staging, row, col0);
+            if (has_dV) again.template dv<kCols>(head_k(), first_key + row, staging, row, col0);
             else again.template dk<kCols>(head_k(), first_key + row, staging, row, col0);
-        ptx::bar_warp_sync();
+        ptx::bar_warp_sync();  // @dk-repaired-by-the-warp-wide
     }
-    const Strides &stride = own_group == kOfP ? p.dv_stride : p.dk_stride;
-    write_rows<N, kCols, V::kHeadDim>(
-        staging, 0, static_cast<T *>(own_group == kOfP ? p.dv : p.dk) + here.sequence.k_offset(stride, head_k()),
-        stride.row, first_key, here.sequence.rows_k, col0);
+    const Strides &stride = has_dV ? p.dv_stride : p.dk_stride;  // @strides-of-dk-and-dv-wide
+    T *const dst = static_cast<T *>(has_dV ? p.dv : p.dk) + here.sequence.k_offset(stride, head_k());
+    // @unused-keys-written-wide
+    write_rows<N, kCols, V::kHeadDim>(staging, 0, dst, stride.row, first_key, here.sequence.rows_k, col0);
 }
 
 #endif  // CUPYFLASH_BWD_WIDE_SM80_CUH

@@ -5,7 +5,7 @@
 // O. With kSplitD == 1 the softmax never crosses warps. With kSplitD == 2, two warps share their rows: each forms the
 // scores of half of the keys and keeps half of the columns of O, so that a fragment of K or V serves twice as many rows;
 // they exchange the maxima of rows, and P, through shared memory.
-// Shared memory: Q | a ring of kStages tiles | P and row maxima if kSplitD > 1. K_j and V_j alternate through the ring:
+// Shared memory: Q, later O | a ring of kStages tiles | P and row maxima if kSplitD > 1. K_j and V_j alternate through the ring:
 // when tile t is about to be used, tile t + kStages - 1 is requested into the slot of tile t - 1, which all warps have
 // left.
 #ifndef CUPYFLASH_FWD_SM80_CUH
@@ -33,9 +33,10 @@ struct Share { int row0, part, key0, col0; };
 template <class V>
 __device__ __forceinline__ void fwd(const FwdParams &p) {
     using T = typename V::Element;
-    constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
+    constexpr int M = V::kBlockM, N = V::kBlockN, kStages = V::kStages;
+    constexpr int D = round_up(V::kHeadDim, 16), kDimV = round_up(V::kHeadDimV, 16);
     constexpr int kThreads = 32 * V::kWarps, kSplitD = V::kSplitD;
-    constexpr int kRows = M / (V::kWarps / kSplitD), kKeys = N / kSplitD, kCols = D / kSplitD;
+    constexpr int kRows = M / (V::kWarps / kSplitD), kKeys = N / kSplitD, kCols = kDimV / kSplitD;
     static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 8 == 0 && kStages >= 2);
 
     // Which tile.
@@ -60,15 +61,20 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const T *v = static_cast<const T *>(p.v) + sequence.k_offset(p.v_stride, head_k);  // @v-of-its-head-fwd-sm80
 
     using TileQ = SmemTile<T, M, D>;
-    using TileKV = SmemTile<T, N, D>;
+    using TileO = SmemTile<T, M, kDimV>;
+    using TileK = SmemTile<T, N, D>;
+    using TileV = SmemTile<T, N, kDimV>;
+    constexpr int kQBytes = larger(TileQ::kBytes, TileO::kBytes), kSlotBytes = larger(TileK::kBytes, TileV::kBytes);
     using TileP = SmemTile<T, M, kKeys>;  // of one part
     using Shared = SharedRows<kRows, kSplitD>;
     constexpr int kExchanged = kSplitD > 1 ? kSplitD * TileP::kBytes + V::kWarps * Shared::kBytes : 0;
-    static_assert(TileQ::kBytes + kStages * TileKV::kBytes + kExchanged == V::kSmemBytes);
+    static_assert(kQBytes + kStages * kSlotBytes + kExchanged == V::kSmemBytes);
     const TileQ sQ{ptx::dynamic_smem()};
-    const auto slot = [&](int t) { return TileKV{sQ.base + TileQ::kBytes + t % kStages * TileKV::kBytes}; };
+    const auto slot = [&](int t) { return sQ.base + kQBytes + t % kStages * kSlotBytes; };
+    const auto sK = [&](int i) { return TileK{slot(2 * i)}; };
+    const auto sV = [&](int i) { return TileV{slot(2 * i + 1)}; };
     const auto sP = [&](int of_part) {
-        return TileP{sQ.base + TileQ::kBytes + kStages * TileKV::kBytes + of_part * TileP::kBytes};
+        return TileP{sQ.base + kQBytes + kStages * kSlotBytes + of_part * TileP::kBytes};
     };
     const Shared shared(sP(kSplitD).base);
 
@@ -87,15 +93,17 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         constexpr int kAhead = decltype(ahead)::value;
         const int block = i + kAhead / 2;
         if (block < visits.count) {
-            const auto to = slot(2 * i + kAhead);
+            using To = typename Either<kAhead % 2 != 0, TileV, TileK>::Type;
+            constexpr int kColumns = kAhead % 2 ? V::kHeadDimV : V::kHeadDim;  // @columns-of-v-fwd-sm80
+            const To to{slot(2 * i + kAhead)};
             const Strides &stride = kAhead % 2 ? p.v_stride : p.k_stride;  // @rows-of-v-fwd-sm80
             const int row = visits.block(block) * N;
             if constexpr (V::kPaged)
                 load_pages_async<kThreads, V>(to, p, kAhead % 2 ? p.v : p.k, stride, sequence, head_k, row,
                                               sequence.seqlen_k);
             else
-                to.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(kAhead % 2 ? v : k, stride.row, row,
-                                                                             sequence.seqlen_k);
+                to.template load_async<kThreads, kColumns, V::kUnaligned>(kAhead % 2 ? v : k, stride.row, row,
+                                                                          sequence.seqlen_k);
         }
         ptx::cp_async_commit_group();  // @one-group-a-tile
     };
@@ -120,9 +128,9 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         request(i, Int<kStages - 1>{});  // @slot-of-v-free
         AccTile<kRows, kKeys> S;         // S = Q K^T
         S.zero();
-        if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, slot(2 * i).rows(mine.key0));
-        else if constexpr (V::kBias) gemm_nt<T>(S, FewSteps<TileQ, kRows>(sQ, mine.row0), slot(2 * i).rows(mine.key0));
-        else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, mine.row0), slot(2 * i).rows(mine.key0));
+        if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, sK(i).rows(mine.key0));
+        else if constexpr (V::kBias) gemm_nt<T>(S, FewSteps<TileQ, kRows>(sQ, mine.row0), sK(i).rows(mine.key0));
+        else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, mine.row0), sK(i).rows(mine.key0));
         const int lane = fresh_lane();
         const Mask<V> from_here =
             mask_of(sequence).from(ptx::opaque(tile.block) * M + mine.row0 + lane / 4, k0 + 2 * (lane % 4));
@@ -143,10 +151,10 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
 
         next_tile_landed();  // V_j and the other warp's P are here, and every warp is done with K_j
         request(i, Int<kStages>{});
-        gemm_nn<T>(O, P, slot(2 * i + 1).rows(still.key0), still.col0);  // O += P V
+        gemm_nn<T>(O, P, sV(i).rows(still.key0), still.col0);  // O += P V
         if constexpr (kSplitD > 1) {
             const SmemA<TileP, kRows> other(sP(1 - still.part), still.row0);  // @p-of-the-other-warp
-            gemm_nn<T>(O, other, slot(2 * i + 1).rows(kKeys - still.key0), still.col0);
+            gemm_nn<T>(O, other, sV(i).rows(kKeys - still.key0), still.col0);
         }
     };
 
@@ -196,14 +204,16 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         leave_part<V>(p, here.sequence, here.head, of_part, here.block * M + mine.row0, O, mine.col0);
         return;
     }
-    if (!ptx::vote_all(stage_rows<T>(sQ, mine.row0, O, mine.col0))) {  // @o-is-finite-sm80
+    const TileO sO{sQ.base};  // every warp was done with Q when the last V landed
+    if (!ptx::vote_all(stage_rows<T>(sO, mine.row0, O, mine.col0))) {  // @o-is-finite-sm80
         // @repair-in-its-sequence-fwd-sm80
         repair_output<V, V::kUnaligned, kRows, kCols>(aside(p), here.sequence.index, here.head,
-                                                      here.block * M + mine.row0, sQ, mine.row0, mine.col0);
+                                                      here.block * M + mine.row0, sO, mine.row0, mine.col0);
         ptx::bar_warp_sync();  // @o-repaired-by-the-warp
     }
-    write_rows<kRows, kCols, V::kHeadDim>(
-        sQ, mine.row0, static_cast<T *>(p.o) + here.sequence.q_offset(p.o_stride, here.head), p.o_stride.row,
+    // @columns-of-o-fwd-sm80
+    write_rows<kRows, kCols, V::kHeadDimV>(
+        sO, mine.row0, static_cast<T *>(p.o) + here.sequence.q_offset(p.o_stride, here.head), p.o_stride.row,
         here.block * M + mine.row0, here.sequence.seqlen_q, mine.col0);  // @strides-of-o
 }
 

@@ -18,19 +18,25 @@
 template <class V>
 struct DBiasSmem {
     using T = typename V::Element;
-    static constexpr int N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
+    static constexpr int N = V::kBlockN, D = round_up(V::kHeadDim, 16), kDimV = round_up(V::kHeadDimV, 16);
+    static constexpr int kStages = V::kStages;
     static constexpr int kGroups = V::kBlockM / 64, kWarps = 4 * kGroups;
-    using TileQ = SwizzledTile<T, 64, D>;  // Q or dO of a group
-    using TileK = SwizzledTile<T, N, D>;   // K or V
-    static constexpr int kStageBytes = kGroups * TileQ::kBytes + TileK::kBytes;
+    using TileQ = SwizzledTile<T, 64, D>;  // of a group
+    using TileDO = SwizzledTile<T, 64, kDimV>;
+    using TileK = SwizzledTile<T, N, D>;
+    using TileV = SwizzledTile<T, N, kDimV>;
+    static constexpr int kRowsBytes = larger(TileQ::kBytes, TileDO::kBytes);
+    static constexpr int kStageBytes = kGroups * kRowsBytes + larger(TileK::kBytes, TileV::kBytes);
     using Queue = WorkQueue<1>;
     static constexpr int kSums = kStages * kStageBytes, kQueue = kSums + 4 * N * kWarps;
     static constexpr int kBars = kQueue + Queue::kBytes, kQueueBars = kBars + 8 * 2 * kStages;
     static_assert(kQueueBars + 8 * Queue::kBarriers == V::kSmemBytes);
     ptx::u32 base;
 
-    __device__ TileQ rows(int stage, int group) const { return {base + stage * kStageBytes + group * TileQ::kBytes}; }
-    __device__ TileK keys(int stage) const { return {base + stage * kStageBytes + kGroups * TileQ::kBytes}; }
+    __device__ TileQ q(int stage, int group) const { return {base + stage * kStageBytes + group * kRowsBytes}; }
+    __device__ TileDO dout(int stage, int group) const { return {base + stage * kStageBytes + group * kRowsBytes}; }
+    __device__ TileK k(int stage) const { return {base + stage * kStageBytes + kGroups * kRowsBytes}; }
+    __device__ TileV v(int stage) const { return {base + stage * kStageBytes + kGroups * kRowsBytes}; }
     __device__ ptx::u32 sums() const { return base + kSums; }
     __device__ ptx::u32 full(int stage) const { return base + kBars + 8 * stage; }
     __device__ ptx::u32 empty(int stage) const { return full(kStages + stage); }
@@ -68,21 +74,20 @@ __device__ __forceinline__ void bwd_dbias_load(const BwdSm90Params &p, const DBi
         for (bool exists = visits.begin(at); exists; exists = visits.advance(at)) {
             const auto sequence = visits.sequence_of(at.batch);
             const int head_k = at.head / (problem.heads_q / problem.heads_k);  // @head-of-k-dbias-sm90
-            const auto load = [&](const ptx::TensorMap &of_rows, const ptx::TensorMap &of_keys) {
+            const auto load = [&](auto rows, const ptx::TensorMap &of_rows, const auto &keys,
+                                  const ptx::TensorMap &of_keys) {
                 ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);  // @pair-free-dbias
                 const ptx::u32 full = smem.full(ring.stage);
                 #pragma unroll
                 for (int group = 0; group < smem.kGroups; ++group)
-                    smem.rows(ring.stage, group)
-                        .load(of_rows, full, sequence.row_q + at.m * V::kBlockM + 64 * group, at.head, sequence.batch(),
-                              ptx::kEvictNormal);
-                smem.keys(ring.stage)
-                    .load(of_keys, full, sequence.row_k + at.n * V::kBlockN, head_k, sequence.batch(),
+                    rows(group).load(of_rows, full, sequence.row_q + at.m * V::kBlockM + 64 * group, at.head,
+                                     sequence.batch(), ptx::kEvictNormal);
+                keys.load(of_keys, full, sequence.row_k + at.n * V::kBlockN, head_k, sequence.batch(),
                           ptx::kEvictNormal);
                 ring.next();
             };
-            load(p.map_q, p.map_k);
-            load(p.map_dout, p.map_v);
+            load([&](int group) { return smem.q(ring.stage, group); }, p.map_q, smem.k(ring.stage), p.map_k);
+            load([&](int group) { return smem.dout(ring.stage, group); }, p.map_dout, smem.v(ring.stage), p.map_v);
         }
     }
 }
@@ -101,7 +106,9 @@ struct DBiasGroup : ScoreGradient<GroupPart<V>> {
     using Base::problem, Base::row0;
     using typename Base::Acc, typename Base::T;
     using Visit = typename BiasVisits<V>::Visit;
-    static constexpr int N = V::kBlockN, kParts = N / Part::kBlockN, kDepth = round_up(V::kHeadDim, 16);
+    static constexpr int N = V::kBlockN, kParts = N / Part::kBlockN;
+    static constexpr int kDepth = round_up(V::kHeadDim, 16),
+                         kDepthV = round_up(V::kHeadDimV, 16);  // @depth-of-dp-dbias
     // A tile is visited along the dimensions along which the bias is broadcast, so what is added is the same at each visit. Not
     // packed, where a sequence may have less of it than the next one. @bias-is-kept
     static constexpr bool kKeepsBias = !V::kPacked && !V::kWideBias && added_kind<V>() == kBiasOrMask;
@@ -171,10 +178,9 @@ struct DBiasGroup : ScoreGradient<GroupPart<V>> {
             }();
             Acc S, dP;
             if (part == 0) ptx::mbarrier_wait(smem.full(scores.stage), scores.phase);  // @q-and-k-here-dbias
-            issue_nt<T, kDepth>(S, smem.rows(scores.stage, group),
-                                smem.keys(scores.stage).from_row(Part::kBlockN * part));
+            issue_nt<T, kDepth>(S, smem.q(scores.stage, group), smem.k(scores.stage).from_row(Part::kBlockN * part));
             if (part == 0) ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);  // @do-and-v-here-dbias
-            issue_nt<T, kDepth>(dP, smem.rows(ring.stage, group), smem.keys(ring.stage).from_row(Part::kBlockN * part));
+            issue_nt<T, kDepthV>(dP, smem.dout(ring.stage, group), smem.v(ring.stage).from_row(Part::kBlockN * part));
             ptx::wgmma_wait_group<0>();  // @products-complete-dbias
             arrived(S), arrived(dP);
             if (part == kParts - 1) arrive_warp(smem.empty(scores.stage)), arrive_warp(smem.empty(ring.stage));

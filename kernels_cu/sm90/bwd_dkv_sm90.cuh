@@ -10,7 +10,7 @@
 // dV += P^T dO, and hands P on, as rounded, through shared memory; the second computes dP^T = V dO^T, dS and
 // dK += dS^T Q. In the third warpgroup one thread draws the tiles and produces Q, dO and row_stats through rings of
 // stages, ahead of the consumers. dV leaves through the shared memory of K, and dK through that of V: each has one
-// reader.
+// reader, and both have room for the wider.
 //
 // Shared memory: K | V | kStages x Q | kStages x dO | two P | kStages x row_stats | mbarriers | queue of work.
 #ifndef CUPYFLASH_BWD_DKV_SM90_CUH
@@ -31,19 +31,32 @@ enum DkvRole { kRoleP = 0, kRoleDS = 1 };
 template <class V>
 struct BwdDkvSmem {
     using T = typename V::Element;
-    static constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
-    using TileKV = SwizzledTile<T, N, D>;
-    using TileQ = SwizzledTile<T, M, D>;
-    static constexpr int kQ = 2 * TileKV::kBytes, kP = kQ + 2 * kStages * TileQ::kBytes;
+    static constexpr int M = V::kBlockM, N = V::kBlockN, kStages = V::kStages;
+    // Columns of K, Q and dK (kOfV: of V, dO and dV).
+    template <bool kOfV, int kRows>
+    using TileOf = SwizzledTile<T, kRows, round_up(kOfV ? V::kHeadDimV : V::kHeadDim, 16)>;
+    static constexpr int kResidentBytes = larger(TileOf<false, N>::kBytes, TileOf<true, N>::kBytes);
+    static constexpr int kQBytes = TileOf<false, M>::kBytes, kDOBytes = TileOf<true, M>::kBytes;
+    static constexpr int kQ = 2 * kResidentBytes, kDO = kQ + kStages * kQBytes, kP = kDO + kStages * kDOBytes;
     static constexpr int kStats = kP + 2 * 2 * M * N, kBars = kStats + kStages * 8 * M;
     static constexpr int kBarriers = 8 + 4 * kStages,
                          kQueue = kBars + 8 * (kBarriers + TileQueue<V::kPacked>::kBarriers);
     static_assert(kQueue + TileQueue<V::kPacked>::kBytes == V::kSmemBytes);
     ptx::u32 base;
 
-    __device__ TileKV resident(int role) const { return {base + role * TileKV::kBytes}; }  // K, V
-    __device__ TileQ streamed(int role, int stage) const {                                 // Q, dO
-        return {base + kQ + (role * kStages + stage) * TileQ::kBytes};
+    // K, V; and what leaves through them: dV, dK.
+    template <int kRole>
+    __device__ TileOf<kRole == kRoleDS, N> resident() const {
+        return {base + kRole * kResidentBytes};
+    }
+    template <int kRole>
+    __device__ TileOf<kRole == kRoleP, N> result() const {
+        return {base + kRole * kResidentBytes};
+    }
+    // Q, dO.
+    template <int kRole>
+    __device__ TileOf<kRole == kRoleDS, M> streamed(int stage) const {
+        return {base + (kRole == kRoleP ? kQ + stage * kQBytes : kDO + stage * kDOBytes)};
     }
     __device__ ptx::u32 p(int i) const { return base + kP + i * (2 * M * N); }
     __device__ ptx::u32 stats(int stage) const { return base + kStats + stage * 8 * M; }  // [M][2]: lse, delta
@@ -87,27 +100,31 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
         BwdVisits<V> visit(p.plain, tile);
         const Sequence<V::kPacked> &sequence = visit.sequence;
         const int head_k = KeysOf<V>::head_k(p.plain, visit.key_head);
-        const auto load_resident = [&](int role, const ptx::TensorMap &map) {
-            ptx::mbarrier_wait(smem.resident_empty(role), tiles.phase ^ 1);
-            smem.resident(role).load(map, smem.resident_full(role), sequence.row_k + visit.k0, head_k, sequence.batch(),
-                                     ptx::kEvictFirst);
+        const auto load_resident = [&](auto of_role, const ptx::TensorMap &map) {
+            constexpr int kRole = decltype(of_role)::value;
+            ptx::mbarrier_wait(smem.resident_empty(kRole), tiles.phase ^ 1);
+            smem.template resident<kRole>().load(map, smem.resident_full(kRole), sequence.row_k + visit.k0, head_k,
+                                                 sequence.batch(), ptx::kEvictFirst);
         };
-        const auto load = [&](int role, const ptx::TensorMap &map, int more_bytes) {
-            ptx::mbarrier_wait(smem.empty(role, ring.stage), ring.phase ^ 1);
-            smem.streamed(role, ring.stage)
-                .load(map, smem.full(role, ring.stage), sequence.row_q + visit.q0(), visit.head, sequence.batch(),
+        const auto load = [&](auto of_role, const ptx::TensorMap &map, int more_bytes) {
+            constexpr int kRole = decltype(of_role)::value;
+            ptx::mbarrier_wait(smem.empty(kRole, ring.stage), ring.phase ^ 1);
+            smem.template streamed<kRole>(ring.stage)
+                .load(map, smem.full(kRole, ring.stage), sequence.row_q + visit.q0(), visit.head, sequence.batch(),
                       ptx::kEvictNormal, more_bytes);
         };
+        const Int<kRoleP> of_p;
+        const Int<kRoleDS> of_ds;
         #pragma unroll 1
         for (int i = 0; i < visit.count; ++i, ring.next(), visit.next()) {
-            load(kRoleP, p.map_q, 8 * M);
+            load(of_p, p.map_q, 8 * M);
             ptx::cp_async_bulk_load(smem.stats(ring.stage), row_stats_at<M>(p.plain, sequence, visit.head, visit.q0()),
                                     8 * M, smem.full(kRoleP, ring.stage));  // @statistics-of-the-visit-dkv
-            if (i == 0) load_resident(kRoleP, p.map_k);
-            load(kRoleDS, p.map_dout, 0);
-            if (i == 0) load_resident(kRoleDS, p.map_v);
+            if (i == 0) load_resident(of_p, p.map_k);
+            load(of_ds, p.map_dout, 0);
+            if (i == 0) load_resident(of_ds, p.map_v);
         }
-        if (visit.count == 0) load_resident(kRoleP, p.map_k), load_resident(kRoleDS, p.map_v);  // keeps the phases even
+        if (visit.count == 0) load_resident(of_p, p.map_k), load_resident(of_ds, p.map_v);  // keeps the phases even
     }
 }
 
@@ -115,8 +132,11 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
 template <class V, int kRole>
 struct BwdDkvGroup {
     using T = typename V::Element;
-    static constexpr int M = V::kBlockM, N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16), kOther = 1 - kRole;
-    static constexpr bool kHandsP = Score<V>::kWeightIsP && !Dropout<V>::kAny;  // what is handed on is the P of dV
+    static constexpr int M = V::kBlockM, N = V::kBlockN, kOther = 1 - kRole;
+    static constexpr int kDepth =
+        round_up(kRole == kRoleP ? V::kHeadDim : V::kHeadDimV, 16);                // of X @depth-of-the-role-dkv
+    static constexpr int kColumns = kRole == kRoleP ? V::kHeadDimV : V::kHeadDim;  // of dKV
+    static constexpr bool kHandsP = Score<V>::kWeightIsP && !Dropout<V>::kAny;     // what is handed on is the P of dV
     static_assert(M == 64 && N == 64);
 
     const BwdSm90Params &p;
@@ -140,16 +160,16 @@ struct BwdDkvGroup {
     }
 
     __device__ void compute(BwdVisits<V> visit, ptx::u32 tile_phase) {
-        AccTile<16, D> dKV;
+        AccTile<16, kColumns> dKV;
         dKV.zero();
-        const auto resident = smem.resident(kRole);
+        const auto resident = smem.template resident<kRole>();
         ptx::mbarrier_wait(smem.resident_full(kRole), tile_phase);
         if (visit.count > 0) {
             FragA<T, 16, M> W;
             {
                 AccTile<16, M> X;  // transposed: rows are keys
                 ptx::mbarrier_wait(smem.full(kRole, ring.stage), ring.phase);
-                issue_nt<T, kDepth>(X, resident, smem.streamed(kRole, ring.stage));
+                issue_nt<T, kDepth>(X, resident, smem.template streamed<kRole>(ring.stage));
                 ptx::wgmma_wait_group<0>();
                 arrived(X);
                 weigh(visit, X, W);
@@ -160,10 +180,11 @@ struct BwdDkvGroup {
                 ring.next(), visit.next();
                 AccTile<16, M> X;
                 ptx::mbarrier_wait(smem.full(kOther, before.stage), before.phase);  // @operand-of-the-other-full
-                issue_nn<T, M>(dKV, W, smem.streamed(kOther, before.stage));  // dV += P^T dO, dK += dS^T Q: tile before
+                // dV += P^T dO, dK += dS^T Q: tile before
+                issue_nn<T, M>(dKV, W, smem.template streamed<kOther>(before.stage));
                 ptx::mbarrier_wait(smem.full(kRole, ring.stage), ring.phase);
                 // S^T = K Q^T, dP^T = V dO^T
-                issue_nt<T, kDepth>(X, resident.fresh(), smem.streamed(kRole, ring.stage));
+                issue_nt<T, kDepth>(X, resident.fresh(), smem.template streamed<kRole>(ring.stage));
                 ptx::wgmma_wait_group<1>();  // @product-complete-dkv
                 arrived(dKV);
                 arrive_warp(smem.empty(kOther, before.stage));  // @operand-of-the-other-released
@@ -172,7 +193,7 @@ struct BwdDkvGroup {
                 weigh(visit, X, W);
             }
             ptx::mbarrier_wait(smem.full(kOther, ring.stage), ring.phase);
-            issue_nn<T, M>(dKV, W, smem.streamed(kOther, ring.stage));
+            issue_nn<T, M>(dKV, W, smem.template streamed<kOther>(ring.stage));
             ptx::wgmma_wait_group<0>();
             arrived(dKV);
             arrive_warp(smem.empty(kOther, ring.stage));
@@ -259,13 +280,14 @@ struct BwdDkvGroup {
     }
 
     // The result leaves through K or V, which then go back to the producer.
-    __device__ void finish(const BwdVisits<V> &visit, AccTile<16, D> &dKV) const {
-        const auto tile = smem.resident(kRole);
+    __device__ void finish(const BwdVisits<V> &visit, AccTile<16, kColumns> &dKV) const {
+        const auto tile = smem.template result<kRole>();
         if constexpr (kRole == kRoleDS) dKV.scale(score.scale);  // @dk-scaled-dkv
         if constexpr (V::kGrouped) {
             if (KeysOf<V>::are_shared(p.plain)) {
                 float *const shares = kRole == kRoleP ? p.plain.dv_shares : p.plain.dk_shares;
-                leave_share<V>(p.plain, shares, visit.sequence, visit.key_head, visit.k0 + key0, dKV);
+                leave_share<V, kColumns, kColumns>(p.plain, shares, visit.sequence, visit.key_head, visit.k0 + key0,
+                                                   dKV);
                 ptx::bar_sync(kGroupBarrier + kRole, 128);  // K or V has been read by all warps @shared-operand-read
                 if (ptx::thread_index() % 128 == 0) ptx::mbarrier_arrive(smem.resident_empty(kRole));
                 return;
@@ -289,8 +311,8 @@ struct BwdDkvGroup {
             T *const dst = static_cast<T *>(kRole == kRoleP ? plain.dv : plain.dk);
             ptx::bar_warp_sync();
             // @unused-keys-written-dkv
-            write_rows<16, kDepth, D>(tile, key0, dst + sequence.k_offset(stride, head_k), stride.row, visit.k0 + key0,
-                                      sequence.rows_k);
+            write_rows<16, round_up(kColumns, 16), kColumns>(tile, key0, dst + sequence.k_offset(stride, head_k),
+                                                             stride.row, visit.k0 + key0, sequence.rows_k);
         }
         ptx::fence_proxy_async();  // @dkv-shown-to-tma
         ptx::bar_sync(kGroupBarrier + kRole, 128);

@@ -24,19 +24,24 @@
 template <class V>
 struct BwdDqSmem {
     using T = typename V::Element;
-    static constexpr int N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
-    static constexpr int kGroups = V::kBlockM / 64;
+    static constexpr int N = V::kBlockN, kStages = V::kStages, kGroups = V::kBlockM / 64;
+    static constexpr int D = round_up(V::kHeadDim, 16), kDimV = round_up(V::kHeadDimV, 16);
     using TileQ = SwizzledTile<T, 64, D>;
-    using TileKV = SwizzledTile<T, N, D>;
-    static constexpr int kDO = kGroups * TileQ::kBytes, kRing = 2 * kDO, kBars = kRing + kStages * TileKV::kBytes;
+    using TileDO = SwizzledTile<T, 64, kDimV>;
+    using TileK = SwizzledTile<T, N, D>;
+    using TileV = SwizzledTile<T, N, kDimV>;
+    static constexpr int kStageBytes = larger(TileK::kBytes, TileV::kBytes);
+    static constexpr int kDO = kGroups * TileQ::kBytes, kRing = kDO + kGroups * TileDO::kBytes,
+                         kBars = kRing + kStages * kStageBytes;
     static constexpr int kBarriers = 2 * kStages + 4 * kGroups,
                          kQueue = kBars + 8 * (kBarriers + TileQueue<V::kPacked>::kBarriers);
     static_assert(kQueue + TileQueue<V::kPacked>::kBytes == V::kSmemBytes);
     ptx::u32 base;
 
     __device__ TileQ q(int group) const { return {base + group * TileQ::kBytes}; }
-    __device__ TileQ dout(int group) const { return {base + kDO + group * TileQ::kBytes}; }
-    __device__ TileKV kv(int stage) const { return {base + kRing + stage * TileKV::kBytes}; }
+    __device__ TileDO dout(int group) const { return {base + kDO + group * TileDO::kBytes}; }
+    __device__ TileK k(int stage) const { return {base + kRing + stage * kStageBytes}; }
+    __device__ TileV v(int stage) const { return {base + kRing + stage * kStageBytes}; }
     __device__ ptx::u32 full(int stage) const { return bar(stage); }
     __device__ ptx::u32 empty(int stage) const { return bar(kStages + stage); }
     __device__ ptx::u32 q_full(int group) const { return bar(2 * kStages + group); }
@@ -70,15 +75,16 @@ __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const Bwd
         const QueryWork<V> tile(source.next(), p.plain);
         if (!tile.exists()) break;
         const int head_k = tile.head_k(p.plain.problem), row0 = tile.sequence.row_k, batch = tile.sequence.batch();
-        const auto load = [&](const ptx::TensorMap &map, int j) {
+        const auto load = [&](const auto &to, const ptx::TensorMap &map, int j) {
             ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
-            smem.kv(ring.stage)
-                .load(map, smem.full(ring.stage), row0 + tile.key_block(j) * V::kBlockN, head_k, batch,
-                      ptx::kEvictLast);
+            to.load(map, smem.full(ring.stage), row0 + tile.key_block(j) * V::kBlockN, head_k, batch, ptx::kEvictLast);
             ring.next();
         };
         #pragma unroll 1
-        for (int j = tile.end - 1; j >= tile.first; --j) load(p.map_v, j), load(p.map_k, j);
+        for (int j = tile.end - 1; j >= tile.first; --j) {
+            load(smem.v(ring.stage), p.map_v, j);
+            load(smem.k(ring.stage), p.map_k, j);
+        }
     }
 }
 
@@ -106,6 +112,7 @@ template <class V>
 struct BwdDqGroup {
     using T = typename V::Element;
     static constexpr int N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16);
+    static constexpr int kDepthV = round_up(V::kHeadDimV, 16);  // of dP @depth-of-dp-dq
 
     const BwdSm90Params &p;
     const Problem &problem;
@@ -197,7 +204,7 @@ struct BwdDqGroup {
             if constexpr (V::kBlockMask) before = last;
             ring.next();
             AccTile<16, N> S, dP;
-            issue_nn<T, N>(dQ, dS, smem.kv(before.stage));  // dQ += dS K, of the block before
+            issue_nn<T, N>(dQ, dS, smem.k(before.stage));  // dQ += dS K, of the block before
             issue_dp(dP);
             ptx::wgmma_wait_group<1>();  // @product-complete-dq
             arrived(dQ);
@@ -216,7 +223,7 @@ struct BwdDqGroup {
             emitted.template leave<Queries, 64, 4>(p.plain, tile.sequence, tile.head, q0 / 64, warp_row / 16);
         const RingPosition<V::kStages> behind = ring;
         if constexpr (V::kBlockMask) ring = last;
-        issue_nn<T, N>(dQ, dS, smem.kv(ring.stage));
+        issue_nn<T, N>(dQ, dS, smem.k(ring.stage));
         ptx::wgmma_wait_group<0>();
         arrived(dQ);
         arrive_warp(smem.empty(ring.stage));
@@ -229,12 +236,12 @@ struct BwdDqGroup {
     // dP = dO V^T and S = Q K^T, in this order; leave `ring` at K.
     __device__ void issue_dp(AccTile<16, N> &dP) {
         ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
-        issue_nt<T, kDepth>(dP, smem.dout(group).fresh(), smem.kv(ring.stage));
+        issue_nt<T, kDepthV>(dP, smem.dout(group).fresh(), smem.v(ring.stage));
         ring.next();
     }
     __device__ void issue_s(AccTile<16, N> &S) {
         ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);
-        issue_nt<T, kDepth>(S, smem.q(group).fresh(), smem.kv(ring.stage));
+        issue_nt<T, kDepth>(S, smem.q(group).fresh(), smem.k(ring.stage));
     }
     // The stage before the ring's.
     __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }  // @stage-of-v

@@ -19,14 +19,17 @@ struct DqSm90 : V {
 template <class V>
 struct BwdSm90Smem {
     using T = typename V::Element;
-    static constexpr int M = V::kBlockM, N = V::kBlockN, D = round_up(V::kHeadDim, 16), kStages = V::kStages;
+    static constexpr int M = V::kBlockM, N = V::kBlockN, kStages = V::kStages;
+    static constexpr int D = round_up(V::kHeadDim, 16), kDimV = round_up(V::kHeadDimV, 16);
     static constexpr int kGroups = N / 64, kChunks = ceil_div(D, 64);
-    using TileKV = SwizzledTile<T, N, D>;
+    using TileK = SwizzledTile<T, N, D>;
+    using TileV = SwizzledTile<T, N, kDimV>;
     using TileQ = SwizzledTile<T, M, D>;
+    using TileDO = SwizzledTile<T, M, kDimV>;
     using TileDS = SwizzledTile<T, M, N>;
     static constexpr int kDqBytes = 4 * M * 64 * kChunks;
-    static constexpr int kV = TileKV::kBytes, kQ = 2 * TileKV::kBytes, kDO = kQ + kStages * TileQ::kBytes;
-    static constexpr int kDS = kDO + kStages * TileQ::kBytes, kDQ = kDS + 2 * TileDS::kBytes;
+    static constexpr int kV = TileK::kBytes, kQ = kV + TileV::kBytes, kDO = kQ + kStages * TileQ::kBytes;
+    static constexpr int kDS = kDO + kStages * TileDO::kBytes, kDQ = kDS + 2 * TileDS::kBytes;
     using CopiedBias = BiasCopy<V, M>;  // of a warp of the consumers
     static constexpr int kStats = kDQ + 2 * kDqBytes, kBias = kStats + kStages * 8 * M;
     // The bits of a block mask for one visit, each group's as soon as it has taken those of the visit before.
@@ -37,10 +40,10 @@ struct BwdSm90Smem {
     static_assert(kBars + 8 * kBarriers == V::kSmemBytes);
     ptx::u32 base;
 
-    __device__ TileKV k() const { return {base}; }
-    __device__ TileKV v() const { return {base + kV}; }
+    __device__ TileK k() const { return {base}; }
+    __device__ TileV v() const { return {base + kV}; }
     __device__ TileQ q(int stage) const { return {base + kQ + stage * TileQ::kBytes}; }
-    __device__ TileQ dout(int stage) const { return {base + kDO + stage * TileQ::kBytes}; }
+    __device__ TileDO dout(int stage) const { return {base + kDO + stage * TileDO::kBytes}; }
     __device__ TileDS ds(int stage) const { return {base + kDS + stage * TileDS::kBytes}; }
     __device__ ptx::u32 dq(int stage) const { return base + kDQ + stage * kDqBytes; }
     __device__ ptx::u32 stats(int stage) const { return base + kStats + stage * 8 * M; }  // [M][2]: lse, delta

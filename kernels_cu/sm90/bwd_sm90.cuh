@@ -37,14 +37,16 @@ template <class V>
 struct BwdGroup {
     using T = typename V::Element;
     using Smem = BwdSm90Smem<V>;
-    static constexpr int M = V::kBlockM, D = V::kHeadDim, kDepth = round_up(D, 16), kHeld = V::kHeldColumns;
-    static_assert(M == 64 && V::kBlockN % 64 == 0 && kHeld <= kDepth);
+    static constexpr int M = V::kBlockM, D = V::kHeadDim, kDimV = V::kHeadDimV;
+    static constexpr int kDepth = round_up(D, 16), kDepthV = round_up(kDimV, 16);  // of S, of dP @depth-of-dp-bwd-sm90
+    static constexpr int kHeld = V::kHeldColumns < kDepthV ? V::kHeldColumns : kDepthV;
+    static_assert(M == 64 && V::kBlockN % 64 == 0);
     // Whether dS leaves under the products of dK and dV. Three warpgroups do not gain by it, and have no registers left.
-    static constexpr bool kHandsOverLate = D > 64 && !Emitted<V>::kAny;
+    static constexpr bool kHandsOverLate = kWidest<V> > 64 && !Emitted<V>::kAny;
     // Whether P is formed while dP is still being multiplied, and how many columns of S find their lse loaded when they arrive.
     // Two warpgroups do not gain by it. Where a score is asked for again or for its place, no registers are left.
     static constexpr bool kFormsPEarly =
-        D <= 64 && Score<V>::kWeightIsP && !Dropout<V>::kAny && !V::kAlibi && !V::kBias;
+        kWidest<V> <= 64 && Score<V>::kWeightIsP && !Dropout<V>::kAny && !V::kAlibi && !V::kBias;
     static constexpr int kAhead = kFormsPEarly ? 2 : 0;
 
     const BwdSm90Params &p;
@@ -53,7 +55,8 @@ struct BwdGroup {
     const Mask<GroupKeys<V>> mask;
     const Score<V> score;
     const int group;  // of the block
-    AccTile<16, D> dK, dV;
+    AccTile<16, D> dK;
+    AccTile<16, kDimV> dV;
     Emitted<V> emitted;
     FragA<T, 16, kHeld ? kHeld : 16> rV;  // the first kHeld columns of V, which each visit would read again
     int i = 0;                            // number of the visit
@@ -140,7 +143,8 @@ struct BwdGroup {
         const auto head_places = Places<V>::of(p.plain, visit.sequence, visit.head);
         const auto ring = RingPosition<V::kStages>::of(i);
         const int stage = ring.stage;
-        const auto sQ = smem.q(stage), sdO = smem.dout(stage);
+        const auto sQ = smem.q(stage);
+        const auto sdO = smem.dout(stage);
 
         const auto dropout = Dropout<V>::of(p.plain, visit.sequence.index, visit.head);
         const auto kept = dropout.template kept<false, 16, M>(q0, key0 + dropout.warp_row());
@@ -152,8 +156,8 @@ struct BwdGroup {
         issue_nt<T, kDepth>(P, smem.k().from_row(64 * group), sQ);  // S^T = K Q^T
         ptx::mbarrier_wait(smem.dout_full(stage), ring.phase);      // @visit-do-full
         const auto sV = smem.v().from_row(64 * group);
-        if constexpr (kHeld) issue_nt<T, kDepth>(dS, rV, sV, sdO);  // dP^T = V dO^T
-        else issue_nt<T, kDepth>(dS, sV, sdO);
+        if constexpr (kHeld) issue_nt<T, kDepthV>(dS, rV, sV, sdO);  // dP^T = V dO^T
+        else issue_nt<T, kDepthV>(dS, sV, sdO);
         const ptx::u32 stats_at = smem.stats(stage) + 16 * (fresh_lane() % 4);
         const auto fetched = [&] {
             if constexpr (V::kCopiesBias) return NotFetched{};
@@ -274,20 +278,21 @@ struct BwdGroup {
         const DqVisits<V> visits(p.plain, ptx::opaque(ptx::block_index()));
         const Sequence<V::kPacked> &sequence = visits.sequence;
         const int key0 = visits.k0 + 64 * group, head_k = KeysOf<V>::head_k(p.plain, visits.key_head);
-        const auto sdK = smem.k().from_row(64 * group), sdV = smem.v().from_row(64 * group);
+        const auto sdK = smem.k().from_row(64 * group);
+        const auto sdV = smem.v().from_row(64 * group);
         const int row0 = fresh_thread() / 32 % 4 * 16;
         dK.scale(score.scale);  // @dk-scaled-sm90
         if constexpr (V::kGrouped) {
             if (KeysOf<V>::are_shared(p.plain)) {
-                leave_share<V>(p.plain, p.plain.dk_shares, sequence, visits.key_head, key0 + row0, dK);
-                leave_share<V>(p.plain, p.plain.dv_shares, sequence, visits.key_head, key0 + row0, dV);
+                leave_share<V, D, D>(p.plain, p.plain.dk_shares, sequence, visits.key_head, key0 + row0, dK);
+                leave_share<V, kDimV, kDimV>(p.plain, p.plain.dv_shares, sequence, visits.key_head, key0 + row0, dV);
                 return;
             }
         }
         // @repair-in-its-sequence-bwd-sm90
         const GradientRepair<GroupKeys<V>, M, false> again(p.plain, sequence.index);
         // Stages a result; repair(row) computes one of its rows again where that is not finite.
-        const auto leave = [&](const auto &tile, const AccTile<16, D> &acc, auto repair) {
+        const auto leave = [&](const auto &tile, const auto &acc, auto repair) {
             if (ptx::vote_all(stage<T>(tile, row0, acc))) return;  // @dk-and-dv-finite-sm90
             ptx::bar_warp_sync();                                  // the other lanes' stage() wrote parts of these rows
             #pragma unroll 1
@@ -302,12 +307,15 @@ struct BwdGroup {
         leave(sdK, dK, [&](int row) { again.dk(head_k, key0 + row, sdK, row); });
         if (V::kPacked &&
             key0 + 64 > sequence.rows_k) {  // TMA would write the next sequence's too @dkv-beside-its-neighbour
-            const auto write = [&](const auto &tile, void *dst, const Strides &stride) {
-                write_rows<16, kDepth, D>(tile, row0, static_cast<T *>(dst) + sequence.k_offset(stride, head_k),
-                                          stride.row, key0 + row0, sequence.rows_k);
+            const auto write = [&](auto columns, const auto &tile, void *dst, const Strides &stride) {
+                constexpr int kColumns = decltype(columns)::value;
+                write_rows<16, round_up(kColumns, 16), kColumns>(
+                    tile, row0, static_cast<T *>(dst) + sequence.k_offset(stride, head_k), stride.row, key0 + row0,
+                    sequence.rows_k);
             };
             ptx::bar_warp_sync();
-            write(sdK, p.plain.dk, p.plain.dk_stride), write(sdV, p.plain.dv, p.plain.dv_stride);
+            write(Int<D>{}, sdK, p.plain.dk, p.plain.dk_stride);
+            write(Int<kDimV>{}, sdV, p.plain.dv, p.plain.dv_stride);  // @columns-of-dv-bwd-sm90
             return;
         }
         ptx::fence_proxy_async();

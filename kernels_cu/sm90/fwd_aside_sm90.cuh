@@ -16,7 +16,8 @@ __device__ __noinline__ void write_aside(const FwdParams &p, const Sequence<V::k
                                          Tile tile, int row0) {
     using T = typename V::Element;
     T *const o = static_cast<T *>(p.o) + s.q_offset(p.o_stride, head);
-    write_rows<16, round_up(V::kHeadDim, 16), V::kHeadDim>(tile, row0, o, p.o_stride.row, query0, s.seqlen_q);
+    // @columns-of-o-beside-its-neighbour
+    write_rows<16, round_up(V::kHeadDimV, 16), V::kHeadDimV>(tile, row0, o, p.o_stride.row, query0, s.seqlen_q);
 }
 
 #endif  // CUPYFLASH_FWD_ASIDE_SM90_CUH

@@ -17,7 +17,10 @@ template <class V>
 struct FwdSm90Smem {
     using T = typename V::Element;
     using TileQ = SwizzledTile<T, 64, round_up(V::kHeadDim, 16)>;
-    using TileKV = SwizzledTile<T, V::kBlockN, round_up(V::kHeadDim, 16)>;
+    using TileO = SwizzledTile<T, 64, round_up(V::kHeadDimV, 16)>;
+    using TileK = SwizzledTile<T, V::kBlockN, round_up(V::kHeadDim, 16)>;
+    using TileV = SwizzledTile<T, V::kBlockN, round_up(V::kHeadDimV, 16)>;
+    static constexpr int kSlotBytes = larger(TileQ::kBytes, TileO::kBytes);
     static constexpr int kGroups = V::kBlockM / 64, kSlots = V::kQSlots, kStages = V::kStages;
     // Where there are stages to spare, K and V of a stage have their barriers in common: one wait and one arrival a step
     // less, but K stays until V is done with (docs/performance.md).
@@ -28,22 +31,24 @@ struct FwdSm90Smem {
     static constexpr bool kPipelined = kSlots >= 2 * kGroups;
     static_assert(kSlots % kGroups == 0 || kGroups == 2);  // see FwdGroup::wait_q
     using Copies = ForwardMask<V>;
-    static constexpr int kK = kSlots * TileQ::kBytes, kV = kK + kStages * TileKV::kBytes;
-    static constexpr int kBits = kV + kStages * TileKV::kBytes, kBars = kBits + kStages * Copies::kBytes;
+    static constexpr int kK = kSlots * kSlotBytes, kV = kK + kStages * TileK::kBytes;
+    static constexpr int kBits = kV + kStages * TileV::kBytes, kBars = kBits + kStages * Copies::kBytes;
     static constexpr int kQueue = kBars + 8 * (2 * kSlots + 4 * kStages + TileQueue<V::kPacked>::kBarriers);
     static_assert(kQueue + TileQueue<V::kPacked>::kBytes == V::kSmemBytes);
     // A group holds V of its last block while it passes blocks that others need: of this tile and, with a window, of the
     // next. Copies of all of them must find a stage, or the number of the next tile would never come.
     static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);
     static_assert(V::kBlockMask || !Mask<V>::kHides || kStages > kPassed);
-    static_assert(!V::kPaged || V::kBlockN == 64);  // whole pages hold that many
+    static_assert(!V::kPaged || (V::kBlockN == 64 && V::kHeadDimV == V::kHeadDim));  // whole pages hold that many
     // With a block mask it passes no more than these in a row, since K of the block after them must find a stage, too.
     static constexpr int kPassedInARow = kStages - (kJoint ? 2 : 1);
     ptx::u32 base;
 
-    __device__ TileQ q(int slot) const { return {base + slot * TileQ::kBytes}; }
-    __device__ TileKV k(int stage) const { return {base + kK + stage * TileKV::kBytes}; }
-    __device__ TileKV v(int stage) const { return {base + kV + stage * TileKV::kBytes}; }
+    __device__ TileQ q(int slot) const { return {base + slot * kSlotBytes}; }
+    // In the place of Q: a row of it lies where that row of Q did, so that warps need not wait for each other.
+    __device__ TileO o(int slot) const { return {base + slot * kSlotBytes}; }
+    __device__ TileK k(int stage) const { return {base + kK + stage * TileK::kBytes}; }
+    __device__ TileV v(int stage) const { return {base + kV + stage * TileV::kBytes}; }
     __device__ Copies mask(int stage) const { return {{base + kBits + stage * Copies::kBytes}}; }
     __device__ ptx::u32 q_full(int slot) const { return bar(slot); }
     __device__ ptx::u32 q_empty(int slot) const { return bar(kSlots + slot); }
@@ -107,7 +112,7 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
 template <class V, bool kIsV>
 __device__ __forceinline__ void fwd_load_pages(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
     using Smem = FwdSm90Smem<V>;
-    constexpr int kBytes = Smem::TileKV::kBytes / Smem::kKeyCopies;
+    constexpr int kBytes = Smem::TileK::kBytes / Smem::kKeyCopies;
     const int row0 = kKeyRows<V> * lane();
     RingPosition<V::kStages> ring;
     TileFollower<FwdParams> tiles{p.plain, smem.queue()};

@@ -29,14 +29,14 @@
 template <class V>
 struct FwdGroup {
     using T = typename V::Element;
-    static constexpr int N = V::kBlockN, D = V::kHeadDim, kDepth = round_up(D, 16);
+    static constexpr int N = V::kBlockN, kDepth = round_up(V::kHeadDim, 16);
     using Softmax = OnlineSoftmax<16, V::kBias>;
     using Keys = typename Either<V::kInterleavesKeys, InterleavedKeys<N>, KeysInOrder>::Type;  // of S's columns
     static_assert(!V::kInterleavesKeys || !(V::kDropout || V::kBlockMask || V::kPacked));
     // Whether what is added to a block's scores is asked for while those of the block before become P: where nothing else needs
     // the registers that it waits in.
-    static constexpr bool kAsksEarly = added_kind<V>() == kBiasOrMask && V::kHeadDim <= 128 &&
-                                       (!V::kMask || (V::kInterleavesKeys && V::kHeadDim <= 64)) &&
+    static constexpr bool kAsksEarly = added_kind<V>() == kBiasOrMask && kWidest<V> <= 128 &&
+                                       (!V::kMask || (V::kInterleavesKeys && kWidest<V> <= 64)) &&
                                        !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
 
     // Whether what a block mask says of elements comes along with K, which is held until that has been read.
@@ -45,7 +45,7 @@ struct FwdGroup {
     static constexpr bool kKeepsBounds = kCopiesBits && !V::kWindow;
     // Whether repairs stand aside: where tiles follow each other fast, and the call leaves registers enough.
     static constexpr bool kRepairsAside =
-        V::kHeadDim > 64 && !(Mask<V>::kHides || V::kBlockMask || V::kBias || V::kMods || V::kDropout);
+        kWidest<V> > 64 && !(Mask<V>::kHides || V::kBlockMask || V::kBias || V::kMods || V::kDropout);
 
     const FwdSm90Params &p;
     const Problem &problem;
@@ -221,8 +221,9 @@ struct FwdGroup {
         const int whole = mask.first_full_block(q0), cut = mask.end_full_block(q0);
         const int slot = q_ring.stage;
         const auto sQ = smem.q(slot);
+        const auto sO = smem.o(slot);
 
-        AccTile<16, D> O;
+        AccTile<16, V::kHeadDimV> O;
         FragA<T, 16, N> P;
         Softmax softmax(score.log2_factor);
         typename Softmax::Rows rescale;
@@ -356,7 +357,7 @@ struct FwdGroup {
                 if (leads()) ptx::mbarrier_arrive(smem.q_empty(slot));
                 return;
             }
-            if (!ptx::vote_all(stage<T>(sQ, warp_row, O))) {  // @o-is-finite-sm90
+            if (!ptx::vote_all(stage<T>(sO, warp_row, O))) {  // @o-is-finite-sm90
                 if constexpr (kBegun) {                       // its registers are needed: S is formed again afterwards
                     ptx::wgmma_wait_group<0>();
                     arrived(S);
@@ -365,18 +366,18 @@ struct FwdGroup {
                 // @repair-in-its-sequence-fwd-sm90
                 const int sequence = tile.sequence.index, query0 = q0 + warp_row;
                 if constexpr (kRepairsAside)
-                    repair_aside<OneGroup<V>>(p.plain, sequence, tile.head, query0, sQ, warp_row);
-                else repair_output<OneGroup<V>, false, 16>(p.plain, sequence, tile.head, query0, sQ, warp_row);
+                    repair_aside<OneGroup<V>>(p.plain, sequence, tile.head, query0, sO, warp_row);
+                else repair_output<OneGroup<V>, false, 16>(p.plain, sequence, tile.head, query0, sO, warp_row);
                 if constexpr (kBegun) multiply_nt<T, kDepth>(S, smem.q(q_ring.stage), warp_row, smem.k(ring.stage));
             }
             const bool shared = V::kPacked && q0 + 64 > tile.sequence.seqlen_q;  // @o-beside-its-neighbour
             if (shared) {
                 ptx::bar_warp_sync();
-                write_aside<V>(p.plain, tile.sequence, tile.head, q0 + warp_row, sQ, warp_row);
+                write_aside<V>(p.plain, tile.sequence, tile.head, q0 + warp_row, sO, warp_row);
             }
             ptx::fence_proxy_async();  // @o-shown-to-tma
             sync();                    // @o-staged-by-the-group
-            if (leads() && !shared) sQ.store(p.map_o, tile.sequence.row_q + q0, tile.head, tile.sequence.batch());
+            if (leads() && !shared) sO.store(p.map_o, tile.sequence.row_q + q0, tile.head, tile.sequence.batch());
             leaving = slot;
         };
         const int rest = Mask<V>::kHides ? tile.end - end : 0;  // @blocks-of-other-rows-passed

@@ -7,7 +7,8 @@ struct alignas(8) FloatPair { float x, y; };
 
 // f(element (row, column) of an accumulator and its neighbour, where they lie in memory) for each pair of a warp's rows that there
 // is: row `first_row` of `rows`, which begin at `rows_at` with kColumns each, is row 0 of the accumulator, as is column col0.
-template <int kColumns, int kRows, int kCols, class F>
+// kCovered: columns that the accumulators of all warps cover.
+template <int kColumns, int kCovered, int kRows, int kCols, class F>
 __device__ __forceinline__ void for_each_pair(AccTile<kRows, kCols> &acc, float *rows_at, int first_row, int col0,
                                               int rows, F f) {
     #pragma unroll
@@ -19,7 +20,7 @@ __device__ __forceinline__ void for_each_pair(AccTile<kRows, kCols> &acc, float 
             float *const row = rows_at + i * static_cast<long long>(kColumns) + col0 + acc.col(0, 0);
             #pragma unroll
             for (int j = 0; j < acc.kColTiles; ++j)
-                if (kColumns % (8 * acc.kColTiles) == 0 || col0 + 8 * j < kColumns)
+                if (kColumns == kCovered || col0 + 8 * j < kColumns)  // @float-columns-that-exist
                     f(acc.x[a][j][2 * h], acc.x[a][j][2 * h + 1], reinterpret_cast<FloatPair *>(row + 8 * j));
         }
 }

@@ -167,6 +167,7 @@ EXTRA = NONFINITE_QUERIES | {
         Case("many-tiles-d160", "full", 197, 197, 160, batch=2, heads_q=3, heads_k=3, causal=True),
         Case("many-tiles-d192", "full", 293, 131, 192, heads_q=4, heads_k=2),
         Case("many-tiles-d256", "full", 293, 131, 256, heads_q=4, heads_k=4, causal=True),
+        Case("shares-d144", "full", 67, 131, 144, heads_q=8, heads_k=1),
         Case("shares-d200", "full", 131, 190, 200, heads_q=16, heads_k=1, causal=True),
         Case("short-tiles-d256", "full", 70, 40, 256, batch=3, heads_q=4, heads_k=2),
     )

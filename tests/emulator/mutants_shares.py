@@ -15,6 +15,7 @@ _bug = partial(Bug, sm_count=40)  # which has room for several shares
 BACKWARD_SHARES = (
     _bug("K and V of the first head for all", change("head-of-k-share", "key_head / shares(p)", "0"), "gqa", r"RACE, write after write: buffer 'd[kv]'"),
     _bug("rows of a share behind the last key", change("float-rows-that-exist", "i >= rows", "false"), "mqa", OUTSIDE),
+    _bug("columns of a share behind its row", change("float-columns-that-exist", "col0 + 8 * j < kColumns", "true"), "shares-d144", OUTSIDE),
     _bug("shares of all heads in one place", change("share-of-its-head", "+ key_head", "+ 0"), "mqa", r"RACE, write after write: .*shares\.cuh:\d+"),
     _bug("every other column of a share", change("share-left", "{x, y}", "{x, 0.f}"), "mqa"),
     _bug("one share left out", change("all-shares", "i < p.shares", "i < p.shares - 1"), "mqa"),

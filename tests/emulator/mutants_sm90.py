@@ -62,7 +62,7 @@ NUMBERS = (
     _bug("blocks that hide keys taken for whole ones", change("first-cut-block", "/ N", "/ N + 1"), "causal-d128"),
     _bug("window's left side ignored", change("first-whole-block", "q0 + M - 1", "q0"), "falling-maxima-window"),
     _bug("last block of the range left out", change("up-to-the-last-block", "j < end", "j < end - 1"), "dense-d64"),
-    _bug("rows that a NaN leaked into not repaired", change("o-is-finite-sm90", "!ptx::vote_all(stage<T>(sQ, warp_row, O))", "stage<T>(sQ, warp_row, O); false"), "nan-in-visible-key-causal"),
+    _bug("rows that a NaN leaked into not repaired", change("o-is-finite-sm90", "!ptx::vote_all(stage<T>(sO, warp_row, O))", "stage<T>(sO, warp_row, O); false"), "nan-in-visible-key-causal"),
     _bug("repair begins before all lanes have staged", without("o-staged-by-the-warp"), "nan-in-visible-key-causal", r"RACE, read after write: .*(tile_sm90|repair)\.cuh:\d+"),
     _bug("optimism never disappointed", change("hope-checked", "good =", ""), "growing-maxima"),
     _bug("O does not follow the maximum of the scores formed again", change("o-follows-scores-again", "softmax.step(S, O);", _AGAIN), "growing-maxima"),

@@ -16,6 +16,7 @@ from emulator.mutants_packed import BACKWARD_PACKED, FORWARD_PACKED
 from emulator.mutants_range import BACKWARD_RANGE, FORWARD_RANGE
 from emulator.mutants_shares import BACKWARD_SHARES
 from emulator.mutants_sm90 import FORWARD_SM90
+from emulator.mutants_widths import BACKWARD_WIDTHS, FORWARD_WIDTHS
 from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Comparison, Oracle
@@ -24,10 +25,11 @@ require_compiler()
 
 FORWARD = (
     *mutants.FORWARD, *FORWARD_SM90, *FORWARD_PACKED, *FORWARD_RANGE, *FORWARD_MASKS, *FORWARD_DROPOUT, *FORWARD_MODS,
+    *FORWARD_WIDTHS,
 )  # fmt: skip
 BACKWARD = (
     *mutants.BACKWARD, *BACKWARD_SM90, *BACKWARD_PACKED, *BACKWARD_RANGE, *BACKWARD_MASKS, *BACKWARD_DROPOUT,
-    *BACKWARD_MODS, *BACKWARD_SHARES,
+    *BACKWARD_MODS, *BACKWARD_SHARES, *BACKWARD_WIDTHS,
 )  # fmt: skip
 
 

@@ -343,10 +343,10 @@ def test_a_ring_of_two() -> None:
         ({"window_size": 3}, r"window_size: expected a pair"),
         ({"softcap": 1e9}, r"softcap: expected a number from"),
         ({"q": [1.0]}, r"q: expected a torch.Tensor, got list"),
-        ({"v": torch.zeros(1, 5, 2, 16)}, r"v: .*head_dim of q"),
+        ({"v": torch.zeros(1, 4, 2, 16)}, r"v: .*shape of k but for head_dim"),
         ({"k": torch.zeros(1, 5, 2)}, r"k: expected 4 dimensions"),
     ],
-    ids=["dropout", "window", "softcap", "list", "head-dim-of-v", "dims"],
+    ids=["dropout", "window", "softcap", "list", "shape-of-v", "dims"],
 )
 def test_refused(change: dict[str, Any], message: str) -> None:
     arguments = {name: torch.zeros(1, 5, 2, 8) for name in "qkv"} | change

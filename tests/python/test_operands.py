@@ -52,7 +52,8 @@ def wider(monkeypatch: pytest.MonkeyPatch) -> tuple[Pass, Pass]:
 
 def arrays_of(which: Pass, *more: str) -> dict[str, np.ndarray]:
     """What a pass takes, of lengths that no two arrays share."""
-    sizes = {"batch": 2, "seqlen_q": 70, "seqlen_k": 50, "heads_q": 4, "heads_k": 2, "head_dim": 64, "batch + 1": 3}
+    sizes = {"batch": 2, "seqlen_q": 70, "seqlen_k": 50, "heads_q": 4, "heads_k": 2, "batch + 1": 3}
+    sizes |= {"head_dim": 64, "head_dim_v": 64}
     dtypes = {"": np.float16, "fp32": np.float32, "int32": np.int32}
     names = [n for n in which.names(INPUT) if n not in which.optional or n in more]
     return {n: np.zeros([sizes[d] for d in which.rows[n].dims], dtypes[which.rows[n].dtype]) for n in names}
@@ -159,7 +160,8 @@ def test_gradients_are_those_of_the_table() -> None:
 def test_packed_arrays_have_no_batch() -> None:
     rows = BACKWARD.rows
     assert rows["q"].packed == ("total_q", "heads_q", "head_dim")
-    assert rows["dv"].packed == ("total_k", "heads_k", "head_dim")
+    assert rows["dk"].packed == ("total_k", "heads_k", "head_dim")
+    assert rows["dv"].packed == ("total_k", "heads_k", "head_dim_v")
     assert rows["lse"].packed == ("heads_q", "total_q")
     assert (rows["cu_seqlens_k"].packed, rows["seqused_k"].packed) == (("batch + 1",), ("batch",))
 

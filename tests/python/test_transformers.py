@@ -77,7 +77,7 @@ def gradients_of(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", models.MODELS | models.LATENT)
 def test_logits_and_gradients(name: str, side: str, calls: list[str]) -> None:
     eager, ours = pair(name)
     ids, mask = tokens(), padding(side)
@@ -99,6 +99,15 @@ def test_generate(name: str, cache: str, calls: list[str]) -> None:
         assert torch.equal(found, want)
         assert len(want.unique()) > 9, "random weights repeat themselves: this would not tell much"
     assert calls == (["forward"] * 2 + ["step"] * 2 * 8) * 2
+
+
+def test_generate_with_another_head_dim_of_v(calls: list[str]) -> None:
+    """Which attention over a cache does not take: each step is a call."""
+    eager, ours = pair("deepseek-v3")
+    for side in ("left", "none"):
+        want, found = (greedy(model, tokens(), padding(side)) for model in (eager, ours))
+        assert torch.equal(found, want)
+    assert calls == ["forward"] * 2 * 9 * 2
 
 
 @pytest.mark.parametrize("side", ["none", "left", "right"])
