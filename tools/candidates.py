@@ -18,8 +18,8 @@ from cupyflash.gpu.device import KIB, Device
 from cupyflash.launch import prepared as launch
 from cupyflash.plan.families import FAMILIES, kernels_of
 from cupyflash.plan.kernels import round_up
-from cupyflash.plan.sm80 import ForwardTile
 from cupyflash.plan.spec import Spec
+from cupyflash.plan.tiles_sm80 import ForwardTile
 from cupyflash.plan.tiles_sm90 import HopperForwardTile
 from cupyflash.plan.variant import Variant
 

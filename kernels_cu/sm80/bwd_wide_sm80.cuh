@@ -152,8 +152,8 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
             }
         }
         // dV += P^T dO, or dK += dS^T Q.
-        const TileP weights{sdS.base + other_group * TileP::kBytes};  // @weights-of-the-group
-        const TileQ queries{s.sQ.base + other_group * TileQ::kBytes};
+        const TileP weights{sdS.base + other_group * TileP::kBytes};   // @weights-of-the-group
+        const TileQ queries{s.sQ.base + other_group * TileQ::kBytes};  // @rows-of-the-group
         gemm_nn<T>(dKV, SmemA<TileP, N>(weights, 0), queries, own_warp % 4 * kCols);
         if (!kStaggered || own_group == kOfP) ptx::bar_sync(kDSComplete, kThreads);  // @ds-complete-wide
         else landed();
@@ -162,7 +162,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
         const int rank = visits.rank(now, mask_again(), tile.block);
         turn.wait(rank);
-        float *const accum = Dq::accum(aside(p), sequence, now.head, now.m_block);
+        float *const accum = Dq::accum(aside(p), sequence, now.head, now.m_block);  // @dq-of-the-visit-wide
         FragA<T, Dq::kRows, N> rdS;
         const SmemATransposed<TileP, Dq::kRows, 0> dS_rows(sdS, Dq::row0());
         #pragma unroll
@@ -172,9 +172,10 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         for (int col = 0; col < Dq::kCols; col += kPart) {  // @all-columns-of-dq
             AccTile<Dq::kRows, kPart> dQ;
             dQ.zero();
-            gemm_nn<T>(dQ, rdS, sK, Dq::col0() + col);                                            // dQ = dS K
+            // dQ = dS K
+            gemm_nn<T>(dQ, rdS, sK, Dq::col0() + col);
             const auto add = [](float (&x)[ptx::kRedWidth], float *to) { ptx::red_add(to, x); };  // @dq-added-wide
-            Dq::for_each_group(dQ, accum, add, col);
+            Dq::for_each_group(dQ, accum, add, col);  // @columns-of-dq-in-their-place
         }
         turn.pass(rank);
         if constexpr (kStaggered) {
@@ -195,9 +196,8 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     for (int i = 0; i < visits.count; ++i, now = visits.after(now)) step(i, now);
 
     ptx::cp_async_wait_group<0>();
-    // @keys-read-by-all-wide
-    ptx::
-        bar_sync();  // K and V have arrived, and every warp is done with them: they stage the results, V that of the first group
+    // K and V have arrived, and every warp is done with them: V stages dV, K dK. @keys-read-by-all-wide
+    ptx::bar_sync();
     // Where the block is, is worked out again: the main loop has no registers left to keep it.
     const auto here = tile_at<V, KeysOf<V>, N, false>(aside(p), ptx::opaque(ptx::block_index()));
     const bool has_dV = fresh_thread() / 32 < 4;

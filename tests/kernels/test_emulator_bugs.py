@@ -16,6 +16,7 @@ from emulator.mutants_packed import BACKWARD_PACKED, FORWARD_PACKED
 from emulator.mutants_range import BACKWARD_RANGE, FORWARD_RANGE
 from emulator.mutants_shares import BACKWARD_SHARES
 from emulator.mutants_sm90 import FORWARD_SM90
+from emulator.mutants_wide import BACKWARD_WIDE
 from emulator.mutants_widths import BACKWARD_WIDTHS, FORWARD_WIDTHS
 from emulator.require import require_compiler
 
@@ -29,7 +30,7 @@ FORWARD = (
 )  # fmt: skip
 BACKWARD = (
     *mutants.BACKWARD, *BACKWARD_SM90, *BACKWARD_PACKED, *BACKWARD_RANGE, *BACKWARD_MASKS, *BACKWARD_DROPOUT,
-    *BACKWARD_MODS, *BACKWARD_SHARES, *BACKWARD_WIDTHS,
+    *BACKWARD_MODS, *BACKWARD_SHARES, *BACKWARD_WIDE, *BACKWARD_WIDTHS,
 )  # fmt: skip
 
 

@@ -66,8 +66,8 @@ PYTHON_ORDER = {
     "prepared filled checks brought packed passes template counters kept variables",
     "mods": "given trace held symbols description learned evaluate parse functions expression",
     "plan": "shipped_cache shipped decode prefill families sm90 sm80 family extents first_shares decode_stored "
-    "decode_elements decode_shares splits lists numbers decode_kernels learned shares kernels_sm90 tiles_sm90 kernels "
-    "params_decode params variant spec",
+    "decode_elements decode_shares splits lists numbers decode_kernels learned shares kernels_sm90 tiles_sm90 "
+    "tiles_sm80 kernels params_decode params variant spec",
     "torch": "flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops arguments masks "
     "vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns ranges call",
@@ -110,7 +110,7 @@ CUDA_ORDER = {
     "repair_decode parts edges_stored copies_stored scales rows shares tiles products_stored queries fragments "
     "fragments_stored column_softmax slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
-    "sm80": "fwd_* bwd_*",
+    "sm80": "fwd_* bwd_sm80 bwd_wide_sm80 bwd_load_sm80",
     "sm90": "fwd_sm90 fwd_aside_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_load_sm90",
     "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums shared_rows float_rows tile element key_order sizes",
 }

@@ -17,9 +17,10 @@ from cupyflash.compile.cache import Cubin
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.gpu.device import Device
-from cupyflash.plan.sm80 import SM80, ForwardTile
+from cupyflash.plan.sm80 import SM80
 from cupyflash.plan.sm90 import SM90
 from cupyflash.plan.spec import Spec
+from cupyflash.plan.tiles_sm80 import ForwardTile
 from cupyflash.plan.tiles_sm90 import HopperForwardTile
 from tools import candidates as tools_candidates
 from tools import tune

@@ -218,7 +218,8 @@ __device__ void probe_cluster(const TensorMap &map, u32 *out, const ProbeArgs &a
 // ---- Votes, shuffles, named barriers, elect. out [64] ----
 __device__ void probe_warp(const u32 *in, u32 *out) {
     const int thread = thread_index();
-    bar_sync(1 + thread / 64, 64);
+    if (thread >= 64) bar_arrive(1, 128);
+    else bar_sync(1, 128);
     const u32 ballot = vote_ballot(in[thread] & 1);
     const int shuffled = shfl_index(static_cast<int>(in[thread]), (thread * 7 + 3) % 32);
     const float crossed = shfl_xor(static_cast<float>(thread), 5);

@@ -1,0 +1,74 @@
+"""What shapes of work the sm80 family's blocks take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .kernels import round_up, row_bytes
+
+
+@dataclass(frozen=True)
+class ForwardTile:
+    """A block computes `block_m` queries against key blocks of `block_n`, through a ring of `stages` K and V tiles.
+
+    `split_d` warps, 1 or 2, share the same rows: each forms the scores of its part of the keys, and its part of the
+    columns of O.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    blocks_per_sm: int  # launch bound: caps the registers
+    q_in_regs: bool = False
+    split_d: int = 1
+
+    @property
+    def name(self) -> str:
+        split = f"d{self.split_d}" if self.split_d > 1 else ""
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}{split}"
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+        """Q, in whose place O leaves, and the ring, whose slots take K or V; P and row maxima, if exchanged."""
+        row, exchanged = row_bytes(self.block_n // self.split_d), self.split_d > 1
+        ring = (self.block_m + self.stages * self.block_n) * row_bytes(round_up(max(head_dim, head_dim_v), 16))
+        return ring + exchanged * (self.split_d * self.block_m * row + 128 * self.warps)
+
+
+@dataclass(frozen=True)
+class BackwardTile:
+    """A block keeps `block_n` keys and visits query tiles of `block_m`.
+
+    `split_d` warps share the same keys (needed for head_dim > 128); `dq_warps_m` of the warps lie along the rows of dQ,
+    whose depth steps are unrolled `dq_unroll` at a time (0: all), to save registers.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    split_d: int = 1
+    dq_warps_m: int = 2
+    dq_unroll: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+        """K, V, the query stages with their row_stats, dS and, if exchanged, P."""
+        rows = sum(row_bytes(round_up(width, 16 * self.split_d)) for width in (head_dim, head_dim_v or head_dim))
+        exchanged = (2 if self.split_d > 1 else 1) * self.block_n * row_bytes(self.block_m)
+        return self.block_n * rows + self.stages * (self.block_m * rows + 8 * self.block_m) + exchanged
+
+
+@dataclass(frozen=True)
+class WideTile(BackwardTile):
+    """Two groups of four warps, of P and of dS. Each warp forms the columns of its share of dQ in `dq_parts` steps."""
+
+    dq_parts: int = 1
+
+    @property
+    def name(self) -> str:
+        return super().name + (f"p{self.dq_parts}" if self.dq_parts > 1 else "")
