@@ -195,7 +195,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     #pragma unroll 1
     for (int i = 0; i < visits.count; ++i, now = visits.after(now)) step(i, now);
 
-    ptx::cp_async_wait_group<0>();
+    ptx::cp_async_wait_group<0>();  // @keys-copied-wide
     // K and V have arrived, and every warp is done with them: V stages dV, K dK. @keys-read-by-all-wide
     ptx::bar_sync();
     // Where the block is, is worked out again: the main loop has no registers left to keep it.

@@ -55,6 +55,7 @@ HEADS = (
 )  # fmt: skip
 SCALE = (
     _bug("sm80: dK without the sign of the scale", change("dk-scaled-sm80", "score.scale", "fabsf(score.scale)"), "pair-76"),
+    _bug("wide: dK without the sign of the scale", change("dk-scaled-wide", "score.scale", "fabsf(score.scale)"), "pair-36"),
     _bug("sm90: dK without the sign of the scale", change("dk-scaled-sm90", "score.scale", "fabsf(score.scale)"), "pair-81"),
     _bug("dkv: dK without the sign of the scale", change("dk-scaled-dkv", "score.scale", "fabsf(score.scale)"), "pair-57"),
     _bug("dq: dQ without the sign of the scale", change("dq-scaled-sm90", "score.scale", "fabsf(score.scale)"), "pair-57"),
@@ -97,9 +98,12 @@ SINK = (
     _bug("sums: a lane's for the warp's", change("sum-of-all-lanes", "x += ptx::shfl_xor(x, mask)", "(void)mask"), "sink-9"),
 )  # fmt: skip
 STRIDES = (
-    _bug("sm80: V read with the strides of K", change("strides-of-v-bwd-sm80", "p.v_stride", "p.k_stride"), "pair-77"),
-    _bug("sm80: dK written with the strides of dV", change("strides-of-dk", "p.dk_stride", "p.dv_stride"), "pair-77"),
-    _bug("sm80: dV written with the strides of dK", change("strides-of-dv", "p.dv_stride", "p.dk_stride"), "pair-77"),
+    _bug("sm80: V read with the strides of K", change("strides-of-v-bwd-sm80", "p.v_stride", "p.k_stride"), "sink-6"),
+    _bug("sm80: dK written with the strides of dV", change("strides-of-dk", "p.dk_stride", "p.dv_stride"), "sink-6"),
+    _bug("sm80: dV written with the strides of dK", change("strides-of-dv", "p.dv_stride", "p.dk_stride"), "sink-6"),
+    _bug("wide: V read with the strides of K", change("strides-of-v-wide", "p.v_stride", "p.k_stride"), "pair-77"),
+    _bug("wide: dK written with the strides of dV", change("strides-of-dk-and-dv-wide", ": p.dk_stride", ": p.dv_stride"), "pair-77"),
+    _bug("wide: dV written with the strides of dK", change("strides-of-dk-and-dv-wide", "? p.dv_stride", "? p.dk_stride"), "pair-77"),
     _bug("sm80: dO read with the strides of Q", change("strides-of-do-bwd-sm80", "p.dout_stride.row", "p.q_stride.row"), "pair-88"),
     _bug("sm80: heads of dO at those of Q", change("strides-of-do-bwd-sm80", "p.dout_stride, head", "p.q_stride, head"), "pair-88"),
     _bug("delta: dO read with the strides of O", change("rows-of-do-delta", "p.dout_stride", "p.o_stride"), "sink-6"),
@@ -145,6 +149,7 @@ REPAIR = (
     _bug("dq: first batch repaired", change("repair-in-its-sequence-dq", "tile.sequence.index", "0"), "repair-sm90-d200-5"),
     _bug("convert: first batch repaired", change("repair-in-its-sequence-convert", "sequence.index", "0"), "repair-sm80-d64-5"),
     _bug("sm80: first batch repaired", change("repair-in-its-sequence-bwd-sm80", "here.sequence.index", "0"), "repair-sm80-d64-5"),
+    _bug("wide: first batch repaired", change("repair-in-its-sequence-wide", "here.sequence.index", "0"), "repair-sm80-d200-5"),
     _bug("dkv: first head repaired", change("repair-of-its-head-dkv", "head_k", "0"), "repair-sm90-d200-5"),
     _bug("heads beyond the sixth of a group not repaired", change("repair-over-all-heads", "(head_k + 1) * group", "head_k * group + min(group, 6)"), "repair-sm80-d64-8"),
     _bug("dQ repaired with another head of K for groups beyond four", change("head-of-k-repair-of-dq", "/ group", "/ min(group, 4)"), "repair-sm80-d64-5"),

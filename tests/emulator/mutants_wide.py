@@ -10,9 +10,8 @@ from .markers import change, postpone, without
 from .mutants import Bug
 
 _two = partial(Bug, arch="sm_100")
-_READ, _WRITTEN = r"RACE, read after write: .*(tile|gemm)\.cuh:\d+", r"RACE, write after read: .*(tile|gemm)\.cuh:\d+"
+_READ = r"RACE, read after write: .*(tile|gemm)\.cuh:\d+"
 _COPIED = r"RACE, access to the destination of cp\.async"
-_STAGED = r"RACE, (read after write|write after read): .*(tile|epilogue)\.cuh:\d+"
 
 BACKWARD_WIDE = (
     _two("wide: no wait for Q and dO", without("q-and-do-copied-wide"), "dense-d256", _COPIED),
@@ -31,13 +30,14 @@ BACKWARD_WIDE = (
     _two("wide: dS never handed over", without("ds-handed-over"), "dense-d256", r"DEADLOCK"),
     _two("wide: a group multiplies by its own weights", change("weights-of-the-group", "other_group", "own_group"), "dense-d256", r"RACE, "),
     _two("wide: P times Q, dS times dO", change("rows-of-the-group", "other_group", "own_group"), "causal-d256"),
-    _two("wide: stage requested before the other group is done with it", postpone("stage-released-wide", behind="stage-requested-wide"), "causal-d256", r"RACE, .*cp\.async"),
+    _two("wide: stage requested before the other group is done with it", postpone("stage-released-wide", behind="stage-requested-wide"), "causal-d256", r"RACE, write after read: .*tile\.cuh:\d+(.|\n)*bwd_load_sm80"),
     _two("wide: stage of the next step requested again", change("stage-requested-wide", "visits.after(visits.after(now))", "visits.after(now)"), "causal-d256"),
     _two("wide: first columns of dQ alone", change("all-columns-of-dq", "col < Dq::kCols", "col < kPart"), "causal-d256"),
     _two("wide: columns of dQ in the place of others", change("columns-of-dq-in-their-place", "add, col", "add, 0"), "causal-d256"),
-    _two("wide: dQ added to that of the step before", change("dq-of-the-visit-wide", "now.m_block", "now.m_block - (i > 0)"), "causal-d256"),
+    _two("wide: dQ added to that of the step before", change("dq-of-the-visit-wide", "now.m_block", "max(now.m_block - 1, 0)"), "causal-d256"),
     _two("wide: dQ stored, not added", change("dq-added-wide", "ptx::red_add(to, x);", "for (int i = 0; i < ptx::kRedWidth; ++i) to[i] += x[i];"), "dense-d256", r"RACE, .*buffer 'dq_accum'"),
     _two("wide: query mask off by one", change("mask-from-the-lane-wide", "q0 + first_query", "q0 + first_query + 1"), "causal-d256"),
+    Bug("wide: staging where K and V may still arrive", without("keys-copied-wide"), "range-none-causal-d256", r"RACE, .*cp\.async"),
     _two("wide: staging before all warps are done", without("keys-read-by-all-wide"), "dense-d256", r"RACE, write after read: .*epilogue\.cuh:\d+"),
     _two("wide: NaN of hidden queries let through to dK and dV", change("dk-and-dv-finite-wide", "!ptx::vote_all(stage_rows<T>(staging, 0, dKV, col0))", "stage_rows<T>(staging, 0, dKV, col0); false"), "nan-in-queries-d256"),
     _two("wide: dK written before all lanes have repaired it", without("dk-repaired-by-the-warp-wide"), "nan-in-queries-d256", r"RACE, read after write: .*epilogue\.cuh:\d+"),

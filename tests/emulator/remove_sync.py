@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ BACKWARD = ("deterministic", "dense-d64", "causal-d128", "nan-in-visible-key-cau
 FORWARD_SM90 = ("dense-d64", "causal-d128", "many-tiles", "many-tiles-d160", "many-tiles-d256", "short-tiles-d256",
                 "growing-maxima", "window-left-causal", "nan-in-visible-key-causal", "growing-maxima-window",
                 "more-queries-causal")  # fmt: skip
+BACKWARD_WIDE = ("dense-d256", "causal-d256", "many-tiles-d192", "packed-deterministic-d160", "nan-in-queries-d256",
+                 "range-none-causal-d256")  # fmt: skip
 BACKWARD_SM90 = ("many-tiles-d192", "many-tiles-d256", *BACKWARD)  # head_dims with kernels of their own
 # Kept for reasons that the emulator cannot see; README.md says them. Markers.
 EXPLAINED = (
@@ -125,14 +128,16 @@ def caught_by(removal: Removal) -> str:
     elif header.startswith(("bwd", "dq")):
         directions = [False]
     hopper = "sm90" in removal.file or removal.file == "any/bwd_convert.cuh"  # which has barriers for Hopper's sake
-    device, family = small_device("sm_90" if hopper else "sm_80", 2), "sm90" if hopper else "sm80"
-    names = {True: FORWARD_SM90 if hopper else FORWARD, False: BACKWARD_SM90 if hopper else BACKWARD}
-    for mode in ("race", "late", "race lanes") if hopper else ("race", "late"):
-        for forward in directions:
-            for name in names[forward]:
-                session = Session(device, MODES[mode], 0, {removal.file: removal.edited}, family, family)
-                if message := _run(find_case(name), session, forward):
-                    return f"{name}, {mode}: {message[:150]}"
+    wide = "wide" in removal.file  # two stages have barriers that one does not need, and one has waits
+    archs, family = ("sm_90",) if hopper else ("sm_100", "sm_80") if wide else ("sm_80",), "sm90" if hopper else "sm80"
+    backward = BACKWARD_SM90 if hopper else BACKWARD_WIDE if wide else BACKWARD
+    names = {True: FORWARD_SM90 if hopper else FORWARD, False: backward}
+    modes = ("race", "late", "race lanes") if hopper else ("race", "late")
+    for arch, mode, forward in itertools.product(archs, modes, directions):
+        for name in names[forward]:
+            session = Session(small_device(arch, 2), MODES[mode], 0, {removal.file: removal.edited}, family, family)
+            if message := _run(find_case(name), session, forward):
+                return f"{name}, {mode}: {message[:150]}"
     return ""
 
 
