@@ -86,7 +86,7 @@ class DeltaTile:
 
     @property
     def name(self) -> str:
-        share = f"q{self.dq_warps_m}" if self.split_d == 4 else ""  # kernels of the same head_dim differ in it
+        share = f"q{self.dq_warps_m}" if 1 < self.dq_warps_m < self.split_d else ""  # as a WideTile has it
         return f"m{self.block_m}w{self.warps}{share}" + (f"k{self.listed_rows}" if self.listed_rows else "")
 
     def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:

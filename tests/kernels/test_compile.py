@@ -44,6 +44,7 @@ except cupyflash.UnsupportedError as reason:
 MARGIN = 40  # registers; on another generation a kernel takes up to 38 more (NVRTC 12.9), which the test watches
 PARTS = 12  # tests that share the kernels, for processes side by side
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "machine_code.json"
+WIDE = ("sm_80", "sm_90", "sm_100")  # with one stage; with two, of two generations
 NVRTC = (12, 9)  # another compiler makes other code
 REGISTERS_PER_SM, REGISTERS_PER_THREAD = 65536, 255
 # What ptxas says where it waits for each wgmma, because it cannot tell that the next one's registers are free.
@@ -166,6 +167,30 @@ def test_kernels_that_dequantize_compile_without_spills(arch: str) -> None:
     assert max(facts.registers for _, _, facts in made) <= 64
 
 
+def wide_backwards(arch: str) -> list[Variant]:
+    """The sm80 family's at head_dim 256 with what takes registers and is not shipped."""
+    asked: tuple[tuple[bool, dict[str, Any]], ...] = (
+        (True, {"packed": True}),
+        (True, {"packed": True, "window": (None, 0)}),
+        (True, {"window": (64, 64), "deterministic": True}),
+        (False, {"window": (None, 0)}),
+        (False, {"window": (64, 64), "deterministic": True, "kv_range": True, "alibi": 1}),
+    )
+    variants: list[Variant] = []
+    for aligned, options in asked:
+        problem = Problem("bf16", 1, 1, 1, 1, 1, 256, 1.0, **options)
+        of = variants_of_calls(problem, Device.synthetic(arch), aligned=aligned, family="sm80")
+        variants += [v for v in of if v.header == "bwd_wide_sm80"]
+    return variants
+
+
+@pytest.mark.parametrize("arch", WIDE)
+def test_wide_backwards_compile_without_spills(arch: str) -> None:
+    made = facts_of((v, arch) for v in wide_backwards(arch))
+    assert len(made) == 5
+    assert [v.symbol for v, _, facts in made if facts.spills != "no"] == []
+
+
 def of_hopper() -> list[Variant]:
     """All masks and both dtypes, and head_dims that are no multiple of 64."""
     windows = ((None, None), (None, 0), (64, 64))
@@ -238,6 +263,7 @@ if __name__ == "__main__":
         [
             *((v, arch) for arch in PINNED for v in (*reading_mods(arch), *dequantizing())),
             *((v, "sm_90") for v in of_hopper()),
+            *((v, arch) for arch in WIDE for v in wide_backwards(arch)),
         ]
     )
     compiled.keep(made)
