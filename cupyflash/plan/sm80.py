@@ -173,8 +173,8 @@ class Sm80(Family):
         return replace(tile, block_n=32) if is_full and is_wide else tile
 
     def wide_tile(self, spec: Spec, device: Device) -> WideTile | None:
-        """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. With packed sequences they have no registers
-        for a bias or for rows that are not aligned."""
+        """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. Packed sequences leave no registers for a
+        bias, nor for rows that are not aligned."""
         others = spec.softcap, spec.mods, spec.dropout, spec.block_mask, spec.dalibi, spec.head_dim_v
         if spec.head_dim <= 128 or any(others) or (spec.packed and (spec.bias or spec.unaligned)):
             return None
