@@ -56,7 +56,7 @@ from .work import PEERS, Bench
              help="What to time; both is a forward and a backward as one.")  # fmt: skip
 @list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128", example="64,128",
              help="Sizes of a head.")  # fmt: skip
-@click.option("--head-dim-v", type=click.IntRange(8, MAX_HEAD_DIM), default=0, help="Of v.  [default: as --head-dim]")
+@click.option("--head-dim-v", type=click.IntRange(0, MAX_HEAD_DIM), default=0, help="Of v.  [default: as --head-dim]")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
 @click.option("--causal/--no-causal", default=None, help="One mask alone.  [default: both]")
 @list_option("--seqlens", item=int, example="1024,4096", help="Lengths.  [default: 1024 to 16384; CPU: 128 to 512]")

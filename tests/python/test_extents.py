@@ -37,12 +37,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return pretended_gpu.pretend(monkeypatch)
 
 
-def draw(rng: np.random.Generator, head_dim: int = 64, layout: str = "bshd", group: int = 0) -> Arrays:
+def draw(
+    rng: np.random.Generator, head_dim: int = 64, layout: str = "bshd", group: int = 0, head_dim_v: int = 0
+) -> Arrays:
     """q, k, v, out and dout of lengths that no other call has; `group`: query heads of a head of k, unless any."""
     batch, seqlen_q, seqlen_k, heads_k = (int(n) for n in rng.integers((1, 1, 1, 1), (4, 400, 400, 4)))
     heads_q = heads_k * (group or int(rng.integers(1, 4)))
     q, k = (batch, seqlen_q, heads_q), (batch, seqlen_k, heads_k)
-    return tuple(random_array(rng, lengths, head_dim, layout) for lengths in (q, k, k, q, q))
+    of_v = head_dim_v or head_dim
+    rows = (q, head_dim), (k, head_dim), (k, of_v), (q, of_v), (q, of_v)
+    return tuple(random_array(rng, lengths, width, layout) for lengths, width in rows)
 
 
 def both(x: Arrays, layout: str = "bshd", **options: Any) -> None:
@@ -69,7 +73,8 @@ def test_new_numbers_load_nothing_and_learn_nothing(gpu: Gpu, rng: np.random.Gen
 
 def planned(which: Pass, x: Arrays, options: dict[str, Any]) -> list[tuple[str, int, dict[str, bytes]]]:
     """(symbol, grid, facts) of the launches that the plan of these arrays by itself has."""
-    given = passes.given_of(which, NAMES[: 3 if which is FORWARD else 5])
+    own_v = x[0].shape[-1] != x[2].shape[-1]
+    given = passes.given_of(which, NAMES[: 3 if which is FORWARD else 5], (), own_v)
     signatures = [NUMPY.describe(name, NUMPY.signature(a)) for name, a in zip(given.names, x, strict=False)]
     problem = make_problem([a.shape for a in x[:3]], ["fp16"] * 3, **options)
     known: dict[str, Any] = {"backward": which is BACKWARD, "family": os.environ.get("CUPYFLASH_FAMILY")}
@@ -86,16 +91,17 @@ def planned(which: Pass, x: Arrays, options: dict[str, Any]) -> list[tuple[str, 
 @pytest.mark.parametrize("place", [pretended_gpu.plain, pretended_gpu.with_a_mark, pretended_gpu.crossed])
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (256, 256), (192, 128), (64, 136)])
 def test_params_are_those_of_a_plan_by_itself(
-    head_dim: int, layout: str, family: str, place: pretended_gpu.Place, gpu: Gpu, rng: np.random.Generator,
+    head_dim: int, head_dim_v: int, layout: str, family: str, place: pretended_gpu.Place, gpu: Gpu,
+    rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Lengths, heads, strides and options alternate, and come again; whatever the driver's maps are like."""
     monkeypatch.setenv("CUPYFLASH_FAMILY", family)
     gpu.place = place
     masks: list[dict[str, Any]] = [{}, {"causal": True}, {"window": (30, 5)}, {"window": (None, 90), "scale": 0.7}]
-    calls = [(draw(rng, head_dim, layout), masks[i % 4] | {"layout": layout}) for i in range(12)]
+    calls = [(draw(rng, head_dim, layout, 0, head_dim_v), masks[i % 4] | {"layout": layout}) for i in range(12)]
     for x, options in [*calls, *calls[::-1]]:
         gpu.launched.clear()
         both(x, **options)
@@ -260,7 +266,9 @@ def test_numbers_are_not_in_the_spec() -> None:
 def test_what_calls_do_not_write_is_in_the_spec(name: str) -> None:
     """By value: params that are kept hold it."""
     like = Problem("bf16", 2, 300, 300, 4, 4, 64, 0.5)
-    other: Any = {"dtype": "fp16", "head_dim": 72, "softcap": 30.0}.get(name) or not getattr(like, name)
+    other: Any = {"dtype": "fp16", "head_dim": 72, "head_dim_v": 72, "softcap": 30.0}.get(name) or not getattr(
+        like, name
+    )
     assert getattr(Spec.of(replace(like, **{name: other})), name) == other
 
 
