@@ -210,7 +210,7 @@ class Kernels:
             shares, tiles = divide(self.variants, self.device, self.spec, extents, visits, tiles)
             heads_k *= shares
             if shares > 1:
-                for name, width in zip(("dk_shares", "dv_shares"), (self.spec.head_dim, self.spec.width_v), strict=True):
+                for name, width in (("dk_shares", self.spec.head_dim), ("dv_shares", self.spec.width_v)):
                     workspace[name] = (arrays, heads_k, seqlen_k, width), "fp32"
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         row_bytes = (self._pair_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
