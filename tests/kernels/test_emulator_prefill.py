@@ -13,7 +13,8 @@ from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, 
 from emulator.prefill import PrefillSession
 from emulator.require import require_compiler
 
-from cupyflash.check.cache_case import GARBAGE, CacheCase, problem_of
+from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_inputs import GARBAGE
 from cupyflash.check.cache_reference import CacheOracle
 from tests.ahead import Ahead
 
