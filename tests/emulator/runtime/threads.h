@@ -107,10 +107,10 @@ struct Cluster {
     Barrier barrier;
     std::map<u32, MBarrier> mbarriers;
     std::vector<BulkOp> bulk;
-    Clocks clocks;
+    Clocks &clocks;
     std::unique_ptr<SharedShadow> shadow;
 
-    Cluster();
+    explicit Cluster(Clocks &clocks);
     ~Cluster();
     u8 *smem(u32 addr) { return ctas[addr >> kCtaShift].smem + (addr & (kCtaSpan - 1)); }
 };

@@ -43,7 +43,7 @@ static WgmmaOp *make_op(const WgmmaArgs &args, Site site) {
 
 static void drop(WgmmaOp *op) { unused.emplace_back(op); }
 
-Cluster::Cluster() = default;
+Cluster::Cluster(Clocks &clocks) : clocks(clocks) {}
 Cluster::~Cluster() {
     for (Warp &w : warps) {  // what a failed launch has left in flight
         for (WgmmaOp *op : w.wgmma.open) drop(op);
