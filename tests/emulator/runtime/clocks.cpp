@@ -71,11 +71,16 @@ void join(Knowledge &to, const Knowledge &from) {
 void release(Fiber &f, Released &to) {
     if (!config.race) return;
     Clocks &c = f.cluster->clocks;
-    join(to.data, c.data_of(f.index), c.size);
-    if (c.has_proxy) join(to.proxy, c.proxy_of(f.index), c.size);
-    if (c.has_cause) {
-        c.cause_of(f.index)[f.index] = c.now(f.index);
-        join(to.cause, c.cause_of(f.index), c.threads);
+    const u32 now = c.now(f.index);
+    if (c.has_cause) c.cause_of(f.index)[f.index] = now;
+    if (f.common && f.common == to.common && c.has_cause == !to.cause.empty()) {
+        to.data[f.index] = now;
+        if (c.has_cause) to.cause[f.index] = now;
+    } else {
+        join(to.data, c.data_of(f.index), c.size);
+        if (c.has_proxy) join(to.proxy, c.proxy_of(f.index), c.size);
+        if (c.has_cause) join(to.cause, c.cause_of(f.index), c.threads);
+        to.common = f.common;
     }
     join(to.blocks, f.known_blocks);
     ++c.data_of(f.index)[f.index];
@@ -83,6 +88,7 @@ void release(Fiber &f, Released &to) {
 
 void acquire(Fiber &f, const Released &from) {
     if (!config.race) return;
+    f.common = 0;
     Clocks &c = f.cluster->clocks;
     maximum(c.data_of(f.index), from.data.data(), static_cast<int>(from.data.size()));
     if (!from.proxy.empty()) maximum(c.proxy_of(f.index), from.proxy.data(), static_cast<int>(from.proxy.size()));
@@ -90,11 +96,30 @@ void acquire(Fiber &f, const Released &from) {
     join(f.known_blocks, from.blocks);
 }
 
+void acquire_together(const std::vector<Warp *> &warps, const Released &from) {
+    if (!config.race) return;
+    static u32 last = 0;
+    if (++last == 0) ++last;
+    for (Warp *w : warps)
+        for (int i = 0; i < 32; ++i) {
+            Fiber &f = w->lanes[i];
+            Clocks &c = f.cluster->clocks;
+            const u32 now = c.now(f.index);
+            std::copy(from.data.begin(), from.data.end(), c.data_of(f.index));
+            c.data_of(f.index)[f.index] = now;
+            if (!from.proxy.empty()) std::copy(from.proxy.begin(), from.proxy.end(), c.proxy_of(f.index));
+            if (!from.cause.empty()) std::copy(from.cause.begin(), from.cause.end(), c.cause_of(f.index));
+            join(f.known_blocks, from.blocks);
+            f.common = last;
+        }
+}
+
 }  // namespace emu
 
 extern "C" void emu_fence_proxy_async() {
     using namespace emu;
     if (!config.race) return;
+    current->common = 0;
     Clocks &c = current->cluster->clocks;
     const u32 *data = c.data_of(current->index);
     u32 *proxy = c.proxy_of(current->index);

@@ -26,10 +26,12 @@ using Knowledge = std::shared_ptr<const std::map<int, Clock>>;
 struct Released {
     Clock data, proxy, cause;
     Knowledge blocks;
-    void clear() { data.clear(), proxy.clear(), cause.clear(), blocks.reset(); }
+    u32 common = 0;  // the last of those who have released to it: see Fiber::common
+    void clear() { data.clear(), proxy.clear(), cause.clear(), blocks.reset(), common = 0; }
 };
 
 struct Fiber;
+struct Warp;
 
 // The clocks of one cluster.
 struct Clocks {
@@ -53,7 +55,7 @@ struct Clocks {
     void has_mbarriers(int n);
     std::string name(int component) const;
 
-private:
+  private:
     void begin_proxy();
     void clear(std::vector<u32> &clocks, int from) const;  // components from this one to `size`, of all threads
 };
@@ -61,6 +63,8 @@ private:
 // All do nothing unless the race detector is on.
 void release(Fiber &fiber, Released &to);
 void acquire(Fiber &fiber, const Released &from);
+// The same, by all who have released to it and have waited since: none of them knows anything else.
+void acquire_together(const std::vector<Warp *> &warps, const Released &from);
 void join(Clock &to, const u32 *from, int n);
 void join(Knowledge &to, const Knowledge &from);
 
