@@ -133,7 +133,7 @@ def build_runtime() -> Path:
             objects = []
             for sources, options in ((RUNTIME, flags), (TWIN, twins)):
                 objects.append(Path(folder) / f"{sources.name}.o")
-                whole = objects[-1].with_suffix(".cpp")  # one unit: functions call each other all the time, across files
+                whole = objects[-1].with_suffix(".cpp")  # one unit: functions call others all the time, across files
                 whole.write_text("".join(f'#include "{source}"\n' for source in sorted(sources.glob("*.cpp"))))
                 _compile([*options, "-c", str(whole)], objects[-1])
             _compile(["-shared", *map(str, objects), "-ldl", "-Wl,-Bsymbolic"], out)
