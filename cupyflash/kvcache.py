@@ -34,6 +34,8 @@ def attention_with_cache(
     alibi_slopes: Any | None = None,
     kv_range: Any | None = None,
     sink: Any | None = None,
+    bias: Any | None = None,
+    mask: Any | None = None,
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     num_splits: int | None = None,
@@ -77,6 +79,14 @@ def attention_with_cache(
         scale, window, softcap, alibi_slopes, sink: as in `attention`, with keys for seqlen_k.
         kv_range: ``(batch, 2)``, int32: the queries of sequence b see none but the keys ``kv_range[b, 0]`` to
             ``kv_range[b, 1]`` of those that count; for a cache padded on the left.
+        bias: added to the scores, of any shape that broadcasts to ``(batch, heads_q, seqlen_q, capacity)``, or with
+            `cu_seqlens_q` ``(batch, heads_q, max_seqlen_q, capacity)``, with room for the longest sequence's queries;
+            capacity is the rows that a sequence can have, of pages page_size * pages_per_sequence. Element ``[b, h, i,
+            j]`` belongs to query i of sequence b and to row j of that sequence, wherever it lies. Of q's dtype, or fp32
+            beside 16 bits; of q's library and device, any strides. It is read where it lies, for the keys that count
+            alone, and never expanded. -inf hides a key, whatever k and v hold there; a query whose scores are all -inf
+            sees none. (Keys that are hidden so are still read: causal, window and kv_range leave them out.)
+        mask: of bool, likewise: True where a key is visible. Beside a bias it is as a bias of -inf.
         k_scale, v_scale: ``(heads_k,)``, or ``(slots, heads_k)`` with the first dimension of the caches, a page or a
             sequence, fp32, where the caches are of 8 bits: row r of head h in slot s is ``k_scale[s, h] * k_cache[s, r,
             h]``. New rows are divided by the scales in fp32, after their rotation, and rounded to the nearest number
@@ -125,7 +135,7 @@ def attention_with_cache(
         ("k", k), ("v", v), ("block_table", block_table), ("cache_batch_idx", cache_batch_idx),
         ("cu_seqlens_q", cu_seqlens_q), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin),
         ("alibi_slopes", alibi_slopes), ("kv_range", kv_range), ("sink", sink),
-        ("k_scale", k_scale), ("v_scale", v_scale),
+        ("k_scale", k_scale), ("v_scale", v_scale), ("bias", bias), ("mask", mask),
     ):  # fmt: skip
         if x is not None:
             arrays[name] = x

@@ -44,6 +44,12 @@ SIZES = (
 )
 
 
+def broadcasts_to(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether an array of this shape broadcasts to another one, as NumPy has it, without making that larger."""
+    missing = len(whole) - len(shape)
+    return missing >= 0 and all(n in (1, m) for n, m in zip(shape, whole[missing:], strict=True))
+
+
 class Use(NamedTuple):
     """What an array is to one pass.
 
@@ -147,8 +153,7 @@ class Operand:
             return 1 <= len(shape) <= MOD_LIMIT
         wanted = self.shape(sizes, packed)
         if self.broadcasts:
-            missing = len(wanted) - len(shape)
-            return missing >= 0 and all(n in (1, m) for n, m in zip(shape, wanted[missing:], strict=True))
+            return broadcasts_to(shape, wanted)
         if -1 in wanted or self.single:
             return len(shape) == len(wanted) and all(
                 n == m or m == -1 or (n == 1 and dim in self.single)

@@ -8,6 +8,14 @@ from cupyflash.check.cache_case import CacheCase
 
 
 @st.composite
+def words_of(draw: st.DrawFn, kind: str) -> str:
+    """Those of a bias or of a mask, as `check.case_bias` has them."""
+    own = [d for d in "bhqk" if draw(st.booleans())]
+    more = ["", "fp32 hides", "masks", "turned hides", "whole"] if kind == "bias" else ["bool", "bool turned"]
+    return f"{''.join(own) or '-'} {draw(st.sampled_from(more))}"
+
+
+@st.composite
 def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8, 16, 64, 80)) -> CacheCase:
     """Of up to four sequences of up to `most` keys each."""
     lengths = tuple(draw(st.lists(st.integers(0, most), min_size=1, max_size=4)))
@@ -22,6 +30,7 @@ def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8
     page_size = draw(st.none() | st.sampled_from([1, 2, 3, 8, 16, 50]))
     bound = st.none() | st.integers(-20, 40).filter(lambda b: b != -1)  # which warns
     ranges = tuple(sorted(draw(st.tuples(st.integers(0, most), st.integers(0, most)))) for _ in lengths)
+    added = draw(st.sampled_from(["", "", "bias", "mask", "bias + mask"]))
     return CacheCase(
         "random", "full", lengths, queries, head_dim, group * heads_k, heads_k,
         capacity=most + 40, page_size=page_size, append=append, new=new, rotary=rotary,
@@ -30,6 +39,7 @@ def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8
         causal=draw(st.booleans()), window=draw(st.tuples(bound, bound).filter(lambda w: None in w or sum(w) >= 0)),
         scale=draw(st.sampled_from([None, None, 1.0, -0.2, 0.0])), softcap=draw(st.sampled_from([None, None, 3.0])),
         alibi=draw(st.sampled_from([0, 0, 1, 2])), sink=draw(st.booleans()),
+        bias=" + ".join(draw(words_of(kind)) for kind in added.split(" + ") if kind),
         ranges=draw(st.none() | st.just(tuple((a, b) for a, b in ranges))),
         num_splits=draw(st.sampled_from([None, None, 1, 3])), batch_invariant=draw(st.booleans()),
         nonfinite=draw(st.sampled_from([False, False, True])),

@@ -94,8 +94,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     Sustained and in turns: in each round all implementations of a configuration run in a new random order, each until
     the clock is steady and then timed with events for a quarter of a second. Reported are the median of the rounds and
     the spread, (slowest - fastest) / median, on random data. FLOPs are 4 * head_dim for each visible query-key pair and
-    head in the forward, and 2.5 times that in the backward (products with v by --head-dim-v); what a mask or a block
-    mask hides does not count.
+    head in the forward, 2.5 times that in the backward, with v by --head-dim-v; what masks hide does not count.
     """
     quiet()
     check_together(ctx)

@@ -28,7 +28,7 @@ from ..output import emit, gib, human
 _OWN = ("page_size", "cache_dtype")  # of such calls
 _TAKEN = (
     *_OWN, "with_cache", "dtype", "head_dim", "batch", "seqlen", "seqlen_q", "heads", "heads_q", "heads_k", "causal",
-    "window", "softcap", "alibi", "sink", "kv_range", "memory", "arch", "no_compile", "as_json",
+    "window", "softcap", "alibi", "sink", "kv_range", "bias", "mask", "memory", "arch", "no_compile", "as_json",
 )  # fmt: skip
 
 
@@ -72,10 +72,15 @@ def problem_of(options: dict[str, Any]) -> CacheProblem:
     ):  # fmt: skip
         if options[option]:
             shapes[name] = shape
+    whole = batch, heads_q, rows, slot_rows * (1 if page is None else shapes["block_table"][1])
+    for name in ("bias", "mask"):
+        if options[name] is not None:
+            shapes[name] = tuple(n if own else 1 for n, own in zip(whole, options[name], strict=True))
     stored = options["cache_dtype"]
     if stored:
         shapes |= dict.fromkeys(("k_scale", "v_scale"), (heads_k,))
     kinds = dict.fromkeys(("k_cache", "v_cache"), stored or options["dtype"]) | {"k_scale": "fp32", "v_scale": "fp32"}
+    kinds["mask"] = "bool"
     kinds |= dict.fromkeys(("cache_seqlens", "block_table", "kv_range"), "int32")
     kinds |= dict.fromkeys(("alibi_slopes", "sink"), "fp64" if options["dtype"] == "fp64" else "fp32")
     plain = make_cache_options(options["causal"], None, options["window"], options["softcap"], False, None, False)

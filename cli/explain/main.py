@@ -143,20 +143,16 @@ def _signatures(options: dict[str, Any], names: Sequence[str]) -> list[Signature
     """Of arrays of these names."""
     shapes, heads = dict(zip(_NAMES, shapes_of(options), strict=False)), options["layout"].index("h")
     shapes["dout"] = shapes["out"]
-    found = []
-    for name in names:
-        strides = list(contiguous_strides(shapes[name]))
-        if name in "kv" and options["memory"] == "broadcast":
-            strides[heads] = 0
-        found.append(Signature(shapes[name], tuple(strides), options["dtype"], 0))
-    return found
+    strides = {name: list(contiguous_strides(shapes[name])) for name in names}
+    for name in "kv" if options["memory"] == "broadcast" else "":
+        strides[name][heads] = 0
+    return [Signature(shapes[name], tuple(own), options["dtype"], 0) for name, own in strides.items()]
 
 
 def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backward: bool) -> Pass:
     """The way of `prepare.prepare`, arrays and kernels apart."""
-    names = _NAMES if backward else _NAMES[:3]
-    signatures = _signatures(options, names)
-    arrays: dict[str, Signature] = dict(zip(names, signatures, strict=True))
+    signatures = _signatures(options, _NAMES if backward else _NAMES[:3])
+    arrays: dict[str, Signature] = dict(zip(_NAMES, signatures, strict=False))
     if problem.bias is not None:
         shape = explain_work.bias_shape(problem)
         arrays["bias"] = Signature(shape, contiguous_strides(shape), None, 0)

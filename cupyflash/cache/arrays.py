@@ -15,9 +15,11 @@ class CacheArray(NamedTuple):
 
     Attributes:
         dims: its dimensions; those of `packed` where sequences of different lengths lie one after the other.
-        dtype: "" is that of q, "cache" that or one of 8 bits, "sum" fp32, and fp64 for fp64.
+        dtype: "" is that of q, "cache" that or one of 8 bits, "sum" fp32, and fp64 for fp64, "added" that of q, or fp32
+            beside 16 bits.
         strided: it may have any strides but along its last dimension; others are contiguous.
         optional: a call may lack it.
+        broadcasts: it may have any shape that broadcasts to its dimensions, and any strides.
     """
 
     name: str
@@ -26,10 +28,19 @@ class CacheArray(NamedTuple):
     role: str = INPUT
     strided: bool = False
     optional: bool = False
+    broadcasts: bool = False
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether kernels take it contiguous alone."""
+        return not (self.strided or self.broadcasts)
 
     @property
     def packed(self) -> tuple[str, ...]:
-        """Its dimensions in a packed call: no batch where there are queries or new keys."""
+        """Its dimensions in a packed call: no batch where there are queries or new keys; or, of what broadcasts to
+        scores, room for the most queries that a sequence has."""
+        if self.broadcasts:
+            return tuple(d.replace("seqlen", "max_seqlen") for d in self.dims)
         has_rows = any(d.startswith("seqlen") for d in self.dims)
         return tuple(d for d in self.dims if d != "batch") if has_rows else self.dims
 
@@ -37,6 +48,7 @@ class CacheArray(NamedTuple):
 _Q, _NEW = ("batch", "seqlen_q", "heads_q", "head_dim"), ("batch", "seqlen_new", "heads_k", "head_dim")
 _CACHE = ("slots", "slot_rows", "heads_k", "head_dim")
 _ROTARY = ("rotary_positions", "rotary_dim / 2")
+_SCORES = ("batch", "heads_q", "seqlen_q", "capacity")
 
 CACHE_ARRAYS = (
     CacheArray("q", _Q, strided=True),
@@ -55,6 +67,8 @@ CACHE_ARRAYS = (
     CacheArray("sink", ("heads_q",), "sum", optional=True),
     CacheArray("k_scale", ("slots", "heads_k"), "fp32", optional=True),
     CacheArray("v_scale", ("slots", "heads_k"), "fp32", optional=True),
+    CacheArray("bias", _SCORES, "added", optional=True, broadcasts=True),
+    CacheArray("mask", _SCORES, "bool", optional=True, broadcasts=True),
     CacheArray("out", _Q, role=RESULT),
     CacheArray("lse", ("batch", "heads_q", "seqlen_q"), "sum", role=RESULT, optional=True),
 )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..bias import Bias, max_seqlens
 from ..errors import ArgumentError, UnsupportedError
 from ..options import Window, flag, make_options, whole
-from ..problem import DTYPES, MAX_SEQLEN, Problem, make_problem
-from .arrays import BY_NAME, MAY_LACK, CacheArray, length_of
+from ..problem import DTYPES, HALF, MAX_SEQLEN, Problem, make_problem
+from .arrays import BY_NAME
 from .problem import CacheProblem
+from .shapes import check_dims, check_shape
 
 MAX_SPLITS = 1024
 # What caches of 8 bits hold, by their dtypes; CuPy, which has no float8_e4m3fn, views it as uint8.
@@ -75,7 +77,7 @@ def make_cache_problem(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], o
     dense = _dense(shapes, dtypes["q"], options)
     problem = _sized(shapes, dtypes, options, dense)
     for name, shape in shapes.items():
-        _check_shape(BY_NAME[name], shape, problem)
+        check_shape(BY_NAME[name], shape, problem)
     _check_append(shapes, problem)
     return problem
 
@@ -95,19 +97,6 @@ def _check_together(given: Mapping[str, Any]) -> None:
         )
 
 
-def check_dims(name: str, shape: Shape, given: Mapping[str, Any]) -> None:
-    array, packed = BY_NAME[name], "cu_seqlens_q" in given
-    dims = array.packed if packed else array.dims
-    if name in MAY_LACK:
-        fits = len(shape) in (1, 2)
-    else:
-        fits = len(shape) == len(dims)
-    if not fits:
-        words = "pages, page_size" if "block_table" in given else "batch of the cache, capacity"
-        shown = ", ".join(dims).replace("slots, slot_rows", words).replace("seqlen", "total" if packed else "seqlen")
-        raise ArgumentError(f"{name}: expected shape ({shown}), got {tuple(shape)}")
-
-
 def _check_dtypes(dtypes: Mapping[str, str]) -> None:
     q = dtypes["q"]
     if q not in DTYPES:
@@ -115,7 +104,9 @@ def _check_dtypes(dtypes: Mapping[str, str]) -> None:
     for name, dtype in dtypes.items():
         kind = BY_NAME[name].dtype
         wanted: tuple[str, ...] = (kind or q,)
-        if kind == "sum":
+        if kind == "added":
+            wanted = (q, "fp32") if q in HALF else (q,)
+        elif kind == "sum":
             wanted = ("fp64" if q == "fp64" else "fp32",)
         elif kind == "cache":
             wanted = (dtypes["k_cache"],) if name == "v_cache" else (q, *STORED)
@@ -212,18 +203,16 @@ def _sized(
         sink="sink" in shapes,
         stored=STORED.get(dtypes["k_cache"], ""),
         scale_dims=len(shapes.get("k_scale", ())),
+        bias=_bias(shapes, dtypes),
+        max_seqlen_q=max_seqlens([shapes[name] for name in ("bias", "mask") if name in shapes])[0],
     )
 
 
-def _check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
-    dims = array.packed if p.packed else array.dims
-    wanted = tuple(length_of(d, p) for d in dims)
-    if tuple(shape) == wanted or (array.name in MAY_LACK and tuple(shape) == wanted[1:]):
-        return
-    words = ", ".join(dims) + ("," if len(dims) == 1 else "")
-    words = words.replace("seqlen", "total") if p.packed else words
-    more = f" or ({dims[-1]},) = {wanted[1:]}" if array.name in MAY_LACK else ""
-    raise ArgumentError(f"{array.name}: expected shape ({words}) = {wanted}{more}, got {tuple(shape)}")
+def _bias(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> Bias | None:
+    """What is added to scores."""
+    if "bias" in shapes:
+        return Bias.of(shapes["bias"], dtypes["bias"], "mask" in shapes)
+    return Bias.of(shapes["mask"], "bool") if "mask" in shapes else None
 
 
 def _check_append(shapes: Mapping[str, Shape], p: CacheProblem) -> None:

@@ -11,7 +11,7 @@ from ..arrays.libraries import JAX, Foreign
 from ..arrays.repeated import is_whole, repeated, stays
 from ..errors import ArgumentError
 from ..problem import MAX_SEQLEN
-from .checks import check_dims
+from .shapes import check_dims
 
 _WHAT = "an int32 array or an integer"
 

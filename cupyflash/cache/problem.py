@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..bias import MAX_SEQLEN, Bias
 from ..options import Window
 
 
@@ -18,9 +19,10 @@ class CacheProblem:
         i + keys - seqlen_q - left <= j <= i + keys - seqlen_q + right,  0 <= j < keys,  start <= j < end
 
     with ``window = (left, right)``, where causal is folded in as ``right = min(right, 0)``, and [start, end) its
-    kv_range. Its score is that of `Problem`: scale, softcap, ALiBi by the distance ``abs(i + keys - seqlen_q - j)``.
-    With a sink, softmax and lse count exp(sink[head]) among those of the scores. A query that sees no key has out 0 and
-    lse -inf, or the sink. What the cache holds behind the keys has no effect.
+    kv_range. Its score is that of `Problem`: scale, softcap, ALiBi by the distance ``abs(i + keys - seqlen_q - j)``, a
+    bias of query i and key j, of which -inf hides the key, and so does a mask. With a sink, softmax and lse count
+    exp(sink[head]) among those of the scores. A query that sees no key has out 0 and lse -inf, or the sink. What the
+    cache holds behind the keys has no effect.
 
     Caches of 8 bits, `stored`, hold multiples of scales: a key is ``k_scale[s, h] * k_cache[s, r, h]`` for head h of
     the row r that lies in slot s, or ``k_scale[h] * ...``, a value likewise.
@@ -40,6 +42,9 @@ class CacheProblem:
         alibi: how many dimensions the slopes have; 0 without.
         kv_range: whether each sequence has a range of keys that its queries may see.
         sink: whether heads of q have sinks.
+        bias: what is added to scores, a bias, a mask or both; None: nothing.
+        max_seqlen_q: packed, of how many queries of each sequence these have elements; any, if all broadcast along
+            them.
         packed: q (total_q, heads_q, head_dim), and k and v likewise, by cu_seqlens_q.
         chosen: whether cache_batch_idx is given.
         rotary_dim: how many columns of q and k, the first ones, are rotated by their position, that of query and of
@@ -83,11 +88,18 @@ class CacheProblem:
     stored: str = ""
     scale_dims: int = 0
     most_queries: int | None = None
+    bias: Bias | None = None
+    max_seqlen_q: int = MAX_SEQLEN
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element of the caches, which on a GPU are of 16 bits where they are of dtype."""
         return 1 if self.stored else 2
+
+    @property
+    def by_element(self) -> bool:
+        """Whether what becomes of scores is read, or computed, for each of them."""
+        return self.bias is not None
 
     @property
     def pages_per_sequence(self) -> int:

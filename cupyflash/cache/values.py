@@ -43,7 +43,7 @@ def parts(p: CacheProblem, arrays: Mapping[str, Array]) -> Iterator[Part]:
     """The sequences of a call, whose lengths are clamped to what there is room for."""
     dense = Problem(
         p.dtype, 1, p.seqlen_q, p.capacity, p.heads_q, p.heads_k, p.head_dim, p.scale, p.window, softcap=p.softcap,
-        alibi=p.alibi, sink=p.sink,
+        alibi=p.alibi, sink=p.sink, bias=p.bias,
     )  # fmt: skip
     for b in range(p.batch):
         rows = slice(0, p.seqlen_q)
@@ -79,7 +79,9 @@ def check_values(p: CacheProblem, arrays: Mapping[str, Array]) -> None:
     if p.packed:
         cu = arrays["cu_seqlens_q"]
         check_lengths(Sequences.of(cu), p.seqlen_q, p.seqlen_q)
-        new = np.diff(cu.astype(np.int64)) if "k" in arrays else np.zeros(p.batch, np.int64)
+        queries = np.diff(cu.astype(np.int64))
+        _check_room_of_bias(p, queries)
+        new = queries if "k" in arrays else np.zeros(p.batch, np.int64)
     used = arrays["cache_seqlens"].astype(np.int64)
     check_room(p, used, new)
     if p.chosen:
@@ -110,6 +112,18 @@ def check_room(p: CacheProblem, used: Array, new: Array) -> None:
         raise ArgumentError(
             f"cache_seqlens: expected lengths of {room}, got cache_seqlens[{b}] = {used[b]}; a longer sequence needs a "
             + ("wider block_table" if p.page_size else "larger cache")
+        )
+
+
+def _check_room_of_bias(p: CacheProblem, queries: Array) -> None:
+    """Refuse packed sequences of more queries than a bias and a mask have room for."""
+    for b in np.flatnonzero(queries > p.max_seqlen_q)[:1]:
+        assert p.bias is not None
+        arguments = " and ".join([p.bias.argument, *["mask"] * p.bias.masked])
+        raise ArgumentError(
+            f"{arguments}: expected room for at least {queries[b]} queries, those of sequence {b}, got "
+            f"{p.max_seqlen_q} along dimension -2; make room for the longest sequence, or give it length 1, the same "
+            "for all queries"
         )
 
 

@@ -21,6 +21,7 @@ from .features import Features, Place
 from .quantized import dequantized, quantized
 
 Array = NDArray[Any]
+_FEATURES = "alibi_slopes", "sink", "bias", "mask"
 
 
 def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]:
@@ -36,14 +37,16 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
     """
     q, cos, sin = arrays["q"], arrays.get("rotary_cos"), arrays.get("rotary_sin")
     out, lse = np.zeros(q.shape, q.dtype), np.full(p.rows, -np.inf, attention.accumulator(q))
-    of, sequences = Features(arrays.get("alibi_slopes"), arrays.get("sink")), list(parts(p, arrays))
+    sequences = list(parts(p, arrays))
+    given: dict[str, Any] = {name: arrays[name] for name in _FEATURES if name in arrays}
+    of = Features(packed=True, **given)
     for part in sequences:
         _append(arrays, p, part)
     for part in sequences:
         b, rows = part.number, (part.rows if p.packed else part.number)
         Q = q[rows] if cos is None or sin is None else rotated(q[rows], cos, sin, part.used, p.rotary_interleaved)
         K, V = (_rows_of(x, p, arrays, part) for x in "kv")
-        own = of.at(Place(slice(b, b + 1)))
+        own = of.at(Place(slice(b, b + 1), keys=part.keys, rows=slice(0, len(Q))))
         found = attention.forward(Q[None], K[None], V[None], part.problem, own)
         out[rows], lse[(slice(None), rows) if p.packed else rows] = (x[0] for x in found)
     return out, lse

@@ -140,7 +140,7 @@ def _prepare(
     """A call of a kind that is new."""
     vet_all(library, arrays)
     problem, signatures = check(library, arrays, keys, options)
-    copied = [name for name, s in signatures.items() if not BY_NAME[name].strided and not _is_contiguous(s)]
+    copied = [name for name, s in signatures.items() if BY_NAME[name].contiguous and not _is_contiguous(s)]
     device = Device.of(signatures["q"].device)
     taken = decided[0] if decided else _way(problem, signatures, aligned)
     attends = taken is None or taken.beside

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..cache.arrays import BY_NAME
 from ..cache.problem import CacheProblem
 from ..gpu.tensormap import BOX_COLUMNS, BoxMap
 from ..plan.decode_kernels import DecodeTile
@@ -15,6 +16,7 @@ from ..plan.params import UNBOUNDED
 from ..plan.params_decode import APPEND_PARAMS, DECODE_PARAMS, DEQUANTIZE_PARAMS
 from ..plan.prefill import dequantized
 from ..problem import MAX_SEQLEN
+from .passes import score_steps
 
 Strides = Sequence[int]  # in elements
 # The names of arrays (cache/arrays.py) -> of their pointers; those of rotated queries stand for q.
@@ -22,7 +24,8 @@ DECODE_MEMBERS = {
     "q": "q", "rotated_q": "q", "out": "o", "lse": "lse", "k_cache": "k", "v_cache": "v",
     "cache_seqlens": "cache_seqlens", "block_table": "block_table", "cache_batch_idx": "cache_batch_idx",
     "cu_seqlens_q": "cu_seqlens_q", "alibi_slopes": "alibi_slopes", "kv_range": "kv_range", "sink": "sink",
-    "k_scale": "k_scale", "v_scale": "v_scale", "partial_o": "partial_o", "partial_ml": "partial_ml",
+    "k_scale": "k_scale", "v_scale": "v_scale", "partial_o": "partial_o", "partial_ml": "partial_ml", "bias": "bias",
+    "mask": "mask",
 }  # fmt: skip
 APPEND_MEMBERS = {
     "q": "q", "k": "k", "v": "v", "k_cache": "k_cache", "v_cache": "v_cache", "rotated_q": "rotated_q",
@@ -36,6 +39,15 @@ DEQUANTIZE_MEMBERS = {
         "cu_seqlens_q", "k_scale", "v_scale",
     )
 }  # fmt: skip
+
+
+def strides_of(shapes: Mapping[str, Sequence[int]], strides: Mapping[str, Strides]) -> dict[str, tuple[int, ...]]:
+    """Those of the arrays of a call, as what fills the structs takes them: of what broadcasts to scores, along their
+    four dimensions."""
+    return {
+        name: score_steps(shapes[name], steps) if BY_NAME[name].broadcasts else tuple(steps)
+        for name, steps in strides.items()
+    }
 
 
 class Batched(NamedTuple):
@@ -71,7 +83,7 @@ def fill(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, Strides]) -> n
     """The struct of the main kernel and of the one behind it, without tensor maps and addresses.
 
     Args:
-        strides: of q, out, k_cache, v_cache and block_table.
+        strides: of q, out, k_cache, v_cache, block_table, bias and mask, as `strides_of` has them.
     """
     params = np.zeros((), DECODE_PARAMS)
     _fill_cache(params, p, strides, {"q": "q", "o": "out", "k": "k_cache", "v": "v_cache"})
@@ -79,6 +91,10 @@ def fill(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, Strides]) -> n
         params["shares"][name] = number
     params["appended"], params["alibi"] = p.seqlen_new, p.alibi
     params["most_queries"] = MAX_SEQLEN if p.most_queries is None else p.most_queries
+    for name in ("bias", "mask"):
+        if name in strides:
+            params[f"{name}_stride"] = tuple(strides[name])
+    params["max_seqlen_q"], params["max_seqlen_k"] = p.max_seqlen_q, p.capacity
     return params
 
 

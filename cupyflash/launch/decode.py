@@ -34,6 +34,7 @@ from .cached_params import (
     fill,
     fill_append,
     fill_dequantize,
+    strides_of,
     words_of,
     workspace,
 )
@@ -129,7 +130,8 @@ def prepare(
     Raises:
         UnsupportedError: no kernel of this device can do it, or one is not loaded yet while `stream` is captured.
     """
-    strides = {name: tuple(signature.strides) for name, signature in signatures.items()}
+    shapes = {name: signature.shape for name, signature in signatures.items()}
+    strides = strides_of(shapes, {name: signature.strides for name, signature in signatures.items()})
     strides["out"] = contiguous_strides(signatures["q"].shape)
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     blocks: list[Block] = []

@@ -17,7 +17,7 @@ from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import STORED
 from .families import GPU_DTYPES, kernels_of
 from .prefill import Lie, dequantized, spec_of, way_of
-from .spec import LEAST_UNIT
+from .spec import LEAST_UNIT, flags_of_added
 from .variant import Variant
 
 MAX_GROUP = 512  # quick_divide (shares.cuh)
@@ -119,6 +119,8 @@ def _cluster(p: CacheProblem, block_m: int, device: Device) -> int:
 
 def _wide(p: CacheProblem, device: Device) -> bool:
     """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts."""
+    if p.by_element and p.head_dim > 192:  # wide rows of O leave no registers for that
+        return False
     return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count
 
 
@@ -157,6 +159,7 @@ def _flags(p: CacheProblem, aligned: bool) -> dict[str, Any]:
         "sink": p.sink,
         "paged": p.page_size is not None,
         "unaligned": not aligned,
+        **flags_of_added(p.bias, False),
         **_stored(p),
     }
 

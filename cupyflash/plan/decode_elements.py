@@ -35,7 +35,9 @@ class Elements:
 
     def team(self, p: CacheProblem, hopper: bool) -> Team:
         most = 8 if p.head_dim <= 128 else 4  # 128 wide rows leave too few registers, or stages
-        return Team(next((n for n in (1, 2, 4) if 16 * n >= rows_of(p)), most), 16)
+        # Beside a bias, of the widest rows, the addresses of cp.async of a team of two do not fit.
+        sizes = (1, 4) if p.by_element and p.head_dim > 192 and not hopper else (1, 2, 4)
+        return Team(next((n for n in sizes if 16 * n >= rows_of(p)), most), 16)
 
     def in_cluster(self, p: CacheProblem, team: Team) -> Team:
         """The team of a block that is one of a cluster."""

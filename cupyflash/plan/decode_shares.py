@@ -152,12 +152,19 @@ def _numbers(p: CacheProblem, variant: Decode, all_rows: int, gang: int, turns: 
     block_m = variant.tile.block_m
     return {
         "group": p.group,
-        "unit": p.softcap if p.softcap is not None else 1.0 if variant.scale_first else p.scale,
+        "unit": _unit(p, variant),
         "log_rows": (max(4, block_m if p.packed else min(block_m, all_rows)) - 1).bit_length(),
         "by_group": -(-(1 << 20) // p.group),
         "by_gang": -(-(1 << 20) // gang),
         "by_turns": -(-(1 << 20) // turns) if variant.tile.cluster else 0,
     }
+
+
+def _unit(p: CacheProblem, variant: Decode) -> float:
+    """That of scores (kernels_cu/attention/score.cuh)."""
+    if variant.bias:
+        return 1.0
+    return p.softcap if p.softcap is not None else 1.0 if variant.scale_first else p.scale
 
 
 def _even(turns: int, most: int) -> int:

@@ -18,10 +18,12 @@ class _Stored(Elements):
         return row_bytes == 64 or super().by_tma(row_bytes)
 
     def team(self, p: CacheProblem, hopper: bool) -> Team:
-        """Query rows that a warp has registers for: with the addresses of cp.async, or with O of 256 columns, 16 of
-        them, else 32."""
+        """Query rows that a warp has registers for: with the addresses of cp.async, with O of 256 columns, or beside a
+        bias, 16 of them, with both of the latter 8, else 32."""
         rows, most_rows = rows_of(p), 32 if hopper and p.head_dim <= 128 else 16
-        warp_rows = next((n for n in (8, 16) if n >= rows), most_rows)
+        if p.by_element:
+            most_rows = 16 if p.head_dim <= 128 else 8
+        warp_rows = next((n for n in (8, 16) if rows <= n <= most_rows), most_rows)
         most = (128 if p.head_dim <= 128 else 64) // warp_rows
         return Team(next((n for n in (1, 2, 4) if n * warp_rows >= rows), most), warp_rows)
 
@@ -37,6 +39,7 @@ class _Stored(Elements):
         small = device.is_small
         few = team.rows == 8 and p.head_dim <= (256 if hopper else 128)
         few = few or (team.rows == 16 and not cluster and p.head_dim <= (128 if hopper else 64))
+        few = few and not (p.by_element and (team.rows > 8 or p.head_dim > 128))
         few = few and 12 % team.warps == 0
         warps = 12 if few and not small else 4 if small and p.head_dim > 128 and team.warps < 8 else 8
         blocks = 2 if wide and not small and (hopper or p.head_dim <= 128) else 1

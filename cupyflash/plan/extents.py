@@ -95,8 +95,7 @@ class Kernels:
         return 2 * self.device.sm_count if self.spec.uneven else 0
 
     @functools.cached_property
-    def _pair_bytes(self) -> int:
-        """Of a row of K and one of V, or of Q and of dO."""
+    def _pair_bytes(self) -> int:  # of a row of K and one of V, or of Q and of dO
         return (self.spec.head_dim + self.spec.width_v) * ITEMSIZE[self.spec.dtype]
 
     def _tiles(self, extents: Extents) -> tuple[int, ...]:
@@ -211,9 +210,8 @@ class Kernels:
             shares, tiles = divide(self.variants, self.device, self.spec, extents, visits, tiles)
             heads_k *= shares
             if shares > 1:
-                of_each = arrays, heads_k, seqlen_k
-                workspace["dk_shares"] = (*of_each, self.spec.head_dim), "fp32"
-                workspace["dv_shares"] = (*of_each, self.spec.width_v), "fp32"
+                for name, width in (("dk_shares", self.spec.head_dim), ("dv_shares", self.spec.width_v)):
+                    workspace[name] = (arrays, heads_k, seqlen_k, width), "fp32"
         m_blocks, n_blocks = self._blocks(seqlen_q, main.block_m, batch), self._blocks(seqlen_k, main.rows, batch)
         row_bytes = (self._pair_bytes + 4 * self.spec.head_dim) * (heads_q // heads_k)
         workspace["row_stats"] = (arrays, heads_q, m_blocks * main.block_m, 2), "fp32"

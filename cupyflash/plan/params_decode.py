@@ -67,6 +67,13 @@ DECODE = Struct(
         Field("k_scale", "const float *", "[heads_k] or [rows or pages, heads_k]; kInt8, kE4m3"),
         Field("v_scale", "const float *", "likewise"),
         Field("most_queries", "int", "packed: sequences that have more are left to another kernel"),
+        Field("bias", "const void *", "broadcasts to [batch, heads_q, seqlen_q, seqlen_k]; packed, [batch, heads_q, "
+                                      "max_seqlen_q, seqlen_k]; kBias"),
+        Field("bias_stride", "ScoreStrides"),
+        Field("mask", "const void *", "likewise; kMask"),
+        Field("mask_stride", "ScoreStrides"),
+        Field("max_seqlen_q", "int"),
+        Field("max_seqlen_k", "int", "packed: queries and keys of each sequence that a bias and a mask have"),
     ),
 )  # fmt: skip
 APPEND = Struct(

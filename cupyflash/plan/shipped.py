@@ -26,6 +26,8 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
                     yield problem(dtype, head_dim, window=window), True
     for head_dim in (8, 72, 96, 200):  # sizes that the padding, the ring and the split treat differently
         yield problem("bf16", head_dim, window=(None, 0)), True
+    for dtype, window in (("bf16", (None, 0)), ("fp16", (None, None))):  # DeepSeek's MLA
+        yield problem(dtype, 192, window=window, head_dim_v=128), True
     for head_dim in (64, 128, 200, 256):
         yield problem("bf16", head_dim, window=(None, 0), heads_q=2), True
     yield problem("bf16", 128, window=(64, 0), deterministic=True), True
@@ -47,7 +49,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 180."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 190."""
     variants: dict[Variant, None] = {}
     for problem, aligned in shipped_problems():
         known = {"aligned": aligned, "paired_bias": CHUNKS if problem.bias else 0}

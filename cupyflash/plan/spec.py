@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..operands import BACKWARD
 from ..options import Window
-from ..problem import Problem
+from ..problem import Bias, Problem
 
 LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
 NARROW = 4096  # keys
@@ -195,14 +195,20 @@ def _added(problem: Problem, paired_bias: int) -> dict[str, Any]:
     bias = problem.bias
     is_mask = bias is not None and bias.dtype == "bool"
     tiled = bias if is_mask and not problem.packed and not problem.block_mask else None
-    bias, has_mods = None if tiled else bias, bool(problem.mods)
+    bias = None if tiled else bias
+    return flags_of_added(bias, bool(problem.mods)) | {
+        "paired_bias": 0 if bias is None else int(paired_bias),
+        "block_mask": 1 + tiled.own[0] + 2 * tiled.own[1] if tiled else problem.block_mask,
+        "mask_tiles": tiled.own if tiled else None,
+    }
+
+
+def flags_of_added(bias: Bias | None, has_mods: bool) -> dict[str, bool]:
+    """What a bias, a mask and mods that are added element by element say of kernels, by the names of fields."""
     return {
         "bias": bias is not None or has_mods,
         "wide_bias": bias is not None and bias.dtype == "fp32",
-        "mask": bias is not None and (is_mask or bias.masked),
-        "paired_bias": 0 if bias is None else int(paired_bias),
+        "mask": bias is not None and (bias.dtype == "bool" or bias.masked),
         "masked_bias": bias is not None and bias.masked,
         "bias_beside_mods": bias is not None and has_mods,
-        "block_mask": 1 + tiled.own[0] + 2 * tiled.own[1] if tiled else problem.block_mask,
-        "mask_tiles": tiled.own if tiled else None,
     }

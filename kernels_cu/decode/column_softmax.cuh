@@ -12,7 +12,8 @@ __device__ __forceinline__ float column_reduce(float v, Op op) {
     return v;
 }
 
-template <int kTiles>
+// kNatural: of scores that the factor may carry beyond fp32, and that may all be -inf (attention/score.cuh).
+template <int kTiles, bool kNatural = false>
 struct ColumnSoftmax {
     using Scores = float[kTiles][4];  // element e: key e / 2 of the lane's, query e % 2
     using Columns = float[kTiles][2];
@@ -71,6 +72,60 @@ struct ColumnSoftmax {
     __device__ float maximum(int n, int c, float log2_factor) const {
         return base[n][c] == kNothingSeen ? -ptx::infinity() : -base[n][c] / log2_factor;
     }
+};
+
+template <int kTiles>
+struct ColumnSoftmax<kTiles, true> {
+    using Scores = typename ColumnSoftmax<kTiles>::Scores;
+    using Columns = typename ColumnSoftmax<kTiles>::Columns;
+    Columns m;  // maximum of a query's scores
+    Columns l;  // this lane's part of the sum of P
+
+    __device__ ColumnSoftmax() {
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) m[n][c] = -ptx::infinity(), l[n][c] = 0.f;
+    }
+    __device__ bool exceeded_by(const Scores &S, const Columns & /* factor */) const {
+        bool exceeded = false;
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) exceeded = exceeded || fmaxf(S[n][c], S[n][2 + c]) > m[n][c];
+        return exceeded;
+    }
+    __device__ void raise(const Scores &S, const Columns &factor, Columns &rescale) {
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                const float top = fmaxf(S[n][c], S[n][2 + c]), before = m[n][c];
+                m[n][c] = fmaxf(before, column_reduce(top, [](float a, float b) { return fmaxf(a, b); }));
+                rescale[n][c] = ptx::ex2((before - finite_or_zero(m[n][c])) * factor[n][c]);
+                l[n][c] *= rescale[n][c];
+            }
+    }
+    __device__ void exponentiate(Scores &S, const Columns &factor) {
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                // @difference-before-its-factor
+                S[n][e] = ptx::ex2((S[n][e] - finite_or_zero(m[n][e % 2])) * factor[n][e % 2]);
+                l[n][e % 2] += S[n][e];
+            }
+    }
+    __device__ void finish() {
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) l[n][c] = column_reduce(l[n][c], [](float a, float b) { return a + b; });
+    }
+    __device__ float maximum(int n, int c, float /* log2_factor */) const { return m[n][c]; }
+
+  private:
+    __device__ static float finite_or_zero(float x) { return x == -ptx::infinity() ? 0.f : x; }
 };
 
 #endif  // CUPYFLASH_COLUMN_SOFTMAX_CUH

@@ -53,6 +53,12 @@ struct DecodeParams {
     const float *k_scale;  // [heads_k] or [rows or pages, heads_k]; kInt8, kE4m3
     const float *v_scale;  // likewise
     int most_queries;      // packed: sequences that have more are left to another kernel
+    const void *bias;      // broadcasts to [batch, heads_q, seqlen_q, seqlen_k]; packed, [batch, heads_q, max_seqlen_q,
+                           // seqlen_k]; kBias
+    ScoreStrides bias_stride;
+    const void *mask;  // likewise; kMask
+    ScoreStrides mask_stride;
+    int max_seqlen_q, max_seqlen_k;  // packed: queries and keys of each sequence that a bias and a mask have
 };
 
 struct DecodeSm90Params {

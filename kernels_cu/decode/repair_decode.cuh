@@ -92,11 +92,17 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         };
         float lse = 0.f;  // in powers of two
         repair_row<T, D>(line, 0, 0, D, 1.f, [&](auto &sum, bool reasons) {
-            if (reasons) lse = log2_sum_ex2<false>(first, last + Sink<V>::kAny, exponent_or_sink);
+            if (reasons) lse = log2_sum_ex2<V::kBias>(first, last + Sink<V>::kAny, exponent_or_sink);
+            if constexpr (V::kBias)
+                if (lse == -ptx::infinity()) return;  // all scores are: the row sees nothing
             if (first < last && lse != lse) return sum.fill(lse);
             sum.add(
                 v, 1, first, last,
-                [&](int key) { return reasons && row_is_finite<T, D, V::kUnaligned>(v + key) ? kNone : kTerm; },
+                [&](int key) {
+                    if constexpr (V::kBias)
+                        if (places(0, key).hides()) return kNone;  // @hidden-by-bias-repair-decode
+                    return reasons && row_is_finite<T, D, V::kUnaligned>(v + key) ? kNone : kTerm;
+                },
                 [&](int key) { return weight_ex2(exponent(key) - lse); });
         });
         ptx::bar_warp_sync();

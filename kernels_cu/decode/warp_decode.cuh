@@ -3,6 +3,8 @@
 #define CUPYFLASH_WARP_DECODE_CUH
 #include "decode/fragments.cuh"
 #include "decode/parts.cuh"
+#include "decode/row_limits.cuh"
+#include "decode/row_places.cuh"
 #include "attention/softmax.cuh"
 #include "tile/gemm.cuh"
 
@@ -12,12 +14,14 @@ struct DecodeWarp {
     using Smem = DecodeSmem<V>;
     static constexpr int D = Smem::D, kThreads = 32 * V::kWarps;
     static constexpr bool kQInRegisters = D <= 128;
+    // Of a product, so that half as many of its steps wait for each other; beside a bias wide rows of O leave no registers for it.
+    static constexpr bool kTwoSums = D <= 128 || !V::kBias;
 
     struct Head {
-        OnlineSoftmax<16> softmax;
+        OnlineSoftmax<16, Score<V>::kNatural> softmax;
         AccTile<16, D> O;
         FragA<T, 16, kQInRegisters ? D : 16> Q;
-        decltype(Places<V>{}.from(0, 0)) places[2];  // of a lane's r-th row and key 0
+        RowPlaces<V, 2> places[2];  // of a lane's r-th row
         __device__ Head() : softmax(0.f) { O.zero(); }
     };
     const DecodeParams &p;
@@ -27,10 +31,11 @@ struct DecodeWarp {
     const PackedRows<V> rows;
     const int length;
     Head head[V::kPair];
-    int first[2], limit[2];      // a lane's r-th row sees keys [first, limit)
+    RowLimits<V> limits;         // of a lane's rows
     int first_seen, end_seen;    // some row sees some of these keys
     int first_whole, end_whole;  // all rows see all of these
 
+    __device__ static int first_key() { return 2 * (lane() % 4); }  // of a slice, that a lane has
     __device__ int row_of(int r) const { return row0 + lane() / 4 + 8 * r; }
     // The place of the i-th of the warp's heads among the tile's.
     __device__ int head_of(int i) const { return team % Smem::kGroups * V::kPair + i; }
@@ -52,13 +57,13 @@ struct DecodeWarp {
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = min(row_of(r), rows.count - 1);
-            first[r] = mask.first_key(rows.query(row)),
-            limit[r] = mask.end_key(rows.query(row));  // @keys-of-a-packed-row
+            limits.keep(r, mask, rows, row);
             #pragma unroll
             for (int i = 0; i < V::kPair; ++i)
-                // @slope-of-a-packed-row
-                head[i].places[r] =
-                    Places<V>::of(p, rows.sequence, rows.head_q(head_of(i), row)).from(rows.query(row), 0);
+                head[i].places[r].keep([&] {
+                    // @slope-of-a-packed-row
+                    return Places<V>::of(p, rows.sequence, rows.head_q(head_of(i), row)).from(rows.query(row), 0);
+                });
         }
         #pragma unroll
         for (int i = 0; i < V::kPair; ++i) {
@@ -113,7 +118,14 @@ struct DecodeWarp {
     __device__ void slice(int i, ptx::u32 stage, int key) {
         SliceFragments<V> fragments(smem.k(stage, i), smem.v(stage, i));
         Head &h = head[i];
-        AccTile<16, kSlice> S, S_odd;  // two sums: half as many products wait for each other
+        typename RowPlaces<V, 2>::Ahead ahead[2];
+        int row[2];
+        #pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            row[r] = RowPlaces<V, 2>::again(rows, row_of(r));
+            ahead[r] = h.places[r].ahead(rows, head_of(i), row[r], key + first_key());
+        }
+        AccTile<16, kSlice> S, S_odd;
         S.zero(), S_odd.zero();
         #pragma unroll
         for (int k = 0; k < D / 16; ++k) {  // S = Q K^T
@@ -121,21 +133,23 @@ struct DecodeWarp {
             fragments.of_k(k, b);
             if constexpr (!kQInRegisters) fragment_of_q(i, k, h.Q.x[0][0]);
             const ptx::u32(&a)[4] = h.Q.x[kQInRegisters ? k : 0][0];
-            auto &sum = k % 2 ? S_odd.x[0] : S.x[0];
+            auto &sum = kTwoSums && k % 2 ? S_odd.x[0] : S.x[0];
             T::mma(sum[0], a, b[0], b[1]);
             T::mma(sum[1], a, b[2], b[3]);
         }
-        const int lane_key = key + 2 * (lane() % 4);
+        const int lane_key = key + first_key();
+        const KeyRange sees[2] = {limits.of(0, rows, row_of(0)), limits.of(1, rows, row_of(1))};
         #pragma unroll
         for (int j = 0; j < 2; ++j) {
             #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 const int own_key = lane_key + 8 * j + e % 2;
                 float &s = S.x[0][j][e];
-                s += S_odd.x[0][j][e];
-                s = score.value(s, h.places[e / 2](0, own_key));
+                if constexpr (kTwoSums) s += S_odd.x[0][j][e];
+                const auto places = h.places[e / 2].from(rows, head_of(i), row[e / 2], lane_key, ahead[e / 2]);
+                s = score.value(s, places.at(own_key, 8 * j + e % 2));
                 if constexpr (kEdge)
-                    if (own_key >= limit[e / 2] || (V::kWindow && own_key < first[e / 2])) s = -ptx::infinity();
+                    if (own_key >= sees[e / 2].end || (V::kWindow && own_key < sees[e / 2].first)) s = -ptx::infinity();
             }
         }
         h.softmax.step(S, h.O);

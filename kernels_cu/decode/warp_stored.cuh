@@ -6,6 +6,7 @@
 #include "decode/edges_stored.cuh"
 #include "decode/parts.cuh"
 #include "decode/products_stored.cuh"
+#include "decode/row_places.cuh"
 #include "decode/scales.cuh"
 #include "decode/value_unit.cuh"
 
@@ -14,10 +15,11 @@ struct StoredWarp {
     using Smem = DecodeSmem<V>;
     using Queries = StoredQueries<V>;
     static constexpr int kTiles = V::kWarpRows / 8;
-    using Columns = typename ColumnSoftmax<kTiles>::Columns;
-    using Scores = typename ColumnSoftmax<kTiles>::Scores;
+    using Softmax = ColumnSoftmax<kTiles, Score<V>::kNatural>;
+    using Columns = typename Softmax::Columns;
+    using Scores = typename Softmax::Scores;
     // Whether scores are what K and Q make of them, so that the exponent's factor takes powers of Q along.
-    static constexpr bool kPlain = !V::kSoftcap && !V::kScaleFirst && !V::kAlibi;
+    static constexpr bool kPlain = !V::kSoftcap && !V::kScaleFirst && !V::kAlibi && !V::kBias;
     static constexpr bool kHasPowers = Queries::kHasPowers, kKeepsPowers = kHasPowers && kTiles <= 2;
     static_assert(V::kPair == 1 && 8 * kTiles == V::kWarpRows);
 
@@ -29,13 +31,15 @@ struct StoredWarp {
     const int length;
     Scales scales;
     StoredProducts<V, kTiles> products;
-    ColumnSoftmax<kTiles> softmax;
+    Softmax softmax;
     ValueUnit unit_of_v;
-    Columns kept;                                        // what takes a query's power of Q back; kKeepsPowers
-    decltype(Places<V>{}.from(0, 0)) places[kTiles][2];  // of a query and key 0
-    int first_whole, end_whole;                          // all rows see all of these keys
+    Columns kept;                       // what takes a query's power of Q back; kKeepsPowers
+    RowPlaces<V, 1> places[kTiles][2];  // of a query
+    int first_whole, end_whole;         // all rows see all of these keys
 
     __device__ int row_of(int n, int c) const { return row0 + 8 * n + 2 * (lane() % 4) + c; }
+    // The place of the warp's head among the tile's.
+    __device__ int head() const { return team % Smem::kGroups; }
 
     // Q has been prepared. key: of the team's first unit of the tile.
     __device__ StoredWarp(const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile, int warp, int key)
@@ -46,17 +50,19 @@ struct StoredWarp {
           row0(warp % V::kTeam * V::kWarpRows),
           rows(shares, tile),
           length(tile.cached.length),
-          scales(p, tile, rows.head_k + team % Smem::kGroups, key),
-          products(smem.q(team % Smem::kGroups), row0) {
+          scales(p, tile, rows.head_k + head(), key),
+          products(smem.q(head()), row0) {
         const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
         first_whole = mask.first_key(rows.query(rows.count - 1)), end_whole = mask.end_key(rows.query0);
         #pragma unroll
         for (int n = 0; n < kTiles; ++n)
             #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                const int row = min(row_of(n, c), rows.count - 1), head = rows.head_q(team % Smem::kGroups, row);
-                // @slope-of-a-packed-row-stored
-                places[n][c] = Places<V>::of(p, rows.sequence, head).from(rows.query(row), 0);
+                const int row = min(row_of(n, c), rows.count - 1);
+                places[n][c].keep([&] {
+                    // @slope-of-a-packed-row-stored
+                    return Places<V>::of(p, rows.sequence, rows.head_q(head(), row)).from(rows.query(row), 0);
+                });
                 if constexpr (kKeepsPowers) kept[n][c] = Queries::power(products.sQ, row_of(n, c));
             }
     }
@@ -102,6 +108,15 @@ struct StoredWarp {
     // Keys [key, key + 16). kEdge: some rows do not see some of them, or they do not exist.
     template <bool kEdge>
     __device__ void slice(ptx::u32 stage, int key, const SliceScales &own) {
+        typename RowPlaces<V, 1>::Ahead ahead[kTiles][2];
+        int row[kTiles][2];
+        #pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+            #pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                row[n][c] = RowPlaces<V, 1>::again(rows, row_of(n, c));
+                ahead[n][c] = places[n][c].ahead(rows, head(), row[n][c], key + lane() / 4);
+            }
         Scores S;
         products.multiply_k(smem.k(stage, 0), S);
         Columns power, factor;
@@ -113,14 +128,17 @@ struct StoredWarp {
                 factor[n][c] = score.log2_factor * (kPlain ? power[n][c] : 1.f);
             }
         #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
+        for (int n = 0; n < kTiles; ++n) {
             #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float &s = S[n][e];
                 s *= own.k[e / 2];
                 if constexpr (kHasPowers && !kPlain) s *= power[n][e % 2];
-                s = score.value(s, places[n][e % 2](0, key + lane() / 4 + e / 2 * 8));
+                const int lane_key = key + lane() / 4, c = e % 2;
+                const auto its = places[n][c].from(rows, head(), row[n][c], lane_key, ahead[n][c]);
+                s = score.value(s, its.at(lane_key + e / 2 * 8, e / 2 * 8));
             }
+        }
         if constexpr (kEdge) hide_scores<V>(rows, row0, key, S);
         const float largest = ValueUnit::power(fmaxf(fabsf(own.v[0]), fabsf(own.v[1])));
         // @maxima-and-unit-by-one-vote

@@ -21,22 +21,26 @@ struct DBiasSmem {
     static constexpr int N = V::kBlockN, D = round_up(V::kHeadDim, 16), kDimV = round_up(V::kHeadDimV, 16);
     static constexpr int kStages = V::kStages;
     static constexpr int kGroups = V::kBlockM / 64, kWarps = 4 * kGroups;
-    using TileQ = SwizzledTile<T, 64, D>;  // of a group
-    using TileDO = SwizzledTile<T, 64, kDimV>;
-    using TileK = SwizzledTile<T, N, D>;
-    using TileV = SwizzledTile<T, N, kDimV>;
-    static constexpr int kRowsBytes = larger(TileQ::kBytes, TileDO::kBytes);
-    static constexpr int kStageBytes = kGroups * kRowsBytes + larger(TileK::kBytes, TileV::kBytes);
+    // The first pair of a visit, Q (of a group) and K; or the second, dO and V.
+    template <bool kSecond, int kRows>
+    using TileOf = SwizzledTile<T, kRows, kSecond ? kDimV : D>;
+    static constexpr int kRowsBytes = larger(TileOf<false, 64>::kBytes, TileOf<true, 64>::kBytes);
+    static constexpr int kKeysBytes = larger(TileOf<false, N>::kBytes, TileOf<true, N>::kBytes);
+    static constexpr int kStageBytes = kGroups * kRowsBytes + kKeysBytes;
     using Queue = WorkQueue<1>;
     static constexpr int kSums = kStages * kStageBytes, kQueue = kSums + 4 * N * kWarps;
     static constexpr int kBars = kQueue + Queue::kBytes, kQueueBars = kBars + 8 * 2 * kStages;
     static_assert(kQueueBars + 8 * Queue::kBarriers == V::kSmemBytes);
     ptx::u32 base;
 
-    __device__ TileQ q(int stage, int group) const { return {base + stage * kStageBytes + group * kRowsBytes}; }
-    __device__ TileDO dout(int stage, int group) const { return {base + stage * kStageBytes + group * kRowsBytes}; }
-    __device__ TileK k(int stage) const { return {base + stage * kStageBytes + kGroups * kRowsBytes}; }
-    __device__ TileV v(int stage) const { return {base + stage * kStageBytes + kGroups * kRowsBytes}; }
+    template <bool kSecond>
+    __device__ TileOf<kSecond, 64> rows(int stage, int group) const {
+        return {base + stage * kStageBytes + group * kRowsBytes};
+    }
+    template <bool kSecond>
+    __device__ TileOf<kSecond, N> keys(int stage) const {
+        return {base + stage * kStageBytes + kGroups * kRowsBytes};
+    }
     __device__ ptx::u32 sums() const { return base + kSums; }
     __device__ ptx::u32 full(int stage) const { return base + kBars + 8 * stage; }
     __device__ ptx::u32 empty(int stage) const { return full(kStages + stage); }
@@ -74,20 +78,22 @@ __device__ __forceinline__ void bwd_dbias_load(const BwdSm90Params &p, const DBi
         for (bool exists = visits.begin(at); exists; exists = visits.advance(at)) {
             const auto sequence = visits.sequence_of(at.batch);
             const int head_k = at.head / (problem.heads_q / problem.heads_k);  // @head-of-k-dbias-sm90
-            const auto load = [&](auto rows, const ptx::TensorMap &of_rows, const auto &keys,
-                                  const ptx::TensorMap &of_keys) {
+            const auto load = [&](auto second, const ptx::TensorMap &of_rows, const ptx::TensorMap &of_keys) {
+                constexpr bool kSecond = decltype(second)::value;
                 ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);  // @pair-free-dbias
                 const ptx::u32 full = smem.full(ring.stage);
                 #pragma unroll
                 for (int group = 0; group < smem.kGroups; ++group)
-                    rows(group).load(of_rows, full, sequence.row_q + at.m * V::kBlockM + 64 * group, at.head,
-                                     sequence.batch(), ptx::kEvictNormal);
-                keys.load(of_keys, full, sequence.row_k + at.n * V::kBlockN, head_k, sequence.batch(),
+                    smem.template rows<kSecond>(ring.stage, group)
+                        .load(of_rows, full, sequence.row_q + at.m * V::kBlockM + 64 * group, at.head, sequence.batch(),
+                              ptx::kEvictNormal);
+                smem.template keys<kSecond>(ring.stage)
+                    .load(of_keys, full, sequence.row_k + at.n * V::kBlockN, head_k, sequence.batch(),
                           ptx::kEvictNormal);
                 ring.next();
             };
-            load([&](int group) { return smem.q(ring.stage, group); }, p.map_q, smem.k(ring.stage), p.map_k);
-            load([&](int group) { return smem.dout(ring.stage, group); }, p.map_dout, smem.v(ring.stage), p.map_v);
+            load(Bool<false>{}, p.map_q, p.map_k);
+            load(Bool<true>{}, p.map_dout, p.map_v);
         }
     }
 }
@@ -178,9 +184,11 @@ struct DBiasGroup : ScoreGradient<GroupPart<V>> {
             }();
             Acc S, dP;
             if (part == 0) ptx::mbarrier_wait(smem.full(scores.stage), scores.phase);  // @q-and-k-here-dbias
-            issue_nt<T, kDepth>(S, smem.q(scores.stage, group), smem.k(scores.stage).from_row(Part::kBlockN * part));
+            issue_nt<T, kDepth>(S, smem.template rows<false>(scores.stage, group),
+                                smem.template keys<false>(scores.stage).from_row(Part::kBlockN * part));
             if (part == 0) ptx::mbarrier_wait(smem.full(ring.stage), ring.phase);  // @do-and-v-here-dbias
-            issue_nt<T, kDepthV>(dP, smem.dout(ring.stage, group), smem.v(ring.stage).from_row(Part::kBlockN * part));
+            issue_nt<T, kDepthV>(dP, smem.template rows<true>(ring.stage, group),
+                                 smem.template keys<true>(ring.stage).from_row(Part::kBlockN * part));
             ptx::wgmma_wait_group<0>();  // @products-complete-dbias
             arrived(S), arrived(dP);
             if (part == kParts - 1) arrive_warp(smem.empty(scores.stage)), arrive_warp(smem.empty(ring.stage));

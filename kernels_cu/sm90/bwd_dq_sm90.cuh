@@ -40,8 +40,9 @@ struct BwdDqSmem {
 
     __device__ TileQ q(int group) const { return {base + group * TileQ::kBytes}; }
     __device__ TileDO dout(int group) const { return {base + kDO + group * TileDO::kBytes}; }
-    __device__ TileK k(int stage) const { return {base + kRing + stage * kStageBytes}; }
-    __device__ TileV v(int stage) const { return {base + kRing + stage * kStageBytes}; }
+    __device__ ptx::u32 kv(int stage) const { return base + kRing + stage * kStageBytes; }
+    __device__ TileK k(int stage) const { return {kv(stage)}; }
+    __device__ TileV v(int stage) const { return {kv(stage)}; }
     __device__ ptx::u32 full(int stage) const { return bar(stage); }
     __device__ ptx::u32 empty(int stage) const { return bar(kStages + stage); }
     __device__ ptx::u32 q_full(int group) const { return bar(2 * kStages + group); }
@@ -69,22 +70,23 @@ struct BwdDqSmem {
 // V and K of every key block, by one thread, which also decides what is computed; if packed, a warp tells it that.
 template <class V>
 __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const BwdDqSmem<V> &smem) {
+    using Smem = BwdDqSmem<V>;
     RingPosition<V::kStages> ring;
     auto source = producer_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
     for (;; source.draw()) {
         const QueryWork<V> tile(source.next(), p.plain);
         if (!tile.exists()) break;
         const int head_k = tile.head_k(p.plain.problem), row0 = tile.sequence.row_k, batch = tile.sequence.batch();
-        const auto load = [&](const auto &to, const ptx::TensorMap &map, int j) {
+        const auto load = [&](auto is_v, const ptx::TensorMap &map, int j) {
             ptx::mbarrier_wait(smem.empty(ring.stage), ring.phase ^ 1);
+            const typename Either<decltype(is_v)::value, typename Smem::TileV, typename Smem::TileK>::Type to{
+                smem.kv(ring.stage)};
             to.load(map, smem.full(ring.stage), row0 + tile.key_block(j) * V::kBlockN, head_k, batch, ptx::kEvictLast);
             ring.next();
         };
         #pragma unroll 1
-        for (int j = tile.end - 1; j >= tile.first; --j) {
-            load(smem.v(ring.stage), p.map_v, j);
-            load(smem.k(ring.stage), p.map_k, j);
-        }
+        for (int j = tile.end - 1; j >= tile.first; --j)
+            load(Bool<true>{}, p.map_v, j), load(Bool<false>{}, p.map_k, j);
     }
 }
 

@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from cupyflash.compile import cache
 
-from .flags import LINK, flags_of_kernels, flags_of_runtime
+from .flags import LINK, flags_of_kernels, flags_of_runtime, flags_of_twins
 
 HERE = Path(__file__).resolve().parent
 RUNTIME, TWIN = HERE / "runtime", HERE / "twin"
@@ -121,19 +121,22 @@ def _remove_stale() -> None:
 
 
 def build_runtime() -> Path:
-    """The emulator itself: one shared library, compiled once."""
-    sources = sorted(RUNTIME.glob("*.cpp"))
-    flags = flags_of_runtime()
-    texts = [f.read_text() for f in sorted(RUNTIME.glob("*.*"))]
-    out = build_folder() / f"runtime-{digest(texts, flags)}.so"
+    """The emulator itself, with the twins' functions: one shared library, compiled once."""
+    flags, twins = flags_of_runtime(), flags_of_twins()
+    texts = [f.read_text() for folder in (RUNTIME, TWIN) for f in sorted(folder.glob("*.*"))]
+    out = build_folder() / f"runtime-{digest(texts, flags, twins)}.so"
     with FileLock(f"{out}.lock"):  # one process of the test run builds
         if out.exists():
             return out
         _remove_stale()
-        with tempfile.TemporaryDirectory() as folder:
-            whole = Path(folder) / "runtime.cpp"  # one unit: small functions are called all the time, across files
-            whole.write_text("".join(f'#include "{source}"\n' for source in sources))
-            _compile([*flags, "-shared", str(whole), "-ldl", "-Wl,-Bsymbolic"], out)
+        with tempfile.TemporaryDirectory() as folder:  # in two steps, as kernels are
+            objects = []
+            for sources, options in ((RUNTIME, flags), (TWIN, twins)):
+                objects.append(Path(folder) / f"{sources.name}.o")
+                whole = objects[-1].with_suffix(".cpp")  # one unit: functions call others all the time, across files
+                whole.write_text("".join(f'#include "{source}"\n' for source in sorted(sources.glob("*.cpp"))))
+                _compile([*options, "-c", str(whole)], objects[-1])
+            _compile(["-shared", *map(str, objects), "-ldl", "-Wl,-Bsymbolic"], out)
     return out
 
 

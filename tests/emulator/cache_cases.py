@@ -67,6 +67,9 @@ def tiled(p: CacheProblem, device: Device, facts: dict[str, int], aligned: bool 
     return shared_out(p, device, replace(variant, tile=replace(variant.tile, **facts)))
 
 
+_WORDS = {"bf16": "hqk hides", "fp32": "hqk fp32 masks", "bool": "bqk bool"}  # biases by their dtypes
+
+
 def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
     """Small shapes for one shipped call."""
     lengths = (331,) if call.batch == 1 else (150, 0, 77)
@@ -74,6 +77,8 @@ def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
     name += "-packed" * call.packed + "-softcap" * (call.softcap is not None) + "-alibi" * call.alibi
     name += "-range" * call.kv_range + "-window" * (call.window[0] is not None) + "-append" * (call.seqlen_new > 0)
     name += f"-{call.stored}" * (call.stored != "")
+    bias = "" if call.bias is None else _WORDS[call.bias.dtype] + " + bk bool" * call.bias.masked
+    name += f"-{bias}".replace(" ", "-") * (bias != "")
     name += "-negative" * (call.scale < 0) + "-invariant" * call.batch_invariant + "-unaligned" * (not aligned)
     return CacheCase(
         name, "full", lengths, (5, 17, 1) if call.packed else min(call.seqlen_q, 33), call.head_dim, heads_q=8,
@@ -81,7 +86,7 @@ def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
         window=(40, 0) if call.window[0] is not None else None, softcap=call.softcap, alibi=call.alibi,
         ranges=((17, 150), (0, 9), (33, 70)) if call.kv_range else None, batch_invariant=call.batch_invariant,
         memory="contiguous" if aligned else "misaligned", dtypes=(call.dtype,), stored=call.stored,
-        scale_dims=max(1, call.scale_dims),
+        scale_dims=max(1, call.scale_dims), bias=bias,
     )  # fmt: skip
 
 

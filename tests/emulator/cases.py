@@ -12,7 +12,9 @@ from .attention import EXTRA
 def shipped_case(problem: Problem, aligned: bool) -> Case:
     """Small shapes for one shipped problem: partial tiles, at least five tiles of keys and, for d < 200, of queries."""
     window = None if problem.window == (None, None) else problem.window
-    name = f"shipped-{problem.dtype}-d{problem.head_dim}-{problem.window[0]}-{problem.window[1]}".replace("None", "all")
+    own_v = problem.head_dim_v if problem.head_dim_v != problem.head_dim else None
+    width = f"d{problem.head_dim}" + f"v{own_v}" * (own_v is not None)
+    name = f"shipped-{problem.dtype}-{width}-{problem.window[0]}-{problem.window[1]}".replace("None", "all")
     name += "-softcap" * (problem.softcap is not None) + "-packed" * problem.packed
     name += "-alibi" * problem.alibi + "-range" * problem.kv_range + "-sink" * problem.sink
     of_bias = "" if problem.bias is None else "bhqk bool" if problem.bias.dtype == "bool" else "bhqk"
@@ -22,7 +24,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     lengths = ((150, 0, 173), (67, 60, 204)) if problem.packed else (None, None)
     return Case(
         name, "full", 323 if problem.head_dim < 200 else 131, 332 if problem.bias else 331, problem.head_dim,
-        heads_q=2, heads_k=2 * problem.heads_k // problem.heads_q, window=window,
+        heads_q=2, heads_k=2 * problem.heads_k // problem.heads_q, window=window, head_dim_v=own_v,
         scale=problem.scale if problem.scale != 1 else None, deterministic=problem.deterministic,
         memory="contiguous" if aligned else "misaligned", dlse=True, dtypes=(problem.dtype,),
         softcap=problem.softcap, alibi=problem.alibi, batch=len(lengths[0] or "1"), lengths_q=lengths[0],

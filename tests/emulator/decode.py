@@ -25,6 +25,7 @@ from cupyflash.launch.cached_params import (
     fill,
     fill_append,
     fill_dequantize,
+    strides_of,
     workspace,
 )
 from cupyflash.plan.decode import plan_append, plan_decode, plan_dequantize
@@ -50,7 +51,7 @@ def _writable(memory: Memory, name: str, x: Array) -> tuple[int, Array]:
 
 def _given(name: str, x: Array) -> Array:
     """An array where a caller may have it: one with a dtype of its own at any address that its elements allow."""
-    return barely_aligned(x) if BY_NAME[name].dtype and not BY_NAME[name].strided else x
+    return barely_aligned(x) if BY_NAME[name].dtype and BY_NAME[name].contiguous else x
 
 
 @dataclasses.dataclass
@@ -81,7 +82,8 @@ class CacheSession:
             address = {name: memory.input(name, _given(name, x)) for name, x in arrays.items() if name not in _CACHES}
             caches = {name: _writable(memory, name, arrays[name]) for name in _CACHES}
             address |= {name: where for name, (where, _) in caches.items()}
-            strides = {name: tuple(s // x.itemsize for s in x.strides) for name, x in arrays.items()}
+            steps = {name: tuple(s // x.itemsize for s in x.strides) for name, x in arrays.items()}
+            strides = strides_of({name: x.shape for name, x in arrays.items()}, steps)
             q = arrays["q"]
             address["out"], out = memory.output("out", q.shape, q.dtype)
             address["lse"], lse = memory.output("lse", p.rows, np.float32)

@@ -8,7 +8,6 @@ import platform
 _COMMON = ["-std=c++17", "-fPIC", "-fno-omit-frame-pointer", "-fno-strict-aliasing", "-Wall", "-Wextra"]
 _X86 = ["-mavx2", "-mfma", "-mf16c"]
 _KERNEL = [
-    "-O0",  # most kernels run for less time than g++ takes to optimise them; the twins are optimised
     "-g1",  # lines and inlining; for variables in gdb: -g
     "-fsanitize=thread",  # plain loads and stores call runtime/hooks.cpp; libtsan is not linked
     "--param=tsan-instrument-func-entry-exit=0",
@@ -32,7 +31,13 @@ def flags_of_runtime() -> list[str]:
 
 
 def flags_of_kernels(arch: int) -> list[str]:
-    return [*_COMMON, *_KERNEL, *_machine_flags(), f"-DEMULATED_ARCH={arch}"]
+    """-O0: most of them run for less time than g++ takes to optimise them."""
+    return [*_COMMON, *_KERNEL, *_machine_flags(), "-O0", f"-DEMULATED_ARCH={arch}"]
+
+
+def flags_of_twins() -> list[str]:
+    """Of their functions, which are the same for all kernels: compiled once, they are optimised."""
+    return [*_COMMON, *_KERNEL, *_machine_flags(), "-O2"]
 
 
 def _machine_flags() -> list[str]:

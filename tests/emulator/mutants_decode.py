@@ -52,7 +52,7 @@ DECODE = (
     # 8 bits
     _sm90("a row sees one key more, 8 bits", change("keys-of-a-packed-row-stored", "its >= end", "its > end"), "cache-int8"),
     _sm90("a slice cut by the end is whole, 8 bits", change("slice-seen-by-all-stored", "key + kSlice <= end_whole", "key < end_whole"), "cache-int8"),
-    _sm90("slope of the first head, 8 bits", change("slope-of-a-packed-row-stored", "rows.sequence, head", "rows.sequence, rows.head_k"), "cache-e4m3-chosen"),
+    _sm90("slope of the first head, 8 bits", change("slope-of-a-packed-row-stored", "rows.head_q(head(), row)", "rows.head_k"), "cache-e4m3-chosen"),
     _sm90("pieces of 64 bytes as they come", change("pieces-swizzled-in-halves", "piece ^ row / 2 % 4", "piece"), "cache-int8"),
     _sm90("a row of Q written while it is read", without("row-of-q-read"), "cache-int8", "RACE"),
     _sm90("Q read before all of it is prepared", without("q-is-prepared"), "cache-int8", "RACE"),
@@ -64,6 +64,14 @@ DECODE = (
     Bug("O stays in the old unit", without("unit-follows-the-scales"), "cache-int8-pages"),
     Bug("new rows without their scale", change("quotient-by-the-scale", "exact / scale", "exact"), "cache-int8-pages"),
     Bug("new rows cut off", change("nearest-e4m3", "0x7ffff", "0"), "cache-e4m3-packed"),
+    # biases and masks
+    _sm90("a wide row sees one key more", change("keys-of-a-row-found-again", "mask.end_key(query)", "mask.end_key(query) + 1"), "cache-bias-sink-window-d256"),
+    _sm90("addends of the first head", change("places-of-a-packed-row", "rows.head_q(head, row)", "rows.head_k"), "cache-bias-of-heads-paged"),
+    _sm90("addends of the first head, 8 bits", change("places-of-a-packed-row", "rows.head_q(head, row)", "rows.head_k"), "cache-int8-bias"),
+    _sm90("addends of the second half are those of the first", change("addends-of-a-slice", "8 * i + j", "j"), "cache-mask"),
+    _sm90("addends of the keys before", change("addends-of-a-slice", "8 * i + j", "8 * i"), "cache-bias"),
+    Bug("hidden keys are repaired with", change("hidden-by-bias-repair-decode", "places(0, key).hides()", "false"), "cache-mask-nonfinite-five-splits"),
+    _sm90("the maximum times its factor, 8 bits", change("difference-before-its-factor", "(S[n][e] - finite_or_zero(m[n][e % 2])) * factor[n][e % 2]", "S[n][e] * factor[n][e % 2] - finite_or_zero(m[n][e % 2]) * factor[n][e % 2]"), "cache-int8-bias"),
     # append
     Bug("new rows of the sequence before", change("sequences-that-start-before", "vote_ballot(starts)", "vote_ballot(starts && edge != 1)"), "cache-packed"),
     Bug("another column of the pair", change("other-of-the-pair", "c ^ 1", "c ^ 2"), "cache-rotary-pairs-d128"),

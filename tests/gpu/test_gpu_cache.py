@@ -117,6 +117,28 @@ def same(a: Any, b: Any, what: str = "") -> None:
     np.testing.assert_array_equal(to_numpy(a).astype(np.float32), to_numpy(b).astype(np.float32), err_msg=what)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_replay_reads_biases_and_masks_as_they_are(family: str, d: int) -> None:
+    """Those of a static cache, written in place between replays."""
+    import torch
+
+    x = draw(3, 512, d=d)
+    x["bias"] = torch.randn(8, 1, 512, device="cuda", dtype=torch.bfloat16)
+    x["mask"] = torch.rand(3, 1, 1, 512, device="cuda") < 0.5
+    attention_with_cache(**x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attention_with_cache(**x, return_lse=True)
+    for lengths in ((0, 511, 70), (300, 1, 64)):
+        x["cache_seqlens"].copy_(torch.tensor(lengths, dtype=torch.int32))
+        x["bias"].normal_()
+        x["mask"].copy_(torch.rand(3, 1, 1, 512, device="cuda") < 0.5)
+        graph.replay()
+        expected = attention_with_cache(**x, return_lse=True)
+        same(out, expected[0])
+        same(lse, expected[1])
+
+
 @pytest.mark.parametrize("page", [0, 1, 16, 64])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_a_replay_with_other_lengths(family: str, d: int, page: int) -> None:

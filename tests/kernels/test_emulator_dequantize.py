@@ -13,7 +13,8 @@ from emulator.mutants import Bug
 from emulator.mutants_prefill import DEQUANTIZE
 from emulator.require import require_compiler
 
-from cupyflash.check.cache_case import GARBAGE, CacheCase, place, problem_of
+from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_inputs import GARBAGE, place
 from cupyflash.check.cache_stored import meant
 from cupyflash.plan.kernels import LEAST_QUERIES
 from cupyflash.plan.prefill import dequantized

@@ -13,7 +13,8 @@ from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, 
 from emulator.prefill import PrefillSession
 from emulator.require import require_compiler
 
-from cupyflash.check.cache_case import GARBAGE, CacheCase, problem_of
+from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_inputs import GARBAGE
 from cupyflash.check.cache_reference import CacheOracle
 from tests.ahead import Ahead
 
@@ -74,8 +75,18 @@ def dtype_of(name: str) -> str:
     return ("bf16", "fp16")[list(CASES).index(name) % 2]
 
 
+def inputs_of(case: CacheCase, dtype: str) -> dict[str, np.ndarray]:
+    """As the case has them, but v of rows that are not in use is NaN and inf in the last head only. In the others it is
+    so large that a weight would show: rows whose sum is not finite are summed again, which takes most of the time."""
+    arrays = case.inputs(dtype)
+    v = arrays["v_cache"][:, :, :-1]  # where no case has anything that is not finite in use
+    if v.dtype.kind != "i":
+        v[~np.isfinite(v.astype(np.float32))] = 400
+    return arrays
+
+
 def _rehearse(name: str, family: str, **_: int) -> None:
-    arrays = CASES[name].inputs(dtype_of(name))
+    arrays = inputs_of(CASES[name], dtype_of(name))
     how = PrefillSession(family=family, splits=SPLITS.get(name, 1))
     how.run(arrays, problem_of(arrays, CASES[name].options()))
 
@@ -84,7 +95,7 @@ AHEAD = Ahead(_rehearse, attention, decode)
 
 
 def failures(how: PrefillSession, case: CacheCase, dtype: str = "bf16") -> list[str]:
-    arrays = case.inputs(dtype)
+    arrays = inputs_of(case, dtype)
     p = problem_of(arrays, case.options())
     return [str(x) for x in CacheOracle(p, arrays).judge(*how.run(arrays, p)) if not x.passed]
 
@@ -102,7 +113,7 @@ def outweighed(where: str) -> tuple[CacheCase, dict[str, np.ndarray]]:
     finite. `where`: they lie "far" below the others, or have scores of -inf, these alone or "all" keys.
     """
     case = CacheCase("outweighed", "full", (250,), 140, page_size=16, scale=1.0, causal=False)
-    arrays = case.inputs("bf16")
+    arrays = inputs_of(case, "bf16")
     arrays["q"][..., 0] = 1
     if where == "far":
         arrays["q"][:, ::3, :, 0] = 0  # one in three sees them among the others

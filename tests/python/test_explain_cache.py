@@ -64,8 +64,15 @@ def test_what_a_call_has_is_in_its_kernels(words: tuple[str, ...], field: str, m
     assert [any(mark in x["symbol"] for x in y["launches"]) for y in (plain, found)] == [False, True]
 
 
+def test_a_bias_and_a_mask() -> None:
+    """Of the rows that all pages of a sequence have."""
+    found = document("--bias", "hqk", "--mask", "bk", "--seqlen", "100", "--page-size", "16", "--dtype", "bf16")
+    assert found["problem"]["bias"] == ["bf16", [False, True, False, True], True]
+    assert found["launches"][1]["symbol"].endswith("_bias_mask_masked_bias_paged")
+
+
 REFUSED = (
-    ("--bias", "hq"), ("--mask", "bqk"), ("--block-mask", "0.5"), ("--score-mod", "score * 2"), ("--mask-mod", "q > k"),
+    ("--block-mask", "0.5"), ("--score-mod", "score * 2"), ("--mask-mod", "q > k"),
     ("--mod-array", "table:fp32:16"), ("--dropout",), ("--learned",), ("--backward",), ("--deterministic",),
     ("--layout", "bhsd"), ("--packed",), ("--lengths", "3,4"), ("--lengths-k", "3,4"),
 )  # fmt: skip

@@ -17,10 +17,9 @@ static void acquire_warp(Warp &w, const Released &from) {
 
 // All threads that are expected have come.
 static void complete(Barrier &b) {
-    for (Warp *w : b.waiting) {
-        acquire_warp(*w, b.released);
+    acquire_together(b.waiting, b.released);
+    for (Warp *w : b.waiting)
         for (int i = 0; i < 32; ++i) w->lanes[i].result = b.value;
-    }
     std::vector<Warp *> waiting;
     waiting.swap(b.waiting);
     b.arrived = 0;

@@ -35,7 +35,7 @@ static void order_warp(Warp &w) {
     if (!config.race) return;
     Released all;
     for (int i = 0; i < 32; ++i) release(w.lanes[i], all);
-    for (int i = 0; i < 32; ++i) acquire(w.lanes[i], all);
+    acquire_together({&w}, all);
 }
 
 struct Shuffle {

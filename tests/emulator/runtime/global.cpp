@@ -165,6 +165,7 @@ static void learn_from(const void *p) {
     join(f.known_blocks, flag->second);
     const auto own = flag->second->find(f.cluster->serial);
     if (own == flag->second->end()) return;
+    f.common = 0;
     u32 *data = f.cluster->clocks.data_of(f.index);
     for (size_t i = 0; i < own->second.size(); ++i) data[i] = std::max(data[i], own->second[i]);
 }

@@ -46,6 +46,12 @@ static u8 *cta_memory(int slot) {
     return all[slot];
 }
 
+static Clocks &clocks_memory(int slot) {
+    static std::vector<std::unique_ptr<Clocks>> all;
+    while (static_cast<int>(all.size()) <= slot) all.push_back(std::make_unique<Clocks>());
+    return *all[slot];
+}
+
 static void make_fibers() {
     if (!fibers.empty()) return;
     fibers.resize(kMaxFibers);
@@ -73,6 +79,7 @@ static void start_thread(Cluster &c, int index) {
     f.result = false;
     f.operand = 0;
     f.known_blocks.reset();
+    f.common = 0;
     f.copies.clear();
     f.copy_groups.clear();
     f.bulk.clear();
@@ -82,7 +89,7 @@ static void start_thread(Cluster &c, int index) {
 
 // Places cluster number `serial` of the grid into slot `slot`.
 static void start_cluster(int slot, int serial) {
-    clusters[slot] = std::make_unique<Cluster>();
+    clusters[slot] = std::make_unique<Cluster>(clocks_memory(slot));
     Cluster &c = *clusters[slot];
     c.serial = serial;
     c.ctas_count = config.cluster;

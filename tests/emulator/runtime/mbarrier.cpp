@@ -119,7 +119,7 @@ void emu_mbarrier_init(u32 bar, u32 count, Site site) {
     m.count = m.pending = count;
     m.number = number;
     m.site = site;
-    if (!again) current->cluster->clocks.has_mbarriers(number + 1);
+    if (config.race && !again) current->cluster->clocks.has_mbarriers(number + 1);
     const u64 c = cookie(bar);
     memcpy(p, &c, 8);
 }

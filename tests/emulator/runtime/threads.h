@@ -33,6 +33,7 @@ struct alignas(64) Fiber : EmuThread {
     Cluster *cluster;
     bool result;  // of bar.red
     Knowledge known_blocks;
+    u32 common;  // not 0: who has the same has the same clocks, but for his own component; 0 at any other change
     std::vector<CpAsync> copies;                    // cp.async, open group
     std::vector<std::vector<CpAsync>> copy_groups;  // committed, oldest first
     std::vector<CpAsync> copies_of_before;          // room for a group to come
@@ -107,10 +108,10 @@ struct Cluster {
     Barrier barrier;
     std::map<u32, MBarrier> mbarriers;
     std::vector<BulkOp> bulk;
-    Clocks clocks;
+    Clocks &clocks;
     std::unique_ptr<SharedShadow> shadow;
 
-    Cluster();
+    explicit Cluster(Clocks &clocks);
     ~Cluster();
     u8 *smem(u32 addr) { return ctas[addr >> kCtaShift].smem + (addr & (kCtaSpan - 1)); }
 };

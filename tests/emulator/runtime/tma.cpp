@@ -271,6 +271,7 @@ void emu_bulk_wait(int pending, bool) {
             BulkOp &op = cluster.bulk[i];
             if (!op.done) perform(cluster, op);
             if (!config.race) continue;
+            current->common = 0;
             u32 &clock = cluster.clocks.data_of(current->index)[op.component];
             clock = std::max(clock, op.clock);
         }

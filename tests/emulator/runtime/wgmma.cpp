@@ -43,7 +43,7 @@ static WgmmaOp *make_op(const WgmmaArgs &args, Site site) {
 
 static void drop(WgmmaOp *op) { unused.emplace_back(op); }
 
-Cluster::Cluster() = default;
+Cluster::Cluster(Clocks &clocks) : clocks(clocks) {}
 Cluster::~Cluster() {
     for (Warp &w : warps) {  // what a failed launch has left in flight
         for (WgmmaOp *op : w.wgmma.open) drop(op);
@@ -240,6 +240,7 @@ static void wait(Warp &w, int pending) {
     const u32 finished = w.wgmma_clock - static_cast<u32>(in_flight);
     Clocks &clocks = w.cluster->clocks;
     for (int l = 0; l < 32; ++l) {
+        w.lanes[l].common = 0;
         u32 &clock = clocks.data_of(w.lanes[l].index)[clocks.wgmma_component(w.index)];
         clock = std::max(clock, finished);
     }

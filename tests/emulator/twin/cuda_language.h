@@ -38,18 +38,15 @@ void *memcpy(void *to, const void *from, size_t bytes);
 
 // The caller's place in the source, for messages: the last parameters of every wrapper.
 #define EMU_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+#define EMU_PLACE const char *file, int line  // where the wrapper is defined
 #define EMU_SITE (EmuSite{file, line})
 
-// Kernels are not optimised (flags.py), what they call all the time is: it is the same in all of them, and little.
-#pragma GCC push_options
-#pragma GCC optimize("O2")
 constexpr int min(int a, int b) { return a < b ? a : b; }
 constexpr int max(int a, int b) { return a > b ? a : b; }
 constexpr unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 constexpr unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 constexpr long long min(long long a, long long b) { return a < b ? a : b; }
 constexpr long long max(long long a, long long b) { return a > b ? a : b; }
-#pragma GCC pop_options
 
 // emu_entry_<kernel>(args) calls a kernel with the arguments that args[0], args[1], ... point to, like cuLaunchKernel.
 namespace emu_entry_detail {

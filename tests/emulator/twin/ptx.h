@@ -3,8 +3,7 @@
 #define CUPYFLASH_PTX_CUH
 #include "cuda_language.h"
 
-#pragma GCC push_options
-#pragma GCC optimize("O2")  // see cuda_language.h
+#pragma GCC visibility push(default)  // what is declared only is in the runtime
 namespace ptx {
 
 using u8 = unsigned char;
@@ -16,158 +15,88 @@ using i64 = long long;
 struct alignas(16) U128 { u32 x[4]; };
 
 // ---- Special registers ----
-inline int thread_index() { return emu_self->thread; }
-inline int block_index() { return emu_self->block; }
-inline int grid_size() { return emu_self->blocks; }
-inline i64 clock64() { return 0; }
-inline i64 globaltimer() { return 0; }
+int thread_index();
+int block_index();
+int grid_size();
+i64 clock64();
+i64 globaltimer();
 
 // ---- Shared memory ----
-inline u32 dynamic_smem() { return emu_smem_base(); }
-inline void ld_shared_v4_f32(float (&x)[4], u32 addr, EMU_HERE) { emu_ld_shared(addr, 16, x, EMU_SITE); }
-inline void ld_shared_v2_f32(float &x, float &y, u32 addr, EMU_HERE) {
-    float both[2];
-    emu_ld_shared(addr, 8, both, EMU_SITE);
-    x = both[0], y = both[1];
-}
+u32 dynamic_smem();
+void ld_shared_v4_f32(float (&x)[4], u32 addr, EMU_HERE);
+void ld_shared_v2_f32(float &x, float &y, u32 addr, EMU_HERE);
 // Inlined: a struct that a call returns would be stored before the store is checked.
 __forceinline__ U128 ld_shared_v4_b32(u32 addr, EMU_HERE) {
     U128 v;
     emu_ld_shared(addr, 16, &v, EMU_SITE);
     return v;
 }
-inline u32 ld_shared_b32(u32 addr, EMU_HERE) {
-    u32 x;
-    emu_ld_shared(addr, 4, &x, EMU_SITE);
-    return x;
-}
-inline void st_shared_b32(u32 addr, u32 x, EMU_HERE) { emu_st_shared(addr, 4, &x, EMU_SITE); }
-inline void st_shared_v2_f32(u32 addr, float x, float y, EMU_HERE) {
-    const float both[2] = {x, y};
-    emu_st_shared(addr, 8, both, EMU_SITE);
-}
-inline void st_shared_v4_b32(u32 addr, const U128 &v, EMU_HERE) { emu_st_shared(addr, 16, &v, EMU_SITE); }
+u32 ld_shared_b32(u32 addr, EMU_HERE);
+void st_shared_b32(u32 addr, u32 x, EMU_HERE);
+void st_shared_v2_f32(u32 addr, float x, float y, EMU_HERE);
+void st_shared_v4_b32(u32 addr, const U128 &v, EMU_HERE);
 
 // ---- Barriers and warp collectives ----
-inline void bar_sync(EMU_HERE) { emu_bar(0, -1, kEmuBarSync, false, EMU_SITE); }
-inline void bar_sync(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarSync, false, EMU_SITE); }
-inline void bar_arrive(int id, int threads, EMU_HERE) { emu_bar(id, threads, kEmuBarArrive, false, EMU_SITE); }
-inline bool bar_red_or(int id, int threads, bool p, EMU_HERE) {
-    return emu_bar(id, threads, kEmuBarRedOr, p, EMU_SITE);
-}
-inline void bar_warp_sync(EMU_HERE) { emu_bar_warp_sync(EMU_SITE); }
-inline bool vote_any(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) != 0; }
-inline bool vote_all(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE) == 0xffffffffu; }
-inline u32 vote_ballot(bool p, EMU_HERE) { return emu_ballot(p, EMU_SITE); }
-inline int shfl_index(int x, int lane, EMU_HERE) {
-    return static_cast<int>(emu_shfl(static_cast<u32>(x), lane, EMU_SITE));
-}
-inline float shfl_index(float x, int lane, EMU_HERE) {
-    u32 bits;
-    memcpy(&bits, &x, 4);
-    bits = emu_shfl(bits, lane, EMU_SITE);
-    memcpy(&x, &bits, 4);
-    return x;
-}
-inline float shfl_xor(float x, int mask, EMU_HERE) {
-    u32 bits;
-    memcpy(&bits, &x, 4);
-    bits = emu_shfl(bits, (emu_self->thread & 31) ^ mask, EMU_SITE);
-    memcpy(&x, &bits, 4);
-    return x;
-}
+void bar_sync(EMU_HERE);
+void bar_sync(int id, int threads, EMU_HERE);
+void bar_arrive(int id, int threads, EMU_HERE);
+bool bar_red_or(int id, int threads, bool p, EMU_HERE);
+void bar_warp_sync(EMU_HERE);
+bool vote_any(bool p, EMU_HERE);
+bool vote_all(bool p, EMU_HERE);
+u32 vote_ballot(bool p, EMU_HERE);
+int shfl_index(int x, int lane, EMU_HERE);
+float shfl_index(float x, int lane, EMU_HERE);
+float shfl_xor(float x, int mask, EMU_HERE);
 
 // ---- Asynchronous copies ----
-inline void cp_async_16(u32 dst, const void *src, bool valid, EMU_HERE) { emu_cp_async(dst, src, 16, valid, EMU_SITE); }
-inline void cp_async_8(u32 dst, const void *src, bool valid, EMU_HERE) { emu_cp_async(dst, src, 8, valid, EMU_SITE); }
-inline void cp_async_4(u32 dst, const void *src, bool valid, EMU_HERE) { emu_cp_async(dst, src, 4, valid, EMU_SITE); }
-inline void cp_async_commit_group() { emu_cp_async_commit(); }
+void cp_async_16(u32 dst, const void *src, bool valid, EMU_HERE);
+void cp_async_8(u32 dst, const void *src, bool valid, EMU_HERE);
+void cp_async_4(u32 dst, const void *src, bool valid, EMU_HERE);
+void cp_async_commit_group();
 template <int kPending>
 inline void cp_async_wait_group() {
     emu_cp_async_wait(kPending);
 }
 
 // ---- Matrix fragments ----
-inline void ldmatrix_x4(u32 (&r)[4], u32 addr, EMU_HERE) { emu_ldmatrix(r, 4, addr, false, EMU_SITE); }
-inline void ldmatrix_x4_trans(u32 (&r)[4], u32 addr, EMU_HERE) { emu_ldmatrix(r, 4, addr, true, EMU_SITE); }
-inline u32 movmatrix_trans(u32 x, EMU_HERE) {
-    const int row = (emu_self->thread & 31) / 4, column = (emu_self->thread & 31) % 4 * 2;  // of the transpose
-    const u32 low = emu_shfl(x, column * 4 + row / 2, EMU_SITE), high = emu_shfl(x, column * 4 + 4 + row / 2, EMU_SITE);
-    return (low >> row % 2 * 16 & 0xffff) | (high >> row % 2 * 16) << 16;
-}
-inline void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE) {
-    const u32 b[2] = {b0, b1};
-    emu_mma(d, a, b, 16, kEmuBf16, EMU_SITE);
-}
-inline void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE) {
-    const u32 b[2] = {b0, b1};
-    emu_mma(d, a, b, 16, kEmuF16, EMU_SITE);
-}
+void ldmatrix_x4(u32 (&r)[4], u32 addr, EMU_HERE);
+void ldmatrix_x4_trans(u32 (&r)[4], u32 addr, EMU_HERE);
+u32 movmatrix_trans(u32 x, EMU_HERE);
+void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE);
+void mma_m16n8k16_f16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE);
 
 // ---- Numbers ----
-inline int popc(u32 x) { return __builtin_popcount(x); }
-inline float uint_as_float(u32 x) {
-    float y;
-    memcpy(&y, &x, 4);
-    return y;
-}
-inline u32 float_as_uint(float x) {
-    u32 y;
-    memcpy(&y, &x, 4);
-    return y;
-}
-inline u32 cvt_rn_bf16(float x) {
-    const u32 bits = float_as_uint(x);
-    return x != x ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
-}
-inline u32 cvt_rn_bf16x2(float lo, float hi) { return cvt_rn_bf16(lo) | cvt_rn_bf16(hi) << 16; }
-inline u32 cvt_rn_f16(float x) { return x != x ? 0x7fffu : emu_f32_to_f16(x); }
-inline u32 cvt_rn_f16x2(float lo, float hi) { return cvt_rn_f16(lo) | cvt_rn_f16(hi) << 16; }
-inline float cvt_f32_f16(u16 x) {
-#ifdef __F16C__
-    using Halves = short __attribute__((vector_size(16)));
-    return __builtin_ia32_vcvtph2ps(Halves{static_cast<short>(x)})[0];
-#else
-    return emu_f16_to_f32(x);
-#endif
-}
-inline u32 prmt(u32 a, u32 b, u32 selector) {
-    const u64 both = static_cast<u64>(b) << 32 | a;
-    u32 y = 0;
-    for (int i = 0; i < 4; ++i) y |= (both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
-    return y;
-}
+int popc(u32 x);
+float uint_as_float(u32 x);
+u32 float_as_uint(float x);
+u32 cvt_rn_bf16(float x);
+u32 cvt_rn_bf16x2(float lo, float hi);
+u32 cvt_rn_f16(float x);
+u32 cvt_rn_f16x2(float lo, float hi);
+float cvt_f32_f16(u16 x);
+u32 prmt(u32 a, u32 b, u32 selector);
 #if EMULATED_ARCH >= 890
 constexpr bool kHasE4m3 = true;
 #else
 constexpr bool kHasE4m3 = false;
 #endif
-inline float e4m3_to_f32(u32 x) {
-    const int exponent = x >> 3 & 15, mantissa = x & 7;
-    const float size = exponent ? ldexpf(1 + mantissa / 8.f, exponent - 7) : ldexpf(mantissa / 8.f, -6);
-    return (x & 0x7f) == 0x7f ? __builtin_nanf("") : x & 0x80 ? -size : size;
-}
+float e4m3_to_f32(u32 x);
 template <int kUpper>
 inline u32 cvt_rn_f16x2_e4m3x2(u32 x) {
     return cvt_rn_f16x2(e4m3_to_f32(x >> 16 * kUpper & 0xff), e4m3_to_f32(x >> (16 * kUpper + 8) & 0xff));
 }
-inline float mul_rn(float x, float y) { return x * y; }
-inline float add_rn(float x, float y) { return x + y; }
-inline u32 fma_rn_bf16x2(u32 a, u32 b, u32 c) {
-    const auto half = [](u32 x, int i) { return uint_as_float((x >> 16 * i) << 16); };
-    return cvt_rn_bf16x2(fmaf(half(a, 0), half(b, 0), half(c, 0)), fmaf(half(a, 1), half(b, 1), half(c, 1)));
-}
-inline u32 fma_rn_f16x2(u32 a, u32 b, u32 c) {
-    const auto half = [](u32 x, int i) { return cvt_f32_f16(static_cast<u16>(x >> 16 * i)); };
-    return cvt_rn_f16x2(fmaf(half(a, 0), half(b, 0), half(c, 0)), fmaf(half(a, 1), half(b, 1), half(c, 1)));
-}
-inline float infinity() { return uint_as_float(0x7f800000); }
-inline float nan() { return uint_as_float(0x7fffffff); }
+float mul_rn(float x, float y);
+float add_rn(float x, float y);
+u32 fma_rn_bf16x2(u32 a, u32 b, u32 c);
+u32 fma_rn_f16x2(u32 a, u32 b, u32 c);
+float infinity();
+float nan();
 // .ftz: subnormal arguments and results are zero.
-inline float flush(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }
-inline float ex2(float x) { return flush(exp2f(flush(x))); }
-inline float rcp(float x) { return flush(1 / flush(x)); }
-inline float lg2(float x) { return log2f(flush(x)); }
+float flush(float x);
+float ex2(float x);
+float rcp(float x);
+float lg2(float x);
 
 // ---- Global memory shared between blocks ----
 #if EMULATED_ARCH >= 900
@@ -176,18 +105,18 @@ constexpr int kRedWidth = 4;
 constexpr int kRedWidth = 1;
 #endif
 inline void red_add(float *p, const float (&x)[kRedWidth], EMU_HERE) { emu_red_add_f32(p, x, kRedWidth, EMU_SITE); }
-inline void red_add(float *p, float x, EMU_HERE) { emu_red_add_f32(p, &x, 1, EMU_SITE); }
-inline int atomic_add(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, false, EMU_SITE); }
-inline int atomic_add_acq_rel(int *p, int x, EMU_HERE) { return emu_atomic_add_s32(p, x, true, EMU_SITE); }
-inline int ld_acquire(const int *p, EMU_HERE) { return emu_ld_acquire(p, EMU_SITE); }
-inline void st_release(int *p, int x, EMU_HERE) { emu_st_release(p, x, EMU_SITE); }
-inline void nanosleep(EMU_HERE) { emu_nanosleep(EMU_SITE); }
-inline void fence_gpu() {}  // the emulator's memory is sequentially consistent: release and acquire carry the order
+void red_add(float *p, float x, EMU_HERE);
+int atomic_add(int *p, int x, EMU_HERE);
+int atomic_add_acq_rel(int *p, int x, EMU_HERE);
+int ld_acquire(const int *p, EMU_HERE);
+void st_release(int *p, int x, EMU_HERE);
+void nanosleep(EMU_HERE);
+void fence_gpu();
 
-inline i64 opaque(i64 x) { return x; }
-inline int opaque(int x) { return x; }
+i64 opaque(i64 x);
+int opaque(int x);
 
 }  // namespace ptx
-#pragma GCC pop_options
+#pragma GCC visibility pop
 
 #endif

@@ -3,47 +3,28 @@
 #define CUPYFLASH_PTX_MORE_CUH
 #include "ptx_sm90.h"
 
-#pragma GCC push_options
-#pragma GCC optimize("O2")  // see cuda_language.h
+#pragma GCC visibility push(default)  // what is declared only is in the runtime
 namespace ptx {
 
-inline void ldmatrix_x1(u32 &r, u32 addr, EMU_HERE) { emu_ldmatrix(&r, 1, addr, false, EMU_SITE); }
-inline void ldmatrix_x2_trans(u32 (&r)[2], u32 addr, EMU_HERE) { emu_ldmatrix(r, 2, addr, true, EMU_SITE); }
-inline void mma_m16n8k8_bf16(float (&d)[4], u32 a0, u32 a1, u32 b, EMU_HERE) {
-    const u32 a[2] = {a0, a1};
-    emu_mma(d, a, &b, 8, kEmuBf16, EMU_SITE);
-}
-inline void mma_m16n8k8_f16(float (&d)[4], u32 a0, u32 a1, u32 b, EMU_HERE) {
-    const u32 a[2] = {a0, a1};
-    emu_mma(d, a, &b, 8, kEmuF16, EMU_SITE);
-}
-inline void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE) {
-    const u32 b[2] = {b0, b1};
-    emu_mma(d, a, b, 8, kEmuTf32, EMU_SITE);
-}
+void ldmatrix_x1(u32 &r, u32 addr, EMU_HERE);
+void ldmatrix_x2_trans(u32 (&r)[2], u32 addr, EMU_HERE);
+void mma_m16n8k8_bf16(float (&d)[4], u32 a0, u32 a1, u32 b, EMU_HERE);
+void mma_m16n8k8_f16(float (&d)[4], u32 a0, u32 a1, u32 b, EMU_HERE);
+void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1, EMU_HERE);
 
 // ---- sm_90a: warps, launches, barriers ----
-inline bool elect_sync(EMU_HERE) { return emu_elect(EMU_SITE); }
+bool elect_sync(EMU_HERE);
 
 // ---- Clusters ----
-inline void mbarrier_arrive_cluster(u32 bar, EMU_HERE) { emu_mbarrier_arrive(bar, -1, EMU_SITE); }
-inline u32 ld_shared_cluster_b32(u32 addr, EMU_HERE) {
-    u32 x;
-    emu_ld_shared(addr, 4, &x, EMU_SITE);
-    return x;
-}
-inline void st_shared_cluster_b32(u32 addr, u32 x, EMU_HERE) { emu_st_shared(addr, 4, &x, EMU_SITE); }
-inline void cp_async_bulk_to_peer(u32 dst, u32 src, u32 bytes, u32 bar, EMU_HERE) {
-    emu_bulk(kEmuToPeer, src, nullptr, bytes, dst, bar, EMU_SITE);
-}
+void mbarrier_arrive_cluster(u32 bar, EMU_HERE);
+u32 ld_shared_cluster_b32(u32 addr, EMU_HERE);
+void st_shared_cluster_b32(u32 addr, u32 x, EMU_HERE);
+void cp_async_bulk_to_peer(u32 dst, u32 src, u32 bytes, u32 bar, EMU_HERE);
 
 // ---- stmatrix ----
-inline void stmatrix_x1(u32 addr, u32 r0, EMU_HERE) { emu_stmatrix(addr, &r0, 1, false, EMU_SITE); }
-inline void stmatrix_x1_trans(u32 addr, u32 r0, EMU_HERE) { emu_stmatrix(addr, &r0, 1, true, EMU_SITE); }
-inline void stmatrix_x2_trans(u32 addr, u32 r0, u32 r1, EMU_HERE) {
-    const u32 r[2] = {r0, r1};
-    emu_stmatrix(addr, r, 2, true, EMU_SITE);
-}
+void stmatrix_x1(u32 addr, u32 r0, EMU_HERE);
+void stmatrix_x1_trans(u32 addr, u32 r0, EMU_HERE);
+void stmatrix_x2_trans(u32 addr, u32 r0, u32 r1, EMU_HERE);
 
 // ---- TMA ----
 #define EMU_LIST(...) __VA_ARGS__
@@ -61,10 +42,7 @@ EMU_TMA(1, EMU_LIST(int c0), EMU_LIST(c0))
 EMU_TMA(2, EMU_LIST(int c0, int c1), EMU_LIST(c0, c1))
 EMU_TMA(3, EMU_LIST(int c0, int c1, int c2), EMU_LIST(c0, c1, c2))
 #undef EMU_TMA
-inline void tma_store_5d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3, int c4, EMU_HERE) {
-    const int c[] = {c0, c1, c2, c3, c4};
-    emu_tma(kEmuStore, src, &map, 0, c, 5, 0, EMU_SITE);
-}
+void tma_store_5d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3, int c4, EMU_HERE);
 
 #define EMU_TMA(kDims, coordinates, values)                                                                  \
     inline void tma_load_multicast_##kDims##d(u32 dst, const TensorMap &map, u32 bar, u16 mask, coordinates, \
@@ -85,6 +63,6 @@ EMU_TMA(5, EMU_LIST(int c0, int c1, int c2, int c3, int c4), EMU_LIST(c0, c1, c2
 #undef EMU_LIST
 
 }  // namespace ptx
-#pragma GCC pop_options
+#pragma GCC visibility pop
 
 #endif

@@ -3,11 +3,10 @@
 #define CUPYFLASH_PTX_SM90_CUH
 #include "ptx.h"
 
-#pragma GCC push_options
-#pragma GCC optimize("O2")  // see cuda_language.h
+#pragma GCC visibility push(default)  // what is declared only is in the runtime
 namespace ptx {
 
-inline u32 dynamic_smem_1024() { return emu_smem_base(); }
+u32 dynamic_smem_1024();
 
 // ---- Warps and registers ----
 template <int kRegisters>
@@ -22,49 +21,36 @@ inline void setmaxnreg_dec(EMU_HERE) {
 }
 
 // ---- Programmatic dependent launch ----
-inline void griddepcontrol_wait() {}  // launches run one after the other
-inline void griddepcontrol_launch_dependents() {}
+void griddepcontrol_wait();
+void griddepcontrol_launch_dependents();
 
 // ---- Clusters ----
-inline u32 cluster_ctarank() { return static_cast<u32>(emu_self->cluster_rank); }
-inline void barrier_cluster_arrive(EMU_HERE) { emu_cluster_arrive(EMU_SITE); }
-inline void barrier_cluster_wait(EMU_HERE) { emu_cluster_wait(EMU_SITE); }
-inline u32 mapa(u32 addr, u32 rank, EMU_HERE) { return emu_mapa(addr, rank, EMU_SITE); }
-inline void ld_shared_cluster_v4_f32(float (&x)[4], u32 addr, EMU_HERE) { emu_ld_shared(addr, 16, x, EMU_SITE); }
-inline void ld_shared_cluster_v2_f32(float &x, float &y, u32 addr, EMU_HERE) {
-    float both[2];
-    emu_ld_shared(addr, 8, both, EMU_SITE);
-    x = both[0], y = both[1];
-}
+u32 cluster_ctarank();
+void barrier_cluster_arrive(EMU_HERE);
+void barrier_cluster_wait(EMU_HERE);
+u32 mapa(u32 addr, u32 rank, EMU_HERE);
+void ld_shared_cluster_v4_f32(float (&x)[4], u32 addr, EMU_HERE);
+void ld_shared_cluster_v2_f32(float &x, float &y, u32 addr, EMU_HERE);
 
 // ---- mbarrier ----
-inline void mbarrier_init(u32 bar, u32 count, EMU_HERE) { emu_mbarrier_init(bar, count, EMU_SITE); }
-inline void fence_mbarrier_init() { emu_fence_proxy_async(); }
-inline void mbarrier_arrive(u32 bar, EMU_HERE) { emu_mbarrier_arrive(bar, -1, EMU_SITE); }
-inline void mbarrier_arrive_expect_tx(u32 bar, u32 bytes, EMU_HERE) { emu_mbarrier_arrive(bar, bytes, EMU_SITE); }
-inline void mbarrier_wait(u32 bar, u32 parity, EMU_HERE) { emu_mbarrier_wait(bar, parity, EMU_SITE); }
-inline void fence_proxy_async() { emu_fence_proxy_async(); }
-inline void fence_proxy_async_global() {}  // no second clock for global memory
+void mbarrier_init(u32 bar, u32 count, EMU_HERE);
+void fence_mbarrier_init();
+void mbarrier_arrive(u32 bar, EMU_HERE);
+void mbarrier_arrive_expect_tx(u32 bar, u32 bytes, EMU_HERE);
+void mbarrier_wait(u32 bar, u32 parity, EMU_HERE);
+void fence_proxy_async();
+void fence_proxy_async_global();
 
 // ---- stmatrix ----
-inline void stmatrix_x2(u32 addr, u32 r0, u32 r1, EMU_HERE) {
-    const u32 r[2] = {r0, r1};
-    emu_stmatrix(addr, r, 2, false, EMU_SITE);
-}
-inline void stmatrix_x4(u32 addr, const u32 (&r)[4], EMU_HERE) { emu_stmatrix(addr, r, 4, false, EMU_SITE); }
-inline void stmatrix_x4_trans(u32 addr, const u32 (&r)[4], EMU_HERE) { emu_stmatrix(addr, r, 4, true, EMU_SITE); }
+void stmatrix_x2(u32 addr, u32 r0, u32 r1, EMU_HERE);
+void stmatrix_x4(u32 addr, const u32 (&r)[4], EMU_HERE);
+void stmatrix_x4_trans(u32 addr, const u32 (&r)[4], EMU_HERE);
 
 // ---- Bulk copies ----
-inline void cp_async_bulk_load(u32 dst, const void *src, u32 bytes, u32 bar, EMU_HERE) {
-    emu_bulk(kEmuLoad1d, dst, const_cast<void *>(src), bytes, 0, bar, EMU_SITE);
-}
-inline void cp_async_bulk_store(void *dst, u32 src, u32 bytes, EMU_HERE) {
-    emu_bulk(kEmuStore1d, src, dst, bytes, 0, 0, EMU_SITE);
-}
-inline void cp_reduce_async_bulk_add_f32(float *dst, u32 src, u32 bytes, EMU_HERE) {
-    emu_bulk(kEmuReduce1d, src, dst, bytes, 0, 0, EMU_SITE);
-}
-inline void cp_async_bulk_commit_group() { emu_bulk_commit(); }
+void cp_async_bulk_load(u32 dst, const void *src, u32 bytes, u32 bar, EMU_HERE);
+void cp_async_bulk_store(void *dst, u32 src, u32 bytes, EMU_HERE);
+void cp_reduce_async_bulk_add_f32(float *dst, u32 src, u32 bytes, EMU_HERE);
+void cp_async_bulk_commit_group();
 template <int kPending>
 inline void cp_async_bulk_wait_group() {
     emu_bulk_wait(kPending, false);
@@ -77,26 +63,16 @@ inline void cp_async_bulk_wait_group_read() {
 // ---- TMA ----
 struct alignas(64) TensorMap { u64 opaque[16]; };
 constexpr u64 kEvictNormal = 0x1000000000000000, kEvictFirst = 0x12F0000000000000, kEvictLast = 0x14F0000000000000;
-inline void prefetch_tensormap(const TensorMap &) {}
+void prefetch_tensormap(const TensorMap &);
 
-inline void tma_load_4d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, int c2, int c3, u64 = kEvictNormal,
-                        EMU_HERE) {
-    const int c[] = {c0, c1, c2, c3};
-    emu_tma(kEmuLoad, dst, &map, bar, c, 4, 0, EMU_SITE);
-}
-inline void tma_load_5d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, int c2, int c3, int c4,
-                        u64 = kEvictNormal, EMU_HERE) {
-    const int c[] = {c0, c1, c2, c3, c4};
-    emu_tma(kEmuLoad, dst, &map, bar, c, 5, 0, EMU_SITE);
-}
-inline void tma_store_4d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3, EMU_HERE) {
-    const int c[] = {c0, c1, c2, c3};
-    emu_tma(kEmuStore, src, &map, 0, c, 4, 0, EMU_SITE);
-}
+void tma_load_4d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, int c2, int c3, u64 = kEvictNormal, EMU_HERE);
+void tma_load_5d(u32 dst, const TensorMap &map, u32 bar, int c0, int c1, int c2, int c3, int c4, u64 = kEvictNormal,
+                 EMU_HERE);
+void tma_store_4d(const TensorMap &map, u32 src, int c0, int c1, int c2, int c3, EMU_HERE);
 
 // ---- wgmma ----
-inline void wgmma_fence(EMU_HERE) { emu_wgmma_fence(EMU_SITE); }
-inline void wgmma_commit_group(EMU_HERE) { emu_wgmma_commit(EMU_SITE); }
+void wgmma_fence(EMU_HERE);
+void wgmma_commit_group(EMU_HERE);
 template <int kPending>
 inline void wgmma_wait_group(EMU_HERE) {
     emu_wgmma_wait(kPending, EMU_SITE);
@@ -120,6 +96,6 @@ EMU_WGMMA(wgmma_f16, kEmuF16)
 #undef EMU_WGMMA
 
 }  // namespace ptx
-#pragma GCC pop_options
+#pragma GCC visibility pop
 
 #endif

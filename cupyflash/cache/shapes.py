@@ -1,0 +1,45 @@
+"""Whether arrays of a call have the shapes that they must have, and what is said where one has not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..bias import MAX_SEQLEN
+from ..errors import ArgumentError
+from ..operand import broadcasts_to
+from .arrays import BY_NAME, MAY_LACK, CacheArray, length_of
+from .problem import CacheProblem
+
+Shape = tuple[int, ...]
+
+
+def check_dims(name: str, shape: Shape, given: Mapping[str, Any]) -> None:
+    """Refuse an array that has not as many dimensions as it must, beside those that are given."""
+    array, packed = BY_NAME[name], "cu_seqlens_q" in given
+    dims = array.packed if packed else array.dims
+    if name in MAY_LACK:
+        fits = len(shape) in (1, 2)
+    else:
+        fits = array.broadcasts or len(shape) == len(dims)
+    if not fits:
+        words = "pages, page_size" if "block_table" in given else "batch of the cache, capacity"
+        shown = ", ".join(dims).replace("slots, slot_rows", words).replace("seqlen", "total" if packed else "seqlen")
+        raise ArgumentError(f"{name}: expected shape ({shown}), got {tuple(shape)}")
+
+
+def check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
+    """Refuse an array that has not the shape that the problem gives it."""
+    dims = array.packed if p.packed else array.dims
+    wanted = tuple(length_of(d, p) for d in dims)
+    if array.broadcasts:
+        if not broadcasts_to(shape, wanted):
+            words = f"({', '.join(dims)}) = {wanted}".replace(str(MAX_SEQLEN), "any")
+            raise ArgumentError(f"{array.name}: expected a shape that broadcasts to {words}, got {tuple(shape)}")
+        return
+    if tuple(shape) == wanted or (array.name in MAY_LACK and tuple(shape) == wanted[1:]):
+        return
+    words = ", ".join(dims) + ("," if len(dims) == 1 else "")
+    words = words.replace("seqlen", "total") if p.packed else words
+    more = f" or ({dims[-1]},) = {wanted[1:]}" if array.name in MAY_LACK else ""
+    raise ArgumentError(f"{array.name}: expected shape ({words}) = {wanted}{more}, got {tuple(shape)}")

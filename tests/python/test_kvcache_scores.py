@@ -1,0 +1,144 @@
+"""attention_with_cache with what becomes of scores element by element: a bias and a mask."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cupyflash import ArgumentError, UnsupportedError, attention, attention_varlen, attention_with_cache
+from cupyflash.cache.problem import CacheProblem
+from cupyflash.gpu.device import Device
+from cupyflash.plan.decode import variants_over_cache
+from cupyflash.plan.prefill import Lie, way_of
+from cupyflash.plan.shipped_cache import problem
+from cupyflash.problem import Bias
+from tests.small_cache import small
+
+Arrays = dict[str, Any]
+
+
+def dense(x: Arrays, b: int, **more: Any) -> tuple[Any, Any]:
+    """Sequence b of a call of `small` by itself, after its append."""
+    n = int(x["cache_seqlens"][b]) + 1
+    caches = [np.concatenate((x[f"{name}_cache"][b, : n - 1], x[name][b]))[None] for name in "kv"]
+    return attention(x["q"][b : b + 1], *caches, **more, return_lse=True)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 1, 20), (4, 1, 1), (20,), (3, 1, 1, 20), (1, 1), ()])
+def test_as_attention_to_the_rows_in_use(shape: tuple[int, ...], rng: np.random.Generator) -> None:
+    """A bias and a mask of every shape that broadcasts, whose last dimension is the rows that a sequence can have."""
+    x = small(rng)
+    bias, mask = np.asarray(rng.standard_normal(shape), np.float32), np.asarray(rng.random(shape) < 0.7)
+    expected = []
+    for b in range(3):
+        n = int(x["cache_seqlens"][b]) + 1
+        own = {"bias": np.broadcast_to(bias, (3, 4, 1, 20)), "mask": np.broadcast_to(mask, (3, 4, 1, 20))}
+        expected.append(dense(x, b, **{name: y[b : b + 1, ..., :n] for name, y in own.items()}))
+    out, lse = attention_with_cache(**x, bias=bias, mask=mask, return_lse=True)
+    for b, (o, own_lse) in enumerate(expected):
+        np.testing.assert_allclose(out[b : b + 1], o, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse[b : b + 1], own_lse, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hides", ["bias", "mask"])
+def test_what_is_hidden_does_not_leak(hides: str, rng: np.random.Generator) -> None:
+    """Rows in use that hold NaN; one query sees none of its keys."""
+    x = small(rng)
+    clean = {name: y.copy() for name, y in x.items()}
+    shown = rng.random((3, 1, 1, 20)) < 0.5
+    shown[1], shown[2, ..., 0] = False, True
+    for name in ("k_cache", "v_cache"):
+        x[name][~shown[:, 0, 0]] = np.nan
+    added = shown if hides == "mask" else np.where(shown, 0, -np.inf).astype(np.float32)
+    found = attention_with_cache(**x, **{hides: added}, return_lse=True)
+    expected = attention_with_cache(**clean, **{hides: added}, return_lse=True)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not found[0][1].any()
+    assert np.isneginf(found[1][1]).all()
+
+
+def test_packed_as_varlen(rng: np.random.Generator) -> None:
+    """With room for more queries than any sequence has."""
+    cu_q, lengths = np.array([0, 4, 4, 5], np.int32), np.array([9, 3, 17], np.int32)
+    q = rng.standard_normal((5, 4, 16), dtype=np.float32)
+    k_cache, v_cache = rng.standard_normal((2, 3, 20, 2, 16), dtype=np.float32)
+    bias = rng.standard_normal((4, 6, 20), dtype=np.float32)
+    given = {"cache_seqlens": lengths, "cu_seqlens_q": cu_q, "causal": True}
+    out = attention_with_cache(q, k_cache, v_cache, bias=bias, **given)
+    rows = [x.reshape(60, 2, 16) for x in (k_cache, v_cache)]
+    cu_k = np.arange(0, 61, 20, dtype=np.int32)
+    expected = attention_varlen(q, *rows, cu_q, cu_k, seqused_k=lengths, bias=bias, causal=True)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ArgumentError, match=r"bias: expected room for at least 4 queries, those of sequence 0, got 3"):
+        attention_with_cache(q, k_cache, v_cache, bias=bias[:, :3], **given)
+
+
+ONES = np.ones((3, 4, 1, 20), np.float32)
+WRONG: tuple[tuple[Arrays, str], ...] = (
+    ({"bias": ONES[..., :19]},
+     "bias: expected a shape that broadcasts to (batch, heads_q, seqlen_q, capacity) = (3, 4, 1, 20), got (3, 4, 1, "
+     "19)"),
+    ({"mask": np.ones((1, 3, 4, 1, 20), bool)}, "mask: expected a shape that broadcasts to"),
+    ({"bias": ONES.astype(np.float16)}, "bias: expected dtype fp32, got fp16; cast it"),
+    ({"mask": ONES}, "mask: expected dtype bool, got fp32; cast it"),
+    ({"bias": ONES > 0}, "bias: expected dtype fp32, got bool; cast it"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_is_wrong_is_named(more: Arrays, message: str, rng: np.random.Generator) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        attention_with_cache(**small(rng), **more)
+
+
+def many(**more: Any) -> CacheProblem:
+    """As many queries as take the forward."""
+    return problem("bf16", 128, 8, seqlen_q=512, **more)
+
+
+@pytest.mark.parametrize("bias", [Bias("bf16"), Bias("fp32", masked=True), Bias("bool")])
+@pytest.mark.parametrize("stored", ["", "int8"])
+def test_many_queries_keep_to_the_kernels_for_few(bias: Bias, stored: str) -> None:
+    gpu, more = Device.synthetic("sm_90"), {"stored": stored, "scale_dims": int(stored != "")}
+    assert way_of(many(**more), gpu, Lie()) is not None
+    assert way_of(many(**more, bias=bias), gpu, Lie()) is None
+    found = variants_over_cache(many(**more, bias=bias), gpu, aligned=True, tma=True)
+    assert {v.folder for v in found} == {"decode"}
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("append", [False, True])
+def test_torch_compiles_it_whole(append: bool, rng: np.random.Generator) -> None:
+    import torch
+
+    import cupyflash.torch.cached
+
+    x = small(rng, bias=rng.standard_normal((4, 1, 20), dtype=np.float32).swapaxes(0, 1)[None].swapaxes(1, 2),
+              mask=rng.random((3, 1, 1, 20)) < 0.7)  # fmt: skip
+    given = {name: torch.from_numpy(y) for name, y in x.items() if append or name not in "kv"}
+    a, b = ({name: y.clone() for name, y in given.items()} for _ in range(2))
+    step = torch.compile(lambda x: attention_with_cache(**x, return_lse=True), backend="aot_eager", fullgraph=True)
+    for found, expected in zip(step(a), attention_with_cache(**b, return_lse=True), strict=True):
+        torch.testing.assert_close(found, expected)
+    op = cupyflash.torch.cached.APPEND_OP if append else cupyflash.torch.cached.READ_OP
+    values = [given.get(row.name) for row in cupyflash.torch.cached._INPUTS]
+    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False))
+    given["bias"].requires_grad_()
+    with pytest.raises(UnsupportedError, match="bias: expected a tensor without requires_grad"):
+        attention_with_cache(**given)
+
+
+@pytest.mark.needs("jax")
+def test_jax_under_jit(rng: np.random.Generator) -> None:
+    import jax
+
+    x = small(rng, bias=rng.standard_normal((4, 1, 20), dtype=np.float32), mask=rng.random((3, 1, 1, 20)) < 0.7)
+    expected = attention_with_cache(**{name: y.copy() for name, y in x.items()})
+    for call in (attention_with_cache, jax.jit(attention_with_cache)):
+        out, k_cache, _ = call(**{name: jax.numpy.asarray(y) for name, y in x.items()})
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(k_cache[2, 19], x["k"][2, 0])
