@@ -12,9 +12,11 @@ from cupyflash import ArgumentError, UnsupportedError, attention, attention_varl
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.plan.decode import variants_over_cache
+from cupyflash.plan.params_decode import DECODE_PARAMS, DECODE_SM90_PARAMS
 from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.shipped_cache import problem
 from cupyflash.problem import Bias
+from tests import pretended_gpu
 from tests.small_cache import small
 
 Arrays = dict[str, Any]
@@ -126,6 +128,28 @@ WRONG: tuple[tuple[Arrays, str], ...] = (
 def test_what_is_wrong_is_named(more: Arrays, message: str, rng: np.random.Generator) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         attention_with_cache(**small(rng), **more)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_what_is_launched(arch: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays where they lie, with strides of 0 where they are broadcast; what mods read contiguous."""
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+    x = {name: y.astype(np.float16) if y.dtype == np.float32 else y for name, y in small(rng).items()}
+    bias = np.zeros((20, 4, 2), np.float32)[:, :, 1].T[:, None]
+    mask, table = np.ones((3, 1, 1, 21), bool)[..., 1:], np.zeros((4, 7), np.float16).T
+    mods = {"score_mod": "score + table[k, h]", "mod_arrays": {"table": table}}
+    attention_with_cache(**x, bias=bias, mask=mask, **mods)
+    _, main, *_ = gpu.launched
+    params = np.frombuffer(main.params, DECODE_SM90_PARAMS if "decode_sm90" in main.symbol else DECODE_PARAMS)[0]
+    plain = params["plain"] if "decode_sm90" in main.symbol else params
+    assert [plain["bias"], plain["mask"]] == [y.ctypes.data for y in (bias, mask)]
+    assert (plain["bias_stride"].tolist(), plain["mask_stride"].tolist()) == ((0, 2, 0, 8), (21, 0, 0, 1))
+    assert plain["mod_array_0"] != table.ctypes.data
+    assert plain["mod_array_0_lengths"].tolist() == (7, 4, 1, 1)
+    assert plain["shares"]["unit"] == 1
+    assert "_bias_wide_bias_mask_masked_bias_bias_beside_mods_" in main.symbol
+    attention_with_cache(**x, bias=bias.astype(np.float16))
+    assert "_bias" in gpu.launched[-2].symbol + gpu.launched[-1].symbol
 
 
 def many(**more: Any) -> CacheProblem:
