@@ -155,8 +155,8 @@ def attention(
     return (out, lse) if want_lse else out
 
 
-def with_mods(arrays: dict[str, Any], call: Options, score_mod: Any, mask_mod: Any, mod_arrays: Any) -> Options:
-    """The options with these mods, whose arrays join the others by the names of the table of arrays."""
+def with_mods(arrays: dict[str, Any], call: Any, score_mod: Any, mask_mod: Any, mod_arrays: Any) -> Any:
+    """The options of any call with these mods, whose arrays join the others by the names of the table of arrays."""
     from .mods import given
 
     if type(arrays["q"]).__name__ == "DTensor":

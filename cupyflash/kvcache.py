@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import options
+from .api import with_mods
 from .arrays.adapters import TORCH
 from .arrays.libraries import JAX, Foreign, common_library_of_all
 from .cache.checks import CacheOptions, make_cache_options
@@ -36,6 +38,9 @@ def attention_with_cache(
     sink: Any | None = None,
     bias: Any | None = None,
     mask: Any | None = None,
+    score_mod: str | Callable[..., Any] | None = None,
+    mask_mod: str | Callable[..., Any] | None = None,
+    mod_arrays: Mapping[str, Any] | None = None,
     k_scale: Any | None = None,
     v_scale: Any | None = None,
     num_splits: int | None = None,
@@ -87,6 +92,9 @@ def attention_with_cache(
             alone, and never expanded. -inf hides a key, whatever k and v hold there; a query whose scores are all -inf
             sees none. (Keys that are hidden so are still read: causal, window and kv_range leave them out.)
         mask: of bool, likewise: True where a key is visible. Beside a bias it is as a bias of -inf.
+        score_mod, mask_mod, mod_arrays: as in `attention`, of sequence b and head h of q. q counts the queries of the
+            sequence in this call, from 0, and k the rows of the sequence. (The row of the query itself is ``q + keys -
+            seqlen_q``; what a mod must know of that it reads from an array, as in ``"k <= first[b] + q"``.)
         k_scale, v_scale: ``(heads_k,)``, or ``(slots, heads_k)`` with the first dimension of the caches, a page or a
             sequence, fp32, where the caches are of 8 bits: row r of head h in slot s is ``k_scale[s, h] * k_cache[s, r,
             h]``. New rows are divided by the scales in fp32, after their rotation, and rounded to the nearest number
@@ -139,6 +147,8 @@ def attention_with_cache(
     ):  # fmt: skip
         if x is not None:
             arrays[name] = x
+    if score_mod is not None or mask_mod is not None:
+        call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse, *caches = _forward(arrays, call)
     found = (out, lse, *caches) if want_lse else (out, *caches)
     return found if len(found) > 1 else out

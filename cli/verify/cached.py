@@ -46,7 +46,7 @@ def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> Ca
         oracle = CacheOracle(problem_of(arrays, case.options()), arrays)
         given = {name: framework.from_numpy(x) for name, x in arrays.items()}
         with framework.poisoned():
-            out, lse, *written = kvcache.attention_with_cache(**given, **case.keywords(), return_lse=True)
+            out, lse, *written = kvcache.attention_with_cache(**case.call(given), return_lse=True)
         caches = written or (given["k_cache"], given["v_cache"])  # JAX's are results where rows are appended
         result.comparisons = oracle.judge(*map(framework.to_numpy, (out, lse, *caches)))
     except Exception as e:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..operand import MOD_ARRAYS
 from .problem import CacheProblem
 
 # What an array is to a call. A cache is written where k is given, behind the rows in use.
@@ -20,6 +21,7 @@ class CacheArray(NamedTuple):
         strided: it may have any strides but along its last dimension; others are contiguous.
         optional: a call may lack it.
         broadcasts: it may have any shape that broadcasts to its dimensions, and any strides.
+        free: it has the shape and dtype that mods say.
     """
 
     name: str
@@ -29,6 +31,7 @@ class CacheArray(NamedTuple):
     strided: bool = False
     optional: bool = False
     broadcasts: bool = False
+    free: bool = False
 
     @property
     def contiguous(self) -> bool:
@@ -69,6 +72,7 @@ CACHE_ARRAYS = (
     CacheArray("v_scale", ("slots", "heads_k"), "fp32", optional=True),
     CacheArray("bias", _SCORES, "added", optional=True, broadcasts=True),
     CacheArray("mask", _SCORES, "bool", optional=True, broadcasts=True),
+    *(CacheArray(name, (), "any", optional=True, free=True) for name in MOD_ARRAYS),
     CacheArray("out", _Q, role=RESULT),
     CacheArray("lse", ("batch", "heads_q", "seqlen_q"), "sum", role=RESULT, optional=True),
 )

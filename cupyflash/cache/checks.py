@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 from ..bias import Bias, max_seqlens
 from ..errors import ArgumentError, UnsupportedError
+from ..operand import MOD_ARRAYS
 from ..options import Window, flag, make_options, whole
 from ..problem import DTYPES, HALF, MAX_SEQLEN, Problem, make_problem
 from .arrays import BY_NAME
 from .problem import CacheProblem
-from .shapes import check_dims, check_shape
+from .shapes import check_dims, check_mods, check_shape
 
 MAX_SPLITS = 1024
 # What caches of 8 bits hold, by their dtypes; CuPy, which has no float8_e4m3fn, views it as uint8.
@@ -29,6 +30,7 @@ class CacheOptions(NamedTuple):
     rotary_interleaved: bool = False
     num_splits: int | None = None
     batch_invariant: bool = False
+    mods: str = ""
 
 
 def make_cache_options(
@@ -72,6 +74,7 @@ def make_cache_problem(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], o
     _check_together(shapes)
     for name, shape in shapes.items():
         check_dims(name, shape, shapes)
+    check_mods(options.mods, shapes, dtypes)
     _check_dtypes(dtypes)
     _check_scales(shapes, dtypes["k_cache"])
     dense = _dense(shapes, dtypes["q"], options)
@@ -103,6 +106,8 @@ def _check_dtypes(dtypes: Mapping[str, str]) -> None:
         raise ArgumentError(f"q: expected a floating-point dtype ({', '.join(DTYPES)}), got {q}")
     for name, dtype in dtypes.items():
         kind = BY_NAME[name].dtype
+        if BY_NAME[name].free:
+            continue
         wanted: tuple[str, ...] = (kind or q,)
         if kind == "added":
             wanted = (q, "fp32") if q in HALF else (q,)
@@ -204,6 +209,8 @@ def _sized(
         stored=STORED.get(dtypes["k_cache"], ""),
         scale_dims=len(shapes.get("k_scale", ())),
         bias=_bias(shapes, dtypes),
+        mods=options.mods,
+        mod_shapes=tuple(tuple(shapes[name]) for name in MOD_ARRAYS if name in shapes),
         max_seqlen_q=max_seqlens([shapes[name] for name in ("bias", "mask") if name in shapes])[0],
     )
 

@@ -43,6 +43,8 @@ class CacheProblem:
         kv_range: whether each sequence has a range of keys that its queries may see.
         sink: whether heads of q have sinks.
         bias: what is added to scores, a bias, a mask or both; None: nothing.
+        mods: a user's expressions of scores, between softcap and ALiBi, of the query's number i among the call's and of
+            the key's row j; mod_shapes: of what they read.
         max_seqlen_q: packed, of how many queries of each sequence these have elements; any, if all broadcast along
             them.
         packed: q (total_q, heads_q, head_dim), and k and v likewise, by cu_seqlens_q.
@@ -89,6 +91,8 @@ class CacheProblem:
     scale_dims: int = 0
     most_queries: int | None = None
     bias: Bias | None = None
+    mods: str = ""
+    mod_shapes: tuple[tuple[int, ...], ...] = ()
     max_seqlen_q: int = MAX_SEQLEN
 
     @property
@@ -99,7 +103,7 @@ class CacheProblem:
     @property
     def by_element(self) -> bool:
         """Whether what becomes of scores is read, or computed, for each of them."""
-        return self.bias is not None
+        return self.bias is not None or self.mods != ""
 
     @property
     def pages_per_sequence(self) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..bias import MAX_SEQLEN
 from ..errors import ArgumentError
-from ..operand import broadcasts_to
+from ..mods.description import read
+from ..operand import MOD_ARRAYS, broadcasts_to
 from .arrays import BY_NAME, MAY_LACK, CacheArray, length_of
 from .problem import CacheProblem
 
@@ -21,7 +22,7 @@ def check_dims(name: str, shape: Shape, given: Mapping[str, Any]) -> None:
     if name in MAY_LACK:
         fits = len(shape) in (1, 2)
     else:
-        fits = array.broadcasts or len(shape) == len(dims)
+        fits = array.broadcasts or array.free or len(shape) == len(dims)
     if not fits:
         words = "pages, page_size" if "block_table" in given else "batch of the cache, capacity"
         shown = ", ".join(dims).replace("slots, slot_rows", words).replace("seqlen", "total" if packed else "seqlen")
@@ -32,6 +33,8 @@ def check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
     """Refuse an array that has not the shape that the problem gives it."""
     dims = array.packed if p.packed else array.dims
     wanted = tuple(length_of(d, p) for d in dims)
+    if array.free:
+        return
     if array.broadcasts:
         if not broadcasts_to(shape, wanted):
             words = f"({', '.join(dims)}) = {wanted}".replace(str(MAX_SEQLEN), "any")
@@ -43,3 +46,13 @@ def check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
     words = words.replace("seqlen", "total") if p.packed else words
     more = f" or ({dims[-1]},) = {wanted[1:]}" if array.name in MAY_LACK else ""
     raise ArgumentError(f"{array.name}: expected shape ({words}) = {wanted}{more}, got {tuple(shape)}")
+
+
+def check_mods(mods: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> None:
+    """Refuse arrays that are not those that mods read."""
+    wanted = read(mods).arrays
+    names = [name for name in MOD_ARRAYS if name in shapes]
+    if [(dtypes[name], len(shapes[name])) for name in names] != [(x.dtype, x.dims) for x in wanted]:
+        said = ", ".join(f"{x.name} of {x.dtype} with {x.dims} dimensions" for x in wanted) or "none"
+        got = ", ".join(f"{dtypes[name]} {tuple(shapes[name])}" for name in names) or "none"
+        raise ArgumentError(f"mod_arrays: expected {said}; got {got}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 from ..cache.arrays import BY_NAME, CACHE_ARRAYS
 from ..cache.checks import CacheOptions, make_cache_options, make_cache_problem
 from ..cache.problem import CacheProblem
+from ..operand import MOD_ARRAYS
 from ..problem import DTYPES, Window
-from .cache_inputs import MEMORY, draw, draw_added_to
+from .cache_inputs import MEMORY, draw, draw_added_to, mods_of, text_of_mods
 from .cache_stored import DTYPES as STORED_DTYPES
 from .case import NUMPY_DTYPE
 
@@ -42,6 +44,7 @@ class CacheCase:
             uses have NaN and inf.
         scale_spread: by how many powers of two those of v may differ from what is usual.
         bias: a bias, a mask or both, in words of `case_bias`, where keys are the rows that a sequence can have.
+        mods: a user's expressions, by their name in `case_mods.MODS`.
         memory: how the caches lie: "contiguous", "heads_first", "padded_rows", or "misaligned" by one element.
     """
 
@@ -70,6 +73,7 @@ class CacheCase:
     ranges: tuple[tuple[int, int], ...] | None = None
     sink: bool = False
     bias: str = ""
+    mods: str = ""
     num_splits: int | None = None
     batch_invariant: bool = False
     nonfinite: bool = False
@@ -87,7 +91,7 @@ class CacheCase:
     @property
     def tags(self) -> frozenset[str]:
         """`memory`, and: emulator, paged, append, rotary, packed, gqa, masked, softcap, alibi, kv_range, sink,
-        bias, nonfinite, stored."""
+        bias, mods, nonfinite, stored."""
         rows = sum(self.queries) if isinstance(self.queries, tuple) else self.queries * len(self.lengths)
         facts = {
             "emulator": sum(self.lengths) <= EMULATOR_KEYS and rows * self.heads_q <= EMULATOR_ROWS,
@@ -102,19 +106,26 @@ class CacheCase:
             "kv_range": self.ranges is not None,
             "sink": self.sink,
             "bias": self.bias != "",
+            "mods": self.mods != "",
             "nonfinite": self.nonfinite,
             "stored": self.stored != "",
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.memory}
 
     def keywords(self) -> dict[str, Any]:
-        """The options of `attention_with_cache`."""
+        """The options of `attention_with_cache`, but for mods."""
         names = ("causal", "scale", "window", "softcap", "rotary_interleaved", "num_splits", "batch_invariant")
         return {name: getattr(self, name) for name in names}
 
     def options(self) -> CacheOptions:
         """The same as plain values."""
-        return make_cache_options(*self.keywords().values())
+        return make_cache_options(*self.keywords().values())._replace(mods=text_of_mods(self))
+
+    def call(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of `attention_with_cache`; `arrays`: as `inputs` has them, or the same in another library."""
+        mods = mods_of(self.options().mods, arrays)
+        others = {name: x for name, x in arrays.items() if name not in MOD_ARRAYS}
+        return others | self.keywords() | (mods._asdict() if mods else {})
 
     def problem(self, dtype: str) -> CacheProblem:
         """The checked problem in `dtype`."""

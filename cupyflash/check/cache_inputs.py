@@ -5,15 +5,19 @@ A case, `cache_case.CacheCase`, says what is drawn.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from ..mods.description import read
+from ..operand import MOD_ARRAYS
 from ..problem import Problem
 from .cache_stored import drawn, drawn_scales
 from .case_bias import draw_added
+from .case_mods import ModInputs, draw_mods
 
 Array = NDArray[Any]
 Rng = np.random.Generator
@@ -60,13 +64,33 @@ def draw(c: Any, rng: Rng) -> dict[str, Array]:
 
 
 def draw_added_to(c: Any, rng: Rng, found: dict[str, Array], dtype: np.dtype[Any]) -> dict[str, Array]:
-    """A bias and a mask of a case, beside its other arrays; `dtype`: that of q."""
-    packed, k = isinstance(c.queries, tuple), found["k_cache"]
-    queries = max(c.queries, default=0) + ROOM if packed else c.queries
-    capacity = k.shape[1] * (found["block_table"].shape[1] if "block_table" in found else 1)
-    shape = Problem("fp32", len(c.lengths), queries, capacity, c.heads_q, c.heads_k, c.head_dim, 1.0)
+    """A bias, a mask and what mods read of a case, beside its other arrays; `dtype`: that of q."""
+    rows = found["k_cache"].shape[1] * (found["block_table"].shape[1] if "block_table" in found else 1)
+    shape = _scores(c, rows)
     added = zip(("bias", "mask"), draw_added(c.bias, rng, shape, dtype), strict=True)
-    return {name: x for name, x in added if x is not None}
+    mods = draw_mods(c.mods, rng, shape)
+    return {name: x for name, x in added if x is not None} | (mods.bound()[1] if mods else {})
+
+
+def _scores(c: Any, capacity: int) -> Problem:
+    """A problem with the scores that a bias of a case has room for."""
+    queries = max(c.queries, default=0) + ROOM if isinstance(c.queries, tuple) else c.queries
+    return Problem("fp32", len(c.lengths), queries, capacity, c.heads_q, c.heads_k, c.head_dim, 1.0)
+
+
+def text_of_mods(c: Any) -> str:
+    """Those of a case, which do not depend on how long what they read is."""
+    mods = draw_mods(c.mods, np.random.default_rng(0), _scores(c, 1))
+    return mods.bound()[0] if mods else ""
+
+
+def mods_of(text: str, arrays: Mapping[str, Any]) -> ModInputs | None:
+    """Mods as `attention_with_cache` takes them, of their text and the arrays of a call."""
+    if not text:
+        return None
+    mods = read(text)
+    score, mask = (None if node is None else node.text for node in (mods.score, mods.mask))
+    return ModInputs(score, mask, {x.name: arrays[name] for x, name in zip(mods.arrays, MOD_ARRAYS, strict=False)})
 
 
 def _tables(c: Any, rng: Rng, capacity: int) -> tuple[int, Array]:

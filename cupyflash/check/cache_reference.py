@@ -19,7 +19,7 @@ from ..cache.problem import CacheProblem
 from ..problem import Problem
 from ..sequences import Sequences
 from .accuracy import UNIT_ROUNDOFF, Comparison, Oracle
-from .cache_inputs import place
+from .cache_inputs import mods_of, place
 from .cache_stored import appended, meant
 from .features import Features
 
@@ -123,14 +123,15 @@ class CacheOracle:
         k, v, exact_k, exact_v = (x[rows[:, 0], rows[:, 1]] for x in held)
         packed = Problem(
             p.dtype, p.batch, len(q), len(k), p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,
-            softcap=p.softcap, packed=True, alibi=p.alibi, sink=p.sink, bias=p.bias,
+            softcap=p.softcap, packed=True, alibi=p.alibi, sink=p.sink, bias=p.bias, mods=p.mods,
+            mod_shapes=p.mod_shapes,
         )  # fmt: skip
         kv_range = np.array(ranges).reshape(-1, 2) if p.kv_range else None
         sequences = Sequences(np.array(cu_q), np.array(cu_k), None, kv_range)
         packed = replace(packed, kv_range=p.kv_range)
         names = "alibi_slopes", "sink", "bias", "mask"
         given: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
-        features = Features(sequences=sequences, **given)
+        features = Features(sequences=sequences, mods=mods_of(p.mods, arrays), **given)
         return Oracle(packed, q, k, v, features=features, unrounded=(exact_q, exact_k, exact_v))
 
     def _same(self, name: str, got: Array, wanted: Array, exact: Array | None = None) -> Comparison:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..cache.problem import CacheProblem
 from ..cache.values import Part, parts, places
+from ..operand import MOD_ARRAYS
 from . import attention
 from .features import Features, Place
 from .quantized import dequantized, quantized
@@ -39,7 +40,8 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
     out, lse = np.zeros(q.shape, q.dtype), np.full(p.rows, -np.inf, attention.accumulator(q))
     sequences = list(parts(p, arrays))
     given: dict[str, Any] = {name: arrays[name] for name in _FEATURES if name in arrays}
-    of = Features(packed=True, **given)
+    read_by_mods = tuple(arrays[name] for name in MOD_ARRAYS if name in arrays)
+    of = Features(packed=True, mod_arrays=read_by_mods, **given)
     for part in sequences:
         _append(arrays, p, part)
     for part in sequences:

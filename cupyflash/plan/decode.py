@@ -159,7 +159,8 @@ def _flags(p: CacheProblem, aligned: bool) -> dict[str, Any]:
         "sink": p.sink,
         "paged": p.page_size is not None,
         "unaligned": not aligned,
-        **flags_of_added(p.bias, False),
+        **flags_of_added(p.bias, p.mods != ""),
+        "mods": p.mods,
         **_stored(p),
     }
 

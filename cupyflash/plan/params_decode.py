@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..operand import MOD_ARRAYS
 from .params import COMMON_DTYPES, Field, Struct, dtype_of
 
 SHARES = Struct(
@@ -74,6 +75,9 @@ DECODE = Struct(
         Field("mask_stride", "ScoreStrides"),
         Field("max_seqlen_q", "int"),
         Field("max_seqlen_k", "int", "packed: queries and keys of each sequence that a bias and a mask have"),
+        *(field for name in MOD_ARRAYS for field in (
+            Field(name, "const void *", "of any shape, contiguous; kMods"), Field(f"{name}_lengths", "Lengths"),
+        )),
     ),
 )  # fmt: skip
 APPEND = Struct(

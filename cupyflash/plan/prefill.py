@@ -75,7 +75,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
         fits = 4 * dequantized(p).slots * p.capacity * p.heads_k * p.head_dim <= _ROW_BYTES
         is_read = lie.aligned and p.head_dim % _COLUMNS == 0
         return way._replace(dequantized=True) if way and fits and is_read else None
-    if p.bias or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
+    if p.by_element or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
         return None
     # Packed, nobody here knows how many queries each has: at least one may have many where the others have one.
     if p.seqlen_q < LEAST_QUERIES + (p.batch - 1 if p.packed else 0):

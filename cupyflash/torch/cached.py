@@ -31,6 +31,7 @@ _OPTIONS = (
     ("rotary_interleaved", "bool"),
     ("num_splits", "SymInt?"),
     ("batch_invariant", "bool"),
+    ("mods", "str"),
 )
 
 

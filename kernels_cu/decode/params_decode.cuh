@@ -59,6 +59,14 @@ struct DecodeParams {
     const void *mask;  // likewise; kMask
     ScoreStrides mask_stride;
     int max_seqlen_q, max_seqlen_k;  // packed: queries and keys of each sequence that a bias and a mask have
+    const void *mod_array_0;         // of any shape, contiguous; kMods
+    Lengths mod_array_0_lengths;
+    const void *mod_array_1;  // of any shape, contiguous; kMods
+    Lengths mod_array_1_lengths;
+    const void *mod_array_2;  // of any shape, contiguous; kMods
+    Lengths mod_array_2_lengths;
+    const void *mod_array_3;  // of any shape, contiguous; kMods
+    Lengths mod_array_3_lengths;
 };
 
 struct DecodeSm90Params {

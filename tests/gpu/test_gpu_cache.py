@@ -40,7 +40,7 @@ def judge_of(c: CacheCase, dtype: str) -> CacheOracle:
 def check(c: CacheCase, dtype: str, library: str) -> None:
     x = {name: on_gpu(y, library) for name, y in c.inputs(dtype).items()}
     poison(library)
-    out, lse = attention_with_cache(**x, **c.keywords(), return_lse=True)
+    out, lse = attention_with_cache(**c.call(x), return_lse=True)
     found = judge_of(c, dtype).judge(*map(to_numpy, (out, lse, x["k_cache"], x["v_cache"])))
     assert all(r.passed for r in found), "\n".join(map(str, found))
 
@@ -65,7 +65,7 @@ def test_any_call(c: CacheCase, dtype: str, seed: int) -> None:
     oracle = CacheOracle(problem_of(host, c.options()), host)
     x = {name: on_gpu(y, "cupy") for name, y in host.items()}
     poison("cupy")
-    out, lse = attention_with_cache(**x, **c.keywords(), return_lse=True)
+    out, lse = attention_with_cache(**c.call(x), return_lse=True)
     found = oracle.judge(*map(to_numpy, (out, lse, x["k_cache"], x["v_cache"])))
     assert all(r.passed for r in found), "\n".join(map(str, found))
 

@@ -26,9 +26,11 @@ import cupyflash
 from cupyflash.compile import nvrtc
 from cupyflash.gpu.device import Device
 from cupyflash.mods import bind
+from cupyflash.plan.decode import plan_decode
 from cupyflash.plan.decode_kernels import Dequantize, DequantizeTile
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped import shipped
+from cupyflash.plan.shipped_cache import problem as over_cache
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant, kernel_sources
 from cupyflash.problem import Problem
@@ -151,6 +153,25 @@ def test_gradients_of_what_mods_read_compile_without_spills(arch: str) -> None:
     assert [v.symbol for v, _, facts in made if facts.spills != "no"] == []
 
 
+def modding_over_a_cache(arch: str) -> list[Variant]:
+    """Main kernels over a cache with mods: rows of O of each width, 16 and 8 bits."""
+    table = np.zeros((32, 100), np.float32)
+    text, _ = bind("score + table[h, max(0, q - k)]", "(q + k) % 5 != 0", {"table": table})
+    more: tuple[dict[str, Any], ...] = ({}, {"stored": "int8", "scale_dims": 1}, {"seqlen_q": 16})
+    found = []
+    for head_dim, options in zip((256, 128, 64), more, strict=True):
+        p = over_cache("bf16", head_dim, mods=text, mod_shapes=(table.shape,), **options)
+        found.append(plan_decode(p, Device.synthetic(arch), aligned=True, tma=True).variant)
+    return list(found)
+
+
+@pytest.mark.parametrize("arch", PINNED)
+def test_mods_over_a_cache_compile_without_spills(arch: str) -> None:
+    made = facts_of((v, arch) for v in modding_over_a_cache(arch))
+    assert len(made) == 3
+    assert [v.symbol for v, _, facts in made if facts.spills != "no"] == []
+
+
 def dequantizing() -> list[Variant]:
     """Kernels that write caches of 8 bits as rows of 16."""
     asked = itertools.product(("bf16", "fp16"), (64, 128), ("int8", "e4m3"), (False, True))
@@ -262,6 +283,7 @@ if __name__ == "__main__":
     made += facts_of(
         [
             *((v, arch) for arch in PINNED for v in (*reading_mods(arch), *dequantizing())),
+            *((v, arch) for arch in PINNED for v in modding_over_a_cache(arch)),
             *((v, "sm_90") for v in of_hopper()),
             *((v, arch) for arch in WIDE for v in wide_backwards(arch)),
         ]

@@ -1,4 +1,4 @@
-"""attention_with_cache with what becomes of scores element by element: a bias and a mask."""
+"""attention_with_cache with what becomes of scores element by element: a bias, a mask and mods."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from cupyflash import ArgumentError, UnsupportedError, attention, attention_varl
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.plan.decode import variants_over_cache
+from cupyflash.plan.params_decode import DECODE_PARAMS, DECODE_SM90_PARAMS
 from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.shipped_cache import problem
 from cupyflash.problem import Bias
+from tests import pretended_gpu
 from tests.small_cache import small
 
 Arrays = dict[str, Any]
@@ -77,6 +79,39 @@ def test_packed_as_varlen(rng: np.random.Generator) -> None:
         attention_with_cache(q, k_cache, v_cache, bias=bias[:, :3], **given)
 
 
+def test_mods_count_queries_of_the_call_and_rows_of_the_sequence(rng: np.random.Generator) -> None:
+    """As `attention` to the rows in use does, where the range begins behind row 0, too."""
+    x = small(rng, q=rng.standard_normal((3, 2, 4, 16), dtype=np.float32))
+    table = rng.standard_normal((3, 4, 2, 20)).astype(np.float32)
+    mods = {"score_mod": "score + table[b, h, q, k]", "mask_mod": "k != 3", "mod_arrays": {"table": table}}
+    ranges = np.array([[0, 1], [2, 8], [5, 20]], np.int32)
+    out = attention_with_cache(**x, **mods, kv_range=ranges)
+    shown = np.arange(20) != 3
+    bias = attention_with_cache(**x, bias=table, mask=shown, kv_range=ranges)
+    np.testing.assert_allclose(out, bias, rtol=1e-5, atol=1e-6)
+    one = {"score_mod": "score + table[0, h, q, k]", "mask_mod": "k != 3", "mod_arrays": {"table": table[2:]}}
+    np.testing.assert_allclose(out[2:], dense(x, 2, **one, kv_range=ranges[2:])[0], rtol=1e-5, atol=1e-6)
+
+
+def test_mods_are_functions_too(rng: np.random.Generator) -> None:
+    x, first = small(rng), np.array([0, 2, 15], np.int32)
+    out = attention_with_cache(**x, mask_mod=lambda b, h, q, k: k <= first[b] + q)
+    seen = np.arange(20) <= first[:, None]
+    np.testing.assert_allclose(out, attention_with_cache(**x, mask=seen[:, None, None]), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mods", "message"),
+    [({"score_mod": "q > k"}, "score_mod: expected a number for each score, got a bool"),
+     ({"mask_mod": 3}, "mask_mod: expected a C++ expression or a function, got a int"),
+     ({"score_mod": "score + t[k]"}, "score_mod: "),
+     ({"score_mod": "score + t[k]", "mod_arrays": {"t": np.zeros(3, np.uint8)}}, "mod_arrays: t: expected one of")],
+)  # fmt: skip
+def test_wrong_mods_are_named(mods: Arrays, message: str, rng: np.random.Generator) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        attention_with_cache(**small(rng), **mods)
+
+
 ONES = np.ones((3, 4, 1, 20), np.float32)
 WRONG: tuple[tuple[Arrays, str], ...] = (
     ({"bias": ONES[..., :19]},
@@ -95,6 +130,28 @@ def test_what_is_wrong_is_named(more: Arrays, message: str, rng: np.random.Gener
         attention_with_cache(**small(rng), **more)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_what_is_launched(arch: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays where they lie, with strides of 0 where they are broadcast; what mods read contiguous."""
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+    x = {name: y.astype(np.float16) if y.dtype == np.float32 else y for name, y in small(rng).items()}
+    bias = np.zeros((20, 4, 2), np.float32)[:, :, 1].T[:, None]
+    mask, table = np.ones((3, 1, 1, 21), bool)[..., 1:], np.zeros((4, 7), np.float16).T
+    mods = {"score_mod": "score + table[k, h]", "mod_arrays": {"table": table}}
+    attention_with_cache(**x, bias=bias, mask=mask, **mods)
+    _, main, *_ = gpu.launched
+    params = np.frombuffer(main.params, DECODE_SM90_PARAMS if "decode_sm90" in main.symbol else DECODE_PARAMS)[0]
+    plain = params["plain"] if "decode_sm90" in main.symbol else params
+    assert [plain["bias"], plain["mask"]] == [y.ctypes.data for y in (bias, mask)]
+    assert (plain["bias_stride"].tolist(), plain["mask_stride"].tolist()) == ((0, 2, 0, 8), (21, 0, 0, 1))
+    assert plain["mod_array_0"] != table.ctypes.data
+    assert plain["mod_array_0_lengths"].tolist() == (7, 4, 1, 1)
+    assert plain["shares"]["unit"] == 1
+    assert "_bias_wide_bias_mask_masked_bias_bias_beside_mods_" in main.symbol
+    attention_with_cache(**x, bias=bias.astype(np.float16))
+    assert "_bias" in gpu.launched[-2].symbol + gpu.launched[-1].symbol
+
+
 def many(**more: Any) -> CacheProblem:
     """As many queries as take the forward."""
     return problem("bf16", 128, 8, seqlen_q=512, **more)
@@ -108,6 +165,7 @@ def test_many_queries_keep_to_the_kernels_for_few(bias: Bias, stored: str) -> No
     assert way_of(many(**more, bias=bias), gpu, Lie()) is None
     found = variants_over_cache(many(**more, bias=bias), gpu, aligned=True, tma=True)
     assert {v.folder for v in found} == {"decode"}
+    assert way_of(many(**more, mods="mask_mod (k < 5)"), gpu, Lie()) is None
 
 
 @pytest.mark.needs("torch")
@@ -126,10 +184,49 @@ def test_torch_compiles_it_whole(append: bool, rng: np.random.Generator) -> None
         torch.testing.assert_close(found, expected)
     op = cupyflash.torch.cached.APPEND_OP if append else cupyflash.torch.cached.READ_OP
     values = [given.get(row.name) for row in cupyflash.torch.cached._INPUTS]
-    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False))
+    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False, ""))
     given["bias"].requires_grad_()
     with pytest.raises(UnsupportedError, match="bias: expected a tensor without requires_grad"):
         attention_with_cache(**given)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("append", [False, True])
+def test_torch_compiles_mods(append: bool, rng: np.random.Generator) -> None:
+    import torch
+
+    given = {name: torch.from_numpy(y) for name, y in small(rng).items() if append or name not in "kv"}
+    a, b = ({name: y.clone() for name, y in given.items()} for _ in range(2))
+    table = torch.randn(4, 20)
+    mods = {"score_mod": "score + table[h, k]", "mask_mod": "k != 2", "mod_arrays": {"table": table}}
+    step = torch.compile(lambda x: attention_with_cache(**x, **mods), backend="aot_eager", fullgraph=True)
+    expected = attention_with_cache(**b, **mods)
+    torch.testing.assert_close(step(a), expected)
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score + table[h, k]
+
+    found = attention_with_cache(**given, score_mod=score_mod, mask_mod=lambda b, h, q, k: k != 2)
+    torch.testing.assert_close(found, expected)
+    table.requires_grad_()
+    with pytest.raises(UnsupportedError, match="expected a tensor without requires_grad"):
+        attention_with_cache(**given, **mods)
+
+
+@pytest.mark.needs("jax")
+def test_jax_mods_under_jit(rng: np.random.Generator) -> None:
+    import jax
+
+    x, table = small(rng), rng.standard_normal((4, 20), dtype=np.float32)
+    mods = {"score_mod": "score + table[h, k]", "mask_mod": "k != 2"}
+    expected = attention_with_cache(**{n: y.copy() for n, y in x.items()}, **mods, mod_arrays={"table": table})
+
+    @jax.jit
+    def step(x: Arrays, table: Any) -> Any:
+        return attention_with_cache(**x, **mods, mod_arrays={"table": table})[0]
+
+    given = {name: jax.numpy.asarray(y) for name, y in x.items()}
+    np.testing.assert_allclose(step(given, jax.numpy.asarray(table)), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.needs("jax")

@@ -86,7 +86,7 @@ def test_the_operators_are_what_they_say(append: bool, rng: np.random.Generator)
     op = cupyflash.torch.cached.APPEND_OP if append else cupyflash.torch.cached.READ_OP
     given = x if append else without_new(x)
     values = [given.get(row.name) for row in cupyflash.torch.cached._INPUTS]
-    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False))
+    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False, ""))
 
 
 def test_export(rng: np.random.Generator) -> None:
