@@ -83,7 +83,7 @@ class DecodeTile:
 class Decode(Main):
     """decode.cuh."""
 
-    folder, function, one_width = "decode", "decode", True
+    folder, function = "decode", "decode"
     tile: DecodeTile
     sink: bool = False
     paged: bool = False
@@ -150,8 +150,8 @@ class CombineTile:
 class Combine(Main):
     """decode_combine.cuh."""
 
-    folder, header, function, params_name, params, one_width = (
-        "decode", "decode_combine", "decode_combine", "DecodeParams", DECODE_PARAMS, True,
+    folder, header, function, params_name, params = (
+        "decode", "decode_combine", "decode_combine", "DecodeParams", DECODE_PARAMS,
     )  # fmt: skip
     tile: CombineTile
     sink: bool = False
@@ -192,7 +192,6 @@ class Append(Variant):
     """append.cuh."""
 
     folder, header, function, params_name, params = "decode", "append", "append", "AppendParams", APPEND_PARAMS
-    one_width = True
     tile: AppendTile
     packed: bool = False
     paged: bool = False
@@ -220,8 +219,8 @@ class DequantizeTile:
 class Dequantize(Variant):
     """dequantize.cuh."""
 
-    folder, header, function, params_name, params, one_width = (
-        "decode", "dequantize", "dequantize", "DequantizeParams", DEQUANTIZE_PARAMS, True,
+    folder, header, function, params_name, params = (
+        "decode", "dequantize", "dequantize", "DequantizeParams", DEQUANTIZE_PARAMS,
     )  # fmt: skip
     tile: DequantizeTile
     packed: bool = False

@@ -74,7 +74,6 @@ class Variant:
     over: ClassVar[str] = "q"
     arch_suffix: ClassVar[str] = ""  # "a": uses instructions of one architecture alone
     persistent: ClassVar[bool] = False  # a block computes tile after tile
-    one_width: ClassVar[bool] = False  # v has the head_dim of q and k in any case
     mods = ""  # the text of a user's expressions, in kernels that have some
     dmods = tuple[int, ...]()  # the numbers of the arrays that they read whose gradients a kernel makes
 
@@ -93,7 +92,7 @@ class Variant:
     @functools.cached_property
     def constants(self) -> dict[str, int]:
         """What the kernel knows when it is compiled, by name."""
-        found = {"head_dim": self.head_dim} | ({} if self.one_width else {"head_dim_v": self.head_dims[-1]})
+        found = {"head_dim": self.head_dim, "head_dim_v": self.head_dims[-1]}
         found |= {"block_m": self.tile.block_m, "warps": self.tile.warps}
         found |= {f.name: getattr(self.tile, f.name) for f in fields(self.tile) if f.name != "blocks_per_sm"}
         found |= {f.name: bool(getattr(self, f.name)) for f in fields(self) if f.name not in _NO_FLAGS}
