@@ -7,41 +7,38 @@
 //     kOfP:   S^T = K Q^T, P, dV += P^T dO        S^T and dP^T: a warp has half of the keys and half of the queries
 //     kOfDS:  dP^T = V dO^T, dS, dK += dS^T Q     dV and dK: all keys, a quarter of the columns
 // So a warp multiplies square tiles, which read least of shared memory for a product, and while one group forms P or dS, the
-// other multiplies. dQ = dS K is formed by all warps, each in kDqParts steps: what a mask asks for leaves no registers for
-// all of its columns. It leaves by additions to global memory (dq_accum.cuh).
+// other multiplies. dQ = dS K is formed by all warps, each in kDqParts steps: a mask, say, leaves no registers for all of its
+// columns. It leaves by additions to global memory (dq_accum.cuh).
 //
 // The second group has no scores, and takes P as rounded from the first one. So what changes their derivative (a softcap,
 // mods), what is dropped, and what is summed up of dS (learned slopes) are left to bwd_sm80.cuh, and so are lists of visits.
 //
 // Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T.
 //
-// With two stages (kStaggered) the second group adds its share of dQ while the first is at S and P of the next visit:
-//     kOfP                                             kOfDS
-//     S, P to sP                                       dP
-//     the block's barrier: P is complete, and the second group is done with dS of the visit before
-//     dV                                               dS to sdS; arrives at kDSComplete; kDSOfGroup; dK
-//     kDSComplete                                      kLanded
-//     its share of dQ                                  its share of dQ, then S of the next visit is under way
-//     kLanded: the next stage is here; all are done with this one and with P, and the first group with dS
-//     requests the stage behind the next               requests the stage behind the next
-// In deterministic mode all add to dQ at once, each block in its turn, and with one stage that is requested meanwhile: then
-// all wait at kLanded before a visit, and at kDSComplete before dQ.
+// With two stages (kStaggered) the second group adds its share of dQ while the first forms P of the next visit:
+//     kOfP                            kOfDS
+//     S; P to sP                      dP
+//     ---------------------- the block's barrier: P is complete; the second group is done with dS of the visit before
+//     dV                              dS to sdS; kDSOfGroup: dS is complete for dK; dK
+//     kDSComplete: so it is for dQ    (arrives there once it has written dS)
+//     its share of dQ
+//     ---------------------- kLanded: the next stage is here; all are done with this one and with P, the first group with dS
+//     requests the stage after next   its share of dQ; requests the stage after next
+// With one stage, the next visit's is requested behind kDSComplete, while all add to dQ; in deterministic mode all do so in the
+// block's turn. In both, all wait at kDSComplete, and at kLanded before a visit.
 #ifndef CUPYFLASH_BWD_WIDE_SM80_CUH
 #define CUPYFLASH_BWD_WIDE_SM80_CUH
 #include "attention/dq_accum.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/gemm.cuh"
-#include "attention/dropout.cuh"
 #include "attention/repair_gradients.cuh"
-#include "attention/slopes.cuh"
 #include "attention/visits.cuh"
 #include "sm80/bwd_load_sm80.cuh"
 
 // The groups of warps.
 enum WideGroup { kOfP = 0, kOfDS = 1 };
 
-// Hardware barriers besides the block's. dS is complete for the group that forms it; dS is complete for the other group; Q and
-// dO are here.
+// Hardware barriers besides the block's.
 enum WideBarrier { kDSOfGroup = 1, kDSComplete = 2, kLanded = 3 };
 
 template <class V>
@@ -168,7 +165,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         #pragma unroll
         for (int k = 0; k < rdS.kSteps; ++k) dS_rows.get(k, rdS.x[k]);
         constexpr int kPart = Dq::kCols / V::kDqParts;
-        #pragma unroll 1
+        #pragma unroll 1  // else fragments of the next step are fetched early, and spilled
         for (int col = 0; col < Dq::kCols; col += kPart) {  // @all-columns-of-dq
             AccTile<Dq::kRows, kPart> dQ;
             dQ.zero();
