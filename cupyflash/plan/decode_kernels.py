@@ -130,8 +130,11 @@ class CombineTile:
     blocks_per_sm: int = COMBINE_BLOCKS
 
     @classmethod
-    def of(cls, tile: DecodeTile) -> CombineTile:
-        return cls(tile.team, tile.heads, tile.pair, tile.warp_rows)
+    def behind(cls, main: Decode) -> CombineTile:
+        """Fewer blocks a multiprocessor where the repair of what is not finite needs more registers."""
+        needs_more = main.masked_bias or main.mods != "" or (main.bias and main.head_dim > 128)
+        tile, blocks = main.tile, 2 if needs_more else COMBINE_BLOCKS
+        return cls(tile.team, tile.heads, tile.pair, tile.warp_rows, blocks_per_sm=blocks)
 
     @property
     def block_m(self) -> int:
@@ -165,7 +168,7 @@ class Combine(Main):
     def behind(cls, main: Decode, dependent: bool) -> Combine:
         """What comes behind a main kernel, with its flags; `dependent`: before it has ended."""
         flags = {f.name: getattr(main, f.name) for f in fields(main) if f.name not in ("dtype", "head_dim", "tile")}
-        return cls(main.dtype, main.head_dim, CombineTile.of(main.tile), dependent=dependent, **flags)
+        return cls(main.dtype, main.head_dim, CombineTile.behind(main), dependent=dependent, **flags)
 
 
 @dataclass(frozen=True)

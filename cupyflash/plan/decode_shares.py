@@ -7,7 +7,7 @@ from typing import Any
 
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
-from .decode_kernels import COMBINE_BLOCKS, COMBINE_WARPS, SLICE, Combine, Decode, DecodeSm90, DecodeTile
+from .decode_kernels import COMBINE_WARPS, SLICE, Combine, CombineTile, Decode, DecodeSm90, DecodeTile
 
 SPLIT_KEYS = 1024  # of batch_invariant, times the tiles of a sequence's rows: else its parts would take too much memory
 # Of a cache with room for no more keys, a block for each tile wins what the kernel behind costs, where lengths are
@@ -120,7 +120,7 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
     shares |= {"ranges": ranges, "row_tiles": row_tiles, "head_turns": head_turns}
     combined_rows = tile.block_m if p.packed else min(tile.block_m, all_rows)
     cut, of_tile = (tiles if splits else ranges - 1) * gang, tile.heads * combined_rows * (p.head_dim // 4)
-    at_once = COMBINE_BLOCKS * device.sm_count
+    at_once = CombineTile.behind(variant).blocks_per_sm * device.sm_count
     shares["combine_elements"] = (
         _invariant_elements(of_tile) if p.batch_invariant else _combine_elements(cut, of_tile, parts, at_once)
     )

@@ -61,7 +61,7 @@ def test_all_that_cases_over_a_cache_load(case: CacheCase, family: str, monkeypa
     gpu = pretended_gpu.pretend(monkeypatch)
     gpu.place = pretended_gpu.crossed  # maps of five dimensions
     monkeypatch.setenv("CUPYFLASH_FAMILY", family)
-    attention_with_cache(**case.inputs("bf16"), **case.keywords())
+    attention_with_cache(**case.call(case.inputs("bf16")))
     assert set(ahead.needed([(case, "bf16")], GPU)) == set(gpu.loaded)
 
 
