@@ -68,8 +68,9 @@ _BACKWARD_SMALL: tuple[tuple[int, BackwardTile], ...] = (
 
 
 # For head_dims beyond 128, chosen by time on an H200 at 192 and 256, 2026-11-26. In two steps of dQ without a mask: 1 %
-# slower.
+# slower. At 128 as well, if two stages fit: what one gives was not measured. Their columns are multiples of 64.
 _BACKWARD_WIDE = tuple(WideTile(64, 64, 8, stages, 1, split_d=4) for stages in (2, 1))
+_BACKWARD_128 = (WideTile(64, 128, 8, 2, 1, split_d=4),)
 
 
 # With a bias: fewer scores a thread, so that those of the bias fit the registers, too. Chosen among tiles that compile
@@ -126,7 +127,7 @@ class Backward(Main):
 
 @dataclass(frozen=True)
 class BackwardWide(Backward):
-    """bwd_wide_sm80.cuh: the same at head_dims beyond 128."""
+    """bwd_wide_sm80.cuh: the same at head_dims from 128 on."""
 
     header, function = "bwd_wide_sm80", "bwd_wide"
 
@@ -174,11 +175,16 @@ class Sm80(Family):
 
     def wide_tile(self, spec: Spec, device: Device) -> WideTile | None:
         """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. Packed sequences leave no registers for a
-        bias, nor for rows that are not aligned."""
+        bias, nor for rows that are not aligned; nor does head_dim 128 for a bias, or for more than a
+        mask and sinks of packed sequences."""
         others = spec.softcap, spec.mods, spec.dropout, spec.block_mask, spec.dalibi, spec.head_dim_v
-        if spec.head_dim <= 128 or any(others) or (spec.packed and (spec.bias or spec.unaligned)):
+        if spec.head_dim < 128 or any(others) or (spec.packed and (spec.bias or spec.unaligned)):
             return None
-        tile = next((t for t in _BACKWARD_WIDE if t.smem_bytes(spec.head_dim) <= device.smem_bytes), None)
+        more = spec.deterministic or spec.alibi or spec.kv_range or spec.scale_first
+        if spec.head_dim == 128 and (spec.bias or (spec.packed and more)):
+            return None
+        tiles = _BACKWARD_128 if spec.head_dim == 128 else _BACKWARD_WIDE
+        tile = next((t for t in tiles if t.smem_bytes(spec.head_dim) <= device.smem_bytes), None)
         takes_registers = spec.masked or spec.packed or spec.bias or spec.unaligned
         return replace(tile, dq_parts=2) if tile and takes_registers else tile
 

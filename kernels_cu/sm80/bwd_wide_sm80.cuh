@@ -1,4 +1,4 @@
-// Backward attention at head_dims beyond 128 with mma.sync and cp.async (sm_80 and every later architecture):
+// Backward attention at head_dims from 128 on with mma.sync and cp.async (sm_80 and every later architecture):
 //     P = exp(scale * Q K^T - lse),  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),
 //     dK = scale * dS^T Q,  dQ = scale * dS K,   FlashAttention-2 (Dao 2023), algorithm 2.
 //
