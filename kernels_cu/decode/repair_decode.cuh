@@ -2,6 +2,7 @@
 #ifndef CUPYFLASH_REPAIR_DECODE_CUH
 #define CUPYFLASH_REPAIR_DECODE_CUH
 #include "decode/parts.cuh"
+#include "decode/row_places.cuh"
 #include "attention/repair_output.cuh"
 
 // A row of 8-bit elements and its scale.
@@ -82,7 +83,7 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         const auto places = Places<V>::of(p, rows.sequence, rows.head_q(head, row)).from(query, 0);
         const auto exponent = [&](int key) {
             const float raw = dot_rows<T, D, V::kUnaligned>(q, k + key);
-            return score.value(raw, places(0, key)) * score.log2_factor;  // @scores-as-in-decode
+            return score_at(score, raw, places(0, key)) * score.log2_factor;  // @scores-as-in-decode
         };
         const auto sink = Sink<V>::of(p, rows.sequence, rows.head_q(head, row));
         const auto exponent_or_sink = [&](int i) {  // behind the last key stands the sink
