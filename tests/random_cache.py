@@ -42,7 +42,7 @@ def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8
         bias=" + ".join(draw(words_of(kind)) for kind in added.split(" + ") if kind),
         ranges=draw(st.none() | st.just(tuple((a, b) for a, b in ranges))),
         num_splits=draw(st.sampled_from([None, None, 1, 3])), batch_invariant=draw(st.booleans()),
-        mods=draw(st.sampled_from(["", "", "", "relative", "documents", "capped", "hides", "scales"])),
+        mods=draw(st.sampled_from(["", "", "", "relative", "documents", "capped", "hides", "adds", "scales"])),
         nonfinite=draw(st.sampled_from([False, False, True])),
         stored=draw(st.sampled_from(["", "", "int8", "e4m3"])), scale_dims=draw(st.integers(1, 2)),
         scale_spread=draw(st.sampled_from([1.0, 12.0])),

@@ -143,6 +143,7 @@ CACHE_CASES: tuple[CacheCase, ...] = (
     CacheCase("cache-e4m3-mask-d256-five-splits", "full", (323, 40), 3, 256, stored="e4m3", num_splits=5,
               bias="bqk bool"),
     CacheCase("cache-bias-nonfinite", "quick", (70, 33), 4, 128, nonfinite=True, bias="hqk hides"),
+    CacheCase("cache-bias-masks-nonfinite", "quick", (70, 33), 4, nonfinite=True, bias="hqk masks"),
     CacheCase("cache-mask-nonfinite-five-splits", "quick", (150, 90), 3, nonfinite=True, num_splits=5, page_size=16,
               bias="bhqk bool"),
     CacheCase("cache-e4m3-bias-nonfinite", "full", (70, 33), 4, 64, nonfinite=True, stored="e4m3", bias="hqk hides"),
@@ -161,6 +162,8 @@ CACHE_CASES: tuple[CacheCase, ...] = (
     CacheCase("cache-int8-mods", "quick", (150, 70, 0), 4, 128, stored="int8", append=True, mods="every"),
     CacheCase("cache-e4m3-mods-33-rows", "full", (99, 41), 11, 64, heads_q=6, heads_k=2, stored="e4m3", append=True,
               page_size=16, scale_dims=2, mods="relative", bias="bhqk"),
+    CacheCase("cache-mods-adds-nonfinite", "quick", (150, 90), 3, nonfinite=True, mods="adds"),
+    CacheCase("cache-e4m3-mods-adds-nonfinite", "full", (150, 90), 3, nonfinite=True, stored="e4m3", mods="adds"),
     CacheCase("cache-mods-nonfinite", "quick", (150, 90), 3, 128, nonfinite=True, mods="documents"),
     # NaN and inf that some queries see
     CacheCase("cache-nonfinite", "quick", (70, 33), 1, nonfinite=True),

@@ -78,6 +78,7 @@ MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
     "documents": (None, "document(b, q) == document(b, k)", _documents),
     "capped": ("tanh(score / 3) * 3 - 0.05f * abs(q - k)", "(q + k) % 5 != 0", lambda rng, p: {}),
     "hides": ("k % 3 == 1 || q == 5 ? -inf : 0.5f * score", None, lambda rng, p: {}),
+    "adds": ("score + hidden[k]", None, lambda rng, p: {"hidden": np.where(np.arange(p.seqlen_k) % 2, -np.inf, 0)}),
     "every": (
         "score * (0.5f + weight(b, h, q, k % 2)) + 0.1f * shift[k]"
         " + (kind[1][q] == 1 ? sigmoid(score) : sin(0.3f * score))",

@@ -132,8 +132,7 @@ class CombineTile:
     @classmethod
     def behind(cls, main: Decode) -> CombineTile:
         """Fewer blocks a multiprocessor where the repair of what is not finite needs more registers."""
-        needs_more = main.masked_bias or main.mods != "" or (main.bias and main.head_dim > 128)
-        tile, blocks = main.tile, 2 if needs_more else COMBINE_BLOCKS
+        tile, blocks = main.tile, 2 if main.bias else COMBINE_BLOCKS
         return cls(tile.team, tile.heads, tile.pair, tile.warp_rows, blocks_per_sm=blocks)
 
     @property

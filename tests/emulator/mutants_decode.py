@@ -72,8 +72,10 @@ DECODE = (
     _sm90("addends of the keys before", change("addends-of-a-slice", "8 * i + j", "8 * i"), "cache-bias"),
     Bug("hidden keys are repaired with", change("hidden-by-bias-repair-decode", "places(0, key).hides()", "false"), "cache-mask-nonfinite-five-splits"),
     _sm90("the maximum times its factor, 8 bits", change("difference-before-its-factor", "(S[n][e] - finite_or_zero(m[n][e % 2])) * factor[n][e % 2]", "S[n][e] * factor[n][e % 2] - finite_or_zero(m[n][e % 2]) * factor[n][e % 2]"), "cache-int8-bias"),
+    _sm90("repair with the factor before the maximum", change("factor-behind-the-maximum", "largest_or_zero(first, last, value)", "0.f"), "cache-bias-masks-nonfinite"),
     # mods
     _sm90("mods of the first head", change("places-of-a-packed-row", "rows.head_q(head, row)", "rows.head_k"), "cache-mods-relative"),
+    _sm90("NaN is seen though a mod hides it", change("hidden-though-nan", "at.hides()", "false"), "cache-mods-adds-nonfinite"),
     Bug("what mods hide is repaired with", change("hidden-by-bias-repair-decode", "places(0, key).hides()", "false"), "cache-mods-nonfinite"),
     # append
     Bug("new rows of the sequence before", change("sequences-that-start-before", "vote_ballot(starts)", "vote_ballot(starts && edge != 1)"), "cache-packed"),
