@@ -16,7 +16,7 @@ from ..sequences import Sequences
 from .case_bias import draw_added, form_of, room_of
 from .case_inputs import MEMORY, VALUES, alibi_slopes, sink_logits
 from .case_masks import draw_mask, hide_keys
-from .case_mods import draw_mods, with_mods
+from .case_mods import draw_mods, hide_by_mods, with_mods
 from .case_packed import PACKED_VALUES, draw_packed
 from .features import Features
 from .inputs import Inputs as Inputs
@@ -203,6 +203,8 @@ class Case:
             bias[..., self.room[0] - 1 :, :] = bias[..., self.room[1] - 3 :] = np.nan
         words = rng.integers(-(2**31), 2**31, 2).astype(np.int32) if self.dropout_p else None
         mods = draw_mods(self.mods, rng, problem)
+        if self.mods == "adds" and self.values == "nan_in_hidden_key":
+            hide_by_mods(mods, k, v)
         return Inputs(q, k, v, dout, dlse, features._replace(bias=bias, mask=shown, dropout_seed=words, mods=mods))
 
     def in_layout(self, x: Array) -> Array:

@@ -116,3 +116,11 @@ def with_mods(p: Problem, mods: ModInputs | None) -> Problem:
         return p
     text, arrays = mods.bound()
     return replace(p, mods=text, mod_shapes=tuple(x.shape for x in arrays.values()))
+
+
+def hide_by_mods(mods: ModInputs | None, k: Array, v: Array) -> None:
+    """NaN and inf in k and v, (batch, seqlen_k, ...), for the keys that `adds` hides."""
+    assert mods is not None
+    hidden = np.flatnonzero(np.isneginf(mods.mod_arrays["hidden"]))
+    k[:, hidden], v[:, hidden] = np.nan, np.nan
+    k[:, hidden[::3]], v[:, hidden[1::3]] = np.inf, -np.inf

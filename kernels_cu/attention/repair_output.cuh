@@ -54,7 +54,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             if constexpr (V::kBlockMask)
                 if (!block_mask.sees(query0 + row, key)) return -ptx::infinity();  // @hidden-key-of-the-sum
             const float raw = dot_rows<T, D, kUnaligned>(q, k.row(key));
-            return score.value(raw, places(0, key)) * score.log2_factor;  // @scores-as-in-the-kernel
+            return score.value_or_hidden(raw, places(0, key)) * score.log2_factor;  // @scores-as-in-the-kernel
         };
         const auto sink = Sink<V>::of(p, s, head);
         const auto exponent_or_sink = [&](int i) {  // behind the last key stands the sink

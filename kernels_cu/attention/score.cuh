@@ -80,7 +80,14 @@ struct Score {
           softcap(p) {}
 
     __device__ float value(float s, At at) const { return at.biased(own(s)); }
-    // The same in a forward: a NaN stays where a bias of -inf hides it. Such rows are computed again (repair_output.cuh), and a
+    // The same, as float64 has it: a score_mod may hide by adding -inf, and the sum of that and NaN is NaN.
+    __device__ float value_or_hidden(float s, At at) const {
+        const float found = value(s, at);
+        if constexpr (kModded)
+            if (found != found && at.hides()) return -ptx::infinity();  // @hidden-though-nan
+        return found;
+    }
+    // The same in a forward: a NaN stays where a bias of -inf, or a score_mod, hides it. Such rows are computed again (repair_output.cuh), and a
     // test of each score less costs less than they do.
     __device__ float value_or_nan(float s, At at) const { return at.added(own(s)); }
 

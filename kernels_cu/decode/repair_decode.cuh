@@ -94,7 +94,7 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         const auto places = Places<V>::of(p, rows.sequence, rows.head_q(head, row)).from(query, 0);
         float top = 0.f;  // kBias: of the row's scores, which the factor may carry beyond fp32
         const auto value = [&](int key) {
-            return score_at(score, dot_rows<T, D, V::kUnaligned>(q, k + key), places(0, key));
+            return score.value_or_hidden(dot_rows<T, D, V::kUnaligned>(q, k + key), places(0, key));
         };
         const auto exponent = [&](int key) {
             if constexpr (V::kBias) return (value(key) - top) * score.log2_factor;

@@ -4,7 +4,7 @@
 #ifndef CUPYFLASH_ROW_PLACES_CUH
 #define CUPYFLASH_ROW_PLACES_CUH
 #include "decode/rows.cuh"
-#include "attention/score.cuh"
+#include "attention/places.cuh"
 
 template <int kNeighbours>
 struct RowAddends {
@@ -79,14 +79,5 @@ struct RowPlaces<V, kNeighbours, true> {
         return Places<V>::of(rows.p, rows.sequence, rows.head_q(head, row));  // @places-of-a-packed-row
     }
 };
-
-// A score. A score_mod may add -inf to it: what that hides is hidden, though the sum with NaN is NaN.
-template <class V, class At>
-__device__ __forceinline__ float score_at(const Score<V> &score, float s, const At &at) {
-    const float value = score.value(s, at);
-    if constexpr (is_score_modded<V>())
-        if (value != value && at.hides()) return -ptx::infinity();  // @hidden-though-nan
-    return value;
-}
 
 #endif  // CUPYFLASH_ROW_PLACES_CUH

@@ -147,7 +147,7 @@ struct DecodeWarp {
                 float &s = S.x[0][j][e];
                 if constexpr (kTwoSums) s += S_odd.x[0][j][e];
                 const auto places = h.places[e / 2].from(rows, head_of(i), row[e / 2], lane_key, ahead[e / 2]);
-                s = score_at(score, s, places.at(own_key, 8 * j + e % 2));
+                s = score.value_or_hidden(s, places.at(own_key, 8 * j + e % 2));
                 if constexpr (kEdge)
                     if (own_key >= sees[e / 2].end || (V::kWindow && own_key < sees[e / 2].first)) s = -ptx::infinity();
             }

@@ -136,7 +136,7 @@ struct StoredWarp {
                 if constexpr (kHasPowers && !kPlain) s *= power[n][e % 2];
                 const int lane_key = key + lane() / 4, c = e % 2;
                 const auto its = places[n][c].from(rows, head(), row[n][c], lane_key, ahead[n][c]);
-                s = score_at(score, s, its.at(lane_key + e / 2 * 8, e / 2 * 8));
+                s = score.value_or_hidden(s, its.at(lane_key + e / 2 * 8, e / 2 * 8));
             }
         }
         if constexpr (kEdge) hide_scores<V>(rows, row0, key, S);
