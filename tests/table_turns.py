@@ -24,7 +24,7 @@ Trait = tuple[str, str, Any]  # pass, field, value
 Pair = tuple[Trait, Trait]  # of one pass
 _AS_THEY_ARE = ("values", "memory", "head_dim", "layout", "deterministic", "dlse", "softcap", "alibi", "sink", "bias",
                 "mask", "mods")  # fmt: skip
-_WHETHER = ("packed", "used_k", "ranges", "dropout_p")
+_WHETHER = ("packed", "used_k", "ranges", "dropout_p", "head_dim_v")
 # What `traits` looks at in another way, or no kernel knows.
 _OTHERWISE = ("name", "level", "dtypes", "seqlen_q", "seqlen_k", "batch", "heads_q", "heads_k", "causal", "window",
               "scale", "backward", "lengths_q", "lengths_k")  # fmt: skip

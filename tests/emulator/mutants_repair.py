@@ -24,5 +24,9 @@ REPAIRED = (
     Bug("slopes: of a key that a bias hides", change("slopes-of-what-a-bias-shows", "!at.hides()", "true"), "bias"),
 )  # fmt: skip
 REPAIRED_FORWARD = (
-    Bug("mods: NaN of a bias where they hide", change("hidden-by-mods-beside-a-bias", "mods.hides()", "false"), "mods"),
+    Bug(
+        "mods: NaN of a bias where they hide",
+        change("hidden-by-mods-beside-a-bias", "mods.hides()", "false"),
+        "documents",
+    ),
 )

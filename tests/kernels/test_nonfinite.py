@@ -104,6 +104,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias": {"bias": "hqk", "sink": True, "alibi": 1},
     "sink": {"sink": True, "d": 136},
     "mods": {"mods": "capped", "bias": "hqk"},
+    "documents": {"mods": "documents", "bias": "hqk"},
 }
 # x where 1 - tanh(x)^2 is small: as r (1 - r), r = 1 / (1 + e^2x), it is 0 in fp32 from -9 on; in float64 from 19.1 on.
 STEEP = (3, -3, 6, -6, 9, -9, 12, -12, 15, -15, 18, -18, 21, -21, 30, -30)
@@ -114,8 +115,8 @@ def featured(name: str, family: str) -> tuple[Spec, Inputs]:
 
     dropout: a query whose P is NaN, but dropped for half of the keys, where dv is inf. softcap: inf in q, whose scores
     are finite, and keys far beyond the softcap. bias: NaN in dO of a query from which a bias hides all keys, and to
-    which a sink gives a finite lse. sink, bias: inf in q, whose scores are all -inf, and a sink's finite lse. mods: inf
-    in q, whose scores a mod makes finite, and NaN in a bias where a mod hides.
+    which a sink gives a finite lse. sink, bias: inf in q, whose scores are all -inf, and a sink's finite lse. mods,
+    documents: inf in q, whose scores a mod of scores makes finite, and NaN in a bias where a mod hides.
     """
     spec = Spec(family=family, sq=70, sk=70, group=2, causal=True, seed=3, **FEATURES[name])
     x = draw(spec)
@@ -136,8 +137,11 @@ def featured(name: str, family: str) -> tuple[Spec, Inputs]:
     if x.features.bias is not None:
         x.features.bias[:, 20] = -np.inf
         x.dout[0, 20, 1, 3] = np.nan
-        if spec.mods:
+        if spec.mods == "capped":
             x.features.bias[:, np.add.outer(np.arange(70), np.arange(70)) % 5 == 0] = np.nan
+        elif spec.mods_given is not None:
+            document = spec.mods_given.mod_arrays["document"][:, np.minimum(np.arange(70), 49)]
+            x.features.bias[:, (document[:, :, None] != document[:, None]).all(axis=0)] = np.nan
     return spec, x
 
 
