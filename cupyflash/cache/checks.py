@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from ..bias import Bias, max_seqlens
 from ..errors import ArgumentError, UnsupportedError
+from ..mods.description import read
 from ..operand import MOD_ARRAYS
 from ..options import Window, flag, make_options, whole
 from ..problem import DTYPES, HALF, MAX_SEQLEN, Problem, make_problem
 from .arrays import BY_NAME
 from .problem import CacheProblem
-from .shapes import check_dims, check_mods, check_shape
+from .shapes import check_dims, check_shape
 
 MAX_SPLITS = 1024
 # What caches of 8 bits hold, by their dtypes; CuPy, which has no float8_e4m3fn, views it as uint8.
@@ -74,7 +75,7 @@ def make_cache_problem(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], o
     _check_together(shapes)
     for name, shape in shapes.items():
         check_dims(name, shape, shapes)
-    check_mods(options.mods, shapes, dtypes)
+    read(options.mods).check([(dtypes[name], shapes[name]) for name in MOD_ARRAYS if name in shapes])
     _check_dtypes(dtypes)
     _check_scales(shapes, dtypes["k_cache"])
     dense = _dense(shapes, dtypes["q"], options)

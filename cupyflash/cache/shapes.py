@@ -7,8 +7,7 @@ from typing import Any
 
 from ..bias import MAX_SEQLEN
 from ..errors import ArgumentError
-from ..mods.description import read
-from ..operand import MOD_ARRAYS, broadcasts_to
+from ..operand import broadcasts_to
 from .arrays import BY_NAME, MAY_LACK, CacheArray, length_of
 from .problem import CacheProblem
 
@@ -46,13 +45,3 @@ def check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
     words = words.replace("seqlen", "total") if p.packed else words
     more = f" or ({dims[-1]},) = {wanted[1:]}" if array.name in MAY_LACK else ""
     raise ArgumentError(f"{array.name}: expected shape ({words}) = {wanted}{more}, got {tuple(shape)}")
-
-
-def check_mods(mods: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> None:
-    """Refuse arrays that are not those that mods read."""
-    wanted = read(mods).arrays
-    names = [name for name in MOD_ARRAYS if name in shapes]
-    if [(dtypes[name], len(shapes[name])) for name in names] != [(x.dtype, x.dims) for x in wanted]:
-        said = ", ".join(f"{x.name} of {x.dtype} with {x.dims} dimensions" for x in wanted) or "none"
-        got = ", ".join(f"{dtypes[name]} {tuple(shapes[name])}" for name in names) or "none"
-        raise ArgumentError(f"mod_arrays: expected {said}; got {got}")

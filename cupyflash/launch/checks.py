@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.adapters import Native, Signature, place
@@ -16,7 +16,7 @@ from ..sequences import Sequences
 from .brought import brought_by, room_of
 from .packed import check_integers
 from .packed import count as packed_count
-from .passes import Given, given_of, pages_of, sizes_of
+from .passes import given_of, pages_of, sizes_of
 
 
 def check(
@@ -32,7 +32,8 @@ def check(
     device, lengths = found["q"][3], {name: key for name, key in found.items() if name in Sequences._fields}
     packed = packed_count(library, lengths, device) if "cu_seqlens_q" in lengths else None
     given = given_of(which, tuple(names))
-    _check_mods(options.mods, given, found, dtypes)
+    read_by_mods = [given.names[i] for i in given.of_mods]
+    read(options.mods).check([(dtypes[name], found[name][0]) for name in read_by_mods])
     features = {**brought_by(given, library, keys)._asdict(), "sequences": packed, "max_seqlens": room_of(given, keys)}
     shapes = [keys[i][0] for i in given.qkv]
     if given.table is not None:
@@ -61,16 +62,6 @@ def check(
                 "make a contiguous copy first"
             )
     return problem, signatures
-
-
-def _check_mods(mods: str, given: Given, found: Mapping[str, tuple[Any, ...]], dtypes: Mapping[str, str]) -> None:
-    """The arrays that mods read must be what their text says."""
-    names = [given.names[i] for i in given.of_mods]
-    wanted = read(mods).arrays
-    if [(dtypes[x], len(found[x][0])) for x in names] != [(x.dtype, x.dims) for x in wanted]:
-        said = ", ".join(f"{x.name} of {x.dtype} with {x.dims} dimensions" for x in wanted) or "none"
-        got = ", ".join(f"{dtypes[x]} {tuple(found[x][0])}" for x in names) or "none"
-        raise ArgumentError(f"mod_arrays: expected {said}; got {got}")
 
 
 def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, device: int) -> None:

@@ -58,6 +58,17 @@ class Mods(NamedTuple):
         """Whether they ask for one of the places b, h, q and k."""
         return any(node.uses(word) for node in (self.score, self.mask) if node is not None)
 
+    def check(self, arrays: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Refuse arrays, each its dtype and shape, that are not `self.arrays`.
+
+        Raises:
+            ArgumentError: their number, a dtype or a number of dimensions is another.
+        """
+        if [(dtype, len(shape)) for dtype, shape in arrays] != [(x.dtype, x.dims) for x in self.arrays]:
+            said = ", ".join(f"{x.name} of {x.dtype} with {x.dims} dimensions" for x in self.arrays) or "none"
+            got = ", ".join(f"{dtype} {tuple(shape)}" for dtype, shape in arrays) or "none"
+            raise ArgumentError(f"mod_arrays: expected {said}; got {got}")
+
     def reads(self, learned: Sequence[int]) -> tuple[Node, ...]:
         """What score_mod reads of the arrays of these numbers that have gradients."""
         return reads_of(self.score, [self.arrays[i].name for i in learned])

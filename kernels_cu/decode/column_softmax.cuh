@@ -11,6 +11,14 @@ __device__ __forceinline__ float column_reduce(float v, Op op) {
     for (int mask = 4; mask < 32; mask *= 2) v = op(v, ptx::shfl_xor(v, mask));
     return v;
 }
+// The lanes' parts of sums become whole sums, in each lane that shares the query.
+template <int kTiles>
+__device__ __forceinline__ void column_sums(float (&l)[kTiles][2]) {
+    #pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+        #pragma unroll
+        for (int c = 0; c < 2; ++c) l[n][c] = column_reduce(l[n][c], [](float a, float b) { return a + b; });
+}
 
 // kNatural: of scores that the factor may carry beyond fp32, and that may all be -inf (attention/score.cuh).
 template <int kTiles, bool kNatural = false>
@@ -62,12 +70,7 @@ struct ColumnSoftmax {
             }
     }
     // The end: all of a query's sum in each of its lanes.
-    __device__ void finish() {
-        #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-            #pragma unroll
-            for (int c = 0; c < 2; ++c) l[n][c] = column_reduce(l[n][c], [](float a, float b) { return a + b; });
-    }
+    __device__ void finish() { column_sums(l); }
     // The maximum of scores that times log2_factor are powers of two.
     __device__ float maximum(int n, int c, float log2_factor) const {
         return base[n][c] == kNothingSeen ? -ptx::infinity() : -base[n][c] / log2_factor;
@@ -116,12 +119,7 @@ struct ColumnSoftmax<kTiles, true> {
                 l[n][e % 2] += S[n][e];
             }
     }
-    __device__ void finish() {
-        #pragma unroll
-        for (int n = 0; n < kTiles; ++n)
-            #pragma unroll
-            for (int c = 0; c < 2; ++c) l[n][c] = column_reduce(l[n][c], [](float a, float b) { return a + b; });
-    }
+    __device__ void finish() { column_sums(l); }
     __device__ float maximum(int n, int c, float /* log2_factor */) const { return m[n][c]; }
 
   private:

@@ -2,7 +2,6 @@
 #ifndef CUPYFLASH_REPAIR_DECODE_CUH
 #define CUPYFLASH_REPAIR_DECODE_CUH
 #include "decode/parts.cuh"
-#include "decode/row_places.cuh"
 #include "attention/repair_output.cuh"
 
 // A row of 8-bit elements and its scale.

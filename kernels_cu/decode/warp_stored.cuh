@@ -128,7 +128,7 @@ struct StoredWarp {
                 factor[n][c] = score.log2_factor * (kPlain ? power[n][c] : 1.f);
             }
         #pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
+        for (int n = 0; n < kTiles; ++n)
             #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float &s = S[n][e];
@@ -138,7 +138,6 @@ struct StoredWarp {
                 const auto its = places[n][c].from(rows, head(), row[n][c], lane_key, ahead[n][c]);
                 s = score.value_or_hidden(s, its.at(lane_key + e / 2 * 8, e / 2 * 8));
             }
-        }
         if constexpr (kEdge) hide_scores<V>(rows, row0, key, S);
         const float largest = ValueUnit::power(fmaxf(fabsf(own.v[0]), fabsf(own.v[1])));
         // @maxima-and-unit-by-one-vote

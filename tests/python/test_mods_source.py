@@ -11,10 +11,14 @@ import numpy as np
 import pytest
 
 from cupyflash import ArgumentError, CompileError, UnsupportedError
+from cupyflash.arrays.adapters import NUMPY
+from cupyflash.cache.checks import CacheOptions, make_cache_problem
 from cupyflash.compile import jit, nvrtc
 from cupyflash.gpu.device import Device
+from cupyflash.launch import run
 from cupyflash.mods import bind, description, read
 from cupyflash.mods.expression import FUNCTIONS, NAMES
+from cupyflash.options import Options
 from cupyflash.plan.families import plan_call
 from cupyflash.plan.variant import kernel_sources
 from cupyflash.problem import make_problem
@@ -92,6 +96,37 @@ TAKEN = (
 def test_names_that_are_taken_are_refused(label: str) -> None:
     with pytest.raises(ArgumentError, match="mod_arrays: expected names of their own"):
         description.make((description.Read(label, "fp32", 1),), None, None)
+
+
+# ---- Arrays beside a text that names others ----
+
+
+OTHERS: tuple[tuple[tuple[np.ndarray, ...], str], ...] = (
+    ((), "none"),
+    ((np.zeros((2, 3)),), "fp64 (2, 3)"),
+    ((np.zeros(3, np.float32),), "fp32 (3,)"),
+    ((np.zeros((2, 3), np.float32),) * 2, "fp32 (2, 3), fp32 (2, 3)"),
+)
+
+
+def to_attention(x: np.ndarray, of_mods: dict[str, np.ndarray], text: str) -> None:
+    run.forward(NUMPY, {"q": x, "k": x, "v": x, **of_mods}, Options(mods=text), False)
+
+
+def to_a_cache(x: np.ndarray, of_mods: dict[str, np.ndarray], text: str) -> None:
+    arrays = {"q": x, "k_cache": x, "v_cache": x, "cache_seqlens": np.ones(1, np.int32), **of_mods}
+    dtypes = {name: NUMPY.dtype_name(y.dtype) for name, y in arrays.items()}
+    make_cache_problem({name: y.shape for name, y in arrays.items()}, dtypes, CacheOptions(mods=text))
+
+
+@pytest.mark.parametrize(("given", "got"), OTHERS, ids=range(len(OTHERS)))
+@pytest.mark.parametrize("call", [to_attention, to_a_cache])
+def test_arrays_are_those_that_the_text_reads(given: tuple[np.ndarray, ...], got: str, call: Any) -> None:
+    """A user's `bind` writes the text of the arrays; a program may bring a text and others."""
+    text = "array t fp32 2\nscore_mod score + t(h, k)"
+    message = f"mod_arrays: expected t of fp32 with 2 dimensions; got {got}"
+    with pytest.raises(ArgumentError, match=re.escape(message) + "$"):
+        call(np.zeros((1, 4, 2, 16), np.float32), {f"mod_array_{i}": y for i, y in enumerate(given)}, text)
 
 
 # ---- Errors of a compiler ----
