@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ArgumentError, CacheFullError, CompileError, CupyflashError, DeviceError, UnsupportedError
+from .version import VERSION as __version__
 
 if TYPE_CHECKING:
     from .ahead import warmup
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from .partials import combine
     from .raw import RawKernel, raw_kernel
     from .varlen import attention_varlen, attention_varlen_backward
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",

@@ -37,6 +37,11 @@ def is_tensor(kind: type) -> bool:
     return kind.__module__ == "torch" and kind.__name__ == "Tensor"
 
 
+def is_parameter(kind: type) -> bool:
+    """Likewise of its parameters."""
+    return kind.__module__ == "torch.nn.parameter" and kind.__name__ == "Parameter"
+
+
 def constant_in_programs(f: F) -> F:
     """To torch.compile a call of f is a constant of the program: f is called while it compiles, and never again.
 

@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import ArgumentError, CupyflashError, UnsupportedError
 from . import torch_private
 from .adapters import CUPY, NUMPY, TORCH, Native
-from .imported import is_instance, is_tensor
+from .imported import is_instance, is_parameter, is_tensor
 from .vetting import is_followed_by_torch, vet_type
 
 _OWN_RULES = {"numpy": ("__array_ufunc__", "__array_function__"), "torch": ("__torch_dispatch__",)}
@@ -117,7 +117,7 @@ def library_of(name: str, x: Any) -> Native | Foreign:
         ArgumentError: if it is no array that any library owns.
         UnsupportedError: if it is one by rules of its own.
     """
-    if is_tensor(type(x)):
+    if is_tensor(type(x)) or is_parameter(type(x)):
         return TORCH
     library = _by_type.get(type(x))
     if library is None:

@@ -71,17 +71,28 @@ def forward(
     return found[0], found[1] if want_lse else None
 
 
-def forward_again(arrays: Mapping[str, Any], options: Options, want_lse: bool) -> tuple[Any, Any | None] | None:
-    """`forward` of plain tensors that need no gradient, as those of the last call or series of its kind were, which
-    the comparison with these says, too; None: somebody must look at them."""
+def forward_again(
+    arrays: Mapping[str, Any], options: Options, want_lse: bool, are_plain: bool = True
+) -> tuple[Any, Any | None] | None:
+    """`forward` of plain tensors as those of the last call or series of its kind were, which the comparison with these
+    says, too; None: somebody must look at them.
+
+    Args:
+        are_plain: only if they need no gradient; False: nobody records what becomes of them.
+    """
     if is_debug():
         return None
-    kind = tuple(arrays), options, WITH_LSE if want_lse else (), wish()
-    found = recall(kind, arrays, True)
+    found = recall((tuple(arrays), options, WITH_LSE if want_lse else (), wish()), arrays, are_plain)
     if found is None:
         return None
     made = _launch(TORCH, found, arrays)
     return made[0], made[1] if want_lse else None
+
+
+def backward_again(arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...]) -> dict[str, Any] | None:
+    """Likewise `backward`, which nobody records."""
+    found = None if is_debug() else recall((tuple(arrays), options, wanted, wish()), arrays)
+    return found and dict(zip(found[0].names, _launch(TORCH, found, arrays)))  # noqa: B905 (as below)
 
 
 def backward(

@@ -4,7 +4,8 @@ They follow from the table of arrays and the list of options: the inputs that ev
 backward, which gradients are wanted; the options, flat; then the inputs that a call may lack. Options and what stands
 behind them have defaults. Those at the end that are equal to theirs, torch does not hand on: each would cost 0.1 us.
 Inductor writes what was left out into its programs again, by name, which costs twice as much. So a call that may become
-part of a program has a last argument that is not as its default, and nothing is left out.
+part of a program has a last argument that is not as its default, and nothing is left out: the version of cupyflash,
+without which one version would take from torch's cache on disk what another has written into its programs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..operands import GRADIENT, INPUT, RESULT, Pass
+from ..arrays.imported import constant_in_programs
+from ..operands import BACKWARD, FORWARD, GRADIENT, INPUT, RESULT, Pass
 from ..options import Options
-from .followed import is_compiling
+from ..version import VERSION
 
 # The options as an operator's arguments: name, type, default.
 OPTIONS: tuple[tuple[str, str, Any], ...] = (
@@ -32,13 +34,21 @@ OPTIONS: tuple[tuple[str, str, Any], ...] = (
     ("mods", "str", ""),
 )
 
-_WHOLE = "whole"
+_BY = "by"
 
 
 def flat(options: Options) -> tuple[Any, ...]:
     """The values of `OPTIONS`."""
     causal, scale, window, *others = options
     return causal, scale, *(window or (None, None)), *others
+
+
+def options_of(values: Sequence[Any]) -> Options:
+    """The inverse of `flat`."""
+    try:
+        return _known(*values)
+    except TypeError:  # symbolic numbers have no hash
+        return _unflat(*values)
 
 
 def _unflat(causal: Any = False, scale: Any = None, left: Any = None, right: Any = None, *others: Any) -> Options:
@@ -51,18 +61,11 @@ _known = functools.lru_cache(maxsize=256)(_unflat)  # the schema fixes types: wh
 _DEFAULTS = Options()
 
 
-def _options(values: Sequence[Any]) -> Options:
-    try:
-        return _known(*values)
-    except TypeError:  # symbolic numbers have no hash
-        return _unflat(*values)
-
-
 class _Arguments(NamedTuple):
     """The arguments of an operator.
 
     Attributes:
-        names: of all, of which the last says that it is given; first, last: of the arrays before and after the others.
+        names: of all, of which the last says who gives them; first, last: of the arrays before and after the others.
         options, end: where options begin and end; before them stands what is wanted, of a backward.
         defaults: of the options and the last arrays.
     """
@@ -81,15 +84,20 @@ def _look_at(which: Pass) -> _Arguments:
     before = (*first, *(("wanted",) if which.name == "backward" else ()))
     options = tuple([name for name, _, _ in OPTIONS])
     defaults = (*[default for _, _, default in OPTIONS], *[None for _ in last])
-    names, end = (*before, *options, *last, _WHOLE), len(before) + len(options)
+    names, end = (*before, *options, *last, _BY), len(before) + len(options)
     return _Arguments(names, first, last, len(before), end, defaults)
 
 
-_known_arguments = functools.cache(_look_at)
+_ARGUMENTS = {which.name: _look_at(which) for which in (FORWARD, BACKWARD)}
+
+
+@constant_in_programs  # which then do not ask at each call whether the table is as it was
+def _arguments_of(name: str) -> _Arguments:
+    return _ARGUMENTS[name]
 
 
 def _arguments(which: Pass) -> _Arguments:
-    return _look_at(which) if is_compiling() else _known_arguments(which)
+    return _arguments_of(which.name)
 
 
 def results_of(which: Pass) -> tuple[str, ...]:
@@ -108,7 +116,7 @@ def schema(which: Pass) -> str:
     arrays = [f"Tensor {name}" for name in of.first]
     wanted = ["str[] wanted"] if "wanted" in of.names else []
     options = [f"{kind} {name}={_written(default)}" for name, kind, default in OPTIONS]
-    more = [*(f"Tensor? {name}=None" for name in of.last), f"bool {_WHOLE}=False"]
+    more = [*(f"Tensor? {name}=None" for name in of.last), f'str {_BY}=""']
     results = ", ".join(f"Tensor {name}" for name in results_of(which))
     return f"{which.name}({', '.join([*arrays, *wanted, *options, *more])}) -> ({results})"
 
@@ -127,7 +135,7 @@ def arguments(
         before.append(list(wanted))
     values = [*flat(options), *[arrays.get(name) for name in of.last]]
     if whole:
-        return (*before, *values, True)
+        return (*before, *values, VERSION)
     count = len(values)
     while count and _is_default(values[count - 1], of.defaults[count - 1]):
         count -= 1
@@ -145,7 +153,7 @@ def read(which: Pass, values: Sequence[Any]) -> tuple[dict[str, Any], Options, t
     arrays, count = dict(zip(first, values)), len(values)  # noqa: B905
     if count > end:
         arrays.update({name: x for name, x in zip(last, values[end:], strict=False) if x is not None})
-    options = _options(values[start:end]) if count > start else _DEFAULTS
+    options = options_of(values[start:end]) if count > start else _DEFAULTS
     return arrays, options, tuple(*values[len(first) : start])
 
 

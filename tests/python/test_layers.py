@@ -48,7 +48,7 @@ PYTHON_LAYERS = (
     ("operands",),
     ("operand",),
     ("dropout",),
-    ("errors",),
+    ("errors", "version"),
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
@@ -68,8 +68,8 @@ PYTHON_ORDER = {
     "plan": "shipped_cache shipped decode prefill families sm90 sm80 family extents first_shares decode_stored "
     "decode_elements decode_shares splits lists numbers decode_kernels learned shares kernels_sm90 tiles_sm90 "
     "tiles_sm80 kernels params_decode params variant spec",
-    "torch": "flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops arguments masks "
-    "vetting followed",
+    "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "
+    "arguments masks vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns ranges call",
 }
 # Modules that are kept to some.
