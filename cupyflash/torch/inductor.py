@@ -47,6 +47,11 @@ def _register(which: Pass, op: Any) -> None:
     lowering.lowerings[op] = lower
 
 
+def writes_python(graph: Any) -> bool:
+    """Whether Inductor writes this graph's program in Python, not in C++ or as another graph."""
+    return not graph.cpp_wrapper and not getattr(graph, "fx_wrapper", False)
+
+
 def _kernel(which: Pass, ir: Any) -> Any:
     """The node of Inductor's that stands for a call of the operator."""
     from torch._inductor.virtualized import V
@@ -56,7 +61,7 @@ def _kernel(which: Pass, ir: Any) -> Any:
         given: Sequence[Any] = ()  # the arrays that it takes
 
         def codegen(self, wrapper: Any) -> None:
-            if not V.graph.cpp_wrapper and not getattr(V.graph, "fx_wrapper", False):
+            if writes_python(V.graph):
                 values, _ = self.unflatten_args(self.inputs, self.constant_args)
                 arrays, options, wanted = read(which, values)
                 known = (tuple(arrays), flat(options), wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,15 +106,10 @@ def test_where_torch_looks_on_it_is_the_operator() -> None:
     assert {str(op) for op in counted.flop_counts["Global"]} == {"cupyflash.forward", "cupyflash.backward"}
 
 
-@compiles
-def test_programs_of_other_kinds(compiled: Any) -> None:
-    """Those of C++ call operators."""
-    from torch._inductor import config
-
-    x = torch.randn(1, 9, 2, 8)
-    with config.patch(cpp_wrapper=True):
-        found = compiled[0](lambda x: attention(2 * x, x, x) + 1)(x)
-    torch.testing.assert_close(found, attention(2 * x, x, x) + 1)
+@pytest.mark.parametrize("graph", [{"cpp_wrapper": True}, {"cpp_wrapper": False, "fx_wrapper": True}])
+def test_programs_that_are_not_of_python_call_operators(graph: dict[str, bool]) -> None:
+    assert not inductor.writes_python(SimpleNamespace(**graph))
+    assert inductor.writes_python(SimpleNamespace(cpp_wrapper=False))
 
 
 @pytest.mark.needs("cupy")
