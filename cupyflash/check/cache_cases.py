@@ -144,6 +144,8 @@ CACHE_CASES: tuple[CacheCase, ...] = (
               bias="bqk bool"),
     CacheCase("cache-bias-nonfinite", "quick", (70, 33), 4, 128, nonfinite=True, bias="hqk hides"),
     CacheCase("cache-bias-masks-nonfinite", "quick", (70, 33), 4, nonfinite=True, bias="hqk masks"),
+    CacheCase("cache-bias-masks-nonfinite-sink", "full", (70, 33), 4, nonfinite=True, sink=True,
+              bias="hqk fp32 masks"),
     CacheCase("cache-mask-nonfinite-five-splits", "quick", (150, 90), 3, nonfinite=True, num_splits=5, page_size=16,
               bias="bhqk bool"),
     CacheCase("cache-e4m3-bias-nonfinite", "full", (70, 33), 4, 64, nonfinite=True, stored="e4m3", bias="hqk hides"),

@@ -59,6 +59,10 @@ BIAS_CASES: tuple[Case, ...] = (
     Case("bias-nan-in-visible-key", "full", 131, 203, 64, values="nan_in_visible_key", causal=True, bias="qk hides"),
     Case("bias-nan-in-visible-key-d256", "full", 70, 130, 256, values="nan_in_visible_key", bias="qk hides"),
     Case("bias-inf-in-visible-key", "full", 131, 203, 128, values="inf_in_visible_key", bias="qk hides"),
+    Case("bias-masks-inf-in-visible-key", "quick", 131, 204, 64, values="inf_in_visible_key", bias="hqk fp32 masks",
+         backward=False),
+    Case("bias-masks-inf-in-visible-key-sink", "full", 131, 203, 128, values="inf_in_visible_key", bias="qk fp32 masks",
+         sink=True, backward=False),
     Case("bias-nan-in-hidden-key", "full", 131, 203, 200, values="nan_in_hidden_key", window=(90, -9), bias="hqk"),
     Case("bias-nan-in-other-batch", "full", 75, 203, 64, batch=2, values="nan_in_other_batch", bias="qk"),
     # masks

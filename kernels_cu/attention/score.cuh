@@ -20,6 +20,10 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 // a number can be.
 constexpr float kLseOfNothing = 3.402823466e38f;
 
+// The largest score of a row, to be subtracted from all: where they are -inf, or there are none, 0, so that P is 0 and not the NaN
+// of -inf - -inf.
+__device__ __forceinline__ float finite_or_zero(float top) { return top == -ptx::infinity() ? 0.f : top; }
+
 // weight * factor, weight >= 0, but 0 only where one of them is; what is too small for fp32 becomes its smallest number.
 __device__ __forceinline__ float product_in_repair(float weight, float factor) {
     const float product = weight * factor, least = ptx::uint_as_float(1);  // @product-that-is-not-0

@@ -31,8 +31,7 @@ struct Sink<V, true> {
     __device__ float log2() const { return logit * kLog2e; }
     // Joins the keys of a row, whose sum of exp(s_j - m) is l: its lse, and by what a sum of exp(s_j - m) v_j is multiplied.
     __device__ void join(float m, float l, float &lse, float &inverse) const {
-        const float top = fmaxf(m, logit), base = top == -ptx::infinity() ? 0.f : top;
-        const float of_keys = ptx::ex2((m - base) * kLog2e);
+        const float base = finite_or_zero(fmaxf(m, logit)), of_keys = ptx::ex2((m - base) * kLog2e);
         const float sum = fmaf(l, of_keys, ptx::ex2((logit - base) * kLog2e));  // @sink-in-the-sum
         inverse = of_keys / sum;
         lse = fmaf(ptx::lg2(sum), kLn2, base);

@@ -170,8 +170,6 @@ struct OnlineSoftmax : Shared {
         for (int r = 0; r < kRowsPerLane; ++r) l[r] = quad_reduce(l[r], [](float a, float b) { return a + b; });
         this->reduce(l, [](float a, float b) { return a + b; });  // @row-sum-of-both-warps
     }
-    // A row that has seen nothing but -inf keeps P = 0 instead of the NaN of -inf - -inf.
-    __device__ static float finite_or_zero(float x) { return x == -ptx::infinity() ? 0.f : x; }
 };
 
 #endif  // CUPYFLASH_SOFTMAX_CUH

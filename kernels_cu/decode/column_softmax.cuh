@@ -121,9 +121,6 @@ struct ColumnSoftmax<kTiles, true> {
     }
     __device__ void finish() { column_sums(l); }
     __device__ float maximum(int n, int c, float /* log2_factor */) const { return m[n][c]; }
-
-  private:
-    __device__ static float finite_or_zero(float x) { return x == -ptx::infinity() ? 0.f : x; }
 };
 
 #endif  // CUPYFLASH_COLUMN_SOFTMAX_CUH

@@ -60,8 +60,6 @@ struct PartialSum {
         if (p.lse && col == 0) rows.lse(head, row) = lse;
         return fabsf(x[0]) + fabsf(x[1]) + fabsf(x[2]) + fabsf(x[3]) < ptx::infinity();
     }
-
-    __device__ static float finite_or_zero(float x) { return x == -ptx::infinity() ? 0.f : x; }
 };
 
 // Elements [begin, end) of a tile's result, as far as there are so many, from parts [first, last], of which place(r) says

@@ -45,16 +45,6 @@ struct CachedRows {
         else return its;
     }
 };
-// The largest x(i) of [first, end), by one warp, in every lane; NaN counts for nothing, and where all are -inf it is 0.
-template <class X>
-__device__ __forceinline__ float largest_or_zero(int first, int end, X x) {
-    float top = -ptx::infinity();
-    #pragma unroll 1
-    for (int i = first + fresh_lane(); i < end; i += 32) top = fmaxf(top, x(i));
-    #pragma unroll 1
-    for (int mask = 16; mask > 0; mask /= 2) top = fmaxf(top, ptx::shfl_xor(top, mask));
-    return top == -ptx::infinity() ? 0.f : top;
-}
 
 // One row in shared memory.
 struct OneRow {
@@ -91,27 +81,16 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         const CachedRows<V> v{p, p.v, p.v_stride, p.v_scale, tile.index, rows.head_k + head};
         const int first = mask.first_key(query), last = mask.end_key(query);
         const auto places = Places<V>::of(p, rows.sequence, rows.head_q(head, row)).from(query, 0);
-        float top = 0.f;  // kBias: of the row's scores, which the factor may carry beyond fp32
         const auto value = [&](int key) {
             return score.value_or_hidden(dot_rows<T, D, V::kUnaligned>(q, k + key), places(0, key));
         };
-        const auto exponent = [&](int key) {
-            if constexpr (V::kBias) return (value(key) - top) * score.log2_factor;
-            else return value(key) * score.log2_factor;  // @scores-as-in-decode
-        };
         const auto sink = Sink<V>::of(p, rows.sequence, rows.head_q(head, row));
-        const auto exponent_or_sink = [&](int i) {  // behind the last key stands the sink
-            if constexpr (Sink<V>::kAny)
-                if (i == last) return V::kBias ? (sink.logit - top) * kLog2e : sink.log2();
-            return exponent(i);
-        };
-        float lse = 0.f;  // in powers of two
+        RowSoftmax<V, decltype(value)> softmax{score, sink, first, last, value};
         repair_row<T, D>(line, 0, 0, D, 1.f, [&](auto &sum, bool reasons) {
+            if (reasons) softmax.find();
+            const float lse = softmax.lse;
             if constexpr (V::kBias)
-                if (reasons) top = largest_or_zero(first, last, value);  // @factor-behind-the-maximum
-            if (reasons) lse = log2_sum_ex2<V::kBias>(first, last + Sink<V>::kAny, exponent_or_sink);
-            if constexpr (V::kBias)
-                if (lse == -ptx::infinity()) return;  // all scores are: the row sees nothing
+                if (softmax.sees_nothing()) return;
             if (first < last && lse != lse) return sum.fill(lse);
             sum.add(
                 v, 1, first, last,
@@ -120,7 +99,7 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
                         if (places(0, key).hides()) return kNone;  // @hidden-by-bias-repair-decode
                     return reasons && row_is_finite<T, D, V::kUnaligned>(v + key) ? kNone : kTerm;
                 },
-                [&](int key) { return weight_ex2(exponent(key) - lse); });
+                [&](int key) { return softmax.weight(key); });
         });
         ptx::bar_warp_sync();
         #pragma unroll 1

@@ -38,6 +38,8 @@ FORWARD_BIAS = (
     Bug("bias: eight keys behind the last key read", change("run-of-bias-that-exists", "i >= queries || j >= keys", "i >= queries"), "chunks-wide", r"buffer", "sm_90"),
     Bug("bias: lse of a row without keys repaired, without its sink", change("lse-repaired", "first < end", "true"), "no-keys"),
     Bug("bias: lse of a row with a hidden NaN left NaN", without("lse-repaired"), "nan-hidden"),
+    Bug("bias: O repaired with the factor before the maximum", change("factor-behind-the-maximum", "largest_or_zero(first, end, value)", "0.f"), "masks-inf"),
+    Bug("bias: O repaired with a maximum that knows no sink", without("sink-beyond-all-scores"), "masks-inf-sink"),
     Bug("bias: O repaired with keys that it hides", change("hidden-by-bias-repair-of-o", "places(0, key).hides()", "false"), "nan-hidden"),
 )  # fmt: skip
 BACKWARD_BIAS = (

@@ -48,7 +48,7 @@ DECODE = (
     _sm90("no repair of whole tiles", change("written-and-finite", "!finite", "false"), "cache-nonfinite-one-split"),
     _sm90("no repair of what is combined", change("combined-and-finite", "!finite", "false"), "cache-nonfinite-four-d128"),
     _sm90("repair from the first head", change("rows-of-the-cache-repair", "head * s.head", "0"), "cache-nonfinite-four-d128"),
-    _sm90("repair with other scores", change("scores-as-in-decode", "score.log2_factor", "0.1f"), "cache-nonfinite-four-d128"),
+    _sm90("repair with other scores", change("scores-as-in-the-kernel", "score.log2_factor", "0.1f"), "cache-nonfinite-four-d128"),
     # 8 bits
     _sm90("a row sees one key more, 8 bits", change("keys-of-a-packed-row-stored", "its >= end", "its > end"), "cache-int8"),
     _sm90("a slice cut by the end is whole, 8 bits", change("slice-seen-by-all-stored", "key + kSlice <= end_whole", "key < end_whole"), "cache-int8"),
@@ -72,7 +72,7 @@ DECODE = (
     _sm90("addends of the keys before", change("addends-of-a-slice", "8 * i + j", "8 * i"), "cache-bias"),
     Bug("hidden keys are repaired with", change("hidden-by-bias-repair-decode", "places(0, key).hides()", "false"), "cache-mask-nonfinite-five-splits"),
     _sm90("the maximum times its factor, 8 bits", change("difference-before-its-factor", "(S[n][e] - finite_or_zero(m[n][e % 2])) * factor[n][e % 2]", "S[n][e] * factor[n][e % 2] - finite_or_zero(m[n][e % 2]) * factor[n][e % 2]"), "cache-int8-bias"),
-    _sm90("repair with the factor before the maximum", change("factor-behind-the-maximum", "largest_or_zero(first, last, value)", "0.f"), "cache-bias-masks-nonfinite"),
+    _sm90("repair with the factor before the maximum", change("factor-behind-the-maximum", "largest_or_zero(first, end, value)", "0.f"), "cache-bias-masks-nonfinite"),
     # mods
     _sm90("mods of the first head", change("places-of-a-packed-row", "rows.head_q(head, row)", "rows.head_k"), "cache-mods-relative"),
     _sm90("NaN is seen though a mod hides it", change("hidden-though-nan", "at.hides()", "false"), "cache-mods-adds-nonfinite"),

@@ -176,7 +176,7 @@ FORWARD_REPAIR = (
     _forward("O repaired with heads of V at those of K", change("heads-of-v-repair-of-o", "p.v_stride", "p.k_stride"), "repair-sm80-d64-5"),
     _forward("O repaired with rows of V at those of K", change("rows-of-v-repair-of-o", "v.step()", "k.step()"), "repair-sm80-d64-5"),
     _forward("O repaired from the first key on", change("keys-of-the-row", "mask.first_key(query0 + row)", "0"), "repair-sm80-d64-5"),
-    _forward("O repaired without the scale where it is applied first", change("scores-as-in-the-kernel", "score.value_or_hidden(raw, places(0, key))", "raw"), "repair-sm90-d64-8"),
+    _forward("O repaired without the scale where it is applied first", change("score-of-a-repaired-row", "score.value_or_hidden(raw, places(0, key))", "raw"), "repair-sm90-d64-8"),
 )  # fmt: skip
 # Up to 64 P need not be 1 where one key outweighs all others: what its rounding then costs is the rest of the row.
 THRESHOLD = tuple(

@@ -40,6 +40,22 @@ CASES = {
     "hides": _case("hides", "qk hides", dlse=True),
     "nan-hidden": _case("nan-hidden", "qk hides"),
     "scores-of--inf": _case("scores-of--inf", "hqk", dlse=True),
+    "masks-inf": Case(
+        "bias-masks-inf", "full", 70, 133, 64, 2, 2, 1, bias="qk fp32 masks", values="inf_in_visible_key"
+    ),
+    "masks-inf-sink": Case(
+        "bias-masks-inf-sink",
+        "full",
+        70,
+        133,
+        64,
+        2,
+        2,
+        1,
+        bias="qk fp32 masks",
+        values="inf_in_visible_key",
+        sink=True,
+    ),
     "no-keys": Case("bias-no-keys", "full", 70, 40, 64, 2, 2, 1, bias="qk", causal=True, sink=True),
     "keys": _case("keys", "k fp32", dlse=True),
     "many": _case("many", "k fp32", batch=3, heads_q=6, heads_k=2),
