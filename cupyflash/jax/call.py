@@ -30,6 +30,7 @@ from . import ffi
 from .buffers import CODES, Buffers, other_trace
 
 _TARGET, _TARGET_INTO = "cupyflash", "cupyflash_into"
+_OF = "\n"  # behind which a text has the shapes of the arrays
 PASSES = {which.name: which for which in (FORWARD, BACKWARD)}
 
 
@@ -46,13 +47,18 @@ class Static(NamedTuple):
     def of(cls, which: str, names: tuple[str, ...], options: Options, wanted: tuple[str, ...] = ()) -> Static:
         return cls(which, names, options, wanted, family())
 
-    def text(self) -> str:
-        """As the custom call carries it, into other processes too."""
-        return json.dumps([*self[:2], self.options._asdict(), *self[3:]], separators=(",", ":"))
+    def text(self, arrays: Sequence[Any]) -> str:
+        """As the custom call carries it, into other processes too; behind it the shapes, so that an execution of
+        other ones has another text."""
+        text = json.dumps([*self[:2], self.options._asdict(), *self[3:]], separators=(",", ":"))
+        return text + _OF + " ".join(f"{np.dtype(x.dtype)}{[*x.shape]}" for x in arrays)
 
     @classmethod
     def parse(cls, text: bytes) -> Static:
-        which, names, options, wanted, family = json.loads(text)
+        body, mark, _ = text.partition(_OF.encode())
+        if not mark:
+            raise RuntimeError("the call was exported by an older version of cupyflash: export it again")
+        which, names, options, wanted, family = json.loads(body)
         if options["window"] is not None:
             options["window"] = tuple(options["window"])
         return cls(which, tuple(names), Options(**options), tuple(wanted), family)
@@ -72,7 +78,7 @@ def _run(frame: ffi.Frame) -> None:
     """One execution. A call that was prepared takes the addresses as they are."""
     if frame.device != CPU:
         given = frame.addresses
-        kind = frame.text, frame.device, wish(), *frame.kinds
+        kind = frame.text, frame.device, wish()
         call = find.ready(kind, functools.partial(_key, frame), given)
         if call is not None:
             made = frame.result_addresses()
@@ -93,7 +99,7 @@ def _run_into(frame: ffi.Frame) -> None:
     """The same, where the last two inputs lie where its results do, of which some rows are to stay."""
     if frame.addresses[-2:] != frame.result_addresses()[:2]:
         raise RuntimeError("out: XLA did not put the result where the argument lies")
-    del frame.kinds[-2:], frame.addresses[-2:]
+    frame.drop(2)
     _run(frame)
 
 
@@ -156,7 +162,7 @@ def call(static: Static, *arrays: Any) -> list[Any]:
     results = results_of(static, arrays)
 
     def on(workspace: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., list[Any]]:
-        return lambda *x: ffi.call(_TARGET, [*results, *workspace], x, static.text())[: len(results)]
+        return lambda *x: ffi.call(_TARGET, [*results, *workspace], x, static.text(x))[: len(results)]
 
     if not gpu.count() or arrays[0].dtype not in (jnp.float16, jnp.bfloat16):  # else the handler says what is missing
         return on(())(*arrays)
@@ -173,6 +179,6 @@ def forward_on_gpu(static: Static, arrays: Sequence[Any], into: Sequence[Any] = 
     results = results_of(static, arrays)
     made, given = [*results, *_workspace(static, arrays, len(results))], (*arrays, *into)
     if not into:
-        return ffi.call(_TARGET, made, given, static.text())[:2]
+        return ffi.call(_TARGET, made, given, static.text(arrays))[:2]
     same = {len(arrays) + i: i for i in range(2)}
-    return ffi.call(_TARGET_INTO, made, given, static.text(), same)[:2]
+    return ffi.call(_TARGET_INTO, made, given, static.text(arrays), same)[:2]

@@ -49,17 +49,24 @@ class Frame:
     """One execution: the call's text, its inputs and results, and the stream on a GPU.
 
     Attributes:
-        kinds, addresses: of the inputs.
+        addresses: of the inputs.
         device: the ordinal of the GPU, or -1.
     """
 
-    __slots__ = ("_results", "addresses", "device", "kinds", "stream", "text")
+    __slots__ = ("_inputs", "_results", "addresses", "device", "stream", "text")
 
-    def __init__(
-        self, text: bytes, kinds: list[Kind], addresses: list[int], results: Sequence[int], device: int, stream: int
-    ) -> None:
-        self.text, self.kinds, self.addresses, self._results = text, kinds, addresses, results
-        self.device, self.stream = device, stream
+    def __init__(self, text: bytes, inputs: Sequence[int], results: Sequence[int], device: int, stream: int) -> None:
+        self.text, self._inputs, self._results, self.device, self.stream = text, inputs, results, device, stream
+        self.addresses = _addresses(inputs)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Of the inputs. To read them costs as much as all else, and the text says the same."""
+        return _buffers(self._inputs)[0]
+
+    def drop(self, count: int) -> None:
+        """Leave out so many of the last inputs."""
+        self._inputs, self.addresses = self._inputs[:-count], self.addresses[:-count]
 
     def inputs(self) -> list[Buffer]:
         """As arrays."""
@@ -67,7 +74,7 @@ class Frame:
 
     def result_addresses(self) -> list[int]:
         """All that a launch needs of them."""
-        return [_read_pointer(pointer + _DATA)[0] for pointer in self._results]
+        return _addresses(self._results)
 
     def results(self) -> list[Buffer]:
         return self._with_addresses(*_buffers(self._results))
@@ -75,6 +82,10 @@ class Frame:
     def _with_addresses(self, kinds: Sequence[Kind], addresses: Sequence[int]) -> list[Buffer]:
         together = zip(addresses, kinds, strict=True)
         return [Buffer(address, shape, dtype, self.device) for address, (shape, dtype) in together]
+
+
+def _addresses(pointers: Sequence[int]) -> list[int]:
+    return [_read_pointer(pointer + _DATA)[0] for pointer in pointers]
 
 
 def _buffers(pointers: Sequence[int]) -> tuple[list[Kind], list[int]]:
@@ -137,11 +148,11 @@ def _handler(run: Callable[[Frame], None] | None, device: Callable[[], int] | No
             if stage != _EXECUTE or run is None:
                 return None
             data, size = _read_span(_read_pointer(to_values)[0])
-            kinds, addresses = _buffers(_read_pointers[given](to_given) if given else ())
+            inputs = _read_pointers[given](to_given) if given else ()
             results = _read_pointers[made](to_made) if made else ()
             where, stream = (device(), _stream(api, context)) if device else (CPU, 0)
             text: Any = MEMORY[data : data + size]
-            run(Frame(text, kinds, addresses, results, where, stream))
+            run(Frame(text, inputs, results, where, stream))
         except BaseException as e:  # what leaves a callback of ctypes is printed and lost
             return _failed(api, e)
         return None

@@ -152,7 +152,7 @@ def frame_of(static: Any, shapes: list[Any], results: int | None = None, address
         for i, x in enumerate([*given, *made])
     ]
     end = len(buffers) if results is None else len(given) + results
-    return XlaFrame(static.text(), buffers[: len(given)], buffers[len(given) : end])
+    return XlaFrame(static.text(given), buffers[: len(given)], buffers[len(given) : end])
 
 
 SHAPE, ROWS = (1, 64, 4, 64), (1, 4, 64)

@@ -624,7 +624,7 @@ def test_what_runs_on_a_gpu_was_prepared_when_it_was_traced(arch: str, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(find, "prepare", None)
             loaded, launched = len(gpu.loaded), len(gpu.launched)
-            frame = XlaFrame(static.text(), made[: len(given)], made[len(given) :])
+            frame = XlaFrame(static.text([*given.values()]), made[: len(given)], made[len(given) :])
             frame.run(ffi._handler(call._run, lambda: 0))
         assert frame.errors == []
         assert len(gpu.loaded) == loaded
