@@ -67,10 +67,13 @@ _BACKWARD_SMALL: tuple[tuple[int, BackwardTile], ...] = (
 )
 
 
-# For head_dims beyond 128, chosen by time on an H200 at 192 and 256, 2026-11-26. In two steps of dQ without a mask: 1 %
-# slower. At 128 as well, if two stages fit: what one gives was not measured. Their columns are multiples of 64.
-_BACKWARD_WIDE = tuple(WideTile(64, 64, 8, stages, 1, split_d=4) for stages in (2, 1))
-_BACKWARD_128 = (WideTile(64, 128, 8, 2, 1, split_d=4),)
+# For head_dims beyond 128, and at 128, the first that fits: chosen by time on an H200, also with less shared memory, at
+# 128, 192 and 256, 2026-11-26. In two steps of dQ without a mask: 1 % slower. Their columns are multiples of 64.
+_BACKWARD_WIDE = (
+    *[WideTile(64, 64, 8, stages, 1, split_d=4) for stages in (2, 1)],
+    WideTile(32, 64, 8, 1, 1, split_d=4),
+)
+_BACKWARD_128 = tuple(WideTile(64, 128, 8, stages, 1, split_d=4) for stages in (2, 1))
 
 
 # With a bias: fewer scores a thread, so that those of the bias fit the registers, too. Chosen among tiles that compile
@@ -174,18 +177,19 @@ class Sm80(Family):
         return replace(tile, block_n=32) if is_full and is_wide else tile
 
     def wide_tile(self, spec: Spec, device: Device) -> WideTile | None:
-        """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. Packed sequences leave no registers for a
-        bias, nor for rows that are not aligned; nor does head_dim 128 for a bias, or for more than a
-        mask and sinks of packed sequences."""
-        others = spec.softcap, spec.mods, spec.dropout, spec.block_mask, spec.dalibi, spec.head_dim_v
-        if spec.head_dim < 128 or any(others) or (spec.packed and (spec.bias or spec.unaligned)):
+        """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. Registers are left neither for a bias (or
+        mods) beside a softcap or of packed sequences, nor for such with rows that are not aligned; nor at head_dim 128
+        for weights, a bias, or more than a mask and sinks of packed sequences."""
+        others = spec.block_mask, spec.dalibi, spec.head_dim_v, spec.bias and (spec.softcap or spec.packed)
+        if spec.head_dim < 128 or any(others) or (spec.packed and spec.unaligned):
             return None
         more = spec.deterministic or spec.alibi or spec.kv_range or spec.scale_first
-        if spec.head_dim == 128 and (spec.bias or (spec.packed and more)):
+        weights = bool(spec.softcap or spec.mods or spec.dropout)
+        if spec.head_dim == 128 and (weights or spec.bias or (spec.packed and more)):
             return None
-        tiles = _BACKWARD_128 if spec.head_dim == 128 else _BACKWARD_WIDE
+        tiles = [replace(t, weights=weights) for t in (_BACKWARD_128 if spec.head_dim == 128 else _BACKWARD_WIDE)]
         tile = next((t for t in tiles if t.smem_bytes(spec.head_dim) <= device.smem_bytes), None)
-        takes_registers = spec.masked or spec.packed or spec.bias or spec.unaligned
+        takes_registers = spec.masked or spec.packed or spec.bias or spec.unaligned or weights
         return replace(tile, dq_parts=2) if tile and takes_registers else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:

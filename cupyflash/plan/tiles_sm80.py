@@ -65,10 +65,15 @@ class BackwardTile:
 
 @dataclass(frozen=True)
 class WideTile(BackwardTile):
-    """Two groups of four warps, of P and of dS. Each warp forms the columns of its share of dQ in `dq_parts` steps."""
+    """Two groups of four warps, of P and of dS. Each warp forms the columns of its share of dQ in `dq_parts` steps. One
+    group hands the other P, or `weights` beside it."""
 
     dq_parts: int = 1
+    weights: bool = False
 
     @property
     def name(self) -> str:
         return super().name + (f"p{self.dq_parts}" if self.dq_parts > 1 else "")
+
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+        return super().smem_bytes(head_dim, head_dim_v) + self.weights * self.block_n * row_bytes(self.block_m)

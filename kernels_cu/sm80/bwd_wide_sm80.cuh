@@ -10,10 +10,11 @@
 // other multiplies. dQ = dS K is formed by all warps, each in kDqParts steps: a mask, say, leaves no registers for all of its
 // columns. It leaves by additions to global memory (dq_accum.cuh).
 //
-// The second group has no scores, and takes P as rounded from the first one. So what changes their derivative (a softcap,
-// mods), what is dropped, and what is summed up of dS (learned slopes) are left to bwd_sm80.cuh, and so are lists of visits.
+// The second group has no scores. It takes P as rounded from the first one, or where the derivative of a score is not 1 (a
+// softcap, mods), or P is not all that dV is made of (dropout), the weights W of dS = W * (dP - delta) beside it. What is
+// summed up of dS (learned slopes) is left to bwd_sm80.cuh, and so are lists of visits.
 //
-// Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T.
+// Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T | W^T, if kWeights.
 //
 // With two stages (kStaggered) the second group adds its share of dQ while the first forms P of the next visit:
 //     kOfP                            kOfDS
@@ -49,7 +50,8 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     constexpr int kRows = N / 2, kQueries = M / 2, kCols = D / 4;  // of S^T and dP^T; of dV and dK
     constexpr bool kStaggered = kStages == 2 && !V::kDeterministic;
     static_assert(V::kWarps == 8 && M <= kThreads && kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0);
-    static_assert(Score<V>::kWeightIsP && !V::kDropout && !V::kDalibi && !V::kBlockMask && V::kHeadDimV == V::kHeadDim);
+    static_assert(V::kWeights || (Score<V>::kWeightIsP && !V::kDropout));
+    static_assert(!V::kDalibi && !V::kBlockMask && V::kHeadDimV == V::kHeadDim);
 
     // Which keys. With a mask, the first key blocks are the longest.
     const Problem &problem = p.problem;
@@ -62,11 +64,13 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     using TileP = SmemTile<T, N, M>;
     using TileQ = SmemTile<T, M, D>;
     using Stage = QueryStage<T, M, D, D>;
-    static_assert(2 * TileKV::kBytes + kStages * Stage::kBytes + 2 * TileP::kBytes == V::kSmemBytes);
+    static_assert(2 * TileKV::kBytes + kStages * Stage::kBytes + (V::kWeights ? 3 : 2) * TileP::kBytes ==
+                  V::kSmemBytes);
     const TileKV sK{ptx::dynamic_smem()}, sV{sK.base + TileKV::kBytes};
     // @slot-of-the-step-wide
     const auto stage = [&](int i) { return Stage(sV.base + TileKV::kBytes + i % kStages * Stage::kBytes); };
     const TileP sdS{sV.base + TileKV::kBytes + kStages * Stage::kBytes}, sP{sdS.base + TileP::kBytes};
+    const TileP sW{V::kWeights ? sP.base + TileP::kBytes : sP.base};  // @place-of-the-weights
 
     const Mask<V> mask(with_range<V>(sequence, p), problem);
     // The same in the main loop, which has no registers left to keep a range of keys: that is read again.
@@ -108,6 +112,8 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
             const TileQ queries{s.sQ.base + own_group * TileQ::kBytes};  // Q, or dO
             gemm_nt<T>(X, SmemA<TileKV, kRows>(keys, key0), queries.rows(query0));
             FragA<T, kRows, kQueries> rX;
+            const auto kept = Dropout<V>::of(p, sequence.index, now.head)
+                                  .template kept<false, kRows, kQueries>(q0 + query0, k0 + key0);
             // Each element becomes form(element, where it is in X, its query's lse and delta); then it is rounded and stored.
             const auto form_all = [&](const TileP &dst, auto form) {
                 #pragma unroll
@@ -133,16 +139,28 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
             if (own_group == kOfP) {
                 const auto head_places = Places<V>::of(p, sequence, now.head);
                 const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0);
+                FragA<T, kRows, kQueries> rW;
+                float even = 0.f;  // the first weight of a pair
                 form_all(sP, [&](float S, int a, int j, int e, float lse, float) {
-                    return score.P(S, places(8 * j + e % 2, 16 * a + 8 * (e / 2)), lse);
+                    const int key = 16 * a + 8 * (e / 2), query = 8 * j + e % 2;
+                    const float P = score.P(S, places(query, key), lse);
+                    if constexpr (V::kWeights) {  // of what is hidden, nobody looks at them
+                        const float W = score.weight(S, P, places(query, key));           // @weights-of-the-derivative
+                        if (e % 2) rW.x[j / 2][a][j % 2 * 2 + e / 2] = T::pack(even, W);  // @pairs-of-weights
+                        else even = W;
+                    }
+                    return Dropout<V>::of_kept(kept(key, query), P);  // @dropped-p-wide
                 });
+                if constexpr (V::kWeights) rW.store(sW, key0, query0);
             }
             ptx::bar_sync();  // P is complete, and the other group is done with dS of the step before @p-complete-wide
             if (own_group == kOfDS) {
-                rX.load(TileP{sP.at(0, query0)}, key0);  // @p-of-the-same-scores
+                rX.load(TileP{sW.at(0, query0)}, key0);  // @p-of-the-same-scores
                 form_all(sdS, [&](float dP, int a, int j, int e, float, float delta) {
                     const ptx::u32 pair = rX.x[j / 2][a][j % 2 * 2 + e / 2];
-                    return (e % 2 ? T::hi(pair) : T::lo(pair)) * (dP - delta);
+                    const int key = 16 * a + 8 * (e / 2), query = 8 * j + e % 2;
+                    const float kept_dP = Dropout<V>::of_kept(kept(key, query), dP);  // @dropped-dp-wide
+                    return (e % 2 ? T::hi(pair) : T::lo(pair)) * (kept_dP - delta);
                 });
                 if constexpr (kStaggered) ptx::bar_arrive(kDSComplete, kThreads);  // @ds-handed-over
                 ptx::bar_sync(kDSOfGroup, kThreads / 2);                           // @ds-of-the-group

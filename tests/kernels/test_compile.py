@@ -196,6 +196,9 @@ def wide_backwards(arch: str) -> list[Variant]:
         (True, {"window": (64, 64), "deterministic": True}),
         (False, {"window": (None, 0)}),
         (False, {"window": (64, 64), "deterministic": True, "kv_range": True, "alibi": 1}),
+        (True, {"softcap": 30.0, "packed": True, "window": (64, 64)}),
+        (True, {"softcap": 30.0, "window": (64, 64), "deterministic": True, "kv_range": True, "alibi": 1}),
+        (True, {"dropout": 1, "packed": True, "window": (None, 0)}),
     )
     variants: list[Variant] = []
     for aligned, options in asked:
@@ -208,7 +211,7 @@ def wide_backwards(arch: str) -> list[Variant]:
 @pytest.mark.parametrize("arch", WIDE)
 def test_wide_backwards_compile_without_spills(arch: str) -> None:
     made = facts_of((v, arch) for v in wide_backwards(arch))
-    assert len(made) == 5
+    assert len(made) == 8
     assert [v.symbol for v, _, facts in made if facts.spills != "no"] == []
 
 
