@@ -108,8 +108,7 @@ def hidden(rng: Rng, s: Spec) -> Tensors:
     """
     q, k, v, dout = normal(rng, s)
     seen, blind = np.zeros(s.sk, bool), np.zeros(s.sq, bool)
-    for i in range(s.sq):
-        first, end = s.visible(i)
+    for i, (first, end) in enumerate(s.visible):
         seen[first:end], blind[i] = True, first == end
     some = {heads: rng.random((s.batch, heads)) < 0.25 for heads in (k.shape[2], q.shape[2])}
     for x, rows in ((k, ~seen), (v, ~seen), (q, blind), (dout, blind)):

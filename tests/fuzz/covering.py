@@ -149,7 +149,7 @@ def capped() -> tuple[Row, ...]:
 
 
 def _sees(s: Spec) -> bool:
-    return any(first < end for first, end in map(s.visible, range(s.sq)))
+    return bool((s.visible[:, 0] < s.visible[:, 1]).any())
 
 
 def _tiles(row: Row) -> tuple[int, int]:

@@ -19,14 +19,14 @@ from cupyflash.check.case_mods import ModInputs
 
 Array = NDArray[Any]
 Arrays = dict[str, Array]
-Shown = Callable[[Arrays, int, int, int, Array], Array]
+Shown = Callable[[Arrays, int, int, Array, Array], Array]
 # Of an array's own dtype: the unit roundoff, and what is lost below its smallest numbers (`oracle.Rounding`).
 _UNITS = {"float32": UNIT_ROUNDOFF["fp32"], "float16": UNIT_ROUNDOFF["fp16"], "bfloat16": UNIT_ROUNDOFF["bf16"]}
 _TINY = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126}
 
 
 class Read(NamedTuple):
-    """What one query's scores depend on of an array: the elements, the derivative by them, and its error."""
+    """What scores depend on of an array: the elements, the derivative by them, and its error."""
 
     name: str
     elements: tuple[Any, ...]
@@ -35,7 +35,7 @@ class Read(NamedTuple):
 
 
 class Formed(NamedTuple):
-    """What a mod makes of one query's scores: them and their derivative, each with its error, and what it reads."""
+    """What a mod makes of scores: them and their derivative, each with its error, and what it reads."""
 
     scores: Array
     d_scores: Array
@@ -45,7 +45,7 @@ class Formed(NamedTuple):
 
 
 class Mod(NamedTuple):
-    """Arguments of a call, a draw of (sequences, heads), and the same of arrays, b, h, i, keys in NumPy.
+    """Arguments of a call, a draw of (sequences, heads), and the same of arrays, b, h, i, keys in NumPy, i a column.
 
     `form` takes scores, their errors and e before those.
     """
@@ -57,7 +57,7 @@ class Mod(NamedTuple):
     form: Callable[..., Formed] = lambda x, d_x, e, *of: Formed(x, d_x, 1.0, 0.0)
 
 
-def _by_distance(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: int, keys: Array) -> Formed:
+def _by_distance(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: Array, keys: Array) -> Formed:
     table = arrays["table"]
     distance = np.clip(i - keys, 0, table.shape[1] - 1)
     added = table[h, distance].astype(np.float64)
@@ -65,13 +65,13 @@ def _by_distance(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int,
     return Formed(x + added, d_scores, 1.0, 0.0, (Read("table", (h, distance), 1.0, 0.0),))
 
 
-def _same_document(arrays: Arrays, b: int, h: int, i: int, keys: Array) -> Array:
+def _same_document(arrays: Arrays, b: int, h: int, i: Array, keys: Array) -> Array:
     document = arrays["document"]
     last = document.shape[1] - 1
-    return document[b, min(i, last)] == document[b, np.minimum(keys, last)]
+    return document[b, np.minimum(i, last)] == document[b, np.minimum(keys, last)]
 
 
-def _capped(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: int, keys: Array) -> Formed:
+def _capped(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: Array, keys: Array) -> Formed:
     t, distance = np.tanh(x / 4), np.abs(i - keys)
     slope, off = 1 - t * t, d_x / 4
     scores = 4 * t - 0.05 * distance
@@ -79,7 +79,7 @@ def _capped(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: i
     return Formed(scores, d_scores, slope, 2 * np.abs(t) * slope * off + off * off + 12 * e)
 
 
-def _scaled(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: int, keys: Array) -> Formed:
+def _scaled(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: Array, keys: Array) -> Formed:
     """An element of `scale` stands at two places of the expression: one read, whose derivatives add up."""
     scale, shift = float(arrays["scale"][h]), arrays["shift"][keys % 7].astype(np.float64)
     by_scale = x + 0.3 * shift
@@ -91,11 +91,11 @@ def _scaled(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: i
     return Formed(scale * by_scale, abs(scale) * (d_x + 6 * e * size), scale, 0.0, reads)
 
 
-def _heated(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: int, keys: Array) -> Formed:
+def _heated(x: Array, d_x: Array, e: float, arrays: Arrays, b: int, h: int, i: Array, keys: Array) -> Formed:
     heat = arrays["heat"]
-    at = b, h, min(i, heat.shape[2] - 1)
-    factor = float(heat[at])
-    error = abs(factor) * (d_x + 2 * e * np.abs(x))
+    at = b, h, np.minimum(i, heat.shape[2] - 1)
+    factor = heat[at].astype(np.float64)
+    error = np.abs(factor) * (d_x + 2 * e * np.abs(x))
     return Formed(factor * x, error, factor, 0.0, (Read("heat", at, x, d_x),))
 
 
@@ -143,13 +143,18 @@ class OfHead(NamedTuple):
     b: int
     h: int
 
-    def shown(self, i: int, keys: Array) -> Array:
-        """Which keys query i may see, whatever their scores are."""
-        return self.mod.shown(self.arrays, self.b, self.h, i, keys)
+    def shown(self, queries: int, keys: int) -> Array:
+        """Which keys each query may see, whatever the scores are."""
+        return self.mod.shown(self.arrays, self.b, self.h, *_indices(queries, keys))
 
-    def form(self, x: Array, d_x: Array, e: float, i: int, keys: Array) -> Formed:
-        """What becomes of its scores x. The error of one that is not finite says nothing."""
-        return self.mod.form(x, np.where(np.isfinite(x), d_x, 0), e, self.arrays, self.b, self.h, i, keys)
+    def form(self, x: Array, d_x: Array, e: float) -> Formed:
+        """What becomes of scores x, a row for each query. The error of one that is not finite says nothing."""
+        at = _indices(*x.shape)
+        return self.mod.form(x, np.where(np.isfinite(x), d_x, 0), e, self.arrays, self.b, self.h, *at)
+
+
+def _indices(queries: int, keys: int) -> tuple[Array, Array]:
+    return np.arange(queries)[:, None], np.arange(keys)
 
 
 class Sums:
@@ -163,11 +168,11 @@ class Sums:
             {name: np.zeros(x.shape) for name, x in given.items()} for _ in range(4)
         )
 
-    def add(self, read: Read, dS: Array, d_dS: Array) -> None:
-        """Add what one query's scores give, by which the gradient is dS with an error."""
-        shape = dS.shape
-        slope, error, *indices = (np.broadcast_to(x, shape) for x in (read.derivative, read.error, *read.elements))
-        elements = tuple(indices)
+    def add(self, read: Read, shown: Array, dS: Array, d_dS: Array) -> None:
+        """Add what the scores of shown keys give, by which the gradient is dS with an error."""
+        parts = (np.broadcast_to(x, shown.shape)[shown] for x in (read.derivative, read.error, *read.elements))
+        slope, error, *indices = parts
+        elements, dS, d_dS = tuple(indices), dS[shown], d_dS[shown]
         exact, by_error = np.where(dS == 0, 0, dS * slope), np.where(dS == 0, 0, np.abs(dS) * error)
         found = exact, np.where(np.isfinite(slope), d_dS * np.abs(slope), 0) + by_error
         for total, x in zip((self.exact, self.bound, self.size), (*found, np.abs(exact)), strict=True):

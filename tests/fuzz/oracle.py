@@ -1,4 +1,4 @@
-"""The exact results of a `Spec`, row by row in float64, and for each element how far rounding may take it.
+"""The exact results of a `Spec`, head by head in float64, and for each element how far rounding may take it.
 
 Apart from `cupyflash.check.reference` on purpose: a mistake would have to be made twice. For the row of query i of one
 head, over the keys j that it sees (`Spec.visible`):
@@ -96,7 +96,7 @@ class Rounding:
         self.tiny = max(float(LIMITS[dtype].smallest_subnormal), flushed)
         self.lost = 2.0**-25 if dtype == "fp16" else flushed  # of P and dS
 
-    def sum(self, n: int) -> float:
+    def sum(self, n: Any) -> Any:
         return self.e * (16 + n / 4)
 
 
@@ -124,82 +124,92 @@ class Head:
     """P, O and lse of one head of q, with their bounds: (seqlen_q, seqlen_k), (seqlen_q, d), (seqlen_q,)."""
 
     def __init__(self, s: Spec, r: Rounding, Q: Array, K: Array, V: Array, of: OfHead) -> None:
-        self.seen = np.zeros((s.sq, s.sk), bool)
-        self.P, self.rho = np.zeros((s.sq, s.sk)), np.zeros((s.sq, s.sk))
         self.slope, self.d_slope = np.ones((s.sq, s.sk)), np.zeros((s.sq, s.sk))  # g
-        self.O, self.dO = np.zeros((s.sq, s.d)), np.zeros((s.sq, s.d))
-        self.bias, self.added, self.Z, self.mod = of.slope * distances(s), of.bias, of.Z, of.mod
-        self.reads: list[tuple[int, Array, modding.Read]] = []  # of a query's scores for some keys
-        self.sink, self.d_sink = of.sink, r.e * (8 * abs(of.sink) + 16) if of.sink > -np.inf else 0.0
-        self.lse, self.dlse = np.full(s.sq, of.sink), np.full(s.sq, self.d_sink)
-        for i in range(s.sq):
-            first, end = s.visible(i)
-            keys = np.arange(first, end)
-            if of.bias is not None:
-                keys = keys[~np.isneginf(of.bias[i, keys])]
-            if of.shown is not None:
-                keys = keys[of.shown[i, keys]]
-            if of.mod is not None:
-                keys = keys[of.mod.shown(i, keys)]
-            if keys.size:
-                self._row(i, keys, s, r, Q[i], K[keys], V[keys])
+        self.Z, self.sink = of.Z, of.sink
+        self.d_sink = r.e * (8 * abs(of.sink) + 16) if of.sink > -np.inf else 0.0
+        self.reads: tuple[modding.Read, ...] = ()  # of the scores of keys that are shown
+        self.shown = _shown(s, of)
+        score, d_score = self._scores(s, r, Q, K, of)
+        may_hide = (of.bias is not None or of.mod is not None) and of.sink == -np.inf
+        self.seen = self.shown & ~(np.isneginf(score).all(axis=1, keepdims=True) & may_hide)
+        self._weigh(r, score, d_score)
+        self._sum_up(r, V)
 
-    def _row(self, i: int, keys: Array, s: Spec, r: Rounding, q: Array, k: Array, v: Array) -> None:
-        x = s.factor * (k @ q)
-        d_x = r.sum(s.d) * abs(s.factor) * (np.abs(k) @ np.abs(q))
-        score, d_score = x, d_x
+    def _scores(self, s: Spec, r: Rounding, Q: Array, K: Array, of: OfHead) -> tuple[Array, Array]:
+        """Scores, -inf where a key is not shown, and their errors."""
+        score = s.factor * (Q @ K.T)
+        d_score = r.sum(s.d) * abs(s.factor) * (np.abs(Q) @ np.abs(K).T)
         if s.softcap is not None:
-            score, d_score = self._capped(i, keys, s.softcap, r, x, d_x)
-        if self.mod is not None:
-            score, d_score = self._modded(i, keys, self.mod.form(score, d_score, r.e, i, keys))
+            score, d_score = self._capped(s.softcap, r, score, d_score)
+        if of.mod is not None:
+            score, d_score = self._modded(of.mod.form(score, d_score, r.e))
         if s.alibi:
-            score, d_score = score - self.bias[i, keys], d_score + 6 * r.e * np.abs(self.bias[i, keys])
-        if self.added is not None:
-            added = self.added[i, keys]
-            score, d_score = score + added, d_score + 4 * r.e * np.abs(added)
-        may_hide = self.added is not None or self.mod is not None
-        if may_hide and np.isneginf(score).all() and self.sink == -np.inf:
-            return
-        top = max(score.max(), self.sink)  # NaN if a score is
-        weight = np.exp(score - top)
-        total = weight.sum() + (np.exp(self.sink - top) if self.sink > -np.inf else 0)
-        p = weight / total
-        self.seen[i, keys], self.P[i, keys] = True, p
-        self.lse[i] = lse = top if top == -np.inf else top + np.log(total)
-        rho = d_score + r.e * (4 * np.abs(score) + 4 * np.abs(lse) + 16)
-        rho = np.where(np.isfinite(score), np.minimum(rho, 100), 0)
-        of_sink = np.exp(self.sink - lse + self.d_sink + 4 * r.e * np.abs(lse)) if self.sink > -np.inf else 0.0
-        common = np.log((p * np.exp(rho)).sum() + of_sink) if np.isfinite(lse) else 0.0
-        self.dlse[i] = common + r.e * (4 * np.abs(lse) + 32)
-        self.rho[i, keys] = np.expm1(rho + self.dlse[i])
-        rounded, rest = p.copy(), 1.0
-        if p.max() > DOMINANT / (DOMINANT + 1):
-            rounded[p.argmax()], rest = 0.0, 1 - p.max()
-        error = p * (self.rho[i, keys] + r.sum(len(p))) + r.lost
-        p, rounded, error = (self.Z[i, keys] * x for x in (p, rounded, error))
-        self.O[i] = _sum(p, v)
-        self.dO[i] = r.inner * (_sum(rounded, np.abs(v)) + rest * np.abs(self.O[i])) + r.u * np.abs(self.O[i]) + r.tiny
-        self.dO[i] += _sum(error, np.abs(v))
+            bias = of.slope * distances(s)
+            score, d_score = score - bias, d_score + 6 * r.e * np.abs(bias)
+        if of.bias is not None:
+            score, d_score = score + of.bias, d_score + 4 * r.e * np.abs(of.bias)
+        return np.where(self.shown, score, -np.inf), d_score
 
-    def _capped(self, i: int, keys: Array, c: float, r: Rounding, x: Array, d_x: Array) -> tuple[Array, Array]:
+    def _weigh(self, r: Rounding, score: Array, d_score: Array) -> None:
+        """P and lse."""
+        seen, has_sink = self.seen, self.sink > -np.inf
+        sees = seen.any(axis=1)
+        top = np.maximum(score.max(axis=1, initial=-np.inf), self.sink)  # NaN if a score is
+        weight = np.where(seen, np.exp(score - top[:, None]), 0)
+        total = weight.sum(axis=1) + (np.exp(self.sink - top) if has_sink else 0)
+        self.P = np.where(seen, weight / total[:, None], 0)
+        lse = np.where(top == -np.inf, top, top + np.log(total))
+        size = np.abs(lse)
+        rho = d_score + r.e * (4 * np.abs(score) + 4 * size[:, None] + 16)
+        rho = np.where(np.isfinite(score), np.minimum(rho, 100), 0)
+        of_sink = np.exp(self.sink - lse + self.d_sink + 4 * r.e * size) if has_sink else 0.0
+        common = np.where(np.isfinite(lse), np.log((self.P * np.exp(rho)).sum(axis=1) + of_sink), 0)
+        self.lse = np.where(sees, lse, self.sink)
+        self.dlse = np.where(sees, common + r.e * (4 * size + 32), self.d_sink)
+        self.rho = np.where(seen, np.expm1(rho + self.dlse[:, None]), 0)
+
+    def _sum_up(self, r: Rounding, V: Array) -> None:
+        """O."""
+        P, seen, n = self.P, self.seen, self.seen.sum(axis=1, keepdims=True)
+        is_dominant = P > DOMINANT / (DOMINANT + 1)
+        rounded, rest = np.where(is_dominant, 0, P), 1 - np.where(is_dominant, P, 0).sum(axis=1, keepdims=True)
+        error = np.where(seen, P * (self.rho + r.sum(n)) + r.lost, 0)
+        P, rounded, error = (self.Z * x for x in (P, rounded, error))
+        self.O, size = _product(P, V, seen), np.abs(V)
+        dO = r.inner * (_product(rounded, size, seen) + rest * np.abs(self.O)) + r.u * np.abs(self.O) + r.tiny
+        self.dO = np.where(n > 0, dO + _product(error, size, seen), 0)
+
+    def _capped(self, c: float, r: Rounding, x: Array, d_x: Array) -> tuple[Array, Array]:
         """Scores and their errors; keeps the derivative."""
         t = np.tanh(x / c)
-        slope = 1 - t * t
+        self.slope = slope = 1 - t * t
         off = np.where(np.isfinite(x), d_x + 4 * r.e * np.abs(x), 0) / c
-        self.slope[i, keys] = slope
-        self.d_slope[i, keys] = 2 * np.abs(t) * slope * off + off * off + 12 * r.e
+        self.d_slope = 2 * np.abs(t) * slope * off + off * off + 12 * r.e
         return c * t, c * ((slope + off) * off + 6 * r.e)
 
-    def _modded(self, i: int, keys: Array, formed: modding.Formed) -> tuple[Array, Array]:
+    def _modded(self, formed: modding.Formed) -> tuple[Array, Array]:
         """Scores and their errors; keeps the derivative and what is read."""
-        before, d_before = self.slope[i, keys], self.d_slope[i, keys]
-        self.slope[i, keys] = before * formed.slope
-        self.d_slope[i, keys] = (before + d_before) * formed.d_slope + np.abs(formed.slope) * d_before
-        self.reads += [(i, keys, read) for read in formed.reads]
+        before, d_before = self.slope, self.d_slope
+        self.slope = before * formed.slope
+        self.d_slope = (before + d_before) * formed.d_slope + np.abs(formed.slope) * d_before
+        self.reads = formed.reads
         return formed.scores, formed.d_scores
 
 
 Heads = dict[tuple[int, int], Head]
+
+
+def _shown(s: Spec, of: OfHead) -> Array:
+    """Which keys each query sees, unless all of its scores are -inf."""
+    keys, (first, end) = np.arange(s.sk), s.visible.T[:, :, None]
+    shown = (first <= keys) & (keys < end)
+    if of.bias is not None:
+        shown &= ~np.isneginf(of.bias)
+    if of.shown is not None:
+        shown &= of.shown
+    if of.mod is not None:
+        shown &= of.mod.shown(s.sq, s.sk)
+    return shown
 
 
 def distances(s: Spec) -> Array:
@@ -246,24 +256,24 @@ def _add(total: Array, sequence: int, h: int, dS: Array) -> None:
     target += dS.sum(axis=tuple(axis for axis in (0, 1) if target.shape[axis] != dS.shape[axis]), keepdims=True)
 
 
-def _sum(weights: Array, rows: Array) -> Array:
-    """weights @ rows; term by term where one is not finite, so that no library takes a short cut."""
-    if np.isfinite(rows).all() and np.isfinite(weights).all():
-        return weights @ rows
-    return (weights[:, None] * rows).sum(axis=0)
-
-
 def dropped(X: Array, Z: Array) -> Array:
     """Z * X, and 0 where Z is."""
     return np.where(Z > 0, Z * X, 0)
 
 
 def _product(W: Array, X: Array, seen: Array) -> Array:
-    """W X over the pairs that are seen."""
+    """W X over the pairs that are seen; term by term what is not finite, so that no library takes a short cut.
+
+    W is 0 where nothing is seen.
+    """
     if np.isfinite(X).all() and np.isfinite(W).all():
         return W @ X
-    rows = [_sum(w[s], X[s]) for w, s in zip(W, seen, strict=True)]
-    return np.stack(rows) if rows else np.zeros((0, X.shape[1]))
+    is_odd = seen & ~(np.isfinite(W) & np.isfinite(X).all(axis=1))
+    total: Array = np.where(is_odd, 0, W) @ np.where(np.isfinite(X), X, 0)
+    for j in np.flatnonzero(is_odd.any(axis=0)):
+        rows = is_odd[:, j]
+        total[rows] += W[rows, j, None] * X[j]
+    return total
 
 
 def _whole(s: Spec, x: Inputs) -> Inputs:
@@ -327,8 +337,8 @@ def backward(s: Spec, x: Inputs, stored: Array, made: Heads | None = None) -> tu
                 dlse = np.zeros(alone.sq) if x.dlse is None else x.dlse[b, h, rows].astype(np.float64)
                 head = made[i, h]
                 *found, by_score = _gradients(alone, r, head, Q, K, V, G, O, dlse)
-                for query, seen, read in head.reads:
-                    of_mods.add(read, by_score.exact[query, seen], by_score.bound[query, seen])
+                for read in head.reads:
+                    of_mods.add(read, head.shown, by_score.exact, by_score.bound)
                 for total in dbias:
                     _add(total.exact, i, h, by_score.exact)
                     _add(total.bound, i, h, by_score.bound)

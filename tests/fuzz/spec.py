@@ -219,13 +219,15 @@ class Spec:
     def numpy_dtype(self) -> Any:
         return NUMPY_DTYPE[self.dtype]
 
-    def visible(self, query: int) -> tuple[int, int]:
-        """The keys [first, end) that a query of a batch of one sees: aligned at the bottom right, of all keys."""
-        same = query + self.sk - self.sq
-        first = 0 if self.left is None else same - self.left
-        last = self.sk - 1 if self.right is None else same + self.right
-        if self.causal and same < last:
-            last = same
+    @functools.cached_property
+    def visible(self) -> NDArray[Any]:
+        """The keys [first, end) that each query of a batch of one sees: aligned at the bottom right, of all keys."""
+        same = np.arange(self.sq) + self.sk - self.sq
         start, stop = (int(n) for n in (self.ranges or f"0:{self.sk}").split(":"))
-        first, end = max(first, 0, start), min(last + 1, self.sk, stop)
-        return (first, end) if first < end else (0, 0)
+        first = np.full(self.sq, max(0, start)) if self.left is None else np.maximum(same - self.left, max(0, start))
+        end = np.full(self.sq, min(self.sk, stop))
+        if self.right is not None:
+            end = np.minimum(end, same + self.right + 1)
+        if self.causal:
+            end = np.minimum(end, same + 1)
+        return np.where(first < end, (first, end), 0).T
