@@ -61,7 +61,8 @@ def fits(bug: PairBug, spec: Spec) -> bool:
     """Whether a case may run the lines of a bug at all."""
     wide, sm90 = spec.d > 128, spec.family != "sm80"
     return {
-        "bwd_sm80": not sm90, "bwd_wide_sm80": not sm90 and spec.d >= 128, "bwd_load_sm80": not sm90, "fwd_sm80": not sm90,
+        "bwd_sm80": not sm90, "bwd_wide_sm80": not sm90 and spec.d >= 128, "bwd_load_sm80": not sm90,
+        "fwd_sm80": not sm90,
         "bwd_sm90": sm90 and not wide,
         "bwd_dkv_sm90": sm90 and wide, "bwd_dq_sm90": sm90 and wide, "bwd_convert": not (sm90 and wide),
         "dq_accum": not (sm90 and wide), "fwd_sm90": sm90, "fwd_load_sm90": sm90, "pipeline_sm90": sm90,
