@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError
+from emulator import MODES, EmulatorError, attention
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import TABLE
 from emulator.mutants import Bug
@@ -19,6 +19,7 @@ from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case, Inputs
+from tests.ahead import Ahead
 from tests.packed_lengths import WRONG, given, three
 from tests.turns import in_turn
 
@@ -35,19 +36,29 @@ def everything(how: Session, case: Case, inputs: Inputs, dtype: str = "bf16") ->
     return [out, lse, *how.backward(inputs, out, lse, problem)]
 
 
+def contradict(family: str, case: Case, wrong: str) -> None:
+    """Both passes, with lengths that do."""
+    x = case.inputs("bf16").having(sequences=given(*WRONG[wrong]))
+    everything(Session.of_family(family, "any"), case, x)
+
+
+AHEAD = Ahead(
+    lambda family, head_dim, wrong, option: contradict(family, three(head_dim, **{option: True}), wrong), attention
+)
+
+
 @pytest.mark.parametrize(("wrong", "option"), in_turn(WRONG, [("causal",), ("deterministic",)]))
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lengths_that_contradict(family: str, head_dim: int, wrong: str, option: str) -> None:
+def test_lengths_that_contradict(
+    family: str, head_dim: int, wrong: str, option: str, request: pytest.FixtureRequest
+) -> None:
     """Nothing outside of a buffer is touched, no input is written, and it ends: the emulator reports all else.
 
     Sequences may overlap, and then several blocks write the same rows: that is no race to be found here.
     """
-    case = three(head_dim, **{option: True})
-    inputs, problem = case.inputs("bf16").having(sequences=given(*WRONG[wrong])), case.problem("bf16")
-    how = Session.of_family(family, "any")
-    out, lse = how.forward(inputs, problem)
-    how.backward(inputs, out, lse, problem)
+    AHEAD(request)
+    contradict(family, three(head_dim, **{option: True}), wrong)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -65,14 +76,18 @@ ADDED: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
+AHEAD_OF_SCORES = Ahead(
+    lambda wrong, family, added: contradict(family, three(64, heads_q=4, **added), wrong), attention
+)
+
+
 @pytest.mark.parametrize(("wrong", "family", "added"), in_turn(WRONG, [(f, x) for x in ADDED for f in FAMILIES]))
-def test_lengths_that_contradict_arrays_of_scores(wrong: str, family: str, added: dict[str, Any]) -> None:
+def test_lengths_that_contradict_arrays_of_scores(
+    wrong: str, family: str, added: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
     """The same: sequences may be longer than a bias or a mask, and take the lists of others."""
-    case = three(64, heads_q=4, **added)
-    inputs, problem = case.inputs("bf16").having(sequences=given(*WRONG[wrong])), case.problem("bf16")
-    how = Session.of_family(family, "any")
-    out, lse = how.forward(inputs, problem)
-    how.backward(inputs, out, lse, problem)
+    AHEAD_OF_SCORES(request)
+    contradict(family, three(64, heads_q=4, **added), wrong)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

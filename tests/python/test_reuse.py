@@ -431,7 +431,7 @@ def frame_of(
         Buffer(4096 * 1024 * (1 + i) + offset, tuple(x.shape), call.CODE_OF[np.dtype(x.dtype)], 0)
         for i, x in enumerate([q, k, k, *results])
     ]
-    return XlaFrame(static.text(), found[:3], found[3:])
+    return XlaFrame(static.text([q, k, k]), found[:3], found[3:])
 
 
 # ---- What decides a call beside its arguments ----
