@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
+import torch
+
 from ..operands import Pass
 from .arguments import flat, read
 
 _PROGRAMS = "cupyflash.torch.programs"
+_OLDEST = 2, 11  # of the versions of torch with which this was run
 _WRITTEN = bool, int, float, str, type(None)
 _ready: set[str] = set()
 
@@ -24,6 +27,8 @@ def ready(which: Pass, op: Any) -> None:
     if which.name in _ready or "torch._inductor.lowering" not in sys.modules:
         return
     _ready.add(which.name)
+    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < _OLDEST:
+        return
     try:
         _register(which, op)
     except (AttributeError, ImportError):  # torch has other names for it

@@ -25,7 +25,7 @@ def forward(names: tuple[str, ...], values: tuple[Any, ...], wanted: tuple[str, 
 
     Args:
         values: of the options, as an operator has them.
-        wanted: nothing.
+        wanted: as of `backward`; here nothing.
     """
     options = ops.options_of(values)
 
