@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import torch_private
 from .arrays.imported import constant_in_programs
 from .arrays.placed import placed
 from .block_mask import BlockMask, converters
@@ -60,7 +61,7 @@ def _is_converted(mask: Any) -> bool:
 @constant_in_programs
 def _takes_objects() -> bool:
     """Whether torch.compile hands any object to a function like these: from 2.13 on."""
-    return tuple(int(n) for n in sys.modules["torch"].__version__.split(".")[:2]) >= (2, 13)
+    return torch_private.version() >= (2, 13)
 
 
 # What says which keys a mask of torch shows.

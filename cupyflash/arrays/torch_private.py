@@ -9,6 +9,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 
+def version() -> tuple[int, ...]:
+    """Of torch: the first two numbers."""
+    return tuple(int(n) for n in sys.modules["torch"].__version__.split(".")[:2])
+
+
 def raw_stream() -> Callable[[int], int]:
     """What gives the address of the stream that is current on a GPU."""
     torch = sys.modules["torch"]

@@ -61,7 +61,7 @@ class Frame:
 
     @property
     def kinds(self) -> list[Kind]:
-        """Of the inputs. To read them costs as much as all else, and the text says the same."""
+        """Of the inputs. To read them takes a tenth of an execution, and the text says the same."""
         return _buffers(self._inputs)[0]
 
     def drop(self, count: int) -> None:

@@ -92,12 +92,8 @@ _ARGUMENTS = {which.name: _look_at(which) for which in (FORWARD, BACKWARD)}
 
 
 @constant_in_programs  # which then do not ask at each call whether the table is as it was
-def _arguments_of(name: str) -> _Arguments:
+def _arguments(name: str) -> _Arguments:
     return _ARGUMENTS[name]
-
-
-def _arguments(which: Pass) -> _Arguments:
-    return _arguments_of(which.name)
 
 
 def results_of(which: Pass) -> tuple[str, ...]:
@@ -107,7 +103,7 @@ def results_of(which: Pass) -> tuple[str, ...]:
 
 def names_of(which: Pass, values: Sequence[Any]) -> tuple[str, ...]:
     """The names of these arguments of an operator: the first of all."""
-    return _arguments(which).names[: len(values)]
+    return _arguments(which.name).names[: len(values)]
 
 
 def schema(which: Pass) -> str:
@@ -129,7 +125,7 @@ def arguments(
     which: Pass, arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...] = (), whole: bool = False
 ) -> tuple[Any, ...]:
     """What an operator is called with, up to the last argument that is not as its default; `whole`: all."""
-    of = _arguments(which)
+    of = _arguments(which.name)
     before = [arrays.get(name) for name in of.first]
     if of.options > len(before):
         before.append(list(wanted))
@@ -160,5 +156,5 @@ def read(which: Pass, values: Sequence[Any]) -> tuple[dict[str, Any], Options, t
 @functools.cache
 def _places(which: Pass) -> tuple[tuple[str, ...], tuple[str, ...], int, int]:
     """What `read` takes of an `_Arguments`, which would take longer to take apart."""
-    _, first, last, start, end, _ = _look_at(which)
+    _, first, last, start, end, _ = _ARGUMENTS[which.name]
     return first, last, start, end

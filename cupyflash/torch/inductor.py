@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-import torch
-
+from ..arrays import torch_private
 from ..operands import Pass
 from .arguments import flat, read
 
@@ -27,7 +26,7 @@ def ready(which: Pass, op: Any) -> None:
     if which.name in _ready or "torch._inductor.lowering" not in sys.modules:
         return
     _ready.add(which.name)
-    if tuple(int(n) for n in torch.__version__.split(".")[:2]) < _OLDEST:
+    if torch_private.version() < _OLDEST:
         return
     try:
         _register(which, op)

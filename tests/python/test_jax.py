@@ -297,6 +297,17 @@ def test_another_family_is_another_trace(three: list[Any], monkeypatch: pytest.M
     assert [call.Static.parse(x).family for x in texts] == ["sm80", "sm90", "sm80"]
 
 
+def test_a_call_whose_text_has_no_shapes_is_an_older_versions(three: list[Any]) -> None:
+    from cupyflash.jax import call
+    from cupyflash.options import Options
+
+    static = call.Static.of("forward", ("q", "k", "v"), Options(window=(3, None)))
+    text = static.text(three).encode()
+    assert call.Static.parse(text) == static
+    with pytest.raises(RuntimeError, match="older version of cupyflash: export it again"):
+        call.Static.parse(text.partition(b"\n")[0])
+
+
 def test_a_call_of_another_trace_says_so() -> None:
     from cupyflash.jax.buffers import Buffers
 
