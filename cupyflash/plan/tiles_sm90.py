@@ -83,10 +83,10 @@ class HopperBackwardTile:
         return f"m{self.block_m}n{self.block_n}s{self.stages}"
 
     def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
-        """K, V, the stages of Q, dO and row_stats, two dS, two dQ, a bias, mbarriers."""
+        """K, V, the stages of Q, dO and row_stats, two dS, two dQ or parts of 64 columns of it, a bias, mbarriers."""
         m, n, pair = self.block_m, self.block_n, _pair_bytes(head_dim, head_dim_v)
         queries, bias = self.stages * (m * pair + 8 * m), self.copies_bias * n // 16 * m * row_bytes(16)
-        of_dq = 4 * m * _row_bytes(head_dim)
+        of_dq = 4 * m * _row_bytes(head_dim if head_dim <= 128 else 64)
         return n * pair + queries + 2 * m * n * 2 + of_dq + bias + 8 * (10 + 3 * self.stages)
 
 

@@ -16,6 +16,16 @@ struct DqSm90 : V {
     static constexpr int kDqWarpsM = V::kBlockM / 16, kWarps = ceil_div(V::kHeadDim, 64) * kDqWarpsM, kSplitD = 4;
 };
 
+// Of two neighbouring queries.
+struct RowStats {
+    float x[4];  // lse, delta, lse, delta
+
+    // Those of a lane in columns [8 j, 8 j + 8) of an accumulator; from: where its first ones lie.
+    __device__ void load(ptx::u32 from, int j) { ptx::ld_shared_v4_f32(x, from + 64 * j); }
+    __device__ float lse(int query) const { return x[2 * query]; }
+    __device__ float delta(int query) const { return x[2 * query + 1]; }
+};
+
 template <class V>
 struct BwdSm90Smem {
     using T = typename V::Element;
@@ -27,7 +37,8 @@ struct BwdSm90Smem {
     using TileQ = SwizzledTile<T, M, D>;
     using TileDO = SwizzledTile<T, M, kDimV>;
     using TileDS = SwizzledTile<T, M, N>;
-    static constexpr int kDqBytes = 4 * M * 64 * kChunks;
+    // A visit's dQ leaves in so many parts: of many columns one does not fit.
+    static constexpr int kDqParts = kChunks > 2 ? kChunks : 1, kDqBytes = 4 * M * 64 * kChunks / kDqParts;
     static constexpr int kV = TileK::kBytes, kQ = kV + TileV::kBytes, kDO = kQ + kStages * TileQ::kBytes;
     static constexpr int kDS = kDO + kStages * TileDO::kBytes, kDQ = kDS + 2 * TileDS::kBytes;
     using CopiedBias = BiasCopy<V, M>;  // of a warp of the consumers
@@ -61,6 +72,12 @@ struct BwdSm90Smem {
     __device__ ptx::u32 bits_full(int group) const { return bar(10 + 3 * kStages + group); }
     __device__ ptx::u32 bits_empty(int group) const { return bar(10 + 3 * kStages + Copies::kTiles + group); }
 
+    // Where part `c` of the dQ of visit number `visit` goes: whoever computes it has a place of its own.
+    __device__ static RingPosition<2> dq_part(int visit, int c) {
+        if constexpr (kDqParts == 1) return RingPosition<2>::of(visit);
+        static_assert(kDqParts == 1 || kGroups == 2);
+        return RingPosition<2>::of(2 * (visit / 2 * kDqParts + c) + visit % 2);  // @place-of-the-part
+    }
     __device__ void init() const {  // by one thread
         ptx::mbarrier_init(k_full(), 1), ptx::mbarrier_init(v_full(), 1);
         #pragma unroll 1
@@ -127,11 +144,11 @@ __device__ __forceinline__ void bwd_load_bits(const BwdSm90Params &p, const BwdS
 // running: they have a lower block index, or the plan sees to it (dq_visits.cuh).
 template <class V>
 __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
-    constexpr int kBytes = BwdSm90Smem<V>::kDqBytes;
+    constexpr int kBytes = BwdSm90Smem<V>::kDqBytes, kParts = BwdSm90Smem<V>::kDqParts;
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
-        const auto at = RingPosition<2>::of(i);
-        float *const accum = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
+        auto at = BwdSm90Smem<V>::dq_part(i, 0);
+        float *to = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
         int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
         const int rank = visit.rank(p.plain);
         const bool first_stores = first_share_is_stored(p.plain, visit.sequence), stores = first_stores && rank == 0;
@@ -141,12 +158,16 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
                 ptx::nanosleep();
             ptx::fence_proxy_async_global();  // @earlier-shares-shown-to-tma
         }
-        ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);                    // @dq-full
-        if (stores) ptx::cp_async_bulk_store(accum, smem.dq(at.stage), kBytes);  // @first-share-stored
-        else ptx::cp_reduce_async_bulk_add_f32(accum, smem.dq(at.stage), kBytes);
-        ptx::cp_async_bulk_commit_group();
-        ptx::cp_async_bulk_wait_group_read<0>();  // @dq-has-left
-        ptx::mbarrier_arrive(smem.dq_empty(at.stage));
+        #pragma unroll 1
+        for (int c = 0; c < kParts; ++c, to += kBytes / 4) {  // @part-of-dq-in-its-place
+            if constexpr (kParts > 1) at = BwdSm90Smem<V>::dq_part(i, c);
+            ptx::mbarrier_wait(smem.dq_full(at.stage), at.phase);                 // @dq-full
+            if (stores) ptx::cp_async_bulk_store(to, smem.dq(at.stage), kBytes);  // @first-share-stored
+            else ptx::cp_reduce_async_bulk_add_f32(to, smem.dq(at.stage), kBytes);
+            ptx::cp_async_bulk_commit_group();
+            ptx::cp_async_bulk_wait_group_read<0>();  // @dq-has-left
+            ptx::mbarrier_arrive(smem.dq_empty(at.stage));
+        }
         if (V::kDeterministic || stores) {
             ptx::cp_async_bulk_wait_group<0>();  // @share-is-written
             ptx::fence_proxy_async_global();     // @share-shown-to-others

@@ -19,18 +19,8 @@
 #include "attention/score.cuh"
 #include "attention/slopes.cuh"
 #include "attention/visible_sm90.cuh"
-#include "sm90/bwd_load_sm90.cuh"
+#include "sm90/bwd_wide_sm90.cuh"
 #include "tile/epilogue.cuh"
-
-// Of two neighbouring queries.
-struct RowStats {
-    float x[4];  // lse, delta, lse, delta
-
-    // Those of a lane in columns [8 j, 8 j + 8) of an accumulator; from: where its first ones lie.
-    __device__ void load(ptx::u32 from, int j) { ptx::ld_shared_v4_f32(x, from + 64 * j); }
-    __device__ float lse(int query) const { return x[2 * query]; }
-    __device__ float delta(int query) const { return x[2 * query + 1]; }
-};
 
 // One consumer warpgroup: 64 keys.
 template <class V>
@@ -140,6 +130,7 @@ struct BwdGroup {
     // One query tile. kMasked: some elements are to be hidden.
     template <bool kMasked>
     __device__ __forceinline__ void step(const DqVisits<V> &visit, int q0, int key0) {
+        if constexpr (kWideVisits<V>) return wide_step<kMasked>(*this, visit, q0, key0);
         const auto head_places = Places<V>::of(p.plain, visit.sequence, visit.head);
         const auto ring = RingPosition<V::kStages>::of(i);
         const int stage = ring.stage;
@@ -256,21 +247,25 @@ struct BwdGroup {
         if (visit < 0 || visit % Smem::kGroups != group) return;  // @turn-of-the-group
         const auto at = RingPosition<2>::of(visit);
         ptx::mbarrier_wait(smem.ds_full(at.stage), at.phase);  // @ds-full
-        AccTile<16, 64 * Smem::kChunks> dQ;
-        issue_nn<T, V::kBlockN>(dQ, smem.ds(at.stage), smem.k());
-        ptx::wgmma_wait_group<0>();  // @dq-complete
-        arrived(dQ);
-        arrive_warp(smem.ds_empty(at.stage));  // @ds-released
-        ptx::mbarrier_wait(smem.dq_empty(at.stage), at.phase ^ 1);
-        const int thread = fresh_thread() % 128;
-        #pragma unroll
-        for (int j = 0; j < dQ.kColTiles; ++j) {
-            // In 16 bytes, as dq_accum.cuh counts: 64 columns, a warp's 16 rows of them, 8 columns, a lane.
-            const int place = j / 8 * 1024 + thread / 32 * 256 + j % 8 * 32 + thread % 32;
-            ptx::st_shared_v4_b32(smem.dq(at.stage) + 16 * place, bits_of(dQ.x[0][j]));
+        #pragma unroll 1
+        for (int c = 0; c < Smem::kDqParts; ++c) {
+            AccTile<16, 64 * Smem::kChunks / Smem::kDqParts> dQ;
+            issue_nn<T, V::kBlockN>(dQ, smem.ds(at.stage), smem.k().from_chunk(c));  // @columns-of-k-for-dq
+            ptx::wgmma_wait_group<0>();                                              // @dq-complete
+            arrived(dQ);
+            if (c + 1 == Smem::kDqParts) arrive_warp(smem.ds_empty(at.stage));  // @ds-released
+            const auto to = Smem::dq_part(visit, c);
+            ptx::mbarrier_wait(smem.dq_empty(to.stage), to.phase ^ 1);  // @dq-empty
+            const int thread = fresh_thread() % 128;
+            #pragma unroll
+            for (int j = 0; j < dQ.kColTiles; ++j) {
+                // In 16 bytes, as dq_accum.cuh counts: 64 columns, a warp's 16 rows of them, 8 columns, a lane.
+                const int place = j / 8 * 1024 + thread / 32 * 256 + j % 8 * 32 + thread % 32;
+                ptx::st_shared_v4_b32(smem.dq(to.stage) + 16 * place, bits_of(dQ.x[0][j]));
+            }
+            ptx::fence_proxy_async();  // @dq-shown-to-tma
+            arrive_warp(smem.dq_full(to.stage));
         }
-        ptx::fence_proxy_async();  // @dq-shown-to-tma
-        arrive_warp(smem.dq_full(at.stage));
     }
 
     // dK and dV leave through the shared memory of K and V.

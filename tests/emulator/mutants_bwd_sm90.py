@@ -44,6 +44,21 @@ ONE_KERNEL = (
     _bug("dQ of queries that see no key not zero", without("unseen-queries-zero"), "more-queries-causal"),
 )  # fmt: skip
 
+# ---- beyond, where v is narrower: the same kernel, other visits ----
+WIDE_VISITS = (
+    _bug("no wait for the Q of a wide visit", without("visit-q-full-wide"), "v-narrow-mla-gqa", _RACE + "|PHASE UNDERRUN"),
+    _bug("no wait for the dO of a wide visit", without("visit-do-full-wide"), "v-narrow-mla-gqa", _RACE + "|PHASE UNDERRUN"),
+    _bug("S read before it is complete, wide visit", without("s-complete-wide"), "v-narrow-mla-gqa"),
+    _bug("dP read before it is complete, wide visit", without("dp-complete-wide"), "v-narrow-mla-gqa"),
+    _bug("Q released before a wide dK is complete", postpone("dk-and-dv-complete-wide", behind="visit-released-wide"), "v-narrow-mla-gqa", r"RACE, write after read"),
+    _bug("hidden queries seen, wide visit", change("what-is-seen-wide", "!kMasked || visible(j, e)", "true"), "v-narrow-mla"),
+    _bug("P of the neighbouring query", change("p-of-the-pair-wide", "e % 2 ?", "e % 2 == 0 ?"), "v-narrow-mla"),
+    _bug("each part of dQ by the first columns of K", change("columns-of-k-for-dq", "from_chunk(c)", "from_chunk(0)"), "v-narrow-mla"),
+    _bug("parts of dQ added in one place", change("part-of-dq-in-its-place", "kBytes / 4", "0"), "v-narrow-mla"),
+    _bug("parts of dQ in turn, whoever computes them", change("place-of-the-part", "2 * (visit / 2 * kDqParts + c) + visit % 2", "visit * kDqParts + c"), "v-narrow-mla-gqa", r"PHASE UNDERRUN"),
+    _bug("dS released after the first part of dQ", change("ds-released", "c + 1 == Smem::kDqParts", "c == 0"), "v-narrow-mla-gqa", r"RACE, write after read"),
+)  # fmt: skip
+
 # ---- beyond: dK and dV, then dQ ----
 TWO_KERNELS = (
     _bug("P taken before it is handed over", without("p-full"), "dense-d256", _RACE),
@@ -60,4 +75,4 @@ TWO_KERNELS = (
     _bug("first block of dQ left out", change("down-to-the-first-block", "j >= first", "j > first"), "dense-d256", r"is in flight when its block exits|DEADLOCK"),
 )  # fmt: skip
 
-BACKWARD_SM90 = (*ONE_KERNEL, *TWO_KERNELS)
+BACKWARD_SM90 = (*ONE_KERNEL, *WIDE_VISITS, *TWO_KERNELS)

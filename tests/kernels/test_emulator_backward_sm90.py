@@ -83,10 +83,12 @@ def test_case(name: str, mode: str, seed: int, request: pytest.FixtureRequest) -
 
 @pytest.mark.parametrize("mode", ["race", "starve"])
 @pytest.mark.parametrize("mask", [{"causal": True}, {"window": (100, 40)}], ids=["causal", "window"])
-@pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
-def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(64, None), (128, None), (136, None), (256, None), (160, 72)], ids=str
+)
+def test_many_tiles_a_block(head_dim: int, head_dim_v: int | None, mask: dict[str, Any], mode: str, seed: int) -> None:
     """Warpgroups that visit different tiles of a masked problem, in blocks that compute several."""
-    case = Case("many", "full", 197, 261, head_dim, heads_q=4, heads_k=2, **mask)
+    case = Case("many", "full", 197, 261, head_dim, heads_q=4, heads_k=2, head_dim_v=head_dim_v, **mask)
     inputs, problem = inputs_of(case, "bf16")
     exact = Oracle(problem, *inputs)
     session = Session(small_device("sm_90"), MODES[mode], seed, backward_family="sm90")
@@ -100,9 +102,18 @@ def test_many_tiles_a_block(head_dim: int, mask: dict[str, Any], mode: str, seed
 def test_key_blocks_that_begin_at_different_tiles(
     head_dim: int, seqlen_q: int, deterministic: bool, mode: str, seed: int
 ) -> None:
-    """Four of a head, which all run."""
     seqlen_k = {64: 700, 128: 500}[head_dim]
-    case = Case("turned", "full", seqlen_q, seqlen_k, head_dim, heads_q=4, heads_k=2, deterministic=deterministic)
+    _judge_turned(mode, seed, seqlen_q, seqlen_k, head_dim, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("mode", ["race", "any", "starve", "late"])
+def test_key_blocks_that_begin_at_different_tiles_of_a_narrow_v(mode: str, seed: int) -> None:
+    _judge_turned(mode, seed, 300, 500, 192, head_dim_v=128)
+
+
+def _judge_turned(mode: str, seed: int, *dims: int, **options: Any) -> None:
+    """Four of a head, which all run."""
+    case = Case("turned", "full", *dims, heads_q=4, heads_k=2, **options)
     inputs, problem = inputs_of(case, "bf16")
     gpu = small_device("sm_90", 64)
     kernels = kernels_of(Spec.of(problem, backward=True), gpu)

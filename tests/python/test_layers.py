@@ -111,7 +111,7 @@ CUDA_ORDER = {
     "queries fragments fragments_stored column_softmax slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_sm80 bwd_wide_sm80 bwd_load_sm80",
-    "sm90": "fwd_sm90 fwd_aside_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_load_sm90",
+    "sm90": "fwd_sm90 fwd_aside_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_wide_sm90 bwd_load_sm90",
     "tile": "pipeline_sm90 tile_sm90 epilogue gemm sums shared_rows float_rows tile element key_order sizes",
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.

@@ -111,6 +111,7 @@ int atomic_add_acq_rel(int *p, int x, EMU_HERE);
 int ld_acquire(const int *p, EMU_HERE);
 void st_release(int *p, int x, EMU_HERE);
 void nanosleep(EMU_HERE);
+inline void trap() { __builtin_trap(); }
 void fence_gpu();
 
 i64 opaque(i64 x);
