@@ -85,7 +85,7 @@ def attention(
         mask: of bool, likewise: True where a key is visible; tiles of 64 by 64 without any are not computed. Beside a
             bias or a `block_mask` it is as a bias of -inf.
         dropout_p: the probability with which each element of the softmax is dropped, from 0 on and below 1, counted in
-            steps of 2^-16; what is kept is multiplied by 1 / (1 - dropout_p). lse is that without dropout.
+            steps of 2^-15; what is kept is multiplied by 1 / (1 - dropout_p). lse is that without dropout.
         dropout_seed: what decides, by sequence, head, query and key alone, which elements are dropped (Philox-4x32): an
             integer; an int64 array on q's device of one element or two, a seed and an offset, read when the kernels
             run, so that a CUDA graph can advance it; or, in JAX, a key of jax.random. None draws one, with PyTorch from

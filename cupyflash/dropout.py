@@ -1,8 +1,8 @@
 """Which elements of P are dropped: a function of (seed, sequence, head of q, query, key) alone, as in kernels_cu.
 
-Random numbers of 16 bits are Philox-4x32's (Salmon et al. 2011) with 7 rounds, the fewest with which it passes
+Random numbers of 15 bits are Philox-4x32's (Salmon et al. 2011) with 7 rounds, the fewest with which it passes
 BigCrush. One call serves 8 elements: `kernels_cu/attention/dropout.cuh` says which, and why these. (i, j) is dropped if
-its number is less than p * 2^16, rounded: so p counts in steps of 2^-16, and what is kept is multiplied by 1 / (1 - p)
+its number is less than p * 2^15, rounded: so p counts in steps of 2^-15, and what is kept is multiplied by 1 / (1 - p)
 of that p.
 """
 
@@ -19,7 +19,7 @@ from .errors import ArgumentError
 Array = NDArray[Any]
 
 ROUNDS = 7
-STEPS = 1 << 16
+STEPS = 1 << 15
 _WORD = np.uint64(0xFFFFFFFF)
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL = 0x9E3779B9, 0xBB67AE85
@@ -27,7 +27,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
 
 
 def limit_of(p: float) -> int:
-    """Below which number an element is dropped; at most 2^16 - 1, so that some are kept."""
+    """Below which number an element is dropped; at most 2^15 - 1, so that some are kept."""
     return min(round(p * STEPS), STEPS - 1)
 
 

@@ -109,7 +109,7 @@ TABLE: tuple[Operand | Number, ...] = (
         "dropout_seed", ("2", "2"), "int32", lacks=("2",), forward=_OPTIONAL, backward=_OPTIONAL, feature="dropout",
     ),
     Number("dropout", "int", "dropout", "how many dimensions the seed has; with 2 an offset is its second row"),
-    Number("dropout_limit", "int", "dropout", "p * 2^16, rounded, in its upper half (dropout.cuh)"),
+    Number("dropout_added", "int", "dropout", "(1 - p) * 2^15, rounded, in each half (dropout.cuh)"),
     Number("dropout_inverse", "float", "dropout", "1 / (1 - p) of that p"),
     Operand(
         "block_tiles", ("batch", "heads_q", "q_tiles", "k_tiles"), "int32", single=("batch", "heads_q"),

@@ -93,10 +93,10 @@ class Problem:
         return self.head_dim, self.head_dim_v
 
     @property
-    def dropout_limit(self) -> int:
-        """p * 2^16, rounded, in the upper half of a word, as an int of 32 bits."""
-        limit = limit_of(self.dropout_p)
-        return (limit - (limit >= STEPS // 2) * STEPS) * STEPS
+    def dropout_added(self) -> int:
+        """(1 - p) * 2^15, rounded, in each half of an int of 32 bits: to two numbers, to see which of both are kept."""
+        kept = STEPS - limit_of(self.dropout_p)
+        return (kept - (kept == STEPS) * 2 * STEPS) * 2 * STEPS + kept
 
     @property
     def dropout_inverse(self) -> float:

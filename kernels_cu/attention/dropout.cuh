@@ -5,17 +5,19 @@
 //     O = f (Z * P) V,   dV = (Z * f P)^T dO,   dS = f P * (Z * (dO V^T) - delta / f).
 // The backward has f P and delta / f from row_stats.
 //
-// One call of Philox (philox.cuh) serves 8 elements with 16 bits each: (i, j) is dropped if its number is less than p * 2^16,
+// One call of Philox (philox.cuh) serves 8 elements with 15 bits each: (i, j) is dropped if its number is less than p * 2^15,
 // rounded. These are what a lane holds of 16 queries and 16 keys in an accumulator whose rows are queries, queries i and i + 8, keys j, j + 1, j + 8, j + 9:
 //     key       seed + offset * 2^64 / golden ratio
 //     counter   key / 16, query / 16 * 32 + lane, head, sequence       lane = 4 (query % 8) + key % 8 / 2
-//     number    word 2 (key / 8 % 2) + query / 8 % 2, its half key % 2.
-// Where rows are keys, two lanes that hold neighbouring keys make a call each and exchange halves.
+//     number    word 2 (key / 8 % 2) + query / 8 % 2, the lower 15 bits of its half key % 2.
+// So two neighbouring keys have a word, as in an operand of the next product: one addition of (1 - p) 2^15 to each half tells, by
+// its bit 15, which of both are kept. Where rows are keys, two lanes that hold neighbouring keys make a call each and exchange halves.
 #ifndef CUPYFLASH_DROPOUT_CUH
 #define CUPYFLASH_DROPOUT_CUH
+#include "attention/kept.cuh"
 #include "attention/philox.cuh"
 #include "attention/places.cuh"
-#include "tile/tile.cuh"
+#include "tile/gemm.cuh"
 
 // Of a head of q; here there is none.
 template <class V, bool kDropout = V::kDropout>
@@ -33,8 +35,8 @@ struct Dropout {
     __device__ All kept(int /* query */, int /* key */) const {
         return {};
     }
-    template <class Acc, class Kept>
-    __device__ static void drop(Acc &, const Kept &) {}
+    template <class Tile, class Kept>
+    __device__ static void drop(Tile &, const Kept &) {}
     __device__ bool keeps(int /* query */, int /* key */) const { return true; }
     __device__ static float of_kept(bool, float x) { return x; }
     template <class Params>
@@ -46,19 +48,10 @@ struct Dropout {
     __device__ static int warp_row() { return 0; }
 };
 
-// What a lane keeps of an accumulator, a bit for each element; rows and columns are counted from its first one.
-template <int kRows, int kCols>
-struct Kept {
-    ptx::u32 word[kRows / 16][ceil_div(kCols, 64)];
-
-    __device__ bool operator()(int row, int col) const { return word[row / 16][col / 64] & bit(row, col); }
-    __device__ static ptx::u32 bit(int row, int col) { return 1u << (col % 64 / 8 * 4 + row % 16 / 8 * 2 + col % 2); }
-};
-
 template <class V>
 struct Dropout<V, true> {
     static constexpr bool kAny = true;
-    ptx::u32 limit;  // p * 2^32, rounded to 16 bits
+    ptx::u32 added;  // to two numbers, of which each then has its bit 15 where it is kept
     ptx::u32 key[2], sequence, head;
 
     // The seed is read where this stands: a main loop need not keep it.
@@ -68,44 +61,50 @@ struct Dropout<V, true> {
         const auto of_words = [&](int i) { return words[i] | static_cast<ptx::u64>(words[i + 1]) << 32; };
         const ptx::u64 offset = p.dropout == 2 ? of_words(2) : 0;  // @offset-of-the-seed
         const ptx::u64 seed = of_words(0) + offset * 0x9E3779B97F4A7C15ull;
-        return {static_cast<ptx::u32>(p.dropout_limit),
+        return {static_cast<ptx::u32>(p.dropout_added),
                 {static_cast<ptx::u32>(seed), static_cast<ptx::u32>(seed >> 32)},
                 static_cast<ptx::u32>(sequence),  // @dropout-of-its-sequence
                 static_cast<ptx::u32>(head)};     // @dropout-of-its-head
     }
-    // Of an accumulator that begins with a query and a key, multiples of 16; worked out here, not later: while tensor cores
-    // compute it.
-    template <bool kRowsAreQueries, int kRows, int kCols>
+    // Of an accumulator that begins with a query and a key, multiples of 16; by all lanes of a warp.
+    template <bool kRowsAreQueries, int kRows, int kCols, template <int, int> class Kept = KeptBits>
     __device__ Kept<kRows, kCols> kept(int query, int key) const {
-        Kept<kRows, kCols> kept{};
+        Kept<kRows, kCols> kept;
+        Dropout of_warp = *this;  // whose keys are alike in all lanes: those of the rounds are worked out once a warp
+        for (ptx::u32 &x : of_warp.key) x = static_cast<ptx::u32>(ptx::shfl_index(static_cast<int>(x), 0));
         #pragma unroll
-        for (int row = 0; row < kRows; row += 16) {
+        for (int a = 0; a < kRows / 16; ++a) {
             #pragma unroll
-            for (int col = 0; col < kCols; col += 16) {
-                const auto r = kRowsAreQueries ? of_queries(query + row, key + col) : of_keys(query + col, key + row);
+            for (int k = 0; k < kCols / 16; ++k) {
+                auto x = kRowsAreQueries ? of_warp.of_queries(query + 16 * a, key + 16 * k)
+                                         : of_warp.of_keys(query + 16 * k, key + 16 * a);
                 #pragma unroll
-                for (int i = 0; i < 8; ++i) {  // word i / 2, of row 8 (i / 2 % 2) and column 8 (i / 4)
-                    const ptx::u32 number = i % 2 ? r.x[i / 2] : r.x[i / 2] << 16;  // @numbers-of-neighbours
-                    const ptx::u32 bit = kept.bit(8 * (i / 2 % 2), col + 8 * (i / 4) + i % 2);
-                    kept.word[row / 16][col / 64] |= number >= limit ? bit : 0;
-                }
+                for (ptx::u32 &pair : x.x) pair = (pair & 0x7fff7fffu) + added;  // @numbers-of-neighbours
+                kept.take(a, k, x);
             }
-            #pragma unroll
-            for (ptx::u32 &w : kept.word[row / 16]) w = static_cast<ptx::u32>(ptx::opaque(static_cast<int>(w)));
         }
         return kept;
     }
-    // Elements that are dropped become 0.
-    template <class Acc, class Kept>
-    __device__ static void drop(Acc &acc, const Kept &kept) {
+    // Elements that are dropped become 0: of an accumulator, or once it is rounded, two at a time.
+    template <int kRows, int kCols, class Kept>
+    __device__ static void drop(AccTile<kRows, kCols> &acc, const Kept &kept) {
         acc.for_each([&](int row, int col, float &x) { x = of_kept(kept(row, col), x); });
+    }
+    template <class T, int kRows, int kCols, class Kept>
+    __device__ static void drop(FragA<T, kRows, kCols> &P, const Kept &kept) {
+        #pragma unroll
+        for (int k = 0; k < kCols / 16; ++k)
+            #pragma unroll
+            for (int a = 0; a < kRows / 16; ++a)
+                #pragma unroll
+                for (int i = 0; i < 4; ++i) P.x[k][a][i] &= kept.mask(a, k, i);  // @pairs-dropped
     }
     // Of one element: whether it is kept.
     __device__ bool keeps(int query, int key) const {
         const ptx::U128 r = numbers(query, key, 4 * (query % 8) + key % 8 / 2);
         const int i = 2 * (key / 8 % 2) + query / 8 % 2;
         const ptx::u32 low = i % 2 ? r.x[1] : r.x[0], high = i % 2 ? r.x[3] : r.x[2], w = i / 2 ? high : low;
-        return (key % 2 ? w : w << 16) >= limit;
+        return ((key % 2 ? w >> 16 : w) & 0x7fffu) + (added & 0xffffu) >= 0x8000u;
     }
     __device__ static float of_kept(bool kept, float x) { return kept ? x : 0.f; }  // @zero-where-dropped
     // What O lacks at its end.
@@ -171,10 +170,11 @@ struct DroppingPlaces<V, Params, true> {
 };
 
 // Which elements of P are kept, of an accumulator whose rows are queries.
-template <class V, int kRows, int kCols, class AnyPlaces>
+template <class V, int kRows, int kCols, template <int, int> class Kept, class AnyPlaces>
 __device__ __forceinline__ auto kept_of(const AnyPlaces &places, int query, int key) {
     if constexpr (V::kDropout)
-        return Dropout<V>::of(places.p, places.sequence, places.head).template kept<true, kRows, kCols>(query, key);
+        return Dropout<V>::of(places.p, places.sequence, places.head)
+            .template kept<true, kRows, kCols, Kept>(query, key);
     else return typename Dropout<V>::All{};
 }
 

@@ -123,7 +123,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         const Share mine = share();
         const int k0 = visits.block(i) * N + mine.key0;
 
-        const auto kept = kept_of<V, kRows, kKeys>(head_places, q0 + mine.row0, k0);
+        const auto kept = kept_of<V, kRows, kKeys, KeptBits>(head_places, q0 + mine.row0, k0);
         next_tile_landed();              // K_j is here, and every warp is done with V_{j-1}
         request(i, Int<kStages - 1>{});  // @slot-of-v-free
         AccTile<kRows, kKeys> S;         // S = Q K^T
@@ -143,9 +143,9 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
             if constexpr (V::kBlockMask && kMasked) s = seen(row, col) ? s : -ptx::infinity();
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m
-        Dropout<V>::drop(S, kept);
         FragA<T, kRows, kKeys> P;
         P.from(S);
+        Dropout<V>::drop(P, kept);
         const Share still = share();
         if constexpr (kSplitD > 1) P.store(sP(still.part), still.row0, 0);
 

@@ -241,9 +241,9 @@ struct FwdGroup {
         }
         softmax.first_maximum(S);
         softmax.exponentiate(S);
-        // @first-block-of-a-list-dropped
-        Dropout<V>::drop(S, kept_of<V, 16, N>(places, q0 + warp_row, tile.key_block(first) * N));
         P.from(S);
+        // @first-block-of-a-list-dropped
+        Dropout<V>::drop(P, kept_of<V, 16, N, KeptPairs>(places, q0 + warp_row, tile.key_block(first) * N));
         release_leaving();
         // Without a mask the first product overwrites O. (With one, that spills.)
         bool started = Mask<V>::kHides || V::kBlockMask;
@@ -267,7 +267,7 @@ struct FwdGroup {
             // @v-of-the-block-before
             issue_nn<T, N>(O, P, smem.v(before.stage), started);  // O += P V, of the block before
             started = true;
-            const auto kept = kept_of<V, 16, N>(places, q0 + warp_row, j * N);
+            const auto kept = kept_of<V, 16, N, KeptPairs>(places, q0 + warp_row, j * N);
             if constexpr (!kAsksEarly) fetched = fetch(places, q0, j);
             const auto seen = seen_of<kMasked>(mask, tile, q0, j);  // read while the products run
             ptx::wgmma_wait_group<1>();                             // @s-complete
@@ -286,16 +286,16 @@ struct FwdGroup {
             const bool hopes = !kCareful && (!kHopes || ((hopeful || !V::kBias) && softmax.has_maxima()));
             if (hopes) good = softmax.exponentiate_optimistically(S);  // @hope-checked
             else if (kHopes) softmax.step(S, O);
-            Dropout<V>::drop(S, kept);
             P.from(S);
+            Dropout<V>::drop(P, kept);
             if (!good) {                                                      // @k-kept-until-now
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
                 apply_score(places, fetch(places, q0, j), S, q0, j);
                 if constexpr (kHopes) apply_mask(mask, seen_of(mask, tile, q0, j), S, q0, j);  // @mask-again
                 softmax.step(S, O);  // @o-follows-scores-again
                 hopeful = false;
-                Dropout<V>::drop(S, kept);
                 P.from(S);
+                Dropout<V>::drop(P, kept);
             }
             release_k(ring);
             if (grows) softmax.multiply_rows(O, rescale);  // O follows m @o-follows

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash.dropout import kept, limit_of, words_of
+from cupyflash.dropout import STEPS, kept, limit_of, words_of
 from tests.gpu_arrays import relative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
@@ -31,7 +31,7 @@ def mask(n: int, heads: int, p: float, seed: int) -> Any:
 
     sequence, head = np.repeat(np.arange(2), heads), np.tile(np.arange(heads), 2)
     Z = kept(words_of(seed), limit_of(p), sequence, head, slice(0, n), slice(0, n))
-    return torch.tensor(Z, device="cuda").reshape(2, heads, n, n).float() * (65536 / (65536 - limit_of(p)))
+    return torch.tensor(Z, device="cuda").reshape(2, heads, n, n).float() * (STEPS / (STEPS - limit_of(p)))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -27,7 +27,7 @@ def written_out(seed: int, sequence: int, head: int, query: int, key: int) -> in
         c = [b >> 32 ^ c[1] ^ k0, b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k1, a & 0xFFFFFFFF]
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     word = c[2 * (key // 8 % 2) + query // 8 % 2]
-    return word >> 16 if key % 2 else word & 0xFFFF
+    return (word >> 16 if key % 2 else word) & 0x7FFF
 
 
 # Of Random123's known answers: counter, key, and what 7 and 10 rounds make of them.

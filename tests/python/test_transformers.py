@@ -14,7 +14,7 @@ import numpy as np  # noqa: E402
 import transformers  # noqa: E402
 from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
-from cupyflash.dropout import kept, limit_of  # noqa: E402
+from cupyflash.dropout import STEPS, kept, limit_of  # noqa: E402
 from cupyflash.torch import sdpa, seeds  # noqa: E402
 from tests import transformers_models as models  # noqa: E402
 from tests.transformers_models import build, greedy, labels_of, logits_and_gradients, padding, tokens  # noqa: E402
@@ -309,7 +309,7 @@ def dropping(module: Any, q: Any, k: Any, v: Any, mask: Any, dropout: float, sca
     numbers = np.divmod(np.arange(batch * heads), heads)
     z = kept(seed, limit_of(dropout), *numbers, slice(0, n), slice(0, m)).reshape(batch, heads, n, m)
     scores = (q @ k.transpose(-2, -1) * scaling).masked_fill(~mask, -torch.inf)
-    p = torch.softmax(scores, -1).nan_to_num() * torch.from_numpy(z) / (1 - limit_of(dropout) / 2**16)
+    p = torch.softmax(scores, -1).nan_to_num() * torch.from_numpy(z) / (1 - limit_of(dropout) / STEPS)
     return (p @ v).transpose(1, 2), None
 
 

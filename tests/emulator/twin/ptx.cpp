@@ -105,6 +105,7 @@ float cvt_f32_f16(u16 x) {
     return emu_f16_to_f32(x);
 #endif
 }
+u32 signs_of_halves(u32 x) { return (x >> 15 & 1) * 0xffffu | (x >> 31) * 0xffff0000u; }
 u32 prmt(u32 a, u32 b, u32 selector) {
     const u64 both = static_cast<u64>(b) << 32 | a;
     u32 y = 0;

@@ -76,6 +76,7 @@ u32 cvt_rn_f16(float x);
 u32 cvt_rn_f16x2(float lo, float hi);
 float cvt_f32_f16(u16 x);
 u32 prmt(u32 a, u32 b, u32 selector);
+u32 signs_of_halves(u32 x);
 #if EMULATED_ARCH >= 890
 constexpr bool kHasE4m3 = true;
 #else
