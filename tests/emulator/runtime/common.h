@@ -26,6 +26,7 @@ constexpr u32 kSmemBytes = 232448;                         // largest dynamic sh
 constexpr u32 kCtaShift = 18, kCtaSpan = 1u << kCtaShift;  // shared address space of one block in its cluster
 constexpr int kMaxCluster = 8;
 constexpr int kMaxMbarriers = 256;  // of one block
+constexpr u64 kMostRaces = 10000;   // that are counted: a launch with so many has shown what there is to see
 
 enum Scheduler { kInOrder = 0, kRandom = 1, kPriority = 2, kStarve = 3 };
 enum Completion { kEarly = 0, kLate = 1, kAnyTime = 2 };
@@ -57,6 +58,7 @@ inline bool one_in(u32 n) { return random_below(n) == 0; }
 // ---- Messages ----
 // Ends the launch with a message; adds the running thread and its call stack. Callable on fibers and outside.
 [[noreturn]] void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
+[[noreturn]] void end_launch();                                           // with the messages so far
 void put(const char *format, ...) __attribute__((format(printf, 1, 2)));  // adds to the message
 bool message_is_empty();
 bool has_failed();

@@ -283,7 +283,8 @@ extern "C" int emu_launch(void (*entry)(void **), void **args, const Config *how
     sigaltstack(&old_stack, nullptr);
     clusters.clear();
     if (stats.races > static_cast<u64>(config.max_reports))
-        put("\n%llu races in all", static_cast<unsigned long long>(stats.races));
+        put("\n%llu races%s", static_cast<unsigned long long>(stats.races),
+            stats.races >= kMostRaces ? ", and the launch was ended" : " in all");
     snprintf(message, message_bytes, "%s", message_text().c_str());
     if (out) *out = stats;
     return has_failed();

@@ -42,8 +42,10 @@ bool report_once(u64 key) {
 void report_race(const char *kind, const std::string &where, const std::string &now, const std::string &before,
                  Site site, u16 before_site) {
     if (!report_once(reinterpret_cast<u64>(kind) ^ static_cast<u64>(intern(site)) << 20 ^
-                     static_cast<u64>(before_site) << 42))
+                     static_cast<u64>(before_site) << 42)) {
+        if (stats.races >= kMostRaces) end_launch();
         return;
+    }
     put("%sRACE, %s: %s, %s at %s", message_is_empty() ? "" : "\n", kind, where.c_str(), now.c_str(),
         text(site).c_str());
     if (!before.empty()) put(", after %s at %s", before.c_str(), text(site_of(before_site)).c_str());

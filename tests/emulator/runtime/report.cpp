@@ -58,9 +58,15 @@ void fail(const char *format, ...) {
     va_start(args, format);
     append(format, args);
     va_end(args);
+    if (current) {
+        put(" [block %d, warp %d, lane %d]", current->cta->block, current->warp->in_cta, current->lane);
+        put_call_stack();
+    }
+    end_launch();
+}
+
+void end_launch() {
     if (!current) throw Failure();
-    put(" [block %d, warp %d, lane %d]", current->cta->block, current->warp->in_cta, current->lane);
-    put_call_stack();
     leave_fiber();
 }
 
