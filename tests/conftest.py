@@ -44,6 +44,9 @@ import pytest
 REQUIRED = tuple(filter(None, os.environ.get("CUPYFLASH_REQUIRE", "").split(",")))
 MAX_WORKERS = 8  # each holds a CUDA context of about half a GiB
 
+# The collector looks for cycles at so many new objects; at 700, the default, that took 2 % of a whole run.
+gc.set_threshold(50_000)
+
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
 
