@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
-from emulator import MODES
+from emulator import MODES, attention
 from emulator.attention import Session, inputs_of, small_device
 from emulator.cases import TABLE
 from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.plan import shares
+from tests.ahead import Ahead
 
 require_compiler()
 
@@ -22,17 +27,38 @@ NAMES = ("softcap-gqa-dlse-d256", "alibi-deterministic", "sink-gqa-dlse-d256", "
          "mods-dropout-block-mask")  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["sm80", "sm90"])
-@pytest.mark.parametrize("name", NAMES)
-def test_feature(name: str, family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A share for each head of q; each case under the race detector in one family and with late copies in the other."""
+@pytest.fixture(autouse=True)
+def _a_share_for_each_head_of_q(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shares, "_cheapest", lambda group, *of_the_gpu: group)
-    case, how = TABLE[name], ("race", "late")[(NAMES.index(name) + (family == "sm90")) % 2]
-    inputs, problem = inputs_of(case, case.dtypes[0])
-    exact = Oracle(problem, *inputs)
+
+
+@functools.lru_cache(maxsize=1)
+def oracle(name: str) -> Oracle:
+    inputs, problem = inputs_of(TABLE[name], TABLE[name].dtypes[0])
+    return Oracle(problem, *inputs)
+
+
+def gradients(name: str, family: str, forward: Sequence[Any], seed: int) -> tuple[Any, ...]:
+    """By the emulator, from what a forward gives: in one family under the race detector, else with late copies."""
+    how = ("race", "late")[(NAMES.index(name) + (family == "sm90")) % 2]
+    inputs, problem = inputs_of(TABLE[name], TABLE[name].dtypes[0])
     arch = "sm_80" if family == "sm80" else "sm_90"
     gpu, mode = small_device(arch, 64), replace(MODES[how], resident=64)  # all blocks, as the plan counts on
-    session = Session(gpu, mode, seed, backward_family=family)
-    results = exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+    return Session(gpu, mode, seed, backward_family=family).backward(inputs, *forward, problem)
+
+
+def _rehearse(name: str, family: str, **_: int) -> None:
+    inputs, problem = inputs_of(TABLE[name], TABLE[name].dtypes[0])
+    gradients(name, family, (inputs.dout, np.zeros(problem.rows, np.float32)), 0)
+
+
+AHEAD = Ahead(_rehearse, attention)
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+@pytest.mark.parametrize("name", NAMES)
+def test_feature(name: str, family: str, seed: int, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    results = oracle(name).judge_backward(*gradients(name, family, oracle(name).plain_forward, seed))
     wrong = [str(r) for r in results if not r.passed]
     assert not wrong, "\n".join(wrong)

@@ -6,11 +6,13 @@ from 745. Results are inf where float64's weight is not 0, and NaN where it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from emulator import MODES, attention
 from emulator.mutants import Bug
 from emulator.mutants_repair import REPAIRED, REPAIRED_FORWARD
 
@@ -18,6 +20,7 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import NUMPY_DTYPE, Inputs
 from cupyflash.cpu import attention as cpu
 from cupyflash.problem import Problem, Window
+from tests.ahead import Ahead
 from tests.fuzz import run
 from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec
@@ -74,6 +77,17 @@ def on_cpu(given: Inputs, problem: Problem) -> tuple[Any, ...]:
     return out, lse, *cpu.backward(given.dout, given.q, given.k, given.v, out, lse, None, problem)
 
 
+def in_emulator(family: str, given: Inputs, problem: Problem) -> tuple[Any, ...]:
+    session = attention.Session(attention.small_device("sm_90"), MODES["race"], family=family, backward_family=family)
+    out, lse = session.forward(given, problem)
+    return out, lse, *session.backward(given, out, lse, problem)
+
+
+AHEAD = Ahead(
+    lambda family, dtype, window, where: in_emulator(family, *inputs(dtype, WINDOWS[window], where)), attention
+)
+
+
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", NUMPY_DTYPE)
@@ -86,16 +100,9 @@ def test_cpu_path(dtype: str, window: str, where: str) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
-def test_kernels(family: str, dtype: str, window: str, where: str) -> None:
-    from emulator import MODES
-    from emulator.attention import Session, small_device
-
-    def run(given: Inputs, problem: Problem) -> tuple[Any, ...]:
-        session = Session(small_device("sm_90"), MODES["race"], family=family, backward_family=family)
-        out, lse = session.forward(given, problem)
-        return out, lse, *session.backward(given, out, lse, problem)
-
-    check(run, dtype, WINDOWS[window], where)
+def test_kernels(family: str, dtype: str, window: str, where: str, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
+    check(functools.partial(in_emulator, family), dtype, WINDOWS[window], where)
 
 
 FEATURES: dict[str, dict[str, Any]] = {
