@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 RUNTIME, TWIN = HERE / "runtime", HERE / "twin"
 _STALE_SECONDS = 14 * 24 * 3600
 _TWINS = ("ptx.h", "ptx_sm90.h", "ptx_more.h")
-_ARCH_ASKED_FOR = re.compile(r"\bEMULATED_ARCH >= (\d+)\b")
+_FROM_ARCH_ON = re.compile(r"^#if EMULATED_ARCH >= (\d+)\nconstexpr \w+ (\w+) = ", re.MULTILINE)
 _INCLUDE = re.compile(r'^#include "(.+)"\n', re.MULTILINE)
 _COMMENT = re.compile(r"^//.*\n", re.MULTILINE)
 
@@ -108,9 +108,15 @@ def twin_texts() -> dict[str, str]:
 
 
 @functools.cache
-def _archs_told_apart() -> set[int]:
-    """Those with which something in the twins begins."""
-    return {int(arch) for text in twin_texts().values() for arch in _ARCH_ASKED_FOR.findall(text)}
+def from_arch_on() -> dict[str, int]:
+    """The twins' constants that differ, and the architecture from which on they have another value."""
+    return {name: int(arch) for text in twin_texts().values() for arch, name in _FROM_ARCH_ON.findall(text)}
+
+
+@functools.lru_cache(maxsize=1024)
+def _named_in(text: str) -> frozenset[str]:
+    """Which of them a text names."""
+    return frozenset(name for name in from_arch_on() if name in text)
 
 
 def _remove_stale() -> None:
@@ -155,10 +161,12 @@ class Unit:
     symbols: Sequence[str]
     arch: int = 800
 
-    @property
+    @functools.cached_property
     def twin_arch(self) -> int:
-        """The oldest architecture that has the same twins."""
-        return max((arch for arch in _archs_told_apart() if arch <= self.arch), default=800)
+        """The oldest architecture that has the same twins, as far as this unit asks for what differs."""
+        texts = (self.source, *(text for name, text in self.included.items() if not name.startswith("hw/ptx")))
+        named = frozenset().union(*map(_named_in, texts))
+        return max((arch for name, arch in from_arch_on().items() if name in named and arch <= self.arch), default=800)
 
     @functools.cached_property
     def included(self) -> dict[str, str]:

@@ -75,14 +75,21 @@ def test_of_kernels_with_one_name_each_has_its_library(compiled: list[str]) -> N
     assert len(compiled) == 2
 
 
-def test_architectures_share_a_library_unless_twins_tell_them_apart() -> None:
-    libraries = {arch: dataclasses.replace(unit("one", 10), arch=arch).library for arch in (800, 860, 890, 900, 1200)}
-    assert libraries[800] == libraries[860]
-    assert libraries[900] == libraries[1200]
-    assert len(set(libraries.values())) == 3
+@pytest.mark.parametrize(
+    ("asked", "apart"),
+    [("0", []), ("ptx::kHasE4m3", [890]), ("ptx::kRedWidth", [900]), ("ptx::kHasE4m3 + ptx::kRedWidth", [890, 900])],
+)
+def test_architectures_share_a_library_unless_the_kernel_tells_them_apart(asked: str, apart: list[int]) -> None:
+    u = unit("one", 10, c=f"constexpr int kC = {asked};\n", b='#include "a.cuh"\n#include "c.cuh"\n')
+    archs = (800, 860, 890, 900, 1200)
+    libraries = [dataclasses.replace(u, arch=arch).library for arch in archs]
+    assert [arch for arch, a, b in zip(archs[1:], libraries, libraries[1:], strict=False) if a != b] == apart
+
+
+def test_all_that_differs_between_architectures_is_a_constant_that_build_knows() -> None:
     asking = [line for text in build.twin_texts().values() for line in text.splitlines() if "EMULATED_ARCH" in line]
-    assert asking
-    assert all(re.fullmatch(r"#if EMULATED_ARCH >= \d+", line) for line in asking), "else build.py does not see it"
+    assert len(asking) == len(build.from_arch_on()) > 0
+    assert all(re.fullmatch(r"#if EMULATED_ARCH >= \d+", line) for line in asking)
 
 
 def test_a_header_makes_new_what_includes_it(compiled: list[str]) -> None:
