@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cupyflash.gpu.device import Device
-from cupyflash.plan.variant import Variant, kernel_sources
+from cupyflash.plan.variant import Variant
+from tests.emulator.attention import units_of
 from tests.emulator.build import Unit, build
 
 COUNT = 12  # tests; more would save little, and two processes would more often compile the same
@@ -30,13 +31,13 @@ def units(rehearse: Callable[..., Any], params: Mapping[str, Any], modules: Sequ
     """The kernels that would be launched, by functions of some modules of the emulator."""
     found: list[Unit] = []
 
-    def kernels_of(variants: Sequence[Variant], device: Device, headers: None = None) -> list[_Silent]:
-        assert headers is None
-        major, minor = device.capability
-        found.extend(Unit(v.source(), kernel_sources(), (v.symbol,), 100 * major + 10 * minor) for v in variants)
+    def kernels_of(
+        variants: Sequence[Variant], device: Device, headers: Mapping[str, str] | None = None
+    ) -> list[_Silent]:
+        found.extend(units_of(variants, device, headers))
         return [_Silent() for _ in variants]
 
-    def kernel_of(variant: Variant, device: Device, headers: None = None) -> _Silent:
+    def kernel_of(variant: Variant, device: Device, headers: Mapping[str, str] | None = None) -> _Silent:
         return kernels_of((variant,), device, headers)[0]
 
     with pytest.MonkeyPatch.context() as patch:

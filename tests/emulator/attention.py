@@ -29,18 +29,46 @@ Array = NDArray[Any]
 
 
 @functools.lru_cache(maxsize=256)
-def _kernels(variants: tuple[Variant, ...], arch: int, headers: tuple[tuple[str, str], ...]) -> list[EmulatedKernel]:
-    build.build(build.Unit(v.source(), dict(headers), (v.symbol,), arch) for v in variants)
-    return [EmulatedKernel(v.source(), dict(headers), v.symbol, arch) for v in variants]
+def _kernels(
+    variants: tuple[Variant, ...],
+    arch: int,
+    headers: tuple[tuple[str, str], ...],
+    touched: frozenset[str],
+    planted: int,
+) -> list[EmulatedKernel]:
+    units = _units(variants, arch, dict(headers), touched)
+    build.build(units)
+    return [EmulatedKernel(unit.source, unit.headers, *unit.symbols, arch, planted=planted) for unit in units]
+
+
+def _units(
+    variants: Sequence[Variant], arch: int, headers: Mapping[str, str], touched: frozenset[str]
+) -> list[build.Unit]:
+    """As shipped, if they include nothing that was touched."""
+    shipped = [build.Unit(v.source(), kernel_sources(), (v.symbol,), arch) for v in variants]
+    return [u if touched.isdisjoint(u.included) else dataclasses.replace(u, headers=headers) for u in shipped]
+
+
+def _asked(
+    variants: Sequence[Variant], device: Device, headers: Mapping[str, str] | None
+) -> tuple[tuple[Variant, ...], int, dict[str, str], frozenset[str]]:
+    major, minor = device.capability
+    touched = getattr(headers, "touched", frozenset(headers or ()))
+    return tuple(variants), 100 * major + 10 * minor, {**kernel_sources(), **(headers or {})}, touched
+
+
+def units_of(variants: Sequence[Variant], device: Device, headers: Mapping[str, str] | None = None) -> list[build.Unit]:
+    """What `kernels_of` compiles."""
+    return _units(*_asked(variants, device, headers))
 
 
 def kernels_of(
     variants: Sequence[Variant], device: Device, headers: Mapping[str, str] | None = None
 ) -> list[EmulatedKernel]:
-    """The variants on the CPU, from the text that NVRTC gets. `headers` replaces some of the kernel sources."""
-    texts = {**kernel_sources(), **(headers or {})}
-    major, minor = device.capability
-    return _kernels(tuple(variants), 100 * major + 10 * minor, tuple(sorted(texts.items())))
+    """The variants on the CPU, from the text that NVRTC gets. `headers` replaces some of the kernel sources; it may say
+    which it has `touched`, and the `number` of the bug that is alive (`shared.Planted`)."""
+    some, arch, texts, touched = _asked(variants, device, headers)
+    return _kernels(some, arch, tuple(sorted(texts.items())), touched, getattr(headers, "number", 0))
 
 
 def kernel_of(variant: Variant, device: Device, headers: Mapping[str, str] | None = None) -> EmulatedKernel:

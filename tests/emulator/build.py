@@ -201,13 +201,14 @@ class Unit:
 
 
 def build(units: Iterable[Unit]) -> None:
-    """Makes the libraries that are missing of some units with the same headers. Those that differ in what is their own
-    alone, and have the same twins, are compiled as one, so that g++ reads the headers once."""
-    alike: dict[tuple[str, int, int], list[Unit]] = {}
-    named: Counter[str] = Counter()
+    """Makes the libraries that are missing of some units. Those that have the same headers and twins, and differ in
+    what is their own alone, are compiled as one, so that g++ reads the headers once."""
+    alike: dict[tuple[object, ...], list[Unit]] = {}
+    named: Counter[tuple[object, ...]] = Counter()
     for unit in {unit.library: unit for unit in units if not unit.library.exists()}.values():
-        named[name := f"{unit.symbols}, {unit.twin_arch}"] += 1  # one of a name in a library
-        alike.setdefault((unit.shared, unit.twin_arch, named[name]), []).append(unit)
+        common = unit.shared, unit.twin_arch, frozenset(unit.headers.items())
+        named[name := (*unit.symbols, *common)] += 1  # one of a name in a library
+        alike.setdefault((*common, named[name]), []).append(unit)
     for some in alike.values():
         with FileLock(f"{min(unit.library for unit in some)}.lock"):  # another process may be first
             if missing := [unit for unit in some if not unit.library.exists()]:

@@ -67,7 +67,9 @@ MODES = {
     "race lanes": Mode(race=True, lanes_alone=True),
 }
 
-_CONFIG = ("poison", "max_reports", "cluster", "resident", "lanes_alone", "votes_order", "whole_a", "ordered_red")
+_CONFIG = (
+    "poison", "max_reports", "cluster", "resident", "lanes_alone", "votes_order", "whole_a", "ordered_red", "planted",
+)  # fmt: skip
 
 
 class _Config(ctypes.Structure):
@@ -168,12 +170,20 @@ class EmulatedKernel:
         source, headers, symbol: as for NVRTC, see `build.Unit`.
         arch: 800, 900, ...: what ``__CUDA_ARCH__`` would be.
         unit: all kernels of the source that are used, if more than one: they are compiled together.
+        planted: which bug of the headers is alive.
     """
 
     def __init__(
-        self, source: str, headers: Mapping[str, str], symbol: str, arch: int = 800, unit: Sequence[str] = ()
+        self,
+        source: str,
+        headers: Mapping[str, str],
+        symbol: str,
+        arch: int = 800,
+        unit: Sequence[str] = (),
+        planted: int = 0,
     ) -> None:
         runtime()
+        self.planted = planted
         self.symbol = symbol
         made = build.Unit(source, headers, tuple(unit) or (symbol,), arch)
         build.build([made])
@@ -201,10 +211,10 @@ class EmulatedKernel:
         """
         values = [np.ascontiguousarray(a).copy() for a in args]
         pointers = (ctypes.c_void_p * len(values))(*[v.ctypes.data for v in values])
-        facts = dataclasses.asdict(mode)
+        facts = dataclasses.asdict(mode) | {"cluster": cluster, "planted": self.planted}
         config = _Config(grid, threads, smem_bytes, mode.scheduler, mode.completion, mode.race, seed)
         for name in _CONFIG:
-            setattr(config, name, int(cluster if name == "cluster" else facts[name]))
+            setattr(config, name, int(facts[name]))
         message = ctypes.create_string_buffer(1 << 16)
         failed = runtime().emu_launch(
             self._entry, pointers, ctypes.byref(config), message, len(message), ctypes.byref(self.stats)

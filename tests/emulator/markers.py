@@ -86,16 +86,13 @@ def planted(edits: tuple[Edit, ...]) -> dict[str, str]:
 
 def apply(edit: Edit, text: str) -> str:
     """A header's text with an edit."""
-    code = _without_comments(text)
-    start, end = span(text, edit.marker)
+    code = without_comments(text)
+    start, end = place(edit, text)
     if edit.old:
-        found = list(_pattern(edit.old).finditer(code, start, end))
-        if len(found) != 1:
-            raise MarkerError(f"{edit.old!r} stands {len(found)} times in the statement of @{edit.marker}")
-        lines = found[0][0].count("\n") - edit.new.count("\n")  # they keep their numbers
-        return text[: found[0].start()] + edit.new + "\n" * lines + text[found[0].end() :]
+        lines = code.count("\n", start, end) - edit.new.count("\n")  # they keep their numbers
+        return text[:start] + edit.new + "\n" * lines + text[end:]
     statement = code[start:end]
-    if statement.count("{") != statement.count("}") or not statement.rstrip().endswith((";", "}")):
+    if not is_whole(statement):
         raise MarkerError(f"@{edit.marker} marks a part of a block: its whole statement cannot be taken away")
     # Lines and comments stay.
     rest = "".join(" " if c.strip() else t for c, t in zip(statement, text[start:end], strict=True))
@@ -106,12 +103,28 @@ def apply(edit: Edit, text: str) -> str:
     return text
 
 
+def place(edit: Edit, text: str) -> tuple[int, int]:
+    """Where the text stands that an edit replaces."""
+    start, end = span(text, edit.marker)
+    if not edit.old:
+        return start, end
+    found = list(_pattern(edit.old).finditer(without_comments(text), start, end))
+    if len(found) != 1:
+        raise MarkerError(f"{edit.old!r} stands {len(found)} times in the statement of @{edit.marker}")
+    return found[0].span()
+
+
+def is_whole(statement: str) -> bool:
+    """Whether it is no part of a block."""
+    return statement.count("{") == statement.count("}") and statement.rstrip().endswith((";", "}"))
+
+
 def span(text: str, marker: str) -> tuple[int, int]:
     """Where the statement of a marker begins and ends, without the comments around it."""
     places = find({"": text}).get(marker, [])
     if len(places) != 1:
         raise MarkerError(f"@{marker} stands {len(places)} times, not once")
-    lines = _without_comments(text).split("\n")
+    lines = without_comments(text).split("\n")
     first = text.count("\n", 0, places[0][1])
     while not lines[first].strip() or lines[first].lstrip().startswith("#"):
         first += 1
@@ -125,7 +138,7 @@ def span(text: str, marker: str) -> tuple[int, int]:
     return start + indented, start + len("\n".join(lines[first : last + 1]).rstrip())
 
 
-def _without_comments(text: str) -> str:
+def without_comments(text: str) -> str:
     """Spaces for comments: offsets stay."""
     for comment in comments(text):
         text = text[: comment.start()] + " " * len(comment[0]) + text[comment.end() :]

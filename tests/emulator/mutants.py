@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .markers import Edit, change, files, planted, without
+from . import shared
+from .markers import Edit, change, files, without
+from .shared import Planted
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class Bug:
         """The header with the first marker."""
         return files()[self.markers[0]]
 
-    def headers(self) -> dict[str, str]:
-        """The changed headers."""
-        return planted(self.all_edits)
+    def headers(self) -> Planted:
+        """The changed headers, in which it is alive."""
+        return shared.headers(self.all_edits)
 
 
 FORWARD = (

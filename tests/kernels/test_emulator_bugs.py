@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
+from collections.abc import Mapping
 
+import numpy as np
 import pytest
-from emulator import MODES, EmulatorError, mutants
-from emulator.attention import Session, find_case, inputs_of, small_device
+from emulator import MODES, EmulatorError, mutants, shared
+from emulator.attention import Session, find_case, inputs_of, small_device, units_of
+from emulator.markers import without
 from emulator.mutants import Bug
 from emulator.mutants_bwd_sm90 import BACKWARD_SM90
 from emulator.mutants_dropout import BACKWARD_DROPOUT, FORWARD_DROPOUT
@@ -21,6 +25,9 @@ from emulator.mutants_widths import BACKWARD_WIDTHS, FORWARD_WIDTHS
 from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Comparison, Oracle
+from cupyflash.plan.families import kernels_of
+from cupyflash.plan.spec import Spec
+from cupyflash.plan.variant import kernel_sources
 
 require_compiler()
 
@@ -40,19 +47,44 @@ def oracle(name: str) -> Oracle:
     return Oracle(problem, *inputs)
 
 
-def judged(bug: Bug) -> list[Comparison]:
-    exact = oracle(bug.case)
+def launched(bug: Bug, headers: Mapping[str, str]) -> tuple[np.ndarray, ...]:
     inputs, problem = inputs_of(find_case(bug.case), "bf16")
-    session = Session(small_device(bug.arch, bug.sm_count), MODES["race"], headers=bug.headers(), left_over=3.0)
+    session = Session(small_device(bug.arch, bug.sm_count), MODES["race"], headers=headers, left_over=3.0)
     if bug in FORWARD:
-        return exact.judge_forward(*session.forward(inputs, problem))
-    return exact.judge_backward(*session.backward(inputs, *exact.plain_forward, problem))
+        return session.forward(inputs, problem)
+    return session.backward(inputs, *oracle(bug.case).plain_forward, problem)
+
+
+def judged(bug: Bug, headers: Mapping[str, str]) -> list[Comparison]:
+    exact = oracle(bug.case)
+    return (exact.judge_forward if bug in FORWARD else exact.judge_backward)(*launched(bug, headers))
 
 
 @pytest.mark.parametrize("bug", [*FORWARD, *BACKWARD], ids=lambda bug: bug.name.replace(" ", "-"))
 def test_planted_bug_is_reported(bug: Bug) -> None:
     if bug.finds:
         with pytest.raises(EmulatorError, match=bug.finds):
-            judged(bug)
+            judged(bug, bug.headers())
     else:
-        assert not all(result.passed for result in judged(bug))
+        assert not all(result.passed for result in judged(bug, bug.headers()))
+
+
+def test_a_kernel_that_a_bug_does_not_touch_is_as_shipped() -> None:
+    device, headers = small_device("sm_80"), Bug("", without("p-and-ds-complete"), "").headers()
+    variants = kernels_of(Spec("bf16", 64, backward=True), device).variants
+    touched = [unit.symbols[0] for unit in units_of(variants, device, headers) if unit.headers != kernel_sources()]
+    assert len(variants) > 1
+    assert [symbol.startswith("bwd_sm80") for symbol in touched] == [True]
+
+
+def often(bugs: tuple[Bug, ...]) -> list[Bug]:
+    """One for each case that shows at least four."""
+    of_case = {(bug.case, bug.arch, bug.sm_count): bug for bug in bugs}
+    count = Counter((bug.case, bug.arch, bug.sm_count) for bug in bugs)
+    return [bug for key, bug in of_case.items() if count[key] >= 4]
+
+
+@pytest.mark.parametrize("bug", often(FORWARD) + often(BACKWARD), ids=lambda bug: f"{bug.case}-{bug.arch}")
+def test_nothing_is_wrong_of_the_shared_text(bug: Bug) -> None:
+    """With none of its bugs alive. `tests/python/test_markers.py` compares it with the shipped one."""
+    assert all(result.passed for result in judged(bug, shared.without_bugs()))

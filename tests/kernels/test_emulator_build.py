@@ -51,6 +51,13 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sources
 
 
+def test_kernels_with_other_headers_are_compiled_alone(compiled: list[str]) -> None:
+    some = unit("one", 1), unit("two", 2), unit("one", 3, a="constexpr int kA = 5;\n")
+    build.build(some)
+    assert [source.count("EMU_ENTRY") for source in compiled] == [2, 1]
+    assert [written(u) for u in some] == [2, 3, 8]
+
+
 def test_kernels_are_compiled_at_once(compiled: list[str]) -> None:
     """Each with constants of its own, and only those that are missing."""
     build.build([unit("one", 10)])

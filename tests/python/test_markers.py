@@ -2,34 +2,71 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
+import re
 
 import pytest
 from emulator import markers, remove_sync
 from emulator.markers import Edit, MarkerError, apply, change, postpone, without
 from emulator.mutants import Bug
+from emulator.shared import bugs, choices_of, shared, woven
 
 from cupyflash.plan.variant import kernel_sources
-
-EMULATOR = Path(__file__).resolve().parents[1] / "emulator"
-
-
-def bugs() -> list[Bug]:
-    """All of them, from every module tests/emulator/mutants*.py."""
-    modules = [importlib.import_module(f"emulator.{path.stem}") for path in sorted(EMULATOR.glob("mutants*.py"))]
-    groups = [group for module in modules for group in vars(module).values() if isinstance(group, tuple)]
-    return list(dict.fromkeys(bug for group in groups for bug in group if isinstance(bug, Bug)))
 
 
 @pytest.mark.parametrize("bug", bugs(), ids=lambda bug: bug.name.replace(" ", "-"))
 def test_bug_can_be_planted(bug: Bug) -> None:
     texts = kernel_sources()
-    changed = bug.headers()
+    changed = markers.planted(bug.all_edits)
     assert changed
     for file, text in changed.items():
         assert text != texts[file]
         assert text.count("\n") == texts[file].count("\n"), "messages would name other lines"
+
+
+_CHOICE = re.compile(r"(?P<expression>\()emu_planted\((\d+)\) \? \(|if \(emu_planted\((\d+)\)\) \{")
+
+
+def alive(text: str, number: int) -> str:
+    """What g++ would see if a bug of the shared text were all that stands there."""
+    while match := _CHOICE.search(text):
+        new = _inside(text, match.end())
+        behind = match.end() + len(new) + 1
+        between = re.compile(r" : \(" if match["expression"] else r" else \{").match(text, behind)
+        original = _inside(text, between.end()) if between else ""
+        end = between.end() + len(original) + 1 + bool(match["expression"]) if between else behind
+        chosen = new if int(match[2] or match[3]) == number else original
+        text = text[: match.start()] + chosen + text[end:]
+    return text
+
+
+def _inside(text: str, start: int) -> str:
+    """Up to the bracket that closes the one before."""
+    code, depth, at = markers.without_comments(text), 1, start
+    while depth:
+        depth += (code[at] in "([{") - (code[at] in ")]}")
+        at += 1
+    return text[start : at - 1]
+
+
+def _tokens(text: str) -> str:
+    return "".join(markers.without_comments(text).split())
+
+
+def test_shared_text_is_the_shipped_one_without_bugs() -> None:
+    texts, _ = shared()
+    for file, text in texts.items():
+        assert text.count("\n") == kernel_sources()[file].count("\n"), "messages would name other lines"
+        assert _tokens(alive(text, 0)) == _tokens(kernel_sources()[file])
+
+
+def test_each_bug_of_the_shared_text_is_the_bug_itself() -> None:
+    texts, numbers = shared()
+    assert len(numbers) > 500
+    for edits, number in numbers.items():
+        own = markers.planted(edits)
+        assert {file for file, text in texts.items() if f"emu_planted({number})" in text} == set(own)
+        for file, text in own.items():
+            assert _tokens(alive(texts[file], number)) == _tokens(text), edits
 
 
 def test_bugs_have_names_of_their_own() -> None:
@@ -92,6 +129,27 @@ def test_edit(edit: Edit, line: int, wanted: str) -> None:
 def test_edit_that_finds_nothing(edit: Edit, message: str) -> None:
     with pytest.raises(MarkerError, match=message):
         apply(edit, CODE)
+
+
+@pytest.mark.parametrize(
+    ("line", "old", "wanted"),
+    [
+        ("x = f(a + b, c);", "b", "x = f((emu_planted(1) ? (a + NEW) : (a + b)), c);"),
+        ("x = f(a, b);", "a, b)", "x = (emu_planted(1) ? (f(NEW) : (f(a, b)));"),
+        ("const int x = a;", "a", "const int x = (emu_planted(1) ? (NEW) : (a));"),
+        ("if (a <= b) c();", "b", "if ((emu_planted(1) ? (a <= NEW) : (a <= b))) c();"),
+        ("if (a) c();", "if (a)", "if (emu_planted(1)) { NEW c(); } else { if (a) c(); }"),
+        ("f<2>(Int<a>{});", "a", "if (emu_planted(1)) { f<2>(Int<NEW>{}); } else { f<2>(Int<a>{}); }"),
+        ("if constexpr (a) b;", "a", "if (emu_planted(1)) { if constexpr (NEW) b; } else { if constexpr (a) b; }"),
+        ("static constexpr int a = b;", "b", None),
+        ("else if constexpr (a) f();", "a", None),
+        ("const auto [a, b] = f<c, d>();", "d", None),
+    ],
+)  # fmt: skip
+def test_choice(line: str, old: str, wanted: str | None) -> None:
+    text = f"    {line}  // @first\n    next();\n"
+    found = choices_of(change("first", old, "NEW"), text, 1)
+    assert (woven(text, found) if found else None) == (wanted and text.replace(line, wanted))
 
 
 def test_bug_without_its_marker() -> None:

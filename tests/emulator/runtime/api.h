@@ -16,6 +16,9 @@ struct EmuThread { int thread, block, threads, blocks, cluster_rank; };
 extern "C" {
 extern EmuThread *emu_self;  // the thread that is running
 
+// Whether a bug of the headers is alive (tests/emulator/shared.py).
+bool emu_planted(int number);
+
 // Shared memory. An address is (rank of the block in its cluster) << 18 | offset.
 uint32_t emu_smem_base();
 void emu_ld_shared(uint32_t addr, uint32_t bytes, void *out, EmuSite site);

@@ -235,6 +235,8 @@ static void on_fault_with_pc(int signal, siginfo_t *info, void *context) {
     on_fault(signal, info, context);
 }
 
+extern "C" bool emu_planted(int number) { return number == config.planted; }
+
 // Runs a kernel; 0 if all went well. args: pointers to the arguments, as for cuLaunchKernel.
 extern "C" int emu_launch(void (*entry)(void **), void **args, const Config *how, char *message, size_t message_bytes,
                           Stats *out) {
