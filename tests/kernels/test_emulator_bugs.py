@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError, mutants, shared
+from emulator import MODES, EmulatorError, attention, mutants, shared
 from emulator.attention import Session, find_case, inputs_of, small_device, units_of
 from emulator.markers import without
 from emulator.mutants import Bug
@@ -28,6 +28,7 @@ from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.plan.families import kernels_of
 from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import kernel_sources
+from tests.ahead import Ahead
 
 require_compiler()
 
@@ -41,7 +42,7 @@ BACKWARD = (
 )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=16)
 def oracle(name: str) -> Oracle:
     inputs, problem = inputs_of(find_case(name), "bf16")
     return Oracle(problem, *inputs)
@@ -60,8 +61,12 @@ def judged(bug: Bug, headers: Mapping[str, str]) -> list[Comparison]:
     return (exact.judge_forward if bug in FORWARD else exact.judge_backward)(*launched(bug, headers))
 
 
+AHEAD = Ahead(lambda bug: launched(bug, bug.headers()), attention)
+
+
 @pytest.mark.parametrize("bug", [*FORWARD, *BACKWARD], ids=lambda bug: bug.name.replace(" ", "-"))
-def test_planted_bug_is_reported(bug: Bug) -> None:
+def test_planted_bug_is_reported(bug: Bug, request: pytest.FixtureRequest) -> None:
+    AHEAD(request)
     if bug.finds:
         with pytest.raises(EmulatorError, match=bug.finds):
             judged(bug, bug.headers())

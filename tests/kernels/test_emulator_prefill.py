@@ -91,7 +91,16 @@ def _rehearse(name: str, family: str, **_: int) -> None:
     how.run(arrays, problem_of(arrays, CASES[name].options()))
 
 
-AHEAD = Ahead(_rehearse, attention, decode)
+def with_bug(bug: Bug) -> PrefillSession:
+    return PrefillSession(headers=bug.headers(), family=bug.family, splits=SPLITS.get(bug.case, 1))
+
+
+def _rehearse_with(bug: Bug) -> None:
+    arrays = inputs_of(CASES[bug.case], "bf16")
+    with_bug(bug).run(arrays, problem_of(arrays, CASES[bug.case].options()))
+
+
+AHEAD, AHEAD_OF_BUGS = (Ahead(rehearse, attention, decode) for rehearse in (_rehearse, _rehearse_with))
 
 
 def failures(how: PrefillSession, case: CacheCase, dtype: str = "bf16") -> list[str]:
@@ -183,8 +192,9 @@ def test_more_sequences_of_many_queries_than_rows_are_for(family: str) -> None:
 
 
 @pytest.mark.parametrize("bug", PAGES + PARTS, ids=lambda bug: bug.name.replace(" ", "-"))
-def test_a_planted_bug_is_found(bug: Bug) -> None:
-    how = PrefillSession(headers=bug.headers(), family=bug.family, splits=SPLITS.get(bug.case, 1))
+def test_a_planted_bug_is_found(bug: Bug, request: pytest.FixtureRequest) -> None:
+    AHEAD_OF_BUGS(request)
+    how = with_bug(bug)
     if bug.finds:
         with pytest.raises((EmulatorError, AssertionError), match=bug.finds):
             assert not failures(how, CASES[bug.case])
