@@ -24,6 +24,7 @@ ONE_KERNEL = (
     _bug("dS not shown to wgmma", without("ds-shown-to-wgmma"), "dense-d128", _NO_FENCE),
     _bug("dQ not shown to the copy", without("dq-shown-to-tma"), "dense-d64", _NO_FENCE),
     _bug("dQ overwritten before it has left", without("dq-has-left"), "dense-d64", r"RACE, write after read"),
+    _bug("dQ overwritten without asking", without("dq-empty"), "dense-d64", _RACE + "|PHASE"),
     _bug("dQ added before it is there", without("dq-full"), "dense-d64", _RACE + "|PHASE"),
     _bug("S read before it is complete, backward", without("s-complete-bwd"), "dense-d64"),
     _bug("dP read before it is complete", without("dp-complete-bwd"), "dense-d64"),

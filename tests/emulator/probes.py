@@ -122,6 +122,8 @@ def _mma() -> Iterator[Probe]:
     special = [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, 6e-8, 3e-8, 5.96e-8, 65504, 65519, 65520, 1e38, 3.4e38, 1 / 3]
     floats = np.array([*special, *_rng("cvt").standard_normal(49)], np.float32)
     yield Probe("cvt", "warp", f"probe_cvt(in, out, {len(floats)})", floats.view(np.uint32), _zeros(2 * len(floats)))
+    words = _rng("signs").integers(0, 2**32, 64, np.uint32)
+    yield Probe("signs_of_halves", "warp", f"probe_signs(in, out, {len(words)})", words, _zeros(len(words)))
     words = _rng("warp").integers(0, 2**31, 128, dtype=np.uint32)
     yield Probe("warp", "warp", "probe_warp(in, out)", words, _zeros(516), threads=128)
 

@@ -25,7 +25,7 @@ WITHOUT_A_PROBE = """
     griddepcontrol_wait infinity ld_acquire ld_shared_cluster_v2_f32 ld_shared_cluster_v4_f32 ld_shared_v2_f32
     ld_shared_v4_b32 ld_shared_v4_f32 lg2 mbarrier_arrive movmatrix_trans mul_rn nan nanosleep opaque popc
     prefetch_tensormap prmt rcp red_add setmaxnreg_dec setmaxnreg_inc st_release st_shared_v2_f32
-    st_shared_v4_b32 vote_all
+    st_shared_v4_b32 trap vote_all
 """
 
 

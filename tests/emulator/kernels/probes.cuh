@@ -89,6 +89,11 @@ __device__ void probe_cvt(const u32 *in, u32 *out, int n) {
     }
 }
 
+// ---- Signs: in [n] words, out [n] ----
+__device__ void probe_signs(const u32 *in, u32 *out, int n) {
+    for (int i = thread_index(); i < n; i += 32) out[i] = signs_of_halves(in[i]);
+}
+
 // ---- wgmma: in [image words][128 threads x 4 A registers], out [128][n / 2] ----
 // x: words of the image, start of A, start of B, leading and stride bytes of A, of B, swizzle mode of the descriptor.
 __device__ __forceinline__ u64 matrix_descriptor(u32 addr, int leading, int stride, int mode) {
