@@ -27,7 +27,7 @@ struct KeptBits {
             const ptx::u32 two = (x.x[i] & 0x80008000u) >> (k % 4 * 4 + i);
             word[a][k / 4] = k % 4 == 0 && i == 0 ? two : word[a][k / 4] | two;
         }
-        if (k % 4 == 3 || k == kCols / 16 - 1)  // worked out here, not later: while tensor cores compute it
+        if (k % 4 == 3 || k == kCols / 16 - 1)  // from here on a word, not its sums
             word[a][k / 4] = static_cast<ptx::u32>(ptx::opaque(static_cast<int>(word[a][k / 4])));
     }
     __device__ ptx::u32 mask(int a, int k, int i) const {
