@@ -11,7 +11,10 @@
 // in global memory (dq_accum.cuh). kCopiesBias: a warp asks for its part of the next visit's bias once it has formed dS of
 // this one (bias_copies.cuh).
 //
-// Shared memory: K | V | kStages x Q | kStages x dO | two dS | two dQ | kStages x row_stats | a bias of each warp | mbarriers.
+// Where head_dim is beyond 128, a visit goes another way (bwd_wide_sm90.cuh), and dQ leaves in parts of 64 columns.
+//
+// Shared memory: K | V | kStages x Q | kStages x dO | two dS | two dQ, or parts of it |
+// kStages x row_stats | a bias of each warp | mbarriers.
 #ifndef CUPYFLASH_BWD_SM90_CUH
 #define CUPYFLASH_BWD_SM90_CUH
 #include "attention/dropout.cuh"
