@@ -14,6 +14,7 @@ from .evaluate import SCORE, evaluate, place_of
 from .expression import BOOL, FUNCTIONS, NAMES, PLACES, Node
 from .learned import reads_of, source_of
 from .parse import parse
+from .places import of_places
 
 # Element types that a mod reads, in C++.
 ELEMENTS = {
@@ -21,8 +22,8 @@ ELEMENTS = {
     "bool": "unsigned char",
 }  # fmt: skip
 _HEADS = (
-    "template <class S>\n    __device__ S score_mod(S score, int b, int h, int q, int k) const",
-    "__device__ bool mask_mod(int b, int h, int q, int k) const",
+    "template <class S>\n    __device__ S score_mod(S score, int b, int h, Place at_q, Place at_k) const",
+    "__device__ bool mask_mod(int b, int h, Place at_q, Place at_k) const",
 )
 
 
@@ -85,7 +86,8 @@ class Mods(NamedTuple):
         members = "".join(f"    ModArray<{ELEMENTS[x.dtype]}, {x.dims}> {x.name};\n" for x in self.arrays)
         made = [f"{x.name}(p.mod_array_{i}, p.mod_array_{i}_lengths)" for i, x in enumerate(self.arrays)]
         functions = "".join(
-            f"    {_called(head, node)} {{\n        return {node.text};\n    }}\n"
+            f"    {_called(head, node)} {{\n        const int q = at_q.whole(), k = at_k.whole();\n"
+            f"        return {of_places(node)};\n    }}\n"
             for head, node in zip(_HEADS, (self.score, self.mask), strict=True)
             if node is not None
         )
@@ -216,9 +218,10 @@ _OF_CPP = {
 }  # fmt: skip
 # CUDA's own variables and types, and what the generated struct and what reads it call theirs.
 _OF_KERNELS = {
-    "Bf16", "Dual", "Emit", "Fp16", "ModArray", "Mods", "Params", "S", "Variant", "Visit", "blockDim", "blockIdx",
-    "derive", "dim3", "each_learned", "emit", "gridDim", "kv", "kv_idx", "lane", "mask_mod", "mods", "p", "ptx",
-    "q_idx", "score_mod", "threadIdx", "visit", "warp", "warpSize",
+    "Bf16", "Dual", "Emit", "Fp16", "ModArray", "Mods", "Params", "Place", "S", "Variant", "Visit", "at_k", "at_q",
+    "blockDim", "blockIdx", "derive", "dim3", "each_learned", "emit", "gridDim", "kv", "kv_idx", "lane",
+    "mask_mod", "mods", "p", "ptx", "q_idx", "real", "score_mod", "threadIdx", "times", "visit", "warp",
+    "warpSize",
 }  # fmt: skip
 
 

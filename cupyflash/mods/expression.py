@@ -21,7 +21,7 @@ NAMES = {"score": FLOAT, **dict.fromkeys(PLACES, INT), "inf": FLOAT}
 
 _ARITHMETIC = ("+", "-", "*")
 _BITS = ("&", "|", "^")
-_COMPARE = ("<", "<=", ">", ">=", "==", "!=")
+COMPARE = ("<", "<=", ">", ">=", "==", "!=")
 _LOGIC = ("&&", "||")
 # Functions of numbers that are floats: name -> how many arguments.
 OF_FLOATS = {
@@ -98,13 +98,13 @@ class Node:
     @property
     def text(self) -> str:
         """In C++."""
-        return self.written()
+        return self.seeded()
 
-    def written(self, seed: Node | None = None) -> str:
+    def seeded(self, seed: Node | None = None) -> str:
         """The same, of dual numbers whose derivative is that by what `seed` reads, if it is given."""
 
         def of_node(node: Node, a: list[str]) -> str:
-            text = _written(node, a)
+            text = written(node, a)
             return f"Dual({text}, 1.f)" if node.op == "load" and node == seed else text
 
         return self.fold(of_node)
@@ -114,7 +114,7 @@ class Node:
         return any((x.op, x.value) == ("name", word) for x in self.nodes())
 
 
-def _written(node: Node, a: list[str]) -> str:
+def written(node: Node, a: list[str]) -> str:
     """An operation in C++ on operands in C++."""
     if node.op == "number":
         return _number_text(node.value)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ _RULES: dict[str, tuple[int, Callable[[str, list[str]], str]]] = {
     **dict.fromkeys(_ARITHMETIC, (2, _numbers)),
     **dict.fromkeys(OF_INTEGERS, (2, _integers)),
     **dict.fromkeys(_BITS, (2, _bits)),
-    **dict.fromkeys((*_COMPARE, *_LOGIC), (2, _bool)),
+    **dict.fromkeys((*COMPARE, *_LOGIC), (2, _bool)),
     "neg": (1, _numbers),
     "~": (1, _integers),
     "!": (1, _bool),

@@ -48,7 +48,7 @@ def source_of(score: Node, numbers: dict[str, int], reads: Sequence[Node]) -> st
     given = "const Params &p, float score, int b, int h, int q, int k, Emit emit"
     derived = "".join(
         f"        emit({i}, {x.value}.place_of(p.dmod_sums_{numbers[str(x.value)]}, "
-        f"{', '.join(index.text for index in x.args)}),\n            Dual({score.written(x)}).d);\n"
+        f"{', '.join(index.text for index in x.args)}),\n            Dual({score.seeded(x)}).d);\n"
         for i, x in enumerate(reads)
     )
     listed = "".join(f"        visit({name}, p.dmod_sums_{i}, p.dmod_array_{i});\n" for name, i in numbers.items())

@@ -32,7 +32,8 @@ template <class V>
 struct Modified<V, true> {
     struct At {
         typename V::Mods mods;
-        int sequence, head, query, key;
+        int sequence, head;
+        mods::Place query, key;
 
         // A key that is hidden is so whatever its score is: by the mask, or by a score_mod that gives -inf even to 0.
         __device__ bool hides() const { return is_masked() || (V::kScoreMod && of(0.f) == -ptx::infinity()); }
@@ -64,7 +65,7 @@ struct Modified<V, true> {
         return {{first.mods, first.sequence, first.head, query, key}};
     }
     __device__ At operator()(int i, int j) const {
-        return {first.mods, first.sequence, first.head, first.query + i, first.key + j};
+        return {first.mods, first.sequence, first.head, {first.query.from, i}, {first.key.from, j}};
     }
 };
 

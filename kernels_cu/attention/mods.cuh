@@ -4,6 +4,7 @@
 // The entry unit has a struct Mods with both.
 #ifndef CUPYFLASH_MODS_CUH
 #define CUPYFLASH_MODS_CUH
+#include "attention/mod_places.cuh"
 #include "attention/params.cuh"
 #include "tile/element.cuh"
 
@@ -81,6 +82,7 @@ __device__ __forceinline__ Dual operator*(Dual a, Dual b) {
 // Of a constant nothing is added: 0 * inf would be NaN.
 __device__ __forceinline__ Dual operator*(Dual a, float b) { return {a.x * b, a.d * b}; }  // @times-a-constant
 __device__ __forceinline__ Dual operator*(float a, Dual b) { return b * a; }
+__device__ __forceinline__ Dual times(Dual a, Place b) { return a * real(b); }
 __device__ __forceinline__ Dual operator-(Dual a) { return {-a.x, -a.d}; }
 __device__ __forceinline__ bool operator<(Dual a, Dual b) { return a.x < b.x; }
 __device__ __forceinline__ bool operator>(Dual a, Dual b) { return a.x > b.x; }

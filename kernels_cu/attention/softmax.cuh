@@ -69,8 +69,9 @@ struct OnlineSoftmax : Shared {
     // exp(s - m), from what base_of makes of m.
     __device__ float base_of(float m) const { return kNatural ? m : m * factor; }
     __device__ float power(float s, float base) const {
-        return ptx::ex2(kNatural ? (s - base) * factor : fmaf(s, factor, -base));
+        return kNatural ? ptx::ex2((s - base) * factor) : power_in_one_step(s, base);
     }
+    __device__ float power_in_one_step(float s, float base) const { return ptx::ex2(fmaf(s, factor, -base)); }
     // Scores S become P, and are added to l.
     template <int kN>
     __device__ void exponentiate(AccTile<kRows, kN> &S) {
@@ -91,21 +92,23 @@ struct OnlineSoftmax : Shared {
     // The same in the hope that m, whatever it is, will do: it cancels out of O / l, and P may exceed 1. False, with l as
     // it was, if some lane's part of a row sums up to kMaxP or more, has no m yet or holds a NaN; S must then be formed
     // again. kMaxP bounds how far one key can outweigh all others while its P is not exactly 1: see docs/performance.md.
-    static constexpr float kMaxP = 64.f;  // @p-not-far-above-one
+    // kNatural: or if m lies beyond kMaxM, where one step is not exact enough.
+    static constexpr float kMaxP = 64.f, kMaxM = 2048.f;  // @p-not-far-above-one
     template <int kN>
     __device__ bool exponentiate_optimistically(AccTile<kRows, kN> &S) {
         Rows sum;
         float largest = 0.f, all = 0.f;
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
-            const float base = base_of(m[r]);
+            const float base = m[r] * factor;
+            if (kNatural && !(fabsf(m[r]) <= kMaxM)) all = ptx::infinity();  // @scores-of-one-step
             float part[2] = {0.f, 0.f};
             #pragma unroll
             for (int j = 0; j < S.kColTiles; ++j)
                 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     float &s = S.x[r / 2][j][2 * (r % 2) + c];
-                    s = power(s, base);
+                    s = power_in_one_step(s, base);
                     part[c] += s;
                 }
             sum[r] = part[0] + part[1];

@@ -39,6 +39,8 @@ struct FwdGroup {
                                        (!V::kMask || (V::kInterleavesKeys && kWidest<V> <= 64)) &&
                                        !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
 
+    static constexpr int kSoon = 12;  // key blocks
+
     // Whether what a block mask says of elements comes along with K, which is held until that has been read.
     static constexpr bool kCopiesBits = FwdSm90Smem<V>::Copies::kTiles > 0;
     // Whether bits then hold the bounds, too; those of a window are tested one by one, or registers spill.
@@ -253,8 +255,9 @@ struct FwdGroup {
         // and where scores climb from block to block, as towards the diagonal by ALiBi. With a block mask most blocks may be
         // such: once each row has seen a key there is hope, as in others.
         int passed = 0;  // with a block mask: blocks since the one before, whose V is held
-        bool hopeful =
-            true;  // by a bias scores may climb, too: so they do once hope has failed, and all that follow are kMasked
+        // By a bias scores may climb, too. Where hope fails soon, they do, and all blocks that follow are kMasked.
+        bool hopeful = true;
+        int soon = first + kSoon;
         const auto step = [&](int j, auto masked) {
             constexpr bool kMasked = decltype(masked)::value, kHopes = kMasked && V::kBlockMask && !V::kAlibi;
             constexpr bool kCareful = (kMasked && !kHopes) || V::kAlibi;
@@ -292,8 +295,8 @@ struct FwdGroup {
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
                 apply_score(places, fetch(places, q0, j), S, q0, j);
                 if constexpr (kHopes) apply_mask(mask, seen_of(mask, tile, q0, j), S, q0, j);  // @mask-again
-                softmax.step(S, O);  // @o-follows-scores-again
-                hopeful = false;
+                softmax.step(S, O);                     // @o-follows-scores-again
+                hopeful = j >= soon, soon = j + kSoon;
                 P.from(S);
                 Dropout<V>::drop(P, kept);
             }

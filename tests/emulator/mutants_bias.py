@@ -28,6 +28,7 @@ FORWARD_BIAS = (
     Bug("bias: heads of sequences that share one mixed up", change("sequences-that-share-a-bias", "all / sequences", "all % sequences"), "wide", r"RACE"),
     Bug("bias: the second block's is the first one's", change("bias-of-the-second-block", "fetch(places, q0, first + 1)", "fetch(places, q0, first)"), "wide", "", "sm_90"),
     Bug("bias: the next block's is this one's", change("bias-of-the-next-block", "fetch(places, q0, j + 1)", "fetch(places, q0, j)"), "wide", "", "sm_90"),
+    Bug("bias: scores of any size in one step", change("scores-of-one-step", "fabsf(m[r]) <= kMaxM", "true"), "as-low", "", "sm_90"),
     Bug("interleaved keys: of a lane those of keys in order", change("first-of-eight-keys", "8 * (lane % 4)", "2 * (lane % 4)"), "chunks", r"align", "sm_90"),
     Bug("interleaved keys: the pairs of eight in another order", change("key-of-an-interleaved-column", "col / (N / 4) * 2", "(3 - col / (N / 4)) * 2"), "chunks", "", "sm_90"),
     Bug("interleaved keys: those of a lane's columns in order", change("key-of-an-interleaved-column", "col % (N / 4) / 8 * 32 + col / (N / 4) * 2 + col % 8", "col"), "chunks-alibi", "", "sm_90"),

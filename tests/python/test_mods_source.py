@@ -18,6 +18,8 @@ from cupyflash.gpu.device import Device
 from cupyflash.launch import run
 from cupyflash.mods import bind, description, read
 from cupyflash.mods.expression import FUNCTIONS, NAMES
+from cupyflash.mods.parse import parse
+from cupyflash.mods.places import of_places
 from cupyflash.options import Options
 from cupyflash.plan.families import plan_call
 from cupyflash.plan.variant import kernel_sources
@@ -32,7 +34,8 @@ def struct_of(label: str) -> str:
     """A struct with an array of this name among those of other dtypes."""
     text = (
         "array X_ fp32 1\narray a_ fp16 1\narray b_ bf16 1\narray c_ fp64 1\n"
-        "score_mod tanh(score) * abs(X_(k) + a_(k) + b_(k) + c_(k)) + pow(score, max(0, q % 3))\nmask_mod X_[q] < inf"
+        "score_mod tanh(score) * abs(X_(k) + a_(k) + b_(k) + c_(k)) + pow(score, max(0, q % 3)) + 2.0f * (q - k)"
+        "+ sqrt(k - q)\nmask_mod X_[q] < inf && q < k"
     )
     return read(text).source().replace("X_", label)
 
@@ -51,6 +54,27 @@ def refused(structs: list[str]) -> set[int]:
     except nvrtc.NvrtcError as e:
         return {int(n) - 3 for n in re.findall(r"t\.cu\((\d+)\): (?:catastrophic )?error", e.log)}
     return set()
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("score + 0.5f * (k - q)", "(score + times(0.5f, (at_k - at_q)))"),
+        ("(k - q + 3) * score", "times(score, ((at_k - at_q) + Place(3)))"),
+        ("score / (1 + abs(q - k))", "divide(score, (1 + abs((q - k))))"),
+        ("score - abs(q - k)", "(score - abs(real((at_q - at_k))))"),
+        ("score + min(q - k, 7)", "(score + min(real((at_q - at_k)), 7))"),
+        ("-q < 5 ? score : q", "(((-at_q) < Place(5)) ? score : real(at_q))"),
+        ("score + (q - 20000000)", "(score + (q - 20000000))"),
+        ("score + 2 * q", "(score + (2 * q))"),
+        ("score + (1 - 2)", "(score + (1 - 2))"),
+        ("score + x[max(0, q - k)]", "(score + x(max(0, (q - k))))"),
+        ("q / 2 == k ? score : 0", "((quotient(q, 2) == k) ? score : 0)"),
+        ("1 < 2 && b != h ? score : 0", "(((1 < 2) && (b != h)) ? score : 0)"),
+    ],
+)
+def test_sums_of_places_are_floats_and_compared_at_once(expression: str, expected: str) -> None:
+    assert of_places(parse(expression, "score_mod", {"x": ("fp32", 1)})) == expected
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +161,7 @@ def test_what_a_compiler_refuses_is_said_with_the_mods() -> None:
         raise nvrtc.NvrtcError("kernel.cu(7): error: expression must have a constant value")
 
     text, _ = bind("score + table[h]", "q >= k", {"table": np.ones(4, np.float32)})
-    problem = make_problem(((1, 64, 4, 64),) * 3, ("fp16",) * 3, mods=text, mod_shapes=((4,),))
+    problem = make_problem(((1, 64, 4, 136),) * 3, ("fp16",) * 3, mods=text, mod_shapes=((4,),))
     variant = next(x.variant for x in plan_call(problem, Device.synthetic("sm_80")).launches if x.variant.mods)
     compiler: Any = SimpleNamespace(archs=("sm_80",), name="12.9", compile=refuses)
     with pytest.raises(CompileError) as error:
