@@ -42,7 +42,8 @@ def feature_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--block-mask", "block_masks", callback=_block_masks, metavar="DENSITY,...", default="",
                      help=f"{block_masks.HELP} FLOPs count visible pairs."),
         click.option("--mod", type=click.Choice(tuple(MODS)), callback=lambda ctx, param, name: name or "",
-                     help="With a score_mod: " + "; ".join(f"{n}: {x.expression}" for n, x in MODS.items()) + "."),
+                     help="With a score_mod or mask_mod: " + "; ".join(f"{n}: {text}" for n, x in MODS.items()
+                                                                       for text in x.expressions.values()) + "."),
         click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0,
                      help="With dropout of this p."),
         click.option("--padded", type=click.Choice(("left", "right")), callback=lambda ctx, param, side: side or "",

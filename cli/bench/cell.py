@@ -14,6 +14,7 @@ from cupyflash.problem import ITEMSIZE, Problem
 
 from .. import block_masks
 from ..explain.work import visible_pairs
+from .mods import MODS
 
 OURS = "cupyflash"
 PLAIN, CPU = "plain", "cpu"  # other ways of our calls on NumPy arrays
@@ -172,6 +173,9 @@ class Cell:
         problem = Problem("bf16", 1, seqlen, keys, 1, 1, 8, 1.0, window)
         if self.block_mask:
             return block_masks.visible_pairs(self.block_mask, problem)
+        if self.mod and (length := MODS[self.mod].length):  # each document by itself
+            whole, rest = (visible_pairs(replace(problem, seqlen_q=n, seqlen_k=n)) for n in (length, seqlen % length))
+            return seqlen // length * whole + rest
         return visible_pairs(problem) * (SHOWN if self.mask else 1)
 
     @property

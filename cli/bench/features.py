@@ -21,6 +21,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "block-mask": {"block_masks": ("0.25",)},
     "mod": {"mod": "relative"},
     "mod-table": {"mod": "table"},
+    "mask-mod": {"mod": "documents"},
 }
 # What those options are where nobody asks for them.
 WITHOUT: dict[str, Any] = {

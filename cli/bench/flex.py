@@ -9,7 +9,7 @@ from typing import Any
 from .. import block_masks
 from . import peers as bench_peers
 from .cell import Cell
-from .mods import MODS, ScoreMod
+from .mods import MODS, MaskMod, ScoreMod
 
 
 def flex_is_missing() -> bool:
@@ -57,9 +57,6 @@ def _with_lse() -> dict[str, Any]:
     return {"return_aux": module.AuxRequest(lse=True)} if hasattr(module, "AuxRequest") else {"return_lse": True}
 
 
-MaskMod = Callable[[Any, Any, Any, Any], Any]
-
-
 def visible(cell: Cell) -> MaskMod | None:
     """(batch, head, query, key) -> whether the query sees the key, of numbers or tensors; None where all do."""
     window = cell.window
@@ -73,7 +70,8 @@ def visible(cell: Cell) -> MaskMod | None:
 def seen(cell: Cell, device: str, given: Mapping[str, Any]) -> MaskMod | None:
     """The same with what a mask, a range of keys and a block mask hide."""
     of_arrays = _of_mask(given.get("mask")), _of_ranges(given.get("kv_range"))
-    mods = [x for x in (visible(cell), *of_arrays, _of_blocks(cell, device)) if x is not None]
+    shown = MODS[cell.mod].shown if cell.mod else None
+    mods = [x for x in (visible(cell), *of_arrays, _of_blocks(cell, device), shown) if x is not None]
     if not mods:
         return None
 
@@ -120,9 +118,10 @@ def _of_blocks(cell: Cell, device: str) -> MaskMod | None:
 
 def with_mod(capped: ScoreMod | None, name: str, arrays: Mapping[str, Any] | None) -> ScoreMod | None:
     """(score, batch, head, query, key) -> what a mod of `MODS` makes of the capped score; as it was without one."""
-    if not name:
+    function = MODS[name].function if name else None
+    if function is None:
         return capped
-    mod, cap = MODS[name].function(arrays or {}), capped or (lambda score, b, h, q, k: score)
+    mod, cap = function(arrays or {}), capped or (lambda score, b, h, q, k: score)
     return lambda score, b, h, q, k: mod(cap(score, b, h, q, k), b, h, q, k)
 
 

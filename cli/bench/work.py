@@ -74,7 +74,7 @@ class Bench:
         if cell.mod:
             arrays = mods.drawn(cell.mod, self.rng, cell.heads, cell.seqlen)
             found["mod_arrays"] = {name: self.array(x) for name, x in arrays.items()}
-            found["score_mod"] = mods.MODS[cell.mod].expression
+            found |= mods.MODS[cell.mod].expressions
         if cell.block_mask:
             found["block_mask"] = block_masks.make(cell.block_mask, cell.seqlen, cell.seqlen)
         return found

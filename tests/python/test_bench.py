@@ -30,6 +30,7 @@ from cupyflash.cli.bench import work as bench_work
 from cupyflash.cli.bench.cell import Cell
 from cupyflash.cli.bench.clocks import Clock, Work
 from cupyflash.cli.bench.features import NAMED, WITHOUT
+from cupyflash.cli.bench.mods import MODS, of_documents
 from cupyflash.cli.bench.timing import QUICK, SUSTAINED, Effort, Timing
 from cupyflash.cli.output import human
 
@@ -195,7 +196,8 @@ def test_the_table_gives_the_spread_of_each(capsys: pytest.CaptureFixture[str]) 
      {"alibi": True}, {"bias": "hqk"}, {"bias": "bk", "softcap": 0.5}, {"bias": "-", "alibi": True}, {"mask": "qk"},
      {"mask": "bhqk", "window": 9}, {"block_mask": "0.5"}, {"block_mask": "longformer", "alibi": True},
      {"padded": "left"}, {"padded": "right", "mask": "qk", "alibi": True},
-     {"mod": "relative", "window": 9}, {"mod": "table", "softcap": 0.5, "alibi": True}, {"mod": "gates"}],
+     {"mod": "relative", "window": 9}, {"mod": "table", "softcap": 0.5, "alibi": True}, {"mod": "gates"},
+     {"mod": "documents", "softcap": 0.5}],
     ids=str,
 )  # fmt: skip
 def test_flex_computes_the_same(causal: bool, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +207,7 @@ def test_flex_computes_the_same(causal: bool, features: dict[str, Any], monkeypa
 
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)
     monkeypatch.setattr(block_masks, "BLOCK", 16)
+    monkeypatch.setitem(MODS, "documents", of_documents(10))
     block_masks.make.cache_clear()
     cell = Cell("fp32", 24, causal, 37, 2, 4, 2, **features)
     bench = bench_work.TorchBench(on_gpu=False)
@@ -391,6 +394,14 @@ def test_flops_of_padded_sequences_are_those_of_visible_pairs(side: str, causal:
     assert cell.flops("fwd") == 4 * 24 * pairs * 3
     assert replace(cell, mask="qk").flops("fwd") == cell.flops("fwd") / 2
     assert len({end - first for first, end in cell.ranges}) > 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_of_documents_are_those_of_visible_pairs(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODS, "documents", of_documents(10))
+    i = np.arange(37)
+    seen = (i[:, None] // 10 == i // 10) & (not causal or i[:, None] >= i)
+    assert Cell("bf16", 24, causal, 37, 2, 3, 3, mod="documents").flops("fwd") == 4 * 24 * seen.sum() * 2 * 3
 
 
 def test_flops_of_masks_are_those_of_visible_pairs() -> None:
