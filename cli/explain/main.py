@@ -169,8 +169,8 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
         chosen, reasons = choose(spec, gpu)
     plan = plan_of(kernels_of(spec, gpu), Extents.of(problem))
     pairs, added = pairs_of(problem, options), explain_work.added_bytes(problem, options)
-    ahead = masked.list_work(problem, options["block_mask"], plan)
-    added += masked.bits_instead(problem, plan)
+    ahead = masked.list_work(problem, options, plan)
+    added += masked.bits_instead(problem, options, plan)
     if backward:
         work = explain_work.backward_work(problem, signatures, plan, pairs, added)
     else:

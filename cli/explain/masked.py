@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from cupyflash.operand import MASK_TILE, TILE_WORDS
@@ -24,25 +25,31 @@ def facts(problem: Problem, text: str | None) -> dict[str, Any] | None:
             **found._asdict()}  # fmt: skip
 
 
-def bits_instead(problem: Problem, plan: Plan) -> int:
+def bits_instead(problem: Problem, options: Mapping[str, Any], plan: Plan) -> int:
     """How many bytes more other kernels read where a mask becomes a block mask, all of which may be seen in part."""
     bits = workspace_bytes(plan.workspace).get("block_bits", 0)
-    return bits - math.prod(bias_shape(problem)) if bits else 0
+    has_mods = any(x.variant.mods for x in plan.launches if x.variant.over != "mask_tiles")
+    return bits - (0 if has_mods else _mask_bytes(problem, options)) if bits else 0
 
 
-def list_work(problem: Problem, text: str | None, plan: Plan) -> list[Work]:
-    """Of the launches before the others, which make a block mask of a mask, or read one and write lists of what each
-    tile visits."""
-    size, found = workspace_bytes(plan.workspace), []
+def list_work(problem: Problem, options: Mapping[str, Any], plan: Plan) -> list[Work]:
+    """Of the launches before the others, which make a block mask of a mask or of a mask_mod, or read one and write
+    lists of what each tile visits."""
+    size, found, text = workspace_bytes(plan.workspace), [], options["block_mask"]
     tiles = size.get("block_tiles", 0)
     if text is not None:
         tiles = 4 * math.prod(block_masks.make(text, problem.seqlen_q, problem.seqlen_k).tiles.shape)
     for over in (x.variant.over for x in plan.launches):
         if over == "mask_tiles":
-            found.append(Work(0.0, math.prod(bias_shape(problem)) + tiles + size["block_bits"]))
+            found.append(Work(0.0, _mask_bytes(problem, options) + tiles + size["block_bits"]))
         elif over in LISTS:
             found.append(Work(0.0, tiles + size[over]))
     return found
+
+
+def _mask_bytes(problem: Problem, options: Mapping[str, Any]) -> int:
+    """Of a mask, or of the arrays that mods read."""
+    return math.prod(bias_shape(problem)) if problem.bias else int(options["mod_bytes"])
 
 
 def _bytes(problem: Problem, text: str) -> int:

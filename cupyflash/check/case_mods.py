@@ -76,13 +76,17 @@ def _heat(rng: Rng, p: Problem) -> dict[str, Array]:
 MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
     "relative": ("score + table[h, max(0, q - k)]", None, _relative),
     "documents": (None, "document(b, q) == document(b, k)", _documents),
-    "capped": ("tanh(score / 3) * 3 - 0.05f * abs(q - k)", "(q + k) % 5 != 0", lambda rng, p: {}),
+    "padded": (None, "k < length[b]", lambda rng, p: {"length": rng.integers(1, p.seqlen_k + 1, p.batch)}),
+    "rows": (None, "(q + h) % 3 != 1 && k >= 0", lambda rng, p: {}),
+    "capped": (
+        "tanh(score / 3) * 3 - 0.05f * abs(q - k)", "(q + k) % 5 != 0 && q - k != 3 && k <= q + 60", lambda rng, p: {},
+    ),
     "hides": ("k % 3 == 1 || q == 5 ? -inf : 0.5f * score", None, lambda rng, p: {}),
     "adds": ("score + hidden[k]", None, lambda rng, p: {"hidden": np.where(np.arange(p.seqlen_k) % 2, -np.inf, 0)}),
     "every": (
         "score * (0.5f + weight(b, h, q, k % 2)) + 0.1f * shift[k]"
         " + (kind[1][q] == 1 ? sigmoid(score) : sin(0.3f * score))",
-        "shown(h, k) && k <= q + 200",
+        "shown(h, k) && k <= q + 20",
         _all_dtypes,
     ),
     "scales": (
@@ -90,7 +94,7 @@ MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
         None,
         _scales,
     ),
-    "heated": ("q % 9 == 4 ? score : score * exp(0.3f * heat[h][q]) + none[h, q]", None, _heat),
+    "heated": ("q % 9 == 4 ? score : score * exp(0.3f * heat[h][q]) + none[h, q] + 0.02f * (k - q)", None, _heat),
     "functions": (
         "exp(-0.1f * score * score) + log(1 + score * score) + min(score, x[0]) + max(k - q, -3) * 0.01f"
         " + abs(score - x[1]) + cos(score) + sqrt(2 + score * score) + rsqrt(2 + score * score) + exp2(-score * score)"

@@ -18,6 +18,7 @@ from ..arrays.adapters import TORCH, Native
 from ..errors import ArgumentError
 from ..gpu.device import Device
 from ..options import Options
+from ..plan import mod_tiles
 from ..plan.extents import Extents
 from ..plan.families import FAMILIES, kernels_of, plan_of
 from ..plan.spec import Spec
@@ -59,10 +60,10 @@ class _Asked(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def _asked(
     backward: bool, dtype: str, widths: tuple[int, int], options: Options, of: Asked, brought: Brought,
-    group: int, batch: int, access: Access, wish: Any,
+    group: int, batch: int, tiles_fit: bool, access: Access, wish: Any,
 ) -> _Asked:  # fmt: skip
-    """`group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `wish`: so that
-    another value in the environment is another question."""
+    """`group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `tiles_fit`:
+    those of a mask_mod (mod_tiles.py); `wish`: so that another value in the environment is another question."""
     head_dim, head_dim_v = widths
     shapes: list[tuple[int, ...]] = [
         (batch, heads, 1, width) if options.layout == "bhsd" else (batch, 1, heads, width)
@@ -72,7 +73,8 @@ def _asked(
         shapes = [shape[1:] for shape in shapes]
     features = {**brought._asdict(), "sequences": batch if of.packed else None}
     problem = make_problem(shapes, [dtype] * 3, **options._asdict(), **features)
-    spec = Spec.of(problem, backward=backward, **of.made(), **access._asdict(), family=family())
+    known = {**of.made(), **access._asdict(), "tiles_fit": tiles_fit, "family": family()}
+    spec = Spec.of(problem, backward=backward, **known)
     return _Asked(spec, numbers_of(problem))
 
 
@@ -162,7 +164,8 @@ def prepare(
     batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), widths, options
-    asks = *asked_of, given.asked, brought_by(given, library, keys), 1 + (heads_q > heads_k), has_work
+    tiles_fit = bool(options.mods) and mod_tiles.fit(options.mods, extents[:5], widths)
+    asks = *asked_of, given.asked, brought_by(given, library, keys), 1 + (heads_q > heads_k), has_work, tiles_fit
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:
         asked = _asked(*asks, access, wish())

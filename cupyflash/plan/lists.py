@@ -1,11 +1,11 @@
-"""The kernels that come before others where there is a block mask (blocks.cuh): they make it of a mask of booleans, and
-list what each tile visits."""
+"""The kernels that come before others where there is a block mask (blocks.cuh): they make it of a mask of booleans, or
+of a mask_mod, and list what each tile visits."""
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..operand import MASK_TILE, TILE_WORDS
 from .numbers import Extents, Workspace
@@ -53,12 +53,23 @@ class Ahead(Variant):
 
 @dataclass(frozen=True)
 class MaskTiles(Ahead):
-    """mask_tiles.cuh: the block mask of a mask of booleans."""
+    """mask_tiles.cuh: the block mask of a mask of booleans; or of `mods`, a mask_mod, by which of both it asks for."""
 
     header, function, over = "mask_tiles", "mask_tiles", "mask_tiles"
 
     tile: MaskTile
     backward: bool = False
+    mods: str = ""
+    by_query: bool = False
+    by_key: bool = False
+
+    @classmethod
+    def of_mask(cls, spec: Spec) -> MaskTiles:
+        """That of a spec with a mask."""
+        assert spec.mask_tiles is not None
+        *_, by_query, by_key = spec.mask_tiles if spec.mask_mod else (False, False)
+        found = cls(spec.dtype, spec.head_dim, MaskTile(), head_dim_v=spec.head_dim_v)
+        return replace(found, backward=spec.backward, mods=spec.mask_mod, by_query=by_query, by_key=by_key)
 
 
 class BackwardMaskTiles(MaskTiles):
@@ -108,8 +119,8 @@ def lists_before(spec: Spec, *tiles: tuple[int, int], ranks: bool = False) -> tu
     if not spec.block_mask:
         return ()
     keys, *queries = tiles
-    of_mask, of_keys = (BackwardMaskTiles, BackwardKeyLists) if spec.backward else (MaskTiles, KeyLists)
-    made = (of_mask.of(spec, MaskTile()),) if spec.mask_tiles else ()
+    tiles_of, of_keys = (BackwardMaskTiles, BackwardKeyLists) if spec.backward else (MaskTiles, KeyLists)
+    made = (tiles_of.of_mask(spec),) if spec.mask_tiles else ()
     first = of_keys.of(spec, ListTile(*keys))
     return *made, first, *(QueryLists.of(spec, ListTile(*tile, ranks)) for tile in queries)
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ..operands import BACKWARD
 from ..options import Window
 from ..problem import Bias, Problem
+from . import mod_tiles
 
 LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
 NARROW = 4096  # keys
@@ -46,7 +47,7 @@ class Spec(NamedTuple):
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap. mask_tiles:
             it is made of a mask, which no other kernel then reads: along which dimensions the mask has elements of its
-            own, likewise.
+            own, likewise. mask_mod: the mask is this mod.
         mods: a user's expressions, which count as a bias; bias_beside_mods: there is one, or a mask; mod_shapes: of
             the arrays that they read, by value like softcap; dmods: the numbers of those whose gradients a backward
             makes.
@@ -84,6 +85,7 @@ class Spec(NamedTuple):
     dropout_p: float = 0.0
     block_mask: int = 0
     mask_tiles: tuple[bool, ...] | None = None
+    mask_mod: str = ""
     bias_beside_mods: bool = False
     mods: str = ""
     mod_shapes: tuple[tuple[int, ...], ...] = ()
@@ -105,7 +107,8 @@ class Spec(NamedTuple):
     @classmethod
     def of(
         cls, problem: Problem, *, aligned: bool = True, tma: bool = True, dalibi: bool = False, dsink: bool = False,
-        dbias: bool = False, dmods: tuple[int, ...] = (), paired_bias: int = 0, **asked: Any,
+        dbias: bool = False, dmods: tuple[int, ...] = (), paired_bias: int = 0, tiles_fit: bool | None = None,
+        **asked: Any,
     ) -> Spec:  # fmt: skip
         """That of a problem.
 
@@ -116,6 +119,7 @@ class Spec(NamedTuple):
                 are any.
             dmods: the numbers of the arrays of mods whose gradients a backward makes.
             paired_bias: how neighbouring keys of a bias (and of a mask) lie, as `Access` has it.
+            tiles_fit: what `mod_tiles.fit` says of the call's lengths; None: of the problem's.
             asked: `backward`, `family`, `clocks`.
         """
         learns_bias = dbias and problem.bias is not None and problem.bias.dtype != "bool"
@@ -137,7 +141,6 @@ class Spec(NamedTuple):
             dbias=problem.bias.own if problem.bias and learns_bias and asked.get("backward") else None,
             dropout=problem.dropout,
             dropout_p=problem.dropout_p,
-            mods=problem.mods,
             mod_shapes=problem.mod_shapes,
             dmods=dmods if asked.get("backward") else (),
             grouped=bool(asked.get("backward")) and problem.heads_q != problem.heads_k,
@@ -149,7 +152,7 @@ class Spec(NamedTuple):
             whole_pages=problem.whole_pages,
             narrow=bool(asked.get("backward")) and _width(problem.window) <= NARROW,
             head_dim_v=problem.head_dim_v if problem.head_dim_v != problem.head_dim else 0,
-            **_added(problem, paired_bias),
+            **_added(problem, paired_bias, _fits(problem) if tiles_fit is None else tiles_fit, bool(dmods)),
             **asked,
         )
 
@@ -186,21 +189,31 @@ class Spec(NamedTuple):
         return self.masked or self.packed or self.kv_range
 
 
-def _added(problem: Problem, paired_bias: int) -> dict[str, Any]:
+def _added(problem: Problem, paired_bias: int, tiles_fit: bool, learns_mods: bool) -> dict[str, Any]:
     """What is added to scores, and what hides keys by element, by the names of fields.
 
     A mask becomes a block mask, unless there is a bias or a block mask beside it; or sequences are packed, since what
-    it has room for does not end where they do.
+    it has room for does not end where they do. So does a mask_mod, if its tiles fit; but for one alone whose arrays'
+    gradients, which are 0, are asked for.
     """
-    bias = problem.bias
-    is_mask = bias is not None and bias.dtype == "bool"
-    tiled = bias if is_mask and not problem.packed and not problem.block_mask else None
-    bias = None if tiled else bias
-    return flags_of_added(bias, bool(problem.mods)) | {
+    bias, mods, mask_mod, own = problem.bias, problem.mods, "", None
+    if not (problem.packed or problem.block_mask):
+        if bias is not None and bias.dtype == "bool":
+            own, bias = bias.own, None
+        elif bias is None and tiles_fit and (found := mod_tiles.apart(mods)) and (found.score or not learns_mods):
+            mods, mask_mod, own = found
+    return flags_of_added(bias, bool(mods)) | {
         "paired_bias": 0 if bias is None else int(paired_bias),
-        "block_mask": 1 + tiled.own[0] + 2 * tiled.own[1] if tiled else problem.block_mask,
-        "mask_tiles": tiled.own if tiled else None,
+        "block_mask": 1 + own[0] + 2 * own[1] if own else problem.block_mask,
+        "mask_tiles": own,
+        "mask_mod": mask_mod,
+        "mods": mods,
     }
+
+
+def _fits(problem: Problem) -> bool:
+    lengths = problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k
+    return mod_tiles.fit(problem.mods, lengths, (problem.head_dim, problem.head_dim_v))
 
 
 def flags_of_added(bias: Bias | None, has_mods: bool) -> dict[str, bool]:

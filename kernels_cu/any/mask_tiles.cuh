@@ -1,5 +1,6 @@
-// The block mask (blocks.cuh) of a mask of booleans: what each of its tiles of 64 queries by 64 keys is, and the bits of those that
-// are seen in part. Queries and keys behind the last one see, and are seen, as that one. It comes before key_lists.cuh.
+// The block mask (blocks.cuh) of a mask of booleans, or of a mask_mod (mods.cuh): what each of its tiles of 64 queries by 64 keys
+// is, and the bits of those that are seen in part. Queries and keys behind the last one see, and are seen, as that one. It comes
+// before key_lists.cuh.
 //
 // A block takes one tile that the mask has: of each sequence, head, 64 queries and 64 keys along which it has elements of its own.
 // Where it is broadcast along queries or keys, all tiles along them are that one. A tile's bits have the number of its block, so
@@ -8,6 +9,7 @@
 #define CUPYFLASH_MASK_TILES_CUH
 #include "attention/addends.cuh"
 #include "attention/blocks.cuh"
+#include "attention/mods.cuh"
 
 // What the other kernels only read, and who calls gives them unless it is made here.
 __device__ __forceinline__ int *made(const int *x) { return const_cast<int *>(x); }
@@ -69,6 +71,7 @@ struct MaskRows {
 };
 
 // Which tile a block takes, of those that a mask has of its own.
+template <class V>
 struct OwnTile {
     int q_tiles, k_tiles;  // of the problem
     int own_q, own_k;      // of the mask
@@ -78,13 +81,18 @@ struct OwnTile {
     __device__ OwnTile(const Params &p, int number)
         : q_tiles(ceil_div(p.problem.seqlen_q, kMaskTile)),
           k_tiles(ceil_div(p.problem.seqlen_k, kMaskTile)),
-          own_q(p.mask_stride.row != 0 ? q_tiles : 1),
-          own_k(p.mask_stride.key != 0 ? k_tiles : 1) {
+          own_q((V::kMods ? V::kByQuery : p.mask_stride.row != 0) ? q_tiles : 1),
+          own_k((V::kMods ? V::kByKey : p.mask_stride.key != 0) ? k_tiles : 1) {
         const int heads = MaskOwners::of(p).heads ? p.problem.heads_q : 1;
         k = number % own_k, q = number / own_k % own_q;
         head = number / own_k / own_q % heads, sequence = number / own_k / own_q / heads;
     }
-    // 32 of its queries, from one on.
+    // Of each of 32 of its queries, from one on, by a lane.
+    template <class Params>
+    __device__ KeyBits bits(const Params &p, int first) const {
+        if constexpr (V::kMods) return bits_of_mod(p, typename V::Mods(p), first);
+        else return rows(p, first).bits();
+    }
     template <class Params>
     __device__ MaskRows rows(const Params &p, int first) const {
         const ScoreStrides &to = p.mask_stride;
@@ -93,6 +101,28 @@ struct OwnTile {
         return {
             static_cast<const Shown *>(p.mask) + start, to.row, to.key, first, min(kMaskTile, p.problem.seqlen_q - q0),
             min(kMaskTile, p.problem.seqlen_k - k0)};
+    }
+    // The warp asks for 64 keys of a query at a time: what a mod makes of a key is made once.
+    template <class Params, class Mods>
+    __device__ KeyBits bits_of_mod(const Params &p, const Mods &mods, int first) const {
+        const int last = p.problem.seqlen_k - 1, key = k * kMaskTile + lane();
+        const int keys[2] = {min(key, last), min(key + 32, last)}, query = q * kMaskTile + first;
+        constexpr int kAhead = 16;  // queries: no load passes a vote
+        KeyBits found{};
+        #pragma unroll 1
+        for (int i = 0; i < 32; i += kAhead) {
+            bool shown[kAhead][2];
+            #pragma unroll
+            for (int n = 0; n < 2 * kAhead; ++n)
+                shown[n / 2][n % 2] =
+                    mods.mask_mod(sequence, head, {query + i, n / 2}, keys[n % 2]);  // @tile-by-mask-mod
+            #pragma unroll
+            for (int n = 0; n < 2 * kAhead; ++n) {
+                const ptx::u32 voted = ptx::vote_ballot(shown[n / 2][n % 2]);
+                if (lane() == i + n / 2) found.word[n % 2] = voted;
+            }
+        }
+        return found;
     }
     // All tiles of the problem that are this one have a kind.
     template <class Params>
@@ -122,8 +152,8 @@ template <class V, class Params>
 __device__ __forceinline__ void mask_tiles(const Params &p) {
     static_assert(V::kSmemBytes == 0 && 32 * V::kWarps == kMaskTile);
     const int number = ptx::block_index(), row0 = 32 * warp();
-    const OwnTile tile(p, number);
-    const KeyBits seen = tile.rows(p, row0).bits();
+    const OwnTile<V> tile(p, number);
+    const KeyBits seen = tile.bits(p, row0);
     bool some = (seen.word[0] | seen.word[1]) != 0, hidden = (seen.word[0] & seen.word[1]) != ~0u;
     some = ptx::bar_red_or(0, kMaskTile, some);      // @seen-by-either-warp
     hidden = ptx::bar_red_or(0, kMaskTile, hidden);  // @hidden-from-either-warp

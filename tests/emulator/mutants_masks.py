@@ -66,6 +66,10 @@ FORWARD_MASK_TILES = (
     Bug("mask tiles: the first of those that are one", change("all-tiles-that-are-one", "i < count", "i < 1"), "keys"),
     Bug("mask tiles: seen by the first warp", without("seen-by-either-warp"), "chunks"),
     Bug("mask tiles: hidden from the first warp", without("hidden-from-either-warp"), "chunks"),
+    Bug("mask tiles: a mod of the first sequence", change("tile-by-mask-mod", "sequence, head", "0 * sequence, head"), "documents"),
+    Bug("mask tiles: a mod of the first head", change("tile-by-mask-mod", "head, {query", "0 * head, {query"), "rows"),
+    Bug("mask tiles: a mod of the next query", change("tile-by-mask-mod", "n / 2}", "n / 2 + 1}"), "rows"),
+    Bug("mask tiles: a mod of the first keys", change("tile-by-mask-mod", "keys[n % 2]", "keys[0]"), "padded"),
     Bug("mask tiles: bits of the first tile for all", change("kind-of-a-tile", "kFirstBits + number", "kFirstBits"), "chunks"),
 )  # fmt: skip
 

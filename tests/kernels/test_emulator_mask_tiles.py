@@ -1,5 +1,5 @@
-"""A mask that becomes a block mask on the device: planted bugs (`emulator/mutants_masks.py`), and tiles that are left
-out.
+"""A mask or a mask_mod that becomes a block mask on the device: planted bugs (`emulator/mutants_masks.py`), and tiles
+that are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from emulator.require import require_compiler
 
 from cupyflash import masks
 from cupyflash.check.accuracy import Oracle
+from cupyflash.check.case_mods import ModInputs
 from cupyflash.check.cases import Case, Inputs
 from cupyflash.problem import Bias
 
@@ -40,6 +41,9 @@ CASES = {
     "turned": _case("turned", 200, 330, "qk bool tiles turned"),
     "expanded": _case("expanded", 200, 330, "bqk bool tiles whole"),
     "d128": _case("d128", 200, 330, "bqk bool tiles", 128, batch=1),
+    "documents": _case("documents", 200, 330, "", mods="documents"),
+    "padded": _case("padded", 200, 330, "", mods="padded", sink=True),
+    "rows": _case("rows", 200, 330, "", mods="rows", causal=True),
 }
 
 
@@ -50,6 +54,8 @@ def inputs_of(name: str, nonfinite: bool) -> Inputs:
     hold NaN and inf, of one alone, since its queries are computed again, at length.
     """
     x = CASES[name].inputs("bf16")
+    if CASES[name].mods:
+        return x
     assert x.features.mask is not None
     mask = x.features.mask.copy()
     if min(mask.shape[-2:]) > 1:
@@ -72,7 +78,8 @@ def oracle(name: str, nonfinite: bool) -> Oracle:
 def given(name: str, nonfinite: bool) -> Inputs:
     """The mask as kernels get it."""
     x = inputs_of(name, nonfinite)
-    assert x.features.mask is not None
+    if x.features.mask is None:
+        return x
     if name == "bytes":  # any but 0 shows a key
         bytes_of = np.random.default_rng(0).integers(1, 256, x.features.mask.shape).astype(np.uint8)
         return x.having(mask=np.where(x.features.mask, bytes_of, 0).astype(np.uint8).view(bool))
@@ -134,6 +141,9 @@ def test_hidden_tiles_are_not_computed(family: str, backward: bool) -> None:
     alone = products(x.having(mask=mask))
     block_mask = x.having(mask=None, block_mask=masks.from_dense(mask))
     assert alone == products(block_mask, bias=None, block_mask=1)
+    mod = ModInputs(None, "document[q] == document[k]", {"document": document})
+    by_mod = x.having(mask=None, mods=mod)
+    assert alone == products(by_mod, bias=None, mods=mod.bound()[0], mod_shapes=((512,),))
     zeros = np.zeros((1, 512), x.q.dtype)
     beside = products(x.having(mask=mask, bias=zeros), bias=Bias("bf16", (False, False, False, True), masked=True))
     assert alone < 0.6 * beside

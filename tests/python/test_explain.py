@@ -417,9 +417,9 @@ def test_a_bias(arch: str, document: Document, invoke: Invoke) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_mods(arch: str, document: Document, invoke: Invoke) -> None:
-    """They are compiled, and the arrays that they read count."""
+    """They are compiled, and the arrays that they read count; a mask_mod becomes a block mask."""
     options = ("--arch", arch, "--seqlen", "300", "--heads", "6", "--backward")
-    given = ("--score-mod", "score + table[h, k]", "--mask-mod", "q >= k", "--mod-array", "table:bf16:6x300")
+    given = ("--score-mod", "score + table[h, k]", "--mod-array", "table:bf16:6x300")
     plain, found = document(*options), document(*options, *given)
     assert found["problem"]["mod_shapes"] == [[6, 300]]
     assert found["passes"][0]["bytes"] - plain["passes"][0]["bytes"] == 6 * 300 * 2
@@ -438,7 +438,12 @@ def test_mods(arch: str, document: Document, invoke: Invoke) -> None:
     assert ", no mask, mods\n" in invoke("--no-compile", *given).stdout
     assert "table" in invoke("--score-mod", "score + table[h, k]", code=2).output
     assert "is not NAME:DTYPE:SIZES" in invoke(*given[:2], "--mod-array", "table:float:6", code=2).output
-    assert "nothing reads it" in invoke(*given[4:], code=2).output
+    assert "nothing reads it" in invoke(*given[2:], code=2).output
+    masked = document(*options, "--mask-mod", "table[h, k] > q", *given[2:])
+    bits, tiles, lists = 6 * 25 * 1024, 6 * 25 * 4, masked["passes"][0]["workspace"]["key_lists"]
+    more = 6 * 300 * 2 + 2 * (bits + tiles) + lists
+    assert masked["passes"][0]["bytes"] - plain["passes"][0]["bytes"] == more
+    assert [x["symbol"].split("_bf16")[0] for x in masked["passes"][0]["launches"][:2]] == ["mask_tiles", "key_lists"]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -266,9 +266,8 @@ def test_numbers_are_not_in_the_spec() -> None:
 def test_what_calls_do_not_write_is_in_the_spec(name: str) -> None:
     """By value: params that are kept hold it."""
     like = Problem("bf16", 2, 300, 300, 4, 4, 64, 0.5)
-    other: Any = {"dtype": "fp16", "head_dim": 72, "head_dim_v": 72, "softcap": 30.0}.get(name) or not getattr(
-        like, name
-    )
+    others: Any = {"dtype": "fp16", "head_dim": 72, "head_dim_v": 72, "softcap": 30.0, "mods": "score_mod (score + q)"}
+    other = others.get(name) or not getattr(like, name)
     assert getattr(Spec.of(replace(like, **{name: other})), name) == other
 
 

@@ -64,10 +64,10 @@ PYTHON_ORDER = {
     "launch": "cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params prepare last "
     "series made alignment "
     "prepared filled checks brought packed passes template counters kept variables",
-    "mods": "given trace held symbols description learned evaluate parse functions expression",
+    "mods": "given trace held symbols description places learned evaluate parse functions expression",
     "plan": "shipped_cache shipped decode prefill families sm90 sm80 family extents first_shares decode_stored "
     "decode_elements decode_shares splits lists numbers decode_kernels learned shares kernels_sm90 tiles_sm90 "
-    "tiles_sm80 kernels params_decode params variant spec",
+    "tiles_sm80 kernels params_decode params variant spec mod_tiles",
     "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "
     "arguments masks vetting followed",
     "transformers": "registration attention fallback masks holes packing patterns ranges call",
@@ -103,9 +103,9 @@ CUDA_LAYERS = (("any", "decode", "sm80", "sm90"), ("attention",), ("tile",), ("h
 CUDA_ORDER = {
     "any": "bwd_* fwd_parts mask_tiles key_lists query_lists",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
-    "softmax sink dropout kept philox score slopes places modified bias_copies bias added addends mods prefill_sm90 "
-    "work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists blocks mask schedule sequence "
-    "params_sm90 params",
+    "softmax sink dropout kept philox score slopes places modified bias_copies bias added addends mods mod_places "
+    "prefill_sm90 work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists blocks mask schedule "
+    "sequence params_sm90 params",
     "decode": "append dequantize decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored "
     "repair_decode row_limits row_places parts edges_stored copies_stored scales rows shares tiles products_stored "
     "queries fragments fragments_stored column_softmax slices stored value_unit cached params_decode",

@@ -1,0 +1,52 @@
+"""A mask_mod becomes a block mask, as a mask of booleans does: what it hides is not computed, and kernels other than
+the one that makes it know nothing of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+from ..mods.description import read
+from ..mods.expression import PLACES
+from ..operand import MASK_TILE, TILE_WORDS
+
+_FEW = 64 << 20  # bytes of bits that any call may have
+_WIDEST = 128  # head_dim up to which families have tiles for a score_mod beside a block mask
+
+
+class Apart(NamedTuple):
+    """The texts of a score_mod, "" without one, and of a mask_mod, which read the same arrays; and along which
+    dimensions, of batch, heads, queries and keys, the mask_mod has tiles of its own."""
+
+    score: str
+    mask: str
+    own: tuple[bool, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def apart(mods: str) -> Apart | None:
+    """None: there is no mask_mod."""
+    found = read(mods)
+    if found.mask is None:
+        return None
+    score, mask = found._replace(mask=None), found._replace(score=None)
+    return Apart(score.text if score.score else "", mask.text, tuple(mask.uses(place) for place in PLACES))
+
+
+def fit(mods: str, lengths: tuple[int, ...], widths: tuple[int, int]) -> bool:
+    """Whether the bits of a mask_mod's tiles take no more memory than q, k, v and out, or not much: beyond, memory
+    would grow with the square of lengths.
+
+    Args:
+        lengths: batch, seqlen_q, seqlen_k, heads_q, heads_k.
+        widths: head_dim of q and k, and of v.
+    """
+    found = apart(mods) if mods else None
+    if found is None or (found.score and max(widths) > _WIDEST):
+        return False
+    batch, seqlen_q, seqlen_k, heads_q, heads_k = lengths
+    counts = batch, heads_q, -(-seqlen_q // MASK_TILE), -(-seqlen_k // MASK_TILE)
+    bits = 4 * TILE_WORDS * math.prod(n for n, has_own in zip(counts, found.own, strict=True) if has_own)
+    rows = batch * (seqlen_q * heads_q + seqlen_k * heads_k)
+    return bits <= max(2 * rows * sum(widths), _FEW)
