@@ -6,7 +6,7 @@ core has slept, as that of the thread of torch's autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -45,9 +45,9 @@ class _Last:
     is_alike: IsAlike | None = None
     is_plain: bool = False
 
-    def recalled(self, arrays: Mapping[str, Any]) -> Found | None:
+    def recalled(self, tensors: Collection[Any]) -> Found | None:
         pointers, bits = [], 0
-        for x in arrays.values():
+        for x in tensors:
             pointer = x.data_ptr()
             bits |= pointer
             pointers.append(pointer)
@@ -78,9 +78,9 @@ class _LastSeries:
     after: tuple[int, ...] = ()
     making: Making | None = None
 
-    def recalled(self, arrays: Mapping[str, Any]) -> Found | None:
+    def recalled(self, tensors: Collection[Any]) -> Found | None:
         """A call of lengths that are new to the series, as `series.read` and `Series.call` have it."""
-        q, k, v, *_ = tensors = arrays.values()
+        q, k, v, *_ = tensors
         row, series = self.row, self.series
         lengths = seqlen_q, seqlen_k = q.shape[row], k.shape[row]
         if v.shape[row] != seqlen_k or not 1 < seqlen_q <= MAX_SEQLEN or not 1 < seqlen_k <= MAX_SEQLEN:
@@ -121,7 +121,7 @@ class _LastSeries:
         return make, made, device
 
 
-def recall(kind: Hashable, arrays: Mapping[str, Any], are_plain: bool = False) -> Found | None:
+def recall(kind: Hashable, tensors: Collection[Any], are_plain: bool = False) -> Found | None:
     """The last call of its kind, or one of its last series, if these tensors are as its own were, and lie at multiples
     of 16; None: it must be looked for.
 
@@ -130,8 +130,8 @@ def recall(kind: Hashable, arrays: Mapping[str, Any], are_plain: bool = False) -
         are_plain: only if these are plain tensors, which need no gradient.
     """
     for last in launch.calls.last.get(kind, ()):
-        if last.is_alike is not None and (last.is_plain or not are_plain) and last.is_alike(*arrays.values()):
-            found: Found | None = last.recalled(arrays)
+        if last.is_alike is not None and (last.is_plain or not are_plain) and last.is_alike(*tensors):
+            found: Found | None = last.recalled(tensors)
             return found
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..arrays.adapters import Native
@@ -10,7 +10,7 @@ from .prepared import Call
 
 
 def make(
-    library: Native, call: Call, arrays: Mapping[str, Any], pointers: list[int], into: Sequence[Any] | None = None
+    library: Native, call: Call, given: Collection[Any], pointers: list[int], into: Sequence[Any] | None = None
 ) -> Sequence[Any]:
     """New arrays for a call on these, whose addresses join the others'. Where nobody is given workspaces they are one.
 
@@ -19,6 +19,7 @@ def make(
     Args:
         into: results that it writes in place of new ones.
     """
+    arrays = dict(zip(call.order, given, strict=False))
     in_one = library.allocates and call.room
     kinds = (*call.shaped, ((call.room,), "fp32")) if in_one else call.made
     made: list[Any]
@@ -35,10 +36,10 @@ def make(
     return made
 
 
-def copied(library: Native, arrays: Mapping[str, Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
-    """Contiguous copies of some of the arrays, whose addresses take the place of theirs."""
-    given = list(arrays.values())
-    copies = [library.contiguous(given[i]) for i in numbers]
+def copied(library: Native, given: Collection[Any], numbers: Sequence[int], pointers: list[int]) -> list[Any]:
+    """Contiguous copies of some of the arrays given, whose addresses take the place of theirs."""
+    arrays = [*given]
+    copies = [library.contiguous(arrays[i]) for i in numbers]
     for i, x in zip(numbers, copies, strict=True):
         pointers[i] = library.pointer(x)
     return copies

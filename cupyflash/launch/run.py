@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,7 @@ def forward(
 
 
 def forward_again(
-    arrays: Mapping[str, Any], options: Options, want_lse: bool, are_plain: bool = True
+    names: tuple[str, ...], tensors: Collection[Any], options: Options, want_lse: bool, are_plain: bool = True
 ) -> tuple[Any, Any | None] | None:
     """`forward` of plain tensors as those of the last call or series of its kind were, which the comparison with these
     says, too; None: somebody must look at them.
@@ -82,17 +82,19 @@ def forward_again(
     """
     if is_debug():
         return None
-    found = recall((tuple(arrays), options, WITH_LSE if want_lse else (), wish()), arrays, are_plain)
+    found = recall((names, options, WITH_LSE if want_lse else (), wish()), tensors, are_plain)
     if found is None:
         return None
-    made = _launch(TORCH, found, arrays)
+    made = _launch(TORCH, found, tensors)
     return made[0], made[1] if want_lse else None
 
 
-def backward_again(arrays: Mapping[str, Any], options: Options, wanted: tuple[str, ...]) -> dict[str, Any] | None:
+def backward_again(
+    names: tuple[str, ...], tensors: Collection[Any], options: Options, wanted: tuple[str, ...]
+) -> dict[str, Any] | None:
     """Likewise `backward`, which nobody records."""
-    found = None if is_debug() else recall((tuple(arrays), options, wanted, wish()), arrays)
-    return found and dict(zip(found[0].names, _launch(TORCH, found, arrays)))  # noqa: B905 (as below)
+    found = None if is_debug() else recall((names, options, wanted, wish()), tensors)
+    return found and dict(zip(found[0].names, _launch(TORCH, found, tensors)))  # noqa: B905 (as below)
 
 
 def backward(
@@ -117,11 +119,11 @@ def _run(
 ) -> Found:
     """What a pass makes, in the order of `Given.made` and `Given.shaped`, after the names of the first of it; `into`:
     as of `forward`."""
-    kind = tuple(arrays), options, wanted, wish()
-    found = recall(kind, arrays) if library.compares and not is_debug() else None
+    kind, tensors = (tuple(arrays), options, wanted, wish()), arrays.values()
+    found = recall(kind, tensors) if library.compares and not is_debug() else None
     if found is None:
         try:
-            keys, pointers = library.look(arrays.values())
+            keys, pointers = library.look(tensors)
         except Exception as e:
             raise unreadable(library, e, arrays) from e
         device = keys[0][3]
@@ -129,22 +131,22 @@ def _run(
             return _on_host(which, library, arrays, keys, options, wanted)
         stream = library.stream(device)
         found = find(which, library, arrays, keys, pointers, kind, stream), stream, pointers
-    return found[0].names, _launch(library, found, arrays, into)
+    return found[0].names, _launch(library, found, tensors, into)
 
 
 def _launch(
-    library: Native, found: tuple[Call, int, list[int]], arrays: Mapping[str, Any], into: Sequence[Any] | None = None
+    library: Native, found: tuple[Call, int, list[int]], tensors: Collection[Any], into: Sequence[Any] | None = None
 ) -> Sequence[Any]:
-    """What a call makes, on a stream, with the addresses of its arrays."""
+    """What a call makes of these arrays, on a stream, with their addresses."""
     call, stream, pointers = found
-    copies = copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
+    copies = copied(library, tensors, call.copied, pointers) if call.copied else ()  # which live until the launch
     if call.forms and into is None:
         made: Sequence[Any] = library.make_like(call.forms, pointers)
         if call.room:
             start = pointers.pop()
             pointers += [start + offset for offset in call.offsets]
     else:
-        made = make(library, call, arrays, pointers, into)
+        made = make(library, call, tensors, pointers, into)
     call(pointers, stream)
     del copies
     return made

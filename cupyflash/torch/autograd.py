@@ -22,7 +22,7 @@ from . import ops, sharding
 from .batching import batched
 from .casting import cast
 from .followed import below_autograd, is_autocast_on, is_compiling, is_dual_level, is_followed, is_plain, one_level
-from .recorded import apply_by_operator, apply_gradients_by_operator, both_of, gradients, is_recorded, out_of
+from .recorded import both_of, by_operator, gradients, gradients_by_operator, is_recorded, out_of
 from .vetting import vet, vet_dual
 from .vetting import vet_mods as vet_mods
 
@@ -36,7 +36,7 @@ def attention(arrays: Mapping[str, Tensor], options: Options, want_lse: bool) ->
         return ops.forward(arrays, options)
     followed, needs_grad = is_followed(), False
     if not followed and not arrays["q"].requires_grad:
-        found = run.forward_again(arrays, options, want_lse)
+        found = run.forward_again(tuple(arrays), arrays.values(), options, want_lse)
         if found is not None:
             return found
     for x in arrays.values():
@@ -72,40 +72,42 @@ def backward(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, 
 
 
 def _forward_rule(keys: Any, *values: Any) -> Any:
-    arrays, options, _ = ops.read(FORWARD, values)
-    if is_plain(keys) and not is_dual_level():
-        found = run.forward_again(arrays, options, want_lse=True)
+    names, tensors, options, _ = ops.read(FORWARD, values)
+    plain = is_plain(keys)
+    if plain and not is_dual_level():
+        found = run.forward_again(names, tensors, options, want_lse=True)
         if found is not None:
             return found
+    arrays = dict(zip(names, tensors, strict=True))
     vet_dual(arrays)
     recorded = is_recorded(arrays)
-    if is_plain(keys):  # so that what the dispatcher would do next costs nothing
+    if plain:  # so that what the dispatcher would do next costs nothing
         return both_of(arrays, options) if recorded else ops.compute_forward(arrays, options)
     if not recorded:
-        return below_autograd(ops.FORWARD_OP, keys, values)
+        return below_autograd(ops.operator(FORWARD, values), keys, values)
     with one_level():
-        return apply_by_operator(keys, *values)
+        return by_operator(arrays, options, keys, values)
 
 
 def _backward_rule(keys: Any, *values: Any) -> Any:
-    arrays, options, wanted = ops.read(BACKWARD, values)
+    arrays, options, wanted = ops.read_by_name(BACKWARD, values)
     vet_dual(arrays)
     if not is_recorded(arrays):
         if is_plain(keys):
             return ops.compute_backward(arrays, options, wanted)
-        return below_autograd(ops.BACKWARD_OP, keys, values)
+        return below_autograd(ops.operator(BACKWARD, values), keys, values)
     with one_level():
-        return apply_gradients_by_operator(keys, *values)
+        return gradients_by_operator(arrays, keys, values)
 
 
 def _forward_by_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-    arrays, options, _ = ops.read(FORWARD, values)
+    arrays, options, _ = ops.read_by_name(FORWARD, values)
     dims = dict(zip(ops.names_of(FORWARD, values), in_dims, strict=True))
     return batched(FORWARD, lambda x: ops.forward(x, options), info.batch_size, arrays, dims, (), bool(options.mods))
 
 
 def _backward_by_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
-    arrays, options, wanted = ops.read(BACKWARD, values)
+    arrays, options, wanted = ops.read_by_name(BACKWARD, values)
     dims = dict(zip(ops.names_of(BACKWARD, values), in_dims, strict=True))
     made = BACKWARD.made(arrays, wanted)
     call: Any = lambda x: tuple(ops.backward(x, options, wanted).values())  # noqa: E731
@@ -114,10 +116,11 @@ def _backward_by_vmap(info: Any, in_dims: Any, *values: Any) -> Any:
     return results, tuple(0 if name in made else None for name in ops.results_of(BACKWARD))
 
 
-for _name, _rule, _by_vmap in (
-    ("forward", _forward_rule, _forward_by_vmap),
-    ("backward", _backward_rule, _backward_by_vmap),
+for _which, _rule, _by_vmap in (
+    (FORWARD, _forward_rule, _forward_by_vmap),
+    (BACKWARD, _backward_rule, _backward_by_vmap),
 ):
-    ops.LIBRARY.impl(_name, _rule, "Autograd", with_keyset=True)
-    if hasattr(torch.library, "register_vmap"):  # torch 2.5; before, torch makes one call for each index
-        torch.library.register_vmap(f"cupyflash::{_name}", _by_vmap, lib=ops.LIBRARY)
+    for _name in ops.overloads(_which):
+        ops.LIBRARY.impl(_name, _rule, "Autograd", with_keyset=True)
+        if hasattr(torch.library, "register_vmap"):  # torch 2.5; before, torch makes one call for each index
+            torch.library.register_vmap(f"cupyflash::{_name}", _by_vmap, lib=ops.LIBRARY)

@@ -18,7 +18,7 @@ from . import ops
 
 
 def _count(which: Pass, products: tuple[int, int], *values: Any) -> int:
-    arrays, options, _ = ops.read(which, values)
+    arrays, options, _ = ops.read_by_name(which, values)
     packed = "cu_seqlens_q" in arrays
     sizes: dict[str, int] = {}
     for name in ("q", "k", "v"):

@@ -18,14 +18,14 @@ from .arguments import flat, read
 _PROGRAMS = "cupyflash.torch.programs"
 _OLDEST = 2, 11  # of the versions of torch with which this was run
 _WRITTEN = bool, int, float, str, type(None)
-_ready: set[str] = set()
+_ready: set[Any] = set()
 
 
 def ready(which: Pass, op: Any) -> None:
     """Tell Inductor how to write a pass's operator, once it is there, before it writes the first."""
-    if which.name in _ready or "torch._inductor.lowering" not in sys.modules:
+    if op in _ready or "torch._inductor.lowering" not in sys.modules:
         return
-    _ready.add(which.name)
+    _ready.add(op)
     if torch_private.version() < _OLDEST:
         return
     try:
@@ -67,12 +67,12 @@ def _kernel(which: Pass, ir: Any) -> Any:
         def codegen(self, wrapper: Any) -> None:
             if writes_python(V.graph):
                 values, _ = self.unflatten_args(self.inputs, self.constant_args)
-                arrays, options, wanted = read(which, values)
-                known = (tuple(arrays), flat(options), wanted)
+                names, tensors, options, wanted = read(which, tuple(values))
+                known = (names, flat(options), wanted)
                 if all(type(value) in _WRITTEN for part in known for value in part):
                     made = f"cupyflash_{which.name}{known!r}"
                     self.direct = f"cupyflash_{which.name}_{sha256(made.encode()).hexdigest()[:8]}"
-                    self.given = [*arrays.values()]
+                    self.given = tensors
                     wrapper.add_import_once(f"from {_PROGRAMS} import {which.name} as cupyflash_{which.name}")
                     wrapper.add_import_once(f"{self.direct} = {made}")
             super().codegen(wrapper)

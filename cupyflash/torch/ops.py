@@ -6,13 +6,14 @@ Each returns all results that its pass ever makes. A result that a call does not
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arrays.adapters import TORCH
+from ..arrays.imported import constant_in_programs
 from ..launch import run
 from ..launch.checks import check
 from ..operands import BACKWARD, FORWARD, Operand, Pass
@@ -21,42 +22,42 @@ from . import inductor
 from .arguments import OPTIONS as OPTIONS
 from .arguments import arguments as arguments
 from .arguments import flat as flat
+from .arguments import has_more
 from .arguments import names_of as names_of
 from .arguments import options_of as options_of
 from .arguments import read as read
+from .arguments import read_by_name as read_by_name
 from .arguments import results_of as results_of
 from .arguments import schema as schema
-from .followed import is_compiling
 
 _LSE = ("lse",)
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _results_of = functools.cache(results_of)  # which dynamo does not see through
 
 
-def gradients_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The names of these arrays' gradients, "" for those that have none; the numbers of those made only if wanted."""
-    return _look_up(names) if is_compiling() else known_gradients_of(names)
-
-
+@functools.lru_cache(maxsize=256)
 def _look_up(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     of = tuple([BACKWARD.gradient_of.get(name, "") for name in names])
     return of, tuple([i for i, name in enumerate(of) if name in BACKWARD.optional])
 
 
-known_gradients_of = functools.lru_cache(maxsize=256)(_look_up)  # the same, where no compiler follows
+@constant_in_programs
+def gradients_of(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The names of these arrays' gradients, "" for those that have none; the numbers of those made only if wanted."""
+    return _look_up(names)
 
 
 def forward(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse) by the operator."""
-    out, lse = FORWARD_OP(*arguments(FORWARD, arrays, options, whole=True))
+    values = arguments(FORWARD, arrays, options, whole=True)
+    out, lse = operator(FORWARD, values)(*values)
     return out, lse
 
 
 def backward(arrays: Mapping[str, Tensor], options: Options, wanted: tuple[str, ...]) -> dict[str, Tensor]:
     """The gradients by name, by the operator."""
-    found = dict(
-        zip(results_of(BACKWARD), BACKWARD_OP(*arguments(BACKWARD, arrays, options, wanted, True)), strict=True)
-    )
+    values = arguments(BACKWARD, arrays, options, wanted, whole=True)
+    found = dict(zip(results_of(BACKWARD), operator(BACKWARD, values)(*values), strict=True))
     return {name: found[name] for name in BACKWARD.made(arrays, wanted)}
 
 
@@ -77,12 +78,12 @@ def compute_backward(arrays: dict[str, Tensor], options: Options, wanted: tuple[
 
 
 def _forward(*values: Any) -> tuple[Tensor, Tensor]:
-    arrays, options, _ = read(FORWARD, values)
+    arrays, options, _ = read_by_name(FORWARD, values)
     return compute_forward(arrays, options)
 
 
 def _backward(*values: Any) -> tuple[Tensor, ...]:
-    return compute_backward(*read(BACKWARD, values))
+    return compute_backward(*read_by_name(BACKWARD, values))
 
 
 def all_of(which: Pass, found: Mapping[str, Tensor], like: Tensor) -> tuple[Tensor, ...]:
@@ -98,8 +99,9 @@ def _fake(which: Pass) -> Callable[..., tuple[Tensor, ...]]:
     """
 
     def fake(*values: Any) -> tuple[Tensor, ...]:
-        inductor.ready(which, getattr(torch.ops.cupyflash, which.name).default)
-        arrays, options, wanted = read(which, values)
+        for op in operators(which):
+            inductor.ready(which, op)
+        arrays, options, wanted = read_by_name(which, values)
         if not any(isinstance(n, SYMBOLS) for n in (*flat(options), *(n for x in arrays.values() for n in x.shape))):
             signatures = [TORCH.signature(x) for x in arrays.values()]
             check(which, tuple(arrays), TORCH, signatures, options)
@@ -137,12 +139,30 @@ def dims_of(row: Operand, layout: str, packed: bool) -> list[str]:
 LIBRARY = torch.library.Library("cupyflash", "DEF")  # lives as long as this module, and the operators as long as it
 
 
-def _define(which: Pass, function: Callable[..., Any]) -> Any:
-    LIBRARY.define(schema(which), tags=(torch.Tag.pt2_compliant_tag,))
-    for key in ("CPU", "CUDA"):
-        LIBRARY.impl(which.name, function, key)
-    torch.library.register_fake(f"cupyflash::{which.name}", _fake(which), lib=LIBRARY)
-    return getattr(torch.ops.cupyflash, which.name).default
+def _define(which: Pass, function: Callable[..., Any]) -> None:
+    for more, name in enumerate(overloads(which)):
+        LIBRARY.define(schema(which, bool(more)), tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(name, function, key)
+        torch.library.register_fake(f"cupyflash::{name}", _fake(which), lib=LIBRARY)
 
 
-FORWARD_OP, BACKWARD_OP = _define(FORWARD, _forward), _define(BACKWARD, _backward)
+def overloads(which: Pass) -> tuple[str, str]:
+    """The names of a pass's operator and of its overload `more`."""
+    return which.name, f"{which.name}.more"
+
+
+def operators(which: Pass) -> tuple[Any, Any]:
+    """They themselves."""
+    both = getattr(torch.ops.cupyflash, which.name)
+    return both.default, both.more
+
+
+def operator(which: Pass, values: Sequence[Any]) -> Any:
+    """The one that takes these arguments."""
+    return operators(which)[has_more(which, values)]
+
+
+_define(FORWARD, _forward)
+_define(BACKWARD, _backward)
+FORWARD_OP, BACKWARD_OP = torch.ops.cupyflash.forward.default, torch.ops.cupyflash.backward.default

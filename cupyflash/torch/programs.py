@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from ..launch import run
-from ..operands import BACKWARD, FORWARD
+from ..operands import BACKWARD
 from . import ops
 from .followed import is_followed
 
@@ -30,9 +30,10 @@ def forward(names: tuple[str, ...], values: tuple[Any, ...], wanted: tuple[str, 
     options = ops.options_of(values)
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        arrays = dict(zip(names, tensors))  # noqa: B905 (which costs the host)
-        found = None if is_followed() else run.forward_again(arrays, options, True, False)
-        return ops.FORWARD_OP(*ops.arguments(FORWARD, arrays, options)) if found is None else found
+        found = None if is_followed() else run.forward_again(names, tensors, options, True, False)
+        if found is None:
+            found = ops.forward(dict(zip(names, tensors, strict=True)), options)
+        return found
 
     return call
 
@@ -47,10 +48,10 @@ def backward(names: tuple[str, ...], values: tuple[Any, ...], wanted: tuple[str,
     empty: dict[int, Tensor] = {}  # by GPU
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        arrays = dict(zip(names, tensors))  # noqa: B905 (likewise)
-        found = None if is_followed() else run.backward_again(arrays, options, wanted)
+        found = None if is_followed() else run.backward_again(names, tensors, options, wanted)
         if found is None:
-            return ops.BACKWARD_OP(*ops.arguments(BACKWARD, arrays, options, wanted))
+            given = ops.arguments(BACKWARD, dict(zip(names, tensors, strict=True)), options, wanted)
+            return ops.operator(BACKWARD, given)(*given)
         q = tensors[0]
         none = empty.get(q.get_device())
         if none is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..arrays.adapters import TORCH
 from ..errors import UnsupportedError
 from ..launch import run
-from ..operands import FORWARD
+from ..operands import BACKWARD, FORWARD
 from ..options import Options
 from . import ops, sharding
 from .followed import (
@@ -80,27 +80,25 @@ def _compute(ctx: Any, given: _Given, arrays: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 class _AttentionByOperator(SingleLevelFunction):
-    """The same of the operator's arguments, on their way to what it does."""
+    """The same by the operator on its way to what it does, given what is asked, its keys and arguments."""
 
     @staticmethod
-    def forward(ctx: Any, keys: Any, *values: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, given: tuple[_Asked, Any, Any], *arrays: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.asked, keys, values = given
         with torch.enable_grad():  # for outer levels of torch.func
-            out, lse = below_autograd(ops.FORWARD_OP, keys, values)
-        arrays, ctx.options, _ = ops.read(FORWARD, values)
-        ctx.names, ctx.arguments = tuple(arrays), ops.names_of(FORWARD, values)
-        ctx.save_for_backward(*arrays.values(), out, lse)
+            out, lse = below_autograd(ops.operator(FORWARD, values), keys, values)
+        ctx.save_for_backward(*arrays, out, lse)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        arrays = _to_backward(ctx, ctx.names, dout, dlse)
+        names, options, of, optional = ctx.asked
+        arrays = _to_backward(ctx, names, dout, dlse)
         if arrays is None:
-            return (None,) * len(ctx.needs_input_grad)
-        of, optional = ops.gradients_of(ctx.arguments)
+            return (None,) * (1 + len(names))
         wanted = tuple([of[i] for i in optional if ctx.needs_input_grad[1 + i]])
-        grads = ops.backward(arrays, ctx.options, wanted)
-        return None, *[grads.get(name) for name in of]
+        return None, *map(ops.backward(arrays, options, wanted).get, of)
 
 
 def _to_backward(
@@ -140,12 +138,12 @@ def _no_second_derivatives() -> UnsupportedError:
 
 
 class _GradientsByOperator(SingleLevelFunction):
-    """The same of an operator's arguments."""
+    """The same by the operator on its way, given its keys and arguments, and the arrays among these."""
 
     @staticmethod
-    def forward(ctx: Any, keys: Any, *values: Any) -> Any:
+    def forward(ctx: Any, given: tuple[Any, Any], *arrays: Tensor) -> Any:
         with torch.enable_grad():
-            return below_autograd(ops.BACKWARD_OP, keys, values)
+            return below_autograd(ops.operator(BACKWARD, given[1]), *given)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -154,13 +152,13 @@ class _GradientsByOperator(SingleLevelFunction):
 
 # Function.apply without its Python half, which serves Functions that torch.func takes as one.
 _apply, _apply_with_lse = fast_apply(_Attention), fast_apply(_AttentionWithLse)
-apply_by_operator = fast_apply(_AttentionByOperator)
-_apply_gradients, apply_gradients_by_operator = fast_apply(_Gradients), fast_apply(_GradientsByOperator)
+_apply_by_operator = fast_apply(_AttentionByOperator)
+_apply_gradients, _apply_gradients_by_operator = fast_apply(_Gradients), fast_apply(_GradientsByOperator)
 
 
 @functools.lru_cache(maxsize=256)
 def _asked(names: tuple[str, ...], options: Options) -> _Asked:
-    return names, options, *ops.known_gradients_of(names)
+    return names, options, *ops.gradients_of(names)
 
 
 def out_of(arrays: Mapping[str, Tensor], options: Options) -> Tensor:
@@ -173,6 +171,18 @@ def both_of(arrays: Mapping[str, Tensor], options: Options) -> tuple[Tensor, Ten
     """(out, lse), recorded."""
     out, lse = _apply_with_lse((_asked(tuple(arrays), options), arrays), *arrays.values())
     return out, lse
+
+
+def by_operator(arrays: Mapping[str, Tensor], options: Options, keys: Any, values: Any) -> Any:
+    """Likewise, by the operator, which was called under these keys with these arguments."""
+    names = tuple(arrays)
+    asked = names, options, *ops.gradients_of(names)  # where options are symbolic they are no key of a cache
+    return _apply_by_operator((asked, keys, values), *arrays.values())
+
+
+def gradients_by_operator(arrays: Mapping[str, Tensor], keys: Any, values: Any) -> Any:
+    """What the operator of gradients returns, recorded, likewise."""
+    return _apply_gradients_by_operator((keys, values), *arrays.values())
 
 
 def gradients(

@@ -28,8 +28,8 @@ def _register() -> None:
         from torch.distributed.tensor.experimental import register_sharding
     except ImportError:  # before torch 2.5; DTensor then says that it does not know the operator
         return
-    register_sharding(ops.FORWARD_OP)(functools.partial(_shardings, FORWARD))
-    register_sharding(ops.BACKWARD_OP)(functools.partial(_shardings, BACKWARD))
+    for which in (FORWARD, BACKWARD):
+        register_sharding([*ops.operators(which)])(functools.partial(_shardings, which))
 
 
 def _shardings(which: Pass, *values: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -39,7 +39,7 @@ def _shardings(which: Pass, *values: Any) -> list[tuple[list[Any], list[Any]]]:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    arrays, options, wanted = ops.read(which, values)
+    arrays, options, wanted = ops.read_by_name(which, values)
     names = ops.names_of(which, values)
     packed = "cu_seqlens_q" in arrays
     made = which.made(arrays, ("lse", *wanted))

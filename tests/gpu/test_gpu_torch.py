@@ -108,10 +108,12 @@ def test_the_operators_on_the_gpu() -> None:
     arrays = dict(zip("qkv", (t.transpose(1, 2) for t in make(2, 65, 4, 64)), strict=True))
     options = Options(causal=True, layout="bhsd", deterministic=True)
     names = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.FORWARD_OP, ops.arguments(FORWARD, arrays, options), test_utils=names)
+    given = ops.arguments(FORWARD, arrays, options)
+    torch.library.opcheck(ops.operator(FORWARD, given), given, test_utils=names)
     out, lse = (t.detach() for t in ops.forward(arrays, options))
     arrays = {name: t.detach() for name, t in arrays.items()} | {"out": out, "dout": out.clone(), "lse": lse}
-    torch.library.opcheck(ops.BACKWARD_OP, ops.arguments(BACKWARD, arrays, options), test_utils=names)
+    given = ops.arguments(BACKWARD, arrays, options)
+    torch.library.opcheck(ops.operator(BACKWARD, given), given, test_utils=names)
 
 
 def test_autocast() -> None:

@@ -28,7 +28,7 @@ class Call:
 
     def __init__(self, given: Given, problem: Problem, launched: list[Problem]) -> None:
         self.problem, self.launched = problem, launched
-        self.names, self.likes, self.copied = given.made, given.likes, ()
+        self.order, self.names, self.likes, self.copied = given.order, given.made, given.likes, ()
         self.shaped = self.made = given.shapes(Extents.of(problem), problem.widths, problem.dtype, "bshd")
         self.room, self.forms, self.passing = 0, None, False
 

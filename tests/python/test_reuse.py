@@ -201,7 +201,7 @@ def test_a_comparison_that_forgets_would_be_noticed(name: str, monkeypatch: pyte
     want = alone(gpu, second())
     monkeypatch.setattr(TORCH, "comparison", lambda *_: lambda *_: True)
     monkeypatch.setattr(
-        last._Last, "recalled", lambda self, arrays: (self.call, 0, [x.data_ptr() or 16 for x in arrays.values()])
+        last._Last, "recalled", lambda self, tensors: (self.call, 0, [x.data_ptr() or 16 for x in tensors])
     )
     launch.forget()
     for _ in range(3):

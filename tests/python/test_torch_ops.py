@@ -67,14 +67,20 @@ def assert_same(f: Callable[..., Any], g: Callable[..., Any], inputs: list[Any])
 
 
 def test_the_schema_follows_the_table() -> None:
-    """Optional arrays, and those with a gradient, are arguments and results by their rows alone."""
-    more = Operand("more", ("batch",), feature="more", forward=Use(INPUT), backward=Use(INPUT))
-    dmore = Operand("dmore", ("batch",), like="more", feature="more", backward=Use(GRADIENT, optional=True))
-    table = (*TABLE, more, dmore)
-    end = ", str by"
-    forward, backward = (ops.schema(x).replace(end, f", Tensor? more=None{end}") for x in (FORWARD, BACKWARD))
-    assert ops.schema(Pass("forward", table)) == forward
-    assert ops.schema(Pass("backward", table)) == backward[:-1] + ", Tensor dmore)"
+    """What each call has is an argument, what it may lack one of `more`, by their rows alone; gradients are results."""
+    always = Operand("always", ("batch",), forward=Use(INPUT), backward=Use(INPUT))
+    last = Operand("last", ("batch",), feature="last", forward=Use(INPUT), backward=Use(INPUT))
+    dlast = Operand("dlast", ("batch",), like="last", feature="last", backward=Use(GRADIENT, optional=True))
+    table = (*TABLE, always, last, dlast)
+    for more in (False, True):
+        forward, backward = (ops.schema(x, more) for x in (FORWARD, BACKWARD))
+        forward = forward.replace(" Tensor v,", " Tensor v, Tensor always,")
+        backward = backward.replace(" str[] wanted,", " Tensor always, str[] wanted,")
+        if more:
+            before, behind = " bool causal", " Tensor? last=None, bool causal"
+            forward, backward = forward.replace(before, behind), backward.replace(before, behind)
+        assert ops.schema(Pass("forward", table), more) == forward
+        assert ops.schema(Pass("backward", table), more) == backward[:-1] + ", Tensor dlast)"
 
 
 def test_options_survive_the_operator() -> None:
@@ -87,30 +93,37 @@ def test_options_survive_the_operator() -> None:
     for options in every:
         for more in ({}, {"mask": q}, {"cu_seqlens_q": v, "mod_array_0": k}):
             forward, backward = given | more, back | more
-            assert ops.read(FORWARD, ops.arguments(FORWARD, forward, options)) == (forward, options, ())
-            for wanted in ((), ("dbias",)):
-                values = ops.arguments(BACKWARD, backward, options, wanted)
-                assert ops.read(BACKWARD, values) == (backward, options, wanted)
+            for whole in (False, True):
+                values = ops.arguments(FORWARD, forward, options, whole=whole)
+                assert ops.read(FORWARD, values) == ((*forward,), (*forward.values(),), options, ())
+                assert ops.read_by_name(FORWARD, values) == (forward, options, ())
+                assert (ops.operator(FORWARD, values) is torch.ops.cupyflash.forward.more) == bool(more)
+                for wanted in ((), ("dbias",)):
+                    values = ops.arguments(BACKWARD, backward, options, wanted, whole)
+                    assert ops.read_by_name(BACKWARD, values) == (backward, options, wanted)
+                    assert (ops.operator(BACKWARD, values) is torch.ops.cupyflash.backward.more) == bool(more)
 
 
 def test_arguments_that_are_as_their_defaults_are_left_out() -> None:
     """By us and by torch: what a rule is given ends with the last that is not. Without them the call is the same."""
     q, k, v = make(1, 5, 2, 8)
-    arrays = {"q": q, "k": k, "v": v}
+    arrays, mask = {"q": q, "k": k, "v": v}, torch.ones(5, 5, dtype=torch.bool).tril()
     assert ops.arguments(FORWARD, arrays, Options()) == (q, k, v)
     assert ops.arguments(FORWARD, arrays, Options(True)) == (q, k, v, True)
-    assert len(ops.arguments(FORWARD, arrays | {"cu_seqlens_q": q}, Options())) == 3 + len(ops.OPTIONS) + 1
     assert ops.arguments(BACKWARD, arrays | {"out": q, "dout": q, "lse": q}, Options()) == (q, k, v, q, q, q, [])
-    defaults = [x for *_, x in ops.OPTIONS]
+    assert ops.flat(Options()) == tuple([x for *_, x in ops.OPTIONS])
+    call, none = torch.ops.cupyflash.forward, [None] * 16
     for options in (Options(), Options(True), Options(True, 0.5)):
-        want = torch.ops.cupyflash.forward(*ops.arguments(FORWARD, arrays, options))
-        whole = [*(*arrays.values(), *ops.flat(options)), *[None] * 16, "x"]
-        assert len(whole) == len(torch.ops.cupyflash.forward.default._schema.arguments)
-        for x, y in zip(torch.ops.cupyflash.forward(*whole), want, strict=True):
-            assert torch.equal(x, y)
-    assert ops.flat(Options()) == tuple(defaults)
-    by_name = torch.ops.cupyflash.forward(q, k, v, window_left=1, mask=torch.ones(5, 5, dtype=torch.bool))[0]
-    assert torch.equal(by_name, attention(q, k, v, window=(1, None), mask=torch.ones(5, 5, dtype=torch.bool)))
+        want = call(*ops.arguments(FORWARD, arrays, options))
+        whole = [*arrays.values(), *ops.flat(options), "x"]
+        assert [len(op._schema.arguments) for op in (call.default, call.more)] == [len(whole), len([*whole, *none])]
+        for found in (call(*whole), call.more(q, k, v, *none, *whole[3:])):
+            for x, y in zip(found, want, strict=True):
+                assert torch.equal(x, y)
+    assert torch.equal(call.more(q, k, v)[0], attention(q, k, v))
+    want = attention(q, k, v, window=(1, None), mask=mask)
+    assert torch.equal(call(q, k, v, window_left=1, mask=mask)[0], want)
+    assert torch.equal(call(*ops.arguments(FORWARD, arrays | {"mask": mask}, Options(window=(1, None))))[0], want)
 
 
 def test_what_stands_between_an_operator_and_its_kernel_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +174,13 @@ def test_opcheck(packed: bool, layout: str, recorded: bool) -> None:
     if packed:
         arrays |= {name: torch.tensor(numbers, dtype=torch.int32) for name, numbers in LENGTHS.items()}
     options = Options(causal=True, window=(3, None), layout=layout, softcap=3.0)
-    torch.library.opcheck(ops.FORWARD_OP, ops.arguments(FORWARD, arrays, options))
+    given = ops.arguments(FORWARD, arrays, options)
+    torch.library.opcheck(ops.operator(FORWARD, given), given)
     out, lse = (t.detach() for t in ops.forward(arrays, options))
     arrays = {name: t.detach() for name, t in arrays.items()} | {"out": out, "dout": out.clone(), "lse": lse}
     arrays |= {"dlse": lse.clone()} if recorded else {}
-    torch.library.opcheck(ops.BACKWARD_OP, ops.arguments(BACKWARD, arrays, options))
+    given = ops.arguments(BACKWARD, arrays, options)
+    torch.library.opcheck(ops.operator(BACKWARD, given), given)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -139,7 +139,7 @@ base = torch.autograd.function._SingleLevelFunction
 del torch.autograd.function._SingleLevelFunction
 import cupyflash, cupyflash.torch
 torch.autograd.function._SingleLevelFunction = base
-assert issubclass(cupyflash.torch.autograd.apply_by_operator.__self__, torch.autograd.Function)
+assert issubclass(cupyflash.torch.recorded._apply_by_operator.__self__, torch.autograd.Function)
 x = torch.randn(1, 9, 2, 8, requires_grad=True)
 want, = torch.autograd.grad(cupyflash.attention(x, x, x).sum(), x)
 with FlopCounterMode(display=False):
