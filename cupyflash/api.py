@@ -178,7 +178,7 @@ def arrays_of_mask(block_mask: Any, arrays: Mapping[str, Any], call: Options) ->
 def forward(arrays: dict[str, Any], call: Options, want_lse: bool, seed: Any = None) -> tuple[Any, Any]:
     """(out, lse) of arrays of any library, by the names of the table of arrays; `seed`: of dropout, as it was given."""
     library = common_library_of_three(*arrays.values()) if len(arrays) == 3 else common_library_of_all(arrays)
-    arrays = with_seed(arrays, library, call, seed, draw=True)
+    arrays = with_seed(arrays, library, call, seed, draw=True) if call.dropout_p else arrays
     if library is TORCH:
         return door_of_torch().attention(arrays, call, want_lse)
     if library is JAX:

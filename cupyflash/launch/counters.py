@@ -75,10 +75,12 @@ class Counters:
 
     def address(self, stream: int) -> int:
         """The counter for a launch on `stream`; 0 if none is left: the kernel then does without."""
-        if self._is_capturing(stream):
-            return self._take()
+        ident = 0
+        if stream > _LEGACY_STREAM:  # the default stream cannot be captured, nor destroyed
+            if self._is_capturing(stream):
+                return self._take()
+            ident = _stream_id(stream)
         key = (stream, threading.get_ident()) if stream == _PER_THREAD_STREAM else stream
-        ident = _stream_id(stream) if stream > _LEGACY_STREAM else 0
         known, counter = self._of_stream.get(key, (-1, 0))
         return counter if known == ident else self._assign(key, ident, stream)
 

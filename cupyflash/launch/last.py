@@ -17,6 +17,7 @@ from ..options import Options
 from ..problem import MAX_SEQLEN
 from . import prepared as launch
 from .kept import make_room
+from .made import launched
 from .passes import Given, contiguous_strides
 from .prepared import Call
 from .series import Series
@@ -27,7 +28,6 @@ _MOST = 256  # kinds
 _Reach = tuple[int, int, int, list[tuple[int, int]], int]
 _Form = TypeVar("_Form")
 IsAlike = Callable[..., bool]
-Found = tuple[Call, int, list[int]]  # a call, the stream of its arrays, and their addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,7 @@ class _Last:
     device: int
     is_alike: IsAlike | None = None
     is_plain: bool = False
-
-    def recalled(self, tensors: Collection[Any]) -> Found | None:
-        pointers, bits = [], 0
-        for x in tensors:
-            pointer = x.data_ptr()
-            bits |= pointer
-            pointers.append(pointer)
-        if bits & 15 or 0 in pointers:
-            return None
-        self.call.recent = True
-        return self.call, TORCH.stream(self.device), pointers
+    series: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +68,14 @@ class _LastSeries:
     after: tuple[int, ...] = ()
     making: Making | None = None
 
-    def recalled(self, tensors: Collection[Any]) -> Found | None:
-        """A call of lengths that are new to the series, as `series.read` and `Series.call` have it."""
+    def call_of(self, tensors: Collection[Any], stream: int) -> Call | None:
+        """Their call of lengths that are new to the series, as `series.read` and `Series.call` have it."""
         q, k, v, *_ = tensors
         row, series = self.row, self.series
         lengths = seqlen_q, seqlen_k = q.shape[row], k.shape[row]
         if v.shape[row] != seqlen_k or not 1 < seqlen_q <= MAX_SEQLEN or not 1 < seqlen_k <= MAX_SEQLEN:
             return None
         steps: list[int] = []
-        pointers, bits = [], 0
         for x, (of, elements, row_step, around, itemsize) in zip(tensors, self.reaches):  # noqa: B905
             elements += lengths[of] * row_step
             if around:
@@ -97,18 +86,11 @@ class _LastSeries:
                     steps.append(step)
             if (x.storage_offset() + elements) * itemsize > x.untyped_storage().nbytes():
                 return None  # which whoever looks for the call will say
-            pointer = x.data_ptr()
-            bits |= pointer
-            pointers.append(pointer)
-        if bits & 15 or 0 in pointers or series.meets(seqlen_q, seqlen_k):
-            return None
-        stream = TORCH.stream(self.device)
-        call = series.call(seqlen_q, seqlen_k, steps, stream)
-        if call is None:
-            return None
-        series.recent = True
-        call.forms = self._forms(call, seqlen_q)
-        return call, stream, pointers
+        call = None if series.meets(seqlen_q, seqlen_k) else series.call(seqlen_q, seqlen_k, steps, stream)
+        if call is not None:
+            series.recent = True
+            call.forms = self._forms(call, seqlen_q)
+        return call
 
     def _forms(self, call: Call, seqlen_q: int) -> Forms:
         """Of what the call makes, `forms` as torch has them."""
@@ -121,18 +103,43 @@ class _LastSeries:
         return make, made, device
 
 
-def recall(kind: Hashable, tensors: Collection[Any], are_plain: bool = False) -> Found | None:
-    """The last call of its kind, or one of its last series, if these tensors are as its own were, and lie at multiples
-    of 16; None: it must be looked for.
+def again(
+    kind: Hashable, tensors: Collection[Any], are_plain: bool = False, into: Sequence[Any] | None = None
+) -> tuple[Call, Sequence[Any]] | None:
+    """The last call of its kind, or one of its last series, and what it makes of these tensors, if they are as its own
+    were, and lie at multiples of 16; None: it must be looked for.
 
     Args:
         kind: all that decides a call but its arrays.
         are_plain: only if these are plain tensors, which need no gradient.
+        into: as of `made.make`.
     """
     for last in launch.calls.last.get(kind, ()):
         if last.is_alike is not None and (last.is_plain or not are_plain) and last.is_alike(*tensors):
-            found: Found | None = last.recalled(tensors)
-            return found
+            pointers, bits = [], 0
+            for x in tensors:
+                pointer = x.data_ptr()
+                bits |= pointer
+                pointers.append(pointer)
+            if bits & 15 or 0 in pointers:
+                return None
+            stream = TORCH.stream(last.device)
+            call = last.call if last.series is None else last.call_of(tensors, stream)
+            if call is None:
+                return None
+            call.recent = True
+            if not call.copied and not call.room and into is None:  # as `launched` does, a third of whose time are hops
+                made = []
+                make, arguments, device = call.forms
+                for one in arguments:
+                    x = make(*one)
+                    made.append(x)
+                    pointers.append(x.data_ptr())
+                if x.get_device() == device:  # else another GPU is current
+                    call(pointers, stream)
+                    return call, made
+                del pointers[-len(made) :]
+            return call, launched(TORCH, call, tensors, pointers, stream, into)
     return None
 
 

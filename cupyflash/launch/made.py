@@ -9,6 +9,24 @@ from ..arrays.adapters import Native
 from .prepared import Call
 
 
+def launched(
+    library: Native, call: Call, given: Collection[Any], pointers: list[int], stream: int,
+    into: Sequence[Any] | None = None,
+) -> Sequence[Any]:  # fmt: skip
+    """What a call makes of these arrays, at these addresses, on a stream; `into`: as of `make`."""
+    copies = copied(library, given, call.copied, pointers) if call.copied else ()  # which live until the launch
+    if call.forms and into is None:
+        made: Sequence[Any] = library.make_like(call.forms, pointers)
+        if call.room:
+            start = pointers.pop()
+            pointers += [start + offset for offset in call.offsets]
+    else:
+        made = make(library, call, given, pointers, into)
+    call(pointers, stream)
+    del copies
+    return made
+
+
 def make(
     library: Native, call: Call, given: Collection[Any], pointers: list[int], into: Sequence[Any] | None = None
 ) -> Sequence[Any]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..compile import jit
@@ -28,7 +29,7 @@ _MAX_LAUNCHES = 1024  # of a spec
 _thread = threading.local()
 _UNIT = 64  # elements: a workspace begins at a multiple of 256 bytes, as what the driver allocates does
 Made = tuple[tuple[int, ...], str]
-Launches = list[tuple[tuple[int, ...], bool]]  # what the driver takes, up to the stream; whether it is the whole struct
+Launches = list[tuple[Callable[..., Any], bool]]  # of a stream and its params; whether these are the whole struct
 Writes = tuple[tuple[int, int], ...]  # (word of 64 bits in the params struct, which of a call's addresses goes there)
 
 
@@ -129,7 +130,7 @@ class Prepared:
         found: Launches = []
         for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True):
             if n > 0:
-                found.append(((function, min(n, most), *block), takes_whole))
+                found.append((partial(self.launch, function, min(n, most), *block), takes_whole))
         make_room(self._launches, _MAX_LAUNCHES)
         self._launches[tiles] = found
         return found
@@ -218,7 +219,7 @@ class Call:
             if prepared.counter_slot is not None:
                 slots[prepared.counter_slot] = prepared.counters.address(stream)
             for launch, takes_whole in self._launches:
-                prepared.launch(*launch, stream, arguments.whole if takes_whole else arguments.plain, 0)
+                launch(stream, arguments.whole if takes_whole else arguments.plain, 0)
         finally:
             if current != prepared.ordinal:
                 prepared.set_device(current)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.adapters import CPU, CUPY, NUMPY, TORCH, Native
+from ..arrays.adapters import CPU, CUPY, NUMPY, Native
 from ..arrays.readable import unreadable, vet_all
 from ..errors import ArgumentError, DeviceError
 from ..gpu import device
@@ -22,12 +22,11 @@ from ..sequences import Sequences
 from . import on_cpu, staging, where
 from .checks import check
 from .find import find
-from .last import recall
-from .made import copied, make
+from .last import again
+from .made import launched
 from .packed import sequences_of, vet_lengths
 from .passes import WITH_LSE, given_of, has_own_v
 from .pieces import without_repeats
-from .prepared import Call
 from .variables import is_debug, wish
 
 Found = tuple[tuple[str, ...], Sequence[Any]]
@@ -82,10 +81,10 @@ def forward_again(
     """
     if is_debug():
         return None
-    found = recall((names, options, WITH_LSE if want_lse else (), wish()), tensors, are_plain)
+    found = again((names, options, WITH_LSE if want_lse else (), wish()), tensors, are_plain)
     if found is None:
         return None
-    made = _launch(TORCH, found, tensors)
+    made = found[1]
     return made[0], made[1] if want_lse else None
 
 
@@ -93,8 +92,8 @@ def backward_again(
     names: tuple[str, ...], tensors: Collection[Any], options: Options, wanted: tuple[str, ...]
 ) -> dict[str, Any] | None:
     """Likewise `backward`, which nobody records."""
-    found = None if is_debug() else recall((names, options, wanted, wish()), tensors)
-    return found and dict(zip(found[0].names, _launch(TORCH, found, tensors)))  # noqa: B905 (as below)
+    found = None if is_debug() else again((names, options, wanted, wish()), tensors)
+    return found and dict(zip(found[0].names, found[1]))  # noqa: B905 (as below)
 
 
 def backward(
@@ -120,7 +119,7 @@ def _run(
     """What a pass makes, in the order of `Given.made` and `Given.shaped`, after the names of the first of it; `into`:
     as of `forward`."""
     kind, tensors = (tuple(arrays), options, wanted, wish()), arrays.values()
-    found = recall(kind, tensors) if library.compares and not is_debug() else None
+    found = again(kind, tensors, False, into) if library.compares and not is_debug() else None
     if found is None:
         try:
             keys, pointers = library.look(tensors)
@@ -130,26 +129,9 @@ def _run(
         if device == CPU:
             return _on_host(which, library, arrays, keys, options, wanted)
         stream = library.stream(device)
-        found = find(which, library, arrays, keys, pointers, kind, stream), stream, pointers
-    return found[0].names, _launch(library, found, tensors, into)
-
-
-def _launch(
-    library: Native, found: tuple[Call, int, list[int]], tensors: Collection[Any], into: Sequence[Any] | None = None
-) -> Sequence[Any]:
-    """What a call makes of these arrays, on a stream, with their addresses."""
-    call, stream, pointers = found
-    copies = copied(library, tensors, call.copied, pointers) if call.copied else ()  # which live until the launch
-    if call.forms and into is None:
-        made: Sequence[Any] = library.make_like(call.forms, pointers)
-        if call.room:
-            start = pointers.pop()
-            pointers += [start + offset for offset in call.offsets]
-    else:
-        made = make(library, call, tensors, pointers, into)
-    call(pointers, stream)
-    del copies
-    return made
+        call = find(which, library, arrays, keys, pointers, kind, stream)
+        found = call, launched(library, call, tensors, pointers, stream, into)
+    return found[0].names, found[1]
 
 
 def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool]) -> bool:

@@ -77,7 +77,7 @@ def test_new_lengths_cost_little_more_than_known_ones(
     def packed(m: int) -> None:
         cupyflash.attention_varlen(q[0, :m], k[0], v[0], cu_seqlens_q=ends, cu_seqlens_k=other)
 
-    for call, limit in ((forward, 20), (backward, 55), (packed, 20)):
+    for call, limit in ((forward, 20), (backward, 57), (packed, 20)):
         lengths = iter(range(10, 60))
         known = functions_of(lambda call=call: call(60))
         assert functions_of(lambda call=call, lengths=lengths: call(next(lengths))) <= known + limit
@@ -129,7 +129,7 @@ def test_a_recorded_operator_costs_little_more_than_a_recorded_call(gpu: Gpu) ->
     q = torch.randn(1, 64, 4, 64, dtype=torch.bfloat16, requires_grad=True)
     values = ops.arguments(FORWARD, {"q": q, "k": q, "v": q}, Options())
     eager = functions_of(lambda: cupyflash.attention(q, q, q).backward(q.detach()))
-    assert functions_of(lambda: ops.FORWARD_OP(*values)[0].backward(q.detach())) <= eager + 2
+    assert functions_of(lambda: ops.FORWARD_OP(*values)[0].backward(q.detach())) <= eager + 4
 
 
 # ---- JAX's custom calls ----

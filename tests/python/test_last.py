@@ -269,7 +269,7 @@ def test_new_lengths(
     assert recalled >= 2 * 3 or place is pretended_gpu.with_a_mark
     launch.forget()
     monkeypatch.setattr(launch.series, "find", lambda key: None)
-    monkeypatch.setattr(run, "recall", lambda *_: None)
+    monkeypatch.setattr(run, "again", lambda *_: None)
     assert [launched_by(gpu, one) for one in calls] == got
 
 
@@ -284,7 +284,7 @@ def test_arrays_that_lie_otherwise_each(gpu: Gpu, looked_for: list[Any]) -> None
     found = [[call(60 + m, forms) for m in range(8)] for forms in ways]
     assert len(looked_for) <= len(ways) * 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "recall", lambda *_: None)
+        patch.setattr(run, "again", lambda *_: None)
         for forms, launched in zip(ways, found, strict=True):
             launch.forget()
             assert [call(60 + m, forms) for m in range(8)] == launched
