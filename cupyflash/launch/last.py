@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..arrays.adapters import TORCH
 from ..arrays.imported import is_tensor
-from ..arrays.tensors import Forms, Making
+from ..arrays.tensors import Making
 from ..options import Options
 from ..problem import MAX_SEQLEN
 from . import prepared as launch
@@ -28,6 +28,7 @@ _MOST = 256  # kinds
 _Reach = tuple[int, int, int, list[tuple[int, int]], int]
 _Form = TypeVar("_Form")
 IsAlike = Callable[..., bool]
+_NOTHING: Making = (lambda: None, {}, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class _Last:
         device: the GPU of its arrays.
         is_alike: says whether tensors are like its own; None: nothing does yet.
         is_plain: these are known to be plain tensors, which need no gradient.
+        series: of no series.
     """
 
     call: Call
@@ -66,16 +68,18 @@ class _LastSeries:
     reaches: Sequence[_Reach] = ()
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
-    making: Making | None = None
+    making: Making = _NOTHING
 
-    def call_of(self, tensors: Collection[Any], stream: int) -> Call | None:
-        """Their call of lengths that are new to the series, as `series.read` and `Series.call` have it."""
+    def call_of(self, tensors: Collection[Any], pointers: list[int], stream: int) -> Call | None:
+        """Their call of lengths that are new to the series, as `series.read` and `Series.call` have it; adds their
+        addresses to the others."""
         q, k, v, *_ = tensors
         row, series = self.row, self.series
         lengths = seqlen_q, seqlen_k = q.shape[row], k.shape[row]
         if v.shape[row] != seqlen_k or not 1 < seqlen_q <= MAX_SEQLEN or not 1 < seqlen_k <= MAX_SEQLEN:
             return None
         steps: list[int] = []
+        bits = 0
         for x, (of, elements, row_step, around, itemsize) in zip(tensors, self.reaches):  # noqa: B905
             elements += lengths[of] * row_step
             if around:
@@ -86,21 +90,21 @@ class _LastSeries:
                     steps.append(step)
             if (x.storage_offset() + elements) * itemsize > x.untyped_storage().nbytes():
                 return None  # which whoever looks for the call will say
-        call = None if series.meets(seqlen_q, seqlen_k) else series.call(seqlen_q, seqlen_k, steps, stream)
+            pointer = x.data_ptr()
+            bits |= pointer
+            pointers.append(pointer)
+        if bits & 15 or 0 in pointers or series.meets(seqlen_q, seqlen_k):
+            return None
+        call = series.call(seqlen_q, seqlen_k, steps, stream)
         if call is not None:
             series.recent = True
-            call.forms = self._forms(call, seqlen_q)
+            make, dtypes, device = self.making
+            shape = (*self.before, seqlen_q, *self.after)
+            made = [(shape, contiguous_strides(shape), dtypes[""])]
+            for shape, dtype in call.shaped:
+                made.append((shape, contiguous_strides(shape), dtypes[dtype]))
+            call.forms = make, made, device
         return call
-
-    def _forms(self, call: Call, seqlen_q: int) -> Forms:
-        """Of what the call makes, `forms` as torch has them."""
-        assert self.making is not None
-        make, dtypes, device = self.making
-        shape = (*self.before, seqlen_q, *self.after)
-        made = [(shape, contiguous_strides(shape), dtypes[""])]
-        for shape, dtype in call.shaped:
-            made.append((shape, contiguous_strides(shape), dtypes[dtype]))
-        return make, made, device
 
 
 def again(
@@ -116,18 +120,20 @@ def again(
     """
     for last in launch.calls.last.get(kind, ()):
         if last.is_alike is not None and (last.is_plain or not are_plain) and last.is_alike(*tensors):
-            pointers, bits = [], 0
-            for x in tensors:
-                pointer = x.data_ptr()
-                bits |= pointer
-                pointers.append(pointer)
-            if bits & 15 or 0 in pointers:
-                return None
-            stream = TORCH.stream(last.device)
-            call = last.call if last.series is None else last.call_of(tensors, stream)
-            if call is None:
-                return None
-            call.recent = True
+            pointers, bits, stream = [], 0, TORCH.stream(last.device)
+            if last.series is None:
+                call = last.call
+                for x in tensors:
+                    pointer = x.data_ptr()
+                    bits |= pointer
+                    pointers.append(pointer)
+                if bits & 15 or 0 in pointers:
+                    return None
+                call.recent = True
+            else:
+                call = last.call_of(tensors, pointers, stream)
+                if call is None:
+                    return None
             if not call.copied and not call.room and into is None:  # as `launched` does, a third of whose time are hops
                 made = []
                 make, arguments, device = call.forms

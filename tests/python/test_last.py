@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,23 @@ def test_the_third_of_equal_calls_is_recalled(gpu: Gpu, looked_for: list[Any]) -
     launch.forget()
     both(arrays)
     assert len(looked_for) == 4
+
+
+def test_results_lie_where_the_arrays_do_also_where_another_gpu_is_current(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(3):
+        cupyflash.attention(*three().values())
+    (call,) = launch.calls.values()
+    make, arguments, device = call.forms
+    call.forms = make, arguments, device + 1
+    entered: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda n: entered.append(n) or contextlib.nullcontext())
+    gpu.launched.clear()
+    out = cupyflash.attention(*three().values())
+    assert entered == [device + 1]
+    (launched,) = gpu.launched
+    assert out.data_ptr().to_bytes(8, "little") in launched.params
 
 
 def odd() -> Any:
