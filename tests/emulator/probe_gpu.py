@@ -22,10 +22,10 @@ from typing import Any, TextIO
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
-from emulator import probes  # noqa: E402
-from emulator.probes import Map, Probe, Words  # noqa: E402
+from tests.emulator import probes  # noqa: E402
+from tests.emulator.probes import Map, Probe, Words  # noqa: E402
 
 _OPTIONS = ("-arch=sm_90a", "-std=c++17", "-default-device")
 _UNIT_SECONDS = 40

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 
 from cupyflash.check.accuracy import Oracle  # noqa: E402
 from cupyflash.check.cases import Case  # noqa: E402
 from cupyflash.plan.variant import kernel_sources  # noqa: E402
-from emulator import MODES, EmulatorError, markers  # noqa: E402
-from emulator.attention import NONFINITE_QUERIES, Session, find_case, inputs_of, small_device  # noqa: E402
-from emulator.build import BuildError  # noqa: E402
+from tests.emulator import MODES, EmulatorError, markers  # noqa: E402
+from tests.emulator.attention import NONFINITE_QUERIES, Session, find_case, inputs_of, small_device  # noqa: E402
+from tests.emulator.build import BuildError  # noqa: E402
 
 # What is removed, and what takes its place.
 EDITS = (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import MODES
-from emulator.attention import Session, inputs_of
-from emulator.require import require_compiler
 
 import cupyflash
 from cupyflash.check.accuracy import UNIT_ROUNDOFF, compare_lse
 from cupyflash.check.cases import case
 from cupyflash.gpu.device import Device
+from tests.emulator import MODES
+from tests.emulator.attention import Session, inputs_of
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

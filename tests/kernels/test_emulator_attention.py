@@ -12,10 +12,6 @@ import itertools
 
 import numpy as np
 import pytest
-from emulator import MODES, attention
-from emulator.attention import Session, inputs_of, small_device
-from emulator.cases import SHIPPED, TABLE
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.check.cases import Case
@@ -24,6 +20,10 @@ from cupyflash.plan import shipped, sm80, variant
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.spec import CHUNKS, LEARNED
 from tests.ahead import Ahead
+from tests.emulator import MODES, attention
+from tests.emulator.attention import Session, inputs_of, small_device
+from tests.emulator.cases import SHIPPED, TABLE
+from tests.emulator.require import require_compiler
 from tests.table_turns import learns, not_in
 from tests.turns import in_turn
 
@@ -144,7 +144,7 @@ def test_results_do_not_depend_on_the_schedule(mode: str, seed: int) -> None:
 
 def test_inputs_are_read_only(rng: np.random.Generator) -> None:
     """The emulator refuses writes to inputs, so a kernel that passes has written none."""
-    from emulator import EmulatedKernel, EmulatorError, Memory
+    from tests.emulator import EmulatedKernel, EmulatorError, Memory
 
     source = '#include "hw/ptx.cuh"\nextern "C" __global__ void k(float *x) { x[ptx::thread_index()] = 0.f; }\n'
     with Memory() as memory:

@@ -8,10 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, attention
-from emulator.attention import Session, inputs_of, small_device
-from emulator.cases import SHIPPED, TABLE
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case
@@ -19,6 +15,10 @@ from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of
 from cupyflash.plan.spec import Spec
 from tests.ahead import Ahead
+from tests.emulator import MODES, attention
+from tests.emulator.attention import Session, inputs_of, small_device
+from tests.emulator.cases import SHIPPED, TABLE
+from tests.emulator.require import require_compiler
 from tests.table_turns import learns, not_in, taken_backward
 from tests.turns import in_turn
 

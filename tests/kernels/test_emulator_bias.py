@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import EmulatorError, attention
-from emulator.attention import Session
-from emulator.mutants import Bug
-from emulator.mutants_bias import BACKWARD_BIAS, FIXED_BIAS, FORWARD_BIAS
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case, Inputs
 from tests.ahead import Ahead
+from tests.emulator import EmulatorError, attention
+from tests.emulator.attention import Session
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_bias import BACKWARD_BIAS, FIXED_BIAS, FORWARD_BIAS
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

@@ -8,27 +8,27 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError, attention, mutants, shared
-from emulator.attention import Session, find_case, inputs_of, small_device, units_of
-from emulator.markers import without
-from emulator.mutants import Bug
-from emulator.mutants_bwd_sm90 import BACKWARD_SM90
-from emulator.mutants_dropout import BACKWARD_DROPOUT, FORWARD_DROPOUT
-from emulator.mutants_masks import BACKWARD_MASKS, FORWARD_MASKS
-from emulator.mutants_mods import BACKWARD_MODS, FORWARD_MODS
-from emulator.mutants_packed import BACKWARD_PACKED, FORWARD_PACKED
-from emulator.mutants_range import BACKWARD_RANGE, FORWARD_RANGE
-from emulator.mutants_shares import BACKWARD_SHARES
-from emulator.mutants_sm90 import FORWARD_SM90
-from emulator.mutants_wide import BACKWARD_WIDE
-from emulator.mutants_widths import BACKWARD_WIDTHS, FORWARD_WIDTHS
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.plan.families import kernels_of
 from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import kernel_sources
 from tests.ahead import Ahead
+from tests.emulator import MODES, EmulatorError, attention, mutants, shared
+from tests.emulator.attention import Session, find_case, inputs_of, small_device, units_of
+from tests.emulator.markers import without
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_bwd_sm90 import BACKWARD_SM90
+from tests.emulator.mutants_dropout import BACKWARD_DROPOUT, FORWARD_DROPOUT
+from tests.emulator.mutants_masks import BACKWARD_MASKS, FORWARD_MASKS
+from tests.emulator.mutants_mods import BACKWARD_MODS, FORWARD_MODS
+from tests.emulator.mutants_packed import BACKWARD_PACKED, FORWARD_PACKED
+from tests.emulator.mutants_range import BACKWARD_RANGE, FORWARD_RANGE
+from tests.emulator.mutants_shares import BACKWARD_SHARES
+from tests.emulator.mutants_sm90 import FORWARD_SM90
+from tests.emulator.mutants_wide import BACKWARD_WIDE
+from tests.emulator.mutants_widths import BACKWARD_WIDTHS, FORWARD_WIDTHS
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulator import EmulatedKernel, Memory, build, launch
-from emulator.require import require_compiler
+
+from tests.emulator import EmulatedKernel, Memory, build, launch
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

@@ -9,13 +9,6 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError, decode
-from emulator.attention import small_device
-from emulator.cache_cases import ALL, SHIPPED, TABLE, TILES, tiled
-from emulator.decode import CacheSession
-from emulator.mutants import Bug
-from emulator.mutants_decode import CLAMPED_CACHE, DECODE
-from emulator.require import require_compiler
 
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.check.cache_case import CacheCase, problem_of
@@ -28,6 +21,13 @@ from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
 from tests.ahead import Ahead
+from tests.emulator import MODES, EmulatorError, decode
+from tests.emulator.attention import small_device
+from tests.emulator.cache_cases import ALL, SHIPPED, TABLE, TILES, tiled
+from tests.emulator.decode import CacheSession
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_decode import CLAMPED_CACHE, DECODE
+from tests.emulator.require import require_compiler
 from tests.random_cache import cache_cases
 
 require_compiler()

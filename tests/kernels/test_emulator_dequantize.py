@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES
-from emulator.attention import small_device
-from emulator.decode import CacheSession
-from emulator.mutants import Bug
-from emulator.mutants_prefill import DEQUANTIZE
-from emulator.require import require_compiler
 
 from cupyflash.check.cache_case import CacheCase, problem_of
 from cupyflash.check.cache_inputs import GARBAGE, place
 from cupyflash.check.cache_stored import meant
 from cupyflash.plan.kernels import LEAST_QUERIES
 from cupyflash.plan.prefill import dequantized
+from tests.emulator import MODES
+from tests.emulator.attention import small_device
+from tests.emulator.decode import CacheSession
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_prefill import DEQUANTIZE
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

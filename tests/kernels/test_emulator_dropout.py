@@ -6,16 +6,16 @@ import dataclasses
 
 import numpy as np
 import pytest
-from emulator.attention import Session, inputs_of
-from emulator.cases import TABLE
-from emulator.mutants import Bug
-from emulator.mutants_dropout import OFFSET_DROPOUT
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.case import Case, Inputs
 from cupyflash.dropout import kept, limit_of
 from cupyflash.problem import Problem
+from tests.emulator.attention import Session, inputs_of
+from tests.emulator.cases import TABLE
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_dropout import OFFSET_DROPOUT
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

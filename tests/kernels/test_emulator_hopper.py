@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError, micro
-from emulator.require import require_compiler
+
+from tests.emulator import MODES, EmulatorError, micro
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

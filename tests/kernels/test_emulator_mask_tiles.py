@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import EmulatorError
-from emulator.attention import Session
-from emulator.mutants import Bug
-from emulator.mutants_masks import BACKWARD_MASK_TILES, FORWARD_MASK_TILES
-from emulator.require import require_compiler
 
 from cupyflash import masks
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.case_mods import ModInputs
 from cupyflash.check.cases import Case, Inputs
 from cupyflash.problem import Bias
+from tests.emulator import EmulatorError
+from tests.emulator.attention import Session
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_masks import BACKWARD_MASK_TILES, FORWARD_MASK_TILES
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

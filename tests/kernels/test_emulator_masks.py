@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulator.attention import Session, inputs_of
-from emulator.require import require_compiler
 
 from cupyflash import masks
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case
+from tests.emulator.attention import Session, inputs_of
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

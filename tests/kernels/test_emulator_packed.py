@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError, attention
-from emulator.attention import Session, inputs_of, small_device
-from emulator.cases import TABLE
-from emulator.mutants import Bug
-from emulator.mutants_packed import CLAMPS, LANES, MANY_TILES
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Case, Inputs
 from tests.ahead import Ahead
+from tests.emulator import MODES, EmulatorError, attention
+from tests.emulator.attention import Session, inputs_of, small_device
+from tests.emulator.cases import TABLE
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_packed import CLAMPS, LANES, MANY_TILES
+from tests.emulator.require import require_compiler
 from tests.packed_lengths import WRONG, given, three
 from tests.turns import in_turn
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import EmulatorError, attention, decode
-from emulator.attention import small_device
-from emulator.decode import CacheSession
-from emulator.launch import MODES
-from emulator.mutants import Bug
-from emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, PARTS
-from emulator.prefill import PrefillSession
-from emulator.require import require_compiler
 
 from cupyflash.check.cache_case import CacheCase, problem_of
 from cupyflash.check.cache_inputs import GARBAGE
 from cupyflash.check.cache_reference import CacheOracle
 from tests.ahead import Ahead
+from tests.emulator import EmulatorError, attention, decode
+from tests.emulator.attention import small_device
+from tests.emulator.decode import CacheSession
+from tests.emulator.launch import MODES
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, PARTS
+from tests.emulator.prefill import PrefillSession
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

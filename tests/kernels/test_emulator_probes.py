@@ -8,10 +8,10 @@ import re
 
 import numpy as np
 import pytest
-from emulator import MODES, EmulatorError, probe_cpu, probes
-from emulator.require import require_compiler
 
 from cupyflash.compile import nvrtc
+from tests.emulator import MODES, EmulatorError, probe_cpu, probes
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from emulator import MODES, EmulatedKernel, EmulatorError
-from emulator.require import require_compiler
 
 from cupyflash.plan.variant import kernel_sources
+from tests.emulator import MODES, EmulatedKernel, EmulatorError
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

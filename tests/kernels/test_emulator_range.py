@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import EmulatorError
-from emulator.attention import Session
-from emulator.mutants import Bug
-from emulator.mutants_range import CLAMPED_RANGE
-from emulator.require import require_compiler
 
 from cupyflash.check.cases import Case, Inputs
+from tests.emulator import EmulatorError
+from tests.emulator.attention import Session
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_range import CLAMPED_RANGE
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import MODES
-from emulator.attention import Session, small_device
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import NUMPY_DTYPE, Inputs
 from cupyflash.problem import Problem
+from tests.emulator import MODES
+from tests.emulator.attention import Session, small_device
+from tests.emulator.require import require_compiler
 from tests.fuzz import oracle
 from tests.fuzz.spec import Spec
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, attention
-from emulator.attention import Session, inputs_of, small_device
-from emulator.cases import TABLE
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.plan import shares
 from tests.ahead import Ahead
+from tests.emulator import MODES, attention
+from tests.emulator.attention import Session, inputs_of, small_device
+from tests.emulator.cases import TABLE
+from tests.emulator.require import require_compiler
 
 require_compiler()
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, attention
-from emulator.mutants import Bug
-from emulator.mutants_repair import REPAIRED, REPAIRED_FORWARD
 
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import NUMPY_DTYPE, Inputs
 from cupyflash.cpu import attention as cpu
 from cupyflash.problem import Problem, Window
 from tests.ahead import Ahead
+from tests.emulator import MODES, attention
+from tests.emulator.mutants import Bug
+from tests.emulator.mutants_repair import REPAIRED, REPAIRED_FORWARD
 from tests.fuzz import run
 from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec

@@ -15,7 +15,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from emulator import probes
+
+from tests.emulator import probes
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from emulator import markers, remove_sync
-from emulator.markers import Edit, MarkerError, apply, change, postpone, without
-from emulator.mutants import Bug
-from emulator.shared import bugs, choices_of, shared, woven
 
 from cupyflash.plan.variant import kernel_sources
+from tests.emulator import markers, remove_sync
+from tests.emulator.markers import Edit, MarkerError, apply, change, postpone, without
+from tests.emulator.mutants import Bug
+from tests.emulator.shared import bugs, choices_of, shared, woven
 
 
 @pytest.mark.parametrize("bug", bugs(), ids=lambda bug: bug.name.replace(" ", "-"))

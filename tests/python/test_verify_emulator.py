@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from emulator.markers import Edit, change, planted, without
-from emulator.require import require_compiler
 
 from cupyflash import cli
 from cupyflash.check import cases
 from cupyflash.cli.verify import emulator as verify_emulator
 from cupyflash.emulator import attention, build, launch
 from cupyflash.plan.variant import kernel_sources
+from tests.emulator.markers import Edit, change, planted, without
+from tests.emulator.require import require_compiler
 
 require_compiler()
 
