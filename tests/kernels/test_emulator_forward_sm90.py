@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emulator import MODES, attention
-from emulator.attention import Session, inputs_of, small_device
-from emulator.cases import HOPPER_SHAPES, SHIPPED, TABLE, can_use_tma
-from emulator.require import require_compiler
 
 from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.check.cases import Case
 from cupyflash.plan import sm90
 from cupyflash.plan.families import FAMILIES
 from tests.ahead import Ahead
+from tests.emulator import MODES, attention
+from tests.emulator.attention import Session, inputs_of, small_device
+from tests.emulator.cases import HOPPER_SHAPES, SHIPPED, TABLE, can_use_tma
+from tests.emulator.require import require_compiler
 from tests.table_turns import not_in
 from tests.turns import in_turn
 
@@ -76,7 +76,13 @@ def _rehearse(name: str, which: int, **_: object) -> None:
     Session(small_device("sm_90"), MODES["race"], family="sm90").forward(*inputs_of(CASES[name], dtype_of(name, which)))
 
 
-AHEAD = Ahead(_rehearse, attention)
+def _rehearse_gradients(name: str, dtype: str, **_: int) -> None:
+    inputs, problem = inputs_of(CASES[name], dtype)
+    session = Session(small_device("sm_90"), MODES["late"], family="sm90", backward_family="sm80")
+    session.backward(inputs, *session.forward(inputs, problem), problem)
+
+
+AHEAD, AHEAD_OF_GRADIENTS = Ahead(_rehearse, attention), Ahead(_rehearse_gradients, attention)
 
 
 @pytest.mark.parametrize(("name", "mode", "which"), RUNS)
@@ -93,9 +99,10 @@ def test_shape(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), SATURATED)
-def test_gradients_of_its_results(name: str, dtype: str, seed: int) -> None:
+def test_gradients_of_its_results(name: str, dtype: str, seed: int, request: pytest.FixtureRequest) -> None:
     """One key outweighs all others, or maxima grow: the backward recomputes P from lse, and delta from out."""
     assert CASES[name].backward
+    AHEAD_OF_GRADIENTS(request)
     run(CASES[name], dtype, "late", seed, backward=True)
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from cupyflash.check.case_masks import MASKS
 from cupyflash.cpu import attention as cpu
 from cupyflash.dropout import kept, limit_of
+from tests.ahead import units
+from tests.emulator import attention
+from tests.emulator.build import build
 from tests.emulator.markers import change, planted
 from tests.fuzz import arrays, emulated, generate, loop, modding, run
 from tests.fuzz.dropping import factors
 from tests.fuzz.spec import Spec
 
 CPU_BATCHES, CPU_SIZE = 8, 5
-EMULATOR_BATCHES, EMULATOR_SIZE = 4, 7  # every batch compiles a forward and a backward
+EMULATOR_BATCHES, EMULATOR_SIZE = 4, 7  # each compiles what its problems need
 
 
 def failures(where: str, number: int, size: int) -> list[str]:
@@ -30,6 +35,9 @@ def test_cpu(number: int) -> None:
 @pytest.mark.needs("g++")
 @pytest.mark.parametrize("number", range(EMULATOR_BATCHES))
 def test_emulator(number: int) -> None:
+    specs = loop.batch(11, "emulator", number, EMULATOR_SIZE)
+    each = (units(emulated.run, {"spec": spec, "x": arrays.draw(spec)}, [attention]) for spec in specs)
+    build(itertools.chain(*each))  # their kernels, of all problems at once
     assert not failures("emulator", number, EMULATOR_SIZE)
 
 
