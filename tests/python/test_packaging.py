@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import cupyflash
+from tests.emulator.build import build_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 HARD_DEPENDENCIES = {"click", "filelock", "ml_dtypes", "numpy", "platformdirs", "rich"}
@@ -122,8 +123,12 @@ def test_wheel(checkout: Path, tmp_path: Path) -> None:
 def test_an_installed_cupyflash_runs_the_kernels(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU; what g++ compiles goes to the cache folder, and nothing where the package lies."""
+    """Without a GPU; what g++ compiles goes to the cache folder, and nothing where the package lies. The emulator lies
+    there already: it takes the checkout's if all of its files are the same, as the digest in the name says."""
     site = unpack(build("wheel", checkout, tmp_path / "out"), tmp_path / "site")
+    emulator = tmp_path / "cache" / "emulator"
+    emulator.mkdir(mode=0o700, parents=True)
+    runtime = Path(shutil.copy2(build_runtime(), emulator))
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
@@ -133,7 +138,8 @@ def test_an_installed_cupyflash_runs_the_kernels(
     assert document["ran"] == ["emulator", "cpu"]
     assert {r["family"]: r["passed"] for r in document["emulator"]} == {"sm80": True, "sm90": True}
     assert sorted(site.rglob("*")) == before
-    assert len(list((tmp_path / "cache" / "emulator").glob("fwd_sm*.so"))) == 2
+    assert len(list(emulator.glob("fwd_sm*.so"))) == 2
+    assert list(emulator.glob("runtime-*.so")) == [runtime]
 
 
 def check_metadata(metadata: email.message.Message) -> None:
