@@ -141,7 +141,7 @@ def test_errors_are_sentences(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -
 
 
 def test_verify_cpu(invoke: Invoke) -> None:
-    result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--json")
+    result = invoke("verify", "--level", "smoke", "--backend", "cpu", "--dtype", "fp16,fp32", "--json")
     document = json.loads(result.stdout)
     assert document["verdict"].startswith("CPU PATH VERIFIED: ")
     assert document["verdict"].endswith("no kernel ran (--backend cpu)")
@@ -160,10 +160,12 @@ def test_verify_cpu(invoke: Invoke) -> None:
     assert "causal-d64" in result.stderr
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_verify_frameworks(framework: str, invoke: Invoke) -> None:
+@pytest.mark.parametrize(("framework", "dtype", "other"), [("torch", "bf16", "fp64"), ("jax", "fp64", "bf16")])
+def test_verify_frameworks(framework: str, dtype: str, other: str, invoke: Invoke) -> None:
+    """All cases in one dtype, some in another: one that NumPy has not, one that JAX asks a setting for."""
     pytest.importorskip(framework)
-    invoke("verify", "--level", "smoke", "--backend", "cpu", "--framework", framework, "--dtype", "bf16,fp64")
+    for which in (("--dtype", dtype), ("--dtype", other, "--head-dim", "128")):
+        invoke("verify", "--level", "smoke", "--backend", "cpu", "--framework", framework, *which)
     if framework == "jax":
         assert not sys.modules["jax"].config.jax_enable_x64, "verify left its setting in the process"
 
