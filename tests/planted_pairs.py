@@ -1,4 +1,4 @@
-"""Plants the bugs of `emulator/mutants_pairs.py`, one at a time: ``python -m tests.planted_pairs [--find] [NAME ...]``.
+"""Plants the bugs of `planted/mutants_pairs.py`, one at a time: ``python -m tests.planted_pairs [--find] [NAME ...]``.
 
 Without options every bug must be caught by its case; with `--find` all fitting cases of the covering set are tried, for
 bugs without a case. Five minutes, most of them g++; `tests/kernels/test_planted_pairs.py` takes a sample.
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.cases import Inputs
 from cupyflash.problem import Problem
-from tests.emulator.mutants_pairs import PAIRS, PairBug
 from tests.fuzz import arrays, covering, oracle
 from tests.fuzz.emulated import EmulatorError, session
 from tests.fuzz.spec import Spec
+from tests.planted.mutants_pairs import PAIRS, PairBug
 
 SHARP = ("normal", "outliers")  # judged by the 2x rule, too
 Exact = tuple[Inputs, Problem, oracle.Bounded, oracle.Bounded, NDArray[Any], NDArray[Any]]

@@ -1,4 +1,4 @@
-"""Bugs planted in what a bias brings are reported: `emulator/mutants_bias.py`; and its gradient repeats bitwise."""
+"""Bugs planted in what a bias brings are reported: `planted/mutants_bias.py`; and its gradient repeats bitwise."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cupyflash.check.cases import Case, Inputs
 from tests.ahead import Ahead
 from tests.emulator import EmulatorError, attention
 from tests.emulator.attention import Session
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_bias import BACKWARD_BIAS, FIXED_BIAS, FORWARD_BIAS
 from tests.emulator.require import require_compiler
+from tests.planted.mutants import Bug
+from tests.planted.mutants_bias import BACKWARD_BIAS, FIXED_BIAS, FORWARD_BIAS
 
 require_compiler()
 

@@ -14,21 +14,22 @@ from cupyflash.plan.families import kernels_of
 from cupyflash.plan.spec import Spec
 from cupyflash.plan.variant import kernel_sources
 from tests.ahead import Ahead
-from tests.emulator import MODES, EmulatorError, attention, mutants, shared
+from tests.emulator import MODES, EmulatorError, attention
 from tests.emulator.attention import Session, find_case, inputs_of, small_device, units_of
-from tests.emulator.markers import without
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_bwd_sm90 import BACKWARD_SM90
-from tests.emulator.mutants_dropout import BACKWARD_DROPOUT, FORWARD_DROPOUT
-from tests.emulator.mutants_masks import BACKWARD_MASKS, FORWARD_MASKS
-from tests.emulator.mutants_mods import BACKWARD_MODS, FORWARD_MODS
-from tests.emulator.mutants_packed import BACKWARD_PACKED, FORWARD_PACKED
-from tests.emulator.mutants_range import BACKWARD_RANGE, FORWARD_RANGE
-from tests.emulator.mutants_shares import BACKWARD_SHARES
-from tests.emulator.mutants_sm90 import FORWARD_SM90
-from tests.emulator.mutants_wide import BACKWARD_WIDE
-from tests.emulator.mutants_widths import BACKWARD_WIDTHS, FORWARD_WIDTHS
 from tests.emulator.require import require_compiler
+from tests.planted import mutants, shared
+from tests.planted.markers import without
+from tests.planted.mutants import Bug
+from tests.planted.mutants_bwd_sm90 import BACKWARD_SM90
+from tests.planted.mutants_dropout import BACKWARD_DROPOUT, FORWARD_DROPOUT
+from tests.planted.mutants_masks import BACKWARD_MASKS, FORWARD_MASKS
+from tests.planted.mutants_mods import BACKWARD_MODS, FORWARD_MODS
+from tests.planted.mutants_packed import BACKWARD_PACKED, FORWARD_PACKED
+from tests.planted.mutants_range import BACKWARD_RANGE, FORWARD_RANGE
+from tests.planted.mutants_shares import BACKWARD_SHARES
+from tests.planted.mutants_sm90 import FORWARD_SM90
+from tests.planted.mutants_wide import BACKWARD_WIDE
+from tests.planted.mutants_widths import BACKWARD_WIDTHS, FORWARD_WIDTHS
 
 require_compiler()
 

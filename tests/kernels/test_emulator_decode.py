@@ -25,9 +25,9 @@ from tests.emulator import MODES, EmulatorError, decode
 from tests.emulator.attention import small_device
 from tests.emulator.cache_cases import ALL, SHIPPED, TABLE, TILES, tiled
 from tests.emulator.decode import CacheSession
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_decode import CLAMPED_CACHE, DECODE
 from tests.emulator.require import require_compiler
+from tests.planted.mutants import Bug
+from tests.planted.mutants_decode import CLAMPED_CACHE, DECODE
 from tests.random_cache import cache_cases
 
 require_compiler()

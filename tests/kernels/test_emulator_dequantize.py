@@ -15,9 +15,9 @@ from cupyflash.plan.prefill import dequantized
 from tests.emulator import MODES
 from tests.emulator.attention import small_device
 from tests.emulator.decode import CacheSession
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_prefill import DEQUANTIZE
 from tests.emulator.require import require_compiler
+from tests.planted.mutants import Bug
+from tests.planted.mutants_prefill import DEQUANTIZE
 
 require_compiler()
 

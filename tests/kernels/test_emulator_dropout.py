@@ -13,9 +13,9 @@ from cupyflash.dropout import kept, limit_of
 from cupyflash.problem import Problem
 from tests.emulator.attention import Session, inputs_of
 from tests.emulator.cases import TABLE
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_dropout import OFFSET_DROPOUT
 from tests.emulator.require import require_compiler
+from tests.planted.mutants import Bug
+from tests.planted.mutants_dropout import OFFSET_DROPOUT
 
 require_compiler()
 

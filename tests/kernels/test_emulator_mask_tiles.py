@@ -1,4 +1,4 @@
-"""A mask or a mask_mod that becomes a block mask on the device: planted bugs (`emulator/mutants_masks.py`), and tiles
+"""A mask or a mask_mod that becomes a block mask on the device: planted bugs (`planted/mutants_masks.py`), and tiles
 that are left out.
 """
 
@@ -18,9 +18,9 @@ from cupyflash.check.cases import Case, Inputs
 from cupyflash.problem import Bias
 from tests.emulator import EmulatorError
 from tests.emulator.attention import Session
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_masks import BACKWARD_MASK_TILES, FORWARD_MASK_TILES
 from tests.emulator.require import require_compiler
+from tests.planted.mutants import Bug
+from tests.planted.mutants_masks import BACKWARD_MASK_TILES, FORWARD_MASK_TILES
 
 require_compiler()
 

@@ -1,4 +1,4 @@
-"""Block masks on the CPU, in both families, beyond the table of cases: planted bugs (`emulator/mutants_masks.py`), and
+"""Block masks on the CPU, in both families, beyond the table of cases: planted bugs (`planted/mutants_masks.py`), and
 tiles that are left out.
 """
 

@@ -17,10 +17,10 @@ from tests.ahead import Ahead
 from tests.emulator import MODES, EmulatorError, attention
 from tests.emulator.attention import Session, inputs_of, small_device
 from tests.emulator.cases import TABLE
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_packed import CLAMPS, LANES, MANY_TILES
 from tests.emulator.require import require_compiler
 from tests.packed_lengths import WRONG, given, three
+from tests.planted.mutants import Bug
+from tests.planted.mutants_packed import CLAMPS, LANES, MANY_TILES
 from tests.turns import in_turn
 
 require_compiler()

@@ -13,10 +13,10 @@ from tests.emulator import EmulatorError, attention, decode
 from tests.emulator.attention import small_device
 from tests.emulator.decode import CacheSession
 from tests.emulator.launch import MODES
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, PARTS
 from tests.emulator.prefill import PrefillSession
 from tests.emulator.require import require_compiler
+from tests.planted.mutants import Bug
+from tests.planted.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, PARTS
 
 require_compiler()
 

@@ -1,5 +1,5 @@
 """Ranges of keys on the CPU, in both families, beyond the table of cases: ranges that contradict, and planted bugs
-(`emulator/mutants_range.py`).
+(`planted/mutants_range.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import pytest
 from cupyflash.check.cases import Case, Inputs
 from tests.emulator import EmulatorError
 from tests.emulator.attention import Session
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_range import CLAMPED_RANGE
 from tests.emulator.require import require_compiler
+from tests.planted.mutants import Bug
+from tests.planted.mutants_range import CLAMPED_RANGE
 
 require_compiler()
 

@@ -19,11 +19,11 @@ from cupyflash.cpu import attention as cpu
 from cupyflash.problem import Problem, Window
 from tests.ahead import Ahead
 from tests.emulator import MODES, attention
-from tests.emulator.mutants import Bug
-from tests.emulator.mutants_repair import REPAIRED, REPAIRED_FORWARD
 from tests.fuzz import run
 from tests.fuzz.arrays import draw
 from tests.fuzz.spec import Spec
+from tests.planted.mutants import Bug
+from tests.planted.mutants_repair import REPAIRED, REPAIRED_FORWARD
 
 GAPS = (0.0, 4.0, 12.0, 18.0, 25.0, 60.0, 86.0, 95.0, 110.0, 400.0, 700.0, 900.0)  # below the row's maximum
 WINDOWS: dict[str, Window] = {"dense": (None, None), "causal": (None, 0), "window": (90, 30)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulator.mutants_pairs import PAIRS, THRESHOLD, PairBug
 from tests.fuzz import covering
+from tests.planted.mutants_pairs import PAIRS, THRESHOLD, PairBug
 from tests.planted_pairs import caught
 
 SAMPLE = (*PAIRS[::9], *THRESHOLD)

@@ -13,10 +13,10 @@ from cupyflash.dropout import kept, limit_of
 from tests.ahead import units
 from tests.emulator import attention
 from tests.emulator.build import build
-from tests.emulator.markers import change, planted
 from tests.fuzz import arrays, emulated, generate, loop, modding, run
 from tests.fuzz.dropping import factors
 from tests.fuzz.spec import Spec
+from tests.planted.markers import change, planted
 
 CPU_BATCHES, CPU_SIZE = 8, 5
 EMULATOR_BATCHES, EMULATOR_SIZE = 4, 7  # each compiles what its problems need

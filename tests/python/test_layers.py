@@ -152,7 +152,7 @@ ENVIRONMENT = {"CUPYFLASH_BACKEND", "CUPYFLASH_CACHE_DIR", "CUPYFLASH_DEBUG", "C
 # ---- Python ----
 
 FOLDERS = {"cupyflash": "cupyflash", "cli": "cupyflash.cli", "tests/emulator": "cupyflash.emulator"}  # as installed
-SCRIPTS = {ROOT / "tests" / "emulator" / name for name in ("probe_gpu.py", "remove_sync.py")}  # run by path
+SCRIPTS = {ROOT / "tests" / "emulator" / "probe_gpu.py"}  # run by path
 PYTHON_FILES = sorted({path for folder in FOLDERS for path in ROOT.glob(f"{folder}/**/*.py")} - SCRIPTS)
 TOOL_FILES = sorted(ROOT.glob("tools/*.py"))
 CUDA_FILES = sorted(ROOT.glob("kernels_cu/**/*.cuh"))

@@ -7,10 +7,10 @@ import re
 import pytest
 
 from cupyflash.plan.variant import kernel_sources
-from tests.emulator import markers, remove_sync
-from tests.emulator.markers import Edit, MarkerError, apply, change, postpone, without
-from tests.emulator.mutants import Bug
-from tests.emulator.shared import bugs, choices_of, shared, woven
+from tests.planted import markers, remove_sync
+from tests.planted.markers import Edit, MarkerError, apply, change, postpone, without
+from tests.planted.mutants import Bug
+from tests.planted.shared import bugs, choices_of, shared, woven
 
 
 @pytest.mark.parametrize("bug", bugs(), ids=lambda bug: bug.name.replace(" ", "-"))

@@ -14,8 +14,8 @@ from cupyflash.check import cases
 from cupyflash.cli.verify import emulator as verify_emulator
 from cupyflash.emulator import attention, build, launch
 from cupyflash.plan.variant import kernel_sources
-from tests.emulator.markers import Edit, change, planted, without
 from tests.emulator.require import require_compiler
+from tests.planted.markers import Edit, change, planted, without
 
 require_compiler()
 

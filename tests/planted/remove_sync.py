@@ -1,6 +1,6 @@
 """Removes each barrier, wait and fence of the shipped kernels, one at a time, and tells which removals the tests catch.
 
-    PYTHONPATH=. python tests/emulator/remove_sync.py [--only TEXT]
+    PYTHONPATH=. python tests/planted/remove_sync.py [--only TEXT]
 
 Prints one line a place: caught, by which case and what it said; or SURVIVES. Survivors belong into the table of
 tests/emulator/README.md, with the reason, or out of the kernel. Exit status 1 if one survives that is not listed.
@@ -23,9 +23,10 @@ sys.path.insert(0, str(ROOT))
 from cupyflash.check.accuracy import Oracle  # noqa: E402
 from cupyflash.check.cases import Case  # noqa: E402
 from cupyflash.plan.variant import kernel_sources  # noqa: E402
-from tests.emulator import MODES, EmulatorError, markers  # noqa: E402
+from tests.emulator import MODES, EmulatorError  # noqa: E402
 from tests.emulator.attention import NONFINITE_QUERIES, Session, find_case, inputs_of, small_device  # noqa: E402
 from tests.emulator.build import BuildError  # noqa: E402
+from tests.planted import markers  # noqa: E402
 
 # What is removed, and what takes its place.
 EDITS = (
