@@ -157,10 +157,11 @@ def attention_with_cache(
 def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, ...]:
     """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too."""
     lengths, given = arrays["cache_seqlens"], arrays
-    if type(lengths) is int or (lengths is not None and getattr(lengths, "shape", ()) == ()):
+    is_one = type(lengths) is int or (lengths is not None and getattr(lengths, "shape", ()) == ())
+    if is_one:
         given = {name: x for name, x in arrays.items() if name != "cache_seqlens"}
     library = common_library_of_all(given)
-    if given is not arrays:
+    if is_one:
         lengths = arrays["cache_seqlens"] = one_length(library, arrays)
         given = given if type(lengths) is int else arrays
     if library is JAX:

@@ -89,7 +89,7 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, deci
         check_length(call.problem, length)
     if is_debug():
         check_values(call.problem, _on_their_way(library, arrays))
-    copies = copied(library, arrays, call.copied, pointers) if call.copied else ()  # which live until the launch
+    copies = copied(library, arrays.values(), call.copied, pointers) if call.copied else ()  # which live until launched
     made = library.make(("q",) if call.attends else (), call.made, arrays)
     for x in made:
         pointers.append(library.pointer(x))

@@ -160,7 +160,8 @@ def operators(which: Pass) -> tuple[Any, Any]:
 
 def operator(which: Pass, values: Sequence[Any]) -> Any:
     """The one that takes these arguments."""
-    return operators(which)[has_more(which, values)]
+    plain, more = operators(which)
+    return more if has_more(which, values) else plain  # torch 2.11's compiler takes no bool as an index
 
 
 _define(FORWARD, _forward)
