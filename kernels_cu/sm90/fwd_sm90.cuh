@@ -295,7 +295,7 @@ struct FwdGroup {
                 multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
                 apply_score(places, fetch(places, q0, j), S, q0, j);
                 if constexpr (kHopes) apply_mask(mask, seen_of(mask, tile, q0, j), S, q0, j);  // @mask-again
-                softmax.step(S, O);                     // @o-follows-scores-again
+                softmax.step(S, O);  // @o-follows-scores-again
                 hopeful = j >= soon, soon = j + kSoon;
                 P.from(S);
                 Dropout<V>::drop(P, kept);
