@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .arrays.adapters import NUMPY, TORCH, Native
+from .arrays.imported import constant_in_programs, torch_itself
 from .arrays.libraries import JAX, Foreign, common_library, library_of
 from .errors import ArgumentError
 from .problem import DTYPES
@@ -48,7 +49,7 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
         True
     """
     named_outs, named_lses = _named("outs", outs), _named("lses", lses)
-    named = named_outs | named_lses
+    named = {**named_outs, **named_lses}  # which torch 2.4 compiles
     library = common_library(**named)
     if isinstance(library, Foreign) and library is not JAX and library.name != TORCH.name:
         found = combine(*(_adopted(library, x) for x in (outs, lses)))
@@ -87,6 +88,8 @@ def _combined(library: Native | Foreign, outs: Any, lses: Any, accumulate: str) 
 
 def _namespace(library: Native | Foreign) -> Any:
     """The module with a library's functions; whoever has an array of it has imported it."""
+    if library.name == TORCH.name:
+        return torch_itself()
     return sys.modules["jax.numpy" if library is JAX else library.name]
 
 
@@ -133,7 +136,12 @@ def _stacked(library: Native | Foreign, x: Any) -> Any:
 
 
 def _dtype(library: Native | Foreign, x: Any) -> str:
-    return TORCH.dtype_name(x.dtype) if library.name == TORCH.name else NUMPY.dtype_name(np.dtype(x.dtype))
+    return _torch_dtype(x.dtype) if library.name == TORCH.name else NUMPY.dtype_name(np.dtype(x.dtype))
+
+
+@constant_in_programs
+def _torch_dtype(dtype: Any) -> str:
+    return TORCH.dtype_name(dtype)
 
 
 def _check_dtypes(outs: Mapping[str, str], lses: Mapping[str, str]) -> str:
@@ -141,11 +149,11 @@ def _check_dtypes(outs: Mapping[str, str], lses: Mapping[str, str]) -> str:
     for name, found in outs.items():
         if found not in DTYPES:
             raise ArgumentError(f"{name}: expected a floating-point dtype ({', '.join(DTYPES)}), got {found}")
-    wide = "fp64" if "fp64" in outs.values() else "fp32"
-    beside = ", ".join(sorted(set(outs.values())))
+    wide = "fp64" if "fp64" in [*outs.values()] else "fp32"
     for name, found in lses.items():
         own = outs.get(name.replace("lses", "outs"), wide)
         if found != wide and (found != "fp32" or own == "fp64" or name == "lses"):
+            beside = ", ".join(sorted(set(outs.values())))
             raise ArgumentError(
                 f"{name}: expected {wide}, beside outs of {beside}, got {found}; with return_lse=True the functions "
                 "here return it so"

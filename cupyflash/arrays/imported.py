@@ -21,6 +21,13 @@ def imported(name: str) -> Any | None:
     return module
 
 
+def torch_itself() -> Any:
+    """torch, for who has a tensor: in `sys.modules` torch.compile would watch all, while there may become more."""
+    import torch
+
+    return torch
+
+
 def is_instance(x: Any, module: str, name: str) -> bool:
     """Whether x is an instance of a class of a module that may be absent, or no more than a stand-in for it.
 

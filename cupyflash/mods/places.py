@@ -1,7 +1,7 @@
 """A tree in C++, with what it makes of query and key as kernels have them.
 
-A lane's scores lie at queries and keys that differ by what the compiler knows: `Place` in mods.cuh. Sums of them are
-compared, and become floats, at the cost of one instruction a score.
+A lane's scores lie at queries and keys that differ by what the compiler knows: `Place` in mod_places.cuh. Sums of them
+are compared, and become floats, at the cost of one instruction a score.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _text(node: Node, of: list[_Text]) -> _Text:
     if node.kind == FLOAT:
         if node.op == "*" and any(x.real and x.place for x in of):
             factor, moving = of if of[1].place else of[::-1]
-            return _Text(f"times({factor.plain}, {moving.place})")
+            if "inf()" not in factor.plain:  # times the part that is 0 that would be NaN
+                return _Text(f"times({factor.plain}, {moving.place})")
         return _Text(written(node, reals))
     if node.kind == BOOL:
         return _Text(written(node, places) if moves and node.op in COMPARE else plain)

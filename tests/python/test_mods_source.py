@@ -61,6 +61,7 @@ def refused(structs: list[str]) -> set[int]:
     [
         ("score + 0.5f * (k - q)", "(score + times(0.5f, (at_k - at_q)))"),
         ("(k - q + 3) * score", "times(score, ((at_k - at_q) + Place(3)))"),
+        ("score - inf * (k - q)", "(score - (inf() * real((at_k - at_q))))"),
         ("score / (1 + abs(q - k))", "divide(score, (1 + abs((q - k))))"),
         ("score - abs(q - k)", "(score - abs(real((at_q - at_k))))"),
         ("score + min(q - k, 7)", "(score + min(real((at_q - at_k)), 7))"),

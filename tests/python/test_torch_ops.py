@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -587,3 +589,21 @@ def test_flops(packed: bool) -> None:
             attention(q[None], k[None], v[None]).sum().backward()
     pairs = 2 * 2 + 7 * 7 if packed else 81
     assert counter.get_total_flops() == (2 + 5) * 2 * pairs * 4 * 8
+
+
+def test_a_program_may_call_them_first() -> None:
+    """In a process in which nothing of them has been called: what they keep is made while they are compiled."""
+    code = """if True:
+        import torch
+        import cupyflash
+        outs, lses = torch.randn(3, 1, 8, 2, 16), torch.randn(3, 1, 2, 8)
+        q, cache = torch.randn(2, 1, 4, 16), torch.randn(2, 2, 9, 2, 16)
+        lengths = torch.tensor([4, 9], dtype=torch.int32)
+        def step(q, n):
+            return cupyflash.attention_with_cache(q, *cache, cache_seqlens=n)
+        for f, *x in ((cupyflash.combine, outs, lses), (step, q, lengths), (step, q, 5)):
+            for a, b in zip(torch.compile(f, backend="eager", fullgraph=True)(*x), f(*x)):
+                torch.testing.assert_close(a, b)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
