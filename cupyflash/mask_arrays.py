@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from .arrays import torch_private
-from .arrays.imported import constant_in_programs
+from .arrays.imported import constant_in_programs, torch_itself
 from .arrays.placed import placed
 from .block_mask import BlockMask, converters
 from .errors import ArgumentError, UnsupportedError
@@ -22,7 +21,7 @@ def from_torch(mask: Any) -> BlockMask:
     `attention` takes such masks as they are, and converts each once, and again where its mask_mod, lengths or lists
     have been replaced. Converting waits for the GPU that it is on.
     """
-    if not _takes_objects() and sys.modules["torch"].compiler.is_dynamo_compiling():
+    if not _takes_objects() and torch_itself().compiler.is_dynamo_compiling():
         if not _is_converted(mask):
             raise UnsupportedError(
                 "block_mask: expected a mask that has been converted, as PyTorch before 2.13 compiles: call "
@@ -99,9 +98,14 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
     return {name: placed(name, x, q, mask.kept) for name, x in arrays.items()}
 
 
+@constant_in_programs
+def _is_of_flex(kind: type) -> bool:
+    """Whether masks of this type are torch's. By name: in `sys.modules` torch.compile would watch all modules."""
+    return any((x.__module__, x.__name__) == ("torch.nn.attention.flex_attention", "BlockMask") for x in kind.__mro__)
+
+
 def _other(mask: Any) -> BlockMask:
-    flex = sys.modules.get("torch.nn.attention.flex_attention")
-    if flex is not None and isinstance(mask, flex.BlockMask):
+    if _is_of_flex(type(mask)):
         return from_torch(mask)
     raise ArgumentError(
         f"block_mask: expected a cupyflash.BlockMask, of cupyflash.masks, or one of torch's flex_attention, got a "

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from . import torch_private
-from .imported import is_instance, is_tensor
+from .imported import is_instance, is_tensor, torch_itself
 
 
 def placed(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
@@ -45,7 +45,7 @@ def placed(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) 
 def _of_torch(x: np.ndarray, device: Any) -> Any:
     """Out of sight of transforms and inference_mode, since calls outside of them get it later; a FakeTensor where one
     is asked for."""
-    torch = sys.modules["torch"]
+    torch = torch_itself()
     if torch.compiler.is_dynamo_compiling():
         return torch.from_numpy(x.copy()).to(device)
     with torch.inference_mode(False), torch_private.without_transforms():
