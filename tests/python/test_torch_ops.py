@@ -607,3 +607,17 @@ def test_a_program_may_call_them_first() -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_programs_watch_no_module(compiler: Any) -> None:
+    """A program that watches `sys.modules` fails to compile where one more is imported meanwhile."""
+    mask, (q, k, v) = cupyflash.masks.local(5, left=3), make()
+    calls: list[tuple[Callable[..., Any], Any]] = [
+        (lambda x: attention(x, k, v, block_mask=mask), q),
+        (lambda x: attention(x, k, v, score_mod="score + q - k"), q),
+        (lambda x: cupyflash.combine(x, torch.zeros(3, 1, 2, 8)), torch.randn(3, 1, 8, 2, 16)),
+    ]
+    for f, x in calls:
+        names = [str(guard.name) for guard in torch._dynamo.explain(f)(x).out_guards]
+        assert names
+        assert not any("sys.modules" in name for name in names)
