@@ -134,7 +134,8 @@ def again(
                 call = last.call_of(tensors, pointers, stream)
                 if call is None:
                     return None
-            if not call.copied and not call.room and into is None:  # as `launched` does, a third of whose time are hops
+            # As `launched` does, a third of whose time are hops.
+            if call.forms and not call.copied and not call.room and into is None:
                 made = []
                 make, arguments, device = call.forms
                 for one in arguments:

@@ -14,6 +14,7 @@ from cupyflash.arrays import torch_private
 from cupyflash.arrays.adapters import TORCH
 from cupyflash.launch import last, run
 from cupyflash.launch import prepared as launch
+from cupyflash.options import Options
 from tests import pretended_gpu
 from tests.pretended_gpu import Gpu, found_in
 
@@ -199,6 +200,17 @@ def test_a_comparison_says_no_where_a_signature_differs() -> None:
     seen = weakref.ref(x)
     del x, others
     assert seen() is None
+
+
+def test_results_are_new_where_those_before_were_given(gpu: Gpu, looked_for: list[Any]) -> None:
+    given = zeros(), torch.zeros(2, 4, 64)
+    for _ in range(3):
+        assert run.forward(TORCH, three(), Options(), into=given)[0] is given[0]
+    looked_for.clear()
+    out, lse = run.forward(TORCH, three(), Options())
+    assert not looked_for
+    assert (out.shape, lse.shape) == (given[0].shape, given[1].shape)
+    assert out is not given[0]
 
 
 def test_calls_that_take_turns_are_not_compared(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
