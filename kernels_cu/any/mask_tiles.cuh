@@ -1,6 +1,6 @@
 // The block mask (blocks.cuh) of a mask of booleans, or of a mask_mod (mods.cuh): what each of its tiles of 64 queries by 64 keys
-// is, and the bits of those that are seen in part. Queries and keys behind the last one see, and are seen, as that one. It comes
-// before key_lists.cuh.
+// is, and the bits of those that are seen in part. Queries and keys behind the last one see, and are seen, as that one; but a
+// mask_mod is asked for such queries, too. It comes before key_lists.cuh.
 //
 // A block takes one tile that the mask has: of each sequence, head, 64 queries and 64 keys along which it has elements of its own.
 // Where it is broadcast along queries or keys, all tiles along them are that one. A tile's bits have the number of its block, so
