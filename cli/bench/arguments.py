@@ -110,6 +110,8 @@ def _cells(options: dict[str, Any]) -> list[Cell]:
         raise click.BadParameter("there is nothing to learn without --bias", param_hint="--learned")
     if options["padded"] and (options["packed"] or any(options["block_masks"])):
         raise click.BadParameter("neither with --packed nor with --block-mask", param_hint="--padded")
+    if options["padded"] and options["mod"] and MODS[options["mod"]].length:  # whose pairs are not counted
+        raise click.BadParameter("not with documents", param_hint="--padded")
     common = {name: options[name] for name in ("dtype", "head_dim_v", "window", "softcap", "alibi", "sink", *FEATURES)}
     return [
         Cell(head_dim=d, causal=causal, heads=heads[d], heads_k=heads_k[d], block_mask=word, **common, **fields)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..operand import MASK_TILE, TILE_WORDS
+from . import mod_tiles
 from .numbers import Extents, Workspace
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
@@ -68,8 +69,10 @@ class MaskTiles(Ahead):
         """That of a spec with a mask."""
         assert spec.mask_tiles is not None
         *_, by_query, by_key = spec.mask_tiles if spec.mask_mod else (False, False)
-        found = cls(spec.dtype, spec.head_dim, MaskTile(), head_dim_v=spec.head_dim_v)
-        return replace(found, backward=spec.backward, mods=spec.mask_mod, by_query=by_query, by_key=by_key)
+        return cls(
+            spec.dtype, spec.head_dim, MaskTile(), spec.backward, spec.mask_mod, by_query, by_key,
+            head_dim_v=spec.head_dim_v,
+        )  # fmt: skip
 
 
 class BackwardMaskTiles(MaskTiles):
@@ -126,11 +129,9 @@ def lists_before(spec: Spec, *tiles: tuple[int, int], ranks: bool = False) -> tu
 
 
 def own_tiles(spec: Spec, extents: Extents) -> tuple[int, ...]:
-    """How many tiles a mask has that it does not share: along sequences, heads of q, queries and keys."""
+    """`mod_tiles.own_tiles` of a call with a mask."""
     assert spec.mask_tiles is not None
-    rows = (-(-n // MASK_TILE) for n in (extents.seqlen_q, extents.seqlen_k))
-    counts = extents.batch, extents.heads_q, *rows
-    return tuple(n if own else 1 for n, own in zip(counts, spec.mask_tiles, strict=True))
+    return mod_tiles.own_tiles(spec.mask_tiles, extents.batch, extents.heads_q, extents.seqlen_q, extents.seqlen_k)
 
 
 def block_mask_of(spec: Spec, extents: Extents) -> Workspace:

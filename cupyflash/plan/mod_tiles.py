@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..mods.description import read
@@ -34,6 +35,13 @@ def apart(mods: str) -> Apart | None:
     return Apart(score.text if score.score else "", mask.text, tuple(mask.uses(place) for place in PLACES))
 
 
+def own_tiles(own: Sequence[bool], batch: int, heads_q: int, seqlen_q: int, seqlen_k: int) -> tuple[int, ...]:
+    """How many tiles a mask has that it does not share: along sequences, heads of q, queries and keys; `own`: along
+    which of them it has elements of its own."""
+    counts = batch, heads_q, -(-seqlen_q // MASK_TILE), -(-seqlen_k // MASK_TILE)
+    return tuple(n if has_own else 1 for n, has_own in zip(counts, own, strict=True))
+
+
 def fit(mods: str, lengths: tuple[int, ...], widths: tuple[int, int]) -> bool:
     """Whether the bits of a mask_mod's tiles take no more memory than q, k, v and out, or not much: beyond, memory
     would grow with the square of lengths.
@@ -42,11 +50,10 @@ def fit(mods: str, lengths: tuple[int, ...], widths: tuple[int, int]) -> bool:
         lengths: batch, seqlen_q, seqlen_k, heads_q, heads_k.
         widths: head_dim of q and k, and of v.
     """
-    found = apart(mods) if mods else None
+    found = apart(mods)
     if found is None or (found.score and max(widths) > _WIDEST):
         return False
     batch, seqlen_q, seqlen_k, heads_q, heads_k = lengths
-    counts = batch, heads_q, -(-seqlen_q // MASK_TILE), -(-seqlen_k // MASK_TILE)
-    bits = 4 * TILE_WORDS * math.prod(n for n, has_own in zip(counts, found.own, strict=True) if has_own)
+    bits = 4 * TILE_WORDS * math.prod(own_tiles(found.own, batch, heads_q, seqlen_q, seqlen_k))
     rows = batch * (seqlen_q * heads_q + seqlen_k * heads_k)
     return bits <= max(2 * rows * sum(widths), _FEW)

@@ -467,7 +467,8 @@ def test_what_features_cannot_be_is_said() -> None:
     for words, said in ((("--bias", "xy"), "made of the letters"), (("--learned",), "nothing to learn"),
                         (("--dropout", "1"), "0<=x<1"), (("--block-mask", "2"), "neither a density"),
                         (("--padded", "left", "--block-mask", "1"), "neither with --packed nor"),
-                        (("--padded", "right", "--packed", "equal"), "neither with --packed nor")):  # fmt: skip
+                        (("--padded", "right", "--packed", "equal"), "neither with --packed nor"),
+                        (("--padded", "left", "--mod", "documents"), "not with documents")):  # fmt: skip
         result = CliRunner().invoke(cli.main, ["bench", *TINY, *words])
         assert result.exit_code == 2
         assert said in " ".join(result.output.split())
