@@ -18,7 +18,7 @@ from cupyflash.compile import cache, jit, layer, nvrtc, upkeep
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu.device import ARCHS, Device
 from cupyflash.plan.decode import variants_over_cache
-from cupyflash.plan.families import GPU_DTYPES, variants_of_calls
+from cupyflash.plan.families import GPU_DTYPES, dtypes_on, variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache, usual
 from cupyflash.plan.spec import CHUNKS, LEARNED, PAIRS
@@ -70,7 +70,7 @@ def variants_of(
     """
     windows, determinism, default_head_dims = PRESETS[preset]
     common = PRESETS["common"][0]
-    dtypes = dtypes or GPU_DTYPES
+    dtypes = dtypes_on(device, dtypes or GPU_DTYPES)
     found: dict[Variant, None] = {}
     problems = list(_problems(dtypes, head_dims or default_head_dims, windows, determinism))
     if softcap:

@@ -26,7 +26,7 @@ _CACHE_DTYPES = ("int8", "float8_e4m3fn")
 
 def warmup(
     *,
-    dtypes: str | Iterable[str] = ("bf16", "fp16"),
+    dtypes: str | Iterable[str] | None = None,
     head_dims: int | Iterable[int] = (64, 128),
     causal: bool | Iterable[bool] = (False, True),
     window: bool = False,
@@ -50,7 +50,7 @@ def warmup(
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
 
     Args:
-        dtypes: ``"bf16"``, ``"fp16"``, or both.
+        dtypes: ``"bf16"``, ``"fp16"``, or both; by default all that the device has.
         head_dims: sizes to prepare, one or several.
         causal: prepare calls with causal=False, True, or both.
         window: also prepare calls with a window.
@@ -83,7 +83,7 @@ def warmup(
         >>> warmup(head_dims=[128], dtypes=["bf16"], causal=[True])    # doctest: +SKIP
         ['fwd_sm80_bf16_d128_...', ...]
     """
-    names = options.several("dtypes", dtypes, lambda name, x: options.choice(name, x, GPU_DTYPES))
+    asked = () if dtypes is None else options.several("dtypes", dtypes, _dtype)
     sizes = options.several("head_dims", head_dims, options.whole)
     for size in sizes:
         check_head_dim("head_dims", size)
@@ -106,6 +106,7 @@ def warmup(
     ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
+        names = dev.dtypes if dtypes is None else asked
         if over_cache:
             found: list[Iterable[Variant]] = [
                 variants_over_cache(x, dev, aligned=True, tma=True) for x in usual(names, sizes, stored)
@@ -116,6 +117,10 @@ def warmup(
         variants = dict.fromkeys(itertools.chain.from_iterable(found))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
     return ready
+
+
+def _dtype(name: str, x: Any) -> str:
+    return options.choice(name, x, GPU_DTYPES)
 
 
 def _with_mods(

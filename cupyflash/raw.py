@@ -60,7 +60,7 @@ def raw_kernel(
 ) -> RawKernel:
     """The kernel that computes `attention` of contiguous arrays of these shapes, and all that its launch needs.
 
-    It is of the sm80 family, which runs on every GPU from Ampere on; calls of `attention` on Hopper take another.
+    It is of the sm80 family, which runs on every GPU from Turing on; calls of `attention` on Hopper take another.
 
     Args:
         q_shape, k_shape: of q and out, and of k and v; lse is ``(batch, heads_q, seqlen_q)`` in fp32.

@@ -25,7 +25,8 @@ IMPLEMENTATIONS = ("eager", "sdpa", "cupyflash")
 
 
 def start(device: str) -> tuple[torch.device, torch.dtype]:
-    """The device, ready, and the dtype for it: bf16 on a GPU, fp32 on the CPU, where cupyflash computes too."""
+    """The device, ready, and the dtype for it: bf16 on a GPU (fp16 before Ampere), fp32 on the CPU, where cupyflash
+    computes too."""
     import cupyflash.transformers
 
     if torch.device(device).type == "cpu":
@@ -33,7 +34,10 @@ def start(device: str) -> tuple[torch.device, torch.dtype]:
     cupyflash.transformers.register()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    return torch.device(device), torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    if torch.device(device).type == "cpu":
+        return torch.device(device), torch.float32
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.device(device), torch.bfloat16 if has_bf16 else torch.float16
 
 
 def in_turns(model: Any, call: Callable[[], Any], device: torch.device, rounds: int) -> dict[str, float]:

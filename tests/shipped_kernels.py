@@ -10,7 +10,7 @@ from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
 
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_75")
 PINNED = ("sm_80", "sm_90")  # a family each
 
 

@@ -57,7 +57,7 @@ from .work import PEERS, Bench
 @list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128", example="64,128",
              help="Sizes of a head.")  # fmt: skip
 @click.option("--head-dim-v", type=click.IntRange(0, MAX_HEAD_DIM), default=0, help="Of v.  [default: as --head-dim]")
-@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default=None, help="[default: bf16; fp16 on Turing]")
 @click.option("--causal/--no-causal", default=None, help="One mask alone.  [default: both]")
 @list_option("--seqlens", item=int, example="1024,4096", help="Lengths.  [default: 1024 to 16384; CPU: 128 to 512]")
 @click.option("--tokens", type=click.IntRange(1), default=None, help="batch * seqlen.  [default: 16384; CPU: 1024]")
@@ -103,6 +103,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     check_writable("--csv", options["csv"])
     check_writable("--plot", options["plot"])
     console = human(options["as_json"])
+    options["dtype"] = options["dtype"] or device.usual_dtype(on_gpu=options["backend"] == "cuda")
     if options["saved"]:
         given = ctx.get_parameter_source("directions") is ParameterSource.COMMANDLINE
         document, rows = bench_saved.load(options["saved"], options["directions"] if given else None)
@@ -147,8 +148,7 @@ def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, An
         document |= measure_host(bench, cells, options)
     if options["startup"]:
         arch = device.Device.of(0).arch if options["backend"] == "cuda" else "sm_90"
-        dtype = options["dtype"] if options["dtype"] in ("bf16", "fp16") else "bf16"  # one that has kernels
-        document["startup"] = bench_startup.measure(dtype, options["head_dim"][-1], arch)
+        document["startup"] = bench_startup.measure(options["dtype"], options["head_dim"][-1], arch)
     return document, rows
 
 

@@ -31,7 +31,7 @@ def measure(dtype: str, head_dim: int, arch: str) -> dict[str, Any]:
 
 
 def child(dtype: str, head_dim: int, arch: str) -> dict[str, Any]:
-    """Import, find GPU and compiler, then each kernel that a call takes, by itself."""
+    """Import, find GPU and compiler, then each kernel that a call takes, by itself; of fp16 or bf16."""
     start = time.perf_counter()
     from cupyflash.compile import jit, nvrtc
     from cupyflash.gpu import device
@@ -49,6 +49,7 @@ def child(dtype: str, head_dim: int, arch: str) -> dict[str, Any]:
         target = device.Device.synthetic(arch)
     ready = time.perf_counter()
     nvrtc.usable()
+    dtype = dtype if dtype in target.dtypes else target.dtypes[0]
     problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim**-0.5, (None, 0))
     kernels = []
     for variant in variants_of_calls(problem, target):

@@ -150,7 +150,7 @@ def gpus() -> Iterator[Finding]:
         )
         old = gpu.capability < device.MIN_CAPABILITY
         yield Finding(
-            "GPU", WARN if old else OK, text, "the kernels need 8.0 or newer; use the CPU path" if old else ""
+            "GPU", WARN if old else OK, text, "the kernels need 7.5 or newer; use the CPU path" if old else ""
         )
 
 

@@ -51,7 +51,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
 @click.command(
     epilog=exit_codes("0 explained, 4 not supported (nor is the call) or no usable NVRTC, 5 a kernel did not compile")
 )
-@click.option("--dtype", type=click.Choice(DTYPES), default="bf16", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default=None, help="[default: bf16; fp16 on Turing]")
 @click.option("--head-dim", type=int, default=128, show_default=True)
 @click.option("--head-dim-v", type=int, default=0, help="Of v.  [default: as --head-dim]")
 @click.option("--batch", type=click.IntRange(0), default=1, show_default=True)
@@ -93,13 +93,11 @@ def command(**options: Any) -> None:
     """
     quiet()
     check_options(click.get_current_context())
-    if options["with_cache"]:
-        return cached.explain(options, _device(options["arch"]))
-    for name in ("seqlen_q", "seqlen_k", "heads_q", "heads_k"):
-        if options[name] is None:
-            options[name] = options[name.partition("_")[0]]
-    settle(options)
     gpu = _device(options["arch"])
+    options["dtype"] = options["dtype"] or gpu.dtypes[0]
+    if options["with_cache"]:
+        return cached.explain(options, gpu)
+    settle(options)
     q, k, v, _ = (shape[1:] if options["packed"] else shape for shape in shapes_of(options))
     check_learned(options)
     problem = problem_of(options, (q, k, v))

@@ -43,7 +43,11 @@ def packed_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def settle(options: dict[str, Any]) -> None:
-    """Lengths of all sequences, which decide batch and totals, or follow from them; None where nothing is packed."""
+    """Lengths and heads of q and k; and lengths of all sequences, which decide batch and totals, or follow from them
+    (None where nothing is packed)."""
+    for name in ("seqlen_q", "seqlen_k", "heads_q", "heads_k"):
+        if options[name] is None:
+            options[name] = options[name.partition("_")[0]]
     q, k = options["lengths"], options["lengths_k"]
     if q is None and k is not None:
         raise click.UsageError("--lengths-k needs --lengths")

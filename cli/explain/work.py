@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cupyflash.arrays.adapters import Signature
 from cupyflash.bias import Bias
-from cupyflash.gpu.device import KIB, Device
+from cupyflash.gpu.device import Device, reserved_smem
 from cupyflash.plan.extents import Workspace
 from cupyflash.plan.families import Plan
 from cupyflash.plan.kernels import round_up
@@ -18,10 +18,10 @@ from cupyflash.problem import ITEMSIZE, Problem
 
 REGISTERS_PER_SM = 65536
 REGISTER_UNIT = 8  # a warp's registers come in multiples of 256
-SMEM_UNIT, SMEM_RESERVED = 128, KIB  # bytes; the latter the system keeps for itself, for each block
+SMEM_UNIT = 128  # bytes
 # Resident threads of an SM; 1536 elsewhere (CUDA C++ Programming Guide, table "Technical Specifications per Compute
-# Capability"). The limit of 16 or more blocks never matters: ours have at least 128 threads.
-MANY_THREADS = {(8, 0): 2048, (9, 0): 2048, (10, 0): 2048, (10, 3): 2048}
+# Capability"). The limit of 16 or more blocks never matters: what forms scores has many threads, or much shared memory.
+MANY_THREADS = {(7, 5): 1024, (8, 0): 2048, (9, 0): 2048, (10, 0): 2048, (10, 3): 2048}
 
 
 class Gpu(NamedTuple):
@@ -33,6 +33,7 @@ class Gpu(NamedTuple):
 
 
 GPUS = {  # by the name that the driver gives
+    "Tesla T4": Gpu((7, 5), 65, 320),
     "NVIDIA A100-PCIE-40GB": Gpu((8, 0), 312, 1555),
     "NVIDIA A100-SXM4-40GB": Gpu((8, 0), 312, 1555),
     "NVIDIA A100 80GB PCIe": Gpu((8, 0), 312, 1935),
@@ -172,7 +173,7 @@ def least_times(work: Sequence[Work], device: Device) -> tuple[list[dict[str, An
 
 def resident_blocks(variant: Variant, device: Device, registers: int) -> dict[str, int]:
     """How many blocks fit an SM by each resource; `registers` a thread, at launch."""
-    smem = round_up(variant.smem_bytes + SMEM_RESERVED, SMEM_UNIT)
+    smem = round_up(max(1, variant.smem_bytes + reserved_smem(device.capability)), SMEM_UNIT)
     return {
         "registers": REGISTERS_PER_SM // (variant.threads * round_up(registers, REGISTER_UNIT)),
         "shared memory": device.smem_per_sm_bytes // smem,

@@ -16,7 +16,7 @@ from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
 
-SUPPORTED = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+SUPPORTED = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 SMOKE_ARCH = "sm_90"
 
 

@@ -89,7 +89,7 @@ def verify(
     report = Report(shared, gpu=device.Device.of(0).name if on_gpu else None)
     watchdog.tell(header=report.header())
     console.print(f"cupyflash {__version__}, {arrays.name} arrays, {report.gpu or 'CPU path'}, level {level}")
-    dtypes = dtype or (GPU_DTYPES if on_gpu else DTYPES)
+    dtypes = dtype or (device.Device.of(0).dtypes if on_gpu else DTYPES)
     if on_gpu and set(dtypes) <= set(GPU_DTYPES):
         os.environ["CUPYFLASH_BACKEND"] = "cuda"  # NumPy arrays, too, however small
     wanted = choose_cases(level, dtypes, head_dim, name)
@@ -185,7 +185,8 @@ def run_checks(report: Report, names: list[str], arrays: Framework, console: Con
     if report.broken or not names:
         return
     console.print(CHECK_HEADER, style="bold")
-    context = Context(arrays, "bf16", int(report.options["seed"]))
+    dtype = device.usual_dtype(on_gpu=report.gpu is not None)
+    context = Context(arrays, dtype, int(report.options["seed"]))
     for name in names:
         watchdog.tell(f"check {name}", reproduce=report.command(name))
         result = run_check(name, context)

@@ -76,8 +76,11 @@ class Nvrtc:
         self._call("nvrtcGetSupportedArchs", numbers)
         return tuple(f"sm_{number}" for number in numbers)
 
-    def compile(self, source: str, name: str, headers: Mapping[str, str], options: Sequence[str]) -> tuple[bytes, str]:
-        """Compile `source` (called `name` in messages) with in-memory `headers`; return the cubin and the log.
+    def compile(
+        self, source: str, name: str, headers: Mapping[str, str], options: Sequence[str], made: str = "CUBIN"
+    ) -> tuple[bytes, str]:
+        """Compile `source` (called `name` in messages) with in-memory `headers`; return the cubin and the log. Or the
+        PTX, if that is what should be `made`.
 
         NVRTC's own cache (since 12.9) is not asked: it answers without a log, so without registers and spills.
 
@@ -97,7 +100,7 @@ class Nvrtc:
             log = self._fetch(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if status:
                 raise NvrtcError(log)
-            return self._fetch(program, "CUBIN"), log
+            return self._fetch(program, made), log
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
 

@@ -17,6 +17,7 @@ KIB = 1024
 # Architectures that wheels and CI compile for: largest dynamic shared memory a block may ask for (CUDA C++ Programming
 # Guide, table "Technical Specifications per Compute Capability"), and SM count and L2 of a typical card.
 _SYNTHETIC: dict[str, tuple[int, int, int]] = {
+    "sm_75": (64 * KIB, 40, 4 << 20),
     "sm_80": (163 * KIB, 108, 40 << 20),
     "sm_86": (99 * KIB, 82, 6 << 20),
     "sm_87": (163 * KIB, 16, 4 << 20),
@@ -29,8 +30,14 @@ _SYNTHETIC: dict[str, tuple[int, int, int]] = {
     "sm_121": (99 * KIB, 48, 24 << 20),
 }
 ARCHS = tuple(_SYNTHETIC)
-MIN_CAPABILITY = (8, 0)
-_SMALL_BYTES = 160 * KIB
+MIN_CAPABILITY = (7, 5)
+BF16_CAPABILITY = (8, 0)
+_SMALL_BYTES, _TINY_BYTES = 160 * KIB, 80 * KIB
+
+
+def reserved_smem(capability: tuple[int, int]) -> int:
+    """Bytes of an SM's shared memory that the system keeps for each block."""
+    return KIB if capability >= (8, 0) else 0
 
 
 @dataclass(frozen=True)
@@ -55,19 +62,29 @@ class Device:
         """Whether a multiprocessor's shared memory leaves no room for many stages, nor for two large blocks."""
         return self.smem_per_sm_bytes < _SMALL_BYTES
 
+    @property
+    def is_tiny(self) -> bool:
+        """Whether it leaves hardly room for one (Turing's 64 KiB)."""
+        return self.smem_per_sm_bytes < _TINY_BYTES
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those of its kernels."""
+        return ("bf16", "fp16") if self.capability >= BF16_CAPABILITY else ("fp16",)
+
     @classmethod
     def synthetic(cls, arch: str) -> Device:
         """A stand-in for a GPU of architecture `arch` (one of `ARCHS`), to plan and compile without one."""
         smem_bytes, sm_count, l2_bytes = _SYNTHETIC[arch]
         digits = arch.removeprefix("sm_")
-        # A block may use all of an SM's shared memory but the 1 KiB that the system keeps per block.
+        capability = int(digits[:-1]), int(digits[-1])
         return cls(
             name=arch,
             ordinal=-1,
-            capability=(int(digits[:-1]), int(digits[-1])),
+            capability=capability,
             sm_count=sm_count,
             smem_bytes=smem_bytes,
-            smem_per_sm_bytes=smem_bytes + KIB,
+            smem_per_sm_bytes=smem_bytes + reserved_smem(capability),
             l2_bytes=l2_bytes,
         )
 
@@ -149,6 +166,11 @@ def _ask() -> tuple[tuple[int, str], bool]:
 def count() -> int:
     """Number of usable GPUs; 0 without driver or CuPy."""
     return _probe()[0]
+
+
+def usual_dtype(*, on_gpu: bool) -> str:
+    """What is taken where nobody names a dtype: bf16, or what the first GPU has in its place."""
+    return Device.of(0).dtypes[0] if on_gpu and count() else "bf16"
 
 
 def current() -> Callable[[], int]:

@@ -146,7 +146,7 @@ def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool]) -> 
         return False
     if asked == "cuda":
         check_supported(problem, Device.of(0))
-    return True
+    return problem.dtype in Device.of(0).dtypes
 
 
 def _through_gpu(which: Pass, arrays: Mapping[str, np.ndarray], options: Options, wanted: tuple[str, ...]) -> Found:

@@ -10,12 +10,12 @@ from typing import Any
 
 from ..cache.problem import CacheProblem
 from ..errors import UnsupportedError
-from ..gpu.device import MIN_CAPABILITY, Device
+from ..gpu.device import Device
 from .decode_elements import HALVES
 from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile, Dequantize, DequantizeTile
 from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import STORED
-from .families import GPU_DTYPES, kernels_of
+from .families import check_device, check_dtype, kernels_of
 from .prefill import Lie, dequantized, spec_of, way_of
 from .spec import LEAST_UNIT, flags_of_added
 from .variant import Variant
@@ -76,16 +76,8 @@ def why_not_tma(p: CacheProblem, aligned: bool) -> str | None:
 
 
 def _check(p: CacheProblem, device: Device) -> None:
-    if device.capability < MIN_CAPABILITY:
-        raise UnsupportedError(
-            f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]}; the GPU kernels need "
-            "8.0 (Ampere) or newer. Set CUPYFLASH_BACKEND=cpu and pass NumPy arrays to run on the CPU"
-        )
-    if p.dtype not in GPU_DTYPES:
-        raise UnsupportedError(
-            f"q: {p.dtype} has no GPU kernel yet, expected fp16 or bf16; cast q and the caches, "
-            "or pass arrays that live on the CPU"
-        )
+    check_device(device)
+    check_dtype(p.dtype, device, "q and the caches")
     if p.group > MAX_GROUP:
         raise UnsupportedError(f"q: expected at most {MAX_GROUP} heads for each head of k_cache, got {p.group}")
 
@@ -119,6 +111,8 @@ def _cluster(p: CacheProblem, block_m: int, device: Device) -> int:
 
 def _wide(p: CacheProblem, device: Device) -> bool:
     """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts."""
+    if device.is_tiny:
+        return False
     if p.by_element and p.head_dim > 192:  # wide rows of O leave no registers for that
         return False
     return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count

@@ -56,6 +56,8 @@ class Elements:
         if wide:
             return DecodeTile(team.warps, 4, 1, 2, 1, 0, box)
         warps = 4 if team.warps <= 4 and (small or (chunks > 2 and team.warps == 1)) else 8
+        if device.is_tiny and chunks > 3:
+            warps = max(2, team.warps)
         columns = 64 if (chunks, team.warps) == (2, 2) else 32
         return DecodeTile(team.warps, warps, 1, 1, 1, cluster, box, columns=columns)
 

@@ -50,18 +50,41 @@ class Plan:
         return self.block_mask if name == "block_mask" else int(getattr(self.numbers, name))
 
 
-def check_supported(call: Problem | Spec, device: Device) -> None:
-    """Refuse what no kernel of this device can do."""
+def check_device(device: Device) -> None:
+    """Refuse a GPU that no kernel runs on."""
     if device.capability < MIN_CAPABILITY:
         raise UnsupportedError(
             f"{device.name} has compute capability {device.capability[0]}.{device.capability[1]}; the GPU kernels need "
-            "8.0 (Ampere) or newer. Set CUPYFLASH_BACKEND=cpu and pass NumPy arrays to run on the CPU"
+            "7.5 (Turing) or newer. Set CUPYFLASH_BACKEND=cpu and pass NumPy arrays to run on the CPU"
         )
-    if call.dtype not in GPU_DTYPES:
+
+
+def check_dtype(dtype: str, device: Device, arrays: str) -> None:
+    """Refuse a dtype of q that no kernel of this device has; `arrays`: what to cast."""
+    if dtype not in GPU_DTYPES:
         raise UnsupportedError(
-            f"q: {call.dtype} has no GPU kernel yet, expected fp16 or bf16; cast q, k and v, "
+            f"q: {dtype} has no GPU kernel yet, expected {' or '.join(reversed(device.dtypes))}; cast {arrays}, "
             "or pass arrays that live on the CPU"
         )
+    if dtype not in device.dtypes:
+        raise UnsupportedError(
+            f"q: expected fp16 on {device.name}, got {dtype}, for which tensor cores need compute capability 8.0 "
+            f"(Ampere) and this GPU has {device.capability[0]}.{device.capability[1]}; cast {arrays} to fp16"
+        )
+
+
+def dtypes_on(device: Device, asked: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `asked` that the device has kernels for; an error if it has none for any."""
+    found = tuple(dtype for dtype in asked if dtype in device.dtypes)
+    if not found:
+        check_dtype(asked[0], device, "q, k and v")
+    return found
+
+
+def check_supported(call: Problem | Spec, device: Device) -> None:
+    """Refuse what no kernel of this device can do."""
+    check_device(device)
+    check_dtype(call.dtype, device, "q, k and v")
 
 
 def _check_order(spec: Spec) -> None:

@@ -92,7 +92,7 @@ class BiasGradient(Main):
             return ()
         columns, most = 32 if spec.crowded else 64, 3 if spec.widest <= 128 else 1
         tiles = [BiasTile(64, columns, 4, stats_rows, blocks) for blocks in range(most, 0, -1)]
-        tiles.append(BiasTile(32, 32, 2, stats_rows, 1))
+        tiles += [BiasTile(16 * warps, 32, warps, stats_rows, 1) for warps in (2, 1)]
         return (cls.of(spec, next(tile for tile in tiles if tile.fits(spec, smem_bytes))),)
 
 
@@ -150,7 +150,8 @@ def _of_mods(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...
     if not spec.dmods:
         return ()
     columns, blocks = 32 if spec.crowded else 64, 2 if spec.widest <= 128 else 1
-    tiles = ModsTile(64, columns, 4, stats_rows, blocks), ModsTile(32, 32, 2, stats_rows, 1)
+    few = [ModsTile(16 * warps, 32, warps, stats_rows, 1) for warps in (2, 1)]
+    tiles = ModsTile(64, columns, 4, stats_rows, blocks), *few
     tile = next(tile for tile in tiles if tile.smem_bytes(spec.head_dim, spec.head_dim_v) <= smem_bytes)
     clears, stores = (
         ModsSums(spec.dtype, spec.head_dim, SumsTile(), spec.mods, spec.dmods, stores) for stores in (False, True)

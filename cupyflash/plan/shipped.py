@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
 
+from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from ..problem import Bias, Problem
 from .families import kernels_of, variants_of_calls
 from .spec import CHUNKS, LEARNED, Spec
 from .variant import Variant
+
+AnyProblem = TypeVar("AnyProblem", Problem, CacheProblem)
 
 
 def shipped_problems() -> Iterator[tuple[Problem, bool]]:
@@ -47,17 +52,28 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
         yield problem("bf16", head_dim, window=(None, 0), block_mask=4), True
 
 
+def in_its_dtype(device: Device, problem: AnyProblem) -> AnyProblem:
+    """The same in a dtype that the device has; a bias of q's dtype follows."""
+    if problem.dtype in device.dtypes:
+        return problem
+    dtype, bias = device.dtypes[0], problem.bias
+    if bias and bias.dtype == problem.dtype:
+        bias = bias._replace(dtype=dtype)
+    return replace(problem, dtype=dtype, bias=bias)
+
+
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
     """The finite list of variants that tests and precompiled layers cover on one architecture; at most 190."""
     variants: dict[Variant, None] = {}
-    for problem, aligned in shipped_problems():
+    for each, aligned in shipped_problems():
+        problem = in_its_dtype(device, each)
         known = {"aligned": aligned, "paired_bias": CHUNKS if problem.bias else 0}
         variants.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
         if problem.alibi or problem.sink or problem.bias:  # that are learned
             known |= dict.fromkeys(LEARNED, True)
             variants.update(dict.fromkeys(variants_of_calls(problem, device, **known)))
-        is_usual = (problem.dtype, problem.head_dim, problem.causal, problem.packed) == ("bf16", 64, True, False)
+        is_usual = (each.dtype, each.head_dim, each.causal, each.packed) == ("bf16", 64, True, False)
         if is_usual:  # where TMA cannot read on Hopper
             spec = Spec.of(problem, tma=False, paired_bias=known["paired_bias"])
             variants.update(dict.fromkeys(kernels_of(spec, device).variants))

@@ -10,6 +10,7 @@ from ..bias import Bias
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from .decode import variants_over_cache
+from .shipped import in_its_dtype
 from .variant import Variant
 
 _TMA, _ASYNC, _UNALIGNED = ({"aligned": a, "tma": t} for a, t in ((True, True), (True, False), (False, False)))
@@ -84,5 +85,5 @@ def shipped_over_cache(device: Device) -> tuple[Variant, ...]:
     """The finite list of variants that tests and precompiled layers cover on one architecture."""
     variants: dict[Variant, None] = {}
     for call, known in shipped_calls():
-        variants.update(dict.fromkeys(variants_over_cache(call, device, **known)))
+        variants.update(dict.fromkeys(variants_over_cache(in_its_dtype(device, call), device, **known)))
     return tuple(variants)

@@ -1,10 +1,12 @@
-"""The sm80 family: mma.sync, cp.async and ldmatrix, on every GPU from compute capability 8.0 on."""
+"""The sm80 family: mma.sync, cp.async and ldmatrix, on every GPU from compute capability 8.0 on; and on Turing (7.5),
+which has no bf16, and copies by loads and stores in place of cp.async (hw/ptx.cuh)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
+from . import turing
 from .family import Family
 from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, round_up
 from .learned import learned
@@ -12,7 +14,7 @@ from .lists import lists_before
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
 from .splits import forward_kernels
-from .tiles_sm80 import BackwardTile, ForwardTile, WideTile
+from .tiles_sm80 import BackwardTile, ForwardTile, WideTile, fits
 from .variant import Variant
 
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200, 2026-11-20
@@ -135,10 +137,6 @@ class BackwardWide(Backward):
     header, function = "bwd_wide_sm80", "bwd_wide"
 
 
-def _fits(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
-    return tile.smem_bytes(spec.head_dim, spec.head_dim_v) <= device.smem_bytes
-
-
 def _divides_dq(tile: BackwardTile, head_dim: int, dq_warps_m: int = 0) -> bool:
     """Whether each warp's share of dQ has whole tiles of 8 columns; with so many warps along its rows, or with most."""
     columns = round_up(head_dim, 16 * tile.split_d)
@@ -151,9 +149,6 @@ class Sm80(Family):
     name = "sm80"
 
     def why_not(self, spec: Spec, device: Device) -> str | None:
-        capability = f"{device.capability[0]}.{device.capability[1]}"
-        if device.capability < (8, 0):
-            return f"it needs compute capability 8.0, {device.name} has {capability}"
         return "it reads pages where rows start at multiples of 16 bytes" if spec.paged and spec.unaligned else None
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
@@ -162,12 +157,14 @@ class Sm80(Family):
         any of these, nor for a softcap; 256 rows a block leave none for packed sequences, nor for a range of keys where
         scores are scaled first or capped. Tiles of a block mask have no whole blocks of 48."""
         d = spec.widest
+        if device.is_tiny:
+            return turing.forward_tile(spec, device)
         table = _FORWARD_BIAS if spec.bias else _FORWARD_SMALL if device.is_small else _FORWARD
         is_listed = spec.block_mask and (spec.crowded or (spec.packed and d > 64))
         if d <= 128 and (spec.dropout or is_listed):
             return _FORWARD_DROPOUT
         is_full = d > 64 and (spec.unaligned or spec.block_mask)
-        fitting = (t for limit, t in table if d <= limit and _fits(t, spec, device))
+        fitting = (t for limit, t in table if d <= limit and fits(t, spec, device))
         may_share = not (is_full or spec.dropout or spec.softcap or spec.head_dim_v)
         may_be_tall = not (is_full or spec.packed or (spec.kv_range and (spec.softcap or spec.scale_first)))
         tile = next(t for t in fitting if (t.split_d == 1 or may_share) and (t.block_m <= 128 or may_be_tall))
@@ -201,7 +198,9 @@ class Sm80(Family):
             table = _BACKWARD_NARROW
         if spec.crowded:
             table = _BACKWARD_CROWDED
-        tile = next(t for limit, t in table if d <= limit and _fits(t, spec, device) and _divides_dq(t, spec.head_dim))
+        if device.is_tiny:
+            table = turing.backward_tiles(spec)
+        tile = next(t for limit, t in table if d <= limit and fits(t, spec, device) and _divides_dq(t, spec.head_dim))
         if spec.packed and spec.block_mask and d > 192 and tile.dq_warps_m == 1:
             tile = replace(tile, dq_warps_m=2)  # else it spills
         if not _divides_dq(tile, spec.head_dim, tile.dq_warps_m):

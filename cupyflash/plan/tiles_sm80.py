@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..gpu.device import Device
 from .kernels import round_up, row_bytes
+from .spec import Spec
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class ForwardTile:
 class BackwardTile:
     """A block keeps `block_n` keys and visits query tiles of `block_m`.
 
-    `split_d` warps share the same keys (needed for head_dim > 128); `dq_warps_m` of the warps lie along the rows of dQ,
-    whose depth steps are unrolled `dq_unroll` at a time (0: all), to save registers.
+    `split_d` warps share the same keys (needed for head_dim > 128); `dq_warps_m` of the warps lie along the rows of dQ.
+    To save registers, its depth steps are unrolled `dq_unroll` at a time (0: all), and a warp forms its columns in
+    `dq_parts` steps.
     """
 
     block_m: int
@@ -51,10 +54,12 @@ class BackwardTile:
     split_d: int = 1
     dq_warps_m: int = 2
     dq_unroll: int = 0
+    dq_parts: int = 1
 
     @property
     def name(self) -> str:
-        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}"
+        steps = f"p{self.dq_parts}" if self.dq_parts > 1 else ""
+        return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}{steps}"
 
     def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """K, V, the query stages with their row_stats, dS and, if exchanged, P."""
@@ -65,15 +70,14 @@ class BackwardTile:
 
 @dataclass(frozen=True)
 class WideTile(BackwardTile):
-    """Two groups of four warps, of P and of dS. Each warp forms the columns of its share of dQ in `dq_parts` steps. One
-    group hands the other P, or `weights` beside it."""
+    """Two groups of four warps, of P and of dS. One group hands the other P, or `weights` beside it."""
 
-    dq_parts: int = 1
     weights: bool = False
-
-    @property
-    def name(self) -> str:
-        return super().name + (f"p{self.dq_parts}" if self.dq_parts > 1 else "")
 
     def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         return super().smem_bytes(head_dim, head_dim_v) + self.weights * self.block_n * row_bytes(self.block_m)
+
+
+def fits(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
+    """Whether the shared memory has room for a block."""
+    return tile.smem_bytes(spec.head_dim, spec.head_dim_v) <= device.smem_bytes

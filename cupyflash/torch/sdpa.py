@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arrays.imported import constant_in_programs
+from ..gpu.device import BF16_CAPABILITY, MIN_CAPABILITY
 from ..options import make_options
 from ..problem import MAX_HEAD_DIM
 from . import autograd, seeds
@@ -34,9 +35,9 @@ def scaled_dot_product_attention(
         read where it lies, and learned if it requires grad.
 
     What cupyflash does not take goes to torch's own: head_dims that are no multiple of 8 or differ, fp32 and fp64 on a
-    GPU, GPUs older than Ampere, broadcast batches, a dropout_p of 1, a scale that is not finite, meta tensors, and
-    tensors in host memory, for which torch is faster (unless CUPYFLASH_BACKEND is "cpu"). A warning says why, once a
-    reason.
+    GPU, bf16 on GPUs older than Ampere, GPUs older than Turing, broadcast batches, a dropout_p of 1, a scale that is
+    not finite, meta tensors, and tensors in host memory, for which torch is faster (unless CUPYFLASH_BACKEND is "cpu").
+    A warning says why, once a reason.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
@@ -118,9 +119,13 @@ def _why_not_device(q: Tensor) -> str:
         if not _takes_host():
             return "tensors in host memory are faster there; CUPYFLASH_BACKEND=cpu takes them, too"
         return "" if q.dtype in _HOST else "expected a floating-point dtype"
-    if torch.cuda.get_device_capability(q.device) < (8, 0):
-        return "the GPU is older than Ampere"
-    return "" if q.dtype in _GPU or autocast else "expected fp16 or bf16 on a GPU"
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability < MIN_CAPABILITY:
+        return "the GPU is older than Turing"
+    dtype = torch.get_autocast_dtype(kind) if autocast else q.dtype
+    if dtype is torch.bfloat16 and capability < BF16_CAPABILITY:
+        return "expected fp16 on a GPU older than Ampere"
+    return "" if dtype in _GPU else "expected fp16 or bf16 on a GPU"
 
 
 def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

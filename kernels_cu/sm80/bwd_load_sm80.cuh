@@ -46,4 +46,33 @@ __device__ __forceinline__ void load_queries(const BwdParams &p, const Sequence<
                         q0 + r < sequence.seqlen_q);  // @statistics-of-the-visit-sm80
 }
 
+// The same in two steps, for where there are no asynchronous copies.
+template <class V, class Stage>
+struct HeldQueries {
+    using T = typename V::Element;
+    static constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
+    static constexpr int kPieces = Stage::TileQ::template kPieces<kThreads>;
+    static constexpr int kPiecesDO = Stage::TileDO::template kPieces<kThreads>;
+    ptx::U128 q[kPieces], dout[kPiecesDO];
+    float lse, delta;
+
+    __device__ void fetch(const BwdParams &p, const Sequence<V::kPacked> &sequence, int head, int q0, const Stage &s) {
+        s.sQ.template fetch<kThreads, V::kHeadDim>(q, static_cast<const T *>(p.q) + sequence.q_offset(p.q_stride, head),
+                                                   p.q_stride.row, q0, sequence.seqlen_q);
+        s.sdO.template fetch<kThreads, V::kHeadDimV>(
+            dout, static_cast<const T *>(p.dout) + sequence.q_offset(p.dout_stride, head), p.dout_stride.row, q0,
+            sequence.seqlen_q);  // @strides-of-do-held
+        const int r = fresh_thread();
+        const bool exists = r < M && q0 + r < sequence.seqlen_q;
+        const float *const stats = row_stats_at<M>(p, sequence, head, q0 + (exists ? r : 0));
+        lse = exists ? stats[0] : 0.f, delta = exists ? stats[1] : 0.f;
+    }
+    __device__ void put(const Stage &s) const {
+        s.sQ.template put<kThreads>(q);
+        s.sdO.template put<kThreads>(dout);
+        const int r = fresh_thread();
+        if (r < M) ptx::st_shared_v2_f32(s.stats + 8 * r, lse, delta);  // @statistics-held
+    }
+};
+
 #endif  // CUPYFLASH_BWD_LOAD_SM80_CUH

@@ -45,7 +45,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     using TileV = SmemTile<T, N, kDimV>;
     using TileP = SmemTile<T, N, M>;
     using Stage = QueryStage<T, M, D, kDimV>;
-    constexpr bool kFewSteps = V::kBias && (larger(D, kDimV) > 128);  // else it spills
+    constexpr bool kFewSteps = (V::kBias || V::kDqParts > 1) && larger(D, kDimV) > 128;  // else it spills
     using RowsK = typename Either<kFewSteps, FewSteps<TileK, kRows>, SmemA<TileK, kRows>>::Type;
     using RowsV = typename Either<kFewSteps, FewSteps<TileV, kRows>, SmemA<TileV, kRows>>::Type;
     constexpr int kKeysBytes = TileK::kBytes + TileV::kBytes;
@@ -65,8 +65,15 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     };
     const Score<V> score(problem);
     const QueryTiles<V> visits(p, mask, tile, group);  // in step i, one is used and the next may be requested
+    // Without asynchronous copies, what a thread has loaded of the query tile that comes next, if that is not too much.
+    using Held = HeldQueries<V, Stage>;
+    constexpr bool kHolds = !ptx::kHasAsyncCopies && !V::kUnaligned && Held::kPieces + Held::kPiecesDO <= 8;
+    typename Either<kHolds, Held, Nothing>::Type held;
     const auto request = [&](int i, const auto &visit) {
-        if (i < visits.count) load_queries<V>(p, sequence, visit.head, visit.m_block * M, stage(i));
+        if (i < visits.count) {
+            if constexpr (kHolds) held.fetch(p, sequence, visit.head, visit.m_block * M, stage(i));
+            else load_queries<V>(p, sequence, visit.head, visit.m_block * M, stage(i));
+        }
         ptx::cp_async_commit_group();
     };
 
@@ -97,7 +104,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         const auto kept = dropout.template kept<false, kRows, kQueries>(q0 + query0, k0 + key0);
         const Stage s = stage(i);
 
-        ptx::cp_async_wait_group<0>();  // @q-and-do-copied
+        if constexpr (kHolds) held.put(s);  // @queries-held
+        ptx::cp_async_wait_group<0>();      // @q-and-do-copied
         ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before @q-and-do-landed
         if constexpr (kStages == 2) request(i + 1, visits.after(now));
 
@@ -169,15 +177,21 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         }
         if constexpr (kStages == 1) request(i + 1, visits.after(now));
 
-        typename Dq::Acc dQ;
-        dQ.zero();
-        const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
-        gemm_nn<T>(dQ, dS_rows, sK, Dq::col0());  // dQ = dS K
+        constexpr int kPart = Dq::kCols / V::kDqParts;
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
         const int rank = visits.rank(now, mask_again(), tile.block);
-        turn.wait(rank);
-        Dq::for_each_group(dQ, Dq::accum(aside(p), sequence, now.head, now.m_block),
-                           [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); });  // @dq-added
+        #pragma unroll 1
+        for (int col = 0; col < Dq::kCols; col += kPart) {
+            AccTile<Dq::kRows, kPart> dQ;
+            dQ.zero();
+            const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
+            gemm_nn<T>(dQ, dS_rows, sK, Dq::col0() + col);  // dQ = dS K @columns-of-k-for-dq-sm80
+            if (col == 0) turn.wait(rank);
+            // @dq-added
+            Dq::for_each_group(
+                dQ, Dq::accum(aside(p), sequence, now.head, now.m_block),
+                [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); }, col);
+        }
         turn.pass(rank);
     };
 

@@ -87,6 +87,12 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     const auto head_places = DroppingPlaces<V, FwdParams>::of(p, sequence, tile.head);
     const KeyVisits<V> visits(p, mask, tile, q0);
 
+    // Without asynchronous copies, what a thread has loaded of the tile that comes next.
+    constexpr bool kHolds = !ptx::kHasAsyncCopies && !V::kUnaligned && !V::kPaged;
+    static_assert(!kHolds || kStages == 2);
+    constexpr int kPieces = larger(TileK::template kPieces<kThreads>, TileV::template kPieces<kThreads>);
+    ptx::U128 held[kHolds ? kPieces : 1];
+
     // Tile t = 2 i + kAhead of the sequence K_first, V_first, K_first+1, ...: one group of copies each, empty at the
     // end.
     const auto request = [&](int i, auto ahead) {
@@ -98,7 +104,9 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
             const To to{slot(2 * i + kAhead)};
             const Strides &stride = kAhead % 2 ? p.v_stride : p.k_stride;  // @rows-of-v-fwd-sm80
             const int row = visits.block(block) * N;
-            if constexpr (V::kPaged)
+            if constexpr (kHolds)
+                to.template fetch<kThreads, kColumns>(held, kAhead % 2 ? v : k, stride.row, row, sequence.seqlen_k);
+            else if constexpr (V::kPaged)
                 load_pages_async<kThreads, V>(to, p, kAhead % 2 ? p.v : p.k, stride, sequence, head_k, row,
                                               sequence.seqlen_k);
             else
@@ -124,7 +132,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         const int k0 = visits.block(i) * N + mine.key0;
 
         const auto kept = kept_of<V, kRows, kKeys, KeptBits>(head_places, q0 + mine.row0, k0);
-        next_tile_landed();              // K_j is here, and every warp is done with V_{j-1}
+        if constexpr (kHolds) sK(i).template put<kThreads>(held);  // @k-held
+        next_tile_landed();              // K_j is here, and every warp is done with V_{j-1} @k-landed-held
         request(i, Int<kStages - 1>{});  // @slot-of-v-free
         AccTile<kRows, kKeys> S;         // S = Q K^T
         S.zero();
@@ -149,7 +158,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         const Share still = share();
         if constexpr (kSplitD > 1) P.store(sP(still.part), still.row0, 0);
 
-        next_tile_landed();  // V_j and the other warp's P are here, and every warp is done with K_j
+        if constexpr (kHolds) sV(i).template put<kThreads>(held);  // @v-held
+        next_tile_landed();  // V_j and the other warp's P are here, and every warp is done with K_j @v-landed-held
         request(i, Int<kStages>{});
         gemm_nn<T>(O, P, sV(i).rows(still.key0), still.col0);  // O += P V
         if constexpr (kSplitD > 1) {

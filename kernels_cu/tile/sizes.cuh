@@ -31,4 +31,6 @@ struct Bool {
     static constexpr bool value = kValue;
 };
 
+struct Nothing {};
+
 #endif  // CUPYFLASH_SIZES_CUH

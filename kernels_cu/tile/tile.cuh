@@ -54,6 +54,36 @@ struct SmemTile {
             }
         }
     }
+
+    // The same of aligned rows in two steps, for where there are no asynchronous copies: each thread loads its pieces, and
+    // stores them later.
+    template <int kThreads>
+    static constexpr int kPieces = ceil_div(kRows, kThreads / next_power_of_two(kChunks));
+    template <int kThreads, int kValidCols, int kHeld>
+    __device__ void fetch(ptx::U128 (&held)[kHeld], const T *src, long long stride, int row0, int n_rows) const {
+        for_each_piece<kThreads>([&](int pass, int row, int col) {
+            const bool valid =
+                row0 + row < n_rows && (kValidCols == kCols || col < kValidCols);  // @rows-that-exist-held
+            held[pass] = valid ? load8<false>(src + (row0 + row) * stride + col) : ptx::U128{};
+        });
+    }
+    template <int kThreads, int kHeld>
+    __device__ void put(const ptx::U128 (&held)[kHeld]) const {
+        for_each_piece<kThreads>([&](int pass, int row, int col) { ptx::st_shared_v4_b32(at(row, col), held[pass]); });
+    }
+
+  private:
+    template <int kThreads, class F>
+    __device__ static void for_each_piece(F f) {
+        constexpr int kLanesPerRow = next_power_of_two(kChunks), kRowsPerPass = kThreads / kLanesPerRow;
+        const int thread = fresh_thread(), chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
+        if (kLanesPerRow != kChunks && chunk >= kChunks) return;
+        #pragma unroll
+        for (int pass = 0; pass < kPieces<kThreads>; ++pass) {
+            const int row = first + pass * kRowsPerPass;
+            if (kRows % kRowsPerPass == 0 || row < kRows) f(pass, row, 8 * chunk);
+        }
+    }
 };
 
 // One warp's [kRows, kCols] fp32 accumulator. Element i of tile (a, j) of a lane sits at row 16 a + g + 8 (i / 2),

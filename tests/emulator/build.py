@@ -166,7 +166,7 @@ class Unit:
         """The oldest architecture that has the same twins, as far as this unit asks for what differs."""
         texts = (self.source, *(text for name, text in self.included.items() if not name.startswith("hw/ptx")))
         named = frozenset().union(*map(_named_in, texts))
-        return max((arch for name, arch in from_arch_on().items() if name in named and arch <= self.arch), default=800)
+        return max((arch for name, arch in from_arch_on().items() if name in named and arch <= self.arch), default=750)
 
     @functools.cached_property
     def included(self) -> dict[str, str]:

@@ -118,7 +118,10 @@ def _dropout(rng: Random) -> float:
 
 
 def legal(spec: Spec) -> bool:
-    """Whether cupyflash takes it: its checks know which features go together."""
+    """Whether cupyflash takes it: its checks know which features go together. What a query has all of whose scores are
+    -inf depends, beside a mask_mod alone, on how that is computed (docs/mods.md)."""
+    if spec.values == "infinite_queries" and spec.mods and MODS[spec.mods].score_mod is None:
+        return False
     try:
         spec.problem()
     except CupyflashError:

@@ -75,8 +75,8 @@ def registers_left(v: Variant, facts: Facts) -> int:
 
 
 def test_all_architectures_have_their_turn() -> None:
-    assert generations(ARCHS[1:], 0) == ["sm_86", "sm_90", "sm_100", "sm_120"]
-    assert generations(ARCHS[1:], 1) == ["sm_89", "sm_90", "sm_103", "sm_120"]
+    assert generations(ARCHS[1:], 0) == ["sm_86", "sm_90", "sm_100", "sm_120", "sm_75"]
+    assert generations(ARCHS[1:], 1) == ["sm_89", "sm_90", "sm_103", "sm_120", "sm_75"]
     assert all(generations(ARCHS, turn)[0] == "sm_80" for turn in range(2))
 
 
@@ -105,11 +105,16 @@ def made_of_part(part: int, *, thorough: bool = False) -> list[Made]:
     )
 
 
+def may_spill(v: Variant, arch: str) -> bool:
+    """On Turing nothing was tuned beyond head_dim 192: over a cache, and with a block mask (docs/performance.md)."""
+    return arch == "sm_75" and v.head_dim > 192
+
+
 @pytest.mark.parametrize("part", range(PARTS))
 def test_shipped_variants_compile_without_spills(part: int, pytestconfig: pytest.Config) -> None:
     """And, where the architecture's machine code is pinned, into that."""
     made = made_of_part(part, thorough=pytestconfig.getoption("--thorough"))
-    spilled = [(v.symbol, arch) for v, arch, facts in made if facts.spills == "yes"]
+    spilled = [(v.symbol, arch) for v, arch, facts in made if facts.spills == "yes" and not may_spill(v, arch)]
     assert not spilled, f"register spills, NVRTC {nvrtc.find().version}: {spilled}"
     first: dict[str, int] = {}
     for v, arch, facts in made:

@@ -33,10 +33,15 @@ ARCHS = ("sm_80", "sm_86", "sm_90")  # much shared memory, little, and 16-byte r
 TESTED_MODES = ("race", "late")
 # The tiles for little shared memory; 104 and 192 are not multiples of what tiles at their limits are.
 SMALL_HEAD_DIMS = sorted({104, 192, *(limit for limit, _ in (*sm80._FORWARD_SMALL, *sm80._BACKWARD_SMALL))})
-SMALL = {
-    case.name: case
-    for case in (Case(f"small-d{d}", "full", 301, 333, d, causal=True, heads_q=2, heads_k=1) for d in SMALL_HEAD_DIMS)
-}
+# Those for Turing; beyond 224 and 240 the backward and the forward have fewer keys a block.
+TINY_HEAD_DIMS = (16, 64, 80, 112, 128, 160, 224, 240, 256)
+SMALL, TINY = (
+    {
+        case.name: case
+        for case in (Case(f"{name}-d{d}", "full", 301, 333, d, causal=True, heads_q=2, heads_k=1) for d in head_dims)
+    }
+    for name, head_dims in (("small", SMALL_HEAD_DIMS), ("tiny", TINY_HEAD_DIMS))
+)
 
 
 SHIPPED_RUNS = [
@@ -48,7 +53,7 @@ SHIPPED_RUNS = [
 
 @functools.lru_cache(maxsize=4)
 def oracle(name: str, dtype: str) -> Oracle:
-    inputs, problem = inputs_of((SHIPPED | TABLE | SMALL)[name], dtype)
+    inputs, problem = inputs_of((SHIPPED | TABLE | SMALL | TINY)[name], dtype)
     return Oracle(problem, *inputs)
 
 
@@ -112,6 +117,11 @@ def test_case(name: str, mode: str, seed: int, request: pytest.FixtureRequest) -
 @pytest.mark.parametrize("name", SMALL)
 def test_every_tile_for_little_shared_memory(name: str, seed: int) -> None:
     run(SMALL[name], "bf16", "sm_86", "race", seed)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_tile_of_turing(name: str, seed: int) -> None:
+    run(TINY[name], "fp16", "sm_75", "race", seed)
 
 
 def test_every_shipped_variant_is_run() -> None:

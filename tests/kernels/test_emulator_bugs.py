@@ -22,6 +22,7 @@ from tests.planted.markers import without
 from tests.planted.mutants import Bug
 from tests.planted.mutants_bwd_sm90 import BACKWARD_SM90
 from tests.planted.mutants_dropout import BACKWARD_DROPOUT, FORWARD_DROPOUT
+from tests.planted.mutants_held import BACKWARD_HELD, FORWARD_HELD
 from tests.planted.mutants_masks import BACKWARD_MASKS, FORWARD_MASKS
 from tests.planted.mutants_mods import BACKWARD_MODS, FORWARD_MODS
 from tests.planted.mutants_packed import BACKWARD_PACKED, FORWARD_PACKED
@@ -35,30 +36,30 @@ require_compiler()
 
 FORWARD = (
     *mutants.FORWARD, *FORWARD_SM90, *FORWARD_PACKED, *FORWARD_RANGE, *FORWARD_MASKS, *FORWARD_DROPOUT, *FORWARD_MODS,
-    *FORWARD_WIDTHS,
+    *FORWARD_WIDTHS, *FORWARD_HELD,
 )  # fmt: skip
 BACKWARD = (
     *mutants.BACKWARD, *BACKWARD_SM90, *BACKWARD_PACKED, *BACKWARD_RANGE, *BACKWARD_MASKS, *BACKWARD_DROPOUT,
-    *BACKWARD_MODS, *BACKWARD_SHARES, *BACKWARD_WIDE, *BACKWARD_WIDTHS,
+    *BACKWARD_MODS, *BACKWARD_SHARES, *BACKWARD_WIDE, *BACKWARD_WIDTHS, *BACKWARD_HELD,
 )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=16)
-def oracle(name: str) -> Oracle:
-    inputs, problem = inputs_of(find_case(name), "bf16")
+def oracle(name: str, dtype: str) -> Oracle:
+    inputs, problem = inputs_of(find_case(name), dtype)
     return Oracle(problem, *inputs)
 
 
 def launched(bug: Bug, headers: Mapping[str, str]) -> tuple[np.ndarray, ...]:
-    inputs, problem = inputs_of(find_case(bug.case), "bf16")
+    inputs, problem = inputs_of(find_case(bug.case), bug.dtype)
     session = Session(small_device(bug.arch, bug.sm_count), MODES["race"], headers=headers, left_over=3.0)
     if bug in FORWARD:
         return session.forward(inputs, problem)
-    return session.backward(inputs, *oracle(bug.case).plain_forward, problem)
+    return session.backward(inputs, *oracle(bug.case, bug.dtype).plain_forward, problem)
 
 
 def judged(bug: Bug, headers: Mapping[str, str]) -> list[Comparison]:
-    exact = oracle(bug.case)
+    exact = oracle(bug.case, bug.dtype)
     return (exact.judge_forward if bug in FORWARD else exact.judge_backward)(*launched(bug, headers))
 
 

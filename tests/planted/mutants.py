@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cupyflash.gpu.device import Device
+
 from . import shared
 from .markers import Edit, change, files, without
 from .shared import Planted
@@ -36,6 +38,10 @@ class Bug:
     def family(self) -> str:
         """The kernels of that device."""
         return "sm90" if self.arch == "sm_90" else "sm80"
+
+    @property
+    def dtype(self) -> str:
+        return Device.synthetic(self.arch).dtypes[0]
 
     @property
     def markers(self) -> tuple[str, ...]:

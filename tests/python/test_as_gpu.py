@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pretended_gpu
 import pytest
@@ -75,7 +77,7 @@ def both_passes(head_dim: int) -> None:
 # ---- how much ----
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_120"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_87", "sm_120"])
 def test_as_many_blocks_as_on_the_smaller_gpu(arch: str) -> None:
     small = Device.synthetic(arch)
     for variant in (*shipped(small), *shipped_over_cache(small)):
@@ -109,6 +111,14 @@ def test_the_rest_is_this_gpu() -> None:
         limited(Device.synthetic("sm_86"), "sm_80")
 
 
+def test_an_older_gpu_in_full() -> None:
+    found = limited(HOPPER, "sm_75", ptx=True)
+    assert (found.capability, found.dtypes, found.smem_bytes) == ((7, 5), ("fp16",), 64 * KIB)
+    assert (found.sm_count, found.l2_bytes) == (HOPPER.sm_count, HOPPER.l2_bytes)
+    with pytest.raises(UnsupportedError, match="sm_80 has fewer instructions than sm_86"):
+        limited(Device.synthetic("sm_80"), "sm_86", ptx=True)
+
+
 # ---- what is launched ----
 
 
@@ -123,6 +133,32 @@ def test_kernels_and_launches(gpu: Gpu, arch: str) -> None:
         assert v.smem_bytes <= small.smem_bytes
         assert gpu.launched[v.symbol] == gpu.allowed.get(v.symbol, 0) == padded(v.smem_bytes, v.threads, HOPPER, small)
     assert len(gpu.allowed) == 3  # bwd_delta needs none
+
+
+def test_kernels_by_ptx(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the other architecture, on which the driver is not asked to load a cubin."""
+    loaded: list[bytes] = []
+
+    class Module:
+        def load(self, program: bytes) -> None:
+            loaded.append(program)
+
+        def get_function(self, symbol: str) -> Any:
+            gpu.variants.append(next(v for v in expected if v.symbol == symbol))
+            return SimpleNamespace(ptr=len(gpu.variants) - 1)
+
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda, "Module", Module)
+    t4 = Device.synthetic("sm_75")
+    expected = variants_of_calls(Problem("fp16", 1, 64, 64, 1, 1, 64, 1.0), t4)
+    with as_if("sm_75", ptx=True):
+        both_passes(64)
+        q = np.zeros((1, 64, 1, 64), ml_dtypes.bfloat16)
+        with pytest.raises(UnsupportedError, match="expected fp16"):
+            cupyflash.attention(q, q, q)
+    assert [v.symbol for v in gpu.variants] == [v.symbol for v in expected] == list(gpu.launched)
+    assert all(b".target sm_75" in program for program in loaded)
 
 
 def test_it_ends(gpu: Gpu) -> None:

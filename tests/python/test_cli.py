@@ -705,7 +705,7 @@ def test_compile_for_an_architecture_that_nvrtc_does_not_know(
 
 def test_compile_usage(invoke: Invoke) -> None:
     invoke("compile", code=2)
-    assert "sm_120" in invoke("compile", "--arch", "sm_75", code=2).output
+    assert "sm_120" in invoke("compile", "--arch", "sm_70", code=2).output
     invoke("compile", "--arch", "sm_80", "--head-dim", "12", code=2)
     invoke("compile", "--arch", "sm_80", "--dtype", "fp32", code=2)
 

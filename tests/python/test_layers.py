@@ -66,7 +66,7 @@ PYTHON_ORDER = {
     "series made alignment "
     "prepared filled checks brought packed passes template counters kept variables",
     "mods": "given trace held symbols description places learned evaluate parse functions expression",
-    "plan": "shipped_cache shipped decode prefill families sm90 sm80 family extents first_shares decode_stored "
+    "plan": "shipped_cache shipped decode prefill families sm90 sm80 turing family extents first_shares decode_stored "
     "decode_elements decode_shares splits lists numbers decode_kernels learned shares kernels_sm90 tiles_sm90 "
     "tiles_sm80 kernels params_decode params variant spec mod_tiles",
     "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "

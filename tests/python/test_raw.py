@@ -64,7 +64,7 @@ def test_its_launch_computes_attention(options: dict[str, Any], rng: np.random.G
 
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for change, error, message in (
-        ({"arch": "sm_75"}, ArgumentError, 'arch: expected "sm_80"'),
+        ({"arch": "sm_70"}, ArgumentError, 'arch: expected "sm_75"'),
         ({"dtype": "fp32"}, UnsupportedError, "q: fp32 has no GPU kernel yet"),
         ({"window": (1, 2, 3)}, ArgumentError, "window"),
     ):

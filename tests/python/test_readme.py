@@ -71,7 +71,7 @@ def test_how_much_verify_does() -> None:
 def test_the_support_table_names_only_known_architectures() -> None:
     rows = re.findall(r"^\| (sm_[^|]*)\|.*\| (?:run|compiled)", README.read_text(), re.MULTILINE)
     named = {arch for row in rows for arch in re.findall(r"sm_\d+", row)}
-    assert named == {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"}
+    assert named == {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120"}
     assert named <= set(device.ARCHS)
 
 

@@ -50,6 +50,11 @@ float shfl_index(float x, int lane, EMU_HERE);
 float shfl_xor(float x, int mask, EMU_HERE);
 
 // ---- Asynchronous copies ----
+#if EMULATED_ARCH >= 800
+constexpr bool kHasAsyncCopies = true;
+#else
+constexpr bool kHasAsyncCopies = false;
+#endif
 void cp_async_16(u32 dst, const void *src, bool valid, EMU_HERE);
 void cp_async_8(u32 dst, const void *src, bool valid, EMU_HERE);
 void cp_async_4(u32 dst, const void *src, bool valid, EMU_HERE);
