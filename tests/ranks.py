@@ -130,6 +130,8 @@ def ddp(rank: int, kind: str, dtype: torch.dtype) -> None:
 
 
 def fsdp2(rank: int, kind: str, dtype: torch.dtype) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    check_parallel(rank, fully_shard, kind, dtype)
+    mesh = init_device_mesh(kind, (2,))  # else it is one of GPUs wherever there is one
+    check_parallel(rank, lambda layer: fully_shard(layer, mesh=mesh), kind, dtype)
