@@ -49,7 +49,8 @@ def bind(
     text, names = _of_expressions(*mods) if are_expressions else _of_functions(*mods, labels)
     if q is not None:  # here, where arrays have the names that the caller knows
         common_library_of_all({"q": q, **{f"mod_arrays: {label}": arrays[label] for label in names}})
-    return text, {operand: arrays[label] for operand, label in zip(MOD_ARRAYS, names, strict=False)}
+    operands = MOD_ARRAYS[: len(names)]  # as many, since programs of torch 2.9 take any zip for a strict one
+    return text, {operand: arrays[label] for operand, label in zip(operands, names, strict=True)}
 
 
 def _described(label: str, x: Any) -> tuple[str, int]:

@@ -100,7 +100,8 @@ def why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
         return "expected attn_mask of bool, of the dtype of query or of fp32"
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     own = tuple(mask.shape)
-    if len(own) > 4 or any(n not in (1, m) for n, m in zip(own[::-1], shape[::-1], strict=False)):
+    # Of as many, since programs of torch 2.9 take any zip for a strict one.
+    if len(own) > 4 or any(n not in (1, m) for n, m in zip(own, shape[4 - len(own) :], strict=True)):
         return "expected an attn_mask that broadcasts to the scores"
     return ""
 

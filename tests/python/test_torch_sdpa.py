@@ -98,6 +98,16 @@ def test_it_is_compiled_for_all_lengths() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("shape", [(9, 9), (4, 9, 9), (2, 1, 9, 9)])
+def test_an_attn_mask_of_fewer_dimensions_is_compiled(shape: tuple[int, ...], calls: list[str]) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(ours.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+    x, mask = make(), torch.randn(shape, dtype=torch.float64)
+    close_all(both(compiled, x, attn_mask=mask), both(F.scaled_dot_product_attention, x, attn_mask=mask))
+    assert calls == ["forward", "backward"]
+    torch._dynamo.reset()
+
+
 def test_compiling_leaves_globals_as_they_are() -> None:
     """Before 2.6, torch makes globals of its callers' modules of what is constant in programs."""
     namespace = {"cupyflash": cupyflash, "ours": ours, "tell": "tell", "ready": "ready"}
