@@ -184,7 +184,7 @@ def _attend(call: Call) -> Tensor:
     options: dict[str, Any] = {
         "causal": call.causal,
         "scale": call.scale,
-        "window": None if call.left is None else call.window,
+        "window": None if call.left is None else call.window(),
         "softcap": call.softcap,
         "deterministic": call.deterministic,
         "dropout_p": call.dropout,

@@ -36,7 +36,6 @@ class Call(NamedTuple):
     dropout: float
     deterministic: bool
 
-    @property
     def window(self) -> tuple[int | None, int | None]:
-        """As `attention` takes it."""
+        """As `attention` takes it. No property: programs of torch 2.9 know none of a NamedTuple."""
         return self.left, 0 if self.causal else self.left

@@ -47,7 +47,7 @@ def _mask_of(call: Call, is_needed: bool) -> Tensor | None:
     sees_all, is_known = not call.causal, queries == keys and not is_needed
     if call.kv_range is None and call.left is None and (sees_all or is_known):
         return None
-    return ranges.in_full(queries, keys, keys, call.window, call.kv_range, device)
+    return ranges.in_full(queries, keys, keys, call.window(), call.kv_range, device)
 
 
 def _mask_of_packed(call: Call) -> Tensor:
@@ -62,7 +62,7 @@ def _mask_of_packed(call: Call) -> Tensor:
         numbers.append(number)
     i, j = places[0][:, None], places[1]
     seen = numbers[0][:, None] == numbers[1]
-    left, right = call.window
+    left, right = call.window()
     if left is not None:
         seen = seen & (j >= i - left)
     if right is not None:
