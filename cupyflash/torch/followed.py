@@ -7,7 +7,7 @@ costs some microseconds a call and nothing else. Of those that operators cannot 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,6 +120,16 @@ def assert_later(condition: torch.Tensor, message: str) -> None:
 def unregister(library: torch.library.Library) -> None:
     """Take back what a library registered, at once, or where nobody has it any more."""
     getattr(library, "_destroy", lambda: None)()
+
+
+def numbers_as_indices() -> AbstractContextManager[Any]:
+    """Lets what vmap maps index arrays by its numbers, as flex_attention lets mask_mods: torch 2.9 would read them."""
+    try:
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    except ImportError:
+        return nullcontext()
+    mode: AbstractContextManager[Any] = TransformGetItemToIndex()
+    return mode
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..block_mask import FIRST, FULL, TILE, BlockMask, bits_of, no_bits
 from ..errors import ArgumentError
+from .followed import numbers_as_indices
 
 Array = NDArray[Any]
 ELEMENTS_AT_ONCE = 1 << 24
@@ -69,7 +70,9 @@ def _of_stripes(mask: Any, shape: tuple[int, int, int, int], blocks: tuple[int, 
     def stripe(rows: slice) -> Array:
         of_query = np.arange(rows.start, rows.stop) // mask.BLOCK_SIZE[0]
         in_full, in_partial = (x[:, :, of_query][..., of_key] for x in (full, partial))
-        shown: Array = ask(b, h, torch.arange(rows.start, rows.stop, device=device), k).cpu().numpy().astype(bool)
+        with numbers_as_indices():
+            found = ask(b, h, torch.arange(rows.start, rows.stop, device=device), k)
+        shown: Array = found.cpu().numpy().astype(bool)
         return in_full | (in_partial & shown)
 
     return BlockMask.from_stripes(shape, stripe)
@@ -102,5 +105,7 @@ def _elements(mask: Any, blocks: tuple[Array, ...], lengths: tuple[int, int]) ->
     k = (j[:, None] * mask.BLOCK_SIZE[1] + keys).clamp(max=lengths[1] - 1)
     ask = torch.vmap(mask.mask_mod, in_dims=(None, None, None, 0))
     ask = torch.vmap(torch.vmap(ask, in_dims=(None, None, 0, None)), in_dims=(0, 0, 0, 0))
-    found: Array = ask(b, h, q, k).cpu().numpy().astype(bool)
-    return found
+    with numbers_as_indices():
+        found = ask(b, h, q, k)
+    shown: Array = found.cpu().numpy().astype(bool)
+    return shown
