@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import options
 from ..dropout import missing_seed, vet_seed
 from ..errors import ArgumentError, UnsupportedError
+from .followed import are_transforms_active, is_compiling
 
 
 def words(seed: Any, like: Tensor, draw: bool) -> Tensor:
@@ -32,5 +33,10 @@ def words(seed: Any, like: Tensor, draw: bool) -> Tensor:
     if seed.device != like.device:
         raise ArgumentError(f"dropout_seed: expected the device of q, {like.device}, got {seed.device}")
     vet_seed(tuple(seed.shape), str(seed.dtype).removeprefix("torch."))
-    found = seed.detach().reshape(-1).view(torch.int32)
+    found = seed.detach().reshape(-1)
+    if found.dtype is torch.int64 and not is_compiling() and are_transforms_active():
+        # Before 2.13 vmap knows no view of another dtype. The cast keeps the lower 32 bits.
+        found = torch.stack((found, found >> 32), -1).reshape(-1).to(torch.int32)
+    elif found.dtype is not torch.int32:
+        found = found.view(torch.int32)
     return found if found.shape[0] == 2 else found.reshape(2, 2)

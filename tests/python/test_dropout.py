@@ -301,7 +301,8 @@ def test_torch_vmap(rng: np.random.Generator) -> None:
     def gradient(*given: Any) -> Any:
         return torch.func.grad(lambda *x: attend(*x).square().sum())(*given)
 
-    for seeds, dim in ((torch.arange(3)[:, None], 0), (torch.tensor([[5]] * 3), 0), (torch.tensor([5]), None)):
+    large, words = torch.tensor([[-1], [2**31], [2**62 + 3]]), torch.arange(6, dtype=torch.int32).reshape(3, 2)
+    for seeds, dim in ((torch.arange(3)[:, None], 0), (large, 0), (words, 0), (torch.tensor([5]), None)):
         for f in (attend, gradient):
             found = torch.vmap(f, (0, 0, 0, dim))(*x, seeds)
             want = [f(*(t[i] for t in x), seeds if dim is None else seeds[i]) for i in range(3)]
