@@ -47,12 +47,16 @@ class Arithmetic:
     def product(self, a: Array, b: Array, visible: Array | None = None) -> Array:
         """The matrix product a b; with a mask of the shape of a, only of its visible terms.
 
-        a is 0 where it is hidden. That is enough for finite b; else 0 * NaN must not happen, and rows go one by one.
+        a is 0 where it is hidden. That is enough for finite b; else 0 * NaN must not happen, and rows that see such a b
+        go one by one.
         """
-        if visible is None or np.isfinite(b).all():
+        finite = np.isfinite(b)
+        if visible is None or finite.all():
             return a[:, ::-1] @ b[::-1] if self.reverse else a @ b
-        rows = [self.product(a[i : i + 1, seen], b[seen]) for i, seen in enumerate(visible)]
-        return np.concatenate(rows) if rows else np.zeros((0, b.shape[1]), b.dtype)
+        found = self.product(a, np.where(finite, b, 0))
+        for i in np.flatnonzero(visible @ ~finite.all(axis=1)):
+            found[i] = self.product(a[i, visible[i]][None], b[visible[i]])[0]
+        return found
 
     def rounded(self, x: Array) -> Array:
         """What is left of x after it was stored in the dtype of the inputs."""

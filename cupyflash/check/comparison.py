@@ -12,8 +12,8 @@ class Comparison:
     Attributes:
         name: out, lse, dq, dk, dv, dalibi_slopes or dsink.
         passed: whether the rule holds.
-        max_error, rms_error: of the result; where exact is finite and the dtype can hold it. Less the noise; of
-            lse, in units of max(1, |exact|).
+        max_error, rms_error: of the result; where exact is finite and the dtype can hold it. Less the noise, if
+            it is more than the bound with it; of lse, in units of max(1, |exact|).
         plain_max_error, plain_rms_error: of plain attention, at the same places, noise included.
         max_bound, rms_bound: what the errors may be at most.
         index: where the result is worst, None if it is empty. A misplaced NaN or inf is worse than any error.
