@@ -27,23 +27,25 @@ _CHOICE = re.compile(r"(?P<expression>\()emu_planted\((\d+)\) \? \(|if \(emu_pla
 
 
 def alive(text: str, number: int) -> str:
-    """What g++ would see if a bug of the shared text were all that stands there."""
-    while match := _CHOICE.search(text):
+    """What g++ would see if a bug of the shared text were all that stands there; without comments."""
+    text, at = markers.without_comments(text), 0
+    while match := _CHOICE.search(text, at):
         new = _inside(text, match.end())
         behind = match.end() + len(new) + 1
         between = re.compile(r" : \(" if match["expression"] else r" else \{").match(text, behind)
         original = _inside(text, between.end()) if between else ""
         end = between.end() + len(original) + 1 + bool(match["expression"]) if between else behind
         chosen = new if int(match[2] or match[3]) == number else original
-        text = text[: match.start()] + chosen + text[end:]
+        at = match.start()
+        text = text[:at] + chosen + text[end:]
     return text
 
 
 def _inside(text: str, start: int) -> str:
-    """Up to the bracket that closes the one before."""
-    code, depth, at = markers.without_comments(text), 1, start
+    """Up to the bracket that closes the one before, of a text without comments."""
+    depth, at = 1, start
     while depth:
-        depth += (code[at] in "([{") - (code[at] in ")]}")
+        depth += (text[at] in "([{") - (text[at] in ")]}")
         at += 1
     return text[start : at - 1]
 
