@@ -23,7 +23,7 @@ from .kernels import KernelResult
 KINDS = ("cases", "checks", "emulator", "kernels")
 RESULTS = ("out", "dq", "dk", "dv")
 _ERRORS = "".join(f"{name:>8}" for name in RESULTS)
-_COLUMNS = f"{'dtype':<5}{_ERRORS}  worst  plain  ratio  used  result"
+_COLUMNS = f"{'dtype':<5}{_ERRORS}  {'worst':<7}{'plain':>8}{'ratio':>6}{'used':>5} result"
 NAME_WIDTH = 27  # few names are longer
 CASE_HEADER = f"\n{'case':<{NAME_WIDTH}} {_COLUMNS}"
 CHECK_HEADER = f"\n{'check':<88}result"
@@ -168,10 +168,10 @@ def case_line(result: CaseResult) -> str:
     assert worst is not None
     head += "".join(f"{errors.get(name, '-'):>8}" for name in RESULTS)
     ratio = f"{worst.ratio:.2f}" if worst.ratio < 100 else f"{worst.ratio:.0e}"
-    name = worst.name.removesuffix("_cache")
-    line = f"{head}  {name:<3}{worst.plain_max_error:>9.1e}{ratio:>7}{min(worst.share, 9.99):>6.0%}"
+    name = worst.name.removesuffix("_cache").replace("alibi_", "")
+    line = f"{head}  {name:<7}{worst.plain_max_error:>8.1e}{ratio:>6}{min(worst.share, 9.99):>5.0%}"
     failures = "".join(f"\n    {c}" for c in result.comparisons if not c.passed)
-    return f"{line}  {'PASS' if result.passed else 'FAIL'}{failures}"
+    return f"{line} {'PASS' if result.passed else 'FAIL'}{failures}"
 
 
 def check_line(result: CheckResult) -> str:
