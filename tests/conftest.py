@@ -20,10 +20,13 @@ for _name in runpy.run_path(str(ROOT / "cupyflash" / "cpu" / "workers.py"))["BLA
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several JAX processes share one GPU
 os.environ.setdefault("MPLBACKEND", "Agg")
-_flags = os.environ.get("XLA_FLAGS", "")
-if "xla_backend_optimization_level" not in _flags and not os.path.exists("/dev/nvidiactl"):
-    # Without a GPU JAX compiles each program for one run; on one, what it is compared with is to be quick.
-    os.environ["XLA_FLAGS"] = f"{_flags} --xla_backend_optimization_level=0".lstrip()
+if not os.path.exists("/dev/nvidiactl"):
+    # Without a GPU JAX and Inductor compile each program for one run; on one, what it is compared with is to be quick.
+    _flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_backend_optimization_level" not in _flags:
+        os.environ["XLA_FLAGS"] = f"{_flags} --xla_backend_optimization_level=0".lstrip()
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")  # else it tries out vectors, in processes of their own
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # and starts others, which load torch, to compile
 
 import functools
 import gc
