@@ -46,6 +46,17 @@ def is_followed() -> bool:
     )  # fmt: skip
 
 
+def has_rules(*tensors: Any) -> bool:
+    """Whether a tensor answers torch's functions by rules of its own. torch's question counts modes, too, one of which
+    stands for `torch.set_default_device`; only then are types asked. A Parameter's rules are none."""
+    return torch.overrides.has_torch_function(tensors) and any(_is_ruled(type(x)) for x in tensors)
+
+
+def _is_ruled(kind: type) -> bool:
+    none = torch.nn.Parameter.__torch_function__
+    return kind is not torch.Tensor and getattr(kind, "__torch_function__", None) is not none
+
+
 def is_dual_level() -> bool:
     """Whether there may be dual tensors, which have forward-mode derivatives."""
     return bool(_dual._current_level >= 0)

@@ -14,6 +14,7 @@ from ..gpu.device import BF16_CAPABILITY, MIN_CAPABILITY
 from ..options import make_options
 from ..problem import MAX_HEAD_DIM
 from . import autograd, seeds
+from .followed import has_rules
 
 
 def scaled_dot_product_attention(
@@ -75,7 +76,7 @@ def why_not(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, mask: Tensor | None = None, scale: float | None = None
 ) -> str:
     """Why a call in the layout bhsd is torch's; "" if it is ours. No reason depends on lengths."""
-    if torch.overrides.has_torch_function((q, k, v)):
+    if has_rules(q, k, v):
         return "a tensor has rules of its own"
     if mask is not None:
         return "there is an attn_mask"
@@ -92,7 +93,7 @@ def why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
     """Why an attn_mask is torch's; "" if it is a bias of ours, or if there is none."""
     if mask is None:
         return ""
-    if torch.overrides.has_torch_function((mask,)) or mask.layout is not torch.strided or mask.device != q.device:
+    if has_rules(mask) or mask.layout is not torch.strided or mask.device != q.device:
         return "attn_mask is not a plain tensor on the device of query"
     autocast = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
     half = torch.float32 if autocast in _GPU else autocast

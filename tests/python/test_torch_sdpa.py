@@ -118,6 +118,54 @@ def test_compiling_leaves_globals_as_they_are() -> None:
     torch._dynamo.reset()
 
 
+class Watching(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+MODES = {"torch.device": lambda: torch.device("cpu"), "a mode of the user's": Watching}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_modes_are_no_rules_of_a_tensor(mode: Any, calls: list[str]) -> None:
+    """As one, torch keeps the default device, and the device of a `with`."""
+    x = make()
+    mask, bias = torch.rand(9, 9) < 0.7, torch.randn(9, 9, dtype=torch.float64)
+    with mode(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for attn_mask in (None, mask, bias):
+            close_all(*[both(f, x, attn_mask=attn_mask) for f in (ours.scaled_dot_product_attention, of_torch)])
+        ours.scaled_dot_product_attention(torch.nn.Parameter(x[0]), *x[1:])
+    assert calls == ["forward", "backward"] * 3 + ["forward"]
+
+
+def test_a_default_device_is_compiled(calls: list[str]) -> None:
+    torch._dynamo.reset()
+    x = make()
+    with torch.device("cpu"):
+        compiled = torch.compile(ours.scaled_dot_product_attention, backend="aot_eager", fullgraph=True)
+        close_all(both(compiled, x), both(of_torch, x))
+    assert calls == ["forward", "backward"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_subclass_that_stays_one_is_torchs(is_compiled: bool, calls: list[str]) -> None:
+    class Named(torch.Tensor):
+        pass
+
+    torch._dynamo.reset()
+    f = ours.scaled_dot_product_attention
+    f = torch.compile(f, backend="eager", fullgraph=True) if is_compiled else f
+    q, k, v = (x.detach() for x in make())
+    with pytest.warns(UserWarning, match="this call is torch's own: a tensor has rules of its own"):
+        out = f(q.as_subclass(Named), k, v)
+    close(out.as_subclass(torch.Tensor), of_torch(q, k, v))
+    assert type(out) is Named
+    assert not calls
+    torch._dynamo.reset()
+
+
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "head_dim": ({"d": 12}, {}, "a multiple of 8"),
     "dropout of all": ({}, {"dropout_p": 1.0}, "expected a dropout_p from 0 on and below 1"),

@@ -88,6 +88,17 @@ def test_logits_and_gradients(name: str, side: str, calls: list[str]) -> None:
     close(ours(ids).logits, eager(ids).logits)
 
 
+def test_a_default_device(calls: list[str]) -> None:
+    """Which torch keeps as a mode: `torch.set_default_device("cuda")` is the first line of many programs."""
+    eager, ours = pair("llama")
+    ids, mask = tokens(), padding("left")
+    with torch.device("cpu"):
+        want, found = (logits_and_gradients(model, ids, mask) for model in (eager, ours))
+    close(found[0], want[0])
+    close_all(found[1], want[1])
+    assert calls == ["forward"] * 2 + ["backward"] * 2
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", models.MODELS)
 def test_generate(name: str, cache: str, calls: list[str]) -> None:
