@@ -56,6 +56,10 @@ class BlockMask:
             view.flags.writeable = False
             object.__setattr__(self, label, view)
 
+    def __reduce__(self) -> tuple[type[BlockMask], tuple[Any, ...]]:
+        """Copies, and what is pickled, are without those on other devices, which another process may not have."""
+        return type(self), (self.tiles, self.bits, self.seqlen_q, self.seqlen_k, self.first_key)
+
     def __and__(self, other: Any) -> BlockMask:
         return self._combined(_ours(other), with_or=False)
 

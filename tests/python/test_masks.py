@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -184,6 +186,24 @@ def test_masks_that_do_not_combine_are_refused() -> None:
 def test_nobody_writes_to_a_mask() -> None:
     mask = masks.local(70, left=3) & masks.prefix(70, length=2)
     for x in (mask.tiles, mask.bits):
+        with pytest.raises(ValueError, match="read-only"):
+            x[...] = 0
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_of_a_mask_is_as_one_that_is_new(copied: Callable[[BlockMask], BlockMask]) -> None:
+    """Without the copies on devices, which another process may not have; nobody writes to it, either."""
+    import torch
+
+    mask = masks.local(70, left=3).part(0, 70, slice(0, 65))
+    q, k = torch.ones(1, 70, 1, 8), torch.ones(1, 65, 1, 8)
+    cupyflash.attention(q, k, k, block_mask=mask)
+    assert mask.kept
+    found = copied(mask)
+    assert not found.kept
+    assert (dense(found) == dense(mask)).all()
+    for x in (found.tiles, found.bits):
         with pytest.raises(ValueError, match="read-only"):
             x[...] = 0
 
