@@ -153,6 +153,24 @@ def test_jax(rng: np.random.Generator) -> None:
     check_grads(combine, few, 1, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.needs("jax")
+def test_jax_that_promotes_nothing(rng: np.random.Generator) -> None:
+    """Programs that let JAX convert no dtype and add no dimension by itself."""
+    import jax
+    import jax.numpy as jnp
+
+    outs, lses, (out, lse) = pieces(rng, np.float32)
+    parts = [jnp.asarray(x) for x in outs], [jnp.asarray(x) for x in lses]
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found = combine(*parts)
+        mixed = combine([parts[0][0].astype(jnp.bfloat16), *parts[0][1:]], parts[1])[0]
+        gradient = jax.grad(lambda x: combine(x, parts[1])[0].sum())(parts[0])
+    np.testing.assert_allclose(np.asarray(found[0]), out, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(found[1]), lse, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(mixed), out, rtol=1e-2, atol=1e-2)
+    assert [x.shape for x in gradient] == [x.shape for x in outs]
+
+
 def test_bf16_of_numpy(rng: np.random.Generator) -> None:
     outs, lses, (out, _) = pieces(rng, np.float32)
     found, _ = combine([x.astype(ml_dtypes.bfloat16) for x in outs], lses)
