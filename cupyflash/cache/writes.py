@@ -30,6 +30,8 @@ def check_rows_apart(name: str, shape: Sequence[int], strides: Sequence[int]) ->
     Raises:
         ArgumentError: sequences, or heads, would be written over each other.
     """
+    if 0 in shape:
+        return
     for i, (n, step) in enumerate(zip(shape, strides, strict=True)):
         if step == 0 and n > 1:
             raise ArgumentError(

@@ -188,6 +188,9 @@ def test_an_expanded_cache(rng: np.random.Generator) -> None:
     one = {name: y[:1] for name, y in small(rng, k_cache=np.zeros((1, 20, 2, 16), np.float32)).items()}
     one["k_cache"] = np.lib.stride_tricks.as_strided(one["k_cache"], strides=(0, *one["k_cache"].strides[1:]))
     attention_with_cache(**one)  # of one sequence the stride says nothing
+    none = {name: y[:0] for name, y in small(rng).items()}
+    none["k_cache"] = np.lib.stride_tricks.as_strided(none["k_cache"], strides=(0, 0, 0, none["k_cache"].itemsize))
+    attention_with_cache(**none)  # nor do those of none
 
 
 @pytest.mark.needs("torch")
