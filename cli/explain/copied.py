@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cupyflash.launch import where
+from cupyflash.launch.run import asked_backend
 from cupyflash.problem import Problem
 from cupyflash.sequences import Sequences
 
@@ -19,7 +19,7 @@ from . import work as explain_work
 
 def facts(problem: Problem, options: dict[str, Any], directions: Sequence[bool]) -> list[dict[str, Any]]:
     """For each pass: bytes that are copied, what each way is taken to need, which one a call takes and who says so."""
-    sequences, wish = None, os.environ.get("CUPYFLASH_BACKEND", "auto")
+    sequences, wish = None, asked_backend()
     if problem.packed:
         cu_seqlens = (np.array([*accumulate(options[name], initial=0)]) for name in ("lengths_q", "lengths_k"))
         sequences = Sequences.of(*cu_seqlens)

@@ -33,6 +33,18 @@ Found = tuple[tuple[str, ...], Sequence[Any]]
 BACKENDS = ("auto", "cuda", "cpu")
 
 
+def asked_backend() -> str:
+    """What CUPYFLASH_BACKEND asks for.
+
+    Raises:
+        ArgumentError: it has another value.
+    """
+    wish = os.environ.get("CUPYFLASH_BACKEND", "auto")
+    if wish not in BACKENDS:
+        raise ArgumentError(f"CUPYFLASH_BACKEND: expected one of {', '.join(BACKENDS)}, got {wish!r}")
+    return wish
+
+
 def backend() -> str:
     """ "cuda" or "cpu": where NumPy arrays run, by CUPYFLASH_BACKEND and what this machine has.
 
@@ -40,9 +52,7 @@ def backend() -> str:
         ArgumentError: if the variable has another value.
         DeviceError: if it asks for a GPU and none is usable.
     """
-    wish = os.environ.get("CUPYFLASH_BACKEND", "auto")
-    if wish not in BACKENDS:
-        raise ArgumentError(f"CUPYFLASH_BACKEND: expected one of {', '.join(BACKENDS)}, got {wish!r}")
+    wish = asked_backend()
     if wish == "cuda" and device.count() == 0:
         raise DeviceError(f"CUPYFLASH_BACKEND=cuda: {device.why_none()}")
     if wish == "auto":

@@ -209,6 +209,11 @@ def test_the_family_asked_for(monkeypatch: pytest.MonkeyPatch, document: Documen
     assert "expected one of sm80, sm90" in invoke(code=2).output
 
 
+def test_a_backend_that_calls_refuse(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "gpu")
+    assert "CUPYFLASH_BACKEND: expected one of auto, cuda, cpu, got 'gpu'" in invoke(code=2).output
+
+
 @pytest.mark.parametrize("understood", [True, False])
 def test_a_gpu_of_this_machine(understood: bool, monkeypatch: pytest.MonkeyPatch, document: Document) -> None:
     """The default is GPU 0; its driver's tensor maps decide too, and a GPU without data sheet has no least time."""
