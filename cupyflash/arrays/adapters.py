@@ -16,6 +16,7 @@ from .imported import is_instance
 from .signature import CPU as CPU
 from .signature import Signature as Signature
 from .signature import place as place
+from .tensors import TORCH as TORCH
 from .tensors import Torch
 
 _NUMPY_DTYPES = {
@@ -37,6 +38,10 @@ class Numpy:
     name = "numpy"
     allocates = False  # new arrays on a GPU: several that nobody is given may be one
     compares = False  # arrays with others, all at once, by `comparison`
+
+    def __reduce__(self) -> str:
+        """Copies, and what is pickled, are the one that there is: others ask whether a library is it."""
+        return self.name.upper()
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, np.ndarray)
@@ -174,4 +179,4 @@ class Cupy(Numpy):
 
 
 Native = Numpy | Cupy | Torch
-NUMPY, CUPY, TORCH = Numpy(), Cupy(), Torch()
+NUMPY, CUPY = Numpy(), Cupy()

@@ -27,6 +27,10 @@ class Torch:
     allocates = True
     compares = True
 
+    def __reduce__(self) -> str:
+        """As of `Numpy`."""
+        return "TORCH"
+
     @functools.cached_property
     def _dtypes(self) -> dict[str, Any]:
         torch = sys.modules["torch"]
@@ -173,3 +177,6 @@ def _without_memory(x: Any) -> Any:
     than it has."""
     x.untyped_storage().resize_(0)
     return x
+
+
+TORCH = Torch()

@@ -115,7 +115,7 @@ class Pool:
         """
         for number, tokens, count in zip(sequences, chosen, counts, strict=True):
             room = self.pages_per_sequence * self.page_size - tokens.length
-            if count > room:
+            if count > room and self.pages_per_sequence != len(self.owners):  # else the pool is what is too small
                 raise ArgumentError(
                     f"counts: expected at most {room} more tokens of sequence {number}, which has {tokens.length}, got "
                     f"{count}; give PagedCache a larger max_seqlen"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -134,6 +137,23 @@ def test_tables_are_written_where_they_lie() -> None:
     assert table[1, 0] == fresh["block_table"][1, 0]
 
 
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_copy_goes_its_own_way(library: str, copied: Callable[[PagedCache], PagedCache]) -> None:
+    import torch
+
+    like = Q if library == "numpy" else torch.from_numpy(Q)
+    cache = PagedCache(4, 2, heads_k=HEADS, head_dim=D, like=like)
+    one = cache.allocate()
+    places = cache.append([one], 3)
+    other = copied(cache)
+    assert other.append([one], 2, into=places) is places
+    assert (cache.length(one), other.length(one), cache.free_pages, other.free_pages) == (3, 5, 2, 1)
+    assert int(places["cache_seqlens"][0]) == 3
+    assert type(other.k) is type(cache.k)
+
+
 def test_lists_of_any_kind() -> None:
     cache = cache_of(8, 2)
     numbers = [cache.allocate() for _ in range(2)]
@@ -246,5 +266,13 @@ def test_jax_arrays_cannot_be_written() -> None:
 
 
 def test_a_full_pool_is_a_memory_error() -> None:
+    """Also to a sequence that has all of it, of which nobody said how long it may be."""
+    cache = cache_of(3, 4)
+    one = cache.allocate()
+    cache.append([one], 12)
+    message = "PagedCache: 1 pages too few: 0 of 3 are free; free or truncate a sequence"
+    with pytest.raises(CacheFullError, match=message):
+        cache.append([one], 1)
+    assert cache.length(one) == 12
     assert issubclass(CacheFullError, MemoryError)
     assert issubclass(CacheFullError, cupyflash.CupyflashError)
