@@ -103,6 +103,8 @@ class _LastSeries:
             made = [(shape, contiguous_strides(shape), dtypes[""])]
             for shape, dtype in call.shaped:
                 made.append((shape, contiguous_strides(shape), dtypes[dtype]))
+            if call.room:
+                made.append(((call.room,), (1,), dtypes["fp32"]))
             call.forms = make, made, device
         return call
 

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import ArgumentError, UnsupportedError
+from cupyflash import ArgumentError, UnsupportedError, masks
 from cupyflash.arrays import torch_private
 from cupyflash.arrays.adapters import TORCH
 from cupyflash.launch import last, run
@@ -301,6 +302,42 @@ def test_new_lengths(
     monkeypatch.setattr(launch.series, "find", lambda key: None)
     monkeypatch.setattr(run, "again", lambda *_: None)
     assert [launched_by(gpu, one) for one in calls] == got
+
+
+# Options whose launches share a workspace, of queries of one length.
+SHARING: dict[str, Callable[[int], dict[str, Any]]] = {
+    "mask_mod": lambda n: {"mask_mod": "k <= q + b"},
+    "mask": lambda n: {"mask": torch.ones(2, 1, 1, 50, dtype=torch.bool)},
+    "mask of one": lambda n: {"mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)},
+    "block_mask": lambda n: {"block_mask": masks.local(n, 50, left=3)},
+    "mask_mod and lse": lambda n: {"mask_mod": "k <= q + b", "return_lse": True},
+}
+
+
+@pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
+@pytest.mark.parametrize("name", SHARING)
+def test_new_lengths_of_calls_with_a_workspace(name: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies behind the results, and is none of them."""
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+
+    def call(n: int) -> list[Any]:
+        q, k, v = zeros(2, n, 4, 64), zeros(2, 50, 4, 64), zeros(2, 50, 4, 64)
+        gpu.launched.clear()
+        results = cupyflash.attention(q, k, v, **SHARING[name](n))
+        kinds = {variant.symbol: variant.params for variant in gpu.loaded}
+        for symbol, _, data in gpu.launched:
+            params = np.frombuffer(data, kinds[symbol])[0]
+            params = params["plain"] if "plain" in params.dtype.names else params
+            out, *lse = results if isinstance(results, tuple) else (results,)
+            assert int(params["o"]) == out.data_ptr() != int(params["lse"])
+            assert not lse or int(params["lse"]) == lse[0].data_ptr()
+            assert int(params["block_tiles"]) != out.data_ptr()
+        return found_in(gpu.launched, gpu)
+
+    found = [call(n) for n in range(40, 48)]
+    launch.forget()
+    monkeypatch.setattr(run, "again", lambda *_: None)
+    assert [call(n) for n in range(40, 48)] == found
 
 
 def test_arrays_that_lie_otherwise_each(gpu: Gpu, looked_for: list[Any]) -> None:
