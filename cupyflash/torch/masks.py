@@ -82,9 +82,10 @@ def _shape_of(mask: Any, q_blocks: int, k_blocks: int) -> tuple[int, ...]:
     """Batch, heads, query blocks and key blocks: as torch's own kernels read them, which know no other lists."""
     counts, of = tuple(mask.kv_num_blocks.shape), tuple(mask.kv_indices.shape)
     if len(of) != 4 or counts != of[:3] or of[2] < q_blocks:
+        way = "give both all dimensions; to a slice give its lengths, mask.seq_lengths = (seqlen_q, seqlen_k)"
         raise ArgumentError(
             f"block_mask: expected kv_num_blocks (batch, heads, {q_blocks}) and kv_indices (batch, heads, {q_blocks}, "
-            f"...), as flex_attention's kernels read them, got {counts} and {of}; give both all dimensions"
+            f"...), as flex_attention's kernels read them, got {counts} and {of}; {way}"
         )
     return *of[:3], k_blocks
 

@@ -252,6 +252,19 @@ def test_lists_of_flex_attention_that_its_kernels_do_not_read_are_refused() -> N
 
 
 @pytest.mark.needs("torch")
+def test_a_slice_of_a_mask_of_flex_attention_needs_its_lengths() -> None:
+    """torch leaves those of the whole mask to it, and takes away the mask_mod."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    whole = flex.create_block_mask(lambda b, h, q, k: q >= k, None, None, 384, 384, device="cpu")
+    part = whole[:, :, 1:2]
+    part.mask_mod = lambda b, h, q, k: q + 128 >= k
+    with pytest.raises(cupyflash.ArgumentError, match=r"to a slice give its lengths, mask\.seq_lengths = "):
+        masks.from_torch(part)
+    part.seq_lengths = (128, 384)
+    assert (dense(masks.from_torch(part))[0, 0] == (np.arange(128, 256)[:, None] >= np.arange(384))).all()
+
+
+@pytest.mark.needs("torch")
 def test_a_mask_of_flex_attention_is_taken_as_it_is() -> None:
     import torch
 

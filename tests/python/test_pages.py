@@ -138,6 +138,7 @@ def test_tables_are_written_where_they_lie() -> None:
 
 
 @pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore:You are using .torch.load:FutureWarning")  # torch 2.4, unpickling
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_a_copy_goes_its_own_way(library: str, copied: Callable[[PagedCache], PagedCache]) -> None:
