@@ -149,6 +149,8 @@ def gpus() -> Iterator[Finding]:
             f"{gpu.smem_bytes >> 10} KiB shared memory a block, {gib(gpu.l2_bytes)} L2"
         )
         old = gpu.capability < device.MIN_CAPABILITY
+        if not old and "bf16" not in gpu.dtypes:
+            text += ", kernels of fp16 alone"
         yield Finding(
             "GPU", WARN if old else OK, text, "the kernels need 7.5 or newer; use the CPU path" if old else ""
         )

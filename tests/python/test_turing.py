@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import cupyflash
 from cupyflash.arrays.adapters import NUMPY
 from cupyflash.cli import main
+from cupyflash.cli.doctor import checks as doctor
 from cupyflash.errors import UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.gpu.device import KIB, Device, usual_dtype
@@ -100,6 +101,9 @@ def test_commands_take_its_dtype(monkeypatch: pytest.MonkeyPatch, tmp_path: obje
     monkeypatch.setattr(device, "count", lambda: 1)
     monkeypatch.setattr(Device, "of", lambda ordinal: T4)
     assert (usual_dtype(on_gpu=True), usual_dtype(on_gpu=False)) == ("fp16", "bf16")
+    (finding,) = doctor.gpus()
+    assert (finding.status, finding.fix) == ("OK", "")
+    assert finding.text.endswith("kernels of fp16 alone")
 
 
 @pytest.mark.parametrize(
