@@ -242,8 +242,9 @@ def test_lengths_that_contradict(wrong: str, d: int, monkeypatch: pytest.MonkeyP
     def empty_like(self: Any, x: Any) -> Any:
         return walled(x.shape, x.dtype)
 
-    def make_like(self: Any, forms: Sequence[Any], pointers: list[int]) -> list[Any]:
-        found = [walled(x.shape, x.dtype) for x in forms]
+    def make_like(self: Any, forms: Any, pointers: list[int]) -> list[Any]:
+        _, arguments, _ = forms
+        found = [walled(shape, dtype) for shape, _, dtype in arguments]
         pointers += [x.data_ptr() for x in found]
         return found
 
