@@ -242,6 +242,10 @@ def test_lengths_that_contradict(wrong: str, d: int, monkeypatch: pytest.MonkeyP
     def empty_like(self: Any, x: Any) -> Any:
         return walled(x.shape, x.dtype)
 
+    def make(self: Any, likes: Sequence[str], made: Sequence[Any], arrays: Any) -> list[Any]:
+        found = [walled(arrays[name].shape, arrays[name].dtype) for name in likes]
+        return found + [walled(shape, self._dtypes[dtype]) for shape, dtype in made]
+
     def make_like(self: Any, forms: Any, pointers: list[int]) -> list[Any]:
         _, arguments, _ = forms
         found = [walled(shape, dtype) for shape, _, dtype in arguments]
@@ -249,7 +253,9 @@ def test_lengths_that_contradict(wrong: str, d: int, monkeypatch: pytest.MonkeyP
         return found
 
     monkeypatch.setattr(type(TORCH), "empty_like", empty_like)
+    monkeypatch.setattr(type(TORCH), "make", make)
     monkeypatch.setattr(type(TORCH), "make_like", make_like)
+    monkeypatch.setattr(type(TORCH), "making", lambda self, x: None)
     inputs = []
     for x in (*spread(TOTAL_Q, TOTAL_K, d), spread(TOTAL_Q, 1, d)[0]):
         inputs.append(walled(x.shape, x.dtype))
