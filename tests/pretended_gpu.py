@@ -139,7 +139,7 @@ def found_in(launched: list[Launched], gpu: Gpu) -> list[tuple[str, int, dict[st
         for name in [n for n in kinds[symbol].names or () if n.startswith("map_")]:
             assert params[name][0] == params["plain"][name.removeprefix("map_")] != 0, name
         plain = params["plain"] if "plain" in (kinds[symbol].names or ()) else params
-        if "shares" in plain.dtype.names and plain["shares"] > 1:
+        if "dk_shares" in plain.dtype.names and plain["shares"] > 1:
             assert plain["dk_shares"] != plain["dv_shares"] != 0 != plain["dk_shares"]
         if "counter" in (kinds[symbol].names or ()):
             assert params["counter"] in (0, COUNTER)
