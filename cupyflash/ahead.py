@@ -99,7 +99,7 @@ def warmup(
     form: dict[str, Any] = {"sequences": 1 if options.flag("packed", packed) else None, "dropout": int(has_dropout)}
     form |= {"alibi": int(options.flag("alibi", alibi)), "kv_range": options.flag("kv_range", kv_range)}
     form |= {"sink": options.flag("sink", sink), "block_mask": int(options.flag("block_mask", block_mask))}
-    if score_mod is not None or mask_mod is not None:
+    if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call, form["mod_shapes"] = _with_mods(call, score_mod, mask_mod, mod_arrays)
     both, over_cache = options.flag("backward", backward), options.flag("with_cache", with_cache)
     stored = "" if cache_dtype is None else STORED[options.choice("cache_dtype", cache_dtype, _CACHE_DTYPES)]

@@ -149,7 +149,7 @@ def attention(
         arrays["mask"] = mask
     if block_mask is not None:
         arrays.update(arrays_of_mask(block_mask, arrays, call))
-    if score_mod is not None or mask_mod is not None:
+    if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = forward(arrays, call, want_lse, dropout_seed)
     return (out, lse) if want_lse else out
@@ -278,7 +278,7 @@ def attention_backward(
         arrays.update({name: x for name, x in brought.items() if x is not None})
     if block_mask is not None:
         arrays.update(arrays_of_mask(block_mask, arrays, call))
-    if score_mod is not None or mask_mod is not None:
+    if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     wanted = wanted_of(gradients_of, arrays, call.mods)
     return Gradients.of(backward(arrays, call, wanted, dropout_seed), call.mods)

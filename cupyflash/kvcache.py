@@ -148,7 +148,7 @@ def attention_with_cache(
     ):  # fmt: skip
         if x is not None:
             arrays[name] = x
-    if score_mod is not None or mask_mod is not None:
+    if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse, *caches = _forward(arrays, call)
     found = (out, lse, *caches) if want_lse else (out, *caches)

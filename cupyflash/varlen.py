@@ -104,7 +104,7 @@ def attention_varlen(
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     if block_mask is not None:
         arrays.update(api.arrays_of_mask(block_mask, arrays, call))
-    if score_mod is not None or mask_mod is not None:
+    if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = api.forward(arrays, call, want_lse, dropout_seed)
     return (out, lse) if want_lse else out
@@ -182,7 +182,7 @@ def attention_varlen_backward(
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     if block_mask is not None:
         arrays.update(api.arrays_of_mask(block_mask, arrays, call))
-    if score_mod is not None or mask_mod is not None:
+    if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     wanted = wanted_of(gradients_of, arrays, call.mods)
     return Gradients.of(api.backward(arrays, call, wanted, dropout_seed), call.mods)

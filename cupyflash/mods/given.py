@@ -26,12 +26,19 @@ def bind(
     """The text of mods, and the arrays that they read by the names of the table of arrays.
 
     Raises:
-        ArgumentError: one is neither an expression nor a function of what it may be of; or an array is not of q's
-            library.
+        ArgumentError: one is neither an expression nor a function of what it may be of; an array is not of q's library;
+            or there are arrays and no mod.
     """
     if mod_arrays is not None and not isinstance(mod_arrays, Mapping):
         raise ArgumentError(f"mod_arrays: expected arrays by their names, a dict, got a {type(mod_arrays).__name__}")
     arrays = dict(mod_arrays or {})
+    if score_mod is None and mask_mod is None:
+        if arrays:
+            raise ArgumentError(
+                f"mod_arrays: expected none without a mod that reads them, got {', '.join(map(str, arrays))}; give a "
+                "score_mod or a mask_mod, or leave them out"
+            )
+        return "", {}
     labels = {id(x): label for label, x in arrays.items()}
     for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if mod is not None and not isinstance(mod, str) and not callable(mod):

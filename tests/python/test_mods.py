@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -294,6 +295,39 @@ def test_what_is_wrong_is_refused(options: dict[str, Any], message: str, arrays:
     q, k, v = (arrays[x] for x in "qkv")
     with pytest.raises(ArgumentError, match=message):
         cupyflash.attention(q, k, v, **{"mod_arrays": {"table": TABLE}} | options)
+
+
+CU = np.array([0, 9], np.int32)
+# Each way in, of q, k and v of one sequence, the same three times.
+DOORS: dict[str, Callable[..., Any]] = {
+    "attention": lambda x, lse, cu, **given: cupyflash.attention(x, x, x, **given),
+    "backward": lambda x, lse, cu, **given: cupyflash.attention_backward(x, x, x, x, x, lse, **given),
+    "varlen": lambda x, lse, cu, **given: cupyflash.attention_varlen(x[0], x[0], x[0], cu, **given),
+    "varlen_backward": lambda x, lse, cu, **given: cupyflash.attention_varlen_backward(
+        *[x[0]] * 5, lse[0], cu, **given
+    ),
+    "cache": lambda x, lse, cu, **given: cupyflash.attention_with_cache(x, x, x, cache_seqlens=cu[1:], **given),
+    "warmup": lambda x, lse, cu, **given: cupyflash.warmup(**given),
+}
+
+
+@pytest.mark.parametrize("library", ["numpy", *(pytest.param(x, marks=pytest.mark.needs(x)) for x in ("torch", "jax"))])
+@pytest.mark.parametrize("door", DOORS)
+def test_arrays_that_no_mod_reads_are_refused(door: str, library: str) -> None:
+    """They would change nothing; none at all are no mistake."""
+    of: Callable[[Any], Any] = np.asarray
+    if library != "numpy":
+        of = importlib.import_module(library if library == "torch" else "jax.numpy").asarray
+    given = of(np.ones((1, 9, 2, 8), np.float32)), of(np.ones((1, 2, 9), np.float32)), of(CU)
+    message = (
+        r"^mod_arrays: expected none without a mod that reads them, got table; give a score_mod or a mask_mod, or leave"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        DOORS[door](*given, mod_arrays={"table": of(TABLE)})
+    with pytest.raises(ArgumentError, match=r"^mod_arrays: expected arrays by their names, a dict, got a list$"):
+        DOORS[door](*given, mod_arrays=[])
+    if door != "warmup":
+        DOORS[door](*given, mod_arrays={})
 
 
 def test_a_bias_and_a_mask_are_behind_them(arrays: dict[str, Any], rng: np.random.Generator) -> None:
