@@ -192,8 +192,11 @@ def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mod
         )
     for label, dtype, dims in arrays:
         if not _is_free(label):
+            if _is_taken(label):
+                raise ArgumentError(f"mod_arrays: expected names of their own, and {label!r} is taken; rename it")
             raise ArgumentError(
-                f"mod_arrays: expected names of their own, of ASCII letters, digits and _, got {label!r}; rename it"
+                "mod_arrays: expected names of ASCII letters, digits and _ that begin with a letter, but none with "
+                f"CUPYFLASH_, got {label!r}; rename it"
             )
         if dtype not in ELEMENTS:
             raise ArgumentError(
@@ -225,7 +228,12 @@ _OF_KERNELS = {
 }  # fmt: skip
 
 
+def _is_taken(label: str) -> bool:
+    """Whether a place, a function, or a word of C++ or of kernels has this name."""
+    return label in NAMES or label in FUNCTIONS or label in _OF_CPP or label in _OF_KERNELS
+
+
 def _is_free(label: str) -> bool:
     """Whether an array may have this name, which is that of a member in C++."""
-    taken = label in NAMES or label in FUNCTIONS or label in _OF_CPP or label in _OF_KERNELS
-    return label.isascii() and label.isidentifier() and not taken and not label.startswith(("_", "CUPYFLASH_"))
+    is_name = label.isascii() and label.isidentifier() and not label.startswith(("_", "CUPYFLASH_"))
+    return is_name and not _is_taken(label)

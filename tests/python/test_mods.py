@@ -281,7 +281,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"score_mod": "score", "mod_arrays": {"q": TABLE}}, ""),
     (
         {"score_mod": "score + template(h, k)", "mod_arrays": {"template": TABLE}},
-        "mod_arrays: expected names of their own",
+        "mod_arrays: expected names of their own, and 'template' is taken; rename it",
+    ),
+    (
+        {"score_mod": lambda score, b, h, q, k, double: score + double[h, k], "mod_arrays": {"double": TABLE}},
+        "mod_arrays: expected names of their own, and 'double' is taken; rename it",
     ),
     ({"score_mod": "c(h, k)", "mod_arrays": {"c": TABLE.astype(complex)}}, "c: expected one of the dtypes"),
     ({"score_mod": "score", "mod_arrays": {"x": 3}}, "x: expected an array, got a int"),

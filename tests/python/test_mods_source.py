@@ -112,14 +112,16 @@ def test_names_that_c_takes_would_not_compile(label: str) -> None:
 TAKEN = (
     "and_eq", "bitand", "bitor", "char8_t", "char16_t", "char32_t", "co_await", "compl", "concept", "const_cast",
     "consteval", "constinit", "dynamic_cast", "ModArray", "not_eq", "NULL", "or_eq", "reinterpret_cast", "requires",
-    "static_assert", "static_cast", "thread_local", "wchar_t", "xor_eq", "blockIdx", "Fp16", "CUPYFLASH_MODS_CUH",
-    "_table", "größe", *NAMES, *FUNCTIONS,
+    "static_assert", "static_cast", "thread_local", "wchar_t", "xor_eq", "blockIdx", "Fp16",
+    "double", *NAMES, *FUNCTIONS,
 )  # fmt: skip
+NO_NAMES = ("CUPYFLASH_MODS_CUH", "_table", "größe", "table.x", "2nd", "a table", "")
 
 
-@pytest.mark.parametrize("label", TAKEN)
-def test_names_that_are_taken_are_refused(label: str) -> None:
-    with pytest.raises(ArgumentError, match="mod_arrays: expected names of their own"):
+@pytest.mark.parametrize("label", [*TAKEN, *NO_NAMES])
+def test_names_that_no_array_may_have_are_refused(label: str) -> None:
+    what = f"their own, and {label!r} is taken; rename it" if label in TAKEN else "ASCII letters, digits and _"
+    with pytest.raises(ArgumentError, match=f"^mod_arrays: expected names of {what}"):
         description.make((description.Read(label, "fp32", 1),), None, None)
 
 
