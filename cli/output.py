@@ -159,6 +159,16 @@ def exit_codes(text: str) -> str:
     return f"Exit codes: {text}; 2 wrong usage, 130 interrupted."
 
 
+def counted(n: int, what: str) -> str:
+    """So many of it: 1 head, 2 heads."""
+    return f"{n} {what if n == 1 else {'query': 'queries'}.get(what, what + 's')}"
+
+
+def gpu_name(name: str, arch: str, ordinal: int) -> str:
+    """A GPU of this machine, or one that stands for its architecture."""
+    return f"{name}, {arch}" if ordinal >= 0 else f"a typical GPU of {arch}"
+
+
 def gib(n: float) -> str:
     """Bytes for people."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -23,7 +23,7 @@ from cupyflash.plan.prefill import Lie, Way, spec_of, way_of
 from cupyflash.plan.prefill import problem_of as forward_of
 from cupyflash.plan.variant import Variant
 
-from ..output import emit, gib, human
+from ..output import counted, emit, gib, gpu_name, human
 
 _OWN = ("page_size", "cache_dtype")  # of such calls
 _TAKEN = (
@@ -109,8 +109,10 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
         emit(document)
         return
     console = human()
-    console.print(f"{gpu.name}, {gpu.arch}: {p.batch} sequences of at most {p.capacity} keys, {p.seqlen_q} queries of "
-                  f"{p.heads_q} heads over {p.heads_k}, head_dim {p.head_dim}, {p.dtype}", soft_wrap=True)  # fmt: skip
+    batch, keys, queries = counted(p.batch, "sequence"), counted(p.capacity, "key"), counted(p.seqlen_q, "query")
+    console.print(f"{gpu_name(gpu.name, gpu.arch, gpu.ordinal)}: {batch} of at most {keys}, {queries} of "
+                  f"{counted(p.heads_q, 'head')} over {p.heads_k}, head_dim {p.head_dim}, {p.dtype}",
+                  soft_wrap=True)  # fmt: skip
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("kernel", "grid", "threads", "shared memory", "registers", "spills"):
         table.add_column(name, overflow="fold", justify="left" if name == "kernel" else "right")

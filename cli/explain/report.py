@@ -8,14 +8,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..output import gib
+from ..output import counted, gib, gpu_name
 from . import copied
 
 
 def show(document: dict[str, Any], console: Console) -> None:
     """The GPU and the problem in a line each, then every pass."""
     gpu = document["device"]
-    name = f"{gpu['name']}, {gpu['arch']}" if gpu["ordinal"] >= 0 else f"a typical GPU of {gpu['arch']}"
+    name = gpu_name(gpu["name"], gpu["arch"], gpu["ordinal"])
     smem, l2 = gib(gpu["smem_bytes"]), gib(gpu["l2_bytes"])
     console.print(f"{name}: {gpu['sm_count']} SMs, {smem} shared memory a block, {l2} L2", soft_wrap=True)
     console.print(_problem(document["problem"]), soft_wrap=True)
@@ -44,7 +44,8 @@ def _dims(own: Sequence[bool]) -> str:
 def _problem(p: dict[str, Any]) -> str:
     left, right = ("all" if bound is None else bound for bound in p["window"])
     mask = {(None, None): "no mask", (None, 0): "causal"}.get(tuple(p["window"]), f"window {left}, {right}")
-    queries, keys = f"{p['seqlen_q']} queries of {p['heads_q']} heads", f"{p['seqlen_k']} keys of {p['heads_k']} heads"
+    queries = f"{counted(p['seqlen_q'], 'query')} of {counted(p['heads_q'], 'head')}"
+    keys = f"{counted(p['seqlen_k'], 'key')} of {counted(p['heads_k'], 'head')}"
     form = "" if p["softcap"] is None else f", softcap {p['softcap']:g}"
     form += ", ALiBi" * bool(p["alibi"]) + ", sinks" * p["sink"] + ", dropout" * bool(p["dropout"])
     form += f", bias along {_dims(p['bias'][1])}" if p["bias"] and p["bias"][0] != "bool" else ""
@@ -52,7 +53,7 @@ def _problem(p: dict[str, Any]) -> str:
     form += ", mods" * bool(p["mods"])
     form += ", a range of keys each" if p["kv_range"] else ""
     form += ", deterministic" if p["deterministic"] else ""
-    batch = f"{p['batch']} packed sequences" if p["packed"] else f"batch {p['batch']}"
+    batch = counted(p["batch"], "packed sequence") if p["packed"] else f"batch {p['batch']}"
     return (
         f"{p['dtype']}, {p['layout']}, {p['memory']}, {batch}, {queries}, {keys}, head_dim {_widths(p)}, {mask}{form}"
     )

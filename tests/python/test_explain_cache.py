@@ -135,3 +135,14 @@ def test_the_forward_of_caches_that_tma_cannot_read(page: str | None, memory: st
     asked = ["--arch", "sm_90", "--batch", "1", "--seqlen", "8192", "--seqlen-q", "256", "--heads-q", "32"]
     found = document(*asked, "--heads-k", "8", "--memory", memory, *(["--page-size", page] if page else []))["forward"]
     assert found is None if forward is None else found.startswith(forward)
+
+
+def test_the_line_of_the_problem() -> None:
+    """One of anything is no plural, and an architecture that stands for its GPUs is named once."""
+    few = run("--with-cache", "--arch", "sm_90", "--seqlen", "1", "--heads", "1").stdout
+    said = "a typical GPU of sm_90: 1 sequence of at most 1 key, 1 query of 1 head over 1, head_dim 128, bf16\n"
+    assert few.startswith(said)
+    more = run("--with-cache", "--arch", "sm_90", "--seqlen", "4096", "--seqlen-q", "2", "--batch", "3").stdout
+    assert more.startswith("a typical GPU of sm_90: 3 sequences of at most 4096 keys, 2 queries of 16 heads over 16")
+    forward = run("--arch", "sm_90", "--seqlen", "1", "--heads", "1", "--packed", "--batch", "1").stdout
+    assert "1 packed sequence, 1 query of 1 head, 1 key of 1 head," in forward
