@@ -18,7 +18,7 @@ from rich.console import Console
 from cupyflash import __version__
 from cupyflash.check import cases
 from cupyflash.compile import nvrtc
-from cupyflash.errors import UnsupportedError
+from cupyflash.errors import DeviceError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.launch import run
 from cupyflash.plan.families import GPU_DTYPES
@@ -115,6 +115,8 @@ def verify(
 
 def choose_backend(wish: str) -> str:
     """ "cuda" or "cpu"; the variable is set too, because the calls decide by it."""
+    if wish == "cuda" and not device.count():
+        raise DeviceError(f"--backend cuda: {device.why_none()}; --backend auto runs the kernels in the emulator")
     if wish != "auto":
         os.environ["CUPYFLASH_BACKEND"] = wish
     return run.backend()

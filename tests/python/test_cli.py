@@ -255,6 +255,12 @@ def test_asking_for_a_gpu_that_is_not_there(command: str) -> None:
     assert done.returncode == 3, done.stderr
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
+    if command == "verify":  # whose option it was, of which the variable is a consequence
+        assert done.stderr.startswith("error: --backend cuda: ")
+        assert done.stderr.endswith("; --backend auto runs the kernels in the emulator\n")
+        asked = shell(command, CUDA_VISIBLE_DEVICES="", CUPYFLASH_BACKEND="cuda")
+        assert asked.returncode == 3
+        assert asked.stderr.startswith("error: CUPYFLASH_BACKEND=cuda: ")
 
 
 def test_one_check_alone(invoke: Invoke) -> None:
