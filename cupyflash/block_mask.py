@@ -27,7 +27,7 @@ def code_of(tiles: tuple[int, ...]) -> int:
     return 1 + (tiles[0] > 1) + 2 * (tiles[1] > 1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockMask:
     """Which keys each query sees, tile by tile: what `attention` takes as `block_mask`, and `cupyflash.masks` makes.
 
@@ -46,7 +46,7 @@ class BlockMask:
     seqlen_q: int
     seqlen_k: int
     first_key: int = 0
-    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    kept: dict[Any, Any] = field(default_factory=dict, init=False)
 
     __array_ufunc__ = None  # booleans of NumPy ask a mask once, not for each of them
 
@@ -59,6 +59,15 @@ class BlockMask:
     def __reduce__(self) -> tuple[type[BlockMask], tuple[Any, ...]]:
         """Copies, and what is pickled, are without those on other devices, which another process may not have."""
         return type(self), (self.tiles, self.bits, self.seqlen_q, self.seqlen_k, self.first_key)
+
+    def __repr__(self) -> str:
+        """What it is of, and how many tiles of each kind."""
+        batch, heads, q_tiles, k_tiles = self.tiles.shape
+        full, empty = (int((self.tiles == kind).sum()) for kind in (FULL, EMPTY))
+        return (
+            f"BlockMask({batch=}, {heads=}, seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, {q_tiles} x {k_tiles} "
+            f"tiles, density={self.density:.3g}: {full} full, {self.tiles.size - full - empty} in part, {empty} empty)"
+        )
 
     def __and__(self, other: Any) -> BlockMask:
         return self._combined(_ours(other), with_or=False)

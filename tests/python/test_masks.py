@@ -183,6 +183,18 @@ def test_masks_that_do_not_combine_are_refused() -> None:
             combine()
 
 
+def test_a_mask_is_shown_in_a_line() -> None:
+    """However large it is, and also where it is part of a larger one."""
+    assert repr(masks.local(200, left=70, right=0)) == (
+        "BlockMask(batch=1, heads=1, seqlen_q=200, seqlen_k=200, 4 x 4 tiles, "
+        "density=0.562: 0 full, 9 in part, 7 empty)"
+    )
+    two = masks.from_dense(np.arange(130) < np.array([64, 128])[:, None, None, None])
+    kinds = "1 x 3 tiles, density=0.5: 3 full, 0 in part, 3 empty)"
+    assert repr(two) == f"BlockMask(batch=2, heads=1, seqlen_q=1, seqlen_k=130, {kinds}"
+    assert "batch=1, heads=1, seqlen_q=1, seqlen_k=65, " in repr(two.part(1, 1, slice(0, 65)))
+
+
 def test_nobody_writes_to_a_mask() -> None:
     mask = masks.local(70, left=3) & masks.prefix(70, length=2)
     for x in (mask.tiles, mask.bits):
