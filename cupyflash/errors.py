@@ -55,3 +55,8 @@ class CompileError(CupyflashError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[CompileError], tuple[str, str, str, str]]:
         return type(self), (self.symbol, self.arch, self.log, self.mods)
+
+
+# What is raised while an array is looked at and is not about it: by a handler of signals that ends what takes long, or
+# where memory is short. It goes on as it is, while all else that an array or its library raises is an ArgumentError.
+FROM_ELSEWHERE = (TimeoutError, MemoryError)

@@ -19,7 +19,7 @@ import numpy as np
 
 from .arrays.imported import constant_in_programs, is_instance
 from .arrays.torch_private import is_differentiated
-from .errors import ArgumentError, UnsupportedError
+from .errors import FROM_ELSEWHERE, ArgumentError, UnsupportedError
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -178,6 +178,8 @@ def _shape(x: Any) -> tuple[int, ...] | None:
     """The shape of an array of any library; None for what has none, or no plain one."""
     try:
         shape = x.shape
+    except FROM_ELSEWHERE:
+        raise
     except Exception:
         return None
     return shape if isinstance(shape, tuple) else None
@@ -194,6 +196,8 @@ def _read(name: str, x: Any) -> Any:
         if _is_capturing(x):
             raise RuntimeError("it lies on a GPU whose work is being captured in a CUDA graph")
         return x.item()
+    except FROM_ELSEWHERE:
+        raise
     except Exception as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ArgumentError(f"{name}: expected a value that can be read now, got {_shown(x)}: {reason}") from e
@@ -220,6 +224,8 @@ def _shown(x: Any) -> str:
         return f"a {kind} of shape {tuple(shape)}"
     try:
         words = " ".join(repr(x).split())
+    except FROM_ELSEWHERE:
+        raise
     except Exception:
         words = f"a {kind}"
     return words if len(words) <= 100 else words[:97] + "..."

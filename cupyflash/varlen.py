@@ -7,7 +7,7 @@ from typing import Any
 
 from . import api, options
 from .api import Gradients, wanted_of
-from .errors import ArgumentError
+from .errors import FROM_ELSEWHERE, ArgumentError
 from .options import Options, Window, make_options
 from .sequences import Sequences
 
@@ -207,6 +207,8 @@ def _check_totals(arrays: dict[str, Any], alike: bool, layout: str) -> None:
     axis = 0 if layout == "bshd" else 1
     try:
         q, k = tuple(arrays["q"].shape), tuple(arrays["k"].shape)
+    except FROM_ELSEWHERE:
+        raise
     except Exception:  # `run` knows what is wrong with them
         return
     if alike and len(q) == len(k) == 3 and q[axis] != k[axis]:

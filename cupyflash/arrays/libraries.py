@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ArgumentError, CupyflashError, UnsupportedError
+from ..errors import FROM_ELSEWHERE, ArgumentError, CupyflashError, UnsupportedError
 from . import torch_private
 from .adapters import CUPY, NUMPY, TORCH, Native
 from .imported import is_instance, is_parameter, is_tensor
@@ -63,7 +63,7 @@ class Foreign:
                 return np.from_dlpack(x)
             if kind in (2, 13):  # kDLCUDA, kDLCUDAManaged
                 return _cupy(name, x).from_dlpack(x)
-        except CupyflashError:
+        except (CupyflashError, *FROM_ELSEWHERE):
             raise
         except Exception as e:
             raise ArgumentError(

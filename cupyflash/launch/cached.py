@@ -16,7 +16,7 @@ from ..cache.problem import CacheProblem
 from ..cache.values import PLACES, check_length, check_values
 from ..cache.writes import check_caches_apart, check_rows_apart
 from ..cpu import cache
-from ..errors import ArgumentError
+from ..errors import FROM_ELSEWHERE, ArgumentError
 from ..gpu.device import Device
 from ..plan.prefill import Way, way_of
 from . import decode, prefill
@@ -67,7 +67,7 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, deci
         if type(length) is int:
             arrays["cache_seqlens"] = library.full((batch_of(arrays),), length, arrays["q"])
         keys, pointers = library.look(arrays.values())
-    except ArgumentError:
+    except (ArgumentError, *FROM_ELSEWHERE):
         raise
     except Exception as e:
         raise unreadable(library, e, {name: x for name, x in arrays.items() if type(x) is not int}) from e

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.adapters import CPU, CUPY, NUMPY, Native
 from ..arrays.readable import unreadable, vet_all
-from ..errors import ArgumentError, DeviceError
+from ..errors import FROM_ELSEWHERE, ArgumentError, DeviceError
 from ..gpu import device
 from ..gpu.device import Device
 from ..operands import BACKWARD, FORWARD, Pass
@@ -133,6 +133,8 @@ def _run(
     if found is None:
         try:
             keys, pointers = library.look(tensors)
+        except FROM_ELSEWHERE:
+            raise
         except Exception as e:
             raise unreadable(library, e, arrays) from e
         device = keys[0][3]

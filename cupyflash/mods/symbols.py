@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import ArgumentError
+from ..errors import FROM_ELSEWHERE, ArgumentError
 from .expression import BOOL, INT, Node, load, number
 from .functions import KNOWN, cast, constant, known, operation
 
@@ -136,6 +136,8 @@ def _number_in(x: Any) -> Any:
     """That of an array of no dimensions."""
     try:
         return x.item()
+    except FROM_ELSEWHERE:
+        raise
     except Exception as e:
         raise ArgumentError(
             "expected a number that is known now, got an array of no dimensions that is followed; give x[None] in "

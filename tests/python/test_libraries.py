@@ -210,6 +210,78 @@ def test_an_array_that_fails_to_tell_its_shape(named: Named) -> None:
         forward(named)
 
 
+class Interrupted(np.ndarray):
+    """While its strides are looked at, what `raised` holds comes from elsewhere."""
+
+    raised: Exception
+
+    @property
+    def strides(self) -> Any:
+        raise self.raised
+
+
+class InterruptedProducer(Producer):
+    """The same of one that speaks DLPack alone, and of one that is a number."""
+
+    raised: Exception
+    shape = ()
+
+    def __dlpack_device__(self) -> Any:
+        raise self.raised
+
+    item = __dlpack_device__
+
+
+class InterruptedShape:
+    raised: Exception
+
+    @property
+    def shape(self) -> Any:
+        raise self.raised
+
+
+class InterruptedRows(np.ndarray):
+    """The first time that its shape is looked at."""
+
+    left: list[Exception]
+
+    @property
+    def shape(self) -> Any:
+        if self.left:
+            raise self.left.pop()
+        return np.ndarray.shape.__get__(self)
+
+
+LOOKED_AT: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    "an array": lambda x, strange, *_: cupyflash.attention(strange, x, x),
+    "an array of a cache": lambda x, strange, *_: cupyflash.attention_with_cache(x, strange, x, cache_seqlens=0),
+    "a packed array": lambda x, *_: cupyflash.attention_varlen(
+        x[0].view(InterruptedRows), x[0], x[0], np.int32([0, 7])
+    ),
+    "an array of DLPack": lambda x, _, producer, __: cupyflash.attention(*[producer] * 3),
+    "a number": lambda x, _, producer, __: cupyflash.attention(x, x, x, scale=producer),
+    "a number's shape": lambda x, _, __, shape: cupyflash.attention(x, x, x, scale=shape),
+    "a number in a mod": lambda x, _, producer, __: cupyflash.attention(
+        x, x, x, score_mod=lambda score, b, h, q, k: score * producer
+    ),
+}
+
+
+@pytest.mark.parametrize("error", [TimeoutError, MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("what", LOOKED_AT)
+def test_what_is_not_about_an_array_goes_on_as_it_is(
+    what: str, error: type[BaseException], named: Named, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handler of signals raises it, say, wherever its program is."""
+    raised, q = error("enough"), named["q"]
+    for kind in (Interrupted, InterruptedProducer, InterruptedShape):
+        monkeypatch.setattr(kind, "raised", raised, raising=False)
+    monkeypatch.setattr(InterruptedRows, "left", [raised], raising=False)
+    with pytest.raises(error) as found:
+        LOOKED_AT[what](q, q.view(Interrupted), InterruptedProducer(q), InterruptedShape())
+    assert found.value is raised
+
+
 # ---- DLPack ----
 
 
