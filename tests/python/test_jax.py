@@ -724,6 +724,24 @@ def test_flax_attention(three: list[Any]) -> None:
         agree(got, cupyflash.attention(q, k, v, **given, dropout_p=0.1, dropout_seed=key))
 
 
+def test_an_integer_of_jax_is_a_seed(three: list[Any]) -> None:
+    """The same as Python's, also where a program counts it on; an array of one is still no seed of 64 bits."""
+    import jax
+    import jax.numpy as jnp
+
+    def dropped(seed: Any) -> Any:
+        return cupyflash.attention(*three, dropout_p=0.3, dropout_seed=seed)
+
+    for seed in (jnp.int32(3), jnp.int32(-3), jnp.uint32(2**32 - 3), np.int32(-3)):
+        want = dropped(int(seed))
+        for got in (dropped(seed), jax.jit(dropped)(seed)):
+            np.testing.assert_array_equal(got, want)
+    assert (dropped(jnp.int32(-3)) != dropped(jnp.uint32(2**32 - 3))).any()
+    for wrong in (jnp.zeros(1, jnp.int32), jnp.float32(3), jnp.int8(3)):
+        with pytest.raises(ArgumentError, match="dropout_seed: expected an integer, or an int64 array"):
+            dropped(wrong)
+
+
 # ---- XLA's interface ----
 
 
