@@ -26,6 +26,13 @@ class Gradients(_Required):
 
     dmod_arrays: dict[str, Any]
 
+    def _replace(self, **changed: Any) -> Gradients:
+        """The same with others in the place of these; a gradient that is an attribute stays one."""
+        more = {name: changed.pop(name, x) for name, x in vars(self).items()}
+        found = super()._replace(**changed)
+        vars(found).update(more)
+        return found
+
     @classmethod
     def of(cls, named: Mapping[str, Any], mods: str = "") -> Gradients:
         """Gradients by their names in the table of arrays; `mods`: the text of those that were given."""

@@ -16,6 +16,7 @@ from ..launch.passes import WITH_LSE
 from ..operands import BACKWARD
 from ..options import Options
 from . import parts
+from . import trees as trees  # registers gradients
 from .call import Static, call, results_of
 from .explicit import as_auto
 from .sharding import divided

@@ -630,3 +630,28 @@ def test_what_runs_on_a_gpu_was_prepared_when_it_was_traced(arch: str, monkeypat
         assert len(gpu.loaded) == loaded
         assert len(gpu.launched) > launched
     assert CODES["bool"] == made[list(given).index("mod_array_0")].dtype
+
+
+def test_all_gradients_come_out_of_a_program(three: list[Any], table: Any) -> None:
+    """Gradients are a tree of JAX with all that was asked for."""
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v = three
+    sink = jnp.ones(HEADS, jnp.float32)
+    out, lse = cupyflash.attention(q, k, v, sink=sink, score_mod=BY_PLACE, mod_arrays={"table": table}, return_lse=True)
+
+    def backward(q: Any) -> cupyflash.Gradients:
+        given = {"sink": sink, "score_mod": BY_PLACE, "mod_arrays": {"table": table}}
+        return cupyflash.attention_backward(out, q, k, v, out, lse, **given, gradients_of=["sink", "table"])
+
+    want, got = backward(q), jax.tree.map(lambda x: 2 * x, jax.jit(backward)(q))
+    assert isinstance(got, cupyflash.Gradients)
+    agree(got.dsink, 2 * want.dsink)
+    agree(got.dmod_arrays["table"], 2 * want.dmod_arrays["table"])
+    for x, y in zip(got, want, strict=True):
+        agree(x, 2 * y)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(want)]
+    assert paths == [".dq", ".dk", ".dv", ".dsink", ".dmod_arrays['table']"]
+    alone = cupyflash.attention_backward(out, q, k, v, out, lse, sink=sink)
+    assert jax.tree.structure(alone) == jax.tree.structure(cupyflash.Gradients(1, 2, 3))

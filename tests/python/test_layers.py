@@ -34,8 +34,9 @@ PYTHON_LAYERS = (
     ("ahead", "api", "raw"),
     ("masks",),
     ("mask_arrays",),
-    ("gradients", "seeds"),
+    ("seeds",),
     ("torch", "jax"),
+    ("gradients",),
     ("launch",),
     ("compile", "cpu"),
     ("check", "plan"),
@@ -61,7 +62,7 @@ PYTHON_ORDER = {
     "compile": "jit cache upkeep layer cubin nvrtc",
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
-    "jax": "flax sdpa op cached explicit parts call seeds sharding ffi structs buffers",
+    "jax": "flax sdpa op trees cached explicit parts call seeds sharding ffi structs buffers",
     "launch": "cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params prepare last "
     "series made alignment "
     "prepared filled checks brought packed passes template counters kept variables",

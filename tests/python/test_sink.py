@@ -127,6 +127,17 @@ def test_a_gradient_is_there_if_it_was_asked_for(arrays: dict[str, Any]) -> None
     assert both.dalibi_slopes.shape == (4,)
 
 
+def test_a_gradient_stays_where_another_is_replaced(arrays: dict[str, Any]) -> None:
+    found = gradients(arrays, np.ones(arrays["q"].shape[2]))
+    new = found._replace(dq=found.dk)
+    assert isinstance(new, cupyflash.Gradients)
+    assert new.dq is found.dk
+    assert new.dsink is found.dsink  # type: ignore[attr-defined]
+    assert found._replace(dsink=1).dsink == 1  # type: ignore[attr-defined]
+    with pytest.raises((TypeError, ValueError), match="dbias"):
+        found._replace(dbias=1)
+
+
 def test_strides_of_sinks(arrays: dict[str, Any], rng: np.random.Generator) -> None:
     whole = rng.standard_normal((4, 8))
     for sink in (whole[0, ::-2], whole[:, 0], np.broadcast_to(whole[0, :1], (4,))):
