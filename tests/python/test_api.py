@@ -253,9 +253,9 @@ def test_a_gpu_that_is_not_there(qkv: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_old_gpus_and_odd_dtypes_are_refused_before_cuda() -> None:
-    turing = Device("NVIDIA T4", 0, (7, 5), 40, 65536, 65536, 4 << 20)
-    with pytest.raises(UnsupportedError, match=r"NVIDIA T4 has compute capability 7\.5; the GPU kernels need 8\.0"):
-        plan_call(Problem("fp16", 1, 9, 9, 1, 1, 64, 1.0), turing)
+    volta = Device("Tesla V100", 0, (7, 0), 80, 98304, 98304, 6 << 20)
+    with pytest.raises(UnsupportedError, match=r"Tesla V100 has compute capability 7\.0; the GPU kernels need 7\.5"):
+        plan_call(Problem("fp16", 1, 9, 9, 1, 1, 64, 1.0), volta)
     with pytest.raises(UnsupportedError, match="q: fp32 has no GPU kernel yet"):
         plan_call(Problem("fp32", 1, 9, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"), backward=True)
     with pytest.raises(UnsupportedError, match="split the batch"):
