@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dropout import kept, limit_of
-from ..mods.description import read
+from ..mods.description import Mods, read
 from ..operands import BACKWARD
 from ..problem import Problem
 from ..sequences import Part, Sequences
@@ -53,9 +53,14 @@ class Features(NamedTuple):
 
     @property
     def has_mask_alone(self) -> bool:
-        """Whether a mask says what queries see, as a block mask does: one with nothing beside it, not packed."""
-        others = self.bias, self.mods, self.block_mask
-        return self.mask is not None and all(x is None for x in others) and not self.packed
+        """Whether a mask, or a mask_mod, says what queries see, as a block mask does: one with nothing beside it, not
+        packed."""
+        is_one = self.mask is not None if self.mods is None else self.mask is None and self._of_mods.only_hide
+        return is_one and self.bias is None and self.block_mask is None and not self.packed
+
+    @property
+    def _of_mods(self) -> Mods:
+        return read(self.mods.bound()[0])
 
     def named(self) -> dict[str, Any]:
         """What is given, by name."""
@@ -64,24 +69,31 @@ class Features(NamedTuple):
     def added(self, p: Problem) -> Array | None:
         """What is added to the scores; what hides keys is a bias of 0 and -inf, unless it is a mask alone."""
         found = self.bias
-        if self.mask is not None and not self.has_mask_alone:
+        if self.has_mask_alone:
+            return found
+        if self.mask is not None:
             found = np.where(self.mask, 0.0 if found is None else found.astype(np.float64), -np.inf)
         if self.mods is None:
             return found
         shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
         shown = np.zeros(shape, bool)
         for b, h in np.ndindex(shape[:2]):
-            shown[b, h] = read(p.mods).shown(shape[2:], np.float64, *self.at(p, b, h))
+            shown[b, h] = self._shown(shape[2:], b, h)
         return np.where(shown, 0.0 if found is None else found.astype(np.float64), -np.inf)
 
     def modified(self, S: Array, p: Problem, b: int, h: int) -> tuple[Any, Any]:
         """What mods make of the scores of a head of q, and its derivative."""
-        return read(p.mods).of_scores(S, *self.at(p, b, h))
+        return self._of_mods.of_scores(S, *self.at((p.seqlen_q, p.seqlen_k), b, h))
 
-    def at(self, p: Problem, b: int, h: int) -> tuple[Any, tuple[Array, ...]]:
-        """The places of a head of q, and the arrays that mods read."""
+    def _shown(self, lengths: tuple[int, int], b: int, h: int) -> Array:
+        """Which keys mods show to the queries of a head."""
+        shown: Array = self._of_mods.shown(lengths, np.float64, *self.at(lengths, b, h))
+        return shown
+
+    def at(self, lengths: tuple[int, int], b: int, h: int) -> tuple[Any, tuple[Array, ...]]:
+        """The places of a head of q, and the arrays that mods read; `lengths`: of q and k."""
         sequence, first = self.corner
-        places = sequence + b, h, np.arange(p.seqlen_q)[:, None], first + np.arange(p.seqlen_k)
+        places = sequence + b, h, np.arange(lengths[0])[:, None], first + np.arange(lengths[1])
         return places, tuple(self.mods.bound()[1].values())
 
     def part(self, p: Problem, part: Part) -> Features:
@@ -111,6 +123,8 @@ class Features(NamedTuple):
 
     def seen(self, visible: Array, b: int, h: int) -> Array:
         """Of the pairs of query and key that bounds leave, those that a head of q sees."""
+        if self.mods is not None and self.has_mask_alone:
+            return visible & self._shown(visible.shape, b, h)
         if self.mask is not None and self.has_mask_alone:
             whole: Array = self.mask.reshape((1,) * (4 - self.mask.ndim) + self.mask.shape)
             batch, heads, *_ = whole.shape

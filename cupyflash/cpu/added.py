@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..mods.description import read
 from ..problem import Problem
 from .features import Features
 from .modified import Modified, Reads, modified_of
@@ -32,8 +33,8 @@ class Added:
         slopes: ALiBi's, (batch * heads_k, group); None: there are none.
         bias, mask: (batch, heads_q, seqlen_q, seqlen_k), some of stride 0; None: there is none.
         mods: what a user makes of scores; None: nothing.
-        has_mask_alone: whether the mask says what queries see, as a block mask does: one with nothing beside it, not
-            packed. Others are a bias of 0 and -inf.
+        has_mask_alone: whether the mask, or the mask_mod, says what queries see, as a block mask does: one with nothing
+            beside it, not packed. Others are a bias of 0 and -inf.
         dslopes, dbias: their gradients if they are wanted, so far: shaped as the slopes, and as the bias with 1 for
             each dimension along which it is broadcast.
     """
@@ -127,7 +128,8 @@ def added_of(of: Features, p: Problem, dtype: np.dtype[Any]) -> Added:
         found.dbias = np.zeros((1,) * (4 - of.bias.ndim) + of.bias.shape, dtype) if of.wants("bias") else None
     if of.mask is not None:
         found.mask = np.broadcast_to(of.mask, shape)
-        found.has_mask_alone = of.bias is None and not p.mods and of.block_mask is None and not of.packed
+    is_one = of.mask is not None if not p.mods else of.mask is None and read(p.mods).only_hide
+    found.has_mask_alone = is_one and of.bias is None and of.block_mask is None and not of.packed
     return found
 
 

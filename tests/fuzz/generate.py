@@ -118,10 +118,7 @@ def _dropout(rng: Random) -> float:
 
 
 def legal(spec: Spec) -> bool:
-    """Whether cupyflash takes it: its checks know which features go together. What a query has all of whose scores are
-    -inf depends, beside a mask_mod alone, on how that is computed (docs/mods.md)."""
-    if spec.values == "infinite_queries" and spec.mods and MODS[spec.mods].score_mod is None:
-        return False
+    """Whether cupyflash takes it: its checks know which features go together."""
     try:
         spec.problem()
     except CupyflashError:

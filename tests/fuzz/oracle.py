@@ -16,7 +16,7 @@ A sink t is one more term exp(t) of the sum, and dt = -sum_i exp(t - lse_i) delt
 A bias is added to s_j; where it is -inf the key is not seen, and no key by a query whose s_j are then all -inf, unless
 it has a sink. Its gradient is ds before the factor g, summed over the rows, keys, heads and sequences that share an
 element. What a block mask hides is not seen either. A mask hides as a bias of -inf does where there is a bias, a block
-mask or a mod, too, and of packed sequences; alone it hides as a block mask.
+mask or a mod, too, and of packed sequences; alone it hides as a block mask. So does a mask_mod.
 
 A mod makes f(s_j) of a capped score, before ALiBi (`modding`): g_j is multiplied by f', and what f reads has the
 gradient sum ds f_r, ds before the factor g, by its derivative f_r. What a mod hides is not seen, and no key by a query
@@ -239,6 +239,8 @@ def _of_head(s: Spec, x: Inputs, slope: float, h: int, sequence: int, shape: tup
     sink = -np.inf if of.sink is None else float(of.sink[h])
     Z = np.ones(shape) if of.dropout_seed is None else factors(of.dropout_seed, s.dropout, sequence, h, shape)
     mod = None if of.mods is None else modding.OfHead(modding.MODS[s.mods], of.mods.mod_arrays, sequence, h)
+    if mod and modding.MODS[s.mods].score_mod is None and bias is None and not (s.blocks or s.packed):
+        shown, mod = mod.shown(*shape), None  # hides as a block mask, too
     return OfHead(slope, sink, bias, shown, Z, mod)
 
 

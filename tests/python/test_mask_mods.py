@@ -101,3 +101,22 @@ def test_calls_launch_what_a_mask_mod_becomes(monkeypatch: pytest.MonkeyPatch) -
         cupyflash.attention(x, x, x, mask_mod="q - k < 64 && b >= 0 && h >= 0")
         found = [launch.symbol.split("_fp16")[0] for launch in gpu.launched]
         assert found[: len(expected)] == expected
+
+
+def test_a_row_of_infinite_scores_is_that_of_a_mask(rng: np.random.Generator) -> None:
+    """NaN, as without either; beside a bias, and of packed sequences, it sees no key."""
+    q, k, v = (rng.standard_normal((1, 8, 1, 16)) for _ in range(3))
+    k[..., 0] = 0.5 + abs(k[..., 0])
+    q[0, 1, 0, 0] = -np.inf
+    shown = np.arange(8)[:, None] // 4 == np.arange(8) // 4
+    by_mod, by_mask = (
+        cupyflash.attention(q, k, v, return_lse=True, **given)
+        for given in ({"mask_mod": "q / 4 == k / 4"}, {"mask": shown[None, None]})
+    )
+    for found, wanted in zip(by_mod, by_mask, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert np.isnan(by_mod[0][0, 1]).all()
+    bias = np.zeros((1, 1, 8, 8))
+    assert (cupyflash.attention(q, k, v, mask_mod="q / 4 == k / 4", bias=bias)[0, 1] == 0).all()
+    packed = cupyflash.attention_varlen(q[0], k[0], v[0], np.array([0, 8], np.int32), mask_mod="q / 4 == k / 4")
+    assert (packed[1] == 0).all()
