@@ -103,7 +103,6 @@ def command(ctx: click.Context, /, **options: Any) -> None:
     check_writable("--csv", options["csv"])
     check_writable("--plot", options["plot"])
     console = human(options["as_json"])
-    options["dtype"] = options["dtype"] or device.usual_dtype(on_gpu=options["backend"] == "cuda")
     if options["saved"]:
         given = ctx.get_parameter_source("directions") is ParameterSource.COMMANDLINE
         document, rows = bench_saved.load(options["saved"], options["directions"] if given else None)
@@ -128,6 +127,7 @@ def command(ctx: click.Context, /, **options: Any) -> None:
 
 def measure_all(options: dict[str, Any], console: Console) -> tuple[dict[str, Any], list[Row[Any]]]:
     """The whole run: its document, which still lacks the rows, and the rows."""
+    options["dtype"] = options["dtype"] or device.usual_dtype(on_gpu=options["backend"] == "cuda")
     cells: Sequence[AnyCell] = chosen(options) if options["decode"] else make_cells(options)
     if options["decode"]:
         own = (WIDE,) if options["cache_dtype"] else ()

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dropout import kept, limit_of
-from ..mods.description import Mods, read
+from ..mods.description import read
 from ..operands import BACKWARD
 from ..problem import Problem
 from ..sequences import Part, Sequences
@@ -55,12 +55,8 @@ class Features(NamedTuple):
     def has_mask_alone(self) -> bool:
         """Whether a mask, or a mask_mod, says what queries see, as a block mask does: one with nothing beside it, not
         packed."""
-        is_one = self.mask is not None if self.mods is None else self.mask is None and self._of_mods.only_hide
+        is_one = self.mask is not None if self.mods is None else self.mask is None and self.mods.score_mod is None
         return is_one and self.bias is None and self.block_mask is None and not self.packed
-
-    @property
-    def _of_mods(self) -> Mods:
-        return read(self.mods.bound()[0])
 
     def named(self) -> dict[str, Any]:
         """What is given, by name."""
@@ -78,22 +74,22 @@ class Features(NamedTuple):
         shape = p.batch, p.heads_q, p.seqlen_q, p.seqlen_k
         shown = np.zeros(shape, bool)
         for b, h in np.ndindex(shape[:2]):
-            shown[b, h] = self._shown(shape[2:], b, h)
+            shown[b, h] = self._shown(p, b, h)
         return np.where(shown, 0.0 if found is None else found.astype(np.float64), -np.inf)
 
     def modified(self, S: Array, p: Problem, b: int, h: int) -> tuple[Any, Any]:
         """What mods make of the scores of a head of q, and its derivative."""
-        return self._of_mods.of_scores(S, *self.at((p.seqlen_q, p.seqlen_k), b, h))
+        return read(p.mods).of_scores(S, *self.at(p, b, h))
 
-    def _shown(self, lengths: tuple[int, int], b: int, h: int) -> Array:
+    def _shown(self, p: Problem, b: int, h: int) -> Array:
         """Which keys mods show to the queries of a head."""
-        shown: Array = self._of_mods.shown(lengths, np.float64, *self.at(lengths, b, h))
+        shown: Array = read(p.mods).shown((p.seqlen_q, p.seqlen_k), np.float64, *self.at(p, b, h))
         return shown
 
-    def at(self, lengths: tuple[int, int], b: int, h: int) -> tuple[Any, tuple[Array, ...]]:
-        """The places of a head of q, and the arrays that mods read; `lengths`: of q and k."""
+    def at(self, p: Problem, b: int, h: int) -> tuple[Any, tuple[Array, ...]]:
+        """The places of a head of q, and the arrays that mods read."""
         sequence, first = self.corner
-        places = sequence + b, h, np.arange(lengths[0])[:, None], first + np.arange(lengths[1])
+        places = sequence + b, h, np.arange(p.seqlen_q)[:, None], first + np.arange(p.seqlen_k)
         return places, tuple(self.mods.bound()[1].values())
 
     def part(self, p: Problem, part: Part) -> Features:
@@ -121,10 +117,10 @@ class Features(NamedTuple):
         of = np.array([sequence + b]), np.array([h]), slice(0, p.seqlen_q), slice(first, first + p.seqlen_k)
         return np.where(kept(self.dropout_seed, limit_of(p.dropout_p), *of)[0], p.dropout_inverse, 0.0)
 
-    def seen(self, visible: Array, b: int, h: int) -> Array:
+    def seen(self, p: Problem, visible: Array, b: int, h: int) -> Array:
         """Of the pairs of query and key that bounds leave, those that a head of q sees."""
         if self.mods is not None and self.has_mask_alone:
-            return visible & self._shown(visible.shape, b, h)
+            return visible & self._shown(p, b, h)
         if self.mask is not None and self.has_mask_alone:
             whole: Array = self.mask.reshape((1,) * (4 - self.mask.ndim) + self.mask.shape)
             batch, heads, *_ = whole.shape

@@ -63,5 +63,5 @@ def add_bounds(
 def _reads(S: Array, p: Problem, of: Features, b: int, h: int) -> list[tuple[int, Array, Array]]:
     """Of each read: the number of its total, the elements and the derivative by them."""
     learned = tuple(of.mods.learned.values())
-    found = read(p.mods).by_reads(S, *of.at((p.seqlen_q, p.seqlen_k), b, h), learned)
+    found = read(p.mods).by_reads(S, *of.at(p, b, h), learned)
     return [(learned.index(number), elements, derivative) for number, elements, derivative in found]

@@ -105,7 +105,7 @@ def _noise(
         with np.errstate(all="ignore"):
             of_head: Any = of.head(b, h), biases[b][h], partial(of.modified, p=p, b=b, h=h)
             S, derivative = reference.scores(Q, K, p, a, *of_head)
-            visible = seen_of(S, of.seen(all_seen, b, h), biases[b][h], of_head[0].sink)
+            visible = seen_of(S, of.seen(p, all_seen, b, h), biases[b][h], of_head[0].sink)
             P, lse = reference.softmax(S, visible, a, of_head[0])
             large = np.abs(np.where(lse == -np.inf, 0, lse))[:, None]
             dots = (p.dtype not in HALF) * abs(p.scale) * _norms(Q) * _norms(K).max(initial=0) + 4 * (p.softcap or 0)

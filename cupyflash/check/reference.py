@@ -118,7 +118,7 @@ def _forward(q: Array, k: Array, v: Array, problem: Problem, a: Arithmetic, of: 
     lse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate)
     for b, h, h_k in heads(p):
         Q, K, V = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k])
-        visible = of.seen(bounds, b, h)
+        visible = of.seen(p, bounds, b, h)
         with np.errstate(all="ignore"):
             S, _ = scores(Q, K, p, a, of.head(b, h), biases[b][h], partial(of.modified, p=p, b=b, h=h))
             seen = seen_of(S, visible, biases[b][h], of.head(b, h).sink)
@@ -149,7 +149,7 @@ def _backward(
     dlse = np.zeros((p.batch, p.heads_q, p.seqlen_q), a.accumulate) if dlse is None else a.load(dlse)
     for b, h, h_k in heads(p):
         Q, K, V, dO = a.load(q[b, :, h]), a.load(k[b, :, h_k]), a.load(v[b, :, h_k]), a.load(dout[b, :, h])
-        visible = of.seen(bounds, b, h)
+        visible = of.seen(p, bounds, b, h)
         with np.errstate(all="ignore"):
             of_head = of.head(b, h), biases[b][h], of.kept(p, b, h), partial(of.modified, p=p, b=b, h=h)
             found = _gradients(Q, K, V, dO, dlse[b, h, :, None], visible, p, a, *of_head)

@@ -128,7 +128,7 @@ def added_of(of: Features, p: Problem, dtype: np.dtype[Any]) -> Added:
         found.dbias = np.zeros((1,) * (4 - of.bias.ndim) + of.bias.shape, dtype) if of.wants("bias") else None
     if of.mask is not None:
         found.mask = np.broadcast_to(of.mask, shape)
-    is_one = of.mask is not None if not p.mods else of.mask is None and read(p.mods).only_hide
+    is_one = of.mask is not None if not p.mods else of.mask is None and read(p.mods).score is None
     found.has_mask_alone = is_one and of.bias is None and of.block_mask is None and not of.packed
     return found
 

@@ -55,11 +55,6 @@ class Mods(NamedTuple):
         lines += [f"{what} {node.text}" for what, node in (("score_mod", self.score), ("mask_mod", self.mask)) if node]
         return "\n".join(lines)
 
-    @property
-    def only_hide(self) -> bool:
-        """Whether scores of keys that are seen stay as they are."""
-        return self.score is None
-
     def uses(self, word: str) -> bool:
         """Whether they ask for one of the places b, h, q and k."""
         return any(node.uses(word) for node in (self.score, self.mask) if node is not None)

@@ -1,4 +1,5 @@
-// Backward attention with mma.sync and cp.async (sm_80 and every later architecture), by recomputation:
+// Backward attention with mma.sync and cp.async (sm_80 and every later architecture; Turing by loads and stores), by
+// recomputation:
 //     P = exp(scale * Q K^T - lse),  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),
 //     dK = scale * dS^T Q,  dQ = scale * dS K,   FlashAttention-2 (Dao 2023), algorithm 2.
 //
@@ -9,6 +10,7 @@
 // and they exchange P^T and dS^T through shared memory. dQ always needs dS from all warps (through shared memory) and
 // leaves by additions to global memory (dq_accum.cuh).
 // Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T if kSplitD > 1.
+// Without cp.async, threads hold their pieces of the next query tile in registers while dQ of this one is formed.
 #ifndef CUPYFLASH_BWD_SM80_CUH
 #define CUPYFLASH_BWD_SM80_CUH
 #include "attention/dq_accum.cuh"
@@ -177,7 +179,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         }
         if constexpr (kStages == 1) request(i + 1, visits.after(now));
 
-        constexpr int kPart = Dq::kCols / V::kDqParts;
+        constexpr int kPart = Dq::kCols / V::kDqParts;  // columns of dQ at a time, where registers are few
         const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
         const int rank = visits.rank(now, mask_again(), tile.block);
         #pragma unroll 1

@@ -1,4 +1,4 @@
-// Forward attention with mma.sync and cp.async (sm_80 and every later architecture):
+// Forward attention with mma.sync and cp.async (sm_80 and every later architecture; Turing by loads and stores):
 //     O = softmax(scale * Q K^T) V,   lse = ln sum exp(scale * Q K^T),   FlashAttention-2 (Dao 2023), algorithm 1.
 //
 // One block computes kBlockM rows of O for one (batch, head); each warp owns kBlockM / (kWarps / kSplitD) of them from Q to
@@ -8,6 +8,7 @@
 // Shared memory: Q, later O | a ring of kStages tiles | P and row maxima if kSplitD > 1. K_j and V_j alternate through the ring:
 // when tile t is about to be used, tile t + kStages - 1 is requested into the slot of tile t - 1, which all warps have
 // left.
+// Without cp.async, threads hold their pieces of the tile that is requested in registers, and store them when it is due.
 #ifndef CUPYFLASH_FWD_SM80_CUH
 #define CUPYFLASH_FWD_SM80_CUH
 #include "tile/epilogue.cuh"

@@ -168,7 +168,7 @@ class EmulatedKernel:
 
     Args:
         source, headers, symbol: as for NVRTC, see `build.Unit`.
-        arch: 800, 900, ...: what ``__CUDA_ARCH__`` would be.
+        arch: 750, 800, ...: what ``__CUDA_ARCH__`` would be.
         unit: all kernels of the source that are used, if more than one: they are compiled together.
         planted: which bug of the headers is alive.
     """
