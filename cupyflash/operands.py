@@ -58,10 +58,10 @@ TABLE: tuple[Operand | Number, ...] = (
         backward=Use(WORKSPACE, optional=True, text="which key block may add next (dq_accum.cuh); null: nobody asks"),
     ),
     Operand(
-        "counter", ("2",), "int32", hopper=True,
-        forward=Use(COUNTER, optional=True, text="zeros, left as zeros: tiles drawn, blocks that are done; null: tiles "
-                                                 "in a fixed stride"),
-        backward=Use(COUNTER, optional=True, text="as in the forward; of bwd_dkv, bwd_dq and bwd_dbias"),
+        "counter", ("4",), "int32", hopper=True,
+        forward=Use(COUNTER, optional=True, text="zeros, left as zeros: twice tiles drawn, blocks that are done; "
+                                                 "null: tiles in a fixed stride"),
+        backward=Use(COUNTER, optional=True, text="as in the forward: for bwd_dkv and bwd_dbias, and for bwd_dq"),
     ),
     Operand(
         "clocks", ("blocks", "2"), "int64", hopper=True,

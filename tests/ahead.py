@@ -23,7 +23,7 @@ class _Silent:
 
     stats = SimpleNamespace(collectives=0, matrix_ops=0)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: Any, **__: Any) -> None:
         pass
 
 

@@ -77,8 +77,8 @@ class Gpu:
         params = ctypes.string_at(pointer, variant.params.itemsize)
         self.launched.append(Launched(variant.symbol, grid, params))
 
-    def dependent(self, function: int, grid: int, *block: int) -> Callable[[int, int], None]:
-        return lambda stream, arguments: self.launch(function, grid, stream, arguments, 0)
+    def dependent(self, function: int, grid: int, *block: int) -> Callable[..., None]:
+        return lambda stream, arguments, _=0: self.launch(function, grid, stream, arguments, 0)
 
     def encode(self, to: Any, dtype: Any, rank: Any, address: Any, sizes: Any, strides: Any, box: Any, *_: Any) -> int:
         self.encoded += 1
@@ -110,7 +110,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90") -> Gpu:
     monkeypatch.setattr(jit, "launcher", lambda: found.launch)
     monkeypatch.setattr(tensormap, "_encoder", lambda: found.encode)
     monkeypatch.setattr(decode, "_active_clusters", lambda variant, device, stream: found.clusters)
-    monkeypatch.setattr(decode, "DependentLaunch", found.dependent)
+    for module in (decode, launch):
+        monkeypatch.setattr(module, "DependentLaunch", found.dependent)
     forget(monkeypatch)
     return found
 

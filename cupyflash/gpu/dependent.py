@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -31,25 +32,31 @@ class _Config(ctypes.Structure):
 
 @functools.cache
 def _launcher() -> Callable[..., int] | None:
-    """cuLaunchKernelEx, of CUDA 12, as are tensor maps."""
-    return driver_function("cuLaunchKernelEx", is_quick=True)
+    """cuLaunchKernelEx, of CUDA 12, as are tensor maps; takes four addresses."""
+    found: Any = driver_function("cuLaunchKernelEx", is_quick=True)
+    if found is not None:
+        found.argtypes = (ctypes.c_void_p,) * 4  # which costs less than to have the caller convert them
+    return found
 
 
 class DependentLaunch:
-    """A kernel on a grid that starts once all blocks of the one in front of it on the stream allow it
-    (griddepcontrol.launch_dependents) or have ended, and waits for its end itself (griddepcontrol.wait)."""
+    """A kernel on a grid, as `jit.launcher` has its facts, that starts once all blocks of the one in front of it on the
+    stream allow it (griddepcontrol.launch_dependents) or have ended, and waits for its end itself
+    (griddepcontrol.wait)."""
 
-    def __init__(self, function: int, grid: int, threads: int, smem_bytes: int) -> None:
+    def __init__(self, function: int, *facts: int) -> None:
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        self._config = _Config(grid, 1, 1, threads, 1, 1, smem_bytes, None, ctypes.addressof(self._attribute), 1)
-        self._launch, self._at, self._function = _launcher(), ctypes.byref(self._config), ctypes.c_void_p(function)
+        self._config = _Config(*facts, None, ctypes.addressof(self._attribute), 1)
+        self._lock = threading.Lock()  # of what says on which stream
+        self._launch, self._at, self._function = _launcher(), ctypes.addressof(self._config), function
 
-    def __call__(self, stream: int, arguments: int) -> None:
-        """By one thread at a time; `arguments`: the address of the array of pointers to the kernel's parameters."""
+    def __call__(self, stream: int, arguments: int, _: int = 0) -> None:
+        """`arguments`: the address of the array of pointers to the kernel's parameters."""
         if self._launch is None:
             raise DeviceError("the NVIDIA driver has no cuLaunchKernelEx, which CUDA 12 has; install a newer one")
-        self._config.stream = stream
-        status = self._launch(self._at, self._function, ctypes.c_void_p(arguments), None)
+        with self._lock:
+            self._config.stream = stream
+            status = self._launch(self._at, self._function, arguments, None)
         if status:
             raise DeviceError(f"cuLaunchKernelEx: the driver returned {status}")
 

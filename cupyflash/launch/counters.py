@@ -16,8 +16,10 @@ from typing import Any
 
 from ..gpu.driver import driver_function
 
-_COUNTER_BYTES = 8  # two 32-bit words: tiles drawn, blocks that are done (pipeline_sm90.cuh)
-_CHUNK = 8192  # counters allocated at a time: 64 KiB
+# Two pairs of 32-bit words: tiles drawn, blocks that are done (work_sm90.cuh). A kernel that starts while the one in
+# front of it ends has the second pair.
+_COUNTER_BYTES = 16
+_CHUNK = 8192  # counters allocated at a time: 128 KiB
 _LEGACY_STREAM, _PER_THREAD_STREAM = 1, 2  # handles: of the default stream (so is 0), of one that every thread has
 
 

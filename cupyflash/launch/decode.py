@@ -216,25 +216,18 @@ def _struct(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, tuple[int, 
 
 def _launches(plan: DecodePlan, block: Block, device: Device, stream: int) -> Iterator[Launch]:
     """Of the main kernel, and of the one behind it."""
-    yield _launch(plan.variant, plan.grid, block.whole, device, stream, isinstance(plan.variant, DecodeSm90))
+    yield _launch(plan.variant, plan.grid, block.whole, device, stream)
     behind = plan.combine
     if behind is not None and plan.combine_grid:
-        yield _launch(behind, plan.combine_grid, block.plain, device, stream, behind.dependent)
+        yield _launch(behind, plan.combine_grid, block.plain, device, stream)
 
 
-def _launch(
-    variant: Variant, grid: int, arguments: int, device: Device, stream: int, dependent: bool = False
-) -> Launch:
-    """A kernel, loaded.
-
-    Args:
-        arguments: the address of the array of pointers to its parameters.
-        dependent: whether it may start before what is in front of it has ended, for which it waits itself.
-    """
+def _launch(variant: Variant, grid: int, arguments: int, device: Device, stream: int) -> Launch:
+    """A kernel, loaded; `arguments`: the address of the array of pointers to its parameters."""
     function = jit.load(variant, device, stream).function
-    if dependent:
-        early = DependentLaunch(function, grid, variant.threads, variant.smem_bytes)
+    facts = function, grid, 1, 1, variant.threads, 1, 1, variant.smem_bytes
+    if variant.dependent:
+        early = DependentLaunch(*facts)
         return lambda on: early(on, arguments)
     launch = jit.launcher()
-    facts = function, grid, 1, 1, variant.threads, 1, 1, variant.smem_bytes
     return lambda on: launch(*facts, on, arguments, 0)

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..compile import jit
 from ..gpu import tensormap
+from ..gpu.dependent import DependentLaunch
 from ..plan.extents import MAX_GRID, Extents, Kernels
 from . import counters
 from .filled import Filled
@@ -62,15 +63,14 @@ class Prepared:
                 kernels.grid(variant, MAX_GRID),
                 (1, 1, variant.threads, 1, 1, variant.smem_bytes),
                 variant.params == filled.params.dtype,
+                variant.dependent,
             )
             for variant in kernels.variants
         ]
         self.persistent = any(variant.persistent for variant in kernels.variants)
         spec = kernels.spec
-        self.ordinal, self.made_of = (
-            self._device.ordinal,
-            ((spec.head_dim, spec.head_dim_v or spec.head_dim), spec.dtype),
-        )
+        self.ordinal = self._device.ordinal
+        self.made_of = (spec.head_dim, spec.head_dim_v or spec.head_dim), spec.dtype
         self.size, self.plain_bytes = filled.params.nbytes, filled.plain_bytes
         self._words, self._writes = filled.words, dict[tuple[str, ...], Writes]()
         self._launches: dict[tuple[int, ...], Launches] = {}
@@ -128,9 +128,12 @@ class Prepared:
     def _launch(self, tiles: tuple[int, ...]) -> Launches:
         """The launches for so many tiles of work of each, kept for other calls."""
         found: Launches = []
-        for (function, most, block, takes_whole), n in zip(self.functions, tiles, strict=True):
+        for (function, most, block, takes_whole, dependent), n in zip(self.functions, tiles, strict=True):
             if n > 0:
-                found.append((partial(self.launch, function, min(n, most), *block), takes_whole))
+                facts = function, min(n, most), *block
+                # Fewer take less time than the host does, whom launches that overlap cost 1 us more each.
+                overlaps = dependent and n > self._device.sm_count
+                found.append((DependentLaunch(*facts) if overlaps else partial(self.launch, *facts), takes_whole))
         make_room(self._launches, _MAX_LAUNCHES)
         self._launches[tiles] = found
         return found

@@ -108,6 +108,7 @@ class DecodeSm90(Decode):
     """With TMA."""
 
     header, params_name, params, arch_suffix = "decode_sm90", "DecodeSm90Params", DECODE_SM90_PARAMS, "a"
+    dependent = True
 
     @property
     def smem_bytes(self) -> int:

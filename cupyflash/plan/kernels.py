@@ -75,13 +75,15 @@ class Main(Variant):
 @dataclass(frozen=True)
 class DeltaTile:
     """A block takes `block_m` queries; `warps`, `split_d` and `dq_warps_m`: as the main kernel's sum of dQ lies.
-    `listed_rows`: of packed keys, tiles of so many are listed for it; 0: none."""
+    `listed_rows`: of packed keys, tiles of so many are listed for it; 0: none. `overlaps`: the kernels of a call start
+    while those in front of them end."""
 
     block_m: int
     warps: int
     split_d: int
     dq_warps_m: int
     listed_rows: int = 0
+    overlaps: bool = False
     blocks_per_sm = 1
 
     @property
@@ -119,6 +121,10 @@ class Convert(Delta):
     """bwd_convert.cuh: dQ from its accumulator."""
 
     header, function = "bwd_convert", "bwd_convert"
+
+    @property
+    def dependent(self) -> bool:
+        return self.tile.overlaps
 
     alibi: bool = False
     kv_range: bool = False

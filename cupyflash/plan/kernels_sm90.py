@@ -56,6 +56,7 @@ class BackwardSm90(Main):
     arch_suffix, over = "a", "k"
 
     copies_bits: ClassVar[bool] = True  # of a block mask
+    dependent = True
 
     deterministic: bool = False
     dalibi: bool = False

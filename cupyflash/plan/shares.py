@@ -38,7 +38,7 @@ class Shares(Convert):
     """bwd_shares.cuh: dK and dV from the shares of a group's query heads."""
 
     header, function = "bwd_shares", "bwd_shares"
-    over = "k"
+    over, dependent = "k", False
 
     tile: SharesTile  # type: ignore[assignment]
     sink: bool = False

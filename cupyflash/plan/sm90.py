@@ -177,8 +177,8 @@ class Sm90(Family):
             if spec.widest <= limit:
                 sums = Slopes.after(spec, SlopesTile(64, 4, over_keys=True))
                 lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)
-                delta = Delta.of(spec, DeltaTile(*rows, tile.block_n if spec.packed else 0))
-                main = delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows))
+                delta = Delta.of(spec, DeltaTile(*rows, tile.block_n if spec.packed else 0, overlaps=True))
+                main = delta, BackwardSm90.of(spec, tile), Convert.of(spec, ConvertTile(*rows, overlaps=True))
                 others = learned(spec, 64, device.smem_bytes, BiasGradientSm90.beside(spec, tile))
                 return *lists, *main, *sums, *others
         dkv, dq = next((dkv, dq) for limit, dkv, dq in _WIDE_BACKWARD if spec.widest <= limit)
@@ -187,7 +187,7 @@ class Sm90(Family):
         lists = lists_before(spec, (dq.block_m, dq.block_n), (dkv.block_m, dkv.block_n))
         of_keys, of_queries = wide._replace(dalibi=False), wide._replace(sink=False, grouped=False)
         dkv_dq = BackwardDkvSm90.of(of_keys, dkv), BackwardDqSm90.of(of_queries, dq)
-        delta = Delta.of(spec, DeltaTile(*rows))
+        delta = Delta.of(spec, DeltaTile(*rows, overlaps=True))
         return *lists, delta, *dkv_dq, *sums, *learned(spec, 64, device.smem_bytes)
 
     def mixed_bytes(self, spec: Spec, device: Device) -> int:

@@ -133,6 +133,11 @@ class Variant:
         return self.tile.smem_bytes(*self.head_dims)
 
     @property
+    def dependent(self) -> bool:
+        """Whether it may start before the kernel in front of it on the stream has ended, for which it waits itself."""
+        return False
+
+    @property
     def qualifiers(self) -> str:
         """What else is said of the kernel."""
         return ""

@@ -1,8 +1,10 @@
 // dQ = scale * (the sum of all key blocks' shares), from the fp32 accumulator in fragment order to rows of the element
-// type. One block a query tile of the main kernel, with the same warps. Shared memory: the tile.
+// type. One block a query tile of the main kernel, with the same warps. Shared memory: the tile. kOverlaps: it starts while the
+// main kernel ends.
 #ifndef CUPYFLASH_BWD_CONVERT_CUH
 #define CUPYFLASH_BWD_CONVERT_CUH
 #include "attention/dq_accum.cuh"
+#include "hw/ptx_sm90.cuh"
 #include "tile/epilogue.cuh"
 #include "attention/repair_gradients.cuh"
 
@@ -11,6 +13,7 @@ __device__ __forceinline__ void bwd_convert(const BwdParams &p) {
     using T = typename V::Element;
     using Dq = DqTile<V>;
     const Problem &problem = p.problem;
+    if constexpr (V::kOverlaps) ptx::griddepcontrol_wait();  // @main-awaited
     const auto tile = tile_at<V, Queries, V::kBlockM, false>(p, ptx::block_index());
     const auto &sequence = tile.sequence;
     if (V::kPacked && tile.block * V::kBlockM >= sequence.seqlen_q) return;

@@ -3,10 +3,11 @@
 // since dS = P * (dP - rowsum(dP * P)) + P * dLSE and rowsum(dP * P) = rowsum(dO * O). One block takes the rows of one
 // query tile of the main kernel, a few lanes a row, and clears that tile's accumulator of dQ, unless it is to be stored
 // first, and the count of what is in it (dq_accum.cuh). kListedRows: the first blocks also list the main kernel's tiles of
-// packed keys (tile_list.cuh).
+// packed keys (tile_list.cuh). kOverlaps: the kernel behind may start while this one ends, for which it waits itself.
 #ifndef CUPYFLASH_BWD_DELTA_CUH
 #define CUPYFLASH_BWD_DELTA_CUH
 #include "attention/dq_accum.cuh"
+#include "hw/ptx_sm90.cuh"
 #include "attention/score.cuh"
 #include "attention/tile_list.cuh"
 
@@ -31,6 +32,7 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
                   kRowsPerPass = kThreads / kLanesPerRow;
     constexpr int kPasses = ceil_div(M, kRowsPerPass), kBatch = kPasses < 4 ? kPasses : 4;  // loaded together
     const Problem &problem = p.problem;
+    if constexpr (V::kOverlaps) ptx::griddepcontrol_launch_dependents();
     if constexpr (V::kPacked)
         if (p.lengths_contradict && ptx::block_index() == 0) look_at_lengths<V>(p);
     if constexpr (V::kListedRows > 0) {

@@ -10,7 +10,8 @@ struct FwdSm90Params {
     // columns by 64 (q, o) or kKeyRows (k, v) rows; kernels that share the struct share the boxes, those of the first.
     // Arrays whose rows a kernel interleaves have five dimensions (tile_sm90.cuh).
     ptx::TensorMap map_q, map_k, map_v, map_o;
-    int *counter;       // [2]; zeros, left as zeros: tiles drawn, blocks that are done; null: tiles in a fixed stride
+    int *counter;       // [4]; zeros, left as zeros: twice tiles drawn, blocks that are done; null: tiles in a fixed
+                        // stride
     long long *clocks;  // [blocks, 2]; cycles and nanoseconds that each block took; kClocks only
     FwdParams plain;    // the same arrays, for what is not TMA's
 };
@@ -20,7 +21,7 @@ struct BwdSm90Params {
     // columns by kBlockM (q, dout), kBlockN (k, v) or 64 (dq, dk, dv) rows; kernels that share the struct share the
     // boxes, those of the first. Arrays whose rows a kernel interleaves have five dimensions (tile_sm90.cuh).
     ptx::TensorMap map_q, map_k, map_v, map_dout, map_dq, map_dk, map_dv;
-    int *counter;     // [2]; as in the forward; of bwd_dkv, bwd_dq and bwd_dbias
+    int *counter;     // [4]; as in the forward: for bwd_dkv and bwd_dbias, and for bwd_dq
     BwdParams plain;  // the same arrays, for what is not TMA's
 };
 

@@ -331,6 +331,8 @@ __device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
     prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
     const BwdDkvSmem<V> smem{ptx::dynamic_smem_1024()};
     if (ptx::thread_index() == 0) smem.init();
+    ptx::griddepcontrol_wait();               // @delta-awaited-dkv
+    ptx::griddepcontrol_launch_dependents();  // only now: bwd_dq reads row_stats at once @dq-behind-delta
     ptx::bar_sync();
 
     const int role = uniform(ptx::thread_index() / 128);

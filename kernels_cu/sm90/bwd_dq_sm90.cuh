@@ -9,6 +9,7 @@
 // K_{j+2}, and K_j that of V_{j+1}; a warp for each consumer brings its Q and dO.
 //
 // Shared memory: two Q | two dO | ring of V and K | mbarriers | queue of work. dQ leaves through its Q tile.
+// Its blocks start as those of bwd_dkv end, of which they need nothing.
 #ifndef CUPYFLASH_BWD_DQ_SM90_CUH
 #define CUPYFLASH_BWD_DQ_SM90_CUH
 #include "attention/dropout.cuh"
@@ -67,12 +68,15 @@ struct BwdDqSmem {
     __device__ ptx::u32 bar(int i) const { return base + kBars + 8 * i; }
 };
 
+// bwd_dkv, which starts before, and may still draw, has the first pair of the counter.
+__device__ __forceinline__ int *dq_counter(const BwdSm90Params &p) { return p.counter ? p.counter + 2 : nullptr; }
+
 // V and K of every key block, by one thread, which also decides what is computed; if packed, a warp tells it that.
 template <class V>
 __device__ __forceinline__ void bwd_dq_load_kv(const BwdSm90Params &p, const BwdDqSmem<V> &smem) {
     using Smem = BwdDqSmem<V>;
     RingPosition<V::kStages> ring;
-    auto source = producer_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
+    auto source = producer_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, dq_counter(p), smem.queue());
     for (;; source.draw()) {
         const QueryWork<V> tile(source.next(), p.plain);
         if (!tile.exists()) break;
@@ -333,11 +337,12 @@ __device__ __forceinline__ void bwd_dq(const BwdSm90Params &p) {
         if (warp_in_group > 0 && warp_in_group <= smem.kGroups) bwd_dq_load_rows<V>(p, smem, warp_in_group - 1);
         if constexpr (V::kPacked)
             if (warp_in_group == 3)
-                schedule_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, p.counter, smem.queue());
+                schedule_tiles<V, Queries, V::kBlockM, Mask<V>::kHides>(p.plain, dq_counter(p), smem.queue());
     } else {
         ptx::setmaxnreg_inc<V::kConsumerRegisters>();
         BwdDqGroup<V>(p, smem, role).run();
     }
+    ptx::griddepcontrol_wait();  // what follows on the stream must find dK and dV
 }
 
 #endif  // CUPYFLASH_BWD_DQ_SM90_CUH

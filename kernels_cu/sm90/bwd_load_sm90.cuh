@@ -113,13 +113,14 @@ __device__ __forceinline__ void bwd_load(const BwdSm90Params &p, const BwdSm90Sm
         ptx::mbarrier_wait(smem.empty(stage), ring.phase ^ 1);
         smem.q(stage).load(p.map_q, smem.q_full(stage), sequence.row_q + q0, visit.head, batch, ptx::kEvictNormal,
                            8 * M);
-        ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, sequence, visit.head, q0), 8 * M,
-                                smem.q_full(stage));  // @statistics-of-the-visit-sm90
         if (i == 0) smem.k().load(p.map_k, smem.k_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
         smem.dout(stage).load(p.map_dout, smem.dout_full(stage), sequence.row_q + q0, visit.head, batch,
                               ptx::kEvictNormal);
         // @v-of-its-head-bwd-sm90
         if (i == 0) smem.v().load(p.map_v, smem.v_full(), sequence.row_k + visit.k0, head_k, batch, ptx::kEvictNormal);
+        if (i == 0) ptx::griddepcontrol_wait();  // what bwd_delta makes comes last @row-stats-awaited
+        ptx::cp_async_bulk_load(smem.stats(stage), row_stats_at<M>(p.plain, sequence, visit.head, q0), 8 * M,
+                                smem.q_full(stage));  // @statistics-of-the-visit-sm90
     }
 }
 
@@ -145,6 +146,7 @@ __device__ __forceinline__ void bwd_load_bits(const BwdSm90Params &p, const BwdS
 template <class V>
 __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
     constexpr int kBytes = BwdSm90Smem<V>::kDqBytes, kParts = BwdSm90Smem<V>::kDqParts;
+    ptx::griddepcontrol_wait();  // for bwd_delta, which clears dQ @cleared-dq-awaited
     #pragma unroll 1
     for (int i = 0; i < visit.count; ++i, visit.next()) {
         auto at = BwdSm90Smem<V>::dq_part(i, 0);

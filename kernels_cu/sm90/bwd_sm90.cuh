@@ -293,6 +293,7 @@ struct BwdGroup {
         const auto leave = [&](const auto &tile, const auto &acc, auto repair) {
             if (ptx::vote_all(stage<T>(tile, row0, acc))) return;  // @dk-and-dv-finite-sm90
             ptx::bar_warp_sync();                                  // the other lanes' stage() wrote parts of these rows
+            ptx::griddepcontrol_wait();                            // row_stats are read again @row-stats-awaited-again
             #pragma unroll 1
             for (int row = row0; row < row0 + 16; ++row) repair(row);
         };
@@ -328,7 +329,9 @@ struct BwdGroup {
 
 template <class V>
 __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
+    ptx::griddepcontrol_launch_dependents();
     prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
+    if constexpr (V::kPacked) ptx::griddepcontrol_wait();  // @tile-list-awaited
     // Packed, they are looked up once, here, which takes a while; else each role works them out.
     const DqVisits<V> visits(p.plain);
     const auto mine = [&] { return V::kPacked ? visits : DqVisits<V>(p.plain); };

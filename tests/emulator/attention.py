@@ -164,11 +164,12 @@ class Session:
         for launch, kernel in zip(launches, kernels, strict=True):
             variant = launch.variant
             struct = (plain if variant.params == plain.dtype else hopper).copy()
-            counter = np.zeros(2, np.int32)
+            counter = np.zeros(4, np.int32)
             if variant.persistent and self.counter:
-                struct["counter"], counter = buffers.memory.output("counter", (2,), np.int32)
+                struct["counter"], counter = buffers.memory.output("counter", (4,), np.int32)
                 counter[:] = 0
-            kernel(launch.grid, variant.threads, variant.smem_bytes, [struct], mode, self.seed)
+            facts = launch.grid, variant.threads, variant.smem_bytes
+            kernel(*facts, [struct], mode, self.seed, dependent=variant.dependent)
             self.collectives += kernel.stats.collectives
             self.matrix_ops += kernel.stats.matrix_ops
             if counter.any():

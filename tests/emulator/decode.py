@@ -152,6 +152,9 @@ class CacheSession:
         variants = [variant] if plan.combine is None or not plan.combine_grid else [variant, plan.combine]
         first, *second = kernels_of(variants, self.device, self.headers)
         cluster = max(1, variant.tile.cluster)
-        first(plan.grid, variant.threads, variant.smem_bytes, [struct], self.mode, self.seed, cluster)
+        how = self.mode, self.seed
+        facts = plan.grid, variant.threads, variant.smem_bytes
+        first(*facts, [struct], *how, cluster, variant.dependent)
         for kernel, combine in zip(second, variants[1:], strict=True):
-            kernel(plan.combine_grid, combine.threads, combine.smem_bytes, [plain], self.mode, self.seed)
+            facts = plan.combine_grid, combine.threads, combine.smem_bytes
+            kernel(*facts, [plain], *how, dependent=combine.dependent)

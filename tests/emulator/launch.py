@@ -69,6 +69,7 @@ MODES = {
 
 _CONFIG = (
     "poison", "max_reports", "cluster", "resident", "lanes_alone", "votes_order", "whole_a", "ordered_red", "planted",
+    "dependent",
 )  # fmt: skip
 
 
@@ -200,18 +201,17 @@ class EmulatedKernel:
         mode: Mode = MODES["race"],
         seed: int = 0,
         cluster: int = 1,
+        dependent: bool = False,
     ) -> None:
-        """Run the grid.
-
-        Args:
-            args: the kernel's parameters: NumPy structured scalars, NumPy numbers, or bytes-like tensor maps.
+        """Run the grid, which may be `dependent`: start before the launch in front of it has ended. `args`: its
+        parameters: NumPy structured scalars, NumPy numbers, or bytes-like tensor maps.
 
         Raises:
             EmulatorError: with what was found, where in the kernel, by which block, warp and lane.
         """
         values = [np.ascontiguousarray(a).copy() for a in args]
         pointers = (ctypes.c_void_p * len(values))(*[v.ctypes.data for v in values])
-        facts = dataclasses.asdict(mode) | {"cluster": cluster, "planted": self.planted}
+        facts = dataclasses.asdict(mode) | {"cluster": cluster, "planted": self.planted, "dependent": dependent}
         config = _Config(grid, threads, smem_bytes, mode.scheduler, mode.completion, mode.race, seed)
         for name in _CONFIG:
             setattr(config, name, int(facts[name]))

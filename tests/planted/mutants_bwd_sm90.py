@@ -43,6 +43,11 @@ ONE_KERNEL = (
     _bug("NaN of hidden queries let through", change("dk-and-dv-finite-sm90", "ptx::vote_all(stage<T>(tile, row0, acc))", "stage<T>(tile, row0, acc) || true"), "nan-in-queries-d64"),
     _bug("NaN of hidden keys let through", change("dq-finite-convert", "!ptx::vote_all(stage_rows<T>(sdQ, row0, dQ, col0))", "stage_rows<T>(sdQ, row0, dQ, col0); false"), "nan-in-hidden-key"),
     _bug("dQ of queries that see no key not zero", without("unseen-queries-zero"), "more-queries-causal"),
+    _bug("row_stats read while delta may still write them", without("row-stats-awaited"), "dense-d64", r"RACE, access before griddepcontrol.wait: buffer 'row_stats'"),
+    _bug("row_stats read by a repair while delta may still write them", without("row-stats-awaited-again"), "nan-in-queries-d64", r"RACE, access before griddepcontrol.wait: buffer 'row_stats'"),
+    _bug("dQ added while delta may still clear it", without("cleared-dq-awaited"), "dense-d64", r"RACE, access before griddepcontrol.wait: buffer 'dq_"),
+    _bug("tiles taken from a list that delta may still write", without("tile-list-awaited"), "packed-unequal", r"RACE, access before griddepcontrol.wait: buffer 'key_tiles'"),
+    _bug("dQ converted while it may still be added to", without("main-awaited"), "dense-d64", r"RACE, access before griddepcontrol.wait"),
 )  # fmt: skip
 
 # ---- beyond, where v is narrower: the same kernel, other visits ----
@@ -62,6 +67,8 @@ WIDE_VISITS = (
 
 # ---- beyond: dK and dV, then dQ ----
 TWO_KERNELS = (
+    _bug("row_stats read while delta may still write them, wide", without("delta-awaited-dkv"), "dense-d256", r"RACE, access before griddepcontrol.wait"),
+    _bug("bwd_dq started before delta has ended", postpone("delta-awaited-dkv", behind="dq-behind-delta"), "dense-d256", r"RACE, access before griddepcontrol.wait: buffer 'row_stats'"),
     _bug("P taken before it is handed over", without("p-full"), "dense-d256", _RACE),
     _bug("P handed over before the last one is taken", without("p-empty"), "dense-d192", r"RACE|PHASE OVERRUN|more arrivals"),
     _bug("no wait for the other role's operand", without("operand-of-the-other-full"), "dense-d256", _RACE),

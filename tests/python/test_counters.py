@@ -81,7 +81,7 @@ def test_counters_are_zeros_before_anyone_uses_them(runtime: Runtime) -> None:
     found.reserve(5)
     first = found.address(5)
     ((start, value, size),) = runtime.cleared
-    assert (value, size) == (0, 8 * CHUNK)
+    assert (value, size) == (0, 16 * CHUNK)
     assert start <= first < start + size
     assert runtime.waited == [0]
 

@@ -19,6 +19,10 @@ extern EmuThread *emu_self;  // the thread that is running
 // Whether a bug of the headers is alive (tests/emulator/shared.py).
 bool emu_planted(int number);
 
+// Launches that overlap: waits for those in front of this one to end; lets the one behind it start.
+void emu_wait_for_launches();
+void emu_start_dependents();
+
 // Shared memory. An address is (rank of the block in its cluster) << 18 | offset.
 uint32_t emu_smem_base();
 void emu_ld_shared(uint32_t addr, uint32_t bytes, void *out, EmuSite site);

@@ -44,6 +44,7 @@ struct Config {
     int whole_a;      // the detector takes each warp of a wgmma to read all 64 rows of A, not its own 16
     int ordered_red;  // additions to one address by different blocks must be ordered (deterministic kernels)
     int planted;      // the number of the bug that is alive
+    int dependent;    // it may start before the launch in front of it has ended
 };
 
 struct Stats { u64 switches, collectives, matrix_ops, async_ops, accesses, races, ldmatrix, ldmatrix_wavefronts; };

@@ -3,6 +3,8 @@
 
 #include <sys/mman.h>
 
+#include <set>
+
 namespace emu {
 
 std::vector<Buffer> buffers;
@@ -15,7 +17,23 @@ static std::map<const void *, Knowledge> flags;
 // Who has added to an integer since the last store to it.
 static std::map<const void *, std::vector<GlobalAccess>> additions;
 
+// ---- Launches that overlap ----
+// Those in front of this one that may not have ended: the one before, if this one depends on it; and those that may not have
+// ended when that one started, if it let others start before it had waited itself.
+static std::set<int> running;
+static int launch_number;
+static bool starts_others_early;
+
+static void begin_launch() {
+    if (!config.dependent || !starts_others_early) running.clear();
+    if (config.dependent) running.insert(launch_number);
+    ++launch_number;
+    starts_others_early = false;
+    for (Buffer &b : buffers) b.written_before = b.written, b.read_before = b.read;
+}
+
 void reset_global() {
+    begin_launch();
     forget_bounds();
     flags.clear();
     additions.clear();
@@ -118,6 +136,15 @@ static void check(Fiber &f, Buffer &b, GlobalCell &cell, const GlobalAccess &now
     else *same = now;
 }
 
+// What others may still write is not read, and what they may still read or write is not written.
+static void check_awaited(const Fiber &f, Buffer &b, int kind, Site site) {
+    const bool writes = kind != kGlobalRead;
+    if (!f.has_waited && (running.count(b.written_before) || (writes && running.count(b.read_before))))
+        report_race("access before griddepcontrol.wait", "buffer '" + std::string(b.name) + "'",
+                    f.cluster->clocks.name(f.index), "", site, 0);
+    (writes ? b.written : b.read) = launch_number;
+}
+
 void global_access_async(Fiber &f, const void *p, u32 bytes, int kind, int component, u32 clock, const char *op,
                          Site site) {
     Buffer *b = find_buffer(p);
@@ -132,6 +159,7 @@ void global_access_async(Fiber &f, const void *p, u32 bytes, int kind, int compo
         if (kind == kGlobalRead) loaded_near(p) = {b->lo, b->lo + b->bytes};
         return;
     }
+    check_awaited(f, *b, kind, site);
     if (b->cells.empty()) b->cells.resize(b->bytes / b->granule + 1);
     const GlobalAccess now{f.cluster->serial, clock, static_cast<i16>(component), intern(site), kind == kGlobalAtomic};
     for (long long a = offset / b->granule; a <= (offset + bytes - 1) / b->granule; ++a)
@@ -175,15 +203,16 @@ static void learn_from(const void *p) {
 using namespace emu;
 
 // Strong operations on one address do not race with each other: bounds only.
-static void strong_access(const void *p, const char *op, Site site) {
+static void strong_access(const void *p, int kind, const char *op, Site site) {
     const int race = config.race;
     config.race = 0;
     global_access(p, 4, kGlobalWrite, op, site);
     config.race = race;
+    if (race) check_awaited(*current, *find_buffer(p), kind, site);
 }
 
 int emu_ld_acquire(const int *p, Site site) {
-    strong_access(p, "ld.acquire", site);
+    strong_access(p, kGlobalRead, "ld.acquire", site);
     preempt();
     learn_from(p);
     return *p;
@@ -202,7 +231,7 @@ static void check_store_over_additions(const void *p, Site site) {
 }
 
 void emu_st_release(int *p, int x, Site site) {
-    strong_access(p, "st.release", site);
+    strong_access(p, kGlobalWrite, "st.release", site);
     check_store_over_additions(p, site);
     publish_at(p, true);
     *p = x;
@@ -210,7 +239,7 @@ void emu_st_release(int *p, int x, Site site) {
 }
 
 int emu_atomic_add_s32(int *p, int x, bool acquire_release, Site site) {
-    strong_access(p, "atom.add", site);
+    strong_access(p, kGlobalAtomic, "atom.add", site);
     if (config.race) {
         Fiber &f = *current;
         additions[p].push_back(
@@ -235,6 +264,9 @@ void emu_red_add_f32(float *p, const float *x, int count, Site site) {
     global_access(p, 4 * count, kGlobalAtomic, "red.global.add", site);
     for (int i = 0; i < count; ++i) p[i] += x[i];
 }
+
+void emu_wait_for_launches() { current->has_waited = true; }
+void emu_start_dependents() { starts_others_early |= !current->has_waited; }
 
 void emu_nanosleep(Site site) { sleep_current(site); }
 

@@ -26,7 +26,9 @@ struct Buffer {
     char *map;
     size_t map_bytes;
     bool writable;
-    std::vector<GlobalCell> cells;  // made at the first write
+    int written, read;                // the number of the last launch that did; 0: none
+    int written_before, read_before;  // the same, but for this launch
+    std::vector<GlobalCell> cells;    // made at the first write
     std::vector<std::vector<GlobalAccess>> more;
 };
 

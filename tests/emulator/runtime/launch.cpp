@@ -79,6 +79,7 @@ static void start_thread(Cluster &c, int index) {
     f.result = false;
     f.operand = 0;
     f.known_blocks.reset();
+    f.has_waited = false;
     f.common = 0;
     f.copies.clear();
     f.copy_groups.clear();

@@ -33,7 +33,8 @@ struct alignas(64) Fiber : EmuThread {
     Cluster *cluster;
     bool result;  // of bar.red
     Knowledge known_blocks;
-    u32 common;  // not 0: who has the same has the same clocks, but for his own component; 0 at any other change
+    bool has_waited;  // for the launches in front of this one
+    u32 common;       // not 0: who has the same has the same clocks, but for his own component; 0 at any other change
     std::vector<CpAsync> copies;                    // cp.async, open group
     std::vector<std::vector<CpAsync>> copy_groups;  // committed, oldest first
     std::vector<CpAsync> copies_of_before;          // room for a group to come

@@ -6,8 +6,8 @@ namespace ptx {
 u32 dynamic_smem_1024() { return emu_smem_base(); }
 
 // ---- Programmatic dependent launch ----
-void griddepcontrol_wait() {}  // launches run one after the other
-void griddepcontrol_launch_dependents() {}
+void griddepcontrol_wait() { emu_wait_for_launches(); }  // which have ended: what counts is who has waited (global.cpp)
+void griddepcontrol_launch_dependents() { emu_start_dependents(); }
 
 // ---- Clusters ----
 u32 cluster_ctarank() { return static_cast<u32>(emu_self->cluster_rank); }
