@@ -8,6 +8,7 @@ from typing import Any
 from ..arrays.adapters import Native, Signature, place
 from ..errors import ArgumentError
 from ..mods.description import read
+from ..operand import MASK_TILE
 from ..operands import Operand, Pass, shape_of
 from ..options import Options
 from ..plan.extents import Extents
@@ -70,6 +71,8 @@ def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, devic
     sizes = sizes_of(Extents.of(problem), problem.widths, problem.packed)
     shape = shape_of(dims, sizes)
     wanted = "fp64" if (row.dtype, problem.dtype) == ("fp32", "fp64") else row.dtype or problem.dtype
+    if row.name == "block_tiles" and problem.packed:
+        _check_room(sig.shape, shape, problem)
     takes_fp32 = row.broadcasts and not row.dtype and problem.dtype in HALF
     if takes_fp32 and dtype == "fp32":
         wanted = "fp32"
@@ -84,6 +87,16 @@ def _check_own(row: Operand, sig: Signature, dtype: str, problem: Problem, devic
             f"{row.name}: expected shape {words}, dtype {wanted}, on {place(device)}; got "
             f"{tuple(sig.shape)}, {dtype}, on {place(sig.device)}"
         )
+
+
+def _check_room(tiles: Sequence[int], wanted: Sequence[int], problem: Problem) -> None:
+    """Refuse a block mask with room for longer or shorter sequences than a bias or a mask beside it has."""
+    for axis, (what, room) in enumerate((("queries", problem.max_seqlen_q), ("keys", problem.max_seqlen_k)), 2):
+        if tiles[axis] != wanted[axis] and problem.bias is not None:
+            raise ArgumentError(
+                f"block_mask: expected {wanted[axis]} tiles of {MASK_TILE} {what}, since {problem.bias.argument} has "
+                f"room for {room}, got {tiles[axis]}; make both for sequences of the same length"
+            )
 
 
 def _words(dims: Sequence[str]) -> str:

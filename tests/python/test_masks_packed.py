@@ -90,7 +90,12 @@ WRONG: tuple[tuple[BlockMask, dict[str, Any], str], ...] = (
     (
         masks.local(LONGEST, left=3),
         {"bias": np.zeros((140, 1))},
-        r"^block_tiles: .* = \(4, 4, 3, 2\), .*\(1, 1, 2, 2\)",
+        r"^block_mask: expected 3 tiles of 64 queries, since bias has room for 140, got 2; make both for",
+    ),
+    (
+        masks.local(140, LONGEST, left=3),
+        {"mask": np.ones((140, 140), bool)},
+        r"^block_mask: expected 3 tiles of 64 keys, since mask has room for 140, got 2",
     ),
 )
 
