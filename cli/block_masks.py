@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cupyflash import masks
-from cupyflash.block_mask import EMPTY, TILE
+from cupyflash.mask_tiles import EMPTY, TILE
 from cupyflash.masks import BlockMask
 from cupyflash.problem import Problem
 

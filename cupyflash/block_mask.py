@@ -1,9 +1,4 @@
-"""Block masks as kernels read them: tiles of 64 queries by 64 keys, each empty, full, or seen in part.
-
-Two arrays: ``tiles``, ``(batch or 1, heads or 1, q_tiles, k_tiles)`` int32, where 0 is empty, 1 is full and 2 + n has
-the bits number n; and ``bits``, ``(n, 256)`` int32, at least one row. A row holds 64 times 64 bits by query, the first
-key lowest, and then the same by key. Rows and keys behind the last one have no meaning.
-"""
+"""Block masks: which keys each query sees, by tiles, and what becomes of two of them."""
 
 from __future__ import annotations
 
@@ -15,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ArgumentError
-from .operand import MASK_TILE, TILE_WORDS
+from .mask_tiles import EMPTY, FIRST, FULL, TILE, bits_of, cut_off, elements, no_bits
+from .operand import TILE_WORDS
 
 Array = NDArray[Any]
-TILE = MASK_TILE
-EMPTY, FULL, FIRST = 0, 1, 2
 
 
 def code_of(tiles: tuple[int, ...]) -> int:
@@ -35,10 +29,10 @@ class BlockMask:
     torch's, of flex_attention.
 
     Attributes:
-        tiles, bits: as above, in NumPy arrays that nobody can write to.
+        tiles, bits: as in `mask_tiles`, in NumPy arrays that nobody can write to.
         seqlen_q, seqlen_k: how many queries and keys it is for.
         first_key: of these, counted in its tiles.
-        kept: copies on other devices.
+        kept: copies on other devices, and what packed sequences take in its place.
     """
 
     tiles: Array
@@ -56,9 +50,9 @@ class BlockMask:
             view.flags.writeable = False
             object.__setattr__(self, label, view)
 
-    def __reduce__(self) -> tuple[type[BlockMask], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., BlockMask], tuple[Any, ...]]:
         """Copies, and what is pickled, are without those on other devices, which another process may not have."""
-        return type(self), (self.tiles, self.bits, self.seqlen_q, self.seqlen_k, self.first_key)
+        return _restored, (self.tiles, self.bits, self.seqlen_q, self.seqlen_k, self.first_key)
 
     def __repr__(self) -> str:
         """What it is of, and how many tiles of each kind."""
@@ -93,20 +87,16 @@ class BlockMask:
         return replace(self, tiles=self.tiles[b : b + 1], **lengths, first_key=self.first_key + keys.start)
 
     def padded(self) -> BlockMask:
-        """The same for whole tiles: queries behind the last one see nothing, and keys there are not seen."""
-        queries, keys = (np.arange(TILE) < (n % TILE or TILE) for n in (self.seqlen_q, self.seqlen_k))
-        if queries.all() and keys.all():
+        """The same for whole tiles, as packed sequences take it: queries behind the last one see nothing, and keys
+        there are not seen. Kept as soon as a mask is made, since a program of torch.compile could not make it."""
+        if self.seqlen_q % TILE == self.seqlen_k % TILE == 0 or self.tiles.size == 0:
             return self
-        rows, columns = np.broadcast_arrays(queries[:, None], keys)
-        tiles = np.full((1, 1, *self.tiles.shape[2:]), FULL, np.int32)
-        if not queries.all():
-            tiles[:, :, -1] = FIRST
-        if not keys.all():
-            tiles[..., -1] = FIRST + 1
-        tiles[..., -1, -1] = FIRST + 2
-        seqlen_q, seqlen_k = (TILE * n for n in tiles.shape[2:])
-        whole = replace(self, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        return whole & BlockMask(tiles, bits_of(np.stack([rows, columns, rows & columns])), seqlen_q, seqlen_k)
+        if "padded" not in self.kept:
+            tiles, bits = cut_off(self.tiles, self.bits, self.seqlen_q, self.seqlen_k)
+            seqlen_q, seqlen_k = (TILE * n for n in tiles.shape[2:])
+            self.kept["padded"] = replace(self, tiles=tiles, bits=bits, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        found: BlockMask = self.kept["padded"]
+        return found
 
     def of(self, batch: int, head: int) -> Array:
         """Which keys each query of one head sees: (seqlen_q, seqlen_k)."""
@@ -165,14 +155,14 @@ class BlockMask:
     def compact(self) -> BlockMask:
         """The same with each pattern once, and none that is empty or full."""
         if not (self.tiles >= FIRST).any():
-            return replace(self, bits=no_bits())
+            return _ready(replace(self, bits=no_bits()))
         used, at = np.unique(self.tiles[self.tiles >= FIRST] - FIRST, return_inverse=True)
         words = np.ascontiguousarray(self.bits[used])
         rows = words.view(np.dtype((np.void, words.itemsize * TILE_WORDS))).ravel()
         _, first, number = np.unique(rows, return_index=True, return_inverse=True)
         tiles = self.tiles.copy()
         tiles[self.tiles >= FIRST] = FIRST + number.ravel()[at.ravel()]
-        return replace(self, tiles=tiles, bits=words[first])
+        return _ready(replace(self, tiles=tiles, bits=words[first]))
 
     def _combined(self, other: BlockMask, with_or: bool) -> BlockMask:
         """What both see, or what either does."""
@@ -202,6 +192,17 @@ class BlockMask:
         return replace(self, tiles=tiles, bits=np.concatenate(bits)).compact()
 
 
+def _ready(mask: BlockMask) -> BlockMask:
+    """A mask that is made, with all that is kept beside it."""
+    mask.padded()
+    return mask
+
+
+def _restored(*fields: Any) -> BlockMask:
+    """A mask that was pickled."""
+    return _ready(BlockMask(*fields))
+
+
 def _ours(mask: Any) -> BlockMask:
     """A mask, or another library's, as `mask_arrays` takes it.
 
@@ -218,19 +219,3 @@ def _by_tiles(reduce: Any, seen: Array, seqlen_k: int) -> Array:
     """(batch, heads, k_tiles) of (batch, heads, queries, seqlen_k)."""
     found: Array = reduce.reduceat(reduce.reduce(seen, axis=2), np.arange(0, seqlen_k, TILE), axis=2)
     return found
-
-
-def no_bits() -> Array:
-    return np.zeros((1, TILE_WORDS), np.int32)
-
-
-def bits_of(elements: Array) -> Array:
-    """Rows of bits, of (n, 64, 64) booleans."""
-    packed = [np.packbits(x, axis=-1, bitorder="little") for x in (elements, elements.swapaxes(1, 2))]
-    return np.stack(packed, axis=1).reshape(len(elements), 4 * TILE_WORDS).view(np.int32)
-
-
-def elements(bits: Array) -> Array:
-    """The inverse."""
-    by_query = np.ascontiguousarray(bits[:, : TILE_WORDS // 2]).view(np.uint8)
-    return np.unpackbits(by_query, axis=-1, bitorder="little").reshape(-1, TILE, TILE).astype(bool)

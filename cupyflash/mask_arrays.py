@@ -93,7 +93,7 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
             f"{mask.seqlen_q} and {mask.seqlen_k}"
         )
     if packed:  # sequences may end anywhere in its last tiles
-        mask = mask.kept["padded"] if "padded" in mask.kept else mask.kept.setdefault("padded", mask.padded())
+        mask = mask.padded()
     arrays = {"block_tiles": mask.tiles, "block_bits": mask.bits}
     return {name: placed(name, x, q, mask.kept) for name, x in arrays.items()}
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .block_mask import EMPTY as _EMPTY
-from .block_mask import FULL as _FULL
-from .block_mask import TILE as _TILE
 from .block_mask import BlockMask as BlockMask
-from .block_mask import no_bits
 from .errors import ArgumentError
 from .mask_arrays import from_torch as from_torch
+from .mask_tiles import EMPTY as _EMPTY
+from .mask_tiles import FULL as _FULL
+from .mask_tiles import TILE as _TILE
+from .mask_tiles import no_bits
 from .options import whole
 from .problem import MAX_SEQLEN
 
@@ -75,7 +75,7 @@ def from_blocks(
         return BlockMask.from_stripes(shape, lambda r: x[:, :, np.arange(r.start, r.stop) // rows][..., of_key])
     tiles = np.repeat(np.repeat(np.where(x, _FULL, _EMPTY), rows // _TILE, 2), keys // _TILE, 3).astype(np.int32)
     cut = tiles[:, :, : -(-seqlen_q // _TILE), : -(-seqlen_k // _TILE)]
-    return BlockMask(np.ascontiguousarray(cut), no_bits(), seqlen_q, seqlen_k)
+    return BlockMask(np.ascontiguousarray(cut), no_bits(), seqlen_q, seqlen_k).compact()
 
 
 def local(seqlen_q: int, seqlen_k: int | None = None, *, left: int | None, right: int | None = 0) -> BlockMask:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..block_mask import FIRST, FULL, TILE, BlockMask, bits_of, no_bits
+from ..block_mask import BlockMask
 from ..errors import ArgumentError
+from ..mask_tiles import FIRST, FULL, TILE, bits_of, no_bits
 from .followed import numbers_as_indices
 
 Array = NDArray[Any]

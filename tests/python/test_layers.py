@@ -44,6 +44,7 @@ PYTHON_LAYERS = (
     ("sequences",),
     ("problem",),
     ("bias", "block_mask"),
+    ("mask_tiles",),
     ("options",),
     ("scales", "mods"),
     ("arrays", "gpu"),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cupyflash import ArgumentError, attention_varlen, attention_varlen_backward, masks
-from cupyflash.block_mask import TILE, BlockMask
+from cupyflash.block_mask import BlockMask
 from cupyflash.gpu.device import Device
+from cupyflash.mask_tiles import TILE
 from cupyflash.plan.families import plan_call
 from cupyflash.problem import make_problem
 
@@ -154,6 +156,27 @@ def test_torch(arrays: tuple[np.ndarray, ...], rng: np.random.Generator) -> None
     flex = create_block_mask(lambda b, h, i, j: i - j < 30, None, None, 128, 128, device="cpu")
     ours = masks.from_dense(np.arange(128)[:, None] - np.arange(128) < 30)
     torch.testing.assert_close(attend(q, k, v, flex), attend(q, k, v, ours))
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_a_compiled_program_takes_masks_that_no_call_had(is_pickled: bool, rng: np.random.Generator) -> None:
+    """Of lengths that are no multiples of a tile, another one each time; the whole call is in the program."""
+    import torch
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    programs = CompileCounter()
+    attend = torch.compile(
+        lambda x, cu, mask: attention_varlen(x, x, x, cu, block_mask=mask), backend=programs, fullgraph=True
+    )
+    x, cu = torch.from_numpy(rng.standard_normal((TOTAL, H, 16))), torch.from_numpy(CU)
+    for room in (LONGEST, LONGEST, 128, 150, 139, 200):
+        seen = seen_of(rng, room, (1, 1))
+        mask = masks.from_dense(seen)
+        found = attend(x, cu, pickle.loads(pickle.dumps(mask)) if is_pickled else mask)
+        torch.testing.assert_close(found, attention_varlen(x, x, x, cu, mask=torch.from_numpy(seen)))
+    assert programs.frame_count <= 5
 
 
 @pytest.mark.needs("jax")
