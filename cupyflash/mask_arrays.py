@@ -72,7 +72,8 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
     """The arrays of a mask beside q and k, in their library and on their device, by the names of the table of arrays.
 
     Raises:
-        ArgumentError: it is no mask, or one of other lengths; or, beside packed sequences, one of none.
+        ArgumentError: it is no mask, or one of other lengths; or, beside packed sequences, one of none. Numbers in its
+            text are ints: torch.compile writes no symbols into texts.
     """
     mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
     q, k, axis, packed = arrays["q"], arrays["k"], 1 if layout == "bshd" else 2, "cu_seqlens_q" in arrays
@@ -81,8 +82,8 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
         lengths = q.shape[axis], k.shape[axis]
         if lengths != (mask.seqlen_q, mask.seqlen_k):
             raise ArgumentError(
-                f"block_mask: expected one of {lengths[0]} queries and {lengths[1]} keys, as q and k have, got one of "
-                f"{mask.seqlen_q} and {mask.seqlen_k}"
+                f"block_mask: expected one of {int(lengths[0])} queries and {int(lengths[1])} keys, as q and k have, "
+                f"got one of {int(mask.seqlen_q)} and {int(mask.seqlen_k)}"
             )
     for i, (name, n) in enumerate((("batch", batch), ("heads_q", q.shape[3 - axis - packed]))):
         if mask.tiles.shape[i] not in (1, n):
@@ -90,7 +91,7 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
     if packed and mask.tiles.size == 0:
         raise ArgumentError(
             "block_mask: expected room for the longest sequence, at least 1 query and 1 key, got a mask of "
-            f"{mask.seqlen_q} and {mask.seqlen_k}"
+            f"{int(mask.seqlen_q)} and {int(mask.seqlen_k)}"
         )
     if packed:  # sequences may end anywhere in its last tiles
         mask = mask.padded()

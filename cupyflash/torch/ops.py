@@ -95,14 +95,15 @@ def _fake(which: Pass) -> Callable[..., tuple[Tensor, ...]]:
     """What it returns, by shapes, dtypes and strides alone; all results are contiguous.
 
     Where all numbers are known they are checked as in a call. Symbolic ones are not asked, since each question narrows
-    what the traced program is good for: the call itself checks them.
+    what the traced program is good for: the call itself checks them. How many dimensions there are is always known.
     """
 
     def fake(*values: Any) -> tuple[Tensor, ...]:
         for op in operators(which):
             inductor.ready(which, op)
         arrays, options, wanted = read_by_name(which, values)
-        if not any(isinstance(n, SYMBOLS) for n in (*flat(options), *(n for x in arrays.values() for n in x.shape))):
+        numbers = *flat(options), *(n for x in arrays.values() for n in x.shape)
+        if _lacks_dims(which, arrays, options.layout) or not any(isinstance(n, SYMBOLS) for n in numbers):
             signatures = [TORCH.signature(x) for x in arrays.values()]
             check(which, tuple(arrays), TORCH, signatures, options)
         made = which.made(arrays, (*_LSE, *wanted) if which is FORWARD else wanted)
@@ -110,6 +111,12 @@ def _fake(which: Pass) -> Callable[..., tuple[Tensor, ...]]:
         return all_of(which, found, arrays["q"])
 
     return fake
+
+
+def _lacks_dims(which: Pass, arrays: Mapping[str, Tensor], layout: str) -> bool:
+    """Whether q, k or v has not as many dimensions as it should."""
+    packed = "cu_seqlens_q" in arrays
+    return any(arrays[name].dim() != len(dims_of(which.rows[name], layout, packed)) for name in "qkv")
 
 
 def _empty(row: Operand, arrays: Mapping[str, Tensor], layout: str) -> Tensor:

@@ -442,6 +442,25 @@ def test_a_mask_that_was_first_used_where_torch_follows(first: str) -> None:
 
 
 @pytest.mark.needs("torch")
+def test_a_compiled_program_names_a_mask_of_other_lengths() -> None:
+    import torch
+
+    torch._dynamo.reset()
+    x, cu_seqlens = torch.randn(2, N, 2, 16), torch.tensor([0, N], dtype=torch.int32)
+    options: dict[str, Any] = {"backend": "eager", "fullgraph": True, "dynamic": True}
+    dense = torch.compile(lambda x, mask: cupyflash.attention(x, x, x, block_mask=mask), **options)
+    packed = torch.compile(lambda x, mask: cupyflash.attention_varlen(x, x, x, cu_seqlens, block_mask=mask), **options)
+    dense(x, masks.local(N, left=3))
+    with pytest.raises(
+        Exception, match=f"block_mask: expected one of {N} queries and {N} keys, .*, got one of 9 and 8"
+    ):
+        dense(x, masks.local(9, 8, left=3))
+    packed(x[0], masks.local(N, left=3))
+    with pytest.raises(Exception, match=r"block_mask: expected room for .*, got a mask of 0 and 8"):
+        packed(x[0], masks.local(0, 8, left=3))
+
+
+@pytest.mark.needs("torch")
 @pytest.mark.parametrize("theirs", [False, True])
 def test_a_compiled_program_serves_all_masks(theirs: bool) -> None:
     """Of documents, say, which each batch has others of; with as many patterns, and with others."""

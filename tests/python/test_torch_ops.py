@@ -332,6 +332,18 @@ def test_wrong_arguments_are_named_by_compiled_code(compiler: Any) -> None:
         torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=True)(*x)
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_dimensions_are_counted_where_lengths_are_symbols(layout: str, compiler: Any) -> None:
+    names = "batch, seqlen, heads, head_dim" if layout == "bshd" else "batch, heads, seqlen, head_dim"
+    x, row = torch.randn(2, 5, 3, 8), torch.randn(5, 3, 8)
+    for name, arrays in (("q", (row, x, x)), ("v", (x, x, row))):
+        program = torch.compile(
+            lambda *x: cupyflash.attention(*x, layout=layout), backend="eager", fullgraph=True, dynamic=True
+        )
+        with pytest.raises(Exception, match=rf"{name}: expected 4 dimensions \({names}\), got shape \(.*\)"):
+            program(*arrays)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_second_derivatives_of_compiled_code_are_errors(backend: str, compiler: Any) -> None:
     x = make(grad=True)
