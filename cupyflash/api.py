@@ -98,8 +98,8 @@ def attention(
             ``"score + table[h, max(0, q - k)]"``, or a Python function of these, as FlexAttention takes them, which is
             called with symbols: ``lambda score, b, h, q, k: score - abs(q - k)``. It becomes part of the kernel, and so
             does its derivative by the score. -inf hides a key.
-        mask_mod: whether a key is visible, likewise, of ``b``, ``h``, ``q``, ``k``. Keys that mods hide are computed
-            all the same: causal, window and kv_range leave them out.
+        mask_mod: whether a key is visible, likewise, of ``b``, ``h``, ``q``, ``k``; tiles as of a mask, where that has
+            them and their bits have room (docs/mods.md). Keys that a score_mod hides are computed.
         mod_arrays: the arrays that mods read, by name, of q's library and device: fp32, fp64, fp16, bf16, int32, int64
             or bool, 1 to 4 dimensions, at most 4 of them. An index beyond an array counts as the nearest in it. A
             function brings those that its closure or module holds. On PyTorch tensors that require grad, floats that
