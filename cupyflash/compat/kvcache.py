@@ -112,6 +112,8 @@ def _turned(
         wide = torch.promote_types(q.dtype, torch.float32)
         cos, sin = (x if x.dtype in (q.dtype, wide) else x.to(wide) for x in (cos.contiguous(), sin.contiguous()))
         return q, k, {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
+    used = used if isinstance(used, Tensor) else torch.full((1,), used, device=q.device)
+    used = used.expand(len(q))  # an integer too: as in the kernels, positions that the tables lack are not turned
     k = apply_rotary_emb(k, cos, sin, interleaved, False, used)
     if has_mask:
         return apply_rotary_emb(q, cos, sin, interleaved, False, used), k, {}

@@ -304,6 +304,17 @@ def test_cache_is_extended(turn: str | None, kind: str) -> None:
         assert_same(shown[chosen] if kind == "chosen" else shown, want_cache)
 
 
+@pytest.mark.parametrize("used", [4, torch.tensor(4, dtype=torch.int32), int32(4, 4)], ids=["integer", "0-d", "each"])
+@pytest.mark.parametrize("queries", [2, 3])
+def test_new_rows_beyond_the_tables_are_not_turned(queries: int, used: Any) -> None:
+    """However the lengths are given, and whoever turns them: the kernels or torch."""
+    q, k, (cos, sin) = random(2, queries, 2, 8), random(2, 2, 2, 8), tables(5, 8)
+    cache = random(2, 9, 2, 8)
+    flash_attn_with_kvcache(q, cache, cache.clone(), k, k, cos, sin, used, causal=True)
+    assert_same(cache[0, 4:5], turned(k[0, :1], cos, sin, torch.tensor([4]), True))
+    assert torch.equal(cache[:, 5], k[:, 1])
+
+
 def test_a_left_padded_sequence_without_keys() -> None:
     q, cache = random(2, 1, 2, 8), random(2, 6, 1, 8)
     used, pads = int32(4, 3), int32(4, 1)
