@@ -29,11 +29,13 @@ Place = Callable[[Any, Any, list[int], list[int]], None]
 
 
 class Launched(NamedTuple):
-    """One launch: the kernel's symbol, the blocks, and the params struct's bytes."""
+    """One launch: the kernel's symbol, the blocks, the params struct's bytes; whether it may start before the one in
+    front of it has ended."""
 
     symbol: str
     grid: int
     params: bytes
+    dependent: bool = False
 
 
 def plain(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> None:
@@ -78,7 +80,11 @@ class Gpu:
         self.launched.append(Launched(variant.symbol, grid, params))
 
     def dependent(self, function: int, grid: int, *block: int) -> Callable[..., None]:
-        return lambda stream, arguments, _=0: self.launch(function, grid, stream, arguments, 0)
+        def launch(stream: int, arguments: int, _: int = 0) -> None:
+            self.launch(function, grid, stream, arguments, 0)
+            self.launched[-1] = self.launched[-1]._replace(dependent=True)
+
+        return launch
 
     def encode(self, to: Any, dtype: Any, rank: Any, address: Any, sizes: Any, strides: Any, box: Any, *_: Any) -> int:
         self.encoded += 1

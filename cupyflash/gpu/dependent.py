@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import DeviceError
-from .driver import driver_function
+from .driver import driver_function, driver_version
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
 
@@ -39,6 +39,12 @@ def _launcher() -> Callable[..., int] | None:
     return found
 
 
+@functools.cache
+def _graphs_know_it() -> bool:
+    """Whether such a launch can become part of a CUDA graph; before CUDA 12.3 it is one that waits for all in front."""
+    return (driver_version() or (0, 0)) >= (12, 3)
+
+
 class DependentLaunch:
     """A kernel on a grid, as `jit.launcher` has its facts, that starts once all blocks of the one in front of it on the
     stream allow it (griddepcontrol.launch_dependents) or have ended, and waits for its end itself
@@ -46,7 +52,7 @@ class DependentLaunch:
 
     def __init__(self, function: int, *facts: int) -> None:
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        self._config = _Config(*facts, None, ctypes.addressof(self._attribute), 1)
+        self._config = _Config(*facts, None, ctypes.addressof(self._attribute), _graphs_know_it())
         self._lock = threading.Lock()  # of what says on which stream
         self._launch, self._at, self._function = _launcher(), ctypes.addressof(self._config), function
 
