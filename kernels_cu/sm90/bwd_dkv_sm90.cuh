@@ -94,6 +94,11 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
     RingPosition<V::kStages> ring;
     RingPosition<1> tiles;
     auto source = producer_tiles<V, KeysOf<V>, V::kBlockN, false>(p.plain, p.counter, smem.queue());
+    // bwd_delta makes row_stats, which bwd_dq reads at once.
+    const auto delta_has_ended = [] {
+        ptx::griddepcontrol_wait();               // @delta-awaited-dkv
+        ptx::griddepcontrol_launch_dependents();  // @dq-behind-delta
+    };
     for (;; source.draw(), tiles.next()) {
         const auto tile = source.next();
         if (tile.block < 0) break;
@@ -117,15 +122,20 @@ __device__ __forceinline__ void bwd_dkv_load(const BwdSm90Params &p, const BwdDk
         const Int<kRoleDS> of_ds;
         #pragma unroll 1
         for (int i = 0; i < visit.count; ++i, ring.next(), visit.next()) {
+            const auto load_stats = [&] {
+                ptx::cp_async_bulk_load(smem.stats(ring.stage),
+                                        row_stats_at<M>(p.plain, sequence, visit.head, visit.q0()), 8 * M,
+                                        smem.full(kRoleP, ring.stage));  // @statistics-of-the-visit-dkv
+            };
             load(of_p, p.map_q, 8 * M);
-            ptx::cp_async_bulk_load(smem.stats(ring.stage), row_stats_at<M>(p.plain, sequence, visit.head, visit.q0()),
-                                    8 * M, smem.full(kRoleP, ring.stage));  // @statistics-of-the-visit-dkv
-            if (i == 0) load_resident(of_p, p.map_k);
+            if (i > 0) load_stats();
+            else load_resident(of_p, p.map_k);
             load(of_ds, p.map_dout, 0);
-            if (i == 0) load_resident(of_ds, p.map_v);
+            if (i == 0) load_resident(of_ds, p.map_v), delta_has_ended(), load_stats();
         }
         if (visit.count == 0) load_resident(of_p, p.map_k), load_resident(of_ds, p.map_v);  // keeps the phases even
     }
+    delta_has_ended();  // also for a block without visits
 }
 
 // One consumer warpgroup. X is S or dP, W is P or dS, dKV is dV or dK.
@@ -295,7 +305,8 @@ struct BwdDkvGroup {
         }
         const int head_k = KeysOf<V>::head_k(p.plain, visit.key_head);
         if (!ptx::vote_all(stage<T>(tile, key0, dKV))) {
-            ptx::bar_warp_sync();  // the other lanes' stage() wrote parts of these rows
+            ptx::bar_warp_sync();        // the other lanes' stage() wrote parts of these rows
+            ptx::griddepcontrol_wait();  // row_stats are read again @row-stats-awaited-again-dkv
             const GradientRepair<V, M, false> again(p.plain, visit.sequence.index);  // @repair-in-its-sequence-dkv
             #pragma unroll 1
             for (int row = key0; row < key0 + 16; ++row)
@@ -331,8 +342,6 @@ __device__ __forceinline__ void bwd_dkv(const BwdSm90Params &p) {
     prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
     const BwdDkvSmem<V> smem{ptx::dynamic_smem_1024()};
     if (ptx::thread_index() == 0) smem.init();
-    ptx::griddepcontrol_wait();               // @delta-awaited-dkv
-    ptx::griddepcontrol_launch_dependents();  // only now: bwd_dq reads row_stats at once @dq-behind-delta
     ptx::bar_sync();
 
     const int role = uniform(ptx::thread_index() / 128);

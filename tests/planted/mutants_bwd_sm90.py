@@ -68,6 +68,7 @@ WIDE_VISITS = (
 # ---- beyond: dK and dV, then dQ ----
 TWO_KERNELS = (
     _bug("row_stats read while delta may still write them, wide", without("delta-awaited-dkv"), "dense-d256", r"RACE, access before griddepcontrol.wait"),
+    _bug("row_stats read by a repair while delta may still write them, wide", without("row-stats-awaited-again-dkv"), "nan-in-queries-d256", r"RACE, access before griddepcontrol.wait: buffer 'row_stats'"),
     _bug("bwd_dq started before delta has ended", postpone("delta-awaited-dkv", behind="dq-behind-delta"), "dense-d256", r"RACE, access before griddepcontrol.wait: buffer 'row_stats'"),
     _bug("P taken before it is handed over", without("p-full"), "dense-d256", _RACE),
     _bug("P handed over before the last one is taken", without("p-empty"), "dense-d192", r"RACE|PHASE OVERRUN|more arrivals"),
