@@ -163,7 +163,7 @@ TABLE: tuple[Operand | Number, ...] = (
     Number("page_size", "int", "pages", "k, v: [pages, page_size, heads_k, head_dim] (pages.cuh)", only="forward"),
     Number("pages", "int", "pages", only="forward"),
     Number("key_splits", "int", "pages", "parts of a sequence's keys (key_parts.cuh)", planned=True, only="forward"),
-    Operand("o_parts", ("heads_q", "key_splits", "seqlen_q", "head_dim"), "fp32", forward=_PARTS, feature="pages"),
+    Operand("o_parts", ("heads_q", "key_splits", "seqlen_q", "head_dim_v"), "fp32", forward=_PARTS, feature="pages"),
     Operand("lse_parts", ("heads_q", "key_splits", "seqlen_q"), "fp32", forward=_PARTS, feature="pages"),
     Operand(
         "key_tiles", ("n_blocks", "8"), "int32", feature="packed",

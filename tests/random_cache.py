@@ -44,6 +44,7 @@ def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8
         num_splits=draw(st.sampled_from([None, None, 1, 3])), batch_invariant=draw(st.booleans()),
         mods=draw(st.sampled_from(["", "", "", "relative", "documents", "capped", "hides", "adds", "scales"])),
         nonfinite=draw(st.sampled_from([False, False, True])),
+        head_dim_v=draw(st.sampled_from([None, None, *head_dims])),
         stored=draw(st.sampled_from(["", "", "int8", "e4m3"])), scale_dims=draw(st.integers(1, 2)),
         scale_spread=draw(st.sampled_from([1.0, 12.0])),
         memory=draw(st.sampled_from(["contiguous", "contiguous", "heads_first", "padded_rows", "misaligned"])),

@@ -50,16 +50,17 @@ class CacheArray(NamedTuple):
 
 _Q, _NEW = ("batch", "seqlen_q", "heads_q", "head_dim"), ("batch", "seqlen_new", "heads_k", "head_dim")
 _CACHE = ("slots", "slot_rows", "heads_k", "head_dim")
+_OUT, _NEW_V, _V_CACHE = ((*dims[:3], "head_dim_v") for dims in (_Q, _NEW, _CACHE))
 _ROTARY = ("rotary_positions", "rotary_dim / 2")
 _SCORES = ("batch", "heads_q", "seqlen_q", "capacity")
 
 CACHE_ARRAYS = (
     CacheArray("q", _Q, strided=True),
     CacheArray("k_cache", _CACHE, "cache", role=CACHE, strided=True),
-    CacheArray("v_cache", _CACHE, "cache", role=CACHE, strided=True),
+    CacheArray("v_cache", _V_CACHE, "cache", role=CACHE, strided=True),
     CacheArray("cache_seqlens", ("batch",), "int32"),
     CacheArray("k", _NEW, strided=True, optional=True),
-    CacheArray("v", _NEW, strided=True, optional=True),
+    CacheArray("v", _NEW_V, strided=True, optional=True),
     CacheArray("block_table", ("batch", "pages_per_sequence"), "int32", strided=True, optional=True),
     CacheArray("cache_batch_idx", ("batch",), "int32", optional=True),
     CacheArray("cu_seqlens_q", ("batch + 1",), "int32", optional=True),
@@ -73,7 +74,7 @@ CACHE_ARRAYS = (
     CacheArray("bias", _SCORES, "added", optional=True, broadcasts=True),
     CacheArray("mask", _SCORES, "bool", optional=True, broadcasts=True),
     *(CacheArray(name, (), "any", optional=True, free=True) for name in MOD_ARRAYS),
-    CacheArray("out", _Q, role=RESULT),
+    CacheArray("out", _OUT, role=RESULT),
     CacheArray("lse", ("batch", "heads_q", "seqlen_q"), "sum", role=RESULT, optional=True),
 )
 BY_NAME = {array.name: array for array in CACHE_ARRAYS}

@@ -10,7 +10,7 @@ from ..errors import ArgumentError, UnsupportedError
 from ..mods.description import read
 from ..operand import MOD_ARRAYS
 from ..options import Window, flag, make_options, whole
-from ..problem import DTYPES, HALF, MAX_SEQLEN, Problem, make_problem
+from ..problem import DTYPES, HALF, MAX_SEQLEN, Problem, check_head_dim, make_problem
 from .arrays import BY_NAME
 from .problem import CacheProblem
 from .shapes import check_dims, check_shape
@@ -149,12 +149,15 @@ def _dense(shapes: Mapping[str, Shape], dtype: str, options: CacheOptions) -> Pr
     """Scale, window and softcap, checked as those of `attention` are; and what can be said of heads and lengths."""
     *_, heads_q, head_dim = shapes["q"]
     slots, slot_rows, heads_k, head_dim_k = shapes["k_cache"]
-    if tuple(shapes["v_cache"]) != tuple(shapes["k_cache"]):
+    *rows_of_v, head_dim_v = shapes["v_cache"]
+    if tuple(rows_of_v) != (slots, slot_rows, heads_k):
+        wanted = slots, slot_rows, heads_k, head_dim_v
         raise ArgumentError(
-            f"v_cache: expected the shape of k_cache, {tuple(shapes['k_cache'])}, got {tuple(shapes['v_cache'])}"
+            f"v_cache: expected the shape of k_cache but for head_dim, {wanted}, got {tuple(shapes['v_cache'])}"
         )
     if head_dim_k != head_dim:
         raise ArgumentError(f"k_cache: expected the head_dim of q, {head_dim}, got {head_dim_k}")
+    check_head_dim("v_cache", head_dim_v)
     if heads_k == 0 or heads_q % heads_k:
         raise ArgumentError(f"k_cache: expected heads_k to divide heads_q = {heads_q}, got heads_k = {heads_k}")
     if "block_table" in shapes and slot_rows == 0:
@@ -165,10 +168,9 @@ def _dense(shapes: Mapping[str, Shape], dtype: str, options: CacheOptions) -> Pr
             f"k_cache: expected at most {MAX_SEQLEN} rows of a sequence, and as many sequences or pages, got "
             f"{capacity} and {slots}"
         )
-    k = (1, capacity, heads_k, head_dim)
-    rows = shapes["q"][-3]
+    rows_k = 1, capacity, heads_k
     return make_problem(
-        ((1, rows, heads_q, head_dim), k, k), (dtype,) * 3,
+        ((1, shapes["q"][-3], heads_q, head_dim), (*rows_k, head_dim), (*rows_k, head_dim_v)), (dtype,) * 3,
         causal=options.causal, scale=options.scale, window=options.window, softcap=options.softcap,
         alibi=len(shapes.get("alibi_slopes", ())),
     )  # fmt: skip
@@ -188,7 +190,7 @@ def _sized(
         heads_q=dense.heads_q,
         heads_k=dense.heads_k,
         head_dim=dense.head_dim,
-        head_dim_v=dense.head_dim,
+        head_dim_v=dense.head_dim_v,
         slots=slots,
         page_size=slot_rows if "block_table" in shapes else None,
         capacity=dense.seqlen_k,

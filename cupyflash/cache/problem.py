@@ -33,6 +33,7 @@ class CacheProblem:
 
     Attributes:
         dtype: of q, caches, k, v and out: "fp16", "bf16"; on the CPU also "fp32", "fp64".
+        head_dim: of q and k; head_dim_v: of v and out.
         batch: sequences of the call.
         seqlen_q: queries of each, or, packed, total_q: all rows of q.
         slots: the first dimension of the caches: sequences, or pages of the pool.
@@ -101,6 +102,21 @@ class CacheProblem:
         return 1 if self.stored else 2
 
     @property
+    def widths(self) -> tuple[int, int]:
+        """The head_dims, of q and k, and of v."""
+        return self.head_dim, self.head_dim_v
+
+    @property
+    def own_v(self) -> int:
+        """The head_dim of v where it differs from that of q and k; else 0."""
+        return self.head_dim_v if self.head_dim_v != self.head_dim else 0
+
+    @property
+    def widest(self) -> int:
+        """The larger head_dim."""
+        return max(self.widths)
+
+    @property
     def by_element(self) -> bool:
         """Whether what becomes of scores is read, or computed, for each of them."""
         return self.bias is not None or self.mods != ""
@@ -114,6 +130,11 @@ class CacheProblem:
     def group(self) -> int:
         """Heads of q that share a head of k."""
         return self.heads_q // self.heads_k
+
+    @property
+    def rows_q(self) -> tuple[int, ...]:
+        """The shape of q and of out, but for head_dim."""
+        return (self.seqlen_q, self.heads_q) if self.packed else (self.batch, self.seqlen_q, self.heads_q)
 
     @property
     def rows(self) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def parts(p: CacheProblem, arrays: Mapping[str, Array]) -> Iterator[Part]:
     """The sequences of a call, whose lengths are clamped to what there is room for."""
     dense = Problem(
         p.dtype, 1, p.seqlen_q, p.capacity, p.heads_q, p.heads_k, p.head_dim, p.scale, p.window, softcap=p.softcap,
-        alibi=p.alibi, sink=p.sink, bias=p.bias, mods=p.mods, mod_shapes=p.mod_shapes,
+        head_dim_v=p.head_dim_v, alibi=p.alibi, sink=p.sink, bias=p.bias, mods=p.mods, mod_shapes=p.mod_shapes,
     )  # fmt: skip
     for b in range(p.batch):
         rows = slice(0, p.seqlen_q)

@@ -132,7 +132,15 @@ class Oracle:
         of = features
         self.problem, self._forward = problem, (q, k, v, problem, of)
         self._unrounded = unrounded or (q, k, v)
-        self._backward = np.zeros_like(q) if dout is None else dout, q, k, v, problem, dlse, of
+        self._backward = (
+            np.zeros((*q.shape[:-1], v.shape[-1]), q.dtype) if dout is None else dout,
+            q,
+            k,
+            v,
+            problem,
+            dlse,
+            of,
+        )
         names = ["dq", "dk", "dv", *(f"d{name}" for name in of.learned)]
         self._dtypes = dict.fromkeys(names, problem.dtype)
         for name in () if of.mods is None else of.mods.learned:

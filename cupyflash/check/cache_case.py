@@ -38,6 +38,7 @@ class CacheCase:
         rotary: rotary_dim; 0: none.
         positions: rows of the rotary tables; 0: as many as the capacity.
         spare: sequences of the caches that none of the batch is; the others come in some order, by cache_batch_idx.
+        head_dim_v: of v; None: that of q and k.
         nonfinite: NaN and inf in rows in use, of which not all queries see all.
         stored: what caches of 8 bits hold: "int8", "e4m3"; "": elements of q's dtype.
         scale_dims: 1: scales of each head; 2: of each page or sequence of the cache, too, of which those that nobody
@@ -76,6 +77,7 @@ class CacheCase:
     mods: str = ""
     num_splits: int | None = None
     batch_invariant: bool = False
+    head_dim_v: int | None = None
     nonfinite: bool = False
     stored: str = ""
     scale_dims: int = 1
@@ -91,7 +93,7 @@ class CacheCase:
     @property
     def tags(self) -> frozenset[str]:
         """`memory`, and: emulator, paged, append, rotary, packed, gqa, masked, softcap, alibi, kv_range, sink,
-        bias, mods, nonfinite, stored."""
+        bias, mods, nonfinite, stored, own_v."""
         rows = sum(self.queries) if isinstance(self.queries, tuple) else self.queries * len(self.lengths)
         facts = {
             "emulator": sum(self.lengths) <= EMULATOR_KEYS and rows * self.heads_q <= EMULATOR_ROWS,
@@ -109,6 +111,7 @@ class CacheCase:
             "mods": self.mods != "",
             "nonfinite": self.nonfinite,
             "stored": self.stored != "",
+            "own_v": self.head_dim_v is not None,
         }
         return frozenset(name for name, holds in facts.items() if holds) | {self.memory}
 

@@ -40,14 +40,15 @@ def draw(c: Any, rng: Rng) -> dict[str, Array]:
         slots = batch + c.spare
         if c.spare:
             found["cache_batch_idx"] = rng.permutation(slots)[:batch]
-    shape = (slots, c.page_size or capacity, c.heads_k, c.head_dim)
-    found["k_cache"], found["v_cache"] = rng.standard_normal((2, *shape))
+    widths = c.head_dim, c.head_dim_v or c.head_dim
+    rows_of_cache = slots, c.page_size or capacity, c.heads_k
+    found["k_cache"], found["v_cache"] = (rng.standard_normal((*rows_of_cache, d)) for d in widths)
     _poison(c, found)
     if c.stored:
         _store(c, rng, found, new)
     if c.append:
         new_rows = rows[:1] if packed else (batch, int(new[0]) if batch else 0)
-        found["k"], found["v"] = rng.standard_normal((2, *new_rows, c.heads_k, c.head_dim))
+        found["k"], found["v"] = (rng.standard_normal((*new_rows, c.heads_k, d)) for d in widths)
     if packed:
         found["cu_seqlens_q"] = np.concatenate(([0], np.cumsum(queries)))
     if c.rotary:

@@ -62,7 +62,7 @@ class CacheOracle:
         """Compare results, shaped as the call gives them, and the caches after it."""
         p, q = self.problem, self._oracle.problem
         if not p.packed:
-            out = out.reshape(-1, p.heads_q, p.head_dim)
+            out = out.reshape(-1, p.heads_q, p.head_dim_v)
             lse = lse.swapaxes(0, 1).reshape(q.rows)
         found = self._oracle.judge_forward(out, lse)
         turned = None if p.stored else np.where(self.rotated, self.exact_k, np.nan)
@@ -124,7 +124,7 @@ class CacheOracle:
         packed = Problem(
             p.dtype, p.batch, len(q), len(k), p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,
             softcap=p.softcap, packed=True, alibi=p.alibi, sink=p.sink, bias=p.bias, mods=p.mods,
-            mod_shapes=p.mod_shapes,
+            mod_shapes=p.mod_shapes, head_dim_v=p.head_dim_v,
         )  # fmt: skip
         kv_range = np.array(ranges).reshape(-1, 2) if p.kv_range else None
         sequences = Sequences(np.array(cu_q), np.array(cu_k), None, kv_range)

@@ -33,11 +33,11 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
         p: shapes and options.
 
     Returns:
-        out, shape and dtype of q, and lse, natural log, fp32 (fp64 for fp64). A query that sees no key has out 0
-        and lse -inf, or the sink.
+        out, shape and dtype of q but for head_dim, that of v, and lse, natural log, fp32 (fp64 for fp64). A query that
+        sees no key has out 0 and lse -inf, or the sink.
     """
     q, cos, sin = arrays["q"], arrays.get("rotary_cos"), arrays.get("rotary_sin")
-    out, lse = np.zeros(q.shape, q.dtype), np.full(p.rows, -np.inf, attention.accumulator(q))
+    out, lse = np.zeros((*q.shape[:-1], p.head_dim_v), q.dtype), np.full(p.rows, -np.inf, attention.accumulator(q))
     sequences = list(parts(p, arrays))
     given: dict[str, Any] = {name: arrays[name] for name in _FEATURES if name in arrays}
     read_by_mods = tuple(arrays[name] for name in MOD_ARRAYS if name in arrays)

@@ -170,7 +170,8 @@ def _results(static: _Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruc
     """The caches that are written, out and lse, after all checks."""
     named = dict(zip(static.names, arrays, strict=True))
     problem = _problem(named, static.options)
-    found = [jax.ShapeDtypeStruct(named[name].shape, named[name].dtype) for name in (*static.written, "q")]
+    found = [jax.ShapeDtypeStruct(named[name].shape, named[name].dtype) for name in static.written]
+    found += [jax.ShapeDtypeStruct((*named["q"].shape[:-1], problem.head_dim_v), named["q"].dtype)]
     return [*found, jax.ShapeDtypeStruct(problem.rows, DTYPES["fp64" if problem.dtype == "fp64" else "fp32"])]
 
 

@@ -36,7 +36,8 @@ class _Kept:
 
     Attributes:
         copied: the numbers of the arrays that it takes contiguous, and that are not.
-        made: (shape, dtype) of lse and of the workspaces.
+        like: "q", where out is like it.
+        made: (shape, dtype) of out where it is not, of lse and of the workspaces.
         way: how it takes the forward, beside what is launched here or behind what is appended; None: it does not.
     """
 
@@ -47,7 +48,10 @@ class _Kept:
     ) -> None:
         self.launch, self.problem, self.copied, self.way = launch, problem, tuple(copied), way
         self.attends = way is None or way.beside
-        self.made = ((problem.rows, "fp32"), *launch.made) if self.attends else (*launch.made,)
+        of_v = problem.own_v and self.attends
+        self.like = ("q",) if self.attends and not of_v else ()
+        out = (((*problem.rows_q, of_v), problem.dtype),) if of_v else ()
+        self.made = (*out, (problem.rows, "fp32"), *launch.made) if self.attends else (*launch.made,)
 
 
 calls: Kept[_Kept] = Kept(_MAX_CALLS)
@@ -90,7 +94,7 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, deci
     if is_debug():
         check_values(call.problem, _on_their_way(library, arrays))
     copies = copied(library, arrays.values(), call.copied, pointers) if call.copied else ()  # which live until launched
-    made = library.make(("q",) if call.attends else (), call.made, arrays)
+    made = library.make(call.like, call.made, arrays)
     for x in made:
         pointers.append(library.pointer(x))
     call.launch(pointers, stream)

@@ -121,20 +121,22 @@ def fill_dequantize(p: CacheProblem, strides: Mapping[str, Strides]) -> np.ndarr
 
 def dequantized_rows(p: CacheProblem) -> dict[str, tuple[tuple[int, ...], str]]:
     """What it writes: name -> (shape, dtype)."""
-    rows = (dequantized(p).slots, p.capacity, p.heads_k, p.head_dim), p.dtype
-    return {"k_rows": rows, "v_rows": rows} | ({"slots": ((p.batch, 1), "int32")} if p.packed else {})
+    rows = dequantized(p).slots, p.capacity, p.heads_k
+    found = {f"{x}_rows": ((*rows, d), p.dtype) for x, d in zip("kv", p.widths, strict=True)}
+    return found | ({"slots": ((p.batch, 1), "int32")} if p.packed else {})
 
 
 def workspace(p: CacheProblem, plan: DecodePlan) -> dict[str, tuple[tuple[int, ...], str]]:
     """What the main kernel leaves to the one behind it: name -> (shape, dtype)."""
     if plan.combine is None:
         return {}
-    return {"partial_o": ((plan.places, p.head_dim), "fp32"), "partial_ml": ((plan.places, 2), "fp32")}
+    return {"partial_o": ((plan.places, p.head_dim_v), "fp32"), "partial_ml": ((plan.places, 2), "fp32")}
 
 
-def box_map(p: CacheProblem, tile: DecodeTile, strides: Strides) -> BoxMap:
-    """How TMA sees a cache, 8-bit elements two at a time. Of 256 bytes each half is an index of its own dimension."""
-    row_bytes, rows = p.head_dim * p.itemsize, p.page_size or p.capacity
+def box_map(p: CacheProblem, tile: DecodeTile, head_dim: int, strides: Strides) -> BoxMap:
+    """How TMA sees a cache of that head_dim, 8-bit elements two at a time. Of 256 bytes each half is an index of its
+    own dimension."""
+    row_bytes, rows = head_dim * p.itemsize, p.page_size or p.capacity
     line = min(BOX_COLUMNS, row_bytes // 2)
     chunks = row_bytes // (2 * line)
     sizes = (line, rows, chunks, p.heads_k, p.slots)

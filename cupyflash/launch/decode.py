@@ -132,7 +132,7 @@ def prepare(
     """
     shapes = {name: signature.shape for name, signature in signatures.items()}
     strides = strides_of(shapes, {name: signature.strides for name, signature in signatures.items()})
-    strides["out"] = contiguous_strides(signatures["q"].shape)
+    strides["out"] = contiguous_strides((*shapes["q"][:-1], problem.head_dim_v))
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     blocks: list[Block] = []
     launches: list[Launch] = []
@@ -141,13 +141,13 @@ def prepare(
         if (append := plan_append(problem, device)) is not None:
             variant, grid = append
             if problem.rotary_dim:
-                made["rotated_q"] = tuple(signatures["q"].shape), problem.dtype
+                made["rotated_q"] = tuple(shapes["q"]), problem.dtype
             params = fill_append(problem, strides)
             blocks.append(Block(params, words_of(params.dtype, APPEND_MEMBERS), (*names, *made)))
             launches.append(_launch(variant, grid, blocks[0].whole, device, stream))
             kernels.append(variant.symbol)
             if problem.rotary_dim:
-                strides["q"] = strides["out"]
+                strides["q"] = contiguous_strides(shapes["q"])
         if dequantizes:
             own, blocks_of_rows = plan_dequantize(problem)
             made |= dequantized_rows(problem)
@@ -203,9 +203,9 @@ def _struct(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, tuple[int, 
     whole["plain"] = plain
     words = words_of(whole.dtype)
     fields: Any = whole.dtype.fields
-    for name in _CACHES:
+    for name, head_dim in zip(_CACHES, p.widths, strict=True):
         member = f"map_{DECODE_MEMBERS[name]}"
-        box = box_map(p, plan.variant.tile, strides[name])
+        box = box_map(p, plan.variant.tile, head_dim, strides[name])
         slot, found = tensormap.address_slot(box), tensormap.encode(box, tensormap.ANYWHERE)
         if slot is None or found is None:
             return None

@@ -79,7 +79,7 @@ def options_of(options: CacheOptions) -> Options:
 def by_sequence(out: Any, lse: Any, p: CacheProblem) -> tuple[Any, Any]:
     """The results of packed rows as those of sequences that are not packed."""
     rows = lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
-    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim), rows
+    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v), rows
 
 
 def rows_of(library: Native, arrays: Mapping[str, Any], p: CacheProblem, way: Way) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def _in_rows(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any
     if p.seqlen_new:
         used = used.clip(0, p.capacity) + p.seqlen_new
     return {
-        **{name: arrays[f"{name}_cache"].reshape(-1, p.heads_k, p.head_dim) for name in "kv"},
+        **{x: arrays[f"{x}_cache"].reshape(-1, p.heads_k, d) for x, d in zip("kv", p.widths, strict=True)},
         "cu_seqlens_q": steps(library, p.batch + 1, p.seqlen_q, q),
         "cu_seqlens_k": steps(library, p.batch + 1, p.capacity, q),
         "seqused_k": used,

@@ -47,7 +47,7 @@ def plan_decode(
         UnsupportedError: no kernel of this device can do it.
     """
     _check(p, device)
-    aligned = aligned and p.head_dim * p.itemsize % 16 == 0
+    aligned = aligned and not any(d * p.itemsize % 16 for d in p.widths)
     if family == "sm90" and device.capability != (9, 0):
         has = f"{device.capability[0]}.{device.capability[1]}"
         raise UnsupportedError(
@@ -64,7 +64,7 @@ def plan_decode(
     box = _boxes(p) if hopper else SLICE
     tile = _with_stages(elements.shape(p, device, hopper, team, wide, cluster, box), p, device, hopper)
     kind = DecodeSm90 if hopper else DecodeSm80
-    variant = kind(p.dtype, p.head_dim, tile, **_flags(p, aligned))
+    variant = kind(p.dtype, p.head_dim, tile, head_dim_v=p.own_v, **_flags(p, aligned))
     return shared_out(p, device, variant)
 
 
@@ -84,14 +84,15 @@ def _check(p: CacheProblem, device: Device) -> None:
 
 def _boxes(p: CacheProblem) -> int:
     """Keys of a TMA box; 0 if TMA cannot bring slices of this cache."""
-    if not _ELEMENTS[p.stored].by_tma(p.head_dim * p.itemsize) or 0 in (p.slots, p.capacity):
+    elements = _ELEMENTS[p.stored]
+    if not all(elements.by_tma(d * p.itemsize) for d in p.widths) or 0 in (p.slots, p.capacity):
         return 0
     box = gcd(p.page_size, SLICE) if p.page_size else SLICE
     return box if box >= 8 else 0
 
 
 def _kv_bytes(p: CacheProblem) -> int:
-    return 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
+    return p.itemsize * p.batch * p.capacity * p.heads_k * sum(p.widths)
 
 
 def _cluster(p: CacheProblem, block_m: int, device: Device) -> int:
@@ -113,7 +114,7 @@ def _wide(p: CacheProblem, device: Device) -> bool:
     """Whether blocks read two heads: where K and V are large, and tiles are not cut into many parts."""
     if device.is_tiny:
         return False
-    if p.by_element and p.head_dim > 192:  # wide rows of O leave no registers for that
+    if p.by_element and p.widest > 192:  # wide rows of O leave no registers for that
         return False
     return p.heads_k % 2 == 0 and _kv_bytes(p) > _LARGE_BYTES and p.batch * p.heads_k >= device.sm_count
 
@@ -121,7 +122,7 @@ def _wide(p: CacheProblem, device: Device) -> bool:
 def _with_stages(shape: DecodeTile, p: CacheProblem, device: Device, hopper: bool) -> DecodeTile:
     """As many as fit, with their mbarriers on Hopper."""
     blocks, teams = shape.blocks_per_sm, shape.warps // shape.team
-    own = shape.stage_bytes(p.head_dim) * teams
+    own = shape.stage_bytes(*p.widths) * teams
     ring = _PAIRS_RING_BYTES if shape.pair == 2 else _RING_BYTES
     room = min(device.smem_bytes, device.smem_per_sm_bytes // blocks - 1024) - shape.fixed_bytes(p.head_dim)
     stages = min(min(ring // blocks, room - 1024) // own, (room - 8) // (own + 16 * teams * hopper))
@@ -164,6 +165,11 @@ def _stored(p: CacheProblem) -> dict[str, bool]:
     return {name: p.stored == name for name in _ELEMENTS if name}
 
 
+def _lies(p: CacheProblem) -> dict[str, Any]:
+    """What the kernels beside know of a cache."""
+    return {"head_dim_v": p.own_v, "packed": p.packed, "paged": p.page_size is not None, **_stored(p)}
+
+
 def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
     """The kernel that writes new rows into the cache and turns queries, and its grid; None without new rows.
 
@@ -173,7 +179,7 @@ def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
     _check(p, device)
     if not p.seqlen_new or 0 in (p.batch, p.heads_k):
         return None
-    variant = Append(p.dtype, p.head_dim, AppendTile(), packed=p.packed, paged=p.page_size is not None, **_stored(p))
+    variant = Append(p.dtype, p.head_dim, AppendTile(), **_lies(p))
     heads = 2 * p.heads_k + (p.heads_q if p.rotary_dim else 0)
     rows = p.seqlen_new * heads * (1 if p.packed else p.batch)
     return variant, -(-rows // variant.tile.warps)
@@ -182,7 +188,7 @@ def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
 def plan_dequantize(p: CacheProblem) -> tuple[Dequantize, int]:
     """The kernel that writes a cache of 8 bits as rows of q's dtype, and its grid."""
     tile = DequantizeTile()
-    variant = Dequantize(p.dtype, p.head_dim, tile, packed=p.packed, paged=p.page_size is not None, **_stored(p))
+    variant = Dequantize(p.dtype, p.head_dim, tile, **_lies(p))
     return variant, dequantized(p).slots * -(-p.capacity // tile.block_m)
 
 

@@ -34,9 +34,9 @@ class Elements:
         return row_bytes % 128 == 0
 
     def team(self, p: CacheProblem, hopper: bool) -> Team:
-        most = 8 if p.head_dim <= 128 else 4  # 128 wide rows leave too few registers, or stages
+        most = 8 if p.widest <= 128 else 4  # 128 wide rows leave too few registers, or stages
         # Beside a bias, of the widest rows, the addresses of cp.async of a team of two do not fit.
-        sizes = (1, 4) if p.by_element and p.head_dim > 192 and not hopper else (1, 2, 4)
+        sizes = (1, 4) if p.by_element and p.widest > 192 and not hopper else (1, 2, 4)
         return Team(next((n for n in sizes if 16 * n >= rows_of(p)), most), 16)
 
     def in_cluster(self, p: CacheProblem, team: Team) -> Team:
@@ -48,10 +48,10 @@ class Elements:
     ) -> DecodeTile:
         """What a block takes, with one stage. `wide`: two heads in each of two blocks a multiprocessor, or in one of
         few warps."""
-        chunks = -(-p.head_dim // 64)
+        chunks = -(-p.widest // 64)
         small = device.is_small
         if wide and chunks <= 2 and not small:
-            pair = 2 if p.head_dim == 64 and box == SLICE else 1
+            pair = 2 if p.widths == (64, 64) and box == SLICE else 1
             return DecodeTile(team.warps, 4, 1, 2, pair, 0, box, blocks_per_sm=2)
         if wide:
             return DecodeTile(team.warps, 4, 1, 2, 1, 0, box)

@@ -57,20 +57,24 @@ class DecodeTile:
             found += f"{letter}{n}" if n != usual else ""
         return found
 
-    def stage_bytes(self, head_dim: int) -> int:
+    def stage_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """A unit of K and V in chunks of 128 bytes a key, or two keys in one, and the scales."""
+        rows = self._row_bytes(head_dim) + self._row_bytes(head_dim_v or head_dim)
+        return self.pair * SLICE * (rows + 2 * self.scale_bytes)
+
+    def _row_bytes(self, head_dim: int) -> int:
         row = round_up(head_dim, 16) * self.kv_bytes
-        whole = row if (row, self.kv_bytes) == (64, 1) else round_up(row, 128)
-        return 2 * self.pair * SLICE * (whole + self.scale_bytes)
+        return row if (row, self.kv_bytes) == (64, 1) else round_up(row, 128)
 
     def fixed_bytes(self, head_dim: int) -> int:
         """Q, the scratch and the statistics of the merge."""
         teams, rows = self.warps // self.team, self.block_m
         return self.heads * rows * row_bytes(round_up(head_dim, 16)) + teams * rows * ((self.columns + 8) * 4 + 8)
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """And the rings."""
-        return self.warps // self.team * self.stages * self.stage_bytes(head_dim) + self.fixed_bytes(head_dim)
+        rings = self.warps // self.team * self.stages * self.stage_bytes(head_dim, head_dim_v)
+        return rings + self.fixed_bytes(head_dim)
 
     def with_stages(self, stages: int) -> DecodeTile:
         return replace(self, stages=stages)
@@ -144,7 +148,7 @@ class CombineTile:
     def name(self) -> str:
         return f"m{self.block_m}h{self.heads}p{self.pair}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """Where threads share an element: four columns, maximum and sum of each."""
         return 24 * 32 * self.warps
 
@@ -186,7 +190,7 @@ class AppendTile:
     def name(self) -> str:
         return f"w{self.warps}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         return 0
 
 
@@ -214,7 +218,7 @@ class DequantizeTile:
     def name(self) -> str:
         return f"m{self.block_m}w{self.warps}"
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         return 0
 
 

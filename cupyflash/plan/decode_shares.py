@@ -119,7 +119,7 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
         shares["even_ranges"] = 0 if p.packed else _even(turns, ranges)
     shares |= {"ranges": ranges, "row_tiles": row_tiles, "head_turns": head_turns}
     combined_rows = tile.block_m if p.packed else min(tile.block_m, all_rows)
-    cut, of_tile = (tiles if splits else ranges - 1) * gang, tile.heads * combined_rows * (p.head_dim // 4)
+    cut, of_tile = (tiles if splits else ranges - 1) * gang, tile.heads * combined_rows * (p.head_dim_v // 4)
     at_once = CombineTile.behind(variant).blocks_per_sm * device.sm_count
     shares["combine_elements"] = (
         _invariant_elements(of_tile) if p.batch_invariant else _combine_elements(cut, of_tile, parts, at_once)

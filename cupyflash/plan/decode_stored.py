@@ -20,16 +20,16 @@ class _Stored(Elements):
     def team(self, p: CacheProblem, hopper: bool) -> Team:
         """Query rows that a warp has registers for: with the addresses of cp.async, with O of 256 columns, or beside a
         bias, 16 of them, with both of the latter 8, else 32."""
-        rows, most_rows = rows_of(p), 32 if hopper and p.head_dim <= 128 else 16
+        rows, most_rows = rows_of(p), 32 if hopper and p.widest <= 128 else 16
         if p.by_element:
-            most_rows = 16 if p.head_dim <= 128 else 8
+            most_rows = 16 if p.widest <= 128 else 8
         warp_rows = next((n for n in (8, 16) if rows <= n <= most_rows), most_rows)
-        most = (128 if p.head_dim <= 128 else 64) // warp_rows
+        most = (128 if p.widest <= 128 else 64) // warp_rows
         return Team(next((n for n in (1, 2, 4) if n * warp_rows >= rows), most), warp_rows)
 
     def in_cluster(self, p: CacheProblem, team: Team) -> Team:
         """A cluster's own numbers take registers."""
-        return Team(2 * team.warps, team.rows // 2) if team.rows * p.head_dim > 2048 else team
+        return Team(2 * team.warps, team.rows // 2) if team.rows * p.widest > 2048 else team
 
     def shape(
         self, p: CacheProblem, device: Device, hopper: bool, team: Team, wide: bool, cluster: int, box: int
@@ -37,12 +37,12 @@ class _Stored(Elements):
         """12 warps a multiprocessor where they are whole teams, their rows of O leave them the registers, and rings the
         shared memory; else 8, or 4. `wide`: two heads in each of two blocks."""
         small = device.is_small
-        few = team.rows == 8 and p.head_dim <= (256 if hopper else 128)
-        few = few or (team.rows == 16 and not cluster and p.head_dim <= (128 if hopper else 64))
-        few = few and not (p.by_element and (team.rows > 8 or p.head_dim > 128))
+        few = team.rows == 8 and p.widest <= (256 if hopper else 128)
+        few = few or (team.rows == 16 and not cluster and p.widest <= (128 if hopper else 64))
+        few = few and not (p.by_element and (team.rows > 8 or p.widest > 128))
         few = few and 12 % team.warps == 0
-        warps = 12 if few and not small else 4 if small and p.head_dim > 128 and team.warps < 8 else 8
-        blocks = 2 if wide and not small and (hopper or p.head_dim <= 128) else 1
+        warps = 12 if few and not small else 4 if small and p.widest > 128 and team.warps < 8 else 8
+        blocks = 2 if wide and not small and (hopper or p.widest <= 128) else 1
         return DecodeTile(
             team.warps, warps // blocks, 1, 2 if wide else 1, 1, cluster, box, blocks_per_sm=blocks,
             kv_bytes=1, warp_rows=team.rows, scale_bytes=0 if hopper else 4,

@@ -72,8 +72,8 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
         return None
     if p.stored:
         way = way_of(dequantized(p), device, lie._replace(in_rows=True, whole_table=True), family)
-        fits = 4 * dequantized(p).slots * p.capacity * p.heads_k * p.head_dim <= _ROW_BYTES
-        is_read = lie.aligned and p.head_dim % _COLUMNS == 0
+        fits = 2 * dequantized(p).slots * p.capacity * p.heads_k * sum(p.widths) <= _ROW_BYTES
+        is_read = lie.aligned and not any(d % _COLUMNS for d in p.widths)
         return way._replace(dequantized=True) if way and fits and is_read else None
     if p.by_element or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
         return None
@@ -106,7 +106,7 @@ def problem_of(p: CacheProblem, way: Way) -> Problem:
     rows = p.seqlen_q if p.packed else p.batch * p.seqlen_q
     return Problem(
         p.dtype, p.batch, rows, p.batch * p.capacity, p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,
-        softcap=p.softcap, packed=True, alibi=p.alibi, kv_range=p.kv_range, sink=p.sink,
+        head_dim_v=p.head_dim_v, softcap=p.softcap, packed=True, alibi=p.alibi, kv_range=p.kv_range, sink=p.sink,
         page_size=(p.page_size or p.capacity) if way.paged else 0, pages=p.slots if way.paged else 0,
         whole_pages=way.paged and (p.pages_per_sequence < 2 or (p.page_size or 0) % KEY_BLOCK == 0),
     )  # fmt: skip

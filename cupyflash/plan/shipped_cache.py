@@ -28,10 +28,11 @@ def problem(
 ) -> CacheProblem:
     """Of 8 heads."""
     slots = batch if page_size is None else batch * capacity // page_size
-    given: dict[str, Any] = {"seqlen_q": 1, "heads_k": 8, "scale": 1.0, "window": _CAUSAL, **options}
+    given: dict[str, Any] = {"seqlen_q": 1, "heads_k": 8, "scale": 1.0, "window": _CAUSAL, "head_dim_v": head_dim}
+    given |= options
     return CacheProblem(
-        dtype=dtype, batch=batch, heads_q=heads_q, head_dim=head_dim, head_dim_v=head_dim, slots=slots,
-        page_size=page_size, capacity=capacity, **given,
+        dtype=dtype, batch=batch, heads_q=heads_q, head_dim=head_dim, slots=slots, page_size=page_size,
+        capacity=capacity, **given,
     )  # fmt: skip
 
 

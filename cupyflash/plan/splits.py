@@ -33,9 +33,9 @@ class PartsTile:
     blocks_per_sm = 1
     name = ""
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
         """The rows."""
-        return self.block_m * row_bytes(round_up(head_dim, 64))
+        return self.block_m * row_bytes(round_up(head_dim_v or head_dim, 64))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def forward_kernels(spec: Spec, kind: type[Main], tile: Tile, tile_of_parts: Til
         return (main,)
     whole = spec._replace(causal=False, window=True)
     of_parts = kind.of(whole._replace(kv_range=True, split_keys=True), tile_of_parts or tile)
-    return main, of_parts, Parts.of(whole, PartsTile(round_up(spec.head_dim, 64) // 64))
+    return main, of_parts, Parts.of(whole, PartsTile(round_up(spec.width_v, 64) // 64))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,12 +99,13 @@ def in_parts(kernels: Sequence[Variant], device: Device, extents: Extents, tiles
     sequences = max(1, min(batch, rows // LEAST_QUERIES))
     whole, left = divmod(rows / sequences / main.block_m, 1)
     blocks, work = whole + (left > 0), whole + (left > 0) * (1 + left) / 2  # the last one waits as long for K and V
-    heads, numbers = sequences * heads_q, rows * heads_q * main.head_dim
+    width_v = main.head_dims[-1]
+    heads, numbers = sequences * heads_q, rows * heads_q * width_v
     room = device.sm_count * main.tile.blocks_per_sm
     splits = key_splits(room, int(blocks) * heads, work * heads, keys // max(1, batch), numbers)
     if splits == 1:
         return (tiles, 0, 0), {}, *found, 1
     of_rows = heads_q, splits, rows
-    workspace: Workspace = {"o_parts": ((*of_rows, main.head_dim), "fp32"), "lse_parts": (of_rows, "fp32")}
+    workspace: Workspace = {"o_parts": ((*of_rows, width_v), "fp32"), "lse_parts": (of_rows, "fp32")}
     pieces = (rows // behind.rows + batch + 1) * heads_q
     return (0, tiles * splits, pieces), workspace, *found, splits

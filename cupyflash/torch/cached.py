@@ -90,7 +90,8 @@ def _fake(*values: Any) -> tuple[Tensor, Tensor]:
         cached.check(TORCH, arrays, [TORCH.signature(x) for x in arrays.values()], options)
     *batch, rows, heads, _ = q.shape
     dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-    return q.new_empty(q.shape), q.new_empty((*batch, heads, rows), dtype=dtype)
+    out = q.new_empty((*q.shape[:-1], arrays["v_cache"].shape[-1]))
+    return out, q.new_empty((*batch, heads, rows), dtype=dtype)
 
 
 def _schema(name: str, writes: bool) -> str:

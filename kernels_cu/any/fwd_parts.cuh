@@ -9,8 +9,8 @@
 template <class V>
 __device__ __forceinline__ void fwd_parts(const FwdParams &p) {
     using T = typename V::Element;
-    constexpr int M = V::kBlockM, D = V::kHeadDim, kCols = 64, kChunks = ceil_div(D, kCols);
-    static_assert(M == 16 && V::kWarps == kChunks && V::kHeadDimV == D);
+    constexpr int M = V::kBlockM, D = V::kHeadDimV, kCols = 64, kChunks = ceil_div(D, kCols);
+    static_assert(M == 16 && V::kWarps == kChunks);
     static_assert(V::kWindow && !V::kCausal && !V::kKvRange);  // a repair takes any mask, over all keys
     const auto tile = tile_at<V, Queries, M, false>(sequences_of<V>(p), ptx::block_index());
     const auto &sequence = tile.sequence;

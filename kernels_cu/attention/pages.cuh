@@ -103,12 +103,11 @@ struct KeyRows<V, true> {
 
 // Rows [row0, row0 + Tile::kRows) of k or v into shared memory by cp.async, as SmemTile::load_async brings rows that lie one behind
 // the other; those from n_rows on become zero. A lane looks up where 16 rows lie, which all are then told.
-template <int kThreads, class V, class Tile>
+template <int kThreads, int kColumns, class V, class Tile>
 __device__ __forceinline__ void load_pages_async(const Tile &tile, const FwdParams &p, const void *x,
                                                  const Strides &stride, const Sequence<true> &s, int head, int row0,
                                                  int n_rows) {
     using T = typename V::Element;
-    static_assert(V::kHeadDimV == V::kHeadDim);
     constexpr int kUnit = 16, kChunks = Tile::kChunks, kLanesPerRow = next_power_of_two(kChunks);
     constexpr int kRowsPerPass = kThreads / kLanesPerRow, kPassesPerUnit = ceil_div(kUnit, kRowsPerPass);
     static_assert(Tile::kRows % kUnit == 0 && Tile::kRows / kUnit <= 32);
@@ -136,7 +135,7 @@ __device__ __forceinline__ void load_pages_async(const Tile &tile, const FwdPara
         if (row >= Tile::kRows || chunk >= kChunks) continue;
         // @rows-of-a-page-that-exist
         ptx::cp_async_16(tile.at(row, 8 * chunk), behind + (of_unit + in_unit * kRowsPerPass * stride.row),
-                         row0 + row < n_rows && 8 * chunk < V::kHeadDim);
+                         row0 + row < n_rows && 8 * chunk < kColumns);
     }
 }
 

@@ -97,8 +97,8 @@ __device__ __forceinline__ void append(const AppendParams &p) {
         write_row<D>(p, given(p.k, p.k_stride, head), cache(p.k_cache, p.k_cache_stride), position, turned,
                      scale(p.k_scale));
     else
-        write_row<D>(p, given(p.v, p.v_stride, head), cache(p.v_cache, p.v_cache_stride), position, 0,
-                     scale(p.v_scale));
+        write_row<V::kHeadDimV>(p, given(p.v, p.v_stride, head), cache(p.v_cache, p.v_cache_stride), position, 0,
+                                scale(p.v_scale));  // @columns-of-v-appended
 }
 
 #endif  // CUPYFLASH_APPEND_CUH

@@ -11,9 +11,10 @@ struct StoredCopies {
     using Kv = Stored<V>;
     using Smem = DecodeSmem<V>;
     static constexpr int kTeamThreads = 32 * V::kTeam;
-    static constexpr int kPieces = Smem::D / 16, kLanesPerRow = next_power_of_two(kPieces);  // 16 bytes each
+    static constexpr int kPieces = round_up(kWidest<V>, 16) / 16;  // 16 bytes each
+    static constexpr int kLanesPerRow = next_power_of_two(kPieces);
     static constexpr int kRowsPerPass = kTeamThreads / kLanesPerRow, kPasses = ceil_div(kSlice, kRowsPerPass);
-    static constexpr int kUnroll = Smem::D > 128 ? 2 : kPasses;  // more of wide rows would leave the registers
+    static constexpr int kUnroll = kWidest<V> > 128 ? 2 : kPasses;  // more of wide rows would leave the registers
     static_assert(V::kPair == 1 && V::kScaleBytes == 4);
     const DecodeParams &p;
     ptx::u64 row = 0;  // the address of this lane's key of the next unit
@@ -35,18 +36,20 @@ struct StoredCopies {
         #pragma unroll(kUnroll)
         for (int pass = 0; pass < kPasses; ++pass) {
             const int key = thread / kLanesPerRow + pass * kRowsPerPass;
-            const bool exists = key < keys && 16 * piece < V::kHeadDim;
-            const auto bring = [&](int source, typename Smem::TileKV tile) {
+            const bool k_exists = key < keys && 16 * piece < V::kHeadDim;
+            const bool v_exists = key < keys && 16 * piece < V::kHeadDimV;
+            const auto bring = [&](int source, const auto &tile, auto columns, bool exists) {
                 const ptx::u64 from = row_of(source);
-                if (key >= kSlice || piece >= kPieces) return;
+                if (key >= kSlice || piece >= ceil_div(columns.value, 16))
+                    return;  // @pieces-of-the-narrower-row-stored
                 const Kv *const src = reinterpret_cast<const Kv *>(from) + (exists ? 16 * piece : 0);
                 const ptx::u32 dst = tile.at(key, piece / 8, piece % 8);
                 if constexpr (V::kUnaligned)
-                    ptx::st_shared_v4_b32(dst, load16(src, exists ? V::kHeadDim - 16 * piece : 0));
+                    ptx::st_shared_v4_b32(dst, load16(src, exists ? columns.value - 16 * piece : 0));
                 else ptx::cp_async_16(dst, src, exists);
             };
-            bring(key % kSlice, smem.k(stage, 0));
-            bring(key % kSlice + kSlice, smem.v(stage, 0));
+            bring(key % kSlice, smem.k(stage, 0), Int<V::kHeadDim>(), k_exists);
+            bring(key % kSlice + kSlice, smem.v(stage, 0), Int<V::kHeadDimV>(), v_exists);
         }
         if (thread >= 32) return;
         const int key = lane() % kSlice, to = key % 8 * 16 + is_of_v() * 8 + key / 8 * 4;

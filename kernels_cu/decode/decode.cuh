@@ -29,10 +29,10 @@ __device__ __forceinline__ void combine_in_cluster(const DecodeShares<V> &shares
                                                    const DecodeTile<V> &tile) {
     const DecodeCluster<V> cluster{part.smem.base};
     const auto leave = [&](const PartialSum &sum, int, int row, int col) {
-        cluster.leave((row * V::kHeadDim + col) / 4, sum);
+        cluster.leave((row * V::kHeadDimV + col) / 4, sum);
     };
     merge_teams<V>(part, [] {}, leave);
-    const int all = part.rows.count * (V::kHeadDim / 4), share = ceil_div(all, V::kCluster);
+    const int all = part.rows.count * (V::kHeadDimV / 4), share = ceil_div(all, V::kCluster);
     const int first = min(all, static_cast<int>(ptx::cluster_ctarank()) * share), last = min(all, first + share);
     const bool finite = cluster.combine(part.rows, first, last);
     if (ptx::bar_red_or(0, 32 * V::kWarps, !finite)) repair_elements(shares, tile, first, last, part.smem.scratch());
@@ -99,7 +99,7 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
                 finite = sum.store(part.rows, head, row, col) && finite;
             } else {
                 const long long to = place + head * Smem::kRows + row;
-                store4(p.partial_o + to * V::kHeadDim + col, sum.x);
+                store4(p.partial_o + to * V::kHeadDimV + col, sum.x);
                 if (col == 0) p.partial_ml[2 * to] = sum.top, p.partial_ml[2 * to + 1] = sum.sum;
             }
         });

@@ -33,7 +33,7 @@ __device__ __forceinline__ void decode_combine(const DecodeParams &p) {
     if constexpr (V::kDependent) ptx::griddepcontrol_launch_dependents();
     const Shares &s = p.shares;
     const int rows = V::kPacked ? V::kBlockM : min(V::kBlockM, p.problem.seqlen_q * s.group);
-    const int pieces = ceil_div(V::kHeads * rows * (V::kHeadDim / 4), s.combine_elements);
+    const int pieces = ceil_div(V::kHeads * rows * (V::kHeadDimV / 4), s.combine_elements);
     const int number = ptx::block_index() / pieces, index = number / s.gang;
     const DecodeShares<V> shares(p, number % s.gang);
     const CombinedTile<V> own(shares, index, ptx::block_index() % pieces * s.combine_elements);

@@ -61,8 +61,8 @@ __device__ __forceinline__ void dequantize16(const From *from, T *to, float scal
 template <class V>
 __device__ __forceinline__ void dequantize(const DequantizeParams &p) {
     using T = typename V::Element;
-    constexpr int kColumns = 16, kChunks = V::kHeadDim / kColumns, kBehind = 256;
-    static_assert(V::kHeadDim % kColumns == 0 && V::kSmemBytes == 0);
+    constexpr int kColumns = 16, kChunks = kWidest<V> / kColumns, kBehind = 256;
+    static_assert(V::kHeadDim % kColumns == 0 && V::kHeadDimV % kColumns == 0 && V::kSmemBytes == 0);
     const Problem &problem = p.problem;
     const int blocks = ceil_div(problem.seqlen_k, V::kBlockM), slot = ptx::block_index() / blocks;
     const int row0 = ptx::block_index() % blocks * V::kBlockM, b = sequence_of_slot<V>(p, slot);
@@ -77,15 +77,16 @@ __device__ __forceinline__ void dequantize(const DequantizeParams &p) {
         const int row = row0 + i / of_row, head = i % of_row / kChunks, column = i % kChunks * kColumns;
         const bool exists = row < keys;
         const int place = exists ? place_of<V::kPaged>(p, b, row) : 0, own = row_in_place<V::kPaged>(p, row);
-        const auto one = [&](const void *x, const Strides &s, void *rows, const float *scales) {
+        const auto one = [&](const void *x, const Strides &s, void *rows, const float *scales, int columns) {
+            if (column >= columns) return;  // @columns-of-the-narrower-rows
             const long long from = place * s.batch + own * s.row + head * s.head + column;
             const long long to = (static_cast<long long>(slot) * problem.seqlen_k + row) * problem.heads_k + head;
             const float scale = exists ? scales[place * p.scale_stride + head] : 0.f;  // @scale-of-its-place-in-rows
-            dequantize16(static_cast<const Stored<V> *>(x) + from, static_cast<T *>(rows) + to * V::kHeadDim + column,
+            dequantize16(static_cast<const Stored<V> *>(x) + from, static_cast<T *>(rows) + to * columns + column,
                          scale, exists);
         };
-        one(p.k_cache, p.k_cache_stride, p.k_rows, p.k_scale);
-        one(p.v_cache, p.v_cache_stride, p.v_rows, p.v_scale);
+        one(p.k_cache, p.k_cache_stride, p.k_rows, p.k_scale, V::kHeadDim);
+        one(p.v_cache, p.v_cache_stride, p.v_rows, p.v_scale, V::kHeadDimV);
     }
 }
 

@@ -5,16 +5,17 @@
 
 template <class V>
 struct SliceFragments {
-    using Tile = typename DecodeSmem<V>::TileKV;
+    using TileK = typename DecodeSmem<V>::TileK;
+    using TileV = typename DecodeSmem<V>::TileV;
     // A lane addresses a row and, of every four pieces of 32 bytes, the same half: only bits 5 and 6 of the place change
     // along a chunk.
-    ptx::u32 k_at[Tile::kChunks], v_at[Tile::kChunks];
+    ptx::u32 k_at[TileK::kChunks], v_at[TileV::kChunks];
 
-    __device__ SliceFragments(Tile sK, Tile sV) {
+    __device__ SliceFragments(TileK sK, TileV sV) {
         #pragma unroll
-        for (int c = 0; c < Tile::kChunks; ++c) {
-            k_at[c] = sK.at(lane() / 16 * 8 + lane() % 8, c, lane() / 8 % 2);
-            v_at[c] = sV.at(lane() % 16, c, lane() / 16);
+        for (int c = 0; c < larger(TileK::kChunks, TileV::kChunks); ++c) {
+            if (c < TileK::kChunks) k_at[c] = sK.at(lane() / 16 * 8 + lane() % 8, c, lane() / 8 % 2);
+            if (c < TileV::kChunks) v_at[c] = sV.at(lane() % 16, c, lane() / 16);
         }
     }
     // Of K: columns [16 k, 16 k + 16) of keys [0, 8) and [8, 16).
@@ -23,7 +24,10 @@ struct SliceFragments {
     __device__ void of_v(int j, ptx::u32 (&b)[4]) const { ptx::ldmatrix_x4_trans(b, place(v_at, j)); }
 
   private:
-    __device__ static ptx::u32 place(const ptx::u32 (&at)[Tile::kChunks], int k) { return at[k / 4] ^ (k % 4 * 32); }
+    template <int kChunks>
+    __device__ static ptx::u32 place(const ptx::u32 (&at)[kChunks], int k) {
+        return at[k / 4] ^ (k % 4 * 32);
+    }
 };
 
 #endif  // CUPYFLASH_FRAGMENTS_CUH

@@ -7,36 +7,55 @@
 #define CUPYFLASH_FRAGMENTS_STORED_CUH
 #include "decode/slices.cuh"
 
+// Where a lane reads in tiles: of a row, the same half of every piece of 32 bytes, so that within a chunk only bits 5 and 6 of the
+// place change. One place in both, if rows of V are as wide as those of K.
+template <class TileK, class TileV>
+struct LaneAt {
+    ptx::u32 of_k, of_v;
+
+    __device__ LaneAt()
+        : of_k(TileK{0}.at(lane() % 16, 0, lane() / 16)),
+          of_v(TileV{0}.at(lane() % 16, 0, lane() / 16)) {}  // @place-in-rows-of-v
+    __device__ ptx::u32 k() const { return of_k; }
+    __device__ ptx::u32 v() const { return of_v; }
+};
+template <class Tile>
+struct LaneAt<Tile, Tile> {
+    ptx::u32 of_both;
+
+    __device__ LaneAt() : of_both(Tile{0}.at(lane() % 16, 0, lane() / 16)) {}
+    __device__ ptx::u32 k() const { return of_both; }
+    __device__ ptx::u32 v() const { return of_both; }
+};
+
 template <class V>
 struct StoredFragments {
     using Kv = Stored<V>;
-    using Tile = typename DecodeSmem<V>::TileKV;
-    // Where a lane reads in a tile: of a row, the same half of every piece of 32 bytes, so that within a chunk only bits 5 and 6
-    // of the place change.
-    ptx::u32 lane_at;
-
-    __device__ StoredFragments() : lane_at(Tile{0}.at(lane() % 16, 0, lane() / 16)) {}
+    using TileK = typename DecodeSmem<V>::TileK;
+    using TileV = typename DecodeSmem<V>::TileV;
+    LaneAt<TileK, TileV> lane_at;
 
     // Of K: columns [32 i, 32 i + 32), as two operands.
-    __device__ void of_k(Tile sK, int i, ptx::u32 (&a)[2][4]) const {
+    __device__ void of_k(TileK sK, int i, ptx::u32 (&a)[2][4]) const {
         ptx::u32 x[4];
-        ptx::ldmatrix_x4(x, place(sK, i));
+        ptx::ldmatrix_x4(x, place<false>(sK, i));
         #pragma unroll
         for (int e = 0; e < 4; ++e) Kv::template halves<0, 1, 2, 3>(x[e], a[e / 2][e % 2], a[e / 2][2 + e % 2]);
     }
     // Of V: likewise, rows of O^T. hide(x) hides keys in what was brought: of a lane's register e % 2 says which eight keys.
     template <class Hide>
-    __device__ void of_v(Tile sV, int i, ptx::u32 (&a)[2][4], Hide hide) const {
+    __device__ void of_v(TileV sV, int i, ptx::u32 (&a)[2][4], Hide hide) const {
         ptx::u32 x[4];
-        ptx::ldmatrix_x4_trans(x, place(sV, i));
+        ptx::ldmatrix_x4_trans(x, place<true>(sV, i));
         hide(x);
         #pragma unroll
         for (int e = 0; e < 4; ++e) Kv::template halves<0, 2, 1, 3>(x[e], a[e / 2][e % 2 * 2], a[e / 2][e % 2 * 2 + 1]);
     }
 
   private:
+    template <bool kOfV, class Tile>
     __device__ ptx::u32 place(Tile tile, int i) const {
-        return ((tile.base + lane_at) ^ (i % 4 * 32)) + i / 4 * Tile::kChunkBytes;
+        return ((tile.base + (kOfV ? lane_at.v() : lane_at.k())) ^ (i % 4 * 32)) + i / 4 * Tile::kChunkBytes;
     }
 };
 

@@ -96,25 +96,27 @@ struct AsyncLoader {
         ptx::cp_async_commit_group();
     }
     // K and V of 16 keys of one head, of which the first `keys` exist.
-    __device__ void copy(typename Smem::TileKV sK, typename Smem::TileKV sV, int head, int keys) const {
-        constexpr int kLanesPerRow = next_power_of_two(kPieces), kRowsPerPass = kTeamThreads / kLanesPerRow;
+    __device__ void copy(typename Smem::TileK sK, typename Smem::TileV sV, int head, int keys) const {
+        constexpr int kWidestPieces = round_up(kWidest<V>, 16) / 8;  // of a row of K or of V
+        constexpr int kLanesPerRow = next_power_of_two(kWidestPieces), kRowsPerPass = kTeamThreads / kLanesPerRow;
         constexpr int kPasses = ceil_div(kSlice, kRowsPerPass);
         const int thread = ptx::thread_index() % kTeamThreads, piece = thread % kLanesPerRow;
         #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const int key = thread / kLanesPerRow + pass * kRowsPerPass;
             const int its_place = ptx::shfl_index(place, key % kSlice), its_row = ptx::shfl_index(row, key % kSlice);
-            if (key >= kSlice || piece >= kPieces) continue;
-            const bool exists = key < keys && 8 * piece < V::kHeadDim;
-            const auto bring = [&](const void *x, const Strides &s, typename Smem::TileKV tile) {
+            if (key >= kSlice || piece >= kWidestPieces) continue;
+            const auto bring = [&](const void *x, const Strides &s, const auto &tile, auto columns) {
+                if (piece >= round_up(columns.value, 16) / 8) return;  // @pieces-of-the-narrower-row
+                const bool exists = key < keys && 8 * piece < columns.value;
                 const T *const src = static_cast<const T *>(x) + its_place * s.batch + its_row * s.row + head * s.head +
                                      (exists ? 8 * piece : 0);
                 const ptx::u32 dst = tile.at(key, piece / 8, piece % 8);
                 if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load8<true>(src) : ptx::U128{});
                 else ptx::cp_async_16(dst, src, exists);
             };
-            bring(p.k, p.k_stride, sK);
-            bring(p.v, p.v_stride, sV);
+            bring(p.k, p.k_stride, sK, Int<V::kHeadDim>());
+            bring(p.v, p.v_stride, sV, Int<V::kHeadDimV>());
         }
     }
     // One unit ahead of its use.

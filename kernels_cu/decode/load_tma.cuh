@@ -15,7 +15,8 @@ struct TmaLoader {
     static constexpr bool kDependent = true;
     static constexpr int kTeams = Smem::kTeams, kBytes = (2 * kTeams * V::kStages + 1) * 8;
     static constexpr int kBoxes = kSlice / V::kBoxRows;
-    static_assert((kBoxes == 1 || V::kPair == 1) && V::kHeadDim % 64 == 0 && !V::kUnaligned && V::kScaleBytes == 0);
+    static_assert((kBoxes == 1 || V::kPair == 1) && !V::kUnaligned && V::kScaleBytes == 0);
+    static_assert(V::kHeadDim % 64 == 0 && V::kHeadDimV % 64 == 0);
     const DecodeSm90Params &source;
     const DecodeShares<V> &shares;
     const Smem smem;
@@ -120,15 +121,15 @@ struct TmaLoader {
         const ptx::u32 bar = full(smem, team, to.stage), stage = smem.stage(team, to.stage);
         const bool copies = key < at.tile.cached.length;
         if (lane() == 0) ptx::mbarrier_arrive_expect_tx(bar, copies ? Smem::kStageBytes : 0);
-        const auto copy = [&](const ptx::TensorMap &map, ptx::u32 dst, int box) {
+        const auto copy = [&](const ptx::TensorMap &map, ptx::u32 dst, int columns, int box) {
             const int row = key + box * V::kBoxRows;
-            ptx::tma_load_5d(dst + box * V::kBoxRows * V::kKvBytes * V::kHeadDim, map, bar, 0,
+            ptx::tma_load_5d(dst + box * V::kBoxRows * V::kKvBytes * columns, map, bar, 0,
                              row_in_place<V::kPaged>(shares.p, row), 0, head, place, ptx::kEvictFirst);
         };
         if constexpr (kBoxes > 1) ptx::bar_warp_sync();  // a box a lane, which the barrier expects by now
         if (lane() < kBoxes && copies) {
-            copy(source.map_k, smem.k(stage, 0).base, lane());
-            copy(source.map_v, smem.v(stage, 0).base, lane());
+            copy(source.map_k, smem.k(stage, 0).base, V::kHeadDim, lane());
+            copy(source.map_v, smem.v(stage, 0).base, V::kHeadDimV, lane());  // @boxes-of-v
         }
         to.next();
         at.unit += kTeams;

@@ -9,11 +9,11 @@
 template <class V, class Part, class AfterUse, class Store>
 __device__ __forceinline__ void merge_teams(Part &part, AfterUse after_use, Store store) {
     using Smem = DecodeSmem<V>;
-    constexpr int D = Smem::D, kMerge = Smem::kMerge, kGroups = Smem::kGroups;
+    constexpr int kDimV = Smem::kDimV, kMerge = Smem::kMerge, kGroups = Smem::kGroups;
     // Teams: with more of them O of 8 bits would leave the registers.
     constexpr int kAtOnce = !kScaled<V> ? kMerge : kMerge % 4 == 0 ? 4 : kMerge % 3 == 0 ? 3 : kMerge;
     const int log_rows = part.p.shares.log_rows;
-    const int log_cols = min(log2_of(next_power_of_two(D)), log2_of(V::kColumns * Smem::kRows) - log_rows);
+    const int log_cols = min(log2_of(next_power_of_two(kDimV)), log2_of(V::kColumns * Smem::kRows) - log_rows);
     const int cols = 1 << log_cols, pitch = cols + 8;
     const auto at = [&](int t, int row, int col) {
         return part.smem.scratch() + (((t << log_rows) + row) * pitch + col) * 4;
@@ -22,7 +22,7 @@ __device__ __forceinline__ void merge_teams(Part &part, AfterUse after_use, Stor
     for (int i = 0; i < V::kPair; ++i) {
         part.finish(i);
         #pragma unroll 1
-        for (int col0 = 0; col0 < V::kHeadDim; col0 += cols) {
+        for (int col0 = 0; col0 < V::kHeadDimV; col0 += cols) {
             ptx::bar_sync();  // what was there before has been read @scratch-is-free
             if (i + col0 == 0) after_use();
             part.leave(i, col0, cols, at);
@@ -31,7 +31,7 @@ __device__ __forceinline__ void merge_teams(Part &part, AfterUse after_use, Stor
             for (int e = ptx::thread_index(); e < kGroups << (log_rows + log_cols - 2); e += 32 * V::kWarps) {
                 const int col = (e << 2) & (cols - 1), padded_row = e >> (log_cols - 2);
                 const int row = padded_row & ((1 << log_rows) - 1), group = padded_row >> log_rows;
-                if (row >= part.rows.count || col0 + col >= V::kHeadDim) continue;
+                if (row >= part.rows.count || col0 + col >= V::kHeadDimV) continue;
                 PartialSum result;
                 #pragma unroll
                 for (int t0 = 0; t0 < kMerge; t0 += kAtOnce) {

@@ -67,7 +67,7 @@ struct PartialSum {
 template <class V, int kThreads, class Place>
 __device__ __forceinline__ bool combine_parts(const PackedRows<V> &rows, int first, int last, Place place, int begin,
                                               int end, ptx::u32 scratch) {
-    constexpr int D = V::kHeadDim, kAtOnce = 4;  // 64 registers for most: four blocks a multiprocessor
+    constexpr int D = V::kHeadDimV, kAtOnce = 4;  // 64 registers for most: four blocks a multiprocessor
     const DecodeParams &p = rows.p;
     const float factor = p.shares.unit * kLog2e;
     end = min(end, V::kHeads * rows.count * (D / 4));
@@ -146,7 +146,7 @@ struct DecodeCluster {
             }
             PartialSum result;
             result.add(m, l, o, rows.p.shares.unit * kLog2e);
-            const Element<V::kHeadDim> e(i, rows.count);
+            const Element<V::kHeadDimV> e(i, rows.count);
             finite = result.store(rows, 0, e.row, e.col) && finite;
         }
         ptx::barrier_cluster_arrive();

@@ -13,12 +13,13 @@ struct StoredProducts {
     using Scores = typename ColumnSoftmax<kTiles>::Scores;
     using Columns = typename ColumnSoftmax<kTiles>::Columns;
     static constexpr int kSteps = Smem::D / 16, kPairs = ceil_div(kSteps, 2);
-    static constexpr bool kQInRegisters = kTiles * Smem::D <= 128;
+    static constexpr int kStepsV = Smem::kDimV / 16, kPairsV = ceil_div(kStepsV, 2);
+    static constexpr bool kQInRegisters = kTiles * larger(Smem::D, Smem::kDimV) <= 128;
     const typename Smem::TileQ sQ;
     const int row0;  // the first of its rows of Q
     const StoredFragments<V> fragments;
     ptx::u32 Q[kTiles][kQInRegisters ? kPairs : 1][4];
-    float O[kTiles][kSteps][4];  // element e: row 2 g + e / 2 of 16, query 2 t + e % 2 of 8
+    float O[kTiles][kStepsV][4];  // element e: row 2 g + e / 2 of 16, query 2 t + e % 2 of 8
 
     // Q has been prepared.
     __device__ StoredProducts(typename Smem::TileQ sQ, int row0) : sQ(sQ), row0(row0) {
@@ -27,12 +28,12 @@ struct StoredProducts {
             #pragma unroll
             for (int i = 0; kQInRegisters && i < kPairs; ++i) Queries::fragments(sQ, row0 + 8 * n, i, Q[n][i]);
             #pragma unroll
-            for (int j = 0; j < kSteps; ++j)
+            for (int j = 0; j < kStepsV; ++j)
                 #pragma unroll
                 for (int e = 0; e < 4; ++e) O[n][j][e] = 0.f;
         }
     }
-    __device__ void multiply_k(typename Smem::TileKV sK, Scores &S) {
+    __device__ void multiply_k(typename Smem::TileK sK, Scores &S) {
         Scores odd = {};  // of few columns two sums: half as many products wait for each other
         #pragma unroll
         for (int n = 0; n < kTiles; ++n)
@@ -57,15 +58,15 @@ struct StoredProducts {
     }
     // hide(x): as of_v's.
     template <class Hide>
-    __device__ void multiply_v(typename Smem::TileKV sV, const ptx::u32 (&P)[kTiles][2], Hide hide) {
+    __device__ void multiply_v(typename Smem::TileV sV, const ptx::u32 (&P)[kTiles][2], Hide hide) {
         #pragma unroll
-        for (int i = 0; i < kPairs; ++i) {
+        for (int i = 0; i < kPairsV; ++i) {
             ptx::u32 a[2][4];
             fragments.of_v(sV, i, a, hide);
             #pragma unroll
             for (int n = 0; n < kTiles; ++n) {
                 Fp16::mma(O[n][2 * i], a[0], P[n][0], P[n][1]);
-                if (2 * i + 1 < kSteps) Fp16::mma(O[n][2 * i + 1], a[1], P[n][0], P[n][1]);
+                if (2 * i + 1 < kStepsV) Fp16::mma(O[n][2 * i + 1], a[1], P[n][0], P[n][1]);
             }
         }
     }
@@ -74,7 +75,7 @@ struct StoredProducts {
         #pragma unroll
         for (int n = 0; n < kTiles; ++n)
             #pragma unroll
-            for (int j = 0; j < kSteps; ++j)
+            for (int j = 0; j < kStepsV; ++j)
                 #pragma unroll
                 for (int e = 0; e < 4; ++e) O[n][j][e] *= by[n][e % 2];
     }
@@ -82,7 +83,7 @@ struct StoredProducts {
     template <class F>
     __device__ void for_each_two(int n, int c, F f) const {
         #pragma unroll
-        for (int j = 0; j < kSteps; ++j) f(16 * j + 2 * (lane() / 4), O[n][j][c], O[n][j][2 + c]);
+        for (int j = 0; j < kStepsV; ++j) f(16 * j + 2 * (lane() / 4), O[n][j][c], O[n][j][2 + c]);
     }
 };
 

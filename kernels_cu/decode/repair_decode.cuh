@@ -58,20 +58,20 @@ template <class V>
 __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, const DecodeTile<V> &tile, int begin,
                                                 int end, ptx::u32 scratch) {
     using T = typename V::Element;
-    constexpr int D = V::kHeadDim, kPerRow = D / 4;
+    constexpr int D = V::kHeadDim, kDimV = V::kHeadDimV, kPerRow = kDimV / 4;
     const DecodeParams &p = shares.p;
     const PackedRows<V> rows(shares, tile);
     const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
     const Score<V> score(p.problem);
     end = min(end, V::kHeads * rows.count * kPerRow);
-    const OneRow line{scratch + warp() * (2 * D)};
+    const OneRow line{scratch + warp() * (2 * kDimV)};
     #pragma unroll 1
     for (int r = begin / kPerRow + warp(); r * kPerRow < end; r += V::kWarps) {
         const int head = r / rows.count, row = r % rows.count, query = rows.query(row);
         const int first_col = max(0, begin - r * kPerRow) * 4, end_col = min(kPerRow, end - r * kPerRow) * 4;
         T *const o = static_cast<T *>(p.o) + rows.at(p.o_stride, head, row);
         #pragma unroll 1
-        for (int col = 2 * fresh_lane(); col < D; col += 64) {
+        for (int col = 2 * fresh_lane(); col < kDimV; col += 64) {
             const bool own = first_col <= col && col < end_col;
             ptx::st_shared_b32(line.at(0, col), own ? *reinterpret_cast<const ptx::u32 *>(o + col) : 0);
         }
@@ -86,7 +86,7 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         };
         const auto sink = Sink<V>::of(p, rows.sequence, rows.head_q(head, row));
         RowSoftmax<V, decltype(value)> softmax{score, sink, first, last, value};
-        repair_row<T, D>(line, 0, 0, D, 1.f, [&](auto &sum, bool reasons) {
+        repair_row<T, kDimV>(line, 0, 0, kDimV, 1.f, [&](auto &sum, bool reasons) {
             if (reasons) softmax.find();
             const float lse = softmax.lse;
             if constexpr (V::kBias)
@@ -97,13 +97,13 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
                 [&](int key) {
                     if constexpr (V::kBias)
                         if (places(0, key).hides()) return kNone;  // @hidden-by-bias-repair-decode
-                    return reasons && row_is_finite<T, D, V::kUnaligned>(v + key) ? kNone : kTerm;
+                    return reasons && row_is_finite<T, kDimV, V::kUnaligned>(v + key) ? kNone : kTerm;
                 },
                 [&](int key) { return softmax.weight(key); });
         });
         ptx::bar_warp_sync();
         #pragma unroll 1
-        for (int col = 2 * fresh_lane(); col < D; col += 64)
+        for (int col = 2 * fresh_lane(); col < kDimV; col += 64)
             if (first_col <= col && col < end_col)
                 *reinterpret_cast<ptx::u32 *>(o + col) = ptx::ld_shared_b32(line.at(0, col));
         ptx::bar_warp_sync();

@@ -6,7 +6,7 @@
 
 struct KeyRange { int first, end; };
 
-template <class V, bool kKeeps = V::kHeadDim <= 128 || !V::kBias>
+template <class V, bool kKeeps = V::kHeadDimV <= 128 || !V::kBias>
 struct RowLimits {
     int first[2], end[2];
 

@@ -39,17 +39,19 @@ struct HalfLines {
 template <class V>
 struct DecodeSmem {
     using T = typename V::Element;
-    static constexpr int D = round_up(V::kHeadDim, 16), kRows = V::kBlockM;
+    static constexpr int D = round_up(V::kHeadDim, 16), kDimV = round_up(V::kHeadDimV, 16), kRows = V::kBlockM;
     static constexpr int kTeams = V::kWarps / V::kTeam, kGroups = V::kHeads / V::kPair, kMerge = kTeams / kGroups;
     static_assert(kRows == V::kWarpRows * V::kTeam && kTeams * V::kTeam == V::kWarps);
     static_assert(kGroups * V::kPair == V::kHeads && kMerge * kGroups == kTeams);
     using TileQ = SmemTile<T, kRows, D>;
-    static constexpr int kRowBytes = D * sizeof(Stored<V>);
-    using TileKV =
+    template <int kRowBytes>
+    using Slice =
         typename Either<kScaled<V> && kRowBytes == 64, HalfLines<V::kBoxRows>, SliceTile<V::kBoxRows, kRowBytes>>::Type;
+    using TileK = Slice<D * sizeof(Stored<V>)>;
+    using TileV = Slice<kDimV * sizeof(Stored<V>)>;
     static_assert(sizeof(Stored<V>) == V::kKvBytes);
     static constexpr int kScaleBytes = kSlice * V::kScaleBytes;  // of the keys of one of K and V
-    static constexpr int kStageBytes = 2 * V::kPair * (TileKV::kBytes + kScaleBytes);
+    static constexpr int kStageBytes = V::kPair * (TileK::kBytes + TileV::kBytes + 2 * kScaleBytes);
     static constexpr int kQ = kTeams * V::kStages * kStageBytes, kScratch = kQ + V::kHeads * TileQ::kBytes;
     // The merge: kColumns columns of all rows at a time, or more of fewer rows; a row is padded by 8 floats.
     static constexpr int kStats = kScratch + kTeams * kRows * (V::kColumns + 8) * 4;
@@ -57,9 +59,11 @@ struct DecodeSmem {
     ptx::u32 base;
 
     __device__ ptx::u32 stage(int team, int i) const { return base + (team * V::kStages + i) * kStageBytes; }
-    __device__ TileKV k(ptx::u32 stage, int head) const { return {stage + head * TileKV::kBytes}; }
-    __device__ TileKV v(ptx::u32 stage, int head) const { return {stage + (V::kPair + head) * TileKV::kBytes}; }
-    __device__ ptx::u32 scales(ptx::u32 stage) const { return stage + 2 * V::kPair * TileKV::kBytes; }
+    __device__ TileK k(ptx::u32 stage, int head) const { return {stage + head * TileK::kBytes}; }
+    __device__ TileV v(ptx::u32 stage, int head) const {
+        return {stage + V::kPair * TileK::kBytes + head * TileV::kBytes};  // @v-behind-k
+    }
+    __device__ ptx::u32 scales(ptx::u32 stage) const { return stage + V::kPair * (TileK::kBytes + TileV::kBytes); }
     __device__ TileQ q(int head) const { return {base + kQ + head * TileQ::kBytes}; }
     __device__ ptx::u32 scratch() const { return base + kScratch; }
     __device__ ptx::u32 stats(int team, int row) const { return base + kStats + (team * kRows + row) * 8; }

@@ -12,14 +12,14 @@ template <class V>
 struct DecodeWarp {
     using T = typename V::Element;
     using Smem = DecodeSmem<V>;
-    static constexpr int D = Smem::D, kThreads = 32 * V::kWarps;
-    static constexpr bool kQInRegisters = D <= 128;
+    static constexpr int D = Smem::D, kDimV = Smem::kDimV, kThreads = 32 * V::kWarps;
+    static constexpr bool kQInRegisters = kWidest<V> <= 128;
     // Of a product, so that half as many of its steps wait for each other; beside a bias wide rows of O leave no registers for it.
-    static constexpr bool kTwoSums = D <= 128 || !V::kBias;
+    static constexpr bool kTwoSums = kDimV <= 128 || !V::kBias;
 
     struct Head {
         OnlineSoftmax<16, Score<V>::kNatural> softmax;
-        AccTile<16, D> O;
+        AccTile<16, kDimV> O;
         FragA<T, 16, kQInRegisters ? D : 16> Q;
         RowPlaces<V, 2> places[2];  // of a lane's r-th row
         __device__ Head() : softmax(0.f) { O.zero(); }
@@ -101,7 +101,7 @@ struct DecodeWarp {
             if (row >= rows.count) continue;
             if (lane() % 4 == 0) ptx::st_shared_v2_f32(smem.stats(team, row), h.softmax.m[r], h.softmax.l[r]);
             #pragma unroll
-            for (int j = 0; j < D / 8; ++j)
+            for (int j = 0; j < kDimV / 8; ++j)  // @columns-of-o-left
                 if (8 * j >= col0 && 8 * j < col0 + cols)
                     ptx::st_shared_v2_f32(at(team, row, 8 * j + 2 * (lane() % 4) - col0), h.O.x[0][j][2 * r],
                                           h.O.x[0][j][2 * r + 1]);
@@ -167,7 +167,7 @@ struct DecodeWarp {
             for (int e = 0; kEdge && e < 4; ++e) x[e] &= seen[e % 2];  // 0 * NaN of what nobody sees
         };
         #pragma unroll
-        for (int j = 0; j < D / 16; ++j) {  // O += P V
+        for (int j = 0; j < kDimV / 16; ++j) {  // O += P V
             ptx::u32 b[4];
             fragments.of_v(j, b);
             hide(b);

@@ -108,8 +108,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
             if constexpr (kHolds)
                 to.template fetch<kThreads, kColumns>(held, kAhead % 2 ? v : k, stride.row, row, sequence.seqlen_k);
             else if constexpr (V::kPaged)
-                load_pages_async<kThreads, V>(to, p, kAhead % 2 ? p.v : p.k, stride, sequence, head_k, row,
-                                              sequence.seqlen_k);
+                load_pages_async<kThreads, kColumns, V>(to, p, kAhead % 2 ? p.v : p.k, stride, sequence, head_k, row,
+                                                        sequence.seqlen_k);
             else
                 to.template load_async<kThreads, kColumns, V::kUnaligned>(kAhead % 2 ? v : k, stride.row, row,
                                                                           sequence.seqlen_k);

@@ -39,7 +39,7 @@ struct FwdSm90Smem {
     // next. Copies of all of them must find a stage, or the number of the next tile would never come.
     static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);
     static_assert(V::kBlockMask || !Mask<V>::kHides || kStages > kPassed);
-    static_assert(!V::kPaged || (V::kBlockN == 64 && V::kHeadDimV == V::kHeadDim));  // whole pages hold that many
+    static_assert(!V::kPaged || V::kBlockN == 64);  // whole pages hold that many
     // With a block mask it passes no more than these in a row, since K of the block after them must find a stage, too.
     static constexpr int kPassedInARow = kStages - (kJoint ? 2 : 1);
     ptx::u32 base;
@@ -112,7 +112,8 @@ __device__ __forceinline__ void fwd_load_kv(const FwdSm90Params &p, const FwdSm9
 template <class V, bool kIsV>
 __device__ __forceinline__ void fwd_load_pages(const FwdSm90Params &p, const FwdSm90Smem<V> &smem) {
     using Smem = FwdSm90Smem<V>;
-    constexpr int kBytes = Smem::TileK::kBytes / Smem::kKeyCopies;
+    using TileKV = typename Either<kIsV, typename Smem::TileV, typename Smem::TileK>::Type;
+    constexpr int kBytes = TileKV::kBytes / Smem::kKeyCopies;  // @bytes-of-a-page
     const int row0 = kKeyRows<V> * lane();
     RingPosition<V::kStages> ring;
     TileFollower<FwdParams> tiles{p.plain, smem.queue()};
@@ -136,7 +137,7 @@ __device__ __forceinline__ void fwd_load_pages(const FwdSm90Params &p, const Fwd
             // @stage-empty-paged
             ptx::mbarrier_wait(kIsV ? smem.v_empty(ring.stage) : smem.k_empty(ring.stage), ring.phase ^ 1);
             ptx::mbarrier_arrive_expect_tx(full, kBytes);
-            const auto rows = (kIsV ? smem.v(ring.stage) : smem.k(ring.stage)).from_row(row0);
+            const auto rows = TileKV{kIsV ? smem.v(ring.stage).base : smem.k(ring.stage).base}.from_row(row0);
             #pragma unroll
             for (int c = 0; c < rows.kChunks; ++c)  // @chunks-of-a-page
                 ptx::tma_load_4d(rows.from_chunk(c).base, kIsV ? p.map_v : p.map_k, full, 64 * c, from.row, head,

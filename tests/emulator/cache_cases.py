@@ -40,6 +40,9 @@ EXTRA = {
             scale_spread=5.0,
         ),
         CacheCase("cache-e4m3-many-units", "full", (1700,), 1, 256, heads_q=2, heads_k=1, stored="e4m3", num_splits=1),
+        CacheCase(
+            "cache-v-narrow-many-units", "full", (900,), 1, 192, heads_q=2, heads_k=1, num_splits=1, head_dim_v=128
+        ),
         CacheCase("cache-many", "full", tuple(7 * b % 41 for b in range(70))),
     )
 }

@@ -85,7 +85,7 @@ class CacheSession:
             steps = {name: tuple(s // x.itemsize for s in x.strides) for name, x in arrays.items()}
             strides = strides_of({name: x.shape for name, x in arrays.items()}, steps)
             q = arrays["q"]
-            address["out"], out = memory.output("out", q.shape, q.dtype)
+            address["out"], out = memory.output("out", (*p.rows_q, p.head_dim_v), q.dtype)
             address["lse"], lse = memory.output("lse", p.rows, np.float32)
             strides["out"] = tuple(s // out.itemsize for s in out.strides)
             self.shared = []
@@ -116,7 +116,7 @@ class CacheSession:
         kernel = kernel_of(variant, self.device, self.headers)
         kernel(grid, variant.threads, variant.smem_bytes, [params], self.mode, self.seed)
         if p.rotary_dim:
-            address["q"], strides["q"] = address["rotated_q"], strides["out"]
+            address["q"], strides["q"] = address["rotated_q"], tuple(s // turned.itemsize for s in turned.strides)
             self.shared.append(turned.copy())
 
     def _dequantize(
@@ -145,8 +145,8 @@ class CacheSession:
         if variant.params is DECODE_SM90_PARAMS:
             struct = np.zeros((), DECODE_SM90_PARAMS)
             struct["plain"] = plain
-            for name in _CACHES:
-                m = box_map(p, variant.tile, strides[name])
+            for name, head_dim in zip(_CACHES, p.widths, strict=True):
+                m = box_map(p, variant.tile, head_dim, strides[name])
                 words = tensor_map(address[name], m.sizes, m.strides_bytes, m.box, m.swizzle)
                 struct[f"map_{DECODE_MEMBERS[name]}"] = words
         variants = [variant] if plan.combine is None or not plan.combine_grid else [variant, plan.combine]

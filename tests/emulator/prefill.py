@@ -54,7 +54,7 @@ class PrefillSession:
         found, found_lse = made["out"], made["lse"]
         if not p.packed:
             by_sequence = found_lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
-            return found.reshape(arrays["q"].shape), by_sequence, k_cache, v_cache
+            return found.reshape(*p.rows_q, p.head_dim_v), by_sequence, k_cache, v_cache
         writes = [~np.isnan(x.astype(np.float32)).all(axis=(1, 2)) for x in (out, found)]
         assert not (writes[0] & writes[1]).any(), "rows written twice"
         return np.where(writes[1][:, None, None], found, out), np.where(writes[1], found_lse, lse), k_cache, v_cache

@@ -42,6 +42,8 @@ CASES = {
         CacheCase("unseen", "full", (100,), 140, page_size=16),
         CacheCase("mixed-long", "full", (700, 0, 90), (131, 129, 2), 72, page_size=32, append=True, nonfinite=True),
         CacheCase("mixed-many-alone", "full", (3, 40), (130, 140), page_size=16, append=True, rotary=32),
+        CacheCase("mla", "full", (203,), 130, 192, page_size=16, append=True, nonfinite=True, head_dim_v=128),
+        CacheCase("v-wide-mixed", "full", (90, 33), (1, 129), 72, page_size=48, append=True, head_dim_v=96),
         CacheCase("int8", "full", (101, 0), 130, append=True, stored="int8"),
         CacheCase(
             "int8-pages", "full", (250, 40), 130, 128, page_size=48, append=True, new=7, stored="int8", scale_dims=2
@@ -67,7 +69,7 @@ CASES = {
 # Into how many parts keys are divided: also more than there are blocks of keys.
 SPLITS = {
     "pages": 2, "pages-nonfinite": 3, "chosen-d256": 2, "one-long-d128": 3, "unseen": 4, "mixed-d256": 3,
-    "mixed-long": 4,
+    "mixed-long": 4, "mla": 3,
 }  # fmt: skip
 
 

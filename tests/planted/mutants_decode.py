@@ -64,6 +64,14 @@ DECODE = (
     Bug("O stays in the old unit", without("unit-follows-the-scales"), "cache-int8-pages"),
     Bug("new rows without their scale", change("quotient-by-the-scale", "exact / scale", "exact"), "cache-int8-pages"),
     Bug("new rows cut off", change("nearest-e4m3", "0x7ffff", "0"), "cache-e4m3-packed"),
+    # v of another head_dim
+    _sm90("V within K", change("v-behind-k", "V::kPair * TileK::kBytes", "V::kPair * TileV::kBytes"), "cache-v-narrow-mla", "RACE|FAILED"),
+    _sm90("boxes of V as large as those of K", change("boxes-of-v", "V::kHeadDimV", "V::kHeadDim"), "cache-v-narrow-mla-paged", "RACE|FAILED|NaN"),
+    Bug("pieces of V as wide as K", without("pieces-of-the-narrower-row"), "cache-v-narrow-many-units", "RACE|FAILED"),
+    Bug("pieces of V as wide as K, 8 bits", change("pieces-of-the-narrower-row-stored", "piece >= ceil_div(columns.value, 16)", "piece >= kPieces"), "cache-e4m3-v-narrow-mla", "RACE|FAILED"),
+    _sm90("V read where K lies in its rows", change("place-in-rows-of-v", "TileV{0}", "TileK{0}"), "cache-int8-v-narrow-paged", "RACE|FAILED"),
+    _sm90("as many columns of O as of K", change("columns-of-o-left", "kDimV / 8", "D / 8"), "cache-v-wide-packed-splits", "RACE|FAILED"),
+    Bug("as many columns of v appended as of k", change("columns-of-v-appended", "V::kHeadDimV", "V::kHeadDim"), "cache-v-wide-packed-splits"),
     # biases and masks
     _sm90("a wide row sees one key more", change("keys-of-a-row-found-again", "mask.end_key(query)", "mask.end_key(query) + 1"), "cache-bias-sink-window-d256"),
     _sm90("addends of the first head", change("places-of-a-packed-row", "rows.head_q(head, row)", "rows.head_k"), "cache-bias-of-heads-paged"),

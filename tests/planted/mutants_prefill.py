@@ -14,6 +14,7 @@ PAGES = (
     _sm90("pages in their own order", change("page-of-the-row", "p.block_table[entry]", "entry"), "pages"),
     _sm90("new keys do not count", change("keys-with-the-new-ones-paged", "used + max(0, edge(b + 1) - edge(b))", "used"), "pages"),
     _sm90("pages are whole columns of the next", change("chunks-of-a-page", "rows.from_chunk(c).base", "rows.base"), "pages-of-48-d128"),
+    _sm90("as many bytes of V as of K in pages", change("bytes-of-a-page", "TileKV::kBytes", "Smem::TileK::kBytes"), "mla", "DEADLOCK|RACE|bytes"),
     _sm90("stage of pages filled while it is read", without("stage-empty-paged"), "chosen-d256", "more arrivals|RACE"),
     _sm90("rows of the table behind the keys that count", change("keys-that-count-paged", "key < tile.sequence.seqlen_k", "true"), "pages", r"load at .*block_table|buffer"),
     _sm90("tiles of whole rows counted as the rest", change("whole-tiles-first", "is_whole ? index.block : index.block - whole", "index.block"), "chosen-d256", "RACE|FAILED|NaN"),
@@ -23,7 +24,7 @@ PAGES = (
     Bug("few queries computed twice by the sm80 family", change("few-queries-left-out-sm80", "s.seqlen_q < V::kLeastQueries || s.index >= p.problem.batch", "false"), "mixed", "written twice"),
     Bug("table read behind the keys that count", change("units-that-exist", "unit < Tile::kRows && row0 + unit < n_rows", "true"), "pages", r"load at .*block_table|buffer"),
     Bug("rows of another page", change("page-of-the-unit", "row / kUnit", "0"), "pages"),
-    Bug("rows of a page behind the keys that count", change("rows-of-a-page-that-exist", "row0 + row < n_rows && 8 * chunk < V::kHeadDim", "true"), "pages-of-some-new-d72", "buffer|copy|cp.async|bytes"),
+    Bug("rows of a page behind the keys that count", change("rows-of-a-page-that-exist", "row0 + row < n_rows && 8 * chunk < kColumns", "true"), "pages-of-some-new-d72", "buffer|copy|cp.async|bytes"),
 )  # fmt: skip
 
 # Where keys are divided.
@@ -66,5 +67,6 @@ DEQUANTIZE = (
     Bug("keys of few queries dequantized", change("few-queries-left-out-of-rows", "V::kLeastQueries", "1"), "e4m3-mixed"),
     Bug("nothing behind the keys", change("zeros-behind-the-keys", "keys + kBehind", "keys"), "int8"),
     Bug("rows dequantized by the first scale", change("scale-of-its-place-in-rows", "place * p.scale_stride + head", "head"), "int8-pages"),
+    Bug("columns of wider rows in narrower ones", without("columns-of-the-narrower-rows"), "int8-v-narrow", "RACE, write after write"),
     Bug("what fp16 has no number for becomes inf", change("finite-in-fp16", "fabsf(y) <= kInfinite", "false"), "int8-large"),
 )  # fmt: skip

@@ -87,6 +87,7 @@ def test_the_table_has_what_it_must() -> None:
         "mods",
         "nonfinite",
         "misaligned",
+        "own_v",
     } <= tags
     for c in CACHE_CASES:
         p = c.problem("fp16")
@@ -101,6 +102,10 @@ def test_the_table_has_what_it_must() -> None:
 FAULTS = {
     "reads behind the rows in use": ("cache-one-query", lambda part: part._replace(keys=slice(0, part.keys.stop + 1))),
     "loses the last key": ("cache-rotary", lambda part: part._replace(keys=slice(0, part.keys.stop - 1))),
+    "loses the last key beside a narrower v": (
+        "cache-v-narrow-mla",
+        lambda part: part._replace(keys=slice(0, part.keys.stop - 1)),
+    ),
     "appends one row late": ("cache-append-each-offset", lambda part: part._replace(used=part.used + 1)),
     "appends too little": ("cache-append-more", lambda part: part._replace(new=part.new - 1)),
     "ignores the range": ("cache-range", lambda part: part._replace(keys=slice(0, part.keys.stop))),
