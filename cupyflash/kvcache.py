@@ -63,9 +63,10 @@ def attention_with_cache(
             on the CPU.
         k_cache, v_cache: ``(batch, capacity, heads_k, head_dim)``, or with `block_table` the pages of a pool,
             ``(pages, page_size, heads_k, head_dim)``, of any page size: arrays like q, with any strides but along the
-            last dimension (a cache ``(batch, heads, capacity, head_dim)`` is given as ``x.swapaxes(1, 2)``). What they
-            hold behind the rows in use has no effect, NaN included. Or both of 8 bits with scales: int8 or
-            float8_e4m3fn, for which uint8 is taken, too, as its bits (CuPy has no such dtype).
+            last dimension (a cache ``(batch, heads, capacity, head_dim)`` is given as ``x.swapaxes(1, 2)``). v_cache
+            may have another head_dim (MLA: 128 beside 192), which then is that of v and of out. What they hold behind
+            the rows in use has no effect, NaN included. Or both of 8 bits with scales: int8 or float8_e4m3fn, for which
+            uint8 is taken, too, as its bits (CuPy has no such dtype).
         cache_seqlens: ``(batch,)``, int32, of q's device: how many rows of each sequence are in use, those that are
             appended not counted; or one integer for all, which may be an array without dimensions.
         k, v: ``(batch, seqlen_new, heads_k, head_dim)``: rows to append, in place, v bit by bit; with `cu_seqlens_q`
@@ -107,12 +108,12 @@ def attention_with_cache(
         return_lse: return ``(out, lse)`` instead of out.
 
     Returns:
-        out, of q's shape, dtype, library and device, a plain contiguous array; with `return_lse` also lse,
-        ``(batch, heads_q, seqlen_q)`` or packed ``(heads_q, total_q)`` in fp32 (fp64 for fp64 input), which `combine`
-        takes. A query that sees no key gives 0 and -inf, or the sink. With k and v of JAX ``(out, k_cache, v_cache)``,
-        or ``(out, lse, k_cache, v_cache)``: a jit that donates the caches appends in place. GPU work is queued on the
-        library's current stream and nothing waits for it; lengths, tables and ranges are read on the device, so a CUDA
-        graph can be replayed with others. There are no gradients.
+        out, of q's shape (its head_dim that of v_cache), dtype, library and device, a plain contiguous array; with
+        `return_lse` also lse, ``(batch, heads_q, seqlen_q)`` or packed ``(heads_q, total_q)`` in fp32 (fp64 for fp64
+        input), which `combine` takes. A query that sees no key gives 0 and -inf, or the sink. With k and v of JAX
+        ``(out, k_cache, v_cache)``, or ``(out, lse, k_cache, v_cache)``: a jit that donates the caches appends in
+        place. GPU work is queued on the library's current stream and nothing waits for it; lengths, tables and ranges
+        are read on the device, so a CUDA graph can be replayed with others. There are no gradients.
 
     Raises:
         ArgumentError: an argument is wrong; the message says which and how to fix it. Lengths beyond the capacity,

@@ -25,7 +25,8 @@ class PagedCache:
     a copy of it first. For one thread at a time; calls are in the order of the library's current stream.
 
     Attributes:
-        k, v: ``(layers, pages, page_size, heads_k, head_dim)``, plain arrays; ``cache[layer]`` are those of a layer.
+        k, v: ``(layers, pages, page_size, heads_k, head_dim)``, of v head_dim_v, plain arrays; ``cache[layer]`` are
+            those of a layer.
         page_size: tokens of a page.
         pages_per_sequence: pages that a sequence can have: columns of the block tables.
 
@@ -50,6 +51,7 @@ class PagedCache:
         *,
         heads_k: int,
         head_dim: int,
+        head_dim_v: int | None = None,
         like: Any,
         layers: int = 1,
         max_seqlen: int | None = None,
@@ -60,6 +62,7 @@ class PagedCache:
         Args:
             pages, page_size: how many pages of how many tokens; each layer has as many.
             heads_k, head_dim: of keys and values.
+            head_dim_v: of values, where it is another one (MLA: 128 beside 192); None: head_dim.
             like: a NumPy, CuPy or PyTorch array, the queries say: the arrays are of its library, dtype and device.
             layers: of the model, which share block tables and lengths.
             dtype: None: that of like; "int8" or "float8_e4m3fn": 8 bits, uint8 in CuPy for the latter. Every call then
@@ -77,17 +80,20 @@ class PagedCache:
             raise ArgumentError(f"dtype: expected None, for that of like, 'int8' or 'float8_e4m3fn', got {dtype!r}")
         pages, self.page_size = _at_least_one("pages", pages), _at_least_one("page_size", page_size)
         heads_k, layers = _at_least_one("heads_k", heads_k), _at_least_one("layers", layers)
-        head_dim = options.whole("head_dim", head_dim)
-        check_head_dim("head_dim", head_dim)
+        widths = [options.whole("head_dim", head_dim)] * 2
+        if head_dim_v is not None:
+            widths[1] = options.whole("head_dim_v", head_dim_v, "an integer or None")
+        for name, width in zip(("head_dim", "head_dim_v"), widths, strict=True):
+            check_head_dim(name, width)
         longest = pages * self.page_size if max_seqlen is None else _at_least_one("max_seqlen", max_seqlen)
         self.pages_per_sequence = -(-longest // self.page_size)
-        shape = (layers, pages, self.page_size, heads_k, head_dim)
-        self.k, self.v = (self._library.empty(shape, dtype or own, like) for _ in range(2))
+        shape = layers, pages, self.page_size, heads_k
+        self.k, self.v = (self._library.empty((*shape, width), dtype or own, like) for width in widths)
         self._pool = Pool(pages, self.page_size, self.pages_per_sequence)
         self._tables = Tables(self._library, self.k, self.pages_per_sequence)
 
     def __getitem__(self, layer: int) -> tuple[Any, Any]:
-        """k_cache and v_cache of a layer, ``(pages, page_size, heads_k, head_dim)``."""
+        """k_cache and v_cache of a layer, ``(pages, page_size, heads_k, head_dim)``, of v head_dim_v."""
         return self.k[layer], self.v[layer]
 
     @property

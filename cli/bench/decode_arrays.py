@@ -18,10 +18,11 @@ _DRAWN = 1 << 20  # elements of a cache of 8 bits that are drawn; they repeat
 
 def arrays(bench: Bench, cell: DecodeCell) -> dict[str, Any]:
     """All that the cell asks for; queries of different numbers are packed."""
-    shape = cell.slots, cell.page or cell.capacity, cell.heads_k, cell.head_dim
+    rows_of_cache = cell.slots, cell.page or cell.capacity, cell.heads_k
     rows = (sum(cell.queries),) if cell.chunk else (cell.batch, cell.seqlen_q)
     found = {"q": bench.random(cell.dtype, (*rows, cell.heads, cell.head_dim))}
-    for name in ("k_cache", "v_cache"):
+    for name, width in zip(("k_cache", "v_cache"), cell.widths, strict=True):
+        shape = *rows_of_cache, width
         found[name] = _stored(bench, cell, shape) if cell.cache_dtype else bench.random(cell.dtype, shape)
     found["cache_seqlens"] = bench.array(np.array(cell.lengths, np.int32))
     if cell.chunk:
@@ -40,7 +41,7 @@ def arrays(bench: Bench, cell: DecodeCell) -> dict[str, Any]:
 def as_dense(cell: DecodeCell) -> Cell:
     """Its sizes, slopes and sinks, without what only a cache has."""
     sizes = cell.head_dim, False, cell.capacity, cell.batch, cell.heads, cell.heads_k
-    return Cell(cell.dtype, *sizes, alibi=cell.alibi, sink=cell.sink)
+    return Cell(cell.dtype, *sizes, alibi=cell.alibi, sink=cell.sink, head_dim_v=cell.head_dim_v)
 
 
 def cu_seqlens(bench: Bench, lengths: list[int]) -> Any:

@@ -25,6 +25,7 @@ class DecodeCell:
     `seqlen_q`: queries of each sequence. `chunk`: those of the last one, where queries are packed; 0: they are not.
     `page`: rows of a page; 0: sequences lie whole in the cache. `window` is the left bound. `cache_dtype`: what the
     cache holds where that is not `dtype`. `alibi`: with slopes, `sink`: with sinks, `kv_range`: padded on the left.
+    `head_dim_v`: of v and out; 0: head_dim.
     """
 
     name: str
@@ -44,9 +45,15 @@ class DecodeCell:
     alibi: bool = False
     sink: bool = False
     kv_range: bool = False
+    head_dim_v: int = 0
 
     heading, labels, unit = "TB/s (ours / theirs in tokens a second)", ("cache", "K, V", "MB"), "TB/s"
     packed, length_name = None, "keys of a sequence"
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The head_dims, of q and k, and of v."""
+        return self.head_dim, self.head_dim_v or self.head_dim
 
     @property
     def lengths(self) -> list[int]:
@@ -93,7 +100,7 @@ class DecodeCell:
 
     def _bytes(self, keys: int) -> int:
         itemsize = 1 if self.cache_dtype else ITEMSIZE[self.dtype]
-        return 2 * itemsize * keys * self.heads_k * self.head_dim
+        return itemsize * keys * self.heads_k * sum(self.widths)
 
     def speed(self, direction: str, implementation: str, ms: float) -> float:
         """TB/s."""

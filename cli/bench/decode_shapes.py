@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "MHA B32 2k": {"batch": 32, "capacity": 2048, "heads_k": 32},
         "d64 B64 8k": {**_EIGHT, "head_dim": 64},
         "d256 B64 8k": {**_EIGHT, "head_dim": 256},
+        "MLA B16 8k": {"batch": 16, "capacity": 8192, "heads_k": 32, "head_dim": 192, "head_dim_v": 128},
         "ragged B64 1..16k": {"batch": 64, "capacity": 16384, "ragged": True},
         "4 rows B64 8k": {**_EIGHT, "seqlen_q": 4},
         "256 rows B1 32k": {"batch": 1, "capacity": 32768, "seqlen_q": 256},
@@ -51,6 +52,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "cpu": {
         "B2 64": _TINY,
+        "MLA B2 64": {**_TINY, "head_dim": 24, "head_dim_v": 16},
         "ragged B2 1..64": {**_TINY, "ragged": True},
         "4 rows B2 64": {**_TINY, "seqlen_q": 4},
         "20 rows B1 64": {**_TINY, "batch": 1, "seqlen_q": 20},

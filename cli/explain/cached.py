@@ -27,8 +27,9 @@ from ..output import counted, emit, gib, gpu_name, human
 
 _OWN = ("page_size", "cache_dtype")  # of such calls
 _TAKEN = (
-    *_OWN, "with_cache", "dtype", "head_dim", "batch", "seqlen", "seqlen_q", "heads", "heads_q", "heads_k", "causal",
-    "window", "softcap", "alibi", "sink", "kv_range", "bias", "mask", "memory", "arch", "no_compile", "as_json",
+    *_OWN, "with_cache", "dtype", "head_dim", "head_dim_v", "batch", "seqlen", "seqlen_q", "heads", "heads_q",
+    "heads_k", "causal", "window", "softcap", "alibi", "sink", "kv_range", "bias", "mask", "memory", "arch",
+    "no_compile", "as_json",
 )  # fmt: skip
 
 
@@ -59,12 +60,13 @@ def check_options(context: click.Context) -> None:
 def problem_of(options: dict[str, Any]) -> CacheProblem:
     """The call, of bshd arrays that are contiguous."""
     batch, capacity, page, d = (options[name] for name in ("batch", "seqlen", "page_size", "head_dim"))
+    d_v = options["head_dim_v"] or d
     heads_q, heads_k = (options[f"heads_{x}"] or options["heads"] for x in "qk")
     rows = options["seqlen_q"] or 1
     slots, slot_rows = (batch, capacity) if page is None else (batch * -(-capacity // page), page)
     shapes: dict[str, tuple[int, ...]] = {"q": (batch, rows, heads_q, d), "cache_seqlens": (batch,)}
-    shapes |= dict.fromkeys(("k_cache", "v_cache"), (slots, slot_rows, heads_k, d))
-    shapes |= dict.fromkeys(("k", "v"), (batch, rows, heads_k, d))
+    for name, width in (("k", d), ("v", d_v)):
+        shapes |= {f"{name}_cache": (slots, slot_rows, heads_k, width), name: (batch, rows, heads_k, width)}
     if page is not None:
         shapes["block_table"] = batch, -(-capacity // page)
     for option, name, shape in (
@@ -98,10 +100,10 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     launches = [_launch(variant, grid, gpu, options["no_compile"]) for variant, grid in found]
     way = way_of(p, gpu, lie, family)
     forward, key_splits = (None, 1) if way is None else _forward(p, way, kernels_of(spec_of(p, way, lie, family), gpu))
-    bytes_at_most = 2 * p.itemsize * p.batch * p.capacity * p.heads_k * p.head_dim
+    bytes_at_most = p.itemsize * p.batch * p.capacity * p.heads_k * sum(p.widths)
     document: dict[str, Any] = {
         "command": "explain", "version": __version__, "device": asdict(gpu) | {"arch": gpu.arch},
-        "problem": asdict(p), "shares": plan.shares, "workspace": 4 * plan.places * (p.head_dim + 2),
+        "problem": asdict(p), "shares": plan.shares, "workspace": 4 * plan.places * (p.head_dim_v + 2),
         "bytes_at_most": bytes_at_most, "launches": launches, "not_by_tma": why, "forward": forward,
         "key_splits": key_splits,
     }  # fmt: skip
@@ -111,7 +113,7 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
     console = human()
     batch, keys, queries = counted(p.batch, "sequence"), counted(p.capacity, "key"), counted(p.seqlen_q, "query")
     console.print(f"{gpu_name(gpu.name, gpu.arch, gpu.ordinal)}: {batch} of at most {keys}, {queries} of "
-                  f"{counted(p.heads_q, 'head')} over {p.heads_k}, head_dim {p.head_dim}, {p.dtype}",
+                  f"{counted(p.heads_q, 'head')} over {p.heads_k}, head_dim {_widths(p)}, {p.dtype}",
                   soft_wrap=True)  # fmt: skip
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("kernel", "grid", "threads", "shared memory", "registers", "spills"):
@@ -129,6 +131,10 @@ def explain(options: dict[str, Any], gpu: Device) -> None:
                       "they have num_splits or batch_invariant", soft_wrap=True)  # fmt: skip
     console.print(f"K and V: at most {gib(bytes_at_most)}, as lengths on the device say; workspace "
                   f"{gib(document['workspace'])}", soft_wrap=True)  # fmt: skip
+
+
+def _widths(p: CacheProblem) -> str:
+    return f"{p.head_dim}" + (f" (of v {p.head_dim_v})" if p.own_v else "")
 
 
 def _forward(p: CacheProblem, way: Way, kernels: Kernels) -> tuple[str, int]:

@@ -40,7 +40,7 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads_q, head_dim).
         k_cache, v_cache: (batch of the cache, capacity, heads_k, head_dim), or with block_table (blocks, page, heads_k,
-            head_dim), of any page size. Written in place where k is given.
+            head_dim), of any page size; v_cache, and v, may have another head_dim. Written in place where k is given.
         k, v: (batch, seqlen_new, heads_k, head_dim), written behind the first cache_seqlens rows.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): rotate k by its positions in the cache, and q by the
             same, counted from cache_seqlens (without causal or a window, all of q by the position cache_seqlens).
@@ -54,7 +54,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse: return (out, softmax_lse), lse (batch, heads_q, seqlen_q).
     """
     given = Given(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    keywords = given.ours(head_dim_of(q))
+    head_dim_v, keywords = head_dim_of(v_cache), given.ours(head_dim_of(q))
     del keywords["deterministic"]
     _check(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -75,7 +75,7 @@ def flash_attn_with_kvcache(
         for cache, x in zip((k_cache, v_cache), ready[1:], strict=True):
             if k is not None and x is not cache:  # a padded copy
                 cache.copy_(x[..., : cache.shape[-1]])
-        out = narrowed(out, q.shape[-1])
+        out = narrowed(out, head_dim_v)
         return (out, to_theirs(lse)) if return_softmax_lse else out
 
 

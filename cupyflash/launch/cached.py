@@ -48,7 +48,7 @@ class _Kept:
     ) -> None:
         self.launch, self.problem, self.copied, self.way = launch, problem, tuple(copied), way
         self.attends = way is None or way.beside
-        of_v = problem.own_v and self.attends
+        of_v = problem.own_v if self.attends else 0
         self.like = ("q",) if self.attends and not of_v else ()
         out = (((*problem.rows_q, of_v), problem.dtype),) if of_v else ()
         self.made = (*out, (problem.rows, "fp32"), *launch.made) if self.attends else (*launch.made,)

@@ -79,7 +79,7 @@ def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
     name = f"shipped-{call.dtype}-d{call.head_dim}-b{call.batch}-n{call.capacity}-q{call.seqlen_q}-p{call.page_size}"
     name += "-packed" * call.packed + "-softcap" * (call.softcap is not None) + "-alibi" * call.alibi
     name += "-range" * call.kv_range + "-window" * (call.window[0] is not None) + "-append" * (call.seqlen_new > 0)
-    name += f"-{call.stored}" * (call.stored != "")
+    name += f"-{call.stored}" * (call.stored != "") + f"-v{call.head_dim_v}" * (call.own_v > 0)
     bias = "" if call.bias is None else _WORDS[call.bias.dtype] + " + bk bool" * call.bias.masked
     name += f"-{bias}".replace(" ", "-") * (bias != "")
     name += "-negative" * (call.scale < 0) + "-invariant" * call.batch_invariant + "-unaligned" * (not aligned)
@@ -89,7 +89,7 @@ def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
         window=(40, 0) if call.window[0] is not None else None, softcap=call.softcap, alibi=call.alibi,
         ranges=((17, 150), (0, 9), (33, 70)) if call.kv_range else None, batch_invariant=call.batch_invariant,
         memory="contiguous" if aligned else "misaligned", dtypes=(call.dtype,), stored=call.stored,
-        scale_dims=max(1, call.scale_dims), bias=bias,
+        scale_dims=max(1, call.scale_dims), bias=bias, head_dim_v=call.own_v or None,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_who_can_be_timed_where(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", SHAPES["cpu"])
 @pytest.mark.parametrize("stored", ["", "int8"])
 def test_what_is_read_are_the_bytes_that_count(name: str, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of K and half of V, whole vectors, within the arrays; as the kernel finds it behind its pointers."""
+    """Of K and of V, by their widths, whole vectors, within the arrays; as the kernel finds it behind its pointers."""
     cell = DecodeCell(name, "bf16", **SHAPES["cpu"][name], cache_dtype=stored)
     given = arrays(Bench(), cell)
     launched: list[tuple[Any, ...]] = []
@@ -119,11 +119,12 @@ def test_what_is_read_are_the_bytes_that_count(name: str, stored: str, monkeypat
     run()
     [(*facts, parameters, extra)] = launched
     assert (facts, extra) == ([7, 264, 1, 1, 512, 1, 1, 0, 0], 0)
-    pointers = (ctypes.POINTER(ctypes.c_uint64) * 4).from_address(parameters)
-    k, v, vectors, found = (pointer.contents.value for pointer in pointers)
+    pointers = (ctypes.POINTER(ctypes.c_uint64) * 5).from_address(parameters)
+    k, v, *vectors, found = (pointer.contents.value for pointer in pointers)
     assert (k, v) == (given["k_cache"].ctypes.data, given["v_cache"].ctypes.data)
-    assert 2 * 16 * vectors == cell.bytes_of(OURS) == cell.bytes_of(COPY)
-    assert 16 * vectors <= given["k_cache"].nbytes
+    assert 16 * sum(vectors) == cell.bytes_of(OURS) == cell.bytes_of(COPY)
+    for n, name in zip(vectors, ("k_cache", "v_cache"), strict=True):
+        assert 0 < 16 * n <= given[name].nbytes
     assert ctypes.c_int.from_address(found).value == 0
     assert cell.bytes_of(WIDE) == (2 if stored else 1) * cell.bytes_of(COPY)
 
@@ -145,10 +146,10 @@ static thread_local Index blockIdx, threadIdx, blockDim, gridDim;
 #define __launch_bounds__(...)
 #define __restrict__
 {source}
-extern "C" void run(const uint4 *k, const uint4 *v, unsigned long long n, unsigned *found) {{
+extern "C" void run(const uint4 *k, const uint4 *v, unsigned long long n, unsigned long long m, unsigned *found) {{
     gridDim.x = 3, blockDim.x = 32;
     for (blockIdx.x = 0; blockIdx.x < 3; ++blockIdx.x)
-        for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x) read_both(k, v, n, found);
+        for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x) read_both(k, v, n, m, found);
 }}
 """
 
@@ -160,14 +161,15 @@ def test_all_is_read_and_nothing_else(tmp_path: Path) -> None:
     source.write_text(_ONE_BY_ONE.format(source=reading.SOURCE))
     subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
     run = ctypes.CDLL(str(library)).run
-    for n in (1, 95, 96, 97, 383, 384, 385, 1000):  # 96 threads, of 4 vectors of each array a turn
-        k, v, found = np.zeros((n + 9, 4), np.uint32), np.zeros((n + 9, 4), np.uint32), np.zeros(1, np.uint32)
-        for array in (k, v):
+    lengths = 1, 95, 96, 97, 383, 384, 385, 1000  # 96 threads, of 4 vectors of each array a turn
+    for of_k, of_v in zip(lengths * 2, (*lengths, *lengths[::-1]), strict=True):
+        k, v, found = np.zeros((of_k + 9, 4), np.uint32), np.zeros((of_v + 9, 4), np.uint32), np.zeros(1, np.uint32)
+        for array, n in ((k, of_k), (v, of_v)):
             for row in {*range(0, n + 9, 7), n - 1, n}:
                 array[row, row % 4] = 0x9E3779B9
                 found[0] = 0
-                run(*(ctypes.c_void_p(x.ctypes.data) for x in (k, v)), ctypes.c_ulonglong(n),
-                    ctypes.c_void_p(found.ctypes.data))  # fmt: skip
+                run(*(ctypes.c_void_p(x.ctypes.data) for x in (k, v)), ctypes.c_ulonglong(of_k),
+                    ctypes.c_ulonglong(of_v), ctypes.c_void_p(found.ctypes.data))  # fmt: skip
                 assert found[0] == (row < n), (n, row)
                 array[row] = 0
 

@@ -58,7 +58,7 @@ def test_the_bytes_are_those_of_the_keys_that_are_seen(cell: DecodeCell) -> None
         if cell.window is not None:
             shown &= np.arange(n) >= own - cell.window
         seen += int(shown.any(axis=0).sum())
-    elements = 2 * seen * cell.heads_k * cell.head_dim
+    elements = seen * cell.heads_k * sum(cell.widths)
     assert cell.bytes_of(WIDE) == cell.bytes_of("cudnn") == 2 * elements
     assert cell.bytes_of(OURS) == (1 if cell.cache_dtype else 2) * elements
     assert cell.facts("decode", OURS, 2.0)["tb_per_s"] == pytest.approx(cell.bytes_of(OURS) / 2e-3 / 1e12)
@@ -68,6 +68,7 @@ def test_the_shapes_of_a_gpu() -> None:
     """What they hold; made small, they are calls that are taken."""
     shapes = {cell.name: cell for cell in cells("cuda")}
     assert shapes["B64 8k"].bytes_of(OURS) == 2 * 2 * 64 * 8192 * 8 * 128
+    assert shapes["MLA B16 8k"].bytes_of(OURS) == 2 * 16 * 8192 * 32 * (192 + 128)
     assert len(set(shapes["ragged B64 1..16k"].lengths)) > 32
     assert {cell.page for cell in shapes.values()} == {0, 1, 2, 4, 8, 16, 64, 256}
     assert shapes["mixed 63x1 + 1x256 8k"].queries == [1] * 63 + [256]
@@ -77,7 +78,7 @@ def test_the_shapes_of_a_gpu() -> None:
             small = replace(cell, batch=2, capacity=70, heads=cell.heads // cell.heads_k, heads_k=1, cache_dtype=stored)
             out = decode.call_of(Bench(), OURS, small)()
             rows = (1 + cell.chunk,) if cell.chunk else (2, cell.seqlen_q)
-            assert out.shape == (*rows, small.heads, cell.head_dim)
+            assert out.shape == (*rows, small.heads, cell.widths[1])
             assert np.isfinite(out.astype(np.float32)).all()
 
 

@@ -64,6 +64,20 @@ def test_what_a_call_has_is_in_its_kernels(words: tuple[str, ...], field: str, m
     assert [any(mark in x["symbol"] for x in y["launches"]) for y in (plain, found)] == [False, True]
 
 
+def test_a_head_dim_of_v() -> None:
+    """Its own kernels, bytes and words; TMA brings both, or neither."""
+    words = "--head-dim", "192", "--head-dim-v", "128", "--arch", "sm_90", "--dtype", "bf16"
+    found, plain = document(*words), document(*words[:2], *words[4:])
+    assert found["problem"]["head_dim_v"] == 128
+    assert 6 * found["bytes_at_most"] == 5 * plain["bytes_at_most"]
+    assert all("_d192v128_" in x["symbol"] for x in found["launches"])
+    assert found["launches"][1]["symbol"].startswith("decode_sm90")
+    assert found["not_by_tma"] is None
+    assert "head_dim 192 (of v 128), bf16" in run("--with-cache", *words).output
+    narrow = document("--head-dim", "64", "--head-dim-v", "24", "--arch", "sm_90")
+    assert narrow["not_by_tma"] == "TMA brings columns by 64 and keys of a page by 8"
+
+
 def test_a_bias_and_a_mask() -> None:
     """Of the rows that all pages of a sequence have."""
     found = document("--bias", "hqk", "--mask", "bk", "--seqlen", "100", "--page-size", "16", "--dtype", "bf16")

@@ -235,7 +235,7 @@ def wanted(
     return torch.cat([x[0] for x in parts]), torch.cat([x[1] for x in parts])
 
 
-@pytest.mark.parametrize("head_dim", [8, 5])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(8, 8), (5, 5), (16, 5)])
 @pytest.mark.parametrize("lengths", [4, [4, 7], None], ids=str)
 @pytest.mark.parametrize(
     ("given", "plain"),
@@ -246,8 +246,8 @@ def wanted(
     ],
     ids=["plain", "causal", "window"],
 )
-def test_cache_is_read(given: Any, plain: Any, lengths: Any, head_dim: int) -> None:
-    q, k_cache, v_cache = random(2, 3, 4, head_dim), random(2, 9, 2, head_dim), random(2, 9, 2, head_dim)
+def test_cache_is_read(given: Any, plain: Any, lengths: Any, head_dim: int, head_dim_v: int) -> None:
+    q, k_cache, v_cache = random(2, 3, 4, head_dim), random(2, 9, 2, head_dim), random(2, 9, 2, head_dim_v)
     used = int32(*lengths) if isinstance(lengths, list) else lengths
     each = lengths if isinstance(lengths, list) else [9 if lengths is None else lengths] * 2
     before = k_cache.clone()

@@ -46,6 +46,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "rotary_sin": (4096, 32),
     },
     "in parts": {"batch": 1, "caches": (1, 8192), "new": 256},
+    "another head_dim of v, in parts": {"batch": 1, "caches": (1, 8192), "new": 256, "head_dim_v": 128},
 }
 OPTIONS = {
     "whole": {"window": (100, 3), "softcap": 5.0},
@@ -55,15 +56,18 @@ OPTIONS = {
 INTEGERS = {"block_table", "cache_batch_idx", "cu_seqlens_q", "kv_range"}
 
 
-def arrays_of(batch: int = 2, caches: tuple[int, int] = (2, 4096), new: int = 0, **others: Any) -> dict[str, Any]:
+def arrays_of(
+    batch: int = 2, caches: tuple[int, int] = (2, 4096), new: int = 0, head_dim_v: int = 64, **others: Any
+) -> dict[str, Any]:
     """A call's arrays, of zeros."""
     packed = "cu_seqlens_q" in others
     rows = (lambda n: (batch * n,)) if packed else (lambda n: (batch, n))
     found = {"q": np.zeros((*rows(256), 32, 64), BF16)}
     stored = np.int8 if "k_scale" in others else BF16
-    found |= {name: np.zeros((*caches, 8, 64), stored) for name in ("k_cache", "v_cache")}
+    widths = {"k": 64, "v": head_dim_v}
+    found |= {f"{name}_cache": np.zeros((*caches, 8, width), stored) for name, width in widths.items()}
     found["cache_seqlens"] = np.zeros(batch, np.int32)
-    found |= {name: np.zeros((*rows(new), 8, 64), BF16) for name in NEW if new}
+    found |= {name: np.zeros((*rows(new), 8, widths[name]), BF16) for name in NEW if new}
     floats = dict.fromkeys(("alibi_slopes", "sink", "k_scale", "v_scale"), np.float32)
     return found | {
         name: np.zeros(shape, np.int32 if name in INTEGERS else floats.get(name, BF16))
@@ -173,7 +177,7 @@ def test_it_launches_what_torch_launches(name: str, arch: str, monkeypatch: pyte
     assert len(caches) == count
     assert all(a is x[f"{b}_cache"] for a, b in zip(caches, "kv", strict=False))
     rows = (32, len(x["q"])) if packed else (len(x["q"]), 32, 256)
-    assert (out.shape, lse.shape, lse.dtype) == (x["q"].shape, rows, np.float32)
+    assert (out.shape, lse.shape, lse.dtype) == ((*x["q"].shape[:-1], x["v_cache"].shape[-1]), rows, np.float32)
     ours = all_but_addresses(gpu)
     given = pointers(gpu, next(x for x in gpu.launched if x.symbol.startswith("fwd")))
     first = xla.made[0][count + 2 * packed :] if count or packed else []  # what launches before the forward share

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupyflash import UnsupportedError, attention_with_cache
+from tests import pretended_gpu
 from tests.small_cache import small
 
 OF_V = ("v", "v_cache")
@@ -92,3 +93,35 @@ def test_jax(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(out, want, atol=1e-6)
     assert (k_cache.shape, v_cache.shape) == (x["k_cache"].shape, x["v_cache"].shape)
     np.testing.assert_array_equal(v_cache[1, 7], x["v"][1, 0])
+
+
+@pytest.mark.needs("cupy", "torch")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("queries", [1, 256])
+def test_what_is_launched(queries: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of both head_dims, once for all lengths; results and what kernels share have the columns of v."""
+    import torch
+
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+    gpu.place = pretended_gpu.crossed  # maps of five dimensions
+
+    def zeros(*rows: int, width: int = 192) -> Any:
+        return torch.zeros(*rows, width, dtype=torch.bfloat16)
+
+    x = {"q": zeros(4, queries, 32), "k": zeros(4, queries, 2), "v": zeros(4, queries, 2, width=128)}
+    x |= {"k_cache": zeros(4, 8192, 2), "v_cache": zeros(4, 8192, 2, width=128)}
+    for length in (0, 100, 100):
+        lengths = torch.full((4,), length, dtype=torch.int32)
+        out, lse = attention_with_cache(**x, cache_seqlens=lengths, causal=True, return_lse=True)
+        assert (out.shape, lse.shape, out.is_contiguous()) == ((4, queries, 32, 128), (4, 32, queries), True)
+    launches = [launch.symbol.split("_")[0] for launch in gpu.launched]
+    once = ["append", "decode", "decode"] if queries == 1 else ["append", "fwd"]
+    assert launches[: len(once)] == once
+    assert launches == once * 3
+    assert all("_d192v128_" in variant.symbol for variant in gpu.loaded)
+    main = next(launch for launch in gpu.launched if launch.symbol.startswith(("decode_sm", "fwd_sm")))
+    kind = next(variant for variant in gpu.loaded if variant.symbol == main.symbol).params
+    params = np.frombuffer(main.params, kind)[0]
+    plain = params["plain"] if "plain" in (kind.names or ()) else params
+    strides = {name: plain[f"{name}_stride"].item()[1:] for name in "qkvo"}
+    assert strides == {"q": (32 * 192, 192), "k": (2 * 192, 192), "v": (2 * 128, 128), "o": (32 * 128, 128)}

@@ -245,6 +245,8 @@ WRONG_NEW: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"pages": 0}, ArgumentError, "pages: expected at least 1, got 0"),
     ({"page_size": 1.0}, ArgumentError, "page_size: expected an integer, got 1.0"),
     ({"head_dim": 12}, UnsupportedError, "head_dim: expected a head_dim that is a multiple of 8"),
+    ({"head_dim_v": 12}, UnsupportedError, "head_dim_v: expected a head_dim that is a multiple of 8"),
+    ({"head_dim_v": 8.0}, ArgumentError, "head_dim_v: expected an integer or None, got 8.0"),
     ({"max_seqlen": 0}, ArgumentError, "max_seqlen: expected at least 1, got 0"),
     ({"like": "fp16"}, ArgumentError, "like: expected an array of CuPy, NumPy, PyTorch or JAX"),
     ({"like": np.zeros(1, int)}, ArgumentError, "like: expected an array of a floating-point dtype"),
@@ -256,6 +258,22 @@ def test_what_is_wrong_of_a_new_one(change: dict[str, Any], kind: type[Exception
     given = {"pages": 3, "page_size": 4, "heads_k": 1, "head_dim": 8, "like": Q}
     with pytest.raises(kind, match=re.escape(message)):
         PagedCache(**given | change)  # type: ignore[arg-type]
+
+
+def test_values_of_another_head_dim(rng: np.random.Generator) -> None:
+    """As attention to all that was appended; a page that is copied is copied whole."""
+    cache = PagedCache(6, 4, heads_k=HEADS, head_dim=D, head_dim_v=24, like=Q)
+    assert (cache.k.shape, cache.v.shape) == ((1, 6, 4, HEADS, D), (1, 6, 4, HEADS, 24))
+    k, v = (rng.standard_normal((1, 7, HEADS, d), dtype=np.float32) for d in (D, 24))
+    q = rng.standard_normal((2, 1, HEADS, D), dtype=np.float32)
+    one = cache.allocate()
+    attention_with_cache(q[:1], *cache[0], k=k[:, :6], v=v[:, :6], **cache.append([one], 6))
+    both = [one, cache.fork(one)]
+    new = [np.repeat(x[:, 6:], 2, axis=0) for x in (k, v)]
+    out = attention_with_cache(q, *cache[0], k=new[0], v=new[1], **cache.append(both, 1))
+    expected = attention(q, np.repeat(k, 2, axis=0), np.repeat(v, 2, axis=0))
+    assert out.shape == (2, 1, HEADS, 24)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
 @pytest.mark.needs("jax")
