@@ -38,11 +38,11 @@ DECODE = Struct(
     "DecodeParams",
     (
         Field("q", "const void *", "[batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q, head_dim]"),
-        Field("o", "void *", "like q"),
+        Field("o", "void *", "like q, but head_dim_v"),
         Field("lse", "float *", "[batch, heads_q, seqlen_q] or [heads_q, total_q], contiguous; natural log; null: not "
                                 "wanted"),
         Field("k", "const void *", "[rows, seqlen_k, heads_k, head_dim]; paged: [pages, page_size, heads_k, head_dim]"),
-        Field("v", "const void *", "like k"),
+        Field("v", "const void *", "like k, but head_dim_v"),
         Field("cache_seqlens", "const int *", "[batch]: keys of each sequence, less those that were appended"),
         Field("block_table", "const int *", "[batch, pages of a sequence]: its pages, in order; kPaged"),
         Field("cache_batch_idx", "const int *", "[batch]: its row in the cache; null: its own number"),
@@ -50,7 +50,7 @@ DECODE = Struct(
         Field("alibi_slopes", "const float *", "[batch, heads_q] or [heads_q]; kAlibi"),
         Field("kv_range", "const int *", "[batch, 2]; kKvRange"),
         Field("sink", "const float *", "[heads_q]; kSink"),
-        Field("partial_o", "float *", "[2 * blocks, kHeads, kBlockM, head_dim], one a block where there are splits: "
+        Field("partial_o", "float *", "[2 * blocks, kHeads, kBlockM, head_dim_v], one a block where there are splits: "
                                       "the sum of 2^(..) V"),
         Field("partial_ml", "float *", "[likewise, 2]: maximum of the values of scores, sum of 2^(..)"),
         Field("q_stride", "Strides"),
@@ -85,9 +85,9 @@ APPEND = Struct(
     (
         Field("q", "const void *", "[batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q, head_dim]"),
         Field("k", "const void *", "likewise, heads_k; null: no new rows"),
-        Field("v", "const void *", "like k"),
+        Field("v", "const void *", "like k, but head_dim_v"),
         Field("k_cache", "void *", "as in DecodeParams"),
-        Field("v_cache", "void *", "like k_cache"),
+        Field("v_cache", "void *", "like k_cache, but head_dim_v"),
         Field("rotated_q", "void *", "like q, contiguous; null: nothing is turned"),
         Field("cos", "const void *", "[rotary_positions, rotary_dim / 2], contiguous"),
         Field("sin", "const void *", "like cos"),
@@ -119,9 +119,9 @@ DEQUANTIZE = Struct(
     "DequantizeParams",
     (
         Field("k_cache", "const void *", "as in DecodeParams"),
-        Field("v_cache", "const void *", "like k_cache"),
+        Field("v_cache", "const void *", "like k_cache, but head_dim_v"),
         Field("k_rows", "void *", "[slots, seqlen_k, heads_k, head_dim], contiguous, of q's type"),
-        Field("v_rows", "void *", "like k_rows"),
+        Field("v_rows", "void *", "like k_rows, but head_dim_v"),
         Field("slots", "int *", "[batch]: of a sequence, among k_rows; kPacked"),
         Field("k_scale", "const float *"),
         Field("v_scale", "const float *"),
@@ -146,7 +146,7 @@ DECODE_SM90 = Struct(
         Field("map_v", "ptx::TensorMap"),
         Field("plain", "DecodeParams", "the same arrays, for what is not TMA's"),
     ),
-    first="[64, seqlen_k or page_size, head_dim / 64, heads_k, rows or pages], innermost first, with the 128-byte "
+    first="[64, seqlen_k or page_size, head_dim (or head_dim_v) / 64, heads_k, rows or pages], innermost first, with the 128-byte "
     "swizzle, in boxes of 64 columns by kBoxRows keys by all chunks of columns by kPair heads.",
 )
 

@@ -25,12 +25,12 @@ struct Shares {
 struct DecodeParams {
     const void *q;                                   // [batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q,
                                                      // head_dim]
-    void *o;                                         // like q
+    void *o;                                         // like q, but head_dim_v
     float *lse;                                      // [batch, heads_q, seqlen_q] or [heads_q, total_q], contiguous;
                                                      // natural log; null: not wanted
     const void *k;                                   // [rows, seqlen_k, heads_k, head_dim]; paged: [pages, page_size,
                                                      // heads_k, head_dim]
-    const void *v;                                   // like k
+    const void *v;                                   // like k, but head_dim_v
     const int *cache_seqlens;                        // [batch]: keys of each sequence, less those that were appended
     const int *block_table;                          // [batch, pages of a sequence]: its pages, in order; kPaged
     const int *cache_batch_idx;                      // [batch]: its row in the cache; null: its own number
@@ -38,8 +38,8 @@ struct DecodeParams {
     const float *alibi_slopes;                       // [batch, heads_q] or [heads_q]; kAlibi
     const int *kv_range;                             // [batch, 2]; kKvRange
     const float *sink;                               // [heads_q]; kSink
-    float *partial_o;                                // [2 * blocks, kHeads, kBlockM, head_dim], one a block where there
-                                                     // are splits: the sum of 2^(..) V
+    float *partial_o;                                // [2 * blocks, kHeads, kBlockM, head_dim_v], one a block where
+                                                     // there are splits: the sum of 2^(..) V
     float *partial_ml;                               // [likewise, 2]: maximum of the values of scores, sum of 2^(..)
     Strides q_stride, o_stride, k_stride, v_stride;  // batch: of a row of the cache, or of a page
     long long table_stride;                          // of block_table, from one sequence to the next
@@ -70,8 +70,8 @@ struct DecodeParams {
 };
 
 struct DecodeSm90Params {
-    // [64, seqlen_k or page_size, head_dim / 64, heads_k, rows or pages], innermost first, with the 128-byte swizzle,
-    // in boxes of 64 columns by kBoxRows keys by all chunks of columns by kPair heads.
+    // [64, seqlen_k or page_size, head_dim (or head_dim_v) / 64, heads_k, rows or pages], innermost first, with the
+    // 128-byte swizzle, in boxes of 64 columns by kBoxRows keys by all chunks of columns by kPair heads.
     ptx::TensorMap map_k, map_v;
     DecodeParams plain;  // the same arrays, for what is not TMA's
 };
@@ -79,9 +79,9 @@ struct DecodeSm90Params {
 struct AppendParams {
     const void *q;             // [batch, seqlen_q, heads_q, head_dim]; packed: [total_q, heads_q, head_dim]
     const void *k;             // likewise, heads_k; null: no new rows
-    const void *v;             // like k
+    const void *v;             // like k, but head_dim_v
     void *k_cache;             // as in DecodeParams
-    void *v_cache;             // like k_cache
+    void *v_cache;             // like k_cache, but head_dim_v
     void *rotated_q;           // like q, contiguous; null: nothing is turned
     const void *cos;           // [rotary_positions, rotary_dim / 2], contiguous
     const void *sin;           // like cos
@@ -103,9 +103,9 @@ struct AppendParams {
 
 struct DequantizeParams {
     const void *k_cache;  // as in DecodeParams
-    const void *v_cache;  // like k_cache
+    const void *v_cache;  // like k_cache, but head_dim_v
     void *k_rows;         // [slots, seqlen_k, heads_k, head_dim], contiguous, of q's type
-    void *v_rows;         // like k_rows
+    void *v_rows;         // like k_rows, but head_dim_v
     int *slots;           // [batch]: of a sequence, among k_rows; kPacked
     const float *k_scale;
     const float *v_scale;

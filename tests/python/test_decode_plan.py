@@ -106,14 +106,15 @@ def test_caches_of_8_bits_have_rows_as_columns(
 @pytest.mark.parametrize("stored", ["", "int8"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
 def test_every_tile_can_be_launched(arch: str, stored: str) -> None:
-    """Teams of whole warps, which fit the shared memory, for any number of rows."""
+    """Teams of whole warps, which fit the shared memory, for any number of rows; parts of a cluster fit the rings."""
     device = Device.synthetic(arch)
-    for head_dim, rows, batch, heads_k in itertools.product(
-        (8, 64, 80, 128, 192, 256), (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300), (1, 4, 16, 64), (1, 8)
+    widths = *((d, d) for d in (8, 64, 80, 128, 192, 256)), (192, 128), (64, 256), (256, 64)
+    for (head_dim, head_dim_v), rows, batch, heads_k in itertools.product(
+        widths, (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300), (1, 4, 16, 64), (1, 8)
     ):
         for tma, capacity in itertools.product((True, False), (512, 1 << 15)):
             call = CacheProblem(
-                "bf16", batch, rows, heads_k, heads_k, head_dim, head_dim, batch, None, capacity, 0.1, stored=stored,
+                "bf16", batch, rows, heads_k, heads_k, head_dim, head_dim_v, batch, None, capacity, 0.1, stored=stored,
                 scale_dims=int(bool(stored)),
             )  # fmt: skip
             variant = plan_decode(call, device, aligned=True, tma=tma).variant
@@ -123,6 +124,8 @@ def test_every_tile_can_be_launched(arch: str, stored: str) -> None:
             assert variant.smem_bytes <= min(
                 device.smem_bytes, device.smem_per_sm_bytes // tile.blocks_per_sm - 1024
             ), call
+            rings = variant.smem_bytes - tile.fixed_bytes(head_dim)
+            assert not tile.cluster or 32 * tile.block_m * head_dim_v // 4 <= rings, call
 
 
 @pytest.mark.parametrize(("queries", "rows"), [(319, 4), (320, 20), (64, 4)])
