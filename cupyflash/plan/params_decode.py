@@ -146,8 +146,8 @@ DECODE_SM90 = Struct(
         Field("map_v", "ptx::TensorMap"),
         Field("plain", "DecodeParams", "the same arrays, for what is not TMA's"),
     ),
-    first="[64, seqlen_k or page_size, head_dim (or head_dim_v) / 64, heads_k, rows or pages], innermost first, with the 128-byte "
-    "swizzle, in boxes of 64 columns by kBoxRows keys by all chunks of columns by kPair heads.",
+    first="[64, seqlen_k or page_size, head_dim (or head_dim_v) / 64, heads_k, rows or pages], innermost first, with "
+    "the 128-byte swizzle, in boxes of 64 columns by kBoxRows keys by all chunks of columns by kPair heads.",
 )
 
 SHARES_DTYPE = dtype_of(SHARES, COMMON_DTYPES)

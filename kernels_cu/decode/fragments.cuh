@@ -12,11 +12,16 @@ struct SliceFragments {
     ptx::u32 k_at[TileK::kChunks], v_at[TileV::kChunks];
 
     __device__ SliceFragments(TileK sK, TileV sV) {
+        constexpr int kBoth = TileK::kChunks + TileV::kChunks - larger(TileK::kChunks, TileV::kChunks);
         #pragma unroll
-        for (int c = 0; c < larger(TileK::kChunks, TileV::kChunks); ++c) {
-            if (c < TileK::kChunks) k_at[c] = sK.at(lane() / 16 * 8 + lane() % 8, c, lane() / 8 % 2);
-            if (c < TileV::kChunks) v_at[c] = sV.at(lane() % 16, c, lane() / 16);
+        for (int c = 0; c < kBoth; ++c) {
+            k_at[c] = sK.at(lane() / 16 * 8 + lane() % 8, c, lane() / 8 % 2);
+            v_at[c] = sV.at(lane() % 16, c, lane() / 16);
         }
+        #pragma unroll
+        for (int c = kBoth; c < TileK::kChunks; ++c) k_at[c] = sK.at(lane() / 16 * 8 + lane() % 8, c, lane() / 8 % 2);
+        #pragma unroll
+        for (int c = kBoth; c < TileV::kChunks; ++c) v_at[c] = sV.at(lane() % 16, c, lane() / 16);
     }
     // Of K: columns [16 k, 16 k + 16) of keys [0, 8) and [8, 16).
     __device__ void of_k(int k, ptx::u32 (&b)[4]) const { ptx::ldmatrix_x4(b, place(k_at, k)); }

@@ -106,17 +106,18 @@ struct AsyncLoader {
             const int key = thread / kLanesPerRow + pass * kRowsPerPass;
             const int its_place = ptx::shfl_index(place, key % kSlice), its_row = ptx::shfl_index(row, key % kSlice);
             if (key >= kSlice || piece >= kWidestPieces) continue;
-            const auto bring = [&](const void *x, const Strides &s, const auto &tile, auto columns) {
+            const bool k_exists = key < keys && 8 * piece < V::kHeadDim;
+            const bool v_exists = key < keys && 8 * piece < V::kHeadDimV;
+            const auto bring = [&](const void *x, const Strides &s, const auto &tile, auto columns, bool exists) {
                 if (piece >= round_up(columns.value, 16) / 8) return;  // @pieces-of-the-narrower-row
-                const bool exists = key < keys && 8 * piece < columns.value;
                 const T *const src = static_cast<const T *>(x) + its_place * s.batch + its_row * s.row + head * s.head +
                                      (exists ? 8 * piece : 0);
                 const ptx::u32 dst = tile.at(key, piece / 8, piece % 8);
                 if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load8<true>(src) : ptx::U128{});
                 else ptx::cp_async_16(dst, src, exists);
             };
-            bring(p.k, p.k_stride, sK, Int<V::kHeadDim>());
-            bring(p.v, p.v_stride, sV, Int<V::kHeadDimV>());
+            bring(p.k, p.k_stride, sK, Int<V::kHeadDim>(), k_exists);
+            bring(p.v, p.v_stride, sV, Int<V::kHeadDimV>(), v_exists);
         }
     }
     // One unit ahead of its use.
