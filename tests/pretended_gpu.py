@@ -29,13 +29,11 @@ Place = Callable[[Any, Any, list[int], list[int]], None]
 
 
 class Launched(NamedTuple):
-    """One launch: the kernel's symbol, the blocks, the params struct's bytes; whether it may start before the one in
-    front of it has ended."""
+    """One launch: the kernel's symbol, the blocks, and the params struct's bytes."""
 
     symbol: str
     grid: int
     params: bytes
-    dependent: bool = False
 
 
 def plain(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> None:
@@ -59,11 +57,12 @@ def crossed(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> N
 
 
 class Gpu:
-    """Attributes: what was launched, the variants loaded, the tensor maps encoded, and those that are refused; how many
-    clusters of blocks run at the same time."""
+    """Attributes: what was launched, and of that, what may start before the launch in front of it has ended; the
+    variants loaded, the tensor maps encoded, and those that are refused; how many clusters run at the same time."""
 
     def __init__(self) -> None:
         self.launched: list[Launched] = []
+        self.dependent_ones: list[Launched] = []
         self.loaded: list[Variant] = []
         self.encoded, self.clusters = 0, 1000
         self.place: Place = plain
@@ -82,7 +81,7 @@ class Gpu:
     def dependent(self, function: int, grid: int, *block: int) -> Callable[..., None]:
         def launch(stream: int, arguments: int, _: int = 0) -> None:
             self.launch(function, grid, stream, arguments, 0)
-            self.launched[-1] = self.launched[-1]._replace(dependent=True)
+            self.dependent_ones.append(self.launched[-1])
 
         return launch
 

@@ -22,7 +22,7 @@ def _backward(arch: str, monkeypatch: pytest.MonkeyPatch, heads: int, head_dim: 
     gpu = pretend(monkeypatch, arch)
     x = np.zeros((1, 512, heads, head_dim), np.float16)
     cupyflash.attention_backward(x, x, x, x, x, np.zeros((1, heads, 512), np.float32), **options)
-    return {"_".join(one.symbol.split("_")[:2]): one.dependent for one in gpu.launched}
+    return {"_".join(one.symbol.split("_")[:2]): one in gpu.dependent_ones for one in gpu.launched}
 
 
 def test_a_hopper_backward_overlaps(monkeypatch: pytest.MonkeyPatch) -> None:
