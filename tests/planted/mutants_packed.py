@@ -38,7 +38,7 @@ BACKWARD_PACKED = (
     _sm90("all blocks list the first 32 sequences", change("sequences-of-the-block", "32 * ptx::block_index()", "0 * ptx::block_index()"), "packed-forty-short", "buffer 'key_tiles'"),
     _sm90("listed tiles begin again with each 32 sequences", change("tiles-of-the-lanes-before", "own, before", "own"), "packed-forty-short", "buffer 'key_tiles'"),
     _sm90("listed tiles that are not there have no end", change("no-rows-behind-the-last-tile", "first + 32 >= sequences", "false"), "packed-unequal-d128", "out of bounds|buffer|wgmma|RACE|cu_seqlens|load|store"),
-    _sm90("every tile of a kept sequence is its first", change("kept-tile-of-its-sequence", "ceil_div(Rows::rows(found), kRows) - 1 - left", "0"), "packed-gqa-softcap-d256"),
+    _sm90("every tile of a kept sequence is its first", change("kept-tile-of-its-sequence", "ceil_div(Rows::rows(found), kRows) - 1 - left", "0"), "packed-gqa-softcap-d256", r"RACE, write after write: buffer 'd[kv]'"),
     _sm90("gradients of unused wide keys not written", change("unused-keys-written-dkv", "rows_k", "seqlen_k"), "packed-used-dlse-d256"),
 )  # fmt: skip
 
