@@ -324,6 +324,8 @@ struct BwdDqGroup {
 
 template <class V>
 __device__ __forceinline__ void bwd_dq(const BwdSm90Params &p) {
+    // bwd_dkv has waited for row_stats, before it let this kernel start: nothing older is to come from the L1.
+    ptx::fence_gpu();
     prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
     const BwdDqSmem<V> smem{ptx::dynamic_smem_1024()};
     if (ptx::thread_index() == 0) smem.init();

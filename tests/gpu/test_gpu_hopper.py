@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import cupyflash
 from cupyflash.arrays.adapters import CUPY
 from cupyflash.check import cases
 from cupyflash.check.accuracy import Oracle
+from cupyflash.compile import jit
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
 from cupyflash.launch import clocks, counters, prepare
@@ -249,3 +251,33 @@ def test_lengths_around_the_tiles(head_dim: int, dtype: str) -> None:
         for causal in (False, True):
             judge(replace(base, seqlen_q=seqlen_q, seqlen_k=seqlen_q + 64 - seqlen_q % 3, causal=causal), dtype)
     assert hopper.family() == "sm90"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_overlapping_launches_of_other_numbers(head_dim: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls one behind the other, which share workspaces, against calls whose kernels wait for each other. dQ is added
+    up in any order where it is not the result of a kernel of its own."""
+    import cupy as cp
+
+    rng = cp.random.default_rng(head_dim)
+    given = [
+        [rng.standard_normal((2, 1024, 16, head_dim), dtype=cp.float32).astype(cp.float16) for _ in range(4)]
+        for _ in range(8)
+    ]
+    kept = [cupyflash.attention(*x[:3], causal=causal, return_lse=True) for x in given]
+
+    def gradients() -> list[Any]:
+        launch.forget()
+        made = [
+            cupyflash.attention_backward(x[3], *x[:3], *of, causal=causal) for x, of in zip(given, kept, strict=True)
+        ]
+        synchronize()
+        return made
+
+    overlapping = gradients()
+    monkeypatch.setattr(launch, "DependentLaunch", lambda *facts: partial(jit.launcher(), *facts))
+    for found, wanted in zip(overlapping, gradients(), strict=True):
+        assert (found.dk == wanted.dk).all()
+        assert (found.dv == wanted.dv).all()
+        assert cp.allclose(found.dq, wanted.dq, atol=0 if head_dim > 128 else 2e-3, rtol=0)
