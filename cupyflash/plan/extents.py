@@ -153,7 +153,7 @@ class Kernels:
         """How many sequences and heads of q have lists of their own (blocks.cuh); packed, their tiles are counted
         together."""
         own = self.spec.block_mask - 1
-        has_batch = (own % 2 or self.spec.kv_range) and not self.spec.packed
+        has_batch = (own % 2 or self.spec.kv_range or not extents.batch) and not self.spec.packed
         return (extents.batch if has_batch else 1), (extents.heads_q if own // 2 else 1)
 
     def _lists(self, extents: Extents) -> Workspace:

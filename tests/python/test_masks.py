@@ -16,6 +16,7 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.check.case import NUMPY_DTYPE
 from cupyflash.check.features import Features
 from cupyflash.problem import make_problem
+from tests.pretended_gpu import pretend
 
 Array = np.ndarray
 N = 331  # a multiple of nothing
@@ -488,3 +489,16 @@ def test_a_compiled_program_serves_all_masks(theirs: bool) -> None:
         for _ in range(2):  # new to the device, and on it
             torch.testing.assert_close(attend(x, mask), cupyflash.attention(x, x, x, block_mask=mask))
     assert programs.frame_count <= 4
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("shape", [(0, 1, 63, 127), (0, 4, 63, 127), (1, 1, 63, 127), (63, 127)])
+def test_no_mask_is_read_for_an_empty_batch(arch: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have no elements: a kernel that read it would end every later call of the process."""
+    gpu = pretend(monkeypatch, arch)
+    q, k = np.zeros((0, 63, 4, 64), np.float16), np.zeros((0, 127, 4, 64), np.float16)
+    mask, lse = np.zeros(shape, bool), np.zeros((0, 4, 63), np.float32)
+    cupyflash.attention(q, k, k, mask=mask)
+    cupyflash.attention(q, k, k, mask_mod="k <= q")
+    cupyflash.attention_backward(q, q, k, k, q, lse, mask=mask)
+    assert not gpu.launched
