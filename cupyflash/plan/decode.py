@@ -64,7 +64,7 @@ def plan_decode(
     box = _boxes(p) if hopper else SLICE
     tile = _with_stages(elements.shape(p, device, hopper, team, wide, cluster, box), p, device, hopper)
     kind = DecodeSm90 if hopper else DecodeSm80
-    variant = kind(p.dtype, p.head_dim, tile, head_dim_v=p.own_v, **_flags(p, aligned))
+    variant = kind(p.dtype, p.head_dim, tile, **_flags(p, aligned))
     return shared_out(p, device, variant)
 
 
@@ -148,26 +148,20 @@ def _flags(p: CacheProblem, aligned: bool) -> dict[str, Any]:
         "window": p.kv_range or not (causal or (left, right) == (None, None)),
         "scale_first": p.scale <= least and p.softcap is None,
         "softcap": p.softcap is not None,
-        "packed": p.packed,
         "alibi": p.alibi > 0,
         "kv_range": p.kv_range,
         "sink": p.sink,
-        "paged": p.page_size is not None,
         "unaligned": not aligned,
         **flags_of_added(p.bias, p.mods != ""),
         "mods": p.mods,
-        **_stored(p),
+        **_lies(p),
     }
 
 
-def _stored(p: CacheProblem) -> dict[str, bool]:
-    """The flags that say what a cache of 8 bits holds."""
-    return {name: p.stored == name for name in _ELEMENTS if name}
-
-
 def _lies(p: CacheProblem) -> dict[str, Any]:
-    """What the kernels beside know of a cache."""
-    return {"head_dim_v": p.own_v, "packed": p.packed, "paged": p.page_size is not None, **_stored(p)}
+    """What all kernels know of queries and caches: how they lie, and what a cache of 8 bits holds."""
+    stored = {name: p.stored == name for name in _ELEMENTS if name}
+    return {"head_dim_v": p.own_v, "packed": p.packed, "paged": p.page_size is not None, **stored}
 
 
 def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:

@@ -169,10 +169,10 @@ class Combine(Main):
     dependent: bool = False
 
     @classmethod
-    def behind(cls, main: Decode, dependent: bool) -> Combine:
-        """What comes behind a main kernel, with its flags; `dependent`: before it has ended."""
+    def behind(cls, main: Decode) -> Combine:
+        """What comes behind a main kernel, with its flags; it starts early where that one does."""
         flags = {f.name: getattr(main, f.name) for f in fields(main) if f.name not in ("dtype", "head_dim", "tile")}
-        return cls(main.dtype, main.head_dim, CombineTile.behind(main), dependent=dependent, **flags)
+        return cls(main.dtype, main.head_dim, CombineTile.behind(main), dependent=main.dependent, **flags)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
-from .decode_kernels import COMBINE_WARPS, SLICE, Combine, CombineTile, Decode, DecodeSm90, DecodeTile
+from .decode_kernels import COMBINE_WARPS, SLICE, Combine, CombineTile, Decode, DecodeTile
 
 SPLIT_KEYS = 1024  # of batch_invariant, times the tiles of a sequence's rows: else its parts would take too much memory
 # Of a cache with room for no more keys, a block for each tile wins what the kernel behind costs, where lengths are
@@ -127,7 +127,7 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
     shares |= _numbers(p, variant, all_rows, gang, row_tiles * head_turns)
     if (tile.cluster and p.batch == 1) or splits == (1, 0):
         return DecodePlan(variant, grid, None, 0, shares)
-    combine = Combine.behind(variant, dependent=isinstance(variant, DecodeSm90))
+    combine = Combine.behind(variant)
     return DecodePlan(variant, grid, combine, cut * -(-of_tile // shares["combine_elements"]), shares)
 
 

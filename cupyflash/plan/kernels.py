@@ -122,10 +122,6 @@ class Convert(Delta):
 
     header, function = "bwd_convert", "bwd_convert"
 
-    @property
-    def dependent(self) -> bool:
-        return self.tile.overlaps
-
     alibi: bool = False
     kv_range: bool = False
     wide_bias: bool = False
@@ -134,6 +130,10 @@ class Convert(Delta):
     masked_bias: bool = False
     bias_beside_mods: bool = False
     mods: str = ""
+
+    @property
+    def dependent(self) -> bool:
+        return self.tile.overlaps
 
 
 @dataclass(frozen=True)

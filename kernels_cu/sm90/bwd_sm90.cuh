@@ -329,7 +329,7 @@ struct BwdGroup {
 
 template <class V>
 __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
-    ptx::griddepcontrol_launch_dependents();
+    ptx::griddepcontrol_launch_dependents();  // bwd_convert waits for the end of all this
     prefetch_if_packed<V>(p.map_q, p.map_k, p.map_v, p.map_dout);
     if constexpr (V::kPacked) ptx::griddepcontrol_wait();  // @tile-list-awaited
     // Packed, they are looked up once, here, which takes a while; else each role works them out.

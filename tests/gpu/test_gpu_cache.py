@@ -379,6 +379,32 @@ def test_many_queries_by_table(family: str, d: int, how: str, lies: str) -> None
     assert float((lse - expected_lse)[seen].abs().max()) < 2e-2
 
 
+def many_queries(
+    lies: str, widths: tuple[int, int], appends: bool, device: str = "cuda"
+) -> tuple[list[Any], dict[str, Any]]:
+    """Caches of keys and of values with these head_dims, and the other arrays of a call whose keys the plan divides."""
+    import torch
+
+    torch.manual_seed(widths[0])
+    like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    room, page = 12288, int(lies.split()[-1]) if "pages" in lies else 0
+    queries = [1, 260, 3] if "mixed" in lies else [260]
+    n = len(queries)
+    rows = (n * room // page + 3, page) if page else (n, room)
+    pools = [torch.randn(*rows, 4, width, **like) for width in widths]
+    q = torch.randn(*((sum(queries),) if "mixed" in lies else (1, 260)), 32, widths[0], **like)
+    x: dict[str, Any] = {"q": q}
+    x["cache_seqlens"] = torch.tensor([500, 11000, 70][:n] if n > 1 else [11000], device=device, dtype=torch.int32)
+    if page:
+        pages = torch.randperm(len(pools[0]), device=device, dtype=torch.int32)
+        x["block_table"] = pages[: n * room // page].reshape(n, -1)
+    if "mixed" in lies:
+        x["cu_seqlens_q"] = torch.tensor([0, *queries], device=device).cumsum(0).to(torch.int32)
+    if appends:
+        x |= {name: torch.randn(*q.shape[:-2], 4, width, **like) for name, width in zip("kv", widths, strict=True)}
+    return pools, x
+
+
 @pytest.mark.parametrize("lies", ["contiguous", "pages of 16", "mixed pages of 64"])
 @pytest.mark.parametrize("how", ["causal", "full", "softcap", "append"])
 @pytest.mark.parametrize("d", [64, 72, 128, 256])
@@ -387,21 +413,7 @@ def test_keys_in_parts(family: str, d: int, how: str, lies: str, monkeypatch: py
     lengths, of which some leave parts without keys, and rows without any."""
     import torch
 
-    torch.manual_seed(d)
-    like = {"device": "cuda", "dtype": torch.bfloat16}
-    room, page = 12288, int(lies.split()[-1]) if "pages" in lies else 0
-    queries = [1, 260, 3] if "mixed" in lies else [260]
-    n = len(queries)
-    pools = [torch.randn(*((n * room // page + 3, page) if page else (n, room)), 4, d, **like) for _ in "kv"]
-    x: dict[str, Any] = {"q": torch.randn(*((sum(queries),) if "mixed" in lies else (1, 260)), 32, d, **like)}
-    x["cache_seqlens"] = torch.tensor([500, 11000, 70][:n] if n > 1 else [11000], device="cuda", dtype=torch.int32)
-    if page:
-        pages = torch.randperm(len(pools[0]), device="cuda", dtype=torch.int32)
-        x["block_table"] = pages[: n * room // page].reshape(n, -1)
-    if "mixed" in lies:
-        x["cu_seqlens_q"] = torch.tensor([0, *queries], device="cuda").cumsum(0).to(torch.int32)
-    if how == "append":
-        x |= {name: torch.randn(*x["q"].shape[:-2], 4, d, **like) for name in "kv"}
+    pools, x = many_queries(lies, (d, d), appends=how == "append")
     x |= {"causal": how != "full", "softcap": 5.0 if how == "softcap" else None, "return_lse": True}
 
     def call(num_splits: int | None) -> Any:

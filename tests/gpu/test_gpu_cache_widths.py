@@ -11,7 +11,7 @@ from cupyflash import attention, attention_with_cache
 from cupyflash.check.cache_case import CacheCase
 from cupyflash.gpu.device import Device
 from cupyflash.plan.prefill import Lie, way_of
-from tests.gpu.test_gpu_cache import check, copied, draw, same
+from tests.gpu.test_gpu_cache import check, copied, draw, many_queries, same
 from tests.gpu_arrays import captured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch")]
@@ -71,21 +71,7 @@ def test_many_queries(family: str, d: int, d_v: int, lies: str, monkeypatch: pyt
     """By the forward, in three parts of the keys: as good as one split of the other way."""
     import torch
 
-    torch.manual_seed(d)
-    like = {"device": "cuda", "dtype": torch.bfloat16}
-    room, page = 12288, int(lies.split()[-1]) if "pages" in lies else 0
-    queries = [1, 260, 3] if "mixed" in lies else [260]
-    n = len(queries)
-    rows = (n * room // page + 3, page) if page else (n, room)
-    pools = [torch.randn(*rows, 4, width, **like) for width in (d, d_v)]
-    x: dict[str, Any] = {"q": torch.randn(*((sum(queries),) if "mixed" in lies else (1, 260)), 32, d, **like)}
-    x["cache_seqlens"] = torch.tensor([500, 11000, 70][:n] if n > 1 else [11000], device="cuda", dtype=torch.int32)
-    if page:
-        pages = torch.randperm(len(pools[0]), device="cuda", dtype=torch.int32)
-        x["block_table"] = pages[: n * room // page].reshape(n, -1)
-    if "mixed" in lies:
-        x["cu_seqlens_q"] = torch.tensor([0, *queries], device="cuda").cumsum(0).to(torch.int32)
-    x |= {name: torch.randn(*x["q"].shape[:-2], 4, width, **like) for name, width in (("k", d), ("v", d_v))}
+    pools, x = many_queries(lies, (d, d_v), appends=True)
     planned = list[int]()
 
     def three(*_: Any) -> int:
