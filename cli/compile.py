@@ -23,7 +23,7 @@ from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache, usual
 from cupyflash.plan.spec import CHUNKS, LEARNED, PAIRS
 from cupyflash.plan.variant import Variant
-from cupyflash.problem import MAX_HEAD_DIM, Problem, Window
+from cupyflash.problem import HALF, MAX_HEAD_DIM, Problem, Window
 
 from .output import Exit, emit, exit_codes, explain, gib, human, json_option, list_option, progress, quiet
 
@@ -70,7 +70,7 @@ def variants_of(
     """
     windows, determinism, default_head_dims = PRESETS[preset]
     common = PRESETS["common"][0]
-    dtypes = dtypes_on(device, dtypes or GPU_DTYPES)
+    dtypes = dtypes_on(device, dtypes or HALF)
     found: dict[Variant, None] = {}
     problems = list(_problems(dtypes, head_dims or default_head_dims, windows, determinism))
     if softcap:
@@ -129,7 +129,7 @@ def _problems(
     epilog=exit_codes("0 all compiled, 4 no usable NVRTC or no room in the folder, 5 a kernel did not compile")
 )
 @list_option("--arch", choices=ARCHS, required=True, example="sm_80,sm_90", help=f"Any of {', '.join(ARCHS)}.")
-@list_option("--dtype", choices=GPU_DTYPES, example="bf16,fp16", help="Both unless given.")
+@list_option("--dtype", choices=GPU_DTYPES, example="bf16,fp16", help="bf16 and fp16 unless given; fp32, too.")
 @list_option("--head-dim", item=head_dim, example="64,128", help="Instead of those of the preset.")
 @click.option("--preset", type=click.Choice(tuple(PRESETS)), default="common", show_default=True,
               help="common: head_dim 64 and 128, dense and causal, arrays of any strides and alignment. all: also "

@@ -50,7 +50,7 @@ def warmup(
     """Compile and load kernels ahead of time, so that no later call does (before a CUDA graph is captured, say).
 
     Args:
-        dtypes: ``"bf16"``, ``"fp16"``, or both; by default all that the device has.
+        dtypes: of ``"bf16"``, ``"fp16"`` and ``"fp32"``; by default those of 16 bits that the device has.
         head_dims: sizes to prepare, one or several.
         causal: prepare calls with causal=False, True, or both.
         window: also prepare calls with a window.
@@ -106,7 +106,7 @@ def warmup(
     ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
-        names = dev.dtypes if dtypes is None else asked
+        names = dev.halves if dtypes is None else asked
         if over_cache:
             found: list[Iterable[Variant]] = [
                 variants_over_cache(x, dev, aligned=True, tma=True) for x in usual(names, sizes, stored)

@@ -64,7 +64,7 @@ def raw_kernel(
 
     Args:
         q_shape, k_shape: of q and out, and of k and v; lse is ``(batch, heads_q, seqlen_q)`` in fp32.
-        dtype: ``"bf16"`` or ``"fp16"``.
+        dtype: ``"bf16"``, ``"fp16"`` or ``"fp32"``.
         causal, scale, window, layout, softcap: as `attention` takes them.
         arch: such as ``"sm_90"``, with no GPU needed; that of the current GPU by default.
 

@@ -203,7 +203,7 @@ def _compile(variants: Sequence[Variant], gpu: Device) -> dict[Variant, Cubin]:
 def _document(p: Pass, gpu: Device, cubins: dict[Variant, Cubin]) -> dict[str, Any]:
     """A pass in JSON and for the report."""
     work_left = [w if launch.grid else Work(0.0, 0) for w, launch in zip(p.work, p.plan.launches, strict=True)]
-    times, reason = explain_work.least_times(work_left, gpu)
+    times, reason = explain_work.least_times(work_left, gpu, p.plan.launches[0].variant.dtype)
     launches = [
         _launch(launch, work, gpu, cubins.get(launch.variant))
         for launch, work in zip(p.plan.launches, work_left, strict=True)

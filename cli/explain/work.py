@@ -155,16 +155,16 @@ def _forward_flops(problem: Problem, pairs: int) -> float:
     return 2.0 * sum(problem.widths) * pairs * problem.heads_q
 
 
-def least_times(work: Sequence[Work], device: Device) -> tuple[list[dict[str, Any]], str]:
+def least_times(work: Sequence[Work], device: Device, dtype: str) -> tuple[list[dict[str, Any]], str]:
     """The least time of launches one after the other by GPU, and why there is none: each takes its FLOPs / peak rate or
-    its bytes / bandwidth, whichever is more.
+    its bytes / bandwidth, whichever is more. Products of fp32 are made of six of bf16.
 
     For a GPU of this machine its own, for a stand-in those of all known GPUs of that compute capability.
     """
-    found = []
+    found, products = [], 6 if dtype == "fp32" else 1
     for name, gpu in GPUS.items():
         if name == device.name or (device.ordinal < 0 and gpu.capability == device.capability):
-            pairs = [(w.flops / gpu.tflops / 1e9, w.bytes / gpu.gb_per_s / 1e6) for w in work]
+            pairs = [(products * w.flops / gpu.tflops / 1e9, w.bytes / gpu.gb_per_s / 1e6) for w in work]
             total = sum(map(max, pairs))
             computing = sum(compute for compute, memory in pairs if compute > memory)
             found.append({"gpu": name, "ms": total, "bound": "tensor cores" if computing > total / 2 else "memory"})

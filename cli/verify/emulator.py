@@ -24,7 +24,7 @@ from .cases import CaseResult
 from .needed import variants_of
 
 ARCHS = {"sm80": "sm_80", "sm90": "sm_90"}  # for which a family's kernels are planned
-DTYPES = ("bf16", "fp16")
+DTYPES = {"sm80": ("bf16", "fp16", "fp32"), "sm90": ("bf16", "fp16")}  # those of a family
 MODE = emulator.MODES["race"]
 # A mask, groups, head_dim 128, NaN in memory that must not be read, sums in a fixed order, and packed sequences.
 SMOKE = ("causal-d64", "dense-d128", "gqa", "nan-in-hidden-key", "deterministic", "packed-unequal")
@@ -84,7 +84,6 @@ def choose(level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name
 
     Each case runs once in each family, with the dtypes in turn; one that was asked for by name with all of them.
     """
-    dtypes = tuple(d for d in DTYPES if d in dtypes)
     table = [c for c in cases.select("full", tag="emulator") if "empty" not in c.tags]
     if name is not None:
         table = [c for c in table if c.name == name]
@@ -95,7 +94,7 @@ def choose(level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name
     for first, family in enumerate(ARCHS):
         able = [c for c in table if family != "sm90" or can_use_tma(c)]
         for i, case in enumerate(able, first):
-            known = [d for d in dtypes if d in case.dtypes]
+            known = [d for d in DTYPES[family] if d in dtypes and d in case.dtypes]
             work += [Work(case, d, family) for d in (known if name else known[i % len(known) :][:1] if known else ())]
     return work
 

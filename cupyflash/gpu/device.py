@@ -68,9 +68,14 @@ class Device:
         return self.smem_per_sm_bytes < _TINY_BYTES
 
     @property
+    def halves(self) -> tuple[str, ...]:
+        """Those of its kernels that have 16 bits: what is compiled where nobody names a dtype."""
+        return ("bf16", "fp16") if self.capability >= BF16_CAPABILITY else ("fp16",)
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """Those of its kernels."""
-        return ("bf16", "fp16") if self.capability >= BF16_CAPABILITY else ("fp16",)
+        return (*self.halves, "fp32") if self.capability >= BF16_CAPABILITY else self.halves
 
     @classmethod
     def synthetic(cls, arch: str) -> Device:

@@ -46,8 +46,8 @@ class Rates(NamedTuple):
     flops_s: float
 
 
-_FORWARD = Rates(0.15e-3, {"fp16": 3e-9, "bf16": 1e-9}, 3e-9, 60e-9, 50e9)
-_BACKWARD = Rates(0.20e-3, {"fp16": 65e-9, "bf16": 4e-9}, 5e-9, 90e-9, 50e9)
+_FORWARD = Rates(0.15e-3, {"fp16": 3e-9, "bf16": 1e-9, "fp32": 0.0}, 3e-9, 60e-9, 50e9)
+_BACKWARD = Rates(0.20e-3, {"fp16": 65e-9, "bf16": 4e-9, "fp32": 0.0}, 5e-9, 90e-9, 50e9)
 
 
 class Sizes(NamedTuple):

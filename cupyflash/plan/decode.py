@@ -15,7 +15,7 @@ from .decode_elements import HALVES
 from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile, Dequantize, DequantizeTile
 from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import STORED
-from .families import check_device, check_dtype, kernels_of
+from .families import check_device, check_dtype, kernels_of, one_of
 from .prefill import Lie, dequantized, spec_of, way_of
 from .spec import LEAST_UNIT, flags_of_added
 from .variant import Variant
@@ -78,6 +78,11 @@ def why_not_tma(p: CacheProblem, aligned: bool) -> str | None:
 def _check(p: CacheProblem, device: Device) -> None:
     check_device(device)
     check_dtype(p.dtype, device, "q and the caches")
+    if p.dtype not in device.halves:
+        raise UnsupportedError(
+            f"q: {p.dtype} has no GPU kernel over a cache, expected {one_of(device.halves)}; cast q and the "
+            "caches, or pass arrays that live on the CPU"
+        )
     if p.group > MAX_GROUP:
         raise UnsupportedError(f"q: expected at most {MAX_GROUP} heads for each head of k_cache, got {p.group}")
 

@@ -19,7 +19,7 @@ from .sm90 import SM90
 from .spec import Spec
 from .variant import Variant
 
-GPU_DTYPES = ("bf16", "fp16")
+GPU_DTYPES = ("bf16", "fp16", "fp32")
 FAMILIES: dict[str, Family] = {family.name: family for family in (SM80, SM90)}  # from the slowest to the fastest
 
 
@@ -59,11 +59,16 @@ def check_device(device: Device) -> None:
         )
 
 
+def one_of(dtypes: tuple[str, ...]) -> str:
+    """Them in words."""
+    return " or ".join(filter(None, (", ".join(dtypes[:-1]), dtypes[-1])))
+
+
 def check_dtype(dtype: str, device: Device, arrays: str) -> None:
     """Refuse a dtype of q that no kernel of this device has; `arrays`: what to cast."""
     if dtype not in GPU_DTYPES:
         raise UnsupportedError(
-            f"q: {dtype} has no GPU kernel yet, expected {' or '.join(reversed(device.dtypes))}; cast {arrays}, "
+            f"q: {dtype} has no GPU kernel yet, expected {one_of(device.dtypes)}; cast {arrays}, "
             "or pass arrays that live on the CPU"
         )
     if dtype not in device.dtypes:

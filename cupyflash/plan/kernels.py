@@ -14,9 +14,10 @@ LEAST_QUERIES = 128  # of the sequences over a cache that the forward takes
 PAGE_UNIT = 16  # it reads pages of a multiple of so many rows
 
 
-def row_bytes(columns: int) -> int:
-    """Bytes of one row of a shared-memory tile of 16-bit elements: an odd number of 16-byte chunks (tile.cuh)."""
-    return 16 * (columns // 8 | 1)
+def row_bytes(columns: int, itemsize: int = 2) -> int:
+    """Bytes of one row of a shared-memory tile (tile.cuh): an odd number of eight elements and, of fp32, a quarter of
+    what lies behind four rows."""
+    return 8 * itemsize * (columns // 8 | 1) + (8 if itemsize == 4 else 0)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -91,15 +92,15 @@ class DeltaTile:
         share = f"q{self.dq_warps_m}" if 1 < self.dq_warps_m < self.split_d else ""  # as a WideTile has it
         return f"m{self.block_m}w{self.warps}{share}" + (f"k{self.listed_rows}" if self.listed_rows else "")
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         return 0
 
 
 class ConvertTile(DeltaTile):
     """The same, with the rows of dQ in shared memory."""
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
-        return self.block_m * row_bytes(round_up(head_dim, 16 * self.split_d))
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
+        return self.block_m * row_bytes(round_up(head_dim, 16 * self.split_d), itemsize)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class SlopesTile:
     def name(self) -> str:
         return f"{'k' if self.over_keys else 'q'}{self.block_m}p{self.parts}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         """A number of each warp."""
         return 4 * self.warps
 

@@ -26,7 +26,7 @@ class SinksTile:
     def name(self) -> str:
         return f"q{self.block_m}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         """A number of each warp."""
         return 4 * self.warps
 
@@ -48,9 +48,9 @@ class Sinks(Variant):
         return (cls.of(spec, SinksTile(block_m)),) if spec.dsink else ()
 
 
-def _pair_bytes(head_dim: int, head_dim_v: int) -> int:
+def _pair_bytes(head_dim: int, head_dim_v: int, itemsize: int) -> int:
     """Of a row of Q or K, and one of dO or V."""
-    return sum(row_bytes(round_up(width, 16)) for width in (head_dim, head_dim_v or head_dim))
+    return sum(row_bytes(round_up(width, 16), itemsize) for width in (head_dim, head_dim_v or head_dim))
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class BiasTile:
     def name(self) -> str:
         return f"m{self.block_m}n{self.block_n}w{self.warps}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         """Q, dO, K and V."""
-        return (self.block_m + self.block_n) * _pair_bytes(head_dim, head_dim_v)
+        return (self.block_m + self.block_n) * _pair_bytes(head_dim, head_dim_v, itemsize)
 
     def fits(self, spec: Spec, smem_bytes: int) -> bool:
         """Whether so many blocks do, where one can have `smem_bytes` of a multiprocessor's, which has 1 KiB more."""
-        return self.blocks_per_sm * (self.smem_bytes(spec.head_dim, spec.head_dim_v) + 1024) <= smem_bytes + 1024
+        return self.blocks_per_sm * (self.smem_bytes(*spec.widths) + 1024) <= smem_bytes + 1024
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class BiasGradient(Main):
 class ModsTile(BiasTile):
     """The same; scores and their gradients, in rows of one float more, take the place of K and V."""
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
-        pair = _pair_bytes(head_dim, head_dim_v)
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
+        pair = _pair_bytes(head_dim, head_dim_v, itemsize)
         return self.block_m * pair + max(self.block_n * pair, 8 * self.block_m * (self.block_n + 1))
 
 
@@ -129,7 +129,7 @@ class SumsTile:
     blocks_per_sm = 1
     name = ""
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         return 0
 
 
@@ -152,7 +152,7 @@ def _of_mods(spec: Spec, stats_rows: int, smem_bytes: int) -> tuple[Variant, ...
     columns, blocks = 32 if spec.crowded else 64, 2 if spec.widest <= 128 else 1
     few = [ModsTile(16 * warps, 32, warps, stats_rows, 1) for warps in (2, 1)]
     tiles = ModsTile(64, columns, 4, stats_rows, blocks), *few
-    tile = next(tile for tile in tiles if tile.smem_bytes(spec.head_dim, spec.head_dim_v) <= smem_bytes)
+    tile = next(tile for tile in tiles if tile.smem_bytes(*spec.widths) <= smem_bytes)
     clears, stores = (
         ModsSums(spec.dtype, spec.head_dim, SumsTile(), spec.mods, spec.dmods, stores) for stores in (False, True)
     )

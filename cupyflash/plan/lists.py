@@ -29,7 +29,7 @@ class ListTile:
     def name(self) -> str:
         return f"m{self.block_m}n{self.block_n}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         return 0
 
 
@@ -42,7 +42,7 @@ class MaskTile:
     blocks_per_sm = 16
     name = ""
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         return 0
 
 

@@ -28,9 +28,9 @@ class SharesTile:
     blocks_per_sm = 1
     name = ""
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         """Rows of both results."""
-        return 2 * self.block_m * row_bytes(round_up(max(head_dim, head_dim_v), 64))
+        return 2 * self.block_m * row_bytes(round_up(max(head_dim, head_dim_v), 64), itemsize)
 
 
 @dataclass(frozen=True)

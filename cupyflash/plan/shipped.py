@@ -31,6 +31,8 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
                     yield problem(dtype, head_dim, window=window), True
     for head_dim in (8, 72, 96, 200):  # sizes that the padding, the ring and the split treat differently
         yield problem("bf16", head_dim, window=(None, 0)), True
+    for head_dim in (64, 128):
+        yield problem("fp32", head_dim, window=(None, 0)), True
     for dtype, window in (("bf16", (None, 0)), ("fp16", (None, None))):  # DeepSeek's MLA
         yield problem(dtype, 192, window=window, head_dim_v=128), True
     for head_dim in (64, 128, 200, 256):
@@ -64,7 +66,7 @@ def in_its_dtype(device: Device, problem: AnyProblem) -> AnyProblem:
 
 @functools.cache
 def shipped(device: Device) -> tuple[Variant, ...]:
-    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 190."""
+    """The finite list of variants that tests and precompiled layers cover on one architecture; at most 200."""
     variants: dict[Variant, None] = {}
     for each, aligned in shipped_problems():
         problem = in_its_dtype(device, each)

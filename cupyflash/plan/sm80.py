@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
-from . import turing
+from . import tiles_fp32, turing
 from .family import Family
 from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, round_up
 from .learned import learned
@@ -149,7 +149,14 @@ class Sm80(Family):
     name = "sm80"
 
     def why_not(self, spec: Spec, device: Device) -> str | None:
-        return "it reads pages where rows start at multiples of 16 bytes" if spec.paged and spec.unaligned else None
+        if spec.paged and spec.unaligned:
+            return "it reads pages where rows start at multiples of 16 bytes"
+        if spec.dtype == "fp32" and spec.backward and tiles_fp32.backward_tile(spec, device) is None:
+            return (
+                f"a backward in fp32 at head_dim {spec.widest} needs more shared memory than the "
+                f"{device.smem_bytes // 1024} KiB that a block has on {device.name}; cast q, k and v to bf16 or fp16"
+            )
+        return None
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
         """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout,
@@ -157,6 +164,8 @@ class Sm80(Family):
         any of these, nor for a softcap; 256 rows a block leave none for packed sequences, nor for a range of keys where
         scores are scaled first or capped. Tiles of a block mask have no whole blocks of 48."""
         d = spec.widest
+        if spec.dtype == "fp32":
+            return tiles_fp32.forward_tile(spec, device)
         if device.is_tiny:
             return turing.forward_tile(spec, device)
         table = _FORWARD_BIAS if spec.bias else _FORWARD_SMALL if device.is_small else _FORWARD
@@ -190,6 +199,10 @@ class Sm80(Family):
         return replace(tile, dq_parts=2) if tile and takes_registers else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
+        if spec.dtype == "fp32":
+            if fp32 := tiles_fp32.backward_tile(spec, device):
+                return fp32
+            raise AssertionError("why_not refuses it")
         if wide := self.wide_tile(spec, device):
             return wide
         d = spec.widest

@@ -144,6 +144,8 @@ class Sm90(Family):
         if device.capability != (9, 0):
             has = f"{device.capability[0]}.{device.capability[1]}"
             return f"it needs compute capability 9.0 exactly, {device.name} has {has}"
+        if spec.dtype == "fp32":
+            return "it multiplies elements of 16 bits"
         if spec.is_empty:
             return "nothing is to be computed"
         if spec.crowded and spec.backward and spec.widest > _WIDE_BACKWARD[0][0]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..operands import BACKWARD
 from ..options import Window
-from ..problem import Bias, Problem
+from ..problem import ITEMSIZE, Bias, Problem
 from . import mod_tiles
 
 LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
@@ -165,6 +165,11 @@ class Spec(NamedTuple):
     def widest(self) -> int:
         """The larger head_dim, by which tiles are chosen."""
         return max(self.head_dim, self.width_v)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """What sizes of tiles in shared memory depend on: head_dim, that of v where it differs, bytes of an element."""
+        return self.head_dim, self.head_dim_v, ITEMSIZE[self.dtype]
 
     @property
     def paged(self) -> bool:

@@ -33,9 +33,9 @@ class PartsTile:
     blocks_per_sm = 1
     name = ""
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         """The rows."""
-        return self.block_m * row_bytes(round_up(head_dim_v or head_dim, 64))
+        return self.block_m * row_bytes(round_up(head_dim_v or head_dim, 64), itemsize)
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ class ForwardTile:
         split = f"d{self.split_d}" if self.split_d > 1 else ""
         return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}{split}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         """Q, in whose place O leaves, and the ring, whose slots take K or V; P and row maxima, if exchanged."""
-        row, exchanged = row_bytes(self.block_n // self.split_d), self.split_d > 1
-        ring = (self.block_m + self.stages * self.block_n) * row_bytes(round_up(max(head_dim, head_dim_v), 16))
+        row, exchanged = row_bytes(self.block_n // self.split_d, itemsize), self.split_d > 1
+        width = row_bytes(round_up(max(head_dim, head_dim_v), 16), itemsize)
+        ring = (self.block_m + self.stages * self.block_n) * width
         return ring + exchanged * (self.split_d * self.block_m * row + 128 * self.warps)
 
 
@@ -61,10 +62,11 @@ class BackwardTile:
         steps = f"p{self.dq_parts}" if self.dq_parts > 1 else ""
         return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}{steps}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         """K, V, the query stages with their row_stats, dS and, if exchanged, P."""
-        rows = sum(row_bytes(round_up(width, 16 * self.split_d)) for width in (head_dim, head_dim_v or head_dim))
-        exchanged = (2 if self.split_d > 1 else 1) * self.block_n * row_bytes(self.block_m)
+        widths = (round_up(width, 16 * self.split_d) for width in (head_dim, head_dim_v or head_dim))
+        rows = sum(row_bytes(width, itemsize) for width in widths)
+        exchanged = (2 if self.split_d > 1 else 1) * self.block_n * row_bytes(self.block_m, itemsize)
         return self.block_n * rows + self.stages * (self.block_m * rows + 8 * self.block_m) + exchanged
 
 
@@ -74,10 +76,10 @@ class WideTile(BackwardTile):
 
     weights: bool = False
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         return super().smem_bytes(head_dim, head_dim_v) + self.weights * self.block_n * row_bytes(self.block_m)
 
 
 def fits(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
     """Whether the shared memory has room for a block."""
-    return tile.smem_bytes(spec.head_dim, spec.head_dim_v) <= device.smem_bytes
+    return tile.smem_bytes(*spec.widths) <= device.smem_bytes

@@ -16,9 +16,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import numpy as np
 
 from ..mods.description import Mods, read
+from ..problem import ITEMSIZE
 from .spec import Spec
 
-_ELEMENTS = {"bf16": "Bf16", "fp16": "Fp16"}
+_ELEMENTS = {"bf16": "Bf16", "fp16": "Fp16", "fp32": "Fp32"}
 
 
 @functools.cache
@@ -130,7 +131,9 @@ class Variant:
     @property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
-        return self.tile.smem_bytes(*self.head_dims)
+        itemsize = ITEMSIZE[self.dtype]
+        widths = self.head_dims if itemsize == 2 else (self.head_dim, self.head_dim_v, itemsize)  # of few kernels
+        return self.tile.smem_bytes(*widths)
 
     @property
     def dependent(self) -> bool:

@@ -35,8 +35,8 @@ def scaled_dot_product_attention(
     attn_mask: of bool, it is True where a key is visible; of a floating dtype, that of query or fp32, it is a bias,
         read where it lies, and learned if it requires grad.
 
-    What cupyflash does not take goes to torch's own: head_dims that are no multiple of 8 or differ, fp32 and fp64 on a
-    GPU, bf16 on GPUs older than Ampere, GPUs older than Turing, broadcast batches, a dropout_p of 1, a scale that is
+    What cupyflash does not take goes to torch's own: head_dims that are no multiple of 8 or differ, fp64 on a GPU, bf16
+    and fp32 on GPUs older than Ampere, GPUs older than Turing, broadcast batches, a dropout_p of 1, a scale that is
     not finite, meta tensors, and tensors in host memory, for which torch is faster (unless CUPYFLASH_BACKEND is "cpu").
     A warning says why, once a reason.
 
@@ -68,8 +68,9 @@ def scaled_dot_product_attention(
     return autograd.attention(arrays, options, want_lse=False)[0]
 
 
-_GPU = (torch.float16, torch.bfloat16)
-_HOST = (*_GPU, torch.float32, torch.float64)
+_HALF = (torch.float16, torch.bfloat16)
+_GPU = (*_HALF, torch.float32)
+_HOST = (*_GPU, torch.float64)
 
 
 def why_not(
@@ -96,8 +97,8 @@ def why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
     if has_rules(mask) or mask.layout is not torch.strided or mask.device != q.device:
         return "attn_mask is not a plain tensor on the device of query"
     autocast = torch.get_autocast_dtype(q.device.type) if torch.is_autocast_enabled(q.device.type) else q.dtype
-    half = torch.float32 if autocast in _GPU else autocast
-    if mask.dtype not in (torch.bool, autocast, half, q.dtype if autocast in _GPU else half):
+    half = torch.float32 if autocast in _HALF else autocast
+    if mask.dtype not in (torch.bool, autocast, half, q.dtype if autocast in _HALF else half):
         return "expected attn_mask of bool, of the dtype of query or of fp32"
     shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     own = tuple(mask.shape)
@@ -125,9 +126,9 @@ def _why_not_device(q: Tensor) -> str:
     if capability < MIN_CAPABILITY:
         return "the GPU is older than Turing"
     dtype = torch.get_autocast_dtype(kind) if autocast else q.dtype
-    if dtype is torch.bfloat16 and capability < BF16_CAPABILITY:
+    if dtype in (torch.bfloat16, torch.float32) and capability < BF16_CAPABILITY:
         return "expected fp16 on a GPU older than Ampere"
-    return "" if dtype in _GPU else "expected fp16 or bf16 on a GPU"
+    return "" if dtype in _GPU else "expected fp16, bf16 or fp32 on a GPU"
 
 
 def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

@@ -28,8 +28,8 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     static_assert(V::kSmemBytes == 0);
     constexpr int M = V::kBlockM, kThreads = 32 * V::kWarps;
     // @columns-of-o-delta
-    constexpr int kChunks = V::kHeadDimV / 8, kLanesPerRow = next_power_of_two(kChunks),
-                  kRowsPerPass = kThreads / kLanesPerRow;
+    constexpr int kPer = kPerChunk<T>, kChunks = V::kHeadDimV / kPer, kPieces = ceil_div(kChunks, 32);  // of a lane
+    constexpr int kLanesPerRow = next_power_of_two(ceil_div(kChunks, kPieces)), kRowsPerPass = kThreads / kLanesPerRow;
     constexpr int kPasses = ceil_div(M, kRowsPerPass), kBatch = kPasses < 4 ? kPasses : 4;  // loaded together
     const Problem &problem = p.problem;
     if constexpr (V::kOverlaps) ptx::griddepcontrol_launch_dependents();
@@ -55,16 +55,22 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
     #pragma unroll 1
     for (int pass = 0; pass < kPasses; pass += kBatch) {
         const int row0 = pass * kRowsPerPass + ptx::thread_index() / kLanesPerRow;
-        ptx::U128 x[kBatch], y[kBatch];
+        ptx::U128 x[kBatch][kPieces], y[kBatch][kPieces];
         float lse[kBatch], dlse[kBatch];
         #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int qi = tile.block * M + row0 + i * kRowsPerPass;
             const bool valid = qi < sequence.seqlen_q;
-            x[i] = y[i] = ptx::U128{}, lse[i] = ptx::infinity(), dlse[i] = 0.f;
-            if (valid && chunk < kChunks) {
-                x[i] = load8<V::kUnaligned>(o + qi * p.o_stride.row + 8 * chunk);        // @rows-of-o-delta
-                y[i] = load8<V::kUnaligned>(dout + qi * p.dout_stride.row + 8 * chunk);  // @rows-of-do-delta
+            lse[i] = ptx::infinity(), dlse[i] = 0.f;
+            #pragma unroll
+            for (int n = 0; n < kPieces; ++n) {
+                const int piece = chunk + n * kLanesPerRow;
+                x[i][n] = y[i][n] = ptx::U128{};
+                if (valid && piece < kChunks) {
+                    x[i][n] = load_chunk<V::kUnaligned>(o + qi * p.o_stride.row + kPer * piece);  // @rows-of-o-delta
+                    y[i][n] =
+                        load_chunk<V::kUnaligned>(dout + qi * p.dout_stride.row + kPer * piece);  // @rows-of-do-delta
+                }
             }
             if (valid && chunk == 0) {
                 const long long at = sequence.lse_row(problem, tile.head) + qi;
@@ -80,7 +86,9 @@ __device__ __forceinline__ void bwd_delta(const BwdParams &p) {
         #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
             const int row = row0 + i * kRowsPerPass;
-            float sum = dot8<T>(x[i], y[i]);
+            float sum = dot_chunk<T>(x[i][0], y[i][0]);
+            #pragma unroll
+            for (int n = 1; n < kPieces; ++n) sum += dot_chunk<T>(x[i][n], y[i][n]);  // @pieces-of-o-delta
             #pragma unroll
             for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) sum += ptx::shfl_xor(sum, offset);
             if (chunk == 0 && row < M) {

@@ -25,7 +25,14 @@ __device__ __forceinline__ void bwd_sink(const BwdParams &p) {
             if (q0 + row >= tile.sequence.seqlen_q) continue;
             const float *const stats = row_stats_at<M>(p, tile.sequence, head, q0 + row);
             const float x = V::kBias ? (logit - stats[0]) * kLog2e : fmaf(logit, kLog2e, -stats[0]);
-            sum = fmaf(weight_ex2(x), stats[1], sum);
+            float P;
+            if constexpr (sizeof(typename V::Element) == 2) {
+                P = weight_ex2(x);
+            } else {  // dsink holds subnormal numbers, which ex2 never gives, and less than the smallest one is 0
+                const float root = ptx::ex2(0.5f * x);
+                P = fabsf(stats[1]) < ptx::infinity() ? root * root : weight_ex2(x);  // @subnormal-sinks
+            }
+            sum = fmaf(P, stats[1], sum);
         }
     }
     leave_sum_of_warp(sum);

@@ -97,7 +97,7 @@ struct Dropout<V, true> {
             #pragma unroll
             for (int a = 0; a < kRows / 16; ++a)
                 #pragma unroll
-                for (int i = 0; i < 4; ++i) P.x[k][a][i] &= kept.mask(a, k, i);  // @pairs-dropped
+                for (int i = 0; i < 4; ++i) mask_pair(P.x[k][a][i], kept.mask(a, k, i));  // @pairs-dropped
     }
     // Of one element: whether it is kept.
     __device__ bool keeps(int query, int key) const {

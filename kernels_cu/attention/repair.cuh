@@ -20,17 +20,18 @@ template <class T, int kCols, bool kUnaligned>
 __device__ __forceinline__ float dot_rows(const T *x, const T *y) {
     float sum = 0.f;
     #pragma unroll 1
-    for (int col = 0; col < kCols; col += 8) sum += dot8<T>(load8<kUnaligned>(x + col), load8<kUnaligned>(y + col));
+    for (int col = 0; col < kCols; col += kPerChunk<T>)
+        sum += dot_chunk<T>(load_chunk<kUnaligned>(x + col), load_chunk<kUnaligned>(y + col));
     return sum;
 }
 template <class T, int kCols, bool kUnaligned>
 __device__ __forceinline__ bool row_is_finite(const T *x) {
     ptx::u32 trace = 0;
     #pragma unroll 1
-    for (int col = 0; col < kCols; col += 8) {
-        const ptx::U128 eight = load8<kUnaligned>(x + col);
+    for (int col = 0; col < kCols; col += kPerChunk<T>) {
+        const ptx::U128 chunk = load_chunk<kUnaligned>(x + col);
         #pragma unroll
-        for (int i = 0; i < 4; ++i) trace = T::trace(eight.x[i], trace);
+        for (int i = 0; i < kPerChunk<T> / 2; ++i) trace = T::trace(pair_of<T>(chunk, i), trace);
     }
     return is_clean(trace);
 }
@@ -40,6 +41,7 @@ template <class T>
 __device__ __forceinline__ float value_of(const T &x) {
     return T::lo(x.raw);
 }
+__device__ __forceinline__ float value_of(const Fp32 &x) { return x.raw; }
 __device__ __forceinline__ float value_of(float x) { return x; }
 
 // Whether a term is taken: no, yes, or its weight is NaN, and with it the whole row.
@@ -59,8 +61,8 @@ struct RowSum {
         for (int i = 0; i < kPairs; ++i) {
             const int col = column(i);
             if (col >= kCols || col0 + col >= end_col) continue;
-            const ptx::u32 x = ptx::ld_shared_b32(tile.at(row, col0 + col));
-            wanted |= (is_non_finite<T>(x) | is_non_finite<T>(x >> 16) << 1) << 2 * i;
+            const typename T::Pair x = ld_shared_pair<T>(tile.at(row, col0 + col));
+            wanted |= non_finite<T>(x) << 2 * i;
         }
         return ptx::vote_any(wanted != 0);
     }
@@ -122,8 +124,8 @@ struct RowSum {
             if (bits == 0) continue;
             const ptx::u32 at = tile.at(row, col0 + column(i)),
                            keep = (bits & 1 ? 0 : 0xffffu) | (bits & 2 ? 0 : 0xffff0000u);
-            const ptx::u32 x = T::pack(sum[i][0] * factor, sum[i][1] * factor);
-            ptx::st_shared_b32(at, (ptx::ld_shared_b32(at) & keep) | (x & ~keep));
+            const typename T::Pair x = T::pack(sum[i][0] * factor, sum[i][1] * factor);
+            st_shared_pair(at, joined(masked(ld_shared_pair<T>(at), keep), masked(x, ~keep)));
         }
     }
 

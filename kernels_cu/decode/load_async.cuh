@@ -51,7 +51,7 @@ struct AsyncLoader {
             const int col = i % kPieces * 8, row = i / kPieces % rows.count, head = i / kPieces / rows.count;
             const T *const q = static_cast<const T *>(p.q) + rows.at(p.q_stride, head, row) + col;
             const bool exists = col < V::kHeadDim;
-            ptx::st_shared_v4_b32(smem.q(head).at(row, col), exists ? load8<V::kUnaligned>(q) : ptx::U128{});
+            ptx::st_shared_v4_b32(smem.q(head).at(row, col), exists ? load_chunk<V::kUnaligned>(q) : ptx::U128{});
         }
     }
     __device__ void wait_q() {}
@@ -113,7 +113,7 @@ struct AsyncLoader {
                 const T *const src = static_cast<const T *>(x) + its_place * s.batch + its_row * s.row + head * s.head +
                                      (exists ? 8 * piece : 0);
                 const ptx::u32 dst = tile.at(key, piece / 8, piece % 8);
-                if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load8<true>(src) : ptx::U128{});
+                if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load_chunk<true>(src) : ptx::U128{});
                 else ptx::cp_async_16(dst, src, exists);
             };
             bring(p.k, p.k_stride, sK, Int<V::kHeadDim>(), k_exists);

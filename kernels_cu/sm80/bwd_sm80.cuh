@@ -47,7 +47,8 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     using TileV = SmemTile<T, N, kDimV>;
     using TileP = SmemTile<T, N, M>;
     using Stage = QueryStage<T, M, D, kDimV>;
-    constexpr bool kFewSteps = (V::kBias || V::kDqParts > 1) && larger(D, kDimV) > 128;  // else it spills
+    // Else it spills, and what is unrolled of products of fp32 does not fit the instruction cache.
+    constexpr bool kFewSteps = ((V::kBias || V::kDqParts > 1) && larger(D, kDimV) > 128) || sizeof(T) == 4;
     using RowsK = typename Either<kFewSteps, FewSteps<TileK, kRows>, SmemA<TileK, kRows>>::Type;
     using RowsV = typename Either<kFewSteps, FewSteps<TileV, kRows>, SmemA<TileV, kRows>>::Type;
     constexpr int kKeysBytes = TileK::kBytes + TileV::kBytes;
@@ -98,7 +99,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     };
 
     // One query tile.
-    const auto step = [&](int i, const auto &now) {
+    const auto step = [&](int i, const auto &now) __attribute__((always_inline)) {
         const int q0 = now.m_block * M;
         const bool masked = !whole(now);
         const auto head_places = Places<V>::of(p, sequence, now.head);

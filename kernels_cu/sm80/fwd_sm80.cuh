@@ -19,15 +19,6 @@
 #include "attention/repair_output.cuh"
 #include "attention/softmax.cuh"
 
-// request(0, Int<kFrom>), ..., request(0, Int<kEnd - 1>).
-template <int kFrom, int kEnd, class Request>
-__device__ __forceinline__ void request_first(Request request) {
-    if constexpr (kFrom < kEnd) {
-        request(0, Int<kFrom>{});
-        request_first<kFrom + 1, kEnd>(request);
-    }
-}
-
 // A warp's rows of a block. Of two that share them: which it is, and its first key of a key block, and column of O.
 struct Share { int row0, part, key0, col0; };
 
@@ -127,7 +118,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     FragA<T, kRows, V::kQInRegs ? D : 16> rQ;
 
     // One key block. kMasked is false for blocks that every row sees in full: the element test is then compiled out.
-    const auto step = [&](int i, auto masked) {
+    const auto step = [&](int i, auto masked) __attribute__((always_inline)) {
         constexpr bool kMasked = decltype(masked)::value;
         const Share mine = share();
         const int k0 = visits.block(i) * N + mine.key0;
@@ -139,7 +130,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         AccTile<kRows, kKeys> S;         // S = Q K^T
         S.zero();
         if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, sK(i).rows(mine.key0));
-        else if constexpr (V::kBias) gemm_nt<T>(S, FewSteps<TileQ, kRows>(sQ, mine.row0), sK(i).rows(mine.key0));
+        else if constexpr (V::kBias || sizeof(T) == 4)
+            gemm_nt<T>(S, FewSteps<TileQ, kRows>(sQ, mine.row0), sK(i).rows(mine.key0));
         else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, mine.row0), sK(i).rows(mine.key0));
         const int lane = fresh_lane();
         const Mask<V> from_here =
@@ -170,7 +162,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     };
 
     sQ.template load_async<kThreads, V::kHeadDim, V::kUnaligned>(q, p.q_stride.row, q0, sequence.seqlen_q);
-    request_first<0, kStages - 1>(request);
+    for_each_constant<kStages - 1>([&](auto ahead) { request(0, ahead); });
     if constexpr (V::kQInRegs) {
         next_tile_landed();
         #pragma unroll

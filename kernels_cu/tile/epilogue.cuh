@@ -14,9 +14,9 @@ __device__ __forceinline__ bool stage_rows(const Tile &tile, int row0, const Acc
         for (int j = 0; j < acc.kColTiles; ++j)
             #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const ptx::u32 pair = T::pack(acc.x[a][j][2 * h], acc.x[a][j][2 * h + 1]);
+                const typename T::Pair pair = T::pack(acc.x[a][j][2 * h], acc.x[a][j][2 * h + 1]);
                 trace = T::trace(pair, trace);
-                ptx::st_shared_b32(tile.at(row0 + acc.row(a, 2 * h), col0 + acc.col(j, 0)), pair);
+                st_shared_pair(tile.at(row0 + acc.row(a, 2 * h), col0 + acc.col(j, 0)), pair);
             }
     ptx::bar_warp_sync();  // @rows-staged-by-the-warp
     return is_clean(trace);
@@ -26,10 +26,10 @@ __device__ __forceinline__ bool stage_rows(const Tile &tile, int row0, const Acc
 template <int kRows, int kCols, int kValidCols, class T, class Tile>
 __device__ __forceinline__ void write_rows(const Tile &tile, int row0, T *dst, long long stride, int dst_row,
                                            int n_rows, int col0 = 0) {
-    constexpr int kChunks = kCols / 8;
+    constexpr int kChunks = kCols / kPerChunk<T>;
     #pragma unroll
     for (int i = fresh_lane(); i < kRows * kChunks; i += 32) {
-        const int row = i / kChunks, col = col0 + i % kChunks * 8;
+        const int row = i / kChunks, col = col0 + i % kChunks * kPerChunk<T>;
         if (dst_row + row < n_rows && col < kValidCols)  // @inside-the-array
             *reinterpret_cast<ptx::U128 *>(dst + (dst_row + row) * stride + col) =
                 ptx::ld_shared_v4_b32(tile.at(row0 + row, col));

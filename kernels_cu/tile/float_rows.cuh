@@ -3,8 +3,6 @@
 #define CUPYFLASH_FLOAT_ROWS_CUH
 #include "tile/tile.cuh"
 
-struct alignas(8) FloatPair { float x, y; };
-
 // f(element (row, column) of an accumulator and its neighbour, where they lie in memory) for each pair of a warp's rows that there
 // is: row `first_row` of `rows`, which begin at `rows_at` with kColumns each, is row 0 of the accumulator, as is column col0.
 // kCovered: columns that the accumulators of all warps cover.

@@ -31,6 +31,15 @@ struct Bool {
     static constexpr bool value = kValue;
 };
 
+// f(Int<0>), ..., f(Int<kCount - 1>).
+template <int kCount, int kFrom = 0, class F>
+__device__ __forceinline__ void for_each_constant(F f) {
+    if constexpr (kFrom < kCount) {
+        f(Int<kFrom>{});
+        for_each_constant<kCount, kFrom + 1>(f);
+    }
+}
+
 struct Nothing {};
 
 #endif  // CUPYFLASH_SIZES_CUH

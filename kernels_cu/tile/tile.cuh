@@ -17,16 +17,24 @@ __device__ __forceinline__ const Params &aside(const Params &p) {
     return *reinterpret_cast<const Params *>(ptx::opaque(reinterpret_cast<ptx::i64>(&p)));
 }
 
-// A row-major [kRows, kCols] tile of 16-bit elements in shared memory. A row is padded to an odd number of 16-byte
-// chunks: the eight rows that one ldmatrix phase reads then lie in eight different groups of banks.
+// A row-major [kRows, kCols] tile in shared memory. Of 16-bit elements, a row is padded to an odd number of 16-byte
+// chunks: the eight rows that one ldmatrix phase reads then lie in eight different groups of banks. Of fp32, a row is
+// padded to an odd number of eight elements, and so are four rows: eight elements each of rows i to i + 3, and of every
+// second row of eight, then lie in different banks.
 template <class T, int kRows_, int kCols_>
 struct SmemTile {
     static_assert(kCols_ % 16 == 0, "one mma takes 16 columns");
-    static constexpr int kRows = kRows_, kCols = kCols_, kChunks = kCols / 8;
-    static constexpr int kRowBytes = 16 * (kChunks | 1), kBytes = kRows * kRowBytes;
+    static constexpr int kRows = kRows_, kCols = kCols_, kPer = kPerChunk<T>, kChunks = kCols / kPer;
+    static constexpr int kBytesEach = sizeof(T);
+    static constexpr int kPadBytes = kBytesEach == 2 ? 0 : 32;  // behind four rows
+    static constexpr int kRowBytes = 8 * kBytesEach * (kCols / 8 | 1),
+                         kBytes = kRows * kRowBytes + kRows / 4 * kPadBytes;
+    using Element = T;
     ptx::u32 base;
 
-    __device__ ptx::u32 at(int row, int col) const { return base + row * kRowBytes + col * 2; }  // @rows-lie-apart
+    __device__ ptx::u32 at(int row, int col) const {
+        return base + row * kRowBytes + row / 4 * kPadBytes + col * kBytesEach;  // @rows-lie-apart
+    }
     // The rest of the tile from row `row` on.
     __device__ SmemTile rows(int row) const { return {at(row, 0)}; }
 
@@ -39,18 +47,18 @@ struct SmemTile {
         const ptx::u32 thread = fresh_thread();
         const int chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
         if (kLanesPerRow != kChunks && chunk >= kChunks) return;
-        const T *from = src + (row0 + first) * stride + 8 * chunk;
+        const T *from = src + (row0 + first) * stride + kPer * chunk;
         #pragma unroll
         for (int pass = 0; pass < ceil_div(kRows, kRowsPerPass); ++pass, from += kRowsPerPass * stride) {
             const int row = first + pass * kRowsPerPass;
             if (kRows % kRowsPerPass != 0 && row >= kRows) break;
             // @columns-that-exist
-            const bool valid = row0 + row < n_rows && (kValidCols == kCols || 8 * chunk < kValidCols);
+            const bool valid = row0 + row < n_rows && (kValidCols == kCols || kPer * chunk < kValidCols);
             if constexpr (kUnaligned) {
                 // @rows-that-exist-unaligned
-                ptx::st_shared_v4_b32(at(row, 8 * chunk), valid ? load8<true>(from) : ptx::U128{});
+                ptx::st_shared_v4_b32(at(row, kPer * chunk), valid ? load_chunk<true>(from) : ptx::U128{});
             } else {
-                ptx::cp_async_16(at(row, 8 * chunk), from, valid);  // @rows-that-exist
+                ptx::cp_async_16(at(row, kPer * chunk), from, valid);  // @rows-that-exist
             }
         }
     }
@@ -64,7 +72,7 @@ struct SmemTile {
         for_each_piece<kThreads>([&](int pass, int row, int col) {
             const bool valid =
                 row0 + row < n_rows && (kValidCols == kCols || col < kValidCols);  // @rows-that-exist-held
-            held[pass] = valid ? load8<false>(src + (row0 + row) * stride + col) : ptx::U128{};
+            held[pass] = valid ? load_chunk<false>(src + (row0 + row) * stride + col) : ptx::U128{};
         });
     }
     template <int kThreads, int kHeld>
@@ -81,7 +89,7 @@ struct SmemTile {
         #pragma unroll
         for (int pass = 0; pass < kPieces<kThreads>; ++pass) {
             const int row = first + pass * kRowsPerPass;
-            if (kRows % kRowsPerPass == 0 || row < kRows) f(pass, row, 8 * chunk);
+            if (kRows % kRowsPerPass == 0 || row < kRows) f(pass, row, kPer * chunk);
         }
     }
 };

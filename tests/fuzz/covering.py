@@ -214,8 +214,10 @@ _SHARES = Spec(sq=40, sk=1003, batch=2, group=2, deterministic=True)  # six shar
 EDGES = {
     f"{name}-{family}-d{d}": dataclasses.replace(spec, family=family, d=d, dtype=dtype, mode="race")
     for name, spec in (("left", _LEFT), ("causal", _CAUSAL), ("shares", _SHARES))
-    for family, d, dtype in (("sm80", 64, "bf16"), ("sm90", 64, "fp16"), ("sm80", 200, "fp16"), ("sm90", 200, "fp16"))
-}
+    for family, d, dtype in (
+        ("sm80", 64, "bf16"), ("sm90", 64, "fp16"), ("sm80", 200, "fp16"), ("sm90", 200, "fp16"), ("sm80", 72, "fp32"),
+    )
+}  # fmt: skip
 # Rows that are computed again, of groups and batches, with strides of their own: what sees an inf, and what does not.
 REPAIRS = {
     f"repair-{family}-d{d}-{group}": Spec(
@@ -224,7 +226,9 @@ REPAIRS = {
         values="last_infinite", k="padded", v="bhsd", dout="rows_first", q="every_second", dk="bhsd", scale=scale,
         seed=group,
     )
-    for family, d, dtype in (("sm80", 64, "bf16"), ("sm90", 64, "fp16"), ("sm80", 200, "fp16"), ("sm90", 200, "bf16"))
+    for family, d, dtype in (
+        ("sm80", 64, "bf16"), ("sm90", 64, "fp16"), ("sm80", 200, "fp16"), ("sm90", 200, "bf16"), ("sm80", 136, "fp32"),
+    )
     for group, left, scale in ((5, 20, None), (8, None, -0.05))
 }  # fmt: skip
 # Maxima that grow by more than P may exceed the one in use: it would overflow fp16, and in bf16 the fp32 sums of P V.

@@ -148,7 +148,7 @@ def _few_modes(rng: Random) -> str:
 
 def kind(rng: Random, where: str) -> dict[str, Any]:
     """What kernels are compiled for. `unaligned` and `negative` (a scale that is) are no fields of a spec."""
-    dtypes = ("bf16", "fp16") if where != "cpu" else ("bf16", "fp16", "fp32", "fp64")
+    dtypes = ("bf16", "fp16", "fp32") if where != "cpu" else ("bf16", "fp16", "fp32", "fp64")
     arch = rng.choice(["sm_80", "sm_86", "sm_90", "sm_90", "sm_90", "sm_100", "sm_120"])
     found = {
         "dtype": rng.choice(dtypes), "d": rng.choice(HEAD_DIMS), "arch": arch,

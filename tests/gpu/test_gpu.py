@@ -18,7 +18,7 @@ from tests.gpu_arrays import captured, on_gpu, to_numpy
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = ("fp16", "bf16")
+DTYPES = ("fp16", "bf16", "fp32")
 
 
 def poison(library: str, megabytes: int = 64) -> None:
@@ -294,9 +294,9 @@ def test_numpy_arrays_travel_to_the_gpu_and_back() -> None:
     assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))
 
 
-def test_fp32_on_the_gpu_is_refused(qkv: tuple[Any, Any, Any]) -> None:
-    with pytest.raises(cupyflash.UnsupportedError, match="q: fp32 has no GPU kernel"):
-        cupyflash.attention(*(x.astype(np.float32) for x in qkv))
+def test_fp64_on_the_gpu_is_refused(qkv: tuple[Any, Any, Any]) -> None:
+    with pytest.raises(cupyflash.UnsupportedError, match="q: fp64 has no GPU kernel"):
+        cupyflash.attention(*(x.astype(np.float64) for x in qkv))
 
 
 @pytest.mark.needs("torch")

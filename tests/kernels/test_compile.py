@@ -58,7 +58,7 @@ def test_few_variants_are_shipped() -> None:
     for arch in ARCHS:
         symbols = [v.symbol for v in all_shipped(arch)]
         assert len(set(symbols)) == len(symbols)
-        assert len(shipped(Device.synthetic(arch))) <= 190
+        assert len(shipped(Device.synthetic(arch))) <= 200
         assert len(shipped_over_cache(Device.synthetic(arch))) <= 91
 
 
@@ -106,8 +106,9 @@ def made_of_part(part: int, *, thorough: bool = False) -> list[Made]:
 
 
 def may_spill(v: Variant, arch: str) -> bool:
-    """On Turing nothing was tuned beyond head_dim 192: over a cache, and with a block mask (docs/performance.md)."""
-    return arch == "sm_75" and v.head_dim > 192
+    """On Turing nothing was tuned beyond head_dim 192: over a cache, and with a block mask (docs/performance.md). The
+    fastest tiles of fp32 spill a few registers."""
+    return v.dtype == "fp32" or (arch == "sm_75" and v.head_dim > 192)
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -22,6 +22,7 @@ from tests.planted.markers import without
 from tests.planted.mutants import Bug
 from tests.planted.mutants_bwd_sm90 import BACKWARD_SM90
 from tests.planted.mutants_dropout import BACKWARD_DROPOUT, FORWARD_DROPOUT
+from tests.planted.mutants_fp32 import BACKWARD_FP32, FORWARD_FP32
 from tests.planted.mutants_held import BACKWARD_HELD, FORWARD_HELD
 from tests.planted.mutants_masks import BACKWARD_MASKS, FORWARD_MASKS
 from tests.planted.mutants_mods import BACKWARD_MODS, FORWARD_MODS
@@ -36,11 +37,12 @@ require_compiler()
 
 FORWARD = (
     *mutants.FORWARD, *FORWARD_SM90, *FORWARD_PACKED, *FORWARD_RANGE, *FORWARD_MASKS, *FORWARD_DROPOUT, *FORWARD_MODS,
-    *FORWARD_WIDTHS, *FORWARD_HELD,
+    *FORWARD_WIDTHS, *FORWARD_HELD, *FORWARD_FP32,
 )  # fmt: skip
 BACKWARD = (
     *mutants.BACKWARD, *BACKWARD_SM90, *BACKWARD_PACKED, *BACKWARD_RANGE, *BACKWARD_MASKS, *BACKWARD_DROPOUT,
     *BACKWARD_MODS, *BACKWARD_SHARES, *BACKWARD_WIDE, *BACKWARD_WIDTHS, *BACKWARD_HELD,
+    *BACKWARD_FP32,
 )  # fmt: skip
 
 

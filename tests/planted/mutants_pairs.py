@@ -113,8 +113,8 @@ STRIDES = (
     _bug("convert: heads of dQ at those of Q", change("strides-of-dq", "p.dq_stride, tile.head", "p.q_stride, tile.head"), "pair-127"),
 )  # fmt: skip
 COLUMNS = (
-    _bug("columns beyond head_dim read", change("columns-that-exist", "(kValidCols == kCols || 8 * chunk < kValidCols)", "true"), "pair-122"),
-    _bug("rows beyond the last one read where they are misaligned", change("rows-that-exist-unaligned", "valid ? load8<true>(from) : ptx::U128{}", "load8<true>(from)"), "sink-6"),
+    _bug("columns beyond head_dim read", change("columns-that-exist", "(kValidCols == kCols || kPer * chunk < kValidCols)", "true"), "pair-122"),
+    _bug("rows beyond the last one read where they are misaligned", change("rows-that-exist-unaligned", "valid ? load_chunk<true>(from) : ptx::U128{}", "load_chunk<true>(from)"), "sink-6"),
     _bug("columns beyond head_dim written", change("inside-the-array", "&& col < kValidCols", ""), "pair-122"),
 )  # fmt: skip
 ORDER = (

@@ -256,8 +256,8 @@ def test_old_gpus_and_odd_dtypes_are_refused_before_cuda() -> None:
     volta = Device("Tesla V100", 0, (7, 0), 80, 98304, 98304, 6 << 20)
     with pytest.raises(UnsupportedError, match=r"Tesla V100 has compute capability 7\.0; the GPU kernels need 7\.5"):
         plan_call(Problem("fp16", 1, 9, 9, 1, 1, 64, 1.0), volta)
-    with pytest.raises(UnsupportedError, match="q: fp32 has no GPU kernel yet"):
-        plan_call(Problem("fp32", 1, 9, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"), backward=True)
+    with pytest.raises(UnsupportedError, match="q: fp64 has no GPU kernel yet, expected bf16, fp16 or fp32; cast q"):
+        plan_call(Problem("fp64", 1, 9, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"), backward=True)
     with pytest.raises(UnsupportedError, match="split the batch"):
         plan_call(Problem("fp16", 2**20, 2**20, 9, 1, 1, 64, 1.0), Device.synthetic("sm_90"))
 

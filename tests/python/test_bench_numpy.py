@@ -93,7 +93,7 @@ def test_padding_is_known_to_the_choice() -> None:
     assert numpy_work._sizes_of(packed) == (2, 70, 70, 2 * (900 + 1600))
     for more in ({"bias": "hqk"}, {"mask": "qk"}, {"mod": "gates"}, {"block_mask": "0.5"}):
         assert numpy_work.facts([Cell("bf16", 64, False, 64, 1, 2, 2, **more)], ("fwd",)) == []
-    assert numpy_work.facts([Cell("fp32", 64, False, 64, 1, 2, 2)], ("fwd",)) == []
+    assert numpy_work.facts([Cell("fp64", 64, False, 64, 1, 2, 2)], ("fwd",)) == []
 
 
 @pytest.mark.usefixtures("without_gpu", "hurried")

@@ -181,7 +181,7 @@ def test_verify_compiles_where_nothing_runs(monkeypatch: pytest.MonkeyPatch, inv
     needs_nvrtc()
     some = verify_kernels.selection("smoke")[::6]
     monkeypatch.setattr(verify_main, "selection", lambda level: some)
-    result = invoke("verify", "--level", "smoke", "--dtype", "fp32", "--head-dim", "64")
+    result = invoke("verify", "--level", "smoke", "--dtype", "fp64", "--head-dim", "64")
     count = len(some)
     assert count > 1
     assert "\nCPU PATH VERIFIED: " in result.stdout
@@ -717,7 +717,7 @@ def test_compile_usage(invoke: Invoke) -> None:
     invoke("compile", code=2)
     assert "sm_120" in invoke("compile", "--arch", "sm_70", code=2).output
     invoke("compile", "--arch", "sm_80", "--head-dim", "12", code=2)
-    invoke("compile", "--arch", "sm_80", "--dtype", "fp32", code=2)
+    invoke("compile", "--arch", "sm_80", "--dtype", "fp64", code=2)
 
 
 def test_version(invoke: Invoke) -> None:

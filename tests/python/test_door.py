@@ -80,7 +80,7 @@ def test_compile_makes_what_calls_take(arch: str, rng: np.random.Generator, monk
     gpu = pretended_gpu.pretend(monkeypatch, arch)
     for _ in range(60):
         q, k, options = draw(rng)
-        dtype, memory = str(rng.choice(Device.synthetic(arch).dtypes)), str(rng.choice(MEMORY))
+        dtype, memory = str(rng.choice(Device.synthetic(arch).halves)), str(rng.choice(MEMORY))
         if "window" in options or options["deterministic"]:
             q, k, memory = (q[0], max(q[1], 1), *q[2:]), (k[0], max(k[1], 1), *k[2:]), "contiguous"
         gpu.loaded.clear()

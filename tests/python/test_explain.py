@@ -295,6 +295,9 @@ def test_least_times(document: Document) -> None:
     assert {g.capability for name, g in explain_work.GPUS.items() if name in times} == {(9, 0)}
     assert times["NVIDIA H200"]["ms"] == pytest.approx(long["flops"] / 989e9)
     assert {t["bound"] for t in long["least_times"]} == {"tensor cores"}
+    (single,) = document("--seqlen-q", "16384", "--dtype", "fp32", "--arch", "sm_80")["passes"]
+    fp32 = next(t for t in single["least_times"] if t["gpu"] == "NVIDIA A100-SXM4-80GB")
+    assert fp32["ms"] == pytest.approx(6 * single["flops"] / 312e9)  # each product is six of bf16
     assert {t["bound"] for t in short["least_times"]} == {"memory"}
     h200 = next(t for t in short["least_times"] if t["gpu"] == "NVIDIA H200")
     assert h200["ms"] == pytest.approx(short["bytes"] / 4800e6)
@@ -352,7 +355,7 @@ def test_failures(monkeypatch: pytest.MonkeyPatch, invoke: Invoke) -> None:
 
 
 def test_usage(invoke: Invoke) -> None:
-    assert "fp32 has no GPU kernel" in invoke("--dtype", "fp32", code=4).output
+    assert "fp64 has no GPU kernel" in invoke("--dtype", "fp64", code=4).output
     assert "multiple of 8" in invoke("--head-dim", "12", code=4).output
     assert "to divide heads_q = 16, got heads_k = 3" in invoke("--heads-k", "3", code=2).output
     assert "hides every key" in invoke("--window", "-5,2", code=2).output

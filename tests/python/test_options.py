@@ -344,6 +344,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Any]]:
     ("one", "several"),
     [
         ({"dtypes": "bf16"}, {"dtypes": ["bf16"]}),
+        ({"dtypes": "fp32"}, {"dtypes": ["fp32"]}),
         ({"dtypes": np.str_("fp16")}, {"dtypes": ("fp16",)}),
         ({"head_dims": 64}, {"head_dims": [64]}),
         ({"head_dims": np.array(64)}, {"head_dims": np.array([64])}),
@@ -372,7 +373,7 @@ def test_warmup_takes_one_or_several(one: Any, several: Any, prepared: list[Any]
 @pytest.mark.parametrize(
     ("name", "given", "kind"),
     [
-        *(("dtypes", x, ArgumentError) for x in ("float16", "bfloat16", "fp32", ["fp64"], "bf16,fp16", [], "",
+        *(("dtypes", x, ArgumentError) for x in ("float16", "bfloat16", "float32", ["fp64"], "bf16,fp16", [], "",
                                                  [None], np.float16, {"bf16": 1}, [b"bf16"], MagicMock(), 16)),
         *(("head_dims", x, ArgumentError) for x in ("64", ["64"], 64.0, [64.0], None, [None], True, [], (), 0, -8,
                                                     {64: 1}, MagicMock(), np.array([64.0]))),

@@ -118,7 +118,7 @@ def test_nothing_that_a_call_takes_is_missing(
     run_compile("--arch", arch, "--out", str(folder))
     cache.default().clear()
     hide_nvrtc(monkeypatch)
-    dense_and_causal, dtypes = ((None, None), (None, 0)), Device.synthetic(arch).dtypes
+    dense_and_causal, dtypes = ((None, None), (None, 0)), Device.synthetic(arch).halves
     for dtype in dtypes:
         for head_dim in (64, 128):
             assert not missing(calls(dtype, head_dim, dense_and_causal, (False,)), arch)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import cupyflash
 from cupyflash import ArgumentError, DeviceError, UnsupportedError
+from cupyflash.check.case import NUMPY_DTYPE
 from cupyflash.gpu.device import Device
 from cupyflash.plan.families import plan_call
 from cupyflash.plan.variant import kernel_sources
@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window and softcap": {"window": (30, 10), "softcap": 3.0, "scale": 0.2, "dtype": "fp16"},
     "bhsd": {"layout": "bhsd"},
+    "fp32": {"causal": True, "dtype": "fp32"},
 }
 
 
@@ -42,7 +43,7 @@ def test_its_launch_computes_attention(options: dict[str, Any], rng: np.random.G
     from cupyflash.emulator.launch import MODES, EmulatedKernel, Memory
 
     options = {"dtype": "bf16", **options}
-    kind = np.dtype(np.float16 if options["dtype"] == "fp16" else ml_dtypes.bfloat16)
+    kind = NUMPY_DTYPE[options["dtype"]]
     shapes = [(b, h, n, d) if options.get("layout") == "bhsd" else (b, n, h, d) for b, n, h, d in (Q, K, K)]
     q, k, v = (rng.standard_normal(shape).astype(kind) for shape in shapes)
     found = cupyflash.raw_kernel(q.shape, k.shape, arch="sm_80", **options)
@@ -65,7 +66,7 @@ def test_its_launch_computes_attention(options: dict[str, Any], rng: np.random.G
 def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for change, error, message in (
         ({"arch": "sm_70"}, ArgumentError, 'arch: expected "sm_75"'),
-        ({"dtype": "fp32"}, UnsupportedError, "q: fp32 has no GPU kernel yet"),
+        ({"dtype": "fp64"}, UnsupportedError, "q: fp64 has no GPU kernel yet"),
         ({"window": (1, 2, 3)}, ArgumentError, "window"),
     ):
         with pytest.raises(error, match=message):

@@ -60,7 +60,9 @@ def test_bf16_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> No
     expected = r"q: expected fp16 on sm_75, got bf16.*compute capability 8\.0.*has 7\.5; cast q.* to fp16"
     with pytest.raises(UnsupportedError, match=expected):
         cupyflash.attention(q, q, q)
-    with pytest.raises(UnsupportedError, match=r"fp32 has no GPU kernel yet, expected fp16; cast q, k and v"):
+    with pytest.raises(UnsupportedError, match=r"fp64 has no GPU kernel yet, expected fp16; cast q, k and v"):
+        cupyflash.attention(*[q.astype(np.float64)] * 3)
+    with pytest.raises(UnsupportedError, match=expected.replace("bf16", "fp32")):
         cupyflash.attention(*[q.astype(np.float32)] * 3)
     with pytest.raises(UnsupportedError, match=expected):
         variants_over_cache(next(shipped_calls())[0], T4, aligned=True, tma=True)
@@ -109,7 +111,8 @@ def test_commands_take_its_dtype(monkeypatch: pytest.MonkeyPatch, tmp_path: obje
 @pytest.mark.parametrize(
     ("capability", "dtype", "reason"),
     [((7, 0), "float16", "older than Turing"), ((7, 5), "float16", ""), ((7, 5), "bfloat16", "fp16 on a GPU older"),
-     ((8, 0), "bfloat16", ""), ((7, 5), "float32", "expected fp16 or bf16")],
+     ((8, 0), "bfloat16", ""), ((7, 5), "float32", "fp16 on a GPU older"),
+     ((8, 0), "float32", ""), ((8, 0), "float64", "expected fp16, bf16 or fp32")],
 )  # fmt: skip
 def test_what_goes_to_torch(
     capability: tuple[int, int], dtype: str, reason: str, monkeypatch: pytest.MonkeyPatch

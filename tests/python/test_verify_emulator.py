@@ -14,6 +14,7 @@ from cupyflash.check import cases
 from cupyflash.cli.verify import emulator as verify_emulator
 from cupyflash.emulator import attention, build, launch
 from cupyflash.plan.variant import kernel_sources
+from cupyflash.problem import DTYPES
 from tests.emulator.require import require_compiler
 from tests.planted.markers import Edit, change, planted, without
 
@@ -98,7 +99,7 @@ def test_a_compiler_that_cannot_compile(verify: Verify, monkeypatch: pytest.Monk
     assert "fatal error: cstdint" in verdict
 
 
-@pytest.mark.parametrize("arguments", [("--backend", "cpu"), ("--dtype", "fp32"), ("--case", "two-threads")])
+@pytest.mark.parametrize("arguments", [("--backend", "cpu"), ("--dtype", "fp64"), ("--case", "two-threads")])
 def test_the_verdict_says_where_no_kernel_was_to_run(verify: Verify, arguments: tuple[str, ...]) -> None:
     chosen = arguments if "--case" in arguments else (*arguments, "--case", "gqa")
     document = verify(*chosen, "--timeout", "0", "--json")
@@ -107,20 +108,20 @@ def test_the_verdict_says_where_no_kernel_was_to_run(verify: Verify, arguments: 
 
 
 def test_levels_grow() -> None:
-    """Each level has both families and both dtypes, and all that the one before has."""
+    """Each level has both families and their dtypes, and all that the one before has."""
     before: set[tuple[str, str]] = set()
     for level in cases.LEVELS:
-        work = verify_emulator.choose(level, verify_emulator.DTYPES, (), None)
+        work = verify_emulator.choose(level, DTYPES, (), None)
         found = {(w.case.name, w.family) for w in work}
         assert len(found) == len(work)
         assert found > before
-        assert {(w.dtype, w.family) for w in work} == {(d, f) for d in ("bf16", "fp16") for f in ("sm80", "sm90")}
+        assert {(w.dtype, w.family) for w in work} == {(d, f) for f, own in verify_emulator.DTYPES.items() for d in own}
         before = found
     assert {name for name, _ in before} == {c.name for c in cases.select(tag="emulator") if "empty" not in c.tags}
 
 
 def test_what_was_asked_for_is_chosen() -> None:
-    work = verify_emulator.choose("quick", ("bf16", "fp32"), (128,), None)
+    work = verify_emulator.choose("quick", ("bf16", "fp64"), (128,), None)
     assert {w.case.head_dim for w in work} == {128}
     assert {w.dtype for w in work} == {"bf16"}
     named = verify_emulator.choose("smoke", ("bf16", "fp16"), (), "misaligned")

@@ -148,7 +148,7 @@ def test_the_choice_is_taken(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Non
         cupyflash.attention(*arrays, **options)
         return len(cuda.copies) > before
 
-    for dtype in (np.float16, ml_dtypes.bfloat16):
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.float32):
         q, k = zeros(dtype, 50000)
         for of_few in (False, True):
             ranges = {"kv_range": np.array([[7, 20]], np.int32)} if of_few else {}
@@ -160,10 +160,10 @@ def test_the_choice_is_taken(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Non
                 monkeypatch.setenv("CUPYFLASH_BACKEND", backend)
                 assert travelled(q, k, k, **ranges) == (backend == "cuda")
     monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
-    assert not travelled(*(x.astype(np.float32) for x in (q, k, k)))
+    assert not travelled(*(x.astype(np.float64) for x in (q, k, k)))
     monkeypatch.setenv("CUPYFLASH_BACKEND", "cuda")
-    with pytest.raises(cupyflash.UnsupportedError, match="fp32 has no GPU kernel"):
-        travelled(*(x.astype(np.float32) for x in (q, k, k)))
+    with pytest.raises(cupyflash.UnsupportedError, match="fp64 has no GPU kernel"):
+        travelled(*(x.astype(np.float64) for x in (q, k, k)))
 
 
 def test_learned_tables_travel(cuda: Cuda) -> None:
@@ -184,7 +184,7 @@ def test_a_call_that_stays_looks_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(run, "backend", lambda: pytest.fail("asked"))
     q, k = zeros(np.float16, 50000)
     cupyflash.attention(q, k, k, kv_range=np.array([[7, 20]], np.int32))
-    cupyflash.attention(*(x.astype(np.float32) for x in zeros(np.float16, 10)[:1] * 3))
+    cupyflash.attention(*(x.astype(np.float64) for x in zeros(np.float16, 10)[:1] * 3))
 
 
 def test_torch_tensors_in_host_memory_stay(monkeypatch: pytest.MonkeyPatch) -> None:

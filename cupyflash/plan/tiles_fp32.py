@@ -1,0 +1,71 @@
+"""The sm80 family's tiles for fp32, whose elements take twice the shared memory and each product six of bf16
+(tile/element.cuh)."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from ..gpu.device import Device
+from .spec import Spec
+from .tiles_sm80 import BackwardTile, ForwardTile, fits
+
+_T = TypeVar("_T", bound="ForwardTile | BackwardTile")
+Table = tuple[tuple[int, _T], ...]
+
+# (largest head_dim, tile), first match that fits. Chosen by time on an H200 at head_dim 64, 128 and 256, 2026-11-27
+# (docs/performance.md). 32 rows a warp, or warps that share rows, split each fragment for twice as many products.
+_FORWARD = (
+    (64, ForwardTile(128, 32, 4, 2, 2)),
+    (128, ForwardTile(128, 64, 8, 2, 1, split_d=2)),
+    (256, ForwardTile(128, 32, 8, 2, 1, split_d=2)),
+)
+_BACKWARD = (
+    (64, BackwardTile(64, 64, 4, 1, 2, split_d=2)),
+    (128, BackwardTile(64, 64, 8, 1, 1, split_d=4)),
+    (256, BackwardTile(64, 32, 8, 1, 1, split_d=4, dq_parts=2)),
+)
+# Where these do not fit, or what scores bring takes registers.
+_FORWARD_NARROW = (
+    (128, ForwardTile(64, 32, 4, 2, 2)),
+    (128, ForwardTile(64, 32, 4, 2, 1)),
+    (256, ForwardTile(64, 16, 4, 2, 1)),
+    (256, ForwardTile(32, 16, 2, 2, 1)),
+)
+_BACKWARD_NARROW = (
+    (64, BackwardTile(32, 64, 4, 1, 2)),
+    (64, BackwardTile(32, 64, 4, 1, 1)),
+    (128, BackwardTile(32, 32, 4, 1, 1, split_d=2)),
+    (256, BackwardTile(32, 32, 4, 1, 1, split_d=2, dq_parts=2)),
+    (256, BackwardTile(32, 16, 2, 1, 1, split_d=2, dq_parts=2)),
+)
+
+
+def _is_plain(spec: Spec) -> bool:
+    """Whether scores bring nothing but a mask of the causal kind or a window."""
+    others = spec.bias, spec.block_mask, spec.dropout, spec.softcap, spec.dalibi, spec.kv_range, spec.packed
+    return not (any(others) or spec.unaligned or spec.head_dim_v)
+
+
+def _choose(best: Table[_T], others: Table[_T], spec: Spec, device: Device) -> _T | None:
+    """The best one for heads as wide, if it has room, and the registers; else the first of the others."""
+    own: list[_T] = [tile for limit, tile in best if spec.widest <= limit][:1] if _is_plain(spec) else []
+    found = [*own, *(tile for limit, tile in others if spec.widest <= limit)]
+    return next((tile for tile in found if _has_room(tile, spec, device)), None)
+
+
+def _has_room(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
+    """Whether a multiprocessor has it for as many blocks as are meant to run there."""
+    needed = tile.blocks_per_sm * (tile.smem_bytes(*spec.widths) + 1024)
+    return fits(tile, spec, device) and needed <= device.smem_per_sm_bytes
+
+
+def forward_tile(spec: Spec, device: Device) -> ForwardTile:
+    """That of a forward."""
+    tile = _choose(_FORWARD, _FORWARD_NARROW, spec, device)
+    assert tile is not None  # the last one fits every GPU
+    return tile
+
+
+def backward_tile(spec: Spec, device: Device) -> BackwardTile | None:
+    """That of a backward; None where a block has less shared memory than heads as wide need."""
+    return _choose(_BACKWARD, _BACKWARD_NARROW, spec, device)
