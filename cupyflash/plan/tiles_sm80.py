@@ -77,7 +77,8 @@ class WideTile(BackwardTile):
     weights: bool = False
 
     def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
-        return super().smem_bytes(head_dim, head_dim_v) + self.weights * self.block_n * row_bytes(self.block_m)
+        weights = self.weights * self.block_n * row_bytes(self.block_m, itemsize)
+        return super().smem_bytes(head_dim, head_dim_v, itemsize) + weights
 
 
 def fits(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:

@@ -159,6 +159,8 @@ def kind(rng: Random, where: str) -> dict[str, Any]:
         "sink": rng.random() < 0.2, "bias": rng.random() < 0.3, "dropout": rng.random() < 0.25,
         "blocks": rng.random() < 0.25,
     }  # fmt: skip
+    if where != "cpu" and found["dtype"] == "fp32" and found["d"] > 224 and arch in ("sm_86", "sm_120"):
+        found["dtype"] = "fp16"  # of these there is no backward in fp32
     mods = [name for name in MODS if not (found["deterministic"] and name in LEARNED)]
     return found | {"mods": rng.choice(mods) if rng.random() < 0.2 else ""}
 
