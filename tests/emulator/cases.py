@@ -78,5 +78,7 @@ HOPPER_SHAPES: dict[str, Case] = {
 
 
 def can_use_tma(case: Case) -> bool:
-    """Whether TMA can read all arrays, and there is something to compute: what the sm90 family needs."""
+    """Whether TMA can read all arrays, and there is something of 16 bits to compute: what the sm90 family needs."""
+    if case.dtypes == ("fp32",):
+        return False
     return "empty" not in case.tags and case.memory != "misaligned" and not case.memory.startswith("broadcast")

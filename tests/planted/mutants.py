@@ -58,9 +58,9 @@ class Bug:
 
 
 FORWARD = (
-    Bug("no barrier after the copies", without("tile-landed"), "dense-d64", r"RACE, .*(tile|gemm)\.cuh:\d+"),
-    Bug("wait one group too lax", change("tile-copied", "kStages - 2", "kStages - 1"), "causal-d128", r"RACE, access to the destination of cp\.async before its wait_group.*(tile|gemm)\.cuh:\d+"),
-    Bug("stage requested one too early", change("slot-of-v-free", "kStages - 1", "kStages"), "dense-d128", r"RACE, .*(tile|gemm)\.cuh:\d+"),
+    Bug("no barrier after the copies", without("tile-landed"), "dense-d64", r"RACE, .*(tile|gemm|operands)\.cuh:\d+"),
+    Bug("wait one group too lax", change("tile-copied", "kStages - 2", "kStages - 1"), "causal-d128", r"RACE, access to the destination of cp\.async before its wait_group.*(tile|gemm|operands)\.cuh:\d+"),
+    Bug("stage requested one too early", change("slot-of-v-free", "kStages - 1", "kStages"), "dense-d128", r"RACE, .*(tile|gemm|operands)\.cuh:\d+"),
     Bug("copies of another tile's group", without("one-group-a-tile"), "dense-d64", r"RACE, "),
     Bug("mask off by one", change("causal-diagonal", "<= upper", "<= upper + 1"), "causal-d64"),
     Bug("no bound of the keys", change("whole-block", "k0 >= first_key(q0 + M - 1)", "!kHides || k0 >= first_key(q0 + M - 1)"), "dense-d64"),
@@ -81,16 +81,16 @@ FORWARD = (
 )  # fmt: skip
 
 BACKWARD = (
-    Bug("no barrier before dQ", without("ds-complete"), "dense-d64", r"RACE, read after write: .*(tile|gemm)\.cuh:\d+"),
-    Bug("no barrier before Q and dO", without("q-and-do-landed"), "dense-d64", r"RACE, .*(tile|gemm)\.cuh:\d+"),
+    Bug("no barrier before dQ", without("ds-complete"), "dense-d64", r"RACE, read after write: .*(tile|gemm|operands)\.cuh:\d+"),
+    Bug("no barrier before Q and dO", without("q-and-do-landed"), "dense-d64", r"RACE, .*(tile|gemm|operands)\.cuh:\d+"),
     Bug("no wait for Q and dO", without("q-and-do-copied"), "dense-d64", r"RACE, access to the destination of cp\.async"),
-    Bug("P and dS exchanged without a barrier", without("p-and-ds-complete"), "causal-d96", r"RACE, read after write: .*(tile|gemm)\.cuh:\d+"),
+    Bug("P and dS exchanged without a barrier", without("p-and-ds-complete"), "causal-d96", r"RACE, read after write: .*(tile|gemm|operands)\.cuh:\d+"),
     Bug("dQ stored, not added", change("dq-added", "ptx::red_add(accum, x);", "for (int i = 0; i < ptx::kRedWidth; ++i) accum[i] += x[i];"), "dense-d64", r"RACE, .*buffer 'dq_accum'"),
     Bug("turn not waited for", without("turn-awaited-sm80"), "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'.*dq_accum\.cuh|bwd_sm80\.cuh"),
     Bug("turn waited for by one thread only", without("turn-seen-by-all"), "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'"),
     Bug("turn passed on too early", without("additions-of-all-threads"), "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'"),
     Bug("turn never passed on", without("turn-passed-on-sm80"), "deterministic", r"DEADLOCK(.|\n)*nanosleep at kernels_cu/attention/dq_accum\.cuh:\d+"),
-    Bug("staging before all warps are done", without("keys-read-by-all"), "dense-d64", r"RACE, write after read: .*epilogue\.cuh:\d+"),
+    Bug("staging before all warps are done", without("keys-read-by-all"), "dense-d64", r"RACE, write after read: .*(epilogue|element)\.cuh:\d+"),
     Bug("ring slot of the wrong step", change("slot-of-the-step", "+ i % kStages * Stage::kBytes", ""), "dense-d64", r"RACE, "),
     Bug("query mask off by one", change("mask-from-the-lane-bwd-sm80", "q0 + first_query", "q0 + first_query + 1"), "causal-d64"),
     Bug("NaN of hidden queries let through to dK and dV", change("dk-and-dv-finite-sm80", "!ptx::vote_all(stage_rows<T>(staging, row0, acc, col))", "stage_rows<T>(staging, row0, acc, col); false"), "nan-in-queries-d64"),

@@ -10,7 +10,7 @@ from .markers import change, postpone, without
 from .mutants import Bug
 
 _two = partial(Bug, arch="sm_100")
-_READ = r"RACE, read after write: .*(tile|gemm)\.cuh:\d+"
+_READ = r"RACE, read after write: .*(tile|gemm|operands)\.cuh:\d+"
 _COPIED = r"RACE, access to the destination of cp\.async"
 
 BACKWARD_WIDE = (
@@ -45,7 +45,7 @@ BACKWARD_WIDE = (
     _two("wide: dQ stored, not added", change("dq-added-wide", "ptx::red_add(to, x);", "for (int i = 0; i < ptx::kRedWidth; ++i) to[i] += x[i];"), "dense-d256", r"RACE, .*buffer 'dq_accum'"),
     _two("wide: query mask off by one", change("mask-from-the-lane-wide", "q0 + first_query", "q0 + first_query + 1"), "causal-d256"),
     Bug("wide: staging where K and V may still arrive", without("keys-copied-wide"), "range-none-causal-d256", r"RACE, .*cp\.async"),
-    _two("wide: staging before all warps are done", without("keys-read-by-all-wide"), "dense-d256", r"RACE, write after read: .*epilogue\.cuh:\d+"),
+    _two("wide: staging before all warps are done", without("keys-read-by-all-wide"), "dense-d256", r"RACE, write after read: .*(epilogue|element)\.cuh:\d+"),
     _two("wide: NaN of hidden queries let through to dK and dV", change("dk-and-dv-finite-wide", "!ptx::vote_all(stage_rows<T>(staging, 0, dKV, col0))", "stage_rows<T>(staging, 0, dKV, col0); false"), "nan-in-queries-d256"),
     _two("wide: dK written before all lanes have repaired it", without("dk-repaired-by-the-warp-wide"), "nan-in-queries-d256", r"RACE, read after write: .*epilogue\.cuh:\d+"),
     _two("wide: gradients of unused keys not written", change("tiles-of-unused-keys-wide", "rows_k", "seqlen_k"), "packed-used-dlse-d256"),
