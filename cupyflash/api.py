@@ -55,7 +55,7 @@ def attention(
     Args:
         q: ``(batch, seqlen_q, heads_q, head_dim)``: a CuPy, NumPy, PyTorch or JAX array, or any other with
             ``__dlpack__``. fp16, bf16 or fp32 on the GPU (on Turing fp16); also fp64 on the CPU. head_dim is a multiple
-            of 8 up to 256. Any strides whose last is 1 are fine. A subclass counts as the plain array it is (parameter,
+            of 8 up to 256. Of strides the last must be 1. A subclass counts as the plain array it is (parameters,
             memory maps); one with rules of its own (masks, units) is refused, except torch's DTensor and FakeTensor.
         k, v: ``(batch, seqlen_k, heads_k, head_dim)``, of q's library, dtype and device. heads_q is a multiple of
             heads_k: query head h uses key head ``h // (heads_q // heads_k)``. v, and so out, may have another head_dim.

@@ -200,9 +200,9 @@ class Sm80(Family):
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
         if spec.dtype == "fp32":
-            if fp32 := tiles_fp32.backward_tile(spec, device):
-                return fp32
-            raise AssertionError("why_not refuses it")
+            fp32 = tiles_fp32.backward_tile(spec, device)
+            assert fp32 is not None  # else `why_not` refuses the spec
+            return fp32
         if wide := self.wide_tile(spec, device):
             return wide
         d = spec.widest

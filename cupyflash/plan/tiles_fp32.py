@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from ..gpu.device import Device
+from ..gpu.device import Device, reserved_smem
 from .spec import Spec
-from .tiles_sm80 import BackwardTile, ForwardTile, fits
+from .tiles_sm80 import BackwardTile, ForwardTile
 
 _T = TypeVar("_T", bound="ForwardTile | BackwardTile")
 Table = tuple[tuple[int, _T], ...]
 
-# (largest head_dim, tile), first match that fits. Chosen by time on an H200 at head_dim 64, 128 and 256, 2026-11-27
+# (largest head_dim, tile), the first that is as wide. Chosen by time on an H200 at head_dim 64, 128 and 256, 2026-11-27
 # (docs/performance.md). 32 rows a warp, or warps that share rows, split each fragment for twice as many products.
 _FORWARD = (
     (64, ForwardTile(128, 32, 4, 2, 2)),
@@ -24,7 +24,7 @@ _BACKWARD = (
     (128, BackwardTile(64, 64, 8, 1, 1, split_d=4)),
     (256, BackwardTile(64, 32, 8, 1, 1, split_d=4, dq_parts=2)),
 )
-# Where these do not fit, or what scores bring takes registers.
+# Where that does not fit, or what scores bring takes registers, the first match that fits.
 _FORWARD_NARROW = (
     (128, ForwardTile(64, 32, 4, 2, 2)),
     (128, ForwardTile(64, 32, 4, 2, 1)),
@@ -55,8 +55,8 @@ def _choose(best: Table[_T], others: Table[_T], spec: Spec, device: Device) -> _
 
 def _has_room(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
     """Whether a multiprocessor has it for as many blocks as are meant to run there."""
-    needed = tile.blocks_per_sm * (tile.smem_bytes(*spec.widths) + 1024)
-    return fits(tile, spec, device) and needed <= device.smem_per_sm_bytes
+    of_block = tile.smem_bytes(*spec.widths) + reserved_smem(device.capability)
+    return tile.blocks_per_sm * of_block <= device.smem_per_sm_bytes
 
 
 def forward_tile(spec: Spec, device: Device) -> ForwardTile:
