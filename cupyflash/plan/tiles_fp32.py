@@ -1,11 +1,13 @@
 """The sm80 family's tiles for fp32, whose elements take twice the shared memory and each product six of bf16
-(tile/element.cuh)."""
+(tile/fp32.cuh)."""
 
 from __future__ import annotations
 
+import functools
 from typing import TypeVar
 
 from ..gpu.device import Device, reserved_smem
+from ..problem import MAX_HEAD_DIM, Problem
 from .spec import Spec
 from .tiles_sm80 import BackwardTile, ForwardTile
 
@@ -64,6 +66,13 @@ def forward_tile(spec: Spec, device: Device) -> ForwardTile:
     tile = _choose(_FORWARD, _FORWARD_NARROW, spec, device)
     assert tile is not None  # the last one fits every GPU
     return tile
+
+
+@functools.cache
+def widest_backward(device: Device) -> int:
+    """The largest head_dim with a backward."""
+    found = (Spec.of(Problem("fp32", 1, 1, 1, 1, 1, d, 1.0), tiles_fit=True) for d in range(MAX_HEAD_DIM, 0, -8))
+    return next(spec.head_dim for spec in found if backward_tile(spec, device))
 
 
 def backward_tile(spec: Spec, device: Device) -> BackwardTile | None:

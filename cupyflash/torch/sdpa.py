@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ..arrays.imported import constant_in_programs
-from ..gpu.device import BF16_CAPABILITY, MIN_CAPABILITY
+from ..gpu.device import BF16_CAPABILITY, MIN_CAPABILITY, Device
 from ..options import make_options
+from ..plan.tiles_fp32 import widest_backward
 from ..problem import MAX_HEAD_DIM
 from . import autograd, seeds
 from .followed import has_rules
@@ -36,8 +37,9 @@ def scaled_dot_product_attention(
         read where it lies, and learned if it requires grad.
 
     What cupyflash does not take goes to torch's own: head_dims that are no multiple of 8 or differ, fp64 on a GPU, bf16
-    and fp32 on GPUs older than Ampere, GPUs older than Turing, broadcast batches, a dropout_p of 1, a scale that is
-    not finite, meta tensors, and tensors in host memory, for which torch is faster (unless CUPYFLASH_BACKEND is "cpu").
+    and fp32 on GPUs older than Ampere, fp32 beyond head_dim 224 that needs gradients on GPUs with 99 KiB of shared
+    memory a block, GPUs older than Turing, broadcast batches, a dropout_p of 1, a scale that is not finite, meta
+    tensors, and tensors in host memory, for which torch is faster (unless CUPYFLASH_BACKEND is "cpu").
     A warning says why, once a reason.
 
     Example:
@@ -87,7 +89,7 @@ def why_not(
         return "expected a finite scale"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "expected 4 dimensions"
-    return _why_not_device(q) or _why_not_shapes(q, k, v)
+    return _why_not_device(q) or _why_not_shapes(q, k, v) or _why_not_learned(q, k, v)
 
 
 def why_not_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> str:
@@ -142,6 +144,23 @@ def _why_not_shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     if any(x.stride(3) != 1 and x.shape[3] > 1 for x in (q, k, v)):
         return "expected a stride of 1 along head_dim"
     return ""
+
+
+def _why_not_learned(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why a call that takes a forward would find no backward."""
+    widest = max(q.shape[3], v.shape[3])
+    if q.device.type != "cuda" or q.dtype is not torch.float32 or torch.is_autocast_enabled("cuda"):
+        return ""
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v)):
+        return ""
+    most = _widest_learned(q.device.index)
+    return "" if widest <= most else f"expected a head_dim of at most {most} on such a GPU, in fp32 and for gradients"
+
+
+@constant_in_programs
+def _widest_learned(ordinal: int | None) -> int:
+    """The widest heads of fp32 that have a backward on a GPU."""
+    return widest_backward(Device.of(0 if ordinal is None else ordinal))
 
 
 _told: set[tuple[str, str]] = set()

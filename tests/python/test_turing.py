@@ -124,3 +124,18 @@ def test_what_goes_to_torch(
     tensor = SimpleNamespace(device=torch.device("cuda"), layout=torch.strided, dtype=getattr(torch, dtype))
     found = sdpa._why_not_device(tensor)
     assert (reason in found) if reason else (found == "")
+
+
+@pytest.mark.parametrize(("arch", "most"), [("sm_80", 256), ("sm_86", 224), ("sm_90", 256)])
+def test_wide_heads_of_fp32_without_a_backward(arch: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from cupyflash.torch import sdpa
+
+    monkeypatch.setattr(Device, "of", lambda ordinal: Device.synthetic(arch))
+    like = {"device": torch.device("cuda"), "dtype": torch.float32}
+    for head_dim, learns in ((256, False), (224, True), (232, True), (256, True)):
+        x = SimpleNamespace(**like, shape=(1, 1, 8, head_dim), requires_grad=learns)
+        reason = sdpa._why_not_learned(x, x, x)
+        assert bool(reason) == (learns and head_dim > most), reason
+        with torch.no_grad():
+            assert not sdpa._why_not_learned(x, x, x)
