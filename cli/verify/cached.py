@@ -13,10 +13,11 @@ from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.check.cases import LEVELS
 from cupyflash.emulator import attention, decode
 from cupyflash.plan.variant import Variant
+from cupyflash.problem import HALF
 
 from ..frameworks import Framework
 from .cases import CaseResult
-from .emulator import ARCHS, MODE, Work
+from .emulator import ARCHS, DTYPES, MODE, Work
 from .needed import variants_over_cache_of
 
 BY_NAME = {case.name: case for case in CACHE_CASES}
@@ -30,11 +31,11 @@ def choose(level: str, head_dims: tuple[int, ...] = ()) -> list[CacheCase]:
 
 
 def chosen(
-    level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name: str | None
+    level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name: str | None, on_gpu: bool = False
 ) -> list[tuple[CacheCase, str]]:
-    """Cases and dtypes of a run of `verify`, or the one that it asks for."""
+    """Cases and dtypes of a run of `verify`, or the one that it asks for; `on_gpu`: that has kernels for them."""
     found = choose(level, head_dims) if name is None else [BY_NAME[name]] if name in BY_NAME else []
-    return [(c, dtype) for c in found for dtype in dtypes if dtype in c.dtypes]
+    return [(c, d) for c in found for d in dtypes if d in c.dtypes and (d in HALF or not (on_gpu and c.stored))]
 
 
 def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> CaseResult:
@@ -79,10 +80,11 @@ def work_of(level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], nam
     else:
         names = SMOKE if level == "smoke" else [c.name for c in choose("smoke" if level == "quick" else "full")]
         found = [c for c in found if c.name in names]
-    known = [d for d in ("bf16", "fp16") if d in dtypes]
     work = []
     for first, family in enumerate(ARCHS):
+        of_family = [d for d in DTYPES[family] if d in dtypes]
         for i, case in enumerate(found, first):
+            known = [d for d in of_family if d in HALF or not case.stored]
             own = known if name else known[i % max(1, len(known)) :][:1]
             work += [CacheWork(case, d, family) for d in own]
     return work

@@ -22,7 +22,7 @@ from cupyflash.errors import DeviceError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.launch import run
 from cupyflash.plan.families import GPU_DTYPES
-from cupyflash.problem import DTYPES, HALF, MAX_HEAD_DIM
+from cupyflash.problem import DTYPES, MAX_HEAD_DIM
 
 from .. import watchdog
 from ..frameworks import Framework, make
@@ -93,8 +93,7 @@ def verify(
     if on_gpu and set(dtypes) <= set(GPU_DTYPES):
         os.environ["CUPYFLASH_BACKEND"] = "cuda"  # NumPy arrays, too, however small
     wanted = choose_cases(level, dtypes, head_dim, name)
-    of_caches = tuple(d for d in dtypes if d in HALF) if on_gpu else dtypes
-    over_cache = cached.chosen(level, of_caches, head_dim, name)
+    over_cache = cached.chosen(level, dtypes, head_dim, name, on_gpu)
     run_cases(report, [*wanted, *over_cache], arrays, console)
     checks = [n for n in available(arrays) if name in (None, n)]
     if not wanted and not over_cache and not checks:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ..bias import MAX_SEQLEN, Bias
 from ..options import Window
+from ..problem import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class CacheProblem:
     the cache has. New rows lie behind: number i goes to row used + i; those beyond the capacity are not written.
 
     Attributes:
-        dtype: of q, caches, k, v and out: "fp16", "bf16"; on the CPU also "fp32", "fp64".
+        dtype: of q, caches, k, v and out: "fp16", "bf16", "fp32"; on the CPU also "fp64".
         head_dim: of q and k; head_dim_v: of v and out.
         batch: sequences of the call.
         seqlen_q: queries of each, or, packed, total_q: all rows of q.
@@ -98,8 +99,8 @@ class CacheProblem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the caches, which on a GPU are of 16 bits where they are of dtype."""
-        return 1 if self.stored else 2
+        """Bytes of an element of the caches."""
+        return 1 if self.stored else ITEMSIZE[self.dtype]
 
     @property
     def widths(self) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from ..launch.prepare import family
 from ..plan.prefill import Way
 from . import ffi
 from .buffers import Buffers
-from .call import CODE_OF, DTYPES, Static, forward_on_gpu
+from .call import CODE_OF, DTYPES, Static, forward_on_gpu, has_kernels
 
 _TARGET = "cupyflash_cache"
 _CACHES = ("k_cache", "v_cache")
@@ -98,7 +98,8 @@ def _call(static: _Static, arrays: Sequence[Any]) -> list[Any]:
     def whole(*x: Any) -> list[Any]:
         return _begin(static, results, x)
 
-    if not gpu.count() or arrays[0].dtype not in _HALF:  # else the handler says what is missing
+    q, k_cache = (x.dtype for x in arrays[:2])
+    if not has_kernels(q) or (q not in _HALF and k_cache != q):  # then the handler says what is missing
         return whole(*arrays)
     way = cached.way(Buffers(), static.names, _keys(arrays, 0), static.options)
     own = static._replace(way=way)

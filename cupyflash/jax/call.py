@@ -156,7 +156,7 @@ def _workspace(static: Static, arrays: Sequence[Any], results: int) -> list[jax.
     return found
 
 
-def _has_kernels(dtype: Any) -> bool:
+def has_kernels(dtype: Any) -> bool:
     """Whether there are GPUs, and all have kernels for it."""
     known = [[DTYPES[name] for name in gpu.Device.of(ordinal).dtypes] for ordinal in range(gpu.count())]
     return bool(known) and all(dtype in kinds for kinds in known)
@@ -170,7 +170,7 @@ def call(static: Static, *arrays: Any) -> list[Any]:
     def on(workspace: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., list[Any]]:
         return lambda *x: ffi.call(_TARGET, [*results, *workspace], x, static.text(x))[: len(results)]
 
-    if not _has_kernels(arrays[0].dtype):  # then the handler says what is missing
+    if not has_kernels(arrays[0].dtype):  # then the handler says what is missing
         return on(())(*arrays)
     return list(jax.lax.platform_dependent(*arrays, cpu=on(()), cuda=on(_workspace(static, arrays, len(results)))))
 

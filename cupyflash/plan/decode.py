@@ -11,7 +11,9 @@ from typing import Any
 from ..cache.problem import CacheProblem
 from ..errors import UnsupportedError
 from ..gpu.device import Device
-from .decode_elements import HALVES
+from ..problem import ITEMSIZE
+from .decode_elements import HALVES, Elements
+from .decode_fp32 import FP32
 from .decode_kernels import SLICE, Append, AppendTile, DecodeSm80, DecodeSm90, DecodeTile, Dequantize, DequantizeTile
 from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import STORED
@@ -29,7 +31,7 @@ _LARGE_BYTES = 200 << 20  # of K and V: from there on rows of the cache are read
 # are better, if they keep the memory busy.
 _CLUSTERS: tuple[tuple[int, int, float], ...] = (8, 15, inf), (4, 30, inf), (2, 66, 96 << 20)
 _ENOUGH_BLOCKS, _FEW_ROWS, _FILLED = 56, 16, 0.9  # the last one: of the multiprocessors
-_ELEMENTS = {"": HALVES, "int8": STORED, "e4m3": STORED}  # of a cache, by what is stored in it
+_ELEMENTS = {"": HALVES, "int8": STORED, "e4m3": STORED}  # of a cache, by what is stored in it, where q has 16 bits
 
 
 def plan_decode(
@@ -55,7 +57,7 @@ def plan_decode(
         )
     # What TMA cannot read Hopper reads like any other GPU.
     hopper = device.capability == (9, 0) and family != "sm80" and tma and why_not_tma(p, aligned) is None
-    elements, splits = _ELEMENTS[p.stored], splits_of(p)
+    elements, splits = _elements(p), splits_of(p)
     team = elements.team(p, hopper)
     cluster = _cluster(p, team.warps * team.rows, device) if hopper and clusters and not splits else 0
     if cluster:
@@ -72,16 +74,20 @@ def why_not_tma(p: CacheProblem, aligned: bool) -> str | None:
     """Why Hopper reads these caches by cp.async, as any other GPU does; None if by TMA."""
     if not aligned:
         return "rows do not start at multiples of 16 bytes"
-    return None if _boxes(p) else f"TMA brings {_ELEMENTS[p.stored].tma_columns} and keys of a page by 8"
+    return None if _boxes(p) else f"TMA brings {_elements(p).tma_columns} and keys of a page by 8"
+
+
+def _elements(p: CacheProblem) -> Elements:
+    return FP32 if p.dtype == "fp32" else _ELEMENTS[p.stored]
 
 
 def _check(p: CacheProblem, device: Device) -> None:
     check_device(device)
     check_dtype(p.dtype, device, "q and the caches")
-    if p.dtype not in device.halves:
+    if p.stored and p.dtype not in device.halves:
         raise UnsupportedError(
-            f"q: {p.dtype} has no GPU kernel over a cache, expected {one_of(device.halves)}; cast q and the "
-            "caches, or pass arrays that live on the CPU"
+            f"q: {p.dtype} has no GPU kernel over a cache of 8 bits, expected {one_of(device.halves)}; cast q, or pass "
+            "arrays that live on the CPU"
         )
     if p.group > MAX_GROUP:
         raise UnsupportedError(f"q: expected at most {MAX_GROUP} heads for each head of k_cache, got {p.group}")
@@ -89,7 +95,7 @@ def _check(p: CacheProblem, device: Device) -> None:
 
 def _boxes(p: CacheProblem) -> int:
     """Keys of a TMA box; 0 if TMA cannot bring slices of this cache."""
-    elements = _ELEMENTS[p.stored]
+    elements = _elements(p)
     if not all(elements.by_tma(d * p.itemsize) for d in p.widths) or 0 in (p.slots, p.capacity):
         return 0
     box = gcd(p.page_size, SLICE) if p.page_size else SLICE
@@ -129,17 +135,18 @@ def _with_stages(shape: DecodeTile, p: CacheProblem, device: Device, hopper: boo
     blocks, teams = shape.blocks_per_sm, shape.warps // shape.team
     own = shape.stage_bytes(*p.widths) * teams
     ring = _PAIRS_RING_BYTES if shape.pair == 2 else _RING_BYTES
-    room = min(device.smem_bytes, device.smem_per_sm_bytes // blocks - 1024) - shape.fixed_bytes(p.head_dim)
+    fixed = shape.fixed_bytes(p.head_dim, ITEMSIZE[p.dtype])
+    room = min(device.smem_bytes, device.smem_per_sm_bytes // blocks - 1024) - fixed
     stages = min(min(ring // blocks, room - 1024) // own, (room - 8) // (own + 16 * teams * hopper))
-    if stages < 2 and shape.columns > 8:  # a smaller scratch
-        return _with_room(shape, p, room, own)
+    least = shape.least_columns(ITEMSIZE[p.dtype] * p.head_dim_v)
+    if stages < 2 and shape.columns > least:
+        return _with_room(shape.with_columns(least), p, room + fixed, own)
     return shape.with_stages(max(1, stages))
 
 
-def _with_room(shape: DecodeTile, p: CacheProblem, room: int, own: int) -> DecodeTile:
+def _with_room(less: DecodeTile, p: CacheProblem, room: int, own: int) -> DecodeTile:
     """With fewer columns a merge, where rings would be too small."""
-    less = shape.with_columns(8)
-    room += shape.fixed_bytes(p.head_dim) - less.fixed_bytes(p.head_dim)
+    room -= less.fixed_bytes(p.head_dim, ITEMSIZE[p.dtype])
     return less.with_stages(max(1, (room - 1024) // own))
 
 

@@ -66,15 +66,20 @@ class DecodeTile:
         row = round_up(head_dim, 16) * self.kv_bytes
         return row if (row, self.kv_bytes) == (64, 1) else round_up(row, 128)
 
-    def fixed_bytes(self, head_dim: int) -> int:
-        """Q, the scratch and the statistics of the merge."""
+    def fixed_bytes(self, head_dim: int, itemsize: int = 2) -> int:
+        """Q, of elements of `itemsize`, the scratch and the statistics of the merge; P of a slice, of fp32."""
         teams, rows = self.warps // self.team, self.block_m
-        return self.heads * rows * row_bytes(round_up(head_dim, 16)) + teams * rows * ((self.columns + 8) * 4 + 8)
+        of_q = self.heads * rows * row_bytes(round_up(head_dim, 16), itemsize)
+        return of_q + teams * rows * ((self.columns + 8) * 4 + 8 + (4 * SLICE if itemsize == 4 else 0))
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         """And the rings."""
         rings = self.warps // self.team * self.stages * self.stage_bytes(head_dim, head_dim_v)
-        return rings + self.fixed_bytes(head_dim)
+        return rings + self.fixed_bytes(head_dim, itemsize)
+
+    def least_columns(self, row_bytes: int) -> int:
+        """Of `columns`: scratch and statistics then have room for a row of O of each warp, to be computed again."""
+        return next(n for n in (8, 16, 32, 64) if self.warp_rows * 4 * (n + 10) >= row_bytes)
 
     def with_stages(self, stages: int) -> DecodeTile:
         return replace(self, stages=stages)
@@ -148,9 +153,9 @@ class CombineTile:
     def name(self) -> str:
         return f"m{self.block_m}h{self.heads}p{self.pair}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
-        """Where threads share an element: four columns, maximum and sum of each."""
-        return 24 * 32 * self.warps
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
+        """Where threads share an element: four columns, maximum and sum of each; or rows that are computed again."""
+        return max(24 * 32 * self.warps, itemsize * self.warps * (head_dim_v or head_dim))
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class AppendTile:
     def name(self) -> str:
         return f"w{self.warps}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         return 0
 
 
@@ -218,7 +223,7 @@ class DequantizeTile:
     def name(self) -> str:
         return f"m{self.block_m}w{self.warps}"
 
-    def smem_bytes(self, head_dim: int, head_dim_v: int = 0) -> int:
+    def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
         return 0
 
 

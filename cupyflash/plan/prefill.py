@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
-from ..problem import KEY_BLOCK, MAX_SEQLEN, Problem
+from ..problem import HALF, KEY_BLOCK, MAX_SEQLEN, Problem
 from .kernels import LEAST_QUERIES, PAGE_UNIT
 from .spec import Spec
 from .splits import may_divide
@@ -84,7 +84,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     if rows < _ROWS * device.sm_count or rows * p.capacity < _PAIRS:
         return None
     is_plain = not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch
-    by_tma = device.capability == (9, 0) and family in (None, "sm90") and lie.tma
+    by_tma = device.capability == (9, 0) and family in (None, "sm90") and lie.tma and p.dtype in HALF
     reads_pages = lie.aligned and lie.whole_table and (p.page_size or 0) % PAGE_UNIT == 0
     # Where keys are divided (splits.py), that is worth more than reading rows by a table costs.
     divides = rows <= _FEW_ROWS * device.sm_count and p.capacity >= _MANY_KEYS and may_divide(p)

@@ -205,8 +205,7 @@ _FEW = 16  # queries of a step: what it costs is reading the keys, which attenti
 def _is_step(call: Call) -> bool:
     """Whether a few new queries look at a cache, as in generation; there is nothing to be differentiated then."""
     brings_more = call.bias is not None or call.mask is not None or call.dropout
-    is_wide = call.q.is_cuda and call.q.dtype is torch.float32  # no GPU kernel over a cache
-    if call.q.shape[2] > _FEW or brings_more or is_wide or is_autocast_on():
+    if call.q.shape[2] > _FEW or brings_more or is_autocast_on():
         return False
     brought = (call.q, call.k, call.v, *(() if call.sink is None else (call.sink,)))
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in brought))

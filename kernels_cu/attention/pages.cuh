@@ -108,7 +108,7 @@ __device__ __forceinline__ void load_pages_async(const Tile &tile, const FwdPara
                                                  const Strides &stride, const Sequence<true> &s, int head, int row0,
                                                  int n_rows) {
     using T = typename V::Element;
-    constexpr int kUnit = 16, kChunks = Tile::kChunks, kLanesPerRow = next_power_of_two(kChunks);
+    constexpr int kUnit = 16, kPer = Tile::kPer, kChunks = Tile::kChunks, kLanesPerRow = next_power_of_two(kChunks);
     constexpr int kRowsPerPass = kThreads / kLanesPerRow, kPassesPerUnit = ceil_div(kUnit, kRowsPerPass);
     static_assert(Tile::kRows % kUnit == 0 && Tile::kRows / kUnit <= 32);
     static_assert(kUnit % kRowsPerPass == 0 || kRowsPerPass % kUnit == 0);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void load_pages_async(const Tile &tile, const FwdPara
     }
     const ptx::u32 thread = fresh_thread();
     const int chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
-    const T *const behind = static_cast<const T *>(x) + head * stride.head + first % kUnit * stride.row + 8 * chunk;
+    const T *const behind = static_cast<const T *>(x) + head * stride.head + first % kUnit * stride.row + kPer * chunk;
     long long of_unit = 0;
     #pragma unroll
     for (int pass = 0; pass < ceil_div(Tile::kRows, kRowsPerPass); ++pass) {
@@ -134,8 +134,8 @@ __device__ __forceinline__ void load_pages_async(const Tile &tile, const FwdPara
         }
         if (row >= Tile::kRows || chunk >= kChunks) continue;
         // @rows-of-a-page-that-exist
-        ptx::cp_async_16(tile.at(row, 8 * chunk), behind + (of_unit + in_unit * kRowsPerPass * stride.row),
-                         row0 + row < n_rows && 8 * chunk < kColumns);
+        ptx::cp_async_16(tile.at(row, kPer * chunk), behind + (of_unit + in_unit * kRowsPerPass * stride.row),
+                         row0 + row < n_rows && kPer * chunk < kColumns);
     }
 }
 

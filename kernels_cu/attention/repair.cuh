@@ -36,14 +36,6 @@ __device__ __forceinline__ bool row_is_finite(const T *x) {
     return is_clean(trace);
 }
 
-// An element of a row, as fp32.
-template <class T>
-__device__ __forceinline__ float value_of(const T &x) {
-    return T::lo(x.raw);
-}
-__device__ __forceinline__ float value_of(const Fp32 &x) { return x.raw; }
-__device__ __forceinline__ float value_of(float x) { return x; }
-
 // Whether a term is taken: no, yes, or its weight is NaN, and with it the whole row.
 enum Taken { kNone = 0, kTerm = 1, kNaN = 2 };
 

@@ -33,7 +33,7 @@ struct NewRow {
 template <class T>
 __device__ __forceinline__ float table_entry(const AppendParams &p, const void *table, int position, int column) {
     const long long at = static_cast<long long>(position) * (p.rotary_dim / 2) + column;
-    return p.tables_fp32 ? static_cast<const float *>(table)[at] : T::lo(static_cast<const T *>(table)[at].raw);
+    return p.tables_fp32 ? static_cast<const float *>(table)[at] : value_of(static_cast<const T *>(table)[at]);
 }
 
 // One row, by one warp. turned: how many columns are; scale: of 8-bit elements.
@@ -46,19 +46,19 @@ __device__ __forceinline__ void write_row(const AppendParams &p, const T *from, 
         const int c = c0 + lane(), half = turned / 2;
         if (c >= D) continue;
         T x = from[c];
-        float exact = T::lo(x.raw);
+        float exact = value_of(x);
         if (c < turned) {
             const bool first = p.interleaved ? c % 2 == 0 : c < half;  // of its pair
             const int pair = p.interleaved ? c / 2 : c % half;
             const int other = p.interleaved ? c ^ 1 : first ? c + half : c - half;  // @other-of-the-pair
             const float cos = table_entry<T>(p, p.cos, position, pair), sin = table_entry<T>(p, p.sin, position, pair);
-            const float own = T::lo(x.raw), its = T::lo(from[other].raw);
+            const float own = value_of(x), its = value_of(from[other]);
             if constexpr (kScales) {
                 const float added = ptx::mul_rn(its, sin);
                 exact = ptx::add_rn(ptx::mul_rn(own, cos), first ? -added : added);
             } else {
                 const float y = first ? own * cos - its * sin : own * cos + its * sin;  // @turned
-                x.raw = static_cast<ptx::u16>(T::pack(y, 0.f));
+                x = rounded_to<T>(y);
             }
         }
         if constexpr (kScales) to[c] = To::rounded(exact / scale);  // @quotient-by-the-scale

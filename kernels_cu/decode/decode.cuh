@@ -5,7 +5,7 @@
 // The query rows of all heads that share a K/V head are packed into the rows of one mma tile (rows.cuh). Every block has a
 // contiguous range of units of work (shares.cuh, slices.cuh). In it a team of kTeam warps, one for every kWarpRows packed
 // rows, works for itself: it takes every kTeams-th unit, brings K and V into its own ring of stages (load_*.cuh), computes S, P,
-// O and softmax statistics (warp_decode.cuh; of 8-bit caches warp_stored.cuh), and asks for the next unit, of the next tile too.
+// O and softmax statistics (warp_decode.cuh; of 8-bit caches warp_stored.cuh, of fp32 warp_float.cuh), and asks for the next unit, of the next tile too.
 // No other team is waited for until the tile ends. There is no producer: with kStages units in flight in every team, it does
 // not matter that those who ask also compute.
 //
@@ -41,9 +41,11 @@ __device__ __forceinline__ void combine_in_cluster(const DecodeShares<V> &shares
 template <class V, class Loader>
 __device__ __forceinline__ void decode_keys(const typename Loader::Source &source) {
     using Smem = DecodeSmem<V>;
-    using Part = typename Either<kScaled<V>, StoredWarp<V, typename Loader::Scales>, DecodeWarp<V>>::Type;
+    using Own = typename Either<sizeof(typename V::Element) == 4, FloatWarp<V>, DecodeWarp<V>>::Type;
+    using Part = typename Either<kScaled<V>, StoredWarp<V, typename Loader::Scales>, Own>::Type;
     constexpr int kThreads = 32 * V::kWarps, kTeams = Smem::kTeams;
     static_assert(Smem::kBars + Loader::kBytes == V::kSmemBytes);
+    static_assert(repaired_bytes<V>() <= Smem::kWeights - Smem::kScratch);  // what comes next is in use by then
     const DecodeParams &p = Loader::plain(source);
     const Smem smem{Loader::shared_memory()};
     const int warp_index = ptx::shfl_index(warp(), 0), team = warp_index / V::kTeam;

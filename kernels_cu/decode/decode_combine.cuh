@@ -29,7 +29,7 @@ struct CombinedTile {
 template <class V>
 __device__ __forceinline__ void decode_combine(const DecodeParams &p) {
     constexpr int kThreads = 32 * V::kWarps;
-    static_assert(24 * kThreads == V::kSmemBytes);
+    static_assert(larger(24 * kThreads, repaired_bytes<V>()) == V::kSmemBytes);
     if constexpr (V::kDependent) ptx::griddepcontrol_launch_dependents();
     const Shares &s = p.shares;
     const int rows = V::kPacked ? V::kBlockM : min(V::kBlockM, p.problem.seqlen_q * s.group);

@@ -17,7 +17,7 @@ struct AsyncLoader {
     using Scales = ScalesInRing<V>;
     static constexpr bool kDependent = false;
     static constexpr int kTeams = Smem::kTeams, kBytes = 0, kTeamThreads = 32 * V::kTeam, kThreads = 32 * V::kWarps;
-    static constexpr int kPieces = Smem::D / 8;  // of a row of q, 16 bytes each
+    static constexpr int kPer = kPerChunk<T>, kPieces = Smem::D / kPer;  // of a row of q, 16 bytes each
     static_assert(V::kBoxRows == kSlice && kTeams < 16);
     const DecodeParams &p;
     const DecodeShares<V> &shares;
@@ -48,7 +48,7 @@ struct AsyncLoader {
         const PackedRows<V> rows(shares, tile);
         #pragma unroll 1
         for (int i = ptx::thread_index(); i < V::kHeads * rows.count * kPieces; i += kThreads) {
-            const int col = i % kPieces * 8, row = i / kPieces % rows.count, head = i / kPieces / rows.count;
+            const int col = i % kPieces * kPer, row = i / kPieces % rows.count, head = i / kPieces / rows.count;
             const T *const q = static_cast<const T *>(p.q) + rows.at(p.q_stride, head, row) + col;
             const bool exists = col < V::kHeadDim;
             ptx::st_shared_v4_b32(smem.q(head).at(row, col), exists ? load_chunk<V::kUnaligned>(q) : ptx::U128{});
@@ -97,21 +97,24 @@ struct AsyncLoader {
     }
     // K and V of 16 keys of one head, of which the first `keys` exist.
     __device__ void copy(typename Smem::TileK sK, typename Smem::TileV sV, int head, int keys) const {
-        constexpr int kWidestPieces = round_up(kWidest<V>, 16) / 8;  // of a row of K or of V
-        constexpr int kLanesPerRow = next_power_of_two(kWidestPieces), kRowsPerPass = kTeamThreads / kLanesPerRow;
-        constexpr int kPasses = ceil_div(kSlice, kRowsPerPass);
-        const int thread = ptx::thread_index() % kTeamThreads, piece = thread % kLanesPerRow;
+        constexpr int kWidestPieces = round_up(kWidest<V>, 16) / kPer;  // of a row of K or of V
+        constexpr int kLanes = next_power_of_two(kWidestPieces);        // of a row, in one pass or several
+        constexpr int kLanesPerRow = kLanes < kTeamThreads ? kLanes : kTeamThreads;
+        constexpr int kRowsPerPass = kTeamThreads / kLanesPerRow, kPassesPerRow = kLanes / kLanesPerRow;
+        constexpr int kPasses = ceil_div(kSlice, kRowsPerPass) * kPassesPerRow;
+        const int thread = ptx::thread_index() % kTeamThreads;
         #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-            const int key = thread / kLanesPerRow + pass * kRowsPerPass;
+            const int key = thread / kLanesPerRow + pass / kPassesPerRow * kRowsPerPass;
+            const int piece = thread % kLanesPerRow + pass % kPassesPerRow * kLanesPerRow;  // @pieces-of-wide-rows
             const int its_place = ptx::shfl_index(place, key % kSlice), its_row = ptx::shfl_index(row, key % kSlice);
             if (key >= kSlice || piece >= kWidestPieces) continue;
-            const bool k_exists = key < keys && 8 * piece < V::kHeadDim;
-            const bool v_exists = key < keys && 8 * piece < V::kHeadDimV;
+            const bool k_exists = key < keys && kPer * piece < V::kHeadDim;
+            const bool v_exists = key < keys && kPer * piece < V::kHeadDimV;
             const auto bring = [&](const void *x, const Strides &s, const auto &tile, auto columns, bool exists) {
-                if (piece >= round_up(columns.value, 16) / 8) return;  // @pieces-of-the-narrower-row
+                if (piece >= round_up(columns.value, 16) / kPer) return;  // @pieces-of-the-narrower-row
                 const T *const src = static_cast<const T *>(x) + its_place * s.batch + its_row * s.row + head * s.head +
-                                     (exists ? 8 * piece : 0);
+                                     (exists ? kPer * piece : 0);
                 const ptx::u32 dst = tile.at(key, piece / 8, piece % 8);
                 if constexpr (V::kUnaligned) ptx::st_shared_v4_b32(dst, exists ? load_chunk<true>(src) : ptx::U128{});
                 else ptx::cp_async_16(dst, src, exists);

@@ -2,6 +2,7 @@
 #ifndef CUPYFLASH_MERGE_CUH
 #define CUPYFLASH_MERGE_CUH
 #include "decode/warp_decode.cuh"
+#include "decode/warp_float.cuh"
 #include "decode/warp_stored.cuh"
 
 // As many columns at a time as fit; calls store(sum, head, row, col). after_use() is called once no warp needs Q any more; a
@@ -10,8 +11,9 @@ template <class V, class Part, class AfterUse, class Store>
 __device__ __forceinline__ void merge_teams(Part &part, AfterUse after_use, Store store) {
     using Smem = DecodeSmem<V>;
     constexpr int kDimV = Smem::kDimV, kMerge = Smem::kMerge, kGroups = Smem::kGroups;
-    // Teams: with more of them O of 8 bits would leave the registers.
-    constexpr int kAtOnce = !kScaled<V> ? kMerge : kMerge % 4 == 0 ? 4 : kMerge % 3 == 0 ? 3 : kMerge;
+    // Teams: with more of them O of 8 bits, or of fp32, would leave the registers.
+    constexpr bool kAll = !kScaled<V> && sizeof(typename V::Element) == 2;
+    constexpr int kAtOnce = kAll ? kMerge : kMerge % 4 == 0 ? 4 : kMerge % 3 == 0 ? 3 : kMerge;
     const int log_rows = part.p.shares.log_rows;
     const int log_cols = min(log2_of(next_power_of_two(kDimV)), log2_of(V::kColumns * Smem::kRows) - log_rows);
     const int cols = 1 << log_cols, pitch = cols + 8;

@@ -13,6 +13,7 @@ __device__ __forceinline__ void store4(T *to, const float (&x)[4]) {
 __device__ __forceinline__ void store4(float *to, const float (&x)[4]) {
     *reinterpret_cast<ptx::U128 *>(to) = bits_of(x);
 }
+__device__ __forceinline__ void store4(Fp32 *to, const float (&x)[4]) { store4(&to->raw, x); }
 // Which four columns of which row of a tile the i-th are.
 template <int D>
 struct Element {

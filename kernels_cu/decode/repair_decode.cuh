@@ -47,10 +47,17 @@ struct CachedRows {
 };
 
 // One row in shared memory.
+template <class T>
 struct OneRow {
     ptx::u32 base;
-    __device__ ptx::u32 at(int, int col) const { return base + 2 * col; }
+    __device__ ptx::u32 at(int, int col) const { return base + sizeof(T) * col; }
 };
+
+// Shared memory for that, a row each warp.
+template <class V>
+__device__ constexpr int repaired_bytes() {
+    return static_cast<int>(sizeof(typename V::Element)) * V::kWarps * V::kHeadDimV;
+}
 
 // Elements [begin, end) of a tile's result, as far as there are so many, that its block has written: those that are not
 // finite. By all warps of the block; scratch: a row each.
@@ -58,13 +65,14 @@ template <class V>
 __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, const DecodeTile<V> &tile, int begin,
                                                 int end, ptx::u32 scratch) {
     using T = typename V::Element;
+    using Pair = typename T::Pair;
     constexpr int D = V::kHeadDim, kDimV = V::kHeadDimV, kPerRow = kDimV / 4;
     const DecodeParams &p = shares.p;
     const PackedRows<V> rows(shares, tile);
     const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
     const Score<V> score(p.problem);
     end = min(end, V::kHeads * rows.count * kPerRow);
-    const OneRow line{scratch + warp() * (2 * kDimV)};
+    const OneRow<T> line{scratch + warp() * (static_cast<int>(sizeof(T)) * kDimV)};
     #pragma unroll 1
     for (int r = begin / kPerRow + warp(); r * kPerRow < end; r += V::kWarps) {
         const int head = r / rows.count, row = r % rows.count, query = rows.query(row);
@@ -73,7 +81,7 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         #pragma unroll 1
         for (int col = 2 * fresh_lane(); col < kDimV; col += 64) {
             const bool own = first_col <= col && col < end_col;
-            ptx::st_shared_b32(line.at(0, col), own ? *reinterpret_cast<const ptx::u32 *>(o + col) : 0);
+            st_shared_pair(line.at(0, col), own ? *reinterpret_cast<const Pair *>(o + col) : Pair{});
         }
         ptx::bar_warp_sync();
         const T *const q = static_cast<const T *>(p.q) + rows.at(p.q_stride, head, row);
@@ -105,7 +113,7 @@ __device__ __forceinline__ void repair_elements(const DecodeShares<V> &shares, c
         #pragma unroll 1
         for (int col = 2 * fresh_lane(); col < kDimV; col += 64)
             if (first_col <= col && col < end_col)
-                *reinterpret_cast<ptx::u32 *>(o + col) = ptx::ld_shared_b32(line.at(0, col));
+                *reinterpret_cast<Pair *>(o + col) = ld_shared_pair<T>(line.at(0, col));
         ptx::bar_warp_sync();
     }
 }

@@ -1,5 +1,5 @@
 // Slices: 16 keys of one K/V head, the units of work, and shared memory: rings of slices, where kScaleBytes with the scales of
-// their keys | Q | scratch of the merge | statistics of the merge | what the loader needs.
+// their keys | Q | scratch of the merge | statistics of the merge | of fp32, P of a slice | what the loader needs.
 #ifndef CUPYFLASH_SLICES_CUH
 #define CUPYFLASH_SLICES_CUH
 #include "decode/stored.cuh"
@@ -55,7 +55,8 @@ struct DecodeSmem {
     static constexpr int kQ = kTeams * V::kStages * kStageBytes, kScratch = kQ + V::kHeads * TileQ::kBytes;
     // The merge: kColumns columns of all rows at a time, or more of fewer rows; a row is padded by 8 floats.
     static constexpr int kStats = kScratch + kTeams * kRows * (V::kColumns + 8) * 4;
-    static constexpr int kBars = kStats + kTeams * kRows * 8;
+    static constexpr int kWeights = kStats + kTeams * kRows * 8;
+    static constexpr int kBars = kWeights + (sizeof(T) == 4 ? kTeams * kRows * kSlice * 4 : 0);
     ptx::u32 base;
 
     __device__ ptx::u32 stage(int team, int i) const { return base + (team * V::kStages + i) * kStageBytes; }
@@ -67,6 +68,9 @@ struct DecodeSmem {
     __device__ TileQ q(int head) const { return {base + kQ + head * TileQ::kBytes}; }
     __device__ ptx::u32 scratch() const { return base + kScratch; }
     __device__ ptx::u32 stats(int team, int row) const { return base + kStats + (team * kRows + row) * 8; }
+    __device__ ptx::u32 weights(int team, int row) const {
+        return base + kWeights + (team * kRows + row) * (kSlice * 4);  // @p-of-the-warp
+    }
     __device__ ptx::u32 bars() const { return base + kBars; }
 };
 

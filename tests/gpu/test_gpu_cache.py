@@ -51,6 +51,11 @@ def test_case(c: CacheCase, dtype: str, family: str) -> None:
     check(c, dtype, "cupy")
 
 
+@pytest.mark.parametrize("c", [c for c in CACHE_CASES if not c.stored], ids=lambda c: c.name)
+def test_case_fp32(c: CacheCase) -> None:
+    check(c, "fp32", "cupy")
+
+
 @pytest.mark.parametrize("c", CACHE_CASES, ids=lambda c: c.name)
 def test_case_torch(c: CacheCase) -> None:
     check(c, "bf16", "torch")
@@ -58,9 +63,11 @@ def test_case_torch(c: CacheCase) -> None:
 
 @hypothesis.settings(max_examples=200)
 @hypothesis.given(
-    c=cache_cases(300, (8, 64, 96, 128, 256)), dtype=st.sampled_from(["fp16", "bf16"]), seed=st.integers(0, 10**6)
-)
+    c=cache_cases(300, (8, 64, 96, 128, 256)), dtype=st.sampled_from(["fp16", "bf16", "fp32"]),
+    seed=st.integers(0, 10**6),
+)  # fmt: skip
 def test_any_call(c: CacheCase, dtype: str, seed: int) -> None:
+    hypothesis.assume(dtype != "fp32" or not c.stored)
     host = c.inputs(dtype, seed)
     oracle = CacheOracle(problem_of(host, c.options()), host)
     x = {name: on_gpu(y, "cupy") for name, y in host.items()}

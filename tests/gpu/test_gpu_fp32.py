@@ -1,4 +1,4 @@
-"""fp32 on a GPU in each library, by kernels whose products are as exact as those of fp32 (tile/element.cuh)."""
+"""fp32 on a GPU in each library, by kernels whose products are as exact as those of fp32 (tile/fp32.cuh)."""
 
 from __future__ import annotations
 
@@ -32,12 +32,19 @@ def plain(q: Any, k: Any, v: Any, dtype: Any, mask: Any = None) -> tuple[Any, ..
 
 
 def judge(found: tuple[Any, ...], *inputs: Any, mask: Any = None) -> None:
-    """By the 2x rule."""
     exact, single = plain(*inputs, torch.float64, mask), plain(*inputs, torch.float32, mask)
     for x, e, s in zip(found, exact, single, strict=True):
-        assert (x.dtype, x.shape) == (torch.float32, e.shape)
-        bound = 2 * (s - e).abs().max() + 2.0**-24 * e.abs().max()
-        assert (x - e).abs().max() <= bound
+        compare(x, e, s)
+
+
+def judge_out(out: Any, *inputs: Any, mask: Any) -> None:
+    compare(out, plain(*inputs, torch.float64, mask)[0], plain(*inputs, torch.float32, mask)[0])
+
+
+def compare(x: Any, exact: Any, single: Any) -> None:
+    """By the 2x rule."""
+    assert (x.dtype, x.shape) == (torch.float32, exact.shape)
+    assert (x - exact).abs().max() <= 2 * (single - exact).abs().max() + 2.0**-24 * exact.abs().max()
 
 
 @pytest.fixture(autouse=True)
@@ -94,10 +101,48 @@ def test_jax() -> None:
     judge(tuple(found), *(x.transpose(1, 2) for x in inputs))
 
 
+def cache_of(rows: int = 200) -> dict[str, Any]:
+    """Two sequences of other lengths, and a new row of each."""
+    new = {name: random(2, 1, heads, 128, seed=i) for i, (name, heads) in enumerate((("q", 8), ("k", 2), ("v", 2)))}
+    caches = {name: random(2, rows, 2, 128, seed=7 + i) for i, name in enumerate(("k_cache", "v_cache"))}
+    return new | caches | {"cache_seqlens": torch.tensor([rows - 1, 70], dtype=torch.int32, device="cuda")}
+
+
+def judge_steps(out: Any, x: dict[str, Any]) -> None:
+    """Of caches to which the new rows were appended."""
+    keys = torch.arange(x["k_cache"].shape[1], device="cuda")
+    mask = (keys <= x["cache_seqlens"][:, None])[:, None, None]
+    k, v = (x[name].repeat_interleave(4, 2).transpose(1, 2) for name in ("k_cache", "v_cache"))
+    judge_out(out.transpose(1, 2), x["q"].transpose(1, 2), k, v, mask=mask)
+
+
+def test_steps_over_a_cache_in_one_graph() -> None:
+    x = cache_of()
+    cupyflash.attention_with_cache(**x)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cupyflash.attention_with_cache(**x)
+    for seed, length in ((20, 5), (30, 150)):
+        x["q"].copy_(random(2, 1, 8, 128, seed=seed)), x["v"].copy_(random(2, 1, 2, 128, seed=seed + 1))
+        x["cache_seqlens"].fill_(length)
+        graph.replay()
+        assert torch.equal(x["v_cache"][:, length], x["v"][:, 0])
+        judge_steps(out, x)
+
+
+def test_steps_over_a_cache_inside_jax() -> None:
+    jax = pytest.importorskip("jax")
+    x = cache_of()
+    arrays = {name: jax.numpy.asarray(y.cpu().numpy()) for name, y in x.items()}
+    out, *caches = jax.jit(lambda given: cupyflash.attention_with_cache(**given))(arrays)
+    x["k_cache"], x["v_cache"] = (torch.tensor(np.asarray(y)).cuda() for y in caches)
+    judge_steps(torch.tensor(np.asarray(out)).cuda(), x)
+
+
 def test_a_model_generates_as_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fp32 there are no kernels over a cache: steps go by the plain forward."""
     transformers = pytest.importorskip("transformers")
     import cupyflash.transformers
+    from cupyflash.transformers import attention
 
     cupyflash.transformers.register()
     config = transformers.LlamaConfig(
@@ -112,7 +157,8 @@ def test_a_model_generates_as_with_torch(monkeypatch: pytest.MonkeyPatch) -> Non
     options = {"attention_mask": seen, "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(tokens, **options)
     model.set_attn_implementation("cupyflash")
-    called = []
+    called, steps, step = [], [], attention._step
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: called.append(a))
+    monkeypatch.setattr(attention, "_step", lambda *a: (steps.append(a), step(*a))[1])
     assert torch.equal(model.generate(tokens, **options), expected)
-    assert not called
+    assert (len(called), len(steps)) == (0, 2 * 19)

@@ -73,8 +73,9 @@ SPLITS = {
 }  # fmt: skip
 
 
-def dtype_of(name: str) -> str:
-    return ("bf16", "fp16")[list(CASES).index(name) % 2]
+def dtype_of(name: str, family: str) -> str:
+    dtypes = ("bf16", "fp16", "fp32") if family == "sm80" and not CASES[name].stored else ("bf16", "fp16")
+    return dtypes[list(CASES).index(name) % len(dtypes)]
 
 
 def inputs_of(case: CacheCase, dtype: str) -> dict[str, np.ndarray]:
@@ -88,7 +89,7 @@ def inputs_of(case: CacheCase, dtype: str) -> dict[str, np.ndarray]:
 
 
 def _rehearse(name: str, family: str, **_: int) -> None:
-    arrays = inputs_of(CASES[name], dtype_of(name))
+    arrays = inputs_of(CASES[name], dtype_of(name, family))
     how = PrefillSession(family=family, splits=SPLITS.get(name, 1))
     how.run(arrays, problem_of(arrays, CASES[name].options()))
 
@@ -116,7 +117,7 @@ def failures(how: PrefillSession, case: CacheCase, dtype: str = "bf16") -> list[
 def test_case(name: str, family: str, seed: int, request: pytest.FixtureRequest) -> None:
     AHEAD(request)
     how = PrefillSession(seed=seed, family=family, splits=SPLITS.get(name, 1))
-    assert not failures(how, CASES[name], dtype_of(name))
+    assert not failures(how, CASES[name], dtype_of(name, family))
 
 
 def outweighed(where: str) -> tuple[CacheCase, dict[str, np.ndarray]]:

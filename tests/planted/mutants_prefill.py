@@ -24,7 +24,7 @@ PAGES = (
     Bug("few queries computed twice by the sm80 family", change("few-queries-left-out-sm80", "s.seqlen_q < V::kLeastQueries || s.index >= p.problem.batch", "false"), "mixed", "written twice"),
     Bug("table read behind the keys that count", change("units-that-exist", "unit < Tile::kRows && row0 + unit < n_rows", "true"), "pages", r"load at .*block_table|buffer"),
     Bug("rows of another page", change("page-of-the-unit", "row / kUnit", "0"), "pages"),
-    Bug("rows of a page behind the keys that count", change("rows-of-a-page-that-exist", "row0 + row < n_rows && 8 * chunk < kColumns", "true"), "pages-of-some-new-d72", "buffer|copy|cp.async|bytes"),
+    Bug("rows of a page behind the keys that count", change("rows-of-a-page-that-exist", "row0 + row < n_rows && kPer * chunk < kColumns", "true"), "pages-of-some-new-d72", "buffer|copy|cp.async|bytes"),
 )  # fmt: skip
 
 # Where keys are divided.

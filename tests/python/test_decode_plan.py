@@ -15,6 +15,7 @@ from cupyflash.plan.decode import plan_decode
 from cupyflash.plan.decode_kernels import SLICE
 from cupyflash.plan.decode_shares import DecodePlan, rows_of
 from cupyflash.plan.shipped_cache import problem
+from cupyflash.problem import ITEMSIZE
 
 
 def plan(
@@ -103,9 +104,9 @@ def test_caches_of_8_bits_have_rows_as_columns(
     assert (tile.scale_bytes, tile.kv_bytes) == (0 if variant.header == "decode_sm90" else 4, 1)
 
 
-@pytest.mark.parametrize("stored", ["", "int8"])
+@pytest.mark.parametrize(("dtype", "stored"), [("bf16", ""), ("bf16", "int8"), ("fp32", "")])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
-def test_every_tile_can_be_launched(arch: str, stored: str) -> None:
+def test_every_tile_can_be_launched(arch: str, dtype: str, stored: str) -> None:
     """Teams of whole warps, which fit the shared memory, for any number of rows; parts of a cluster fit the rings."""
     device = Device.synthetic(arch)
     widths = *((d, d) for d in (8, 64, 80, 128, 192, 256)), (192, 128), (64, 256), (256, 64)
@@ -114,7 +115,7 @@ def test_every_tile_can_be_launched(arch: str, stored: str) -> None:
     ):
         for tma, capacity in itertools.product((True, False), (512, 1 << 15)):
             call = CacheProblem(
-                "bf16", batch, rows, heads_k, heads_k, head_dim, head_dim_v, batch, None, capacity, 0.1, stored=stored,
+                dtype, batch, rows, heads_k, heads_k, head_dim, head_dim_v, batch, None, capacity, 0.1, stored=stored,
                 scale_dims=int(bool(stored)),
             )  # fmt: skip
             variant = plan_decode(call, device, aligned=True, tma=tma).variant
@@ -124,7 +125,7 @@ def test_every_tile_can_be_launched(arch: str, stored: str) -> None:
             assert variant.smem_bytes <= min(
                 device.smem_bytes, device.smem_per_sm_bytes // tile.blocks_per_sm - 1024
             ), call
-            rings = variant.smem_bytes - tile.fixed_bytes(head_dim)
+            rings = variant.smem_bytes - tile.fixed_bytes(head_dim, ITEMSIZE[dtype])
             assert not tile.cluster or 32 * tile.block_m * head_dim_v // 4 <= rings, call
 
 

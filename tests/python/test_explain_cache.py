@@ -114,8 +114,8 @@ def test_defaults_that_are_spelled_out() -> None:
 
 def test_what_has_no_kernel() -> None:
     assert (
-        "fp32 has no GPU kernel over a cache, expected bf16 or fp16; cast q and the caches"
-        in run("--with-cache", "--dtype", "fp32", code=4).output
+        "fp32 has no GPU kernel over a cache of 8 bits, expected bf16 or fp16; cast q"
+        in run("--with-cache", "--dtype", "fp32", "--cache-dtype", "int8", code=4).output
     )
 
 

@@ -69,7 +69,8 @@ PYTHON_ORDER = {
     "prepared filled checks brought packed passes template counters kept variables",
     "mods": "given trace held symbols description places learned evaluate parse functions expression",
     "plan": "shipped_cache shipped decode prefill families sm90 sm80 turing tiles_fp32 family extents first_shares "
-    "decode_stored decode_elements decode_shares splits lists numbers decode_kernels learned shares kernels_sm90 "
+    "decode_stored decode_fp32 decode_elements decode_shares splits lists numbers decode_kernels learned shares "
+    "kernels_sm90 "
     "tiles_sm90 tiles_sm80 kernels params_decode params variant spec mod_tiles",
     "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "
     "arguments masks vetting followed",
@@ -110,12 +111,14 @@ CUDA_ORDER = {
     "prefill_sm90 work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists blocks mask schedule "
     "sequence params_sm90 params",
     "decode": "append dequantize decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored "
-    "repair_decode row_limits row_places parts edges_stored copies_stored scales rows shares tiles products_stored "
-    "queries fragments fragments_stored column_softmax slices stored value_unit cached params_decode",
+    "warp_float repair_decode row_limits row_places parts edges_stored copies_stored scales rows shares tiles "
+    "products_stored products_float queries fragments fragments_stored column_softmax slices stored value_unit cached "
+    "params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_sm80 bwd_wide_sm80 bwd_load_sm80",
     "sm90": "fwd_sm90 fwd_aside_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_wide_sm90 bwd_load_sm90",
-    "tile": "pipeline_sm90 tile_sm90 epilogue gemm operands sums shared_rows float_rows tile element key_order sizes",
+    "tile": "pipeline_sm90 tile_sm90 epilogue gemm operands sums shared_rows float_rows tile element fp32 "
+    "halves key_order sizes",
 }
 # What only ptx*.cuh may spell, because the CPU build swaps those files for its own.
 HARDWARE = re.compile(
