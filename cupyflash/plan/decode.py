@@ -185,7 +185,7 @@ def plan_append(p: CacheProblem, device: Device) -> tuple[Append, int] | None:
     _check(p, device)
     if not p.seqlen_new or 0 in (p.batch, p.heads_k):
         return None
-    variant = Append(p.dtype, p.head_dim, AppendTile(), **_lies(p))
+    variant = Append(p.dtype, p.head_dim, AppendTile(device.capability == (9, 0)), **_lies(p))
     heads = 2 * p.heads_k + (p.heads_q if p.rotary_dim else 0)
     rows = p.seqlen_new * heads * (1 if p.packed else p.batch)
     return variant, -(-rows // variant.tile.warps)

@@ -182,8 +182,9 @@ class Combine(Main):
 
 @dataclass(frozen=True)
 class AppendTile:
-    """A warp takes a row of one head."""
+    """A warp takes a row of one head. `overlaps`: the kernel behind starts while it runs."""
 
+    overlaps: bool = False
     warps: int = 8
     blocks_per_sm: int = 1
 

@@ -71,6 +71,8 @@ __device__ __forceinline__ void append(const AppendParams &p) {
     using T = typename V::Element;
     constexpr int D = V::kHeadDim;
     static_assert(V::kSmemBytes == 0);
+    // What follows may begin, and waits before it reads.
+    if constexpr (V::kOverlaps) ptx::griddepcontrol_launch_dependents();
     const Problem &problem = p.problem;  // seqlen_q: new rows of a sequence; packed: of all
     const int heads_q = p.rotated_q ? problem.heads_q : 0, heads = heads_q + (p.k ? 2 * problem.heads_k : 0);
     const int number = ptx::block_index() * V::kWarps + warp(), token = number / heads, slot = number % heads;

@@ -50,8 +50,8 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
     const Smem smem{Loader::shared_memory()};
     const int warp_index = ptx::shfl_index(warp(), 0), team = warp_index / V::kTeam;
     Loader::prepare(source, smem, warp_index);
-    if constexpr (Loader::kDependent) {  // nothing that others may have written has been read yet
-        ptx::griddepcontrol_wait();
+    if constexpr (Loader::kDependent) {           // nothing that others may have written has been read yet
+        ptx::griddepcontrol_wait();               // @appended-rows-awaited
         ptx::griddepcontrol_launch_dependents();  // only now: the kernel behind reads lengths at once
     }
 

@@ -673,8 +673,12 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 def test_what_has_no_kernel_is_refused_by_name() -> None:
+    import torch
+
     x = {name: y if name == "cache_seqlens" else y.float() for name, y in draw(2, 64).items()}
-    with pytest.raises(UnsupportedError, match="fp32"):
+    x |= {name: torch.zeros_like(x[name], dtype=torch.int8) for name in ("k_cache", "v_cache")}
+    x |= {name: torch.ones(x["k_cache"].shape[2], device="cuda") for name in ("k_scale", "v_scale")}
+    with pytest.raises(UnsupportedError, match="fp32 has no GPU kernel over a cache of 8 bits"):
         attention_with_cache(**x)
 
 

@@ -86,6 +86,7 @@ DECODE = (
     _sm90("NaN is seen though a mod hides it", change("hidden-though-nan", "at.hides()", "false"), "cache-mods-adds-nonfinite"),
     Bug("what mods hide is repaired with", change("hidden-by-bias-repair-decode", "places(0, key).hides()", "false"), "cache-mods-nonfinite"),
     # append
+    _sm90("new rows not waited for", without("appended-rows-awaited"), "cache-append", r"RACE, access before griddepcontrol.wait"),
     Bug("new rows of the sequence before", change("sequences-that-start-before", "vote_ballot(starts)", "vote_ballot(starts && edge != 1)"), "cache-packed"),
     Bug("another column of the pair", change("other-of-the-pair", "c ^ 1", "c ^ 2"), "cache-rotary-pairs-d128"),
     Bug("turned the other way", change("turned", "own * cos - its * sin", "own * cos + its * sin"), "cache-rotary"),
