@@ -53,7 +53,7 @@ struct OneRow {
     __device__ ptx::u32 at(int, int col) const { return base + sizeof(T) * col; }
 };
 
-// Shared memory for that, a row each warp.
+// What repair_elements takes of shared memory: a row each warp.
 template <class V>
 __device__ constexpr int repaired_bytes() {
     return static_cast<int>(sizeof(typename V::Element)) * V::kWarps * V::kHeadDimV;
