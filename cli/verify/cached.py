@@ -12,6 +12,7 @@ from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.check.cases import LEVELS
 from cupyflash.emulator import attention, decode
+from cupyflash.plan.families import GPU_DTYPES
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import HALF
 
@@ -33,9 +34,14 @@ def choose(level: str, head_dims: tuple[int, ...] = ()) -> list[CacheCase]:
 def chosen(
     level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name: str | None, on_gpu: bool = False
 ) -> list[tuple[CacheCase, str]]:
-    """Cases and dtypes of a run of `verify`, or the one that it asks for; `on_gpu`: that has kernels for them."""
+    """Cases and dtypes of a run of `verify`, or the one that it asks for; `on_gpu`: of those with kernels."""
     found = choose(level, head_dims) if name is None else [BY_NAME[name]] if name in BY_NAME else []
-    return [(c, d) for c in found for d in dtypes if d in c.dtypes and (d in HALF or not (on_gpu and c.stored))]
+    return [(c, d) for c in found for d in dtypes if d in c.dtypes and (not on_gpu or _has_kernels(c, d))]
+
+
+def _has_kernels(case: CacheCase, dtype: str) -> bool:
+    """Of fp64 there are none, of fp32 none over caches of 8 bits."""
+    return dtype in HALF or (dtype in GPU_DTYPES and not case.stored)
 
 
 def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> CaseResult:
@@ -84,7 +90,7 @@ def work_of(level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], nam
     for first, family in enumerate(ARCHS):
         of_family = [d for d in DTYPES[family] if d in dtypes]
         for i, case in enumerate(found, first):
-            known = [d for d in of_family if d in HALF or not case.stored]
+            known = [d for d in of_family if _has_kernels(case, d)]
             own = known if name else known[i % max(1, len(known)) :][:1]
             work += [CacheWork(case, d, family) for d in own]
     return work

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from cupyflash import cli
 from cupyflash.check import cases
+from cupyflash.cli.verify import cached
 from cupyflash.cli.verify import emulator as verify_emulator
 from cupyflash.emulator import attention, build, launch
 from cupyflash.plan.variant import kernel_sources
@@ -126,3 +127,11 @@ def test_what_was_asked_for_is_chosen() -> None:
     assert {w.dtype for w in work} == {"bf16"}
     named = verify_emulator.choose("smoke", ("bf16", "fp16"), (), "misaligned")
     assert [(w.dtype, w.family) for w in named] == [("bf16", "sm80"), ("fp16", "sm80")]  # TMA cannot read it
+
+
+def test_cases_over_a_cache_that_a_gpu_has_kernels_for() -> None:
+    """Of fp64 none are chosen, of fp32 none over caches of 8 bits; without a GPU all."""
+    everywhere, on_gpu = (cached.chosen("full", DTYPES, (), None, on_gpu) for on_gpu in (False, True))
+    assert {d for _, d in everywhere} == set(DTYPES)
+    assert {d for c, d in on_gpu if c.stored} == {"fp16", "bf16"}
+    assert {d for c, d in on_gpu if not c.stored} == {"fp16", "bf16", "fp32"}
