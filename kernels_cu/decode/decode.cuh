@@ -51,9 +51,11 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
     const Smem smem{Loader::shared_memory()};
     const int warp_index = ptx::shfl_index(warp(), 0), team = warp_index / V::kTeam;
     Loader::prepare(source, smem, warp_index);
-    if constexpr (Loader::kDependent) {           // nothing that others may have written has been read yet
-        ptx::griddepcontrol_wait();               // @appended-rows-awaited
-        ptx::griddepcontrol_launch_dependents();  // only now: the kernel behind reads lengths at once
+    if constexpr (Loader::kDependent) {  // nothing that others may have written has been read yet
+        ptx::griddepcontrol_wait();      // @appended-rows-awaited
+        // Only now: the kernel that combines reads lengths at once. Where there is none, the next call would start on the
+        // multiprocessors that these clusters leave idle, which share few GPCs and what those can read.
+        if (!V::kCluster || p.problem.batch > 1) ptx::griddepcontrol_launch_dependents();
     }
 
     const int block = ptx::block_index();

@@ -30,8 +30,9 @@ template <class V>
 __device__ __forceinline__ void decode_combine(const DecodeParams &p) {
     constexpr int kThreads = 32 * V::kWarps;
     static_assert(larger(24 * kThreads, repaired_bytes<V>()) == V::kSmemBytes);
-    if constexpr (V::kDependent) ptx::griddepcontrol_launch_dependents();
     const Shares &s = p.shares;
+    if constexpr (V::kDependent)
+        if (!s.clusters) ptx::griddepcontrol_launch_dependents();  // beside idle multiprocessors: see decode.cuh
     const int rows = V::kPacked ? V::kBlockM : min(V::kBlockM, p.problem.seqlen_q * s.group);
     const int pieces = ceil_div(V::kHeads * rows * (V::kHeadDimV / 4), s.combine_elements);
     const int number = ptx::block_index() / pieces, index = number / s.gang;
