@@ -12,9 +12,9 @@ from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.check.cases import LEVELS
 from cupyflash.emulator import attention, decode
-from cupyflash.plan.families import GPU_DTYPES
+from cupyflash.gpu.device import Device
+from cupyflash.plan.decode import dtypes_over
 from cupyflash.plan.variant import Variant
-from cupyflash.problem import HALF
 
 from ..frameworks import Framework
 from .cases import CaseResult
@@ -32,16 +32,12 @@ def choose(level: str, head_dims: tuple[int, ...] = ()) -> list[CacheCase]:
 
 
 def chosen(
-    level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name: str | None, on_gpu: bool = False
+    level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name: str | None, gpu: Device | None = None
 ) -> list[tuple[CacheCase, str]]:
-    """Cases and dtypes of a run of `verify`, or the one that it asks for; `on_gpu`: of those with kernels."""
+    """Cases and dtypes of a run of `verify`, or the one that it asks for; those that a GPU has kernels for."""
     found = choose(level, head_dims) if name is None else [BY_NAME[name]] if name in BY_NAME else []
-    return [(c, d) for c in found for d in dtypes if d in c.dtypes and (not on_gpu or _has_kernels(c, d))]
-
-
-def _has_kernels(case: CacheCase, dtype: str) -> bool:
-    """Of fp64 there are none, of fp32 none over caches of 8 bits."""
-    return dtype in HALF or (dtype in GPU_DTYPES and not case.stored)
+    known = [c.dtypes if gpu is None else dtypes_over(c.stored, gpu) for c in found]
+    return [(c, d) for c, own in zip(found, known, strict=True) for d in dtypes if d in c.dtypes and d in own]
 
 
 def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> CaseResult:
@@ -72,10 +68,8 @@ class CacheWork(Work):
         return variants_over_cache_of(self.case, self.dtype, attention.small_device(ARCHS[self.family]), None)
 
     def judged(self, seed: int) -> list[Comparison]:
-        arrays = self.case.inputs(self.dtype, seed)
-        p = problem_of(arrays, self.case.options())
         session = decode.CacheSession(attention.small_device(ARCHS[self.family]), MODE, seed)
-        return CacheOracle(p, arrays).judge(*session.run(arrays, p))
+        return session.judge(self.case, self.dtype, seed)
 
 
 def work_of(level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], name: str | None) -> list[CacheWork]:
@@ -90,7 +84,7 @@ def work_of(level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], nam
     for first, family in enumerate(ARCHS):
         of_family = [d for d in DTYPES[family] if d in dtypes]
         for i, case in enumerate(found, first):
-            known = [d for d in of_family if _has_kernels(case, d)]
+            known = [d for d in of_family if d in dtypes_over(case.stored, Device.synthetic(ARCHS[family]))]
             own = known if name else known[i % max(1, len(known)) :][:1]
             work += [CacheWork(case, d, family) for d in own]
     return work

@@ -93,7 +93,7 @@ def verify(
     if on_gpu and set(dtypes) <= set(GPU_DTYPES):
         os.environ["CUPYFLASH_BACKEND"] = "cuda"  # NumPy arrays, too, however small
     wanted = choose_cases(level, dtypes, head_dim, name)
-    over_cache = cached.chosen(level, dtypes, head_dim, name, on_gpu)
+    over_cache = cached.chosen(level, dtypes, head_dim, name, device.Device.of(0) if on_gpu else None)
     run_cases(report, [*wanted, *over_cache], arrays, console)
     checks = [n for n in available(arrays) if name in (None, n)]
     if not wanted and not over_cache and not checks:

@@ -23,6 +23,7 @@ from ..gpu import device as gpu
 from ..launch import cached, prefill
 from ..launch.passes import WITH_LSE, contiguous_strides
 from ..launch.prepare import family
+from ..plan.decode import dtypes_over
 from ..plan.prefill import Way
 from . import ffi
 from .buffers import Buffers
@@ -30,7 +31,6 @@ from .call import CODE_OF, DTYPES, Static, forward_on_gpu, has_kernels
 
 _TARGET = "cupyflash_cache"
 _CACHES = ("k_cache", "v_cache")
-_HALF = (jnp.float16, jnp.bfloat16)
 
 
 class _Static(NamedTuple):
@@ -98,9 +98,9 @@ def _call(static: _Static, arrays: Sequence[Any]) -> list[Any]:
     def whole(*x: Any) -> list[Any]:
         return _begin(static, results, x)
 
-    q, k_cache = (x.dtype for x in arrays[:2])
-    if not has_kernels(q) or (q not in _HALF and k_cache != q):  # then the handler says what is missing
-        return whole(*arrays)
+    stored = _problem(dict(zip(static.names, arrays, strict=True)), static.options).stored
+    if not has_kernels(arrays[0].dtype, functools.partial(dtypes_over, stored)):
+        return whole(*arrays)  # then the handler says what is missing
     way = cached.way(Buffers(), static.names, _keys(arrays, 0), static.options)
     own = static._replace(way=way)
     on_gpu = functools.partial(_on_gpu, own, results, _workspace(own, arrays))

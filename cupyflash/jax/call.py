@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -156,9 +156,9 @@ def _workspace(static: Static, arrays: Sequence[Any], results: int) -> list[jax.
     return found
 
 
-def has_kernels(dtype: Any) -> bool:
-    """Whether there are GPUs, and all have kernels for it."""
-    known = [[DTYPES[name] for name in gpu.Device.of(ordinal).dtypes] for ordinal in range(gpu.count())]
+def has_kernels(dtype: Any, dtypes: Callable[[gpu.Device], Iterable[str]] = lambda device: device.dtypes) -> bool:
+    """Whether there are GPUs, and all have kernels for it; `dtypes`: those that one has kernels for."""
+    known = [[DTYPES[name] for name in dtypes(gpu.Device.of(ordinal))] for ordinal in range(gpu.count())]
     return bool(known) and all(dtype in kinds for kinds in known)
 
 

@@ -81,12 +81,17 @@ def _elements(p: CacheProblem) -> Elements:
     return FP32 if p.dtype == "fp32" else _ELEMENTS[p.stored]
 
 
+def dtypes_over(stored: str, device: Device) -> tuple[str, ...]:
+    """Of q, those that the device has kernels for: over a cache of the same dtype, or of 8 bits (`stored`)."""
+    return device.halves if stored else device.dtypes
+
+
 def _check(p: CacheProblem, device: Device) -> None:
     check_device(device)
     check_dtype(p.dtype, device, "q and the caches")
-    if p.stored and p.dtype not in device.halves:
+    if p.dtype not in (known := dtypes_over(p.stored, device)):
         raise UnsupportedError(
-            f"q: {p.dtype} has no GPU kernel over a cache of 8 bits, expected {one_of(device.halves)}; cast q, or pass "
+            f"q: {p.dtype} has no GPU kernel over a cache of 8 bits, expected {one_of(known)}; cast q, or pass "
             "arrays that live on the CPU"
         )
     if p.group > MAX_GROUP:

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from cupyflash.arrays.adapters import NUMPY
 from cupyflash.cache.arrays import BY_NAME
 from cupyflash.cache.problem import CacheProblem
+from cupyflash.check.accuracy import Comparison
+from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.gpu.device import Device
 from cupyflash.launch.alignment import known_of_cache
 from cupyflash.launch.cached_params import (
@@ -98,6 +101,15 @@ class CacheSession:
                     address[name], _ = memory.output(name, shape, np.float32)
                 self._launch(p, plan, address, strides)
             return out.copy(), lse.copy(), *(view.copy() for _, view in caches.values())  # type: ignore[return-value]
+
+    def judge(self, case: CacheCase, dtype: str, seed: int = 0) -> list[Comparison]:
+        """A case's results against float64."""
+        arrays = case.inputs(dtype, seed)
+        return CacheOracle(problem_of(arrays, case.options()), arrays).judge(*self.run_case(case, dtype, seed))
+
+    def run_case(self, case: CacheCase, dtype: str, seed: int = 0) -> tuple[Array, Array, Array, Array]:
+        arrays = case.inputs(dtype, seed)
+        return self.run(arrays, problem_of(arrays, case.options()))
 
     def _append(
         self, p: CacheProblem, q: Array, address: dict[str, int], strides: dict[str, tuple[int, ...]], memory: Memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import hypothesis
@@ -26,6 +25,7 @@ from tests.emulator.attention import small_device
 from tests.emulator.cache_cases import ALL, SHIPPED, TABLE, TILES, tiled
 from tests.emulator.decode import CacheSession
 from tests.emulator.require import require_compiler
+from tests.over_cache import check, check_that_it_is_reported, with_bug
 from tests.planted.mutants import Bug
 from tests.planted.mutants_decode import CLAMPED_CACHE, DECODE
 from tests.random_cache import cache_cases
@@ -38,13 +38,6 @@ BLOCKS = 4  # multiprocessors: so few that sequences share blocks and blocks seq
 
 def session(arch: str, mode: str = "race", **more: Any) -> CacheSession:
     return CacheSession(small_device(arch, BLOCKS), MODES[mode], **more)
-
-
-def judge(how: CacheSession, case: CacheCase, dtype: str) -> None:
-    arrays = case.inputs(dtype)
-    p = problem_of(arrays, case.options())
-    found = CacheOracle(p, arrays).judge(*how.run(arrays, p))
-    assert all(r.passed for r in found), "\n".join(map(str, found))
 
 
 def run_of(name: str, arch: str, seed: int) -> tuple[CacheSession, CacheCase, str]:
@@ -60,8 +53,7 @@ def run_of(name: str, arch: str, seed: int) -> tuple[CacheSession, CacheCase, st
 
 def _rehearse(name: str, arch: str, **_: int) -> None:
     how, case, dtype = run_of(name, arch, 0)
-    arrays = case.inputs(dtype)
-    how.run(arrays, problem_of(arrays, case.options()))
+    how.run_case(case, dtype)
 
 
 AHEAD = Ahead(_rehearse, decode)
@@ -71,7 +63,7 @@ AHEAD = Ahead(_rehearse, decode)
 @pytest.mark.parametrize("name", TABLE)
 def test_case(name: str, arch: str, seed: int, request: pytest.FixtureRequest) -> None:
     AHEAD(request)
-    judge(*run_of(name, arch, seed))
+    check(*run_of(name, arch, seed))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -81,7 +73,7 @@ def test_any_call(arch: str, c: CacheCase, dtype: str) -> None:
     """What no table of cases thought of; --hypothesis-seed draws others."""
     rows = sum(c.queries) if isinstance(c.queries, tuple) else c.queries * len(c.lengths)
     hypothesis.assume(rows <= 80 and not (c.stored and dtype == "fp32"))
-    judge(session(arch), c, dtype)
+    check(session(arch), c, dtype)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -90,7 +82,7 @@ def test_tiles_of_large_problems(name: str, arch: str, seed: int) -> None:
     case, facts = TILES[name]
     arrays = case.inputs("bf16")
     plan = tiled(problem_of(arrays, case.options()), small_device(arch, BLOCKS), facts)
-    judge(session(arch, seed=seed, plan=plan), case, "bf16")
+    check(session(arch, seed=seed, plan=plan), case, "bf16")
 
 
 def variant_of(call: CacheProblem, device: Device, known: dict[str, Any]) -> Decode:
@@ -108,7 +100,7 @@ def is_own(v: Variant) -> bool:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped(name: str, arch: str, seed: int, request: pytest.FixtureRequest) -> None:
     AHEAD(request)
-    judge(*run_of(name, arch, seed))
+    check(*run_of(name, arch, seed))
 
 
 def test_every_shipped_variant_is_run() -> None:
@@ -269,14 +261,8 @@ def test_edges_that_go_back(case: CacheCase, arch: str) -> None:
 # ---- Planted bugs ----
 
 
-def with_bug(bug: Bug) -> CacheSession:
-    return dataclasses.replace(session(bug.arch), headers=bug.headers(), device=small_device(bug.arch, 12))
-
-
 def _rehearse_with(bug: Bug) -> None:
-    case = ALL[bug.case]
-    arrays = case.inputs("bf16")
-    with_bug(bug).run(arrays, problem_of(arrays, case.options()))
+    with_bug(bug).run_case(ALL[bug.case], "bf16")
 
 
 AHEAD_OF_BUGS = Ahead(_rehearse_with, decode)
@@ -285,8 +271,7 @@ AHEAD_OF_BUGS = Ahead(_rehearse_with, decode)
 @pytest.mark.parametrize("bug", DECODE, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_planted_bug_is_reported(bug: Bug, request: pytest.FixtureRequest) -> None:
     AHEAD_OF_BUGS(request)
-    with pytest.raises((EmulatorError, AssertionError), match=bug.finds or "FAILED"):
-        judge(with_bug(bug), ALL[bug.case], "bf16")
+    check_that_it_is_reported(bug, ALL[bug.case], "bf16")
 
 
 @pytest.mark.parametrize("bug", CLAMPED_CACHE, ids=lambda bug: f"{bug.name.replace(' ', '-')}")

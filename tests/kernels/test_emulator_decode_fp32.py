@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
-from cupyflash.check.cache_case import CacheCase, problem_of
-from cupyflash.check.cache_reference import CacheOracle
+from cupyflash.check.cache_case import CacheCase
 from cupyflash.plan.decode import plan_decode
 from tests.ahead import Ahead
-from tests.emulator import MODES, EmulatorError, decode
+from tests.emulator import MODES, decode
 from tests.emulator.attention import small_device
 from tests.emulator.require import require_compiler
+from tests.over_cache import check, check_that_it_is_reported, with_bug
 from tests.planted.mutants import Bug
 from tests.planted.mutants_float import DECODE_FP32
 
@@ -40,13 +38,6 @@ CASES = {
 }  # fmt: skip
 
 
-def judge(case: CacheCase, how: decode.CacheSession) -> None:
-    arrays = case.inputs("fp32")
-    p = problem_of(arrays, case.options())
-    found = CacheOracle(p, arrays).judge(*how.run(arrays, p))
-    assert all(r.passed for r in found), "\n".join(map(str, found))
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 @pytest.mark.parametrize("name", CASES)
 def test_case(name: str, arch: str, seed: int) -> None:
@@ -54,17 +45,11 @@ def test_case(name: str, arch: str, seed: int) -> None:
     device = small_device(arch, 4)
     tile = plan_decode(case.problem("fp32"), device, aligned=True, tma=False).variant.tile
     assert (tile.warp_rows, tile.team, tile.warps) == shapes[arch == "sm_86"]
-    judge(case, decode.CacheSession(device, MODES["race"], seed))
-
-
-def with_bug(bug: Bug) -> decode.CacheSession:
-    return dataclasses.replace(decode.CacheSession(small_device(bug.arch, 12), MODES["race"]), headers=bug.headers())
+    check(decode.CacheSession(device, MODES["race"], seed), case, "fp32")
 
 
 def _rehearse_with(bug: Bug) -> None:
-    case = CASES[bug.case][0]
-    arrays = case.inputs(bug.dtype)
-    with_bug(bug).run(arrays, problem_of(arrays, case.options()))
+    with_bug(bug).run_case(CASES[bug.case][0], "fp32")
 
 
 AHEAD = Ahead(_rehearse_with, decode)
@@ -73,5 +58,4 @@ AHEAD = Ahead(_rehearse_with, decode)
 @pytest.mark.parametrize("bug", DECODE_FP32, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_planted_bug_is_reported(bug: Bug, request: pytest.FixtureRequest) -> None:
     AHEAD(request)
-    with pytest.raises((EmulatorError, AssertionError), match=bug.finds or "FAILED"):
-        judge(CASES[bug.case][0], with_bug(bug))
+    check_that_it_is_reported(bug, CASES[bug.case][0], "fp32")

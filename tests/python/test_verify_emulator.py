@@ -14,6 +14,7 @@ from cupyflash.check import cases
 from cupyflash.cli.verify import cached
 from cupyflash.cli.verify import emulator as verify_emulator
 from cupyflash.emulator import attention, build, launch
+from cupyflash.gpu.device import Device
 from cupyflash.plan.variant import kernel_sources
 from cupyflash.problem import DTYPES
 from tests.emulator.require import require_compiler
@@ -131,7 +132,7 @@ def test_what_was_asked_for_is_chosen() -> None:
 
 def test_cases_over_a_cache_that_a_gpu_has_kernels_for() -> None:
     """Of fp64 none are chosen, of fp32 none over caches of 8 bits; without a GPU all."""
-    everywhere, on_gpu = (cached.chosen("full", DTYPES, (), None, on_gpu) for on_gpu in (False, True))
+    everywhere, on_gpu = (cached.chosen("full", DTYPES, (), None, gpu) for gpu in (None, Device.synthetic("sm_80")))
     assert {d for _, d in everywhere} == set(DTYPES)
     assert {d for c, d in on_gpu if c.stored} == {"fp16", "bf16"}
     assert {d for c, d in on_gpu if not c.stored} == {"fp16", "bf16", "fp32"}
