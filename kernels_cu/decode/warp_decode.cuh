@@ -3,13 +3,15 @@
 #define CUPYFLASH_WARP_DECODE_CUH
 #include "decode/fragments.cuh"
 #include "decode/parts.cuh"
-#include "decode/row_limits.cuh"
 #include "decode/row_places.cuh"
+#include "decode/warp_of_tile.cuh"
 #include "attention/softmax.cuh"
 #include "tile/gemm.cuh"
 
 template <class V>
-struct DecodeWarp {
+struct DecodeWarp : WarpOfTile<V> {
+    using Of = WarpOfTile<V>;
+    using Of::p, Of::smem, Of::score, Of::team, Of::row0, Of::rows, Of::length;
     using T = typename V::Element;
     using Smem = DecodeSmem<V>;
     static constexpr int D = Smem::D, kDimV = Smem::kDimV, kThreads = 32 * V::kWarps;
@@ -24,16 +26,8 @@ struct DecodeWarp {
         RowPlaces<V, 2> places[2];  // of a lane's r-th row
         __device__ Head() : softmax(0.f) { O.zero(); }
     };
-    const DecodeParams &p;
-    const Smem &smem;
-    const Score<V> score;
-    const int team, row0;  // row0: of the 16
-    const PackedRows<V> rows;
-    const int length;
     Head head[V::kPair];
-    RowLimits<V> limits;         // of a lane's rows
-    int first_seen, end_seen;    // some row sees some of these keys
-    int first_whole, end_whole;  // all rows see all of these
+    RowLimits<V> limits;  // of a lane's rows
 
     __device__ static int first_key() { return 2 * (lane() % 4); }  // of a slice, that a lane has
     __device__ int row_of(int r) const { return row0 + lane() / 4 + 8 * r; }
@@ -43,17 +37,8 @@ struct DecodeWarp {
     // Q has arrived.
     __device__ DecodeWarp(const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile, int warp,
                           int /* first_key */)
-        : p(shares.p),
-          smem(smem),
-          score(p.problem),
-          team(warp / V::kTeam),
-          row0(warp % V::kTeam * 16),
-          rows(shares, tile),
-          length(tile.cached.length) {
-        const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
-        const int last = rows.query(rows.count - 1);
-        first_seen = mask.first_key(rows.query0), end_seen = mask.end_key(last);
-        first_whole = mask.first_key(last), end_whole = mask.end_key(rows.query0);
+        : Of(shares, smem, tile, warp) {
+        const Mask<V> mask = Of::mask();
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = min(row_of(r), rows.count - 1);
@@ -77,7 +62,7 @@ struct DecodeWarp {
     // The keys from `key` on of a unit that is in shared memory.
     __device__ void unit(ptx::u32 stage, int key) {
         if (key >= length || row0 >= rows.count) return;  // an empty sequence; rows that there are not
-        const bool whole = key + kSlice <= end_whole && (!V::kWindow || key >= first_whole);  // @slice-seen-by-all
+        const bool whole = Of::sees_whole(key);
         #pragma unroll
         for (int i = 0; i < V::kPair; ++i) {
             if (whole) slice<false>(i, stage, key);
@@ -158,9 +143,8 @@ struct DecodeWarp {
         ptx::u32 seen[2] = {~0u, ~0u};  // of V's fragments: keys of the first and of the second half
         #pragma unroll
         for (int j = 0; kEdge && j < 2; ++j) {
-            const auto is_seen = [&](int k) { return k < end_seen && (!V::kWindow || k >= first_seen); };
             const int own_key = lane_key + 8 * j;
-            seen[j] = (is_seen(own_key) ? 0xffffu : 0) | (is_seen(own_key + 1) ? 0xffff0000u : 0);
+            seen[j] = (Of::sees(own_key) ? 0xffffu : 0) | (Of::sees(own_key + 1) ? 0xffff0000u : 0);
         }
         const auto hide = [&](ptx::u32(&x)[4]) {
             #pragma unroll

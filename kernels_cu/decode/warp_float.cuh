@@ -4,29 +4,23 @@
 #define CUPYFLASH_WARP_FLOAT_CUH
 #include "decode/parts.cuh"
 #include "decode/products_float.cuh"
-#include "decode/row_limits.cuh"
 #include "decode/row_places.cuh"
+#include "decode/warp_of_tile.cuh"
 
 template <class V>
-struct FloatWarp {
+struct FloatWarp : WarpOfTile<V> {
+    using Of = WarpOfTile<V>;
+    using Of::p, Of::smem, Of::score, Of::team, Of::row0, Of::rows, Of::length;
     using Smem = DecodeSmem<V>;
     using Products = FloatProducts<V>;
     static constexpr int kKeys = Products::kKeys, kOwn = Products::kOwn;
     static constexpr bool kNatural = Score<V>::kNatural;
     static_assert(V::kPair == 1);
 
-    const DecodeParams &p;
-    const Smem &smem;
-    const Score<V> score;
-    const int team, row0;  // row0: its first
-    const PackedRows<V> rows;
-    const int length;
     Products products;
     float m[kOwn], l[kOwn];  // maximum of a row's scores, and this lane's part of the sum of P
     RowPlaces<V, 2> places[kOwn];
-    RowLimits<V> limits;         // of the lane's own rows
-    int first_seen, end_seen;    // some row sees some of these keys
-    int first_whole, end_whole;  // all rows see all of these
+    RowLimits<V> limits;  // of the lane's own rows
 
     __device__ int row_of(int r) const { return row0 + Products::first_row() + r; }
     // The place of the warp's head among the tile's.
@@ -35,18 +29,8 @@ struct FloatWarp {
     // Q has arrived.
     __device__ FloatWarp(const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile, int warp,
                          int /* first_key */)
-        : p(shares.p),
-          smem(smem),
-          score(p.problem),
-          team(warp / V::kTeam),
-          row0(warp % V::kTeam * V::kWarpRows),
-          rows(shares, tile),
-          length(tile.cached.length),
-          products(smem.q(head()), row0, smem.weights(team, row0)) {
-        const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
-        const int last = rows.query(rows.count - 1);
-        first_seen = mask.first_key(rows.query0), end_seen = mask.end_key(last);
-        first_whole = mask.first_key(last), end_whole = mask.end_key(rows.query0);
+        : Of(shares, smem, tile, warp), products(smem.q(head()), row0, smem.weights(team, row0)) {
+        const Mask<V> mask = Of::mask();
         #pragma unroll
         for (int r = 0; r < kOwn; ++r) {
             const int row = min(row_of(r), rows.count - 1);
@@ -62,9 +46,7 @@ struct FloatWarp {
     // The keys from `key` on of a unit that is in shared memory.
     __device__ void unit(ptx::u32 stage, int key) {
         if (key >= length || row0 >= rows.count) return;  // an empty sequence; rows that there are not
-        // @slice-seen-by-all-float
-        const bool whole = key + kSlice <= end_whole && (!V::kWindow || key >= first_whole);
-        if (whole) slice<false>(stage, key);
+        if (Of::sees_whole(key)) slice<false>(stage, key);
         else slice<true>(stage, key);
     }
 
@@ -139,9 +121,7 @@ struct FloatWarp {
             }
         }
         ptx::bar_warp_sync();  // @p-seen-by-the-warp-float
-        products.multiply_v(smem.v(stage, 0), [&](int i) {
-            return !kEdge || (key0 + i < end_seen && (!V::kWindow || key0 + i >= first_seen));
-        });
+        products.multiply_v(smem.v(stage, 0), [&](int i) { return !kEdge || Of::sees(key0 + i); });
     }
     // The maxima become `top`, and O and l follow.
     __device__ void raise(const float (&top)[kOwn]) {

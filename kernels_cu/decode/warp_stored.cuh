@@ -9,9 +9,12 @@
 #include "decode/row_places.cuh"
 #include "decode/scales.cuh"
 #include "decode/value_unit.cuh"
+#include "decode/warp_of_tile.cuh"
 
 template <class V, class Scales>
-struct StoredWarp {
+struct StoredWarp : WarpOfTile<V> {
+    using Of = WarpOfTile<V>;
+    using Of::p, Of::smem, Of::score, Of::team, Of::row0, Of::rows, Of::length;
     using Smem = DecodeSmem<V>;
     using Queries = StoredQueries<V>;
     static constexpr int kTiles = V::kWarpRows / 8;
@@ -23,19 +26,12 @@ struct StoredWarp {
     static constexpr bool kHasPowers = Queries::kHasPowers, kKeepsPowers = kHasPowers && kTiles <= 2;
     static_assert(V::kPair == 1 && 8 * kTiles == V::kWarpRows);
 
-    const DecodeParams &p;
-    const Smem &smem;
-    const Score<V> score;
-    const int team, row0;  // row0: its first
-    const PackedRows<V> rows;
-    const int length;
     Scales scales;
     StoredProducts<V, kTiles> products;
     Softmax softmax;
     ValueUnit unit_of_v;
     Columns kept;                       // what takes a query's power of Q back; kKeepsPowers
     RowPlaces<V, 1> places[kTiles][2];  // of a query
-    int first_whole, end_whole;         // all rows see all of these keys
 
     __device__ int row_of(int n, int c) const { return row0 + 8 * n + 2 * (lane() % 4) + c; }
     // The place of the warp's head among the tile's.
@@ -43,17 +39,7 @@ struct StoredWarp {
 
     // Q has been prepared. key: of the team's first unit of the tile.
     __device__ StoredWarp(const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile, int warp, int key)
-        : p(shares.p),
-          smem(smem),
-          score(p.problem),
-          team(warp / V::kTeam),
-          row0(warp % V::kTeam * V::kWarpRows),
-          rows(shares, tile),
-          length(tile.cached.length),
-          scales(p, tile, rows.head_k + head(), key),
-          products(smem.q(head()), row0) {
-        const Mask<V> mask(with_range<V>(rows.sequence, p), p.problem);
-        first_whole = mask.first_key(rows.query(rows.count - 1)), end_whole = mask.end_key(rows.query0);
+        : Of(shares, smem, tile, warp), scales(p, tile, rows.head_k + head(), key), products(smem.q(head()), row0) {
         #pragma unroll
         for (int n = 0; n < kTiles; ++n)
             #pragma unroll
@@ -72,9 +58,7 @@ struct StoredWarp {
         const SliceScales own = scales.take(smem, stage, key);
         // An empty sequence; rows that there are not.
         if (key >= length || (V::kTeam > 1 && row0 >= rows.count)) return;
-        const bool whole =
-            key + kSlice <= end_whole && (!V::kWindow || key >= first_whole);  // @slice-seen-by-all-stored
-        if (whole) slice<false>(stage, key, own);
+        if (Of::sees_whole(key)) slice<false>(stage, key, own);
         else slice<true>(stage, key, own);
     }
 

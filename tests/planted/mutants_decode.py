@@ -51,7 +51,7 @@ DECODE = (
     _sm90("repair with other scores", change("scores-as-in-the-kernel", "score.log2_factor", "0.1f"), "cache-nonfinite-four-d128"),
     # 8 bits
     _sm90("a row sees one key more, 8 bits", change("keys-of-a-packed-row-stored", "its >= end", "its > end"), "cache-int8"),
-    _sm90("a slice cut by the end is whole, 8 bits", change("slice-seen-by-all-stored", "key + kSlice <= end_whole", "key < end_whole"), "cache-int8"),
+    _sm90("a slice cut by the end is whole, 8 bits", change("slice-seen-by-all", "key + kSlice <= end_whole", "key < end_whole"), "cache-int8"),
     _sm90("slope of the first head, 8 bits", change("slope-of-a-packed-row-stored", "rows.head_q(head(), row)", "rows.head_k"), "cache-e4m3-chosen"),
     _sm90("pieces of 64 bytes as they come", change("pieces-swizzled-in-halves", "piece ^ row / 2 % 4", "piece"), "cache-int8"),
     _sm90("a row of Q written while it is read", without("row-of-q-read"), "cache-int8", "RACE"),

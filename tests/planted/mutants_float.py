@@ -9,7 +9,7 @@ from .mutants_fp32 import Fp32Bug
 _SMALL, _NARROW, _MANY = "four-rows-d64", "three-rows-d80-v24", "33-rows-d128"
 
 DECODE_FP32 = (
-    Fp32Bug("a slice cut by the end is whole, fp32", change("slice-seen-by-all-float", "key + kSlice <= end_whole", "key < end_whole"), _SMALL),
+    Fp32Bug("a slice cut by the end is whole, fp32", change("slice-seen-by-all", "key + kSlice <= end_whole", "key < end_whole"), _SMALL),
     Fp32Bug("slope of the first head, fp32", change("slope-of-a-packed-row-float", "rows.head_q(head(), row)", "rows.head_k"), "eight-rows-d128"),
     Fp32Bug("columns of K that there are not", change("columns-of-k-float", "col >= D", "false"), _NARROW, "FAILED|uninitialized|buffer|NaN|outside"),
     Fp32Bug("rows of other lanes", change("rows-of-a-lane", "upper ? high : low", "upper ? low : high"), _SMALL),

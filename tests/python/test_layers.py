@@ -111,9 +111,9 @@ CUDA_ORDER = {
     "prefill_sm90 work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists blocks mask schedule "
     "sequence params_sm90 params",
     "decode": "append dequantize decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored "
-    "warp_float repair_decode row_limits row_places parts edges_stored copies_stored scales rows shares tiles "
-    "products_stored products_float queries fragments fragments_stored column_softmax slices stored value_unit cached "
-    "params_decode",
+    "warp_float warp_of_tile repair_decode row_limits row_places parts edges_stored copies_stored scales rows shares "
+    "tiles products_stored products_float queries fragments fragments_stored column_softmax slices stored value_unit "
+    "cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_sm80 bwd_wide_sm80 bwd_load_sm80",
     "sm90": "fwd_sm90 fwd_aside_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_wide_sm90 bwd_load_sm90",
