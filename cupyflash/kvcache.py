@@ -141,14 +141,34 @@ def attention_with_cache(
         options.warn_of_minus_one(call.window)
     want_lse = return_lse if type(return_lse) is bool else options.flag("return_lse", return_lse)
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
-    for name, x in (
-        ("k", k), ("v", v), ("block_table", block_table), ("cache_batch_idx", cache_batch_idx),
-        ("cu_seqlens_q", cu_seqlens_q), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin),
-        ("alibi_slopes", alibi_slopes), ("kv_range", kv_range), ("sink", sink),
-        ("k_scale", k_scale), ("v_scale", v_scale), ("bias", bias), ("mask", mask),
-    ):  # fmt: skip
-        if x is not None:
-            arrays[name] = x
+    if k is not None:
+        arrays["k"] = k
+    if v is not None:
+        arrays["v"] = v
+    if block_table is not None:
+        arrays["block_table"] = block_table
+    if cache_batch_idx is not None:
+        arrays["cache_batch_idx"] = cache_batch_idx
+    if cu_seqlens_q is not None:
+        arrays["cu_seqlens_q"] = cu_seqlens_q
+    if rotary_cos is not None:
+        arrays["rotary_cos"] = rotary_cos
+    if rotary_sin is not None:
+        arrays["rotary_sin"] = rotary_sin
+    if alibi_slopes is not None:
+        arrays["alibi_slopes"] = alibi_slopes
+    if kv_range is not None:
+        arrays["kv_range"] = kv_range
+    if sink is not None:
+        arrays["sink"] = sink
+    if k_scale is not None:
+        arrays["k_scale"] = k_scale
+    if v_scale is not None:
+        arrays["v_scale"] = v_scale
+    if bias is not None:
+        arrays["bias"] = bias
+    if mask is not None:
+        arrays["mask"] = mask
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse, *caches = _forward(arrays, call)
@@ -163,6 +183,12 @@ def _shape(x: Any) -> Any:
 
 def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, ...]:
     """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too."""
+    if is_tensor(type(arrays["q"])):
+        import cupyflash.torch.cached
+
+        found = cupyflash.torch.cached.again(arrays, call)
+        if found is not None:
+            return found
     lengths, given = arrays["cache_seqlens"], arrays
     is_one = type(lengths) is int or (lengths is not None and _shape(lengths) == ())
     if is_one:

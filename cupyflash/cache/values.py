@@ -97,7 +97,9 @@ def check_values(p: CacheProblem, arrays: Mapping[str, Array]) -> None:
 
 def check_length(p: CacheProblem, length: int) -> None:
     """`check_room` of one length for all; how many rows packed sequences append is not known."""
-    check_room(p, np.array([length]), np.array([0 if p.packed else p.seqlen_new]))
+    new = 0 if p.packed else p.seqlen_new
+    if not 0 <= length <= p.capacity - new:  # NumPy would take ten times as long to find that there is room
+        check_room(p, np.array([length]), np.array([new]))
 
 
 def check_room(p: CacheProblem, used: Array, new: Array) -> None:

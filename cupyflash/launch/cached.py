@@ -19,7 +19,7 @@ from ..cpu import cache
 from ..errors import FROM_ELSEWHERE, ArgumentError
 from ..gpu.device import Device
 from ..plan.prefill import Way, way_of
-from . import decode, prefill
+from . import decode, last_cached, prefill
 from .alignment import cache_aligned_at
 from .kept import Kept
 from .made import copied
@@ -49,9 +49,10 @@ class _Kept:
         self.launch, self.problem, self.copied, self.way = launch, problem, tuple(copied), way
         self.attends = way is None or way.beside
         of_v = problem.own_v if self.attends else 0
-        self.like = ("q",) if self.attends and not of_v else ()
+        self.like: tuple[str, ...] = ("q",) if self.attends and not of_v else ()
         out = (((*problem.rows_q, of_v), problem.dtype),) if of_v else ()
-        self.made = (*out, (problem.rows, "fp32"), *launch.made) if self.attends else (*launch.made,)
+        own = (*out, (problem.rows, "fp32")) if self.attends else ()
+        self.made: Sequence[tuple[tuple[int, ...], str]] = (*own, *launch.made)
 
 
 calls: Kept[_Kept] = Kept(_MAX_CALLS)
@@ -83,10 +84,7 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, deci
     aligned, stream = bits & 15 == 0, library.stream(device)
     if not aligned or 0 in pointers:
         aligned = _look_at_addresses(library, arrays, pointers)
-    key = *arrays, *keys, options, aligned, wish(), *decided
-    call = calls.find(key)
-    if call is None:
-        call = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream, decided))
+    call = _call(library, arrays, keys, options, aligned, stream, decided)
     if pointers[1] == pointers[2]:
         check_caches_apart(call.problem)
     if type(length) is int:
@@ -100,6 +98,8 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, deci
     call.launch(pointers, stream)
     del copies
     if call.way is None:
+        if library is TORCH and aligned and not call.copied:
+            last_cached.remember(calls.last, arrays, options, call, device)
         return made[0], made[1]
     if decided:
         return None, None
@@ -125,11 +125,18 @@ def planned(
     Args:
         decided: as of `forward`.
     """
-    key = *names, *keys, options, True, wish(), *decided
-    call = calls.find(key)
-    if call is None:
-        call = calls.keep(key, _prepare(library, dict.fromkeys(names), keys, options, True, 0, decided))
-    return call.launch.made
+    return _call(library, dict.fromkeys(names), keys, options, True, 0, decided).launch.made
+
+
+def _call(
+    library: Native, arrays: Mapping[str, Any], keys: Sequence[tuple[Any, ...]], options: CacheOptions, aligned: bool,
+    stream: int, decided: Decided,
+) -> _Kept:  # fmt: skip
+    key = *arrays, *keys, options, aligned, wish(), *decided
+    found = calls.find(key)
+    if found is None:
+        found = calls.keep(key, _prepare(library, arrays, keys, options, aligned, stream, decided))
+    return found
 
 
 def _prepare(

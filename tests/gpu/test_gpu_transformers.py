@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -284,12 +285,16 @@ def test_compiled(mode: str) -> None:
     torch._dynamo.reset()
 
 
-def test_float32_goes_to_sdpa() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_dtypes(dtype: str) -> None:
+    """fp32 has kernels; fp64 goes to torch's own attention, which is said."""
     import torch
 
     ids, mask = batch("left", 100)
-    with torch.no_grad(), pytest.warns(UserWarning, match="expected fp16 or bf16 on a GPU"):
-        found = build("llama", "cupyflash", "float32")(ids, attention_mask=mask).logits[mask.bool()]
+    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = build("llama", "cupyflash", dtype)(ids, attention_mask=mask).logits[mask.bool()]
     with torch.no_grad():
-        want = build("llama", "eager", "float32")(ids, attention_mask=mask).logits[mask.bool()]
+        want = build("llama", "eager", dtype)(ids, attention_mask=mask).logits[mask.bool()]
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    assert any("expected fp16, bf16 or fp32 on a GPU" in str(w.message) for w in told) is (dtype == "float64")

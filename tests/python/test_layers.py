@@ -64,7 +64,8 @@ PYTHON_ORDER = {
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
     "jax": "flax sdpa op trees cached explicit parts call seeds sharding ffi structs buffers",
-    "launch": "cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params prepare last "
+    "launch": "cached last_cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params "
+    "prepare last "
     "series made alignment "
     "prepared filled checks brought packed passes template counters kept variables",
     "mods": "given trace held symbols description places learned evaluate parse functions expression",
