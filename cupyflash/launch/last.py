@@ -157,7 +157,7 @@ def remember(kind: Hashable, call: Call, device: int, arrays: Mapping[str, Any])
     before = _known(kind, _Last)
     found = _Last(call, device)
     if before is not None and before.call is call:
-        found = _Last(call, device, TORCH.comparison(arrays.values()), _are_plain(arrays))
+        found = _Last(call, device, TORCH.comparison(arrays.values()), are_plain(arrays))
     keep(launch.calls.last, kind, [found])
 
 
@@ -179,7 +179,8 @@ def _known(kind: Hashable, form: type[_Form]) -> _Form | None:
     return next((last for last in launch.calls.last.get(kind, ()) if type(last) is form), None)
 
 
-def _are_plain(arrays: Mapping[str, Any]) -> bool:
+def are_plain(arrays: Mapping[str, Any]) -> bool:
+    """Whether these are tensors that need no gradient, and none is the negative of what its memory holds."""
     return not any(not is_tensor(type(x)) or x.requires_grad or x.is_neg() for x in arrays.values())
 
 
@@ -218,7 +219,7 @@ def _compared(last: _LastSeries, arrays: Mapping[str, Any], given: Given, option
         sizes[i][row] = None
         reaches[i] = _reach(x, min(i, 1), row, around)
     return replace(
-        last, is_alike=TORCH.comparison(arrays.values(), sizes, strides), is_plain=_are_plain(arrays),
+        last, is_alike=TORCH.comparison(arrays.values(), sizes, strides), is_plain=are_plain(arrays),
         row=row, reaches=reaches, before=tuple(q.shape[:row]), after=tuple(q.shape[row + 1 :]), making=making,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from ..cache.checks import CacheOptions
 from ..cache.problem import CacheProblem
 from ..cache.values import check_length
 from .decode import CacheCall
-from .last import IsAlike, keep
+from .last import IsAlike, are_plain, keep
 from .variables import is_debug, wish
 
 Lasts = dict[Hashable, Any]  # by kind: all that decides a call but its tensors
@@ -79,12 +79,13 @@ def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions) -> tup
 
 def remember(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, call: _Call, device: int) -> None:
     """This call was found for these tensors, all of which lie at multiples of 16, and runs by its own kernels alone.
-    Where calls of a kind take turns, none is worth a comparison."""
+    Where calls of a kind take turns, none is worth a comparison. Nor is one of tensors that ask for a gradient, which
+    is refused where they are looked at."""
     kind = *arrays, options, wish()
     before = lasts.get(kind)
     if before is None or before.call is not call:
         keep(lasts, kind, _Last(call, device))
-    elif before.is_alike is None:
+    elif before.is_alike is None and are_plain(arrays):
         is_alike = TORCH.comparison(arrays.values()) or _never
         keep(lasts, kind, _Last(call, device, is_alike, TORCH.forms(call.like, call.made, arrays)))
 

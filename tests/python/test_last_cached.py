@@ -125,6 +125,17 @@ def test_what_is_refused_is_refused_again(gpu: Gpu) -> None:
     assert len(gpu.launched) == launches
 
 
+def test_gradients_that_nobody_recorded_are_refused_where_somebody_would(gpu: Gpu) -> None:
+    def call() -> Any:
+        return attention_with_cache(**step(q=torch.zeros(2, 1, 8, 64, dtype=HALF, requires_grad=True)))
+
+    for _ in range(4):
+        with torch.no_grad():
+            call()
+        with pytest.raises(UnsupportedError, match="requires_grad"):
+            call()
+
+
 def test_lengths_are_checked_where_that_is_asked_for(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         attention_with_cache(**step())

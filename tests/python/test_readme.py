@@ -53,12 +53,12 @@ def test_the_examples_of_inference() -> None:
 
 
 def test_how_much_verify_does() -> None:
-    """Cases of both dtypes, and their kernels."""
+    """Cases of all dtypes of Hopper, and their kernels."""
     gpu, cases_of, kernels = Device.synthetic("sm_90"), [], []
     needed = functools.cache(lambda *one: frozenset(ahead.needed([one], gpu)))  # the levels have most in common
     for level in cases.LEVELS:
-        wanted = [(c, d) for c in cases.select(level) for d in ("bf16", "fp16") if d in c.dtypes]
-        work = [*wanted, *cached.chosen(level, ("bf16", "fp16"), (), None)]
+        wanted = [(c, d) for c in cases.select(level) for d in gpu.dtypes if d in c.dtypes]
+        work = [*wanted, *cached.chosen(level, gpu.dtypes, (), None, gpu)]
         cases_of.append(len(work))
         kernels.append(len(frozenset().union(*(needed(*one) for one in work))))
     text = README.read_text()
