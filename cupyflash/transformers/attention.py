@@ -193,7 +193,8 @@ def _attend(call: Call) -> Tensor:
         options["sink"] = call.sink.flatten().to(torch.float64 if q.dtype is torch.float64 else torch.float32)
     if call.cu_seqlens is None and _is_step(call):
         del options["deterministic"], options["dropout_p"]
-        return _step(q, k, v, call.kv_range, options)
+        # Of a cache with more room than is in use the range says which keys count, and no others are read.
+        return attention_with_cache(q, k, v, cache_seqlens=k.shape[1], kv_range=call.kv_range, **options)
     if call.cu_seqlens is None:
         return api.attention(q, k, v, kv_range=call.kv_range, bias=call.bias, mask=call.mask, **options)
     return varlen.attention_varlen(q[0], k[0], v[0], *call.cu_seqlens, **options)[None]
@@ -209,10 +210,3 @@ def _is_step(call: Call) -> bool:
         return False
     brought = (call.q, call.k, call.v, *(() if call.sink is None else (call.sink,)))
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in brought))
-
-
-def _step(q: Tensor, k: Tensor, v: Tensor, kv_range: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Attention over a cache; what is behind the range of a single query is not looked for."""
-    if kv_range is not None and q.shape[1] == 1 and not options["causal"] and options["window"] is None:
-        return attention_with_cache(q, k, v, cache_seqlens=kv_range[:, 1], kv_range=kv_range, **options)
-    return attention_with_cache(q, k, v, cache_seqlens=k.shape[1], kv_range=kv_range, **options)
