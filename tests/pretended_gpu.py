@@ -153,6 +153,13 @@ def found_in(launched: list[Launched], gpu: Gpu) -> list[tuple[str, int, dict[st
     return found
 
 
+def launched_by(gpu: Gpu, call: Callable[[], Any]) -> list[tuple[str, int, dict[str, bytes]]]:
+    """The same of what a call launches."""
+    gpu.launched.clear()
+    call()
+    return found_in(gpu.launched, gpu)
+
+
 def random_array(rng: np.random.Generator, lengths: tuple[int, int, int], head_dim: int, layout: str) -> np.ndarray:
     """An array of batch, seqlen and heads in some layout, whose strides vary but that TMA can read."""
     more = rng.integers(0, 3, 3)

@@ -82,9 +82,9 @@ def work_of(level: str, dtypes: tuple[str, ...], head_dims: tuple[int, ...], nam
         found = [c for c in found if c.name in names]
     work = []
     for first, family in enumerate(ARCHS):
-        of_family = [d for d in DTYPES[family] if d in dtypes]
+        of_family, device = [d for d in DTYPES[family] if d in dtypes], Device.synthetic(ARCHS[family])
         for i, case in enumerate(found, first):
-            known = [d for d in of_family if d in dtypes_over(case.stored, Device.synthetic(ARCHS[family]))]
+            known = [d for d in of_family if d in dtypes_over(case.stored, device)]
             own = known if name else known[i % max(1, len(known)) :][:1]
             work += [CacheWork(case, d, family) for d in own]
     return work

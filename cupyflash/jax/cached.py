@@ -93,13 +93,13 @@ def _operation(static: _Static) -> Callable[..., Any]:
 
 def _call(static: _Static, arrays: Sequence[Any]) -> list[Any]:
     _register()
-    results = _results(static, arrays)
+    problem = _problem(dict(zip(static.names, arrays, strict=True)), static.options)
+    results = _results(static, arrays, problem)
 
     def whole(*x: Any) -> list[Any]:
         return _begin(static, results, x)
 
-    stored = _problem(dict(zip(static.names, arrays, strict=True)), static.options).stored
-    if not has_kernels(arrays[0].dtype, functools.partial(dtypes_over, stored)):
+    if not has_kernels(arrays[0].dtype, functools.partial(dtypes_over, problem.stored)):
         return whole(*arrays)  # then the handler says what is missing
     way = cached.way(Buffers(), static.names, _keys(arrays, 0), static.options)
     own = static._replace(way=way)
@@ -167,10 +167,9 @@ def _problem(arrays: Mapping[str, Any], options: CacheOptions) -> CacheProblem:
     return cached.check(Buffers(), arrays, _keys(tuple(arrays.values()), CPU), options)[0]
 
 
-def _results(static: _Static, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """The caches that are written, out and lse, after all checks."""
+def _results(static: _Static, arrays: Sequence[Any], problem: CacheProblem) -> list[jax.ShapeDtypeStruct]:
+    """The caches that are written, out and lse."""
     named = dict(zip(static.names, arrays, strict=True))
-    problem = _problem(named, static.options)
     found = [jax.ShapeDtypeStruct(named[name].shape, named[name].dtype) for name in static.written]
     found += [jax.ShapeDtypeStruct((*named["q"].shape[:-1], problem.head_dim_v), named["q"].dtype)]
     return [*found, jax.ShapeDtypeStruct(problem.rows, DTYPES["fp64" if problem.dtype == "fp64" else "fp32"])]

@@ -86,9 +86,6 @@ def remember(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, cal
     if before is None or before.call is not call:
         keep(lasts, kind, _Last(call, device))
     elif before.is_alike is None and are_plain(arrays):
-        is_alike = TORCH.comparison(arrays.values()) or _never
-        keep(lasts, kind, _Last(call, device, is_alike, TORCH.forms(call.like, call.made, arrays)))
-
-
-def _never(*_: Any) -> bool:
-    return False
+        is_alike = TORCH.comparison(arrays.values())
+        if is_alike is not None:
+            keep(lasts, kind, _Last(call, device, is_alike, TORCH.forms(call.like, call.made, arrays)))

@@ -54,7 +54,7 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
     if constexpr (Loader::kDependent) {  // nothing that others may have written has been read yet
         ptx::griddepcontrol_wait();      // @appended-rows-awaited
         // Only now: the kernel that combines reads lengths at once. Where there is none, the next call would start on the
-        // multiprocessors that these clusters leave idle, which share few GPCs and what those can read.
+        // multiprocessors that these clusters leave idle, and read at half of the rate there (docs/performance.md).
         if (!V::kCluster || p.problem.batch > 1) ptx::griddepcontrol_launch_dependents();
     }
 

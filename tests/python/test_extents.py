@@ -32,11 +32,6 @@ Arrays = tuple[np.ndarray, ...]
 NAMES = ("q", "k", "v", "out", "dout")
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return pretended_gpu.pretend(monkeypatch)
-
-
 def draw(
     rng: np.random.Generator, head_dim: int = 64, layout: str = "bshd", group: int = 0, head_dim_v: int = 0
 ) -> Arrays:

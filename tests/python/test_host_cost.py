@@ -25,11 +25,6 @@ HOME = str(Path(cupyflash.__file__).parent)
 WARM = 3  # a call is prepared, then known by its key, and there compared with the next
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return pretended_gpu.pretend(monkeypatch)
-
-
 def functions_of(call: Callable[[], Any]) -> int:
     """How many functions of ours a warm call calls, after `WARM` others."""
     found: list[str] = []

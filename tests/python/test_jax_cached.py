@@ -323,7 +323,7 @@ def test_it_is_the_same_attention(
 
     monkeypatch.setattr(cached, "_begin", begin)
     rotated_q = [jax.ShapeDtypeStruct(x["q"].shape, np.float32)] * ("rotary_cos" in x)
-    results = cached._results(static, [*x.values()])
+    results = cached._results(static, [*x.values()], cached._problem(x, static.options))
     given = [jnp.asarray(y) for y in x.values()]
     *caches, out, lse = jax.jit(lambda *y: cached._on_gpu(static, results, rotated_q, *y))(*given)
     expected = attention_with_cache(**x, **keywords(options), return_lse=True)

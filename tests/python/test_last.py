@@ -17,16 +17,11 @@ from cupyflash.launch import last, run
 from cupyflash.launch import prepared as launch
 from cupyflash.options import Options
 from tests import pretended_gpu
-from tests.pretended_gpu import Gpu, found_in
+from tests.pretended_gpu import Gpu, found_in, launched_by
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.needs("cupy")
 HALF = torch.float16
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return pretended_gpu.pretend(monkeypatch)
 
 
 @pytest.fixture
@@ -57,12 +52,6 @@ def both(arrays: dict[str, Any], **options: Any) -> None:
     lse = torch.zeros(q.shape[0], q.shape[1] * q.shape[2] // rows, rows)
     out, dout = torch.empty_like(q), torch.empty_like(q)
     cupyflash.attention_backward(dout, q, k, v, out, lse, **more, **options)
-
-
-def launched_by(gpu: Gpu, call: Callable[[], Any]) -> list[Any]:
-    gpu.launched.clear()
-    call()
-    return found_in(gpu.launched, gpu)
 
 
 # ---- Calls that come again ----

@@ -10,18 +10,12 @@ import pytest
 from cupyflash import ArgumentError, UnsupportedError, attention_with_cache
 from cupyflash.arrays import torch_private
 from cupyflash.launch import cached
-from tests import pretended_gpu
-from tests.pretended_gpu import Gpu, found_in
+from tests.pretended_gpu import Gpu, found_in, launched_by
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.needs("cupy")
 HALF = torch.float16
 Step = dict[str, Any]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return pretended_gpu.pretend(monkeypatch)
 
 
 @pytest.fixture
@@ -41,12 +35,6 @@ def step(batch: int = 2, heads: int = 8, dtype: Any = HALF, **more: Any) -> Step
     found |= {name: torch.zeros(batch, 128, 2, 64, dtype=dtype) for name in ("k_cache", "v_cache")}
     found["cache_seqlens"] = torch.full((batch,), 100, dtype=torch.int32)
     return found | {name: torch.zeros(batch, 1, 2, 64, dtype=dtype) for name in "kv"} | more
-
-
-def launched_by(gpu: Gpu, call: Callable[[], Any]) -> list[Any]:
-    gpu.launched.clear()
-    call()
-    return found_in(gpu.launched, gpu)
 
 
 KINDS: dict[str, Callable[[], Step]] = {
@@ -76,34 +64,35 @@ def test_the_third_of_equal_steps_is_recalled(name: str, gpu: Gpu, looked_at: li
     assert not looked_at
 
 
-def other(x: Step, name: str) -> Step:
-    """A step that differs in one thing."""
-    changes: dict[str, Callable[[], Step]] = {
-        "batch": lambda: step(3),
-        "heads": lambda: step(heads=4),
-        "dtype": lambda: step(dtype=torch.bfloat16),
-        "strides": lambda: x | {"k_cache": torch.zeros(2, 2, 128, 64, dtype=HALF).transpose(1, 2)},
-        "options": lambda: x | {"causal": True},
-        "odd address": lambda: x | {"q": torch.zeros(2 * 8 * 64 + 1, dtype=HALF)[1:].view(2, 1, 8, 64)},
-        "new arrays": lambda: x | {"kv_range": torch.zeros(2, 2, dtype=torch.int32)},
-        "parameter": lambda: x | {"q": torch.nn.Parameter(x["q"], requires_grad=False)},
-        "one array twice": lambda: x | {"v": x["k"]},
-    }
-    return changes[name]()
+def with_one_array_twice() -> Step:
+    x = step()
+    return x | {"v": x["k"]}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["batch", "heads", "dtype", "strides", "options", "odd address", "new arrays", "parameter", "one array twice"],
-)
+# Steps that differ in one thing.
+OTHERS: dict[str, Callable[[], Step]] = {
+    "batch": lambda: step(3),
+    "heads": lambda: step(heads=4),
+    "dtype": lambda: step(dtype=torch.bfloat16),
+    "strides": lambda: step(k_cache=torch.zeros(2, 2, 128, 64, dtype=HALF).transpose(1, 2)),
+    "options": lambda: step(causal=True),
+    "odd address": lambda: step(q=torch.zeros(2 * 8 * 64 + 1, dtype=HALF)[1:].view(2, 1, 8, 64)),
+    "new arrays": lambda: step(kv_range=torch.zeros(2, 2, dtype=torch.int32)),
+    "parameter": lambda: step(q=torch.nn.Parameter(torch.zeros(2, 1, 8, 64, dtype=HALF), requires_grad=False)),
+    "one array twice": with_one_array_twice,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_a_step_that_differs_is_looked_at(name: str, gpu: Gpu, looked_at: list[Any]) -> None:
+    make = OTHERS[name]
     for _ in range(3):
         attention_with_cache(**step())
     looked_at.clear()
     for _ in range(2):
-        found = launched_by(gpu, lambda: attention_with_cache(**other(step(), name)))
+        found = launched_by(gpu, lambda: attention_with_cache(**make()))
     cached.calls.clear()
-    assert launched_by(gpu, lambda: attention_with_cache(**other(step(), name))) == found
+    assert launched_by(gpu, lambda: attention_with_cache(**make())) == found
     assert len(looked_at) == 3
 
 

@@ -15,7 +15,6 @@ from cupyflash.operands import BACKWARD, FORWARD, GRADIENT, INPUT, RESULT, TABLE
 from cupyflash.options import Options
 from cupyflash.plan.params import params_of
 from cupyflash.plan.variant import Variant
-from tests import pretended_gpu
 from tests.pretended_gpu import Gpu
 from tools.params import headers
 
@@ -23,11 +22,6 @@ SCORES = ("batch", "heads_q", "seqlen_q", "seqlen_k")
 BIAS = Operand("added", SCORES, forward=Use(INPUT), backward=Use(INPUT), strided=True, feature="added")
 SIZE = Number("head_dim", "int", "added", "a number that Problem has and the structs lack")
 DBIAS = Operand("dadded", SCORES, like="added", backward=Use(GRADIENT), strided=True, feature="added")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return pretended_gpu.pretend(monkeypatch)
 
 
 def subclasses(kind: type[Variant]) -> list[type[Variant]]:

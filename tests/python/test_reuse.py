@@ -153,11 +153,6 @@ KINDS: dict[str, tuple[Callable[[], One], Callable[[], One]]] = {
 PAIRS = ARRAYS | KINDS
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return pretended_gpu.pretend(monkeypatch)
-
-
 def outcome(gpu: Gpu, call: One) -> Any:
     """What a call launches, and what its results look like; or its error."""
     gpu.launched.clear()

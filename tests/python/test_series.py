@@ -15,18 +15,13 @@ from cupyflash.launch import prepared as launch
 from cupyflash.launch import series
 from cupyflash.plan import extents
 from tests import pretended_gpu
-from tests.pretended_gpu import Gpu, found_in
+from tests.pretended_gpu import Gpu, found_in, launched_by
 
 pytestmark = pytest.mark.needs("cupy")
 Lengths = tuple[int, int]
 # In order: the first of each series, then others; of one row, of few (whose maps have a mark), of many.
 FEW = [(70, 300), (71, 300), (70, 13)]
 LENGTHS = [*FEW, (1, 40), (1, 3000), (3000, 2), (5000, 4096), (129, 1), (2, 1), (1, 1), (1, 1)]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return pretended_gpu.pretend(monkeypatch)
 
 
 def zeros(seqlen: int, heads: int, batch: int, head_dim: int, form: str) -> Any:
@@ -61,12 +56,6 @@ def packed(lengths: Lengths, **options: Any) -> None:
     cupyflash.attention_varlen(q, k, v, **cu_seqlens, **options)
     lse = np.zeros((4, m), np.float32)
     cupyflash.attention_varlen_backward(q, q, k, v, q, lse, **cu_seqlens, **options)
-
-
-def launched_by(gpu: Gpu, make: Callable[[], None]) -> list[Any]:
-    gpu.launched.clear()
-    make()
-    return found_in(gpu.launched, gpu)
 
 
 def compare(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, calls: list[Callable[[], None]]) -> int:

@@ -14,15 +14,9 @@ from cupyflash.arrays import torch_private
 from cupyflash.arrays.adapters import TORCH
 from cupyflash.launch import prepared as launch
 from cupyflash.operands import BACKWARD, WORKSPACE
-from tests import pretended_gpu
 from tests.pretended_gpu import Gpu
 
 pytestmark = [pytest.mark.needs("cupy"), pytest.mark.needs("torch")]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    return pretended_gpu.pretend(monkeypatch)
 
 
 @pytest.fixture
