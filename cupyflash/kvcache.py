@@ -140,7 +140,10 @@ def attention_with_cache(
     if call.window is not None and -1 in call.window:
         options.warn_of_minus_one(call.window)
     want_lse = return_lse if type(return_lse) is bool else options.flag("return_lse", return_lse)
-    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": cache_seqlens}
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+    length = cache_seqlens if type(cache_seqlens) is int else None
+    if length is None:
+        arrays["cache_seqlens"] = cache_seqlens
     if k is not None:
         arrays["k"] = k
     if v is not None:
@@ -171,7 +174,7 @@ def attention_with_cache(
         arrays["mask"] = mask
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
-    out, lse, *caches = _forward(arrays, call)
+    out, lse, *caches = _forward(arrays, call, length)
     found = (out, lse, *caches) if want_lse else (out, *caches)
     return found if len(found) > 1 else out
 
@@ -181,31 +184,38 @@ def _shape(x: Any) -> Any:
     return x.shape if is_tensor(type(x)) else getattr(x, "shape", ())
 
 
-def _forward(arrays: dict[str, Any], call: CacheOptions) -> tuple[Any, ...]:
-    """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too."""
+def _forward(arrays: dict[str, Any], call: CacheOptions, length: int | None) -> tuple[Any, ...]:
+    """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too.
+
+    Args:
+        length: in place of cache_seqlens, where that is an int.
+    """
     if is_tensor(type(arrays["q"])):
         import cupyflash.torch.cached
 
-        found = cupyflash.torch.cached.again(arrays, call)
+        found = cupyflash.torch.cached.again(arrays, call, length)
         if found is not None:
             return found
-    lengths, given = arrays["cache_seqlens"], arrays
-    is_one = type(lengths) is int or (lengths is not None and _shape(lengths) == ())
-    if is_one:
-        given = {name: x for name, x in arrays.items() if name != "cache_seqlens"}
-    library = common_library_of_all(given)
-    if is_one:
-        lengths = arrays["cache_seqlens"] = one_length(library, arrays)
-        given = given if type(lengths) is int else arrays
+    lengths = arrays["cache_seqlens"] if length is None else length
+    if type(lengths) is int or (lengths is not None and _shape(lengths) == ()):
+        others = {name: x for name, x in arrays.items() if name != "cache_seqlens"}
+        library = common_library_of_all(others)
+        lengths = one_length(library, lengths, others)
+        if type(lengths) is int:
+            arrays, length = others, lengths
+        else:
+            arrays["cache_seqlens"] = lengths
+    else:
+        library = common_library_of_all(arrays)
     if library is JAX:
         from .jax import cached as of_jax
 
-        return of_jax.attention_with_cache(arrays, call)
+        return of_jax.attention_with_cache(arrays, call, length)
     if isinstance(library, Foreign):
-        out, lse = _forward(arrays | library.adopt(given), call)
+        out, lse = _forward(library.adopt(arrays), call, length)
         return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"])
     if library is TORCH:
         import cupyflash.torch.cached
 
-        return cupyflash.torch.cached.attention_with_cache(arrays, call)
-    return cached.forward(library, arrays, call)
+        return cupyflash.torch.cached.attention_with_cache(arrays, call, length)
+    return cached.forward(library, arrays, call, length)

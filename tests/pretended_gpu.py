@@ -127,6 +127,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "specs", Kept(100))
     monkeypatch.setattr(launch, "series", Kept(100))
     monkeypatch.setattr(cached, "calls", Kept(100))
+    monkeypatch.setattr(tensormap, "slots", {})
 
 
 def facts(params: Any) -> dict[str, bytes]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cupyflash import kvcache
 from cupyflash.check.accuracy import Comparison
-from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_case import CacheCase
 from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.check.cases import LEVELS
@@ -46,7 +46,7 @@ def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> Ca
     start = time.perf_counter()
     try:
         arrays = case.inputs(dtype, seed)
-        oracle = CacheOracle(problem_of(arrays, case.options()), arrays)
+        oracle = CacheOracle(case.problem_with(arrays), arrays)
         given = {name: framework.from_numpy(x) for name, x in arrays.items()}
         with framework.poisoned():
             out, lse, *written = kvcache.attention_with_cache(**case.call(given), return_lse=True)

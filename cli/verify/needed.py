@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupyflash.arrays.adapters import NUMPY
-from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_case import CacheCase
 from cupyflash.check.cases import Case
 from cupyflash.gpu.device import Device
 from cupyflash.launch.alignment import known_of, known_of_cache
@@ -31,5 +31,5 @@ def variants_of(case: Case, dtype: str, device: Device, family: str | None) -> l
 def variants_over_cache_of(case: CacheCase, dtype: str, device: Device, family: str | None) -> tuple[Variant, ...]:
     """Of a call over a cache, on a GPU that holds all its clusters of blocks at the same time."""
     arrays = case.inputs(dtype)
-    p = problem_of(arrays, case.options())
+    p = case.problem_with(arrays)
     return variants_over_cache(p, device, **known_of_cache(NUMPY, arrays, p.itemsize), family=family)

@@ -66,7 +66,7 @@ def make_cache_problem(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], o
     """Check the arrays of a call by their shapes and dtypes; what they hold is not looked at.
 
     Args:
-        shapes, dtypes: of the arrays given, by their names in `CACHE_ARRAYS`.
+        shapes, dtypes: of the arrays given, by their names in `CACHE_ARRAYS`. Without cache_seqlens it is an integer.
 
     Raises:
         ArgumentError: for everything that is wrong in itself.
@@ -215,6 +215,7 @@ def _sized(
         mods=options.mods,
         mod_shapes=tuple(tuple(shapes[name]) for name in MOD_ARRAYS if name in shapes),
         max_seqlen_q=max_seqlens([shapes[name] for name in ("bias", "mask") if name in shapes])[0],
+        one_length="cache_seqlens" not in shapes,
     )
 
 

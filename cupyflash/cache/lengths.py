@@ -16,14 +16,17 @@ from .shapes import check_dims
 _WHAT = "an int32 array or an integer"
 
 
-def one_length(library: Native | Foreign, arrays: Mapping[str, Any]) -> Any:
+def one_length(library: Native | Foreign, x: Any, arrays: Mapping[str, Any]) -> Any:
     """cache_seqlens as an int, or as an array where it lies beside q: to read it might wait for a GPU. One with a
     length for each sequence, or, of a library whose arrays are adopted, as it is.
+
+    Args:
+        x: what is given, an integer or an array without dimensions.
+        arrays: the others.
 
     Raises:
         ArgumentError: it is no integer, or no cache can be that long.
     """
-    x = arrays["cache_seqlens"]
     if type(x) is not int and stays(library, x, arrays["q"]):
         if library is not JAX and isinstance(library, Foreign):
             return x

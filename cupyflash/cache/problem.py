@@ -60,6 +60,7 @@ class CacheProblem:
         batch_invariant: whether results must not depend, bit by bit, on what else is in the batch.
         stored: what the caches hold: "int8", "e4m3"; "": elements of dtype.
         scale_dims: of k_scale and v_scale: 1, (heads_k,), or 2, (slots, heads_k); 0 without.
+        one_length: whether cache_seqlens is an integer, the same for all sequences. Which one is the launch's to know.
         most_queries: packed, of the sequences that are attended to: those that have more are appended to alone, and
             left to the forward (plan/prefill.py); None: any.
     """
@@ -96,6 +97,7 @@ class CacheProblem:
     mods: str = ""
     mod_shapes: tuple[tuple[int, ...], ...] = ()
     max_seqlen_q: int = MAX_SEQLEN
+    one_length: bool = False
 
     @property
     def itemsize(self) -> int:

@@ -46,6 +46,7 @@ class CacheCase:
         scale_spread: by how many powers of two those of v may differ from what is usual.
         bias: a bias, a mask or both, in words of `case_bias`, where keys are the rows that a sequence can have.
         mods: a user's expressions, by their name in `case_mods.MODS`.
+        one_length: cache_seqlens is given as an integer, the length of all.
         memory: how the caches lie: "contiguous", "heads_first", "padded_rows", or "misaligned" by one element.
     """
 
@@ -82,6 +83,7 @@ class CacheCase:
     stored: str = ""
     scale_dims: int = 1
     scale_spread: float = 1.0
+    one_length: bool = False
     memory: str = "contiguous"
     dtypes: tuple[str, ...] = DTYPES
 
@@ -128,11 +130,17 @@ class CacheCase:
         """All arguments of `attention_with_cache`; `arrays`: as `inputs` has them, or the same in another library."""
         mods = mods_of(self.options().mods, arrays)
         others = {name: x for name, x in arrays.items() if name not in MOD_ARRAYS}
+        if self.one_length:
+            others["cache_seqlens"] = self.lengths[0]
         return others | self.keywords() | (mods._asdict() if mods else {})
 
     def problem(self, dtype: str) -> CacheProblem:
         """The checked problem in `dtype`."""
-        return problem_of(self.inputs(dtype), self.options())
+        return self.problem_with(self.inputs(dtype))
+
+    def problem_with(self, arrays: dict[str, Array]) -> CacheProblem:
+        """That of these arrays."""
+        return problem_of(arrays, self.options(), one_length=self.one_length)
 
     def inputs(self, dtype: str, seed: int = 0) -> dict[str, Array]:
         """Fresh arrays by their names, in the order of `CACHE_ARRAYS`: the same numbers on every machine."""
@@ -148,8 +156,8 @@ class CacheCase:
         return {row.name: cast[row.name] for row in CACHE_ARRAYS if row.name in cast}
 
 
-def problem_of(arrays: dict[str, Array], options: CacheOptions) -> CacheProblem:
-    """The checked problem of arrays."""
-    shapes = {name: x.shape for name, x in arrays.items()}
+def problem_of(arrays: dict[str, Array], options: CacheOptions, *, one_length: bool = False) -> CacheProblem:
+    """The checked problem of arrays; `one_length`: of which cache_seqlens is given as an integer."""
+    shapes = {name: x.shape for name, x in arrays.items() if not (one_length and name == "cache_seqlens")}
     names = {kind: name for name, kind in NUMPY_DTYPE.items()}
     return make_cache_problem(shapes, {name: names.get(x.dtype, str(x.dtype)) for name, x in arrays.items()}, options)

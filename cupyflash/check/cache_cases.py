@@ -16,6 +16,12 @@ CACHE_CASES: tuple[CacheCase, ...] = (
     CacheCase("cache-no-sequences", "full", ()),
     CacheCase("cache-not-causal", "quick", (61, 130), 5, causal=False),
     CacheCase("cache-long", "full", (4099, 1), 1, 64),
+    CacheCase("cache-one-length", "smoke", (67,) * 3, capacity=90, one_length=True),
+    CacheCase("cache-one-length-append-d128", "quick", (70,) * 4, 3, 128, page_size=16, append=True, rotary=64,
+              one_length=True),
+    CacheCase("cache-one-length-packed", "full", (70,) * 3, (5, 1, 0), append=True, one_length=True),
+    CacheCase("cache-one-length-int8-range", "quick", (70,) * 2, 2, stored="int8", ranges=((17, 70), (0, 33)),
+              one_length=True),
     # queries
     CacheCase("cache-two-queries", "quick", (1, 2, 70), 2, append=True),
     CacheCase("cache-four-queries-d128", "smoke", (97, 3, 0), 4, 128, append=True),

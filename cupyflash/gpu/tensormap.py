@@ -11,6 +11,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,6 +139,23 @@ def encode(tensor: TensorMap | BoxMap, address: int) -> NDArray[np.uint64] | Non
 
 ANYWHERE = 1 << 32  # an address to encode a map with that gets another one later
 _PROBES = (ANYWHERE, 0x7F1234567890, 0x7FFFFFFFFFF0)  # addresses a multiple of 16 apart; nothing is read
+slots: dict[tuple[Any, ...], int] = {}  # what `anywhere` knows, by what maps of a form have in common
+
+
+def anywhere(tensor: BoxMap) -> tuple[NDArray[np.uint64], int] | None:
+    """A map at `ANYWHERE`, and which of its words is that address; None if none is, or the driver refuses.
+
+    Which word it is is asked once for all maps of a form. That another one has the address there, too, is looked at.
+    """
+    form = tensor.dtype, tensor.box, tensor.promotion
+    slot = slots.get(form)
+    if slot is None:
+        slot = address_slot(tensor)
+        if slot is None:
+            return None
+        slots[form] = slot
+    found = encode(tensor, ANYWHERE)
+    return None if found is None or found[slot] != ANYWHERE else (found, slot)
 
 
 def address_slot(tensor: TensorMap | BoxMap) -> int | None:

@@ -60,10 +60,9 @@ class _Static(NamedTuple):
 _parse = functools.lru_cache(maxsize=1024)(_Static.parse)
 
 
-def attention_with_cache(arrays: dict[str, Any], options: CacheOptions) -> tuple[Any, ...]:
-    """(out, lse), and the caches after the append where there is one."""
-    length = arrays["cache_seqlens"]
-    if type(length) is int:
+def attention_with_cache(arrays: dict[str, Any], options: CacheOptions, length: int | None = None) -> tuple[Any, ...]:
+    """(out, lse), and the caches after the append where there is one; `length`: in place of cache_seqlens."""
+    if length is not None:
         arrays = arrays | {"cache_seqlens": jnp.full((batch_of(arrays),), length, jnp.int32)}
         check_length(_problem(arrays, options), length)
     static = _Static(tuple(arrays), options, family())
@@ -143,7 +142,7 @@ def _run(frame: ffi.Frame) -> None:
         if result.address != arrays[name].address and 0 not in result.shape:  # what is appended would be lost
             raise RuntimeError(f"{name}: XLA did not put the result where the argument lies")
     library = Buffers(results[len(static.written) :], frame.stream)
-    cached.forward(library, arrays, static.options, (static.way,))
+    cached.forward(library, arrays, static.options, decided=(static.way,))
 
 
 @functools.cache

@@ -11,7 +11,6 @@ from ..arrays.adapters import CPU, TORCH, Native, Signature, place
 from ..arrays.readable import check_addresses, unreadable, vet_all
 from ..cache.arrays import BY_NAME, CACHE
 from ..cache.checks import CacheOptions, make_cache_problem
-from ..cache.lengths import batch_of
 from ..cache.problem import CacheProblem
 from ..cache.values import PLACES, check_length, check_values
 from ..cache.writes import check_caches_apart, check_rows_apart
@@ -58,27 +57,27 @@ class _Kept:
 calls: Kept[_Kept] = Kept(_MAX_CALLS)
 
 
-def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, decided: Decided = ()) -> tuple[Any, Any]:
+def forward(
+    library: Native, arrays: dict[str, Any], options: CacheOptions, length: int | None = None, decided: Decided = ()
+) -> tuple[Any, Any]:
     """(out, lse) of arrays of one native library; the caches are written where there is a k.
 
     Args:
-        arrays: by their names in `CACHE_ARRAYS`, in that order: q, k_cache and v_cache are the first. cache_seqlens may
-            be an integer.
+        arrays: by their names in `CACHE_ARRAYS`, in that order: q, k_cache and v_cache are the first.
+        length: of all sequences, where there is no cache_seqlens.
         decided: how it takes the forward, which then is the caller's to run: (None, None), unless it does not. Else
             `way_of` says how, and it runs.
     """
-    bits, length = 0, arrays["cache_seqlens"]
+    bits = 0
     try:
-        if type(length) is int:
-            arrays["cache_seqlens"] = library.full((batch_of(arrays),), length, arrays["q"])
         keys, pointers = library.look(arrays.values())
     except (ArgumentError, *FROM_ELSEWHERE):
         raise
     except Exception as e:
-        raise unreadable(library, e, {name: x for name, x in arrays.items() if type(x) is not int}) from e
+        raise unreadable(library, e, arrays) from e
     device = keys[0][3]
     if device == CPU:
-        return _on_host(library, arrays, keys, pointers, options)
+        return _on_host(library, arrays, keys, pointers, options, length)
     for pointer in pointers:
         bits |= pointer
     aligned, stream = bits & 15 == 0, library.stream(device)
@@ -87,15 +86,15 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, deci
     call = _call(library, arrays, keys, options, aligned, stream, decided)
     if pointers[1] == pointers[2]:
         check_caches_apart(call.problem)
-    if type(length) is int:
+    if length is not None:
         check_length(call.problem, length)
     if is_debug():
-        check_values(call.problem, _on_their_way(library, arrays))
+        check_values(call.problem, _on_their_way(library, arrays) | _lengths(call.problem, length))
     copies = copied(library, arrays.values(), call.copied, pointers) if call.copied else ()  # which live until launched
     made = library.make(call.like, call.made, arrays)
     for x in made:
         pointers.append(library.pointer(x))
-    call.launch(pointers, stream)
+    call.launch(pointers, stream, length)
     del copies
     if call.way is None:
         if library is TORCH and aligned and not call.copied:
@@ -104,6 +103,8 @@ def forward(library: Native, arrays: dict[str, Any], options: CacheOptions, deci
     if decided:
         return None, None
     results = (made[0], made[1]) if call.attends else None
+    if length is not None:
+        arrays = arrays | {"cache_seqlens": library.full((call.problem.batch,), length, arrays["q"])}
     arrays = prefill.ready(arrays, made[2 * call.attends :], call.problem, call.way)
     return prefill.attend(library, arrays, call.problem, options, call.way, results)
 
@@ -183,6 +184,11 @@ def _on_their_way(library: Native, arrays: Mapping[str, Any]) -> dict[str, np.nd
     return {name: library.to_numpy(wait(x)) if name in PLACES else np.empty(0) for name, x in arrays.items()}
 
 
+def _lengths(p: CacheProblem, length: int | None) -> dict[str, np.ndarray]:
+    """cache_seqlens of one length for all, in host memory."""
+    return {} if length is None else {"cache_seqlens": np.full(p.batch, length, np.int32)}
+
+
 def check(
     library: Native, arrays: Mapping[str, Any], keys: Sequence[tuple[Any, ...]], options: CacheOptions
 ) -> tuple[CacheProblem, dict[str, Signature]]:
@@ -209,13 +215,14 @@ def _on_host(
     keys: Sequence[tuple[Any, ...]],
     pointers: Sequence[int],
     options: CacheOptions,
+    length: int | None,
 ) -> tuple[Any, Any]:
     """`forward` of arrays in host memory."""
     vet_all(library, arrays)
     problem, _ = check(library, arrays, keys, options)
     if pointers[1] == pointers[2]:
         check_caches_apart(problem)
-    plain = {name: library.to_numpy(x) for name, x in arrays.items()}
+    plain = {name: library.to_numpy(x) for name, x in arrays.items()} | _lengths(problem, length)
     check_values(problem, plain)
     for name in ("k_cache", "v_cache") if "k" in arrays else ():
         if not plain[name].flags.writeable:

@@ -150,7 +150,12 @@ def box_map(p: CacheProblem, tile: DecodeTile, head_dim: int, strides: Strides) 
 
 def words_of(dtype: np.dtype[np.void], members: Mapping[str, str] = DECODE_MEMBERS) -> dict[str, tuple[int, ...]]:
     """The words of 64 bits in a struct that arrays' addresses go to; a struct may have that of the members inside."""
+    start, places = plain_of(dtype)
+    return {name: ((start + places[member][1]) // 8,) for name, member in members.items()}
+
+
+def plain_of(dtype: np.dtype[np.void]) -> tuple[int, Any]:
+    """Where the struct of the members begins in one that has it inside, or is it; its fields."""
     fields: Any = dtype.fields
     inner, start = fields["plain"][:2] if "plain" in fields else (dtype, 0)
-    places: Any = inner.fields
-    return {name: ((start + places[member][1]) // 8,) for name, member in members.items()}
+    return start, inner.fields

@@ -34,6 +34,7 @@ from .cached_params import (
     fill,
     fill_append,
     fill_dequantize,
+    plain_of,
     strides_of,
     words_of,
     workspace,
@@ -56,16 +57,19 @@ class Block:
         self._struct = params
         self._writes = [(word, i) for i, name in enumerate(order) for word in words.get(name, ())]
         self._slots = memoryview(params.reshape(1).view(np.uint64).data)
+        self._numbers = memoryview(params.reshape(1).view(np.int32).data)
         start = params.ctypes.data
-        fields: Any = params.dtype.fields
-        plain = fields["plain"][1] if "plain" in fields else 0
+        plain, fields = plain_of(params.dtype)
+        self._one_length = (plain + fields["one_length"][1]) // 4
         self._pointers = (ctypes.c_void_p * 2)(start, start + plain)
         self.whole = ctypes.addressof(self._pointers)
         self.plain = self.whole + ctypes.sizeof(ctypes.c_void_p)
 
-    def write(self, addresses: Sequence[int]) -> None:
+    def write(self, addresses: Sequence[int], length: int | None) -> None:
         for slot, i in self._writes:
             self._slots[slot] = addresses[i]
+        if length is not None:
+            self._numbers[self._one_length] = length
 
 
 class CacheCall:
@@ -74,24 +78,29 @@ class CacheCall:
     Attributes:
         copied: of q, k and v, those of which it takes contiguous copies.
         made: (shape, dtype) of what the launches share, whose addresses come last.
-        kernels: their symbols.
+        variants: their kernels.
     """
 
     recent = True
     copied: tuple[str, ...]
 
     def __init__(
-        self, ordinal: int, kernels: tuple[str, ...], made: Made, blocks: Sequence[Block], launches: Sequence[Launch]
+        self, ordinal: int, variants: Sequence[Variant], made: Made, blocks: Sequence[Block], launches: Sequence[Launch]
     ) -> None:
         from cupy.cuda import runtime
 
-        self.copied, self.made, self.kernels = (), made, kernels
+        self.copied, self.made, self.variants = (), made, tuple(variants)
         self._ordinal, self._blocks, self._launches = ordinal, tuple(blocks), tuple(launches)
         self._lock = threading.Lock()  # threads that make the same call share its structs
         self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
 
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Append and attend, queued on `stream`; `addresses`: in the order of the call's names, then of `made`."""
+    def __call__(self, addresses: Sequence[int], stream: int, length: int | None = None) -> None:
+        """Append and attend, queued on `stream`.
+
+        Args:
+            addresses: in the order of the call's names, then of `made`.
+            length: of all sequences, where the names have no cache_seqlens.
+        """
         current = self._get_device()
         if current != self._ordinal or not hasattr(_thread, "has_context"):
             self._set_device(self._ordinal)  # also gives a new thread its CUDA context
@@ -99,7 +108,7 @@ class CacheCall:
         try:
             with self._lock:
                 for block in self._blocks:
-                    block.write(addresses)
+                    block.write(addresses, length)
                 for launch in self._launches:
                     launch(stream)
         finally:
@@ -136,7 +145,7 @@ def prepare(
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     blocks: list[Block] = []
     launches: list[Launch] = []
-    kernels: list[str] = []
+    variants: list[Variant] = []
     with device.current():  # drivers encode tensor maps for a thread with a context alone
         if (append := plan_append(problem, device)) is not None:
             variant, grid = append
@@ -145,7 +154,7 @@ def prepare(
             params = fill_append(problem, strides)
             blocks.append(Block(params, words_of(params.dtype, APPEND_MEMBERS), (*names, *made)))
             launches.append(_launch(variant, grid, blocks[0].whole, device, stream))
-            kernels.append(variant.symbol)
+            variants.append(variant)
             if problem.rotary_dim:
                 strides["q"] = contiguous_strides(shapes["q"])
         if dequantizes:
@@ -154,15 +163,15 @@ def prepare(
             params = fill_dequantize(problem, strides)
             blocks.append(Block(params, words_of(params.dtype, DEQUANTIZE_MEMBERS), (*names, *made)))
             launches.append(_launch(own, blocks_of_rows, blocks[-1].whole, device, stream))
-            kernels.append(own.symbol)
+            variants.append(own)
         if attends and 0 not in signatures["q"].shape:
             plan, struct = _planned(problem, signatures, strides, device, aligned, stream)
             made |= workspace(problem, plan)
             block = Block(*struct, (*names, *made))
             blocks.append(block)
             launches += _launches(plan, block, device, stream)
-            kernels += (v.symbol for v in (plan.variant, plan.combine) if v is not None)
-    return CacheCall(device.ordinal, tuple(kernels), list(made.values()), blocks, launches)
+            variants += (v for v in (plan.variant, plan.combine) if v is not None)
+    return CacheCall(device.ordinal, variants, list(made.values()), blocks, launches)
 
 
 def _planned(
@@ -206,10 +215,10 @@ def _struct(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, tuple[int, 
     for name, head_dim in zip(_CACHES, p.widths, strict=True):
         member = f"map_{DECODE_MEMBERS[name]}"
         box = box_map(p, plan.variant.tile, head_dim, strides[name])
-        slot, found = tensormap.address_slot(box), tensormap.encode(box, tensormap.ANYWHERE)
-        if slot is None or found is None:
+        found = tensormap.anywhere(box)
+        if found is None:
             return None
-        whole[member] = found
+        whole[member], slot = found
         words[name] = (*words[name], fields[member][1] // 8 + slot)
     return whole, words
 

@@ -44,22 +44,19 @@ class _Last:
     forms: Forms | None = None
 
 
-def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions) -> tuple[Any, Any] | None:
+def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, length: int | None) -> tuple[Any, Any] | None:
     """(out, lse) of tensors like those of the last call of its kind; None: somebody must look at them.
 
     Args:
-        arrays: as those of `cached.forward`.
+        arrays, length: as those of `cached.forward`.
 
     Raises:
-        ArgumentError: cache_seqlens is an integer for which the cache has no room.
+        ArgumentError: the cache has no room for `length`.
     """
     last = lasts.get((*arrays, options, wish()))
     if last is None or last.is_alike is None or is_debug():
         return None
-    length, tensors = arrays["cache_seqlens"], arrays.values()
-    if type(length) is int:
-        lengths = TORCH.full((last.call.problem.batch,), length, arrays["q"])
-        tensors = {**arrays, "cache_seqlens": lengths}.values()
+    tensors = arrays.values()
     if not last.is_alike(*tensors):
         return None
     bits, pointers = 0, []
@@ -69,11 +66,11 @@ def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions) -> tup
         pointers.append(pointer)
     if bits & 15 or 0 in pointers or pointers[1] == pointers[2]:  # also caches that are one, which is refused
         return None
-    if type(length) is int:
+    if length is not None:
         check_length(last.call.problem, length)
     last.call.recent = True
     made = TORCH.make_like(last.forms, pointers)
-    last.call.launch(pointers, TORCH.stream(last.device))
+    last.call.launch(pointers, TORCH.stream(last.device), length)
     return made[0], made[1]
 
 

@@ -88,6 +88,11 @@ def _one_each(p: CacheProblem, tile: DecodeTile, tiles: int, device: Device) -> 
     return not (tile.cluster or p.packed) and p.capacity <= _SHORT_KEYS and 0.9 * blocks <= tiles <= blocks
 
 
+def _are_equal(p: CacheProblem) -> bool:
+    """Whether the plan knows that all sequences have the same units."""
+    return not p.packed and (p.batch == 1 or (p.one_length and not p.kv_range))
+
+
 def _largest_divisor(n: int, limit: int) -> int:
     return max(i for i in range(1, limit + 1) if n % i == 0)
 
@@ -104,6 +109,7 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
     gang = 1 if tile.cluster or splits else _largest_divisor(p.heads_k // tile.heads, 4 if tile.heads > 1 else 8)
     head_turns = p.heads_k // (tile.heads * gang)
     tiles = head_turns * (_packed_tiles(p, tile.block_m) if p.packed else p.batch * row_tiles)
+    cuts = False  # whether blocks share tiles of equal sequences, and another kernel combines what they leave
     shares: dict[str, Any] = {"gang": gang, "clusters": tile.cluster, "splits": 0, "split_slices": 0, "even_ranges": 0}
     if tile.cluster:
         ranges = grid = tiles * tile.cluster
@@ -112,11 +118,13 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
         shares["splits"], shares["split_slices"] = splits
         ranges = head_turns * _packed_parts(p, tile.block_m, splits) if p.packed else tiles * splits[0]
         grid, parts = ranges, splits[0]
+        cuts = splits != (1, 0)
     else:
         turns = p.batch * head_turns * (max(1, -(-rows // tile.block_m)) if p.packed else row_tiles)
         ranges = max(1, device.sm_count * tile.blocks_per_sm // gang)
         grid, parts = ranges * gang, -(-ranges // max(1, turns))
-        shares["even_ranges"] = 0 if p.packed else _even(turns, ranges)
+        even = shares["even_ranges"] = 0 if p.packed else _even(turns, ranges)
+        cuts = not even or turns % even > 0
     shares |= {"ranges": ranges, "row_tiles": row_tiles, "head_turns": head_turns}
     combined_rows = tile.block_m if p.packed else min(tile.block_m, all_rows)
     cut, of_tile = (tiles if splits else ranges - 1) * gang, tile.heads * combined_rows * (p.head_dim_v // 4)
@@ -125,7 +133,7 @@ def shared_out(p: CacheProblem, device: Device, variant: Decode) -> DecodePlan:
         _invariant_elements(of_tile) if p.batch_invariant else _combine_elements(cut, of_tile, parts, at_once)
     )
     shares |= _numbers(p, variant, all_rows, gang, row_tiles * head_turns)
-    if (tile.cluster and p.batch == 1) or splits == (1, 0):
+    if not cuts and (splits or _are_equal(p)):
         return DecodePlan(variant, grid, None, 0, shares)
     combine = Combine.behind(variant)
     return DecodePlan(variant, grid, combine, cut * -(-of_tile // shares["combine_elements"]), shares)

@@ -35,8 +35,13 @@ _OPTIONS = (
 )
 
 
-def attention_with_cache(arrays: dict[str, Any], options: CacheOptions) -> tuple[Tensor, Tensor]:
+def attention_with_cache(
+    arrays: dict[str, Any], options: CacheOptions, length: int | torch.SymInt | None = None
+) -> tuple[Tensor, Tensor]:
     """(out, lse); the caches are written where there is a k.
+
+    Args:
+        length: in place of cache_seqlens.
 
     Raises:
         UnsupportedError: a gradient is asked for, or a transform of torch.func.
@@ -44,24 +49,23 @@ def attention_with_cache(arrays: dict[str, Any], options: CacheOptions) -> tuple
     if torch.is_grad_enabled():
         _refuse_gradients(arrays)
     if not is_compiling() and not is_followed():
-        return cached.forward(TORCH, arrays, options)
+        return cached.forward(TORCH, arrays, options, length)
     if not is_compiling() and are_transforms_active():
         raise UnsupportedError(
             "q: attention over a cache has no rule for the transforms of torch.func; call it outside"
         )
-    if isinstance(arrays["cache_seqlens"], (int, torch.SymInt)):
-        lengths = arrays["q"].new_full((batch_of(arrays),), arrays["cache_seqlens"], dtype=torch.int32)
-        arrays = {**arrays, "cache_seqlens": lengths}
+    if length is not None:
+        arrays = {**arrays, "cache_seqlens": arrays["q"].new_full((batch_of(arrays),), length, dtype=torch.int32)}
     op = APPEND_OP if "k" in arrays else READ_OP
     out, lse = op(*[arrays.get(row.name) for row in _INPUTS], *_flat(options))
     return out, lse
 
 
-def again(arrays: Mapping[str, Any], options: CacheOptions) -> tuple[Tensor, Tensor] | None:
+def again(arrays: Mapping[str, Any], options: CacheOptions, length: int | None) -> tuple[Tensor, Tensor] | None:
     """`attention_with_cache` of arrays like those of the last call of its kind; None: somebody must look at them."""
     if is_compiling() or is_followed():
         return None
-    return last_cached.again(cached.calls.last, arrays, options)
+    return last_cached.again(cached.calls.last, arrays, options, length)
 
 
 def _refuse_gradients(arrays: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
         ptx::griddepcontrol_wait();      // @appended-rows-awaited
         // Only now: the kernel that combines reads lengths at once. Where there is none, the next call would start on the
         // multiprocessors that these clusters leave idle, and read at half of the rate there (docs/performance.md).
-        if (!V::kCluster || p.problem.batch > 1) ptx::griddepcontrol_launch_dependents();
+        if (!V::kCluster || p.partial_o) ptx::griddepcontrol_launch_dependents();
     }
 
     const int block = ptx::block_index();

@@ -31,7 +31,8 @@ struct DecodeParams {
     const void *k;                                   // [rows, seqlen_k, heads_k, head_dim]; paged: [pages, page_size,
                                                      // heads_k, head_dim]
     const void *v;                                   // like k, but head_dim_v
-    const int *cache_seqlens;                        // [batch]: keys of each sequence, less those that were appended
+    const int *cache_seqlens;                        // [batch]: keys of each sequence, less those that were appended;
+                                                     // null: one_length for all
     const int *block_table;                          // [batch, pages of a sequence]: its pages, in order; kPaged
     const int *cache_batch_idx;                      // [batch]: its row in the cache; null: its own number
     const int *cu_seqlens_q;                         // [batch + 1]; kPacked
@@ -46,6 +47,7 @@ struct DecodeParams {
     Problem problem;                                 // seqlen_k: what a sequence can hold; seqlen_q, packed: total_q
     Shares shares;
     int appended;          // keys more than cache_seqlens says; packed: as many as queries, unless 0
+    int one_length;        // instead of cache_seqlens
     int places;            // rows of the cache, or pages of the pool
     int page_size;         // keys of a page; kPaged
     int alibi;             // how many dimensions the slopes have; with 1 all sequences share them
@@ -85,7 +87,7 @@ struct AppendParams {
     void *rotated_q;           // like q, contiguous; null: nothing is turned
     const void *cos;           // [rotary_positions, rotary_dim / 2], contiguous
     const void *sin;           // like cos
-    const int *cache_seqlens;  // [batch]: rows in use
+    const int *cache_seqlens;  // [batch]: rows in use; null: one_length for all
     const int *block_table;
     const int *cache_batch_idx;
     const int *cu_seqlens_q;  // as in DecodeParams
@@ -96,6 +98,7 @@ struct AppendParams {
     int places, page_size;                          // as in DecodeParams
     int rotary_dim, rotary_positions, interleaved;  // pairs are neighbours; else columns half of rotary_dim apart
     int tables_fp32;                                // cos and sin are; else they are as q
+    int one_length;                                 // as in DecodeParams
     int scale_stride;
     const float *k_scale;
     const float *v_scale;  // as in DecodeParams
@@ -116,7 +119,7 @@ struct DequantizeParams {
     Strides k_cache_stride, v_cache_stride;
     long long table_stride;
     Problem problem;
-    int places, page_size, scale_stride, appended;  // as in DecodeParams
+    int places, page_size, scale_stride, appended, one_length;  // as in DecodeParams
 };
 
 #endif  // CUPYFLASH_PARAMS_DECODE_CUH

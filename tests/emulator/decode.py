@@ -15,7 +15,7 @@ from cupyflash.arrays.adapters import NUMPY
 from cupyflash.cache.arrays import BY_NAME
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.check.accuracy import Comparison
-from cupyflash.check.cache_case import CacheCase, problem_of
+from cupyflash.check.cache_case import CacheCase
 from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.gpu.device import Device
 from cupyflash.launch.alignment import known_of_cache
@@ -78,11 +78,13 @@ class CacheSession:
     attends: bool = True
     dequantizes: bool = False
     shared: list[Array] = dataclasses.field(default_factory=list, init=False)
+    _one_length: int = dataclasses.field(default=0, init=False)
 
     def run(self, arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array, Array, Array]:
         """out, lse, and the caches after the append; `arrays`: the inputs by name, which stay as they are."""
         with Memory() as memory:
-            address = {name: memory.input(name, _given(name, x)) for name, x in arrays.items() if name not in _CACHES}
+            others = [name for name in arrays if name not in _CACHES and not (p.one_length and name == "cache_seqlens")]
+            address = {name: memory.input(name, _given(name, arrays[name])) for name in others}
             caches = {name: _writable(memory, name, arrays[name]) for name in _CACHES}
             address |= {name: where for name, (where, _) in caches.items()}
             steps = {name: tuple(s // x.itemsize for s in x.strides) for name, x in arrays.items()}
@@ -92,6 +94,7 @@ class CacheSession:
             address["lse"], lse = memory.output("lse", p.rows, np.float32)
             strides["out"] = tuple(s // out.itemsize for s in out.strides)
             self.shared = []
+            self._one_length = int(arrays["cache_seqlens"][0]) if p.one_length else 0
             self._append(p, q, address, strides, memory)
             if self.dequantizes:
                 self._dequantize(p, q.dtype, address, strides, memory)
@@ -105,13 +108,17 @@ class CacheSession:
     def judge(self, case: CacheCase, dtype: str, seed: int = 0) -> list[Comparison]:
         """A case's results against float64."""
         arrays = case.inputs(dtype, seed)
-        p = problem_of(arrays, case.options())
+        p = case.problem_with(arrays)
         return CacheOracle(p, arrays).judge(*self.run(arrays, p))
 
     def run_case(self, case: CacheCase, dtype: str, seed: int = 0) -> tuple[Array, Array, Array, Array]:
         """A case's results, for whom it is enough that it runs."""
         arrays = case.inputs(dtype, seed)
-        return self.run(arrays, problem_of(arrays, case.options()))
+        return self.run(arrays, case.problem_with(arrays))
+
+    def _with_length(self, params: np.ndarray) -> np.ndarray:
+        params["one_length"] = self._one_length
+        return params
 
     def _append(
         self, p: CacheProblem, q: Array, address: dict[str, int], strides: dict[str, tuple[int, ...]], memory: Memory
@@ -121,7 +128,7 @@ class CacheSession:
         if found is None:
             return
         variant, grid = found
-        params = fill_append(p, strides)
+        params = self._with_length(fill_append(p, strides))
         if p.rotary_dim:
             address["rotated_q"], turned = memory.output("rotated_q", q.shape, q.dtype)
         for name, member in APPEND_MEMBERS.items():
@@ -137,7 +144,7 @@ class CacheSession:
         self, p: CacheProblem, dtype: Any, address: dict[str, int], strides: dict[str, tuple[int, ...]], memory: Memory
     ) -> None:
         variant, grid = plan_dequantize(p)
-        params, made = fill_dequantize(p, strides), []
+        params, made = self._with_length(fill_dequantize(p, strides)), []
         for name, (shape, kind) in dequantized_rows(p).items():
             address[name], rows = memory.output(name, shape, np.int32 if kind == "int32" else dtype)
             made.append(rows)
@@ -151,7 +158,7 @@ class CacheSession:
     def _launch(
         self, p: CacheProblem, plan: DecodePlan, address: Mapping[str, int], strides: Mapping[str, tuple[int, ...]]
     ) -> None:
-        plain = fill(p, plan, strides)
+        plain = self._with_length(fill(p, plan, strides))
         for name, where in address.items():
             if name in DECODE_MEMBERS:
                 plain[DECODE_MEMBERS[name]] = where

@@ -25,6 +25,7 @@ DECODE = (
     _sm90("units of the sequence before", change("sequence-of-a-unit", "before = b * of_each", "before = 0"), "cache-equal-many", "RACE|FAILED|buffer|DEADLOCK"),
     _sm90("a row of tiles counts parts", change("parts-or-tiles", "kTiles ? 1 : parts(c)", "parts(c)"), "cache-packed-splits", "RACE|FAILED"),
     _sm90("every part is the first of its tile", change("part-of-its-tile", "number - tile.begin", "0"), "cache-packed-splits", "RACE|FAILED"),
+    _sm90("one length for all not taken", change("one-length-for-all", "p.one_length", "p.problem.seqlen_k"), "cache-one-length"),
     # loads
     _sm90("pieces as they come", change("pieces-swizzled", "piece ^ line % 8", "piece"), _ONE),
     _sm90("mbarriers not shown to TMA", without("barriers-shown-to-tma"), _ONE, "fence|RACE"),
@@ -94,7 +95,7 @@ DECODE = (
 
 # With lengths and tables that say anything, as tests/kernels/test_emulator_decode.py has them.
 CLAMPED_CACHE = (
-    Bug("lengths as they are", change("length-within-the-cache", "max(0, min(p.cache_seqlens[b], p.problem.seqlen_k))", "p.cache_seqlens[b]"), "contiguous", "buffer|out of|outside"),
+    Bug("lengths as they are", change("length-within-the-cache", "max(0, min(used, p.problem.seqlen_k))", "used"), "contiguous", "buffer|out of|outside"),
     Bug("pages as they are", change("place-within-the-cache", "max(0, min(place, p.places - 1))", "place"), "paged", "buffer|out of|outside"),
     _sm90("rows of the cache as they are", change("place-within-the-cache", "max(0, min(place, p.places - 1))", "place"), "chosen"),
     Bug("rows written behind the capacity", without("room-in-the-cache"), "contiguous"),

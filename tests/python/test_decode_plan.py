@@ -48,6 +48,32 @@ def test_few_sequences_are_split_by_clusters_while_that_is_faster(batch: int, ca
 
 
 @pytest.mark.parametrize(
+    ("batch", "capacity", "more", "combines"),
+    [
+        (1, 8192, {}, False),
+        (2, 8192, {}, False),
+        (2, 8192, {"one_length": False}, True),
+        (2, 8192, {"kv_range": True}, True),
+        (64, 8192, {}, False),
+        (64, 8192, {"one_length": False}, True),
+        (64, 8192, {"kv_range": True}, True),
+        (64, 8192, {"packed": True}, True),
+        (64, 8192, {"num_splits": 3}, True),
+        (64, 8192, {"num_splits": 1}, False),
+        (7, 8192, {}, True),
+    ],
+)
+def test_nothing_is_combined_where_equal_sequences_leave_no_parts(
+    batch: int, capacity: int, more: dict[str, Any], combines: bool
+) -> None:
+    """And where the plan knows that they are equal: one length is given for all, and no ranges."""
+    call = replace(problem("bf16", 128, batch, capacity=capacity), **{"one_length": True} | more)
+    found = plan_decode(call, Device.synthetic("sm_90"), aligned=True, tma=True)
+    assert (found.combine is not None) == combines
+    assert (found.places > 0) == (found.combine_grid > 0) == combines
+
+
+@pytest.mark.parametrize(
     ("batch", "heads_k", "elements"), [(64, 1, 256), (70, 1, 256), (9, 1, 256), (4, 8, 256), (3, 8, 128)]
 )
 def test_blocks_that_combine_are_there_at_the_same_time(batch: int, heads_k: int, elements: int) -> None:

@@ -32,7 +32,7 @@ class Launches:
         self.prepared.append({"problem": problem, "names": tuple(names), "signatures": signatures} | more)
         return self
 
-    def __call__(self, addresses: list[int], stream: int) -> None:
+    def __call__(self, addresses: list[int], stream: int, length: int | None = None) -> None:
         assert stream == 77
         self.launched.append(addresses)
 

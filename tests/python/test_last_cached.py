@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cupyflash import ArgumentError, UnsupportedError, attention_with_cache
@@ -62,6 +63,25 @@ def test_the_third_of_equal_steps_is_recalled(name: str, gpu: Gpu, looked_at: li
         assert (*out.shape, out.dtype) == (*x["q"].shape[:-1], x["v_cache"].shape[-1], HALF)
         assert (*lse.shape, lse.dtype) == (2, 8, 1, torch.float32)
     assert not looked_at
+
+
+def test_one_length_is_a_number_of_the_launch(gpu: Gpu) -> None:
+    """Nothing is filled or copied for it; calls of an integer and of an array of lengths are of two kinds."""
+    arrays = [step(cache_seqlens=n) for n in (99, 99, 99, 7, 0)] + [step()] * 3 + [step(cache_seqlens=5)]
+    lengths = []
+    for x in arrays:
+        gpu.launched.clear()
+        attention_with_cache(**x)
+        kinds = {variant.symbol: variant.params for variant in gpu.loaded}
+        params = [np.frombuffer(one.params, kinds[one.symbol])[0] for one in gpu.launched]
+        plain = [p["plain"] if "plain" in (p.dtype.names or ()) else p for p in params]
+        lengths.append([(int(p["one_length"]), bool(p["cache_seqlens"])) for p in plain])
+    append_and_attend = [[(n, False)] * 2 for n in (99, 99, 99, 7, 0)]
+    assert lengths[:5] == append_and_attend
+    assert all(given for found in lengths[5:8] for _, given in found)
+    assert lengths[8] == [(5, False)] * 2
+    with pytest.raises(ArgumentError, match="cache_seqlens: expected lengths of 0 to 127"):
+        attention_with_cache(**step(cache_seqlens=128))
 
 
 def with_one_array_twice() -> Step:

@@ -323,7 +323,7 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
             self.made = [((2, 400, 16, 8), "fp16")] if problem.rotary_dim else []
             asked.append((names, more["attends"]))
 
-        def __call__(self, addresses: list[int], stream: int) -> None:
+        def __call__(self, addresses: list[int], stream: int, length: int | None = None) -> None:
             asked.append(len(addresses))
 
     device = dataclasses.replace(Device.synthetic("sm_90"), ordinal=0)
@@ -339,7 +339,7 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
     q, problem = attention_with_cache(**x, **new, return_lse=True)
     assert q is x["q"]
     assert problem.seqlen_new == 400
-    names = "q", "k_cache", "v_cache", "cache_seqlens", "k", "v"
+    names = "q", "k_cache", "v_cache", "k", "v"  # cache_seqlens is an integer
     assert asked == [(names, False), len(names)]
     tables = {name: np.zeros((500, 4), np.float16) for name in ("rotary_cos", "rotary_sin")}
     q, _ = attention_with_cache(**x, **new, **tables, return_lse=True)
