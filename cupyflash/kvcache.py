@@ -141,8 +141,7 @@ def attention_with_cache(
         options.warn_of_minus_one(call.window)
     want_lse = return_lse if type(return_lse) is bool else options.flag("return_lse", return_lse)
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
-    length = cache_seqlens if type(cache_seqlens) is int else None
-    if length is None:
+    if type(cache_seqlens) is not int:
         arrays["cache_seqlens"] = cache_seqlens
     if k is not None:
         arrays["k"] = k
@@ -174,7 +173,7 @@ def attention_with_cache(
         arrays["mask"] = mask
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
-    out, lse, *caches = _forward(arrays, call, length)
+    out, lse, *caches = _forward(arrays, call, None if "cache_seqlens" in arrays else cache_seqlens)
     found = (out, lse, *caches) if want_lse else (out, *caches)
     return found if len(found) > 1 else out
 

@@ -5,7 +5,6 @@ Lengths and tables stay on the device, so a call that is kept serves all steps o
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from ..plan.decode_shares import DecodePlan
 from ..plan.params_decode import DECODE_SM90_PARAMS
 from ..plan.variant import Variant
 from .alignment import access_to_cache
+from .block import Block
 from .cached_params import (
     APPEND_MEMBERS,
     DECODE_MEMBERS,
@@ -34,11 +34,11 @@ from .cached_params import (
     fill,
     fill_append,
     fill_dequantize,
-    plain_of,
     strides_of,
     words_of,
     workspace,
 )
+from .growing import Growing, Room
 from .passes import contiguous_strides
 from .prepare import family
 
@@ -49,29 +49,6 @@ Launch = Callable[[int], None]  # on a stream
 Struct = tuple[np.ndarray, dict[str, tuple[int, ...]]]  # params, and the words of 64 bits where an array's address goes
 
 
-class Block:
-    """A params struct that the driver reads, and the words in it that addresses go to."""
-
-    def __init__(self, params: np.ndarray, words: Mapping[str, tuple[int, ...]], order: Sequence[str]) -> None:
-        """`order`: the names of the arrays whose addresses a call gets."""
-        self._struct = params
-        self._writes = [(word, i) for i, name in enumerate(order) for word in words.get(name, ())]
-        self._slots = memoryview(params.reshape(1).view(np.uint64).data)
-        self._numbers = memoryview(params.reshape(1).view(np.int32).data)
-        start = params.ctypes.data
-        plain, fields = plain_of(params.dtype)
-        self._one_length = (plain + fields["one_length"][1]) // 4
-        self._pointers = (ctypes.c_void_p * 2)(start, start + plain)
-        self.whole = ctypes.addressof(self._pointers)
-        self.plain = self.whole + ctypes.sizeof(ctypes.c_void_p)
-
-    def write(self, addresses: Sequence[int], length: int | None) -> None:
-        for slot, i in self._writes:
-            self._slots[slot] = addresses[i]
-        if length is not None:
-            self._numbers[self._one_length] = length
-
-
 class CacheCall:
     """The launches of one call on one device, ready but for the addresses of the arrays.
 
@@ -79,27 +56,32 @@ class CacheCall:
         copied: of q, k and v, those of which it takes contiguous copies.
         made: (shape, dtype) of what the launches share, whose addresses come last.
         variants: their kernels.
+        growing: writes the caches' shape where others than its own are given; None: they have none other.
     """
 
     recent = True
     copied: tuple[str, ...]
 
     def __init__(
-        self, ordinal: int, variants: Sequence[Variant], made: Made, blocks: Sequence[Block], launches: Sequence[Launch]
-    ) -> None:
+        self, ordinal: int, variants: Sequence[Variant], made: Made, blocks: Sequence[Block],
+        launches: Sequence[Launch], growing: Growing | None,
+    ) -> None:  # fmt: skip
         from cupy.cuda import runtime
 
-        self.copied, self.made, self.variants = (), made, tuple(variants)
+        self.copied, self.made, self.variants, self.growing = (), made, tuple(variants), growing
         self._ordinal, self._blocks, self._launches = ordinal, tuple(blocks), tuple(launches)
         self._lock = threading.Lock()  # threads that make the same call share its structs
         self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
 
-    def __call__(self, addresses: Sequence[int], stream: int, length: int | None = None) -> None:
+    def __call__(
+        self, addresses: Sequence[int], stream: int, length: int | None = None, room: Room | None = None
+    ) -> None:
         """Append and attend, queued on `stream`.
 
         Args:
             addresses: in the order of the call's names, then of `made`.
             length: of all sequences, where the names have no cache_seqlens.
+            room: as `Growing.fitting` gives it for other caches.
         """
         current = self._get_device()
         if current != self._ordinal or not hasattr(_thread, "has_context"):
@@ -107,6 +89,8 @@ class CacheCall:
             _thread.has_context = True
         try:
             with self._lock:
+                if self.growing is not None:
+                    self.growing.write(room or self.growing.own)
                 for block in self._blocks:
                     block.write(addresses, length)
                 for launch in self._launches:
@@ -146,6 +130,7 @@ def prepare(
     blocks: list[Block] = []
     launches: list[Launch] = []
     variants: list[Variant] = []
+    growing = None
     with device.current():  # drivers encode tensor maps for a thread with a context alone
         if (append := plan_append(problem, device)) is not None:
             variant, grid = append
@@ -169,9 +154,10 @@ def prepare(
             made |= workspace(problem, plan)
             block = Block(*struct, (*names, *made))
             blocks.append(block)
+            growing = Growing.of(problem, plan, block.params, strides)
             launches += _launches(plan, block, device, stream)
             variants += (v for v in (plan.variant, plan.combine) if v is not None)
-    return CacheCall(device.ordinal, variants, list(made.values()), blocks, launches)
+    return CacheCall(device.ordinal, variants, list(made.values()), blocks, launches, growing)
 
 
 def _planned(

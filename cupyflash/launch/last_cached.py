@@ -36,12 +36,14 @@ class _Last:
     Attributes:
         is_alike: says whether tensors are like its own; None: nothing does yet.
         forms: of what it makes.
+        grows: whether caches may be of other lengths than its own (growing.py).
     """
 
     call: _Call
     device: int
     is_alike: IsAlike | None = None
     forms: Forms | None = None
+    grows: bool = False
 
 
 def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, length: int | None) -> tuple[Any, Any] | None:
@@ -59,6 +61,11 @@ def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, length
     tensors = arrays.values()
     if not last.is_alike(*tensors):
         return None
+    room, launch = None, last.call.launch
+    if last.grows:
+        room = launch.growing.fitting(arrays["k_cache"], arrays["v_cache"])
+        if room is None or not 0 <= (length or 0) <= room.lies[0]:
+            return None
     bits, pointers = 0, []
     for x in tensors:
         pointer = x.data_ptr()
@@ -66,11 +73,11 @@ def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, length
         pointers.append(pointer)
     if bits & 15 or 0 in pointers or pointers[1] == pointers[2]:  # also caches that are one, which is refused
         return None
-    if length is not None:
+    if length is not None and room is None:
         check_length(last.call.problem, length)
     last.call.recent = True
     made = TORCH.make_like(last.forms, pointers)
-    last.call.launch(pointers, TORCH.stream(last.device), length)
+    launch(pointers, TORCH.stream(last.device), length, room)
     return made[0], made[1]
 
 
@@ -80,9 +87,25 @@ def remember(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, cal
     is refused where they are looked at."""
     kind = *arrays, options, wish()
     before = lasts.get(kind)
-    if before is None or before.call is not call:
+    grows = before is not None and _has_grown(before.call, call)
+    if before is None or not (grows or before.call is call):
         keep(lasts, kind, _Last(call, device))
-    elif before.is_alike is None and are_plain(arrays):
-        is_alike = TORCH.comparison(arrays.values())
+    elif (grows or before.is_alike is None) and are_plain(arrays):
+        is_alike = TORCH.comparison(arrays.values(), *(_free(arrays) if grows else ()))
         if is_alike is not None:
-            keep(lasts, kind, _Last(call, device, is_alike, TORCH.forms(call.like, call.made, arrays)))
+            keep(lasts, kind, _Last(call, device, is_alike, TORCH.forms(call.like, call.made, arrays), grows))
+
+
+def _has_grown(before: _Call, call: _Call) -> bool:
+    """Whether two calls are of caches of which no more than the length differs."""
+    a, b = before.launch.growing, call.launch.growing
+    return before is not call and a is not None and b is not None and a.kind == b.kind
+
+
+def _free(arrays: Mapping[str, Any]) -> list[list[list[int | None]]]:
+    """The sizes and strides of tensors, None where those of caches follow from their length."""
+    sizes: list[list[int | None]] = [[*x.shape] for x in arrays.values()]
+    strides: list[list[int | None]] = [[*x.stride()] for x in arrays.values()]
+    for i in (1, 2):  # sequence, row, head and element of K and V
+        sizes[i][1] = strides[i][0] = strides[i][2] = None
+    return [sizes, strides]

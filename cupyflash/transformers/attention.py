@@ -12,8 +12,8 @@ from .. import api, varlen
 from ..kvcache import attention_with_cache
 from ..torch import sdpa
 from ..torch.followed import is_autocast_on
-from . import fallback, holes, packing, ranges
-from .call import Call, Output
+from . import fallback, holes, packing, ranges, steps
+from .call import BEYOND, Call, Output
 
 # From 4.53 on. Before, models make their masks themselves, whole, and of packed sequences as if they were one.
 HAS_MASK_FUNCTIONS = hasattr(transformers, "AttentionMaskInterface")
@@ -47,6 +47,10 @@ def attention(
         results, where weights are asked for.
     """
     holes.look()
+    asked, given_mask = steps.asked_of(scaling, softcap, dropout, is_causal, sliding_window), attention_mask
+    found = steps.again(query, key, value, attention_mask, asked, s_aux, others)
+    if found is not None:
+        return found, None
     cache = others.pop("cache", None)
     if cache is not None:  # of continuous batching: it puts the keys of all requests one behind the other
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=others)
@@ -62,7 +66,10 @@ def attention(
     if reason:
         out, weights = fallback.by_transformers(module, call, own_mask, reason, is_causal, others)
     else:
-        out, weights = _attend(call), None
+        is_step = _is_step(call)
+        if is_step and cache is None:
+            steps.remember(given_mask, asked, call)
+        out, weights = (_step if is_step else _attend)(call), None
     return out.reshape(query.shape[0], query.shape[2], *out.shape[2:]), weights
 
 
@@ -156,15 +163,11 @@ def _of_positions(q: Tensor, k: Tensor, position_ids: Tensor | None) -> Tensor |
     return packing.of_position_ids(position_ids) if position_ids.shape == (1, n) and q.shape[0] == 1 else None
 
 
-# What changes the result in some models, and is only transformers' to know.
-_BEYOND = ("head_mask", "indices", "block_indices")
-
-
 def _why_not(call: Call, others: dict[str, Any]) -> str:
     """Why transformers computes a call; "" if cupyflash does."""
     if others.get("output_attentions"):
         return "there are no attention weights to be returned (output_attentions)"
-    for name in _BEYOND:
+    for name in BEYOND:
         if others.get(name) is not None:
             return f"there is a {name}"
     if call.sink is not None and call.sink.numel() != call.q.shape[1]:
@@ -181,23 +184,23 @@ def _why_not(call: Call, others: dict[str, Any]) -> str:
 def _attend(call: Call) -> Tensor:
     """(batch, seqlen_q, heads_q, head_dim)"""
     q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
-    options: dict[str, Any] = {
-        "causal": call.causal,
-        "scale": call.scale,
-        "window": None if call.left is None else call.window(),
-        "softcap": call.softcap,
-        "deterministic": call.deterministic,
-        "dropout_p": call.dropout,
-    }
-    if call.sink is not None:
-        options["sink"] = call.sink.flatten().to(torch.float64 if q.dtype is torch.float64 else torch.float32)
-    if call.cu_seqlens is None and _is_step(call):
-        del options["deterministic"], options["dropout_p"]
-        # Of a cache with more room than is in use the range says which keys count, and no others are read.
-        return attention_with_cache(q, k, v, cache_seqlens=k.shape[1], kv_range=call.kv_range, **options)
+    options = _options(call) | {"deterministic": call.deterministic, "dropout_p": call.dropout}
     if call.cu_seqlens is None:
         return api.attention(q, k, v, kv_range=call.kv_range, bias=call.bias, mask=call.mask, **options)
     return varlen.attention_varlen(q[0], k[0], v[0], *call.cu_seqlens, **options)[None]
+
+
+def _step(call: Call) -> Tensor:
+    """The same of few queries. Of a cache with more room than is in use the range says which keys count, and no others
+    are read."""
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    return attention_with_cache(q, k, v, cache_seqlens=k.shape[1], kv_range=call.kv_range, **_options(call))
+
+
+def _options(call: Call) -> dict[str, Any]:
+    window = None if call.left is None else call.window()
+    options = {"causal": call.causal, "scale": call.scale, "window": window, "softcap": call.softcap}
+    return options if call.sink is None else options | {"sink": steps.sink_of(call.sink, call.q)}
 
 
 _FEW = 16  # queries of a step: what it costs is reading the keys, which attention over a cache splits among the GPU
@@ -205,7 +208,7 @@ _FEW = 16  # queries of a step: what it costs is reading the keys, which attenti
 
 def _is_step(call: Call) -> bool:
     """Whether a few new queries look at a cache, as in generation; there is nothing to be differentiated then."""
-    brings_more = call.bias is not None or call.mask is not None or call.dropout
+    brings_more = call.bias is not None or call.mask is not None or call.dropout or call.cu_seqlens is not None
     if call.q.shape[2] > _FEW or brings_more or is_autocast_on():
         return False
     brought = (call.q, call.k, call.v, *(() if call.sink is None else (call.sink,)))

@@ -9,6 +9,10 @@ from torch import Tensor
 Output = tuple[Tensor, "Tensor | None"]  # of an attention function: out, and the weights where they are formed
 
 
+# What changes the result in some models, and is only transformers' to know.
+BEYOND = ("head_mask", "indices", "block_indices")
+
+
 class Call(NamedTuple):
     """Arrays and options of attention.
 

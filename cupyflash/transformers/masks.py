@@ -104,19 +104,24 @@ def _ranges(
         start = torch.zeros(batch, dtype=torch.int32, device=device)
         end = start + used
     else:
-        counts = padding.to(torch.int32)
-        start = counts.argmax(1).to(torch.int32)
-        end = (start + counts.sum(1, dtype=torch.int32)).clamp(max=used)
-        start = torch.minimum(start, end)
+        start = padding.view(torch.uint8).argmax(1)
+        end = start + padding.sum(1)
+        if used < padding.shape[1]:
+            end = end.clamp(max=used)
+            start = torch.minimum(start, end)
     if q_length > 1:
         return as_range_mask(start, end, pattern.right == 0, used)
-    if pattern.left is not None:
-        start = torch.maximum(start, _int32(first - pattern.left, start))
-    if pattern.right is not None:
-        end = torch.minimum(end, _int32(first + pattern.right + 1, end))
-    return as_range_mask(torch.minimum(start, end), end, False, 1)
+    least = None if pattern.left is None else first - pattern.left
+    most = None if pattern.right is None else first + pattern.right + 1
+    if least is not None:
+        start = start.clamp(min=_number(least))
+    if most is not None and not (isinstance(most, int) and most >= used):
+        end = end.clamp(max=_number(most))
+    if least is not None or most is not None:
+        start = torch.minimum(start, end)
+    return as_range_mask(start, end, False, 1)
 
 
-def _int32(x: int | Tensor, like: Tensor) -> Tensor:
-    """A number, or a tensor with one, as one that `like` can be compared with; nothing is copied from the host."""
-    return x.to(torch.int32).reshape(()) if isinstance(x, Tensor) else torch.full_like(like, x)
+def _number(x: int | Tensor) -> int | Tensor:
+    """One that others can be compared with; nothing is copied from the host."""
+    return x.reshape(()) if isinstance(x, Tensor) else x

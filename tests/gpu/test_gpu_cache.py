@@ -19,6 +19,8 @@ from cupyflash.check.cache_case import CacheCase, problem_of
 from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
 from cupyflash.gpu.device import Device
+from cupyflash.launch import cached
+from cupyflash.launch.kept import Kept
 from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.splits import key_splits
 from tests.gpu.test_gpu import poison
@@ -734,6 +736,32 @@ def test_the_example(library: str) -> None:
     done = subprocess.run([sys.executable, example, "--library", library], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "three three three" in done.stdout
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_cache_that_grows(batch: int, heads_first: bool) -> None:
+    """Bit by bit what a call gives of which nothing is known, and what torch's own attention gives; some of the layers
+    keep a window of keys."""
+    import torch
+
+    def grown(x: Any, keys: int) -> Any:
+        return x[:, :, -keys:].clone().transpose(1, 2) if heads_first else x.transpose(1, 2)[:, -keys:].clone()
+
+    wanted = torch.nn.functional.scaled_dot_product_attention
+    for n in (*range(250, 262), 700, 701, 703, 702):
+        q = torch.randn(batch, 8, 1, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(batch, 2, n, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        for keys in (n, 200, n, 200, n):
+            x = q.transpose(1, 2), grown(k, keys), grown(v, keys)
+            out = attention_with_cache(*x, cache_seqlens=keys)
+            exact = wanted(*(y.transpose(1, 2).double() for y in x), enable_gqa=True).transpose(1, 2)
+            torch.testing.assert_close(out.double(), exact, rtol=0.01, atol=0.01)
+            kept, cached.calls = cached.calls, Kept(10)
+            try:
+                same(out, attention_with_cache(*x, cache_seqlens=keys), f"{n} {keys}")
+            finally:
+                cached.calls = kept
 
 
 def test_host_cost() -> None:

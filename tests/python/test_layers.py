@@ -64,9 +64,8 @@ PYTHON_ORDER = {
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
     "jax": "flax sdpa op trees cached explicit parts call seeds sharding ffi structs buffers",
-    "launch": "cached last_cached prefill decode run find where staging pieces on_cpu seeds clocks cached_params "
-    "prepare last "
-    "series made alignment "
+    "launch": "cached last_cached prefill decode block growing run find where staging pieces on_cpu seeds clocks "
+    "cached_params prepare last series made alignment "
     "prepared filled checks brought packed passes template counters kept variables",
     "mods": "given trace held symbols description places learned evaluate parse functions expression",
     "plan": "shipped_cache shipped decode prefill families sm90 sm80 turing tiles_fp32 family extents first_shares "
@@ -75,7 +74,7 @@ PYTHON_ORDER = {
     "tiles_sm90 tiles_sm80 kernels params_decode params variant spec mod_tiles",
     "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "
     "arguments masks vetting followed",
-    "transformers": "registration attention fallback masks holes packing patterns ranges call",
+    "transformers": "registration attention steps fallback masks holes packing patterns ranges call",
 }
 # Modules that are kept to some.
 PYTHON_PRIVATE = {
