@@ -8,9 +8,10 @@
 // Rows of sequence b that were in use before the append; none of rows of q behind the last sequence.
 template <class Params>
 __device__ __forceinline__ int used_rows(const Params &p, int b) {
-    if (b >= p.problem.batch) return 0;
-    const int used = p.cache_seqlens ? p.cache_seqlens[b] : p.one_length;  // @one-length-for-all
-    return max(0, min(used, p.problem.seqlen_k));                          // @length-within-the-cache
+    const bool exists = b < p.problem.batch;
+    int used = exists ? p.one_length : 0;                      // @one-length-for-all
+    if (exists && p.cache_seqlens) used = p.cache_seqlens[b];  // a predicate: no branch among loads of many lengths
+    return max(0, min(used, p.problem.seqlen_k));              // @length-within-the-cache
 }
 // Where a row of sequence b lies: in which page, or in which of the cache's sequences.
 template <bool kPaged, class Params>
