@@ -19,6 +19,8 @@ def words_of(draw: st.DrawFn, kind: str) -> str:
 def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8, 16, 64, 80)) -> CacheCase:
     """Of up to four sequences of up to `most` keys each."""
     lengths = tuple(draw(st.lists(st.integers(0, most), min_size=1, max_size=4)))
+    one_length = draw(st.sampled_from([False, False, True]))
+    lengths = lengths[:1] * len(lengths) if one_length else lengths
     number = st.integers(0, 5) | st.sampled_from([16, 17, 33])
     packed = draw(st.booleans())
     queries = tuple(draw(number) for _ in lengths) if packed else draw(number)
@@ -46,6 +48,6 @@ def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8
         nonfinite=draw(st.sampled_from([False, False, True])),
         head_dim_v=draw(st.sampled_from([None, None, *head_dims])),
         stored=draw(st.sampled_from(["", "", "int8", "e4m3"])), scale_dims=draw(st.integers(1, 2)),
-        scale_spread=draw(st.sampled_from([1.0, 12.0])),
+        scale_spread=draw(st.sampled_from([1.0, 12.0])), one_length=one_length,
         memory=draw(st.sampled_from(["contiguous", "contiguous", "heads_first", "padded_rows", "misaligned"])),
     )  # fmt: skip
