@@ -133,10 +133,10 @@ def workspace(p: CacheProblem, plan: DecodePlan) -> dict[str, tuple[tuple[int, .
     return {"partial_o": ((plan.places, p.head_dim_v), "fp32"), "partial_ml": ((plan.places, 2), "fp32")}
 
 
-def box_map(p: CacheProblem, tile: DecodeTile, head_dim: int, strides: Strides) -> BoxMap:
+def box_map(p: CacheProblem, tile: DecodeTile, head_dim: int, strides: Strides, capacity: int | None = None) -> BoxMap:
     """How TMA sees a cache of that head_dim, 8-bit elements two at a time. Of 256 bytes each half is an index of its
-    own dimension."""
-    row_bytes, rows = head_dim * p.itemsize, p.page_size or p.capacity
+    own dimension. `capacity`: in place of the problem's."""
+    row_bytes, rows = head_dim * p.itemsize, p.page_size or capacity or p.capacity
     line = min(BOX_COLUMNS, row_bytes // 2)
     chunks = row_bytes // (2 * line)
     sizes = (line, rows, chunks, p.heads_k, p.slots)

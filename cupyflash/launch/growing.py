@@ -86,8 +86,8 @@ class Growing:
         capacity, *strides = lies
         if not self._maps:
             return []
-        p = replace(self._problem, capacity=capacity)
-        of_k, of_v = (box_map(p, self._tile, d, own) for d, own in zip(p.widths, strides, strict=True))
+        p = self._problem
+        of_k, of_v = (box_map(p, self._tile, d, own, capacity) for d, own in zip(p.widths, strides, strict=True))
         found = tensormap.anywhere(of_k)
         return [found, found if of_v == of_k else tensormap.anywhere(of_v)]
 
