@@ -55,7 +55,6 @@ class CacheCall:
     Attributes:
         copied: of q, k and v, those of which it takes contiguous copies.
         made: (shape, dtype) of what the launches share, whose addresses come last.
-        variants: their kernels.
         growing: writes the caches' shape where others than its own are given; None: they have none other.
     """
 
@@ -63,12 +62,11 @@ class CacheCall:
     copied: tuple[str, ...]
 
     def __init__(
-        self, ordinal: int, variants: Sequence[Variant], made: Made, blocks: Sequence[Block],
-        launches: Sequence[Launch], growing: Growing | None,
-    ) -> None:  # fmt: skip
+        self, ordinal: int, made: Made, blocks: Sequence[Block], launches: Sequence[Launch], growing: Growing | None
+    ) -> None:
         from cupy.cuda import runtime
 
-        self.copied, self.made, self.variants, self.growing = (), made, tuple(variants), growing
+        self.copied, self.made, self.growing = (), made, growing
         self._ordinal, self._blocks, self._launches = ordinal, tuple(blocks), tuple(launches)
         self._lock = threading.Lock()  # threads that make the same call share its structs
         self._get_device, self._set_device = runtime.getDevice, runtime.setDevice
@@ -129,7 +127,6 @@ def prepare(
     made: dict[str, tuple[tuple[int, ...], str]] = {}
     blocks: list[Block] = []
     launches: list[Launch] = []
-    variants: list[Variant] = []
     growing = None
     with device.current():  # drivers encode tensor maps for a thread with a context alone
         if (append := plan_append(problem, device)) is not None:
@@ -139,7 +136,6 @@ def prepare(
             params = fill_append(problem, strides)
             blocks.append(Block(params, words_of(params.dtype, APPEND_MEMBERS), (*names, *made)))
             launches.append(_launch(variant, grid, blocks[0].whole, device, stream))
-            variants.append(variant)
             if problem.rotary_dim:
                 strides["q"] = contiguous_strides(shapes["q"])
         if dequantizes:
@@ -148,7 +144,6 @@ def prepare(
             params = fill_dequantize(problem, strides)
             blocks.append(Block(params, words_of(params.dtype, DEQUANTIZE_MEMBERS), (*names, *made)))
             launches.append(_launch(own, blocks_of_rows, blocks[-1].whole, device, stream))
-            variants.append(own)
         if attends and 0 not in signatures["q"].shape:
             plan, struct = _planned(problem, signatures, strides, device, aligned, stream)
             made |= workspace(problem, plan)
@@ -156,8 +151,7 @@ def prepare(
             blocks.append(block)
             growing = Growing.of(problem, plan, block.params, strides)
             launches += _launches(plan, block, device, stream)
-            variants += (v for v in (plan.variant, plan.combine) if v is not None)
-    return CacheCall(device.ordinal, variants, list(made.values()), blocks, launches, growing)
+    return CacheCall(device.ordinal, list(made.values()), blocks, launches, growing)
 
 
 def _planned(

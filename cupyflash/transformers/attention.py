@@ -47,7 +47,7 @@ def attention(
         results, where weights are asked for.
     """
     holes.look()
-    asked, given_mask = steps.asked_of(scaling, softcap, dropout, is_causal, sliding_window), attention_mask
+    asked, given_mask = steps.Asked(scaling, softcap, dropout, is_causal, sliding_window), attention_mask
     found = steps.again(query, key, value, attention_mask, asked, s_aux, others)
     if found is not None:
         return found, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,19 @@ from .call import BEYOND, Call
 
 # What a model or a user may hand on, and that the last layer was not given.
 _MORE = ("cache", "output_attentions", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k", *BEYOND)
-Asked = tuple[Any, ...]  # all but tensors
 _MOST = 64
+
+
+class Asked(NamedTuple):
+    """What a layer is asked for, but for tensors."""
+
+    scaling: float | None
+    softcap: float | None
+    dropout: float
+    is_causal: bool | None
+    sliding_window: int | None
+
+
 _known: dict[tuple[Asked, bool], CacheOptions] = {}  # by what was asked, and whether there was a mask: what that means
 _of_mask: tuple[Tensor, Tensor] | None = None  # the last one, and its ranges
 
@@ -48,7 +59,7 @@ def again(
 def remember(mask: Tensor | None, asked: Asked, call: Call) -> None:
     """A step was taken. With a mask it is the ranges that say all; without one a window would depend on how many keys
     there are by now."""
-    if torch.compiler.is_compiling() or call.q.shape[2] != 1 or (mask is None and _has_window(asked)):
+    if torch.compiler.is_compiling() or call.q.shape[2] != 1 or (mask is None and asked.sliding_window is not None):
         return
     if any(isinstance(x, Tensor) for x in asked):  # which may change
         return
@@ -65,16 +76,6 @@ def _range_of(mask: Tensor) -> Tensor:
     if last is None or last[0] is not mask:
         last = _of_mask = mask, ranges.kv_range_of(mask)
     return last[1]
-
-
-def asked_of(
-    scaling: float | None, softcap: float | None, dropout: float, is_causal: bool | None, sliding_window: int | None
-) -> Asked:
-    return scaling, softcap, dropout, is_causal, sliding_window
-
-
-def _has_window(asked: Asked) -> bool:
-    return asked[-1] is not None
 
 
 def sink_of(sink: Tensor, q: Tensor) -> Tensor:

@@ -41,9 +41,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def mask_of(batch: int = 2) -> Any:
-    return ranges.as_range_mask(torch.zeros(batch, dtype=torch.int32), torch.full((batch,), 90), False, 1).to(
-        torch.int32
-    )
+    return ranges.as_range_mask(torch.zeros(batch), torch.full((batch,), 90), False, 1)
 
 
 def layer(keys: int = 100, queries: int = 1, mask: Any = None, dtype: Any = HALF, **more: Any) -> Layer:
