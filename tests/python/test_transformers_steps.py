@@ -137,6 +137,20 @@ def test_a_layer_that_differs_is_looked_at(name: str, gpu: Gpu, read: list[Any])
     assert launched_by(gpu, lambda: run(make())) == found
 
 
+def test_two_queries_are_no_step_of_one(gpu: Gpu) -> None:
+    """Though the last call of the kind that one query takes had two, and no window."""
+    wide = ranges.as_range_mask(torch.zeros(2), torch.full((2,), 90), False, 100)
+    for _ in range(3):
+        run(layer(mask=MASK, is_causal=False, sliding_window=8))
+    for _ in range(3):
+        run(layer(queries=2, mask=wide, is_causal=False))
+    found = launched_by(gpu, lambda: run(layer(queries=2, mask=wide, is_causal=False, sliding_window=8)))
+    cached.calls.clear()
+    steps._known.clear()
+    afresh = launched_by(gpu, lambda: run(layer(queries=2, mask=wide, is_causal=False, sliding_window=8)))
+    assert found == afresh
+
+
 @pytest.mark.parametrize("given", [{"output_attentions": True}, {"head_mask": torch.ones(8)}, {"autocast": True}])
 def test_what_is_not_ours_is_not_taken(given: dict[str, Any], gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
