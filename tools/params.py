@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from cupyflash.operands import BACKWARD, FORWARD, Pass
-from cupyflash.plan import params_decode
+from cupyflash.plan import key_ranges, params_decode
 from cupyflash.plan.params import COMMON, UNBOUNDED, Field, Struct, hopper_struct, plain_struct
 
 FOLDER = Path(__file__).resolve().parents[1] / "kernels_cu"
@@ -87,9 +87,20 @@ def headers(forward: Pass = FORWARD, backward: Pass = BACKWARD) -> dict[str, str
     start = HEAD.format(what="Launch-time arguments, one struct by value a kernel", source=table, guard="PARAMS")
     start90 = HEAD.format(what="Launch-time arguments of the sm90 family", source=table, guard="PARAMS_SM90")
     decode = HEAD.format(what="Launch-time arguments of attention over a cache", source=fields, guard="PARAMS_DECODE")
+    ranges = HEAD.format(
+        what="Launch-time arguments of key_ranges.cuh", source="cupyflash/plan/key_ranges.py", guard="PARAMS_RANGES"
+    )
     return {
         "attention/params.cuh": "\n".join([start, *plain, "#endif  // CUPYFLASH_PARAMS_CUH\n"]),
         "attention/params_sm90.cuh": start90 + "\n".join([*hopper, "#endif  // CUPYFLASH_PARAMS_SM90_CUH\n"]),
+        "any/params_ranges.cuh": ranges
+        + "\n".join(
+            [
+                hopper[0].splitlines()[0] + "\n",
+                text_of(key_ranges.KEY_RANGE),
+                "#endif  // CUPYFLASH_PARAMS_RANGES_CUH\n",
+            ]
+        ),
         "decode/params_decode.cuh": decode
         + "\n".join([hopper[0], *map(text_of, params_decode.STRUCTS), "#endif  // CUPYFLASH_PARAMS_DECODE_CUH\n"]),
     }

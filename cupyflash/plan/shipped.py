@@ -11,6 +11,7 @@ from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from ..problem import Bias, Problem
 from .families import kernels_of, variants_of_calls
+from .key_ranges import KEY_RANGES
 from .spec import CHUNKS, LEARNED, Spec
 from .variant import Variant
 
@@ -79,4 +80,4 @@ def shipped(device: Device) -> tuple[Variant, ...]:
         if is_usual:  # where TMA cannot read on Hopper
             spec = Spec.of(problem, tma=False, paired_bias=known["paired_bias"])
             variants.update(dict.fromkeys(kernels_of(spec, device).variants))
-    return tuple(variants)
+    return *variants, KEY_RANGES

@@ -2,18 +2,17 @@
 
 On the CPU a look tells, and such a mask is answered. On a GPU the answer would have to be waited for, at each forward,
 though such masks are rare (a prompt padded on the right that goes on, a prefix before padding on the left). There the
-verdict follows by itself: the attention calls and masks that come next look whether it is there, without waiting, and
-if it is bad raise an error; at exit it is waited for. From then on, or from the start with
+kernel that makes the ranges leaves its verdict in host memory: the attention calls and masks that come next look there,
+without waiting, and raise an error; at exit it is waited for. From then on, or from the start with
 ``register(check_masks=True)``, masks are looked at before they are used.
 """
 
 from __future__ import annotations
 
 import atexit
-import threading
+import ctypes
+import functools
 import warnings
-from collections import deque
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +26,9 @@ _MESSAGE = (
     "GPU at each forward; call cupyflash.transformers.register(check_masks=True) to have that from the start"
 )
 
-_lock = threading.Lock()
-_verdicts: deque[tuple[Any, Tensor]] = deque()  # an event and, in host memory once it has happened, whether it is bad
 _are_masks_checked = False
+_told = ctypes.c_int(0)  # not 0: a verdict is bad. Where GPUs may write, once they were asked
+_asked: set[int] = set()  # the GPUs that were
 
 
 def check_masks(always: bool) -> None:
@@ -38,19 +37,16 @@ def check_masks(always: bool) -> None:
     _are_masks_checked = always
 
 
+def are_checked() -> bool:
+    return _are_masks_checked
+
+
 def found_in(padding: Tensor) -> bool:
-    """Whether a row of (batch, keys) of bool is known to be more than one range."""
+    """Whether a row of (batch, keys) of bool is more than one range; compiled, that is an error of the device."""
     if torch.compiler.is_compiling():
         assert_later(~_are_there(padding), "attention_mask: expected one range of keys that count in each row")
         return False
-    if padding.numel() == 0:
-        return False
-    if padding.device.type != "cuda" or _are_masks_checked:
-        return bool(_are_there(padding))
-    look()
-    if not torch.cuda.is_current_stream_capturing():
-        _ask(_are_there(padding))
-    return False
+    return padding.numel() > 0 and bool(_are_there(padding))
 
 
 def _are_there(padding: Tensor) -> Tensor:
@@ -59,40 +55,37 @@ def _are_there(padding: Tensor) -> Tensor:
     return (changes + padding[:, 0] > 2).any()
 
 
-def _ask(bad: Tensor) -> None:
-    """Have a verdict sent to host memory."""
-    verdict = torch.empty((), dtype=torch.bool, pin_memory=True)
-    verdict.copy_(bad, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    with _lock:
-        _verdicts.append((event, verdict))
+@functools.cache
+def _host_word() -> Tensor:
+    """One that GPUs can write."""
+    global _told
+    word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    _told = ctypes.c_int.from_address(word.data_ptr())
+    return word
+
+
+def verdict_of(ordinal: int) -> int:
+    """Where a kernel on this GPU leaves a 1 if it finds one: an address that it can write."""
+    _asked.add(ordinal)
+    return _host_word().data_ptr()
 
 
 def look() -> None:
-    """Hear the verdicts that have come.
+    """Hear of the verdicts that have come.
 
     Raises:
         UnsupportedError: one is bad.
     """
-    if not torch.compiler.is_compiling() and _verdicts and _is_one_bad():
+    if not torch.compiler.is_compiling() and _told.value:
+        _told.value = 0
         check_masks(True)
         raise UnsupportedError(_MESSAGE)
-
-
-def _is_one_bad() -> bool:
-    """Whether one is bad of the verdicts that have come, which are forgotten."""
-    bad = False
-    with _lock:
-        while _verdicts and _verdicts[0][0].query():
-            bad |= bool(_verdicts.popleft()[1])
-    return bad
 
 
 @atexit.register
 def _look_at_exit() -> None:
     """Wait for what is left, so that the last forward is not left out."""
-    if _verdicts:
-        _verdicts[-1][0].synchronize()
-        if _is_one_bad():
-            warnings.warn(_MESSAGE, UserWarning, stacklevel=1)
+    for ordinal in _asked:
+        torch.cuda.synchronize(ordinal)
+    if _told.value:
+        warnings.warn(_MESSAGE, UserWarning, stacklevel=1)

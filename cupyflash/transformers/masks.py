@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from . import holes, packing
-from .patterns import Pattern, pattern_of
+from . import holes, launched, packing
+from .patterns import pattern_of
 from .ranges import as_bias, as_range_mask
 
 
@@ -67,9 +67,13 @@ def mask(
     if attention_mask is None and used == kv_length and is_aligned and not isinstance(first, Tensor):
         return None
     padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
-    if padding is not None and holes.found_in(padding):
-        return in_full()
-    return _ranges(batch_size, q_length, first, used, pattern, padding, device)
+    window = (pattern.left, pattern.right) if q_length == 1 else (None, None)  # of several the kernels know it
+    ranges = launched.ranges(batch_size, first, used, window, padding, device)
+    if ranges is None:
+        if padding is not None and holes.found_in(padding):
+            return in_full()
+        ranges = _ranges(batch_size, first, used, window, padding, device)
+    return as_range_mask(ranges, q_length > 1 and pattern.right == 0, used if q_length > 1 else 1)
 
 
 def mask_of_positions(
@@ -97,29 +101,32 @@ def _place(q_offset: int | Tensor, kv_offset: int | Tensor, q_length: int) -> in
 
 
 def _ranges(
-    batch: int, q_length: int, first: int | Tensor, used: int, pattern: Pattern, padding: Tensor | None, device: Any
+    batch: int,
+    first: int | Tensor,
+    used: int,
+    window: tuple[int | None, int | None],
+    padding: Tensor | None,
+    device: Any,
 ) -> Tensor:
-    """A range mask."""
+    """(batch, 2): of the first `used` keys those that are no padding, and of them those in the window of one query,
+    which stands at the place `first`."""
     if padding is None:
         start = torch.zeros(batch, dtype=torch.int32, device=device)
         end = start + used
     else:
-        start = padding.view(torch.uint8).argmax(1)
+        start = padding.to(torch.uint8).argmax(1)
         end = start + padding.sum(1)
         if used < padding.shape[1]:
             end = end.clamp(max=used)
             start = torch.minimum(start, end)
-    if q_length > 1:
-        return as_range_mask(start, end, pattern.right == 0, used)
-    least = None if pattern.left is None else first - pattern.left
-    most = None if pattern.right is None else first + pattern.right + 1
-    if least is not None:
-        start = start.clamp(min=_number(least))
-    if most is not None and not (isinstance(most, int) and most >= used):
-        end = end.clamp(max=_number(most))
-    if least is not None or most is not None:
+    left, right = window
+    if left is not None:
+        start = start.clamp(min=_number(first - left))
+    if right is not None and not (isinstance(first, int) and first + right + 1 >= used):
+        end = end.clamp(max=_number(first + right + 1))
+    if left is not None or right is not None:
         start = torch.minimum(start, end)
-    return as_range_mask(start, end, False, 1)
+    return torch.stack([start, end], 1)
 
 
 def _number(x: int | Tensor) -> int | Tensor:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 
-def as_range_mask(start: Tensor, end: Tensor, causal: bool, used: int) -> Tensor:
-    """Of the keys that count in each sequence, from start to end."""
-    return torch.stack([start, end], 1).to(torch.int32)[:, None, None].expand(-1, 2 if causal else 1, used, -1)
+def as_range_mask(ranges: Tensor, causal: bool, used: int) -> Tensor:
+    """Of the keys that count in each sequence, (batch, 2), from start to end."""
+    return ranges.to(torch.int32)[:, None, None].expand(-1, 2 if causal else 1, used, -1)
 
 
 def is_range_mask(x: Tensor | None) -> TypeGuard[Tensor]:

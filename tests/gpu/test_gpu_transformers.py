@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +33,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.cuda.synchronize()
-    holes._verdicts.clear()
+    holes._told.value = 0
 
 
 @pytest.fixture
@@ -220,6 +221,58 @@ def test_a_captured_forward_is_replayed_with_other_padding() -> None:
         replayed.fill_(float("nan"))
         graph.replay()
         assert torch.equal(replayed[mask.bool()], forward()[mask.bool()])
+
+
+def test_ranges_by_one_launch_are_those_of_torch() -> None:
+    """The mask function on the GPU and on the CPU, for every kind of padding and place of the queries."""
+    import torch
+    from transformers import masking_utils
+
+    from cupyflash.transformers import launched, masks
+
+    rng = torch.Generator().manual_seed(0)
+    window = masking_utils.sliding_window_causal_mask_function(40)
+    asked = itertools.product(
+        (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function, window),
+        ((9, 0, 9, 0), (1, 308, 309, 0), (1, 308, 400, 0), (5, 300, 400, 0), (1, 308, 200, 109)),
+        ("none", "left", "right"), (False, True),
+    )  # fmt: skip
+    for function, (queries, offset, keys, first), side, is_on_device in asked:
+        total = offset + queries
+        places = torch.arange(total)
+        edge = torch.randint(0, total, (3, 1), generator=rng)
+        padding = {"none": None, "left": places >= edge, "right": places <= edge}[side]
+        q_offset = torch.tensor([offset]) if is_on_device and queries == 1 else offset
+        found = [
+            masks.mask(
+                3, queries, keys, q_offset.to(device) if is_on_device and queries == 1 else offset, first, function,
+                None if padding is None else padding.to(device), device=torch.device(device),
+            )
+            for device in ("cpu", "cuda")
+        ]  # fmt: skip
+        of_cpu, of_gpu = found
+        assert (of_cpu is None) == (of_gpu is None)
+        if of_cpu is not None:
+            torch.testing.assert_close(of_gpu.cpu(), of_cpu, rtol=0, atol=0)
+    assert launched.key_ranges._on  # they were made by it
+
+
+def test_a_replayed_mask_with_holes_is_found() -> None:
+    """Masks of captured graphs, too, are judged where they are used."""
+    import torch
+
+    from cupyflash import UnsupportedError
+    from cupyflash.transformers import holes, masks
+
+    padding = torch.ones(2, 50, dtype=torch.bool, device="cuda")
+    graph, _ = captured(lambda: masks.mask(2, 50, 50, attention_mask=padding, device=padding.device))
+    torch.cuda.synchronize()
+    holes.look()
+    padding[1, 10:20] = False
+    graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises(UnsupportedError, match="throw it away"):
+        holes.look()
 
 
 def test_a_mask_with_holes_is_an_error_after_the_fact() -> None:

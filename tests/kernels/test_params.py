@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from cupyflash.operands import BACKWARD, FORWARD, Number, Pass
-from cupyflash.plan import params, params_decode
+from cupyflash.plan import key_ranges, params, params_decode
 from cupyflash.plan.variant import kernel_sources
 from tools.params import headers
 
-FILES = ("attention/params.cuh", "attention/params_sm90.cuh", "decode/params_decode.cuh")
+FILES = ("attention/params.cuh", "attention/params_sm90.cuh", "decode/params_decode.cuh", "any/params_ranges.cuh")
 SOURCE = re.sub(r"//.*", "", "".join(kernel_sources()[name] for name in FILES))
 MIRRORS: dict[str, np.dtype[np.void]] = {
     "Strides": params.STRIDES,
@@ -31,6 +31,7 @@ MIRRORS: dict[str, np.dtype[np.void]] = {
     "DecodeSm90Params": params_decode.DECODE_SM90_PARAMS,
     "AppendParams": params_decode.APPEND_PARAMS,
     "DequantizeParams": params_decode.DEQUANTIZE_PARAMS,
+    "KeyRangeParams": key_ranges.KEY_RANGE_PARAMS,
 }
 SCALARS: dict[str, np.dtype[Any]] = {
     "int": np.dtype("i4"),

@@ -76,3 +76,14 @@ FORWARD_MASK_TILES = (
 BACKWARD_MASK_TILES = (
     Bug("mask tiles: bits by keys as by queries", change("bits-transposed", "(other & low) << n", "(other & low)"), "chunks"),
 )  # fmt: skip
+
+# In the kernel that makes ranges of padding masks; cases are those of tests/kernels/test_emulator_key_ranges.py.
+KEY_RANGES = (
+    Bug("keys of the first warp alone", without("found-by-all-warps"), "left", r"RACE"),
+    Bug("keys behind the row", change("keys-of-the-mask", "j < keys && shown[j] != 0", "shown[j] != 0"), "left", r"buffer|FAILED|equal"),
+    Bug("row of the first sequence for all", change("row-of-the-mask", "sequence * p.shown_stride", "0 * p.shown_stride"), "left"),
+    Bug("the last key that begins", change("keys-found-added", "min(first, other.first)", "max(first, other.first)"), "left"),
+    Bug("keys between others let through", change("keys-between-others", "found.begins > 1", "false"), "holes far apart"),
+    Bug("window from the first key on", change("keys-in-the-window", "place - p.left", "0LL"), "window"),
+    Bug("window to the last key", change("keys-in-the-window", "place + p.right + 1", "place + p.used"), "both sides"),
+)  # fmt: skip

@@ -64,17 +64,16 @@ PYTHON_ORDER = {
     "cpu": "call cache quantized attention forward chunk added modified sink dropping features products tiles workers",
     "gpu": "dependent forms tensormap device driver",
     "jax": "flax sdpa op trees cached explicit parts call seeds sharding ffi structs buffers",
-    "launch": "cached last_cached prefill decode block growing run find where staging pieces on_cpu seeds clocks "
-    "cached_params prepare last series made alignment "
-    "prepared filled checks brought packed passes template counters kept variables",
+    "launch": "key_ranges cached last_cached prefill decode block growing run find where staging pieces on_cpu seeds "
+    "clocks cached_params prepare last series made alignment prepared filled checks brought packed passes template "
+    "counters kept variables",
     "mods": "given trace held symbols description places learned evaluate parse functions expression",
-    "plan": "shipped_cache shipped decode prefill families sm90 sm80 turing tiles_fp32 family extents first_shares "
-    "decode_stored decode_fp32 decode_elements decode_shares splits lists numbers decode_kernels learned shares "
-    "kernels_sm90 "
-    "tiles_sm90 tiles_sm80 kernels params_decode params variant spec mod_tiles",
+    "plan": "shipped_cache shipped key_ranges decode prefill families sm90 sm80 turing tiles_fp32 family extents "
+    "first_shares decode_stored decode_fp32 decode_elements decode_shares splits lists numbers decode_kernels learned "
+    "shares kernels_sm90 tiles_sm90 tiles_sm80 kernels params_decode params variant spec mod_tiles",
     "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "
     "arguments masks vetting followed",
-    "transformers": "registration attention steps fallback masks holes packing patterns ranges call",
+    "transformers": "registration attention steps fallback masks launched holes packing patterns ranges call",
 }
 # Modules that are kept to some.
 PYTHON_PRIVATE = {
@@ -105,7 +104,7 @@ OUTSIDE = {
 # The same for headers, by their folders and, within one, by patterns of their names without suffix.
 CUDA_LAYERS = (("any", "decode", "sm80", "sm90"), ("attention",), ("tile",), ("hw",))
 CUDA_ORDER = {
-    "any": "bwd_* fwd_parts mask_tiles key_lists query_lists",
+    "any": "bwd_* fwd_parts mask_tiles key_lists query_lists key_ranges params_ranges",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
     "softmax sink dropout kept philox score slopes places modified bias_copies bias added addends mods mod_places "
     "prefill_sm90 work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists blocks mask schedule "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import warnings
 from types import SimpleNamespace
@@ -165,37 +166,29 @@ def test_a_range_mask_is_a_view() -> None:
 # ---- Verdicts that come later ----
 
 
-class Event:
-    """One that has happened, or not."""
-
-    def __init__(self, is_over: bool) -> None:
-        self.is_over = is_over
-
-    def query(self) -> bool:
-        return self.is_over
-
-    def synchronize(self) -> None:
-        self.is_over = True
+@pytest.fixture
+def _told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing was told yet, and no GPU was asked."""
+    monkeypatch.setattr(holes, "_told", ctypes.c_int(0))
+    monkeypatch.setattr(holes, "_asked", set())
 
 
-def test_verdicts_are_heard_when_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, bad = torch.tensor(False), torch.tensor(True)
-    waiting = [(Event(True), good), (Event(True), good), (Event(False), bad)]
-    holes._verdicts.extend(waiting)
-    try:
+@pytest.mark.usefixtures("_told")
+def test_verdicts_are_heard_when_they_are_there() -> None:
+    holes.look()
+    holes._told.value = 1
+    with pytest.raises(UnsupportedError, match="throw it away and repeat it"):
         holes.look()
-        assert [verdict is bad for _, verdict in holes._verdicts] == [True]
-        holes._verdicts[0][0].synchronize()
-        with pytest.raises(UnsupportedError, match="throw it away and repeat it"):
-            holes.look()
-        assert not holes._verdicts
-        assert holes._are_masks_checked
-        holes.look()
-        holes._verdicts.append((Event(False), bad))
-        with pytest.warns(UserWarning, match="throw it away"):
-            holes._look_at_exit()
-    finally:
-        holes._verdicts.clear()
+    assert holes.are_checked()
+    holes.look()
+
+
+@pytest.mark.usefixtures("_told")
+def test_the_last_verdict_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holes, "_asked", {3})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda ordinal: setattr(holes._told, "value", ordinal))
+    with pytest.warns(UserWarning, match="throw it away"):
+        holes._look_at_exit()
 
 
 # ---- Names ----

@@ -41,7 +41,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def mask_of(batch: int = 2) -> Any:
-    return ranges.as_range_mask(torch.zeros(batch), torch.full((batch,), 90), False, 1)
+    return ranges.as_range_mask(torch.tensor([[0, 90]] * batch), False, 1)
 
 
 def layer(keys: int = 100, queries: int = 1, mask: Any = None, dtype: Any = HALF, **more: Any) -> Layer:
@@ -117,9 +117,7 @@ OTHERS: dict[str, Callable[[], Layer]] = {
     "softcap": lambda: layer(mask=MASK, softcap=20.0),
     "no mask": layer,
     "sinks": lambda: layer(mask=MASK, s_aux=torch.zeros(8, dtype=HALF)),
-    "two queries": lambda: layer(
-        queries=2, mask=ranges.as_range_mask(*torch.zeros(2, 2, dtype=torch.int32), True, 100)
-    ),
+    "two queries": lambda: layer(queries=2, mask=ranges.as_range_mask(torch.zeros(2, 2, dtype=torch.int32), True, 100)),
     "dtype": lambda: layer(mask=MASK, dtype=torch.bfloat16),
 }
 
@@ -139,7 +137,7 @@ def test_a_layer_that_differs_is_looked_at(name: str, gpu: Gpu, read: list[Any])
 
 def test_two_queries_are_no_step_of_one(gpu: Gpu) -> None:
     """Though the last call of the kind that one query takes had two, and no window."""
-    wide = ranges.as_range_mask(torch.zeros(2), torch.full((2,), 90), False, 100)
+    wide = ranges.as_range_mask(torch.tensor([[0, 90]] * 2), False, 100)
     for _ in range(3):
         run(layer(mask=MASK, is_causal=False, sliding_window=8))
     for _ in range(3):
