@@ -86,7 +86,7 @@ def variants_of(
     if dropout:  # p and the seed are not compiled in
         problems += [replace(problem, dropout_p=0.1, dropout=1) for problem in problems]
     if block_mask:
-        problems += [replace(problem, block_mask=1) for problem in problems]
+        problems += [replace(problem, block_mask=1, tall=tall) for problem in problems for tall in (False, True)]
     if bias:
         forms = {dtype: dict.fromkeys(form for form, _ in biases_of(dtype, True)) for dtype in dtypes}
         problems += [replace(problem, bias=form) for problem in problems for form in forms[problem.dtype]]

@@ -112,7 +112,8 @@ def warmup(
                 variants_over_cache(x, dev, aligned=True, tma=True) for x in usual(names, sizes, stored)
             ]
         else:
-            calls = [(call._replace(causal=c, window=bounds), size) for size in sizes for c, bounds in masks]
+            asked_for = itertools.product(sizes, masks, (False, True) if form["block_mask"] else (False,))
+            calls = [(call._replace(causal=c, window=bounds, tall=tall), size) for size, (c, bounds), tall in asked_for]
             found = [_variants(dtype, *x, form, has_bias, both, dev) for dtype in names for x in calls]
         variants = dict.fromkeys(itertools.chain.from_iterable(found))
         ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]

@@ -148,7 +148,7 @@ def attention(
     if mask is not None:
         arrays["mask"] = mask
     if block_mask is not None:
-        arrays.update(arrays_of_mask(block_mask, arrays, call))
+        call = with_mask(arrays, call, block_mask)
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = forward(arrays, call, want_lse, dropout_seed)
@@ -168,11 +168,11 @@ def with_mods(arrays: dict[str, Any], call: Any, score_mod: Any, mask_mod: Any, 
     return call._replace(mods=text)
 
 
-def arrays_of_mask(block_mask: Any, arrays: Mapping[str, Any], call: Options) -> dict[str, Any]:
-    """A block mask by the names of the table of arrays, beside these."""
+def with_mask(arrays: dict[str, Any], call: Options, block_mask: Any) -> Options:
+    """The options of a call with this block mask, whose arrays join the others by the names of the table of arrays."""
     from . import mask_arrays
 
-    return mask_arrays.arrays_of(block_mask, arrays, call.layout)
+    return call._replace(tall=mask_arrays.join(block_mask, arrays, call.layout))
 
 
 def forward(arrays: dict[str, Any], call: Options, want_lse: bool, seed: Any = None) -> tuple[Any, Any]:
@@ -277,7 +277,7 @@ def attention_backward(
         brought.update({"bias": bias, "mask": mask})
         arrays.update({name: x for name, x in brought.items() if x is not None})
     if block_mask is not None:
-        arrays.update(arrays_of_mask(block_mask, arrays, call))
+        call = with_mask(arrays, call, block_mask)
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     wanted = wanted_of(gradients_of, arrays, call.mods)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -68,8 +67,9 @@ _LISTS = "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"
 _PARTS = "seq_lengths", "mask_mod", *_LISTS
 
 
-def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    """The arrays of a mask beside q and k, in their library and on their device, by the names of the table of arrays.
+def join(block_mask: Any, arrays: dict[str, Any], layout: str) -> bool:
+    """Have the arrays of a mask join q and k, in their library and on their device, by the names of the table of
+    arrays. Whether it is tall.
 
     Raises:
         ArgumentError: it is no mask, or one of other lengths; or, beside packed sequences, one of none. Numbers in its
@@ -95,8 +95,9 @@ def arrays_of(block_mask: Any, arrays: Mapping[str, Any], layout: str) -> dict[s
         )
     if packed:  # sequences may end anywhere in its last tiles
         mask = mask.padded()
-    arrays = {"block_tiles": mask.tiles, "block_bits": mask.bits}
-    return {name: placed(name, x, q, mask.kept) for name, x in arrays.items()}
+    of_mask = {"block_tiles": mask.tiles, "block_bits": mask.bits}
+    arrays.update({name: placed(name, x, q, mask.kept) for name, x in of_mask.items()})
+    return mask.tall and not packed
 
 
 @constant_in_programs

@@ -38,6 +38,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     dropout_p: float = 0.0
     mods: str = ""  # as `mods.bind` makes it
+    tall: bool = False  # whether there is a block mask that is (BlockMask)
 
 
 def make_options(

@@ -45,10 +45,10 @@ class Problem:
     then have room for `max_seqlen_q` queries and `max_seqlen_k` keys of each, MAX_SEQLEN if all broadcast along them.
     With a `kv_range`, each sequence has a range of keys beyond which its queries see none.
 
-    `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q. `mods`: what
-    a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they read. `pages`: packed
-    keys lie in so many, of `page_size` rows, in the order of a table (launch/prefill.py), 0 without; `whole_pages`:
-    64 of them that begin at a multiple of 64 lie in one page. `head_dim_v`: of v and out; made with 0, that of q and k.
+    `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q; `tall` as
+    BlockMask. `mods`: what a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they
+    read. `pages`: packed keys lie in so many, of `page_size` rows, in the order of a table (launch/prefill.py), 0
+    without; `whole_pages`: 64 that begin at a multiple of 64 lie in one. `head_dim_v`: of v; made with 0, as of q.
     """
 
     dtype: str
@@ -70,6 +70,7 @@ class Problem:
     dropout_p: float = 0.0
     dropout: int = 0
     block_mask: int = 0
+    tall: bool = False
     mods: str = ""
     mod_shapes: tuple[tuple[int, ...], ...] = ()
     max_seqlen_q: int = MAX_SEQLEN
@@ -131,7 +132,7 @@ def make_problem(
     shapes: Sequence[Sequence[int]], dtypes: Sequence[str], *, causal: bool = False, scale: float | None = None,
     window: Window | None = None, layout: str = "bshd", deterministic: bool = False, softcap: float | None = None,
     sequences: int | None = None, alibi: int = 0, kv_range: bool = False, sink: bool = False, bias: Bias | None = None,
-    dropout_p: float = 0.0, dropout: int = 0, block_mask: int = 0, mods: str = "",
+    dropout_p: float = 0.0, dropout: int = 0, block_mask: int = 0, tall: bool = False, mods: str = "",
     mod_shapes: tuple[tuple[int, ...], ...] = (), max_seqlens: tuple[int, int] = (MAX_SEQLEN, MAX_SEQLEN),
     pages: tuple[int, int, bool] = NO_PAGES,
 ) -> Problem:  # fmt: skip
@@ -170,9 +171,8 @@ def make_problem(
         bias=bias,
         dropout_p=options.dropout_p if dropout else 0.0,
         dropout=dropout if options.dropout_p else 0,
-        block_mask=block_mask,
-        mods=mods,
-        mod_shapes=mod_shapes,
+        block_mask=block_mask, tall=tall and block_mask > 0,
+        mods=mods, mod_shapes=mod_shapes,
         head_dim_v=int(shapes[2][-1]),
         **rooms,
     )  # fmt: skip

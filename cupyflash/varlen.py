@@ -103,7 +103,7 @@ def attention_varlen(
     arrays.update({name: x for name, x in brought.items() if x is not None})
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     if block_mask is not None:
-        arrays.update(api.arrays_of_mask(block_mask, arrays, call))
+        call = api.with_mask(arrays, call, block_mask)
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse = api.forward(arrays, call, want_lse, dropout_seed)
@@ -181,7 +181,7 @@ def attention_varlen_backward(
     arrays.update(_places(cu_seqlens_q, cu_seqlens_k, seqused_k, kv_range))
     _check_totals(arrays, cu_seqlens_k is None, call.layout)
     if block_mask is not None:
-        arrays.update(api.arrays_of_mask(block_mask, arrays, call))
+        call = api.with_mask(arrays, call, block_mask)
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = api.with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     wanted = wanted_of(gradients_of, arrays, call.mods)

@@ -141,7 +141,8 @@ class Case:
         if self.packed:
             more["max_seqlens"] = room_of(self.bias, self.room, bool(self.mask))
         if self.mask:
-            more["block_mask"] = code_of(self.block_mask().tiles.shape)
+            mask = self.block_mask()
+            more |= {"block_mask": code_of(mask.tiles.shape), "tall": mask.tall}
         plain = make_problem((q, k, v), (dtype,) * 3, **more, dropout=int(self.dropout_p > 0))
         return with_mods(plain, draw_mods(self.mods, np.random.default_rng(0), plain))
 

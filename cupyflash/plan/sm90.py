@@ -44,8 +44,8 @@ _FORWARD_PAGED = tuple((limit, _FORWARD[3][1] if tile.block_n != KEY_BLOCK else 
 _FORWARD_LISTED = HopperForwardTile(128, 2 * MASK_TILE, 2, 4, 232, 40)
 _FORWARD_LISTED_NARROW = HopperForwardTile(128, MASK_TILE, 4, 4, 232, 40)
 _FORWARD_LISTED_WIDE = HopperForwardTile(128, MASK_TILE, 2, 4, 232, 40)
-# Of a mask of booleans, whose blocks seldom are 128 by 128: three warpgroups, as without one.
-_FORWARD_MASK_TILES = HopperForwardTile(192, MASK_TILE, 3, 6, 160, 32)
+# Of a tall one, and of a mask of booleans, whose blocks seldom are 128 by 128: three warpgroups, as without one.
+_FORWARD_LISTED_TALL = HopperForwardTile(192, MASK_TILE, 3, 6, 160, 32)
 
 _BACKWARD: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(64, 192, 4, 160, 32)),
@@ -161,7 +161,7 @@ class Sm90(Family):
         table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if _forward_width(spec) <= limit)
         if spec.block_mask and tile.block_m == 192:
-            listed = _FORWARD_MASK_TILES if spec.mask_tiles else _FORWARD_LISTED
+            listed = _FORWARD_LISTED_TALL if spec.mask_tiles or spec.tall else _FORWARD_LISTED
             narrow = _FORWARD_LISTED_NARROW if spec.packed else listed
             tile = narrow if spec.widest <= 128 else _FORWARD_LISTED_WIDE
         fits = spec.widest <= 128 and tile.block_n % 32 == 0  # wider ones spill with a window

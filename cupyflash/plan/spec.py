@@ -45,9 +45,9 @@ class Spec(NamedTuple):
             by value: PAIRS or CHUNKS.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
-        block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap. mask_tiles:
-            it is made of a mask, which no other kernel then reads: along which dimensions the mask has elements of its
-            own, likewise. mask_mod: the mask is this mod.
+        block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap. tall: of a
+            forward, it is (BlockMask). mask_tiles: it is made of a mask, which no other kernel then reads: along which
+            dimensions the mask has elements of its own, likewise. mask_mod: the mask is this mod.
         mods: a user's expressions, which count as a bias; bias_beside_mods: there is one, or a mask; mod_shapes: of
             the arrays that they read, by value like softcap; dmods: the numbers of those whose gradients a backward
             makes.
@@ -84,6 +84,7 @@ class Spec(NamedTuple):
     dropout: int = 0
     dropout_p: float = 0.0
     block_mask: int = 0
+    tall: bool = False
     mask_tiles: tuple[bool, ...] | None = None
     mask_mod: str = ""
     bias_beside_mods: bool = False
@@ -141,6 +142,7 @@ class Spec(NamedTuple):
             dbias=problem.bias.own if problem.bias and learns_bias and asked.get("backward") else None,
             dropout=problem.dropout,
             dropout_p=problem.dropout_p,
+            tall=problem.tall and not asked.get("backward"),
             mod_shapes=problem.mod_shapes,
             dmods=dmods if asked.get("backward") else (),
             grouped=bool(asked.get("backward")) and problem.heads_q != problem.heads_k,

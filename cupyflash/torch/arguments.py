@@ -33,6 +33,7 @@ OPTIONS: tuple[tuple[str, str, Any], ...] = (
     ("softcap", "float?", None),
     ("dropout_p", "float", 0.0),
     ("mods", "str", ""),
+    ("tall", "bool", False),
 )
 _OPTIONS = (*OPTIONS, ("by", "str", ""))
 _DEFAULTS = tuple([default for _, _, default in _OPTIONS])

@@ -196,6 +196,38 @@ def test_a_mask_is_shown_in_a_line() -> None:
     assert "batch=1, heads=1, seqlen_q=1, seqlen_k=65, " in repr(two.part(1, 1, slice(0, 65)))
 
 
+def test_which_masks_are_tall() -> None:
+    """Those of which blocks of 192 by 64 hold less that nobody sees: what is seen nearly everywhere, not squares of 128,
+    or of 512 as documents have."""
+    n = 2304
+    rng = np.random.default_rng(0)
+    squares = [masks.from_blocks(rng.random((18, 18)) < part, 128, n) for part in (0.1, 0.5, 0.95)]
+    everything, documents = masks.from_dense(np.ones((n, n), bool)), masks.from_blocks(np.eye(5, dtype=bool), 512, n)
+    assert [mask.tall for mask in squares] == [False, False, True]
+    assert everything.tall
+    assert not documents.tall
+    assert not (documents & everything).tall
+    assert (documents | everything).tall
+    assert pickle.loads(pickle.dumps(everything)).tall
+    assert not masks.from_dense(np.ones((128, 128), bool)).tall  # one square, or a third of one that is higher
+    assert not masks.from_dense(np.zeros((n, n), bool)).tall
+
+
+@pytest.mark.parametrize(("is_tall", "tile"), [(True, "m192n64"), (False, "m128n128")])
+def test_tall_masks_have_a_tile_of_their_own(is_tall: bool, tile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = pretend(monkeypatch, "sm_90")
+    n = 1152
+    q = np.zeros((1, n, 2, 128), np.float16)
+    seen = np.ones((n, n), bool)
+    if not is_tall:
+        seen[:, 128:] = False
+        seen[:128] = False
+    mask = masks.from_dense(seen)
+    assert mask.tall == is_tall
+    cupyflash.attention(q, q, q, block_mask=mask)
+    assert [tile in launched.symbol for launched in gpu.launched if launched.symbol.startswith("fwd")] == [True]
+
+
 def test_nobody_writes_to_a_mask() -> None:
     mask = masks.local(70, left=3) & masks.prefix(70, length=2)
     for x in (mask.tiles, mask.bits):
