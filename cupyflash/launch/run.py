@@ -16,7 +16,7 @@ from ..gpu import device
 from ..gpu.device import Device
 from ..operands import BACKWARD, FORWARD, Pass
 from ..options import Options
-from ..plan.families import GPU_DTYPES, check_supported
+from ..plan.families import GPU_DTYPES, check_supported, is_taken
 from ..problem import Problem
 from ..sequences import Sequences
 from . import on_cpu, staging, where
@@ -146,7 +146,7 @@ def _run(
     return found[0].names, found[1]
 
 
-def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool]) -> bool:
+def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool], *, backward: bool = False) -> bool:
     """Whether arrays in host memory are copied to the GPU: NumPy's alone, where it has a kernel for them and, unless
     CUPYFLASH_BACKEND asks for it, the call is worth it. No GPU is looked for unless it decides."""
     if library is not NUMPY:
@@ -156,9 +156,10 @@ def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool]) -> 
         return False
     if backend() == "cpu":
         return False
-    if asked == "cuda":
+    if asked == "cuda":  # what has no kernel is refused by name
         check_supported(problem, Device.of(0))
-    return problem.dtype in Device.of(0).dtypes
+        return True
+    return is_taken(problem, Device.of(0), backward=backward)
 
 
 def _through_gpu(which: Pass, arrays: Mapping[str, np.ndarray], options: Options, wanted: tuple[str, ...]) -> Found:
@@ -189,7 +190,8 @@ def _on_host(
     lengths = (
         vet_lengths(library, sequences_of(arrays), problem) if not arrays.keys().isdisjoint(Sequences._fields) else None
     )
-    if _on_gpu(library, problem, partial(where.worth_the_gpu, which, arrays, problem, lengths, wanted)):
+    is_worth = partial(where.worth_the_gpu, which, arrays, problem, lengths, wanted)
+    if _on_gpu(library, problem, is_worth, backward=which is BACKWARD):
         return _through_gpu(which, arrays, options, wanted)
     found = on_cpu.compute(which, library, arrays, problem, options, lengths, wanted)
     return given_of(which, names, wanted, has_own_v(names, keys)).made, found

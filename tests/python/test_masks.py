@@ -197,8 +197,8 @@ def test_a_mask_is_shown_in_a_line() -> None:
 
 
 def test_which_masks_are_tall() -> None:
-    """Those of which blocks of 192 by 64 hold less that nobody sees: what is seen nearly everywhere, not squares of 128,
-    or of 512 as documents have."""
+    """Those of which blocks of 192 by 64 hold less that nobody sees: what is seen nearly everywhere, not squares of
+    128, or of 512 as documents have."""
     n = 2304
     rng = np.random.default_rng(0)
     squares = [masks.from_blocks(rng.random((18, 18)) < part, 128, n) for part in (0.1, 0.5, 0.95)]

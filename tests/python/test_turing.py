@@ -81,6 +81,25 @@ def test_numpy_arrays_that_it_has_no_kernel_for_stay_on_the_cpu(monkeypatch: pyt
         run._on_gpu(NUMPY, replace(problem, dtype="bf16"), lambda: True)
 
 
+def test_a_backward_that_has_no_kernel_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, of heads that are too wide for 99 KiB of shared memory; the forward has one."""
+    gpu = pretended_gpu.pretend(monkeypatch, "sm_86")
+    monkeypatch.setattr(device, "count", lambda: 1)
+    monkeypatch.setattr(NUMPY, "signature", type(NUMPY)().signature)
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
+    monkeypatch.setattr(run.where, "worth_the_gpu", lambda *of: True)
+    monkeypatch.setattr(run, "_through_gpu", lambda *of: pytest.fail("to the GPU"))
+    q = np.random.default_rng(0).standard_normal((1, 8, 2, 256), np.float32)
+    lse = np.zeros((1, 2, 8), np.float32)
+    assert cupyflash.attention_backward(q, q, q, q, q, lse).dq.shape == q.shape
+    assert not gpu.launched
+    with pytest.raises(pytest.fail.Exception, match="to the GPU"):
+        cupyflash.attention(q, q, q)
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cuda")
+    with pytest.raises(pytest.fail.Exception, match="to the GPU"):
+        cupyflash.attention_backward(q, q, q, q, q, lse)
+
+
 def test_warmup_prepares_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     pretended_gpu.pretend(monkeypatch, "sm_75")
     monkeypatch.setattr(device, "_probe", lambda: (1, ""))
