@@ -66,7 +66,7 @@ class Numpy:
         return Signature(shape, tuple(s // size for s in strides), dtype, device)
 
     def dtype_name(self, dtype: Any) -> str:
-        return _NUMPY_NAMES.get(dtype, str(dtype))
+        return _NUMPY_NAMES.get(dtype) or str(dtype)  # which takes NumPy 4 us
 
     def pointer(self, x: Any) -> int:
         """The address of the first element."""
@@ -133,6 +133,11 @@ class Numpy:
         return x
 
 
+def _cupy_dtype(name: str) -> Any:
+    kind = _NUMPY_DTYPES[name]
+    return np.dtype(np.uint8) if kind is _E4M3 else kind  # CuPy has no other
+
+
 class Cupy(Numpy):
     """CuPy arrays."""
 
@@ -148,10 +153,35 @@ class Cupy(Numpy):
     def pointer(self, x: Any) -> int:
         return int(x.data.ptr)
 
+    def look(self, arrays: Iterable[Any]) -> tuple[list[tuple[Any, ...]], list[int]]:
+        keys, pointers = [], []
+        for x in arrays:
+            data = x.data
+            keys.append((x.shape, x.strides, x.dtype, data.device_id))
+            pointers.append(data.ptr)
+        return keys, pointers
+
+    def forms(
+        self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]
+    ) -> Sequence[Any]:
+        kinds = [(arrays[name].shape, arrays[name].dtype) for name in likes]
+        kinds += [(tuple(shape), _cupy_dtype(dtype)) for shape, dtype in made]
+        return sys.modules["cupy"], kinds, arrays["q"].device.id
+
+    def make_like(self, forms: Sequence[Any], pointers: list[int]) -> list[Any]:
+        cupy, kinds, device = forms
+        new = cupy.ndarray
+        if cupy.cuda.runtime.getDevice() == device:
+            found = [new(*kind) for kind in kinds]
+        else:
+            with cupy.cuda.Device(device):
+                found = [new(*kind) for kind in kinds]
+        for x in found:
+            pointers.append(x.data.ptr)
+        return found
+
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
-        cupy, kind = sys.modules["cupy"], _NUMPY_DTYPES[dtype]
-        if kind is _E4M3:
-            kind = np.dtype(np.uint8)  # CuPy has no other
+        cupy, kind = sys.modules["cupy"], _cupy_dtype(dtype)
         if cupy.cuda.runtime.getDevice() == like.device.id:
             return cupy.empty(shape, kind)
         with like.device:

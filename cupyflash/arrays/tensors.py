@@ -61,7 +61,7 @@ class Torch:
         return tuple.__new__(Signature, signature)  # Signature(...) takes twice as long
 
     def dtype_name(self, dtype: Any) -> str:
-        return self._names.get(dtype, str(dtype).removeprefix("torch."))
+        return self._names.get(dtype) or str(dtype).removeprefix("torch.")
 
     def pointer(self, x: Any) -> int:
         return x.data_ptr()

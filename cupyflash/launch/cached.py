@@ -37,6 +37,7 @@ class _Kept:
         copied: the numbers of the arrays that it takes contiguous, and that are not.
         like: "q", where out is like it.
         made: (shape, dtype) of out where it is not, of lse and of the workspaces.
+        forms: of what it makes, from its first run on.
         way: how it takes the forward, beside what is launched here or behind what is appended; None: it does not.
     """
 
@@ -46,6 +47,7 @@ class _Kept:
         self, launch: decode.CacheCall, problem: CacheProblem, copied: Sequence[int], way: Way | None = None
     ) -> None:
         self.launch, self.problem, self.copied, self.way = launch, problem, tuple(copied), way
+        self.forms: Any = None
         self.attends = way is None or way.beside
         of_v = problem.own_v if self.attends else 0
         self.like: tuple[str, ...] = ("q",) if self.attends and not of_v else ()
@@ -91,9 +93,7 @@ def forward(
     if is_debug():
         check_values(call.problem, _on_their_way(library, arrays) | _lengths(call.problem, length))
     copies = copied(library, arrays.values(), call.copied, pointers) if call.copied else ()  # which live until launched
-    made = library.make(call.like, call.made, arrays)
-    for x in made:
-        pointers.append(library.pointer(x))
+    made = _made(library, call, arrays, pointers)
     call.launch(pointers, stream, length)
     del copies
     if call.way is None:
@@ -107,6 +107,18 @@ def forward(
         arrays = arrays | {"cache_seqlens": library.full((call.problem.batch,), length, arrays["q"])}
     arrays = prefill.ready(arrays, made[2 * call.attends :], call.problem, call.way)
     return prefill.attend(library, arrays, call.problem, options, call.way, results)
+
+
+def _made(library: Native, call: _Kept, arrays: Mapping[str, Any], pointers: list[int]) -> Sequence[Any]:
+    """New arrays for a call, whose addresses join the others."""
+    if call.forms is None:
+        makes_some = call.like or call.made
+        call.forms = library.forms(call.like, call.made, arrays) if makes_some else ()
+    if call.forms:
+        return library.make_like(call.forms, pointers)
+    made: Sequence[Any] = library.make(call.like, call.made, arrays)
+    pointers += library.pointers(made)
+    return made
 
 
 def way(library: Native, names: Sequence[str], keys: Sequence[tuple[Any, ...]], options: CacheOptions) -> Way | None:
