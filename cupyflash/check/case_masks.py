@@ -36,6 +36,13 @@ def tiles_of_batch(rng: Rng, shape: Shape) -> Array:
     return tiles_of_heads(rng, (shape[0], 1, *shape[2:]))
 
 
+def squares_of_heads(rng: Rng, shape: Shape) -> Array:
+    """Squares of 128 that are empty, full or drawn element by element, for each sequence and head by itself."""
+    batch, heads, seqlen_q, seqlen_k = shape
+    kinds = rng.random((batch, heads, -(-seqlen_q // 128), -(-seqlen_k // 128)))
+    return _by_kind(rng, np.repeat(np.repeat(kinds, 128, 2), 128, 3)[:, :, :seqlen_q, :seqlen_k])
+
+
 def blocks(rng: Rng, shape: Shape) -> Array:
     """Blocks of 128 queries by 128 keys, a third of them full and the others empty; each head has its own."""
     _, heads, seqlen_q, seqlen_k = shape
@@ -70,7 +77,7 @@ def _by_kind(rng: Rng, kinds: Array) -> Array:
     return np.where(kinds < 0.4, False, np.where(kinds < 0.7, True, rng.random(kinds.shape) < 0.5))
 
 
-_MASKS = (tiles, tiles_of_heads, tiles_of_batch, blocks, stripes, holes, nothing, everything)
+_MASKS = (tiles, tiles_of_heads, tiles_of_batch, squares_of_heads, blocks, stripes, holes, nothing, everything)
 MASKS: dict[str, Callable[[Rng, Shape], Array]] = {f.__name__: f for f in _MASKS}
 
 

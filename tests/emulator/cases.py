@@ -22,6 +22,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     name += "-dropout" * bool(problem.dropout)
     name += "-block-mask" * (problem.block_mask > 0) + "-group" * (problem.heads_q > problem.heads_k)
     lengths = ((150, 0, 173), (67, 60, 204)) if problem.packed else (None, None)
+    mask = "squares_of_heads" if 64 < problem.head_dim <= 128 else "tiles_of_heads"  # one that is not tall
     return Case(
         name, "full", 323 if problem.head_dim < 200 else 131, 332 if problem.bias else 331, problem.head_dim,
         heads_q=2, heads_k=2 * problem.heads_k // problem.heads_q, window=window, head_dim_v=own_v,
@@ -31,7 +32,7 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
         lengths_k=lengths[1], ranges=((65, 297),) if problem.kv_range else None, sink=problem.sink,
         bias=of_bias,
         dropout_p=problem.dropout_p,
-        mask="tiles_of_heads" if problem.block_mask else "",
+        mask=mask if problem.block_mask else "",
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ FORWARD_MASKS = (
     Bug("tile of the first row of tiles", change("kind-of-the-tile", "static_cast<long long>(q) * k_tiles + k", "k"), "block-mask"),
     Bug("bits of the first row", change("bits-of-the-row", "2 * row + i", "i"), "block-mask"),
     Bug("bits not counted from the lane", change("bits-from-the-lane", "(col0 % 32 + 2 * (lane % 4))", "col0 % 32"), "block-mask"),
-    _sm90("copied bits: of a block's first tile for all of it", change("kind-of-each-tile", "tile % kAlong", "0"), "block-mask-d128"),
+    _sm90("copied bits: of a block's first tile for all of it", change("kind-of-each-tile", "tile % kAlong", "0"), "block-mask-causal-d128"),
     Bug("sight of the first group for all", change("sight-of-the-group", "entry >> 2 * group & 3", "entry & 3"), "block-mask-stripes-d128", arch="sm_90"),
     Bug("whole for the mask, not for the bounds", change("whole-in-mask-and-bounds", "mask.full(q0, k0)", "true"), "block-mask-everything"),
     _sm90("a block of which nothing is seen for a whole one", change("block-of-nothing", "kInPart", "kWhole"), "block-mask-nothing"),
