@@ -31,15 +31,16 @@ def ranges(
     """
     if is_compiling() or torch.device(device).type != "cuda" or is_followed() or holes.are_checked() or not batch:
         return None
-    place = first if isinstance(first, Tensor) else None
-    if place is not None and (place.dtype is not torch.int64 or place.numel() != 1 or type(place) is not Tensor):
-        return None
-    is_plain = padding is None or (type(padding) is Tensor and padding.dtype is torch.bool and padding.stride(1) == 1)
-    if not is_plain or (padding is not None and len(padding) != batch):
-        return None
     holes.look()
     found = torch.empty((batch, 2), dtype=torch.int32, device=device)
     ordinal = found.get_device()
+    place = first if isinstance(first, Tensor) else None
+    if place is not None and not (_lies_on(ordinal, place, torch.int64) and place.numel() == 1):
+        return None
+    if padding is not None and not (
+        _lies_on(ordinal, padding, torch.bool) and padding.stride(1) == 1 and len(padding) == batch
+    ):
+        return None
     stream = TORCH.stream(ordinal)
     try:
         launch = key_ranges.on(ordinal, stream)
@@ -52,3 +53,8 @@ def ranges(
         window=window,
     )  # fmt: skip
     return found
+
+
+def _lies_on(ordinal: int, x: Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is a plain tensor on this GPU."""
+    return type(x) is Tensor and x.is_cuda and x.get_device() == ordinal and x.dtype is dtype
