@@ -9,6 +9,7 @@ import click
 from cupyflash.bias import Bias
 from cupyflash.problem import Problem, Window, make_problem
 
+from .. import block_masks
 from .modded import mods_of
 
 
@@ -35,6 +36,9 @@ def problem_of(options: dict[str, Any], shapes: tuple[tuple[int, ...], ...]) -> 
     given |= {"dropout_p": 0.1, "dropout": 1} if options["dropout"] else {}
     given |= {"bias": bias_of(options), "block_mask": int(options["block_mask"] is not None)} | mods_of(options)
     given["sequences"] = options["batch"] if options["packed"] else None
+    if options["block_mask"] is not None and not options["packed"]:
+        seqlen_q, seqlen_k = (shape[options["layout"].index("s")] for shape in shapes[:2])
+        given["tall"] = block_masks.make(options["block_mask"], seqlen_q, seqlen_k).tall
     if options["packed"]:
         given["max_seqlens"] = tuple(max(options[name], default=0) for name in ("lengths_q", "lengths_k"))
     return make_problem(shapes, (options["dtype"],) * 3, **given)

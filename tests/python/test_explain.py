@@ -127,6 +127,12 @@ def test_block_masks(arch: str, document: Document) -> None:
     assert document(*words)["block_mask"] is None
 
 
+@pytest.mark.parametrize(("density", "tile"), [("1", "m192n64"), ("0.25", "m128n128")])
+def test_tiles_that_suit_a_block_mask(density: str, tile: str, document: Document) -> None:
+    found = document("--arch=sm_90", "--head-dim=128", "--seqlen=2048", f"--block-mask={density}", "--layout=bhsd")
+    assert tile in found["passes"][0]["launches"][-1]["symbol"]
+
+
 def test_block_masks_that_are_refused(invoke: Invoke) -> None:
     assert "explained of a batch" in invoke("--block-mask=0.5", "--packed", "--no-compile", code=2).output
     assert "as many queries as keys" in invoke("--block-mask=bigbird", "--seqlen-q=5", "--no-compile", code=2).output
