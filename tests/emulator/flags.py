@@ -6,6 +6,7 @@ import platform
 
 # Frame pointers: messages carry the call stack of the CUDA thread.
 _COMMON = ["-std=c++17", "-fPIC", "-fno-omit-frame-pointer", "-fno-strict-aliasing", "-Wall", "-Wextra"]
+_INLINED = "-fno-semantic-interposition"  # functions in others, though each can be found by its name
 _X86 = ["-mavx2", "-mfma", "-mf16c"]
 _KERNEL = [
     "-g1",  # lines and inlining; for variables in gdb: -g
@@ -27,18 +28,19 @@ LINK = ["-shared", "-nostdlib", "-Wl,-Bsymbolic"]
 
 
 def flags_of_runtime() -> list[str]:
-    return [*_COMMON, *_machine_flags(), "-O3", "-g", "-fno-semantic-interposition"]
+    return [*_COMMON, *_machine_flags(), "-O3", "-g", _INLINED]
 
 
-def flags_of_kernels(arch: int) -> list[str]:
+def flags_of_kernels(arch: int, slow: bool) -> list[str]:
     """-O0: most of them run for less time than g++ takes to optimise them. (-Og: a tenth less for the table's cases
-    with wide heads or biases, 14 to 22 % more for others.)"""
-    return [*_COMMON, *_KERNEL, *_machine_flags(), "-O0", f"-DEMULATED_ARCH={arch}"]
+    with wide heads or biases, 14 to 22 % more for others.) `slow`: those of fp32, of six products each of numbers that
+    are split, take eight times as long as others, and by -Og a third less with what g++ takes."""
+    return [*_COMMON, *_KERNEL, *_machine_flags(), "-Og" if slow else "-O0", f"-DEMULATED_ARCH={arch}"]
 
 
 def flags_of_twins() -> list[str]:
     """Of their functions, which are the same for all kernels: compiled once, they are optimised."""
-    return [*_COMMON, *_KERNEL, *_machine_flags(), "-O2"]
+    return [*_COMMON, *_KERNEL, *_machine_flags(), "-O2", _INLINED]
 
 
 def _machine_flags() -> list[str]:
