@@ -178,7 +178,7 @@ class Spec:
         if self.packed:
             more["max_seqlens"] = room_of(self.bias, self.room, bool(self.blocks))
         if self.blocks:
-            more["block_mask"] = code_of(self.seen().shape)
+            more |= {"block_mask": code_of(self.seen().shape), "tall": self.seed % 2 > 0}  # either tile takes any mask
         if self.mods_given is not None:
             text, arrays = self.mods_given.bound()
             more |= {"mods": text, "mod_shapes": tuple(x.shape for x in arrays.values())}
