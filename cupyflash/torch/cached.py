@@ -15,7 +15,6 @@ from torch import Tensor
 from ..arrays.adapters import TORCH
 from ..cache.arrays import CACHE, CACHE_ARRAYS, RESULT
 from ..cache.checks import CacheOptions
-from ..cache.lengths import batch_of
 from ..errors import UnsupportedError
 from ..launch import cached, last_cached
 from .followed import are_transforms_active, is_compiling, is_followed
@@ -32,6 +31,7 @@ _OPTIONS = (
     ("num_splits", "SymInt?"),
     ("batch_invariant", "bool"),
     ("mods", "str"),
+    ("length", "SymInt?"),  # of all sequences, where there is no cache_seqlens
 )
 
 
@@ -54,10 +54,8 @@ def attention_with_cache(
         raise UnsupportedError(
             "q: attention over a cache has no rule for the transforms of torch.func; call it outside"
         )
-    if length is not None:
-        arrays = {**arrays, "cache_seqlens": arrays["q"].new_full((batch_of(arrays),), length, dtype=torch.int32)}
     op = APPEND_OP if "k" in arrays else READ_OP
-    out, lse = op(*[arrays.get(row.name) for row in _INPUTS], *_flat(options))
+    out, lse = op(*[arrays.get(row.name) for row in _INPUTS], *_flat(options), length)
     return out, lse
 
 
@@ -82,11 +80,12 @@ def _flat(options: CacheOptions) -> tuple[Any, ...]:
     return causal, scale, *(window or (None, None)), *others
 
 
-def _read(values: Sequence[Any]) -> tuple[dict[str, Any], CacheOptions]:
+def _read(values: Sequence[Any]) -> tuple[dict[str, Any], CacheOptions, int | None]:
     """The inverse of what the operators are called with."""
     arrays = {row.name: x for row, x in zip(_INPUTS, values, strict=False) if x is not None}
-    causal, scale, left, right, *others = values[len(_INPUTS) :]
-    return arrays, CacheOptions(causal, scale, None if left is None and right is None else (left, right), *others)
+    causal, scale, left, right, *others, length = values[len(_INPUTS) :]
+    window = None if left is None and right is None else (left, right)
+    return arrays, CacheOptions(causal, scale, window, *others), length
 
 
 def _run(*values: Any) -> tuple[Tensor, Tensor]:
@@ -95,7 +94,7 @@ def _run(*values: Any) -> tuple[Tensor, Tensor]:
 
 def _fake(*values: Any) -> tuple[Tensor, Tensor]:
     """What the operators return, by shapes and dtypes alone; where all numbers are known they are checked."""
-    arrays, options = _read(values)
+    arrays, options, _ = _read(values)
     q = arrays["q"]
     if not any(isinstance(n, SYMBOLS) for n in (*_flat(options), *(n for x in arrays.values() for n in x.shape))):
         cached.check(TORCH, arrays, [TORCH.signature(x) for x in arrays.values()], options)

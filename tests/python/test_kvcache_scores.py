@@ -184,7 +184,7 @@ def test_torch_compiles_it_whole(append: bool, rng: np.random.Generator) -> None
         torch.testing.assert_close(found, expected)
     op = cupyflash.torch.cached.APPEND_OP if append else cupyflash.torch.cached.READ_OP
     values = [given.get(row.name) for row in cupyflash.torch.cached._INPUTS]
-    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False, ""))
+    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False, "", None))
     given["bias"].requires_grad_()
     with pytest.raises(UnsupportedError, match="bias: expected a tensor without requires_grad"):
         attention_with_cache(**given)

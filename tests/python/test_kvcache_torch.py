@@ -71,12 +71,33 @@ def test_one_program_for_all_lengths(rng: np.random.Generator) -> None:
     assert len(programs) == 1
 
 
-def test_one_length_inside_compile(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("append", [False, True])
+def test_one_length_inside_compile(append: bool, rng: np.random.Generator) -> None:
+    """It goes to the operator as a number; one program for all that come after the first."""
     x = tensors(rng)
+    x = x if append else without_new(x)
     del x["cache_seqlens"]
-    step = torch.compile(lambda n: attention_with_cache(**x, cache_seqlens=n), backend="eager", fullgraph=True)
-    for n in (3, 4, 9):
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph.graph)
+        return graph
+
+    step = torch.compile(lambda n: attention_with_cache(**x, cache_seqlens=n), backend=backend, fullgraph=True)
+    for n in (3, 4, 9, 7):
         torch.testing.assert_close(step(n), attention_with_cache(**x, cache_seqlens=n))
+    assert len(graphs) <= 2
+    assert not [node for graph in graphs for node in graph.nodes if "full" in node.name]
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_the_operators_take_one_length(append: bool, rng: np.random.Generator) -> None:
+    x = tensors(rng)
+    x = x if append else without_new(x)
+    del x["cache_seqlens"]
+    op = cupyflash.torch.cached.APPEND_OP if append else cupyflash.torch.cached.READ_OP
+    values = [x.get(row.name) for row in cupyflash.torch.cached._INPUTS]
+    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False, "", 5))
 
 
 @pytest.mark.parametrize("append", [False, True])
@@ -86,7 +107,7 @@ def test_the_operators_are_what_they_say(append: bool, rng: np.random.Generator)
     op = cupyflash.torch.cached.APPEND_OP if append else cupyflash.torch.cached.READ_OP
     given = x if append else without_new(x)
     values = [given.get(row.name) for row in cupyflash.torch.cached._INPUTS]
-    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False, ""))
+    torch.library.opcheck(op, (*values, True, None, None, None, None, False, None, False, "", None))
 
 
 def test_export(rng: np.random.Generator) -> None:
