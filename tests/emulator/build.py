@@ -181,16 +181,14 @@ class Unit:
         return dict(sorted(found.items()))
 
     @property
-    def is_slow(self) -> bool:
-        """Whether it runs for so long that g++ should optimise it."""
-        return "using Element = Fp32;" in self.source
+    def flags(self) -> list[str]:
+        return flags_of_kernels(self.twin_arch, slow="using Element = Fp32;" in self.source)
 
     @functools.cached_property
     def library(self) -> Path:
         """Where its shared library is, or will be: headers that it does not include make no difference."""
         text = _COMMENT.sub("", self.source)  # a variant's first line is the digest of all headers
-        headers = _digest_of(tuple(self.included.items()))
-        key = digest(text, headers, flags_of_kernels(self.twin_arch, self.is_slow), tuple(self.symbols))
+        key = digest(text, _digest_of(tuple(self.included.items())), self.flags, tuple(self.symbols))
         return build_folder() / f"{self.symbols[0]}-{key}.so"
 
     @property
@@ -211,7 +209,7 @@ def build(units: Iterable[Unit]) -> None:
     alike: dict[tuple[object, ...], list[Unit]] = {}
     named: Counter[tuple[object, ...]] = Counter()
     for unit in {unit.library: unit for unit in units if not unit.library.exists()}.values():
-        common = unit.shared, unit.twin_arch, unit.is_slow, frozenset(unit.headers.items())
+        common = unit.shared, *unit.flags, frozenset(unit.headers.items())
         named[name := (*unit.symbols, *common)] += 1  # one of a name in a library
         alike.setdefault((*common, named[name]), []).append(unit)
     for some in alike.values():
@@ -229,17 +227,15 @@ def _compile_as_one(units: Sequence[Unit]) -> None:
     includes = dict.fromkeys(line[0] for unit in units for line in _INCLUDE.finditer(unit.source))
     each = (f"namespace of_{i} {{\n{unit.own}}}\n" for i, unit in enumerate(units))
     source = "".join((*includes, units[0].shared, *each))
-    out = units[0].library
     file = folder / f"{units[0].symbols[0]}-{digest(source)}.cpp"
     _publish(file, source)
-    flags = flags_of_kernels(units[0].twin_arch, units[0].is_slow)
-    options = [*flags, *(f"-include{TWIN / name}" for name in _TWINS), "-Ikernels_cu"]
+    options = [*units[0].flags, *(f"-include{TWIN / name}" for name in _TWINS), "-Ikernels_cu"]
     with tempfile.TemporaryDirectory() as scratch:  # in two steps: linking with -fsanitize=thread would pull in libtsan
         unit_object = Path(scratch) / "unit.o"
         _compile([*options, "-c", file.name], unit_object, cwd=folder)
-        _compile([*LINK, str(unit_object), "-lm", "-lc"], out)
+        _compile([*LINK, str(unit_object), "-lm", "-lc"], units[0].library)
     for unit in units[1:]:
-        _link(out, unit.library)
+        _link(units[0].library, unit.library)
 
 
 def _link(out: Path, name: Path) -> None:

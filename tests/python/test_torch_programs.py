@@ -19,7 +19,7 @@ inductor = pytest.importorskip("cupyflash.torch.inductor")
 programs = pytest.importorskip("cupyflash.torch.programs")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own modules
 compiles = pytest.mark.needs("torch>=2.11", "g++")
-NO_OPTIONS = False, None, None, None, "bshd", False, None, 0.0, ""
+NO_OPTIONS = False, None, None, None, "bshd", False, None, 0.0, "", False
 
 
 @pytest.fixture
