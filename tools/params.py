@@ -93,13 +93,8 @@ def headers(forward: Pass = FORWARD, backward: Pass = BACKWARD) -> dict[str, str
     return {
         "attention/params.cuh": "\n".join([start, *plain, "#endif  // CUPYFLASH_PARAMS_CUH\n"]),
         "attention/params_sm90.cuh": start90 + "\n".join([*hopper, "#endif  // CUPYFLASH_PARAMS_SM90_CUH\n"]),
-        "any/params_ranges.cuh": ranges
-        + "\n".join(
-            [
-                hopper[0].splitlines()[0] + "\n",
-                text_of(key_ranges.KEY_RANGE),
-                "#endif  // CUPYFLASH_PARAMS_RANGES_CUH\n",
-            ]
+        "any/params_ranges.cuh": "\n".join(
+            [ranges, text_of(key_ranges.KEY_RANGE), "#endif  // CUPYFLASH_PARAMS_RANGES_CUH\n"]
         ),
         "decode/params_decode.cuh": decode
         + "\n".join([hopper[0], *map(text_of, params_decode.STRUCTS), "#endif  // CUPYFLASH_PARAMS_DECODE_CUH\n"]),

@@ -133,9 +133,7 @@ class Numpy:
         return x
 
 
-def _cupy_dtype(name: str) -> Any:
-    kind = _NUMPY_DTYPES[name]
-    return np.dtype(np.uint8) if kind is _E4M3 else kind  # CuPy has no other
+_CUPY_DTYPES = _NUMPY_DTYPES | {"float8_e4m3fn": np.dtype(np.uint8)}  # CuPy has no other
 
 
 class Cupy(Numpy):
@@ -165,7 +163,7 @@ class Cupy(Numpy):
         self, likes: Sequence[str], made: Sequence[tuple[Sequence[int], str]], arrays: Mapping[str, Any]
     ) -> Sequence[Any]:
         kinds = [(arrays[name].shape, arrays[name].dtype) for name in likes]
-        kinds += [(tuple(shape), _cupy_dtype(dtype)) for shape, dtype in made]
+        kinds += [(tuple(shape), _CUPY_DTYPES[dtype]) for shape, dtype in made]
         return sys.modules["cupy"], kinds, arrays["q"].device.id
 
     def make_like(self, forms: Sequence[Any], pointers: list[int]) -> list[Any]:
@@ -181,11 +179,7 @@ class Cupy(Numpy):
         return found
 
     def empty(self, shape: Sequence[int], dtype: str, like: Any) -> Any:
-        cupy, kind = sys.modules["cupy"], _cupy_dtype(dtype)
-        if cupy.cuda.runtime.getDevice() == like.device.id:
-            return cupy.empty(shape, kind)
-        with like.device:
-            return cupy.empty(shape, kind)
+        return self.make_like(self.forms((), [(shape, dtype)], {"q": like}), [])[0]
 
     def full(self, shape: Sequence[int], value: int, like: Any) -> Any:
         with like.device:

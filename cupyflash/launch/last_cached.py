@@ -3,7 +3,7 @@ generation looks like the one before."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,8 +25,7 @@ class _Call(Protocol):
     recent: bool
     problem: CacheProblem
     launch: CacheCall
-    like: tuple[str, ...]
-    made: Sequence[tuple[tuple[int, ...], str]]
+    forms: Forms
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,12 @@ class _Last:
 
     Attributes:
         is_alike: says whether tensors are like its own; None: nothing does yet.
-        forms: of what it makes.
         grows: whether caches may be of other lengths than its own (growing.py).
     """
 
     call: _Call
     device: int
     is_alike: IsAlike | None = None
-    forms: Forms | None = None
     grows: bool = False
 
 
@@ -76,7 +73,7 @@ def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, length
     if length is not None and room is None:
         check_length(last.call.problem, length)
     last.call.recent = True
-    made = TORCH.make_like(last.forms, pointers)
+    made = TORCH.make_like(last.call.forms, pointers)
     launch(pointers, TORCH.stream(last.device), length, room)
     return made[0], made[1]
 
@@ -93,7 +90,7 @@ def remember(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, cal
     elif (grows or before.is_alike is None) and are_plain(arrays):
         is_alike = TORCH.comparison(arrays.values(), *(_free(arrays) if grows else ()))
         if is_alike is not None:
-            keep(lasts, kind, _Last(call, device, is_alike, TORCH.forms(call.like, call.made, arrays), grows))
+            keep(lasts, kind, _Last(call, device, is_alike, grows))
 
 
 def _has_grown(before: _Call, call: _Call) -> bool:

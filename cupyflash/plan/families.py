@@ -92,13 +92,6 @@ def check_supported(call: Problem | Spec, device: Device) -> None:
     check_dtype(call.dtype, device, "q, k and v")
 
 
-def is_taken(problem: Problem, device: Device, *, backward: bool) -> bool:
-    """Whether this device has kernels for a problem, whoever asks for none in particular."""
-    spec = Spec.of(problem, backward=backward)
-    takes = (family.why_not(spec, device) is None for family in FAMILIES.values())
-    return problem.dtype in device.dtypes and any(takes)
-
-
 def _check_order(spec: Spec) -> None:
     """Refuse sums in no order where the order must always be the same."""
     if spec.deterministic and spec.dmods:
@@ -128,6 +121,20 @@ def choose(spec: Spec, device: Device) -> tuple[Family, dict[str, str]]:
     raise UnsupportedError(
         f"CUPYFLASH_FAMILY={spec.family}: {reasons[spec.family]}; unset it to let the library choose"
     )
+
+
+def is_taken(problem: Problem, device: Device, *, backward: bool) -> bool:
+    """Whether this device has kernels for a problem, if nobody asks for a family.
+
+    Raises:
+        UnsupportedError: it has none at all.
+    """
+    check_device(device)
+    try:
+        choose(Spec.of(problem, backward=backward), device)
+    except UnsupportedError:
+        return False
+    return True
 
 
 def kernels_of(spec: Spec, device: Device) -> Kernels:

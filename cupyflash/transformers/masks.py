@@ -14,7 +14,7 @@ from transformers import masking_utils
 
 from . import holes, launched, packing
 from .patterns import pattern_of
-from .ranges import as_bias, as_range_mask
+from .ranges import Counting, as_bias, as_range_mask
 
 
 def mask(
@@ -68,11 +68,12 @@ def mask(
         return None
     padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
     window = (pattern.left, pattern.right) if q_length == 1 else (None, None)  # of several the kernels know it
-    ranges = launched.ranges(batch_size, first, used, window, padding, device)
+    asked = Counting(batch_size, first, used, window, padding)
+    ranges = launched.ranges(asked, device)
     if ranges is None:
         if padding is not None and holes.found_in(padding):
             return in_full()
-        ranges = _ranges(batch_size, first, used, window, padding, device)
+        ranges = _ranges(asked, device)
     return as_range_mask(ranges, q_length > 1 and pattern.right == 0, used if q_length > 1 else 1)
 
 
@@ -100,16 +101,9 @@ def _place(q_offset: int | Tensor, kv_offset: int | Tensor, q_length: int) -> in
     return first
 
 
-def _ranges(
-    batch: int,
-    first: int | Tensor,
-    used: int,
-    window: tuple[int | None, int | None],
-    padding: Tensor | None,
-    device: Any,
-) -> Tensor:
-    """(batch, 2): of the first `used` keys those that are no padding, and of them those in the window of one query,
-    which stands at the place `first`."""
+def _ranges(asked: Counting, device: Any) -> Tensor:
+    """(batch, 2), by torch's operations."""
+    batch, first, used, (left, right), padding = asked
     if padding is None:
         start = torch.zeros(batch, dtype=torch.int32, device=device)
         end = start + used
@@ -119,7 +113,6 @@ def _ranges(
         if used < padding.shape[1]:
             end = end.clamp(max=used)
             start = torch.minimum(start, end)
-    left, right = window
     if left is not None:
         start = start.clamp(min=_number(first - left))
     if right is not None and not (isinstance(first, int) and first + right + 1 >= used):

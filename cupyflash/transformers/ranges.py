@@ -9,10 +9,25 @@ hands on untouched what has four.
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+
+
+class Counting(NamedTuple):
+    """Which keys of a batch of sequences count: of the first `used` those that are no padding, and of them those in the
+    window of one query, left and right of the place `first`; of several queries both sides are None.
+
+    Attributes:
+        padding: (batch, keys) of bool, False where a key is padding; None: there is none.
+    """
+
+    batch: int
+    first: int | Tensor
+    used: int
+    window: tuple[int | None, int | None]
+    padding: Tensor | None
 
 
 def as_range_mask(ranges: Tensor, causal: bool, used: int) -> Tensor:

@@ -28,7 +28,7 @@ struct KeysFound {
 // A thread's share of a row of the mask.
 template <int kThreads>
 __device__ __forceinline__ KeysFound keys_found(const unsigned char *shown, int keys) {
-    constexpr int kAhead = 4;
+    constexpr int kAhead = 4;  // keys of a thread that are on their way
     KeysFound found;
     #pragma unroll 1
     for (int j0 = ptx::thread_index(); j0 < keys; j0 += kAhead * kThreads) {

@@ -2,7 +2,6 @@
 // `python -m tools.params`; the generated entry unit asserts the sizes.
 #ifndef CUPYFLASH_PARAMS_RANGES_CUH
 #define CUPYFLASH_PARAMS_RANGES_CUH
-#include "attention/params.cuh"
 
 struct KeyRangeParams {
     const void *shown;          // [batch, keys], a byte each: 0 is padding; null: nothing is

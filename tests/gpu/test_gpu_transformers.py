@@ -228,7 +228,7 @@ def test_ranges_by_one_launch_are_those_of_torch() -> None:
     import torch
     from transformers import masking_utils
 
-    from cupyflash.transformers import launched, masks
+    from cupyflash.transformers import launched, masks, ranges
 
     rng = torch.Generator().manual_seed(0)
     window = masking_utils.sliding_window_causal_mask_function(40)
@@ -255,10 +255,11 @@ def test_ranges_by_one_launch_are_those_of_torch() -> None:
         if of_cpu is not None:
             torch.testing.assert_close(of_gpu.cpu(), of_cpu, rtol=0, atol=0)
     assert launched.key_ranges._on  # they were made by it
-    on_host = torch.tensor([5]), torch.ones(3, 9, dtype=torch.bool)
-    assert launched.ranges(3, on_host[0], 9, (None, 0), None, "cuda") is None  # whose address is no GPU's
-    assert launched.ranges(3, 5, 9, (None, None), on_host[1], "cuda") is None
-    assert launched.ranges(3, 5, 9, (None, 0), on_host[1].cuda(), "cuda") is not None
+    on_host = torch.tensor([5]), torch.ones(3, 9, dtype=torch.bool)  # whose addresses are no GPU's
+    counting = ranges.Counting(3, 5, 9, (None, 0), on_host[1])
+    assert launched.ranges(counting._replace(first=on_host[0], padding=None), "cuda") is None
+    assert launched.ranges(counting._replace(window=(None, None)), "cuda") is None
+    assert launched.ranges(counting._replace(padding=on_host[1].cuda()), "cuda") is not None
 
 
 def test_a_replayed_mask_with_holes_is_found() -> None:
