@@ -92,9 +92,9 @@ class Rounding:
         self.u = MARGIN * UNIT_ROUNDOFF[dtype]  # of a result
         self.inner = self.u if half else 0.0  # of P and dS
         self.e = MARGIN * UNIT_ROUNDOFF["fp64" if dtype == "fp64" else "fp32"]
-        flushed = 0.0 if dtype == "fp64" else 2.0**-126  # fp32 below this may count as 0
-        self.tiny = max(float(LIMITS[dtype].smallest_subnormal), flushed)
-        self.lost = 2.0**-25 if dtype == "fp16" else flushed  # of P and dS
+        self.flushed = 0.0 if dtype == "fp64" else 2.0**-126  # fp32 below this may count as 0
+        self.tiny = max(float(LIMITS[dtype].smallest_subnormal), self.flushed)
+        self.lost = 2.0**-25 if dtype == "fp16" else self.flushed  # of P and dS
 
     def sum(self, n: Any) -> Any:
         return self.e * (16 + n / 4)
@@ -409,7 +409,7 @@ def _of_sink(head: Head, delta: Array, d_delta: Array, r: Rounding, n_queries: f
     """What one head of q gives to dsink, and its bound."""
     P = np.exp(head.sink - head.lse)
     rho = np.expm1(np.minimum(head.d_sink + 4 * r.e * np.abs(head.lse) + head.dlse, 100)) + n_queries
-    return -(P * delta).sum(), (P * (d_delta + rho * np.abs(delta))).sum()
+    return -(P * delta).sum(), (P * d_delta + (rho * P + r.flushed) * np.abs(delta)).sum()
 
 
 def judge(name: str, got: Array, expected: Bounded, dtype: str) -> str:

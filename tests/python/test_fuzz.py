@@ -54,6 +54,12 @@ def test_bounds_have_room_for(line: str) -> None:
     assert not run.check(Spec.parse(line), "cpu")
 
 
+@pytest.mark.needs("g++")
+def test_bounds_have_room_for_weights_below_fp32() -> None:
+    """A sink's weight of less than 2^-126 may count as 0 in kernels of 16 bits, whatever it is multiplied by."""
+    assert not run.check(Spec.parse("d=96 sq=1 sk=1 heads=2 sink=1 values=cliff seed=737672"), "emulator")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", range(4))
 def test_gpu(number: int) -> None:
