@@ -38,6 +38,8 @@ struct FwdGroup {
     static constexpr bool kAsksEarly = added_kind<V>() == kBiasOrMask && kWidest<V> <= 128 &&
                                        (!V::kMask || (V::kInterleavesKeys && kWidest<V> <= 64)) &&
                                        !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
+    // Whether that comes before a block's P is begun, as written: narrow heads wait for it, in wide ones P hides more.
+    static constexpr bool kAsksFirst = kAsksEarly && kWidest<V> <= 64;
 
     static constexpr int kSoon = 12;  // key blocks
 
@@ -283,11 +285,26 @@ struct FwdGroup {
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
+            if constexpr (kAsksFirst && !kCareful) {
+                // The compiler moves powers of two up to where their operands are ready, and waits up as far as it can. A shuffle
+                // of m keeps the first behind what was asked for, a branch the second behind P.
+                #pragma unroll
+                for (float &m : softmax.m) m = ptx::shfl_index(m, fresh_lane());
+                good = softmax.exponentiate_optimistically(S);  // @hope-checked-first
+                if (good) {
+                    ptx::wgmma_wait_group<0>();  // @pv-complete-first
+                    arrived(O);
+                    release_v(before);  // @v-released-first
+                    P.from(S);
+                    Dropout<V>::drop(P, kept);
+                    return release_k(ring);
+                }
+            }
             ptx::wgmma_wait_group<0>();  // @pv-complete
             arrived(O);
             release_v(before);  // @v-released
             const bool hopes = !kCareful && (!kHopes || ((hopeful || !V::kBias) && softmax.has_maxima()));
-            if (hopes) good = softmax.exponentiate_optimistically(S);  // @hope-checked
+            if (hopes && !kAsksFirst) good = softmax.exponentiate_optimistically(S);  // @hope-checked
             else if (kHopes) softmax.step(S, O);
             P.from(S);
             Dropout<V>::drop(P, kept);

@@ -71,6 +71,7 @@ CASES = {
     "chunks-alibi": Case(
         "bias-chunks-alibi", "full", 75, 264, 128, 2, 2, bias="bhqk", softcap=2.0, alibi=1, sink=True, window=(70, 30)
     ),
+    "chunks-climbing": Case("bias-chunks-climbing", "full", 75, 328, 64, 1, 2, 2, bias="hqk", values="growing_maxima"),
     "chunks-far": Case("bias-chunks-far", "full", 75, 328, 64, 1, 2, 2, bias="hqk far"),
     "chunks-nan-hidden": Case("bias-chunks-nan-hidden", "full", 70, 200, 128, 2, 2, 1, bias="qk hides"),
     "packed-mask": _packed("packed-mask", "bqk bool", dlse=True),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .markers import change, without
+from .markers import change, postpone, without
 from .mutants import Bug
 
 _HIDDEN = "!place(head, query, key).hides()"
@@ -37,6 +37,9 @@ FORWARD_BIAS = (
     Bug("interleaved keys: used before all four copies are here", change("bytes-of-the-interleaved-tile", "kBytes", "kBytes / 4"), "chunks", r"RACE|bytes|phase", "sm_90"),
     Bug("bias: eight keys behind the last query read", change("run-of-bias-that-exists", "i >= queries || j >= keys", "j >= keys"), "chunks", r"buffer", "sm_90"),
     Bug("bias: eight keys behind the last key read", change("run-of-bias-that-exists", "i >= queries || j >= keys", "i >= queries"), "chunks-wide", r"buffer", "sm_90"),
+    Bug("bias: optimism never disappointed", change("hope-checked-first", "good =", ""), "chunks-climbing", "", "sm_90"),
+    Bug("bias: V released before its wgmma is complete", postpone("pv-complete-first", behind="v-released-first"), "chunks", r"RACE, write after read", "sm_90"),
+    Bug("bias: P changed while wgmma reads it", without("pv-complete-first"), "chunks", r"the A registers of lane \d+ changed", "sm_90"),
     Bug("bias: lse of a row without keys repaired, without its sink", change("lse-repaired", "first < end", "true"), "no-keys"),
     Bug("bias: lse of a row with a hidden NaN left NaN", without("lse-repaired"), "nan-hidden"),
     Bug("bias: O repaired with the factor before the maximum", change("factor-behind-the-maximum", "largest_or_zero(first, end, value)", "0.f"), "masks-inf"),
