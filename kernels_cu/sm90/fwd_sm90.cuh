@@ -39,7 +39,7 @@ struct FwdGroup {
                                        (!V::kMask || (V::kInterleavesKeys && kWidest<V> <= 64)) &&
                                        !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
     // Whether that comes before a block's P is begun, as written: narrow heads wait for it, in wide ones P hides more.
-    static constexpr bool kAsksFirst = kAsksEarly && kWidest<V> <= 64;
+    static constexpr bool kAsksFirst = kAsksEarly && V::kInterleavesKeys && !V::kMask && kWidest<V> <= 64;
 
     static constexpr int kSoon = 12;  // key blocks
 
