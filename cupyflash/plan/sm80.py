@@ -12,7 +12,7 @@ from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, Slope
 from .learned import learned
 from .lists import lists_before
 from .params import BWD_PARAMS, FWD_PARAMS
-from .spec import Spec
+from .spec import CHUNKS, Spec
 from .splits import forward_kernels
 from .tiles_sm80 import BackwardTile, ForwardTile, WideTile, fits
 from .variant import Variant
@@ -180,7 +180,14 @@ class Sm80(Family):
         if spec.bias and not spec.paired_bias:
             tile = replace(tile, q_in_regs=False)
         is_wide = tile.warps != 8 or tile.block_n == 48 or (spec.crowded and d > 128)
-        return replace(tile, block_n=32) if is_full and is_wide else tile
+        tile = replace(tile, block_n=32) if is_full and is_wide else tile
+        if (
+            spec.paired_bias == CHUNKS
+            and d <= 128
+            and not (spec.crowded or spec.packed or spec.paged or tile.block_n % 32)
+        ):
+            tile = replace(tile, interleaves_keys=True)
+        return tile
 
     def wide_tile(self, spec: Spec, device: Device) -> WideTile | None:
         """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. Registers are left neither for a bias (or

@@ -14,7 +14,8 @@ class ForwardTile:
     """A block computes `block_m` queries against key blocks of `block_n`, through a ring of `stages` K and V tiles.
 
     `split_d` warps, 1 or 2, share the same rows: each forms the scores of its part of the keys, and its part of the
-    columns of O.
+    columns of O. `interleaves_keys`: the keys of a tile lie in an order in which a lane has eight neighbours
+    (key_order.cuh).
     """
 
     block_m: int
@@ -24,6 +25,7 @@ class ForwardTile:
     blocks_per_sm: int  # launch bound: caps the registers
     q_in_regs: bool = False
     split_d: int = 1
+    interleaves_keys: bool = False
 
     @property
     def name(self) -> str:

@@ -31,6 +31,9 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     constexpr int kRows = M / (V::kWarps / kSplitD), kKeys = N / kSplitD, kCols = kDimV / kSplitD;
     static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 8 == 0 && kStages >= 2);
 
+    using Keys = typename Either<V::kInterleavesKeys, InterleavedKeys<N>, KeysInOrder>::Type;  // of S's columns
+    static_assert(!V::kInterleavesKeys || (kSplitD == 1 && ptx::kHasAsyncCopies && !V::kDropout && !V::kBlockMask));
+
     // Which tile.
     const Problem &problem = p.problem;
     const int part = part_number<V>(p, ptx::block_index());
@@ -102,8 +105,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
                 load_pages_async<kThreads, kColumns, V>(to, p, kAhead % 2 ? p.v : p.k, stride, sequence, head_k, row,
                                                         sequence.seqlen_k);
             else
-                to.template load_async<kThreads, kColumns, V::kUnaligned>(kAhead % 2 ? v : k, stride.row, row,
-                                                                          sequence.seqlen_k);
+                to.template load_async<kThreads, kColumns, V::kUnaligned, Keys>(kAhead % 2 ? v : k, stride.row, row,
+                                                                                sequence.seqlen_k);
         }
         ptx::cp_async_commit_group();  // @one-group-a-tile
     };
@@ -117,6 +120,12 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     Softmax softmax(score.log2_factor, shared);
     FragA<T, kRows, V::kQInRegs ? D : 16> rQ;
 
+    // What is added to interleaved keys' scores, read while they are computed.
+    const auto fetch = [&](int query, int key) {
+        if constexpr (V::kInterleavesKeys) return head_places.template fetch<true, kRows, kKeys, Keys>(query, key);
+        else return NotFetched{};
+    };
+
     // One key block. kMasked is false for blocks that every row sees in full: the element test is then compiled out.
     const auto step = [&](int i, auto masked) __attribute__((always_inline)) {
         constexpr bool kMasked = decltype(masked)::value;
@@ -127,7 +136,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         if constexpr (kHolds) sK(i).template put<kThreads>(held);  // @k-held
         next_tile_landed();              // K_j is here, and every warp is done with V_{j-1} @k-landed-held
         request(i, Int<kStages - 1>{});  // @slot-of-v-free
-        AccTile<kRows, kKeys> S;         // S = Q K^T
+        const auto fetched = fetch(q0 + mine.row0, k0);
+        AccTile<kRows, kKeys> S;  // S = Q K^T
         S.zero();
         if constexpr (V::kQInRegs) gemm_nt<T>(S, rQ, sK(i).rows(mine.key0));
         else if constexpr (V::kBias || sizeof(T) == 4)
@@ -135,13 +145,13 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         else gemm_nt<T>(S, SmemA<TileQ, kRows>(sQ, mine.row0), sK(i).rows(mine.key0));
         const int lane = fresh_lane();
         const Mask<V> from_here =
-            mask_of(sequence).from(ptx::opaque(tile.block) * M + mine.row0 + lane / 4, k0 + 2 * (lane % 4));
-        const auto places = head_places.template from_lane<true>(q0 + mine.row0, k0);
+            mask_of(sequence).from(ptx::opaque(tile.block) * M + mine.row0 + lane / 4, k0 + Keys::of_lane(lane));
+        const auto places = head_places.template from_lane<true, Keys>(q0 + mine.row0, k0, fetched);
         using Seen = SeenBits<V, kRows, kKeys, true, V::kBlockMask && kMasked>;
         const Seen seen(p, sequence.index, tile.head, q0 + mine.row0, k0);
         S.for_each([&](int row, int col, float &s) {
-            s = score.value_or_nan(s, places(row, col));
-            if constexpr (kMasked) s = from_here.row_sees(row, col) ? s : -ptx::infinity();
+            s = score.value_or_nan(s, places(row, Keys::of_column(col)));
+            if constexpr (kMasked) s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
             if constexpr (V::kBlockMask && kMasked) s = seen(row, col) ? s : -ptx::infinity();
         });
         softmax.step(S, O);  // P = exp(S - m); O follows m

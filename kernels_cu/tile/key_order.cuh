@@ -9,6 +9,7 @@ struct KeysInOrder {
 
     __device__ static int of_lane(int lane) { return 2 * (lane % 4); }
     __device__ static int of_column(int col) { return col; }
+    __device__ static int row_of(int key) { return key; }
 };
 
 // Of N columns, column i N / 4 + 2 T + e is key 8 T + 2 i + e, where i < 4 and e < 2: a lane holds eight neighbours of every 32
@@ -22,6 +23,8 @@ struct InterleavedKeys {
     __device__ static int of_lane(int lane) { return 8 * (lane % 4); }  // @first-of-eight-keys
     // @key-of-an-interleaved-column
     __device__ static int of_column(int col) { return col % (N / 4) / 8 * 32 + col / (N / 4) * 2 + col % 8; }
+    // Where a key of a block lies in a tile of K or V. @row-of-an-interleaved-key
+    __device__ static int row_of(int key) { return key % 8 / 2 * (N / 4) + key / 8 * 2 + key % 2; }
 };
 
 #endif  // CUPYFLASH_KEY_ORDER_CUH

@@ -2,6 +2,7 @@
 #ifndef CUPYFLASH_TILE_CUH
 #define CUPYFLASH_TILE_CUH
 #include "tile/element.cuh"
+#include "tile/key_order.cuh"
 #include "tile/sizes.cuh"
 
 __device__ __forceinline__ int lane() { return ptx::thread_index() % 32; }
@@ -41,7 +42,8 @@ struct SmemTile {
     // Copies rows [row0, row0 + kRows) of src, [n_rows, kValidCols] with kValidCols a multiple of 8; whatever lies
     // outside becomes zero. Asynchronous (commit and wait outside) unless kUnaligned, the path for rows that are not
     // 16-byte aligned.
-    template <int kThreads, int kValidCols, bool kUnaligned>
+    // Keys: in which order rows lie here (key_order.cuh).
+    template <int kThreads, int kValidCols, bool kUnaligned, class Keys = KeysInOrder>
     __device__ void load_async(const T *src, long long stride, int row0, int n_rows) const {
         constexpr int kLanesPerRow = next_power_of_two(kChunks), kRowsPerPass = kThreads / kLanesPerRow;
         const ptx::u32 thread = fresh_thread();
@@ -56,9 +58,10 @@ struct SmemTile {
             const bool valid = row0 + row < n_rows && (kValidCols == kCols || kPer * chunk < kValidCols);
             if constexpr (kUnaligned) {
                 // @rows-that-exist-unaligned
-                ptx::st_shared_v4_b32(at(row, kPer * chunk), valid ? load_chunk<true>(from) : ptx::U128{});
+                ptx::st_shared_v4_b32(at(Keys::row_of(row), kPer * chunk),
+                                      valid ? load_chunk<true>(from) : ptx::U128{});
             } else {
-                ptx::cp_async_16(at(row, kPer * chunk), from, valid);  // @rows-that-exist
+                ptx::cp_async_16(at(Keys::row_of(row), kPer * chunk), from, valid);  // @rows-that-exist
             }
         }
     }

@@ -32,6 +32,7 @@ FORWARD_BIAS = (
     Bug("interleaved keys: of a lane those of keys in order", change("first-of-eight-keys", "8 * (lane % 4)", "2 * (lane % 4)"), "chunks", r"align", "sm_90"),
     Bug("interleaved keys: the pairs of eight in another order", change("key-of-an-interleaved-column", "col / (N / 4) * 2", "(3 - col / (N / 4)) * 2"), "chunks", "", "sm_90"),
     Bug("interleaved keys: those of a lane's columns in order", change("key-of-an-interleaved-column", "col % (N / 4) / 8 * 32 + col / (N / 4) * 2 + col % 8", "col"), "chunks-alibi", "", "sm_90"),
+    Bug("interleaved keys: rows of K and V in another order", change("row-of-an-interleaved-key", "key / 8 * 2", "(N / 8 - 1 - key / 8) * 2"), "chunks"),
     Bug("interleaved keys: the first two of eight brought four times", change("two-rows-of-every-eight", "2 * i", "0"), "chunks", "", "sm_90"),
     Bug("interleaved keys: eight rows further on a row", change("two-rows-of-every-eight", "row / 8", "row"), "chunks", "", "sm_90"),
     Bug("interleaved keys: used before all four copies are here", change("bytes-of-the-interleaved-tile", "kBytes", "kBytes / 4"), "chunks", r"RACE|bytes|phase", "sm_90"),
