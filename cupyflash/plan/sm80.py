@@ -12,7 +12,7 @@ from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, Slope
 from .learned import learned
 from .lists import lists_before
 from .params import BWD_PARAMS, FWD_PARAMS
-from .spec import CHUNKS, Spec
+from .spec import Spec
 from .splits import forward_kernels
 from .tiles_sm80 import BackwardTile, ForwardTile, WideTile, fits
 from .variant import Variant
@@ -181,13 +181,7 @@ class Sm80(Family):
             tile = replace(tile, q_in_regs=False)
         is_wide = tile.warps != 8 or tile.block_n == 48 or (spec.crowded and d > 128)
         tile = replace(tile, block_n=32) if is_full and is_wide else tile
-        if (
-            spec.paired_bias == CHUNKS
-            and d <= 128
-            and not (spec.crowded or spec.packed or spec.paged or tile.block_n % 32)
-        ):
-            tile = replace(tile, interleaves_keys=True)
-        return tile
+        return replace(tile, interleaves_keys=True) if spec.interleaves_keys(tile.block_n) else tile
 
     def wide_tile(self, spec: Spec, device: Device) -> WideTile | None:
         """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. Registers are left neither for a bias (or

@@ -164,10 +164,7 @@ class Sm90(Family):
             listed = _FORWARD_LISTED_TALL if spec.mask_tiles or spec.tall else _FORWARD_LISTED
             narrow = _FORWARD_LISTED_NARROW if spec.packed else listed
             tile = narrow if spec.widest <= 128 else _FORWARD_LISTED_WIDE
-        fits = spec.widest <= 128 and tile.block_n % 32 == 0  # wider ones spill with a window
-        if spec.paired_bias == CHUNKS and fits and not (spec.crowded or spec.packed):
-            tile = replace(tile, interleaves_keys=True)
-        return tile
+        return replace(tile, interleaves_keys=True) if spec.interleaves_keys(tile.block_n) else tile
 
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
         if not spec.backward:

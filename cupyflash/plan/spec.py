@@ -190,6 +190,12 @@ class Spec(NamedTuple):
         added = self.bias + self.masked_bias + self.bias_beside_mods
         return added + (self.block_mask > 0) + (self.dropout > 0) > 1
 
+    def interleaves_keys(self, block_n: int) -> bool:
+        """Whether blocks of so many keys lie in the order in which a lane of a forward has eight neighbours
+        (key_order.cuh). Wider heads would spill with a window."""
+        fits = self.widest <= 128 and block_n % 32 == 0
+        return self.paired_bias == CHUNKS and fits and not (self.crowded or self.packed or self.paged)
+
     @property
     def uneven(self) -> bool:
         """Whether tiles of work differ in length."""

@@ -14,7 +14,7 @@ struct KeysInOrder {
 
 // Of N columns, column i N / 4 + 2 T + e is key 8 T + 2 i + e, where i < 4 and e < 2: a lane holds eight neighbours of every 32
 // keys, T = 4 j + t, and reads what is added to their scores at once. The rows of K and V lie in this order
-// (SwizzledTile::load_interleaved), so that the products do not know of it.
+// (SwizzledTile::load_interleaved, SmemTile::load_async), so that the products do not know of it.
 template <int N>
 struct InterleavedKeys {
     static_assert(N % 32 == 0);

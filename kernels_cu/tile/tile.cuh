@@ -41,8 +41,7 @@ struct SmemTile {
 
     // Copies rows [row0, row0 + kRows) of src, [n_rows, kValidCols] with kValidCols a multiple of 8; whatever lies
     // outside becomes zero. Asynchronous (commit and wait outside) unless kUnaligned, the path for rows that are not
-    // 16-byte aligned.
-    // Keys: in which order rows lie here (key_order.cuh).
+    // 16-byte aligned. Keys: in which order rows lie here (key_order.cuh).
     template <int kThreads, int kValidCols, bool kUnaligned, class Keys = KeysInOrder>
     __device__ void load_async(const T *src, long long stride, int row0, int n_rows) const {
         constexpr int kLanesPerRow = next_power_of_two(kChunks), kRowsPerPass = kThreads / kLanesPerRow;
