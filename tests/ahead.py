@@ -1,5 +1,5 @@
 """Kernels of the next tests are compiled with those of the present one: a quarter of the time that the kernels of one
-test take goes into the start of g++ and into headers.
+test take goes into the start of the compiler and into headers.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def missing(name: str) -> str | None:
     if name == "gpu":
         return _missing_gpu()
     name, sign, version = re.fullmatch(r"(.*?)(?:(==|>=)(.*))?", name).groups()
-    found = shutil.which(name) if name == "g++" else importlib.util.find_spec(name)
+    found = shutil.which(name) if name.endswith("++") else importlib.util.find_spec(name)
     if not found or not sign:
         return None if found else f"{name} is not installed"
     installed, wanted = (tuple(map(int, x.split(".")[:2])) for x in (importlib.metadata.version(name), version))

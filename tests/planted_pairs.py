@@ -1,7 +1,7 @@
 """Plants the bugs of `planted/mutants_pairs.py`, one at a time: ``python -m tests.planted_pairs [--find] [NAME ...]``.
 
 Without options every bug must be caught by its case; with `--find` all fitting cases of the covering set are tried, for
-bugs without a case. Five minutes, most of them g++; `tests/kernels/test_planted_pairs.py` takes a sample.
+bugs without a case. Five minutes, most of them the compiler's; `tests/kernels/test_planted_pairs.py` takes a sample.
 """
 
 from __future__ import annotations

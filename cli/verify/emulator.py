@@ -1,4 +1,4 @@
-"""Without a GPU: the kernels themselves, compiled by g++ and run on the CPU under a race detector.
+"""Without a GPU: the kernels themselves, compiled for the CPU and run there under a race detector.
 
 Cases of the table, forward and backward, in each family of kernels, judged by the same rule as on a GPU.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from cupyflash import emulator
 from cupyflash.check import cases
 from cupyflash.check.accuracy import Comparison, Oracle
-from cupyflash.emulator import attention, build, launch
+from cupyflash.emulator import attention, build, compiler, launch
 from cupyflash.emulator.cases import can_use_tma
 from cupyflash.plan.variant import Variant
 
@@ -75,7 +75,8 @@ def missing() -> str | None:
         launch.runtime()
     except (build.BuildError, OSError) as e:
         first = next((line for line in str(e).splitlines() if "error" in line), str(e))
-        return f"g++ does not compile the emulator ({first}); it needs C++17 and the headers of the C++ library"
+        name = compiler.program()
+        return f"{name} does not compile the emulator ({first}); it needs C++17 and the headers of the C++ library"
     return None
 
 

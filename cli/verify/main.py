@@ -50,8 +50,8 @@ from .report import CASE_HEADER, CHECK_HEADER, Report, case_line, check_line, em
 @click.option("--framework", type=click.Choice(["numpy", "cupy", "torch", "jax"]), default=None,
               help="Whose arrays to use.  [default: cupy on a GPU, numpy without]")  # fmt: skip
 @click.option("--backend", type=click.Choice(run.BACKENDS), default="auto", show_default=True,
-              help="auto: a GPU where there is one; else the CPU path, the kernels in an emulator where there is g++, "
-              "and NVRTC compiles them without running them. cpu: the CPU path alone.")  # fmt: skip
+              help="auto: a GPU where there is one; else the CPU path, the kernels in an emulator where there is "
+              "clang++ or g++, and NVRTC compiles them without running them. cpu: the CPU path alone.")  # fmt: skip
 @click.option("--case", "name", metavar="NAME", default=None, help="One case or check alone.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs.")
 @click.option("--timeout", type=click.FloatRange(0), default=300, show_default=True, metavar="SECONDS",

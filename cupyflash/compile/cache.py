@@ -3,7 +3,7 @@
 <path>/<key>.*                          a kernel; key = digest of source, options, architecture and NVRTC build
 <path>/locks/<key>.lock                 held while one of N processes compiles
 <path>/precompiled/<arch>/<key>.*       the read-only layer for everybody (layer.py)
-<path>/emulator/                        what g++ compiled for the emulator of an installed cupyflash
+<path>/emulator/                        what was compiled for the emulator of an installed cupyflash
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Cache:
                     held.release()
 
     def emulator(self) -> Path | None:
-        """Where the emulator keeps what g++ compiled; None where nothing is kept.
+        """Where the emulator keeps what it compiled; None where nothing is kept.
 
         Raises:
             OSError: if there can be no such folder.

@@ -1,4 +1,4 @@
-"""Compiles the runtime and kernel units with g++; shared libraries are cached by the content of all that went in."""
+"""Compiles the runtime and kernel units; shared libraries are cached by the content of all that went in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from filelock import FileLock
 
 from cupyflash.compile import cache
 
-from .flags import LINK, flags_of_kernels, flags_of_runtime, flags_of_twins
+from . import compiler
 
 HERE = Path(__file__).resolve().parent
 RUNTIME, TWIN = HERE / "runtime", HERE / "twin"
@@ -35,24 +34,7 @@ _COMMENT = re.compile(r"^//.*\n", re.MULTILINE)
 
 
 class BuildError(RuntimeError):
-    """g++ refused a source; the message is its output."""
-
-
-def missing_compiler() -> str | None:
-    """Why the emulator cannot run here, with the way out, or None."""
-    if platform.system() != "Linux":
-        return "the emulator runs on Linux only"
-    if shutil.which("g++") is None:
-        return "the emulator needs g++ with C++17: apt-get install g++"
-    if platform.machine() in ("x86_64", "AMD64") and "avx2" not in Path("/proc/cpuinfo").read_text():
-        return "the emulator needs a CPU with AVX2, FMA and F16C"
-    return None
-
-
-@functools.cache
-def _compiler() -> str:
-    done = subprocess.run(["g++", "--version"], capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[0]
+    """The compiler refused a source; the message is its output."""
 
 
 @functools.cache
@@ -76,7 +58,7 @@ def build_folder() -> Path:
 
 
 def digest(*parts: object) -> str:
-    return hashlib.sha256(repr((_compiler(), *parts)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((compiler.version(), *parts)).encode()).hexdigest()[:16]
 
 
 _includes = functools.lru_cache(maxsize=1024)(_INCLUDE.findall)  # the headers that a text names
@@ -95,7 +77,7 @@ def _publish(path: Path, text: str) -> None:
 
 def _compile(command: Sequence[str], out: Path, cwd: Path | None = None) -> None:
     temporary = out.with_name(f"{out.name}.{os.getpid()}.{threading.get_ident()}")
-    done = subprocess.run(["g++", *command, "-o", str(temporary)], cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run([compiler.program(), *command, "-o", str(temporary)], cwd=cwd, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(done.stderr[:8000])
     os.replace(temporary, out)
@@ -128,7 +110,7 @@ def _remove_stale() -> None:
 
 def build_runtime() -> Path:
     """The emulator itself, with the twins' functions: one shared library, compiled once."""
-    flags, twins = flags_of_runtime(), flags_of_twins()
+    flags, twins = compiler.runtime_flags(), compiler.twin_flags()
     texts = [f.read_text() for folder in (RUNTIME, TWIN) for f in sorted(folder.glob("*.*"))]
     out = build_folder() / f"runtime-{digest(texts, flags, twins)}.so"
     with FileLock(f"{out}.lock"):  # one process of the test run builds
@@ -182,7 +164,7 @@ class Unit:
 
     @property
     def flags(self) -> list[str]:
-        return flags_of_kernels(self.twin_arch, slow="using Element = Fp32;" in self.source)
+        return compiler.kernel_flags(self.twin_arch)
 
     @functools.cached_property
     def library(self) -> Path:
@@ -205,7 +187,7 @@ class Unit:
 
 def build(units: Iterable[Unit]) -> None:
     """Makes the libraries that are missing of some units. Those that have the same headers and twins, and differ in
-    what is their own alone, are compiled as one, so that g++ reads the headers once."""
+    what is their own alone, are compiled as one, so that headers are read once."""
     alike: dict[tuple[object, ...], list[Unit]] = {}
     named: Counter[tuple[object, ...]] = Counter()
     for unit in {unit.library: unit for unit in units if not unit.library.exists()}.values():
@@ -223,7 +205,7 @@ def _compile_as_one(units: Sequence[Unit]) -> None:
     included = {name: text for unit in units for name, text in unit.included.items()}
     folder = build_folder() / f"headers-{digest(included)}"
     for name, text in included.items():
-        _publish(folder / "kernels_cu" / name, text)
+        _publish(folder / "kernels_cu" / name, compiler.readable(text))
     includes = dict.fromkeys(line[0] for unit in units for line in _INCLUDE.finditer(unit.source))
     each = (f"namespace of_{i} {{\n{unit.own}}}\n" for i, unit in enumerate(units))
     source = "".join((*includes, units[0].shared, *each))
@@ -233,7 +215,7 @@ def _compile_as_one(units: Sequence[Unit]) -> None:
     with tempfile.TemporaryDirectory() as scratch:  # in two steps: linking with -fsanitize=thread would pull in libtsan
         unit_object = Path(scratch) / "unit.o"
         _compile([*options, "-c", file.name], unit_object, cwd=folder)
-        _compile([*LINK, str(unit_object), "-lm", "-lc"], units[0].library)
+        _compile([*compiler.link_flags(), str(unit_object), "-lm", "-lc"], units[0].library)
     for unit in units[1:]:
         _link(units[0].library, unit.library)
 

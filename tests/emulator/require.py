@@ -1,4 +1,4 @@
-"""Skips a test module where there is no g++; in CI that is a failure."""
+"""Skips a test module where there is no C++ compiler; in CI that is a failure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from .build import missing_compiler
+from .compiler import missing_compiler
 
 
 def require_compiler() -> None:

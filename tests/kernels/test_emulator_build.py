@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.emulator import EmulatedKernel, Memory, build, launch
+from tests.emulator import EmulatedKernel, EmulatorError, Memory, build, compiler, launch
 from tests.emulator.require import require_compiler
 
 require_compiler()
@@ -38,7 +38,7 @@ def written(u: build.Unit) -> int:
 
 @pytest.fixture
 def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The sources that g++ gets, in an empty folder."""
+    """The sources that the compiler gets, in an empty folder."""
     sources, run = [], build._compile
 
     def recorded(command: Sequence[str], out: Path, cwd: Path | None = None) -> None:
@@ -50,6 +50,37 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(build, "build_folder", lambda: tmp_path)
     monkeypatch.setattr(build, "_compile", recorded)
     return sources
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.needs(name)) for name in ("clang++", "g++")])
+def by_each_compiler(request: pytest.FixtureRequest, compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiles kernels; the emulator is there already."""
+    monkeypatch.setattr(compiler, "program", lambda: request.param)
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("x[32] = 1", r"store at .*bytes \[128, 132\) of buffer 'x' are out of bounds"),
+        ("x[0] = x[32]", r"load at .*bytes \[128, 132\) of buffer 'x' are out of bounds"),
+        ("*(Four *)(x + 30) = *(Four *)x", r"store at .*address \S+ is not aligned to 16 bytes"),
+        ("*(Four *)(x + 32) = *(Four *)x", r"store at .*bytes \[128, 144\) of buffer 'x' are out of bounds"),
+        ("*(Four *)x = *(Four *)(x + 32)", r"load at .*bytes \[128, 144\) of buffer 'x' are out of bounds"),
+        ("*(Four *)(x + 32) = Four{}", r"store at .*bytes \[128, 144\) of buffer 'x' are out of bounds"),
+        ("x[0] = ptx::thread_index()", "RACE, write after write: buffer 'x'"),
+        ("*(Four *)x = Four{{ptx::thread_index()}}", "RACE, write after write: buffer 'x'"),
+    ],
+)
+@pytest.mark.usefixtures("by_each_compiler")
+def test_every_compiler_announces_what_is_read_and_written(statement: str, message: str) -> None:
+    source = (
+        f'#include "b.cuh"\nstruct alignas(16) Four {{ int x[4]; }};\nstruct Variant {{}};\n'
+        f'extern "C" __global__ void one(int *x) {{ {statement}; }}\n'
+    )
+    with Memory() as memory:
+        address, _ = memory.output("x", (32,), np.int32)
+        with pytest.raises(EmulatorError, match=message):
+            EmulatedKernel(source, HEADERS, "one")(1, 32, 0, [np.uint64(address)])
 
 
 def test_kernels_with_other_headers_are_compiled_alone(compiled: list[str]) -> None:

@@ -27,7 +27,7 @@ _CHOICE = re.compile(r"(?P<expression>\()emu_planted\((\d+)\) \? \(|if \(emu_pla
 
 
 def alive(text: str, number: int) -> str:
-    """What g++ would see if a bug of the shared text were all that stands there; without comments."""
+    """What the compiler would see if a bug of the shared text were all that stands there; without comments."""
     text, at = markers.without_comments(text), 0
     while match := _CHOICE.search(text, at):
         new = _inside(text, match.end())

@@ -123,7 +123,7 @@ def test_wheel(checkout: Path, tmp_path: Path) -> None:
 def test_an_installed_cupyflash_runs_the_kernels(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU; what g++ compiles goes to the cache folder, and nothing where the package lies. The emulator lies
+    """Without a GPU; what is compiled goes to the cache folder, and nothing where the package lies. The emulator lies
     there already: it takes the checkout's if all of its files are the same, as the digest in the name says."""
     site = unpack(build("wheel", checkout, tmp_path / "out"), tmp_path / "site")
     emulator = tmp_path / "cache" / "emulator"

@@ -13,7 +13,7 @@ from cupyflash import cli
 from cupyflash.check import cases
 from cupyflash.cli.verify import cached
 from cupyflash.cli.verify import emulator as verify_emulator
-from cupyflash.emulator import attention, build, launch
+from cupyflash.emulator import attention, build, compiler, launch
 from cupyflash.gpu.device import Device
 from cupyflash.plan.variant import kernel_sources
 from cupyflash.problem import DTYPES
@@ -81,13 +81,13 @@ def test_a_kernel_that_does_not_compile_is_found(verify: Verify, monkeypatch: py
 
 
 def test_without_a_compiler_only_the_cpu_path_is_verified(verify: Verify, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: None)
     document = verify(*ONE_CASE)
     assert document["ran"] == ["cpu"]
     assert document["emulator"] == []
     assert document["verdict"] == (
         "CPU PATH VERIFIED: 1 case and 0 checks on the CPU path; "
-        "no kernel ran (no GPU; the emulator needs g++ with C++17: apt-get install g++)"
+        "no kernel ran (no GPU; the emulator needs clang++ or g++ with C++17: apt-get install clang)"
     )
 
 

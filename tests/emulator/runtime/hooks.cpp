@@ -1,9 +1,10 @@
-// g++ -fsanitize=thread announces every plain load and store of the kernel by a call. These are our own definitions;
+// -fsanitize=thread announces every plain load and store of the kernel by a call. These are our own definitions;
 // libtsan is never linked. Kernels reach shared memory through ptx:: only, so what arrives here is global memory or the
 // thread's own stack.
 #include "global.h"
 
 #include <cstdint>
+#include <cstring>
 
 namespace emu {
 
@@ -55,6 +56,21 @@ ACCESS(8)
 ACCESS(16)
 HOOK(__tsan_read_range(void *p, size_t n), n, 1, false)
 HOOK(__tsan_write_range(void *p, size_t n), n, 1, true)
+// clang++ makes calls of copies and fills, by these names; before version 15 by those of the C library, which the link renames.
+// So large as one instruction's, they are taken for one.
+void *__tsan_memcpy(void *to, const void *from, size_t n) {
+    const void *pc = __builtin_return_address(0);
+    const uint32_t alignment = n == 4 || n == 8 || n == 16 ? n : 1;
+    if (!emu::is_let_pass(from, n, alignment, false)) emu::access(from, n, alignment, false, pc);
+    if (!emu::is_let_pass(to, n, alignment, true)) emu::access(to, n, alignment, true, pc);
+    return memcpy(to, from, n);
+}
+void *__tsan_memset(void *to, int x, size_t n) {
+    if (!emu::is_let_pass(to, n, 1, true)) emu::access(to, n, 1, true, __builtin_return_address(0));
+    return memset(to, x, n);
+}
+[[gnu::alias("__tsan_memcpy")]] void *__wrap_memcpy(void *, const void *, size_t);
+[[gnu::alias("__tsan_memset")]] void *__wrap_memset(void *, int, size_t);
 void __tsan_func_entry(void *) {}
 void __tsan_func_exit() {}
 void __tsan_init() {}

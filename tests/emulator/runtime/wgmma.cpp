@@ -100,13 +100,21 @@ static Row to_f32(Eight x, int type) {
     return y;
 }
 
+// The elements of the lower (upper) halves of a and b in turns.
+#ifdef __clang__
+static Eight low(Eight a, Eight b) { return __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+static Eight high(Eight a, Eight b) { return __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+#else
+static Eight low(Eight a, Eight b) { return __builtin_shuffle(a, b, Eight{0, 8, 1, 9, 2, 10, 3, 11}); }
+static Eight high(Eight a, Eight b) { return __builtin_shuffle(a, b, Eight{4, 12, 5, 13, 6, 14, 7, 15}); }
+#endif
+
 static void transpose(Eight (&x)[8]) {
-    constexpr Eight kLow = {0, 8, 1, 9, 2, 10, 3, 11}, kHigh = {4, 12, 5, 13, 6, 14, 7, 15};
     for (int round = 0; round < 3; ++round) {
         Eight y[8];
         for (int i = 0; i < 4; ++i) {
-            y[2 * i] = __builtin_shuffle(x[i], x[i + 4], kLow);
-            y[2 * i + 1] = __builtin_shuffle(x[i], x[i + 4], kHigh);
+            y[2 * i] = low(x[i], x[i + 4]);
+            y[2 * i + 1] = high(x[i], x[i + 4]);
         }
         memcpy(x, y, sizeof x);
     }
