@@ -17,7 +17,7 @@ from .options import Options, Window
 from .plan.decode import variants_over_cache
 from .plan.families import GPU_DTYPES, kernels_of, variants_of_calls
 from .plan.shipped_cache import usual
-from .plan.spec import CHUNKS, LEARNED, PAIRS, Spec
+from .plan.spec import CHUNKS, LEARNED, ONE_ROW, PAIRS, Spec
 from .plan.variant import Variant
 from .problem import Bias, check_head_dim, make_problem
 
@@ -156,7 +156,7 @@ def biases_of(dtype: str, has_bias: bool) -> tuple[tuple[Bias | None, int], ...]
         return ((None, 0),)
     numbers = dict.fromkeys((dtype, "fp32"))
     forms = *map(Bias, numbers), Bias("bool"), *(Bias(kind, masked=True) for kind in numbers)
-    return tuple((form, paired) for form in forms for paired in (CHUNKS, PAIRS, 0))
+    return tuple((form, paired) for form in forms for paired in (CHUNKS, PAIRS, ONE_ROW, 0))
 
 
 def _ordinals(devices: Any) -> tuple[int, ...]:

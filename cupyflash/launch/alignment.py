@@ -12,7 +12,7 @@ from ..arrays.adapters import Native
 from ..cache.arrays import BY_NAME
 from ..gpu import tensormap
 from ..operands import BACKWARD, Pass
-from ..plan.spec import CHUNKS, PAIRS
+from ..plan.spec import CHUNKS, ONE_ROW, PAIRS
 from .passes import Given, as_batch, score_steps
 
 Plain = tuple[Any, ...]  # a Signature, or the same as a plain tuple
@@ -61,7 +61,7 @@ class Access(NamedTuple):
         aligned: every row of the arrays with strides starts at a multiple of 16 bytes.
         tma: TMA can read those that some kernel reads by it.
         paired_bias: how neighbouring keys of a bias lie, and of a mask: PAIRS, two in an aligned pair; CHUNKS, eight in
-            four of them, of rows that queries have of their own; 0: neither, or there are none.
+            four of them; 0: neither, or there are none. With the bit ONE_ROW: side by side, and queries share them.
     """
 
     aligned: bool
@@ -72,8 +72,8 @@ class Access(NamedTuple):
 def access_of(given: Given, signatures: Sequence[Plain], aligned: Aligned) -> Access:
     """That of arrays; `signatures`: strides in elements, as `as_batch` gives them."""
     rows = _of_rows(given.by_tma(signatures), given.by_hand(signatures)) if aligned.rows else (False, False)
-    added = [signatures[i] for i in given.added]
-    return Access(*rows, min([aligned.bias, *(_pairs_of(x[0], x[1]) for x in added)]) if added else 0)
+    added = [(x[0], score_steps(x[0], x[1])) for x in (signatures[i] for i in given.added)]
+    return Access(*rows, _lie_of(added, aligned.bias) if added else 0)
 
 
 def known_of(given: Given, library: Native, arrays: Iterable[Any]) -> dict[str, Any]:
@@ -116,13 +116,16 @@ def _rows_aligned(signature: Plain, itemsize: int) -> bool:
     return all(s * itemsize % 16 == 0 for s, n in zip(strides[:-1], shape[:-1], strict=True) if n > 1)
 
 
-def _pairs_of(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How neighbouring keys of a bias lie where the array is aligned."""
-    *steps, key = score_steps(shape, strides)
+def _lie_of(added: Sequence[tuple[Sequence[int], Sequence[int]]], alignment: int) -> int:
+    """How neighbouring keys lie of arrays of these shapes and steps, which begin at multiples of as many bytes."""
+    rows, keys = ([steps[i] for _, steps in added] for i in (-2, -1))
 
     def in_units_of(n: int) -> bool:
-        return key == 1 and shape[-1] % n == 0 and not any(step % n for step in steps)
+        return all(shape[-1] % n == 0 and not any(step % n for step in steps[:-1]) for shape, steps in added)
 
-    if in_units_of(8) and steps[-1]:
+    if any(key != 1 for key in keys):
+        return 0
+    if alignment == CHUNKS and all(rows) and in_units_of(8):
         return CHUNKS
-    return PAIRS if in_units_of(2) else 0
+    found = PAIRS if alignment and in_units_of(2) else 0
+    return found if any(rows) else found | ONE_ROW

@@ -40,6 +40,7 @@ class Main(Variant):
     wide_bias: bool = False
     mask: bool = False
     paired_bias: bool = False
+    bias_of_keys: bool = False
     masked_bias: bool = False
     dropout: bool = False
     block_mask: bool = False

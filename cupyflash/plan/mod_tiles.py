@@ -11,6 +11,7 @@ from typing import NamedTuple
 from ..mods.description import read
 from ..mods.expression import PLACES
 from ..operand import MASK_TILE, TILE_WORDS
+from ..problem import Problem
 
 _FEW = 64 << 20  # bytes of bits that any call may have
 _WIDEST = 128  # head_dim up to which families have tiles for a score_mod beside a block mask
@@ -57,3 +58,9 @@ def fit(mods: str, lengths: tuple[int, ...], widths: tuple[int, int]) -> bool:
     bits = 4 * TILE_WORDS * math.prod(own_tiles(found.own, batch, heads_q, seqlen_q, seqlen_k))
     rows = batch * (seqlen_q * heads_q + seqlen_k * heads_k)
     return bits <= max(2 * rows * sum(widths), _FEW)
+
+
+def fit_in(problem: Problem) -> bool:
+    """The same of a problem's."""
+    lengths = problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k
+    return fit(problem.mods, lengths, (problem.head_dim, problem.head_dim_v))

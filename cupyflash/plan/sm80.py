@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from ..gpu.device import Device
 from . import tiles_fp32, turing
 from .family import Family
-from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile, round_up
+from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
 from .learned import learned
 from .lists import lists_before
 from .params import BWD_PARAMS, FWD_PARAMS
 from .spec import Spec
 from .splits import forward_kernels
-from .tiles_sm80 import BackwardTile, ForwardTile, WideTile, fits
+from .tiles_sm80 import BackwardTile, ForwardTile, WideTile, divides_dq, fits
 from .variant import Variant
 
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200, 2026-11-20
@@ -85,11 +85,20 @@ _FORWARD_BIAS: tuple[tuple[int, ForwardTile], ...] = (
     (256, ForwardTile(128, 64, 8, 2, 1)),
     (256, ForwardTile(64, 64, 4, 2, 1)),
 )
+# Of interleaved keys (up to 128), unless a bias of fp32 would spill, or a block be alone on a multiprocessor. Chosen by
+# time on an H200, also with less shared memory, at head_dim 64 and 128, 2026-11-27.
+_FORWARD_INTERLEAVED = (64, _FORWARD[0][1]), (128, _FORWARD[1][1])
 _BACKWARD_BIAS: tuple[tuple[int, BackwardTile], ...] = (
     # Eight warps divide dQ where it has a multiple of 32 columns.
     *((limit, BackwardTile(32, 128, 8, 2, 1) if limit % 32 == 0 else _BACKWARD[0][1]) for limit in (16, 32, 48, 64)),
     *((limit, tile) for limit, tile in _BACKWARD if limit > 128 or (limit == 128 and tile.block_n == 64)),
 )
+
+
+# Where it comes through shared memory, it takes no registers: the usual tiles. Beside what needs more, those above.
+# Chosen by time on an H200, also with less shared memory (tools.as_gpu), at head_dim 64 and 128, 2026-11-27.
+_BACKWARD_COPIED_BIAS = tuple((d, replace(tile, copies_bias=True)) for d, tile in _BACKWARD if d <= 128)
+_BACKWARD_COPIED_BIAS_NARROW = tuple((d, replace(tile, copies_bias=True)) for d, tile in _BACKWARD_BIAS if d <= 128)
 
 
 # Fewer columns a warp. What compiles without spills; not measured.
@@ -137,12 +146,6 @@ class BackwardWide(Backward):
     header, function = "bwd_wide_sm80", "bwd_wide"
 
 
-def _divides_dq(tile: BackwardTile, head_dim: int, dq_warps_m: int = 0) -> bool:
-    """Whether each warp's share of dQ has whole tiles of 8 columns; with so many warps along its rows, or with most."""
-    columns = round_up(head_dim, 16 * tile.split_d)
-    return columns % (8 * tile.warps // (dq_warps_m or tile.block_m // 16)) == 0
-
-
 class Sm80(Family):
     """Takes everything."""
 
@@ -168,7 +171,9 @@ class Sm80(Family):
             return tiles_fp32.forward_tile(spec, device)
         if device.is_tiny:
             return turing.forward_tile(spec, device)
-        table = _FORWARD_BIAS if spec.bias else _FORWARD_SMALL if device.is_small else _FORWARD
+        table = _FORWARD_BIAS if spec.holds_bias else _FORWARD_SMALL if device.is_small else _FORWARD
+        if spec.interleaves_keys(32) and not (device.is_small if d > 64 else spec.wide_bias):
+            table = _FORWARD_INTERLEAVED
         is_listed = spec.block_mask and (spec.crowded or (spec.packed and d > 64))
         if d <= 128 and (spec.dropout or is_listed):
             return _FORWARD_DROPOUT
@@ -177,7 +182,7 @@ class Sm80(Family):
         may_share = not (is_full or spec.dropout or spec.softcap or spec.head_dim_v)
         may_be_tall = not (is_full or spec.packed or (spec.kv_range and (spec.softcap or spec.scale_first)))
         tile = next(t for t in fitting if (t.split_d == 1 or may_share) and (t.block_m <= 128 or may_be_tall))
-        if spec.bias and not spec.paired_bias:
+        if spec.bias and not (spec.paired_bias or spec.bias_of_keys):
             tile = replace(tile, q_in_regs=False)
         is_wide = tile.warps != 8 or tile.block_n == 48 or (spec.crowded and d > 128)
         tile = replace(tile, block_n=32) if is_full and is_wide else tile
@@ -207,17 +212,19 @@ class Sm80(Family):
         if wide := self.wide_tile(spec, device):
             return wide
         d = spec.widest
-        table = _BACKWARD_BIAS if spec.bias else _BACKWARD_SMALL if device.is_small else _BACKWARD
+        table = _BACKWARD_BIAS if spec.holds_bias else _BACKWARD_SMALL if device.is_small else _BACKWARD
         if spec.dropout and device.capability >= (10, 0):  # where the usual tiles spill with it
             table = _BACKWARD_NARROW
         if spec.crowded:
             table = _BACKWARD_CROWDED
+        if spec.may_copy_bias and d <= 128:
+            table = _BACKWARD_COPIED_BIAS_NARROW if spec.dalibi or spec.softcap else _BACKWARD_COPIED_BIAS
         if device.is_tiny:
             table = turing.backward_tiles(spec)
-        tile = next(t for limit, t in table if d <= limit and fits(t, spec, device) and _divides_dq(t, spec.head_dim))
+        tile = next(t for limit, t in table if d <= limit and fits(t, spec, device) and divides_dq(t, spec.head_dim))
         if spec.packed and spec.block_mask and d > 192 and tile.dq_warps_m == 1:
             tile = replace(tile, dq_warps_m=2)  # else it spills
-        if not _divides_dq(tile, spec.head_dim, tile.dq_warps_m):
+        if not divides_dq(tile, spec.head_dim, tile.dq_warps_m):
             tile = replace(tile, dq_warps_m=tile.block_m // 16)
         if spec.causal and tile.split_d == 2 and tile.block_n == 128:  # 5 % slower unmasked, but spills with this one
             tile = replace(tile, dq_unroll=4)

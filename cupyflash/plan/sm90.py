@@ -12,7 +12,7 @@ from .kernels import Convert, ConvertTile, Delta, DeltaTile, Slopes, SlopesTile
 from .kernels_sm90 import BackwardDkvSm90, BackwardDqSm90, BackwardSm90, BiasGradientSm90, ForwardSm90
 from .learned import learned
 from .lists import lists_before
-from .spec import CHUNKS, NARROW, Spec
+from .spec import NARROW, Spec
 from .splits import forward_kernels
 from .tiles_sm90 import (
     HopperBackwardTile,
@@ -101,12 +101,6 @@ _SECTION_BYTES = 4 << 20, 16 << 20
 _TURNED_LIMIT, _TURNED_SM_COUNT = 1024, 64
 
 
-def _copies_bias(spec: Spec) -> bool:
-    """Whether a backward reads its bias through shared memory (bias_copies.cuh)."""
-    alone = not (spec.mask or spec.mods or spec.crowded)
-    return spec.paired_bias == CHUNKS and alone and not (spec.wide_bias or spec.packed)
-
-
 def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
     """Those that keep dQ's sum; crowded, heads beyond 64 are wide."""
     found: tuple[tuple[int, HopperBackwardTile], ...]
@@ -118,10 +112,10 @@ def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
         found = _BACKWARD_LISTED_NARROW if spec.packed or spec.crowded else _BACKWARD_LISTED
     elif spec.crowded:
         found = _BACKWARD_BIAS
-    elif _copies_bias(spec):
+    elif spec.may_copy_bias:
         fewer_keys = spec.dbias or spec.dalibi or spec.softcap
         found = _BACKWARD_COPIED_BIAS_NARROW if fewer_keys else _BACKWARD_COPIED_BIAS
-    elif spec.bias:
+    elif spec.holds_bias or spec.dbias:
         found = _BACKWARD_BIAS
     else:
         found = _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
@@ -156,7 +150,8 @@ class Sm90(Family):
 
     def forward_tile(self, spec: Spec, device: Device) -> HopperForwardTile:
         ahead = _FORWARD_BIAS_NARROW if spec.packed or spec.mod_shapes else _FORWARD_BIAS
-        added = ahead if spec.mods or (spec.paired_bias and not spec.wide_bias) else _FORWARD_BIAS_WIDE
+        is_narrow = spec.mods or spec.bias_of_keys or (spec.paired_bias and not spec.wide_bias)
+        added = ahead if is_narrow else _FORWARD_BIAS_WIDE
         alone = added if spec.bias else _FORWARD_PAGED if spec.paged else _FORWARD_MASKED if spec.masked else _FORWARD
         table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if _forward_width(spec) <= limit)

@@ -14,7 +14,7 @@ LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
 NARROW = 4096  # keys
 # The gradients that a backward makes if asked to, but for those of mods: each that a feature brings is a field below.
 LEARNED = tuple(f"d{BACKWARD.rows[name].feature}" for name in BACKWARD.learned)
-PAIRS, CHUNKS = 1, 2  # how neighbouring keys of a bias lie (launch/alignment.py)
+PAIRS, CHUNKS, ONE_ROW = 1, 2, 4  # how neighbouring keys of a bias lie (launch/alignment.py)
 
 
 def _width(window: Window) -> float:
@@ -42,7 +42,7 @@ class Spec(NamedTuple):
         dsink: a backward that makes their gradient.
         bias: scores have a bias, or a mask, or both; wide_bias: the bias is of fp32, not of q's dtype; mask: there is a
             mask; masked_bias: beside a bias; paired_bias: two neighbouring keys are read together, of both,
-            by value: PAIRS or CHUNKS.
+            by value: PAIRS or CHUNKS; bias_of_keys: queries share a row.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap. tall: of a
@@ -79,6 +79,7 @@ class Spec(NamedTuple):
     wide_bias: bool = False
     mask: bool = False
     paired_bias: int = 0
+    bias_of_keys: bool = False
     masked_bias: bool = False
     dbias: tuple[bool, ...] | None = None
     dropout: int = 0
@@ -154,7 +155,7 @@ class Spec(NamedTuple):
             whole_pages=problem.whole_pages,
             narrow=bool(asked.get("backward")) and _width(problem.window) <= NARROW,
             head_dim_v=problem.head_dim_v if problem.head_dim_v != problem.head_dim else 0,
-            **_added(problem, paired_bias, _fits(problem) if tiles_fit is None else tiles_fit, bool(dmods)),
+            **_added(problem, paired_bias, mod_tiles.fit_in(problem) if tiles_fit is None else tiles_fit, bool(dmods)),
             **asked,
         )
 
@@ -197,6 +198,18 @@ class Spec(NamedTuple):
         return self.paired_bias == CHUNKS and fits and not (self.crowded or self.packed or self.paged)
 
     @property
+    def may_copy_bias(self) -> bool:
+        """Whether a backward can read its bias through shared memory (bias_copies.cuh)."""
+        others = self.mask, self.mods, self.crowded, self.wide_bias, self.packed
+        return self.paired_bias == CHUNKS and not any(others)
+
+    @property
+    def holds_bias(self) -> bool:
+        """Whether threads hold so many elements of a bias that its kernels do not fit the tiles of those without."""
+        more = self.backward and (self.dalibi or self.softcap or self.unaligned)
+        return self.bias and not (self.bias_of_keys and not (self.mods or self.crowded or more))
+
+    @property
     def uneven(self) -> bool:
         """Whether tiles of work differ in length."""
         return self.masked or self.packed or self.kv_range
@@ -215,18 +228,15 @@ def _added(problem: Problem, paired_bias: int, tiles_fit: bool, learns_mods: boo
             own, bias = bias.own, None
         elif bias is None and tiles_fit and (found := mod_tiles.apart(mods)) and (found.score or not learns_mods):
             mods, mask_mod, own = found
+    of_keys = bias is not None and paired_bias & ONE_ROW > 0 and not problem.packed and problem.dtype != "fp32"
     return flags_of_added(bias, bool(mods)) | {
-        "paired_bias": 0 if bias is None else int(paired_bias),
+        "paired_bias": 0 if bias is None or of_keys else paired_bias & ~ONE_ROW,
+        "bias_of_keys": of_keys,
         "block_mask": 1 + own[0] + 2 * own[1] if own else problem.block_mask,
         "mask_tiles": own,
         "mask_mod": mask_mod,
         "mods": mods,
     }
-
-
-def _fits(problem: Problem) -> bool:
-    lengths = problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k
-    return mod_tiles.fit(problem.mods, lengths, (problem.head_dim, problem.head_dim_v))
 
 
 def flags_of_added(bias: Bias | None, has_mods: bool) -> dict[str, bool]:

@@ -46,7 +46,7 @@ class BackwardTile:
 
     `split_d` warps share the same keys (needed for head_dim > 128); `dq_warps_m` of the warps lie along the rows of dQ.
     To save registers, its depth steps are unrolled `dq_unroll` at a time (0: all), and a warp forms its columns in
-    `dq_parts` steps.
+    `dq_parts` steps. `copies_bias`: a bias comes through shared memory (bias_copies.cuh).
     """
 
     block_m: int
@@ -58,6 +58,7 @@ class BackwardTile:
     dq_warps_m: int = 2
     dq_unroll: int = 0
     dq_parts: int = 1
+    copies_bias: bool = False
 
     @property
     def name(self) -> str:
@@ -65,11 +66,13 @@ class BackwardTile:
         return f"m{self.block_m}n{self.block_n}w{self.warps}s{self.stages}{steps}"
 
     def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:
-        """K, V, the query stages with their row_stats, dS and, if exchanged, P."""
+        """K, V, the query stages with their row_stats, dS and, if exchanged, P; and a copied bias of each warp."""
         widths = (round_up(width, 16 * self.split_d) for width in (head_dim, head_dim_v or head_dim))
         rows = sum(row_bytes(width, itemsize) for width in widths)
         exchanged = (2 if self.split_d > 1 else 1) * self.block_n * row_bytes(self.block_m, itemsize)
-        return self.block_n * rows + self.stages * (self.block_m * rows + 8 * self.block_m) + exchanged
+        keys, queries = self.block_n * self.split_d // self.warps, self.block_m // self.split_d
+        bias = self.copies_bias * self.warps * queries * row_bytes(keys)
+        return self.block_n * rows + self.stages * (self.block_m * rows + 8 * self.block_m) + exchanged + bias
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,9 @@ class WideTile(BackwardTile):
 def fits(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
     """Whether the shared memory has room for a block."""
     return tile.smem_bytes(*spec.widths) <= device.smem_bytes
+
+
+def divides_dq(tile: BackwardTile, head_dim: int, dq_warps_m: int = 0) -> bool:
+    """Whether each warp's share of dQ has whole tiles of 8 columns; with so many warps along its rows, or with most."""
+    columns = round_up(head_dim, 16 * tile.split_d)
+    return columns % (8 * tile.warps // (dq_warps_m or tile.block_m // 16)) == 0

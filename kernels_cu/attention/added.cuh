@@ -55,7 +55,7 @@ struct AddedArray {
         }
     };
     // Not where wide rows of O leave no registers for what takes more than one for two elements.
-    static constexpr bool kFetches = kWidest<V> <= 128 || (V::kPairedBias && sizeof(Element) < 4);
+    static constexpr bool kFetches = kWidest<V> <= 128 || ((V::kPairedBias || V::kBiasOfKeys) && sizeof(Element) < 4);
     const Element *head;
     long long row, key;
     int seqlen_q, seqlen_k;
@@ -82,6 +82,7 @@ struct AddedArray {
     __device__ auto fetch(int query, int key0) const {
         if constexpr (Keys::kNeighbours == 8) return fetched_runs<kRows, kCols, Keys>(query, key0);
         else if constexpr (!kFetches) return NotFetched{};
+        else if constexpr (V::kBiasOfKeys) return fetched_keys<kRowsAreQueries, kRows, kCols>(key0);
         else return fetched<kRowsAreQueries, kRows, kCols>(query, key0);
     }
 
@@ -108,6 +109,27 @@ struct AddedArray {
             found.pair[(kRowsAreQueries ? i : j) / 8][(kRowsAreQueries ? j : i) / 8] =
                 first.template pair<kRowsAreQueries, decltype(whole)::value>(at, i, j);
         });
+        return found;
+    }
+    template <bool kRowsAreQueries, int kRows, int kCols>
+    __device__ FetchedKeys<Element, kRowsAreQueries, kRows, kCols> fetched_keys(int key0) const {
+        const int lane = fresh_lane(), first = key0 + (kRowsAreQueries ? 2 * (lane % 4) : lane / 4);
+        const Element *const at = head + first;
+        FetchedKeys<Element, kRowsAreQueries, kRows, kCols> found;
+        constexpr int kKeys = kRowsAreQueries ? kCols : kRows;
+        const int keys = seqlen_k - first;
+        const auto each = [&](auto whole) {
+            #pragma unroll
+            for (int j = 0; j < kKeys; j += 8)
+                #pragma unroll
+                for (int e = 0; e < found.kOfEight; ++e) {
+                    Element &x = found.x[j / 8][e];
+                    if (decltype(whole)::value || j + e < keys) x = at[j + e];  // @keys-of-one-row
+                    else x = bias_of_0<Element>();
+                }
+        };
+        if (key0 + kKeys <= seqlen_k) each(Bool<true>{});  // @whole-row-of-bias
+        else each(Bool<false>{});
         return found;
     }
     // f(whether all exist, where query i lies, i, j) for every 8th query and every kStep-th key of a tile, from a lane's first

@@ -85,7 +85,17 @@ struct FetchedBias {
         return {pair[row / 8][col / 8].value(col % 2)};
     }
 };
-// The same where rows are queries and keys are interleaved, eight neighbours in one.
+// The same where all queries have one row: the elements of the lane's keys.
+template <class Element, bool kRowsAreQueries, int kRows, int kCols>
+struct FetchedKeys {
+    static constexpr int kOfEight = kRowsAreQueries ? 2 : 1;
+    Element x[(kRowsAreQueries ? kCols : kRows) / 8][kOfEight];
+
+    __device__ Addend operator()(int /* queries */, int keys) const {
+        return {bias_value(x[keys / 8][keys % kOfEight])};
+    }
+};
+// Of queries with rows of their own where rows are queries and keys are interleaved, eight neighbours in one.
 template <class Element, int kRows, int kCols>
 struct FetchedRuns {
     BiasRun<Element> run[kRows / 8][kCols / 32];

@@ -7,18 +7,19 @@
 #define CUPYFLASH_BIAS_COPIES_CUH
 #include "attention/bias.cuh"
 
-// That of 16 keys by kQueries, an accumulator whose rows are the keys.
-template <class V, int kQueries>
+// That of kKeys keys by kQueries, an accumulator of a warp whose rows are the keys.
+template <class V, int kQueries, int kKeys = 16>
 struct BiasCopy {
     using Element = typename V::Element;
-    // A chunk more than 16 keys have, so that eight rows of a column of chunks lie in different banks.
-    static constexpr int kChunks = 2, kRowBytes = 16 * (kChunks + 1), kBytes = kQueries * kRowBytes;  // of each warp
-    static_assert(kQueries % 16 == 0);
+    // A chunk more than the keys have, so that eight rows of a column of chunks lie in different banks.
+    static constexpr int kChunks = kKeys / 8, kRowBytes = 16 * (kChunks + 1), kBytes = kQueries * kRowBytes;
+    static constexpr int kTaken = 32 / kChunks;  // queries at a time: four matrices of 8 by 8
+    static_assert(kQueries % 16 == 0 && (kChunks == 2 || kChunks == 4));
     ptx::u32 base;  // this warp's
 
-    // 16 queries from `first` on, by their places in the whole.
+    // kTaken queries from `first` on, by their places in the whole.
     struct Taken {
-        FetchedBias<Element, false, 16, 16> part;
+        FetchedBias<Element, false, kKeys, kTaken> part;
         int first;
 
         __device__ Addend operator()(int queries, int keys) const { return part(queries - first, keys); }
@@ -43,13 +44,14 @@ struct BiasCopy {
         ptx::bar_warp_sync();           // of all lanes @copy-of-bias-of-all-lanes
     }
     __device__ __forceinline__ Taken take(int first) const {
-        // Matrices of 8 by 8: of keys 0 and 8, then the same of the next eight queries.
-        const int lane = fresh_lane(), query = first + lane / 16 * 8 + lane % 8, chunk = lane / 8 % 2;
+        // Of keys 0, 8 and so on, then the same of the next eight queries.
+        const int lane = fresh_lane(), chunk = lane / 8 % kChunks;
+        const int query = first + lane / (8 * kChunks) * 8 + lane % 8;
         ptx::u32 x[4];
         ptx::ldmatrix_x4_trans(x, base + query * kRowBytes + 16 * chunk);  // @queries-of-the-copy
         Taken found{{}, first};
         #pragma unroll
-        for (int n = 0; n < 4; ++n) found.part.pair[n % 2][n / 2] = {x[n]};
+        for (int n = 0; n < 4; ++n) found.part.pair[n % kChunks][n / kChunks] = {x[n]};
         return found;
     }
 };

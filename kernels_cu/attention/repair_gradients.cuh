@@ -10,7 +10,8 @@
 // applied first; a slope in its unit needs one that is not 0.
 template <class V>
 struct AnyMask : V {
-    static constexpr bool kCausal = false, kWindow = true, kScaleFirst = V::kAlibi, kPairedBias = false;
+    static constexpr bool kCausal = false, kWindow = true, kScaleFirst = V::kAlibi, kPairedBias = false,
+                          kBiasOfKeys = false;
     static constexpr int kBlockN = 64;
 };
 

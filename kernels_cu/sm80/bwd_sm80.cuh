@@ -9,13 +9,14 @@
 // warps share the same keys: each computes its part of the queries of S^T and dP^T and of the columns of dK and dV,
 // and they exchange P^T and dS^T through shared memory. dQ always needs dS from all warps (through shared memory) and
 // leaves by additions to global memory (dq_accum.cuh).
-// Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T if kSplitD > 1.
+// Shared memory: K | V | kStages x (Q | dO | row_stats) | dS^T | P^T if kSplitD > 1 | each warp's bias if kCopiesBias.
 // Without cp.async, threads hold their pieces of the next query tile in registers while dQ of this one is formed.
 #ifndef CUPYFLASH_BWD_SM80_CUH
 #define CUPYFLASH_BWD_SM80_CUH
 #include "attention/dq_accum.cuh"
 #include "tile/epilogue.cuh"
 #include "tile/gemm.cuh"
+#include "attention/bias_copies.cuh"
 #include "attention/dropout.cuh"
 #include "attention/repair_gradients.cuh"
 #include "attention/slopes.cuh"
@@ -53,7 +54,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     using RowsV = typename Either<kFewSteps, FewSteps<TileV, kRows>, SmemA<TileV, kRows>>::Type;
     constexpr int kKeysBytes = TileK::kBytes + TileV::kBytes;
     constexpr int kExchanged = V::kSplitD > 1 ? 2 : 1;  // dS, P
-    static_assert(kKeysBytes + kStages * Stage::kBytes + kExchanged * TileP::kBytes == V::kSmemBytes);
+    using CopiedBias = BiasCopy<V, kQueries, kRows>;    // of a warp
+    constexpr int kCopiedBytes = V::kCopiesBias ? V::kWarps * CopiedBias::kBytes : 0;
+    static_assert(kKeysBytes + kStages * Stage::kBytes + kExchanged * TileP::kBytes + kCopiedBytes == V::kSmemBytes);
     const TileK sK{ptx::dynamic_smem()};
     const TileV sV{sK.base + TileK::kBytes};
     // @slot-of-the-step
@@ -87,6 +90,16 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         return mask_again().full(q0, ptx::opaque(tile.block) * N) && q0 + M <= sequence.seqlen_q;
     };
 
+    // The bias of step i, if it is copied: asked for once that of the step before has been taken.
+    // @place-of-the-copied-bias-sm80
+    const CopiedBias copied_bias{sdS.base + kExchanged * TileP::kBytes + warp() * CopiedBias::kBytes};
+    const auto ask_for_bias = [&](int i, const auto &visit) {
+        if constexpr (V::kCopiesBias)
+            if (i < visits.count)
+                // @queries-of-the-copied-bias-sm80
+                copied_bias.request(Places<V>::of(p, sequence, visit.head).bias, visit.m_block * M + query0, k0 + key0);
+    };
+
     AccTile<kRows, kCols> dK;
     AccTile<kRows, kColsV> dV;
     dK.zero(), dV.zero();
@@ -112,16 +125,30 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before @q-and-do-landed
         if constexpr (kStages == 2) request(i + 1, visits.after(now));
 
+        const auto fetched = [&] {
+            if constexpr (V::kBiasOfKeys)
+                return head_places.template fetch<false, kRows, kQueries>(q0 + query0, k0 + key0);
+            else return NotFetched{};
+        }();
         AccTile<kRows, kQueries> P, dS;  // transposed: rows are keys
         P.zero(), dS.zero();
         gemm_nt<T>(P, RowsK(sK, key0), s.sQ.rows(query0));    // S^T = K Q^T
         gemm_nt<T>(dS, RowsV(sV, key0), s.sdO.rows(query0));  // dP^T = V dO^T
         const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
-        const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0);
+        const auto all_places = head_places.template from_lane<false>(q0 + query0, k0 + key0, fetched);
+        const auto places_of = [&](int query) {
+            if constexpr (V::kCopiesBias) {
+                const auto taken = copied_bias.take(query / CopiedBias::kTaken * CopiedBias::kTaken);
+                return head_places.template from_lane<false>(q0 + query0, k0 + key0, taken);
+            } else {
+                return all_places;
+            }
+        };
         // S and dP become P and dS. is_seen(key, query) is asked for what is emitted alone.
         const auto form = [&](auto is_seen) {
             #pragma unroll
             for (int j = 0; j < P.kColTiles; ++j) {
+                const auto places = places_of(8 * j);
                 float stats[4];  // of two neighbouring queries: lse, delta, lse, delta
                 ptx::ld_shared_v4_f32(stats, s.stats + 8 * (first_query + 8 * j));
                 #pragma unroll
@@ -163,6 +190,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
             P.for_each(hide);
             dS.for_each(hide);
         }
+        if constexpr (V::kCopiesBias) ask_for_bias(i + 1, visits.after(now));  // @bias-of-the-next-step-sm80
         FragA<T, kRows, kQueries> rP, rdS;
         rP.from(P), rdS.from(dS);
         rdS.store(sdS, key0, query0);
@@ -202,6 +230,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     load_keys<V, V::kHeadDimV>(p, sV, p.v, p.v_stride, tile);  // @strides-of-v-bwd-sm80
     auto now = visits.begin(tile.head * group);                // @first-head-of-the-group-sm80
     request(0, now);
+    ask_for_bias(0, now);
     #pragma unroll 1
     for (int i = 0; i < visits.count; ++i, now = visits.after(now)) {
         step(i, now);

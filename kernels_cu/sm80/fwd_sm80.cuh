@@ -120,9 +120,10 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     Softmax softmax(score.log2_factor, shared);
     FragA<T, kRows, V::kQInRegs ? D : 16> rQ;
 
-    // What is added to interleaved keys' scores, read while they are computed.
+    // What is added to scores, read while they are computed: of interleaved keys, or of one row.
     const auto fetch = [&](int query, int key) {
-        if constexpr (V::kInterleavesKeys) return head_places.template fetch<true, kRows, kKeys, Keys>(query, key);
+        if constexpr (V::kInterleavesKeys || V::kBiasOfKeys)
+            return head_places.template fetch<true, kRows, kKeys, Keys>(query, key);
         else return NotFetched{};
     };
 

@@ -78,8 +78,16 @@ BACKWARD_BIAS = (
     Bug("dbias on Hopper: packed, bias of the first sequence for all", change("bias-is-kept", "!V::kPacked &&", ""), "packed-shared", "", "sm_90"),
     Bug("dbias: pairs written where they are not aligned", change("pairs-of-dbias", "reinterpret_cast<unsigned long long>(mine) % (2 * sizeof(Element)) == 0", "true"), "odd", r"align", "sm_90"),
 )  # fmt: skip
-# Where the bias comes through shared memory.
+# Where the bias comes through shared memory, or queries share a row of it.
 FIXED_BIAS = (
+    Bug("one row: keys beyond the last one", change("keys-of-one-row", "j + e < keys", "true"), "columns", r"buffer"),
+    Bug(
+        "one row: as if a block had all its keys",
+        change("whole-row-of-bias", "key0 + kKeys <= seqlen_k", "true"),
+        "columns",
+        r"buffer",
+        "sm_90",
+    ),
     Bug("copied bias: taken before it is here", without("copy-of-bias-landed"), "chunks", r"RACE", "sm_90"),
     Bug(
         "copied bias: taken before that of other lanes is here",
@@ -117,4 +125,22 @@ FIXED_BIAS = (
         "sm_90",
     ),
     Bug("copied bias: that of a skipped visit for the next one", without("skipped-bias"), "chunks", "", "sm_90"),
+    Bug(
+        "copied bias, sm80: that of this visit for the next one",
+        change("bias-of-the-next-step-sm80", "visits.after(now)", "now"),
+        "chunks",
+        "",
+    ),
+    Bug(
+        "copied bias, sm80: all warps' in one place",
+        change("place-of-the-copied-bias-sm80", "warp() * CopiedBias::kBytes", "0"),
+        "chunks",
+        r"RACE",
+    ),
+    Bug(
+        "copied bias, sm80: the first queries for all warps",
+        change("queries-of-the-copied-bias-sm80", " + query0", ""),
+        "chunks-alibi",
+        "",
+    ),
 )

@@ -384,7 +384,7 @@ def test_plan_of_a_gradient(arch: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By dtype and by whether two neighbours lie in a pair: a bias of any other strides is read one by one."""
+    """By dtype and by how neighbours lie: in pairs, or in a row that queries share; others are read one by one."""
     monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
     gpu = pretended_gpu.pretend(monkeypatch, arch)
     q, k = np.zeros((2, 40, 4, 64), np.float16), np.zeros((2, 50, 2, 64), np.float16)
@@ -392,11 +392,13 @@ def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch
     whole = np.zeros((2, 4, 40, 100), np.float16)
     buffer = np.zeros(2001, np.float16)
     cases = (
-        (k, whole[..., :50].copy(), True), (k, whole[..., :50], True), (k, whole[..., ::2], False),
-        (odd, whole[..., :51].copy(), False), (k, whole[0, 0, 0, :50].copy(), True), (k, whole[..., :1], False),
-        (k, buffer[:2000].reshape(40, 50), True), (k, buffer[1:].reshape(40, 50), False),
+        (k, whole[..., :50].copy(), "pairs"), (k, whole[..., :50], "pairs"), (k, whole[..., ::2], ""),
+        (odd, whole[..., :51].copy(), ""), (k, whole[..., :1], ""), (k, whole[..., :1, :1], ""),
+        (k, buffer[:2000].reshape(40, 50), "pairs"), (k, buffer[1:].reshape(40, 50), ""),
+        (k, whole[0, 0, 0, :50].copy(), "one row"), (odd, whole[:, :1, :1, :51], "one row"),
+        (k, buffer[1:201].reshape(4, 1, 50), "one row"),
     )  # fmt: skip
-    for keys, bias, is_paired in cases:
+    for keys, bias, lies in cases:
         for kind in (np.float16, np.float32):
             if kind is np.float32 and (bias.base is buffer or not bias.flags.c_contiguous):
                 continue  # a copy lies elsewhere
@@ -407,7 +409,9 @@ def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch
                 found = cupyflash.attention_backward(q, q, keys, keys, q, lse, bias=x, gradients_of=of)
                 symbols = [launch.symbol for launch in gpu.launched]
                 assert all("_bias" in symbol for symbol in symbols)
-                assert {"paired_bias" in s for s in symbols if s.startswith(("fwd", "bwd_sm"))} == {is_paired}
+                main = [s for s in symbols if s.startswith(("fwd", "bwd_sm"))]
+                assert {"paired_bias" in s for s in main} == {lies == "pairs"}
+                assert {"bias_of_keys" in s for s in main} == {lies == "one row"}
                 assert {"wide_bias" in s for s in symbols if "delta" not in s} == {kind is np.float32}
                 assert [s.startswith("bwd_dbias") for s in symbols[4:]] == [True] * bool(of)
                 if of:
