@@ -86,8 +86,8 @@ _FORWARD_BIAS: tuple[tuple[int, ForwardTile], ...] = (
     (256, ForwardTile(64, 64, 4, 2, 1)),
 )
 # Of interleaved keys (up to 128), unless a bias of fp32 would spill, or a block be alone on a multiprocessor. Chosen by
-# time on an H200, also with less shared memory, at head_dim 64 and 128, 2026-11-27.
-_FORWARD_INTERLEAVED = (64, _FORWARD[0][1]), (128, _FORWARD[1][1])
+# time on an H200, also with less shared memory, at head_dim 32, 64 and 128, 2026-11-27.
+_FORWARD_INTERLEAVED = (32, _FORWARD_BIAS[0][1]), (64, _FORWARD[0][1]), (128, _FORWARD[1][1])
 _BACKWARD_BIAS: tuple[tuple[int, BackwardTile], ...] = (
     # Eight warps divide dQ where it has a multiple of 32 columns.
     *((limit, BackwardTile(32, 128, 8, 2, 1) if limit % 32 == 0 else _BACKWARD[0][1]) for limit in (16, 32, 48, 64)),
