@@ -200,8 +200,7 @@ class Spec(NamedTuple):
     @property
     def may_copy_bias(self) -> bool:
         """Whether a backward can read its bias through shared memory (bias_copies.cuh)."""
-        others = self.mask, self.mods, self.crowded, self.wide_bias, self.packed
-        return self.paired_bias == CHUNKS and not any(others)
+        return self.paired_bias == CHUNKS and not any((self.mask, self.mods, self.crowded, self.wide_bias, self.packed))
 
     @property
     def holds_bias(self) -> bool:
@@ -228,7 +227,8 @@ def _added(problem: Problem, paired_bias: int, tiles_fit: bool, learns_mods: boo
             own, bias = bias.own, None
         elif bias is None and tiles_fit and (found := mod_tiles.apart(mods)) and (found.score or not learns_mods):
             mods, mask_mod, own = found
-    of_keys = bias is not None and paired_bias & ONE_ROW > 0 and not problem.packed and problem.dtype != "fp32"
+    fits = max(problem.head_dim, problem.head_dim_v) <= 128 and problem.dtype != "fp32" and not problem.packed
+    of_keys = bias is not None and paired_bias & ONE_ROW > 0 and fits
     return flags_of_added(bias, bool(mods)) | {
         "paired_bias": 0 if bias is None or of_keys else paired_bias & ~ONE_ROW,
         "bias_of_keys": of_keys,

@@ -55,7 +55,7 @@ struct AddedArray {
         }
     };
     // Not where wide rows of O leave no registers for what takes more than one for two elements.
-    static constexpr bool kFetches = kWidest<V> <= 128 || ((V::kPairedBias || V::kBiasOfKeys) && sizeof(Element) < 4);
+    static constexpr bool kFetches = kWidest<V> <= 128 || (V::kPairedBias && sizeof(Element) < 4);
     const Element *head;
     long long row, key;
     int seqlen_q, seqlen_k;

@@ -180,8 +180,8 @@ def test_keys_are_interleaved() -> None:
     assert met["interleaves_keys"] == {True}
     without = {name for name, values in met.items() if values == {False}}
     assert without == {
-        "packed", "mask", "masked_bias", "dropout", "block_mask", "bias_beside_mods", "mods", "paged", "whole_pages",
-        "split_keys", "clocks",
+        "packed", "mask", "masked_bias", "bias_of_keys", "dropout", "block_mask", "bias_beside_mods", "mods", "paged",
+        "whole_pages", "split_keys", "clocks",
     }  # fmt: skip
 
 

@@ -61,6 +61,13 @@ CASES = {
     "keys": _case("keys", "k fp32", dlse=True),
     "many": _case("many", "k fp32", batch=3, heads_q=6, heads_k=2),
     "columns": _case("columns", "bhk", heads_q=3),
+    "row-alibi": Case(
+        "bias-row-alibi", "full", 75, 133, 128, 2, 4, 2, bias="bk", softcap=2.0, alibi=1, sink=True, window=(70, 30)
+    ),
+    "row-masked": _case("row-masked", "bk + k bool", heads_q=4, heads_k=2, causal=True),
+    "row-hides": Case("bias-row-hides", "full", 140, 201, 40, 2, 3, 1, bias="bhk hides", dlse=True),
+    "row-dropout": _case("row-dropout", "k", dropout_p=0.2),
+    "row-wide": Case("bias-row-wide", "full", 70, 133, 256, 1, 2, 1, bias="bk", causal=True),
     "odd": Case("bias-odd", "full", 70, 133, 64, 2, 2, 1, bias="hqk"),
     "queries": _case("queries", "bq", dlse=True),
     "both": _case("both", "hqk + bk bool", dlse=True),
