@@ -54,8 +54,9 @@ def missing_compiler() -> str | None:
 
 @functools.cache
 def program() -> str:
-    """clang++, which takes half as long, where it finds the headers of C++, which come with g++; else g++."""
-    command = ["clang++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+    """clang++, which takes half as long, where it knows the flags and finds the headers of C++, which come with g++;
+    else g++."""
+    command = ["clang++", "-std=c++17", *_KERNEL_BY_CLANG, "-fsyntax-only", "-x", "c++", "-"]
     with contextlib.suppress(OSError):
         if not subprocess.run(command, input="#include <vector>", capture_output=True, text=True).returncode:
             return command[0]

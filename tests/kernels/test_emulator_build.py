@@ -83,6 +83,18 @@ def test_every_compiler_announces_what_is_read_and_written(statement: str, messa
             EmulatedKernel(source, HEADERS, "one")(1, 32, 0, [np.uint64(address)])
 
 
+@pytest.mark.parametrize(("answer", "chosen"), [("exit 0", "clang++"), ("exit 1", "g++"), (None, "g++")])
+def test_a_clang_that_cannot_compile_is_not_taken(
+    answer: str | None, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is too old for the flags, or has no headers; or there is none."""
+    if answer:
+        (tmp_path / "clang++").write_text(f"#!/bin/sh\n{answer}\n")
+        (tmp_path / "clang++").chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiler.program.__wrapped__() == chosen
+
+
 def test_kernels_with_other_headers_are_compiled_alone(compiled: list[str]) -> None:
     some = unit("one", 1), unit("two", 2), unit("one", 3, a="constexpr int kA = 5;\n")
     build.build(some)
