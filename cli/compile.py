@@ -21,7 +21,7 @@ from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import GPU_DTYPES, dtypes_on, variants_of_calls
 from cupyflash.plan.shipped import shipped
 from cupyflash.plan.shipped_cache import shipped_over_cache, usual
-from cupyflash.plan.spec import CHUNKS, LEARNED, ONE_ROW, PAIRS
+from cupyflash.plan.spec import LEARNED
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import HALF, MAX_HEAD_DIM, Problem, Window
 
@@ -111,7 +111,8 @@ def variants_of(
 def _forms(problem: Problem) -> list[tuple[bool, int]]:
     """Whether what can be learned is, and how neighbouring keys of a bias lie."""
     learned = (False, True) if problem.alibi or problem.sink or problem.bias else (False,)
-    return list(itertools.product(learned, (0, PAIRS, CHUNKS, ONE_ROW) if problem.bias else (0,)))
+    lies = dict.fromkeys(paired for _, paired in biases_of(problem.dtype, problem.bias is not None))
+    return list(itertools.product(learned, lies))
 
 
 def _problems(

@@ -206,7 +206,7 @@ class Spec(NamedTuple):
     def holds_bias(self) -> bool:
         """Whether threads hold so many elements of a bias that its kernels do not fit the tiles of those without."""
         more = self.backward and (self.dalibi or self.softcap or self.unaligned)
-        return self.bias and not (self.bias_of_keys and not (self.mods or self.crowded or more))
+        return self.bias and (not self.bias_of_keys or self.mods != "" or self.crowded or bool(more))
 
     @property
     def uneven(self) -> bool:

@@ -125,6 +125,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before @q-and-do-landed
         if constexpr (kStages == 2) request(i + 1, visits.after(now));
 
+        // What one row of a bias adds for all queries; a lane has few of its keys.
         const auto fetched = [&] {
             if constexpr (V::kBiasOfKeys)
                 return head_places.template fetch<false, kRows, kQueries>(q0 + query0, k0 + key0);

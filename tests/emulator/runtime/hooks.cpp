@@ -35,13 +35,14 @@ static inline bool is_let_pass(const void *p, size_t bytes, u32 alignment, bool 
     global_access(p, bytes, write ? kGlobalWrite : kGlobalRead, op, site);
 }
 
+static inline void announce(const void *p, size_t bytes, u32 alignment, bool write, const void *pc) {
+    if (!is_let_pass(p, bytes, alignment, write)) access(p, bytes, alignment, write, pc);
+}
+
 }  // namespace emu
 
-#define HOOK(name, bytes, alignment, write)                                       \
-    void name {                                                                   \
-        if (!emu::is_let_pass(p, bytes, alignment, write))                        \
-            emu::access(p, bytes, alignment, write, __builtin_return_address(0)); \
-    }
+#define HOOK(name, bytes, alignment, write) \
+    void name { emu::announce(p, bytes, alignment, write, __builtin_return_address(0)); }
 #define ACCESS(size)                                           \
     HOOK(__tsan_read##size(void *p), size, size, false)        \
     HOOK(__tsan_write##size(void *p), size, size, true)        \
@@ -57,16 +58,15 @@ ACCESS(16)
 HOOK(__tsan_read_range(void *p, size_t n), n, 1, false)
 HOOK(__tsan_write_range(void *p, size_t n), n, 1, true)
 // clang++ makes calls of copies and fills, by these names; before version 15 by those of the C library, which the link renames.
-// So large as one instruction's, they are taken for one.
+// One of as many bytes as an instruction has is taken for one.
 void *__tsan_memcpy(void *to, const void *from, size_t n) {
     const void *pc = __builtin_return_address(0);
     const uint32_t alignment = n == 4 || n == 8 || n == 16 ? n : 1;
-    if (!emu::is_let_pass(from, n, alignment, false)) emu::access(from, n, alignment, false, pc);
-    if (!emu::is_let_pass(to, n, alignment, true)) emu::access(to, n, alignment, true, pc);
+    emu::announce(from, n, alignment, false, pc), emu::announce(to, n, alignment, true, pc);
     return memcpy(to, from, n);
 }
 void *__tsan_memset(void *to, int x, size_t n) {
-    if (!emu::is_let_pass(to, n, 1, true)) emu::access(to, n, 1, true, __builtin_return_address(0));
+    emu::announce(to, n, 1, true, __builtin_return_address(0));
     return memset(to, x, n);
 }
 [[gnu::alias("__tsan_memcpy")]] void *__wrap_memcpy(void *, const void *, size_t);
