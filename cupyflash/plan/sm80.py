@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..gpu.device import Device
-from . import tiles_fp32, turing
+from . import forward_sm80, tiles_fp32, turing
 from .family import Family
 from .kernels import Convert, ConvertTile, Delta, DeltaTile, Main, Slopes, SlopesTile
 from .learned import learned
@@ -18,36 +18,11 @@ from .tiles_sm80 import BackwardTile, ForwardTile, WideTile, divides_dq, fits
 from .variant import Variant
 
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200, 2026-11-20
-# (docs/performance.md), among those that compile without spills with NVRTC 12.9, for all architectures. With 13.0 the
-# forward at head_dim 128 spills 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. Those are not measured.
-# Those at head_dim 256 that need more than 163 KiB: 2026-11-23.
-_FORWARD: tuple[tuple[int, ForwardTile], ...] = (
-    (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
-    (120, ForwardTile(128, 32, 4, 4, 2)),
-    (128, ForwardTile(128, 64, 4, 2, 2)),
-    (248, ForwardTile(128, 64, 8, 2, 1)),
-    (256, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
-    (256, ForwardTile(128, 64, 8, 2, 1)),
-)
-
-# The same for GPUs with 100 KiB a multiprocessor, where a block of four warps would run alone, and wait for its own
-# softmax. Chosen by time on an H200 with no more shared memory (tools.as_gpu), 2026-11-23, at head_dim 96, 128, 192 and
-# 256. At 104 and 112 two blocks of 48 keys do not fit.
-_FORWARD_SMALL: tuple[tuple[int, ForwardTile], ...] = (
-    *_FORWARD[:1],
-    (80, _FORWARD[1][1]),
-    (96, ForwardTile(128, 48, 4, 2, 2)),
-    (112, ForwardTile(128, 32, 4, 2, 2)),
-    (128, ForwardTile(256, 48, 8, 2, 1)),
-    (128, ForwardTile(128, 64, 4, 2, 2)),
-    (208, ForwardTile(128, 48, 8, 2, 1)),
-    (256, ForwardTile(128, 32, 8, 2, 1)),
-)
-
-_FORWARD_DROPOUT = ForwardTile(128, 64, 8, 2, 1)  # what compiles without spills; not measured
-
+# (docs/performance.md), among those that compile without spills with NVRTC 12.9, for all architectures; that of 96 on
+# 2026-11-28.
 _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
     (64, BackwardTile(32, 128, 4, 2, 2, dq_warps_m=1, dq_unroll=4)),
+    (96, BackwardTile(64, 64, 4, 1, 2, split_d=2)),
     (128, BackwardTile(64, 128, 8, 2, 1, split_d=2)),
     (128, BackwardTile(64, 128, 8, 1, 1, split_d=2, dq_warps_m=4)),
     (128, BackwardTile(64, 64, 8, 1, 1, split_d=2)),
@@ -80,14 +55,6 @@ _BACKWARD_128 = tuple(WideTile(64, 128, 8, stages, 1, split_d=4) for stages in (
 
 # With a bias: fewer scores a thread, so that those of the bias fit the registers, too. Chosen among tiles that compile
 # without spills, on every architecture; not measured.
-_FORWARD_BIAS: tuple[tuple[int, ForwardTile], ...] = (
-    (64, ForwardTile(128, 32, 4, 4, 2, q_in_regs=True)),
-    (256, ForwardTile(128, 64, 8, 2, 1)),
-    (256, ForwardTile(64, 64, 4, 2, 1)),
-)
-# Of interleaved keys (up to 128), unless a bias of fp32 would spill, or a block be alone on a multiprocessor. Chosen by
-# time on an H200, also with less shared memory, at head_dim 32, 64 and 128, 2026-11-27.
-_FORWARD_INTERLEAVED = (32, _FORWARD_BIAS[0][1]), (64, _FORWARD[0][1]), (128, _FORWARD[1][1])
 _BACKWARD_BIAS: tuple[tuple[int, BackwardTile], ...] = (
     # Eight warps divide dQ where it has a multiple of 32 columns.
     *((limit, BackwardTile(32, 128, 8, 2, 1) if limit % 32 == 0 else _BACKWARD[0][1]) for limit in (16, 32, 48, 64)),
@@ -162,31 +129,9 @@ class Sm80(Family):
         return None
 
     def forward_tile(self, spec: Spec, device: Device) -> ForwardTile:
-        """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with dropout,
-        or a block mask beside a bias or of packed sequences, warps take 16 rows. Warps that share rows leave none for
-        any of these, nor for a softcap; 256 rows a block leave none for packed sequences, nor for a range of keys where
-        scores are scaled first or capped. Tiles of a block mask have no whole blocks of 48."""
-        d = spec.widest
         if spec.dtype == "fp32":
             return tiles_fp32.forward_tile(spec, device)
-        if device.is_tiny:
-            return turing.forward_tile(spec, device)
-        table = _FORWARD_BIAS if spec.holds_bias else _FORWARD_SMALL if device.is_small else _FORWARD
-        if spec.interleaves_keys(32) and not (device.is_small if d > 64 else spec.wide_bias):
-            table = _FORWARD_INTERLEAVED
-        is_listed = spec.block_mask and (spec.crowded or (spec.packed and d > 64))
-        if d <= 128 and (spec.dropout or is_listed):
-            return _FORWARD_DROPOUT
-        is_full = d > 64 and (spec.unaligned or spec.block_mask)
-        fitting = (t for limit, t in table if d <= limit and fits(t, spec, device))
-        may_share = not (is_full or spec.dropout or spec.softcap or spec.head_dim_v)
-        may_be_tall = not (is_full or spec.packed or (spec.kv_range and (spec.softcap or spec.scale_first)))
-        tile = next(t for t in fitting if (t.split_d == 1 or may_share) and (t.block_m <= 128 or may_be_tall))
-        if spec.bias and not (spec.paired_bias or spec.bias_of_keys):
-            tile = replace(tile, q_in_regs=False)
-        is_wide = tile.warps != 8 or tile.block_n == 48 or (spec.crowded and d > 128)
-        tile = replace(tile, block_n=32) if is_full and is_wide else tile
-        return replace(tile, interleaves_keys=True) if spec.interleaves_keys(tile.block_n) else tile
+        return turing.forward_tile(spec, device) if device.is_tiny else forward_sm80.tile(spec, device)
 
     def wide_tile(self, spec: Spec, device: Device) -> WideTile | None:
         """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. Registers are left neither for a bias (or
@@ -235,7 +180,7 @@ class Sm80(Family):
             ahead = self.forward_tile(spec, device)
             # With the usual tiles, the kernel of parts spills there.
             spills = device.is_small and device.capability >= (10, 0) and 80 < spec.widest <= 128
-            of_parts = _FORWARD_DROPOUT if spills else ahead
+            of_parts = forward_sm80.NARROW if spills else ahead
             return *lists_before(spec, (ahead.block_m, ahead.block_n)), *forward_kernels(spec, Forward, ahead, of_parts)
         tile = self.backward_tile(spec, device)
         lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)

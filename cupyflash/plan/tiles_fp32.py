@@ -6,10 +6,10 @@ from __future__ import annotations
 import functools
 from typing import TypeVar
 
-from ..gpu.device import Device, reserved_smem
+from ..gpu.device import Device
 from ..problem import MAX_HEAD_DIM, Problem
 from .spec import Spec
-from .tiles_sm80 import BackwardTile, ForwardTile
+from .tiles_sm80 import BackwardTile, ForwardTile, has_room, is_plain
 
 _T = TypeVar("_T", bound="ForwardTile | BackwardTile")
 Table = tuple[tuple[int, _T], ...]
@@ -42,23 +42,11 @@ _BACKWARD_NARROW = (
 )
 
 
-def _is_plain(spec: Spec) -> bool:
-    """Whether scores bring nothing but a mask of the causal kind or a window."""
-    others = spec.bias, spec.block_mask, spec.dropout, spec.softcap, spec.dalibi, spec.kv_range, spec.packed
-    return not (any(others) or spec.unaligned or spec.head_dim_v)
-
-
 def _choose(best: Table[_T], others: Table[_T], spec: Spec, device: Device) -> _T | None:
     """The best one for heads as wide, if it has room, and the registers; else the first of the others."""
-    own: list[_T] = [tile for limit, tile in best if spec.widest <= limit][:1] if _is_plain(spec) else []
+    own: list[_T] = [tile for limit, tile in best if spec.widest <= limit][:1] if is_plain(spec) else []
     found = [*own, *(tile for limit, tile in others if spec.widest <= limit)]
-    return next((tile for tile in found if _has_room(tile, spec, device)), None)
-
-
-def _has_room(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
-    """Whether a multiprocessor has it for as many blocks as are meant to run there."""
-    of_block = tile.smem_bytes(*spec.widths) + reserved_smem(device.capability)
-    return tile.blocks_per_sm * of_block <= device.smem_per_sm_bytes
+    return next((tile for tile in found if has_room(tile, spec, device)), None)
 
 
 def forward_tile(spec: Spec, device: Device) -> ForwardTile:

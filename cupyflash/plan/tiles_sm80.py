@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..gpu.device import Device
+from ..gpu.device import Device, reserved_smem
 from .kernels import round_up, row_bytes
 from .spec import Spec
 
@@ -89,6 +89,18 @@ class WideTile(BackwardTile):
 def fits(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
     """Whether the shared memory has room for a block."""
     return tile.smem_bytes(*spec.widths) <= device.smem_bytes
+
+
+def has_room(tile: ForwardTile | BackwardTile, spec: Spec, device: Device) -> bool:
+    """Whether a multiprocessor has it for as many blocks as are meant to run there."""
+    of_block = tile.smem_bytes(*spec.widths) + reserved_smem(device.capability)
+    return tile.blocks_per_sm * of_block <= device.smem_per_sm_bytes
+
+
+def is_plain(spec: Spec) -> bool:
+    """Whether scores bring nothing but a mask of the causal kind or a window."""
+    others = spec.bias, spec.block_mask, spec.dropout, spec.softcap, spec.dalibi, spec.kv_range, spec.packed
+    return not (any(others) or spec.unaligned or spec.head_dim_v)
 
 
 def divides_dq(tile: BackwardTile, head_dim: int, dq_warps_m: int = 0) -> bool:

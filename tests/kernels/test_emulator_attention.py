@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from cupyflash.check.accuracy import Comparison, Oracle
 from cupyflash.check.cases import Case
 from cupyflash.gpu.device import Device
-from cupyflash.plan import shipped, sm80, variant
+from cupyflash.plan import forward_sm80, shipped, sm80, variant
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.key_ranges import KEY_RANGES
 from cupyflash.plan.spec import CHUNKS, LEARNED
@@ -33,16 +34,21 @@ require_compiler()
 ARCHS = ("sm_80", "sm_86", "sm_90")  # much shared memory, little, and 16-byte reductions
 TESTED_MODES = ("race", "late")
 # The tiles for little shared memory; 104 and 192 are not multiples of what tiles at their limits are.
-SMALL_HEAD_DIMS = sorted({104, 192, *(limit for limit, _ in (*sm80._FORWARD_SMALL, *sm80._BACKWARD_SMALL))})
+SMALL_HEAD_DIMS = sorted({104, 192, *(limit for limit, _ in (*forward_sm80._SMALL, *sm80._BACKWARD_SMALL))})
 # Those for Turing; beyond 224 and 240 the backward and the forward have fewer keys a block.
 TINY_HEAD_DIMS = (16, 64, 80, 112, 128, 160, 224, 240, 256)
-SMALL, TINY = (
+# Those of forwards that have other tiles with much, with and without dropout.
+LARGE_HEAD_DIMS = 16, 48, 104, 160, 176, 192, 224
+SMALL, TINY, LARGE = (
     {
         case.name: case
         for case in (Case(f"{name}-d{d}", "full", 301, 333, d, causal=True, heads_q=2, heads_k=1) for d in head_dims)
     }
-    for name, head_dims in (("small", SMALL_HEAD_DIMS), ("tiny", TINY_HEAD_DIMS))
+    for name, head_dims in (("small", SMALL_HEAD_DIMS), ("tiny", TINY_HEAD_DIMS), ("large", LARGE_HEAD_DIMS))
 )
+LARGE |= {
+    name: replace(LARGE[f"large-d{d}"], name=name, dropout_p=0.3) for d in (48, 104) for name in [f"large-dropout-d{d}"]
+}
 
 
 SHIPPED_RUNS = [
@@ -54,7 +60,7 @@ SHIPPED_RUNS = [
 
 @functools.lru_cache(maxsize=4)
 def oracle(name: str, dtype: str) -> Oracle:
-    inputs, problem = inputs_of((SHIPPED | TABLE | SMALL | TINY)[name], dtype)
+    inputs, problem = inputs_of((SHIPPED | TABLE | SMALL | TINY | LARGE)[name], dtype)
     return Oracle(problem, *inputs)
 
 
@@ -120,6 +126,11 @@ def test_case(name: str, mode: str, seed: int, request: pytest.FixtureRequest) -
 @pytest.mark.parametrize("name", SMALL)
 def test_every_tile_for_little_shared_memory(name: str, seed: int) -> None:
     run(SMALL[name], "bf16", "sm_86", "race", seed)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_more_keys_a_block_where_there_is_room(name: str, seed: int) -> None:
+    run(LARGE[name], "bf16", "sm_90", "race", seed)
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -68,9 +68,10 @@ PYTHON_ORDER = {
     "clocks cached_params prepare last series made alignment prepared filled checks brought packed passes template "
     "counters kept variables",
     "mods": "given trace held symbols description places learned evaluate parse functions expression",
-    "plan": "shipped_cache shipped key_ranges decode prefill families sm90 sm80 turing tiles_fp32 family extents "
-    "first_shares decode_stored decode_fp32 decode_elements decode_shares splits lists numbers decode_kernels learned "
-    "shares kernels_sm90 tiles_sm90 tiles_sm80 kernels params_decode params variant spec mod_tiles",
+    "plan": "shipped_cache shipped key_ranges decode prefill families sm90 sm80 forward_sm80 turing tiles_fp32 family "
+    "extents first_shares decode_stored decode_fp32 decode_elements decode_shares splits lists numbers "
+    "decode_kernels learned shares kernels_sm90 tiles_sm90 tiles_sm80 kernels params_decode params variant "
+    "spec mod_tiles",
     "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "
     "arguments masks vetting followed",
     "transformers": "registration attention steps fallback masks launched holes packing patterns ranges call",

@@ -1,0 +1,116 @@
+"""The sm80 family's tiles for forwards of 16 bits, from compute capability 8.0 on, where copies are asynchronous."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..gpu.device import Device
+from .spec import Spec
+from .tiles_sm80 import ForwardTile, fits, has_room, is_plain
+
+Table = tuple[tuple[int, ForwardTile], ...]
+
+# (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200 (docs/performance.md),
+# among those that compile without spills with NVRTC 12.9, for all architectures: at head_dim 64 and 128 on 2026-11-20,
+# with more than 163 KiB at 256 on 2026-11-23, from 80 to 112 on 2026-11-28. With 13.0 the kernel at 128 spills 16 to 52
+# bytes on sm_90 (causal), 100, 103 and 120, and from 80 to 112 a softcap beside a window of packed sequences up to 44,
+# and 316 on sm_120. Those are not measured.
+_USUAL: Table = (
+    (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
+    (96, ForwardTile(128, 64, 4, 2, 2)),
+    (112, ForwardTile(128, 80, 4, 2, 2)),
+    (128, ForwardTile(128, 64, 4, 2, 2)),
+    (248, ForwardTile(128, 64, 8, 2, 1)),
+    (256, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
+    (256, ForwardTile(128, 64, 8, 2, 1)),
+)
+
+# The same for GPUs with 100 KiB a multiprocessor, where a block of four warps would run alone, and wait for its own
+# softmax. Chosen by time on an H200 with no more shared memory (tools.as_gpu), at head_dim 96, 128, 192 and 256 on
+# 2026-11-23, at 80 on 2026-11-28. At 104 and 112 two blocks of 48 keys do not fit.
+_SMALL: Table = (
+    *_USUAL[:1],
+    (80, ForwardTile(128, 64, 4, 2, 2)),
+    (96, ForwardTile(128, 48, 4, 2, 2)),
+    (112, ForwardTile(128, 32, 4, 2, 2)),
+    (128, ForwardTile(256, 48, 8, 2, 1)),
+    (128, ForwardTile(128, 64, 4, 2, 2)),
+    (208, ForwardTile(128, 48, 8, 2, 1)),
+    (256, ForwardTile(128, 32, 8, 2, 1)),
+)
+
+# Up to head_dim 48 and beyond 128, more keys a block where nothing else takes registers, full and causal; of those that
+# have room. Chosen by time on an H200, 2026-11-28, at 32, 48, 160, 192 and 224, with an A100's shared memory also at
+# 160, 192 and 224, with 99 KiB at 32 and 144. With 128 keys those at 176 and beyond 192 spill.
+_PLAIN: Table = (
+    (32, ForwardTile(128, 128, 4, 2, 2)),
+    (48, ForwardTile(128, 96, 4, 2, 2, q_in_regs=True)),
+    (160, ForwardTile(128, 128, 8, 2, 1, split_d=2)),
+    (176, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
+    (192, ForwardTile(128, 128, 8, 2, 1, split_d=2)),
+    (192, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
+    (248, ForwardTile(128, 96, 8, 2, 1)),
+)
+
+# With dropout, up to head_dim 128, of those that have room: chosen by time on an H200 at 64, 96 and 128, 2026-11-28.
+_DROPOUT: Table = (
+    (64, ForwardTile(128, 64, 4, 2, 2)),
+    (112, ForwardTile(128, 128, 8, 2, 1, q_in_regs=True)),
+    (128, ForwardTile(128, 128, 8, 2, 1)),
+)
+
+NARROW = ForwardTile(128, 64, 8, 2, 1)  # up to head_dim 128: what compiles without spills, whatever rows bring
+
+# With a bias: fewer scores a thread, so that those of the bias fit the registers, too. Chosen among tiles that compile
+# without spills, on every architecture; not measured.
+_BIAS: Table = (
+    (64, ForwardTile(128, 32, 4, 4, 2, q_in_regs=True)),
+    (256, ForwardTile(128, 64, 8, 2, 1)),
+    (256, ForwardTile(64, 64, 4, 2, 1)),
+)
+# Of interleaved keys (up to 128), unless a bias of fp32 would spill, or a block be alone on a multiprocessor. Chosen by
+# time on an H200, also with less shared memory, at head_dim 32, 64 and 128, 2026-11-27.
+_INTERLEAVED: Table = (
+    (32, ForwardTile(128, 32, 4, 4, 2, q_in_regs=True)),
+    (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
+    (128, ForwardTile(128, 32, 4, 4, 2)),
+)
+
+_ONE_ROW: Table = (*_USUAL[:1], (112, ForwardTile(128, 32, 4, 4, 2)))  # of a bias: what compiles without spills
+
+
+def _rows(spec: Spec, device: Device) -> Iterator[tuple[int, ForwardTile]]:
+    """In the order in which they are tried."""
+    d = spec.widest
+    if spec.dropout:
+        reads = spec.bias or spec.block_mask or spec.unaligned or (spec.softcap and spec.packed)
+        with_room: Table = () if reads else _DROPOUT
+    else:
+        with_room = _PLAIN if is_plain(spec) and not (spec.window or 48 < d <= 128) else ()
+    yield from ((limit, tile) for limit, tile in with_room if has_room(tile, spec, device))
+    if spec.dropout or (spec.block_mask and (spec.crowded or (spec.packed and d > 64))):
+        yield 128, NARROW
+    if spec.interleaves_keys(32) and not (device.is_small if d > 64 else spec.wide_bias):
+        yield from _INTERLEAVED
+    if spec.bias_of_keys and not (spec.holds_bias or device.is_small):
+        yield from _ONE_ROW
+    yield from _BIAS if spec.holds_bias else _SMALL if device.is_small else _USUAL
+
+
+def tile(spec: Spec, device: Device) -> ForwardTile:
+    """Loads of unaligned rows and bits of a block mask take registers that wide blocks do not leave; with a block mask
+    beside a bias or of packed sequences, and beside dropout that mostly, warps take 16 rows. Warps that share rows
+    leave none for any of these, nor for a softcap; 256 rows a block leave none for packed sequences, nor for a range of
+    keys where scores are scaled first or capped. Tiles of a block mask have no whole blocks of 48 or 80."""
+    d = spec.widest
+    is_full = d > 64 and (spec.unaligned or spec.block_mask)
+    may_share = not (is_full or spec.dropout or spec.softcap or spec.head_dim_v)
+    may_be_tall = not (is_full or spec.packed or (spec.kv_range and (spec.softcap or spec.scale_first)))
+    fitting = (t for limit, t in _rows(spec, device) if d <= limit and fits(t, spec, device))
+    found = next(t for t in fitting if (t.split_d == 1 or may_share) and (t.block_m <= 128 or may_be_tall))
+    if spec.bias and not (spec.paired_bias or spec.bias_of_keys):
+        found = replace(found, q_in_regs=False)
+    is_wide = found.warps != 8 or found.block_n == 48 or (spec.crowded and d > 128)
+    found = replace(found, block_n=32) if is_full and is_wide else found
+    return replace(found, interleaves_keys=True) if spec.interleaves_keys(found.block_n) else found
