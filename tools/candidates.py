@@ -85,11 +85,11 @@ def fits_pool(tile: HopperForwardTile, at_launch: int) -> bool:
 def ampere_tiles(head_dim: int, smem_bytes: int) -> Iterator[ForwardTile]:
     """Those whose accumulators fit a thread's registers and whose tiles fit the shared memory, for each of the blocks
     that an SM is to hold."""
-    sizes = itertools.product((64, 128), (32, 64, 96, 128), (4, 8), (2, 3, 4), (1, 2), (False, True), (1, 2))
+    sizes = itertools.product((64, 128), (32, 48, 64, 80, 96, 128), (4, 8), (2, 3, 4), (1, 2), (False, True), (1, 2))
     for block_m, block_n, warps, stages, blocks, q_in_regs, split_d in sizes:
         tile = ForwardTile(block_m, block_n, warps, stages, blocks, q_in_regs, split_d)
         rows, depth = block_m // (warps // split_d), round_up(head_dim, 16)
-        if split_d > 1 and (rows != 32 or head_dim <= 128):  # up to 128, 32 rows fit one warp
+        if split_d > 1 and (rows != 32 or head_dim <= 128 or block_n % 32):  # up to 128, 32 rows fit one warp
             continue
         needed = rows * (depth + block_n) // split_d // 32 + rows * block_n // split_d // 64 + SPARE_REGISTERS
         needed += rows * depth // 64 if q_in_regs else 0
