@@ -14,8 +14,8 @@ Table = tuple[tuple[int, ForwardTile], ...]
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200 (docs/performance.md),
 # among those that compile without spills with NVRTC 12.9, for all architectures: at head_dim 64 and 128 on 2026-11-20,
 # with more than 163 KiB at 256 on 2026-11-23, from 80 to 112 on 2026-11-28. With 13.0 the kernel at 128 spills 16 to 52
-# bytes on sm_90 (causal), 100, 103 and 120, and from 80 to 112 a softcap beside a window of packed sequences up to 44,
-# and 316 on sm_120. Those are not measured.
+# bytes on sm_90 (causal), 100, 103 and 120. With 12.9, those at 80 and 96 spill with a softcap and a window of packed
+# sequences 12 to 64 on sm_100, 103 and 120, and at 96 with a range of keys, causal, 116 on sm_90. None are measured.
 _USUAL: Table = (
     (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
     (96, ForwardTile(128, 64, 4, 2, 2)),
@@ -62,7 +62,7 @@ _DROPOUT: Table = (
     (128, ForwardTile(128, 128, 8, 2, 1)),
 )
 
-NARROW = ForwardTile(128, 64, 8, 2, 1)  # up to head_dim 128: what compiles without spills, whatever rows bring
+SIXTEEN_ROWS = ForwardTile(128, 64, 8, 2, 1)  # up to head_dim 128: what compiles without spills, whatever rows bring
 
 # With a bias: fewer scores a thread, so that those of the bias fit the registers, too. Chosen among tiles that compile
 # without spills, on every architecture; not measured.
@@ -74,12 +74,12 @@ _BIAS: Table = (
 # Of interleaved keys (up to 128), unless a bias of fp32 would spill, or a block be alone on a multiprocessor. Chosen by
 # time on an H200, also with less shared memory, at head_dim 32, 64 and 128, 2026-11-27.
 _INTERLEAVED: Table = (
-    (32, ForwardTile(128, 32, 4, 4, 2, q_in_regs=True)),
-    (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
+    (32, _BIAS[0][1]),
+    *_USUAL[:1],
     (128, ForwardTile(128, 32, 4, 4, 2)),
 )
 
-_ONE_ROW: Table = (*_USUAL[:1], (112, ForwardTile(128, 32, 4, 4, 2)))  # of a bias: what compiles without spills
+_ONE_ROW: Table = (*_USUAL[:1], (112, _INTERLEAVED[-1][1]))  # of a bias: what compiles without spills
 
 
 def _rows(spec: Spec, device: Device) -> Iterator[tuple[int, ForwardTile]]:
@@ -93,7 +93,7 @@ def _rows(spec: Spec, device: Device) -> Iterator[tuple[int, ForwardTile]]:
         with_room = _PLAIN[device.capability > (10, 0) :]
     yield from ((limit, tile) for limit, tile in with_room if has_room(tile, spec, device))
     if spec.dropout or (spec.block_mask and (spec.crowded or (spec.packed and d > 64))):
-        yield 128, NARROW
+        yield 128, SIXTEEN_ROWS
     if spec.interleaves_keys(32) and not (device.is_small if d > 64 else spec.wide_bias):
         yield from _INTERLEAVED
     if spec.bias_of_keys and not (spec.holds_bias or device.is_small):

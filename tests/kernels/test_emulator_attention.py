@@ -37,7 +37,7 @@ TESTED_MODES = ("race", "late")
 SMALL_HEAD_DIMS = sorted({104, 192, *(limit for limit, _ in (*forward_sm80._SMALL, *sm80._BACKWARD_SMALL))})
 # Those for Turing; beyond 224 and 240 the backward and the forward have fewer keys a block.
 TINY_HEAD_DIMS = (16, 64, 80, 112, 128, 160, 224, 240, 256)
-# Those of forwards that have other tiles with much, with and without dropout.
+# Forwards have other tiles with much; two of them have yet others with dropout.
 LARGE_HEAD_DIMS = 16, 48, 104, 160, 176, 192, 224
 SMALL, TINY, LARGE = (
     {
@@ -47,7 +47,9 @@ SMALL, TINY, LARGE = (
     for name, head_dims in (("small", SMALL_HEAD_DIMS), ("tiny", TINY_HEAD_DIMS), ("large", LARGE_HEAD_DIMS))
 )
 LARGE |= {
-    name: replace(LARGE[f"large-d{d}"], name=name, dropout_p=0.3) for d in (48, 104) for name in [f"large-dropout-d{d}"]
+    f"{name}-dropout": replace(case, name=f"{name}-dropout", dropout_p=0.3)
+    for name, case in LARGE.items()
+    if case.head_dim in (48, 104)
 }
 
 
