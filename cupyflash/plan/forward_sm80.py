@@ -40,14 +40,16 @@ _SMALL: Table = (
     (256, ForwardTile(128, 32, 8, 2, 1)),
 )
 
-# Up to head_dim 48 and beyond 128, more keys a block where nothing else takes registers, full and causal; of those that
-# have room. Chosen by time on an H200, 2026-11-28, at 32, 48, 160, 192 and 224, with an A100's shared memory also at
-# 160, 192 and 224, with 99 KiB at 32 and 144. With 128 keys those at 176 and beyond 192 spill.
+# Up to head_dim 64 and beyond 128, more keys a block where nothing else takes registers, full and causal; of those that
+# have room. Chosen by time on an H200, 2026-11-28, at 32, 48, 64, 160, 192 and 224, with an A100's shared memory also
+# at 160, 192 and 224, with 99 KiB at 32 and 144. With 128 keys those at 176 and beyond 192 spill; at 64 on sm_80, with
+# slopes, and where scores are scaled first.
 # The first one spills on sm_103 and 120, that of 48 8 bytes on sm_103.
 _PLAIN: Table = (
     (32, ForwardTile(128, 128, 4, 2, 2, q_in_regs=True)),
     (32, ForwardTile(128, 128, 4, 2, 2)),
     (48, ForwardTile(128, 96, 4, 2, 2, q_in_regs=True)),
+    (64, ForwardTile(128, 128, 4, 2, 2)),
     (160, ForwardTile(128, 128, 8, 2, 1, split_d=2)),
     (176, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
     (192, ForwardTile(128, 128, 8, 2, 1, split_d=2)),
@@ -85,11 +87,12 @@ _ONE_ROW: Table = (*_USUAL[:1], (112, _INTERLEAVED[-1][1]))  # of a bias: what c
 def _rows(spec: Spec, device: Device) -> Iterator[tuple[int, ForwardTile]]:
     """In the order in which they are tried."""
     d = spec.widest
+    narrow = 48 if device.capability < (9, 0) or spec.scale_first or spec.alibi else 64
     with_room: Table = ()
     if spec.dropout:
         reads = spec.bias or spec.block_mask or spec.unaligned or (spec.softcap and spec.packed)
         with_room = () if reads else _DROPOUT
-    elif is_plain(spec) and not (spec.window or 48 < d <= 128):
+    elif is_plain(spec) and not (spec.window or narrow < d <= 128):
         with_room = _PLAIN[device.capability > (10, 0) :]
     yield from ((limit, tile) for limit, tile in with_room if has_room(tile, spec, device))
     if spec.dropout or (spec.block_mask and (spec.crowded or (spec.packed and d > 64))):

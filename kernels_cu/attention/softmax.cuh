@@ -20,12 +20,14 @@ struct OnlineSoftmax : Shared {
         for (int r = 0; r < kRowsPerLane; ++r) m[r] = -ptx::infinity(), l[r] = 0.f;
     }
 
-    // Scores S become P = 2^(factor (S - m)); O and l follow when m grows. m never lags behind: the largest P of a row
-    // is exactly 1, which 16 bits hold without rounding, and that matters where one key outweighs all others.
-    template <int kN, int kD>
+    // Scores S become P = 2^(factor (S - m)); O and l follow when m grows. m, whatever it is, cancels out of O / l; but the
+    // largest P of a row, if it is 1, 16 bits hold without rounding, and that matters where one key outweighs all others.
+    // kLags: m stays as long as no P exceeds 2^kMaxLag (docs/performance.md).
+    static constexpr float kMaxLag = 4.f;  // @m-not-far-behind
+    template <bool kLags = false, int kN, int kD>
     __device__ void step(AccTile<kRows, kN> &S, AccTile<kRows, kD> &O) {
         Rows rescale;
-        if (raise_maximum(S, rescale)) multiply_rows(O, rescale);
+        if (kLags ? raise_lagging_maximum(S, rescale) : raise_maximum(S, rescale)) multiply_rows(O, rescale);
         exponentiate(S);
     }
 
@@ -40,22 +42,37 @@ struct OnlineSoftmax : Shared {
     __device__ bool raise_maximum(const AccTile<kRows, kN> &S, Rows &rescale) {
         Rows top;
         bool grows = false;
-        if constexpr (Shared::kAny) row_maxima(S, top);
+        if constexpr (Shared::kAny) {
+            #pragma unroll
+            for (int r = 0; r < kRowsPerLane; ++r) top[r] = lane_maximum(S, r);
+            join_maxima(top);
+        }
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
             top[r] = fmaxf(m[r], Shared::kAny ? top[r] : row_maximum(S, r));
             grows = grows || top[r] > m[r];
         }
         grows = ptx::vote_any(grows);
-        if (grows) {  // after the first blocks, mostly not
-            #pragma unroll
-            for (int r = 0; r < kRowsPerLane; ++r) {
-                rescale[r] = ptx::ex2((m[r] - finite_or_zero(top[r])) * factor);
-                m[r] = top[r];
-                l[r] *= rescale[r];
-            }
-        }
+        if (grows) follow(top, rescale);  // after the first blocks, mostly not
         return grows;
+    }
+    // The same, but only where some score lies more than kMaxLag above its row's m, or is the first. Each lane looks at its own:
+    // no maximum is exchanged until one has to grow.
+    template <int kN>
+    __device__ bool raise_lagging_maximum(const AccTile<kRows, kN> &S, Rows &rescale) {
+        Rows top;
+        bool far = false;
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) {
+            top[r] = lane_maximum(S, r);
+            far = far || (top[r] - m[r]) * factor > kMaxLag;
+        }
+        if (!this->any(far)) return false;
+        join_maxima(top);
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) top[r] = fmaxf(m[r], top[r]);
+        follow(top, rescale);
+        return true;
     }
 
     // Whether each of the warp's rows has seen a key.
@@ -154,19 +171,35 @@ struct OnlineSoftmax : Shared {
 
   private:
     template <int kN>
-    __device__ static float row_maximum(const AccTile<kRows, kN> &S, int r) {
+    __device__ static float lane_maximum(const AccTile<kRows, kN> &S, int r) {
         float top = -ptx::infinity();  // NaN counts for nothing
         #pragma unroll
         for (int j = 0; j < S.kColTiles; ++j)
             top = fmaxf(top, fmaxf(S.x[r / 2][j][2 * (r % 2)], S.x[r / 2][j][2 * (r % 2) + 1]));
+        return top;
+    }
+    template <int kN>
+    __device__ static float row_maximum(const AccTile<kRows, kN> &S, int r) {
+        return maximum_of_lanes(lane_maximum(S, r));
+    }
+    __device__ static float maximum_of_lanes(float top) {
         return quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
     }
-    // The same of all rows, where two warps share them.
-    template <int kN>
-    __device__ void row_maxima(const AccTile<kRows, kN> &S, Rows &top) const {
+    // Of what each lane has found: the same for all who have a row.
+    __device__ void join_maxima(Rows &top) const {
         #pragma unroll
-        for (int r = 0; r < kRowsPerLane; ++r) top[r] = row_maximum(S, r);
-        this->reduce(top, [](float a, float b) { return fmaxf(a, b); });  // @maximum-of-both-warps
+        for (int r = 0; r < kRowsPerLane; ++r) top[r] = maximum_of_lanes(top[r]);
+        if constexpr (Shared::kAny)
+            this->reduce(top, [](float a, float b) { return fmaxf(a, b); });  // @maximum-of-both-warps
+    }
+    // m becomes `top`, and l follows it.
+    __device__ void follow(const Rows &top, Rows &rescale) {
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) {
+            rescale[r] = ptx::ex2((m[r] - finite_or_zero(top[r])) * factor);
+            m[r] = top[r];
+            l[r] *= rescale[r];
+        }
     }
     __device__ void row_sums() {
         #pragma unroll

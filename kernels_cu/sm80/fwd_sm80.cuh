@@ -155,7 +155,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
             if constexpr (kMasked) s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
             if constexpr (V::kBlockMask && kMasked) s = seen(row, col) ? s : -ptx::infinity();
         });
-        softmax.step(S, O);  // P = exp(S - m); O follows m
+        softmax.template step<!kMasked>(S, O);  // P = exp(S - m); O follows m
         FragA<T, kRows, kKeys> P;
         P.from(S);
         Dropout<V>::drop(P, kept);

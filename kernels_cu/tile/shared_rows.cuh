@@ -11,6 +11,8 @@ struct SharedRows {
     static constexpr int kBytes = 0;
 
     __device__ explicit SharedRows(ptx::u32 = 0) {}
+    // Whether x holds for any of those who have the rows.
+    __device__ bool any(bool x) const { return ptx::vote_any(x); }
 };
 
 // Warps 2 i and 2 i + 1 share rows. They run on different schedulers, each of which so has warps that need not wait for each
@@ -23,7 +25,9 @@ struct SharedRows<kRows, 2> {
     ptx::u32 base;                         // of the block's first warp
 
     __device__ explicit SharedRows(ptx::u32 base) : base(base) {}
-    __device__ void sync() const { ptx::bar_sync(1 + fresh_thread() / 64, 64); }
+    __device__ int barrier() const { return 1 + fresh_thread() / 64; }
+    __device__ void sync() const { ptx::bar_sync(barrier(), 64); }
+    __device__ bool any(bool x) const { return ptx::bar_red_or(barrier(), 64, x); }  // @any-of-both-warps
     // x, one number a row, alike in the four lanes that hold it, becomes op of both warps'. Between two calls the warps meet
     // once more: then both have read.
     template <class Op>

@@ -199,6 +199,7 @@ EXTRA = NONFINITE_QUERIES | {
         Case("shares-d144", "full", 67, 131, 144, heads_q=8, heads_k=1),
         Case("shares-d200", "full", 131, 190, 200, heads_q=16, heads_k=1, causal=True),
         Case("short-tiles-d256", "full", 70, 40, 256, batch=3, heads_q=4, heads_k=2),
+        Case("outliers-d256", "full", 75, 777, 256, heads_q=2, heads_k=2, values="outliers"),
     )
 }
 

@@ -38,7 +38,7 @@ SMALL_HEAD_DIMS = sorted({104, 192, *(limit for limit, _ in (*forward_sm80._SMAL
 # Those for Turing; beyond 224 and 240 the backward and the forward have fewer keys a block.
 TINY_HEAD_DIMS = (16, 64, 80, 112, 128, 160, 224, 240, 256)
 # Forwards have other tiles with much; two of them have yet others with dropout.
-LARGE_HEAD_DIMS = 16, 48, 104, 160, 176, 192, 224
+LARGE_HEAD_DIMS = 16, 48, 64, 104, 160, 176, 192, 224
 SMALL, TINY, LARGE = (
     {
         case.name: case

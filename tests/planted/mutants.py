@@ -74,6 +74,8 @@ FORWARD = (
     Bug("divergent shuffle", change("row-sum-of-four-lanes", "l[r] = quad_reduce", "if (lane() != 5) l[r] = quad_reduce"), "dense-d64", r"warp divergence|DEADLOCK"),
     Bug("divergent barrier", change("tile-landed", "ptx::bar_sync()", "if (lane() != 3) ptx::bar_sync()"), "dense-d64", r"warp divergence|DEADLOCK"),
     Bug("maximum of one warp's keys alone", without("maximum-of-both-warps"), "dense-d256", arch="sm_100"),
+    Bug("maximum left behind any score", change("m-not-far-behind", "4.f", "1000.f"), "scores-in-the-hundreds"),
+    Bug("a warp alone decides that maxima grow", change("any-of-both-warps", "ptx::bar_red_or(barrier(), 64, x)", "ptx::vote_any(x)"), "outliers-d256", r"DEADLOCK", arch="sm_100"),
     Bug("sum of one warp's keys alone", without("row-sum-of-both-warps"), "dense-d256", arch="sm_100"),
     Bug("maxima read before the other warp has written them", without("rows-of-both-there"), "dense-d256", r"RACE, read after write: .*shared_rows\.cuh:\d+", arch="sm_100"),
     Bug("O from a warp's own P alone", change("p-of-the-other-warp", "1 - still.part", "still.part"), "dense-d256", arch="sm_100"),
