@@ -13,9 +13,10 @@ Table = tuple[tuple[int, ForwardTile], ...]
 
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200 (docs/performance.md),
 # among those that compile without spills with NVRTC 12.9, for all architectures: at head_dim 64 and 128 on 2026-11-20,
-# with more than 163 KiB at 256 on 2026-11-23, from 80 to 112 on 2026-11-28. With 13.0 the kernel at 128 spills 16 to 52
-# bytes on sm_90 (causal), 100, 103 and 120. With 12.9, those at 80 and 96 spill with a softcap and a window of packed
-# sequences 12 to 64 on sm_100, 103 and 120, and at 96 with a range of keys, causal, 116 on sm_90. None are measured.
+# with more than 163 KiB at 256 on 2026-11-23, from 80 to 112 on 2026-11-28. With 13.0, before maxima lagged
+# (softmax.cuh), the kernel at 128 spilled 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. With 12.9, those at 80
+# and 96 spill with a softcap and a window of packed sequences 12 to 64 on sm_100, 103 and 120, and at 96 with a range
+# of keys, causal, 116 on sm_90. None are measured.
 _USUAL: Table = (
     (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
     (96, ForwardTile(128, 64, 4, 2, 2)),
@@ -50,6 +51,7 @@ _PLAIN: Table = (
     (32, ForwardTile(128, 128, 4, 2, 2)),
     (48, ForwardTile(128, 96, 4, 2, 2, q_in_regs=True)),
     (64, ForwardTile(128, 128, 4, 2, 2)),
+    *_USUAL[:1],
     (160, ForwardTile(128, 128, 8, 2, 1, split_d=2)),
     (176, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
     (192, ForwardTile(128, 128, 8, 2, 1, split_d=2)),
