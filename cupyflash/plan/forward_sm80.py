@@ -14,7 +14,7 @@ Table = tuple[tuple[int, ForwardTile], ...]
 # (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200 (docs/performance.md),
 # among those that compile without spills with NVRTC 12.9, for all architectures: at head_dim 64 and 128 on 2026-11-20,
 # with more than 163 KiB at 256 on 2026-11-23, from 80 to 112 on 2026-11-28. With 13.0, before maxima lagged
-# (softmax.cuh), the kernel at 128 spilled 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. With 12.9, those at 80
+# (row_maxima.cuh), the kernel at 128 spilled 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. With 12.9, those at 80
 # and 96 spill with a softcap and a window of packed sequences 12 to 64 on sm_100, 103 and 120, and at 96 with a range
 # of keys, causal, 116 on sm_90. None are measured.
 _USUAL: Table = (
