@@ -89,10 +89,10 @@ def ampere_tiles(head_dim: int, smem_bytes: int) -> Iterator[ForwardTile]:
     for block_m, block_n, warps, stages, blocks, q_in_regs, split_d in sizes:
         tile = ForwardTile(block_m, block_n, warps, stages, blocks, q_in_regs, split_d)
         rows, depth = block_m // (warps // split_d), round_up(head_dim, 16)
-        # Up to 128, 32 rows fit one warp; each part of the keys has whole tiles of 16. P takes the place of S, as it is
-        # made.
+        # Up to 128, 32 rows fit one warp; each part of the keys has whole tiles of 16.
         if split_d > 1 and (rows != 32 or head_dim <= 128 or block_n % 32):
             continue
+        # P takes the place of S as it is made: half of it counts.
         needed = rows * (depth + block_n) // split_d // 32 + rows * block_n // split_d // 128 + SPARE_REGISTERS
         needed += rows * depth // 64 if q_in_regs else 0
         registers = min(MAX_REGISTERS, REGISTERS_PER_SM // (32 * warps * blocks))

@@ -45,7 +45,8 @@ _SMALL: Table = (
 # have room. Chosen by time on an H200, 2026-11-28, at 32, 48, 64, 160, 192 and 224, with an A100's shared memory also
 # at 160, 192 and 224, with 99 KiB at 32 and 144. With 128 keys those at 176 and beyond 192 spill; at 64 on sm_80, with
 # slopes, and where scores are scaled first.
-# The first one spills on sm_103 and 120, that of 48 8 bytes on sm_103.
+# The first one spills on sm_103 and 120, that of 48 8 bytes on sm_103. Without room for 128 keys, 64 keeps its usual
+# tile: the rows that follow are for wider heads.
 _PLAIN: Table = (
     (32, ForwardTile(128, 128, 4, 2, 2, q_in_regs=True)),
     (32, ForwardTile(128, 128, 4, 2, 2)),

@@ -155,7 +155,8 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
             if constexpr (kMasked) s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
             if constexpr (V::kBlockMask && kMasked) s = seen(row, col) ? s : -ptx::infinity();
         });
-        softmax.template step<!kMasked>(S, O);  // P = exp(S - m); O follows m
+        // P = exp(S - m); O follows m, which may lag, but not where rows may have seen few keys.
+        softmax.template step<!kMasked>(S, O);
         FragA<T, kRows, kKeys> P;
         P.from(S);
         Dropout<V>::drop(P, kept);
