@@ -45,19 +45,17 @@ _SMALL: Table = (
 # have room. Chosen by time on an H200, 2026-11-28, at 32, 48, 64, 160, 192 and 224, with an A100's shared memory also
 # at 160, 192 and 224, with 99 KiB at 32 and 144. With 128 keys those at 176 and beyond 192 spill; at 64 on sm_80, with
 # slopes, and where scores are scaled first.
-# The first one spills on sm_103 and 120, that of 48 8 bytes on sm_103. Without room for 128 keys, 64 keeps its usual
-# tile: the rows that follow are for wider heads.
-_PLAIN: Table = (
-    (32, ForwardTile(128, 128, 4, 2, 2, q_in_regs=True)),
-    (32, ForwardTile(128, 128, 4, 2, 2)),
-    (48, ForwardTile(128, 96, 4, 2, 2, q_in_regs=True)),
-    (64, ForwardTile(128, 128, 4, 2, 2)),
-    *_USUAL[:1],
-    (160, ForwardTile(128, 128, 8, 2, 1, split_d=2)),
-    (176, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
-    (192, ForwardTile(128, 128, 8, 2, 1, split_d=2)),
-    (192, ForwardTile(128, 96, 8, 2, 1, split_d=2)),
-    (248, ForwardTile(128, 96, 8, 2, 1)),
+# The first one spills on sm_103 and 120, that of 48 8 bytes on sm_103. (Head_dims, tile).
+_PLAIN: tuple[tuple[range, ForwardTile], ...] = (
+    (range(33), ForwardTile(128, 128, 4, 2, 2, q_in_regs=True)),
+    (range(33), ForwardTile(128, 128, 4, 2, 2)),
+    (range(49), ForwardTile(128, 96, 4, 2, 2, q_in_regs=True)),
+    (range(65), ForwardTile(128, 128, 4, 2, 2)),
+    (range(129, 161), ForwardTile(128, 128, 8, 2, 1, split_d=2)),
+    (range(129, 177), ForwardTile(128, 96, 8, 2, 1, split_d=2)),
+    (range(177, 193), ForwardTile(128, 128, 8, 2, 1, split_d=2)),
+    (range(177, 193), ForwardTile(128, 96, 8, 2, 1, split_d=2)),
+    (range(129, 249), ForwardTile(128, 96, 8, 2, 1)),
 )
 
 # With dropout, up to head_dim 128, of those that have room: chosen by time on an H200 at 64, 96 and 128, 2026-11-28.
@@ -96,7 +94,7 @@ def _rows(spec: Spec, device: Device) -> Iterator[tuple[int, ForwardTile]]:
         reads = spec.bias or spec.block_mask or spec.unaligned or (spec.softcap and spec.packed)
         with_room = () if reads else _DROPOUT
     elif is_plain(spec) and not (spec.window or narrow < d <= 128):
-        with_room = _PLAIN[device.capability > (10, 0) :]
+        with_room = tuple((d, tile) for head_dims, tile in _PLAIN[device.capability > (10, 0) :] if d in head_dims)
     yield from ((limit, tile) for limit, tile in with_room if has_room(tile, spec, device))
     if spec.dropout or (spec.block_mask and (spec.crowded or (spec.packed and d > 64))):
         yield 128, SIXTEEN_ROWS
