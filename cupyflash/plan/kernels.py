@@ -90,7 +90,7 @@ class DeltaTile:
 
     @property
     def name(self) -> str:
-        share = f"q{self.dq_warps_m}" if 1 < self.dq_warps_m < self.split_d else ""  # as a WideTile has it
+        share = f"d{self.split_d}q{self.dq_warps_m}" if self.split_d > 1 else ""
         return f"m{self.block_m}w{self.warps}{share}" + (f"k{self.listed_rows}" if self.listed_rows else "")
 
     def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:

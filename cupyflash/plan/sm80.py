@@ -44,13 +44,19 @@ _BACKWARD_SMALL: tuple[tuple[int, BackwardTile], ...] = (
 )
 
 
-# For head_dims beyond 128, and at 128, the first that fits: chosen by time on an H200, also with less shared memory, at
-# 128, 192 and 256, 2026-11-26. In two steps of dQ without a mask: 1 % slower. Their columns are multiples of 64.
-_BACKWARD_WIDE = (
-    *[WideTile(64, 64, 8, stages, 1, split_d=4) for stages in (2, 1)],
-    WideTile(32, 64, 8, 1, 1, split_d=4),
+# Beyond 64, two groups of warps, whose columns are multiples of 16 * split_d. Chosen by time on an H200, at 192 and 256
+# also with less shared memory, 2026-11-26; at 80 to 160, 192 with 96 keys, and 224 on 2026-11-28. At 256 two steps of
+# dQ without a mask are 1 % slower. (Head_dims, tile): the first that fits.
+_BACKWARD_WIDE: tuple[tuple[range, WideTile], ...] = (
+    (range(65, 97), WideTile(64, 128, 8, 2, 1, split_d=2, dq_warps_m=4)),
+    *((range(97, 129), WideTile(64, 128, 8, stages, 1, split_d=2, dq_parts=2)) for stages in (2, 1)),
+    (range(129, 161), WideTile(64, 96, 8, 2, 1, split_d=2, dq_warps_m=4)),
+    (range(129, 161), WideTile(64, 64, 8, 2, 1, split_d=2, dq_warps_m=4)),
+    (range(161, 193), WideTile(64, 96, 8, 2, 1, split_d=4, dq_warps_m=4)),
+    (range(193, 225), WideTile(64, 64, 8, 2, 1, split_d=2, dq_warps_m=4)),
+    *((range(129, 257), WideTile(64, 64, 8, stages, 1, split_d=4)) for stages in (2, 1)),
+    (range(129, 257), WideTile(32, 64, 8, 1, 1, split_d=4)),
 )
-_BACKWARD_128 = tuple(WideTile(64, 128, 8, stages, 1, split_d=4) for stages in (2, 1))
 
 
 # With a bias: fewer scores a thread, so that those of the bias fit the registers, too. Chosen among tiles that compile
@@ -108,7 +114,7 @@ class Backward(Main):
 
 @dataclass(frozen=True)
 class BackwardWide(Backward):
-    """bwd_wide_sm80.cuh: the same at head_dims from 128 on."""
+    """bwd_wide_sm80.cuh: the same at head_dims beyond 64."""
 
     header, function = "bwd_wide_sm80", "bwd_wide"
 
@@ -135,19 +141,26 @@ class Sm80(Family):
 
     def wide_tile(self, spec: Spec, device: Device) -> WideTile | None:
         """For what two groups of warps take (bwd_wide_sm80.cuh), if it fits. Registers are left neither for a bias (or
-        mods) beside a softcap or of packed sequences, nor for such with rows that are not aligned; nor at head_dim 128
-        for weights, a bias, or more than a mask and sinks of packed sequences."""
+        mods) beside a softcap or of packed sequences, nor for such with rows that are not aligned; nor from head_dim 97
+        to 128 for more than a mask and sinks of packed sequences; nor beyond 160 for weights, or ranges in a fixed
+        order, beside more than 64 keys. One group is faster up to 128 with weights, and with a bias, which it copies;
+        up to 96 with windows and ranges. Not measured there: packed sequences, and rows that are not aligned."""
         others = spec.block_mask, spec.dalibi, spec.head_dim_v, spec.bias and (spec.softcap or spec.packed)
-        if spec.head_dim < 128 or any(others) or (spec.packed and spec.unaligned):
+        d = spec.head_dim
+        if any(others) or (spec.packed and spec.unaligned):
             return None
         more = spec.deterministic or spec.alibi or spec.kv_range or spec.scale_first
         weights = bool(spec.softcap or spec.mods or spec.dropout)
-        if spec.head_dim == 128 and (weights or spec.bias or (spec.packed and more)):
+        if d <= 128 and (weights or spec.bias or (spec.packed and more)):
             return None
-        tiles = [replace(t, weights=weights) for t in (_BACKWARD_128 if spec.head_dim == 128 else _BACKWARD_WIDE)]
-        tile = next((t for t in tiles if t.smem_bytes(spec.head_dim) <= device.smem_bytes), None)
-        takes_registers = spec.masked or spec.packed or spec.bias or spec.unaligned or weights
-        return replace(tile, dq_parts=2) if tile and takes_registers else tile
+        if d <= 96 and (spec.window or spec.kv_range or spec.packed or spec.unaligned):
+            return None
+        tiles = [replace(tile, weights=weights) for head_dims, tile in _BACKWARD_WIDE if d in head_dims]
+        of_keys = 64 if d > 160 and (weights or (spec.deterministic and spec.kv_range)) else 128  # at most
+        tile = next((t for t in tiles if t.block_n <= of_keys and fits(t, spec, device)), None)
+        takes_registers = spec.packed or spec.kv_range or spec.bias or spec.unaligned or weights
+        in_two = tile and (takes_registers or (spec.masked and tile.dq_warps_m == 2))
+        return replace(tile, dq_parts=2) if tile and in_two else tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
         if spec.dtype == "fp32":

@@ -1,11 +1,12 @@
-// Backward attention at head_dims from 128 on with mma.sync and cp.async (sm_80 and every later architecture):
+// Backward attention at head_dims beyond 64 with mma.sync and cp.async (sm_80 and every later architecture):
 //     P = exp(scale * Q K^T - lse),  dV = P^T dO,  dP = dO V^T,  dS = P * (dP - delta),
 //     dK = scale * dS^T Q,  dQ = scale * dS K,   FlashAttention-2 (Dao 2023), algorithm 2.
 //
 // One block owns kBlockN keys of one (batch, head_k), keeps K, V, dK and dV, and visits query tiles as bwd_sm80.cuh does.
 // Two groups of four warps divide the products:
 //     kOfP:   S^T = K Q^T, P, dV += P^T dO        S^T and dP^T: a warp has half of the keys and half of the queries
-//     kOfDS:  dP^T = V dO^T, dS, dK += dS^T Q     dV and dK: all keys, a quarter of the columns
+//     kOfDS:  dP^T = V dO^T, dS, dK += dS^T Q     dV and dK: all keys and a quarter of the columns (kSplitD 4), or half of
+//                                                 each (2)
 // So a warp multiplies square tiles, which read least of shared memory for a product, and while one group forms P or dS, the
 // other multiplies. dQ = dS K is formed by all warps, each in kDqParts steps: a mask, say, leaves no registers for all of its
 // columns. It leaves by additions to global memory (dq_accum.cuh).
@@ -47,7 +48,8 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     using T = typename V::Element;
     using Dq = DqTile<V>;
     constexpr int M = V::kBlockM, N = V::kBlockN, D = Dq::kDim, kStages = V::kStages, kThreads = 32 * V::kWarps;
-    constexpr int kRows = N / 2, kQueries = M / 2, kCols = D / 4;  // of S^T and dP^T; of dV and dK
+    constexpr int kRows = N / 2, kQueries = M / 2, kCols = D / V::kSplitD;  // of S^T and dP^T; of dV and dK
+    constexpr int kKeys = N * V::kSplitD / 4;                               // of dV and dK
     constexpr bool kStaggered = kStages == 2 && !V::kDeterministic;
     static_assert(V::kWarps == 8 && M <= kThreads && kRows % 16 == 0 && kQueries % 16 == 0 && kCols % 16 == 0);
     static_assert(V::kWeights || (Score<V>::kWeightIsP && !V::kDropout));
@@ -89,7 +91,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         ptx::bar_sync(kLanded, kThreads);  // @q-and-do-landed-wide
     };
 
-    AccTile<N, kCols> dKV;  // dV, or dK
+    AccTile<kKeys, kCols> dKV;  // dV, or dK
     dKV.zero();
 
     // One query tile.
@@ -169,7 +171,9 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         // dV += P^T dO, or dK += dS^T Q.
         const TileP weights{sdS.base + other_group * TileP::kBytes};   // @weights-of-the-group
         const TileQ queries{s.sQ.base + other_group * TileQ::kBytes};  // @rows-of-the-group
-        gemm_nn<T>(dKV, SmemA<TileP, N>(weights, 0), queries, own_warp % 4 * kCols);
+        // @keys-of-the-sum-wide
+        gemm_nn<T>(dKV, SmemA<TileP, kKeys>(weights, own_warp % 4 / V::kSplitD * kKeys), queries,
+                   own_warp % V::kSplitD * kCols);
         if (!kStaggered || own_group == kOfP) ptx::bar_sync(kDSComplete, kThreads);  // @ds-complete-wide
         else landed();
         if constexpr (kStages == 1) request(i + 1, visits.after(now));
@@ -216,8 +220,9 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     // Where the block is, is worked out again: the main loop has no registers left to keep it.
     const auto here = tile_at<V, KeysOf<V>, N, false>(aside(p), ptx::opaque(ptx::block_index()));
     const bool has_dV = fresh_thread() / 32 < 4;
-    const int col0 = fresh_thread() / 32 % 4 * kCols, first_key = here.block * N;
-    if (!has_dV) dKV.scale(score.scale);  // @dk-scaled-wide
+    const int col0 = fresh_thread() / 32 % V::kSplitD * kCols, row0 = fresh_thread() / 32 % 4 / V::kSplitD * kKeys;
+    const int first_key = here.block * N + row0;  // @keys-of-the-warp-wide
+    if (!has_dV) dKV.scale(score.scale);          // @dk-scaled-wide
     if constexpr (V::kGrouped) {
         if (KeysOf<V>::are_shared(aside(p))) {
             float *const shares = has_dV ? p.dv_shares : p.dk_shares;
@@ -227,19 +232,19 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
     }
     const auto head_k = [&] { return KeysOf<V>::head_k(aside(p), here.head); };
     const TileKV staging{has_dV ? sV.base : sK.base};
-    if (!ptx::vote_all(stage_rows<T>(staging, 0, dKV, col0))) {  // @dk-and-dv-finite-wide
+    if (!ptx::vote_all(stage_rows<T>(staging, row0, dKV, col0))) {  // @dk-and-dv-finite-wide
         // @repair-in-its-sequence-wide
         const GradientRepair<V, M, V::kUnaligned> again(aside(p), here.sequence.index);
         #pragma unroll 1
-        for (int row = 0; row < N; ++row)
-            if (has_dV) again.template dv<kCols>(head_k(), first_key + row, staging, row, col0);
-            else again.template dk<kCols>(head_k(), first_key + row, staging, row, col0);
+        for (int row = 0; row < kKeys; ++row)  // @rows-of-the-repair-wide
+            if (has_dV) again.template dv<kCols>(head_k(), first_key + row, staging, row0 + row, col0);
+            else again.template dk<kCols>(head_k(), first_key + row, staging, row0 + row, col0);
         ptx::bar_warp_sync();  // @dk-repaired-by-the-warp-wide
     }
     const Strides &stride = has_dV ? p.dv_stride : p.dk_stride;  // @strides-of-dk-and-dv-wide
     T *const dst = static_cast<T *>(has_dV ? p.dv : p.dk) + here.sequence.k_offset(stride, head_k());
     // @unused-keys-written-wide
-    write_rows<N, kCols, V::kHeadDim>(staging, 0, dst, stride.row, first_key, here.sequence.rows_k, col0);
+    write_rows<kKeys, kCols, V::kHeadDim>(staging, row0, dst, stride.row, first_key, here.sequence.rows_k, col0);
 }
 
 #endif  // CUPYFLASH_BWD_WIDE_SM80_CUH

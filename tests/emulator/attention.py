@@ -182,7 +182,9 @@ NONFINITE_QUERIES = {
     name: Case(name, "full", 149, 203, head_dim, causal=True, heads_q=heads_q, heads_k=heads_k)
     for name, head_dim, heads_q, heads_k in (
         ("nan-in-queries-d64", 64, 2, 2),
+        ("nan-in-queries-d96", 96, 2, 2),
         ("nan-in-queries-d128", 128, 2, 2),
+        ("nan-in-queries-d160", 160, 2, 1),
         ("nan-in-queries-d256", 256, 2, 1),
         ("nan-in-queries-of-shares", 64, 8, 1),
         ("nan-in-late-key-d256", 256, 2, 1),
@@ -196,6 +198,7 @@ EXTRA = NONFINITE_QUERIES | {
         Case("many-tiles-d160", "full", 197, 197, 160, batch=2, heads_q=3, heads_k=3, causal=True),
         Case("many-tiles-d192", "full", 293, 131, 192, heads_q=4, heads_k=2),
         Case("many-tiles-d256", "full", 293, 131, 256, heads_q=4, heads_k=4, causal=True),
+        Case("shares-d96", "full", 131, 190, 96, heads_q=16, heads_k=1, causal=True),
         Case("shares-d144", "full", 67, 131, 144, heads_q=8, heads_k=1),
         Case("shares-d200", "full", 131, 190, 200, heads_q=16, heads_k=1, causal=True),
         Case("short-tiles-d256", "full", 70, 40, 256, batch=3, heads_q=4, heads_k=2),

@@ -86,7 +86,7 @@ BACKWARD = (
     Bug("no barrier before dQ", without("ds-complete"), "dense-d64", r"RACE, read after write: .*(tile|gemm|operands)\.cuh:\d+"),
     Bug("no barrier before Q and dO", without("q-and-do-landed"), "dense-d64", r"RACE, .*(tile|gemm|operands)\.cuh:\d+"),
     Bug("no wait for Q and dO", without("q-and-do-copied"), "dense-d64", r"RACE, access to the destination of cp\.async"),
-    Bug("P and dS exchanged without a barrier", without("p-and-ds-complete"), "causal-d96", r"RACE, read after write: .*(tile|gemm|operands)\.cuh:\d+"),
+    Bug("P and dS exchanged without a barrier", without("p-and-ds-complete"), "softcap-causal", r"RACE, read after write: .*(tile|gemm|operands)\.cuh:\d+"),
     Bug("dQ stored, not added", change("dq-added", "ptx::red_add(accum, x);", "for (int i = 0; i < ptx::kRedWidth; ++i) accum[i] += x[i];"), "dense-d64", r"RACE, .*buffer 'dq_accum'"),
     Bug("turn not waited for", without("turn-awaited-sm80"), "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'.*dq_accum\.cuh|bwd_sm80\.cuh"),
     Bug("turn waited for by one thread only", without("turn-seen-by-all"), "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'"),

@@ -29,8 +29,8 @@ FORWARD_PACKED = (
 )  # fmt: skip
 
 BACKWARD_PACKED = (
-    Bug("gradients of unused keys not written", change("tiles-of-unused-keys", "rows_k", "seqlen_k"), "packed-used"),
-    Bug("last unused keys of a tile not written", change("unused-keys-written-sm80", "rows_k", "seqlen_k"), "packed-used"),
+    Bug("gradients of unused keys not written", change("tiles-of-unused-keys", "rows_k", "seqlen_k"), "packed-range-used-d128"),
+    Bug("last unused keys of a tile not written", change("unused-keys-written-sm80", "rows_k", "seqlen_k"), "packed-range-used-d128"),
     Bug("dQ of the next sequence's tile", change("query-tiles-of-its-sequence", "first_tile<kRows>(row_q, index)", "row_q / kRows"), "packed-unequal", r"RACE, write after write: buffer 'dq_accum'"),
     _sm90("TMA writes a neighbour's rows of dK and dV", change("dkv-beside-its-neighbour", "V::kPacked && key0 + 64 > sequence.rows_k", "false"), "packed-unequal", _SHARED.format("d[kv]")),
     _sm90("TMA writes a neighbour's rows of wide dK and dV", change("wide-dkv-beside-its-neighbour", "V::kPacked && visit.k0 + N > sequence.rows_k", "false"), "packed-gqa-softcap-d256", _SHARED.format("d[kv]")),

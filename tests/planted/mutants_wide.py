@@ -46,9 +46,12 @@ BACKWARD_WIDE = (
     _two("wide: query mask off by one", change("mask-from-the-lane-wide", "q0 + first_query", "q0 + first_query + 1"), "causal-d256"),
     Bug("wide: staging where K and V may still arrive", without("keys-copied-wide"), "range-none-causal-d256", r"RACE, .*cp\.async"),
     _two("wide: staging before all warps are done", without("keys-read-by-all-wide"), "dense-d256", r"RACE, write after read: .*(epilogue|element)\.cuh:\d+"),
-    _two("wide: NaN of hidden queries let through to dK and dV", change("dk-and-dv-finite-wide", "!ptx::vote_all(stage_rows<T>(staging, 0, dKV, col0))", "stage_rows<T>(staging, 0, dKV, col0); false"), "nan-in-queries-d256"),
+    _two("wide: NaN of hidden queries let through to dK and dV", change("dk-and-dv-finite-wide", "!ptx::vote_all(stage_rows<T>(staging, row0, dKV, col0))", "stage_rows<T>(staging, row0, dKV, col0); false"), "nan-in-queries-d256"),
     _two("wide: dK written before all lanes have repaired it", without("dk-repaired-by-the-warp-wide"), "nan-in-queries-d256", r"RACE, read after write: .*epilogue\.cuh:\d+"),
     _two("wide: gradients of unused keys not written", change("tiles-of-unused-keys-wide", "rows_k", "seqlen_k"), "packed-used-dlse-d256"),
     _two("wide: last unused keys of a tile not written", change("unused-keys-written-wide", "rows_k", "seqlen_k"), "packed-used-dlse-d256"),
+    _two("wide: sums of the first half of the keys alone", change("keys-of-the-sum-wide", "own_warp % 4 / V::kSplitD * kKeys", "0"), "causal-d96"),
+    _two("wide: sums of keys written in the place of others", change("keys-of-the-warp-wide", "+ row0", ""), "causal-d96", r"RACE, write after write: buffer 'd[kv]'"),
+    _two("wide: half of the repaired keys in the place of the others", change("rows-of-the-repair-wide", "row0 + row", "row"), "nan-in-queries-d96", r"RACE, write after write: shared memory"),
     _two("wide: key head of the wrong group", change("first-head-of-the-group-wide", "* group", "* 1"), "many-tiles-d192"),
 )  # fmt: skip
