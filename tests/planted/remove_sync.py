@@ -55,8 +55,8 @@ BACKWARD = ("deterministic", "dense-d64", "causal-d128", "nan-in-visible-key-cau
 FORWARD_SM90 = ("dense-d64", "causal-d128", "many-tiles", "many-tiles-d160", "many-tiles-d256", "short-tiles-d256",
                 "growing-maxima", "window-left-causal", "nan-in-visible-key-causal", "growing-maxima-window",
                 "more-queries-causal")  # fmt: skip
-BACKWARD_WIDE = ("dense-d256", "causal-d256", "many-tiles-d192", "packed-deterministic-d160", "nan-in-queries-d256",
-                 "range-none-causal-d256")  # fmt: skip
+BACKWARD_WIDE = ("dense-d256", "causal-d256", "causal-d96", "many-tiles-d192", "packed-deterministic-d160",
+                 "nan-in-queries-d96", "nan-in-queries-d256", "range-none-causal-d256")  # fmt: skip
 BACKWARD_SM90 = ("many-tiles-d192", "many-tiles-d256", *BACKWARD)  # head_dims with kernels of their own
 # Kept for reasons that the emulator cannot see; README.md says them. Markers.
 EXPLAINED = (

@@ -288,7 +288,7 @@ def test_torch_compile(rng: np.random.Generator) -> None:
         torch.testing.assert_close(compiled(*x, seed=torch.tensor([6])), attend(*x, seed=6))
 
 
-@pytest.mark.needs("torch")
+@pytest.mark.needs("torch>=2.5")
 def test_torch_vmap(rng: np.random.Generator) -> None:
     """Each index is the call that it would be by itself, whether it has a seed of its own or shares one."""
     import torch
