@@ -7,6 +7,7 @@ __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 __device__ constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 
 __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
+__device__ constexpr int smaller(int a, int b) { return a < b ? a : b; }
 // The larger one of the head_dims of q and of v.
 template <class V>
 constexpr int kWidest = larger(V::kHeadDim, V::kHeadDimV);

@@ -44,23 +44,28 @@ struct SmemTile {
     // 16-byte aligned. Keys: in which order rows lie here (key_order.cuh).
     template <int kThreads, int kValidCols, bool kUnaligned, class Keys = KeysInOrder>
     __device__ void load_async(const T *src, long long stride, int row0, int n_rows) const {
-        constexpr int kLanesPerRow = next_power_of_two(kChunks), kRowsPerPass = kThreads / kLanesPerRow;
+        constexpr int kLanesPerRow = smaller(next_power_of_two(kChunks), kThreads),
+                      kRowsPerPass = kThreads / kLanesPerRow;
         const ptx::u32 thread = fresh_thread();
-        const int chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
-        if (kLanesPerRow != kChunks && chunk >= kChunks) return;
-        const T *from = src + (row0 + first) * stride + kPer * chunk;
+        const int first = thread / kLanesPerRow;
         #pragma unroll
-        for (int pass = 0; pass < ceil_div(kRows, kRowsPerPass); ++pass, from += kRowsPerPass * stride) {
-            const int row = first + pass * kRowsPerPass;
-            if (kRows % kRowsPerPass != 0 && row >= kRows) break;
-            // @columns-that-exist
-            const bool valid = row0 + row < n_rows && (kValidCols == kCols || kPer * chunk < kValidCols);
-            if constexpr (kUnaligned) {
-                // @rows-that-exist-unaligned
-                ptx::st_shared_v4_b32(at(Keys::row_of(row), kPer * chunk),
-                                      valid ? load_chunk<true>(from) : ptx::U128{});
-            } else {
-                ptx::cp_async_16(at(Keys::row_of(row), kPer * chunk), from, valid);  // @rows-that-exist
+        for (int chunk0 = 0; chunk0 < kChunks; chunk0 += kLanesPerRow) {  // one, unless a row has more than threads
+            const int chunk = chunk0 + thread % kLanesPerRow;
+            if (kChunks % kLanesPerRow != 0 && chunk >= kChunks) return;
+            const T *from = src + (row0 + first) * stride + kPer * chunk;
+            #pragma unroll
+            for (int pass = 0; pass < ceil_div(kRows, kRowsPerPass); ++pass, from += kRowsPerPass * stride) {
+                const int row = first + pass * kRowsPerPass;
+                if (kRows % kRowsPerPass != 0 && row >= kRows) break;
+                // @columns-that-exist
+                const bool valid = row0 + row < n_rows && (kValidCols == kCols || kPer * chunk < kValidCols);
+                if constexpr (kUnaligned) {
+                    // @rows-that-exist-unaligned
+                    ptx::st_shared_v4_b32(at(Keys::row_of(row), kPer * chunk),
+                                          valid ? load_chunk<true>(from) : ptx::U128{});
+                } else {
+                    ptx::cp_async_16(at(Keys::row_of(row), kPer * chunk), from, valid);  // @rows-that-exist
+                }
             }
         }
     }
@@ -86,6 +91,7 @@ struct SmemTile {
     template <int kThreads, class F>
     __device__ static void for_each_piece(F f) {
         constexpr int kLanesPerRow = next_power_of_two(kChunks), kRowsPerPass = kThreads / kLanesPerRow;
+        static_assert(kRowsPerPass > 0);
         const int thread = fresh_thread(), chunk = thread % kLanesPerRow, first = thread / kLanesPerRow;
         if (kLanesPerRow != kChunks && chunk >= kChunks) return;
         #pragma unroll

@@ -51,6 +51,15 @@ LARGE |= {
     for name, case in LARGE.items()
     if case.head_dim in (48, 104)
 }
+# In fp32 with little, gradients of biases and of mods have blocks of one warp, and rows more pieces than it has lanes.
+ONE_WARP = {
+    case.name: case
+    for case in (
+        Case("one-warp-bias", "full", 37, 70, 200, causal=True, bias="qk"),
+        Case("one-warp-mods", "full", 37, 70, 200, mods="heated"),
+        Case("one-warp-unaligned", "full", 37, 70, 200, memory="misaligned", bias="qk"),
+    )
+}
 
 
 SHIPPED_RUNS = [
@@ -62,7 +71,7 @@ SHIPPED_RUNS = [
 
 @functools.lru_cache(maxsize=4)
 def oracle(name: str, dtype: str) -> Oracle:
-    inputs, problem = inputs_of((SHIPPED | TABLE | SMALL | TINY | LARGE)[name], dtype)
+    inputs, problem = inputs_of((SHIPPED | TABLE | SMALL | TINY | LARGE | ONE_WARP)[name], dtype)
     return Oracle(problem, *inputs)
 
 
@@ -133,6 +142,11 @@ def test_every_tile_for_little_shared_memory(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_more_keys_a_block_where_there_is_room(name: str, seed: int) -> None:
     run(LARGE[name], "bf16", "sm_90", "race", seed)
+
+
+@pytest.mark.parametrize("name", ONE_WARP)
+def test_rows_of_more_pieces_than_a_block_has_threads(name: str, seed: int) -> None:
+    run(ONE_WARP[name], "fp32", "sm_86", "race", seed)
 
 
 @pytest.mark.parametrize("name", TINY)
