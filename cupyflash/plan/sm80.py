@@ -44,9 +44,9 @@ _BACKWARD_SMALL: tuple[tuple[int, BackwardTile], ...] = (
 )
 
 
-# Beyond 64, two groups of warps, whose columns are multiples of 16 * split_d. Chosen by time on an H200, at 192 and 256
-# also with less shared memory, 2026-11-26; at 80 to 160, 192 with 96 keys, and 224 on 2026-11-28. At 256 two steps of
-# dQ without a mask are 1 % slower. (Head_dims, tile): the first that fits.
+# Beyond 64, two groups of warps, whose columns are multiples of 16 * split_d. Chosen by time on an H200: at 192 and 256
+# also with less shared memory, 2026-11-26; from 72 to 160, 192 with 96 keys, and 224, with an A100's at 112, 128 and
+# 160, on 2026-11-28. At 256 two steps of dQ without a mask are 1 % slower. (Head_dims, tile): the first that fits.
 _BACKWARD_WIDE: tuple[tuple[range, WideTile], ...] = (
     (range(65, 97), WideTile(64, 128, 8, 2, 1, split_d=2, dq_warps_m=4)),
     *((range(97, 129), WideTile(64, 128, 8, stages, 1, split_d=2, dq_parts=2)) for stages in (2, 1)),
@@ -159,8 +159,9 @@ class Sm80(Family):
         of_keys = 64 if d > 160 and (weights or (spec.deterministic and spec.kv_range)) else 128  # at most
         tile = next((t for t in tiles if t.block_n <= of_keys and fits(t, spec, device)), None)
         takes_registers = spec.packed or spec.kv_range or spec.bias or spec.unaligned or weights
-        in_two = tile and (takes_registers or (spec.masked and tile.dq_warps_m == 2))
-        return replace(tile, dq_parts=2) if tile and in_two else tile
+        if tile and (takes_registers or (spec.masked and tile.dq_warps_m == 2)):
+            tile = replace(tile, dq_parts=2)
+        return tile
 
     def backward_tile(self, spec: Spec, device: Device) -> BackwardTile:
         if spec.dtype == "fp32":
