@@ -129,10 +129,11 @@ def lists_before(spec: Spec, *tiles: tuple[int, int], ranks: bool = False) -> tu
 
 
 def own_tiles(spec: Spec, extents: Extents) -> tuple[int, ...]:
-    """`mod_tiles.own_tiles` of a call with a mask; of an empty batch none, whose mask may have no elements."""
+    """`mod_tiles.own_tiles` of a call with a mask; where there are no scores none, whose mask may have no elements."""
     assert spec.mask_tiles is not None
-    found = mod_tiles.own_tiles(spec.mask_tiles, extents.batch, extents.heads_q, extents.seqlen_q, extents.seqlen_k)
-    return found if spec.packed or extents.batch else (0, *found[1:])
+    batch, seqlen_q, seqlen_k = extents.batch, extents.seqlen_q, extents.seqlen_k
+    found = mod_tiles.own_tiles(spec.mask_tiles, batch, extents.heads_q, seqlen_q, seqlen_k)
+    return found if seqlen_q and seqlen_k and (spec.packed or batch) else (0, *found[1:])
 
 
 def block_mask_of(spec: Spec, extents: Extents) -> Workspace:
