@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, fields, replace
 
-from .kernels import LEAST_QUERIES, Main, round_up, row_bytes
+from .kernels import LEAST_QUERIES, Main, padded_row_bytes, round_up
 from .params_decode import APPEND_PARAMS, DECODE_PARAMS, DECODE_SM90_PARAMS, DEQUANTIZE_PARAMS
 from .variant import Variant
 
@@ -69,7 +69,7 @@ class DecodeTile:
     def fixed_bytes(self, head_dim: int, itemsize: int = 2) -> int:
         """Q, of elements of `itemsize`, the scratch and the statistics of the merge; P of a slice, of fp32."""
         teams, rows = self.warps // self.team, self.block_m
-        of_q = self.heads * rows * row_bytes(round_up(head_dim, 16), itemsize)
+        of_q = self.heads * rows * padded_row_bytes(round_up(head_dim, 16), itemsize)
         return of_q + teams * rows * ((self.columns + 8) * 4 + 8 + (4 * SLICE if itemsize == 4 else 0))
 
     def smem_bytes(self, head_dim: int, head_dim_v: int = 0, itemsize: int = 2) -> int:

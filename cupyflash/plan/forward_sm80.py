@@ -11,12 +11,11 @@ from .tiles_sm80 import ForwardTile, fits, has_room, is_plain
 
 Table = tuple[tuple[int, ForwardTile], ...]
 
-# (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200 (docs/performance.md),
-# among those that compile without spills with NVRTC 12.9, for all architectures: at head_dim 64 and 128 on 2026-11-20,
-# with more than 163 KiB at 256 on 2026-11-23, from 80 to 112 on 2026-11-28. With 13.0, before maxima lagged
-# (row_maxima.cuh), the kernel at 128 spilled 16 to 52 bytes on sm_90 (causal), 100, 103 and 120. With 12.9, those at 80
-# and 96 spill with a softcap and a window of packed sequences 12 to 64 on sm_100, 103 and 120, and at 96 with a range
-# of keys, causal, 116 on sm_90. None are measured.
+# (largest head_dim, tile), first match that fits the shared memory. Chosen by time on an H200 (docs/performance.md): at
+# head_dim 64 and 128 on 2026-11-20, with more than 163 KiB at 256 on 2026-11-23, from 80 to 112 on 2026-11-28. With
+# NVRTC 12.9 that at 128 spills 8 to 152 bytes, on sm_80, 90, 100 and 103, that at 256 with a window 8 to 112 on sm_100
+# and 103; those at 80 and 96 spilled with a softcap and a window of packed sequences 12 to 64 on sm_100, 103 and 120,
+# and at 96 with a range of keys, causal, 116 on sm_90, before rows lay without gaps. With 13.0 none are counted.
 _USUAL: Table = (
     (64, ForwardTile(128, 64, 4, 2, 2, q_in_regs=True)),
     (96, ForwardTile(128, 64, 4, 2, 2)),
@@ -28,24 +27,24 @@ _USUAL: Table = (
 )
 
 # The same for GPUs with 100 KiB a multiprocessor, where a block of four warps would run alone, and wait for its own
-# softmax. Chosen by time on an H200 with no more shared memory (tools.as_gpu), at head_dim 96, 128, 192 and 256 on
-# 2026-11-23, at 80 on 2026-11-28. At 104 and 112 two blocks of 48 keys do not fit.
+# softmax. Chosen by time on an H200 with no more shared memory (tools.as_gpu), at head_dim 256 on 2026-11-23, at 80,
+# 96, 112, 128 and 192 on 2026-11-28. That of 256 rows by 64 keys spills 64 to 88 bytes, and with a softcap 260.
 _SMALL: Table = (
-    *_USUAL[:1],
-    (80, ForwardTile(128, 64, 4, 2, 2)),
-    (96, ForwardTile(128, 48, 4, 2, 2)),
-    (112, ForwardTile(128, 32, 4, 2, 2)),
+    *_USUAL[:2],
+    (112, ForwardTile(128, 48, 4, 2, 2)),
+    (128, ForwardTile(256, 64, 8, 2, 1)),
     (128, ForwardTile(256, 48, 8, 2, 1)),
     (128, ForwardTile(128, 64, 4, 2, 2)),
+    (192, ForwardTile(128, 64, 8, 2, 1)),
     (208, ForwardTile(128, 48, 8, 2, 1)),
     (256, ForwardTile(128, 32, 8, 2, 1)),
 )
 
 # Up to head_dim 64 and beyond 128, more keys a block where nothing else takes registers, full and causal; of those that
-# have room. Chosen by time on an H200, 2026-11-28, at 32, 48, 64, 160, 192 and 224, with an A100's shared memory also
-# at 160, 192 and 224, with 99 KiB at 32 and 144. With 128 keys those at 176 and beyond 192 spill; at 64 on sm_80, with
-# slopes, and where scores are scaled first.
-# The first one spills on sm_103 and 120, that of 48 8 bytes on sm_103. (Head_dims, tile).
+# have room. Chosen by time on an H200, 2026-11-28, at 32, 48, 64, 160, 192, 224 and 256, with an A100's shared memory
+# also at 160, 192, 224 and 256, with 99 KiB at 32, 64 and 144. With 128 keys those at 176 spill, and those beyond 192
+# few registers, 12 to 108 bytes; at 64 on sm_80, with slopes, and where scores are scaled first. The first one spills
+# on sm_103 and 120, that of 48 8 bytes on sm_103. (Head_dims, tile).
 _PLAIN: tuple[tuple[range, ForwardTile], ...] = (
     (range(33), ForwardTile(128, 128, 4, 2, 2, q_in_regs=True)),
     (range(33), ForwardTile(128, 128, 4, 2, 2)),
@@ -55,7 +54,9 @@ _PLAIN: tuple[tuple[range, ForwardTile], ...] = (
     (range(129, 177), ForwardTile(128, 96, 8, 2, 1, split_d=2)),
     (range(177, 193), ForwardTile(128, 128, 8, 2, 1, split_d=2)),
     (range(177, 193), ForwardTile(128, 96, 8, 2, 1, split_d=2)),
+    (range(193, 257), ForwardTile(128, 128, 8, 2, 1, split_d=2)),
     (range(129, 249), ForwardTile(128, 96, 8, 2, 1)),
+    (range(249, 257), ForwardTile(128, 64, 8, 2, 1, split_d=2)),
 )
 
 # With dropout, up to head_dim 128, of those that have room: chosen by time on an H200 at 64, 96 and 128, 2026-11-28.
@@ -114,8 +115,13 @@ def tile(spec: Spec, device: Device) -> ForwardTile:
     is_full = d > 64 and (spec.unaligned or spec.block_mask)
     may_share = not (is_full or spec.dropout or spec.softcap or spec.head_dim_v)
     may_be_tall = not (is_full or spec.packed or (spec.kv_range and (spec.softcap or spec.scale_first)))
+    most_keys = 48 if spec.softcap else 64  # of 256 rows
     fitting = (t for limit, t in _rows(spec, device) if d <= limit and fits(t, spec, device))
-    found = next(t for t in fitting if (t.split_d == 1 or may_share) and (t.block_m <= 128 or may_be_tall))
+    found = next(
+        t
+        for t in fitting
+        if (t.split_d == 1 or may_share) and (t.block_m <= 128 or (may_be_tall and t.block_n <= most_keys))
+    )
     if spec.bias and not (spec.paired_bias or spec.bias_of_keys):
         found = replace(found, q_in_regs=False)
     is_wide = found.warps != 8 or found.block_n == 48 or (spec.crowded and d > 128)

@@ -15,8 +15,13 @@ PAGE_UNIT = 16  # it reads pages of a multiple of so many rows
 
 
 def row_bytes(columns: int, itemsize: int = 2) -> int:
-    """Bytes of one row of a shared-memory tile (tile.cuh): an odd number of eight elements and, of fp32, a quarter of
-    what lies behind four rows."""
+    """Bytes of one row of a shared-memory tile (tile.cuh)."""
+    return 2 * columns if itemsize == 2 else padded_row_bytes(columns, itemsize)
+
+
+def padded_row_bytes(columns: int, itemsize: int = 2) -> int:
+    """The same where rows have gaps: an odd number of eight elements and, of fp32, a quarter of what lies behind four
+    rows."""
     return 8 * itemsize * (columns // 8 | 1) + (8 if itemsize == 4 else 0)
 
 

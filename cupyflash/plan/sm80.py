@@ -35,7 +35,7 @@ _BACKWARD: tuple[tuple[int, BackwardTile], ...] = (
 # For GPUs with 100 KiB a multiprocessor, chosen likewise at head_dim 64, 96, 128 and 192. Eight warps do not divide the
 # columns of dQ at 112: there, what is best at 128 of those that have them padded.
 _BACKWARD_SMALL: tuple[tuple[int, BackwardTile], ...] = (
-    (64, BackwardTile(64, 64, 4, 1, 2)),
+    (64, BackwardTile(32, 128, 4, 1, 2, dq_warps_m=1, dq_unroll=4)),
     (96, BackwardTile(32, 64, 4, 1, 2)),
     (112, BackwardTile(64, 64, 8, 1, 1, split_d=4, dq_warps_m=4)),
     (128, BackwardTile(32, 128, 8, 1, 1)),
@@ -46,12 +46,15 @@ _BACKWARD_SMALL: tuple[tuple[int, BackwardTile], ...] = (
 
 # Beyond 64, two groups of warps, whose columns are multiples of 16 * split_d. Chosen by time on an H200: at 192 and 256
 # also with less shared memory, 2026-11-26; from 72 to 160, 192 with 96 keys, and 224, with an A100's at 112, 128 and
-# 160, on 2026-11-28. At 256 two steps of dQ without a mask are 1 % slower. (Head_dims, tile): the first that fits.
+# 160, with 99 KiB at 112, 128 and 160, on 2026-11-28. At 256 two steps of dQ without a mask are 1 % slower. (Head_dims,
+# tile): the first that fits.
 _BACKWARD_WIDE: tuple[tuple[range, WideTile], ...] = (
     (range(65, 97), WideTile(64, 128, 8, 2, 1, split_d=2, dq_warps_m=4)),
     *((range(97, 129), WideTile(64, 128, 8, stages, 1, split_d=2, dq_parts=2)) for stages in (2, 1)),
+    (range(97, 113), WideTile(64, 64, 8, 1, 1, split_d=2, dq_warps_m=4)),
+    (range(113, 129), WideTile(32, 128, 8, 1, 1, split_d=2, dq_parts=2)),
     (range(129, 161), WideTile(64, 96, 8, 2, 1, split_d=2, dq_warps_m=4)),
-    (range(129, 161), WideTile(64, 64, 8, 2, 1, split_d=2, dq_warps_m=4)),
+    *((range(129, 161), WideTile(64, 64, 8, stages, 1, split_d=2, dq_warps_m=4)) for stages in (2, 1)),
     (range(161, 193), WideTile(64, 96, 8, 2, 1, split_d=4, dq_warps_m=4)),
     (range(193, 225), WideTile(64, 64, 8, 2, 1, split_d=2, dq_warps_m=4)),
     *((range(129, 257), WideTile(64, 64, 8, stages, 1, split_d=4)) for stages in (2, 1)),

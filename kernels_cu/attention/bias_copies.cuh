@@ -11,11 +11,11 @@
 template <class V, int kQueries, int kKeys = 16>
 struct BiasCopy {
     using Element = typename V::Element;
-    // A chunk more than the keys have, so that eight rows of a column of chunks lie in different banks.
-    static constexpr int kChunks = kKeys / 8, kRowBytes = 16 * (kChunks + 1), kBytes = kQueries * kRowBytes;
+    using Tile = SmemTile<Element, kQueries, kKeys>;
+    static constexpr int kChunks = kKeys / 8, kBytes = Tile::kBytes;
     static constexpr int kTaken = 32 / kChunks;  // queries at a time: four matrices of 8 by 8
     static_assert(kQueries % 16 == 0 && (kChunks == 2 || kChunks == 4));
-    ptx::u32 base;  // this warp's
+    Tile tile;  // this warp's
 
     // kTaken queries from `first` on, by their places in the whole.
     struct Taken {
@@ -34,7 +34,7 @@ struct BiasCopy {
             const int row = 32 / kChunks * n + lane / kChunks;
             const bool exists = query + row < bias.seqlen_q && key < bias.seqlen_k;  // else 0 @copied-bias-that-exists
             const Element *const from = exists ? bias.head + (query + row) * bias.row + key : bias.head;
-            ptx::cp_async_16(base + row * kRowBytes + 16 * chunk, from, exists);
+            ptx::cp_async_16(tile.at(row, 8 * chunk), from, exists);
         }
         ptx::cp_async_commit_group();
     }
@@ -48,7 +48,7 @@ struct BiasCopy {
         const int lane = fresh_lane(), chunk = lane / 8 % kChunks;
         const int query = first + lane / (8 * kChunks) * 8 + lane % 8;
         ptx::u32 x[4];
-        ptx::ldmatrix_x4_trans(x, base + query * kRowBytes + 16 * chunk);  // @queries-of-the-copy
+        ptx::ldmatrix_x4_trans(x, tile.at(query, 8 * chunk));  // @queries-of-the-copy
         Taken found{{}, first};
         #pragma unroll
         for (int n = 0; n < 4; ++n) found.part.pair[n % kChunks][n / kChunks] = {x[n]};

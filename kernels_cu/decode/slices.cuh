@@ -43,7 +43,7 @@ struct DecodeSmem {
     static constexpr int kTeams = V::kWarps / V::kTeam, kGroups = V::kHeads / V::kPair, kMerge = kTeams / kGroups;
     static_assert(kRows == V::kWarpRows * V::kTeam && kTeams * V::kTeam == V::kWarps);
     static_assert(kGroups * V::kPair == V::kHeads && kMerge * kGroups == kTeams);
-    using TileQ = SmemTile<T, kRows, D>;
+    using TileQ = SmemTile<T, kRows, D, true>;  // a row's end holds its scale (queries.cuh)
     template <int kRowBytes>
     using Slice =
         typename Either<kScaled<V> && kRowBytes == 64, HalfLines<V::kBoxRows>, SliceTile<V::kBoxRows, kRowBytes>>::Type;

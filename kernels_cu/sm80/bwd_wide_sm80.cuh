@@ -157,7 +157,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
             }
             ptx::bar_sync();  // P is complete, and the other group is done with dS of the step before @p-complete-wide
             if (own_group == kOfDS) {
-                rX.load(TileP{sW.at(0, query0)}, key0);  // @p-of-the-same-scores
+                rX.load(sW, key0, query0);  // @p-of-the-same-scores
                 form_all(sdS, [&](float dP, int a, int j, int e, float, float delta) {
                     const ptx::u32 pair = rX.x[j / 2][a][j % 2 * 2 + e / 2];
                     const int key = 16 * a + 8 * (e / 2), query = 8 * j + e % 2;

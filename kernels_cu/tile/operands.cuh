@@ -9,29 +9,37 @@ template <class Tile, bool kColumnsFirst, bool kTransposed>
 struct FourMatrices {
     using T = typename Tile::Element;
     using Pair = typename T::Pair;
-    Tile from;
+    static constexpr int kPeriod = larger(Tile::kSwizzle / 2, 1);  // steps of 16 columns after which rows repeat
+    Tile from[kPeriod];                                            // where step i begins
 
     __device__ FourMatrices(const Tile &tile, int row, int col) {
         const int lane = fresh_lane();
-        if constexpr (sizeof(T) == 2)
-            from.base = kColumnsFirst ? tile.at(row + lane / 16 * 8 + lane % 8, col + lane / 8 % 2 * 8)
-                                      : tile.at(row + lane % 16, col + lane / 16 * 8);
-        else
-            from.base = kTransposed ? tile.at(row + 2 * (lane % 4), col + lane / 4)
-                                    : tile.at(row + lane / 4, col + 2 * (lane % 4));
+        if constexpr (sizeof(T) == 2) {
+            #pragma unroll
+            for (int i = 0; i < kPeriod; ++i)
+                from[i].base = kColumnsFirst ? tile.at(row + lane / 16 * 8 + lane % 8, col + 16 * i + lane / 8 % 2 * 8)
+                                             : tile.at(row + lane % 16, col + 16 * i + lane / 16 * 8);
+        } else {
+            from[0].base = kTransposed ? tile.at(row + 2 * (lane % 4), col + lane / 4)
+                                       : tile.at(row + lane / 4, col + 2 * (lane % 4));
+        }
     }
+    // Those that begin row rows and col columns further, multiples of 8 and of 16.
     __device__ __forceinline__ void load(Pair (&x)[4], int row, int col) const {
         if constexpr (sizeof(T) == 2) {
-            if constexpr (kTransposed) ptx::ldmatrix_x4_trans(x, from.at(row, col));
-            else ptx::ldmatrix_x4(x, from.at(row, col));
+            const int step = col / 16;
+            // @place-of-the-step
+            const ptx::u32 at = from[step % kPeriod].rows(row).base + step / kPeriod * kPeriod * 32;
+            if constexpr (kTransposed) ptx::ldmatrix_x4_trans(x, at);
+            else ptx::ldmatrix_x4(x, at);
         } else {
             #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int r = row + 8 * (kColumnsFirst ? i / 2 : i % 2), c = col + 8 * (kColumnsFirst ? i % 2 : i / 2);
                 if constexpr (kTransposed)
-                    x[i] = {ptx::uint_as_float(ptx::ld_shared_b32(from.at(r, c))),
-                            ptx::uint_as_float(ptx::ld_shared_b32(from.at(r + 1, c)))};
-                else x[i] = ld_shared_pair<T>(from.at(r, c));
+                    x[i] = {ptx::uint_as_float(ptx::ld_shared_b32(from[0].at(r, c))),
+                            ptx::uint_as_float(ptx::ld_shared_b32(from[0].at(r + 1, c)))};
+                else x[i] = ld_shared_pair<T>(from[0].at(r, c));
             }
         }
     }
@@ -66,28 +74,28 @@ struct FragA {
         #pragma unroll
         for (int k = 0; k < kSteps; ++k) from(acc, k);
     }
-    // Reads it, of 16 bits, from rows [row0, ...), the first columns, of a shared-memory tile, swizzled or not.
+    // Reads it, of 16 bits, from rows [row0, ...), columns [col0, ...) of a shared-memory tile.
     template <class Tile>
-    __device__ void load(const Tile &tile, int row0) {
+    __device__ void load(const Tile &tile, int row0, int col0 = 0) {
         const int lane = fresh_lane();
         #pragma unroll
         for (int k = 0; k < kSteps; ++k)
             #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
-                ptx::ldmatrix_x4(x[k][r], tile.at(row0 + 16 * r + lane % 16, 16 * k + lane / 16 * 8));
+                ptx::ldmatrix_x4(x[k][r], tile.at(row0 + 16 * r + lane % 16, col0 + 16 * k + lane / 16 * 8));
     }
-    // Writes the operand to rows [row0, ...), columns [col0, ...) of a shared-memory tile.
+    // Writes the operand to rows [row0, ...), columns [col0, ...), a multiple of the operand's, of a shared-memory tile.
     template <class Tile>
     __device__ void store(const Tile &tile, int row0, int col0) const {
         const int lane = fresh_lane();
-        const Tile to{tile.at(row0 + lane / 4, col0 + 2 * (lane % 4))};
+        const ptx::u32 first = tile.at(row0 + lane / 4, col0 + 2 * (lane % 4));
         #pragma unroll
         for (int k = 0; k < kSteps; ++k)
             #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
                 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    st_shared_pair(to.at(16 * r + 8 * (i % 2), 16 * k + 8 * (i / 2)), x[k][r][i]);
+                    st_shared_pair(tile.behind(first, 16 * r + 8 * (i % 2), 16 * k + 8 * (i / 2)), x[k][r][i]);
     }
 };
 

@@ -18,25 +18,38 @@ __device__ __forceinline__ const Params &aside(const Params &p) {
     return *reinterpret_cast<const Params *>(ptx::opaque(reinterpret_cast<ptx::i64>(&p)));
 }
 
-// A row-major [kRows, kCols] tile in shared memory. Of 16-bit elements, a row is padded to an odd number of 16-byte
-// chunks: the eight rows that one ldmatrix phase reads then lie in eight different groups of banks. Of fp32, a row is
-// padded to an odd number of eight elements, and so are four rows: eight elements each of rows i to i + 3, and of every
-// second row of eight, then lie in different banks.
-template <class T, int kRows_, int kCols_>
+// A row-major [kRows, kCols] tile in shared memory. The eight rows that one ldmatrix phase reads lie in eight different groups
+// of banks. Of 16-bit elements, rows follow each other without gaps, so that copies write whole lines of 128 bytes, and are
+// swizzled: chunks of 16 bytes exchange places with their neighbours. Of fp32, or kPadded, rows have gaps: each is padded to
+// an odd number of eight elements, and of fp32 so are four rows: eight elements each of rows i to i + 3, and of every second
+// row of eight, then lie in different banks.
+template <class T, int kRows_, int kCols_, bool kPadded = sizeof(T) == 4>
 struct SmemTile {
     static_assert(kCols_ % 16 == 0, "one mma takes 16 columns");
     static constexpr int kRows = kRows_, kCols = kCols_, kPer = kPerChunk<T>, kChunks = kCols / kPer;
     static constexpr int kBytesEach = sizeof(T);
+    static_assert(kPadded || kBytesEach == 2);
     static constexpr int kPadBytes = kBytesEach == 2 ? 0 : 32;  // behind four rows
-    static constexpr int kRowBytes = 8 * kBytesEach * (kCols / 8 | 1),
+    static constexpr int kRowBytes = kBytesEach * (kPadded ? 8 * (kCols / 8 | 1) : kCols),
                          kBytes = kRows * kRowBytes + kRows / 4 * kPadBytes;
+    // So many chunks exchange places. Rows begin in banks of multiples of these; those of eight that begin in the same banks
+    // differ in row % 8 / (8 / kSwizzle).
+    static constexpr int kSwizzle = kPadded ? 1 : kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
     using Element = T;
     ptx::u32 base;
 
     __device__ ptx::u32 at(int row, int col) const {
-        return base + row * kRowBytes + row / 4 * kPadBytes + col * kBytesEach;  // @rows-lie-apart
+        if constexpr (kPadded) return base + row * kRowBytes + row / 4 * kPadBytes + col * kBytesEach;
+        else return base + row * kRowBytes + (2 * col ^ row % 8 / (8 / kSwizzle) * 16);  // @rows-lie-apart
     }
-    // The rest of the tile from row `row` on.
+    // Where that is which lies row rows and col columns behind what is at `first`, multiples of 8. The column of `first`, but for
+    // its place in a chunk, is a multiple of a power of two that no col reaches, so that no sum carries.
+    __device__ ptx::u32 behind(ptx::u32 first, int row, int col) const {
+        constexpr int kColumns = kPer * kSwizzle;
+        if constexpr (kPadded) return SmemTile{first}.at(row, col);
+        else return (first ^ 2 * (col % kColumns)) + row * kRowBytes + 2 * (col - col % kColumns);  // @chunk-behind
+    }
+    // The rest of the tile from row `row` on, a multiple of 8.
     __device__ SmemTile rows(int row) const { return {at(row, 0)}; }
 
     // Copies rows [row0, row0 + kRows) of src, [n_rows, kValidCols] with kValidCols a multiple of 8; whatever lies

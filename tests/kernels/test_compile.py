@@ -1,4 +1,4 @@
-"""Every shipped kernel compiles, without register spills and within the shared memory.
+"""Every shipped kernel compiles, without register spills, or few beside its products, and within the shared memory.
 
 A spill shows as slow code only, so nothing else would report it. Which tile spills is a matter of a few registers: see
 `fresh_thread` in kernels_cu/tile/tile.cuh before changing a tile or a main loop. Architectures share most kernels. One

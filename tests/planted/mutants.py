@@ -80,6 +80,8 @@ FORWARD = (
     Bug("maxima read before the other warp has written them", without("rows-of-both-there"), "dense-d256", r"RACE, read after write: .*shared_rows\.cuh:\d+", arch="sm_100"),
     Bug("O from a warp's own P alone", change("p-of-the-other-warp", "1 - still.part", "still.part"), "dense-d256", arch="sm_100"),
     Bug("rows of a tile overlap", change("rows-lie-apart", "row * kRowBytes", "row * (kRowBytes - 32)"), "dense-d64", r"RACE|outside"),
+    Bug("columns of a step in the place of others", change("place-of-the-step", "step % kPeriod", "0"), "dense-d64"),
+    Bug("chunks of P in the place of others", change("chunk-behind", "first ^", "first +"), "dense-d256", r"RACE, write after write: .*element\.cuh:\d+", arch="sm_100"),
 )  # fmt: skip
 
 BACKWARD = (

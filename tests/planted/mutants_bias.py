@@ -112,7 +112,7 @@ FIXED_BIAS = (
     ),
     Bug(
         "copied bias: the first queries for all",
-        change("queries-of-the-copy", "query * kRowBytes", "(query - first) * kRowBytes"),
+        change("queries-of-the-copy", "tile.at(query,", "tile.at(query - first,"),
         "chunks",
         "",
         "sm_90",

@@ -171,7 +171,7 @@ def test_it_ends(gpu: Gpu) -> None:
         assert launch.specs.values() == []
     forwards = [v.symbol for v in gpu.variants if v.header == "fwd_sm80"]
     assert forwards == ["fwd_sm80_fp16_d48_m128n96w4s2_q_in_regs"] * 2
-    assert gpu.launched[forwards[0]] == gpu.allowed[forwards[0]] == 56 * KIB
+    assert gpu.launched[forwards[0]] == gpu.allowed[forwards[0]] == 44.5 * KIB  # five blocks of an A100
     assert Device.of(0).smem_bytes == HOPPER.smem_bytes
     assert jit.launcher() == gpu.launch
     assert jit._load == gpu.load
