@@ -525,17 +525,20 @@ def test_a_compiled_program_serves_all_masks(theirs: bool) -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize(
-    "shape",
-    [(0, 1, 63, 127), (0, 4, 63, 127), (2, 1, 63, 0), (2, 4, 1, 0), (2, 4, 0, 127), (2, 4, 0, 1)],
+    ("lengths", "shape"),  # batch, queries, keys; the mask's
+    [
+        *(((0, 63, 127), shape) for shape in ((0, 1, 63, 127), (0, 4, 63, 127), (1, 1, 63, 127), (63, 127))),
+        *(((2, 63, 0), shape) for shape in ((2, 1, 63, 0), (2, 4, 1, 0))),
+        *(((2, 0, 127), shape) for shape in ((2, 4, 0, 127), (2, 4, 0, 1))),
+    ],
 )
 def test_no_mask_is_read_where_there_are_no_scores(
-    arch: str, shape: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+    arch: str, lengths: tuple[int, int, int], shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have no elements: a kernel that read it would end every later call of the process."""
-    gpu, (batch, _, rows, keys) = pretend(monkeypatch, arch), shape
-    q = np.zeros((batch, 63 if rows == 1 and keys == 0 else rows, 4, 64), np.float16)
-    k = np.zeros((batch, 127 if keys == 1 else keys, 4, 64), np.float16)
-    mask, lse = np.zeros(shape, bool), np.zeros((batch, 4, q.shape[1]), np.float32)
+    gpu, (batch, queries, keys) = pretend(monkeypatch, arch), lengths
+    q, k = np.zeros((batch, queries, 4, 64), np.float16), np.zeros((batch, keys, 4, 64), np.float16)
+    mask, lse = np.zeros(shape, bool), np.zeros((batch, 4, queries), np.float32)
     cupyflash.attention(q, k, k, mask=mask)
     cupyflash.attention(q, k, k, mask_mod="k <= q")
     cupyflash.attention(q, k, k, mask_mod="k < 3")
