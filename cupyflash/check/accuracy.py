@@ -205,7 +205,8 @@ def _places(got: Array, exact: Array, dtype: str) -> tuple[Array, Array]:
     finite, largest = np.isfinite(exact), float(LIMITS[dtype].max)
     kind_differs = ~np.where(finite, np.isfinite(got), (got == exact) | (np.isnan(got) & np.isnan(exact)))
     overflows = finite & (np.abs(exact) / 0.99 > largest)
-    not_large = ~(got * np.sign(exact) / 0.98 > largest)
+    with np.errstate(invalid="ignore"):  # inf where 0 must be
+        not_large = ~(got * np.sign(exact) / 0.98 > largest)
     return np.where(overflows, not_large, kind_differs), finite & ~overflows
 
 
