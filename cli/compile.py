@@ -99,8 +99,9 @@ def variants_of(
                     call = replace(problem, heads_q=heads_q)
                     found.update(dict.fromkeys(variants_of_calls(call, device, **known)))
     if with_cache:
-        for over in usual(dtypes, head_dims or default_head_dims):
-            found.update(dict.fromkeys(variants_over_cache(over, device, aligned=True, tma=True)))
+        for masked in range(1 + block_mask):
+            for over in usual(dtypes, head_dims or default_head_dims, block_mask=masked):
+                found.update(dict.fromkeys(variants_over_cache(over, device, aligned=True, tma=True)))
     if preset == "all":
         every = *shipped(device), *shipped_over_cache(device)
         rest = (v for v in every if v.dtype in dtypes and (not head_dims or v.head_dim in head_dims))

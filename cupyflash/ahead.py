@@ -65,7 +65,7 @@ def warmup(
         bias: prepare calls with a mask or a bias, of q's dtype or fp32, fixed and learned, of any strides, or both,
             instead of those without.
         with_cache: prepare `attention_with_cache` instead of `attention`: one query a sequence, causal, rows appended,
-            contiguous or in pages of 16; none of the other options.
+            contiguous or in pages of 16; of the other options with a block_mask alone.
         cache_dtype: of a cache of 8 bits, ``"int8"`` or ``"float8_e4m3fn"``, with a scale a head, or a page and head.
         block_mask: prepare calls with a block mask (any) instead of those without.
         score_mod, mask_mod, mod_arrays: as `attention` takes them: prepare calls with these mods instead of those
@@ -109,7 +109,8 @@ def warmup(
         names = dev.halves if dtypes is None else asked
         if over_cache:
             found: list[Iterable[Variant]] = [
-                variants_over_cache(x, dev, aligned=True, tma=True) for x in usual(names, sizes, stored)
+                variants_over_cache(x, dev, aligned=True, tma=True)
+                for x in usual(names, sizes, stored, form["block_mask"])
             ]
         else:
             asked_for = itertools.product(sizes, masks, (False, True) if form["block_mask"] else (False,))

@@ -13,6 +13,7 @@ from .arrays.libraries import JAX, Foreign, common_library_of_all
 from .cache.checks import CacheOptions, make_cache_options
 from .cache.lengths import one_length
 from .launch import cached
+from .mask_arrays import join_cache
 from .options import Window
 
 
@@ -39,6 +40,7 @@ def attention_with_cache(
     sink: Any | None = None,
     bias: Any | None = None,
     mask: Any | None = None,
+    block_mask: Any | None = None,
     score_mod: str | Callable[..., Any] | None = None,
     mask_mod: str | Callable[..., Any] | None = None,
     mod_arrays: Mapping[str, Any] | None = None,
@@ -94,6 +96,11 @@ def attention_with_cache(
             alone, and never expanded. -inf hides a key, whatever k and v hold there; a query whose scores are all -inf
             sees none. (Keys that are hidden so are still read: causal, window and kv_range leave them out.)
         mask: of bool, likewise: True where a key is visible. Beside a bias it is as a bias of -inf.
+        block_mask: which keys each query sees, by blocks: a mask that `cupyflash.masks` makes, or torch's, as in
+            `attention`, for n queries and n keys, n at least the capacity. A query counts by the row at which it
+            stands, ``keys - seqlen_q + i`` for query i: so one mask, that of the whole sequence, serves each step;
+            above row 0 no key is seen. 64 keys of which no query of a tile sees any are not read. As with a `mask`, a
+            query whose visible scores are all -inf sees none.
         score_mod, mask_mod, mod_arrays: as in `attention`, of sequence b and head h of q. q counts the queries of the
             sequence in this call, from 0, and k the rows of the sequence. (The row of the query itself is ``q + keys -
             seqlen_q``; what a mod must know of that it reads from an array, as in ``"k <= first[b] + q"``.)
@@ -163,14 +170,14 @@ def attention_with_cache(
         arrays["kv_range"] = kv_range
     if sink is not None:
         arrays["sink"] = sink
-    if k_scale is not None:
-        arrays["k_scale"] = k_scale
-    if v_scale is not None:
-        arrays["v_scale"] = v_scale
+    if k_scale is not None or v_scale is not None:
+        arrays |= {name: x for name, x in (("k_scale", k_scale), ("v_scale", v_scale)) if x is not None}
     if bias is not None:
         arrays["bias"] = bias
     if mask is not None:
         arrays["mask"] = mask
+    if block_mask is not None:
+        join_cache(block_mask, arrays)
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
     out, lse, *caches = _forward(arrays, call, None if "cache_seqlens" in arrays else cache_seqlens)

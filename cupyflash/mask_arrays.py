@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,6 @@ def join(block_mask: Any, arrays: dict[str, Any], layout: str) -> bool:
     """
     mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
     q, k, axis, packed = arrays["q"], arrays["k"], 1 if layout == "bshd" else 2, "cu_seqlens_q" in arrays
-    batch = math.prod(np.shape(arrays["cu_seqlens_q"])) - 1 if packed else q.shape[0]
     if not packed and len(q.shape) == len(k.shape) == 4:  # else checks say more
         lengths = q.shape[axis], k.shape[axis]
         if lengths != (mask.seqlen_q, mask.seqlen_k):
@@ -85,9 +85,7 @@ def join(block_mask: Any, arrays: dict[str, Any], layout: str) -> bool:
                 f"block_mask: expected one of {int(lengths[0])} queries and {int(lengths[1])} keys, as q and k have, "
                 f"got one of {int(mask.seqlen_q)} and {int(mask.seqlen_k)}"
             )
-    for i, (name, n) in enumerate((("batch", batch), ("heads_q", q.shape[3 - axis - packed]))):
-        if mask.tiles.shape[i] not in (1, n):
-            raise ArgumentError(f"block_mask: expected {name} of 1 or {n}, as q has, got {mask.tiles.shape[i]}")
+    _check_owners(mask, arrays, q.shape[3 - axis - packed])
     if packed and mask.tiles.size == 0:
         raise ArgumentError(
             "block_mask: expected room for the longest sequence, at least 1 query and 1 key, got a mask of "
@@ -95,9 +93,42 @@ def join(block_mask: Any, arrays: dict[str, Any], layout: str) -> bool:
         )
     if packed:  # sequences may end anywhere in its last tiles
         mask = mask.padded()
-    of_mask = {"block_tiles": mask.tiles, "block_bits": mask.bits}
-    arrays.update({name: placed(name, x, q, mask.kept) for name, x in of_mask.items()})
+    _place(mask, arrays)
     return mask.tall and not packed
+
+
+def join_cache(block_mask: Any, arrays: dict[str, Any]) -> None:
+    """The same beside q and the caches, of a mask whose queries count as keys do: by the rows of a sequence.
+
+    Raises:
+        ArgumentError: it is no mask, or one for another number of rows.
+    """
+    mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
+    q, table = arrays["q"], arrays.get("block_table")
+    if len(arrays["k_cache"].shape) == 4 and (table is None or len(table.shape) == 2):  # else checks say more
+        rows = arrays["k_cache"].shape[1] * (1 if table is None else table.shape[1])
+        if mask.seqlen_q != mask.seqlen_k or rows > mask.seqlen_k:
+            raise ArgumentError(
+                f"block_mask: expected one of n queries and n keys, n at least {int(rows)}, the rows that a sequence "
+                f"can have, since a query counts by the row at which it stands, got one of {int(mask.seqlen_q)} and "
+                f"{int(mask.seqlen_k)}"
+            )
+    if len(q.shape) == 4 - ("cu_seqlens_q" in arrays):
+        _check_owners(mask, arrays, q.shape[-2])
+    _place(mask, arrays)
+
+
+def _check_owners(mask: BlockMask, arrays: Mapping[str, Any], heads_q: int) -> None:
+    packed = "cu_seqlens_q" in arrays
+    batch = math.prod(np.shape(arrays["cu_seqlens_q"])) - 1 if packed else arrays["q"].shape[0]
+    for i, (name, n) in enumerate((("batch", batch), ("heads_q", heads_q))):
+        if mask.tiles.shape[i] not in (1, n):
+            raise ArgumentError(f"block_mask: expected {name} of 1 or {n}, as q has, got {mask.tiles.shape[i]}")
+
+
+def _place(mask: BlockMask, arrays: dict[str, Any]) -> None:
+    of_mask = {"block_tiles": mask.tiles, "block_bits": mask.bits}
+    arrays.update({name: placed(name, x, arrays["q"], mask.kept) for name, x in of_mask.items()})
 
 
 @constant_in_programs

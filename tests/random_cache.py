@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 
 from cupyflash.check.cache_case import CacheCase
+from cupyflash.check.case_masks import MASKS
 
 
 @st.composite
@@ -42,6 +43,7 @@ def cache_cases(draw: st.DrawFn, most: int = 70, head_dims: tuple[int, ...] = (8
         scale=draw(st.sampled_from([None, None, 1.0, -0.2, 0.0])), softcap=draw(st.sampled_from([None, None, 3.0])),
         alibi=draw(st.sampled_from([0, 0, 1, 2])), sink=draw(st.booleans()),
         bias=" + ".join(draw(words_of(kind)) for kind in added.split(" + ") if kind),
+        blocks=draw(st.sampled_from(["", "", "", *MASKS])), mask_room=draw(st.sampled_from([0, 0, 1, 100])),
         ranges=draw(st.none() | st.just(tuple((a, b) for a, b in ranges))),
         num_splits=draw(st.sampled_from([None, None, 1, 3])), batch_invariant=draw(st.booleans()),
         mods=draw(st.sampled_from(["", "", "", "relative", "documents", "capped", "hides", "adds", "scales"])),

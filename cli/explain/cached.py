@@ -16,6 +16,7 @@ from cupyflash.cache.problem import CacheProblem
 from cupyflash.compile import jit
 from cupyflash.gpu.device import Device
 from cupyflash.launch import prepare
+from cupyflash.operand import MASK_TILE, TILE_WORDS
 from cupyflash.plan.decode import plan_append, plan_decode, why_not_tma
 from cupyflash.plan.extents import Extents, Kernels
 from cupyflash.plan.families import kernels_of, plan_of
@@ -28,7 +29,8 @@ from ..output import counted, emit, gib, gpu_name, human
 _OWN = ("page_size", "cache_dtype")  # of such calls
 _TAKEN = (
     *_OWN, "with_cache", "dtype", "head_dim", "head_dim_v", "batch", "seqlen", "seqlen_q", "heads", "heads_q",
-    "heads_k", "causal", "window", "softcap", "alibi", "sink", "kv_range", "bias", "mask", "memory", "arch",
+    "heads_k", "causal", "window", "softcap", "alibi", "sink", "kv_range", "bias", "mask", "block_mask", "memory",
+    "arch",
     "no_compile", "as_json",
 )  # fmt: skip
 
@@ -78,12 +80,15 @@ def problem_of(options: dict[str, Any]) -> CacheProblem:
     for name in ("bias", "mask"):
         if options[name] is not None:
             shapes[name] = tuple(n if own else 1 for n, own in zip(whole, options[name], strict=True))
+    if options["block_mask"] is not None:
+        rows = -(-whole[3] // MASK_TILE)
+        shapes |= {"block_tiles": (1, 1, rows, rows), "block_bits": (1, TILE_WORDS)}
     stored = options["cache_dtype"]
     if stored:
         shapes |= dict.fromkeys(("k_scale", "v_scale"), (heads_k,))
     kinds = dict.fromkeys(("k_cache", "v_cache"), stored or options["dtype"]) | {"k_scale": "fp32", "v_scale": "fp32"}
     kinds["mask"] = "bool"
-    kinds |= dict.fromkeys(("cache_seqlens", "block_table", "kv_range"), "int32")
+    kinds |= dict.fromkeys(("cache_seqlens", "block_table", "kv_range", "block_tiles", "block_bits"), "int32")
     kinds |= dict.fromkeys(("alibi_slopes", "sink"), "fp64" if options["dtype"] == "fp64" else "fp32")
     plain = make_cache_options(options["causal"], None, options["window"], options["softcap"], False, None, False)
     return make_cache_problem(shapes, {name: kinds.get(name, options["dtype"]) for name in shapes}, plain)

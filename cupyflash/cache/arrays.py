@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..operand import MOD_ARRAYS
+from ..operand import MOD_ARRAYS, TILE_WORDS
 from .problem import CacheProblem
 
 # What an array is to a call. A cache is written where k is given, behind the rows in use.
@@ -21,6 +21,7 @@ class CacheArray(NamedTuple):
         strided: it may have any strides but along its last dimension; others are contiguous.
         optional: a call may lack it.
         broadcasts: it may have any shape that broadcasts to its dimensions, and any strides.
+        single: dimensions whose length may be 1, since it is the same for all.
         free: it has the shape and dtype that mods say.
     """
 
@@ -31,6 +32,7 @@ class CacheArray(NamedTuple):
     strided: bool = False
     optional: bool = False
     broadcasts: bool = False
+    single: tuple[str, ...] = ()
     free: bool = False
 
     @property
@@ -53,6 +55,7 @@ _CACHE = ("slots", "slot_rows", "heads_k", "head_dim")
 _OUT, _NEW_V, _V_CACHE = ((*dims[:3], "head_dim_v") for dims in (_Q, _NEW, _CACHE))
 _ROTARY = ("rotary_positions", "rotary_dim / 2")
 _SCORES = ("batch", "heads_q", "seqlen_q", "capacity")
+_TILES = ("batch", "heads_q", "mask_tiles", "mask_tiles")
 
 CACHE_ARRAYS = (
     CacheArray("q", _Q, strided=True),
@@ -73,6 +76,8 @@ CACHE_ARRAYS = (
     CacheArray("v_scale", ("slots", "heads_k"), "fp32", optional=True),
     CacheArray("bias", _SCORES, "added", optional=True, broadcasts=True),
     CacheArray("mask", _SCORES, "bool", optional=True, broadcasts=True),
+    CacheArray("block_tiles", _TILES, "int32", optional=True, single=("batch", "heads_q")),
+    CacheArray("block_bits", ("any", "tile_words"), "int32", optional=True),
     *(CacheArray(name, (), "any", optional=True, free=True) for name in MOD_ARRAYS),
     CacheArray("out", _OUT, role=RESULT),
     CacheArray("lse", ("batch", "heads_q", "seqlen_q"), "sum", role=RESULT, optional=True),
@@ -91,11 +96,13 @@ def shape_of(name: str, p: CacheProblem) -> tuple[int, ...]:
 
 
 def length_of(dim: str, p: CacheProblem) -> int:
-    """The length of one dimension."""
+    """The length of one dimension; -1: any."""
     derived = {
         "slot_rows": p.page_size or p.capacity,
         "rotary_dim / 2": p.rotary_dim // 2,
         "batch + 1": p.batch + 1,
         "2": 2,
+        "tile_words": TILE_WORDS,
+        "any": -1,
     }
     return derived[dim] if dim in derived else int(getattr(p, dim))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..bias import Bias, max_seqlens
+from ..bias import max_seqlens
+from ..block_mask import code_of
 from ..errors import ArgumentError, UnsupportedError
 from ..mods.description import read
 from ..operand import MOD_ARRAYS
@@ -13,7 +14,7 @@ from ..options import Window, flag, make_options, whole
 from ..problem import DTYPES, HALF, MAX_SEQLEN, Problem, check_head_dim, make_problem
 from .arrays import BY_NAME
 from .problem import CacheProblem
-from .shapes import check_dims, check_shape
+from .shapes import bias_of, check_dims, check_shape, mask_tiles_of
 
 MAX_SPLITS = 1024
 # What caches of 8 bits hold, by their dtypes; CuPy, which has no float8_e4m3fn, views it as uint8.
@@ -211,19 +212,14 @@ def _sized(
         sink="sink" in shapes,
         stored=STORED.get(dtypes["k_cache"], ""),
         scale_dims=len(shapes.get("k_scale", ())),
-        bias=_bias(shapes, dtypes),
+        bias=bias_of(shapes, dtypes),
+        block_mask=code_of(shapes["block_tiles"]) if "block_tiles" in shapes else 0,
+        mask_tiles=mask_tiles_of(shapes, dense.seqlen_k),
         mods=options.mods,
         mod_shapes=tuple(tuple(shapes[name]) for name in MOD_ARRAYS if name in shapes),
         max_seqlen_q=max_seqlens([shapes[name] for name in ("bias", "mask") if name in shapes])[0],
         one_length="cache_seqlens" not in shapes,
     )
-
-
-def _bias(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> Bias | None:
-    """What is added to scores."""
-    if "bias" in shapes:
-        return Bias.of(shapes["bias"], dtypes["bias"], "mask" in shapes)
-    return Bias.of(shapes["mask"], "bool") if "mask" in shapes else None
 
 
 def _check_append(shapes: Mapping[str, Shape], p: CacheProblem) -> None:

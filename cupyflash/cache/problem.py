@@ -45,6 +45,10 @@ class CacheProblem:
         kv_range: whether each sequence has a range of keys that its queries may see.
         sink: whether heads of q have sinks.
         bias: what is added to scores, a bias, a mask or both; None: nothing.
+        block_mask: 0 without; with one as in `Problem`: 1, and 1 more if each sequence has its own, 2 more if each head
+            of q. Query i stands at row ``i + keys - seqlen_q`` of its sequence, and sees what the mask shows to that
+            row; above row 0 it sees nothing. mask_tiles: how many tiles of rows the mask has, of keys likewise, for all
+            rows that a sequence can have.
         mods: a user's expressions of scores, between softcap and ALiBi, of the query's number i among the call's and of
             the key's row j; mod_shapes: of what they read.
         max_seqlen_q: packed, of how many queries of each sequence these have elements; any, if all broadcast along
@@ -94,6 +98,8 @@ class CacheProblem:
     scale_dims: int = 0
     most_queries: int | None = None
     bias: Bias | None = None
+    block_mask: int = 0
+    mask_tiles: int = 0
     mods: str = ""
     mod_shapes: tuple[tuple[int, ...], ...] = ()
     max_seqlen_q: int = MAX_SEQLEN
@@ -122,7 +128,7 @@ class CacheProblem:
     @property
     def by_element(self) -> bool:
         """Whether what becomes of scores is read, or computed, for each of them."""
-        return self.bias is not None or self.mods != ""
+        return self.bias is not None or self.mods != "" or self.block_mask > 0
 
     @property
     def pages_per_sequence(self) -> int:

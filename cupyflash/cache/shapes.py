@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..bias import MAX_SEQLEN
+from ..bias import MAX_SEQLEN, Bias
 from ..errors import ArgumentError
-from ..operand import broadcasts_to
+from ..operand import MASK_TILE, broadcasts_to
 from .arrays import BY_NAME, MAY_LACK, CacheArray, length_of
 from .problem import CacheProblem
 
@@ -39,9 +39,30 @@ def check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
             words = f"({', '.join(dims)}) = {wanted}".replace(str(MAX_SEQLEN), "any")
             raise ArgumentError(f"{array.name}: expected a shape that broadcasts to {words}, got {tuple(shape)}")
         return
-    if tuple(shape) == wanted or (array.name in MAY_LACK and tuple(shape) == wanted[1:]):
+    if _fits(array, shape, dims, wanted) or (array.name in MAY_LACK and tuple(shape) == wanted[1:]):
         return
     words = ", ".join(dims) + ("," if len(dims) == 1 else "")
     words = words.replace("seqlen", "total") if p.packed else words
     more = f" or ({dims[-1]},) = {wanted[1:]}" if array.name in MAY_LACK else ""
     raise ArgumentError(f"{array.name}: expected shape ({words}) = {wanted}{more}, got {tuple(shape)}")
+
+
+def _fits(array: CacheArray, shape: Shape, dims: tuple[str, ...], wanted: Shape) -> bool:
+    return len(shape) == len(wanted) and all(
+        n == m or m == -1 or (n == 1 and dim in array.single) for n, m, dim in zip(shape, wanted, dims, strict=True)
+    )
+
+
+def mask_tiles_of(shapes: Mapping[str, Shape], capacity: int) -> int:
+    """Of a block mask, which must have room for all rows of a sequence."""
+    tiles = shapes.get("block_tiles", (0,))[-1]
+    if "block_tiles" in shapes and tiles * MASK_TILE < capacity:
+        raise ArgumentError(f"block_tiles: expected tiles for at least {capacity} rows, got {tiles} of {MASK_TILE}")
+    return tiles
+
+
+def bias_of(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> Bias | None:
+    """What is added to scores."""
+    if "bias" in shapes:
+        return Bias.of(shapes["bias"], dtypes["bias"], "mask" in shapes)
+    return Bias.of(shapes["mask"], "bool") if "mask" in shapes else None

@@ -15,7 +15,7 @@ from ..cache.checks import CacheOptions, make_cache_options, make_cache_problem
 from ..cache.problem import CacheProblem
 from ..operand import MOD_ARRAYS
 from ..problem import DTYPES, Window
-from .cache_inputs import MEMORY, draw, draw_added_to, mods_of, text_of_mods
+from .cache_inputs import MEMORY, draw, draw_added_to, draw_blocks, mods_of, text_of_mods
 from .cache_stored import DTYPES as STORED_DTYPES
 from .case import NUMPY_DTYPE
 
@@ -45,6 +45,7 @@ class CacheCase:
             uses have NaN and inf.
         scale_spread: by how many powers of two those of v may differ from what is usual.
         bias: a bias, a mask or both, in words of `case_bias`, where keys are the rows that a sequence can have.
+        blocks: a block mask, by its name in `case_masks.MASKS`; mask_room: for so many rows more than there may be.
         mods: a user's expressions, by their name in `case_mods.MODS`.
         one_length: cache_seqlens is given as an integer, the length of all.
         memory: how the caches lie: "contiguous", "heads_first", "padded_rows", or "misaligned" by one element.
@@ -75,6 +76,8 @@ class CacheCase:
     ranges: tuple[tuple[int, int], ...] | None = None
     sink: bool = False
     bias: str = ""
+    blocks: str = ""
+    mask_room: int = 0
     mods: str = ""
     num_splits: int | None = None
     batch_invariant: bool = False
@@ -95,7 +98,7 @@ class CacheCase:
     @property
     def tags(self) -> frozenset[str]:
         """`memory`, and: emulator, paged, append, rotary, packed, gqa, masked, softcap, alibi, kv_range, sink,
-        bias, mods, nonfinite, stored, own_v."""
+        bias, blocks, mods, nonfinite, stored, own_v."""
         rows = sum(self.queries) if isinstance(self.queries, tuple) else self.queries * len(self.lengths)
         facts = {
             "emulator": sum(self.lengths) <= EMULATOR_KEYS and rows * self.heads_q <= EMULATOR_ROWS,
@@ -110,6 +113,7 @@ class CacheCase:
             "kv_range": self.ranges is not None,
             "sink": self.sink,
             "bias": self.bias != "",
+            "blocks": self.blocks != "",
             "mods": self.mods != "",
             "nonfinite": self.nonfinite,
             "stored": self.stored != "",
@@ -129,7 +133,9 @@ class CacheCase:
     def call(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of `attention_with_cache`; `arrays`: as `inputs` has them, or the same in another library."""
         mods = mods_of(self.options().mods, arrays)
-        others = {name: x for name, x in arrays.items() if name not in MOD_ARRAYS}
+        others = {name: x for name, x in arrays.items() if name not in (*MOD_ARRAYS, "block_tiles", "block_bits")}
+        if self.blocks:
+            others["block_mask"] = draw_blocks(self, arrays)
         if self.one_length:
             others["cache_seqlens"] = self.lengths[0]
         return others | self.keywords() | (mods._asdict() if mods else {})

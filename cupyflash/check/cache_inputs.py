@@ -12,11 +12,13 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from ..block_mask import BlockMask
 from ..mods.description import read
 from ..operand import MOD_ARRAYS
 from ..problem import Problem
 from .cache_stored import drawn, drawn_scales
 from .case_bias import draw_added
+from .case_masks import draw_mask
 from .case_mods import ModInputs, draw_mods
 
 Array = NDArray[Any]
@@ -65,12 +67,27 @@ def draw(c: Any, rng: Rng) -> dict[str, Array]:
 
 
 def draw_added_to(c: Any, rng: Rng, found: dict[str, Array], dtype: np.dtype[Any]) -> dict[str, Array]:
-    """A bias, a mask and what mods read of a case, beside its other arrays; `dtype`: that of q."""
-    rows = found["k_cache"].shape[1] * (found["block_table"].shape[1] if "block_table" in found else 1)
-    shape = _scores(c, rows)
+    """A bias, masks and what mods read of a case, beside its other arrays; `dtype`: that of q."""
+    shape = _scores(c, _rows(found))
     added = zip(("bias", "mask"), draw_added(c.bias, rng, shape, dtype), strict=True)
     mods = draw_mods(c.mods, rng, shape)
-    return {name: x for name, x in added if x is not None} | (mods.bound()[1] if mods else {})
+    made = {name: x for name, x in added if x is not None} | (mods.bound()[1] if mods else {})
+    if c.blocks:
+        mask = draw_blocks(c, found)
+        made |= {"block_tiles": mask.tiles, "block_bits": mask.bits}
+    return made
+
+
+def draw_blocks(c: Any, arrays: Mapping[str, Any]) -> BlockMask:
+    """The block mask of a case, for more rows than a sequence can have."""
+    rows = _rows(arrays) + c.mask_room
+    return draw_mask(c.blocks, c.name, (len(c.lengths), c.heads_q, rows, rows))
+
+
+def _rows(arrays: Mapping[str, Any]) -> int:
+    """How many a sequence can have."""
+    pages = arrays["block_table"].shape[1] if "block_table" in arrays else 1
+    return int(arrays["k_cache"].shape[1] * pages)
 
 
 def _scores(c: Any, capacity: int) -> Problem:

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..block_mask import BlockMask
 from ..cache.problem import CacheProblem
+from ..mask_tiles import TILE
 from ..problem import Problem
 from ..sequences import Sequences
 from .accuracy import UNIT_ROUNDOFF, Comparison, Oracle
@@ -131,8 +133,26 @@ class CacheOracle:
         packed = replace(packed, kv_range=p.kv_range)
         names = "alibi_slopes", "sink", "bias", "mask"
         given: dict[str, Any] = {name: arrays[name] for name in names if name in arrays}
+        if p.block_mask:
+            mask = given.get("mask", np.ones((1, 1), bool))
+            room = max(mask.shape[-2:-1], default=0), int(np.diff(cu_q).max(initial=1))
+            given["mask"] = mask & self._shown(arrays, max(room), np.diff(cu_q), np.diff(cu_k))
         features = Features(sequences=sequences, mods=mods_of(p.mods, arrays), **given)
         return Oracle(packed, q, k, v, features=features, unrounded=(exact_q, exact_k, exact_v))
+
+    def _shown(self, arrays: Mapping[str, Array], room: int, queries: Array, keys: Array) -> Array:
+        """What a block mask shows, element by element, as a mask has it with room for so many queries."""
+        p, tiles = self.problem, arrays["block_tiles"]
+        n = TILE * tiles.shape[-1]
+        mask = BlockMask(tiles, arrays["block_bits"], n, n)
+        found = np.zeros((p.batch, p.heads_q, room, p.capacity), bool)
+        for b in range(p.batch):
+            for h in range(p.heads_q):
+                seen = mask.of(b, h)
+                for i in range(queries[b]):
+                    row = int(keys[b] - queries[b]) + i
+                    found[b, h, i] = seen[row, : p.capacity] if row >= 0 else False
+        return found
 
     def _same(self, name: str, got: Array, wanted: Array, exact: Array | None = None) -> Comparison:
         """Bit by bit, but for what was turned, `exact`, NaN elsewhere: off by one rounding at most, and fp32's."""

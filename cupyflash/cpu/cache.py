@@ -9,13 +9,16 @@ caches of 8 bits K = k_scale * k_cache, V = v_scale * v_cache, and new rows are 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..block_mask import BlockMask
 from ..cache.problem import CacheProblem
 from ..cache.values import Part, parts, places
+from ..mask_tiles import TILE
 from ..operand import MOD_ARRAYS
 from . import attention
 from .features import Features, Place
@@ -49,9 +52,23 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
         Q = q[rows] if cos is None or sin is None else rotated(q[rows], cos, sin, part.used, p.rotary_interleaved)
         K, V = (_rows_of(x, p, arrays, part) for x in "kv")
         own = of.at(Place(slice(b, b + 1), keys=part.keys, rows=slice(0, len(Q))))
+        if p.block_mask:
+            shown = _shown(arrays, p, part, len(Q))
+            own = replace(own, mask=shown if own.mask is None else own.mask & shown)
         found = attention.forward(Q[None], K[None], V[None], part.problem, own)
         out[rows], lse[(slice(None), rows) if p.packed else rows] = (x[0] for x in found)
     return out, lse
+
+
+def _shown(arrays: Mapping[str, Array], p: CacheProblem, part: Part, queries: int) -> Array:
+    """What a block mask shows to the queries of one sequence: (1, heads_q or 1, queries, keys)."""
+    tiles = arrays["block_tiles"]
+    own = tiles[part.number : part.number + 1] if len(tiles) > 1 else tiles
+    mask = BlockMask(own, arrays["block_bits"], TILE * p.mask_tiles, TILE * p.mask_tiles)
+    end = min(part.used + part.new, p.capacity)
+    first = max(end - queries, 0)  # those that stand above row 0 see nothing
+    found = mask.sees(slice(first, end), part.keys)
+    return np.pad(found, ((0, 0), (0, 0), (queries - (end - first), 0), (0, 0)))
 
 
 def _append(arrays: Mapping[str, Array], p: CacheProblem, part: Part) -> None:

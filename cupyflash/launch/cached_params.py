@@ -26,7 +26,7 @@ DECODE_MEMBERS = {
     "cache_seqlens": "cache_seqlens", "block_table": "block_table", "cache_batch_idx": "cache_batch_idx",
     "cu_seqlens_q": "cu_seqlens_q", "alibi_slopes": "alibi_slopes", "kv_range": "kv_range", "sink": "sink",
     "k_scale": "k_scale", "v_scale": "v_scale", "partial_o": "partial_o", "partial_ml": "partial_ml", "bias": "bias",
-    "mask": "mask", **{name: name for name in MOD_ARRAYS},
+    "mask": "mask", "block_tiles": "block_tiles", "block_bits": "block_bits", **{name: name for name in MOD_ARRAYS},
 }  # fmt: skip
 APPEND_MEMBERS = {
     "q": "q", "k": "k", "v": "v", "k_cache": "k_cache", "v_cache": "v_cache", "rotated_q": "rotated_q",
@@ -98,6 +98,7 @@ def fill(p: CacheProblem, plan: DecodePlan, strides: Mapping[str, Strides]) -> n
     for name, shape in zip(MOD_ARRAYS, p.mod_shapes, strict=False):
         params[f"{name}_lengths"] = (*shape, 1, 1, 1, 1)[:MOD_LIMIT]
     params["max_seqlen_q"], params["max_seqlen_k"] = p.max_seqlen_q, p.capacity
+    params["block_mask"], params["mask_tiles"] = p.block_mask, p.mask_tiles
     return params
 
 

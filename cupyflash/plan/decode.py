@@ -169,10 +169,18 @@ def _flags(p: CacheProblem, aligned: bool) -> dict[str, Any]:
         "kv_range": p.kv_range,
         "sink": p.sink,
         "unaligned": not aligned,
-        **flags_of_added(p.bias, p.mods != ""),
+        **_added(p),
         "mods": p.mods,
         **_lies(p),
     }
+
+
+def _added(p: CacheProblem) -> dict[str, bool]:
+    """What is added element by element: a bias, a mask, mods; and what a block mask hides."""
+    found = flags_of_added(p.bias, p.mods != "")
+    if p.block_mask:
+        found |= {"tile_mask": True, "bias": True, "bias_beside_mods": p.bias is not None}
+    return found
 
 
 def _lies(p: CacheProblem) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class Decode(Main):
     unaligned: bool = False
     int8: bool = False
     e4m3: bool = False
+    tile_mask: bool = False
 
     @property
     def qualifiers(self) -> str:
@@ -171,6 +172,7 @@ class Combine(Main):
     unaligned: bool = False
     int8: bool = False
     e4m3: bool = False
+    tile_mask: bool = False
     dependent: bool = False
 
     @classmethod

@@ -75,6 +75,12 @@ DECODE = Struct(
         Field("bias_stride", "ScoreStrides"),
         Field("mask", "const void *", "likewise; kMask"),
         Field("mask_stride", "ScoreStrides"),
+        Field("block_tiles", "const int *", "[batch, heads_q, tiles, tiles] of 64 rows by 64 keys, 1 for batch and "
+                                            "heads_q that share theirs: 0 empty, 1 full, 2 + its number among "
+                                            "block_bits; kTileMask"),
+        Field("block_bits", "const int *", "[any, kMaskTileWords]"),
+        Field("block_mask", "int", "1; 1 more: each sequence has its own, 2 more: each head"),
+        Field("mask_tiles", "int", "of its rows, and of its keys"),
         Field("max_seqlen_q", "int"),
         Field("max_seqlen_k", "int", "packed: queries and keys of each sequence that a bias and a mask have"),
         *(field for name in MOD_ARRAYS for field in (

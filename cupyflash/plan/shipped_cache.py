@@ -36,9 +36,11 @@ def problem(
     )  # fmt: skip
 
 
-def usual(dtypes: Iterable[str], head_dims: Iterable[int], stored: str = "") -> Iterator[CacheProblem]:
+def usual(
+    dtypes: Iterable[str], head_dims: Iterable[int], stored: str = "", block_mask: int = 0
+) -> Iterator[CacheProblem]:
     """One query a sequence, new rows appended, contiguous and in pages: one sequence, few, many."""
-    of_cache: dict[str, Any] = {"stored": stored, "scale_dims": int(bool(stored))}
+    of_cache: dict[str, Any] = {"stored": stored, "scale_dims": int(bool(stored)), "block_mask": block_mask}
     for dtype in dtypes:
         for head_dim in head_dims:
             for page_size in (None, 16):
@@ -68,6 +70,8 @@ def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:
         yield problem("bf16", 128, bias=bias), _TMA
     yield problem("bf16", 64, seqlen_q=4, page_size=16, bias=Bias("bool")), _TMA
     yield problem("bf16", 128, stored="int8", scale_dims=1, bias=Bias("bf16")), _TMA
+    yield problem("bf16", 128, block_mask=4), _TMA
+    yield problem("bf16", 64, seqlen_q=4, page_size=16, block_mask=1, bias=Bias("bf16")), _TMA
     yield problem("bf16", 128, batch_invariant=True), _TMA
     for head_dim in (72, 96, 192, 200):
         yield problem("bf16", head_dim), _TMA

@@ -7,12 +7,23 @@
 #define CUPYFLASH_BIAS_CUH
 #include "attention/added.cuh"
 
-// What is added to scores: nothing, also where kBias is for a user's mods alone (modified.cuh); a bias or a mask; both.
+// Whether a block mask is asked for one key at a time (tile_mask.cuh); only kernels over a cache have the constant.
+template <class V>
+constexpr auto has_tile_mask(int) -> decltype(V::kTileMask) {
+    return V::kTileMask;
+}
+template <class V>
+constexpr bool has_tile_mask(...) {
+    return false;
+}
+
+// What is added to scores: nothing, also where kBias is for a user's mods (modified.cuh) or such a block mask
+// alone; a bias or a mask; both.
 enum AddedKind { kNothingAdded, kBiasOrMask, kBiasAndMask };
 template <class V>
 constexpr AddedKind added_kind() {
     if constexpr (!V::kBias) return kNothingAdded;
-    else if constexpr (V::kMods && !V::kBiasBesideMods) return kNothingAdded;
+    else if constexpr ((V::kMods || has_tile_mask<V>(0)) && !V::kBiasBesideMods) return kNothingAdded;
     else return V::kMaskedBias ? kBiasAndMask : kBiasOrMask;
 }
 

@@ -6,8 +6,8 @@
 // given asks where to read (bias.cuh).
 #ifndef CUPYFLASH_PLACES_CUH
 #define CUPYFLASH_PLACES_CUH
-#include "attention/bias.cuh"
 #include "attention/modified.cuh"
+#include "attention/tile_mask.cuh"
 
 template <class V>
 struct Score;
@@ -93,10 +93,11 @@ struct Places {
 
 template <class V>
 struct Places<V, true> {
+    using Added = typename Either<has_tile_mask<V>(0), TiledBias<V>, Bias<V>>::Type;
     struct At {
         typename Modified<V>::At mods;
         typename Alibi<V>::At alibi;
-        typename Bias<V>::At bias;
+        typename Added::At bias;
 
         __device__ float biased(float s) const {
             if constexpr (V::kMods && added_kind<V>() != kNothingAdded)
@@ -123,11 +124,11 @@ struct Places<V, true> {
     };
     Modified<V> mods;
     Alibi<V> alibi;
-    Bias<V> bias;
+    Added bias;
 
     template <class Params>
     __device__ static Places of(const Params &p, const Sequence<V::kPacked> &s, int head) {
-        return {Modified<V>::of(p, s, head), Alibi<V>::of(p, s, head), Bias<V>::of(p, s, head)};
+        return {Modified<V>::of(p, s, head), Alibi<V>::of(p, s, head), Added::of(p, s, head)};
     }
     template <bool kAlongKeys = false>
     __device__ auto from(int query, int key) const {

@@ -1,7 +1,7 @@
 // A block's units, and going through them.
 #ifndef CUPYFLASH_CURSOR_CUH
 #define CUPYFLASH_CURSOR_CUH
-#include "decode/shares.cuh"
+#include "decode/seen_units.cuh"
 
 // What of the units a block has: those of its first tile on.
 template <class V>
@@ -57,7 +57,7 @@ struct FirstHead<V, true> {
 
 // Goes through units and, with them, through tiles.
 template <class V>
-struct DecodeCursor : FirstHead<V, kScaled<V>> {
+struct DecodeCursor : FirstHead<V, kScaled<V>>, SeenUnits<V> {
     DecodeTile<V> tile;
     int unit;
     CachedSequence<V::kPacked> next;  // of the next sequence, asked for in time
@@ -84,9 +84,18 @@ struct DecodeCursor : FirstHead<V, kScaled<V>> {
             this->keep_head(shares, tile);
         }
     }
-    __device__ int key(const DecodeShares<V> &shares) const {
-        return ((unit - tile.begin) / DecodeShares<V>::kGroups + tile.cached.first_slice) * kSlice;
+    // Moves on to the first of a team's units from `unit` on, of those before `end`, that is taken.
+    __device__ void skip_hidden(const DecodeShares<V> &shares, int team, int end) {
+        if constexpr (has_tile_mask<V>(0)) {
+            #pragma unroll 1
+            while (unit < end) {
+                unit = this->seen_from(shares, tile, team, unit);
+                if (unit < tile.end) return;
+                catch_up(shares);
+            }
+        }
     }
+    __device__ int key() const { return key_of_unit(tile, unit); }
 
   private:
     // Whether another tile may follow: not in splits.

@@ -82,9 +82,11 @@ __device__ __forceinline__ void decode_keys(const typename Loader::Source &sourc
         }
         Part part(shares, smem, at.tile, warp_index, own_first);
         #pragma unroll 1
-        for (int unit = own_from(at.unit); unit < min(own.end, at.tile.end); unit += kTeams) {
+        for (int unit = at.seen_from(shares, at.tile, team, own_from(at.unit)); unit < min(own.end, at.tile.end);
+             unit = at.seen_from(shares, at.tile, team, unit + kTeams)) {
             const ptx::u32 stage = loader.wait();
-            part.unit(stage, first_key + (unit - at.tile.begin) / Smem::kGroups * kSlice);
+            const int key = first_key + (unit - at.tile.begin) / Smem::kGroups * kSlice;
+            part.unit(stage, key, at.is_shown());
             loader.release();
         }
         if constexpr (V::kCluster > 0)

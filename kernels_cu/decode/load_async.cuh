@@ -37,6 +37,7 @@ struct AsyncLoader {
     __device__ AsyncLoader(const Source &p, const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile,
                            int warp, int unit, int end)
         : p(p), shares(shares), smem(smem), team(warp / V::kTeam), end(end), at(shares, tile, unit), stored{p} {
+        at.skip_hidden(shares, team, end);
         look_up();
         #pragma unroll 1
         for (int i = 0; i < V::kStages; ++i) request();
@@ -77,7 +78,7 @@ struct AsyncLoader {
     // Asks for one more unit, if there is one; by the whole team, once the stage is free. A group of copies either way.
     __device__ void request() {
         if (at.unit < end) {
-            const int key = at.key(shares), head = at.head_k(shares, at.tile) + team % Smem::kGroups * V::kPair;
+            const int key = at.key(), head = at.head_k(shares, at.tile) + team % Smem::kGroups * V::kPair;
             const ptx::u32 stage = smem.stage(team, to);
             if (key < at.tile.cached.length) {
                 if constexpr (kScaled<V>) {
@@ -91,6 +92,7 @@ struct AsyncLoader {
             to = to + 1 == V::kStages ? 0 : to + 1;
             at.unit += kTeams;
             at.catch_up(shares);
+            at.skip_hidden(shares, team, end);
             look_up();
         }
         ptx::cp_async_commit_group();
@@ -127,8 +129,8 @@ struct AsyncLoader {
     __device__ void look_up() {
         if (at.unit >= end) return;
         if constexpr (kScaled<V>)
-            return stored.look_up(at.tile, at.key(shares), at.head_k(shares, at.tile) + team % Smem::kGroups);
-        const int key = min(at.key(shares) + lane() % kSlice, max(at.tile.cached.length - 1, 0));
+            return stored.look_up(at.tile, at.key(), at.head_k(shares, at.tile) + team % Smem::kGroups);
+        const int key = min(at.key() + lane() % kSlice, max(at.tile.cached.length - 1, 0));
         place = place_of_key(p, at.tile, key), row = row_in_place<V::kPaged>(p, key);
     }
 };

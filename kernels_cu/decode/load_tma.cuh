@@ -56,6 +56,7 @@ struct TmaLoader {
           end(end),
           leads(warp % V::kTeam == 0),
           at(shares, tile, unit) {
+        at.skip_hidden(shares, team, end);
         look_up();
         if (leads) {
             #pragma unroll 1
@@ -117,7 +118,7 @@ struct TmaLoader {
     // Asks for one more unit, if there is one. By the whole first warp, once the stage is free.
     __device__ void request() {
         if (at.unit >= end) return;
-        const int key = at.key(shares), head = at.head_k(shares, at.tile) + team % Smem::kGroups * V::kPair;
+        const int key = at.key(), head = at.head_k(shares, at.tile) + team % Smem::kGroups * V::kPair;
         const ptx::u32 bar = full(smem, team, to.stage), stage = smem.stage(team, to.stage);
         const bool copies = key < at.tile.cached.length;
         if (lane() == 0) ptx::mbarrier_arrive_expect_tx(bar, copies ? Smem::kStageBytes : 0);
@@ -134,11 +135,12 @@ struct TmaLoader {
         to.next();
         at.unit += kTeams;
         at.catch_up(shares);
+        at.skip_hidden(shares, team, end);
         look_up();
     }
     // Where this lane's box of the unit that comes next lies, one unit ahead of its use.
     __device__ void look_up() {
-        if (at.unit < end) place = place_of_key(shares.p, at.tile, at.key(shares) + lane() % kBoxes * V::kBoxRows);
+        if (at.unit < end) place = place_of_key(shares.p, at.tile, at.key() + lane() % kBoxes * V::kBoxRows);
     }
 };
 

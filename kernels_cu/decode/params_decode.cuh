@@ -60,6 +60,11 @@ struct DecodeParams {
     ScoreStrides bias_stride;
     const void *mask;  // likewise; kMask
     ScoreStrides mask_stride;
+    const int *block_tiles;          // [batch, heads_q, tiles, tiles] of 64 rows by 64 keys, 1 for batch and heads_q
+                                     // that share theirs: 0 empty, 1 full, 2 + its number among block_bits; kTileMask
+    const int *block_bits;           // [any, kMaskTileWords]
+    int block_mask;                  // 1; 1 more: each sequence has its own, 2 more: each head
+    int mask_tiles;                  // of its rows, and of its keys
     int max_seqlen_q, max_seqlen_k;  // packed: queries and keys of each sequence that a bias and a mask have
     const void *mod_array_0;         // of any shape, contiguous; kMods
     Lengths mod_array_0_lengths;

@@ -30,17 +30,31 @@ struct RowPlaces {
         first = its_first();
     }
     __device__ static int again(const PackedRows<V> &, int row) { return row; }
-    __device__ Ahead ahead(const PackedRows<V> &, int /* head */, int /* row */, int /* key */) const { return {}; }
+    __device__ Ahead ahead(const PackedRows<V> &, int /* head */, int /* row */, int /* key */,
+                           bool /* shown */) const {
+        return {};
+    }
     __device__ From from(const PackedRows<V> &, int /* head */, int /* row */, int /* key */, Ahead) const {
         return {*this};
     }
 };
 
+// What is read ahead of a row's slice: its addends, where there are any; beside a block mask which of its keys are seen, too.
+template <class V, class Addends, bool kAdded, bool kTiled = has_tile_mask<V>(0)>
+struct AheadOf {
+    using Type = typename Either<kAdded, Addends, NotFetched>::Type;
+};
+template <class V, class Addends, bool kAdded>
+struct AheadOf<V, Addends, kAdded, true> {
+    using Type = typename TiledBias<V>::template From<Addends, typename TileMask<V>::Seen>;
+};
+
 // Nothing is kept: what a row is follows from its number again.
 template <class V, int kNeighbours>
 struct RowPlaces<V, kNeighbours, true> {
-    static constexpr bool kAdded = added_kind<V>() != kNothingAdded;
-    using Ahead = typename Either<kAdded, RowAddends<kNeighbours>, NotFetched>::Type;
+    static constexpr bool kAdded = added_kind<V>() != kNothingAdded, kTiled = has_tile_mask<V>(0);
+    using Addends = typename Either<kAdded, RowAddends<kNeighbours>, Bias<V, kNothingAdded>>::Type;
+    using Ahead = typename AheadOf<V, Addends, kAdded>::Type;
     template <class First>
     struct From {
         First first;
@@ -51,22 +65,28 @@ struct RowPlaces<V, kNeighbours, true> {
     template <class First>
     __device__ void keep(First) {}
     __device__ static int again(const PackedRows<V> &rows, int row) { return ptx::opaque(min(row, rows.count - 1)); }
-    __device__ Ahead ahead(const PackedRows<V> &rows, int head, int row, int key) const {
+    // shown: a block mask shows all of the slice.
+    __device__ Ahead ahead(const PackedRows<V> &rows, int head, int row, int key, bool shown) const {
         Ahead found;
         if constexpr (kAdded) {
-            const auto elements = of_row(rows, head, row).bias.template from<false>(rows.query(row), key);
+            const auto elements = added(of_row(rows, head, row).bias).template from<false>(rows.query(row), key);
             #pragma unroll
             for (int i = 0; i < 2; ++i)
                 #pragma unroll
                 for (int j = 0; j < kNeighbours; ++j)
-                    found.x[i * kNeighbours + j] = elements(0, 8 * i + j).bias;  // @addends-of-a-slice
+                    added(found).x[i * kNeighbours + j] = elements(0, 8 * i + j).bias;  // @addends-of-a-slice
+        }
+        if constexpr (kTiled) {
+            found.tiles = {~0u};
+            if (!shown)
+                found.tiles = of_row(rows, head, row).bias.tiles.seen(rows.query(row), key);  // @seen-of-a-slice
         }
         return found;
     }
     __device__ auto from(const PackedRows<V> &rows, int head, int row, int key, const Ahead &found) const {
         const Places<V> places = of_row(rows, head, row);
         const int query = rows.query(row);
-        if constexpr (kAdded) {
+        if constexpr (kAdded || kTiled) {
             using First = typename Places<V>::template From<Ahead>;
             return From<First>{{places.mods.from(query, key), places.alibi.from(query, key), found}};
         } else {
@@ -75,6 +95,12 @@ struct RowPlaces<V, kNeighbours, true> {
     }
 
   private:
+    // Beside a block mask, what is added apart from it.
+    template <class Of>
+    __device__ static auto &added(Of &&of) {
+        if constexpr (kTiled) return of.added;
+        else return of;
+    }
     __device__ static Places<V> of_row(const PackedRows<V> &rows, int head, int row) {
         return Places<V>::of(rows.p, rows.sequence, rows.head_q(head, row));  // @places-of-a-packed-row
     }

@@ -2,6 +2,7 @@
 #ifndef CUPYFLASH_SCALES_CUH
 #define CUPYFLASH_SCALES_CUH
 #include "decode/rows.cuh"
+#include "attention/tile_mask.cuh"
 #include "decode/slices.cuh"
 
 struct SliceScales { float k[2], v[2]; };
@@ -42,6 +43,10 @@ class ScalesOfPlaces {
     }
     // Of the unit from `key` on, the next one.
     __device__ SliceScales take(const DecodeSmem<V> &, ptx::u32, int key) {
+        if constexpr (has_tile_mask<V>(0)) {     // which says what is next
+            if (differ()) look_up(key), read();  // @scales-of-a-seen-unit
+            return next;
+        }
         const SliceScales found = next;
         if (differ()) {
             read();

@@ -59,14 +59,15 @@ struct DecodeWarp : WarpOfTile<V> {
         }
     }
 
-    // The keys from `key` on of a unit that is in shared memory.
-    __device__ void unit(ptx::u32 stage, int key) {
+    // The keys from `key` on of a unit that is in shared memory; `shown`: a block mask shows them to all rows.
+    __device__ void unit(ptx::u32 stage, int key, bool shown) {
         if (key >= length || row0 >= rows.count) return;  // an empty sequence; rows that there are not
         const bool whole = Of::sees_whole(key);
         #pragma unroll
         for (int i = 0; i < V::kPair; ++i) {
-            if (whole) slice<false>(i, stage, key);
-            else slice<true>(i, stage, key);
+            // What is shown to all rows costs no more than without a block mask.
+            if (has_tile_mask<V>(0) && !shown) by_edge<false>(whole, i, stage, key);
+            else by_edge<true>(whole, i, stage, key);
         }
     }
 
@@ -98,8 +99,13 @@ struct DecodeWarp : WarpOfTile<V> {
         ptx::ldmatrix_x4(a, smem.q(head_of(i)).at(row0 + lane() % 16, 16 * k + lane() / 16 * 8));
     }
 
+    template <bool kShown>
+    __device__ void by_edge(bool whole, int i, ptx::u32 stage, int key) {
+        if (whole) slice<false, kShown>(i, stage, key);
+        else slice<true, kShown>(i, stage, key);
+    }
     // Keys [key, key + 16) of one head. kEdge: some rows do not see some of them, or they do not exist.
-    template <bool kEdge>
+    template <bool kEdge, bool kShown>
     __device__ void slice(int i, ptx::u32 stage, int key) {
         SliceFragments<V> fragments(smem.k(stage, i), smem.v(stage, i));
         Head &h = head[i];
@@ -108,7 +114,7 @@ struct DecodeWarp : WarpOfTile<V> {
         #pragma unroll
         for (int r = 0; r < 2; ++r) {
             row[r] = RowPlaces<V, 2>::again(rows, row_of(r));
-            ahead[r] = h.places[r].ahead(rows, head_of(i), row[r], key + first_key());
+            ahead[r] = h.places[r].ahead(rows, head_of(i), row[r], key + first_key(), kShown);
         }
         AccTile<16, kSlice> S, S_odd;
         S.zero(), S_odd.zero();

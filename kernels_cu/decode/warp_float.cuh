@@ -43,11 +43,11 @@ struct FloatWarp : WarpOfTile<V> {
         }
     }
 
-    // The keys from `key` on of a unit that is in shared memory.
-    __device__ void unit(ptx::u32 stage, int key) {
+    // The keys from `key` on of a unit that is in shared memory; `shown`: a block mask shows them to all rows.
+    __device__ void unit(ptx::u32 stage, int key, bool shown) {
         if (key >= length || row0 >= rows.count) return;  // an empty sequence; rows that there are not
-        if (Of::sees_whole(key)) slice<false>(stage, key);
-        else slice<true>(stage, key);
+        if (Of::sees_whole(key)) slice<false>(stage, key, shown);
+        else slice<true>(stage, key, shown);
     }
 
     // The end of the tile, before leave(): whole sums.
@@ -79,14 +79,14 @@ struct FloatWarp : WarpOfTile<V> {
 
     // Keys [key0, key0 + 16). kEdge: some rows do not see some of them, or they do not exist.
     template <bool kEdge>
-    __device__ void slice(ptx::u32 stage, int key0) {
+    __device__ void slice(ptx::u32 stage, int key0, bool shown) {
         typename RowPlaces<V, 2>::Ahead ahead[kOwn];
         int row[kOwn];
         const int lane_key = key0 + Products::first_key();
         #pragma unroll
         for (int r = 0; r < kOwn; ++r) {
             row[r] = RowPlaces<V, 2>::again(rows, row_of(r));
-            ahead[r] = places[r].ahead(rows, head(), row[r], lane_key);
+            ahead[r] = places[r].ahead(rows, head(), row[r], lane_key, shown);
         }
         float S[kOwn][kKeys], top[kOwn];
         products.multiply_k(smem.k(stage, 0), S);

@@ -53,13 +53,13 @@ struct StoredWarp : WarpOfTile<V> {
             }
     }
 
-    // The keys from `key` on of a unit that is in shared memory.
-    __device__ void unit(ptx::u32 stage, int key) {
+    // The keys from `key` on of a unit that is in shared memory; `shown`: a block mask shows them to all rows.
+    __device__ void unit(ptx::u32 stage, int key, bool shown) {
         const SliceScales own = scales.take(smem, stage, key);
         // An empty sequence; rows that there are not.
         if (key >= length || (V::kTeam > 1 && row0 >= rows.count)) return;
-        if (Of::sees_whole(key)) slice<false>(stage, key, own);
-        else slice<true>(stage, key, own);
+        if (Of::sees_whole(key)) slice<false>(stage, key, own, shown);
+        else slice<true>(stage, key, own, shown);
     }
 
     // The end of the tile, before leave(): O as it is, and all of a query's sum in each of its lanes.
@@ -91,7 +91,7 @@ struct StoredWarp : WarpOfTile<V> {
   private:
     // Keys [key, key + 16). kEdge: some rows do not see some of them, or they do not exist.
     template <bool kEdge>
-    __device__ void slice(ptx::u32 stage, int key, const SliceScales &own) {
+    __device__ void slice(ptx::u32 stage, int key, const SliceScales &own, bool shown) {
         typename RowPlaces<V, 1>::Ahead ahead[kTiles][2];
         int row[kTiles][2];
         #pragma unroll
@@ -99,7 +99,7 @@ struct StoredWarp : WarpOfTile<V> {
             #pragma unroll
             for (int c = 0; c < 2; ++c) {
                 row[n][c] = RowPlaces<V, 1>::again(rows, row_of(n, c));
-                ahead[n][c] = places[n][c].ahead(rows, head(), row[n][c], key + lane() / 4);
+                ahead[n][c] = places[n][c].ahead(rows, head(), row[n][c], key + lane() / 4, shown);
             }
         Scores S;
         products.multiply_k(smem.k(stage, 0), S);

@@ -43,6 +43,8 @@ EXTRA = {
         CacheCase(
             "cache-v-narrow-many-units", "full", (900,), 1, 192, heads_q=2, heads_k=1, num_splits=1, head_dim_v=128
         ),
+        CacheCase("cache-blocks-many", "full", tuple(37 * b % 191 for b in range(40)), blocks="tiles_of_batch"),
+        CacheCase("cache-blocks-many-units-of-teams", "full", (1700,), 9, 128, heads_k=1, num_splits=1, blocks="tiles"),
         CacheCase("cache-many", "full", tuple(7 * b % 41 for b in range(70))),
     )
 }
@@ -60,6 +62,8 @@ TILES: dict[str, tuple[CacheCase, dict[str, int]]] = {
          {"warps": 4, "heads": 4, "pair": 2, "stages": 2}),
         (CacheCase("cache-two-heads-d256", "full", (150, 77), 2, 256, heads_q=4, heads_k=2),
          {"warps": 4, "heads": 2, "stages": 2}),
+        (CacheCase("cache-pairs-blocks", "full", (150, 250, 77), heads_q=8, heads_k=4, blocks="tiles_of_heads"),
+         {"heads": 2, "pair": 2, "stages": 3}),
     )
 }  # fmt: skip
 
@@ -81,7 +85,7 @@ def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
     name += "-range" * call.kv_range + "-window" * (call.window[0] is not None) + "-append" * (call.seqlen_new > 0)
     name += f"-{call.stored}" * (call.stored != "") + f"-v{call.head_dim_v}" * (call.own_v > 0)
     bias = "" if call.bias is None else _WORDS[call.bias.dtype] + " + bk bool" * call.bias.masked
-    name += f"-{bias}".replace(" ", "-") * (bias != "")
+    name += f"-{bias}".replace(" ", "-") * (bias != "") + f"-blocks{call.block_mask}" * (call.block_mask > 0)
     name += "-negative" * (call.scale < 0) + "-invariant" * call.batch_invariant + "-unaligned" * (not aligned)
     return CacheCase(
         name, "full", lengths, (5, 17, 1) if call.packed else min(call.seqlen_q, 33), call.head_dim, heads_q=8,
@@ -90,6 +94,7 @@ def shipped_case(call: CacheProblem, aligned: bool) -> CacheCase:
         ranges=((17, 150), (0, 9), (33, 70)) if call.kv_range else None, batch_invariant=call.batch_invariant,
         memory="contiguous" if aligned else "misaligned", dtypes=(call.dtype,), stored=call.stored,
         scale_dims=max(1, call.scale_dims), bias=bias, head_dim_v=call.own_v or None,
+        blocks="tiles_of_heads" if call.block_mask == 4 else "tiles" if call.block_mask else "",
     )  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_few_variants_are_shipped() -> None:
         symbols = [v.symbol for v in all_shipped(arch)]
         assert len(set(symbols)) == len(symbols)
         assert len(shipped(Device.synthetic(arch))) <= 200
-        assert len(shipped_over_cache(Device.synthetic(arch))) <= 91
+        assert len(shipped_over_cache(Device.synthetic(arch))) <= 95
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -21,7 +21,7 @@ from cupyflash.plan.shipped_cache import shipped_over_cache
 from cupyflash.plan.variant import Variant
 from tests.ahead import Ahead
 from tests.emulator import MODES, EmulatorError, decode
-from tests.emulator.attention import small_device
+from tests.emulator.attention import kernels_of, small_device
 from tests.emulator.cache_cases import ALL, SHIPPED, TABLE, TILES, tiled
 from tests.emulator.decode import CacheSession
 from tests.emulator.require import require_compiler
@@ -256,6 +256,26 @@ def test_edges_that_go_back(case: CacheCase, arch: str) -> None:
     arrays = case.inputs("bf16")
     arrays["cu_seqlens_q"] = np.array([0, *[len(arrays["q"]), 0] * 3], np.int32)[: len(case.lengths) + 1]
     session(arch, "any").run(arrays, problem_of(arrays, case.options()))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_a_block_mask_hides_is_not_read(arch: str) -> None:
+    """By the asynchronous copies: as many for each slice whose tile of the mask is not empty; by TMA also Q."""
+    how, copies, slices = session(arch), [], []
+    for blocks in ("nothing", "blocks", "everything"):
+        case = CacheCase(f"cache-blocks-read-{blocks}", "full", (385, 130), heads_q=2, heads_k=1, blocks=blocks)
+        arrays = case.inputs("bf16")
+        p = case.problem_with(arrays)
+        how.run(arrays, p)
+        plan = plan_decode(p, how.device, aligned=True, tma=True)
+        variants = [plan.variant] if plan.combine is None or not plan.combine_grid else [plan.variant, plan.combine]
+        copies.append(kernels_of(variants, how.device)[0].stats.async_ops)
+        of_row = [arrays["block_tiles"][0, :, (n - 1) // 64, : -(-n // 64)].any(0) for n in case.lengths]
+        slices.append(sum(int(np.repeat(x, 4)[: -(-n // 16)].sum()) for x, n in zip(of_row, case.lengths, strict=True)))
+    assert slices[0] == 0 < slices[1] < slices[2] == 25 + 9
+    each = (copies[2] - copies[0]) / slices[2]
+    assert each > 0
+    assert copies[1] - copies[0] == each * slices[1]
 
 
 # ---- Planted bugs ----

@@ -85,8 +85,14 @@ def test_a_bias_and_a_mask() -> None:
     assert found["launches"][1]["symbol"].endswith("_bias_mask_masked_bias_paged")
 
 
+def test_a_block_mask() -> None:
+    found = document("--block-mask", "0.25", "--seqlen", "100", "--page-size", "16", "--bias", "hqk")
+    assert (found["problem"]["block_mask"], found["problem"]["mask_tiles"]) == (1, 2)
+    assert found["launches"][1]["symbol"].endswith("_bias_bias_beside_mods_paged_tile_mask")
+
+
 REFUSED = (
-    ("--block-mask", "0.5"), ("--score-mod", "score * 2"), ("--mask-mod", "q > k"),
+    ("--score-mod", "score * 2"), ("--mask-mod", "q > k"),
     ("--mod-array", "table:fp32:16"), ("--dropout",), ("--learned",), ("--backward",), ("--deterministic",),
     ("--layout", "bhsd"), ("--packed",), ("--lengths", "3,4"), ("--lengths-k", "3,4"),
 )  # fmt: skip

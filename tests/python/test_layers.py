@@ -107,13 +107,13 @@ CUDA_LAYERS = (("any", "decode", "sm80", "sm90"), ("attention",), ("tile",), ("h
 CUDA_ORDER = {
     "any": "bwd_* fwd_parts mask_tiles key_lists query_lists key_ranges params_ranges",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
-    "softmax row_maxima sink dropout kept philox score slopes places modified bias_copies bias added addends "
+    "softmax row_maxima sink dropout kept philox score slopes places modified tile_mask bias_copies bias added addends "
     "mods mod_places prefill_sm90 work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists "
     "blocks mask schedule sequence params_sm90 params",
-    "decode": "append dequantize decode_sm* decode_combine decode load_* cursor merge warp_decode warp_stored "
-    "warp_float warp_of_tile repair_decode row_limits row_places parts edges_stored copies_stored scales rows shares "
-    "tiles products_stored products_float queries fragments fragments_stored column_softmax slices stored value_unit "
-    "cached params_decode",
+    "decode": "append dequantize decode_sm* decode_combine decode load_* cursor seen_units merge warp_decode "
+    "warp_stored warp_float warp_of_tile repair_decode row_limits row_places parts edges_stored "
+    "copies_stored scales rows shares tiles products_stored products_float queries fragments "
+    "fragments_stored column_softmax slices stored value_unit cached params_decode",
     "hw": "ptx_sm90 ptx",
     "sm80": "fwd_* bwd_sm80 bwd_wide_sm80 bwd_load_sm80",
     "sm90": "fwd_sm90 fwd_aside_sm90 fwd_load_sm90 bwd_sm90 bwd_d* bwd_wide_sm90 bwd_load_sm90",

@@ -466,6 +466,15 @@ def test_warmup_over_a_cache(cache_dtype: str | None, prepared: list[Any]) -> No
         assert all((kind in v.symbol) == (kind == stored) for v in wanted)
 
 
+def test_warmup_over_a_cache_with_a_block_mask(prepared: list[Any]) -> None:
+    """Whoever has a mask of its own, and whatever its size."""
+    cupyflash.warmup(dtypes="bf16", head_dims=128, with_cache=True, block_mask=True, devices=0)
+    call = over_cache("bf16", 128, 64, page_size=16, seqlen_new=1, block_mask=4, mask_tiles=100)
+    wanted = set(variants_over_cache(call, Device.of(0), aligned=True, tma=True))
+    assert wanted <= {v for _, v in prepared}
+    assert any("tile_mask" in v.symbol for v in wanted)
+
+
 def test_warmup_with_mods(prepared: list[Any]) -> None:
     """Those of calls with these mods, of arrays of any length, fixed and learned, and no others."""
     mods: dict[str, Any] = {"score_mod": "score + table(h, k)", "mask_mod": lambda b, h, q, k: q >= k}

@@ -45,7 +45,7 @@ def test_example(code: str) -> None:
 @pytest.mark.needs("torch", "jax")
 def test_the_examples_of_inference() -> None:
     examples = re.findall(r"```python\n(.*?)```", INFERENCE.read_text(), re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for code in examples:
         names: dict[str, object] = {}
         exec(code, names)
