@@ -12,6 +12,7 @@ from .clocks import Work
 from .decode_arrays import arrays, as_dense, cu_seqlens
 from .decode_cell import COPY, PARTS, WIDE, DecodeCell
 from .family import by_family
+from .flex import flex_over_cache
 from .lengths import DENSE
 from .reading import read_both
 from .sdpa import BACKENDS, sdpa
@@ -36,13 +37,16 @@ def call_of(bench: Bench, name: str, cell: DecodeCell) -> Work:
 def options(cell: DecodeCell) -> dict[str, Any]:
     """Those of ours that are no arrays."""
     window = None if cell.window is None else (cell.window, None)
-    return {"causal": True, "window": window, "softcap": cell.softcap}
+    found = {"causal": True, "window": window, "softcap": cell.softcap}
+    return found | {"block_mask": cell.mask()} if cell.block_mask else found
 
 
 def _dense(bench: Bench, cell: DecodeCell) -> Work:
     """`attention` of the same arrays, which knows no cache; of different lengths `attention_varlen`."""
     if cell.page:
         raise NotImplementedError(f"{DENSE}, our own call without a cache, has no pages")
+    if cell.block_mask:
+        raise NotImplementedError(f"{DENSE} has block masks whose queries count from its own first")
     given = arrays(bench, cell.read_by(DENSE))
     q, k, v = (given[name] for name in ("q", "k_cache", "v_cache"))
     brought = {name: given[name] for name in ("alibi_slopes", "sink", "kv_range") if name in given}
@@ -76,16 +80,23 @@ def _peer(bench: Bench, name: str, cell: DecodeCell) -> Work:
     if lacks := peers_lack(name, cell):
         raise NotImplementedError(lacks)
     given = arrays(bench, cell.read_by(name))
+    if name == "flex":
+        return functools.partial(
+            flex_over_cache(cell, str(given["q"].device)), *(given[x] for x in ("q", "k_cache", "v_cache"))
+        )
     return functools.partial(sdpa(name, as_dense(cell), {}), *(given[x] for x in ("q", "k_cache", "v_cache")))
 
 
 def peers_lack(name: str, cell: DecodeCell) -> str:
     """What of a call a peer has not; "" if it has all."""
+    if name == "flex":
+        return "" if cell.is_plain else "flex is timed over a cache with one query a sequence and a block mask at most"
     if name not in BACKENDS:
         return f"{name} is not timed over a cache"
     wanted = {"lengths": cell.ragged or cell.chunk, "pages": cell.page,
               "windows, but for an explicit mask": cell.window is not None, "softcap": cell.softcap is not None,
               "ALiBi": cell.alibi, "sinks": cell.sink, "ranges of keys": cell.kv_range,
+              "block masks": cell.block_mask,
               "causal mask at the bottom right": cell.seqlen_q > 1}  # fmt: skip
     lacks = next((what for what, is_asked in wanted.items() if is_asked), "")
     return lacks and f"torch's scaled_dot_product_attention has no {lacks}"

@@ -6,8 +6,10 @@ import random
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from cupyflash.masks import BlockMask
 from cupyflash.problem import ITEMSIZE
 
+from .. import block_masks
 from .cell import OURS, SM80, Cell
 
 BYTES_FORMULA = "K and V of the keys that a query sees, once each"
@@ -25,7 +27,7 @@ class DecodeCell:
     `seqlen_q`: queries of each sequence. `chunk`: those of the last one, where queries are packed; 0: they are not.
     `page`: rows of a page; 0: sequences lie whole in the cache. `window` is the left bound. `cache_dtype`: what the
     cache holds where that is not `dtype`. `alibi`: with slopes, `sink`: with sinks, `kv_range`: padded on the left.
-    `head_dim_v`: of v and out; 0: head_dim.
+    `head_dim_v`: of v and out; 0: head_dim. `block_mask`: a word of `block_masks`; "": there is none.
     """
 
     name: str
@@ -46,6 +48,7 @@ class DecodeCell:
     sink: bool = False
     kv_range: bool = False
     head_dim_v: int = 0
+    block_mask: str = ""
 
     heading, labels, unit = "TB/s (ours / theirs in tokens a second)", ("cache", "K, V", "MB"), "TB/s"
     packed, length_name = None, "keys of a sequence"
@@ -73,6 +76,12 @@ class DecodeCell:
         return [(rng.randint(0, n // 2) if self.kv_range else 0, n) for n in self.lengths]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it has one query a sequence of whole caches, and nothing more but a block mask."""
+        plain = DecodeCell(self.name, self.dtype, self.batch, self.capacity, self.heads, self.heads_k, self.head_dim)
+        return replace(self, block_mask="", cache_dtype="") == plain
+
+    @property
     def slots(self) -> int:
         """The first dimension of the cache: sequences, or pages, some more than there is need of."""
         return self.batch * self.pages_per_sequence + 5 if self.page else self.batch
@@ -95,8 +104,17 @@ class DecodeCell:
         seen = 0
         for (first, end), queries in zip(self.ranges, self.queries, strict=True):
             left = 0 if self.window is None else end - queries - self.window  # of the first query
-            seen += end - max(first, left)
+            keys = slice(max(first, left, 0), end)
+            seen += self._shown(slice(end - queries, end), keys) if self.block_mask else end - max(first, left)
         return self.read_by(implementation)._bytes(seen)
+
+    def mask(self) -> BlockMask:
+        """The block mask, of all rows that a sequence can have."""
+        return block_masks.make(self.block_mask, self.capacity, self.capacity)
+
+    def _shown(self, rows: slice, keys: slice) -> int:
+        """How many of some keys some of the rows sees by it."""
+        return int(self.mask().sees(rows, keys)[0, 0].any(axis=0).sum())
 
     def _bytes(self, keys: int) -> int:
         itemsize = 1 if self.cache_dtype else ITEMSIZE[self.dtype]

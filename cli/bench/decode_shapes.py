@@ -49,6 +49,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "sink B64 8k": {**_EIGHT, "sink": True},
         "alibi B64 8k": {**_EIGHT, "alibi": True},
         "kv_range B64 8k": {**_EIGHT, "kv_range": True},
+        "block mask 0.5 B64 8k": {**_EIGHT, "block_mask": "0.5"},
+        "block mask 0.1 B64 8k": {**_EIGHT, "block_mask": "0.1"},
+        "block mask 0.1 B8 32k": {"batch": 8, "capacity": 32768, "block_mask": "0.1"},
     },
     "cpu": {
         "B2 64": _TINY,
@@ -64,6 +67,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "sink B2 64": {**_TINY, "sink": True},
         "alibi B2 64": {**_TINY, "alibi": True},
         "kv_range B2 64": {**_TINY, "kv_range": True},
+        "block mask 0.25 B2 400": {**_TINY, "capacity": 400, "block_mask": "0.25"},
     },
 }
 # Batches, and up to how many keys each; all powers of two from the first one on. In all, up to 4.3 GB of K and V.

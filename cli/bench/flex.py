@@ -51,6 +51,27 @@ def flex(cell: Cell, device: str, given: Mapping[str, Any]) -> Callable[[Any, An
     return peer if sinks is None else with_sinks
 
 
+def flex_over_cache(cell: Any, device: str) -> Callable[[Any, Any, Any], Any]:
+    """The same of one query, that of the last row, to all keys of a cache: of a `DecodeCell`."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    options: dict[str, Any] = {"enable_gqa": cell.heads_k != cell.heads}
+    if cell.block_mask:
+        last = slice(cell.capacity - 1, cell.capacity)
+        shown = torch.from_numpy(cell.mask().sees(last, slice(0, cell.capacity))[0, 0, 0]).to(device)
+        options["block_mask"] = create_block_mask(
+            lambda b, h, q, k: shown[k], None, None, 1, cell.capacity, device=device
+        )
+
+    def peer(q: Any, k: Any, v: Any) -> Any:
+        return compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
+
+    return peer
+
+
 def _with_lse() -> dict[str, Any]:
     """What asks flex_attention for lse, too: before torch 2.9 another argument."""
     module = importlib.import_module("torch.nn.attention.flex_attention")

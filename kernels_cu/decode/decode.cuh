@@ -6,7 +6,7 @@
 // contiguous range of units of work (shares.cuh, slices.cuh). In it a team of kTeam warps, one for every kWarpRows packed
 // rows, works for itself: it takes every kTeams-th unit, brings K and V into its own ring of stages (load_*.cuh), computes S, P,
 // O and softmax statistics (warp_decode.cuh; of 8-bit caches warp_stored.cuh, of fp32 warp_float.cuh), and asks for the next
-// unit, of the next tile too.
+// unit, of the next tile too. Beside a block mask it passes by the units of which no row sees anything (seen_units.cuh).
 // No other team is waited for until the tile ends. There is no producer: with kStages units in flight in every team, it does
 // not matter that those who ask also compute.
 //

@@ -37,7 +37,7 @@ struct AsyncLoader {
     __device__ AsyncLoader(const Source &p, const DecodeShares<V> &shares, const Smem &smem, const DecodeTile<V> &tile,
                            int warp, int unit, int end)
         : p(p), shares(shares), smem(smem), team(warp / V::kTeam), end(end), at(shares, tile, unit), stored{p} {
-        at.skip_hidden(shares, team, end);
+        at.skip_hidden(shares, team, end);  // @first-seen-unit-copied
         look_up();
         #pragma unroll 1
         for (int i = 0; i < V::kStages; ++i) request();
@@ -92,7 +92,7 @@ struct AsyncLoader {
             to = to + 1 == V::kStages ? 0 : to + 1;
             at.unit += kTeams;
             at.catch_up(shares);
-            at.skip_hidden(shares, team, end);
+            at.skip_hidden(shares, team, end);  // @next-seen-unit-copied
             look_up();
         }
         ptx::cp_async_commit_group();

@@ -56,7 +56,7 @@ struct TmaLoader {
           end(end),
           leads(warp % V::kTeam == 0),
           at(shares, tile, unit) {
-        at.skip_hidden(shares, team, end);
+        at.skip_hidden(shares, team, end);  // @first-seen-unit
         look_up();
         if (leads) {
             #pragma unroll 1
@@ -135,7 +135,7 @@ struct TmaLoader {
         to.next();
         at.unit += kTeams;
         at.catch_up(shares);
-        at.skip_hidden(shares, team, end);
+        at.skip_hidden(shares, team, end);  // @next-seen-unit
         look_up();
     }
     // Where this lane's box of the unit that comes next lies, one unit ahead of its use.

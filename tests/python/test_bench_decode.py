@@ -57,6 +57,8 @@ def test_the_bytes_are_those_of_the_keys_that_are_seen(cell: DecodeCell) -> None
         shown = (np.arange(n) <= own) & (np.arange(n) >= first) & (np.arange(n) < end)
         if cell.window is not None:
             shown &= np.arange(n) >= own - cell.window
+        if cell.block_mask:
+            shown &= cell.mask().of(0, 0)[n - queries : n, :n]
         seen += int(shown.any(axis=0).sum())
     elements = seen * cell.heads_k * sum(cell.widths)
     assert cell.bytes_of(WIDE) == cell.bytes_of("cudnn") == 2 * elements
@@ -82,6 +84,31 @@ def test_the_shapes_of_a_gpu() -> None:
             assert np.isfinite(out.astype(np.float32)).all()
 
 
+def test_what_flex_is_timed_with() -> None:
+    """One query and a block mask at most."""
+    taken = {cell.name for cell in cells("cuda") if not decode_calls.peers_lack("flex", cell)}
+    assert {"B64 8k", "d64 B64 8k", "MQA B64 8k", "block mask 0.1 B8 32k"} <= taken
+    lacks = {"MLA B16 8k", "ragged B64 1..16k", "4 rows B64 8k", "pages of 16 B64 8k", "softcap B64 8k"}
+    assert not taken & lacks
+    assert "torch's scaled_dot_product_attention has no block masks" in decode_calls.peers_lack(
+        "cudnn", next(cell for cell in cells("cuda") if cell.block_mask)
+    )
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_flex_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, which takes the same mask."""
+    import torch
+
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    cell = next(c for c in cells("cpu") if c.block_mask)
+    own, given = TorchBench(on_gpu=False), arrays(TorchBench(on_gpu=False), cell)
+    monkeypatch.setattr(decode_calls, "arrays", lambda *_: given)
+    ours, theirs = (decode.call_of(own, name, cell)() for name in (OURS, "flex"))
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.needs("torch")
 def test_a_peer_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
@@ -100,7 +127,10 @@ def test_our_other_calls_compute_the_same(cell: DecodeCell, monkeypatch: pytest.
     given = arrays(own, cell)
     monkeypatch.setattr(decode_calls, "arrays", lambda *_: given)
     ours = decode.call_of(own, OURS, cell)()
-    for name, lacks, reason in ((DENSE, cell.page, "has no pages"), (PARTS, not cell.chunk, "differ in queries")):
+    of_dense = "count from its own first" if cell.block_mask else "has no pages"
+    for name, lacks, reason in (
+        (DENSE, cell.page or cell.block_mask, of_dense), (PARTS, not cell.chunk, "differ in queries"),
+    ):  # fmt: skip
         if lacks:
             with pytest.raises(NotImplementedError, match=reason):
                 decode.call_of(own, name, cell)

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 
 import cupyflash.torch.cached
-from cupyflash import ArgumentError, UnsupportedError, attention_with_cache
+from cupyflash import ArgumentError, UnsupportedError, attention_with_cache, masks
 from tests.small_cache import small
 
 pytestmark = pytest.mark.needs("torch")
@@ -103,7 +103,8 @@ def test_the_operators_take_one_length(append: bool, rng: np.random.Generator) -
 @pytest.mark.parametrize("append", [False, True])
 def test_the_operators_are_what_they_say(append: bool, rng: np.random.Generator) -> None:
     """By torch's own checks: which arguments are written, and what a fake of it returns."""
-    x = tensors(rng)
+    mask = masks.local(20, left=5)
+    x = tensors(rng, block_tiles=mask.tiles.copy(), block_bits=mask.bits.copy())
     op = cupyflash.torch.cached.APPEND_OP if append else cupyflash.torch.cached.READ_OP
     given = x if append else without_new(x)
     values = [given.get(row.name) for row in cupyflash.torch.cached._INPUTS]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cupyflash import ArgumentError, UnsupportedError, attention_with_cache
+from cupyflash import ArgumentError, UnsupportedError, attention_with_cache, masks
 from cupyflash.arrays import torch_private
 from cupyflash.launch import cached
 from tests.pretended_gpu import Gpu, found_in, launched_by
@@ -44,6 +44,7 @@ KINDS: dict[str, Callable[[], Step]] = {
     "windowed": lambda: step(window=(64, 0), softcap=5.0),
     "one length": lambda: step(cache_seqlens=99),
     "turned": lambda: step(rotary_cos=torch.ones(128, 16, dtype=HALF), rotary_sin=torch.zeros(128, 16, dtype=HALF)),
+    "block mask": lambda: step(block_mask=masks.local(128, left=20)),
     "paged": lambda: step(block_table=torch.zeros(2, 64, dtype=torch.int32)),
     "other v": lambda: step(v_cache=torch.zeros(2, 128, 2, 32, dtype=HALF), v=torch.zeros(2, 1, 2, 32, dtype=HALF)),
 }
