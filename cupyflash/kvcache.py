@@ -94,7 +94,7 @@ def attention_with_cache(
             j]`` belongs to query i of sequence b and to row j of that sequence, wherever it lies. Of q's dtype, or fp32
             beside 16 bits; of q's library and device, any strides. It is read where it lies, for the keys that count
             alone, and never expanded. -inf hides a key, whatever k and v hold there; a query whose scores are all -inf
-            sees none. (Keys that are hidden so are still read: causal, window and kv_range leave them out.)
+            sees none. (Keys that are hidden so are still read: causal, window, kv_range and block_mask leave them out.)
         mask: of bool, likewise: True where a key is visible. Beside a bias it is as a bias of -inf.
         block_mask: which keys each query sees, by blocks: a mask that `cupyflash.masks` makes, or torch's, as in
             `attention`, for n queries and n keys, n at least the capacity. A query counts by the row at which it
