@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -42,6 +42,14 @@ SIZES = (
     "tile_words",
     "any",
 )
+
+
+def has_lengths(shape: Sequence[int], wanted: Sequence[int], dims: Sequence[str], single: Container[str]) -> bool:
+    """Whether an array of this shape has the lengths that are wanted, of which -1 is any, or 1 along dimensions that
+    are `single`."""
+    return len(shape) == len(wanted) and all(
+        n == m or m == -1 or (n == 1 and dim in single) for n, m, dim in zip(shape, wanted, dims, strict=True)
+    )
 
 
 def broadcasts_to(shape: Sequence[int], whole: Sequence[int]) -> bool:
@@ -155,10 +163,7 @@ class Operand:
         if self.broadcasts:
             return broadcasts_to(shape, wanted)
         if -1 in wanted or self.single:
-            return len(shape) == len(wanted) and all(
-                n == m or m == -1 or (n == 1 and dim in self.single)
-                for n, m, dim in zip(shape, wanted, self.dims, strict=True)
-            )
+            return has_lengths(shape, wanted, self.dims, self.single)
         return shape == wanted or (bool(self.lacks) and shape == wanted[len(self.lacks) :])
 
     @functools.cached_property

@@ -104,8 +104,8 @@ class DecodeCell:
         seen = 0
         for (first, end), queries in zip(self.ranges, self.queries, strict=True):
             left = 0 if self.window is None else end - queries - self.window  # of the first query
-            keys = slice(max(first, left, 0), end)
-            seen += self._shown(slice(end - queries, end), keys) if self.block_mask else end - max(first, left)
+            keys = slice(max(first, left), end)
+            seen += self._shown(slice(end - queries, end), keys) if self.block_mask else keys.stop - keys.start
         return self.read_by(implementation)._bytes(seen)
 
     def mask(self) -> BlockMask:

@@ -25,12 +25,11 @@ def flex(cell: Cell, device: str, given: Mapping[str, Any]) -> Callable[[Any, An
         raise NotImplementedError("flex_attention has no dropout")
     import torch
     from torch._functorch import config
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
     # What a compiled backward saved is kept, so that one graph can be run back many times.
     config.donated_buffer = False
-    torch.compiler.reset()  # each cell has functions of its own, and torch compiles one for eight of them at most
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    compiled = _compiled()
     modded = with_mod(tanh_cap(cell.softcap), cell.mod, given.get("mod_arrays"))
     score = with_bias(with_slopes(modded, given.get("alibi_slopes")), given.get("bias"))
     options: dict[str, Any] = {"score_mod": score, "enable_gqa": cell.heads_k != cell.heads}
@@ -40,24 +39,19 @@ def flex(cell: Cell, device: str, given: Mapping[str, Any]) -> Callable[[Any, An
         options["block_mask"] = create_block_mask(mask, *own, cell.seqlen, cell.seqlen, device=device)
     sinks = given.get("sink")
 
-    def peer(q: Any, k: Any, v: Any) -> Any:
-        return compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
-
     def with_sinks(q: Any, k: Any, v: Any) -> Any:
         out, lse = compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options, **_with_lse())
         lse = getattr(lse, "lse", lse)
         return (out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)).transpose(1, 2)  # type: ignore[index]
 
-    return peer if sinks is None else with_sinks
+    return _in_bshd(compiled, options) if sinks is None else with_sinks
 
 
 def flex_over_cache(cell: Any, device: str) -> Callable[[Any, Any, Any], Any]:
     """The same of one query, that of the last row, to all keys of a cache: of a `DecodeCell`."""
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     options: dict[str, Any] = {"enable_gqa": cell.heads_k != cell.heads}
     if cell.block_mask:
         last = slice(cell.capacity - 1, cell.capacity)
@@ -65,7 +59,20 @@ def flex_over_cache(cell: Any, device: str) -> Callable[[Any, Any, Any], Any]:
         options["block_mask"] = create_block_mask(
             lambda b, h, q, k: shown[k], None, None, 1, cell.capacity, device=device
         )
+    return _in_bshd(_compiled(), options)
 
+
+def _compiled() -> Callable[..., Any]:
+    """Each cell has functions of its own, and torch compiles one for eight of them at most."""
+    import torch
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch.compiler.reset()
+    found: Callable[..., Any] = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return found
+
+
+def _in_bshd(compiled: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[Any, Any, Any], Any]:
     def peer(q: Any, k: Any, v: Any) -> Any:
         return compiled(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
 

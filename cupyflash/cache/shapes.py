@@ -7,7 +7,7 @@ from typing import Any
 
 from ..bias import MAX_SEQLEN, Bias
 from ..errors import ArgumentError
-from ..operand import MASK_TILE, broadcasts_to
+from ..operand import MASK_TILE, broadcasts_to, has_lengths
 from .arrays import BY_NAME, MAY_LACK, CacheArray, length_of
 from .problem import CacheProblem
 
@@ -39,7 +39,7 @@ def check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
             words = f"({', '.join(dims)}) = {wanted}".replace(str(MAX_SEQLEN), "any")
             raise ArgumentError(f"{array.name}: expected a shape that broadcasts to {words}, got {tuple(shape)}")
         return
-    if _fits(array, shape, dims, wanted) or (array.name in MAY_LACK and tuple(shape) == wanted[1:]):
+    if has_lengths(shape, wanted, dims, array.single) or (array.name in MAY_LACK and tuple(shape) == wanted[1:]):
         return
     words = ", ".join(dims) + ("," if len(dims) == 1 else "")
     words = words.replace("seqlen", "total") if p.packed else words
@@ -47,16 +47,12 @@ def check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:
     raise ArgumentError(f"{array.name}: expected shape ({words}) = {wanted}{more}, got {tuple(shape)}")
 
 
-def _fits(array: CacheArray, shape: Shape, dims: tuple[str, ...], wanted: Shape) -> bool:
-    return len(shape) == len(wanted) and all(
-        n == m or m == -1 or (n == 1 and dim in array.single) for n, m, dim in zip(shape, wanted, dims, strict=True)
-    )
-
-
 def mask_tiles_of(shapes: Mapping[str, Shape], capacity: int) -> int:
-    """Of a block mask, which must have room for all rows of a sequence."""
-    tiles = shapes.get("block_tiles", (0,))[-1]
-    if "block_tiles" in shapes and tiles * MASK_TILE < capacity:
+    """Of a block mask, which must have room for all rows of a sequence; 0 without one."""
+    if "block_tiles" not in shapes:
+        return 0
+    tiles = shapes["block_tiles"][-1]
+    if tiles * MASK_TILE < capacity:
         raise ArgumentError(f"block_tiles: expected tiles for at least {capacity} rows, got {tiles} of {MASK_TILE}")
     return tiles
 
