@@ -39,6 +39,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     mods: str = ""  # as `mods.bind` makes it
     tall: bool = False  # whether there is a block mask that is (BlockMask)
+    of_8_bits: bool = False  # whether keys in pages stand for a cache of 8 bits (plan/prefill.py)
 
 
 def make_options(
@@ -72,7 +73,7 @@ def make_options(
     if not (softcap is None or type(softcap) is float):
         softcap = number("softcap", softcap)
     if type(dropout_p) is not float:
-        dropout_p = number("dropout_p", dropout_p)
+        dropout_p = number("dropout_p", dropout_p, "a number from 0 on and below 1")
     return Options(causal, scale, window, layout, deterministic, softcap, dropout_p, mods)
 
 
@@ -84,11 +85,11 @@ def flag(name: str, x: Any) -> bool:
     raise ArgumentError(f"{name}: expected True or False, got {_shown(x)}")
 
 
-def number(name: str, x: Any) -> float:
+def number(name: str, x: Any, what: str = "a number or None") -> float:
     """A finite real number, of Python or NumPy, or a 0-d array that holds one. True is not a number."""
     value = _value(name, x)
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, Decimal)):
-        raise ArgumentError(f"{name}: expected a number or None, got {_shown(x)}")
+        raise ArgumentError(f"{name}: expected {what}, got {_shown(x)}")
     try:
         result = float(value)
     except (ArithmeticError, TypeError, ValueError):  # 10**400, a signalling NaN
@@ -192,6 +193,7 @@ def _read(name: str, x: Any) -> Any:
         raise UnsupportedError(
             f"{name}: expected a plain Python value, got one that autograd or JAX follows and would lose sight of here"
             + ("; for its gradient multiply q by it and give scale=1.0" if name == "scale" else "")
+            + "; inside jax.jit, name it in static_argnames"
         )
     try:
         if _is_capturing(x):

@@ -47,8 +47,9 @@ class Problem:
 
     `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q; `tall` as
     BlockMask. `mods`: what a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they
-    read. `pages`: packed keys lie in so many, of `page_size` rows, in the order of a table (launch/prefill.py), 0
-    without; `whole_pages`: 64 that begin at a multiple of 64 lie in one. `head_dim_v`: of v; made with 0, as of q.
+    read. `pages`: packed keys lie in so many, of `page_size` rows, in the order of a table (launch/prefill.py);
+    `whole_pages`: 64 from a multiple of 64 on lie in one; `of_8_bits`: they stand for a cache of such. `head_dim_v`: of
+    v; made with 0, as of q.
     """
 
     dtype: str
@@ -78,6 +79,7 @@ class Problem:
     page_size: int = 0
     pages: int = 0
     whole_pages: bool = False
+    of_8_bits: bool = False
     head_dim_v: int = 0
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ def make_problem(
     sequences: int | None = None, alibi: int = 0, kv_range: bool = False, sink: bool = False, bias: Bias | None = None,
     dropout_p: float = 0.0, dropout: int = 0, block_mask: int = 0, tall: bool = False, mods: str = "",
     mod_shapes: tuple[tuple[int, ...], ...] = (), max_seqlens: tuple[int, int] = (MAX_SEQLEN, MAX_SEQLEN),
-    pages: tuple[int, int, bool] = NO_PAGES,
+    pages: tuple[int, int, bool] = NO_PAGES, of_8_bits: bool = False,
 ) -> Problem:  # fmt: skip
     """Check the shapes and dtypes of q, k, v (in the caller's layout) and the options; return the `Problem`.
 
@@ -169,11 +171,9 @@ def make_problem(
         kv_range=kv_range,
         sink=sink,
         bias=bias,
-        dropout_p=options.dropout_p if dropout else 0.0,
-        dropout=dropout if options.dropout_p else 0,
-        block_mask=block_mask, tall=tall and block_mask > 0,
-        mods=mods, mod_shapes=mod_shapes,
-        head_dim_v=int(shapes[2][-1]),
+        dropout_p=options.dropout_p if dropout else 0.0, dropout=dropout if options.dropout_p else 0,
+        block_mask=block_mask, tall=tall and block_mask > 0, mods=mods, mod_shapes=mod_shapes,
+        head_dim_v=int(shapes[2][-1]), of_8_bits=of_8_bits,
         **rooms,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ from cupyflash.arrays.adapters import NUMPY
 from cupyflash.check.cache_case import CacheCase
 from cupyflash.check.cases import Case
 from cupyflash.gpu.device import Device
-from cupyflash.launch.alignment import known_of, known_of_cache
+from cupyflash.launch.alignment import known_of, known_of_cache, pairs_over_cache
 from cupyflash.launch.passes import given_of
 from cupyflash.operands import BACKWARD, FORWARD
 from cupyflash.plan.decode import variants_over_cache
@@ -32,4 +32,5 @@ def variants_over_cache_of(case: CacheCase, dtype: str, device: Device, family: 
     """Of a call over a cache, on a GPU that holds all its clusters of blocks at the same time."""
     arrays = case.inputs(dtype)
     p = case.problem_with(arrays)
-    return variants_over_cache(p, device, **known_of_cache(NUMPY, arrays, p.itemsize), family=family)
+    known = known_of_cache(NUMPY, arrays, p.itemsize)
+    return variants_over_cache(p, device, pairs_over_cache(NUMPY, arrays), **known, family=family)

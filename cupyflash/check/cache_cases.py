@@ -192,6 +192,7 @@ CACHE_CASES: tuple[CacheCase, ...] = (
               page_size=16, scale_dims=2, mods="relative", bias="bhqk"),
     CacheCase("cache-mods-adds-nonfinite", "quick", (150, 90), 3, nonfinite=True, mods="adds"),
     CacheCase("cache-e4m3-mods-adds-nonfinite", "full", (150, 90), 3, nonfinite=True, stored="e4m3", mods="adds"),
+    CacheCase("cache-mods-repelled-nonfinite", "full", (150, 90), 3, nonfinite=True, mods="repelled"),
     CacheCase("cache-mods-nonfinite", "quick", (150, 90), 3, 128, nonfinite=True, mods="documents"),
     # NaN and inf that some queries see
     CacheCase("cache-nonfinite", "quick", (70, 33), 1, nonfinite=True),
@@ -222,6 +223,12 @@ CACHE_CASES: tuple[CacheCase, ...] = (
               capacity=4200, dtypes=_HALF),
     CacheCase("cache-many-queries-mla", "full", (150, 0), 256, 192, heads_q=16, heads_k=4, append=True, capacity=4200,
               head_dim_v=128, dtypes=_HALF),
+    CacheCase("cache-many-queries-bias-mask", "full", (150, 0), 256, 128, heads_q=16, heads_k=4, append=True,
+              bias="hqk hides + bk bool", capacity=4200, dtypes=_HALF),
+    CacheCase("cache-many-queries-mods-mixed", "full", (90, 40, 60), (400, 1, 300), heads_q=16, page_size=16,
+              append=True, mods="relative", capacity=3304, dtypes=_HALF),
+    CacheCase("cache-many-queries-33", "full", (700,), 33, 128, heads_q=32, heads_k=8, append=True, bias="qk",
+              capacity=16000, dtypes=_HALF),
     CacheCase("cache-many-queries-mixed", "full", (90, 40, 60), (400, 1, 300), heads_q=16, page_size=16, append=True,
               sink=True, capacity=3304, dtypes=_HALF),
 )  # fmt: skip

@@ -82,6 +82,7 @@ MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
         "tanh(score / 3) * 3 - 0.05f * abs(q - k)", "(q + k) % 5 != 0 && q - k != 3 && k <= q + 60", lambda rng, p: {},
     ),
     "hides": ("k % 3 == 1 || q == 5 ? -inf : 0.5f * score", None, lambda rng, p: {}),
+    "repelled": ("score - 0.05f / (score * score)", None, lambda rng, p: {}),  # -inf to a score of 0, and to no other
     "adds": ("score + hidden[k]", None, lambda rng, p: {"hidden": np.where(np.arange(p.seqlen_k) % 2, -np.inf, 0)}),
     "every": (
         "score * (0.5f + weight(b, h, q, k % 2)) + 0.1f * shift[k]"
@@ -99,7 +100,8 @@ MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
         "exp(-0.1f * score * score) + log(1 + score * score) + min(score, x[0]) + max(k - q, -3) * 0.01f"
         " + abs(score - x[1]) + cos(score) + sqrt(2 + score * score) + rsqrt(2 + score * score) + exp2(-score * score)"
         " + log2(3 + score * score) + pow(1 + abs(score), x[2]) + floor(h / 2.f) + sin(x[3] * k) / (2 + x[4] * x[4])"
-        " + (k < 9 ? 2 : -x[5]) + max(x[6], k % 2) * tanh(x[7]) - (q % 3 == 0 ? x[8] : 1) * sigmoid(x[9] * score)",
+        " + (k < 9 ? 2 : -x[5]) + max(x[6], k % 2) * tanh(x[7]) - (q % 3 == 0 ? x[8] : 1) * sigmoid(x[9] * score)"
+        " + (score && !(q % 2 && !score) ? 0.05f * score : 0)",
         None,
         lambda rng, p: {"x": rng.standard_normal(10).astype(np.float32)},
     ),

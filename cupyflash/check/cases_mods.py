@@ -29,6 +29,8 @@ MODS_CASES: tuple[Case, ...] = (
     Case("mods-adds-nan-hidden-d128", "full", 67, 131, 128, values="nan_in_hidden_key", mods="adds",
          causal=True),
     Case("mods-adds-nan-hidden-d256", "full", 67, 101, 256, values="nan_in_hidden_key", mods="adds"),
+    Case("mods-repelled-nan", "quick", 70, 130, 64, values="nan_in_visible_key", mods="repelled", causal=True),
+    Case("mods-repelled-bias-d128", "full", 67, 131, 128, mods="repelled", bias="hqk", dlse=True),
     Case("mods-misaligned", "full", 75, 103, 64, batch=2, memory="misaligned", mods="relative"),
     Case("mods-bhsd", "full", 111, 105, batch=2, layout="bhsd", memory="bhsd_storage", causal=True, mods="every"),
     Case("mods-packed", "quick", 160, 190, 64, batch=3, lengths_q=(70, 0, 80), lengths_k=(67, 20, 90), mods="relative"),

@@ -91,7 +91,7 @@ def _operation(static: _Static) -> Callable[..., Any]:
 
 
 def _call(static: _Static, arrays: Sequence[Any]) -> list[Any]:
-    _register()
+    register()
     problem = _problem(dict(zip(static.names, arrays, strict=True)), static.options)
     results = _results(static, arrays, problem)
 
@@ -127,7 +127,7 @@ def _on_gpu(
     into = begun[count : count + 2] if way.beside else ()
     named = prefill.ready(named, begun[len(made) - len(workspace) :], problem, way)
     rows = prefill.rows_of(NUMPY, named, problem, way)  # whose own numbers are constants of the program
-    forward = Static.of("forward", tuple(rows), prefill.options_of(static.options), WITH_LSE)
+    forward = Static.of("forward", tuple(rows), prefill.options_of(static.options, way), WITH_LSE)
     out, lse = forward_on_gpu(forward, tuple(rows.values()), into)
     if not problem.packed:
         out, lse = prefill.by_sequence(out, lse, problem)
@@ -146,7 +146,8 @@ def _run(frame: ffi.Frame) -> None:
 
 
 @functools.cache
-def _register() -> None:
+def register() -> None:
+    """XLA's targets, once."""
     ffi.register(_TARGET, _run, None)
     if gpu.count():
         ffi.register(_TARGET, _run, gpu.current())

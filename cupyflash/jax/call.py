@@ -104,7 +104,8 @@ def _run_into(frame: ffi.Frame) -> None:
 
 
 @functools.cache
-def _register() -> None:
+def register() -> None:
+    """XLA's targets, once."""
     for target, run_one in ((_TARGET, _run), (_TARGET_INTO, _run_into)):
         ffi.register(target, run_one, None)
         if gpu.count():
@@ -164,7 +165,7 @@ def has_kernels(dtype: Any, dtypes: Callable[[gpu.Device], Iterable[str]] = lamb
 
 def call(static: Static, *arrays: Any) -> list[Any]:
     """The custom call; what it makes."""
-    _register()
+    register()
     results = results_of(static, arrays)
 
     def on(workspace: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., list[Any]]:
@@ -181,7 +182,7 @@ def forward_on_gpu(static: Static, arrays: Sequence[Any], into: Sequence[Any] = 
     Args:
         into: out and lse, of whose rows it writes those of its sequences; else they are new.
     """
-    _register()
+    register()
     results = results_of(static, arrays)
     made, given = [*results, *_workspace(static, arrays, len(results))], (*arrays, *into)
     if not into:

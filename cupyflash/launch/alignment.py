@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..arrays.adapters import Native
 from ..cache.arrays import BY_NAME
 from ..gpu import tensormap
-from ..operands import BACKWARD, Pass
+from ..operands import BACKWARD, FORWARD, Pass
 from ..plan.spec import CHUNKS, ONE_ROW, PAIRS
 from .passes import Given, as_batch, score_steps
 
@@ -108,6 +108,15 @@ def known_of_cache(library: Native, arrays: Mapping[str, Any], itemsize: int) ->
     keys, addresses = library.look(arrays.values())
     signatures = {name: library.describe(name, key) for name, key in zip(arrays, keys, strict=True)}
     return access_to_cache(signatures, cache_aligned_at(arrays, addresses), itemsize)
+
+
+def pairs_over_cache(library: Native, arrays: Mapping[str, Any]) -> int:
+    """`Access.paired_bias` of a bias and a mask over a cache, for calls that take the forward."""
+    added = {name: arrays[name] for name in ("bias", "mask") if name in arrays}
+    keys, addresses = library.look(added.values())
+    signatures = [library.describe(name, key) for name, key in zip(added, keys, strict=True)]
+    lie = [(x[0], score_steps(x[0], x[1])) for x in signatures]
+    return _lie_of(lie, aligned_at(FORWARD, added, addresses).bias) if lie else 0
 
 
 def _rows_aligned(signature: Plain, itemsize: int) -> bool:

@@ -31,6 +31,9 @@ _HEADS = (
 # 64 times and more, and the compiler takes minutes. Below, a call makes them slower (docs/performance.md).
 _CALLED_FROM = 12.0
 
+# A score_mod that gives -inf to each of these scores hides the key, whatever its score is.
+_PROBES = 0, 1, -1, 1024, -1024
+
 Places = tuple[Any, Any, Any, Any]  # b, h, q, k
 
 
@@ -128,10 +131,13 @@ class Mods(NamedTuple):
 
     def shown(self, shape: tuple[int, ...], dtype: Any, places: Places, arrays: Sequence[Any]) -> Any:
         """Which keys are visible, whatever their scores are; arguments as above."""
-        zeros = np.zeros(shape, dtype)
+        scores = (np.full(shape, x, dtype) for x in _PROBES)
+        zeros = next(scores)
         found = np.ones(shape, bool)
         if self.score is not None:
-            found &= ~np.isneginf(self._evaluated(self.score, zeros, places, arrays)[0])
+            found = ~np.isneginf(self._evaluated(self.score, zeros, places, arrays)[0])
+            for x in scores if not found.all() else ():
+                found |= ~np.isneginf(self._evaluated(self.score, x, places, arrays)[0])
         if self.mask is not None:
             found &= self._evaluated(self.mask, zeros, places, arrays)[0] != 0
         return found

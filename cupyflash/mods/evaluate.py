@@ -12,6 +12,7 @@ from .expression import FLOAT, INT, Node, name
 
 Dual = tuple[Any, Any]  # value, derivative; the int 0 where the value knows nothing of what it is taken by
 SCORE = name("score")
+_INT32 = -(2**31), 2**31 - 1
 
 
 def evaluate(
@@ -37,9 +38,9 @@ def _evaluated(
         x = arrays[str(node.value)]
         inside = _inside(values, x.shape)
         element = x[inside] if x.size else np.zeros(np.broadcast(*inside).shape, x.dtype)
-        return (
-            element.astype(dtype) if node.kind == FLOAT else element.astype(np.int64) if node.kind == INT else element
-        ), dtype(1) if node == by else 0
+        if node.kind == INT:  # of 32 bits, as kernels have it: what these do not hold is their end
+            element = np.clip(element.astype(np.int64), *_INT32)
+        return element.astype(dtype) if node.kind == FLOAT else element, dtype(1) if node == by else 0
     if node.op == "?":
         condition, yes, no = values
         slope = 0 if _are_constant(slopes) else np.where(condition, slopes[1], slopes[2])
@@ -83,10 +84,10 @@ def _chosen(pick: Callable[[Any, Any], Any]) -> Callable[..., Dual]:
 
 
 def _power(a: Any, b: Any, da: Any, db: Any) -> Dual:
+    """x^0 has no slope by x, and 0^x none by x: not 0 * inf."""
     value = np.power(a, b)
-    return value, np.where(np.asarray(da) != 0, da * b * np.power(a, b - 1), 0) + np.where(
-        np.asarray(db) != 0, db * value * np.log(a), 0
-    )
+    by_a = np.where((np.asarray(da) != 0) & (b != 0), da * b * np.power(a, b - 1), 0)
+    return value, by_a + np.where((np.asarray(db) != 0) & ~((a == 0) & (b >= 0)), db * value * np.log(a), 0)
 
 
 def _sigmoid(x: Any, d: Any) -> Dual:

@@ -32,6 +32,8 @@ def bind(
     if mod_arrays is not None and not isinstance(mod_arrays, Mapping):
         raise ArgumentError(f"mod_arrays: expected arrays by their names, a dict, got a {type(mod_arrays).__name__}")
     arrays = dict(mod_arrays or {})
+    if wrong := [label for label in arrays if not isinstance(label, str)]:
+        raise ArgumentError(f"mod_arrays: expected names as keys, got {wrong[0]!r:.60}")
     if score_mod is None and mask_mod is None:
         if arrays:
             raise ArgumentError(

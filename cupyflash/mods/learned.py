@@ -29,7 +29,7 @@ def _reads(node: Node) -> Iterator[Node]:
             continue
         if x.op == "load":
             yield x
-        left.extend(x.args[::-1])
+        left.extend(x.args[:0:-1] if x.op == "?" else x.args[::-1])
 
 
 def walk_of(reads: Sequence[Node]) -> int:

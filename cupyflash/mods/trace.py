@@ -50,6 +50,11 @@ def trace(
             return node_of(copies.instead(function)(*positional, **named))
     except ArgumentError as e:
         raise ArgumentError(f"{what}: {e}") from None
+    except IndexError as e:  # of NumPy's arrays
+        raise ArgumentError(
+            f"{what}: expected arrays of mod_arrays, or of the function's own closure and defaults, not of lists, "
+            f"dicts and attributes; {e}"
+        ) from e
     except TypeError as e:
         wanted_of = f"a function of {len(positional)} values and of mod_arrays"
         if Symbol.__name__ in str(e):  # as JAX's functions say what they were given

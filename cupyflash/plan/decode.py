@@ -211,8 +211,8 @@ def plan_dequantize(p: CacheProblem) -> tuple[Dequantize, int]:
     return variant, dequantized(p).slots * -(-p.capacity // tile.block_m)
 
 
-def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[Variant, ...]:
-    """The kernels of a call, in launch order; `known`: what `plan_decode` may be told."""
+def variants_over_cache(p: CacheProblem, device: Device, paired_bias: int = 0, **known: Any) -> tuple[Variant, ...]:
+    """The kernels of a call, in launch order; `known`: what `plan_decode` may be told, paired_bias: as of `Spec.of`."""
     append = plan_append(p, device)
     found: list[Variant] = [append[0]] if append else []
     if 0 in p.rows:
@@ -224,4 +224,6 @@ def variants_over_cache(p: CacheProblem, device: Device, **known: Any) -> tuple[
     if way is None or way.beside:
         plan = plan_decode(p if way is None else way.left(p), device, **known)
         found += [plan.variant] if plan.combine is None else [plan.variant, plan.combine]
-    return tuple(found) if way is None else (*found, *kernels_of(spec_of(p, way, lie, family), device).variants)
+    if way is not None:
+        found += kernels_of(spec_of(p, way, lie, family, paired_bias), device).variants
+    return tuple(found)

@@ -178,5 +178,7 @@ def _unit(p: CacheProblem, variant: Decode) -> float:
 def _even(turns: int, most: int) -> int:
     """Ranges that end where tiles do, so that equal sequences leave no partial results, or few; 0 if those would be
     much fewer."""
+    if turns == 0:
+        return 0
     even = turns // -(-turns // most) if turns >= most else most // turns * turns
     return even if (turns % even == 0 or even % turns == 0) and even >= 0.9 * most else 0

@@ -10,7 +10,8 @@ from .params import BWD_PARAMS
 from .spec import Spec
 from .variant import Variant
 
-LEAST_QUERIES = 128  # of the sequences over a cache that the forward takes
+LEAST_QUERIES = 33  # of the sequences over a cache that the forward takes
+LEAST_QUERIES_OF_8_BITS = 128  # where rows of 16 bits are written before
 PAGE_UNIT = 16  # it reads pages of a multiple of so many rows
 
 
@@ -23,6 +24,11 @@ def padded_row_bytes(columns: int, itemsize: int = 2) -> int:
     """The same where rows have gaps: an odd number of eight elements and, of fp32, a quarter of what lies behind four
     rows."""
     return 8 * itemsize * (columns // 8 | 1) + (8 if itemsize == 4 else 0)
+
+
+def least_queries(of_8_bits: bool) -> int:
+    """Of the sequences over a cache that the forward takes, over one of 8 bits or another."""
+    return LEAST_QUERIES_OF_8_BITS if of_8_bits else LEAST_QUERIES
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -53,6 +59,7 @@ class Main(Variant):
     mods: str = ""
     paged: bool = False
     whole_pages: bool = False
+    of_8_bits: bool = False
     split_keys: bool = False
     queues_sequences: ClassVar[bool] = True  # persistent blocks hand on packed tiles with their sequences
 
@@ -67,7 +74,8 @@ class Main(Variant):
 
     @functools.cached_property
     def constants(self) -> dict[str, int]:
-        return super().constants | ({"least_queries": LEAST_QUERIES} if self.paged else {})
+        found = {name: x for name, x in super().constants.items() if name != "of_8_bits" or x}
+        return found | ({"least_queries": least_queries(self.of_8_bits)} if self.paged else {})
 
     @property
     def key_rows(self) -> int:

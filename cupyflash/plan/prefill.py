@@ -1,7 +1,8 @@
 """Many new queries over a cache: which calls take the forward of packed sequences, and how it finds the keys.
 
 Attention over a cache has tiles for few rows, which read the keys once and multiply by mma.sync. The forward multiplies
-as fast as the GPU can, and pays from some hundred queries a sequence on, where there are tiles enough to fill the GPU.
+as fast as the GPU can, whatever is added to scores, and pays from 33 queries a sequence on, where there are tiles, or
+parts of their keys, to fill the GPU.
 
 Caches of 8 bits are written before as rows of q's dtype (kernels_cu/decode/dequantize.cuh), scales multiplied in: the
 forward needs no scales then, neither of heads nor of pages, and is as good as over a cache of that dtype. Scales on
@@ -17,15 +18,18 @@ from typing import NamedTuple
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from ..problem import HALF, KEY_BLOCK, MAX_SEQLEN, Problem
-from .kernels import LEAST_QUERIES, PAGE_UNIT
+from .kernels import LEAST_QUERIES_OF_8_BITS, PAGE_UNIT, least_queries
 from .spec import Spec
 from .splits import may_divide
 
-_ROWS = 48  # queries of all sequences and heads, for each multiprocessor
+# Queries of all sequences and heads, for each multiprocessor, and where keys are divided.
+_ROWS, _ROWS_OF_PARTS = 30, 8
+_MANY_OF_PACKED = 128  # that one sequence at least may have
+_MANY_BY_ELEMENT = 96  # beside a bias, a mask or mods, without TMA
 _FEW_ROWS, _MANY_KEYS = 128, 8192  # rows for each multiprocessor that are a tile or less, beside so many keys
 _ROW_BYTES = 1 << 30  # that rows of q's dtype may take beside a cache of 8 bits, of which they are twice its size
 _COLUMNS = 16  # of 8 bits that are read at a time
-_PAIRS = 1 << 25  # of these and keys that there is room for: less is not worth what more launches cost the host
+_PAIRS = 1 << 24  # of these and keys that there is room for: less is not worth what more launches cost the host
 
 
 class Lie(NamedTuple):
@@ -59,7 +63,7 @@ class Way(NamedTuple):
 
     def left(self, p: CacheProblem) -> CacheProblem:
         """What is left to attention over a cache."""
-        return replace(p, most_queries=LEAST_QUERIES - 1) if self.beside else p
+        return replace(p, most_queries=least_queries(self.dequantized) - 1) if self.beside else p
 
 
 def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None) -> Way | None:
@@ -71,23 +75,28 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     if 0 in (p.batch, p.slots):  # no keys, whatever room there is: the forward has no place to read
         return None
     if p.stored:
+        if p.seqlen_q < LEAST_QUERIES_OF_8_BITS:
+            return None
         way = way_of(dequantized(p), device, lie._replace(in_rows=True, whole_table=True), family)
         fits = 2 * dequantized(p).slots * p.capacity * p.heads_k * sum(p.widths) <= _ROW_BYTES
         is_read = lie.aligned and not any(d % _COLUMNS for d in p.widths)
         return way._replace(dequantized=True) if way and fits and is_read else None
-    if p.by_element or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
+    if p.block_mask or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
         return None
     # Packed, nobody here knows how many queries each has: at least one may have many where the others have one.
-    if p.seqlen_q < LEAST_QUERIES + (p.batch - 1 if p.packed else 0):
+    if p.seqlen_q < (_MANY_OF_PACKED + p.batch - 1 if p.packed else least_queries(False)):
         return None
     rows = (1 if p.packed else p.batch) * p.heads_q * p.seqlen_q
-    if rows < _ROWS * device.sm_count or rows * p.capacity < _PAIRS:
-        return None
     is_plain = not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch
     by_tma = device.capability == (9, 0) and family in (None, "sm90") and lie.tma and p.dtype in HALF
     reads_pages = lie.aligned and lie.whole_table and (p.page_size or 0) % PAGE_UNIT == 0
     # Where keys are divided (splits.py), that is worth more than reading rows by a table costs.
     divides = rows <= _FEW_ROWS * device.sm_count and p.capacity >= _MANY_KEYS and may_divide(p)
+    if p.by_element and not (by_tma or p.packed) and p.seqlen_q < _MANY_BY_ELEMENT:
+        return None
+    in_parts = reads_pages and may_divide(p) and (by_tma or divides) and not p.packed
+    if rows < (_ROWS_OF_PARTS if in_parts else _ROWS) * device.sm_count or rows * p.capacity < _PAIRS:
+        return None
     if reads_pages and (by_tma or divides or not is_plain):
         return Way(paged=True, beside=p.packed)
     return Way() if is_plain else None
@@ -96,7 +105,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
 def dequantized(p: CacheProblem) -> CacheProblem:
     """A call over a cache of 8 bits as one over rows of q's dtype: whole sequences, one behind the other; packed, as
     many as can have many queries."""
-    slots = min(p.batch, p.seqlen_q // LEAST_QUERIES) if p.packed else p.batch
+    slots = min(p.batch, p.seqlen_q // LEAST_QUERIES_OF_8_BITS) if p.packed else p.batch
     return replace(p, stored="", scale_dims=0, page_size=None, chosen=False, slots=slots)
 
 
@@ -109,9 +118,11 @@ def problem_of(p: CacheProblem, way: Way) -> Problem:
         head_dim_v=p.head_dim_v, softcap=p.softcap, packed=True, alibi=p.alibi, kv_range=p.kv_range, sink=p.sink,
         page_size=(p.page_size or p.capacity) if way.paged else 0, pages=p.slots if way.paged else 0,
         whole_pages=way.paged and (p.pages_per_sequence < 2 or (p.page_size or 0) % KEY_BLOCK == 0),
+        bias=p.bias, mods=p.mods, mod_shapes=p.mod_shapes, max_seqlen_q=p.max_seqlen_q,
+        max_seqlen_k=p.capacity if p.bias else MAX_SEQLEN, of_8_bits=way.dequantized and way.paged,
     )  # fmt: skip
 
 
-def spec_of(p: CacheProblem, way: Way, lie: Lie, family: str | None = None) -> Spec:
-    """That of the forward which such a call takes."""
-    return Spec.of(problem_of(p, way), aligned=lie.aligned, tma=lie.tma, family=family)
+def spec_of(p: CacheProblem, way: Way, lie: Lie, family: str | None = None, paired_bias: int = 0) -> Spec:
+    """That of the forward which such a call takes; `paired_bias`: as of `Spec.of`."""
+    return Spec.of(problem_of(p, way), aligned=lie.aligned, tma=lie.tma, family=family, paired_bias=paired_bias)

@@ -57,9 +57,9 @@ def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:
         yield problem("bf16", head_dim), _TMA
         yield problem("bf16", head_dim, 1), _TMA
     yield problem("fp16", 128, seqlen_new=1), _TMA
-    for rows in (4, 8, 16, 64):  # as teams of 1, 2, 4 and 8 warps
+    for rows in (4, 8, 16, 32):  # as teams of 1, 2, 4 and 8 warps
         yield problem("bf16", 128, seqlen_q=rows), _TMA
-    yield problem("bf16", 256, seqlen_q=64), _TMA
+    yield problem("bf16", 256, seqlen_q=32), _TMA
     yield problem("bf16", 128, seqlen_q=64, packed=True, seqlen_new=64), _TMA
     yield problem("bf16", 128, page_size=16, seqlen_q=319, packed=True, seqlen_new=319), _TMA  # one of many queries
     yield problem("bf16", 128, page_size=8), _TMA

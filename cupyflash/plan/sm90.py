@@ -37,8 +37,8 @@ _FORWARD: tuple[tuple[int, HopperForwardTile], ...] = (
 _FORWARD_MASKED: tuple[tuple[int, HopperForwardTile], ...] = tuple(
     (limit, HopperForwardTile(192, 64, 4, 6, 160, 32) if limit == 80 else tile) for limit, tile in _FORWARD
 )
-# In pages, whose blocks of keys are all of the same size.
-_FORWARD_PAGED = tuple((limit, _FORWARD[3][1] if tile.block_n != KEY_BLOCK else tile) for limit, tile in _FORWARD)
+# In pages, in place of tiles whose blocks of keys could lie in two of them.
+_FORWARD_PAGED = _FORWARD[3][1]
 # With a block mask, in place of 192 queries: tiles of the mask end where blocks do, and two warpgroups have the
 # registers that the place in a list takes. Packed, a block lies within one tile of the mask, beyond which it may end.
 _FORWARD_LISTED = HopperForwardTile(128, 2 * MASK_TILE, 2, 4, 232, 40)
@@ -152,9 +152,11 @@ class Sm90(Family):
         ahead = _FORWARD_BIAS_NARROW if spec.packed or spec.mod_shapes else _FORWARD_BIAS
         is_narrow = spec.mods or spec.bias_of_keys or (spec.paired_bias and not spec.wide_bias)
         added = ahead if is_narrow else _FORWARD_BIAS_WIDE
-        alone = added if spec.bias else _FORWARD_PAGED if spec.paged else _FORWARD_MASKED if spec.masked else _FORWARD
+        alone = added if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
         table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if _forward_width(spec) <= limit)
+        if spec.paged and KEY_BLOCK % tile.block_n:
+            tile = _FORWARD_PAGED
         if spec.block_mask and tile.block_m == 192:
             listed = _FORWARD_LISTED_TALL if spec.mask_tiles or spec.tall else _FORWARD_LISTED
             narrow = _FORWARD_LISTED_NARROW if spec.packed else listed

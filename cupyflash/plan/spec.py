@@ -35,11 +35,9 @@ class Spec(NamedTuple):
         scale_first: scores are scaled before their maximum is taken.
         softcap: by value, since prepared params hold it.
         packed: sequences lie one behind the other.
-        alibi: how many dimensions the slopes have, by value like softcap.
-        dalibi: a backward that makes their gradient.
+        alibi: how many dimensions the slopes have, by value like softcap. dalibi: a backward makes their gradient.
         kv_range: each sequence has a range of keys.
-        sink: each head of q has one.
-        dsink: a backward that makes their gradient.
+        sink: each head of q has one. dsink: a backward makes their gradient.
         bias: scores have a bias, or a mask, or both; wide_bias: the bias is of fp32, not of q's dtype; mask: there is a
             mask; masked_bias: beside a bias; paired_bias: two neighbouring keys are read together, of both,
             by value: PAIRS or CHUNKS; bias_of_keys: queries share a row.
@@ -57,7 +55,7 @@ class Spec(NamedTuple):
         tma: TMA can read the arrays.
         family: the family that the user insists on.
         clocks: blocks record how long each took, where the family has such a form.
-        page_size, pages: of a forward over a cache, by value like softcap; whole_pages: blocks of keys lie in one each.
+        page_size, pages, whole_pages, of_8_bits: of a forward over a cache, as `Problem`, by value like softcap.
         head_dim_v: that of v, out and their gradients, where it differs from that of q and k; else 0.
         split_keys: not of a call, but of those of its kernels that divide keys (splits.py).
     """
@@ -102,6 +100,7 @@ class Spec(NamedTuple):
     page_size: int = 0
     pages: int = 0
     whole_pages: bool = False
+    of_8_bits: bool = False
     split_keys: bool = False
     narrow: bool = False
     head_dim_v: int = 0
@@ -153,6 +152,7 @@ class Spec(NamedTuple):
             page_size=problem.page_size,
             pages=problem.pages,
             whole_pages=problem.whole_pages,
+            of_8_bits=problem.of_8_bits,
             narrow=bool(asked.get("backward")) and _width(problem.window) <= NARROW,
             head_dim_v=problem.head_dim_v if problem.head_dim_v != problem.head_dim else 0,
             **_added(problem, paired_bias, mod_tiles.fit_in(problem) if tiles_fit is None else tiles_fit, bool(dmods)),

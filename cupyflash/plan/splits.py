@@ -9,7 +9,7 @@ from typing import Any
 
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
-from .kernels import LEAST_QUERIES, Main, round_up, row_bytes
+from .kernels import Main, round_up, row_bytes
 from .numbers import Chosen, Extents, Workspace
 from .params import FWD_PARAMS
 from .spec import Spec
@@ -96,7 +96,7 @@ def in_parts(kernels: Sequence[Variant], device: Device, extents: Extents, tiles
     assert whole_keys.block_m == main.block_m
     batch, rows, keys, heads_q, *_ = extents
     # Nobody here knows how many queries a sequence has, nor how many keys of those that there is room for.
-    sequences = max(1, min(batch, rows // LEAST_QUERIES))
+    sequences = max(1, min(batch, rows // main.constants["least_queries"]))
     whole, left = divmod(rows / sequences / main.block_m, 1)
     blocks, work = whole + (left > 0), whole + (left > 0) * (1 + left) / 2  # the last one waits as long for K and V
     width_v = main.head_dims[-1]

@@ -41,8 +41,8 @@ _NO_OPTIONS = Options()
 
 
 def flat(options: Options) -> tuple[Any, ...]:
-    """The values of `OPTIONS`."""
-    causal, scale, window, *others = options
+    """The values of `OPTIONS`; attention over a cache, an operator of its own, has the last one of `Options` alone."""
+    causal, scale, window, *others, _ = options
     return causal, scale, *(window or (None, None)), *others
 
 

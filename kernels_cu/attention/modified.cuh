@@ -35,8 +35,14 @@ struct Modified<V, true> {
         int sequence, head;
         mods::Place query, key;
 
-        // A key that is hidden is so whatever its score is: by the mask, or by a score_mod that gives -inf even to 0.
-        __device__ bool hides() const { return is_masked() || (V::kScoreMod && of(0.f) == -ptx::infinity()); }
+        // A key that is hidden is so whatever its score is: by the mask, or by a score_mod that gives -inf to 0, to 1 and -1,
+        // and to 2^10 and -2^10.
+        __device__ bool hides() const {
+            if (is_masked()) return true;
+            const auto hides_both = [&](float s) { return of(s) == -ptx::infinity() && of(-s) == -ptx::infinity(); };
+            // @hidden-by-all-scores
+            return V::kScoreMod && hides_both(1.f) && hides_both(1024.f) && of(0.f) == -ptx::infinity();
+        }
         __device__ float modified(float s) const { return is_masked() ? -ptx::infinity() : of(s); }
         // d modified / d s.
         __device__ float derivative(float s) const {

@@ -13,7 +13,9 @@ __device__ __forceinline__ float mod_value(double x) { return static_cast<float>
 __device__ __forceinline__ float mod_value(Fp16 x) { return Fp16::lo(x.raw); }
 __device__ __forceinline__ float mod_value(Bf16 x) { return Bf16::lo(x.raw); }
 __device__ __forceinline__ int mod_value(int x) { return x; }
-__device__ __forceinline__ int mod_value(long long x) { return static_cast<int>(x); }
+__device__ __forceinline__ int mod_value(long long x) {  // what an int does not hold is its end
+    return static_cast<int>(x < -0x80000000ll ? -0x80000000ll : x > 0x7fffffff ? 0x7fffffff : x);
+}
 __device__ __forceinline__ bool mod_value(unsigned char x) { return x != 0; }
 
 // The gradient of such a number leaves.
@@ -73,6 +75,7 @@ struct Dual {
     float x, d;
 
     __device__ Dual(float x, float d = 0.f) : x(x), d(d) {}
+    __device__ explicit operator bool() const { return x != 0.f; }
 };
 __device__ __forceinline__ Dual operator+(Dual a, Dual b) { return {a.x + b.x, a.d + b.d}; }
 __device__ __forceinline__ Dual operator-(Dual a, Dual b) { return {a.x - b.x, a.d - b.d}; }
@@ -128,8 +131,9 @@ __device__ __forceinline__ float floor(Dual a) { return floorf(a.x); }
 __device__ __forceinline__ float pow(float a, float b) { return powf(a, b); }
 __device__ __forceinline__ Dual pow(Dual a, Dual b) {
     const float y = powf(a.x, b.x);
-    const float by_a = a.d == 0.f ? 0.f : a.d * b.x * powf(a.x, b.x - 1.f);
-    return {y, by_a + (b.d == 0.f ? 0.f : b.d * y * logf(a.x))};
+    // A constant power of 0 has no slope, nor has 0 to a power: not 0 * inf.
+    const float by_a = a.d == 0.f || b.x == 0.f ? 0.f : a.d * b.x * powf(a.x, b.x - 1.f);
+    return {y, by_a + (b.d == 0.f || (a.x == 0.f && b.x >= 0.f) ? 0.f : b.d * y * logf(a.x))};
 }
 
 __device__ __forceinline__ int abs(int a) { return a < 0 ? -a : a; }

@@ -105,9 +105,9 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
             if (reasons) softmax.find();
             const float lse = softmax.lse;
             if constexpr (V::kBias) {
-                // By the lane that stored the NaN which a hidden key may have left there. (None is where no key is seen.)
-                // @lse-repaired
-                if (reasons && first < end && p.lse && fresh_lane() == row % 8 * 4)
+                // By the lane that stored the NaN which a hidden key may have left there, of the warp with the first
+                // columns: such a NaN is in all. (None is where no key is seen.) @lse-repaired
+                if (reasons && first < end && p.lse && fresh_lane() == row % 8 * 4 && (kCols >= kDimV || col0 == 0))
                     p.lse[s.lse_row(problem, head) + query0 + row] = softmax.natural();
                 if (softmax.sees_nothing()) return;
             }

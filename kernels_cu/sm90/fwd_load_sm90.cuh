@@ -39,7 +39,7 @@ struct FwdSm90Smem {
     // next. Copies of all of them must find a stage, or the number of the next tile would never come.
     static constexpr int kPassed = ceil_div(64 * (kGroups - 1), V::kBlockN) + (V::kWindow && V::kBlockN < 64);
     static_assert(V::kBlockMask || !Mask<V>::kHides || kStages > kPassed);
-    static_assert(!V::kPaged || V::kBlockN == 64);  // whole pages hold that many
+    static_assert(!V::kPaged || 64 % V::kBlockN == 0);  // whole pages hold 64, and multiples
     // With a block mask it passes no more than these in a row, since K of the block after them must find a stage, too.
     static constexpr int kPassedInARow = kStages - (kJoint ? 2 : 1);
     ptx::u32 base;

@@ -10,7 +10,7 @@ import pytest
 from cupyflash.check.cache_case import CacheCase, problem_of
 from cupyflash.check.cache_inputs import GARBAGE, place
 from cupyflash.check.cache_stored import meant
-from cupyflash.plan.kernels import LEAST_QUERIES
+from cupyflash.plan.kernels import LEAST_QUERIES_OF_8_BITS
 from cupyflash.plan.prefill import dequantized
 from tests.emulator import MODES, EmulatorError
 from tests.emulator.attention import small_device
@@ -54,8 +54,8 @@ def arrays_of(name: str, dtype: str) -> dict[str, Any]:
 def wanted(arrays: dict[str, Any], name: str, caches: tuple[Any, Any]) -> list[Any]:
     """The rows of K and of V: products, zeros, and NaN where nothing is written; packed, the slots of sequences."""
     p = problem_of(arrays, CASES[name].options())
-    queries = np.diff(arrays["cu_seqlens_q"]) if p.packed else np.full(p.batch, LEAST_QUERIES)
-    taken = np.flatnonzero(queries >= LEAST_QUERIES)
+    queries = np.diff(arrays["cu_seqlens_q"]) if p.packed else np.full(p.batch, LEAST_QUERIES_OF_8_BITS)
+    taken = np.flatnonzero(queries >= LEAST_QUERIES_OF_8_BITS)
     new = queries * (p.seqlen_new > 0) if p.packed else np.full(p.batch, p.seqlen_new)
     found = []
     for stored, scale in zip(caches, ("k_scale", "v_scale"), strict=True):

@@ -31,7 +31,7 @@ CASES = {
         CacheCase("pages-nonfinite", "full", (250, 160), 140, page_size=16, nonfinite=True),
         CacheCase("chosen-d256", "full", (203, 160), 129, 256, spare=2, softcap=3.0),
         CacheCase("contiguous", "full", (101, 40), 150, capacity=255, append=True, alibi=2, memory="heads_first"),
-        CacheCase("mixed", "full", (90, 20, 0, 33, 7), (1, 140, 130, 127, 0), page_size=16, append=True, sink=True),
+        CacheCase("mixed", "full", (90, 20, 0, 33, 7), (1, 140, 33, 32, 0), page_size=16, append=True, sink=True),
         CacheCase("mixed-many", "full", (3,) * 38, (130, *(0, 1) * 17, 1, 131, 129), heads_q=2, heads_k=1, append=True),
         CacheCase("mixed-ranges-d128", "full", (200, 150), (128, 3), 128, page_size=64, ranges=((20, 190), (5, 100))),
         CacheCase(
@@ -61,6 +61,25 @@ CASES = {
             nonfinite=True,
             rotary=32,
         ),
+        CacheCase("bias-d128", "full", (203, 40), 130, 128, page_size=16, append=True, bias="hqk hides"),
+        CacheCase(
+            "bias-of-each-mixed",
+            "full",
+            (90, 20, 33),
+            (1, 140, 130),
+            page_size=48,
+            append=True,
+            bias="bhqk",
+            window=(90, 5),
+            causal=False,
+        ),
+        CacheCase(
+            "mask-mixed", "full", (150, 60), (131, 2), 72, page_size=16, append=True, bias="bqk bool", nonfinite=True
+        ),
+        CacheCase("bias-and-mask-d256", "full", (120,), 129, 256, bias="hqk fp32 + bk bool"),
+        CacheCase("mods", "full", (160, 33), 131, 96, append=True, mods="relative"),
+        CacheCase("mods-and-bias-mixed", "full", (90, 20), (132, 7), 128, page_size=16, mods="every", bias="hk"),
+        CacheCase("int8-mods-d64", "full", (101, 0), 130, append=True, stored="int8", mods="documents", sink=True),
         CacheCase("e4m3-d96", "full", (333,), 128, 96, capacity=400, stored="e4m3", nonfinite=True, scale_spread=6.0),
     )
 }
@@ -68,6 +87,7 @@ CASES = {
 
 # Into how many parts keys are divided: also more than there are blocks of keys.
 SPLITS = {
+    "bias-d128": 2, "mods": 3,
     "pages": 2, "pages-nonfinite": 3, "chosen-d256": 2, "one-long-d128": 3, "unseen": 4, "mixed-d256": 3,
     "mixed-long": 4, "mla": 3,
 }  # fmt: skip

@@ -21,6 +21,8 @@ FORWARD_MODS = (
     _sm90("mods: every sequence as the first", change("sequence-and-head-of-mods", "s.index, head", "0 * s.index, head"), "mods-every"),
     Bug("mods: an index out of range is not cut", change("index-in-range", "max(0, min(given[i], lengths[i] - 1))", "given[i]"), "mods", r"buffer|load|fault|misaligned"),
     Bug("mods: ALiBi before them", change("alibi-behind-mods", "alibi.biased(mods.modified(s))", "mods.modified(alibi.biased(s))"), "mods-softcap-alibi"),
+    Bug("mods: hidden by -inf to one score alone", change("hidden-by-all-scores", "hides_both(1.f) && hides_both(1024.f) && ", ""), "mods-repelled-nan"),
+    _sm90("mods: hidden by -inf to one score alone beside a bias", change("hidden-by-all-scores", "hides_both(1.f) && hides_both(1024.f) && ", ""), "mods-repelled-bias-d128"),
 )  # fmt: skip
 BACKWARD_MODS = (
     Bug("mods: without their derivative", change("mod-derived", "* at.derivative(own(s))", ""), "mods-capped-d256"),

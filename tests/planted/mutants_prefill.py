@@ -40,6 +40,7 @@ PARTS = (
     _sm90("parts without keys count", change("part-without-keys", "x == -ptx::infinity() ? 0.f : ", ""), "unseen"),
     _sm90("NaN of hidden keys let through to a sum of parts", change("o-is-finite-parts", "!ptx::vote_all(stage_rows<T>(rows, 0, O, col0))", "stage_rows<T>(rows, 0, O, col0); false"), "pages-nonfinite"),
     _sm90("sum of parts written before all lanes have repaired it", without("o-repaired-by-the-warp-parts"), "pages-nonfinite", r"RACE, read after write: .*epilogue\.cuh:\d+"),
+    _sm90("lse of a row repaired by each of its warps", change("lse-repaired", "kCols >= kDimV || col0 == 0", "true"), "bias-d128", r"RACE, write after write: buffer 'lse'"),
     _sm90("Q handed back while warps multiply by it", without("q-read-by-all"), "one-long-d128", r"RACE|arrivals"),
 )  # fmt: skip
 

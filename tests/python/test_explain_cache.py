@@ -85,6 +85,22 @@ def test_a_bias_and_a_mask() -> None:
     assert found["launches"][1]["symbol"].endswith("_bias_mask_masked_bias_paged")
 
 
+def test_mods() -> None:
+    mods = "--score-mod", "score + table[h, k]", "--mask-mod", "q <= k", "--mod-array", "table:fp16:16x128"
+    found = document(*mods, "--seqlen", "100", "--dtype", "bf16")
+    assert (found["problem"]["mods"].count("table"), found["problem"]["mod_shapes"]) == (2, [[16, 128]])
+    assert "_bias_mods_score_mod_mask_mod_" in found["launches"][1]["symbol"]
+    many = document(*mods, "--seqlen", "8192", "--seqlen-q", "256", "--heads", "32", "--arch", "sm_90")
+    assert many["forward"].startswith("fwd_sm90")
+    assert "_mods_" in many["forward"]
+
+
+@pytest.mark.parametrize("sizes", [("--batch", "0"), ("--seqlen-q", "0"), ("--batch", "0", "--page-size", "16")])
+def test_calls_without_queries(sizes: tuple[str, ...]) -> None:
+    found = document(*sizes)
+    assert found["problem"]["batch"] * found["problem"]["seqlen_q"] == 0
+
+
 def test_a_block_mask() -> None:
     found = document("--block-mask", "0.25", "--seqlen", "100", "--page-size", "16", "--bias", "hqk")
     assert (found["problem"]["block_mask"], found["problem"]["mask_tiles"]) == (1, 2)
@@ -92,8 +108,7 @@ def test_a_block_mask() -> None:
 
 
 REFUSED = (
-    ("--score-mod", "score * 2"), ("--mask-mod", "q > k"),
-    ("--mod-array", "table:fp32:16"), ("--dropout",), ("--learned",), ("--backward",), ("--deterministic",),
+    ("--dropout",), ("--learned",), ("--backward",), ("--deterministic",),
     ("--layout", "bhsd"), ("--packed",), ("--lengths", "3,4"), ("--lengths-k", "3,4"),
 )  # fmt: skip
 
@@ -128,7 +143,8 @@ def test_what_has_no_kernel() -> None:
 @pytest.mark.parametrize(
     ("rows", "heads", "page", "forward"),
     [("256", "32", None, "paged_whole_pages_split_keys"), ("256", "32", "16", "paged_split_keys"),
-     ("256", "32", "8", None), ("256", "8", None, None), ("64", "32", None, None)],
+     ("256", "32", "8", None), ("256", "8", None, "paged_whole_pages_split_keys"), ("64", "8", None, None),
+     ("32", "32", None, None), ("64", "32", None, "paged_whole_pages_split_keys")],
 )  # fmt: skip
 def test_many_queries_take_the_forward(rows: str, heads: str, page: str | None, forward: str | None) -> None:
     """Said beside the kernels, and only where it is so."""

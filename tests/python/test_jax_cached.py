@@ -121,7 +121,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, arch: str) -> tuple[Gpu, Xla]:
     gpu.place = pretended_gpu.crossed  # maps of five dimensions
     monkeypatch.setattr("cupyflash.gpu.device.count", lambda: 1)
     for module in (cached, call):
-        monkeypatch.setattr(module, "_register", lambda: None)
+        monkeypatch.setattr(module, "register", lambda: None)
     runs = {"cupyflash_cache": cached._run, "cupyflash": call._run, "cupyflash_into": call._run_into}
     xla = Xla({name: ffi._handler(run, lambda: 0) for name, run in runs.items()})
     monkeypatch.setattr(ffi, "call", xla.call)
@@ -248,7 +248,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, x: Mapping[str, Any], wrapped: Calla
     pretended_gpu.pretend(monkeypatch)
     monkeypatch.setattr("cupyflash.gpu.device.count", lambda: 1)
     for module in (cached, call):
-        monkeypatch.setattr(module, "_register", lambda: None)
+        monkeypatch.setattr(module, "register", lambda: None)
     program = wrapped(lambda **x: attention_with_cache(**x, causal=True, return_lse=True))
     shapes = {name: jax.ShapeDtypeStruct(y.shape, y.dtype) for name, y in x.items()}
     return str(program.trace(**shapes).lower(lowering_platforms=("cuda",)).as_text())

@@ -81,6 +81,39 @@ def test_rows_that_see_nothing_and_nan_behind_what_is_hidden(hides: dict[str, An
     np.testing.assert_allclose(out[:, :5], sliced[:, :5], atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("score > 0.1f ? score : -inf", lambda s, *_: np.where(s > 0.1, s, -np.inf)),
+        ("log(score * score)", lambda s, *_: np.log(s * s)),
+        ("k == 3 ? -inf : -1 / abs(score)", lambda s, b, h, i, j: np.where(j == 3, -np.inf, -1 / abs(s))),
+    ],
+)  # fmt: skip
+def test_a_score_that_would_be_hidden_at_0(text: str, score: Any, arrays: dict[str, Any]) -> None:
+    q, k, v = (arrays[x] for x in "qkv")
+    found = cupyflash.attention(q, k, v, score_mod=text)
+    np.testing.assert_allclose(found, written_out(arrays, score, everything), atol=1e-6)
+
+
+def test_integers_of_64_bits_are_the_nearest_of_32(arrays: dict[str, Any]) -> None:
+    q, k, v = (arrays[x] for x in "qkv")
+    limit = np.array([2**62, -(2**62)])
+    found, lse = cupyflash.attention(q, k, v, mask_mod="k < limit[b]", mod_arrays={"limit": limit}, return_lse=True)
+    np.testing.assert_allclose(found[0], cupyflash.attention(q, k, v)[0], atol=1e-12)
+    assert (lse[1:] == -np.inf).all()
+    same = cupyflash.attention(q, k, v, mask_mod="limit[0] == 2147483647", mod_arrays={"limit": limit})
+    np.testing.assert_allclose(same, cupyflash.attention(q, k, v), atol=1e-12)
+
+
+@pytest.mark.parametrize("text", ["pow(score, k % 2)", "pow(score, 0.f * score)", "pow(0.f, score * score)"])
+def test_powers_of_0_have_slopes(text: str, arrays: dict[str, Any]) -> None:
+    q, k, v = (arrays[x] for x in "qkv")
+    q[:, 1] = 0
+    out, lse = cupyflash.attention(q, k, v, score_mod=text, return_lse=True)
+    for x in cupyflash.attention_backward(np.ones_like(out), q, k, v, out, lse, score_mod=text):
+        assert np.isfinite(x).all()
+
+
 def flex_like(table: Any, where: Callable[..., Any], tanh: Callable[..., Any]) -> Callable[..., Any]:
     """As FlexAttention has them: `table` is found in the closure."""
 

@@ -11,10 +11,11 @@ import pytest
 
 from cupyflash import UnsupportedError, attention_with_cache
 from cupyflash.arrays.adapters import NUMPY, TORCH, Signature
+from cupyflash.bias import Bias
 from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
-from cupyflash.launch import cached, prefill
+from cupyflash.launch import cached, counters, prefill
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of, plan_of
 from cupyflash.plan.prefill import Lie, Way, dequantized, problem_of, spec_of, way_of
@@ -48,11 +49,26 @@ def test_which_calls() -> None:
     for call in (PROBLEM, replace(PROBLEM, batch=1, slots=1)):
         assert (way_of(call, HOPPER, Lie()), way_of(call, AMPERE, Lie())) == (BY_TABLE, Way())
     for other in (
-        {"seqlen_q": 127}, {"num_splits": 1}, {"batch_invariant": True},
-        {"heads_q": 8, "seqlen_q": 128}, {"capacity": 2**28}, {"capacity": 1000}, {"page_size": 8},
-        {"packed": True, "seqlen_q": 130},
+        {"seqlen_q": 32}, {"num_splits": 1}, {"batch_invariant": True},
+        {"heads_q": 8, "seqlen_q": 32}, {"capacity": 2**28}, {"capacity": 250}, {"page_size": 8},
+        {"packed": True, "seqlen_q": 130}, {"block_mask": 1},
     ):  # fmt: skip
         assert way_of(replace(PROBLEM, **other), HOPPER, Lie()) is None, other  # type: ignore[arg-type]
+    for other in ({"bias": Bias("bf16")}, {"bias": Bias("bool")}, {"mods": "mask_mod (k < 5)"}):
+        call = replace(PROBLEM, **other)  # type: ignore[arg-type]
+        assert (way_of(call, HOPPER, Lie()), way_of(call, AMPERE, Lie())) == (BY_TABLE, Way())
+
+
+def test_how_many_queries_are_many() -> None:
+    """From 33 on, if all heads have rows enough; a quarter of them where keys are divided, which a sink forbids."""
+    few = replace(PROBLEM, batch=1, slots=1, seqlen_q=33, capacity=16384)
+    assert way_of(few, HOPPER, Lie()) == way_of(few, AMPERE, Lie()) == BY_TABLE
+    for call in (replace(few, sink=True), replace(few, seqlen_q=32), replace(few, heads_q=16)):
+        assert way_of(call, HOPPER, Lie()) is None
+    assert way_of(replace(few, batch=4, slots=4, sink=True), HOPPER, Lie()) == BY_TABLE
+    added = replace(few, mods="mask_mod (k < 5)")  # which pays later by the kernels without TMA
+    assert way_of(added, HOPPER, Lie()) == way_of(replace(added, seqlen_q=96), AMPERE, Lie()) == BY_TABLE
+    assert way_of(replace(added, seqlen_q=95), AMPERE, Lie()) is None
 
 
 def test_which_calls_over_8_bits() -> None:
@@ -307,6 +323,34 @@ def test_torch_tensors(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(a.numpy(), b, rtol=1e-9, atol=1e-9)
 
 
+def on_streams(monkeypatch: pytest.MonkeyPatch, capturing: bool = False) -> None:
+    """Streams whose ids are their handles."""
+    monkeypatch.setattr(counters, "is_capturing", lambda stream: capturing)
+    monkeypatch.setattr(counters, "stream_id", lambda stream: stream)
+
+
+def test_what_is_the_same_in_each_call_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each stream, which wrote it; a graph, which may outlive it, has its own."""
+    on_streams(monkeypatch)
+    kept, q = prefill.Constants(), np.zeros((4, 256, 32, 128), np.float16)
+    first, other = (kept.of(NUMPY, q, PROBLEM, BY_TABLE, stream) for stream in (5, 6))
+    assert kept.of(NUMPY, q, PROBLEM, BY_TABLE, 5) is first is not other
+    np.testing.assert_array_equal(first["cu_seqlens_q"], [0, 256, 512, 768, 1024])
+    np.testing.assert_array_equal(first["cu_seqlens_k"], [0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(first["block_table"], [[0], [1], [2], [3]])
+    on_streams(monkeypatch, capturing=True)
+    assert kept.of(NUMPY, q, PROBLEM, BY_TABLE, 5) is not first
+    on_streams(monkeypatch)
+    assert kept.of(NUMPY, q, PROBLEM, BY_TABLE, 5) is first
+    for stream in range(10, 20):
+        kept.of(NUMPY, q, PROBLEM, BY_TABLE, stream)
+    assert kept.of(NUMPY, q, PROBLEM, BY_TABLE, 5) is not first  # they do not grow without end
+    paged = replace(PROBLEM, page_size=16, seqlen_new=7)
+    assert set(prefill.constants(NUMPY, q, paged, BY_TABLE)) == {"cu_seqlens_q", "cu_seqlens_k"}
+    packed = replace(PROBLEM, packed=True, seqlen_new=256)
+    assert set(prefill.constants(NUMPY, q, packed, BESIDE)) == {"block_table"}
+
+
 def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """What is launched for one only appends; the queries are those that it rotated."""
     import dataclasses
@@ -326,6 +370,7 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
         def __call__(self, addresses: list[int], stream: int, length: int | None = None) -> None:
             asked.append(len(addresses))
 
+    on_streams(monkeypatch)
     device = dataclasses.replace(Device.synthetic("sm_90"), ordinal=0)
     monkeypatch.setattr(NUMPY, "signature", lambda x, of=NUMPY.signature: (*of(x)[:3], 0))
     monkeypatch.setattr(NUMPY, "stream", lambda _: 77)
