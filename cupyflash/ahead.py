@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import options
 from .cache.checks import STORED
+from .cache.problem import CacheProblem
 from .compile import jit
 from .errors import ArgumentError, DeviceError
 from .gpu import device
@@ -65,7 +67,7 @@ def warmup(
         bias: prepare calls with a mask or a bias, of q's dtype or fp32, fixed and learned, of any strides, or both,
             instead of those without.
         with_cache: prepare `attention_with_cache` instead of `attention`: one query a sequence, causal, rows appended,
-            contiguous or in pages of 16; of the other options with a block_mask alone.
+            contiguous or in pages of 16; each with the other options that it takes.
         cache_dtype: of a cache of 8 bits, ``"int8"`` or ``"float8_e4m3fn"``, with a scale a head, or a page and head.
         block_mask: prepare calls with a block mask (any) instead of those without.
         score_mod, mask_mod, mod_arrays: as `attention` takes them: prepare calls with these mods instead of those
@@ -103,6 +105,7 @@ def warmup(
         call, form["mod_shapes"] = _with_mods(call, score_mod, mask_mod, mod_arrays)
     both, over_cache = options.flag("backward", backward), options.flag("with_cache", with_cache)
     stored = "" if cache_dtype is None else STORED[options.choice("cache_dtype", cache_dtype, _CACHE_DTYPES)]
+    _check_with_cache(over_cache, stored, call)
     ready = []
     for ordinal in _ordinals(devices):
         dev = Device.of(ordinal)
@@ -110,7 +113,8 @@ def warmup(
         if over_cache:
             found: list[Iterable[Variant]] = [
                 variants_over_cache(x, dev, aligned=True, tma=True)
-                for x in usual(names, sizes, stored, form["block_mask"])
+                for p in usual(names, sizes, stored, form["block_mask"])
+                for x in _over_cache(p, call, form, has_bias, [bounds for _, bounds in masks if bounds])
             ]
         else:
             asked_for = itertools.product(sizes, masks, (False, True) if form["block_mask"] else (False,))
@@ -133,6 +137,28 @@ def _with_mods(
 
     text, arrays = given.bind(score_mod, mask_mod, mod_arrays)
     return call._replace(mods=text), tuple(tuple(x.shape) for x in arrays.values())
+
+
+def _check_with_cache(over_cache: bool, stored: str, call: Options) -> None:
+    """Refuse what attention over a cache does not have, and what it alone has."""
+    if stored and not over_cache:
+        raise ArgumentError("cache_dtype: expected None without with_cache=True")
+    for name, given in (("dropout", call.dropout_p > 0), ("deterministic", call.deterministic)):
+        if over_cache and given:
+            raise ArgumentError(f"{name}: expected False together with with_cache, which has no such option")
+
+
+def _over_cache(
+    p: CacheProblem, call: Options, form: Mapping[str, Any], has_bias: bool, windows: list[Window]
+) -> Iterator[CacheProblem]:
+    """A usual call over a cache with these options, causal and with windows."""
+    features = {name: form[name] for name in ("alibi", "kv_range", "sink", "mod_shapes") if name in form}
+    features |= {"softcap": call.softcap, "mods": call.mods}
+    if form["sequences"]:
+        features |= {"packed": True, "seqlen_q": p.batch, "seqlen_new": p.batch}
+    for window in (p.window, *windows):
+        for bias in dict.fromkeys(bias for bias, _ in biases_of(p.dtype, has_bias)):
+            yield replace(p, **features, window=window, bias=bias)
 
 
 def _variants(

@@ -83,6 +83,11 @@ def local(seqlen_q: int, seqlen_k: int | None = None, *, left: int | None, right
     before, behind = (
         MAX_SEQLEN if n is None else _whole(name, n, None) for name, n in (("left", left), ("right", right))
     )
+    if before + behind < 0:
+        raise ArgumentError(
+            f"left: expected left + right >= 0, got ({left}, {right}), which hides every key; write None, not -1, for "
+            "an unbounded side"
+        )
     return _of_pairs(seqlen_q, seqlen_k, lambda i, j: (j >= i - before) & (j <= i + behind))
 
 
@@ -95,7 +100,7 @@ def global_local(
         global_tokens: their positions, or how many they are, from the first on.
     """
     seqlen_k, window = _check_lengths(seqlen_q, seqlen_k), _whole("window", window, 0)
-    is_global, tokens = np.zeros(seqlen_k, bool), np.asarray(global_tokens)
+    is_global, tokens = np.zeros(max(1, seqlen_k), bool), np.asarray(global_tokens)
     if tokens.ndim == 0:
         is_global[: _whole("global_tokens", global_tokens, 0)] = True
     elif tokens.size:
@@ -106,7 +111,7 @@ def global_local(
         is_global[tokens] = True
 
     def sees(i: Array, j: Array) -> Array:
-        position = np.clip(i, 0, seqlen_k - 1)
+        position = np.clip(i, 0, max(0, seqlen_k - 1))
         return (abs(i - j) <= window) | is_global[j] | (is_global[position] & (i >= 0))
 
     return _of_pairs(seqlen_q, seqlen_k, sees)
@@ -160,7 +165,11 @@ def causal_document(document_ids: Any) -> BlockMask:
     Args:
         document_ids: ``(seqlen,)`` or ``(batch, seqlen)`` integers in host memory, which document each position is of.
     """
-    ids = np.atleast_2d(np.asarray(document_ids))
+    try:
+        ids = np.atleast_2d(np.asarray(document_ids))
+    except ValueError:
+        wanted = "document_ids: expected as many integers of each sequence"
+        raise ArgumentError(f"{wanted}, got {document_ids!r:.60}") from None
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise ArgumentError(
             f"document_ids: expected integers of 1 or 2 dimensions, got {ids.dtype} of shape {ids.shape}"

@@ -29,6 +29,8 @@ class PagedCache:
             those of a layer.
         page_size: tokens of a page.
         pages_per_sequence: pages that a sequence can have: columns of the block tables.
+        capacity: rows of so many pages: a sequence's last key is one of them, and a bias or a block mask has room for
+            all.
 
     Example:
         >>> import numpy as np
@@ -67,7 +69,8 @@ class PagedCache:
             layers: of the model, which share block tables and lengths.
             dtype: None: that of like; "int8" or "float8_e4m3fn": 8 bits, uint8 in CuPy for the latter. Every call then
                 gives k_scale and v_scale, one of each head: pages that are copied keep their meaning.
-            max_seqlen: tokens that a sequence can have; None: as many as the pool. Block tables have room for them.
+            max_seqlen: tokens that a sequence can have; None: as many as the pool. Block tables have room for them, in
+                whole pages.
 
         Raises:
             ArgumentError, UnsupportedError: an argument is wrong; the message says which.
@@ -85,11 +88,12 @@ class PagedCache:
             widths[1] = options.whole("head_dim_v", head_dim_v, "an integer or None")
         for name, width in zip(("head_dim", "head_dim_v"), widths, strict=True):
             check_head_dim(name, width)
-        longest = pages * self.page_size if max_seqlen is None else _at_least_one("max_seqlen", max_seqlen)
-        self.pages_per_sequence = -(-longest // self.page_size)
+        most = None if max_seqlen is None else _at_least_one("max_seqlen", max_seqlen)
+        self.pages_per_sequence = pages if most is None else -(-most // self.page_size)
+        self.capacity = self.page_size * self.pages_per_sequence
         shape = layers, pages, self.page_size, heads_k
         self.k, self.v = (self._library.empty((*shape, width), dtype or own, like) for width in widths)
-        self._pool = Pool(pages, self.page_size, self.pages_per_sequence)
+        self._pool = Pool(pages, self.page_size, most)
         self._tables = Tables(self._library, self.k, self.pages_per_sequence)
 
     def __getitem__(self, layer: int) -> tuple[Any, Any]:
@@ -139,8 +143,8 @@ class PagedCache:
 
         Raises:
             CacheFullError: there are too few free pages.
-            ArgumentError: a number is of no sequence, a sequence would be longer than `max_seqlen`, or `into` is not
-                what such a call returned. In each case nothing has changed.
+            ArgumentError: a number is of no sequence, a sequence would be longer than `max_seqlen` or the whole pool,
+                or `into` is not what such a call returned. In each case nothing has changed.
         """
         numbers, listed = _numbers(sequences), not isinstance(counts, (int, np.integer))
         each = _counts(counts, len(numbers))

@@ -61,12 +61,22 @@ def combine(outs: Any, lses: Any) -> tuple[Any, Any]:
         outs = [_cast(_namespace(library), x, accumulate) for x in outs]
     if isinstance(lses, (tuple, list)) and len(set(of_lses.values())) > 1:
         lses = [_cast(_namespace(library), x, accumulate) for x in lses]
+    _check_devices(library, named)
     o, l = (_stacked(library, x) for x in (outs, lses))  # noqa: E741 the paper's names
     _check_shapes(tuple(o.shape), tuple(l.shape))
     if library is NUMPY:
         with np.errstate(invalid="ignore"):  # inf - inf: an lse of inf, which NaN follows from
             return _combined(library, o, l, accumulate)
     return _combined(library, o, l, accumulate)
+
+
+def _check_devices(library: Native | Foreign, named: Mapping[str, Any]) -> None:
+    """Refuse tensors of several devices, which torch would refuse without a name."""
+    if library is TORCH:
+        (first, x), *others = named.items()
+        for name, y in others:
+            if y.device != x.device:
+                raise ArgumentError(f"{name}: expected the device of {first}, {x.device}, got {y.device}")
 
 
 def _combined(library: Native | Foreign, outs: Any, lses: Any, accumulate: str) -> tuple[Any, Any]:

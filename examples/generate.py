@@ -92,6 +92,9 @@ SCALE = (0.5, 20.0)
 SLOPE = 0.02
 
 
+MOST = 512  # letters of a text
+
+
 class Cached:
     """Generation of several texts from a cache in pages."""
 
@@ -99,7 +102,7 @@ class Cached:
         self.model = model
         like = model.embedding
         self.cache = cupyflash.PagedCache(
-            pages, page_size, heads_k=1, head_dim=2 * HALF, like=like, layers=2, max_seqlen=512
+            pages, page_size, heads_k=1, head_dim=2 * HALF, like=like, layers=2, max_seqlen=MOST
         )
         self.slopes = model.array(np.full(2, SLOPE), model.xp.float32)
 
@@ -163,6 +166,12 @@ def generate(library: str, prompts: tuple[str, ...], count: int) -> list[str]:
 @click.option("--letters", type=click.IntRange(1, 400), default=40, show_default=True, help="Added to each prompt.")
 @click.option("--prompt", "prompts", multiple=True, help="May be given several times.  [default: three texts]")
 def main(library: str, letters: int, prompts: tuple[str, ...]) -> None:
+    for prompt in prompts:
+        if not prompt or set(prompt) - set(LETTERS) or len(prompt) + letters > MOST:
+            raise click.BadParameter(
+                f"{prompt!r:.40}: expected 1 to {MOST - letters} of the letters {''.join(LETTERS)}",
+                param_hint="--prompt",
+            )
     for text in generate(library, prompts or PROMPTS, letters):
         click.echo(text)
 

@@ -16,7 +16,8 @@ from cupyflash.cache.problem import CacheProblem
 from cupyflash.compile import jit
 from cupyflash.gpu.device import Device
 from cupyflash.launch import prepare
-from cupyflash.operand import MASK_TILE, TILE_WORDS
+from cupyflash.mods import read
+from cupyflash.operand import MASK_TILE, MOD_ARRAYS, TILE_WORDS
 from cupyflash.plan.decode import plan_append, plan_decode, why_not_tma
 from cupyflash.plan.extents import Extents, Kernels
 from cupyflash.plan.families import kernels_of, plan_of
@@ -25,13 +26,13 @@ from cupyflash.plan.prefill import problem_of as forward_of
 from cupyflash.plan.variant import Variant
 
 from ..output import counted, emit, gib, gpu_name, human
+from .modded import mods_of
 
 _OWN = ("page_size", "cache_dtype")  # of such calls
 _TAKEN = (
     *_OWN, "with_cache", "dtype", "head_dim", "head_dim_v", "batch", "seqlen", "seqlen_q", "heads", "heads_q",
-    "heads_k", "causal", "window", "softcap", "alibi", "sink", "kv_range", "bias", "mask", "block_mask", "memory",
-    "arch",
-    "no_compile", "as_json",
+    "heads_k", "causal", "window", "softcap", "alibi", "sink", "kv_range", "bias", "mask", "block_mask", "score_mod",
+    "mask_mod", "mod_arrays", "memory", "arch", "no_compile", "as_json",
 )  # fmt: skip
 
 
@@ -53,7 +54,11 @@ def check_options(context: click.Context) -> None:
         if context.get_parameter_source(name) is not ParameterSource.COMMANDLINE or options[name] == param.default:
             continue
         if options["with_cache"] and name not in _TAKEN:
-            more = ", whose room is --seqlen" if name == "seqlen_k" else ": attention_with_cache has no such option"
+            more = ": attention_with_cache has no such option"
+            if name == "seqlen_k":
+                more = ", whose room is --seqlen"
+            elif name in ("packed", "lengths", "lengths_k"):
+                more = ", of whose queries each sequence has --seqlen-q"
             raise click.UsageError(f"{param.opts[0]}: expected none together with --with-cache{more}")
         if not options["with_cache"] and name in _OWN:
             raise click.UsageError(f"{param.opts[0]}: expected --with-cache beside it")
@@ -64,7 +69,7 @@ def problem_of(options: dict[str, Any]) -> CacheProblem:
     batch, capacity, page, d = (options[name] for name in ("batch", "seqlen", "page_size", "head_dim"))
     d_v = options["head_dim_v"] or d
     heads_q, heads_k = (options[f"heads_{x}"] or options["heads"] for x in "qk")
-    rows = options["seqlen_q"] or 1
+    rows = 1 if options["seqlen_q"] is None else options["seqlen_q"]
     slots, slot_rows = (batch, capacity) if page is None else (batch * -(-capacity // page), page)
     shapes: dict[str, tuple[int, ...]] = {"q": (batch, rows, heads_q, d), "cache_seqlens": (batch,)}
     for name, width in (("k", d), ("v", d_v)):
@@ -91,7 +96,12 @@ def problem_of(options: dict[str, Any]) -> CacheProblem:
     kinds |= dict.fromkeys(("cache_seqlens", "block_table", "kv_range", "block_tiles", "block_bits"), "int32")
     kinds |= dict.fromkeys(("alibi_slopes", "sink"), "fp64" if options["dtype"] == "fp64" else "fp32")
     plain = make_cache_options(options["causal"], None, options["window"], options["softcap"], False, None, False)
-    return make_cache_problem(shapes, {name: kinds.get(name, options["dtype"]) for name in shapes}, plain)
+    mods = mods_of(options)
+    shapes |= zip(MOD_ARRAYS, mods.get("mod_shapes", ()), strict=False)
+    text = mods.get("mods", "")
+    kinds |= zip(MOD_ARRAYS, (x.dtype for x in read(text).arrays), strict=False)
+    called = plain._replace(mods=text)
+    return make_cache_problem(shapes, {name: kinds.get(name, options["dtype"]) for name in shapes}, called)
 
 
 def explain(options: dict[str, Any], gpu: Device) -> None:

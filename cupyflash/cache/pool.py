@@ -54,11 +54,11 @@ class Pool:
     Attributes:
         owners: how many sequences have each page.
         free: how many pages none has.
-        pages_per_sequence: how many a sequence can have.
+        max_seqlen: how many tokens a sequence can have; None: as many as the pool.
     """
 
-    def __init__(self, pages: int, page_size: int, pages_per_sequence: int) -> None:
-        self.page_size, self.pages_per_sequence = page_size, pages_per_sequence
+    def __init__(self, pages: int, page_size: int, max_seqlen: int | None) -> None:
+        self.page_size, self.max_seqlen = page_size, max_seqlen
         self.owners = np.zeros(pages, np.int64)
         self.free = pages
         self._stack = np.arange(pages, dtype=np.int32)[::-1].copy()  # its first `free` have no owner; the next one last
@@ -113,13 +113,15 @@ class Pool:
             ArgumentError: a sequence would be too long.
             CacheFullError: there are too few free pages. Nothing has changed then.
         """
+        all_rows = len(self.owners) * self.page_size
+        limits = ((all_rows, "more pages"), (self.max_seqlen or all_rows, "a larger max_seqlen"))
         for number, tokens, count in zip(sequences, chosen, counts, strict=True):
-            room = self.pages_per_sequence * self.page_size - tokens.length
-            if count > room and self.pages_per_sequence != len(self.owners):  # else the pool is what is too small
-                raise ArgumentError(
-                    f"counts: expected at most {room} more tokens of sequence {number}, which has {tokens.length}, got "
-                    f"{count}; give PagedCache a larger max_seqlen"
-                )
+            for longest, what in limits:  # of which no other sequence has anything: who waits for one waits for ever
+                if (room := longest - tokens.length) < count:
+                    raise ArgumentError(
+                        f"counts: expected at most {room} more tokens of sequence {number}, which has {tokens.length}, "
+                        f"got {count}; give PagedCache {what}"
+                    )
         missing = self._needed(chosen, counts) - self.free
         if missing > 0:
             raise CacheFullError(

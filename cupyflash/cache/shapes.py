@@ -25,7 +25,9 @@ def check_dims(name: str, shape: Shape, given: Mapping[str, Any]) -> None:
     if not fits:
         words = "pages, page_size" if "block_table" in given else "batch of the cache, capacity"
         shown = ", ".join(dims).replace("slots, slot_rows", words).replace("seqlen", "total" if packed else "seqlen")
-        raise ArgumentError(f"{name}: expected shape ({shown}), got {tuple(shape)}")
+        shown = shown.replace("slots", words.split(", ")[0])
+        more = f" or ({dims[-1]},)" if name in MAY_LACK else ""
+        raise ArgumentError(f"{name}: expected shape ({shown}){more}, got {tuple(shape)}")
 
 
 def check_shape(array: CacheArray, shape: Shape, p: CacheProblem) -> None:

@@ -111,10 +111,10 @@ def check_room(p: CacheProblem, used: Array, new: Array) -> None:
     for b in np.flatnonzero((used < 0) | (used + new > p.capacity))[:1]:
         room = f"0 to {p.capacity - new[b]}"
         room += f", a capacity of {p.capacity} less {new[b]} new keys" if new[b] else ""
-        raise ArgumentError(
-            f"cache_seqlens: expected lengths of {room}, got cache_seqlens[{b}] = {used[b]}; a longer sequence needs a "
-            + ("wider block_table" if p.page_size else "larger cache")
-        )
+        entry = "" if p.one_length else f"cache_seqlens[{b}] = "
+        wider = "wider block_table" if p.page_size else "larger cache"
+        way_out = "" if used[b] < 0 else f"; a longer sequence needs a {wider}"
+        raise ArgumentError(f"cache_seqlens: expected lengths of {room}, got {entry}{used[b]}{way_out}")
 
 
 def _check_room_of_bias(p: CacheProblem, queries: Array) -> None:

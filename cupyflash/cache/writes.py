@@ -32,12 +32,16 @@ def check_rows_apart(name: str, shape: Sequence[int], strides: Sequence[int]) ->
     """
     if 0 in shape:
         return
-    for i, (n, step) in enumerate(zip(shape, strides, strict=True)):
-        if step == 0 and n > 1:
+    taken = 0  # elements that the dimensions of smaller strides reach beyond the first one
+    lengths = [(abs(step), n, i) for i, (n, step) in enumerate(zip(shape, strides, strict=True)) if n > 1]
+    for step, n, i in sorted(lengths):
+        if step <= taken:
+            within = f", where one takes {taken + 1} elements" if step else ""
             raise ArgumentError(
-                f"{name}: expected memory of its own for each row, since k is appended, got a stride of 0 along "
-                f"dimension {i}; copy it first"
+                f"{name}: expected memory of its own for each row, since k is appended, got a stride of {step} along "
+                f"dimension {i}{within}; copy it first"
             )
+        taken += (n - 1) * step
 
 
 def check_writes(p: CacheProblem, arrays: Mapping[str, Array], used: Array, new: Array) -> None:

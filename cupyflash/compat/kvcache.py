@@ -56,6 +56,7 @@ def flash_attn_with_kvcache(
     given = Given(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     head_dim_v, keywords = head_dim_of(v_cache), given.ours(head_dim_of(q))
     del keywords["deterministic"]
+    _check_tensors(q, k_cache, v_cache, cache_leftpad)
     _check(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     used = capacity if cache_seqlens is None else cache_seqlens
@@ -70,7 +71,7 @@ def flash_attn_with_kvcache(
         ready = readied(q, k_cache, v_cache)
         if k is not None and v is not None:
             _, keywords["k"], keywords["v"] = readied(q, k, v)
-        keywords |= {"num_splits": num_splits if num_splits > 0 else None, "return_lse": True}
+        keywords |= {"num_splits": num_splits or None, "return_lse": True}
         out, lse = attention_with_cache(ready[0], ready[1], ready[2], **keywords, **tables)
         for cache, x in zip((k_cache, v_cache), ready[1:], strict=True):
             if k is not None and x is not cache:  # a padded copy
@@ -119,6 +120,21 @@ def _turned(
         return apply_rotary_emb(q, cos, sin, interleaved, False, used), k, {}
     together = q.flatten(1, 2).unsqueeze(1)  # one row with heads of all positions
     return apply_rotary_emb(together, cos, sin, interleaved, False, used).view(q.shape), k, {}
+
+
+def _check_tensors(q: Any, k_cache: Any, v_cache: Any, leftpad: Any) -> None:
+    """Refuse by flash-attn's names what ours would refuse by others."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if not isinstance(x, Tensor):
+            raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    if leftpad is not None and not (isinstance(leftpad, Tensor) and leftpad.shape == q.shape[:1]):
+        got = tuple(leftpad.shape) if isinstance(leftpad, Tensor) else type(leftpad).__name__
+        raise ArgumentError(f"cache_leftpad: expected an int32 tensor of shape ({len(q)},), got {got}")
+    if k_cache.dtype != q.dtype:
+        raise ArgumentError(
+            f"k_cache: expected the dtype of q, {q.dtype}, got {k_cache.dtype}; cupyflash.attention_with_cache takes "
+            "caches of 8 bits, with scales"
+        )
 
 
 def _check(

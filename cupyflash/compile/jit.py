@@ -30,7 +30,7 @@ _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CUfunction_attribute
 
 def _options(arch: str) -> tuple[str, ...]:
     """NVRTC's flags: kernels are C++17, need no annotations, and report registers and spills in the log."""
-    debug = ("-lineinfo",) if os.environ.get("CUPYFLASH_DEBUG") else ()
+    debug = ("-lineinfo",) if os.environ.get("CUPYFLASH_DEBUG") == "1" else ()
     return (f"-arch={arch}", "-std=c++17", "-default-device", "--ptxas-options=-v", *debug)
 
 

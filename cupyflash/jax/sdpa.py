@@ -67,6 +67,10 @@ def dot_product_attention(
     if not has_batch:
         arrays = {name: x[None] for name, x in arrays.items()}
     arrays |= of_scores(query, bias, mask)
+    for name, lengths in (
+        ("query_seq_lengths", query_seq_lengths), ("key_value_seq_lengths", key_value_seq_lengths),
+    ):  # fmt: skip
+        _check_lengths(name, lengths, len(arrays["q"]))
     if key_value_seq_lengths is not None:
         arrays["kv_range"] = _ranges(key_value_seq_lengths, arrays["k"].shape[1])
     window = window_of(is_causal, local_window_size, arrays["k"].shape[1] - arrays["q"].shape[1])
@@ -91,6 +95,14 @@ def window_of(is_causal: bool, local: int | tuple[int, int] | None, shift: int) 
     if is_causal:
         right = -shift if right is None else min(right, -shift)
     return None if right is None else (left, right)
+
+
+def _check_lengths(name: str, lengths: Any | None, batch: int) -> None:
+    """Refuse lengths that are not one integer a sequence."""
+    if lengths is not None:
+        x = as_jax(lengths)
+        if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ArgumentError(f"{name}: expected integers of shape ({batch},), got {x.dtype} of shape {x.shape}")
 
 
 def _ranges(lengths: Any, most: int) -> Any:

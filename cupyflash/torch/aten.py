@@ -14,14 +14,14 @@ from torch import Tensor
 from ..arrays.adapters import TORCH
 from ..launch import run
 from ..options import Options
-from .sdpa import why_not
+from .sdpa import turned_as, why_not
 
 # ---- The calls of F.scaled_dot_product_attention: (batch, heads, seqlen, head_dim) ----
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """(out, lse), out with the strides that torch expects: those of an empty_like of q."""
-    turned, layout = _turned(q)
+    turned, layout = turned_as(q)
     out, lse = run.forward(TORCH, {"q": turned(q), "k": turned(k), "v": turned(v)}, options._replace(layout=layout))
     assert lse is not None
     return _like(turned(out), q), lse
@@ -30,20 +30,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
 ) -> list[Tensor]:
-    turned, layout = _turned(q)
+    turned, layout = turned_as(q)
     arrays = {"q": turned(q), "k": turned(k), "v": turned(v), "out": turned(out), "dout": turned(dout)}
     if arrays["dout"].stride(3) != 1:
         arrays["dout"] = arrays["dout"].contiguous()
     options = options._replace(layout=layout, deterministic=torch.are_deterministic_algorithms_enabled())
     grads = run.backward(TORCH, {**arrays, "lse": lse.contiguous()}, options)
     return [turned(grads[name]) for name in ("dq", "dk", "dv")]
-
-
-def _turned(q: Tensor) -> tuple[Callable[[Tensor], Tensor], str]:
-    """How to look at the tensors so that results lie as q does, heads within rows or rows within heads."""
-    if q.stride(1) < q.stride(2):
-        return (lambda x: x.transpose(1, 2)), "bshd"
-    return (lambda x: x), "bhsd"
 
 
 def _like(x: Tensor, y: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ class _Attention(torch.autograd.Function):
             found = ops.backward(arrays, options, wanted)
         else:
             dout = arrays["dout"]
-            followed = is_followed() or dout.is_neg() or is_batched_by_autograd(dout)
+            given = (dout,) if dlse is None else (dout, dlse)
+            followed = is_followed() or any(x.is_neg() or is_batched_by_autograd(x) for x in given)
             if followed or torch.is_grad_enabled():
                 found = gradients(arrays, options, wanted, followed)
             else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -61,13 +62,23 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **gqa
         )
     window = (None, query.shape[2] - key.shape[2]) if is_causal else None
-    options = make_options(scale=scale, window=window, layout="bhsd", dropout_p=dropout_p)
-    arrays = {"q": query, "k": key, "v": value}
+    turn, layout = turned_as(query)
+    options = make_options(scale=scale, window=window, layout=layout, dropout_p=dropout_p)
+    options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+    arrays = {"q": turn(query), "k": turn(key), "v": turn(value)}
     if attn_mask is not None:
         arrays["mask" if attn_mask.dtype is torch.bool else "bias"] = attn_mask
     if options.dropout_p:
         arrays["dropout_seed"] = seeds.words(None, query, draw=True)
-    return autograd.attention(arrays, options, want_lse=False)[0]
+    return turn(autograd.attention(arrays, options, want_lse=False)[0])
+
+
+def turned_as(q: Tensor) -> tuple[Callable[[Tensor], Tensor], str]:
+    """How to look at tensors (batch, heads, seqlen, head_dim) so that results lie as q does, heads within rows or rows
+    within heads; and the layout that they then have."""
+    if q.stride(1) < q.stride(2):
+        return (lambda x: x.transpose(1, 2)), "bshd"
+    return (lambda x: x), "bhsd"
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -33,7 +33,7 @@ def words(seed: Any, like: Tensor, draw: bool) -> Tensor:
     if seed.device != like.device:
         raise ArgumentError(f"dropout_seed: expected the device of q, {like.device}, got {seed.device}")
     vet_seed(tuple(seed.shape), str(seed.dtype).removeprefix("torch."))
-    found = seed.detach().reshape(-1)
+    found = seed.detach().reshape(-1).contiguous()
     if found.dtype is torch.int64 and not is_compiling() and are_transforms_active():
         # Before 2.13 vmap knows no view of another dtype. The cast keeps the lower 32 bits.
         found = torch.stack((found, found >> 32), -1).reshape(-1).to(torch.int32)

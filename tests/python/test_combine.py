@@ -276,3 +276,12 @@ def test_lse_is_of_fp32_in_every_library(library: str) -> None:
 def test_what_is_wrong_is_named(outs: Any, lses: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         combine(outs, lses)
+
+
+@pytest.mark.needs("torch")
+def test_parts_on_several_devices_are_named() -> None:
+    import torch
+
+    outs, lses = torch.zeros(2, 1, 3, 2, 8), torch.zeros(2, 1, 2, 3)
+    with pytest.raises(ArgumentError, match=r"lses.*: expected the device of outs.*, cpu, got meta"):
+        combine(list(outs), [lses[0], lses[1].to("meta")])

@@ -198,6 +198,27 @@ def test_rotary_embedding(kind: str, scale_base: int | None) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_frequencies_that_are_changed() -> None:
+    """As scaled positions have them, by the buffer or by a subclass; digits that a cast takes come back."""
+    x, angles = torch.randn(1, 4, 2, 8), torch.outer(torch.arange(4.0), 100.0 ** (-torch.arange(0, 8, 2) / 8))
+
+    class Halved(rotary.RotaryEmbedding):
+        def _compute_inv_freq(self, device: Any = None) -> Any:
+            return super()._compute_inv_freq(device) / 2
+
+    plain, halved = rotary.RotaryEmbedding(8, base=100.0), Halved(8, base=100.0)
+    plain.inv_freq = plain.inv_freq / 2
+    want = rotary.apply_rotary_emb(x, (angles / 2).cos(), (angles / 2).sin())
+    for module in (plain, halved, halved.bfloat16()):
+        qkv = module(torch.stack((x, x, x), 2))
+        torch.testing.assert_close(qkv[:, :, 0], want)
+    assert (plain._cos_k_cached, plain._seq_len_cached) == (None, 4)
+    plain._update_cos_sin_cache(9, x.device, torch.float32)  # as flash-attn's own modules ask
+    torch.testing.assert_close(plain._cos_cached[:4], (angles / 2).cos())
+    torch.testing.assert_close(plain._sin_cached[:4], (angles / 2).sin())
+    assert len(plain._cos_cached) == 9
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_by_torch(interleaved: bool) -> None:
     x, (cos, sin) = random(2, 5, 3, 8, grad=True), random(2, 5, 3).unbind(0)
@@ -343,13 +364,15 @@ def test_cache_with_alibi(pads: list[int] | None) -> None:
     [
         ({"k": None}, "k: expected a tensor, since v is one"),
         ({"cache_seqlens": None}, "cache_seqlens: expected lengths, since k is given"),
-        ({"cache_seqlens": 8}, r"cache_seqlens: expected lengths of 0 to 7, a capacity of 9 less 2 .* = 8"),
+        ({"cache_seqlens": 8}, r"cache_seqlens: expected lengths of 0 to 7, a capacity of 9 less 2 new keys, got 8"),
         ({"cache_seqlens": int32(3, -1)}, r"cache_seqlens: .* = -1"),
         ({"rotary_cos": torch.ones(9, 4)}, "rotary_cos, rotary_sin: expected both"),
         ({"k": None, "v": None, "rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "no new k"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32), "cache_leftpad": int32(0, 0)}, "block_table: expected"),
+        ({"cache_leftpad": [0, 1]}, r"cache_leftpad: expected an int32 tensor of shape \(2,\), got list"),
+        ({"cache_leftpad": int32(0)}, r"cache_leftpad: expected an int32 tensor of shape \(2,\), got \(1,\)"),
     ],
-    ids=["k", "no-lengths", "too-long", "negative", "no-sin", "no-k", "pages"],
+    ids=["k", "no-lengths", "too-long", "negative", "no-sin", "no-k", "pages", "listed", "short"],
 )
 def test_contradictions_are_errors(change: dict[str, Any], message: str) -> None:
     caches = random(2, 9, 1, 8), random(2, 9, 1, 8)
@@ -358,3 +381,16 @@ def test_contradictions_are_errors(change: dict[str, Any], message: str) -> None
     with pytest.raises(ArgumentError, match=message):
         flash_attn_with_kvcache(random(2, 2, 2, 8), *caches, **(new | change))
     assert all(torch.equal(a, b) for a, b in zip(caches, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("caches", "message"),
+    [
+        ((None, random(2, 9, 1, 8)), "k_cache: expected a torch.Tensor, got NoneType"),
+        ((random(2, 9, 1, 8), random(2, 9, 1, 8).numpy()), "v_cache: expected a torch.Tensor, got ndarray"),
+        ((random(2, 9, 1, 8).to(torch.int8),) * 2, "k_cache: expected the dtype of q, torch.float64, got torch.int8"),
+    ],
+)
+def test_caches_that_are_none_of_flash_attns(caches: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        flash_attn_with_kvcache(random(2, 2, 2, 8), *caches, num_splits=None)  # type: ignore[arg-type]

@@ -272,6 +272,12 @@ def test_a_call_that_is_exported_runs_without_being_traced_again(three: list[Any
 
     checks = [jax.export.DisabledSafetyCheck.custom_call("cupyflash")]
     agree(jax.export.export(jax.jit(ours), disabled_checks=checks)(*three).call(*three), plain(*three))
+    registered = (
+        "import cupyflash.jax, cupyflash.jax.ffi as ffi; kept = []; ffi.register = lambda *x: kept.append(x[0])"
+    )
+    script = f"{registered}; cupyflash.jax.register(); print(*sorted(set(kept)))"  # for programs of other processes
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert found == ["cupyflash", "cupyflash_cache", "cupyflash_into"]
     (batch,) = jax.export.symbolic_shape("batch")
     symbolic = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in three]
     with pytest.raises(UnsupportedError, match=r"q: expected a shape of numbers, got \(batch, 37, 4, 16\)"):
@@ -664,6 +670,16 @@ def test_dot_product_attention_takes_arrays_of_numpy(rng: np.random.Generator) -
             want = jax.nn.dot_product_attention
             agree(f(ours)(x), f(want)(x))
             agree(jax.jit(f(ours))(x), f(want)(x))
+
+
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+@pytest.mark.parametrize("lengths", [np.array([9]), np.array([9, 9, 9]), np.array([9.5, 9.5])])
+def test_lengths_are_an_integer_a_sequence(name: str, lengths: Any, rng: np.random.Generator) -> None:
+    from cupyflash.jax import dot_product_attention
+
+    q, k, v = (rng.standard_normal((2, 20, 2, 16), dtype=np.float32) for _ in range(3))
+    with pytest.raises(ArgumentError, match=rf"{name}: expected integers of shape \(2,\), got"):
+        dot_product_attention(q, k, v, **{name: lengths})
 
 
 def test_dot_product_attention_without_a_batch_and_with_lse(rng: np.random.Generator) -> None:

@@ -475,6 +475,38 @@ def test_warmup_over_a_cache_with_a_block_mask(prepared: list[Any]) -> None:
     assert any("tile_mask" in v.symbol for v in wanted)
 
 
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [
+        ({"softcap": True, "sink": True}, {"softcap": 30.0, "sink": True}),
+        ({"window": True, "alibi": True}, {"window": (100, 0), "alibi": 1}),
+        ({"kv_range": True, "bias": True}, {"kv_range": True, "bias": Bias("fp32", masked=True)}),
+        ({"mask_mod": "k % 2 == 0"}, {"mods": bind(None, "k % 2 == 0", None)[0]}),
+        ({"packed": True}, {"packed": True, "seqlen_q": 64, "seqlen_new": 64}),
+    ],
+    ids=str,
+)
+def test_warmup_over_a_cache_with_options(given: dict[str, Any], known: dict[str, Any], prepared: list[Any]) -> None:
+    cupyflash.warmup(dtypes="bf16", head_dims=128, with_cache=True, devices=0, **given)
+    call = over_cache("bf16", 128, 64, page_size=16, **{"seqlen_new": 1} | known)
+    assert set(variants_over_cache(call, Device.of(0), aligned=True, tma=True)) <= {v for _, v in prepared}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cache_dtype": "int8"}, "cache_dtype: expected None without with_cache=True"),
+        ({"with_cache": True, "dropout": True}, "dropout: expected False together with with_cache"),
+        ({"with_cache": True, "deterministic": True}, "deterministic: expected False together with with_cache"),
+    ],
+    ids=str,
+)
+def test_warmup_refuses_what_a_cache_does_not_have(given: dict[str, Any], message: str, prepared: list[Any]) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        cupyflash.warmup(dtypes="bf16", head_dims=128, devices=0, **given)
+    assert not prepared
+
+
 def test_warmup_with_mods(prepared: list[Any]) -> None:
     """Those of calls with these mods, of arrays of any length, fixed and learned, and no others."""
     mods: dict[str, Any] = {"score_mod": "score + table(h, k)", "mask_mod": lambda b, h, q, k: q >= k}

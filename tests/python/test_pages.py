@@ -210,9 +210,12 @@ def test_into_is_of_the_library_of_the_cache() -> None:
 
 
 WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
-    ("append", ([0], 17), ArgumentError,
-     "counts: expected at most 16 more tokens of sequence 0, which has 0, got 17; give PagedCache a larger max_seqlen"),
-    ("append", ([0], 13), CacheFullError, "PagedCache: 1 pages too few: 3 of 3 are free; free or truncate a sequence"),
+    ("append", ([0], 11), ArgumentError,
+     "counts: expected at most 10 more tokens of sequence 0, which has 0, got 11; give PagedCache a larger max_seqlen"),
+    ("append", ([0], 13), ArgumentError,
+     "counts: expected at most 12 more tokens of sequence 0, which has 0, got 13; give PagedCache more pages"),
+    ("append", ([0, 1], 8), CacheFullError,
+     "PagedCache: 1 pages too few: 3 of 3 are free; free or truncate a sequence"),
     ("append", ([0], -1), ArgumentError, "counts: expected 1 numbers of at least 0, one a sequence, got [-1]"),
     ("append", ([0], [1, 2]), ArgumentError, "counts: expected 1 numbers of at least 0, one a sequence, got [1, 2]"),
     ("append", ([0], [1.5]), ArgumentError, "counts: expected integers, one a sequence, or one integer, got 1.5"),
@@ -220,7 +223,7 @@ WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
     ("append", ([7], 1), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 7"),
     ("fork", (0, 1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got 1"),
     ("truncate", (0, -1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got -1"),
-    ("free", (1,), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 1"),
+    ("free", (2,), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 2"),
     ("append", (None, 1), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.None"),
     ("append", (0, 1), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.int"),
     ("places", (0,), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.int"),
@@ -235,10 +238,13 @@ WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
 
 @pytest.mark.parametrize(("method", "arguments", "kind", "message"), WRONG, ids=range(len(WRONG)))
 def test_what_is_wrong_is_named(method: str, arguments: Any, kind: type[Exception], message: str) -> None:
-    cache = cache_of(3, 4, max_seqlen=16)
-    cache.allocate()
+    cache = cache_of(3, 4, max_seqlen=10)
+    assert (cache.pages_per_sequence, cache.capacity) == (3, 12)
+    for _ in range(2):
+        cache.allocate()
     with pytest.raises(kind, match=re.escape(message)):
         getattr(cache, method)(*arguments)
+    assert ([cache.length(i) for i in range(2)], cache.free_pages) == ([0, 0], 3)
 
 
 WRONG_NEW: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
@@ -285,13 +291,15 @@ def test_jax_arrays_cannot_be_written() -> None:
 
 
 def test_a_full_pool_is_a_memory_error() -> None:
-    """Also to a sequence that has all of it, of which nobody said how long it may be."""
+    """But what the whole pool does not hold is an error of whoever asks, since no page that is freed helps."""
     cache = cache_of(3, 4)
-    one = cache.allocate()
-    cache.append([one], 12)
+    one, two = cache.allocate(), cache.allocate()
+    cache.append([one], 9)
     message = "PagedCache: 1 pages too few: 0 of 3 are free; free or truncate a sequence"
     with pytest.raises(CacheFullError, match=message):
-        cache.append([one], 1)
-    assert cache.length(one) == 12
+        cache.append([two], 1)
+    with pytest.raises(ArgumentError, match="at most 3 more tokens of sequence 0, which has 9, got 4; give PagedCache"):
+        cache.append([one], 4)
+    assert (cache.length(one), cache.length(two)) == (9, 0)
     assert issubclass(CacheFullError, MemoryError)
     assert issubclass(CacheFullError, cupyflash.CupyflashError)

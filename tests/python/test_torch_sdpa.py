@@ -85,6 +85,26 @@ def test_it_is_torchs_function(turned: bool, is_causal: bool, lengths: tuple[int
     assert calls == ["forward", "backward"]
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_result_lies_as_q_does(turned: bool) -> None:
+    """As torch's: models look at it as rows of all heads."""
+    out = ours.scaled_dot_product_attention(*make((5, 9), turned=turned))
+    assert out.transpose(1, 2).is_contiguous() is turned
+    assert out.is_contiguous() is not turned
+
+
+def test_it_is_deterministic_where_torch_is_told_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], aten.run.backward
+    monkeypatch.setattr(aten.run, "backward", lambda *x, **y: asked.append(x[2].deterministic) or real(*x, **y))
+    for wanted in (False, True):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            both(ours.scaled_dot_product_attention, make())
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert asked == [False, True]
+
+
 def test_it_is_compiled_for_all_lengths() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -55,7 +55,7 @@ class RotaryEmbedding(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.base, self.interleaved, self.scale_base = dim, float(base), interleaved, scale_base
-        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self.register_buffer("inv_freq", self._compute_inv_freq(device), persistent=False)
         columns = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         scale = None if scale_base is None else (columns + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
@@ -80,29 +80,41 @@ class RotaryEmbedding(torch.nn.Module):
             num_heads_q: as in `apply_rotary_emb_qkv_`.
         """
         if max_seqlen is not None or not isinstance(seqlen_offset, Tensor):
-            self._grow(qkv.shape[1] + int(seqlen_offset) if max_seqlen is None else max_seqlen, qkv)
+            most = qkv.shape[1] + int(seqlen_offset) if max_seqlen is None else max_seqlen
+            self._update_cos_sin_cache(most, qkv.device, qkv.dtype)
         if not self._tables:
-            self._grow(qkv.shape[1], qkv)
+            self._update_cos_sin_cache(qkv.shape[1], qkv.device, qkv.dtype)
         cos, sin, cos_k, sin_k = self._tables
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
         return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
 
-    def _frequencies(self, device: Any) -> Tensor:
+    # What flash-attn's own modules read of it.
+    _cos_cached = property(lambda self: self._tables[0] if self._tables else None)
+    _sin_cached = property(lambda self: self._tables[1] if self._tables else None)
+    _cos_k_cached = property(lambda self: self._tables[2] if self._tables and self.scale is not None else None)
+    _sin_k_cached = property(lambda self: self._tables[3] if self._tables and self.scale is not None else None)
+    _seq_len_cached = property(lambda self: self._key[0] if self._key else 0)
+
+    def _compute_inv_freq(self, device: Any = None) -> Tensor:
+        """The frequencies, which a subclass may change."""
         columns = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return self.base ** (-columns / self.dim)
 
-    def _grow(self, positions: int, like: Tensor) -> None:
-        """Make tables for so many positions in the dtype and on the device of `like`, unless they are there."""
-        kind = (like.dtype, like.device, torch.is_inference_mode_enabled())
-        if self._key is not None and self._key[1:] == kind and self._key[0] >= positions:
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
+        """Make tables for so many positions, of a dtype and on a device, unless they are there."""
+        device, dtype = torch.device(device or self.inv_freq.device), dtype or torch.get_default_dtype()
+        kind = (dtype, device, torch.is_inference_mode_enabled())
+        if self._key is not None and self._key[1:] == kind and self._key[0] >= seqlen:
             return
-        rows = torch.arange(positions, device=like.device, dtype=torch.float32)
-        angles = torch.outer(rows, self._frequencies(like.device))  # inv_freq may have been cast with the model
-        scale = torch.ones((), device=like.device)
+        rows = torch.arange(seqlen, device=device, dtype=torch.float32)
+        frequencies = self.inv_freq.to(device)
+        if frequencies.dtype is not torch.float32:  # cast with the model, by which digits are lost
+            frequencies = self._compute_inv_freq(device)
+        angles, scale = torch.outer(rows, frequencies), torch.ones((), device=device)
         if self.scale_base is not None and self.scale is not None:
-            scale = self.scale.to(like.device, torch.float32) ** ((rows - positions // 2) / self.scale_base)[:, None]
+            scale = self.scale.to(device, torch.float32) ** ((rows - seqlen // 2) / self.scale_base)[:, None]
         cos, sin = angles.cos(), angles.sin()
-        self._tables = tuple(x.to(like.dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
-        self._key = (positions, *kind)
+        self._tables = tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
+        self._key = (seqlen, *kind)
