@@ -39,7 +39,7 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     mods: str = ""  # as `mods.bind` makes it
     tall: bool = False  # whether there is a block mask that is (BlockMask)
-    of_8_bits: bool = False  # whether keys in pages stand for a cache of 8 bits (plan/prefill.py)
+    of_8_bits: bool = False  # whether keys in pages were written from a cache of 8 bits (plan/prefill.py)
 
 
 def make_options(

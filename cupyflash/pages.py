@@ -29,8 +29,7 @@ class PagedCache:
             those of a layer.
         page_size: tokens of a page.
         pages_per_sequence: pages that a sequence can have: columns of the block tables.
-        capacity: rows of so many pages: a sequence's last key is one of them, and a bias or a block mask has room for
-            all.
+        capacity: rows of so many pages: what a bias or a block mask must have room for.
 
     Example:
         >>> import numpy as np

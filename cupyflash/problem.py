@@ -48,8 +48,8 @@ class Problem:
     `block_mask`: 0 without; with one 1, and 1 more if each sequence has its own, 2 more if each head of q; `tall` as
     BlockMask. `mods`: what a user's expressions make of scores, between softcap and ALiBi; `mod_shapes`: of what they
     read. `pages`: packed keys lie in so many, of `page_size` rows, in the order of a table (launch/prefill.py);
-    `whole_pages`: 64 from a multiple of 64 on lie in one; `of_8_bits`: they stand for a cache of such. `head_dim_v`: of
-    v; made with 0, as of q.
+    `whole_pages`: 64 from a multiple of 64 on lie in one; `of_8_bits`: they were written from a cache of 8 bits.
+    `head_dim_v`: of v; made with 0, as of q.
     """
 
     dtype: str

@@ -98,7 +98,7 @@ MOST = 512  # letters of a text
 class Cached:
     """Generation of several texts from a cache in pages."""
 
-    def __init__(self, model: Model, pages: int = 64, page_size: int = 16) -> None:
+    def __init__(self, model: Model, pages: int = 256, page_size: int = 16) -> None:
         self.model = model
         like = model.embedding
         self.cache = cupyflash.PagedCache(

@@ -110,8 +110,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90") -> Gpu:
     monkeypatch.setattr(runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(runtime, "setDevice", lambda ordinal: None)
     monkeypatch.setattr(counters.Counters, "address", lambda self, stream: COUNTER)
-    monkeypatch.setattr(counters, "is_capturing", lambda stream: False)
-    monkeypatch.setattr(counters, "stream_id", lambda stream: 0)
     monkeypatch.setattr(counters.Counters, "is_low", lambda self: False)
     monkeypatch.setattr(jit, "load", found.load)
     monkeypatch.setattr(jit, "launcher", lambda: found.launch)

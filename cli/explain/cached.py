@@ -58,7 +58,7 @@ def check_options(context: click.Context) -> None:
             if name == "seqlen_k":
                 more = ", whose room is --seqlen"
             elif name in ("packed", "lengths", "lengths_k"):
-                more = ", of whose queries each sequence has --seqlen-q"
+                more = ": each sequence has --seqlen-q queries there"
             raise click.UsageError(f"{param.opts[0]}: expected none together with --with-cache{more}")
         if not options["with_cache"] and name in _OWN:
             raise click.UsageError(f"{param.opts[0]}: expected --with-cache beside it")

@@ -116,12 +116,12 @@ class Pool:
         all_rows = len(self.owners) * self.page_size
         limits = ((all_rows, "more pages"), (self.max_seqlen or all_rows, "a larger max_seqlen"))
         for number, tokens, count in zip(sequences, chosen, counts, strict=True):
-            for longest, what in limits:  # of which no other sequence has anything: who waits for one waits for ever
-                if (room := longest - tokens.length) < count:
-                    raise ArgumentError(
-                        f"counts: expected at most {room} more tokens of sequence {number}, which has {tokens.length}, "
-                        f"got {count}; give PagedCache {what}"
-                    )
+            longest, what = min(limits)
+            if (room := longest - tokens.length) < count:  # which no page that is freed would help
+                raise ArgumentError(
+                    f"counts: expected at most {room} more tokens of sequence {number}, which has {tokens.length}, got "
+                    f"{count}; give PagedCache {what}"
+                )
         missing = self._needed(chosen, counts) - self.free
         if missing > 0:
             raise CacheFullError(

@@ -71,7 +71,7 @@ def flash_attn_with_kvcache(
         ready = readied(q, k_cache, v_cache)
         if k is not None and v is not None:
             _, keywords["k"], keywords["v"] = readied(q, k, v)
-        keywords |= {"num_splits": num_splits or None, "return_lse": True}
+        keywords |= {"num_splits": num_splits if num_splits and num_splits > 0 else None, "return_lse": True}
         out, lse = attention_with_cache(ready[0], ready[1], ready[2], **keywords, **tables)
         for cache, x in zip((k_cache, v_cache), ready[1:], strict=True):
             if k is not None and x is not cache:  # a padded copy
@@ -129,7 +129,7 @@ def _check_tensors(q: Any, k_cache: Any, v_cache: Any, leftpad: Any) -> None:
             raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
     if leftpad is not None and not (isinstance(leftpad, Tensor) and leftpad.shape == q.shape[:1]):
         got = tuple(leftpad.shape) if isinstance(leftpad, Tensor) else type(leftpad).__name__
-        raise ArgumentError(f"cache_leftpad: expected an int32 tensor of shape ({len(q)},), got {got}")
+        raise ArgumentError(f"cache_leftpad: expected integers of shape ({len(q)},), got {got}")
     if k_cache.dtype != q.dtype:
         raise ArgumentError(
             f"k_cache: expected the dtype of q, {q.dtype}, got {k_cache.dtype}; cupyflash.attention_with_cache takes "

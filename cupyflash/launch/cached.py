@@ -39,7 +39,6 @@ class _Kept:
         made: (shape, dtype) of out where it is not, of lse and of the workspaces.
         forms: of what it makes, from its first run on.
         way: how it takes the forward, beside what is launched here or behind what is appended; None: it does not.
-        constants: what the forward is then given that is the same in each call.
     """
 
     recent = False
@@ -49,7 +48,6 @@ class _Kept:
     ) -> None:
         self.launch, self.problem, self.copied, self.way = launch, problem, tuple(copied), way
         self.forms: Any = None
-        self.constants = prefill.Constants()
         self.attends = way is None or way.beside
         of_v = problem.own_v if self.attends else 0
         self.like: tuple[str, ...] = ("q",) if self.attends and not of_v else ()
@@ -108,8 +106,7 @@ def forward(
     if length is not None:
         arrays = arrays | {"cache_seqlens": library.full((call.problem.batch,), length, arrays["q"])}
     arrays = prefill.ready(arrays, made[2 * call.attends :], call.problem, call.way)
-    known = call.constants.of(library, arrays["q"], call.problem, call.way, stream)
-    return prefill.attend(library, arrays, call.problem, options, call.way, results, known)
+    return prefill.attend(library, arrays, call.problem, options, call.way, results)
 
 
 def _made(library: Native, call: _Kept, arrays: Mapping[str, Any], pointers: list[int]) -> Sequence[Any]:

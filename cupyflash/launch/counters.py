@@ -33,17 +33,10 @@ def _get_id() -> Callable[..., int]:
     return found
 
 
-def stream_id(stream: int) -> int:
+def _stream_id(stream: int) -> int:
     """What tells a stream from one that had its handle before; 0 where the driver does not say."""
     found = ctypes.c_uint64()
     return 0 if _get_id()(stream, ctypes.addressof(found)) else found.value
-
-
-def is_capturing(stream: int) -> bool:
-    """Whether what is queued on a stream becomes part of a CUDA graph."""
-    from cupy.cuda import runtime
-
-    return bool(runtime.streamIsCapturing(stream))
 
 
 class Counters:
@@ -88,7 +81,7 @@ class Counters:
         if stream > _LEGACY_STREAM:  # the default stream cannot be captured, nor destroyed
             if self._is_capturing(stream):
                 return self._take()
-            ident = stream_id(stream)
+            ident = _stream_id(stream)
         key = (stream, threading.get_ident()) if stream == _PER_THREAD_STREAM else stream
         known, counter = self._of_stream.get(key, (-1, 0))
         return counter if known == ident else self._assign(key, ident, stream)

@@ -16,11 +16,10 @@ from ..gpu import tensormap
 from ..operand import MOD_ARRAYS
 from ..options import Options
 from ..plan.prefill import Lie, Way, dequantized
-from . import counters, run
+from . import run
 from .alignment import access_to_cache
 from .passes import is_contiguous
 
-_MAX_STREAMS = 8
 _FEATURES = "kv_range", "alibi_slopes", "sink", "bias", "mask", *MOD_ARRAYS
 
 
@@ -57,16 +56,15 @@ def ready(arrays: Mapping[str, Any], made: Sequence[Any], p: CacheProblem, way: 
 
 def attend(
     library: Native, arrays: Mapping[str, Any], p: CacheProblem, options: CacheOptions, way: Way,
-    into: tuple[Any, Any] | None = None, known: Mapping[str, Any] | None = None,
+    into: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(out, lse) of a call of that way.
 
     Args:
         arrays: as `ready` has them.
         into: out and lse of a packed call, of which those of some sequences are written.
-        known: as of `rows_of`.
     """
-    out, lse = run.forward(library, rows_of(library, arrays, p, way, known), options_of(options, way), into=into)
+    out, lse = run.forward(library, rows_of(library, arrays, p, way), options_of(options, way), into=into)
     assert lse is not None
     if p.packed:
         return out, lse
@@ -86,64 +84,38 @@ def by_sequence(out: Any, lse: Any, p: CacheProblem) -> tuple[Any, Any]:
     return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v), rows
 
 
-def rows_of(
-    library: Native, arrays: Mapping[str, Any], p: CacheProblem, way: Way, known: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """The arrays that the forward is given; `known`: the `constants` of such a call, None: new ones."""
-    known = constants(library, arrays["q"], p, way) if known is None else known
+def rows_of(library: Native, arrays: Mapping[str, Any], p: CacheProblem, way: Way) -> dict[str, Any]:
+    """The arrays that the forward is given; `library`: makes those that hold the same numbers in every call."""
     p, q = dequantized(p) if way.dequantized else p, arrays["q"]
     rows = {"q": q if p.packed else q.reshape(p.batch * p.seqlen_q, p.heads_q, p.head_dim)}
-    rows |= _by_table(arrays, p, known) if way.paged else _in_rows(arrays, p)
-    return {**rows, **known} | {name: arrays[name] for name in _FEATURES if name in arrays}
+    rows |= _by_table(library, arrays, p, q) if way.paged else _in_rows(library, arrays, p, q)
+    return rows | {name: arrays[name] for name in _FEATURES if name in arrays}
 
 
-def constants(library: Native, q: Any, p: CacheProblem, way: Way) -> dict[str, Any]:
-    """What holds the same numbers in every call: where queries, keys and new ones begin; the table of whole caches."""
-    found: dict[str, Any] = {} if p.packed else {"cu_seqlens_q": steps(library, p.batch + 1, p.seqlen_q, q)}
-    if not way.paged:
-        return found | {"cu_seqlens_k": steps(library, p.batch + 1, p.capacity, q)}
-    if not p.seqlen_new:
-        found["cu_seqlens_k"] = library.full((p.batch + 1,), 0, q)
-    elif p.seqlen_new != p.seqlen_q:
-        found["cu_seqlens_k"] = steps(library, p.batch + 1, p.seqlen_new, q)
-    if (way.dequantized and not p.packed) or not (way.dequantized or p.page_size or p.chosen):
-        found["block_table"] = steps(library, p.batch, 1, q).reshape(p.batch, 1)
-    return found
-
-
-class Constants:
-    """`constants` of one kind of calls, kept for each stream, but not for a CUDA graph, which may outlive them."""
-
-    def __init__(self) -> None:
-        self._of_stream: dict[tuple[int, int], dict[str, Any]] = {}
-
-    def of(self, library: Native, q: Any, p: CacheProblem, way: Way, stream: int) -> dict[str, Any]:
-        if counters.is_capturing(stream):
-            return constants(library, q, p, way)
-        key = stream, counters.stream_id(stream)
-        found = self._of_stream.get(key)
-        if found is None:
-            if len(self._of_stream) >= _MAX_STREAMS:
-                self._of_stream.clear()
-            found = self._of_stream[key] = constants(library, q, p, way)
-        return found
-
-
-def _in_rows(arrays: Mapping[str, Any], p: CacheProblem) -> dict[str, Any]:
+def _in_rows(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any) -> dict[str, Any]:
     """The caches as packed keys, of which as many count as are used by now."""
     used = arrays["cache_seqlens"]
     if p.seqlen_new:
         used = used.clip(0, p.capacity) + p.seqlen_new
-    rows = {x: arrays[f"{x}_cache"].reshape(-1, p.heads_k, d) for x, d in zip("kv", p.widths, strict=True)}
-    return rows | {"seqused_k": used}
+    return {
+        **{x: arrays[f"{x}_cache"].reshape(-1, p.heads_k, d) for x, d in zip("kv", p.widths, strict=True)},
+        "cu_seqlens_q": steps(library, p.batch + 1, p.seqlen_q, q),
+        "cu_seqlens_k": steps(library, p.batch + 1, p.capacity, q),
+        "seqused_k": used,
+    }
 
 
-def _by_table(arrays: Mapping[str, Any], p: CacheProblem, known: Mapping[str, Any]) -> dict[str, Any]:
+def _by_table(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any) -> dict[str, Any]:
     """The caches as they are, in pages; the kernel counts used keys and new ones together (pages.cuh)."""
-    found = {name: arrays[f"{name}_cache"] for name in "kv"} | {"seqused_k": arrays["cache_seqlens"]}
-    if p.packed:
-        found["cu_seqlens_q"] = arrays["cu_seqlens_q"]
-    if "block_table" not in known:
-        table = arrays.get("block_table")
-        found["block_table"] = arrays["cache_batch_idx"].reshape(p.batch, 1) if table is None else table
-    return found
+    found = {name: arrays[f"{name}_cache"] for name in "kv"}
+    found["cu_seqlens_q"] = arrays["cu_seqlens_q"] if p.packed else steps(library, p.batch + 1, p.seqlen_q, q)
+    if not p.seqlen_new:
+        found["cu_seqlens_k"] = library.full((p.batch + 1,), 0, q)
+    elif p.seqlen_new != p.seqlen_q:
+        found["cu_seqlens_k"] = steps(library, p.batch + 1, p.seqlen_new, q)
+    found["seqused_k"] = arrays["cache_seqlens"]
+    table = arrays.get("block_table")
+    if table is None:
+        table = arrays["cache_batch_idx"] if p.chosen else steps(library, p.batch, 1, q)
+        table = table.reshape(p.batch, 1)
+    return found | {"block_table": table}

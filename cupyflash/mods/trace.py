@@ -50,7 +50,9 @@ def trace(
             return node_of(copies.instead(function)(*positional, **named))
     except ArgumentError as e:
         raise ArgumentError(f"{what}: {e}") from None
-    except IndexError as e:  # of NumPy's arrays
+    except IndexError as e:
+        if "only integers, slices" not in str(e):  # which NumPy's arrays say of symbols
+            raise
         raise ArgumentError(
             f"{what}: expected arrays of mod_arrays, or of the function's own closure and defaults, not of lists, "
             f"dicts and attributes; {e}"

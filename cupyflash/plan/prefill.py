@@ -22,10 +22,11 @@ from .kernels import LEAST_QUERIES_OF_8_BITS, PAGE_UNIT, least_queries
 from .spec import Spec
 from .splits import may_divide
 
-# Queries of all sequences and heads, for each multiprocessor, and where keys are divided.
+# The forward takes calls with at least so many queries of all sequences and heads for each multiprocessor; with the
+# second number where blocks divide the keys.
 _ROWS, _ROWS_OF_PARTS = 30, 8
-_MANY_OF_PACKED = 128  # that one sequence at least may have
-_MANY_BY_ELEMENT = 96  # beside a bias, a mask or mods, without TMA
+_MANY_OF_PACKED = 128  # queries that one sequence of a packed call can have, at least
+_MANY_BY_ELEMENT = 96  # queries of a sequence beside a bias, a mask or mods, where TMA is not used
 _FEW_ROWS, _MANY_KEYS = 128, 8192  # rows for each multiprocessor that are a tile or less, beside so many keys
 _ROW_BYTES = 1 << 30  # that rows of q's dtype may take beside a cache of 8 bits, of which they are twice its size
 _COLUMNS = 16  # of 8 bits that are read at a time

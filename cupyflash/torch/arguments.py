@@ -41,7 +41,7 @@ _NO_OPTIONS = Options()
 
 
 def flat(options: Options) -> tuple[Any, ...]:
-    """The values of `OPTIONS`; attention over a cache, an operator of its own, has the last one of `Options` alone."""
+    """The values of `OPTIONS`: those of `Options` but the last, which only attention over a cache sets."""
     causal, scale, window, *others, _ = options
     return causal, scale, *(window or (None, None)), *others
 

@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
 def turned_as(q: Tensor) -> tuple[Callable[[Tensor], Tensor], str]:
     """How to look at tensors (batch, heads, seqlen, head_dim) so that results lie as q does, heads within rows or rows
     within heads; and the layout that they then have."""
-    if q.stride(1) < q.stride(2):
+    if 0 < q.stride(1) < q.stride(2):
         return (lambda x: x.transpose(1, 2)), "bshd"
     return (lambda x: x), "bhsd"
 

@@ -64,7 +64,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(counters, "_CHUNK", CHUNK)
-    monkeypatch.setattr(counters, "stream_id", fake.stream_id)
+    monkeypatch.setattr(counters, "_stream_id", fake.stream_id)
     return fake
 
 
@@ -189,9 +189,9 @@ def test_the_driver_is_asked_for_the_id(monkeypatch: pytest.MonkeyPatch) -> None
         return 0
 
     monkeypatch.setattr(counters, "_get_id", lambda: get_id)
-    assert counters.stream_id(0x7F0012345678) == 0x7F0012345679
+    assert counters._stream_id(0x7F0012345678) == 0x7F0012345679
     monkeypatch.setattr(counters, "_get_id", lambda: lambda stream, to: 201)
-    assert counters.stream_id(0x7F0012345678) == 0
+    assert counters._stream_id(0x7F0012345678) == 0
 
 
 def test_threads_that_meet_on_new_streams(runtime: Runtime) -> None:

@@ -213,7 +213,7 @@ WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
     ("append", ([0], 11), ArgumentError,
      "counts: expected at most 10 more tokens of sequence 0, which has 0, got 11; give PagedCache a larger max_seqlen"),
     ("append", ([0], 13), ArgumentError,
-     "counts: expected at most 12 more tokens of sequence 0, which has 0, got 13; give PagedCache more pages"),
+     "counts: expected at most 10 more tokens of sequence 0, which has 0, got 13; give PagedCache a larger max_seqlen"),
     ("append", ([0, 1], 8), CacheFullError,
      "PagedCache: 1 pages too few: 3 of 3 are free; free or truncate a sequence"),
     ("append", ([0], -1), ArgumentError, "counts: expected 1 numbers of at least 0, one a sequence, got [-1]"),

@@ -15,7 +15,7 @@ from cupyflash.bias import Bias
 from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
-from cupyflash.launch import cached, counters, prefill
+from cupyflash.launch import cached, prefill
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of, plan_of
 from cupyflash.plan.prefill import Lie, Way, dequantized, problem_of, spec_of, way_of
@@ -323,34 +323,6 @@ def test_torch_tensors(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(a.numpy(), b, rtol=1e-9, atol=1e-9)
 
 
-def on_streams(monkeypatch: pytest.MonkeyPatch, capturing: bool = False) -> None:
-    """Streams whose ids are their handles."""
-    monkeypatch.setattr(counters, "is_capturing", lambda stream: capturing)
-    monkeypatch.setattr(counters, "stream_id", lambda stream: stream)
-
-
-def test_what_is_the_same_in_each_call_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each stream, which wrote it; a graph, which may outlive it, has its own."""
-    on_streams(monkeypatch)
-    kept, q = prefill.Constants(), np.zeros((4, 256, 32, 128), np.float16)
-    first, other = (kept.of(NUMPY, q, PROBLEM, BY_TABLE, stream) for stream in (5, 6))
-    assert kept.of(NUMPY, q, PROBLEM, BY_TABLE, 5) is first is not other
-    np.testing.assert_array_equal(first["cu_seqlens_q"], [0, 256, 512, 768, 1024])
-    np.testing.assert_array_equal(first["cu_seqlens_k"], [0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(first["block_table"], [[0], [1], [2], [3]])
-    on_streams(monkeypatch, capturing=True)
-    assert kept.of(NUMPY, q, PROBLEM, BY_TABLE, 5) is not first
-    on_streams(monkeypatch)
-    assert kept.of(NUMPY, q, PROBLEM, BY_TABLE, 5) is first
-    for stream in range(10, 20):
-        kept.of(NUMPY, q, PROBLEM, BY_TABLE, stream)
-    assert kept.of(NUMPY, q, PROBLEM, BY_TABLE, 5) is not first  # they do not grow without end
-    paged = replace(PROBLEM, page_size=16, seqlen_new=7)
-    assert set(prefill.constants(NUMPY, q, paged, BY_TABLE)) == {"cu_seqlens_q", "cu_seqlens_k"}
-    packed = replace(PROBLEM, packed=True, seqlen_new=256)
-    assert set(prefill.constants(NUMPY, q, packed, BESIDE)) == {"block_table"}
-
-
 def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """What is launched for one only appends; the queries are those that it rotated."""
     import dataclasses
@@ -370,7 +342,6 @@ def test_a_call_appends_first(monkeypatch: pytest.MonkeyPatch, rng: np.random.Ge
         def __call__(self, addresses: list[int], stream: int, length: int | None = None) -> None:
             asked.append(len(addresses))
 
-    on_streams(monkeypatch)
     device = dataclasses.replace(Device.synthetic("sm_90"), ordinal=0)
     monkeypatch.setattr(NUMPY, "signature", lambda x, of=NUMPY.signature: (*of(x)[:3], 0))
     monkeypatch.setattr(NUMPY, "stream", lambda _: 77)

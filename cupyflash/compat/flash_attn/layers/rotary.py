@@ -59,8 +59,13 @@ class RotaryEmbedding(torch.nn.Module):
         columns = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
         scale = None if scale_base is None else (columns + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
-        self._key: Any = None  # of the tables: positions, dtype, device
-        self._tables: tuple[Tensor, ...] = ()  # cos and sin of q, and of k
+        # Tables of q, and of k where it has scales; flash-attn's own modules read them by these names.
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+        self._seq_len_cached = 0
+        self._kind: Any = None  # of the tables: dtype, device, whether for inference
 
     def forward(
         self,
@@ -82,20 +87,17 @@ class RotaryEmbedding(torch.nn.Module):
         if max_seqlen is not None or not isinstance(seqlen_offset, Tensor):
             most = qkv.shape[1] + int(seqlen_offset) if max_seqlen is None else max_seqlen
             self._update_cos_sin_cache(most, qkv.device, qkv.dtype)
-        if not self._tables:
+        if self._cos_cached is None:
             self._update_cos_sin_cache(qkv.shape[1], qkv.device, qkv.dtype)
-        cos, sin, cos_k, sin_k = self._tables
+        cos, sin, cos_k, sin_k = self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+        assert cos is not None
+        assert sin is not None
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q)
         q = apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        return q, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)
-
-    # What flash-attn's own modules read of it.
-    _cos_cached = property(lambda self: self._tables[0] if self._tables else None)
-    _sin_cached = property(lambda self: self._tables[1] if self._tables else None)
-    _cos_k_cached = property(lambda self: self._tables[2] if self._tables and self.scale is not None else None)
-    _sin_k_cached = property(lambda self: self._tables[3] if self._tables and self.scale is not None else None)
-    _seq_len_cached = property(lambda self: self._key[0] if self._key else 0)
+        return q, apply_rotary_emb_kv_(
+            kv, cos if cos_k is None else cos_k, sin if sin_k is None else sin_k, self.interleaved, seqlen_offset
+        )
 
     def _compute_inv_freq(self, device: Any = None) -> Tensor:
         """The frequencies, which a subclass may change."""
@@ -106,15 +108,18 @@ class RotaryEmbedding(torch.nn.Module):
         """Make tables for so many positions, of a dtype and on a device, unless they are there."""
         device, dtype = torch.device(device or self.inv_freq.device), dtype or torch.get_default_dtype()
         kind = (dtype, device, torch.is_inference_mode_enabled())
-        if self._key is not None and self._key[1:] == kind and self._key[0] >= seqlen:
+        if self._kind == kind and self._seq_len_cached >= seqlen:
             return
         rows = torch.arange(seqlen, device=device, dtype=torch.float32)
-        frequencies = self.inv_freq.to(device)
-        if frequencies.dtype is not torch.float32:  # cast with the model, by which digits are lost
+        frequencies = self.inv_freq
+        if frequencies.dtype is not torch.float32 or frequencies.is_meta:  # cast with the model, which takes digits
             frequencies = self._compute_inv_freq(device)
-        angles, scale = torch.outer(rows, frequencies), torch.ones((), device=device)
-        if self.scale_base is not None and self.scale is not None:
-            scale = self.scale.to(device, torch.float32) ** ((rows - seqlen // 2) / self.scale_base)[:, None]
+        angles = torch.outer(rows, frequencies.to(device))
         cos, sin = angles.cos(), angles.sin()
-        self._tables = tuple(x.to(dtype) for x in (cos * scale, sin * scale, cos / scale, sin / scale))
-        self._key = (seqlen, *kind)
+        if self.scale_base is None or self.scale is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+        else:
+            scale = self.scale.to(device, torch.float32) ** ((rows - seqlen // 2) / self.scale_base)[:, None]
+            self._cos_cached, self._sin_cached = (cos * scale).to(dtype), (sin * scale).to(dtype)
+            self._cos_k_cached, self._sin_k_cached = (cos / scale).to(dtype), (sin / scale).to(dtype)
+        self._seq_len_cached, self._kind = seqlen, kind
