@@ -5,11 +5,13 @@ Which calls take it says plan/prefill.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..arrays.adapters import Native, Signature
-from ..arrays.steps import steps
+import numpy as np
+
+from ..arrays.adapters import CUPY, TORCH, Native, Signature
 from ..cache.checks import CacheOptions
 from ..cache.problem import CacheProblem
 from ..gpu import tensormap
@@ -99,8 +101,8 @@ def _in_rows(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any
         used = used.clip(0, p.capacity) + p.seqlen_new
     return {
         **{x: arrays[f"{x}_cache"].reshape(-1, p.heads_k, d) for x, d in zip("kv", p.widths, strict=True)},
-        "cu_seqlens_q": steps(library, p.batch + 1, p.seqlen_q, q),
-        "cu_seqlens_k": steps(library, p.batch + 1, p.capacity, q),
+        "cu_seqlens_q": _steps(library, p.batch + 1, p.seqlen_q, q),
+        "cu_seqlens_k": _steps(library, p.batch + 1, p.capacity, q),
         "seqused_k": used,
     }
 
@@ -108,14 +110,26 @@ def _in_rows(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any
 def _by_table(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any) -> dict[str, Any]:
     """The caches as they are, in pages; the kernel counts used keys and new ones together (pages.cuh)."""
     found = {name: arrays[f"{name}_cache"] for name in "kv"}
-    found["cu_seqlens_q"] = arrays["cu_seqlens_q"] if p.packed else steps(library, p.batch + 1, p.seqlen_q, q)
+    found["cu_seqlens_q"] = arrays["cu_seqlens_q"] if p.packed else _steps(library, p.batch + 1, p.seqlen_q, q)
     if not p.seqlen_new:
         found["cu_seqlens_k"] = library.full((p.batch + 1,), 0, q)
     elif p.seqlen_new != p.seqlen_q:
-        found["cu_seqlens_k"] = steps(library, p.batch + 1, p.seqlen_new, q)
+        found["cu_seqlens_k"] = _steps(library, p.batch + 1, p.seqlen_new, q)
     found["seqused_k"] = arrays["cache_seqlens"]
     table = arrays.get("block_table")
     if table is None:
-        table = arrays["cache_batch_idx"] if p.chosen else steps(library, p.batch, 1, q)
+        table = arrays["cache_batch_idx"] if p.chosen else _steps(library, p.batch, 1, q)
         table = table.reshape(p.batch, 1)
     return found | {"block_table": table}
+
+
+def _steps(library: Native, count: int, step: int, like: Any) -> Any:
+    """0, step, 2 step, ... in int32, on the device of `like`; queued on the current stream."""
+    end = count * step
+    if library is TORCH:
+        torch = sys.modules["torch"]
+        return torch.arange(0, end, step, dtype=torch.int32, device=like.device)
+    if library is CUPY:
+        with like.device:
+            return sys.modules["cupy"].arange(0, end, step, dtype=np.int32)
+    return np.arange(0, end, step, dtype=np.int32)

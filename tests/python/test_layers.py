@@ -55,7 +55,7 @@ PYTHON_LAYERS = (
 )
 # In a folder of the package a module imports only from those further to the right.
 PYTHON_ORDER = {
-    "arrays": "repeated steps libraries readable placed vetting adapters tensors signature torch_private imported",
+    "arrays": "repeated libraries readable placed vetting adapters tensors signature torch_private imported",
     "cache": "pool tables lengths checks shapes values writes arrays problem",
     "check": "cache_reference cache_cases cache_case cache_inputs cache_stored accuracy noise reference mods "
     "arithmetic comparison cases cases_combined cases_bias cases_masks cases_mods cases_sequences cases_widths case "
