@@ -63,8 +63,8 @@ def scaled_dot_product_attention(
         )
     window = (None, query.shape[2] - key.shape[2]) if is_causal else None
     turn, layout = turned_as(query)
-    options = make_options(scale=scale, window=window, layout=layout, dropout_p=dropout_p)
-    options = options._replace(deterministic=torch.are_deterministic_algorithms_enabled())
+    fixed_order = torch.are_deterministic_algorithms_enabled()
+    options = make_options(scale=scale, window=window, layout=layout, deterministic=fixed_order, dropout_p=dropout_p)
     arrays = {"q": turn(query), "k": turn(key), "v": turn(value)}
     if attn_mask is not None:
         arrays["mask" if attn_mask.dtype is torch.bool else "bias"] = attn_mask
