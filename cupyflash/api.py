@@ -97,7 +97,7 @@ def attention(
             ``b``, ``h``, ``q``, ``k`` (sequence, head of q, query, key) and of `mod_arrays`, such as
             ``"score + table[h, max(0, q - k)]"``, or a Python function of these, as FlexAttention takes them, which is
             called with symbols: ``lambda score, b, h, q, k: score - abs(q - k)``. It becomes part of the kernel, and so
-            does its derivative by the score. -inf for any score hides a key.
+            does its derivative by the score. -inf, whatever the score, hides a key.
         mask_mod: whether a key is visible, likewise, of ``b``, ``h``, ``q``, ``k``; tiles as of a mask, where that has
             them and their bits have room (docs/mods.md). Keys that a score_mod hides are computed.
         mod_arrays: the arrays that mods read, by name, of q's library and device: fp32, fp64, fp16, bf16, int32, int64

@@ -114,9 +114,8 @@ class Pool:
             CacheFullError: there are too few free pages. Nothing has changed then.
         """
         all_rows = len(self.owners) * self.page_size
-        limits = ((all_rows, "more pages"), (self.max_seqlen or all_rows, "a larger max_seqlen"))
+        longest, what = min((all_rows, "more pages"), (self.max_seqlen or all_rows + 1, "a larger max_seqlen"))
         for number, tokens, count in zip(sequences, chosen, counts, strict=True):
-            longest, what = min(limits)
             if (room := longest - tokens.length) < count:  # which no page that is freed would help
                 raise ArgumentError(
                     f"counts: expected at most {room} more tokens of sequence {number}, which has {tokens.length}, got "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, fields, replace
 
-from .kernels import Main, least_queries, padded_row_bytes, round_up
+from .kernels import LEAST_QUERIES_OF_8_BITS, Main, padded_row_bytes, round_up
 from .params_decode import APPEND_PARAMS, DECODE_PARAMS, DECODE_SM90_PARAMS, DEQUANTIZE_PARAMS
 from .variant import Variant
 
@@ -245,4 +245,4 @@ class Dequantize(Variant):
 
     @functools.cached_property
     def constants(self) -> dict[str, int]:
-        return super().constants | {"least_queries": least_queries(True)}
+        return super().constants | {"least_queries": LEAST_QUERIES_OF_8_BITS}

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from ..problem import HALF, KEY_BLOCK, MAX_SEQLEN, Problem
-from .kernels import LEAST_QUERIES_OF_8_BITS, PAGE_UNIT, least_queries
+from .kernels import LEAST_QUERIES, LEAST_QUERIES_OF_8_BITS, PAGE_UNIT, least_queries
 from .spec import Spec
 from .splits import may_divide
 
@@ -85,7 +85,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     if p.block_mask or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
         return None
     # Packed, nobody here knows how many queries each has: at least one may have many where the others have one.
-    if p.seqlen_q < (_MANY_OF_PACKED + p.batch - 1 if p.packed else least_queries(False)):
+    if p.seqlen_q < (_MANY_OF_PACKED + p.batch - 1 if p.packed else LEAST_QUERIES):
         return None
     rows = (1 if p.packed else p.batch) * p.heads_q * p.seqlen_q
     is_plain = not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch

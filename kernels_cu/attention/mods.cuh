@@ -13,7 +13,7 @@ __device__ __forceinline__ float mod_value(double x) { return static_cast<float>
 __device__ __forceinline__ float mod_value(Fp16 x) { return Fp16::lo(x.raw); }
 __device__ __forceinline__ float mod_value(Bf16 x) { return Bf16::lo(x.raw); }
 __device__ __forceinline__ int mod_value(int x) { return x; }
-__device__ __forceinline__ int mod_value(long long x) {  // what an int does not hold is its end
+__device__ __forceinline__ int mod_value(long long x) {  // the nearest int
     return static_cast<int>(x < -0x80000000ll ? -0x80000000ll : x > 0x7fffffff ? 0x7fffffff : x);
 }
 __device__ __forceinline__ bool mod_value(unsigned char x) { return x != 0; }

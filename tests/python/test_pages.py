@@ -298,7 +298,7 @@ def test_a_full_pool_is_a_memory_error() -> None:
     message = "PagedCache: 1 pages too few: 0 of 3 are free; free or truncate a sequence"
     with pytest.raises(CacheFullError, match=message):
         cache.append([two], 1)
-    with pytest.raises(ArgumentError, match="at most 3 more tokens of sequence 0, which has 9, got 4; give PagedCache"):
+    with pytest.raises(ArgumentError, match=r"at most 3 more .* has 9, got 4; give PagedCache more pages"):
         cache.append([one], 4)
     assert (cache.length(one), cache.length(two)) == (9, 0)
     assert issubclass(CacheFullError, MemoryError)
