@@ -46,3 +46,19 @@ def max_seqlens(shapes: Sequence[Sequence[int]], tiles: Sequence[int] | None = N
         lengths += [] if tiles is None else [MASK_TILE * tiles[i]]
         found.append(min([*lengths[:1], MAX_SEQLEN]))
     return found[0], found[1]
+
+
+def room_of_mask(queries: int, keys: int) -> tuple[int, int]:
+    """The same of a mask over a cache, of so many keys: queries that share a row have one tile of it."""
+    return (MASK_TILE if queries == MAX_SEQLEN else queries), keys
+
+
+def flags_of_added(bias: Bias | None, has_mods: bool) -> dict[str, bool]:
+    """What a bias, a mask and mods that are added element by element say of kernels, by the names of fields."""
+    return {
+        "bias": bias is not None or has_mods,
+        "wide_bias": bias is not None and bias.dtype == "fp32",
+        "mask": bias is not None and (bias.dtype == "bool" or bias.masked),
+        "masked_bias": bias is not None and bias.masked,
+        "bias_beside_mods": bias is not None and has_mods,
+    }

@@ -21,6 +21,7 @@ from cupyflash.operand import MASK_TILE, MOD_ARRAYS, TILE_WORDS
 from cupyflash.plan.decode import plan_append, plan_decode, why_not_tma
 from cupyflash.plan.extents import Extents, Kernels
 from cupyflash.plan.families import kernels_of, plan_of
+from cupyflash.plan.kernels import Main
 from cupyflash.plan.prefill import Lie, Way, spec_of, way_of
 from cupyflash.plan.prefill import problem_of as forward_of
 from cupyflash.plan.variant import Variant
@@ -155,7 +156,8 @@ def _widths(p: CacheProblem) -> str:
 def _forward(p: CacheProblem, way: Way, kernels: Kernels) -> tuple[str, int]:
     """The kernel that attends, and by how many parts of the keys."""
     plan = plan_of(kernels, Extents.of(forward_of(p, way)))
-    return next(launch.variant.symbol for launch in plan.launches if launch.grid), plan.numbers.key_splits
+    forward = next(x.variant for x in plan.launches if x.grid and isinstance(x.variant, Main))
+    return forward.symbol, plan.numbers.key_splits
 
 
 def _launch(variant: Variant, grid: int, gpu: Device, no_compile: bool) -> dict[str, Any]:

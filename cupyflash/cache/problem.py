@@ -131,6 +131,11 @@ class CacheProblem:
         return self.bias is not None or self.mods != "" or self.block_mask > 0
 
     @property
+    def masks_alone(self) -> bool:
+        """Whether a mask is added, and no bias, so that many queries take it as a block mask."""
+        return self.bias is not None and self.bias.dtype == "bool"
+
+    @property
     def pages_per_sequence(self) -> int:
         """Columns of block_table; 0 without pages."""
         return self.capacity // self.page_size if self.page_size else 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import Native
-from ..bias import max_seqlens
+from ..bias import max_seqlens, room_of_mask
 from ..block_mask import code_of
 from ..problem import NO_PAGES, Bias
 from .passes import Given, pages_of
@@ -52,4 +52,7 @@ def room_of(given: Given, keys: Sequence[tuple[Any, ...]]) -> tuple[int, int]:
     if given.packed is None:
         return NO_ROOM
     tiles = None if given.block_mask is None else keys[given.block_mask][0]
-    return max_seqlens([keys[i][0] for i in given.added], tiles)
+    queries, of_keys = max_seqlens([keys[i][0] for i in given.added], tiles)
+    if given.table is None or tiles is not None or [given.names[i] for i in given.added] != ["mask"]:
+        return queries, of_keys
+    return room_of_mask(queries, keys[given.table][0][1] * keys[given.qkv[1]][0][1])

@@ -22,7 +22,7 @@ from . import run
 from .alignment import access_to_cache
 from .passes import is_contiguous
 
-_FEATURES = "kv_range", "alibi_slopes", "sink", "bias", "mask", *MOD_ARRAYS
+_FEATURES = "kv_range", "alibi_slopes", "sink", "bias", "mask", "block_tiles", "block_bits", *MOD_ARRAYS
 
 
 def lie_of(p: CacheProblem, signatures: Mapping[str, Signature], aligned: bool) -> Lie:

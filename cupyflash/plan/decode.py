@@ -8,6 +8,7 @@ from __future__ import annotations
 from math import gcd, inf
 from typing import Any
 
+from ..bias import flags_of_added
 from ..cache.problem import CacheProblem
 from ..errors import UnsupportedError
 from ..gpu.device import Device
@@ -19,7 +20,7 @@ from .decode_shares import DecodePlan, rows_of, shared_out, splits_of
 from .decode_stored import STORED
 from .families import check_device, check_dtype, kernels_of, one_of
 from .prefill import Lie, dequantized, spec_of, way_of
-from .spec import LEAST_UNIT, flags_of_added
+from .spec import LEAST_UNIT
 from .variant import Variant
 
 MAX_GROUP = 512  # quick_divide (shares.cuh)

@@ -75,7 +75,8 @@ class Kernels:
             if self.spec.backward:
                 return self._backward(own, tiles)
             found = Numbers(*self._forward(own)(seqlen_q, seqlen_k))
-            return found._replace(tiles=tiles, workspace=self._lists(own))
+            tiles = tiles[: -len(found.tiles)] + found.tiles
+            return found._replace(tiles=tiles, workspace=self._lists(own) | found.workspace)
 
         return numbers
 
@@ -90,8 +91,7 @@ class Kernels:
         return [variant for variant in self.variants if not isinstance(variant, Ahead)]
 
     @functools.cached_property
-    def _tail_tiles(self) -> int:
-        """Enough to even out the tail: with a mask, or packed, tiles differ in length."""
+    def _tail_tiles(self) -> int:  # enough to even out the tail: with a mask, or packed, tiles differ in length
         return 2 * self.device.sm_count if self.spec.uneven else 0
 
     @functools.cached_property
@@ -133,17 +133,11 @@ class Kernels:
     def _bias_tiles(self, extents: Extents) -> int:
         """Tiles of a bias's gradient: one along each dimension along which it is broadcast (bwd_dbias.cuh)."""
         tile = next(variant.tile for variant in self.variants if variant.over == "bias")
-        seqlen_q, seqlen_k = self._longest(extents)
+        seqlen_q, seqlen_k = extents.longest(self.spec.packed)
         rows = blocks(seqlen_q, tile.block_m), blocks(seqlen_k, tile.block_n)  # type: ignore[attr-defined]
         counts = extents.batch, extents.heads_q, *rows
         assert self.spec.dbias is not None
         return math.prod(n if own else 1 for n, own in zip(counts, self.spec.dbias, strict=True))
-
-    def _longest(self, extents: Extents) -> tuple[int, int]:
-        """Queries and keys of a sequence; packed, of the longest that a bias or a mask has room for."""
-        if self.spec.packed:
-            return extents.max_seqlen_q, extents.max_seqlen_k
-        return extents.seqlen_q, extents.seqlen_k
 
     def _blocks(self, length: int, rows: int, batch: int) -> int:
         """Tiles of `rows` of one head of a sequence; packed, room for those of all sequences (sequence.cuh)."""
@@ -159,7 +153,7 @@ class Kernels:
     def _lists(self, extents: Extents) -> Workspace:
         """The lists of a block mask that is there, and the block mask of a mask, by name."""
         found = block_mask_of(self.spec, extents) if self.spec.mask_tiles else {}
-        longest_q, longest_k = self._longest(extents)
+        longest_q, longest_k = extents.longest(self.spec.packed)
         for variant in self.variants:
             if isinstance(variant, KeyLists):
                 m, n = variant.tile.block_m, variant.tile.block_n

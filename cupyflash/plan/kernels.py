@@ -59,6 +59,7 @@ class Main(Variant):
     mods: str = ""
     paged: bool = False
     whole_pages: bool = False
+    of_whole: bool = False
     of_8_bits: bool = False
     split_keys: bool = False
     queues_sequences: ClassVar[bool] = True  # persistent blocks hand on packed tiles with their sequences
@@ -141,6 +142,7 @@ class Convert(Delta):
     kv_range: bool = False
     wide_bias: bool = False
     block_mask: bool = False
+    of_whole: bool = False
     mask: bool = False
     masked_bias: bool = False
     bias_beside_mods: bool = False

@@ -35,8 +35,9 @@ class ForwardSm90(Main):
 
     @property
     def smem_bytes(self) -> int:
-        """With a block mask, its bits come along with K (mask_copies.cuh)."""
-        tiles = self.block_m // MASK_TILE * (self.block_n // MASK_TILE) if self.block_mask else 0
+        """With a block mask, its bits come along with K (mask_copies.cuh), but over a cache."""
+        comes = self.block_mask and not self.paged
+        tiles = self.block_m // MASK_TILE * (self.block_n // MASK_TILE) if comes else 0
         return super().smem_bytes + self.tile.stages * mask_copies_bytes(tiles)
 
     @property

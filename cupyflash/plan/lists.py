@@ -63,6 +63,7 @@ class MaskTiles(Ahead):
     mods: str = ""
     by_query: bool = False
     by_key: bool = False
+    packed: bool = False
 
     @classmethod
     def of_mask(cls, spec: Spec) -> MaskTiles:
@@ -71,7 +72,7 @@ class MaskTiles(Ahead):
         *_, by_query, by_key = spec.mask_tiles if spec.mask_mod else (False, False)
         return cls(
             spec.dtype, spec.head_dim, MaskTile(), spec.backward, spec.mask_mod, by_query, by_key,
-            head_dim_v=spec.head_dim_v,
+            spec.packed, head_dim_v=spec.head_dim_v,
         )  # fmt: skip
 
 
@@ -94,6 +95,8 @@ class KeyLists(Ahead):
     packed: bool = False
     kv_range: bool = False
     block_mask: bool = False
+    paged: bool = False
+    of_whole: bool = False
 
 
 class BackwardKeyLists(KeyLists):
@@ -131,12 +134,12 @@ def lists_before(spec: Spec, *tiles: tuple[int, int], ranks: bool = False) -> tu
 def own_tiles(spec: Spec, extents: Extents) -> tuple[int, ...]:
     """`mod_tiles.own_tiles` of a call with a mask; where there are no scores none, whose mask may have no elements."""
     assert spec.mask_tiles is not None
-    batch, seqlen_q, seqlen_k = extents.batch, extents.seqlen_q, extents.seqlen_k
+    batch, seqlen_q, seqlen_k = extents.batch, *extents.longest(spec.packed)
     found = mod_tiles.own_tiles(spec.mask_tiles, batch, extents.heads_q, seqlen_q, seqlen_k)
-    return found if seqlen_q and seqlen_k and (spec.packed or batch) else (0, *found[1:])
+    return found if extents.seqlen_q and extents.seqlen_k and batch else (0, *found[1:])
 
 
 def block_mask_of(spec: Spec, extents: Extents) -> Workspace:
     """What a mask becomes, by name: bits have room for each tile that it does not share, a quarter of its bytes."""
-    own, rows = own_tiles(spec, extents), (-(-n // MASK_TILE) for n in (extents.seqlen_q, extents.seqlen_k))
+    own, rows = own_tiles(spec, extents), (-(-n // MASK_TILE) for n in extents.longest(spec.packed))
     return {"block_tiles": ((*own[:2], *rows), "int32"), "block_bits": ((math.prod(own), TILE_WORDS), "int32")}

@@ -21,6 +21,10 @@ class Extents(NamedTuple):
     max_seqlen_q: int
     max_seqlen_k: int
 
+    def longest(self, packed: bool) -> tuple[int, int]:
+        """Queries and keys of a sequence; packed, of the longest that a bias or a mask has room for."""
+        return (self.max_seqlen_q, self.max_seqlen_k) if packed else (self.seqlen_q, self.seqlen_k)
+
     @classmethod
     def of(cls, problem: Problem) -> Extents:
         return cls(*(getattr(problem, name) for name in cls._fields))

@@ -15,8 +15,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from ..bias import room_of_mask
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
+from ..operand import MASK_TILE
 from ..problem import HALF, KEY_BLOCK, MAX_SEQLEN, Problem
 from .kernels import LEAST_QUERIES, LEAST_QUERIES_OF_8_BITS, PAGE_UNIT, least_queries
 from .spec import Spec
@@ -82,7 +84,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
         fits = 2 * dequantized(p).slots * p.capacity * p.heads_k * sum(p.widths) <= _ROW_BYTES
         is_read = lie.aligned and not any(d % _COLUMNS for d in p.widths)
         return way._replace(dequantized=True) if way and fits and is_read else None
-    if p.block_mask or p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
+    if p.batch_invariant or p.num_splits is not None or p.batch * p.capacity > MAX_SEQLEN:
         return None
     # Packed, nobody here knows how many queries each has: at least one may have many where the others have one.
     if p.seqlen_q < (_MANY_OF_PACKED + p.batch - 1 if p.packed else LEAST_QUERIES):
@@ -90,6 +92,8 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     rows = (1 if p.packed else p.batch) * p.heads_q * p.seqlen_q
     is_plain = not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch
     by_tma = device.capability == (9, 0) and family in (None, "sm90") and lie.tma and p.dtype in HALF
+    if p.block_mask and p.bias:  # a call has one room for both, which need not be that of either
+        return None
     reads_pages = lie.aligned and lie.whole_table and (p.page_size or 0) % PAGE_UNIT == 0
     # Where keys are divided (splits.py), that is worth more than reading rows by a table costs.
     divides = rows <= _FEW_ROWS * device.sm_count and p.capacity >= _MANY_KEYS and may_divide(p)
@@ -98,9 +102,9 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     in_parts = reads_pages and may_divide(p) and (by_tma or divides) and not p.packed
     if rows < (_ROWS_OF_PARTS if in_parts else _ROWS) * device.sm_count or rows * p.capacity < _PAIRS:
         return None
-    if reads_pages and (by_tma or divides or not is_plain):
+    if reads_pages and (by_tma or divides or p.block_mask or p.masks_alone or not is_plain):
         return Way(paged=True, beside=p.packed)
-    return Way() if is_plain else None
+    return Way() if is_plain and not p.block_mask else None
 
 
 def dequantized(p: CacheProblem) -> CacheProblem:
@@ -113,14 +117,19 @@ def dequantized(p: CacheProblem) -> CacheProblem:
 def problem_of(p: CacheProblem, way: Way) -> Problem:
     """What the forward is asked for by a call of that way."""
     p = dequantized(p) if way.dequantized else p
+    room = p.max_seqlen_q, p.capacity if p.bias else MAX_SEQLEN
+    if p.block_mask:
+        room = (MASK_TILE * p.mask_tiles,) * 2
+    elif way.paged and p.masks_alone:
+        room = room_of_mask(*room)
     rows = p.seqlen_q if p.packed else p.batch * p.seqlen_q
     return Problem(
         p.dtype, p.batch, rows, p.batch * p.capacity, p.heads_q, p.heads_k, p.head_dim, p.scale, p.window,
         head_dim_v=p.head_dim_v, softcap=p.softcap, packed=True, alibi=p.alibi, kv_range=p.kv_range, sink=p.sink,
         page_size=(p.page_size or p.capacity) if way.paged else 0, pages=p.slots if way.paged else 0,
         whole_pages=way.paged and (p.pages_per_sequence < 2 or (p.page_size or 0) % KEY_BLOCK == 0),
-        bias=p.bias, mods=p.mods, mod_shapes=p.mod_shapes, max_seqlen_q=p.max_seqlen_q,
-        max_seqlen_k=p.capacity if p.bias else MAX_SEQLEN, of_8_bits=way.dequantized and way.paged,
+        bias=p.bias, block_mask=p.block_mask, mods=p.mods, mod_shapes=p.mod_shapes, max_seqlen_q=room[0],
+        max_seqlen_k=room[1], of_8_bits=way.dequantized and way.paged,
     )  # fmt: skip
 
 

@@ -197,7 +197,7 @@ class Sm80(Family):
             ahead = self.forward_tile(spec, device)
             # With the usual tiles, the kernel of parts spills there.
             spills = device.is_small and device.capability >= (10, 0) and 80 < spec.widest <= 128
-            of_parts = forward_sm80.SIXTEEN_ROWS if spills else ahead
+            of_parts = forward_sm80.SIXTEEN_ROWS if spills and not spec.block_mask else ahead
             return *lists_before(spec, (ahead.block_m, ahead.block_n)), *forward_kernels(spec, Forward, ahead, of_parts)
         tile = self.backward_tile(spec, device)
         lists = lists_before(spec, *[(tile.block_m, tile.block_n)] * 2, ranks=True)

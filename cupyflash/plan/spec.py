@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from ..bias import flags_of_added
 from ..operands import BACKWARD
 from ..options import Window
-from ..problem import ITEMSIZE, Bias, Problem
+from ..problem import ITEMSIZE, Problem
 from . import mod_tiles
 
 LEAST_UNIT = 1e-20  # slopes over a scale that is smaller might not fit fp32
@@ -33,8 +34,7 @@ class Spec(NamedTuple):
             keys it is a window.
         narrow: a backward by whose window no query sees more than `NARROW` keys.
         scale_first: scores are scaled before their maximum is taken.
-        softcap: by value, since prepared params hold it.
-        packed: sequences lie one behind the other.
+        softcap: by value, since prepared params hold it. packed: sequences lie one behind the other.
         alibi: how many dimensions the slopes have, by value like softcap. dalibi: a backward makes their gradient.
         kv_range: each sequence has a range of keys.
         sink: each head of q has one. dsink: a backward makes their gradient.
@@ -51,10 +51,8 @@ class Spec(NamedTuple):
             makes.
         is_empty: there are no queries, keys or sequences.
         backward: the backward, not the forward; grouped: of fewer heads of k than of q.
-        unaligned: some row of the arrays does not start at a multiple of 16 bytes.
-        tma: TMA can read the arrays.
-        family: the family that the user insists on.
-        clocks: blocks record how long each took, where the family has such a form.
+        unaligned: some row of the arrays does not start at a multiple of 16 bytes. tma: TMA can read the arrays.
+        family: that the user insists on. clocks: blocks record how long each took, where the family has such a form.
         page_size, pages, whole_pages, of_8_bits: of a forward over a cache, as `Problem`, by value like softcap.
         head_dim_v: that of v, out and their gradients, where it differs from that of q and k; else 0.
         split_keys: not of a call, but of those of its kernels that divide keys (splits.py).
@@ -180,6 +178,11 @@ class Spec(NamedTuple):
         return self.page_size > 0
 
     @property
+    def of_whole(self) -> bool:
+        """Whether a block mask has rows of whole sequences, of which queries over a cache are the last."""
+        return self.paged and self.block_mask > 0 and self.mask_tiles is None
+
+    @property
     def masked(self) -> bool:
         """Whether any query may see fewer than all keys."""
         return self.causal or self.window or self.block_mask > 0
@@ -218,14 +221,20 @@ def _added(problem: Problem, paired_bias: int, tiles_fit: bool, learns_mods: boo
     """What is added to scores, and what hides keys by element, by the names of fields.
 
     A mask becomes a block mask, unless there is a bias or a block mask beside it; or sequences are packed, since what
-    it has room for does not end where they do. So does a mask_mod, if its tiles fit; but for one alone whose arrays'
-    gradients, which are 0, are asked for.
+    it has room for does not end where they do, but for those over a cache. So does a mask_mod, if its tiles fit, not
+    over a cache; but for one alone whose arrays' gradients, which are 0, are asked for.
     """
     bias, mods, mask_mod, own = problem.bias, problem.mods, "", None
-    if not (problem.packed or problem.block_mask):
+    if not (problem.block_mask or (problem.packed and not problem.page_size)):
         if bias is not None and bias.dtype == "bool":
             own, bias = bias.own, None
-        elif bias is None and tiles_fit and (found := mod_tiles.apart(mods)) and (found.score or not learns_mods):
+        elif (
+            bias is None
+            and not problem.packed
+            and tiles_fit
+            and (found := mod_tiles.apart(mods))
+            and (found.score or not learns_mods)
+        ):
             mods, mask_mod, own = found
     fits = max(problem.head_dim, problem.head_dim_v) <= 128 and problem.dtype != "fp32" and not problem.packed
     of_keys = bias is not None and paired_bias & ONE_ROW > 0 and fits
@@ -236,15 +245,4 @@ def _added(problem: Problem, paired_bias: int, tiles_fit: bool, learns_mods: boo
         "mask_tiles": own,
         "mask_mod": mask_mod,
         "mods": mods,
-    }
-
-
-def flags_of_added(bias: Bias | None, has_mods: bool) -> dict[str, bool]:
-    """What a bias, a mask and mods that are added element by element say of kernels, by the names of fields."""
-    return {
-        "bias": bias is not None or has_mods,
-        "wide_bias": bias is not None and bias.dtype == "fp32",
-        "mask": bias is not None and (bias.dtype == "bool" or bias.masked),
-        "masked_bias": bias is not None and bias.masked,
-        "bias_beside_mods": bias is not None and has_mods,
     }

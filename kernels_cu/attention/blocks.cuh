@@ -1,6 +1,7 @@
 // Block masks: which keys each query sees, beside what intervals hide (mask.cuh). A mask consists of tiles of 64 queries by 64
 // keys, whatever the tiles of the kernel are: empty, full, or in part, with one bit an element. Batch and heads may broadcast.
-// Packed, it has tiles for max_seqlen_q queries and max_seqlen_k keys of each sequence.
+// Packed, it has tiles for max_seqlen_q queries and max_seqlen_k keys of each sequence. Over a cache it is of the whole sequence:
+// queries count by the rows at which they stand (kOfWhole), unless it is made of a mask, whose rows are the call's.
 //
 // Kernels do not look for what is not there: key_lists.cuh and query_lists.cuh have listed for each of their tiles the blocks
 // that it visits, with what each group of its rows sees of them. Without a block mask (V::kBlockMask) nothing of this is left.
@@ -50,20 +51,37 @@ struct MaskLengths {
     }
 };
 
+// The row of a mask that has a query: the query's number; or, of a forward over a cache, whose queries are the last rows of a
+// sequence, where it stands among these. Above row 0 no key is seen.
+template <bool kOfWhole>
+struct RowsOfMask {
+    static constexpr int row0 = 0;
+};
+template <>
+struct RowsOfMask<true> {
+    int row0;
+};
+
 // What a block mask says of single elements.
-template <class V, bool kBlockMask = V::kBlockMask>
+template <class V, bool kBlockMask = V::kBlockMask, bool kOfWhole = V::kOfWhole>
 struct BlockMask {
-    template <class Params>
-    __device__ static BlockMask of(const Params &, int /* sequence */, int /* head */) {
+    template <class Params, class Sequence>
+    __device__ static BlockMask of(const Params &, const Sequence &, int /* head */) {
         return {};
     }
 };
 
-template <class V>
-struct BlockMask<V, true> {
+template <class V, bool kOfWhole>
+struct BlockMask<V, true, kOfWhole> : RowsOfMask<kOfWhole> {
     const int *tiles, *bits;  // [q_tiles, k_tiles]; [., kMaskTileWords]
     int q_tiles, k_tiles;
 
+    template <class Params, bool kPacked>
+    __device__ static BlockMask of(const Params &p, const Sequence<kPacked> &s, int head) {
+        BlockMask found = of(p, s.index, head);
+        if constexpr (kOfWhole) found.row0 = s.seqlen_k - s.seqlen_q;  // @mask-rows-of-the-queries
+        return found;
+    }
     template <class Params>
     __device__ static BlockMask of(const Params &p, int sequence, int head) {
         const Problem &problem = p.problem;
@@ -71,21 +89,24 @@ struct BlockMask<V, true> {
         const int k_tiles = ceil_div(MaskLengths<V>::keys(p), kMaskTile);
         const int owner = V::kPacked ? min(sequence, problem.batch - 1) : sequence;  // @mask-of-rows-outside
         const long long number = MaskOwners::of(p).number(problem, owner, head);
-        return {p.block_tiles + number * q_tiles * k_tiles, p.block_bits, q_tiles, k_tiles};
+        return {{}, p.block_tiles + number * q_tiles * k_tiles, p.block_bits, q_tiles, k_tiles};
     }
     // The kind of the tile that has a query and a key; rows behind the last one have that of the last one's.
     __device__ int kind(int query, int key) const {
-        const int q = min(query / kMaskTile, q_tiles - 1), k = min(key / kMaskTile, k_tiles - 1);
+        if constexpr (kOfWhole)
+            if (this->row0 + query < 0) return kEmptyTile;  // @kind-above-the-first-row
+        const int q = min((this->row0 + query) / kMaskTile, q_tiles - 1), k = min(key / kMaskTile, k_tiles - 1);
         return tiles[static_cast<long long>(q) * k_tiles + k];  // @kind-of-the-tile
     }
-    // Whether there is none: of a packed sequence that is longer than the mask.
+    // Whether there is none: of a packed sequence that is longer than the mask. Over a cache masks have room for all keys, and queries
+    // that share a row have one tile.
     __device__ bool is_beyond(int query, int key) const {
-        return V::kPacked && (query / kMaskTile >= q_tiles || key / kMaskTile >= k_tiles);
+        return V::kPacked && !V::kPaged && (query / kMaskTile >= q_tiles || key / kMaskTile >= k_tiles);
     }
     __device__ bool sees(int query, int key) const {
         const int of = kind(query, key);
         if (of < kFirstBits) return of == kFullTile;
-        return word(of, true, query % kMaskTile, key % kMaskTile / 32) >> key % 32 & 1;
+        return word(of, true, (this->row0 + query) % kMaskTile, key % kMaskTile / 32) >> key % 32 & 1;
     }
     // Whether a query sees any of its keys [first, end).
     __device__ bool sees_any(int query, int first, int end) const {
@@ -104,11 +125,12 @@ struct BlockMask<V, true> {
 };
 
 // Which elements of a warp's accumulator are seen, as far as a block mask says: rows are queries, or keys. It lies within one
-// tile of the mask. (row, col) counts from the lane's first element, as AccTile::for_each does.
+// tile of the mask, but for rows of a whole sequence. (row, col) counts from the lane's first element, as
+// AccTile::for_each does.
 template <class V, int kRows, int kCols, bool kRowsAreQueries, bool kBlockMask = V::kBlockMask>
 struct SeenBits {
-    template <class Params>
-    __device__ SeenBits(const Params &, int /* sequence */, int /* head */, int /* query */, int /* key */) {}
+    template <class Params, class Sequence>
+    __device__ SeenBits(const Params &, const Sequence &, int /* head */, int /* query */, int /* key */) {}
 };
 
 template <class V, int kRows, int kCols, bool kRowsAreQueries>
@@ -118,24 +140,31 @@ struct SeenBits<V, kRows, kCols, kRowsAreQueries, true> {
     ptx::u32 word[kRows / 8][kWords];
 
     // Where the mask lies is worked out again each time: main loops have no registers left to keep it.
-    template <class Params>
-    __device__ SeenBits(const Params &p, int sequence, int head, int query, int key) {
+    template <class Params, class Sequence>
+    __device__ SeenBits(const Params &p, const Sequence &sequence, int head, int query, int key) {
         const auto mask = BlockMask<V>::of(aside(p), sequence, head);
         const int kind = mask.kind(query, key), lane = fresh_lane();
         const int row0 = (kRowsAreQueries ? query : key) % kMaskTile + lane / 4;
         const int col0 = (kRowsAreQueries ? key : query) % kMaskTile;
         #pragma unroll
         for (int r = 0; r < kRows / 8; ++r)
-            #pragma unroll
-            for (int w = 0; w < kWords; ++w) {
-                ptx::u32 &bits = word[r][w];
-                bits = kind == kFullTile ? ~0u : 0u;
-                if (kind >= kFirstBits)  // @bits-from-the-lane
-                    bits =
-                        mask.word(kind, kRowsAreQueries, row0 + 8 * r, col0 / 32 + w) >> (col0 % 32 + 2 * (lane % 4));
-            }
+            if constexpr (V::kOfWhole) {
+                const int own = query + lane / 4 + 8 * r;  // @query-of-the-row
+                read(mask, mask.kind(own, key), r, (mask.row0 + own) % kMaskTile, col0, lane);
+            } else read(mask, kind, r, row0 + 8 * r, col0, lane);
     }
     __device__ bool operator()(int row, int col) const { return word[row / 8][col / 32] & 1u << col % 32; }
+
+  private:
+    __device__ void read(const BlockMask<V> &mask, int kind, int r, int row, int col0, int lane) {
+        #pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+            ptx::u32 &bits = word[r][w];
+            bits = kind == kFullTile ? ~0u : 0u;
+            if (kind >= kFirstBits)  // @bits-from-the-lane
+                bits = mask.word(kind, kRowsAreQueries, row, col0 / 32 + w) >> (col0 % 32 + 2 * (lane % 4));
+        }
+    }
 };
 
 #endif  // CUPYFLASH_BLOCKS_CUH

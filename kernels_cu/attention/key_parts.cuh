@@ -28,7 +28,8 @@ __device__ __forceinline__ int part_again(const Params &p) {
 // A sequence with the keys that a tile of it visits: those of its part. Parts begin at whole blocks of keys.
 template <class V, class Params>
 __device__ __forceinline__ SequenceOf<V> with_part(const Sequence<V::kPacked> &s, const Params &p, int part) {
-    if constexpr (V::kSplitKeys) {
+    if constexpr (V::kSplitKeys && V::kBlockMask) return {s, 0, 0};  // none: lists say which (visited_keys)
+    else if constexpr (V::kSplitKeys) {
         const int keys = ceil_div(ceil_div(s.seqlen_k, p.key_splits), V::kBlockN) * V::kBlockN;
         return {s, part * keys, (part + 1) * keys};  // @keys-of-the-part
     } else return with_range<V>(s, p);

@@ -3,6 +3,7 @@
 #ifndef CUPYFLASH_LISTS_CUH
 #define CUPYFLASH_LISTS_CUH
 #include "attention/blocks.cuh"
+#include "attention/key_parts.cuh"
 
 enum Sight { kHidden = 0, kInPart = 1, kWhole = 2 };
 
@@ -52,6 +53,54 @@ __device__ __forceinline__ int *key_list(const Params &p, const Sequence<V::kPac
     const int m_blocks = listed_queries<V>(p), n_blocks = listed_keys<V>(p);
     return p.key_lists + list_number<V, Queries, V::kBlockM>(p, s, head, block, m_blocks) * (1 + n_blocks);
 }
+// What a block visits of a tile's list, the i-th of `count` being list[1 + i]: all, or, where keys are divided (key_parts.cuh), as
+// many as any other part, or one more. A mask may show keys of some parts alone, so these are not ranges of equal length, as without one.
+template <class V>
+struct ListPart {
+    const int *list;
+    int count;
+
+    template <class Params>
+    __device__ ListPart(const Params &p, const Sequence<V::kPacked> &s, int head, int block, int part)
+        : list(key_list<V>(p, s, head, block)), count(list[0]) {
+        if constexpr (V::kSplitKeys) {
+            const int all = count, first = part * all / p.key_splits;
+            list += first, count = (part + 1) * all / p.key_splits - first;  // @blocks-of-the-part
+        }
+    }
+    // The sequence with the keys of these blocks.
+    __device__ SequenceOf<V> keys_of(const Sequence<V::kPacked> &s) const {
+        static_assert(V::kSplitKeys);
+        const auto start = [&](int i) { return ListedBlock{list[i]}.block() * V::kBlockN; };
+        if (count == 0) return {s, 0, 0};
+        return {s, start(1), start(count) + V::kBlockN};  // @keys-of-the-listed-part
+    }
+};
+// The numbers of a tile's key blocks; with a block mask, by its list.
+template <class V, bool kListed = V::kBlockMask>
+struct ListOf {
+    __device__ static int key_block(int j) { return j; }
+};
+template <class V>
+struct ListOf<V, true> {
+    const int *list = nullptr;
+
+    __device__ ListedBlock at(int j) const {
+        // A part of no blocks computes one, of which its range then hides all.
+        if (V::kSplitKeys && list == nullptr) return ListedBlock::of(0, 0x55 * kInPart);  // @part-of-no-blocks
+        return {list[1 + j]};
+    }
+    __device__ int key_block(int j) const { return at(j).block(); }
+};
+
+// A tile's sequence with the keys that a block visits.
+template <class V, class Params>
+__device__ __forceinline__ SequenceOf<V> visited_keys(const Params &p, const Tile<V::kPacked> &tile, int part) {
+    if constexpr (V::kBlockMask && V::kSplitKeys)
+        return ListPart<V>(p, tile.sequence, tile.head, tile.block, part).keys_of(tile.sequence);
+    else return with_part<V>(tile.sequence, p, part);
+}
+
 // The list of key block `block` as a head of q sees it: the query tiles of kBlockM that visit it, in descending order; behind
 // them their ranks: how many key blocks each visits before this one.
 template <class V>
@@ -74,7 +123,7 @@ struct KeyVisits {
     int first, count;
 
     template <class Params>
-    __device__ KeyVisits(const Params &, const Mask<V> &mask, const Tile<V::kPacked> &, int q0)
+    __device__ KeyVisits(const Params &, const Mask<V> &mask, const Tile<V::kPacked> &, int q0, int /* part */)
         : first(mask.first_key_block(q0)), count(max(0, mask.end_key_block(q0) - first)) {}
     __device__ int block(int i) const { return first + i; }
     // Whether every row of the tile sees all of the i-th one.
@@ -82,13 +131,12 @@ struct KeyVisits {
 };
 
 template <class V>
-struct KeyVisits<V, true> {
-    const int *list;
-    int count;
+struct KeyVisits<V, true> : ListPart<V> {
+    using ListPart<V>::list;
 
     template <class Params>
-    __device__ KeyVisits(const Params &p, const Mask<V> &, const Tile<V::kPacked> &tile, int /* q0 */)
-        : list(key_list<V>(p, tile.sequence, tile.head, tile.block)), count(list[0]) {}
+    __device__ KeyVisits(const Params &p, const Mask<V> &, const Tile<V::kPacked> &tile, int /* q0 */, int part)
+        : ListPart<V>(p, tile.sequence, tile.head, tile.block, part) {}
     __device__ ListedBlock at(int i) const { return {list[1 + i]}; }
     __device__ int block(int i) const { return at(i).block(); }
     __device__ bool whole(const Mask<V> &, int /* q0 */, int i) const {

@@ -43,8 +43,8 @@ struct MaskCopies {
 };
 
 // A stage of the forward: of a block of keys those tiles that each group of 64 queries sees. Blocks of fewer keys than a mask tile
-// read bits where they lie (SeenBits).
-template <class V, bool kAny = V::kBlockMask && V::kBlockN % kMaskTile == 0>
+// read bits where they lie (SeenBits), and so do rows of a whole sequence, which lie in two tiles.
+template <class V, bool kAny = V::kBlockMask && !V::kPaged && V::kBlockN % kMaskTile == 0>
 struct ForwardMask : MaskCopies<0> {};
 
 template <class V>

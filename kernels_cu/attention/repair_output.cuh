@@ -84,7 +84,7 @@ __device__ __forceinline__ void repair_output(const FwdParams &p, int sequence, 
     const auto s = with_range<V>(Sequence<V::kPacked>::of(sequences_of<V>(p), sequence), p);
     const Mask<V> mask(s, problem);
     const Score<V> score(problem);
-    const auto block_mask = BlockMask<V>::of(p, sequence, head);
+    const auto block_mask = BlockMask<V>::of(p, s, head);
     const int head_k = head / (problem.heads_q / problem.heads_k);                        // @head-of-k-repair-of-o
     const KeyRows<V> k(p, p.k, p.k_stride, s, head_k), v(p, p.v, p.v_stride, s, head_k);  // @heads-of-v-repair-of-o
     #pragma unroll 1

@@ -3,9 +3,10 @@
 #ifndef CUPYFLASH_SIGHTS_CUH
 #define CUPYFLASH_SIGHTS_CUH
 #include "attention/lists.cuh"
+#include "attention/pages.cuh"
 
 // What some of the queries of a tile see of some keys of a block: groups of at most 64 of each, which lie within one tile of the
-// mask.
+// mask, but for queries over a cache.
 template <class V>
 struct GroupsOf : V {
     static constexpr int kBlockM = V::kBlockM < 64 ? V::kBlockM : 64, kBlockN = V::kBlockN < 64 ? V::kBlockN : 64;
@@ -21,7 +22,7 @@ struct Sights {
 
     template <class Params>
     __device__ Sights(const Params &p, const Sequence<V::kPacked> &s, int head)
-        : mask(with_range<V>(s, p), p.problem), block_mask(BlockMask<V>::of(p, s.index, head)) {}
+        : mask(with_range<V>(s, p), p.problem), block_mask(BlockMask<V>::of(p, s, head)) {}
 
     // Of one group of queries and one of keys.
     __device__ int of(int q0, int k0) const {
@@ -29,10 +30,13 @@ struct Sights {
         if (q0 >= end_query || !mask.some_count(k0)) return kHidden;
         if (k0 >= mask.end_key(end_query - 1) || k0 + Groups::kBlockN <= mask.first_key(q0)) return kHidden;
         if (block_mask.is_beyond(q0, k0)) return kHidden;
-        const int kind = block_mask.kind(q0, k0);
-        if (kind == kEmptyTile) return kHidden;
-        // @whole-in-mask-and-bounds
-        return kind == kFullTile && end_query == q0 + Groups::kBlockM && mask.full(q0, k0) ? kWhole : kInPart;
+        // Rows of a whole sequence lie in two tiles, at most. @tile-of-the-last-row
+        const int kind = block_mask.kind(q0, k0), last = V::kOfWhole ? block_mask.kind(end_query - 1, k0) : kind;
+        if (kind == kEmptyTile && last == kEmptyTile) return kHidden;
+        // A forward's rows behind the last query may see anything: nobody writes them.
+        const bool all_count = !V::kBackward || end_query == q0 + Groups::kBlockM;
+        const bool is_full = kind == kFullTile && last == kFullTile && all_count;
+        return is_full && mask.full(q0, k0) ? kWhole : kInPart;  // @whole-in-mask-and-bounds
     }
     // Of query tile m and key block n: two bits a group of queries, or of keys, over all groups of the other.
     template <bool kByQueries>
@@ -61,7 +65,8 @@ template <class V, class Rows, int kRows, class Params>
 __device__ __forceinline__ Tile<V::kPacked> listed_tile(const Params &p, int tiles) {
     const int blocks = V::kPacked ? Sequence<true>::blocks<kRows>(p.problem, Rows::seqlen(p.problem)) : tiles;
     const int heads = MaskOwners::of_lists<V>(p).heads ? p.problem.heads_q : 1, number = ptx::block_index();
-    return tile_of<V, Rows, kRows>(p, {number % blocks, number / blocks % heads, number / blocks / heads});
+    return tile_of<V, Rows, kRows>(sequences_of<V>(p),
+                                   {number % blocks, number / blocks % heads, number / blocks / heads});
 }
 
 #endif  // CUPYFLASH_SIGHTS_CUH

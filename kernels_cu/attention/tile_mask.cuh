@@ -1,5 +1,4 @@
-// A block mask (blocks.cuh) asked for one key at a time, as attention over a cache does (V::kTileMask): how long sequences are only
-// the device knows there, so nobody lists blocks ahead. Its queries count as its keys do, by the rows of a sequence: query i stands
+// A block mask (blocks.cuh) asked for one key at a time, as attention of few queries over a cache does (V::kTileMask), without lists. Its queries count as its keys do, by the rows of a sequence: query i stands
 // at row i + seqlen_k - seqlen_q, and above row 0 no key is seen.
 #ifndef CUPYFLASH_TILE_MASK_CUH
 #define CUPYFLASH_TILE_MASK_CUH
@@ -10,7 +9,7 @@
 template <class V>
 struct TileMask {
     struct From {
-        BlockMask<V, true> mask;
+        BlockMask<V, true, false> mask;
         int row, key;
 
         __device__ bool operator()(int queries, int keys) const {
@@ -24,7 +23,7 @@ struct TileMask {
 
         __device__ bool operator()(int /* queries */, int keys) const { return (bits >> keys & 1) != 0; }
     };
-    BlockMask<V, true> mask;
+    BlockMask<V, true, false> mask;
     int row0;  // of query 0
 
     template <class Params>
@@ -32,7 +31,7 @@ struct TileMask {
         const int n = p.mask_tiles;
         const long long number = MaskOwners::of(p).number(p.problem, s.index, head);
         // @tile-mask-of-its-rows
-        return {{p.block_tiles + number * n * n, p.block_bits, n, n}, s.seqlen_k - s.seqlen_q};
+        return {{{}, p.block_tiles + number * n * n, p.block_bits, n, n}, s.seqlen_k - s.seqlen_q};
     }
     __device__ From from(int query, int key) const { return {mask, row0 + query, key}; }
     __device__ Seen seen(int query, int key) const {

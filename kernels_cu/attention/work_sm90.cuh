@@ -125,19 +125,6 @@ __device__ __forceinline__ auto producer_tiles(const Params &p, int *counter, co
     else return TileSource<V, Rows, kRows, kDescending, Params>(p, counter, queue);
 }
 
-// The numbers of a tile's key blocks; with a block mask, by its list.
-template <class V, bool kListed = V::kBlockMask>
-struct ListOf {
-    __device__ static int key_block(int j) { return j; }
-};
-template <class V>
-struct ListOf<V, true> {
-    const int *list = nullptr;
-
-    __device__ ListedBlock at(int j) const { return {list[1 + j]}; }
-    __device__ int key_block(int j) const { return at(j).block(); }
-};
-
 // Which part of the keys a tile visits; here there is one.
 template <bool kSplitKeys>
 struct PartOf {
@@ -167,7 +154,11 @@ struct QueryWork : ListOf<V>, PartOf<V::kSplitKeys> {
           q0(block * V::kBlockM) {
         if constexpr (V::kBlockMask) {
             first = 0, end = 1;
-            if (exists()) this->list = key_list<V>(p, sequence, head, block), end = max(1, this->list[0]);
+            if (!exists()) return;
+            const ListPart<V> visited(p, sequence, head, block, this->part);
+            end = max(1, visited.count);
+            if constexpr (V::kSplitKeys) sequence = visited.keys_of(tile.sequence);
+            if (!V::kSplitKeys || visited.count > 0) this->list = visited.list;
         } else {
             const Mask<V> mask(sequence, p.problem);
             first = mask.first_key_block(q0), end = max(first + 1, mask.end_key_block(q0));

@@ -79,6 +79,8 @@ __device__ __forceinline__ void append(const AppendParams &p) {
     if (token >= problem.seqlen_q * (V::kPacked ? 1 : problem.batch)) return;
     const NewRow<V> at(p, token);
     if (at.b >= problem.batch) return;  // rows of no sequence
+    if constexpr (V::kPacked)
+        if (at.i < 0) return;  // edges that go back @rows-before-their-sequence
     const long long batch = V::kPacked ? 0 : at.b, row = V::kPacked ? token : at.i;
     const int position = used_rows(p, at.b) + at.i, turned = position < p.rotary_positions ? p.rotary_dim : 0;
     const auto given = [&](const void *x, const Strides &s, int head) {

@@ -73,14 +73,15 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     };
     const Shared shared(sP(kSplitD).base);
 
-    const Mask<V> mask(with_part<V>(sequence, p, part), problem);
+    static_assert(kSplitD == 1 || !(V::kBlockMask && V::kSplitKeys));
+    const Mask<V> mask(visited_keys<V>(p, tile, part), problem);
     const auto mask_of = [&](const auto &its) -> decltype(auto) {
         if constexpr (kSplitD > 1) return Mask<V>(with_part<V>(its, aside(p), part_again<V>(p)), aside(p).problem);
         else return (mask);
     };
     const Score<V> score(problem);
     const auto head_places = DroppingPlaces<V, FwdParams>::of(p, sequence, tile.head);
-    const KeyVisits<V> visits(p, mask, tile, q0);
+    const KeyVisits<V> visits(p, mask, tile, q0, part);
 
     // Without asynchronous copies, what a thread has loaded of the tile that comes next.
     constexpr bool kHolds = !ptx::kHasAsyncCopies && !V::kUnaligned && !V::kPaged;
@@ -149,7 +150,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
             mask_of(sequence).from(ptx::opaque(tile.block) * M + mine.row0 + lane / 4, k0 + Keys::of_lane(lane));
         const auto places = head_places.template from_lane<true, Keys>(q0 + mine.row0, k0, fetched);
         using Seen = SeenBits<V, kRows, kKeys, true, V::kBlockMask && kMasked>;
-        const Seen seen(p, sequence.index, tile.head, q0 + mine.row0, k0);
+        const Seen seen(p, sequence, tile.head, q0 + mine.row0, k0);
         S.for_each([&](int row, int col, float &s) {
             s = score.value_or_nan(s, places(row, Keys::of_column(col)));
             if constexpr (kMasked) s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
@@ -197,7 +198,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     softmax.finish(score.unit, Sink<V>::of(p, here.sequence, here.head), lse, inverse, [&](int row, bool without_sum) {
         const int qi = here.block * M + mine.row0 + row;
         if constexpr (V::kBlockMask)
-            return without_sum && !BlockMask<V>::of(aside(p), here.sequence.index, here.head)
+            return without_sum && !BlockMask<V>::of(aside(p), here.sequence, here.head)
                                        .sees_any(qi, mask.first_key(qi), mask.end_key(qi));
         else return mask_of(here.sequence).sees_nothing(qi);
     });

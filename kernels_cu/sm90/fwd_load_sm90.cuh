@@ -122,7 +122,12 @@ __device__ __forceinline__ void fwd_load_pages(const FwdSm90Params &p, const Fwd
         if (!tile.exists()) break;
         const int head = tile.head_k(p.plain.problem);
         const auto look = [&](int j) {
-            const int key = j * V::kBlockN + row0;
+            int block = j;
+            if constexpr (V::kBlockMask) {
+                if (j == tile.end) return PageRow{p.plain.pages, 0};  // @end-of-the-list
+                block = tile.key_block(j);                            // @keys-of-the-listed-block
+            }
+            const int key = block * V::kBlockN + row0;
             // @keys-that-count-paged
             return key < tile.sequence.seqlen_k ? page_row(p.plain, tile.sequence.row_k + key)
                                                 : PageRow{p.plain.pages, 0};

@@ -114,7 +114,7 @@ struct FwdGroup {
             const int lane = fresh_lane();
             if (kKeepsBounds) seen.keep(mask, q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
             return seen;
-        } else return Seen(p.plain, tile.sequence.index, tile.head, q0 + warp_row, j * N);
+        } else return Seen(p.plain, tile.sequence, tile.head, q0 + warp_row, j * N);
     }
     template <class Seen>
     __device__ void apply_mask(const Mask<OneGroup<V>> &mask, const Seen &seen, AccTile<16, N> &S, int q0,
@@ -352,7 +352,7 @@ struct FwdGroup {
             softmax.finish(score.unit, sink, lse, inverse, [&](int row, bool without_sum) {
                 const int qi = q0 + warp_row + row;
                 if constexpr (V::kBlockMask) {
-                    const auto block_mask = BlockMask<V>::of(p.plain, tile.sequence.index, tile.head);
+                    const auto block_mask = BlockMask<V>::of(p.plain, tile.sequence, tile.head);
                     return without_sum && !block_mask.sees_any(qi, mask.first_key(qi), mask.end_key(qi));
                 } else return mask.sees_nothing(qi);
             });

@@ -221,9 +221,9 @@ def many(how: str, rng: np.random.Generator) -> dict[str, Any]:
         return rng.standard_normal(shape).astype(ml_dtypes.bfloat16).astype(np.float32)
 
     packed, paged, room = "packed" in how, "pages" in how, 5248
-    batch = 1 if how == "in parts" else 2
-    pool = (batch * room // 16 + 3, 16) if paged else (batch, 8192 if how == "in parts" else room)
-    heads = 32 if how == "in parts" else 16
+    batch = 1 if "in parts" in how else 2
+    pool = (batch * room // 16 + 3, 16) if paged else (batch, 8192 if "in parts" in how else room)
+    heads = 32 if "in parts" in how else 16
     x: dict[str, Any] = {"q": draw(*((400,) if packed else (batch, 200)), heads, 64)}
     x |= {f"{name}_cache": draw(*pool, 4, 64) for name in "kv"}
     x["cache_seqlens"] = np.array(LENGTHS[:batch], np.int32)
@@ -245,6 +245,8 @@ def many(how: str, rng: np.random.Generator) -> dict[str, Any]:
     if "features" in how:
         x |= {"sink": rng.standard_normal(heads).astype(np.float32), "window": (500, 2), "softcap": 5.0}
         x["kv_range"] = np.array([[5, 600], [0, 5000]], np.int32)
+    if "blocks" in how:
+        x["block_mask"] = cupyflash.masks.global_local(8192, window=300, global_tokens=20)
     return x | {"causal": how != "read"}
 
 
@@ -256,6 +258,8 @@ def many(how: str, rng: np.random.Generator) -> dict[str, Any]:
         "rotary",
         "features",
         "in parts",
+        "in parts, blocks",
+        "blocks, pages",
         "pages",
         "append, pages",
         "int8, pages",

@@ -16,7 +16,7 @@ from tests.emulator.launch import MODES
 from tests.emulator.prefill import PrefillSession
 from tests.emulator.require import require_compiler
 from tests.planted.mutants import Bug
-from tests.planted.mutants_prefill import CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, PARTS
+from tests.planted.mutants_prefill import BACK, BLOCKS, CLAMPED_PAGES, LENGTHS, OUTWEIGHED, PAGES, PARTS
 
 require_compiler()
 
@@ -80,6 +80,50 @@ CASES = {
         CacheCase("mods", "full", (160, 33), 131, 96, append=True, mods="relative"),
         CacheCase("mods-and-bias-mixed", "full", (90, 20), (132, 7), 128, page_size=16, mods="every", bias="hk"),
         CacheCase("int8-mods-d64", "full", (101, 0), 130, append=True, stored="int8", mods="documents", sink=True),
+        CacheCase("blocks-d128", "full", (323, 60), 140, 128, page_size=16, append=True, blocks="tiles"),
+        CacheCase("blocks-of-each", "full", (250, 99), 131, page_size=64, blocks="tiles_of_batch", softcap=3.0),
+        CacheCase(
+            "blocks-mixed",
+            "full",
+            (190, 7, 130, 0),
+            (140, 1, 77, 5),
+            72,
+            page_size=48,
+            append=True,
+            sink=True,
+            blocks="tiles_of_heads",
+        ),
+        CacheCase(
+            "blocks-ranges", "full", (330, 150), 130, 96, ranges=((70, 430), (0, 190)), blocks="stripes", alibi=1
+        ),
+        CacheCase(
+            "blocks-of-each-mixed",
+            "full",
+            (450, 7, 230),
+            (140, 1, 77),
+            80,
+            page_size=32,
+            append=True,
+            blocks="tiles_of_batch",
+        ),
+        CacheCase("blocks-nonfinite", "full", (300, 200), 130, page_size=16, nonfinite=True, blocks="blocks"),
+        CacheCase("mask-padding-d128", "full", (300, 60), 140, 128, page_size=16, append=True, bias="bk bool"),
+        CacheCase("mask-of-heads", "full", (150, 60), 131, 64, bias="bhqk bool", capacity=333, softcap=3.0),
+        CacheCase("mask-of-queries-mods", "full", (260,), 140, 96, page_size=48, bias="q bool", mods="relative"),
+        CacheCase(
+            "mask-mixed-heads",
+            "full",
+            (190, 7, 130),
+            (140, 1, 77),
+            80,
+            page_size=32,
+            append=True,
+            sink=True,
+            bias="hk bool",
+        ),
+        CacheCase("blocks-above-d256", "full", (60, 200), 129, 256, spare=1, blocks="everything", causal=False),
+        CacheCase("blocks-nothing-window", "full", (190,), 130, 64, window=(100, 0), blocks="nothing"),
+        CacheCase("int8-blocks-mods", "full", (190, 60), 130, 128, stored="int8", blocks="tiles", mods="relative"),
         CacheCase("e4m3-d96", "full", (333,), 128, 96, capacity=400, stored="e4m3", nonfinite=True, scale_spread=6.0),
     )
 }
@@ -90,6 +134,8 @@ SPLITS = {
     "bias-d128": 2, "mods": 3,
     "pages": 2, "pages-nonfinite": 3, "chosen-d256": 2, "one-long-d128": 3, "unseen": 4, "mixed-d256": 3,
     "mixed-long": 4, "mla": 3,
+    "blocks-d128": 2, "blocks-nonfinite": 3, "blocks-above-d256": 2, "blocks-nothing-window": 4,
+    "blocks-of-each-mixed": 3, "mask-padding-d128": 2, "mask-of-heads": 3,
 }  # fmt: skip
 
 
@@ -214,7 +260,23 @@ def test_more_sequences_of_many_queries_than_rows_are_for(family: str) -> None:
     PrefillSession("any", family=family).run(arrays, problem_of(arrays, case.options()))
 
 
-@pytest.mark.parametrize("bug", PAGES + PARTS, ids=lambda bug: bug.name.replace(" ", "-"))
+@pytest.mark.parametrize("page_size", [16, None])
+def test_edges_that_go_back_append_nothing_outside(page_size: int | None) -> None:
+    case = CacheCase("back", "full", (40, 60, 9), (243, 0, 0), page_size=page_size, capacity=320, append=True)
+    arrays = case.inputs("bf16")
+    arrays["cu_seqlens_q"] = np.array([0, 243, 0, 243], np.int32)
+    PrefillSession("any").run(arrays, problem_of(arrays, case.options()))
+
+
+def test_edges_that_go_back_are_looked_at() -> None:
+    case = CacheCase("back", "full", (40, 60, 9), (243, 0, 0), page_size=16, capacity=320, append=True)
+    arrays = case.inputs("bf16")
+    arrays["cu_seqlens_q"] = np.array([0, 243, 0, 243], np.int32)
+    with pytest.raises(EmulatorError, match="out of bounds"):
+        PrefillSession("any", headers=BACK[0].headers()).run(arrays, problem_of(arrays, case.options()))
+
+
+@pytest.mark.parametrize("bug", PAGES + PARTS + BLOCKS, ids=lambda bug: bug.name.replace(" ", "-"))
 def test_a_planted_bug_is_found(bug: Bug, request: pytest.FixtureRequest) -> None:
     AHEAD_OF_BUGS(request)
     how = with_bug(bug)

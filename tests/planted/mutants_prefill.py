@@ -27,6 +27,17 @@ PAGES = (
     Bug("rows of a page behind the keys that count", change("rows-of-a-page-that-exist", "row0 + row < n_rows && kPer * chunk < kColumns", "true"), "pages-of-some-new-d72", "buffer|copy|cp.async|bytes"),
 )  # fmt: skip
 
+# Beside a block mask.
+BLOCKS = (
+    _sm90("mask's rows counted from its first one", change("mask-rows-of-the-queries", "s.seqlen_k - s.seqlen_q", "0"), "blocks-d128"),
+    Bug("rows above the first one see what it sees", without("kind-above-the-first-row"), "blocks-above-d256", r"load at|FAILED|^$"),
+    _sm90("all rows of a warp see what the first one sees", change("query-of-the-row", "query + lane / 4 + 8 * r", "query"), "blocks-d128"),
+    Bug("rows of two tiles of a mask see what those of one see", change("tile-of-the-last-row", "block_mask.kind(end_query - 1, k0)", "kind"), "blocks-nonfinite"),
+    _sm90("all queries by the mask's first row", change("kind-of-the-tile", "static_cast<long long>(q) * k_tiles + k", "k"), "mask-of-heads"),
+    _sm90("blocks in order, not those of the list", change("keys-of-the-listed-block", "tile.key_block(j)", "j"), "blocks-nonfinite"),
+    _sm90("block behind the end of the list", change("end-of-the-list", "j == tile.end", "false"), "blocks-d128", r"load at"),
+)  # fmt: skip
+
 # Where keys are divided.
 PARTS = (
     _sm90("all parts are the first one", change("head-and-part", "number % p.key_splits", "0"), "one-long-d128", "RACE|NaN|FAILED|^$"),
@@ -41,6 +52,10 @@ PARTS = (
     _sm90("NaN of hidden keys let through to a sum of parts", change("o-is-finite-parts", "!ptx::vote_all(stage_rows<T>(rows, 0, O, col0))", "stage_rows<T>(rows, 0, O, col0); false"), "pages-nonfinite"),
     _sm90("sum of parts written before all lanes have repaired it", without("o-repaired-by-the-warp-parts"), "pages-nonfinite", r"RACE, read after write: .*epilogue\.cuh:\d+"),
     _sm90("lse of a row repaired by each of its warps", change("lse-repaired", "kCols >= kDimV || col0 == 0", "true"), "bias-d128", r"RACE, write after write: buffer 'lse'"),
+    _sm90("block of a list in two parts", change("blocks-of-the-part", "(part + 1) * all / p.key_splits - first", "(part + 1) * all / p.key_splits - first + (part == 0)"), "blocks-nonfinite"),
+    Bug("block of a list in no part", change("blocks-of-the-part", "(part + 1) * all / p.key_splits - first", "(part + 1) * all / p.key_splits - first - (part == 0)"), "blocks-of-each-mixed"),
+    Bug("keys of the part's first block alone", change("keys-of-the-listed-part", "start(count)", "start(1)"), "blocks-of-each-mixed"),
+    _sm90("part of no blocks computes the first one", change("part-of-no-blocks", "0x55 * kInPart", "0x55 * kWhole"), "blocks-nothing-window"),
     _sm90("Q handed back while warps multiply by it", without("q-read-by-all"), "one-long-d128", r"RACE|arrivals"),
 )  # fmt: skip
 
@@ -59,6 +74,8 @@ LENGTHS = (
     _sm90("more new keys than rows", change("edges-of-new-keys", "min(p.cu_seqlens_k[i], end)", "p.cu_seqlens_k[i]"), ""),
     _sm90("new keys from the first edge on", change("edges-of-new-keys", "i ? max(0, min(p.cu_seqlens_k[i], end)) : 0", "max(0, min(p.cu_seqlens_k[i], end))"), ""),
 )  # fmt: skip
+
+BACK = (Bug("rows before their sequence appended", without("rows-before-their-sequence"), ""),)
 
 # In the kernel that dequantizes; cases are those of tests/kernels/test_emulator_dequantize.py.
 DEQUANTIZE = (

@@ -11,8 +11,9 @@ import pytest
 
 from cupyflash import ArgumentError, BlockMask, PagedCache, attention, attention_with_cache, masks
 from cupyflash.gpu.device import Device
+from cupyflash.plan.families import plan_call
 from cupyflash.plan.params_decode import DECODE_PARAMS, DECODE_SM90_PARAMS
-from cupyflash.plan.prefill import Lie, way_of
+from cupyflash.plan.prefill import Lie, Way, problem_of, way_of
 from cupyflash.plan.shipped_cache import problem
 from tests import pretended_gpu
 from tests.small_cache import small
@@ -133,10 +134,21 @@ def test_what_is_launched(name: str, arch: str, rng: np.random.Generator, monkey
     assert (plain["shares"]["unit"], plain["bias"], plain["mask"]) == (1, 0, 0)
 
 
-def test_many_queries_keep_to_the_kernels_for_few() -> None:
-    gpu = Device.synthetic("sm_90")
-    assert way_of(problem("bf16", 128, 8, seqlen_q=512), gpu, Lie()) is not None
-    assert way_of(problem("bf16", 128, 8, seqlen_q=512, block_mask=1), gpu, Lie()) is None
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_many_queries_take_the_forward(arch: str) -> None:
+    """With the block mask as it is, and lists that are made on the device; in parts too."""
+    gpu = Device.synthetic(arch)
+    for batch in (1, 8):
+        p = problem("bf16", 128, batch, seqlen_q=256, capacity=16384, block_mask=4, mask_tiles=300)
+        way = way_of(p, gpu, Lie())
+        assert way == Way(paged=True)
+        plan = plan_call(problem_of(p, way), gpu)
+        names = [x.variant.header for x in plan.launches if x.grid]
+        forward = f"fwd_{'sm90' if arch == 'sm_90' else 'sm80'}"
+        assert names == ["key_lists", forward, "fwd_parts"][: 3 if batch == 1 else 2]
+        heads, tiles = p.heads_q, plan.launches[0].tiles // p.heads_q
+        assert plan.workspace["key_lists"] == ((1, heads, tiles, 1 + 300), "int32")
+        assert ("o_parts" in plan.workspace) == (batch == 1)
 
 
 @pytest.mark.needs("torch")

@@ -108,8 +108,8 @@ CUDA_ORDER = {
     "any": "bwd_* fwd_parts mask_tiles key_lists query_lists key_ranges params_ranges",
     "attention": "repair_* score_gradient repair dq_visits dq_accum visible_sm90 visits bias_visits shares "
     "softmax row_maxima sink dropout kept philox score slopes places modified tile_mask bias_copies bias added addends "
-    "mods mod_places prefill_sm90 work_sm90 packed_sm90 tile_list key_parts pages mask_copies sights lists "
-    "blocks mask schedule sequence params_sm90 params",
+    "mods mod_places prefill_sm90 work_sm90 packed_sm90 tile_list mask_copies sights lists key_parts "
+    "pages blocks mask schedule sequence params_sm90 params",
     "decode": "append dequantize decode_sm* decode_combine decode load_* cursor seen_units merge warp_decode "
     "warp_stored warp_float warp_of_tile repair_decode row_limits row_places parts edges_stored "
     "copies_stored scales rows shares tiles products_stored products_float queries fragments "

@@ -51,12 +51,23 @@ def test_which_calls() -> None:
     for other in (
         {"seqlen_q": 32}, {"num_splits": 1}, {"batch_invariant": True},
         {"heads_q": 8, "seqlen_q": 32}, {"capacity": 2**28}, {"capacity": 250}, {"page_size": 8},
-        {"packed": True, "seqlen_q": 130}, {"block_mask": 1},
+        {"packed": True, "seqlen_q": 130}, {"block_mask": 1, "mask_tiles": 64, "bias": Bias("bf16")},
     ):  # fmt: skip
         assert way_of(replace(PROBLEM, **other), HOPPER, Lie()) is None, other  # type: ignore[arg-type]
-    for other in ({"bias": Bias("bf16")}, {"bias": Bias("bool")}, {"mods": "mask_mod (k < 5)"}):
+    for other in ({"bias": Bias("bf16")}, {"bias": Bias("bf16", masked=True)}, {"mods": "mask_mod (k < 5)"}):
         call = replace(PROBLEM, **other)  # type: ignore[arg-type]
         assert (way_of(call, HOPPER, Lie()), way_of(call, AMPERE, Lie())) == (BY_TABLE, Way())
+    for by_query, rows in ((False, 64), (True, 256)):  # a mask becomes a block mask
+        mask = Bias("bool", (False, True, by_query, True))
+        call = replace(PROBLEM, bias=mask, max_seqlen_q=256 if by_query else PROBLEM.max_seqlen_q)
+        assert way_of(call, HOPPER, Lie()) == way_of(call, AMPERE, Lie()) == BY_TABLE
+        found = problem_of(call, BY_TABLE)
+        assert (found.max_seqlen_q, found.max_seqlen_k) == (rows, PROBLEM.capacity)
+    call = replace(PROBLEM, block_mask=2, mask_tiles=70)  # whose rows only the way by a table counts
+    assert way_of(call, HOPPER, Lie()) == way_of(call, AMPERE, Lie()) == BY_TABLE
+    assert way_of(call, AMPERE, Lie(aligned=False)) is None
+    found = problem_of(call, BY_TABLE)
+    assert (found.block_mask, found.max_seqlen_q, found.max_seqlen_k) == (2, 70 * 64, 70 * 64)
 
 
 def test_how_many_queries_are_many() -> None:
