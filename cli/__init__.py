@@ -6,6 +6,7 @@ checkout sees this package as ``cli``, not as ``cupyflash.cli``.
 
 from __future__ import annotations
 
+import errno
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,7 @@ import click
 
 from cupyflash import __version__, errors
 
-from .output import Exit
+from .output import WANTS_JSON, Exit, emit_error
 from .output import explain as explain_error  # `cupyflash explain` is the module of that name
 
 COMMANDS = {
@@ -46,16 +47,33 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[WANTS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; what cupyflash raises on purpose becomes a message and an exit code, not a traceback."""
         try:
             return super().invoke(ctx)
         except errors.CupyflashError as e:
             explain_error(e)
-            ctx.exit(Exit.of(e))
+            self._end(ctx, str(e), Exit.of(e))
+        except click.UsageError as e:
+            emit_error(ctx, e.format_message(), Exit.USAGE)
+            raise
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
-            ctx.exit(Exit.INTERRUPTED)
+            self._end(ctx, "interrupted", Exit.INTERRUPTED)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            click.echo(f"error: {e.strerror}: not all could be written", err=True)
+            ctx.exit(Exit.UNSUPPORTED)
+
+    @staticmethod
+    def _end(ctx: click.Context, message: str, code: Exit) -> None:
+        emit_error(ctx, message, code)
+        ctx.exit(code)
 
 
 @click.group(

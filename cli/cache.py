@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from dataclasses import asdict
@@ -13,12 +14,14 @@ from rich.table import Table
 from cupyflash.compile import cache, upkeep
 from cupyflash.errors import UnsupportedError
 
-from .output import Exit, emit, exit_codes, gib, human, json_option
+from .output import Exit, counted, emit, exit_codes, gib, human, json_option
 
 precompiled_option = click.option("--precompiled", is_flag=True, help="The precompiled layer, too.")
 
 
-@click.group(epilog=exit_codes("0 done, 4 there is no such folder or something in it cannot be removed"))
+@click.group(
+    epilog=exit_codes("0 done, 4 no folder is known, as without a home folder, or it cannot be read or emptied")
+)
 def command() -> None:
     """Show or empty the folder of compiled kernels.
 
@@ -60,14 +63,14 @@ def info(precompiled: bool, as_json: bool) -> None:
         return
     console = human()
     console.print(f"{store.path or 'none'}", soft_wrap=True)
-    console.print(f"{len(entries)} kernels, {gib(_size(entries))} of at most {gib(upkeep.MAX_BYTES)}")
+    console.print(f"{counted(len(entries), 'kernel')}, {gib(_size(entries))} of at most {gib(upkeep.MAX_BYTES)}")
     if problem:
         console.print(f"not used: {problem}", style="yellow", soft_wrap=True)
     if entries:
         console.print(_by_arch(entries))
     if precompiled:
         found = [e for each in layers.values() for e in each]
-        console.print(f"precompiled: {len(found)} kernels, {gib(_size(found))}")
+        console.print(f"precompiled: {counted(len(found), 'kernel')}, {gib(_size(found))}")
         for reason in store.layer_problems(None):
             console.print(f"not used: {reason}", style="yellow", soft_wrap=True)
         if found:
@@ -105,9 +108,13 @@ def clear(precompiled: bool, yes: bool) -> None:
     if precompiled:
         entries += [e for found in store.layers().values() for e in found]
     if entries and not yes:
-        click.confirm(f"Remove {len(entries)} kernels ({gib(_size(entries))}) from {store.path}?", abort=True, err=True)
+        click.confirm(
+            f"Remove {counted(len(entries), 'kernel')} ({gib(_size(entries))}) from {store.path}?", abort=True, err=True
+        )
     removed, errors = store.clear(precompiled=precompiled)
-    click.echo(f"{removed} kernels removed from {store.path}")
+    click.echo(f"{counted(removed, 'kernel')} removed from {store.path}")
+    if os.path.exists(store.path) and store.problem:
+        raise UnsupportedError(f"{store.path}: {store.problem}")
     if errors:
         click.echo(f"error: {len(errors)} files could not be removed: {errors[0]}", err=True)
         raise SystemExit(Exit.UNSUPPORTED)

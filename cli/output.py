@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cupyflash import errors
 
+WANTS_JSON = "cupyflash.cli.wants_json"  # in the meta of a context: a document is wanted, and not written yet
 PIPE_WIDTH = 100  # columns of a table that goes into a file
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -63,7 +64,15 @@ def human(json: bool = False) -> Console:
 
 def emit(document: dict[str, Any]) -> None:
     """Print the one JSON document of a command on stdout."""
+    if ctx := click.get_current_context(silent=True):
+        ctx.meta[WANTS_JSON] = False  # of a document that an error behind it would write
     click.echo(json_module.dumps(jsonable(document), indent=2, allow_nan=False))
+
+
+def emit_error(ctx: click.Context, message: str, code: Exit) -> None:
+    """The JSON document of a command that an error ended before it wrote one."""
+    if ctx.meta.get(WANTS_JSON):
+        emit({"command": ctx.invoked_subcommand, "error": message, "exit_code": int(code)})
 
 
 def jsonable(value: Any) -> Any:
@@ -105,6 +114,16 @@ def progress(console: Console) -> Iterator[Progress]:
         *columns, console=bar_console, transient=True, disable=not bar_console.is_terminal, redirect_stdout=shared
     ) as bar:
         yield bar
+
+
+class FiniteRange(click.FloatRange):
+    """Numbers in a range, of which nan is none; nor is inf, whatever the range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        x = float(super().convert(value, param, ctx))
+        if not math.isfinite(x):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return x
 
 
 class CommaList(click.ParamType):  # type: ignore[type-arg]

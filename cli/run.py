@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -27,10 +28,14 @@ def command(flash_attn: bool, is_module: bool, script: str, args: tuple[str, ...
     The script runs as __main__, with its own sys.argv and its folder in front of sys.path. Options of this command
     stand before SCRIPT.
     """
+    if script.startswith("-"):
+        raise click.NoSuchOption(script)
     if not flash_attn:
         raise click.UsageError("say which library cupyflash stands in for: --flash-attn")
-    if not is_module and not os.path.isfile(script):
+    if not is_module and not os.path.exists(script):
         raise click.BadParameter(f"no file {script!r}", param_hint="SCRIPT")
+    if is_module and not _is_module(script):
+        raise click.BadParameter(f"no module {script!r}", param_hint="SCRIPT")
     from cupyflash import compat
 
     compat.install()
@@ -46,7 +51,20 @@ def command(flash_attn: bool, is_module: bool, script: str, args: tuple[str, ...
         where = e.__traceback__
         while where is not None and where.tb_next and where.tb_frame.f_code.co_filename in _RUNNERS:
             where = where.tb_next
+        if where is not None and where.tb_frame.f_code.co_filename in _RUNNERS:  # the script was not begun
+            where = None
         sys.excepthook(type(e), e.with_traceback(where), where)
         if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith(f"{compat.NAME}."):
             click.echo(f"cupyflash stands in for {compat.NAME} and has no {e.name}: see docs/flash_attn.md", err=True)
         raise SystemExit(Exit.FAILED) from None
+
+
+def _is_module(name: str) -> bool:
+    """Whether Python finds a module of this name, from the working directory too."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.remove(os.getcwd())

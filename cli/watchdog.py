@@ -28,6 +28,7 @@ from .output import Exit
 
 START = "the start: imports and the first look at the GPU"
 _END_SECONDS = 10.0  # that a child which was killed, or has closed its end, gets to be gone
+_POLL_SECONDS = 3600.0
 _parent: Connection | None = None  # in the child
 
 
@@ -119,13 +120,21 @@ def _one_blas_thread() -> Iterator[list[str]]:
 def _listen(ours: Connection, timeout: float) -> tuple[Progress, bool]:
     """What the child says until it closes its end; whether it has been silent for `timeout` seconds instead."""
     progress, deadline = Progress(), time.monotonic() + timeout
-    while ours.poll(max(0.0, deadline - time.monotonic())):
+    while _is_told(ours, deadline):
         try:
             progress.hear(*ours.recv())
         except (EOFError, OSError):
             return progress, False
         deadline = time.monotonic() + timeout
     return progress, True
+
+
+def _is_told(ours: Connection, deadline: float) -> bool:
+    """Whether anything comes until then, however far that is: a poll takes no more than some weeks."""
+    while not ours.poll(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 def _kill(child: SpawnProcess, code: int = Exit.INTERRUPTED) -> None:

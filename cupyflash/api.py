@@ -122,7 +122,7 @@ def attention(
             that ends before it starts, is found where the arrays are in host memory, and on a GPU with
             ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for it. Else the kernels clamp it.
         UnsupportedError: no kernel, GPU or compiler for it; or a tracer, a transform or a derivative (second, forward
-            mode, of scale) that would get a wrong answer.
+            mode, of scale) that would get a wrong answer. (JAX refuses forward mode by a TypeError of its own.)
         CompileError: NVRTC refused a kernel.
 
     Example:

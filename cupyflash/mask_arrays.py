@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,10 @@ def from_torch(mask: Any) -> BlockMask:
 
     `attention` takes such masks as they are, and converts each once, and again where its mask_mod, lengths or lists
     have been replaced. Converting waits for the GPU that it is on.
+
+    Raises:
+        ArgumentError: it is none.
+        UnsupportedError: a program of torch.compile makes it, or, before PyTorch 2.13, is the first that asks.
     """
     if not _takes_objects() and torch_itself().compiler.is_dynamo_compiling():
         if not _is_converted(mask):
@@ -41,6 +46,8 @@ def _convert(mask: Any) -> None:
     """See to it that a mask has, as an attribute, what it says now. (A dictionary of all masks would be one more thing
     whose changes a compiled program watches.)"""
     if not hasattr(mask, "BLOCK_SIZE"):  # as torch.compile knows those that a program makes
+        if not _is_of_flex(type(mask)):
+            raise _no_mask(mask)
         raise UnsupportedError("block_mask: expected a mask that is made outside of the program of torch.compile")
     if not _is_converted(mask):
         import cupyflash.torch.masks
@@ -59,8 +66,8 @@ def _is_converted(mask: Any) -> bool:
 
 @constant_in_programs
 def _takes_objects() -> bool:
-    """Whether torch.compile hands any object to a function like these: from 2.13 on."""
-    return torch_private.version() >= (2, 13)
+    """Whether torch.compile, if there is one, hands any object to a function like these: from 2.13 on."""
+    return "torch" not in sys.modules or torch_private.version() >= (2, 13)
 
 
 # What says which keys a mask of torch shows.
@@ -140,7 +147,11 @@ def _is_of_flex(kind: type) -> bool:
 def _other(mask: Any) -> BlockMask:
     if _is_of_flex(type(mask)):
         return from_torch(mask)
-    raise ArgumentError(
+    raise _no_mask(mask)
+
+
+def _no_mask(mask: Any) -> ArgumentError:
+    return ArgumentError(
         f"block_mask: expected a cupyflash.BlockMask, of cupyflash.masks, or one of torch's flex_attention, got a "
         f"{type(mask).__module__}.{type(mask).__qualname__}; masks.from_dense takes booleans"
     )

@@ -37,7 +37,7 @@ def from_dense(mask: Any) -> BlockMask:
         mask: ``(..., seqlen_q, seqlen_k)``, True where a query sees a key, in host memory; of 4 dimensions the first
             two are batch and heads of q, of 3 the first is the heads; lengths of 1 hold for all.
     """
-    x = np.asarray(mask)
+    x = _array("mask", mask)
     if x.dtype != bool or not 2 <= x.ndim <= 4:
         raise ArgumentError(f"mask: expected booleans of 2 to 4 dimensions, got {x.dtype} of shape {x.shape}")
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
@@ -58,9 +58,12 @@ def from_blocks(
         seqlen_q, seqlen_k: how many queries and keys there are; as many keys as queries by default.
     """
     seqlen_k = _check_lengths(seqlen_q, seqlen_k)
-    sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-    rows, keys = (_whole("block_size", n, 1) for n in sizes)
-    x = np.asarray(blocks)
+    sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2:
+        raise ArgumentError(f"block_size: expected an integer, or one for rows and one for keys, got {sizes!r:.60}")
+    most = (max(_TILE, -(-n // _TILE) * _TILE) for n in (seqlen_q, seqlen_k))  # where there is one block
+    rows, keys = (min(_whole("block_size", n, 1), whole) for n, whole in zip(sizes, most, strict=True))
+    x = _array("blocks", blocks)
     wanted = -(-seqlen_q // rows), -(-seqlen_k // keys)
     if x.dtype != bool or not 2 <= x.ndim <= 4 or x.shape[-2:] != wanted:
         raise ArgumentError(
@@ -81,7 +84,7 @@ def from_blocks(
 def local(seqlen_q: int, seqlen_k: int | None = None, *, left: int | None, right: int | None = 0) -> BlockMask:
     """Sliding window: query i sees the keys up to `left` before and `right` behind its own position, all for None."""
     before, behind = (
-        MAX_SEQLEN if n is None else _whole(name, n, None) for name, n in (("left", left), ("right", right))
+        MAX_SEQLEN if n is None else _within(_whole(name, n, None)) for name, n in (("left", left), ("right", right))
     )
     if before + behind < 0:
         raise ArgumentError(
@@ -99,8 +102,8 @@ def global_local(
     Args:
         global_tokens: their positions, or how many they are, from the first on.
     """
-    seqlen_k, window = _check_lengths(seqlen_q, seqlen_k), _whole("window", window, 0)
-    is_global, tokens = np.zeros(max(1, seqlen_k), bool), np.asarray(global_tokens)
+    seqlen_k, window = _check_lengths(seqlen_q, seqlen_k), _within(_whole("window", window, 0))
+    is_global, tokens = np.zeros(max(1, seqlen_k), bool), _array("global_tokens", global_tokens)
     if tokens.ndim == 0:
         is_global[: _whole("global_tokens", global_tokens, 0)] = True
     elif tokens.size:
@@ -126,7 +129,10 @@ def bigbird(
     Query block i sees the first `global_blocks`, the `window_blocks` around itself, and `random_blocks` of the others,
     drawn without replacement (all, where there are fewer). The first `global_blocks` see everything.
     """
-    n, rng = -(-_check_lengths(seqlen, None) // _whole("block", block, 1)), np.random.default_rng(seed)
+    n, rng = (
+        -(-_check_lengths(seqlen, None) // _whole("block", block, 1)),
+        np.random.default_rng(_whole("seed", seed, 0)),
+    )
     for name, x in (("global_blocks", global_blocks), ("random_blocks", random_blocks)):
         _whole(name, x, 0)
     if _whole("window_blocks", window_blocks, 1) % 2 == 0:
@@ -144,8 +150,8 @@ def bigbird(
 def strided(seqlen: int, *, stride: int, window: int | None = None) -> BlockMask:
     """Sparse Transformer (Child et al. 2019), causal: the last `window` keys, by default `stride` of them, and each key
     a multiple of `stride` before."""
-    stride = _whole("stride", stride, 1)
-    reach = stride if window is None else _whole("window", window, 0)
+    stride = _within(_whole("stride", stride, 1))
+    reach = stride if window is None else _within(_whole("window", window, 0))
     return _of_pairs(seqlen, None, lambda i, j: (j <= i) & ((i - j < reach) | ((i - j) % stride == 0)))
 
 
@@ -154,7 +160,7 @@ def butterfly(seqlen: int, *, block: int = 128) -> BlockMask:
 
     Block i sees itself and the blocks whose number differs from i in one bit: log2 of them in each row.
     """
-    i = np.arange(-(-_check_lengths(seqlen, None) // _whole("block", block, 1)))
+    i = np.arange(-(-_check_lengths(seqlen, None) // _within(_whole("block", block, 1))))
     differ = i[:, None] ^ i
     return from_blocks((differ & (differ - 1)) == 0, block, seqlen)
 
@@ -165,11 +171,7 @@ def causal_document(document_ids: Any) -> BlockMask:
     Args:
         document_ids: ``(seqlen,)`` or ``(batch, seqlen)`` integers in host memory, which document each position is of.
     """
-    try:
-        ids = np.atleast_2d(np.asarray(document_ids))
-    except ValueError:
-        wanted = "document_ids: expected as many integers of each sequence"
-        raise ArgumentError(f"{wanted}, got {document_ids!r:.60}") from None
+    ids = np.atleast_2d(_array("document_ids", document_ids))
     if ids.ndim != 2 or ids.dtype.kind not in "iu":
         raise ArgumentError(
             f"document_ids: expected integers of 1 or 2 dimensions, got {ids.dtype} of shape {ids.shape}"
@@ -186,7 +188,7 @@ def causal_document(document_ids: Any) -> BlockMask:
 def prefix(seqlen_q: int, seqlen_k: int | None = None, *, length: int | Sequence[int]) -> BlockMask:
     """Prefix LM: everybody sees the first `length` keys, of each sequence if there are several, and behind these the
     mask is causal."""
-    lengths = np.atleast_1d(np.asarray(length))
+    lengths = np.atleast_1d(_array("length", length))
     if lengths.ndim != 1 or not lengths.size or lengths.dtype.kind not in "iu" or lengths.min() < 0:
         raise ArgumentError(f"length: expected a number of keys from 0 on, or one a sequence, got {length!r:.60}")
     of_each = lengths.astype(np.int64)[:, None, None, None]
@@ -200,6 +202,19 @@ def _check_lengths(seqlen_q: int, seqlen_k: int | None) -> int:
         if not 0 <= _whole(name, n, None) <= MAX_SEQLEN:
             raise ArgumentError(f"{name}: expected a length from 0 to {MAX_SEQLEN}, got {n}")
     return seqlen_k
+
+
+def _array(name: str, x: Any) -> Array:
+    """What a list holds, whose rows must be equally long."""
+    try:
+        return np.asarray(x)
+    except ValueError:
+        raise ArgumentError(f"{name}: expected as many elements of each sequence, got {x!r:.60}") from None
+
+
+def _within(n: int) -> int:
+    """A number of keys as far as sequences can have them."""
+    return max(-MAX_SEQLEN, min(n, MAX_SEQLEN))
 
 
 def _whole(name: str, x: Any, least: int | None) -> int:

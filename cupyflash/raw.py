@@ -9,7 +9,7 @@ import numpy as np
 
 from . import options
 from .compile import jit
-from .errors import DeviceError
+from .errors import ArgumentError, DeviceError
 from .gpu import device
 from .gpu.device import ARCHS, Device
 from .launch.filled import fill_plain, fill_problem
@@ -80,6 +80,7 @@ def raw_kernel(
     if arch is None and not device.count():
         raise DeviceError(f'arch: expected one, such as "sm_90", where there is no usable GPU; {device.why_none()}')
     gpu = Device.of(device.current()()) if arch is None else Device.synthetic(options.choice("arch", arch, ARCHS))
+    q_shape, k_shape = _shape("q_shape", q_shape), _shape("k_shape", k_shape)
     call = options.make_options(causal=causal, scale=scale, window=window, layout=layout, softcap=softcap)
     shapes = {"q": q_shape, "k": k_shape, "v": k_shape, "out": q_shape}
     problem = make_problem([q_shape, k_shape, k_shape], [dtype] * 3, **call._asdict())
@@ -94,3 +95,14 @@ def raw_kernel(
     return RawKernel(
         cubin.symbol, cubin.arch, cubin.data, cubin.registers, launch.grid, variant.threads, variant.smem_bytes, params
     )
+
+
+def _shape(name: str, x: Any) -> tuple[int, ...]:
+    """That of an array, which cannot have any other."""
+    try:
+        sizes = tuple(options.whole(name, n, "integers") for n in x)
+    except TypeError:
+        raise ArgumentError(f"{name}: expected 4 integers, got {x!r:.60}") from None
+    if min(sizes, default=0) < 0:
+        raise ArgumentError(f"{name}: expected integers from 0 on, got {sizes}")
+    return sizes

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from cupyflash.problem import MAX_SEQLEN
+from cupyflash.problem import MAX_SEQLEN, SOFTCAPS
 
 from .. import block_masks
-from ..output import list_option
+from ..output import FiniteRange, list_option
 from . import features
 from .cell import Cell
 from .lengths import DENSE, LONGEST, draw
@@ -23,9 +23,11 @@ SIZES = {"cuda": ((1024, 2048, 4096, 8192, 16384), 16384, 2048), "cpu": ((128, 2
 FEATURES = ("bias", "mask", "learned", "dropout", "mod", "padded")
 
 
-def dims(ctx: click.Context, param: click.Parameter, text: str) -> str:
+def dims(ctx: click.Context, param: click.Parameter, text: str | None) -> str:
     """Letters of bhqk, in this order; - for none, and "" where there is no such array."""
-    if not set(text) <= set("bhqk") and text != "-":
+    if text is None:
+        return ""
+    if not text or (not set(text) <= set("bhqk") and text != "-"):
         raise click.BadParameter(f"{text!r} is not made of the letters b, h, q and k")
     return "".join(d for d in "bhqk" if d in text) or text
 
@@ -44,15 +46,16 @@ def feature_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--mod", type=click.Choice(tuple(MODS)), callback=lambda ctx, param, name: name or "",
                      help="With a score_mod or mask_mod: " + "; ".join(f"{n}: {text}" for n, x in MODS.items()
                                                                        for text in x.expressions.values()) + "."),
-        click.option("--dropout", type=click.FloatRange(0, 1, max_open=True), default=0.0,
+        click.option("--dropout", type=FiniteRange(0, 1, max_open=True), default=0.0,
                      help="With dropout of this p."),
         click.option("--padded", type=click.Choice(("left", "right")), callback=lambda ctx, param, side: side or "",
                      help="With a kv_range of any length for each sequence, and padding on this side."),
-        click.option("--mask", callback=dims, metavar="DIMS", default="",
+        click.option("--mask", callback=dims, metavar="DIMS", default=None,
                      help="With a random mask that has elements of its own along these, half of them shown."),
         click.option("--learned", is_flag=True, help="The backward makes the bias's gradient, too."),
-        click.option("--bias", callback=dims, metavar="DIMS", default="",
+        click.option("--bias", callback=dims, metavar="DIMS", default=None,
                      help="With a bias that has elements of its own along these: letters of bhqk, - for none."),
+        click.option("--softcap", type=FiniteRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds."),
         list_option("--feature", choices=tuple(features.NAMED), example="bias,softcap",
                     help=f"Time each of these alone: {', '.join(features.NAMED)}."),
     ):  # fmt: skip

@@ -233,5 +233,5 @@ class Cell:
         sinks = np.linspace(-2, 2, self.heads, dtype=np.float32)
         there = (("alibi_slopes", slopes, self.alibi), ("sink", sinks, self.sink),
                  ("dropout_seed", np.array([1], np.int64), self.dropout > 0),
-                 ("kv_range", self.ranges, bool(self.padded)))  # fmt: skip
+                 ("kv_range", self.ranges if self.padded else slopes, bool(self.padded)))  # fmt: skip
         return {name: x for name, x, is_there in there if is_there}

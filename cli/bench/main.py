@@ -17,10 +17,10 @@ from rich.console import Console
 
 from cupyflash import __version__
 from cupyflash.compile import nvrtc
-from cupyflash.errors import CupyflashError, DeviceError
+from cupyflash.errors import CupyflashError, DeviceError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.launch import run
-from cupyflash.problem import DTYPES, MAX_HEAD_DIM, SOFTCAPS
+from cupyflash.problem import DTYPES, MAX_HEAD_DIM
 
 from ..output import Exit, emit, ended_by_terminate, exit_codes, human, json_option, list_option, progress, quiet
 from . import cycles as bench_cycles
@@ -67,7 +67,6 @@ from .work import PEERS, Bench
 @list_option("--packed", choices=DISTRIBUTIONS, example="equal,uniform",
              help=f"Time attention_varlen: lengths up to --seqlens, {', '.join(DISTRIBUTIONS)}.")  # fmt: skip
 @click.option("--window", type=click.IntRange(0), default=None, help="Keys that a query sees to its left.")
-@click.option("--softcap", type=click.FloatRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes.")
 @click.option("--sink", is_flag=True, help="With a sink of each head.")
 @feature_options
@@ -197,18 +196,19 @@ def measure(
     bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any], effort: Effort, console: Console
 ) -> tuple[list[Row[Any]], int]:
     """All rows, cell by cell, and of how many cells there are none because somebody, or an error, ended the run."""
-    names = [OURS, *options["against"]]
     rows: list[Row[Any]] = []
     done = 0
     with progress(console) as bar, ended_by_terminate():
         task = bar.add_task("timing", total=len(cells))
         try:
             for cell in cells:
-                rows += measure_cell(bench, cell, names, options, effort)
+                rows += measure_cell(bench, cell, [OURS, *options["against"]], options, effort)
                 done += 1
                 gc.collect()
                 bar.advance(task)
         except (KeyboardInterrupt, Exception) as e:
+            if not done and ("out of memory" in str(e).lower() or "allocate" in str(e)):
+                raise UnsupportedError(f"{e}; give a smaller --batch, --tokens or --hidden") from None
             if not done or isinstance(e, CupyflashError):
                 raise
             if isinstance(e, Exception):  # a peer's illegal access, say, after which no CUDA call works

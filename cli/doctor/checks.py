@@ -16,8 +16,9 @@ from cupyflash.compile import cache, nvrtc
 from cupyflash.errors import CupyflashError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.launch import run
+from cupyflash.launch.prepare import family
 
-from ..output import gib
+from ..output import counted, gib
 
 OK, WARN, FAIL = "OK", "WARN", "FAIL"
 MIN_CUPY = 14
@@ -67,7 +68,18 @@ def system() -> Iterator[Finding]:
     yield Finding("cupyflash", OK, f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
     for name in VARIABLES:
         if name in os.environ:
-            yield Finding("variable", OK, f"{name}={os.environ[name]}")
+            yield _variable(name, os.environ[name])
+
+
+def _variable(name: str, value: str) -> Finding:
+    if name == "CUPYFLASH_DEBUG" and value not in ("", "0", "1"):
+        return Finding("variable", WARN, f"{name}={value} has no effect", "set it to 1, or unset it")
+    if name == "CUPYFLASH_FAMILY":
+        try:
+            family()
+        except CupyflashError as e:
+            return Finding("variable", FAIL, str(e), f"unset {name}")
+    return Finding("variable", OK, f"{name}={value}")
 
 
 def driver() -> Iterator[Finding]:
@@ -191,7 +203,7 @@ def kernels() -> Iterator[Finding]:
     entries, problem = store.entries(), store.problem
     if problem is None:
         size = gib(sum(e.bytes for e in entries))
-        yield Finding("cache", OK, f"{store.path}, {len(entries)} kernels, {size}")
+        yield Finding("cache", OK, f"{store.path}, {counted(len(entries), 'kernel')}, {size}")
     else:
         reason, fix = _parts(problem)
         yield Finding("cache", WARN, f"new kernels are not kept, each process compiles its own: {reason}", fix)
@@ -221,7 +233,7 @@ def backend() -> Iterator[Finding]:
         return
     text = "calls on NumPy arrays run on the CPU path"
     if chosen == "cuda":
-        is_forced = os.environ.get("CUPYFLASH_BACKEND", "auto") == "cuda"
+        is_forced = os.environ.get("CUPYFLASH_BACKEND") == "cuda"
         text = "calls on NumPy arrays run on the GPU" + ("" if is_forced else ", but where the CPU path is faster")
     yield Finding("backend", OK, text)
 

@@ -12,7 +12,8 @@ import numpy as np
 from cupyflash.mods import bind, read
 
 DTYPES = {
-    "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int32": "int32", "int64": "int64", "bool": "bool",
+    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16",
+    "int32": "int32", "int64": "int64", "bool": "bool",
 }  # fmt: skip
 
 
@@ -28,11 +29,13 @@ class _Array(NamedTuple):
 
 
 def _arrays(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> dict[str, _Array]:
-    found = {}
+    found: dict[str, _Array] = {}
     for text in texts:
-        name, dtype, shape = (*text.split(":"), "", "")[:3]
+        name, dtype, shape = parts if len(parts := text.split(":")) == 3 else ("", "", "")
         sizes = shape.split("x")
-        if dtype not in DTYPES or not all(x.isdigit() for x in sizes):
+        if name in found:
+            raise click.BadParameter(f"{text!r} is the second one called {name}")
+        if dtype not in DTYPES or not all(x.isdecimal() for x in sizes):
             raise click.BadParameter(
                 f"{text!r} is not NAME:DTYPE:SIZES, as in table:fp32:16x128; dtypes: {', '.join(DTYPES)}"
             )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
+
+import click
 
 from cupyflash import kvcache
 from cupyflash.check.accuracy import Comparison
 from cupyflash.check.cache_case import CacheCase
 from cupyflash.check.cache_cases import CACHE_CASES
 from cupyflash.check.cache_reference import CacheOracle
-from cupyflash.check.cases import LEVELS
+from cupyflash.check.cases import CASES, LEVELS
 from cupyflash.emulator import attention, decode
 from cupyflash.gpu.device import Device
 from cupyflash.plan.decode import dtypes_over
@@ -38,6 +41,14 @@ def chosen(
     found = choose(level, head_dims) if name is None else [BY_NAME[name]] if name in BY_NAME else []
     known = [c.dtypes if gpu is None else dtypes_over(c.stored, gpu) for c in found]
     return [(c, d) for c, own in zip(found, known, strict=True) for d in dtypes if d in c.dtypes and d in own]
+
+
+def case_of(name: str | None, head_dims: tuple[int, ...]) -> Any:
+    """The case of a name, which must have one of the head_dims that are asked for; None: there is none."""
+    case = BY_NAME.get(str(name)) or next((c for c in CASES if c.name == name), None)
+    if case is not None and head_dims and case.head_dim not in head_dims:
+        raise click.BadParameter(f"{name} has head_dim {case.head_dim}", param_hint="--head-dim")
+    return case
 
 
 def run_case(case: CacheCase, dtype: str, framework: Framework, seed: int) -> CaseResult:

@@ -26,7 +26,7 @@ from cupyflash.problem import DTYPES, MAX_HEAD_DIM
 
 from .. import watchdog
 from ..frameworks import Framework, make
-from ..output import emit, exit_codes, human, json_option, list_option, progress, quiet
+from ..output import FiniteRange, emit, exit_codes, human, json_option, list_option, progress, quiet
 from . import cached
 from . import emulator as verify_emulator
 from .ahead import compiling_ahead
@@ -54,7 +54,7 @@ from .report import CASE_HEADER, CHECK_HEADER, Report, case_line, check_line, em
               "clang++ or g++, and NVRTC compiles them without running them. cpu: the CPU path alone.")  # fmt: skip
 @click.option("--case", "name", metavar="NAME", default=None, help="One case or check alone.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs.")
-@click.option("--timeout", type=click.FloatRange(0), default=300, show_default=True, metavar="SECONDS",
+@click.option("--timeout", type=FiniteRange(0), default=300, show_default=True, metavar="SECONDS",
               help="Of a case, its compilation included: one that takes longer ends the run with its name. "
               "0: wait for ever, in one process.")  # fmt: skip
 @json_option
@@ -92,12 +92,15 @@ def verify(
     dtypes = dtype or (device.Device.of(0).dtypes if on_gpu else DTYPES)
     if on_gpu and set(dtypes) <= set(GPU_DTYPES):
         os.environ["CUPYFLASH_BACKEND"] = "cuda"  # NumPy arrays, too, however small
+    case = cached.case_of(name, head_dim)
     wanted = choose_cases(level, dtypes, head_dim, name)
     over_cache = cached.chosen(level, dtypes, head_dim, name, device.Device.of(0) if on_gpu else None)
     run_cases(report, [*wanted, *over_cache], arrays, console)
     checks = [n for n in available(arrays) if name in (None, n)]
     if not wanted and not over_cache and not checks:
-        raise click.BadParameter(f"{name} needs a GPU or another --framework", param_hint="--case")
+        others = [] if case is None else [x for x in case.dtypes if x not in dtypes]
+        why = f"has no {', '.join(dtypes)}, but {', '.join(others)}" if others else "needs a GPU or another --framework"
+        raise click.BadParameter(f"{name} {why}", param_hint="--case")
     run_checks(report, checks, arrays, console)
     if backend == "cpu":
         report.no_kernel_ran = "--backend cpu"
@@ -125,7 +128,7 @@ def choose_backend(wish: str) -> str:
 def make_framework(name: str, on_gpu: bool) -> Framework:
     """The framework, or a usage error that says how to get it."""
     if name == "cupy" and not on_gpu:
-        raise click.UsageError("--framework cupy needs a GPU; see: cupyflash doctor")
+        raise DeviceError(f"--framework cupy: {device.why_none()}; see cupyflash doctor, or --framework numpy")
     if importlib.util.find_spec(name) is None:
         raise click.UsageError(f"--framework {name}: {name} is not installed; pip install {name}")
     try:
@@ -156,7 +159,7 @@ def run_cases(report: Report, wanted: list[tuple[Any, str]], arrays: Framework, 
     """Run and print them one by one; end when the GPU no longer answers."""
     if not wanted:
         return
-    console.print(CASE_HEADER, style="bold")
+    console.print(CASE_HEADER, style="bold", soft_wrap=True)
     ahead = compiling_ahead(wanted, device.Device.of(0)) if report.gpu else nullcontext()
     with ahead, progress(console) as bar:
         task = bar.add_task("cases", total=len(wanted))

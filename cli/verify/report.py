@@ -154,7 +154,7 @@ def report_end(progress: Progress, why: str, code: Exit, as_json: bool) -> None:
     if reproduce := facts.get("reproduce"):
         console.print(f"reproduce: {reproduce}", soft_wrap=True)
     if as_json:
-        header = facts.get("header", {"command": "verify", "version": __version__})
+        header = facts.get("header") or Report(dict.fromkeys(("level", "framework", "backend", "seed"))).header()
         emit(document(header, {kind: facts.get(kind, []) for kind in KINDS}, verdict, reproduce, code))
 
 

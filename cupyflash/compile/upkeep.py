@@ -71,9 +71,13 @@ def clear(folder: Path) -> tuple[int, list[OSError]]:
 def clear_emulator(folder: Path) -> list[OSError]:
     """Remove what the emulator keeps in the cache `folder`; why the rest did not go."""
     errors: list[OSError] = []
-    if (folder / EMULATOR).is_symlink() or not (folder / EMULATOR).is_dir():
+    if os.path.islink(folder / EMULATOR) or not os.path.isdir(folder / EMULATOR):
         return errors
-    for entry in os.scandir(folder / EMULATOR):
+    try:
+        entries = list(os.scandir(folder / EMULATOR))
+    except OSError as e:
+        return [e]
+    for entry in entries:
         if _EMULATOR_NAME.fullmatch(entry.name):
             try:
                 if entry.is_dir(follow_symlinks=False):
@@ -156,7 +160,7 @@ def _orphans(folder: Path, age: float) -> Iterator[Path]:
         old = now - _modified(path)
         if (cubin.is_temporary(path) and old > _ORPHAN_SECONDS) or (is_half and old > age and _is_ours(path)):
             yield path
-    for path in _files(folder / LOCKS) if not (folder / LOCKS).is_symlink() else ():
+    for path in _files(folder / LOCKS) if not os.path.islink(folder / LOCKS) else ():
         if cubin.KEY.fullmatch(path.stem) and path.suffix == ".lock" and now - _modified(path) > age:
             yield path
 

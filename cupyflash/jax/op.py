@@ -88,7 +88,8 @@ def _mapped(static: Static) -> Callable[..., Any]:
             found = jax.lax.map(lambda some: one(*[some.get(i, x) for i, x in enumerate(arrays)]), of_each)
             return found, (True,) * len(found)
         found = one(*[_folded(x, size, m) if is_own else x for x, m, is_own in zip(arrays, mapped, own, strict=True)])
-        return tuple(x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in found), (True,) * len(found)
+        of_one = results_of(static, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, arrays, strict=True)])
+        return tuple(x.reshape(size, *y.shape) for x, y in zip(found, of_one, strict=True)), (True,) * len(found)
 
     return one
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ArgumentError
-from ..options import make_options
+from ..options import make_options, whole
 from .op import attention_of
 
 
@@ -90,7 +90,10 @@ def window_of(is_causal: bool, local: int | tuple[int, int] | None, shift: int) 
     """Our window, aligned at the bottom right, of what is aligned at the top left; shift: keys less queries."""
     left = right = None
     if local is not None:
-        left, right = (local, local) if isinstance(local, int) else local
+        sides = tuple(local) if isinstance(local, (tuple, list)) else (local, local)
+        if len(sides) != 2:
+            raise ArgumentError(f"local_window_size: expected an integer or a pair of them, got {local!r:.60}")
+        left, right = (whole("local_window_size", n) for n in sides)
         left, right = left + shift, right - shift
     if is_causal:
         right = -shift if right is None else min(right, -shift)

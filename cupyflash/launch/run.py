@@ -39,7 +39,7 @@ def asked_backend() -> str:
     Raises:
         ArgumentError: it has another value.
     """
-    wish = os.environ.get("CUPYFLASH_BACKEND", "auto")
+    wish = os.environ.get("CUPYFLASH_BACKEND") or "auto"
     if wish not in BACKENDS:
         raise ArgumentError(f"CUPYFLASH_BACKEND: expected one of {', '.join(BACKENDS)}, got {wish!r}")
     return wish
@@ -151,7 +151,7 @@ def _on_gpu(library: Native, problem: Problem, is_worth: Callable[[], bool], *, 
     CUPYFLASH_BACKEND asks for it, the call is worth it. No GPU is looked for unless it decides."""
     if library is not NUMPY:
         return False
-    asked = os.environ.get("CUPYFLASH_BACKEND", "auto")
+    asked = os.environ.get("CUPYFLASH_BACKEND") or "auto"
     if asked == "auto" and not (problem.dtype in GPU_DTYPES and is_worth()):
         return False
     if backend() == "cpu":

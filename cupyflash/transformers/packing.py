@@ -38,7 +38,8 @@ _last: tuple[weakref.ref[Tensor], int, Tensor | None] | None = None
 
 
 def of_position_ids(position_ids: Tensor) -> Tensor | None:
-    """cu_seqlens of (1, seqlen) positions that start again with each sequence; None if there is one.
+    """cu_seqlens of (1, seqlen) positions that start again with each sequence and rise by 1 in it; None if there is one
+    sequence, or positions are others, which say nothing of sequences.
 
     All layers of a forward ask with the same tensor: the GPU is waited for once. A tensor made in inference mode does
     not tell whether it was changed, and is asked each time.
@@ -49,6 +50,8 @@ def of_position_ids(position_ids: Tensor) -> Tensor | None:
         return _last[2]
     begins = position_ids == position_ids.min()
     begins[:, 0] = True
+    rises = (position_ids[:, 1:] == position_ids[:, :-1] + 1) | begins[:, 1:]
+    begins[:, 1:] &= rises.all() & ~begins.all()
     starts = _cu_seqlens(begins)
     found = starts if len(starts) > 2 else None
     if version is not None:

@@ -83,7 +83,7 @@ def test_a_run_that_is_interrupted_at_once_has_nothing_to_show(monkeypatch: pyte
 
     monkeypatch.setattr(bench_main, "measure_cell", interrupt)
     result = CliRunner().invoke(cli.main, ["bench", *TINY, "--json"])
-    assert (result.exit_code, result.stdout) == (130, "")
+    assert (result.exit_code, json.loads(result.stdout)["error"]) == (130, "interrupted")
 
 
 class Recorder(Clock):

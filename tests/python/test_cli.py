@@ -245,7 +245,7 @@ def test_verify_usage(invoke: Invoke) -> None:
     assert "primes" in invoke("verify", "--case", "prime", code=2).output
     assert "bf17" in invoke("verify", "--dtype", "bf16,bf17", code=2).output
     invoke("verify", "--head-dim", "65", code=2)
-    invoke("verify", "--framework", "cupy", code=2)
+    invoke("verify", "--framework", "cupy", code=3)
     invoke("verify", "--case", "cuda-graph", code=2)
 
 

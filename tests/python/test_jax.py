@@ -128,6 +128,18 @@ def test_vmap(axes: tuple[int | None, ...], three: list[Any]) -> None:
     agree(jax.jit(jax.vmap(gradients(ours), axes))(*given), jax.vmap(gradients(plain), axes)(*given))
 
 
+def test_vmap_of_nothing(three: list[Any]) -> None:
+    """An axis of length 0, as jax.nn has it; the gradient of what is not mapped is 0."""
+    import jax
+    import jax.numpy as jnp
+
+    q, k, v = three
+    none = jnp.zeros((0, *q.shape), q.dtype)
+    assert jax.vmap(ours, (0, None, None))(none, k, v).shape == none.shape
+    found = jax.vmap(gradients(ours), (0, None, None))(none, k, v)
+    assert [x.shape for x in found] == [(0, *x.shape) for x in three]
+
+
 def test_vmap_of_vmap(three: list[Any]) -> None:
     import jax
     import jax.numpy as jnp

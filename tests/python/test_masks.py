@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import BlockMask, masks
+from cupyflash import ArgumentError, BlockMask, masks
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.case import NUMPY_DTYPE
 from cupyflash.check.features import Features
@@ -162,7 +162,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: masks.bigbird(N, heads=0), "heads: expected an integer from 1 on, got 0"),
     (lambda: masks.butterfly(N, block=0), "block: expected an integer from 1 on, got 0"),
     (lambda: masks.local(100, left=-1), r"left: expected left \+ right >= 0, got \(-1, 0\), which hides every key"),
-    (lambda: masks.causal_document([[0], [0, 1]]), "document_ids: expected as many integers of each sequence"),
+    (lambda: masks.causal_document([[0], [0, 1]]), "document_ids: expected as many elements of each sequence"),
     (lambda: masks.global_local(100, window=3, global_tokens=[500]), "global_tokens: expected how many, or positions"),
     (lambda: masks.global_local(100, window=3, global_tokens=[-1]), r"positions from 0 to 99, got \[-1\]"),
     (lambda: masks.global_local(100, window=3, global_tokens=-1), "global_tokens: expected an integer from 0 on"),
@@ -556,3 +556,34 @@ def test_no_mask_is_read_where_there_are_no_scores(
     cupyflash.attention_backward(q, q, k, k, q, lse, mask=mask)
     assert not [one for one in gpu.launched if "mask_tiles" in one.symbol]
     assert batch or not gpu.launched
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: masks.from_dense([[True], [True, False]]), "mask: expected as many"),
+        (lambda: masks.from_blocks([[True], [True, False]], 64, 100), "blocks: expected as many"),
+        (lambda: masks.from_blocks(np.ones((1, 1), bool), (64, 64, 64), 100), "block_size: expected an integer"),
+        (lambda: masks.global_local(10, window=2, global_tokens=[[1], [1, 2]]), "global_tokens: expected as many"),
+        (lambda: masks.prefix(10, length=[[1], [2, 3]]), "length: expected as many"),
+        (lambda: masks.bigbird(100, seed=-1), "seed: expected an integer from 0 on"),
+        (lambda: masks.from_torch(3), "expected a cupyflash.BlockMask"),
+    ],
+)
+def test_what_no_mask_can_be_made_of(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        make()
+
+
+def test_numbers_beyond_all_lengths() -> None:
+    """They are as good as those that no sequence reaches."""
+    huge, everything = 10**30, np.ones((1, 1), bool)
+    same = (
+        (masks.local(100, left=huge), masks.local(100, left=None)),
+        (masks.strided(100, stride=huge), masks.local(100, left=None)),
+        (masks.from_blocks(everything, huge, 100), masks.from_dense(np.ones((100, 100), bool))),
+        (masks.butterfly(100, block=huge), masks.from_dense(np.ones((100, 100), bool))),
+        (masks.global_local(100, window=huge, global_tokens=0), masks.from_dense(np.ones((100, 100), bool))),
+    )
+    for a, b in same:
+        assert np.array_equal(a.of(0, 0), b.of(0, 0))

@@ -388,8 +388,8 @@ def test_cache_commands_cover_the_layer(folder: Path, compiled: list[str]) -> No
     assert document["entries"] == []
     assert [(e["symbol"], e["arch"]) for e in document["precompiled"]] == [(SMALL.symbol, "sm_80")]
     assert document["precompiled_problems"] == []
-    assert "precompiled: 1 kernels" in run("info", "--precompiled")
+    assert "precompiled: 1 kernel," in run("info", "--precompiled")
     assert "0 kernels removed" in run("clear")
     assert len(list(path.iterdir())) == 2
-    assert "1 kernels removed" in run("clear", "--precompiled", "--yes")
+    assert "1 kernel removed" in run("clear", "--precompiled", "--yes")
     assert not path.exists()

@@ -76,3 +76,9 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cupyflash.gpu.device.count", lambda: 0)
     with pytest.raises(DeviceError, match='arch: expected one, such as "sm_90", where there is no usable GPU'):
         cupyflash.raw_kernel(Q, K)
+
+
+@pytest.mark.parametrize("shape", [None, (-1, 16, 2, 64), (1, 16.5, 2, 64), (1, "16", 2, 64), (1, 16, 64)])
+def test_shapes_that_no_array_has(shape: Any) -> None:
+    with pytest.raises(ArgumentError, match="q"):
+        cupyflash.raw_kernel(shape, (1, 16, 2, 64), arch="sm_80")

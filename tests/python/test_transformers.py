@@ -218,6 +218,15 @@ def test_packed_sequences(name: str, told_by: str, calls: list[str]) -> None:
     assert calls == ["forward"] * 2 + ["backward"] * 2
 
 
+@pytest.mark.parametrize("places", [torch.zeros(1, 19, dtype=torch.long), torch.arange(19)[None] % 7 * 2,
+                                    torch.randperm(19, generator=torch.Generator().manual_seed(1))[None]])  # fmt: skip
+def test_positions_that_say_nothing_of_sequences(places: torch.Tensor) -> None:
+    """gpt-oss's model makes no mask of them, so eager sees one sequence."""
+    eager, ours = pair("gpt-oss")
+    want, found = (model(tokens(1, 19), position_ids=places, use_cache=False).logits for model in (eager, ours))
+    close(found, want)
+
+
 def test_packed_sequences_in_a_batch(calls: list[str]) -> None:
     eager, ours = pair("llama")
     ids = tokens(3, 17)

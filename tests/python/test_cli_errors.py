@@ -1,0 +1,154 @@
+"""What the command line says where something is wrong: to people, as a JSON document, and by its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from cupyflash import attention, cli
+from cupyflash.cli import watchdog
+from cupyflash.launch import run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.usefixtures("without_gpu")
+
+
+def invoke(*arguments: str) -> Result:
+    result = CliRunner().invoke(cli.main, arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+    return result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("explain", "--head-dim", "7"), 4),
+        (("explain", "--window", "x"), 2),
+        (("bench",), 3),
+        (("bench", "--bias", "x"), 2),
+        (("verify", "--timeout", "0", "--backend", "cpu", "--case", "dense-d64", "--head-dim", "128"), 2),
+        (("compile", "--arch", "sm_110"), 4),
+    ],
+)
+def test_an_error_is_a_document_too(arguments: tuple[str, ...], code: int) -> None:
+    """One document, and the message for people beside it."""
+    result = invoke(*arguments, "--json")
+    document = json.loads(result.stdout)
+    assert (result.exit_code, document["exit_code"], document["command"]) == (code, code, arguments[0])
+    assert document["error"].splitlines()[-1] in result.stderr
+    assert set(document) == {"command", "error", "exit_code"}
+    assert not invoke(*arguments).stdout.startswith("{")
+
+
+def test_a_document_is_not_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(options: Any, gpu: Any) -> None:
+        cli.output.emit({"command": "explain"})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cupyflash.cli.explain.main.explain", interrupted, raising=False)
+    monkeypatch.setattr("cupyflash.cli.explain.cached.explain", interrupted)
+    result = invoke("explain", "--with-cache", "--no-compile", "--json")
+    assert (result.exit_code, json.loads(result.stdout)) == (130, {"command": "explain"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("verify", "--timeout", "nan"), "nan is not a finite number"),
+        (("verify", "--timeout", "inf"), "inf is not a finite number"),
+        (
+            ("verify", "--timeout", "0", "--case", "cache-many-queries", "--dtype", "fp32"),
+            "has no fp32, but fp16, bf16",
+        ),
+        (("verify", "--timeout", "0", "--case", "cache-one-query", "--head-dim", "128"), "has head_dim 64"),
+        (("bench", "--backend", "cpu", "--softcap", "nan"), "nan is not a finite number"),
+        (("bench", "--backend", "cpu", "--dropout", "nan"), "nan is not"),
+        (("bench", "--backend", "cpu", "--mask", ""), "'' is not made of the letters"),
+        (("explain", "--score-mod", "score + a[h]", "--mod-array", "a:fp32:²"), "is not NAME:DTYPE:SIZES"),
+        (("explain", "--score-mod", "score + a[h]", "--mod-array", "a:fp32:8:9"), "is not NAME:DTYPE:SIZES"),
+        (
+            ("explain", "--score-mod", "score + a[h]", "--mod-array", "a:fp32:8", "--mod-array", "a:fp32:9"),
+            "is the second one called a",
+        ),
+        (("run", "--nonsense", "x.py"), "No such option"),
+        (("run", "--flash-attn", "--nonsense", "x.py"), "No such option"),
+        (("run", "--flash-attn", "-m", "no.such.module"), "no module 'no.such.module'"),
+    ],
+)
+def test_wrong_usage(arguments: tuple[str, ...], message: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_mods_read_arrays_of_fp64() -> None:
+    result = invoke("explain", "--no-compile", "--score-mod", "score + a[h]", "--mod-array", "a:fp64:16")
+    assert result.exit_code == 0, result.output
+
+
+def test_a_run_that_does_not_fit_the_memory() -> None:
+    huge = "--seqlens", "64", "--batch", "99999999999", "--head-dim", "64"
+    result = invoke("bench", "--backend", "cpu", "--quick", *huge, "--causal", "--pass", "fwd", "--framework", "numpy")
+    assert result.exit_code == 4
+    assert "give a smaller --batch" in result.output
+
+
+def test_a_poll_that_ends_in_years(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a poll can be; what is told ends it, and nothing else before its time."""
+
+    class Pipe:
+        polls = 0
+
+        def poll(self, seconds: float) -> bool:
+            assert 0 <= seconds <= 86400
+            self.polls += 1
+            return self.polls == 3
+
+    pipe: Any = Pipe()
+    assert watchdog._is_told(pipe, time.monotonic() + 1e300)
+    assert pipe.polls == 3
+    assert not watchdog._is_told(pipe, time.monotonic() - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [("CUPYFLASH_FAMILY", "foo", "FAIL"), ("CUPYFLASH_DEBUG", "yes", "WARN"), ("CUPYFLASH_DEBUG", "1", "OK"),
+     ("CUPYFLASH_FAMILY", "sm80", "OK"), ("CUPYFLASH_BACKEND", "", "OK")],
+)  # fmt: skip
+def test_doctor_looks_at_variables(name: str, value: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    lines = [line for line in invoke("doctor").stdout.splitlines() if name in line]
+    assert lines[0].split()[0] == level
+
+
+def test_a_variable_that_is_empty_is_not_set(monkeypatch: pytest.MonkeyPatch, rng: Any) -> None:
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "")
+    assert run.asked_backend() == "auto"
+    q = rng.standard_normal((1, 3, 1, 8)).astype("float32")
+    assert attention(q, q, q).shape == q.shape
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "cupyflash", "explain", "--no-compile"], stdout=full, cwd=ROOT,
+                              stderr=subprocess.PIPE, text=True, check=False)  # fmt: skip
+    assert done.returncode == 4
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_cache_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in the way is said, not raised."""
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / ("x" * 300)))
+    result = invoke("cache", "clear", "--yes")
+    assert "Traceback" not in result.output
