@@ -48,7 +48,7 @@ class Commands(click.Group):
             formatter.write_dl(list(COMMANDS.items()))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[WANTS_JSON] = "--json" in args
+        ctx.meta[WANTS_JSON] = "--json" in args and args[0] != "run"  # whose script may have such an option
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -60,10 +60,10 @@ def command(flash_attn: bool, is_module: bool, script: str, args: tuple[str, ...
 
 
 def _is_module(name: str) -> bool:
-    """Whether Python finds a module of this name, from the working directory too."""
+    """Whether Python finds a module, or its package, which is not imported yet, from the working directory too."""
     sys.path.insert(0, os.getcwd())
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
     except (ImportError, ValueError):
         return False
     finally:

@@ -61,8 +61,8 @@ def from_blocks(
     sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sizes) != 2:
         raise ArgumentError(f"block_size: expected an integer, or one for rows and one for keys, got {sizes!r:.60}")
-    most = (max(_TILE, -(-n // _TILE) * _TILE) for n in (seqlen_q, seqlen_k))  # where there is one block
-    rows, keys = (min(_whole("block_size", n, 1), whole) for n, whole in zip(sizes, most, strict=True))
+    room = (max(_TILE, -(-n // _TILE) * _TILE) for n in (seqlen_q, seqlen_k))  # of one block that has all
+    rows, keys = (min(_whole("block_size", n, 1), most) for n, most in zip(sizes, room, strict=True))
     x = _array("blocks", blocks)
     wanted = -(-seqlen_q // rows), -(-seqlen_k // keys)
     if x.dtype != bool or not 2 <= x.ndim <= 4 or x.shape[-2:] != wanted:

@@ -229,9 +229,13 @@ class Cell:
         """Of those that there are: slopes as Press et al. 2022 have them, for any number of heads, 2^(-8 i / heads), i
         from 1 on; sinks from -2 to 2; a seed of dropout; ranges of keys.
         """
-        slopes = np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)
-        sinks = np.linspace(-2, 2, self.heads, dtype=np.float32)
-        there = (("alibi_slopes", slopes, self.alibi), ("sink", sinks, self.sink),
-                 ("dropout_seed", np.array([1], np.int64), self.dropout > 0),
-                 ("kv_range", self.ranges if self.padded else slopes, bool(self.padded)))  # fmt: skip
-        return {name: x for name, x, is_there in there if is_there}
+        found: dict[str, np.ndarray] = {}
+        if self.alibi:
+            found["alibi_slopes"] = np.exp2(-8 * np.arange(1, self.heads + 1, dtype=np.float32) / self.heads)
+        if self.sink:
+            found["sink"] = np.linspace(-2, 2, self.heads, dtype=np.float32)
+        if self.dropout:
+            found["dropout_seed"] = np.array([1], np.int64)
+        if self.padded:
+            found["kv_range"] = self.ranges
+        return found

@@ -151,6 +151,7 @@ def _load(variant: Variant, device: Device) -> Kernel:
     return Kernel(variant, function.ptr, function)
 
 
+# All stay loaded: a CUDA graph may have captured any of them, and nobody can ask it.
 _kernels: dict[tuple[Variant, int], Kernel] = {}
 _locks: dict[tuple[Variant, int], threading.Lock] = {}
 

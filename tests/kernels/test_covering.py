@@ -181,7 +181,7 @@ def test_keys_are_interleaved() -> None:
     without = {name for name, values in met.items() if values == {False}}
     assert without == {
         "packed", "mask", "masked_bias", "bias_of_keys", "dropout", "block_mask", "bias_beside_mods", "mods", "paged",
-        "whole_pages", "split_keys", "clocks",
+        "whole_pages", "of_whole", "split_keys", "clocks",
     }  # fmt: skip
 
 

@@ -152,3 +152,15 @@ def test_a_cache_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(tmp_path / ("x" * 300)))
     result = invoke("cache", "clear", "--yes")
     assert "Traceback" not in result.output
+
+
+def test_a_module_of_a_package_that_imports_flash_attn(tmp_path: Path) -> None:
+    """Nothing of it is imported before the name stands for cupyflash."""
+    package = tmp_path / "trained"
+    package.mkdir()
+    (package / "__init__.py").write_text("import flash_attn\n")
+    (package / "by.py").write_text("import sys\nprint('by', sys.argv[1:])\n")
+    command = [sys.executable, "-m", "cupyflash", "run", "--flash-attn", "-m", "trained.by", "--json"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "by ['--json']\n"), done.stderr

@@ -472,6 +472,7 @@ def test_jax_results_lie_where_the_inputs_lie() -> None:
 RACE = """
 import sys, threading, time
 sys.path.insert(0, {folder!r})
+sys.half = threading.Event()  # until then the import goes no further
 import numpy as np, cupyflash
 class Producer:
     def __init__(self, x): self.x = x
@@ -488,9 +489,9 @@ thread.start()
 while {module!r} not in sys.modules:
     time.sleep(0.001)
 assert not hasattr(sys.modules[{module!r}], "done")
-start = time.perf_counter()
 assert cupyflash.attention(x, x, x).shape == x.shape
 assert not hasattr(sys.modules[{module!r}], "done"), "NumPy arrays need not wait"
+threading.Timer(0.3, sys.half.set).start()
 assert cupyflash.attention(Producer(x), Producer(x), Producer(x)).shape == x.shape
 try:
     cupyflash.attention([1], [2], [3])
@@ -505,7 +506,7 @@ thread.join()
 def test_a_library_that_another_thread_imports(module: str, end: str, tmp_path: Path) -> None:
     """Such a module is there and lacks its names."""
     name = {"torch": "Tensor", "cupy": "ndarray", "jax": "Array"}[module]
-    (tmp_path / f"{module}.py").write_text(f"import time\ntime.sleep(1)\nclass {name}: pass\n{end}\n")
+    (tmp_path / f"{module}.py").write_text(f"import sys\nsys.half.wait(60)\nclass {name}: pass\n{end}\n")
     code = RACE.format(folder=str(tmp_path), module=module)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=_on_cpu())
     assert "q: expected an array of" in done.stdout, done.stderr
