@@ -91,7 +91,8 @@ class Kernels:
         return [variant for variant in self.variants if not isinstance(variant, Ahead)]
 
     @functools.cached_property
-    def _tail_tiles(self) -> int:  # enough to even out the tail: with a mask, or packed, tiles differ in length
+    def _tail_tiles(self) -> int:
+        """Enough to even out the tail: with a mask, or packed, tiles differ in length."""
         return 2 * self.device.sm_count if self.spec.uneven else 0
 
     @functools.cached_property

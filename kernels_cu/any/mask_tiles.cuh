@@ -79,8 +79,8 @@ struct OwnTile {
 
     template <class Params>
     __device__ OwnTile(const Params &p, int number)
-        : q_tiles(ceil_div(V::kPacked ? p.max_seqlen_q : p.problem.seqlen_q, kMaskTile)),
-          k_tiles(ceil_div(V::kPacked ? p.max_seqlen_k : p.problem.seqlen_k, kMaskTile)),
+        : q_tiles(ceil_div(MaskLengths<V>::queries(p), kMaskTile)),
+          k_tiles(ceil_div(MaskLengths<V>::keys(p), kMaskTile)),
           own_q((V::kMods ? V::kByQuery : p.mask_stride.row != 0) ? q_tiles : 1),
           own_k((V::kMods ? V::kByKey : p.mask_stride.key != 0) ? k_tiles : 1) {
         const int heads = MaskOwners::of(p).heads ? p.problem.heads_q : 1;
@@ -102,8 +102,8 @@ struct OwnTile {
                 to.row,
                 to.key,
                 first,
-                min(kMaskTile, (V::kPacked ? p.max_seqlen_q : p.problem.seqlen_q) - q0),
-                min(kMaskTile, (V::kPacked ? p.max_seqlen_k : p.problem.seqlen_k) - k0)};
+                min(kMaskTile, MaskLengths<V>::queries(p) - q0),
+                min(kMaskTile, MaskLengths<V>::keys(p) - k0)};
     }
     // The warp asks for 64 keys of a query at a time: what a mod makes of a key is made once.
     template <class Params, class Mods>

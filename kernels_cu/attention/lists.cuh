@@ -54,7 +54,8 @@ __device__ __forceinline__ int *key_list(const Params &p, const Sequence<V::kPac
     return p.key_lists + list_number<V, Queries, V::kBlockM>(p, s, head, block, m_blocks) * (1 + n_blocks);
 }
 // What a block visits of a tile's list, the i-th of `count` being list[1 + i]: all, or, where keys are divided (key_parts.cuh), as
-// many as any other part, or one more. A mask may show keys of some parts alone, so these are not ranges of equal length, as without one.
+// many as any other part, or one more. A mask may show keys of some parts alone, so these are not ranges of equal length, as without
+// one.
 template <class V>
 struct ListPart {
     const int *list;

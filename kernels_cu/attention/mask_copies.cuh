@@ -43,7 +43,7 @@ struct MaskCopies {
 };
 
 // A stage of the forward: of a block of keys those tiles that each group of 64 queries sees. Blocks of fewer keys than a mask tile
-// read bits where they lie (SeenBits), and so do rows of a whole sequence, which lie in two tiles.
+// read bits where they lie (SeenBits), and so does a forward over a cache, whose producers bring pages.
 template <class V, bool kAny = V::kBlockMask && !V::kPaged && V::kBlockN % kMaskTile == 0>
 struct ForwardMask : MaskCopies<0> {};
 

@@ -6,7 +6,7 @@
 #include "attention/pages.cuh"
 
 // What some of the queries of a tile see of some keys of a block: groups of at most 64 of each, which lie within one tile of the
-// mask, but for queries over a cache.
+// mask, but for rows of a whole sequence (kOfWhole).
 template <class V>
 struct GroupsOf : V {
     static constexpr int kBlockM = V::kBlockM < 64 ? V::kBlockM : 64, kBlockN = V::kBlockN < 64 ? V::kBlockN : 64;

@@ -1,5 +1,6 @@
-// A block mask (blocks.cuh) asked for one key at a time, as attention of few queries over a cache does (V::kTileMask), without lists. Its queries count as its keys do, by the rows of a sequence: query i stands
-// at row i + seqlen_k - seqlen_q, and above row 0 no key is seen.
+// A block mask (blocks.cuh) asked for one key at a time, as attention of few queries over a cache does (V::kTileMask), without lists.
+// Its queries count as its keys do, by the rows of a sequence: query i stands at row i + seqlen_k - seqlen_q, and above row 0 no key
+// is seen.
 #ifndef CUPYFLASH_TILE_MASK_CUH
 #define CUPYFLASH_TILE_MASK_CUH
 #include "attention/bias.cuh"

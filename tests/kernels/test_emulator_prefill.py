@@ -260,20 +260,23 @@ def test_more_sequences_of_many_queries_than_rows_are_for(family: str) -> None:
     PrefillSession("any", family=family).run(arrays, problem_of(arrays, case.options()))
 
 
-@pytest.mark.parametrize("page_size", [16, None])
-def test_edges_that_go_back_append_nothing_outside(page_size: int | None) -> None:
+def run_back(how: PrefillSession, page_size: int | None = 16) -> None:
+    """Edges that go back: the last sequence that starts before a row starts behind it."""
     case = CacheCase("back", "full", (40, 60, 9), (243, 0, 0), page_size=page_size, capacity=320, append=True)
     arrays = case.inputs("bf16")
     arrays["cu_seqlens_q"] = np.array([0, 243, 0, 243], np.int32)
-    PrefillSession("any").run(arrays, problem_of(arrays, case.options()))
+    how.run(arrays, problem_of(arrays, case.options()))
 
 
-def test_edges_that_go_back_are_looked_at() -> None:
-    case = CacheCase("back", "full", (40, 60, 9), (243, 0, 0), page_size=16, capacity=320, append=True)
-    arrays = case.inputs("bf16")
-    arrays["cu_seqlens_q"] = np.array([0, 243, 0, 243], np.int32)
-    with pytest.raises(EmulatorError, match="out of bounds"):
-        PrefillSession("any", headers=BACK[0].headers()).run(arrays, problem_of(arrays, case.options()))
+@pytest.mark.parametrize("page_size", [16, None])
+def test_edges_that_go_back_append_nothing_outside(page_size: int | None) -> None:
+    run_back(PrefillSession("any"), page_size)
+
+
+@pytest.mark.parametrize("bug", BACK, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_edges_that_go_back_are_looked_at(bug: Bug) -> None:
+    with pytest.raises(EmulatorError, match=bug.finds):
+        run_back(PrefillSession("any", headers=bug.headers()))
 
 
 @pytest.mark.parametrize("bug", PAGES + PARTS + BLOCKS, ids=lambda bug: bug.name.replace(" ", "-"))

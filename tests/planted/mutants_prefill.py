@@ -75,7 +75,7 @@ LENGTHS = (
     _sm90("new keys from the first edge on", change("edges-of-new-keys", "i ? max(0, min(p.cu_seqlens_k[i], end)) : 0", "max(0, min(p.cu_seqlens_k[i], end))"), ""),
 )  # fmt: skip
 
-BACK = (Bug("rows before their sequence appended", without("rows-before-their-sequence"), ""),)
+BACK = (Bug("rows before their sequence appended", without("rows-before-their-sequence"), "", "out of bounds"),)
 
 # In the kernel that dequantizes; cases are those of tests/kernels/test_emulator_dequantize.py.
 DEQUANTIZE = (
