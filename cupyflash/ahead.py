@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import options
+from .bias import WHOLE, Bias
 from .cache.checks import STORED
 from .cache.problem import CacheProblem
 from .compile import jit
@@ -21,7 +22,7 @@ from .plan.families import GPU_DTYPES, kernels_of, variants_of_calls
 from .plan.shipped_cache import usual
 from .plan.spec import CHUNKS, LEARNED, ONE_ROW, PAIRS, Spec
 from .plan.variant import Variant
-from .problem import Bias, check_head_dim, make_problem
+from .problem import check_head_dim, make_problem
 
 _CACHE_DTYPES = ("int8", "float8_e4m3fn")
 
@@ -182,7 +183,7 @@ def biases_of(dtype: str, has_bias: bool) -> tuple[tuple[Bias | None, int], ...]
     if not has_bias:
         return ((None, 0),)
     numbers = dict.fromkeys((dtype, "fp32"))
-    forms = *map(Bias, numbers), Bias("bool"), *(Bias(kind, masked=True) for kind in numbers)
+    forms = *map(Bias, numbers), Bias("bool"), *(Bias(kind, beside=WHOLE) for kind in numbers)
     return tuple((form, paired) for form in forms for paired in (CHUNKS, PAIRS, ONE_ROW, 0))
 
 

@@ -10,26 +10,45 @@ from .operand import MASK_TILE
 MAX_SEQLEN = 2**29  # positions and window bounds, added up, are 32-bit integers in the kernels
 
 
+Own = tuple[bool, ...]  # of (batch, heads_q, seqlen_q, seqlen_k): elements of its own, or broadcast
+WHOLE: Own = (True, True, True, True)
+
+
+def own_of(shape: Sequence[int], strides: Sequence[int] = ()) -> Own:
+    """That of an array of this shape, which need not fit the scores yet; `strides`: of one that has no gradient, which
+    is broadcast along dimensions of stride 0, too."""
+    own = [n != 1 and step != 0 for n, step in zip(shape, strides or (1,) * len(shape), strict=True)][-4:]
+    return (*[False] * (4 - len(own)), *own)
+
+
+def becomes_blocks(mask: Own, packed: bool) -> bool:
+    """Whether a mask becomes a block mask. Packed, one that sequences share along queries or keys has no room: its
+    tiles would be as many as all rows have."""
+    return not packed or (mask[2] and mask[3])
+
+
 class Bias(NamedTuple):
     """What is added to the scores, but for its elements: a bias, a mask, or both.
 
     Attributes:
         dtype: that of q, or fp32; or bool: it is a mask.
-        own: along which of (batch, heads_q, seqlen_q, seqlen_k) it has elements of its own; it is broadcast along the
-            others.
-        masked: whether a mask stands beside it.
+        own: along which dimensions it has elements of its own.
+        beside: along which the mask has that stands beside it; None: none does.
     """
 
     dtype: str
-    own: tuple[bool, ...] = (True, True, True, True)
-    masked: bool = False
+    own: Own = WHOLE
+    beside: Own | None = None
 
-    @classmethod
-    def of(cls, shape: Sequence[int], dtype: str, masked: bool = False, strides: Sequence[int] = ()) -> Bias:
-        """That of an array of this shape, which need not fit the scores yet; `strides`: of one that has no gradient,
-        which is broadcast along dimensions of stride 0, too."""
-        own = [n != 1 and step != 0 for n, step in zip(shape, strides or (1,) * len(shape), strict=True)][-4:]
-        return cls(dtype, (*[False] * (4 - len(own)), *own), masked)
+    @property
+    def masked(self) -> bool:
+        """Whether a mask stands beside it."""
+        return self.beside is not None
+
+    @property
+    def mask(self) -> Own | None:
+        """Along which dimensions the mask, alone or beside a bias, has elements of its own; None: there is none."""
+        return self.own if self.dtype == "bool" else self.beside
 
     @property
     def argument(self) -> str:

@@ -85,7 +85,7 @@ def attention_varlen(
             beyond the rows or do not start with 0 are found where the arrays are in host memory, and on a GPU with
             ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for them. Else the kernels clamp them: nothing
             beyond the arrays is read or written, and the results are of no use. So are sequences for which a bias or a
-            mask has no room found: to scores beyond it nothing is added, and nothing is hidden there.
+            mask has no room found; else their results are of no use either.
         UnsupportedError, CompileError: as `attention`.
 
     Example:

@@ -25,7 +25,7 @@ def bias_dims(ctx: click.Context, param: click.Parameter, text: str | None) -> t
 def bias_of(options: dict[str, Any]) -> Bias | None:
     """What --bias and --mask add to the scores."""
     if options["bias"]:
-        return Bias(options["dtype"], options["bias"], masked=options["mask"] is not None)
+        return Bias(options["dtype"], options["bias"], beside=options["mask"])
     return Bias("bool", options["mask"]) if options["mask"] else None
 
 

@@ -42,7 +42,8 @@ def form_of(words: str, dtype: str) -> Bias | None:
     assert set(rest) <= set(WORDS), words
     kind = "bool" if "bool" in rest else "fp32" if "fp32" in rest and dtype != "fp64" else dtype
     is_whole = "whole" in rest and kind != "bool"  # whose strides of 0 say more (Bias.of)
-    return Bias(kind, tuple(is_whole or d in dims for d in "bhqk"), bool(beside))
+    of_mask = form_of(beside, dtype)
+    return Bias(kind, tuple(is_whole or d in dims for d in "bhqk"), None if of_mask is None else of_mask.own)
 
 
 def room_of(words: str, room: tuple[int, int], has_tiles: bool = False) -> tuple[int, int]:

@@ -69,6 +69,11 @@ PACKED_CASES: tuple[Case, ...] = (
             window=(50, 3)),
     _packed("mask-range", "quick", (1, 130, 6, 89), causal=True, values="nan_outside", bias="bqk bool", mods="capped",
             ranges=((0, 1), (65, 130), (6, 6), (7, 80))),
+    _packed("mask-of-keys", "quick", (61, 0, 130, 9), (70, 5, 101, 30), heads_q=4, bias="bk bool", causal=True),
+    _packed("mask-tiles-d128", "quick", (99, 3, 130), (190, 65, 71), 128, heads_q=4, heads_k=2, dlse=True,
+            bias="bhqk bool tiles", deterministic=True),
+    _packed("bias-mask-tiles", "full", (130, 89, 6), (150, 101, 70), heads_q=4, bias="hqk + bqk bool tiles",
+            outside=(9, 9), values="nan_outside", causal=True),
     # block masks, whose tiles are those of each sequence
     _packed("block-mask", "smoke", (150, 0, 75, 67), (173, 5, 60, 70), outside=(9, 9), heads_q=4, causal=True,
             mask="tiles_of_heads", dlse=True),

@@ -34,7 +34,7 @@ class Added:
         bias, mask: (batch, heads_q, seqlen_q, seqlen_k), some of stride 0; None: there is none.
         mods: what a user makes of scores; None: nothing.
         has_mask_alone: whether the mask, or the mask_mod, says what queries see, as a block mask does: one with nothing
-            beside it, not packed. Others are a bias of 0 and -inf.
+            beside it that is not read by element. Others are a bias of 0 and -inf.
         dslopes, dbias: their gradients if they are wanted, so far: shaped as the slopes, and as the bias with 1 for
             each dimension along which it is broadcast.
     """
@@ -129,7 +129,7 @@ def added_of(of: Features, p: Problem, dtype: np.dtype[Any]) -> Added:
     if of.mask is not None:
         found.mask = np.broadcast_to(of.mask, shape)
     is_one = of.mask is not None if not p.mods else of.mask is None and read(p.mods).score is None
-    found.has_mask_alone = is_one and of.bias is None and of.block_mask is None and not of.packed
+    found.has_mask_alone = is_one and of.bias is None and of.block_mask is None and not of.by_element
     return found
 
 

@@ -44,7 +44,7 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
     sequences = list(parts(p, arrays))
     given: dict[str, Any] = {name: arrays[name] for name in _FEATURES if name in arrays}
     read_by_mods = tuple(arrays[name] for name in MOD_ARRAYS if name in arrays)
-    of = Features(packed=True, mod_arrays=read_by_mods, **given)
+    of = Features(by_element=True, mod_arrays=read_by_mods, **given)
     for part in sequences:
         _append(arrays, p, part)
     for part in sequences:

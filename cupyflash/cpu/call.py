@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bias import becomes_blocks, own_of
 from ..block_mask import BlockMask
 from ..problem import Problem
 from ..sequences import parts
@@ -94,12 +95,13 @@ def _parts(p: Problem, of: Features) -> Iterator[_Part] | None:
 
 def _by_sequence(p: Problem, of: Features) -> Iterator[_Part]:
     assert of.sequences is not None
+    is_tiled = of.mask is not None and becomes_blocks(own_of(of.mask.shape, of.mask.strides), p.packed)
     for one in parts(p, of.sequences):
         b, first = one.corner
         keys, rows = slice(first, first + one.problem.seqlen_k), slice(0, one.problem.seqlen_q)
         place = Place(slice(b, b + 1), keys=keys, rows=rows)
         mask = None if of.block_mask is None else of.block_mask.part(b, one.problem.seqlen_q, place.keys)
-        features = replace(of.at(place), block_mask=mask, sequences=None, packed=p.packed)
+        features = replace(of.at(place), block_mask=mask, sequences=None, by_element=p.packed and not is_tiled)
         yield _Part(one.q, one.k, one.lse, place, one.problem, features)
 
 

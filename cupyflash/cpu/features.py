@@ -73,7 +73,8 @@ class Features:
         sequences: where the sequences of a packed call lie, and which of their keys count.
         wanted: "dalibi_slopes", "dsink", "dbias", "dmod_array_0" and so on: those whose gradients are.
         corner: where it begins, if it is a part of a call.
-        packed: whether it is a part of one of packed sequences.
+        by_element: whether kernels read a mask, or ask a mask_mod, by element: a query all of whose visible scores are
+            -inf then counts as one that sees no key.
     """
 
     alibi_slopes: Array | None = None
@@ -86,7 +87,7 @@ class Features:
     sequences: Sequences | None = None
     wanted: tuple[str, ...] = ()
     corner: Corner = _WHOLE
-    packed: bool = False
+    by_element: bool = False
 
     def at(self, place: Place) -> Features:
         """Those of a part; its block mask and its sequences are those of the whole."""

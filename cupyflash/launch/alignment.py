@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import Native
+from ..bias import becomes_blocks
 from ..cache.arrays import BY_NAME
 from ..gpu import tensormap
 from ..operands import BACKWARD, FORWARD, Pass
@@ -60,8 +61,9 @@ class Access(NamedTuple):
     Attributes:
         aligned: every row of the arrays with strides starts at a multiple of 16 bytes.
         tma: TMA can read those that some kernel reads by it.
-        paired_bias: how neighbouring keys of a bias lie, and of a mask: PAIRS, two in an aligned pair; CHUNKS, eight in
-            four of them; 0: neither, or there are none. With the bit ONE_ROW: side by side, and queries share them.
+        paired_bias: how neighbouring keys of a bias lie, and of a mask that is read beside it: PAIRS, two in an aligned
+            pair; CHUNKS, eight in four of them; 0: neither, or there are none. With the bit ONE_ROW: side by side, and
+            queries share them.
     """
 
     aligned: bool
@@ -73,7 +75,15 @@ def access_of(given: Given, signatures: Sequence[Plain], aligned: Aligned) -> Ac
     """That of arrays; `signatures`: strides in elements, as `as_batch` gives them."""
     rows = _of_rows(given.by_tma(signatures), given.by_hand(signatures)) if aligned.rows else (False, False)
     added = [(x[0], score_steps(x[0], x[1])) for x in (signatures[i] for i in given.added)]
+    if len(added) > 1 and _makes_blocks(given, added[1][1]):
+        added.pop()
     return Access(*rows, _lie_of(added, aligned.bias) if added else 0)
+
+
+def _makes_blocks(given: Given, steps: Sequence[int]) -> bool:
+    """Whether a mask beside a bias, of these steps along scores, becomes a block mask, which kernels do not read."""
+    own = tuple(step != 0 for step in steps)
+    return given.block_mask is None and given.table is None and becomes_blocks(own, given.packed is not None)
 
 
 def known_of(given: Given, library: Native, arrays: Iterable[Any]) -> dict[str, Any]:

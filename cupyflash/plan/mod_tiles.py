@@ -14,7 +14,7 @@ from ..operand import MASK_TILE, TILE_WORDS
 from ..problem import Problem
 
 _FEW = 64 << 20  # bytes of bits that any call may have
-_WIDEST = 128  # head_dim up to which families have tiles for a score_mod beside a block mask
+_WIDEST = 128  # head_dim up to which a forward with a score_mod beside a block mask has large tiles
 
 
 class Apart(NamedTuple):

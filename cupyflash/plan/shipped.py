@@ -45,7 +45,7 @@ def shipped_problems() -> Iterator[tuple[Problem, bool]]:
     for head_dim in (64, 128):
         yield problem("bf16", head_dim, window=(None, 0), packed=True), True
     yield problem("bf16", 128, window=(None, 0), bias=Bias("bool")), True
-    yield problem("bf16", 128, packed=True, bias=Bias("bool")), True
+    yield problem("bf16", 128, packed=True, bias=Bias("bool", (False, False, False, True))), True
     for head_dim in (64, 128, 256):
         yield problem("bf16", head_dim, window=(None, 0), alibi=1), True
         yield problem("bf16", head_dim, window=(None, 0), kv_range=True), True

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..bias import Bias
+from ..bias import WHOLE, Bias
 from ..cache.problem import CacheProblem
 from ..gpu.device import Device
 from .decode import variants_over_cache
@@ -66,7 +66,7 @@ def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:
     yield problem("bf16", 128, page_size=1), _TMA
     for options in ({"window": (4096, 0)}, {"softcap": 50.0}, {"scale": -1.0}, {"alibi": 1}, {"kv_range": True}):
         yield problem("bf16", 128, **options), _TMA
-    for bias in (Bias("bf16"), Bias("fp32", masked=True)):
+    for bias in (Bias("bf16"), Bias("fp32", beside=WHOLE)):
         yield problem("bf16", 128, bias=bias), _TMA
     yield problem("bf16", 64, seqlen_q=4, page_size=16, bias=Bias("bool")), _TMA
     yield problem("bf16", 128, stored="int8", scale_dims=1, bias=Bias("bf16")), _TMA

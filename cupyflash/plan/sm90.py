@@ -83,15 +83,18 @@ _BACKWARD_BIAS: tuple[tuple[int, HopperBackwardTile], ...] = (
 # boxes of 128.
 _BACKWARD_COPIED_BIAS = (64, HopperBackwardTile(64, 192, 3, 160, 32, copies_bias=True)), _BACKWARD_BIAS[1]
 _BACKWARD_COPIED_BIAS_NARROW = (64, HopperBackwardTile(64, 128, 4, 240, 24, copies_bias=True)), _BACKWARD_BIAS[1]
-# With two such features (Spec.crowded), likewise.
+# With two such features (Spec.crowded), likewise; packed, three warpgroups spill.
 _FORWARD_CROWDED: tuple[tuple[int, HopperForwardTile], ...] = (
+    _FORWARD_BIAS_NARROW[0],
     (128, _FORWARD_LISTED_NARROW),
     (192, _FORWARD_LISTED_WIDE),
     (256, HopperForwardTile(128, 32, 4, 3, 232, 40)),
 )
-# With a block mask, whose bits a thread brings, which takes registers, too; fewer keys if packed or crowded.
+# With a block mask, whose bits a thread brings, which takes registers, too; fewer keys if packed or crowded, and no
+# columns of V held.
 _BACKWARD_LISTED = (64, HopperBackwardTile(64, 192, 4, 160, 32)), (128, HopperBackwardTile(64, 128, 2, 232, 40, 32))
 _BACKWARD_LISTED_NARROW = (64, HopperBackwardTile(64, 128, 4, 232, 40)), _BACKWARD_LISTED[1]
+_BACKWARD_LISTED_CROWDED = _BACKWARD_LISTED_NARROW[0], (128, HopperBackwardTile(64, 128, 2, 232, 40))
 
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
 _SECTION_BYTES = 4 << 20, 16 << 20
@@ -102,24 +105,23 @@ _TURNED_LIMIT, _TURNED_SM_COUNT = 1024, 64
 
 
 def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
-    """Those that keep dQ's sum; crowded, heads beyond 64 are wide."""
+    """Those that keep dQ's sum; none for wider heads."""
     found: tuple[tuple[int, HopperBackwardTile], ...]
     if spec.widest > _BACKWARD[-1][0]:
         added = spec.block_mask, spec.bias, spec.mask, spec.mods, spec.softcap, spec.dropout, spec.dalibi
         narrow_v = spec.width_v <= _BACKWARD[-1][0]
         return _BACKWARD_NARROW_V if narrow_v and not (any(added) or spec.deterministic) else ()
     if spec.block_mask:
-        found = _BACKWARD_LISTED_NARROW if spec.packed or spec.crowded else _BACKWARD_LISTED
-    elif spec.crowded:
-        found = _BACKWARD_BIAS
+        listed = _BACKWARD_LISTED_NARROW if spec.packed else _BACKWARD_LISTED
+        found = _BACKWARD_LISTED_CROWDED if spec.crowded else listed
     elif spec.may_copy_bias:
         fewer_keys = spec.dbias or spec.dalibi or spec.softcap
         found = _BACKWARD_COPIED_BIAS_NARROW if fewer_keys else _BACKWARD_COPIED_BIAS
-    elif spec.holds_bias or spec.dbias:
+    elif spec.crowded or spec.holds_bias or spec.dbias:
         found = _BACKWARD_BIAS
     else:
         found = _BACKWARD_DROPOUT_PACKED if spec.dropout and spec.packed else _BACKWARD
-    return found[:1] if spec.crowded else found
+    return found
 
 
 def _forward_width(spec: Spec) -> int:
@@ -142,8 +144,6 @@ class Sm90(Family):
             return "it multiplies elements of 16 bits"
         if spec.is_empty:
             return "nothing is to be computed"
-        if spec.crowded and spec.backward and spec.widest > _WIDE_BACKWARD[0][0]:
-            return "it has no tiles for two of a bias, a mask, mods, a block mask and dropout at this head_dim"
         if not spec.tma:
             return "TMA reads rows at multiples of 16 bytes, and no dimension with a stride of 0"
         return None
@@ -153,11 +153,12 @@ class Sm90(Family):
         is_narrow = spec.mods or spec.bias_of_keys or (spec.paired_bias and not spec.wide_bias)
         added = ahead if is_narrow else _FORWARD_BIAS_WIDE
         alone = added if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
-        table = _FORWARD_CROWDED if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
+        crowded = _FORWARD_CROWDED[spec.packed :]
+        table = crowded if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if _forward_width(spec) <= limit)
         if spec.paged and KEY_BLOCK % tile.block_n:
             tile = _FORWARD_PAGED
-        if spec.block_mask and tile.block_m == 192:
+        if spec.block_mask and tile.block_m == 192 and not spec.crowded:
             listed = _FORWARD_LISTED_TALL if spec.mask_tiles or spec.tall else _FORWARD_LISTED
             narrow = _FORWARD_LISTED_NARROW if spec.packed else listed
             tile = narrow if spec.widest <= 128 else _FORWARD_LISTED_WIDE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from ..bias import flags_of_added
+from ..bias import becomes_blocks, flags_of_added
 from ..operands import BACKWARD
 from ..options import Window
 from ..problem import ITEMSIZE, Problem
@@ -220,14 +220,16 @@ class Spec(NamedTuple):
 def _added(problem: Problem, paired_bias: int, tiles_fit: bool, learns_mods: bool) -> dict[str, Any]:
     """What is added to scores, and what hides keys by element, by the names of fields.
 
-    A mask becomes a block mask, unless there is a bias or a block mask beside it; or sequences are packed, since what
-    it has room for does not end where they do, but for those over a cache. So does a mask_mod, if its tiles fit, not
-    over a cache; but for one alone whose arrays' gradients, which are 0, are asked for.
+    A mask becomes a block mask (`becomes_blocks`), unless there is one beside it; over a cache, or a bias. So does a
+    mask_mod with nothing beside it, if its tiles fit, not of packed sequences; but for one alone whose arrays'
+    gradients, which are 0, are asked for.
     """
     bias, mods, mask_mod, own = problem.bias, problem.mods, "", None
-    if not (problem.block_mask or (problem.packed and not problem.page_size)):
-        if bias is not None and bias.dtype == "bool":
-            own, bias = bias.own, None
+    if not problem.block_mask:
+        if bias is not None and bias.mask is not None:
+            is_alone = bias.dtype == "bool"
+            if is_alone if problem.page_size else becomes_blocks(bias.mask, problem.packed):
+                own, bias = bias.mask, None if is_alone else bias._replace(beside=None)
         elif (
             bias is None
             and not problem.packed

@@ -125,9 +125,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before @q-and-do-landed
         if constexpr (kStages == 2) request(i + 1, visits.after(now));
 
-        // What one row of a bias adds for all queries; a lane has few of its keys.
+        // What is added to scores, asked for while they are multiplied; of fp32 it would take twice the registers.
         const auto fetched = [&] {
-            if constexpr (V::kBiasOfKeys)
+            if constexpr (V::kBiasOfKeys || !(V::kCopiesBias || V::kWideBias))
                 return head_places.template fetch<false, kRows, kQueries>(q0 + query0, k0 + key0);
             else return NotFetched{};
         }();

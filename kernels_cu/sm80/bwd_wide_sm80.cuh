@@ -108,6 +108,8 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         {
             const int key0 = own_warp % 2 * kRows, query0 = own_warp / 2 % 2 * kQueries;
             const int lane = fresh_lane(), first_query = query0 + 2 * (lane % 4);
+            const auto added =
+                Places<V>::of(p, sequence, now.head).template fetch<false, kRows, kQueries>(q0 + query0, k0 + key0);
             AccTile<kRows, kQueries> X;  // S, then P; or dP, then dS. Transposed: rows are keys
             X.zero();
             const TileKV keys{sK.base + own_group * TileKV::kBytes};     // K, or V
@@ -140,7 +142,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
             };
             if (own_group == kOfP) {
                 const auto head_places = Places<V>::of(p, sequence, now.head);
-                const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0);
+                const auto places = head_places.template from_lane<false>(q0 + query0, k0 + key0, added);
                 FragA<T, kRows, kQueries> rW;
                 float even = 0.f;  // the first weight of a pair
                 form_all(sP, [&](float S, int a, int j, int e, float lse, float) {

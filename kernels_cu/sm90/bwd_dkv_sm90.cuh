@@ -180,9 +180,10 @@ struct BwdDkvGroup {
                 AccTile<16, M> X;  // transposed: rows are keys
                 ptx::mbarrier_wait(smem.full(kRole, ring.stage), ring.phase);
                 issue_nt<T, kDepth>(X, resident, smem.template streamed<kRole>(ring.stage));
+                const auto added = added_to(visit);
                 ptx::wgmma_wait_group<0>();
                 arrived(X);
-                weigh(visit, X, W);
+                weigh(visit, X, W, added);
             }
             #pragma unroll 1
             for (int i = 1; i < visit.count; ++i) {
@@ -195,12 +196,13 @@ struct BwdDkvGroup {
                 ptx::mbarrier_wait(smem.full(kRole, ring.stage), ring.phase);
                 // S^T = K Q^T, dP^T = V dO^T
                 issue_nt<T, kDepth>(X, resident.fresh(), smem.template streamed<kRole>(ring.stage));
+                const auto added = added_to(visit);
                 ptx::wgmma_wait_group<1>();  // @product-complete-dkv
                 arrived(dKV);
                 arrive_warp(smem.empty(kOther, before.stage));  // @operand-of-the-other-released
                 ptx::wgmma_wait_group<0>();
                 arrived(X);
-                weigh(visit, X, W);
+                weigh(visit, X, W, added);
             }
             ptx::mbarrier_wait(smem.full(kOther, ring.stage), ring.phase);
             issue_nn<T, M>(dKV, W, smem.template streamed<kOther>(ring.stage));
@@ -217,8 +219,17 @@ struct BwdDkvGroup {
         return {with_range<V>(Sequence<V::kPacked>(visit.sequence), p.plain), problem};
     }
 
+    // What is added to the scores of a visit, asked for while they are multiplied.
+    __device__ auto added_to(const BwdVisits<V> &visit) const {
+        if constexpr (kRole == kRoleP)
+            return Places<V>::of(p.plain, visit.sequence, visit.head)
+                .template fetch<false, 16, M>(visit.q0(), visit.k0 + key0);  // @added-of-the-visit
+        else return NotFetched{};
+    }
+
     // P from S, or dS from dP and P; then Q, or dO, is no longer needed by this group.
-    __device__ void weigh(const BwdVisits<V> &visit, AccTile<16, M> &X, FragA<T, 16, M> &W) {
+    template <class Added>
+    __device__ void weigh(const BwdVisits<V> &visit, AccTile<16, M> &X, FragA<T, 16, M> &W, const Added &added) {
         const ptx::u32 thread = fresh_thread() % 128;
         const ptx::u32 stats_at = smem.stats(ring.stage) + 16 * (thread % 4), p_at = smem.p(handed.stage) + 16 * thread;
         bool masked;
@@ -232,7 +243,7 @@ struct BwdDkvGroup {
         const auto kept = dropout.template kept<false, 16, M>(visit.q0(), visit.k0 + key0);
         if constexpr (kRole == kRoleP) {
             const auto places = Places<V>::of(p.plain, visit.sequence, visit.head)
-                                    .template from_lane<false>(visit.q0(), visit.k0 + key0);
+                                    .template from_lane<false>(visit.q0(), visit.k0 + key0, added);
             FragA<T, 16, 16> weights[M / 16];  // by which the other group multiplies dP - delta
             #pragma unroll
             for (int k = 0; k < M / 16; ++k) {

@@ -188,10 +188,11 @@ struct BwdDqGroup {
             AccTile<16, N> S, dP;
             issue_dp(dP);
             issue_s(S);
+            const auto added = added_to(tile, places, q0, end - 1);
             ptx::wgmma_wait_group<0>();
             arrived(dP), arrived(S);
             arrive_warp(smem.empty(v_stage()));
-            weigh(tile, mask, places, S, dP, q0, end - 1, dS, emitted);
+            weigh(tile, mask, places, S, dP, q0, end - 1, dS, emitted, added);
         }
         dQ.zero();
         RingPosition<V::kStages> last = ring;  // of K of the block before, with a block mask
@@ -216,12 +217,13 @@ struct BwdDqGroup {
             arrived(dQ);
             arrive_warp(smem.empty(before.stage));  // @k-released-dq
             issue_s(S);                             // in the registers that dS leaves
+            const auto added = added_to(tile, places, q0, j);
             ptx::wgmma_wait_group<1>();
             arrived(dP);
             arrive_warp(smem.empty(v_stage()));
             ptx::wgmma_wait_group<0>();
             arrived(S);
-            weigh(tile, mask, places, S, dP, q0, j, dS, emitted);
+            weigh(tile, mask, places, S, dP, q0, j, dS, emitted, added);
             if constexpr (V::kBlockMask) last = ring, passed = 0;
         }
         arrive_warp(smem.dout_empty(group));
@@ -252,14 +254,21 @@ struct BwdDqGroup {
     // The stage before the ring's.
     __device__ int v_stage() const { return (ring.stage ? ring.stage : V::kStages) - 1; }  // @stage-of-v
 
+    // What is added to the scores of a block, asked for while they are multiplied.
+    __device__ auto added_to(const QueryWork<V> &tile, const Places<V> &head_places, int q0, int number) const {
+        // @added-of-the-block
+        return head_places.template fetch<true, 16, N>(q0 + warp_row, tile.key_block(number) * N);
+    }
+
     // dS = P * (dP - delta), P = exp(S - lse).
+    template <class Added>
     __device__ void weigh(const QueryWork<V> &tile, const Mask<OneGroup<V>> &mask, const Places<V> &head_places,
                           const AccTile<16, N> &S, AccTile<16, N> &dP, int q0, int number, FragA<T, 16, N> &dS,
-                          Emitted<V> &emitted) const {
+                          Emitted<V> &emitted, const Added &added) const {
         const int j = tile.key_block(number);
         const auto dropout = Dropout<V>::of(p.plain, tile.sequence.index, tile.head);
         Dropout<V>::drop(dP, dropout.template kept<true, 16, N>(q0 + warp_row, j * N));
-        const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N);
+        const auto places = head_places.template from_lane<true>(q0 + warp_row, j * N, added);
         if constexpr (Emitted<V>::kAny) {
             const int lane = fresh_lane();
             const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));

@@ -50,7 +50,8 @@ def is_close(a: Any, b: Any) -> bool:
 @pytest.mark.parametrize("keys", [ROOM, ROOM + 1], ids=["even", "odd"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 192])
-def test_each_sequence_is_attention_of_its_own(d: int, causal: bool, keys: int) -> None:
+@pytest.mark.parametrize("rows_of_mask", [1, ROOM], ids=["by element", "by blocks"])
+def test_each_sequence_is_attention_of_its_own(rows_of_mask: int, d: int, causal: bool, keys: int) -> None:
     """T5's: one bias of relative positions for all sequences, learned, and a mask beside it. Compared with dense calls,
     whose tiles lie elsewhere; what is behind the sequences holds NaN."""
     import torch
@@ -58,7 +59,7 @@ def test_each_sequence_is_attention_of_its_own(d: int, causal: bool, keys: int) 
     q, k, v, dout = tensors(sum(LENGTHS) + 7, d)
     bias = torch.randn(1, HEADS, ROOM, keys, device="cuda", dtype=torch.bfloat16)
     bias[:, :, max(LENGTHS) :], bias[..., max(LENGTHS) :] = float("nan"), float("nan")
-    mask = torch.rand(len(LENGTHS), 1, 1, keys, device="cuda") < 0.9
+    mask = torch.rand(len(LENGTHS), 1, rows_of_mask, keys, device="cuda") < 0.9
     cu = places(LENGTHS)
     out, dq, dk, dv, dbias = both(q, k, v, dout, cu, bias=bias, mask=mask, causal=causal)
     total = torch.zeros(bias.shape, device="cuda")
@@ -67,7 +68,7 @@ def test_each_sequence_is_attention_of_its_own(d: int, causal: bool, keys: int) 
             continue
         rows = slice(first, first + n)
         x = [a[None, rows] for a in (q, k, v)]
-        own = {"bias": bias[..., :n, :n], "mask": mask[b : b + 1, ..., :n], "causal": causal}
+        own = {"bias": bias[..., :n, :n], "mask": mask[b : b + 1, :, :n, :n], "causal": causal}
         want, lse = attention(*x, **own, return_lse=True)
         of = attention_backward(dout[None, rows], *x, want, lse, gradients_of="bias", **own)
         for name, a, c in (("out", out, want), ("dq", dq, of.dq), ("dk", dk, of.dk), ("dv", dv, of.dv)):

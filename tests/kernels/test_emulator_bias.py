@@ -64,13 +64,14 @@ CASES = {
     "row-alibi": Case(
         "bias-row-alibi", "full", 75, 133, 128, 2, 4, 2, bias="bk", softcap=2.0, alibi=1, sink=True, window=(70, 30)
     ),
-    "row-masked": _case("row-masked", "bk + k bool", heads_q=4, heads_k=2, causal=True),
+    "row-masked": _case("row-masked", "bk + k bool", mask="stripes", heads_q=4, heads_k=2, causal=True),
     "row-hides": Case("bias-row-hides", "full", 140, 201, 40, 2, 3, 1, bias="bhk hides", dlse=True),
     "row-dropout": _case("row-dropout", "k", dropout_p=0.2),
     "row-wide": Case("bias-row-wide", "full", 70, 133, 256, 1, 2, 1, bias="bk", causal=True),
+    "wide-heads": Case("bias-wide-heads", "full", 140, 132, 256, 1, 2, 1, bias="hqk"),
     "odd": Case("bias-odd", "full", 70, 133, 64, 2, 2, 1, bias="hqk"),
     "queries": _case("queries", "bq", dlse=True),
-    "both": _case("both", "hqk + bk bool", dlse=True),
+    "both": _case("both", "hqk + bk bool", mask="stripes", dlse=True),
     "packed": _packed("packed", "bhqk", heads_q=4),
     "chunks": Case("bias-chunks", "full", 201, 200, 64, 2, 4, 2, bias="bhqk", causal=True, dlse=True),
     "chunks-hides": Case("bias-chunks-hides", "full", 140, 264, 40, 1, 2, 2, bias="hqk hides", window=(70, 30)),
@@ -81,9 +82,9 @@ CASES = {
     "chunks-climbing": Case("bias-chunks-climbing", "full", 75, 328, 64, 1, 2, 2, bias="hqk", values="growing_maxima"),
     "chunks-far": Case("bias-chunks-far", "full", 75, 328, 64, 1, 2, 2, bias="hqk far"),
     "chunks-nan-hidden": Case("bias-chunks-nan-hidden", "full", 70, 200, 128, 2, 2, 1, bias="qk hides"),
-    "packed-mask": _packed("packed-mask", "bqk bool", dlse=True),
+    "packed-mask": _packed("packed-mask", "bk bool", dlse=True),
     "packed-shared": _packed("packed-shared", "hqk"),
-    "short": _packed("short", "hqk + bqk bool", causal=True),
+    "short": _packed("short", "hqk + bk bool", causal=True),
 }
 
 
@@ -102,7 +103,7 @@ def inputs_of(name: str) -> Inputs:
         assert bias is not None
         assert mask is not None
         bias[:, ROOM[0] :] = bias[..., ROOM[1] :] = 0
-        mask[..., ROOM[0] :, :] = mask[..., ROOM[1] :] = True
+        mask[2] = True  # of the one that has more queries, from which nothing is hidden behind them
     if name.endswith("nan-hidden"):
         assert bias is not None
         bias[:, 37] = -np.inf

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from cupyflash import masks
+from cupyflash.bias import Bias, own_of
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.case_mods import ModInputs
 from cupyflash.check.cases import Case, Inputs
-from cupyflash.problem import Bias
 from tests.emulator import EmulatorError
 from tests.emulator.attention import Session
 from tests.emulator.require import require_compiler
@@ -120,11 +120,30 @@ def test_planted_bug_is_reported(bug: Bug) -> None:
         assert planted()
 
 
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_a_packed_sequence_that_is_longer_than_the_mask(family: str) -> None:
+    """Nothing beyond the mask is read, which the emulator would report; other sequences have what they have anyway."""
+    case = Case("longer", "full", 300, 300, 64, 3, 2, 1, lengths_q=(90, 150, 60), lengths_k=(90, 150, 60),
+                bias="bqk bool tiles")  # fmt: skip
+    x, problem, session = case.inputs("bf16"), case.problem("bf16"), Session.of_family(family)
+    assert x.features.mask is not None
+    others = np.r_[0:90, 240:300]
+    short = x.having(mask=x.features.mask[..., :100, :100].copy())
+    less = replace(problem, max_seqlen_q=100, max_seqlen_k=100)
+    forward, of_short = session.forward(x, problem), session.forward(short, less)
+    for a, b in zip(forward, of_short, strict=True):
+        axis = a.shape.index(300)
+        assert a.take(others, axis).tobytes() == b.take(others, axis).tobytes()
+    whole = session.backward(x, *forward, problem)
+    for a, b in zip(whole, session.backward(short, *forward, less), strict=True):
+        assert a.take(others, a.shape.index(300)).tobytes() == b.take(others, b.shape.index(300)).tobytes()
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("family", ["sm80", "sm90"])
 def test_hidden_tiles_are_not_computed(family: str, backward: bool) -> None:
     """As many products as with the block mask of the same keys: of four documents, less than 0.6 of those of all tiles,
-    which a mask that stands beside a bias takes."""
+    beside a bias, too."""
     case = Case("documents", "full", 512, 512, 64, bias="qk bool")
     x, problem = case.inputs("bf16"), case.problem("bf16")
     document = np.arange(512) // 128
@@ -144,6 +163,6 @@ def test_hidden_tiles_are_not_computed(family: str, backward: bool) -> None:
     mod = ModInputs(None, "document[q] == document[k]", {"document": document})
     by_mod = x.having(mask=None, mods=mod)
     assert alone == products(by_mod, bias=None, mods=mod.bound()[0], mod_shapes=((512,),))
-    zeros = np.zeros((1, 512), x.q.dtype)
-    beside = products(x.having(mask=mask, bias=zeros), bias=Bias("bf16", (False, False, False, True), masked=True))
-    assert alone < 0.6 * beside
+    bias, zeros = Bias("bf16", (False, False, False, True), own_of(mask.shape)), np.zeros((1, 512), x.q.dtype)
+    beside, all_shown = (products(x.having(mask=m, bias=zeros), bias=bias) for m in (mask, np.ones_like(mask)))
+    assert beside < 0.6 * all_shown

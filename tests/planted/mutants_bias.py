@@ -49,6 +49,8 @@ FORWARD_BIAS = (
 )  # fmt: skip
 BACKWARD_BIAS = (
     Bug("bias: one query for two", change("next-query-fetched", "there + row", "there"), "turned", "", "sm_90"),
+    Bug("bias: of the first warp's keys", change("added-of-the-visit", "visit.k0 + key0", "visit.k0"), "wide-heads", "", "sm_90"),
+    Bug("bias: of the first warp's queries", change("added-of-the-block", "q0 + warp_row", "q0"), "wide-heads", "", "sm_90"),
     Bug("bias: gradients repaired with keys that it hides", change("hidden-by-bias-repair", _HIDDEN, "true"), "nan-hidden"),
     Bug("bias: P of a row of -inf", change("lse-of-nothing", "lse[i] == -ptx::infinity() ? kLseOfNothing : lse[i]", "lse[i]"), "scores-of--inf"),
     Bug("dbias: of all queries where a sequence has fewer", change("dbias-of-its-room", "V::kPacked && to.row != 0 ? p.max_seqlen_q : problem.seqlen_q", "problem.seqlen_q"), "packed", r"buffer"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cupyflash import ArgumentError, attention, attention_backward, attention_varlen, attention_varlen_backward
+from cupyflash.bias import own_of
 from cupyflash.gpu.device import Device
 from cupyflash.plan.families import plan_call
 from cupyflash.problem import Bias, make_problem
@@ -133,7 +134,7 @@ def test_calls_of_a_spec_have_their_own_room(arch: str, monkeypatch: pytest.Monk
             plain = params["plain"] if "plain" in params.dtype.names else params
             assert (plain["max_seqlen_q"], plain["max_seqlen_k"]) == room
         problem = make_problem(
-            [(300, H, 64)] * 3, ["fp16"] * 3, sequences=2, bias=Bias.of(shape, "fp16"), max_seqlens=room
+            [(300, H, 64)] * 3, ["fp16"] * 3, sequences=2, bias=Bias("fp16", own_of(shape)), max_seqlens=room
         )
         plans = [
             plan_call(problem, Device.of(0), paired_bias=is_paired, backward=backward, dbias=backward)

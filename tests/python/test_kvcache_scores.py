@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from cupyflash import ArgumentError, UnsupportedError, attention, attention_varlen, attention_with_cache
+from cupyflash.bias import WHOLE, Bias
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
 from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.params_decode import DECODE_PARAMS, DECODE_SM90_PARAMS
 from cupyflash.plan.prefill import Lie, way_of
 from cupyflash.plan.shipped_cache import problem
-from cupyflash.problem import Bias
 from tests import pretended_gpu
 from tests.small_cache import small
 
@@ -157,7 +157,7 @@ def many(**more: Any) -> CacheProblem:
     return problem("bf16", 128, 8, seqlen_q=512, **more)
 
 
-@pytest.mark.parametrize("bias", [Bias("bf16"), Bias("fp32", masked=True), Bias("bool")])
+@pytest.mark.parametrize("bias", [Bias("bf16"), Bias("fp32", beside=WHOLE), Bias("bool")])
 @pytest.mark.parametrize("stored", ["", "int8"])
 def test_many_queries_take_the_forward(bias: Bias, stored: str) -> None:
     gpu, more = Device.synthetic("sm_90"), {"stored": stored, "scale_dims": int(stored != "")}

@@ -12,11 +12,12 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError
+from cupyflash.bias import Bias, own_of
 from cupyflash.gpu.device import Device
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of, plan_of
 from cupyflash.plan.spec import CHUNKS, Spec
-from cupyflash.problem import MAX_SEQLEN, Bias, Problem
+from cupyflash.problem import MAX_SEQLEN, Problem
 from tests import pretended_gpu
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
@@ -182,26 +183,33 @@ def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch
     gpu = pretended_gpu.pretend(monkeypatch, arch)
     q, k = np.zeros((2, 40, 4, 64), np.float16), np.zeros((2, 50, 2, 64), np.float16)
     whole, lse = np.zeros((2, 4, 40, 100), bool), np.zeros((2, 4, 40), np.float32)
+    block_mask = cupyflash.masks.from_dense(np.ones((40, 50), bool))
+    kinds = ["mask_tiles", "key_lists", "fwd", "mask_tiles", "key_lists", "query_lists", "bwd", "bwd", "bwd"]
     for mask, is_paired in ((whole[..., :50], True), (whole[..., ::2], False), (whole[0, 0, 0, :50], True)):
-        for paired in (False, True):  # beside a bias they are read in pairs if both can be
+        for paired in (False, True):  # beside a block mask both are read in pairs if both can be
             gpu.launched.clear()
             bias = np.zeros((40, 50), np.float16) if paired else np.zeros((40, 1), np.float16)
-            cupyflash.attention(q, k, k, mask=mask, bias=bias)
-            (symbol,) = (launch.symbol for launch in gpu.launched)
+            cupyflash.attention(q, k, k, mask=mask, bias=bias, block_mask=block_mask)
+            *_, symbol = (launch.symbol for launch in gpu.launched)
             assert "_masked_bias" in symbol
             assert ("paired_bias" in symbol) == (paired and is_paired)
+            gpu.launched.clear()
+            cupyflash.attention(q, k, k, mask=mask, bias=bias)
+            *before, symbol = (launch.symbol for launch in gpu.launched)
+            assert [name[:9] for name in before] == ["mask_tile", "key_lists"]
+            assert "_masked_bias" not in symbol
+            assert ("paired_bias" in symbol) == paired
         gpu.launched.clear()
         cupyflash.attention(q, k, k, mask=mask)
         cupyflash.attention_backward(q, q, k, k, q, lse, mask=mask)
         symbols = [launch.symbol for launch in gpu.launched]
-        kinds = ["mask_tiles", "key_lists", "fwd", "mask_tiles", "key_lists", "query_lists", "bwd", "bwd", "bwd"]
         assert [next(x for x in kinds if symbol.startswith(x)) for symbol in symbols] == kinds
         assert not any("bias" in symbol for symbol in symbols)
         assert all("_block_mask" in s for s in symbols if not s.startswith(("mask_tiles", "bwd_delta")))
 
 
 def spec_of(mask: np.ndarray, *, backward: bool = False, **options: Any) -> Spec:
-    problem = Problem("bf16", 3, 200, 330, 4, 2, 64, 0.1, bias=Bias.of(mask.shape, "bool", strides=mask.strides))
+    problem = Problem("bf16", 3, 200, 330, 4, 2, 64, 0.1, bias=Bias("bool", own_of(mask.shape, mask.strides)))
     return Spec.of(replace(problem, **options), backward=backward, paired_bias=CHUNKS)
 
 
@@ -237,8 +245,23 @@ def test_a_mask_alone_becomes_a_block_mask(
         assert lists == dict.fromkeys(("key_lists", *["query_lists"] * backward), own[:2])
 
 
-@pytest.mark.parametrize("options", [{"packed": True}, {"block_mask": 1}, {"bias": Bias("bf16", masked=True)}], ids=str)
-def test_a_mask_that_is_not_alone_is_read_by_element(options: dict[str, Any]) -> None:
-    spec = spec_of(np.zeros((200, 330), bool), **options)
-    assert (spec.mask_tiles, spec.bias, spec.mask) == (None, True, True)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_mask_beside_a_bias_becomes_a_block_mask(packed: bool) -> None:
+    own = own_of((3, 1, 200, 330))
+    spec = spec_of(np.zeros((), bool), bias=Bias("bf16", beside=own), packed=packed)
+    assert (spec.mask_tiles, spec.block_mask) == (own, 2)
+    assert (spec.bias, spec.mask, spec.masked_bias, spec.paired_bias) == (True, False, False, CHUNKS)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [((200, 330), {"block_mask": 1}), ((330,), {"packed": True}), ((3, 4, 200, 1), {"packed": True})],
+    ids=str,
+)
+def test_masks_that_are_read_by_element(shape: tuple[int, ...], options: dict[str, Any], beside: bool) -> None:
+    """Beside a block mask; and of packed sequences that share one along queries or keys."""
+    bias = Bias("bf16", beside=own_of(shape)) if beside else Bias("bool", own_of(shape))
+    spec = spec_of(np.zeros((), bool), bias=bias, **options)
+    assert (spec.mask_tiles, spec.bias, spec.mask, spec.masked_bias) == (None, True, True, beside)
     assert spec.block_mask == options.get("block_mask", 0)

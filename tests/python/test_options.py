@@ -20,6 +20,7 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError, DeviceError, UnsupportedError, options
+from cupyflash.bias import WHOLE, Bias
 from cupyflash.check.accuracy import Oracle
 from cupyflash.compile import jit
 from cupyflash.gpu import device
@@ -29,7 +30,7 @@ from cupyflash.options import Options, make_options
 from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped_cache import problem as over_cache
-from cupyflash.problem import Bias, Problem, make_problem
+from cupyflash.problem import Problem, make_problem
 
 
 class Everything:
@@ -480,7 +481,7 @@ def test_warmup_over_a_cache_with_a_block_mask(prepared: list[Any]) -> None:
     [
         ({"softcap": True, "sink": True}, {"softcap": 30.0, "sink": True}),
         ({"window": True, "alibi": True}, {"window": (100, 0), "alibi": 1}),
-        ({"kv_range": True, "bias": True}, {"kv_range": True, "bias": Bias("fp32", masked=True)}),
+        ({"kv_range": True, "bias": True}, {"kv_range": True, "bias": Bias("fp32", beside=WHOLE)}),
         ({"mask_mod": "k % 2 == 0"}, {"mods": bind(None, "k % 2 == 0", None)[0]}),
         ({"packed": True}, {"packed": True, "seqlen_q": 64, "seqlen_new": 64}),
     ],

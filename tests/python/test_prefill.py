@@ -11,7 +11,7 @@ import pytest
 
 from cupyflash import UnsupportedError, attention_with_cache
 from cupyflash.arrays.adapters import NUMPY, TORCH, Signature
-from cupyflash.bias import Bias
+from cupyflash.bias import WHOLE, Bias
 from cupyflash.cache.checks import make_cache_options
 from cupyflash.cache.problem import CacheProblem
 from cupyflash.gpu.device import Device
@@ -54,7 +54,7 @@ def test_which_calls() -> None:
         {"packed": True, "seqlen_q": 130}, {"block_mask": 1, "mask_tiles": 64, "bias": Bias("bf16")},
     ):  # fmt: skip
         assert way_of(replace(PROBLEM, **other), HOPPER, Lie()) is None, other  # type: ignore[arg-type]
-    for other in ({"bias": Bias("bf16")}, {"bias": Bias("bf16", masked=True)}, {"mods": "mask_mod (k < 5)"}):
+    for other in ({"bias": Bias("bf16")}, {"bias": Bias("bf16", beside=WHOLE)}, {"mods": "mask_mod (k < 5)"}):
         call = replace(PROBLEM, **other)  # type: ignore[arg-type]
         assert (way_of(call, HOPPER, Lie()), way_of(call, AMPERE, Lie())) == (BY_TABLE, Way())
     for by_query, rows in ((False, 64), (True, 256)):  # a mask becomes a block mask
