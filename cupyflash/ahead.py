@@ -24,6 +24,7 @@ from .plan.spec import CHUNKS, LEARNED, ONE_ROW, PAIRS, Spec
 from .plan.variant import Variant
 from .problem import check_head_dim, make_problem
 
+_PADDING = (True, False, False, True)  # a mask that is read by element where sequences are packed
 _CACHE_DTYPES = ("int8", "float8_e4m3fn")
 
 
@@ -183,7 +184,9 @@ def biases_of(dtype: str, has_bias: bool) -> tuple[tuple[Bias | None, int], ...]
     if not has_bias:
         return ((None, 0),)
     numbers = dict.fromkeys((dtype, "fp32"))
-    forms = *map(Bias, numbers), Bias("bool"), *(Bias(kind, beside=WHOLE) for kind in numbers)
+    masks = WHOLE, _PADDING
+    forms = *map(Bias, numbers), *(Bias("bool", own) for own in masks)
+    forms = *forms, *(Bias(kind, beside=own) for kind in numbers for own in masks)
     return tuple((form, paired) for form in forms for paired in (CHUNKS, PAIRS, ONE_ROW, 0))
 
 

@@ -82,8 +82,8 @@ def attention(
             where it lies and never expanded. -inf hides a key, whatever k and v hold there; a query whose scores are
             all -inf sees none. (Keys that are hidden by -inf are still computed: causal, window and kv_range leave
             them out.) On PyTorch tensors that require grad, and in JAX, it is learned.
-        mask: of bool, likewise: True where a key is visible; tiles of 64 by 64 without any are not computed. Beside a
-            bias or a `block_mask` it is as a bias of -inf.
+        mask: of bool, likewise: True where a key is visible; tiles of 64 by 64 without any are not computed, but
+            beside a `block_mask`. Beside one, or a bias, what it gives is as by a bias of -inf.
         dropout_p: the probability with which each element of the softmax is dropped, from 0 on and below 1, counted in
             steps of 2^-15; what is kept is multiplied by 1 / (1 - dropout_p). lse is that without dropout.
         dropout_seed: what decides, by sequence, head, query and key alone, which elements are dropped (Philox-4x32): an

@@ -14,16 +14,22 @@ Own = tuple[bool, ...]  # of (batch, heads_q, seqlen_q, seqlen_k): elements of i
 WHOLE: Own = (True, True, True, True)
 
 
-def own_of(shape: Sequence[int], strides: Sequence[int] = ()) -> Own:
-    """That of an array of this shape, which need not fit the scores yet; `strides`: of one that has no gradient, which
-    is broadcast along dimensions of stride 0, too."""
-    own = [n != 1 and step != 0 for n, step in zip(shape, strides or (1,) * len(shape), strict=True)][-4:]
+def own_of(shape: Sequence[int]) -> Own:
+    """That of a bias of this shape, which need not fit the scores yet."""
+    own = [n != 1 for n in shape][-4:]
+    return (*[False] * (4 - len(own)), *own)
+
+
+def own_of_mask(shape: Sequence[int], strides: Sequence[int] = ()) -> Own:
+    """The same of a mask, which has no gradient: it is broadcast along dimensions of stride 0, too, and has nothing of
+    its own along one of length 0."""
+    own = [n > 1 and step != 0 for n, step in zip(shape, strides or (1,) * len(shape), strict=True)][-4:]
     return (*[False] * (4 - len(own)), *own)
 
 
 def becomes_blocks(mask: Own, packed: bool) -> bool:
-    """Whether a mask becomes a block mask. Packed, one that sequences share along queries or keys has no room: its
-    tiles would be as many as all rows have."""
+    """Whether a mask may become a block mask. Of packed sequences that share it along queries or keys its tiles would
+    be as many as all rows have."""
     return not packed or (mask[2] and mask[3])
 
 

@@ -68,8 +68,8 @@ def attention_varlen(
         bias, mask: as in `attention`, of any shape that broadcasts to ``(batch, heads_q, max_seqlen_q, max_seqlen_k)``
             with room for the longest sequence's queries and keys that count: query i and key j of sequence b, each
             counted from the sequence's own first, have ``bias[b, h, i, j]``. (1, heads_q, n, n) are T5's biases of
-            relative positions. Where both have a length, it is the same. What is longer than its sequences is not read
-            there, and has a gradient of 0.
+            relative positions. Where both have a length, it is the same. What a bias has beyond a sequence is not read,
+            and has a gradient of 0.
         block_mask: as in `attention`, with room for the longest sequence likewise: of each sequence, or of all.
         dropout_p, dropout_seed, score_mod, mask_mod, mod_arrays: as in `attention`; queries and keys count within each
             sequence.
@@ -85,7 +85,7 @@ def attention_varlen(
             beyond the rows or do not start with 0 are found where the arrays are in host memory, and on a GPU with
             ``CUPYFLASH_DEBUG=1`` in the environment, which then waits for them. Else the kernels clamp them: nothing
             beyond the arrays is read or written, and the results are of no use. So are sequences for which a bias or a
-            mask has no room found; else their results are of no use either.
+            mask has no room found; else nothing is added to scores beyond a bias, and what a mask hides there is open.
         UnsupportedError, CompileError: as `attention`.
 
     Example:

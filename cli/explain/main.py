@@ -152,7 +152,7 @@ def explained(problem: Problem, gpu: Device, options: dict[str, Any], *, backwar
     signatures = _signatures(options, _NAMES if backward else _NAMES[:3])
     arrays: dict[str, Signature] = dict(zip(_NAMES, signatures, strict=False))
     if problem.bias is not None:
-        shape = explain_work.bias_shape(problem)
+        shape = explain_work.added_shape(problem, problem.bias.own)
         arrays["bias"] = Signature(shape, contiguous_strides(shape), None, 0)
     given = given_of(BACKWARD if backward else FORWARD, tuple(arrays), (), problem.head_dim != problem.head_dim_v)
     access = access_of(given, list(arrays.values()), Aligned(rows=options["memory"] != "unaligned"))

@@ -11,7 +11,7 @@ from cupyflash.plan.families import Plan
 from cupyflash.problem import Problem
 
 from .. import block_masks
-from .work import Work, bias_shape, workspace_bytes
+from .work import Work, added_shape, workspace_bytes
 
 LISTS = ("key_lists", "query_lists")  # what kernels before the others write
 
@@ -28,8 +28,8 @@ def facts(problem: Problem, text: str | None) -> dict[str, Any] | None:
 def bits_instead(problem: Problem, options: Mapping[str, Any], plan: Plan) -> int:
     """How many bytes more other kernels read where a mask becomes a block mask, all of which may be seen in part."""
     bits = workspace_bytes(plan.workspace).get("block_bits", 0)
-    has_mods = any(x.variant.mods for x in plan.launches if x.variant.over != "mask_tiles")
-    return bits - (0 if has_mods else _mask_bytes(problem, options)) if bits else 0
+    reads_mods = not problem.bias and any(x.variant.mods for x in plan.launches if x.variant.over != "mask_tiles")
+    return bits - (0 if reads_mods else _mask_bytes(problem, options)) if bits else 0
 
 
 def list_work(problem: Problem, options: Mapping[str, Any], plan: Plan) -> list[Work]:
@@ -49,7 +49,10 @@ def list_work(problem: Problem, options: Mapping[str, Any], plan: Plan) -> list[
 
 def _mask_bytes(problem: Problem, options: Mapping[str, Any]) -> int:
     """Of a mask, or of the arrays that mods read."""
-    return math.prod(bias_shape(problem)) if problem.bias else int(options["mod_bytes"])
+    if problem.bias is None:
+        return int(options["mod_bytes"])
+    assert problem.bias.mask is not None
+    return math.prod(added_shape(problem, problem.bias.mask))
 
 
 def _bytes(problem: Problem, text: str) -> int:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from cupyflash.arrays.adapters import Signature
-from cupyflash.bias import Bias
+from cupyflash.bias import Own
 from cupyflash.gpu.device import Device, reserved_smem
 from cupyflash.plan.extents import Workspace
 from cupyflash.plan.families import Plan
@@ -83,22 +82,21 @@ def workspace_bytes(workspace: Workspace) -> dict[str, int]:
     return {name: 4 * math.prod(shape) for name, (shape, _) in workspace.items()}
 
 
-def bias_shape(problem: Problem) -> tuple[int, ...]:
-    """Of a bias that has 1 along dimensions along which it is broadcast, packed with room for the longest sequence."""
-    assert problem.bias is not None
+def added_shape(problem: Problem, own: Own) -> tuple[int, ...]:
+    """Of a bias or a mask that has 1 along dimensions along which it is broadcast, packed with room for the longest
+    sequence."""
     whole = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     if problem.packed:
         whole = *whole[:2], problem.max_seqlen_q, problem.max_seqlen_k
-    return tuple(n if own else 1 for n, own in zip(whole, problem.bias.own, strict=True))
+    return tuple(n if has_own else 1 for n, has_own in zip(whole, own, strict=True))
 
 
 def added_bytes(problem: Problem, options: Mapping[str, Any]) -> int:
     """Of a bias, a mask and the arrays of mods; 0 without."""
     found: int = options["mod_bytes"]
     if problem.bias is not None:
-        found += math.prod(bias_shape(problem)) * ITEMSIZE[problem.bias.dtype]
-    if problem.bias is not None and problem.bias.masked:
-        found += math.prod(bias_shape(replace(problem, bias=Bias("bool", options["mask"]))))
+        found += math.prod(added_shape(problem, problem.bias.own)) * ITEMSIZE[problem.bias.dtype]
+        found += math.prod(added_shape(problem, problem.bias.beside)) if problem.bias.beside else 0
     return found
 
 

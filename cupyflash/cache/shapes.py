@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..bias import MAX_SEQLEN, Bias, own_of
+from ..bias import MAX_SEQLEN, Bias, own_of, own_of_mask
 from ..errors import ArgumentError
 from ..operand import MASK_TILE, broadcasts_to, has_lengths
 from .arrays import BY_NAME, MAY_LACK, CacheArray, length_of
@@ -62,5 +62,5 @@ def mask_tiles_of(shapes: Mapping[str, Shape], capacity: int) -> int:
 def bias_of(shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> Bias | None:
     """What is added to scores."""
     if "bias" in shapes:
-        return Bias(dtypes["bias"], own_of(shapes["bias"]), own_of(shapes["mask"]) if "mask" in shapes else None)
-    return Bias("bool", own_of(shapes["mask"])) if "mask" in shapes else None
+        return Bias(dtypes["bias"], own_of(shapes["bias"]), own_of_mask(shapes["mask"]) if "mask" in shapes else None)
+    return Bias("bool", own_of_mask(shapes["mask"])) if "mask" in shapes else None

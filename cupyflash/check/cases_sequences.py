@@ -74,6 +74,7 @@ PACKED_CASES: tuple[Case, ...] = (
             bias="bhqk bool tiles", deterministic=True),
     _packed("bias-mask-tiles", "full", (130, 89, 6), (150, 101, 70), heads_q=4, bias="hqk + bqk bool tiles",
             outside=(9, 9), values="nan_outside", causal=True),
+    _packed("mask-minus-inf-scores", "full", (70, 1, 60), heads_q=2, values="minus_inf_scores", bias="bqk bool tiles"),
     # block masks, whose tiles are those of each sequence
     _packed("block-mask", "smoke", (150, 0, 75, 67), (173, 5, 60, 70), outside=(9, 9), heads_q=4, causal=True,
             mask="tiles_of_heads", dlse=True),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..bias import becomes_blocks, own_of_mask
 from ..dropout import kept, limit_of
 from ..mods.description import read
 from ..operands import BACKWARD
@@ -35,9 +36,9 @@ class Features(NamedTuple):
         dropout_seed: (2,) or (2, 2), int32.
         corner: the first sequence and key, as dropout counts.
         block_mask: a `masks.BlockMask`.
-        mask: likewise, of bool; beside others, or packed, a bias of 0 and -inf that has no gradient.
+        mask: likewise, of bool; beside others, or read by element, a bias of 0 and -inf that has no gradient.
         mods: a `case_mods.ModInputs`.
-        packed: whether it is one of packed sequences.
+        by_element: whether it is one of packed sequences whose mask, or mask_mod, kernels read by element.
     """
 
     sequences: Sequences | None = None
@@ -49,18 +50,18 @@ class Features(NamedTuple):
     mask: Array | None = None
     mods: Any = None
     corner: tuple[int, int] = (0, 0)
-    packed: bool = False
+    by_element: bool = False
 
     @property
     def has_mask_alone(self) -> bool:
-        """Whether a mask, or a mask_mod, says what queries see, as a block mask does: one with nothing beside it, not
-        packed."""
+        """Whether a mask, or a mask_mod, says what queries see, as a block mask does: one with nothing beside it that
+        is not read by element."""
         is_one = self.mask is not None if self.mods is None else self.mask is None and self.mods.score_mod is None
-        return is_one and self.bias is None and self.block_mask is None and not self.packed
+        return is_one and self.bias is None and self.block_mask is None and not self.by_element
 
     def named(self) -> dict[str, Any]:
         """What is given, by name."""
-        return {name: x for name, x in self._asdict().items() if x is not None and name not in ("corner", "packed")}
+        return {name: x for name, x in self._asdict().items() if x is not None and name not in ("corner", "by_element")}
 
     def added(self, p: Problem) -> Array | None:
         """What is added to the scores; what hides keys is a bias of 0 and -inf, unless it is a mask alone."""
@@ -101,7 +102,9 @@ class Features(NamedTuple):
         keys = slice(first, first + alone.seqlen_k)
         blocks = None if self.block_mask is None else self.block_mask.part(i, alone.seqlen_q, keys)
         own_features = {"alibi_slopes": own, "bias": bias, "mask": mask, "block_mask": blocks}
-        return self._replace(sequences=None, corner=part.corner, packed=p.packed, **own_features)
+        is_tiled = self.mask is not None and becomes_blocks(own_of_mask(self.mask.shape), p.packed)
+        by_element = p.packed and not is_tiled
+        return self._replace(sequences=None, corner=part.corner, by_element=by_element, **own_features)
 
     def head(self, b: int, h: int) -> OfHead:
         """Those of a head of q."""

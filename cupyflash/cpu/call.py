@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bias import becomes_blocks, own_of
+from ..bias import becomes_blocks, own_of_mask
 from ..block_mask import BlockMask
 from ..problem import Problem
 from ..sequences import parts
@@ -95,7 +95,7 @@ def _parts(p: Problem, of: Features) -> Iterator[_Part] | None:
 
 def _by_sequence(p: Problem, of: Features) -> Iterator[_Part]:
     assert of.sequences is not None
-    is_tiled = of.mask is not None and becomes_blocks(own_of(of.mask.shape, of.mask.strides), p.packed)
+    is_tiled = of.mask is not None and becomes_blocks(own_of_mask(of.mask.shape, of.mask.strides), p.packed)
     for one in parts(p, of.sequences):
         b, first = one.corner
         keys, rows = slice(first, first + one.problem.seqlen_k), slice(0, one.problem.seqlen_q)

@@ -5,14 +5,17 @@ Rows, and neighbours of a bias, may start where kernels can read many bytes at o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import Native
-from ..bias import becomes_blocks
+from ..bias import becomes_blocks, own_of_mask
 from ..cache.arrays import BY_NAME
 from ..gpu import tensormap
+from ..operand import MASK_TILE
 from ..operands import BACKWARD, FORWARD, Pass
+from ..plan.mod_tiles import mask_fits
 from ..plan.spec import CHUNKS, ONE_ROW, PAIRS
 from .passes import Given, as_batch, score_steps
 
@@ -36,10 +39,12 @@ def _of_rows(signatures: Sequence[Plain], others: Sequence[Plain]) -> tuple[bool
 
 
 class Aligned(NamedTuple):
-    """Whether addresses are multiples of 16, of the arrays with strides; and what that of a bias allows (`Access`)."""
+    """Whether addresses are multiples of 16, of the arrays with strides; and what those of a bias and a mask allow
+    (`Access`): of a mask alone, as of a bias."""
 
     rows: bool = True
     bias: int = CHUNKS
+    mask: int = CHUNKS
 
 
 ALIGNED = Aligned()
@@ -47,12 +52,13 @@ ALIGNED = Aligned()
 
 def aligned_at(which: Pass, names: Iterable[str], addresses: Iterable[int]) -> Aligned:
     """What is so of arrays of these names at these addresses."""
-    bits, of_bias = 0, 0
+    bits, of_added = 0, []
     for name, address in zip(names, addresses, strict=True):
         row = which.rows[name]
         bits |= address if row.strided else 0
-        of_bias |= address if row.broadcasts else 0
-    return Aligned(bits & 15 == 0, CHUNKS if of_bias & 15 == 0 else PAIRS if of_bias & 7 == 0 else 0)
+        if row.broadcasts:
+            of_added.append(CHUNKS if address & 15 == 0 else PAIRS if address & 7 == 0 else 0)
+    return Aligned(bits & 15 == 0, *of_added)
 
 
 class Access(NamedTuple):
@@ -74,16 +80,26 @@ class Access(NamedTuple):
 def access_of(given: Given, signatures: Sequence[Plain], aligned: Aligned) -> Access:
     """That of arrays; `signatures`: strides in elements, as `as_batch` gives them."""
     rows = _of_rows(given.by_tma(signatures), given.by_hand(signatures)) if aligned.rows else (False, False)
-    added = [(x[0], score_steps(x[0], x[1])) for x in (signatures[i] for i in given.added)]
-    if len(added) > 1 and _makes_blocks(given, added[1][1]):
-        added.pop()
-    return Access(*rows, _lie_of(added, aligned.bias) if added else 0)
+    read = given.added[:1] if makes_blocks(given, signatures) else given.added
+    added = [(x[0], score_steps(x[0], x[1])) for x in (signatures[i] for i in read)]
+    alignment = min(aligned.bias, aligned.mask) if len(read) > 1 else aligned.bias
+    return Access(*rows, _lie_of(added, alignment) if added else 0)
 
 
-def _makes_blocks(given: Given, steps: Sequence[int]) -> bool:
-    """Whether a mask beside a bias, of these steps along scores, becomes a block mask, which kernels do not read."""
-    own = tuple(step != 0 for step in steps)
-    return given.block_mask is None and given.table is None and becomes_blocks(own, given.packed is not None)
+def makes_blocks(given: Given, signatures: Sequence[Plain]) -> bool:
+    """Whether there is a mask that becomes a block mask, so that other kernels do not read it."""
+    if not given.has_mask or given.block_mask is not None:
+        return False
+    if given.table is not None:
+        return len(given.added) == 1
+    shape, strides = signatures[given.added[-1]][:2]
+    own = own_of_mask(shape, strides)
+    if given.packed is None or not becomes_blocks(own, packed=True):
+        return given.packed is None
+    owners = [n for n, has_own in zip(reversed(shape[:-2]), (own[1], own[0]), strict=False) if has_own]
+    q, k, v = (signatures[i][0] for i in given.qkv)
+    elements = (math.prod(q) + math.prod(k)) // max(1, q[-1]) * (q[-1] + v[-1])
+    return mask_fits([*owners, *(-(-n // MASK_TILE) for n in shape[-2:])], elements)
 
 
 def known_of(given: Given, library: Native, arrays: Iterable[Any]) -> dict[str, Any]:
@@ -126,7 +142,7 @@ def pairs_over_cache(library: Native, arrays: Mapping[str, Any]) -> int:
     keys, addresses = library.look(added.values())
     signatures = [library.describe(name, key) for name, key in zip(added, keys, strict=True)]
     lie = [(x[0], score_steps(x[0], x[1])) for x in signatures]
-    return _lie_of(lie, aligned_at(FORWARD, added, addresses).bias) if lie else 0
+    return _lie_of(lie, min(aligned_at(FORWARD, added, addresses)[1:])) if lie else 0
 
 
 def _rows_aligned(signature: Plain, itemsize: int) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..arrays.adapters import Native
-from ..bias import max_seqlens, own_of, room_of_mask
+from ..bias import max_seqlens, own_of, own_of_mask, room_of_mask
 from ..block_mask import code_of
 from ..problem import NO_PAGES, Bias
 from .passes import Given, pages_of
@@ -34,8 +34,8 @@ def brought_by(given: Given, library: Native, keys: Sequence[tuple[Any, ...]]) -
     if given.added:
         first, *others = given.added
         dtype = "bool" if given.names[first] == "mask" else library.dtype_name(keys[first][2])
-        own = own_of(keys[first][0], keys[first][1] if dtype == "bool" else ())
-        bias = Bias(dtype, own, own_of(keys[others[0]][0], keys[others[0]][1]) if others else None)
+        own = own_of_mask(*keys[first][:2]) if dtype == "bool" else own_of(keys[first][0])
+        bias = Bias(dtype, own, own_of_mask(*keys[others[0]][:2]) if others else None)
     return Brought(
         kv_range=given.has_kv_range,
         sink=given.has_sink,

@@ -52,7 +52,7 @@ class Given:
         table: the number of the block table by which keys lie in pages; None: there are no pages.
         has_kv_range, has_sink: whether there are such.
         alibi, dropout: the numbers of ALiBi's slopes and of dropout's seed; None: there are none.
-        added: the numbers of a bias and of a mask, as far as they are there.
+        added: the numbers of a bias and of a mask, as far as they are there; has_mask: there is the latter.
         broadcast: what broadcasts, given or made, in the table's order.
         block_mask: the number of the tiles of a block mask; None: there is none.
         of_mods: the numbers of the arrays that mods read.
@@ -82,7 +82,7 @@ class Given:
         self.block_mask = number.get("block_tiles")
         self.of_mods = tuple(i for name, i in number.items() if rows[name].free)
         learned = {f"d{BACKWARD.rows[name].feature}": f"d{name}" in wanted for name in BACKWARD.learned}
-        self.added = tuple(number[name] for name in ("bias", "mask") if name in number)
+        self.added, self.has_mask = tuple(number[x] for x in ("bias", "mask") if x in number), "mask" in number
         dmods = tuple(i for i, name in enumerate(MOD_GRADIENTS) if name in wanted)
         self.asked = Asked(self.packed is not None, **learned, clocks="clocks" in wanted, dmods=dmods)
         self.broadcast = tuple(name for name in rows if rows[name].broadcasts and name in self.order)

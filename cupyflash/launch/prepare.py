@@ -25,7 +25,7 @@ from ..plan.spec import Spec
 from ..problem import HALF, MAX_SEQLEN, make_problem
 from . import prepared as launch
 from . import series
-from .alignment import Access, Aligned, Plain, access_of
+from .alignment import Access, Aligned, Plain, access_of, makes_blocks
 from .brought import Brought, brought_by, room_of
 from .checks import check
 from .filled import fill, template_of
@@ -63,7 +63,7 @@ def _asked(
     group: int, batch: int, tiles_fit: bool, access: Access, wish: Any,
 ) -> _Asked:  # fmt: skip
     """`group`: 1 where heads of q and of k are as many, else 2; `batch`: 0 for any call without work; `tiles_fit`:
-    those of a mask_mod (mod_tiles.py); `wish`: so that another value in the environment is another question."""
+    those of a mask or a mask_mod (mod_tiles.py); `wish`: another value in the environment is another question."""
     head_dim, head_dim_v = widths
     shapes: list[tuple[int, ...]] = [
         (batch, heads, 1, width) if options.layout == "bhsd" else (batch, 1, heads, width)
@@ -164,7 +164,10 @@ def prepare(
     batch, seqlen_q, seqlen_k, heads_q, heads_k, *_ = extents
     has_work = min(batch, seqlen_q, seqlen_k, 1)
     asked_of = given.which.name == "backward", library.dtype_name(dtype), widths, options
-    tiles_fit = bool(options.mods) and mod_tiles.fit(options.mods, extents[:5], widths)
+    if given.has_mask:
+        tiles_fit = makes_blocks(given, signatures)
+    else:
+        tiles_fit = bool(options.mods) and mod_tiles.fit(options.mods, extents[:5], widths)
     asks = *asked_of, given.asked, brought_by(given, library, keys), 1 + (heads_q > heads_k), has_work, tiles_fit
     copied, broadcast = _copied(given, signatures) if given.others else (), given.measure_broadcast(signatures)
     while True:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..bias import MAX_SEQLEN, becomes_blocks
 from ..mods.description import read
 from ..mods.expression import PLACES
 from ..operand import MASK_TILE, TILE_WORDS
@@ -60,7 +61,22 @@ def fit(mods: str, lengths: tuple[int, ...], widths: tuple[int, int]) -> bool:
     return bits <= max(2 * rows * sum(widths), _FEW)
 
 
+def mask_fits(tiles: Sequence[int], elements: int) -> bool:
+    """The same of so many tiles that a mask of packed sequences has, each with room for the longest one; `elements`: of
+    q, k, v and out."""
+    return 4 * TILE_WORDS * math.prod(tiles) <= max(2 * elements, _FEW)
+
+
 def fit_in(problem: Problem) -> bool:
-    """The same of a problem's."""
+    """Whether the tiles of what a problem has, a mask or a mask_mod, fit; of a mask with any room they do."""
+    widths = problem.head_dim, problem.head_dim_v
     lengths = problem.batch, problem.seqlen_q, problem.seqlen_k, problem.heads_q, problem.heads_k
-    return fit(problem.mods, lengths, (problem.head_dim, problem.head_dim_v))
+    mask = None if problem.bias is None else problem.bias.mask
+    if mask is None:
+        return fit(problem.mods, lengths, widths)
+    room = problem.max_seqlen_q, problem.max_seqlen_k
+    if not problem.packed or problem.page_size or MAX_SEQLEN in room or not becomes_blocks(mask, packed=True):
+        return True
+    tiles = own_tiles(mask, problem.batch, problem.heads_q, *room)
+    rows = problem.seqlen_q * problem.heads_q + problem.seqlen_k * problem.heads_k
+    return mask_fits(tiles, rows * sum(widths))

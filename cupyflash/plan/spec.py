@@ -118,7 +118,7 @@ class Spec(NamedTuple):
                 are any.
             dmods: the numbers of the arrays of mods whose gradients a backward makes.
             paired_bias: how neighbouring keys of a bias (and of a mask) lie, as `Access` has it.
-            tiles_fit: what `mod_tiles.fit` says of the call's lengths; None: of the problem's.
+            tiles_fit: what `mod_tiles` says of those of a mask or a mask_mod; None: of the problem's.
             asked: `backward`, `family`, `clocks`.
         """
         learns_bias = dbias and problem.bias is not None and problem.bias.dtype != "bool"
@@ -220,15 +220,15 @@ class Spec(NamedTuple):
 def _added(problem: Problem, paired_bias: int, tiles_fit: bool, learns_mods: bool) -> dict[str, Any]:
     """What is added to scores, and what hides keys by element, by the names of fields.
 
-    A mask becomes a block mask (`becomes_blocks`), unless there is one beside it; over a cache, or a bias. So does a
-    mask_mod with nothing beside it, if its tiles fit, not of packed sequences; but for one alone whose arrays'
-    gradients, which are 0, are asked for.
+    A mask becomes a block mask (`becomes_blocks`), if its tiles fit, unless there is one beside it; over a cache, or a
+    bias. So does a mask_mod with nothing beside it, not of packed sequences; but for one alone whose arrays' gradients,
+    which are 0, are asked for.
     """
     bias, mods, mask_mod, own = problem.bias, problem.mods, "", None
     if not problem.block_mask:
         if bias is not None and bias.mask is not None:
             is_alone = bias.dtype == "bool"
-            if is_alone if problem.page_size else becomes_blocks(bias.mask, problem.packed):
+            if is_alone if problem.page_size else tiles_fit and becomes_blocks(bias.mask, problem.packed):
                 own, bias = bias.mask, None if is_alone else bias._replace(beside=None)
         elif (
             bias is None

@@ -399,7 +399,7 @@ def test_a_bias(arch: str, document: Document, invoke: Invoke) -> None:
     """Its bytes are read by each pass, and its gradient is a launch of two products."""
     options = ("--arch", arch, "--bias", "hqk", "--batch", "2", "--seqlen", "300", "--heads", "6")
     plain, biased = document("--arch", arch, *options[4:], "--backward"), document(*options, "--learned")
-    assert biased["problem"]["bias"] == ["bf16", [False, True, True, True], False]
+    assert biased["problem"]["bias"] == ["bf16", [False, True, True, True], None]
     assert plain["problem"]["bias"] is None
     size = 6 * 300 * 300 * 2
     (forward, backward), (before, without) = biased["passes"], plain["passes"]
@@ -420,8 +420,9 @@ def test_a_bias(arch: str, document: Document, invoke: Invoke) -> None:
     assert masked["passes"][0]["workspace"] == {"block_tiles": tiles, "block_bits": bits, "key_lists": lists}
     assert ", no mask, mask along queries\n" in invoke("--no-compile", "--mask", "q").stdout
     both = document("--arch", arch, "--mask", "qk", "--bias", "h", "--seqlen", "300", "--batch", "2", "--heads", "6")
-    assert both["passes"][0]["bytes"] - before["bytes"] == 300 * 300 + 6 * 2
-    assert both["problem"]["bias"] == ["bf16", [False, True, False, False], True]
+    lists = both["passes"][0]["workspace"]["key_lists"]
+    assert both["passes"][0]["bytes"] - before["bytes"] == 300 * 300 + 2 * (bits + tiles) + lists + 6 * 2
+    assert both["problem"]["bias"] == ["bf16", [False, True, False, False], [False, False, True, True]]
     said = invoke("--no-compile", "--mask", "q", "--bias", "h").stdout
     assert ", no mask, bias along heads, mask along queries\n" in said
     odd = document("--arch", arch, "--bias", "qk", "--seqlen", "301")

@@ -12,7 +12,7 @@ import pytest
 
 import cupyflash
 from cupyflash import ArgumentError
-from cupyflash.bias import Bias, own_of
+from cupyflash.bias import Bias, own_of_mask
 from cupyflash.gpu.device import Device
 from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import kernels_of, plan_of
@@ -208,8 +208,40 @@ def test_calls_launch_what_is_planned(arch: str, monkeypatch: pytest.MonkeyPatch
         assert all("_block_mask" in s for s in symbols if not s.startswith(("mask_tiles", "bwd_delta")))
 
 
+@pytest.mark.parametrize(("keys", "fits"), [(14400, False), (640, True)])
+@pytest.mark.parametrize("at", [0, 1])
+def test_which_packed_masks_calls_read_by_element(
+    keys: int, fits: bool, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches follow the plan. The address of a mask that becomes a block mask has no say in how a bias is read."""
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "auto")
+    gpu = pretended_gpu.pretend(monkeypatch, "sm_90")
+    cu = np.arange(301, dtype=np.int32)
+    q = np.zeros((300, 1, 64), np.float16)
+    buffer = np.ones(300 * 2 * keys + 64, bool)
+    start = -buffer.ctypes.data % 16 + at
+    mask = buffer[start : start + 300 * 2 * keys].reshape(300, 1, 2, keys)
+    bias = np.zeros((2, keys), np.float16)
+    cupyflash.attention_varlen(q, q, q, cu, mask=mask, bias=bias)
+    *before, symbol = (launch.symbol for launch in gpu.launched)
+    assert [name[:9] for name in before] == (["mask_tile", "key_lists"] if fits else [])
+    assert ("_masked_bias" in symbol, "paired_bias" in symbol) == (not fits, fits or not at)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias and mask"])
+def test_a_packed_query_all_of_whose_scores_are_minus_inf(name: str) -> None:
+    """NaN where a mask alone becomes a block mask, 0 where it is read by element, or beside a bias."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 21, 2, 16))
+    q[..., 0], k[..., 0] = 1, -np.inf
+    cu, bias = np.array([0, 20, 21], np.int32), {"bias": np.zeros((20, 20))} if "bias" in name else {}
+    for mask, wanted in ((np.ones((20, 20), bool), 0 if bias else np.nan), (np.ones((2, 1, 1, 20), bool), 0)):
+        out = cupyflash.attention_varlen(q, k, v, cu, mask=mask, **bias)
+        np.testing.assert_array_equal(out, np.full_like(out, wanted))
+
+
 def spec_of(mask: np.ndarray, *, backward: bool = False, **options: Any) -> Spec:
-    problem = Problem("bf16", 3, 200, 330, 4, 2, 64, 0.1, bias=Bias("bool", own_of(mask.shape, mask.strides)))
+    problem = Problem("bf16", 3, 200, 330, 4, 2, 64, 0.1, bias=Bias("bool", own_of_mask(mask.shape, mask.strides)))
     return Spec.of(replace(problem, **options), backward=backward, paired_bias=CHUNKS)
 
 
@@ -247,21 +279,33 @@ def test_a_mask_alone_becomes_a_block_mask(
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_mask_beside_a_bias_becomes_a_block_mask(packed: bool) -> None:
-    own = own_of((3, 1, 200, 330))
-    spec = spec_of(np.zeros((), bool), bias=Bias("bf16", beside=own), packed=packed)
+    own, room = own_of_mask((3, 1, 200, 330)), {"max_seqlen_q": 200, "max_seqlen_k": 330} if packed else {}
+    spec = spec_of(np.zeros((), bool), bias=Bias("bf16", beside=own), packed=packed, **room)
     assert (spec.mask_tiles, spec.block_mask) == (own, 2)
     assert (spec.bias, spec.mask, spec.masked_bias, spec.paired_bias) == (True, False, False, CHUNKS)
+
+
+LARGE = {"packed": True, "batch": 300, "max_seqlen_q": 4096, "max_seqlen_k": 4096}
 
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [((200, 330), {"block_mask": 1}), ((330,), {"packed": True}), ((3, 4, 200, 1), {"packed": True})],
+    [
+        ((200, 330), {"block_mask": 1}),
+        ((330,), {"packed": True}),
+        ((3, 4, 200, 1), {"packed": True}),
+        ((0, 44), {"packed": True}),
+        ((71, 0), {"packed": True}),
+        ((300, 1, 4096, 4096), LARGE),
+    ],
     ids=str,
 )
 def test_masks_that_are_read_by_element(shape: tuple[int, ...], options: dict[str, Any], beside: bool) -> None:
-    """Beside a block mask; and of packed sequences that share one along queries or keys."""
-    bias = Bias("bf16", beside=own_of(shape)) if beside else Bias("bool", own_of(shape))
+    """Beside a block mask; and of packed sequences that share one along queries or keys, or for whose tiles there is no
+    room: of each sequence, however short, it would be that of the longest."""
+    own = own_of_mask(shape)
+    bias = Bias("bf16", beside=own) if beside else Bias("bool", own)
     spec = spec_of(np.zeros((), bool), bias=bias, **options)
     assert (spec.mask_tiles, spec.bias, spec.mask, spec.masked_bias) == (None, True, True, beside)
     assert spec.block_mask == options.get("block_mask", 0)

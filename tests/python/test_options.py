@@ -30,6 +30,7 @@ from cupyflash.options import Options, make_options
 from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import variants_of_calls
 from cupyflash.plan.shipped_cache import problem as over_cache
+from cupyflash.plan.spec import CHUNKS
 from cupyflash.problem import Problem, make_problem
 
 
@@ -438,12 +439,17 @@ def test_warmup_of_packed_sequences(head_dim: int, prepared: list[Any]) -> None:
 def test_warmup_of_packed_sequences_with_masks(given: dict[str, Any], prepared: list[Any]) -> None:
     """Whatever the arrays have room for, learned and not."""
     cupyflash.warmup(dtypes="bf16", head_dims=64, causal=True, packed=True, devices=0, **given)
-    features: dict[str, Any] = {"block_mask": 3} if "block_mask" in given else {"bias": Bias("fp32")}
-    problem = make_problem(
-        [(1000, 4, 64)] * 3, ["bf16"] * 3, causal=True, sequences=7, max_seqlens=(300, 310), **features
-    )
-    for learned in (False, True):
-        calls = variants_of_calls(problem, Device.of(0), paired_bias=True, dbias=learned)
+    padding, whole = (True, False, False, True), (True, False, True, True)
+    masks = [Bias("bool", own) for own in (padding, whole)] + [Bias("bf16", beside=own) for own in (padding, whole)]
+    features: list[dict[str, Any]] = [{"block_mask": 3}]
+    if "bias" in given:
+        features = [{"bias": bias} for bias in (Bias("fp32"), *masks)]
+    asked = itertools.product(features, (False, True), (False, True))
+    for feature, learned, fit in asked:
+        problem = make_problem(
+            [(1000, 4, 64)] * 3, ["bf16"] * 3, causal=True, sequences=7, max_seqlens=(300, 310), **feature
+        )
+        calls = variants_of_calls(problem, Device.of(0), paired_bias=CHUNKS, dbias=learned, tiles_fit=fit)
         assert set(calls) <= {v for _, v in prepared}
 
 
