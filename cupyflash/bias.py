@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .operand import MASK_TILE
@@ -16,15 +16,19 @@ WHOLE: Own = (True, True, True, True)
 
 def own_of(shape: Sequence[int]) -> Own:
     """That of a bias of this shape, which need not fit the scores yet."""
-    own = [n != 1 for n in shape][-4:]
-    return (*[False] * (4 - len(own)), *own)
+    return _of_the_last(n != 1 for n in shape)
 
 
 def own_of_mask(shape: Sequence[int], strides: Sequence[int] = ()) -> Own:
     """The same of a mask, which has no gradient: it is broadcast along dimensions of stride 0, too, and has nothing of
     its own along one of length 0."""
-    own = [n > 1 and step != 0 for n, step in zip(shape, strides or (1,) * len(shape), strict=True)][-4:]
-    return (*[False] * (4 - len(own)), *own)
+    return _of_the_last(n > 1 and step != 0 for n, step in zip(shape, strides or (1,) * len(shape), strict=True))
+
+
+def _of_the_last(own: Iterable[bool]) -> Own:
+    """Of four dimensions, of which the first may be missing."""
+    found = [*own][-4:]
+    return (*[False] * (4 - len(found)), *found)
 
 
 def becomes_blocks(mask: Own, packed: bool) -> bool:

@@ -13,9 +13,8 @@ from ..arrays.adapters import Native
 from ..bias import becomes_blocks, own_of_mask
 from ..cache.arrays import BY_NAME
 from ..gpu import tensormap
-from ..operand import MASK_TILE
 from ..operands import BACKWARD, FORWARD, Pass
-from ..plan.mod_tiles import mask_fits
+from ..plan.mod_tiles import have_room, own_tiles
 from ..plan.spec import CHUNKS, ONE_ROW, PAIRS
 from .passes import Given, as_batch, score_steps
 
@@ -96,10 +95,9 @@ def makes_blocks(given: Given, signatures: Sequence[Plain]) -> bool:
     own = own_of_mask(shape, strides)
     if given.packed is None or not becomes_blocks(own, packed=True):
         return given.packed is None
-    owners = [n for n, has_own in zip(reversed(shape[:-2]), (own[1], own[0]), strict=False) if has_own]
     q, k, v = (signatures[i][0] for i in given.qkv)
     elements = (math.prod(q) + math.prod(k)) // max(1, q[-1]) * (q[-1] + v[-1])
-    return mask_fits([*owners, *(-(-n // MASK_TILE) for n in shape[-2:])], elements)
+    return have_room(own_tiles(own, *[1] * (4 - len(shape)), *shape), elements)
 
 
 def known_of(given: Given, library: Native, arrays: Iterable[Any]) -> dict[str, Any]:

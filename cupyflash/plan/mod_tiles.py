@@ -56,14 +56,13 @@ def fit(mods: str, lengths: tuple[int, ...], widths: tuple[int, int]) -> bool:
     if found is None or (found.score and max(widths) > _WIDEST):
         return False
     batch, seqlen_q, seqlen_k, heads_q, heads_k = lengths
-    bits = 4 * TILE_WORDS * math.prod(own_tiles(found.own, batch, heads_q, seqlen_q, seqlen_k))
-    rows = batch * (seqlen_q * heads_q + seqlen_k * heads_k)
-    return bits <= max(2 * rows * sum(widths), _FEW)
+    tiles = own_tiles(found.own, batch, heads_q, seqlen_q, seqlen_k)
+    return have_room(tiles, batch * (seqlen_q * heads_q + seqlen_k * heads_k) * sum(widths))
 
 
-def mask_fits(tiles: Sequence[int], elements: int) -> bool:
-    """The same of so many tiles that a mask of packed sequences has, each with room for the longest one; `elements`: of
-    q, k, v and out."""
+def have_room(tiles: Sequence[int], elements: int) -> bool:
+    """The same of so many tiles along each dimension; `elements`: of q, k, v and out. Those of a mask of packed
+    sequences are for each as many as the longest has."""
     return 4 * TILE_WORDS * math.prod(tiles) <= max(2 * elements, _FEW)
 
 
@@ -79,4 +78,4 @@ def fit_in(problem: Problem) -> bool:
         return True
     tiles = own_tiles(mask, problem.batch, problem.heads_q, *room)
     rows = problem.seqlen_q * problem.heads_q + problem.seqlen_k * problem.heads_k
-    return mask_fits(tiles, rows * sum(widths))
+    return have_room(tiles, rows * sum(widths))
