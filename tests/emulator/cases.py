@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from cupyflash.check.cases import Case, select
 from cupyflash.plan import shipped
 from cupyflash.problem import Problem, Window
@@ -17,7 +19,9 @@ def shipped_case(problem: Problem, aligned: bool) -> Case:
     name = f"shipped-{problem.dtype}-{width}-{problem.window[0]}-{problem.window[1]}".replace("None", "all")
     name += "-softcap" * (problem.softcap is not None) + "-packed" * problem.packed
     name += "-alibi" * problem.alibi + "-range" * problem.kv_range + "-sink" * problem.sink
-    of_bias = "" if problem.bias is None else "bhqk bool" if problem.bias.dtype == "bool" else "bhqk"
+    of_bias = ""
+    if problem.bias:
+        of_bias = "".join(itertools.compress("bhqk", problem.bias.own)) + " bool" * (problem.bias.dtype == "bool")
     name += "-bias" * bool(of_bias) + "-mask" * ("bool" in of_bias)
     name += "-dropout" * bool(problem.dropout)
     name += "-block-mask" * (problem.block_mask > 0) + "-group" * (problem.heads_q > problem.heads_k)
