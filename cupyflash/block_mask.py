@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ArgumentError
-from .mask_tiles import EMPTY, FIRST, FULL, TILE, bits_of, cut_off, elements, no_bits
+from .mask_tiles import EMPTY, FIRST, FULL, TILE, bits_of, check, cut_off, elements, no_bits
 from .operand import TILE_WORDS
 
 Array = NDArray[Any]
@@ -27,6 +27,9 @@ class BlockMask:
 
     Masks of the same lengths combine: ``a & b`` sees what both see, ``a | b`` what either does. One of the two may be
     torch's, of flex_attention.
+
+    Raises:
+        ArgumentError: of who makes one by hand: tiles or bits are not such arrays.
 
     Attributes:
         tiles, bits: as in `mask_tiles`, in NumPy arrays that nobody can write to.
@@ -48,6 +51,7 @@ class BlockMask:
     __array_ufunc__ = None  # booleans of NumPy ask a mask once, not for each of them
 
     def __post_init__(self) -> None:
+        check(self.tiles, self.bits, (self.seqlen_q, self.first_key + self.seqlen_k))
         for label in ("tiles", "bits"):
             view = getattr(self, label).view()
             view.flags.writeable = False

@@ -8,7 +8,7 @@ from typing import Any
 from . import options
 from .api import with_mods
 from .arrays.adapters import TORCH
-from .arrays.imported import is_tensor
+from .arrays.imported import is_tensor, shape_of
 from .arrays.libraries import JAX, Foreign, common_library_of_all
 from .cache.checks import CacheOptions, make_cache_options
 from .cache.lengths import one_length
@@ -185,11 +185,6 @@ def attention_with_cache(
     return found if len(found) > 1 else out
 
 
-def _shape(x: Any) -> Any:
-    """Of an array; torch 2.4 compiles no question whether a tensor has one."""
-    return x.shape if is_tensor(type(x)) else getattr(x, "shape", ())
-
-
 def _forward(arrays: dict[str, Any], call: CacheOptions, length: int | None) -> tuple[Any, ...]:
     """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too.
 
@@ -203,7 +198,7 @@ def _forward(arrays: dict[str, Any], call: CacheOptions, length: int | None) -> 
         if found is not None:
             return found
     lengths = arrays["cache_seqlens"] if length is None else length
-    if type(lengths) is int or (lengths is not None and _shape(lengths) == ()):
+    if type(lengths) is int or (lengths is not None and shape_of(lengths) == ()):
         others = {name: x for name, x in arrays.items() if name != "cache_seqlens"}
         library = common_library_of_all(others)
         lengths = one_length(library, lengths, others)

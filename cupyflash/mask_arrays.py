@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import torch_private
-from .arrays.imported import constant_in_programs, torch_itself
+from .arrays.imported import constant_in_programs, shape_of, torch_itself
 from .arrays.placed import placed
 from .block_mask import BlockMask, converters
 from .errors import ArgumentError, UnsupportedError
@@ -85,7 +85,9 @@ def join(block_mask: Any, arrays: dict[str, Any], layout: str) -> bool:
     """
     mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
     q, k, axis, packed = arrays["q"], arrays["k"], 1 if layout == "bshd" else 2, "cu_seqlens_q" in arrays
-    if not packed and len(q.shape) == len(k.shape) == 4:  # else checks say more
+    if len(shape_of(q)) != 4 - packed:  # which is refused by name
+        return False
+    if not packed and len(shape_of(k)) == 4:
         lengths = q.shape[axis], k.shape[axis]
         if lengths != (mask.seqlen_q, mask.seqlen_k):
             raise ArgumentError(
@@ -112,7 +114,9 @@ def join_cache(block_mask: Any, arrays: dict[str, Any]) -> None:
     """
     mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
     q, table = arrays["q"], arrays.get("block_table")
-    if len(arrays["k_cache"].shape) == 4 and (table is None or len(table.shape) == 2):  # else checks say more
+    if len(shape_of(q)) != 4 - ("cu_seqlens_q" in arrays):  # which is refused by name
+        return
+    if len(shape_of(arrays["k_cache"])) == 4 and (table is None or len(shape_of(table)) == 2):
         rows = arrays["k_cache"].shape[1] * (1 if table is None else table.shape[1])
         if mask.seqlen_q != mask.seqlen_k or rows > mask.seqlen_k:
             raise ArgumentError(
@@ -120,8 +124,7 @@ def join_cache(block_mask: Any, arrays: dict[str, Any]) -> None:
                 f"can have, since a query counts by the row at which it stands, got one of {int(mask.seqlen_q)} and "
                 f"{int(mask.seqlen_k)}"
             )
-    if len(q.shape) == 4 - ("cu_seqlens_q" in arrays):
-        _check_owners(mask, arrays, q.shape[-2])
+    _check_owners(mask, arrays, q.shape[-2])
     _place(mask, arrays)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .errors import ArgumentError
 from .operand import MASK_TILE, TILE_WORDS
 
 Array = NDArray[Any]
@@ -21,6 +22,27 @@ EMPTY, FULL, FIRST = 0, 1, 2
 
 def no_bits() -> Array:
     return np.zeros((1, TILE_WORDS), np.int32)
+
+
+def check(tiles: Array, bits: Array, lengths: tuple[int, int]) -> None:
+    """Refuse what is not the two arrays of a mask for so many queries and keys: kernels read where tiles say.
+
+    Raises:
+        ArgumentError: names the array.
+    """
+    least = tuple(-(-n // TILE) for n in lengths)
+    if tiles.dtype != np.int32 or tiles.ndim != 4 or tiles.shape[2] < least[0] or tiles.shape[3] < least[1]:
+        raise ArgumentError(
+            f"tiles: expected int32 (batch, heads, q_tiles, k_tiles), of at least {least[0]} x {least[1]} tiles, got "
+            f"{tiles.dtype} of shape {tiles.shape}; cupyflash.masks makes them"
+        )
+    if bits.dtype != np.int32 or bits.ndim != 2 or bits.shape[1] != TILE_WORDS:
+        raise ArgumentError(f"bits: expected int32 (n, {TILE_WORDS}), got {bits.dtype} of shape {bits.shape}")
+    if tiles.size and not EMPTY <= tiles.min() <= tiles.max() < FIRST + len(bits):
+        raise ArgumentError(
+            f"tiles: expected numbers from 0 to {FIRST + len(bits) - 1}, for {len(bits)} rows of bits, got "
+            f"{tiles.min()} to {tiles.max()}"
+        )
 
 
 def bits_of(elements: Array) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays.vetting import vet_type
 from .block_mask import BlockMask as BlockMask
 from .errors import ArgumentError
 from .mask_arrays import from_torch as from_torch
@@ -43,7 +44,7 @@ def from_dense(mask: Any) -> BlockMask:
     x = x.reshape((1,) * (4 - x.ndim) + x.shape)
     shape: tuple[int, ...] = x.shape
     batch, heads, seqlen_q, seqlen_k = shape
-    _check_lengths(seqlen_q, seqlen_k)
+    _lengths(seqlen_q, seqlen_k)
     return BlockMask.from_stripes((batch, heads, seqlen_q, seqlen_k), lambda rows: x[:, :, rows])
 
 
@@ -57,7 +58,7 @@ def from_blocks(
         block_size: rows and keys of a block, any two numbers; the last blocks may be cut off by the lengths.
         seqlen_q, seqlen_k: how many queries and keys there are; as many keys as queries by default.
     """
-    seqlen_k = _check_lengths(seqlen_q, seqlen_k)
+    seqlen_q, seqlen_k = _lengths(seqlen_q, seqlen_k)
     sizes = tuple(block_size) if isinstance(block_size, (tuple, list)) else (block_size, block_size)
     if len(sizes) != 2:
         raise ArgumentError(f"block_size: expected an integer, or one for rows and one for keys, got {sizes!r:.60}")
@@ -102,7 +103,7 @@ def global_local(
     Args:
         global_tokens: their positions, or how many they are, from the first on.
     """
-    seqlen_k, window = _check_lengths(seqlen_q, seqlen_k), _within(_whole("window", window, 0))
+    (seqlen_q, seqlen_k), window = _lengths(seqlen_q, seqlen_k), _within(_whole("window", window, 0))
     is_global, tokens = np.zeros(max(1, seqlen_k), bool), _array("global_tokens", global_tokens)
     if tokens.ndim == 0:
         is_global[: _whole("global_tokens", global_tokens, 0)] = True
@@ -129,17 +130,16 @@ def bigbird(
     Query block i sees the first `global_blocks`, the `window_blocks` around itself, and `random_blocks` of the others,
     drawn without replacement (all, where there are fewer). The first `global_blocks` see everything.
     """
-    n, rng = (
-        -(-_check_lengths(seqlen, None) // _whole("block", block, 1)),
-        np.random.default_rng(_whole("seed", seed, 0)),
-    )
-    for name, x in (("global_blocks", global_blocks), ("random_blocks", random_blocks)):
-        _whole(name, x, 0)
-    if _whole("window_blocks", window_blocks, 1) % 2 == 0:
+    seqlen, heads, rng = _length(seqlen), _whole("heads", heads, 1), np.random.default_rng(_whole("seed", seed, 0))
+    n = -(-seqlen // _whole("block", block, 1))
+    global_blocks, random_blocks = _whole("global_blocks", global_blocks, 0), _whole("random_blocks", random_blocks, 0)
+    if heads > MAX_SEQLEN:
+        raise ArgumentError(f"heads: expected at most {MAX_SEQLEN}, got {heads}")
+    if (window_blocks := _whole("window_blocks", window_blocks, 1)) % 2 == 0:
         raise ArgumentError(f"window_blocks: expected an odd number, with the block itself, got {window_blocks}")
     i = np.arange(n)
     fixed = (abs(i[:, None] - i) <= window_blocks // 2) | (i < global_blocks) | (i[:, None] < global_blocks)
-    seen = np.repeat(fixed[None], _whole("heads", heads, 1), 0)
+    seen = np.repeat(fixed[None], heads, 0)
     for h in range(heads):
         for row in range(n):
             others = np.flatnonzero(~fixed[row])
@@ -152,7 +152,7 @@ def strided(seqlen: int, *, stride: int, window: int | None = None) -> BlockMask
     a multiple of `stride` before."""
     stride = _within(_whole("stride", stride, 1))
     reach = stride if window is None else _within(_whole("window", window, 0))
-    return _of_pairs(seqlen, None, lambda i, j: (j <= i) & ((i - j < reach) | ((i - j) % stride == 0)))
+    return _of_pairs(_length(seqlen), None, lambda i, j: (j <= i) & ((i - j < reach) | ((i - j) % stride == 0)))
 
 
 def butterfly(seqlen: int, *, block: int = 128) -> BlockMask:
@@ -160,7 +160,8 @@ def butterfly(seqlen: int, *, block: int = 128) -> BlockMask:
 
     Block i sees itself and the blocks whose number differs from i in one bit: log2 of them in each row.
     """
-    i = np.arange(-(-_check_lengths(seqlen, None) // _within(_whole("block", block, 1))))
+    seqlen = _length(seqlen)
+    i = np.arange(-(-seqlen // _within(_whole("block", block, 1))))
     differ = i[:, None] ^ i
     return from_blocks((differ & (differ - 1)) == 0, block, seqlen)
 
@@ -176,7 +177,7 @@ def causal_document(document_ids: Any) -> BlockMask:
         raise ArgumentError(
             f"document_ids: expected integers of 1 or 2 dimensions, got {ids.dtype} of shape {ids.shape}"
         )
-    j = np.arange(_check_lengths(ids.shape[1], None))
+    j = np.arange(_lengths(ids.shape[1], None)[1])
 
     def stripe(rows: slice) -> Array:
         of_own: Array = ids[:, None, rows, None] == ids[:, None, None, :]
@@ -191,25 +192,32 @@ def prefix(seqlen_q: int, seqlen_k: int | None = None, *, length: int | Sequence
     lengths = np.atleast_1d(_array("length", length))
     if lengths.ndim != 1 or not lengths.size or lengths.dtype.kind not in "iu" or lengths.min() < 0:
         raise ArgumentError(f"length: expected a number of keys from 0 on, or one a sequence, got {length!r:.60}")
-    of_each = lengths.astype(np.int64)[:, None, None, None]
+    of_each = np.minimum(lengths.astype(np.uint64), MAX_SEQLEN).astype(np.int64)[:, None, None, None]
     return _of_pairs(seqlen_q, seqlen_k, lambda i, j: (j < of_each) | (j <= i), batch=len(lengths))
 
 
-def _check_lengths(seqlen_q: int, seqlen_k: int | None) -> int:
-    """seqlen_k, or seqlen_q in its place."""
-    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
-    for name, n in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-        if not 0 <= _whole(name, n, None) <= MAX_SEQLEN:
-            raise ArgumentError(f"{name}: expected a length from 0 to {MAX_SEQLEN}, got {n}")
-    return seqlen_k
+def _lengths(seqlen_q: Any, seqlen_k: Any) -> tuple[int, int]:
+    """Both as integers of Python's; None: as many keys as queries."""
+    queries = _length(seqlen_q, "seqlen_q")
+    return queries, queries if seqlen_k is None else _length(seqlen_k, "seqlen_k")
+
+
+def _length(x: Any, name: str = "seqlen") -> int:
+    n = _whole(name, x, None)
+    if not 0 <= n <= MAX_SEQLEN:
+        raise ArgumentError(f"{name}: expected a length from 0 to {MAX_SEQLEN}, got {n}")
+    return n
 
 
 def _array(name: str, x: Any) -> Array:
-    """What a list holds, whose rows must be equally long."""
+    """What an array or a list in host memory holds; rows of a list must be equally long."""
+    vet_type(name, type(x), np.ndarray, ())
     try:
         return np.asarray(x)
     except ValueError:
         raise ArgumentError(f"{name}: expected as many elements of each sequence, got {x!r:.60}") from None
+    except (TypeError, RuntimeError) as e:  # of tensors elsewhere, or of another form
+        raise ArgumentError(f"{name}: expected a plain array in host memory; {e}") from e
 
 
 def _within(n: int) -> int:
@@ -228,8 +236,8 @@ def _whole(name: str, x: Any, least: int | None) -> int:
 
 def _of_pairs(seqlen_q: int, seqlen_k: int | None, sees: Callable[[Array, Array], Array], batch: int = 1) -> BlockMask:
     """That of a function of the queries' positions (a column) and the keys'."""
-    keys = _check_lengths(seqlen_q, seqlen_k)
+    queries, keys = _lengths(seqlen_q, seqlen_k)
     j = np.arange(keys)
     return BlockMask.from_stripes(
-        (batch, 1, seqlen_q, keys), lambda rows: sees(np.arange(rows.start, rows.stop)[:, None] + (keys - seqlen_q), j)
+        (batch, 1, queries, keys), lambda rows: sees(np.arange(rows.start, rows.stop)[:, None] + (keys - queries), j)
     )

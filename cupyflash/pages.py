@@ -11,10 +11,13 @@ from numpy.typing import NDArray
 from . import options
 from .arrays.adapters import CUPY, NUMPY, TORCH, Native
 from .arrays.libraries import library_of
+from .arrays.vetting import vet_tensor
 from .cache.pool import Pool, Tokens
 from .cache.tables import Tables
 from .errors import ArgumentError, UnsupportedError
 from .problem import DTYPES, check_head_dim
+
+_MOST = 2**31 - 1  # pages, rows and lengths are integers of 32 bits
 
 
 class PagedCache:
@@ -78,7 +81,7 @@ class PagedCache:
         own = self._library.dtype_name(like.dtype)
         if own not in DTYPES:
             raise ArgumentError(f"like: expected an array of a floating-point dtype ({', '.join(DTYPES)}), got {own}")
-        if dtype not in (None, "int8", "float8_e4m3fn"):
+        if not (dtype is None or (isinstance(dtype, str) and dtype in ("int8", "float8_e4m3fn"))):
             raise ArgumentError(f"dtype: expected None, for that of like, 'int8' or 'float8_e4m3fn', got {dtype!r}")
         pages, self.page_size = _at_least_one("pages", pages), _at_least_one("page_size", page_size)
         heads_k, layers = _at_least_one("heads_k", heads_k), _at_least_one("layers", layers)
@@ -88,7 +91,7 @@ class PagedCache:
         for name, width in zip(("head_dim", "head_dim_v"), widths, strict=True):
             check_head_dim(name, width)
         most = None if max_seqlen is None else _at_least_one("max_seqlen", max_seqlen)
-        self.pages_per_sequence = pages if most is None else -(-most // self.page_size)
+        self.pages_per_sequence = pages if most is None else min(pages, -(-most // self.page_size))
         self.capacity = self.page_size * self.pages_per_sequence
         shape = layers, pages, self.page_size, heads_k
         self.k, self.v = (self._library.empty((*shape, width), dtype or own, like) for width in widths)
@@ -177,6 +180,8 @@ class PagedCache:
 
 def _native(like: Any) -> Native:
     library = library_of("like", like)
+    if library is TORCH:
+        vet_tensor("like", like)
     if library not in (NUMPY, CUPY, TORCH):
         raise UnsupportedError(
             f"like: expected an array of NumPy, CuPy or PyTorch, got one of {library.name}, which cannot be written"
@@ -186,8 +191,8 @@ def _native(like: Any) -> Native:
 
 def _at_least_one(name: str, x: Any) -> int:
     value = options.whole(name, x)
-    if value < 1:
-        raise ArgumentError(f"{name}: expected at least 1, got {value}")
+    if not 1 <= value <= _MOST:
+        raise ArgumentError(f"{name}: expected 1 to {_MOST}, got {value}")
     return value
 
 

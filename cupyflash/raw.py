@@ -19,7 +19,7 @@ from .plan.extents import Extents
 from .plan.families import kernels_of, plan_of
 from .plan.params import FWD_PARAMS
 from .plan.spec import Spec
-from .problem import make_problem
+from .problem import DTYPES, make_problem
 
 
 class RawKernel(NamedTuple):
@@ -81,6 +81,7 @@ def raw_kernel(
         raise DeviceError(f'arch: expected one, such as "sm_90", where there is no usable GPU; {device.why_none()}')
     gpu = Device.of(device.current()()) if arch is None else Device.synthetic(options.choice("arch", arch, ARCHS))
     q_shape, k_shape = _shape("q_shape", q_shape), _shape("k_shape", k_shape)
+    dtype = options.choice("dtype", dtype, DTYPES)
     call = options.make_options(causal=causal, scale=scale, window=window, layout=layout, softcap=softcap)
     shapes = {"q": q_shape, "k": k_shape, "v": k_shape, "out": q_shape}
     problem = make_problem([q_shape, k_shape, k_shape], [dtype] * 3, **call._asdict())
@@ -102,7 +103,9 @@ def _shape(name: str, x: Any) -> tuple[int, ...]:
     try:
         sizes = tuple(options.whole(name, n, "integers") for n in x)
     except TypeError:
-        raise ArgumentError(f"{name}: expected 4 integers, got {x!r:.60}") from None
+        sizes = ()
+    if len(sizes) != 4:
+        raise ArgumentError(f"{name}: expected 4 integers, got {x!r:.60}")
     if min(sizes, default=0) < 0:
         raise ArgumentError(f"{name}: expected integers from 0 on, got {sizes}")
     return sizes

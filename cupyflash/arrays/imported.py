@@ -44,6 +44,11 @@ def is_tensor(kind: type) -> bool:
     return kind.__module__ == "torch" and kind.__name__ == "Tensor"
 
 
+def shape_of(x: Any) -> Any:
+    """Of an array; () of what has none. torch 2.4 compiles no question whether a tensor has one."""
+    return x.shape if is_tensor(type(x)) else getattr(x, "shape", ())
+
+
 def is_parameter(kind: type) -> bool:
     """Likewise of its parameters."""
     return kind.__module__ == "torch.nn.parameter" and kind.__name__ == "Parameter"

@@ -71,7 +71,8 @@ class Pool:
         Raises:
             ArgumentError: there is none.
         """
-        tokens = self._sequences.get(int(sequence)) if isinstance(sequence, (int, np.integer)) else None
+        is_number = isinstance(sequence, (int, np.integer)) and not isinstance(sequence, (bool, np.timedelta64))
+        tokens = self._sequences.get(int(sequence)) if is_number else None
         if tokens is None:
             raise ArgumentError(
                 f"sequence: expected a number that allocate or fork gave, and not freed, got {sequence!r}"
@@ -103,7 +104,7 @@ class Pool:
 
     def end(self, sequence: int) -> None:
         self.shorten(self.of(sequence), 0)
-        del self._sequences[sequence]
+        del self._sequences[int(sequence)]
 
     def grow(self, sequences: Sequence[int], chosen: Sequence[Tokens], counts: Sequence[int]) -> list[tuple[int, int]]:
         """So many tokens more for each sequence, of these numbers; the copies (from page, to page) that must be made

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..kvcache import attention_with_cache
+from ..options import flag, whole
 from .options import Given
 from .rotary import apply_rotary_emb
-from .tensors import head_dim_of, narrowed, readied, to_theirs
+from .tensors import head_dim_of, integers, narrowed, readied, to_theirs
 
 
 def flash_attn_with_kvcache(
@@ -56,21 +57,34 @@ def flash_attn_with_kvcache(
     given = Given(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     head_dim_v, keywords = head_dim_of(v_cache), given.ours(head_dim_of(q))
     del keywords["deterministic"]
-    _check_tensors(q, k_cache, v_cache, cache_leftpad)
+    _check_tensors(q, k_cache, v_cache, rotary_cos, rotary_sin)
     _check(k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    rotary_interleaved = flag("rotary_interleaved", rotary_interleaved)
+    places = {
+        "cache_batch_idx": None if cache_batch_idx is None else integers("cache_batch_idx", cache_batch_idx),
+        "block_table": None if block_table is None else integers("block_table", block_table, 2),
+    }
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     used = capacity if cache_seqlens is None else cache_seqlens
+    if isinstance(used, Tensor):
+        used = integers("cache_seqlens", used, 1 if used.dim() else 0)
+    if num_splits is not None:
+        num_splits = whole("num_splits", num_splits)
     with torch.no_grad():
-        places = {"cache_seqlens": used, "block_table": block_table, "cache_batch_idx": cache_batch_idx}
         if cache_leftpad is not None:
-            places["kv_range"] = torch.stack((cache_leftpad, torch.full_like(cache_leftpad, capacity)), dim=1)
-        keywords |= {name: x.to(torch.int32) if isinstance(x, Tensor) else x for name, x in places.items()}
+            pad = integers("cache_leftpad", cache_leftpad)
+            if pad.shape != q.shape[:1]:
+                raise ArgumentError(f"cache_leftpad: expected integers of shape ({len(q)},), got {tuple(pad.shape)}")
+            places["kv_range"] = torch.stack((pad, torch.full_like(pad, capacity)), dim=1)
+        keywords |= {"cache_seqlens": used, **places}
         if cache_batch_idx is None and block_table is None:
             k_cache, v_cache = k_cache[: len(q)], v_cache[: len(q)]
         q, k, tables = _turned(q, k, rotary_cos, rotary_sin, rotary_interleaved, used, keywords)
-        ready = readied(q, k_cache, v_cache)
+        ready = readied(q, k_cache, v_cache, "_cache")
         if k is not None and v is not None:
             _, keywords["k"], keywords["v"] = readied(q, k, v)
+            if head_dim_of(v) != head_dim_v:
+                raise ArgumentError(f"v: expected the head_dim of v_cache, {head_dim_v}, got {head_dim_of(v)}")
         keywords |= {"num_splits": num_splits if num_splits and num_splits > 0 else None, "return_lse": True}
         out, lse = attention_with_cache(ready[0], ready[1], ready[2], **keywords, **tables)
         for cache, x in zip((k_cache, v_cache), ready[1:], strict=True):
@@ -90,8 +104,9 @@ def packed_over_pages(
         keywords: the other options of `attention_varlen`.
     """
     used = lengths["seqused_k"]
-    where = {"cache_seqlens": lengths["cu_seqlens_k"].diff() if used is None else used, "block_table": block_table}
-    where = {name: x.to(torch.int32) for name, x in where.items()} | {"cu_seqlens_q": lengths["cu_seqlens_q"]}
+    used = integers("cu_seqlens_k", lengths["cu_seqlens_k"]).diff() if used is None else integers("seqused_k", used)
+    where = {"cache_seqlens": used, "block_table": integers("block_table", block_table, 2)}
+    where["cu_seqlens_q"] = lengths["cu_seqlens_q"]
     options = {name: x for name, x in keywords.items() if name not in ("deterministic", "dropout_p")}
     with torch.no_grad():
         out, lse = attention_with_cache(q, k, v, **where, **options, return_lse=True)
@@ -113,7 +128,8 @@ def _turned(
         wide = torch.promote_types(q.dtype, torch.float32)
         cos, sin = (x if x.dtype in (q.dtype, wide) else x.to(wide) for x in (cos.contiguous(), sin.contiguous()))
         return q, k, {"rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": interleaved}
-    used = used if isinstance(used, Tensor) else torch.full((1,), used, device=q.device)
+    if not isinstance(used, Tensor):
+        used = torch.full((1,), whole("cache_seqlens", used, "a torch.Tensor or an integer"), device=q.device)
     used = used.expand(len(q))  # an integer too: as in the kernels, positions that the tables lack are not turned
     k = apply_rotary_emb(k, cos, sin, interleaved, False, used)
     if has_mask:
@@ -122,14 +138,14 @@ def _turned(
     return apply_rotary_emb(together, cos, sin, interleaved, False, used).view(q.shape), k, {}
 
 
-def _check_tensors(q: Any, k_cache: Any, v_cache: Any, leftpad: Any) -> None:
+def _check_tensors(q: Any, k_cache: Any, v_cache: Any, cos: Any, sin: Any) -> None:
     """Refuse by flash-attn's names what ours would refuse by others."""
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, Tensor):
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(x, Tensor) and not (x is None and "rotary" in name):
             raise ArgumentError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-    if leftpad is not None and not (isinstance(leftpad, Tensor) and leftpad.shape == q.shape[:1]):
-        got = tuple(leftpad.shape) if isinstance(leftpad, Tensor) else type(leftpad).__name__
-        raise ArgumentError(f"cache_leftpad: expected integers of shape ({len(q)},), got {got}")
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if x.dim() != 4:
+            raise ArgumentError(f"{name}: expected 4 dimensions, got shape {tuple(x.shape)}")
     if k_cache.dtype != q.dtype:
         raise ArgumentError(
             f"k_cache: expected the dtype of q, {q.dtype}, got {k_cache.dtype}; cupyflash.attention_with_cache takes "

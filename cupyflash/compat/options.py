@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..api import attention
 from ..errors import ArgumentError, UnsupportedError
+from ..options import number, whole
 
 _HAS_ALIBI = "alibi_slopes" in inspect.signature(attention).parameters
 
@@ -42,19 +43,27 @@ class Given(NamedTuple):
             "causal": self.causal,
             "scale": scale,
             "window": _window(self.window_size),
-            "softcap": self.softcap or None,
+            "softcap": _number("softcap", self.softcap) or None,
             "deterministic": self.deterministic,
         }
-        if self.dropout_p:
-            keywords["dropout_p"] = self.dropout_p
+        if dropout_p := _number("dropout_p", self.dropout_p):
+            keywords["dropout_p"] = dropout_p
         if self.alibi_slopes is not None:
             if not _HAS_ALIBI:
                 raise UnsupportedError(
                     "alibi_slopes: this version of cupyflash has no ALiBi; leave them out, or give the bias to "
                     "torch.nn.functional.scaled_dot_product_attention as attn_mask"
                 )
+            if not isinstance(self.alibi_slopes, Tensor):
+                kind = type(self.alibi_slopes).__name__
+                raise ArgumentError(f"alibi_slopes: expected a torch.Tensor or None, got {kind}")
             keywords["alibi_slopes"] = self.alibi_slopes.detach()
         return keywords
+
+
+def _number(name: str, x: Any) -> float:
+    """0 for None, as flash-attn's callers may have it."""
+    return 0.0 if x is None else x if type(x) is float else number(name, x)
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None] | None:
@@ -62,5 +71,6 @@ def _window(window_size: Any) -> tuple[int | None, int | None] | None:
         raise ArgumentError(
             f"window_size: expected a pair (left, right) of integers, -1 for an unbounded side, got {window_size!r}"
         )
-    left, right = (None if bound is None or bound < 0 else bound for bound in window_size)
+    bounds = (b if b is None or type(b) is int else whole("window_size", b, "integers or None") for b in window_size)
+    left, right = (None if bound is None or bound < 0 else bound for bound in bounds)
     return None if left is right is None else (left, right)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..errors import ArgumentError, UnsupportedError
-from ..options import make_options
+from ..options import flag, make_options
 from .op import attention_of
 from .sdpa import as_jax, of_scores, window_of
 from .seeds import words
@@ -68,6 +68,7 @@ def flax_attention(
     ):
         if given is not None:
             raise UnsupportedError(f"{name}: expected None, since kernels have products of their own, got {given!r}")
+    is_causal = flag("is_causal", is_causal)
     query, key, value = map(as_jax, (query, key, value))
     lead = query.shape[:-3]
     if not lead == key.shape[:-3] == value.shape[:-3]:

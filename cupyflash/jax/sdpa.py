@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..errors import ArgumentError
-from ..options import make_options, whole
+from ..options import flag, make_options, whole
 from .op import attention_of
 
 
@@ -61,7 +61,14 @@ def dot_product_attention(
     """
     if implementation not in (None, "xla", "cudnn"):
         raise ArgumentError(f'implementation: expected None, "xla" or "cudnn", got "{implementation}"')
+    is_causal, return_residual = flag("is_causal", is_causal), flag("return_residual", return_residual)
     query, key, value = map(as_jax, (query, key, value))
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.ndim not in (3, 4) or x.ndim != query.ndim:
+            raise ArgumentError(
+                f"{name}: expected 4 dimensions (batch, length, heads, head_dim), or 3 without the batch, the same of "
+                f"query, key and value, got shape {x.shape}"
+            )
     arrays = {"q": query, "k": key, "v": value}
     has_batch = query.ndim != 3
     if not has_batch:
@@ -94,6 +101,8 @@ def window_of(is_causal: bool, local: int | tuple[int, int] | None, shift: int) 
         if len(sides) != 2:
             raise ArgumentError(f"local_window_size: expected an integer or a pair of them, got {local!r:.60}")
         left, right = (whole("local_window_size", n) for n in sides)
+        if left + right < 0:
+            raise ArgumentError(f"local_window_size: expected left + right of at least 0, got ({left}, {right})")
         left, right = left + shift, right - shift
     if is_causal:
         right = -shift if right is None else min(right, -shift)
@@ -110,7 +119,8 @@ def _check_lengths(name: str, lengths: Any | None, batch: int) -> None:
 
 def _ranges(lengths: Any, most: int) -> Any:
     """Of each sequence the keys from 0 to its length."""
-    end = jnp.clip(as_jax(lengths), 0, most).astype(jnp.int32)
+    lengths = as_jax(lengths)
+    end = jnp.clip(lengths, 0, min(most, jnp.iinfo(lengths.dtype).max)).astype(jnp.int32)
     return jnp.stack([jnp.zeros_like(end), end], -1)
 
 
@@ -119,6 +129,8 @@ def of_scores(query: Any, bias: Any | None, mask: Any | None) -> dict[str, Any]:
     found = {} if mask is None else {"mask": as_jax(mask)}
     if bias is not None:
         bias = as_jax(bias)
+        if jnp.issubdtype(bias.dtype, jnp.complexfloating):
+            raise ArgumentError(f"bias: expected real numbers, got {bias.dtype}")
         half = query.dtype in (jnp.float16, jnp.bfloat16)
         fits = bias.dtype == query.dtype or (half and bias.dtype == jnp.float32)
         found["bias"] = bias if fits else bias.astype(query.dtype)

@@ -8,6 +8,7 @@ import numpy as np
 
 from .. import options
 from ..arrays.adapters import NUMPY, Native
+from ..arrays.vetting import vet_type
 from ..dropout import missing_seed, vet_seed, words_of
 from ..errors import ArgumentError
 
@@ -29,6 +30,7 @@ def words(library: Native, seed: Any, like: Any, draw: bool) -> Any:
         with on_device.device:
             on_device.set(found)
         return on_device
+    vet_type("dropout_seed", type(seed), np.ndarray, ())
     if isinstance(seed, np.generic):
         return words(library, options.whole("dropout_seed", seed), like, draw)
     if not library.owns(seed):

@@ -13,6 +13,7 @@ from .functions import cast
 Arrays = Mapping[str, tuple[str, int]]  # name -> dtype, dimensions
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_DIGITS = 20  # of an integer; Python refuses to read one of thousands
 _KIND = "float|double|int|bool"
 _TOKEN = re.compile(
     r"\s*(?:(?P<number>0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[fF]?)"
@@ -225,6 +226,8 @@ def _number(text: str) -> Node:
         return number(int(text, 16))
     if not text.isdigit():
         return number(float(text.rstrip("fF")))
+    if len(text) > _DIGITS:
+        raise ArgumentError(f"expected an integer of 32 bits, got one of {len(text)} digits")
     if text != "0" and text[0] == "0":
         raise ArgumentError(f"expected a number, and {text} is octal to C++; leave the first 0 out")
     return number(int(text))

@@ -36,7 +36,7 @@ def trace(
     symbols = {label: ArraySymbol(label, *of) for label, of in arrays.items()}
     positional = [Symbol(name(word)) for word in NAMES if word != "inf" and (what == "score_mod" or word != "score")]
     try:
-        wanted = list(inspect.signature(function).parameters.values())[len(positional) :]
+        wanted = _parameters(function)[len(positional) :]
         missing = [
             x.name for x in wanted if x.kind is not x.VAR_KEYWORD and x.name not in symbols and x.default is x.empty
         ]
@@ -62,6 +62,13 @@ def trace(
         if Symbol.__name__ in str(e):  # as JAX's functions say what they were given
             wanted_of = "operators, cupyflash.mods.where, and functions of jax.numpy that the mod itself names"
         raise ArgumentError(f"{what}: expected {wanted_of}; {e}") from e
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError as e:  # of some that Python has built in, nobody knows
+        raise TypeError(str(e)) from e
 
 
 def _numbers_are_known() -> contextlib.AbstractContextManager[Any]:

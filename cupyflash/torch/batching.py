@@ -29,7 +29,7 @@ def batched(
         one_by_one: since the number of a sequence means something.
     """
     mapped = {name: dim for name in arrays if (dim := dims[name]) is not None}
-    first = {name: x.movedim(mapped[name], 0) if name in mapped else x for name, x in arrays.items()}
+    first = {name: _moved(x, mapped[name]) if name in mapped else x for name, x in arrays.items()}
     batch = first["q"].shape[int("q" in mapped)]
     batched = {
         name
@@ -49,6 +49,12 @@ def batched(
     folded = {name: _fold(x, size, name in mapped) if name in batched else x for name, x in first.items()}
     results = call(folded)
     return tuple(x.reshape(size, batch, *x.shape[1:]) for x in results), (0,) * len(results)
+
+
+def _moved(x: Tensor, dim: int) -> Tensor:
+    """With its dimension `dim` first; where that was the last, rows are laid together again."""
+    moved = x.movedim(dim, 0)
+    return moved.contiguous() if dim in (-1, x.dim() - 1) else moved
 
 
 def _has_batch(which: Pass, name: str, shape: Sequence[int], batch: int) -> bool:

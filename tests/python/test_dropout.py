@@ -198,6 +198,10 @@ def test_a_seed_that_is_not_given_is_drawn() -> None:
         ({"dropout_p": -0.1}, "dropout_p: expected a number from 0 on and below 1, got -0.1"),
         ({"dropout_p": "x"}, "dropout_p: expected a number"),
         ({"dropout_p": None}, "dropout_p: expected a number from 0 on and below 1, got None"),
+        (
+            {"dropout_p": 0.5, "dropout_seed": np.ma.array([1, 2], mask=True)},
+            "dropout_seed: expected a plain array, and a numpy.ma.MaskedArray has rules of its own",
+        ),
         ({"dropout_p": float("nan")}, "dropout_p: expected a number from 0 on and below 1, got nan"),
         ({"dropout_p": 0.5, "dropout_seed": 1.5}, "dropout_seed: expected an integer, got 1.5"),
         ({"dropout_p": 0.5, "dropout_seed": True}, "dropout_seed: expected an integer, got True"),

@@ -344,9 +344,13 @@ def test_a_ring_of_two() -> None:
         ({"softcap": 1e9}, r"softcap: expected a number from"),
         ({"q": [1.0]}, r"q: expected a torch.Tensor, got list"),
         ({"v": torch.zeros(1, 4, 2, 16)}, r"v: .*shape of k but for head_dim"),
-        ({"k": torch.zeros(1, 5, 2)}, r"k: expected 4 dimensions"),
+        ({"k": torch.zeros(1, 5, 2)}, r"k: expected 4 dimensions|k: expected the head_dim of q"),
+        ({"k": torch.zeros(1, 5, 2, 7), "v": torch.zeros(1, 5, 2, 7)}, r"k: expected the head_dim of q, 8, got 7"),
+        ({"alibi_slopes": [0.1, 0.1]}, r"alibi_slopes: expected a torch.Tensor or None, got list"),
+        ({"window_size": ("a", 1)}, r"window_size: expected integers or None, got 'a'"),
+        ({"softcap": torch.ones(2)}, r"softcap: expected a number"),
     ],
-    ids=["dropout", "window", "softcap", "list", "shape-of-v", "dims"],
+    ids=["dropout", "window", "softcap", "list", "shape-of-v", "dims", "width-of-k", "slopes", "bound", "caps"],
 )
 def test_refused(change: dict[str, Any], message: str) -> None:
     arguments = {name: torch.zeros(1, 5, 2, 8) for name in "qkv"} | change
@@ -401,3 +405,76 @@ def test_dropout() -> None:
         torch.testing.assert_close(a, b)
     with pytest.raises(ArgumentError, match="dropout_seed: expected the seed of the forward"):
         interface._flash_attn_backward(out, *x, out, lse, *places, 0.4, 0.3, True, -1, -1, 0.0, None, False)
+
+
+# ---- Integers ----
+
+QUERIES, PAGES = torch.zeros(10, 4, 16), torch.zeros(6, 8, 2, 16)
+TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)
+CU_Q, CU_K = (torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 10], [0, 20, 40]))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"block_table": TABLE + 0.7},
+            "block_table: expected a torch.Tensor of two dimensions of integers",
+        ),
+        (
+            {"block_table": TABLE.tolist()},
+            "block_table: expected a torch.Tensor of two dimensions of integers",
+        ),
+        ({"block_table": TABLE + 10**6}, "block_table: expected numbers of the 6 pages of the pool"),
+        (
+            {"block_table": TABLE.long() + 2**32},
+            "block_table: expected numbers of the 6 pages of the pool",
+        ),
+        ({"cu_seqlens_k": None}, "cu_seqlens_k: expected a torch.Tensor of one dimension of integers, got NoneType"),
+        (
+            {"cu_seqlens_k": CU_K * 1.5},
+            "cu_seqlens_k: expected a torch.Tensor of one dimension of integers",
+        ),
+        ({"k": PAGES[:0], "v": PAGES[:0]}, "block_table: expected numbers of the 0 pages"),
+    ],
+)
+def test_places_in_pages_are_whole_numbers_of_the_pool(change: dict[str, Any], message: str, dropout_p: float) -> None:
+    given = {"q": QUERIES, "k": PAGES, "v": PAGES, "cu_seqlens_q": CU_Q, "cu_seqlens_k": CU_K, "block_table": TABLE}
+    with pytest.raises(ArgumentError, match=message):
+        flash_attn.flash_attn_varlen_func(**given | change, max_seqlen_q=7, max_seqlen_k=20, dropout_p=dropout_p)
+
+
+def test_a_table_behind_the_last_page_in_use_may_hold_anything() -> None:
+    table = torch.tensor([[0, 1, -7], [3, 4, 10**6]], dtype=torch.int64)
+    lengths = CU_Q, torch.tensor([0, 16, 32], dtype=torch.int32), 7, 16
+    out = flash_attn.flash_attn_varlen_func(QUERIES, PAGES, PAGES, *lengths, dropout_p=0.5, block_table=table)
+    assert out.shape == QUERIES.shape
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cache_seqlens": torch.tensor([3.9, 20.0])}, "cache_seqlens: expected a torch.Tensor of one dimension"),
+        ({"cache_seqlens": torch.tensor([2**32 + 3, 20])}, "cache_seqlens: expected lengths of 0 to 32, got"),
+        ({"cache_leftpad": torch.tensor([1.5, 2.0])}, "cache_leftpad: expected a torch.Tensor of one dimension"),
+        ({"cache_leftpad": torch.tensor([1])}, r"cache_leftpad: expected integers of shape \(2,\), got \(1,\)"),
+        ({"block_table": torch.tensor([0])}, "block_table: expected a torch.Tensor of two dimensions of integers"),
+        ({"cache_batch_idx": torch.tensor([0.0, 1.0])}, "cache_batch_idx: expected a torch.Tensor of one dimension"),
+        ({"num_splits": float("nan")}, "num_splits: expected an integer, got nan"),
+        ({"k_cache": torch.zeros(16)}, r"k_cache: expected 4 dimensions, got shape \(16,\)"),
+        ({"k_cache": torch.zeros(2, 32, 2, 15)}, "k_cache: expected the head_dim of q, 16, got 15"),
+        ({"k": torch.zeros(2, 5, 2, 15), "v": torch.zeros(2, 5, 2, 16)}, "k: expected the head_dim of q, 16, got 15"),
+        (
+            {"k": torch.zeros(2, 5, 2, 16), "v": torch.zeros(2, 5, 2, 15)},
+            "v: expected the head_dim of v_cache, 16",
+        ),
+        ({"rotary_cos": [1.0]}, "rotary_cos: expected a torch.Tensor, got list"),
+        ({"rotary_interleaved": "no"}, "rotary_interleaved: expected True or False, got 'no'"),
+    ],
+)
+def test_what_a_cache_does_not_take(change: dict[str, Any], message: str) -> None:
+    caches = {name: torch.zeros(2, 32, 2, 16) for name in ("k_cache", "v_cache")}
+    given = {"q": torch.zeros(2, 5, 4, 16), "cache_seqlens": 3, **caches}
+    with pytest.raises(ArgumentError, match=message):
+        flash_attn.flash_attn_with_kvcache(**given | change)

@@ -369,7 +369,7 @@ def test_cache_with_alibi(pads: list[int] | None) -> None:
         ({"rotary_cos": torch.ones(9, 4)}, "rotary_cos, rotary_sin: expected both"),
         ({"k": None, "v": None, "rotary_cos": torch.ones(9, 4), "rotary_sin": torch.ones(9, 4)}, "no new k"),
         ({"block_table": torch.zeros(2, 1, dtype=torch.int32), "cache_leftpad": int32(0, 0)}, "block_table: expected"),
-        ({"cache_leftpad": [0, 1]}, r"cache_leftpad: expected integers of shape \(2,\), got list"),
+        ({"cache_leftpad": [0, 1]}, r"cache_leftpad: expected a torch.Tensor of one dimension of integers, got list"),
         ({"cache_leftpad": int32(0)}, r"cache_leftpad: expected integers of shape \(2,\), got \(1,\)"),
     ],
     ids=["k", "no-lengths", "too-long", "negative", "no-sin", "no-k", "pages", "listed", "short"],

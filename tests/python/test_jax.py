@@ -694,6 +694,37 @@ def test_lengths_are_an_integer_a_sequence(name: str, lengths: Any, rng: np.rand
         dot_product_attention(q, k, v, **{name: lengths})
 
 
+@pytest.mark.parametrize("kind", ["int8", "uint8", "uint32"])
+def test_lengths_of_few_bits_do_not_wrap(kind: str, rng: np.random.Generator) -> None:
+    import jax.numpy as jnp
+
+    from cupyflash.jax import dot_product_attention
+
+    q, k, v = (rng.standard_normal((2, 300, 1, 8), dtype=np.float32) for _ in range(3))
+    lengths = jnp.array([100, 70])
+    found, want = (dot_product_attention(q, k, v, key_value_seq_lengths=x) for x in (lengths.astype(kind), lengths))
+    assert np.array_equal(found, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"is_causal": "False"}, "is_causal: expected True or False"),
+        ({"return_residual": [1]}, "return_residual: expected True or False"),
+        ({"bias": np.ones((8, 8), np.complex64)}, "bias: expected real numbers, got complex64"),
+        ({"query": np.ones(8, np.float32)}, "query: expected 4 dimensions"),
+        ({"key": np.ones((8, 1, 8), np.float32)}, "key: expected 4 dimensions"),
+        ({"local_window_size": -1}, "local_window_size: expected left"),
+    ],
+)
+def test_dot_product_attention_names_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    from cupyflash.jax import dot_product_attention
+
+    given = dict.fromkeys(("query", "key", "value"), np.ones((1, 8, 1, 8), np.float32))
+    with pytest.raises(ArgumentError, match=message):
+        dot_product_attention(**given | change)
+
+
 def test_dot_product_attention_without_a_batch_and_with_lse(rng: np.random.Generator) -> None:
     import jax
     import jax.numpy as jnp

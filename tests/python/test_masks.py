@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from cupyflash import ArgumentError, BlockMask, masks
 from cupyflash.check.accuracy import Oracle
 from cupyflash.check.case import NUMPY_DTYPE
 from cupyflash.check.features import Features
+from cupyflash.mask_tiles import no_bits
 from cupyflash.problem import make_problem
 from tests.pretended_gpu import pretend
 
@@ -568,11 +570,67 @@ def test_no_mask_is_read_where_there_are_no_scores(
         (lambda: masks.prefix(10, length=[[1], [2, 3]]), "length: expected as many"),
         (lambda: masks.bigbird(100, seed=-1), "seed: expected an integer from 0 on"),
         (lambda: masks.from_torch(3), "expected a cupyflash.BlockMask"),
+        (lambda: masks.from_dense(np.ma.array(np.ones((4, 4), bool), mask=True)), "mask: expected a plain array"),
+        (lambda: masks.bigbird(100, heads=2**63), "heads: expected at most"),
+        (lambda: masks.butterfly(-1), "seqlen: expected a length from 0"),
+        (
+            lambda: BlockMask(np.full((1, 1, 1, 1), 7, np.int32), no_bits(), 10, 10),
+            "tiles: expected numbers from 0",
+        ),
+        (lambda: BlockMask(np.ones((1, 1, 1, 1), np.int32), no_bits(), 65, 10), "tiles: expected int32 .*2 x 1 tiles"),
+        (lambda: BlockMask(np.ones((1, 1, 1, 1), np.int64), no_bits(), 10, 10), "tiles: expected int32"),
+        (lambda: BlockMask(np.ones((1, 1, 1, 1), np.int32), no_bits()[:, 1:], 10, 10), "bits: expected int32"),
     ],
 )
 def test_what_no_mask_can_be_made_of(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         make()
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("form", ["meta", "sparse"])
+def test_tensors_of_which_no_mask_can_be_made(form: str) -> None:
+    import torch
+
+    x = torch.ones(4, 4, dtype=torch.bool, device="meta" if form == "meta" else "cpu")
+    with pytest.raises(ArgumentError, match="mask: expected a plain array in host memory"):
+        masks.from_dense(x if form == "meta" else x.to_sparse())
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16, np.uint32, np.uint64, np.int8])
+def test_lengths_may_be_numbers_of_numpy(kind: Any) -> None:
+    """Which would wrap if they were counted with."""
+    blocks = np.array([[True, False], [True, True]])
+    for make in (
+        lambda n: masks.local(n(100), n(90), left=n(3), right=n(1)),
+        lambda n: masks.from_blocks(blocks, n(64), n(100)),
+        lambda n: masks.bigbird(n(100), block=n(16), window_blocks=n(1), global_blocks=n(1), random_blocks=n(2)),
+        lambda n: masks.butterfly(n(100), block=n(32)),
+        lambda n: masks.strided(n(100), stride=n(7)),
+        lambda n: masks.global_local(n(100), window=n(7), global_tokens=n(3)),
+        lambda n: masks.prefix(n(100), length=n(3)),
+    ):
+        assert np.array_equal(make(kind).of(0, 0), make(int).of(0, 0))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("wrong", ["q", "k"])
+def test_what_is_no_array_is_refused_beside_a_mask(library: str, wrong: str) -> None:
+    if library == "torch":
+        pytest.importorskip("torch")
+    x, mask = np.zeros((1, 8, 2, 16), np.float32), masks.local(8, left=3)
+    good = x if library == "numpy" else sys.modules["torch"].from_numpy(x)
+    for bad in (x.tolist(), good[0, 0, 0]):
+        q, k = (bad, good) if wrong == "q" else (good, bad)
+        lse = np.zeros((1, 2, 8), np.float32)
+        with pytest.raises(ArgumentError, match=f"{wrong}: expected"):
+            cupyflash.attention(q, k, good, block_mask=mask)
+        with pytest.raises(ArgumentError, match=f"{wrong}(_cache)?: expected"):
+            cupyflash.attention_with_cache(q, k, good, cache_seqlens=3, block_mask=mask)
+        with pytest.raises(ArgumentError, match="expected"):
+            cupyflash.attention_backward(good, q, k, good, good, lse, block_mask=mask)
+        with pytest.raises(ArgumentError, match="expected"):
+            cupyflash.attention_varlen(q if wrong == "q" else q[0], k, good[0], np.array([0, 8], "i4"), block_mask=mask)
 
 
 def test_numbers_beyond_all_lengths() -> None:
@@ -584,6 +642,7 @@ def test_numbers_beyond_all_lengths() -> None:
         (masks.from_blocks(everything, huge, 100), masks.from_dense(np.ones((100, 100), bool))),
         (masks.butterfly(100, block=huge), masks.from_dense(np.ones((100, 100), bool))),
         (masks.global_local(100, window=huge, global_tokens=0), masks.from_dense(np.ones((100, 100), bool))),
+        (masks.prefix(100, length=np.uint64(2**63 + 5)), masks.from_dense(np.ones((100, 100), bool))),
     )
     for a, b in same:
         assert np.array_equal(a.of(0, 0), b.of(0, 0))

@@ -306,6 +306,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"score_mod": lambda score, b, h, q, k: score if q > k else 0}, "score_mod: expected an expression without if"),
     ({"score_mod": lambda score, b, h, q, k, other: score}, "score_mod: expected other among mod_arrays"),
     ({"score_mod": lambda score: score}, "score_mod: expected a function of 5 values"),
+    ({"score_mod": max}, "score_mod: expected a function of 5 values"),
+    ({"score_mod": "score + " + "9" * 5000}, "score_mod: expected an integer of 32 bits, got one of 5000 digits"),
     (
         {"score_mod": lambda score, b, h, q, k: "x"},
         "score_mod: expected symbols, numbers and elements of arrays, got a str",

@@ -188,11 +188,11 @@ WRONG_INTO: tuple[tuple[Any, Any, str], ...] = (
 @pytest.mark.parametrize(("counts", "into", "message"), WRONG_INTO, ids=range(len(WRONG_INTO)))
 def test_where_nothing_can_be_written_nothing_changes(counts: Any, into: Any, message: str) -> None:
     """None: a call of places."""
-    cache = cache_of(3, 4, max_seqlen=16)
+    cache = cache_of(4, 4, max_seqlen=16)
     one = cache.allocate()
     with pytest.raises(ArgumentError, match=re.escape(message)):
         cache.places([one], into) if counts is None else cache.append([one], counts, into)
-    assert (cache.length(one), cache.free_pages) == (0, 3)
+    assert (cache.length(one), cache.free_pages) == (0, 4)
 
 
 @pytest.mark.needs("torch")
@@ -223,6 +223,10 @@ WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
     ("append", ([7], 1), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 7"),
     ("fork", (0, 1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got 1"),
     ("truncate", (0, -1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got -1"),
+    *(
+        (method, arguments, ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got")
+        for method, arguments in (("free", (True,)), ("free", (np.timedelta64(0),)), ("truncate", (False, 0)))
+    ),
     ("free", (2,), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 2"),
     ("append", (None, 1), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.None"),
     ("append", (0, 1), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.int"),
@@ -247,13 +251,29 @@ def test_what_is_wrong_is_named(method: str, arguments: Any, kind: type[Exceptio
     assert ([cache.length(i) for i in range(2)], cache.free_pages) == ([0, 0], 3)
 
 
+def test_a_sequence_may_be_a_number_of_numpy() -> None:
+    cache = cache_of(3, 4)
+    one, other = cache.allocate(), cache.allocate()
+    cache.append([one, other], 3)
+    cache.free(np.int64(one))
+    assert (cache.length(np.int32(other)), cache.free_pages) == (3, 2)
+    with pytest.raises(ArgumentError, match="sequence"):
+        cache.length(one)
+
+
+def test_a_sequence_has_no_more_pages_than_the_pool() -> None:
+    assert cache_of(3, 4, max_seqlen=2**30).capacity == 12
+
+
 WRONG_NEW: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-    ({"pages": 0}, ArgumentError, "pages: expected at least 1, got 0"),
+    ({"pages": 0}, ArgumentError, "pages: expected 1 to 2147483647, got 0"),
+    ({"heads_k": 2**63}, ArgumentError, "heads_k: expected 1 to 2147483647, got"),
+    ({"dtype": np.dtype("int8")}, ArgumentError, "dtype: expected None, for that of like, 'int8' or 'float8_e4m3fn'"),
     ({"page_size": 1.0}, ArgumentError, "page_size: expected an integer, got 1.0"),
     ({"head_dim": 12}, UnsupportedError, "head_dim: expected a head_dim that is a multiple of 8"),
     ({"head_dim_v": 12}, UnsupportedError, "head_dim_v: expected a head_dim that is a multiple of 8"),
     ({"head_dim_v": 8.0}, ArgumentError, "head_dim_v: expected an integer or None, got 8.0"),
-    ({"max_seqlen": 0}, ArgumentError, "max_seqlen: expected at least 1, got 0"),
+    ({"max_seqlen": 0}, ArgumentError, "max_seqlen: expected 1 to 2147483647, got 0"),
     ({"like": "fp16"}, ArgumentError, "like: expected an array of CuPy, NumPy, PyTorch or JAX"),
     ({"like": np.zeros(1, int)}, ArgumentError, "like: expected an array of a floating-point dtype"),
 )

@@ -67,6 +67,7 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for change, error, message in (
         ({"arch": "sm_70"}, ArgumentError, 'arch: expected "sm_75"'),
         ({"dtype": "fp64"}, UnsupportedError, "q: fp64 has no GPU kernel yet"),
+        ({"dtype": np.float16}, ArgumentError, 'dtype: expected .*"fp16"'),
         ({"window": (1, 2, 3)}, ArgumentError, "window"),
     ):
         with pytest.raises(error, match=message):
@@ -78,7 +79,7 @@ def test_what_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         cupyflash.raw_kernel(Q, K)
 
 
-@pytest.mark.parametrize("shape", [None, (-1, 16, 2, 64), (1, 16.5, 2, 64), (1, "16", 2, 64), (1, 16, 64)])
+@pytest.mark.parametrize("shape", [None, (), (-1, 16, 2, 64), (1, 16.5, 2, 64), (1, "16", 2, 64), (1, 16, 64)])
 def test_shapes_that_no_array_has(shape: Any) -> None:
-    with pytest.raises(ArgumentError, match="q"):
+    with pytest.raises(ArgumentError, match="q_shape"):
         cupyflash.raw_kernel(shape, (1, 16, 2, 64), arch="sm_80")

@@ -497,6 +497,12 @@ def test_transforms(transform: Callable[..., Any]) -> None:
     torch.utils._pytree.tree_map(close, transform(attention)(*x), transform(exact)(*x))
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_mapped_dimension_may_be_the_last(size: int) -> None:
+    x = [t[:size].movedim(0, -1) for t in make(3, 2, 5, 2, 8)]
+    close(torch.vmap(attention, -1)(*x), torch.vmap(exact, -1)(*x))
+
+
 def test_transforms_of_packed_sequences() -> None:
     x, cu = make(3, 9, 2, 8), torch.tensor([[0, 2, 9], [0, 3, 3], [0, 1, 8]], dtype=torch.int32)
     f = functools.partial(attention_varlen, causal=True)
