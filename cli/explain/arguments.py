@@ -57,9 +57,12 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
         return None
     left, _, right = text.partition(",")
     try:
-        return int(left) if left.strip() else None, int(right) if right.strip() else None
+        bounds = int(left) if left.strip() else None, int(right) if right.strip() else None
     except ValueError:
         raise click.BadParameter(f"{text!r} is neither LEFT nor LEFT,RIGHT in whole numbers") from None
+    if None not in bounds and sum(map(int, bounds)) < 0:  # type: ignore[arg-type]
+        raise click.BadParameter(f"{text!r} hides every key; leave a side empty that has no bound")
+    return bounds
 
 
 def shapes_of(options: dict[str, Any]) -> tuple[tuple[int, ...], ...]:

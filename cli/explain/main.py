@@ -26,10 +26,10 @@ from cupyflash.plan.extents import Extents
 from cupyflash.plan.families import FAMILIES, Launch, Plan, choose, kernels_of, plan_of
 from cupyflash.plan.spec import LEARNED, Spec
 from cupyflash.plan.variant import Variant
-from cupyflash.problem import DTYPES, LAYOUTS, Problem
+from cupyflash.problem import DTYPES, LAYOUTS, SOFTCAPS, Problem
 
 from .. import block_masks
-from ..output import emit, exit_codes, human, json_option, quiet
+from ..output import FiniteRange, emit, exit_codes, human, json_option, quiet
 from . import cached, copied, masked
 from . import report as explain_report
 from . import work as explain_work
@@ -65,7 +65,7 @@ UNREADABLE = {  # why TMA cannot read the arrays, given what it can read
 @click.option("--causal", is_flag=True, help="Hide later keys.")
 @click.option("--window", callback=window_bounds, metavar="LEFT,RIGHT", default=None,
               help="Keys that a query sees on each side; a side left empty has no bound.")  # fmt: skip
-@click.option("--softcap", type=float, default=None, help="What no score's magnitude exceeds.")
+@click.option("--softcap", type=FiniteRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds.")
 @click.option("--alibi", is_flag=True, help="With ALiBi's slopes, one a head.")
 @click.option("--learned", is_flag=True, help="Slopes, sinks, a bias and what mods read have a gradient.")
 @click.option("--sink", is_flag=True, help="With a sink of each head.")

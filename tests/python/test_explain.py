@@ -364,7 +364,7 @@ def test_usage(invoke: Invoke) -> None:
     assert "fp64 has no GPU kernel" in invoke("--dtype", "fp64", code=4).output
     assert "multiple of 8" in invoke("--head-dim", "12", code=4).output
     assert "to divide heads_q = 16, got heads_k = 3" in invoke("--heads-k", "3", code=2).output
-    assert "hides every key" in invoke("--window", "-5,2", code=2).output
+    assert "hides every key; leave a side empty" in invoke("--window", "-5,2", code=2).output
     assert "neither LEFT nor LEFT,RIGHT" in invoke("--window", "1,2,3", code=2).output
     invoke("--arch", "sm_70", code=2)
 
@@ -484,7 +484,7 @@ def test_a_softcap(arch: str, document: Document, invoke: Invoke) -> None:
     assert len(launches) == 4
     assert all("softcap" in launch["flags"] for launch in launches)
     assert ", no mask, softcap 30\n" in invoke("--no-compile", *options).stdout
-    assert "softcap: expected a number from 0.001 to 1000, got 0" in invoke("--softcap", "0", code=2).output
+    assert "0.0 is not in the range 0.001<=x<=1000.0" in invoke("--softcap", "0", code=2).output
     assert document("--arch", arch)["problem"]["softcap"] is None
 
 

@@ -313,7 +313,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "score_mod: expected symbols, numbers and elements of arrays, got a str",
     ),
     ({"score_mod": lambda score, b, h, q, k: np.arctan(score)}, "score_mod: arctan: expected one of the functions"),
-    ({"score_mod": "score", "mod_arrays": {"q": TABLE}}, ""),
+    (
+        {"score_mod": "score + h", "mod_arrays": {"h": TABLE}},
+        "mod_arrays: expected names of their own, and 'h' is taken",
+    ),
     (
         {"score_mod": "score + template(h, k)", "mod_arrays": {"template": TABLE}},
         "mod_arrays: expected names of their own, and 'template' is taken; rename it",
@@ -327,9 +330,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [x for x in WRONG if x[1]], ids=lambda x: x if isinstance(x, str) else ""
-)
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=lambda x: x if isinstance(x, str) else "")
 def test_what_is_wrong_is_refused(options: dict[str, Any], message: str, arrays: dict[str, Any]) -> None:
     q, k, v = (arrays[x] for x in "qkv")
     with pytest.raises(ArgumentError, match=message):
