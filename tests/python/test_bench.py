@@ -355,6 +355,7 @@ def test_mods_are_for_flex_alone() -> None:
     assert all("takes no mods" in r["reason"] for r in rows if r["implementation"] == "math")
 
 
+@pytest.mark.needs("torch")
 def test_flex_is_absent_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench_work.Bench().absent("flex") == "needs torch"
     bench = bench_work.TorchBench(on_gpu=False)

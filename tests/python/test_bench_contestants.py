@@ -89,6 +89,7 @@ def test_over_a_cache_too(
     assert isinstance(run, Recorded) == (short_bytes > 0)
 
 
+@pytest.mark.needs("torch")
 def test_who_can_be_timed_where(monkeypatch: pytest.MonkeyPatch) -> None:
     for own in (Bench(), TorchBench(on_gpu=False)):
         assert {name: own.absent(name) for name in (SM80, COPY)} == dict.fromkeys((SM80, COPY), "needs a GPU")

@@ -154,6 +154,7 @@ def test_a_cache_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "Traceback" not in result.output
 
 
+@pytest.mark.needs("torch")
 def test_a_module_of_a_package_that_imports_flash_attn(tmp_path: Path) -> None:
     """Nothing of it is imported before the name stands for cupyflash."""
     package = tmp_path / "trained"

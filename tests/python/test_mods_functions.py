@@ -81,6 +81,7 @@ def points(name: str) -> np.ndarray:
     return AT[AT > 0] if name in (*OF_POSITIVE, *POWERS) else AT
 
 
+@pytest.mark.filterwarnings("ignore:numpy.fix is deprecated")  # from 2.5 on; it is what users may have
 @pytest.mark.parametrize("name", [name for name in CALLS if hasattr(np, name)])
 def test_functions_are_those_of_numpy(name: str) -> None:
     call, at = CALLS[name], points(name)

@@ -225,7 +225,7 @@ WRONG: tuple[tuple[str, tuple[Any, ...], type[Exception], str], ...] = (
     ("truncate", (0, -1), ArgumentError, "length: expected 0 to 0, the tokens of sequence 0, got -1"),
     *(
         (method, arguments, ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got")
-        for method, arguments in (("free", (True,)), ("free", (np.timedelta64(0),)), ("truncate", (False, 0)))
+        for method, arguments in (("free", (True,)), ("free", (np.timedelta64(0, "s"),)), ("truncate", (False, 0)))
     ),
     ("free", (2,), ArgumentError, "sequence: expected a number that allocate or fork gave, and not freed, got 2"),
     ("append", (None, 1), ArgumentError, "sequences: expected numbers of sequences, such as a list, got builtins.None"),
