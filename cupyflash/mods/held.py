@@ -143,7 +143,9 @@ class Held:
         if id(x) in self._numbers:
             return "function", self._numbers[id(x)]
         word = getattr(x, "__name__", None)
-        home = word if kind is types.ModuleType else getattr(x, "__module__", None) if callable(x) else None
+        home = word if kind is types.ModuleType else None
+        if callable(x):
+            home = getattr(x, "__module__", None) or kind.__module__  # NumPy's ufuncs have none before 2.2
         if isinstance(home, str) and isinstance(word, str) and _is_constant(home, word):
             library = sys.modules.get(home)
             if x is library or x is getattr(library, word, None):  # else an object of a class, or somebody's own
