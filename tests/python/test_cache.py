@@ -182,11 +182,11 @@ def no_home_for_tilde(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def relative_in_a_folder_that_is_gone(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def gone() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
-
+    gone = folder.with_name("gone")
+    gone.mkdir()
     monkeypatch.setenv("CUPYFLASH_CACHE_DIR", "kernels")
-    monkeypatch.setattr(os, "getcwd", gone)
+    monkeypatch.chdir(gone)
+    gone.rmdir()
 
 
 def a_file(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
