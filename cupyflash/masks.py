@@ -177,7 +177,7 @@ def causal_document(document_ids: Any) -> BlockMask:
         raise ArgumentError(
             f"document_ids: expected integers of 1 or 2 dimensions, got {ids.dtype} of shape {ids.shape}"
         )
-    j = np.arange(_lengths(ids.shape[1], None)[1])
+    j = np.arange(_length(ids.shape[1]))
 
     def stripe(rows: slice) -> Array:
         of_own: Array = ids[:, None, rows, None] == ids[:, None, None, :]

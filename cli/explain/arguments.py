@@ -57,12 +57,12 @@ def window_bounds(ctx: click.Context, param: click.Parameter, text: str | None) 
         return None
     left, _, right = text.partition(",")
     try:
-        bounds = int(left) if left.strip() else None, int(right) if right.strip() else None
+        before, after = int(left) if left.strip() else None, int(right) if right.strip() else None
     except ValueError:
         raise click.BadParameter(f"{text!r} is neither LEFT nor LEFT,RIGHT in whole numbers") from None
-    if None not in bounds and sum(map(int, bounds)) < 0:  # type: ignore[arg-type]
+    if before is not None and after is not None and before + after < 0:
         raise click.BadParameter(f"{text!r} hides every key; leave a side empty that has no bound")
-    return bounds
+    return before, after
 
 
 def shapes_of(options: dict[str, Any]) -> tuple[tuple[int, ...], ...]:

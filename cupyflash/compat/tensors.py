@@ -29,7 +29,7 @@ def readied(q: Tensor, k: Tensor, v: Tensor, of: str = "") -> tuple[Tensor, Tens
         ArgumentError: one is not a tensor, or k has another head_dim than q, which may be the same when padded.
     """
     found = _readied("q", q), _readied(f"k{of}", k), _readied(f"v{of}", v)
-    if (wanted := head_dim_of(q)) != (got := head_dim_of(k)) and wanted and got:
+    if k.dim() >= q.dim() > 0 and (wanted := head_dim_of(q)) != (got := head_dim_of(k)):  # else checks say more
         raise ArgumentError(f"k{of}: expected the head_dim of q, {wanted}, got {got}")
     return found
 

@@ -13,7 +13,7 @@ from ..operand import MOD_LIMIT
 from .evaluate import SCORE, evaluate, place_of
 from .expression import BOOL, FUNCTIONS, NAMES, PLACES, Node
 from .learned import reads_of, source_of
-from .parse import parse
+from .parse import parse, taken
 from .places import of_places
 
 # Element types that a mod reads, in C++.
@@ -197,7 +197,13 @@ def make(arrays: tuple[Read, ...], score: Node | None, mask: Node | None) -> Mod
             f"mod_arrays: expected at most {MOD_LIMIT} that are read, got {len(arrays)}; put some together"
         )
     for label, dtype, dims in arrays:
-        check_name(label)
+        if not _is_free(label):
+            if _is_taken(label):
+                raise taken(label)
+            raise ArgumentError(
+                "mod_arrays: expected names of ASCII letters, digits and _ that begin with a letter, but none with "
+                f"CUPYFLASH_, got {label!r}; rename it"
+            )
         if dtype not in ELEMENTS:
             raise ArgumentError(
                 f"mod_arrays: {label}: expected one of the dtypes {', '.join(ELEMENTS)}, got {dtype}; cast it"
@@ -228,16 +234,12 @@ _OF_KERNELS = {
 }  # fmt: skip
 
 
-def check_name(label: str) -> None:
-    """Refuse what no array may be called, since it is that of a member in C++.
+def _is_taken(label: str) -> bool:
+    """Whether a place, a function, or a word of C++ or of kernels has this name."""
+    return label in NAMES or label in FUNCTIONS or label in _OF_CPP or label in _OF_KERNELS
 
-    Raises:
-        ArgumentError: it is none, or a place, a function, or a word of C++ or of kernels has it.
-    """
-    if label in NAMES or label in FUNCTIONS or label in _OF_CPP or label in _OF_KERNELS:
-        raise ArgumentError(f"mod_arrays: expected names of their own, and {label!r} is taken; rename it")
-    if not label.isascii() or not label.isidentifier() or label.startswith(("_", "CUPYFLASH_")):
-        raise ArgumentError(
-            "mod_arrays: expected names of ASCII letters, digits and _ that begin with a letter, but none with "
-            f"CUPYFLASH_, got {label!r}; rename it"
-        )
+
+def _is_free(label: str) -> bool:
+    """Whether an array may have this name, which is that of a member in C++."""
+    is_name = label.isascii() and label.isidentifier() and not label.startswith(("_", "CUPYFLASH_"))
+    return is_name and not _is_taken(label)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +11,8 @@ from ..arrays.imported import constant_in_programs, is_instance
 from ..arrays.libraries import common_library_of_all
 from ..errors import ArgumentError
 from ..operand import MOD_ARRAYS
-from .description import Read, check_name, make
-from .expression import NAMES, Node
+from .description import Read, make
+from .expression import Node
 from .held import Held, Unknown, captured
 from .parse import parse
 from .trace import trace
@@ -92,9 +91,6 @@ def _made(
         if mod is None:
             nodes.append(None)
         else:
-            for label in set(NAMES) & set(known) if isinstance(mod, str) else ():
-                if re.search(rf"\b{label}\b", mod):  # which of both does the text mean?
-                    check_name(label)
             nodes.append(parse(mod, what, known) if isinstance(mod, str) else _traced(mod, what, known, labels or {}))
     used = set().union(*(_read_by(node) for node in nodes if node is not None))
     read = tuple(Read(*x) for x in described if x[0] in used)

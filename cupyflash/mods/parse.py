@@ -33,6 +33,11 @@ _CASTS = tuple(_KIND.split("|"))
 _OTHERS = {"kv": "k", "q_idx": "q", "kv_idx": "k", "INFINITY": "inf"}  # as FlexAttention and C name them
 
 
+def taken(label: str) -> ArgumentError:
+    """Of an array whose name stands for something else."""
+    return ArgumentError(f"mod_arrays: expected names of their own, and {label!r} is taken; rename it")
+
+
 def parse(text: str, what: str, arrays: Arrays) -> Node:
     """The tree of an expression.
 
@@ -140,6 +145,8 @@ class _Parser:
     def word(self, text: str, at: int) -> None:
         """The value of a name alone."""
         if text in self.arrays:
+            if text in NAMES:  # which of both does it mean?
+                raise taken(text)
             return self.make(at, load, text, *self.arrays[text])
         text = _OTHERS.get(text, text)
         if text in ("true", "false"):

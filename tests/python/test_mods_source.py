@@ -30,14 +30,6 @@ FREE = ("table", "bias", "kernel", "threads", "size_t", "std", "float4", "isnan"
         "emits", "Table", "lengths", "at", "count", "store", "place_of", "mod_value", "x1", "final")  # fmt: skip
 
 
-def is_free(label: str) -> bool:
-    try:
-        description.check_name(label)
-    except ArgumentError:
-        return False
-    return True
-
-
 def struct_of(label: str) -> str:
     """A struct with an array of this name among those of other dtypes."""
     text = (
@@ -96,7 +88,7 @@ def _with_nvrtc() -> None:
 
 @pytest.mark.usefixtures("_with_nvrtc")
 def test_free_names_compile() -> None:
-    assert all(map(is_free, FREE))
+    assert all(map(description._is_free, FREE))
     assert not refused([struct_of(label) for label in FREE])
 
 
@@ -104,7 +96,7 @@ def test_free_names_compile() -> None:
 def test_names_of_headers_are_free_or_compile() -> None:
     """Every word of the headers, so that one that a header takes tomorrow is missed today no longer."""
     words = {word for text in kernel_sources().values() for word in re.findall(r"\b[A-Za-z]\w*", text)}
-    free = sorted(word for word in words if is_free(word))
+    free = sorted(word for word in words if description._is_free(word))
     assert len(free) > 2000
     assert not [free[i] for i in refused([struct_of(word) for word in free])]
 
