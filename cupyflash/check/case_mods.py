@@ -79,7 +79,9 @@ MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
     "padded": (None, "k < length[b]", lambda rng, p: {"length": rng.integers(1, p.seqlen_k + 1, p.batch)}),
     "rows": (None, "(q + h) % 3 != 1 && k >= 0", lambda rng, p: {}),
     "capped": (
-        "tanh(score / 3) * 3 - 0.05f * abs(q - k)", "(q + k) % 5 != 0 && q - k != 3 && k <= q + 60", lambda rng, p: {},
+        "tanh(score / (3 + h % 2)) * 3 - 0.05f * abs(q - k)",
+        "(q + k) % 5 != 0 && q - k != 3 && k <= q + 60",
+        lambda rng, p: {},
     ),
     "hides": ("k % 3 == 1 || q == 5 ? -inf : 0.5f * score", None, lambda rng, p: {}),
     "repelled": ("score - 0.05f / (score * score)", None, lambda rng, p: {}),  # -inf to a score of 0, and to no other
@@ -98,8 +100,9 @@ MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
     "heated": ("q % 9 == 4 ? score : score * exp(0.3f * heat[h][q]) + none[h, q] + 0.02f * (k - q)", None, _heat),
     "functions": (
         "exp(-0.1f * score * score) + log(1 + score * score) + min(score, x[0]) + max(k - q, -3) * 0.01f"
-        " + abs(score - x[1]) + cos(score) + sqrt(2 + score * score) + rsqrt(2 + score * score) + exp2(-score * score)"
-        " + log2(3 + score * score) + pow(1 + abs(score), x[2]) + floor(h / 2.f) + sin(x[3] * k) / (2 + x[4] * x[4])"
+        " + abs(score - x[1]) + cos(score / 1.5f) + sqrt(2 + score * score) + rsqrt(2 + score * score)"
+        " + exp2(-score * score) + log2(3 + score * score) + pow(1 + abs(score), x[2]) + floor(k / 3.f)"
+        " + sin(x[3] * k) / (2 + x[4] * x[4])"
         " + (k < 9 ? 2 : -x[5]) + max(x[6], k % 2) * tanh(x[7]) - (q % 3 == 0 ? x[8] : 1) * sigmoid(x[9] * score)"
         " + (score && !(q % 2 && !score) ? 0.05f * score : 0)",
         None,

@@ -6,9 +6,10 @@ are compared, and become floats, at the cost of one instruction a score.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from .expression import BOOL, COMPARE, FLOAT, Node, written
+from .expression import BOOL, COMPARE, FLOAT, INT, Node, written
 
 _BEYOND = 2**24  # numbers from here on stay integers: differences of others have 32 bits
 
@@ -26,6 +27,21 @@ def of_places(node: Node) -> str:
     return node.fold(_text).plain
 
 
+def _by_number(node: Node, of: list[str]) -> str:
+    """Of a float by a number that is known, what is less work; empty: there is nothing.
+
+    What is made of places may be exact, so that a quotient is, too; a score has been rounded.
+    """
+    value = float(node.args[1].value) if len(node.args) == 2 and node.args[1].op == "number" else 0.0
+    if node.op == "pow" and value == 2:
+        return f"mods::squared(float({of[0]}))" if node.args[0].kind == INT else f"mods::squared({of[0]})"
+    if node.op != "divide" or not 2**-100 < value < 2**100:
+        return ""
+    if math.frexp(value)[0] == 0.5 or node.args[0].uses("score"):
+        return written(Node("*"), [of[0], f"{1 / value!r}f"])
+    return f"mods::divide_by({of[0]}, {value!r}f, 1.f / {value!r}f)"
+
+
 def _text(node: Node, of: list[_Text]) -> _Text:
     places, reals = [x.place for x in of], [x.real or x.plain for x in of]
     moves, plain = all(places) and any("at_" in x for x in places), written(node, [x.plain for x in of])
@@ -36,7 +52,7 @@ def _text(node: Node, of: list[_Text]) -> _Text:
             factor, moving = of if of[1].place else of[::-1]
             if "inf()" not in factor.plain:  # times the part that is 0 that would be NaN
                 return _Text(f"times({factor.plain}, {moving.place})")
-        return _Text(written(node, reals))
+        return _Text(_by_number(node, reals) or written(node, reals))
     if node.kind == BOOL:
         return _Text(written(node, places) if moves and node.op in COMPARE else plain)
     if node.op == "name" and node.value in ("q", "k"):

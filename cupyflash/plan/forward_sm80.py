@@ -83,6 +83,12 @@ _INTERLEAVED: Table = (
     (128, ForwardTile(128, 32, 4, 4, 2)),
 )
 
+# Beside a block mask; with 99 KiB beyond 64 a block would be alone. By time on an H200 at 64 and 128, 2026-11-29.
+_INTERLEAVED_LISTED: Table = (
+    (64, _BIAS[0][1]),
+    _INTERLEAVED[-1],
+)
+
 _ONE_ROW: Table = (*_USUAL[:1], (112, _INTERLEAVED[-1][1]))  # of a bias: what compiles without spills
 
 
@@ -97,6 +103,8 @@ def _rows(spec: Spec, device: Device) -> Iterator[tuple[int, ForwardTile]]:
     elif is_plain(spec) and not (spec.window or narrow < d <= 128):
         with_room = tuple((d, tile) for head_dims, tile in _PLAIN[device.capability > (10, 0) :] if d in head_dims)
     yield from ((limit, tile) for limit, tile in with_room if has_room(tile, spec, device))
+    if spec.block_mask and spec.interleaves_keys(32, if_crowded=True) and not (spec.mods or spec.softcap):
+        yield from _INTERLEAVED_LISTED[: 1 if device.is_small else 2]
     if spec.dropout or (spec.block_mask and (spec.crowded or (spec.packed and d > 64))):
         yield 128, SIXTEEN_ROWS
     if spec.interleaves_keys(32) and not (device.is_small if d > 64 else spec.wide_bias):
@@ -126,4 +134,5 @@ def tile(spec: Spec, device: Device) -> ForwardTile:
         found = replace(found, q_in_regs=False)
     is_wide = found.warps != 8 or found.block_n == 48 or (spec.crowded and d > 128)
     found = replace(found, block_n=32) if is_full and is_wide else found
-    return replace(found, interleaves_keys=True) if spec.interleaves_keys(found.block_n) else found
+    interleaves = spec.interleaves_keys(found.block_n, if_crowded=spec.block_mask > 0)
+    return replace(found, interleaves_keys=True) if interleaves else found

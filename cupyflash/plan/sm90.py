@@ -90,11 +90,17 @@ _FORWARD_CROWDED: tuple[tuple[int, HopperForwardTile], ...] = (
     (192, _FORWARD_LISTED_WIDE),
     (256, HopperForwardTile(128, 32, 4, 3, 232, 40)),
 )
+# Up to 128, three warpgroups, too, where the bits of a block mask and a bias of 16 bits is all.
+_FORWARD_CROWDED_TALL = _FORWARD_CROWDED[0], (128, _FORWARD_LISTED_TALL), *_FORWARD_CROWDED[2:]
 # With a block mask, whose bits a thread brings, which takes registers, too; fewer keys if packed or crowded, and no
 # columns of V held.
 _BACKWARD_LISTED = (64, HopperBackwardTile(64, 192, 4, 160, 32)), (128, HopperBackwardTile(64, 128, 2, 232, 40, 32))
 _BACKWARD_LISTED_NARROW = (64, HopperBackwardTile(64, 128, 4, 232, 40)), _BACKWARD_LISTED[1]
 _BACKWARD_LISTED_CROWDED = _BACKWARD_LISTED_NARROW[0], (128, HopperBackwardTile(64, 128, 2, 232, 40))
+_BACKWARD_LISTED_COPIED = _BACKWARD_COPIED_BIAS[0], _BACKWARD_LISTED_CROWDED[1]
+_BACKWARD_LISTED_COPIED_NARROW = tuple(
+    (limit, replace(tile, copies_bias=limit == 64)) for limit, tile in _BACKWARD_LISTED_CROWDED
+)
 
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
 _SECTION_BYTES = 4 << 20, 16 << 20
@@ -111,12 +117,13 @@ def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
         added = spec.block_mask, spec.bias, spec.mask, spec.mods, spec.softcap, spec.dropout, spec.dalibi
         narrow_v = spec.width_v <= _BACKWARD[-1][0]
         return _BACKWARD_NARROW_V if narrow_v and not (any(added) or spec.deterministic) else ()
-    if spec.block_mask:
+    if spec.may_copy_bias:
+        wide = _BACKWARD_LISTED_COPIED if spec.block_mask else _BACKWARD_COPIED_BIAS
+        narrow = _BACKWARD_LISTED_COPIED_NARROW if spec.block_mask else _BACKWARD_COPIED_BIAS_NARROW
+        found = narrow if spec.dbias or spec.dalibi or spec.softcap else wide
+    elif spec.block_mask:
         listed = _BACKWARD_LISTED_NARROW if spec.packed else _BACKWARD_LISTED
         found = _BACKWARD_LISTED_CROWDED if spec.crowded else listed
-    elif spec.may_copy_bias:
-        fewer_keys = spec.dbias or spec.dalibi or spec.softcap
-        found = _BACKWARD_COPIED_BIAS_NARROW if fewer_keys else _BACKWARD_COPIED_BIAS
     elif spec.crowded or spec.holds_bias or spec.dbias:
         found = _BACKWARD_BIAS
     else:
@@ -129,6 +136,14 @@ def _forward_width(spec: Spec) -> int:
     also registers: those of O. With dropout of packed sequences that spills."""
     as_narrow = spec.head_dim <= 192 and not (spec.dropout and spec.packed)
     return max(spec.width_v, min(spec.head_dim, 160) if as_narrow else spec.head_dim)
+
+
+def _holds_little(spec: Spec) -> bool:
+    """Whether a thread of a forward needs few registers for two features: words of a block mask, and pairs of a bias or
+    a mask of 16 bits or less."""
+    pairs = (spec.paired_bias or spec.bias_of_keys) and not spec.wide_bias
+    more = spec.mods or spec.dropout or spec.masked_bias or spec.packed or spec.paged
+    return bool(spec.block_mask and pairs and not more)
 
 
 class Sm90(Family):
@@ -153,7 +168,7 @@ class Sm90(Family):
         is_narrow = spec.mods or spec.bias_of_keys or (spec.paired_bias and not spec.wide_bias)
         added = ahead if is_narrow else _FORWARD_BIAS_WIDE
         alone = added if spec.bias else _FORWARD_MASKED if spec.masked else _FORWARD
-        crowded = _FORWARD_CROWDED[spec.packed :]
+        crowded = _FORWARD_CROWDED_TALL if _holds_little(spec) else _FORWARD_CROWDED[spec.packed :]
         table = crowded if spec.crowded else _FORWARD_DROPOUT if spec.dropout else alone
         tile = next(tile for limit, tile in table if _forward_width(spec) <= limit)
         if spec.paged and KEY_BLOCK % tile.block_n:
@@ -162,7 +177,7 @@ class Sm90(Family):
             listed = _FORWARD_LISTED_TALL if spec.mask_tiles or spec.tall else _FORWARD_LISTED
             narrow = _FORWARD_LISTED_NARROW if spec.packed else listed
             tile = narrow if spec.widest <= 128 else _FORWARD_LISTED_WIDE
-        return replace(tile, interleaves_keys=True) if spec.interleaves_keys(tile.block_n) else tile
+        return replace(tile, interleaves_keys=True) if spec.interleaves_keys(tile.block_n, if_crowded=True) else tile
 
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
         if not spec.backward:

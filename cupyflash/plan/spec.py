@@ -30,8 +30,7 @@ class Spec(NamedTuple):
     A kernel has the feature of a field whose name is also a flag of its variant (`Variant.of`).
 
     Attributes:
-        causal, window: the mask is the causal one, is another one; neither where there is none. With ranges of
-            keys it is a window.
+        causal, window: the mask is the causal one, is another one (with ranges of keys, too); neither: there is none.
         narrow: a backward by whose window no query sees more than `NARROW` keys.
         scale_first: scores are scaled before their maximum is taken.
         softcap: by value, since prepared params hold it. packed: sequences lie one behind the other.
@@ -39,8 +38,8 @@ class Spec(NamedTuple):
         kv_range: each sequence has a range of keys.
         sink: each head of q has one. dsink: a backward makes their gradient.
         bias: scores have a bias, or a mask, or both; wide_bias: the bias is of fp32, not of q's dtype; mask: there is a
-            mask; masked_bias: beside a bias; paired_bias: two neighbouring keys are read together, of both,
-            by value: PAIRS or CHUNKS; bias_of_keys: queries share a row.
+            mask; masked_bias: beside a bias; paired_bias: two neighbouring keys of both are read together: PAIRS or
+            CHUNKS; bias_of_keys: queries share a row.
         dbias: of a backward that makes its gradient, along which dimensions the bias has elements of its own.
         dropout: how many dimensions the seed of dropout has, and dropout_p, by value like softcap.
         block_mask: there is a block mask: 1, and who has one of its own (Problem), by value like softcap. tall: of a
@@ -49,8 +48,7 @@ class Spec(NamedTuple):
         mods: a user's expressions, which count as a bias; bias_beside_mods: there is one, or a mask; mod_shapes: of
             the arrays that they read, by value like softcap; dmods: the numbers of those whose gradients a backward
             makes.
-        is_empty: there are no queries, keys or sequences.
-        backward: the backward, not the forward; grouped: of fewer heads of k than of q.
+        is_empty: no queries, keys or sequences. backward, not forward; grouped: of fewer heads of k than of q.
         unaligned: some row of the arrays does not start at a multiple of 16 bytes. tma: TMA can read the arrays.
         family: that the user insists on. clocks: blocks record how long each took, where the family has such a form.
         page_size, pages, whole_pages, of_8_bits: of a forward over a cache, as `Problem`, by value like softcap.
@@ -194,16 +192,18 @@ class Spec(NamedTuple):
         added = self.bias + self.masked_bias + self.bias_beside_mods
         return added + (self.block_mask > 0) + (self.dropout > 0) > 1
 
-    def interleaves_keys(self, block_n: int) -> bool:
+    def interleaves_keys(self, block_n: int, *, if_crowded: bool = False) -> bool:
         """Whether blocks of so many keys lie in the order in which a lane of a forward has eight neighbours
-        (key_order.cuh). Wider heads would spill with a window."""
-        fits = self.widest <= 128 and block_n % 32 == 0
-        return self.paired_bias == CHUNKS and fits and not (self.crowded or self.packed or self.paged)
+        (key_order.cuh). Wider heads would spill with a window. `if_crowded`: beside mods or a block mask, too."""
+        more = (self.dropout or self.masked_bias) if if_crowded else self.crowded
+        fits = self.widest <= 128 and block_n % 32 == 0 and not (more or self.packed or self.paged)
+        return self.paired_bias == CHUNKS and fits
 
     @property
     def may_copy_bias(self) -> bool:
         """Whether a backward can read its bias through shared memory (bias_copies.cuh)."""
-        return self.paired_bias == CHUNKS and not any((self.mask, self.mods, self.crowded, self.wide_bias, self.packed))
+        more = self.mask, self.masked_bias, self.mods, self.dropout, self.wide_bias, self.packed
+        return self.paired_bias == CHUNKS and not any(more)
 
     @property
     def holds_bias(self) -> bool:

@@ -8,6 +8,7 @@
 #ifndef CUPYFLASH_BLOCKS_CUH
 #define CUPYFLASH_BLOCKS_CUH
 #include "attention/mask.cuh"
+#include "tile/key_order.cuh"
 #include "tile/tile.cuh"
 
 constexpr int kMaskTile = 64;
@@ -126,15 +127,16 @@ struct BlockMask<V, true, kOfWhole> : RowsOfMask<kOfWhole> {
 
 // Which elements of a warp's accumulator are seen, as far as a block mask says: rows are queries, or keys. It lies within one
 // tile of the mask, but for rows of a whole sequence. (row, col) counts from the lane's first element, as
-// AccTile::for_each does.
-template <class V, int kRows, int kCols, bool kRowsAreQueries, bool kBlockMask = V::kBlockMask>
+// AccTile::for_each does; where rows are queries, keys may lie in another order (key_order.cuh).
+template <class V, int kRows, int kCols, bool kRowsAreQueries, bool kBlockMask = V::kBlockMask,
+          class Keys = KeysInOrder>
 struct SeenBits {
     template <class Params, class Sequence>
     __device__ SeenBits(const Params &, const Sequence &, int /* head */, int /* query */, int /* key */) {}
 };
 
-template <class V, int kRows, int kCols, bool kRowsAreQueries>
-struct SeenBits<V, kRows, kCols, kRowsAreQueries, true> {
+template <class V, int kRows, int kCols, bool kRowsAreQueries, class Keys>
+struct SeenBits<V, kRows, kCols, kRowsAreQueries, true, Keys> {
     static_assert(kRows <= kMaskTile && kCols <= kMaskTile);
     static constexpr int kWords = ceil_div(kCols, 32);
     ptx::u32 word[kRows / 8][kWords];
@@ -162,7 +164,7 @@ struct SeenBits<V, kRows, kCols, kRowsAreQueries, true> {
             ptx::u32 &bits = word[r][w];
             bits = kind == kFullTile ? ~0u : 0u;
             if (kind >= kFirstBits)  // @bits-from-the-lane
-                bits = mask.word(kind, kRowsAreQueries, row, col0 / 32 + w) >> (col0 % 32 + 2 * (lane % 4));
+                bits = mask.word(kind, kRowsAreQueries, row, col0 / 32 + w) >> (col0 % 32 + Keys::of_lane(lane));
         }
     }
 };

@@ -60,8 +60,9 @@ struct ForwardMask<V, true> : MaskCopies<V::kBlockM / kMaskTile *(V::kBlockN / k
     }
 };
 
-// Which elements of a warp's accumulator are seen, as SeenBits says it; row0 counts within the group.
-template <class V, int kRows>
+// Which elements of a warp's accumulator are seen, as SeenBits says it, of keys in any order (key_order.cuh); row0 counts within the
+// group.
+template <class V, int kRows, class Keys>
 struct CopiedBits {
     static constexpr int kAlong = ForwardMask<V>::kAlong;
     ptx::u32 word[kRows / 8][2 * kAlong];
@@ -76,7 +77,7 @@ struct CopiedBits {
                 copies.read(group * kAlong + i, row0 + lane / 4 + 8 * r, of_row);  // @tile-of-the-group
                 #pragma unroll
                 for (int w = 0; w < 2; ++w)
-                    word[r][2 * i + w] = of_row[w] >> 2 * (lane % 4);  // @copied-bits-from-the-lane
+                    word[r][2 * i + w] = of_row[w] >> Keys::of_lane(lane);  // @copied-bits-from-the-lane
             }
     }
     // Of those only what bounds show, too; query and key are the lane's first.

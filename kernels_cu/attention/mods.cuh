@@ -7,6 +7,7 @@
 #include "attention/mod_places.cuh"
 #include "attention/params.cuh"
 #include "tile/element.cuh"
+#include "tile/elementary.cuh"
 
 __device__ __forceinline__ float mod_value(float x) { return x; }
 __device__ __forceinline__ float mod_value(double x) { return static_cast<float>(x); }
@@ -97,9 +98,17 @@ __device__ __forceinline__ bool operator!=(Dual a, Dual b) { return a.x != b.x; 
 // f(a), of whose derivative at a.x `slope` says what it is.
 __device__ __forceinline__ Dual chain(Dual a, float value, float slope) { return {value, a.d * slope}; }
 
-__device__ __forceinline__ float divide(float a, float b) { return a / b; }
-__device__ __forceinline__ Dual divide(Dual a, Dual b) { return {a.x / b.x, (a.d - a.x / b.x * b.d) / b.x}; }
-__device__ __forceinline__ Dual divide(Dual a, float b) { return {a.x / b, a.d / b}; }  // @by-a-constant
+// r is 1 / b.
+__device__ __forceinline__ float divide_by(float a, float b, float r) { return quotient_by(a, b, r); }
+__device__ __forceinline__ Dual divide_by(Dual a, float b, float r) {
+    return {quotient_by(a.x, b, r), quotient_by(a.d, b, r)};  // @by-a-constant
+}
+__device__ __forceinline__ float divide(float a, float b) { return divide_by(a, b, ptx::rcp(b)); }
+__device__ __forceinline__ Dual divide(Dual a, float b) { return divide_by(a, b, ptx::rcp(b)); }
+__device__ __forceinline__ Dual divide(Dual a, Dual b) {
+    const float r = ptx::rcp(b.x), x = divide_by(a.x, b.x, r);
+    return {x, divide_by(a.d - x * b.d, b.x, r)};
+}
 __device__ __forceinline__ float exp(float a) { return expf(a); }
 __device__ __forceinline__ Dual exp(Dual a) { return chain(a, expf(a.x), expf(a.x)); }
 __device__ __forceinline__ float exp2(float a) { return exp2f(a); }
@@ -112,12 +121,12 @@ __device__ __forceinline__ float sqrt(float a) { return sqrtf(a); }
 __device__ __forceinline__ Dual sqrt(Dual a) { return chain(a, sqrtf(a.x), 0.5f / sqrtf(a.x)); }
 __device__ __forceinline__ float rsqrt(float a) { return 1.f / sqrtf(a); }
 __device__ __forceinline__ Dual rsqrt(Dual a) { return chain(a, 1.f / sqrtf(a.x), -0.5f / (a.x * sqrtf(a.x))); }
-__device__ __forceinline__ float tanh(float a) { return tanhf(a); }
+__device__ __forceinline__ float tanh(float a) { return hyperbolic_tangent(a); }
 __device__ __forceinline__ Dual tanh(Dual a) {
-    const float t = tanhf(a.x);
+    const float t = tanh(a.x);
     return chain(a, t, 1.f - t * t);
 }
-__device__ __forceinline__ float sigmoid(float a) { return 1.f / (1.f + expf(-a)); }
+__device__ __forceinline__ float sigmoid(float a) { return ptx::rcp(1.f + expf(-a)); }
 __device__ __forceinline__ Dual sigmoid(Dual a) {
     const float y = sigmoid(a.x);
     return chain(a, y, y * (1.f - y));
@@ -128,6 +137,10 @@ __device__ __forceinline__ float cos(float a) { return cosf(a); }
 __device__ __forceinline__ Dual cos(Dual a) { return chain(a, cosf(a.x), -sinf(a.x)); }
 __device__ __forceinline__ float floor(float a) { return floorf(a); }
 __device__ __forceinline__ float floor(Dual a) { return floorf(a.x); }
+template <class T>
+__device__ __forceinline__ T squared(T a) {
+    return a * a;
+}
 __device__ __forceinline__ float pow(float a, float b) { return powf(a, b); }
 __device__ __forceinline__ Dual pow(Dual a, Dual b) {
     const float y = powf(a.x, b.x);

@@ -110,8 +110,10 @@ struct Score {
     __device__ float dS(float s, float P, float dP, float delta) const { return weight(s, P) * (dP - delta); }
     // The same at a place, for which mods ask.
     __device__ float weight(float s, float P, At at) const {
-        if constexpr (kModded) return P == 0.f ? 0.f : weight(s, P) * at.derivative(own(s));  // @mod-derived
-        else return weight(s, P);
+        if constexpr (kModded) {
+            const float found = weight(s, P) * at.derivative(own(s));  // computed in any case: no branch @mod-derived
+            return P == 0.f ? 0.f : found;
+        } else return weight(s, P);
     }
     __device__ float dS(float s, float P, float dP, float delta, At at) const {
         return weight(s, P, at) * (dP - delta);

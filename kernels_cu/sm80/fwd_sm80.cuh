@@ -32,7 +32,7 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
     static_assert(kRows % 16 == 0 && kKeys % 16 == 0 && kCols % 8 == 0 && kStages >= 2);
 
     using Keys = typename Either<V::kInterleavesKeys, InterleavedKeys<N>, KeysInOrder>::Type;  // of S's columns
-    static_assert(!V::kInterleavesKeys || (kSplitD == 1 && ptx::kHasAsyncCopies && !V::kDropout && !V::kBlockMask));
+    static_assert(!V::kInterleavesKeys || (kSplitD == 1 && ptx::kHasAsyncCopies && !V::kDropout));
 
     // Which tile.
     const Problem &problem = p.problem;
@@ -149,12 +149,13 @@ __device__ __forceinline__ void fwd(const FwdParams &p) {
         const Mask<V> from_here =
             mask_of(sequence).from(ptx::opaque(tile.block) * M + mine.row0 + lane / 4, k0 + Keys::of_lane(lane));
         const auto places = head_places.template from_lane<true, Keys>(q0 + mine.row0, k0, fetched);
-        using Seen = SeenBits<V, kRows, kKeys, true, V::kBlockMask && kMasked>;
+        using Seen = SeenBits<V, kRows, kKeys, true, V::kBlockMask && kMasked, Keys>;
         const Seen seen(p, sequence, tile.head, q0 + mine.row0, k0);
         S.for_each([&](int row, int col, float &s) {
             s = score.value_or_nan(s, places(row, Keys::of_column(col)));
             if constexpr (kMasked) s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
-            if constexpr (V::kBlockMask && kMasked) s = seen(row, col) ? s : -ptx::infinity();
+            // @bits-of-columns-sm80
+            if constexpr (V::kBlockMask && kMasked) s = seen(row, Keys::of_column(col)) ? s : -ptx::infinity();
         });
         // P = exp(S - m); O follows m, which may lag, but not where rows may have seen few keys.
         softmax.template step<!kMasked>(S, O);

@@ -32,12 +32,11 @@ struct FwdGroup {
     static constexpr int N = V::kBlockN, kDepth = round_up(V::kHeadDim, 16);
     using Softmax = OnlineSoftmax<16, V::kBias>;
     using Keys = typename Either<V::kInterleavesKeys, InterleavedKeys<N>, KeysInOrder>::Type;  // of S's columns
-    static_assert(!V::kInterleavesKeys || !(V::kDropout || V::kBlockMask || V::kPacked));
     // Whether what is added to a block's scores is asked for while those of the block before become P: where nothing else needs
     // the registers that it waits in.
     static constexpr bool kAsksEarly = added_kind<V>() == kBiasOrMask && kWidest<V> <= 128 &&
                                        (!V::kMask || (V::kInterleavesKeys && kWidest<V> <= 64)) &&
-                                       !(V::kBlockMask || V::kPacked || V::kAlibi || V::kSoftcap);
+                                       !(V::kPacked || V::kAlibi || V::kSoftcap);
     // Whether that comes before a block's P is begun, as written: narrow heads wait for it, in wide ones P hides more.
     static constexpr bool kAsksFirst = kAsksEarly && V::kInterleavesKeys && !V::kMask && kWidest<V> <= 64;
 
@@ -45,6 +44,7 @@ struct FwdGroup {
 
     // Whether what a block mask says of elements comes along with K, which is held until that has been read.
     static constexpr bool kCopiesBits = FwdSm90Smem<V>::Copies::kTiles > 0;
+    static_assert(!V::kInterleavesKeys || !(V::kDropout || V::kPacked || (V::kBlockMask && !kCopiesBits)));
     // Whether bits then hold the bounds, too; those of a window are tested one by one, or registers spill.
     static constexpr bool kKeepsBounds = kCopiesBits && !V::kWindow;
     // Whether repairs stand aside: where tiles follow each other fast, and the call leaves registers enough.
@@ -110,9 +110,10 @@ struct FwdGroup {
     __device__ auto seen_of(const Mask<OneGroup<V>> &mask, const QueryWork<V> &tile, int q0, int j) const {
         using Seen = SeenBits<V, 16, N, true, V::kBlockMask && kMasked>;
         if constexpr (kCopiesBits && kMasked) {
-            CopiedBits<V, 16> seen(smem.mask(ring.stage), group, warp_row);
+            CopiedBits<V, 16, Keys> seen(smem.mask(ring.stage), group, warp_row);
             const int lane = fresh_lane();
-            if (kKeepsBounds) seen.keep(mask, q0 + warp_row + lane / 4, j * N + 2 * (lane % 4));
+            // @bounds-from-the-lane-fwd-sm90
+            if (kKeepsBounds) seen.keep(mask, q0 + warp_row + lane / 4, j * N + Keys::of_lane(lane));
             return seen;
         } else return Seen(p.plain, tile.sequence, tile.head, q0 + warp_row, j * N);
     }
@@ -124,7 +125,8 @@ struct FwdGroup {
         const auto from_here = mask.from(q0 + warp_row + lane / 4, j * N + Keys::of_lane(lane));
         S.for_each([&](int row, int col, float &s) {
             if constexpr (!kKeepsBounds) s = from_here.row_sees(row, Keys::of_column(col)) ? s : -ptx::infinity();
-            if constexpr (V::kBlockMask) s = seen(row, col) ? s : -ptx::infinity();
+            // @bits-of-columns
+            if constexpr (V::kBlockMask) s = seen(row, Keys::of_column(col)) ? s : -ptx::infinity();
         });
     }
     template <class Fetched>
@@ -164,18 +166,20 @@ struct FwdGroup {
     }
     // The key blocks of a list, from the second on. Those of which these rows see nothing are passed, but for one of so many in
     // a row (kPassedInARow): V of the block before is held, since it has not been used.
-    template <class Step>
-    __device__ void visit_list(const QueryWork<V> &tile, int &passed, const bool &hopeful, Step step) {
+    template <class Ask, class Step>
+    __device__ void visit_list(const QueryWork<V> &tile, int &passed, const bool &hopeful, Ask ask, Step step) {
         #pragma unroll 1
         for (int j = tile.first + 1; j < tile.end; ++j) {
             const ListedBlock listed = tile.at(j);
+            const int next = kAsksEarly && j + 1 < tile.end ? tile.key_block(j + 1) : -1;
             if (listed.sight(group) == kHidden && passed < smem.kPassedInARow) {  // @hidden-block-passed-fwd
                 ring.next(), ++passed;
                 release_both();
+                ask(next);  // @bias-behind-a-hidden-block
                 continue;
             }
-            if (listed.sight(group) != kWhole || (V::kBias && !hopeful)) step(listed.block(), Bool<true>{});
-            else step(listed.block(), Bool<false>{});
+            if (listed.sight(group) != kWhole || (V::kBias && !hopeful)) step(listed.block(), Bool<true>{}, next);
+            else step(listed.block(), Bool<false>{}, next);
             passed = 0;
         }
     }
@@ -234,7 +238,8 @@ struct FwdGroup {
         if constexpr (!kCopiesBits) release_k(ring);  // @k-released-at-once
         auto fetched = fetch(places, q0, tile.key_block(first));
         apply_score(places, fetched, S, q0, tile.key_block(first));
-        if (kAsksEarly && first + 1 < end) fetched = fetch(places, q0, first + 1);  // @bias-of-the-second-block
+        // @bias-of-the-second-block
+        if (kAsksEarly && first + 1 < end) fetched = fetch(places, q0, tile.key_block(first + 1));
         if constexpr (V::kBlockMask) {
             if (tile.at(first).sight(group) != kWhole)
                 apply_mask(mask, seen_of(mask, tile, q0, tile.key_block(first)), S, q0, tile.key_block(first));
@@ -260,9 +265,14 @@ struct FwdGroup {
         // By a bias scores may climb, too. Where hope fails soon, they do, and all blocks that follow are kMasked.
         bool hopeful = true;
         int soon = first + kSoon;
-        const auto step = [&](int j, auto masked) {
+        // In a list, `next` is the block that follows, or -1.
+        const auto ask = [&](int next) {
+            if (kAsksEarly && next >= 0) fetched = fetch(places, q0, next);  // @bias-of-the-next-listed-block
+        };
+        const auto step = [&](int j, auto masked, int next = -1) {
             constexpr bool kMasked = decltype(masked)::value, kHopes = kMasked && V::kBlockMask && !V::kAlibi;
             constexpr bool kCareful = (kMasked && !kHopes) || V::kAlibi;
+            constexpr bool kHopesFirst = kAsksFirst && !kCareful && !kHopes;
             RingPosition<V::kStages> before = ring;
             if constexpr (V::kBlockMask) before = ring.before(passed);
             ring.next();
@@ -278,14 +288,15 @@ struct FwdGroup {
             ptx::wgmma_wait_group<1>();                             // @s-complete
             arrived(S);
             apply_score(places, fetched, S, q0, j);
-            if (kAsksEarly && j + 1 < end) fetched = fetch(places, q0, j + 1);  // @bias-of-the-next-block
+            if (V::kBlockMask) ask(next);
+            else if (kAsksEarly && j + 1 < end) fetched = fetch(places, q0, j + 1);  // @bias-of-the-next-block
             bool grows = false, good = true;
             if constexpr (kMasked) apply_mask(mask, seen, S, q0, j);
             if constexpr (kCareful) {
                 grows = softmax.raise_maximum(S, rescale);
                 softmax.exponentiate(S);  // P = exp(S - m)
             }
-            if constexpr (kAsksFirst && !kCareful) {
+            if constexpr (kHopesFirst) {
                 // The compiler moves powers of two up to where their operands are ready, and waits up as far as it can. A shuffle
                 // of m keeps the first behind what was asked for, a branch the second behind P.
                 #pragma unroll
@@ -304,7 +315,7 @@ struct FwdGroup {
             arrived(O);
             release_v(before);  // @v-released
             const bool hopes = !kCareful && (!kHopes || ((hopeful || !V::kBias) && softmax.has_maxima()));
-            if (hopes && !kAsksFirst) good = softmax.exponentiate_optimistically(S);  // @hope-checked
+            if (hopes && !kHopesFirst) good = softmax.exponentiate_optimistically(S);  // @hope-checked
             else if (kHopes) softmax.step(S, O);
             P.from(S);
             Dropout<V>::drop(P, kept);
@@ -322,7 +333,7 @@ struct FwdGroup {
         };
         int j = first + 1;
         if constexpr (V::kBlockMask) {
-            visit_list(tile, passed, hopeful, step);
+            visit_list(tile, passed, hopeful, ask, step);
         } else {
             if constexpr (V::kWindow) {
                 #pragma unroll 1

@@ -109,7 +109,7 @@ MODS = {
         lambda rng, n, heads: {"document": np.sort(rng.integers(0, 3, (n, 50)), axis=1)}, _same_document,
     ),
     "capped": Mod(
-        "tanh(0.5f * score / 2) * 4 - 0.05f * abs(q - k)", "(q + k) % 5 != 0", lambda rng, n, heads: {},
+        "tanh(0.5f * score / (2 + min(h, 0))) * 4 - 0.05f * abs(q - k)", "(q + k) % 5 != 0", lambda rng, n, heads: {},
         lambda arrays, b, h, i, keys: (i + keys) % 5 != 0, _capped,
     ),
     "scaled": Mod(

@@ -11,6 +11,10 @@ import pytest
 
 import cupyflash
 from cupyflash import UnsupportedError
+from cupyflash.compile import jit, nvrtc
+from cupyflash.gpu.device import Device
+from cupyflash.plan.variant import kernel_sources
+from tests import elementary
 from tests.gpu_arrays import relative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.needs("torch"), pytest.mark.usefixtures("family")]
@@ -113,6 +117,20 @@ def test_flex_attention_agrees(d: int) -> None:
     want = torch.autograd.grad(flex(*turned, score_mod=mod).transpose(1, 2), leaves, dout)
     for got, expected in zip(found, want, strict=True):
         assert relative(got, expected) < 2e-2
+
+
+def test_functions_of_fp32_against_float64() -> None:
+    """By the GPU's own instructions, whose powers and reciprocals are approximations."""
+    import cupy
+
+    module = cupy.cuda.Module()
+    options = jit._options(Device.of(0).arch)
+    module.load(nvrtc.find().compile(elementary.SOURCE, "elementary.cu", kernel_sources(), options)[0])
+    x, y = elementary.given(1024)
+    given = [cupy.asarray(a) for a in (x, y)]
+    out = cupy.full((2 + len(elementary.NUMBERS)) * x.size, cupy.nan, cupy.float32)
+    module.get_function(elementary.NAME)((1024,), (elementary.THREADS,), (*given, out))
+    assert elementary.wrong(x, y, out.get()) == []
 
 
 def test_packed_sequences() -> None:

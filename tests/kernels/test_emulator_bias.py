@@ -82,6 +82,22 @@ CASES = {
     "chunks-climbing": Case("bias-chunks-climbing", "full", 75, 328, 64, 1, 2, 2, bias="hqk", values="growing_maxima"),
     "chunks-far": Case("bias-chunks-far", "full", 75, 328, 64, 1, 2, 2, bias="hqk far"),
     "chunks-nan-hidden": Case("bias-chunks-nan-hidden", "full", 70, 200, 128, 2, 2, 1, bias="qk hides"),
+    "chunks-tiles": Case(
+        "bias-chunks-tiles", "full", 201, 456, 64, 1, 4, 2, bias="hqk + bqk bool tiles", causal=True, dlse=True
+    ),
+    "chunks-tiles-climbing": Case(
+        "bias-chunks-tiles-climbing",
+        "full",
+        200,
+        392,
+        128,
+        1,
+        2,
+        1,
+        bias="hqk + qk bool tiles",
+        values="growing_maxima",
+    ),
+    "chunks-mods": Case("bias-chunks-mods", "full", 130, 264, 64, 1, 2, 1, bias="hqk", mods="capped"),
     "packed-mask": _packed("packed-mask", "bk bool", dlse=True),
     "packed-shared": _packed("packed-shared", "hqk"),
     "short": _packed("short", "hqk + bk bool", causal=True),
@@ -166,7 +182,7 @@ def test_nothing_is_wrong_without_bugs(name: str, family: str, backward: bool, r
     assert not wrong(name, backward=backward, family=family)
 
 
-@pytest.mark.parametrize("name", ["chunks", "chunks-hides", "pairs", "wide", "packed-mask", "both"])
+@pytest.mark.parametrize("name", ["chunks", "chunks-hides", "chunks-tiles", "pairs", "wide", "packed-mask", "both"])
 def test_nothing_is_wrong_of_a_fixed_bias(name: str) -> None:
     """Whose backward has other tiles on Hopper."""
     assert not wrong(name, backward=True, family="sm90", learns=False)

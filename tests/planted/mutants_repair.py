@@ -14,7 +14,7 @@ REPAIRED = (
     Bug("repair: P that is NaN where it is dropped", change("p-of-what-is-dropped", "taken == kNaN", "false"), "dropout"),
     Bug("repair: inf in q behind a softcap", change("q-behind-a-finite-lse", "taken == kNone", "false"), "softcap"),
     Bug("mods: an infinite score times the derivative of a constant", change("times-a-constant", "a.d * b", "a.d * b + a.x * 0.f"), "mods"),
-    _sm90("mods: the same of a quotient", change("by-a-constant", "a.d / b", "(a.d - a.x / b * 0.f) / b"), "mods"),
+    _sm90("mods: the same of a quotient", change("by-a-constant", "quotient_by(a.d, b, r)", "quotient_by(a.d - a.x * 0.f, b, r)"), "mods"),
     Bug("mods: a bias where they hide", change("hidden-by-either", "mods.hides() ||", ""), "mods"),
     _sm90("repair: inf in q behind a sink", change("q-behind-a-finite-lse", "|| V::kSink", ""), "sink"),
     _sm90("repair: a softcap's derivative that fp32 rounds to 0", change("derivative-that-is-not-0", "ptx::ex2(-x) * r * r", "r * (1.f - r)"), "softcap"),
