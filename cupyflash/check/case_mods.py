@@ -83,7 +83,11 @@ MODS: dict[str, tuple[str | None, str | None, _Draw]] = {
         "(q + k) % 5 != 0 && q - k != 3 && k <= q + 60",
         lambda rng, p: {},
     ),
-    "hides": ("k % 3 == 1 || q == 5 ? -inf : 0.5f * score", None, lambda rng, p: {}),
+    "hides": (
+        "k % 3 == 1 || q == 5 ? -inf : 0.5f * score + 1 / pow(k % 7 == 3 ? inf : 1 + abs(score), 2)",
+        None,
+        lambda rng, p: {},
+    ),
     "repelled": ("score - 0.05f / (score * score)", None, lambda rng, p: {}),  # -inf to a score of 0, and to no other
     "adds": ("score + hidden[k]", None, lambda rng, p: {"hidden": np.where(np.arange(p.seqlen_k) % 2, -np.inf, 0)}),
     "every": (

@@ -9,37 +9,46 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from .expression import BOOL, COMPARE, FLOAT, INT, Node, written
+from .expression import BOOL, COMPARE, FLOAT, Node, written
 
 _BEYOND = 2**24  # numbers from here on stay integers: differences of others have 32 bits
 
 
 class _Text(NamedTuple):
-    """An operation in C++; of integers also as a Place, and as a float that no integer is made for, or empty."""
+    """An operation in C++; of integers also as a Place, and as a float that no integer is made for, or empty.
+
+    Attributes:
+        rounded: the score is a part of its value, which so has been rounded; others may be exact.
+    """
 
     plain: str
     place: str = ""
     real: str = ""
+    rounded: bool = False
 
 
 def of_places(node: Node) -> str:
     """The C++ of a tree beside `q` and `k`, and `at_q` and `at_k`, which are these as Places."""
-    return node.fold(_text).plain
+    return node.fold(lambda node, of: _text(node, of)._replace(rounded=_is_rounded(node, of))).plain
 
 
-def _by_number(node: Node, of: list[str]) -> str:
-    """Of a float by a number that is known, what is less work; empty: there is nothing.
+def _is_rounded(node: Node, of: list[_Text]) -> bool:
+    """Not of whole numbers, nor by the condition of a choice."""
+    if node.kind != FLOAT or node.op == "floor":
+        return False
+    return node.value == "score" or any(x.rounded for x in of[node.op == "?" :])
 
-    What is made of places may be exact, so that a quotient is, too; a score has been rounded.
-    """
-    value = float(node.args[1].value) if len(node.args) == 2 and node.args[1].op == "number" else 0.0
+
+def _by_number(node: Node, left: str, is_rounded: bool) -> str:
+    """A square, or a quotient by a number that is known: what is less work. Empty: it is none, or nothing is."""
+    value = float(node.args[1].value) if node.op in ("pow", "divide") and node.args[1].op == "number" else 0.0
     if node.op == "pow" and value == 2:
-        return f"mods::squared(float({of[0]}))" if node.args[0].kind == INT else f"mods::squared({of[0]})"
+        return f"mods::squared({left})"
     if node.op != "divide" or not 2**-100 < value < 2**100:
         return ""
-    if math.frexp(value)[0] == 0.5 or node.args[0].uses("score"):
-        return written(Node("*"), [of[0], f"{1 / value!r}f"])
-    return f"mods::divide_by({of[0]}, {value!r}f, 1.f / {value!r}f)"
+    if is_rounded or math.frexp(value)[0] == 0.5:
+        return written(Node("*"), [left, f"{1 / value!r}f"])
+    return f"mods::divide_by({left}, {value!r}f, 1.f / {value!r}f)"
 
 
 def _text(node: Node, of: list[_Text]) -> _Text:
@@ -52,7 +61,7 @@ def _text(node: Node, of: list[_Text]) -> _Text:
             factor, moving = of if of[1].place else of[::-1]
             if "inf()" not in factor.plain:  # times the part that is 0 that would be NaN
                 return _Text(f"times({factor.plain}, {moving.place})")
-        return _Text(_by_number(node, reals) or written(node, reals))
+        return _Text((of and _by_number(node, reals[0], of[0].rounded)) or written(node, reals))
     if node.kind == BOOL:
         return _Text(written(node, places) if moves and node.op in COMPARE else plain)
     if node.op == "name" and node.value in ("q", "k"):

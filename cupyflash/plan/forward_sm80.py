@@ -103,7 +103,7 @@ def _rows(spec: Spec, device: Device) -> Iterator[tuple[int, ForwardTile]]:
     elif is_plain(spec) and not (spec.window or narrow < d <= 128):
         with_room = tuple((d, tile) for head_dims, tile in _PLAIN[device.capability > (10, 0) :] if d in head_dims)
     yield from ((limit, tile) for limit, tile in with_room if has_room(tile, spec, device))
-    if spec.block_mask and spec.interleaves_keys(32, if_crowded=True) and not (spec.mods or spec.softcap):
+    if spec.block_mask and spec.interleaves_keys(32, beside_others=True) and not (spec.mods or spec.softcap):
         yield from _INTERLEAVED_LISTED[: 1 if device.is_small else 2]
     if spec.dropout or (spec.block_mask and (spec.crowded or (spec.packed and d > 64))):
         yield 128, SIXTEEN_ROWS
@@ -134,5 +134,5 @@ def tile(spec: Spec, device: Device) -> ForwardTile:
         found = replace(found, q_in_regs=False)
     is_wide = found.warps != 8 or found.block_n == 48 or (spec.crowded and d > 128)
     found = replace(found, block_n=32) if is_full and is_wide else found
-    interleaves = spec.interleaves_keys(found.block_n, if_crowded=spec.block_mask > 0)
+    interleaves = spec.interleaves_keys(found.block_n, beside_others=spec.block_mask > 0)
     return replace(found, interleaves_keys=True) if interleaves else found

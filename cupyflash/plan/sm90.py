@@ -98,8 +98,9 @@ _BACKWARD_LISTED = (64, HopperBackwardTile(64, 192, 4, 160, 32)), (128, HopperBa
 _BACKWARD_LISTED_NARROW = (64, HopperBackwardTile(64, 128, 4, 232, 40)), _BACKWARD_LISTED[1]
 _BACKWARD_LISTED_CROWDED = _BACKWARD_LISTED_NARROW[0], (128, HopperBackwardTile(64, 128, 2, 232, 40))
 _BACKWARD_LISTED_COPIED = _BACKWARD_COPIED_BIAS[0], _BACKWARD_LISTED_CROWDED[1]
-_BACKWARD_LISTED_COPIED_NARROW = tuple(
-    (limit, replace(tile, copies_bias=limit == 64)) for limit, tile in _BACKWARD_LISTED_CROWDED
+_BACKWARD_LISTED_COPIED_NARROW = (
+    (64, HopperBackwardTile(64, 128, 4, 232, 40, copies_bias=True)),
+    _BACKWARD_LISTED_CROWDED[1],
 )
 
 # K and V that share the L2, where tiles are alike and where mixing more heads evens out the tail.
@@ -120,7 +121,8 @@ def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
     if spec.may_copy_bias:
         wide = _BACKWARD_LISTED_COPIED if spec.block_mask else _BACKWARD_COPIED_BIAS
         narrow = _BACKWARD_LISTED_COPIED_NARROW if spec.block_mask else _BACKWARD_COPIED_BIAS_NARROW
-        found = narrow if spec.dbias or spec.dalibi or spec.softcap else wide
+        takes_registers = spec.block_mask and (spec.window or (spec.causal and spec.dtype == "fp16"))
+        found = narrow if spec.dbias or spec.dalibi or spec.softcap or takes_registers else wide
     elif spec.block_mask:
         listed = _BACKWARD_LISTED_NARROW if spec.packed else _BACKWARD_LISTED
         found = _BACKWARD_LISTED_CROWDED if spec.crowded else listed
@@ -177,7 +179,7 @@ class Sm90(Family):
             listed = _FORWARD_LISTED_TALL if spec.mask_tiles or spec.tall else _FORWARD_LISTED
             narrow = _FORWARD_LISTED_NARROW if spec.packed else listed
             tile = narrow if spec.widest <= 128 else _FORWARD_LISTED_WIDE
-        return replace(tile, interleaves_keys=True) if spec.interleaves_keys(tile.block_n, if_crowded=True) else tile
+        return replace(tile, interleaves_keys=True) if spec.interleaves_keys(tile.block_n, beside_others=True) else tile
 
     def variants(self, spec: Spec, device: Device) -> tuple[Variant, ...]:
         if not spec.backward:

@@ -192,10 +192,10 @@ class Spec(NamedTuple):
         added = self.bias + self.masked_bias + self.bias_beside_mods
         return added + (self.block_mask > 0) + (self.dropout > 0) > 1
 
-    def interleaves_keys(self, block_n: int, *, if_crowded: bool = False) -> bool:
+    def interleaves_keys(self, block_n: int, *, beside_others: bool = False) -> bool:
         """Whether blocks of so many keys lie in the order in which a lane of a forward has eight neighbours
-        (key_order.cuh). Wider heads would spill with a window. `if_crowded`: beside mods or a block mask, too."""
-        more = (self.dropout or self.masked_bias) if if_crowded else self.crowded
+        (key_order.cuh). Wider heads would spill with a window. `beside_others`: mods, a block mask."""
+        more = (self.dropout or self.masked_bias) if beside_others else self.crowded
         fits = self.widest <= 128 and block_n % 32 == 0 and not (more or self.packed or self.paged)
         return self.paired_bias == CHUNKS and fits
 

@@ -137,9 +137,10 @@ __device__ __forceinline__ float cos(float a) { return cosf(a); }
 __device__ __forceinline__ Dual cos(Dual a) { return chain(a, cosf(a.x), -sinf(a.x)); }
 __device__ __forceinline__ float floor(float a) { return floorf(a); }
 __device__ __forceinline__ float floor(Dual a) { return floorf(a.x); }
-template <class T>
-__device__ __forceinline__ T squared(T a) {
-    return a * a;
+__device__ __forceinline__ float squared(float a) { return a * a; }
+// A constant has no slope: not 0 * inf.
+__device__ __forceinline__ Dual squared(Dual a) {
+    return {a.x * a.x, a.d == 0.f ? 0.f : 2.f * a.x * a.d};  // @square-of-a-constant
 }
 __device__ __forceinline__ float pow(float a, float b) { return powf(a, b); }
 __device__ __forceinline__ Dual pow(Dual a, Dual b) {

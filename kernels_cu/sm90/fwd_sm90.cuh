@@ -288,6 +288,7 @@ struct FwdGroup {
             ptx::wgmma_wait_group<1>();                             // @s-complete
             arrived(S);
             apply_score(places, fetched, S, q0, j);
+            // (Of one question for both, kernels without a list become others.)
             if (V::kBlockMask) ask(next);
             else if (kAsksEarly && j + 1 < end) fetched = fetch(places, q0, j + 1);  // @bias-of-the-next-block
             bool grows = false, good = true;

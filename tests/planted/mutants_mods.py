@@ -28,6 +28,7 @@ BACKWARD_MODS = (
     Bug("mods: without their derivative", change("mod-derived", "* at.derivative(own(s))", ""), "mods-capped-d256"),
     _sm90("mods: without their derivative on Hopper", change("mod-derived", "* at.derivative(own(s))", ""), "mods-softcap-alibi"),
     _sm90("mods: without the softcap's derivative", change("mod-derived", "weight(s, P) *", "P *"), "mods-softcap-alibi"),
+    Bug("mods: a slope of a constant's square", change("square-of-a-constant", "a.d == 0.f ? 0.f : ", ""), "mods-hides"),
     Bug("mods: half of the product rule", change("product-rule", "a.d * b.x + a.x * b.d", "a.d * b.x"), "mods-functions"),
     Bug("dmods: dS alone", change("derivative-by-the-read", "dS * by_it", "dS"), "mods-heated-d128"),
     Bug("dmods: elements run together", change("sum-of-another-element", "leave(), to = element", "to = element"), "mods"),
