@@ -84,10 +84,7 @@ _INTERLEAVED: Table = (
 )
 
 # Beside a block mask; with 99 KiB beyond 64 a block would be alone. By time on an H200 at 64 and 128, 2026-11-29.
-_INTERLEAVED_LISTED: Table = (
-    (64, _BIAS[0][1]),
-    _INTERLEAVED[-1],
-)
+_INTERLEAVED_LISTED: Table = (_BIAS[0], _INTERLEAVED[-1])
 
 _ONE_ROW: Table = (*_USUAL[:1], (112, _INTERLEAVED[-1][1]))  # of a bias: what compiles without spills
 
@@ -103,8 +100,9 @@ def _rows(spec: Spec, device: Device) -> Iterator[tuple[int, ForwardTile]]:
     elif is_plain(spec) and not (spec.window or narrow < d <= 128):
         with_room = tuple((d, tile) for head_dims, tile in _PLAIN[device.capability > (10, 0) :] if d in head_dims)
     yield from ((limit, tile) for limit, tile in with_room if has_room(tile, spec, device))
-    if spec.block_mask and spec.interleaves_keys(32, beside_others=True) and not (spec.mods or spec.softcap):
-        yield from _INTERLEAVED_LISTED[: 1 if device.is_small else 2]
+    listed = spec.block_mask and not (spec.mods or spec.softcap or (device.is_small and d > 64))
+    if listed and spec.interleaves_keys(32, beside_others=True):
+        yield from _INTERLEAVED_LISTED
     if spec.dropout or (spec.block_mask and (spec.crowded or (spec.packed and d > 64))):
         yield 128, SIXTEEN_ROWS
     if spec.interleaves_keys(32) and not (device.is_small if d > 64 else spec.wide_bias):

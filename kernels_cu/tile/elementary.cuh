@@ -7,7 +7,7 @@
 // b or the quotient is beyond 2^126 or below 2^-126.
 __device__ __forceinline__ float quotient_by(float a, float b, float r) {
     const float q = a * r, left = fmaf(-q, b, a);
-    return fabsf(left) < ptx::infinity() ? fmaf(left, r, q) : q;
+    return fabsf(left) < ptx::infinity() ? fmaf(left, r, q) : q;  // @quotient-corrected
 }
 
 // To 2.5 units in the last place: 1 - 2 / (1 + e^2|x|), and where that would cancel x + x^3 P(x^2), fitted for the least relative error.
@@ -18,7 +18,7 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) {
     near = fmaf(near, square, -0.0535588562f);
     near = fmaf(near, square, 0.1332911104f);
     near = fmaf(near, square, -0.3333319128f);
-    return fabsf(x) < 0.7f ? fmaf(near * square, x, x) : copysignf(far, x);
+    return fabsf(x) < 0.7f ? fmaf(near * square, x, x) : copysignf(far, x);  // @tangent-of-small-numbers
 }
 
 #endif  // CUPYFLASH_ELEMENTARY_CUH

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 
@@ -11,34 +13,32 @@ from tests import elementary
 from tests.emulator import MODES
 from tests.emulator.launch import EmulatedKernel, Memory
 from tests.emulator.require import require_compiler
+from tests.planted.mutants import Bug
+from tests.planted.mutants_mods import ELEMENTARY
 
 require_compiler()
 BLOCKS = 64
+QUOTIENTS = ["quotient", *(f"quotient by {b}" for b in elementary.NUMBERS)]
+FINDS = {"quotient": QUOTIENTS[:1], "quotients": QUOTIENTS, "tangent": ["tangent"]}
 
 
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        (("", ""), []),
-        (("fmaf(left, r, q) : q", "fmaf(left, r, q) : fmaf(left, r, q)"), ["quotient"]),
-        (("? fmaf(left, r, q)", "? q"), ["quotient", *(f"quotient by {b}" for b in elementary.NUMBERS)]),
-        (("< 0.7f", "< 1.f"), ["tangent"]),
-        (("< 0.7f", "< 0.1f"), ["tangent"]),
-    ],
-    ids=["as-it-is", "not-finite", "not-rounded", "series-too-far", "series-too-near"],
-)
-def test_functions_against_float64(edit: tuple[str, str], expected: list[str]) -> None:
-    """As they are, and with a bug planted."""
-    headers = dict(kernel_sources())
-    header = headers["tile/elementary.cuh"]
-    assert not edit[0] or header.count(edit[0]) == 1
-    headers["tile/elementary.cuh"] = header.replace(*edit) if edit[0] else header
-    kernel = EmulatedKernel(elementary.SOURCE, headers, elementary.NAME, 900)
+def wrong(headers: Mapping[str, str], number: int = 0) -> list[str]:
+    """Which functions are, of these headers in place of their own; `number`: the bug that is alive."""
+    kernel = EmulatedKernel(elementary.SOURCE, {**kernel_sources(), **headers}, elementary.NAME, 900, planted=number)
     x, y = elementary.given(BLOCKS)
     with Memory() as memory:
         shape = (2 + len(elementary.NUMBERS), x.size)
         inputs = [memory.input(name, a) for name, a in (("x", x), ("y", y))]
         address, out = memory.output("out", shape, np.float32)
         kernel(BLOCKS, elementary.THREADS, 0, [np.uint64(a) for a in (*inputs, address)], MODES["early"], 0)
-        found = elementary.wrong(x, y, out)
-    assert [x.split(":")[0] for x in found] == expected
+        return [found.partition(":")[0] for found in elementary.wrong(x, y, out)]
+
+
+def test_functions_against_float64() -> None:
+    assert wrong({}) == []
+
+
+@pytest.mark.parametrize("bug", ELEMENTARY, ids=lambda bug: bug.name.replace(" ", "-"))
+def test_planted_bug_is_found(bug: Bug) -> None:
+    planted = bug.headers()
+    assert wrong(planted, planted.number) == FINDS[bug.case]

@@ -39,3 +39,10 @@ BACKWARD_MODS = (
     Bug("dmods: K overwritten while it is read", without("dmods-in-the-place-of-k"), "mods", r"RACE"),
     Bug("dmods: scores read before they are there", without("dmods-scores-of-all-warps"), "mods", r"RACE"),
 )  # fmt: skip
+# In functions of fp32, with what `tests/elementary.py` finds wrong of them.
+ELEMENTARY = (
+    Bug("quotients that are not finite corrected", change("quotient-corrected", ": q", ": fmaf(left, r, q)"), "quotient"),
+    Bug("quotients not corrected", change("quotient-corrected", "? fmaf(left, r, q)", "? q"), "quotients"),
+    Bug("tangent: the series too far", change("tangent-of-small-numbers", "0.7f", "1.f"), "tangent"),
+    Bug("tangent: the series too near", change("tangent-of-small-numbers", "0.7f", "0.1f"), "tangent"),
+)  # fmt: skip
