@@ -19,12 +19,14 @@ from .mods import MODS
 OURS = "cupyflash"
 PLAIN, CPU = "plain", "cpu"  # other ways of our calls on NumPy arrays
 SM80 = "sm80"  # our calls by the kernels of this family
+ORDERED = "deterministic"  # our calls with `deterministic=True`
 DIRECTIONS = ("fwd", "bwd", "both")
 FLOP_FORMULA = (
     "2 * (head_dim + head_dim_v) for each visible query-key pair and head in the forward, "
     "6 * head_dim + 4 * head_dim_v in the backward"
 )
 SHOWN = 0.5  # of the elements of a mask, drawn at random
+UNRECORDED = {"lengths", "deterministic"}  # fields that do not tell the rows of a table apart
 _FLOPS = {"fwd": (2.0, 2.0), "bwd": (6.0, 4.0), "both": (8.0, 6.0)}  # by head_dim, by that of v
 
 
@@ -67,6 +69,7 @@ class Cell:
     mod: str = ""
     padded: str = ""
     head_dim_v: int = 0
+    deterministic: bool = False
 
     heading, labels, unit = "TFLOP/s (ours / theirs)", ("head_dim", "mask", "seqlen"), "TFLOP/s"
 
@@ -158,10 +161,8 @@ class Cell:
         return f"head_dim {self.widths}, {self.mask_name}, seqlen {self.sequences}"
 
     def record(self) -> dict[str, Any]:
-        """Every field but the list of lengths."""
-        fields = asdict(self)
-        del fields["lengths"]
-        return fields
+        """Every field but those of `UNRECORDED`."""
+        return {name: value for name, value in asdict(self).items() if name not in UNRECORDED}
 
     def visible_pairs(self, seqlen: int, first: int = 0, end: int | None = None) -> float:
         """Query-key pairs that the masks let through, in one head of a sequence; with a mask, on average. Of the keys
@@ -218,7 +219,8 @@ class Cell:
         """Those of `attention`."""
         window = None if self.window is None else (self.window, None)
         dropout = {"dropout_p": self.dropout} if self.dropout else {}
-        return {"causal": self.causal, "window": window, "softcap": self.softcap} | dropout
+        ordered = {"deterministic": True} if self.deterministic else {}
+        return {"causal": self.causal, "window": window, "softcap": self.softcap} | dropout | ordered
 
     def added_shape(self, dims: str) -> tuple[int, ...]:
         """Of a bias or a mask with elements of its own along these dimensions."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import decode
-from .cell import OURS, SM80
+from .cell import ORDERED, OURS, SM80
 from .clocks import Work
 from .decode_cell import AnyCell, DecodeCell
 from .family import by_family, family
@@ -18,6 +20,8 @@ def works_of(bench: Bench, name: str, cell: AnyCell) -> dict[str, Work]:
     """
     if isinstance(cell, DecodeCell):
         return decode.works(bench, name, cell)
+    if name == ORDERED:
+        return bench.works(OURS, replace(cell, deterministic=True))
     if name != SM80:
         return bench.works(name, cell)
     with family(SM80):

@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from ..output import list_option
-from .cell import SM80
+from .cell import ORDERED, SM80
 from .clocks import Work
 from .decode_calls import call_of
 from .decode_cell import COPY, PARTS, STORED, WIDE, DecodeCell
@@ -65,6 +65,8 @@ def _check_against(options: Mapping[str, Any]) -> None:
     for name in options["against"]:
         if name in (COPY, PARTS) and not options["decode"]:
             raise click.BadParameter(f"{name} is timed with --decode alone", param_hint="--against")
+        if name == ORDERED and options["decode"]:
+            raise click.BadParameter(f"{name} differs in the backward, which --decode has not", param_hint="--against")
         if name in (COPY, SM80) and options["backend"] == "cpu":
             raise click.BadParameter(
                 f"{name} runs a kernel, for which --backend cpu has no GPU", param_hint="--against"

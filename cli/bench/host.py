@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from .cell import CPU, OURS, PLAIN, SM80, Cell
+from .cell import CPU, ORDERED, OURS, PLAIN, SM80, Cell
 from .decode_cell import AnyCell
 from .host_places import measure_places
 from .lengths import DENSE
@@ -35,7 +35,8 @@ def measure_host(bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any]
     if options["packed"]:
         cell = replace(cell, batch=2, packed="equal", lengths=(64, 64))
     names, works = [], []
-    for name in [OURS, *(name for name in options["against"] if name != SM80 and not bench.absent(name))]:
+    as_ours = SM80, ORDERED
+    for name in [OURS, *(name for name in options["against"] if name not in as_ours and not bench.absent(name))]:
         try:
             works.append(bench.works(name, cell))
             names.append(name)

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupyflash.check.cases import NUMPY_DTYPE
 
-from .cell import OURS, SM80, Cell
+from .cell import ORDERED, OURS, SM80, Cell
 from .clocks import JaxClock, Work
 from .lengths import DENSE
 from .work import Bench
@@ -32,7 +32,7 @@ class JaxBench(Bench):
         self.key = jax.device_put(jax.random.key(0), self.device)
 
     def absent(self, peer: str) -> str | None:
-        if peer == DENSE or peer == "math":
+        if peer in (DENSE, ORDERED, "math"):
             return None
         if peer == SM80:
             return "a program of JAX's keeps its family"

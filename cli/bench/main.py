@@ -31,7 +31,7 @@ from . import plot as bench_plot
 from . import saved as bench_saved
 from . import startup as bench_startup
 from .arguments import check_lengths, check_plot, check_writable, feature_options, make_cells
-from .cell import CPU, DIRECTIONS, FLOP_FORMULA, OURS, PLAIN, SM80
+from .cell import CPU, DIRECTIONS, FLOP_FORMULA, ORDERED, OURS, PLAIN, SM80
 from .contestants import works_of
 from .decode import check_together, decode_options
 from .decode_cell import BYTES_FORMULA, COPY, PARTS, WIDE, AnyCell
@@ -50,8 +50,8 @@ from .work import PEERS, Bench
 )  # fmt: skip
 @list_option("--against", choices=PEERS, example="flash2,cudnn",
              help=f"Peers, through torch: {', '.join(PEERS)}; {DENSE} is our own call, not packed or without a "
-                  f"cache, {PARTS} two calls over it, {SM80} by those kernels, {COPY} reads K and V, {PLAIN} and {CPU} "
-                  "are other ways of NumPy arrays.")  # fmt: skip
+                  f"cache, {ORDERED} with deterministic=True, {PARTS} two calls over a cache, {SM80} by those kernels, "
+                  f"{COPY} reads K and V, {PLAIN} and {CPU} are other ways of NumPy arrays.")  # fmt: skip
 @list_option("--pass", "directions", choices=DIRECTIONS, default="fwd,bwd", example="fwd,bwd,both",
              help="What to time; both is a forward and a backward as one.")  # fmt: skip
 @list_option("--head-dim", item=int, choices=range(8, MAX_HEAD_DIM + 1, 8), default="64,128", example="64,128",

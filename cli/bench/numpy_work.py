@@ -19,13 +19,13 @@ from cupyflash.problem import Problem
 from cupyflash.sequences import Sequences
 
 from ..explain.copied import estimated
-from .cell import CPU, OURS, PLAIN, Cell
+from .cell import CPU, OURS, PLAIN, UNRECORDED, Cell
 from .clocks import Work
 from .report import Row, by_cell, ratio_of
 from .work import Bench
 
 _WAYS = {"cuda": {OURS: "GPU", PLAIN: "plain copies", CPU: "CPU path"}, "cpu": {OURS: "CPU path"}}
-_FIELDS = sorted(set(Cell.__dataclass_fields__) - {"lengths"})
+_FIELDS = sorted(set(Cell.__dataclass_fields__) - UNRECORDED)
 
 
 class NumpyOnGpu(Bench):

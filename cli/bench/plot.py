@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .cell import CPU, OURS, PLAIN, SM80, short
+from .cell import CPU, ORDERED, OURS, PLAIN, SM80, short
 from .decode_cell import COPY, PARTS, WIDE, AnyCell, DecodeCell
 from .lengths import DENSE
 from .report import OWN, TITLES, Row, best_ratio, by_cell
@@ -16,7 +16,7 @@ from .sdpa import TORCH_CPU
 
 LABELS = {OURS: "cupyflash", "flash2": "FlashAttention-2", "cudnn": "cuDNN", "fa4": "FlashAttention-4",
           "efficient": "torch, memory-efficient",
-          "math": "plain PyTorch", TORCH_CPU: "torch's CPU kernel",
+          "math": "plain PyTorch", TORCH_CPU: "torch's CPU kernel", ORDERED: "cupyflash, deterministic",
           "flex": "FlexAttention", DENSE: "cupyflash, not packed", WIDE: "cupyflash, 16 bits",
           PARTS: "cupyflash, two calls", SM80: "cupyflash, sm80 kernels", COPY: "reading alone",
           PLAIN: "cupyflash, plain copies", CPU: "cupyflash, CPU path"}  # fmt: skip
@@ -24,10 +24,10 @@ LABELS = {OURS: "cupyflash", "flash2": "FlashAttention-2", "cudnn": "cuDNN", "fa
 COLORS = {OURS: "#D55E00", "flash2": "#56B4E9", "cudnn": "#009E73", "fa4": "#0072B2", "math": "#777777",
           "efficient": "#F0E442",
           TORCH_CPU: "#000000", "flex": "#CC79A7", DENSE: "#E69F00", WIDE: "#882255", PLAIN: "#44AA99",
-          CPU: "#999933", PARTS: "#332288", SM80: "#117733", COPY: "#AAAAAA"}  # fmt: skip
+          CPU: "#999933", ORDERED: "#661100", PARTS: "#332288", SM80: "#117733", COPY: "#AAAAAA"}  # fmt: skip
 MARKERS = {OURS: "o", "flash2": "^", "cudnn": "s", "fa4": "D", "math": "v", "efficient": "<", TORCH_CPU: ">",
            "flex": "P", DENSE: "X", WIDE: "h", PLAIN: "p", CPU: "*", PARTS: "d",
-           SM80: "H", COPY: "|"}  # fmt: skip
+           SM80: "H", ORDERED: "8", COPY: "|"}  # fmt: skip
 STYLE = {"font.size": 11, "axes.titlesize": 11, "axes.spines.top": False, "axes.spines.right": False,
          "axes.axisbelow": True, "axes.grid": True, "grid.alpha": 0.25, "hatch.linewidth": 0.6}  # fmt: skip
 LOG_RATIO = 10

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from .cell import CPU, OURS, PLAIN, SM80
+from .cell import CPU, ORDERED, OURS, PLAIN, SM80
 from .decode_cell import COPY, PARTS, WIDE, AnyCell
 from .lengths import DENSE
 from .timing import ROUNDS, Timing
 
 C = TypeVar("C", bound=AnyCell)
 TITLES = {"fwd": "forward", "bwd": "backward", "both": "forward + backward", "decode": "attention over a cache"}
-OWN = (OURS, DENSE, PARTS, WIDE, SM80, COPY, PLAIN, CPU)  # contestants that are not peers
+OWN = (OURS, DENSE, ORDERED, PARTS, WIDE, SM80, COPY, PLAIN, CPU)  # contestants that are not peers
 BEST = "best"  # of the peers, cell by cell
 PAR = 0.97  # ours / theirs from which on a difference is noise
 Ratios = dict[str, dict[str, dict[str, Any]]]

@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from .cell import Cell
+from .cell import UNRECORDED, Cell
 from .decode_cell import AnyCell, DecodeCell
 from .report import Row
 from .timing import Timing
 
-_CELL, _DECODE = ([f.name for f in dataclasses.fields(kind) if f.name != "lengths"] for kind in (Cell, DecodeCell))
+_CELL, _DECODE = ([f.name for f in dataclasses.fields(kind) if f.name not in UNRECORDED] for kind in (Cell, DecodeCell))
 # What earlier versions did not write, of a cell and of one over a cache.
 _NEWER = ("bias", "mask", "learned", "dropout", "block_mask", "mod", "padded")
 _NEWER_DECODE = ("chunk", "alibi", "sink", "kv_range", "head_dim_v")

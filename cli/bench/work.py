@@ -15,14 +15,17 @@ from cupyflash.check.cases import NUMPY_DTYPE
 from .. import block_masks
 from . import mods
 from . import peers as bench_peers
-from .cell import CPU, OURS, PLAIN, SHOWN, SM80, Cell
+from .cell import CPU, ORDERED, OURS, PLAIN, SHOWN, SM80, Cell
 from .clocks import Clock, TorchClock, Work
 from .decode_cell import COPY, PARTS, WIDE
 from .flex import flex, flex_is_missing
 from .lengths import DENSE
 from .sdpa import TORCH_CPU, sdpa
 
-PEERS = ("flash2", "cudnn", "efficient", "math", TORCH_CPU, "fa4", "flex", DENSE, PARTS, SM80, COPY, PLAIN, CPU)
+PEERS = (
+    *("flash2", "cudnn", "efficient", "math", TORCH_CPU, "fa4", "flex"),
+    *(DENSE, ORDERED, PARTS, SM80, COPY, PLAIN, CPU),
+)
 BY_NUMPY = "a way of --framework numpy where there is a GPU"
 
 
@@ -43,7 +46,7 @@ class Bench:
             return BY_NUMPY
         if peer in (SM80, COPY):
             return None if self.on_gpu else "needs a GPU"
-        return None if peer in (DENSE, WIDE, PARTS) else "needs torch"
+        return None if peer in (DENSE, ORDERED, WIDE, PARTS) else "needs torch"
 
     def counts_memory(self, name: str) -> bool:
         """Whether the clock sees what an implementation allocates."""
@@ -149,7 +152,7 @@ class TorchBench(Bench):
     def absent(self, peer: str) -> str | None:
         if peer in (PLAIN, CPU):
             return BY_NUMPY
-        if peer not in ("math", DENSE, WIDE, PARTS) and self.on_gpu == (peer == TORCH_CPU):
+        if peer not in ("math", DENSE, ORDERED, WIDE, PARTS) and self.on_gpu == (peer == TORCH_CPU):
             return "needs --backend cpu" if self.on_gpu else "needs a GPU"
         if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
             try:
@@ -159,7 +162,7 @@ class TorchBench(Bench):
         return "this torch has no flex_attention" if peer == "flex" and flex_is_missing() else None
 
     def counts_memory(self, name: str) -> bool:
-        return self.on_gpu or name in (OURS, DENSE)  # on the CPU ours allocates through NumPy, which is traced
+        return self.on_gpu or name in (OURS, ORDERED, DENSE)  # on the CPU ours allocates through NumPy, which is traced
 
     def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
         kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)

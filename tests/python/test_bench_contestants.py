@@ -14,7 +14,7 @@ import pytest
 
 from cupyflash.arrays.adapters import NUMPY
 from cupyflash.cli.bench import decode, decode_calls, reading, work
-from cupyflash.cli.bench.cell import OURS, SM80, Cell
+from cupyflash.cli.bench.cell import ORDERED, OURS, SM80, Cell
 from cupyflash.cli.bench.clocks import Clock, Recorded
 from cupyflash.cli.bench.contestants import works_of
 from cupyflash.cli.bench.cupy_work import CupyBench
@@ -62,6 +62,25 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     watch(work.api, "attention_backward")
     watch(decode_calls.kvcache, "attention_with_cache")
     return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_ordered_backward_is_asked_for(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of that contestant alone; the rows of both say the same of their cell."""
+    module, name = (work.varlen, "attention_varlen_backward") if packed else (work.api, "attention_backward")
+    function, found = getattr(module, name), []
+
+    def watched(*arrays: Any, **options: Any) -> Any:
+        found.append(options.get("deterministic", False))
+        return function(*arrays, **options)
+
+    monkeypatch.setattr(module, name, watched)
+    cell = Cell("fp32", 16, True, 8, 1, 2, 2, **{"packed": "equal", "lengths": (8,)} if packed else {})
+    for contestant, deterministic in ((OURS, False), (ORDERED, True)):
+        assert contestant == OURS or Bench().absent(contestant) is None
+        works_of(Bench(), contestant, cell)["bwd"]()
+        assert found.pop() == deterministic
+    assert "deterministic" not in cell.record()
 
 
 def test_each_call_of_the_other_family_asks_for_it(asked: list[tuple[str, str | None]]) -> None:
