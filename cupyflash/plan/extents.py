@@ -20,6 +20,7 @@ from .numbers import Chosen as Chosen
 from .numbers import Extents as Extents
 from .numbers import Numbers as Numbers
 from .numbers import Workspace as Workspace
+from .sections import Sections
 from .shares import divide
 from .spec import Spec
 from .splits import in_parts
@@ -91,9 +92,12 @@ class Kernels:
         return [variant for variant in self.variants if not isinstance(variant, Ahead)]
 
     @functools.cached_property
-    def _tail_tiles(self) -> int:
-        """Enough to even out the tail: with a mask, or packed, tiles differ in length."""
-        return 2 * self.device.sm_count if self.spec.uneven else 0
+    def _sections(self) -> Sections:
+        spec, sm_count = self.spec, self.device.sm_count
+        main, *last = self._computing[1:] if spec.backward else self._computing
+        in_turn = spec.deterministic and bool(last) and isinstance(last[0], Convert)
+        at_once = sm_count * main.tile.blocks_per_sm
+        return Sections.of(self.mixed_bytes, sm_count, at_once, uneven=spec.uneven, in_turn=in_turn)
 
     @functools.cached_property
     def _pair_bytes(self) -> int:  # of a row of K and one of V, or of Q and of dO
@@ -229,17 +233,8 @@ class Kernels:
         for i in self.spec.dmods:
             workspace[f"dmod_sums_{i}"] = (math.prod(self.spec.mod_shapes[i]),), "fp32"
         streamed = self._of_one(seqlen_q, extents) * row_bytes
-        sections = self._sections(streamed, arrays * heads_k, self._of_one(n_blocks, extents), most_heads)
+        # Without a mask, key blocks begin apart where the first one stores (dq_visits.cuh).
+        apart = first_stores and not (self.spec.masked or self.spec.packed)
+        least = 1 if apart else self._sections.in_turn
+        sections = self._sections(streamed, arrays * heads_k, self._of_one(n_blocks, extents), least, most_heads)
         return Numbers(tiles, workspace, *sections, first_stores=first_stores, shares=shares)
-
-    def _sections(self, bytes_per_head: int, heads: int, tiles_per_head: int, most: int = MAX_GRID) -> tuple[int, int]:
-        """How many heads are scheduled together: those of `mixed_bytes`, and at last enough to even out the tail.
-
-        A section starts with its longest tiles, so that the last one ends evenly if it has a few for every
-        multiprocessor.
-        """
-        section = self.mixed_bytes // (bytes_per_head or 1)
-        section = (heads if section > heads else section) or 1
-        last = -(-self._tail_tiles // (tiles_per_head or 1))
-        last = section if last < section else heads if last > heads else last
-        return (section, last) if last <= most else (most if section > most else section, most)

@@ -51,7 +51,7 @@ _BACKWARD: tuple[tuple[int, HopperBackwardTile], ...] = (
     (64, HopperBackwardTile(64, 192, 4, 160, 32)),
     (128, HopperBackwardTile(64, 128, 2, 240, 24, 64)),
 )
-# Beyond 128, with a narrower v (bwd_wide_sm90.cuh). In a fixed order two kernels are as fast, which have one by nature.
+# Beyond 128, with a narrower v (bwd_wide_sm90.cuh).
 _BACKWARD_NARROW_V = ((192, HopperBackwardTile(64, 128, 2, 240, 24)),)
 # With dropout, whose random numbers take registers; packed, what compiles without spills.
 _FORWARD_DROPOUT = ((64, HopperForwardTile(192, 64, 8, 6, 160, 32)), *_FORWARD_MASKED[1:])
@@ -117,7 +117,7 @@ def _backward_tiles(spec: Spec) -> tuple[tuple[int, HopperBackwardTile], ...]:
     if spec.widest > _BACKWARD[-1][0]:
         added = spec.block_mask, spec.bias, spec.mask, spec.mods, spec.softcap, spec.dropout, spec.dalibi
         narrow_v = spec.width_v <= _BACKWARD[-1][0]
-        return _BACKWARD_NARROW_V if narrow_v and not (any(added) or spec.deterministic) else ()
+        return _BACKWARD_NARROW_V if narrow_v and not any(added) else ()
     if spec.may_copy_bias:
         wide = _BACKWARD_LISTED_COPIED if spec.block_mask else _BACKWARD_COPIED_BIAS
         narrow = _BACKWARD_LISTED_COPIED_NARROW if spec.block_mask else _BACKWARD_COPIED_BIAS_NARROW

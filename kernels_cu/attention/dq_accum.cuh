@@ -71,27 +71,48 @@ __device__ __forceinline__ bool lengths_contradict(const BwdParams &p) {
     else return false;
 }
 
-// Deterministic mode: the key blocks of one query tile add in the order of their index, and dq_turn counts them.
+// A key block's place in the order of those that add to a query tile.
+struct DqPlace {
+    int *turn;  // of the query tile: how many have added
+    int rank;   // of the key block
+};
+
+// Deterministic mode: the key blocks of one query tile add in the order of their index, and dq_turn counts them. Each visit
+// has a barrier of all threads anyway, at which they meet: there thread 0 passes on the turn of the visit before, whose
+// additions have arrived by then, and tells what it has seen of this visit's turn, which it has asked for long before. So
+// nobody waits, unless the key blocks before are late.
 template <class V>
 struct DqTurn {
-    const BwdParams &p;
-    int *turn;  // of the query tile
+    int left = -1;    // the query tile that was added to last, by its place in dq_turn ...
+    int shares = 0;   // ... and its turn once that has arrived
+    int missing = 0;  // of the shares that come first, of this visit; thread 0's
+    bool late = false;
 
-    // Blocks until `rank` key blocks have added. Blocks of lower rank have a lower index, so they are running.
-    __device__ void wait(int rank) const {
+    __device__ void look(const DqPlace &mine) {
+        if constexpr (V::kDeterministic)
+            if (fresh_thread() == 0) missing = mine.rank - ptx::ld_relaxed(mine.turn);
+    }
+    __device__ void meet(const BwdParams &p) {
         if constexpr (V::kDeterministic) {
-            if (fresh_thread() == 0)
-                while (ptx::ld_acquire(turn) != rank && !lengths_contradict<V>(p))
-                    ptx::nanosleep();  // @turn-awaited-sm80
-            ptx::bar_sync();           // the other threads add only after thread 0 has seen its turn @turn-seen-by-all
+            // This thread's additions come before the turn that is passed on, and behind the one that was seen.
+            // @additions-before-the-turn
+            ptx::fence_gpu();
+            late = ptx::bar_red_or(0, 32 * V::kWarps, missing != 0);  // @additions-of-all-threads
+            if (left >= 0 && fresh_thread() == 0) ptx::st_release(p.dq_turn + left, shares);  // @turn-passed-on-sm80
+        } else {
+            ptx::bar_sync();
         }
     }
-    __device__ void pass(int rank) const {
+    // Blocks until all of lower rank have added. Those have a lower index, so they are running.
+    __device__ void wait(const BwdParams &p, const DqPlace &mine) {
         if constexpr (V::kDeterministic) {
-            // @additions-before-the-turn
-            ptx::fence_gpu();  // this thread's additions come before the turn that thread 0 passes on ...
-            ptx::bar_sync();   // ... once all threads are here @additions-of-all-threads
-            if (fresh_thread() == 0) ptx::st_release(turn, rank + 1);  // @turn-passed-on-sm80
+            if (late) {
+                if (fresh_thread() == 0)
+                    while (ptx::ld_acquire(mine.turn) != mine.rank && !lengths_contradict<V>(p))
+                        ptx::nanosleep();  // @turn-awaited-sm80
+                ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn @turn-seen-by-all
+            }
+            left = static_cast<int>(mine.turn - p.dq_turn), shares = mine.rank + 1;  // @turn-to-pass-on
         }
     }
 };

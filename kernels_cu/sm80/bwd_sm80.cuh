@@ -104,6 +104,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
     AccTile<kRows, kColsV> dV;
     dK.zero(), dV.zero();
     Emitted<V> emitted;
+    DqTurn<V> turn;
 
     // What was emitted of a head of q. Where the block is, is worked out again here, too.
     const auto leave_emitted = [&](int head) {
@@ -124,6 +125,10 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         ptx::cp_async_wait_group<0>();      // @q-and-do-copied
         ptx::bar_sync();  // Q and dO are here, and every warp is done with the step before @q-and-do-landed
         if constexpr (kStages == 2) request(i + 1, visits.after(now));
+        const auto place = [&] {
+            return DqPlace{dq_turn<V>(p, sequence, now.head, now.m_block), visits.rank(now, mask_again(), tile.block)};
+        };
+        if constexpr (V::kDeterministic) turn.look(place());
 
         // What is added to scores, asked for while they are multiplied; of fp32 it would take twice the registers.
         const auto fetched = [&] {
@@ -200,9 +205,9 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         if constexpr (V::kSplitD == 1) {
             gemm_nn<T>(dV, rP, s.sdO, col0_v);  // dV += P^T dO
             gemm_nn<T>(dK, rdS, s.sQ, col0);    // dK += dS^T Q
-            ptx::bar_sync();                    // dS is complete, and every warp is done with Q and dO @ds-complete
+            turn.meet(p);                       // dS is complete, and every warp is done with Q and dO @ds-complete
         } else {
-            ptx::bar_sync();  // P and dS are complete @p-and-ds-complete
+            turn.meet(p);  // P and dS are complete @p-and-ds-complete
             gemm_nn<T>(dV, SmemA<TileP, kRows>(sP, key0), s.sdO, col0_v);
             gemm_nn<T>(dK, SmemA<TileP, kRows>(sdS, key0), s.sQ, col0);
             if constexpr (kStages == 1) ptx::bar_sync();  // every warp is done with Q and dO
@@ -210,21 +215,18 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
         if constexpr (kStages == 1) request(i + 1, visits.after(now));
 
         constexpr int kPart = Dq::kCols / V::kDqParts;  // columns of dQ at a time, where registers are few
-        const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
-        const int rank = visits.rank(now, mask_again(), tile.block);
         #pragma unroll 1
         for (int col = 0; col < Dq::kCols; col += kPart) {
             AccTile<Dq::kRows, kPart> dQ;
             dQ.zero();
             const SmemATransposed<TileP, Dq::kRows, V::kDqUnroll> dS_rows(sdS, Dq::row0());
             gemm_nn<T>(dQ, dS_rows, sK, Dq::col0() + col);  // dQ = dS K @columns-of-k-for-dq-sm80
-            if (col == 0) turn.wait(rank);
+            if (V::kDeterministic && col == 0) turn.wait(p, place());
             // @dq-added
             Dq::for_each_group(
                 dQ, Dq::accum(aside(p), sequence, now.head, now.m_block),
                 [](float (&x)[ptx::kRedWidth], float *accum) { ptx::red_add(accum, x); }, col);
         }
-        turn.pass(rank);
     };
 
     load_keys<V, V::kHeadDim>(p, sK, p.k, p.k_stride, tile);
@@ -243,7 +245,7 @@ __device__ __forceinline__ void bwd(const BwdParams &p) {
 
     ptx::cp_async_wait_group<0>();
     // @keys-read-by-all
-    ptx::bar_sync();        // K and V have arrived, and every warp is done with them: they stage the results
+    turn.meet(p);           // K and V have arrived, and every warp is done with them: they stage the results
     dK.scale(score.scale);  // @dk-scaled-sm80
     // Stages a result and writes it; repair(again, row) computes one of its rows again where that is not finite. Where the
     // block is, is worked out again: the main loop has no registers left to keep it.

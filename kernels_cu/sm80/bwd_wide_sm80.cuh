@@ -93,6 +93,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
 
     AccTile<kKeys, kCols> dKV;  // dV, or dK
     dKV.zero();
+    DqTurn<V> turn;
 
     // One query tile.
     const auto step = [&](int i, const Visit &now) {
@@ -103,6 +104,10 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
             landed();  // and every warp is done with the step before
             if constexpr (kStages == 2) request(i + 1, visits.after(now));
         }
+        const auto place = [&] {
+            return DqPlace{dq_turn<V>(p, sequence, now.head, now.m_block), visits.rank(now, mask_again(), tile.block)};
+        };
+        if constexpr (V::kDeterministic) turn.look(place());
 
         const int own_warp = fresh_thread() / 32, own_group = own_warp / 4, other_group = 1 - own_group;
         {
@@ -157,7 +162,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
                 });
                 if constexpr (V::kWeights) rW.store(sW, key0, query0);
             }
-            ptx::bar_sync();  // P is complete, and the other group is done with dS of the step before @p-complete-wide
+            turn.meet(p);  // P is complete, and the other group is done with dS of the step before @p-complete-wide
             if (own_group == kOfDS) {
                 rX.load(sW, key0, query0);  // @p-of-the-same-scores
                 form_all(sdS, [&](float dP, int a, int j, int e, float, float delta) {
@@ -180,9 +185,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
         else landed();
         if constexpr (kStages == 1) request(i + 1, visits.after(now));
 
-        const DqTurn<V> turn{p, dq_turn<V>(p, sequence, now.head, now.m_block)};
-        const int rank = visits.rank(now, mask_again(), tile.block);
-        turn.wait(rank);
+        if constexpr (V::kDeterministic) turn.wait(p, place());
         float *const accum = Dq::accum(aside(p), sequence, now.head, now.m_block);  // @dq-of-the-visit-wide
         FragA<T, Dq::kRows, N> rdS;
         const SmemATransposed<TileP, Dq::kRows, 0> dS_rows(sdS, Dq::row0());
@@ -198,7 +201,6 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
             const auto add = [](float (&x)[ptx::kRedWidth], float *to) { ptx::red_add(to, x); };  // @dq-added-wide
             Dq::for_each_group(dQ, accum, add, col);  // @columns-of-dq-in-their-place
         }
-        turn.pass(rank);
         if constexpr (kStaggered) {
             if (own_group == kOfP) landed();                  // @stage-released-wide
             request(i + 2, visits.after(visits.after(now)));  // @stage-requested-wide
@@ -218,7 +220,7 @@ __device__ __forceinline__ void bwd_wide(const BwdParams &p) {
 
     ptx::cp_async_wait_group<0>();  // @keys-copied-wide
     // K and V have arrived, and every warp is done with them: V stages dV, K dK. @keys-read-by-all-wide
-    ptx::bar_sync();
+    turn.meet(p);
     // Where the block is, is worked out again: the main loop has no registers left to keep it.
     const auto here = tile_at<V, KeysOf<V>, N, false>(aside(p), ptx::opaque(ptx::block_index()));
     const bool has_dV = fresh_thread() / 32 < 4;

@@ -140,15 +140,18 @@ __device__ __forceinline__ void bwd_load_bits(const BwdSm90Params &p, const BwdS
     }
 }
 
-// Every dQ, from shared memory to the accumulator; by one thread. dq_turn counts the shares that others wait for: that of the
-// tile's first key block, where it stores and they add; in deterministic order every one. Key blocks before this one are
-// running: they have a lower block index, or the plan sees to it (dq_visits.cuh).
+// Every other dQ, from shared memory to the accumulator; by one thread of two: a share is visible to others, who may wait for
+// it, only after about a visit's time, and the next one does not wait for that. dq_turn counts the shares that others wait
+// for: that of the tile's first key block, where it stores and they add; in deterministic order every one. Key blocks before
+// this one are running: they have a lower block index, or the plan sees to it (dq_visits.cuh).
 template <class V>
-__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit) {
+__device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90Smem<V> &smem, DqVisits<V> visit,
+                                           int odd) {
     constexpr int kBytes = BwdSm90Smem<V>::kDqBytes, kParts = BwdSm90Smem<V>::kDqParts;
     ptx::griddepcontrol_wait();  // for bwd_delta, which clears dQ @cleared-dq-awaited
+    if (odd) visit.next();
     #pragma unroll 1
-    for (int i = 0; i < visit.count; ++i, visit.next()) {
+    for (int i = odd; i < visit.count; i += 2, visit.next(), visit.next()) {  // @visits-of-the-thread
         auto at = BwdSm90Smem<V>::dq_part(i, 0);
         float *to = DqTile<DqSm90<V>>::accum(p.plain, visit.sequence, visit.head, visit.m_block);
         int *const turn = dq_turn<V>(p.plain, visit.sequence, visit.head, visit.m_block);
@@ -173,7 +176,7 @@ __device__ __forceinline__ void bwd_add_dq(const BwdSm90Params &p, const BwdSm90
         if (V::kDeterministic || stores) {
             ptx::cp_async_bulk_wait_group<0>();  // @share-is-written
             ptx::fence_proxy_async_global();     // @share-shown-to-others
-            ptx::atomic_add_acq_rel(turn, 1);    // @turn-passed-on-sm90
+            ptx::st_release(turn, rank + 1);     // @turn-passed-on-sm90
         }
     }
 }

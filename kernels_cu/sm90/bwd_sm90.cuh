@@ -7,9 +7,9 @@
 // transposed, so that P^T and dS^T are A operands of dV and dK straight from the accumulators, and leaves dS in shared
 // memory. dQ = dS K needs the dS of all: the warpgroups take turns, and whose turn it is computes the dQ of the visit
 // before, so that nobody waits for the others' dS of this one. While one warpgroup turns S into dS, the products of the
-// others keep the tensor cores busy. In the last warpgroup one thread loads, and another one adds dQ to its accumulator
-// in global memory (dq_accum.cuh). kCopiesBias: a warp asks for its part of the next visit's bias once it has formed dS of
-// this one (bias_copies.cuh).
+// others keep the tensor cores busy. In the last warpgroup one thread loads, and two others, in turns, add dQ to its
+// accumulator in global memory (dq_accum.cuh). kCopiesBias: a warp asks for its part of the next visit's bias once it has
+// formed dS of this one (bias_copies.cuh).
 //
 // Where head_dim is beyond 128, a visit goes another way (bwd_wide_sm90.cuh), and dQ leaves in parts of 64 columns.
 //
@@ -345,7 +345,7 @@ __device__ __forceinline__ void bwd(const BwdSm90Params &p) {
         ptx::setmaxnreg_dec<V::kProducerRegisters>();
         const int warp_in_group = uniform(warp() % 4);
         if (warp_in_group == 0 && lane() == 0) bwd_load<V>(p, smem, mine());
-        if (warp_in_group == 1 && lane() == 0) bwd_add_dq<V>(p, smem, mine());
+        if (warp_in_group % 2 == 1 && lane() == 0) bwd_add_dq<V>(p, smem, mine(), warp_in_group / 2);
         if constexpr (V::kBlockMask)
             if (warp_in_group == 2 && lane() < smem.kGroups) bwd_load_bits<V>(p, smem, mine());
     } else {

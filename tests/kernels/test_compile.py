@@ -230,6 +230,8 @@ def of_hopper() -> list[Variant]:
     for dtype, head_dim, window in asked:
         problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, 1.0, window)
         variants += [v for v in variants_of_calls(problem, Device.synthetic("sm_90")) if v.arch_suffix]
+    ordered = Problem("bf16", 1, 1, 1, 1, 1, 192, 1.0, deterministic=True, head_dim_v=128)
+    variants += [v for v in variants_of_calls(ordered, Device.synthetic("sm_90")) if v.header == "bwd_sm90"]
     return variants
 
 

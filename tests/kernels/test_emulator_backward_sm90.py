@@ -107,8 +107,9 @@ def test_key_blocks_that_begin_at_different_tiles(
 
 
 @pytest.mark.parametrize("mode", ["race", "any", "starve", "late"])
-def test_key_blocks_that_begin_at_different_tiles_of_a_narrow_v(mode: str, seed: int) -> None:
-    _judge_turned(mode, seed, 300, 500, 192, head_dim_v=128)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_key_blocks_that_begin_at_different_tiles_of_a_narrow_v(deterministic: bool, mode: str, seed: int) -> None:
+    _judge_turned(mode, seed, 300, 500, 192, head_dim_v=128, deterministic=deterministic)
 
 
 def _judge_turned(mode: str, seed: int, *dims: int, **options: Any) -> None:

@@ -19,13 +19,13 @@ NAMES = tuple(probes.all_probes())
 # Those of the kernels' instructions that no probe executes: nothing here compares them with an H200, only the results
 # of the kernels do.
 WITHOUT_A_PROBE = """
-    add_rn atomic_add_acq_rel bar_red_or block_index clock64 cp_async_16 cp_async_4 cp_async_8 cp_async_commit_group
-    cp_async_wait_group cvt_f32_f16 cvt_rn_f16x2_e4m3x2 dynamic_smem_1024 ex2 fence_gpu fence_proxy_async_global
-    float_as_uint fma_rn_bf16x2 fma_rn_f16x2 globaltimer grid_size griddepcontrol_launch_dependents
-    griddepcontrol_wait infinity ld_acquire ld_shared_cluster_v2_f32 ld_shared_cluster_v4_f32 ld_shared_v2_f32
-    ld_shared_v4_b32 ld_shared_v4_f32 lg2 mbarrier_arrive movmatrix_trans mul_rn nan nanosleep opaque popc
-    prefetch_tensormap prmt rcp red_add setmaxnreg_dec setmaxnreg_inc st_release st_shared_v2_f32
-    st_shared_v4_b32 trap vote_all
+    add_rn atomic_add_acq_rel bar_red_or block_index clock64 cp_async_16 cp_async_4 cp_async_8
+    cp_async_commit_group cp_async_wait_group cvt_f32_f16 cvt_rn_f16x2_e4m3x2 dynamic_smem_1024 ex2 fence_gpu
+    fence_proxy_async_global float_as_uint fma_rn_bf16x2 fma_rn_f16x2 globaltimer grid_size
+    griddepcontrol_launch_dependents griddepcontrol_wait infinity ld_acquire ld_relaxed ld_shared_cluster_v2_f32
+    ld_shared_cluster_v4_f32 ld_shared_v2_f32 ld_shared_v4_b32 ld_shared_v4_f32 lg2 mbarrier_arrive
+    movmatrix_trans mul_rn nan nanosleep opaque popc prefetch_tensormap prmt rcp red_add setmaxnreg_dec
+    setmaxnreg_inc st_release st_shared_v2_f32 st_shared_v4_b32 trap vote_all
 """
 
 

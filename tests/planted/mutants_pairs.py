@@ -118,7 +118,7 @@ COLUMNS = (
     _bug("columns beyond head_dim written", change("inside-the-array", "&& col < kValidCols", ""), "pair-122"),
 )  # fmt: skip
 ORDER = (
-    _bug("sm80: order of the first three shares only", change("turn-awaited-sm80", "!= rank", "< min(rank, 3)"), "shares-sm80-d64"),
+    _bug("sm80: order of the first three shares only", change("turn-awaited-sm80", "!= mine.rank", "< min(mine.rank, 3)"), "shares-sm80-d64"),
     _bug("sm90: order of the first three shares only", change("turn-awaited-sm90", "? rank :", "? min(rank, 3) :"), "shares-sm90-d64"),
     _bug("turns shared by batches", change("turn-of-its-sequence", "s.template", "Sequence<kPacked>::of(p, 0).template"), "pair-129"),
     _bug("sm80: rank counted from the first key", change("rank-in-the-query-tile-sm80", "- mask.first_key_block(v.m_block * V::kBlockM)", ""), "rank-sm80"),

@@ -69,7 +69,7 @@ PYTHON_ORDER = {
     "counters kept variables",
     "mods": "given trace held symbols description places learned evaluate parse functions expression",
     "plan": "shipped_cache shipped key_ranges decode prefill families sm90 sm80 forward_sm80 turing tiles_fp32 family "
-    "extents first_shares decode_stored decode_fp32 decode_elements decode_shares splits lists numbers "
+    "extents first_shares sections decode_stored decode_fp32 decode_elements decode_shares splits lists numbers "
     "decode_kernels learned shares kernels_sm90 tiles_sm90 tiles_sm80 kernels params_decode params variant "
     "spec mod_tiles",
     "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "
@@ -145,7 +145,7 @@ FUNCTION_LINES = 40  # without signature and docstring
 # Stopped, thought, and left long: path (or path::function) -> lines it may have. The reason stands beside it.
 LONG: dict[str, int] = {
     "cupyflash/problem.py::make_problem": 45,  # a line a field
-    "kernels_cu/sm80/bwd_sm80.cuh": 240,  # visits of bounds and of lists, results, of two widths, a copied bias
+    "kernels_cu/sm80/bwd_sm80.cuh": 242,  # visits of bounds and of lists, results, of two widths, a copied bias, turns
     "kernels_cu/sm90/fwd_sm90.cuh": 390,  # O as a whole and in parts, lists of blocks and what they ask ahead
     "kernels_cu/decode/warp_decode.cuh": 163,  # what is read ahead of scores
     "cli/compile.py": 255,  # three lines a feature

@@ -49,6 +49,7 @@ void emu_cp_async_wait(int pending);
 
 // Global memory shared between blocks.
 int emu_ld_acquire(const int *p, EmuSite site);
+int emu_ld_relaxed(const int *p, EmuSite site);
 void emu_st_release(int *p, int x, EmuSite site);
 int emu_atomic_add_s32(int *p, int x, bool acquire_release, EmuSite site);
 void emu_red_add_f32(float *p, const float *x, int count, EmuSite site);

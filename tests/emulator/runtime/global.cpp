@@ -218,6 +218,15 @@ int emu_ld_acquire(const int *p, Site site) {
     return *p;
 }
 
+// Of a count, which begins at 0: every other time what it was at first, as a GPU may show it. An acquiring fence follows.
+int emu_ld_relaxed(const int *p, Site site) {
+    strong_access(p, kGlobalRead, "ld.relaxed", site);
+    preempt();
+    if (one_in(2)) return 0;
+    learn_from(p);
+    return *p;
+}
+
 // A store that is not ordered after every addition may come before one of them on the device.
 static void check_store_over_additions(const void *p, Site site) {
     if (!config.race) return;

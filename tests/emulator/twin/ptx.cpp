@@ -139,6 +139,7 @@ void red_add(float *p, float x, EMU_PLACE) { emu_red_add_f32(p, &x, 1, EMU_SITE)
 int atomic_add(int *p, int x, EMU_PLACE) { return emu_atomic_add_s32(p, x, false, EMU_SITE); }
 int atomic_add_acq_rel(int *p, int x, EMU_PLACE) { return emu_atomic_add_s32(p, x, true, EMU_SITE); }
 int ld_acquire(const int *p, EMU_PLACE) { return emu_ld_acquire(p, EMU_SITE); }
+int ld_relaxed(const int *p, EMU_PLACE) { return emu_ld_relaxed(p, EMU_SITE); }
 void st_release(int *p, int x, EMU_PLACE) { emu_st_release(p, x, EMU_SITE); }
 void nanosleep(EMU_PLACE) { emu_nanosleep(EMU_SITE); }
 void fence_gpu() {}  // the emulator's memory is sequentially consistent: release and acquire carry the order

@@ -115,6 +115,7 @@ void red_add(float *p, float x, EMU_HERE);
 int atomic_add(int *p, int x, EMU_HERE);
 int atomic_add_acq_rel(int *p, int x, EMU_HERE);
 int ld_acquire(const int *p, EMU_HERE);
+int ld_relaxed(const int *p, EMU_HERE);
 void st_release(int *p, int x, EMU_HERE);
 void nanosleep(EMU_HERE);
 inline void trap() { __builtin_trap(); }
