@@ -67,6 +67,7 @@ __device__ __forceinline__ int *dq_turn(const BwdParams &p, const Sequence<kPack
 // one that never comes.
 template <class V>
 __device__ __forceinline__ bool lengths_contradict(const BwdParams &p) {
+    // @looked-at-again
     if constexpr (V::kPacked) return ptx::ld_acquire(p.lengths_contradict) != 0;
     else return false;
 }

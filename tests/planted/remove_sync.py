@@ -63,6 +63,7 @@ BACKWARD_SM90 = ("many-tiles-d192", "many-tiles-d256", *BACKWARD)  # head_dims w
 # Kept for reasons that the emulator cannot see; README.md says them. Markers.
 EXPLAINED = (
     "additions-before-the-turn",
+    "looked-at-again",
     "counter-cleared",
     "done-count-cleared",
     "registers-settled-nn",
