@@ -9,6 +9,7 @@ from .cell import ORDERED, OURS, SM80
 from .clocks import Work
 from .decode_cell import AnyCell, DecodeCell
 from .family import by_family, family
+from .lengths import DENSE
 from .work import Bench
 
 
@@ -22,6 +23,8 @@ def works_of(bench: Bench, name: str, cell: AnyCell) -> dict[str, Work]:
         return decode.works(bench, name, cell)
     if name == ORDERED:
         return bench.works(OURS, replace(cell, deterministic=True))
+    if name == DENSE:
+        return bench.works(OURS, cell.dense)
     if name != SM80:
         return bench.works(name, cell)
     with family(SM80):

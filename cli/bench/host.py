@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .cell import CPU, ORDERED, OURS, PLAIN, SM80, Cell
+from .contestants import works_of
 from .decode_cell import AnyCell
 from .host_places import measure_places
 from .lengths import DENSE
@@ -35,10 +36,10 @@ def measure_host(bench: Bench, cells: Sequence[AnyCell], options: dict[str, Any]
     if options["packed"]:
         cell = replace(cell, batch=2, packed="equal", lengths=(64, 64))
     names, works = [], []
-    as_ours = SM80, ORDERED
+    as_ours = SM80, ORDERED  # our own calls once more
     for name in [OURS, *(name for name in options["against"] if name not in as_ours and not bench.absent(name))]:
         try:
-            works.append(bench.works(name, cell))
+            works.append(works_of(bench, name, cell))
             names.append(name)
         except NotImplementedError:  # a peer without such calls; the rows say so
             pass

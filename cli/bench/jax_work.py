@@ -70,8 +70,6 @@ class JaxBench(Bench):
         return lambda q, k, v: self.jax.nn.dot_product_attention(q, k, v, **options)
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
-        if name == DENSE:
-            return self.works(OURS, cell.dense)
         jax, attention = self.jax, self.jax.jit(self.attention(name, cell))
         q, k, v, dout = self.inputs(cell)
         run_back = jax.jit(lambda pullback, dout: pullback(dout))

@@ -26,6 +26,7 @@ PEERS = (
     *("flash2", "cudnn", "efficient", "math", TORCH_CPU, "fa4", "flex"),
     *(DENSE, ORDERED, PARTS, SM80, COPY, PLAIN, CPU),
 )
+ANYWHERE = (DENSE, ORDERED, WIDE, PARTS)  # our own calls, of other cells or in another form
 BY_NUMPY = "a way of --framework numpy where there is a GPU"
 
 
@@ -46,7 +47,7 @@ class Bench:
             return BY_NUMPY
         if peer in (SM80, COPY):
             return None if self.on_gpu else "needs a GPU"
-        return None if peer in (DENSE, ORDERED, WIDE, PARTS) else "needs torch"
+        return None if peer in ANYWHERE else "needs torch"
 
     def counts_memory(self, name: str) -> bool:
         """Whether the clock sees what an implementation allocates."""
@@ -102,8 +103,6 @@ class Bench:
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
         """The three directions of one implementation."""
-        if name == DENSE:
-            return self.works(OURS, cell.dense)
         q, k, v, dout = self.inputs(cell)
         attention, attention_backward = self.ours(cell)
 
@@ -152,7 +151,7 @@ class TorchBench(Bench):
     def absent(self, peer: str) -> str | None:
         if peer in (PLAIN, CPU):
             return BY_NUMPY
-        if peer not in ("math", DENSE, ORDERED, WIDE, PARTS) and self.on_gpu == (peer == TORCH_CPU):
+        if peer not in ("math", *ANYWHERE) and self.on_gpu == (peer == TORCH_CPU):
             return "needs --backend cpu" if self.on_gpu else "needs a GPU"
         if peer == "fa4":  # asked of the package: its module shares a folder with FlashAttention-2
             try:
@@ -198,8 +197,6 @@ class TorchBench(Bench):
         return sdpa(name, cell, given)
 
     def works(self, name: str, cell: Cell) -> dict[str, Work]:
-        if name == DENSE:
-            return self.works(OURS, cell.dense)
         brought, grad = self.brought(cell), self.torch.autograd.grad
         learned = [brought["bias"].requires_grad_()] if cell.learned else []
         attention = forward_only = self.attention(name, cell, brought)

@@ -13,7 +13,8 @@ _IN_TURN = 16
 
 @dataclass(frozen=True)
 class Sections:
-    """
+    """What decides, of the kernels of a call.
+
     Attributes:
         mixed_bytes: as of `Kernels`.
         tail_tiles: how many of the last tiles even out the tail.
@@ -48,6 +49,6 @@ class Sections:
         section = (heads if section > heads else section) or 1
         last = -(-self.tail_tiles // (tiles_per_head or 1))
         last = section if last < section else heads if last > heads else last
-        if least > 1:  # none of fewer: the rest goes with the last ones
-            last = heads - (heads - last) // section * section
+        rest = (heads - last) % section  # in a section of their own, unless they are too few
+        last += rest if rest < least else 0
         return (section, last) if last <= most else (most if section > most else section, most)

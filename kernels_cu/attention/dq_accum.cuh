@@ -90,8 +90,7 @@ struct DqTurn {
     bool late = false;
 
     __device__ void look(const DqPlace &mine) {
-        if constexpr (V::kDeterministic)
-            if (fresh_thread() == 0) missing = mine.rank - ptx::ld_relaxed(mine.turn);
+        if (fresh_thread() == 0) missing = mine.rank - ptx::ld_relaxed(mine.turn);
     }
     __device__ void meet(const BwdParams &p) {
         if constexpr (V::kDeterministic) {
@@ -106,15 +105,13 @@ struct DqTurn {
     }
     // Blocks until all of lower rank have added. Those have a lower index, so they are running.
     __device__ void wait(const BwdParams &p, const DqPlace &mine) {
-        if constexpr (V::kDeterministic) {
-            if (late) {
-                if (fresh_thread() == 0)
-                    while (ptx::ld_acquire(mine.turn) != mine.rank && !lengths_contradict<V>(p))
-                        ptx::nanosleep();  // @turn-awaited-sm80
-                ptx::bar_sync();  // the other threads add only after thread 0 has seen its turn @turn-seen-by-all
-            }
-            left = static_cast<int>(mine.turn - p.dq_turn), shares = mine.rank + 1;  // @turn-to-pass-on
+        if (late) {
+            if (fresh_thread() == 0)
+                while (ptx::ld_acquire(mine.turn) != mine.rank && !lengths_contradict<V>(p))
+                    ptx::nanosleep();  // @turn-awaited-sm80
+            ptx::bar_sync();           // the other threads add only after thread 0 has seen its turn @turn-seen-by-all
         }
+        left = static_cast<int>(mine.turn - p.dq_turn), shares = mine.rank + 1;  // @turn-to-pass-on
     }
 };
 

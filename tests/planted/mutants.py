@@ -90,7 +90,7 @@ BACKWARD = (
     Bug("no wait for Q and dO", without("q-and-do-copied"), "dense-d64", r"RACE, access to the destination of cp\.async"),
     Bug("P and dS exchanged without a barrier", without("p-and-ds-complete"), "softcap-causal", r"RACE, read after write: .*(tile|gemm|operands)\.cuh:\d+"),
     Bug("dQ stored, not added", change("dq-added", "ptx::red_add(accum, x);", "for (int i = 0; i < ptx::kRedWidth; ++i) accum[i] += x[i];"), "dense-d64", r"RACE, .*buffer 'dq_accum'"),
-    Bug("turn not waited for", without("turn-awaited-sm80"), "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'"),
+    Bug("turn not waited for", without("turn-awaited-sm80"), "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'.*bwd_sm80\.cuh:\d+"),
     Bug("turn waited for by one thread only", without("turn-seen-by-all"), "deterministic", r"RACE, additions in no fixed order: buffer 'dq_accum'"),
     Bug("turn said to have been seen", change("additions-of-all-threads", "missing != 0", "false"), "deterministic-d128", r"RACE, additions in no fixed order: buffer 'dq_accum'"),
     Bug("turn passed on too early", change("turn-to-pass-on", "left =", "if (fresh_thread() == 0) ptx::st_release(mine.turn, mine.rank + 1); left ="), "deterministic-d128", r"RACE, additions in no fixed order: buffer 'dq_accum'"),
