@@ -32,6 +32,15 @@ PRESETS: dict[str, tuple[tuple[Window, ...], tuple[bool, ...], tuple[int, ...]]]
     "common": (((None, None), (None, 0)), (False,), (64, 128)),
     "all": (((None, None), (None, 0), (64, 64)), (False, True), (64, 96, 128, 256)),
 }
+# Features of any size, and what kernels know of them.
+FEATURES: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 1.0},
+    "packed": {"packed": True},
+    "alibi": {"alibi": 1},  # not how many dimensions
+    "kv_range": {"kv_range": True},
+    "sink": {"sink": True},
+    "dropout": {"dropout_p": 0.1, "dropout": 1},  # neither p nor the seed
+}
 # How arrays lie, as `plan` is told: most; with a dimension of stride 0, which TMA does not read; with rows that do not
 # start at multiples of 16 bytes.
 MEMORY = ({"aligned": True, "tma": True}, {"aligned": True, "tma": False}, {"aligned": False, "tma": False})
@@ -50,21 +59,16 @@ def variants_of(
     device: Device,
     dtypes: tuple[str, ...],
     head_dims: tuple[int, ...],
-    softcap: bool = False,
-    packed: bool = False,
-    alibi: bool = False,
-    kv_range: bool = False,
-    sink: bool = False,
+    *,
+    head_dim_v: int | None = None,
     bias: bool = False,
-    dropout: bool = False,
     with_cache: bool = False,
     block_mask: bool = False,
+    **features: bool,
 ) -> list[Variant]:
-    """What calls take on one architecture, forward and backward, without repetition; `softcap`: also with one;
-    `packed`: also those of packed sequences; `alibi`: also with slopes, fixed or learned; `kv_range`: also those of
-    calls with a range of keys; `sink`: also those with sinks, fixed or learned; `bias`: also with one of q's dtype or
-    fp32, fixed or learned, of any strides; `with_cache`: also those of one query over a cache; `block_mask`: also those
-    of calls with one.
+    """What calls take on one architecture, forward and backward, without repetition; `head_dim_v`: None: as q and k;
+    `features`: those of `FEATURES` that some calls have, fixed or learned; `bias`: also one of q's dtype or fp32, of
+    any strides; `with_cache`: also those of one query over a cache; `block_mask`: also those of calls with one.
 
     Those of the common preset with arrays in any memory, the others with the arrays that are usual.
     """
@@ -72,19 +76,10 @@ def variants_of(
     common = PRESETS["common"][0]
     dtypes = dtypes_on(device, dtypes or HALF)
     found: dict[Variant, None] = {}
-    problems = list(_problems(dtypes, head_dims or default_head_dims, windows, determinism))
-    if softcap:
-        problems += [replace(problem, softcap=1.0) for problem in problems]  # no cap is compiled in
-    if packed:
-        problems += [replace(problem, packed=True) for problem in problems]
-    if alibi:
-        problems += [replace(problem, alibi=1) for problem in problems]  # how many dimensions is not compiled in
-    if kv_range:
-        problems += [replace(problem, kv_range=True) for problem in problems]
-    if sink:
-        problems += [replace(problem, sink=True) for problem in problems]
-    if dropout:  # p and the seed are not compiled in
-        problems += [replace(problem, dropout_p=0.1, dropout=1) for problem in problems]
+    sizes = [(d, head_dim_v or d) for d in head_dims or default_head_dims]
+    problems = list(_problems(dtypes, sizes, windows, determinism))
+    for name in (name for name in FEATURES if features.get(name)):
+        problems += [replace(problem, **FEATURES[name]) for problem in problems]
     if block_mask:
         problems += [replace(problem, block_mask=1, tall=tall) for problem in problems for tall in (False, True)]
     if bias:
@@ -100,7 +95,8 @@ def variants_of(
                     found.update(dict.fromkeys(variants_of_calls(call, device, **known)))
     if with_cache:
         for masked in range(1 + block_mask):
-            for over in usual(dtypes, head_dims or default_head_dims, block_mask=masked):
+            for over in usual(dtypes, [d for d, _ in sizes], block_mask=masked):
+                over = replace(over, head_dim_v=head_dim_v or over.head_dim)
                 found.update(dict.fromkeys(variants_over_cache(over, device, aligned=True, tma=True)))
     if preset == "all":
         every = *shipped(device), *shipped_over_cache(device)
@@ -117,14 +113,14 @@ def _forms(problem: Problem) -> list[tuple[bool, int]]:
 
 
 def _problems(
-    dtypes: tuple[str, ...], head_dims: tuple[int, ...], windows: tuple[Window, ...], determinism: tuple[bool, ...]
+    dtypes: tuple[str, ...], sizes: list[tuple[int, int]], windows: tuple[Window, ...], determinism: tuple[bool, ...]
 ) -> Iterator[Problem]:
     """Problems of any size: no length is compiled in."""
     for dtype in dtypes:
-        for d in head_dims:
+        for d, of_v in sizes:
             for window in windows:
                 for deterministic in determinism:
-                    yield Problem(dtype, 1, 1, 1, 1, 1, d, d**-0.5, window, deterministic)
+                    yield Problem(dtype, 1, 1, 1, 1, 1, d, d**-0.5, window, deterministic, head_dim_v=of_v)
 
 
 @click.command(
@@ -133,6 +129,7 @@ def _problems(
 @list_option("--arch", choices=ARCHS, required=True, example="sm_80,sm_90", help=f"Any of {', '.join(ARCHS)}.")
 @list_option("--dtype", choices=GPU_DTYPES, example="bf16,fp16", help="bf16 and fp16 unless given; fp32, too.")
 @list_option("--head-dim", item=head_dim, example="64,128", help="Instead of those of the preset.")
+@click.option("--head-dim-v", type=head_dim, default=None, metavar="INTEGER", help="Of v.  [default: as q and k]")
 @click.option("--preset", type=click.Choice(tuple(PRESETS)), default="common", show_default=True,
               help="common: head_dim 64 and 128, dense and causal, arrays of any strides and alignment. all: also "
               "96 and 256, windows, deterministic, and every variant that the tests cover.")  # fmt: skip
@@ -152,10 +149,8 @@ def _problems(
 @click.option("-j", "--jobs", type=click.IntRange(1), default=None, help="Compilations at a time.  [default: cores]")
 @json_option
 def command(
-    arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, softcap: bool,
-    packed: bool, alibi: bool, kv_range: bool, sink: bool, bias: bool, dropout: bool, with_cache: bool,
-    block_mask: bool,
-    out: Path | None, jobs: int | None, as_json: bool,
+    arch: tuple[str, ...], dtype: tuple[str, ...], head_dim: tuple[int, ...], preset: str, out: Path | None,
+    jobs: int | None, as_json: bool, **asked: Any,
 ) -> None:  # fmt: skip
     """Compile kernels ahead of time. Needs NVRTC, no GPU and no driver.
 
@@ -164,8 +159,7 @@ def command(
     """
     compiler = nvrtc.find()  # without it, say so before anything else
     quiet()
-    wanted = dtype, head_dim, softcap, packed, alibi, kv_range, sink, bias, dropout, with_cache, block_mask
-    work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), *wanted)]
+    work = [(v, a) for a in arch for v in variants_of(preset, Device.synthetic(a), dtype, head_dim, **asked)]
     archs = sorted({a + v.arch_suffix for v, a in work})
     for name in archs:
         jit.target_arch(name, compiler)

@@ -32,6 +32,7 @@ def warmup(
     *,
     dtypes: str | Iterable[str] | None = None,
     head_dims: int | Iterable[int] = (64, 128),
+    head_dim_v: int | None = None,
     causal: bool | Iterable[bool] = (False, True),
     window: bool = False,
     backward: bool = True,
@@ -56,6 +57,7 @@ def warmup(
     Args:
         dtypes: of ``"bf16"``, ``"fp16"`` and ``"fp32"``; by default those of 16 bits that the device has.
         head_dims: sizes to prepare, one or several.
+        head_dim_v: of v; by default as q and k.
         causal: prepare calls with causal=False, True, or both.
         window: also prepare calls with a window.
         backward: also prepare `attention_backward`.
@@ -88,12 +90,9 @@ def warmup(
         ['fwd_sm80_bf16_d128_...', ...]
     """
     asked = () if dtypes is None else options.several("dtypes", dtypes, _dtype)
-    sizes = options.several("head_dims", head_dims, options.whole)
-    for size in sizes:
-        check_head_dim("head_dims", size)
+    sizes = _sizes(head_dims, head_dim_v)
     masks: list[tuple[bool, Window | None]] = [(c, None) for c in options.several("causal", causal, options.flag)]
-    if options.flag("window", window):
-        masks.append((False, (1, 1)))
+    masks += [(False, (1, 1))] * options.flag("window", window)
     has_dropout, has_bias = options.flag("dropout", dropout), options.flag("bias", bias)
     call = Options(
         deterministic=options.flag("deterministic", deterministic),
@@ -116,15 +115,26 @@ def warmup(
             found: list[Iterable[Variant]] = [
                 variants_over_cache(x, dev, aligned=True, tma=True)
                 for p in usual(names, sizes, stored, form["block_mask"])
-                for x in _over_cache(p, call, form, has_bias, [bounds for _, bounds in masks if bounds])
+                for x in _over_cache(p, sizes[p.head_dim], call, form, has_bias, [w for _, w in masks if w])
             ]
         else:
-            asked_for = itertools.product(sizes, masks, (False, True) if form["block_mask"] else (False,))
-            calls = [(call._replace(causal=c, window=bounds, tall=tall), size) for size, (c, bounds), tall in asked_for]
+            asked_for = itertools.product(sizes.items(), masks, (False, True) if form["block_mask"] else (False,))
+            calls = [(call._replace(causal=c, window=bounds, tall=tall), *of) for of, (c, bounds), tall in asked_for]
             found = [_variants(dtype, *x, form, has_bias, both, dev) for dtype in names for x in calls]
-        variants = dict.fromkeys(itertools.chain.from_iterable(found))
-        ready += [kernel.variant.symbol for kernel in jit.load_all(variants, dev)]
+        wanted = dict.fromkeys(itertools.chain(*found))
+        ready += [kernel.variant.symbol for kernel in jit.load_all(wanted, dev)]
     return ready
+
+
+def _sizes(head_dims: Any, head_dim_v: Any) -> dict[int, int]:
+    """Each head_dim of q and k, with that of v."""
+    sizes = options.several("head_dims", head_dims, options.whole)
+    of_v = None if head_dim_v is None else options.whole("head_dim_v", head_dim_v)
+    for size in sizes:
+        check_head_dim("head_dims", size)
+    if of_v is not None:
+        check_head_dim("head_dim_v", of_v)
+    return {size: of_v or size for size in sizes}
 
 
 def _dtype(name: str, x: Any) -> str:
@@ -151,11 +161,11 @@ def _check_with_cache(over_cache: bool, stored: str, call: Options) -> None:
 
 
 def _over_cache(
-    p: CacheProblem, call: Options, form: Mapping[str, Any], has_bias: bool, windows: list[Window]
+    p: CacheProblem, of_v: int, call: Options, form: Mapping[str, Any], has_bias: bool, windows: list[Window]
 ) -> Iterator[CacheProblem]:
     """A usual call over a cache with these options, causal and with windows."""
     features = {name: form[name] for name in ("alibi", "kv_range", "sink", "mod_shapes") if name in form}
-    features |= {"softcap": call.softcap, "mods": call.mods}
+    features |= {"softcap": call.softcap, "mods": call.mods, "head_dim_v": of_v}
     if form["sequences"]:
         features |= {"packed": True, "seqlen_q": p.batch, "seqlen_new": p.batch}
     for window in (p.window, *windows):
@@ -164,12 +174,20 @@ def _over_cache(
 
 
 def _variants(
-    dtype: str, call: Options, head_dim: int, form: Mapping[str, Any], has_bias: bool, backward: bool, dev: Device
+    dtype: str,
+    call: Options,
+    head_dim: int,
+    of_v: int,
+    form: Mapping[str, Any],
+    has_bias: bool,
+    backward: bool,
+    dev: Device,
 ) -> Iterator[Variant]:
     """Of the forward, and of the backward, with fixed and learned arrays, with as many heads of k as of q and fewer."""
-    one, two = ((1, heads, head_dim) if form["sequences"] else (1, 1, heads, head_dim) for heads in (1, 2))
-    for heads_q, (added, paired) in itertools.product((one, two), biases_of(dtype, has_bias)):
-        problem = make_problem([heads_q, one, one], [dtype] * 3, **call._asdict(), **form, bias=added)
+    rows = (1,) if form["sequences"] else (1, 1)
+    k, v = (*rows, 1, head_dim), (*rows, 1, of_v)
+    for heads_q, (added, paired) in itertools.product((1, 2), biases_of(dtype, has_bias)):
+        problem = make_problem([(*rows, heads_q, head_dim), k, v], [dtype] * 3, **call._asdict(), **form, bias=added)
         yield from kernels_of(Spec.of(problem, paired_bias=paired), dev).variants
         of_mods = () if problem.deterministic else read(problem.mods).learned  # which are summed up in no order
         can_learn = problem.alibi or problem.sink or has_bias or of_mods

@@ -42,7 +42,9 @@ from cupyflash.compile import jit, nvrtc
 from cupyflash.errors import CompileError, UnsupportedError
 from cupyflash.gpu import device
 from cupyflash.launch import clocks
+from cupyflash.plan.decode import variants_over_cache
 from cupyflash.plan.families import variants_of_calls
+from cupyflash.plan.shipped_cache import problem as over_cache
 from cupyflash.plan.variant import Variant
 from cupyflash.problem import Bias, Problem
 
@@ -604,6 +606,22 @@ def test_compile_with_a_softcap(preset: str) -> None:
         for memory in MEMORY:
             assert set(variants_of_calls(problem, target, **memory)) <= both
     assert all(v.softcap for v in both - plain)
+
+
+def test_compile_for_another_head_dim_of_v(invoke: Invoke) -> None:
+    """MLA's, also over a cache, in place of those of q's and k's."""
+    target = device.Device.synthetic("sm_90")
+    plain = set(variants_of("common", target, ("bf16",), (192,), packed=True, with_cache=True))
+    found = set(variants_of("common", target, ("bf16",), (192,), packed=True, with_cache=True, head_dim_v=128))
+    assert not plain & found
+    for window, packed in itertools.product(((None, None), (None, 0)), (False, True)):
+        problem = Problem("bf16", 2, 99, 99, 4, 2, 192, 0.125, window, packed=packed, head_dim_v=128)
+        for memory in MEMORY:
+            assert set(variants_of_calls(problem, target, **memory)) <= found
+    step = over_cache("bf16", 192, 64, head_dim_v=128)
+    assert set(variants_over_cache(step, target, aligned=True, tma=True)) <= found
+    refused = invoke("compile", "--arch", "sm_90", "--head-dim", "192", "--head-dim-v", "100", code=2).stderr
+    assert "100 is not a multiple of 8" in refused
 
 
 @pytest.mark.parametrize("preset", ["common", "all"])

@@ -380,6 +380,8 @@ def test_warmup_takes_one_or_several(one: Any, several: Any, prepared: list[Any]
         *(("head_dims", x, ArgumentError) for x in ("64", ["64"], 64.0, [64.0], None, [None], True, [], (), 0, -8,
                                                     {64: 1}, MagicMock(), np.array([64.0]))),
         *(("head_dims", x, UnsupportedError) for x in (63, [64, 257], 512)),
+        *(("head_dim_v", x, ArgumentError) for x in ("64", [64], 64.0, True, 0, -8)),
+        *(("head_dim_v", x, UnsupportedError) for x in (63, 264)),
         *(("causal", x, ArgumentError) for x in ("True", ["False"], None, [None], 2, [2], [], 0.0, {True: 1})),
         *(("window", x, ArgumentError) for x in ((256, 0), "yes", None, 2, [])),
         *(("backward", x, ArgumentError) for x in ("no", None, 2, [])),
@@ -451,6 +453,24 @@ def test_warmup_of_packed_sequences_with_masks(given: dict[str, Any], prepared: 
         )
         calls = variants_of_calls(problem, Device.of(0), paired_bias=CHUNKS, dbias=learned, tiles_fit=fit)
         assert set(calls) <= {v for _, v in prepared}
+
+
+def test_warmup_of_another_head_dim_of_v(prepared: list[Any]) -> None:
+    """MLA's: dense, packed, over a cache."""
+    of_mla = {"dtypes": "bf16", "head_dims": 192, "head_dim_v": np.int64(128), "devices": 0}
+    for packed, given in ((False, {}), (True, {"sequences": 3})):
+        prepared.clear()
+        cupyflash.warmup(**of_mla, packed=packed)
+        lead, calls = (() if packed else (2,)), set()
+        for heads_k, causal in itertools.product((2, 4), (False, True)):
+            shapes = [(*lead, 900, 4, 192), (*lead, 900, heads_k, 192), (*lead, 900, heads_k, 128)]
+            problem = make_problem(shapes, ["bf16"] * 3, causal=causal, **given)
+            calls |= set(variants_of_calls(problem, Device.of(0)))
+        assert calls == {v for _, v in prepared}
+    prepared.clear()
+    cupyflash.warmup(**of_mla, with_cache=True)
+    step = over_cache("bf16", 192, 64, seqlen_new=1, head_dim_v=128)
+    assert set(variants_over_cache(step, Device.of(0), aligned=True, tma=True)) <= {v for _, v in prepared}
 
 
 @pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e4m3fn"])
