@@ -63,6 +63,11 @@ def _times(d: Any, x: Any) -> Any:
     return 0 if isinstance(d, int) else d * x
 
 
+def _chain(d: Any, slope: Any) -> Any:
+    """d * slope, but 0 where d is, whatever the slope is."""
+    return 0 if isinstance(d, int) else np.where(d == 0, 0, d * slope)
+
+
 def place_of(node: Node, names: Mapping[str, Any], arrays: Mapping[str, np.ndarray], dtype: Any) -> Any:
     """The numbers of the elements that a node reads of an array, which has some, as they lie one after the other."""
     indices = [evaluate(x, names, arrays, dtype)[0] for x in node.args]
@@ -92,7 +97,7 @@ def _power(a: Any, b: Any, da: Any, db: Any) -> Dual:
 
 def _sigmoid(x: Any, d: Any) -> Dual:
     y = 1 / (1 + np.exp(-x))
-    return y, d * (y * (1 - y))
+    return y, _chain(d, y * (1 - y))
 
 
 _FLOATS: dict[str, Callable[..., Dual]] = {
@@ -105,16 +110,16 @@ _FLOATS: dict[str, Callable[..., Dual]] = {
     "min": _chosen(lambda a, b: b < a),
     "max": _chosen(lambda a, b: a < b),
     "floor": lambda a, da: (np.floor(a), 0),
-    "exp": lambda a, da: (np.exp(a), da * np.exp(a)),
-    "exp2": lambda a, da: (np.exp2(a), da * (np.exp2(a) * a.dtype.type(np.log(2)))),
-    "log": lambda a, da: (np.log(a), da / a),
-    "log2": lambda a, da: (np.log2(a), da / (a * a.dtype.type(np.log(2)))),
-    "sqrt": lambda a, da: (np.sqrt(a), da / (2 * np.sqrt(a))),
-    "rsqrt": lambda a, da: (1 / np.sqrt(a), -da / (2 * a * np.sqrt(a))),
-    "tanh": lambda a, da: (np.tanh(a), da * (1 - np.tanh(a) * np.tanh(a))),
+    "exp": lambda a, da: (np.exp(a), _chain(da, np.exp(a))),
+    "exp2": lambda a, da: (np.exp2(a), _chain(da, np.exp2(a) * a.dtype.type(np.log(2)))),
+    "log": lambda a, da: (np.log(a), _chain(da, 1 / a)),
+    "log2": lambda a, da: (np.log2(a), _chain(da, 1 / (a * a.dtype.type(np.log(2))))),
+    "sqrt": lambda a, da: (np.sqrt(a), _chain(da, 1 / (2 * np.sqrt(a)))),
+    "rsqrt": lambda a, da: (1 / np.sqrt(a), _chain(da, -1 / (2 * a * np.sqrt(a)))),
+    "tanh": lambda a, da: (np.tanh(a), _chain(da, 1 - np.tanh(a) * np.tanh(a))),
     "sigmoid": _sigmoid,
-    "sin": lambda a, da: (np.sin(a), da * np.cos(a)),
-    "cos": lambda a, da: (np.cos(a), -da * np.sin(a)),
+    "sin": lambda a, da: (np.sin(a), _chain(da, np.cos(a))),
+    "cos": lambda a, da: (np.cos(a), _chain(da, -np.sin(a))),
     "pow": _power,
 }
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from .expression import BOOL, COMPARE, FLOAT, Node, written
 
 _BEYOND = 2**24  # numbers from here on stay integers: differences of others have 32 bits
@@ -40,13 +42,19 @@ def _is_rounded(node: Node, of: list[_Text]) -> bool:
 
 
 def _by_number(node: Node, left: str, is_rounded: bool) -> str:
-    """A square, or a quotient by a number that is known: what is less work. Empty: it is none, or nothing is."""
-    value = float(node.args[1].value) if node.op in ("pow", "divide") and node.args[1].op == "number" else 0.0
-    if node.op == "pow" and value == 2:
-        return f"mods::squared({left})"
-    if node.op != "divide" or not 2**-100 < value < 2**100:
+    """A power or a quotient by a number that is known: what is less work. Empty: it is none, or nothing is."""
+    if node.op not in ("pow", "divide"):
         return ""
-    if is_rounded or math.frexp(value)[0] == 0.5:
+    number, sign = (node.args[1].args[0], -1) if node.args[1].op == "neg" else (node.args[1], 1)
+    value = sign * float(number.value) if number.op == "number" else 0.0
+    if node.op == "pow":
+        value = float(np.float32(value)) if abs(value) < 20 else 0.0
+        if value == int(value):
+            return f"mods::whole_power<{int(value)}>({left})" if 1 < value < 17 else ""
+        return f"mods::known_power({left}, {value!r}f)" if 2**-10 < abs(value) < 4 else ""
+    if not 2**-100 < abs(value) < 2**100:
+        return ""
+    if is_rounded or abs(math.frexp(value)[0]) == 0.5:
         return written(Node("*"), [left, f"{1 / value!r}f"])
     return f"mods::divide_by({left}, {value!r}f, 1.f / {value!r}f)"
 

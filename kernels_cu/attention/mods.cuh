@@ -4,68 +4,9 @@
 // The entry unit has a struct Mods with both.
 #ifndef CUPYFLASH_MODS_CUH
 #define CUPYFLASH_MODS_CUH
+#include "attention/mod_arrays.cuh"
 #include "attention/mod_places.cuh"
-#include "attention/params.cuh"
-#include "tile/element.cuh"
 #include "tile/elementary.cuh"
-
-__device__ __forceinline__ float mod_value(float x) { return x; }
-__device__ __forceinline__ float mod_value(double x) { return static_cast<float>(x); }
-__device__ __forceinline__ float mod_value(Fp16 x) { return Fp16::lo(x.raw); }
-__device__ __forceinline__ float mod_value(Bf16 x) { return Bf16::lo(x.raw); }
-__device__ __forceinline__ int mod_value(int x) { return x; }
-__device__ __forceinline__ int mod_value(long long x) {  // the nearest int
-    return static_cast<int>(x < -0x80000000ll ? -0x80000000ll : x > 0x7fffffff ? 0x7fffffff : x);
-}
-__device__ __forceinline__ bool mod_value(unsigned char x) { return x != 0; }
-
-// The gradient of such a number leaves.
-__device__ __forceinline__ void mod_store(float *to, float x) { *to = x; }
-__device__ __forceinline__ void mod_store(double *to, float x) { *to = x; }
-__device__ __forceinline__ void mod_store(Fp16 *to, float x) { to->raw = static_cast<ptx::u16>(Fp16::pack(x, 0.f)); }
-__device__ __forceinline__ void mod_store(Bf16 *to, float x) { to->raw = static_cast<ptx::u16>(Bf16::pack(x, 0.f)); }
-
-// A contiguous array; an index out of range counts as the nearest one in it, and an array without elements as 0.
-template <class T, int kDims>
-struct ModArray {
-    const T *at;
-    int lengths[4];
-
-    __device__ ModArray(const void *x, const Lengths &n) : at(static_cast<const T *>(x)), lengths{n.a, n.b, n.c, n.d} {}
-
-    template <class... Index>
-    __device__ auto operator()(Index... index) const {
-        const long long i = element(index...);
-        return i < 0 ? decltype(mod_value(*at)){} : mod_value(at[i]);
-    }
-    // Where what is read lies in something of this shape; null if there are no elements.
-    template <class... Index>
-    __device__ float *place_of(float *like, Index... index) const {
-        const long long i = element(index...);
-        return i < 0 ? nullptr : like + i;
-    }
-    __device__ long long count() const {
-        return static_cast<long long>(lengths[0]) * lengths[1] * lengths[2] * lengths[3];
-    }
-    // x becomes element i of something of this type and shape.
-    __device__ void store(void *to, long long i, float x) const { mod_store(static_cast<T *>(to) + i, x); }
-
-  private:
-    // The number of an element; -1 if there are none.
-    template <class... Index>
-    __device__ long long element(Index... index) const {
-        static_assert(sizeof...(Index) == kDims);
-        const int given[kDims] = {static_cast<int>(index)...};
-        long long found = 0;
-        bool is_empty = false;
-        #pragma unroll
-        for (int i = 0; i < kDims; ++i) {
-            found = found * lengths[i] + max(0, min(given[i], lengths[i] - 1));  // @index-in-range
-            is_empty = is_empty || lengths[i] == 0;
-        }
-        return is_empty ? -1 : found;
-    }
-};
 
 namespace mods {
 
@@ -95,8 +36,10 @@ __device__ __forceinline__ bool operator>=(Dual a, Dual b) { return a.x >= b.x; 
 __device__ __forceinline__ bool operator==(Dual a, Dual b) { return a.x == b.x; }
 __device__ __forceinline__ bool operator!=(Dual a, Dual b) { return a.x != b.x; }
 
-// f(a), of whose derivative at a.x `slope` says what it is.
-__device__ __forceinline__ Dual chain(Dual a, float value, float slope) { return {value, a.d * slope}; }
+// f(a), of whose derivative at a.x `slope` says what it is. A constant has none, whatever the slope: not 0 * inf.
+__device__ __forceinline__ Dual chain(Dual a, float value, float slope) {
+    return {value, a.d == 0.f ? 0.f : a.d * slope};  // @slope-of-a-constant
+}
 
 // r is 1 / b.
 __device__ __forceinline__ float divide_by(float a, float b, float r) { return quotient_by(a, b, r); }
@@ -113,14 +56,17 @@ __device__ __forceinline__ float exp(float a) { return expf(a); }
 __device__ __forceinline__ Dual exp(Dual a) { return chain(a, expf(a.x), expf(a.x)); }
 __device__ __forceinline__ float exp2(float a) { return exp2f(a); }
 __device__ __forceinline__ Dual exp2(Dual a) { return chain(a, exp2f(a.x), exp2f(a.x) * 0.6931471805599453f); }
-__device__ __forceinline__ float log(float a) { return logf(a); }
-__device__ __forceinline__ Dual log(Dual a) { return chain(a, logf(a.x), 1.f / a.x); }
-__device__ __forceinline__ float log2(float a) { return log2f(a); }
-__device__ __forceinline__ Dual log2(Dual a) { return chain(a, log2f(a.x), 1.4426950408889634f / a.x); }
-__device__ __forceinline__ float sqrt(float a) { return sqrtf(a); }
-__device__ __forceinline__ Dual sqrt(Dual a) { return chain(a, sqrtf(a.x), 0.5f / sqrtf(a.x)); }
-__device__ __forceinline__ float rsqrt(float a) { return 1.f / sqrtf(a); }
-__device__ __forceinline__ Dual rsqrt(Dual a) { return chain(a, 1.f / sqrtf(a.x), -0.5f / (a.x * sqrtf(a.x))); }
+__device__ __forceinline__ float log(float a) { return logarithm(a, 0.6931471805599453f, 1.f); }
+__device__ __forceinline__ Dual log(Dual a) { return chain(a, log(a.x), near_quotient(1.f, a.x)); }
+__device__ __forceinline__ float log2(float a) { return logarithm(a, 1.f, 1.4426950408889634f); }
+__device__ __forceinline__ Dual log2(Dual a) { return chain(a, log2(a.x), near_quotient(1.4426950408889634f, a.x)); }
+__device__ __forceinline__ float sqrt(float a) { return ptx::sqrt(a); }
+__device__ __forceinline__ Dual sqrt(Dual a) { return chain(a, ptx::sqrt(a.x), 0.5f * ptx::rsqrt(a.x)); }
+__device__ __forceinline__ float rsqrt(float a) { return ptx::rsqrt(a); }
+__device__ __forceinline__ Dual rsqrt(Dual a) {
+    const float r = ptx::rsqrt(a.x);
+    return chain(a, r, -0.5f * r * (r * r));
+}
 __device__ __forceinline__ float tanh(float a) { return hyperbolic_tangent(a); }
 __device__ __forceinline__ Dual tanh(Dual a) {
     const float t = tanh(a.x);
@@ -137,18 +83,36 @@ __device__ __forceinline__ float cos(float a) { return cosf(a); }
 __device__ __forceinline__ Dual cos(Dual a) { return chain(a, cosf(a.x), -sinf(a.x)); }
 __device__ __forceinline__ float floor(float a) { return floorf(a); }
 __device__ __forceinline__ float floor(Dual a) { return floorf(a.x); }
-__device__ __forceinline__ float squared(float a) { return a * a; }
-// A constant has no slope: not 0 * inf.
-__device__ __forceinline__ Dual squared(Dual a) {
-    return {a.x * a.x, a.d == 0.f ? 0.f : 2.f * a.x * a.d};  // @square-of-a-constant
+// a^n by products, n > 0.
+template <int n>
+__device__ __forceinline__ float whole_power(float a) {
+    if constexpr (n == 1) return a;
+    else if constexpr (n % 2) return a * whole_power<n - 1>(a);
+    else return whole_power<n / 2>(a) * whole_power<n / 2>(a);
+}
+template <int n>
+__device__ __forceinline__ Dual whole_power(Dual a) {
+    const float below = whole_power<n - 1>(a.x);
+    return chain(a, a.x * below, n * below);
+}
+// a^b, which is y, by a alone: b a^(b - 1), of which a^(b - 1) is y / a, but at 0 and inf.
+__device__ __forceinline__ Dual power_by_base(Dual a, float b, float y) {
+    const float edge = b == 1.f                    ? 1.f
+                       : (b > 1.f) == (a.x == 0.f) ? 0.f
+                                                   : ptx::infinity(),
+                within = near_quotient(y, a.x);
+    const float below = a.x == 0.f || fabsf(a.x) == ptx::infinity() ? edge : within;  // @edges-of-a-power
+    return chain(a, y, b == 0.f ? 0.f : b * below);
 }
 __device__ __forceinline__ float pow(float a, float b) { return powf(a, b); }
 __device__ __forceinline__ Dual pow(Dual a, Dual b) {
-    const float y = powf(a.x, b.x);
-    // A constant power of 0 has no slope, nor has 0 to a power: not 0 * inf.
-    const float by_a = a.d == 0.f || b.x == 0.f ? 0.f : a.d * b.x * powf(a.x, b.x - 1.f);
-    return {y, by_a + (b.d == 0.f || (a.x == 0.f && b.x >= 0.f) ? 0.f : b.d * y * logf(a.x))};
+    const float y = powf(a.x, b.x), by_a = power_by_base(a, b.x, y).d;
+    // A power of 0 has no slope by the exponent: not 0 * inf.
+    return {y, by_a + (b.d == 0.f || (a.x == 0.f && b.x >= 0.f) ? 0.f : b.d * y * log(a.x))};
 }
+// The same, b known to the compiler, and between -4 and 4.
+__device__ __forceinline__ float known_power(float a, float b) { return power_by(a, b); }
+__device__ __forceinline__ Dual known_power(Dual a, float b) { return power_by_base(a, b, power_by(a.x, b)); }
 
 __device__ __forceinline__ int abs(int a) { return a < 0 ? -a : a; }
 __device__ __forceinline__ float abs(float a) { return fabsf(a); }

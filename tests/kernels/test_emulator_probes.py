@@ -24,8 +24,8 @@ WITHOUT_A_PROBE = """
     fence_proxy_async_global float_as_uint fma_rn_bf16x2 fma_rn_f16x2 globaltimer grid_size
     griddepcontrol_launch_dependents griddepcontrol_wait infinity ld_acquire ld_relaxed ld_shared_cluster_v2_f32
     ld_shared_cluster_v4_f32 ld_shared_v2_f32 ld_shared_v4_b32 ld_shared_v4_f32 lg2 mbarrier_arrive
-    movmatrix_trans mul_rn nan nanosleep opaque popc prefetch_tensormap prmt rcp red_add setmaxnreg_dec
-    setmaxnreg_inc st_release st_shared_v2_f32 st_shared_v4_b32 trap vote_all
+    movmatrix_trans mul_rn nan nanosleep opaque popc prefetch_tensormap prmt rcp red_add rsqrt setmaxnreg_dec
+    setmaxnreg_inc sqrt st_release st_shared_v2_f32 st_shared_v4_b32 trap vote_all
 """
 
 

@@ -93,6 +93,14 @@ def test_functions_are_those_of_numpy(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["sqrt", "rsqrt", "log", "log2"])
+def test_a_slope_of_0_stays_0(name: str) -> None:
+    """Where it is multiplied by an infinite one: below 0 nothing depends on the score."""
+    found = value_and_slope(lambda x: called(name, (called("relu", (x,)),)), AT)[1]
+    assert (found[AT < 0] == 0).all()
+    assert (found[AT > 0] != 0).all()
+
+
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("is_method", [False, True], ids=["function", "method"])
 @pytest.mark.parametrize("name", [*CALLS, *OF_TORCH])

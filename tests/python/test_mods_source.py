@@ -78,6 +78,26 @@ def test_sums_of_places_are_floats_and_compared_at_once(expression: str, expecte
     assert of_places(parse(expression, "score_mod", {"x": ("fp32", 1)})) == expected
 
 
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("pow(score, 3)", "mods::whole_power<3>(score)"),
+        ("pow(score, 1)", "pow(score, 1)"),
+        ("pow(score, -2)", "pow(score, (-2))"),
+        ("pow(score, 1.5f)", "mods::known_power(score, 1.5f)"),
+        ("pow(x[k], -0.5f)", "mods::known_power(x(k), -0.5f)"),
+        ("pow(score, 3.0000000000000004)", "mods::whole_power<3>(score)"),
+        ("pow(score, 7.5f)", "pow(score, 7.5f)"),
+        ("pow(score, x[k])", "pow(score, x(k))"),
+        ("score / -4", "(score * -0.25f)"),
+        ("x[k] / -3", "mods::divide_by(x(k), -3.0f, 1.f / -3.0f)"),
+        ("score / x[k]", "divide(score, x(k))"),
+    ],
+)
+def test_powers_and_quotients_by_numbers_are_less_work(expression: str, expected: str) -> None:
+    assert of_places(parse(expression, "score_mod", {"x": ("fp32", 1)})) == expected
+
+
 @pytest.fixture(scope="module")
 def _with_nvrtc() -> None:
     try:

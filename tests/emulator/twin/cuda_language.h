@@ -18,6 +18,7 @@ float ldexpf(float x, int exponent);
 float log2f(float x);
 float logf(float x);
 float powf(float x, float y);
+float rintf(float x);
 float sinf(float x);
 float sqrtf(float x);
 float tanhf(float x);

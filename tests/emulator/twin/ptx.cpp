@@ -133,6 +133,8 @@ float flush(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x
 float ex2(float x) { return flush(exp2f(flush(x))); }
 float rcp(float x) { return flush(1 / flush(x)); }
 float lg2(float x) { return log2f(flush(x)); }
+float sqrt(float x) { return sqrtf(x); }
+float rsqrt(float x) { return 1 / sqrtf(x); }
 
 // ---- Global memory shared between blocks ----
 void red_add(float *p, float x, EMU_PLACE) { emu_red_add_f32(p, &x, 1, EMU_SITE); }

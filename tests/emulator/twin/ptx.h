@@ -103,6 +103,9 @@ float flush(float x);
 float ex2(float x);
 float rcp(float x);
 float lg2(float x);
+// These are not.
+float sqrt(float x);
+float rsqrt(float x);
 
 // ---- Global memory shared between blocks ----
 #if EMULATED_ARCH >= 900
