@@ -78,7 +78,7 @@ def variants_of(
     found: dict[Variant, None] = {}
     sizes = [(d, head_dim_v or d) for d in head_dims or default_head_dims]
     problems = list(_problems(dtypes, sizes, windows, determinism))
-    for name in (name for name in FEATURES if features.get(name)):
+    for name in (name for name, is_asked in features.items() if is_asked):
         problems += [replace(problem, **FEATURES[name]) for problem in problems]
     if block_mask:
         problems += [replace(problem, block_mask=1, tall=tall) for problem in problems for tall in (False, True)]
@@ -95,8 +95,7 @@ def variants_of(
                     found.update(dict.fromkeys(variants_of_calls(call, device, **known)))
     if with_cache:
         for masked in range(1 + block_mask):
-            for over in usual(dtypes, [d for d, _ in sizes], block_mask=masked):
-                over = replace(over, head_dim_v=head_dim_v or over.head_dim)
+            for over in usual(dtypes, sizes, block_mask=masked):
                 found.update(dict.fromkeys(variants_over_cache(over, device, aligned=True, tma=True)))
     if preset == "all":
         every = *shipped(device), *shipped_over_cache(device)

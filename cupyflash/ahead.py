@@ -114,8 +114,8 @@ def warmup(
         if over_cache:
             found: list[Iterable[Variant]] = [
                 variants_over_cache(x, dev, aligned=True, tma=True)
-                for p in usual(names, sizes, stored, form["block_mask"])
-                for x in _over_cache(p, sizes[p.head_dim], call, form, has_bias, [w for _, w in masks if w])
+                for p in usual(names, sizes.items(), stored, form["block_mask"])
+                for x in _over_cache(p, call, form, has_bias, [bounds for _, bounds in masks if bounds])
             ]
         else:
             asked_for = itertools.product(sizes.items(), masks, (False, True) if form["block_mask"] else (False,))
@@ -161,11 +161,11 @@ def _check_with_cache(over_cache: bool, stored: str, call: Options) -> None:
 
 
 def _over_cache(
-    p: CacheProblem, of_v: int, call: Options, form: Mapping[str, Any], has_bias: bool, windows: list[Window]
+    p: CacheProblem, call: Options, form: Mapping[str, Any], has_bias: bool, windows: list[Window]
 ) -> Iterator[CacheProblem]:
     """A usual call over a cache with these options, causal and with windows."""
     features = {name: form[name] for name in ("alibi", "kv_range", "sink", "mod_shapes") if name in form}
-    features |= {"softcap": call.softcap, "mods": call.mods, "head_dim_v": of_v}
+    features |= {"softcap": call.softcap, "mods": call.mods}
     if form["sequences"]:
         features |= {"packed": True, "seqlen_q": p.batch, "seqlen_new": p.batch}
     for window in (p.window, *windows):

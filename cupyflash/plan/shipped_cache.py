@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from ..bias import WHOLE, Bias
@@ -37,21 +37,25 @@ def problem(
 
 
 def usual(
-    dtypes: Iterable[str], head_dims: Iterable[int], stored: str = "", block_mask: int = 0
+    dtypes: Iterable[str], sizes: Collection[tuple[int, int]], stored: str = "", block_mask: int = 0
 ) -> Iterator[CacheProblem]:
-    """One query a sequence, new rows appended, contiguous and in pages: one sequence, few, many."""
+    """One query a sequence, new rows appended, contiguous and in pages: one sequence, few, many.
+
+    Args:
+        sizes: head_dims of q and k, each with that of v.
+    """
     of_cache: dict[str, Any] = {"stored": stored, "scale_dims": int(bool(stored)), "block_mask": block_mask}
     for dtype in dtypes:
-        for head_dim in head_dims:
+        for head_dim, of_v in sizes:
             for page_size in (None, 16):
                 for batch, capacity in ((1, 8192), (4, 4096), (4, 8192), (64, 8192)):
                     known: dict[str, Any] = {"page_size": page_size, "capacity": capacity, "seqlen_new": 1}
-                    yield problem(dtype, head_dim, batch, **known, **of_cache)
+                    yield problem(dtype, head_dim, batch, head_dim_v=of_v, **known, **of_cache)
 
 
 def shipped_calls() -> Iterator[tuple[CacheProblem, dict[str, bool]]]:
     """(problem, what `plan_decode` is told)."""
-    for call in usual(("bf16",), (128,)):
+    for call in usual(("bf16",), [(128, 128)]):
         yield call, _TMA
     for head_dim in (64, 256):
         yield problem("bf16", head_dim), _TMA
