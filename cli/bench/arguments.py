@@ -56,6 +56,8 @@ def feature_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--bias", callback=dims, metavar="DIMS", default=None,
                      help="With a bias that has elements of its own along these: letters of bhqk, - for none."),
         click.option("--softcap", type=FiniteRange(*SOFTCAPS), default=None, help="What no score's magnitude exceeds."),
+        click.option("--score-std", type=FiniteRange(0, 1000), default=1.0, show_default=True,
+                     help="Standard deviation of the scores: q is of N(0, 1) times this."),
         list_option("--feature", choices=tuple(features.NAMED), example="bias,softcap",
                     help=f"Time each of these alone: {', '.join(features.NAMED)}."),
     ):  # fmt: skip
@@ -115,7 +117,8 @@ def _cells(options: dict[str, Any]) -> list[Cell]:
         raise click.BadParameter("neither with --packed nor with --block-mask", param_hint="--padded")
     if options["padded"] and options["mod"] and MODS[options["mod"]].length:  # whose pairs are not counted
         raise click.BadParameter("not with documents", param_hint="--padded")
-    common = {name: options[name] for name in ("dtype", "head_dim_v", "window", "softcap", "alibi", "sink", *FEATURES)}
+    named = ("dtype", "head_dim_v", "window", "softcap", "alibi", "sink", "score_std", *FEATURES)
+    common = {name: options[name] for name in named}
     return [
         Cell(head_dim=d, causal=causal, heads=heads[d], heads_k=heads_k[d], block_mask=word, **common, **fields)
         for d in heads

@@ -42,7 +42,8 @@ class Cell:
     `alibi`: with slopes, `sink`: with sinks. `bias`, `mask`: along which dimensions they have elements of their own,
     letters of bhqk, - for none; "": there is none. `learned`: the bias has a gradient. `dropout`: its p. `block_mask`:
     a word of `block_masks`. `mod`: one of `mods.MODS`. `padded`: on which side the keys are that do not
-    count, of each sequence any number of them. `head_dim_v`: of v and out; 0: head_dim.
+    count, of each sequence any number of them. `head_dim_v`: of v and out; 0: head_dim. `score_std`: the standard
+    deviation of scores, and of q's elements; those of k, v and dout have 1.
 
     Of packed sequences, `packed` names the distribution that `lengths` are drawn from, `seqlen` is the longest that it
     knows, and `batch` says how many there are.
@@ -70,6 +71,7 @@ class Cell:
     padded: str = ""
     head_dim_v: int = 0
     deterministic: bool = False
+    score_std: float = 1.0
 
     heading, labels, unit = "TFLOP/s (ours / theirs)", ("head_dim", "mask", "seqlen"), "TFLOP/s"
 
@@ -134,6 +136,7 @@ class Cell:
         parts += [f"mask {self.mask}"] if self.mask else []
         parts += [f"dropout {self.dropout:g}"] if self.dropout else []
         parts += [f"mod {self.mod}"] if self.mod else []
+        parts += [f"scores of std {self.score_std:g}"] if self.score_std != 1 else []
         return ", ".join(parts)
 
     def label(self) -> tuple[str, ...]:

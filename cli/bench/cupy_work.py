@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash.check.cases import NUMPY_DTYPE
-
 from .clocks import CupyClock
 from .work import Bench
 
@@ -25,15 +23,14 @@ class CupyBench(Bench):
 
         super().__init__()
         self.cupy, self.clock = cupy, CupyClock()
-        self.pool: dict[str, Any] = {}
+        self.pool: dict[tuple[str, float], Any] = {}
 
-    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+    def random(self, dtype: str, shape: tuple[int, ...], std: float = 1.0) -> Any:
         size = int(np.prod(shape))
         drawn = min(4 * size, MOST_DRAWN)
-        if dtype not in self.pool or self.pool[dtype].size < drawn:
-            values = self.rng.standard_normal(drawn, np.float32).astype(NUMPY_DTYPE[dtype])
-            self.pool[dtype] = self.cupy.asarray(values)
-        pool = self.pool[dtype]
+        if (dtype, std) not in self.pool or self.pool[dtype, std].size < drawn:
+            self.pool[dtype, std] = self.cupy.asarray(Bench.random(self, dtype, (drawn,), std))
+        pool = self.pool[dtype, std]
         if size > pool.size // 4:  # as often as it takes
             bits = self.cupy.tile(pool.view(f"u{pool.itemsize}"), -(-size // pool.size))
             return bits[:size].view(pool.dtype).reshape(shape)

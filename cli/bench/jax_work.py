@@ -43,9 +43,9 @@ class JaxBench(Bench):
     def counts_memory(self, name: str) -> bool:
         return False  # XLA's allocator has no peak that can be reset
 
-    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+    def random(self, dtype: str, shape: tuple[int, ...], std: float = 1.0) -> Any:
         self.key, key = self.jax.random.split(self.key)
-        return self.jax.random.normal(key, shape, NUMPY_DTYPE[dtype])
+        return self.jax.random.normal(key, shape, NUMPY_DTYPE[dtype]) * std
 
     def array(self, x: np.ndarray) -> Any:
         return self.jax.device_put(x, self.device)

@@ -17,7 +17,7 @@ from .timing import Timing
 
 _CELL, _DECODE = ([f.name for f in dataclasses.fields(kind) if f.name not in UNRECORDED] for kind in (Cell, DecodeCell))
 # What earlier versions did not write, of a cell and of one over a cache.
-_NEWER = ("bias", "mask", "learned", "dropout", "block_mask", "mod", "padded")
+_NEWER = ("bias", "mask", "learned", "dropout", "block_mask", "mod", "padded", "score_std")
 _NEWER_DECODE = ("chunk", "alibi", "sink", "kv_range", "head_dim_v")
 _HEAD = ("version", "device", "framework", "dtype", "date", "peer_versions", "flop_formula", "matmul_tflops",
          "few_rounds")  # fmt: skip

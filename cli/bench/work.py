@@ -53,12 +53,14 @@ class Bench:
         """Whether the clock sees what an implementation allocates."""
         return True
 
-    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        return self.rng.standard_normal(shape, np.float32).astype(NUMPY_DTYPE[dtype])
+    def random(self, dtype: str, shape: tuple[int, ...], std: float = 1.0) -> Any:
+        """Of N(0, std^2)."""
+        return (self.rng.standard_normal(shape, np.float32) * np.float32(std)).astype(NUMPY_DTYPE[dtype])
 
     def inputs(self, cell: Cell) -> list[Any]:
         """q, k, v and dout."""
-        return [self.random(cell.dtype, shape) for shape in cell.shapes()]
+        of_q, *others = cell.shapes()
+        return [self.random(cell.dtype, of_q, cell.score_std), *(self.random(cell.dtype, x) for x in others)]
 
     def array(self, x: np.ndarray) -> Any:
         """A NumPy array where the inputs are."""
@@ -163,9 +165,9 @@ class TorchBench(Bench):
     def counts_memory(self, name: str) -> bool:
         return self.on_gpu or name in (OURS, ORDERED, DENSE)  # on the CPU ours allocates through NumPy, which is traced
 
-    def random(self, dtype: str, shape: tuple[int, ...]) -> Any:
+    def random(self, dtype: str, shape: tuple[int, ...], std: float = 1.0) -> Any:
         kind = getattr(self.torch, np.dtype(NUMPY_DTYPE[dtype]).name)
-        return self.torch.randn(shape, device=self.device, dtype=kind)
+        return self.torch.randn(shape, device=self.device, dtype=kind).mul_(std)
 
     def array(self, x: np.ndarray) -> Any:
         return self.torch.from_numpy(x).to(self.device)

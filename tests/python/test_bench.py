@@ -30,6 +30,7 @@ from cupyflash.cli.bench import work as bench_work
 from cupyflash.cli.bench.cell import Cell
 from cupyflash.cli.bench.clocks import Clock, Work
 from cupyflash.cli.bench.features import NAMED, WITHOUT
+from cupyflash.cli.bench.frameworks import make
 from cupyflash.cli.bench.mods import MODS, of_documents
 from cupyflash.cli.bench.timing import QUICK, SUSTAINED, Effort, Timing
 from cupyflash.cli.output import human
@@ -419,7 +420,7 @@ def test_flops_of_masks_are_those_of_visible_pairs() -> None:
 @pytest.mark.parametrize(
     "words",
     [("--bias", "hqk", "--learned"), ("--mask", "kb"), ("--dropout", "0.1"), ("--block-mask", "bigbird"),
-     ("--padded", "left")],
+     ("--padded", "left"), ("--score-std", "3")],
 )  # fmt: skip
 def test_features_run_on_the_cpu(framework: str, words: tuple[str, ...], tmp_path: Path) -> None:
     if framework == "torch":
@@ -429,16 +430,27 @@ def test_features_run_on_the_cpu(framework: str, words: tuple[str, ...], tmp_pat
     document = CliRunner().invoke(cli.main, ["bench", *options]).stdout
     rows = json.loads(document)["rows"]
     assert [row["ms"] > 0 for row in rows] == [True, True]
-    found = {name: rows[0][name] for name in ("bias", "mask", "learned", "dropout", "block_mask", "padded")}
+    none = {"bias": "", "mask": "", "learned": False, "dropout": 0.0, "block_mask": "", "padded": "", "score_std": 1.0}
+    found = {name: rows[0][name] for name in none}
     want = {"--bias": {"bias": "hqk", "learned": True}, "--mask": {"mask": "bk"}, "--dropout": {"dropout": 0.1},
-            "--block-mask": {"block_mask": "bigbird"}, "--padded": {"padded": "left"}}[words[0]]  # fmt: skip
-    none = {"bias": "", "mask": "", "learned": False, "dropout": 0.0, "block_mask": "", "padded": ""}
+            "--block-mask": {"block_mask": "bigbird"}, "--padded": {"padded": "left"},
+            "--score-std": {"score_std": 3.0}}[words[0]]  # fmt: skip
     assert found == none | want
     saved = tmp_path / "run.json"
     saved.write_text(document)
     shown = CliRunner().invoke(cli.main, ["bench", "--saved", str(saved)])
     assert shown.exit_code == 0, shown.output
     assert Cell("bf16", 16, True, 9, 1, 1, 1, **want).mask_name in shown.output  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_scores_have_the_deviation_that_is_asked_for(framework: str) -> None:
+    pytest.importorskip(framework)
+    bench, cell = make(framework, on_gpu=False), Cell("fp16", 64, False, 64, 4, 4, 4, score_std=3.0)
+    q, k, v, dout = (np.asarray(x, np.float64) for x in bench.inputs(cell))
+    assert (k.std(), v.std(), dout.std()) == pytest.approx((1, 1, 1), rel=0.02)
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / 8
+    assert scores.std() == pytest.approx(3, rel=0.05)
 
 
 def test_features_by_name() -> None:
