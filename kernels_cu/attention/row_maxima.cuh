@@ -71,7 +71,7 @@ struct RowMaxima : Shared {
         return ptx::vote_all(least > -ptx::infinity());
     }
 
-  private:
+  protected:
     template <int kN>
     __device__ static float lane_maximum(const AccTile<kRows, kN> &S, int r) {
         float top = -ptx::infinity();  // NaN counts for nothing
@@ -84,6 +84,8 @@ struct RowMaxima : Shared {
     __device__ static float row_maximum(const AccTile<kRows, kN> &S, int r) {
         return maximum_of_lanes(lane_maximum(S, r));
     }
+
+  private:
     __device__ static float maximum_of_lanes(float top) {
         return quad_reduce(top, [](float a, float b) { return fmaxf(a, b); });
     }

@@ -11,6 +11,7 @@ struct OnlineSoftmax : RowMaxima<kRows, Shared> {
     using Base = RowMaxima<kRows, Shared>;
     using Rows = typename Base::Rows;
     using Base::factor, Base::m, Base::l, Base::kRowsPerLane, Base::raise_maximum, Base::raise_lagging_maximum;
+    using Base::row_maximum;
 
     __device__ explicit OnlineSoftmax(float log2_factor, Shared shared = Shared()) : Base(log2_factor, shared) {}
 
@@ -48,19 +49,21 @@ struct OnlineSoftmax : RowMaxima<kRows, Shared> {
     }
 
     // The same in the hope that m, whatever it is, will do: it cancels out of O / l, and P may exceed 1. False, with l as
-    // it was, if some lane's part of a row sums up to kMaxP or more, has no m yet or holds a NaN; S must then be formed
-    // again. kMaxP bounds how far one key can outweigh all others while its P is not exactly 1: see docs/performance.md.
+    // it was and the lane's sum of P in `all`, if some lane's part of a row sums up to kMaxP or more, has no m yet or holds a
+    // NaN; P must then be lowered, or S formed again. kMaxP bounds how far one key can outweigh all others while its P is not
+    // exactly 1: see docs/performance.md.
     // kNatural: or if m lies beyond kMaxM, where one step is not exact enough.
     static constexpr float kMaxP = 64.f, kMaxM = 2048.f;  // @p-not-far-above-one
     template <int kN>
-    __device__ bool exponentiate_optimistically(AccTile<kRows, kN> &S) {
+    __device__ bool exponentiate_optimistically(AccTile<kRows, kN> &S, float &all) {
         Rows sum;
-        float largest = 0.f, all = 0.f;
+        float largest = 0.f;
+        all = 0.f;
         #pragma unroll
         for (int r = 0; r < kRowsPerLane; ++r) {
             const float base = m[r] * factor;
-            if (kNatural && !(fabsf(m[r]) <= kMaxM)) all = ptx::infinity();  // @scores-of-one-step
-            float part[2] = {0.f, 0.f};
+            const bool far = kNatural && !(fabsf(m[r]) <= kMaxM);  // @scores-of-one-step
+            float part[2] = {far ? ptx::infinity() : 0.f, 0.f};
             #pragma unroll
             for (int j = 0; j < S.kColTiles; ++j)
                 #pragma unroll
@@ -78,6 +81,32 @@ struct OnlineSoftmax : RowMaxima<kRows, Shared> {
             for (int r = 0; r < kRowsPerLane; ++r) l[r] += sum[r];
         }
         return good;
+    }
+
+    // Where that hope failed, with what it left in `all`: P becomes what true maxima make of it, by a product; m and l follow, and
+    // O has to, times `rescale`. False, with all as it was, if some P is too large for that, or no number, or 1 / factor is: S must
+    // then be formed again. Of larger P lse would have the rounding. What m becomes is near its row's maximum, and may be what
+    // it was: rescale is what follows from it, or rows that do not grow would lose what their rounded maxima differ by.
+    static constexpr float kMaxLowered = 4294967296.f;  // @p-that-is-lowered
+    template <int kN>
+    __device__ bool lower(AccTile<kRows, kN> &P, float all, Rows &rescale) {
+        static_assert(!Shared::kAny);
+        const float unit = ptx::rcp(factor);
+        if (!ptx::vote_all(all < kMaxLowered && unit < 1e37f)) return false;
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r) {
+            const float before = m[r];
+            m[r] += ptx::lg2(fmaxf(1.f, row_maximum(P, r))) * unit;  // @m-follows-lowered
+            rescale[r] = ptx::ex2((before - m[r]) * factor);         // @what-follows-from-m
+            l[r] *= rescale[r];
+        }
+        multiply_rows(P, rescale);
+        #pragma unroll
+        for (int r = 0; r < kRowsPerLane; ++r)
+            #pragma unroll
+            for (int j = 0; j < P.kColTiles; ++j)
+                l[r] += P.x[r / 2][j][2 * (r % 2)] + P.x[r / 2][j][2 * (r % 2) + 1];  // @sums-of-lowered
+        return true;
     }
 
     // The end: lse[r] = ln sum exp of row r, with `unit` times S the scores, and inverse[r], by which O is multiplied.

@@ -22,6 +22,7 @@
 #define CUPYFLASH_FWD_SM90_CUH
 #include "sm90/fwd_aside_sm90.cuh"
 #include "sm90/fwd_load_sm90.cuh"
+#include "attention/climb.cuh"
 #include "attention/dropout.cuh"
 #include "attention/softmax.cuh"
 
@@ -31,6 +32,7 @@ struct FwdGroup {
     using T = typename V::Element;
     static constexpr int N = V::kBlockN, kDepth = round_up(V::kHeadDim, 16);
     using Softmax = OnlineSoftmax<16, V::kBias>;
+    using Climbing = Climb<V::kBias && !V::kAlibi>;  // by ALiBi they are taken to
     using Keys = typename Either<V::kInterleavesKeys, InterleavedKeys<N>, KeysInOrder>::Type;  // of S's columns
     // Whether what is added to a block's scores is asked for while those of the block before become P: where nothing else needs
     // the registers that it waits in.
@@ -39,8 +41,6 @@ struct FwdGroup {
                                        !(V::kPacked || V::kAlibi || V::kSoftcap);
     // Whether that comes before a block's P is begun, as written: narrow heads wait for it, in wide ones P hides more.
     static constexpr bool kAsksFirst = kAsksEarly && V::kInterleavesKeys && !V::kMask && kWidest<V> <= 64;
-
-    static constexpr int kSoon = 12;  // key blocks
 
     // Whether what a block mask says of elements comes along with K, which is held until that has been read.
     static constexpr bool kCopiesBits = FwdSm90Smem<V>::Copies::kTiles > 0;
@@ -167,7 +167,7 @@ struct FwdGroup {
     // The key blocks of a list, from the second on. Those of which these rows see nothing are passed, but for one of so many in
     // a row (kPassedInARow): V of the block before is held, since it has not been used.
     template <class Ask, class Step>
-    __device__ void visit_list(const QueryWork<V> &tile, int &passed, const bool &hopeful, Ask ask, Step step) {
+    __device__ void visit_list(const QueryWork<V> &tile, int &passed, const Climbing &climb, Ask ask, Step step) {
         #pragma unroll 1
         for (int j = tile.first + 1; j < tile.end; ++j) {
             const ListedBlock listed = tile.at(j);
@@ -178,8 +178,10 @@ struct FwdGroup {
                 ask(next);  // @bias-behind-a-hidden-block
                 continue;
             }
-            if (listed.sight(group) != kWhole || (V::kBias && !hopeful)) step(listed.block(), Bool<true>{}, next);
-            else step(listed.block(), Bool<false>{}, next);
+            if (listed.sight(group) != kWhole) step(listed.block(), Bool<true>{}, Bool<false>{}, next);
+            else if (climb.on())
+                step(listed.block(), Bool<false>{}, Bool<Climbing::kAny>{}, next);  // @listed-while-scores-climb
+            else step(listed.block(), Bool<false>{}, Bool<false>{}, next);
             passed = 0;
         }
     }
@@ -259,19 +261,18 @@ struct FwdGroup {
         if (started) O.zero();
 
         // One key block. kMasked: it may hide keys or follow one that did, so that a row has seen few. Its maximum counts then,
-        // and where scores climb from block to block, as towards the diagonal by ALiBi. With a block mask most blocks may be
-        // such: once each row has seen a key there is hope, as in others.
+        // and where scores climb from block to block (kClimbing), as towards the diagonal by ALiBi. With a block mask most
+        // blocks may be masked: once each row has seen a key there is hope, as in others.
         int passed = 0;  // with a block mask: blocks since the one before, whose V is held
-        // By a bias scores may climb, too. Where hope fails soon, they do, and all blocks that follow are kMasked.
-        bool hopeful = true;
-        int soon = first + kSoon;
+        Climbing climb;
         // In a list, `next` is the block that follows, or -1.
         const auto ask = [&](int next) {
             if (kAsksEarly && next >= 0) fetched = fetch(places, q0, next);  // @bias-of-the-next-listed-block
         };
-        const auto step = [&](int j, auto masked, int next = -1) {
-            constexpr bool kMasked = decltype(masked)::value, kHopes = kMasked && V::kBlockMask && !V::kAlibi;
-            constexpr bool kCareful = (kMasked && !kHopes) || V::kAlibi;
+        const auto step = [&](int j, auto masked, auto climbing, int next = -1) {
+            constexpr bool kMasked = decltype(masked)::value, kClimbing = decltype(climbing)::value || V::kAlibi;
+            constexpr bool kHopes = kMasked && V::kBlockMask && !V::kAlibi,
+                           kCareful = (kMasked && !kHopes) || kClimbing;
             constexpr bool kHopesFirst = kAsksFirst && !kCareful && !kHopes;
             RingPosition<V::kStages> before = ring;
             if constexpr (V::kBlockMask) before = ring.before(passed);
@@ -292,6 +293,7 @@ struct FwdGroup {
             if (V::kBlockMask) ask(next);
             else if (kAsksEarly && j + 1 < end) fetched = fetch(places, q0, j + 1);  // @bias-of-the-next-block
             bool grows = false, good = true;
+            float all;
             if constexpr (kMasked) apply_mask(mask, seen, S, q0, j);
             if constexpr (kCareful) {
                 grows = softmax.raise_maximum(S, rescale);
@@ -302,7 +304,7 @@ struct FwdGroup {
                 // of m keeps the first behind what was asked for, a branch the second behind P.
                 #pragma unroll
                 for (float &m : softmax.m) m = ptx::shfl_index(m, fresh_lane());
-                good = softmax.exponentiate_optimistically(S);  // @hope-checked-first
+                good = softmax.exponentiate_optimistically(S, all);  // @hope-checked-first
                 if (good) {
                     ptx::wgmma_wait_group<0>();  // @pv-complete-first
                     arrived(O);
@@ -315,35 +317,42 @@ struct FwdGroup {
             ptx::wgmma_wait_group<0>();  // @pv-complete
             arrived(O);
             release_v(before);  // @v-released
-            const bool hopes = !kCareful && (!kHopes || ((hopeful || !V::kBias) && softmax.has_maxima()));
-            if (hopes && !kHopesFirst) good = softmax.exponentiate_optimistically(S);  // @hope-checked
+            const bool hopes = !kCareful && (!kHopes || (!climb.on() && softmax.has_maxima()));
+            if (hopes && !kHopesFirst) good = softmax.exponentiate_optimistically(S, all);  // @hope-checked
             else if (kHopes) softmax.step(S, O);
+            if (!good) {
+                climb.hope_failed(j);
+                if (!softmax.lower(S, all, rescale)) {                            // @k-kept-until-now
+                    multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
+                    apply_score(places, fetch(places, q0, j), S, q0, j);
+                    if constexpr (kHopes) apply_mask(mask, seen_of(mask, tile, q0, j), S, q0, j);  // @mask-again
+                    softmax.step(S, O);  // @o-follows-scores-again
+                    climb.by_far();
+                } else {
+                    softmax.multiply_rows(O, rescale);  // @o-follows-lowered
+                }
+            }
             P.from(S);
             Dropout<V>::drop(P, kept);
-            if (!good) {                                                      // @k-kept-until-now
-                multiply_nt<T, kDepth>(S, sQ, warp_row, smem.k(ring.stage));  // @scores-again
-                apply_score(places, fetch(places, q0, j), S, q0, j);
-                if constexpr (kHopes) apply_mask(mask, seen_of(mask, tile, q0, j), S, q0, j);  // @mask-again
-                softmax.step(S, O);  // @o-follows-scores-again
-                hopeful = j >= soon, soon = j + kSoon;
-                P.from(S);
-                Dropout<V>::drop(P, kept);
-            }
             release_k(ring);
             if (grows) softmax.multiply_rows(O, rescale);  // O follows m @o-follows
         };
         int j = first + 1;
         if constexpr (V::kBlockMask) {
-            visit_list(tile, passed, hopeful, ask, step);
+            visit_list(tile, passed, climb, ask, step);
         } else {
             if constexpr (V::kWindow) {
                 #pragma unroll 1
-                for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{});
+                for (; j < min(end, whole + 1); ++j) step(j, Bool<true>{}, Bool<false>{});
             }
             #pragma unroll 1
-            for (; j < min(end, cut) && (!V::kBias || hopeful); ++j) step(j, Bool<false>{});
+            for (; j < min(end, cut) && !climb.on(); ++j) step(j, Bool<false>{}, Bool<false>{});
+            if constexpr (Climbing::kAny) {
+                #pragma unroll 1
+                for (; j < min(end, cut); ++j) step(j, Bool<false>{}, Bool<true>{});  // @while-scores-climb
+            }
             #pragma unroll 1
-            for (; j < end; ++j) step(j, Bool<true>{});  // @up-to-the-last-block
+            for (; j < end; ++j) step(j, Bool<true>{}, Bool<false>{});  // @up-to-the-last-block
         }
 
         const QueryWork<V> next = next_tile();

@@ -32,7 +32,7 @@ FORWARD_MASKS = (
     _sm90("copied bits: not counted from the lane", change("copied-bits-from-the-lane", "Keys::of_lane(lane)", "0"), "block-mask"),
     _sm90("copied bits: causal bounds left out", without("bits-within-bounds"), "block-mask-everything"),
     _sm90("copied bits: of the first tile with bits for all", change("bits-of-the-tile", "kind - kFirstBits", "0"), "block-mask"),
-    _sm90("copied bits: no mask where scores are formed again", without("mask-again"), "block-mask-growing-maxima"),
+    _sm90("copied bits: no mask where scores are formed again", without("mask-again"), "block-mask-large-scores"),
     Bug("hidden keys in the sum of a repaired row", without("hidden-key-of-the-sum"), "block-mask-nan-visible"),
     Bug("hidden keys in a repaired row", without("hidden-key-of-the-output"), "block-mask-holes"),
 )  # fmt: skip

@@ -179,14 +179,17 @@ FORWARD_REPAIR = (
     _forward("O repaired without the scale where it is applied first", change("score-of-a-repaired-row", "score.value_or_hidden(raw, places(0, key))", "raw"), "repair-sm90-d64-8"),
 )  # fmt: skip
 # Up to 64 P need not be 1 where one key outweighs all others: what its rounding then costs is the rest of the row.
-THRESHOLD = tuple(
-    _forward(
-        f"maximum of a row raised beyond {limit} only, {dtype}",
-        change("p-not-far-above-one", "64.f", f"{limit}.f"),
-        f"dominated-{dtype}-d64",
-    )
-    for dtype in ("bf16", "fp16")
-    for limit in (1024, 60000)
+THRESHOLD = (
+    *(
+        _forward(
+            f"maximum of a row raised beyond {limit} only, {dtype}",
+            change("p-not-far-above-one", "64.f", f"{limit}.f"),
+            f"dominated-{dtype}-d64",
+        )
+        for dtype in ("bf16", "fp16")
+        for limit in (1024, 60000)
+    ),
+    _forward("maximum of P that is lowered not taken", without("m-follows-lowered"), "dominated-bf16-d64"),
 )
 EQUIVALENT = (
     # lse is inf there, so P is 0; 0 * inf of a K that is not finite is repaired.
