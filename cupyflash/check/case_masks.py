@@ -20,15 +20,17 @@ Rng = np.random.Generator
 def tiles(rng: Rng, shape: Shape) -> Array:
     """Tiles of 64 that are empty, full or drawn element by element, one mask for all; some rows see nothing."""
     *_, seqlen_q, seqlen_k = shape
-    kinds = np.repeat(np.repeat(rng.random((-(-seqlen_q // 64), -(-seqlen_k // 64))), 64, 0), 64, 1)
-    seen = _by_kind(rng, kinds[:seqlen_q, :seqlen_k])
+    seen = _by_kind(rng, (-(-seqlen_q // 64), -(-seqlen_k // 64)), 64)[:seqlen_q, :seqlen_k]
     seen[seqlen_q // 3 : seqlen_q // 3 + 2] = False
     return seen[None, None]
 
 
 def tiles_of_heads(rng: Rng, shape: Shape) -> Array:
     """The same for each sequence and head by itself."""
-    return np.stack([[tiles(rng, shape)[0, 0] for _ in range(shape[1])] for _ in range(shape[0])])
+    seen = np.empty(shape, bool)
+    for head in np.ndindex(shape[:2]):
+        seen[head] = tiles(rng, shape)[0, 0]
+    return seen
 
 
 def tiles_of_batch(rng: Rng, shape: Shape) -> Array:
@@ -39,8 +41,8 @@ def tiles_of_batch(rng: Rng, shape: Shape) -> Array:
 def squares_of_heads(rng: Rng, shape: Shape) -> Array:
     """Squares of 128 that are empty, full or drawn element by element, for each sequence and head by itself."""
     batch, heads, seqlen_q, seqlen_k = shape
-    kinds = rng.random((batch, heads, -(-seqlen_q // 128), -(-seqlen_k // 128)))
-    return _by_kind(rng, np.repeat(np.repeat(kinds, 128, 2), 128, 3)[:, :, :seqlen_q, :seqlen_k])
+    squares = batch, heads, -(-seqlen_q // 128), -(-seqlen_k // 128)
+    return _by_kind(rng, squares, 128)[:, :, :seqlen_q, :seqlen_k]
 
 
 def blocks(rng: Rng, shape: Shape) -> Array:
@@ -73,8 +75,14 @@ def everything(rng: Rng, shape: Shape) -> Array:
     return np.ones((1, 1, *shape[2:]), bool)
 
 
-def _by_kind(rng: Rng, kinds: Array) -> Array:
-    return np.where(kinds < 0.4, False, np.where(kinds < 0.7, True, rng.random(kinds.shape) < 0.5))
+def _by_kind(rng: Rng, shape: tuple[int, ...], size: int) -> Array:
+    """Of so many squares of this size, rows of elements: 0.4 of them are empty, 0.3 full, and others by bits."""
+    kinds = rng.random((*shape[:-1], 1, shape[-1], 1))
+    bits = rng.integers(0, 256, (*shape[:-1], size, shape[-1], size // 8), np.uint8)
+    bits |= np.where(kinds < 0.7, 255, 0).astype(np.uint8)
+    bits &= np.where(kinds < 0.4, 0, 255).astype(np.uint8)
+    seen = np.unpackbits(bits, axis=-1).view(bool)
+    return seen.reshape(*shape[:-2], shape[-2] * size, shape[-1] * size)
 
 
 _MASKS = (tiles, tiles_of_heads, tiles_of_batch, squares_of_heads, blocks, stripes, holes, nothing, everything)

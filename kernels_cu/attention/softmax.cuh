@@ -84,9 +84,9 @@ struct OnlineSoftmax : RowMaxima<kRows, Shared> {
     }
 
     // Where that hope failed, with what it left in `all`: P becomes what true maxima make of it, by a product; m and l follow, and
-    // O has to, times `rescale`. False, with all as it was, if some P is too large for that, or no number, or 1 / factor is: S must
-    // then be formed again. Of larger P lse would have the rounding. What m becomes is near its row's maximum, and may be what
-    // it was: rescale is what follows from it, or rows that do not grow would lose what their rounded maxima differ by.
+    // O has to, times `rescale`. False, with all as it was, if some P is no number or so large that its rounded exponent would
+    // show in lse, or if 1 / factor is no number: S must then be formed again. m takes a rounded step, or none where a row hardly
+    // grows; `rescale` is what that step makes, so that rows which stay while others climb lose nothing.
     static constexpr float kMaxLowered = 4294967296.f;  // @p-that-is-lowered
     template <int kN>
     __device__ bool lower(AccTile<kRows, kN> &P, float all, Rows &rescale) {
