@@ -16,7 +16,8 @@ A sink t is one more term exp(t) of the sum, and dt = -sum_i exp(t - lse_i) delt
 A bias is added to s_j; where it is -inf the key is not seen, and no key by a query whose s_j are then all -inf, unless
 it has a sink. Its gradient is ds before the factor g, summed over the rows, keys, heads and sequences that share an
 element. What a block mask hides is not seen either. A mask hides as a bias of -inf does where there is a bias, a block
-mask or a mod, too, and of packed sequences; alone it hides as a block mask. So does a mask_mod.
+mask or a mod, too, and where packed sequences share it along queries or keys; alone it hides as a block mask. So does a
+mask_mod.
 
 A mod makes f(s_j) of a capped score, before ALiBi (`modding`): g_j is multiplied by f', and what f reads has the
 gradient sum ds f_r, ds before the factor g, by its derivative f_r. What a mod hides is not seen, and no key by a query
@@ -62,6 +63,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cupyflash.bias import becomes_blocks, own_of_mask
 from cupyflash.check.accuracy import LIMITS, UNIT_ROUNDOFF
 from cupyflash.check.cases import Inputs
 
@@ -228,7 +230,8 @@ def _slopes(s: Spec, x: Inputs) -> Array:
 def _of_head(s: Spec, x: Inputs, slope: float, h: int, sequence: int, shape: tuple[int, int]) -> OfHead:
     """What features bring to head h of q of a sequence of so many queries and keys."""
     of = x.features
-    is_alone = of.bias is None and of.mods is None and not (s.blocks or s.packed)
+    has_tiles = of.mask is not None and becomes_blocks(own_of_mask(of.mask.shape), bool(s.packed))
+    is_alone = has_tiles and of.bias is None and of.mods is None and not s.blocks
     bias = of.bias
     if of.mask is not None and not is_alone:
         bias = np.where(of.mask, 0.0 if of.bias is None else of.bias, -np.inf)

@@ -46,8 +46,9 @@ def test_emulator(number: int) -> None:
     [
         "sq=3 sk=1 group=4 softcap=9.33 dropout=0.1225 values=cliff seed=680426",
         "dtype=fp64 d=8 sq=2 sk=2 heads=4 scale=0.001 mods=scaled seed=57",
+        "dtype=fp32 d=40 sq=1 sk=1 packed=0:16:16,2:2:2 right=0 bias=bhqk+bool values=infinite_scores seed=126000",
     ],
-    ids=["a cap that is reached", "small gradients in an array's own fp16"],
+    ids=["a cap that is reached", "small gradients in an array's own fp16", "a packed mask hides as a block mask"],
 )
 def test_bounds_have_room_for(line: str) -> None:
     """What right results once were called wrong for."""
