@@ -29,7 +29,7 @@ class CupyBench(Bench):
         size = int(np.prod(shape))
         drawn = min(4 * size, MOST_DRAWN)
         if (dtype, std) not in self.pool or self.pool[dtype, std].size < drawn:
-            self.pool[dtype, std] = self.cupy.asarray(Bench.random(self, dtype, (drawn,), std))
+            self.pool[dtype, std] = self.cupy.asarray(super().random(dtype, (drawn,), std))
         pool = self.pool[dtype, std]
         if size > pool.size // 4:  # as often as it takes
             bits = self.cupy.tile(pool.view(f"u{pool.itemsize}"), -(-size // pool.size))
