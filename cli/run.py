@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import runpy
 import sys
+import types
+import zipfile
 
 import click
 
@@ -45,8 +48,12 @@ def command(flash_attn: bool, is_module: bool, script: str, args: tuple[str, ...
             sys.path.insert(0, os.getcwd())
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-            runpy.run_path(script, run_name="__main__")
+            script = os.path.abspath(script)
+            if os.path.isfile(script) and not (script.endswith(".pyc") or zipfile.is_zipfile(script)):
+                sys.path.insert(0, os.path.dirname(script))
+                _run_file(script)
+            else:  # with a __main__.py inside, or compiled
+                runpy.run_path(script, run_name="__main__")
     except Exception as e:  # of the script, not of the command: reported as Python does, from the script on
         where = e.__traceback__
         while where is not None and where.tb_next and where.tb_frame.f_code.co_filename in _RUNNERS:
@@ -57,6 +64,17 @@ def command(flash_attn: bool, is_module: bool, script: str, args: tuple[str, ...
         if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith(f"{compat.NAME}."):
             click.echo(f"cupyflash stands in for {compat.NAME} and has no {e.name}: see docs/flash_attn.md", err=True)
         raise SystemExit(Exit.FAILED) from None
+
+
+def _run_file(script: str) -> None:
+    """As __main__, which it stays to the end of the process: what outlives its last line (threads, atexit) finds its
+    names there, as from Python."""
+    main = types.ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    with io.open_code(script) as f:
+        code = compile(f.read(), script, "exec")
+    exec(code, main.__dict__)
 
 
 def _is_module(name: str) -> bool:

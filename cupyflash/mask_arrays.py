@@ -7,10 +7,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from .arrays import torch_private
 from .arrays.imported import constant_in_programs, shape_of, torch_itself
+from .arrays.libraries import FOREIGN, library_of
 from .arrays.placed import placed
 from .block_mask import BlockMask, converters
 from .errors import ArgumentError, UnsupportedError
@@ -85,16 +84,17 @@ def join(block_mask: Any, arrays: dict[str, Any], layout: str) -> bool:
     """
     mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
     q, k, axis, packed = arrays["q"], arrays["k"], 1 if layout == "bshd" else 2, "cu_seqlens_q" in arrays
-    if len(shape_of(q)) != 4 - packed:  # which is refused by name
+    of_q, of_k = _shape("q", q), _shape("k", k)
+    if len(of_q) != 4 - packed:  # which is refused by name
         return False
-    if not packed and len(shape_of(k)) == 4:
-        lengths = q.shape[axis], k.shape[axis]
+    if not packed and len(of_k) == 4:
+        lengths = of_q[axis], of_k[axis]
         if lengths != (mask.seqlen_q, mask.seqlen_k):
             raise ArgumentError(
                 f"block_mask: expected one of {int(lengths[0])} queries and {int(lengths[1])} keys, as q and k have, "
                 f"got one of {int(mask.seqlen_q)} and {int(mask.seqlen_k)}"
             )
-    _check_owners(mask, arrays, q.shape[3 - axis - packed])
+    _check_owners(mask, arrays, of_q[0], of_q[3 - axis - packed])
     if packed and mask.tiles.size == 0:
         raise ArgumentError(
             "block_mask: expected room for the longest sequence, at least 1 query and 1 key, got a mask of "
@@ -114,23 +114,32 @@ def join_cache(block_mask: Any, arrays: dict[str, Any]) -> None:
     """
     mask = block_mask if isinstance(block_mask, BlockMask) else _other(block_mask)
     q, table = arrays["q"], arrays.get("block_table")
-    if len(shape_of(q)) != 4 - ("cu_seqlens_q" in arrays):  # which is refused by name
+    of_q, of_cache = _shape("q", q), _shape("k_cache", arrays["k_cache"])
+    of_table = None if table is None else _shape("block_table", table)
+    if len(of_q) != 4 - ("cu_seqlens_q" in arrays):  # which is refused by name
         return
-    if len(shape_of(arrays["k_cache"])) == 4 and (table is None or len(shape_of(table)) == 2):
-        rows = arrays["k_cache"].shape[1] * (1 if table is None else table.shape[1])
+    if len(of_cache) == 4 and (of_table is None or len(of_table) == 2):
+        rows = of_cache[1] * (1 if of_table is None else of_table[1])
         if mask.seqlen_q != mask.seqlen_k or rows > mask.seqlen_k:
             raise ArgumentError(
                 f"block_mask: expected one of n queries and n keys, n at least {int(rows)}, the rows that a sequence "
                 f"can have, since a query counts by the row at which it stands, got one of {int(mask.seqlen_q)} and "
                 f"{int(mask.seqlen_k)}"
             )
-    _check_owners(mask, arrays, q.shape[-2])
+    _check_owners(mask, arrays, of_q[0], of_q[-2])
     _place(mask, arrays)
 
 
-def _check_owners(mask: BlockMask, arrays: Mapping[str, Any], heads_q: int) -> None:
-    packed = "cu_seqlens_q" in arrays
-    batch = math.prod(np.shape(arrays["cu_seqlens_q"])) - 1 if packed else arrays["q"].shape[0]
+def _shape(name: str, x: Any) -> Any:
+    """Of an array that need not have one, as DLPack asks for none."""
+    shape = shape_of(x)
+    return FOREIGN.adopt({name: x})[name].shape if shape == () and library_of(name, x) is FOREIGN else shape
+
+
+def _check_owners(mask: BlockMask, arrays: Mapping[str, Any], batch: int, heads_q: int) -> None:
+    """batch: of q; of packed sequences cu_seqlens says how many there are."""
+    if "cu_seqlens_q" in arrays:
+        batch = math.prod(_shape("cu_seqlens_q", arrays["cu_seqlens_q"])) - 1
     for i, (name, n) in enumerate((("batch", batch), ("heads_q", heads_q))):
         if mask.tiles.shape[i] not in (1, n):
             raise ArgumentError(f"block_mask: expected {name} of 1 or {n}, as q has, got {mask.tiles.shape[i]}")

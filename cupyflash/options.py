@@ -136,7 +136,7 @@ def _pair(window: Any) -> Window:
     left, right = window[0], window[1]
     if not (type(left) is int or left is None):
         left = whole("window", left, "left to be an integer or None")
-    if not (type(right) is int or right is None):
+    if not (type(right) is int or right is None or is_instance(right, "torch", "SymInt")):  # of torch.export
         right = whole("window", right, "right to be an integer or None")
     return left, right
 

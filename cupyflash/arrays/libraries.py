@@ -156,7 +156,8 @@ def common_library(**arrays: Any) -> Native | Foreign:
     first, library = next(iter(libraries.items()))
     for name, other in libraries.items():
         if other.name != library.name:
-            make = _MAKES.get(library.name, "arrays of one library").format(x=name.split()[-1], first=first)
+            of, x = (other, first) if is_instance(arrays[name], "jax.core", "Tracer") else (library, name.split()[-1])
+            make = _MAKES.get(of.name, "arrays of one library").format(x=x, first=first)
             raise ArgumentError(
                 f"{name}: expected an array of {library.name} like {first}, got one of {other.name}; give {make}"
             )

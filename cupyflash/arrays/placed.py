@@ -13,7 +13,8 @@ from .imported import is_instance, is_tensor, torch_itself
 
 
 def placed(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) -> Any:
-    """A copy of x in the library of `like` and on its device; x itself where that is NumPy's.
+    """A copy of x in the library of `like` and on its device; x itself where that is NumPy's, `Produced` where it is
+    none that we know.
 
     Args:
         name: by which it is kept, and not by what it is: a program of torch.compile would be one for each.
@@ -30,13 +31,31 @@ def placed(name: str, x: np.ndarray, like: Any, kept: MutableMapping[Any, Any]) 
         return made
     if is_instance(like, "jax", "Array"):
         return _of_jax(name, x, like, kept)
-    if isinstance(like, np.ndarray) or not _is_on_gpu(like):
+    if isinstance(like, np.ndarray):
         return x
+    found = _of_cupy(name, x, int(like.__dlpack_device__()[1]), kept) if _is_on_gpu(like) else x
+    return found if is_instance(like, "cupy", "ndarray") else Produced(found)
+
+
+class Produced:
+    """An array as one of no library that we know: what callers who have such arrays mix with theirs."""
+
+    def __init__(self, x: Any) -> None:
+        self._x, self.shape, self.dtype = x, x.shape, x.dtype
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self._x.__dlpack__(**how)
+
+    def __dlpack_device__(self) -> Any:
+        return self._x.__dlpack_device__()
+
+
+def _of_cupy(name: str, x: np.ndarray, device: int, kept: MutableMapping[Any, Any]) -> Any:
     import cupy
 
-    key = name, "cupy", int(like.__dlpack_device__()[1])
+    key = name, "cupy", device
     if key not in kept:
-        with cupy.cuda.Device(key[2]):
+        with cupy.cuda.Device(device):
             kept[key] = cupy.asarray(x)
             cupy.cuda.get_current_stream().synchronize()
     return kept[key]

@@ -46,7 +46,7 @@ def flash_attn_func(
         softmax_scale: head_dim ** -0.5 by default.
         causal, window_size: aligned at the bottom right; -1 is unbounded.
         softcap: what no score's magnitude exceeds; 0.0 for no cap.
-        alibi_slopes: (heads_q,) or (batch, heads_q), fp32; they get no gradient.
+        alibi_slopes: (heads_q,) or (batch, heads_q), fp32 (fp64 beside fp64); they get no gradient.
         deterministic: bitwise reproducible gradients.
         return_attn_probs: also return lse and S_dmask.
 

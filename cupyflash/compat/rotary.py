@@ -134,6 +134,9 @@ def _at_positions(x: Tensor, cos: Tensor, sin: Tensor, offsets: int | Tensor, cu
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> None:
+    if not (isinstance(x, Tensor) and x.is_floating_point()):
+        got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError(f"x: expected a torch.Tensor of floating point, got {got}")
     dims = "batch, seqlen, heads, head_dim" if cu_seqlens is None else "total, heads, head_dim"
     if x.dim() != dims.count(",") + 1:
         raise ArgumentError(f"x: expected shape ({dims}), got {tuple(x.shape)}")

@@ -41,6 +41,8 @@ def forward(arrays: Mapping[str, Array], p: CacheProblem) -> tuple[Array, Array]
     """
     q, cos, sin = arrays["q"], arrays.get("rotary_cos"), arrays.get("rotary_sin")
     out, lse = np.zeros((*q.shape[:-1], p.head_dim_v), q.dtype), np.full(p.rows, -np.inf, attention.accumulator(q))
+    if "k" in arrays and any(np.may_share_memory(q, arrays[name]) for name in ("k_cache", "v_cache")):
+        q = q.copy()  # before rows are written over it
     sequences = list(parts(p, arrays))
     given: dict[str, Any] = {name: arrays[name] for name in _FEATURES if name in arrays}
     read_by_mods = tuple(arrays[name] for name in MOD_ARRAYS if name in arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -77,7 +78,7 @@ def flax_attention(
             f"{value.shape[:-3]}"
         )
     dtype = jnp.result_type(query, key, value) if dtype is None else dtype
-    query, key, value = (x.reshape(-1, *x.shape[-3:]).astype(dtype) for x in (query, key, value))
+    query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]).astype(dtype) for x in (query, key, value))
     mask = None if mask is None else _folded(mask, lead) != 0
     arrays = {"q": query, "k": key, "v": value, **of_scores(query, _folded(bias, lead), mask)}
     p = 0.0 if deterministic else dropout_rate
@@ -90,8 +91,11 @@ def flax_attention(
 
 def _folded(x: Any | None, lead: tuple[int, ...]) -> Any | None:
     """What broadcasts to (*lead, heads, s, t), as what broadcasts to (batch, heads, s, t)."""
-    if x is None or x.ndim < 4 or (x.ndim == 4 and len(lead) == 1):
+    if x is None:
+        return None
+    x = as_jax(x)
+    if x.ndim < 4 or (x.ndim == 4 and len(lead) == 1):
         return x
     if all(n == 1 for n in x.shape[:-3]):
         return x.reshape(x.shape[-3:])
-    return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+    return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(math.prod(lead), *x.shape[-3:])

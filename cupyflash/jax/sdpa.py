@@ -83,7 +83,7 @@ def dot_product_attention(
     window = window_of(is_causal, local_window_size, arrays["k"].shape[1] - arrays["q"].shape[1])
     out, lse = attention_of(arrays, make_options(scale=scale, window=window), return_residual)
     if query_seq_lengths is not None:
-        counts = jnp.arange(out.shape[1]) < as_jax(query_seq_lengths)[:, None]
+        counts = jnp.arange(out.shape[1])[None] < as_jax(query_seq_lengths)[:, None]
         out = jnp.where(counts[..., None, None], out, 0)
         lse = None if lse is None else jnp.where(counts[:, None], lse, -jnp.inf)
     out = out if has_batch else out[0]
@@ -106,6 +106,10 @@ def window_of(is_causal: bool, local: int | tuple[int, int] | None, shift: int) 
         left, right = left + shift, right - shift
     if is_causal:
         right = -shift if right is None else min(right, -shift)
+    if left is not None and right is not None and left + right < 0:
+        raise ArgumentError(
+            f"local_window_size: expected a window with keys that is_causal shows, got {local}, which hides every key"
+        )
     return None if right is None else (left, right)
 
 

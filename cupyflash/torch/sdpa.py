@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arrays.imported import constant_in_programs
+from ..errors import ArgumentError
 from ..gpu.device import BF16_CAPABILITY, MIN_CAPABILITY, Device
 from ..options import make_options
 from ..plan.tiles_fp32 import widest_backward
@@ -48,6 +49,11 @@ def scaled_dot_product_attention(
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([1, 8, 128, 64])
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentError(
+                f"{name}: expected a torch.Tensor, got {type(x).__name__}; give torch.as_tensor({name})"
+            )
     reason = why_not(query, key, value, scale=scale) or why_not_bias(query, key, attn_mask)
     if not 0.0 <= dropout_p < 1.0:
         reason = "expected a dropout_p from 0 on and below 1"

@@ -9,8 +9,8 @@ from torch import Tensor
 Output = tuple[Tensor, "Tensor | None"]  # of an attention function: out, and the weights where they are formed
 
 
-# What changes the result in some models, and is only transformers' to know.
-BEYOND = ("head_mask", "indices", "block_indices")
+CHOSEN = ("indices", "block_indices")  # keys that a model chooses for each query
+BEYOND = ("head_mask", *CHOSEN)  # what changes the result in some models, and is only transformers' to know
 
 
 class Call(NamedTuple):

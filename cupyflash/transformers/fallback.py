@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ..errors import UnsupportedError
 from ..torch.sdpa import tell
 from . import ranges
-from .call import Call, Output
+from .call import CHOSEN, Call, Output
 
 
 def by_transformers(
@@ -24,8 +24,15 @@ def by_transformers(
     Args:
         mask: what the user gave, (batch, 1, seqlen_q, seqlen_k); None for the call's own.
     """
+    chosen = next((name for name in CHOSEN if others.get(name) is not None), None)
+    if chosen is not None:
+        raise UnsupportedError(
+            f"{chosen}: expected None, got {type(others[chosen]).__name__}: {type(module).__name__} chooses its keys, "
+            'which neither cupyflash nor sdpa can; load it with attn_implementation="eager"'
+        )
     tell("cupyflash.transformers: this call is transformers' own", reason)
-    by_eager = call.softcap is not None or call.sink is not None or bool(others.get("output_attentions"))
+    is_asked_more = bool(others.get("output_attentions")) or others.get("head_mask") is not None
+    by_eager = call.softcap is not None or call.sink is not None or is_asked_more
     if mask is None:
         mask = _mask_of(call, by_eager)
         is_causal = call.causal and mask is None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from . import holes, launched, packing
+from . import holes, launched, models, packing
 from .patterns import pattern_of
 from .ranges import Counting, as_bias, as_range_mask
 
@@ -56,6 +56,8 @@ def mask(
     pattern = pattern_of(mask_function, local_size, config, is_plain)
     first = _place(q_offset, kv_offset, q_length)
     if pattern is None or first is None or isinstance(kv_offset, Tensor):
+        return in_full()
+    if models.wants_all(config, is_window=pattern.left is not None):
         return in_full()
     if pattern.sequences is not None and attention_mask is None:
         return packing.as_mask(packing.of_numbers(pattern.sequences))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import warnings
 from typing import Any
 
@@ -18,8 +17,7 @@ import transformers
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..errors import ArgumentError
-from ..torch.sdpa import tell
-from . import holes
+from . import holes, models
 from .attention import HAS_MASK_FUNCTIONS, attention
 
 NAME = "cupyflash"
@@ -99,8 +97,9 @@ def _wrap_check() -> None:
     def check(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> Any:
         if attn_implementation not in _names:
             return own(self, attn_implementation, *args, **kwargs)
-        if not _asks_for_functions(type(self)):
+        if not models.takes_functions(type(self)):
             return own(self, None, *args, **kwargs)
+        models.look_at(type(self), self.config)
         return attn_implementation
 
     setattr(check, _ORIGINAL, own)
@@ -115,8 +114,11 @@ def _wrap_old_check() -> None:
 
     @functools.wraps(own)
     def check(cls: type[Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config._attn_implementation in _names and not _asks_for_functions(cls):
-            config._attn_implementation = None
+        if config._attn_implementation in _names:
+            if models.takes_functions(cls):
+                models.look_at(cls, config)
+            else:
+                config._attn_implementation = None
         return own.__func__(cls, config, *args, **kwargs)
 
     setattr(check, _ORIGINAL, own)
@@ -135,13 +137,3 @@ def _wrap_masks(masking_utils: Any) -> None:
 
     setattr(is_flash, _ORIGINAL, own)
     setattr(masking_utils, _IS_FLASH, is_flash)
-
-
-def _asks_for_functions(model: type[Any]) -> bool:
-    """Whether a model calls the function that is registered; of one that does not (MPT), which has a class for each
-    name, this is told."""
-    ask = getattr(model, "_can_set_attn_implementation", None)
-    found = bool(ask()) if ask else hasattr(sys.modules[model.__module__], "ALL_ATTENTION_FUNCTIONS")
-    if not found:
-        tell("cupyflash.transformers", f"{model.__name__} has attention of its own, which cannot be exchanged")
-    return found

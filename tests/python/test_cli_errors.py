@@ -165,3 +165,22 @@ def test_a_module_of_a_package_that_imports_flash_attn(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "by ['--json']\n"), done.stderr
+
+
+@pytest.mark.needs("torch")
+def test_a_script_stays_main_and_knows_where_it_is(tmp_path: Path) -> None:
+    """As from Python: for threads that outlive its last line, and wherever it goes."""
+    (tmp_path / "script.py").write_text(
+        "import os, pickle, sys, threading, time\n"
+        "class A: pass\n"
+        "def late():\n"
+        "    time.sleep(0.3)\n"
+        "    print(len(pickle.dumps(A())) > 0, sys.argv)\n"
+        "threading.Thread(target=late).start()\n"
+        "os.chdir('/')\n"
+        "print(os.path.isfile(__file__))\n"
+    )
+    command = [sys.executable, "-m", "cupyflash", "run", "--flash-attn", "script.py", "more"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "True\nTrue ['script.py', 'more']\n"), done.stderr

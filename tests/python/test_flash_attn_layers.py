@@ -62,6 +62,23 @@ def test_unpad_with_unused_tokens() -> None:
     assert bert_padding.unpad_input(x, torch.zeros_like(mask))[3] == 0
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "unused_mask"])
+def test_masks_of_another_shape_are_refused(name: str) -> None:
+    """They would take rows of another sequence."""
+    x, good, short = torch.randn(2, 5, 3), torch.ones(2, 5, dtype=torch.int32), torch.ones(2, 4, dtype=torch.int32)
+    given = {"attention_mask": good} | {name: short}
+    with pytest.raises(ArgumentError, match=rf"^{name}: expected shape \(2, 5\)"):
+        bert_padding.unpad_input(x, **given)
+    with pytest.raises(ArgumentError, match=r"^attention_mask_in_length: expected shape"):
+        bert_padding.unpad_input_for_concatenated_sequences(x, short)
+
+
+@pytest.mark.parametrize("x", [None, torch.ones(1, 4, 2, 8, dtype=torch.int32)])
+def test_rotary_takes_floating_point(x: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^x: expected a torch\.Tensor of floating point"):
+        rotary.apply_rotary_emb(x, torch.ones(4, 4), torch.zeros(4, 4))
+
+
 def test_unpad_concatenated_sequences() -> None:
     lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
     x = random(3, 6, 2)

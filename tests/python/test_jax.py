@@ -706,6 +706,27 @@ def test_lengths_of_few_bits_do_not_wrap(kind: str, rng: np.random.Generator) ->
     assert np.array_equal(found, want)
 
 
+def test_lengths_of_queries_where_ranks_are_not_promoted(rng: np.random.Generator) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from cupyflash.jax import dot_product_attention
+
+    q = rng.standard_normal((2, 9, 1, 8), dtype=np.float32)
+    with jax.numpy_rank_promotion("raise"):
+        found = dot_product_attention(q, q, q, query_seq_lengths=jnp.array([4, 9]))
+    assert not found[0, 4:].any()
+    assert found[0, :4].any()
+
+
+def test_a_constant_beside_what_is_traced_has_a_way_out() -> None:
+    import jax
+
+    q = np.ones((1, 4, 1, 8), np.float32)
+    with pytest.raises(ArgumentError, match=r"^k: .*; give jax\.numpy\.asarray\(q\)"):
+        jax.jit(lambda k: cupyflash.attention(q, k, k))(q)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -715,6 +736,10 @@ def test_lengths_of_few_bits_do_not_wrap(kind: str, rng: np.random.Generator) ->
         ({"query": np.ones(8, np.float32)}, "query: expected 4 dimensions"),
         ({"key": np.ones((8, 1, 8), np.float32)}, "key: expected 4 dimensions"),
         ({"local_window_size": -1}, "local_window_size: expected left"),
+        (
+            {"local_window_size": (-2, 5), "is_causal": True},
+            r"local_window_size: .* got \(-2, 5\), which hides every key",
+        ),
     ],
 )
 def test_dot_product_attention_names_what_is_wrong(change: dict[str, Any], message: str) -> None:

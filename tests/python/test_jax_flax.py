@@ -108,6 +108,27 @@ def test_more_leading_dimensions_and_none(kind: str, rng: np.random.Generator) -
     agree(ours(x[0, 0]), theirs(x[0, 0]))
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(0, 4), (4, 0), (0, 0)])
+def test_nothing_behind_leading_dimensions(rows: int, keys: int) -> None:
+    import jax.numpy as jnp
+
+    from cupyflash.jax import flax_attention
+
+    q, k = jnp.ones((2, 3, rows, 4, 8)), jnp.ones((2, 3, keys, 4, 8))
+    mask = jnp.ones((2, 3, 1, rows, keys), bool)
+    found = flax_attention(q, k, k, mask=mask)
+    assert found.shape == q.shape
+    assert not found.any()
+
+
+def test_a_bias_may_be_a_number_or_a_list(rng: np.random.Generator) -> None:
+    from cupyflash.jax import flax_attention
+
+    q = rng.standard_normal((2, 3, 4, 8), dtype=np.float32)
+    agree(flax_attention(q, q, q, bias=1.0), flax_attention(q, q, q))
+    agree(flax_attention(q, q, q, bias=[0.0, 1.0, 2.0]), flax_attention(q, q, q, bias=np.arange(3, dtype=np.float32)))
+
+
 def test_nnx_decodes_over_its_cache(x: Any) -> None:
     modules = nnx_pair(decode=True)
     for module in modules:

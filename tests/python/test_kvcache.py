@@ -438,3 +438,13 @@ def test_jax_one_length_that_is_traced(rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
     one = jax.jit(lambda n: attention_with_cache(**x, cache_seqlens=n))(3)
     np.testing.assert_array_equal(np.asarray(one[0]), np.asarray(attention_with_cache(**x, cache_seqlens=3)[0]))
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_queries_that_lie_where_rows_are_appended(name: str, rng: np.random.Generator) -> None:
+    """They are read as they were."""
+    x = small(rng, cache_seqlens=np.full(3, 5, np.int32))
+    x["q"] = x[name][:, 5:6]
+    apart = {key: y.copy() for key, y in x.items()}
+    np.testing.assert_array_equal(attention_with_cache(**x), attention_with_cache(**apart))
+    np.testing.assert_array_equal(x[name], apart[name])

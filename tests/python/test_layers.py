@@ -74,7 +74,7 @@ PYTHON_ORDER = {
     "spec mod_tiles",
     "torch": "programs flash aten sdpa flops cached autograd recorded casting seeds sharding batching ops inductor "
     "arguments masks vetting followed",
-    "transformers": "registration attention steps fallback masks launched holes packing patterns ranges call",
+    "transformers": "registration attention steps fallback masks models launched holes packing patterns ranges call",
 }
 # Modules that are kept to some.
 PYTHON_PRIVATE = {

@@ -431,6 +431,23 @@ def test_export(strict: bool) -> None:
     close(exported.run_decompositions().module()(*x), model(*x))
 
 
+class CausalSdpa(torch.nn.Module):
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        return cupyflash.torch.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_lengths_that_differ(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal at the top left: a window of a number that only the program knows."""
+    monkeypatch.setenv("CUPYFLASH_BACKEND", "cpu")
+    rows, keys = torch.export.Dim("rows", min=2), torch.export.Dim("keys", min=2)
+    x = torch.randn(1, 2, 6, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    shapes = {2: rows}, {2: keys}, {2: keys}
+    exported = torch.export.export(CausalSdpa(), x, strict=strict, dynamic_shapes=shapes)
+    x = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    close(exported.module()(*x), torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True))
+
+
 @pytest.mark.parametrize("mode", ["real", "pre_dispatch", "fake", "symbolic"])
 @pytest.mark.parametrize("recorded", [False, True])
 def test_make_fx(mode: str, recorded: bool) -> None:

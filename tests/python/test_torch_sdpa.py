@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import cupyflash
-from cupyflash import UnsupportedError
+from cupyflash import ArgumentError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 import cupyflash.torch as ours  # noqa: E402
@@ -365,3 +365,10 @@ def test_dropout_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     found = ours.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
     torch.manual_seed(1)
     assert found.equal(cupyflash.attention(q, k, v, layout="bhsd", dropout_p=0.5))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_arrays_of_another_library_are_named(name: str) -> None:
+    given = dict.fromkeys(("query", "key", "value"), torch.ones(1, 1, 4, 8)) | {name: torch.ones(1, 1, 4, 8).numpy()}
+    with pytest.raises(ArgumentError, match=f"^{name}: expected a torch.Tensor, got ndarray; give torch.as_tensor"):
+        ours.scaled_dot_product_attention(**given)

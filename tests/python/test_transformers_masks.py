@@ -320,7 +320,8 @@ def test_models_with_attention_of_their_own_before_there_was_a_check(monkeypatch
 
     monkeypatch.setattr(registration, "PreTrainedModel", Old)
     own = type("OwnModel", (Old,), {"__module__": __name__})
-    shared = type("SharedModel", (Old,), {"__module__": modeling_llama.__name__})
+    flags = {"_supports_flash_attn_2": True}
+    shared = type("SharedModel", (Old,), {"__module__": modeling_llama.__name__, **flags})
     for _ in range(2):
         cupyflash.transformers.register()
     config = SimpleNamespace(_attn_implementation="cupyflash")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...errors import ArgumentError
 from ..einops_names import rearrange, repeat
 
 __all__ = [
@@ -52,6 +53,9 @@ def unpad_input(
         rows (total, ...), their indices in the flattened batch (total,), cu_seqlens (batch + 1,) in int32, the longest
         length, and how many of each sequence are used (batch,), in int32.
     """
+    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
+        if mask is not None:
+            _check_mask(name, mask, hidden_states)
     rows_mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = rows_mask.sum(-1, dtype=torch.int32)
     used = attention_mask.sum(-1, dtype=torch.int32)
@@ -72,6 +76,7 @@ def unpad_input_for_concatenated_sequences(
     Returns:
         As `unpad_input`, without the last; each sequence counts by itself.
     """
+    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     seqlen = attention_mask_in_length.shape[1]
     tokens = torch.arange(seqlen, device=attention_mask_in_length.device)
     indices = (tokens < attention_mask_in_length.sum(-1, keepdim=True)).flatten().nonzero().flatten()
@@ -91,3 +96,12 @@ def _added_up(lengths: Tensor) -> Tensor:
 
 def _longest(lengths: Tensor) -> int:
     return int(lengths.max()) if lengths.numel() else 0
+
+
+def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
+    """Else rows of another sequence would be taken."""
+    if mask.shape != hidden_states.shape[:2]:
+        raise ArgumentError(
+            f"{name}: expected shape {tuple(hidden_states.shape[:2])}, the first two of hidden_states, got "
+            f"{tuple(mask.shape)}"
+        )
