@@ -18,6 +18,7 @@ from cupyflash.check.accuracy import Oracle
 from cupyflash.gpu.device import Device
 from cupyflash.plan.families import plan_call
 from cupyflash.problem import Problem
+from tests.producer import Producer
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")
 
@@ -139,17 +140,7 @@ def test_a_cap_that_no_score_comes_near(dtype: str) -> None:
 
 
 def test_other_dlpack_producers_get_numpy(qkv: Any) -> None:
-    class Tensor:
-        def __init__(self, x: np.ndarray) -> None:
-            self.x = x
-
-        def __dlpack__(self, **options: Any) -> Any:
-            return self.x.__dlpack__(**options)
-
-        def __dlpack_device__(self) -> Any:
-            return self.x.__dlpack_device__()
-
-    out = cupyflash.attention(*(Tensor(x) for x in qkv))
+    out = cupyflash.attention(*map(Producer, qkv))
     assert isinstance(out, np.ndarray)
     np.testing.assert_array_equal(out, cupyflash.attention(*qkv))
 
