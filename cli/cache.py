@@ -31,12 +31,16 @@ def command() -> None:
 
 
 @command.command()
-def path() -> None:
+@json_option
+def path(as_json: bool) -> None:
     """Print the folder."""
     store = cache.default()
     if store.path is None:
         raise UnsupportedError(store.missing)
-    click.echo(store.path)
+    if as_json:
+        emit({"command": "cache path", "path": str(store.path)})
+    else:
+        click.echo(store.path)
 
 
 @command.command()
@@ -99,7 +103,8 @@ def _by_arch(entries: list[upkeep.Entry]) -> Table:
 @command.command()
 @precompiled_option
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def clear(precompiled: bool, yes: bool) -> None:
+@json_option
+def clear(precompiled: bool, yes: bool, as_json: bool) -> None:
     """Remove all compiled kernels, and nothing else that may lie in the folder."""
     store = cache.default()
     if store.path is None:
@@ -112,7 +117,12 @@ def clear(precompiled: bool, yes: bool) -> None:
             f"Remove {counted(len(entries), 'kernel')} ({gib(_size(entries))}) from {store.path}?", abort=True, err=True
         )
     removed, errors = store.clear(precompiled=precompiled)
-    click.echo(f"{counted(removed, 'kernel')} removed from {store.path}")
+    if as_json:
+        emit(
+            {"command": "cache clear", "path": str(store.path), "removed": removed, "errors": [str(e) for e in errors]}
+        )
+    else:
+        click.echo(f"{counted(removed, 'kernel')} removed from {store.path}")
     if os.path.exists(store.path) and store.problem:
         raise UnsupportedError(f"{store.path}: {store.problem}")
     if errors:

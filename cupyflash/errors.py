@@ -13,6 +13,14 @@ CUDA: after an error nothing was launched and nothing is lost.
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 class CupyflashError(Exception):
     """Base of all errors that cupyflash raises on purpose."""
@@ -55,6 +63,28 @@ class CompileError(CupyflashError, RuntimeError):
 
     def __reduce__(self) -> tuple[type[CompileError], tuple[str, str, str, str]]:
         return type(self), (self.symbol, self.arch, self.log, self.mods)
+
+
+def by_their_names(**theirs: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for functions that have other names for arguments of ours: errors name them as the caller did.
+
+    Args:
+        theirs: by our name.
+    """
+    word = re.compile(rf"\b({'|'.join(theirs)})\b")
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except (ArgumentError, UnsupportedError) as error:
+                message = word.sub(lambda name: theirs[name[0]], str(error))
+                raise type(error)(message).with_traceback(error.__traceback__) from error.__cause__
+
+        return call
+
+    return decorated
 
 
 # What is raised while an array is looked at and is not about it: by a handler of signals that ends what takes long, or

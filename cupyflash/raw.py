@@ -30,7 +30,8 @@ class RawKernel(NamedTuple):
         arch: what it was compiled for.
         cubin: the ELF file.
         registers: of a thread.
-        grid, threads: blocks, and threads of a block, along x.
+        grid, threads: blocks, and threads of a block, along x. Where out is empty, no blocks: nothing is to be
+            launched.
         smem_bytes: dynamic shared memory of a block; beyond 48 KiB the function must be allowed to take it.
         params: its only argument, by value: ``FwdParams`` of ``kernels_cu/attention/params.cuh``, filled in but for the
             addresses of q, k, v, o and lse, which are 0. Those are multiples of 16; lse may stay 0.

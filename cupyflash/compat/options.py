@@ -38,7 +38,11 @@ class Given(NamedTuple):
             UnsupportedError: slopes where this version has none.
             ArgumentError: window_size is no pair.
         """
-        scale = head_dim**-0.5 if self.softmax_scale is None and head_dim else self.softmax_scale
+        scale = self.softmax_scale
+        if scale is None and head_dim:
+            scale = head_dim**-0.5
+        elif scale is not None and type(scale) is not float:
+            scale = number("softmax_scale", scale)
         keywords = {
             "causal": self.causal,
             "scale": scale,

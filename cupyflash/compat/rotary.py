@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from ..options import whole
 from .tensors import sequence_of_rows
 
 
@@ -35,6 +36,7 @@ def apply_rotary_emb(
         Of x's shape and dtype; computed in fp32, fp64 for fp64. A position that cos does not have is not rotated.
     """
     _check(x, cos, sin, cu_seqlens)
+    _check_offsets(seqlen_offsets, len(x) if cu_seqlens is None else len(cu_seqlens) - 1)
     wide = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (t.to(wide).unsqueeze(-2) for t in _at_positions(x, cos, sin, seqlen_offsets, cu_seqlens))
     columns = 2 * cos.shape[-1]
@@ -145,3 +147,12 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None) -> No
             f"cos, sin: expected the same shape (positions, rotary_dim / 2), rotary_dim at most {x.shape[-1]}, got "
             f"{tuple(cos.shape)} and {tuple(sin.shape)}"
         )
+
+
+def _check_offsets(offsets: int | Tensor, batch: int) -> None:
+    if not isinstance(offsets, Tensor):
+        if type(offsets) is not int and not isinstance(offsets, torch.SymInt):
+            whole("seqlen_offsets", offsets, "an integer or a torch.Tensor")
+    elif offsets.is_floating_point() or offsets.dtype is torch.bool or tuple(offsets.shape) != (batch,):
+        got = f"{offsets.dtype} of shape {tuple(offsets.shape)}"
+        raise ArgumentError(f"seqlen_offsets: expected an integer, or integers of shape ({batch},), got {got}")

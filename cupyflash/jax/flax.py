@@ -7,13 +7,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..errors import ArgumentError, UnsupportedError
-from ..options import flag, make_options
+from ..errors import ArgumentError, UnsupportedError, by_their_names
+from ..options import flag, make_options, number
 from .op import attention_of
 from .sdpa import as_jax, of_scores, window_of
 from .seeds import words
 
 
+@by_their_names(q="query", k="key", v="value", dropout_p="dropout_rate", dropout_seed="dropout_rng")
 def flax_attention(
     query: Any,
     key: Any,
@@ -81,7 +82,7 @@ def flax_attention(
     query, key, value = (x.reshape(math.prod(lead), *x.shape[-3:]).astype(dtype) for x in (query, key, value))
     mask = None if mask is None else _folded(mask, lead) != 0
     arrays = {"q": query, "k": key, "v": value, **of_scores(query, _folded(bias, lead), mask)}
-    p = 0.0 if deterministic else dropout_rate
+    p = 0.0 if deterministic else number("dropout_rate", dropout_rate, "a number")
     if p:
         arrays["dropout_seed"] = words(dropout_rng)
     window = window_of(is_causal, None, key.shape[1] - query.shape[1])

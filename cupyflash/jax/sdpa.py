@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, by_their_names
 from ..options import flag, make_options, whole
 from .op import attention_of
 
 
+@by_their_names(q="query", k="key", v="value", kv_range="key_value_seq_lengths")
 def dot_product_attention(
     query: Any,
     key: Any,
@@ -64,15 +65,13 @@ def dot_product_attention(
     is_causal, return_residual = flag("is_causal", is_causal), flag("return_residual", return_residual)
     query, key, value = map(as_jax, (query, key, value))
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.ndim not in (3, 4) or x.ndim != query.ndim:
+        if x.ndim not in (3, 4):
             raise ArgumentError(
-                f"{name}: expected 4 dimensions (batch, length, heads, head_dim), or 3 without the batch, the same of "
-                f"query, key and value, got shape {x.shape}"
+                f"{name}: expected 4 dimensions (batch, length, heads, head_dim), or 3 for a batch of one, got shape "
+                f"{x.shape}"
             )
-    arrays = {"q": query, "k": key, "v": value}
     has_batch = query.ndim != 3
-    if not has_batch:
-        arrays = {name: x[None] for name, x in arrays.items()}
+    arrays = {name: x[None] if x.ndim == 3 else x for name, x in (("q", query), ("k", key), ("v", value))}
     arrays |= of_scores(query, bias, mask)
     for name, lengths in (
         ("query_seq_lengths", query_seq_lengths), ("key_value_seq_lengths", key_value_seq_lengths),

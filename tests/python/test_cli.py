@@ -587,11 +587,15 @@ def test_compile_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, invo
     assert (layer.count("sm_90"), layer.count("sm_90a")) == (plain, hopper)
 
     assert invoke("cache", "path").stdout.strip() == str(tmp_path / "cache")
+    folder = {"path": str(tmp_path / "cache")}
+    assert json.loads(invoke("cache", "path", "--json").stdout) == {"command": "cache path"} | folder
     assert len(json.loads(invoke("cache", "info", "--json").stdout)["entries"]) == len(expected)
     assert re.search(rf"sm_90 .* {plain} ", invoke("cache", "info").stdout)
     invoke("cache", "clear", code=1, input="n\n")
     assert f"{len(expected)} kernels removed" in invoke("cache", "clear", "--yes").stdout
     assert json.loads(invoke("cache", "info", "--json").stdout)["entries"] == []
+    nothing = {"command": "cache clear", "removed": 0, "errors": []} | folder
+    assert json.loads(invoke("cache", "clear", "--json").stdout) == nothing
 
 
 @pytest.mark.parametrize("preset", ["common", "all"])

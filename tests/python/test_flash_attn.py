@@ -462,6 +462,7 @@ def test_a_table_behind_the_last_page_in_use_may_hold_anything() -> None:
         ({"cache_leftpad": torch.tensor([1])}, r"cache_leftpad: expected integers of shape \(2,\), got \(1,\)"),
         ({"block_table": torch.tensor([0])}, "block_table: expected a torch.Tensor of two dimensions of integers"),
         ({"cache_batch_idx": torch.tensor([0.0, 1.0])}, "cache_batch_idx: expected a torch.Tensor of one dimension"),
+        ({"softmax_scale": "1"}, "^softmax_scale: expected a number or None, got '1'"),
         ({"num_splits": float("nan")}, "num_splits: expected an integer, got nan"),
         ({"k_cache": torch.zeros(16)}, r"k_cache: expected 4 dimensions, got shape \(16,\)"),
         ({"k_cache": torch.zeros(2, 32, 2, 15)}, "k_cache: expected the head_dim of q, 16, got 15"),

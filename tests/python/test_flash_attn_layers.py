@@ -169,6 +169,9 @@ def test_rotary_beyond_the_tables() -> None:
     assert torch.equal(got[0, 2], x[0, 2])
     with pytest.raises(ArgumentError, match="seqlen_offsets: expected rows 2 to 5 to be among the 4 of cos"):
         rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=2)
+    for wrong in (int32(0, 1, 2), torch.zeros(len(x)), 1.0, None):
+        with pytest.raises(ArgumentError, match="seqlen_offsets: expected an integer"):
+            rotary.apply_rotary_emb(x, cos, sin, seqlen_offsets=wrong)
 
 
 def test_rotary_keeps_the_dtype_and_no_gradient_of_tables() -> None:

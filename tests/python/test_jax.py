@@ -668,6 +668,27 @@ def test_dot_product_attention_has_the_arguments_of_jax(three: list[Any]) -> Non
         dot_product_attention(*three, implementation="triton")
 
 
+def test_dot_product_attention_names_its_own_arguments(three: list[Any]) -> None:
+    from cupyflash.jax import dot_product_attention
+
+    query, key, value = three
+    with pytest.raises(ArgumentError, match=r"^key: expected the head_dim of query, 16, got 8"):
+        dot_product_attention(query, key[..., :8], value)
+
+
+def test_dot_product_attention_without_a_batch(three: list[Any]) -> None:
+    """Each of the three may lack it, as in jax.nn."""
+    import jax
+
+    from cupyflash.jax import dot_product_attention
+
+    query, key, value = (x[:1] for x in three)
+    for some in ((query[0], key, value), (query, key[0], value[0]), (query[0], key[0], value[0])):
+        got, want = dot_product_attention(*some), jax.nn.dot_product_attention(*some)
+        assert got.shape == want.shape
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+
 def test_dot_product_attention_takes_arrays_of_numpy(rng: np.random.Generator) -> None:
     """As jax.nn's does: masks and lengths are often made by NumPy."""
     import jax
@@ -734,7 +755,7 @@ def test_a_constant_beside_what_is_traced_has_a_way_out() -> None:
         ({"return_residual": [1]}, "return_residual: expected True or False"),
         ({"bias": np.ones((8, 8), np.complex64)}, "bias: expected real numbers, got complex64"),
         ({"query": np.ones(8, np.float32)}, "query: expected 4 dimensions"),
-        ({"key": np.ones((8, 1, 8), np.float32)}, "key: expected 4 dimensions"),
+        ({"key": np.ones((8, 8), np.float32)}, "key: expected 4 dimensions"),
         ({"local_window_size": -1}, "local_window_size: expected left"),
         (
             {"local_window_size": (-2, 5), "is_causal": True},

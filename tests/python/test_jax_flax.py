@@ -194,6 +194,8 @@ def test_dtype_is_that_of_the_computation(x: Any) -> None:
 
 
 def test_what_is_not_taken_is_refused_by_name(x: Any) -> None:
+    import jax
+
     from cupyflash.jax import flax_attention
 
     _, ours = nnx_pair()
@@ -206,6 +208,10 @@ def test_what_is_not_taken_is_refused_by_name(x: Any) -> None:
         flax_attention(q, q, q, something_new=True)
     with pytest.raises(ArgumentError, match="query, key, value: expected the same leading dimensions"):
         flax_attention(q, q[:1], q[:1])
+    with pytest.raises(ArgumentError, match=r"^key: expected the head_dim of query"):
+        flax_attention(q, q[..., :-1], q)
+    with pytest.raises(ArgumentError, match=r"^dropout_rate: expected a number .*, got 1\.5"):
+        flax_attention(q, q, q, dropout_rate=1.5, dropout_rng=jax.random.key(0), deterministic=False)
 
 
 def test_all_arguments_of_flax_are_known() -> None:
