@@ -180,21 +180,22 @@ def attention_with_cache(
         join_cache(block_mask, arrays)
     if score_mod is not None or mask_mod is not None or mod_arrays is not None:
         call = with_mods(arrays, call, score_mod, mask_mod, mod_arrays)
-    out, lse, *caches = _forward(arrays, call, None if "cache_seqlens" in arrays else cache_seqlens)
+    out, lse, *caches = _forward(arrays, call, None if "cache_seqlens" in arrays else cache_seqlens, want_lse)
     found = (out, lse, *caches) if want_lse else (out, *caches)
     return found if len(found) > 1 else out
 
 
-def _forward(arrays: dict[str, Any], call: CacheOptions, length: int | None) -> tuple[Any, ...]:
+def _forward(arrays: dict[str, Any], call: CacheOptions, length: int | None, want_lse: bool) -> tuple[Any, ...]:
     """(out, lse) of arrays of any library, by the names and in the order of `CACHE_ARRAYS`; of JAX's the caches too.
 
     Args:
         length: in place of cache_seqlens, where that is an int.
+        want_lse: else lse may be None.
     """
     if is_tensor(type(arrays["q"])):
         import cupyflash.torch.cached
 
-        found = cupyflash.torch.cached.again(arrays, call, length)
+        found = cupyflash.torch.cached.again(arrays, call, length, want_lse)
         if found is not None:
             return found
     lengths = arrays["cache_seqlens"] if length is None else length
@@ -213,10 +214,11 @@ def _forward(arrays: dict[str, Any], call: CacheOptions, length: int | None) -> 
 
         return of_jax.attention_with_cache(arrays, call, length)
     if isinstance(library, Foreign):
-        out, lse = _forward(library.adopt(arrays), call, length)
-        return library.give_back(out, arrays["q"]), library.give_back(lse, arrays["q"])
+        out, lse = _forward(library.adopt(arrays), call, length, want_lse)
+        given_back = [None if x is None else library.give_back(x, arrays["q"]) for x in (out, lse)]
+        return tuple(given_back)
     if library is TORCH:
         import cupyflash.torch.cached
 
-        return cupyflash.torch.cached.attention_with_cache(arrays, call, length)
-    return cached.forward(library, arrays, call, length)
+        return cupyflash.torch.cached.attention_with_cache(arrays, call, length, want_lse)
+    return cached.forward(library, arrays, call, length, want_lse=want_lse)

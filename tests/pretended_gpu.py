@@ -19,7 +19,7 @@ from cupyflash.arrays import adapters as arrays
 from cupyflash.compile import jit
 from cupyflash.gpu import tensormap
 from cupyflash.gpu.device import Device
-from cupyflash.launch import cached, counters, decode
+from cupyflash.launch import cached, constants, counters, decode
 from cupyflash.launch import prepared as launch
 from cupyflash.launch.kept import Kept
 from cupyflash.plan.variant import Variant
@@ -58,19 +58,25 @@ def crossed(longs: Any, words: Any, lengths: list[int], strides: list[int]) -> N
 
 class Gpu:
     """Attributes: what was launched, and of that, what may start before the launch in front of it has ended; the
-    variants loaded, the tensor maps encoded, and those that are refused; how many clusters run at the same time."""
+    variants loaded, the tensor maps encoded, and those that are refused; how many clusters run at the same time; what
+    lies there for good."""
 
     def __init__(self) -> None:
         self.launched: list[Launched] = []
         self.dependent_ones: list[Launched] = []
         self.loaded: list[Variant] = []
         self.encoded, self.clusters = 0, 1000
+        self.constants: list[np.ndarray] = []
         self.place: Place = plain
         self.refuses: Callable[[list[int]], bool] = lambda lengths: False
 
     def load(self, variant: Variant, device: Device, stream: int = 0) -> jit.Kernel:
         self.loaded.append(variant)
         return jit.Kernel(variant, len(self.loaded) - 1, None)
+
+    def put(self, values: np.ndarray) -> int:
+        self.constants.append(values)
+        return values.ctypes.data
 
     def launch(self, function: int, grid: int, *rest: Any) -> None:
         variant, pointer = self.loaded[function], ctypes.c_void_p.from_address(rest[-2]).value
@@ -111,6 +117,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, arch: str = "sm_90") -> Gpu:
     monkeypatch.setattr(runtime, "setDevice", lambda ordinal: None)
     monkeypatch.setattr(counters.Counters, "address", lambda self, stream: COUNTER)
     monkeypatch.setattr(counters.Counters, "is_low", lambda self: False)
+    monkeypatch.setattr(constants, "_on", {})
+    monkeypatch.setattr(constants.Constants, "_is_captured", lambda self, stream: False)
+    monkeypatch.setattr(constants.Constants, "_put", lambda self, values: found.put(values))
     monkeypatch.setattr(jit, "load", found.load)
     monkeypatch.setattr(jit, "launcher", lambda: found.launch)
     monkeypatch.setattr(tensormap, "_encoder", lambda: found.encode)

@@ -18,7 +18,7 @@ from ..cpu import cache
 from ..errors import FROM_ELSEWHERE, ArgumentError
 from ..gpu.device import Device
 from ..plan.prefill import Way, way_of
-from . import decode, last_cached, prefill
+from . import attending, decode, last_cached, prefill
 from .alignment import cache_aligned_at
 from .kept import Kept
 from .made import copied
@@ -39,9 +39,12 @@ class _Kept:
         made: (shape, dtype) of out where it is not, of lse and of the workspaces.
         forms: of what it makes, from its first run on.
         way: how it takes the forward, beside what is launched here or behind what is appended; None: it does not.
+        attending: that forward, once the call was made before; runs: how often it was, until then.
     """
 
     recent = False
+    attending: attending.Attending | None = None
+    runs = 0
 
     def __init__(
         self, launch: decode.CacheCall, problem: CacheProblem, copied: Sequence[int], way: Way | None = None
@@ -60,9 +63,11 @@ calls: Kept[_Kept] = Kept(_MAX_CALLS)
 
 
 def forward(
-    library: Native, arrays: dict[str, Any], options: CacheOptions, length: int | None = None, decided: Decided = ()
-) -> tuple[Any, Any]:
-    """(out, lse) of arrays of one native library; the caches are written where there is a k.
+    library: Native, arrays: dict[str, Any], options: CacheOptions, length: int | None = None, decided: Decided = (),
+    want_lse: bool = True,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(out, lse) of arrays of one native library; the caches are written where there is a k. lse may be None where
+    nobody wants it.
 
     Args:
         arrays: by their names in `CACHE_ARRAYS`, in that order: q, k_cache and v_cache are the first.
@@ -82,8 +87,9 @@ def forward(
         return _on_host(library, arrays, keys, pointers, options, length)
     for pointer in pointers:
         bits |= pointer
-    aligned, stream = bits & 15 == 0, library.stream(device)
-    if not aligned or 0 in pointers:
+    in_chunks = bits & 15 == 0 and 0 not in pointers
+    aligned, stream = in_chunks, library.stream(device)
+    if not in_chunks:
         aligned = _look_at_addresses(library, arrays, pointers)
     call = _call(library, arrays, keys, options, aligned, stream, decided)
     if pointers[1] == pointers[2]:
@@ -96,17 +102,17 @@ def forward(
     made = _made(library, call, arrays, pointers)
     call.launch(pointers, stream, length)
     del copies
-    if call.way is None:
-        if library is TORCH and aligned and not call.copied:
-            last_cached.remember(calls.last, arrays, options, call, device)
-        return made[0], made[1]
-    if decided:
+    if decided and call.way is not None:
         return None, None
-    results = (made[0], made[1]) if call.attends else None
-    if length is not None:
-        arrays = arrays | {"cache_seqlens": library.full((call.problem.batch,), length, arrays["q"])}
-    arrays = prefill.ready(arrays, made[2 * call.attends :], call.problem, call.way)
-    return prefill.attend(library, arrays, call.problem, options, call.way, results)
+    is_usual = in_chunks and not call.copied
+    if library is TORCH and is_usual and (call.way is None or call.attending is not None):
+        last_cached.remember(calls.last, arrays, options, call, device)
+    if call.way is None:
+        return made[0], made[1]
+    if call.attending is not None and is_usual and not is_debug():
+        into = made[:2] if call.attends else ()
+        return call.attending(library, arrays, pointers, stream, length, want_lse, into)
+    return attending.found(library, call, call.way, arrays, options, made, length, stream, is_usual)
 
 
 def _made(library: Native, call: _Kept, arrays: Mapping[str, Any], pointers: list[int]) -> Sequence[Any]:

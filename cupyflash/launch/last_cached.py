@@ -12,6 +12,7 @@ from ..arrays.tensors import Forms
 from ..cache.checks import CacheOptions
 from ..cache.problem import CacheProblem
 from ..cache.values import check_length
+from .attending import Attending
 from .decode import CacheCall
 from .last import IsAlike, are_plain, keep
 from .variables import is_debug, wish
@@ -26,6 +27,8 @@ class _Call(Protocol):
     problem: CacheProblem
     launch: CacheCall
     forms: Forms
+    attends: bool
+    attending: Attending | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,13 @@ class _Last:
     grows: bool = False
 
 
-def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, length: int | None) -> tuple[Any, Any] | None:
+def again(
+    lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, length: int | None, want_lse: bool = True
+) -> tuple[Any, Any] | None:
     """(out, lse) of tensors like those of the last call of its kind; None: somebody must look at them.
 
     Args:
-        arrays, length: as those of `cached.forward`.
+        arrays, length, want_lse: as those of `cached.forward`.
 
     Raises:
         ArgumentError: the cache has no room for `length`.
@@ -72,14 +77,17 @@ def again(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, length
         return None
     if length is not None and room is None:
         check_length(last.call.problem, length)
-    last.call.recent = True
-    made = TORCH.make_like(last.call.forms, pointers)
-    launch(pointers, TORCH.stream(last.device), length, room)
-    return made[0], made[1]
+    call, stream = last.call, TORCH.stream(last.device)
+    call.recent = True
+    made = TORCH.make_like(call.forms, pointers) if call.forms else []
+    launch(pointers, stream, length, room)
+    if call.attending is None:
+        return made[0], made[1]
+    return call.attending(TORCH, arrays, pointers, stream, length, want_lse, made[:2] if call.attends else ())
 
 
 def remember(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, call: _Call, device: int) -> None:
-    """This call was found for these tensors, all of which lie at multiples of 16, and runs by its own kernels alone.
+    """This call was found for these tensors, all of which lie at multiples of 16, and runs by kernels that it knows.
     Where calls of a kind take turns, none is worth a comparison. Nor is one of tensors that ask for a gradient, which
     is refused where they are looked at."""
     kind = *arrays, options, wish()
@@ -94,9 +102,10 @@ def remember(lasts: Lasts, arrays: Mapping[str, Any], options: CacheOptions, cal
 
 
 def _has_grown(before: _Call, call: _Call) -> bool:
-    """Whether two calls are of caches of which no more than the length differs."""
+    """Whether two calls are of caches of which no more than the length differs, and by no forward."""
     a, b = before.launch.growing, call.launch.growing
-    return before is not call and a is not None and b is not None and a.kind == b.kind
+    by_own = before.attending is None and call.attending is None
+    return by_own and before is not call and a is not None and b is not None and a.kind == b.kind
 
 
 def _free(arrays: Mapping[str, Any]) -> list[list[list[int | None]]]:

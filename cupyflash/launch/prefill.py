@@ -6,8 +6,8 @@ Which calls take it says plan/prefill.py.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def ready(arrays: Mapping[str, Any], made: Sequence[Any], p: CacheProblem, way: 
 
 def attend(
     library: Native, arrays: Mapping[str, Any], p: CacheProblem, options: CacheOptions, way: Way,
-    into: tuple[Any, Any] | None = None,
+    into: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(out, lse) of a call of that way.
 
@@ -82,54 +82,76 @@ def options_of(options: CacheOptions, way: Way) -> Options:
 
 def by_sequence(out: Any, lse: Any, p: CacheProblem) -> tuple[Any, Any]:
     """The results of packed rows as those of sequences that are not packed."""
-    rows = lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
-    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v), rows
+    return out.reshape(p.batch, p.seqlen_q, p.heads_q, p.head_dim_v), lse_by_sequence(lse, p)
+
+
+def lse_by_sequence(lse: Any, p: CacheProblem) -> Any:
+    """That of packed rows as that of sequences that are not packed."""
+    return lse.reshape(p.heads_q, p.batch, p.seqlen_q).swapaxes(0, 1)
+
+
+class Steps(NamedTuple):
+    """0, step, 2 step, ... in int32: what says where packed sequences begin that are all of one length."""
+
+    numbers: int
+    step: int
+
+    def array(self, library: Native, like: Any) -> Any:
+        """On the device of `like`; queued on the current stream."""
+        if self.step == 0:
+            return library.full((self.numbers,), 0, like)
+        end = self.numbers * self.step
+        if library is TORCH:
+            torch = sys.modules["torch"]
+            return torch.arange(0, end, self.step, dtype=torch.int32, device=like.device)
+        if library is CUPY:
+            with like.device:
+                return sys.modules["cupy"].arange(0, end, self.step, dtype=np.int32)
+        return np.arange(0, end, self.step, dtype=np.int32)
+
+
+def sources(names: Collection[str], p: CacheProblem, way: Way) -> dict[str, str | Steps]:
+    """Of each array that the forward is given: what it is made of, the name of an array or the same numbers in every
+    call. Of `seqused_k` see `counts_used`.
+
+    Args:
+        names: of the arrays that `ready` has.
+    """
+    p = dequantized(p) if way.dequantized else p
+    per_sequence = p.batch + 1
+    found: dict[str, str | Steps] = {"q": "q", "k": "k_cache", "v": "v_cache"}
+    found["cu_seqlens_q"] = "cu_seqlens_q" if p.packed else Steps(per_sequence, p.seqlen_q)
+    if not way.paged:
+        found["cu_seqlens_k"] = Steps(per_sequence, p.capacity)
+    elif p.seqlen_new != p.seqlen_q:  # else as many are new as queries, and the kernel takes theirs
+        found["cu_seqlens_k"] = Steps(per_sequence, p.seqlen_new)
+    found["seqused_k"] = "cache_seqlens"
+    if way.paged:  # a cache that lies whole is a page of each sequence
+        of_pages = "block_table" if "block_table" in names else "cache_batch_idx" if p.chosen else None
+        found["block_table"] = of_pages or Steps(p.batch, 1)
+    return found | {name: name for name in _FEATURES if name in names}
+
+
+def counts_used(p: CacheProblem, way: Way) -> bool:
+    """Whether `seqused_k` counts new keys, too; by pages the kernel counts them itself (pages.cuh)."""
+    return p.seqlen_new > 0 and not way.paged
+
+
+def used_of(lengths: Any, p: CacheProblem, way: Way) -> Any:
+    """`seqused_k` of these cache_seqlens."""
+    return lengths.clip(0, p.capacity) + p.seqlen_new if counts_used(p, way) else lengths
 
 
 def rows_of(library: Native, arrays: Mapping[str, Any], p: CacheProblem, way: Way) -> dict[str, Any]:
     """The arrays that the forward is given; `library`: makes those that hold the same numbers in every call."""
-    p, q = dequantized(p) if way.dequantized else p, arrays["q"]
-    rows = {"q": q if p.packed else q.reshape(p.batch * p.seqlen_q, p.heads_q, p.head_dim)}
-    rows |= _by_table(library, arrays, p, q) if way.paged else _in_rows(library, arrays, p, q)
-    return rows | {name: arrays[name] for name in _FEATURES if name in arrays}
-
-
-def _in_rows(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any) -> dict[str, Any]:
-    """The caches as packed keys, of which as many count as are used by now."""
-    used = arrays["cache_seqlens"]
-    if p.seqlen_new:
-        used = used.clip(0, p.capacity) + p.seqlen_new
-    return {
-        **{x: arrays[f"{x}_cache"].reshape(-1, p.heads_k, d) for x, d in zip("kv", p.widths, strict=True)},
-        "cu_seqlens_q": _steps(library, p.batch + 1, p.seqlen_q, q),
-        "cu_seqlens_k": _steps(library, p.batch + 1, p.capacity, q),
-        "seqused_k": used,
+    rows = {
+        name: source.array(library, arrays["q"]) if isinstance(source, Steps) else arrays[source]
+        for name, source in sources(arrays, p, way).items()
     }
-
-
-def _by_table(library: Native, arrays: Mapping[str, Any], p: CacheProblem, q: Any) -> dict[str, Any]:
-    """The caches as they are, in pages; the kernel counts used keys and new ones together (pages.cuh)."""
-    found = {name: arrays[f"{name}_cache"] for name in "kv"}
-    found["cu_seqlens_q"] = arrays["cu_seqlens_q"] if p.packed else _steps(library, p.batch + 1, p.seqlen_q, q)
-    if not p.seqlen_new:
-        found["cu_seqlens_k"] = library.full((p.batch + 1,), 0, q)
-    elif p.seqlen_new != p.seqlen_q:
-        found["cu_seqlens_k"] = _steps(library, p.batch + 1, p.seqlen_new, q)
-    found["seqused_k"] = arrays["cache_seqlens"]
-    table = arrays.get("block_table")
-    if table is None:
-        table = arrays["cache_batch_idx"] if p.chosen else _steps(library, p.batch, 1, q)
-        table = table.reshape(p.batch, 1)
-    return found | {"block_table": table}
-
-
-def _steps(library: Native, count: int, step: int, like: Any) -> Any:
-    """0, step, 2 step, ... in int32, on the device of `like`; queued on the current stream."""
-    end = count * step
-    if library is TORCH:
-        torch = sys.modules["torch"]
-        return torch.arange(0, end, step, dtype=torch.int32, device=like.device)
-    if library is CUPY:
-        with like.device:
-            return sys.modules["cupy"].arange(0, end, step, dtype=np.int32)
-    return np.arange(0, end, step, dtype=np.int32)
+    if not p.packed:
+        rows["q"] = rows["q"].reshape(p.batch * p.seqlen_q, p.heads_q, p.head_dim)
+    if not way.paged:
+        rows |= {x: rows[x].reshape(-1, p.heads_k, d) for x, d in zip("kv", p.widths, strict=True)}
+    elif len(rows["block_table"].shape) == 1:
+        rows["block_table"] = rows["block_table"].reshape(p.batch, 1)
+    return rows | {"seqused_k": used_of(rows["seqused_k"], p, way)}

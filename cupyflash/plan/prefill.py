@@ -24,15 +24,22 @@ from .kernels import LEAST_QUERIES, LEAST_QUERIES_OF_8_BITS, PAGE_UNIT, least_qu
 from .spec import Spec
 from .splits import may_divide
 
-# The forward takes calls with at least so many queries of all sequences and heads for each multiprocessor; with the
-# second number where blocks divide the keys.
+# The forward takes calls with at least so many queries of all sequences and heads for each multiprocessor (measured by
+# both ways of the same calls: docs/performance.md, "From how many queries on"). By TMA, times how many heads share one
+# of k, whose rows the kernels for few have in one tile:
+_ROWS_OF_GROUPS = 8
+# Else as many as there are keys by so many, since a block takes all of them; no more than a bound, which is lower where
+# a sequence has so many queries.
+_KEYS_A_ROW, _KEYS_A_ROW_OF_FP32 = 40, 16
+_MOST_ROWS, _MOST_ROWS_OF_LONG, _LONG = 100, 60, 256
+# Of packed sequences, of long keys that cannot be divided, and of what is added without TMA; where blocks divide keys.
 _ROWS, _ROWS_OF_PARTS = 30, 8
 _MANY_OF_PACKED = 128  # queries that one sequence of a packed call can have, at least
 _MANY_BY_ELEMENT = 96  # queries of a sequence beside a bias, a mask or mods, where TMA is not used
 _FEW_ROWS, _MANY_KEYS = 128, 8192  # rows for each multiprocessor that are a tile or less, beside so many keys
 _ROW_BYTES = 1 << 30  # that rows of q's dtype may take beside a cache of 8 bits, of which they are twice its size
 _COLUMNS = 16  # of 8 bits that are read at a time
-_PAIRS = 1 << 24  # of these and keys that there is room for: less is not worth what more launches cost the host
+_PAIRS = 1 << 24  # of these and keys that there is room for, likewise
 
 
 class Lie(NamedTuple):
@@ -78,7 +85,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     if 0 in (p.batch, p.slots):  # no keys, whatever room there is: the forward has no place to read
         return None
     if p.stored:
-        if p.seqlen_q < LEAST_QUERIES_OF_8_BITS:
+        if p.seqlen_q < LEAST_QUERIES_OF_8_BITS or _rows(p) * p.capacity < _PAIRS:
             return None
         way = way_of(dequantized(p), device, lie._replace(in_rows=True, whole_table=True), family)
         fits = 2 * dequantized(p).slots * p.capacity * p.heads_k * sum(p.widths) <= _ROW_BYTES
@@ -89,7 +96,7 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     # Packed, nobody here knows how many queries each has: at least one may have many where the others have one.
     if p.seqlen_q < (_MANY_OF_PACKED + p.batch - 1 if p.packed else LEAST_QUERIES):
         return None
-    rows = (1 if p.packed else p.batch) * p.heads_q * p.seqlen_q
+    rows = _rows(p)
     is_plain = not (p.packed or p.chosen or p.page_size) and lie.in_rows and p.slots == p.batch
     by_tma = device.capability == (9, 0) and family in (None, "sm90") and lie.tma and p.dtype in HALF
     if p.block_mask and p.bias:  # a call has one room for both, which need not be that of either
@@ -99,12 +106,34 @@ def way_of(p: CacheProblem, device: Device, lie: Lie, family: str | None = None)
     divides = rows <= _FEW_ROWS * device.sm_count and p.capacity >= _MANY_KEYS and may_divide(p)
     if p.by_element and not (by_tma or p.packed) and p.seqlen_q < _MANY_BY_ELEMENT:
         return None
-    in_parts = reads_pages and may_divide(p) and (by_tma or divides) and not p.packed
-    if rows < (_ROWS_OF_PARTS if in_parts else _ROWS) * device.sm_count or rows * p.capacity < _PAIRS:
+    if not _is_worth_it(p, rows / device.sm_count, rows * p.capacity, by_tma, reads_pages and divides):
         return None
     if reads_pages and (by_tma or divides or p.block_mask or p.masks_alone or not is_plain):
         return Way(paged=True, beside=p.packed)
     return Way() if is_plain and not p.block_mask else None
+
+
+def _rows(p: CacheProblem) -> int:
+    """Queries of all heads; packed, of one sequence that may have them all."""
+    return (1 if p.packed else p.batch) * p.heads_q * p.seqlen_q
+
+
+def _is_worth_it(p: CacheProblem, rows: float, pairs: int, by_tma: bool, divides: bool) -> bool:
+    """Whether a forward of so many rows for each multiprocessor, and so many pairs, is faster than the kernels for few
+    queries.
+
+    Args:
+        divides: whether blocks divide the keys, as they do by TMA wherever they may.
+    """
+    undivided = p.capacity > _MANY_KEYS and not may_divide(p)
+    if p.packed or (undivided if by_tma else divides or p.by_element):
+        in_parts = may_divide(p) and (by_tma or divides) and not p.packed
+        return rows >= (_ROWS_OF_PARTS if in_parts else _ROWS) and pairs >= _PAIRS
+    if by_tma:
+        return rows * p.group >= _ROWS_OF_GROUPS
+    is_half = p.dtype in HALF
+    most = _MOST_ROWS_OF_LONG if is_half and p.seqlen_q >= _LONG else _MOST_ROWS
+    return rows >= max(_ROWS_OF_GROUPS / 2, min(most, p.capacity / (_KEYS_A_ROW if is_half else _KEYS_A_ROW_OF_FP32)))
 
 
 def dequantized(p: CacheProblem) -> CacheProblem:

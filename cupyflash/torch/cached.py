@@ -36,12 +36,13 @@ _OPTIONS = (
 
 
 def attention_with_cache(
-    arrays: dict[str, Any], options: CacheOptions, length: int | torch.SymInt | None = None
-) -> tuple[Tensor, Tensor]:
+    arrays: dict[str, Any], options: CacheOptions, length: int | torch.SymInt | None = None, want_lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """(out, lse); the caches are written where there is a k.
 
     Args:
         length: in place of cache_seqlens.
+        want_lse: else it may be None.
 
     Raises:
         UnsupportedError: a gradient is asked for, or a transform of torch.func.
@@ -49,7 +50,7 @@ def attention_with_cache(
     if torch.is_grad_enabled():
         _refuse_gradients(arrays)
     if not is_compiling() and not is_followed():
-        return cached.forward(TORCH, arrays, options, length)
+        return cached.forward(TORCH, arrays, options, length, want_lse=want_lse)
     if not is_compiling() and are_transforms_active():
         raise UnsupportedError(
             "q: attention over a cache has no rule for the transforms of torch.func; call it outside"
@@ -59,11 +60,13 @@ def attention_with_cache(
     return out, lse
 
 
-def again(arrays: Mapping[str, Any], options: CacheOptions, length: int | None) -> tuple[Tensor, Tensor] | None:
+def again(
+    arrays: Mapping[str, Any], options: CacheOptions, length: int | None, want_lse: bool
+) -> tuple[Tensor, Tensor | None] | None:
     """`attention_with_cache` of arrays like those of the last call of its kind; None: somebody must look at them."""
     if is_compiling() or is_followed():
         return None
-    return last_cached.again(cached.calls.last, arrays, options, length)
+    return last_cached.again(cached.calls.last, arrays, options, length, want_lse)
 
 
 def _refuse_gradients(arrays: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ def again(
         arrays["kv_range"] = _range_of(mask)
     if sink is not None:
         arrays["sink"] = sink_of(sink, q)
-    found = cached.again(arrays, options, k.shape[2])
+    found = cached.again(arrays, options, k.shape[2], want_lse=False)
     return None if found is None else found[0]
 
 

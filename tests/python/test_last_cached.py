@@ -25,7 +25,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
     forward = cached.forward
     monkeypatch.setattr(
-        cached, "forward", lambda library, arrays, *x: found.append([*arrays]) or forward(library, arrays, *x)
+        cached, "forward", lambda library, arrays, *x, **y: found.append([*arrays]) or forward(library, arrays, *x, **y)
     )
     return found
 

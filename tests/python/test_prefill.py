@@ -50,7 +50,7 @@ def test_which_calls() -> None:
         assert (way_of(call, HOPPER, Lie()), way_of(call, AMPERE, Lie())) == (BY_TABLE, Way())
     for other in (
         {"seqlen_q": 32}, {"num_splits": 1}, {"batch_invariant": True},
-        {"heads_q": 8, "seqlen_q": 32}, {"capacity": 2**28}, {"capacity": 250}, {"page_size": 8},
+        {"heads_q": 8, "seqlen_q": 32}, {"capacity": 2**28}, {"page_size": 8},
         {"packed": True, "seqlen_q": 130}, {"block_mask": 1, "mask_tiles": 64, "bias": Bias("bf16")},
     ):  # fmt: skip
         assert way_of(replace(PROBLEM, **other), HOPPER, Lie()) is None, other  # type: ignore[arg-type]
@@ -71,12 +71,20 @@ def test_which_calls() -> None:
 
 
 def test_how_many_queries_are_many() -> None:
-    """From 33 on, if all heads have rows enough; a quarter of them where keys are divided, which a sink forbids."""
+    """From 33 on, if all heads have rows enough; of many keys more where a sink forbids to divide them."""
     few = replace(PROBLEM, batch=1, slots=1, seqlen_q=33, capacity=16384)
     assert way_of(few, HOPPER, Lie()) == way_of(few, AMPERE, Lie()) == BY_TABLE
-    for call in (replace(few, sink=True), replace(few, seqlen_q=32), replace(few, heads_q=16)):
+    for call in (replace(few, sink=True), replace(few, seqlen_q=32), replace(few, heads_q=8)):
         assert way_of(call, HOPPER, Lie()) is None
     assert way_of(replace(few, batch=4, slots=4, sink=True), HOPPER, Lie()) == BY_TABLE
+    assert way_of(replace(few, heads_q=16), HOPPER, Lie()) == BY_TABLE  # two heads share one, and are one tile there
+    assert way_of(replace(few, capacity=64, sink=True), HOPPER, Lie()) == BY_TABLE  # however few the keys
+    for dtype, keys in (("bf16", (64, 1000)), ("fp32", (64, 200))):  # without TMA a block takes all keys
+        taken = [way_of(replace(few, seqlen_q=100, dtype=dtype, capacity=n), AMPERE, Lie()) for n in (*keys, 4096)]
+        assert taken == [Way(), Way(), None]
+    long = replace(few, seqlen_q=256, capacity=4096)
+    assert [way_of(replace(long, seqlen_q=n), AMPERE, Lie()) for n in (255, 256)] == [None, Way()]
+    assert way_of(replace(long, dtype="fp32"), AMPERE, Lie()) is None
     added = replace(few, mods="mask_mod (k < 5)")  # which pays later by the kernels without TMA
     assert way_of(added, HOPPER, Lie()) == way_of(replace(added, seqlen_q=96), AMPERE, Lie()) == BY_TABLE
     assert way_of(replace(added, seqlen_q=95), AMPERE, Lie()) is None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupyflash import attention_with_cache
+from cupyflash.launch import prefill, run
 from cupyflash.problem import MAX_SEQLEN
 from tests import pretended_gpu
 
@@ -114,3 +115,88 @@ def test_a_cache_without_room(page_size: int | None, packed: bool, gpu: pretende
     if packed:
         x["cu_seqlens_q"] = ints(0, 1, 2000)
     assert launched(gpu, **x)[0][0].startswith("decode_sm")
+
+
+# Of calls that take the forward: q, the caches, and what says where their rows are.
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"queries": (2, 200), "slots": (2, 4096)},
+    "one": {"queries": (1, 300), "slots": (1, 4096)},
+    "few of many": {"queries": (2, 200), "slots": (9, 4096), "chosen": True},
+    "pages": {"queries": (2, 200), "slots": (600, 16)},
+    "packed": {"queries": (2000,), "slots": (600, 16)},
+    "packed, chosen": {"queries": (2000,), "slots": (9, 4096), "chosen": True},
+}
+
+
+def given_of(queries: tuple[int, ...], slots: tuple[int, int], chosen: bool = False) -> dict[str, Any]:
+    """New arrays each time."""
+    packed = len(queries) == 1
+    batch = 3 if packed else queries[0]
+    x: dict[str, Any] = {"q": torch.zeros(*queries, *HEADS, **LIKE), "cache_seqlens": ints(*range(3, 3 + batch))}
+    x |= caches(*slots)
+    if slots[1] == 16:
+        x["block_table"] = torch.zeros(batch, 256, dtype=torch.int32)
+    if chosen:
+        x["cache_batch_idx"] = ints(*range(batch))
+    if packed:
+        x["cu_seqlens_q"] = ints(0, 1, 1900, 2000)
+    return x
+
+
+def told(params: Any, x: dict[str, Any], results: Any, gpu: pretended_gpu.Gpu) -> dict[str, Any]:
+    """What the forward's params say, addresses by what lies there."""
+    names = {a.data_ptr(): name for name, a in x.items()} | {a.data_ptr(): i for i, a in enumerate(results)}
+    names |= {a.ctypes.data: tuple(a) for a in gpu.constants}
+    addresses = ("q", "k", "v", "o", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table", "sink")
+    found = {name: names.get(int(params[name]), "new" if params[name] else None) for name in addresses}
+    return found | {name: params[name].tobytes() for name in params.dtype.names if params.dtype[name] != np.uint64}
+
+
+@pytest.mark.parametrize("more", ["", "appends", "sink", "length", "rotary", "appends fewer"])
+@pytest.mark.parametrize("want_lse", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_call_made_before_is_launched_as_it_was(
+    arch: str, way: str, want_lse: bool, more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other arrays: from the third time on nobody looks for the forward, which is told the same as at first."""
+    gpu = pretended_gpu.pretend(monkeypatch, arch)
+    gpu.place, gpu.refuses = encode, lambda lengths: 0 in lengths
+    seen = []
+    for i in range(6):
+        x = given_of(**WAYS[way])
+        q = x["q"]
+        if "appends" in more or more == "rotary":
+            rows = (*q.shape[:-3], 7) if more == "appends fewer" and q.dim() == 4 else q.shape[:-2]
+            x |= {name: torch.zeros(*rows, *KEYS, **LIKE) for name in "kv"}
+        if more == "rotary":
+            x |= {name: torch.zeros(4096, 16, **LIKE) for name in ("rotary_cos", "rotary_sin")}
+        if more == "sink":
+            x["sink"] = torch.zeros(HEADS[0])
+        length = x.pop("cache_seqlens") if more == "length" else None
+        if i > 2:
+            monkeypatch.setattr(prefill, "rows_of", None)
+            monkeypatch.setattr(run, "forward", None)
+        gpu.launched.clear()
+        results = attention_with_cache(**x, **({} if length is None else {"cache_seqlens": 5}), return_lse=want_lse)
+        results = results if want_lse else (results,)
+        shape = (HEADS[0], 2000) if q.dim() == 3 else (len(q), HEADS[0], q.shape[1])
+        assert [tuple(r.shape) for r in results] == [tuple(q.shape), shape][: len(results)]
+        assert all(r.is_contiguous() for r in results)
+        kinds = {variant.symbol: variant for variant in gpu.loaded}
+        params = np.frombuffer(gpu.launched[-1].params, kinds[gpu.launched[-1].symbol].params)[0]
+        params = params["plain"] if "plain" in (params.dtype.names or ()) else params
+        kernels = [(one.symbol, one.grid) for one in gpu.launched]
+        assert kinds[kernels[-1][0]].header.startswith("fwd")
+        seen.append((kernels, told(params, x, results, gpu)))
+    (first_kernels, first), *_ = seen
+    new, batch = 0 if "k" not in x else x["k"].shape[1], 3 if q.dim() == 3 else len(q)
+    steps = {"cu_seqlens_q": q.shape[1], "cu_seqlens_k": new if first["block_table"] else 4096, "block_table": 1}
+    for kernels, params in seen[3:]:
+        assert kernels == first_kernels
+        for name, value in params.items():
+            if type(value) is tuple:  # which the first made itself
+                assert first[name] == "new"
+                assert value == tuple(steps[name] * i for i in range(batch + (name != "block_table")))
+            else:
+                assert value == first[name] or name == "lse", name
